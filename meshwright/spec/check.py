@@ -1,0 +1,202 @@
+"""Every rule between fields of a run. All problems are found at once, each with its remedy."""
+
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from meshwright.spec.arch import Arch
+from meshwright.spec.run import Run
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """One mistake in the user's words, and what to do about it."""
+
+    text: str
+    remedy: str
+    key: str = ""  # the dotted key to look at
+    where: str = ""  # file and line, or the command line; filled in by whoever loaded the run
+
+    def __str__(self) -> str:
+        where = f"{self.where}: " if self.where else ""
+        return f"{where}{self.text}; {self.remedy}"
+
+
+class InputError(ValueError):
+    """What the user gave cannot be used. Ends a command with exit code 2 and the problems on the screen."""
+
+    def __init__(self, problems: list[Problem]) -> None:
+        super().__init__("\n".join(str(problem) for problem in problems))
+        self.problems = problems
+
+
+def problems(run: Run) -> list[Problem]:
+    """Everything that is wrong with a run, in the order of the rules."""
+    return [problem for rule in RULES for problem in rule(run)]
+
+
+def warnings(run: Run) -> list[str]:
+    """What is allowed but should be known before it is believed."""
+    notes = []
+    if run.arch.experts and run.arch.router == "expert_choice":
+        notes.append(
+            "arch.router = expert_choice: an expert picks its tokens among the whole sequence, so a token's output "
+            "depends on later tokens. The training loss is optimistic and generation will not match it."
+        )
+    return notes
+
+
+def _counts(run: Run) -> Iterator[Problem]:
+    positive = {
+        "steps": run.steps,
+        "sequence": run.sequence,
+        "batch": run.batch,
+        "plan.microbatch": run.plan.microbatch,
+        "plan.accumulate": run.plan.accumulate,
+        "plan.replicate": run.plan.replicate,
+        "plan.shard": run.plan.shard,
+        "log.every": run.log.every,
+        "held.batches": run.held.batches,
+        **{f"arch.{name}": getattr(run.arch, name) for name in ARCH_COUNTS},
+    }
+    for key, value in positive.items():
+        if value < 1:
+            yield Problem(f"{key} = {value} is not a count", f"give {key} a whole number of at least 1", key)
+    natural = {
+        "seed": run.seed,
+        "held.every": run.held.every,
+        "held.sample_tokens": run.held.sample_tokens,
+        "optim.warmup": run.optim.warmup,
+        "arch.experts": run.arch.experts,
+        "arch.shared_experts": run.arch.shared_experts,
+    }
+    for key, value in natural.items():
+        if value < 0:
+            yield Problem(f"{key} = {value} is negative", f"give {key} a whole number of at least 0", key)
+
+
+ARCH_COUNTS = ("vocab", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "context", "moe_every")
+ARCH_LIMIT = 10**9  # no dimension of any model; stops a typing slip before it asks for the memory
+
+
+def _sizes(run: Run) -> Iterator[Problem]:
+    for name in ARCH_COUNTS:
+        if (value := getattr(run.arch, name)) > ARCH_LIMIT:
+            yield Problem(f"arch.{name} = {value} is beyond any model", f"use at most {ARCH_LIMIT}", f"arch.{name}")
+
+
+def _heads(run: Run) -> Iterator[Problem]:
+    arch = run.arch
+    if arch.heads > 0 and arch.hidden % arch.heads and arch.head_dim == arch.hidden // arch.heads:
+        yield Problem(
+            f"arch.hidden = {arch.hidden} does not divide into arch.heads = {arch.heads}",
+            f"use a multiple of {arch.heads}, or state arch.head_dim",
+            "arch.heads",
+        )
+    if arch.kv_heads > 0 and arch.heads % arch.kv_heads:
+        yield Problem(
+            f"arch.heads = {arch.heads} cannot share arch.kv_heads = {arch.kv_heads} evenly",
+            "use a number of kv_heads that divides heads",
+            "arch.kv_heads",
+        )
+    if arch.positions == "rope" and arch.head_dim % 2:
+        yield Problem(
+            f"arch.head_dim = {arch.head_dim} is odd, and rotary positions turn pairs",
+            "use an even head_dim, or other positions",
+            "arch.head_dim",
+        )
+
+
+def _mixture(run: Run) -> Iterator[Problem]:
+    arch = run.arch
+    if arch.experts <= 0:
+        return
+    yield from _mixture_sizes(arch)
+    if arch.router in ("switch", "gshard", "expert_choice") and arch.capacity <= 0:
+        yield Problem(
+            f"arch.router = {arch.router} needs arch.capacity above 0",
+            "set arch.capacity = 1.25, or use the topk router, which drops nothing",
+            "arch.capacity",
+        )
+
+
+def _mixture_sizes(arch: Arch) -> Iterator[Problem]:
+    if arch.expert_ffn < 1:
+        yield Problem("arch.expert_ffn is missing", "state the width inside one expert", "arch.expert_ffn")
+    if arch.router != "expert_choice" and not 1 <= arch.top_k <= arch.experts:
+        yield Problem(
+            f"arch.top_k = {arch.top_k} cannot be chosen among arch.experts = {arch.experts}",
+            f"use 1 to {arch.experts}",
+            "arch.top_k",
+        )
+    fixed = {"switch": 1, "gshard": 2}.get(arch.router)
+    if fixed is not None and arch.top_k != fixed:
+        yield Problem(f"arch.router = {arch.router} chooses {fixed}", f"set arch.top_k = {fixed}", "arch.top_k")
+
+
+def _context(run: Run) -> Iterator[Problem]:
+    if run.arch.positions == "learned" and run.sequence > run.arch.context:
+        yield Problem(
+            f"sequence = {run.sequence} is longer than the {run.arch.context} learned positions",
+            f"use a sequence of at most {run.arch.context}, or set arch.context",
+            "sequence",
+        )
+
+
+def _batch(run: Run) -> Iterator[Problem]:
+    plan = run.plan
+    if plan.batch != run.batch:
+        yield Problem(
+            f"batch = {run.batch} is not microbatch {plan.microbatch} × accumulate {plan.accumulate} × "
+            f"{plan.data} data ranks = {plan.batch}",
+            f"set batch = {plan.batch}, or a microbatch and accumulate whose product is batch ÷ {plan.data}",
+            "batch",
+        )
+
+
+def _zero(run: Run) -> Iterator[Problem]:
+    plan = run.plan
+    if plan.zero == 0 and plan.shard > 1:
+        yield Problem(
+            f"plan.shard = {plan.shard} with plan.zero = 0 shards nothing",
+            f"set plan.zero = 1, 2 or 3, or use plan.replicate = {plan.shard}",
+            "plan.zero",
+        )
+
+
+def _rates(run: Run) -> Iterator[Problem]:
+    optim = run.optim
+    bounds = {
+        "optim.rate": (optim.rate, 0.0, 1e3),
+        "optim.floor": (optim.floor, 0.0, 1.0),
+        "optim.decay": (optim.decay, 0.0, 1.0),
+        "optim.weight_decay": (optim.weight_decay, 0.0, 1e3),
+        "optim.clip": (optim.clip, 0.0, 1e9),
+        "data.held_out": (run.data.held_out, 0.0, 0.5),
+        "held.temperature": (run.held.temperature, 0.0, 100.0),
+        "arch.capacity": (run.arch.capacity, 0.0, 1e3),
+    }
+    for key, (value, low, high) in bounds.items():
+        if not low <= value <= high:  # a NaN lands here too
+            yield Problem(f"{key} = {value} is out of range", f"use {low:g} to {high:g}", key)
+    for name in ("beta1", "beta2"):
+        if not 0 <= getattr(optim, name) < 1:
+            yield Problem(f"optim.{name} = {getattr(optim, name)} is out of range", "use 0 to below 1", f"optim.{name}")
+    for source in run.data.mix:
+        if not 0 < source.weight < 1e9:
+            yield Problem(
+                f"data.mix: the weight {source.weight} of {source.source} is not positive", "use a number above 0", "data.mix"
+            )
+
+
+def _packing(run: Run) -> Iterator[Problem]:
+    if run.data.pack == "documents" and run.data.mask_documents:
+        yield Problem(
+            "data.mask_documents = true has no meaning for data.pack = documents, where a sample is one document",
+            "leave one of them out",
+            "data.mask_documents",
+        )
+
+
+RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
+    _counts, _sizes, _heads, _mixture, _context, _batch, _zero, _rates, _packing,
+)  # fmt: skip

@@ -1,0 +1,89 @@
+"""Who am I: which of how many ranks this process is, as torchrun, Slurm, Kubernetes or MPI tell it."""
+
+from collections.abc import Mapping
+
+import msgspec
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """One process among the ranks of a job."""
+
+    rank: int
+    world: int
+    local_rank: int  # on this machine
+    local_world: int
+    address: str  # where rank 0 listens
+    port: int
+    launcher: str  # who said so
+
+
+class PlaceError(ValueError):
+    """The environment names a job but not this process's place in it."""
+
+
+# launcher, rank, world, local rank, local world. torchrun and Kubeflow's operators both speak the first dialect.
+DIALECTS = (
+    ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    ("slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+    ("openmpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("mpi", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+
+
+def place(environment: Mapping[str, str]) -> Place | None:
+    """This process's place in a job that someone else launched; None when nobody did."""
+    for launcher, rank, world, local_rank, local_world in DIALECTS:
+        if rank not in environment or world not in environment:
+            continue
+        if launcher == "slurm" and "SLURM_STEP_ID" not in environment:
+            continue  # inside a batch script, before srun: the script itself is no rank
+        number = _integer(environment, rank)
+        ranks = _integer(environment, world)
+        local = _integer(environment, local_rank) if local_rank in environment else number
+        beside = _local_world(environment, local_world, ranks)
+        address, port = _rendezvous(environment, launcher, ranks)
+        return Place(
+            rank=number, world=ranks, local_rank=local, local_world=beside, address=address, port=port, launcher=launcher
+        )
+    return None
+
+
+def _rendezvous(environment: Mapping[str, str], launcher: str, world: int) -> tuple[str, int]:
+    port = _integer(environment, "MASTER_PORT") if "MASTER_PORT" in environment else _port_of_job(environment)
+    if "MASTER_ADDR" in environment:
+        return environment["MASTER_ADDR"], port
+    if launcher == "slurm" and (nodes := environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_NODELIST"))):
+        return first_host(nodes), port
+    if world == 1:
+        return "127.0.0.1", port
+    raise PlaceError(f"{launcher} gave a rank but no MASTER_ADDR: export the host name of rank 0 as MASTER_ADDR")
+
+
+def _port_of_job(environment: Mapping[str, str]) -> int:
+    """A port that all ranks of a Slurm job derive alike, and two jobs on one node rarely share."""
+    return 20_000 + int(environment.get("SLURM_JOB_ID", "9500")) % 20_000
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a Slurm node list: node[07-12,20] is node07."""
+    head, bracket, rest = nodes.partition("[")
+    if not bracket:
+        return nodes.split(",")[0]
+    if "," in head:
+        return head.split(",")[0]
+    first = rest.split("]")[0].split(",")[0].split("-")[0]
+    return head + first
+
+
+def _local_world(environment: Mapping[str, str], key: str, world: int) -> int:
+    text = environment.get(key, str(world))
+    return int(text.split("(")[0].split(",")[0])  # Slurm writes 4(x2) for four tasks on each of two nodes
+
+
+def _integer(environment: Mapping[str, str], key: str) -> int:
+    try:
+        return int(environment[key])
+    except KeyError:
+        raise PlaceError(f"the environment lacks {key}") from None
+    except ValueError:
+        raise PlaceError(f"{key} is {environment[key]!r}, which is not a whole number") from None

@@ -1,0 +1,87 @@
+"""The architecture, as one table. Changing it means changing this table in a commit that says why."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "meshwright"
+
+# package -> packages it may import. A package may always import itself.
+PAPER = {"cost", "search"}
+MAY_IMPORT: dict[str, set[str]] = {
+    "spec": set(),
+    "cost": {"spec"},
+    "search": {"spec", "cost"},
+    "report": {"spec", "cost"},
+    "launch": {"spec"},
+    "kernels": {"spec"},
+    "models": {"spec", "kernels"},
+    "data": {"spec"},
+    "parallel": {"spec", "kernels", "models"},
+    "optim": {"spec", "kernels", "models", "parallel"},
+    "checkpoint": {"spec", "kernels", "models", "parallel"},
+    "train": {"spec", "kernels", "models", "data", "parallel", "optim", "checkpoint", *PAPER},
+    "verify": {"spec", "kernels", "models", "data", "parallel", "optim", "checkpoint", "train", *PAPER},
+    "bench": {"spec", "kernels", "models", "data", "parallel", "optim", "checkpoint", "train", *PAPER},
+}
+NO_TORCH = {"spec", "cost", "search", "report", "launch"}  # they answer at once, on a laptop
+# What the launcher runs while the ranks are still importing torch.
+NO_TORCH_FILES = {"data/source.py", "data/tokenize.py", "data/pack.py", "data/order.py", "data/prepare.py", "data/shards.py"}
+READS_ENVIRONMENT = {"cli.py", "spec/place.py"}
+TOP = {"cli.py", "__main__.py", "__init__.py"}
+
+
+def files() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def imports(tree: ast.AST) -> list[str]:
+    """Full names of everything imported, wherever in the file."""
+    names = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports name their package in full"
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return names
+
+
+@pytest.mark.parametrize("file", files(), ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_imports_point_down(file):
+    place = file.relative_to(PACKAGE)
+    if str(place) in TOP:
+        return
+    package = place.parts[0]
+    assert package in MAY_IMPORT, f"{package} is not in the architecture"
+    tree = ast.parse(file.read_text())
+    for name in imports(tree):
+        root = name.split(".")[0]
+        if root == "meshwright":
+            used = name.split(".")[1]
+            assert used == package or used in MAY_IMPORT[package], f"{place} may not import {name}"
+        if package in NO_TORCH or str(place) in NO_TORCH_FILES:
+            assert root != "torch", f"{place} must not reach torch"
+        if package in NO_TORCH:
+            assert root != "numpy", f"{place} must not reach numpy"
+        if package == "models":
+            assert not name.startswith("torch.distributed"), "a model does not know how it is cut"
+
+
+@pytest.mark.parametrize("file", files(), ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_only_the_edge_reads_the_environment(file):
+    place = str(file.relative_to(PACKAGE))
+    if place in READS_ENVIRONMENT:
+        return
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
+            assert node.attr not in ("environ", "getenv", "putenv"), f"{place} reads the environment"
+
+
+def test_every_package_has_content():
+    for folder in PACKAGE.iterdir():
+        if folder.is_dir() and folder.name != "__pycache__":
+            assert folder.name in MAY_IMPORT or folder.name == "recipes"
+            assert any(file.name != "__init__.py" for file in folder.glob("*.*")), f"{folder.name} is empty"
+    assert not [file for file in files() if not file.read_text().strip()], "no empty files"

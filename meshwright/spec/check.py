@@ -42,6 +42,11 @@ def warnings(run: Run) -> list[str]:
             "arch.router = expert_choice: an expert picks its tokens among the whole sequence, so a token's output "
             "depends on later tokens. The training loss is optimistic and generation will not match it."
         )
+    if run.arch.experts and run.arch.router == "gshard":
+        notes.append(
+            "arch.router = gshard: first choices are served before any second one, so a later token can take the slot "
+            "of an earlier one's second expert. Generation may differ slightly from training; more capacity lessens it."
+        )
     return notes
 
 
@@ -184,7 +189,9 @@ def _rates(run: Run) -> Iterator[Problem]:
     for source in run.data.mix:
         if not 0 < source.weight < 1e9:
             yield Problem(
-                f"data.mix: the weight {source.weight} of {source.source} is not positive", "use a number above 0", "data.mix"
+                f"data.mix: the weight {source.weight} of {source.source} is not positive",
+                "use a number above 0",
+                "data.mix",
             )
 
 

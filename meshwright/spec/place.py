@@ -1,5 +1,6 @@
 """Who am I: which of how many ranks this process is, as torchrun, Slurm, Kubernetes or MPI tell it."""
 
+import os
 from collections.abc import Mapping
 
 import msgspec
@@ -15,6 +16,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     address: str  # where rank 0 listens
     port: int
     launcher: str  # who said so
+    threads: int = 1  # for arithmetic on the CPU
+    store: str = ""  # a file where the ranks of one machine meet instead of at an address
 
 
 class PlaceError(ValueError):
@@ -25,9 +28,18 @@ class PlaceError(ValueError):
 DIALECTS = (
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     ("slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
-    ("openmpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    (
+        "openmpi",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
     ("mpi", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
+
+
+STORE = "MESHWRIGHT_STORE"  # set by our own launcher, beside torchrun's names
 
 
 def place(environment: Mapping[str, str]) -> Place | None:
@@ -41,9 +53,18 @@ def place(environment: Mapping[str, str]) -> Place | None:
         ranks = _integer(environment, world)
         local = _integer(environment, local_rank) if local_rank in environment else number
         beside = _local_world(environment, local_world, ranks)
-        address, port = _rendezvous(environment, launcher, ranks)
+        store = environment.get(STORE, "")
+        address, port = ("", 0) if store else _rendezvous(environment, launcher, ranks)
         return Place(
-            rank=number, world=ranks, local_rank=local, local_world=beside, address=address, port=port, launcher=launcher
+            rank=number,
+            world=ranks,
+            local_rank=local,
+            local_world=beside,
+            address=address,
+            port=port,
+            launcher="meshwright" if store else launcher,
+            threads=_threads(environment, beside),
+            store=store,
         )
     return None
 
@@ -57,6 +78,20 @@ def _rendezvous(environment: Mapping[str, str], launcher: str, world: int) -> tu
     if world == 1:
         return "127.0.0.1", port
     raise PlaceError(f"{launcher} gave a rank but no MASTER_ADDR: export the host name of rank 0 as MASTER_ADDR")
+
+
+def _threads(environment: Mapping[str, str], local_world: int) -> int:
+    """An equal share of the cores, unless the user has said otherwise."""
+    if "OMP_NUM_THREADS" in environment:
+        return max(_integer(environment, "OMP_NUM_THREADS"), 1)
+    return max(cores() // max(local_world, 1), 1)
+
+
+def cores() -> int:
+    """Cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _port_of_job(environment: Mapping[str, str]) -> int:

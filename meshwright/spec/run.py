@@ -1,7 +1,7 @@
 """Run: everything decided. The mathematics (what is computed) beside the Plan (how it is spread over machines)."""
 
 import hashlib
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -108,7 +108,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 NOT_MATHEMATICS = ("name", "log", "held", "goal", "plan")
 
 
-def mathematics(run: Run) -> dict[str, object]:
+def mathematics(run: Run) -> dict[str, Any]:
     """What decides the weights, whatever the plan: the part that must agree between two runs called the same."""
     values = msgspec.to_builtins(run)
     kept = {key: value for key, value in values.items() if key not in NOT_MATHEMATICS}

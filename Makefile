@@ -1,0 +1,41 @@
+# Two commands: `make train` runs the main job, `make test` passes every test. Each does all its own set-up.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: train test check lint types unit bench setup clean
+
+train: $(READY)
+	$(BIN)/meshwright train
+
+test: check
+	$(BIN)/python -m pytest tests --ignore tests/unit
+
+check: lint types unit
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/basedpyright
+
+unit: $(READY)
+	$(BIN)/python -m pytest tests/unit
+
+bench: $(READY)
+	$(BIN)/python benchmarks/loader.py
+	$(BIN)/python benchmarks/step.py
+
+setup: $(READY)
+
+# Versions are pinned, and torch comes first so that nothing asks for a larger build of it.
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,186 @@
+"""Hugging Face folder ↔ native folder, believed only after the logits agree."""
+
+import math
+import shutil
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from meshwright.checkpoint import judge, names, weights
+from meshwright.checkpoint.folder import CONFIG, TOKENIZER, Kind, ModelFolder, open_folder, staged, write_arch
+from meshwright.checkpoint.weights import DTYPES, SHARD_BYTES
+from meshwright.spec.arch import Arch
+from meshwright.spec.check import InputError, Problem
+from meshwright.spec.huggingface import config_of
+from meshwright.spec.params import count
+
+Say = Callable[[str], None]
+
+# Files about text rather than weights, carried as they are in both directions.
+CARRIED = (
+    TOKENIZER,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+DTYPE_OF = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
+END_TOKENS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What was converted and how it was checked."""
+
+    kind_from: Kind
+    kind_to: Kind
+    parameters: int
+    largest_difference: float  # of the logits
+    tolerance: float
+    checked_with: str
+
+    @property
+    def agrees(self) -> bool:
+        return self.largest_difference <= self.tolerance < math.inf
+
+
+class MismatchError(RuntimeError):
+    """The written model is not the model that was read."""
+
+
+def convert(
+    source: Path,
+    target: Path,
+    say: Say,
+    *,
+    dtype: str | None = None,
+    check_tokens: int = 64,
+    shard_bytes: int = SHARD_BYTES,
+) -> Report:
+    """Convert a model folder to the other kind; the target appears only when its logits are those of the source."""
+    if found := list(_option_problems(dtype, check_tokens)):
+        raise InputError(found)
+    rounded = None if dtype is None else DTYPE_OF[dtype]
+    folder = open_folder(source)
+    write = _write_native if folder.kind == "huggingface" else _write_huggingface
+    with staged(target) as stage:
+        say(f"converting {count(folder.arch):,} parameters of {folder.path}")
+        write(stage, folder, rounded, shard_bytes)
+        say(f"comparing the logits of {check_tokens} tokens")
+        report = _compare(folder, open_folder(stage), rounded, check_tokens)
+        if not report.agrees:
+            raise MismatchError(
+                f"the logits of {folder.path} and of what was written differ by {report.largest_difference:.3g}, and "
+                f"float32 rounding explains {report.tolerance:.3g} (checked with {report.checked_with}); "
+                f"nothing was left at {target}"
+            )
+    say(f"the largest difference is {report.largest_difference:.3g}, of {report.tolerance:.3g} allowed")
+    return report
+
+
+def _option_problems(dtype: str | None, check_tokens: int) -> Iterator[Problem]:
+    if dtype is not None and dtype not in DTYPE_OF:
+        yield Problem(f"dtype = {dtype} is not a type for weights", f"use {', '.join(DTYPE_OF)}", "dtype")
+    if check_tokens < 1:
+        yield Problem(f"check_tokens = {check_tokens} checks nothing", "use at least 1", "check_tokens")
+
+
+def _write_native(stage: Path, folder: ModelFolder, rounded: torch.dtype | None, shard_bytes: int) -> None:
+    write_arch(stage, folder.arch)
+    weights.write(stage, _stored(folder, names.native(folder.arch), rounded), shard_bytes)
+    _carry(folder.path, stage)
+
+
+def _write_huggingface(stage: Path, folder: ModelFolder, rounded: torch.dtype | None, shard_bytes: int) -> None:
+    dtype = str(rounded or folder.dtype).removeprefix("torch.")
+    config = config_of(folder.arch, dtype)  # refuses before anything large is written
+    weights.write(stage, _stored(folder, names.huggingface(folder.arch), rounded), shard_bytes)
+    _carry(folder.path, stage)
+    if folder.tokenizer is not None:
+        end = _end_token(folder.tokenizer)
+        config["eos_token_id"] = None if end is None else end.id
+        _describe_tokenizer(stage / "tokenizer_config.json", folder.arch, end)
+    _write_json(stage / CONFIG, config)
+
+
+def _stored(folder: ModelFolder, layout: names.Layout, rounded: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    # The last parameter is kept: Mixtral stores each expert apart, and their stack should be read once.
+    load = lru_cache(maxsize=1)(lambda name: folder.tensor(name).to(rounded))
+    for stored in layout:
+        yield stored.name, names.store(stored, load)
+
+
+def _carry(source: Path, stage: Path) -> None:
+    for name in CARRIED:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, stage / name)
+
+
+class AddedToken(msgspec.Struct, frozen=True):
+    """A token outside the merges of a tokenizer.json."""
+
+    id: int
+    content: str
+
+
+class TokenizerFile(msgspec.Struct, frozen=True):
+    """What is read of a tokenizer.json."""
+
+    added_tokens: tuple[AddedToken, ...] = ()
+
+
+def _end_token(tokenizer: Path) -> AddedToken | None:
+    """The token that closes a document, if it has one of the usual names."""
+    try:
+        added = msgspec.json.decode(tokenizer.read_bytes(), type=TokenizerFile).added_tokens
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        problem = Problem(f"{tokenizer} is not a tokenizer: {error}", "remove it, or copy it again")
+        raise InputError([problem]) from None
+    by_content = {token.content: token for token in added}
+    return next((by_content[content] for content in END_TOKENS if content in by_content), None)
+
+
+def _describe_tokenizer(path: Path, arch: Arch, end: AddedToken | None) -> None:
+    """The least with which AutoTokenizer opens a tokenizer.json, unless the source had its own description."""
+    if path.exists():
+        return
+    described = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": arch.context}
+    _write_json(path, described | ({} if end is None else {"eos_token": end.content}))
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
+
+
+def _compare(source: ModelFolder, written: ModelFolder, rounded: torch.dtype | None, check_tokens: int) -> Report:
+    tokens = judge.tokens(source.arch, check_tokens)
+    reference = judge.logits(source, tokens, rounded)
+    largest = _largest(reference, judge.logits(written, tokens))
+    judges = f"meshwright in float32 on {tokens.shape[1]} tokens"
+    version = judge.stock_version()
+    if version is not None and judge.fits_memory(count(source.arch)):
+        theirs = source if source.kind == "huggingface" else written
+        ours = judge.logits(theirs, tokens)  # of the same files: rounding to another dtype is not a difference
+        largest = max(largest, _largest(ours, judge.stock_logits(theirs.path, tokens)))
+        judges = f"transformers {version} and {judges}"
+    return Report(
+        kind_from=source.kind,
+        kind_to=written.kind,
+        parameters=count(source.arch),
+        largest_difference=largest,
+        tolerance=judge.tolerance(source.arch, reference),
+        checked_with=judges,
+    )
+
+
+def _largest(left: Tensor, right: Tensor) -> float:
+    difference = float((left - right).abs().max())
+    return math.inf if math.isnan(difference) else difference

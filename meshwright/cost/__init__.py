@@ -1,0 +1,1 @@
+"""What a plan implies, as pure arithmetic: no torch, no numpy, no measurement."""

@@ -1,0 +1,159 @@
+"""This rank's tensors: the samples of any step, read ahead in a thread."""
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshwright.data.mistake import mistake
+from meshwright.data.order import in_turn, locate
+from meshwright.data.pack import Arrays, held_count, packing
+from meshwright.data.prepare import Corpus
+from meshwright.spec.run import Run
+
+AHEAD = 2  # steps that are read before they are asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One microbatch; every tensor is int64 (microbatch, sequence)."""
+
+    tokens: Tensor
+    targets: Tensor  # IGNORE where nothing is predicted
+    positions: Tensor  # in the document; shared between microbatches where documents are not masked
+    documents: Tensor | None  # which document each position belongs to; None: one document a sample
+    index: Tensor  # global token index, unique in all of training: global sample index · sequence + offset
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """What one rank computes in one step."""
+
+    microbatches: tuple[Batch, ...]
+    tokens: int  # valid tokens of the whole optimizer step, over all ranks
+    wait_seconds: float  # how long the trainer waited for it
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """This rank's samples of a step, before they are cut into microbatches and sent to the device."""
+
+    tokens: Tensor
+    targets: Tensor
+    positions: Tensor | None
+    documents: Tensor | None
+    samples: Tensor  # global sample index of each row
+    valid: int  # targets that count, over all ranks
+
+
+class Loader:
+    """Samples by step, for one data rank. It keeps no position: any step can be taken at any time."""
+
+    def __init__(self, corpus: Corpus, run: Run, data_rank: int, device: torch.device, start: int = 0) -> None:
+        assert 0 <= data_rank < run.plan.data
+        self.run = run
+        self.device = device
+        self.packings = tuple(packing(tokens, run, corpus.end_token) for tokens in corpus.sources)
+        self.held_counts = tuple(held_count(each.count, run.data.held_out) for each in self.packings)
+        self.train_counts = tuple(each.count - held for each, held in zip(self.packings, self.held_counts, strict=True))
+        self.weights = tuple(source.weight for source in run.data.sources)
+        size = run.plan.microbatch * run.plan.accumulate
+        self.mine = slice(data_rank * size, (data_rank + 1) * size)  # a rank's global microbatches are consecutive
+        self.offsets = torch.arange(run.sequence, device=device).expand(run.plan.microbatch, -1).contiguous()
+        self.reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
+        self.ahead: dict[int, Future[Rows]] = {}
+        self._read_ahead(start)
+
+    def take(self, step: int) -> StepBatch:
+        """This rank's part of a step, which counts from 0. What went wrong in the thread is raised here."""
+        began = time.perf_counter()
+        self._read_ahead(step)
+        rows = self.ahead.pop(step).result()
+        return self._on_device(rows, time.perf_counter() - began)
+
+    def held(self, batch: int) -> StepBatch:
+        """This rank's part of a global batch that is never trained on: in order, from the start again after the end."""
+        began = time.perf_counter()
+        kept = [number for number, count in enumerate(self.held_counts) if count]
+        if not kept:
+            raise mistake("no sample is held out", "set data.held_out above 0, or use more data", "data.held_out")
+        indices = self._indices(batch)
+        counts = tuple(self.held_counts[number] for number in kept)
+        places, samples = in_turn(indices, counts, tuple(self.weights[number] for number in kept))
+        sources = np.asarray(kept)[places]
+        rows = self._rows(indices, sources, samples + np.asarray(self.train_counts)[sources])
+        return self._on_device(rows, time.perf_counter() - began)
+
+    def close(self) -> None:
+        """End the thread; what it has not begun is dropped."""
+        self.reader.shutdown(wait=True, cancel_futures=True)
+
+    def _read_ahead(self, step: int) -> None:
+        """Have the thread at work on a step and the next ones, and forget all others."""
+        wanted = range(step, step + 1 + AHEAD)
+        for other in [other for other in self.ahead if other not in wanted]:
+            self.ahead.pop(other).cancel()
+        for each in wanted:
+            if each not in self.ahead:
+                self.ahead[each] = self.reader.submit(self._step, each)
+
+    def _indices(self, step: int) -> np.ndarray:
+        return np.arange(step * self.run.batch, (step + 1) * self.run.batch)
+
+    def _step(self, step: int) -> Rows:
+        indices = self._indices(step)
+        return self._rows(indices, *locate(indices, self.run.seed, self.train_counts, self.weights))
+
+    def _rows(self, indices: np.ndarray, sources: np.ndarray, samples: np.ndarray) -> Rows:
+        """Count the whole batch, read this rank's part of it."""
+        valid = sum(int(each.valid(samples[sources == number]).sum()) for number, each in enumerate(self.packings))
+        arrays = self._read(sources[self.mine], samples[self.mine])
+        masked = arrays.documents is not None
+        return Rows(
+            tokens=self._host(arrays.tokens),
+            targets=self._host(arrays.targets),
+            positions=self._host(arrays.positions) if masked else None,
+            documents=self._host(arrays.documents) if arrays.documents is not None else None,
+            samples=self._host(indices[self.mine]),
+            valid=valid,
+        )
+
+    def _read(self, sources: np.ndarray, samples: np.ndarray) -> Arrays:
+        """The samples of several sources, in the order asked for."""
+        present = np.unique(sources).tolist()
+        if len(present) == 1:
+            return self.packings[present[0]].read(samples)
+        parts = [self.packings[number].read(samples[sources == number]) for number in present]
+        back = np.argsort(np.argsort(sources, kind="stable"), kind="stable")
+        documents = [part.documents for part in parts if part.documents is not None]
+        return Arrays(
+            tokens=np.concatenate([part.tokens for part in parts])[back],
+            targets=np.concatenate([part.targets for part in parts])[back],
+            positions=np.concatenate([part.positions for part in parts])[back],
+            documents=np.concatenate(documents)[back] if documents else None,
+        )
+
+    def _host(self, array: np.ndarray) -> Tensor:
+        """A tensor over the array; for a GPU in pinned memory, so that copying does not hold up the host."""
+        tensor = torch.from_numpy(array)
+        return tensor.pin_memory() if self.device.type == "cuda" else tensor
+
+    def _on_device(self, rows: Rows, wait_seconds: float) -> StepBatch:
+        """Copies are queued by the caller's thread, in the order of its own work on the device."""
+        size, parts = self.run.plan.microbatch, self.run.plan.accumulate
+
+        def split(tensor: Tensor) -> tuple[Tensor, ...]:
+            return tensor.to(self.device, non_blocking=True).split(size)
+
+        starts = split(rows.samples * self.run.sequence)
+        positions = (self.offsets,) * parts if rows.positions is None else split(rows.positions)
+        documents = (None,) * parts if rows.documents is None else split(rows.documents)
+        cut = zip(split(rows.tokens), split(rows.targets), positions, documents, starts, strict=True)
+        microbatches = tuple(
+            Batch(tokens, targets, places, numbers, index=start[:, None] + self.offsets)
+            for tokens, targets, places, numbers, start in cut
+        )
+        return StepBatch(microbatches, rows.valid, wait_seconds)

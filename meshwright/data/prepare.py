@@ -1,0 +1,217 @@
+"""Everything between a run's sources and a corpus: checked beforehand, tokenised once, kept in a cache."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+
+from meshwright.data import cache, ready, records, shards, source, tokenize
+from meshwright.data.mistake import mistake
+from meshwright.data.pack import packing
+from meshwright.data.ready import ReadyKind
+from meshwright.data.records import TextKind
+from meshwright.data.shards import Tokens
+from meshwright.data.source import Listing
+from meshwright.data.tokenize import Lexicon
+from meshwright.spec.check import InputError, Problem
+from meshwright.spec.run import Data, Run, Source
+
+Say = Callable[[str], None]
+SAMPLE = 2_000_000  # characters to train a tokenizer on; of Python's library, twice as many save 1 % of the tokens
+SAMPLE_FILES = 256  # files they are taken from
+LOOKED_AT = 1 << 16  # tokens of a ready source that are held against the vocabulary before the run
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """All the tokens of a run."""
+
+    sources: tuple[Tokens, ...]  # one for each of data.sources
+    end_token: int | None  # None: ready tokens, and nobody said it
+    tokenizer: Path | None  # None: ready tokens, and no tokenizer was named
+
+
+def problems(run: Run) -> list[Problem]:
+    """What is wrong with the data of a run, as far as can be told in a moment."""
+    if found := source.problems(run.data):
+        return found  # what follows needs sources that can be opened
+    listings = [source.listing(one) for one in run.data.sources]
+    return [
+        *_tokenizer_problems(run, listings),
+        *_end_problems(run),
+        *(problem for each in listings for problem in (_token_problems if each.ready else _text_problems)(run, each)),
+    ]
+
+
+def prepare(run: Run, folder: Path, say: Say) -> Corpus:
+    """The corpus of a run. Any number of processes may ask at once: one works, the others wait and find it ready."""
+    if found := problems(run):
+        raise InputError(found)
+    listings = [source.listing(one) for one in run.data.sources]
+    if all(each.ready for each in listings):
+        named = None if run.data.tokenizer == "train" else tokenize.path(run.data.tokenizer)
+        corpus = Corpus(tuple(_with_ends(run, each, folder, say) for each in listings), run.data.end_token, named)
+    else:
+        lexicon = _lexicon(run, [each for each in listings if not each.ready], folder, say)
+        opened = tuple(
+            _with_ends(run, each, folder, say) if each.ready else _tokenised(each, lexicon, folder, say)
+            for each in listings
+        )
+        corpus = Corpus(opened, lexicon.end_token, lexicon.file)
+    _refuse_short(run, corpus)
+    return corpus
+
+
+def _lexicon(run: Run, texts: list[Listing], folder: Path, say: Say) -> Lexicon:
+    """The tokenizer that was named, or one trained on the text and kept in the cache."""
+    if run.data.tokenizer == "train":
+        settings = (run.arch.vocab, SAMPLE, SAMPLE_FILES)
+        name = cache.digest("tokenizer", shards.VERSION, settings, [_content(each) for each in texts])
+        file = cache.once(folder / name, partial(_train, texts, run.arch.vocab, say), say) / "tokenizer.json"
+    else:
+        file = tokenize.path(run.data.tokenizer)
+    tokenizer = tokenize.load(file)
+    return Lexicon(file, tokenizer, tokenize.end_token(tokenizer, run.data.end_token))
+
+
+def _train(texts: list[Listing], vocab: int, say: Say, folder: Path) -> None:
+    say(f"training a tokenizer of {vocab} entries")
+    tokenize.train(_sample(texts), vocab).save(str(folder / "tokenizer.json"))
+
+
+def _sample(texts: list[Listing]) -> Iterator[str]:
+    """Beginnings of files, as much of each as is fair: what short files leave over goes to longer ones."""
+    found = [(file, kind, each.source.field) for each in texts for file, kind in each.kinds.items()]
+    found = found[:: -(-len(found) // SAMPLE_FILES)]
+    found.sort(key=lambda entry: (entry[0].stat().st_size, str(entry[0])))
+    left = SAMPLE
+    for number, (file, kind, field) in enumerate(found):
+        share = left // (len(found) - number)
+        for text in records.read(file, cast(TextKind, kind), field):
+            part = text[:share]
+            yield part
+            share, left = share - len(part), left - len(part)
+            if share == 0:
+                break
+
+
+def _tokenised(text: Listing, lexicon: Lexicon, folder: Path, say: Say) -> Tokens:
+    tokenizer = cache.fingerprint([lexicon.file])
+    name = cache.digest("tokens", shards.VERSION, _content(text), tokenizer, lexicon.end_token)
+    return shards.join([shards.open_folder(cache.once(folder / name, partial(_tokenise, text, lexicon, say), say))])
+
+
+def _tokenise(text: Listing, lexicon: Lexicon, say: Say, folder: Path) -> None:
+    say(f"tokenising {text.size / 1e6:.1f} MB of {text.source.source}")
+    documents = tokenize.encode(lexicon, text.documents(), text.size if text.plain else 0, say)
+    if not shards.write(folder, documents, lexicon.vocab, lexicon.end_token):
+        raise mistake(f"{text.source.source} holds no text", "name files with content", "data.source")
+
+
+def _with_ends(run: Run, tokens: Listing, folder: Path, say: Say) -> Tokens:
+    """Ready tokens; where documents matter and their ends are not known, they are searched once and kept."""
+    opened, end = _opened(tokens), run.data.end_token
+    if len(opened.ends) or not _documents_matter(run.data):
+        return opened
+    assert end is not None, "problems() asks for it"
+
+    def search(made: Path) -> None:
+        say(f"searching {tokens.source.source} for the ends of documents")
+        shards.write_ends(made, shards.scan(opened, end))
+
+    name = cache.digest("ends", shards.VERSION, _content(tokens), end)
+    return Tokens(opened.shards, shards.open_ends(cache.once(folder / name, search, say)))
+
+
+def _opened(tokens: Listing) -> Tokens:
+    return shards.join(ready.read(file, cast(ReadyKind, kind)) for file, kind in tokens.kinds.items())
+
+
+def _content(listing: Listing) -> tuple[str, str, list[str]]:
+    """What decides the documents of a source: its bytes and how they are read, not its name."""
+    return cache.fingerprint(listing.files), listing.source.field, list(listing.kinds.values())
+
+
+def _refuse_short(run: Run, corpus: Corpus) -> None:
+    counts = [packing(tokens, run, corpus.end_token).count for tokens in corpus.sources]
+    short = [
+        _too_short(run, one, f"{tokens.total} tokens")
+        for one, tokens, count in zip(run.data.sources, corpus.sources, counts, strict=True)
+        if count == 0
+    ]
+    if short:
+        raise InputError(short)
+
+
+def _tokenizer_problems(run: Run, listings: list[Listing]) -> list[Problem]:
+    texts = [each.source.source for each in listings if not each.ready]
+    tokens = [each.source.source for each in listings if each.ready]
+    if run.data.tokenizer != "train":
+        return _file_problems(run, bool(texts))
+    if texts and tokens:
+        text = f"a tokenizer trained on {texts[0]} would not be the one that made the tokens of {tokens[0]}"
+        return [Problem(text, "set data.tokenizer to the one that made them", "data.tokenizer")]
+    if texts and run.arch.vocab < tokenize.SMALLEST:
+        text = f"arch.vocab = {run.arch.vocab} is too small to hold every byte and the end of a document"
+        return [Problem(text, f"use at least {tokenize.SMALLEST}", "arch.vocab")]
+    return []
+
+
+def _file_problems(run: Run, encodes: bool) -> list[Problem]:
+    try:
+        tokenizer = tokenize.load(tokenize.path(run.data.tokenizer))
+        if encodes:
+            tokenize.end_token(tokenizer, run.data.end_token)
+    except InputError as error:
+        return error.problems
+    if (size := tokenize.entries(tokenizer)) > run.arch.vocab:
+        text = f"the tokenizer {run.data.tokenizer} has {size} entries and arch.vocab is {run.arch.vocab}"
+        return [Problem(text, f"set arch.vocab to at least {size}, or use a smaller tokenizer", "data.tokenizer")]
+    return []
+
+
+def _end_problems(run: Run) -> list[Problem]:
+    end = run.data.end_token
+    if end is None or 0 <= end < run.arch.vocab:
+        return []
+    text = f"data.end_token = {end} is not a token below arch.vocab = {run.arch.vocab}"
+    return [Problem(text, f"use 0 to {run.arch.vocab - 1}", "data.end_token")]
+
+
+def _token_problems(run: Run, tokens: Listing) -> list[Problem]:
+    opened, end, name = _opened(tokens), run.data.end_token, tokens.source.source
+    looked_at = opened.read(0, min(LOOKED_AT, opened.total)).astype(np.int64)
+    found = []
+    if unknown := looked_at[(looked_at < 0) | (looked_at >= run.arch.vocab)].tolist():
+        text = f"{name} holds token {unknown[0]}, and arch.vocab is {run.arch.vocab}"
+        found.append(Problem(text, "use the vocabulary that the tokens were made with", "arch.vocab"))
+    if end is not None and end > np.iinfo(opened.dtype).max:
+        text = f"data.end_token = {end} cannot occur in {name}, whose tokens are {opened.dtype}"
+        found.append(Problem(text, "use the end token that the tokens were made with", "data.end_token"))
+    if end is None and _documents_matter(run.data) and not len(opened.ends):
+        text = f"{name} does not say where its documents end"
+        found.append(Problem(text, "set data.end_token to the token that closes one", "data.end_token"))
+    if opened.total <= run.sequence and run.data.pack == "stream":
+        found.append(_too_short(run, tokens.source, f"{opened.total} tokens"))
+    return found
+
+
+def _text_problems(run: Run, text: Listing) -> list[Problem]:
+    """Too short whatever the tokenizer: no token is less than a byte, and a document adds its end."""
+    most = text.size + len(text.files)
+    if not text.plain or most > run.sequence or run.data.pack == "documents":
+        return []
+    return [_too_short(run, text.source, f"{text.size} bytes")]
+
+
+def _too_short(run: Run, one: Source, size: str) -> Problem:
+    need = run.sequence + 1 if run.data.pack == "stream" else 2
+    text = f"{one.source} holds {size}, and one sample needs {need} tokens"
+    return Problem(text, "use a smaller sequence, or more data", "sequence")
+
+
+def _documents_matter(data: Data) -> bool:
+    return data.mask_documents or data.pack == "documents"

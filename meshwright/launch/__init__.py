@@ -1,0 +1,1 @@
+"""Starting ranks and keeping their folder. Nothing here reaches torch."""

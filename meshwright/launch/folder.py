@@ -1,0 +1,129 @@
+"""The run folder: whose it is, what it already holds, who is writing to it."""
+
+import fcntl
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from meshwright.spec import load
+from meshwright.spec.check import InputError, Problem
+from meshwright.spec.record import Summary
+from meshwright.spec.run import Run, digest, mathematics
+
+RUN, SUMMARY, LOCK = "run.toml", "summary.json", "lock"
+
+
+def default(run: Run) -> Path:
+    """Where a run lives if nobody says: the same mathematics always in the same folder, another in another."""
+    return Path("runs") / f"{run.name}-{digest(run)}"
+
+
+class Claim:
+    """A folder held for one run while it lasts. A second launcher is refused, by name."""
+
+    def __init__(self, folder: Path, run: Run, *, fresh: bool = False) -> None:
+        self.folder = folder
+        if fresh:
+            _set_aside(folder)
+        self._check_owner(run)
+        self._made = not folder.exists()
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lock = self._locked()
+        self.finished = read_summary(folder)
+        if self.finished is None:
+            _forget_attempt(folder)
+            _write(folder / RUN, load.write(run))
+
+    def release(self) -> None:
+        """Let the next one in."""
+        self._lock.close()
+
+    def abandon(self) -> None:
+        """Leave nothing behind of a run that never began: only a folder made by this claim, and only before a step."""
+        if self._made and not any(self.folder.glob("steps.rank*.jsonl")):
+            shutil.rmtree(self.folder)
+
+    def _check_owner(self, run: Run) -> None:
+        """Another run's folder, or a folder that is not a run's, is never written to."""
+        if not self.folder.exists() or not any(self.folder.iterdir()):
+            return
+        if not (self.folder / RUN).is_file():
+            if [entry.name for entry in self.folder.iterdir()] == [LOCK]:
+                return
+            raise InputError([Problem(f"{self.folder} holds other files", "name an empty --folder")])
+        there = load.load(self.folder / RUN).run
+        differences = _differences(mathematics(there), mathematics(run))
+        if differences:
+            raise InputError(
+                [
+                    Problem(
+                        f"{self.folder} belongs to another run ({'; '.join(differences)})",
+                        "name another --folder, or add --fresh to set that run aside and start anew",
+                    )
+                ]
+            )
+
+    def _locked(self) -> Any:
+        lock = open(self.folder / LOCK, "a+")  # noqa: SIM115 - held for as long as the run
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.seek(0)
+            owner = lock.read().strip() or "another process"
+            lock.close()
+            raise InputError(
+                [Problem(f"{self.folder} is in use by {owner}", "wait for it, or name another --folder")]
+            ) from None
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()}")
+        lock.flush()
+        return lock
+
+
+def write_summary(folder: Path, summary: Summary) -> None:
+    """The last thing a run writes: it is finished when this file is there."""
+    _write(folder / SUMMARY, msgspec.json.format(msgspec.json.encode(summary)).decode() + "\n")
+
+
+def read_summary(folder: Path) -> Summary | None:
+    file = folder / SUMMARY
+    return msgspec.json.decode(file.read_bytes(), type=Summary) if file.exists() else None
+
+
+def _forget_attempt(folder: Path) -> None:
+    """Records of an attempt that did not finish would be mixed with the new one's."""
+    for pattern in ("steps.rank*.jsonl", "failure.rank*.json"):
+        for file in folder.glob(pattern):
+            file.unlink()
+
+
+def _set_aside(folder: Path) -> None:
+    """Rename what is there, so that starting anew loses nothing."""
+    if not folder.exists():
+        return
+    if not (folder / RUN).is_file() and any(folder.iterdir()):
+        raise InputError(
+            [Problem(f"{folder} is not a run folder, so --fresh leaves it alone", "name another --folder")]
+        )
+    number = 1
+    while (old := folder.with_name(f"{folder.name}.{number}")).exists():
+        number += 1
+    folder.rename(old)
+
+
+def _differences(there: Any, here: Any, prefix: str = "") -> list[str]:
+    if isinstance(there, dict) and isinstance(here, dict):
+        found = []
+        for key in here.keys() | there.keys():
+            found += _differences(there.get(key), here.get(key), f"{prefix}{key}.")
+        return sorted(found)
+    return [] if there == here else [f"{prefix[:-1]} {there!r} there, {here!r} here"]
+
+
+def _write(file: Path, text: str) -> None:
+    temporary = file.with_name(file.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(file)

@@ -1,0 +1,1 @@
+"""The models: plain modules that believe their tensors are whole. Nothing here knows how it is cut."""

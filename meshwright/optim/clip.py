@@ -1,0 +1,47 @@
+"""One judgement of a step's gradient, over the whole mesh: its norm, whether it is finite, how far to shrink it."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshwright.parallel.mesh import Mesh, local
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What all ranks agree on before an update. Device scalars: nothing here waits for the device."""
+
+    loss: Tensor  # sum of token losses over the whole job
+    norm: Tensor  # of the whole gradient, loss scale taken out
+    finite: Tensor  # 1.0 or 0.0; the update is skipped on every rank alike
+    factor: Tensor  # what the gradient is multiplied with: clipping and the loss scale's inverse
+
+
+def judge(chunks: Sequence[nn.Module], loss_sum: Tensor, scale: Tensor, limit: float, mesh: Mesh) -> Verdict:
+    """One collective of two numbers: the loss and the gradient's square norm, of which each rank holds a part."""
+    square = square_norm(gradients(chunks))
+    # Replicas hold equal parts. Each gives its share of the square, so that one sum over all ranks counts it once.
+    totals = torch.stack([loss_sum.double(), square.double() / mesh.copies])
+    if mesh.world > 1:
+        dist.all_reduce(totals)
+    loss, square = totals.unbind()
+    norm = square.sqrt() / scale
+    finite = norm.isfinite()
+    shrink = (limit / norm.clamp(min=limit)) if limit > 0 else torch.ones_like(norm)
+    return Verdict(loss, norm, finite.double(), torch.where(finite, shrink / scale, 0.0))
+
+
+def gradients(chunks: Iterable[nn.Module]) -> list[Tensor]:
+    """The parts of the gradient that this rank holds."""
+    return [local(weight.grad) for chunk in chunks for weight in chunk.parameters() if weight.grad is not None]
+
+
+def square_norm(tensors: list[Tensor]) -> Tensor:
+    """The sum of squares of all elements, summed in at least fp32."""
+    if not tensors:
+        return torch.zeros(())
+    norms = torch._foreach_norm(tensors, 2.0, dtype=torch.promote_types(tensors[0].dtype, torch.float32))
+    return torch.stack(norms).double().square().sum()

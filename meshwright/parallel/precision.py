@@ -1,0 +1,27 @@
+"""Which numbers the arithmetic runs in. Weights live once, wide; a narrow copy is made when they are gathered."""
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from meshwright.spec.plan import Plan
+
+LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def is_low(plan: Plan) -> bool:
+    """Whether the arithmetic is narrower than the weights."""
+    return plan.precision in LOW
+
+
+def weight_dtype(plan: Plan) -> torch.dtype:
+    """In which weights, gradients' sums and optimizer states are held."""
+    return torch.float64 if plan.precision == "fp64" else torch.float32
+
+
+def policy(plan: Plan) -> MixedPrecisionPolicy:
+    """What gathered weights are cast to; gradients are summed over ranks and microbatches in fp32."""
+    if not is_low(plan):
+        return MixedPrecisionPolicy()
+    # Blocks are handed rotary cosines and sines, which must stay wide, so inputs are not cast: the embedding's output
+    # already has the low precision of its weights.
+    return MixedPrecisionPolicy(param_dtype=LOW[plan.precision], reduce_dtype=torch.float32, cast_forward_inputs=False)

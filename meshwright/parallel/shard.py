@@ -1,0 +1,48 @@
+"""Replication and sharding of weights by one path, torch's `fully_shard` over the axes (replicate, shard)."""
+
+from typing import cast
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from meshwright.parallel import precision
+from meshwright.parallel.mesh import Mesh
+from meshwright.spec.plan import Plan
+
+
+def wrap(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
+    """Each block gathers its weights before use and sums its gradients after; a lone fp32 rank does neither."""
+    if plan.world == 1 and not precision.is_low(plan):
+        return model
+    policy = precision.policy(plan)
+    again = plan.zero == 3  # gathered weights are dropped after the forward and gathered again for the backward
+    for block in cast(nn.ModuleDict, model.blocks).values():
+        fully_shard(block, mesh=mesh.axes, mp_policy=policy, reshard_after_forward=again)
+    fully_shard(model, mesh=mesh.axes, mp_policy=policy, reshard_after_forward=again)
+    # The loss is already divided by the step's global count of tokens, so gradients are summed, not averaged.
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    return model
+
+
+def sum_gradients(chunk: nn.Module, plan: Plan, last: bool) -> None:
+    """Say before a microbatch whether its backward is the one that communicates.
+
+    Up to zero 1 gradients wait whole on each rank for the last microbatch; from zero 2 on each microbatch scatters
+    its own, and only the sum over replicas waits.
+    """
+    if not isinstance(chunk, FSDPModule):
+        return
+    if plan.zero >= 2:
+        chunk.set_requires_all_reduce(last)
+    else:
+        chunk.set_requires_gradient_sync(last)
+
+
+def release(chunk: nn.Module) -> None:
+    """Drop gathered weights after a forward that no backward follows: what remains is what this rank holds."""
+    for module in chunk.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -1,0 +1,265 @@
+"""TOML and overrides → Run, strictly; Run → TOML. Every value remembers where it came from."""
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from meshwright.spec import check, schema, toml
+from meshwright.spec.arch import Arch
+from meshwright.spec.check import InputError, Problem
+from meshwright.spec.run import Run
+
+LARGEST_FILE = 1_000_000  # bytes; no run file written by a person comes near
+DEEPEST = 16  # files that extend each other
+
+Origins = dict[str, str]
+
+
+class Loaded(msgspec.Struct, frozen=True, kw_only=True):
+    """A run and the origin of each of its values, by dotted key."""
+
+    run: Run
+    origins: Origins
+
+
+def load(
+    file: Path | None, overrides: Iterable[str] = (), *, ranks: int | None = None, default_ranks: int = 1
+) -> Loaded:
+    """The run that a file and a command line describe; without a file, the default run.
+
+    `ranks` is what the user asked for, `default_ranks` what a plan without axes uses.
+    """
+    loaded, problems = examine(file, overrides, ranks=ranks, default_ranks=default_ranks)
+    if loaded is None or problems:
+        raise InputError(problems)
+    return loaded
+
+
+def examine(
+    file: Path | None, overrides: Iterable[str] = (), *, ranks: int | None = None, default_ranks: int = 1
+) -> tuple[Loaded | None, list[Problem]]:
+    """Like `load`, but with all problems as values: the run without its unusable keys goes on to the other rules."""
+    table, origins = _read(file) if file else _default()
+    found = [*_apply(overrides, table, origins), *schema.misfits(_without_preset(table))]
+    for problem in found:
+        _drop(table, problem.key)
+    incomplete = _resolve_arch(table, origins)
+    found += incomplete
+    loaded = None
+    if not incomplete:
+        _resolve_plan(table, origins, ranks, default_ranks)
+        run = msgspec.convert(table, Run)
+        loaded = Loaded(run=run, origins=origins)
+        found += [*_rank_problems(run, ranks), *check.problems(run)]
+    return loaded, [placed(problem, origins) for problem in found]
+
+
+def _drop(table: dict[str, Any], key: str) -> None:
+    """Take an unusable key out, so that the rest can still be judged."""
+    *sections, last = key.split(".")
+    for section in sections:
+        if not isinstance(table.get(section), dict):
+            last = section  # a list of tables, or a value where a table should be: the whole of it goes
+            break
+        table = table[section]
+    table.pop(last, None)
+
+
+def write(run: Run, origins: Mapping[str, str] | None = None) -> str:
+    """A run as TOML, each value with its origin behind it if origins are given."""
+    table = msgspec.to_builtins(run)
+    remarks = {key: (origins or {}).get(key, "default") for key in schema.every_key()} if origins is not None else {}
+    return toml.dumps(table, remarks)
+
+
+def preset(name: str) -> Arch:
+    """A model of the zoo by its name."""
+    problems = [] if name in preset_names() else [_unknown_preset(name)]
+    if problems:
+        raise InputError(problems)
+    return msgspec.convert(_complete(_preset_table(name))[0], Arch)
+
+
+@cache
+def preset_names() -> tuple[str, ...]:
+    """The model zoo."""
+    return tuple(_zoo())
+
+
+@cache
+def _zoo() -> dict[str, dict[str, Any]]:
+    return tomllib.loads((resources.files("meshwright.spec") / "presets.toml").read_text())
+
+
+def _preset_table(name: str) -> dict[str, Any]:
+    table = dict(_zoo()[name])
+    parent = table.pop("preset", None)
+    return _preset_table(parent) | table if parent else table
+
+
+def _default() -> tuple[dict[str, Any], Origins]:
+    text = (resources.files("meshwright.spec") / "default.toml").read_text()
+    table = tomllib.loads(text)
+    return table, dict.fromkeys(toml.lines_of(text), "default run")
+
+
+def _read(file: Path, depth: int = 0) -> tuple[dict[str, Any], Origins]:
+    text = _text(file)
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise InputError([Problem(f"{file} is not TOML: {error}", "correct that line")]) from None
+    origins = {key: f"{file}:{line}" for key, line in toml.lines_of(text).items()}
+    parent = table.pop("extends", None)
+    if parent is None:
+        return table, origins
+    if not isinstance(parent, str) or depth >= DEEPEST:
+        what = (
+            f"extends = {schema.shown(parent)} is not a file name"
+            if depth < DEEPEST
+            else "extends goes round in a circle"
+        )
+        raise InputError([Problem(what, "name one other run file", "extends", origins["extends"])])
+    base, base_origins = _read(file.parent / parent, depth + 1)
+    return _merged(base, table), base_origins | origins
+
+
+def _text(file: Path) -> str:
+    try:
+        if file.stat().st_size > LARGEST_FILE:
+            raise InputError([Problem(f"{file} is larger than {LARGEST_FILE} bytes", "is it a run file?")])
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError([Problem(f"{file} is not UTF-8 text (byte {error.start})", "is it a run file?")]) from None
+    except OSError as error:
+        raise InputError([Problem(f"{file}: {error.strerror}", "name a run file that can be read")]) from None
+
+
+def _merged(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
+    both = dict(base)
+    for key, value in top.items():
+        under = both.get(key)
+        both[key] = _merged(under, value) if isinstance(under, dict) and isinstance(value, dict) else value
+    return both
+
+
+def _apply(overrides: Iterable[str], table: dict[str, Any], origins: Origins) -> Iterable[Problem]:
+    """Put key=value words into the table; what is not such a word is a problem."""
+    known = schema.every_key()
+    for word in overrides:
+        key, equals, text = word.partition("=")
+        if not equals or not key:
+            yield Problem(f"{word!r} is not key=value", "write overrides like plan.accumulate=4", where="command line")
+            continue
+        *sections, last = key.removeprefix("--").split(".")
+        inner = table
+        for section in sections:
+            inner = inner.setdefault(section, {})
+            if not isinstance(inner, dict):
+                break
+        if isinstance(inner, dict):
+            inner[last] = _override(text, known.get(key))
+            origins[key] = "command line"
+        else:
+            yield schema.unknown(key, list(known))
+
+
+def _override(text: str, kind: Any) -> Any:
+    """The value of an override: TOML where it is TOML, else the plain words."""
+    if kind is str and not text.startswith(('"', "'")):
+        return text
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _without_preset(table: dict[str, Any]) -> dict[str, Any]:
+    arch = table.get("arch")
+    if not isinstance(arch, dict):
+        return table
+    return table | {"arch": {key: value for key, value in arch.items() if key != "preset"}}
+
+
+def _resolve_arch(table: dict[str, Any], origins: Origins) -> list[Problem]:
+    stated = table.get("arch", {})
+    name = stated.pop("preset", None)
+    if name is not None and not (isinstance(name, str) and name in _zoo()):
+        return [_unknown_preset(name)]
+    if name is None and not stated:
+        remedy = 'begin with [arch] preset = "gpt2"; `meshwright models` lists them'
+        return [Problem("the run does not say what to train: arch is missing", remedy, "arch")]
+    base = _preset_table(name) if name else {}
+    origins |= {f"arch.{key}": f"preset {name}" for key in base if key not in stated}
+    table["arch"], derived = _complete(base | stated)
+    origins |= {f"arch.{key}": reason for key, reason in derived.items()}
+    return [*schema.missing(table["arch"], Arch, "arch.")]
+
+
+def _complete(arch: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Fill what follows from other fields, unless stated."""
+    derived = {}
+    arch = dict(arch)
+    heads, hidden = arch.get("heads", 0), arch.get("hidden", 0)
+    if "kv_heads" not in arch and heads:
+        arch["kv_heads"], derived["kv_heads"] = heads, "derived: heads"
+    if "head_dim" not in arch and heads > 0:
+        arch["head_dim"], derived["head_dim"] = hidden // heads, "derived: hidden ÷ heads"
+    return arch, derived
+
+
+def _unknown_preset(name: Any) -> Problem:
+    near = difflib.get_close_matches(str(name), preset_names(), n=1, cutoff=0.4)
+    remedy = f"did you mean {near[0]}?" if near else "`meshwright models` lists them"
+    return Problem(f"arch.preset = {schema.shown(name)} is not in the model zoo", remedy, "arch.preset")
+
+
+def _resolve_plan(table: dict[str, Any], origins: Origins, ranks: int | None, default_ranks: int) -> None:
+    """Decide what the plan leaves open: all ranks replicate, and a rank's share of the batch is one microbatch."""
+    plan = table.setdefault("plan", {})
+    world = ranks or default_ranks
+    if "replicate" not in plan:
+        stated = plan.get("shard", 1)
+        plan["replicate"] = max(world // stated, 1) if (ranks or "shard" not in plan) and stated > 0 else 1
+        origins["plan.replicate"] = "derived: ranks ÷ shard" if "shard" in plan else "derived: ranks"
+    data = max(plan["replicate"] * plan.get("shard", 1), 1)
+    share = max(table.get("batch", _default_of("batch")) // data, 1)
+    if "microbatch" not in plan:
+        plan["microbatch"] = max(share // max(plan.get("accumulate", 1), 1), 1)
+        origins["plan.microbatch"] = "derived: batch ÷ data ranks ÷ accumulate"
+    elif "accumulate" not in plan:
+        plan["accumulate"] = max(share // max(plan["microbatch"], 1), 1)
+        origins["plan.accumulate"] = "derived: batch ÷ data ranks ÷ microbatch"
+
+
+def _default_of(name: str) -> Any:
+    return next(field.default for field in msgspec.structs.fields(Run) if field.name == name)
+
+
+def _rank_problems(run: Run, ranks: int | None) -> list[Problem]:
+    if ranks is None or ranks == run.plan.world:
+        return []
+    plan = run.plan
+    return [
+        Problem(
+            f"the plan needs replicate {plan.replicate} × shard {plan.shard} = {plan.world} ranks, not {ranks}",
+            f"start {plan.world} ranks, or leave plan.replicate out",
+            "plan.replicate",
+        )
+    ]
+
+
+def placed(problem: Problem, origins: Mapping[str, str]) -> Problem:
+    """A problem with the place where its key was written."""
+    where = problem.where
+    key = problem.key
+    while not where and key:
+        where = origins.get(key, "")
+        key = key.rpartition(".")[0]
+    return msgspec.structs.replace(problem, where=where)

@@ -1,0 +1,1 @@
+"""The trainer: obeys a plan and never chooses anything."""

@@ -1,0 +1,84 @@
+"""What a run needs in memory before its first step: model, optimizer, loader, loss scale."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from meshwright.checkpoint.folder import open_folder
+from meshwright.data.loader import Loader
+from meshwright.data.prepare import Corpus
+from meshwright.models.decoder import Decoder
+from meshwright.models.init import fill, key
+from meshwright.models.moe import Mixture
+from meshwright.optim.adamw import AdamW
+from meshwright.parallel import precision
+from meshwright.parallel.apply import apply
+from meshwright.parallel.mesh import Mesh, local
+from meshwright.spec.params import params
+from meshwright.spec.run import Run
+from meshwright.train.scale import LossScale
+
+
+@dataclass(slots=True)
+class State:
+    """Everything that changes from step to step."""
+
+    chunks: list[nn.Module]
+    optimizer: AdamW
+    loader: Loader
+    scale: LossScale
+    step: int = 0
+
+
+def build(run: Run, corpus: Corpus, mesh: Mesh) -> State:
+    """The state before the first step."""
+    with torch.device("meta"):
+        model = Decoder(run.arch).to(precision.weight_dtype(run.plan))
+    chunks = apply(model, run.plan, mesh)
+    for chunk in chunks:
+        chunk.to_empty(device=mesh.device)
+        chunk.train()
+        initialise(chunk, run)
+    weights = [weight for chunk in chunks for weight in chunk.parameters()]
+    return State(
+        chunks=chunks,
+        optimizer=AdamW(run.optim, weights),
+        loader=Loader(corpus, run, mesh.data_rank, mesh.device),
+        scale=LossScale(run.plan, mesh.device),
+    )
+
+
+def initialise(chunk: nn.Module, run: Run) -> None:
+    """Give this rank's part of every weight its first value: from the seed, or from a folder."""
+    folder = open_folder(Path(run.init.folder)) if run.init.folder else None
+    table = {param.name: param for param in params(run.arch)}
+    for name, module in chunk.named_modules():
+        if isinstance(module, Mixture):
+            module.key = key(run.seed, f"{name}.draws")
+    for name, weight in chunk.named_parameters():
+        target, region = local(weight.detach()), region_of(weight)
+        if folder is None:
+            fill(target, table[name], run.seed, region)
+        else:
+            target.copy_(folder.tensor(name)[region])
+
+
+def region_of(weight: Tensor) -> tuple[slice, ...]:
+    """Which part of the whole weight this rank holds."""
+    if not isinstance(weight, DTensor):
+        return tuple(slice(0, size) for size in weight.shape)
+    shape, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+
+
+def whole(weights: Sequence[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Every weight gathered from the ranks that share it, on the CPU. All ranks must call it."""
+    return {
+        name: (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach().cpu()
+        for name, weight in weights
+    }

@@ -1,0 +1,104 @@
+"""The loop: a generator that training, benchmarks and tests drive alike."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.optim.clip import judge
+from meshwright.optim.schedule import learning_rate
+from meshwright.parallel import shard
+from meshwright.parallel.mesh import Mesh
+from meshwright.spec.run import Run
+from meshwright.train.build import State
+from meshwright.train.step import choose, losses, mixtures
+
+
+@dataclass(frozen=True, slots=True)
+class HeldResult:
+    """A held-out loss."""
+
+    step: int  # after which it was taken
+    loss: Tensor
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One step, as device scalars: whoever needs a number waits for it, the loop does not."""
+
+    step: int  # counts from 1
+    loss: Tensor  # sum of token losses ÷ valid tokens, over the whole job
+    norm: Tensor
+    finite: Tensor
+    loss_scale: Tensor
+    balance: Tensor | None  # mixtures: this rank's mean balance loss
+    rate: float
+    tokens: int
+    wait_seconds: float
+
+
+def train(run: Run, state: State, mesh: Mesh) -> Iterator[StepResult | HeldResult]:
+    """Run the plan. Yields one result a step, and held-out losses between; whoever iterates decides what to do."""
+    forward_backward = choose(run.plan, state.chunks)
+    while state.step < run.steps:
+        state.optimizer.zero_grad()
+        batch = state.loader.take(state.step)
+        scale = state.scale.value
+        loss_sum = forward_backward(batch, scale)
+        verdict = judge(state.chunks, loss_sum, scale, run.optim.clip, mesh)
+        rate = learning_rate(run.optim, state.step, run.steps)
+        state.optimizer.step(rate, verdict)
+        state.scale.update(verdict.finite)
+        state.step += 1
+        yield StepResult(
+            step=state.step,
+            loss=verdict.loss / batch.tokens,
+            norm=verdict.norm,
+            finite=verdict.finite,
+            loss_scale=scale,
+            balance=balance(state),
+            rate=rate,
+            tokens=batch.tokens,
+            wait_seconds=batch.wait_seconds,
+        )
+        if is_due(run, state.step):
+            yield held_out(run, state, mesh)
+
+
+def is_due(run: Run, step: int) -> bool:
+    """Whether a held-out loss follows this step; the last step always has one, if anything is held out."""
+    if run.data.held_out == 0:
+        return False
+    return step == run.steps or (run.held.every > 0 and step % run.held.every == 0)
+
+
+@torch.no_grad()
+def held_out(run: Run, state: State, mesh: Mesh) -> HeldResult:
+    """The loss over samples that are never trained on, under the same plan."""
+    start = time.perf_counter()
+    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    tokens = 0
+    (model,) = state.chunks
+    model.eval()
+    for number in range(run.held.batches):
+        batch = state.loader.held(number)
+        tokens += batch.tokens
+        for microbatch in batch.microbatches:
+            total += losses(model, microbatch)
+    model.train()
+    shard.release(model)
+    if mesh.world > 1:
+        dist.all_reduce(total)
+    return HeldResult(step=state.step, loss=total / tokens, tokens=tokens, seconds=time.perf_counter() - start)
+
+
+def balance(state: State) -> Tensor | None:
+    """How evenly the experts of this rank's last microbatch share its tokens: 1 is even."""
+    seen = [mixture.statistics for chunk in state.chunks for mixture in mixtures(chunk)]
+    values = [statistics[0] for statistics in seen if statistics is not None]
+    return torch.stack(values).mean() if values else None

@@ -1,0 +1,70 @@
+"""The processes of a job, from before the first collective to after the last."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from meshwright.parallel import mesh
+from meshwright.parallel.mesh import Mesh
+from meshwright.spec.check import InputError, Problem
+from meshwright.spec.place import Place
+from meshwright.spec.run import Run
+
+MEETING = timedelta(minutes=5)  # ranks import torch at different speeds on a crowded machine
+
+
+def device_of(place: Place) -> torch.device:
+    """The accelerator of this rank, or the CPU where there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", place.local_rank % torch.cuda.device_count())
+
+
+def backend_of(place: Place, device: torch.device) -> str:
+    """NCCL where each rank has a GPU of its own; it refuses to share one, so ranks that do speak Gloo."""
+    if device.type == "cuda" and place.local_world <= torch.cuda.device_count():
+        return "nccl"
+    return "gloo"
+
+
+@contextmanager
+def world(run: Run, place: Place) -> Iterator[Mesh]:
+    """Meet the other ranks, and part from them however the work ends."""
+    device = device_of(place)
+    _check_precision(run, device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.backends.cuda.matmul.allow_tf32 = run.plan.precision != "fp64"
+    else:
+        torch.set_num_threads(place.threads)
+    dist.init_process_group(
+        backend_of(place, device),
+        store=_store(place),
+        rank=place.rank,
+        world_size=place.world,
+        timeout=MEETING,
+        device_id=device if backend_of(place, device) == "nccl" else None,
+    )
+    try:
+        yield mesh.make(run.plan, device)
+    finally:
+        dist.destroy_process_group()
+
+
+def _store(place: Place) -> dist.Store:
+    if place.store:  # ranks of one machine meet in a file: nothing listens
+        return dist.FileStore(place.store, place.world)
+    return dist.TCPStore(place.address, place.port, place.world, is_master=place.rank == 0, timeout=MEETING)
+
+
+def _check_precision(run: Run, device: torch.device) -> None:
+    if (
+        device.type == "cuda"
+        and run.plan.precision == "bf16"
+        and not torch.cuda.is_bf16_supported(including_emulation=False)
+    ):
+        name = torch.cuda.get_device_name(device)
+        raise InputError([Problem(f"{name} has no bf16 arithmetic", "set plan.precision=fp16", "plan.precision")])

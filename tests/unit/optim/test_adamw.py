@@ -1,0 +1,57 @@
+import pytest
+import torch
+from torch import nn
+
+from meshwright.optim.adamw import AdamW
+from meshwright.optim.clip import Verdict, square_norm
+from meshwright.spec.run import Optim
+
+
+def verdict(factor=1.0, finite=1.0):
+    def number(value):
+        return torch.tensor(value, dtype=torch.float64)
+
+    return Verdict(loss=number(0.0), norm=number(1.0), finite=number(finite), factor=number(factor))
+
+
+def weights(dtype):
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(5, 3, dtype=dtype)), nn.Parameter(torch.randn(7, dtype=dtype))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_it_is_torchs_adamw_with_decay_on_matrices_only(dtype):
+    ours, theirs = weights(dtype), weights(dtype)
+    optim = Optim(beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.3)
+    mine = AdamW(optim, ours)
+    groups = [{"params": theirs[:1], "weight_decay": 0.3}, {"params": theirs[1:], "weight_decay": 0.0}]
+    torchs = torch.optim.AdamW(groups, betas=(0.8, 0.9), eps=1e-6, lr=1.0)
+    for step in range(5):
+        rate, factor = 0.1 / (step + 1), 0.5
+        for one, other in zip(ours, theirs, strict=True):
+            gradient = torch.randn_like(one)
+            one.grad, other.grad = gradient.clone(), gradient * factor
+        torchs.param_groups[0]["lr"] = torchs.param_groups[1]["lr"] = rate
+        torchs.step()
+        mine.step(rate, verdict(factor))
+    for one, other in zip(ours, theirs, strict=True):
+        # The same formula in another order of operations: a few units in the last place.
+        torch.testing.assert_close(one, other, rtol=1e-5 if dtype is torch.float32 else 1e-13, atol=0)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing():
+    ours = weights(torch.float32)
+    optimizer = AdamW(Optim(), ours)
+    before = [weight.detach().clone() for weight in ours]
+    for weight in ours:
+        weight.grad = torch.full_like(weight, float("nan"))
+    optimizer.step(0.1, verdict(factor=0.0, finite=0.0))
+    assert all(torch.equal(weight, old) for weight, old in zip(ours, before, strict=True))
+    assert all(moment.eq(0).all() for moment in optimizer.first + optimizer.second)
+    assert optimizer.count == 0
+
+
+def test_the_square_norm_is_summed_wide():
+    beyond_fp16 = square_norm([torch.full((10,), 300.0, dtype=torch.float16)])
+    assert beyond_fp16.item() == pytest.approx(900_000, rel=1e-6)
+    torch.testing.assert_close(square_norm([torch.ones(3), 2 * torch.ones(2, 2)]), torch.tensor(19.0).double())

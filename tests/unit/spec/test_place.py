@@ -1,0 +1,71 @@
+import pytest
+
+from meshwright.spec.place import PlaceError, first_host, place
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+    "OMP_NUM_THREADS": "3",
+}
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_NTASKS_PER_NODE": "4",
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_ID": "123456",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+}
+
+
+def test_nobody_launched_a_plain_process():
+    assert place({"HOME": "/"}) is None
+
+
+def test_torchrun_says_who_we_are():
+    here = place(TORCHRUN)
+    assert here is not None
+    assert (here.rank, here.world, here.local_rank, here.local_world) == (5, 8, 1, 4)
+    assert (here.address, here.port, here.launcher, here.threads) == ("node0", 29500, "torchrun", 3)
+
+
+def test_slurm_says_who_we_are_and_the_first_node_hosts():
+    here = place(SLURM)
+    assert here is not None
+    assert (here.rank, here.world, here.local_rank, here.local_world) == (5, 8, 1, 4)
+    assert (here.address, here.launcher) == ("gpu07", "slurm")
+    assert place(SLURM | {"SLURM_PROCID": "0"}).port == here.port  # type: ignore[union-attr]
+
+
+def test_a_batch_script_before_srun_is_no_rank():
+    assert place({key: value for key, value in SLURM.items() if key != "SLURM_STEP_ID"}) is None
+
+
+def test_mpi_says_who_we_are_but_must_be_told_where_to_meet():
+    names = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+    with pytest.raises(PlaceError, match="MASTER_ADDR"):
+        place(names)
+    here = place(names | {"MASTER_ADDR": "10.0.0.1"})
+    assert here is not None
+    assert (here.rank, here.launcher, here.address) == (1, "openmpi", "10.0.0.1")
+
+
+def test_nonsense_is_told():
+    with pytest.raises(PlaceError, match="RANK is 'x'"):
+        place(TORCHRUN | {"RANK": "x"})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("a", "a"), ("a,b", "a"), ("n[1-3]", "n1"), ("n[07,09]", "n07"), ("x,n[1-3]", "x"), ("n[007-012,020]", "n007")],
+)
+def test_the_first_host_of_a_node_list(nodes, first):
+    assert first_host(nodes) == first
+
+
+def test_slurm_counts_tasks_per_node_with_repetitions():
+    assert place(SLURM | {"SLURM_NTASKS_PER_NODE": "4(x2)"}).local_world == 4  # type: ignore[union-attr]

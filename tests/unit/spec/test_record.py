@@ -1,0 +1,29 @@
+import pytest
+
+from meshwright.spec.gpu import catalogue, peak_flops_per_second
+from meshwright.spec.record import HeldRecord, StepRecord, line, read_line
+
+STEP = StepRecord(
+    step=1, loss=2.0, norm=1.0, rate=1e-3, tokens=64, seconds=0.5, data_seconds=0.0, memory_bytes=1, flops=1e9
+)
+HELD = HeldRecord(step=1, loss=2.0, tokens=64, seconds=0.5)
+
+
+@pytest.mark.parametrize("record", [STEP, HELD])
+def test_a_record_is_one_line_and_comes_back(record):
+    text = line(record)
+    assert text.count(b"\n") == 1 and text.endswith(b"\n")
+    assert read_line(text) == record
+
+
+def test_a_known_device_has_its_data_sheets_peak():
+    assert peak_flops_per_second("NVIDIA H200", "bf16") == 989e12
+    assert peak_flops_per_second("NVIDIA H200 NVL", "bf16") == 840e12
+    assert peak_flops_per_second("NVIDIA A100-SXM4-80GB", "fp16") == 312e12
+    assert len(catalogue()) > 5
+
+
+def test_an_unknown_device_or_rate_has_no_peak():
+    assert peak_flops_per_second("NVIDIA GeForce RTX 9999", "bf16") is None
+    assert peak_flops_per_second("Tesla V100-SXM2-16GB", "bf16") is None  # the chip has no bf16
+    assert peak_flops_per_second("NVIDIA H200", "fp64") is None  # not in the catalogue

@@ -12,7 +12,7 @@ from typing import TypeAlias
 import msgspec
 
 from meshwright import __version__
-from meshwright.spec import check, load, schema
+from meshwright.spec import check, load, schema, zoo
 from meshwright.spec.check import InputError, Problem
 from meshwright.spec.params import active, count
 from meshwright.spec.place import Place, PlaceError, place
@@ -97,13 +97,13 @@ def _verb(verbs: Verbs, name: str, run: Callable[..., int], text: str) -> argpar
 
 def models(options: argparse.Namespace) -> int:
     """The model zoo."""
-    zoo = [(name, load.preset(name)) for name in load.preset_names()]
+    models = [(name, zoo.preset(name)) for name in zoo.preset_names()]
     if options.json:
-        rows = [{"name": name, "parameters": count(arch), "arch": msgspec.to_builtins(arch)} for name, arch in zoo]
+        rows = [{"name": name, "parameters": count(arch), "arch": msgspec.to_builtins(arch)} for name, arch in models]
         print(msgspec.json.encode(rows).decode())
         return 0
     print(f"{'name':<16}{'parameters':>18}{'active':>18}  layers × hidden, heads/kv, vocabulary")
-    for name, arch in zoo:
+    for name, arch in models:
         shape = f"{arch.layers} × {arch.hidden}, {arch.heads}/{arch.kv_heads}, {arch.vocab:,}"
         print(f"{name:<16}{count(arch):>18,}{active(arch):>18,}  {shape}")
     return 0
@@ -128,8 +128,13 @@ def convert(options: argparse.Namespace) -> int:
     """Weights between Hugging Face's layout and ours."""
     _require_training()
     from meshwright.checkpoint.convert import convert as convert_folder
+    from meshwright.checkpoint.judge import MismatchError
 
-    report = convert_folder(options.source, options.target, _say(options.json), dtype=options.dtype)
+    try:
+        report = convert_folder(options.source, options.target, _say(options.json), dtype=options.dtype)
+    except MismatchError as error:
+        print(f"meshwright: {error}", file=sys.stderr)
+        return 1
     if options.json:
         print(msgspec.json.encode(report).decode())
     return 0

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint import judge, names, weights
-from meshwright.checkpoint.folder import CONFIG, TOKENIZER, Kind, ModelFolder, open_folder, staged, write_arch
+from meshwright.checkpoint.folder import ModelFolder, open_folder, staged, write_arch
+from meshwright.checkpoint.judge import MismatchError
 from meshwright.checkpoint.weights import DTYPES, SHARD_BYTES
 from meshwright.spec.arch import Arch
 from meshwright.spec.check import InputError, Problem
+from meshwright.spec.folder import CONFIG, TOKENIZER, Kind
 from meshwright.spec.huggingface import config_of
 from meshwright.spec.params import count
 
@@ -50,10 +52,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def agrees(self) -> bool:
         return self.largest_difference <= self.tolerance < math.inf
-
-
-class MismatchError(RuntimeError):
-    """The written model is not the model that was read."""
 
 
 def convert(

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 import torch
@@ -27,15 +26,10 @@ from meshwright.checkpoint.names import (
 from meshwright.checkpoint.weights import Reader
 from meshwright.spec.arch import Arch
 from meshwright.spec.check import InputError, Problem
-from meshwright.spec.huggingface import arch_of, arch_problems, read_config
+from meshwright.spec.folder import ARCH, TOKENIZER, Described, Kind, describe
 from meshwright.spec.params import params
 
-ARCH = "arch.json"
-CONFIG = "config.json"
-TOKENIZER = "tokenizer.json"
 MOST_PROBLEMS = 50  # a folder of another model differs in every tensor; the first lines say it
-
-Kind = Literal["huggingface", "meshwright"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +68,7 @@ class ModelFolder:
 
 def open_folder(path: Path) -> ModelFolder:
     """Open a Hugging Face folder, one of ours, or a run that holds one; checks all names and shapes, reads no data."""
-    if (path / ARCH).is_file():
-        return _checked(path, "meshwright", _read_arch(path / ARCH))
-    if (path / CONFIG).is_file():
-        return _checked(path, "huggingface", arch_of(read_config(path / CONFIG)))
-    if (path / "model" / ARCH).is_file():
-        return open_folder(path / "model")
-    if (path / "run.toml").is_file():
-        raise InputError([Problem(f"{path} is a run that has no model yet", "finish the run: it then writes model/")])
-    what = f"holds neither {CONFIG} nor {ARCH}" if path.is_dir() else "is not a folder"
-    raise InputError([Problem(f"{path} {what}", "give the folder of a Hugging Face model or of a finished run")])
+    return _checked(describe(path))
 
 
 def save_native(folder: Path, arch: Arch, tensors: Iterable[tuple[str, Tensor]], tokenizer: Path | None) -> None:
@@ -130,19 +115,10 @@ def _swap(stage: Path, target: Path) -> None:
     shutil.rmtree(old)
 
 
-def _read_arch(path: Path) -> Arch:
-    try:
-        arch = msgspec.convert(read_config(path), Arch)
-    except msgspec.ValidationError as error:
-        raise InputError([Problem(f"{path}: {error}", "convert or save the model again")]) from None
-    if found := arch_problems(arch):
-        raise InputError([msgspec.structs.replace(problem, where=str(path)) for problem in found])
-    return arch
-
-
-def _checked(path: Path, kind: Kind, arch: Arch) -> ModelFolder:
+def _checked(described: Described) -> ModelFolder:
+    path, arch = described.path, described.arch
     reader = Reader(path)
-    layout = native(arch) if kind == "meshwright" else huggingface_of(arch, reader.names)
+    layout = native(arch) if described.kind == "meshwright" else huggingface_of(arch, reader.names)
     shapes = {param.name: param.shape for param in params(arch)}
     found = list(islice(_mismatches(reader, layout, shapes, arch.tied), MOST_PROBLEMS + 1))
     if len(found) > MOST_PROBLEMS:
@@ -153,8 +129,7 @@ def _checked(path: Path, kind: Kind, arch: Arch) -> ModelFolder:
     for stored in layout:
         for name in stored.made_of:
             layouts[name] += (stored,)
-    tokenizer = path / TOKENIZER
-    return ModelFolder(path, kind, arch, tokenizer if tokenizer.is_file() else None, reader, layouts, shapes)
+    return ModelFolder(path, described.kind, arch, described.tokenizer, reader, layouts, shapes)
 
 
 def _mismatches(reader: Reader, layout: Layout, shapes: dict[str, Shape], tied: bool) -> Iterator[Problem]:

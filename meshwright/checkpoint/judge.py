@@ -20,6 +20,10 @@ SEED = 20_170_612  # any constant: the same tokens for every check
 ROUNDING = 4 * 2.0**-24
 
 
+class MismatchError(RuntimeError):
+    """Two folders do not hold the same model."""
+
+
 def tokens(arch: Arch, count: int) -> Tensor:
     """Fixed pseudo-random tokens (1, count), no more than the model has positions."""
     generator = torch.Generator().manual_seed(SEED)
@@ -86,6 +90,8 @@ def stock_logits(path: Path, tokens: Tensor) -> Tensor:
             path, local_files_only=True, trust_remote_code=False, use_safetensors=True
         )
         return model.float().eval()(tokens).logits
+    except Exception as error:  # whatever stops it, a model that stock code cannot run is not converted
+        raise MismatchError(f"transformers cannot run {path}: {error}") from error
     finally:
         logging.set_verbosity(verbosity)
         logging.enable_progress_bar()

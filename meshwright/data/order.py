@@ -1,10 +1,12 @@
 """The order of samples: a pure function of the seed and the global sample index, the same for any number of ranks.
 
 Nothing is stored and nothing is counted, so any step is reached at once and the number of ranks may change between two
-steps. An epoch is a keyed permutation (a Feistel network) and a mixture is a fixed number of slots in every block.
+steps. An epoch is a keyed permutation (a Feistel network); a mixture is a pattern of sources, shuffled once by the seed,
+that every block of samples repeats.
 """
 
 import hashlib
+from functools import lru_cache
 
 import numpy as np
 
@@ -15,6 +17,7 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 ÷ the golden ratio, the stride o
 
 def shuffled(indices: np.ndarray, count: int, key: int | np.ndarray) -> np.ndarray:
     """Where a permutation of `count` things puts each index; a key for all of them, or one for each."""
+    assert not indices.size or (indices.min() >= 0 and indices.max() < count), "else the walk below might not end"
     left_bits, right_bits = _halves(count)
     keys = np.broadcast_to(np.asarray(key, np.uint64), indices.shape)
     values = _feistel(indices.astype(np.uint64), left_bits, right_bits, keys)
@@ -48,14 +51,20 @@ def in_turn(indices: np.ndarray, counts: tuple[int, ...], weights: tuple[float, 
 
 def mixed(indices: np.ndarray, key: int, weights: tuple[float, ...]) -> tuple[np.ndarray, np.ndarray]:
     """Source of each index, and how many samples that source gave before it."""
-    share = slots(weights)
-    first = np.cumsum(share) - share
+    sources, ranks, share = _pattern(key, weights)
     blocks, places = np.divmod(indices.astype(np.int64), BLOCK)
-    if len(weights) == 1:
-        return np.zeros_like(blocks), indices.astype(np.int64)
-    slot = shuffled(places, BLOCK, keys(key, blocks))
-    sources = np.repeat(np.arange(len(weights)), share)[slot]
-    return sources, blocks * share[sources] + slot - first[sources]
+    return sources[places], blocks * share[sources[places]] + ranks[places]
+
+
+@lru_cache(maxsize=16)
+def _pattern(key: int, weights: tuple[float, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """One block: the source at each place, how often it came before in the block, and how often each comes in all."""
+    share = slots(weights)
+    sources = np.repeat(np.arange(len(weights)), share)[shuffled(np.arange(BLOCK), BLOCK, key)]
+    ranks = np.empty(BLOCK, np.int64)
+    for source in range(len(weights)):
+        ranks[sources == source] = np.arange(share[source])
+    return sources, ranks, share
 
 
 def slots(weights: tuple[float, ...]) -> np.ndarray:

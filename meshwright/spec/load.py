@@ -1,24 +1,20 @@
 """TOML and overrides → Run, strictly; Run → TOML. Every value remembers where it came from."""
 
-import difflib
 import tomllib
 from collections.abc import Iterable, Mapping
-from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from meshwright.spec import check, schema, toml
-from meshwright.spec.arch import Arch
+from meshwright.spec import check, resolve, schema, toml
 from meshwright.spec.check import InputError, Problem
+from meshwright.spec.resolve import Origins
 from meshwright.spec.run import Run
 
 LARGEST_FILE = 1_000_000  # bytes; no run file written by a person comes near
 DEEPEST = 16  # files that extend each other
-
-Origins = dict[str, str]
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,18 +41,19 @@ def examine(
     file: Path | None, overrides: Iterable[str] = (), *, ranks: int | None = None, default_ranks: int = 1
 ) -> tuple[Loaded | None, list[Problem]]:
     """Like `load`, but with all problems as values: the run without its unusable keys goes on to the other rules."""
-    table, origins = _read(file) if file else _default()
+    overrides = list(overrides)
+    table, origins = _read(file) if file else _default(overrides)
     found = [*_apply(overrides, table, origins), *schema.misfits(_without_preset(table))]
     for problem in found:
         _drop(table, problem.key)
-    incomplete = _resolve_arch(table, origins)
+    incomplete = resolve.resolve_arch(table, origins)
     found += incomplete
     loaded = None
     if not incomplete:
-        _resolve_plan(table, origins, ranks, default_ranks)
+        resolve.resolve_plan(table, origins, ranks, default_ranks)
         run = msgspec.convert(table, Run)
         loaded = Loaded(run=run, origins=origins)
-        found += [*_rank_problems(run, ranks), *check.problems(run)]
+        found += [*resolve.rank_problems(run, ranks), *resolve.init_problems(run), *check.problems(run)]
     return loaded, [placed(problem, origins) for problem in found]
 
 
@@ -78,34 +75,11 @@ def write(run: Run, origins: Mapping[str, str] | None = None) -> str:
     return toml.dumps(table, remarks)
 
 
-def preset(name: str) -> Arch:
-    """A model of the zoo by its name."""
-    problems = [] if name in preset_names() else [_unknown_preset(name)]
-    if problems:
-        raise InputError(problems)
-    return msgspec.convert(_complete(_preset_table(name))[0], Arch)
-
-
-@cache
-def preset_names() -> tuple[str, ...]:
-    """The model zoo."""
-    return tuple(_zoo())
-
-
-@cache
-def _zoo() -> dict[str, dict[str, Any]]:
-    return tomllib.loads((resources.files("meshwright.spec") / "presets.toml").read_text())
-
-
-def _preset_table(name: str) -> dict[str, Any]:
-    table = dict(_zoo()[name])
-    parent = table.pop("preset", None)
-    return _preset_table(parent) | table if parent else table
-
-
-def _default() -> tuple[dict[str, Any], Origins]:
+def _default(overrides: list[str]) -> tuple[dict[str, Any], Origins]:
     text = (resources.files("meshwright.spec") / "default.toml").read_text()
     table = tomllib.loads(text)
+    if any(word.startswith("init.from=") for word in overrides):
+        del table["arch"]  # the folder knows what it is
     return table, dict.fromkeys(toml.lines_of(text), "default run")
 
 
@@ -185,74 +159,6 @@ def _without_preset(table: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(arch, dict):
         return table
     return table | {"arch": {key: value for key, value in arch.items() if key != "preset"}}
-
-
-def _resolve_arch(table: dict[str, Any], origins: Origins) -> list[Problem]:
-    stated = table.get("arch", {})
-    name = stated.pop("preset", None)
-    if name is not None and not (isinstance(name, str) and name in _zoo()):
-        return [_unknown_preset(name)]
-    if name is None and not stated:
-        remedy = 'begin with [arch] preset = "gpt2"; `meshwright models` lists them'
-        return [Problem("the run does not say what to train: arch is missing", remedy, "arch")]
-    base = _preset_table(name) if name else {}
-    origins |= {f"arch.{key}": f"preset {name}" for key in base if key not in stated}
-    table["arch"], derived = _complete(base | stated)
-    origins |= {f"arch.{key}": reason for key, reason in derived.items()}
-    return [*schema.missing(table["arch"], Arch, "arch.")]
-
-
-def _complete(arch: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Fill what follows from other fields, unless stated."""
-    derived = {}
-    arch = dict(arch)
-    heads, hidden = arch.get("heads", 0), arch.get("hidden", 0)
-    if "kv_heads" not in arch and heads:
-        arch["kv_heads"], derived["kv_heads"] = heads, "derived: heads"
-    if "head_dim" not in arch and heads > 0:
-        arch["head_dim"], derived["head_dim"] = hidden // heads, "derived: hidden ÷ heads"
-    return arch, derived
-
-
-def _unknown_preset(name: Any) -> Problem:
-    near = difflib.get_close_matches(str(name), preset_names(), n=1, cutoff=0.4)
-    remedy = f"did you mean {near[0]}?" if near else "`meshwright models` lists them"
-    return Problem(f"arch.preset = {schema.shown(name)} is not in the model zoo", remedy, "arch.preset")
-
-
-def _resolve_plan(table: dict[str, Any], origins: Origins, ranks: int | None, default_ranks: int) -> None:
-    """Decide what the plan leaves open: all ranks replicate, and a rank's share of the batch is one microbatch."""
-    plan = table.setdefault("plan", {})
-    world = ranks or default_ranks
-    if "replicate" not in plan:
-        stated = plan.get("shard", 1)
-        plan["replicate"] = max(world // stated, 1) if (ranks or "shard" not in plan) and stated > 0 else 1
-        origins["plan.replicate"] = "derived: ranks ÷ shard" if "shard" in plan else "derived: ranks"
-    data = max(plan["replicate"] * plan.get("shard", 1), 1)
-    share = max(table.get("batch", _default_of("batch")) // data, 1)
-    if "microbatch" not in plan:
-        plan["microbatch"] = max(share // max(plan.get("accumulate", 1), 1), 1)
-        origins["plan.microbatch"] = "derived: batch ÷ data ranks ÷ accumulate"
-    elif "accumulate" not in plan:
-        plan["accumulate"] = max(share // max(plan["microbatch"], 1), 1)
-        origins["plan.accumulate"] = "derived: batch ÷ data ranks ÷ microbatch"
-
-
-def _default_of(name: str) -> Any:
-    return next(field.default for field in msgspec.structs.fields(Run) if field.name == name)
-
-
-def _rank_problems(run: Run, ranks: int | None) -> list[Problem]:
-    if ranks is None or ranks == run.plan.world:
-        return []
-    plan = run.plan
-    return [
-        Problem(
-            f"the plan needs replicate {plan.replicate} × shard {plan.shard} = {plan.world} ranks, not {ranks}",
-            f"start {plan.world} ranks, or leave plan.replicate out",
-            "plan.replicate",
-        )
-    ]
 
 
 def placed(problem: Problem, origins: Mapping[str, str]) -> Problem:

@@ -7,8 +7,9 @@ import torch
 
 from checkpoint.tiny import ARCHS, weights_of
 from meshwright.checkpoint import judge
-from meshwright.checkpoint.convert import MismatchError, convert
+from meshwright.checkpoint.convert import convert
 from meshwright.checkpoint.folder import open_folder, save_native
+from meshwright.checkpoint.judge import MismatchError
 from meshwright.spec.check import InputError
 
 # Logits here are below 20 and float32 rounds them by 1e-6; sums in another order add a few roundings.
@@ -214,6 +215,15 @@ def test_weights_that_do_not_fit_the_dtype_are_an_error_and_nothing_is_left(tmp_
     with pytest.raises(MismatchError, match="nothing was left"):
         convert(tmp_path / "native", tmp_path / "theirs", quiet, dtype="float16")
     assert names_in(tmp_path) == ["native"]
+
+
+def test_what_transformers_cannot_run_is_not_converted(stock, tmp_path):
+    path, _ = stock("Llama", SIZES)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"dtype": "float33", "torch_dtype": "float33"}))
+    with pytest.raises(MismatchError, match="transformers cannot run"):
+        convert(path, tmp_path / "ours", quiet)
+    assert names_in(tmp_path) == ["stock"]
 
 
 def test_without_transformers_the_check_is_ours_alone(monkeypatch, native, tmp_path):

@@ -2,8 +2,8 @@ import msgspec
 import pytest
 
 from meshwright.cost.flops import forward_flops_per_token, step_flops, utilization
-from meshwright.spec.load import preset
 from meshwright.spec.params import count
+from meshwright.spec.zoo import preset
 
 
 def test_a_gpu_that_only_does_the_model_is_fully_used():

@@ -5,8 +5,8 @@ import torch
 from meshwright.models.decoder import Decoder
 from meshwright.models.loss import token_loss_sum
 from meshwright.spec.arch import Arch
-from meshwright.spec.load import preset, preset_names
 from meshwright.spec.params import params
+from meshwright.spec.zoo import preset, preset_names
 
 
 def table(arch: Arch) -> list[tuple[str, tuple[int, ...]]]:

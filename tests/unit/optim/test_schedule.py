@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import pytest
 
 from meshwright.optim.schedule import learning_rate
@@ -20,7 +22,7 @@ def test_warm_up_is_a_straight_rise_that_never_starts_at_zero(schedule):
 def test_it_falls_to_the_floor_at_the_last_step(schedule):
     curve = rates(schedule=schedule, warmup=10)
     assert curve[-1] == pytest.approx(0.1)
-    assert all(later <= earlier for earlier, later in zip(curve[10:], curve[11:], strict=False))
+    assert all(later <= earlier for earlier, later in pairwise(curve[10:]))
 
 
 def test_constant_is_constant():

@@ -12,7 +12,8 @@ HELD = HeldRecord(step=1, loss=2.0, tokens=64, seconds=0.5)
 @pytest.mark.parametrize("record", [STEP, HELD])
 def test_a_record_is_one_line_and_comes_back(record):
     text = line(record)
-    assert text.count(b"\n") == 1 and text.endswith(b"\n")
+    assert text.count(b"\n") == 1
+    assert text.endswith(b"\n")
     assert read_line(text) == record
 
 

@@ -1,0 +1,102 @@
+"""Deciding what a run file leaves open: the architecture from a preset or a folder, the plan from ranks and batch."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from meshwright.spec import schema
+from meshwright.spec.arch import Arch
+from meshwright.spec.check import InputError, Problem
+from meshwright.spec.folder import Described, describe, shape_differences
+from meshwright.spec.run import Run
+from meshwright.spec.zoo import complete, preset_names, preset_table, unknown_preset
+
+Origins = dict[str, str]  # by dotted key
+
+
+def resolve_arch(table: dict[str, Any], origins: Origins) -> list[Problem]:
+    """Complete table["arch"] in place."""
+    stated = table.get("arch", {})
+    name = stated.pop("preset", None)
+    if name is not None and not (isinstance(name, str) and name in preset_names()):
+        return [unknown_preset(name)]
+    start, problems = _described(table)
+    if problems:
+        return problems
+    base, origin = _base(name, start, table, bool(stated))
+    if not base and not stated:
+        remedy = 'begin with [arch] preset = "gpt2"; `meshwright models` lists them'
+        return [Problem("the run does not say what to train: arch is missing", remedy, "arch")]
+    origins |= {f"arch.{key}": origin for key in base if key not in stated}
+    table["arch"], derived = complete(base | stated)
+    origins |= {f"arch.{key}": reason for key, reason in derived.items()}
+    if start is not None and start.tokenizer is not None and "tokenizer" not in table.setdefault("data", {}):
+        table["data"]["tokenizer"] = str(start.tokenizer)
+        origins["data.tokenizer"] = "derived: init.from"
+    return [*schema.missing(table["arch"], Arch, "arch.")]
+
+
+def _base(name: str | None, start: Described | None, table: dict[str, Any], stated: bool) -> tuple[dict[str, Any], str]:
+    """What an architecture begins from before its own keys: a preset, or the folder whose weights it takes."""
+    if name is not None:
+        return preset_table(name), f"preset {name}"
+    if start is not None and not stated:
+        return msgspec.to_builtins(start.arch), f"folder {table['init']['from']}"
+    return {}, ""
+
+
+def _described(table: dict[str, Any]) -> tuple[Described | None, list[Problem]]:
+    folder = table.get("init", {}).get("from", "")
+    if not folder:
+        return None, []
+    try:
+        return describe(Path(folder)), []
+    except InputError as error:
+        return None, [msgspec.structs.replace(problem, key="init.from") for problem in error.problems]
+
+
+def init_problems(run: Run) -> list[Problem]:
+    """Weights that a run begins from must fit it."""
+    if not run.init.folder:
+        return []
+    differences = shape_differences(describe(Path(run.init.folder)).arch, run.arch)
+    text = f"the weights in {run.init.folder} are of another shape: {'; '.join(differences)}"
+    remedy = "leave arch out to take the folder's, or begin from another folder"
+    return [Problem(text, remedy, "init.from")] if differences else []
+
+
+def resolve_plan(table: dict[str, Any], origins: Origins, ranks: int | None, default_ranks: int) -> None:
+    """Decide what the plan leaves open: all ranks replicate, and a rank's share of the batch is one microbatch."""
+    plan = table.setdefault("plan", {})
+    world = ranks or default_ranks
+    if "replicate" not in plan:
+        stated = plan.get("shard", 1)
+        plan["replicate"] = max(world // stated, 1) if (ranks or "shard" not in plan) and stated > 0 else 1
+        origins["plan.replicate"] = "derived: ranks ÷ shard" if "shard" in plan else "derived: ranks"
+    data = max(plan["replicate"] * plan.get("shard", 1), 1)
+    share = max(table.get("batch", _default_of("batch")) // data, 1)
+    if "microbatch" not in plan:
+        plan["microbatch"] = max(share // max(plan.get("accumulate", 1), 1), 1)
+        origins["plan.microbatch"] = "derived: batch ÷ data ranks ÷ accumulate"
+    elif "accumulate" not in plan:
+        plan["accumulate"] = max(share // max(plan["microbatch"], 1), 1)
+        origins["plan.accumulate"] = "derived: batch ÷ data ranks ÷ microbatch"
+
+
+def _default_of(name: str) -> Any:
+    return next(field.default for field in msgspec.structs.fields(Run) if field.name == name)
+
+
+def rank_problems(run: Run, ranks: int | None) -> list[Problem]:
+    """The ranks that were asked for must be the plan's."""
+    if ranks is None or ranks == run.plan.world:
+        return []
+    plan = run.plan
+    return [
+        Problem(
+            f"the plan needs replicate {plan.replicate} × shard {plan.shard} = {plan.world} ranks, not {ranks}",
+            f"start {plan.world} ranks, or leave plan.replicate out",
+            "plan.replicate",
+        )
+    ]

@@ -1,0 +1,92 @@
+import msgspec
+import pytest
+
+from meshwright.launch import folder as folders
+from meshwright.launch.folder import Claim
+from meshwright.spec import load
+from meshwright.spec.check import InputError
+from meshwright.spec.record import Summary
+
+RUN = load.load(None).run
+OTHER = load.load(None, ["seed=2", "optim.rate=0.5"]).run
+SUMMARY = Summary(
+    step=1, first_loss=2.0, loss=1.0, held_out_loss=None, tokens_per_second=1.0, seconds_to_first_loss=1.0, seconds=2.0,
+    peak_bytes=1, parameters=1, ranks=1, folder="x",
+)  # fmt: skip
+
+
+def claim(folder, run=RUN, **options):
+    made = Claim(folder, run, **options)
+    made.release()
+    return made
+
+
+def test_the_same_mathematics_lives_in_the_same_folder():
+    assert folders.default(RUN) == folders.default(load.load(None, ["plan.accumulate=2", "log.every=3"]).run)
+    assert folders.default(RUN) != folders.default(OTHER)
+
+
+def test_a_claimed_folder_holds_the_run(tmp_path):
+    claim(tmp_path / "a")
+    assert load.load(tmp_path / "a" / "run.toml").run == RUN
+
+
+def test_a_changed_plan_may_go_on_in_the_folder_but_other_mathematics_may_not(tmp_path):
+    claim(tmp_path / "a")
+    claim(tmp_path / "a", load.load(None, ["plan.accumulate=2"]).run)
+    with pytest.raises(InputError, match=r"optim\.rate 0\.003 there, 0\.5 here; seed 1 there, 2 here"):
+        claim(tmp_path / "a", OTHER)
+
+
+def test_a_finished_run_is_recognised_and_kept(tmp_path):
+    claim(tmp_path / "a")
+    folders.write_summary(tmp_path / "a", SUMMARY)
+    assert claim(tmp_path / "a").finished == SUMMARY
+
+
+def test_an_unfinished_attempt_leaves_no_records_in_the_next(tmp_path):
+    claim(tmp_path / "a")
+    (tmp_path / "a" / "steps.rank0.jsonl").write_text("old")
+    claim(tmp_path / "a")
+    assert not (tmp_path / "a" / "steps.rank0.jsonl").exists()
+
+
+def test_fresh_sets_aside_and_loses_nothing(tmp_path):
+    for number in range(3):
+        made = claim(tmp_path / "a", fresh=True)
+        assert made.finished is None
+        (tmp_path / "a" / f"kept{number}").touch()
+        folders.write_summary(tmp_path / "a", SUMMARY)
+    assert (tmp_path / "a.1" / "kept0").exists()
+    assert (tmp_path / "a.2" / "kept1").exists()
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_somebodys_other_folder_is_never_touched(tmp_path, fresh):
+    (tmp_path / "thesis.tex").write_text("precious")
+    with pytest.raises(InputError):
+        claim(tmp_path, fresh=fresh)
+    assert [file.name for file in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_two_claims_at_once_are_refused_by_name(tmp_path):
+    first = Claim(tmp_path / "a", RUN)
+    with pytest.raises(InputError, match="in use by process"):
+        Claim(tmp_path / "a", RUN)
+    first.release()
+    claim(tmp_path / "a")
+
+
+def test_a_run_that_never_began_leaves_nothing(tmp_path):
+    made = claim(tmp_path / "a")
+    made.abandon()
+    assert not (tmp_path / "a").exists()
+    made = claim(tmp_path / "b")
+    (tmp_path / "b" / "steps.rank0.jsonl").touch()
+    made.abandon()
+    assert (tmp_path / "b").exists()
+
+
+def test_a_summary_is_plain_json(tmp_path):
+    folders.write_summary(tmp_path, SUMMARY)
+    assert msgspec.json.decode((tmp_path / "summary.json").read_bytes())["loss"] == 1.0

@@ -1,0 +1,91 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from meshwright import cli
+
+QUICK = [
+    ["--help"],
+    ["models"],
+    ["models", "--json"],
+    ["config", "show"],
+    ["config", "show", "steps=3", "--json"],
+    ["config", "schema"],
+    ["train", "--help"],
+    ["config", "show", "stepz=3"],
+]
+
+
+@pytest.mark.parametrize("words", QUICK, ids=" ".join)
+def test_what_needs_no_torch_imports_none(words):
+    code = f"""
+import sys
+from meshwright.cli import main
+try:
+    main({words!r})
+except SystemExit:
+    pass
+heavy = {{"torch", "numpy", "rich", "tokenizers"}} & set(sys.modules)
+assert not heavy, heavy
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_models_are_a_json_array(capsys):
+    assert cli.main(["models", "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["gpt2"]["parameters"] == 124_439_808
+    assert rows["llama3-8b"]["arch"]["kv_heads"] == 8
+    assert all(not isinstance(value, dict | list) for value in rows["mixtral-8x7b"]["arch"].values())
+
+
+def test_config_shows_each_value_with_its_origin(capsys):
+    assert cli.main(["config", "show", "steps=3", "--ranks", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("steps = 3 ") and line.endswith("# command line") for line in lines)
+    assert any(line.startswith("replicate = 2 ") and line.endswith("# derived: ranks") for line in lines)
+
+
+def test_config_as_json(capsys):
+    assert cli.main(["config", "show", "steps=3", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["run"]["steps"] == 3
+    assert shown["origins"]["steps"] == "command line"
+
+
+def test_bad_input_is_two_and_one_sentence_each(capsys):
+    assert cli.main(["config", "show", "stepz=3", "optim.rate=fast"]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert told[0] == "meshwright: 2 problems"
+    assert len(told) == 3
+
+
+def test_words_may_stand_before_and_after_flags(capsys):
+    assert cli.main(["config", "show", "steps=3", "--ranks", "2", "seed=9"]) == 0
+    assert "seed = 9" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["fly"], ["train", "--fast"], [], ["train", "--ranks", "0"], ["models", "extra"]])
+def test_words_the_program_does_not_know_are_two(words, capsys):
+    with pytest.raises(SystemExit) as left:
+        cli.main(words)
+    assert left.value.code == 2
+    assert capsys.readouterr().err
+
+
+def test_training_without_torch_says_so_in_one_line(capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "torch" else object())
+    assert cli.main(["train"]) == 2
+    told = capsys.readouterr().err
+    assert told.splitlines() == [
+        "meshwright: this needs torch, which is not installed; run: pip install 'meshwright[train]'"
+    ]
+
+
+def test_a_reader_that_leaves_is_no_error():
+    command = f"{sys.executable} -m meshwright models | head -1"
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False)
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipe" not in done.stderr

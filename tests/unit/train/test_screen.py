@@ -1,0 +1,88 @@
+import io
+
+import msgspec
+
+from meshwright.spec.record import HeldRecord, StepRecord
+from meshwright.train.screen import Bar, Lines, Silent, humane_flops, screen, step_line
+
+RECORD = StepRecord(
+    step=10,
+    loss=5.2014,
+    norm=2.1,
+    rate=3e-4,
+    tokens=4096,
+    seconds=0.5,
+    data_seconds=0.0,
+    memory_bytes=2**30,
+    flops=5e11,
+)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_step_line_holds_the_usual_fields_in_the_usual_order():
+    line = step_line(RECORD, 100, peak_flops_per_second=10e12)
+    assert line == (
+        "step 10/100  loss 5.2014  norm 2.100  rate 3.00e-04  memory 1.00 GiB  tokens/s 8,192  1.00 TFLOP/s  MFU 10.0%"
+    )
+
+
+def test_without_a_known_peak_no_utilization_is_guessed():
+    assert "MFU" not in step_line(RECORD, 100, peak_flops_per_second=None)
+
+
+def test_a_skipped_step_says_so():
+    assert "not finite" in step_line(msgspec.structs.replace(RECORD, skipped=True, loss_scale=512.0), 100, None)
+
+
+def test_a_pipe_gets_plain_lines_at_most_every_few_steps():
+    stream = io.StringIO()
+    view = screen(stream, every=10)
+    assert type(view) is Lines
+    for step in range(1, 31):
+        view.step(msgspec.structs.replace(RECORD, step=step), 30, None)
+    view.held(HeldRecord(step=30, loss=4.0, tokens=1, seconds=1.0))
+    lines = stream.getvalue().splitlines()
+    assert [line.split()[1] for line in lines[:-1]] == ["1/30", "10/30", "20/30", "30/30"]
+    assert lines[-1] == "held-out loss 4.0000 after step 30"
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_a_terminal_gets_a_bar_that_ends_cleanly(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    view = screen(stream, every=1)
+    assert isinstance(view, Bar)
+    view.say("building [bold]1[/bold]")
+    view.step(RECORD, 100, None)
+    view.close()
+    assert "10/100" in stream.getvalue()
+    assert "building [bold]1[/bold]" in stream.getvalue()  # words are words, not markup
+
+
+def test_no_color_is_honoured(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("NO_COLOR", "1")
+    stream = Terminal()
+    view = screen(stream, every=1)
+    view.step(RECORD, 100, None)
+    view.close()
+    assert "\x1b[3" not in stream.getvalue()  # no colour is ever set
+
+
+def test_other_ranks_are_silent():
+    stream = io.StringIO()
+    view = screen(stream, every=1, quiet=True)
+    assert isinstance(view, Silent)
+    view.say("x")
+    view.step(RECORD, 1, None)
+    assert stream.getvalue() == ""
+
+
+def test_rates_keep_their_unit_readable():
+    assert humane_flops(2.5e9) == "2.5 GFLOP/s"
+    assert humane_flops(2.5e12) == "2.50 TFLOP/s"
+    assert humane_flops(2.5e15) == "2.50 PFLOP/s"

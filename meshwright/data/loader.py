@@ -45,7 +45,7 @@ class Rows:
     targets: Tensor
     positions: Tensor | None
     documents: Tensor | None
-    samples: Tensor  # global sample index of each row
+    starts: Tensor  # global token index of each row's first token
     valid: int  # targets that count, over all ranks
 
 
@@ -54,6 +54,7 @@ class Loader:
 
     def __init__(self, corpus: Corpus, run: Run, data_rank: int, device: torch.device, start: int = 0) -> None:
         assert 0 <= data_rank < run.plan.data
+        assert run.plan.batch == run.batch
         self.run = run
         self.device = device
         self.packings = tuple(packing(tokens, run, corpus.end_token) for tokens in corpus.sources)
@@ -63,7 +64,7 @@ class Loader:
         size = run.plan.microbatch * run.plan.accumulate
         self.mine = slice(data_rank * size, (data_rank + 1) * size)  # a rank's global microbatches are consecutive
         self.offsets = torch.arange(run.sequence, device=device).expand(run.plan.microbatch, -1).contiguous()
-        self.reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
+        self.reader = ThreadPoolExecutor(1, "loader", _use_device, (self.offsets.device,))
         self.ahead: dict[int, Future[Rows]] = {}
         self._read_ahead(start)
 
@@ -117,7 +118,7 @@ class Loader:
             targets=self._host(arrays.targets),
             positions=self._host(arrays.positions) if masked else None,
             documents=self._host(arrays.documents) if arrays.documents is not None else None,
-            samples=self._host(indices[self.mine]),
+            starts=self._host(indices[self.mine] * self.run.sequence),
             valid=valid,
         )
 
@@ -148,12 +149,17 @@ class Loader:
         def split(tensor: Tensor) -> tuple[Tensor, ...]:
             return tensor.to(self.device, non_blocking=True).split(size)
 
-        starts = split(rows.samples * self.run.sequence)
         positions = (self.offsets,) * parts if rows.positions is None else split(rows.positions)
         documents = (None,) * parts if rows.documents is None else split(rows.documents)
-        cut = zip(split(rows.tokens), split(rows.targets), positions, documents, starts, strict=True)
+        cut = zip(split(rows.tokens), split(rows.targets), positions, documents, split(rows.starts), strict=True)
         microbatches = tuple(
             Batch(tokens, targets, places, numbers, index=start[:, None] + self.offsets)
             for tokens, targets, places, numbers, start in cut
         )
         return StepBatch(microbatches, rows.valid, wait_seconds)
+
+
+def _use_device(device: torch.device) -> None:
+    """A new thread begins on GPU 0, and pinning memory there would hold some of it for every rank of the machine."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)

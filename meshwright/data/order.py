@@ -1,7 +1,7 @@
 """The order of samples: a pure function of the seed and the global sample index, the same for any number of ranks.
 
 Nothing is stored and nothing is counted, so any step is reached at once and the number of ranks may change between two
-steps. An epoch is a keyed permutation (a Feistel network); a mixture is a pattern of sources, shuffled once by the seed,
+steps. An epoch is a keyed permutation (a Feistel network); a mixture is a pattern of sources, shuffled by the seed,
 that every block of samples repeats.
 """
 

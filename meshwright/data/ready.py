@@ -76,21 +76,19 @@ def _megatron(file: Path) -> Shard:
     index = file.with_suffix(".idx")
     if not index.exists():
         raise mistake(f"{index} is missing beside {file.name}", "copy the .idx file that was written with it")
-    dtype, sizes, pointers, documents = _index(index)
-    held, promised = file.stat().st_size, int(sizes.sum(dtype=np.int64)) * dtype.itemsize
+    dtype, sizes, documents = _index(index)
+    bounds = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+    held, promised = file.stat().st_size, int(bounds[-1]) * dtype.itemsize
     if held != promised:
-        raise mistake(
-            f"{index} promises {promised} bytes of tokens and {file.name} holds {held}", "copy both files again"
-        )
-    tokens = mapped(file, dtype)
-    whole = np.append(pointers // dtype.itemsize, len(tokens))
-    if documents.size and not (documents.min() >= 0 and documents.max() < len(whole)):
+        text = f"{index} promises {promised} bytes of tokens and {file.name} holds {held}"
+        raise mistake(text, "copy both files again")
+    if np.any(np.diff(documents, prepend=0, append=len(sizes)) < 0):
         raise mistake(f"{index} names sequences that it does not hold", "copy both files again")
-    return Shard(file, tokens, closed(whole[documents], len(tokens)))
+    return Shard(file, mapped(file, dtype), closed(bounds[documents], int(bounds[-1])))
 
 
-def _index(index: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
-    """Type of the tokens; size and byte position of every sequence; the sequence at which each document begins."""
+def _index(index: Path) -> tuple[np.dtype, np.ndarray, np.ndarray]:
+    """Type of the tokens, size of every sequence, the sequence at which each document begins."""
     start = MEGATRON_HEADER.size
     with index.open("rb") as stream:
         head = stream.read(start)
@@ -106,6 +104,6 @@ def _index(index: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
         raise mistake(
             f"{index} promises {sequences} sequences, {promised} bytes, and holds {held} bytes", "copy both files again"
         )
-    sizes = np.fromfile(index, "<i4", sequences, offset=start)
-    pointers = np.fromfile(index, "<i8", sequences, offset=start + sequences * 4)
-    return MEGATRON_DTYPE[code], sizes, pointers, np.fromfile(index, "<i8", documents, offset=start + sequences * 12)
+    sizes = mapped(index, np.dtype("<i4"), start, sequences)
+    # Between the two lie the byte positions of the sequences, which follow from the sizes.
+    return MEGATRON_DTYPE[code], sizes, mapped(index, np.dtype("<i8"), start + sequences * 12, documents)

@@ -96,8 +96,9 @@ def scan(tokens: Tokens, end_token: int) -> np.ndarray:
 
 
 def closed(ends: np.ndarray, total: int) -> np.ndarray:
-    """Ends that rise strictly, leave out nothing at the end of the stream and count no empty document."""
-    return np.unique(np.append(ends[ends > 0], total)).astype(np.int64)
+    """Sorted ends without those of empty documents, and with the end of the stream."""
+    ends = np.append(ends, total).astype(np.int64)
+    return ends[np.diff(ends, prepend=0) > 0]
 
 
 class Meta(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,12 +160,12 @@ def open_ends(folder: Path) -> np.ndarray:
     return mapped(folder / "ends.bin", np.dtype("<i8"))
 
 
-def mapped(file: Path, dtype: np.dtype, offset: int = 0) -> np.ndarray:
-    """A file as an array that is read when it is looked at."""
-    if file.stat().st_size <= offset:
+def mapped(file: Path, dtype: np.dtype, offset: int = 0, count: int | None = None) -> np.ndarray:
+    """A file, or `count` entries of it, as an array that is read when it is looked at."""
+    if count == 0 or file.stat().st_size <= offset:
         return np.zeros(0, dtype)  # nothing cannot be mapped
     # As a plain array: slices of np.memmap cost several times as much, and one is taken for every sample.
-    return np.memmap(file, dtype, "r", offset).view(np.ndarray)
+    return np.memmap(file, dtype, "r", offset, None if count is None else (count,)).view(np.ndarray)
 
 
 def _settle(file: IO[bytes]) -> None:

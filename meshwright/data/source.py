@@ -32,7 +32,7 @@ ENDINGS: dict[str, tuple[str, ...]] = {
     "parquet": (".parquet",),
     "ready": (".bin",),
 }
-CHECKED = 100  # files of a source whose beginning is read before a run starts
+CHECKED = 100  # text files of a source whose beginning is read before a run starts; of tokens, all headers are
 STDLIB_BYTES = 4_000_000
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
 
@@ -125,7 +125,7 @@ def _problems(source: Source) -> list[Problem]:
         return error.problems
     except OSError as error:
         return [Problem(f"{error.filename} cannot be read: {error.strerror}", "check the path and its permissions")]
-    looked_at = itertools.islice(found.kinds.items(), CHECKED)
+    looked_at = itertools.islice(found.kinds.items(), None if found.ready else CHECKED)
     return [problem for file, kind in looked_at for problem in _file_problems(file, kind, source.field)]
 
 

@@ -105,10 +105,10 @@ def test_held_out_samples_are_a_share_and_at_least_one(count, share, held):
 def test_a_token_beyond_the_vocabulary_is_named_with_its_file():
     tokens = join([Shard(Path(f"{n}.bin"), np.arange(10, dtype=np.int32), np.zeros(0, np.int64)) for n in "ab"])
     tokens.shards[1].tokens[7] = 500
-    stream = Stream(tokens, 4, vocab=100, mask=False)
-    assert stream.read(np.array([0, 1, 2])).tokens.max() == 9
+    stream = Stream(tokens, 3, vocab=100, mask=False)
+    assert stream.read(np.array([0, 1, 2])).targets.max() == 9
     with pytest.raises(InputError, match=r"b\.bin holds token 500 at position 7, and arch\.vocab is 100"):
-        stream.read(np.array([0, 4]))
+        stream.read(np.array([0, 5]))
 
 
 def test_a_negative_token_is_refused():

@@ -6,7 +6,9 @@ from meshwright.data import tokenize
 from meshwright.data.tokenize import END, Lexicon, encode, end_token, entries, pieces, train
 from meshwright.spec.check import InputError
 
-TEXT = "".join(f"def function_{number}(argument):\n    return argument + {number}\n\n\n" for number in range(200))
+TEXT = "".join(
+    f"@named\ndef function_{number}(argument):\n    return argument + {number}\n\n\n" for number in range(200)
+)
 
 
 def lexicon(tmp_path, texts: list[str], vocab: int = 320) -> Lexicon:

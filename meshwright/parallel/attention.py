@@ -1,0 +1,191 @@
+"""Attention over a split sequence, the part that needs no group: who holds what, and one block of it at a time."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshwright.models.layers import wide
+
+NUMBER = torch.int32  # of a document within its sample, on the way between ranks
+HALF = (torch.bfloat16, torch.float16)
+FLASH_WIDEST = 256  # the largest head dimension of the flash kernels
+PADDED = 32  # the memory-efficient kernel reads its log-sum-exp in groups of this many rows
+
+
+def balanced(sequence: int, cp: int, rank: int) -> Tensor:
+    """Positions a rank holds: of 2 · cp equal slices the one at `rank` and its mirror image, an early and a late one.
+
+    A late slice attends to much and an early one to little; every such pair has the same causal work.
+    """
+    return take(torch.arange(sequence), 0, cp, rank)
+
+
+def take(x: Tensor, dim: int, cp: int, rank: int) -> Tensor:
+    """What a rank holds of a tensor whose dimension `dim` is the whole sequence."""
+    assert x.shape[dim] % (2 * cp) == 0, f"{x.shape[dim]} positions in {2 * cp} slices"
+    slices = x.chunk(2 * cp, dim)
+    return torch.cat((slices[rank], slices[-1 - rank]), dim)
+
+
+def join(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """The whole sequence in order from what each rank holds of it; undoes `take`."""
+    halves = [part.chunk(2, dim) for part in parts]
+    return torch.cat([early for early, _ in halves] + [late for _, late in reversed(halves)], dim)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Queries and the keys and values they meet."""
+
+    q: Tensor  # (b, heads, rows, head_dim)
+    k: Tensor  # (b, kv_heads, columns, head_dim)
+    v: Tensor
+    causal: bool  # rows and columns are the same positions: each sees itself and earlier ones
+    same: Tensor | None  # (b, rows, columns), whether two positions are of one document; None: all are
+
+
+def meeting(rank: int, owner: int, held: int) -> tuple[slice, slice, bool]:
+    """Which of a rank's `held` queries see which of an owner's keys, and whether causality cuts within the block.
+
+    Of four pairs of slices those in the future are left out; what remains is one rectangle, full but for the own keys.
+    """
+    early, late, both = slice(0, held // 2), slice(held // 2, held), slice(0, held)
+    if owner == rank:
+        return both, both, True
+    return (both, early, False) if owner < rank else (late, both, False)
+
+
+def block_attention(block: Block) -> tuple[Tensor, Tensor]:
+    """Attention to one block alone, and the log of its weights' sum, (b, heads, rows), by which blocks are merged.
+
+    A row that sees nothing has a sum so small that it counts for nothing; its output is finite.
+    """
+    if _flash_can(block):
+        return flash(block)
+    return efficient(block) if _efficient_can(block) else plain(block)
+
+
+def block_gradients(block: Block, out: Tensor, lse: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v through one block, given output and log-sum-exp over *all* blocks."""
+    if _flash_can(block):
+        return flash_gradients(block, out, lse, grad)
+    if _efficient_can(block):
+        return efficient_gradients(block, out, lse, grad)
+    return plain_gradients(block, out, lse, grad)
+
+
+def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
+    """Add one block's result to a running one, in place: both are averages, weighed by their sums."""
+    total = torch.logaddexp(lse, more_lse)
+    out.mul_((lse - total).exp()[..., None]).add_(more * (more_lse - total).exp()[..., None])
+    lse.copy_(total)
+
+
+def plain(block: Block) -> tuple[Tensor, Tensor]:
+    """`block_attention` as written on paper; holds every weight of the block at once."""
+    scores, v = _scores(block), block.v.to(wide(block.v))
+    lse = scores.logsumexp(-1)
+    finite = lse.clamp(min=torch.finfo(lse.dtype).min)  # a row that sees nothing: -inf less -inf would be no number
+    out = (scores - finite[..., None]).exp() @ v
+    rows = block.q.shape[2]
+    return _unfold(out, rows), _unfold(lse, rows)
+
+
+def plain_gradients(block: Block, out: Tensor, lse: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`block_gradients` as written on paper; folded query heads sum their share of a key's gradient by themselves."""
+    q, out, lse, grad = (_fold(x.to(wide(x)), block.k.shape[1]) for x in (block.q, out, lse, grad))
+    k, v = block.k.to(wide(block.k)), block.v.to(wide(block.v))
+    weights = (_scores(block) - lse[..., None]).exp()
+    slope = weights * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * _scale(block)
+    return _unfold(slope @ k, block.q.shape[2]), slope.mT @ q, weights.mT @ grad
+
+
+def flash(block: Block) -> tuple[Tensor, Tensor]:
+    """`block_attention` by torch's flash kernel, which holds no weights."""
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(block.q, block.k, block.v, 0.0, block.causal)
+    return out, lse
+
+
+def flash_gradients(block: Block, out: Tensor, lse: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`block_gradients` by torch's flash kernel."""
+    q, k, v = block.q, block.k, block.v
+    seed = torch.empty(0, dtype=torch.int64, device=q.device)  # of dropout, which there is none of
+    return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        grad, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, block.causal, seed, seed
+    )
+
+
+def efficient(block: Block) -> tuple[Tensor, Tensor]:
+    """`block_attention` by torch's memory-efficient kernel, which takes masks and fp32 but no grouped heads."""
+    k, v = (_repeated(x, block.q.shape[1]) for x in (block.k, block.v))
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        block.q, k, v, _bias(block), True, 0.0, block.causal
+    )
+    return out, lse[..., : block.q.shape[2]]
+
+
+def efficient_gradients(block: Block, out: Tensor, lse: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`block_gradients` by torch's memory-efficient kernel."""
+    k, v = (_repeated(x, block.q.shape[1]) for x in (block.k, block.v))
+    lse = torch.nn.functional.pad(lse, (0, -lse.shape[2] % PADDED), value=torch.inf)
+    seed = torch.empty((), dtype=torch.int64, device=k.device)  # of dropout, which there is none of
+    wanted = [True, True, True, False]  # no gradient of the bias
+    dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+        grad, block.q, k, v, _bias(block), out, lse, seed, seed, 0.0, wanted, block.causal
+    )
+    dk, dv = (x.unflatten(1, (block.k.shape[1], -1)).sum(2, dtype=wide(x)) for x in (dk, dv))
+    return dq, dk, dv
+
+
+def _flash_can(block: Block) -> bool:
+    head_dim = block.q.shape[3]
+    fits = head_dim % 8 == 0 and head_dim <= FLASH_WIDEST
+    return block.q.is_cuda and block.q.dtype in HALF and block.same is None and fits
+
+
+def _efficient_can(block: Block) -> bool:
+    aligned = block.q.shape[3] % 8 == 0 and block.k.shape[2] % 8 == 0  # rows of 16 bytes, in the bias too
+    return block.q.is_cuda and block.q.dtype in (*HALF, torch.float32) and aligned
+
+
+def _scale(block: Block) -> float:
+    return block.q.shape[3] ** -0.5
+
+
+def _scores(block: Block) -> Tensor:
+    """Scaled products of queries and keys, minus infinity where unseen, (b, kv_heads, group · rows, columns)."""
+    q, k = _fold(block.q.to(wide(block.q)), block.k.shape[1]), block.k.to(wide(block.k))
+    scores = (q @ k.mT) * _scale(block)
+    rows = block.q.shape[2]
+    grouped = scores.unflatten(2, (-1, rows))  # (b, kv_heads, group, rows, columns)
+    if block.same is not None:
+        grouped = grouped.masked_fill(~block.same[:, None, None], -torch.inf)
+    if block.causal:
+        seen = torch.ones(rows, rows, dtype=torch.bool, device=scores.device).tril()
+        grouped = grouped.masked_fill(~seen, -torch.inf)
+    return grouped.flatten(2, 3)
+
+
+def _bias(block: Block) -> Tensor | None:
+    """What the documents add to the scores: so little that no weight is left, yet finite, as rows may see nothing."""
+    if block.same is None:
+        return None
+    lowest = torch.finfo(block.q.dtype).min / 2
+    bias = torch.zeros_like(block.same, dtype=block.q.dtype).masked_fill_(~block.same, lowest)
+    return bias[:, None].expand(-1, block.q.shape[1], -1, -1)
+
+
+def _fold(x: Tensor, kv_heads: int) -> Tensor:
+    """(b, heads, rows, …) as (b, kv_heads, group · rows, …): the queries of a key's group as rows of one matrix."""
+    return x.unflatten(1, (kv_heads, -1)).flatten(2, 3)
+
+
+def _unfold(x: Tensor, rows: int) -> Tensor:
+    """Undoes `_fold`."""
+    return x.unflatten(2, (-1, rows)).flatten(1, 2)
+
+
+def _repeated(x: Tensor, heads: int) -> Tensor:
+    return x.repeat_interleave(heads // x.shape[1], dim=1)

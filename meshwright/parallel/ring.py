@@ -1,0 +1,168 @@
+"""Attention over a split sequence by a ring: queries stay, keys and values travel from rank to rank."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from meshwright.models.layers import wide
+from meshwright.parallel.attention import NUMBER, Block, block_attention, block_gradients, meeting, merge
+
+Arrival = Callable[[], Tensor]  # waits for a message and gives it
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """A rank's place among those that share a sequence, and how it passes a tensor on."""
+
+    rank: int
+    size: int
+    exchange: Callable[[Tensor], Arrival]  # starts sending to the next rank; what comes from the previous is alike
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """The slices of one rank, in the order of `attention.balanced`."""
+
+    q: Tensor  # (b, heads, s ÷ cp, head_dim)
+    k: Tensor  # (b, kv_heads, s ÷ cp, head_dim)
+    v: Tensor
+    documents: Tensor | None  # (b, s ÷ cp)
+
+
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, group: dist.ProcessGroup) -> Tensor:
+    """Causal attention of this rank's queries to the whole sequence, within documents where they are told.
+
+    Let kv = 2 · b · kv_heads · (s ÷ cp) · head_dim numbers. Each rank sends to its next, in messages of equal size:
+    - forward: cp − 1 of kv · itemsize bytes, and 4 · b · (s ÷ cp) more in the same message where documents are told;
+    - backward: those again, and cp − 1 of kv · max(itemsize, 4) bytes, in which gradients of k and v go home.
+    Each is under way while the previous block is computed, but for the last of the backward.
+    """
+    return _RingAttention.apply(q, k, v, documents, ring_of(group, q.device))
+
+
+def ring_of(group: dist.ProcessGroup, device: torch.device) -> Ring:
+    """The ring of a group; Gloo cannot send from a GPU, so there each exchange is an all-gather: cp times the bytes."""
+    backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+    pass_on = _gather if device.type == "cuda" and backends.get("cuda") == "gloo" else _send
+    return Ring(rank=group.rank(), size=group.size(), exchange=lambda message: pass_on(message, group))
+
+
+def forward(local: Local, ring: Ring) -> tuple[Tensor, Tensor]:
+    """This rank's output and its log-sum-exp, both wide."""
+    # The own block comes first and every row sees at least itself there: the running sums begin finite.
+    out = lse = local.q.new_empty(0)
+    for owner, theirs in _visits(local, ring):
+        rows, columns, causal = meeting(ring.rank, owner, local.q.shape[2])
+        more, more_lse = block_attention(_block(local, theirs, rows, columns, causal))
+        if owner == ring.rank:
+            out, lse = more.to(wide(more)), more_lse
+        else:
+            merge(out[:, :, rows], lse[:, :, rows], more, more_lse)
+    return out, lse
+
+
+def backward(local: Local, out: Tensor, lse: Tensor, grad: Tensor, ring: Ring) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of this rank's q, k and v, wide; what other ranks' queries add to k and v comes round the ring."""
+    dq = torch.zeros_like(local.q, dtype=wide(local.q))
+    own = torch.zeros(2, *local.k.shape, dtype=wide(local.k), device=local.k.device)
+    arrival: Arrival = partial(torch.zeros_like, own)  # the first rank a block visits begins its sum
+    for owner, theirs in _visits(local, ring):
+        rows, columns, causal = meeting(ring.rank, owner, local.q.shape[2])
+        block = _block(local, theirs, rows, columns, causal)
+        parts = block_gradients(block, out[:, :, rows], lse[:, :, rows], grad[:, :, rows])
+        passing = own if owner == ring.rank else arrival()
+        dq[:, :, rows] += parts[0]
+        passing[0, :, :, columns] += parts[1]
+        passing[1, :, :, columns] += parts[2]
+        if owner != ring.rank:
+            arrival = ring.exchange(passing)
+    dk, dv = own + arrival()
+    return dq, dk, dv
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, ring: Ring) -> Tensor:
+        out, lse = forward(Local(q, k, v, documents), ring)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, documents, out, lse)
+        ctx.ring = ring
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        q, k, v, documents, out, lse = ctx.saved_tensors
+        (grad,) = grads
+        dq, dk, dv = backward(Local(q, k, v, documents), out, lse, grad.contiguous(), ctx.ring)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
+
+
+def _visits(local: Local, ring: Ring) -> Iterator[tuple[int, Local]]:
+    """Every rank's keys, values and documents, the own first; the next are under way while the caller works."""
+    message = _pack(local)
+    for step in range(ring.size):
+        last = step == ring.size - 1
+        arrival = None if last else ring.exchange(message)
+        yield (ring.rank - step) % ring.size, _unpack(message, local)
+        if arrival is not None:
+            message = arrival()
+
+
+def _block(mine: Local, theirs: Local, rows: slice, columns: slice, causal: bool) -> Block:
+    same = None
+    if mine.documents is not None and theirs.documents is not None:
+        same = mine.documents[:, rows, None] == theirs.documents[:, None, columns]
+    return Block(mine.q[:, :, rows], theirs.k[:, :, columns], theirs.v[:, :, columns], causal, same)
+
+
+def _pack(local: Local) -> Tensor:
+    """Keys, values and documents as the bytes of one message."""
+    parts = [torch.stack((local.k, local.v))]
+    if local.documents is not None:
+        parts.append(local.documents.to(NUMBER).contiguous())
+    return torch.cat([part.view(-1).view(torch.uint8) for part in parts])
+
+
+def _unpack(message: Tensor, local: Local) -> Local:
+    """What a message holds, shaped as at home; nothing is copied."""
+    end = 2 * local.k.numel() * local.k.itemsize
+    k, v = message[:end].view(local.k.dtype).view(2, *local.k.shape)
+    documents = None if local.documents is None else message[end:].view(NUMBER).view(local.documents.shape)
+    return Local(local.q, k, v, documents)
+
+
+def _send(message: Tensor, group: dist.ProcessGroup) -> Arrival:
+    received = torch.empty_like(message)
+    rank, size = group.rank(), group.size()
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, message, group=group, group_peer=(rank + 1) % size),
+            dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % size),
+        ]
+    )
+
+    def arrival() -> Tensor:
+        for work in works:
+            work.wait()
+        return received
+
+    return arrival
+
+
+def _gather(message: Tensor, group: dist.ProcessGroup) -> Arrival:
+    received = [torch.empty_like(message) for _ in range(group.size())]
+    work = dist.all_gather(received, message, group=group, async_op=True)
+
+    def arrival() -> Tensor:
+        assert work is not None
+        work.wait()
+        return received[group.rank() - 1]
+
+    return arrival

@@ -1,0 +1,112 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from meshwright.data import cache
+from meshwright.data.cache import fingerprint, once
+
+# Fills a folder slowly, and appends one line to a log for each time that it does.
+WORKER = """
+import sys, time
+from pathlib import Path
+from meshwright.data.cache import once
+
+def make(folder):
+    (folder / "half").write_text("half")
+    with open(sys.argv[2], "a") as log:
+        log.write("made\\n")
+    time.sleep(float(sys.argv[3]))
+    (folder / "whole").write_text("whole")
+
+print((once(Path(sys.argv[1]), make, print) / "whole").read_text())
+"""
+
+
+def worker(folder: Path, log: Path, seconds: float) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", WORKER, str(folder), str(log), str(seconds)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def wait_for(log: Path) -> None:
+    limit = time.monotonic() + 20
+    while not log.exists() and time.monotonic() < limit:
+        time.sleep(0.01)
+    assert log.exists()
+
+
+def silent(_: str) -> None: ...
+
+
+def fill(folder: Path) -> None:
+    (folder / "whole").write_text("whole")
+
+
+def test_one_of_many_processes_works_and_all_find_it_ready(tmp_path):
+    workers = [worker(tmp_path / "made", tmp_path / "log", 0.5) for _ in range(4)]
+    said = [each.communicate(timeout=30)[0].splitlines() for each in workers]
+    assert [lines[-1] for lines in said] == ["whole"] * 4
+    assert (tmp_path / "log").read_text() == "made\n"
+    assert sum(lines[0].startswith("waiting") for lines in said) >= 1  # whoever came while the first one worked
+
+
+def test_a_killed_writer_leaves_nothing_that_looks_ready(tmp_path):
+    killed = worker(tmp_path / "made", tmp_path / "log", 60)
+    wait_for(tmp_path / "log")
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.communicate(timeout=10)
+    assert not (tmp_path / "made").exists()
+    assert once(tmp_path / "made", fill, silent) == tmp_path / "made"
+    assert [file.name for file in (tmp_path / "made").iterdir()] == ["whole"]
+    assert list(tmp_path.glob("*.part")) + list(tmp_path.glob(".*.part")) == []
+
+
+def test_an_error_leaves_nothing_behind(tmp_path):
+    def fail(folder: Path) -> None:
+        (folder / "half").write_text("half")
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError):
+        once(tmp_path / "made", fail, silent)
+    assert [file.name for file in tmp_path.iterdir()] == [".made.lock"]
+
+
+def test_a_ready_folder_is_not_made_again(tmp_path):
+    def fail(_: Path) -> None:
+        raise AssertionError("made again")
+
+    once(tmp_path / "made", fill, silent)
+    assert once(tmp_path / "made", fail, silent) == tmp_path / "made"
+
+
+def test_without_locks_the_first_to_finish_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "fcntl", None)
+
+    def overtaken(folder: Path) -> None:
+        fill(folder)
+        (tmp_path / "made").mkdir()
+        (tmp_path / "made" / "theirs").write_text("theirs")
+
+    once(tmp_path / "made", overtaken, silent)
+    assert [file.name for file in (tmp_path / "made").iterdir()] == ["theirs"]
+    assert list(tmp_path.glob(".*.part")) == []
+
+
+def test_small_files_are_known_by_content_and_large_ones_by_name_size_and_time(tmp_path, monkeypatch):
+    first, second = tmp_path / "a", tmp_path / "b"
+    first.write_text("same")
+    second.write_text("same")
+    assert fingerprint([first]) == fingerprint([second])
+    second.write_text("other")
+    assert fingerprint([first]) != fingerprint([second])
+    assert fingerprint([first, second]) != fingerprint([second, first])
+    monkeypatch.setattr(cache, "SMALL", 3)
+    before = fingerprint([first])
+    assert before == fingerprint([first])
+    assert before != fingerprint([second])
+    os.utime(first, ns=(1, 1))
+    assert fingerprint([first]) != before

@@ -24,7 +24,7 @@ def even_cost(stages: int, chunks: int = 1) -> StageCost:
 
 
 class Slot(msgspec.Struct, frozen=True, gc=False):
-    """An action and when it runs."""
+    """An action and when it runs, in seconds since the step began."""
 
     action: Action
     start: float
@@ -35,7 +35,7 @@ class Peak(msgspec.Struct, frozen=True, gc=False):
     """The most activation that a rank holds, and the first moment it does."""
 
     activation: float
-    seconds: float
+    seconds: float  # since the step began
 
 
 class Timeline(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,7 +58,7 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     def bubbles(self) -> tuple[float, ...]:
         """The share of the step that each rank is idle, 0 to 1."""
         seconds = self.seconds
-        return tuple(1.0 - busy / seconds for busy in self.busy_seconds)
+        return tuple((seconds - busy) / seconds for busy in self.busy_seconds)
 
     @property
     def bubble(self) -> float:
@@ -139,7 +139,8 @@ def _label(timeline: Timeline, scale: float) -> Callable[[Action], str]:
     slots = [slot for row in timeline.rows for slot in row]
     room = min(round(slot.end * scale) - round(slot.start * scale) for slot in slots)
     several = any(slot.action.stage >= len(timeline.rows) for slot in slots)
-    names: list[Callable[[Action], str]] = [str] if several else []
-    names.append(lambda action: f"{action.kind}{action.microbatch}")
+    names: list[Callable[[Action], str]] = [lambda action: f"{action.kind}{action.microbatch}"]
+    if several:
+        names.insert(0, lambda action: f"{action}-")  # the dash keeps 0F1 and 0F2 apart; letters keep F1 and F2
     fitting = (name for name in names if all(len(name(slot.action)) <= room for slot in slots))
     return next(fitting, lambda action: action.kind)

@@ -119,7 +119,8 @@ def gpus(environment: Mapping[str, str]) -> int:
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
-    return len([name for name in os.listdir("/dev") if name.removeprefix("nvidia").isdecimal() and name != "nvidia"])
+    devices = os.listdir("/dev") if os.path.isdir("/dev") else []
+    return len([name for name in devices if name.removeprefix("nvidia").isdecimal() and name != "nvidia"])
 
 
 def end_on_term() -> None:

@@ -65,6 +65,7 @@ class Mixture(nn.Module):
         self.run: RunExperts = run_experts
         # The auxiliary gradient's share of the loss: 1 ÷ the step's valid tokens, set by whoever divides the loss.
         self.loss_weight = torch.ones((), dtype=torch.float64, device="cpu")
+        self.share = 1.0  # of the auxiliary gradient: 1 ÷ ranks that each inject it for the same tokens
         self.statistics: Tensor | None = None  # of the last forward in training: mean balance loss, load per expert
 
     def forward(self, x: Tensor, index: Tensor | None = None) -> Tensor:
@@ -74,7 +75,7 @@ class Mixture(nn.Module):
         if self.training:
             self.statistics = torch.cat([routing.balance.mean()[None], routing.load]).detach()
         y = self._mix(x, routing)
-        return carry(y, self._auxiliary(routing), self.loss_weight) if self._has_auxiliary else y
+        return carry(y, self._auxiliary(routing), self.loss_weight * self.share) if self._has_auxiliary else y
 
     def _logits(self, x: Tensor, index: Tensor | None) -> Tensor:
         # In low precision logits collide and tokens flip between experts, so the router works wide (Fedus 2021, §2.4).

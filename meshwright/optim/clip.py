@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.parallel.mesh import Mesh, local
+from meshwright.parallel.mesh import Mesh, copies, local
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +22,8 @@ class Verdict:
 
 def judge(chunks: Sequence[nn.Module], loss_sum: Tensor, scale: Tensor, limit: float, mesh: Mesh) -> Verdict:
     """One collective of two numbers: the loss and the gradient's square norm, of which each rank holds a part."""
-    square = square_norm(gradients(chunks))
-    # Replicas hold equal parts. Each gives its share of the square, so that one sum over all ranks counts it once.
-    totals = torch.stack([loss_sum.double(), square.double() / mesh.copies])
+    weights = [weight for chunk in chunks for weight in chunk.parameters()]
+    totals = torch.stack([loss_sum.double(), square_share(weights, mesh)])
     if mesh.world > 1:
         dist.all_reduce(totals)
     loss, square = totals.unbind()
@@ -34,14 +33,19 @@ def judge(chunks: Sequence[nn.Module], loss_sum: Tensor, scale: Tensor, limit: f
     return Verdict(loss, norm, finite.double(), torch.where(finite, shrink / scale, 0.0))
 
 
-def gradients(chunks: Iterable[nn.Module]) -> list[Tensor]:
-    """The parts of the gradient that this rank holds."""
-    return [local(weight.grad) for chunk in chunks for weight in chunk.parameters() if weight.grad is not None]
+def square_share(weights: Iterable[Tensor], mesh: Mesh) -> Tensor:
+    """This rank's share of the square norm: what several ranks hold alike each of them counts in part."""
+    groups: dict[int, list[Tensor]] = {}
+    for weight in weights:
+        if weight.grad is not None:
+            groups.setdefault(copies(weight, mesh), []).append(local(weight.grad))
+    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    for count, gradients in groups.items():
+        total += square_norm(gradients) / count
+    return total
 
 
 def square_norm(tensors: list[Tensor]) -> Tensor:
     """The sum of squares of all elements, summed in at least fp32."""
-    if not tensors:
-        return torch.zeros(())
     norms = torch._foreach_norm(tensors, 2.0, dtype=torch.promote_types(tensors[0].dtype, torch.float32))
     return torch.stack(norms).double().square().sum()

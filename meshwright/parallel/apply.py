@@ -2,11 +2,15 @@
 
 from torch import nn
 
-from meshwright.parallel import shard
+from meshwright.models.decoder import Decoder
+from meshwright.parallel import shard, tensor
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec.plan import Plan
 
 
-def apply(model: nn.Module, plan: Plan, mesh: Mesh) -> list[nn.Module]:
+def apply(model: Decoder, plan: Plan, mesh: Mesh) -> list[nn.Module]:
     """Turn a plain model into the chunks this rank runs."""
-    return [shard.wrap(model, plan, mesh)]  # last: it must see the final parameters
+    chunks = [model]
+    for transform in (tensor.split,):  # what a rank holds
+        chunks = [transform(chunk, plan, mesh) for chunk in chunks]
+    return [shard.wrap(chunk, plan, mesh) for chunk in chunks]  # last: it must see the final parameters

@@ -3,6 +3,7 @@
 from typing import cast
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from meshwright.parallel import precision
@@ -15,16 +16,22 @@ def wrap(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
     if plan.world == 1 and not precision.is_low(plan):
         return model
     policy = precision.policy(plan)
-    again = plan.zero == 3  # gathered weights are dropped after the forward and gathered again for the backward
+    again = plan.zero == 3 and plan.pp == 1  # gathered weights are dropped after the forward and gathered again
+    axes = weight_axes(mesh.dense)
     for block in cast(nn.ModuleDict, model.blocks).values():
-        fully_shard(block, mesh=mesh.axes, mp_policy=policy, reshard_after_forward=again)
-    fully_shard(model, mesh=mesh.axes, mp_policy=policy, reshard_after_forward=again)
+        fully_shard(block, mesh=axes, mp_policy=policy, reshard_after_forward=again)
+    fully_shard(model, mesh=axes, mp_policy=policy, reshard_after_forward=again)
     # The loss is already divided by the step's global count of tokens, so gradients are summed, not averaged.
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return model
+
+
+def weight_axes(mesh: DeviceMesh) -> DeviceMesh:
+    """The axes that share or copy weights; without copies only the first, so that no sum over one rank is issued."""
+    return mesh["shard"] if mesh["replicate"].size() == 1 else mesh["replicate", "shard"]
 
 
 def sum_gradients(chunk: nn.Module, plan: Plan, last: bool) -> None:

@@ -204,6 +204,14 @@ def _packing(run: Run) -> Iterator[Problem]:
         )
 
 
+def _not_yet(run: Run) -> Iterator[Problem]:
+    for axis in ("cp", "pp", "ep"):
+        if getattr(run.plan, axis) != 1:
+            yield Problem(
+                f"plan.{axis} = {getattr(run.plan, axis)} is not trained yet", "leave it at 1", f"plan.{axis}"
+            )
+
+
 RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
-    _counts, _sizes, _heads, _mixture, _context, _batch, _zero, _rates, _packing,
+    _counts, _sizes, _heads, _mixture, _context, _batch, _zero, _rates, _packing, _not_yet,
 )  # fmt: skip

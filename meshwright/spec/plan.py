@@ -5,14 +5,28 @@ from typing import Literal
 import msgspec
 
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
+Schedule = Literal["naive", "gpipe", "1f1b", "interleaved", "looped", "zb1p", "zbv", "dualpipev"]
+
+AXES = ("pp", "replicate", "shard", "cp", "tp")  # of the world, outermost to innermost: the chattiest are neighbours
+CHUNKED = ("interleaved", "looped", "zb1p", "zbv", "dualpipev")  # schedules where a rank holds several stages
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One way of splitting the work. world = replicate · shard."""
+    """One way of splitting the work. world = pp · replicate · shard · cp · tp."""
 
-    replicate: int = 1  # copies of the weights; gradients are summed over them
+    replicate: int = 1  # copies of the (sharded) weights; gradients are summed over them
     shard: int = 1  # ranks that share one copy of the weights
-    zero: Literal[0, 1, 2, 3] = 0  # what is sharded: 0 nothing, 1 states, 2 and gradients, 3 and weights
+    zero: Literal[0, 1, 2, 3] = (
+        0  # what is sharded over shard · cp: 0 nothing, 1 states, 2 and gradients, 3 and weights
+    )
+    tp: int = 1  # ranks that share each matrix, with the sequence split between matrices
+    cp: int = 1  # ranks that share each sequence
+    cp_kind: Literal["ring", "ulysses"] = "ring"  # keys and values travel, or heads change places
+    ep: int = 1  # ranks that share the experts; borrowed from shard · cp, not a factor of the world
+    pp: int = 1  # ranks that share the layers
+    schedule: Schedule = "1f1b"
+    chunks: int = 1  # stages on each rank
+    stages: tuple[int, ...] = ()  # layers of each stage, pp · chunks of them; empty when pp is 1
     microbatch: int  # sequences in one forward pass of one rank
     accumulate: int = 1  # forward and backward passes in one step
     precision: Precision = "fp32"  # of the arithmetic; weights and their sums are held in fp32 (fp64 in proofs)
@@ -20,12 +34,22 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @property
     def world(self) -> int:
         """Ranks."""
-        return self.replicate * self.shard
+        return self.pp * self.replicate * self.shard * self.cp * self.tp
 
     @property
     def data(self) -> int:
-        """Ranks that read different samples."""
+        """Groups of ranks that read different samples."""
         return self.replicate * self.shard
+
+    @property
+    def copies(self) -> int:
+        """Ranks that hold the same part of a weight and add up its gradient: without sharding cp replicates too."""
+        return self.replicate if self.zero else self.replicate * self.cp
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which a weight's part is sharded."""
+        return self.shard * self.cp if self.zero else 1
 
     @property
     def batch(self) -> int:
@@ -33,9 +57,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return self.microbatch * self.accumulate * self.data
 
     def __str__(self) -> str:
-        """The axes that are used, as a person would say them."""
-        axes = [f"{name}={value}" for name in ("replicate", "shard") if (value := getattr(self, name)) > 1]
+        """The axes that are used, as a person would write them."""
+        used = [f"{name}={value}" for name in (*AXES, "ep") if (value := getattr(self, name)) > 1]
         if self.zero:
-            axes.append(f"zero={self.zero}")
-        shape = f"microbatch={self.microbatch} accumulate={self.accumulate} precision={self.precision}"
-        return " ".join([*axes, shape])
+            used.append(f"zero={self.zero}")
+        if self.cp > 1:
+            used.append(f"cp_kind={self.cp_kind}")
+        if self.pp > 1:
+            used += [f"schedule={self.schedule}", f"stages={'+'.join(map(str, self.stages))}"]
+        used += [f"microbatch={self.microbatch}", f"accumulate={self.accumulate}", f"precision={self.precision}"]
+        return " ".join(used)

@@ -1,5 +1,6 @@
 """Deciding what a run file leaves open: the architecture from a preset or a folder, the plan from ranks and batch."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ from meshwright.spec import schema
 from meshwright.spec.arch import Arch
 from meshwright.spec.check import InputError, Problem
 from meshwright.spec.folder import Described, describe, shape_differences
+from meshwright.spec.plan import AXES, CHUNKED
 from meshwright.spec.run import Run
+from meshwright.spec.stages import balanced_stages
 from meshwright.spec.zoo import complete, preset_names, preset_table, unknown_preset
 
 Origins = dict[str, str]  # by dotted key
@@ -67,13 +70,14 @@ def init_problems(run: Run) -> list[Problem]:
 
 
 def resolve_plan(table: dict[str, Any], origins: Origins, ranks: int | None, default_ranks: int) -> None:
-    """Decide what the plan leaves open: all ranks replicate, and a rank's share of the batch is one microbatch."""
+    """Decide what the plan leaves open: spare ranks replicate, a rank's share of the batch is one microbatch, …"""
     plan = table.setdefault("plan", {})
-    world = ranks or default_ranks
+    axes = [plan.get(axis, 1) for axis in AXES if axis != "replicate"]
     if "replicate" not in plan:
-        stated = plan.get("shard", 1)
-        plan["replicate"] = max(world // stated, 1) if (ranks or "shard" not in plan) and stated > 0 else 1
-        origins["plan.replicate"] = "derived: ranks ÷ shard" if "shard" in plan else "derived: ranks"
+        others = max(math.prod(axes), 1)
+        world = ranks if ranks is not None else default_ranks if others == 1 else others
+        plan["replicate"] = max(world // others, 1)
+        origins["plan.replicate"] = "derived: ranks" if others == 1 else "derived: ranks ÷ the other axes"
     data = max(plan["replicate"] * plan.get("shard", 1), 1)
     share = max(table.get("batch", _default_of("batch")) // data, 1)
     if "microbatch" not in plan:
@@ -82,6 +86,18 @@ def resolve_plan(table: dict[str, Any], origins: Origins, ranks: int | None, def
     elif "accumulate" not in plan:
         plan["accumulate"] = max(share // max(plan["microbatch"], 1), 1)
         origins["plan.accumulate"] = "derived: batch ÷ data ranks ÷ microbatch"
+    if plan.get("pp", 1) > 1:
+        _resolve_pipeline(table, plan, origins)
+
+
+def _resolve_pipeline(table: dict[str, Any], plan: dict[str, Any], origins: Origins) -> None:
+    if "chunks" not in plan:
+        plan["chunks"] = 2 if plan.get("schedule") in CHUNKED else 1
+        origins["plan.chunks"] = "derived: schedule"
+    if "stages" not in plan:
+        arch = msgspec.convert(table["arch"], Arch)
+        plan["stages"] = list(balanced_stages(arch, plan["pp"] * plan["chunks"]))
+        origins["plan.stages"] = "derived: balanced"
 
 
 def _default_of(name: str) -> Any:
@@ -93,9 +109,10 @@ def rank_problems(run: Run, ranks: int | None) -> list[Problem]:
     if ranks is None or ranks == run.plan.world:
         return []
     plan = run.plan
+    axes = [f"{axis} {getattr(plan, axis)}" for axis in AXES if getattr(plan, axis) > 1] or ["replicate 1"]
     return [
         Problem(
-            f"the plan needs replicate {plan.replicate} × shard {plan.shard} = {plan.world} ranks, not {ranks}",
+            f"the plan needs {' × '.join(axes)} = {plan.world} ranks, not {ranks}",
             f"start {plan.world} ranks, or leave plan.replicate out",
             "plan.replicate",
         )

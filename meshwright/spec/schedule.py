@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from itertools import chain, product
 from typing import Literal
 
 import msgspec
@@ -79,7 +80,7 @@ def actions(schedule: Schedule, pp: int, chunks: int, microbatches: int) -> Orde
 
 def legal(schedule: Schedule, pp: int, chunks: int, microbatches: int) -> str | None:
     """None, or why the schedule cannot have these numbers and which ones it can."""
-    return " — ".join(map(str, misfits(schedule, pp, chunks, microbatches))) or None
+    return "\n".join(map(str, misfits(schedule, pp, chunks, microbatches))) or None
 
 
 def misfits(schedule: Schedule, pp: int, chunks: int, microbatches: int) -> list[Misfit]:
@@ -128,7 +129,8 @@ def flow(orders: Orders, placement: Sequence[int]) -> Iterator[tuple[Action, Mes
     free = list(range(len(orders)))
     while free:
         rank = free.pop()
-        for action in orders[rank][position[rank] :]:
+        while position[rank] < len(orders[rank]):
+            action = orders[rank][position[rank]]
             message = awaited(action, last)
             if message is not None and message not in sent:
                 blocked[message] = rank
@@ -153,32 +155,36 @@ def awaited(action: Action, last: int) -> Message | None:
 
 
 def validate(orders: Orders, placement: Sequence[int]) -> list[str]:
-    """Everything that keeps orders from being one training step: nothing for those of `actions`."""
-    faults = [
-        f"rank {rank} runs {action}, and stage {action.stage} is on rank {placement[action.stage]}"
-        for rank, order in enumerate(orders)
-        for action in order
-        if placement[action.stage] != rank
-    ]
-    history: dict[tuple[int, int], str] = {}
-    for action in (action for order in orders for action in order):
+    """Everything that keeps orders from being one training step: nothing, for those of `actions`."""
+    return [*_misplaced(orders, placement), *_incomplete(orders, len(placement)), *_stuck(orders, placement)]
+
+
+def _misplaced(orders: Orders, placement: Sequence[int]) -> Iterator[str]:
+    for rank, order in enumerate(orders):
+        for action in order:
+            if placement[action.stage] != rank:
+                yield f"rank {rank} runs {action}, and stage {action.stage} is on rank {placement[action.stage]}"
+
+
+def _incomplete(orders: Orders, stages: int) -> Iterator[str]:
+    """Every stage takes every microbatch forward once and then back once, whole or in halves."""
+    kinds: dict[tuple[int, int], str] = {}
+    for action in chain.from_iterable(orders):
         visit = (action.stage, action.microbatch)
-        history[visit] = history.get(visit, "") + action.kind
-    microbatches = {microbatch for _, microbatch in history}
-    for visit in ((stage, microbatch) for stage in range(len(placement)) for microbatch in sorted(microbatches)):
-        if history.get(visit, "") not in ("FB", "FIW"):
-            faults.append(f"stage {visit[0]} takes microbatch {visit[1]} through {history.get(visit) or 'nothing'}")
-    return faults + _stuck(orders, placement)
+        kinds[visit] = kinds.get(visit, "") + action.kind
+    microbatches = 1 + max((microbatch for _, microbatch in kinds), default=0)
+    for stage, microbatch in product(range(stages), range(microbatches)):
+        taken = kinds.get((stage, microbatch), "nothing")
+        if taken not in ("FB", "FIW"):
+            yield f"stage {stage} takes microbatch {microbatch} through {taken}, not FB or FIW"
 
 
-def _stuck(orders: Orders, placement: Sequence[int]) -> list[str]:
+def _stuck(orders: Orders, placement: Sequence[int]) -> Iterator[str]:
     """The action that each rank of a deadlock never gets to."""
     ran = Counter(placement[action.stage] for action, _ in flow(orders, placement))
-    return [
-        f"rank {rank} waits forever at {order[ran[rank]]}"
-        for rank, order in enumerate(orders)
-        if ran[rank] < len(order)
-    ]
+    for rank, order in enumerate(orders):
+        if ran[rank] < len(order):
+            yield f"rank {rank} waits forever at {order[ran[rank]]}"
 
 
 def to_csv(orders: Orders) -> str:

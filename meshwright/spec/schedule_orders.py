@@ -6,7 +6,7 @@ begins with. Where stages go down the ranks and up again, as a V, an order is a 
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, cast
 
 import msgspec
 
@@ -40,8 +40,7 @@ def gpipe(rank: int, pp: int, chunks: int, microbatches: int) -> Order:
 
 
 def one_forward_one_backward(rank: int, pp: int, chunks: int, microbatches: int) -> Order:
-    """1F1B with a flush: a rank holds no more microbatches than there are stages from it to the end
-    (Narayanan et al. 2019, 2020)."""
+    """Backwards as soon as they can be, so that a rank holds few microbatches (Narayanan et al. 2019, with a flush)."""
     return _alternate(*_visits(rank, pp, chunks, microbatches), warmup=pp - 1 - rank)
 
 
@@ -83,12 +82,13 @@ def zbv(rank: int, pp: int, chunks: int, microbatches: int) -> Order:
         (
             (2 * behind + 1, "F0"),
             (rank, "F1 F0"),
-            (behind + 1, "F1 I1 W"),
-            (played - 2 * pp + rank + 1, "F0 I0 W F1 I1 W"),
-            (behind, "I0 W F1 I1 W"),
+            (behind + 1, "F1 I1 W1"),
+            (played - 2 * pp + rank + 1, "F0 I0 W0 F1 I1 W1"),
+            (behind, "I0 W0 F1 I1 W1"),
             (rank, "I0 I1"),
-            (behind + 1, "I0 W"),
-            (2 * rank, "W"),
+            (behind + 1, "I0 W0"),
+            (rank, "W1"),
+            (rank, "W0"),
         ),
     )
     return tuple(action for action in order if action.microbatch < microbatches)
@@ -108,7 +108,7 @@ def dualpipev(rank: int, pp: int, chunks: int, microbatches: int) -> Order:
         (
             (2 * behind, "F0"),
             (rank + 1, "F0 F1"),
-            (behind, "I1 W F1"),
+            (behind, "I1 W1 F1"),
             (microbatches - 2 * pp + rank + 1, "F0 B1 F1 B0"),
             (behind, "B1 F1 B0"),
             (1, " ".join(turning)),
@@ -167,17 +167,19 @@ def _split(order: Order, lag: int) -> Order:
 def _phrases(rank: int, pp: int, phrases: Sequence[tuple[int, str]]) -> Order:
     """Phrases, each so many times, in words like F1: a kind and which of the rank's two stages, 0 down and 1 up the V.
 
-    A stage takes its microbatches in turn; W makes the oldest weight gradients that were put off.
+    A stage takes its microbatches in turn. W alone makes the oldest weight gradients that were put off, of either stage.
     """
     stages = (rank, 2 * pp - 1 - rank)
     forwards, backwards = [0, 0], [0, 0]  # microbatches that each stage has begun
     put_off: list[Action] = []
     order: list[Action] = []
     for word in (word for times, phrase in phrases for word in phrase.split() * times):
-        if word == "W":
-            order.append(put_off.pop(0))
+        if word[0] == "W":
+            due = next(weights for weights in put_off if word == "W" or weights.stage == stages[int(word[1])])
+            put_off.remove(due)
+            order.append(due)
             continue
-        kind, arm = word[0], int(word[1])
+        kind, arm = cast(Kind, word[0]), int(word[1])
         begun = forwards if kind == "F" else backwards
         order.append(Action(stages[arm], kind, begun[arm]))
         if kind == "I":

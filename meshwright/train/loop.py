@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshwright.optim.clip import judge
 from meshwright.optim.schedule import learning_rate
-from meshwright.parallel import shard
+from meshwright.parallel import shard, tensor
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec.run import Run
 from meshwright.train.build import State
@@ -89,7 +89,8 @@ def held_out(run: Run, state: State, mesh: Mesh) -> HeldResult:
         batch = state.loader.held(number)
         tokens += batch.tokens
         for microbatch in batch.microbatches:
-            total += losses(model, microbatch)
+            with tensor.loss_context(run.plan):
+                total += losses(model, microbatch) / run.plan.tp
     model.train()
     shard.release(model)
     if mesh.world > 1:

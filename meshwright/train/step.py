@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from meshwright.data.loader import Batch, StepBatch
 from meshwright.models.loss import token_loss_sum
 from meshwright.models.moe import Mixture
-from meshwright.parallel import shard
+from meshwright.parallel import shard, tensor
+from meshwright.parallel.mesh import local
 from meshwright.spec.plan import Plan
 
 ForwardBackward = Callable[[StepBatch, Tensor], Tensor]
@@ -33,16 +34,17 @@ def accumulate(model: nn.Module, plan: Plan, batch: StepBatch, scale: Tensor) ->
     last = len(batch.microbatches) - 1
     for number, microbatch in enumerate(batch.microbatches):
         shard.sum_gradients(model, plan, last=number == last)
-        loss = losses(model, microbatch)
-        (loss * weight.to(loss.dtype)).backward()
-        total += loss.detach()
+        with tensor.loss_context(plan):
+            loss = losses(model, microbatch)
+            (loss * weight.to(loss.dtype)).backward()
+        total += loss.detach() / plan.tp  # every rank of tp has it
     return total
 
 
 def losses(model: nn.Module, batch: Batch) -> Tensor:
     """The sum of token losses of one microbatch."""
     logits = model(batch.tokens, batch.positions, batch.documents, batch.index)
-    return token_loss_sum(logits, batch.targets)
+    return local(token_loss_sum(logits, batch.targets))
 
 
 def mixtures(model: nn.Module) -> Iterator[Mixture]:

@@ -26,10 +26,9 @@ class Ring:
 
 
 @dataclass(frozen=True, slots=True)
-class Local:
-    """The slices of one rank, in the order of `attention.balanced`."""
+class Keys:
+    """What travels: a rank's keys, values and documents, in the order of `attention.balanced`."""
 
-    q: Tensor  # (b, heads, s ÷ cp, head_dim)
     k: Tensor  # (b, kv_heads, s ÷ cp, head_dim)
     v: Tensor
     documents: Tensor | None  # (b, s ÷ cp)
@@ -38,10 +37,11 @@ class Local:
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, group: dist.ProcessGroup) -> Tensor:
     """Causal attention of this rank's queries to the whole sequence, within documents where they are told.
 
-    Let kv = 2 · b · kv_heads · (s ÷ cp) · head_dim numbers. Each rank sends to its next, in messages of equal size:
-    - forward: cp − 1 of kv · itemsize bytes, and 4 · b · (s ÷ cp) more in the same message where documents are told;
-    - backward: those again, and cp − 1 of kv · max(itemsize, 4) bytes, in which gradients of k and v go home.
-    Each is under way while the previous block is computed, but for the last of the backward.
+    q is (b, heads, s ÷ cp, head_dim), k and v are (b, kv_heads, s ÷ cp, head_dim), documents (b, s ÷ cp). Let kv be
+    2 · b · kv_heads · (s ÷ cp) · head_dim. Each rank sends to the next
+    - forward: cp − 1 messages of kv · itemsize bytes, with 4 · b · (s ÷ cp) more in each where documents are told;
+    - backward: the same again, and cp − 1 of kv · max(itemsize, 4) bytes, by which gradients of k and v go home.
+    A message travels while a block is computed, but for the last of the backward.
     """
     return _RingAttention.apply(q, k, v, documents, ring_of(group, q.device))
 
@@ -53,28 +53,28 @@ def ring_of(group: dist.ProcessGroup, device: torch.device) -> Ring:
     return Ring(rank=group.rank(), size=group.size(), exchange=lambda message: pass_on(message, group))
 
 
-def forward(local: Local, ring: Ring) -> tuple[Tensor, Tensor]:
+def ring_forward(q: Tensor, keys: Keys, ring: Ring) -> tuple[Tensor, Tensor]:
     """This rank's output and its log-sum-exp, both wide."""
-    # The own block comes first and every row sees at least itself there: the running sums begin finite.
-    out = lse = local.q.new_empty(0)
-    for owner, theirs in _visits(local, ring):
-        rows, columns, causal = meeting(ring.rank, owner, local.q.shape[2])
-        more, more_lse = block_attention(_block(local, theirs, rows, columns, causal))
-        if owner == ring.rank:
-            out, lse = more.to(wide(more)), more_lse
-        else:
-            merge(out[:, :, rows], lse[:, :, rows], more, more_lse)
+    out = torch.zeros_like(q, dtype=wide(q))
+    # Nothing is summed yet. The own block comes first, and there every row sees itself, so the sum is finite from then.
+    lse = torch.full_like(out[..., 0], -torch.inf)
+    for owner, theirs in _visits(keys, ring):
+        rows, columns, causal = meeting(ring.rank, owner, q.shape[2])
+        more, more_lse = block_attention(_block(q, keys, theirs, rows, columns, causal))
+        merge(out[:, :, rows], lse[:, :, rows], more, more_lse)
     return out, lse
 
 
-def backward(local: Local, out: Tensor, lse: Tensor, grad: Tensor, ring: Ring) -> tuple[Tensor, Tensor, Tensor]:
+def ring_backward(
+    q: Tensor, keys: Keys, out: Tensor, lse: Tensor, grad: Tensor, ring: Ring
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of this rank's q, k and v, wide; what other ranks' queries add to k and v comes round the ring."""
-    dq = torch.zeros_like(local.q, dtype=wide(local.q))
-    own = torch.zeros(2, *local.k.shape, dtype=wide(local.k), device=local.k.device)
-    arrival: Arrival = partial(torch.zeros_like, own)  # the first rank a block visits begins its sum
-    for owner, theirs in _visits(local, ring):
-        rows, columns, causal = meeting(ring.rank, owner, local.q.shape[2])
-        block = _block(local, theirs, rows, columns, causal)
+    dq = torch.zeros_like(q, dtype=wide(q))
+    own = torch.zeros(2, *keys.k.shape, dtype=wide(q), device=q.device)
+    arrival: Arrival = partial(torch.zeros_like, own)  # the first rank that keys visit begins their sum
+    for owner, theirs in _visits(keys, ring):
+        rows, columns, causal = meeting(ring.rank, owner, q.shape[2])
+        block = _block(q, keys, theirs, rows, columns, causal)
         parts = block_gradients(block, out[:, :, rows], lse[:, :, rows], grad[:, :, rows])
         passing = own if owner == ring.rank else arrival()
         dq[:, :, rows] += parts[0]
@@ -89,7 +89,7 @@ def backward(local: Local, out: Tensor, lse: Tensor, grad: Tensor, ring: Ring) -
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, ring: Ring) -> Tensor:
-        out, lse = forward(Local(q, k, v, documents), ring)
+        out, lse = ring_forward(q, Keys(k, v, documents), ring)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, documents, out, lse)
         ctx.ring = ring
@@ -99,43 +99,42 @@ class _RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, documents, out, lse = ctx.saved_tensors
-        (grad,) = grads
-        dq, dk, dv = backward(Local(q, k, v, documents), out, lse, grad.contiguous(), ctx.ring)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
+        parts = ring_backward(q, Keys(k, v, documents), out, lse, grads[0].contiguous(), ctx.ring)
+        dq, dk, dv = (part.to(q.dtype) for part in parts)
+        return dq, dk, dv, None, None
 
 
-def _visits(local: Local, ring: Ring) -> Iterator[tuple[int, Local]]:
-    """Every rank's keys, values and documents, the own first; the next are under way while the caller works."""
-    message = _pack(local)
-    for step in range(ring.size):
-        last = step == ring.size - 1
-        arrival = None if last else ring.exchange(message)
-        yield (ring.rank - step) % ring.size, _unpack(message, local)
-        if arrival is not None:
-            message = arrival()
+def _visits(own: Keys, ring: Ring) -> Iterator[tuple[int, Keys]]:
+    """Every rank's keys with their owner, the own first; the next are under way while the caller works."""
+    message = _pack(own)
+    for step in range(ring.size - 1):
+        arrival = ring.exchange(message)
+        yield (ring.rank - step) % ring.size, _unpack(message, own)
+        message = arrival()
+    yield (ring.rank + 1) % ring.size, _unpack(message, own)
 
 
-def _block(mine: Local, theirs: Local, rows: slice, columns: slice, causal: bool) -> Block:
+def _block(q: Tensor, mine: Keys, theirs: Keys, rows: slice, columns: slice, causal: bool) -> Block:
     same = None
     if mine.documents is not None and theirs.documents is not None:
         same = mine.documents[:, rows, None] == theirs.documents[:, None, columns]
-    return Block(mine.q[:, :, rows], theirs.k[:, :, columns], theirs.v[:, :, columns], causal, same)
+    return Block(q[:, :, rows], theirs.k[:, :, columns], theirs.v[:, :, columns], causal, same)
 
 
-def _pack(local: Local) -> Tensor:
+def _pack(keys: Keys) -> Tensor:
     """Keys, values and documents as the bytes of one message."""
-    parts = [torch.stack((local.k, local.v))]
-    if local.documents is not None:
-        parts.append(local.documents.to(NUMBER).contiguous())
+    parts = [torch.stack((keys.k, keys.v))]
+    if keys.documents is not None:
+        parts.append(keys.documents.to(NUMBER).contiguous())
     return torch.cat([part.view(-1).view(torch.uint8) for part in parts])
 
 
-def _unpack(message: Tensor, local: Local) -> Local:
-    """What a message holds, shaped as at home; nothing is copied."""
-    end = 2 * local.k.numel() * local.k.itemsize
-    k, v = message[:end].view(local.k.dtype).view(2, *local.k.shape)
-    documents = None if local.documents is None else message[end:].view(NUMBER).view(local.documents.shape)
-    return Local(local.q, k, v, documents)
+def _unpack(message: Tensor, like: Keys) -> Keys:
+    """What a message holds, in the shapes of the own; nothing is copied."""
+    end = 2 * like.k.nbytes
+    k, v = message[:end].view(like.k.dtype).view(2, *like.k.shape)
+    documents = None if like.documents is None else message[end:].view(NUMBER).view(like.documents.shape)
+    return Keys(k, v, documents)
 
 
 def _send(message: Tensor, group: dist.ProcessGroup) -> Arrival:

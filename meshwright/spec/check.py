@@ -205,7 +205,7 @@ def _packing(run: Run) -> Iterator[Problem]:
 
 
 def _not_yet(run: Run) -> Iterator[Problem]:
-    for axis in ("cp", "pp", "ep"):
+    for axis in ("pp", "ep"):
         if getattr(run.plan, axis) != 1:
             yield Problem(
                 f"plan.{axis} = {getattr(run.plan, axis)} is not trained yet", "leave it at 1", f"plan.{axis}"

@@ -167,7 +167,7 @@ def _split(order: Order, lag: int) -> Order:
 def _phrases(rank: int, pp: int, phrases: Sequence[tuple[int, str]]) -> Order:
     """Phrases, each so many times, in words like F1: a kind and which of the rank's two stages, 0 down and 1 up the V.
 
-    A stage takes its microbatches in turn. W alone makes the oldest weight gradients that were put off, of either stage.
+    A stage takes its microbatches in turn. W alone makes the oldest weight gradients put off, of either stage.
     """
     stages = (rank, 2 * pp - 1 - rank)
     forwards, backwards = [0, 0], [0, 0]  # microbatches that each stage has begun

@@ -44,7 +44,7 @@ class StepResult:
 
 def train(run: Run, state: State, mesh: Mesh) -> Iterator[StepResult | HeldResult]:
     """Run the plan. Yields one result a step, and held-out losses between; whoever iterates decides what to do."""
-    forward_backward = choose(run.plan, state.chunks)
+    forward_backward = choose(run.plan, state.chunks, mesh)
     while state.step < run.steps:
         state.optimizer.zero_grad()
         batch = state.loader.take(state.step)
@@ -90,7 +90,7 @@ def held_out(run: Run, state: State, mesh: Mesh) -> HeldResult:
         tokens += batch.tokens
         for microbatch in batch.microbatches:
             with tensor.loss_context(run.plan):
-                total += losses(model, microbatch) / run.plan.tp
+                total += losses(model, run.plan, mesh, microbatch) / run.plan.tp
     model.train()
     shard.release(model)
     if mesh.world > 1:

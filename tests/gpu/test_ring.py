@@ -11,7 +11,7 @@ from worlds import world
 
 from meshwright.models.layers import causal_attention
 from meshwright.parallel.attention import Block, _efficient_can, _flash_can, join, take
-from meshwright.parallel.ring import Local, Ring, backward, forward, ring_attention
+from meshwright.parallel.ring import Keys, Ring, ring_attention, ring_backward, ring_forward
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -35,17 +35,17 @@ def rings(size: int) -> list[Ring]:
     return [make(rank) for rank in range(size)]
 
 
-def around(locals_: list[Local], grads: list[Tensor]) -> list[Tensor]:
+def around(queries: list[Tensor], keys: list[Keys], grads: list[Tensor]) -> list[Tensor]:
     """Output and gradients over the whole sequence, by as many threads as there are parts."""
 
-    def work(local: Local, grad: Tensor, ring: Ring) -> tuple[Tensor, ...]:
-        out, lse = forward(local, ring)
-        out = out.to(local.q.dtype)
-        return out, *backward(local, out, lse, grad, ring)
+    def work(q: Tensor, own: Keys, grad: Tensor, ring: Ring) -> tuple[Tensor, ...]:
+        out, lse = ring_forward(q, own, ring)
+        out = out.to(q.dtype)
+        return out, *ring_backward(q, own, out, lse, grad, ring)
 
-    cp = len(locals_)
+    cp = len(queries)
     with ThreadPoolExecutor(cp) as pool:
-        parts = list(pool.map(work, locals_, grads, rings(cp), timeout=60))
+        parts = list(pool.map(work, queries, keys, grads, rings(cp), timeout=60))
     return [join(list(each), 2) for each in zip(*parts, strict=True)]
 
 
@@ -79,7 +79,7 @@ def test_a_ring_of_kernels_is_attention_over_the_whole(cp, told, dtype):
     documents = ragged() if told else None
     q, k, v, grads = ([take(x, 2, cp, rank) for rank in range(cp)] for x in parts)
     pieces = [None] * cp if documents is None else [take(documents, 1, cp, rank) for rank in range(cp)]
-    mine = around([Local(*each) for each in zip(q, k, v, pieces, strict=True)], grads)
+    mine = around(q, [Keys(*each) for each in zip(k, v, pieces, strict=True)], grads)
     for name, x, y in zip(("out", "dq", "dk", "dv"), mine, expected(parts, documents), strict=True):
         assert (x - y).norm() <= TOLERANCE[dtype] * y.norm(), name
 
@@ -95,12 +95,12 @@ def test_each_kernel_is_used_where_it_can_be():
 
 def test_no_kernel_holds_the_weights_of_a_block():
     q, k, v, grad = (x.repeat(1, 1, 16, 1) for x in draw(torch.bfloat16))  # 8192 positions
-    local = Local(q, k, v, None)
+    keys = Keys(k, v, None)
     (ring,) = rings(1)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    out, lse = forward(local, ring)
-    backward(local, out.to(q.dtype), lse, grad, ring)
+    out, lse = ring_forward(q, keys, ring)
+    ring_backward(q, keys, out.to(q.dtype), lse, grad, ring)
     weights = q.shape[0] * q.shape[1] * q.shape[2] ** 2 * 4
     assert torch.cuda.max_memory_allocated() - before < weights / 8
 

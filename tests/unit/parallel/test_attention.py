@@ -123,6 +123,14 @@ def test_blocks_merge_into_the_whole(cut):
     assert (lse - whole_lse).abs().max() < TOLERANCE
 
 
+def test_merging_into_nothing_takes_the_block_as_it_is():
+    more, more_lse = plain(Block(*draw(), True, None))
+    out, lse = torch.zeros_like(more), torch.full_like(more_lse, -torch.inf)
+    merge(out, lse, more, more_lse)
+    assert torch.equal(out, more)
+    assert torch.equal(lse, more_lse)
+
+
 def test_a_row_that_sees_nothing_changes_nothing():
     q, k, v = draw()
     out, lse = plain(Block(q, k, v, True, None))

@@ -1,0 +1,35 @@
+"""Tensor parallelism trains like one device."""
+
+import pytest
+from test_data_parallel import compare, folder  # noqa: F401
+from worlds import world
+
+GPT = (
+    "arch.norm=layer",
+    "arch.positions=learned",
+    "arch.mlp=gelu_tanh",
+    "arch.bias=true",
+    "arch.tied=true",
+    "arch.kv_heads=8",
+)
+
+
+@pytest.mark.parametrize(
+    "shape", [(), GPT, ("arch.tied=true", "data.mask_documents=true")], ids=["llama", "gpt", "tied"]
+)
+@world(2)
+def test_two_ranks_that_share_matrices_are_one_device(folder, shape):  # noqa: F811
+    compare(folder, shape, ("plan.tp=2", "plan.accumulate=2"))
+
+
+@world(2)
+def test_experts_cut_inside_are_one_device(folder):  # noqa: F811
+    compare(folder, ("data.pack=documents",), ("plan.tp=2",), arch="tiny-moe")
+
+
+@pytest.mark.parametrize(
+    "plan", [("plan.tp=2", "plan.shard=2", "plan.zero=3"), ("plan.tp=2", "plan.replicate=2"), ("plan.tp=4",)]
+)
+@world(4)
+def test_matrices_shared_and_sharded_are_one_device(folder, plan):  # noqa: F811
+    compare(folder, ("data.pack=documents",), plan)

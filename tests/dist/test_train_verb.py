@@ -1,0 +1,213 @@
+"""`meshwright train`, from outside."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from commands import SMALL, environment, meshwright
+
+from meshwright.spec.record import StepRecord, read_line
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A user's folder with a little text, and a cache that the tests of this file share."""
+    folder = tmp_path_factory.mktemp("user")
+    (folder / "my").mkdir()
+    for number in range(4):
+        lines = [f"line {line} of {number}: the quick brown fox jumps over {line * number} dogs" for line in range(200)]
+        (folder / "my" / f"{number}.txt").write_text("\n".join(lines))
+    return folder
+
+
+def small(text: Path, *words: str) -> list[str]:
+    return ["train", *SMALL, "data.source=my/*.txt", *words]
+
+
+def test_a_run_in_a_pipe_ends_with_one_object_and_leaves_its_folder(text):
+    done = meshwright(*small(text, "log.every=1"), "--json", "--folder", "first", folder=text)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert len(done.stdout.splitlines()) == 1
+    wanted = {
+        "step",
+        "first_loss",
+        "loss",
+        "held_out_loss",
+        "tokens_per_second",
+        "seconds_to_first_loss",
+        "peak_bytes",
+        "folder",
+    }
+    assert summary.keys() >= wanted
+    assert summary["step"] == 3
+    assert summary["ranks"] == 2
+    assert "\x1b" not in done.stderr
+    assert "\r" not in done.stderr
+    assert sum(line.startswith("step ") for line in done.stderr.splitlines()) == 3
+
+    folder = text / "first"
+    assert {"run.toml", "env.json", "summary.json", "steps.rank0.jsonl", "steps.rank1.jsonl"} <= set(os.listdir(folder))
+    records = [[read_line(line) for line in (folder / f"steps.rank{rank}.jsonl").open("rb")] for rank in (0, 1)]
+    steps = [[record for record in rank if isinstance(record, StepRecord)] for rank in records]
+    assert [record.loss for record in steps[0]] == [record.loss for record in steps[1]]
+    assert [record.step for record in steps[0]] == [1, 2, 3]
+    assert steps[0][-1].loss == summary["loss"]
+
+
+def test_the_same_command_again_says_it_is_finished_and_fresh_sets_it_aside(text):
+    words = [*small(text), "--json", "--folder", "first"]
+    first = json.loads(meshwright(*words, folder=text).stdout.splitlines()[-1])
+    again = meshwright(*words, folder=text)
+    assert again.returncode == 0
+    assert "--fresh" in again.stderr
+    assert json.loads(again.stdout.splitlines()[-1]) == first
+    fresh = meshwright(*words, "--fresh", folder=text)
+    assert fresh.returncode == 0
+    assert json.loads(fresh.stdout.splitlines()[-1])["loss"] == first["loss"]  # the same run, to the last bit
+    assert (text / "first.1" / "summary.json").exists()
+
+
+def test_another_run_in_the_folder_is_refused_with_the_difference(text):
+    meshwright(*small(text), "--folder", "first", folder=text)
+    before = (text / "first" / "run.toml").read_bytes()
+    refused = meshwright(*small(text, "seed=7"), "--folder", "first", folder=text)
+    assert refused.returncode == 2
+    assert "seed 1 there, 7 here" in refused.stderr
+    assert (text / "first" / "run.toml").read_bytes() == before
+
+
+def test_one_rank_and_two_make_the_same_run(text):
+    words = [*small(text, "plan.precision=fp64"), "--json"]
+    losses = []
+    for ranks in ("1", "2"):
+        done = meshwright(*words, "--ranks", ranks, "--folder", f"ranks{ranks}", folder=text)
+        assert done.returncode == 0, done.stderr
+        losses.append(json.loads(done.stdout.splitlines()[-1])["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+
+
+def test_torchrun_starts_the_same_run(text):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "meshwright"]
+    command += [*small(text), "--json", "--folder", "torchrun"]
+    done = subprocess.run(
+        command, cwd=text, env=environment(text), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout.splitlines()[-1])
+    reference = meshwright(*small(text), "--json", "--folder", "first", folder=text)
+    assert summary["loss"] == json.loads(reference.stdout.splitlines()[-1])["loss"]
+
+
+def test_srun_starts_the_same_run(text):
+    names = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "77"}
+    done = meshwright(
+        *small(text), "--json", "--folder", "slurm", folder=text, SLURM_STEP_NODELIST="127.0.0.1", **names
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["ranks"] == 1
+
+
+def test_a_trained_model_becomes_a_hugging_face_folder_and_a_new_beginning(text):
+    meshwright(*small(text), "--folder", "first", folder=text)
+    done = meshwright("convert", "first", "theirs", "--json", folder=text)
+    assert done.returncode == 0, done.stderr
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(os.listdir(text / "theirs"))
+    trained = json.loads((text / "first" / "summary.json").read_text())
+    words = [
+        *small(text, "init.from=theirs", "data.tokenizer=theirs", "optim.rate=1e-6"),
+        "--json",
+        "--folder",
+        "second",
+    ]
+    second = meshwright(*words, folder=text)
+    assert second.returncode == 0, second.stderr
+    begun = json.loads(second.stdout.splitlines()[-1])
+    assert begun["first_loss"] < trained["first_loss"] - 0.01  # it begins where the other ended
+
+
+def start(text: Path, *words: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "meshwright", *small(text, "steps=100000"), *words]
+    return subprocess.Popen(
+        command, cwd=text, env=environment(text), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def wait_for_step(folder: Path, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    file = folder / "steps.rank0.jsonl"
+    while not (file.exists() and file.stat().st_size):
+        assert time.monotonic() < deadline, "no step was made"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_when_the_launcher_ends_its_ranks_do_too(text, number, code):
+    folder = f"ended-by-{number.name}"
+    launcher = start(text, "--folder", folder)
+    wait_for_step(text / folder)
+    ranks = children(launcher.pid)
+    assert len(ranks) == 2
+    launcher.send_signal(number)
+    launcher.communicate(timeout=30)
+    assert launcher.returncode == code
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{rank}").exists() for rank in ranks) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not [rank for rank in ranks if Path(f"/proc/{rank}").exists()]
+
+
+def test_a_killed_rank_is_named_and_ends_the_run(text):
+    launcher = start(text, "--folder", "killed")
+    wait_for_step(text / "killed")
+    os.kill(children(launcher.pid)[1], signal.SIGKILL)
+    _, errors = launcher.communicate(timeout=30)
+    assert launcher.returncode == 1
+    assert "rank 1 failed: ended by signal SIGKILL" in errors
+
+
+def test_a_second_launcher_on_one_folder_is_refused_by_name(text):
+    launcher = start(text, "--folder", "owned")
+    wait_for_step(text / "owned")
+    second = meshwright(*small(text, "steps=100000"), "--folder", "owned", folder=text)
+    assert second.returncode == 2
+    assert f"in use by process {launcher.pid}" in second.stderr
+    launcher.terminate()
+    launcher.communicate(timeout=30)
+
+
+def test_trackers_several_at_once_never_stop_training(text):
+    done = meshwright(*small(text, 'log.writers=["tensorboard", "wandb"]'), "--folder", "tracked", folder=text)
+    assert done.returncode == 0, done.stderr
+    assert list((text / "tracked" / "tensorboard").glob("events*"))
+    assert "wandb stopped: ModuleNotFoundError" in done.stdout
+
+
+BAD = [
+    (["stepz=3"], "did you mean steps?"),
+    (["batch=5"], "batch = 5 is not microbatch"),
+    (["data.source=nowhere/*.txt"], "nowhere"),
+    (["data.tokenizer=absent.json"], "absent.json"),
+    (["init.from=absent"], "absent"),
+    (["absent.toml"], "absent.toml"),
+]
+
+
+@pytest.mark.parametrize(("words", "told"), BAD, ids=[told for _, told in BAD])
+def test_bad_input_starts_nothing_and_leaves_nothing(text, words, told):
+    before = set(os.listdir(text))
+    base = words if words[0].endswith(".toml") else [*small(text)[1:], *words]
+    done = meshwright("train", *base, folder=text)
+    assert done.returncode == 2
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
+    assert set(os.listdir(text)) <= before | {"cache"}

@@ -1,0 +1,98 @@
+"""Short runs inside tests: the real loop over a small corpus, driven to its end."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.data.prepare import Corpus, prepare
+from meshwright.parallel import mesh as meshes
+from meshwright.parallel.mesh import Mesh
+from meshwright.spec import load
+from meshwright.spec.run import Run
+from meshwright.train.build import State, build, whole
+from meshwright.train.loop import HeldResult, StepResult, train
+
+CPU = torch.device("cpu")
+WORDS = (
+    "steps=4",
+    "sequence=32",
+    "batch=8",
+    "held.every=0",
+    "plan.precision=fp64",
+    "optim.warmup=0",
+    "optim.rate=1e-2",
+)
+
+
+@dataclass
+class Trial:
+    """What a run did."""
+
+    losses: list[float]
+    norms: list[float]
+    finite: list[float]
+    held: float
+    weights: dict[str, Tensor]
+    state: State
+
+
+def corpus_file(folder: Path) -> Path:
+    """Documents of very different lengths, so that microbatches and ranks hold different numbers of tokens."""
+    file = folder / "text.jsonl"
+    lengths = [3, 400, 17, 60, 5, 250, 31, 8, 120, 33] * 6
+    words = [f"word{number % 37} and {number * number % 101}" for number in range(sum(lengths))]
+    with file.open("w") as lines:
+        for length in lengths:
+            taken, words = words[:length], words[length:]
+            lines.write('{"text": "' + " ".join(taken) + '"}\n')
+    return file
+
+
+def make_run(folder: Path, *words: str, arch: str = "tiny") -> Run:
+    """A run over the ragged corpus."""
+    base = (f"arch.preset={arch}", f"data.source={folder}/text.jsonl", *WORDS)
+    return load.load(None, [*base, *words]).run
+
+
+def make_corpus(run: Run, folder: Path) -> Corpus:
+    return prepare(run, folder / "cache", lambda text: None)
+
+
+def alone() -> Mesh:
+    """A mesh of this rank only: the reference runs beside the ranks without a word to them."""
+    place = dict.fromkeys(meshes.AXES, 0)
+    nobody: Any = None  # one rank has no axes
+    return Mesh(dense=nobody, expert=nobody, fine=nobody, device=CPU, rank=0, world=1, data_rank=0, place=place)
+
+
+def drive(run: Run, corpus: Corpus, mesh: Mesh) -> Trial:
+    """The whole run, its numbers kept."""
+    state = build(run, corpus, mesh)
+    results = list(train(run, state, mesh))
+    state.loader.close()
+    steps = [result for result in results if isinstance(result, StepResult)]
+    held = [result for result in results if isinstance(result, HeldResult)]
+    return Trial(
+        losses=[result.loss.item() for result in steps],
+        norms=[result.norm.item() for result in steps],
+        finite=[result.finite.item() for result in steps],
+        held=held[-1].loss.item() if held else float("nan"),
+        weights=whole([pair for chunk in state.chunks for pair in chunk.named_parameters()]),
+        state=state,
+    )
+
+
+def deviation(one: Trial, other: Trial) -> float:
+    """The largest relative difference between two runs: losses, norms, held-out loss, every weight."""
+    pairs = [*zip(one.losses, other.losses, strict=True), *zip(one.norms, other.norms, strict=True)]
+    numbers = [abs(left - right) / abs(right) for left, right in [*pairs, (one.held, other.held)]]
+    weights = [
+        ((one.weights[name] - weight).norm() / weight.norm()).item()
+        for name, weight in other.weights.items()
+        # A constant added to every key leaves softmax as it is: the gradient is rounding alone, which AdamW scales up.
+        if not name.endswith("attn.k.bias")
+    ]
+    return max(numbers + weights)

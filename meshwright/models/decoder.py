@@ -26,6 +26,7 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleDict({str(layer): Block(arch, _mlp(arch, layer)) for layer in range(arch.layers)})
         self.norm: nn.Module | None = norm(arch)
         self.head: nn.Linear | None = None if arch.tied else nn.Linear(arch.hidden, arch.vocab, bias=False)
+        self.also_elsewhere: frozenset[str] = frozenset()  # of a part: weights that another part holds too
 
     def forward(
         self, tokens: Tensor, positions: Tensor, documents: Tensor | None = None, index: Tensor | None = None

@@ -22,8 +22,7 @@ class Verdict:
 
 def judge(chunks: Sequence[nn.Module], loss_sum: Tensor, scale: Tensor, limit: float, mesh: Mesh) -> Verdict:
     """One collective of two numbers: the loss and the gradient's square norm, of which each rank holds a part."""
-    weights = [weight for chunk in chunks for weight in chunk.parameters()]
-    totals = torch.stack([loss_sum.double(), square_share(weights, mesh)])
+    totals = torch.stack([loss_sum.double(), square_share(chunks, mesh)])
     if mesh.world > 1:
         dist.all_reduce(totals)
     loss, square = totals.unbind()
@@ -33,12 +32,15 @@ def judge(chunks: Sequence[nn.Module], loss_sum: Tensor, scale: Tensor, limit: f
     return Verdict(loss, norm, finite.double(), torch.where(finite, shrink / scale, 0.0))
 
 
-def square_share(weights: Iterable[Tensor], mesh: Mesh) -> Tensor:
+def square_share(chunks: Iterable[nn.Module], mesh: Mesh) -> Tensor:
     """This rank's share of the square norm: what several ranks hold alike each of them counts in part."""
     groups: dict[int, list[Tensor]] = {}
-    for weight in weights:
-        if weight.grad is not None:
-            groups.setdefault(copies(weight, mesh), []).append(local(weight.grad))
+    for chunk in chunks:
+        twice = getattr(chunk, "also_elsewhere", frozenset())
+        for name, weight in chunk.named_parameters():
+            if weight.grad is not None:
+                count = copies(weight, mesh) * (2 if name in twice else 1)
+                groups.setdefault(count, []).append(local(weight.grad))
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for count, gradients in groups.items():
         total += square_norm(gradients) / count

@@ -26,7 +26,7 @@ def split(layer: Mixture, plan: Plan, mesh: Mesh) -> None:
     axis = mesh.dense["tp"]
     for module, name, weight in list(_outside_experts(layer)):
         _hold(module, name, weight, axis, [_placement(name, module, layer)])
-    hold_experts(layer.experts, mesh, plan)
+    hold_experts(layer.experts, mesh)
     layer.share /= plan.tp
     group = mesh.group("tp")
     compute = layer.forward
@@ -40,7 +40,7 @@ def split(layer: Mixture, plan: Plan, mesh: Mesh) -> None:
     layer.forward = forward
 
 
-def hold_experts(experts: Experts, mesh: Mesh, plan: Plan) -> None:
+def hold_experts(experts: Experts, mesh: Mesh) -> None:
     """Give each rank its experts (ep) and its part inside each (tp); done once, by whichever axis comes first."""
     if isinstance(experts.up, DTensor):
         return

@@ -18,6 +18,11 @@ def weight_dtype(plan: Plan) -> torch.dtype:
     return torch.float64 if plan.precision == "fp64" else torch.float32
 
 
+def compute_dtype(plan: Plan) -> torch.dtype:
+    """In which activations are."""
+    return LOW.get(plan.precision, weight_dtype(plan))
+
+
 def policy(plan: Plan) -> MixedPrecisionPolicy:
     """What gathered weights are cast to; gradients are summed over ranks and microbatches in fp32."""
     if not is_low(plan):

@@ -1,13 +1,17 @@
 """Replication and sharding of weights by one path, torch's `fully_shard` over the axes (replicate, shard)."""
 
+from collections.abc import Iterator
+from functools import partial
 from typing import cast
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import Shard
 
+from meshwright.models.moe import Experts
 from meshwright.parallel import precision
-from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.mesh import Mesh, local
 from meshwright.spec.plan import Plan
 
 
@@ -15,18 +19,37 @@ def wrap(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
     """Each block gathers its weights before use and sums its gradients after; a lone fp32 rank does neither."""
     if plan.world == 1 and not precision.is_low(plan):
         return model
-    policy = precision.policy(plan)
     again = plan.zero == 3 and plan.pp == 1  # gathered weights are dropped after the forward and gathered again
-    axes = weight_axes(mesh.dense)
-    for block in cast(nn.ModuleDict, model.blocks).values():
-        fully_shard(block, mesh=axes, mp_policy=policy, reshard_after_forward=again)
-    fully_shard(model, mesh=axes, mp_policy=policy, reshard_after_forward=again)
+    share = partial(fully_shard, mp_policy=precision.policy(plan), reshard_after_forward=again)
+    for module, grid in [*_sharers(model, plan, mesh), (model, mesh.dense)]:
+        share(module, mesh=weight_axes(grid), shard_placement_fn=partial(even_dim, ranks=grid["shard"].size()))
     # The loss is already divided by the step's global count of tokens, so gradients are summed, not averaged.
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return model
+
+
+def _sharers(model: nn.Module, plan: Plan, mesh: Mesh) -> Iterator[tuple[nn.Module, DeviceMesh]]:
+    """The modules that gather their weights by themselves, inner ones first, and the grid over which they do.
+
+    Experts that ranks share among them are held alike by fewer ranks than the rest of their block.
+    """
+    for block in cast(nn.ModuleDict, model.blocks).values():
+        if plan.ep > 1:
+            yield from ((module, mesh.expert) for module in block.modules() if isinstance(module, Experts))
+        yield block, mesh.dense
+
+
+def even_dim(weight: nn.Parameter, ranks: int) -> Shard | None:
+    """Along which dim a stack of experts is sharded: the first that comes out even. Everything else: the first.
+
+    Stacks hold few experts, often fewer than there are ranks: cut between experts, most ranks would hold nothing.
+    """
+    if weight.dim() != 3:
+        return None
+    return next((Shard(dim) for dim, size in enumerate(local(weight).shape) if size % ranks == 0), None)
 
 
 def weight_axes(mesh: DeviceMesh) -> DeviceMesh:

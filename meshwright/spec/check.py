@@ -59,6 +59,7 @@ def _counts(run: Run) -> Iterator[Problem]:
         "plan.accumulate": run.plan.accumulate,
         "plan.replicate": run.plan.replicate,
         "plan.shard": run.plan.shard,
+        "plan.ep": run.plan.ep,
         "log.every": run.log.every,
         "held.batches": run.held.batches,
         **{f"arch.{name}": getattr(run.arch, name) for name in ARCH_COUNTS},
@@ -168,6 +169,31 @@ def _zero(run: Run) -> Iterator[Problem]:
         )
 
 
+def _experts(run: Run) -> Iterator[Problem]:
+    plan, experts = run.plan, run.arch.experts
+    if plan.ep <= 1:
+        return
+    if experts == 0:
+        yield Problem(
+            f"plan.ep = {plan.ep} shares out experts, and this model has none",
+            "leave plan.ep at 1, or state arch.experts",
+            "plan.ep",
+        )
+    elif experts % plan.ep:
+        yield Problem(
+            f"arch.experts = {experts} cannot be shared evenly by plan.ep = {plan.ep} ranks",
+            f"use a plan.ep that divides {experts}",
+            "plan.ep",
+        )
+    lenders, axes = (plan.shards, "shard · cp") if plan.zero else (plan.copies, "replicate · cp")
+    if lenders % plan.ep:
+        yield Problem(
+            f"plan.ep = {plan.ep} borrows its ranks from {axes} = {lenders}, which it does not divide",
+            f"use a plan.ep that divides {lenders}, or another plan.{axes.split()[0]}",
+            "plan.ep",
+        )
+
+
 def _rates(run: Run) -> Iterator[Problem]:
     optim = run.optim
     bounds = {
@@ -204,14 +230,6 @@ def _packing(run: Run) -> Iterator[Problem]:
         )
 
 
-def _not_yet(run: Run) -> Iterator[Problem]:
-    for axis in ("pp", "ep"):
-        if getattr(run.plan, axis) != 1:
-            yield Problem(
-                f"plan.{axis} = {getattr(run.plan, axis)} is not trained yet", "leave it at 1", f"plan.{axis}"
-            )
-
-
 RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
-    _counts, _sizes, _heads, _mixture, _context, _batch, _zero, _rates, _packing, _not_yet,
+    _counts, _sizes, _heads, _mixture, _context, _batch, _zero, _experts, _rates, _packing,
 )  # fmt: skip

@@ -1,6 +1,5 @@
 """What a run needs in memory before its first step: model, optimizer, loader, loss scale."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,11 +73,3 @@ def region_of(weight: Tensor) -> tuple[slice, ...]:
         return tuple(slice(0, size) for size in weight.shape)
     shape, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
-
-
-def whole(weights: Sequence[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Every weight gathered from the ranks that share it, on the CPU. All ranks must call it."""
-    return {
-        name: (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach().cpu()
-        for name, weight in weights
-    }

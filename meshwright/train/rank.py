@@ -2,6 +2,7 @@
 
 import platform
 import time
+from collections import deque
 from pathlib import Path
 
 import msgspec
@@ -16,7 +17,8 @@ from meshwright.spec.params import count
 from meshwright.spec.place import Place
 from meshwright.spec.record import Summary
 from meshwright.spec.run import Run
-from meshwright.train.build import State, build, whole
+from meshwright.train.build import State, build
+from meshwright.train.gather import weights
 from meshwright.train.log import Recorder, peak_bytes
 from meshwright.train.loop import train
 from meshwright.train.sample import continuation
@@ -60,11 +62,13 @@ def _finish(run: Run, state: State, mesh: Mesh, recorder: Recorder, corpus: Corp
     if run.held.sample_tokens and corpus.tokenizer is not None:
         opening = state.loader.held(0).microbatches[0].tokens[0, :16]
         sample = continuation(model, run, corpus.tokenizer, opening, mesh)
-    weights = whole(list(model.named_parameters()))
     peak = torch.tensor(peak_bytes(mesh.device), device=mesh.device)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
+    whole = weights(state.chunks, run, mesh)
     if mesh.rank == 0:
-        save_native(recorder.folder / "model", run.arch, weights.items(), corpus.tokenizer)
+        save_native(recorder.folder / "model", run.arch, whole, corpus.tokenizer)
+    else:
+        deque(whole, maxlen=0)  # take part in gathering
     records = recorder.records
     steady = records[1:] or records  # the first step pays for warming up
     return Summary(

@@ -11,26 +11,27 @@ from meshwright.models.loss import token_loss_sum
 from meshwright.models.moe import Mixture
 from meshwright.parallel import context, shard, tensor
 from meshwright.parallel.mesh import Mesh, local
+from meshwright.parallel.pipeline import Pipeline
 from meshwright.spec.plan import Plan
+from meshwright.spec.run import Run
 
 ForwardBackward = Callable[[StepBatch, Tensor], Tensor]
 
 
-def choose(plan: Plan, chunks: Sequence[nn.Module], mesh: Mesh) -> ForwardBackward:
+def choose(run: Run, chunks: Sequence[nn.Module], mesh: Mesh) -> ForwardBackward:
     """How this plan runs the microbatches of a step: from a batch and the loss scale to this rank's sum of losses."""
-    (model,) = chunks
-    return partial(accumulate, model, plan, mesh)
+    if run.plan.pp == 1:
+        return partial(in_turn, chunks[0], run.plan, mesh)
+    return partial(in_pipeline, Pipeline(chunks, run.arch, run.plan, mesh, loss_sum), chunks, run.plan, mesh)
 
 
-def accumulate(model: nn.Module, plan: Plan, mesh: Mesh, batch: StepBatch, scale: Tensor) -> Tensor:
+def in_turn(model: nn.Module, plan: Plan, mesh: Mesh, batch: StepBatch, scale: Tensor) -> Tensor:
     """One microbatch after another; returns the sum of this rank's token losses.
 
     The divisor is the valid tokens of the whole step over all ranks, known beforehand, so that the gradient is the
     same however the tokens are cut into microbatches and ranks, ragged ones included.
     """
-    weight = scale / batch.tokens
-    for mixture in mixtures(model):
-        mixture.loss_weight = weight
+    weight = _share_weight([model], scale / batch.tokens)
     total = torch.zeros((), dtype=torch.float64, device=weight.device)
     last = len(batch.microbatches) - 1
     for number, microbatch in enumerate(batch.microbatches):
@@ -42,12 +43,50 @@ def accumulate(model: nn.Module, plan: Plan, mesh: Mesh, batch: StepBatch, scale
     return total
 
 
+def in_pipeline(
+    pipeline: Pipeline, chunks: Sequence[nn.Module], plan: Plan, mesh: Mesh, batch: StepBatch, scale: Tensor
+) -> Tensor:
+    """All microbatches through the stages, in the order of the plan's schedule; the divisor is the same."""
+    weight = _share_weight(chunks, scale / batch.tokens)
+    whole = Batch(**{name: _joined(batch.microbatches, name) for name in Batch.__slots__})
+    with tensor.loss_context(plan):
+        targets = context.cut(plan, mesh)(whole.targets)
+        return pipeline.step(arguments(plan, mesh, whole), targets, weight) / plan.tp
+
+
+def _joined(microbatches: Sequence[Batch], name: str) -> Tensor | None:
+    parts = [getattr(microbatch, name) for microbatch in microbatches]
+    return None if parts[0] is None else torch.cat(parts)
+
+
 def losses(model: nn.Module, plan: Plan, mesh: Mesh, batch: Batch) -> Tensor:
     """The sum of token losses of this rank's part of one microbatch."""
+    return loss_sum(model(**arguments(plan, mesh, batch)), context.cut(plan, mesh)(batch.targets))
+
+
+def loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
+    """The sum of token losses, whole on every rank that shares the logits."""
+    return local(token_loss_sum(logits, targets))
+
+
+def arguments(plan: Plan, mesh: Mesh, batch: Batch) -> dict[str, Tensor | None]:
+    """What a model is called with: this rank's part of every sequence."""
     cut = context.cut(plan, mesh)
     documents = None if batch.documents is None else cut(batch.documents)
-    logits = model(cut(batch.tokens), cut(batch.positions), documents, cut(batch.index))
-    return local(token_loss_sum(logits, cut(batch.targets)))
+    return {
+        "tokens": cut(batch.tokens),
+        "positions": cut(batch.positions),
+        "documents": documents,
+        "index": cut(batch.index),
+    }
+
+
+def _share_weight(chunks: Sequence[nn.Module], weight: Tensor) -> Tensor:
+    """Tell the layers that inject a loss of their own what the loss is multiplied with."""
+    for chunk in chunks:
+        for mixture in mixtures(chunk):
+            mixture.loss_weight = weight
+    return weight
 
 
 def mixtures(model: nn.Module) -> Iterator[Mixture]:

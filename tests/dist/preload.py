@@ -6,8 +6,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 import torch
+import torch._dynamo
 import torch.distributed.fsdp
 import torch.distributed.tensor
+import torch.fx.experimental.symbolic_shapes  # reached by the first backward of a sharded model
 
 import meshwright.train.loop  # noqa: F401
 

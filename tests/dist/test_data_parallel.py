@@ -10,7 +10,8 @@ from worlds import world
 
 from meshwright.parallel import mesh as meshes
 from meshwright.train import scale
-from meshwright.train.build import build, whole
+from meshwright.train.build import build
+from meshwright.train.gather import weights
 from meshwright.train.loop import train
 
 # float64 sums in another order: a few hundred terms of relative error 1e-16 each, through four AdamW steps.
@@ -96,14 +97,14 @@ def test_an_overflow_on_one_rank_skips_the_step_on_both_and_halves_the_scale(fol
     mesh = meshes.make(run.plan, CPU)
     state = build(run, make_corpus(run, folder), mesh)
     (model,) = state.chunks
-    before = {name: weight.clone() for name, weight in whole(list(model.named_parameters())).items()}
+    before = {name: weight.clone() for name, weight in weights([model], run, mesh)}
     spoil = model.register_forward_hook(
         lambda module, arguments, logits: logits * torch.inf if mesh.rank == 1 else None
     )
     steps = train(run, state, mesh)
     first = next(steps)
     spoil.remove()
-    after = whole(list(model.named_parameters()))
+    after = dict(weights([model], run, mesh))
     assert first.finite == 0.0
     assert state.scale.value == scale.FIRST / 2
     assert state.optimizer.count == 0

@@ -12,7 +12,8 @@ from meshwright.parallel import mesh as meshes
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import load
 from meshwright.spec.run import Run
-from meshwright.train.build import State, build, whole
+from meshwright.train.build import State, build
+from meshwright.train.gather import weights
 from meshwright.train.loop import HeldResult, StepResult, train
 
 CPU = torch.device("cpu")
@@ -80,7 +81,7 @@ def drive(run: Run, corpus: Corpus, mesh: Mesh) -> Trial:
         norms=[result.norm.item() for result in steps],
         finite=[result.finite.item() for result in steps],
         held=held[-1].loss.item() if held else float("nan"),
-        weights=whole([pair for chunk in state.chunks for pair in chunk.named_parameters()]),
+        weights=dict(weights(state.chunks, run, mesh)),
         state=state,
     )
 

@@ -1,6 +1,7 @@
 """The kernels of a GPU attend to blocks as plain arithmetic does; the ranks of a ring are threads of one process."""
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from queue import Queue
 
 import pytest
@@ -10,8 +11,10 @@ from torch import Tensor
 from worlds import world
 
 from meshwright.models.layers import causal_attention
-from meshwright.parallel.attention import Block, _efficient_can, _flash_can, join, take
+from meshwright.parallel import attention
+from meshwright.parallel.attention import Block, join, take
 from meshwright.parallel.ring import Keys, Ring, ring_attention, ring_backward, ring_forward
+from meshwright.parallel.ulysses import ulysses_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -84,13 +87,36 @@ def test_a_ring_of_kernels_is_attention_over_the_whole(cp, told, dtype):
         assert (x - y).norm() <= TOLERANCE[dtype] * y.norm(), name
 
 
+KERNELS = {
+    "flash": (attention.flash, attention.flash_gradients),
+    "cudnn": (attention.cudnn, attention.cudnn_gradients),
+    "efficient": (attention.efficient, attention.efficient_gradients),
+}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("rows", "columns", "causal"), [(512, 512, True), (512, 256, False), (256, 512, False)])
+def test_a_kernel_is_plain_arithmetic(kernel, rows, columns, causal):
+    attend, gradients = KERNELS[kernel]
+    q, k, v, grad = draw(torch.bfloat16)
+    # The queries are the later ones, cut out of a larger tensor, as a ring cuts them.
+    block = Block(q[:, :, -rows:], k[:, :, :columns], v[:, :, :columns], causal, None)
+    out, lse = attention.plain(block)
+    mine = (*attend(block), *gradients(block, out.to(q.dtype), lse, grad[:, :, -rows:]))
+    theirs = (out, lse, *attention.plain_gradients(block, out.to(q.dtype), lse, grad[:, :, -rows:]))
+    for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), mine, theirs, strict=True):
+        assert (x - y).norm() <= TOLERANCE[torch.bfloat16] * y.norm(), name
+
+
 def test_each_kernel_is_used_where_it_can_be():
     q, k, v, _ = draw(torch.bfloat16)
     same = torch.ones(2, 512, 512, dtype=torch.bool, device="cuda")
-    assert _flash_can(Block(q, k, v, True, None))
-    assert not _flash_can(Block(q, k, v, True, same))
-    assert _efficient_can(Block(q, k, v, True, same))
-    assert not _efficient_can(Block(q.double(), k.double(), v.double(), True, same))
+    hopper = torch.cuda.get_device_capability() >= (9, 0)
+    assert attention._kernel(Block(q, k, v, True, None)) == KERNELS["cudnn" if hopper else "flash"]
+    assert attention._kernel(Block(q, k, v, True, same)) == KERNELS["efficient"]
+    assert attention._kernel(Block(q.float(), k.float(), v.float(), True, None)) == KERNELS["efficient"]
+    wide = Block(q.double(), k.double(), v.double(), True, same)
+    assert attention._kernel(wide) == (attention.plain, attention.plain_gradients)
 
 
 def test_no_kernel_holds_the_weights_of_a_block():
@@ -107,12 +133,12 @@ def test_no_kernel_holds_the_weights_of_a_block():
 
 @world(2)
 def test_ranks_that_share_a_gpu_through_gloo_attend_like_one():
+    rank, group, documents = dist.get_rank(), dist.group.WORLD, ragged()
     parts = draw(torch.float32)
-    *inputs, grad = (take(x, 2, 2, dist.get_rank()) for x in parts)
-    inputs = [x.requires_grad_() for x in inputs]
-    documents = ragged()
-    out = ring_attention(*inputs, take(documents, 1, 2, dist.get_rank()), dist.group.WORLD)
-    mine = [out.detach(), *torch.autograd.grad(out, inputs, grad)]
-    for x, y in zip(mine, expected(parts, documents), strict=True):
-        theirs = take(y, 2, 2, dist.get_rank())
-        assert (x - theirs).norm() <= TOLERANCE[torch.float32] * theirs.norm()
+    theirs = [take(x, 2, 2, rank) for x in expected(parts, documents)]
+    for attend in (ring_attention, partial(ulysses_attention, attend=causal_attention)):
+        *inputs, grad = (take(x, 2, 2, rank) for x in parts)
+        inputs = [x.requires_grad_() for x in inputs]
+        out = attend(*inputs, take(documents, 1, 2, rank), group=group)
+        for x, y in zip((out.detach(), *torch.autograd.grad(out, inputs, grad)), theirs, strict=True):
+            assert (x - y).norm() <= TOLERANCE[torch.float32] * y.norm()

@@ -3,6 +3,7 @@ import pytest
 from meshwright.spec import check, load
 from meshwright.spec.check import InputError
 
+MIXTURE = ["arch.experts=6", "arch.expert_ffn=8", "arch.top_k=2"]
 WRONG = [
     (["arch.heads=7", "arch.kv_heads=7"], "does not divide into arch.heads"),
     (["arch.kv_heads=4"], "cannot share arch.kv_heads = 4 evenly"),
@@ -13,6 +14,11 @@ WRONG = [
     (["arch.experts=4", "arch.expert_ffn=8", "arch.router=switch", "arch.top_k=1"], "needs arch.capacity"),
     (["arch.experts=4", "arch.expert_ffn=8", "arch.router=gshard", "arch.top_k=1", "arch.capacity=2.0"], "chooses 2"),
     (["plan.shard=2"], "shards nothing"),
+    (["plan.replicate=2", "plan.ep=2"], "this model has none"),
+    ([*MIXTURE, "plan.replicate=4", "plan.ep=4"], "cannot be shared evenly by plan.ep = 4"),
+    ([*MIXTURE, "plan.replicate=2", "plan.ep=3"], "from replicate · cp = 2, which it does not divide"),
+    ([*MIXTURE, "plan.shard=2", "plan.zero=1", "plan.replicate=3", "plan.ep=3"], "from shard · cp = 2, which"),
+    (["plan.ep=0"], "plan.ep = 0 is not a count"),
     (["steps=0"], "is not a count"),
     (["seed=-1"], "is negative"),
     (["optim.beta2=1.0"], "out of range"),
@@ -29,6 +35,20 @@ def test_a_wrong_pair_is_told_with_a_remedy(words, sentence):
     told = [problem for problem in caught.value.problems if sentence in problem.text]
     assert told, str(caught.value)
     assert all(problem.remedy for problem in told)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["plan.replicate=2", "plan.ep=2"],
+        ["plan.cp=3", "plan.ep=3", "sequence=240"],
+        ["plan.shard=2", "plan.cp=3", "plan.zero=3", "plan.ep=6", "sequence=240"],
+        ["plan.shard=4", "plan.zero=1", "plan.ep=2"],
+    ],
+    ids=["replicate", "cp", "shard-and-cp", "half-of-shard"],
+)
+def test_experts_borrow_ranks_of_data_and_context(words):
+    assert load.load(None, [*MIXTURE, *words]).run.plan.ep > 1
 
 
 def test_expert_choice_is_allowed_with_its_warning():

@@ -1,0 +1,43 @@
+"""The collectives that one optimizer step of a plan implies, as one rank issues them.
+
+A test runs the real step and finds exactly these calls; docs/traffic.md has the formulas in words.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+
+from meshwright.cost.traffic_activations import activation_traffic
+from meshwright.cost.traffic_collective import Axis, Collective, merged
+from meshwright.cost.traffic_held import Seat
+from meshwright.cost.traffic_weights import weight_traffic
+from meshwright.spec.arch import Arch
+from meshwright.spec.plan import Plan
+
+VERDICT = 2 * 8  # bytes: the step's loss and the gradient's square norm, in double precision
+FIRST: Mapping[str, int] = {}  # the place of the first rank: every coordinate is 0
+
+
+def traffic(
+    arch: Arch, plan: Plan, sequence: int, *, masked: bool = False, place: Mapping[str, int] = FIRST
+) -> tuple[Collective, ...]:
+    """What one rank sends in one step of training, held-out losses left out.
+
+    `masked`: documents are told apart, and their numbers travel with them. `place`: the rank's coordinates on the
+    plan's axes. Ranks differ by their pipeline stages, and by the length of their part of an odd vocabulary.
+    """
+    seat = Seat(arch=arch, plan=plan, sequence=sequence, masked=masked, place=place)
+    return merged(chain(weight_traffic(seat), activation_traffic(seat), _verdict(plan)))
+
+
+def bytes_by_axis(collectives: Iterable[Collective]) -> dict[Axis, int]:
+    """Bytes of all calls on each axis."""
+    totals: dict[Axis, int] = {}
+    for each in collectives:
+        totals[each.axis] = totals.get(each.axis, 0) + each.total_bytes
+    return totals
+
+
+def _verdict(plan: Plan) -> Iterator[Collective]:
+    """All ranks agree on the loss and the norm before anyone moves a weight."""
+    if plan.world > 1:
+        yield Collective(kind="all_reduce", axis="world", count=1, bytes=VERDICT)

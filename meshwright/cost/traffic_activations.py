@@ -1,0 +1,129 @@
+"""What activations and their gradients send: over tp, cp, ep and pp, for every microbatch."""
+
+import math
+from collections.abc import Iterator
+
+from meshwright.cost.traffic_collective import Collective
+from meshwright.cost.traffic_held import Part, Seat, parts, placement
+from meshwright.spec.arch import Arch
+
+DOCUMENT = 4  # bytes of a document's number
+DRAW = 4  # bytes of a router's random number
+COUNT = 8  # bytes of the number of an expert's rows
+
+
+def activation_traffic(seat: Seat) -> Iterator[Collective]:
+    """Everything that is sent because ranks share a sequence, a matrix, the experts or the layers."""
+    for part in parts(seat):
+        yield from _over_tp(part, seat)
+        yield from _loss_over_tp(part, seat)
+        yield from _attention_over_cp(part, seat)
+        yield from _routers_over_cp(part, seat)
+        yield from _over_ep(part, seat)
+        yield from _over_pp(part, seat)
+
+
+def _over_tp(part: Part, seat: Seat) -> Iterator[Collective]:
+    """Hidden states are gathered before and summed and scattered after attention and the feed-forward layer.
+
+    The backward mirrors it, so there are as many of the one as of the other; embedding and projection add half a pair
+    each way.
+    """
+    if seat.plan.tp == 1:
+        return
+    count = seat.plan.accumulate * (4 * part.layers + part.first + part.last)
+    for kind in ("all_gather", "reduce_scatter"):
+        yield Collective(kind=kind, axis="tp", count=count, bytes=seat.stream * seat.narrow)
+
+
+def _loss_over_tp(part: Part, seat: Seat) -> Iterator[Collective]:
+    """For every position the maximum of its logits, the sum of their exponentials, and the target's own."""
+    if seat.plan.tp > 1 and part.last:
+        numbers = seat.plan.microbatch * seat.positions
+        count = 3 * seat.plan.accumulate
+        yield Collective(kind="all_reduce", axis="tp", count=count, bytes=numbers * seat.wide)
+
+
+def _attention_over_cp(part: Part, seat: Seat) -> Iterator[Collective]:
+    if seat.plan.cp > 1:
+        times = part.layers * seat.plan.accumulate
+        yield from _ring(times, seat) if seat.plan.cp_kind == "ring" else _ulysses(times, seat)
+
+
+def _ring(times: int, seat: Seat) -> Iterator[Collective]:
+    """Keys and values go round forward and backward, and their gradients backward; the last of those is waited for."""
+    plan = seat.plan
+    held = plan.microbatch * seat.positions
+    numbers = 2 * held * seat.arch.kv_width // plan.tp
+    documents = DOCUMENT * held if seat.masked else 0
+    for count, size, overlappable in (
+        (2 * (plan.cp - 1), numbers * seat.narrow + documents, True),
+        (plan.cp - 2, numbers * seat.wide, True),
+        (1, numbers * seat.wide, False),
+    ):
+        yield Collective(kind="send", axis="cp", count=times * count, bytes=size, overlappable=overlappable)
+
+
+def _ulysses(times: int, seat: Seat) -> Iterator[Collective]:
+    """Queries, keys and values change places before attention and its output after; gradients the other way."""
+    arch, plan = seat.arch, seat.plan
+    held = plan.microbatch * seat.positions
+    for width in (arch.q_width + 2 * arch.kv_width, arch.q_width):
+        size = held * width // plan.tp * seat.narrow
+        yield Collective(kind="all_to_all", axis="cp", count=2 * times, bytes=size)
+    if seat.masked:
+        yield Collective(kind="all_gather", axis="cp", count=times, bytes=plan.cp * held * DOCUMENT)
+
+
+def _routers_over_cp(part: Part, seat: Seat) -> Iterator[Collective]:
+    """A router sees whole sequences: its logits are gathered, and going back their gradients summed and scattered."""
+    if seat.plan.cp == 1:
+        return
+    times = part.mixtures * seat.plan.accumulate
+    tokens = seat.plan.microbatch * seat.sequence
+    for kind in ("all_gather", "reduce_scatter"):
+        yield Collective(kind=kind, axis="cp", count=times, bytes=tokens * seat.arch.experts * seat.wide)
+    if seat.arch.router == "gshard":
+        yield Collective(kind="all_gather", axis="cp", count=times, bytes=tokens * DRAW)
+
+
+def _over_ep(part: Part, seat: Seat) -> Iterator[Collective]:
+    """Each token's rows go to the experts' ranks and come back, and so do their gradients; first ranks tell how many.
+
+    How many rows a rank gives to one exchange is up to the routers: what is listed is the mean over the ranks of ep.
+    """
+    if seat.plan.ep == 1:
+        return
+    times = part.mixtures * seat.plan.accumulate
+    yield Collective(kind="all_to_all", axis="ep", count=times, bytes=seat.arch.experts * COUNT)
+    size = mean_rows(seat) * seat.arch.hidden * seat.narrow
+    yield Collective(kind="all_to_all", axis="ep", count=4 * times, bytes=size)
+
+
+def mean_rows(seat: Seat) -> int:
+    """Copies of tokens that a rank hands to experts in one mixture layer and microbatch, at most, on average.
+
+    Exact where no token can be dropped, and for expert choice, which fills every slot.
+    """
+    arch = seat.arch
+    if arch.router == "expert_choice":
+        kept = arch.experts * slots(arch, 1, seat.sequence)
+    else:
+        kept = min(seat.sequence * arch.top_k, arch.experts * slots(arch, arch.top_k, seat.sequence))
+    return math.ceil(seat.plan.microbatch * kept / seat.plan.cp)
+
+
+def slots(arch: Arch, choices: int, sequence: int) -> int:
+    """Tokens that one expert may take of a sequence; all of them when no capacity is set."""
+    if arch.capacity == 0:
+        return sequence
+    return min(sequence, math.ceil(arch.capacity * choices * sequence / arch.experts))
+
+
+def _over_pp(part: Part, seat: Seat) -> Iterator[Collective]:
+    """A stage hands its output to the next and its input's gradient to the one before, where another rank has it."""
+    ranks = placement(seat.plan)
+    size = seat.stream // seat.plan.tp * seat.narrow
+    for neighbour in (part.stage + 1, part.stage - 1):
+        if 0 <= neighbour < len(ranks) and ranks[neighbour] != ranks[part.stage]:
+            yield Collective(kind="send", axis="pp", count=seat.plan.accumulate, bytes=size, overlappable=True)

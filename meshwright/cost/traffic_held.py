@@ -1,0 +1,157 @@
+"""What one rank holds: its stages of the model, and its part of every weight in the groups that travel together."""
+
+import math
+from collections.abc import Iterator, Mapping
+from functools import cache
+from itertools import accumulate
+
+import msgspec
+
+from meshwright.spec.arch import Arch
+from meshwright.spec.params import Param, Split, params
+from meshwright.spec.plan import Plan
+from meshwright.spec.schedule import stage_ranks
+
+ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+
+
+class Seat(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank of one plan, at work on one model."""
+
+    arch: Arch
+    plan: Plan
+    sequence: int
+    masked: bool = False  # documents are told apart
+    place: Mapping[str, int] = {}  # coordinates on the plan's axes; one that is missing is 0
+
+    def at(self, axis: str) -> int:
+        """The coordinate on one axis."""
+        return self.place.get(axis, 0)
+
+    @property
+    def positions(self) -> int:
+        """Of every sequence, those that this rank's cp slice holds."""
+        return self.sequence // self.plan.cp
+
+    @property
+    def stream(self) -> int:
+        """Numbers in the hidden states of one microbatch, whole over tp."""
+        return self.plan.microbatch * self.positions * self.arch.hidden
+
+    @property
+    def narrow(self) -> int:
+        """Bytes of a number in the arithmetic: activations and gathered weights."""
+        return ITEM_BYTES[self.plan.precision]
+
+    @property
+    def wide(self) -> int:
+        """Bytes of a number where low precision would spoil it: gradients' sums, losses, routers."""
+        return max(self.narrow, 4)
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """A run of layers on a rank, one pipeline stage or the whole model."""
+
+    stage: int
+    dense: int  # layers without experts
+    mixtures: int  # layers with them
+    first: bool  # begins the model: embedding and positions
+    last: bool  # ends it: norm, projection, loss
+
+    @property
+    def layers(self) -> int:
+        return self.dense + self.mixtures
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True):
+    """Weights that are gathered and whose gradients are summed by one call."""
+
+    params: tuple[Param, ...]
+    count: int  # layers with such a group
+    shared_by_ep: bool  # experts, of which the ranks of ep hold different ones
+    copies: int  # ranks that hold the same shard
+    shards: int  # ranks that share one copy
+
+
+def placement(plan: Plan) -> tuple[int, ...]:
+    """The pipeline rank of each stage."""
+    return stage_ranks(plan.schedule, plan.pp, plan.chunks) if plan.pp > 1 else (0,)
+
+
+def parts(seat: Seat) -> list[Part]:
+    """The stages on this rank, in the order of the model."""
+    arch, ranks = seat.arch, placement(seat.plan)
+    lengths = seat.plan.stages if seat.plan.pp > 1 else (arch.layers,)
+    found = []
+    for stage, (length, end) in enumerate(zip(lengths, accumulate(lengths), strict=True)):
+        if ranks[stage] != seat.at("pp"):
+            continue
+        mixtures = sum(arch.is_mixture(layer) for layer in range(end - length, end))
+        first, last = stage == 0, stage == len(ranks) - 1
+        found.append(Part(stage=stage, dense=length - mixtures, mixtures=mixtures, first=first, last=last))
+    return found
+
+
+def groups(seat: Seat) -> Iterator[Group]:
+    """The weights of a rank as they travel: a group for each block, under ep another for its experts, one for the rest."""
+    plan = seat.plan
+    for part in parts(seat):
+        for mixture, count in ((False, part.dense), (True, part.mixtures)):
+            if count == 0:
+                continue
+            block = _block(seat.arch, mixture)
+            apart = tuple(param for param in block if param.expert and plan.ep > 1)
+            rest = tuple(param for param in block if param not in apart)
+            yield Group(params=rest, count=count, shared_by_ep=False, copies=plan.copies, shards=plan.shards)
+            if apart:
+                copies, shards = expert_grid(plan)
+                yield Group(params=apart, count=count, shared_by_ep=True, copies=copies, shards=shards)
+        outside = _outside(seat.arch, part.first, part.last)
+        if outside:
+            yield Group(params=outside, count=1, shared_by_ep=False, copies=plan.copies, shards=plan.shards)
+
+
+def expert_grid(plan: Plan) -> tuple[int, int]:
+    """Copies and shards of an expert: what ep leaves of the axis from which it borrows its ranks."""
+    return (plan.copies, plan.shards // plan.ep) if plan.zero else (plan.copies // plan.ep, 1)
+
+
+def local_shape(param: Param, seat: Seat) -> tuple[int, ...]:
+    """A rank's part of a weight, gathered over shard: what tp and ep leave of it."""
+    shape = list(param.shape)
+    if param.expert:
+        shape[0] //= seat.plan.ep
+    if param.split is not Split.NONE:
+        dim = (1 if param.split is Split.ROW else 0) + param.expert
+        shape[dim] = share(shape[dim], seat.plan.tp, seat.at("tp"))
+    return tuple(shape)
+
+
+def padded(shape: tuple[int, ...], shards: int) -> int:
+    """Numbers that travel when a weight is gathered from its shards: equal parts, the last ones filled up.
+
+    A stack of experts is cut along the first dim that comes out even, so it needs no filling if it has one.
+    """
+    if len(shape) == 3 and any(size % shards == 0 for size in shape):
+        return math.prod(shape)
+    return math.ceil(shape[0] / shards) * shards * math.prod(shape[1:])
+
+
+def share(size: int, ranks: int, rank: int) -> int:
+    """What a rank has of a dim cut into as equal parts as torch's chunk makes: the last ones may be short or empty."""
+    most = math.ceil(size / ranks)
+    return max(0, min(most, size - rank * most))
+
+
+@cache
+def _block(arch: Arch, mixture: bool) -> tuple[Param, ...]:
+    """The weights of any block of one of the two kinds: they are alike but for their names."""
+    layer = next(layer for layer in range(arch.layers) if arch.is_mixture(layer) == mixture)
+    return tuple(param for param in params(arch) if param.layer == layer)
+
+
+@cache
+def _outside(arch: Arch, first: bool, last: bool) -> tuple[Param, ...]:
+    """The weights of a part that are in no block; the last part of a tied model projects with the embedding."""
+    begins = {"embed": first or (last and arch.tied), "positions": first, "norm": last, "head": last}
+    return tuple(param for param in params(arch) if param.layer < 0 and begins[param.name.split(".")[0]])

@@ -1,0 +1,121 @@
+"""Expert parallelism: each rank holds a few whole experts of every mixture, and rows travel to them and back.
+
+The ranks of an ep group are borrowed from those that share or copy the dense weights, so each has tokens of its own.
+A rank sends every row to the owner of its expert; the owner computes the rows of all ranks at once. An expert's
+gradient is therefore already the sum over its group, and only the ranks that hold the same expert add theirs to it.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from meshwright.models.decoder import Decoder
+from meshwright.models.moe import Experts, Mixture
+from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.mixture import hold_experts
+from meshwright.spec.plan import Plan
+
+
+def split(model: Decoder, plan: Plan, mesh: Mesh) -> Decoder:
+    """Give each rank its experts of every mixture, and every mixture a way to those of other ranks."""
+    if plan.ep == 1:
+        return model
+    group = mesh.group("ep")
+    for module in model.modules():
+        if isinstance(module, Mixture):
+            hold_experts(module.experts, mesh)
+            module.run = partial(run_over_ranks, group=group)
+    return model
+
+
+def run_over_ranks(experts: Experts, x: Tensor, counts: Tensor, *, group: dist.ProcessGroup) -> Tensor:
+    """All experts of the group: x (T, hidden) sorted by expert, counts (experts,) rows for each; zeros past the last.
+
+    Each rank takes part in
+    - forward: one all-to-all of 8 · experts bytes, which says how many rows are coming; then two of rows, to their
+      experts and back, where it sends rows · hidden · itemsize bytes and has as many returned, rows = Σ counts;
+    - backward: the two of rows again, the gradients of what came back going first.
+    What it receives for its own experts, and returns, the routers of all ranks decide. Nothing overlaps.
+    """
+    journey = announced(counts, group)
+    rows = x[: sum(journey.sent)]  # dropped assignments lie past the last
+    arrived = exchanged(rows, journey.sent, journey.received, group)
+    y = experts(permuted(arrived, journey.by_expert, journey.by_rank), journey.counts)
+    returned = exchanged(permuted(y, journey.by_rank, journey.by_expert), journey.received, journey.sent, group)
+    return F.pad(returned, (0, 0, 0, len(x) - len(rows)))
+
+
+@dataclass(frozen=True, slots=True)
+class Journey:
+    """Where the rows of one mixture and microbatch go."""
+
+    sent: list[int]  # rows to each rank of the group
+    received: list[int]  # rows from each
+    counts: Tensor  # (experts held,) rows for each, from all ranks
+    by_expert: Tensor  # (rows received,) brings them from the order (rank, expert) to (expert, rank)
+    by_rank: Tensor  # (rows received,) and back
+
+
+def announced(counts: Tensor, group: dist.ProcessGroup) -> Journey:
+    """Tell every rank how many rows come to each of its experts. Waits for the device, once."""
+    leaving = counts.view(group.size(), -1)  # (rank, expert it holds)
+    coming = torch.empty_like(leaving)
+    dist.all_to_all_single(coming, leaving, group=group)
+    sent, received = torch.stack([leaving, coming]).cpu()
+    by_expert = sorted_by_expert(coming, int(received.sum()))
+    return Journey(
+        sent=sent.sum(1).tolist(),
+        received=received.sum(1).tolist(),
+        # On the host, where experts read it: on the device they would wait for the rows that are on their way.
+        counts=received.sum(0),
+        by_expert=by_expert,
+        by_rank=by_expert.argsort(),
+    )
+
+
+def sorted_by_expert(coming: Tensor, rows: int) -> Tensor:
+    """The order that sorts rows by expert, then rank, which lie by rank, then expert: coming (rank, expert) of each."""
+    ranks, experts = coming.shape
+    expert = torch.arange(experts, device=coming.device).repeat(ranks)
+    return expert.repeat_interleave(coming.flatten(), output_size=rows).argsort(stable=True)
+
+
+def exchanged(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    """The rows that all ranks sent here, in the order of ranks; going back, gradients return the way rows came."""
+    return _Exchange.apply(x, sent, received, group)
+
+
+def permuted(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    """The rows in another order. The gradient of plain indexing would add rows up, though no two meet."""
+    return _Permute.apply(x, order, inverse)
+
+
+class _Exchange(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        arrived = x.new_empty(sum(received), *x.shape[1:])
+        dist.all_to_all_single(arrived, x.contiguous(), received, sent, group=group)
+        return arrived
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return exchanged(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+class _Permute(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(order, inverse)
+        return x[order]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        order, inverse = ctx.saved_tensors
+        return permuted(grads[0], inverse, order), None, None

@@ -1,0 +1,172 @@
+"""Pipeline parallelism: layers cut into stages, run by torch's runtime in the order of our own schedules.
+
+A stage is the plain decoder without the layers of the others. What travels between stages is the residual stream of a
+microbatch, (b, s ÷ cp ÷ tp, hidden). Torch's runtime keeps a stage's weights gathered for the whole step and sums its
+gradients once, after the last microbatch, whatever `zero` says.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
+
+from meshwright.models.decoder import Decoder
+from meshwright.parallel import precision
+from meshwright.parallel.mesh import Mesh, local
+from meshwright.spec.arch import Arch
+from meshwright.spec.plan import Plan
+from meshwright.spec.run import Run
+from meshwright.spec.schedule import actions, stage_ranks
+
+Loss = Callable[[Tensor, Tensor], Tensor]  # from logits and targets to a sum of token losses
+
+
+def cut(model: Decoder, plan: Plan, mesh: Mesh) -> list[Decoder]:
+    """The stages that this rank runs, in the order of the model."""
+    if plan.pp == 1:
+        return [model]
+    return [_part(model, stage, plan) for stage in my_stages(plan, mesh)]
+
+
+def my_stages(plan: Plan, mesh: Mesh) -> list[int]:
+    """The stages on this rank."""
+    return [stage for stage, rank in enumerate(placement(plan)) if rank == mesh.place["pp"]]
+
+
+def placement(plan: Plan) -> tuple[int, ...]:
+    """The pipeline rank of each stage."""
+    return stage_ranks(plan.schedule, plan.pp, plan.chunks)
+
+
+def _part(model: Decoder, stage: int, plan: Plan) -> Decoder:
+    """One stage; the last one of a tied model projects with a copy of the embedding."""
+    part = copy.deepcopy(model)
+    end = list(accumulate(plan.stages))[stage]
+    for layer in list(part.blocks):
+        if not end - plan.stages[stage] <= int(layer) < end:
+            del part.blocks[layer]
+    first, last = stage == 0, stage == len(plan.stages) - 1
+    if not first:
+        part.positions = None
+        if not (last and model.arch.tied):
+            part.embed = None
+    if not last:
+        part.norm = None
+        part.head = None
+    if model.arch.tied and (first or last):
+        part.also_elsewhere = frozenset({"embed.weight"})
+    return part
+
+
+class Pipeline:
+    """A step of the pipeline: all microbatches through all stages, in the order of the plan's schedule."""
+
+    def __init__(self, chunks: Sequence[nn.Module], arch: Arch, plan: Plan, mesh: Mesh, loss: Loss) -> None:
+        self.chunks, self.arch, self.plan, self.mesh = chunks, arch, plan, mesh
+        self.weight = torch.ones((), device=mesh.device)
+        self.total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+        self.runtime: _PipelineScheduleRuntime | None = None
+        self.tied = tied_group(arch, plan, mesh)
+        self.loss = loss
+
+    def step(self, words: dict[str, Any], targets: Tensor, weight: Tensor) -> Tensor:
+        """Forward and backward of one step's microbatches, joined along dim 0; returns this rank's sum of losses."""
+        self.weight = weight
+        self.total = torch.zeros_like(self.total)
+        tokens = words.pop("tokens")
+        if self.runtime is None:
+            self.runtime = self._build(tokens[: self.plan.microbatch])
+        self.runtime.step(tokens, target=targets, losses=[], return_outputs=False, **words)
+        add_tied(self.chunks, self.tied)
+        return self.total
+
+    def _weighed(self, logits: Tensor, targets: Tensor) -> Tensor:
+        loss = self.loss(logits, targets)
+        self.total += loss.detach()
+        return loss * self.weight.to(loss.dtype)
+
+    def _build(self, tokens: Tensor) -> _PipelineScheduleRuntime:
+        stages = [
+            PipelineStage(
+                chunk,
+                stage,
+                len(self.plan.stages),
+                self.mesh.device,
+                input_args=tokens if stage == 0 else self._stream(tokens),
+                output_args=self._stream(tokens),  # the last stage's is sent to nobody, and not looked at
+                group=self.mesh.group("pp"),
+            )
+            for stage, chunk in zip(my_stages(self.plan, self.mesh), self.chunks, strict=True)
+        ]
+        runtime = _PipelineScheduleRuntime(
+            stages,  # pyright: ignore[reportArgumentType]
+            self.plan.accumulate,
+            loss_fn=self._weighed,
+            scale_grads=False,  # torch's default divides by the number of microbatches; the loss is divided already
+        )
+        orders = actions(self.plan.schedule, self.plan.pp, self.plan.chunks, self.plan.accumulate)
+        runtime._prepare_schedule_with_comms(
+            {rank: [_Action.from_str(str(action)) for action in order] for rank, order in enumerate(orders)}
+        )
+        return runtime
+
+    def _stream(self, tokens: Tensor) -> Tensor:
+        """What a stage is sent, described so that torch need not ask the other stages for it."""
+        batch, positions = tokens.shape
+        shape = (batch, positions // self.plan.tp, self.arch.hidden)
+        return torch.empty(shape, dtype=precision.compute_dtype(self.plan), device=tokens.device, requires_grad=True)
+
+
+def relay(chunks: Sequence[nn.Module], run: Run, mesh: Mesh, words: dict[str, Any]) -> Tensor | None:
+    """A forward without a backward, stage after stage; the rank of the last stage gets the output, the others None."""
+    plan, group = run.plan, mesh.group("pp")
+    ranks, mine = placement(plan), dict(zip(my_stages(plan, mesh), chunks, strict=True))
+    x = words.pop("tokens")
+    stream = (x.shape[0], x.shape[1] // plan.tp, run.arch.hidden)
+    for stage, rank in enumerate(ranks):
+        if stage not in mine:
+            continue
+        if stage > 0 and ranks[stage - 1] != rank:
+            x = torch.empty(stream, dtype=precision.compute_dtype(plan), device=mesh.device)
+            dist.recv(x, group=group, group_src=ranks[stage - 1])
+        x = mine[stage](x, **words)
+        if stage + 1 < len(ranks) and ranks[stage + 1] != rank:
+            dist.send(x.contiguous(), group=group, group_dst=ranks[stage + 1])
+    return x if len(ranks) - 1 in mine else None
+
+
+def tied_group(arch: Arch, plan: Plan, mesh: Mesh) -> dist.ProcessGroup | None:
+    """The two ranks that hold a tied embedding, where they are two."""
+    ranks = placement(plan)
+    if not arch.tied or ranks[0] == ranks[-1]:
+        return None
+    lines = mesh.fine.mesh.movedim(0, -1).reshape(-1, plan.pp)  # one pipeline a row
+    mine = None
+    for line in lines.tolist():
+        pair = [line[ranks[0]], line[ranks[-1]]]
+        group = dist.new_group(pair)
+        if mesh.rank in pair:
+            mine = group
+    return mine
+
+
+def add_tied(chunks: Sequence[nn.Module], group: dist.ProcessGroup | None) -> None:
+    """Sum the gradients of a tied embedding's two copies, which then stay equal."""
+    copies = [
+        local(weight.grad)
+        for chunk in chunks
+        for name, weight in chunk.named_parameters()
+        if name in chunk.also_elsewhere and weight.grad is not None
+    ]
+    with torch.no_grad():
+        if len(copies) == 2:  # both ends on one rank
+            copies[0] += copies[1]
+            copies[1].copy_(copies[0])
+        elif copies and group is not None:
+            dist.all_reduce(copies[0], group=group)

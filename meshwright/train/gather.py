@@ -1,0 +1,65 @@
+"""The whole model again, weight by weight, from all the ranks that share it."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.pipeline import placement
+from meshwright.spec.params import Param, params
+from meshwright.spec.plan import Plan
+from meshwright.spec.run import Run
+
+
+@torch.no_grad()
+def weights(chunks: Sequence[nn.Module], run: Run, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
+    """Every weight in the order of the parameter table, on the CPU, at the first pipeline rank; elsewhere nothing.
+
+    All ranks must iterate to the end: each weight is gathered from the ranks that share it, then handed to the first
+    stage's. Only one weight is whole at a time.
+    """
+    held = {name: weight for chunk in reversed(chunks) for name, weight in chunk.named_parameters()}
+    first = mesh.place["pp"] == 0
+    for param in params(run.arch):
+        owner = owner_of(param, run.plan)
+        whole = _full(held[param.name]) if owner == mesh.place["pp"] else None
+        if owner != 0:
+            whole = _hand_over(whole, param, owner, next(iter(held.values())), mesh)
+        if first:
+            assert whole is not None
+            yield param.name, whole.cpu()
+
+
+def owner_of(param: Param, plan: Plan) -> int:
+    """The pipeline rank that has a weight; of a tied embedding the one that looks it up."""
+    if plan.pp == 1 or param.name.startswith(("embed", "positions")):
+        return 0
+    ranks = placement(plan)
+    if param.layer < 0:  # the last norm and the head
+        return ranks[-1]
+    end = 0
+    for stage, layers in enumerate(plan.stages):
+        end += layers
+        if param.layer < end:
+            return ranks[stage]
+    raise AssertionError(f"no stage has layer {param.layer}")
+
+
+def _full(weight: Tensor) -> Tensor:
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight.detach()
+
+
+def _hand_over(whole: Tensor | None, param: Param, owner: int, like: Tensor, mesh: Mesh) -> Tensor | None:
+    """From the owner's stage to the first, on every line of the pipeline."""
+    group = mesh.group("pp")
+    if whole is not None:
+        dist.send(whole.contiguous(), group=group, group_dst=0)
+        return None
+    if mesh.place["pp"] != 0:
+        return None
+    whole = torch.empty(param.shape, dtype=like.dtype, device=mesh.device)
+    dist.recv(whole, group=group, group_src=owner)
+    return whole

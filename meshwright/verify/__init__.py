@@ -1,0 +1,1 @@
+"""Proofs: that a plan computes what one device would, and sends what the arithmetic says."""

@@ -1,0 +1,47 @@
+"""Pipelines of every schedule train like one device."""
+
+import pytest
+from test_data_parallel import compare, folder  # noqa: F401
+from worlds import world
+
+SCHEDULES = ["naive", "gpipe", "1f1b", "interleaved", "looped", "zb1p", "zbv", "dualpipev"]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@world(2)
+def test_two_stages_of_every_schedule_are_one_device(folder, schedule):  # noqa: F811
+    compare(folder, ("data.pack=documents",), ("plan.pp=2", f"plan.schedule={schedule}", "plan.accumulate=4"))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@world(2)
+def test_a_tied_embedding_on_two_stages_stays_one(folder, schedule):  # noqa: F811
+    words = ("arch.tied=true", "arch.positions=learned", "data.mask_documents=true")
+    compare(folder, words, ("plan.pp=2", f"plan.schedule={schedule}", "plan.accumulate=4"))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb1p"])
+@world(2)
+def test_experts_in_the_middle_of_a_pipeline(folder, schedule):  # noqa: F811
+    plan = ("plan.pp=2", f"plan.schedule={schedule}", "plan.accumulate=4")
+    compare(folder, ("data.pack=documents",), plan, arch="tiny-moe")
+
+
+@world(3)
+def test_uneven_stages(folder):  # noqa: F811
+    compare(folder, (), ("plan.pp=3", "plan.stages=[3, 2, 1]", "plan.accumulate=4"))
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        *[("plan.pp=2", f"plan.schedule={schedule}", "plan.shard=2", "plan.zero=3") for schedule in SCHEDULES],
+        ("plan.pp=2", "plan.replicate=2"),
+        ("plan.pp=2", "plan.cp=2"),
+        ("plan.pp=2", "plan.tp=2"),
+    ],
+    ids=[*SCHEDULES, "replicate", "cp", "tp"],
+)
+@world(4)
+def test_pipelines_compose(folder, plan):  # noqa: F811
+    compare(folder, ("data.mask_documents=true",), (*plan, "plan.accumulate=4"))

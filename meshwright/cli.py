@@ -64,6 +64,16 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     verb.add_argument("--folder", type=Path, help="where the run lives (default: runs/NAME-DIGEST)")
     verb.add_argument("--fresh", action="store_true", help="set an earlier run in the folder aside and start anew")
 
+    verb = _verb(verbs, "verify", verify, "prove that plans train like one process")
+    verb.add_argument("words", nargs="*", metavar="RUN.toml | MODEL | key=value", help=OVERRIDES)
+    verb.add_argument(
+        "--plan", action="append", default=[], help='for example "tp=2,pp=2,schedule=1f1b"; may be repeated'
+    )
+    verb.add_argument("--matrix", action="store_true", help="the standard set of plans for up to --ranks ranks")
+    verb.add_argument("--ranks", type=_count, default=4, help="the largest world of --matrix (default 4)")
+    verb.add_argument("--steps", type=_count, default=3, help="optimizer steps to compare (default 3)")
+    verb.add_argument("--folder", type=Path, help="where the certificate goes (default: runs/verify-NAME)")
+
     verb = _verb(verbs, "models", models, "list the model zoo")
 
     verb = _verb(verbs, "config", config, "show a resolved run, or the schema of run files")
@@ -138,6 +148,25 @@ def convert(options: argparse.Namespace) -> int:
     if options.json:
         print(msgspec.json.encode(report).decode())
     return 0
+
+
+def verify(options: argparse.Namespace) -> int:
+    """The same seed and batches under one process and under each plan; exit 1 when one leaves the tolerance."""
+    _require_training()
+    from meshwright.verify import plans, prove
+
+    target, overrides = _target(options.words)
+    wanted = plans.matrix(options.ranks) if options.matrix else options.plan
+    if not wanted:
+        raise InputError([Problem("no plan to prove", 'name one with --plan "shard=2,zero=3", or all with --matrix')])
+    folder = options.folder or Path("runs") / f"verify-{Path(target or 'matrix').stem}"
+    jobs = plans.jobs(target, overrides, wanted, options.steps, folder)
+    say = _say(options.json)
+    verdicts = prove.prove_all(jobs, _cache(), folder, say)
+    if options.json:
+        print(msgspec.json.encode(verdicts).decode())
+    say(f"{sum(v.passed for v in verdicts)} of {len(verdicts)} plans equal; certificate: {folder / prove.CERTIFICATE}")
+    return 0 if all(verdict.passed for verdict in verdicts) else 1
 
 
 def train(options: argparse.Namespace) -> int:
@@ -275,8 +304,14 @@ def _tell(summary: Summary | None, machine: bool) -> None:
 
 def _split(words: list[str]) -> tuple[Path | None, list[str]]:
     """The run file, if the first word is one, and the overrides."""
+    target, overrides = _target(words)
+    return (Path(target) if target else None), overrides
+
+
+def _target(words: list[str]) -> tuple[str | None, list[str]]:
+    """The run file or model, if the first word is one, and the overrides."""
     if words and "=" not in words[0]:
-        return Path(words[0]), words[1:]
+        return words[0], words[1:]
     return None, words
 
 

@@ -67,10 +67,9 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     """Weights that are gathered and whose gradients are summed by one call."""
 
     params: tuple[Param, ...]
-    count: int  # layers with such a group
-    shared_by_ep: bool  # experts, of which the ranks of ep hold different ones
-    copies: int  # ranks that hold the same shard
-    shards: int  # ranks that share one copy
+    stage: int
+    count: int = 1  # layers of the stage with such a group
+    shared_by_ep: bool = False  # experts, of which the ranks of ep hold different ones
 
 
 def placement(plan: Plan) -> tuple[int, ...]:
@@ -93,27 +92,25 @@ def parts(seat: Seat) -> list[Part]:
 
 
 def groups(seat: Seat) -> Iterator[Group]:
-    """The weights of a rank as they travel: a group for each block, under ep another for its experts, one for the rest."""
-    plan = seat.plan
-    for part in parts(seat):
-        for mixture, count in ((False, part.dense), (True, part.mixtures)):
-            if count == 0:
-                continue
-            block = _block(seat.arch, mixture)
-            apart = tuple(param for param in block if param.expert and plan.ep > 1)
-            rest = tuple(param for param in block if param not in apart)
-            yield Group(params=rest, count=count, shared_by_ep=False, copies=plan.copies, shards=plan.shards)
-            if apart:
-                copies, shards = expert_grid(plan)
-                yield Group(params=apart, count=count, shared_by_ep=True, copies=copies, shards=shards)
-        outside = _outside(seat.arch, part.first, part.last)
-        if outside:
-            yield Group(params=outside, count=1, shared_by_ep=False, copies=plan.copies, shards=plan.shards)
+    """The weights of a rank as they travel together: each block, under ep its experts apart, and all the rest."""
+    found = (group for part in parts(seat) for group in _groups(part, seat))
+    return (group for group in found if group.params)
 
 
-def expert_grid(plan: Plan) -> tuple[int, int]:
-    """Copies and shards of an expert: what ep leaves of the axis from which it borrows its ranks."""
-    return (plan.copies, plan.shards // plan.ep) if plan.zero else (plan.copies // plan.ep, 1)
+def _groups(part: Part, seat: Seat) -> Iterator[Group]:
+    for mixture, count in ((False, part.dense), (True, part.mixtures)):
+        block = _block(seat.arch, mixture) if count else ()
+        experts = tuple(param for param in block if param.expert and seat.plan.ep > 1)
+        rest = tuple(param for param in block if param not in experts)
+        yield Group(params=rest, stage=part.stage, count=count)
+        yield Group(params=experts, stage=part.stage, count=count, shared_by_ep=True)
+    yield Group(params=_outside(seat.arch, part.first, part.last), stage=part.stage)
+
+
+def grid(group: Group, plan: Plan) -> tuple[int, int]:
+    """Ranks that hold the same shard of a group, and ranks that share one copy; ep takes its own out of those."""
+    ep = plan.ep if group.shared_by_ep else 1
+    return (plan.copies, plan.shards // ep) if plan.zero else (plan.copies // ep, 1)
 
 
 def local_shape(param: Param, seat: Seat) -> tuple[int, ...]:

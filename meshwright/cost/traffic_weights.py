@@ -1,27 +1,17 @@
 """What weights and their gradients send: over shard, over replicate, between tied copies, and over tp where cut."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator
+from functools import lru_cache
 
 from meshwright.cost.traffic_collective import Axis, Collective
-from meshwright.cost.traffic_held import Group, Seat, groups, local_shape, padded, parts, placement, share
+from meshwright.cost.traffic_held import Group, Seat, grid, groups, local_shape, padded, parts, placement, share
 from meshwright.spec.params import Param, Split, params
-from meshwright.spec.plan import Plan
+from meshwright.spec.plan import Plan, Schedule
+from meshwright.spec.schedule import actions
 
-
-def gathers(plan: Plan) -> int:
-    """How often a step gathers each weight: for every forward, and from zero 3 on for every backward again.
-
-    A pipeline keeps its weights gathered from its first microbatch to its last.
-    """
-    if plan.pp > 1:
-        return 1
-    return plan.accumulate * (2 if plan.zero == 3 else 1)
-
-
-def reductions(plan: Plan) -> int:
-    """How often a step scatters each gradient: once, or from zero 2 on, where no rank keeps a whole one, every time."""
-    return plan.accumulate if plan.zero >= 2 and plan.pp == 1 else 1
+IN_SIGHT = 3  # stages that torch's pipeline runtime holds gathered on a rank: those it computes next
 
 
 def weight_traffic(seat: Seat) -> Iterator[Collective]:
@@ -33,17 +23,50 @@ def weight_traffic(seat: Seat) -> Iterator[Collective]:
     yield from _over_tied(seat)
 
 
-def _numbers(group: Group, seat: Seat) -> int:
-    return sum(padded(local_shape(param, seat), group.shards) for param in group.params)
+def gathers(stage: int, plan: Plan) -> int:
+    """How often a step gathers a weight: for every forward, and under zero 3 for every backward again.
+
+    A pipeline keeps the weights of a stage gathered from one microbatch to the next.
+    """
+    if plan.pp > 1:
+        rank = placement(plan)[stage]
+        return _fetches(plan.schedule, plan.pp, plan.chunks, plan.accumulate, rank)[stage]
+    return plan.accumulate * (2 if plan.zero == 3 else 1)
+
+
+def reductions(plan: Plan) -> int:
+    """How often a step scatters each gradient: once, or from zero 2 on, where no rank keeps a whole one, every time."""
+    return plan.accumulate if plan.zero >= 2 and plan.pp == 1 else 1
+
+
+@lru_cache(maxsize=1024)
+def _fetches(schedule: Schedule, pp: int, chunks: int, microbatches: int, rank: int) -> Counter[int]:
+    """How often a pipeline rank gathers each of its stages, when it holds the IN_SIGHT ones that it computes next."""
+    stages = [action.stage for action in actions(schedule, pp, chunks, microbatches)[rank]]
+    ahead: list[int] = []
+    sights = []
+    for stage in reversed(stages):
+        ahead = [stage, *(other for other in ahead if other != stage)][:IN_SIGHT]
+        sights.append(ahead)
+    counts, held = Counter[int](), list[int]()
+    for sight in reversed(sights):
+        counts.update(stage for stage in sight if stage not in held)
+        held = sight
+    return counts
+
+
+def _numbers(group: Group, seat: Seat, shards: int) -> int:
+    return sum(padded(local_shape(param, seat), shards) for param in group.params)
 
 
 def _over_shard(group: Group, seat: Seat) -> Iterator[Collective]:
     """Weights are gathered in the precision of the arithmetic, gradients summed in that of the weights."""
-    if group.shards == 1:
+    _, shards = grid(group, seat.plan)
+    if shards == 1:
         return
     axis: Axis = "expert_shard" if group.shared_by_ep else "shard"
-    numbers = _numbers(group, seat)
-    count, size = group.count * gathers(seat.plan), numbers * seat.narrow
+    numbers = _numbers(group, seat, shards)
+    count, size = group.count * gathers(group.stage, seat.plan), numbers * seat.narrow
     yield Collective(kind="all_gather", axis=axis, count=count, bytes=size, overlappable=True)
     count, size = group.count * reductions(seat.plan), numbers * seat.wide
     yield Collective(kind="reduce_scatter", axis=axis, count=count, bytes=size, overlappable=True)
@@ -51,11 +74,12 @@ def _over_shard(group: Group, seat: Seat) -> Iterator[Collective]:
 
 def _over_replicate(group: Group, seat: Seat) -> Iterator[Collective]:
     """Copies add up their shard of the gradient once a step, after the last microbatch."""
-    if group.copies == 1:
+    copies, shards = grid(group, seat.plan)
+    if copies == 1:
         return
     axis: Axis = "expert_replicate" if group.shared_by_ep else "replicate"
-    numbers = _numbers(group, seat) // group.shards
-    yield Collective(kind="all_reduce", axis=axis, count=group.count, bytes=numbers * seat.wide, overlappable=True)
+    size = _numbers(group, seat, shards) // shards * seat.wide
+    yield Collective(kind="all_reduce", axis=axis, count=group.count, bytes=size, overlappable=True)
 
 
 def _over_tp(group: Group, seat: Seat) -> Iterator[Collective]:

@@ -6,6 +6,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
+from meshwright.parallel import versions
+
 
 def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """The parts of all ranks, joined along a dim; going back, gradients are summed and each rank gets its part."""
@@ -21,7 +23,7 @@ def join(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """All ranks' parts along a dim, in the order of ranks; not differentiable."""
     first = x.movedim(dim, 0).contiguous()
     whole = first.new_empty(first.shape[0] * group.size(), *first.shape[1:])
-    dist.all_gather_into_tensor(whole, first, group=group)
+    versions.all_gather(whole, first, group=group)
     return whole.movedim(0, dim)
 
 
@@ -29,7 +31,7 @@ def sum_parts(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """This rank's part along a dim of the sum over all ranks; not differentiable."""
     first = x.movedim(dim, 0).contiguous()
     part = first.new_empty(first.shape[0] // group.size(), *first.shape[1:])
-    dist.reduce_scatter_tensor(part, first, group=group)
+    versions.reduce_scatter(part, first, group=group)
     return part.movedim(0, dim)
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.models.decoder import Decoder
-from meshwright.models.layers import Attend, causal_attention
+from meshwright.models.layers import Attend, Attention, causal_attention
 from meshwright.models.moe import Mixture
 from meshwright.models.routers import Route, Routing
 from meshwright.parallel.attention import join, take
@@ -31,10 +31,11 @@ def split(model: Decoder, plan: Plan, mesh: Mesh) -> Decoder:
     if plan.cp == 1:
         return model
     group = mesh.group("cp")
-    for block in model.blocks.values():
-        block.attn.attend = attention(plan, group)
-        if isinstance(block.mlp, Mixture):
-            block.mlp.route = partial(route_whole, route=block.mlp.route, group=group)
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.attend = attention(plan, group)
+        elif isinstance(module, Mixture):
+            module.route = partial(route_whole, route=module.route, group=group)
     return model
 
 

@@ -99,7 +99,7 @@ class Pipeline:
                 len(self.plan.stages),
                 self.mesh.device,
                 input_args=tokens if stage == 0 else self._stream(tokens),
-                output_args=self._stream(tokens),  # the last stage's is sent to nobody, and not looked at
+                output_args=self._output(tokens, stage),
                 group=self.mesh.group("pp"),
             )
             for stage, chunk in zip(my_stages(self.plan, self.mesh), self.chunks, strict=True)
@@ -115,6 +115,11 @@ class Pipeline:
             {rank: [_Action.from_str(str(action)) for action in order] for rank, order in enumerate(orders)}
         )
         return runtime
+
+    def _output(self, tokens: Tensor, stage: int) -> Tensor:
+        if stage < len(self.plan.stages) - 1:
+            return self._stream(tokens)
+        return torch.empty(*tokens.shape, self.arch.vocab, dtype=precision.compute_dtype(self.plan), device="meta")
 
     def _stream(self, tokens: Tensor) -> Tensor:
         """What a stage is sent, described so that torch need not ask the other stages for it."""
@@ -152,6 +157,7 @@ def tied_group(arch: Arch, plan: Plan, mesh: Mesh) -> dist.ProcessGroup | None:
         pair = [line[ranks[0]], line[ranks[-1]]]
         group = dist.new_group(pair)
         if mesh.rank in pair:
+            assert isinstance(group, dist.ProcessGroup)
             mine = group
     return mine
 
@@ -162,7 +168,7 @@ def add_tied(chunks: Sequence[nn.Module], group: dist.ProcessGroup | None) -> No
         local(weight.grad)
         for chunk in chunks
         for name, weight in chunk.named_parameters()
-        if name in chunk.also_elsewhere and weight.grad is not None
+        if name in getattr(chunk, "also_elsewhere", ()) and weight.grad is not None
     ]
     with torch.no_grad():
         if len(copies) == 2:  # both ends on one rank

@@ -2,31 +2,12 @@
 
 from collections.abc import Callable, Iterator
 
-import msgspec
-
+from meshwright.spec import check_plan
 from meshwright.spec.arch import Arch
+from meshwright.spec.plan import AXES
+from meshwright.spec.problem import InputError as InputError  # re-exported: whoever checks also refuses
+from meshwright.spec.problem import Problem as Problem
 from meshwright.spec.run import Run
-
-
-class Problem(msgspec.Struct, frozen=True):
-    """One mistake in the user's words, and what to do about it."""
-
-    text: str
-    remedy: str
-    key: str = ""  # the dotted key to look at
-    where: str = ""  # file and line, or the command line; filled in by whoever loaded the run
-
-    def __str__(self) -> str:
-        where = f"{self.where}: " if self.where else ""
-        return f"{where}{self.text}; {self.remedy}"
-
-
-class InputError(ValueError):
-    """What the user gave cannot be used. Ends a command with exit code 2 and the problems on the screen."""
-
-    def __init__(self, problems: list[Problem]) -> None:
-        super().__init__("\n".join(str(problem) for problem in problems))
-        self.problems = problems
 
 
 def problems(run: Run) -> list[Problem]:
@@ -57,8 +38,7 @@ def _counts(run: Run) -> Iterator[Problem]:
         "batch": run.batch,
         "plan.microbatch": run.plan.microbatch,
         "plan.accumulate": run.plan.accumulate,
-        "plan.replicate": run.plan.replicate,
-        "plan.shard": run.plan.shard,
+        **{f"plan.{axis}": getattr(run.plan, axis) for axis in (*AXES, "ep", "chunks")},
         "plan.ep": run.plan.ep,
         "log.every": run.log.every,
         "held.batches": run.held.batches,
@@ -148,52 +128,6 @@ def _context(run: Run) -> Iterator[Problem]:
         )
 
 
-def _batch(run: Run) -> Iterator[Problem]:
-    plan = run.plan
-    if plan.batch != run.batch:
-        yield Problem(
-            f"batch = {run.batch} is not microbatch {plan.microbatch} × accumulate {plan.accumulate} × "
-            f"{plan.data} data ranks = {plan.batch}",
-            f"set batch = {plan.batch}, or a microbatch and accumulate whose product is batch ÷ {plan.data}",
-            "batch",
-        )
-
-
-def _zero(run: Run) -> Iterator[Problem]:
-    plan = run.plan
-    if plan.zero == 0 and plan.shard > 1:
-        yield Problem(
-            f"plan.shard = {plan.shard} with plan.zero = 0 shards nothing",
-            f"set plan.zero = 1, 2 or 3, or use plan.replicate = {plan.shard}",
-            "plan.zero",
-        )
-
-
-def _experts(run: Run) -> Iterator[Problem]:
-    plan, experts = run.plan, run.arch.experts
-    if plan.ep <= 1:
-        return
-    if experts == 0:
-        yield Problem(
-            f"plan.ep = {plan.ep} shares out experts, and this model has none",
-            "leave plan.ep at 1, or state arch.experts",
-            "plan.ep",
-        )
-    elif experts % plan.ep:
-        yield Problem(
-            f"arch.experts = {experts} cannot be shared evenly by plan.ep = {plan.ep} ranks",
-            f"use a plan.ep that divides {experts}",
-            "plan.ep",
-        )
-    lenders, axes = (plan.shards, "shard · cp") if plan.zero else (plan.copies, "replicate · cp")
-    if lenders % plan.ep:
-        yield Problem(
-            f"plan.ep = {plan.ep} borrows its ranks from {axes} = {lenders}, which it does not divide",
-            f"use a plan.ep that divides {lenders}, or another plan.{axes.split()[0]}",
-            "plan.ep",
-        )
-
-
 def _rates(run: Run) -> Iterator[Problem]:
     optim = run.optim
     bounds = {
@@ -231,5 +165,5 @@ def _packing(run: Run) -> Iterator[Problem]:
 
 
 RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
-    _counts, _sizes, _heads, _mixture, _context, _batch, _zero, _experts, _rates, _packing,
+    _counts, _sizes, _heads, _mixture, _context, _rates, _packing, *check_plan.RULES,
 )  # fmt: skip

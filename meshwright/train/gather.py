@@ -1,6 +1,6 @@
 """The whole model again, weight by weight, from all the ranks that share it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,18 +14,30 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.run import Run
 
 
-@torch.no_grad()
 def weights(chunks: Sequence[nn.Module], run: Run, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
-    """Every weight in the order of the parameter table, on the CPU, at the first pipeline rank; elsewhere nothing.
+    """Every weight; see `gathered`."""
+    return gathered(chunks, run, mesh, lambda weight: weight)
 
-    All ranks must iterate to the end: each weight is gathered from the ranks that share it, then handed to the first
-    stage's. Only one weight is whole at a time.
+
+def gradients(chunks: Sequence[nn.Module], run: Run, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
+    """Every gradient; see `gathered`."""
+    return gathered(chunks, run, mesh, lambda weight: torch.zeros_like(weight) if weight.grad is None else weight.grad)
+
+
+@torch.no_grad()
+def gathered(
+    chunks: Sequence[nn.Module], run: Run, mesh: Mesh, of: Callable[[Tensor], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Something of every weight in the order of the parameter table, on the CPU, at the first pipeline rank.
+
+    All ranks must iterate to the end: each tensor is gathered from the ranks that share it, then handed to the first
+    stage's; elsewhere nothing is yielded. Only one tensor is whole at a time.
     """
     held = {name: weight for chunk in reversed(chunks) for name, weight in chunk.named_parameters()}
     first = mesh.place["pp"] == 0
     for param in params(run.arch):
         owner = owner_of(param, run.plan)
-        whole = _full(held[param.name]) if owner == mesh.place["pp"] else None
+        whole = _full(of(held[param.name])) if owner == mesh.place["pp"] else None
         if owner != 0:
             whole = _hand_over(whole, param, owner, next(iter(held.values())), mesh)
         if first:

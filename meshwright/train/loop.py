@@ -1,23 +1,19 @@
 """The loop: a generator that training, benchmarks and tests drive alike."""
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from meshwright.data.loader import Batch
 from meshwright.optim.clip import judge
 from meshwright.optim.schedule import learning_rate
-from meshwright.parallel import context, shard, tensor
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.pipeline import relay
 from meshwright.spec.run import Run
 from meshwright.train.build import State
-from meshwright.train.step import arguments, choose, loss_sum, losses, mixtures
+from meshwright.train.step import choose, evaluating, held_loss, mixtures
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,33 +86,10 @@ def held_out(run: Run, state: State, mesh: Mesh) -> HeldResult:
             batch = state.loader.held(number)
             tokens += batch.tokens
             for microbatch in batch.microbatches:
-                total += held_losses(run, state.chunks, mesh, microbatch) / run.plan.tp
+                total += held_loss(state.chunks, run, mesh, microbatch) / run.plan.tp
     if mesh.world > 1:
         dist.all_reduce(total)
     return HeldResult(step=state.step, loss=total / tokens, tokens=tokens, seconds=time.perf_counter() - start)
-
-
-def held_losses(run: Run, chunks: Sequence[nn.Module], mesh: Mesh, batch: Batch) -> Tensor:
-    """The sum of token losses of this rank's part of a microbatch, zero where another stage has it."""
-    with tensor.loss_context(run.plan):
-        if run.plan.pp == 1:
-            return losses(chunks[0], run.plan, mesh, batch)
-        logits = relay(chunks, run, mesh, arguments(run.plan, mesh, batch))
-        if logits is None:
-            return torch.zeros((), device=mesh.device)
-        return loss_sum(logits, context.cut(run.plan, mesh)(batch.targets))
-
-
-@contextmanager
-def evaluating(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """Forwards without gradients or draws; what they gathered is let go at the end."""
-    for chunk in chunks:
-        chunk.eval()
-    with torch.no_grad():
-        yield
-    for chunk in chunks:
-        chunk.train()
-        shard.release(chunk)
 
 
 def balance(state: State) -> Tensor | None:

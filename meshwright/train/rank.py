@@ -57,11 +57,10 @@ def described(mesh: Mesh) -> str:
 
 
 def _finish(run: Run, state: State, mesh: Mesh, recorder: Recorder, corpus: Corpus, started: float) -> Summary:
-    (model,) = state.chunks
     sample = ""
     if run.held.sample_tokens and corpus.tokenizer is not None:
         opening = state.loader.held(0).microbatches[0].tokens[0, :16]
-        sample = continuation(model, run, corpus.tokenizer, opening, mesh)
+        sample = continuation(state.chunks, run, corpus.tokenizer, opening, mesh)
     peak = torch.tensor(peak_bytes(mesh.device), device=mesh.device)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     whole = weights(state.chunks, run, mesh)

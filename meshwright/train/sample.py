@@ -1,18 +1,24 @@
 """A continuation drawn from the model, to be looked at."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from meshwright.parallel import shard
+from meshwright.data.loader import Batch
+from meshwright.parallel.attention import join
+from meshwright.parallel.collective import gather
 from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.pipeline import placement
 from meshwright.spec.run import Run
+from meshwright.train.step import evaluating, forward_only
 
 
-@torch.no_grad()
-def continuation(model: nn.Module, run: Run, tokenizer: Path, opening: Tensor, mesh: Mesh) -> str:
+def continuation(chunks: Sequence[nn.Module], run: Run, tokenizer: Path, opening: Tensor, mesh: Mesh) -> str:
     """The prompt, or the opening of a held-out sample, and what the model writes after it. All ranks must call it."""
     from tokenizers import Tokenizer
 
@@ -20,18 +26,37 @@ def continuation(model: nn.Module, run: Run, tokenizer: Path, opening: Tensor, m
     prompt = words.encode(run.held.prompt).ids if run.held.prompt else opening.tolist()
     tokens = torch.tensor([prompt], device=mesh.device)
     generator = torch.Generator().manual_seed(run.seed)
-    model.eval()
-    for _ in range(run.held.sample_tokens):
-        window = tokens[:, -run.sequence :]
-        positions = torch.arange(window.shape[1], device=mesh.device).expand_as(window)
-        logits = model(window, positions)[0, -1].float().cpu()
-        token = draw(logits, run.held.temperature, generator).to(mesh.device)
-        if mesh.world > 1:
-            dist.broadcast(token, 0)  # one author, so that ranks which share the weights read the same text
-        tokens = torch.cat([tokens, token.view(1, 1)], dim=1)
-    model.train()
-    shard.release(model)
+    with evaluating(chunks):
+        for _ in range(run.held.sample_tokens):
+            logits = next_logits(chunks, run, tokens[:, -run.sequence :], mesh)
+            token = torch.zeros(1, dtype=torch.int64, device=mesh.device)
+            if logits is not None:
+                token.copy_(draw(logits, run.held.temperature, generator))
+            if mesh.world > 1:
+                dist.broadcast(token, author(run, mesh))  # one author, so that all ranks read the same text
+            tokens = torch.cat([tokens, token.view(1, 1)], dim=1)
     return words.decode(tokens[0].tolist())
+
+
+def next_logits(chunks: Sequence[nn.Module], run: Run, window: Tensor, mesh: Mesh) -> Tensor | None:
+    """Logits of the token after a window, where the last stage is. What follows a position cannot change it, so a
+    window that must be cut into equal slices is filled up behind its end."""
+    length = window.shape[1]
+    filled = F.pad(window, (0, run.sequence - length)) if run.plan.cp * run.plan.tp > 1 else window
+    index = torch.arange(filled.shape[1], device=mesh.device).expand_as(filled)
+    batch = Batch(tokens=filled, targets=filled, positions=index, documents=None, index=index)
+    logits = forward_only(chunks, run, mesh, batch)
+    if logits is None:
+        return None
+    whole = logits.full_tensor() if isinstance(logits, DTensor) else logits
+    if run.plan.cp > 1:
+        whole = join(gather(whole, 1, mesh.group("cp")).chunk(run.plan.cp, 1), 1)
+    return whole[0, length - 1].float().cpu()
+
+
+def author(run: Run, mesh: Mesh) -> int:
+    """The first rank that has logits."""
+    return 0 if run.plan.pp == 1 else int(mesh.fine.mesh[placement(run.plan)[-1]].flatten()[0])
 
 
 def draw(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:

@@ -1,6 +1,7 @@
 """Forward and backward of one optimizer step."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -11,7 +12,7 @@ from meshwright.models.loss import token_loss_sum
 from meshwright.models.moe import Mixture
 from meshwright.parallel import context, shard, tensor
 from meshwright.parallel.mesh import Mesh, local
-from meshwright.parallel.pipeline import Pipeline
+from meshwright.parallel.pipeline import Pipeline, relay
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import Run
 
@@ -48,20 +49,54 @@ def in_pipeline(
 ) -> Tensor:
     """All microbatches through the stages, in the order of the plan's schedule; the divisor is the same."""
     weight = _share_weight(chunks, scale / batch.tokens)
-    whole = Batch(**{name: _joined(batch.microbatches, name) for name in Batch.__slots__})
+    whole = _joined(batch.microbatches)
     with tensor.loss_context(plan):
         targets = context.cut(plan, mesh)(whole.targets)
         return pipeline.step(arguments(plan, mesh, whole), targets, weight) / plan.tp
 
 
-def _joined(microbatches: Sequence[Batch], name: str) -> Tensor | None:
-    parts = [getattr(microbatch, name) for microbatch in microbatches]
-    return None if parts[0] is None else torch.cat(parts)
+def _joined(microbatches: Sequence[Batch]) -> Batch:
+    """Several microbatches as one; torch's runtime cuts them apart again."""
+    documents = [microbatch.documents for microbatch in microbatches if microbatch.documents is not None]
+    return Batch(
+        tokens=torch.cat([microbatch.tokens for microbatch in microbatches]),
+        targets=torch.cat([microbatch.targets for microbatch in microbatches]),
+        positions=torch.cat([microbatch.positions for microbatch in microbatches]),
+        documents=torch.cat(documents) if documents else None,
+        index=torch.cat([microbatch.index for microbatch in microbatches]),
+    )
 
 
 def losses(model: nn.Module, plan: Plan, mesh: Mesh, batch: Batch) -> Tensor:
     """The sum of token losses of this rank's part of one microbatch."""
     return loss_sum(model(**arguments(plan, mesh, batch)), context.cut(plan, mesh)(batch.targets))
+
+
+def held_loss(chunks: Sequence[nn.Module], run: Run, mesh: Mesh, batch: Batch) -> Tensor:
+    """The same without gradients, under any plan; zero on ranks whose stage is not the last."""
+    logits = forward_only(chunks, run, mesh, batch)
+    if logits is None:
+        return torch.zeros((), device=mesh.device)
+    with tensor.loss_context(run.plan):
+        return loss_sum(logits, context.cut(run.plan, mesh)(batch.targets))
+
+
+def forward_only(chunks: Sequence[nn.Module], run: Run, mesh: Mesh, batch: Batch) -> Tensor | None:
+    """Logits of this rank's part of a microbatch, or None where another stage has them."""
+    words = arguments(run.plan, mesh, batch)
+    return chunks[0](**words) if run.plan.pp == 1 else relay(chunks, run, mesh, words)
+
+
+@contextmanager
+def evaluating(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """Forwards without gradients or draws; what they gathered is let go at the end."""
+    for chunk in chunks:
+        chunk.eval()
+    with torch.no_grad():
+        yield
+    for chunk in chunks:
+        chunk.train()
+        shard.release(chunk)
 
 
 def loss_sum(logits: Tensor, targets: Tensor) -> Tensor:

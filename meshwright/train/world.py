@@ -1,5 +1,6 @@
 """The processes of a job, from before the first collective to after the last."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -40,6 +41,8 @@ def world(run: Run, place: Place) -> Iterator[Mesh]:
         torch.backends.cuda.matmul.allow_tf32 = run.plan.precision != "fp64"
     else:
         torch.set_num_threads(place.threads)
+    # Torch advises, on every rank and for every shape, on gathering weights of two axes. We do it once, at the end.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     dist.init_process_group(
         backend_of(place, device),
         store=_store(place),

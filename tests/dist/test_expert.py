@@ -42,6 +42,12 @@ def compare_experts(folder: Path, words: tuple[str, ...], plan: tuple[str, ...])
     compare(folder, (*SMALL, *words), plan, arch="tiny-moe")
 
 
+def everyone() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
 def stack(held: slice) -> Experts:
     """Some of four experts, the same on every rank."""
     random = torch.Generator().manual_seed(1)
@@ -69,7 +75,7 @@ def compare_rows(load: list[list[int]], recompute: bool = False) -> None:
     """This rank's rows through experts of all ranks, beside all ranks' rows through a whole stack, one by one."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     counts = torch.tensor(load[:ranks])
-    run = partial(run_over_ranks, group=dist.group.WORLD)
+    run = partial(run_over_ranks, group=everyone())
     run = partial(checkpoint, run, use_reentrant=False) if recompute else run
     rows, weights = results(run, stack(held_by(rank, ranks)), rank, counts[rank])
     theirs = [results(run_experts, stack(slice(4)), other, counts[other]) for other in range(ranks)]
@@ -136,7 +142,7 @@ def test_a_layer_sends_what_it_says():
     row = HIDDEN * 8
     x = torch.randn(ROWS, HIDDEN, dtype=torch.float64, requires_grad=True)
     with Watch() as ahead:
-        y = run_over_ranks(stack(held_by(rank, 2)), x, counts[rank], group=dist.group.WORLD)
+        y = run_over_ranks(stack(held_by(rank, 2)), x, counts[rank], group=everyone())
     with Watch() as back:
         y.sum().backward()
     both = Counter([("alltoall_base_", own * row), ("alltoall_base_", others * row)])
@@ -180,6 +186,7 @@ COMPOSED = {
     "tp": ("plan.shard=2", "plan.ep=2", "plan.tp=2", "plan.zero=3"),
     "tp-cp": ("plan.cp=2", "plan.ep=2", "plan.tp=2"),
     "hsdp": ("plan.replicate=2", "plan.shard=2", "plan.ep=2", "plan.zero=3", "plan.accumulate=2"),
+    "pp": ("plan.shard=2", "plan.ep=2", "plan.pp=2", "plan.zero=1", "plan.accumulate=2"),
     "cp": ("plan.shard=2", "plan.cp=2", "plan.ep=2", "plan.zero=3"),
     "cp-and-shard": ("plan.shard=2", "plan.cp=2", "plan.ep=4", "plan.zero=2"),
 }

@@ -1,0 +1,115 @@
+"""The rules between a plan, the model it splits and the batch it serves."""
+
+from collections.abc import Callable, Iterator
+
+from meshwright.spec.problem import Problem
+from meshwright.spec.run import Run
+from meshwright.spec.schedule import misfits
+
+
+def _batch(run: Run) -> Iterator[Problem]:
+    plan = run.plan
+    if plan.batch != run.batch:
+        yield Problem(
+            f"batch = {run.batch} is not microbatch {plan.microbatch} × accumulate {plan.accumulate} × "
+            f"{plan.data} data ranks = {plan.batch}",
+            f"set batch = {plan.batch}, or a microbatch and accumulate whose product is batch ÷ {plan.data}",
+            "batch",
+        )
+
+
+def _zero(run: Run) -> Iterator[Problem]:
+    plan = run.plan
+    if plan.zero == 0 and plan.shard > 1:
+        yield Problem(
+            f"plan.shard = {plan.shard} with plan.zero = 0 shards nothing",
+            f"set plan.zero = 1, 2 or 3, or use plan.replicate = {plan.shard}",
+            "plan.zero",
+        )
+
+
+def _tensor(run: Run) -> Iterator[Problem]:
+    arch, tp = run.arch, run.plan.tp
+    if tp <= 1:
+        return
+    widths = {"heads": arch.heads, "kv_heads": arch.kv_heads, "ffn": arch.ffn}
+    if arch.experts:
+        widths["expert_ffn"] = arch.expert_ffn
+    works = max(degree for degree in range(1, tp + 1) if all(width % degree == 0 for width in widths.values()))
+    for name, width in widths.items():
+        if width % tp:
+            what = f"arch.{name} = {width} cannot be shared by plan.tp = {tp} ranks"
+            yield Problem(
+                what, f"use plan.tp = {works}, and the other ranks for plan.shard or plan.replicate", "plan.tp"
+            )
+
+
+def _sequence(run: Run) -> Iterator[Problem]:
+    cp, tp = run.plan.cp, run.plan.tp
+    parts = (2 * cp if cp > 1 else 1) * tp  # each rank of cp holds an early and a late slice, to balance causal work
+    if parts > 0 and run.sequence % parts:
+        near = max(run.sequence // parts, 1) * parts
+        what = (
+            f"sequence = {run.sequence} cannot be cut into {parts} equal slices for plan.cp = {cp} and plan.tp = {tp}"
+        )
+        yield Problem(what, f"use a multiple of {parts}, such as {near}, or smaller plan.cp and plan.tp", "sequence")
+
+
+def _ulysses(run: Run) -> Iterator[Problem]:
+    plan, arch = run.plan, run.arch
+    ranks = plan.cp * plan.tp
+    if plan.cp <= 1 or plan.cp_kind != "ulysses" or ranks < 1:
+        return
+    for name, heads in (("heads", arch.heads), ("kv_heads", arch.kv_heads)):
+        if heads % ranks:
+            what = f"plan.cp_kind = ulysses spreads arch.{name} = {heads} over cp × tp = {ranks} ranks"
+            yield Problem(what, "use plan.cp_kind = ring, which needs no heads to spare", "plan.cp_kind")
+
+
+def _pipeline(run: Run) -> Iterator[Problem]:
+    plan, layers = run.plan, run.arch.layers
+    if plan.pp <= 1:
+        if plan.stages or plan.chunks != 1:
+            yield Problem(
+                "plan.stages and plan.chunks are for pipelines", "leave them out, or set plan.pp", "plan.stages"
+            )
+        return
+    stages = plan.pp * plan.chunks
+    if stages > layers:
+        what = f"plan.pp = {plan.pp} × plan.chunks = {plan.chunks} are more stages than arch.layers = {layers}"
+        yield Problem(what, f"use plan.pp of at most {max(layers // max(plan.chunks, 1), 1)}", "plan.pp")
+    elif len(plan.stages) != stages or sum(plan.stages) != layers or min(plan.stages, default=0) < 1:
+        what = f"plan.stages = {list(plan.stages)} is not {stages} stages of {layers} layers in all"
+        yield Problem(what, "leave plan.stages out to have the layers balanced", "plan.stages")
+    for misfit in misfits(plan.schedule, plan.pp, plan.chunks, plan.accumulate):
+        yield Problem(misfit.text, misfit.remedy, misfit.key)
+
+
+def _experts(run: Run) -> Iterator[Problem]:
+    plan, experts = run.plan, run.arch.experts
+    if plan.ep <= 1:
+        return
+    if experts == 0:
+        yield Problem(
+            f"plan.ep = {plan.ep} shares out experts, and this model has none",
+            "leave plan.ep at 1, or state arch.experts",
+            "plan.ep",
+        )
+    elif experts % plan.ep:
+        yield Problem(
+            f"arch.experts = {experts} cannot be shared evenly by plan.ep = {plan.ep} ranks",
+            f"use a plan.ep that divides {experts}",
+            "plan.ep",
+        )
+    lenders, axes = (plan.shards, "shard · cp") if plan.zero else (plan.copies, "replicate · cp")
+    if lenders % plan.ep:
+        yield Problem(
+            f"plan.ep = {plan.ep} borrows its ranks from {axes} = {lenders}, which it does not divide",
+            f"use a plan.ep that divides {lenders}, or another plan.{axes.split()[0]}",
+            "plan.ep",
+        )
+
+
+RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
+    _batch, _zero, _tensor, _sequence, _ulysses, _pipeline, _experts,
+)  # fmt: skip

@@ -1,0 +1,135 @@
+"""Parity: the same seed and the same global batches under one process and under a plan, compared number by number."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import safetensors.torch
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from meshwright.data.prepare import Corpus, prepare
+from meshwright.parallel.mesh import Mesh
+from meshwright.spec.params import params
+from meshwright.spec.place import Place
+from meshwright.spec.run import Run
+from meshwright.train.build import build
+from meshwright.train.gather import gradients, weights
+from meshwright.train.loop import StepResult, train
+from meshwright.train.world import world
+from meshwright.verify.certificate import Verdict
+
+# A gradient this small beside the whole is rounding: a key's bias, say, which softmax ignores. AdamW would scale it up
+# to a full step, so the weight says nothing; the gradient itself is still compared, on the scale of the whole.
+NOTHING = 1e-13
+SMALL = 1e-4  # below this share of the whole gradient, a parameter's deviation is measured against the whole
+
+
+class Numbers(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run did, step by step; its tensors are in files beside."""
+
+    losses: tuple[float, ...]
+    norms: tuple[float, ...]
+
+
+def record(place: Place, run: Run, cache: Path, folder: Path) -> None:
+    """Run to the last step as one rank; the first writes the losses, norms, first gradients and last weights."""
+    with world(run, place) as mesh:
+        numbers = _drive(run, prepare(run, cache, lambda text: None), mesh, folder)
+        if mesh.rank == 0:
+            (folder / "numbers.json").write_bytes(msgspec.json.encode(numbers))
+
+
+def _drive(run: Run, corpus: Corpus, mesh: Mesh, folder: Path) -> Numbers:
+    state = build(run, corpus, mesh)
+    losses, norms = [], []
+    for result in train(run, state, mesh):
+        assert isinstance(result, StepResult), "nothing is held out in a proof"
+        losses.append(result.loss.item())
+        norms.append(result.norm.item())
+        if result.step == 1:
+            _write(folder / "gradients.safetensors", gradients(state.chunks, run, mesh), mesh)
+    _write(folder / "weights.safetensors", weights(state.chunks, run, mesh), mesh)
+    state.loader.close()
+    return Numbers(losses=tuple(losses), norms=tuple(norms))
+
+
+def _write(file: Path, tensors: Iterator[tuple[str, Tensor]], mesh: Mesh) -> None:
+    whole = {name: tensor.contiguous() for name, tensor in tensors}  # every rank takes part in gathering
+    if mesh.rank == 0:
+        safetensors.torch.save_file(whole, file)
+
+
+def compare(run: Run, reference: Path, folder: Path, tolerance: float, seconds: float) -> Verdict:
+    """A plan's records beside the reference's."""
+    theirs, ours = (_numbers(each) for each in (reference, folder))
+    gradient = dict(_tensors(run, reference, folder, "gradients"))
+    whole = torch.stack([other.norm() for other, _ in gradient.values()]).norm()
+    idle = {name for name, (other, _) in gradient.items() if other.norm() <= NOTHING * whole}
+    by_gradient = {name: _far(*pair, floor=SMALL * whole) for name, pair in gradient.items()}
+    by_weight = {
+        name: _far(*pair, floor=torch.zeros(()))
+        for name, pair in _tensors(run, reference, folder, "weights")
+        if name not in idle
+    }
+    by_loss = [_relative(*pair) for pair in zip(ours.losses, theirs.losses, strict=True)]
+    by_norm = [_relative(*pair) for pair in zip(ours.norms, theirs.norms, strict=True)]
+    first = first_bad(by_loss, by_norm, by_gradient, by_weight, tolerance)
+    return Verdict(
+        plan=str(run.plan),
+        passed=first is None,
+        loss_deviation=max(by_loss),
+        norm_deviation=max(by_norm),
+        gradient_deviation=max(by_gradient.values()),
+        weight_deviation=max(by_weight.values()),
+        first_bad=first,
+        worst=max(by_gradient, key=lambda name: by_gradient[name]),
+        seconds=seconds,
+    )
+
+
+def first_bad(
+    losses: list[float], norms: list[float], gradients: dict[str, float], weights: dict[str, float], tolerance: float
+) -> str | None:
+    """The first thing to leave the tolerance, in the order in which a step computes it."""
+    for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=1):
+        if not loss <= tolerance:  # a NaN lands here too
+            return f"step {step}: loss, off by {loss:.1e}"
+        if step == 1:
+            for name, deviation in gradients.items():
+                if not deviation <= tolerance:
+                    return f"step 1: gradient of {name}, off by {deviation:.1e}"
+        if not norm <= tolerance:
+            return f"step {step}: gradient norm, off by {norm:.1e}"
+    for name, deviation in weights.items():
+        if not deviation <= tolerance:
+            return f"step {len(losses)}: weight {name}, off by {deviation:.1e}"
+    return None
+
+
+def _relative(ours: float, theirs: float) -> float:
+    return abs(ours - theirs) / max(abs(theirs), 1e-300)
+
+
+def _far(theirs: Tensor, ours: Tensor, floor: Tensor) -> float:
+    """The distance of two tensors beside the length of the reference."""
+    return ((ours - theirs).norm() / torch.maximum(theirs.norm(), floor).clamp(min=1e-300)).item()
+
+
+def _numbers(folder: Path) -> Numbers:
+    return msgspec.json.decode((folder / "numbers.json").read_bytes(), type=Numbers)
+
+
+def _tensors(run: Run, reference: Path, folder: Path, kind: str) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
+    """Each parameter as the reference and as the plan had it, in float64."""
+    file = f"{kind}.safetensors"
+    with safe_open(reference / file, "pt") as theirs, safe_open(folder / file, "pt") as ours:
+        for param in params(run.arch):
+            yield param.name, (theirs.get_tensor(param.name).double(), ours.get_tensor(param.name).double())
+
+
+def judge(place: Place, run: Run, reference: Path, folder: Path, tolerance: float, seconds: float) -> None:
+    """Compare in a process that has torch, and leave the verdict in the folder."""
+    verdict = compare(run, reference, folder, tolerance, seconds)
+    (folder / "verdict.json").write_bytes(msgspec.json.encode(verdict))

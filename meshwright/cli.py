@@ -64,6 +64,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     verb.add_argument("--folder", type=Path, help="where the run lives (default: runs/NAME-DIGEST)")
     verb.add_argument("--fresh", action="store_true", help="set an earlier run in the folder aside and start anew")
 
+    verb = _verb(verbs, "plan", plan, "what a plan implies: the collectives of one step")
+    verb.add_argument("words", nargs="*", metavar="RUN.toml | MODEL | key=value", help=OVERRIDES)
+    verb.add_argument("--traffic", action="store_true", required=True, help="list the collectives that one rank issues")
+
     verb = _verb(verbs, "verify", verify, "prove that plans train like one process")
     verb.add_argument("words", nargs="*", metavar="RUN.toml | MODEL | key=value", help=OVERRIDES)
     verb.add_argument(
@@ -147,6 +151,28 @@ def convert(options: argparse.Namespace) -> int:
         return 1
     if options.json:
         print(msgspec.json.encode(report).decode())
+    return 0
+
+
+def plan(options: argparse.Namespace) -> int:
+    """The collectives of one optimizer step, as the first rank issues them."""
+    from meshwright.cost.traffic import bytes_by_axis, traffic
+
+    target, overrides = _target(options.words)
+    words = [f"arch.preset={target}", *overrides] if target in zoo.preset_names() else overrides
+    file = None if target is None or target in zoo.preset_names() else Path(target)
+    run = load.load(file, words).run
+    collectives = traffic(run.arch, run.plan, run.sequence, masked=run.data.mask_documents)
+    if options.json:
+        print(msgspec.json.encode(collectives).decode())
+        return 0
+    print(f"plan: {run.plan}")
+    print(f"{'kind':<16}{'axis':<18}{'calls':>8}{'bytes a call':>18}")
+    for each in collectives:
+        print(f"{each.kind:<16}{each.axis:<18}{each.count:>8}{each.bytes:>18,}")
+    print(
+        "in all: " + (", ".join(f"{axis} {size:,}" for axis, size in bytes_by_axis(collectives).items()) or "nothing")
+    )
     return 0
 
 

@@ -23,15 +23,16 @@ def weight_traffic(seat: Seat) -> Iterator[Collective]:
     yield from _over_tied(seat)
 
 
-def gathers(stage: int, plan: Plan) -> int:
-    """How often a step gathers a weight: for every forward, and under zero 3 for every backward again.
+def gathers(stage: int, plan: Plan, root: bool) -> int:
+    """How often a step gathers a weight: once, and under zero 3 for every forward and every backward.
 
-    A pipeline keeps the weights of a stage gathered from one microbatch to the next.
+    A pipeline keeps the weights of a stage gathered from one microbatch to the next. What is outside the blocks (the
+    root) ends a forward and begins the backward, and is not gathered between.
     """
     if plan.pp > 1:
         rank = placement(plan)[stage]
         return _fetches(plan.schedule, plan.pp, plan.chunks, plan.accumulate, rank)[stage]
-    return plan.accumulate * (2 if plan.zero == 3 else 1)
+    return plan.accumulate * (1 if root else 2) if plan.zero == 3 else 1
 
 
 def reductions(plan: Plan) -> int:
@@ -66,7 +67,7 @@ def _over_shard(group: Group, seat: Seat) -> Iterator[Collective]:
         return
     axis: Axis = "expert_shard" if group.shared_by_ep else "shard"
     numbers = _numbers(group, seat, shards)
-    count, size = group.count * gathers(group.stage, seat.plan), numbers * seat.narrow
+    count, size = group.count * gathers(group.stage, seat.plan, root=group.params[0].layer < 0), numbers * seat.narrow
     yield Collective(kind="all_gather", axis=axis, count=count, bytes=size, overlappable=True)
     count, size = group.count * reductions(seat.plan), numbers * seat.wide
     yield Collective(kind="reduce_scatter", axis=axis, count=count, bytes=size, overlappable=True)

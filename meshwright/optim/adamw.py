@@ -37,9 +37,14 @@ class AdamW:
             self._update(indices, rate, decay, verdict)
 
     def _update(self, indices: list[int], rate: float, decay: float, verdict: Verdict) -> None:
+        gradients = [self._gradient(i) for i in indices]
+        divisor = verdict.factor.reciprocal().float()
+        if gradients[0].dtype == torch.float64:
+            # The kernel reads its divisor in fp32, too coarse for a proof: the factor is multiplied in beforehand.
+            gradients, divisor = list(torch._foreach_mul(gradients, verdict.factor)), None
         torch._fused_adamw_(
             [local(self.weights[i].detach()) for i in indices],
-            [self._gradient(i) for i in indices],
+            gradients,
             [self.first[i] for i in indices],
             [self.second[i] for i in indices],
             [],
@@ -51,7 +56,7 @@ class AdamW:
             eps=self.optim.eps,
             amsgrad=False,
             maximize=False,
-            grad_scale=verdict.factor.reciprocal().float(),
+            grad_scale=divisor,
             found_inf=(1.0 - verdict.finite).float(),
         )
 

@@ -82,7 +82,8 @@ class Pipeline:
         tokens = words.pop("tokens")
         if self.runtime is None:
             self.runtime = self._build(tokens[: self.plan.microbatch])
-        self.runtime.step(tokens, target=targets, losses=[], return_outputs=False, **words)
+        given = {name: value for name, value in words.items() if value is not None}  # torch 2.11 trips over None
+        self.runtime.step(tokens, target=targets, losses=[], return_outputs=False, **given)
         add_tied(self.chunks, self.tied)
         return self.total
 

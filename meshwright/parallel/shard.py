@@ -20,9 +20,14 @@ def wrap(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
     if plan.world == 1 and not precision.is_low(plan):
         return model
     again = plan.zero == 3 and plan.pp == 1  # gathered weights are dropped after the forward and gathered again
-    share = partial(fully_shard, mp_policy=precision.policy(plan), reshard_after_forward=again)
     for module, grid in [*_sharers(model, plan, mesh), (model, mesh.dense)]:
-        share(module, mesh=weight_axes(grid), shard_placement_fn=partial(even_dim, ranks=grid["shard"].size()))
+        fully_shard(
+            module,
+            mesh=weight_axes(grid),
+            mp_policy=precision.policy(plan),
+            reshard_after_forward=again and module is not model,  # what is outside the blocks is used again at once
+            shard_placement_fn=partial(even_dim, ranks=grid["shard"].size()),
+        )
     # The loss is already divided by the step's global count of tokens, so gradients are summed, not averaged.
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -61,10 +66,11 @@ def sum_gradients(chunk: nn.Module, plan: Plan, last: bool) -> None:
     """Say before a microbatch whether its backward is the one that communicates.
 
     Up to zero 1 gradients wait whole on each rank for the last microbatch; from zero 2 on each microbatch scatters
-    its own, and only the sum over replicas waits.
+    its own, and only the sum over replicas waits. Short of zero 3, weights stay gathered until then.
     """
     if not isinstance(chunk, FSDPModule):
         return
+    chunk.set_reshard_after_backward(last or plan.zero == 3)
     if plan.zero >= 2:
         chunk.set_requires_all_reduce(last)
     else:

@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from meshwright.cost.traffic import bytes_by_axis, traffic
 from meshwright.cost.traffic_collective import Collective, merged
 from meshwright.spec.arch import Arch
-from meshwright.spec.params import count
+from meshwright.spec.params import count, params
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import stage_ranks
 from meshwright.spec.stages import balanced_stages
@@ -39,11 +39,13 @@ def test_replicas_add_up_every_gradient_once_a_step_in_fp32():
     assert sum(each.count for each in chosen(listed, axis="replicate")) == LLAMA.layers + 1
 
 
-@pytest.mark.parametrize(("zero", "gathers", "scatters"), [(1, 4, 1), (2, 4, 4), (3, 8, 4)])
-def test_each_stage_of_zero_gathers_and_scatters_its_share(zero, gathers, scatters):
+@pytest.mark.parametrize(("zero", "gathers", "root_gathers", "scatters"), [(1, 1, 1, 1), (2, 1, 1, 4), (3, 8, 4, 4)])
+def test_each_stage_of_zero_gathers_and_scatters_its_share(zero, gathers, root_gathers, scatters):
     plan = Plan(shard=8, zero=zero, microbatch=1, accumulate=4, precision="bf16")
     listed = traffic(LLAMA, plan, SEQUENCE)
-    assert total(listed, kind="all_gather") == gathers * 2 * count(LLAMA)
+    root = sum(param.numel for param in params(LLAMA) if param.layer < 0)
+    blocks = count(LLAMA) - root
+    assert total(listed, kind="all_gather") == 2 * (gathers * blocks + root_gathers * root)
     assert total(listed, kind="reduce_scatter") == scatters * 4 * count(LLAMA)
     assert all(each.overlappable for each in chosen(listed, axis="shard"))
 

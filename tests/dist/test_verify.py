@@ -1,0 +1,106 @@
+"""`meshwright verify`: what is equal passes, what is wrong is caught and named."""
+
+import json
+from pathlib import Path
+
+import bugs
+import msgspec
+import pytest
+from commands import meshwright
+
+from meshwright.verify import parity, plans
+from meshwright.verify.certificate import TOLERANCES, Verdict
+from meshwright.verify.prove import Remote
+from meshwright.verify.ranks import RankError, run_ranks
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("verify")
+    plans.write_ragged(made / plans.TEXT)
+    return made
+
+
+def test_the_standard_set_for_eight_ranks_is_equal_to_one_process(folder):
+    done = meshwright("verify", "--matrix", "--ranks", "8", "--json", folder=folder, seconds=420)
+    verdicts = json.loads(done.stdout)
+    bad = [verdict for verdict in verdicts if not verdict["passed"]]
+    assert not bad, msgspec.json.encode(bad).decode()
+    assert done.returncode == 0
+    assert len(verdicts) == len(plans.MATRIX)
+    keys = {"plan", "passed", "loss_deviation", "norm_deviation", "gradient_deviation", "weight_deviation", "first_bad"}
+    assert verdicts[0].keys() >= keys
+    certificates = json.loads((folder / "runs/verify-matrix/certificate.json").read_text())
+    assert sum(len(certificate["verdicts"]) for certificate in certificates) == len(verdicts)
+    assert all(certificate["tolerance"] <= 1e-11 for certificate in certificates)
+
+
+def seeded(folder: Path, bug: str, plan: str, model: str) -> Verdict:
+    """A plan with a bug beside the true reference."""
+    ((reference, [(_, run)]),) = plans.jobs(model, [], [plan], 2, folder)
+    theirs, ours = folder / f"reference-{bug}", folder / f"plan-{bug}"
+    for each in (theirs, ours):
+        each.mkdir()
+    run_ranks(Remote("record"), 1, (reference, folder / "cache", theirs), 60)
+    run_ranks(bugs.record, run.plan.world, (run, folder / "cache", ours, bug), 60)
+    return parity.compare(run, theirs, ours, TOLERANCES["fp64"][0], 0.0)
+
+
+CASES = [
+    ("gradient_not_reduced", "cp=2", "tiny", "step 1: gradient of embed.weight"),
+    ("norm_counted_twice", "tp=2", "tiny", "step 1: gradient norm"),
+    ("loss_averaged_per_rank", "replicate=2", "tiny", "step 1: loss"),
+    ("expert_left_out_of_the_norm", "shard=2,zero=3,ep=2", "tiny-moe", "step 1: gradient norm"),
+    ("microbatch_dropped", "replicate=2,accumulate=2", "tiny", "step 1: loss"),
+]
+
+
+@pytest.mark.parametrize(("bug", "plan", "model", "named"), CASES, ids=[case[0] for case in CASES])
+def test_a_classic_bug_is_caught_and_named(folder, bug, plan, model, named):
+    verdict = seeded(folder, bug, plan, model)
+    assert not verdict.passed
+    assert verdict.first_bad is not None
+    assert verdict.first_bad.startswith(named)
+
+
+def test_a_run_file_is_proved_on_its_own_data(folder):
+    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 300)
+    (folder / "run.toml").write_text(
+        'sequence = 32\nbatch = 4\n[arch]\npreset = "tiny"\n[data]\nsource = "text.txt"\n[optim]\nwarmup = 1\n'
+    )
+    words = ["verify", "run.toml", "--plan", "shard=2,zero=3", "--plan", "accumulate=2", "--steps", "2"]
+    done = meshwright(*words, folder=folder)
+    assert done.returncode == 0, done.stderr
+    assert "2 of 2 plans equal" in done.stdout
+
+
+def test_a_named_precision_is_used_on_both_sides(folder):
+    done = meshwright("verify", "tiny", "--plan", "shard=2,zero=3,precision=bf16", "--json", folder=folder)
+    assert done.returncode == 0, done.stderr
+    (certificate,) = json.loads((folder / "runs/verify-tiny/certificate.json").read_text())
+    assert certificate["run"]["plan"]["precision"] == "bf16"
+    assert json.loads(done.stdout)[0]["gradient_deviation"] > 1e-9  # it is not secretly float64
+
+
+BAD = [
+    (["--plan", "tp=3"], "arch.kv_heads = 4 cannot be shared by plan.tp = 3 ranks"),
+    (["--plan", "cp=4,tp=2", "sequence=24"], "cannot be cut into 16 equal slices"),
+    (["--plan", "tp"], "is not field=value"),
+    (["--plan", "tq=2"], "did you mean plan.tp?"),
+    ([], "no plan to prove"),
+    (["tinny", "--plan", "tp=2"], "neither a run file nor a model"),
+]
+
+
+@pytest.mark.parametrize(("words", "told"), BAD, ids=[told for _, told in BAD])
+def test_what_cannot_be_proved_is_refused_before_a_rank_starts(tmp_path, words, told):
+    done = meshwright("verify", *words, folder=tmp_path, seconds=20)
+    assert done.returncode == 2
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rank_that_fails_brings_all_down_with_its_own_words():
+    with pytest.raises(RankError, match="(?s)rank 1: .*broken on purpose"):
+        run_ranks(bugs.fail_on_one, 2, (), 60)

@@ -105,6 +105,8 @@ class Pipeline:
             )
             for stage, chunk in zip(my_stages(self.plan, self.mesh), self.chunks, strict=True)
         ]
+        for stage in stages:
+            _meet_others_only(stage)
         runtime = _PipelineScheduleRuntime(
             stages,  # pyright: ignore[reportArgumentType]
             self.plan.accumulate,
@@ -127,6 +129,12 @@ class Pipeline:
         batch, positions = tokens.shape
         shape = (batch, positions // self.plan.tp, self.arch.hidden)
         return torch.empty(shape, dtype=precision.compute_dtype(self.plan), device=tokens.device, requires_grad=True)
+
+
+def _meet_others_only(stage: PipelineStage) -> None:
+    """Torch greets a stage's neighbours before the first step; 2.11 also those on the same rank, which Gloo refuses."""
+    greetings = stage._get_init_p2p_neighbors_ops
+    stage._get_init_p2p_neighbors_ops = lambda: [hello for hello in greetings() if hello.peer != dist.get_rank()]
 
 
 def relay(chunks: Sequence[nn.Module], run: Run, mesh: Mesh, words: dict[str, Any]) -> Tensor | None:

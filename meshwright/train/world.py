@@ -35,21 +35,21 @@ def backend_of(place: Place, device: torch.device) -> str:
 def world(run: Run, place: Place) -> Iterator[Mesh]:
     """Meet the other ranks, and part from them however the work ends."""
     device = device_of(place)
-    _check_precision(run, device)
+    backend = backend_of(place, device)
+    _check_device(run, device, backend)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        torch.backends.cuda.matmul.allow_tf32 = run.plan.precision != "fp64"
     else:
         torch.set_num_threads(place.threads)
     # Torch advises, on every rank and for every shape, on gathering weights of two axes. We do it once, at the end.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     dist.init_process_group(
-        backend_of(place, device),
+        backend,
         store=_store(place),
         rank=place.rank,
         world_size=place.world,
         timeout=MEETING,
-        device_id=device if backend_of(place, device) == "nccl" else None,
+        device_id=device if backend == "nccl" else None,
     )
     try:
         yield mesh.make(run.plan, device)
@@ -63,11 +63,14 @@ def _store(place: Place) -> dist.Store:
     return dist.TCPStore(place.address, place.port, place.world, is_master=place.rank == 0, timeout=MEETING)
 
 
-def _check_precision(run: Run, device: torch.device) -> None:
-    if (
-        device.type == "cuda"
-        and run.plan.precision == "bf16"
-        and not torch.cuda.is_bf16_supported(including_emulation=False)
-    ):
-        name = torch.cuda.get_device_name(device)
+def _check_device(run: Run, device: torch.device, backend: str) -> None:
+    """What this device, or ranks that share it, cannot do."""
+    if device.type != "cuda":
+        return
+    plan, name = run.plan, torch.cuda.get_device_name(device)
+    if plan.precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise InputError([Problem(f"{name} has no bf16 arithmetic", "set plan.precision=fp16", "plan.precision")])
+    if backend == "gloo" and (plan.shards > 1 or plan.tp > 1 or plan.pp > 1):
+        what = "ranks that share a GPU speak Gloo, which there can add up and exchange but not gather, scatter or send"
+        remedy = "start one rank for each GPU, use replicate or cp, or hide the GPU (CUDA_VISIBLE_DEVICES=)"
+        raise InputError([Problem(what, remedy, "plan")])

@@ -5,6 +5,7 @@ What a child is told travels through Python's own start pipe; what it found come
 
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
 import traceback
@@ -80,4 +81,11 @@ def _raise_first(meeting: Path, codes: list[int | None], seconds: float) -> None
         raise RankError(failures[0].read_text())
     undone = [rank for rank in range(len(codes)) if not (meeting / f"done.{rank}").exists()]
     if undone:
-        raise RankError(f"ranks {undone} did not finish within {seconds:.0f} s (exit codes {codes})")
+        ends = [_ended(codes[rank]) for rank in undone]
+        raise RankError(f"ranks {undone} did not finish within {seconds:.0f} s: {', '.join(ends)}")
+
+
+def _ended(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"ended by {signal.Signals(-code).name}"
+    return f"exit code {code}"

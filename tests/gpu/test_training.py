@@ -1,0 +1,52 @@
+"""Training on a real GPU: it learns in every precision, and recording makes the host wait for nothing."""
+
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+from trials import corpus_file, make_corpus, make_run
+
+from meshwright.parallel import mesh as meshes
+from meshwright.train.build import build
+from meshwright.train.log import Recorder
+from meshwright.train.loop import StepResult, train
+from meshwright.train.screen import Lines
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    corpus_file(tmp_path)
+    dist.init_process_group("nccl", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield tmp_path
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_the_loss_falls(folder, precision):
+    run = make_run(folder, f"plan.precision={precision}", "steps=20", "plan.accumulate=2")
+    mesh = meshes.make(run.plan, torch.device("cuda", 0))
+    state = build(run, make_corpus(run, folder), mesh)
+    losses = [result.loss.item() for result in train(run, state, mesh) if isinstance(result, StepResult)]
+    state.loader.close()
+    assert losses[-1] < losses[0] - 0.5
+    assert {weight.dtype for weight in state.optimizer.weights} == {torch.float32}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_recording_a_step_makes_the_host_wait_for_nothing(folder, precision):
+    run = make_run(folder, f"plan.precision={precision}", "steps=12", "data.held_out=0.0", "data.mask_documents=true")
+    mesh = meshes.make(run.plan, torch.device("cuda", 0))
+    state = build(run, make_corpus(run, folder), mesh)
+    recorder = Recorder(run, mesh, folder, Lines(io.StringIO(), every=1))
+    for result in train(run, state, mesh):
+        recorder.add(result)
+        if isinstance(result, StepResult) and result.step == 4:
+            torch.cuda.set_sync_debug_mode("error")  # from here on any hidden synchronisation raises
+    torch.cuda.set_sync_debug_mode("default")
+    recorder.close()
+    state.loader.close()
+    assert [record.step for record in recorder.records] == list(range(1, 13))
+    assert all(record.seconds > 0 for record in recorder.records)

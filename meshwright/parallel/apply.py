@@ -1,16 +1,18 @@
 """From a plain model to what this rank runs: the transforms in their order."""
 
+from functools import partial
+
 from torch import nn
 
-from meshwright.models.decoder import Decoder
 from meshwright.parallel import context, expert, pipeline, shard, tensor
+from meshwright.parallel.anatomy import Anatomy
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec.plan import Plan
 
 
-def apply(model: Decoder, plan: Plan, mesh: Mesh) -> list[nn.Module]:
+def apply(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: Anatomy) -> list[nn.Module]:
     """Turn a plain model into the chunks this rank runs."""
-    chunks = pipeline.cut(model, plan, mesh)  # first: everything after works on fewer layers
-    for transform in (tensor.split, expert.split, context.split):  # what a rank holds
+    chunks = pipeline.cut(model, plan, mesh, anatomy)  # first: everything after works on fewer layers
+    for transform in (partial(tensor.split, anatomy=anatomy), expert.split, context.split):  # what a rank holds
         chunks = [transform(chunk, plan, mesh) for chunk in chunks]
-    return [shard.wrap(chunk, plan, mesh) for chunk in chunks]  # last: it must see the final parameters
+    return [shard.wrap(chunk, plan, mesh, anatomy) for chunk in chunks]  # last: it must see the final parameters

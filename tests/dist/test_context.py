@@ -1,4 +1,4 @@
-"""Context parallelism trains like one device."""
+"""What the standard set of plans does not hold: documents and routers over shared sequences."""
 
 import pytest
 from test_data_parallel import compare, folder  # noqa: F401
@@ -27,12 +27,10 @@ def test_routers_see_whole_sequences(folder, words):  # noqa: F811
     "plan",
     [
         ("plan.cp=2", "plan.shard=2", "plan.zero=3", "plan.accumulate=2"),
-        ("plan.cp=2", "plan.shard=2", "plan.zero=1"),
-        ("plan.cp=2", "plan.replicate=2"),
         ("plan.cp=2", "plan.tp=2"),
         ("plan.cp=4", "plan.zero=3"),
     ],
-    ids=["shard", "zero1", "replicate", "tp", "cp4"],
+    ids=["shard", "tp", "cp4"],
 )
 @world(4)
 def test_shared_sequences_compose(folder, plan):  # noqa: F811

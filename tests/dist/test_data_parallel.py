@@ -48,13 +48,10 @@ def test_two_replicas_are_one_device(folder, pack, plan):
 @pytest.mark.parametrize(
     "plan",
     [
-        ("plan.replicate=4",),
-        ("plan.shard=4", "plan.zero=1", "plan.accumulate=2"),
         ("plan.shard=4", "plan.zero=2", "plan.accumulate=2"),
-        ("plan.shard=4", "plan.zero=3"),
         ("plan.replicate=2", "plan.shard=2", "plan.zero=3", "plan.accumulate=2"),
     ],
-    ids=["ddp", "zero1", "zero2", "zero3", "hsdp"],
+    ids=["zero2", "hsdp"],
 )
 @world(4)
 def test_four_ranks_are_one_device(folder, plan):

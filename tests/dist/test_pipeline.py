@@ -1,16 +1,8 @@
-"""Pipelines of every schedule train like one device."""
+"""What the standard set of plans does not hold: tied embeddings, experts and documents in pipelines."""
 
 import pytest
 from test_data_parallel import compare, folder  # noqa: F401
 from worlds import world
-
-SCHEDULES = ["naive", "gpipe", "1f1b", "interleaved", "looped", "zb1p", "zbv", "dualpipev"]
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@world(2)
-def test_two_stages_of_every_schedule_are_one_device(folder, schedule):  # noqa: F811
-    compare(folder, ("data.pack=documents",), ("plan.pp=2", f"plan.schedule={schedule}", "plan.accumulate=4"))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
@@ -32,16 +24,6 @@ def test_uneven_stages(folder):  # noqa: F811
     compare(folder, (), ("plan.pp=3", "plan.stages=[3, 2, 1]", "plan.accumulate=4"))
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        *[("plan.pp=2", f"plan.schedule={schedule}", "plan.shard=2", "plan.zero=3") for schedule in SCHEDULES],
-        ("plan.pp=2", "plan.replicate=2"),
-        ("plan.pp=2", "plan.cp=2"),
-        ("plan.pp=2", "plan.tp=2"),
-    ],
-    ids=[*SCHEDULES, "replicate", "cp", "tp"],
-)
 @world(4)
-def test_pipelines_compose(folder, plan):  # noqa: F811
-    compare(folder, ("data.mask_documents=true",), (*plan, "plan.accumulate=4"))
+def test_documents_in_a_pipeline_of_shared_sequences(folder):  # noqa: F811
+    compare(folder, ("data.mask_documents=true",), ("plan.pp=2", "plan.cp=2", "plan.accumulate=4"))

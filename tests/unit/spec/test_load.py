@@ -139,7 +139,7 @@ def test_ranks_that_are_not_the_plan_are_refused():
     ],
 )
 def test_what_a_plan_leaves_open_follows_from_the_batch(words, expected):
-    plan = load.load(None, words, default_ranks=2).run.plan
+    plan = load.load(None, ["batch=16", *words], default_ranks=2).run.plan
     assert (plan.replicate, plan.microbatch, plan.accumulate) == expected
     assert plan.batch == 16
 

@@ -1,0 +1,183 @@
+"""Bytes of the model states that one rank holds: weights, gradients, moments, and what a step adds at its peak.
+
+A test builds the real model, takes a step and finds exactly these bytes; docs/axes/shard.md has the formulas in words.
+Activations and the buffers of collectives are no part of it.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import Literal
+
+import msgspec
+
+from meshwright.cost.traffic_held import Group, Seat, grid, groups, local_shape, padded, placement, share
+from meshwright.cost.traffic_weights import IN_SIGHT
+from meshwright.spec.arch import Arch
+from meshwright.spec.params import Param
+from meshwright.spec.plan import Plan, Schedule
+from meshwright.spec.schedule import actions
+
+MOMENTS = 2  # AdamW keeps a mean and a mean square of every gradient
+FIRST: Mapping[str, int] = {}  # the place of the first rank: every coordinate is 0
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True):
+    """One entry of the ledger. Entries add up to the most that model states take during a step."""
+
+    name: Literal["weights", "gradients", "moments", "gathered", "waiting"]
+    bytes: int
+    why: str
+
+
+def states(arch: Arch, plan: Plan, place: Mapping[str, int] = FIRST) -> tuple[Line, ...]:
+    """What one rank holds of the model, its gradient and its optimizer.
+
+    `place`: the rank's coordinates on the plan's axes. Ranks differ by their pipeline stages and, where a dim does not
+    divide evenly, by the length of their part.
+    """
+    seat = Seat(arch=arch, plan=plan, sequence=0, place=place)  # states do not depend on the sequence
+    held = tuple(groups(seat))
+    shard = sum(_stored(group, seat) for group in held)
+    whole = sum(_whole(group, seat) for group in held) if _waits(plan) else 0
+    among = f"over {plan.shards} ranks" if plan.shards > 1 else "whole"
+    return (
+        Line(name="weights", bytes=shard, why=f"{_name(seat.wide)}, {among}, filled up to equal parts"),
+        Line(name="gradients", bytes=shard, why=f"{_name(seat.wide)}, {among}, after the last backward"),
+        Line(
+            name="moments",
+            bytes=MOMENTS * sum(_updated(group, seat) for group in held),
+            why=f"AdamW's two, {_name(seat.wide)}, {among}",
+        ),
+        Line(name="gathered", bytes=_gathered(held, seat), why=_why_gathered(plan)),
+        Line(name="waiting", bytes=max(whole - shard, 0), why=_why_waiting(plan)),
+    )
+
+
+def _stored(group: Group, seat: Seat) -> int:
+    """A rank's shard as it is stored: every rank's is as long as the longest."""
+    _, shards = grid(group, seat.plan)
+    return group.count * sum(padded(local_shape(param, seat), shards) // shards for param in group.params) * seat.wide
+
+
+def _updated(group: Group, seat: Seat) -> int:
+    """A rank's shard without what fills it up: the optimizer sees no more."""
+    return group.count * sum(_own(param, group, seat) for param in group.params) * seat.wide
+
+
+def _own(param: Param, group: Group, seat: Seat) -> int:
+    """Numbers of a weight that are this rank's."""
+    shape, plan = local_shape(param, seat), seat.plan
+    _, shards = grid(group, plan)
+    if len(shape) == 3 and any(size % shards == 0 for size in shape):
+        return math.prod(shape) // shards
+    rank = seat.at("shard") * plan.cp + seat.at("cp") if plan.zero else 0
+    rank //= plan.ep if group.shared_by_ep and plan.zero else 1
+    return share(shape[0], shards, rank) * math.prod(shape[1:])
+
+
+def _whole(group: Group, seat: Seat) -> int:
+    """A group's gradient before it is scattered."""
+    return group.count * sum(math.prod(local_shape(param, seat)) for param in group.params) * seat.wide
+
+
+def _waits(plan: Plan) -> bool:
+    """Whether whole gradients are kept from one microbatch to the next: up to zero 1, and in a pipeline always."""
+    return plan.pp > 1 or (plan.zero <= 1 and plan.accumulate > 1)
+
+
+def _gathered(held: Iterable[Group], seat: Seat) -> int:
+    """The most that is gathered at one time, in the precision of the arithmetic; what is on its way is counted too."""
+    plan = seat.plan
+    if not _copies(plan):
+        return 0
+    if plan.pp > 1:
+        moments = _moments(plan.schedule, plan.pp, plan.chunks, plan.accumulate, seat.at("pp"))
+        return max(sum(_held_then(group, moment, seat) for group in held) for moment in moments)
+    if plan.zero == 3:
+        return _two_blocks(held, seat)
+    return sum(group.count * _once(group, seat) for group in held)
+
+
+def _copies(plan: Plan) -> bool:
+    """Whether the arithmetic reads a copy of the weights: torch makes one even of weights that are whole already."""
+    return plan.world > 1 or plan.precision in ("bf16", "fp16")
+
+
+def _once(group: Group, seat: Seat) -> int:
+    """Bytes of one layer's group when it is gathered."""
+    _, shards = grid(group, seat.plan)
+    return sum(padded(local_shape(param, seat), shards) for param in group.params) * seat.narrow
+
+
+def _two_blocks(held: Iterable[Group], seat: Seat) -> int:
+    """What is outside the blocks, a block, and of the one before it what the backward has already asked for.
+
+    Experts that have a group of their own are asked for after the rest of their block.
+    """
+    outside, dense, experts = 0, {False: 0, True: 0}, {False: 0, True: 0}
+    for group in held:
+        layer = group.params[0].layer
+        if layer < 0:
+            outside += _once(group, seat)
+        else:
+            kind = experts if group.shared_by_ep else dense
+            kind[seat.arch.is_mixture(layer)] += _once(group, seat)
+    layers = [seat.arch.is_mixture(layer) for layer in range(seat.arch.layers)]
+    ahead = [0, *(dense[mixture] for mixture in layers)]
+    return outside + max(dense[mixture] + experts[mixture] + next for mixture, next in zip(layers, ahead, strict=False))
+
+
+class _Moment(msgspec.Struct, frozen=True):
+    """The stages of a pipeline rank that torch's runtime has asked for, and those of them it has also used."""
+
+    asked: frozenset[int]
+    used: frozenset[int]
+
+
+def _held_then(group: Group, moment: _Moment, seat: Seat) -> int:
+    """Bytes of a group at a moment: what lies on several ranks is gathered when asked for, else copied when used."""
+    _, shards = grid(group, seat.plan)
+    held = moment.asked if shards > 1 else moment.used
+    return group.count * _once(group, seat) if group.stage in held else 0
+
+
+@lru_cache(maxsize=1024)
+def _moments(schedule: Schedule, pp: int, chunks: int, microbatches: int, rank: int) -> frozenset[_Moment]:
+    """Every state that a rank's stages are in during a step, when it holds the IN_SIGHT ones that it computes next."""
+    stages = [action.stage for action in actions(schedule, pp, chunks, microbatches)[rank]]
+    sights: list[list[int]] = [[]]
+    for stage in reversed(stages):
+        sights.append([stage, *(other for other in sights[-1] if other != stage)][:IN_SIGHT])
+    used = frozenset[int]()
+    found = set[_Moment]()
+    for stage, sight in zip(stages, reversed(sights), strict=False):
+        asked = frozenset(sight)
+        used = (used & asked) | {stage}
+        found.add(_Moment(asked, used))
+    return frozenset(found)
+
+
+def _why_gathered(plan: Plan) -> str:
+    if not _copies(plan):
+        return "nothing: the weights are used where they lie"
+    if plan.pp > 1:
+        return f"{plan.precision}, the stages that are computed next, of {placement(plan).count(0)} on a rank"
+    if plan.zero == 3:
+        return f"{plan.precision}, what is outside the blocks, one block and the next"
+    return f"{plan.precision}, the whole model until the last backward"
+
+
+def _why_waiting(plan: Plan) -> str:
+    if not _waits(plan):
+        return "nothing: every microbatch scatters its own gradient"
+    return "whole gradients until the last microbatch, beyond the shard that remains of them"
+
+
+def _name(size: int) -> str:
+    return {4: "fp32", 8: "fp64"}[size]
+
+
+def total(lines: Iterable[Line]) -> int:
+    """Bytes of all lines."""
+    return sum(line.bytes for line in lines)

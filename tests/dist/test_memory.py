@@ -1,0 +1,213 @@
+"""A rank holds exactly the bytes that its plan implies: the real model and optimizer, through a real step."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from trials import CPU, alone, corpus_file, make_corpus, make_run
+from worlds import world
+
+from meshwright.cost.memory import states
+from meshwright.parallel import mesh as meshes
+from meshwright.parallel.mesh import Mesh, local
+from meshwright.spec.run import Run
+from meshwright.train.build import build
+from meshwright.train.step import choose
+
+SMALL = ("arch.layers=3", "data.held_out=0.0", "plan.precision=fp32")
+BF16 = ("plan.precision=bf16",)
+TWICE = ("plan.accumulate=2",)
+FOUR_TIMES = ("plan.accumulate=4", "arch.layers=4")
+DEEP = ("arch.layers=8",)
+MOE = ("arch.preset=tiny-moe",)
+GPT = (
+    "arch.norm=layer",
+    "arch.positions=learned",
+    "arch.bias=true",
+    "arch.tied=true",
+    "arch.context=33",  # odd, so that a sharded table is filled up
+)
+
+# By axis, several plans each: they share one world, whose start costs more than a step.
+TWO = {
+    "replicate": [("plan.replicate=2",), ("plan.replicate=2", *TWICE), ("plan.replicate=2", *BF16, *TWICE, *GPT)],
+    "shard": [
+        ("plan.shard=2", "plan.zero=1", *BF16),
+        ("plan.shard=2", "plan.zero=1", *TWICE, *BF16),
+        ("plan.shard=2", "plan.zero=2", *TWICE),
+        ("plan.shard=2", "plan.zero=3", *TWICE, *BF16),
+        ("plan.shard=2", "plan.zero=3", "plan.precision=fp64", *GPT),
+        ("plan.shard=2", "plan.zero=3", *MOE, "arch.moe_every=2", *BF16),
+    ],
+    "tp": [("plan.tp=2",), ("plan.tp=2", *GPT, *BF16, *TWICE), ("plan.tp=2", *MOE)],
+    "cp": [("plan.cp=2", *TWICE), ("plan.cp=2", "plan.zero=3", *BF16)],
+    "ep": [
+        ("plan.shard=2", "plan.zero=1", "plan.ep=2", *MOE, *TWICE),
+        ("plan.shard=2", "plan.zero=3", "plan.ep=2", *MOE, *BF16),
+        ("plan.replicate=2", "plan.ep=2", *MOE),
+    ],
+    "pp": [
+        ("plan.pp=2", *FOUR_TIMES),
+        ("plan.pp=2", "plan.schedule=zbv", *FOUR_TIMES, *GPT, *BF16),
+        ("plan.pp=2", "plan.schedule=interleaved", "plan.chunks=4", *FOUR_TIMES, *DEEP),
+    ],
+}
+FOUR = {
+    "hsdp": [
+        ("plan.replicate=2", "plan.shard=2", "plan.zero=3", *TWICE, *BF16),
+        ("plan.replicate=2", "plan.shard=2", "plan.zero=2", *TWICE),
+        ("plan.replicate=2", "plan.shard=2", "plan.zero=1", *TWICE, *GPT),
+        ("plan.shard=4", "plan.zero=3", *MOE, *BF16),
+    ],
+    "products": [
+        ("plan.tp=2", "plan.shard=2", "plan.zero=3", *TWICE, *BF16, *GPT),
+        ("plan.cp=2", "plan.shard=2", "plan.zero=3"),
+        ("plan.shard=4", "plan.zero=3", "plan.ep=2", *MOE, *TWICE),
+        ("plan.shard=2", "plan.zero=3", "plan.tp=2", "plan.ep=2", *MOE, *BF16),
+    ],
+    "pp": [
+        ("plan.pp=2", "plan.shard=2", "plan.zero=3", *FOUR_TIMES, *GPT, *BF16),
+        ("plan.pp=2", "plan.tp=2", "plan.schedule=zb1p", *FOUR_TIMES),
+        ("plan.pp=2", "plan.shard=2", "plan.zero=2", "plan.ep=2", *FOUR_TIMES, *MOE),
+        # Of four stages torch holds three gathered.
+        ("plan.pp=2", "plan.shard=2", "plan.zero=3", "plan.schedule=interleaved", "plan.chunks=4", *FOUR_TIMES, *DEEP),
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("memory")
+    corpus_file(path)
+    make_corpus(make_run(path), path)  # tokenised once, before the ranks ask
+    return path
+
+
+@dataclass
+class Watch:
+    """What torch's groups of weights hold, looked at whenever one has gathered or scattered something."""
+
+    groups: dict[int, FSDPParamGroup] = field(default_factory=dict)
+    gathered: int = 0  # bytes, at the peak
+    blocks: int = 0  # of which at least something is gathered, at the peak
+    gradients: int = 0  # bytes that are kept for a later microbatch, or for the sum over ranks, at the peak
+
+    def look(self, group: FSDPParamGroup) -> None:
+        self.groups[id(group)] = group
+        sizes = {group._module_fqn or "": gathered_bytes(group) for group in self.groups.values()}
+        self.gathered = max(self.gathered, sum(sizes.values()))
+        self.blocks = max(self.blocks, len({block_of(name) for name, size in sizes.items() if size} - {None}))
+
+    def look_at_gradients(self) -> None:
+        weights = [weight for group in self.groups.values() for weight in group.fsdp_params]
+        waiting = [weight.unsharded_accumulated_grad for weight in weights]
+        waiting += [weight._unsharded_param.grad for weight in weights if hasattr(weight, "_unsharded_param")]
+        scattered = [weight.sharded_param.grad for weight in weights]
+        self.gradients = max(self.gradients, stored([*waiting, *scattered]))
+
+
+def block_of(name: str) -> str | None:
+    """The layer of a module, or None outside the blocks."""
+    head, _, rest = name.partition(".")
+    return rest.split(".")[0] if head == "blocks" else None
+
+
+def gathered_bytes(group: FSDPParamGroup) -> int:
+    """Bytes of a group that is gathered, or on its way."""
+    if group.is_unsharded:
+        return sum(output.nbytes for weight in group.fsdp_params for output in weight.all_gather_outputs)
+    result = group._all_gather_result
+    return result.all_gather_output.nbytes if result is not None else 0
+
+
+def stored(tensors: Iterable[Tensor | None]) -> int:
+    """Bytes of the memory behind tensors, which several may share."""
+    storages = [local(tensor).untyped_storage() for tensor in tensors if tensor is not None]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}.values())
+
+
+@contextmanager
+def watching() -> Iterator[Watch]:
+    """Look after every gathering; at gradients when a microbatch begins, and before a pipeline sums its own."""
+    watch, gather, wait = Watch(), FSDPParamGroup.unshard, FSDPParamGroup.wait_for_unshard
+    forward, sum_up = FSDPParamGroup.pre_forward, schedules._PipelineScheduleRuntime.__dict__.get("x")
+
+    def unshard(group: FSDPParamGroup, *arguments: Any, **words: Any) -> None:
+        gather(group, *arguments, **words)
+        watch.look(group)
+
+    def wait_for_unshard(group: FSDPParamGroup) -> None:
+        wait(group)
+        watch.look(group)
+
+    def pre_forward(group: FSDPParamGroup, *arguments: Any) -> Any:
+        watch.look_at_gradients()
+        return forward(group, *arguments)
+
+    with pytest.MonkeyPatch.context() as patched:
+        for replacement in (unshard, wait_for_unshard, pre_forward):
+            patched.setattr(FSDPParamGroup, replacement.__name__, replacement)
+        yield watch
+
+
+def measured(run: Run, mesh: Mesh, folder: Path) -> tuple[dict[str, int], Watch]:
+    """The ledger of a real step, up to the update, and what was watched on the way."""
+    state = build(run, make_corpus(run, folder), mesh)
+    with watching() as watch:
+        choose(run, state.chunks, mesh)(state.loader.take(0), state.scale.value)
+    state.loader.close()
+    weights = [weight for chunk in state.chunks for weight in chunk.parameters()]
+    gradients = stored(weight.grad for weight in weights)
+    bytes_of = {
+        "weights": stored(weights),
+        "gradients": gradients,
+        "moments": stored([*state.optimizer.first, *state.optimizer.second]),
+        "gathered": watch.gathered,
+        "waiting": max(watch.gradients - gradients, 0),
+    }
+    return bytes_of, watch
+
+
+def surprises(folder: Path, words: tuple[str, ...]) -> list[str]:
+    """Where a real step differs from the arithmetic."""
+    run = make_run(folder, *SMALL, *words)
+    mesh = meshes.make(run.plan, CPU)
+    seen, _ = measured(run, mesh, folder)
+    said = {line.name: line.bytes for line in states(run.arch, run.plan, mesh.place)}
+    return [f"{run.plan}: {name} seen {seen[name]}, said {said[name]}" for name in said if seen[name] != said[name]]
+
+
+@pytest.mark.parametrize("plans", TWO.values(), ids=TWO)
+@world(2, seconds=240)
+def test_two_ranks_hold_what_the_plan_implies(folder, plans):
+    told = [text for words in plans for text in surprises(folder, words)]
+    assert not told, "\n".join(told)
+
+
+@pytest.mark.parametrize("plans", FOUR.values(), ids=FOUR)
+@world(4, seconds=240)
+def test_four_ranks_hold_what_the_plan_implies(folder, plans):
+    told = [text for words in plans for text in surprises(folder, words)]
+    assert not told, "\n".join(told)
+
+
+@pytest.mark.parametrize("plan", [("plan.precision=fp32",), ("plan.precision=fp32", *TWICE)])
+def test_a_lone_rank_uses_its_weights_where_they_lie(folder, plan):
+    run = make_run(folder, *SMALL, *plan, "plan.replicate=1")
+    seen, _ = measured(run, alone(), folder)
+    assert seen == {line.name: line.bytes for line in states(run.arch, run.plan)}
+    assert seen["gathered"] == 0
+
+
+@world(2)
+def test_zero_3_never_gathers_more_than_two_blocks_and_zero_2_all_of_them(folder):
+    blocks = {}
+    for zero in (2, 3):
+        run = make_run(folder, *SMALL, "arch.layers=6", "plan.shard=2", f"plan.zero={zero}", *TWICE)
+        blocks[zero] = measured(run, meshes.make(run.plan, CPU), folder)[1].blocks
+    assert blocks == {2: 6, 3: 2}

@@ -363,7 +363,7 @@ def _require_training() -> None:
     missing = [name for name in ("torch", "numpy", "tokenizers", "safetensors", "rich") if find_spec(name) is None]
     if missing:
         remedy = "run: pip install 'meshwright[train]'"
-        raise InputError([Problem(f"this needs {' and '.join(missing)}, which is not installed", remedy)])
+        raise InputError([Problem(f"this needs what is not installed: {', '.join(missing)}", remedy)])
 
 
 def _told(error: Exception) -> str:

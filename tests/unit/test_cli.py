@@ -80,7 +80,7 @@ def test_training_without_torch_says_so_in_one_line(capsys, monkeypatch):
     assert cli.main(["train"]) == 2
     told = capsys.readouterr().err
     assert told.splitlines() == [
-        "meshwright: this needs torch, which is not installed; run: pip install 'meshwright[train]'"
+        "meshwright: this needs what is not installed: torch; run: pip install 'meshwright[train]'"
     ]
 
 

@@ -1,0 +1,74 @@
+"""Data parallelism in a page, for people who learn from it. Runs use `shard.py`, which composes with the other axes.
+
+Every rank holds the whole model and computes the gradient of its own samples; the sum over ranks is the gradient of all
+of them. Two things make that fast: gradients travel in buckets, so that few large messages are sent instead of many
+small ones, and a bucket leaves as soon as its last gradient is ready, while the backward goes on in earlier layers.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+BUCKET_BYTES = 25_000_000
+
+
+class Replicated(nn.Module):
+    """A model of which every rank holds a copy. Call `finish()` between the backward and the optimizer."""
+
+    def __init__(self, module: nn.Module, bucket_bytes: int = BUCKET_BYTES) -> None:
+        super().__init__()
+        self.module = module
+        self.syncing = True
+        self.buckets = list(_buckets(module, bucket_bytes))
+        self.missing = [len(bucket) for bucket in self.buckets]
+        self.sent: list[tuple[int, Tensor, dist.Work]] = []
+        for number, bucket in enumerate(self.buckets):
+            for weight in bucket:
+                dist.broadcast(weight.data, src=0)  # all copies begin equal
+                weight.register_post_accumulate_grad_hook(lambda _, number=number: self._ready(number))
+
+    def forward(self, *arguments: Any, **words: Any) -> Any:
+        return self.module(*arguments, **words)
+
+    def _ready(self, number: int) -> None:
+        """One more gradient of a bucket is there; with the last one the bucket leaves."""
+        if not self.syncing:
+            return
+        self.missing[number] -= 1
+        if self.missing[number] == 0:
+            flat = torch.cat([weight.grad.flatten() for weight in self.buckets[number] if weight.grad is not None])
+            work = dist.all_reduce(flat, async_op=True)
+            assert work is not None
+            self.sent.append((number, flat, work))
+
+    def finish(self) -> None:
+        """Wait for the sums and put them where the optimizer looks."""
+        for number, flat, work in self.sent:
+            work.wait()
+            bucket = self.buckets[number]
+            for weight, total in zip(bucket, flat.split([weight.numel() for weight in bucket]), strict=True):
+                weight.grad = total.view_as(weight)
+            self.missing[number] = len(bucket)
+        self.sent.clear()
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Keep gradients at home: only the last microbatch of a step needs to send."""
+        self.syncing = False
+        yield
+        self.syncing = True
+
+
+def _buckets(module: nn.Module, limit: int) -> Iterator[list[nn.Parameter]]:
+    """Weights in the order in which their gradients appear, the last layer's first, cut where a bucket is full."""
+    bucket: list[nn.Parameter] = []
+    for weight in reversed(list(module.parameters())):
+        if bucket and sum(each.nbytes for each in bucket) + weight.nbytes > limit:
+            yield bucket
+            bucket = []
+        bucket.append(weight)
+    yield bucket

@@ -1,0 +1,83 @@
+"""One definition of the loss: however the same tokens are cut into ranks and microbatches, the gradient is the same."""
+
+from itertools import accumulate, pairwise
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.data.loader import Batch, StepBatch
+from meshwright.models.decoder import Decoder
+from meshwright.models.init import fill_model
+from meshwright.models.loss import IGNORE
+from meshwright.parallel.mesh import AXES, Mesh
+from meshwright.spec.plan import Plan
+from meshwright.spec.zoo import preset
+from meshwright.train.step import in_turn
+
+ARCH = msgspec.structs.replace(preset("tiny"), layers=1, hidden=16, heads=2, kv_heads=1, head_dim=8, ffn=16, vocab=23)
+MIXTURE = msgspec.structs.replace(
+    ARCH, experts=3, top_k=2, expert_ffn=8, balance_loss=0.1, z_loss=0.01, router="gshard", capacity=1.0
+)
+ROWS, POSITIONS = 6, 5
+nobody: Any = None
+ALONE = Mesh(
+    dense=nobody,
+    expert=nobody,
+    fine=nobody,
+    device=torch.device("cpu"),
+    rank=0,
+    world=1,
+    data_rank=0,
+    place=dict.fromkeys(AXES, 0),
+)
+
+
+def batch(lengths):
+    """Rows of which only the first so many positions are predicted."""
+    generator = torch.Generator().manual_seed(sum(lengths))
+    tokens = torch.randint(0, ARCH.vocab, (ROWS, POSITIONS), generator=generator)
+    targets = torch.randint(0, ARCH.vocab, (ROWS, POSITIONS), generator=generator)
+    positions = torch.arange(POSITIONS).expand(ROWS, -1)
+    hidden = positions >= torch.tensor(lengths)[:, None]
+    index = torch.arange(ROWS * POSITIONS).view(ROWS, POSITIONS)
+    return Batch(tokens, targets.masked_fill(hidden, IGNORE), positions, None, index)
+
+
+def part(whole, start, end):
+    pick = slice(start, end)
+    return Batch(whole.tokens[pick], whole.targets[pick], whole.positions[pick], None, whole.index[pick])
+
+
+def gradient(arch, groups, whole, tokens):
+    """Each group of row ranges is a rank, each range one of its microbatches; gradients of ranks are summed."""
+    model = Decoder(arch).double().train()
+    fill_model(model, arch, seed=1)
+    scale = torch.ones((), dtype=torch.float64)
+    total = 0.0
+    for ranges in groups:
+        step = StepBatch(tuple(part(whole, *each) for each in ranges), tokens, 0.0)
+        total += in_turn(model, Plan(microbatch=1), ALONE, step, scale).item()
+    return total, torch.cat([weight.grad.flatten() for weight in model.parameters() if weight.grad is not None])
+
+
+@pytest.mark.parametrize("arch", [ARCH, MIXTURE], ids=["dense", "mixture"])
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(
+    lengths=st.lists(st.integers(0, POSITIONS), min_size=ROWS, max_size=ROWS).filter(any),
+    sizes=st.lists(st.integers(1, ROWS), min_size=1, max_size=ROWS).filter(lambda sizes: sum(sizes) <= ROWS),
+    ranks=st.integers(1, 3),
+)
+def test_any_split_of_ragged_rows_has_one_gradient(arch, lengths, sizes, ranks):
+    whole, tokens = batch(lengths), sum(lengths)
+    ends = [0, *accumulate(sizes), ROWS]
+    ranges = [(start, end) for start, end in pairwise(ends) if end > start]
+    groups = [group for group in (ranges[rank::ranks] for rank in range(ranks)) if group]
+    loss, split = gradient(arch, groups, whole, tokens)
+    expected, together = gradient(arch, [[(0, ROWS)]], whole, tokens)
+    assert loss == pytest.approx(expected, rel=1e-13)
+    # Sums of a few hundred float64 terms in another order.
+    assert (split - together).norm() <= 1e-13 * together.norm()

@@ -8,6 +8,7 @@ from itertools import chain
 
 from meshwright.cost.traffic_activations import activation_traffic
 from meshwright.cost.traffic_collective import Axis, Collective, merged
+from meshwright.cost.traffic_deterministic import deterministic_traffic
 from meshwright.cost.traffic_held import Seat
 from meshwright.cost.traffic_weights import weight_traffic
 from meshwright.spec.arch import Arch
@@ -26,6 +27,8 @@ def traffic(
     plan's axes. Ranks differ by their pipeline stages, and by the length of their part of an odd vocabulary.
     """
     seat = Seat(arch=arch, plan=plan, sequence=sequence, masked=masked, place=place)
+    if plan.deterministic:
+        return merged(deterministic_traffic(seat))
     return merged(chain(weight_traffic(seat), activation_traffic(seat), _verdict(plan)))
 
 

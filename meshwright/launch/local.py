@@ -111,7 +111,11 @@ def _ended(code: int) -> str:
 def defaults(ranks: int) -> dict[str, str]:
     """What a rank's environment has unless the user's own says otherwise: its share of the cores, loopback only."""
     loopback = "lo0" if sys.platform == "darwin" else "lo"
-    return {"OMP_NUM_THREADS": str(max(cores() // ranks, 1)), "GLOO_SOCKET_IFNAME": loopback}
+    return {
+        "OMP_NUM_THREADS": str(max(cores() // ranks, 1)),
+        "GLOO_SOCKET_IFNAME": loopback,
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it a GPU's products refuse to be deterministic
+    }
 
 
 def gpus(environment: Mapping[str, str]) -> int:

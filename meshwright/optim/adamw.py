@@ -17,8 +17,9 @@ class AdamW:
     machine before the first step.
     """
 
-    def __init__(self, optim: Optim, weights: Iterable[nn.Parameter]) -> None:
+    def __init__(self, optim: Optim, weights: Iterable[nn.Parameter], deterministic: bool = False) -> None:
         self.optim = optim
+        self.update = self._plain if deterministic else self._fused
         self.weights = list(weights)
         self.first = [torch.zeros_like(local(weight.detach())) for weight in self.weights]
         self.second = [torch.zeros_like(moment) for moment in self.first]
@@ -34,9 +35,9 @@ class AdamW:
         """Update every weight, or none when the verdict says the gradient is not finite."""
         self.count += verdict.finite
         for decay, indices in self._groups().items():
-            self._update(indices, rate, decay, verdict)
+            self.update(indices, rate, decay, verdict)
 
-    def _update(self, indices: list[int], rate: float, decay: float, verdict: Verdict) -> None:
+    def _fused(self, indices: list[int], rate: float, decay: float, verdict: Verdict) -> None:
         gradients = [self._gradient(i) for i in indices]
         divisor = verdict.factor.reciprocal().float()
         if gradients[0].dtype == torch.float64:
@@ -59,6 +60,26 @@ class AdamW:
             grad_scale=divisor,
             found_inf=(1.0 - verdict.finite).float(),
         )
+
+    def _plain(self, indices: list[int], rate: float, decay: float, verdict: Verdict) -> None:
+        """The same by operations that round once each, so that an element's bits do not depend on its neighbours.
+
+        The fused kernel takes the ends of a tensor, which sharding moves, through other instructions than its middle.
+        """
+        beta1, beta2, count = self.optim.beta1, self.optim.beta2, self.count.double()
+        finite = verdict.finite > 0
+        for i in indices:
+            weight = local(self.weights[i].detach())
+            factor, bias1, bias2 = (
+                number.to(weight.dtype) for number in (verdict.factor, 1 - beta1**count, 1 - beta2**count)
+            )
+            gradient = self._gradient(i) * factor
+            first = self.first[i] * beta1 + gradient * (1 - beta1)
+            second = self.second[i] * beta2 + gradient.square() * (1 - beta2)
+            move = first / bias1 / ((second / bias2).sqrt() + self.optim.eps)
+            moved = weight * (1 - rate * decay) - move * rate
+            for held, new in ((weight, moved), (self.first[i], first), (self.second[i], second)):
+                held.copy_(torch.where(finite, new, held))
 
     def _gradient(self, index: int) -> Tensor:
         gradient = self.weights[index].grad

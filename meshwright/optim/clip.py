@@ -1,13 +1,17 @@
 """One judgement of a step's gradient, over the whole mesh: its norm, whether it is finite, how far to shrink it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshwright.parallel import deterministic
 from meshwright.parallel.mesh import Mesh, copies, local
+from meshwright.spec.plan import Plan
+
+Measure = Callable[[Sequence[nn.Module], Tensor, Mesh], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +24,22 @@ class Verdict:
     factor: Tensor  # what the gradient is multiplied with: clipping and the loss scale's inverse
 
 
-def judge(chunks: Sequence[nn.Module], loss_sum: Tensor, scale: Tensor, limit: float, mesh: Mesh) -> Verdict:
+def choose(plan: Plan) -> Measure:
+    """How this plan adds up the loss and the square norm over its ranks."""
+    return deterministic.measured if plan.deterministic else measured
+
+
+def measured(chunks: Sequence[nn.Module], loss_sum: Tensor, mesh: Mesh) -> tuple[Tensor, Tensor]:
     """One collective of two numbers: the loss and the gradient's square norm, of which each rank holds a part."""
     totals = torch.stack([loss_sum.double(), square_share(chunks, mesh)])
     if mesh.world > 1:
         dist.all_reduce(totals)
     loss, square = totals.unbind()
+    return loss, square
+
+
+def judge(loss: Tensor, square: Tensor, scale: Tensor, limit: float) -> Verdict:
+    """The verdict over the job's loss and the gradient's square norm, which still has the loss scale in it."""
     norm = square.sqrt() / scale
     finite = norm.isfinite()
     shrink = (limit / norm.clamp(min=limit)) if limit > 0 else torch.ones_like(norm)

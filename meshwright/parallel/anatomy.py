@@ -85,6 +85,12 @@ def resolved(table: Mapping[str, ParallelStyle], model: nn.Module) -> dict[str, 
     return {name: style for pattern, style in table.items() for name in names if _fits(name, pattern)}
 
 
+def unmatched(table: Mapping[str, ParallelStyle], model: nn.Module) -> list[str]:
+    """The lines of a split table that cut nothing of the whole model."""
+    names = [name for name, _ in model.named_modules()]
+    return [pattern for pattern in table if not any(_fits(name, pattern) for name in names)]
+
+
 def _fits(name: str, pattern: str) -> bool:
     words, patterns = name.split("."), pattern.split(".")
     return len(words) == len(patterns) and all(map(fnmatchcase, words, patterns))

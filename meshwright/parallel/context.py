@@ -11,9 +11,8 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from meshwright.models.decoder import Decoder
 from meshwright.models.layers import Attend, Attention, causal_attention
 from meshwright.models.moe import Mixture
 from meshwright.models.routers import Route, Routing
@@ -26,7 +25,7 @@ from meshwright.spec.arch import Arch
 from meshwright.spec.plan import Plan
 
 
-def split(model: Decoder, plan: Plan, mesh: Mesh) -> Decoder:
+def split(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
     """Put an attention over split sequences into every layer, and a router that sees whole ones."""
     if plan.cp == 1:
         return model

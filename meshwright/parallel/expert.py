@@ -12,17 +12,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 
-from meshwright.models.decoder import Decoder
 from meshwright.models.moe import Experts, Mixture
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.mixture import hold_experts
 from meshwright.spec.plan import Plan
 
 
-def split(model: Decoder, plan: Plan, mesh: Mesh) -> Decoder:
+def split(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
     """Give each rank its experts of every mixture, and every mixture a way to those of other ranks."""
     if plan.ep == 1:
         return model

@@ -1,5 +1,6 @@
 """The ranks as a grid whose axes are the plan's."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -64,7 +65,6 @@ def copies(weight: Tensor, mesh: Mesh) -> int:
         return mesh.world
     axes = zip(weight.device_mesh.shape, weight.placements, strict=True)
     held_alike = [size for size, placement in axes if isinstance(placement, Replicate)]
-    count = 1
-    for size in held_alike:
-        count *= size
-    return count
+    if "tp" not in (weight.device_mesh.mesh_dim_names or ()):  # a split table left it whole on each of those ranks
+        held_alike.append(mesh.dense["tp"].size())
+    return math.prod(held_alike)

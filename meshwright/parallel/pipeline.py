@@ -1,13 +1,12 @@
 """Pipeline parallelism: layers cut into stages, run by torch's runtime in the order of our own schedules.
 
-A stage is the plain decoder without the layers of the others. What travels between stages is the residual stream of a
-microbatch, (b, s ÷ cp ÷ tp, hidden). Torch's runtime keeps a stage's weights gathered for the whole step and sums its
-gradients once, after the last microbatch, whatever `zero` says.
+A stage is the plain model without the layers of the others. What travels between stages is the residual stream of a
+microbatch; of our decoder, (b, s ÷ cp ÷ tp, hidden). Torch's runtime keeps a stage's weights gathered for the whole
+step and sums its gradients once, after the last microbatch, whatever `zero` says.
 """
 
 import copy
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,22 +15,24 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
-from meshwright.models.decoder import Decoder
 from meshwright.parallel import precision
+from meshwright.parallel.anatomy import Anatomy, stage_of
 from meshwright.parallel.mesh import Mesh, local
 from meshwright.spec.arch import Arch
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import Run
 from meshwright.spec.schedule import actions, stage_ranks
 
-Loss = Callable[[Tensor, Tensor], Tensor]  # from logits and targets to a sum of token losses
+Loss = Callable[[Tensor, Tensor], Tensor]  # from a microbatch's outputs and targets to a sum of losses
+# From a microbatch's input and a stage to a description of what that stage is sent, or past the last, what leaves it.
+Streams = Callable[[Tensor, int], Tensor]
 
 
-def cut(model: Decoder, plan: Plan, mesh: Mesh) -> list[Decoder]:
+def cut(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: Anatomy) -> list[nn.Module]:
     """The stages that this rank runs, in the order of the model."""
     if plan.pp == 1:
         return [model]
-    return [_part(model, stage, plan) for stage in my_stages(plan, mesh)]
+    return [part(model, plan, stage, anatomy) for stage in my_stages(plan, mesh)]
 
 
 def my_stages(plan: Plan, mesh: Mesh) -> list[int]:
@@ -44,63 +45,56 @@ def placement(plan: Plan) -> tuple[int, ...]:
     return stage_ranks(plan.schedule, plan.pp, plan.chunks)
 
 
-def _part(model: Decoder, stage: int, plan: Plan) -> Decoder:
-    """One stage; the last one of a tied model projects with a copy of the embedding."""
-    part = copy.deepcopy(model)
-    end = list(accumulate(plan.stages))[stage]
-    for layer in list(part.blocks):
-        if not end - plan.stages[stage] <= int(layer) < end:
-            del part.blocks[layer]
-    first, last = stage == 0, stage == len(plan.stages) - 1
-    if not first:
-        part.positions = None
-        if not (last and model.arch.tied):
-            part.embed = None
-    if not last:
-        part.norm = None
-        part.head = None
-    if model.arch.tied and (first or last):
-        part.also_elsewhere = frozenset({"embed.weight"})
-    return part
+def part(model: nn.Module, plan: Plan, stage: int, anatomy: Anatomy) -> nn.Module:
+    """One stage of a plan, the model left as it is."""
+    assert anatomy.part is not None, "refused before ranks start"
+    return anatomy.part(copy.deepcopy(model), stage_of(plan, stage))
 
 
 class Pipeline:
     """A step of the pipeline: all microbatches through all stages, in the order of the plan's schedule."""
 
-    def __init__(self, chunks: Sequence[nn.Module], arch: Arch, plan: Plan, mesh: Mesh, loss: Loss) -> None:
-        self.chunks, self.arch, self.plan, self.mesh = chunks, arch, plan, mesh
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        plan: Plan,
+        mesh: Mesh,
+        loss: Loss,
+        streams: Streams,
+        tied: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.chunks, self.plan, self.mesh = chunks, plan, mesh
+        self.loss, self.streams, self.tied = loss, streams, tied
         self.weight = torch.ones((), device=mesh.device)
         self.total = torch.zeros((), dtype=torch.float64, device=mesh.device)
         self.runtime: _PipelineScheduleRuntime | None = None
-        self.tied = tied_group(arch, plan, mesh)
-        self.loss = loss
 
-    def step(self, words: dict[str, Any], targets: Tensor, weight: Tensor) -> Tensor:
+    def step(self, x: Tensor, words: dict[str, Any], targets: Tensor, weight: Tensor) -> Tensor:
         """Forward and backward of one step's microbatches, joined along dim 0; returns this rank's sum of losses."""
         self.weight = weight
         self.total = torch.zeros_like(self.total)
-        tokens = words.pop("tokens")
         if self.runtime is None:
-            self.runtime = self._build(tokens[: self.plan.microbatch])
+            self.runtime = self._build(x[: self.plan.microbatch])
         given = {name: value for name, value in words.items() if value is not None}  # torch 2.11 trips over None
-        self.runtime.step(tokens, target=targets, losses=[], return_outputs=False, **given)
+        self.runtime.step(x, target=targets, losses=[], return_outputs=False, **given)
         add_tied(self.chunks, self.tied)
         return self.total
 
-    def _weighed(self, logits: Tensor, targets: Tensor) -> Tensor:
-        loss = self.loss(logits, targets)
+    def _weighed(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        loss = self.loss(outputs, targets)
         self.total += loss.detach()
         return loss * self.weight.to(loss.dtype)
 
-    def _build(self, tokens: Tensor) -> _PipelineScheduleRuntime:
+    def _build(self, x: Tensor) -> _PipelineScheduleRuntime:
         stages = [
             PipelineStage(
                 chunk,
                 stage,
                 len(self.plan.stages),
                 self.mesh.device,
-                input_args=tokens if stage == 0 else self._stream(tokens),
-                output_args=self._output(tokens, stage),
+                # Described, so that torch need not ask the other stages for it.
+                input_args=self.streams(x, stage),
+                output_args=self.streams(x, stage + 1),
                 group=self.mesh.group("pp"),
             )
             for stage, chunk in zip(my_stages(self.plan, self.mesh), self.chunks, strict=True)
@@ -118,17 +112,6 @@ class Pipeline:
             {rank: [_Action.from_str(str(action)) for action in order] for rank, order in enumerate(orders)}
         )
         return runtime
-
-    def _output(self, tokens: Tensor, stage: int) -> Tensor:
-        if stage < len(self.plan.stages) - 1:
-            return self._stream(tokens)
-        return torch.empty(*tokens.shape, self.arch.vocab, dtype=precision.compute_dtype(self.plan), device="meta")
-
-    def _stream(self, tokens: Tensor) -> Tensor:
-        """What a stage is sent, described so that torch need not ask the other stages for it."""
-        batch, positions = tokens.shape
-        shape = (batch, positions // self.plan.tp, self.arch.hidden)
-        return torch.empty(shape, dtype=precision.compute_dtype(self.plan), device=tokens.device, requires_grad=True)
 
 
 def _meet_others_only(stage: PipelineStage) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from functools import partial
-from typing import cast
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -10,38 +9,40 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 
 from meshwright.models.moe import Experts
-from meshwright.parallel import precision
+from meshwright.parallel import deterministic, precision
+from meshwright.parallel.anatomy import Anatomy, Blocks, with_weights
 from meshwright.parallel.mesh import Mesh, local
 from meshwright.spec.plan import Plan
 
 
-def wrap(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
+def wrap(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: Anatomy) -> nn.Module:
     """Each block gathers its weights before use and sums its gradients after; a lone fp32 rank does neither."""
-    if plan.world == 1 and not precision.is_low(plan):
+    if plan.world == 1 and not precision.is_low(plan) and not plan.deterministic:
         return model
     again = plan.zero == 3 and plan.pp == 1  # gathered weights are dropped after the forward and gathered again
-    for module, grid in [*_sharers(model, plan, mesh), (model, mesh.dense)]:
+    for module, grid in [*_sharers(anatomy.blocks(model), plan, mesh), (model, mesh.dense)]:
         fully_shard(
             module,
-            mesh=weight_axes(grid),
+            mesh=grid["shard"] if plan.deterministic else weight_axes(grid),
             mp_policy=precision.policy(plan),
             reshard_after_forward=again and module is not model,  # what is outside the blocks is used again at once
-            shard_placement_fn=partial(even_dim, ranks=grid["shard"].size()),
+            # The deterministic norm is folded row by row, so no row is cut.
+            shard_placement_fn=None if plan.deterministic else partial(even_dim, ranks=grid["shard"].size()),
         )
     # The loss is already divided by the step's global count of tokens, so gradients are summed, not averaged.
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    return model
+    return deterministic.attach(model, plan, mesh)
 
 
-def _sharers(model: nn.Module, plan: Plan, mesh: Mesh) -> Iterator[tuple[nn.Module, DeviceMesh]]:
+def _sharers(blocks: Blocks, plan: Plan, mesh: Mesh) -> Iterator[tuple[nn.Module, DeviceMesh]]:
     """The modules that gather their weights by themselves, inner ones first, and the grid over which they do.
 
     Experts that ranks share among them are held alike by fewer ranks than the rest of their block.
     """
-    for block in cast(nn.ModuleDict, model.blocks).values():
+    for block in with_weights(blocks):
         if plan.ep > 1:
             yield from ((module, mesh.expert) for module in block.modules() if isinstance(module, Experts))
         yield block, mesh.dense
@@ -71,6 +72,8 @@ def sum_gradients(chunk: nn.Module, plan: Plan, last: bool) -> None:
     if not isinstance(chunk, FSDPModule):
         return
     chunk.set_reshard_after_backward(last or plan.zero == 3)
+    if plan.deterministic:
+        return  # every microbatch hands over its gradient, and the tree keeps it on this rank until the last
     if plan.zero >= 2:
         chunk.set_requires_all_reduce(last)
     else:

@@ -110,6 +110,34 @@ def _experts(run: Run) -> Iterator[Problem]:
         )
 
 
+def _deterministic(run: Run) -> Iterator[Problem]:
+    plan = run.plan
+    if not plan.deterministic:
+        return
+    for axis, sums in {"tp": "partial products", "cp": "parts of a sequence", "ep": "tokens of an expert"}.items():
+        if getattr(plan, axis) > 1:
+            yield Problem(
+                f"plan.deterministic fixes the order of sums over microbatches, and plan.{axis} = "
+                f"{getattr(plan, axis)} adds up {sums} in an order of its own",
+                f"set plan.{axis} = 1 and use plan.replicate and plan.shard, or leave plan.deterministic out",
+                f"plan.{axis}",
+            )
+    if plan.pp > 1:
+        yield Problem(
+            f"plan.deterministic needs each microbatch's gradient apart, and plan.pp = {plan.pp} adds them up itself",
+            "set plan.pp = 1 and use plan.replicate and plan.shard, or leave plan.deterministic out",
+            "plan.pp",
+        )
+    for name in ("replicate", "shard", "accumulate"):
+        value = getattr(plan, name)
+        if value > 0 and value & (value - 1):
+            yield Problem(
+                f"plan.deterministic adds in a binary tree, and plan.{name} = {value} is not a power of two",
+                f"use plan.{name} = {1 << (value.bit_length() - 1)} or {1 << value.bit_length()}",
+                f"plan.{name}",
+            )
+
+
 RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
-    _batch, _zero, _tensor, _sequence, _ulysses, _pipeline, _experts,
+    _batch, _zero, _tensor, _sequence, _ulysses, _pipeline, _experts, _deterministic,
 )  # fmt: skip

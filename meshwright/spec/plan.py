@@ -30,6 +30,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     microbatch: int  # sequences in one forward pass of one rank
     accumulate: int = 1  # forward and backward passes in one step
     precision: Precision = "fp32"  # of the arithmetic; weights and their sums are held in fp32 (fp64 in proofs)
+    deterministic: bool = False  # sums in a fixed order: the same bits for every replicate · shard
 
     @property
     def world(self) -> int:
@@ -66,4 +67,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         if self.pp > 1:
             used += [f"schedule={self.schedule}", f"stages={'+'.join(map(str, self.stages))}"]
         used += [f"microbatch={self.microbatch}", f"accumulate={self.accumulate}", f"precision={self.precision}"]
+        if self.deterministic:
+            used.append("deterministic")
         return " ".join(used)

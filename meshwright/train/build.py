@@ -17,6 +17,7 @@ from meshwright.models.moe import Mixture
 from meshwright.optim.adamw import AdamW
 from meshwright.parallel import precision
 from meshwright.parallel.apply import apply
+from meshwright.parallel.decoder import DECODER
 from meshwright.parallel.mesh import Mesh, local
 from meshwright.spec.params import params
 from meshwright.spec.run import Run
@@ -38,7 +39,7 @@ def build(run: Run, corpus: Corpus, mesh: Mesh) -> State:
     """The state before the first step."""
     with torch.device("meta"):
         model = Decoder(run.arch).to(precision.weight_dtype(run.plan))
-    chunks = apply(model, run.plan, mesh)
+    chunks = apply(model, run.plan, mesh, DECODER)
     for chunk in chunks:
         chunk.to_empty(device=mesh.device)
         chunk.train()
@@ -46,7 +47,7 @@ def build(run: Run, corpus: Corpus, mesh: Mesh) -> State:
     weights = [weight for chunk in chunks for weight in chunk.parameters()]
     return State(
         chunks=chunks,
-        optimizer=AdamW(run.optim, weights),
+        optimizer=AdamW(run.optim, weights, run.plan.deterministic),
         loader=Loader(corpus, run, mesh.data_rank, mesh.device),
         scale=LossScale(run.plan, mesh.device),
     )

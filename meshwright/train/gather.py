@@ -1,6 +1,7 @@
 """The whole model again, weight by weight, from all the ranks that share it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,35 +15,52 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.run import Run
 
 
+class Home(NamedTuple):
+    """Where a weight is."""
+
+    name: str
+    shape: tuple[int, ...]
+    rank: int  # of the pipeline
+
+
+def homes(run: Run) -> list[Home]:
+    """Every weight in the order of the parameter table."""
+    return [Home(param.name, param.shape, owner_of(param, run.plan)) for param in params(run.arch)]
+
+
 def weights(chunks: Sequence[nn.Module], run: Run, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
     """Every weight; see `gathered`."""
-    return gathered(chunks, run, mesh, lambda weight: weight)
+    return gathered(chunks, homes(run), mesh, lambda weight: weight)
 
 
 def gradients(chunks: Sequence[nn.Module], run: Run, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
     """Every gradient; see `gathered`."""
-    return gathered(chunks, run, mesh, lambda weight: torch.zeros_like(weight) if weight.grad is None else weight.grad)
+    return gathered(chunks, homes(run), mesh, gradient)
+
+
+def gradient(weight: Tensor) -> Tensor:
+    """A weight's gradient; of one that took no part, zeros."""
+    return torch.zeros_like(weight) if weight.grad is None else weight.grad
 
 
 @torch.no_grad()
 def gathered(
-    chunks: Sequence[nn.Module], run: Run, mesh: Mesh, of: Callable[[Tensor], Tensor]
+    chunks: Sequence[nn.Module], homes: Iterable[Home], mesh: Mesh, of: Callable[[Tensor], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Something of every weight in the order of the parameter table, on the CPU, at the first pipeline rank.
+    """Something of every weight, in the order of its homes, on the CPU, at the first pipeline rank.
 
     All ranks must iterate to the end: each tensor is gathered from the ranks that share it, then handed to the first
     stage's; elsewhere nothing is yielded. Only one tensor is whole at a time.
     """
     held = {name: weight for chunk in reversed(chunks) for name, weight in chunk.named_parameters()}
     first = mesh.place["pp"] == 0
-    for param in params(run.arch):
-        owner = owner_of(param, run.plan)
-        whole = _full(of(held[param.name])) if owner == mesh.place["pp"] else None
-        if owner != 0:
-            whole = _hand_over(whole, param, owner, next(iter(held.values())), mesh)
+    for home in homes:
+        whole = _full(of(held[home.name])) if home.rank == mesh.place["pp"] else None
+        if home.rank != 0:
+            whole = _hand_over(whole, home, next(iter(held.values())), mesh)
         if first:
             assert whole is not None
-            yield param.name, whole.cpu()
+            yield home.name, whole.cpu()
 
 
 def owner_of(param: Param, plan: Plan) -> int:
@@ -64,7 +82,7 @@ def _full(weight: Tensor) -> Tensor:
     return weight.full_tensor() if isinstance(weight, DTensor) else weight.detach()
 
 
-def _hand_over(whole: Tensor | None, param: Param, owner: int, like: Tensor, mesh: Mesh) -> Tensor | None:
+def _hand_over(whole: Tensor | None, home: Home, like: Tensor, mesh: Mesh) -> Tensor | None:
     """From the owner's stage to the first, on every line of the pipeline."""
     group = mesh.group("pp")
     if whole is not None:
@@ -72,6 +90,6 @@ def _hand_over(whole: Tensor | None, param: Param, owner: int, like: Tensor, mes
         return None
     if mesh.place["pp"] != 0:
         return None
-    whole = torch.empty(param.shape, dtype=like.dtype, device=mesh.device)
-    dist.recv(whole, group=group, group_src=owner)
+    whole = torch.empty(home.shape, dtype=like.dtype, device=mesh.device)
+    dist.recv(whole, group=group, group_src=home.rank)
     return whole

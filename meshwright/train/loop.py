@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.optim.clip import judge
+from meshwright.optim import clip
 from meshwright.optim.schedule import learning_rate
+from meshwright.parallel import deterministic
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec.run import Run
 from meshwright.train.build import State
@@ -43,13 +43,16 @@ class StepResult:
 
 def train(run: Run, state: State, mesh: Mesh) -> Iterator[StepResult | HeldResult]:
     """Run the plan. Yields one result a step, and held-out losses between; whoever iterates decides what to do."""
+    deterministic.pin(run.plan, mesh.device)
     forward_backward = choose(run, state.chunks, mesh)
+    measure = clip.choose(run.plan)
     while state.step < run.steps:
         state.optimizer.zero_grad()
         batch = state.loader.take(state.step)
         scale = state.scale.value
         loss_sum = forward_backward(batch, scale)
-        verdict = judge(state.chunks, loss_sum, scale, run.optim.clip, mesh)
+        loss, square = measure(state.chunks, loss_sum, mesh)
+        verdict = clip.judge(loss, square, scale, run.optim.clip)
         rate = learning_rate(run.optim, state.step, run.steps)
         state.optimizer.step(rate, verdict)
         state.scale.update(verdict.finite)
@@ -79,17 +82,18 @@ def is_due(run: Run, step: int) -> bool:
 def held_out(run: Run, state: State, mesh: Mesh) -> HeldResult:
     """The loss over samples that are never trained on, under the same plan."""
     start = time.perf_counter()
-    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    sums: list[Tensor] = []  # of each global batch, this rank's part
     tokens = 0
     with evaluating(state.chunks):
         for number in range(run.held.batches):
             batch = state.loader.held(number)
             tokens += batch.tokens
-            for microbatch in batch.microbatches:
-                total += held_loss(state.chunks, run, mesh, microbatch) / run.plan.tp
-    if mesh.world > 1:
-        dist.all_reduce(total)
-    return HeldResult(step=state.step, loss=total / tokens, tokens=tokens, seconds=time.perf_counter() - start)
+            tree = deterministic.Tree(len(batch.microbatches))
+            parts = [tree.add(held_loss(state.chunks, run, mesh, each).double()) for each in batch.microbatches]
+            assert parts[-1] is not None, "the last microbatch completes the sum"
+            sums.append(parts[-1] / run.plan.tp)
+    loss = deterministic.total(torch.stack(sums), run.plan, mesh).sum() / tokens
+    return HeldResult(step=state.step, loss=loss, tokens=tokens, seconds=time.perf_counter() - start)
 
 
 def balance(state: State) -> Tensor | None:

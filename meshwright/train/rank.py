@@ -12,6 +12,7 @@ import torch.distributed as dist
 from meshwright import __version__
 from meshwright.checkpoint.folder import save_native
 from meshwright.data.prepare import Corpus
+from meshwright.parallel import deterministic
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec.params import count
 from meshwright.spec.place import Place
@@ -34,6 +35,8 @@ def run_rank(run: Run, place: Place, folder: Path, corpus: Corpus, screen: Scree
         state = build(run, corpus, mesh)
         if mesh.rank == 0:
             _write_environment(folder, mesh)
+        for line in deterministic.described(run.plan, state.chunks):
+            screen.say(line)
         recorder = Recorder(run, mesh, folder, screen, _writers(run, mesh, folder, screen))
         screen.say("first step")
         try:

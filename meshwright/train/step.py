@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -10,12 +11,14 @@ from torch import Tensor, nn
 from meshwright.data.loader import Batch, StepBatch
 from meshwright.models.loss import token_loss_sum
 from meshwright.models.moe import Mixture
-from meshwright.parallel import context, shard, tensor
+from meshwright.parallel import context, decoder, shard, tensor
+from meshwright.parallel.deterministic import Tree
 from meshwright.parallel.mesh import Mesh, local
-from meshwright.parallel.pipeline import Pipeline, relay
+from meshwright.parallel.pipeline import Pipeline, relay, tied_group
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import Run
 
+Microbatch = TypeVar("Microbatch")
 ForwardBackward = Callable[[StepBatch, Tensor], Tensor]
 
 
@@ -23,7 +26,9 @@ def choose(run: Run, chunks: Sequence[nn.Module], mesh: Mesh) -> ForwardBackward
     """How this plan runs the microbatches of a step: from a batch and the loss scale to this rank's sum of losses."""
     if run.plan.pp == 1:
         return partial(in_turn, chunks[0], run.plan, mesh)
-    return partial(in_pipeline, Pipeline(chunks, run.arch, run.plan, mesh, loss_sum), chunks, run.plan, mesh)
+    streams = partial(decoder.stream, run.arch, run.plan)
+    pipeline = Pipeline(chunks, run.plan, mesh, loss_sum, streams, tied_group(run.arch, run.plan, mesh))
+    return partial(in_pipeline, pipeline, chunks, run.plan, mesh)
 
 
 def in_turn(model: nn.Module, plan: Plan, mesh: Mesh, batch: StepBatch, scale: Tensor) -> Tensor:
@@ -33,14 +38,26 @@ def in_turn(model: nn.Module, plan: Plan, mesh: Mesh, batch: StepBatch, scale: T
     same however the tokens are cut into microbatches and ranks, ragged ones included.
     """
     weight = _share_weight([model], scale / batch.tokens)
-    total = torch.zeros((), dtype=torch.float64, device=weight.device)
-    last = len(batch.microbatches) - 1
-    for number, microbatch in enumerate(batch.microbatches):
+    return accumulated(model, plan, batch.microbatches, partial(losses, model, plan, mesh), weight)
+
+
+def accumulated(
+    model: nn.Module,
+    plan: Plan,
+    microbatches: Sequence[Microbatch],
+    loss_of: Callable[[Microbatch], Tensor],
+    weight: Tensor,
+) -> Tensor:
+    """Forward and backward of each microbatch's sum of losses times a weight; returns this rank's share of the sum."""
+    total, tree = None, Tree(len(microbatches))
+    last = len(microbatches) - 1
+    for number, microbatch in enumerate(microbatches):
         shard.sum_gradients(model, plan, last=number == last)
         with tensor.loss_context(plan):
-            loss = losses(model, plan, mesh, microbatch)
+            loss = loss_of(microbatch)
             (loss * weight.to(loss.dtype)).backward()
-        total += loss.detach() / plan.tp  # every rank of tp has it
+        total = tree.add(loss.detach().double() / plan.tp)  # every rank of tp has it
+    assert total is not None, "the last microbatch completes the sum"
     return total
 
 
@@ -52,7 +69,10 @@ def in_pipeline(
     whole = _joined(batch.microbatches)
     with tensor.loss_context(plan):
         targets = context.cut(plan, mesh)(whole.targets)
-        return pipeline.step(arguments(plan, mesh, whole), targets, weight) / plan.tp
+        words = arguments(plan, mesh, whole)
+        tokens = words.pop("tokens")
+        assert tokens is not None
+        return pipeline.step(tokens, words, targets, weight) / plan.tp
 
 
 def _joined(microbatches: Sequence[Batch]) -> Batch:

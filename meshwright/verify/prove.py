@@ -4,11 +4,12 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from meshwright.spec.params import count
+from meshwright.spec.plan import Plan
 from meshwright.spec.run import Run
 from meshwright.verify.certificate import TOLERANCES, Certificate, Verdict, header, line
 from meshwright.verify.plans import TEXT, Job, write_ragged
@@ -39,16 +40,45 @@ def prove(
     reference: Run, planned: list[tuple[str, Run]], cache: Path, folder: Path, told: Callable[[Verdict], None]
 ) -> Certificate:
     """Compare every plan with one process; `told` hears each verdict as it falls."""
-    record, judge = _work("record"), _work("judge")
     tolerance, reason = TOLERANCES[reference.plan.precision]
+    return Certificate(
+        run=reference,
+        steps=reference.steps,
+        tolerance=tolerance,
+        reason=reason,
+        torch=_torch_version(),
+        verdicts=tuple(beside(reference, planned, (_work("record"), cache), folder, told)),
+    )
+
+
+class Planned(Protocol):
+    """Anything that a plan runs."""
+
+    @property
+    def plan(self) -> Plan: ...
+
+
+AnyPlanned = TypeVar("AnyPlanned", bound=Planned)
+
+
+def beside(
+    reference: AnyPlanned,
+    planned: list[tuple[str, AnyPlanned]],
+    work: tuple[Work, Any],
+    folder: Path,
+    told: Callable[[Verdict], None],
+) -> list[Verdict]:
+    """Run the reference once and each plan beside it; `work` is record(place, run, given, folder) and its `given`."""
+    (record, given), judge = work, _work("judge")
+    tolerance, _ = TOLERANCES[reference.plan.precision]
     base = _fresh(folder / "reference")
-    run_ranks(record, 1, (reference, cache, base), LONGEST)
+    run_ranks(record, 1, (reference, given, base), LONGEST)
     verdicts = []
     for number, (name, run) in enumerate(planned):
         place = _fresh(folder / f"plan{number}")
         began = time.monotonic()
         try:
-            run_ranks(record, run.plan.world, (run, cache, place), LONGEST)
+            run_ranks(record, run.plan.world, (run, given, place), LONGEST)
             run_ranks(judge, 1, (run, base, place, tolerance, time.monotonic() - began), LONGEST)
             verdict = msgspec.json.decode((place / "verdict.json").read_bytes(), type=Verdict)
         except RankError as error:
@@ -58,14 +88,7 @@ def prove(
         verdicts.append(verdict)
         told(verdict)
     shutil.rmtree(base)
-    return Certificate(
-        run=reference,
-        steps=reference.steps,
-        tolerance=tolerance,
-        reason=reason,
-        torch=_torch_version(),
-        verdicts=tuple(verdicts),
-    )
+    return verdicts
 
 
 def _failed(error: str, seconds: float) -> Verdict:
@@ -96,15 +119,15 @@ def _work(name: str) -> Work:
 
 
 class Remote:
-    """Calls a function of verify/parity.py where it is run."""
+    """Calls a function of verify/compare.py where it is run."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def __call__(self, *arguments: Any) -> None:
-        from meshwright.verify import parity
+        from meshwright.verify import compare
 
-        getattr(parity, self.name)(*arguments)
+        getattr(compare, self.name)(*arguments)
 
 
 def _torch_version() -> str:

@@ -17,7 +17,7 @@ from meshwright.spec.place import Place
 
 Work = Callable[..., None]  # (place, *arguments), to be found by its name in a module
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["meshwright.verify.parity"])
+SERVER.set_forkserver_preload(["meshwright.verify.compare"])
 
 
 class RankError(RuntimeError):

@@ -13,13 +13,13 @@ from meshwright.models.loss import IGNORE
 from meshwright.optim import clip
 from meshwright.spec.place import Place
 from meshwright.spec.run import Run
-from meshwright.verify import parity
+from meshwright.verify import compare
 
 
 def record(place: Place, run: Run, cache: Path, folder: Path, bug: str) -> None:
-    """`parity.record` with a bug."""
+    """`compare.record` with a bug."""
     BUGS[bug](run)
-    parity.record(place, run, cache, folder)
+    compare.record(place, run, cache, folder)
 
 
 def gradient_not_reduced(run: Run) -> None:

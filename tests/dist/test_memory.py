@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.pipelining import PipelineStage
 from trials import CPU, alone, corpus_file, make_corpus, make_run
 from worlds import world
 
@@ -35,7 +36,12 @@ GPT = (
 
 # By axis, several plans each: they share one world, whose start costs more than a step.
 TWO = {
-    "replicate": [("plan.replicate=2",), ("plan.replicate=2", *TWICE), ("plan.replicate=2", *BF16, *TWICE, *GPT)],
+    "replicate": [
+        ("plan.replicate=2",),
+        ("plan.replicate=2", "plan.zero=3"),
+        ("plan.replicate=2", *TWICE),
+        ("plan.replicate=2", *BF16, *TWICE, *GPT),
+    ],
     "shard": [
         ("plan.shard=2", "plan.zero=1", *BF16),
         ("plan.shard=2", "plan.zero=1", *TWICE, *BF16),
@@ -44,7 +50,13 @@ TWO = {
         ("plan.shard=2", "plan.zero=3", "plan.precision=fp64", *GPT),
         ("plan.shard=2", "plan.zero=3", *MOE, "arch.moe_every=2", *BF16),
     ],
-    "tp": [("plan.tp=2",), ("plan.tp=2", *GPT, *BF16, *TWICE), ("plan.tp=2", *MOE)],
+    "tp": [
+        ("plan.tp=2",),
+        ("plan.tp=2", *TWICE),
+        ("plan.tp=2", *TWICE, *GPT),
+        ("plan.tp=2", *GPT, *BF16, *TWICE),
+        ("plan.tp=2", *MOE),
+    ],
     "cp": [("plan.cp=2", *TWICE), ("plan.cp=2", "plan.zero=3", *BF16)],
     "ep": [
         ("plan.shard=2", "plan.zero=1", "plan.ep=2", *MOE, *TWICE),
@@ -54,6 +66,8 @@ TWO = {
     "pp": [
         ("plan.pp=2", *FOUR_TIMES),
         ("plan.pp=2", "plan.schedule=zbv", *FOUR_TIMES, *GPT, *BF16),
+        ("plan.pp=2", "plan.schedule=zb1p", *FOUR_TIMES, *BF16),
+        ("plan.pp=2", "plan.schedule=looped", *FOUR_TIMES),
         ("plan.pp=2", "plan.schedule=interleaved", "plan.chunks=4", *FOUR_TIMES, *DEEP),
     ],
 }
@@ -73,6 +87,9 @@ FOUR = {
     "pp": [
         ("plan.pp=2", "plan.shard=2", "plan.zero=3", *FOUR_TIMES, *GPT, *BF16),
         ("plan.pp=2", "plan.tp=2", "plan.schedule=zb1p", *FOUR_TIMES),
+        ("plan.pp=2", "plan.tp=2", *FOUR_TIMES, *GPT),
+        ("plan.pp=2", "plan.shard=2", "plan.zero=1", "plan.schedule=looped", *FOUR_TIMES, *BF16),
+        ("plan.pp=2", "plan.shard=2", "plan.zero=3", "plan.schedule=zbv", *FOUR_TIMES, *BF16),
         ("plan.pp=2", "plan.shard=2", "plan.zero=2", "plan.ep=2", *FOUR_TIMES, *MOE),
         # Of four stages torch holds three gathered.
         ("plan.pp=2", "plan.shard=2", "plan.zero=3", "plan.schedule=interleaved", "plan.chunks=4", *FOUR_TIMES, *DEEP),
@@ -99,9 +116,9 @@ class Watch:
 
     def look(self, group: FSDPParamGroup) -> None:
         self.groups[id(group)] = group
-        sizes = {group._module_fqn or "": gathered_bytes(group) for group in self.groups.values()}
-        self.gathered = max(self.gathered, sum(sizes.values()))
-        self.blocks = max(self.blocks, len({block_of(name) for name, size in sizes.items() if size} - {None}))
+        sizes = [(block_of(group._module_fqn or ""), gathered_bytes(group)) for group in self.groups.values()]
+        self.gathered = max(self.gathered, sum(size for _, size in sizes))
+        self.blocks = max(self.blocks, len({block for block, size in sizes if size} - {None}))
 
     def look_at_gradients(self) -> None:
         weights = [weight for group in self.groups.values() for weight in group.fsdp_params]
@@ -132,10 +149,11 @@ def stored(tensors: Iterable[Tensor | None]) -> int:
 
 
 @contextmanager
-def watching() -> Iterator[Watch]:
+def watching(pipeline: bool) -> Iterator[Watch]:
     """Look after every gathering; at gradients when a microbatch begins, and before a pipeline sums its own."""
     watch, gather, wait = Watch(), FSDPParamGroup.unshard, FSDPParamGroup.wait_for_unshard
-    forward, sum_up = FSDPParamGroup.pre_forward, schedules._PipelineScheduleRuntime.__dict__.get("x")
+    forward, backward = FSDPParamGroup.pre_forward, FSDPParamGroup.post_backward
+    weigh = PipelineStage.backward_weight_one_chunk
 
     def unshard(group: FSDPParamGroup, *arguments: Any, **words: Any) -> None:
         gather(group, *arguments, **words)
@@ -149,16 +167,26 @@ def watching() -> Iterator[Watch]:
         watch.look_at_gradients()
         return forward(group, *arguments)
 
+    def backward_weight_one_chunk(stage: PipelineStage, *arguments: Any, **words: Any) -> None:
+        weigh(stage, *arguments, **words)
+        watch.look_at_gradients()
+
+    def post_backward(group: FSDPParamGroup, *unused: Any) -> None:
+        if pipeline and group.reduce_grads:
+            watch.look_at_gradients()
+        backward(group, *unused)
+
     with pytest.MonkeyPatch.context() as patched:
-        for replacement in (unshard, wait_for_unshard, pre_forward):
+        for replacement in (unshard, wait_for_unshard, pre_forward, post_backward):
             patched.setattr(FSDPParamGroup, replacement.__name__, replacement)
+        patched.setattr(PipelineStage, weigh.__name__, backward_weight_one_chunk)
         yield watch
 
 
 def measured(run: Run, mesh: Mesh, folder: Path) -> tuple[dict[str, int], Watch]:
     """The ledger of a real step, up to the update, and what was watched on the way."""
     state = build(run, make_corpus(run, folder), mesh)
-    with watching() as watch:
+    with watching(run.plan.pp > 1) as watch:
         choose(run, state.chunks, mesh)(state.loader.take(0), state.scale.value)
     state.loader.close()
     weights = [weight for chunk in state.chunks for weight in chunk.parameters()]

@@ -8,8 +8,9 @@ import msgspec
 import pytest
 from commands import meshwright
 
-from meshwright.verify import parity, plans
+from meshwright.verify import plans
 from meshwright.verify.certificate import TOLERANCES, Verdict
+from meshwright.verify.compare import compare
 from meshwright.verify.prove import Remote
 from meshwright.verify.ranks import RankError, run_ranks
 
@@ -43,7 +44,7 @@ def seeded(folder: Path, bug: str, plan: str, model: str) -> Verdict:
         each.mkdir()
     run_ranks(Remote("record"), 1, (reference, folder / "cache", theirs), 60)
     run_ranks(bugs.record, run.plan.world, (run, folder / "cache", ours, bug), 60)
-    return parity.compare(run, theirs, ours, TOLERANCES["fp64"][0], 0.0)
+    return compare(run, theirs, ours, TOLERANCES["fp64"][0], 0.0)
 
 
 CASES = [

@@ -231,3 +231,21 @@ def test_a_list_names_no_axis_of_one_rank_and_nothing_twice(plan, masked):
     assert all(sizes[each.axis] > 1 and each.count > 0 and each.bytes > 0 for each in listed)
     assert {each.axis for each in listed} >= {axis for axis in ("tp", "cp", "world") if sizes[axis] > 1}
     assert merged(listed) == listed
+
+
+def test_a_deterministic_replica_sends_what_an_all_reduce_would():
+    plan = Plan(replicate=8, microbatch=1, accumulate=4, deterministic=True)
+    listed = traffic(LLAMA, plan, SEQUENCE)
+    gradients = [each for each in listed if each.axis == "replicate"]
+    assert {each.kind for each in gradients} == {"all_to_all", "all_gather"}  # the two halves of an all-reduce
+    assert total(listed, axis="replicate") == 2 * 4 * count(LLAMA)
+    assert total(listed, axis="world") == 8 * 8
+
+
+def test_deterministic_shards_give_away_each_gradient_once_and_gather_a_number_a_row():
+    plan = Plan(shard=8, zero=3, microbatch=1, accumulate=4, deterministic=True)
+    listed = traffic(LLAMA, plan, SEQUENCE)
+    usual = traffic(LLAMA, msgspec.structs.replace(plan, deterministic=False), SEQUENCE)
+    assert total(listed, kind="all_to_all", axis="shard") == 4 * count(LLAMA)
+    rows = 8 * sum(param.shape[0] for param in params(LLAMA))
+    assert total(listed, kind="all_gather", axis="shard") == total(usual, kind="all_gather", axis="shard") + rows

@@ -19,11 +19,12 @@ def weights(dtype):
     return [nn.Parameter(torch.randn(5, 3, dtype=dtype)), nn.Parameter(torch.randn(7, dtype=dtype))]
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_it_is_torchs_adamw_with_decay_on_matrices_only(dtype):
+def test_it_is_torchs_adamw_with_decay_on_matrices_only(dtype, deterministic):
     ours, theirs = weights(dtype), weights(dtype)
     optim = Optim(beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.3)
-    mine = AdamW(optim, ours)
+    mine = AdamW(optim, ours, deterministic)
     groups = [{"params": theirs[:1], "weight_decay": 0.3}, {"params": theirs[1:], "weight_decay": 0.0}]
     torchs = torch.optim.AdamW(groups, betas=(0.8, 0.9), eps=1e-6, lr=1.0)
     for step in range(5):
@@ -39,9 +40,10 @@ def test_it_is_torchs_adamw_with_decay_on_matrices_only(dtype):
         torch.testing.assert_close(one, other, rtol=1e-5 if dtype is torch.float32 else 1e-13, atol=0)
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing():
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_gradient_that_is_not_finite_changes_nothing(deterministic):
     ours = weights(torch.float32)
-    optimizer = AdamW(Optim(), ours)
+    optimizer = AdamW(Optim(), ours, deterministic)
     before = [weight.detach().clone() for weight in ours]
     for weight in ours:
         weight.grad = torch.full_like(weight, float("nan"))
@@ -49,6 +51,23 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
     assert all(torch.equal(weight, old) for weight, old in zip(ours, before, strict=True))
     assert all(moment.eq(0).all() for moment in optimizer.first + optimizer.second)
     assert optimizer.count == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rows", [1, 3, 10])
+def test_when_deterministic_a_part_moves_as_it_does_in_the_whole(dtype, rows):
+    torch.manual_seed(0)
+    whole = nn.Parameter(torch.randn(23, 7, dtype=dtype))
+    parts = [nn.Parameter(part.clone()) for part in whole.detach().split(rows)]
+    one, several = AdamW(Optim(), [whole], True), AdamW(Optim(), parts, True)
+    for _ in range(10):
+        whole.grad = torch.randn_like(whole)
+        for part, gradient in zip(parts, whole.grad.split(rows), strict=True):
+            part.grad = gradient.clone()
+        one.step(0.1, verdict(0.3))
+        several.step(0.1, verdict(0.3))
+    for mine, theirs in ((parts, [whole]), (several.first, one.first), (several.second, one.second)):
+        assert torch.equal(torch.cat([part.detach() for part in mine]), theirs[0].detach())
 
 
 def test_the_square_norm_is_summed_wide():

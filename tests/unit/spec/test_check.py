@@ -19,6 +19,13 @@ WRONG = [
     ([*MIXTURE, "plan.replicate=2", "plan.ep=3"], "from replicate · cp = 2, which it does not divide"),
     ([*MIXTURE, "plan.shard=2", "plan.zero=1", "plan.replicate=3", "plan.ep=3"], "from shard · cp = 2, which"),
     (["plan.ep=0"], "plan.ep = 0 is not a count"),
+    (["plan.deterministic=true", "plan.replicate=3", "batch=12"], "plan.replicate = 3 is not a power of two"),
+    (["plan.deterministic=true", "plan.shard=6", "plan.zero=1", "batch=24"], "plan.shard = 6 is not a power of two"),
+    (["plan.deterministic=true", "plan.accumulate=3", "batch=12"], "plan.accumulate = 3 is not a power of two"),
+    (["plan.deterministic=true", "plan.tp=2"], "plan.tp = 2 adds up partial products"),
+    (["plan.deterministic=true", "plan.cp=2"], "plan.cp = 2 adds up parts of a sequence"),
+    (["plan.deterministic=true", "plan.pp=2"], "plan.pp = 2 adds them up itself"),
+    ([*MIXTURE, "plan.deterministic=true", "plan.replicate=2", "plan.ep=2"], "plan.ep = 2 adds up tokens of an expert"),
     (["steps=0"], "is not a count"),
     (["seed=-1"], "is negative"),
     (["optim.beta2=1.0"], "out of range"),
@@ -49,6 +56,17 @@ def test_a_wrong_pair_is_told_with_a_remedy(words, sentence):
 )
 def test_experts_borrow_ranks_of_data_and_context(words):
     assert load.load(None, [*MIXTURE, *words]).run.plan.ep > 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["plan.replicate=4", "plan.accumulate=2"], ["plan.replicate=2", "plan.shard=4", "plan.zero=3"], [*MIXTURE]],
+    ids=["replicate", "hybrid", "experts"],
+)
+def test_deterministic_sums_are_for_powers_of_two(words):
+    plan = load.load(None, ["plan.deterministic=true", *words]).run.plan
+    assert plan.deterministic
+    assert str(plan).endswith("deterministic")
 
 
 def test_expert_choice_is_allowed_with_its_warning():

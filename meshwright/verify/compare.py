@@ -1,6 +1,6 @@
-"""Parity: the same seed and the same global batches under one process and under a plan, compared number by number."""
+"""Evidence: what a run did, kept as files, and a plan's beside one process's, compared number by number."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from meshwright.data.prepare import Corpus, prepare
 from meshwright.parallel.mesh import Mesh
-from meshwright.spec.params import params
 from meshwright.spec.place import Place
 from meshwright.spec.run import Run
 from meshwright.train.build import build
@@ -19,6 +18,7 @@ from meshwright.train.gather import gradients, weights
 from meshwright.train.loop import StepResult, train
 from meshwright.train.world import world
 from meshwright.verify.certificate import Verdict
+from meshwright.verify.prove import Planned
 
 # A gradient this small beside the whole is rounding: a key's bias, say, which softmax ignores. AdamW would scale it up
 # to a full step, so the weight says nothing; the gradient itself is still compared, on the scale of the whole.
@@ -31,46 +31,63 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True):
 
     losses: tuple[float, ...]
     norms: tuple[float, ...]
+    names: tuple[str, ...]  # of its weights, in the order of the model
 
 
 def record(place: Place, run: Run, cache: Path, folder: Path) -> None:
     """Run to the last step as one rank; the first writes the losses, norms, first gradients and last weights."""
     with world(run, place) as mesh:
-        numbers = _drive(run, prepare(run, cache, lambda text: None), mesh, folder)
-        if mesh.rank == 0:
-            (folder / "numbers.json").write_bytes(msgspec.json.encode(numbers))
+        _drive(run, prepare(run, cache, lambda text: None), Evidence(folder, mesh), mesh)
 
 
-def _drive(run: Run, corpus: Corpus, mesh: Mesh, folder: Path) -> Numbers:
+def _drive(run: Run, corpus: Corpus, evidence: "Evidence", mesh: Mesh) -> None:
     state = build(run, corpus, mesh)
-    losses, norms = [], []
     for result in train(run, state, mesh):
         assert isinstance(result, StepResult), "nothing is held out in a proof"
-        losses.append(result.loss.item())
-        norms.append(result.norm.item())
-        if result.step == 1:
-            _write(folder / "gradients.safetensors", gradients(state.chunks, run, mesh), mesh)
-    _write(folder / "weights.safetensors", weights(state.chunks, run, mesh), mesh)
+        evidence.step(result.loss, result.norm, gradients(state.chunks, run, mesh))
+    evidence.end(weights(state.chunks, run, mesh))
     state.loader.close()
-    return Numbers(losses=tuple(losses), norms=tuple(norms))
 
 
-def _write(file: Path, tensors: Iterator[tuple[str, Tensor]], mesh: Mesh) -> None:
-    whole = {name: tensor.contiguous() for name, tensor in tensors}  # every rank takes part in gathering
-    if mesh.rank == 0:
-        safetensors.torch.save_file(whole, file)
+class Evidence:
+    """What a run did, step by step, and the files it is kept in: losses, norms, first gradients and last weights."""
+
+    def __init__(self, folder: Path, mesh: Mesh) -> None:
+        self.folder, self.mesh = folder, mesh
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+
+    def step(self, loss: Tensor, norm: Tensor, gradients: Iterator[tuple[str, Tensor]]) -> None:
+        """Keep a step; its gradients only if it is the first."""
+        self.losses.append(loss.item())
+        self.norms.append(norm.item())
+        if len(self.losses) == 1:
+            self._write("gradients", gradients)
+
+    def end(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Keep the weights, and write down the numbers."""
+        names = self._write("weights", weights)
+        if self.mesh.rank == 0:
+            numbers = Numbers(losses=tuple(self.losses), norms=tuple(self.norms), names=names)
+            (self.folder / "numbers.json").write_bytes(msgspec.json.encode(numbers))
+
+    def _write(self, kind: str, tensors: Iterator[tuple[str, Tensor]]) -> tuple[str, ...]:
+        whole = {name: tensor.contiguous() for name, tensor in tensors}  # every rank takes part in gathering
+        if self.mesh.rank == 0:
+            safetensors.torch.save_file(whole, self.folder / f"{kind}.safetensors")
+        return tuple(whole)
 
 
-def compare(run: Run, reference: Path, folder: Path, tolerance: float, seconds: float) -> Verdict:
+def compare(run: Planned, reference: Path, folder: Path, tolerance: float, seconds: float) -> Verdict:
     """A plan's records beside the reference's."""
     theirs, ours = (_numbers(each) for each in (reference, folder))
-    gradient = dict(_tensors(run, reference, folder, "gradients"))
+    gradient = dict(_tensors(theirs.names, reference, folder, "gradients"))
     whole = torch.stack([other.norm() for other, _ in gradient.values()]).norm()
     idle = {name for name, (other, _) in gradient.items() if other.norm() <= NOTHING * whole}
     by_gradient = {name: _far(*pair, floor=SMALL * whole) for name, pair in gradient.items()}
     by_weight = {
         name: _far(*pair, floor=torch.zeros(()))
-        for name, pair in _tensors(run, reference, folder, "weights")
+        for name, pair in _tensors(theirs.names, reference, folder, "weights")
         if name not in idle
     }
     by_loss = [_relative(*pair) for pair in zip(ours.losses, theirs.losses, strict=True)]
@@ -121,15 +138,17 @@ def _numbers(folder: Path) -> Numbers:
     return msgspec.json.decode((folder / "numbers.json").read_bytes(), type=Numbers)
 
 
-def _tensors(run: Run, reference: Path, folder: Path, kind: str) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
+def _tensors(
+    names: Sequence[str], reference: Path, folder: Path, kind: str
+) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
     """Each parameter as the reference and as the plan had it, in float64."""
     file = f"{kind}.safetensors"
     with safe_open(reference / file, "pt") as theirs, safe_open(folder / file, "pt") as ours:
-        for param in params(run.arch):
-            yield param.name, (theirs.get_tensor(param.name).double(), ours.get_tensor(param.name).double())
+        for name in names:
+            yield name, (theirs.get_tensor(name).double(), ours.get_tensor(name).double())
 
 
-def judge(place: Place, run: Run, reference: Path, folder: Path, tolerance: float, seconds: float) -> None:
+def judge(place: Place, run: Planned, reference: Path, folder: Path, tolerance: float, seconds: float) -> None:
     """Compare in a process that has torch, and leave the verdict in the folder."""
     verdict = compare(run, reference, folder, tolerance, seconds)
     (folder / "verdict.json").write_bytes(msgspec.json.encode(verdict))

@@ -1,0 +1,212 @@
+"""Deterministic mode: sums whose order belongs to the run, not to the number of ranks or to a library.
+
+Gradients and losses are added as one binary tree over the global microbatches of a step. A rank's microbatches are
+neighbours, so each rank adds up a subtree of its own, then ranks that share weights, then replicas.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.tensor import DTensor
+
+from meshwright.parallel.collective import join
+from meshwright.parallel.mesh import Mesh, local
+from meshwright.spec.plan import Plan
+
+
+class Tree:
+    """A sum of terms that come one by one, added as a binary tree over neighbours.
+
+    Like the bits of a counter: two terms make a pair, two pairs a four. At most log₂ of the terms are held.
+    """
+
+    def __init__(self, terms: int) -> None:
+        self.terms = terms
+        self.seen = 0
+        self.parts: list[Tensor] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the last sum is complete and the next has not begun."""
+        return self.seen == 0
+
+    def add(self, term: Tensor) -> Tensor | None:
+        """Take the next term, which stays as it is; returns the sum with the last one, and is empty again."""
+        self.seen += 1
+        last = self.seen == self.terms
+        pairs = len(self.parts) if last else _trailing_zeros(self.seen)
+        for _ in range(pairs):
+            term = self.parts.pop().add_(term)
+        if last:
+            self.seen = 0
+            return term
+        self.parts.append(term if pairs else term.clone())
+        return None
+
+
+def _trailing_zeros(number: int) -> int:
+    return (number & -number).bit_length() - 1
+
+
+def tree_sum(terms: Tensor) -> Tensor:
+    """The sum over dim 0, a power of two long, by the same tree as `Tree`."""
+    while len(terms) > 1:
+        terms = terms[0::2] + terms[1::2]
+    return terms[0]
+
+
+def fold(x: Tensor) -> Tensor:
+    """The sum over the last dim, which is overwritten: the back half is added to the front half until one is left.
+
+    Additions element by element round alike on every device; a library's sum chooses its order by the shape.
+    """
+    while (length := x.shape[-1]) > 1:
+        half = (length + 1) // 2
+        x[..., : length - half] += x[..., half:]
+        x = x[..., :half]
+    return x[..., 0]
+
+
+def scattered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's part of the sum over ranks: all parts of it are sent here, and added here as a tree."""
+    if group.size() == 1:
+        return x
+    parts = torch.empty_like(x)
+    dist.all_to_all_single(parts, x, group=group)
+    return tree_sum(parts.view(group.size(), -1))
+
+
+def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The whole sum over ranks. Each adds up a part and gives it to all, so it sends no more than an all-reduce."""
+    if group.size() == 1:
+        return x
+    padded = F.pad(x, (0, -x.numel() % group.size()))
+    return join(scattered(padded, group), 0, group)[: x.numel()]
+
+
+def total(x: Tensor, plan: Plan, mesh: Mesh) -> Tensor:
+    """The sum over all ranks of a few numbers: by the tree if the plan asks for it, else as the library likes."""
+    if plan.deterministic:
+        return over_world(x, mesh)
+    if mesh.world > 1:
+        dist.all_reduce(x)
+    return x
+
+
+def over_world(x: Tensor, mesh: Mesh) -> Tensor:
+    """The sum over all ranks, added by each of them as the same tree."""
+    if mesh.world == 1:
+        return x
+    everyone = dist.group.WORLD
+    assert everyone is not None, "ranks have met"
+    return tree_sum(join(x[None], 0, everyone))
+
+
+class GradientSum(ReduceScatter):
+    """How one group of weights adds up its gradients, in the place of torch's reduce-scatter and all-reduce.
+
+    Torch hands over every microbatch's gradient, laid out by shards. It goes no further than this rank until the last.
+    """
+
+    def __init__(self, plan: Plan, replicas: dist.ProcessGroup) -> None:
+        self.tree = Tree(plan.accumulate)
+        self.shards = plan.shards
+        self.replicas = replicas
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Room for a gradient, or for a shard of one."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """Add up over microbatches, then over the ranks that share the weights."""
+        whole = self.tree.add(input_tensor)
+        if whole is None:
+            output_tensor.zero_()  # torch adds up what it is given over microbatches: nothing, until the last
+        else:
+            output_tensor.copy_(scattered(whole, group))
+
+    def over_replicas(self, gradient: Tensor) -> None:
+        """Add up over replicas what this rank holds."""
+        if self.shards == 1:  # torch has nothing to scatter and did not call: the microbatches meet here
+            whole = self.tree.add(gradient)
+            gradient.copy_(torch.zeros_like(gradient) if whole is None else whole)
+        if self.tree.is_empty:
+            # Torch adds this to the zeros of earlier microbatches, if there were any; so does the zero here, always,
+            # because a negative zero would not survive it.
+            gradient.copy_(summed(gradient, self.replicas) + 0.0)
+
+
+def attach(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
+    """Have a sharded model add up its gradients in the tree."""
+    if not plan.deterministic:
+        return model
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            gradients = GradientSum(plan, mesh.dense["replicate"].get_group())
+            module.set_custom_reduce_scatter(gradients)
+            module.set_all_reduce_hook(gradients.over_replicas)
+    return model
+
+
+def pin(plan: Plan, device: torch.device) -> None:
+    """Fix what else decides the bits of a microbatch. It stays fixed: a rank is a process of its own."""
+    if not plan.deterministic:
+        return
+    torch.set_num_threads(1)  # the number of threads decides where a product is cut
+    if device.type == "cuda":
+        torch.use_deterministic_algorithms(True)
+
+
+def measured(chunks: Sequence[nn.Module], loss_sum: Tensor, mesh: Mesh) -> tuple[Tensor, Tensor]:
+    """The job's sum of losses and the gradient's square norm, the same bits under every plan of this mode."""
+    weights = [weight for chunk in chunks for weight in chunk.parameters()]
+    return over_world(loss_sum.double(), mesh), square_norm(weights)
+
+
+def square_norm(weights: Sequence[Tensor]) -> Tensor:
+    """The sum of squares of all gradients, in float64.
+
+    Shards are cut along dim 0 only, so a row is always whole on some rank: each is folded where it is, the sums of
+    rows are gathered (8 bytes a row) and folded on every rank alike.
+    """
+    first = weights[0]
+    assert isinstance(first, DTensor)
+    shards = first.device_mesh.size()
+    lengths = [math.ceil(len(weight) / shards) for weight in weights]
+    mine = torch.cat([_padded(row_squares(weight), length) for weight, length in zip(weights, lengths, strict=True)])
+    rows = join(mine[None], 0, first.device_mesh.get_group()) if shards > 1 else mine[None]
+    parts = zip(weights, rows.split(lengths, dim=1), strict=True)
+    return fold(torch.stack([fold(part.flatten()[: len(weight)]) for weight, part in parts]))
+
+
+def row_squares(weight: Tensor) -> Tensor:
+    """The sum of squares of each row of the gradient that this rank holds; a row is what one index of dim 0 leaves."""
+    gradient = local(torch.zeros_like(weight) if weight.grad is None else weight.grad)
+    squares = gradient.double().square()
+    return fold(squares.flatten(1)) if squares.dim() > 1 else squares
+
+
+def _padded(rows: Tensor, length: int) -> Tensor:
+    return F.pad(rows, (0, length - len(rows)))
+
+
+def described(plan: Plan, chunks: Sequence[nn.Module]) -> list[str]:
+    """What this mode does and costs, a line for the log; none when it is off."""
+    if not plan.deterministic:
+        return []
+    buffers = plan.accumulate.bit_length() - 1
+    weights = [weight for chunk in chunks for weight in chunk.parameters()]
+    size = sum(weight.numel() * weight.element_size() for weight in weights)
+    return [
+        f"deterministic: gradients summed in a fixed tree over {plan.accumulate * plan.data} global microbatches of "
+        f"{plan.microbatch}; {buffers} buffers of {size:,} bytes on each rank"
+    ]

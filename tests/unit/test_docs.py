@@ -1,0 +1,177 @@
+"""What the pages say is so: commands resolve, refusals are the program's own words, links lead somewhere."""
+
+import importlib.util
+import json
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import pytest
+
+from meshwright import cli
+from meshwright.cost.memory import states, total
+from meshwright.spec import load, zoo
+from meshwright.spec.params import count
+from meshwright.spec.plan import Plan
+from meshwright.verify import plans
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+NAMED = re.compile(r"^# (\S+\.toml)$")
+
+
+class Block(NamedTuple):
+    """What stands between two fences."""
+
+    page: Path
+    kind: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}: {self.text.splitlines()[0]}"
+
+
+def blocks(kind: str) -> list[Block]:
+    return [
+        Block(page, found, text) for page in PAGES for found, text in FENCE.findall(page.read_text()) if found == kind
+    ]
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """The words of every command, lines that go on joined, comments left out."""
+    for line in text.replace("\\\n", " ").splitlines():
+        if words := shlex.split(line, comments=True):
+            yield words
+
+
+def ours(words: list[str]) -> list[str] | None:
+    """The words after `meshwright`, called by its name or by another launcher as a module; None for other programs."""
+    for number, word in enumerate(words):
+        if word == "meshwright" and (number == 0 or words[number - 1] == "-m"):
+            return words[number + 1 :]
+    return None
+
+
+@pytest.fixture
+def desk(tmp_path, monkeypatch):
+    """A folder as a reader has it who has made the run files that the pages show."""
+    for block in blocks("toml"):
+        first = block.text.splitlines()[0]
+        if named := NAMED.match(first):
+            (tmp_path / named[1]).write_text(block.text)
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    monkeypatch.chdir(tmp_path)
+
+
+def resolve(words: list[str]) -> None:
+    """Everything that a command does before it starts anything; a mistake raises."""
+    options = cli._parse(words)
+    if words[0] in ("train", "config", "plan"):
+        target, overrides = cli._target(options.words)
+        if target in zoo.preset_names():
+            target, overrides = None, [f"arch.preset={target}", *overrides]
+        # A folder to begin from is made by the command before; here nothing is trained.
+        overrides = [word for word in overrides if not word.startswith("init.from=") or Path(word[10:]).is_dir()]
+        load.load(Path(target) if target else None, overrides, ranks=getattr(options, "ranks", None), default_ranks=2)
+    elif words[0] == "verify":
+        target, overrides = cli._target(options.words)
+        wanted = plans.matrix(options.ranks) if options.matrix else options.plan
+        assert wanted, "a proof names its plans"
+        assert plans.jobs(target, overrides, wanted, options.steps, Path("runs"))
+
+
+@pytest.mark.parametrize("block", blocks("sh"), ids=str)
+def test_every_command_resolves(block, desk):
+    for words in commands(block.text):
+        mine = ours(words)
+        if mine is not None:
+            resolve(mine)
+        elif words[0] == "python":
+            assert (ROOT / words[1]).is_file(), f"{words[1]} is not there"
+        else:
+            assert words[0] in ("make", "pip"), f"{words[0]}: a command that this test does not know"
+
+
+def test_there_are_commands_to_resolve():
+    assert len(blocks("sh")) > 10
+
+
+def test_a_command_that_is_wrong_is_noticed(desk):
+    with pytest.raises(load.InputError):
+        resolve(["train", "plan.tpp=2"])
+    with pytest.raises(load.InputError):
+        resolve(["verify", "--plan", "tp=3"])
+    with pytest.raises(SystemExit):
+        resolve(["trian"])
+
+
+@pytest.mark.parametrize("block", blocks("console"), ids=str)
+def test_every_refusal_is_the_programs_own(block, capsys):
+    for part in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
+        line, _, expected = part.partition("\n")
+        assert cli.main(ours(shlex.split(line))) == 2
+        assert capsys.readouterr().err.strip() == expected.strip()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page):
+    prose = FENCE.sub("", page.read_text())
+    targets = [target.partition("#")[0] for target in LINK.findall(prose) if "://" not in target]
+    missing = [target for target in targets if target and not (page.parent / target).exists()]
+    assert not missing
+
+
+def test_every_page_is_in_the_index():
+    index = ROOT / "docs" / "README.md"
+    linked = {(index.parent / target).resolve() for target in LINK.findall(index.read_text())}
+    assert set(PAGES) - {index} <= linked
+
+
+@pytest.mark.parametrize("block", blocks("python"), ids=str)
+def test_every_example_is_python_and_runs_where_it_needs_no_model(block, capsys):
+    code = compile(block.text, str(block.page), "exec")
+    if "meshwright.cost" in block.text:
+        exec(code, {})
+        assert capsys.readouterr().out
+
+
+def bubble() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("bubble", ROOT / "benchmarks" / "bubble.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["bubble"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_measured_bubble_is_the_records():
+    record = json.loads((ROOT / "results" / "bubble.json").read_text())
+    page = (ROOT / "docs" / "axes" / "pipeline.md").read_text()
+    assert bubble().table(record) in page
+    assert f"works\n{record['seconds_of_a_third']} s" in page
+
+
+ZERO = {  # a row of the table: the textbook's bytes for each parameter on eight ranks, and the plan
+    "replicas": (16, {"replicate": 8}),
+    "zero 1": (4 + 12 / 8, {"shard": 8, "zero": 1}),
+    "zero 1, accumulate = 8": (4 + 12 / 8, {"shard": 8, "zero": 1, "accumulate": 8}),
+    "zero 2": (2 + 14 / 8, {"shard": 8, "zero": 2}),
+    "zero 3": (16 / 8, {"shard": 8, "zero": 3}),
+}
+
+
+@pytest.mark.parametrize("name", ZERO)
+def test_the_gigabytes_of_a_row_are_the_ledgers(name):
+    textbook, fields = ZERO[name]
+    arch = zoo.preset("llama3-8b")
+    lines = states(arch, Plan(microbatch=1, precision="bf16", **fields))
+    figures = [textbook * count(arch), total(lines), *(line.bytes for line in lines)]
+    cells = [f"{figure / 1e9:.1f}" if figure else "" for figure in figures]
+    assert f"| {name} | {' | '.join(cells)} |" in (ROOT / "docs" / "axes" / "shard.md").read_text()

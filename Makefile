@@ -27,6 +27,8 @@ unit: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/loader.py
 	$(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/bubble.py
+	$(BIN)/python benchmarks/deterministic.py
 
 setup: $(READY)
 

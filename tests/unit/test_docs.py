@@ -175,3 +175,28 @@ def test_the_gigabytes_of_a_row_are_the_ledgers(name):
     figures = [textbook * count(arch), total(lines), *(line.bytes for line in lines)]
     cells = [f"{figure / 1e9:.1f}" if figure else "" for figure in figures]
     assert f"| {name} | {' | '.join(cells)} |" in (ROOT / "docs" / "axes" / "shard.md").read_text()
+
+
+def rows_of_products() -> list[str]:
+    page = (ROOT / "docs" / "axes" / "nd.md").read_text()
+    return re.findall(r"^\| `[^`]+=\d+` \|.*$", page, re.MULTILINE)
+
+
+@pytest.mark.parametrize("row", rows_of_products())
+def test_the_gigabytes_of_a_product_are_the_ledgers(row):
+    words, *cells = (cell.strip(" `") for cell in row.strip("|").split("|"))
+    overrides = [f"plan.{word}" for word in words.split()]
+    settings = ["arch.preset=llama3-8b", "plan.replicate=1", "plan.accumulate=8", "plan.precision=bf16"]
+    run = load.load(None, [*settings, *overrides, f"batch={8 * data_ranks(words)}"]).run
+    lines = states(run.arch, run.plan)
+    figures = [*(line.bytes for line in lines), total(lines)]
+    assert cells == [f"{figure / 1e9:.1f}" if figure else "" for figure in figures]
+
+
+def data_ranks(words: str) -> int:
+    fields = dict(word.split("=") for word in words.split())
+    return int(fields.get("replicate", 1)) * int(fields.get("shard", 1))
+
+
+def test_the_products_are_found():
+    assert len(rows_of_products()) == 7

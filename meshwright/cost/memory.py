@@ -16,8 +16,8 @@ from meshwright.cost.traffic_held import Group, Seat, grid, groups, local_shape,
 from meshwright.cost.traffic_weights import IN_SIGHT
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import Param, Split
-from meshwright.spec.plan import Plan, Schedule
-from meshwright.spec.schedule import actions
+from meshwright.spec.plan import Plan
+from meshwright.spec.schedule import Schedule, actions
 
 MOMENTS = 2  # AdamW keeps a mean and a mean square of every gradient
 FIRST: Mapping[str, int] = {}  # the place of the first rank: every coordinate is 0

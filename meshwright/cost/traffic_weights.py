@@ -8,8 +8,8 @@ from functools import lru_cache
 from meshwright.cost.traffic_collective import Axis, Collective
 from meshwright.cost.traffic_held import Group, Seat, grid, groups, local_shape, padded, parts, placement, share
 from meshwright.spec.params import Param, Split, params
-from meshwright.spec.plan import Plan, Schedule
-from meshwright.spec.schedule import actions
+from meshwright.spec.plan import Plan
+from meshwright.spec.schedule import Schedule, actions
 
 IN_SIGHT = 3  # stages that torch's pipeline runtime holds gathered on a rank: those it computes next
 

@@ -4,11 +4,11 @@ from typing import Literal
 
 import msgspec
 
+from meshwright.spec.schedule import Schedule
+
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
-Schedule = Literal["naive", "gpipe", "1f1b", "interleaved", "looped", "zb1p", "zbv", "dualpipev"]
 
 AXES = ("pp", "replicate", "shard", "cp", "tp")  # of the world, outermost to innermost: the chattiest are neighbours
-CHUNKED = ("interleaved", "looped", "zb1p", "zbv", "dualpipev")  # schedules where a rank holds several stages
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

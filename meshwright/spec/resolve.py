@@ -10,8 +10,9 @@ from meshwright.spec import schema
 from meshwright.spec.arch import Arch
 from meshwright.spec.check import InputError, Problem
 from meshwright.spec.folder import Described, describe, shape_differences
-from meshwright.spec.plan import AXES, CHUNKED
+from meshwright.spec.plan import AXES
 from meshwright.spec.run import Run
+from meshwright.spec.schedule import default_chunks
 from meshwright.spec.stages import balanced_stages
 from meshwright.spec.zoo import complete, preset_names, preset_table, unknown_preset
 
@@ -92,7 +93,7 @@ def resolve_plan(table: dict[str, Any], origins: Origins, ranks: int | None, def
 
 def _resolve_pipeline(table: dict[str, Any], plan: dict[str, Any], origins: Origins) -> None:
     if "chunks" not in plan:
-        plan["chunks"] = 2 if plan.get("schedule") in CHUNKED else 1
+        plan["chunks"] = default_chunks(plan.get("schedule", "1f1b"))
         origins["plan.chunks"] = "derived: schedule"
     if "stages" not in plan:
         arch = msgspec.convert(table["arch"], Arch)

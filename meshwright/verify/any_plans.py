@@ -7,9 +7,9 @@ import msgspec
 
 from meshwright.parallel.anatomy import Anatomy, unanswered
 from meshwright.spec import schema
-from meshwright.spec.plan import AXES, CHUNKED, Plan, Precision
+from meshwright.spec.plan import AXES, Plan, Precision
 from meshwright.spec.problem import InputError, Problem
-from meshwright.spec.schedule import misfits
+from meshwright.spec.schedule import default_chunks, misfits
 from meshwright.verify.plans import fields
 
 
@@ -53,7 +53,7 @@ def _table(plan: str | Plan, rows: int, layers: int) -> dict[str, Any]:
     given.setdefault("accumulate", 2 * pp if pp > 1 else 1)
     given.setdefault("microbatch", max(rows // (data * _count(given, "accumulate")), 1))
     if pp > 1:
-        given.setdefault("chunks", 2 if given.get("schedule") in CHUNKED else 1)
+        given.setdefault("chunks", default_chunks(given.get("schedule", "1f1b")))
         given.setdefault("stages", even(layers, pp * _count(given, "chunks")))
     return given
 

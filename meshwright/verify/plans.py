@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 
@@ -9,10 +10,11 @@ from meshwright.spec import load
 from meshwright.spec.check import InputError, Problem
 from meshwright.spec.plan import AXES
 from meshwright.spec.run import Run
+from meshwright.spec.schedule import Schedule
 from meshwright.spec.zoo import preset_names
 
 TEXT = "ragged.jsonl"
-SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "looped", "zb1p", "zbv", "dualpipev")
+SCHEDULES = get_args(Schedule)
 
 # Every axis alone and the products that must hold. Dense plans are proved on `tiny` (grouped queries, an odd
 # vocabulary), plans with experts on `tiny-moe`; both on documents of very different lengths.

@@ -54,7 +54,9 @@ def expert_left_out_of_the_norm(run: Run) -> None:
     share = clip.square_share
 
     def forget(chunks: Any, mesh: Any) -> Any:
-        kept = [(weight, weight.grad) for chunk in chunks for name, weight in chunk.named_parameters() if "experts" in name]
+        kept = [
+            (weight, weight.grad) for chunk in chunks for name, weight in chunk.named_parameters() if "experts" in name
+        ]
         for weight, _ in kept:
             weight.grad = None
         total = share(chunks, mesh)

@@ -132,10 +132,20 @@ def test_a_trained_model_becomes_a_hugging_face_folder_and_a_new_beginning(text)
 
 
 def start(text: Path, *words: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "meshwright", *small(text, "steps=100000"), *words]
     return subprocess.Popen(
-        command, cwd=text, env=environment(text), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "meshwright", *small(text, "steps=100000"), *words],
+        cwd=text,
+        env=environment(text),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=heed_interrupts,
     )
+
+
+def heed_interrupts() -> None:
+    """A suite that runs in the background ignores SIGINT, and its children would too."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def children(pid: int) -> list[int]:

@@ -2,16 +2,8 @@
 
 import pytest
 from test_data_parallel import compare, folder  # noqa: F401
+from trials import GPT
 from worlds import world
-
-GPT = (
-    "arch.norm=layer",
-    "arch.positions=learned",
-    "arch.mlp=gelu_tanh",
-    "arch.bias=true",
-    "arch.tied=true",
-    "arch.kv_heads=8",
-)
 
 
 @pytest.mark.parametrize(

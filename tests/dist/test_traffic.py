@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from trials import CPU, corpus_file, make_corpus, make_run
+from trials import GPT, CPU, corpus_file, make_corpus, make_run
 from worlds import world
 
 from meshwright.cost.traffic import traffic
@@ -16,6 +16,7 @@ from meshwright.spec.run import Run
 from meshwright.train.build import build
 from meshwright.train.loop import train
 from meshwright.verify.observe import Call, Calls, differences, implied, observing, ranks_of
+from meshwright.verify.plans import SCHEDULES
 
 SMALL = ("arch.layers=2", "steps=2", "data.held_out=0.0", "plan.precision=fp32")
 BF16 = ("plan.precision=bf16",)
@@ -23,17 +24,8 @@ TWICE = ("plan.accumulate=2",)
 FOUR_TIMES = ("plan.accumulate=4", "arch.layers=4")
 DEEP = ("arch.layers=8",)
 MASKED = ("data.mask_documents=true",)
-GPT = (
-    "arch.norm=layer",
-    "arch.positions=learned",
-    "arch.mlp=gelu_tanh",
-    "arch.bias=true",
-    "arch.tied=true",
-    "arch.kv_heads=8",
-    "arch.context=33",  # odd, so that a sharded table is padded
-)
+ODD_GPT = (*GPT, "arch.context=33")  # odd, so that a sharded table is padded
 MOE = ("arch.preset=tiny-moe",)
-SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "looped", "zb1p", "zbv", "dualpipev")
 COUNTS = 4 * 8  # bytes of four experts' counts of rows
 
 # By axis, several plans each: they share one world, whose start costs more than a step.

@@ -28,6 +28,17 @@ WORDS = (
 )
 
 
+# What makes a GPT of a Llama-shaped preset.
+GPT = (
+    "arch.norm=layer",
+    "arch.positions=learned",
+    "arch.mlp=gelu_tanh",
+    "arch.bias=true",
+    "arch.tied=true",
+    "arch.kv_heads=8",
+)
+
+
 @dataclass
 class Trial:
     """What a run did."""

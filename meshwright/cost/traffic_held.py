@@ -12,7 +12,7 @@ from meshwright.spec.params import Param, Split, params
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import stage_ranks
 
-ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+ITEM_BYTES = {"fp8": 2, "bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
 
 class Seat(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,6 +18,12 @@ def _batch(run: Run) -> Iterator[Problem]:
         )
 
 
+def _precision(run: Run) -> Iterator[Problem]:
+    if run.plan.precision == "fp8":
+        what = "plan.precision = fp8 can be priced, and the trainer does not have it yet"
+        yield Problem(what, "use plan.precision = bf16", "plan.precision")
+
+
 def _zero(run: Run) -> Iterator[Problem]:
     plan = run.plan
     if plan.zero == 0 and plan.shard > 1:
@@ -139,5 +145,5 @@ def _deterministic(run: Run) -> Iterator[Problem]:
 
 
 RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
-    _batch, _zero, _tensor, _sequence, _ulysses, _pipeline, _experts, _deterministic,
+    _batch, _precision, _zero, _tensor, _sequence, _ulysses, _pipeline, _experts, _deterministic,
 )  # fmt: skip

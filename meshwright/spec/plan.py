@@ -6,7 +6,7 @@ import msgspec
 
 from meshwright.spec.schedule import Schedule
 
-Precision = Literal["fp32", "bf16", "fp16", "fp64"]
+Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp64"]
 
 AXES = ("pp", "replicate", "shard", "cp", "tp")  # of the world, outermost to innermost: the chattiest are neighbours
 
@@ -30,6 +30,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     microbatch: int  # sequences in one forward pass of one rank
     accumulate: int = 1  # forward and backward passes in one step
     precision: Precision = "fp32"  # of the arithmetic; weights and their sums are held in fp32 (fp64 in proofs)
+    recompute: str = "none"  # what the backward computes anew: none, full, selective, every-K (blocks), sqrt
+    compile: bool = False  # blocks are compiled by torch before the first step
     deterministic: bool = False  # sums in a fixed order: the same bits for every replicate · shard
 
     @property
@@ -67,6 +69,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         if self.pp > 1:
             used += [f"schedule={self.schedule}", f"stages={'+'.join(map(str, self.stages))}"]
         used += [f"microbatch={self.microbatch}", f"accumulate={self.accumulate}", f"precision={self.precision}"]
+        if self.recompute != "none":
+            used.append(f"recompute={self.recompute}")
+        if self.compile:
+            used.append("compile")
         if self.deterministic:
             used.append("deterministic")
         return " ".join(used)

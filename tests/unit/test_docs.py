@@ -17,6 +17,7 @@ from meshwright.cost.memory import states, total
 from meshwright.spec import load, zoo
 from meshwright.spec.params import count
 from meshwright.spec.plan import Plan
+from meshwright.verbs.words import target as target_of
 from meshwright.verify import plans
 
 ROOT = Path(__file__).parents[2]
@@ -71,16 +72,16 @@ def desk(tmp_path, monkeypatch):
 
 def resolve(words: list[str]) -> None:
     """Everything that a command does before it starts anything; a mistake raises."""
-    options = cli._parse(words)
+    options = cli.parse(words)
     if words[0] in ("train", "config", "plan"):
-        target, overrides = cli._target(options.words)
+        target, overrides = target_of(options.words)
         if target in zoo.preset_names():
             target, overrides = None, [f"arch.preset={target}", *overrides]
         # A folder to begin from is made by the command before; here nothing is trained.
         overrides = [word for word in overrides if not word.startswith("init.from=") or Path(word[10:]).is_dir()]
         load.load(Path(target) if target else None, overrides, ranks=getattr(options, "ranks", None), default_ranks=2)
     elif words[0] == "verify":
-        target, overrides = cli._target(options.words)
+        target, overrides = target_of(options.words)
         wanted = plans.matrix(options.ranks) if options.matrix else options.plan
         assert wanted, "a proof names its plans"
         assert plans.jobs(target, overrides, wanted, options.steps, Path("runs"))

@@ -1,0 +1,41 @@
+"""`meshwright verify`: the proof that a plan trains like one process."""
+
+import argparse
+from pathlib import Path
+
+import msgspec
+
+from meshwright.spec.check import InputError, Problem
+from meshwright.verbs import surroundings, words
+
+
+def add(verbs: words.Verbs) -> None:
+    """Say the verb's words."""
+    verb = words.verb(verbs, "verify", verify, "prove that plans train like one process")
+    verb.add_argument("words", nargs="*", metavar="RUN.toml | MODEL | key=value", help=words.OVERRIDES)
+    verb.add_argument(
+        "--plan", action="append", default=[], help='for example "tp=2,pp=2,schedule=1f1b"; may be repeated'
+    )
+    verb.add_argument("--matrix", action="store_true", help="the standard set of plans for up to --ranks ranks")
+    verb.add_argument("--ranks", type=words.count, default=4, help="the largest world of --matrix (default 4)")
+    verb.add_argument("--steps", type=words.count, default=3, help="optimizer steps to compare (default 3)")
+    verb.add_argument("--folder", type=Path, help="where the certificate goes (default: runs/verify-NAME)")
+
+
+def verify(options: argparse.Namespace) -> int:
+    """The same seed and batches under one process and under each plan; exit 1 when one leaves the tolerance."""
+    words.require_training()
+    from meshwright.verify import plans, prove
+
+    target, overrides = words.target(options.words)
+    wanted = plans.matrix(options.ranks) if options.matrix else options.plan
+    if not wanted:
+        raise InputError([Problem("no plan to prove", 'name one with --plan "shard=2,zero=3", or all with --matrix')])
+    folder = options.folder or Path("runs") / f"verify-{Path(target or 'matrix').stem}"
+    jobs = plans.jobs(target, overrides, wanted, options.steps, folder)
+    say = words.say_to(options.json)
+    verdicts = prove.prove_all(jobs, surroundings.cache(), folder, say)
+    if options.json:
+        print(msgspec.json.encode(verdicts).decode())
+    say(f"{sum(v.passed for v in verdicts)} of {len(verdicts)} plans equal; certificate: {folder / prove.CERTIFICATE}")
+    return 0 if all(verdict.passed for verdict in verdicts) else 1

@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test check lint types unit bench setup clean
+.PHONY: train test check lint types unit bench validate prove setup clean
 
 train: $(READY)
 	$(BIN)/meshwright train
@@ -29,6 +29,15 @@ bench: $(READY)
 	$(BIN)/python benchmarks/step.py
 	$(BIN)/python benchmarks/bubble.py
 	$(BIN)/python benchmarks/deterministic.py
+
+# make validate DATA=published_runs.csv: how far our predictions are from published runs (docs/accuracy.md).
+validate: $(READY)
+	$(BIN)/python benchmarks/validate.py --keep --data $(DATA)
+
+# Every fault, injected, and a soak of ten minutes: about an hour.
+prove: $(READY)
+	$(BIN)/python benchmarks/faults.py
+	$(BIN)/python benchmarks/prove.py
 
 setup: $(READY)
 

@@ -6,18 +6,12 @@ import sys
 from collections.abc import Sequence
 
 from meshwright import __version__
+from meshwright.spec import exits
 from meshwright.spec.check import InputError
 from meshwright.spec.place import PlaceError
-from meshwright.verbs import config, convert, models, plan, train, verify, words
+from meshwright.verbs import bench, clusters, config, convert, models, plan, rehearse, train, verify, words
 
-EXIT_CODES = """\
-exit codes:
-  0    done
-  1    failed: a rank's error, a check that did not hold, or a fault of ours
-  2    bad input: every problem is listed with its remedy, and nothing was started
-  130  interrupted
-"""
-VERBS = (train, plan, verify, models, config, convert)
+VERBS = (train, plan, verify, rehearse, bench, models, clusters, config, convert)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,7 +35,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="meshwright",
         description="Plans, trains and proves large models across many GPUs.",
-        epilog=EXIT_CODES,
+        epilog=exits.table(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"meshwright {__version__}")

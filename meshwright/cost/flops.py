@@ -1,9 +1,12 @@
 """Floating-point operations of a model, and how well a machine is used."""
 
 from functools import cache
+from itertools import accumulate
 
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import params
+from meshwright.spec.plan import Plan
+from meshwright.spec.recompute import by_operation, runs
 
 TRAINING = 3  # one forward, and a backward of two products for each of its one
 
@@ -24,8 +27,51 @@ def step_flops(arch: Arch, sequence: int, batch: int) -> float:
     return TRAINING * forward_flops_per_token(arch, sequence) * sequence * batch
 
 
+def hardware_flops(arch: Arch, plan: Plan, sequence: int, batch: int) -> float:
+    """What the machines do in one optimizer step: the model's operations, and those that the backward does anew.
+
+    Recomputation by operation keeps all matrix products, and so repeats none of these operations.
+    """
+    if by_operation(plan.recompute):
+        return step_flops(arch, sequence, batch)
+    anew = 0.0
+    for stage in stage_layers(arch, plan):
+        for run in runs(plan.recompute, len(stage)):
+            layers = [stage[number] for number in run]
+            anew += sum(block_flops_per_token(arch, layer, sequence) for layer in layers)
+            anew -= 0 if plan.compile else _unneeded(arch, layers[-1])
+    return step_flops(arch, sequence, batch) + anew * sequence * batch
+
+
+def stage_layers(arch: Arch, plan: Plan) -> list[range]:
+    """The layers of each pipeline stage; without a pipeline there is one."""
+    lengths = plan.stages if plan.pp > 1 else (arch.layers,)
+    return [range(end - length, end) for length, end in zip(lengths, accumulate(lengths), strict=True)]
+
+
+@cache
+def block_flops_per_token(arch: Arch, layer: int, sequence: int) -> float:
+    """One layer's share of `forward_flops_per_token`."""
+    weights = (param for param in params(arch) if param.layer == layer and len(param.shape) >= 2)
+    products = sum(param.numel * _share(arch) if param.expert else param.numel for param in weights)
+    return 2 * products + 2 * 2 * arch.q_width * sequence
+
+
+def _unneeded(arch: Arch, layer: int) -> float:
+    """Of a run that ends with this layer: its last product is its output, which the backward does not ask for.
+
+    A mixture ends with its shared experts, and then only if no loss of its own comes after them. What a compiler made
+    is computed to its end.
+    """
+    if not arch.is_mixture(layer):
+        return 2.0 * arch.ffn * arch.hidden
+    if arch.balance_loss or arch.z_loss:
+        return 0.0
+    return 2.0 * arch.shared_experts * arch.expert_ffn * arch.hidden
+
+
 def utilization(flops: float, seconds: float, peak_flops_per_second: float) -> float:
-    """Model FLOPs utilization, 0 to 1. `flops` are the model's, recomputation not counted."""
+    """0 to 1. Of the model's FLOPs, recomputation not counted, it is the MFU; of `hardware_flops` the HFU."""
     return flops / (seconds * peak_flops_per_second)
 
 

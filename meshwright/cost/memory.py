@@ -1,247 +1,121 @@
-"""Bytes of the model states that one rank holds: weights, gradients, moments, and what a step adds at its peak.
+"""The ledger: every byte a rank holds at the peak of a step, by line, and the moment of that peak.
 
-A test builds the real model, takes a step and finds exactly these bytes; docs/axes/shard.md has the formulas in words.
-Activations and the buffers of collectives are no part of it.
+A step is a few moments: the loss of a microbatch, the first and the last block of its backward, the optimizer's step.
+Each holds other things, so the peak is the largest of their sums, not the sum of what is largest.
 """
 
-import math
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from functools import lru_cache
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
 
-from meshwright.cost.traffic_held import Group, Seat, grid, groups, local_shape, padded, placement, share
-from meshwright.cost.traffic_weights import IN_SIGHT
-from meshwright.spec.arch import Arch
-from meshwright.spec.params import Param, Split
+from meshwright.cost.job import Job
+from meshwright.cost.memory_line import Line, Name, total
+from meshwright.cost.memory_moments import moments
+from meshwright.cost.memory_states import FIRST, states
+from meshwright.cost.traffic_held import placement
+from meshwright.spec.holding import GIB
 from meshwright.spec.plan import Plan
-from meshwright.spec.schedule import Schedule, actions
 
-MOMENTS = 2  # AdamW keeps a mean and a mean square of every gradient
-FIRST: Mapping[str, int] = {}  # the place of the first rank: every coordinate is 0
+__all__ = ["FIRST", "Fit", "Ledger", "Line", "fits", "ledger", "states", "total", "worst"]
 
-
-class Line(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry of the ledger. Entries add up to the most that model states take during a step."""
-
-    name: Literal["weights", "gradients", "moments", "gathered", "waiting"]
-    bytes: int
-    why: str
+Role = Literal["only", "first", "middle", "last"]
+WITHOUT_LAYERS = 2  # stages that the output projection and the loss can fill without a layer
+OUTSIDE_TORCH: tuple[Name, ...] = ("slack", "context")  # what torch's count of allocated bytes leaves out
 
 
-def states(arch: Arch, plan: Plan, place: Mapping[str, int] = FIRST) -> tuple[Line, ...]:
-    """What one rank holds of the model, its gradient and its optimizer.
+class Ledger(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank holds when it holds most."""
 
-    `place`: the rank's coordinates on the plan's axes. Ranks differ by their pipeline stages and, where a dim does not
-    divide evenly, by the length of their part.
-    """
-    seat = Seat(arch=arch, plan=plan, sequence=0, place=place)  # states do not depend on the sequence
-    held = tuple(groups(seat))
-    shard = sum(_stored(group, seat) for group in held)
-    among = f"over {plan.shards} ranks" if plan.shards > 1 else "whole"
-    return (
-        Line(name="weights", bytes=shard, why=f"{_name(seat.wide)}, {among}, filled up to equal parts"),
-        Line(name="gradients", bytes=shard, why=f"{_name(seat.wide)}, {among}, after the last backward"),
-        Line(
-            name="moments",
-            bytes=MOMENTS * sum(_updated(group, seat) for group in held),
-            why=f"AdamW's two, {_name(seat.wide)}, {among}",
-        ),
-        Line(name="gathered", bytes=_gathered(held, seat), why=_why_gathered(plan)),
-        Line(name="waiting", bytes=max(_unsummed(held, seat) - shard, 0), why=_why_waiting(plan)),
+    lines: tuple[Line, ...]
+    moment: str  # of the peak
+    role: Role  # of the rank in the pipeline
+    rank: int  # its place on the axis pp
+    low: float  # what is measured ÷ what is said here, nine times in ten between these two
+    high: float
+    published: Literal["allocated", "reserved", "shown"]  # which number the stack's reports print
+
+    @property
+    def allocated(self) -> int:
+        """What torch's allocator gives out at most: `torch.cuda.max_memory_allocated`."""
+        return total(line for line in self.lines if line.name not in OUTSIDE_TORCH)
+
+    @property
+    def reserved(self) -> int:
+        """What it has taken from the device to give out: `torch.cuda.max_memory_reserved`."""
+        return total(line for line in self.lines if line.name != "context")
+
+    @property
+    def shown(self) -> int:
+        """What nvidia-smi shows: with the device's context and the buffers of collectives."""
+        return total(self.lines)
+
+    @property
+    def reported(self) -> int:
+        """The number that the stack's own reports print."""
+        return int(getattr(self, self.published))
+
+
+class Fit(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether a job's fullest rank has room."""
+
+    fits: bool
+    headroom_bytes: int  # what is left of the device; what lacks, when negative
+    ledger: Ledger  # of the fullest rank
+    why: str  # the reason, in a sentence
+
+
+def ledger(job: Job, place: Mapping[str, int] = FIRST) -> Ledger:
+    """The ledger of one rank, by its coordinates on the plan's axes."""
+    peak = max(moments(job, place), key=lambda moment: moment.bytes)
+    holds, rank = job.stack.holds, place.get("pp", 0)
+    slack = Line(name="slack", bytes=round(peak.bytes * holds.slack), why="reserved by the allocator, not given out")
+    context = Line(name="context", bytes=round(holds.context_bytes), why="the device's context, collectives' channels")
+    return Ledger(
+        lines=(*peak.lines, slack, context),
+        moment=peak.name,
+        role=_role(rank, job.plan.pp),
+        rank=rank,
+        low=holds.low,
+        high=holds.high,
+        published=holds.published,
     )
 
 
-def _stored(group: Group, seat: Seat) -> int:
-    """A rank's shard as it is stored: every rank's is as long as the longest."""
-    _, shards = grid(group, seat.plan)
-    return group.count * sum(padded(local_shape(param, seat), shards) // shards for param in group.params) * seat.wide
+def worst(job: Job) -> Ledger:
+    """The ledger of the fullest pipeline rank."""
+    return max((ledger(job, {"pp": rank}) for rank in _rivals(job.plan)), key=lambda found: found.allocated)
 
 
-def _updated(group: Group, seat: Seat) -> int:
-    """A rank's shard without what fills it up: the optimizer sees no more."""
-    return group.count * sum(_own(param, group, seat) for param in group.params) * seat.wide
+def fits(job: Job) -> Fit:
+    """Whether what the driver would show of the fullest rank is within the device's memory, and every rank has work."""
+    found = worst(job)
+    headroom = int(job.cluster.gpu.memory_bytes) - found.shown
+    idle = job.plan.stages.count(0) > WITHOUT_LAYERS
+    return Fit(fits=headroom >= 0 and not idle, headroom_bytes=headroom, ledger=found, why=_why(found, headroom, idle))
 
 
-def _own(param: Param, group: Group, seat: Seat) -> int:
-    """Numbers of a weight that are this rank's."""
-    shape, plan = local_shape(param, seat), seat.plan
-    _, shards = grid(group, plan)
-    if len(shape) == 3 and any(size % shards == 0 for size in shape):
-        return math.prod(shape) // shards
-    rank = seat.at("shard") * plan.cp + seat.at("cp") if plan.zero else 0
-    rank //= plan.ep if group.shared_by_ep and plan.zero else 1
-    return share(shape[0], shards, rank) * math.prod(shape[1:])
+def _why(found: Ledger, headroom: int, idle: bool) -> str:
+    """The reason of a verdict."""
+    if idle:
+        return "some pipeline ranks would have nothing to compute"
+    fullest = max(found.lines, key=lambda line: line.bytes)
+    where = f"the {found.role} pipeline rank" if found.role != "only" else "a rank"
+    amount = f"{abs(headroom) / GIB:.1f} GiB {'left' if headroom >= 0 else 'too little'}"
+    return f"{where} peaks at {found.moment}, with {amount}; most is {fullest.name}, {fullest.bytes / GIB:.1f} GiB"
 
 
-def _whole(group: Group, seat: Seat) -> int:
-    """A group's gradient before it is scattered."""
-    return group.count * sum(_unscattered(param, group, seat) for param in group.params) * seat.wide
+def _role(rank: int, pp: int) -> Role:
+    if pp == 1:
+        return "only"
+    return "first" if rank == 0 else "last" if rank == pp - 1 else "middle"
 
 
-def _unscattered(param: Param, group: Group, seat: Seat) -> int:
-    """Numbers of a weight's gradient as torch leaves it.
-
-    That of an embedding that tp cuts is a window on rows for the whole vocabulary, unless it is copied: to be widened,
-    or to add the gradient of a tied projection.
-    """
-    projects = seat.arch.tied and group.stage == len(placement(seat.plan)) - 1
-    if param.split is Split.VOCAB and seat.narrow == seat.wide and not projects:
-        return param.numel
-    return math.prod(local_shape(param, seat))
-
-
-def _waits(plan: Plan) -> bool:
-    """Whether whole gradients are kept from one microbatch to the next: up to zero 1, and in a pipeline always."""
-    return plan.pp > 1 or (plan.zero <= 1 and plan.accumulate > 1)
-
-
-def _unsummed(held: Iterable[Group], seat: Seat) -> int:
-    """The most that gradients take while a later microbatch will add to them."""
-    if seat.plan.pp == 1:
-        return sum(_whole(group, seat) for group in held) if _waits(seat.plan) else 0
-    whole, shard = Counter[int](), Counter[int]()
-    for group in held:
-        whole[group.stage] += _whole(group, seat)
-        shard[group.stage] += _stored(group, seat)
-    return max(
-        sum(whole[stage] for stage in then.wide)
-        + sum(whole[stage] for stage in then.narrow) * seat.narrow // seat.wide
-        + sum(shard[stage] for stage in then.summed)
-        for then in _waiting(seat)
-    )
-
-
-class _Waiting(msgspec.Struct, frozen=True):
-    """The stages of a pipeline rank whose gradients wait whole, wide or as narrow as they came, or are summed."""
-
-    wide: frozenset[int]
-    narrow: frozenset[int]
-    summed: frozenset[int]
-
-
-def _waiting(seat: Seat) -> Iterator[_Waiting]:
-    """Where the gradients are after every backward of a rank.
-
-    Torch widens them at the end of a backward that reaches a stage's input. The weights' half of a split backward does
-    not, so in low precision what it leaves lies beside the wide sum until the stage's next backward.
-    """
-    plan = seat.plan
-    wide, narrow, summed = set[int](), set[int](), set[int]()
-    backwards = Counter[int]()
-    low = seat.narrow < seat.wide
-    for action in actions(plan.schedule, plan.pp, plan.chunks, plan.accumulate)[seat.at("pp")]:
-        stage = action.stage
-        if action.kind == "F" or (action.kind == "I" and stage == 0):  # the first stage leaves both halves to the W
-            continue
-        if action.kind == "W" and stage > 0 and low:
-            narrow.add(stage)
-        elif action.kind != "I" or stage in narrow:
-            narrow.discard(stage)
-            wide.add(stage)
-        yield _Waiting(frozenset(wide), frozenset(narrow), frozenset(summed))
-        backwards[stage] += action.kind != "I"
-        if backwards[stage] == plan.accumulate:
-            wide.discard(stage)
-            narrow.discard(stage)
-            summed.add(stage)
-
-
-def _gathered(held: Iterable[Group], seat: Seat) -> int:
-    """The most that is gathered at one time, in the precision of the arithmetic; what is on its way is counted too."""
-    plan = seat.plan
-    if not _copies(plan):
-        return 0
-    if plan.pp > 1:
-        instants = _instants(plan.schedule, plan.pp, plan.chunks, plan.accumulate, seat.at("pp"))
-        return max(sum(_held_then(group, instant, seat) for group in held) for instant in instants)
-    if plan.zero == 3:
-        return _two_blocks(held, seat)
-    return sum(group.count * _once(group, seat) for group in held)
-
-
-def _copies(plan: Plan) -> bool:
-    """Whether the arithmetic reads a copy of the weights: torch makes one even of weights that are whole already."""
-    return plan.world > 1 or plan.precision in ("bf16", "fp16")
-
-
-def _once(group: Group, seat: Seat) -> int:
-    """Bytes of one layer's group when it is gathered."""
-    _, shards = grid(group, seat.plan)
-    return sum(padded(local_shape(param, seat), shards) for param in group.params) * seat.narrow
-
-
-def _two_blocks(held: Iterable[Group], seat: Seat) -> int:
-    """What is outside the blocks, a block, and of the one before it what the backward has already asked for.
-
-    Experts that have a group of their own are asked for after the rest of their block. What lies on one rank is copied
-    when it is used, and not before.
-    """
-    outside, dense, experts = 0, {False: 0, True: 0}, {False: 0, True: 0}
-    for group in held:
-        layer = group.params[0].layer
-        if layer < 0:
-            outside += _once(group, seat)
-        else:
-            kind = experts if group.shared_by_ep else dense
-            kind[seat.arch.is_mixture(layer)] += _once(group, seat)
-    layers = [seat.arch.is_mixture(layer) for layer in range(seat.arch.layers)]
-    ahead = [0, *(dense[mixture] if seat.plan.shards > 1 else 0 for mixture in layers)]
-    return outside + max(dense[mixture] + experts[mixture] + more for mixture, more in zip(layers, ahead, strict=False))
-
-
-class _Instant(msgspec.Struct, frozen=True):
-    """The stages of a pipeline rank that torch's runtime has asked for, and those of them it has also used."""
-
-    asked: frozenset[int]
-    used: frozenset[int]
-
-
-def _held_then(group: Group, instant: _Instant, seat: Seat) -> int:
-    """Bytes of a group at an instant: what lies on several ranks is gathered when asked for, else copied when used."""
-    _, shards = grid(group, seat.plan)
-    held = instant.asked if shards > 1 else instant.used
-    return group.count * _once(group, seat) if group.stage in held else 0
-
-
-@lru_cache(maxsize=1024)
-def _instants(schedule: Schedule, pp: int, chunks: int, microbatches: int, rank: int) -> frozenset[_Instant]:
-    """Every state that a rank's stages are in during a step, when it holds the IN_SIGHT ones that it computes next."""
-    stages = [action.stage for action in actions(schedule, pp, chunks, microbatches)[rank]]
-    sights: list[list[int]] = [[]]
-    for stage in reversed(stages):
-        sights.append([stage, *(other for other in sights[-1] if other != stage)][:IN_SIGHT])
-    used = frozenset[int]()
-    found = set[_Instant]()
-    for stage, sight in zip(stages, reversed(sights), strict=False):
-        asked = frozenset(sight)
-        used = (used & asked) | {stage}
-        found.add(_Instant(asked, used))
-    return frozenset(found)
-
-
-def _why_gathered(plan: Plan) -> str:
-    if not _copies(plan):
-        return "nothing: the weights are used where they lie"
-    if plan.pp > 1:
-        return f"{plan.precision}, the stages that are computed next, of {placement(plan).count(0)} on a rank"
-    if plan.zero == 3:
-        return f"{plan.precision}, what is outside the blocks, one block and the next"
-    return f"{plan.precision}, the whole model until the last backward"
-
-
-def _why_waiting(plan: Plan) -> str:
-    if not _waits(plan):
-        return "nothing: every microbatch scatters its own gradient"
-    return "whole gradients until the last microbatch, beyond the shard that remains of them"
-
-
-def _name(size: int) -> str:
-    return {4: "fp32", 8: "fp64"}[size]
-
-
-def total(lines: Iterable[Line]) -> int:
-    """Bytes of all lines."""
-    return sum(line.bytes for line in lines)
+def _rivals(plan: Plan) -> list[int]:
+    """Pipeline ranks that may be the fullest: both ends, and of those with equally long stages the first."""
+    ranks = placement(plan)
+    found: dict[tuple[int, ...], int] = {}
+    for rank in range(1, plan.pp - 1):
+        mine = tuple(length for length, owner in zip(plan.stages, ranks, strict=True) if owner == rank)
+        found.setdefault(mine, rank)
+    return sorted({0, plan.pp - 1, *found.values()})

@@ -1,10 +1,15 @@
 """A pipeline schedule played on a clock: how long, how idle, and how many activations each rank holds."""
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import msgspec
 
-from meshwright.spec.schedule import Action, Message, Orders, flow
+from meshwright.spec.schedule import Action, Message, Orders, Schedule, actions, flow, legal, stage_ranks
+
+SHORT = 8  # ranks of a pipeline that stands for deeper ones
+MOST_VISITS = 2048  # of a stage by a microbatch, in a step that is played action by action
+ROUNDS = 4  # microbatches ÷ pp that are played at most: from then on a further round takes about as long as the last
 
 
 class StageCost(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,6 +93,76 @@ def play(orders: Orders, placement: Sequence[int], cost: StageCost, send_seconds
             ends["F" if kind == "F" else "I", stage, action.microbatch] = end
     assert all(len(row) == len(order) for row, order in zip(rows, orders, strict=True)), "the orders deadlock"
     return Timeline(rows=tuple(map(tuple, rows)), peaks=tuple(_peak(row, cost) for row in rows))
+
+
+def makespan(schedule: Schedule, pp: int, microbatches: int, cost: StageCost, send_seconds: float = 0.0) -> float:
+    """Seconds of a step, as `play` finds them; long steps are continued from their last full round.
+
+    A pipeline too deep to be played for every plan of a search is priced by a shorter one: beyond the busiest rank's
+    work, the time to fill and drain it grows with its ranks.
+    """
+    chunks = len(cost.forward_seconds) // pp
+    if pp > SHORT and pp * chunks * min(microbatches, ROUNDS * pp) > MOST_VISITS:
+        return _deep(schedule, pp, microbatches, cost, send_seconds)
+    surplus = max(-(-(microbatches - ROUNDS * pp) // pp), 0)
+    played = microbatches - surplus * pp
+    seconds = _end(schedule, pp, chunks, played, cost, send_seconds)
+    if surplus == 0:
+        return seconds
+    return seconds + surplus * (seconds - _end(schedule, pp, chunks, played - pp, cost, send_seconds))
+
+
+def _deep(schedule: Schedule, pp: int, microbatches: int, cost: StageCost, send_seconds: float) -> float:
+    """The busiest rank's work, and the idle time of a short pipeline of mean stages, stretched."""
+    stages = len(cost.forward_seconds)
+    chunks = stages // pp
+    placement = stage_ranks(schedule, pp, chunks)
+    whole = [sum(each) for each in zip(cost.forward_seconds, cost.input_seconds, cost.weight_seconds, strict=True)]
+    busiest = max(sum(whole[stage] for stage in range(stages) if placement[stage] == rank) for rank in range(pp))
+    means = (sum(cost.forward_seconds), sum(cost.input_seconds), sum(cost.weight_seconds))
+    forward, back, weight = ((each / stages,) * (SHORT * chunks) for each in means)
+    short = StageCost(
+        forward_seconds=forward, input_seconds=back, weight_seconds=weight, activation=(0.0,) * (SHORT * chunks)
+    )
+    fewer = max(round(min(microbatches, ROUNDS * pp) * SHORT / pp), 1)
+    while legal(schedule, SHORT, chunks, fewer):
+        fewer += 1
+    idle = _end(schedule, SHORT, chunks, fewer, short, send_seconds) - fewer * sum(whole) / pp
+    return microbatches * busiest + idle * (pp - 1) / (SHORT - 1)
+
+
+def _end(schedule: Schedule, pp: int, chunks: int, microbatches: int, cost: StageCost, send_seconds: float) -> float:
+    by_kind = _seconds(cost)
+    durations = [*by_kind["F"], *by_kind["B"], *by_kind["I"], *by_kind["W"]]
+    steps = _steps(schedule, pp, chunks, microbatches)
+    clock = [0.0] * pp
+    ends = [0.0] * len(steps)
+    for number, (rank, duration, waits_for, travels) in enumerate(steps):
+        start = clock[rank]
+        if waits_for >= 0:
+            arrival = ends[waits_for] + send_seconds if travels else ends[waits_for]
+            if arrival > start:
+                start = arrival
+        clock[rank] = ends[number] = start + durations[duration]
+    return max(clock)
+
+
+@lru_cache(maxsize=128)
+def _steps(schedule: Schedule, pp: int, chunks: int, microbatches: int) -> tuple[tuple[int, int, int, bool], ...]:
+    """Every action in an order in which it can run: rank, place of its duration, the action it waits for, by wire?"""
+    placement = stage_ranks(schedule, pp, chunks)
+    stages = len(placement)
+    offset = {kind: place * stages for place, kind in enumerate("FBIW")}
+    sent: dict[Message, int] = {}
+    steps = []
+    for number, (action, message) in enumerate(flow(actions(schedule, pp, chunks, microbatches), placement)):
+        rank = placement[action.stage]
+        waits_for = -1 if message is None else sent[message]
+        travels = message is not None and placement[message[1]] != rank
+        steps.append((rank, offset[action.kind] + action.stage, waits_for, travels))
+        if action.kind != "W":
+            sent["F" if action.kind == "F" else "I", action.stage, action.microbatch] = number
+    return tuple(steps)
 
 
 def _seconds(cost: StageCost) -> dict[str, tuple[float, ...]]:

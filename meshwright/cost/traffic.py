@@ -14,7 +14,7 @@ from meshwright.cost.traffic_weights import weight_traffic
 from meshwright.spec.arch import Arch
 from meshwright.spec.plan import Plan
 
-VERDICT = 2 * 8  # bytes: the step's loss and the gradient's square norm, in double precision
+VERDICT = 3 * 8  # bytes, in double precision: the step's loss, the gradient's square norm, how many ranks must stop
 FIRST: Mapping[str, int] = {}  # the place of the first rank: every coordinate is 0
 
 
@@ -41,6 +41,6 @@ def bytes_by_axis(collectives: Iterable[Collective]) -> dict[Axis, int]:
 
 
 def _verdict(plan: Plan) -> Iterator[Collective]:
-    """All ranks agree on the loss and the norm before anyone moves a weight."""
+    """All ranks agree on the loss, the norm and whether to stop before anyone moves a weight."""
     if plan.world > 1:
         yield Collective(kind="all_reduce", axis="world", count=1, bytes=VERDICT)

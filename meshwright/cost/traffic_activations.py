@@ -1,9 +1,13 @@
-"""What activations and their gradients send: over tp, cp, ep and pp, for every microbatch."""
+"""What activations and their gradients send: over tp, cp, ep and pp, for every microbatch.
+
+A layer that the backward computes anew sends what its forward sent once more, up to the last result that the backward
+needs. Recomputation by operation keeps what a collective returned; those that write into a buffer are issued again.
+"""
 
 import math
 from collections.abc import Iterator
 
-from meshwright.cost.traffic_collective import Collective
+from meshwright.cost.traffic_collective import Collective, Kind
 from meshwright.cost.traffic_held import Part, Seat, parts, placement
 from meshwright.spec.arch import Arch
 
@@ -27,12 +31,20 @@ def _over_tp(part: Part, seat: Seat) -> Iterator[Collective]:
     """Hidden states are gathered before and summed and scattered after attention and the feed-forward layer.
 
     The backward mirrors it, so there are as many of the one as of the other; embedding and projection add half a pair
-    each way.
+    each way. Of layers computed anew the last sum is not needed: it is the output of their run. What a compiler made
+    is computed to its end all the same.
     """
     if seat.plan.tp == 1:
         return
-    count = seat.plan.accumulate * (4 * part.layers + part.first + part.last)
-    for kind in ("all_gather", "reduce_scatter"):
+    once, anew = 4 * part.layers + part.first + part.last, part.anew
+    gathers = scatters = 2 * anew.layers
+    if not seat.plan.compile:
+        scatters -= anew.runs
+    if anew.by_operation:
+        gathers, scatters = anew.mixtures, 0
+    repeated: tuple[tuple[Kind, int], ...] = (("all_gather", gathers), ("reduce_scatter", scatters))
+    for kind, more in repeated:
+        count = seat.plan.accumulate * (once + more)
         yield Collective(kind=kind, axis="tp", count=count, bytes=seat.stream * seat.narrow)
 
 
@@ -46,45 +58,52 @@ def _loss_over_tp(part: Part, seat: Seat) -> Iterator[Collective]:
 
 def _attention_over_cp(part: Part, seat: Seat) -> Iterator[Collective]:
     if seat.plan.cp > 1:
-        times = part.layers * seat.plan.accumulate
-        yield from _ring(times, seat) if seat.plan.cp_kind == "ring" else _ulysses(times, seat)
+        times, anew = (layers * seat.plan.accumulate for layers in (part.layers, part.anew.layers))
+        yield from (_ring if seat.plan.cp_kind == "ring" else _ulysses)(times, anew, seat)
 
 
-def _ring(times: int, seat: Seat) -> Iterator[Collective]:
+def _ring(times: int, anew: int, seat: Seat) -> Iterator[Collective]:
     """Keys and values go round forward and backward, and their gradients backward; the last of those is waited for."""
     plan = seat.plan
     held = plan.microbatch * seat.positions
     numbers = 2 * held * seat.arch.kv_width // plan.tp
     documents = DOCUMENT * held if seat.masked else 0
     for count, size, overlappable in (
-        (2 * (plan.cp - 1), numbers * seat.narrow + documents, True),
-        (plan.cp - 2, numbers * seat.wide, True),
-        (1, numbers * seat.wide, False),
+        ((2 * times + anew) * (plan.cp - 1), numbers * seat.narrow + documents, True),
+        (times * (plan.cp - 2), numbers * seat.wide, True),
+        (times, numbers * seat.wide, False),
     ):
-        yield Collective(kind="send", axis="cp", count=times * count, bytes=size, overlappable=overlappable)
+        yield Collective(kind="send", axis="cp", count=count, bytes=size, overlappable=overlappable)
 
 
-def _ulysses(times: int, seat: Seat) -> Iterator[Collective]:
+def _ulysses(times: int, anew: int, seat: Seat) -> Iterator[Collective]:
     """Queries, keys and values change places before attention and its output after; gradients the other way."""
     arch, plan = seat.arch, seat.plan
     held = plan.microbatch * seat.positions
     for width in (arch.q_width + 2 * arch.kv_width, arch.q_width):
         size = held * width // plan.tp * seat.narrow
-        yield Collective(kind="all_to_all", axis="cp", count=2 * times, bytes=size)
+        yield Collective(kind="all_to_all", axis="cp", count=2 * times + anew, bytes=size)
     if seat.masked:
-        yield Collective(kind="all_gather", axis="cp", count=times, bytes=plan.cp * held * DOCUMENT)
+        yield Collective(kind="all_gather", axis="cp", count=times + anew, bytes=plan.cp * held * DOCUMENT)
 
 
 def _routers_over_cp(part: Part, seat: Seat) -> Iterator[Collective]:
     """A router sees whole sequences: its logits are gathered, and going back their gradients summed and scattered."""
     if seat.plan.cp == 1:
         return
-    times = part.mixtures * seat.plan.accumulate
+    forward, backward = _mixture_passes(part, seat)
     tokens = seat.plan.microbatch * seat.sequence
-    for kind in ("all_gather", "reduce_scatter"):
-        yield Collective(kind=kind, axis="cp", count=times, bytes=tokens * seat.arch.experts * seat.wide)
+    passes: tuple[tuple[Kind, int], ...] = (("all_gather", forward), ("reduce_scatter", backward))
+    for kind, count in passes:
+        yield Collective(kind=kind, axis="cp", count=count, bytes=tokens * seat.arch.experts * seat.wide)
     if seat.arch.router == "gshard":
-        yield Collective(kind="all_gather", axis="cp", count=times, bytes=tokens * DRAW)
+        yield Collective(kind="all_gather", axis="cp", count=forward, bytes=tokens * DRAW)
+
+
+def _mixture_passes(part: Part, seat: Seat) -> tuple[int, int]:
+    """How often a step goes forward through layers with experts, and how often back."""
+    times = seat.plan.accumulate
+    return (part.mixtures + part.anew.mixtures) * times, part.mixtures * times
 
 
 def _over_ep(part: Part, seat: Seat) -> Iterator[Collective]:
@@ -94,10 +113,10 @@ def _over_ep(part: Part, seat: Seat) -> Iterator[Collective]:
     """
     if seat.plan.ep == 1:
         return
-    times = part.mixtures * seat.plan.accumulate
-    yield Collective(kind="all_to_all", axis="ep", count=times, bytes=seat.arch.experts * COUNT)
+    forward, backward = _mixture_passes(part, seat)
+    yield Collective(kind="all_to_all", axis="ep", count=forward, bytes=seat.arch.experts * COUNT)
     size = mean_rows(seat) * seat.arch.hidden * seat.narrow
-    yield Collective(kind="all_to_all", axis="ep", count=4 * times, bytes=size)
+    yield Collective(kind="all_to_all", axis="ep", count=2 * (forward + backward), bytes=size)
 
 
 def mean_rows(seat: Seat) -> int:

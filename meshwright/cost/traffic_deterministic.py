@@ -53,10 +53,10 @@ def _over_replicate(group: Group, seat: Seat) -> Iterator[Collective]:
 
 
 def _verdict(seat: Seat) -> Iterator[Collective]:
-    """A loss from every rank, and a sum of squares for every row of every weight."""
+    """A loss and a wish to stop from every rank, and a sum of squares for every row of every weight."""
     plan = seat.plan
     if plan.world > 1:
-        yield Collective(kind="all_gather", axis="world", count=1, bytes=plan.world * NUMBER)
+        yield Collective(kind="all_gather", axis="world", count=1, bytes=plan.world * 2 * NUMBER)
     if plan.shards > 1:
         size = sum(rows(param.shape[0], plan.shards) for param in params(seat.arch)) * plan.shards * NUMBER
         yield Collective(kind="all_gather", axis="shard", count=1, bytes=size)

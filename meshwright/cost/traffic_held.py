@@ -10,6 +10,7 @@ import msgspec
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import Param, Split, params
 from meshwright.spec.plan import Plan
+from meshwright.spec.recompute import by_operation, runs
 from meshwright.spec.schedule import stage_ranks
 
 ITEM_BYTES = {"fp8": 2, "bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
@@ -49,6 +50,19 @@ class Seat(msgspec.Struct, frozen=True, kw_only=True):
         return max(self.narrow, 4)
 
 
+class Anew(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers of a part that the backward computes anew."""
+
+    runs: int  # those of one run are computed together
+    dense: int
+    mixtures: int
+    by_operation: bool  # what collectives returned is kept, where they return anything
+
+    @property
+    def layers(self) -> int:
+        return self.dense + self.mixtures
+
+
 class Part(msgspec.Struct, frozen=True, kw_only=True):
     """A run of layers on a rank, one pipeline stage or the whole model."""
 
@@ -57,6 +71,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     mixtures: int  # layers with them
     first: bool  # begins the model: embedding and positions
     last: bool  # ends it: norm, projection, loss
+    anew: Anew  # of its layers, those that the backward computes once more
 
     @property
     def layers(self) -> int:
@@ -85,10 +100,27 @@ def parts(seat: Seat) -> list[Part]:
     for stage, (length, end) in enumerate(zip(lengths, accumulate(lengths), strict=True)):
         if ranks[stage] != seat.at("pp"):
             continue
-        mixtures = sum(arch.is_mixture(layer) for layer in range(end - length, end))
-        first, last = stage == 0, stage == len(ranks) - 1
-        found.append(Part(stage=stage, dense=length - mixtures, mixtures=mixtures, first=first, last=last))
+        layers = range(end - length, end)
+        mixtures = sum(map(arch.is_mixture, layers))
+        found.append(
+            Part(
+                stage=stage,
+                dense=length - mixtures,
+                mixtures=mixtures,
+                first=stage == 0,
+                last=stage == len(ranks) - 1,
+                anew=_anew(seat, layers),
+            )
+        )
     return found
+
+
+def _anew(seat: Seat, layers: range) -> Anew:
+    policy = seat.plan.recompute
+    found = runs(policy, len(layers))
+    mixtures = sum(seat.arch.is_mixture(layers[number]) for run in found for number in run)
+    dense = sum(map(len, found)) - mixtures
+    return Anew(runs=len(found), dense=dense, mixtures=mixtures, by_operation=by_operation(policy))
 
 
 def groups(seat: Seat) -> Iterator[Group]:

@@ -34,8 +34,9 @@ class Claim:
         self._lock = self._locked()
         self.finished = read_summary(folder)
         if self.finished is None:
-            _forget_attempt(folder)
-            _write(folder / RUN, load.write(run))
+            for words in folder.glob("failure.rank*.json"):
+                words.unlink()  # last words of an earlier attempt, which whoever watches would take for this one's
+            _write_run(folder, load.write(run))
 
     def release(self) -> None:
         """Let the next one in."""
@@ -93,11 +94,15 @@ def read_summary(folder: Path) -> Summary | None:
     return msgspec.json.decode(file.read_bytes(), type=Summary) if file.exists() else None
 
 
-def _forget_attempt(folder: Path) -> None:
-    """Records of an attempt that did not finish would be mixed with the new one's."""
-    for pattern in ("steps.rank*.jsonl", "failure.rank*.json"):
-        for file in folder.glob(pattern):
-            file.unlink()
+def _write_run(folder: Path, text: str) -> None:
+    """The run as it goes on; how it was before, under another plan for example, is kept under a number."""
+    file = folder / RUN
+    if file.exists() and file.read_text(encoding="utf-8") != text:
+        number = 1
+        while (old := folder / f"run.{number}.toml").exists():
+            number += 1
+        file.rename(old)
+    _write(file, text)
 
 
 def _set_aside(folder: Path) -> None:

@@ -1,111 +1,131 @@
-"""Ranks of one machine: started together, watched together, ended together."""
+"""Ranks of one machine: forked from a nursery that has torch, adopted by the launcher, ended together."""
 
+import contextlib
 import ctypes
 import os
+import select
 import signal
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
-from meshwright.spec.place import STORE, cores
+from meshwright.spec.order import Order
+from meshwright.spec.place import cores
 
-GRACE_SECONDS = 10.0  # between asking a rank to end and ending it
-LOOK_SECONDS = 0.05
-
-
-class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """How a rank ended, in its own words where it could still write them."""
-
-    rank: int
-    at: float  # wall clock; the earliest is the cause, the others are its victims
-    code: int
-    text: str
+SET_CHILD_SUBREAPER = 36  # of Linux's prctl
+START_SECONDS = 300.0  # importing torch from a cold and crowded disk
 
 
-@dataclass
+class NurseryError(RuntimeError):
+    """The nursery ended, or did not answer."""
+
+
+class Nursery:
+    """The process that ranks are forked from. It is started early, and imports torch while the launcher works."""
+
+    def __init__(self, environment: Mapping[str, str], log: Path, stdout: int) -> None:
+        adopt()
+        self.answers, writing = os.pipe()
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with open(log, "ab") as words:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "meshwright.train.nursery", str(writing)],
+                env=dict(environment),
+                stdin=subprocess.PIPE,
+                stdout=stdout,
+                stderr=words,
+                pass_fds=(writing,),
+                start_new_session=True,  # Ctrl-C reaches the launcher, who sees to the ranks
+            )
+        os.close(writing)
+        self.log = log
+        self.closed = False
+
+    def start(self, orders: Sequence[Order]) -> list[int]:
+        """Fork a rank for each order; their process numbers."""
+        for order in orders:
+            self._tell(msgspec.json.encode(order))
+        return [self._answer(order.place.rank) for order in orders]
+
+    def rest(self) -> None:
+        """The ranks are at work: fetch what a restart will want."""
+        self._tell(b"rest")
+
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+    def close(self) -> None:
+        """End it; the ranks are not its concern. Closing twice is no mistake."""
+        if self.closed:
+            return
+        self.closed = True
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        os.close(self.answers)
+
+    def _tell(self, line: bytes) -> None:
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(line + b"\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            raise NurseryError(self._last_words()) from None
+
+    def _answer(self, rank: int) -> int:
+        text = b""
+        while not text.endswith(b"\n"):
+            ready, _, _ = select.select([self.answers], [], [], START_SECONDS)
+            letter = os.read(self.answers, 1) if ready else b""
+            if not letter:
+                raise NurseryError(self._last_words())
+            text += letter
+        said, pid = (int(word) for word in text.split())
+        assert said == rank, "orders are answered in turn"
+        return pid
+
+    def _last_words(self) -> str:
+        return tail(self.log) or f"the nursery ended with {self.process.poll()}; see {self.log}"
+
+
+def adopt() -> None:
+    """Let ranks, whose parent in the nursery ends at once, become children of this process."""
+    ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, 1)
+
+
 class Ranks:
-    """The processes of one local job."""
+    """The processes of one attempt."""
 
-    folder: Path
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    meeting: tempfile.TemporaryDirectory[str] = field(default_factory=tempfile.TemporaryDirectory)
+    def __init__(self, pids: Sequence[int]) -> None:
+        self.pids = list(pids)
+        self.codes: list[int | None] = [None] * len(pids)
 
-    def start(self, command: Sequence[str], count: int, environment: Mapping[str, str], stdout: int) -> None:
-        """Start all ranks. Rank 0 speaks on `stdout`; what else they say goes to their logs."""
-        logs = self.folder / "logs"
-        logs.mkdir(exist_ok=True)
-        for rank in range(count):
-            names = {
-                "RANK": rank,
-                "WORLD_SIZE": count,
-                "LOCAL_RANK": rank,
-                "LOCAL_WORLD_SIZE": count,
-                STORE: str(Path(self.meeting.name) / "store"),
-            }
-            with open(logs / f"rank{rank}.txt", "wb") as log:
-                process = subprocess.Popen(
-                    command,
-                    env={**defaults(count), **environment, **{name: str(value) for name, value in names.items()}},
-                    stdin=subprocess.DEVNULL,
-                    stdout=stdout if rank == 0 else log,
-                    stderr=log,
-                    start_new_session=True,  # Ctrl-C reaches the launcher, who ends the ranks
-                )
-            self.processes.append(process)
+    def poll(self) -> list[int | None]:
+        """Exit codes so far; None: still running; below zero: ended by that signal."""
+        for rank, pid in enumerate(self.pids):
+            if self.codes[rank] is None:
+                found, status = os.waitpid(pid, os.WNOHANG)
+                if found:
+                    self.codes[rank] = os.waitstatus_to_exitcode(status)
+        return self.codes
 
-    def wait(self) -> Failure | None:
-        """Until all ranks are done, or the first has failed and the others are ended."""
-        while True:
-            codes = [process.poll() for process in self.processes]
-            if any(code not in (None, 0) for code in codes):
-                time.sleep(4 * LOOK_SECONDS)  # victims of the first failure fall together with it
-                failure = self._cause()
-                self.end()
-                return failure
-            if all(code == 0 for code in codes):
-                return None
-            time.sleep(LOOK_SECONDS)
+    def signal(self, number: signal.Signals) -> None:
+        """To every rank that is still there."""
+        for pid, code in zip(self.pids, self.poll(), strict=True):
+            if code is None:
+                os.kill(pid, number)
 
     def end(self) -> None:
-        """Ask every rank to end, then see to it."""
-        for process in self.processes:
-            if process.poll() is None:
-                process.terminate()
-        deadline = time.monotonic() + GRACE_SECONDS
-        for process in self.processes:
-            try:
-                process.wait(max(deadline - time.monotonic(), 0.1))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        self.meeting.cleanup()
-
-    def _cause(self) -> Failure:
-        """The first rank that failed. A rank killed from outside leaves no words, and is nobody's victim."""
-        told = {failure.rank: failure for failure in read_failures(self.folder)}
-        silent = [
-            Failure(rank=rank, at=0.0, code=code, text=_ended(code) + self._tail(rank))
-            for rank, process in enumerate(self.processes)
-            if (code := process.poll()) not in (None, 0) and rank not in told
-        ]
-        return min([*told.values(), *silent], key=lambda failure: failure.at)
-
-    def _tail(self, rank: int, lines: int = 12) -> str:
-        log = self.folder / "logs" / f"rank{rank}.txt"
-        last = log.read_text(errors="replace").splitlines()[-lines:]
-        return "\n".join(["", *last]) if last else ""
-
-
-def _ended(code: int) -> str:
-    if code < 0:
-        return f"ended by signal {signal.Signals(-code).name}"
-    return f"ended with exit code {code}"
+        """Now. A checkpoint that was being written is dropped; the one before it stands."""
+        self.signal(signal.SIGKILL)
+        for rank, pid in enumerate(self.pids):
+            if self.codes[rank] is None:
+                self.codes[rank] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def defaults(ranks: int) -> dict[str, str]:
@@ -114,6 +134,7 @@ def defaults(ranks: int) -> dict[str, str]:
     return {
         "OMP_NUM_THREADS": str(max(cores() // ranks, 1)),
         "GLOO_SOCKET_IFNAME": loopback,
+        "TORCH_FR_BUFFER_SIZE": "2000",  # collectives remembered, to tell who left one out
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it a GPU's products refuse to be deterministic
     }
 
@@ -127,27 +148,6 @@ def gpus(environment: Mapping[str, str]) -> int:
     return len([name for name in devices if name.removeprefix("nvidia").isdecimal() and name != "nvidia"])
 
 
-def end_on_term() -> None:
-    """Let SIGTERM end the launcher the way Ctrl-C does: ranks first, then itself."""
-
-    def leave(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    signal.signal(signal.SIGTERM, leave)
-
-
-def die_with_parent() -> None:
-    """Ask the kernel to end this process when its launcher is gone, however that went. Linux only."""
-    if sys.platform == "linux":
-        set_parent_death_signal = 1
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-
-
-def write_failure(folder: Path, failure: Failure) -> None:
-    """A rank's last words, for whoever watches."""
-    (folder / f"failure.rank{failure.rank}.json").write_bytes(msgspec.json.encode(failure))
-
-
-def read_failures(folder: Path) -> list[Failure]:
-    """The last words of all ranks that had any."""
-    return [msgspec.json.decode(file.read_bytes(), type=Failure) for file in folder.glob("failure.rank*.json")]
+def tail(log: Path, lines: int = 12) -> str:
+    """The last lines of a log."""
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:]) if log.exists() else ""

@@ -1,11 +1,17 @@
 """The decoder: one module for GPT, Llama and mixture-of-experts shapes."""
 
+from collections.abc import Callable
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.models.layers import Block, Mlp, norm, rotation, wide
+from meshwright.models.loss import weighed_loss
 from meshwright.models.moe import Mixture
 from meshwright.spec.arch import Arch
+
+# From hidden states, a projection, targets and a weight to the sum of losses: times the weight, and as it is.
+Loss = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Decoder(nn.Module):
@@ -26,18 +32,35 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleDict({str(layer): Block(arch, _mlp(arch, layer)) for layer in range(arch.layers)})
         self.norm: nn.Module | None = norm(arch)
         self.head: nn.Linear | None = None if arch.tied else nn.Linear(arch.hidden, arch.vocab, bias=False)
+        self.loss: Loss = weighed_loss  # another function may be put here
         self.also_elsewhere: frozenset[str] = frozenset()  # of a part: weights that another part holds too
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, documents: Tensor | None = None, index: Tensor | None = None
-    ) -> Tensor:
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        documents: Tensor | None = None,
+        index: Tensor | None = None,
+        wanted: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Logits (b, s, vocab) of the next token, or the hidden states of a part that does not end the model.
 
         All arguments are (b, s) integers: tokens, their positions within their documents, which document they are of
         (None: one), and their index in the run (None: routers draw nothing). A part that does not begin the model is
         given hidden states (b, s, hidden) for tokens.
+
+        `wanted`, targets and a weight, asks for the sum of the token losses instead, times the weight and as it is:
+        logits then need not all exist at one time.
         """
-        return self.project(self.hidden(tokens, positions, documents, index))
+        x = self.hidden(tokens, positions, documents, index)
+        return self.project(x) if wanted is None else self.loss(x, self.projection, *wanted)
+
+    @property
+    def projection(self) -> Tensor:
+        """The matrix that turns hidden states into logits; of the whole model, or its last part."""
+        owner = self.head if self.head is not None else self.embed
+        assert owner is not None, "a part that does not end the model has none"
+        return owner.weight
 
     def hidden(
         self, tokens: Tensor, positions: Tensor, documents: Tensor | None = None, index: Tensor | None = None

@@ -8,6 +8,12 @@ from meshwright.models.layers import wide
 IGNORE = -100  # a target that is not predicted
 
 
+def weighed_loss(x: Tensor, projection: Tensor, targets: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum of the cross-entropies of x @ projection.T: times a weight, to be differentiated, and as it is."""
+    total = token_loss_sum(F.linear(x, projection), targets)
+    return total * weight.to(total.dtype), total
+
+
 def token_loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
     """Sum of the cross-entropies of logits (b, s, vocab) over the targets (b, s) that are not IGNORE."""
     # Widening inside the softmax spares a wide copy of the logits, the largest tensor of a step.

@@ -1,13 +1,18 @@
 """AdamW over the parts of the weights that this rank holds."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 
+from meshwright.kernels.choose import settle
 from meshwright.optim.clip import Verdict
+from meshwright.parallel import shadow
 from meshwright.parallel.mesh import local
+from meshwright.spec.plan import Plan
 from meshwright.spec.run import Optim
+
+Update = Callable[[list[int], float, float, Verdict], None]
 
 
 class AdamW:
@@ -17,13 +22,24 @@ class AdamW:
     machine before the first step.
     """
 
-    def __init__(self, optim: Optim, weights: Iterable[nn.Parameter], deterministic: bool = False) -> None:
+    def __init__(self, optim: Optim, weights: Iterable[nn.Parameter], plan: Plan) -> None:
         self.optim = optim
-        self.update = self._plain if deterministic else self._fused
         self.weights = list(weights)
-        self.first = [torch.zeros_like(local(weight.detach())) for weight in self.weights]
+        self.wide = [shadow.wide(weight) for weight in self.weights]
+        self.first = [torch.zeros_like(weight) for weight in self.wide]
         self.second = [torch.zeros_like(moment) for moment in self.first]
         self.count = torch.zeros((), dtype=torch.float32, device=self.first[0].device)  # updates made, skips left out
+        self.update = self._choose(plan)
+
+    def _choose(self, plan: Plan) -> Update:
+        if plan.deterministic:
+            return self._plain
+        if (
+            self.wide[0].dtype == torch.float32
+            and settle(plan.kernels, self.wide[0].device, lambda text: None) == "fused"
+        ):
+            return one_pass(self)
+        return self._fused
 
     def zero_grad(self) -> None:
         """Forget the gradient, and its memory."""
@@ -44,7 +60,7 @@ class AdamW:
             # The kernel reads its divisor in fp32, too coarse for a proof: the factor is multiplied in beforehand.
             gradients, divisor = list(torch._foreach_mul(gradients, verdict.factor)), None
         torch._fused_adamw_(
-            [local(self.weights[i].detach()) for i in indices],
+            [self.wide[i] for i in indices],
             gradients,
             [self.first[i] for i in indices],
             [self.second[i] for i in indices],
@@ -60,6 +76,9 @@ class AdamW:
             grad_scale=divisor,
             found_inf=(1.0 - verdict.finite).float(),
         )
+        for i in indices:
+            if shadow.is_shadow(self.weights[i]):
+                self.weights[i].copy_(self.wide[i])
 
     def _plain(self, indices: list[int], rate: float, decay: float, verdict: Verdict) -> None:
         """The same by operations that round once each, so that an element's bits do not depend on its neighbours.
@@ -69,7 +88,7 @@ class AdamW:
         beta1, beta2, count = self.optim.beta1, self.optim.beta2, self.count.double()
         finite = verdict.finite > 0
         for i in indices:
-            weight = local(self.weights[i].detach())
+            weight = self.wide[i]
             factor, bias1, bias2 = (
                 number.to(weight.dtype) for number in (verdict.factor, 1 - beta1**count, 1 - beta2**count)
             )
@@ -83,7 +102,7 @@ class AdamW:
 
     def _gradient(self, index: int) -> Tensor:
         gradient = self.weights[index].grad
-        return torch.zeros_like(self.first[index]) if gradient is None else local(gradient)
+        return torch.zeros_like(self.first[index]) if gradient is None else local(gradient).to(self.first[index].dtype)
 
     def _groups(self) -> dict[float, list[int]]:
         """Weights by their decay: matrices decay, vectors (norms, biases) do not."""
@@ -91,3 +110,26 @@ class AdamW:
         for index, weight in enumerate(self.weights):
             groups.setdefault(self.optim.weight_decay if weight.ndim >= 2 else 0.0, []).append(index)
         return groups
+
+
+def one_pass(optimizer: AdamW) -> Update:
+    """The update by one kernel that also writes the narrow copies."""
+    from meshwright.kernels.adamw import Group, Moves
+
+    groups: dict[tuple[int, ...], Group] = {}
+
+    def update(indices: list[int], rate: float, decay: float, verdict: Verdict) -> None:
+        weights = [optimizer.weights[i] for i in indices]
+        key = tuple(indices)
+        if key not in groups:
+            copies = [weight.detach() for weight in weights] if shadow.is_shadow(weights[0]) else []
+            wide, first, second = (
+                [held[i] for i in indices] for held in (optimizer.wide, optimizer.first, optimizer.second)
+            )
+            groups[key] = Group(wide, first, second, copies)
+        optim = optimizer.optim
+        moves = Moves(rate, optim.beta1, optim.beta2, optim.eps, optimizer.count, verdict.factor, verdict.finite)
+        gradients = [torch.zeros_like(weight) if weight.grad is None else local(weight.grad) for weight in weights]
+        groups[key].update(gradients, decay, moves)
+
+    return update

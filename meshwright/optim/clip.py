@@ -11,7 +11,7 @@ from meshwright.parallel import deterministic
 from meshwright.parallel.mesh import Mesh, copies, local
 from meshwright.spec.plan import Plan
 
-Measure = Callable[[Sequence[nn.Module], Tensor, Mesh], tuple[Tensor, Tensor]]
+Measure = Callable[[Sequence[nn.Module], Tensor, Mesh, bool], tuple[Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,17 +25,17 @@ class Verdict:
 
 
 def choose(plan: Plan) -> Measure:
-    """How this plan adds up the loss and the square norm over its ranks."""
+    """How this plan adds up the loss, the square norm and the wish to stop over its ranks."""
     return deterministic.measured if plan.deterministic else measured
 
 
-def measured(chunks: Sequence[nn.Module], loss_sum: Tensor, mesh: Mesh) -> tuple[Tensor, Tensor]:
-    """One collective of two numbers: the loss and the gradient's square norm, of which each rank holds a part."""
-    totals = torch.stack([loss_sum.double(), square_share(chunks, mesh)])
+def measured(chunks: Sequence[nn.Module], loss_sum: Tensor, mesh: Mesh, asked: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """One collective of three numbers: the loss, the gradient's square norm, and how many ranks were asked to stop."""
+    totals = torch.stack([loss_sum.double(), square_share(chunks, mesh), deterministic.flag(asked, mesh)])
     if mesh.world > 1:
         dist.all_reduce(totals)
-    loss, square = totals.unbind()
-    return loss, square
+    loss, square, stops = totals.unbind()
+    return loss, square, stops
 
 
 def judge(loss: Tensor, square: Tensor, scale: Tensor, limit: float) -> Verdict:

@@ -166,10 +166,19 @@ def pin(plan: Plan, device: torch.device) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def measured(chunks: Sequence[nn.Module], loss_sum: Tensor, mesh: Mesh) -> tuple[Tensor, Tensor]:
-    """The job's sum of losses and the gradient's square norm, the same bits under every plan of this mode."""
+def measured(chunks: Sequence[nn.Module], loss_sum: Tensor, mesh: Mesh, asked: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The job's sum of losses and the gradient's square norm, the same bits under every plan of this mode.
+
+    Third, how many ranks were asked to stop.
+    """
     weights = [weight for chunk in chunks for weight in chunk.parameters()]
-    return over_world(loss_sum.double(), mesh), square_norm(weights)
+    loss, stops = over_world(torch.stack([loss_sum.double(), flag(asked, mesh)]), mesh).unbind()
+    return loss, square_norm(weights), stops
+
+
+def flag(raised: bool, mesh: Mesh) -> Tensor:
+    """One or zero where the verdict is made. Filled by the device: a copy from the host would wait for it."""
+    return torch.full((), float(raised), dtype=torch.float64, device=mesh.device)
 
 
 def square_norm(weights: Sequence[Tensor]) -> Tensor:

@@ -16,8 +16,11 @@ from meshwright.spec.plan import Plan
 
 
 def wrap(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: Anatomy) -> nn.Module:
-    """Each block gathers its weights before use and sums its gradients after; a lone fp32 rank does neither."""
-    if plan.world == 1 and not precision.is_low(plan) and not plan.deterministic:
+    """Each block gathers its weights before use and sums its gradients after.
+
+    A lone rank whose weights already have the precision of the arithmetic does neither.
+    """
+    if plan.world == 1 and (plan.shadow or not precision.is_low(plan)) and not plan.deterministic:
         return model
     again = plan.zero == 3 and plan.pp == 1  # gathered weights are dropped after the forward and gathered again
     for module, grid in [*_sharers(anatomy.blocks(model), plan, mesh), (model, mesh.dense)]:

@@ -42,6 +42,7 @@ def _counts(run: Run) -> Iterator[Problem]:
         "plan.ep": run.plan.ep,
         "log.every": run.log.every,
         "held.batches": run.held.batches,
+        "checkpoint.keep_last": run.checkpoint.keep_last,
         **{f"arch.{name}": getattr(run.arch, name) for name in ARCH_COUNTS},
     }
     for key, value in positive.items():
@@ -50,6 +51,8 @@ def _counts(run: Run) -> Iterator[Problem]:
     natural = {
         "seed": run.seed,
         "held.every": run.held.every,
+        "checkpoint.every": run.checkpoint.every,
+        "checkpoint.keep_every": run.checkpoint.keep_every,
         "held.sample_tokens": run.held.sample_tokens,
         "optim.warmup": run.optim.warmup,
         "arch.experts": run.arch.experts,

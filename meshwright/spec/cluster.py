@@ -1,10 +1,25 @@
 """Clusters as data: accelerators, the nodes they sit in and the links between them."""
 
+import re
+import tomllib
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
 import msgspec
 
+from meshwright.spec import schema
+from meshwright.spec.catalogue import Card, Catalogue, Network, Way, catalogue, named, recognised, unknown
 from meshwright.spec.plan import Precision
+from meshwright.spec.problem import InputError, Problem
 
 GIGA, TERA = 1e9, 1e12
+GIB = 2.0**30
+MICRO = 1e-6
+GBIT = 1e9 / 8  # bytes
+ENTRIES = {"cards", "links", "networks"}  # tables of a file that add to the catalogue
+LARGEST_FILE = 1_000_000  # bytes; no cluster file written by a person comes near
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -50,3 +65,149 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def nodes(self) -> int:
         """Domains in use."""
         return -(-self.gpus // self.domain)
+
+
+class Machines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A cluster as a user writes it; what is left out is as in the card's usual node."""
+
+    gpu: str
+    gpus: int = 1
+    name: str = ""
+    domain: int = 0
+    scale_up: str = ""
+    host: str = ""
+    network: str = ""
+    network_gbit: float = 0.0  # of one GPU
+    host_gib: float = 0.0  # of one GPU
+    memory_gib: float = 0.0  # where it differs from the catalogue's
+
+
+def cluster(text: str, *, network: str = "", gpus: int = 0) -> Cluster:
+    """The cluster of "64xh100", "2x8xh100" (nodes × GPUs × card), "h100", or a TOML file, also "16xmine.toml"."""
+    count, domain, rest = _counted(text)
+    if count == 0 or domain == 0:
+        raise InputError([Problem(f"cluster = {schema.shown(text)} has no GPUs", "correct the count", "cluster")])
+    known, machines = catalogue(), Machines(gpu=rest)
+    if rest.endswith(".toml"):
+        known, machines = _read(Path(rest))
+    given = {"gpus": gpus or count, "domain": domain, "network": network}
+    machines = msgspec.structs.replace(machines, **{key: value for key, value in given.items() if value})
+    return assembled(machines, known)
+
+
+def cluster_of(table: Mapping[str, Any]) -> Cluster:
+    """The cluster that a [cluster] table describes."""
+    known, machines = _understood(table)
+    return assembled(machines, known)
+
+
+def peak_flops_per_second(device_name: str, precision: Precision) -> float | None:
+    """The data sheet's rate for a device as its driver names it, None when the device or its rate is not known."""
+    name = recognised(device_name, catalogue().cards)
+    if name is None:
+        return None
+    return _gpu(name, catalogue().cards[name]).peak(precision) or None
+
+
+@cache
+def cards() -> tuple[Cluster, ...]:
+    """One GPU of every card, each in its usual surroundings."""
+    return tuple(assembled(Machines(gpu=name), catalogue()) for name in catalogue().cards)
+
+
+def _counted(text: str) -> tuple[int | None, int | None, str]:
+    """GPUs, GPUs of a node (None: nobody says) and the card."""
+    parts = re.fullmatch(r"(?:(\d+)\s*[x×*]\s*)?(?:(\d+)\s*[x×*]\s*)?(.+)", text.strip(), re.IGNORECASE)
+    if parts is None:
+        remedy = "write a count and a card, like 64xh100"
+        raise InputError([Problem(f"cluster = {schema.shown(text)} says nothing", remedy, "cluster")])
+    first, second, rest = parts.groups()
+    if second is None:
+        return int(first) if first else None, None, rest
+    return int(first) * int(second), int(second), rest
+
+
+def _read(file: Path) -> tuple[Catalogue, Machines]:
+    try:
+        if file.stat().st_size > LARGEST_FILE:
+            raise InputError([Problem(f"{file} is larger than {LARGEST_FILE} bytes", "is it a cluster file?")])
+        table = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        remedy = "name a cluster file that can be read"
+        raise InputError([Problem(f"{file}: {error.strerror}", remedy, "cluster")]) from None
+    except ValueError as error:  # not UTF-8, or not TOML
+        raise InputError([Problem(f"{file} is not TOML: {error}", "correct that line", "cluster")]) from None
+    inner = table.get("cluster")
+    return _understood(inner | {key: table[key] for key in ENTRIES & set(table)} if isinstance(inner, dict) else table)
+
+
+def _understood(table: Mapping[str, Any]) -> tuple[Catalogue, Machines]:
+    """A user's own entries beside ours, and the machines."""
+    entries = {key: table[key] for key in ENTRIES if isinstance(table.get(key), dict)}
+    plain = {key: value for key, value in table.items() if key not in entries}
+    problems = [*schema.misfits(plain, Machines, "cluster."), *schema.missing(plain, Machines, "cluster.")]
+    try:
+        known = catalogue().with_entries(entries)
+    except InputError as error:
+        raise InputError([*problems, *error.problems]) from None
+    if problems:
+        raise InputError(problems)
+    return known, msgspec.convert(plain, Machines, strict=False)
+
+
+def assembled(machines: Machines, known: Catalogue) -> Cluster:
+    """The cluster of a user's words, with the catalogue's figures."""
+    name = named(machines.gpu, known.cards)
+    if name is None:
+        raise InputError([unknown("card", machines.gpu, known.cards)])
+    card = known.cards[name]
+    problems: list[Problem] = []
+    domain = machines.domain or card.domain
+    if machines.gpus < 1 or domain < 1:
+        problems.append(Problem("a cluster has at least one GPU", "correct the count", "cluster.gpus"))
+    gbit = machines.network_gbit or card.network_gbit
+    network = _network(machines.network or card.network, known.networks, gbit, max(domain, 1), problems)
+    scale_up = _link(machines.scale_up or card.scale_up, known.links, problems)
+    host = _link(machines.host or card.host, known.links, problems)
+    if problems or network is None or scale_up is None or host is None:
+        raise InputError(problems)
+    gpu = _gpu(name, card)
+    if machines.memory_gib:
+        gpu = msgspec.structs.replace(gpu, memory_bytes=machines.memory_gib * GIB)
+    return Cluster(
+        name=machines.name or f"{machines.gpus}x{name}",
+        gpu=gpu,
+        gpus=machines.gpus,
+        domain=domain,
+        scale_up=scale_up,
+        network=network,
+        host=host,
+        host_bytes=(machines.host_gib or card.host_gib) * GIB,
+    )
+
+
+def _gpu(name: str, card: Card) -> Gpu:
+    peaks = {key: getattr(card, key) * TERA for key in ("fp32", "tf32", "bf16", "fp16", "fp8")}
+    memory = {"memory_bytes": card.memory_gib * GIB, "bandwidth": card.bandwidth * GIGA}
+    return Gpu(name=name, match=card.match, **memory, **peaks)
+
+
+def _link(name: str, links: Mapping[str, Way], problems: list[Problem]) -> Link | None:
+    way = links.get(name)
+    if way is None:
+        problems.append(unknown("link", name, links))
+        return None
+    return Link(name=name, bandwidth=way.bandwidth * GIGA, latency=way.latency * MICRO, efficiency=way.efficiency)
+
+
+def _network(
+    name: str, networks: Mapping[str, Network], gbit: float, domain: int, problems: list[Problem]
+) -> Link | None:
+    """A network seen from one GPU: a node's own rate is shared by its GPUs."""
+    found = named(name, networks)
+    if found is None:
+        problems.append(unknown("network", name, networks))
+        return None
+    network = networks[found]
+    bandwidth = (network.gbit / domain if network.gbit else gbit) * GBIT
+    return Link(name=found, bandwidth=bandwidth, latency=network.latency * MICRO, efficiency=network.efficiency)

@@ -13,6 +13,7 @@ from meshwright.spec.params import params
 ARCH = "arch.json"
 CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".distcp")
 
 Kind = Literal["huggingface", "meshwright"]
 
@@ -41,8 +42,20 @@ def describe(path: Path) -> Described:
         return describe(path / "model")
     if (path / "run.toml").is_file():
         raise InputError([Problem(f"{path} is a run that has no model yet", "finish the run: it then writes model/")])
+    if path.suffix in PICKLES:
+        raise InputError([a_pickle(path)])
     what = f"holds neither {CONFIG} nor {ARCH}" if path.is_dir() else "is not a folder"
     raise InputError([Problem(f"{path} {what}", "give the folder of a Hugging Face model or of a finished run")])
+
+
+def a_pickle(path: Path) -> Problem:
+    """Why a file of another program is not read, and how its owner can have it read."""
+    return Problem(
+        f"{path} is a pickle: loading one runs its code, so that is never done here",
+        "if you trust it, convert it elsewhere:\n"
+        "    import torch, safetensors.torch\n"
+        f"    safetensors.torch.save_file(torch.load({str(path)!r}, weights_only=True), 'model.safetensors')",
+    )
 
 
 def shape_differences(there: Arch, here: Arch) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from meshwright.spec import check, resolve, schema, toml
+from meshwright.spec.arch import Arch
 from meshwright.spec.check import InputError, Problem
 from meshwright.spec.resolve import Origins
 from meshwright.spec.run import Run
@@ -21,6 +22,15 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
     """A run and the origin of each of its values, by dotted key."""
 
     run: Run
+    origins: Origins
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """A run whose plan is still to be found, and the fields of a plan that were stated, by where they were."""
+
+    run: Run  # with a plan of one rank in place of the one to be found
+    in_file: dict[str, Any]
+    on_command_line: dict[str, Any]
     origins: Origins
 
 
@@ -55,6 +65,36 @@ def examine(
         loaded = Loaded(run=run, origins=origins)
         found += [*resolve.rank_problems(run, ranks), *resolve.init_problems(run), *check.problems(run)]
     return loaded, [placed(problem, origins) for problem in found]
+
+
+def ask(file: Path | None, overrides: Iterable[str] = (), *, arch: Arch | None = None) -> Asked:
+    """The question that a file and a command line put: the mathematics is checked, and nothing of the plan decided.
+
+    `arch` takes the place of the file's.
+    """
+    overrides = list(overrides)
+    table, origins = _read(file) if file else _default(overrides)
+    if arch is not None:
+        table["arch"] = msgspec.to_builtins(arch)
+    found = [*_apply(overrides, table, origins), *schema.misfits(_without_preset(table))]
+    for problem in found:
+        _drop(table, problem.key)
+    incomplete = resolve.resolve_arch(table, origins)
+    if found or incomplete:
+        raise InputError([placed(problem, origins) for problem in (*found, *incomplete)])
+    stated = table.pop("plan", {})
+    said = {name: value for name, value in stated.items() if origins.get(f"plan.{name}") == "command line"}
+    run = msgspec.convert(table | {"plan": _alone(table, stated)}, Run)
+    if problems := [placed(problem, origins) for problem in check.problems(run)]:
+        raise InputError(problems)
+    written = {name: value for name, value in stated.items() if name not in said}
+    return Asked(run=run, in_file=written, on_command_line=said, origins=origins)
+
+
+def _alone(table: dict[str, Any], stated: dict[str, Any]) -> dict[str, Any]:
+    """A plan of one rank, for the rules that need one."""
+    batch = table.get("batch", next(field.default for field in msgspec.structs.fields(Run) if field.name == "batch"))
+    return {"microbatch": batch, "precision": stated.get("precision", "fp32")}
 
 
 def _drop(table: dict[str, Any], key: str) -> None:

@@ -30,7 +30,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     microbatch: int  # sequences in one forward pass of one rank
     accumulate: int = 1  # forward and backward passes in one step
     precision: Precision = "fp32"  # of the arithmetic; weights and their sums are held in fp32 (fp64 in proofs)
-    recompute: str = "none"  # what the backward computes anew: none, full, selective, every-K (blocks), sqrt
+    recompute: str = "none"  # what the backward computes anew: none, full, selective, every-K, first-K (blocks), sqrt
+    scaling: Literal["tensor", "row"] = "tensor"  # of fp8: what has a scale of its own
+    shadow: bool = False  # a narrow copy of the weights is kept beside the wide ones, by one rank that shares nothing
+    kernels: Literal["auto", "plain", "fused"] = "auto"  # hand-written ones; auto: where there is a GPU and Triton
     compile: bool = False  # blocks are compiled by torch before the first step
     deterministic: bool = False  # sums in a fixed order: the same bits for every replicate · shard
 
@@ -71,6 +74,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         used += [f"microbatch={self.microbatch}", f"accumulate={self.accumulate}", f"precision={self.precision}"]
         if self.recompute != "none":
             used.append(f"recompute={self.recompute}")
+        used += [name for name in ("shadow",) if getattr(self, name)]
+        if self.kernels != "auto":
+            used.append(f"kernels={self.kernels}")
         if self.compile:
             used.append("compile")
         if self.deterministic:

@@ -1,5 +1,6 @@
 """Records: measured facts as JSON lines, written by the trainer, read by everything else."""
 
+import math
 from typing import Literal
 
 import msgspec
@@ -20,6 +21,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     skipped: bool = False  # the gradient was not finite: weights were left alone
     loss_scale: float = 1.0  # fp16 only
     balance: float | None = None  # mixtures: mean balance loss of the layers, 1 when experts share evenly
+    save_seconds: float = 0.0  # of the step, held up by a checkpoint
+    at: float = 0.0  # the machine's monotonic clock when the record was made
 
 
 class HeldRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="held"):
@@ -29,9 +32,37 @@ class HeldRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     loss: float
     tokens: int
     seconds: float
+    at: float = 0.0
 
 
-Record = StepRecord | HeldRecord
+class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="attempt"):
+    """The ranks stand ready for their first step, at the beginning or after a fault."""
+
+    step: int  # where they begin
+    session: str  # which launcher, or job
+    number: int  # of the attempt in its session, from 1
+    began: float  # monotonic: when the session did
+    at: float
+
+
+class EventRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="event"):
+    """Something worth telling: a gradient that was not finite, a spike, a straggler."""
+
+    step: int
+    what: Literal["not-finite", "spike", "straggler", "replicas", "restored"]
+    text: str
+    rank: int | None = None
+    at: float = 0.0
+
+
+class EndRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="end"):
+    """The session is over, and said so itself."""
+
+    step: int
+    at: float
+
+
+Record = StepRecord | HeldRecord | AttemptRecord | EventRecord | EndRecord
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +81,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int
     folder: str
     sample: str = ""
+    attempts: int = 1  # how often ranks were started, over all sessions
+    goodput: float = 1.0  # share of the wall time spent in steps that were kept
+    badput: dict[str, float] = {}  # the other shares, by what took them; with goodput they add up to 1
 
 
 _encoder = msgspec.json.Encoder()
@@ -62,5 +96,10 @@ def line(record: Record) -> bytes:
 
 
 def read_line(text: bytes) -> Record:
-    """A line of a file as a record."""
-    return _decoder.decode(text)
+    """A line of a file as a record. JSON has no word for a number that is not finite: null stands for it."""
+    try:
+        return _decoder.decode(text)
+    except msgspec.ValidationError:
+        values = msgspec.json.decode(text)
+        lost = {name: math.nan for name in ("loss", "norm") if values.get(name, 0.0) is None}
+        return msgspec.convert(values | lost, Record)

@@ -6,6 +6,7 @@ from typing import Any, Literal
 import msgspec
 
 from meshwright.spec.arch import Arch
+from meshwright.spec.faults import Faults
 from meshwright.spec.plan import Plan
 
 
@@ -75,10 +76,22 @@ class Log(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     writers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
 
 
+class Checkpoint(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"asynchronous": "async"}
+):
+    """When the state is saved, and what is kept. None of it changes what is computed."""
+
+    every: int = 100  # steps between saves; 0: only when the run is asked to stop
+    keep_last: int = 2  # the newest so many saves are kept
+    keep_every: int = 0  # and each whose step is a multiple of this; 0: no others
+    asynchronous: bool = True  # training goes on while the copy in host memory is written; false: it waits
+
+
 class Goal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What was asked of the planner: kept in the run file as the record of intent. None: the planner chooses."""
 
     cluster: str | None = None
+    network: str | None = None  # between nodes; None: the card's usual
     vary: tuple[Literal["precision", "optimizer", "batch"], ...] = ()  # the mathematics the search may change
 
 
@@ -96,6 +109,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     optim: Optim = Optim()
     held: Held = Held()
     log: Log = Log()
+    checkpoint: Checkpoint = Checkpoint()
+    faults: Faults = Faults()
     goal: Goal = Goal()
     plan: Plan
 
@@ -105,7 +120,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return self.batch * self.sequence
 
 
-NOT_MATHEMATICS = ("name", "log", "held", "goal", "plan")
+NOT_MATHEMATICS = ("name", "log", "held", "checkpoint", "faults", "goal", "plan")
 
 
 def mathematics(run: Run) -> dict[str, Any]:

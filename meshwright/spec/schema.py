@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from meshwright.spec import recompute
 from meshwright.spec.check import Problem
 from meshwright.spec.run import Run
 
@@ -32,6 +33,9 @@ ELSEWHERE = {
     "gradient_accumulation_steps": "plan.accumulate",
     "grad_acc_steps": "plan.accumulate",
     "dtype": "plan.precision",
+    "activation_checkpointing": "plan.recompute",
+    "gradient_checkpointing": "plan.recompute",
+    "torch_compile": "plan.compile",
     "dp": "plan.replicate",
     "ddp": "plan.replicate",
     "fsdp": "plan.shard",
@@ -146,6 +150,7 @@ def json_schema() -> dict[str, Any]:
     definitions = schema["$defs"]
     definitions["Run"]["properties"]["extends"] = {"type": "string"}
     definitions["Arch"]["properties"]["preset"] = {"type": "string"}
+    definitions["Plan"]["properties"]["recompute"]["pattern"] = recompute.PATTERN
     for name in ("Run", "Arch", "Plan"):  # the loader completes what a file leaves out
         definitions[name].pop("required", None)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Meshwright run file", **schema}

@@ -1,12 +1,9 @@
 """What a run needs in memory before its first step: model, optimizer, loader, loss scale."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch import nn
 
 from meshwright.checkpoint.folder import open_folder
 from meshwright.data.loader import Loader
@@ -15,24 +12,15 @@ from meshwright.models.decoder import Decoder
 from meshwright.models.init import fill, key
 from meshwright.models.moe import Mixture
 from meshwright.optim.adamw import AdamW
-from meshwright.parallel import precision
+from meshwright.parallel import precision, shadow
 from meshwright.parallel.apply import apply
 from meshwright.parallel.decoder import DECODER
 from meshwright.parallel.mesh import Mesh, local
 from meshwright.spec.params import params
 from meshwright.spec.run import Run
+from meshwright.train.saving import restore as restore  # re-exported: what was built may go on from a save
 from meshwright.train.scale import LossScale
-
-
-@dataclass(slots=True)
-class State:
-    """Everything that changes from step to step."""
-
-    chunks: list[nn.Module]
-    optimizer: AdamW
-    loader: Loader
-    scale: LossScale
-    step: int = 0
+from meshwright.train.state import State, region_of
 
 
 def build(run: Run, corpus: Corpus, mesh: Mesh) -> State:
@@ -44,10 +32,11 @@ def build(run: Run, corpus: Corpus, mesh: Mesh) -> State:
         chunk.to_empty(device=mesh.device)
         chunk.train()
         initialise(chunk, run)
+    shadow.attach(chunks, run.plan)
     weights = [weight for chunk in chunks for weight in chunk.parameters()]
     return State(
         chunks=chunks,
-        optimizer=AdamW(run.optim, weights, run.plan.deterministic),
+        optimizer=AdamW(run.optim, weights, run.plan),
         loader=Loader(corpus, run, mesh.data_rank, mesh.device),
         scale=LossScale(run.plan, mesh.device),
     )
@@ -66,11 +55,3 @@ def initialise(chunk: nn.Module, run: Run) -> None:
             fill(target, table[name], run.seed, region)
         else:
             target.copy_(folder.tensor(name)[region])
-
-
-def region_of(weight: Tensor) -> tuple[slice, ...]:
-    """Which part of the whole weight this rank holds."""
-    if not isinstance(weight, DTensor):
-        return tuple(slice(0, size) for size in weight.shape)
-    shape, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
-    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshwright.parallel import shadow
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pipeline import placement
 from meshwright.spec.params import Param, params
@@ -30,12 +31,16 @@ def homes(run: Run) -> list[Home]:
 
 def weights(chunks: Sequence[nn.Module], run: Run, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
     """Every weight; see `gathered`."""
-    return gathered(chunks, homes(run), mesh, lambda weight: weight)
+    return gathered(chunks, homes(run), mesh, _held)
 
 
 def gradients(chunks: Sequence[nn.Module], run: Run, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
     """Every gradient; see `gathered`."""
     return gathered(chunks, homes(run), mesh, gradient)
+
+
+def _held(weight: Tensor) -> Tensor:
+    return shadow.wide(weight) if shadow.is_shadow(weight) else weight
 
 
 def gradient(weight: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Results become records: JSON lines on disk are the truth, screens and trackers are their readers."""
 
+import os
 import resource
 import sys
 import time
@@ -13,8 +14,17 @@ from torch import Tensor
 
 from meshwright.cost.flops import step_flops
 from meshwright.parallel.mesh import Mesh
-from meshwright.spec.gpu import peak_flops_per_second
-from meshwright.spec.record import HeldRecord, StepRecord, line
+from meshwright.spec.cluster import peak_flops_per_second
+from meshwright.spec.record import (
+    AttemptRecord,
+    EndRecord,
+    EventRecord,
+    HeldRecord,
+    Record,
+    StepRecord,
+    line,
+    read_line,
+)
 from meshwright.spec.run import Run
 from meshwright.train.loop import HeldResult, StepResult
 from meshwright.train.screen import Screen
@@ -50,11 +60,13 @@ class Recorder:
     writers: Sequence[Writer] = ()
     pending: deque[Pending] = field(default_factory=deque)
     records: list[StepRecord] = field(default_factory=list)
+    added: int = 0  # the newest step that was handed in
     last_held: HeldRecord | None = None
-    first_at: float = 0.0  # wall clock when the first loss was known
 
     def __post_init__(self) -> None:
-        self.lines = open(self.folder / f"steps.rank{self.mesh.rank}.jsonl", "wb")  # noqa: SIM115 - closed by close()
+        file = self.folder / f"steps.rank{self.mesh.rank}.jsonl"
+        self.past = read_records(file)  # of earlier attempts
+        self.lines = open(file, "ab")  # noqa: SIM115 - closed by close()
         self.began = time.perf_counter()
         self.earlier: Pending | None = None
         self.flops = step_flops(self.run.arch, self.run.sequence, self.run.batch)
@@ -67,7 +79,28 @@ class Recorder:
             self._write_held(result)
         else:
             self.pending.append(_fetch(result))
+            self.added = result.step
             self._write_arrived()
+
+    def begin(self, attempt: AttemptRecord) -> None:
+        """The ranks stand ready."""
+        self._keep(attempt)
+        self.began = time.perf_counter()
+
+    def tell(self, event: EventRecord) -> None:
+        """Something worth telling, on this rank's line and the screen."""
+        self._keep(event)
+        self.screen.say(f"warning: step {event.step}: {event.text}")
+
+    def end(self, step: int) -> None:
+        """The session is over. The accounts are closed here, before the files are."""
+        self._keep(EndRecord(step=step, at=time.monotonic()))
+
+    def settled(self) -> StepRecord | None:
+        """The newest record that all ranks are sure to have by now."""
+        late = MOST_PENDING if self.mesh.device.type == "cuda" else 0
+        newest = self.added - late
+        return next((record for record in reversed(self.records) if record.step == newest), None)
 
     def close(self) -> None:
         """Wait for what is still on its way, and write it."""
@@ -88,23 +121,28 @@ class Recorder:
             step.ready.synchronize()  # of that step only; later ones go on
         record = self._record(step)
         self.earlier = step
-        self.first_at = self.first_at or time.time()
         self.records.append(record)
-        self.lines.write(line(record))
         self.screen.step(record, self.run.steps, self.peak)
-        for writer in self.writers:
-            writer.write(record)
-        self.lines.flush()
+        self._keep(record)
 
     def _write_held(self, result: HeldResult) -> None:
         loss = result.loss.item()
-        self.last_held = HeldRecord(step=result.step, loss=loss, tokens=result.tokens, seconds=result.seconds)
-        self.lines.write(line(self.last_held))
+        self.last_held = HeldRecord(
+            step=result.step, loss=loss, tokens=result.tokens, seconds=result.seconds, at=time.monotonic()
+        )
         self.screen.held(self.last_held)
-        for writer in self.writers:
-            writer.write(self.last_held)
+        self._keep(self.last_held)
         self.earlier = None  # the next step's clock starts after the held-out loss
         self.began = time.perf_counter()
+
+    def _keep(self, record: Record) -> None:
+        """On disk at once: whoever kills this process does not take it along."""
+        self.past.append(record)
+        self.lines.write(line(record))
+        self.lines.flush()
+        if isinstance(record, StepRecord | HeldRecord):
+            for writer in self.writers:
+                writer.write(record)
 
     def _record(self, step: Pending) -> StepRecord:
         loss, norm, finite, loss_scale, balance = step.numbers.tolist()
@@ -122,7 +160,20 @@ class Recorder:
             skipped=finite == 0.0,
             loss_scale=loss_scale,
             balance=balance if result.balance is not None else None,
+            save_seconds=result.save_seconds,
+            at=time.monotonic(),
         )
+
+
+def read_records(file: Path) -> list[Record]:
+    """A rank's records so far. A last line that was cut short is cut off, so that the next begins on its own."""
+    if not file.exists():
+        return []
+    whole = file.read_bytes()
+    end = whole.rfind(b"\n") + 1
+    if end < len(whole):
+        os.truncate(file, end)
+    return [read_line(text) for text in whole[:end].splitlines()]
 
 
 def _fetch(result: StepResult) -> Pending:

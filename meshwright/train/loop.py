@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -12,7 +13,9 @@ from meshwright.optim.schedule import learning_rate
 from meshwright.parallel import deterministic
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec.run import Run
-from meshwright.train.build import State
+from meshwright.train.saving import Save, Stops, saving
+from meshwright.train.signals import Stop
+from meshwright.train.state import State
 from meshwright.train.step import choose, evaluating, held_loss, mixtures
 
 
@@ -39,24 +42,40 @@ class StepResult:
     rate: float
     tokens: int
     wait_seconds: float
+    save_seconds: float  # that training stood still for a save
 
 
-def train(run: Run, state: State, mesh: Mesh) -> Iterator[StepResult | HeldResult]:
-    """Run the plan. Yields one result a step, and held-out losses between; whoever iterates decides what to do."""
+def train(
+    run: Run, state: State, mesh: Mesh, folder: Path | None = None, stop: Stop | None = None
+) -> Iterator[StepResult | HeldResult]:
+    """Run the plan. Yields one result a step, and held-out losses between; whoever iterates decides what to do.
+
+    With a folder the state is saved there when it is due. When any rank is asked to stop, all save at the same step and
+    this ends there, with `state.stopped`.
+    """
     deterministic.pin(run.plan, mesh.device)
+    with saving(run, state, mesh, folder) as save:
+        yield from _steps(run, state, mesh, save, stop or Stop())
+
+
+def _steps(run: Run, state: State, mesh: Mesh, save: Save, stop: Stop) -> Iterator[StepResult | HeldResult]:
     forward_backward = choose(run, state.chunks, mesh)
-    measure = clip.choose(run.plan)
-    while state.step < run.steps:
+    measure, stops = clip.choose(run.plan), Stops()
+    if state.step == run.steps and is_due(run, state.step):  # gone on from the last step: only the ending was missing
+        yield held_out(run, state, mesh)
+    while state.step < run.steps and not state.stopped:
         state.optimizer.zero_grad()
         batch = state.loader.take(state.step)
         scale = state.scale.value
         loss_sum = forward_backward(batch, scale)
-        loss, square = measure(state.chunks, loss_sum, mesh)
+        loss, square, asked = measure(state.chunks, loss_sum, mesh, stop.asked)
         verdict = clip.judge(loss, square, scale, run.optim.clip)
         rate = learning_rate(run.optim, state.step, run.steps)
         state.optimizer.step(rate, verdict)
         state.scale.update(verdict.finite)
         state.step += 1
+        state.stopped = stops.agreed(asked) and state.step < run.steps
+        save_seconds = save(state)  # before the yield: whoever iterates may stop there
         yield StepResult(
             step=state.step,
             loss=verdict.loss / batch.tokens,
@@ -67,8 +86,9 @@ def train(run: Run, state: State, mesh: Mesh) -> Iterator[StepResult | HeldResul
             rate=rate,
             tokens=batch.tokens,
             wait_seconds=batch.wait_seconds,
+            save_seconds=save_seconds,
         )
-        if is_due(run, state.step):
+        if is_due(run, state.step) and not state.stopped:
             yield held_out(run, state, mesh)
 
 

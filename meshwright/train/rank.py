@@ -2,6 +2,7 @@
 
 import platform
 import time
+import traceback
 from collections import deque
 from pathlib import Path
 
@@ -11,42 +12,101 @@ import torch.distributed as dist
 
 from meshwright import __version__
 from meshwright.checkpoint.folder import save_native
-from meshwright.data.prepare import Corpus
+from meshwright.cost import goodput
+from meshwright.data.prepare import Corpus, prepare
 from meshwright.parallel import deterministic
 from meshwright.parallel.mesh import Mesh
+from meshwright.spec import verdict
+from meshwright.spec.exits import Exit
+from meshwright.spec.order import Order
 from meshwright.spec.params import count
-from meshwright.spec.place import Place
-from meshwright.spec.record import Summary
+from meshwright.spec.record import AttemptRecord, Summary
 from meshwright.spec.run import Run
-from meshwright.train.build import State, build
+from meshwright.spec.verdict import FaultError
+from meshwright.train import same_data
+from meshwright.train.build import State, build, restore
+from meshwright.train.collectives import deviated, recorded
+from meshwright.train.ending import verdict_of
+from meshwright.train.faults import Faults
 from meshwright.train.gather import weights
+from meshwright.train.heartbeat import Heart
+from meshwright.train.inject import inject
 from meshwright.train.log import Recorder, peak_bytes
 from meshwright.train.loop import train
+from meshwright.train.oom import explained
 from meshwright.train.sample import continuation
-from meshwright.train.screen import Screen
+from meshwright.train.screen import Screen, default_stream, screen
+from meshwright.train.signals import Stop
 from meshwright.train.world import world
 from meshwright.train.writers import Writer
 
+SUMMARY = "summary.json"
 
-def run_rank(run: Run, place: Place, folder: Path, corpus: Corpus, screen: Screen, started: float) -> Summary:
-    """Train to the last step, then leave a model, a sample and a summary. `started` is when the user pressed Enter."""
-    with world(run, place) as mesh:
+
+def serve(order: Order, run: Run, machine: bool = False) -> int:
+    """Be one rank, and end with the exit code that says how it went. Last words are left in the run folder."""
+    stop = Stop().listen()
+    heart = Heart(Path(order.beats), order.place.rank)
+    try:
+        view = screen(default_stream(machine), run.log.every, quiet=not order.speaks)
+        summary = run_rank(run, order, view, heart, stop)
+    except Exception as error:
+        traceback.print_exc()
+        step = heart.step if heart.restored >= 0 else -1
+        last = verdict_of(error, order, step, deviated(recorded(), heart.step_ends_ns))
+        verdict.write(Path(order.folder), last)
+        return last.code
+    if summary is None:
+        return Exit.PREEMPTED
+    if order.place.rank == 0:
+        _write(Path(order.folder) / SUMMARY, summary)
+    return Exit.DONE
+
+
+def run_rank(run: Run, order: Order, screen: Screen, heart: Heart, stop: Stop) -> Summary | None:
+    """Train to the last step, then leave a model, a sample and a summary; None when asked to end before."""
+    ours = order.place.launcher == "meshwright"
+    corpus = prepare(run, Path(order.cache), (lambda text: None) if ours else screen.say)
+    folder = Path(order.folder)
+    same_data.check(run, corpus, folder, writes=order.place.rank == 0)
+    with world(run, order.place, order.attempt) as mesh:
         screen.say(f"building {count(run.arch):,} parameters on {described(mesh)}")
         state = build(run, corpus, mesh)
+        restore(state, run, mesh, folder, screen.say)
         if mesh.rank == 0:
-            _write_environment(folder, mesh)
+            _write(folder / "env.json", _environment(mesh))
         for line in deterministic.described(run.plan, state.chunks):
             screen.say(line)
         recorder = Recorder(run, mesh, folder, screen, _writers(run, mesh, folder, screen))
-        screen.say("first step")
         try:
-            for result in train(run, state, mesh):
-                recorder.add(result)
+            try:
+                _train(run, state, mesh, recorder, order, heart, stop)
+            except torch.OutOfMemoryError as error:
+                raise FaultError(explained(error, run, state, mesh.device)) from error
+            screen.close()
+            if not state.stopped:
+                return _finish(run, state, mesh, recorder, corpus, order)
+            recorder.end(state.step)
+            return None
         finally:
             recorder.close()
             state.loader.close()
             screen.close()
-        return _finish(run, state, mesh, recorder, corpus, started)
+
+
+def _train(run: Run, state: State, mesh: Mesh, recorder: Recorder, order: Order, heart: Heart, stop: Stop) -> None:
+    faults = Faults(run, state, mesh, recorder, heart)
+    inject(order.inject, run, state, mesh)
+    heart.begins(state.step)
+    recorder.begin(
+        AttemptRecord(
+            step=state.step, session=order.session, number=order.attempt, began=order.began, at=time.monotonic()
+        )
+    )
+    for result in train(run, state, mesh, recorder.folder, stop):
+        recorder.add(result)
+        heart.did(result.step)
+        faults.look()
 
 
 def described(mesh: Mesh) -> str:
@@ -59,7 +119,7 @@ def described(mesh: Mesh) -> str:
     return f"{mesh.world} × {name}, {dist.get_backend()}"
 
 
-def _finish(run: Run, state: State, mesh: Mesh, recorder: Recorder, corpus: Corpus, started: float) -> Summary:
+def _finish(run: Run, state: State, mesh: Mesh, recorder: Recorder, corpus: Corpus, order: Order) -> Summary:
     sample = ""
     if run.held.sample_tokens and corpus.tokenizer is not None:
         opening = state.loader.held(0).microbatches[0].tokens[0, :16]
@@ -71,21 +131,26 @@ def _finish(run: Run, state: State, mesh: Mesh, recorder: Recorder, corpus: Corp
         save_native(recorder.folder / "model", run.arch, whole, corpus.tokenizer)
     else:
         deque(whole, maxlen=0)  # take part in gathering
-    records = recorder.records
+    recorder.end(state.step)
+    records = goodput.kept(recorder.past)
     steady = records[1:] or records  # the first step pays for warming up
+    spent = goodput.account(recorder.past)
     return Summary(
         step=state.step,
         first_loss=records[0].loss,
         loss=records[-1].loss,
         held_out_loss=recorder.last_held.loss if recorder.last_held else None,
         tokens_per_second=sum(record.tokens for record in steady) / sum(record.seconds for record in steady),
-        seconds_to_first_loss=recorder.first_at - started,
-        seconds=time.time() - started,
+        seconds_to_first_loss=goodput.first_loss_seconds(recorder.past),
+        seconds=spent.wall,
         peak_bytes=int(peak.item()),
         parameters=count(run.arch),
         ranks=mesh.world,
         folder=str(recorder.folder),
         sample=sample,
+        attempts=spent.attempts,
+        goodput=spent.goodput,
+        badput=spent.badput,
     )
 
 
@@ -93,9 +158,9 @@ def _writers(run: Run, mesh: Mesh, folder: Path, screen: Screen) -> list[Writer]
     return [Writer(name, run, folder, screen.say) for name in run.log.writers] if mesh.rank == 0 else []
 
 
-def _write_environment(folder: Path, mesh: Mesh) -> None:
+def _environment(mesh: Mesh) -> dict[str, str | None]:
     """What else the numbers depend on, beside the run file."""
-    facts = {
+    return {
         "meshwright": __version__,
         "torch": str(torch.__version__),
         "cuda": torch.version.cuda,
@@ -104,4 +169,9 @@ def _write_environment(folder: Path, mesh: Mesh) -> None:
         "host": platform.node(),
         "device": described(mesh),
     }
-    (folder / "env.json").write_bytes(msgspec.json.format(msgspec.json.encode(facts)) + b"\n")
+
+
+def _write(file: Path, value: object) -> None:
+    temporary = file.with_name(file.name + ".tmp")
+    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(value)) + b"\n")
+    temporary.replace(file)

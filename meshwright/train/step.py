@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from meshwright.data.loader import Batch, StepBatch
 from meshwright.models.loss import token_loss_sum
 from meshwright.models.moe import Mixture
-from meshwright.parallel import context, decoder, shard, tensor
+from meshwright.parallel import context, decoder, fused, shard, tensor
 from meshwright.parallel.deterministic import Tree
 from meshwright.parallel.mesh import Mesh, local
 from meshwright.parallel.pipeline import Pipeline, relay, tied_group
@@ -38,24 +38,23 @@ def in_turn(model: nn.Module, plan: Plan, mesh: Mesh, batch: StepBatch, scale: T
     same however the tokens are cut into microbatches and ranks, ragged ones included.
     """
     weight = _share_weight([model], scale / batch.tokens)
-    return accumulated(model, plan, batch.microbatches, partial(losses, model, plan, mesh), weight)
+    return accumulated(model, plan, batch.microbatches, partial(losses, model, plan, mesh, weight))
 
 
 def accumulated(
     model: nn.Module,
     plan: Plan,
     microbatches: Sequence[Microbatch],
-    loss_of: Callable[[Microbatch], Tensor],
-    weight: Tensor,
+    losses_of: Callable[[Microbatch], tuple[Tensor, Tensor]],
 ) -> Tensor:
-    """Forward and backward of each microbatch's sum of losses times a weight; returns this rank's share of the sum."""
+    """Forward and backward of each microbatch's sum of losses, weighed; returns this rank's share of the plain sum."""
     total, tree = None, Tree(len(microbatches))
     last = len(microbatches) - 1
     for number, microbatch in enumerate(microbatches):
         shard.sum_gradients(model, plan, last=number == last)
         with tensor.loss_context(plan):
-            loss = loss_of(microbatch)
-            (loss * weight.to(loss.dtype)).backward()
+            weighed, loss = losses_of(microbatch)
+            weighed.backward()
         total = tree.add(loss.detach().double() / plan.tp)  # every rank of tp has it
     assert total is not None, "the last microbatch completes the sum"
     return total
@@ -87,9 +86,13 @@ def _joined(microbatches: Sequence[Batch]) -> Batch:
     )
 
 
-def losses(model: nn.Module, plan: Plan, mesh: Mesh, batch: Batch) -> Tensor:
-    """The sum of token losses of this rank's part of one microbatch."""
-    return loss_sum(model(**arguments(plan, mesh, batch)), context.cut(plan, mesh)(batch.targets))
+def losses(model: nn.Module, plan: Plan, mesh: Mesh, weight: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The sum of token losses of this rank's part of one microbatch: times a weight, and as it is."""
+    targets = context.cut(plan, mesh)(batch.targets)
+    if fused.has_loss(model):
+        return model(**arguments(plan, mesh, batch), wanted=(targets, weight))
+    loss = loss_sum(model(**arguments(plan, mesh, batch)), targets)
+    return loss * weight.to(loss.dtype), loss
 
 
 def held_loss(chunks: Sequence[nn.Module], run: Run, mesh: Mesh, batch: Batch) -> Tensor:

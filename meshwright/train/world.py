@@ -13,6 +13,7 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.spec.check import InputError, Problem
 from meshwright.spec.place import Place
 from meshwright.spec.run import Run
+from meshwright.train.agree import agree
 
 MEETING = timedelta(minutes=5)  # ranks import torch at different speeds on a crowded machine
 
@@ -32,8 +33,11 @@ def backend_of(place: Place, device: torch.device) -> str:
 
 
 @contextmanager
-def world(run: Run, place: Place) -> Iterator[Mesh]:
-    """Meet the other ranks, and part from them however the work ends."""
+def world(run: Run, place: Place, attempt: int = 1) -> Iterator[Mesh]:
+    """Meet the other ranks, and part from them however the work ends.
+
+    A store may outlive an attempt, torchrun's does: the words of one that failed must not be taken for this one's.
+    """
     device = device_of(place)
     backend = backend_of(place, device)
     _check_device(run, device, backend)
@@ -43,9 +47,11 @@ def world(run: Run, place: Place) -> Iterator[Mesh]:
         torch.set_num_threads(place.threads)
     # Torch advises, on every rank and for every shape, on gathering weights of two axes. We do it once, at the end.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    store = dist.PrefixStore(f"attempt{attempt}", _store(place))
+    agree(run, store, place.rank, place.world)
     dist.init_process_group(
         backend,
-        store=_store(place),
+        store=store,
         rank=place.rank,
         world_size=place.world,
         timeout=MEETING,
@@ -55,6 +61,13 @@ def world(run: Run, place: Place) -> Iterator[Mesh]:
         yield mesh.make(run.plan, device)
     finally:
         dist.destroy_process_group()
+
+
+def world_group() -> dist.ProcessGroup:
+    """All ranks of the job."""
+    group = dist.group.WORLD
+    assert group is not None, "the ranks have met"
+    return group
 
 
 def _store(place: Place) -> dist.Store:

@@ -1,38 +1,105 @@
-"""`meshwright plan`: what a plan implies."""
+"""`meshwright plan`: will it fit, which split is best, how fast, and why."""
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from meshwright.spec import load, zoo
+from meshwright.spec.problem import InputError, Problem
 from meshwright.verbs import words
+
+TEXT = "will it fit, which split is best, how fast, and why: answered by arithmetic, without a GPU"
 
 
 def add(verbs: words.Verbs) -> None:
     """Say the verb's words."""
-    verb = words.verb(verbs, "plan", plan, "what a plan implies: the collectives of one step")
-    verb.add_argument("words", nargs="*", metavar="RUN.toml | MODEL | key=value", help=words.OVERRIDES)
-    verb.add_argument("--traffic", action="store_true", required=True, help="list the collectives that one rank issues")
+    verb = words.verb(verbs, "plan", plan, TEXT)
+    target = "RUN.toml | MODEL | config.json | FOLDER | key=value"
+    verb.add_argument("words", nargs="*", metavar=target, help="plan.tp=8 and the like fix a field of the plan")
+    verb.add_argument("--cluster", metavar="64xh100", help="the machines; a file of your own works too")
+    verb.add_argument("--sequence", type=words.count, help="tokens of one sample")
+    verb.add_argument("--batch", type=words.count, help="samples in one optimizer step, over the whole job")
+    verb.add_argument("--vary", action="append", choices=("precision", "optimizer", "batch"), help="may be chosen too")
+    verb.add_argument("--top", type=words.count, default=5, help="how many plans to show (default 5)")
+    verb.add_argument("--write", metavar="RUN.toml", help="put the best plan into a run file")
+    verb.add_argument("--force", action="store_true", help="let --write replace a file")
+    verb.add_argument("--tokens", type=_amount, help="also: how long for so many tokens, for example 1.5e12")
+    verb.add_argument("--dollars", type=_amount, help="a GPU-hour's price, for --tokens")
+    questions = verb.add_argument_group("other questions").add_mutually_exclusive_group()
+    questions.add_argument("--gpus-needed", action="store_true", help="the least number of these GPUs")
+    questions.add_argument("--largest", choices=("model", "microbatch", "sequence"), help="that fits")
+    questions.add_argument(
+        "--what-if", action="append", metavar="KEY=VALUE", help="network, cluster, sequence or batch"
+    )
+    questions.add_argument("--network", metavar="10gbe", help="what if the network between nodes were this one")
+    questions.add_argument("--layers", action="store_true", help="parameters, FLOPs and bytes of each layer")
+    questions.add_argument("--traffic", action="store_true", help="list the collectives that one rank issues")
+    questions.add_argument("--price", metavar="IN.csv", help="price a table of runs")
+    verb.add_argument("--exact", action="store_true", help="price the plan that is stated, and search for none")
+    verb.add_argument("--textbook", action="store_true", help="the closed forms of the literature beside it")
+    verb.add_argument("--out", metavar="OUT.csv", help="where --price writes")
 
 
 def plan(options: argparse.Namespace) -> int:
+    """The answer to whichever question was asked."""
+    return _question(options)(options)
+
+
+def _question(options: argparse.Namespace) -> Callable[[argparse.Namespace], int]:
+    if options.traffic:
+        return collectives
+    if options.price:
+        return price_table
+    from meshwright.verbs import plan_answers as answers
+    from meshwright.verbs.plan_what_if import what_if
+
+    if options.largest:
+        return answers.largest
+    asked = {
+        answers.gpus_needed: options.gpus_needed,
+        answers.layer_by_layer: options.layers,
+        what_if: options.what_if or options.network,
+        answers.textbook: options.textbook,
+        answers.exact: options.exact,
+    }
+    return next((answer for answer, wanted in asked.items() if wanted), answers.best)
+
+
+def collectives(options: argparse.Namespace) -> int:
     """The collectives of one optimizer step, as the first rank issues them."""
     from meshwright.cost.traffic import bytes_by_axis, traffic
 
     target, overrides = words.target(options.words)
+    overrides += [f"{name}={value}" for name in ("sequence", "batch") if (value := getattr(options, name)) is not None]
     given = [f"arch.preset={target}", *overrides] if target in zoo.preset_names() else overrides
     file = None if target is None or target in zoo.preset_names() else Path(target)
     run = load.load(file, given).run
-    collectives = traffic(run.arch, run.plan, run.sequence, masked=run.data.mask_documents)
+    found = traffic(run.arch, run.plan, run.sequence, masked=run.data.mask_documents)
     if options.json:
-        print(msgspec.json.encode(collectives).decode())
+        print(msgspec.json.encode(found).decode())
         return 0
     print(f"plan: {run.plan}")
     print(f"{'kind':<16}{'axis':<18}{'calls':>8}{'bytes a call':>18}")
-    for each in collectives:
+    for each in found:
         print(f"{each.kind:<16}{each.axis:<18}{each.count:>8}{each.bytes:>18,}")
-    print(
-        "in all: " + (", ".join(f"{axis} {size:,}" for axis, size in bytes_by_axis(collectives).items()) or "nothing")
-    )
+    print("in all: " + (", ".join(f"{axis} {size:,}" for axis, size in bytes_by_axis(found).items()) or "nothing"))
     return 0
+
+
+def price_table(options: argparse.Namespace) -> int:
+    """A table of runs with what they should take."""
+    from meshwright.cost.price_table import price_file
+
+    if not options.out:
+        raise InputError([Problem("--price needs to know where to write", "add --out OUT.csv")])
+    price_file(Path(options.price), Path(options.out), words.say_to(options.json))
+    return 0
+
+
+def _amount(text: str) -> float:
+    number = float(text.replace("_", "").replace(",", ""))
+    if not 0 < number < 1e30:
+        raise argparse.ArgumentTypeError("a number above 0")
+    return number

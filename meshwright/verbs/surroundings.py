@@ -6,8 +6,14 @@ from pathlib import Path
 
 from meshwright.spec.place import Place, place
 
-STARTED = time.time()
-STARTED_VARIABLE = "MESHWRIGHT_STARTED"  # our launcher tells its ranks when the user pressed Enter
+BEGAN = time.monotonic()  # when the user pressed Enter
+DEBUG = {
+    "LOGLEVEL": "DEBUG",
+    "TORCH_CPP_LOG_LEVEL": "INFO",
+    "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+    "ACCELERATE_DEBUG_MODE": "1",
+    "NCCL_DEBUG": "INFO",
+}
 
 
 def here() -> Place | None:
@@ -22,16 +28,26 @@ def default_ranks() -> int:
     return gpus(os.environ) or 2
 
 
+def attempt() -> int:
+    """Which start of this job it is, from 1: torchrun counts the restarts."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + 1
+
+
 def cache() -> Path:
     """Where tokens are kept from one run to the next."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshwright"
 
 
-def of_ranks() -> dict[str, str]:
+def of_ranks(debug: bool = False) -> dict[str, str]:
     """The variables that ranks are started with."""
-    return {**os.environ, STARTED_VARIABLE: str(STARTED)}
+    return {**os.environ, **(DEBUG if debug else {})}
 
 
-def started() -> float:
-    """When the user pressed Enter."""
-    return float(os.environ.get(STARTED_VARIABLE, STARTED))
+def debug() -> None:
+    """Have everything that is still to be imported say all it does."""
+    os.environ.update(DEBUG)
+
+
+def colour(to_terminal: bool) -> bool:
+    """Whether output may be coloured: on a terminal that can, and where nobody asked for none (no-color.org)."""
+    return to_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

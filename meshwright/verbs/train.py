@@ -2,20 +2,25 @@
 
 import argparse
 import sys
-import time
-import traceback
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from meshwright.spec import check, load
 from meshwright.spec.check import InputError
+from meshwright.spec.exits import Exit
+from meshwright.spec.order import Order
 from meshwright.spec.params import count
 from meshwright.spec.place import Place
 from meshwright.spec.record import Summary
 from meshwright.spec.run import Run
 from meshwright.verbs import surroundings, words
+
+if TYPE_CHECKING:
+    from meshwright.launch.local import Nursery
 
 
 def add(verbs: words.Verbs) -> None:
@@ -27,6 +32,8 @@ def add(verbs: words.Verbs) -> None:
     )
     verb.add_argument("--folder", type=Path, help="where the run lives (default: runs/NAME-DIGEST)")
     verb.add_argument("--fresh", action="store_true", help="set an earlier run in the folder aside and start anew")
+    verb.add_argument("--debug", action="store_true", help="torch, NCCL and Gloo say everything they do, in logs/")
+    verb.add_argument("--inject", default="", metavar="FAULT", help=argparse.SUPPRESS)  # for `rehearse`
 
 
 def train(options: argparse.Namespace) -> int:
@@ -46,10 +53,10 @@ def train(options: argparse.Namespace) -> int:
 
 
 def _launch(run: Run, options: argparse.Namespace) -> int:
-    """Start the ranks of one machine, and make the tokens while they import torch."""
+    """Supervise the ranks of one machine, and make the tokens while their nursery imports torch."""
     from meshwright.data.prepare import prepare
     from meshwright.launch import folder as folders
-    from meshwright.launch.local import Ranks, end_on_term
+    from meshwright.launch.supervise import Asked, Supervisor
 
     say = words.say_to(options.json)
     folder = options.folder or folders.default(run)
@@ -57,28 +64,52 @@ def _launch(run: Run, options: argparse.Namespace) -> int:
     if claim.finished is not None:
         say(f"{folder} has finished this run; add --fresh to train it again")
         _tell(claim.finished, options.json)
-        return 0
+        return Exit.DONE
     _announce(run, folder, say)
-    command = [sys.executable, "-m", "meshwright", "train", str(folder / folders.RUN), "--folder", str(folder)]
-    people = sys.stderr if options.json else sys.stdout
-    ranks = Ranks(folder)
-    end_on_term()
+    supervisor = Supervisor(
+        run=run, folder=folder, nursery=_nursery(run, folder, options), order=_order(run, folder, options), say=say
+    )
     try:
-        ranks.start(command, run.plan.world, surroundings.of_ranks(), people.fileno())
         prepare(run, surroundings.cache(), say)
-        failure = ranks.wait()
+        verdict = supervisor.supervise(Asked().listen())
     except BaseException:
-        ranks.end()
+        supervisor.close()
         claim.abandon()
         raise
     finally:
-        ranks.end()
+        supervisor.close()
         claim.release()
-    if failure is not None:
-        print(f"rank {failure.rank} failed: {failure.text}\nlogs: {folder / 'logs'}", file=sys.stderr)
-        return 2 if failure.code == 2 else 1
-    _tell(folders.read_summary(folder), options.json)
-    return 0
+    if verdict is None:
+        _tell(folders.read_summary(folder), options.json)
+        return Exit.DONE
+    if verdict.kind == "input":
+        claim.abandon()
+    print(verdict, file=sys.stderr)
+    return verdict.code
+
+
+def _nursery(run: Run, folder: Path, options: argparse.Namespace) -> Callable[[], "Nursery"]:
+    """How to make the process that ranks are forked from."""
+    from meshwright.launch.local import Nursery, defaults
+
+    people = sys.stderr if options.json else sys.stdout
+    environment = {**defaults(run.plan.world), **surroundings.of_ranks(options.debug)}
+    return lambda: Nursery(environment, folder / "logs" / "nursery.txt", people.fileno())
+
+
+def _order(run: Run, folder: Path, options: argparse.Namespace) -> Order:
+    """What ranks are told, but for their place."""
+    from meshwright.launch import folder as folders
+    from meshwright.launch.verdicts import this_session
+
+    return Order(
+        run=str(folder / folders.RUN),
+        folder=str(folder),
+        cache=str(surroundings.cache()),
+        session=this_session(),
+        began=surroundings.BEGAN,
+        inject=options.inject,
+    )
 
 
 def _announce(run: Run, folder: Path, say: Callable[[str], None]) -> None:
@@ -91,48 +122,57 @@ def _announce(run: Run, folder: Path, say: Callable[[str], None]) -> None:
 
 
 def _rank(run: Run, here: Place, options: argparse.Namespace) -> int:
-    """Be one rank of a job that torchrun, Slurm, MPI or our own launcher started."""
+    """Be one rank of a job that torchrun, Slurm or MPI started; a sidecar of the first one here watches them all."""
     from meshwright.launch import folder as folders
-    from meshwright.launch import local
+    from meshwright.launch.sidecar import Sidecar
 
-    ours = here.launcher == "meshwright"
     folder = options.folder or folders.default(run)
-    if ours:
-        local.die_with_parent()
-    elif not options.fresh and (finished := folders.read_summary(folder)) is not None:
+    if not options.fresh and (finished := folders.read_summary(folder)) is not None:
         if here.rank == 0:
             words.say_to(options.json)(f"{folder} has finished this run; add --fresh to train it again")
             _tell(finished, options.json)
-        return 0
-    claim = folders.Claim(folder, run, fresh=options.fresh) if here.rank == 0 and not ours else None
+        return Exit.DONE
+    if options.debug:
+        surroundings.debug()
+    claim = folders.Claim(folder, run, fresh=options.fresh) if here.rank == 0 else None
+    order = _order_of(here, folder, options)
+    sidecar = Sidecar(run, here, Path(order.beats), folder) if here.local_rank == 0 else None
     try:
-        summary = _train_rank(run, here, folder, options.json)
-    except Exception as error:
-        traceback.print_exc()
-        code = 2 if isinstance(error, InputError) else 1
-        if ours:
-            text = words.told(error) if code == 2 else traceback.format_exc()
-            local.write_failure(folder, local.Failure(rank=here.rank, at=time.time(), code=code, text=text))
-        return code
-    if here.rank == 0:
-        folders.write_summary(folder, summary)
+        code = _serve(run, order, options.json)
+    finally:
+        if sidecar is not None:
+            sidecar.close()
         if claim is not None:
             claim.release()
-            _tell(summary, options.json)
-    return 0
+    if here.rank == 0 and code == Exit.DONE:
+        _tell(folders.read_summary(folder), options.json)
+    return code
 
 
-def _train_rank(run: Run, here: Place, folder: Path, machine: bool) -> Summary:
-    from meshwright.data.prepare import prepare
-    from meshwright.train.rank import run_rank  # imports torch: the launcher makes the tokens meanwhile
-    from meshwright.train.screen import default_stream, screen
+def _serve(run: Run, order: Order, machine: bool) -> int:
+    from meshwright.train.rank import serve  # imports torch: the sidecar watches meanwhile
 
-    # Under our launcher rank 0's standard output is where people read, whatever the launcher's own is for.
-    stream = default_stream(machine and here.launcher != "meshwright")
-    view = screen(stream, run.log.every, quiet=here.rank != 0)
-    corpus = prepare(run, surroundings.cache(), view.say if here.launcher != "meshwright" else lambda text: None)
-    started = surroundings.started()
-    return run_rank(run, here, folder, corpus, view, started)
+    return serve(order, run, machine)
+
+
+def _order_of(here: Place, folder: Path, options: argparse.Namespace) -> Order:
+    """What a rank tells itself when somebody else has launched it."""
+    from meshwright.launch import folder as folders
+    from meshwright.launch.verdicts import session_above
+
+    session = session_above()
+    return Order(
+        run=str(folder / folders.RUN),
+        folder=str(folder),
+        cache=str(surroundings.cache()),
+        place=here,
+        beats=str(Path(tempfile.gettempdir()) / f"meshwright-{session}"),  # the folder is rank 0's to claim
+        speaks=here.rank == 0,
+        attempt=surroundings.attempt(),
+        session=session,
+        began=surroundings.BEGAN,
+        inject=options.inject,
+    )
 
 
 def _tell(summary: Summary | None, machine: bool) -> None:
@@ -149,6 +189,7 @@ def _tell(summary: Summary | None, machine: bool) -> None:
         f"  speed       {summary.tokens_per_second:,.0f} tokens/s",
         f"  first loss  after {summary.seconds_to_first_loss:.1f} s",
         f"  memory      {summary.peak_bytes / 2**30:.2f} GiB at the peak of one rank",
+        f"  time        {_spent(summary)}",
         f"  folder      {summary.folder} (run.toml, steps.rank*.jsonl, model/)",
     ]
     if summary.sample:
@@ -160,3 +201,11 @@ def _tell(summary: Summary | None, machine: bool) -> None:
         "  meshwright config show                            every setting and where it came from",
     ]
     print("\n".join(lines), flush=True)
+
+
+def _spent(summary: Summary) -> str:
+    """Goodput and badput; what is less than half a tenth of a percent goes unsaid."""
+    bad = [f"{name} {share:.1%}" for name, share in summary.badput.items() if share >= 0.0005]
+    return ", ".join([f"goodput {summary.goodput:.1%}", *bad]) + (
+        f"; {summary.attempts} attempts" if summary.attempts > 1 else ""
+    )

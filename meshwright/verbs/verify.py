@@ -1,6 +1,7 @@
-"""`meshwright verify`: the proof that a plan trains like one process."""
+"""`meshwright verify`: a plan trains like one process, a stopped run goes on as if it never was, a save is whole."""
 
 import argparse
+import sys
 from pathlib import Path
 
 import msgspec
@@ -20,11 +21,21 @@ def add(verbs: words.Verbs) -> None:
     verb.add_argument("--ranks", type=words.count, default=4, help="the largest world of --matrix (default 4)")
     verb.add_argument("--steps", type=words.count, default=3, help="optimizer steps to compare (default 3)")
     verb.add_argument("--folder", type=Path, help="where the certificate goes (default: runs/verify-NAME)")
+    verb.add_argument(
+        "--checkpoint", type=Path, metavar="DIR", help="instead: check every byte of a saved step, or of all of a run"
+    )
+    verb.add_argument(
+        "--resume", metavar="RUN", help="instead: stop a short form of a run, go on, and compare to the last bit"
+    )
 
 
 def verify(options: argparse.Namespace) -> int:
     """The same seed and batches under one process and under each plan; exit 1 when one leaves the tolerance."""
+    if options.checkpoint is not None:
+        return _checkpoint(options)
     words.require_training()
+    if options.resume is not None:
+        return _resume(options)
     from meshwright.verify import plans, prove
 
     target, overrides = words.target(options.words)
@@ -39,3 +50,31 @@ def verify(options: argparse.Namespace) -> int:
         print(msgspec.json.encode(verdicts).decode())
     say(f"{sum(v.passed for v in verdicts)} of {len(verdicts)} plans equal; certificate: {folder / prove.CERTIFICATE}")
     return 0 if all(verdict.passed for verdict in verdicts) else 1
+
+
+def _checkpoint(options: argparse.Namespace) -> int:
+    """Exit 12 when a byte of what was saved is not what was written."""
+    from meshwright.checkpoint.corrupt import CorruptError
+    from meshwright.verify import integrity
+
+    try:
+        verdict = integrity.verify(options.checkpoint, words.say_to(options.json))
+    except CorruptError as error:
+        print(words.told(error), file=sys.stderr)
+        return CorruptError.code
+    if options.json:
+        print(msgspec.json.encode(verdict).decode())
+    return 0 if verdict.sound else CorruptError.code
+
+
+def _resume(options: argparse.Namespace) -> int:
+    """Exit 1 when a run that was stopped and went on differs from one that was not."""
+    from meshwright.verify import resume
+
+    say = words.say_to(options.json)
+    target, overrides = words.target([options.resume, *options.words])
+    folder = options.folder or Path("runs") / f"verify-resume-{Path(target or 'default').stem}"
+    verdict = resume.prove(resume.runs(target, overrides, folder), surroundings.cache(), folder, say)
+    if options.json:
+        print(msgspec.json.encode(verdict).decode())
+    return 0 if verdict.passed else 1

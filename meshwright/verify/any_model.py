@@ -10,6 +10,7 @@ from typing import Any
 import safetensors.torch
 from torch import Tensor, nn
 
+from meshwright.launch.ranks import SERVER
 from meshwright.parallel.anatomy import Anatomy, unmatched
 from meshwright.parallel.pipeline import part
 from meshwright.spec.plan import Plan
@@ -18,7 +19,6 @@ from meshwright.verify import any_plans
 from meshwright.verify.any_record import BATCHES, START, Batch, Loss, Subject, Trial, named, record, state_of
 from meshwright.verify.certificate import TOLERANCES, Verdict, header, line
 from meshwright.verify.prove import beside
-from meshwright.verify.ranks import SERVER
 
 
 def parity(

@@ -6,7 +6,8 @@ from typing import Any
 import msgspec
 
 from meshwright.parallel.anatomy import Anatomy, unanswered
-from meshwright.spec import schema
+from meshwright.spec import compiler, schema
+from meshwright.spec.check_plan import how_blocks_run
 from meshwright.spec.plan import AXES, Plan, Precision
 from meshwright.spec.problem import InputError, Problem
 from meshwright.spec.schedule import default_chunks, misfits
@@ -22,6 +23,7 @@ def decided(plans: Sequence[str | Plan], rows: int, layers: int, anatomy: Anatom
     made = [(name, msgspec.convert(table, Plan)) for name, table in tables.items()]
     for name, plan in made:
         found = [*_shape(plan, rows, layers), *unanswered(anatomy, plan), *_beyond(plan)]
+        found += [*how_blocks_run(plan), *compiler.missing(plan)]
         problems += [msgspec.structs.replace(problem, where=f"plan {name}") for problem in found]
     if len({plan.precision for _, plan in made}) > 1:
         problems.append(Problem("the plans name different precisions", "prove one precision at a time"))
@@ -46,9 +48,7 @@ def _table(plan: str | Plan, rows: int, layers: int) -> dict[str, Any]:
     """A plan's fields, with what its words leave open: a pipeline has twice as many microbatches as ranks."""
     if isinstance(plan, Plan):
         return msgspec.structs.asdict(plan)
-    given: dict[str, Any] = {
-        key: int(value) if value.isdecimal() else value for key, value in {"precision": "fp64", **fields(plan)}.items()
-    }
+    given: dict[str, Any] = {key: _value(text) for key, text in {"precision": "fp64", **fields(plan)}.items()}
     pp, data = _count(given, "pp"), _count(given, "replicate") * _count(given, "shard")
     given.setdefault("accumulate", 2 * pp if pp > 1 else 1)
     given.setdefault("microbatch", max(rows // (data * _count(given, "accumulate")), 1))
@@ -56,6 +56,11 @@ def _table(plan: str | Plan, rows: int, layers: int) -> dict[str, Any]:
         given.setdefault("chunks", default_chunks(given.get("schedule", "1f1b")))
         given.setdefault("stages", even(layers, pp * _count(given, "chunks")))
     return given
+
+
+def _value(text: str) -> Any:
+    """A word of a plan as a run file would hold it."""
+    return int(text) if text.isdecimal() else {"true": True, "false": False}.get(text, text)
 
 
 def _count(given: dict[str, Any], key: str) -> int:

@@ -100,12 +100,12 @@ def record(place: Place, trial: Trial, subject: Subject, folder: Path) -> None:
         homes, streams = homes_of(model, plan, subject.anatomy), streams_of(model, plan, subject.anatomy)
         chunks = apply(model, plan, mesh, subject.anatomy)
         step = Step(chunks, plan, mesh, subject.loss, streams)
-        optimizer = AdamW(OPTIM, chain.from_iterable(chunk.parameters() for chunk in chunks))
+        optimizer = AdamW(OPTIM, chain.from_iterable(chunk.parameters() for chunk in chunks), plan)
         evidence, measure = Evidence(folder, mesh), clip.choose(plan)
         for batch in batches:
             optimizer.zero_grad()
             loss_sum, count = step(batch)
-            loss, square = measure(chunks, loss_sum, mesh)
+            loss, square, _ = measure(chunks, loss_sum, mesh, False)
             # Gradients are of the sum. Its divisor, known only now, is taken out as a loss scale would be.
             verdict = clip.judge(loss, square, count, OPTIM.clip)
             optimizer.step(OPTIM.rate, verdict)
@@ -130,7 +130,7 @@ class Step:
         rows = torch.arange(len(x), device=x.device)
         if self.pipeline is None:
             microbatches = rows.split(self.plan.microbatch)
-            total = accumulated(self.model, self.plan, microbatches, self._forward, self.one)
+            total = accumulated(self.model, self.plan, microbatches, self._forward)
         else:
             with tensor.loss_context(self.plan):
                 total = self.pipeline.step(x, {}, rows, self.one) / self.plan.tp
@@ -138,8 +138,9 @@ class Step:
         dist.all_reduce(count)
         return total, count
 
-    def _forward(self, rows: Tensor) -> Tensor:
-        return self._loss_sum(self.model(_first(self.batch)[rows]), rows)
+    def _forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        loss = self._loss_sum(self.model(_first(self.batch)[rows]), rows)
+        return loss, loss
 
     def _loss_sum(self, outputs: Any, rows: Tensor) -> Tensor:
         total, count = self.loss(outputs, _rows(self.batch, rows))

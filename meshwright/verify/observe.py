@@ -107,6 +107,11 @@ class _Observer(TorchDispatchMode):
         super().__init__()
         self.calls: Calls = Counter()
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Torch would run compiled blocks uncompiled beside a mode that does not say this."""
+        return True
+
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -6,9 +6,9 @@ from typing import get_args
 
 import msgspec
 
-from meshwright.spec import load
+from meshwright.spec import compiler, load
 from meshwright.spec.check import InputError, Problem
-from meshwright.spec.plan import AXES
+from meshwright.spec.plan import AXES, Plan
 from meshwright.spec.run import Run
 from meshwright.spec.schedule import Schedule
 from meshwright.spec.zoo import preset_names
@@ -29,6 +29,13 @@ MATRIX = (
     "cp=2,cp_kind=ulysses",
     *(f"pp=2,schedule={schedule}" for schedule in SCHEDULES),
     "pp=3,schedule=1f1b",
+    "recompute=every-4",
+    "shard=2,zero=3,recompute=full",
+    "shard=2,zero=3,recompute=sqrt",
+    "tp=2,recompute=selective",
+    "pp=2,recompute=every-2",
+    "compile=true",
+    "shard=2,zero=3,compile=true",
     "shard=2,zero=1,ep=2",
     "replicate=4,accumulate=2",
     "replicate=2,shard=2,zero=3",
@@ -42,6 +49,7 @@ MATRIX = (
     *(f"pp=2,schedule={schedule},shard=2,zero=3" for schedule in SCHEDULES),
     "shard=2,zero=3,ep=2",
     "shard=2,zero=3,tp=2,ep=2",
+    "shard=2,zero=3,ep=2,recompute=selective",
     "shard=4,zero=2,ep=2,accumulate=2",
     "pp=2,shard=2,zero=3,tp=2",
     "pp=2,schedule=zbv,shard=2,zero=3,tp=2",
@@ -50,8 +58,9 @@ MATRIX = (
 
 
 def matrix(ranks: int) -> list[str]:
-    """The standard set for up to so many ranks."""
-    return [plan for plan in MATRIX if world(plan) <= ranks]
+    """The standard set for up to so many ranks; compiled plans only where there is a compiler."""
+    compiles = not any(compiler.missing(Plan(microbatch=1, compile=True)))
+    return [plan for plan in MATRIX if world(plan) <= ranks and (compiles or "compile" not in fields(plan))]
 
 
 Job = tuple[Run, list[tuple[str, Run]]]  # a reference, and each plan's words with its run
@@ -62,6 +71,8 @@ def jobs(target: str | None, overrides: list[str], plans: list[str], steps: int,
     made = []
     for model, group in by_model(target, plans):
         reference, planned = runs(model, overrides, group, steps, folder / TEXT)
+        if problems := [problem for run in planned for problem in compiler.missing(run.plan)]:
+            raise InputError(problems[:1])  # the same for every plan
         made.append((reference, list(zip(group, planned, strict=True))))
     return made
 

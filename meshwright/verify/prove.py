@@ -8,12 +8,12 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from meshwright.launch.ranks import RankError, Work, run_ranks
 from meshwright.spec.params import count
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import Run
 from meshwright.verify.certificate import TOLERANCES, Certificate, Verdict, header, line
 from meshwright.verify.plans import TEXT, Job, write_ragged
-from meshwright.verify.ranks import RankError, Work, run_ranks
 
 CERTIFICATE = "certificate.json"
 LONGEST = 600.0  # seconds that one plan may take

@@ -38,6 +38,16 @@ class Tower(nn.Module):
         return self.end(x)
 
 
+class Scaled(Tower):
+    """Does something of its own between its blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.begin(x)
+        for layer in self.layers:
+            x = 0.5 * layer(x)
+        return self.end(x)
+
+
 def plain() -> nn.Module:
     """No list of blocks: one unit. Drawn anew at every call."""
     return nn.Sequential(nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 2))

@@ -1,5 +1,6 @@
 """Models that are not ours, under plans: what is equal passes, what cannot be is refused or caught."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import torch
 from strangers import TOWER, Tied, Tower, averaged, batches, loss, plain
 
 from meshwright.parallel.anatomy import Anatomy, in_a_row
+from meshwright.spec.compiler import missing
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError
 from meshwright.verify import parity
@@ -54,6 +56,24 @@ def test_a_model_that_answers_is_split_every_way():
     assert [verdict.first_bad or verdict.error for verdict in verdicts] == [""] * 5
     assert verdicts[0].gradient_deviation <= TOLERANCES["fp64"][0]
     assert verdicts[-1].plan.startswith("replicate=2")
+
+
+def test_a_stranger_is_computed_anew_and_compiled(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    vision = importlib.import_module("verify_vision_transformer")
+    plans = ["recompute=selective", "shard=2,zero=3,recompute=full", "tp=2,recompute=every-3", "pp=2,recompute=sqrt"]
+    if not any(missing(Plan(microbatch=1, compile=True))):
+        plans.append("shard=2,zero=3,compile=true")
+    images = [vision.batch(step) for step in range(2)]
+    verdicts = parity(vision.VisionTransformer, images, vision.loss, plans, vision.ANATOMY)
+    assert [verdict.first_bad or verdict.error for verdict in verdicts] == [""] * len(plans)
+    assert max(verdict.gradient_deviation for verdict in verdicts) < 1e-12
+
+
+def test_a_model_that_works_between_its_blocks_cannot_recompute_several_together():
+    whole, several = parity(strangers.Scaled, batches(), loss, ["recompute=full", "recompute=every-2"])
+    assert whole.passed, whole
+    assert several.error.strip().endswith("use plan.recompute = full, which takes each block by itself")
 
 
 def test_a_named_precision_is_used_on_both_sides():
@@ -118,6 +138,8 @@ CALLS = [
     ((Tower, batches(), loss, ["replicate=3"]), "batches of 8 rows are not"),
     ((Tower, batches(), loss, ["replcate=2"]), "did you mean plan.replicate?"),
     ((Tower, batches(), loss, ["shard=2"]), "shards nothing"),
+    ((Tower, batches(), loss, ["recompute=some"]), "plan.recompute = 'some' is not a way of computing anew"),
+    ((Tower, batches(), loss, ["pp=2,schedule=zbv,compile=true"], TOWER), "needs its two halves"),
     ((Tower, batches(), loss, ["pp=8", "tp=2"], TOWER), "8 stages are more than the model's 4 blocks"),
 ]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from trials import GPT, CPU, corpus_file, make_corpus, make_run
+from trials import CPU, GPT, corpus_file, make_corpus, make_run
 from worlds import world
 
 from meshwright.cost.traffic import traffic
@@ -26,6 +26,8 @@ DEEP = ("arch.layers=8",)
 MASKED = ("data.mask_documents=true",)
 ODD_GPT = (*GPT, "arch.context=33")  # odd, so that a sharded table is padded
 MOE = ("arch.preset=tiny-moe",)
+ANEW = ("full", "selective", "every-3", "first-1")
+FOUR_LAYERS = ("arch.layers=4",)
 COUNTS = 4 * 8  # bytes of four experts' counts of rows
 
 # By axis, several plans each: they share one world, whose start costs more than a step.
@@ -66,6 +68,25 @@ TWO = {
         ("plan.shard=2", "plan.zero=3", "plan.ep=2", *MOE, "arch.router=expert_choice", "arch.capacity=1.0"),
     ],
     "pp": [("plan.pp=2", f"plan.schedule={schedule}", *FOUR_TIMES) for schedule in SCHEDULES],
+    "recompute shard": [
+        ("plan.shard=2", "plan.zero=3", *TWICE, *FOUR_LAYERS, f"plan.recompute={policy}") for policy in ANEW
+    ],
+    "recompute tp": [
+        *(("plan.tp=2", *TWICE, *FOUR_LAYERS, f"plan.recompute={policy}") for policy in ANEW),
+        *(("plan.tp=2", *GPT, *BF16, f"plan.recompute={policy}") for policy in ("full", "selective")),
+        *(("plan.tp=2", *MOE, *FOUR_LAYERS, "arch.moe_every=2", f"plan.recompute={policy}") for policy in ANEW),
+    ],
+    "recompute cp": [
+        *(("plan.cp=2", *MASKED, *FOUR_LAYERS, f"plan.recompute={policy}") for policy in ANEW),
+        *(("plan.cp=2", "plan.cp_kind=ulysses", *MASKED, *BF16, f"plan.recompute={policy}") for policy in ANEW),
+        ("plan.cp=2", *MOE, "arch.router=gshard", "arch.capacity=1.0", "plan.recompute=full"),
+    ],
+    "recompute ep": [
+        ("plan.shard=2", f"plan.zero={zero}", "plan.ep=2", *MOE, *FOUR_LAYERS, f"plan.recompute={policy}")
+        for zero in (1, 3)
+        for policy in ANEW
+    ],
+    "recompute pp": [("plan.pp=2", *FOUR_TIMES, *DEEP, f"plan.recompute={policy}") for policy in ANEW],
     "pp tied": [("plan.pp=2", f"plan.schedule={schedule}", *FOUR_TIMES, *GPT, *BF16) for schedule in ("1f1b", "zbv")],
 }
 FOUR = {
@@ -102,6 +123,7 @@ FOUR = {
         ("plan.pp=2", "plan.tp=2", *FOUR_TIMES, *BF16, *GPT),
         ("plan.pp=2", "plan.tp=2", "plan.schedule=zb1p", *FOUR_TIMES),
         ("plan.pp=2", "plan.shard=2", "plan.zero=2", "plan.ep=2", *FOUR_TIMES, *MOE),
+        ("plan.pp=2", "plan.tp=2", "plan.schedule=interleaved", *FOUR_TIMES, *DEEP, "plan.recompute=sqrt"),
         # Of four stages torch holds three gathered, so some are gathered more than once.
         ("plan.pp=2", "plan.shard=2", "plan.zero=3", "plan.schedule=interleaved", "plan.chunks=4", *FOUR_TIMES, *DEEP),
     ],

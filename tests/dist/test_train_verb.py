@@ -160,29 +160,44 @@ def wait_for_step(folder: Path, seconds: float = 60) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 10), (signal.SIGKILL, -9)])
 def test_when_the_launcher_ends_its_ranks_do_too(text, number, code):
     folder = f"ended-by-{number.name}"
     launcher = start(text, "--folder", folder)
     wait_for_step(text / folder)
     ranks = children(launcher.pid)
-    assert len(ranks) == 2
+    assert len(ranks) == 3  # and the nursery that they were forked from
     launcher.send_signal(number)
-    launcher.communicate(timeout=30)
+    _, errors = launcher.communicate(timeout=60)
     assert launcher.returncode == code
+    saved = (text / folder / "checkpoints").exists()
+    assert saved == (number != signal.SIGKILL)
+    assert ("saved at step" in errors) == saved
     deadline = time.monotonic() + 10
     while any(Path(f"/proc/{rank}").exists() for rank in ranks) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not [rank for rank in ranks if Path(f"/proc/{rank}").exists()]
 
 
-def test_a_killed_rank_is_named_and_ends_the_run(text):
-    launcher = start(text, "--folder", "killed")
+def rank_of(launcher: int, rank: int) -> int:
+    """The process of a rank, by the name it gives itself."""
+    return next(pid for pid in children(launcher) if Path(f"/proc/{pid}/comm").read_text().strip() == f"rank{rank}")
+
+
+def test_a_killed_rank_is_named_and_replaced(text):
+    launcher = start(text, "checkpoint.every=1", "--folder", "killed")
     wait_for_step(text / "killed")
-    os.kill(children(launcher.pid)[1], signal.SIGKILL)
-    _, errors = launcher.communicate(timeout=30)
-    assert launcher.returncode == 1
-    assert "rank 1 failed: ended by signal SIGKILL" in errors
+    killed = rank_of(launcher.pid, 1)
+    os.kill(killed, signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while (text / "killed" / "steps.rank0.jsonl").read_bytes().count(b'"kind":"attempt"') < 2:
+        assert time.monotonic() < deadline, "training did not go on"
+        time.sleep(0.05)
+    launcher.terminate()
+    said, _ = launcher.communicate(timeout=60)
+    assert launcher.returncode == 10
+    assert "what:    rank 1 was ended by signal SIGKILL" in said
+    assert f"process {killed}" in said
 
 
 def test_a_second_launcher_on_one_folder_is_refused_by_name(text):
@@ -192,7 +207,7 @@ def test_a_second_launcher_on_one_folder_is_refused_by_name(text):
     assert second.returncode == 2
     assert f"in use by process {launcher.pid}" in second.stderr
     launcher.terminate()
-    launcher.communicate(timeout=30)
+    launcher.communicate(timeout=60)
 
 
 def test_trackers_several_at_once_never_stop_training(text):

@@ -18,7 +18,7 @@ from meshwright.spec import load, zoo
 from meshwright.spec.params import count
 from meshwright.spec.plan import Plan
 from meshwright.verbs.words import target as target_of
-from meshwright.verify import plans
+from meshwright.verify import plans, resume
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -80,7 +80,10 @@ def resolve(words: list[str]) -> None:
         # A folder to begin from is made by the command before; here nothing is trained.
         overrides = [word for word in overrides if not word.startswith("init.from=") or Path(word[10:]).is_dir()]
         load.load(Path(target) if target else None, overrides, ranks=getattr(options, "ranks", None), default_ranks=2)
-    elif words[0] == "verify":
+    elif words[0] == "verify" and options.resume is not None:
+        target, overrides = target_of([options.resume, *options.words])
+        assert len(resume.runs(target, overrides, Path("runs"))) > 1
+    elif words[0] == "verify" and options.checkpoint is None:
         target, overrides = target_of(options.words)
         wanted = plans.matrix(options.ranks) if options.matrix else options.plan
         assert wanted, "a proof names its plans"
@@ -135,7 +138,8 @@ def test_every_page_is_in_the_index():
 
 
 @pytest.mark.parametrize("block", blocks("python"), ids=str)
-def test_every_example_is_python_and_runs_where_it_needs_no_model(block, capsys):
+def test_every_example_is_python_and_runs_where_it_needs_no_model(block, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
     code = compile(block.text, str(block.page), "exec")
     if "meshwright.cost" in block.text:
         exec(code, {})

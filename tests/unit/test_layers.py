@@ -22,8 +22,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "optim": {"spec", "kernels", "models", "parallel"},
     "checkpoint": {"spec", "kernels", "models", "parallel"},
     "train": {"spec", "kernels", "models", "data", "parallel", "optim", "checkpoint", *PAPER},
-    "verify": {"spec", "kernels", "models", "data", "parallel", "optim", "checkpoint", "train", *PAPER},
-    "bench": {"spec", "kernels", "models", "data", "parallel", "optim", "checkpoint", "train", *PAPER},
+    "verify": {"spec", "kernels", "models", "data", "parallel", "optim", "checkpoint", "train", "launch", *PAPER},
+    "bench": {"spec", "kernels", "models", "data", "parallel", "optim", "checkpoint", "train", "launch", *PAPER},
 }
 MAY_IMPORT["verbs"] = set(MAY_IMPORT)  # the edge: a verb calls whatever it needs, and nobody calls a verb
 NO_TORCH = {"spec", "cost", "search", "report", "launch"}  # they answer at once, on a laptop

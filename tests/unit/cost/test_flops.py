@@ -1,8 +1,24 @@
+from typing import Any
+
 import msgspec
 import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright.cost.flops import forward_flops_per_token, step_flops, utilization
+from meshwright.cost.flops import (
+    block_flops_per_token,
+    forward_flops_per_token,
+    hardware_flops,
+    step_flops,
+    utilization,
+)
+from meshwright.models.decoder import Decoder
+from meshwright.parallel import recompute
+from meshwright.parallel.decoder import DECODER
+from meshwright.spec.arch import Arch
 from meshwright.spec.params import count
+from meshwright.spec.plan import Plan
 from meshwright.spec.zoo import preset
 
 
@@ -28,3 +44,60 @@ def test_only_chosen_experts_work():
     dense = msgspec.structs.replace(mixtral, experts=0, ffn=2 * mixtral.expert_ffn)
     router = 2 * mixtral.layers * mixtral.experts * mixtral.hidden
     assert forward_flops_per_token(mixtral, 4096) == forward_flops_per_token(dense, 4096) + router
+
+
+def changed(name: str, **changes) -> Arch:
+    return msgspec.structs.replace(preset(name), **{"layers": 5, "context": 32, **changes})
+
+
+ARCHS = {
+    "llama": changed("tiny"),
+    "gpt": changed("tiny", norm="layer", positions="learned", mlp="gelu_tanh", bias=True, tied=True),
+    "mixture with a loss of its own": changed("tiny-moe"),
+    "mixture without": changed("tiny-moe", balance_loss=0.0, z_loss=0.0),
+    "mixture without shared experts": changed("tiny-moe", balance_loss=0.0, z_loss=0.0, shared_experts=0),
+    "every second layer a mixture": changed("tiny-moe", moe_every=2, balance_loss=0.0, z_loss=0.0),
+}
+
+
+def counted(arch: Arch, policy: str) -> int:
+    """Operations of a real forward and backward, as torch counts them."""
+    plan = Plan(microbatch=2, recompute=policy)
+    nobody: Any = None  # one rank has no mesh
+    model = recompute.keep_costly(Decoder(arch), plan, nobody, DECODER)
+    model = recompute.keep_inputs(model, plan, nobody, DECODER)
+    tokens = torch.arange(64).view(2, 32)
+    # Torch counts the products of plain attention, not those of its fast kernel for CPUs.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(tokens, tokens % 32).sum().backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("arch", ARCHS.values(), ids=ARCHS)
+def test_what_the_backward_does_anew_is_what_torch_counts(arch):
+    torch.manual_seed(0)
+    once, model = counted(arch, "none"), step_flops(arch, 32, 2)
+    for policy in ("full", "every-2", "first-2", "sqrt", "every-9", "selective"):
+        plan = Plan(microbatch=2, recompute=policy)
+        assert hardware_flops(arch, plan, 32, 2) - model == counted(arch, policy) - once, policy
+
+
+def test_stages_recompute_by_themselves():
+    arch, whole = preset("tiny"), Plan(microbatch=1, recompute="every-4")
+    cut = Plan(microbatch=1, pp=2, stages=(3, 3), recompute="every-4")
+    assert hardware_flops(arch, whole, 32, 2) == hardware_flops(arch, cut, 32, 2)  # two runs each, of 4 + 2 and 3 + 3
+    first = Plan(microbatch=1, pp=2, stages=(3, 3), recompute="first-1")
+    alone = msgspec.structs.replace(whole, recompute="first-2")
+    assert hardware_flops(arch, first, 32, 2) == hardware_flops(arch, alone, 32, 2)
+
+
+def test_full_recomputation_is_almost_a_fourth_pass():
+    arch = preset("llama3-8b")
+    share = hardware_flops(arch, Plan(microbatch=1, recompute="full"), 8192, 1) / step_flops(arch, 8192, 1)
+    assert 1.25 < share < 4 / 3  # the output projection, and each block's last product, are not repeated
+
+
+def test_what_a_compiler_made_is_computed_to_its_end():
+    arch, plan = preset("tiny"), Plan(microbatch=1, recompute="full", compile=True)
+    blocks = sum(block_flops_per_token(arch, layer, 32) for layer in range(arch.layers))
+    assert hardware_flops(arch, plan, 32, 2) == step_flops(arch, 32, 2) + blocks * 64

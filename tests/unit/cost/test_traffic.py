@@ -35,7 +35,7 @@ def test_one_rank_sends_nothing():
 
 def test_replicas_add_up_every_gradient_once_a_step_in_fp32():
     listed = traffic(LLAMA, Plan(replicate=8, microbatch=1, accumulate=4, precision="bf16"), SEQUENCE)
-    assert bytes_by_axis(listed) == {"replicate": 4 * count(LLAMA), "world": 16}
+    assert bytes_by_axis(listed) == {"replicate": 4 * count(LLAMA), "world": 24}
     assert sum(each.count for each in chosen(listed, axis="replicate")) == LLAMA.layers + 1
 
 
@@ -239,7 +239,7 @@ def test_a_deterministic_replica_sends_what_an_all_reduce_would():
     gradients = [each for each in listed if each.axis == "replicate"]
     assert {each.kind for each in gradients} == {"all_to_all", "all_gather"}  # the two halves of an all-reduce
     assert total(listed, axis="replicate") == 2 * 4 * count(LLAMA)
-    assert total(listed, axis="world") == 8 * 8
+    assert total(listed, axis="world") == 8 * 16
 
 
 def test_deterministic_shards_give_away_each_gradient_once_and_gather_a_number_a_row():
@@ -249,3 +249,16 @@ def test_deterministic_shards_give_away_each_gradient_once_and_gather_a_number_a
     assert total(listed, kind="all_to_all", axis="shard") == 4 * count(LLAMA)
     rows = 8 * sum(param.shape[0] for param in params(LLAMA))
     assert total(listed, kind="all_gather", axis="shard") == total(usual, kind="all_gather", axis="shard") + rows
+
+
+def test_computing_anew_repeats_forwards_up_to_the_last_sum():
+    arch = preset("tiny")  # six layers
+    counts = {}
+    for policy in ("none", "full", "every-4", "first-1", "selective"):
+        found = traffic(arch, Plan(tp=2, microbatch=1, accumulate=3, recompute=policy), 32)
+        both = [each for each in found if each.axis == "tp" and each.bytes == 32 * arch.hidden * 4]
+        counts[policy] = {each.kind: each.count // 3 for each in both}
+    assert counts["none"] == counts["selective"] == {"all_gather": 26, "reduce_scatter": 26}
+    assert counts["full"] == {"all_gather": 26 + 12, "reduce_scatter": 26 + 12 - 6}
+    assert counts["every-4"] == {"all_gather": 26 + 12, "reduce_scatter": 26 + 12 - 2}
+    assert counts["first-1"] == {"all_gather": 26 + 2, "reduce_scatter": 26 + 1}

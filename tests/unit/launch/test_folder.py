@@ -44,11 +44,29 @@ def test_a_finished_run_is_recognised_and_kept(tmp_path):
     assert claim(tmp_path / "a").finished == SUMMARY
 
 
-def test_an_unfinished_attempt_leaves_no_records_in_the_next(tmp_path):
+def test_what_an_unfinished_attempt_recorded_and_saved_is_kept_but_its_last_words_are_not(tmp_path):
     claim(tmp_path / "a")
     (tmp_path / "a" / "steps.rank0.jsonl").write_text("old")
+    (tmp_path / "a" / "checkpoints" / "step-3").mkdir(parents=True)
+    (tmp_path / "a" / "failure.rank1.json").write_text("{}")
     claim(tmp_path / "a")
-    assert not (tmp_path / "a" / "steps.rank0.jsonl").exists()
+    assert (tmp_path / "a" / "steps.rank0.jsonl").read_text() == "old"
+    assert (tmp_path / "a" / "checkpoints" / "step-3").is_dir()
+    assert not (tmp_path / "a" / "failure.rank1.json").exists()
+
+
+def test_the_plan_before_is_kept_beside_the_plan_that_goes_on(tmp_path):
+    other = load.load(None, ["plan.accumulate=2"]).run
+    for run in (RUN, RUN, other, RUN):
+        claim(tmp_path / "a", run)
+    there = [load.load(tmp_path / "a" / name).run for name in ("run.1.toml", "run.2.toml", "run.toml")]
+    assert there == [RUN, other, RUN]
+    assert not (tmp_path / "a" / "run.3.toml").exists()
+
+
+def test_how_often_is_saved_is_not_mathematics(tmp_path):
+    claim(tmp_path / "a")
+    claim(tmp_path / "a", load.load(None, ["checkpoint.every=3", "checkpoint.async=false"]).run)
 
 
 def test_fresh_sets_aside_and_loses_nothing(tmp_path):

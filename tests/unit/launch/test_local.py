@@ -1,63 +1,69 @@
 import os
-import sys
+import signal
+import time
+from pathlib import Path
 
 import pytest
 
 from meshwright.launch import local
-from meshwright.launch.local import Failure, Ranks
+from meshwright.launch.local import Ranks
 
 
-def python(code):
-    return [sys.executable, "-c", code]
+def forked(work):
+    """A child that does some work and ends with what it returns."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(work())
+    return pid
 
 
-@pytest.fixture
-def ranks(tmp_path):
-    made = Ranks(tmp_path)
-    yield made
-    made.end()
+def wait(ranks, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while None in ranks.poll():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return ranks.codes
 
 
-def test_ranks_know_their_place_and_end_well(ranks, tmp_path):
-    code = "import os; open(os.environ['OUT'] + os.environ['RANK'], 'w').write(os.environ['WORLD_SIZE'])"
-    with open(os.devnull, "w") as nowhere:
-        ranks.start(python(code), 3, {**os.environ, "OUT": f"{tmp_path}/out"}, nowhere.fileno())
-        assert ranks.wait() is None
-    assert [(tmp_path / f"out{rank}").read_text() for rank in range(3)] == ["3", "3", "3"]
+def test_exit_codes_are_told_and_signals_are_below_zero():
+    def die():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert wait(Ranks([forked(lambda: 0), forked(lambda: 10), forked(die)])) == [0, 10, -9]
 
 
-def test_the_first_failure_ends_all_and_is_the_one_told(ranks, tmp_path):
-    code = "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit('broken on purpose')\ntime.sleep(60)"
-    with open(os.devnull, "w") as nowhere:
-        ranks.start(python(code), 2, os.environ, nowhere.fileno())
-        failure = ranks.wait()
-    assert failure is not None
-    assert (failure.rank, failure.code) == (1, 1)
-    assert "broken on purpose" in failure.text
-    assert all(process.poll() is not None for process in ranks.processes)
+def test_ending_leaves_nobody():
+    pids = [forked(lambda: time.sleep(60) or 0) for _ in range(2)]
+    os.kill(pids[1], signal.SIGSTOP)  # a stopped process too
+    ranks = Ranks(pids)
+    assert ranks.poll() == [None, None]
+    ranks.end()
+    assert ranks.codes == [-9, -9]
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
-def test_the_earliest_words_are_the_cause(ranks, tmp_path):
-    for rank, at in ((0, 5.0), (1, 3.0)):
-        local.write_failure(tmp_path, Failure(rank=rank, at=at, code=1, text=f"words of {rank}"))
-    with open(os.devnull, "w") as nowhere:
-        ranks.start(python("raise SystemExit(1)"), 2, os.environ, nowhere.fileno())
-        failure = ranks.wait()
-    assert failure is not None
-    assert failure.text == "words of 1"
+def test_a_signal_goes_to_those_who_are_left():
+    ranks = Ranks([forked(lambda: 0), forked(lambda: time.sleep(60) or 0)])
+    while ranks.poll()[0] is None:
+        time.sleep(0.01)
+    ranks.signal(signal.SIGTERM)
+    assert wait(ranks) == [0, -15]
 
 
-def test_cores_are_shared_and_the_users_word_wins(ranks, tmp_path):
-    code = "import os; open(os.environ['OUT'], 'w').write(os.environ['OMP_NUM_THREADS'])"
-    with open(os.devnull, "w") as nowhere:
-        environment = {**os.environ, "OUT": f"{tmp_path}/out", "OMP_NUM_THREADS": "7"}
-        ranks.start(python(code), 1, environment, nowhere.fileno())
-        assert ranks.wait() is None
-    assert (tmp_path / "out").read_text() == "7"
+def test_cores_are_shared():
     assert int(local.defaults(1)["OMP_NUM_THREADS"]) >= int(local.defaults(64)["OMP_NUM_THREADS"]) == 1
 
 
-def test_visible_gpus_are_counted_without_torch():
-    assert local.gpus({"CUDA_VISIBLE_DEVICES": "0,3"}) == 2
-    assert local.gpus({"CUDA_VISIBLE_DEVICES": ""}) == 0
-    assert local.gpus({"CUDA_VISIBLE_DEVICES": "-1"}) == 0
+def test_ranks_of_one_machine_speak_on_the_loopback_only():
+    assert local.defaults(2)["GLOO_SOCKET_IFNAME"].startswith("lo")
+
+
+@pytest.mark.parametrize(("visible", "count"), [("0,3", 2), ("", 0), ("-1", 0)])
+def test_visible_gpus_are_counted_without_torch(visible, count):
+    assert local.gpus({"CUDA_VISIBLE_DEVICES": visible}) == count
+
+
+def test_the_tail_of_a_log_that_is_not_there_is_empty(tmp_path):
+    assert local.tail(tmp_path / "none") == ""
+    (tmp_path / "some").write_text("one\ntwo\nthree\n")
+    assert local.tail(tmp_path / "some", 2) == "two\nthree"

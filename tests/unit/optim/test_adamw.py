@@ -4,7 +4,10 @@ from torch import nn
 
 from meshwright.optim.adamw import AdamW
 from meshwright.optim.clip import Verdict, square_norm
+from meshwright.spec.plan import Plan
 from meshwright.spec.run import Optim
+
+FIXED = Plan(microbatch=1, deterministic=True)
 
 
 def verdict(factor=1.0, finite=1.0):
@@ -24,7 +27,7 @@ def weights(dtype):
 def test_it_is_torchs_adamw_with_decay_on_matrices_only(dtype, deterministic):
     ours, theirs = weights(dtype), weights(dtype)
     optim = Optim(beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.3)
-    mine = AdamW(optim, ours, deterministic)
+    mine = AdamW(optim, ours, Plan(microbatch=1, deterministic=deterministic))
     groups = [{"params": theirs[:1], "weight_decay": 0.3}, {"params": theirs[1:], "weight_decay": 0.0}]
     torchs = torch.optim.AdamW(groups, betas=(0.8, 0.9), eps=1e-6, lr=1.0)
     for step in range(5):
@@ -43,7 +46,7 @@ def test_it_is_torchs_adamw_with_decay_on_matrices_only(dtype, deterministic):
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_gradient_that_is_not_finite_changes_nothing(deterministic):
     ours = weights(torch.float32)
-    optimizer = AdamW(Optim(), ours, deterministic)
+    optimizer = AdamW(Optim(), ours, Plan(microbatch=1, deterministic=deterministic))
     before = [weight.detach().clone() for weight in ours]
     for weight in ours:
         weight.grad = torch.full_like(weight, float("nan"))
@@ -59,7 +62,7 @@ def test_when_deterministic_a_part_moves_as_it_does_in_the_whole(dtype, rows):
     torch.manual_seed(0)
     whole = nn.Parameter(torch.randn(23, 7, dtype=dtype))
     parts = [nn.Parameter(part.clone()) for part in whole.detach().split(rows)]
-    one, several = AdamW(Optim(), [whole], True), AdamW(Optim(), parts, True)
+    one, several = AdamW(Optim(), [whole], FIXED), AdamW(Optim(), parts, FIXED)
     for _ in range(10):
         whole.grad = torch.randn_like(whole)
         for part, gradient in zip(parts, whole.grad.split(rows), strict=True):

@@ -1,4 +1,4 @@
-"""Ranks for a proof: forked from a server that has torch already, so that eight of them start in a second.
+"""Ranks for a proof or a measurement, forked from a server that has torch already: eight of them start in a second.
 
 What a child is told travels through Python's own start pipe; what it found comes back as files.
 """
@@ -17,7 +17,7 @@ from meshwright.spec.place import Place
 
 Work = Callable[..., None]  # (place, *arguments), to be found by its name in a module
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["meshwright.verify.compare"])
+SERVER.set_forkserver_preload(["meshwright.train.build"])  # by name: this side never imports torch
 
 
 class RankError(RuntimeError):

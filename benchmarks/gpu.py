@@ -1,0 +1,93 @@
+"""Our step beside the peers' on one GPU, in one go: `python benchmarks/gpu.py [--peers] [--only NAME] --out FILE`."""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+LLAMA = [
+    "arch.vocab=128256", "arch.layers=16", "arch.heads=32", "arch.kv_heads=8", "arch.context=8192",
+    "arch.rope_theta=500000.0",
+]  # fmt: skip
+ARCHS = {
+    "gpt2-124m": ["gpt2", "arch.vocab=50304"],
+    "llama3-1b": ["tiny", *LLAMA, "arch.hidden=2048", "arch.ffn=8192"],
+    "llama3-8b-16": ["tiny", *LLAMA, "arch.hidden=4096", "arch.ffn=14336"],
+}
+
+
+class Case(NamedTuple):
+    """A row of the table."""
+
+    shape: str
+    microbatch: int
+    sequence: int
+    peer: str
+    plan: str
+
+
+CASES = (
+    Case("gpt2-124m", 64, 1024, "transformers", "precision=bf16,compile=true"),
+    Case("llama3-1b", 2, 8192, "torchtitan", "precision=bf16,compile=true,recompute=selective"),
+    Case("llama3-1b", 4, 8192, "torchtitan", "precision=bf16,compile=true,recompute=selective"),
+    Case("llama3-8b-16", 1, 8192, "torchtitan", "precision=bf16,compile=true,recompute=selective"),
+    Case("llama3-8b-16", 2, 8192, "torchtitan", "precision=bf16,compile=true,recompute=selective"),
+    Case("llama3-8b-16", 1, 8192, "torchtitan-fp8", "precision=fp8,compile=true"),
+)
+
+
+def ours(case: Case, folder: Path) -> dict[str, Any]:
+    """Our own step, through the program as a user would."""
+    words = [*ARCHS[case.shape], f"batch={case.microbatch}", f"sequence={case.sequence}"]
+    command = [sys.executable, "-m", "meshwright", "bench", *words, "--plan", case.plan, "--steps", "12", "--json"]
+    done = subprocess.run([*command, "--folder", str(folder)], capture_output=True, text=True, check=False)
+    lines = done.stdout.strip().splitlines()
+    return json.loads(lines[-1]) if lines else {"error": done.stderr[-2000:]}
+
+
+def peer(case: Case) -> dict[str, Any]:
+    """The peer's step, in a process of its own."""
+    command = [sys.executable, str(Path(__file__).with_name("peers.py")), case.peer, case.shape]
+    done = subprocess.run(
+        [*command, str(case.microbatch), str(case.sequence)], capture_output=True, text=True, check=False
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    return json.loads(lines[-1]) if lines else {"error": done.stderr[-2000:]}
+
+
+def main() -> None:
+    """Measure, print a table, write the records."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--only", default="")
+    parser.add_argument("--out", type=Path, default=Path("results/gpu.json"))
+    parser.add_argument("--folder", type=Path, default=Path("runs/bench"))
+    options = parser.parse_args()
+    records = []
+    print("shape            batch   ours ms    GiB    MFU   peer ms    GiB   speed ×  memory ×")
+    for case in CASES:
+        if options.only not in f"{case.shape}/{case.microbatch}/{case.peer}":
+            continue
+        mine, theirs = ours(case, options.folder), peer(case) if options.peers else {}
+        records.append({"case": case._asdict(), "ours": mine, "peer": theirs})
+        print(_line(case, mine, theirs), flush=True)
+        options.out.write_text(json.dumps(records, indent=1) + "\n")
+
+
+def _line(case: Case, mine: dict[str, Any], theirs: dict[str, Any]) -> str:
+    start = f"{case.shape:<14}{case.microbatch:>4} × {case.sequence}"
+    if mine.get("error") or theirs.get("error"):
+        return f"{start}  failed: {(mine.get('error') or theirs['error']).strip().splitlines()[-1][:300]}"
+    gib = mine["peak_allocated_bytes"] / 2**30
+    text = f"{start}{mine['step_seconds'] * 1e3:>10.1f}{gib:>7.1f}{mine['mfu'] or 0:>7.1%}"
+    if theirs:
+        held = theirs["peak_allocated_bytes"] / 2**30
+        ratio = theirs["step_seconds"] / mine["step_seconds"]
+        text += f"{theirs['step_seconds'] * 1e3:>10.1f}{held:>7.1f}{ratio:>9.3f}{gib / held:>10.3f}"
+    return text
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,265 @@
+"""Every kernel against its plain twin, the compiled twin, and a copy that moves as many bytes, on one GPU.
+
+A kernel that only moves bytes can be no faster than a copy of them, so copy ÷ kernel is how close it is to the limit.
+Times are medians of replayed graphs, so that no launch is counted; each graph walks over several sets of tensors, all
+far larger than the cache. What fails is reported in its row and stops nothing.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch import config as functorch
+
+from meshwright.kernels import choose, gate, norm, quantize, rope, softmax
+
+SETS = 2  # of tensors that a graph walks over, each beyond any cache
+WARM_UP = 3
+EPS = 1e-5
+WAYS = ("fused", "plain", "compiled")
+Call = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One function at one size; bytes are what must be moved at the least, None where there is no gradient."""
+
+    name: str
+    call: Call  # takes the tensors, then which kernels
+    draw: Callable[[], list[Tensor]]  # floating-point ones that ask for gradients come first
+    forward: int
+    backward: int | None
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Random numbers: zeros would run faster than real data."""
+    return torch.randn(shape, dtype=dtype, device="cuda").requires_grad_()
+
+
+def softmax_case(rows: int, cols: int) -> Case:
+    moved = softmax.bytes_moved("fused", rows, cols, 2)
+    backward = (3 if cols <= choose.ROW_LIMIT else 5) * rows * cols * 2  # long rows of both tensors are read twice
+    return Case(f"softmax {rows} × {cols}", softmax.softmax, lambda: [normal(rows, cols)], moved, backward)
+
+
+def norm_case(kind: str, rows: int, cols: int) -> Case:
+    calls: dict[str, tuple[Call, int, int]] = {  # the function, matrices and vectors that it takes
+        "rms norm": (lambda x, w, k: norm.rms_norm(x, w, EPS, k), 1, 1),
+        "rms norm of a sum": (lambda x, r, w, k: norm.rms_norm_sum(x, r, w, EPS, k), 2, 1),
+        "layer norm": (lambda x, w, b, k: norm.layer_norm(x, w, b, EPS, k), 1, 2),
+    }
+    call, matrices, vectors = calls[kind]
+    size = rows * cols * 2
+    return Case(
+        f"{kind} {rows} × {cols}", call,
+        lambda: [*(normal(rows, cols) for _ in range(matrices)), *(normal(cols) for _ in range(vectors))],
+        2 * matrices * size, (2 + matrices) * size,
+    )  # fmt: skip
+
+
+def rope_case(batch: int, sequence: int, heads: tuple[int, int], head_dim: int) -> Case:
+    angles = torch.randn(1, sequence, 1, head_dim // 2, device="cuda")
+    turn = angles.cos(), angles.sin()
+    size = batch * sequence * sum(heads) * head_dim * 2
+    return Case(
+        f"rope {batch} × {sequence} × {heads[0]}+{heads[1]} × {head_dim}",
+        lambda q, k, way: rope.rotate(q, k, turn, way),
+        lambda: [normal(batch, sequence, count, head_dim) for count in heads], 2 * size, 2 * size,
+    )  # fmt: skip
+
+
+def swiglu_case(rows: int, ffn: int) -> Case:
+    size = rows * ffn * 2
+    return Case(
+        f"swiglu, merged {rows} × {ffn}", lambda x, k: gate.merged(x, "silu", k), lambda: [normal(rows, 2 * ffn)],
+        3 * size, 5 * size,
+    )  # fmt: skip
+
+
+def gelu_case(activation: gate.Activation, rows: int, ffn: int) -> Case:
+    size = rows * ffn * 2
+    return Case(
+        f"{activation} {rows} × {ffn}", lambda x, k: gate.activate(x, activation, k), lambda: [normal(rows, ffn)],
+        2 * size, 3 * size,
+    )  # fmt: skip
+
+
+def quantize_cases(rows: int, cols: int) -> list[Case]:
+    """Bytes by element: two for every reading, one for every copy written."""
+
+    def case(scaling: quantize.Scaling, transposed: bool, bytes_each: int) -> Case:
+        def call(x: Tensor, way: choose.Kernels) -> list[Tensor]:
+            codes = quantize.quantize(x, torch.float8_e4m3fn, scaling, transposed, way)
+            return [part for part in (codes.values, codes.scale, codes.transposed) if part is not None]
+
+        name = f"fp8 by {scaling}{', and transposed' if transposed else ''} {rows} × {cols}"
+        return Case(name, call, lambda: [normal(rows, cols).detach()], bytes_each * rows * cols, None)
+
+    return [case("tensor", False, 5), case("tensor", True, 6), case("row", False, 3), case("row", True, 6)]
+
+
+def cases() -> list[Case]:
+    return [
+        softmax_case(32768, 4096), softmax_case(8192, 16384), softmax_case(2048, 128256), softmax_case(131072, 1000),
+        norm_case("layer norm", 131072, 768), norm_case("rms norm", 8192, 16384),
+        *(norm_case(kind, rows, cols) for kind in ("rms norm", "rms norm of a sum")
+          for rows, cols in ((65536, 2048), (32768, 4096))),
+        rope_case(4, 8192, (32, 8), 128), rope_case(64, 1024, (12, 12), 64), swiglu_case(16384, 14336),
+        gelu_case("gelu", 65536, 3072), gelu_case("gelu_tanh", 65536, 3072), *quantize_cases(32768, 4096),
+    ]  # fmt: skip
+
+
+def replayed(work: Callable[[], Any]) -> Callable[[], Any]:
+    """The work as a graph on this stream; where it cannot be captured, as it is, its launches counted too."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            kept = work()
+    except RuntimeError as error:
+        print(f"  not captured: {str(error).splitlines()[0]}", flush=True)
+        torch.cuda.synchronize()
+        return work
+
+    def replay() -> Any:
+        graph.replay()
+        return kept  # the graph writes into these
+
+    return replay
+
+
+def seconds(work: Callable[[], Any], times: int) -> float:
+    """The median of one round of the work, by the GPU's own clock."""
+    for _ in range(WARM_UP):  # compilation and first allocations stay out of the graph
+        work()
+    torch.cuda.synchronize()
+    again = replayed(work)
+    taken = []
+    for turn in range(WARM_UP + times):
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        again()
+        ended.record()
+        ended.synchronize()
+        if turn >= WARM_UP:
+            taken.append(began.elapsed_time(ended) / 1e3)
+    return statistics.median(taken)
+
+
+def copy_seconds(size: int, times: int) -> float:
+    """A copy that reads and writes `size` bytes together."""
+    pairs = [[torch.empty(size // 2, dtype=torch.uint8, device="cuda") for _ in range(2)] for _ in range(SETS)]
+    for source, _ in pairs:
+        source.random_()
+    return seconds(lambda: [target.copy_(source) for source, target in pairs], times) / SETS
+
+
+def way_of(case: Case, way: str) -> Call:
+    """The case's function, by kernel, by plain arithmetic, or by plain arithmetic compiled."""
+    kernels = "fused" if way == "fused" else "plain"
+
+    def call(*tensors: Tensor) -> Any:
+        return case.call(*tensors, kernels)
+
+    return torch.compile(call, dynamic=False) if way == "compiled" else call
+
+
+def forward_work(call: Call, sets: list[list[Tensor]]) -> Callable[[], Any]:
+    def work() -> list[Any]:
+        with torch.no_grad():
+            return [call(*tensors) for tensors in sets]
+
+    return work
+
+
+def backward_work(call: Call, sets: list[list[Tensor]]) -> Callable[[], Any]:
+    """The gradients alone: the forward runs once, before."""
+    graphs = []
+    for tensors in sets:
+        results = call(*tensors)
+        results = results if isinstance(results, tuple) else (results,)
+        graphs.append((results, tensors, [torch.randn_like(result) for result in results]))
+
+    def work() -> list[Any]:
+        return [torch.autograd.grad(*graph, retain_graph=True) for graph in graphs]
+
+    return work
+
+
+def measure(case: Case, direction: str, ways: tuple[str, ...], times: int) -> dict[str, Any]:
+    """One row of the table: every way that works, and the error of each that does not."""
+    size = case.forward if direction == "forward" else case.backward
+    assert size is not None
+    make = forward_work if direction == "forward" else backward_work
+    taken: dict[str, float] = {}
+    errors: dict[str, str] = {}
+    for way in ways:
+        torch.compiler.reset()
+        try:
+            taken[way] = seconds(make(way_of(case, way), [case.draw() for _ in range(SETS)]), times) / SETS
+        except Exception as error:  # the table is worth having without this cell
+            errors[way] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        torch.cuda.empty_cache()
+    copy = copy_seconds(size, times)
+    torch.cuda.empty_cache()
+    return {
+        "name": case.name, "direction": direction, "bytes": size, "seconds": taken, "copy_seconds": copy,
+        "of_copy": copy / taken["fused"] if "fused" in taken else None, "errors": errors,
+    }  # fmt: skip
+
+
+def line(row: dict[str, Any]) -> str:
+    """One row for people: microseconds, and the share of a copy's bandwidth."""
+    taken = row["seconds"]
+    cells = [
+        f"{taken[way] * 1e6:9.1f}" if way in taken else f"{'failed' if way in row['errors'] else '–':>9}"
+        for way in WAYS
+    ]
+    share = "    –" if row["of_copy"] is None else f"{row['of_copy']:5.2f}"
+    faults = "".join(f"  {way}: {text}" for way, text in row["errors"].items())
+    return f"{row['name']:46} {row['direction']:8} {' '.join(cells)} {row['copy_seconds'] * 1e6:9.1f} {share}{faults}"
+
+
+def rows_of(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure and print. All on one stream: gradients run on the stream of their forward, and it must be captured."""
+    rows = []
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for case in cases():
+            if case.name.startswith(options.only):
+                for direction in ("forward", "backward") if case.backward else ("forward",):
+                    rows.append(measure(case, direction, tuple(options.ways.split(",")), options.times))
+                    print(line(rows[-1]), flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--times", type=int, default=20)
+    parser.add_argument("--only", default="", help="measure the cases whose names begin so")
+    parser.add_argument("--ways", default=",".join(WAYS), help="which of them, separated by commas")
+    parser.add_argument("--out", type=Path, default=Path("results/kernels.json"))
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("kernels are measured on a GPU, and there is none here")
+    functorch.donated_buffer = False  # a compiled backward is run many times over one forward
+    print(f"{'microseconds':46} {'':8} {' '.join(f'{way:>9}' for way in WAYS)} {'copy':>9} of copy", flush=True)
+    result = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": str(torch.__version__),
+        "triton": choose.triton.__version__ if choose.triton_available() else None,
+        "times": options.times,
+        "rows": rows_of(options),
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    part = options.out.with_suffix(".part")
+    part.write_text(json.dumps(result, indent=2) + "\n")
+    part.rename(options.out)
+
+
+if __name__ == "__main__":
+    main()

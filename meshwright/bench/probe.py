@@ -1,0 +1,185 @@
+"""What one device does at best: matrix products by shape, attention, memory traffic, launches, the way to its host."""
+
+import time
+from collections.abc import Callable, Iterator
+from itertools import product
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from meshwright.bench.clock import seconds_of
+from meshwright.spec.profile import AttentionTime, ElementwiseTime, ProductTime, Profile
+
+TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+BACKENDS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+LARGE = 2**30  # bytes: several times any cache
+
+
+def probe(device: torch.device, say: Callable[[str], None], *, quick: bool = False) -> Profile:
+    """Measure one device. `quick` takes few and small shapes, for a look or a CPU."""
+    say("matrix products")
+    products = tuple(_products(device, quick))
+    say("attention")
+    attention = tuple(_attention(device, quick))
+    say("memory traffic, launches and the host link")
+    elementwise = tuple(_elementwise(device, quick))
+    copy = next(each for each in elementwise if each.kind == "copy")
+    return Profile(
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        torch=str(torch.__version__),
+        products=products,
+        attention=attention,
+        elementwise=elementwise,
+        copy_bandwidth=copy.bytes / copy.seconds,
+        launch_seconds=_launch(device),
+        host_bandwidth=_host_bandwidth(device) if device.type == "cuda" else 0.0,
+    )
+
+
+def _shapes(quick: bool) -> Iterator[tuple[int, int, int]]:
+    """Rows × columns × depth as models have them: tokens of a microbatch, widths, and widths cut by tp."""
+    if quick:
+        yield from product((256, 1024), (256, 1024), (256, 1024))
+        return
+    yield from product((512, 2048, 8192, 16384), (512, 1024, 2048, 4096, 8192, 14336), (512, 2048, 4096, 8192))
+    yield from product((1024, 4096, 16384, 65536), (768, 1536, 2304, 3072), (768, 3072))
+    yield from product((2048, 8192, 16384), (32064, 50304, 128256), (2048, 4096))
+
+
+def _products(device: torch.device, quick: bool) -> Iterator[ProductTime]:
+    dtypes = ("bf16", "fp32") if device.type == "cuda" and not quick else ("fp32", "bf16")
+    for dtype in dtypes:
+        shapes = _shapes(quick) if dtype == dtypes[0] else [(2048, 2048, 2048)]
+        for m, n, k in shapes:
+            a = torch.randn(m, k, device=device, dtype=TYPES[dtype])
+            b = torch.randn(n, k, device=device, dtype=TYPES[dtype])
+            yield ProductTime(m=m, n=n, k=k, dtype=dtype, seconds=seconds_of(lambda a=a, b=b: a @ b.t(), device))
+            if not quick and m == 8192 and dtype == "bf16":
+                g = torch.randn(m, n, device=device, dtype=TYPES[dtype])
+                to_x = seconds_of(lambda g=g, b=b: g @ b, device)
+                yield ProductTime(m=m, n=n, k=k, dtype=dtype, seconds=to_x, kind="input")
+                to_weight = seconds_of(lambda g=g, a=a: g.t() @ a, device)
+                yield ProductTime(m=m, n=n, k=k, dtype=dtype, seconds=to_weight, kind="weight")
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9) and not quick:
+        yield from _narrow_products(device)
+
+
+def _narrow_products(device: torch.device) -> Iterator[ProductTime]:
+    one = torch.ones((), device=device)
+    for m, n, k in (
+        (2048, 4096, 4096),
+        (8192, 4096, 4096),
+        (8192, 14336, 4096),
+        (8192, 4096, 14336),
+        (16384, 8192, 8192),
+    ):
+        a = torch.randn(m, k, device=device).to(torch.float8_e4m3fn)
+        b = torch.randn(n, k, device=device).to(torch.float8_e4m3fn)
+
+        def times(a: Tensor = a, b: Tensor = b) -> Tensor:
+            return torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+        yield ProductTime(m=m, n=n, k=k, dtype="fp8", seconds=seconds_of(times, device))
+
+
+def _attention(device: torch.device, quick: bool) -> Iterator[AttentionTime]:
+    shapes = [(1, 4, 2, 256, 64)] if quick else [
+        (64, 12, 12, 1024, 64), (16, 12, 12, 1024, 64), (8, 32, 32, 2048, 128), (2, 32, 8, 4096, 128),
+        (2, 32, 8, 8192, 64), (1, 32, 8, 8192, 128), (1, 8, 2, 8192, 128), (1, 32, 8, 32768, 128),
+    ]  # fmt: skip
+    dtype = torch.float32 if quick else torch.bfloat16
+    backends = ("math", "flash") if device.type == "cpu" else ("cudnn", "flash", "math")
+    for (batch, heads, kv_heads, sequence, head_dim), backend in product(shapes, backends):
+        if backend == "math" and not quick and sequence > 2048:
+            continue
+        q = torch.randn(batch, heads, sequence, head_dim, device=device, dtype=dtype, requires_grad=True)
+        k = torch.randn(batch, kv_heads, sequence, head_dim, device=device, dtype=dtype, requires_grad=True)
+        v = torch.randn_like(k, requires_grad=True)
+
+        def attend(q: Tensor = q, k: Tensor = k, v: Tensor = v, backend: str = backend) -> Tensor:
+            with sdpa_kernel(BACKENDS[backend]):
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+        try:
+            out = attend()
+            gradient = torch.randn_like(out)
+            backward = seconds_of(
+                lambda out=out, q=q, k=k, v=v, gradient=gradient: torch.autograd.grad(
+                    out, (q, k, v), gradient, retain_graph=True
+                ),
+                device,
+            )
+            with torch.no_grad():
+                forward = seconds_of(attend, device)
+        except RuntimeError:  # the backend does not take this shape
+            continue
+        yield AttentionTime(
+            batch=batch,
+            heads=heads,
+            kv_heads=kv_heads,
+            sequence=sequence,
+            head_dim=head_dim,
+            forward_seconds=forward,
+            backward_seconds=backward,
+            backend=backend,
+            dtype="fp32" if quick else "bf16",
+        )
+
+
+def _elementwise(device: torch.device, quick: bool) -> Iterator[ElementwiseTime]:
+    size = LARGE // 64 if quick else LARGE
+    a = torch.randn(size // 4, device=device)
+    b = torch.empty_like(a)
+    yield ElementwiseTime(kind="copy", bytes=2 * size, seconds=seconds_of(lambda: b.copy_(a), device))
+    yield ElementwiseTime(kind="add", bytes=3 * size, seconds=seconds_of(lambda: torch.add(a, b, out=b), device))
+    narrow = torch.empty(size // 4, device=device, dtype=torch.bfloat16)
+    yield ElementwiseTime(kind="cast", bytes=1.5 * size, seconds=seconds_of(lambda: narrow.copy_(a), device))
+    x = torch.randn(size // 8192, 4096, device=device, dtype=torch.float32 if quick else torch.bfloat16)
+    weight = torch.ones(4096, device=device, dtype=x.dtype)
+    moved = 2 * x.numel() * x.element_size()
+    work = {
+        "norm": lambda: F.rms_norm(x, (4096,), weight),
+        "softmax": lambda: F.softmax(x, dim=-1),
+        "silu": lambda: F.silu(x),
+    }
+    for kind, call in work.items():
+        yield ElementwiseTime(kind=kind, bytes=moved, seconds=seconds_of(call, device))
+    yield _adamw(device, size // 4)
+
+
+def _adamw(device: torch.device, numbers: int) -> ElementwiseTime:
+    """Torch's own fused update: weight, gradient and two moments read, three of them written."""
+    weight = torch.nn.Parameter(torch.randn(numbers, device=device))
+    weight.grad = torch.randn_like(weight)
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    return ElementwiseTime(kind="adamw", bytes=7 * 4 * numbers, seconds=seconds_of(optimizer.step, device))
+
+
+def _launch(device: torch.device) -> float:
+    """What the host spends to start one small kernel."""
+    x = torch.zeros(64, device=device)
+    times = 2000
+    for _ in range(100):
+        x.add_(1)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    for _ in range(times):
+        x.add_(1)
+    spent = time.perf_counter() - began
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return spent / times
+
+
+def _host_bandwidth(device: torch.device) -> float:
+    there = torch.empty(LARGE, dtype=torch.uint8, pin_memory=True)
+    here = torch.empty(LARGE, dtype=torch.uint8, device=device)
+    return LARGE / seconds_of(lambda: there.copy_(here, non_blocking=True), device)

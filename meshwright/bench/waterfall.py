@@ -1,0 +1,94 @@
+"""Where a step's time goes, from a profiler's trace: products at the peak rate first, then everything above that."""
+
+import re
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import msgspec
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+# The first pattern that fits a kernel's name says what it is; what fits none is element-wise.
+KINDS = (
+    ("attention", re.compile(r"sdpa|flash|fmha|attention", re.IGNORECASE)),
+    ("optimizer", re.compile(r"adamw?|multi_tensor_apply.*adam", re.IGNORECASE)),
+    ("norm of the gradient", re.compile(r"multi_tensor_apply|foreach_norm", re.IGNORECASE)),
+    ("loss", re.compile(r"cross_entropy|log_softmax|nll_loss", re.IGNORECASE)),
+    (
+        "communication",
+        re.compile(r"nccl|gloo|c10d|all_?gather|reduce_?scatter|all_?reduce|all_?to_?all", re.IGNORECASE),
+    ),
+    ("copies", re.compile(r"memcpy|memset", re.IGNORECASE)),
+    ("products", re.compile(r"gemm|nvjet|cutlass|xmma|addmm|aten::mm|aten::bmm|scaled_mm|mkldnn", re.IGNORECASE)),
+)
+
+
+class Fall(msgspec.Struct, frozen=True, kw_only=True):
+    """One part of a step."""
+
+    name: str
+    seconds: float
+    share: float  # of the step; all shares add up to 1
+
+
+class Waterfall(msgspec.Struct, frozen=True, kw_only=True):
+    """A step taken apart. The profiler slows it a little: shares, not seconds, are what to read."""
+
+    step_seconds: float
+    shares: tuple[Fall, ...]
+    trace: str  # for Perfetto or chrome://tracing
+
+
+def waterfall(results: Iterator[object], steps: int, device: torch.device, ideal: float, trace: Path) -> Waterfall:
+    """Take some steps apart. `ideal`: seconds of the model's operations at the device's peak; 0: not known."""
+    cuda = device.type == "cuda"
+    activities = [ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]
+    with profile(activities=activities) as seen:
+        if cuda:
+            torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        for _ in islice(results, steps):
+            pass
+        if cuda:
+            torch.cuda.synchronize(device)
+        wall = (time.perf_counter() - began) / steps
+    seen.export_chrome_trace(str(trace))
+    spent = _by_kind(seen, cuda, steps)
+    parts = {"products at the peak": min(ideal, spent.get("products", 0.0))} if ideal else {}
+    if "products" in spent:
+        above = spent.pop("products") - parts.get("products at the peak", 0.0)
+        parts["products above that" if ideal else "products"] = above
+    parts |= spent
+    parts["nothing running"] = max(wall - sum(parts.values()), 0.0)
+    whole = sum(parts.values())
+    shares = tuple(Fall(name=name, seconds=value, share=value / whole) for name, value in parts.items())
+    return Waterfall(step_seconds=wall, shares=shares, trace=str(trace))
+
+
+def _by_kind(seen: profile, cuda: bool, steps: int) -> dict[str, float]:
+    """Seconds of a step by what ran; kernels that run beside others are counted while nothing counted before runs."""
+    spent: dict[str, float] = {}
+    if not cuda:
+        for event in seen.key_averages():
+            spent[_kind(event.key)] = spent.get(_kind(event.key), 0.0) + event.self_cpu_time_total / 1e6 / steps
+        return spent
+    events = [each for each in seen.events() or () if each.device_type == DeviceType.CUDA and _is_work(each.name)]
+    busy = 0.0  # until when something runs
+    for event in sorted(events, key=lambda each: each.time_range.start):
+        start, end = event.time_range.start, event.time_range.end
+        alone = max(end - max(start, busy), 0.0)
+        busy = max(busy, end)
+        spent[_kind(event.name)] = spent.get(_kind(event.name), 0.0) + alone / 1e6 / steps
+    return spent
+
+
+def _is_work(name: str) -> bool:
+    """Whether a row of the device's time line is a kernel or a copy, and not a mark around some."""
+    return not name.startswith(("ProfilerStep", "Command Buffer"))
+
+
+def _kind(name: str) -> str:
+    return next((kind for kind, pattern in KINDS if pattern.search(name)), "element-wise")

@@ -1,0 +1,153 @@
+"""The disk as a checkpoint uses it: a few operations, each of which is done, or raises.
+
+Reading trusts no name: what a folder holds is opened inside that folder only, never through a link, and only if it is a
+plain file. Tests put another `Disk` in the place of this one, which fails or ends after any number of operations.
+"""
+
+import hashlib
+import os
+import shutil
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeAlias
+
+from meshwright.checkpoint.corrupt import CorruptError, Damage
+
+READ_BYTES = 4 * 2**20  # at a time
+Buffer: TypeAlias = bytes | memoryview
+
+
+class Disk:
+    """Operations that a save is made of. What returns has reached the disk, apart from names: see `sync_folder`."""
+
+    def make_folder(self, path: Path) -> None:
+        """A folder, if it is not there yet."""
+        path.mkdir(parents=True, exist_ok=True)
+
+    def write(self, path: Path, blocks: Iterable[Buffer]) -> None:
+        """A new file, flushed to the disk."""
+        with open(path, "xb") as file:
+            for block in blocks:
+                self.write_block(file.fileno(), block)
+            os.fsync(file.fileno())
+
+    def write_block(self, descriptor: int, block: Buffer) -> None:
+        """All bytes of a block."""
+        rest = memoryview(block)
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Another name; a file of that name is replaced, at once."""
+        os.replace(old, new)
+
+    def sync_folder(self, path: Path) -> None:
+        """Make the names in a folder survive a loss of power."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def remove(self, path: Path) -> None:
+        """A file or a folder with all that is in it; a link itself, not what it leads to."""
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+    def free_bytes(self, path: Path) -> int:
+        """Room that this user has, where a path is or will be."""
+        while not path.exists():
+            path = path.parent
+        return shutil.disk_usage(path).free
+
+    def forget_cache(self, descriptor: int) -> None:
+        """Have the next read come from the disk, where the system can be asked for it."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def write_whole(disk: Disk, path: Path, content: bytes) -> None:
+    """A small file that is there whole or not at all, replacing an earlier one."""
+    temporary = path.with_name(f".{path.name}.partial")
+    disk.remove(temporary)
+    disk.write(temporary, [content])
+    disk.rename(temporary, path)
+    disk.sync_folder(path.parent)
+
+
+@contextmanager
+def opened(folder: Path, name: str) -> Iterator[int]:
+    """A plain file of a folder, open for reading."""
+    where = str(folder / name)
+    if name != os.path.basename(name) or name in ("", ".", "..") or "\0" in name:
+        raise CorruptError([Damage(file=str(folder), text=f"names a file outside itself: {name!r}")])
+    try:
+        inside = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError as error:
+        raise CorruptError([Damage(file=str(folder), text=f"is not a folder of its own: {error.strerror}")]) from None
+    try:
+        # Without O_NONBLOCK, opening a pipe would wait for its other end.
+        descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=inside)
+    except OSError as error:
+        raise CorruptError([Damage(file=where, text=_unreadable(error))]) from None
+    finally:
+        os.close(inside)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise CorruptError([Damage(file=where, text="is not a plain file")])
+        yield descriptor
+    except OSError as error:  # a disk that fails while it is read
+        raise CorruptError([Damage(file=where, text=_unreadable(error))]) from None
+    finally:
+        os.close(descriptor)
+
+
+def _unreadable(error: OSError) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "is missing"
+    return f"cannot be read: {error.strerror}"
+
+
+def size_of(descriptor: int) -> int:
+    """Bytes of an open file."""
+    return os.fstat(descriptor).st_size
+
+
+def read_small(folder: Path, name: str, limit_bytes: int) -> bytes:
+    """A whole file, refused unread if it is larger than any of its kind."""
+    with opened(folder, name) as descriptor:
+        if (size := size_of(descriptor)) > limit_bytes:
+            text = f"has {size} bytes, more than the {limit_bytes} that such a file can have"
+            raise CorruptError([Damage(file=str(folder / name), text=text)])
+        return read_range(descriptor, 0, size)
+
+
+def read_range(descriptor: int, begin: int, end: int) -> bytes:
+    """Some bytes of a file; fewer if it ends before."""
+    buffer = bytearray(end - begin)
+    filled = read_into(descriptor, begin, memoryview(buffer))
+    return bytes(buffer[:filled])
+
+
+def read_into(descriptor: int, begin: int, room: memoryview) -> int:
+    """Fill a buffer from a file; how many bytes there were. Other threads may read the same file."""
+    filled = 0
+    while filled < len(room):
+        count = os.preadv(descriptor, [room[filled : filled + READ_BYTES]], begin + filled)
+        if count == 0:
+            break
+        filled += count
+    return filled
+
+
+def file_sha256(descriptor: int) -> str:
+    """Of a whole open file."""
+    whole, buffer, begin = hashlib.sha256(), memoryview(bytearray(READ_BYTES)), 0
+    while count := read_into(descriptor, begin, buffer):
+        whole.update(buffer[:count])
+        begin += count
+    return whole.hexdigest()

@@ -1,0 +1,164 @@
+"""From what was measured on a machine to the efficiencies that its plans are priced with."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from meshwright.cost.kernels import Rates, flash_seconds, product_seconds, rates
+from meshwright.cost.links import Span, collective_seconds
+from meshwright.spec.cluster import Cluster, Gpu, Link
+from meshwright.spec.efficiency import Efficiency
+from meshwright.spec.plan import Precision
+from meshwright.spec.profile import AttentionTime, CollectiveTime, ProductTime, Profile
+
+STARTED = 1.5  # a product that takes less than so many times the quickest one shows the host's time, not its own
+LEAST_RECORDS = 3  # fewer say nothing about three constants
+FINEST_STEP = 0.002  # relative: where a search stops
+MOST_ROUNDS = 60  # of a search; each looks at every constant
+WORTH = 1e-4  # relative: a smaller gain is not one, or a search would creep
+LARGEST_SHARE = 1.0  # of a data sheet's figure
+
+
+def calibrated(efficiency: Efficiency, gpu: Gpu, profile: Profile, backend: str = "flash") -> Efficiency:
+    """The efficiencies that explain a profile best. What was not measured stays as it was.
+
+    `backend`: whose times stand for fused attention, as the profile names it.
+    """
+    found = _with_memory(efficiency, gpu, profile)
+    found = _with_products(found, gpu, [each for each in profile.products if each.dtype in ("bf16", "fp16")])
+    found = _with_fp8(found, gpu, [each for each in profile.products if each.dtype == "fp8"])
+    return _with_attention(found, gpu, [each for each in profile.attention if each.backend == backend])
+
+
+def calibrated_cluster(cluster: Cluster, profile: Profile) -> Cluster:
+    """The cluster with its links as collectives were measured on them, and its host link as a copy was."""
+    inside = [each for each in profile.collectives if each.domains == 1]
+    across = [each for each in profile.collectives if each.domains > 1]
+    found = cluster
+    if len(inside) >= LEAST_RECORDS:
+        found = msgspec.structs.replace(found, scale_up=_link(found, "scale_up", inside))
+    if len(across) >= LEAST_RECORDS:
+        found = msgspec.structs.replace(found, network=_link(found, "network", across))
+    if profile.host_bandwidth:
+        share = min(profile.host_bandwidth / found.host.bandwidth, LARGEST_SHARE)
+        found = msgspec.structs.replace(found, host=msgspec.structs.replace(found.host, efficiency=share))
+    return found
+
+
+def product_errors(records: Sequence[ProductTime], at: Rates) -> list[float]:
+    """Predicted ÷ measured, as logarithms."""
+    return [math.log(_product(each, at) / each.seconds) for each in records]
+
+
+def beyond_launch(records: Sequence[ProductTime]) -> list[ProductTime]:
+    """The products whose time is the device's own."""
+    quickest = min((each.seconds for each in records), default=0.0)
+    return [each for each in records if each.seconds > STARTED * quickest]
+
+
+def _product(record: ProductTime, at: Rates) -> float:
+    """The gradient of an input sums over n, that of a weight over m."""
+    m, n, k = record.m, record.n, record.k
+    m, n, k = {"forward": (m, n, k), "input": (m, k, n), "weight": (n, k, m)}[record.kind]
+    return product_seconds(m, n, k, at)
+
+
+def _with_memory(efficiency: Efficiency, gpu: Gpu, profile: Profile) -> Efficiency:
+    if not profile.copy_bandwidth:
+        return efficiency
+    share = min(profile.copy_bandwidth / gpu.bandwidth, LARGEST_SHARE)
+    return msgspec.structs.replace(efficiency, memory=share)
+
+
+def _with_products(efficiency: Efficiency, gpu: Gpu, records: Sequence[ProductTime]) -> Efficiency:
+    kept = beyond_launch(records)
+    if len(kept) < LEAST_RECORDS:
+        return efficiency
+
+    def misfit(found: Mapping[str, float]) -> float:
+        at = rates(gpu, msgspec.structs.replace(efficiency, **found), "bf16")
+        return _mean_size(product_errors(kept, at))
+
+    start = {"product": efficiency.product, "wave": efficiency.wave, "depth": efficiency.depth}
+    return msgspec.structs.replace(efficiency, **least(misfit, start, {"product": LARGEST_SHARE}))
+
+
+def _with_fp8(efficiency: Efficiency, gpu: Gpu, records: Sequence[ProductTime]) -> Efficiency:
+    kept = beyond_launch(records)
+    if len(kept) < LEAST_RECORDS or not gpu.fp8:
+        return efficiency
+
+    def misfit(found: Mapping[str, float]) -> float:
+        return _mean_size(product_errors(kept, _rates(efficiency, gpu, "fp8", found)))
+
+    start = {"product_fp8": efficiency.product_fp8 or efficiency.product}
+    return msgspec.structs.replace(efficiency, **least(misfit, start, {"product_fp8": LARGEST_SHARE}))
+
+
+def _with_attention(efficiency: Efficiency, gpu: Gpu, records: Sequence[AttentionTime]) -> Efficiency:
+    if len(records) < LEAST_RECORDS:
+        return efficiency
+
+    def misfit(found: Mapping[str, float]) -> float:
+        at = _rates(efficiency, gpu, "bf16", found)
+        errors = []
+        for each in records:
+            rows, width = each.batch * each.sequence, each.heads * each.head_dim
+            forward, backward = flash_seconds(rows, each.sequence, width, at)
+            errors += [math.log(forward / each.forward_seconds), math.log(backward / each.backward_seconds)]
+        return _mean_size(errors)
+
+    names = ("attention_forward", "attention_backward", "attention_sequence")
+    start = {name: getattr(efficiency, name) for name in names}
+    most = {"attention_forward": LARGEST_SHARE, "attention_backward": LARGEST_SHARE}
+    return msgspec.structs.replace(efficiency, **least(misfit, start, most))
+
+
+def _rates(efficiency: Efficiency, gpu: Gpu, precision: Precision, found: Mapping[str, float]) -> Rates:
+    return rates(gpu, msgspec.structs.replace(efficiency, **found), precision)
+
+
+def _link(cluster: Cluster, which: str, records: Sequence[CollectiveTime]) -> Link:
+    """The latency and the efficiency of one of a cluster's links that explain measured collectives best."""
+    link: Link = getattr(cluster, which)
+
+    def misfit(found: Mapping[str, float]) -> float:
+        trial = msgspec.structs.replace(cluster, **{which: msgspec.structs.replace(link, **found)})
+        errors = []
+        for each in records:
+            over = Span(local=each.ranks // each.domains, domains=each.domains)
+            errors.append(math.log(collective_seconds(each.kind, each.bytes, over, trial) / each.seconds))
+        return _mean_size(errors)
+
+    start = {"latency": link.latency, "efficiency": link.efficiency}
+    return msgspec.structs.replace(link, **least(misfit, start, {"efficiency": LARGEST_SHARE}))
+
+
+def _mean_size(errors: Sequence[float]) -> float:
+    return sum(map(abs, errors)) / len(errors)
+
+
+def least(
+    misfit: Callable[[Mapping[str, float]], float],
+    start: Mapping[str, float],
+    most: Mapping[str, float] | None = None,
+    least_value: Mapping[str, float] | None = None,
+) -> dict[str, float]:
+    """Positive constants of least misfit: each is tried larger and smaller in turn, by steps that shrink on failure."""
+    best, found = misfit(start), dict(start)
+    steps = dict.fromkeys(found, 0.5)
+    for _ in range(MOST_ROUNDS):
+        if max(steps.values()) <= FINEST_STEP:
+            break
+        for name, step in steps.items():
+            for factor in (1 + step, 1 / (1 + step)):
+                value = min(found[name] * factor, (most or {}).get(name, math.inf))
+                value = max(value, (least_value or {}).get(name, 0.0))
+                trial = {**found, name: value}
+                if value != found[name] and (error := misfit(trial)) < best * (1 - WORTH):
+                    best, found = error, trial
+                    break
+            else:
+                steps[name] = step / 2
+    return found

@@ -1,0 +1,58 @@
+"""Model states of programs that keep narrow weights and a gradient buffer whole beside a shared optimizer."""
+
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+
+from meshwright.cost.job import Job
+from meshwright.cost.memory_line import Rest
+from meshwright.cost.memory_work import padded_vocab
+from meshwright.cost.traffic_held import Seat, groups, local_shape
+from meshwright.spec.arch import Arch
+from meshwright.spec.params import Param, Split
+from meshwright.spec.plan import Plan
+
+MOMENTS = 8.0  # bytes of a parameter's two, in fp32
+
+
+def buffered(job: Job, place: Mapping[str, int]) -> Rest:
+    """Weights and one gradient buffer for the whole step; the optimizer's copy and moments, from zero 1 in shares."""
+    holds, plan = job.stack.holds, job.plan
+    numbers = parameters(job.arch, plan, padded_vocab(job), place.get("pp", 0))
+    data = plan.replicate * plan.shard * plan.cp
+    moved = numbers / (data if plan.zero else 1)
+    kept = numbers / (data if plan.zero == 3 else 1)
+    summed = numbers / (data if plan.zero >= 2 else 1)
+    moments = min(MOMENTS, holds.optimizer_bytes)
+    among = f"over {data} ranks" if plan.zero and data > 1 else "whole"
+    return Rest(
+        lines=(
+            ("weights", holds.weight_bytes * kept, f"{holds.weight_bytes:g} bytes a parameter"),
+            ("master", (holds.optimizer_bytes - moments) * moved, f"the optimizer's fp32 copy, {among}"),
+            ("gradients", holds.gradient_bytes * summed, f"one buffer, {holds.gradient_bytes:g} bytes a parameter"),
+            ("moments", moments * moved, f"two in fp32, {among}"),
+            ("gathered", 0, "gathered inputs whose memory cannot be reused at once"),
+            ("activations", 0, "what microbatches in flight have left for their backward"),
+            ("recompute", 0, "the blocks that are computed anew together, beyond what was kept of them"),
+            ("backward", 0, "gradients of activations inside one block"),
+            ("logits", 0, "of the loss, forward and backward"),
+            ("buffers", holds.bucket_bytes * numbers * (data > 1), "what gradients are gathered in for their sum"),
+            ("update", 0, "what the optimizer's step makes beside its states"),
+            ("workspace", holds.workspace_bytes, "of the device's libraries"),
+        ),
+        buffered=True,
+        update=holds.update_bytes * moved,
+    )
+
+
+@lru_cache(maxsize=4096)
+def parameters(arch: Arch, plan: Plan, vocab: int, rank: int) -> int:
+    """Numbers in a rank's part of every weight it has, the vocabulary filled up."""
+    seat = Seat(arch=arch, plan=plan, sequence=0, place={"pp": rank})
+    return sum(group.count * sum(_numbers(param, seat, vocab) for param in group.params) for group in groups(seat))
+
+
+def _numbers(param: Param, seat: Seat, vocab: int) -> int:
+    if param.layer < 0 and param.split in (Split.VOCAB, Split.COLUMN):
+        return vocab // seat.plan.tp * param.shape[1]
+    return math.prod(local_shape(param, seat))

@@ -1,0 +1,145 @@
+"""AdamW in one pass: weights, moments and gradient are read once and written once, with a narrow copy of the weights.
+
+Per element with a narrow gradient and copy: 2 + 4 + 8 bytes read, 4 + 8 + 2 written. One launch serves all tensors, by
+a table of their addresses.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshwright.kernels.choose import Pointer, Values, constexpr, jit, tl
+
+BLOCK = 2048  # elements of one program
+ALIGNED = 16  # elements; a tensor that is no multiple of it is read number by number
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """What one update needs beside the tensors. Scalars are on the device: nothing here waits for it."""
+
+    rate: float
+    beta1: float
+    beta2: float
+    eps: float
+    count: Tensor  # updates made, this one included
+    factor: Tensor  # what the gradient is multiplied with
+    finite: Tensor  # 1 or 0: whether to move at all
+
+
+class Group:
+    """Tensors that are updated together: masters in fp32, their moments, and the narrow copies if there are any."""
+
+    def __init__(
+        self, masters: Sequence[Tensor], first: Sequence[Tensor], second: Sequence[Tensor], copies: Sequence[Tensor]
+    ) -> None:
+        self.masters, self.first, self.second, self.copies = masters, first, second, copies
+        device = masters[0].device
+        sizes = [master.numel() for master in masters]
+        programs = [(-(-size // BLOCK)) for size in sizes]
+        tensors = [*masters, *first, *second, *copies]
+        self.aligned = all(size % ALIGNED == 0 for size in sizes) and _aligned(tensors)
+        self.owner = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(programs)).int().to(device)
+        starts = torch.cat([torch.arange(number) for number in programs]) if programs else torch.zeros(0)
+        self.start = starts.int().to(device)
+        self.sizes = torch.tensor(sizes, dtype=torch.int64).to(device)
+        self.fixed = _addresses([*masters, *first, *second, *(copies or masters)]).to(device)
+
+    def update(self, gradients: Sequence[Tensor], decay: float, moves: Moves) -> None:
+        """Move every weight of the group."""
+        given = [gradient.contiguous() for gradient in gradients]
+        pinned = _addresses(given).pin_memory()
+        addresses = pinned.to(self.masters[0].device, non_blocking=True)
+        count = moves.count.double()
+        scalars = torch.stack(
+            [
+                moves.factor.double(),
+                1 - moves.beta1**count,
+                1 - moves.beta2**count,
+                moves.finite.double(),
+            ]
+        ).float()
+        _adamw[(len(self.owner),)](
+            self.owner, self.start, self.sizes, self.fixed, addresses, scalars,
+            moves.rate, moves.beta1, moves.beta2, moves.eps, decay, len(self.masters),
+            gradient=_name(given[0]), narrow=_name(self.copies[0]) if self.copies else "", 
+            aligned=self.aligned and _aligned(given),
+            block=BLOCK, num_warps=8,
+        )  # fmt: skip
+
+
+def _aligned(tensors: Sequence[Tensor]) -> bool:
+    """Whether all begin where wide loads may; a view into a larger buffer need not."""
+    return all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+
+
+def _addresses(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64)
+
+
+def _name(tensor: Tensor) -> str:
+    return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[tensor.dtype]
+
+
+@jit
+def _typed(address: Values, name: constexpr, aligned: constexpr) -> Values:
+    if name == "bf16":
+        pointer = address.to(tl.pointer_type(tl.bfloat16))
+    elif name == "fp16":
+        pointer = address.to(tl.pointer_type(tl.float16))
+    else:
+        pointer = address.to(tl.pointer_type(tl.float32))
+    if aligned:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@jit
+def _adamw(
+    owners: Pointer,
+    starts: Pointer,
+    sizes: Pointer,
+    fixed: Pointer,
+    gradients: Pointer,
+    scalars: Pointer,
+    rate: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    decay: float,
+    count: int,
+    gradient: constexpr,
+    narrow: constexpr,
+    aligned: constexpr,
+    block: constexpr,
+) -> None:
+    finite = tl.load(scalars + 3)
+    if finite == 0:
+        return
+    program = tl.program_id(0)
+    owner = tl.load(owners + program)
+    size = tl.load(sizes + owner)
+    if aligned:
+        size = tl.multiple_of(size, 16)
+    at = tl.load(starts + program).to(tl.int64) * block + tl.arange(0, block)
+    inside = at < size
+    master = _typed(tl.load(fixed + owner), "fp32", aligned) + at
+    first = _typed(tl.load(fixed + count + owner), "fp32", aligned) + at
+    second = _typed(tl.load(fixed + 2 * count + owner), "fp32", aligned) + at
+    g = tl.load(_typed(tl.load(gradients + owner), gradient, aligned) + at, mask=inside, other=0.0).to(tl.float32)
+    g = g * tl.load(scalars)
+    w = tl.load(master, mask=inside, other=0.0)
+    m = tl.load(first, mask=inside, other=0.0)
+    v = tl.load(second, mask=inside, other=0.0)
+    m = m * beta1 + g * (1 - beta1)
+    v = v * beta2 + g * g * (1 - beta2)
+    move = (m / tl.load(scalars + 1)) / (tl.sqrt(v / tl.load(scalars + 2)) + eps)
+    w = w * (1 - rate * decay) - rate * move
+    tl.store(master, w, mask=inside)
+    tl.store(first, m, mask=inside)
+    tl.store(second, v, mask=inside)
+    if narrow != "":
+        copy = _typed(tl.load(fixed + 3 * count + owner), narrow, aligned) + at
+        tl.store(copy, w.to(copy.dtype.element_ty), mask=inside)

@@ -1,0 +1,272 @@
+"""The supervisor of one machine's ranks: outside the collectives, so that it sees who is missing from them."""
+
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+
+from meshwright.launch import stacks, verdicts
+from meshwright.launch.heartbeat import Pulse, Seen
+from meshwright.launch.judge import Hang, Judge, crossed
+from meshwright.launch.local import Nursery, NurseryError, Ranks
+from meshwright.spec import verdict as verdict_file
+from meshwright.spec.exits import Exit
+from meshwright.spec.order import Order
+from meshwright.spec.place import Place, cores
+from meshwright.spec.run import Run
+from meshwright.spec.verdict import RESTARTABLE, Verdict
+
+LOOK_SECONDS = 0.05
+WORDS_SECONDS = 5.0  # that a survivor may take to say what it did
+FALL_SECONDS = 0.2  # in which the victims of a failure say theirs
+INTERRUPTED = 2  # the second Ctrl-C does not wait for a save
+
+
+@dataclass
+class Asked:
+    """What people asked of the launcher: SIGTERM saves and ends, so does Ctrl-C, a second Ctrl-C just ends."""
+
+    stop: bool = False
+    interrupts: int = 0
+
+    def listen(self) -> "Asked":
+        signal.signal(signal.SIGTERM, self._hear)
+        signal.signal(signal.SIGINT, self._hear)
+        return self
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self.stop = True
+        self.interrupts += number == signal.SIGINT
+
+
+@dataclass
+class Supervisor:
+    """Starts ranks, watches them, says what went wrong, and starts them again where that helps."""
+
+    run: Run
+    folder: Path
+    nursery: Callable[[], Nursery]  # makes one, at the start and should it be lost
+    order: Order  # of rank 0; the others' differ in their place
+    say: Callable[[str], None]
+    wasted: int = 0  # attempts in a row that left no newer checkpoint
+    number: int = 0
+    asked: Asked = field(default_factory=Asked)
+    judge: Judge = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.judge = Judge(self.run.faults.hang_seconds, self.run.plan.world)
+        self.saved = newest_step(self.folder)
+        self.spare = self.nursery()
+
+    def supervise(self, asked: Asked) -> Verdict | None:
+        """Until the run is done (None), or cannot go on."""
+        self.asked = asked
+        while True:
+            try:
+                verdict = self._attempt()
+            except NurseryError as error:
+                return verdicts.of_nursery(str(error), self.folder)
+            if verdict is not None and verdict.kind == "input" and self.number > 1:  # it was there when the run began
+                verdict = msgspec.structs.replace(verdict, kind="data", code=Exit.RESUMABLE)
+            if verdict is not None and verdict.good_until is not None:
+                set_aside(self.folder, verdict.good_until)
+            if verdict is None or verdict.kind not in RESTARTABLE or self.asked.stop:
+                return verdict
+            self._count()
+            if self.wasted > self.run.faults.restarts:
+                return msgspec.structs.replace(verdict, remedy=self._gave_up())
+            self.say(str(msgspec.structs.replace(verdict, remedy=self._budget())))
+
+    def close(self) -> None:
+        """Leave no process behind."""
+        self.spare.close()
+
+    def _attempt(self) -> Verdict | None:
+        self.number += 1
+        for file in self.folder.glob("failure.rank*.json"):
+            file.unlink()
+        with tempfile.TemporaryDirectory(prefix="meshwright-") as meeting:
+            if not self.spare.is_alive():
+                self.spare.close()
+                self.spare = self.nursery()
+            ranks = Ranks(self.spare.start(self._orders(Path(meeting))))
+            pulse = Pulse(Path(meeting), list(range(self.run.plan.world)))
+            watch = Watch(ranks, pulse, self)
+            try:
+                return watch.until_end()
+            finally:
+                ranks.end()
+                pulse.close()
+                self.judge.forget()
+
+    def _orders(self, meeting: Path) -> list[Order]:
+        world = self.run.plan.world
+        logs = self.folder / "logs"
+        logs.mkdir(exist_ok=True)
+        return [
+            msgspec.structs.replace(
+                self.order,
+                place=_place(rank, world, meeting),
+                beats=str(meeting),
+                log=str(logs / f"rank{rank}.txt"),
+                speaks=rank == 0,
+                attempt=self.number,
+                inject=self.order.inject if self.number == 1 else "",
+            )
+            for rank in range(world)
+        ]
+
+    def _count(self) -> None:
+        """Only an attempt that left no newer checkpoint is charged."""
+        saved = newest_step(self.folder)
+        self.wasted = 0 if saved > self.saved else self.wasted + 1
+        self.saved = saved
+
+    def _budget(self) -> str:
+        at = f"from step {self.saved}" if self.saved >= 0 else "from the beginning"
+        charged = f"; {self.wasted} of {self.run.faults.restarts} attempts brought no newer checkpoint"
+        return f"nothing: starting again {at}{charged if self.wasted else ''}"
+
+    def _gave_up(self) -> str:
+        return (
+            f"{self.run.faults.restarts} restarts in a row brought no newer checkpoint (faults.restarts): "
+            "find the cause; the same command then goes on"
+        )
+
+
+class Watch:
+    """One attempt, looked at twenty times a second."""
+
+    def __init__(self, ranks: Ranks, pulse: Pulse, supervisor: Supervisor) -> None:
+        self.ranks = ranks
+        self.pulse = pulse
+        self.supervisor = supervisor
+        self.folder = supervisor.folder
+        self.seen: Mapping[int, Seen] = {}
+        self.told = 0.0  # when the ranks were told to save and end
+        self.rested = False
+
+    def until_end(self) -> Verdict | None:
+        """Until all ranks have ended, or one has failed."""
+        while True:
+            codes = self.ranks.poll()
+            if any(code not in (None, Exit.DONE, Exit.PREEMPTED) for code in codes):
+                return self._failure()
+            if all(code is not None for code in codes):
+                return self._stopped() if Exit.PREEMPTED in codes else None
+            if (verdict := self._look() or self._heed()) is not None:
+                return verdict
+            time.sleep(LOOK_SECONDS)
+
+    def _look(self) -> Verdict | None:
+        seen = self.pulse.look()
+        self.seen = {one.rank: one for one in seen}
+        if not self.rested and seen and min(one.beat.steps_here for one in seen) > 1:
+            self.supervisor.spare.rest()
+            self.rested = True
+        hang = self.supervisor.judge.look(seen, time.monotonic())
+        return self._hang(hang, seen) if hang is not None else None
+
+    def _hang(self, hang: Hang, seen: list[Seen]) -> Verdict | None:
+        if not stacks.confirmed(self.pulse, seen, hang.ranks):
+            return None
+        return self._told(hang, stacks.capture(self.pulse, seen))
+
+    def _told(self, hang: Hang, words: Mapping[int, str]) -> Verdict:
+        """The verdict, and the stacks it rests on, in the run folder."""
+        details = self.folder / "faults" / f"hang-{self.supervisor.order.session}-{self.supervisor.number}"
+        verdict = verdicts.of_hang(hang, self.seen, words, details)
+        verdicts.keep(verdict, words, details)
+        return verdict
+
+    def _failure(self) -> Verdict:
+        """The first rank that failed. One killed from outside leaves no words, and is nobody's victim."""
+        ended = {rank: code for rank, code in enumerate(self.ranks.poll()) if code}
+        killed = [rank for rank, code in ended.items() if code < 0]
+        if killed and verdicts.is_mismatch(killed[0], self.folder):
+            return self._mismatch(killed)
+        if killed:
+            return verdicts.of_exit(killed[0], ended[killed[0]], self.seen.get(killed[0]), self.folder)
+        time.sleep(FALL_SECONDS)
+        told = verdict_file.read(self.folder)
+        if told:
+            return min(told, key=lambda verdict: verdict.at)
+        rank, code = next((rank, code) for rank, code in enumerate(self.ranks.poll()) if code)
+        return verdicts.of_exit(rank, code, self.seen.get(rank), self.folder)
+
+    def _mismatch(self, killed: list[int]) -> Verdict:
+        """A collective broke because somebody was in another one; who died of it need not be who was wrong.
+
+        Each survivor knows whether its own collectives were those of its last step. If all were, it was the dead one.
+        """
+        deadline = time.monotonic() + WORDS_SECONDS
+        while None in self.ranks.poll() and time.monotonic() < deadline:
+            time.sleep(LOOK_SECONDS)
+        told = verdict_file.read(self.folder)
+        ranks = tuple(sorted(each.rank for each in told if each.deviated and each.rank is not None)) or tuple(killed)
+        if not told:
+            ranks, _ = crossed(list(self.seen.values()))
+        why = "left out a collective, or is in another than the others"
+        hang = Hang(ranks=ranks, reason=why, seconds=0.0, limit=0.0)
+        return self._told(hang, {each.rank: "".join(each.stack) for each in told if each.rank is not None})
+
+    def _heed(self) -> Verdict | None:
+        """Pass on what people asked; enforce it when the time they gave is over."""
+        asked, grace = self.supervisor.asked, self.supervisor.run.faults.grace_seconds
+        if not asked.stop:
+            return None
+        if not self.told:
+            self.told = time.monotonic()
+            if all(one.beat.restored < 0 for one in self.seen.values()):
+                return self._stopped()  # no step was begun: there is nothing to save
+            self.supervisor.say(f"asked to end: saving at this step, within {grace:g} s")
+            self.ranks.signal(signal.SIGTERM)
+        if asked.interrupts >= INTERRUPTED or time.monotonic() - self.told > grace:
+            return self._stopped(saved=False)
+        return None
+
+    def _stopped(self, saved: bool = True) -> Verdict:
+        step = newest_step(self.folder)
+        interrupted = self.supervisor.asked.interrupts > 0
+        what = f"saved at step {step}" if saved and step >= 0 else "ended before a save was complete"
+        return Verdict(
+            kind="stopped",
+            code=Exit.INTERRUPTED if interrupted else Exit.PREEMPTED if saved else Exit.RESUMABLE,
+            what=f"{'interrupted' if interrupted else 'asked to end'}: {what}",
+            remedy=verdicts.AGAIN,
+            details=str(self.folder),
+            step=step,
+        )
+
+
+def _place(rank: int, world: int, meeting: Path) -> Place:
+    return Place(
+        rank=rank,
+        world=world,
+        local_rank=rank,
+        local_world=world,
+        address="",
+        port=0,
+        launcher="meshwright",
+        threads=max(cores() // world, 1),
+        store=str(meeting / "store"),
+    )
+
+
+def set_aside(folder: Path, good_until: int) -> None:
+    """Rename checkpoints whose state is in doubt, so that no run goes on from them and nothing is lost."""
+    for entry in folder.glob("checkpoints/step-*"):
+        number = entry.name.removeprefix("step-")
+        if number.isdecimal() and int(number) > good_until:
+            entry.rename(entry.with_name(f"suspect-{entry.name}"))
+
+
+def newest_step(folder: Path) -> int:
+    """The newest step that was saved, −1 if none. A step has its name only once it is complete."""
+    names = [entry.name for entry in folder.glob("checkpoints/step-*")]
+    return max((int(name) for entry in names if (name := entry.removeprefix("step-")).isdecimal()), default=-1)

@@ -1,0 +1,162 @@
+"""Recomputation: blocks whose inner results the backward computes anew, so that the forward need not keep them.
+
+A block by itself is computed anew inside its own call: its weights are gathered around that, once going forward and
+once going back. Blocks of a longer run are called together when the last of them is called; the others hand on what
+they were given.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    _CachedTorchDispatchMode,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from meshwright.parallel.anatomy import Absent, Anatomy
+from meshwright.parallel.mesh import Mesh
+from meshwright.spec.plan import Plan
+from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.recompute import by_operation, runs
+
+Forward = Callable[..., Any]
+
+# What `selective` keeps, by the packet of operators: matrix products, attention, and collectives that return their
+# result. Collectives that write into a buffer they are given return nothing that could be kept, and are issued again.
+KEPT = {
+    torch.ops.aten.mm,
+    torch.ops.aten.addmm,
+    torch.ops.aten.bmm,
+    torch.ops.aten.baddbmm,
+    torch.ops.aten.linear,
+    torch.ops.aten._scaled_dot_product_flash_attention,
+    torch.ops.aten._scaled_dot_product_efficient_attention,
+    torch.ops.aten._scaled_dot_product_cudnn_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+    torch.ops.aten._scaled_dot_product_attention_math,
+    torch.ops._c10d_functional.all_gather_into_tensor,
+    torch.ops._c10d_functional.reduce_scatter_tensor,
+    torch.ops._c10d_functional.all_reduce,
+    torch.ops._c10d_functional.all_to_all_single,
+}
+
+
+def keep_costly(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: Anatomy) -> nn.Module:
+    """Recomputation by operation: of each block, let the backward compute anew all but the costly operations."""
+    if by_operation(plan.recompute):
+        for block in _blocks(model, anatomy):
+            block.forward = partial(_anew, block.forward, {"context_fn": _contexts})
+    return model
+
+
+def keep_inputs(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: Anatomy) -> nn.Module:
+    """Recomputation by blocks: of the plan's runs of them, let the backward compute everything anew."""
+    if by_operation(plan.recompute):
+        return model
+    blocks = _blocks(model, anatomy)
+    for run in runs(plan.recompute, len(blocks)):
+        if len(run) == 1:
+            block = blocks[run.start]
+            block.forward = partial(_anew, block.forward, {})
+        else:
+            _together([blocks[number] for number in run])
+    return model
+
+
+def _blocks(model: nn.Module, anatomy: Anatomy) -> list[nn.Module]:
+    """Those that this (part of a) model has."""
+    return [block for block in anatomy.blocks(model).values() if not isinstance(block, Absent)]
+
+
+def _anew(forward: Forward, options: dict[str, Any], *arguments: Any, **words: Any) -> Any:
+    return checkpoint(forward, *arguments, use_reentrant=False, **options, **words)
+
+
+def _contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """Where the forward runs, and where it runs again."""
+    first, again = create_selective_checkpoint_contexts(_policy)
+    assert isinstance(again, _CachedTorchDispatchMode)
+    return first, Again(_policy, again.storage, allow_cache_entry_mutation=False)
+
+
+def _policy(context: Any, operator: Any, *arguments: Any, **words: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if _is_kept(operator) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _is_kept(operator: Any) -> bool:
+    return operator.overloadpacket in KEPT
+
+
+class Again(_CachedTorchDispatchMode):
+    """Gives back what was kept, and asks nothing of the other operators.
+
+    Torch wants to see the very same ones again. Experts that gather weights of their own do so in the forward, and
+    need not, or in another way, in the backward.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not _is_kept(func):
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class Together:
+    """A run of blocks that are computed, and computed anew, as one: by the call of the last."""
+
+    def __init__(self, calls: Sequence[Forward]) -> None:
+        self.calls = calls  # of the blocks, with whatever other transforms hang on them
+        self.given: list[tuple[tuple[Any, ...], dict[str, Any]]] = []  # the arguments of each but the first
+        self.stream: tuple[Any, ...] = ()
+
+    def called(self, number: int, x: Tensor, *others: Any, **words: Any) -> Any:
+        """Block `number` of the run is called by the model."""
+        if number == 0:
+            self.given, self.stream = [], _mark(x)
+        elif _mark(x) != self.stream or len(self.given) != number:
+            raise InputError([_between()])
+        self.given.append((others, words))
+        if number < len(self.calls) - 1:
+            return x
+        given, self.given = self.given, []
+        return checkpoint(self._chain, x, given, use_reentrant=False)
+
+    def _chain(self, x: Any, given: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> Any:
+        for call, (others, words) in zip(self.calls, given, strict=True):
+            x = call(x, *others, **words)
+        return x
+
+
+def _mark(x: Tensor) -> tuple[Any, ...]:
+    """Tells whether two tensors are one that nobody has written to, though a hook may have wrapped it."""
+    return x.data_ptr(), tuple(x.shape), x._version
+
+
+def _between() -> Problem:
+    return Problem(
+        "plan.recompute computes several blocks anew together, and this model does something between its blocks",
+        "use plan.recompute = full, which takes each block by itself",
+        "plan.recompute",
+    )
+
+
+def _together(blocks: list[nn.Module]) -> None:
+    """Let a run know of the calls of its blocks."""
+    run = Together([partial(type(block).__call__, block) for block in blocks])
+    for number, block in enumerate(blocks):
+        kind = type(block)
+        # Hooks of other transforms are part of a call, and must run when the block does. Only a class can say what a
+        # call is, so the block is given one of its own.
+        block.__class__ = type(kind.__name__, (kind,), {"__call__": _told(run, number), "__module__": kind.__module__})
+
+
+def _told(run: Together, number: int) -> Forward:
+    def call(self: nn.Module, *arguments: Any, **words: Any) -> Any:
+        return run.called(number, *arguments, **words)
+
+    return call

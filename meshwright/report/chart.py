@@ -1,0 +1,152 @@
+"""Pictures made of characters: plain where output is piped, coloured where a person looks at it."""
+
+import math
+from collections.abc import Iterator
+
+import msgspec
+
+from meshwright.cost.simulate import render
+from meshwright.report.picture import Pictures, Pipeline, Point, Whole, between, short, ticks
+
+EIGHTHS = " ▏▎▍▌▋▊▉█"
+COLOURS = (34, 33, 32, 35, 36, 31, 94, 93, 92, 95)  # of the terminal's own palette, so readable on its background
+RESET = "\x1b[0m"
+NARROWEST, WIDEST = 48, 160
+NAMES, FIGURES = 14, 16  # columns beside a bar
+ROWS = 14  # of the chart of plans
+IDLE_FIGURES = 36  # columns that a Gantt row takes beside its actions
+
+
+class Screen(msgspec.Struct, frozen=True, kw_only=True):
+    """Where characters go."""
+
+    columns: int = 100
+    colour: bool = False
+
+    @property
+    def width(self) -> int:
+        return min(max(self.columns, NARROWEST), WIDEST)
+
+
+def charts(pictures: Pictures, screen: Screen) -> Iterator[str]:
+    """All pictures of an answer, one below the other."""
+    yield from cascade(pictures.memory, screen)
+    yield ""
+    yield from cascade(pictures.time, screen)
+    if len(pictures.points) > 1:
+        yield ""
+        yield from plans(pictures.points, pictures.limit_gib, screen)
+    if pictures.pipeline is not None:
+        yield ""
+        yield from gantt(pictures.pipeline, screen)
+
+
+def cascade(whole: Whole, screen: Screen) -> Iterator[str]:
+    """A bar for each part, beginning where the one before ended, and one for the sum beside what there is room for."""
+    room = screen.width - NAMES - FIGURES
+    largest = max(whole.total, whole.limit or 0.0, _highest(whole))
+    scale = room / largest if largest > 0 else 0.0
+    yield f"{whole.title} ({whole.unit})"
+    end = 0.0
+    for number, entry in enumerate(whole.entries):
+        start, end = end, end + entry.value
+        painted = bar(min(start, end) * scale, max(start, end) * scale)
+        yield f"{entry.name[: NAMES - 1]:<{NAMES}}{_coloured(painted, room, number, screen)}{short(entry.value):>8}"
+    yield f"{'in all':<{NAMES}}{_limited(whole, scale, room)}{_sum(whole):>8}"
+
+
+def _highest(whole: Whole) -> float:
+    """Where the cascade reaches farthest, before something is taken off again."""
+    reached = highest = 0.0
+    for entry in whole.entries:
+        reached += entry.value
+        highest = max(highest, reached)
+    return highest
+
+
+def _sum(whole: Whole) -> str:
+    return f"{short(whole.total)}" + (f" of {short(whole.limit)}" if whole.limit else "")
+
+
+def _limited(whole: Whole, scale: float, room: int) -> str:
+    """The sum's bar, the free room dotted, and a mark at the limit."""
+    cells = list(bar(0.0, whole.total * scale).ljust(room))
+    if whole.limit:
+        edge = min(round(whole.limit * scale), room) - 1
+        for column in range(math.ceil(whole.total * scale), edge):
+            cells[column] = "·"
+        cells[edge] = "▕" if cells[edge] in " ·" else cells[edge]
+    return "".join(cells)
+
+
+def bar(start: float, end: float) -> str:
+    """Characters from column 0 to `end`, filled from `start` on; the ends to an eighth of a column."""
+    first = math.floor(start)
+    cells = [" "] * first
+    for column in range(first, math.ceil(end)):
+        covered = min(end, column + 1) - max(start, column)
+        if start > column and end >= column + 1:  # a beginning inside a column: no character is filled on its right
+            cells.append("█" if covered >= 0.5 else "▐" if covered >= 0.25 else " ")
+        else:
+            cells.append(EIGHTHS[max(round(covered * 8), 1)])
+    return "".join(cells)
+
+
+def _coloured(painted: str, room: int, number: int, screen: Screen) -> str:
+    padded = painted[:room].ljust(room)
+    if not screen.colour:
+        return padded
+    return f"\x1b[{COLOURS[number % len(COLOURS)]}m{padded}{RESET}"
+
+
+def plans(points: tuple[Point, ...], limit_gib: float, screen: Screen) -> Iterator[str]:
+    """Plans by memory and seconds: numbers are those that nothing beats in both, dots the others."""
+    left = 9
+    room = screen.width - left - 2
+    most_gib = max(limit_gib, *(point.gib for point in points)) * 1.02
+    low, high = between(points)
+    cells = [[" "] * room for _ in range(ROWS)]
+
+    def at(gib: float, seconds: float) -> tuple[int, int]:
+        row = int((high - seconds) / (high - low) * ROWS)
+        return min(row, ROWS - 1), min(int(gib / most_gib * room), room - 1)
+
+    if limit_gib:
+        for row in range(ROWS):
+            cells[row][at(limit_gib, low)[1]] = "│"
+    for point in points:
+        if not point.front:
+            row, column = at(point.gib, point.seconds)
+            cells[row][column] = "·"
+    best = [point for point in points if point.front]
+    for number, point in enumerate(best, 1):
+        row, column = at(point.gib, point.seconds)
+        for offset, digit in enumerate(str(number)):
+            cells[row][min(column + offset, room - 1)] = digit
+    yield "Plans by memory and time: the numbered ones are beaten by none in both"
+    for row in range(ROWS):
+        mark = short(high - (high - low) * row / ROWS) + " s" if row % 4 == 0 else ""
+        yield f"{mark:>{left - 1}} ┤{''.join(cells[row])}".rstrip()
+    yield f"{'':>{left}}└{'─' * room}"
+    yield f"{'':>{left}} {_scale_line(most_gib, room)}"
+    for number, point in enumerate(best, 1):
+        yield f"{number:>4}  {short(point.gib):>6} GiB  {short(point.seconds):>7} s  {point.label}"
+
+
+def _scale_line(most: float, room: int) -> str:
+    cells = [" "] * room
+    for tick in ticks(most):
+        text = short(tick) + (" GiB" if tick == 0 else "")
+        first = min(int(tick / most * room), room - len(text))
+        if all(cell == " " for cell in cells[max(first - 1, 0) : first + len(text)]):
+            cells[first : first + len(text)] = text
+    return "".join(cells).rstrip()
+
+
+def gantt(pipeline: Pipeline, screen: Screen) -> Iterator[str]:
+    """A line for each rank of a pipeline."""
+    timeline = pipeline.timeline
+    idle = f"{timeline.bubble:.1%} idle" if pipeline.shown == pipeline.microbatches else "longer steps idle less"
+    yield f"{pipeline.title}: {short(timeline.seconds)} s, {idle}"
+    yield from render(timeline, max(screen.width - IDLE_FIGURES, 20))
+    yield "F forward, B backward, I its input's half, W its weights' half, · idle"

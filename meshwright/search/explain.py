@@ -1,0 +1,81 @@
+"""Why a plan is what it is: its waterfall in words, what each neighbour would cost, what could not be told apart."""
+
+import msgspec
+
+from meshwright.search.found import Answer, Found, priced
+from meshwright.search.neighbours import neighbours
+from meshwright.search.question import Question
+from meshwright.search.room import largest
+from meshwright.spec.plan import Plan
+
+GIB = 2**30
+LOSSES = 3  # of the waterfall that are named
+SMALL = 0.01  # of a step; smaller losses are not worth a word
+
+
+class Beside(msgspec.Struct, frozen=True, kw_only=True):
+    """What one changed choice would cost, or why it cannot be."""
+
+    change: str
+    plan: Plan | None = None
+    seconds: float = 0.0
+    peak_bytes: float = 0.0
+    fits: bool = False
+    problem: str = ""  # why it is not legal, or does not fit
+
+
+def why(found: Found) -> str:
+    """The waterfall and the ledger, in words."""
+    price = found.price
+    ideal = next((share.seconds for share in price.waterfall if share.name == "ideal"), 0.0)
+    losses = sorted((share for share in price.waterfall if share.name != "ideal"), key=lambda share: -share.seconds)
+    named = [share for share in losses[:LOSSES] if share.seconds >= SMALL * price.seconds]
+    text = f"{ideal / price.seconds:.0%} of the step is the model's arithmetic at the data sheet's peak"
+    for word, share in zip(("most is lost to", "then", "then"), named, strict=False):
+        text += f"; {word} {share.name} ({share.seconds / price.seconds:.0%}): {share.why}"
+    return f"{text}. {room(found)}"
+
+
+def room(found: Found) -> str:
+    """The ledger in a sentence."""
+    ledger, fit = found.ledger, found.fit
+    memory = found.job.cluster.gpu.memory_bytes / GIB
+    verdict = f"{abs(fit.headroom_bytes) / GIB:.1f} GiB {'to spare' if fit.fits else 'too many'}"
+    return (
+        f"The fullest rank needs {memory - fit.headroom_bytes / GIB:.1f} of {memory:.1f} GiB, {verdict}; "
+        f"most of it is {largest(ledger)}, at {ledger.moment}."
+    )
+
+
+def _lacking(found: Found) -> str:
+    memory = found.job.cluster.gpu.memory_bytes / GIB
+    return f"does not fit: {found.peak_bytes / GIB:.1f} of {memory:.1f} GiB, most of it {largest(found.ledger)}"
+
+
+def beside(question: Question, plan: Plan) -> list[Beside]:
+    """What each neighbour of a plan would cost."""
+    found = []
+    for neighbour in neighbours(question, plan):
+        if neighbour.plan is None:
+            found.append(Beside(change=neighbour.change, problem=neighbour.problem))
+            continue
+        other = priced(question.job(neighbour.plan))
+        found.append(
+            Beside(
+                change=neighbour.change,
+                plan=neighbour.plan,
+                seconds=other.price.seconds,
+                peak_bytes=other.peak_bytes,
+                fits=other.fit.fits,
+                problem="" if other.fit.fits else _lacking(other),
+            )
+        )
+    return found
+
+
+def ties(answer: Answer) -> int:
+    """How many of the best plans lie within the interval of the first: arithmetic alone cannot tell them apart."""
+    if not answer.found:
+        return 0
+    first = answer.found[0].price
+    return sum(found.price.seconds <= first.high_seconds for found in answer.found)

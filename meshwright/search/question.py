@@ -1,0 +1,62 @@
+"""What a plan is sought for: a model, a batch and machines, and what of the plan is not to be chosen."""
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import msgspec
+
+from meshwright.cost.job import Job
+from meshwright.spec.arch import Arch
+from meshwright.spec.cluster import Cluster
+from meshwright.spec.plan import Plan, Precision
+from meshwright.spec.stack import Stack
+
+Vary = Literal["precision", "optimizer", "batch"]
+TRAINED: tuple[Precision, ...] = ("bf16", "fp8", "fp16", "fp32")  # what a search may choose from, the usual first
+
+
+class Question(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that is known before a plan is chosen."""
+
+    arch: Arch
+    sequence: int
+    batch: int  # sequences in one optimizer step
+    precision: Precision
+    cluster: Cluster
+    stack: Stack
+    masked: bool = False  # documents are told apart
+    fixed: dict[str, Any] = {}  # fields of the plan that are given, by name
+    vary: tuple[Vary, ...] = ()  # the mathematics that may be chosen too
+
+    @property
+    def tokens(self) -> int:
+        """Positions in one optimizer step."""
+        return self.batch * self.sequence
+
+    def job(self, plan: Plan) -> Job:
+        """One plan of this question, ready to be priced."""
+        return Job(
+            arch=self.arch,
+            plan=plan,
+            sequence=self.sequence,
+            cluster=self.cluster,
+            stack=self.stack,
+            masked=self.masked,
+        )
+
+
+def variants(question: Question) -> Iterator[Question]:
+    """The question itself, and one for each other batch and precision that it lets vary.
+
+    The optimizer may be listed too; there is only one as yet.
+    """
+    batches = (question.batch,)
+    if "batch" in question.vary:  # within a factor of two: farther, the learning rate would have to be found anew
+        batches = tuple(dict.fromkeys((question.batch, max(question.batch // 2, 1), question.batch * 2)))
+    precisions = (question.precision,)
+    if "precision" in question.vary:
+        able = (precision for precision in TRAINED if question.cluster.gpu.peak(precision) > 0)
+        precisions = tuple(dict.fromkeys((question.precision, *able)))
+    for batch in batches:
+        for precision in precisions:
+            yield msgspec.structs.replace(question, batch=batch, precision=precision)

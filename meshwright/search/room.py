@@ -1,0 +1,192 @@
+"""Whether plans fit: closed forms below the ledger for whole groups, the ledger for what they let pass.
+
+A closed form costs a few microseconds where the ledger costs a thousand, and sends most plans of a large model away.
+"""
+
+from functools import lru_cache
+
+import msgspec
+
+from meshwright.cost.memory import Ledger
+from meshwright.cost.memory_kept import kept
+from meshwright.cost.memory_work import work_of
+from meshwright.cost.traffic_weights import IN_SIGHT
+from meshwright.search.found import fit_of
+from meshwright.search.group import Group
+from meshwright.search.question import Question
+from meshwright.search.space import Layout, Order
+from meshwright.spec.params import count, params
+from meshwright.spec.plan import Plan
+from meshwright.spec.schedule import Schedule, stage_ranks
+from meshwright.spec.stages import balanced_stages
+
+MOMENTS = 2  # AdamW's
+STATES = "states"  # weights, gradients and moments, as the closed form knows them
+ACTIVATIONS = "activations"
+AT_ONCE = ("naive", "gpipe", "looped")  # their first backward comes when most is in flight, or little ever is
+
+
+class Room:
+    """What is known of the memory that plans of one question need."""
+
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        self.memory = _given_out(question)
+        self.numbers = count(question.arch)
+        self.routed = sum(param.numel for param in params(question.arch) if param.expert)
+        self.kinds = sorted({question.arch.is_mixture(layer) for layer in range(question.arch.layers)})
+        self.wide, self.narrow = widths(question)
+        self.kept: dict[tuple[int, int, int, int, bool, str], tuple[float, float]] = {}
+        self.shortest: dict[tuple[int, Order], int] = {}
+        self.refused: dict[tuple[object, ...], tuple[int, str]] = {}
+
+    def may_hold(self, layout: Layout) -> bool:
+        """Whether a layout's plans may fit."""
+        return self.floor(layout) <= self.memory
+
+    def floor(self, layout: Layout) -> float:
+        """Bytes of a layout's fullest rank at least, at the update: ranks that share evenly hold the least."""
+        update = (1 + 1 + MOMENTS) * self._shard(layout)
+        copied = self._whole(layout) * self.narrow if layout.pp == 1 and self._copied(layout) else 0.0
+        return max(update, (1 + MOMENTS) * self._shard(layout) + copied)
+
+    def _shard(self, layout: Layout) -> float:
+        """Bytes of a rank's part of the weights."""
+        return self.numbers / (layout.pp * layout.tp * layout.shards) * self.wide
+
+    def _whole(self, layout: Layout) -> float:
+        """Weights that a rank computes with: of the routed experts only its own."""
+        return (self.numbers - self.routed + self.routed / layout.ep) / (layout.pp * layout.tp)
+
+    def _copied(self, layout: Layout) -> bool:
+        """Whether the arithmetic reads a second copy of the weights for longer than a block takes."""
+        return layout.pp > 1 or (layout.zero < 3 and self.narrow < self.wide)
+
+    def _resting(self, layout: Layout, group: Group) -> float:
+        """Bytes at least that a rank holds beside the most activations.
+
+        States; what the arithmetic reads, of a pipeline the stages in sight; and, when an earlier microbatch has left
+        one, the gradient: whole in a pipeline, where every stage has one once each rank has had two rounds.
+        """
+        order, accumulate = group.decided_order, group.each.accumulate
+        resting = (1 + MOMENTS) * self._shard(layout)
+        if self._copied(layout):
+            resting += self._whole(layout) * self.narrow * min(1, IN_SIGHT / order.chunks)
+        if layout.pp == 1 and accumulate > 1:
+            resting += self._shard(layout)
+        if layout.pp > 1 and order.schedule not in AT_ONCE and accumulate >= 2 * layout.pp:
+            resting += self._whole(layout) * self.wide
+        return resting
+
+    def obstacle(self, group: Group) -> str | None:
+        """What keeps every plan of a group from fitting, by the closed forms; None if something may fit.
+
+        Of the splits of the data axes the one that shards most holds least.
+        """
+        resting, live = self._resting(frugal_split(group), group), self._live(group)
+        if resting + live <= self.memory:
+            return None
+        return STATES if resting > live else ACTIVATIONS
+
+    def least(self, group: Group) -> float:
+        """Bytes at least of the fullest rank of every plan of a group."""
+        frugal = frugal_split(group)
+        return max(self.floor(frugal), self._resting(frugal, group) + self._live(group))
+
+    def possible(self, group: Group) -> list[Group]:
+        """The policies of a group that the closed forms do not rule out."""
+        return [part for part in group.parts() if self.obstacle(part) is None]
+
+    def _live(self, group: Group) -> float:
+        """Bytes at least that activations take on the first rank, when most microbatches are in flight there."""
+        layout, order = group.splits[0], group.decided_order
+        cut = (layout.pp, order)
+        if cut not in self.shortest:
+            self.shortest[cut] = _shortest(self.question, layout.pp, order)
+        key = (layout.tp, layout.cp, group.each.microbatch, self.shortest[cut], layout.pp == 1, group.decided_policy)
+        if key not in self.kept:
+            self.kept[key] = self._kept(*key)
+        flying, moment = self.kept[key]
+        return flying * in_flight(order.schedule, layout.pp, order.chunks, group.each.accumulate) + moment
+
+    def _kept(self, tp: int, cp: int, microbatch: int, layers: int, last: bool, policy: str) -> tuple[float, float]:
+        """Bytes that one microbatch leaves in so many layers, and what its backward adds for a moment.
+
+        Of the kind of layer that needs less; `last` if the projection follows them, whose logits are there before that.
+        """
+        plan = Plan(tp=tp, cp=cp, microbatch=microbatch, precision=self.question.precision)
+        work = work_of(self.question.job(plan))
+        found = [kept(work, (mixture,) * layers, last, policy) for mixture in self.kinds]
+        moments = [max(each.logits, each.anew + each.passing) for each in found]
+        return min(each.activations for each in found), min(moments)
+
+    def too_large(self, group: Group) -> str | None:
+        """The largest line of a group of which nothing fits, None if something may. A larger microbatch holds more."""
+        frugal = frugal_split(group)
+        key = (frugal._replace(replicate=1, shard=1), group.order, group.policy)
+        microbatch, line = self.refused.get(key, (0, ""))
+        if line and microbatch <= group.each.microbatch:
+            return line
+        lacking = self.lacks(shortened(group.plan(frugal)))
+        if lacking:
+            self.refused[key] = (group.each.microbatch, lacking)
+        return lacking
+
+    def lacks(self, plan: Plan) -> str | None:
+        """The largest line of a plan that does not fit, None if it does."""
+        fit = fit_of(self.question.job(plan))
+        return None if fit.fits else largest(fit.ledger)
+
+
+def shortened(plan: Plan) -> Plan:
+    """A plan whose step is cut to two rounds of its pipeline: it holds no more, and is counted faster."""
+    return msgspec.structs.replace(plan, accumulate=min(plan.accumulate, max(2 * plan.pp, 2)))
+
+
+def _given_out(question: Question) -> float:
+    """Bytes that torch can give out: the device's, less its context and what the allocator only reserves."""
+    holds = question.stack.holds
+    return (question.cluster.gpu.memory_bytes - holds.context_bytes) / (1 + holds.slack) - holds.workspace_bytes
+
+
+def frugal_split(group: Group) -> Layout:
+    """Of a group's splits of the data axes the one that holds least: it shards most."""
+    return max(group.splits, key=lambda layout: (layout.zero, layout.shards))
+
+
+def _shortest(question: Question, pp: int, order: Order) -> int:
+    """Layers of the shortest stage on the first rank."""
+    if pp == 1:
+        return question.arch.layers
+    stages = question.fixed.get("stages") or balanced_stages(question.arch, pp * order.chunks)
+    ranks = stage_ranks(order.schedule, pp, order.chunks)
+    return min(length for length, rank in zip(stages, ranks, strict=True) if rank == 0)
+
+
+@lru_cache(maxsize=4096)
+def in_flight(schedule: Schedule, pp: int, chunks: int, microbatches: int) -> int:
+    """Forwards at least, of single stages, that the first rank of a pipeline has done when its next backward begins."""
+    if pp == 1 or schedule == "naive":
+        return 1
+    every = microbatches * chunks
+    if schedule in ("gpipe", "looped"):
+        return every
+    if schedule == "interleaved":
+        return min(every, (chunks - 1) * pp + 2 * (pp - 1) + 1)
+    return min(every, pp * chunks)
+
+
+def largest(ledger: Ledger) -> str:
+    """The line that takes most."""
+    return max(ledger.lines, key=lambda line: line.bytes).name
+
+
+def smallest_world(question: Question) -> float:
+    """GPUs below which the model's states alone do not fit, however they are shared out."""
+    wide, _ = widths(question)
+    return (1 + 1 + MOMENTS) * wide * count(question.arch) / question.cluster.gpu.memory_bytes
+
+
+def widths(question: Question) -> tuple[int, int]:
+    """Bytes of a number as it is held, and as it is computed with."""
+    return (8, 8) if question.precision == "fp64" else (4, 4 if question.precision == "fp32" else 2)

@@ -1,0 +1,155 @@
+"""A rank's heart: a thread that looks where the main thread is and says so in shared memory, a few times a second.
+
+Looking costs the main thread some microseconds each time; nothing is added to the work itself.
+"""
+
+import faulthandler
+import mmap
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any, TextIO
+
+import msgspec
+import torch.distributed as dist
+
+from meshwright.spec import beat as beats
+from meshwright.spec import phases
+from meshwright.spec.beat import MOST_GROUPS, PHASES, Beat
+from meshwright.spec.exits import Exit
+
+SECONDS = 0.05  # between two looks
+STACK_SIGNAL = signal.SIGUSR1
+
+
+class Heart:
+    """Beats until it is closed, or until the supervisor asks this process to leave."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.memory = _memory(folder / f"rank{rank}.beat")
+        self.stack = _stack_on_signal(folder / f"rank{rank}.stack")
+        now = time.monotonic()
+        self.beat = Beat(pid=os.getpid(), tick=now, moved=now)
+        self.work, self.wait = [0.0] * len(PHASES), [0.0] * len(PHASES)
+        self.main = threading.get_ident()
+        self.before: list[phases.Frame] = []
+        self.site = ("", 0)
+        self.known: set[tuple[str, int]] = set()  # lines that the main thread was at, and left again
+        self.step, self.steps_here, self.restored = 0, 0, -1
+        self.step_ends_ns: deque[int] = deque(maxlen=2)  # by the clock of torch's flight recorder
+        self.closed = threading.Event()
+        self._publish(self.beat)
+        self.thread = threading.Thread(target=self._live, name="heart", daemon=True)
+        self.thread.start()
+
+    def begins(self, step: int) -> None:
+        """The loop is about to start, from this step."""
+        self.step = self.restored = step
+        self._publish(msgspec.structs.replace(self.beat, step=step, restored=step))
+
+    def did(self, step: int) -> None:
+        """A step is done."""
+        self.step = step
+        self.steps_here += 1
+        self.step_ends_ns.append(time.time_ns())
+        self._publish(
+            msgspec.structs.replace(
+                self.beat,
+                step=step,
+                restored=self.restored,
+                steps_here=self.steps_here,
+                counts=collectives() or self.beat.counts,
+            )
+        )
+
+    def spent(self) -> list[list[float]]:
+        """Seconds of the main thread so far: at work and waiting, by phase."""
+        return [list(self.work), list(self.wait)]
+
+    def close(self) -> None:
+        """Stop beating."""
+        self.closed.set()
+        self.thread.join()
+        faulthandler.unregister(STACK_SIGNAL)
+        self.stack.close()
+        self.memory.close()
+
+    def _live(self) -> None:
+        while not self.closed.wait(SECONDS):
+            self._publish(self._look())
+            if beats.LEAVE.unpack_from(self.memory, beats.AT_LEAVE)[0]:
+                os._exit(Exit.RESUMABLE)  # the main thread may never come back to be asked
+
+    def _publish(self, beat: Beat) -> None:
+        packed = beats.pack(beat)
+        self.memory[: len(packed)] = packed
+
+    def _look(self) -> Beat:
+        stack = phases.of(sys._current_frames().get(self.main))
+        seen = phases.doing(stack, self.beat.phase)
+        waiting = seen.waiting or (seen.phase == "backward" and self._device_thread_waits())
+        last, now = self.beat, time.monotonic()
+        counts = collectives() or last.counts
+        progress = stack != self.before or counts != last.counts or self.step != last.step
+        if progress and seen.site != self.site:
+            self.known.add(self.site)
+        self.before, self.site = stack, seen.site
+        self._spend(PHASES.index(seen.phase), waiting, now - last.tick)
+        self.beat = msgspec.structs.replace(
+            last,
+            tick=now,
+            moved=now if progress else last.moved,
+            step=self.step,
+            steps_here=self.steps_here,
+            restored=self.restored,
+            phase=seen.phase,
+            waiting=waiting,
+            novel=waiting and seen.site not in self.known,
+            counts=counts,
+        )
+        return self.beat
+
+    def _spend(self, phase: int, waiting: bool, seconds: float) -> None:
+        """A look that came late was held up by the rank itself: it was stopped, or at work under Python's lock."""
+        waited = min(seconds, 2 * SECONDS) if waiting else 0.0
+        self.wait[phase] += waited
+        self.work[phase] += seconds - waited
+
+    def _device_thread_waits(self) -> bool:
+        """A GPU's backward runs in a thread of autograd's own, and so do the collectives in it."""
+        others = [frame for number, frame in sys._current_frames().items() if number != self.main]
+        return any(phases.is_waiting(phases.of(frame)) for frame in others)
+
+
+def collectives() -> tuple[int, ...]:
+    """Collectives begun so far in each process group, in the order in which the groups were made."""
+    if not dist.is_initialized():
+        return ()
+    groups: list[Any] = list(dist.distributed_c10d._world.pg_names)[:MOST_GROUPS]
+    try:
+        return tuple(group._get_sequence_number_for_group() for group in groups)
+    except RuntimeError:  # a group on its way in or out
+        return ()
+
+
+def _memory(file: Path) -> mmap.mmap:
+    """A file of the record's size, shared with whoever watches."""
+    new = file.with_suffix(".new")  # in place, a reader of the old one would find its memory gone
+    descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+    os.ftruncate(descriptor, beats.SIZE)
+    memory = mmap.mmap(descriptor, beats.SIZE)
+    os.close(descriptor)
+    new.replace(file)
+    return memory
+
+
+def _stack_on_signal(file: Path) -> TextIO:
+    """Let a signal write the stacks to a file. The handler runs below Python: it works while the lock is held."""
+    stack = open(file, "w")  # noqa: SIM115 - open until the process ends
+    faulthandler.register(STACK_SIGNAL, file=stack, all_threads=True)
+    return stack

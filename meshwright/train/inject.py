@@ -1,0 +1,221 @@
+"""Faults put in on purpose, to see that they are survived. Nothing here is reached unless a rehearsal asks for it.
+
+A fault is `kind:rank:step:phase`; what is left out is the last rank, the third step and the forward.
+"""
+
+import ctypes
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshwright.checkpoint.save import Saver
+from meshwright.parallel.mesh import Mesh, local
+from meshwright.spec.run import Run
+from meshwright.train.state import State
+
+FOREVER = 1e6  # seconds
+Act = Callable[[], None]
+
+
+class Injection(msgspec.Struct, frozen=True, kw_only=True):
+    """What happens to which rank, and when."""
+
+    kind: str
+    rank: int
+    step: int  # counts from 1
+    phase: str = "forward"
+
+
+def parse(words: str, run: Run) -> Injection:
+    """`kind:rank:step:phase`."""
+    kind, rank, step, phase, *_ = [*words.split(":"), "", "", ""]
+    if kind not in KINDS:
+        raise ValueError(f"{kind} is no fault that can be injected; there are {', '.join(KINDS)}")
+    default = "data" if kind == "data" else "forward"
+    return Injection(kind=kind, rank=int(rank or run.plan.world - 1), step=int(step or 3), phase=phase or default)
+
+
+def inject(words: str, run: Run, state: State, mesh: Mesh) -> None:
+    """Arrange for a fault, if one is asked for and this is the rank."""
+    if not words:
+        return
+    injection = parse(words, run)
+    if injection.rank == mesh.rank:
+        KINDS[injection.kind](injection, run, state, mesh)
+
+
+def when(injection: Injection, state: State, act: Act) -> None:
+    """Act once, in the phase and step of the injection."""
+    once = _once(lambda: state.step + 1 >= injection.step, act)
+    match injection.phase:
+        case "start":
+            act()
+        case "data":
+            _before(state.loader, "take", once)
+        case "forward":
+            state.chunks[0].register_forward_pre_hook(lambda module, _: once() if module.training else None)
+        case "eval":
+            state.chunks[0].register_forward_pre_hook(lambda module, _: None if module.training else once())
+        case "backward":
+            state.chunks[0].register_forward_hook(lambda module, _, output: _on_gradient(output, once))
+        case "optimizer":
+            _before(state.optimizer, "step", once)
+        case "collective":
+            _before(dist, "all_reduce", once)
+        case "save":
+            _before(Saver, "save", once)
+        case other:
+            raise ValueError(f"no fault can be injected in {other}")
+
+
+def _once(due: Callable[[], bool], act: Act) -> Act:
+    done = threading.Event()
+
+    def once() -> None:
+        if due() and not done.is_set():
+            done.set()
+            act()
+
+    return once
+
+
+def _before(owner: Any, name: str, act: Act) -> None:
+    original = getattr(owner, name)
+
+    def both(*arguments: Any, **named: Any) -> Any:
+        act()
+        return original(*arguments, **named)
+
+    setattr(owner, name, both)
+
+
+def _on_gradient(output: Any, act: Act) -> None:
+    first = output[0] if isinstance(output, tuple) else output
+    if first.requires_grad:
+        first.register_hook(lambda gradient: act())
+
+
+def _does(act: Act) -> Callable[[Injection, Run, State, Mesh], None]:
+    return lambda injection, run, state, mesh: when(injection, state, act)
+
+
+def _fail(error: Exception) -> Act:
+    def act() -> None:
+        raise error
+
+    return act
+
+
+def _hold_lock() -> None:
+    """Sleep in native code without letting go of Python's lock."""
+    library = ctypes.PyDLL(None)
+    while True:
+        library.usleep(3_000_000_000)
+
+
+def _block_worker(injection: Injection, run: Run, state: State, mesh: Mesh) -> None:
+    """The loader's thread waits for what never comes; what it had read ahead is used up first."""
+
+    def act() -> None:
+        state.loader.reader.submit(threading.Event().wait)
+        state.loader.ahead.clear()
+
+    when(injection, state, act)
+
+
+def _skip(injection: Injection, run: Run, state: State, mesh: Mesh) -> None:
+    """Leave out one collective that the others take part in."""
+    original, done = dist.all_reduce, threading.Event()
+
+    def all_reduce(*arguments: Any, **named: Any) -> Any:
+        if state.step + 1 >= injection.step and not done.is_set():
+            done.set()
+            return None
+        return original(*arguments, **named)
+
+    dist.all_reduce = all_reduce
+
+
+def _cross(injection: Injection, run: Run, state: State, mesh: Mesh) -> None:
+    """Be in a collective that nobody else is in."""
+
+    def act() -> None:
+        dist.broadcast(torch.zeros(8, device=mesh.device), src=0)
+
+    when(injection, state, act)
+
+
+def _poison(factor: float) -> Callable[[Injection, Run, State, Mesh], None]:
+    """One sample whose loss is multiplied, whenever it is computed."""
+
+    def arrange(injection: Injection, run: Run, state: State, mesh: Mesh) -> None:
+        sample = (injection.step - 1) * run.batch + state.loader.mine.start
+        hot = threading.Event()
+
+        def before(module: nn.Module, arguments: Any, named: dict[str, Any]) -> None:
+            there = (named["index"][:, 0] // run.sequence == sample).any().item()
+            hot.set() if there and module.training else hot.clear()
+
+        def after(module: nn.Module, arguments: Any, output: Any) -> Any:
+            if not hot.is_set():
+                return output
+            return tuple(one * factor for one in output) if isinstance(output, tuple) else output * factor
+
+        state.chunks[0].register_forward_pre_hook(before, with_kwargs=True)
+        state.chunks[0].register_forward_hook(after)
+
+    return arrange
+
+
+def _flip(injection: Injection, run: Run, state: State, mesh: Mesh) -> None:
+    """One bit of one weight of this rank."""
+
+    def act() -> None:
+        weight = local(state.optimizer.weights[0].detach()).flatten()
+        bits = weight[:1].view(torch.uint8)
+        bits[2] ^= 0x40
+
+    when(injection, state, act)
+
+
+def _slow(injection: Injection, run: Run, state: State, mesh: Mesh) -> None:
+    """Several times as slow from that step on: each forward is followed by as long a sleep."""
+    began = [0.0]
+
+    def before(module: nn.Module, arguments: Any) -> None:
+        began[0] = time.perf_counter()
+
+    def after(module: nn.Module, arguments: Any, output: Any) -> None:
+        if state.step + 1 >= injection.step:
+            time.sleep(max(3 * (time.perf_counter() - began[0]), 0.1))
+
+    state.chunks[0].register_forward_pre_hook(before)
+    state.chunks[0].register_forward_hook(after)
+
+
+KINDS: dict[str, Callable[[Injection, Run, State, Mesh], None]] = {
+    "kill": _does(lambda: os.kill(os.getpid(), signal.SIGKILL)),
+    "term": _does(lambda: os.kill(os.getpid(), signal.SIGTERM)),
+    "hang": _does(lambda: os.kill(os.getpid(), signal.SIGSTOP)),
+    "sleep": _does(lambda: time.sleep(FOREVER)),
+    "lock": _does(_hold_lock),
+    "data": _block_worker,
+    "skip": _skip,
+    "cross": _cross,
+    "nan": _poison(float("nan")),
+    "inf": _poison(float("inf")),
+    "spike": _poison(1000.0),
+    "flip": _flip,
+    "slow": _slow,
+    "pause": _does(lambda: time.sleep(20.0)),  # slow, not hung: a save, or a first step
+    "error": _does(_fail(RuntimeError("injected"))),
+    "memory": _does(_fail(torch.OutOfMemoryError("injected: tried to allocate 1 TiB"))),
+}

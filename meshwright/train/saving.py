@@ -1,0 +1,150 @@
+"""When a run saves, what of it, and what it goes on from."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.checkpoint import fingerprint, steps
+from meshwright.checkpoint import restore as restoring
+from meshwright.checkpoint.fingerprint import Share
+from meshwright.checkpoint.holding import Copies
+from meshwright.checkpoint.manifest import Manifest, Progress, state_digest
+from meshwright.checkpoint.save import Saver
+from meshwright.parallel import shadow
+from meshwright.parallel.mesh import Mesh
+from meshwright.spec.run import Run
+from meshwright.train.holdings import holdings
+from meshwright.train.state import State
+
+Say = Callable[[str], None]
+Save = Callable[[State], float]  # asked after every step; returns the seconds that training stood still
+
+
+class Restored(msgspec.Struct, frozen=True, kw_only=True):
+    """From where a run goes on."""
+
+    step: int
+    folder: str
+    state: str  # the logical digest of what was saved
+    seconds: float  # that reading and checking took
+
+
+def restore(state: State, run: Run, mesh: Mesh, folder: Path, say: Say) -> Restored | None:
+    """Put the state where the newest good save has it; None if there is none, CorruptError if all are damaged."""
+    began = time.perf_counter()
+    state.say = say
+    home = steps.home(folder)
+    manifest = restoring.newest(home, run, mesh, holdings(state, run, mesh), say)
+    if manifest is None:
+        return None
+    shadow.refresh(state.chunks)
+    take_up(state, manifest)
+    step = state.step
+    seconds = time.perf_counter() - began
+    say(f"going on from step {step} ({steps.name(step)}, saved under {plan_of(manifest)}): read in {seconds:.1f} s")
+    return Restored(step=step, folder=str(home / steps.name(step)), state=manifest.state, seconds=seconds)
+
+
+def take_up(state: State, manifest: Manifest) -> None:
+    """The counters of a save. Samples and draws need no more: they follow from the seed and the step."""
+    progress = manifest.progress
+    state.step = progress.step
+    state.optimizer.count.fill_(progress.updates)
+    state.scale.value.fill_(progress.loss_scale)
+    state.scale.streak.fill_(progress.streak)
+
+
+def progress(state: State, run: Run) -> Progress:
+    """How far a run has come. Waits for the device."""
+    return Progress(
+        step=state.step,
+        samples=state.step * run.batch,
+        seed=run.seed,
+        updates=state.optimizer.count.item(),
+        loss_scale=state.scale.value.item(),
+        streak=state.scale.streak.item(),
+    )
+
+
+def digest_of(state: State, run: Run, mesh: Mesh) -> str:
+    """The logical digest of the state as it is now, on every rank: what a save of it would carry."""
+    copies, share = Copies(holdings(state, run, mesh)), fingerprint.NOTHING
+    copies.take()
+    for piece in copies.pieces():
+        share = fingerprint.add(share, fingerprint.share(piece.name, piece.region, piece.bits))
+    return state_digest(progress(state, run), fingerprint.text(_added(share, mesh)))
+
+
+def _added(share: Share, mesh: Mesh) -> Share:
+    """Every rank's contribution together. Halves of words travel, whose sums have room in an int64."""
+    halves = torch.tensor([[lane >> 32, lane % 2**32] for lane in share], dtype=torch.int64, device=mesh.device)
+    if mesh.world > 1:
+        dist.all_reduce(halves)
+    return tuple(((high << 32) + low) % fingerprint.WORD for high, low in halves.tolist())
+
+
+def plan_of(manifest: Manifest) -> str:
+    """The axes that the saving plan used, in words."""
+    axes = ("pp", "replicate", "shard", "cp", "tp", "ep")
+    used = [f"{axis}={manifest.plan[axis]}" for axis in axes if manifest.plan.get(axis, 1) != 1]
+    return " ".join(used) or "one rank"
+
+
+@contextmanager
+def saving(run: Run, state: State, mesh: Mesh, folder: Path | None) -> Iterator[Save]:
+    """A function that saves when it is due; an unfinished save is finished or removed on the way out."""
+    if folder is None:
+        yield lambda state: 0.0
+        return
+    saver = Saver(steps.home(folder), run, mesh, holdings(state, run, mesh), state.say)
+
+    def save(state: State) -> float:
+        if not (state.stopped or is_due(run, state.step)):
+            return 0.0
+        seconds = saver.save(progress(state, run))
+        if state.stopped:
+            state.saved = saver.settle()
+        return seconds
+
+    try:
+        yield save
+    except BaseException:
+        saver.abandon()
+        raise
+    saver.close()
+
+
+def is_due(run: Run, step: int) -> bool:
+    """Whether the state after this step is saved."""
+    return run.checkpoint.every > 0 and step % run.checkpoint.every == 0
+
+
+class Stops:
+    """The agreed wish to stop, read so that no step waits for a device.
+
+    On a CPU the number is there at once. On an accelerator it is read one step later, when it has long arrived; all
+    ranks read the same number at the same step.
+    """
+
+    def __init__(self) -> None:
+        self.earlier: tuple[Tensor, torch.cuda.Event] | None = None
+
+    def agreed(self, asked: Tensor) -> bool:
+        """Whether any rank was asked, as of this step or the one before."""
+        if not asked.is_cuda:
+            return asked.item() > 0
+        host = torch.empty(asked.shape, dtype=asked.dtype, pin_memory=True)
+        host.copy_(asked, non_blocking=True)
+        ready = torch.cuda.Event()
+        ready.record()
+        earlier, self.earlier = self.earlier, (host, ready)
+        if earlier is None:
+            return False
+        earlier[1].synchronize()
+        return earlier[0].item() > 0

@@ -1,0 +1,214 @@
+"""One function for each question that `meshwright plan` answers about a model on some machines."""
+
+import argparse
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from meshwright.search import explain, questions
+from meshwright.search.empty import empty
+from meshwright.search.found import Answer, Found, priced
+from meshwright.search.layers import layers
+from meshwright.search.misses import changes, nearest
+from meshwright.search.order import search
+from meshwright.search.question import Question
+from meshwright.search.space import problems
+from meshwright.spec import resolve, zoo
+from meshwright.spec.plan import Plan
+from meshwright.spec.problem import InputError, Problem
+from meshwright.verbs import plan_tables as tables
+from meshwright.verbs import plan_write
+from meshwright.verbs.plan_question import Put, put
+from meshwright.verbs.plan_words import as_record, plan_words
+
+DOES_NOT_FIT = 3
+
+
+def show(options: argparse.Namespace, record: dict[str, Any], lines: Iterable[str]) -> None:
+    """An answer, for a program or for a person."""
+    if options.json:
+        print(msgspec.json.encode(record).decode())
+        return
+    for line in lines:
+        print(line)
+
+
+def best(options: argparse.Namespace) -> int:
+    """The ranked table; with --tokens also how long and how much, with --write also a run file."""
+    asked = put(options)
+    answer = searched(asked.question, options.top)
+    if not answer.found:
+        return nothing_fits(options, asked, answer)
+    return _told(options, asked, asked.question, answer)
+
+
+def searched(question: Question, top: int) -> Answer:
+    """The best plans; a question that no plan can be legal for is refused with the rule that empties it."""
+    answer = search(question, top)
+    if answer.counts.legal == 0:
+        raise InputError(empty(question))
+    return answer
+
+
+def _told(options: argparse.Namespace, asked: Put, question: Question, answer: Answer) -> int:
+    first = answer.found[0]
+    chosen = msgspec.structs.replace(question, batch=first.plan.batch, precision=first.plan.precision)
+    beside = explain.beside(chosen, first.plan)
+    record = _record(asked, question, answer) | {"neighbours": msgspec.to_builtins(beside)}
+    lines = [*tables.heading(asked, question), "", *tables.ranking(answer), "", *tables.counted(answer.counts), ""]
+    lines += [f"Why the first: {explain.why(first)}", "One choice changed:", *tables.neighbours(first, beside)]
+    if options.tokens is not None:
+        span = questions.duration(first, options.tokens, options.dollars)
+        record["duration"] = msgspec.to_builtins(span)
+        lines += ["", *tables.lasting(span)]
+    if options.write:
+        plan_write.write(Path(options.write), plan_write.run_of(asked, first), options.force)
+        lines += ["", f"written: {options.write} (train it with: meshwright train {options.write})"]
+    show(options, record, lines)
+    return 0
+
+
+def _record(asked: Put, question: Question, answer: Answer) -> dict[str, Any]:
+    return {
+        "model": asked.model,
+        "cluster": msgspec.to_builtins(question.cluster),
+        "sequence": question.sequence,
+        "batch": question.batch,
+        "precision": question.precision,
+        "assumed": asked.assumed,
+        "plans": [as_record(found, explain.why(found)) for found in answer.found],
+        "counts": msgspec.to_builtins(answer.counts),
+        "ties": explain.ties(answer),
+    }
+
+
+def nothing_fits(options: argparse.Namespace, asked: Put, answer: Answer) -> int:
+    """The nearest misses and what would fit."""
+    misses, suggestions = nearest(asked.question), changes(asked.question)
+    record = _record(asked, asked.question, answer) | {
+        "misses": [as_record(found, explain.why(found)) for found in misses],
+        "changes": [{"change": each.change, **as_record(each.found, explain.why(each.found))} for each in suggestions],
+    }
+    heading = [*tables.heading(asked, asked.question), ""]
+    show(options, record, [*heading, *tables.missed(misses, suggestions), "", *tables.counted(answer.counts)])
+    return DOES_NOT_FIT
+
+
+def exact(options: argparse.Namespace) -> int:
+    """One plan as it stands, fields that are left out as a run would fill them."""
+    asked = put(options)
+    plan, question = _stated(asked)
+    found = priced(question.job(plan))
+    answer = Answer(found=(found,), counts=tables.Counts(legal=1, too_large={}, slower=0, priced=1))
+    traffic = _traffic(question, plan)
+    lines = [*tables.heading(asked, question), f"plan: {plan_words(plan)}", "", *tables.ledger(found), ""]
+    lines += [*tables.waterfall(found), "", "sent by the first rank in a step: " + _sent(traffic), explain.why(found)]
+    record = _record(asked, question, answer) | {"traffic_bytes": traffic}
+    if options.tokens is not None:
+        span = questions.duration(found, options.tokens, options.dollars)
+        record["duration"] = msgspec.to_builtins(span)
+        lines += ["", *tables.lasting(span)]
+    show(options, record, lines)
+    return 0 if found.fit.fits else DOES_NOT_FIT
+
+
+def _stated(asked: Put) -> tuple[Plan, Question]:
+    """The plan of the command line and the file; a batch that nobody stated is the plan's own."""
+    question = asked.question
+    stated = asked.asked.in_file | asked.asked.on_command_line | {"precision": question.precision}
+    arch = msgspec.to_builtins(question.arch)
+    table: dict[str, Any] = {"arch": arch, "batch": question.batch, "plan": stated}
+    resolve.resolve_plan(table, {}, question.cluster.gpus, question.cluster.gpus)
+    plan = msgspec.convert(table["plan"], Plan)
+    if any(each.startswith("batch =") for each in asked.assumed):
+        question = msgspec.structs.replace(question, batch=plan.batch)
+    found = list(problems(question, plan))
+    if plan.world != question.cluster.gpus:
+        what = f"the plan uses {plan.world} GPUs, and {asked.machines} has {question.cluster.gpus}"
+        found.append(Problem(what, "change an axis, or the cluster", "plan"))
+    if found:
+        raise InputError(found)
+    return plan, question
+
+
+def _traffic(question: Question, plan: Plan) -> dict[str, int]:
+    from meshwright.cost.traffic import bytes_by_axis, traffic
+
+    totals = bytes_by_axis(traffic(question.arch, plan, question.sequence, masked=question.masked))
+    return {str(axis): size for axis, size in totals.items()}
+
+
+def _sent(traffic: dict[str, int]) -> str:
+    return ", ".join(f"{axis} {tables.gib(size)} GiB" for axis, size in traffic.items()) or "nothing"
+
+
+def gpus_needed(options: argparse.Namespace) -> int:
+    """The least number of GPUs, and the plans there."""
+    asked = put(options)
+    needed = questions.gpus_needed(asked.question)
+    if needed is None:
+        remedy = "fix less of the plan, or use a larger card or a shorter sequence"
+        raise InputError([Problem(f"no number of {asked.question.cluster.gpu.name} is enough", remedy)])
+    gpus, answer = needed
+    question = questions.with_gpus(asked.question, gpus)
+    record = _record(asked, question, answer) | {"gpus": gpus}
+    lines = [f"{gpus} {question.cluster.gpu.name} are needed at least.", *tables.heading(asked, question), ""]
+    show(options, record, [*lines, *tables.ranking(answer), "", explain.why(answer.found[0])])
+    return 0
+
+
+def largest(options: argparse.Namespace) -> int:
+    """The largest model, microbatch or sequence that fits."""
+    what = options.largest
+    asked = put(options, zoo.preset("llama3-8b") if what == "model" else None)
+    ask = {
+        "model": questions.largest_model,
+        "microbatch": questions.largest_microbatch,
+        "sequence": questions.largest_sequence,
+    }[what]
+    found = ask(asked.question)
+    if found is None:
+        print(f"no {what} fits {asked.machines}" if not options.json else '{"largest": null, "plans": []}')
+        return DOES_NOT_FIT
+    beyond = f"; {found.next_value} does not fit" if found.next_value is not None else ""
+    why = explain.why(found.found)
+    record = {"largest": what, "value": found.value, "next": found.next_value, "plans": [as_record(found.found, why)]}
+    lines = [f"largest {what} on {asked.machines}: {found.value}{beyond}", f"plan: {plan_words(found.found.plan)}", ""]
+    show(options, record, [*lines, *tables.ledger(found.found), "", *tables.waterfall(found.found)])
+    return 0
+
+
+def layer_by_layer(options: argparse.Namespace) -> int:
+    """Parameters, operations and bytes of every layer."""
+    asked = put(options)
+    table = layers(asked.question)
+    record = {"model": asked.model, "sequence": asked.question.sequence, "layers": msgspec.to_builtins(table)}
+    heading = f"{asked.model}, sequence {asked.question.sequence:,}, {asked.question.precision}"
+    show(options, record, [heading, *tables.layer_table(table)])
+    return 0
+
+
+def textbook(options: argparse.Namespace) -> int:
+    """The closed forms of the literature for the best plan, or for the plan that is stated."""
+    from meshwright.cost.textbook import table
+
+    asked = put(options)
+    found = _any_plan(options, asked)
+    entries = table(found.job)
+    record = {"plan": msgspec.to_builtins(found.plan), "entries": msgspec.to_builtins(entries)}
+    lines = [*tables.heading(asked, asked.question), f"plan: {plan_words(found.plan)}", ""]
+    for entry in entries:
+        lines.append(f"{entry.name}: {entry.value:,.6g} {entry.unit}")
+        lines += [f"    {text}" for text in (entry.formula, entry.source, entry.note) if text]
+    show(options, record, lines)
+    return 0
+
+
+def _any_plan(options: argparse.Namespace, asked: Put) -> Found:
+    if options.exact:
+        plan, question = _stated(asked)
+        return priced(question.job(plan))
+    answer = searched(asked.question, 1)
+    return answer.found[0] if answer.found else nearest(asked.question)[0]

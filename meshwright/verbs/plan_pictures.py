@@ -1,0 +1,78 @@
+"""The pictures of `meshwright plan`: in the terminal with --chart, as a page with --page."""
+
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from meshwright.report import chart, gantt, picture
+from meshwright.report.chart import Screen
+from meshwright.report.page import page
+from meshwright.report.picture import GIB, Pictures, Point
+from meshwright.search.found import Found
+from meshwright.search.order import search
+from meshwright.search.question import Question
+from meshwright.spec.problem import InputError, Problem
+from meshwright.verbs import surroundings
+from meshwright.verbs.plan_words import plan_words
+
+LESS = 0.8  # of the memory that the last plan of the front took: what the next may use
+MOST_POINTS = 8  # plans of the front that are searched for
+SLOWEST = 3.0  # × the fastest: who wants to save so much memory takes other machines
+
+
+def frugal(question: Question, first: Found) -> list[Found]:
+    """From the fastest plan on, the fastest in ever less memory: the front of memory and time, to a fifth."""
+    found = [first]
+    while len(found) < MOST_POINTS:
+        gpu = msgspec.structs.replace(question.cluster.gpu, memory_bytes=found[-1].peak_bytes * LESS)
+        small = msgspec.structs.replace(question, cluster=msgspec.structs.replace(question.cluster, gpu=gpu))
+        best = search(small, top=1).found
+        if not best or best[0].price.seconds > SLOWEST * first.price.seconds:
+            break
+        found += best
+    return found
+
+
+def pictures(title: str, heading: Iterable[str], first: Found, others: Iterable[Found]) -> Pictures:
+    """A plan's memory, seconds and pipeline, beside the other plans."""
+    device = first.job.cluster.gpu.memory_bytes
+    return Pictures(
+        title=title,
+        heading=tuple(heading),
+        memory=picture.memory(first.ledger, device),
+        time=picture.seconds(first.price),
+        points=picture.front(points([first, *others])),
+        limit_gib=device / GIB,
+        pipeline=gantt.pipeline(first.job),
+    )
+
+
+def points(found: Iterable[Found]) -> list[Point]:
+    """Plans as points, each once."""
+    unique = {plan_words(each.plan): each for each in found}
+    return [Point(label=label, gib=each.peak_bytes / GIB, seconds=each.price.seconds) for label, each in unique.items()]
+
+
+def charts(drawn: Pictures) -> Iterator[str]:
+    """For the terminal that this is, or plain for a pipe."""
+    columns = shutil.get_terminal_size((100, 24)).columns
+    return chart.charts(drawn, Screen(columns=columns, colour=surroundings.colour(sys.stdout.isatty())))
+
+
+def write_page(file: Path, drawn: Pictures, force: bool) -> None:
+    """Put the page into a file, whole or not at all."""
+    if file.exists() and not force:
+        raise InputError([Problem(f"{file} exists", "add --force to replace it, or name another file")])
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        temporary.write_text(page(drawn), encoding="utf-8")
+        temporary.replace(file)
+    except OSError as error:
+        remedy = "name a file in a folder that can be written"
+        raise InputError([Problem(f"{file}: {error.strerror}", remedy)]) from None
+    finally:
+        temporary.unlink(missing_ok=True)

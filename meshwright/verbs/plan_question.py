@@ -1,0 +1,129 @@
+"""From the words of `meshwright plan` to a question: whose model, how long, how many, on what."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from meshwright.search.question import Question
+from meshwright.spec import load, zoo
+from meshwright.spec.arch import Arch
+from meshwright.spec.cluster import Cluster, cluster
+from meshwright.spec.folder import describe
+from meshwright.spec.huggingface import arch_of, read_config
+from meshwright.spec.load import Asked
+from meshwright.spec.params import count
+from meshwright.spec.plan import Precision
+from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.stack import stack_of
+from meshwright.verbs import words
+
+LONGEST = 8192  # a sequence that nobody stated: the model's context, and no more than this
+LARGE = 10e9  # parameters
+TOKENS_OF_A_STEP = {False: 2**19, True: 2**22}  # a batch that nobody stated: what GPT-2's and Llama's trainings used
+
+
+class Put(msgspec.Struct, frozen=True, kw_only=True):
+    """A question as it was put."""
+
+    question: Question
+    asked: Asked
+    model: str  # as a person would name it
+    machines: str  # likewise
+    assumed: tuple[str, ...]  # what was not said
+
+
+def put(options: argparse.Namespace, arch: Arch | None = None) -> Put:
+    """The question that the command line asks, with what was taken for granted; `arch` takes the place of the model."""
+    target, overrides = words.target(options.words)
+    asked, model = _asked(target, [*overrides, *_flags(options)], arch)
+    text = _machines(options, asked)
+    machines = cluster(text, network=asked.run.goal.network or "")
+    assumed: list[str] = []
+    sequence, batch = _sizes(asked, assumed)
+    fixed = asked.on_command_line | {key: asked.in_file[key] for key in ("deterministic",) if key in asked.in_file}
+    precision = _precision(asked, machines, assumed)
+    return Put(
+        question=Question(
+            arch=asked.run.arch,
+            sequence=sequence,
+            batch=batch,
+            precision=precision,
+            cluster=machines,
+            stack=stack_of("meshwright"),
+            masked=asked.run.data.mask_documents,
+            fixed=_plain(fixed),
+            vary=tuple(options.vary or ()) or asked.run.goal.vary,
+        ),
+        asked=asked,
+        model=model,
+        machines=text,
+        assumed=tuple(assumed),
+    )
+
+
+def _asked(target: str | None, overrides: list[str], arch: Arch | None) -> tuple[Asked, str]:
+    if arch is not None:
+        return load.ask(None, overrides, arch=arch), "a model"
+    if target is None:
+        remedy = "name a model of `meshwright models`, a run file, or a Hugging Face folder or config.json"
+        raise InputError([Problem("plan needs to know what to plan for", remedy)])
+    if target in zoo.preset_names():
+        return load.ask(None, [f"arch.preset={target}", *overrides]), target
+    path = Path(target)
+    if path.is_dir():
+        return load.ask(None, overrides, arch=describe(path).arch), path.name
+    if path.suffix == ".json":
+        return load.ask(None, overrides, arch=arch_of(read_config(path))), path.parent.name or path.name
+    if path.suffix == ".toml" or path.exists():
+        asked = load.ask(path, overrides)
+        return asked, asked.run.name
+    near = zoo.unknown_preset(target).remedy
+    raise InputError([Problem(f"{target} is no model of the zoo and no file", near)])
+
+
+def _flags(options: argparse.Namespace) -> list[str]:
+    return [f"{name}={value}" for name in ("sequence", "batch") if (value := getattr(options, name)) is not None]
+
+
+def _machines(options: argparse.Namespace, asked: Asked) -> str:
+    text = options.cluster or asked.run.goal.cluster
+    if not text:
+        remedy = "add --cluster 64xh100, or [goal] cluster to the run file; `meshwright clusters` lists the cards"
+        raise InputError([Problem("plan needs to know the machines", remedy)])
+    return text
+
+
+def _sizes(asked: Asked, assumed: list[str]) -> tuple[int, int]:
+    """Sequence and batch: as stated, and not those of the default run, which is about another model."""
+    run, unsaid = asked.run, {key for key in ("sequence", "batch") if asked.origins.get(key) == "default run"}
+    sequence, batch = run.sequence, run.batch
+    if "sequence" in unsaid:
+        sequence = min(run.arch.context, LONGEST)
+        assumed.append(f"sequence = {sequence}")
+    if "batch" in unsaid:
+        batch = max(TOKENS_OF_A_STEP[count(run.arch) >= LARGE] // sequence, 1)
+        assumed.append(f"batch = {batch}")
+    return sequence, batch
+
+
+def _precision(asked: Asked, machines: Cluster, assumed: list[str]) -> Precision:
+    stated = asked.on_command_line.get("precision", asked.in_file.get("precision"))
+    if stated is not None:
+        return stated
+    precision = default_precision(machines)
+    assumed.append(f"precision = {precision}")
+    return precision
+
+
+def default_precision(machines: Cluster) -> Precision:
+    """The usual one, where the card has its arithmetic."""
+    if machines.gpu.peak("bf16") > 0:
+        return "bf16"
+    return "fp16" if machines.gpu.peak("fp16") > 0 else "fp32"
+
+
+def _plain(fixed: dict[str, Any]) -> dict[str, Any]:
+    """Fields of the plan as its own values; the precision is the question's."""
+    return {key: tuple(value) if key == "stages" else value for key, value in fixed.items() if key != "precision"}

@@ -1,0 +1,185 @@
+"""What `meshwright plan` prints for people."""
+
+from collections.abc import Iterable, Iterator
+
+from meshwright.cost.time import Share
+from meshwright.search import explain
+from meshwright.search.explain import Beside
+from meshwright.search.found import TOLD_APART, Answer, Counts, Found
+from meshwright.search.layers import Layer
+from meshwright.search.misses import Change
+from meshwright.search.question import Question
+from meshwright.search.questions import Duration
+from meshwright.spec.params import active, count
+from meshwright.verbs.plan_question import Put
+from meshwright.verbs.plan_words import gib, number, plan_words, short, time
+
+LINES = {  # what a plan that does not fit has most of, as the counts name it
+    "states": "weights, gradients and moments",
+    "waiting": "gradients that wait for the last microbatch",
+    "gathered": "gathered weights",
+    "moments": "the optimizer's moments",
+}
+
+
+def heading(put: Put, question: Question) -> Iterator[str]:
+    """What was asked."""
+    held, used = count(question.arch), active(question.arch)
+    size = f"{number(held)} parameters" + (f", {number(used)} active" if used != held else "")
+    machines = question.cluster
+    links = f"{machines.domain} a domain over {machines.scale_up.name}, then {machines.network.name}"
+    yield f"{put.model} ({size}) on {machines.name} ({links})"
+    tokens = f"{question.tokens:,} tokens a step"
+    yield f"sequence {question.sequence:,}, batch {question.batch:,} ({tokens}), {question.precision}"
+    if put.assumed:
+        yield f"assumed: {', '.join(put.assumed)}"
+
+
+def ranking(answer: Answer) -> Iterator[str]:
+    """The best plans, best first."""
+    words = _distinct(answer)
+    width = max(map(len, [*words, "plan"]))
+    columns = f"{'s a step':>8}  {'interval':>13}  {'tokens/s/GPU':>12}  {'MFU':>6}  {'GiB':>6}  {'spare':>7}"
+    yield f"{'':>2}  {'plan':<{width}}  {columns}"
+    for place, (found, plan) in enumerate(zip(answer.found, words, strict=True), 1):
+        price = found.price
+        interval = f"{short(price.low_seconds)} – {short(price.high_seconds)}"
+        yield (
+            f"{place:>2}  {plan:<{width}}  {short(price.seconds):>8}  {interval:>13}  "
+            f"{price.tokens_per_second_per_gpu:>12,.0f}  {price.mfu:>6.1%}  {gib(found.peak_bytes):>6}  "
+            f"{gib(found.fit.headroom_bytes):>6}{'?' if found.is_tight else ' '}"
+        )
+    if any(found.is_tight for found in answer.found):
+        yield "? The interval of its memory reaches beyond the card: try it before relying on it."
+    yield f"Times within {TOLD_APART:.0%} count as equal: the simpler plan is first, then the one with more to spare."
+    if (ties := explain.ties(answer)) > 1:
+        yield f"The first {ties} lie within the interval of the best: measure before preferring one of them."
+
+
+def _distinct(answer: Answer) -> list[str]:
+    """Plans in words, with batch and precision where these differ."""
+    words = [plan_words(found.plan) for found in answer.found]
+    for name in ("batch", "precision"):
+        values = [getattr(found.plan, name) for found in answer.found]
+        if len(set(values)) > 1:
+            words = [f"{word} {name}={value}" for word, value in zip(words, values, strict=True)]
+    return words
+
+
+def counted(counts: Counts) -> Iterator[str]:
+    """What became of all plans."""
+    yield f"{counts.legal:,} legal plans:"
+    for line, plans in counts.too_large.items():
+        yield f"{plans:>12,}  do not fit: most of it is {LINES.get(line, line)}"
+    yield f"{counts.slower:>12,}  are slower than the ones above, by their bound"
+    yield f"{counts.priced:>12,}  priced in full"
+
+
+def neighbours(base: Found, others: Iterable[Beside]) -> Iterator[str]:
+    """What each changed choice would cost."""
+    others = list(others)
+    width = max((len(each.change) for each in others), default=0)
+    for each in others:
+        if each.plan is None or not each.fits:
+            yield f"  {each.change:<{width}}  {each.problem}"
+            continue
+        change = each.seconds / base.price.seconds - 1
+        yield f"  {each.change:<{width}}  {short(each.seconds):>7} s  {change:>+7.1%}  {gib(each.peak_bytes):>6} GiB"
+
+
+def ledger(found: Found) -> Iterator[str]:
+    """Every line of the fullest rank's memory, and the verdict."""
+    memory = found.job.cluster.gpu.memory_bytes
+    yield f"memory of the fullest rank ({found.ledger.role}), at {found.ledger.moment}:"
+    for line in found.ledger.lines:
+        if line.bytes:
+            yield f"  {line.name:<12}{gib(line.bytes):>8} GiB  {line.why}"
+    kinds = (("allocated", found.ledger.allocated), ("reserved", found.ledger.reserved), ("shown", found.ledger.shown))
+    yield "  " + ", ".join(f"{name} {gib(size)}" for name, size in kinds) + f" of {gib(memory)} GiB"
+    verdict, amount = ("yes", "to spare") if found.fit.fits else ("no", "too many")
+    doubt = ", and the interval of the estimate reaches beyond the card" if found.is_tight else ""
+    yield f"fits: {verdict}, {gib(abs(found.fit.headroom_bytes))} GiB {amount}{doubt}"
+
+
+def waterfall(found: Found) -> Iterator[str]:
+    """Where the seconds go."""
+    price = found.price
+    yield (
+        f"time: {short(price.seconds)} s a step ({short(price.low_seconds)} – {short(price.high_seconds)}), "
+        f"{price.tokens_per_second_per_gpu:,.0f} tokens/s/GPU, MFU {price.mfu:.1%}, HFU {price.hfu:.1%}"
+    )
+    for share in price.waterfall:
+        yield f"  {share.name:<12}{short(share.seconds):>8} s  {share.seconds / price.seconds:>6.1%}  {share.why}"
+
+
+def missed(misses: Iterable[Found], suggestions: Iterable[Change]) -> Iterator[str]:
+    """What to do when nothing fits."""
+    yield "Nothing fits. The nearest:"
+    for found in misses:
+        yield f"  {plan_words(found.plan)}: {explain.room(found)}"
+    yield "What would fit:"
+    for each in suggestions:
+        price, spare = each.found.price, gib(each.found.fit.headroom_bytes)
+        yield f"  {each.change}: {plan_words(each.found.plan)}, {short(price.seconds)} s a step, {spare} GiB to spare"
+
+
+def lasting(span: Duration) -> Iterator[str]:
+    """How long and how much."""
+    yield (
+        f"{number(span.tokens)} tokens: {span.steps:,} steps, {time(span.seconds)} "
+        f"({time(span.low_seconds)} – {time(span.high_seconds)}), {span.gpu_hours:,.0f} GPU-hours"
+        + (f", {span.dollars:,.0f} dollars" if span.dollars is not None else "")
+    )
+
+
+def layer_table(layers: tuple[Layer, ...]) -> Iterator[str]:
+    """The model from the bottom to the top."""
+    columns = f"{'FLOPs/token':>14}{'states GiB':>12}{'activations MiB/sequence':>26}"
+    yield f"{'layer':<20}{'count':>6}{'parameters':>18}{columns}"
+    for layer in layers:
+        yield (
+            f"{layer.name:<20}{layer.count:>6}{layer.parameters:>18,}{number(layer.flops_per_token):>14}"
+            f"{layer.state_bytes / 2**30:>12.2f}{layer.activation_bytes / 2**20:>26,.1f}"
+        )
+    total = sum(layer.count * layer.parameters for layer in layers)
+    flops = sum(layer.count * layer.flops_per_token for layer in layers)
+    states = sum(layer.count * layer.state_bytes for layer in layers)
+    kept = sum(layer.count * layer.activation_bytes for layer in layers)
+    yield f"{'in all':<26}{total:>18,}{number(flops):>14}{states / 2**30:>12.2f}{kept / 2**20:>26,.1f}"
+
+
+def difference(base: Found, same: Found | None, then: Answer) -> Iterator[str]:
+    """What a change does to the plan that was best, and what is best after it."""
+    yield f"now:       {plan_words(base.plan)}: {short(base.price.seconds)} s a step, {gib(base.peak_bytes)} GiB"
+    if same is None:
+        yield "same plan: is not legal any more"
+    else:
+        verdict = "" if same.fit.fits else ", does not fit"
+        yield (
+            f"same plan: {short(same.price.seconds)} s a step ({same.price.seconds / base.price.seconds:.2f} ×), "
+            f"{gib(same.peak_bytes)} GiB{verdict}"
+        )
+        yield from _shifts(base, same)
+    if not then.found:
+        yield "nothing fits then"
+        return
+    first = then.found[0]
+    yield f"best then: {plan_words(first.plan)}: {short(first.price.seconds)} s a step, {gib(first.peak_bytes)} GiB"
+    yield from _shifts(base, first)
+    yield explain.why(first)
+
+
+def _shifts(base: Found, other: Found) -> Iterator[str]:
+    """The three shares of a step that changed most."""
+    before = {share.name: share.seconds for share in base.price.waterfall}
+    after = {share.name: share for share in other.price.waterfall}
+    names = sorted({*before, *after}, key=lambda name: -abs(_seconds(after, name) - before.get(name, 0.0)))
+    for name in names[:3]:
+        change = _seconds(after, name) - before.get(name, 0.0)
+        if abs(change) >= explain.SMALL * base.price.seconds:
+            why = f": {after[name].why}" if name in after else ""
+            yield f"           {'+' if change > 0 else '-'}{short(abs(change))} s {name}{why}"
+
+
+def _seconds(shares: dict[str, Share], name: str) -> float:
+    return shares[name].seconds if name in shares else 0.0

@@ -1,0 +1,44 @@
+"""A plan that was found, as a run file."""
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from meshwright.search.found import Found
+from meshwright.spec import check, load
+from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.run import Goal, Run
+from meshwright.verbs.plan_question import Put
+
+
+def run_of(put: Put, found: Found) -> Run:
+    """The run that trains by a plan, with what was asked."""
+    asked = put.asked.run
+    same = found.job.cluster == put.question.cluster
+    goal = Goal(
+        cluster=put.machines if same else found.job.cluster.name, network=asked.goal.network, vary=put.question.vary
+    )
+    name = asked.name if asked.name != "starter" else f"{put.model}-{found.job.cluster.name}"
+    run = msgspec.structs.replace(
+        asked, name=name, sequence=found.job.sequence, batch=found.plan.batch, goal=goal, plan=found.plan
+    )
+    if problems := check.problems(run):
+        raise InputError(problems)
+    return run
+
+
+def write(file: Path, run: Run, force: bool) -> None:
+    """Put a run into a file, whole or not at all."""
+    if file.exists() and not force:
+        raise InputError([Problem(f"{file} exists", "add --force to replace it, or name another file")])
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        temporary.write_text(load.write(run), encoding="utf-8")
+        temporary.replace(file)
+    except OSError as error:
+        raise InputError(
+            [Problem(f"{file}: {error.strerror}", "name a file in a folder that can be written")]
+        ) from None
+    finally:
+        temporary.unlink(missing_ok=True)

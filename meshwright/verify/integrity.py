@@ -1,0 +1,156 @@
+"""Whether what a run has saved is still what was written: every byte of every step is read and hashed. No torch."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+
+from meshwright.checkpoint import steps, storage
+from meshwright.checkpoint.corrupt import CorruptError, Damage
+from meshwright.checkpoint.manifest import MANIFEST, Chunk, Manifest
+from meshwright.checkpoint.read import THREADS, StepReader
+from meshwright.spec.check import InputError, Problem
+from meshwright.spec.folder import PICKLES, a_pickle
+
+
+class ChunkVerdict(msgspec.Struct, frozen=True, kw_only=True):
+    """One file of a step."""
+
+    file: str
+    bytes: int
+    sound: bool
+
+
+class StepVerdict(msgspec.Struct, frozen=True, kw_only=True):
+    """One saved step."""
+
+    folder: str
+    step: int | None  # None: the manifest cannot be read
+    sound: bool
+    state: str  # the logical digest that the manifest carries
+    chunks: tuple[ChunkVerdict, ...]
+    damages: tuple[Damage, ...]
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything under a folder."""
+
+    sound: bool
+    steps: tuple[StepVerdict, ...]
+    damages: tuple[Damage, ...]  # of what belongs to no step: the pointer
+
+
+def verify(path: Path, say: Callable[[str], None]) -> Verdict:
+    """Check one step, or all steps of a run folder."""
+    found, home = find(path)
+    verdicts = []
+    for folder in found:
+        verdicts.append(verify_step(folder))
+        say(line(verdicts[-1]))
+        for damage in verdicts[-1].damages:
+            say(f"  {damage}")
+    loose = tuple(_pointer(home, verdicts)) if home is not None else ()
+    for damage in loose:
+        say(str(damage))
+    return Verdict(sound=not loose and all(each.sound for each in verdicts), steps=tuple(verdicts), damages=loose)
+
+
+def find(path: Path) -> tuple[list[Path], Path | None]:
+    """The steps under a path, and their home if it is more than one step that was asked for."""
+    if (path / MANIFEST).exists() or (steps.STEP.fullmatch(path.absolute().name) and path.is_dir()):
+        return [path], None
+    if path.name == steps.LATEST and path.is_file():
+        pointed = steps.pointed(path.parent)
+        assert pointed is not None, "the file is there"
+        return [path.parent / steps.name(pointed[0])], None
+    home = path if path.name == steps.CHECKPOINTS else steps.home(path)
+    found = [home / steps.name(step) for step in steps.present(home)]
+    if not found and not (home / steps.LATEST).exists():
+        raise InputError([_nothing(path)])
+    return found, home
+
+
+def _nothing(path: Path) -> Problem:
+    if path.suffix in PICKLES:
+        return a_pickle(path)
+    what = "holds no checkpoint" if path.is_dir() else "is not a folder"
+    return Problem(f"{path} {what}", "give a run folder, or one of its checkpoints/step-N")
+
+
+def verify_step(folder: Path) -> StepVerdict:
+    """Read every byte of a step."""
+    try:
+        with StepReader(folder) as reader, ThreadPoolExecutor(THREADS, "verify") as pool:
+            manifest = reader.manifest
+            numbers = range(len(manifest.chunks))
+            damages = [list(found) for found in pool.map(lambda number: list(_chunk(reader, number)), numbers)]
+            chunks = tuple(map(_verdict, manifest.chunks, damages))
+            found = [*_strays(folder, manifest), *(damage for each in damages for damage in each)]
+    except CorruptError as error:
+        damages = tuple(error.damages)
+        return StepVerdict(folder=str(folder), step=None, sound=False, state="", chunks=(), damages=damages)
+    return StepVerdict(
+        folder=str(folder),
+        step=manifest.progress.step,
+        sound=not found,
+        state=manifest.state,
+        chunks=chunks,
+        damages=tuple(found),
+    )
+
+
+def _verdict(chunk: Chunk, damages: list[Damage]) -> ChunkVerdict:
+    return ChunkVerdict(file=chunk.file, bytes=chunk.bytes, sound=not damages)
+
+
+def _chunk(reader: StepReader, number: int) -> Iterator[Damage]:
+    """What is wrong with one chunk; slice by slice only once its sha256 does not fit."""
+    chunk = reader.manifest.chunks[number]
+    try:
+        with reader.chunk(number) as descriptor:
+            if storage.file_sha256(descriptor) == chunk.sha256:
+                return
+            damages = list(_slices(reader, number, descriptor))
+    except CorruptError as error:
+        damages = error.damages
+    text = "the sha256 of the file does not fit, though those of its slices do"
+    yield from damages or [Damage(file=str(reader.folder / chunk.file), text=text)]
+
+
+def _slices(reader: StepReader, number: int, descriptor: int) -> Iterator[Damage]:
+    for each in reader.manifest.slices:
+        if each.chunk == number:
+            try:
+                reader.checked(each, descriptor)
+            except CorruptError as error:
+                yield from error.damages
+
+
+def _strays(folder: Path, manifest: Manifest) -> Iterator[Damage]:
+    """A step is named after its number, and holds what its manifest lists."""
+    if steps.STEP.fullmatch(folder.absolute().name) and folder.absolute().name != steps.name(manifest.progress.step):
+        yield Damage(file=str(folder / MANIFEST), text=f"is the manifest of step {manifest.progress.step}")
+    known = {MANIFEST, *(chunk.file for chunk in manifest.chunks)}
+    for entry in sorted(folder.iterdir()):
+        if entry.name not in known:
+            yield Damage(file=str(entry), text="is not in the manifest")
+
+
+def _pointer(home: Path, verdicts: list[StepVerdict]) -> Iterator[Damage]:
+    whole = [verdict for verdict in verdicts if verdict.sound]
+    if whole:
+        with StepReader(Path(whole[-1].folder)) as reader:
+            fault = steps.pointer_fault(home, reader.manifest.progress.step, reader.manifest.sha256)
+        if fault is not None:
+            yield fault
+    elif not verdicts:
+        yield Damage(file=str(home / steps.LATEST), text="points to a step, and none is there")
+
+
+def line(verdict: StepVerdict) -> str:
+    """One step, for a person."""
+    if not verdict.sound:
+        return f"{verdict.folder}: DAMAGED"
+    size = sum(chunk.bytes for chunk in verdict.chunks)
+    return f"{verdict.folder}: {len(verdict.chunks)} chunks, {size:,} bytes, all sound; state {verdict.state}"

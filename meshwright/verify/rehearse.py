@@ -1,0 +1,135 @@
+"""A fault on purpose, in a short copy of a run: is it seen, is it healed, and are the weights the same afterwards?"""
+
+import hashlib
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from meshwright.spec import check, load
+from meshwright.spec.exits import Exit
+from meshwright.spec.record import AttemptRecord, Record, StepRecord, read_line
+from meshwright.spec.run import Run
+
+Say = Callable[[str], None]
+STEPS, SAVE_EVERY, FAULT_STEP = 12, 4, 7
+SECONDS = 600.0  # for one of the runs
+
+# What is injected and in which phase, and what the reference for it leaves out as well.
+FAULTS = {
+    "kill": "kill::{step}:backward",
+    "term": "term::{step}:forward",
+    "hang": "hang::{step}:forward",
+    "sleep": "sleep::{step}:optimizer",
+    "lock": "lock::{step}:forward",
+    "data": "data::{step}",
+    "skip": "skip::{step}",
+    "cross": "cross::{step}",
+    "nan": "nan::{step}",
+    "flip": "flip::{step}:forward",
+}
+REFERENCE = {"nan": "inf::{step}"}  # the batch is passed over in both: one cannot train on it
+SEEN_AGAIN = (Exit.PREEMPTED, Exit.RESUMABLE, Exit.HARDWARE)  # codes after which the same command goes on
+
+
+class Rehearsal(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of one fault."""
+
+    fault: str
+    recovery_seconds: float  # from the last step before the fault to the first one after it
+    lost_steps: int  # that had to be made again
+    same_weights: bool  # as a run that nobody disturbed
+    exit_codes: tuple[int, ...]  # one for each time the command was given
+    verdict: tuple[str, ...]  # the lines that told of the fault
+    digest: str  # sha256 of the model that came out
+    reference: str  # and of the undisturbed one
+
+
+def short(run: Run) -> Run:
+    """A run of the same shape that takes a moment, in deterministic mode where its plan can have it."""
+    brief = msgspec.structs.replace(
+        run,
+        steps=STEPS,
+        held=msgspec.structs.replace(run.held, every=0, batches=1, sample_tokens=0),
+        log=msgspec.structs.replace(run.log, every=1, writers=()),
+        checkpoint=msgspec.structs.replace(run.checkpoint, every=SAVE_EVERY, keep_last=3),
+        faults=msgspec.structs.replace(run.faults, compare_every=SAVE_EVERY),
+    )
+    exact = msgspec.structs.replace(brief, plan=msgspec.structs.replace(run.plan, deterministic=True))
+    return brief if check.problems(exact) else exact
+
+
+def rehearse(run: Run, fault: str, folder: Path, say: Say) -> Rehearsal:
+    """Run a copy undisturbed, then with the fault, giving the same command again for as long as that helps."""
+    brief = short(run)
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "run.toml"
+    file.write_text(load.write(brief), encoding="utf-8")
+    say(f"undisturbed: {STEPS} steps on {brief.plan.world} ranks, saved every {SAVE_EVERY}")
+    quiet = REFERENCE.get(fault, "").format(step=FAULT_STEP)
+    _train(file, folder / "undisturbed", quiet, say)
+    say(f"{fault}: in step {FAULT_STEP}")
+    codes, words = [], ""
+    injected = FAULTS[fault].format(step=FAULT_STEP)
+    for _ in range(3):
+        code, said = _train(file, folder / fault, injected, say)
+        codes.append(code)
+        words += said
+        injected = ""
+        if code not in SEEN_AGAIN:
+            break
+    return _judged(fault, folder, tuple(codes), words)
+
+
+def _train(file: Path, folder: Path, injected: str, say: Say) -> tuple[int, str]:
+    command = [sys.executable, "-m", "meshwright", "train", str(file), "--folder", str(folder), "--json"]
+    done = subprocess.run(
+        [*command, "--inject", injected], capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+    for line in done.stderr.splitlines():
+        if line.startswith(VERDICT_LINES) or line.startswith("warning"):
+            say(f"  {line}")
+    return done.returncode, done.stderr
+
+
+VERDICT_LINES = ("what:", "where:", "since:", "cause:", "do:", "details:")
+
+
+def _judged(fault: str, folder: Path, codes: tuple[int, ...], words: str) -> Rehearsal:
+    records = [read_line(line) for line in (folder / fault / "steps.rank0.jsonl").read_bytes().splitlines()]
+    seconds, lost = recovery(records)
+    digest, reference = (model_digest(folder / name) for name in (fault, "undisturbed"))
+    told = tuple(line for line in words.splitlines() if line.startswith((*VERDICT_LINES, "warning")))
+    return Rehearsal(
+        fault=fault,
+        recovery_seconds=seconds,
+        lost_steps=lost,
+        same_weights=codes[-1] == Exit.DONE and digest == reference != "",
+        exit_codes=codes,
+        verdict=told,
+        digest=digest,
+        reference=reference,
+    )
+
+
+def recovery(records: list[Record]) -> tuple[float, int]:
+    """Seconds without a step around the first restart, and the steps that it went back; zeros if there was none."""
+    again = next((n for n, record in enumerate(records) if n and isinstance(record, AttemptRecord)), None)
+    if again is None:
+        return 0.0, 0
+    before = [record for record in records[:again] if isinstance(record, StepRecord)]
+    after = [record for record in records[again:] if isinstance(record, StepRecord)]
+    if not before or not after:
+        return 0.0, 0
+    return after[0].at - before[-1].at, before[-1].step - records[again].step
+
+
+def model_digest(folder: Path) -> str:
+    """sha256 of a finished run's weights; empty if it has none."""
+    files = sorted((folder / "model").glob("*.safetensors"))
+    whole = hashlib.sha256()
+    for file in files:
+        whole.update(file.read_bytes())
+    return whole.hexdigest() if files else ""

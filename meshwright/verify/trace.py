@@ -1,0 +1,159 @@
+"""The dry run: one rank of any world takes a real step on tensors without memory, beside what was planned for it."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Literal
+
+import msgspec
+
+from meshwright.cost.job import Job
+from meshwright.cost.memory import Ledger, ledger, states, worst
+from meshwright.cost.traffic import traffic
+from meshwright.cost.traffic_collective import Collective, Kind
+from meshwright.spec.plan import Plan
+from meshwright.spec.run import Run
+from meshwright.verify.trace_step import Seen, trace_step, traceable
+
+# The ledger knows a few moments of a step, the trace every operator in between: single buffers of one block, which
+# weigh little in a model of some size.
+PEAK_TOLERANCE = 0.10
+
+
+class CallRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Collectives of one kind and size among the same ranks."""
+
+    kind: Kind
+    axis: str
+    bytes: int  # of one call
+    planned: int  # calls in a step
+    traced: int
+
+    @property
+    def agrees(self) -> bool:
+        return self.planned == self.traced
+
+
+class ByteRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Something a rank holds."""
+
+    name: Literal["weights", "gradients", "moments", "peak"]
+    planned: int
+    traced: int
+    tolerance: float  # of the planned; 0: to the byte
+
+    @property
+    def agrees(self) -> bool:
+        return abs(self.traced - self.planned) <= self.tolerance * self.planned
+
+
+class Trace(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank's step, planned and traced."""
+
+    plan: str
+    rank: int
+    world: int
+    calls: tuple[CallRow, ...]
+    held: tuple[ByteRow, ...]
+    moment: str  # of the peak, by the ledger
+    phase: str  # of the peak, as it was traced
+    notes: tuple[str, ...]  # what was traced otherwise than it will run
+    refused: str = ""  # why nothing could be traced
+
+    @property
+    def agrees(self) -> bool:
+        return not self.refused and all(row.agrees for row in (*self.calls, *self.held))
+
+
+def trace(run: Run, job: Job, rank: int | None = None) -> Trace:
+    """One step of a rank, the fullest unless one is named. A step that cannot be traced is told as such."""
+    plan = traceable(run.plan)
+    plain = msgspec.structs.replace(job, plan=plan)
+    if rank is None:
+        rank = worst(plain).rank * (plan.world // plan.pp)  # pp is the outermost axis
+    about = {"plan": str(run.plan), "rank": rank, "world": plan.world, "notes": tuple(notes(run))}
+    collectives = partial(_collectives, run, plan)
+    try:
+        seen = trace_step(run, rank, collectives)
+    except (RuntimeError, NotImplementedError) as error:  # torch's words for an operator that needs values
+        reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        return Trace(**about, calls=(), held=(), moment="", phase="", refused=reason)
+    said = ledger(plain, seen.place)
+    held = tuple(_held(job, plan, seen, said))
+    return Trace(**about, calls=tuple(_calls(seen)), held=held, moment=said.moment, phase=seen.phase)
+
+
+def _collectives(run: Run, plan: Plan, place: dict[str, int]) -> tuple[Collective, ...]:
+    return traffic(run.arch, plan, run.sequence, masked=run.data.mask_documents, place=place)
+
+
+def _calls(seen: Seen) -> Iterator[CallRow]:
+    """Every call that was planned or made."""
+    for call in sorted(seen.calls.keys() | seen.said.keys()):
+        yield CallRow(
+            kind=call.kind,
+            axis=seen.axes.get(call.ranks, f"{len(call.ranks)} ranks"),
+            bytes=call.bytes,
+            planned=seen.said[call],
+            traced=seen.calls[call],
+        )
+
+
+def _held(job: Job, plan: Plan, seen: Seen, said: Ledger) -> Iterator[ByteRow]:
+    planned = {line.name: line.bytes for line in states(job.arch, plan, seen.place)}
+    for name in ("weights", "gradients", "moments"):
+        yield ByteRow(name=name, planned=planned[name], traced=seen.states[name], tolerance=0.0)
+    yield ByteRow(name="peak", planned=said.allocated, traced=seen.live_bytes, tolerance=PEAK_TOLERANCE)
+
+
+def notes(run: Run) -> Iterator[str]:
+    """What a trace leaves out or does otherwise, for this run."""
+    plan = run.plan
+    yield "traced on a CPU's operators: workspaces, the allocator's slack and the device's context are not seen"
+    if plan.kernels != "plain":
+        yield "traced with plain kernels, and compared with the ledger of plain kernels: Triton's need a GPU"
+    if plan.compile:
+        yield "traced without the compiler, which cannot work on fake tensors: compiled blocks keep less"
+    if run.arch.experts:
+        yield "routers have no values to choose by: every expert gets an equal share of the rows, as the plan assumes"
+    if plan.cp > 1 and plan.cp_kind == "ring":
+        yield "on a CPU the ring's attention is made of plain operators, whose scores a GPU's kernel never holds"
+    if plan.pp > 1:
+        yield "one rank of the pipeline was traced: its neighbours' messages arrive at once"
+    if plan.precision == "fp16":
+        yield "no gradient overflows here: the loss scale stays as it is"
+
+
+def lines(found: Trace) -> Iterator[str]:
+    """A trace as people read it."""
+    yield f"dry run of rank {found.rank} of {found.world}, one whole step on tensors without memory: {found.plan}"
+    if found.refused:
+        yield f"could not be traced: {found.refused}"
+    else:
+        yield from _call_lines(found.calls)
+        yield from _byte_lines(found)
+    yield "what to know:"
+    yield from (f"  {note}" for note in found.notes)
+    if not found.refused:
+        yield "the trainer does what was planned" if found.agrees else "the trainer does not do what was planned"
+
+
+def _call_lines(calls: tuple[CallRow, ...]) -> Iterator[str]:
+    if not calls:
+        yield "collectives: none, planned or traced"
+        return
+    yield f"{'collective':<16}{'axis':<18}{'bytes a call':>16}{'planned':>10}{'traced':>10}{'difference':>12}"
+    for row in calls:
+        difference = "–" if row.agrees else f"{row.traced - row.planned:+,}"
+        yield f"{row.kind:<16}{row.axis:<18}{row.bytes:>16,}{row.planned:>10,}{row.traced:>10,}{difference:>12}"
+
+
+def _byte_lines(found: Trace) -> Iterator[str]:
+    yield f"{'bytes held':<16}{'planned':>22}{'traced':>22}{'difference':>12}"
+    for row in found.held:
+        difference = (
+            "–" if row.traced == row.planned else f"{row.traced / row.planned - 1:+.2%}" if row.planned else "new"
+        )
+        allowed = "" if not row.tolerance else f"  ({row.tolerance:.0%} allowed)"
+        wrong = "" if row.agrees else "  !"
+        yield f"{row.name:<16}{row.planned:>22,}{row.traced:>22,}{difference:>12}{allowed}{wrong}"
+    yield f"the peak was planned at {found.moment}, and traced in {found.phase}"

@@ -1,0 +1,197 @@
+"""Faults, injected into real runs: each is named, healed where it can be, and leaves the weights as they would be.
+
+Here runs a sample; `make prove` runs them all.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from commands import SMALL, environment, meshwright
+
+from meshwright.cost.goodput import account
+from meshwright.spec.record import AttemptRecord, EventRecord, StepRecord, read_line
+from meshwright.verify.rehearse import model_digest
+
+RUN = (
+    *SMALL,
+    "steps=10",
+    "data.source=my/*.txt",
+    "checkpoint.every=4",
+    "plan.deterministic=true",
+    "held.every=0",
+    "faults.hang_seconds=4",
+    "faults.compare_every=4",
+)
+
+
+@pytest.fixture(scope="module")
+def user(tmp_path_factory):
+    """A user's folder with a little text, a cache of its own, and an undisturbed run to compare with."""
+    folder = tmp_path_factory.mktemp("user")
+    (folder / "my").mkdir()
+    lines = [f"line {number}: the quick brown fox jumps over {number * 7 % 13} dogs" for number in range(900)]
+    (folder / "my" / "text.txt").write_text("\n".join(lines))
+    done = train(folder, "reference")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def train(user: Path, folder: str, *words: str) -> subprocess.CompletedProcess[str]:
+    return meshwright("train", *RUN, "--json", "--folder", folder, *words, folder=user)
+
+
+def records(folder: Path):
+    return [read_line(line) for line in (folder / "steps.rank0.jsonl").read_bytes().splitlines()]
+
+
+def verdict(text: str) -> dict[str, str]:
+    """The last verdict on the screen, by the name of its lines."""
+    lines = [line.split(":", 1) for line in text.splitlines() if line.split(":")[0] in NAMES]
+    return {name: rest.strip() for name, rest in lines}
+
+
+NAMES = ("what", "where", "since", "cause", "do", "details")
+
+
+def test_the_reference_accounts_for_every_second(user):
+    spent = account(records(user / "reference"))
+    summary = json.loads((user / "reference" / "summary.json").read_text())
+    assert summary["attempts"] == 1
+    assert summary["goodput"] + sum(summary["badput"].values()) == pytest.approx(1.0)
+    assert summary["seconds"] == pytest.approx(spent.wall)
+    assert spent.bad["recovery"] == spent.bad["lost work"] == 0.0
+    assert not [record for record in records(user / "reference") if isinstance(record, EventRecord)]
+
+
+def test_a_killed_rank_is_replaced_and_the_weights_are_the_same(user):
+    done = train(user, "killed", "--inject", "kill:1:7:backward")
+    assert done.returncode == 0, done.stderr
+    told = verdict(done.stderr)
+    assert told["what"] == "rank 1 was ended by signal SIGKILL"
+    assert told["do"] == "nothing: starting again from step 4"
+    begun = [record.step for record in records(user / "killed") if isinstance(record, AttemptRecord)]
+    assert begun == [0, 4]
+    assert model_digest(user / "killed") == model_digest(user / "reference")
+    spent = account(records(user / "killed"))
+    assert spent.bad["recovery"] > 0
+    assert spent.bad["lost work"] > 0
+
+
+HANGS = [("lock", "Python's lock"), ("skip", "left out a collective")]  # a heart that stops, and one that goes on
+
+
+@pytest.mark.parametrize(("kind", "told"), HANGS, ids=[kind for kind, _ in HANGS])
+def test_a_hang_names_the_guilty_rank_and_heals(user, kind, told):
+    rank = {"lock": 0, "skip": 1}[kind]
+    done = train(user, kind, "--inject", f"{kind}:{rank}:7")
+    assert done.returncode == 0, done.stderr
+    said = verdict(done.stderr)
+    assert said["what"].startswith(f"rank {rank} ")
+    assert told in said["what"]
+    kept = json.loads((user / said["details"] / "verdict.json").read_text())
+    assert kept["rank"] == rank
+    if kind == "lock":
+        assert "in forward of step 7" in said["what"]
+        assert any("_hold_lock" in line for line in kept["stack"])
+    assert model_digest(user / kind) == model_digest(user / "reference")
+
+
+def test_sigterm_to_one_rank_saves_this_step_and_the_same_command_goes_on(user):
+    first = train(user, "preempted", "--inject", "term:1:6:optimizer")
+    assert first.returncode == 10, first.stderr
+    assert verdict(first.stderr)["what"] == "asked to end: saved at step 7"  # the next verdict has its wish in it
+    second = train(user, "preempted")
+    assert second.returncode == 0, second.stderr
+    assert "going on from step 7" in second.stderr
+    assert model_digest(user / "preempted") == model_digest(user / "reference")
+
+
+def test_a_gradient_that_is_not_finite_is_passed_over_and_its_batch_is_kept(user):
+    done = train(user, "nan", "--inject", "nan:1:6")
+    assert done.returncode == 0, done.stderr
+    (event,) = [record for record in records(user / "nan") if isinstance(record, EventRecord)]
+    assert (event.step, event.rank, event.what) == (6, 1, "not-finite")
+    skipped = [record.step for record in records(user / "nan") if isinstance(record, StepRecord) and record.skipped]
+    assert skipped == [6]
+    kept = json.loads((user / "nan" / "faults" / "not-finite-step6-rank1.json").read_text())
+    assert kept["samples"] == [22, 23]  # the second half of step 6's four samples, which begin at 20
+    assert kept["parameter"] == "embed.weight"
+    from safetensors.numpy import load_file
+
+    assert load_file(user / "nan" / "faults" / "not-finite-step6-rank1.safetensors")["tokens"].shape == (2, 32)
+
+
+def test_too_many_in_a_row_end_the_run_with_their_own_code(user):
+    done = train(user, "nans", "faults.not_finite=0", "--inject", "nan:0:3")
+    assert done.returncode == 13
+    assert "not finite" in verdict(done.stderr)["what"]
+    assert len(verdict(done.stderr)) <= 6
+
+
+def test_a_bit_that_flips_in_one_replica_is_found_and_no_run_goes_on_from_it(user):
+    done = train(user, "flipped", "--inject", "flip:1:6")
+    assert done.returncode == 14, done.stderr
+    assert "embed.weight" in verdict(done.stderr)["what"]
+    assert (user / "flipped" / "checkpoints" / "suspect-step-8").exists()
+    again = train(user, "flipped")
+    assert again.returncode == 0, again.stderr
+    assert model_digest(user / "flipped") == model_digest(user / "reference")
+
+
+def test_restarts_that_bring_nothing_are_counted_and_end(user):
+    words = ("checkpoint.every=0", "faults.restarts=0", "--inject", "kill:0:2:forward")
+    done = train(user, "hopeless", *words)
+    assert done.returncode == 11
+    assert "faults.restarts" in verdict(done.stderr)["do"]
+
+
+def test_an_error_is_told_in_six_lines_and_not_tried_again(user):
+    done = train(user, "broken", "--inject", "error:1:3")
+    assert done.returncode == 1
+    told = verdict(done.stderr)
+    assert told["what"] == "rank 1 failed: RuntimeError: injected"
+    assert len(done.stderr.strip().splitlines()[-1].split(":")) >= 2
+    assert len(records(user / "broken")) == 3  # one attempt, two steps
+
+
+def test_a_power_cut_costs_one_interval_at_most(user):
+    command = [sys.executable, "-m", "meshwright", "train", *RUN, "steps=100000", "checkpoint.every=2"]
+    launcher = subprocess.Popen(
+        [*command, "--folder", "cut"],
+        cwd=user,
+        env=environment(user),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    file = user / "cut" / "steps.rank0.jsonl"
+    deadline = time.monotonic() + 90
+    while not (file.exists() and file.read_bytes().count(b"\n") > 6):
+        assert time.monotonic() < deadline, "no steps were made"
+        time.sleep(0.05)
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    for pid in [launcher.pid, *map(int, children)]:
+        os.kill(pid, signal.SIGKILL)
+    launcher.wait()
+    made = [record.step for record in records(user / "cut") if isinstance(record, StepRecord)][-1]
+    again = subprocess.Popen(
+        [*command, "--folder", "cut"],
+        cwd=user,
+        env=environment(user),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    while file.read_bytes().count(b'"kind":"attempt"') < 2:
+        assert time.monotonic() < deadline, "it did not go on"
+        time.sleep(0.05)
+    again.send_signal(signal.SIGTERM)
+    assert again.wait(timeout=60) == 10
+    begun = [record.step for record in records(user / "cut") if isinstance(record, AttemptRecord)]
+    assert begun[0] == 0
+    assert made - begun[1] <= 3  # two steps of an interval, and one whose save was still being written

@@ -1,0 +1,238 @@
+"""Saving: what is on disk is complete at every moment, whatever cuts a save short."""
+
+import errno
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from checkpoint import saved
+from meshwright.checkpoint import restore, steps
+from meshwright.checkpoint.storage import Disk
+from meshwright.spec import load
+from meshwright.spec.check import InputError
+from meshwright.verify import integrity
+
+ONE = load.load(None, ["arch.preset=tiny", "checkpoint.keep_last=1", "checkpoint.async=false"]).run
+BEHIND = load.load(None, ["arch.preset=tiny", "checkpoint.keep_last=1"]).run
+
+
+class DeadError(BaseException):
+    """The process has ended; nothing it does from here on happens."""
+
+
+class Cut(Disk):
+    """A disk of a process that is killed at its n-th operation; a block that it was writing is half there."""
+
+    def __init__(self, operations: int) -> None:
+        self.left = operations
+        self.done: list[str] = []
+
+    def _count(self, name: str) -> None:
+        if self.left == 0:
+            raise DeadError(name)
+        self.left -= 1
+        self.done.append(name)
+
+    def make_folder(self, path):
+        self._count("make_folder")
+        super().make_folder(path)
+
+    def write(self, path, blocks):
+        self._count("write")
+        super().write(path, blocks)
+        self._count("synced")
+
+    def write_block(self, descriptor, block):
+        if self.left == 0:
+            os.write(descriptor, memoryview(block)[: len(block) // 2])
+        self._count("write_block")
+        super().write_block(descriptor, block)
+
+    def rename(self, old, new):
+        self._count("rename")
+        super().rename(old, new)
+
+    def sync_folder(self, path):
+        self._count("sync_folder")
+        super().sync_folder(path)
+
+    def remove(self, path):
+        if path.is_dir():
+            for entry in path.iterdir():  # a folder goes file by file
+                self._count("remove")
+                entry.unlink()
+        self._count("remove")
+        super().remove(path)
+
+
+def advance(home: Path, step: int, disk: Disk, run=ONE) -> list[str]:
+    """Save a step with its own numbers; what was said."""
+    said: list[str] = []
+    made = saved.saver(home, saved.tensors(step), said, disk, run)
+    try:
+        made.save(saved.progress(step))
+        made.close()
+    except DeadError:
+        made.abandoned.set()  # the thread of a dead process would not go on polling
+        made.threads.shutdown()
+        raise
+    return said
+
+
+def loaded(home: Path) -> int:
+    """The step that is gone on from; its numbers are checked."""
+    held = {name: torch.full_like(x, torch.nan) for name, x in saved.tensors(0).items()}
+    found = restore.newest(home, saved.RUN, saved.alone(), saved.holdings(held), lambda text: None)
+    assert found is not None
+    assert all(torch.equal(held[name], x) for name, x in saved.tensors(found.progress.step).items())
+    return found.progress.step
+
+
+@pytest.fixture
+def home(tmp_path):
+    advance(tmp_path / "checkpoints", 1, Disk())
+    return tmp_path / "checkpoints"
+
+
+def test_any_reader_of_safetensors_can_open_a_chunk(home):
+    content = load_file(home / "step-1" / "chunk.rank0.safetensors")
+    for name, x in saved.tensors(1).items():
+        region = "[" + ",".join(f"0:{length}" for length in x.shape) + "]"
+        assert torch.equal(content[name + region], x)
+
+
+def test_a_kill_at_any_operation_leaves_the_step_before_or_the_new_one(home, tmp_path):
+    whole = Cut(10**9)
+    copy = tmp_path / "copy" / "checkpoints"
+    shutil.copytree(home, copy)
+    advance(copy, 2, whole)
+    assert {"make_folder", "write", "write_block", "synced", "rename", "sync_folder", "remove"} <= set(whole.done)
+    seen = set()
+    for operations in range(len(whole.done)):
+        shutil.rmtree(copy)
+        shutil.copytree(home, copy)
+        with pytest.raises(DeadError):
+            advance(copy, 2, Cut(operations))
+        seen.add(loaded(copy))
+        if operations % 5 == 0:
+            assert advance(copy, 3, Disk()) == []  # and the next attempt cleans up
+            assert sorted(os.listdir(copy)) == ["latest", "step-3"]
+            assert integrity.verify(copy.parent, lambda text: None).sound
+    assert seen == {1, 2}
+
+
+class Full(Disk):
+    """A disk with room for so many bytes."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+
+    def write_block(self, descriptor, block):
+        self.room -= len(block)
+        if self.room < 0:
+            super().write_block(descriptor, memoryview(block)[: self.room])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super().write_block(descriptor, block)
+
+
+@pytest.mark.parametrize("room", [0, 10, 400, 600, 1500])
+def test_a_full_disk_is_told_and_the_newest_good_step_stays(home, room):
+    (said,) = advance(home, 2, Full(room))
+    assert "step-2 was not saved (No space left on device)" in said
+    assert "training goes on" in said
+    assert sorted(os.listdir(home)) == ["latest", "step-1"]  # no stump
+    assert loaded(home) == 1
+    assert advance(home, 3, Disk()) == []
+    assert loaded(home) == 3
+
+
+def test_the_kernels_own_full_disk_raises():
+    with open("/dev/full", "wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+        Disk().write_block(file.fileno(), b"x")
+
+
+class ReadOnly(Disk):
+    def make_folder(self, path):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+
+def test_a_disk_that_became_read_only_is_told(home):
+    (said,) = advance(home, 2, ReadOnly())
+    assert "Read-only file system" in said
+    assert loaded(home) == 1
+
+
+class Liar(Disk):
+    """A disk that loses a bit of what it was given."""
+
+    def write_block(self, descriptor, block):
+        wrong = bytearray(block)
+        wrong[-1] ^= 1
+        super().write_block(descriptor, bytes(wrong))
+
+
+def test_what_the_disk_gives_back_differently_is_no_checkpoint_and_removes_none(home):
+    (said,) = advance(home, 2, Liar())
+    assert "reads differently from what was just written" in said
+    assert loaded(home) == 1
+
+
+class Slow(Disk):
+    """A disk that takes its time until it is told not to."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+
+    def write_block(self, descriptor, block):
+        assert self.go.wait(30)
+        super().write_block(descriptor, block)
+
+
+def test_training_goes_on_while_a_slow_disk_writes_what_was_copied(home):
+    disk, held, said = Slow(), saved.tensors(2), []
+    made = saved.saver(home, held, said, disk, BEHIND)
+    made.save(saved.progress(2))  # returns, though nothing can be written yet
+    for tensor in held.values():
+        tensor.zero_()  # the next step
+    assert loaded(home) == 1
+    disk.go.set()
+    made.close()
+    assert loaded(home) == 2
+
+
+class Small(Disk):
+    def free_bytes(self, path):
+        return 1000
+
+
+def test_too_little_room_is_told_before_the_first_step(tmp_path):
+    with pytest.raises(InputError, match=r"checkpoints need [\d,]+ bytes \(2 of [\d,]+\).*has 1,000 free"):
+        saved.saver(tmp_path / "checkpoints", saved.tensors(1), [], Small(), ONE)
+
+
+def test_a_run_too_short_to_save_needs_no_room(tmp_path):
+    short = load.load(None, ["arch.preset=tiny", "steps=10", "checkpoint.every=100"]).run
+    saved.saver(tmp_path / "checkpoints", saved.tensors(1), [], Small(), short).close()
+
+
+def test_no_step_goes_before_the_next_is_good_and_some_never(tmp_path):
+    run = load.load(None, ["arch.preset=tiny", "checkpoint.keep_last=2", "checkpoint.keep_every=4"]).run
+    assert steps.superfluous([1, 2], run.checkpoint) == []
+    assert steps.superfluous([1, 2, 3], run.checkpoint) == [1]
+    assert steps.superfluous([3, 4, 5, 6, 8, 9], run.checkpoint) == [3, 5, 6]
+    saved.save(tmp_path / "checkpoints", *range(1, 11), run=run)
+    assert steps.present(tmp_path / "checkpoints") == [4, 8, 9, 10]
+    assert steps.pointed(tmp_path / "checkpoints")[0] == 10
+
+
+def test_a_damaged_step_is_replaced_when_its_number_comes_again(home):
+    advance(home, 2, Disk())
+    (home / "step-2" / "chunk.rank0.safetensors").write_bytes(b"")
+    assert advance(home, 2, Disk()) == []
+    assert loaded(home) == 2
+    assert not [name for name in os.listdir(home) if name.startswith(".")]

@@ -1,0 +1,111 @@
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from meshwright.cost.calibrate import beyond_launch, calibrated, calibrated_cluster, least, product_errors
+from meshwright.cost.kernels import flash_seconds, product_seconds, rates
+from meshwright.cost.links import Span, collective_seconds
+from meshwright.spec.check import InputError
+from meshwright.spec.cluster import cluster
+from meshwright.spec.efficiency import efficiency_of
+from meshwright.spec.profile import AttentionTime, CollectiveTime, ProductTime, Profile, read_profile
+
+HERE = Path(__file__).parents[3]
+NODE = cluster("8xh100")
+GPU = NODE.gpu
+USUAL = efficiency_of(GPU)
+OTHER = msgspec.structs.replace(
+    USUAL, product=0.5, wave=1e6, depth=500.0, attention_forward=0.2, attention_backward=0.15, memory=0.6
+)
+
+
+def profile_of(efficiency) -> Profile:
+    """What a machine of these efficiencies would show."""
+    at = rates(GPU, efficiency, "bf16")
+    sizes = [(m, n, k) for m in (2048, 8192) for n in (1024, 4096, 14336) for k in (1024, 8192)]
+    products = [ProductTime(m=m, n=n, k=k, dtype="bf16", seconds=product_seconds(m, n, k, at)) for m, n, k in sizes]
+    attention = []
+    for sequence in (2048, 8192, 32768):
+        forward, backward = flash_seconds(sequence, sequence, 32 * 128, at)
+        attention.append(
+            AttentionTime(
+                batch=1,
+                heads=32,
+                kv_heads=8,
+                sequence=sequence,
+                head_dim=128,
+                forward_seconds=forward,
+                backward_seconds=backward,
+                backend="flash",
+            )
+        )
+    return Profile(
+        device="a card",
+        products=tuple(products),
+        attention=tuple(attention),
+        copy_bandwidth=GPU.bandwidth * efficiency.memory,
+    )
+
+
+def test_a_machines_own_efficiencies_are_found_from_its_times():
+    found = calibrated(USUAL, GPU, profile_of(OTHER))
+    assert found.memory == pytest.approx(OTHER.memory)
+    # The search ends at steps of a fifth of a percent; wave and depth trade against each other, so times are compared.
+    for name in ("product", "attention_forward", "attention_backward"):
+        assert getattr(found, name) == pytest.approx(getattr(OTHER, name), rel=0.05)
+    records = profile_of(OTHER).products
+    assert max(map(abs, product_errors(records, rates(GPU, found, "bf16")))) < 0.05
+
+
+def test_what_was_not_measured_stays():
+    assert calibrated(USUAL, GPU, Profile(device="a card")) == USUAL
+    assert calibrated_cluster(NODE, Profile(device="a card")) == NODE
+
+
+def test_times_of_the_host_say_nothing_of_the_device():
+    records = [
+        ProductTime(m=m, n=512, k=512, dtype="bf16", seconds=s) for m, s in ((8, 3e-5), (64, 3.1e-5), (9999, 1e-3))
+    ]
+    assert [each.m for each in beyond_launch(records)] == [9999]
+
+
+def test_links_are_found_from_collectives():
+    slow = msgspec.structs.replace(NODE.scale_up, latency=20e-6, efficiency=0.3)
+    machine = msgspec.structs.replace(NODE, scale_up=slow)
+    over = Span(local=8, domains=1)
+    records = [
+        CollectiveTime(
+            kind="all_gather", ranks=8, bytes=size, seconds=collective_seconds("all_gather", size, over, machine)
+        )
+        for size in (1e4, 1e6, 1e8, 1e9)
+    ]
+    found = calibrated_cluster(NODE, Profile(device="a card", collectives=tuple(records), host_bandwidth=40e9))
+    assert found.scale_up.latency == pytest.approx(20e-6, rel=0.05)
+    assert found.scale_up.efficiency == pytest.approx(0.3, rel=0.05)
+    assert found.host.efficiency == pytest.approx(40e9 / NODE.host.bandwidth)
+    assert found.network == NODE.network
+
+
+def test_the_search_finds_a_minimum_and_respects_bounds():
+    def misfit(found):
+        return abs(found["a"] - 3) + abs(found["b"] - 40)
+
+    assert least(misfit, {"a": 1.0, "b": 1.0}) == pytest.approx({"a": 3, "b": 40}, rel=0.02)
+    assert least(misfit, {"a": 1.0, "b": 1.0}, {"b": 10.0}) == pytest.approx({"a": 3, "b": 10}, rel=0.02)
+
+
+def test_the_measured_h200_stands_behind_the_catalogues_entry():
+    gpu = cluster("h200").gpu
+    found = calibrated(efficiency_of(gpu), gpu, read_profile(HERE / "results" / "profile-h200.json"))
+    # The entry is rounded, and its product allows for clocks that fall under longer load than a probe's.
+    for name in ("product", "attention_forward", "attention_backward", "memory"):
+        assert getattr(efficiency_of(gpu), name) == pytest.approx(getattr(found, name), rel=0.08)
+
+
+def test_a_file_that_is_no_profile_is_refused(tmp_path):
+    (tmp_path / "p.json").write_text('{"device": 3}')
+    with pytest.raises(InputError, match="not a machine profile"):
+        read_profile(tmp_path / "p.json")
+    with pytest.raises(InputError, match="no profile"):
+        read_profile(tmp_path / "absent.json")

@@ -1,0 +1,84 @@
+"""Every kernel beside its plain twin, as (fused, plain, tensors), for the interpreter and for a GPU alike."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from kernel_cases import draw
+from torch import Tensor
+
+from meshwright.kernels import gate, norm, rope, softmax
+
+EPS = 1e-5
+Shape = tuple[int, ...]
+
+
+class Pair(NamedTuple):
+    """A kernel and its twin, called with the same tensors."""
+
+    fused: Callable
+    plain: Callable
+    tensors: list[Tensor]
+
+
+def pair(function: Callable, tensors: list[Tensor]) -> Pair:
+    return Pair(partial(function, kernels="fused"), partial(function, kernels="plain"), tensors)
+
+
+def softmax_pair(shape: Shape, dtype: torch.dtype, strides: str) -> Pair:
+    return pair(softmax.softmax, [draw(shape, dtype, 1, strides)])
+
+
+def norm_pair(kind: str, shape: Shape, dtype: torch.dtype, strides: str) -> Pair:
+    x, residual = draw(shape, dtype, 1, strides), draw(shape, dtype, 2)
+    weight, bias = (draw(shape[-1:], torch.float32, seed) for seed in (3, 4))
+    calls = {
+        "rms": (lambda x, w, kernels: norm.rms_norm(x, w, EPS, kernels), [x, weight]),
+        "layer": (lambda x, w, b, kernels: norm.layer_norm(x, w, b, EPS, kernels), [x, weight, bias]),
+        "layer, no bias": (lambda x, w, kernels: norm.layer_norm(x, w, None, EPS, kernels), [x, weight]),
+        "rms of a sum": (lambda x, r, w, kernels: norm.rms_norm_sum(x, r, w, EPS, kernels), [x, residual, weight]),
+        "layer of a sum": (
+            lambda x, r, w, b, kernels: norm.layer_norm_sum(x, r, w, b, EPS, kernels),
+            [x, residual, weight, bias],
+        ),
+    }
+    return pair(*calls[kind])
+
+
+NORMS = ("rms", "layer", "layer, no bias", "rms of a sum", "layer of a sum")
+
+
+def gate_pair(kind: str, activation: gate.Activation, shape: Shape, dtype: torch.dtype, strides: str) -> Pair:
+    x, up = draw(shape, dtype, 1, strides), draw(shape, dtype, 2)
+    if kind == "merged":
+        both = draw((*shape[:-1], 2 * shape[-1]), dtype, 1, strides)
+        return pair(lambda both, kernels: gate.merged(both, activation, kernels), [both])
+    if kind == "gated":
+        return pair(lambda x, up, kernels: gate.gated(x, up, activation, kernels), [x, up])
+    return pair(lambda x, kernels: gate.activate(x, activation, kernels), [x])
+
+
+GATES = ("alone", "gated", "merged")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+
+
+def rope_pair(layout: str, heads: tuple[int, int], sizes: tuple[int, int, int], dtype: torch.dtype) -> Pair:
+    """Queries and keys in (b, s, heads, head_dim), seen with heads before positions where the layout says so."""
+    batch, sequence, head_dim = sizes
+    q, k = (draw((batch, sequence, count, head_dim), dtype, seed) for seed, count in enumerate(heads))
+    angles = draw((1 if layout.endswith("one rotation") else batch, sequence, 1, head_dim // 2), torch.float32, 3)
+    turn = angles.cos(), angles.sin()
+    if layout.startswith("positions first"):
+        return pair(lambda q, k, kernels: rope.rotate(q, k, turn, kernels), [q, k])
+    turned = turn[0].transpose(1, 2), turn[1].transpose(1, 2)
+    if layout.startswith("heads first, dense"):
+        q, k = q.transpose(1, 2).contiguous(), k.transpose(1, 2).contiguous()
+        return pair(lambda q, k, kernels: rope.rotate(q, k, turned, kernels), [q, k])
+    return pair(
+        lambda q, k, kernels: rope.rotate(q.transpose(1, 2), k.transpose(1, 2), turned, kernels),
+        [q, k],
+    )
+
+
+LAYOUTS = ("positions first", "heads first", "heads first, dense", "positions first, one rotation")

@@ -1,0 +1,26 @@
+"""Where Triton is installed and there is no GPU, every test here runs again with the kernels in its interpreter."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshwright.kernels import choose
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not choose.triton_available(), reason="Triton is not installed")
+@pytest.mark.skipif(choose.INTERPRETED, reason="this is the interpreter already")
+def test_the_kernels_logic_holds_in_the_interpreter():
+    # Triton decides when it is imported, so another process asks for the interpreter, and sees no GPU.
+    surroundings = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(HERE)],
+        cwd=HERE.parents[2], env=surroundings, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "passed" in done.stdout

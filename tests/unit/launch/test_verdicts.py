@@ -1,0 +1,115 @@
+import tomllib
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from meshwright.launch import stacks, verdicts
+from meshwright.launch.heartbeat import Seen, process
+from meshwright.launch.judge import Hang
+from meshwright.launch.supervise import newest_step, set_aside
+from meshwright.spec import verdict as words
+from meshwright.spec.beat import Beat
+from meshwright.spec.exits import MEANING, Exit, table
+from meshwright.spec.faults import Faults
+from meshwright.spec.verdict import Verdict
+
+SEEN = {
+    rank: Seen(rank=rank, beat=Beat(pid=7 + rank, step=3, phase="forward", waiting=rank == 0, counts=(4, 5)), now=1.0)
+    for rank in (0, 1)
+}
+STACK = """Thread 0x1 (most recent call first):
+  File "/x/meshwright/train/heartbeat.py", line 80 in _live
+
+Current thread 0x2 (most recent call first):
+  File "/lib/threading.py", line 327 in wait
+  File "/x/meshwright/data/loader.py", line 75 in take
+  File "/x/meshwright/train/loop.py", line 70 in _steps
+
+Thread 0x3 (most recent call first):
+  File "/x/other.py", line 1 in other
+"""
+
+
+def test_a_verdict_has_six_lines_at_most_and_none_speaks_to_the_terminal():
+    everything = Verdict(
+        kind="hang", code=11, what="w\x1b[31m\nx" * 99, where="a", since="b", cause="c", remedy="d", details="e"
+    )
+    lines = str(everything).splitlines()
+    assert len(lines) == 6
+    assert [line.split(":")[0] for line in lines] == ["what", "where", "since", "cause", "do", "details"]
+    assert "\x1b" not in str(everything)
+    assert max(map(len, lines)) < 180
+
+
+def test_a_hang_names_rank_phase_line_and_who_waits(tmp_path):
+    hang = Hang(ranks=(1,), reason="does not move", seconds=6.0, limit=5.0)
+    verdict = verdicts.of_hang(hang, SEEN, {1: STACK}, tmp_path)
+    assert verdict.rank == 1
+    assert verdict.phase == "data"  # the stack knows better than the last heartbeat
+    assert "loader.py:75 take" in verdict.where
+    assert "waiting for it: rank 0" in verdict.what
+    assert verdict.code == Exit.RESUMABLE
+
+
+def test_the_main_threads_frames_are_found_among_all():
+    assert [frame.name for frame in stacks.frames(STACK)] == ["wait", "take", "_steps"]
+    assert stacks.frames("no stack at all") == []
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "told"), [(-9, "killed", "SIGKILL"), (-7, "killed", "SIGBUS"), (1, "error", "exit code 1")]
+)
+def test_a_rank_without_words_is_told_by_its_exit(tmp_path, code, kind, told):
+    verdict = verdicts.of_exit(1, code, SEEN[1], tmp_path)
+    assert (verdict.kind, verdict.rank) == (kind, 1)
+    assert told in verdict.what
+    assert verdict.code == (Exit.RESUMABLE if kind == "killed" else code)
+
+
+def test_last_words_come_back(tmp_path):
+    verdict = Verdict(kind="data", code=11, what="gone", rank=3, at=5.0)
+    words.write(tmp_path, verdict)
+    assert words.read(tmp_path) == [verdict]
+    words.write(tmp_path / "never made", verdict)
+    assert not (tmp_path / "never made").exists()
+
+
+def test_every_exit_code_has_one_meaning_and_a_line_in_help():
+    assert set(MEANING) == set(Exit)
+    assert [int(line.split()[0]) for line in table().splitlines()[1:]] == [0, 1, 2, 3, 10, 11, 12, 13, 14, 130]
+
+
+def test_steps_in_doubt_are_set_aside_and_not_lost(tmp_path):
+    for step in (4, 8, 12):
+        (tmp_path / "checkpoints" / f"step-{step}").mkdir(parents=True)
+    assert newest_step(tmp_path) == 12
+    set_aside(tmp_path, 4)
+    assert newest_step(tmp_path) == 4
+    assert (tmp_path / "checkpoints" / "suspect-step-8").exists()
+    assert newest_step(tmp_path / "nowhere") == -1
+
+
+def test_the_kernel_is_asked_about_a_process(tmp_path):
+    import os
+
+    state, seconds = process(os.getpid())
+    assert state in "RS"
+    assert seconds > 0
+    assert process(2**22 + 1) == ("Z", 0.0)  # beyond the largest number there is
+
+
+def test_verdicts_survive_json():
+    verdict = Verdict(kind="hang", code=11, what="x", stack=("a", "b"), good_until=3)
+    assert msgspec.json.decode(msgspec.json.encode(verdict), type=Verdict) == verdict
+
+
+PAGE = (Path(__file__).parents[3] / "docs" / "faults.md").read_text()
+
+
+def test_the_page_has_the_table_of_exit_codes_and_the_settings_as_they_are():
+    for code, meaning in MEANING.items():
+        assert f"| {code.value} | {meaning} |" in PAGE
+    settings = PAGE.partition("```toml\n")[2].partition("```")[0]
+    assert msgspec.convert(tomllib.loads(settings)["faults"], Faults) == Faults()
+    assert set(tomllib.loads(settings)["faults"]) == set(Faults.__struct_fields__)

@@ -1,0 +1,162 @@
+import random
+import statistics
+
+import msgspec
+import pytest
+
+from meshwright.cost.memory import worst
+from meshwright.search.found import TOLD_APART, Found, notch, priced, rank
+from meshwright.search.group import Group, bound, groups
+from meshwright.search.order import search
+from meshwright.search.question import Question
+from meshwright.search.room import Room, frugal_split, in_flight, shortened
+from meshwright.search.space import plans
+from meshwright.spec.schedule import actions
+from search.questions import question
+
+ROUNDING = 1 + 1e-9  # the same sums in another order
+
+
+def every(asked: Question) -> list[Found]:
+    """All plans of a question, priced one by one."""
+    return [priced(asked.job(plan)) for plan in plans(asked)]
+
+
+def with_memory(asked: Question, size: float) -> Question:
+    gpu = msgspec.structs.replace(asked.cluster.gpu, memory_bytes=float(int(size)))
+    return msgspec.structs.replace(asked, cluster=msgspec.structs.replace(asked.cluster, gpu=gpu))
+
+
+def refitted(found: Found, asked: Question) -> Found:
+    """The same plan on cards with another memory."""
+    headroom = int(asked.cluster.gpu.memory_bytes) - found.peak_bytes
+    fit = msgspec.structs.replace(found.fit, fits=headroom >= 0, headroom_bytes=headroom)
+    return msgspec.structs.replace(found, fit=fit)
+
+
+SMALL = [("tiny", 4, 2, 64), ("tiny", 2, 6, 64), ("tiny-moe", 2, 4, 64), ("gpt2", 2, 2, 1024)]
+
+
+@pytest.mark.parametrize(("model", "gpus", "batch", "sequence"), SMALL)
+def test_the_search_finds_what_trying_everything_finds(model, gpus, batch, sequence):
+    asked = question(model, f"{gpus}xh100", sequence=sequence, batch=batch)
+    everything = every(asked)
+    peaks = sorted(found.peak_bytes for found in everything)
+    for share in (0.1, 0.5, 1.0):
+        tight = with_memory(asked, peaks[int(share * (len(peaks) - 1))])
+        ours = search(tight, top=3)
+        best = sorted((each for each in (refitted(found, tight) for found in everything) if each.fit.fits), key=rank)
+        assert [rank(found) for found in ours.found] == [rank(found) for found in best[:3]]
+        assert ours.found[0].price.seconds == pytest.approx(best[0].price.seconds, rel=TOLD_APART)
+        assert ours.counts.legal == len(peaks)
+
+
+def test_the_counts_add_up():
+    counts = search(question("llama3-8b", "8xh100", sequence=4096, batch=32)).counts
+    assert counts.legal == counts.does_not_fit + counts.slower + counts.priced
+    assert min(counts.does_not_fit, counts.slower, counts.priced) > 0
+
+
+def test_the_answer_is_always_the_same():
+    asked = question("llama3-8b", "8xh100", sequence=4096, batch=32)
+    assert [found.plan for found in search(asked).found] == [found.plan for found in search(asked).found]
+
+
+def test_more_plans_begin_with_the_same_ones():
+    asked = question("llama3-8b", "8xh100", sequence=4096, batch=32)
+    few, many = search(asked, top=2).found, search(asked, top=8).found
+    assert [rank(found) for found in few] == [rank(found) for found in many[:2]]
+
+
+def test_of_equal_times_the_simpler_plan_is_first():
+    found = search(question("llama3-8b", "8xh100", sequence=4096, batch=32), top=20).found
+    assert [rank(each) for each in found] == sorted(rank(each) for each in found)
+    assert len({rank(each)[0] for each in found}) < len(found), "some times are alike"
+
+
+def test_times_that_cannot_be_told_apart_are_on_one_step():
+    assert notch(1.0) == notch(1.0 + TOLD_APART / 2)
+    assert notch(1.0) < notch(1.0 + 2 * TOLD_APART)
+    assert notch(0.0) < notch(1e-12)
+
+
+def test_a_batch_that_may_vary_is_judged_by_tokens():
+    asked = msgspec.structs.replace(question("llama3-8b", "8xh100", sequence=4096, batch=8), vary=("batch",))
+    found = search(asked, top=1).found[0]
+    fixed = search(msgspec.structs.replace(asked, vary=()), top=1).found[0]
+    assert found.plan.batch in (4, 8, 16)
+    assert found.seconds_per_token <= fixed.seconds_per_token
+
+
+def sample(count: int) -> list[tuple[Question, Group]]:
+    """Groups of one schedule and policy, of several models, with the random choice repeatable."""
+    choose = random.Random(7)
+    chosen = []
+    for model, machines, sequence, batch in (
+        ("llama3-70b", "64xh100", 8192, 64),
+        ("tiny", "8xh100", 64, 24),
+        ("mixtral-8x7b", "32xh100", 4096, 32),
+        ("gpt2", "8xa100-80g", 1024, 64),
+    ):
+        asked = question(model, machines, sequence=sequence, batch=batch)
+        some = choose.choices(groups(asked), k=count)
+        chosen += [(asked, choose.choice(choose.choice(group.parts()).parts())) for group in some]
+    return chosen
+
+
+def test_the_closed_forms_are_never_above_the_ledger():
+    for asked, group in sample(40):
+        plan = group.plan(frugal_split(group))
+        assert Room(asked).least(group) <= worst(asked.job(plan)).allocated * ROUNDING, plan
+
+
+def test_a_shortened_step_holds_no_more():
+    for asked, group in sample(25):
+        plan = group.plan(frugal_split(group))
+        assert worst(asked.job(shortened(plan))).shown <= worst(asked.job(plan)).shown, plan
+
+
+def test_no_split_of_the_data_axes_holds_less_than_the_frugal_one():
+    for asked, group in sample(15):
+        least = worst(asked.job(group.plan(frugal_split(group)))).shown
+        for layout in group.splits:
+            # Uneven parts are filled up: a shard may be larger by the filling.
+            assert worst(asked.job(group.plan(layout))).shown >= least * 0.999, group.plan(layout)
+
+
+def test_bounds_are_nested_and_never_above_the_price():
+    for asked, group in sample(30):
+        whole = group._replace(order=None, policy=None)
+        seconds = priced(asked.job(group.plan(group.splits[0]))).seconds_per_token
+        assert bound(whole) <= bound(group._replace(policy=None)) * ROUNDING
+        assert bound(group._replace(policy=None)) <= bound(group) * ROUNDING
+        assert bound(group) <= seconds * ROUNDING, group.plan(group.splits[0])
+
+
+@pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "interleaved", "looped", "zb1p", "zbv", "dualpipev"])
+def test_what_is_in_flight_on_the_first_rank_is_not_overstated(schedule):
+    for pp in (2, 3, 4, 8):
+        for microbatches in (2 * pp, 2 * pp + 1, 5 * pp):
+            chunks = 1 if schedule in ("naive", "gpipe", "1f1b") else 2
+            held = most = 0
+            for action in actions(schedule, pp, chunks, microbatches)[0]:
+                held += (action.kind == "F") - (action.kind in ("B", "W"))
+                most = max(most, held)
+            assert in_flight(schedule, pp, chunks, microbatches) <= most
+
+
+def test_a_larger_microbatch_never_needs_less():
+    asked = question("llama3-8b", "8xh100", sequence=4096, batch=64, tp=1, cp=1)
+    by_choice: dict[object, list[tuple[int, int]]] = {}
+    for group in groups(asked):
+        for order in group.parts():
+            for part in order.parts():
+                if part.splits[0].pp in (1, 2) and part.policy in ("none", "full") and part.decided_order.chunks < 3:
+                    size = worst(asked.job(part.plan(frugal_split(part)))).shown
+                    key = (part.splits[0].pp, part.order, part.policy)
+                    by_choice.setdefault(key, []).append((part.each.microbatch, size))
+    assert by_choice
+    for sizes in by_choice.values():
+        ordered = [size for _, size in sorted(sizes)]
+        assert ordered == sorted(ordered)
+        assert statistics.median(ordered) > 0

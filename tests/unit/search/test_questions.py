@@ -1,0 +1,111 @@
+from itertools import pairwise
+
+import msgspec
+import pytest
+
+from meshwright.cost.flops import forward_flops_per_token
+from meshwright.search.found import priced
+from meshwright.search.layers import layers
+from meshwright.search.misses import changes, nearest
+from meshwright.search.order import search
+from meshwright.search.questions import (
+    duration,
+    gpu_counts,
+    gpus_needed,
+    largest_microbatch,
+    largest_model,
+    largest_sequence,
+    with_gpus,
+)
+from meshwright.spec.params import count
+from meshwright.spec.plan import Plan
+from meshwright.spec.zoo import preset
+from search.questions import question
+
+ASKED = question("llama3-8b", "8xh100", sequence=4096, batch=32)
+SHARDED = Plan(shard=8, zero=3, microbatch=1, accumulate=4, precision="bf16")
+
+
+def test_gpu_counts_are_parts_of_a_node_and_then_nodes():
+    counts = list(gpu_counts(ASKED))
+    assert counts[:8] == [1, 2, 4, 8, 16, 24, 32, 40]
+    assert all(count % 8 == 0 for count in counts[3:])
+    assert all(after <= before * 1.15 for before, after in pairwise(counts[10:]))
+
+
+def test_fewer_gpus_than_needed_are_too_few():
+    needed = gpus_needed(ASKED)
+    assert needed is not None
+    gpus, answer = needed
+    assert answer.found[0].plan.world == gpus
+    smaller = [each for each in gpu_counts(ASKED) if each < gpus]
+    assert smaller
+    assert not any(search(with_gpus(ASKED, each)).found for each in smaller)
+
+
+def test_the_largest_model_fits_and_the_next_does_not():
+    found = largest_model(question("tiny", "1xh100", sequence=512, batch=4))
+    assert found is not None
+    assert isinstance(found.next_value, str)
+    assert count(preset(str(found.value))) <= count(preset(found.next_value))
+    assert found.found.fit.fits
+
+
+def test_the_largest_microbatch_is_to_the_sequence():
+    found = largest_microbatch(ASKED)
+    assert found is not None
+    assert found.found.plan.microbatch == found.value
+    assert found.found.plan.tp == found.found.plan.pp == found.found.plan.cp == 1
+
+
+def test_a_longer_sequence_than_the_largest_does_not_fit():
+    asked = question("llama3.2-1b", "1xh100", sequence=1024, batch=1)
+    found = largest_sequence(asked)
+    assert found is not None
+    assert search(msgspec.structs.replace(asked, sequence=int(found.value))).found
+    assert not search(msgspec.structs.replace(asked, sequence=int(found.next_value or 0))).found
+
+
+def test_learned_positions_end_where_their_table_ends():
+    found = largest_sequence(question("gpt2", "8xh100", sequence=1024, batch=8))
+    assert found is not None
+    assert found.value == 1024
+
+
+def test_duration_and_money():
+    found = priced(ASKED.job(SHARDED))
+    tokens = 1000.5 * 32 * 4096
+    span = duration(found, tokens, 2.0)
+    assert span.steps == 1001
+    assert span.seconds == pytest.approx(1001 * found.price.seconds)
+    assert span.gpu_hours == pytest.approx(8 * span.seconds / 3600)
+    assert span.dollars == pytest.approx(2 * span.gpu_hours)
+    assert duration(found, tokens).dollars is None
+
+
+@pytest.mark.parametrize("model", ["llama3-8b", "gpt2", "mixtral-8x7b", "tiny-moe"])
+def test_layers_add_up_to_the_model(model):
+    asked = question(model, sequence=64)
+    table = layers(asked)
+    assert sum(layer.count * layer.parameters for layer in table) == count(asked.arch)
+    # A tied output is multiplied though it holds nothing of its own; learned positions are looked up.
+    total = sum(layer.count * layer.flops_per_token for layer in table)
+    assert total == pytest.approx(forward_flops_per_token(asked.arch, 64))
+
+
+def test_the_nearest_misses_lack_least_and_changes_fit():
+    asked = question("llama3-8b", "1xh100", sequence=4096, batch=8)
+    assert not search(asked).found
+    misses = nearest(asked)
+    lacking = [-miss.fit.headroom_bytes for miss in misses]
+    assert lacking == sorted(lacking)
+    assert lacking[0] > 0
+    suggested = changes(asked)
+    assert len(suggested) == 3
+    assert all(change.found.fit.fits for change in suggested)
+
+
+def test_releasing_a_fixed_field_is_the_first_suggestion():
+    asked = question("llama3-8b", "8xh100", sequence=4096, batch=8, replicate=8)
+    assert not search(asked).found
+    assert changes(asked)[0].change == "leave plan.replicate = 8 to the search"

@@ -1,0 +1,127 @@
+import random
+from itertools import product
+
+import msgspec
+import pytest
+
+from meshwright.search.question import Question
+from meshwright.search.space import CHUNKS, SCHEDULES, Order, layouts, plans, policies, problems
+from meshwright.spec import check
+from meshwright.spec.plan import Plan
+from meshwright.spec.run import Run
+from meshwright.spec.stages import balanced_stages
+from search.questions import question
+
+SAMPLE = random.Random(4)
+
+
+def every_spelling(asked: Question) -> set[Plan]:
+    """Every combination of numbers, sorted out by the rules alone; for a model without a choice of policies."""
+    world, batch = asked.cluster.gpus, asked.batch
+    degrees = [each for each in range(1, world + 1) if world % each == 0]
+    shares = [each for each in range(1, batch + 1) if batch % each == 0]
+    found = set()
+    for pp, replicate, shard, cp, tp in product(degrees, repeat=5):
+        if pp * replicate * shard * cp * tp != world:
+            continue
+        pipelines = product(SCHEDULES, CHUNKS) if pp > 1 else [("1f1b", 1)]
+        for (schedule, chunks), zero, kind, ep, microbatch, accumulate in product(
+            pipelines, range(4), ("ring", "ulysses"), degrees, shares, shares
+        ):
+            if pp * chunks > asked.arch.layers or microbatch * accumulate * replicate * shard != batch:
+                continue
+            plan = Plan(
+                pp=pp, replicate=replicate, shard=shard, zero=zero, cp=cp, cp_kind=kind, ep=ep, tp=tp,
+                schedule=schedule, chunks=chunks, microbatch=microbatch, accumulate=accumulate, precision="bf16",
+                stages=balanced_stages(asked.arch, pp * chunks) if pp > 1 else (),
+            )  # fmt: skip
+            if not problems(asked, plan):
+                found.add(plan)
+    return found
+
+
+def is_the_only_spelling(plan: Plan) -> bool:
+    if plan.cp == 1 and plan.cp_kind != "ring":
+        return False
+    if plan.shard * plan.cp == 1 and plan.zero:
+        return False
+    if plan.pp > 1:
+        return plan.zero <= 1
+    return plan.zero != 2 or plan.accumulate > 1
+
+
+@pytest.mark.parametrize(("model", "gpus"), [("tiny", 4), ("tiny", 6), ("tiny-moe", 4)])
+def test_the_space_is_what_the_rules_let_pass(model, gpus):
+    asked = question(model, f"{gpus}xh100", batch=12, recompute="none")
+    ours = list(plans(asked))
+    assert len(ours) == len(set(ours)), "no plan comes twice"
+    assert set(ours) == {plan for plan in every_spelling(asked) if is_the_only_spelling(plan)}
+
+
+@pytest.mark.parametrize(
+    ("model", "machines", "batch"), [("llama3-70b", "64xh100", 512), ("mixtral-8x7b", "32xh100", 96)]
+)
+def test_every_plan_passes_the_rules(model, machines, batch):
+    asked = question(model, machines, sequence=4096, batch=batch)
+    chosen = [layout for layout in layouts(asked) if SAMPLE.random() < 0.02]
+    assert chosen
+    for layout in chosen:
+        fixed = {name: value for name, value in layout._asdict().items() if name != "replicate"}
+        for plan in plans(question(model, machines, sequence=4096, batch=batch, **fixed)):
+            if SAMPLE.random() < 0.05:
+                run = Run(arch=asked.arch, plan=plan, sequence=asked.sequence, batch=asked.batch)
+                assert check.problems(run) == []
+                assert plan.world == asked.cluster.gpus
+
+
+def test_the_order_is_always_the_same():
+    assert list(plans(question())) == list(plans(question()))
+
+
+def test_a_fixed_field_is_kept():
+    for plan in plans(question(tp=2, zero=3, recompute="full")):
+        assert (plan.tp, plan.zero, plan.recompute) == (2, 3, "full")
+
+
+def test_a_fixed_spelling_is_not_taken_for_another():
+    assert {plan.zero for plan in plans(question(zero=2, pp=2))} == {2}
+
+
+def test_a_schedule_that_is_asked_for_is_used():
+    asked = list(plans(question(schedule="zbv")))
+    assert asked
+    assert all(plan.pp > 1 and plan.schedule == "zbv" and plan.chunks == 2 for plan in asked)
+
+
+def test_stages_that_are_given_are_kept():
+    asked = list(plans(question(stages=(2, 4), tp=1, cp=1)))
+    assert asked
+    assert all(plan.pp * plan.chunks == 2 and plan.stages == (2, 4) for plan in asked if plan.pp > 1)
+
+
+def test_deterministic_plans_are_those_the_rules_allow():
+    asked = question(deterministic=True, machines="8xh100", batch=24)
+    ours = list(plans(asked))
+    assert ours
+    assert all(plan.deterministic and not problems(asked, plan) for plan in ours)
+
+
+def test_policies_differ_from_each_other():
+    asked = question("llama3-8b", "8xh100", sequence=4096)
+    layout = next(layouts(asked))
+    words = policies(asked, layout, Order("1f1b", 1))
+    assert words == ("none", "selective", "first-8", "first-16", "first-24", "sqrt", "full")
+
+
+def test_a_field_that_no_level_chooses_is_carried_by_every_plan():
+    assert {plan.kernels for plan in plans(question(kernels="plain"))} == {"plain"}
+    assert next(plans(question(shadow=True)), None) is None  # for one rank that shares nothing
+    assert all(plan.shadow for plan in plans(question(shadow=True, machines="1xh100")))
+
+
+def test_fp8_is_as_the_rules_allow_it():
+    asked = msgspec.structs.replace(question(machines="4xh100"), precision="fp8")
+    ours = list(plans(asked))
+    assert ours
+    assert {plan.tp for plan in ours} == {1}
+    assert not any(problems(asked, plan) for plan in ours)

@@ -1,0 +1,128 @@
+"""A real heart beats here, beside a thread that does what ranks do."""
+
+import threading
+import time
+
+import msgspec
+import pytest
+
+from meshwright.launch import stacks
+from meshwright.launch.heartbeat import Pulse
+from meshwright.spec import beat as beats
+from meshwright.spec import phases
+from meshwright.spec.beat import Beat
+from meshwright.spec.phases import Frame
+from meshwright.train.heartbeat import Heart
+
+LOADER = Frame("/x/meshwright/data/loader.py", 75, "take")
+LOOP = Frame("/x/meshwright/train/loop.py", 70, "_steps")
+STEP = Frame("/x/meshwright/train/step.py", 50, "accumulated")
+BACKWARD = Frame("/t/torch/autograd/graph.py", 9, "_engine_run_backward")
+ALL_REDUCE = Frame("/t/torch/distributed/distributed_c10d.py", 3000, "all_reduce")
+CLIP = Frame("/x/meshwright/optim/clip.py", 40, "measured")
+HELD = Frame("/x/meshwright/train/loop.py", 100, "held_out")
+SAVE = Frame("/x/meshwright/checkpoint/save.py", 60, "save")
+DISPATCH = Frame("/t/torch/distributed/tensor/_dispatch.py", 150, "dispatch")
+
+
+@pytest.fixture
+def heart(tmp_path):
+    beating = Heart(tmp_path, 0)
+    yield beating
+    beating.close()
+
+
+def until(condition, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_record_comes_back_as_it_was_packed():
+    beat = Beat(
+        pid=7,
+        tick=1.5,
+        moved=0.5,
+        step=9,
+        restored=-1,
+        phase="save",
+        waiting=True,
+        novel=True,
+        steps_here=2,
+        counts=(3, 4),
+    )
+    assert beats.unpack(beats.pack(beat)) == beat
+
+
+def test_a_reader_sees_the_heart_beat_and_the_steps_go_by(heart, tmp_path):
+    pulse = Pulse(tmp_path, [0, 1])
+    heart.begins(4)
+    heart.did(5)
+    (seen,) = pulse.look()  # rank 1 has not spoken
+    assert (seen.beat.step, seen.beat.restored) == (5, 4)
+    until(lambda: pulse.look()[0].beat.tick > seen.beat.tick)
+    assert not pulse.look()[0].silent
+    pulse.close()
+
+
+def test_standing_still_is_seen_and_so_is_moving_on(heart, tmp_path):
+    pulse = Pulse(tmp_path, [0])
+    time.sleep(0.5)  # the main thread stands on this line
+    still = pulse.look()[0]
+    assert still.now - still.still_since > 0.2
+    until(lambda: pulse.look()[0].beat.moved > still.beat.moved)
+    pulse.close()
+
+
+def test_the_stack_is_written_by_a_signal(heart, tmp_path):
+    pulse = Pulse(tmp_path, [0])
+    words = stacks.capture(pulse, pulse.look())
+    assert "capture" in [frame.name for frame in stacks.frames(words[0])]
+    pulse.close()
+
+
+def test_time_at_work_is_kept_by_phase(heart):
+    until(lambda: sum(heart.spent()[0]) > 0.2)
+    assert sum(heart.spent()[1]) == 0.0  # it has waited for nobody
+
+
+@pytest.mark.parametrize(
+    ("stack", "phase", "waiting"),
+    [
+        ([LOADER, LOOP], "data", False),
+        ([STEP, LOOP], "forward", False),
+        ([BACKWARD, STEP, LOOP], "backward", False),
+        ([ALL_REDUCE, BACKWARD, STEP, LOOP], "backward", True),
+        ([ALL_REDUCE, CLIP, LOOP], "optimizer", True),
+        ([STEP, HELD, LOOP], "eval", False),
+        ([SAVE, LOOP], "save", False),
+        ([DISPATCH, STEP, LOOP], "forward", False),
+        ([], "eval", False),
+    ],
+)
+def test_a_stack_tells_the_phase_and_whether_it_waits(stack, phase, waiting):
+    seen = phases.doing(stack, before="eval")
+    assert (seen.phase, seen.waiting) == (phase, waiting)
+
+
+def test_the_supervisor_can_ask_a_process_to_leave(tmp_path):
+    import os
+
+    pid = os.fork()
+    if pid == 0:
+        Heart(tmp_path, 0)
+        threading.Event().wait(60)
+        os._exit(0)
+    pulse = Pulse(tmp_path, [0])
+    until(lambda: bool(pulse.look()))
+    pulse.ask_to_leave()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 11
+    pulse.close()
+
+
+def test_a_beat_that_never_came_is_nobody(tmp_path):
+    assert Pulse(tmp_path, [0]).look() == []
+    (tmp_path / "rank0.beat").write_bytes(b"")
+    assert Pulse(tmp_path, [0]).look() == []
+    assert msgspec.structs.replace(Beat(), step=1).pid == 0

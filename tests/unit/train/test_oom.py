@@ -1,0 +1,56 @@
+"""Out of memory is explained from the ledger; nothing is allocated here."""
+
+import pytest
+
+from meshwright.cost.memory import ledger
+from meshwright.spec import load
+from meshwright.spec.exits import Exit
+from meshwright.train.oom import GIB, changes, overrun, question_of, verdict
+
+WORDS = (
+    "arch.preset=llama3-8b",
+    "sequence=4096",
+    "batch=64",
+    "plan.precision=bf16",
+    "plan.shard=8",
+    "plan.zero=2",
+    "plan.microbatch=8",
+)
+
+
+@pytest.fixture(scope="module")
+def run():
+    return load.load(None, WORDS, default_ranks=8).run
+
+
+@pytest.fixture(scope="module")
+def question(run):
+    return question_of(run, "NVIDIA A100-SXM4-80GB")
+
+
+def test_three_changes_fit_and_say_what_they_cost(question, run):
+    found = changes(question, run)
+    assert len(found) == 3
+    assert all(each.peak_bytes <= question.cluster.gpu.memory_bytes for each in found)
+    assert all(each.cost > 0 for each in found)
+    assert " and " not in found[0].change  # one thing is easier to change than two
+
+
+def test_the_line_that_overran_is_named_beside_its_prediction(question, run):
+    predicted = ledger(question.job(run.plan))
+    said = {line.name: line.bytes for line in predicted.lines}
+    measured = {"weights": said["weights"] + 7 * GIB, "moments": said["moments"]}
+    peak = predicted.allocated + 7 * GIB
+    assert overrun(predicted, measured, peak) == ("weights", said["weights"] + 7 * GIB, said["weights"])
+    as_said = {"weights": said["weights"], "moments": said["moments"]}
+    name, here, there = overrun(predicted, as_said, peak)
+    assert name == "what a step needs for itself"
+    assert here - there == 7 * GIB
+
+
+def test_the_verdict_has_six_lines_and_the_code_of_a_plan_that_does_not_fit(question, run):
+    told = verdict(question, run, {}, 79 * GIB, "CUDA out of memory. Tried to allocate 4.00 GiB.")
+    assert told.code == Exit.DOES_NOT_FIT
+    assert len(told.lines()) == 5  # the details are added by the rank
+    assert "predicted" in told.what
+    assert "GiB" in told.remedy

@@ -1,0 +1,220 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshwright import cli
+from meshwright.search.found import TOLD_APART, notch
+from meshwright.spec import load
+from meshwright.spec.zoo import preset
+
+ALPACA = (
+    "plan llama-7b --cluster 4xa100-80g --sequence 512 "
+    "plan.shard=4 plan.zero=3 plan.microbatch=4 plan.accumulate=8 --exact"
+)
+SMALL = "plan llama3-8b --cluster 8xh100 --sequence 4096 --batch 32"
+KEYS = {
+    "plan", "seconds", "low_seconds", "high_seconds", "tokens_per_second_per_gpu", "mfu", "hfu", "peak_bytes", "ledger",
+    "waterfall", "fits", "why",
+}  # fmt: skip
+
+
+def answer(capsys, line: str, *more: str, code: int = 0) -> dict:
+    """What a program is told."""
+    assert cli.main([*line.split(), *more, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def told(capsys, line: str, *more: str, code: int = 0) -> str:
+    """What a person is told."""
+    assert cli.main([*line.split(), *more]) == code
+    printed = capsys.readouterr()
+    return printed.err if code == 2 else printed.out
+
+
+def test_plans_come_in_order_with_everything_scripts_need(capsys):
+    found = answer(capsys, SMALL)
+    plans = found["plans"]
+    assert len(plans) == 5
+    assert all(set(plan) >= KEYS for plan in plans)
+    notches = [notch(plan["seconds"] / (32 * 4096)) for plan in plans]
+    assert notches == sorted(notches)
+    for plan in plans:
+        assert plan["low_seconds"] < plan["seconds"] < plan["high_seconds"]
+        assert sum(share["seconds"] for share in plan["waterfall"]) == pytest.approx(plan["seconds"], rel=1e-9)
+        assert sum(line["bytes"] for line in plan["ledger"]) == plan["peak_bytes"]
+        assert plan["fits"]
+    counts = found["counts"]
+    assert counts["legal"] == sum(counts["too_large"].values()) + counts["slower"] + counts["priced"]
+
+
+def test_the_table_says_why_and_what_else(capsys):
+    text = told(capsys, SMALL, "--tokens", "1e9", "--dollars", "2")
+    for words in ("tokens/s/GPU", "legal plans", "Why the first", "One choice changed", "GPU-hours", "dollars"):
+        assert words in text
+
+
+def test_a_fixed_field_is_kept(capsys):
+    found = answer(capsys, SMALL, "plan.tp=2", "--top", "2")
+    assert [plan["plan"]["tp"] for plan in found["plans"]] == [2, 2]
+
+
+def test_mathematics_varies_only_when_allowed(capsys):
+    fixed = answer(capsys, SMALL, "--top", "3")
+    assert {plan["plan"]["precision"] for plan in fixed["plans"]} == {"bf16"}
+    varied = answer(capsys, SMALL, "--vary", "precision", "--top", "1")["plans"][0]
+    assert varied["plan"]["precision"] == "fp8"  # twice the rate on this card
+    assert varied["seconds"] < fixed["plans"][0]["seconds"]
+
+
+def test_the_alpaca_recipe_fits_four_cards_with_room(capsys):
+    found = answer(capsys, ALPACA)
+    plan = found["plans"][0]
+    assert plan["fits"]
+    assert found["batch"] == 128
+    assert plan["plan"]["shard"] == 4
+    # Weights, gradients and two moments in fp32, 16 bytes of 6.74 billion parameters, over four ranks: 25.1 GiB.
+    states = sum(line["bytes"] for line in plan["ledger"] if line["name"] in ("weights", "gradients", "moments"))
+    assert states == pytest.approx(16 * 6.738e9 / 4, rel=0.01)
+    assert plan["headroom_bytes"] > 20 * 2**30
+    text = told(capsys, ALPACA)
+    assert "fits: yes" in text
+    assert "allocated" in text
+
+
+def test_an_exact_plan_that_does_not_fit_is_three(capsys):
+    words = "plan llama-7b --cluster 1xa100-80g --sequence 512 plan.microbatch=4 --exact"
+    assert answer(capsys, words, code=3)["plans"][0]["fits"] is False
+    assert "fits: no" in told(capsys, words, code=3)
+
+
+def test_an_exact_plan_must_be_legal(capsys):
+    words = "plan llama3-8b --cluster 8xh100 --sequence 4096 --batch 8 plan.tp=3 --exact"
+    assert "arch.heads" in told(capsys, words, code=2)
+
+
+def test_a_written_plan_is_a_run_that_loads(capsys, tmp_path):
+    file = tmp_path / "run.toml"
+    found = answer(capsys, SMALL, "--write", str(file))
+    run = load.load(file).run
+    assert run.arch == preset("llama3-8b")
+    assert run.goal.cluster == "8xh100"
+    assert (run.sequence, run.batch) == (4096, 32)
+    assert json.loads(json.dumps(found["plans"][0]["plan"]))["microbatch"] == run.plan.microbatch
+    assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
+    assert "--force" in told(capsys, SMALL, "--write", str(file), code=2)
+    assert cli.main([*SMALL.split(), "--write", str(file), "--force"]) == 0
+
+
+def test_a_run_file_is_planned_and_its_own_plan_priced(capsys, tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        'name = "mine"\nsequence = 1024\nbatch = 64\n[arch]\npreset = "gpt2"\n[goal]\ncluster = "8xa100-80g"\n'
+        "[plan]\nreplicate = 8\nmicrobatch = 8\nprecision = 'bf16'\n"
+    )
+    assert len(answer(capsys, "plan", str(file))["plans"]) == 5
+    mine = answer(capsys, "plan", str(file), "--exact")["plans"][0]
+    assert (mine["plan"]["replicate"], mine["plan"]["microbatch"]) == (8, 8)
+
+
+def test_a_hugging_face_config_is_a_model(capsys, tmp_path):
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 32000, "hidden_size": 4096,
+        "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
+        "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": False,
+    }  # fmt: skip
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    for target in (file, tmp_path):
+        found = answer(capsys, "plan", str(target), "--layers", "--cluster", "8xh100")
+        assert sum(layer["count"] * layer["parameters"] for layer in found["layers"]) == 6_738_415_616
+
+
+def test_layers_add_up_to_the_model(capsys):
+    found = answer(capsys, "plan mixtral-8x7b --layers --cluster 8xh100 --sequence 4096")
+    assert sum(layer["count"] * layer["parameters"] for layer in found["layers"]) == 46_702_792_704
+    assert "block with experts" in told(capsys, "plan mixtral-8x7b --layers --cluster 8xh100")
+
+
+def test_how_many_gpus(capsys):
+    found = answer(capsys, "plan llama3-8b --cluster 8xh100 --sequence 4096 --batch 32 --gpus-needed")
+    assert found["gpus"] in (2, 4)  # 16 bytes of 8 billion parameters are 120 GiB: more than one card, and two suffice
+    assert found["plans"][0]["fits"]
+    assert "are needed at least" in told(capsys, "plan gpt2 --cluster 8xh100 --batch 8 --gpus-needed")
+
+
+def test_the_largest_that_fits(capsys):
+    box = "--cluster 8xa100-80g --sequence 2048 --batch 64"
+    model = answer(capsys, f"plan --largest model {box}")
+    assert "13b" in model["value"]  # 16 bytes of 13 billion are 194 GiB of the box's 634; of 47 billion, too many
+    microbatch = answer(capsys, f"plan llama-7b --largest microbatch {box}")
+    assert microbatch["plans"][0]["plan"]["microbatch"] == microbatch["value"] < microbatch["next"]
+    sequence = answer(
+        capsys,
+        "plan gpt2-xl --largest sequence --cluster 1xh100 --batch 1 arch.positions=rope",
+    )
+    assert sequence["value"] >= 1024
+
+
+def test_what_if_the_network_were_slow(capsys):
+    words = "plan gpt2 --cluster 2x8xa100-80g --sequence 1024 --batch 64 plan.tp=1 plan.pp=1 plan.cp=1"
+    found = answer(capsys, words, "--network", "10gbe")
+    assert found["same_plan"]["plan"] == found["base"]["plan"]
+    assert found["same_plan"]["seconds"] > 2 * found["base"]["seconds"]
+    assert found["plans"][0]["seconds"] <= found["same_plan"]["seconds"] * (1 + TOLD_APART)
+    assert "best then" in told(capsys, words, "--what-if", "network=10gbe")
+    assert "not known" in told(capsys, words, "--what-if", "colour=red", code=2)
+
+
+def test_nothing_fits_is_three_with_the_nearest_and_what_would(capsys):
+    words = "plan llama3-70b --cluster 2xa100-80g --sequence 4096 --batch 8 plan.recompute=full"
+    found = answer(capsys, words, code=3)
+    assert found["plans"] == []
+    assert len(found["misses"]) == 3
+    assert all(miss["headroom_bytes"] < 0 for miss in found["misses"])
+    assert found["changes"]
+    assert all(change["fits"] for change in found["changes"])
+    text = told(capsys, words, code=3)
+    assert "Nothing fits" in text
+    assert "What would fit" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("plan --cluster 8xh100", "what to plan for"),
+        ("plan llama3-8b", "--cluster"),
+        ("plan llama3-9b --cluster 8xh100", "llama3-8b"),
+        ("plan llama3-8b --cluster 8xh1000", "h100"),
+        ("plan llama3-8b --cluster 8xh100 plan.tp=16", "does not divide 8 GPUs"),
+        ("plan llama3-8b --cluster 64xh100 plan.tp=16", "arch.kv_heads"),
+        ("plan llama3-8b --cluster 8xh100 --batch 7 plan.microbatch=2", "multiple of 2"),
+        ("plan llama3-8b --cluster 7xh100 --batch 8 plan.pp=1", "batch"),
+        ("plan llama3-8b --cluster 8xh100 plan.tpp=2", "plan.tp"),
+        ("plan llama3-8b --cluster 8xh100 plan.recompute=some", "recompute"),
+        ("plan llama3-8b --cluster 8xh100 --sequence 4096 plan.pp=64", "does not divide"),
+        ("plan gpt2 --cluster 8xh100 --sequence 4096", "learned positions"),
+        ("plan missing.toml --cluster 8xh100", "missing.toml"),
+        ("plan --price in.csv", "--out"),
+    ],
+)
+def test_a_mistake_is_two_and_says_what_to_do(capsys, words, said):
+    assert said in told(capsys, words, code=2)
+
+
+def test_traffic_needs_no_cluster(capsys):
+    assert cli.main(["plan", "tiny", "plan.replicate=2", "--traffic", "--json"]) == 0
+    assert {call["kind"] for call in json.loads(capsys.readouterr().out)} >= {"all_reduce"}
+
+
+def test_planning_imports_neither_torch_nor_numpy():
+    code = f"""
+import sys
+from meshwright.cli import main
+assert main({SMALL.split()!r}) == 0
+heavy = {{"torch", "numpy", "rich", "tokenizers"}} & set(sys.modules)
+assert not heavy, heavy
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=Path(__file__).parents[3])

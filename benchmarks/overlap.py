@@ -1,9 +1,9 @@
 """Are gathers in flight while blocks compute? Two ranks on the CPU share the weights (zero 3), under torch's profiler.
 
 On a GPU torch starts a gather on a stream of its own, and the arithmetic of the block before hides it. Gloo has no
-streams: there a gather hides only if it is started ahead and not waited for, which FSDP does when told to. Both ways
-are measured. Hidden is the part of a gather's time, from its start to its end, in which a block's forward runs; waiting
-for a gather is not part of that.
+streams: there a gather hides only if it is started ahead and not waited for, as our plans do. The same without that
+is measured beside it. Hidden is the part of a gather's time, from its start to its end, in which a block's forward
+runs; waiting for a gather is not part of that.
 """
 
 import argparse
@@ -66,11 +66,11 @@ def build(run: Run, mesh: Mesh, ahead: bool) -> nn.Module:
     blocks = list(DECODER.blocks(chunk).values())
     for number, block in enumerate(blocks):
         block.forward = _named(f"block {number}", block.forward)
-    for block, following in zip(blocks, [*blocks[1:], None], strict=True):
+    for block in blocks:
         assert isinstance(block, FSDPModule)
-        if ahead:
-            block._set_unshard_async_op(True)
-            block.set_modules_to_forward_prefetch([following] if isinstance(following, FSDPModule) else [])
+        if not ahead:
+            block._set_unshard_async_op(False)
+            block.set_modules_to_forward_prefetch([])
     return chunk
 
 

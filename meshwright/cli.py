@@ -9,9 +9,9 @@ from meshwright import __version__
 from meshwright.spec import exits
 from meshwright.spec.check import InputError
 from meshwright.spec.place import PlaceError
-from meshwright.verbs import bench, clusters, config, convert, models, plan, rehearse, train, verify, words
+from meshwright.verbs import advise, bench, clusters, config, convert, models, plan, rehearse, train, verify, words
 
-VERBS = (train, plan, verify, rehearse, bench, models, clusters, config, convert)
+VERBS = (train, plan, advise, verify, rehearse, bench, models, clusters, config, convert)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -2,6 +2,8 @@
 
 import msgspec
 
+from meshwright.spec.exits import Exit
+
 
 class Damage(msgspec.Struct, frozen=True, kw_only=True):
     """One thing in a checkpoint that is not what was written."""
@@ -19,9 +21,9 @@ class Damage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CorruptError(RuntimeError):
-    """A checkpoint cannot be trusted, and there is no older one to fall back to. Ends a command with exit code 12."""
+    """A checkpoint cannot be trusted. Ends a command if there is no older one to fall back to."""
 
-    code = 12
+    code = Exit.CORRUPT
 
     def __init__(self, damages: list[Damage]) -> None:
         super().__init__("\n".join(str(damage) for damage in damages))

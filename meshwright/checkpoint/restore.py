@@ -31,8 +31,7 @@ def newest(home: Path, run: Run, mesh: Mesh, holdings: Sequence[Holding], say: S
         words = agree.first_words(words, mesh)
         if words is None:
             assert manifest is not None
-            if seen or mesh.rank == 0:
-                _tell_pointer(home, manifest, say)
+            _tell_pointer(home, manifest, say)
             return manifest
         say(f"warning: {steps.name(step)} cannot be used: {words}")
         seen.append(words)

@@ -70,7 +70,8 @@ def _cast(x: Tensor, dtype: torch.dtype, scaling: Scaling) -> tuple[Tensor, Tens
     else:
         amax = wide.abs().amax(1, keepdim=True) if scaling == "row" else wide.abs().amax().reshape(1, 1)
     amax = amax.where(~(amax < LEAST), LEAST)  # a NaN stays
-    return (wide * (LARGEST[dtype] / amax)).to(dtype).contiguous(), (amax / LARGEST[dtype]).to(torch.float32)
+    largest = torch.full_like(amax, LARGEST[dtype])  # a tensor: by a number a GPU divides as if by its inverse
+    return (wide * (largest / amax)).to(dtype).contiguous(), (amax / largest).to(torch.float32)
 
 
 def _fits(x: Tensor, kernels: Kernels) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import pairwise
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,6 +14,7 @@ from meshwright.parallel import deterministic, precision
 from meshwright.parallel.anatomy import Anatomy, Blocks, with_weights
 from meshwright.parallel.mesh import Mesh, local
 from meshwright.spec.plan import Plan
+from meshwright.spec.recompute import runs
 
 
 def wrap(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: Anatomy) -> nn.Module:
@@ -37,7 +39,25 @@ def wrap(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: Anatomy) -> nn.Modul
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    _look_ahead(list(with_weights(anatomy.blocks(model))), plan, mesh)
     return deterministic.attach(model, plan, mesh)
+
+
+def _look_ahead(blocks: list[nn.Module], plan: Plan, mesh: Mesh) -> None:
+    """Gather each block's weights while the one before it computes; going back torch does so by itself.
+
+    Runs of blocks that are computed anew call their blocks twice, and would gather ahead twice.
+    """
+    if plan.shards == 1 or plan.pp > 1 or any(len(run) > 1 for run in runs(plan.recompute, len(blocks))):
+        return
+    for block, following in pairwise(blocks):
+        assert isinstance(block, FSDPModule)
+        assert isinstance(following, FSDPModule)
+        block.set_modules_to_forward_prefetch([following])
+    if mesh.device.type == "cpu":  # without streams of its own a gather runs beside others only if nobody waits for it
+        for block in blocks:
+            assert isinstance(block, FSDPModule)
+            block._set_unshard_async_op(True)
 
 
 def _sharers(blocks: Blocks, plan: Plan, mesh: Mesh) -> Iterator[tuple[nn.Module, DeviceMesh]]:

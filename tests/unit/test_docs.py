@@ -163,6 +163,15 @@ def test_the_measured_bubble_is_the_records():
     assert f"works\n{record['seconds_of_a_third']} s" in page
 
 
+def test_the_costs_of_saving_are_the_records():
+    record = json.loads((ROOT / "results" / "checkpoint.json").read_text())
+    page = (ROOT / "docs" / "checkpoints.md").read_text()
+    share = f"{100 * record['stall_share_of_a_save_interval']:.1f} %"
+    assert f"| {1000 * record['stall_seconds']:.0f} ms, {share} of the time" in page
+    for what in ("load_at_0.5_gb_per_second", "cold_load", "warm_load"):
+        assert f"| {100 * record[what]['overhead']:.0f} % of the load |" in page
+
+
 ZERO = {  # a row of the table: the textbook's bytes for each parameter on eight ranks, and the plan
     "replicas": (16, {"replicate": 8}),
     "zero 1": (4 + 12 / 8, {"shard": 8, "zero": 1}),

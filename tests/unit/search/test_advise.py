@@ -1,0 +1,100 @@
+import msgspec
+import pytest
+from tests.unit.search.questions import question
+
+from meshwright.search.advise import Advice, advise
+from meshwright.spec.cluster import cluster
+
+
+def answers(advice: Advice) -> dict[str, str]:
+    return {step.question: step.answer for step in advice.steps}
+
+
+def names(advice: Advice) -> list[str]:
+    return [leaf.name for leaf in advice.leaves]
+
+
+def test_a_small_model_on_one_gpu_is_left_alone():
+    advice = advise(question("gpt2", "1xh100", 1024, 8))
+    assert answers(advice)["Is the model too big for one GPU?"] == "no"
+    assert answers(advice)["Is there more than one GPU?"] == "no"
+    assert advice.found is not None
+    assert advice.found.plan.world == 1
+
+
+def test_a_small_model_on_a_node_is_copied():
+    advice = advise(question("gpt2", "8xh100", 1024, 512))
+    assert "DDP" in names(advice)
+    assert advice.found is not None
+    assert (advice.found.plan.replicate, advice.found.plan.zero) == (8, 0)
+
+
+def test_states_that_are_too_big_for_one_gpu_are_shared_out_no_further_than_they_must():
+    advice = advise(question("llama3-8b", "8xh100", 8192, 64))
+    asked = answers(advice)
+    assert asked["Are its weights, gradients and optimizer states alone too big?"] == "yes"
+    assert asked["Does it fit with optimizer states shared out (ZeRO-1)?"] == "no"
+    assert [name for name in names(advice) if name.startswith("ZeRO")] == ["ZeRO-3"]
+    leaf = next(leaf for leaf in advice.leaves if leaf.name == "ZeRO-3")
+    assert leaf.found is not None
+    assert leaf.found.fit.fits
+    assert leaf.found.plan.zero == 3
+
+
+def test_activations_that_are_too_big_are_computed_anew():
+    small = question("gpt2-xl", "1xa100-80g", 1024, 8)
+    needed = advise(small).found
+    assert needed is not None
+    # Room for the states and little more: what is kept for the backward no longer fits.
+    gpu = msgspec.structs.replace(small.cluster.gpu, memory_bytes=30 * 2.0**30)
+    tight = msgspec.structs.replace(small, cluster=msgspec.structs.replace(small.cluster, gpu=gpu))
+    advice = advise(msgspec.structs.replace(tight, sequence=1024, batch=8))
+    assert answers(advice)["Are its weights, gradients and optimizer states alone too big?"] == "no"
+    assert "recompute" in names(advice)
+    assert advice.found is not None
+    assert advice.found.plan.recompute != "none"
+
+
+def test_a_model_that_no_sharding_fits_is_cut():
+    advice = advise(question("llama3-70b", "16xh100", 8192, 64))
+    assert answers(advice)["Does it fit when layers or matrices are cut over GPUs?"] == "yes"
+    assert advice.found is not None
+    assert advice.found.fit.fits
+    assert advice.found.plan.tp * advice.found.plan.pp * advice.found.plan.cp > 1
+
+
+def test_what_fits_nowhere_is_offloaded_or_given_more_gpus_and_the_trainer_s_lack_is_said():
+    advice = advise(question("llama-7b", "1xa100-80g", 2048, 256))
+    assert advice.found is None
+    assert {leaf.name: leaf.available for leaf in advice.leaves} == {"offload": False, "more GPUs": True}
+
+
+def test_a_slow_network_is_found_out_and_gone_around():
+    slow = msgspec.structs.replace(
+        question("gpt2-xl", "16xa100-80g", 1024, 64), cluster=cluster("16xa100-80g", network="10gbe")
+    )
+    advice = advise(slow)
+    scales = next(step for step in advice.steps if step.question.startswith("Does it scale"))
+    assert scales.answer == "no"
+    assert scales.because.endswith("most of that is replicate")
+    assert "DDP with a low-precision hook" in names(advice)
+    assert advice.found is not None
+    assert advice.found.price.seconds < 1.0  # copies over this network would take more than ten
+
+
+def test_wide_arithmetic_is_told_of_the_narrow():
+    wide = msgspec.structs.replace(question("gpt2", "1xh100", 1024, 8), precision="fp32")
+    advice = advise(wide)
+    assert answers(advice)["Is the arithmetic in low precision?"] == "no"
+    assert "low precision" in names(advice)
+    assert advice.found is not None
+    assert advice.found.plan.precision == "fp32"  # it changes the mathematics, so it is advised and not done
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama3-8b", "mixtral-8x7b"])
+@pytest.mark.parametrize("machines", ["1xh100", "8xh100", "32xa100-80g"])
+def test_every_way_through_the_chart_ends_in_a_plan_that_fits_or_in_none(model, machines):
+    advice = advise(question(model, machines, 1024, 32))
+    assert advice.steps
+    assert advice.found is None or advice.found.fit.fits
+    assert advice.found is not None or advice.leaves

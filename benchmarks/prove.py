@@ -96,9 +96,11 @@ class Soak:
         """The same command again for as long as it is asked to end, or everything is killed."""
         code = None
         while code != 0:
-            launcher = subprocess.Popen([*OURS, *self.words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            code = self._disturb(launcher)
-            assert code in (0, 10, 11, -9), f"exit code {code}"
+            with open(self.folder.with_suffix(".log"), "w+") as log:
+                launcher = subprocess.Popen([*OURS, *self.words], stdout=log, stderr=log)
+                code = self._disturb(launcher)
+                log.seek(0)
+                assert code in (0, 10, 11, -9), f"exit code {code}: {log.read()[-2000:]}"
 
     def _disturb(self, launcher: subprocess.Popen[bytes]) -> int:
         while True:

@@ -5,13 +5,14 @@ Each holds other things, so the peak is the largest of their sums, not the sum o
 """
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Literal
 
 import msgspec
 
 from meshwright.cost.job import Job
 from meshwright.cost.memory_line import Line, Name, total
-from meshwright.cost.memory_moments import moments
+from meshwright.cost.memory_moments import peak
 from meshwright.cost.memory_states import FIRST, states
 from meshwright.cost.traffic_held import placement
 from meshwright.spec.holding import GIB
@@ -67,13 +68,13 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
 
 def ledger(job: Job, place: Mapping[str, int] = FIRST) -> Ledger:
     """The ledger of one rank, by its coordinates on the plan's axes."""
-    peak = max(moments(job, place), key=lambda moment: moment.bytes)
+    fullest = peak(job, place)
     holds, rank = job.stack.holds, place.get("pp", 0)
-    slack = Line(name="slack", bytes=round(peak.bytes * holds.slack), why="reserved by the allocator, not given out")
+    slack = Line(name="slack", bytes=round(fullest.bytes * holds.slack), why="reserved by the allocator, not given out")
     context = Line(name="context", bytes=round(holds.context_bytes), why="the device's context, collectives' channels")
     return Ledger(
-        lines=(*peak.lines, slack, context),
-        moment=peak.name,
+        lines=(*fullest.lines, slack, context),
+        moment=fullest.name,
         role=_role(rank, job.plan.pp),
         rank=rank,
         low=holds.low,
@@ -84,7 +85,18 @@ def ledger(job: Job, place: Mapping[str, int] = FIRST) -> Ledger:
 
 def worst(job: Job) -> Ledger:
     """The ledger of the fullest pipeline rank."""
-    return max((ledger(job, {"pp": rank}) for rank in _rivals(job.plan)), key=lambda found: found.allocated)
+    return max((_ledger(job, rank) for rank in _rivals(job.plan)), key=lambda found: found.allocated)
+
+
+def too_large(job: Job) -> Ledger | None:
+    """The ledger of the first rank found that has not enough memory, None if every one has."""
+    found = (_ledger(job, rank) for rank in _rivals(job.plan))
+    return next((each for each in found if each.shown > job.cluster.gpu.memory_bytes), None)
+
+
+@lru_cache(maxsize=4096)
+def _ledger(job: Job, rank: int) -> Ledger:
+    return ledger(job, {"pp": rank})
 
 
 def fits(job: Job) -> Fit:

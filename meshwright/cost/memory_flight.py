@@ -8,6 +8,9 @@ import msgspec
 from meshwright.spec.schedule import Schedule, actions
 from meshwright.spec.schedule_orders import Kind
 
+STEADY: tuple[Schedule, ...] = ("1f1b", "interleaved", "zb1p", "zbv", "dualpipev")  # rounds in their middle are alike
+ROUNDS = 4  # microbatches ÷ pp after which a further round shows a rank nothing new
+
 
 class Scene(msgspec.Struct, frozen=True):
     """A rank in the middle of an action: what its forwards have left and its backwards not yet taken."""
@@ -19,7 +22,20 @@ class Scene(msgspec.Struct, frozen=True):
     summing: frozenset[int]  # stages whose gradients exist
 
 
-@lru_cache(maxsize=1024)
+def settled(schedule: Schedule, pp: int, microbatches: int) -> int:
+    """The least number of microbatches in which a rank goes through every state of so many.
+
+    Without a pipeline the second is like all that follow. Orders in rounds of pp microbatches differ in their last one
+    when it is short, so only whole rounds are left out.
+    """
+    if pp == 1:
+        return min(microbatches, 2)
+    if schedule not in STEADY or microbatches % pp:
+        return microbatches
+    return min(microbatches, ROUNDS * pp)
+
+
+@lru_cache(maxsize=4096)
 def scenes(schedule: Schedule, pp: int, chunks: int, microbatches: int, rank: int) -> tuple[Scene, ...]:
     """Every different state of a rank during a step."""
     if pp == 1:

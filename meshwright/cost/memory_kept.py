@@ -30,10 +30,13 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
 @lru_cache(maxsize=4096)
 def kept(work: Work, mixtures: tuple[bool, ...], last: bool, policy: str) -> Kept:
     """Of a part of the model: `mixtures` tells for each of its layers whether it is one."""
-    blocks = [block_kept(work, mixture) for mixture in mixtures]
+    kinds = set(mixtures)
+    each = {mixture: block_kept(work, mixture) for mixture in kinds}
+    blocks = [each[mixture] for mixture in mixtures]
     anew = runs(policy, len(blocks))
     inside = [sum(blocks[layer] for layer in run) for run in anew]
-    remaining = [_run_kept(work, [mixtures[layer] for layer in run], policy) for run in anew]
+    selected = {mixture: _selected(work, mixture) for mixture in kinds} if by_operation(policy) else {}
+    remaining = [sum(selected[mixtures[layer]] for layer in run) if selected else work.stream for run in anew]
     alone = sum(blocks) - sum(inside)
     return Kept(
         activations=alone + sum(remaining) + _rotation(work) + (_end(work) if last else 0.0),
@@ -101,15 +104,11 @@ def _end(work: Work) -> float:
     return norm_kept(work) + work.entering
 
 
-def _run_kept(work: Work, mixtures: list[bool], policy: str) -> float:
-    """What a run that is computed anew keeps: its input, and by operation what its products return."""
-    if by_operation(policy):
-        return sum(_selected(work, mixture) for mixture in mixtures)
-    return work.stream
-
-
 def _selected(work: Work, mixture: bool) -> float:
-    """A block's input and the results of its matrix products, its attention and its collectives."""
+    """Of a block that is computed anew by operation: its input, and what products, attention and collectives return.
+
+    Of one that is computed anew as a whole only its input is kept, and of a run of them that of the first.
+    """
     arch = work.arch
     projected = work.whole * (2 * arch.q_width + 2 * arch.kv_width) / work.tp * work.narrow  # and attention's result
     gathered = 2 * work.whole * arch.hidden * work.narrow + 2 * work.stream if work.tp > 1 else 0.0

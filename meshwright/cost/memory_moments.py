@@ -3,16 +3,17 @@
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from itertools import accumulate
+from typing import NamedTuple
 
 import msgspec
 
 from meshwright.cost.job import Job
-from meshwright.cost.memory_flight import Scene, scenes
+from meshwright.cost.memory_flight import Scene, scenes, settled
 from meshwright.cost.memory_foreign import buffered
 from meshwright.cost.memory_kept import Kept, kept
 from meshwright.cost.memory_line import Line, Name, Rest
 from meshwright.cost.memory_sharded import sharded
-from meshwright.cost.memory_work import work_of
+from meshwright.cost.memory_work import Work, work_of
 from meshwright.cost.traffic_held import placement
 
 Lines = dict[Name, float]
@@ -27,83 +28,118 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
 
 
-def moments(job: Job, place: Mapping[str, int]) -> Iterator[Moment]:
+class _Rank(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank of a job, with what all moments of its step have in common."""
+
+    job: Job
+    work: Work
+    rest: Rest
+    parts: Mapping[int, Kept]  # what a microbatch keeps, by stage
+    output: float  # of its logits, what torch's pipeline holds from the last stage's forward to its backward
+    before: float  # logits of the microbatch before, where something still holds them
+
+
+class _Then(NamedTuple):
+    """A moment by what differs from rest, made into lines only if it is the peak."""
+
+    words: str
+    scene: Scene | None
+    changed: Lines
+
+
+def peak(job: Job, place: Mapping[str, int]) -> Moment:
+    """The moment of the step in which a rank holds most."""
+    rank = _rank(job, place)
+    resting = {name: round(size) for name, size, _ in rank.rest.lines}
+    total = sum(resting.values())
+
+    def held(then: _Then) -> int:
+        found = total
+        for name, size in then.changed.items():
+            found += round(size) - resting[name]
+        return found
+
+    fullest = max(_moments(rank, place.get("pp", 0)), key=held)
+    lines = tuple(
+        Line(name=name, bytes=round(fullest.changed.get(name, size)), why=why) for name, size, why in rank.rest.lines
+    )
+    return Moment(name=_words(job, fullest), lines=lines, bytes=sum(line.bytes for line in lines))
+
+
+def _rank(job: Job, place: Mapping[str, int]) -> _Rank:
+    work, parts, holds = work_of(job), _parts(job, place.get("pp", 0)), job.stack.holds
+    logits = sum(part.logits for part in parts.values())
+    holds_output = job.plan.pp > 1 and holds.states != "buffers"
+    return _Rank(
+        job=job,
+        work=work,
+        rest=_rest(_layout(job), tuple(sorted(place.items()))),
+        parts=parts,
+        output=work.narrow / work.wide if holds_output else 0.0,
+        before=logits / work.wide * holds.logits_left if job.plan.accumulate > 1 else 0.0,
+    )
+
+
+def _moments(rank: _Rank, number: int) -> Iterator[_Then]:
     """Every moment that may be the peak of a rank."""
-    rank, plan = place.get("pp", 0), job.plan
-    rest = _rest(_layout(job), tuple(sorted(place.items())))
-    parts = _parts(job, rank)
-    for scene in scenes(plan.schedule, plan.pp, plan.chunks, plan.accumulate, rank):
+    plan = rank.job.plan
+    accumulate = settled(plan.schedule, plan.pp, plan.accumulate)
+    for scene in scenes(plan.schedule, plan.pp, plan.chunks, accumulate, number):
         if scene.kind == "F":
-            yield _moment(_words(job, scene, "the end of a forward"), rest, _flying(job, scene, parts))
+            yield _Then("the end of a forward", scene, _flying(rank, scene))
         elif scene.kind == "W":
-            yield _moment(_words(job, scene, "the weights' half of a backward"), rest, _flying(job, scene, parts))
+            yield _Then("the weights' half of a backward", scene, _flying(rank, scene))
         else:
-            yield from _backward(job, scene, parts, rest)
-    done: Lines = {} if rest.buffered else {"gathered": 0, "waiting": 0, "buffers": 0}
-    yield _moment("the optimizer's step", rest, {**done, "update": rest.update})
+            yield from _backward(rank, scene)
+    done: Lines = {} if rank.rest.buffered else {"waiting": 0, "buffers": 0}
+    if not rank.rest.buffered and not plan.shadow:  # a shadow stays, to be written anew
+        done["gathered"] = 0
+    yield _Then("the optimizer's step", None, {**done, "update": rank.rest.update})
 
 
-def _backward(job: Job, scene: Scene, parts: Mapping[int, Kept], rest: Rest) -> Iterator[Moment]:
+def _backward(rank: _Rank, scene: Scene) -> Iterator[_Then]:
     """A backward's loss, its first block and its last: in between one thing shrinks while another grows."""
-    part, flying = parts[scene.stage], _flying(job, scene, parts)
-    summed_before = job.plan.accumulate > 1 or job.plan.pp > 1 or rest.buffered
+    plan, rest = rank.job.plan, rank.rest
+    part, flying = rank.parts[scene.stage], _flying(rank, scene)
+    summed_before = plan.accumulate > 1 or plan.pp > 1 or rest.buffered
     none: Lines = {} if summed_before else {"gradients": 0, "waiting": 0}
     if part.logits:
         at_loss: Lines = {} if rest.buffered else {"gathered": rest.gathered_at_loss, "buffers": 0, **none}
         loss: Lines = {"logits": flying["logits"] + part.loss}
-        yield _moment(_words(job, scene, "the loss"), rest, flying | at_loss | loss)
+        yield _Then("the loss", scene, flying | at_loss | loss)
     inside: Lines = {"recompute": part.anew, "backward": part.passing, "logits": flying["logits"] - part.logits}
     after = flying | inside
-    yield _moment(_words(job, scene, "the first block of a backward"), rest, after | none)
+    yield _Then("the first block of a backward", scene, after | none)
     left = after["activations"] - part.activations + part.first_run
     missing = 0.0 if summed_before else rest.block_share * part.first_blocks + rest.begin_share
     grown: Lines = {"activations": left, "gradients": rest.of("gradients") * max(1 - missing, 0)}
-    yield _moment(_words(job, scene, "the last block of a backward"), rest, after | grown)
-    if job.arch.tied and job.plan.pp == 1:
+    yield _Then("the last block of a backward", scene, after | grown)
+    if rank.job.arch.tied and plan.pp == 1:
         gone: Lines = {"activations": left - part.first_run, "recompute": 0}
-        gone["backward"] = 2 * _table(job)  # the lookup's gradient, and its sum with the projection's
-        yield _moment(_words(job, scene, "the embedding's gradient"), rest, after | gone)
+        gone["backward"] = 2 * _table(rank.work)  # the lookup's gradient, and its sum with the projection's
+        yield _Then("the embedding's gradient", scene, after | gone)
 
 
-def _moment(name: str, rest: Rest, changed: Mapping[Name, float]) -> Moment:
-    """The resting lines with some of them changed."""
-    lines = tuple(Line(name=line, bytes=round(changed.get(line, size)), why=why) for line, size, why in rest.lines)
-    return Moment(name=name, lines=lines, bytes=sum(line.bytes for line in lines))
-
-
-def _flying(job: Job, scene: Scene, parts: Mapping[int, Kept]) -> Lines:
+def _flying(rank: _Rank, scene: Scene) -> Lines:
     """What microbatches in flight have left on a rank."""
+    parts = rank.parts
     activations = sum(parts[stage].activations * count for stage, count in scene.kept)
     activations += sum(parts[stage].between * count for stage, count in scene.between)
-    logits = sum((parts[stage].logits + _output(job, parts[stage])) * count for stage, count in scene.kept)
-    found: Lines = {"activations": activations, "logits": logits + _before(job, parts)}
-    if job.stack.holds.states == "buffers":
-        found["gathered"] = work_of(job).left
+    logits = sum((parts[stage].logits + parts[stage].logits * rank.output) * count for stage, count in scene.kept)
+    found: Lines = {"activations": activations, "logits": logits + rank.before}
+    if rank.rest.buffered:
+        found["gathered"] = rank.work.left
     else:
-        found |= {} if scene.kind in BACKWARDS else {"buffers": 0}
-        found |= {} if scene.summing else {"gradients": 0, "waiting": 0}
+        if scene.kind not in BACKWARDS:
+            found["buffers"] = 0
+        if not scene.summing:
+            found["gradients"] = found["waiting"] = 0
     return found
 
 
-def _output(job: Job, part: Kept) -> float:
-    """The logits of a microbatch, which torch's pipeline holds from the last stage's forward to its backward."""
-    if job.plan.pp == 1 or job.stack.holds.states == "buffers":
-        return 0.0
-    work = work_of(job)
-    return part.logits / work.wide * work.narrow
-
-
-def _before(job: Job, parts: Mapping[int, Kept]) -> float:
-    """Logits of the microbatch before, where something still holds them."""
-    if job.plan.accumulate == 1 or not job.stack.holds.logits_left:
-        return 0.0
-    return sum(part.logits for part in parts.values()) / work_of(job).wide * job.stack.holds.logits_left
-
-
-def _table(job: Job) -> float:
+def _table(work: Work) -> float:
     """Bytes of a rank's part of the embedding in the precision of the arithmetic."""
-    work = work_of(job)
-    return work.vocab * job.arch.hidden / work.tp * work.narrow
+    return work.vocab * work.arch.hidden / work.tp * work.narrow
 
 
 def _parts(job: Job, rank: int) -> dict[int, Kept]:
@@ -123,7 +159,7 @@ def _parts(job: Job, rank: int) -> dict[int, Kept]:
 def _layout(job: Job) -> Job:
     """The job without what no state depends on, so that jobs that differ in it alone are counted once."""
     plan = job.plan
-    accumulate = plan.accumulate if plan.pp > 1 else min(plan.accumulate, 2)
+    accumulate = settled(plan.schedule, plan.pp, plan.accumulate)
     plan = msgspec.structs.replace(plan, microbatch=1, accumulate=accumulate, recompute="none", kernels="auto")
     return msgspec.structs.replace(job, plan=plan, sequence=0)
 
@@ -135,9 +171,11 @@ def _rest(job: Job, key: tuple[tuple[str, int], ...]) -> Rest:
     return buffered(job, place) if job.stack.holds.states == "buffers" else sharded(job, place)
 
 
-def _words(job: Job, scene: Scene, moment: str) -> str:
+def _words(job: Job, then: _Then) -> str:
     """A moment with the stage and the microbatches in flight, where there are several."""
+    if then.scene is None:
+        return then.words
     if job.plan.pp == 1:
-        return f"{moment} of {'the last' if job.plan.accumulate > 1 else 'the'} microbatch"
-    flying = sum(count for _, count in scene.kept)
-    return f"{moment}, stage {scene.stage}, {flying} microbatch{'es' * (flying != 1)} in flight"
+        return f"{then.words} of {'the last' if job.plan.accumulate > 1 else 'the'} microbatch"
+    flying = sum(count for _, count in then.scene.kept)
+    return f"{then.words}, stage {then.scene.stage}, {flying} microbatch{'es' * (flying != 1)} in flight"

@@ -6,7 +6,7 @@ Activations and the buffers of collectives are no part of it.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
 import msgspec
@@ -102,8 +102,13 @@ def _unsummed(held: Iterable[Group], seat: Seat) -> int:
         sum(whole[stage] for stage in then.wide)
         + sum(whole[stage] for stage in then.narrow) * seat.narrow // seat.wide
         + sum(shard[stage] for stage in then.summed)
-        for then in _waiting(seat)
+        for then in _waiting(*_order(seat.plan), seat.at("pp"), seat.narrow < seat.wide)
     )
+
+
+def _order(plan: Plan) -> tuple[Schedule, int, int, int]:
+    """What decides the order of a pipeline's actions."""
+    return plan.schedule, plan.pp, plan.chunks, plan.accumulate
 
 
 class _Waiting(msgspec.Struct, frozen=True):
@@ -114,17 +119,17 @@ class _Waiting(msgspec.Struct, frozen=True):
     summed: frozenset[int]
 
 
-def _waiting(seat: Seat) -> Iterator[_Waiting]:
-    """Where the gradients are after every backward of a rank.
+@lru_cache(maxsize=4096)
+def _waiting(schedule: Schedule, pp: int, chunks: int, microbatches: int, rank: int, low: bool) -> frozenset[_Waiting]:
+    """Every place that the gradients of a rank's stages are in after some backward; `low`: in low precision.
 
     Torch widens them at the end of a backward that reaches a stage's input. The weights' half of a split backward does
     not, so in low precision what it leaves lies beside the wide sum until the stage's next backward.
     """
-    plan = seat.plan
     wide, narrow, summed = set[int](), set[int](), set[int]()
     backwards = Counter[int]()
-    low = seat.narrow < seat.wide
-    for action in actions(plan.schedule, plan.pp, plan.chunks, plan.accumulate)[seat.at("pp")]:
+    found = set[_Waiting]()
+    for action in actions(schedule, pp, chunks, microbatches)[rank]:
         stage = action.stage
         if action.kind == "F" or (action.kind == "I" and stage == 0):  # the first stage leaves both halves to the W
             continue
@@ -133,12 +138,13 @@ def _waiting(seat: Seat) -> Iterator[_Waiting]:
         elif action.kind != "I" or stage in narrow:
             narrow.discard(stage)
             wide.add(stage)
-        yield _Waiting(frozenset(wide), frozenset(narrow), frozenset(summed))
+        found.add(_Waiting(frozenset(wide), frozenset(narrow), frozenset(summed)))
         backwards[stage] += action.kind != "I"
-        if backwards[stage] == plan.accumulate:
+        if backwards[stage] == microbatches:
             wide.discard(stage)
             narrow.discard(stage)
             summed.add(stage)
+    return frozenset(found)
 
 
 def _gathered(held: Iterable[Group], seat: Seat) -> int:
@@ -147,8 +153,7 @@ def _gathered(held: Iterable[Group], seat: Seat) -> int:
     if not _copies(plan):
         return 0
     if plan.pp > 1:
-        instants = _instants(plan.schedule, plan.pp, plan.chunks, plan.accumulate, seat.at("pp"))
-        return max(sum(_held_then(group, instant, seat) for group in held) for instant in instants)
+        return _gathered_by_stages(held, seat)
     if plan.zero == 3:
         return _two_blocks(held, seat)
     return sum(group.count * _once(group, seat) for group in held)
@@ -197,14 +202,22 @@ class _Instant(msgspec.Struct, frozen=True):
     used: frozenset[int]
 
 
-def _held_then(group: Group, instant: _Instant, seat: Seat) -> int:
-    """Bytes of a group at an instant: what lies on several ranks is gathered when asked for, else copied when used."""
-    _, shards = grid(group, seat.plan)
-    held = instant.asked if shards > 1 else instant.used
-    return group.count * _once(group, seat) if group.stage in held else 0
+def _gathered_by_stages(held: Iterable[Group], seat: Seat) -> int:
+    """At the fullest instant of a pipeline rank: what lies on several ranks is there from when it is asked for.
+
+    The rest is copied when it is used.
+    """
+    asked, used = Counter[int](), Counter[int]()
+    for group in held:
+        _, shards = grid(group, seat.plan)
+        (asked if shards > 1 else used)[group.stage] += group.count * _once(group, seat)
+    return max(
+        sum(asked[stage] for stage in instant.asked) + sum(used[stage] for stage in instant.used)
+        for instant in _instants(*_order(seat.plan), seat.at("pp"))
+    )
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=4096)
 def _instants(schedule: Schedule, pp: int, chunks: int, microbatches: int, rank: int) -> frozenset[_Instant]:
     """Every state that a rank's stages are in during a step, when it holds the IN_SIGHT ones that it computes next."""
     stages = [action.stage for action in actions(schedule, pp, chunks, microbatches)[rank]]

@@ -11,7 +11,7 @@ from meshwright.cost.links import axis_span, collective_seconds
 from meshwright.cost.time_terms import Passes, Terms
 from meshwright.cost.traffic_collective import Axis, Kind
 from meshwright.spec.arch import Arch
-from meshwright.spec.efficiency import Efficiency
+from meshwright.spec.efficiency import Efficiency, efficiency_of
 from meshwright.spec.plan import Plan
 from meshwright.spec.speed import Speed
 
@@ -60,8 +60,12 @@ class Bench(msgspec.Struct, frozen=True, kw_only=True):
         return collective_seconds(kind, size, axis_span(axis, self.plan, self.job.cluster), self.job.cluster)
 
 
-def bench(job: Job, efficiency: Efficiency) -> Bench:
-    """What does not matter to a single layer is levelled, so that plans that differ in it share their layers' times."""
+def bench(job: Job, efficiency: Efficiency | None = None) -> Bench:
+    """What does not matter to a single layer is levelled, so that plans that differ in it share their layers' times.
+
+    `efficiency` replaces what was measured on the cluster, which replaces the catalogue's entry.
+    """
+    reached = efficiency or job.cluster.efficiency or efficiency_of(job.cluster.gpu)
     plan = job.plan
     levelled = Plan(
         tp=plan.tp,
@@ -76,7 +80,7 @@ def bench(job: Job, efficiency: Efficiency) -> Bench:
     )
     return Bench(
         job=msgspec.structs.replace(job, plan=levelled, masked=False),
-        rates=rates(job.cluster.gpu, efficiency, plan.precision),
+        rates=rates(job.cluster.gpu, reached, plan.precision),
         tokens=plan.microbatch * job.sequence / plan.cp,
         host=_host(job),
         # A lone rank with a shadow leaves the gradient of its only microbatch where it came.

@@ -1,7 +1,6 @@
 """Seconds that weights cost a step: gathered, their gradients summed, and updated."""
 
 import math
-from collections.abc import Sequence
 from functools import lru_cache
 
 import msgspec
@@ -11,16 +10,19 @@ from meshwright.cost.kernels import Rates, moved_seconds
 from meshwright.cost.links import call_seconds, inside_seconds
 from meshwright.cost.time_layer import exposed
 from meshwright.cost.traffic_collective import Collective
-from meshwright.cost.traffic_held import Seat, grid, groups, local_shape
+from meshwright.cost.traffic_held import Seat, groups, local_shape
 from meshwright.cost.traffic_weights import IN_SIGHT, weight_traffic
 from meshwright.spec.arch import Arch
+from meshwright.spec.cluster import Cluster
 from meshwright.spec.plan import Plan
-from meshwright.spec.schedule import legal
 from meshwright.spec.speed import Speed
+from meshwright.spec.stack import Stack
 
 ROUNDS = 8  # of a pipeline, that its weights are followed through; longer steps go on in proportion
 SHARDED = ("shard", "expert_shard")
 COPIED = ("replicate", "expert_replicate")
+TIMED = (*SHARDED, *COPIED, "tied")
+V_SHAPED = ("zbv", "dualpipev")  # stages go down the ranks and up again
 
 
 class WeightSeconds(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -43,31 +45,78 @@ class Behind(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     backward: float
 
 
+class Sent(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Seconds that the weights of one rank take in a step, before anything hides them."""
+
+    gather: float
+    reduce: float
+    copies: float  # sums over copies
+    tied: float
+    optimizer: float
+    contended_shard: float  # what arithmetic loses to the gathers and scatters beside it
+    contended_copies: float
+
+    @property
+    def exposed(self) -> float:
+        """What nothing can hide."""
+        return self.tied + self.optimizer + self.contended_shard + self.contended_copies
+
+
 def weight_seconds(job: Job, rank: int, at: Rates, behind: Behind) -> WeightSeconds:
     """What weights cost the rank of a pipeline stage."""
     plan, speed = job.plan, job.stack.speed
-    calls = [_as_sent(call, plan, speed) for call in _calls(job.arch, _essence(plan), rank)]
-    timed = [(call, call_seconds(call, plan, job.cluster, speed.calls)) for call in calls]
-    gather = sum(seconds for call, seconds in timed if call.axis in SHARDED and call.kind == "all_gather")
-    if plan.chunks > IN_SIGHT:  # weights come and go with every round
-        gather *= plan.accumulate / _essence(plan).accumulate
-    reduce = sum(seconds for call, seconds in timed if call.axis in SHARDED and call.kind == "reduce_scatter")
-    copies = sum(seconds for call, seconds in timed if call.axis in COPIED)
-    left = max(behind.backward - (reduce if plan.zero else 0.0), 0.0)
+    every = sent(job, rank, at)
+    left = max(behind.backward - (every.reduce if plan.zero else 0.0), 0.0)
     return WeightSeconds(
-        shard=_exposed_shard(gather, reduce, plan, speed, behind)
-        + _contended(calls, job, SHARDED, speed.overlap_shard),
-        replicate=exposed(copies, left, speed.overlap_replicate)
-        + _contended(calls, job, COPIED, speed.overlap_replicate),
-        tied=sum(seconds for call, seconds in timed if call.axis == "tied"),
-        optimizer=moved_seconds(held(job.arch, _essence(plan), rank) * speed.optimizer_bytes, at),
+        shard=_exposed_shard(every.gather, every.reduce, plan, speed, behind) + every.contended_shard,
+        replicate=exposed(every.copies, left, speed.overlap_replicate) + every.contended_copies,
+        tied=every.tied,
+        optimizer=every.optimizer,
     )
 
 
-def _contended(calls: Sequence[Collective], job: Job, axes: tuple[str, ...], overlap: float) -> float:
-    """What arithmetic loses to communication beside it: both want the device's memory and some of its processors."""
-    inside = sum(inside_seconds(call, job.plan, job.cluster) for call in calls if call.axis in axes)
-    return job.stack.speed.contention * overlap * inside
+def least_seconds(job: Job, rank: int, at: Rates, behind: Behind) -> tuple[float, float]:
+    """What weights add to a rank's work at least; and what its work and its weights take at least together.
+
+    Gathers hide behind forwards, scatters behind backwards: together they hide no more than the rank works. Sums over
+    copies may hide behind the last backward beside scatters, which is at most its own time and that of one forward.
+    """
+    every, speed = sent(job, rank, at), job.stack.speed
+    alone = (1 - speed.overlap_shard) * (every.gather + every.reduce) + (1 - speed.overlap_replicate) * every.copies
+    beside = max(behind.forward + behind.backward - every.reduce, 0.0) if job.plan.zero else 0.0
+    together = every.gather + every.reduce + every.copies - min(every.copies, beside)
+    return every.exposed + alone, every.exposed + together
+
+
+def sent(job: Job, rank: int, at: Rates) -> Sent:
+    """The collectives and the update of a rank's weights; long steps of a pipeline gather in proportion."""
+    plan = job.plan
+    brief = _essence(plan)
+    found = _sent(job.arch, brief, rank, job.cluster, job.stack, at)
+    if plan.chunks <= IN_SIGHT or plan.accumulate == brief.accumulate:
+        return found
+    return msgspec.structs.replace(found, gather=found.gather * (plan.accumulate / brief.accumulate))
+
+
+@lru_cache(maxsize=16384)
+def _sent(arch: Arch, plan: Plan, rank: int, cluster: Cluster, stack: Stack, at: Rates) -> Sent:
+    speed = stack.speed
+    calls = [_as_sent(call, plan, speed) for call in _calls(arch, plan, rank)]
+    timed = [(call, call_seconds(call, plan, cluster, speed.calls)) for call in calls]
+
+    def contended(axes: tuple[str, ...], overlap: float) -> float:
+        """Both want the device's memory and some of its processors."""
+        return speed.contention * overlap * sum(inside_seconds(call, plan, cluster) for call in calls if call.axis in axes)
+
+    return Sent(
+        gather=sum(seconds for call, seconds in timed if call.axis in SHARDED and call.kind == "all_gather"),
+        reduce=sum(seconds for call, seconds in timed if call.axis in SHARDED and call.kind == "reduce_scatter"),
+        copies=sum(seconds for call, seconds in timed if call.axis in COPIED),
+        tied=sum(seconds for call, seconds in timed if call.axis == "tied"),
+        optimizer=moved_seconds(held(arch, plan, rank) * speed.optimizer_bytes, at),
+        contended_shard=contended(SHARDED, speed.overlap_shard),
+        contended_copies=contended(COPIED, speed.overlap_replicate),
+    )
 
 
 def _exposed_shard(gather: float, reduce: float, plan: Plan, speed: Speed, behind: Behind) -> float:
@@ -94,16 +143,21 @@ def _as_sent(call: Collective, plan: Plan, speed: Speed) -> Collective:
 def _essence(plan: Plan) -> Plan:
     """The plan without what weights do not notice, and of a long step of a pipeline its beginning.
 
-    A pipeline rank with few stages gathers each of them once, however many microbatches come.
+    A pipeline rank with few stages gathers each of them once, in whatever order and however many microbatches come.
     """
-    accumulate = plan.accumulate
-    if plan.pp > 1:
-        few = plan.chunks <= IN_SIGHT and not legal(plan.schedule, plan.pp, plan.chunks, 2)
-        accumulate = min(accumulate, 2 if few else ROUNDS * plan.pp)
+    accumulate, schedule = plan.accumulate, plan.schedule
+    if plan.pp > 1 and plan.chunks <= IN_SIGHT:
+        accumulate = min(accumulate, 2)
+        schedule = "zbv" if schedule in V_SHAPED else "1f1b" if plan.chunks == 1 else "looped"
+    elif plan.pp > 1:
+        accumulate = min(accumulate, ROUNDS * plan.pp)
     return msgspec.structs.replace(
         plan,
         microbatch=1,
         accumulate=accumulate,
+        schedule=schedule,
+        shadow=False,
+        kernels="auto",
         recompute="none",
         compile=False,
         deterministic=False,
@@ -111,17 +165,25 @@ def _essence(plan: Plan) -> Plan:
     )
 
 
-@lru_cache(maxsize=4096)
-def _calls(arch: Arch, plan: Plan, rank: int) -> tuple[Collective, ...]:
-    return tuple(weight_traffic(Seat(arch=arch, plan=plan, sequence=1, place={"pp": rank})))
+def _calls(arch: Arch, plan: Plan, rank: int) -> list[Collective]:
+    """What the weights of a rank send over the data axes, and between tied copies."""
+    seat = Seat(arch=arch, plan=plan, sequence=1, place={"pp": rank})
+    return [call for call in weight_traffic(seat) if call.axis in TIMED]
 
 
-@lru_cache(maxsize=4096)
 def held(arch: Arch, plan: Plan, rank: int) -> float:
     """Weights that a rank updates."""
+    whole = msgspec.structs.replace(plan, replicate=1, shard=plan.data, zero=1)  # as every split of the data axes has them
+    rest, experts = _numbers(arch, whole, rank)
+    shards = plan.shards
+    return rest / shards + experts / (max(shards // plan.ep, 1) if plan.zero else 1)
+
+
+@lru_cache(maxsize=4096)
+def _numbers(arch: Arch, plan: Plan, rank: int) -> tuple[int, int]:
+    """Numbers in a rank's weights before they are sharded: of those that ep shares out the second."""
     seat = Seat(arch=arch, plan=plan, sequence=1, place={"pp": rank})
-    total = 0.0
+    found = {False: 0, True: 0}
     for group in groups(seat):
-        _, shards = grid(group, plan)
-        total += group.count * sum(math.prod(local_shape(param, seat)) for param in group.params) / shards
-    return total
+        found[group.shared_by_ep] += group.count * sum(math.prod(local_shape(param, seat)) for param in group.params)
+    return found[False], found[True]

@@ -89,7 +89,7 @@ def _over_tp(group: Group, seat: Seat) -> Iterator[Collective]:
     if plan.tp == 1:
         return
     # What waits for the last microbatch waits in fp32; the gradient of one microbatch is as narrow as its weight was.
-    waited = plan.accumulate > 1 and reductions(plan) == 1
+    waited = plan.pp > 1 or (plan.accumulate > 1 and reductions(plan) == 1)
     size = seat.wide if waited else seat.narrow
     for param in group.params:
         if _is_partial_over_tp(param):

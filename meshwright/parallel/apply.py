@@ -4,7 +4,7 @@ from functools import partial
 
 from torch import nn
 
-from meshwright.parallel import compiled, context, expert, fused, pipeline, precision, recompute, shard, tensor
+from meshwright.parallel import compiled, compress, context, expert, fused, pipeline, precision, recompute, shard, tensor
 from meshwright.parallel.anatomy import Anatomy
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec.plan import Plan
@@ -16,6 +16,8 @@ def apply(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: Anatomy) -> list[nn
     for transform in (partial(tensor.split, anatomy=anatomy), expert.split, context.split):  # what a rank holds
         chunks = [transform(chunk, plan, mesh) for chunk in chunks]
     # How it runs. What is chosen by operation the compiler must see; whole blocks are computed anew as it made them.
-    for transform in (precision.wrap, fused.wrap, recompute.keep_costly, compiled.wrap, recompute.keep_inputs):
+    # What either leaves for the backward is then compressed or sent away: outermost, to see all of it.
+    how = (precision.wrap, fused.wrap, recompute.keep_costly, compiled.wrap, recompute.keep_inputs, compress.wrap)
+    for transform in how:
         chunks = [transform(chunk, plan, mesh, anatomy) for chunk in chunks]
     return [shard.wrap(chunk, plan, mesh, anatomy) for chunk in chunks]  # last: it must see the final parameters

@@ -149,4 +149,4 @@ def gantt(pipeline: Pipeline, screen: Screen) -> Iterator[str]:
     idle = f"{timeline.bubble:.1%} idle" if pipeline.shown == pipeline.microbatches else "longer steps idle less"
     yield f"{pipeline.title}: {short(timeline.seconds)} s, {idle}"
     yield from render(timeline, max(screen.width - IDLE_FIGURES, 20))
-    yield "F forward, B backward, I its input's half, W its weights' half, · idle"
+    yield "F forward, B backward, I and W its halves, · idle"

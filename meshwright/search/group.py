@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from meshwright.cost.time import lower_bound
+from meshwright.cost.time_bound import lower_bound, work_bound
 from meshwright.search import space
 from meshwright.search.question import Question
 from meshwright.search.space import Layout, Order, Round
@@ -15,9 +15,11 @@ class Group(NamedTuple):
     question: Question
     splits: tuple[Layout, ...]  # alike but for replicate, shard and zero
     each: Round
+    choices: tuple[tuple[Order, tuple[str, ...]], ...]  # schedules, and the policies of each
     order: Order | None = None
+    policies: tuple[str, ...] = ()  # of a group of one schedule, those that may fit
     policy: str | None = None
-    bounded: bool = False  # a split of it was priced, and its bound is what the others share with that one
+    weighed: bool = False  # its bound has what weights cost in it
 
     @property
     def decided_order(self) -> Order:
@@ -29,12 +31,16 @@ class Group(NamedTuple):
         assert self.policy is not None, "only a group of one policy is asked"
         return self.policy
 
+    @property
+    def plans_of_a_split(self) -> int:
+        """Plans that differ in schedule and recomputation."""
+        return sum(len(policies) for _, policies in self.choices)
+
     def parts(self) -> list["Group"]:
         """The same plans with one more choice made: of the schedule, or of the policy."""
-        layout = self.splits[0]
-        if self.order is None:
-            return [self._replace(order=order) for order in space.orders(self.question, layout, self.each)]
-        return [self._replace(policy=policy) for policy in space.policies(self.question, layout, self.order)]
+        if self.order is not None:
+            return [self._replace(policy=policy) for policy in self.policies]
+        return [self._replace(order=order, policies=policies) for order, policies in self.choices]
 
     def plan(self, layout: Layout) -> Plan:
         """The plan of one split."""
@@ -46,24 +52,46 @@ def groups(question: Question) -> list[Group]:
     alike: dict[tuple[object, ...], list[Layout]] = {}
     for layout in space.layouts(question):
         alike.setdefault((layout.pp, layout.cp, layout.cp_kind, layout.ep, layout.tp), []).append(layout)
-    found = []
+    found, choices = [], {}
     for layouts in alike.values():
         for each in space.rounds(question, layouts[0]):
             splits = tuple(layout for layout in layouts if not space.respelled(question, layout, each))
+            key = (layouts[0].pp, each.accumulate)
+            if key not in choices:
+                choices[key] = space.choices(question, layouts[0], each)
             if splits:
-                found.append(Group(question, splits, each))
+                found.append(Group(question, splits, each, choices[key]))
     return found
 
 
 def bound(group: Group) -> float:
-    """Seconds for a token that no plan of a group goes below.
+    """Seconds for a token that no plan of a group goes below, as if weights cost nothing.
 
     Before the schedule is known: the busiest rank of a pipeline has at least a fair share of the work on one rank.
     """
     question, layout = group.question, group.splits[0]
     if group.order is None:
         alone = layout._replace(pp=1)
-        plan = space.plan_of(question, alone, group.each, Order("1f1b", 1), "none")
-        return lower_bound(question.job(plan)) / layout.pp / question.tokens
-    plan = space.plan_of(question, layout, group.each, group.order, group.policy or "none")  # nothing is done twice
-    return lower_bound(question.job(plan)) / question.tokens
+        order = Order("1f1b", 1)
+        plan = space.plan_of(question, alone, group.each, order, "none")
+        return work_bound(question.job(plan)) / layout.pp / question.tokens
+    return work_bound(question.job(_least_plan(group, layout))) / question.tokens
+
+
+def bound_with_weights(group: Group, enough: float) -> float:
+    """The same with what weights cost at least: of the splits of the data axes the cheapest, or one within `enough`.
+
+    Sharing out the optimizer's states alone, as far as it goes, is cheapest most of the time.
+    """
+    least = float("inf")
+    for layout in sorted(group.splits, key=lambda layout: (layout.zero != 1, -layout.shard)):
+        seconds = lower_bound(group.question.job(_least_plan(group, layout))) / group.question.tokens
+        least = min(least, seconds)
+        if least <= enough:
+            break
+    return least
+
+
+def _least_plan(group: Group, layout: Layout) -> Plan:
+    """Before the policy is known: the plan in which nothing is done twice."""
+    return space.plan_of(group.question, layout, group.each, group.decided_order, group.policy or "none")

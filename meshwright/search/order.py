@@ -9,14 +9,13 @@ from collections import Counter
 from typing import NamedTuple
 
 from meshwright.cost.job import Job
-from meshwright.cost.time import Price, price
-from meshwright.search.found import Answer, Counts, Found, fit_of, notch, rank
-from meshwright.search.group import Group, bound, groups
+from meshwright.cost.time import Course, course, price_in, seconds_in
+from meshwright.search.found import Answer, Counts, Found, axes_used, fit_of, notch, rank
+from meshwright.search.group import Group, bound, bound_with_weights, groups
 from meshwright.search.question import Question, variants
-from meshwright.search.room import STATES, Room, largest, shortened
+from meshwright.search.room import STATES, Room, lacking
 
-# The shares of a step that the data axes decide, and the one that grows with the others.
-OF_WEIGHTS = ("shard", "replicate", "tied", "optimizer", "stragglers")
+WORTH = 1.03  # of a bound: nearer ones are not worth waiting for
 
 
 def search(question: Question, top: int = 5) -> Answer:
@@ -31,10 +30,11 @@ def search(question: Question, top: int = 5) -> Answer:
 
 
 class _Candidate(NamedTuple):
-    """A plan whose price is known, and whose ledger is made when its turn comes."""
+    """A plan whose time is known, and whose ledger is made when its turn comes."""
 
     job: Job
-    price: Price
+    group: Group
+    known: Course  # what it has in common with the others of its group
 
 
 class _Work:
@@ -50,18 +50,16 @@ class _Work:
 
     def begin(self, group: Group, room: Room) -> None:
         """Count a group, and keep of it what the states of the model leave room for."""
-        plans = sum(len(order.parts()) for order in group.parts())
+        plans = group.plans_of_a_split
         self.legal += plans * len(group.splits)
         fitting = tuple(layout for layout in group.splits if room.may_hold(layout))
         self.too_large[STATES] += plans * (len(group.splits) - len(fitting))
         if fitting:
-            self.push(group._replace(splits=fitting), room)
+            group = group._replace(splits=fitting)
+            self.push(group, room, bound(group))
 
-    def push(self, item: Group | _Candidate, room: Room, seconds_per_token: float | None = None) -> None:
+    def push(self, item: Group | _Candidate, room: Room, seconds_per_token: float) -> None:
         """Put something in its place by its time, or by the bound of its time."""
-        if seconds_per_token is None:
-            assert isinstance(item, Group)
-            seconds_per_token = bound(item)
         self.pushed += 1  # equal bounds are opened in the order in which they came
         heapq.heappush(self.heap, (seconds_per_token, self.pushed, item, room))
 
@@ -72,55 +70,58 @@ class _Work:
     def finish(self) -> None:
         """Look at one after the other until no time that is left can win."""
         while self.heap and not self.hopeless(self.heap[0][0]):
-            _, _, item, room = heapq.heappop(self.heap)
+            least, _, item, room = heapq.heappop(self.heap)
             if isinstance(item, _Candidate):
-                self.weigh(item, room)
+                self.weigh(item, room, least)
             elif item.order is None:
                 self.divide(item, room)
             elif item.policy is None:
-                for part in room.possible(item):
-                    self.push(part, room)
+                self.open(item, room, least)
             else:
                 self.judge(item, room)
 
     def divide(self, group: Group, room: Room) -> None:
         """A group by schedules; policies that hold too much are counted out, and a schedule that has no other."""
         for part in group.parts():
-            lines = [room.obstacle(policy) for policy in part.parts()]
+            lines = room.obstacles(part)
             self.too_large.update({line: lines.count(line) * len(part.splits) for line in lines if line})
-            if None in lines:
-                self.push(part, room)
+            rest = tuple(policy for policy, line in zip(part.policies, lines, strict=True) if line is None)
+            if rest:
+                part = part._replace(policies=rest)
+                self.push(part, room, bound(part))
+
+    def open(self, group: Group, room: Room, least: float) -> None:
+        """A group of one schedule by policies, unless what weights cost sends it back to wait."""
+        if not group.weighed:
+            heavier = bound_with_weights(group, least * WORTH)
+            if heavier > least * WORTH:
+                self.push(group._replace(weighed=True), room, heavier)
+                return
+        for part in group.parts():
+            self.push(part, room, max(least, bound(part)))
 
     def judge(self, group: Group, room: Room) -> None:
-        """Price one split of a group, and bound the others by what all of them have in common with it."""
-        if not group.bounded and (line := room.too_large(group)):
-            self.too_large[line] += len(group.splits)
-            return
-        splits = group.splits if group.bounded else group.splits[:1]
-        common = 0.0
-        for layout in splits:
+        """Time every split of a group: forwards and backwards are the same in all of them."""
+        known: Course | None = None
+        for layout in group.splits:
             job = group.question.job(group.plan(layout))
-            cost = price(job)
+            known = known or course(job)
+            seconds = seconds_in(job, known) / group.question.tokens
             self.priced += 1
-            self.push(_Candidate(job, cost), room, cost.seconds / group.question.tokens)
-            own = sum(share.seconds for share in cost.waterfall if share.name in OF_WEIGHTS)
-            common = max(cost.seconds - own, 0.0) / group.question.tokens
-        if others := group.splits[len(splits) :]:
-            self.push(group._replace(splits=others, bounded=True), room, common)
+            if not self.hopeless(seconds):
+                self.push(_Candidate(job, group, known), room, seconds)
 
-    def weigh(self, candidate: _Candidate, room: Room) -> None:
-        """Keep a plan that fits, if it is among the best: by a shortened step first, which cannot need more."""
-        job, cost = candidate
-        short = fit_of(room.question.job(shortened(job.plan)))
-        at_best = Found(job=job, price=cost, fit=short)
-        if len(self.best) == self.top and rank(at_best) > self.best[-1][0]:
+    def weigh(self, candidate: _Candidate, room: Room, seconds_per_token: float) -> None:
+        """Keep a plan that fits, if it is among the best."""
+        job, group, known = candidate
+        at_best = (notch(seconds_per_token), axes_used(job.plan))
+        if len(self.best) == self.top and at_best > self.best[-1][0][:2]:
             return
-        fit = fit_of(job) if short.fits else short
-        if not fit.fits:
-            self.too_large[largest(fit.ledger)] += 1
+        if line := room.too_large(group) or lacking(job):
+            self.too_large[line] += 1
             self.priced -= 1
             return
-        found = Found(job=job, price=cost, fit=fit)
+        found = Found(job=job, price=price_in(job, known), fit=fit_of(job))
         self.best.append((rank(found), self.pushed, found))
         self.best.sort(key=lambda entry: entry[:2])
         del self.best[self.top :]
@@ -130,3 +131,4 @@ class _Work:
         slower = self.legal - self.priced - sum(found.values())
         counts = Counts(legal=self.legal, too_large=found, slower=slower, priced=self.priced)
         return Answer(found=tuple(found for _, _, found in self.best), counts=counts)
+

@@ -5,13 +5,12 @@ A closed form costs a few microseconds where the ledger costs a thousand, and se
 
 from functools import lru_cache
 
-import msgspec
-
-from meshwright.cost.memory import Ledger
+from meshwright.cost.job import Job
+from meshwright.cost.memory import Ledger, too_large
+from meshwright.cost.memory_flight import settled
 from meshwright.cost.memory_kept import kept
-from meshwright.cost.memory_work import work_of
+from meshwright.cost.memory_work import Work, work_of
 from meshwright.cost.traffic_weights import IN_SIGHT
-from meshwright.search.found import fit_of
 from meshwright.search.group import Group
 from meshwright.search.question import Question
 from meshwright.search.space import Layout, Order
@@ -37,8 +36,9 @@ class Room:
         self.kinds = sorted({question.arch.is_mixture(layer) for layer in range(question.arch.layers)})
         self.wide, self.narrow = widths(question)
         self.kept: dict[tuple[int, int, int, int, bool, str], tuple[float, float]] = {}
+        self.works: dict[tuple[int, int, int], Work] = {}
         self.shortest: dict[tuple[int, Order], int] = {}
-        self.refused: dict[tuple[object, ...], tuple[int, str]] = {}
+        self.refused: dict[tuple[object, ...], tuple[int, str]] = {}  # microbatch and largest line
 
     def may_hold(self, layout: Layout) -> bool:
         """Whether a layout's plans may fit."""
@@ -83,27 +83,29 @@ class Room:
 
         Of the splits of the data axes the one that shards most holds least.
         """
-        resting, live = self._resting(frugal_split(group), group), self._live(group)
-        if resting + live <= self.memory:
-            return None
-        return STATES if resting > live else ACTIVATIONS
+        return self.obstacles(group._replace(policies=(group.decided_policy,)))[0]
+
+    def obstacles(self, group: Group) -> list[str | None]:
+        """The same for each policy of a group of one schedule."""
+        resting, found = self._resting(frugal_split(group), group), list[str | None]()
+        for policy in group.policies:
+            live = self._live(group, policy)
+            fits = resting + live <= self.memory
+            found.append(None if fits else STATES if resting > live else ACTIVATIONS)
+        return found
 
     def least(self, group: Group) -> float:
         """Bytes at least of the fullest rank of every plan of a group."""
         frugal = frugal_split(group)
-        return max(self.floor(frugal), self._resting(frugal, group) + self._live(group))
+        return max(self.floor(frugal), self._resting(frugal, group) + self._live(group, group.decided_policy))
 
-    def possible(self, group: Group) -> list[Group]:
-        """The policies of a group that the closed forms do not rule out."""
-        return [part for part in group.parts() if self.obstacle(part) is None]
-
-    def _live(self, group: Group) -> float:
+    def _live(self, group: Group, policy: str) -> float:
         """Bytes at least that activations take on the first rank, when most microbatches are in flight there."""
         layout, order = group.splits[0], group.decided_order
         cut = (layout.pp, order)
         if cut not in self.shortest:
             self.shortest[cut] = _shortest(self.question, layout.pp, order)
-        key = (layout.tp, layout.cp, group.each.microbatch, self.shortest[cut], layout.pp == 1, group.decided_policy)
+        key = (layout.tp, layout.cp, group.each.microbatch, self.shortest[cut], layout.pp == 1, policy)
         if key not in self.kept:
             self.kept[key] = self._kept(*key)
         flying, moment = self.kept[key]
@@ -114,33 +116,35 @@ class Room:
 
         Of the kind of layer that needs less; `last` if the projection follows them, whose logits are there before that.
         """
-        plan = Plan(tp=tp, cp=cp, microbatch=microbatch, precision=self.question.precision)
-        work = work_of(self.question.job(plan))
+        work = self._work(tp, cp, microbatch)
         found = [kept(work, (mixture,) * layers, last, policy) for mixture in self.kinds]
         moments = [max(each.logits, each.anew + each.passing) for each in found]
         return min(each.activations for each in found), min(moments)
 
+    def _work(self, tp: int, cp: int, microbatch: int) -> Work:
+        """Of a rank whose blocks are compiled, if they ever are: it keeps less."""
+        key = (tp, cp, microbatch)
+        if key not in self.works:
+            compiled = bool(self.question.fixed.get("compile", True))
+            plan = Plan(tp=tp, cp=cp, microbatch=microbatch, precision=self.question.precision, compile=compiled)
+            self.works[key] = work_of(self.question.job(plan))
+        return self.works[key]
+
     def too_large(self, group: Group) -> str | None:
-        """The largest line of a group of which nothing fits, None if something may. A larger microbatch holds more."""
-        frugal = frugal_split(group)
-        key = (frugal._replace(replicate=1, shard=1), group.order, group.policy)
+        """The largest line of a group of which nothing fits, None if something may.
+
+        Where as many microbatches are followed, larger ones hold more.
+        """
+        frugal, each = frugal_split(group), group.each
+        rounds = settled(group.decided_order.schedule, frugal.pp, each.accumulate)
+        key = (frugal._replace(replicate=1, shard=1), group.order, group.policy, rounds)
         microbatch, line = self.refused.get(key, (0, ""))
-        if line and microbatch <= group.each.microbatch:
+        if line and microbatch <= each.microbatch:
             return line
-        lacking = self.lacks(shortened(group.plan(frugal)))
-        if lacking:
-            self.refused[key] = (group.each.microbatch, lacking)
-        return lacking
-
-    def lacks(self, plan: Plan) -> str | None:
-        """The largest line of a plan that does not fit, None if it does."""
-        fit = fit_of(self.question.job(plan))
-        return None if fit.fits else largest(fit.ledger)
-
-
-def shortened(plan: Plan) -> Plan:
-    """A plan whose step is cut to two rounds of its pipeline: it holds no more, and is counted faster."""
-    return msgspec.structs.replace(plan, accumulate=min(plan.accumulate, max(2 * plan.pp, 2)))
+        found = lacking(self.question.job(group.plan(frugal)))
+        if found is not None:
+            self.refused[key] = (each.microbatch, found)
+        return found
 
 
 def _given_out(question: Question) -> float:
@@ -174,6 +178,12 @@ def in_flight(schedule: Schedule, pp: int, chunks: int, microbatches: int) -> in
     if schedule == "interleaved":
         return min(every, (chunks - 1) * pp + 2 * (pp - 1) + 1)
     return min(every, pp * chunks)
+
+
+def lacking(job: Job) -> str | None:
+    """The largest line of a rank that has too little memory, None if every rank has enough."""
+    found = too_large(job)
+    return None if found is None else largest(found)
 
 
 def largest(ledger: Ledger) -> str:

@@ -23,6 +23,8 @@ CHOSEN = {
     "pp", "replicate", "shard", "zero", "cp", "cp_kind", "ep", "tp", "microbatch", "accumulate", "schedule", "chunks",
     "stages", "recompute", "precision",
 }  # fmt: skip
+NARROW = ("bf16", "fp16", "fp8")
+UNCOMPILED = ("tpu", "trainium")  # accelerators that torch writes no kernels for
 SCHEDULES = cast("tuple[Schedule, ...]", get_args(Schedule))
 
 Choice = TypeVar("Choice")
@@ -86,13 +88,33 @@ def plan_of(question: Question, layout: Layout, each: Round, order: Order, polic
         stages=stages,
         recompute=policy,
         precision=question.precision,
-        **carried(question),
+        **{"compile": compiles(question, layout.pp, order), "shadow": shadows(question), **carried(question)},
     )
 
 
 def carried(question: Question) -> dict[str, Any]:
-    """Fixed fields that no level chooses, such as compile: every plan has them."""
+    """Fixed fields that no level chooses, such as kernels: every plan has them."""
     return {name: value for name, value in question.fixed.items() if name not in CHOSEN}
+
+
+def compiles(question: Question, pp: int, order: Order) -> bool:
+    """Whether blocks are compiled: as it is fixed, or wherever torch can, because it changes time and memory alone."""
+    fixed = question.fixed.get("compile")
+    if fixed is not None:
+        return fixed
+    return not question.cluster.gpu.name.startswith(UNCOMPILED) and _compilable(pp, order)
+
+
+@lru_cache(maxsize=1024)
+def _compilable(pp: int, order: Order) -> bool:
+    plan = Plan(pp=pp, **order._asdict(), microbatch=1, compile=True)
+    return next(check_plan.how_blocks_run(plan), None) is None
+
+
+def shadows(question: Question) -> bool:
+    """Whether a narrow copy of the weights is kept: by one rank in low precision, as a run without a plan does."""
+    alone = question.cluster.gpus == 1 and not question.fixed.get("deterministic")
+    return question.fixed.get("shadow", alone and question.precision in NARROW)
 
 
 def layouts(question: Question) -> Iterator[Layout]:
@@ -185,6 +207,11 @@ def orders(question: Question, layout: Layout, each: Round) -> tuple[Order, ...]
     return _orders(schedules, _chunks(question, layout.pp), layout.pp, each.accumulate)
 
 
+def choices(question: Question, layout: Layout, each: Round) -> tuple[tuple[Order, tuple[str, ...]], ...]:
+    """Every schedule and the policies it can have; of the layout only pp matters."""
+    return tuple((order, policies(question, layout, order)) for order in orders(question, layout, each))
+
+
 def _chunks(question: Question, pp: int) -> tuple[int, ...]:
     """Stages on a rank: as many as given, or as the given stages make, or a few numbers that the layers allow."""
     chunks = (question.fixed["chunks"],) if "chunks" in question.fixed else CHUNKS
@@ -207,8 +234,12 @@ def policies(question: Question, layout: Layout, order: Order) -> tuple[str, ...
     else:
         blocks = -(-question.arch.layers // (layout.pp * order.chunks))
         words = _words(blocks)
-    compiled = bool(fixed.get("compile", False))
-    return tuple(word for word in words if _obeyed(question.arch, layout.pp, order, word, compiled))
+    return _policies(question.arch, layout.pp, order, words, compiles(question, layout.pp, order))
+
+
+@lru_cache(maxsize=4096)
+def _policies(arch: Arch, pp: int, order: Order, words: tuple[str, ...], compiled: bool) -> tuple[str, ...]:
+    return tuple(word for word in words if _obeyed(arch, pp, order, word, compiled))
 
 
 @lru_cache(maxsize=256)
@@ -219,7 +250,6 @@ def _words(blocks: int) -> tuple[str, ...]:
     return ("none", "selective", *(f"first-{count}" for count in sorted(first) if count < blocks), *root, "full")
 
 
-@lru_cache(maxsize=4096)
 def _obeyed(arch: Arch, pp: int, order: Order, policy: str, compiled: bool) -> bool:
     """Whether the rules let this policy and this schedule meet: asked of them, on a plan without other axes."""
     accumulate = 2 * pp

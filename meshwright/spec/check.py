@@ -143,6 +143,8 @@ def _rates(run: Run) -> Iterator[Problem]:
         "held.temperature": (run.held.temperature, 0.0, 100.0),
         "arch.capacity": (run.arch.capacity, 0.0, 1e3),
     }
+    if run.goal.memory_gib is not None:
+        bounds["goal.memory_gib"] = (run.goal.memory_gib, 2.0**-20, 1e6)
     for key, (value, low, high) in bounds.items():
         if not low <= value <= high:  # a NaN lands here too
             yield Problem(f"{key} = {value} is out of range", f"use {low:g} to {high:g}", key)

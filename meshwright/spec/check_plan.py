@@ -47,6 +47,49 @@ def _shadow(run: Run) -> Iterator[Problem]:
         yield Problem("plan.deterministic adds up gradients by itself, without plan.shadow", remedy, "plan.shadow")
 
 
+def _rounding(run: Run) -> Iterator[Problem]:
+    plan, rounding = run.plan, run.optim.rounding
+    if rounding == "master":
+        return
+    if plan.precision not in ("bf16", "fp8"):
+        yield Problem(
+            f"optim.rounding = {rounding} holds weights in bf16, and plan.precision = {plan.precision} computes in another",
+            "set plan.precision = bf16, or leave optim.rounding out",
+            "optim.rounding",
+        )
+    if plan.deterministic:
+        yield Problem(
+            f"plan.deterministic adds up wide gradients, and optim.rounding = {rounding} has none",
+            "leave one of them out",
+            "optim.rounding",
+        )
+
+
+def _offload(run: Run) -> Iterator[Problem]:
+    plan, states = run.plan, run.optim.states
+    if plan.offload == "none":
+        if states == "bf16":
+            what = "optim.states = bf16 rounds states that are kept off the device, and plan.offload = none keeps none"
+            yield Problem(what, "set plan.offload = host, or leave optim.states out", "optim.states")
+        return
+    remedy = "leave plan.offload out"
+    if plan.world > 1:
+        what = f"plan.offload moves the states of a rank that shares nothing, and this plan has {plan.world} ranks"
+        yield Problem(what, f"{remedy}: plan.zero = 1 to 3 shares them out over plan.shard ranks", "plan.offload")
+    if plan.deterministic:
+        what = "plan.deterministic adds up gradients and moves weights by itself, without plan.offload"
+        yield Problem(what, f"{remedy}, or plan.deterministic", "plan.offload")
+    if plan.precision in ("bf16", "fp16", "fp8") and plan.world == 1 and not plan.shadow:
+        what = "plan.offload leaves narrow weights on the device, and plan.shadow = false keeps none"
+        yield Problem(what, "leave plan.shadow out", "plan.shadow")
+    if states == "bf16" and plan.precision not in ("bf16", "fp8"):
+        what = f"optim.states = bf16 completes weights of bf16, and plan.precision = {plan.precision} has none"
+        yield Problem(what, "set plan.precision = bf16, or leave optim.states out", "optim.states")
+    if plan.offload_host_bytes < 0:
+        what = f"plan.offload_host_bytes = {plan.offload_host_bytes} is negative"
+        yield Problem(what, "use 0 to have every state on the disk", "plan.offload_host_bytes")
+
+
 def _zero(run: Run) -> Iterator[Problem]:
     plan = run.plan
     if plan.zero == 0 and plan.shard > 1:
@@ -176,6 +219,7 @@ def how_blocks_run(plan: Plan) -> Iterator[Problem]:
     if (wrong := recompute.problem(plan.recompute)) is not None:
         yield wrong
         return
+    yield from _kept(plan)
     if plan.pp <= 1 or plan.schedule not in SPLIT_BACKWARD:
         return
     near = f"use plan.schedule = {'1f1b' if plan.chunks == 1 else 'interleaved'}, whose backwards are whole"
@@ -196,7 +240,26 @@ def how_blocks_run(plan: Plan) -> Iterator[Problem]:
         )
 
 
+def _kept(plan: Plan) -> Iterator[Problem]:
+    """What happens to that which blocks keep for the backward."""
+    said = {"compress": plan.compress} if plan.compress != "none" else {}
+    said |= {"activations": plan.activations} if plan.activations != "device" else {}
+    together = recompute.by_operation(plan.recompute) or any(len(run) > 1 for run in recompute.runs(plan.recompute, 4))
+    for name, value in said.items() if together else ():
+        yield Problem(
+            f"plan.{name} = {value} takes what a block keeps, and plan.recompute = {plan.recompute} keeps it elsewhere",
+            "use plan.recompute = none, first-K or full",
+            f"plan.{name}",
+        )
+    if plan.compress != "none" and plan.precision == "fp64":
+        yield Problem(
+            f"plan.compress = {plan.compress} changes the mathematics, and plan.precision = fp64 is for proofs",
+            "leave plan.compress out; plan.activations = host saves as much and is exact",
+            "plan.compress",
+        )
+
+
 RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
-    _batch, _precision, _shadow, _zero, _tensor, _sequence, _ulysses, _pipeline, _experts, _deterministic,
+    _batch, _precision, _shadow, _rounding, _zero, _tensor, _sequence, _ulysses, _pipeline, _experts, _deterministic,
     _how_blocks_run,
 )  # fmt: skip

@@ -5,7 +5,7 @@ import tomllib
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -13,6 +13,9 @@ from meshwright.spec import schema
 from meshwright.spec.catalogue import Card, Catalogue, Network, Way, catalogue, named, recognised, unknown
 from meshwright.spec.plan import Precision
 from meshwright.spec.problem import InputError, Problem
+
+if TYPE_CHECKING:
+    from meshwright.spec.efficiency import Efficiency  # of a Gpu, so it imports this file
 
 GIGA, TERA = 1e9, 1e12
 GIB = 2.0**30
@@ -60,6 +63,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     network: Link
     host: Link  # between a GPU and its node's memory
     host_bytes: float = 0.0  # memory of a node ÷ its GPUs; 0: not known
+    efficiency: "Efficiency | None" = None  # what its own kernels were measured to reach; None: as in the catalogue
 
     @property
     def nodes(self) -> int:

@@ -31,8 +31,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     accumulate: int = 1  # forward and backward passes in one step
     precision: Precision = "fp32"  # of the arithmetic; weights and their sums are held in fp32 (fp64 in proofs)
     recompute: str = "none"  # what the backward computes anew: none, full, selective, every-K, first-K (blocks), sqrt
+    compress: Literal["none", "fp8", "int8"] = "none"  # what blocks keep for the backward, in eight bits: not exact
+    activations: Literal["device", "host"] = "device"  # where it waits for the backward
     scaling: Literal["tensor", "row"] = "tensor"  # of fp8: what has a scale of its own
     shadow: bool = False  # a narrow copy of the weights is kept beside the wide ones, by one rank that shares nothing
+    offload: Literal["none", "host", "disk"] = "none"  # where one rank keeps wide weights and moments, if not beside it
+    offload_update: Literal["host", "device"] = "host"  # where they are updated; device: they travel there and back
+    offload_host_bytes: int = 0  # of offload = disk: as much of them stays in host memory all the same
+    offload_folder: str = ""  # of offload = disk: where its files lie; empty: in the run's folder
     kernels: Literal["auto", "plain", "fused"] = "auto"  # hand-written ones; auto: where there is a GPU and Triton
     compile: bool = False  # blocks are compiled by torch before the first step
     deterministic: bool = False  # sums in a fixed order: the same bits for every replicate · shard
@@ -74,7 +80,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         used += [f"microbatch={self.microbatch}", f"accumulate={self.accumulate}", f"precision={self.precision}"]
         if self.recompute != "none":
             used.append(f"recompute={self.recompute}")
+        if self.compress != "none":
+            used.append(f"compress={self.compress}")
+        if self.activations != "device":
+            used.append(f"activations={self.activations}")
         used += [name for name in ("shadow",) if getattr(self, name)]
+        if self.offload != "none":
+            used.append(f"offload={self.offload} offload_update={self.offload_update}")
         if self.kernels != "auto":
             used.append(f"kernels={self.kernels}")
         if self.compile:

@@ -49,7 +49,7 @@ class EventRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", t
     """Something worth telling: a gradient that was not finite, a spike, a straggler."""
 
     step: int
-    what: Literal["not-finite", "spike", "straggler", "replicas", "restored"]
+    what: Literal["not-finite", "spike", "straggler", "replicas"]
     text: str
     rank: int | None = None
     at: float = 0.0

@@ -57,6 +57,11 @@ class Optim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     eps: float = 1e-8
     weight_decay: float = 0.1  # of matrices; vectors do not decay
     clip: float = 1.0  # largest global gradient norm; 0: measured, never clipped
+    # bf16, with plan.offload: moments rounded at random so that they are right on average; wide weights stay exact.
+    states: Literal["fp32", "bf16"] = "fp32"
+    # What a weight in bf16 does with an update smaller than its last bit: a wide master takes it, chance rounds it, or
+    # the sixteen bits that bf16 leaves out are kept beside it.
+    rounding: Literal["master", "stochastic", "compensated"] = "master"
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -92,6 +97,7 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     cluster: str | None = None
     network: str | None = None  # between nodes; None: the card's usual
+    memory_gib: float | None = None  # of one rank, at most: recomputation is chosen so that it suffices
     vary: tuple[Literal["precision", "optimizer", "batch"], ...] = ()  # the mathematics the search may change
 
 
@@ -127,6 +133,11 @@ def mathematics(run: Run) -> dict[str, Any]:
     """What decides the weights, whatever the plan: the part that must agree between two runs called the same."""
     values = msgspec.to_builtins(run)
     kept = {key: value for key, value in values.items() if key not in NOT_MATHEMATICS}
+    # What is off is left unsaid, so that a run from before there was such a choice keeps its name.
+    if run.optim.rounding == "master":
+        del kept["optim"]["rounding"]
+    if run.plan.compress != "none":
+        kept["compress"] = run.plan.compress
     return kept | {"precision": run.plan.precision}
 
 

@@ -67,6 +67,10 @@ class Heart:
             )
         )
 
+    def looked(self) -> None:
+        """A held-out loss was taken: its collectives belong to the step before, not to the next."""
+        self.step_ends_ns[-1] = time.time_ns()
+
     def spent(self) -> list[list[float]]:
         """Seconds of the main thread so far: at work and waiting, by phase."""
         return [list(self.work), list(self.wait)]

@@ -32,7 +32,7 @@ from meshwright.train.gather import weights
 from meshwright.train.heartbeat import Heart
 from meshwright.train.inject import inject
 from meshwright.train.log import Recorder, peak_bytes
-from meshwright.train.loop import train
+from meshwright.train.loop import StepResult, train
 from meshwright.train.oom import explained
 from meshwright.train.sample import continuation
 from meshwright.train.screen import Screen, default_stream, screen
@@ -80,12 +80,12 @@ def run_rank(run: Run, order: Order, screen: Screen, heart: Heart, stop: Stop) -
         recorder = Recorder(run, mesh, folder, screen, _writers(run, mesh, folder, screen))
         try:
             try:
-                _train(run, state, mesh, recorder, order, heart, stop)
+                _train(state, recorder, order, heart, stop)
             except torch.OutOfMemoryError as error:
                 raise FaultError(explained(error, run, state, mesh.device)) from error
             screen.close()
             if not state.stopped:
-                return _finish(run, state, mesh, recorder, corpus, order)
+                return _finish(run, state, mesh, recorder, corpus)
             recorder.end(state.step)
             return None
         finally:
@@ -94,7 +94,8 @@ def run_rank(run: Run, order: Order, screen: Screen, heart: Heart, stop: Stop) -
             screen.close()
 
 
-def _train(run: Run, state: State, mesh: Mesh, recorder: Recorder, order: Order, heart: Heart, stop: Stop) -> None:
+def _train(state: State, recorder: Recorder, order: Order, heart: Heart, stop: Stop) -> None:
+    run, mesh = recorder.run, recorder.mesh
     faults = Faults(run, state, mesh, recorder, heart)
     inject(order.inject, run, state, mesh)
     heart.begins(state.step)
@@ -105,7 +106,7 @@ def _train(run: Run, state: State, mesh: Mesh, recorder: Recorder, order: Order,
     )
     for result in train(run, state, mesh, recorder.folder, stop):
         recorder.add(result)
-        heart.did(result.step)
+        heart.did(result.step) if isinstance(result, StepResult) else heart.looked()
         faults.look()
 
 
@@ -119,7 +120,7 @@ def described(mesh: Mesh) -> str:
     return f"{mesh.world} × {name}, {dist.get_backend()}"
 
 
-def _finish(run: Run, state: State, mesh: Mesh, recorder: Recorder, corpus: Corpus, order: Order) -> Summary:
+def _finish(run: Run, state: State, mesh: Mesh, recorder: Recorder, corpus: Corpus) -> Summary:
     sample = ""
     if run.held.sample_tokens and corpus.tokenizer is not None:
         opening = state.loader.held(0).microbatches[0].tokens[0, :16]

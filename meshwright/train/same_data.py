@@ -11,10 +11,7 @@ from meshwright.spec.check import InputError, Problem
 from meshwright.spec.run import Run
 
 FILE = "data.json"
-WINDOWS, WINDOW = (
-    64,
-    256,
-)  # places that are looked at, and tokens at each: all of a small source, a sample of a large one
+WINDOWS, WINDOW = 64, 256  # places that are looked at, and tokens at each
 
 
 class Fact(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,7 +41,7 @@ def fact(source: str, tokens: Tokens) -> Fact:
     digest = hashlib.sha256()
     for number in range(WINDOWS):
         start = number * max(tokens.total - WINDOW, 0) // max(WINDOWS - 1, 1)
-        digest.update(tokens.read(start, min(start + WINDOW, tokens.total)).tobytes())
+        digest.update(tokens.read(start, min(WINDOW, tokens.total)).tobytes())
     return Fact(source=source, tokens=tokens.total, digest=digest.hexdigest()[:16])
 
 

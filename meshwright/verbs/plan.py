@@ -24,7 +24,7 @@ def add(verbs: words.Verbs) -> None:
     verb.add_argument("--vary", action="append", choices=("precision", "optimizer", "batch"), help="may be chosen too")
     verb.add_argument("--top", type=words.count, default=5, help="how many plans to show (default 5)")
     verb.add_argument("--write", metavar="RUN.toml", help="put the best plan into a run file")
-    verb.add_argument("--force", action="store_true", help="let --write replace a file")
+    verb.add_argument("--force", action="store_true", help="let --write and --page replace a file")
     verb.add_argument("--tokens", type=_amount, help="also: how long for so many tokens, for example 1.5e12")
     verb.add_argument("--dollars", type=_amount, help="a GPU-hour's price, for --tokens")
     questions = verb.add_argument_group("other questions").add_mutually_exclusive_group()
@@ -39,6 +39,10 @@ def add(verbs: words.Verbs) -> None:
     questions.add_argument("--price", metavar="IN.csv", help="price a table of runs")
     verb.add_argument("--exact", action="store_true", help="price the plan that is stated, and search for none")
     verb.add_argument("--textbook", action="store_true", help="the closed forms of the literature beside it")
+    verb.add_argument("--chart", action="store_true", help="also draw memory, time, plans and pipeline here")
+    verb.add_argument("--page", metavar="FILE.html", help="also draw them on a page that works offline")
+    questions.add_argument("--trace", action="store_true", help="dry run: one rank takes a real step without memory")
+    verb.add_argument("--rank", type=_place, help="the rank that --trace follows (default: the fullest)")
     verb.add_argument("--out", metavar="OUT.csv", help="where --price writes")
 
 
@@ -52,6 +56,14 @@ def _question(options: argparse.Namespace) -> Callable[[argparse.Namespace], int
         return collectives
     if options.price:
         return price_table
+    if options.trace:
+        from meshwright.verbs.plan_trace import traced
+
+        return traced
+    if options.chart or options.page:
+        from meshwright.verbs.plan_pictures import drawn
+
+        return drawn
     from meshwright.verbs import plan_answers as answers
     from meshwright.verbs.plan_what_if import what_if
 
@@ -96,6 +108,13 @@ def price_table(options: argparse.Namespace) -> int:
         raise InputError([Problem("--price needs to know where to write", "add --out OUT.csv")])
     price_file(Path(options.price), Path(options.out), words.say_to(options.json))
     return 0
+
+
+def _place(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError("at least 0")
+    return number
 
 
 def _amount(text: str) -> float:

@@ -195,7 +195,7 @@ def textbook(options: argparse.Namespace) -> int:
     from meshwright.cost.textbook import table
 
     asked = put(options)
-    found = _any_plan(options, asked)
+    found = any_plan(options, asked)
     entries = table(found.job)
     record = {"plan": msgspec.to_builtins(found.plan), "entries": msgspec.to_builtins(entries)}
     lines = [*tables.heading(asked, asked.question), f"plan: {plan_words(found.plan)}", ""]
@@ -206,7 +206,8 @@ def textbook(options: argparse.Namespace) -> int:
     return 0
 
 
-def _any_plan(options: argparse.Namespace, asked: Put) -> Found:
+def any_plan(options: argparse.Namespace, asked: Put) -> Found:
+    """The plan that is stated, the best, or where nothing fits the nearest miss."""
     if options.exact:
         plan, question = _stated(asked)
         return priced(question.job(plan))

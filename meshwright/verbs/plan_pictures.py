@@ -1,5 +1,6 @@
 """The pictures of `meshwright plan`: in the terminal with --chart, as a page with --page."""
 
+import argparse
 import os
 import shutil
 import sys
@@ -16,12 +17,47 @@ from meshwright.search.found import Found
 from meshwright.search.order import search
 from meshwright.search.question import Question
 from meshwright.spec.problem import InputError, Problem
-from meshwright.verbs import surroundings
+from meshwright.verbs import plan_tables as tables
+from meshwright.verbs import surroundings, words
+from meshwright.verbs.plan_answers import any_plan, best, exact
+from meshwright.verbs.plan_question import put
 from meshwright.verbs.plan_words import plan_words
 
 LESS = 0.8  # of the memory that the last plan of the front took: what the next may use
+TRIED = 30  # of the best plans that are drawn
 MOST_POINTS = 8  # plans of the front that are searched for
 SLOWEST = 3.0  # × the fastest: who wants to save so much memory takes other machines
+
+
+def drawn(options: argparse.Namespace) -> int:
+    """The answer as always, and then its pictures; those of the nearest miss where nothing fits."""
+    _check(options)
+    code = (exact if options.exact else best)(options)
+    asked = put(options)
+    first = any_plan(options, asked)
+    others = [] if options.exact else search(asked.question, TRIED).found
+    front = frugal(asked.question, first) if first.fit.fits and not options.exact else [first]
+    title = f"{asked.model} on {first.job.cluster.name}"
+    heading = [*tables.heading(asked, asked.question), f"plan: {plan_words(first.plan)}"]
+    made = pictures(title, heading, first, [*others, *front])
+    if options.chart:
+        print("\n".join(["", *charts(made)]))
+    if options.page:
+        write_page(Path(options.page), made, options.force)
+        words.say_to(options.json)(f"page: {options.page}")
+    return code
+
+
+def _check(options: argparse.Namespace) -> None:
+    found = []
+    other = options.gpus_needed or options.largest or options.what_if or options.network or options.layers
+    if other or options.textbook:
+        what = "--chart and --page show plans, and this question's answer is none"
+        found.append(Problem(what, "leave them out, or ask for plans"))
+    if options.chart and options.json:
+        found.append(Problem("--chart is for people, and --json for programs", "leave one of them out, or use --page"))
+    if found:
+        raise InputError(found)
 
 
 def frugal(question: Question, first: Found) -> list[Found]:
@@ -30,10 +66,10 @@ def frugal(question: Question, first: Found) -> list[Found]:
     while len(found) < MOST_POINTS:
         gpu = msgspec.structs.replace(question.cluster.gpu, memory_bytes=found[-1].peak_bytes * LESS)
         small = msgspec.structs.replace(question, cluster=msgspec.structs.replace(question.cluster, gpu=gpu))
-        best = search(small, top=1).found
-        if not best or best[0].price.seconds > SLOWEST * first.price.seconds:
+        fastest = search(small, top=1).found
+        if not fastest or fastest[0].price.seconds > SLOWEST * first.price.seconds:
             break
-        found += best
+        found += fastest
     return found
 
 

@@ -115,8 +115,8 @@ def notes(run: Run) -> Iterator[str]:
         yield "traced without the compiler, which cannot work on fake tensors: compiled blocks keep less"
     if run.arch.experts:
         yield "routers have no values to choose by: every expert gets an equal share of the rows, as the plan assumes"
-    if plan.cp > 1 and plan.cp_kind == "ring":
-        yield "on a CPU the ring's attention is made of plain operators, whose scores a GPU's kernel never holds"
+    if plan.cp > 1 and plan.cp_kind == "ring" and (plan.precision in ("fp32", "fp64") or run.data.mask_documents):
+        yield "on a CPU this ring's attention is made of plain operators, whose scores a GPU's kernel does not hold"
     if plan.pp > 1:
         yield "one rank of the pipeline was traced: its neighbours' messages arrive at once"
     if plan.precision == "fp16":

@@ -1,9 +1,11 @@
 """Stand-ins for what a tensor without values cannot do: routing by the router's choice, votes of other ranks."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -14,25 +16,26 @@ from torch.autograd import Function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.models.moe import Experts, Mixture, RunExperts
-from meshwright.parallel import expert
+from meshwright.parallel import attention, expert
+from meshwright.parallel.attention import HALF, Block, Forward, Gradients
 from meshwright.parallel.expert import Journey, sorted_by_expert
 
 
 @contextmanager
 def standing_in(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """While it lasts, routers share their rows out evenly and norms are fused, as on a GPU."""
+    """While it lasts, routers share their rows out evenly, and norms and a ring's attention are fused, as on a GPU."""
     mixtures = [module for chunk in chunks for module in chunk.modules() if isinstance(module, Mixture)]
-    kept = [mixture.run for mixture in mixtures]
-    announced, rms_norm = expert.announced, F.rms_norm
-    for mixture in mixtures:
-        mixture.run = partial(_run_evenly, mixture.run, mixture.arch.experts)
-    expert.announced, F.rms_norm = _announced_evenly, _rms_norm
-    try:
+    with ExitStack() as stack:
+        for mixture in mixtures:
+            run = partial(_run_evenly, mixture.run, mixture.arch.experts)
+            stack.enter_context(patch.object(mixture, "run", run))
+        stack.enter_context(patch.object(expert, "announced", _announced_evenly))
+        stack.enter_context(patch.object(attention, "_kernel", partial(_kernel, attention._kernel)))
+        stack.enter_context(patch.object(F, "rms_norm", _rms_norm))
+        # parallel/recompute.py compares addresses, which are all the same here.
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         yield
-    finally:
-        expert.announced, F.rms_norm = announced, rms_norm
-        for mixture, run in zip(mixtures, kept, strict=True):
-            mixture.run = run
 
 
 class Voting(TorchDispatchMode):
@@ -97,3 +100,18 @@ class _FusedNorm(Function):
         x, scale, weight = ctx.saved_tensors
         to_x, to_weight = torch.ops.aten._fused_rms_norm_backward(grads[0], x, ctx.shape, scale, weight, [True, True])
         return to_x, None, to_weight, None
+
+
+def _kernel(otherwise: Callable[[Block], tuple[Forward, Gradients]], block: Block) -> tuple[Forward, Gradients]:
+    """What flash kernels make of a block, where a GPU has them: results and no scores."""
+    if block.q.dtype not in HALF or block.same is not None or block.q.shape[3] % 8:
+        return otherwise(block)
+    return _attend, _gradients
+
+
+def _attend(block: Block) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(block.q), block.q.new_empty(block.q.shape[:3], dtype=torch.float32)
+
+
+def _gradients(block: Block, out: Tensor, lse: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(block.q), torch.empty_like(block.k), torch.empty_like(block.v)

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import _redistribute, debug
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshwright.parallel import mesh
@@ -22,6 +23,13 @@ def fake_world(plan: Plan, rank: int) -> Iterator[Mesh]:
         yield mesh.make(plan, torch.device("cpu"))
     finally:
         dist.destroy_process_group()
+        _forget()
+
+
+def _forget() -> None:
+    """Empty what DTensor remembers of meshes: an equal one of the next world has other groups under the same names."""
+    debug._clear_sharding_prop_cache()
+    getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()  # which torch 2.11 may not have
 
 
 def fake_tensors() -> FakeTensorMode:

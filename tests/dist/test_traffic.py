@@ -121,6 +121,7 @@ FOUR = {
         ("plan.pp=2", "plan.replicate=2", "plan.schedule=zbv", *FOUR_TIMES),
         ("plan.pp=2", "plan.cp=2", "plan.schedule=interleaved", *FOUR_TIMES, *MASKED),
         ("plan.pp=2", "plan.tp=2", *FOUR_TIMES, *BF16, *GPT),
+        ("plan.pp=2", "plan.tp=2", *BF16, "plan.accumulate=1", "plan.schedule=gpipe"),
         ("plan.pp=2", "plan.tp=2", "plan.schedule=zb1p", *FOUR_TIMES),
         ("plan.pp=2", "plan.shard=2", "plan.zero=2", "plan.ep=2", *FOUR_TIMES, *MOE),
         ("plan.pp=2", "plan.tp=2", "plan.schedule=interleaved", *FOUR_TIMES, *DEEP, "plan.recompute=sqrt"),

@@ -17,6 +17,7 @@ from meshwright.cost.memory import states, total
 from meshwright.spec import load, zoo
 from meshwright.spec.params import count
 from meshwright.spec.plan import Plan
+from meshwright.verbs.plan_question import put
 from meshwright.verbs.words import target as target_of
 from meshwright.verify import plans, resume
 
@@ -73,6 +74,11 @@ def desk(tmp_path, monkeypatch):
 def resolve(words: list[str]) -> None:
     """Everything that a command does before it starts anything; a mistake raises."""
     options = cli.parse(words)
+    if words[0] == "plan" and not options.traffic:
+        # A table to price is the reader's own, and the largest model is looked for in the zoo.
+        if options.price is None and options.largest != "model":
+            assert put(options).question
+        return
     if words[0] in ("train", "config", "plan"):
         target, overrides = target_of(options.words)
         if target in zoo.preset_names():

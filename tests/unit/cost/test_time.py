@@ -9,7 +9,8 @@ from meshwright.cost.job import Job
 from meshwright.cost.kernels import flash_seconds, peak_of, product_seconds, rates, slowest
 from meshwright.cost.links import call_seconds
 from meshwright.cost.simulate import StageCost, makespan, play
-from meshwright.cost.time import Price, lower_bound, price
+from meshwright.cost.time import Price, course, price, price_in, seconds_in
+from meshwright.cost.time_bound import lower_bound, work_bound
 from meshwright.cost.time_layer import bench, block, ends, exposed
 from meshwright.cost.time_weights import held
 from meshwright.cost.traffic import bytes_by_axis, traffic
@@ -73,7 +74,7 @@ def test_the_waterfall_adds_up_and_the_bound_holds(found):
     answer = price(found)
     # Sums of some twenty floats in another order.
     assert sum(each.seconds for each in answer.waterfall) == pytest.approx(answer.seconds, rel=1e-9)
-    assert 0 < lower_bound(found) <= answer.seconds * (1 + 1e-9)
+    assert 0 < work_bound(found) <= lower_bound(found) <= answer.seconds * (1 + 1e-9)
     assert answer.low_seconds < answer.seconds < answer.high_seconds
     assert 0 < answer.mfu <= answer.hfu < 1
     assert share(answer, "bubble") >= -1e-9

@@ -6,10 +6,10 @@ import pytest
 
 from meshwright.cost.memory import worst
 from meshwright.search.found import TOLD_APART, Found, notch, priced, rank
-from meshwright.search.group import Group, bound, groups
+from meshwright.search.group import Group, bound, bound_with_weights, groups
 from meshwright.search.order import search
 from meshwright.search.question import Question
-from meshwright.search.room import Room, frugal_split, in_flight, shortened
+from meshwright.search.room import Room, frugal_split, in_flight
 from meshwright.search.space import plans
 from meshwright.spec.schedule import actions
 from search.questions import question
@@ -108,12 +108,6 @@ def test_the_closed_forms_are_never_above_the_ledger():
     for asked, group in sample(40):
         plan = group.plan(frugal_split(group))
         assert Room(asked).least(group) <= worst(asked.job(plan)).allocated * ROUNDING, plan
-
-
-def test_a_shortened_step_holds_no_more():
-    for asked, group in sample(25):
-        plan = group.plan(frugal_split(group))
-        assert worst(asked.job(shortened(plan))).shown <= worst(asked.job(plan)).shown, plan
 
 
 def test_no_split_of_the_data_axes_holds_less_than_the_frugal_one():

@@ -17,7 +17,7 @@ def test_every_question_is_shown_with_its_answer_and_numbers(capsys):
 def test_the_words_of_the_advice_are_the_plan(capsys):
     assert cli.main([*SMALL.split(), "--json"]) == 0
     advice = json.loads(capsys.readouterr().out)
-    asked = [word for word in SMALL.split()[1:]]
+    asked = list(SMALL.split()[1:])
     assert cli.main(["plan", *asked, *advice["words"], "--exact", "--json"]) == 0
     (priced,) = json.loads(capsys.readouterr().out)["plans"]
     assert priced["plan"] == advice["plan"]["plan"]
@@ -26,7 +26,7 @@ def test_the_words_of_the_advice_are_the_plan(capsys):
 
 
 def test_what_the_trainer_lacks_is_said_and_nothing_that_fits_is_exit_3(capsys):
-    assert cli.main("advise llama-7b --cluster 1xa100-80g".split()) == 3
+    assert cli.main(["advise", "llama-7b", "--cluster", "1xa100-80g"]) == 3
     text = capsys.readouterr().out
     assert "(not in the trainer yet)" in text
     assert text.endswith("No plan fits these machines.\n")

@@ -7,10 +7,13 @@ import msgspec
 
 from meshwright.cost.kernels import Rates, flash_seconds, product_seconds, rates
 from meshwright.cost.links import Span, collective_seconds
+from meshwright.spec.catalogue import catalogue, recognised
 from meshwright.spec.cluster import Cluster, Gpu, Link
-from meshwright.spec.efficiency import Efficiency
+from meshwright.spec.efficiency import Efficiency, efficiency_of
 from meshwright.spec.plan import Precision
+from meshwright.spec.problem import InputError, Problem
 from meshwright.spec.profile import AttentionTime, CollectiveTime, ProductTime, Profile
+from meshwright.spec.stack import Stack
 
 STARTED = 1.5  # a product that takes less than so many times the quickest one shows the host's time, not its own
 LEAST_RECORDS = 3  # fewer say nothing about three constants
@@ -18,6 +21,44 @@ FINEST_STEP = 0.002  # relative: where a search stops
 MOST_ROUNDS = 60  # of a search; each looks at every constant
 WORTH = 1e-4  # relative: a smaller gain is not one, or a search would creep
 LARGEST_SHARE = 1.0  # of a data sheet's figure
+
+
+def measured(cluster: Cluster, profile: Profile, stack: Stack) -> Cluster:
+    """The cluster as its own probe found it: its links, and its kernels as a training program uses them.
+
+    The program takes the fastest attention there is. Its own factor on attention, which tells it apart from the
+    catalogue's plain kernel, is in that already.
+    """
+    if problem := _other_card(cluster.gpu, profile):
+        raise InputError([problem])
+    usual, backend = cluster.efficiency or efficiency_of(cluster.gpu), fastest(profile.attention)
+    found = calibrated(usual, cluster.gpu, profile, backend)
+    if backend:
+        own = stack.speed.attention
+        forward, backward = found.attention_forward / own, found.attention_backward / own
+        found = msgspec.structs.replace(found, attention_forward=forward, attention_backward=backward)
+    found = msgspec.structs.replace(found, name=profile.device)
+    return msgspec.structs.replace(calibrated_cluster(cluster, profile), efficiency=found)
+
+
+def _other_card(gpu: Gpu, profile: Profile) -> Problem | None:
+    """Times of one card say nothing of another; whose name is not in the catalogue, the user knows."""
+    known = catalogue().cards
+    if gpu.name not in known or recognised(profile.device, known) == gpu.name:
+        return None
+    what = f"the profile was measured on {profile.device}, and the cluster has {gpu.name}"
+    return Problem(what, "name the cards that were measured, or measure these", "profile")
+
+
+def fastest(records: Sequence[AttentionTime]) -> str:
+    """The backend whose attention took least, on the shapes that all of them were measured on; "" if none was."""
+    times: dict[str, dict[tuple[int, ...], float]] = {}
+    for each in records:
+        shape = (each.batch, each.heads, each.kv_heads, each.sequence, each.head_dim)
+        times.setdefault(each.backend, {})[shape] = each.forward_seconds + each.backward_seconds
+    times = {backend: found for backend, found in times.items() if len(found) >= LEAST_RECORDS}
+    alike = set.intersection(*(set(found) for found in times.values())) if times else set()
+    return min(times, key=lambda backend: sum(times[backend][shape] for shape in alike), default="")
 
 
 def calibrated(efficiency: Efficiency, gpu: Gpu, profile: Profile, backend: str = "flash") -> Efficiency:

@@ -17,10 +17,12 @@ from meshwright.cost.time_stages import Stages, pipeline_seconds, stages_of
 from meshwright.cost.time_terms import Passes
 from meshwright.cost.time_weights import Behind, WeightSeconds, weight_seconds
 from meshwright.spec.arch import Arch
-from meshwright.spec.efficiency import Efficiency
+from meshwright.spec.efficiency import Efficiency, efficiency_of
 from meshwright.spec.recompute import by_operation
 
 WIDER = 0.1  # by which each doubling of the domains widens the interval, as a share
+FITTED = ("a100", "h100")  # entries of the catalogue that measurements stand behind
+GUESSED = 1.5  # the interval of other accelerators ÷ theirs
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True):
@@ -176,8 +178,12 @@ def _messages(job: Job, stages: Stages) -> float:
 
 
 def _interval(job: Job, seconds: float, working: Passes) -> tuple[float, float]:
-    """What nine of ten fitted runs lie in; wider where less is known: over many domains, and where the host decides."""
+    """What nine of ten fitted runs lie in; wider where less is known.
+
+    That is over many domains, where the host decides, and on accelerators of which nothing was measured or fitted.
+    """
     domains = max(job.plan.world / job.cluster.domain, 1.0)
     late = (working.forward.launch + working.input.launch) / seconds
-    width = job.stack.speed.spread * (1 + WIDER * math.log2(domains)) * (1 + late)
+    known = job.cluster.efficiency is not None or efficiency_of(job.cluster.gpu).name in FITTED
+    width = job.stack.speed.spread * (1 + WIDER * math.log2(domains)) * (1 + late) * (1 if known else GUESSED)
     return seconds / (1 + width), seconds * (1 + width)

@@ -2,7 +2,9 @@
 
 import fcntl
 import os
+import platform
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +81,8 @@ class Claim:
                 [Problem(f"{self.folder} is in use by {owner}", "wait for it, or name another --folder")]
             ) from None
         lock.truncate(0)
-        lock.write(f"process {os.getpid()}")
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        lock.write(f"process {os.getpid()} on {platform.node()} since {since}")
         lock.flush()
         return lock
 

@@ -4,7 +4,18 @@ from functools import partial
 
 from torch import nn
 
-from meshwright.parallel import compiled, compress, context, expert, fused, pipeline, precision, recompute, shard, tensor
+from meshwright.parallel import (
+    compiled,
+    compress,
+    context,
+    expert,
+    fused,
+    pipeline,
+    precision,
+    recompute,
+    shard,
+    tensor,
+)
 from meshwright.parallel.anatomy import Anatomy
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec.plan import Plan

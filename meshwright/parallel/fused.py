@@ -1,5 +1,7 @@
 """Hand-written kernels put where plain arithmetic was: the loss with its projection, and the fastest attention."""
 
+from collections.abc import Iterable
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -36,6 +38,15 @@ def wrap(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: Anatomy) -> nn.Modul
         if isinstance(module, Attention) and module.attend is causal_attention:
             module.attend = fastest_attention
     return model
+
+
+def described(chunks: Iterable[nn.Module]) -> list[str]:
+    """Which kernels take the place of plain arithmetic, in words; nothing where none do."""
+    modules = [module for chunk in chunks for module in chunk.modules()]
+    told = ["the loss with its projection"] if any(has_loss(module) for module in modules) else []
+    if any(isinstance(module, Attention) and module.attend is fastest_attention for module in modules):
+        told.append("the fastest attention")
+    return [f"kernels: {' and '.join(told)}, one-pass updates"] if told else []
 
 
 def has_loss(model: nn.Module) -> bool:

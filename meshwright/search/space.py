@@ -27,7 +27,10 @@ NARROW = ("bf16", "fp16", "fp8")
 UNCOMPILED = ("tpu", "trainium")  # accelerators that torch writes no kernels for
 SCHEDULES = cast("tuple[Schedule, ...]", get_args(Schedule))
 
+KEPT = ("compress", "activations")  # what happens to that which blocks keep; nothing, unless it is fixed
+
 Choice = TypeVar("Choice")
+How = tuple[tuple[str, Any], ...]
 
 
 class Layout(NamedTuple):
@@ -234,12 +237,13 @@ def policies(question: Question, layout: Layout, order: Order) -> tuple[str, ...
     else:
         blocks = -(-question.arch.layers // (layout.pp * order.chunks))
         words = _words(blocks)
-    return _policies(question.arch, layout.pp, order, words, compiles(question, layout.pp, order))
+    how = (("compile", compiles(question, layout.pp, order)), *((name, fixed[name]) for name in KEPT if name in fixed))
+    return _policies(question.arch, layout.pp, order, words, how)
 
 
 @lru_cache(maxsize=4096)
-def _policies(arch: Arch, pp: int, order: Order, words: tuple[str, ...], compiled: bool) -> tuple[str, ...]:
-    return tuple(word for word in words if _obeyed(arch, pp, order, word, compiled))
+def _policies(arch: Arch, pp: int, order: Order, words: tuple[str, ...], how: How) -> tuple[str, ...]:
+    return tuple(word for word in words if _obeyed(arch, pp, order, word, how))
 
 
 @lru_cache(maxsize=256)
@@ -250,12 +254,15 @@ def _words(blocks: int) -> tuple[str, ...]:
     return ("none", "selective", *(f"first-{count}" for count in sorted(first) if count < blocks), *root, "full")
 
 
-def _obeyed(arch: Arch, pp: int, order: Order, policy: str, compiled: bool) -> bool:
-    """Whether the rules let this policy and this schedule meet: asked of them, on a plan without other axes."""
+def _obeyed(arch: Arch, pp: int, order: Order, policy: str, how: How) -> bool:
+    """Whether the rules let this policy and this schedule meet: asked of them, on a plan without other axes.
+
+    `how`: what else is said of the way that blocks run.
+    """
     accumulate = 2 * pp
     stages = balanced_stages(arch, pp * order.chunks) if pp > 1 else ()
     pipeline = {"pp": pp, "stages": stages, **order._asdict()}
-    plan = Plan(**pipeline, microbatch=1, accumulate=accumulate, recompute=policy, compile=compiled)
+    plan = Plan(**pipeline, microbatch=1, accumulate=accumulate, recompute=policy, **dict(how))
     run = Run(arch=arch, plan=plan, batch=accumulate, sequence=1)
     return not any(problem for rule in check_plan.RULES for problem in rule(run))
 

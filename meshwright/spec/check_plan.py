@@ -90,6 +90,17 @@ def _offload(run: Run) -> Iterator[Problem]:
         yield Problem(what, "use 0 to have every state on the disk", "plan.offload_host_bytes")
 
 
+def _routes(run: Run) -> Iterator[Problem]:
+    plan = run.plan
+    if run.arch.experts and plan.compress != "none" and plan.recompute != "none":
+        yield Problem(
+            f"plan.recompute = {plan.recompute} would route tokens anew from inputs that plan.compress = {plan.compress} "
+            "has rounded, and some to other experts",
+            "leave one of them out, or use plan.activations = host, which is exact",
+            "plan.compress",
+        )
+
+
 def _zero(run: Run) -> Iterator[Problem]:
     plan = run.plan
     if plan.zero == 0 and plan.shard > 1:
@@ -261,5 +272,5 @@ def _kept(plan: Plan) -> Iterator[Problem]:
 
 RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
     _batch, _precision, _shadow, _rounding, _zero, _tensor, _sequence, _ulysses, _pipeline, _experts, _deterministic,
-    _how_blocks_run,
+    _routes, _how_blocks_run,
 )  # fmt: skip

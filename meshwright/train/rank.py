@@ -14,7 +14,7 @@ from meshwright import __version__
 from meshwright.checkpoint.folder import save_native
 from meshwright.cost import goodput
 from meshwright.data.prepare import Corpus, prepare
-from meshwright.parallel import deterministic
+from meshwright.parallel import compiled, deterministic, fused
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import verdict
 from meshwright.spec.exits import Exit
@@ -41,6 +41,7 @@ from meshwright.train.world import world
 from meshwright.train.writers import Writer
 
 SUMMARY = "summary.json"
+SETTLED = 3  # steps after which nothing new should have to be compiled
 
 
 def serve(order: Order, run: Run, machine: bool = False) -> int:
@@ -57,7 +58,7 @@ def serve(order: Order, run: Run, machine: bool = False) -> int:
         verdict.write(Path(order.folder), last)
         return last.code
     if summary is None:
-        return Exit.PREEMPTED
+        return Exit.PREEMPTED if stop.saved else Exit.RESUMABLE  # a save that failed lost steps, not the run
     if order.place.rank == 0:
         _write(Path(order.folder) / SUMMARY, summary)
     return Exit.DONE
@@ -75,7 +76,7 @@ def run_rank(run: Run, order: Order, screen: Screen, heart: Heart, stop: Stop) -
         restore(state, run, mesh, folder, screen.say)
         if mesh.rank == 0:
             _write(folder / "env.json", _environment(mesh))
-        for line in deterministic.described(run.plan, state.chunks):
+        for line in (*deterministic.described(run.plan, state.chunks), *fused.described(state.chunks)):
             screen.say(line)
         recorder = Recorder(run, mesh, folder, screen, _writers(run, mesh, folder, screen))
         try:
@@ -87,6 +88,7 @@ def run_rank(run: Run, order: Order, screen: Screen, heart: Heart, stop: Stop) -
             if not state.stopped:
                 return _finish(run, state, mesh, recorder, corpus)
             recorder.end(state.step)
+            stop.saved = state.saved
             return None
         finally:
             recorder.close()
@@ -108,6 +110,9 @@ def _train(state: State, recorder: Recorder, order: Order, heart: Heart, stop: S
         recorder.add(result)
         heart.did(result.step) if isinstance(result, StepResult) else heart.looked()
         faults.look()
+        if run.plan.compile and isinstance(result, StepResult) and result.step == heart.restored + SETTLED:
+            for line in compiled.described():
+                recorder.screen.say(line)
 
 
 def described(mesh: Mesh) -> str:

@@ -9,6 +9,7 @@ class Stop:
 
     def __init__(self) -> None:
         self.asked = False
+        self.saved = True  # what was done until the end is on the disk
 
     def listen(self) -> "Stop":
         """Let SIGTERM ask. A second one asks the same: a save that has begun is never cut short."""

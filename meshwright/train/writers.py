@@ -10,11 +10,13 @@ from typing import Any, Protocol
 import msgspec
 
 from meshwright.spec import load
-from meshwright.spec.record import HeldRecord, Record
+from meshwright.spec.record import HeldRecord, StepRecord
 from meshwright.spec.run import Run
 
 LONGEST_QUEUE = 10_000  # records a slow tracker may lag behind; later ones are dropped for it, never for the file
 LAST_SECONDS = 10.0  # a tracker may take at the end
+
+Measured = StepRecord | HeldRecord  # what has curves
 
 
 class Tracker(Protocol):
@@ -30,11 +32,11 @@ class Writer:
     def __init__(self, name: str, run: Run, folder: Path, say: Callable[[str], None]) -> None:
         self.name = name
         self.say = say
-        self.records: queue.Queue[Record | None] = queue.Queue(LONGEST_QUEUE)
+        self.records: queue.Queue[Measured | None] = queue.Queue(LONGEST_QUEUE)
         self.thread = threading.Thread(target=self._serve, args=(run, folder), name=f"writer-{name}", daemon=True)
         self.thread.start()
 
-    def write(self, record: Record) -> None:
+    def write(self, record: Measured) -> None:
         """Hand over a record; never waits."""
         with contextlib.suppress(queue.Full):
             self.records.put_nowait(record)
@@ -55,7 +57,7 @@ class Writer:
             self.say(f"{self.name} stopped: {type(error).__name__}: {error}. Training goes on; records are on disk.")
 
 
-def numbers(record: Record) -> dict[str, float]:
+def numbers(record: Measured) -> dict[str, float]:
     """What of a record is worth a curve."""
     if isinstance(record, HeldRecord):
         return {"held_out_loss": record.loss}

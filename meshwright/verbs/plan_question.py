@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from meshwright.cost.calibrate import measured
 from meshwright.search.question import Question
 from meshwright.spec import load, zoo
 from meshwright.spec.arch import Arch
@@ -16,6 +17,7 @@ from meshwright.spec.load import Asked
 from meshwright.spec.params import count
 from meshwright.spec.plan import Precision
 from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.profile import read_profile
 from meshwright.spec.stack import stack_of
 from meshwright.verbs import words
 
@@ -39,7 +41,10 @@ def put(options: argparse.Namespace, arch: Arch | None = None) -> Put:
     target, overrides = words.target(options.words)
     asked, model = _asked(target, [*overrides, *_flags(options)], arch)
     text = _machines(options, asked)
+    stack = stack_of("meshwright")
     machines = cluster(text, network=asked.run.goal.network or "")
+    if profile := getattr(options, "profile", None):
+        machines = measured(machines, read_profile(Path(profile)), stack)
     assumed: list[str] = []
     sequence, batch = _sizes(asked, assumed)
     fixed = asked.on_command_line | {key: asked.in_file[key] for key in ("deterministic",) if key in asked.in_file}
@@ -51,7 +56,7 @@ def put(options: argparse.Namespace, arch: Arch | None = None) -> Put:
             batch=batch,
             precision=precision,
             cluster=machines,
-            stack=stack_of("meshwright"),
+            stack=stack,
             masked=asked.run.data.mask_documents,
             fixed=_plain(fixed),
             vary=tuple(options.vary or ()) or asked.run.goal.vary,

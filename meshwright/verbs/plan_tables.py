@@ -31,6 +31,8 @@ def heading(put: Put, question: Question) -> Iterator[str]:
     yield f"{put.model} ({size}) on {machines.name} ({links})"
     tokens = f"{question.tokens:,} tokens a step"
     yield f"sequence {question.sequence:,}, batch {question.batch:,} ({tokens}), {question.precision}"
+    if machines.efficiency is not None:
+        yield f"priced with kernels and links as measured on {machines.efficiency.name}"
     if put.assumed:
         yield f"assumed: {', '.join(put.assumed)}"
 

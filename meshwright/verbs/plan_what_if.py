@@ -53,6 +53,9 @@ def _changes(options: argparse.Namespace, asked: Put) -> dict[str, Any]:
             changes[key] = int(given[key])
     if found or len(given) < len(words):
         raise InputError(found or [Problem("--what-if takes key=value", "for example --what-if sequence=131072")])
-    if "network" in given or "cluster" in given:
-        changes["cluster"] = cluster(given.get("cluster", asked.machines), network=given.get("network", ""))
+    if "cluster" in given:
+        changes["cluster"] = cluster(given["cluster"], network=given.get("network", ""))
+    elif "network" in given:  # all else stays as it is, or as it was measured
+        other = cluster(asked.machines, network=given["network"]).network
+        changes["cluster"] = msgspec.structs.replace(asked.question.cluster, network=other)
     return changes

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from meshwright.spec import check, load
+from meshwright.spec import check, compiler, load
 from meshwright.spec.check import InputError
 from meshwright.spec.exits import Exit
 from meshwright.spec.order import Order
@@ -46,7 +46,8 @@ def train(options: argparse.Namespace) -> int:
     if loaded is not None and (here is None or here.rank == 0):
         from meshwright.data import prepare
 
-        problems += [load.placed(problem, loaded.origins) for problem in prepare.problems(loaded.run)]
+        found = [*prepare.problems(loaded.run), *compiler.missing(loaded.run.plan)]
+        problems += [load.placed(problem, loaded.origins) for problem in found]
     if loaded is None or problems:
         raise InputError(problems)
     return _launch(loaded.run, options) if here is None else _rank(loaded.run, here, options)

@@ -9,7 +9,7 @@ from live import Live
 
 from meshwright.cost.job import Job
 from meshwright.cost.memory import Ledger, fits, ledger, total, worst
-from meshwright.cost.memory_flight import scenes
+from meshwright.cost.memory_flight import ROUNDS, STEADY, scenes, settled
 from meshwright.models.decoder import Decoder
 from meshwright.models.loss import token_loss_sum
 from meshwright.parallel.decoder import DECODER
@@ -17,6 +17,7 @@ from meshwright.parallel.recompute import keep_costly, keep_inputs
 from meshwright.spec.arch import Arch
 from meshwright.spec.cluster import cluster
 from meshwright.spec.plan import Plan
+from meshwright.spec.schedule import legal
 from meshwright.spec.stack import Stack, stacks
 from meshwright.spec.zoo import preset
 
@@ -154,3 +155,27 @@ def test_every_stack_has_a_ledger_and_an_interval(name):
     assert found.allocated > 0
     assert 0 < found.low < 1 < found.high
     assert found.reported in (found.allocated, found.reserved, found.shown)
+
+
+@pytest.mark.parametrize("schedule", STEADY)
+@pytest.mark.parametrize("pp", [2, 3, 4, 6])
+def test_a_long_step_shows_a_pipeline_rank_nothing_that_a_settled_one_does_not(schedule, pp):
+    for chunks in (1, 2, 4, 8):
+        for rounds in (5, 6, 9):
+            if legal(schedule, pp, chunks, rounds * pp):
+                continue
+            few = settled(schedule, pp, rounds * pp)
+            assert few == ROUNDS * pp
+            for rank in range(pp):
+                assert scenes(schedule, pp, chunks, rounds * pp, rank) == scenes(schedule, pp, chunks, few, rank)
+            plan = {"pp": pp, "schedule": schedule, "chunks": chunks, "stages": (1,) * (pp * chunks)}
+            arch = msgspec.structs.replace(LLAMA, layers=pp * chunks)
+            long, short = (job_of(arch, accumulate=count, **plan) for count in (rounds * pp, few))
+            assert worst(long) == worst(short)
+
+
+def test_only_whole_rounds_are_left_out():
+    assert settled("1f1b", 4, 63) == 63
+    assert settled("gpipe", 4, 64) == 64
+    assert settled("1f1b", 1, 64) == 2
+    assert settled("zbv", 4, 12) == 12

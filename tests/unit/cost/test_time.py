@@ -70,6 +70,16 @@ def jobs(draw) -> Job:
 
 @given(jobs())
 @some
+def test_plans_that_differ_in_the_data_axes_alone_have_one_course(found):
+    plan = found.plan
+    other = msgspec.structs.replace(plan, replicate=plan.data, shard=1, zero=0)
+    split = msgspec.structs.replace(found, plan=other)
+    assert price_in(split, course(found)) == price(split)
+    assert seconds_in(split, course(found)) == price(split).seconds
+
+
+@given(jobs())
+@some
 def test_the_waterfall_adds_up_and_the_bound_holds(found):
     answer = price(found)
     # Sums of some twenty floats in another order.

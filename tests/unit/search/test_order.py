@@ -11,6 +11,7 @@ from meshwright.search.order import search
 from meshwright.search.question import Question
 from meshwright.search.room import Room, frugal_split, in_flight
 from meshwright.search.space import plans
+from meshwright.spec.cluster import cluster
 from meshwright.spec.schedule import actions
 from search.questions import question
 
@@ -34,12 +35,32 @@ def refitted(found: Found, asked: Question) -> Found:
     return msgspec.structs.replace(found, fit=fit)
 
 
-SMALL = [("tiny", 4, 2, 64), ("tiny", 2, 6, 64), ("tiny-moe", 2, 4, 64), ("gpt2", 2, 2, 1024)]
+SMALL = [
+    ("tiny", "4xh100", 2, 64),
+    ("tiny", "2xh100", 6, 64),
+    ("tiny-moe", "2xh100", 4, 64),
+    ("gpt2", "2xh100", 2, 1024),
+    ("gpt2", "1xh100", 4, 1024),
+]
+SLOW = [("tiny", "2x2xh100", 4, 64), ("tiny-moe", "2x1xh100", 4, 64), ("gpt2", "2x1xh100", 2, 1024)]
 
 
-@pytest.mark.parametrize(("model", "gpus", "batch", "sequence"), SMALL)
-def test_the_search_finds_what_trying_everything_finds(model, gpus, batch, sequence):
-    asked = question(model, f"{gpus}xh100", sequence=sequence, batch=batch)
+@pytest.mark.parametrize(("model", "machines", "batch", "sequence"), SMALL)
+def test_the_search_finds_what_trying_everything_finds(model, machines, batch, sequence):
+    assert_found(question(model, machines, sequence=sequence, batch=batch))
+
+
+@pytest.mark.parametrize(("model", "machines", "batch", "sequence"), SLOW)
+def test_it_does_over_a_slow_network_too(model, machines, batch, sequence):
+    assert_found(over(question(model, machines, sequence=sequence, batch=batch), machines, "10gbe"))
+
+
+def over(asked: Question, machines: str, network: str) -> Question:
+    return msgspec.structs.replace(asked, cluster=cluster(machines, network=network))
+
+
+def assert_found(asked: Question) -> None:
+    """The best few of a search are those of trying everything, whatever the cards' memory."""
     everything = every(asked)
     peaks = sorted(found.peak_bytes for found in everything)
     for share in (0.1, 0.5, 1.0):
@@ -88,7 +109,7 @@ def test_a_batch_that_may_vary_is_judged_by_tokens():
     assert found.seconds_per_token <= fixed.seconds_per_token
 
 
-def sample(count: int) -> list[tuple[Question, Group]]:
+def sample(count: int, network: str = "") -> list[tuple[Question, Group]]:
     """Groups of one schedule and policy, of several models, with the random choice repeatable."""
     choose = random.Random(7)
     chosen = []
@@ -98,7 +119,7 @@ def sample(count: int) -> list[tuple[Question, Group]]:
         ("mixtral-8x7b", "32xh100", 4096, 32),
         ("gpt2", "8xa100-80g", 1024, 64),
     ):
-        asked = question(model, machines, sequence=sequence, batch=batch)
+        asked = over(question(model, machines, sequence=sequence, batch=batch), machines, network)
         some = choose.choices(groups(asked), k=count)
         chosen += [(asked, choose.choice(choose.choice(group.parts()).parts())) for group in some]
     return chosen
@@ -119,12 +140,26 @@ def test_no_split_of_the_data_axes_holds_less_than_the_frugal_one():
 
 
 def test_bounds_are_nested_and_never_above_the_price():
-    for asked, group in sample(30):
+    for asked, group in [*sample(30), *sample(30, "10gbe")]:
         whole = group._replace(order=None, policy=None)
         seconds = priced(asked.job(group.plan(group.splits[0]))).seconds_per_token
         assert bound(whole) <= bound(group._replace(policy=None)) * ROUNDING
         assert bound(group._replace(policy=None)) <= bound(group) * ROUNDING
         assert bound(group) <= seconds * ROUNDING, group.plan(group.splits[0])
+
+
+def test_bounds_with_weights_are_never_above_the_price_of_any_split():
+    for asked, group in [*sample(15), *sample(15, "10gbe")]:
+        cheapest = min(priced(asked.job(group.plan(layout))).seconds_per_token for layout in group.splits)
+        before, after = bound(group._replace(policy=None)), bound_with_weights(group._replace(policy=None), 0.0)
+        assert before <= after * ROUNDING
+        assert after <= cheapest * ROUNDING, group
+
+
+def test_a_slow_network_is_seen_by_the_bound():
+    asked = over(question("gpt2", "16xh100", sequence=1024, batch=64, pp=1, tp=1, cp=1), "16xh100", "10gbe")
+    group = next(group for group in groups(asked) if group.each.accumulate == 1).parts()[0]
+    assert bound_with_weights(group, 0.0) > 2 * bound(group)
 
 
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "interleaved", "looped", "zb1p", "zbv", "dualpipev"])

@@ -1,5 +1,5 @@
 import random
-from itertools import product
+from itertools import islice, product
 
 import msgspec
 import pytest
@@ -7,6 +7,7 @@ import pytest
 from meshwright.search.question import Question
 from meshwright.search.space import CHUNKS, SCHEDULES, Order, layouts, plans, policies, problems
 from meshwright.spec import check
+from meshwright.spec.check_plan import SPLIT_BACKWARD
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import Run
 from meshwright.spec.stages import balanced_stages
@@ -16,7 +17,7 @@ SAMPLE = random.Random(4)
 
 
 def every_spelling(asked: Question) -> set[Plan]:
-    """Every combination of numbers, sorted out by the rules alone; for a model without a choice of policies."""
+    """Every combination of numbers, sorted out by the rules alone; compiled if they let it; without other policies."""
     world, batch = asked.cluster.gpus, asked.batch
     degrees = [each for each in range(1, world + 1) if world % each == 0]
     shares = [each for each in range(1, batch + 1) if batch % each == 0]
@@ -35,8 +36,8 @@ def every_spelling(asked: Question) -> set[Plan]:
                 schedule=schedule, chunks=chunks, microbatch=microbatch, accumulate=accumulate, precision="bf16",
                 stages=balanced_stages(asked.arch, pp * chunks) if pp > 1 else (),
             )  # fmt: skip
-            if not problems(asked, plan):
-                found.add(plan)
+            both = (msgspec.structs.replace(plan, compile=compiled) for compiled in (True, False))
+            found.update(list(islice((each for each in both if not problems(asked, each)), 1)))
     return found
 
 
@@ -117,6 +118,40 @@ def test_a_field_that_no_level_chooses_is_carried_by_every_plan():
     assert {plan.kernels for plan in plans(question(kernels="plain"))} == {"plain"}
     assert next(plans(question(shadow=True)), None) is None  # for one rank that shares nothing
     assert all(plan.shadow for plan in plans(question(shadow=True, machines="1xh100")))
+
+
+def test_blocks_are_compiled_wherever_the_rules_let_them_be():
+    asked = question(machines="4xh100", batch=24)
+    found = list(plans(asked))
+    assert {plan.compile for plan in found} == {True, False}
+    for plan in found:
+        assert plan.compile or problems(asked, msgspec.structs.replace(plan, compile=True))
+
+
+def test_compilation_can_be_fixed_either_way():
+    off = list(plans(question(machines="4xh100", compile=False)))
+    assert {plan.compile for plan in off} == {False}
+    on = list(plans(question(machines="4xh100", batch=24, compile=True)))
+    assert {plan.compile for plan in on} == {True}
+    assert not any(plan.schedule in SPLIT_BACKWARD for plan in on if plan.pp > 1)
+
+
+def test_nothing_is_compiled_for_what_torch_writes_no_kernels_for():
+    assert not any(plan.compile for plan in plans(question(machines="4xtpu-v5p")))
+
+
+@pytest.mark.parametrize(
+    ("machines", "fixed", "kept"),
+    [("1xh100", {}, True), ("1xh100", {"shadow": False}, False), ("1xh100", {"deterministic": True}, False),
+     ("2xh100", {}, False)],
+)  # fmt: skip
+def test_a_lone_rank_keeps_a_shadow(machines, fixed, kept):
+    assert {plan.shadow for plan in plans(question(machines=machines, **fixed))} == {kept}
+
+
+def test_a_lone_rank_in_full_precision_keeps_no_shadow():
+    asked = msgspec.structs.replace(question(machines="1xh100"), precision="fp32")
+    assert {plan.shadow for plan in plans(asked)} == {False}
 
 
 def test_fp8_is_as_the_rules_allow_it():

@@ -37,8 +37,9 @@ def measured(cluster: Cluster, profile: Profile, stack: Stack) -> Cluster:
         own = stack.speed.attention
         forward, backward = found.attention_forward / own, found.attention_backward / own
         found = msgspec.structs.replace(found, attention_forward=forward, attention_backward=backward)
-    found = msgspec.structs.replace(found, name=profile.device)
-    return msgspec.structs.replace(calibrated_cluster(cluster, profile), efficiency=found)
+    if found.product != usual.product:  # else it is still the catalogue's entry where it matters most
+        found = msgspec.structs.replace(found, name=profile.device)
+    return msgspec.structs.replace(calibrated_cluster(cluster, profile), efficiency=None if found == usual else found)
 
 
 def _other_card(gpu: Gpu, profile: Profile) -> Problem | None:

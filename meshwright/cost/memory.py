@@ -17,6 +17,7 @@ from meshwright.cost.memory_states import FIRST, states
 from meshwright.cost.traffic_held import placement
 from meshwright.spec.holding import GIB
 from meshwright.spec.plan import Plan
+from meshwright.spec.recompute import by_operation
 
 __all__ = ["FIRST", "Fit", "Ledger", "Line", "fits", "ledger", "states", "total", "worst"]
 
@@ -68,6 +69,7 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
 
 def ledger(job: Job, place: Mapping[str, int] = FIRST) -> Ledger:
     """The ledger of one rank, by its coordinates on the plan's axes."""
+    job = as_held(job)
     fullest = peak(job, place)
     holds, rank = job.stack.holds, place.get("pp", 0)
     slack = Line(name="slack", bytes=round(fullest.bytes * holds.slack), why="reserved by the allocator, not given out")
@@ -81,6 +83,14 @@ def ledger(job: Job, place: Mapping[str, int] = FIRST) -> Ledger:
         high=holds.high,
         published=holds.published,
     )
+
+
+def as_held(job: Job) -> Job:
+    """A job whose stack means by `selective` that attention is computed anew: it keeps what fused attention keeps."""
+    if not by_operation(job.plan.recompute) or job.stack.speed.selective != "attention":
+        return job
+    stack = msgspec.structs.replace(job.stack, attention="flash")
+    return msgspec.structs.replace(job, stack=stack, plan=msgspec.structs.replace(job.plan, recompute="none"))
 
 
 def worst(job: Job) -> Ledger:

@@ -18,11 +18,13 @@ MOMENTS = 8.0  # bytes of a parameter's two, in fp32
 def buffered(job: Job, place: Mapping[str, int]) -> Rest:
     """Weights and one gradient buffer for the whole step; the optimizer's copy and moments, from zero 1 in shares."""
     holds, plan = job.stack.holds, job.plan
-    numbers = parameters(job.arch, plan, padded_vocab(job), place.get("pp", 0))
+    rest, experts = parameters(job.arch, plan, padded_vocab(job), place.get("pp", 0))
+    numbers = rest + experts
     data = plan.replicate * plan.shard * plan.cp
-    moved = numbers / (data if plan.zero else 1)
-    kept = numbers / (data if plan.zero == 3 else 1)
-    summed = numbers / (data if plan.zero >= 2 else 1)
+    shared = rest / data + experts / max(data // plan.ep, 1)  # an expert's copies are on fewer ranks
+    moved = shared if plan.zero else numbers
+    kept = shared if plan.zero == 3 else numbers
+    summed = shared if plan.zero >= 2 else numbers
     moments = min(MOMENTS, holds.optimizer_bytes)
     among = f"over {data} ranks" if plan.zero and data > 1 else "whole"
     return Rest(
@@ -46,10 +48,13 @@ def buffered(job: Job, place: Mapping[str, int]) -> Rest:
 
 
 @lru_cache(maxsize=4096)
-def parameters(arch: Arch, plan: Plan, vocab: int, rank: int) -> int:
-    """Numbers in a rank's part of every weight it has, the vocabulary filled up."""
+def parameters(arch: Arch, plan: Plan, vocab: int, rank: int) -> tuple[int, int]:
+    """Numbers in a rank's part of its weights, the vocabulary filled up; those of experts that ep shares out apart."""
     seat = Seat(arch=arch, plan=plan, sequence=0, place={"pp": rank})
-    return sum(group.count * sum(_numbers(param, seat, vocab) for param in group.params) for group in groups(seat))
+    found = {False: 0, True: 0}
+    for group in groups(seat):
+        found[group.shared_by_ep] += group.count * sum(_numbers(param, seat, vocab) for param in group.params)
+    return found[False], found[True]
 
 
 def _numbers(param: Param, seat: Seat, vocab: int) -> int:

@@ -56,11 +56,17 @@ def param_counts(arch: Arch) -> tuple[tuple[int, ...], int]:
 def _reducing(job: Job, place: Mapping[str, int]) -> int:
     """The largest block's gradient as it came, and its copy in the precision of sums; a lone fp32 rank has neither.
 
-    What is outside the blocks is summed last, so the output projection's gradient waits as it came.
+    What is outside the blocks is summed last, so the output projection's gradient waits as it came. Beside a shadow
+    torch adds up weight by weight, and nothing at all if there is one microbatch.
     """
+    if job.plan.shadow and job.plan.accumulate == 1:
+        return 0
     seat = Seat(arch=job.arch, plan=job.plan, sequence=0, place=place)
     if job.plan.world == 1 and seat.narrow == seat.wide:
         return 0
+    if job.plan.shadow:
+        largest = max(math.prod(local_shape(param, seat)) for group in groups(seat) for param in group.params)
+        return largest * (seat.narrow + seat.wide)
     blocks, outside = [0], 0
     for group in groups(seat):
         numbers = sum(math.prod(local_shape(param, seat)) for param in group.params)

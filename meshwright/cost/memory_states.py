@@ -35,7 +35,7 @@ def states(arch: Arch, plan: Plan, place: Mapping[str, int] = FIRST) -> tuple[Li
     among = f"over {plan.shards} ranks" if plan.shards > 1 else "whole"
     return (
         Line(name="weights", bytes=shard, why=f"{_name(seat.wide)}, {among}, filled up to equal parts"),
-        Line(name="gradients", bytes=shard, why=f"{_name(seat.wide)}, {among}, after the last backward"),
+        Line(name="gradients", bytes=_summed(shard, seat), why=f"{_summed_as(seat)}, {among}, after the last backward"),
         Line(
             name="moments",
             bytes=MOMENTS * sum(_updated(group, seat) for group in held),
@@ -44,6 +44,20 @@ def states(arch: Arch, plan: Plan, place: Mapping[str, int] = FIRST) -> tuple[Li
         Line(name="gathered", bytes=_gathered(held, seat), why=_why_gathered(plan)),
         Line(name="waiting", bytes=max(_unsummed(held, seat) - shard, 0), why=_why_waiting(plan)),
     )
+
+
+def _leaves_narrow(plan: Plan) -> bool:
+    """Whether a rank with a shadow leaves the gradient of its only microbatch as narrow as it came."""
+    return plan.shadow and plan.accumulate == 1
+
+
+def _summed(shard: int, seat: Seat) -> int:
+    """Bytes of the gradient, from those of the weights."""
+    return shard * seat.narrow // seat.wide if _leaves_narrow(seat.plan) else shard
+
+
+def _summed_as(seat: Seat) -> str:
+    return seat.plan.precision if _leaves_narrow(seat.plan) else _name(seat.wide)
 
 
 def _stored(group: Group, seat: Seat) -> int:
@@ -167,7 +181,7 @@ def gathered_outside(arch: Arch, plan: Plan, place: Mapping[str, int] = FIRST) -
 
 def _copies(plan: Plan) -> bool:
     """Whether the arithmetic reads a copy of the weights: torch makes one even of weights that are whole already."""
-    return plan.world > 1 or plan.precision in ("bf16", "fp16")
+    return plan.world > 1 or plan.shadow or plan.precision in ("bf16", "fp16")
 
 
 def _once(group: Group, seat: Seat) -> int:
@@ -238,6 +252,8 @@ def _why_gathered(plan: Plan) -> str:
         return "nothing: the weights are used where they lie"
     if plan.pp > 1:
         return f"{plan.precision}, the stages that are computed next, of {placement(plan).count(0)} on a rank"
+    if plan.shadow:
+        return f"{plan.precision}, a shadow of the whole model"
     if plan.zero == 3:
         return f"{plan.precision}, what is outside the blocks, one block and the next"
     return f"{plan.precision}, the whole model until the last backward"

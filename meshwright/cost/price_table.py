@@ -100,17 +100,8 @@ def _price(job: Job) -> Price:
 @lru_cache(maxsize=4096)
 def _memory(job: Job, rank: int | None) -> tuple[Ledger, bool]:
     """The ledger of a pipeline rank (None: the fullest), and whether the job fits."""
-    job = as_held(job)
     fit = fits(job)
     return (fit.ledger if rank is None or fit.ledger.rank == rank else ledger(job, {"pp": rank})), fit.fits
-
-
-def as_held(job: Job) -> Job:
-    """A job whose stack means by `selective` that attention is computed anew: it keeps what fused attention keeps."""
-    if job.plan.recompute != "selective" or job.stack.speed.selective != "attention":
-        return job
-    stack = msgspec.structs.replace(job.stack, attention="flash")
-    return msgspec.structs.replace(job, stack=stack, plan=msgspec.structs.replace(job.plan, recompute="none"))
 
 
 def measured_rank(kind: str, job: Job) -> int | None:

@@ -21,8 +21,8 @@ from meshwright.spec.efficiency import Efficiency, efficiency_of
 from meshwright.spec.recompute import by_operation
 
 WIDER = 0.1  # by which each doubling of the domains widens the interval, as a share
-FITTED = ("a100", "h100")  # entries of the catalogue that measurements stand behind
-GUESSED = 1.5  # the interval of other accelerators ÷ theirs
+GUESSES = ("b200", "v100", "generic")  # entries of the catalogue that no measurement stands behind
+GUESSED = 1.5  # the interval of such accelerators ÷ that of others
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,7 +44,7 @@ class Price(msgspec.Struct, frozen=True, kw_only=True):
     hfu: float  # the same with what is computed anew
     waterfall: tuple[Share, ...]  # adds up to the seconds
 
-_stages = stages_of  # the name by which a Gantt chart asks for them
+
 
 
 class Course(msgspec.Struct, frozen=True, kw_only=True):
@@ -184,6 +184,6 @@ def _interval(job: Job, seconds: float, working: Passes) -> tuple[float, float]:
     """
     domains = max(job.plan.world / job.cluster.domain, 1.0)
     late = (working.forward.launch + working.input.launch) / seconds
-    known = job.cluster.efficiency is not None or efficiency_of(job.cluster.gpu).name in FITTED
-    width = job.stack.speed.spread * (1 + WIDER * math.log2(domains)) * (1 + late) * (1 if known else GUESSED)
+    guessed = (job.cluster.efficiency or efficiency_of(job.cluster.gpu)).name in GUESSES
+    width = job.stack.speed.spread * (1 + WIDER * math.log2(domains)) * (1 + late) * (GUESSED if guessed else 1)
     return seconds / (1 + width), seconds * (1 + width)

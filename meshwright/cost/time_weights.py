@@ -106,7 +106,8 @@ def _sent(arch: Arch, plan: Plan, rank: int, cluster: Cluster, stack: Stack, at:
 
     def contended(axes: tuple[str, ...], overlap: float) -> float:
         """Both want the device's memory and some of its processors."""
-        return speed.contention * overlap * sum(inside_seconds(call, plan, cluster) for call in calls if call.axis in axes)
+        inside = sum(inside_seconds(call, plan, cluster) for call in calls if call.axis in axes)
+        return speed.contention * overlap * inside
 
     return Sent(
         gather=sum(seconds for call, seconds in timed if call.axis in SHARDED and call.kind == "all_gather"),
@@ -173,10 +174,9 @@ def _calls(arch: Arch, plan: Plan, rank: int) -> list[Collective]:
 
 def held(arch: Arch, plan: Plan, rank: int) -> float:
     """Weights that a rank updates."""
-    whole = msgspec.structs.replace(plan, replicate=1, shard=plan.data, zero=1)  # as every split of the data axes has them
-    rest, experts = _numbers(arch, whole, rank)
-    shards = plan.shards
-    return rest / shards + experts / (max(shards // plan.ep, 1) if plan.zero else 1)
+    alike = msgspec.structs.replace(plan, replicate=1, shard=plan.data, zero=1)  # for every split of the data axes
+    rest, experts = _numbers(arch, alike, rank)
+    return rest / plan.shards + experts / (max(plan.shards // plan.ep, 1) if plan.zero else 1)
 
 
 @lru_cache(maxsize=4096)

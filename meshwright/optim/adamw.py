@@ -6,7 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.kernels.choose import settle
+from meshwright.models.layers import wide as wide_type
 from meshwright.optim.clip import Verdict
+from meshwright.optim.rounding import beside, rounded
 from meshwright.parallel import shadow
 from meshwright.parallel.mesh import local
 from meshwright.spec.plan import Plan
@@ -26,12 +28,14 @@ class AdamW:
         self.optim = optim
         self.weights = list(weights)
         self.wide = [shadow.wide(weight) for weight in self.weights]
-        self.first = [torch.zeros_like(weight) for weight in self.wide]
+        self.first = [torch.zeros_like(weight, dtype=wide_type(weight)) for weight in self.wide]
         self.second = [torch.zeros_like(moment) for moment in self.first]
         self.count = torch.zeros((), dtype=torch.float32, device=self.first[0].device)  # updates made, skips left out
         self.update = self._choose(plan)
 
     def _choose(self, plan: Plan) -> Update:
+        if self.optim.rounding != "master":
+            return rounded(self)
         if plan.deterministic:
             return self._plain
         if (
@@ -45,6 +49,24 @@ class AdamW:
         """Forget the gradient, and its memory."""
         for weight in self.weights:
             weight.grad = None
+
+    def held(self) -> dict[int, dict[str, Tensor]]:
+        """The state of every weight, by its id and by kind: what a checkpoint saves from and restores into."""
+        parts = zip(self.weights, self.wide, self.first, self.second, strict=True)
+        return {
+            id(weight): {"weight": wide, **beside(weight), "first": one, "second": two}
+            for weight, wide, one, two in parts
+        }
+
+    def settle(self) -> None:
+        """Wait until no update is on its way; here none ever is."""
+
+    def stall_seconds(self) -> float:
+        """How long the device has waited for states that are elsewhere."""
+        return 0.0
+
+    def close(self) -> None:
+        """Give back what the optimizer has beside memory."""
 
     @torch.no_grad()
     def step(self, rate: float, verdict: Verdict) -> None:
@@ -76,9 +98,12 @@ class AdamW:
             grad_scale=divisor,
             found_inf=(1.0 - verdict.finite).float(),
         )
-        for i in indices:
-            if shadow.is_shadow(self.weights[i]):
-                self.weights[i].copy_(self.wide[i])
+        for i, gradient in zip(indices, gradients, strict=True):
+            weight = self.weights[i]
+            if shadow.is_shadow(weight):
+                weight.copy_(self.wide[i])
+                if weight.grad is not None:  # the kernel leaves gradients clipped, and this one was widened for it
+                    weight.grad.copy_(gradient)
 
     def _plain(self, indices: list[int], rate: float, decay: float, verdict: Verdict) -> None:
         """The same by operations that round once each, so that an element's bits do not depend on its neighbours.

@@ -124,7 +124,7 @@ def rounded(wide: Tensor, drawn: Tensor) -> Tensor:
 
 
 def draws(weight: int, begin: int, count: Tensor, size: int) -> Tensor:
-    """32 bits for each element: a pure function of the weight, the element and the update, so a resumed run has them."""
+    """32 bits for each element: a pure function of weight, element and update, so that a resumed run has the same."""
     state = torch.arange(size, dtype=torch.int32, device=count.device)
     state += count.to(torch.int32) * _signed(OF_UPDATE) + _signed(begin + (weight + 1) * OF_WEIGHT)
     for shift, factor in MIX:

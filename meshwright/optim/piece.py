@@ -4,6 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 PIECE = 1 << 24  # elements: large enough for full speed of copies and disks, small enough to have several in memory
+AHEAD = 2  # pieces whose states are being read
+SLOTS = AHEAD + 2  # pieces on their way: one more is being updated, one is being written
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +19,7 @@ class Piece:
     last: bool  # of its group
 
 
-def cut(sizes: Sequence[Sequence[tuple[int, int]]], most: int = PIECE) -> list[Piece]:
+def cut(sizes: Sequence[Sequence[tuple[int, int]]], most: int) -> list[Piece]:
     """All elements of all groups, of which each lists its weights by number and size, in their order."""
     found: list[Piece] = []
     for number, group in enumerate(sizes):

@@ -44,11 +44,11 @@ class Lane:
                 device.record_stream(self.stream)  # a graph may be dropped before anybody has waited for the copy
         return devices
 
-    def mark(self) -> torch.cuda.Event | None:
+    def mark(self) -> torch.Event | None:
         """Everything that was asked for until now."""
         return self.stream.record_event() if self.stream is not None else None
 
-    def wait(self, event: torch.cuda.Event | None) -> None:
+    def wait(self, event: torch.Event | None) -> None:
         """Let the computing stream go on after what was marked; nobody waits on the host."""
         if self.stream is not None and event is not None:
             torch.cuda.current_stream(self.stream.device).wait_event(event)
@@ -75,7 +75,7 @@ class Load:
     def __init__(self, lane: Lane, before: "Load | None") -> None:
         self.lane, self.before = lane, before
         self.sent: list[ref[Sent]] = []  # the graph holds them, and drops each when its backward is done
-        self.event: torch.cuda.Event | None = None
+        self.event: torch.Event | None = None
         self.asked = False
 
     def send(self, tensor: Tensor) -> Sent:

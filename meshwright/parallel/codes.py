@@ -9,6 +9,7 @@ from torch import Tensor
 
 from meshwright.kernels.choose import Kernels
 from meshwright.kernels.quantize import LEAST, quantize
+from meshwright.models.layers import wide
 
 Kind = Literal["fp8", "int8", "bits", "whole"]
 
@@ -50,8 +51,9 @@ def decode(coded: Coded, parts: tuple[Tensor, ...]) -> Tensor:
     if coded.kind == "bits":
         return _unpacked(parts[0])[: coded.length]
     codes, scale = parts
-    wide = codes.to(torch.promote_types(coded.dtype, torch.float32)).mul_(scale)
-    return wide.to(coded.dtype).flatten()[: coded.length]
+    scale = scale.to(torch.promote_types(coded.dtype, torch.float32))
+    numbers = codes * scale if coded.kind == "int8" else codes.to(scale.dtype).mul_(scale)  # fp8 has no arithmetic
+    return numbers.to(coded.dtype).flatten()[: coded.length]
 
 
 def _grouped(flat: Tensor, group: int) -> Tensor:
@@ -61,10 +63,11 @@ def _grouped(flat: Tensor, group: int) -> Tensor:
 
 
 def _int8(rows: Tensor) -> tuple[Tensor, Tensor]:
-    wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
-    amax = wide.abs().amax(1, keepdim=True)
+    least, most = torch.aminmax(rows, dim=1, keepdim=True)
+    amax = torch.maximum(-least, most).to(wide(rows))
     amax = amax.where(~(amax < LEAST), LEAST)  # a NaN stays
-    return (wide * (LARGEST / amax)).round_().to(torch.int8), (amax / LARGEST).to(torch.float32)
+    # The scale is wide and has dims, so the product is wide without a wide copy of the rows.
+    return (rows * (LARGEST / amax)).round_().to(torch.int8), (amax / LARGEST).to(torch.float32)
 
 
 def _packed(flat: Tensor) -> Tensor:

@@ -78,7 +78,7 @@ class Keeper:
         return self.last
 
 
-@dataclass(frozen=True, slots=True, weakref_slot=True)
+@dataclass(frozen=True, slots=True)
 class Stored:
     """The memory of one or several saved tensors."""
 
@@ -128,7 +128,7 @@ class Memory:
         if kind == "whole" and self.load is None:
             return tensor
         around = tensor._spec if isinstance(tensor, DTensor) else None
-        return Window(self._stored(inner, kind), inner.shape, inner.stride(), inner.storage_offset(), around)
+        return Window(self._stored(inner, kind), inner.shape, inner.stride(), int(inner.storage_offset()), around)
 
     def _kind(self, tensor: Tensor) -> Kind:
         if self.plan.compress == "none":

@@ -108,8 +108,15 @@ def narrow(chunks: Iterable[nn.Module], plan: Plan) -> None:
         for weight in chunk.parameters():
             assert weight.is_meta
             weight.data = weight.data.to(precision.compute_dtype(plan))
-            if plan.accumulate > 1:
-                weight.grad_dtype = precision.weight_dtype(plan)
+
+
+def sum_wide(chunks: Iterable[nn.Module], plan: Plan) -> None:
+    """Let gradients of several microbatches be added up in full width."""
+    if plan.accumulate == 1:
+        return
+    for chunk in chunks:
+        for weight in chunk.parameters():
+            weight.grad_dtype = precision.weight_dtype(plan)
 
 
 class Gates:
@@ -119,13 +126,14 @@ class Gates:
         self.device = device
         self.gates: list[Future[Mark] | None] = [None] * len(groups)
         self.waits: list[tuple[Mark, Mark, float]] = []  # since the gates were closed: by both clocks
+        self.earlier = self.waits  # of the step before
         for number, group in enumerate(groups):
             group.door.register_forward_pre_hook(partial(self._pass, number))
 
     def close(self) -> None:
         """An update begins."""
         self.gates = [Future() for _ in self.gates]
-        self.waits = []
+        self.earlier, self.waits = self.waits, []
 
     def open(self, number: int, mark: Mark) -> None:
         """A group's weights are moved, once the device has come to a point."""
@@ -151,9 +159,9 @@ class Gates:
         self.gates[number] = None
 
     def stall_seconds(self) -> float:
-        """How long the device stood at gates since they were closed. Waits for it."""
+        """How long the device stood at the gates in the last whole step. Waits for that step."""
         total = 0.0
-        for before, after, seconds in list(self.waits):
+        for before, after, seconds in self.earlier:
             if before is not None and after is not None:
                 after.synchronize()
                 seconds = before.elapsed_time(after) / 1000

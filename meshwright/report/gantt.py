@@ -2,10 +2,9 @@
 
 from meshwright.cost.job import Job
 from meshwright.cost.simulate import StageCost, play
-from meshwright.cost.time import _stages  # the priced stages: one arithmetic, drawn and summed
 from meshwright.cost.time_layer import bench
+from meshwright.cost.time_stages import stages_of  # one arithmetic, drawn and summed
 from meshwright.report.picture import Pipeline
-from meshwright.spec.efficiency import efficiency_of
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import actions, stage_ranks
 
@@ -27,7 +26,7 @@ def pipeline(job: Job) -> Pipeline | None:
 
 def stage_cost(job: Job) -> tuple[StageCost, float]:
     """What every stage takes for a microbatch, and a message between them."""
-    stages = _stages(bench(job, efficiency_of(job.cluster.gpu)), job)
+    stages = stages_of(bench(job), job)
     blocked, travel = (stages.send, 0.0) if job.stack.speed.blocking_sends else (0.0, stages.send)
     cost = StageCost(
         forward_seconds=tuple(each.forward.seconds + blocked for each in stages.passes),

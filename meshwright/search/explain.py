@@ -33,7 +33,17 @@ def why(found: Found) -> str:
     text = f"{ideal / price.seconds:.0%} of the step is the model's arithmetic at the data sheet's peak"
     for word, share in zip(("most is lost to", "then", "then"), named, strict=False):
         text += f"; {word} {share.name} ({share.seconds / price.seconds:.0%}): {share.why}"
-    return f"{text}. {room(found)}"
+    return f"{text}. {room(found)}{unchanged(found.plan)}"
+
+
+def unchanged(plan: Plan) -> str:
+    """What was chosen beside the split and leaves the mathematics as it is, and how to have it otherwise."""
+    said = {
+        "compile": "blocks are compiled (plan.compile=false leaves them as they are)",
+        "shadow": "a narrow copy of the weights is kept beside the wide ones (plan.shadow=false casts them instead)",
+    }
+    chosen = [text for name, text in said.items() if getattr(plan, name)]
+    return f" Without a change of the mathematics, {' and '.join(chosen)}." if chosen else ""
 
 
 def room(found: Found) -> str:

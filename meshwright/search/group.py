@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 from meshwright.cost.time_bound import lower_bound, work_bound
 from meshwright.search import space
+from meshwright.search.levels import Layout, Order, Round
 from meshwright.search.question import Question
-from meshwright.search.space import Layout, Order, Round
 from meshwright.spec.plan import Plan
 
 

@@ -5,7 +5,9 @@ from typing import Any
 
 import msgspec
 
+from meshwright.search.levels import Order
 from meshwright.search.question import Question
+from meshwright.search.running import compiles
 from meshwright.search.space import CHUNKS, SCHEDULES, problems
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import default_chunks
@@ -36,6 +38,8 @@ def neighbours(question: Question, plan: Plan) -> Iterator[Neighbour]:
             yield _changed(question, plan, "recompute", policy)
     if plan.pp > 1:
         yield from _schedules(question, plan)
+    if plan.compile:
+        yield _changed(question, plan, "compile", False)
     if plan.cp > 1:
         yield _changed(question, plan, "cp_kind", "ring" if plan.cp_kind == "ulysses" else "ulysses")
 
@@ -85,6 +89,9 @@ def _changed(question: Question, plan: Plan, name: str, value: Any, **others: An
     changed = msgspec.structs.replace(plan, **{name: value}, **others)
     if changed.shard == 1 and changed.cp == 1 and changed.zero and name != "zero":
         changed = msgspec.structs.replace(changed, zero=0)
+    if name in ("schedule", "pp") and plan.compile and "compile" not in question.fixed:
+        order = Order(changed.schedule, changed.chunks)
+        changed = msgspec.structs.replace(changed, compile=compiles(question, changed.pp, order))
     return _completed(question, changed, change)
 
 

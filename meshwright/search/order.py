@@ -131,4 +131,3 @@ class _Work:
         slower = self.legal - self.priced - sum(found.values())
         counts = Counts(legal=self.legal, too_large=found, slower=slower, priced=self.priced)
         return Answer(found=tuple(found for _, _, found in self.best), counts=counts)
-

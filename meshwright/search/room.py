@@ -12,8 +12,8 @@ from meshwright.cost.memory_kept import kept
 from meshwright.cost.memory_work import Work, work_of
 from meshwright.cost.traffic_weights import IN_SIGHT
 from meshwright.search.group import Group
+from meshwright.search.levels import Layout, Order
 from meshwright.search.question import Question
-from meshwright.search.space import Layout, Order
 from meshwright.spec.params import count, params
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import Schedule, stage_ranks

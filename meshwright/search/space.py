@@ -6,9 +6,11 @@ plan that is there (see `_zeros`), and, of numbers that could be anything, all b
 
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar, cast, get_args
+from typing import Any, TypeVar, cast, get_args
 
+from meshwright.search.levels import Layout, Order, Round
 from meshwright.search.question import Question
+from meshwright.search.running import compiles, policies, shadows
 from meshwright.spec import check_plan
 from meshwright.spec.arch import Arch
 from meshwright.spec.plan import Plan
@@ -18,54 +20,13 @@ from meshwright.spec.schedule import Schedule, legal
 from meshwright.spec.stages import balanced_stages
 
 CHUNKS = (1, 2, 4, 8)  # stages on a rank; more only add messages
-FIRST_SHARES = (0.25, 0.5, 0.75)  # of a stage's blocks that "first-K" computes anew
 CHOSEN = {
     "pp", "replicate", "shard", "zero", "cp", "cp_kind", "ep", "tp", "microbatch", "accumulate", "schedule", "chunks",
     "stages", "recompute", "precision",
 }  # fmt: skip
-NARROW = ("bf16", "fp16", "fp8")
-UNCOMPILED = ("tpu", "trainium")  # accelerators that torch writes no kernels for
 SCHEDULES = cast("tuple[Schedule, ...]", get_args(Schedule))
 
-KEPT = ("compress", "activations")  # what happens to that which blocks keep; nothing, unless it is fixed
-
 Choice = TypeVar("Choice")
-How = tuple[tuple[str, Any], ...]
-
-
-class Layout(NamedTuple):
-    """The axes of a plan."""
-
-    pp: int
-    replicate: int
-    shard: int
-    zero: int
-    cp: int
-    cp_kind: str
-    ep: int
-    tp: int
-
-    @property
-    def data(self) -> int:
-        return self.replicate * self.shard
-
-    @property
-    def shards(self) -> int:
-        return self.shard * self.cp if self.zero else 1
-
-
-class Round(NamedTuple):
-    """How a data rank goes through its share of the batch."""
-
-    microbatch: int
-    accumulate: int
-
-
-class Order(NamedTuple):
-    """How a pipeline goes through its microbatches."""
-
-    schedule: Schedule
-    chunks: int
 
 
 def plans(question: Question) -> Iterator[Plan]:
@@ -75,7 +36,7 @@ def plans(question: Question) -> Iterator[Plan]:
             if respelled(question, layout, each):
                 continue
             for order in orders(question, layout, each):
-                for policy in policies(question, layout, order):
+                for policy in policies(question, layout.pp, order):
                     yield plan_of(question, layout, each, order, policy)
 
 
@@ -98,26 +59,6 @@ def plan_of(question: Question, layout: Layout, each: Round, order: Order, polic
 def carried(question: Question) -> dict[str, Any]:
     """Fixed fields that no level chooses, such as kernels: every plan has them."""
     return {name: value for name, value in question.fixed.items() if name not in CHOSEN}
-
-
-def compiles(question: Question, pp: int, order: Order) -> bool:
-    """Whether blocks are compiled: as it is fixed, or wherever torch can, because it changes time and memory alone."""
-    fixed = question.fixed.get("compile")
-    if fixed is not None:
-        return fixed
-    return not question.cluster.gpu.name.startswith(UNCOMPILED) and _compilable(pp, order)
-
-
-@lru_cache(maxsize=1024)
-def _compilable(pp: int, order: Order) -> bool:
-    plan = Plan(pp=pp, **order._asdict(), microbatch=1, compile=True)
-    return next(check_plan.how_blocks_run(plan), None) is None
-
-
-def shadows(question: Question) -> bool:
-    """Whether a narrow copy of the weights is kept: by one rank in low precision, as a run without a plan does."""
-    alone = question.cluster.gpus == 1 and not question.fixed.get("deterministic")
-    return question.fixed.get("shadow", alone and question.precision in NARROW)
 
 
 def layouts(question: Question) -> Iterator[Layout]:
@@ -212,7 +153,7 @@ def orders(question: Question, layout: Layout, each: Round) -> tuple[Order, ...]
 
 def choices(question: Question, layout: Layout, each: Round) -> tuple[tuple[Order, tuple[str, ...]], ...]:
     """Every schedule and the policies it can have; of the layout only pp matters."""
-    return tuple((order, policies(question, layout, order)) for order in orders(question, layout, each))
+    return tuple((order, policies(question, layout.pp, order)) for order in orders(question, layout, each))
 
 
 def _chunks(question: Question, pp: int) -> tuple[int, ...]:
@@ -227,44 +168,6 @@ def _chunks(question: Question, pp: int) -> tuple[int, ...]:
 def _orders(schedules: tuple[Schedule, ...], chunks: tuple[int, ...], pp: int, accumulate: int) -> tuple[Order, ...]:
     found = (Order(schedule, count) for schedule in schedules for count in chunks)
     return tuple(order for order in found if legal(order.schedule, pp, order.chunks, accumulate) is None)
-
-
-def policies(question: Question, layout: Layout, order: Order) -> tuple[str, ...]:
-    """What the backward may compute anew under a schedule."""
-    fixed = question.fixed
-    if "recompute" in fixed:
-        words = (fixed["recompute"],)
-    else:
-        blocks = -(-question.arch.layers // (layout.pp * order.chunks))
-        words = _words(blocks)
-    how = (("compile", compiles(question, layout.pp, order)), *((name, fixed[name]) for name in KEPT if name in fixed))
-    return _policies(question.arch, layout.pp, order, words, how)
-
-
-@lru_cache(maxsize=4096)
-def _policies(arch: Arch, pp: int, order: Order, words: tuple[str, ...], how: How) -> tuple[str, ...]:
-    return tuple(word for word in words if _obeyed(arch, pp, order, word, how))
-
-
-@lru_cache(maxsize=256)
-def _words(blocks: int) -> tuple[str, ...]:
-    """The policies that differ from each other on so many blocks."""
-    first = {max(round(share * blocks), 1) for share in FIRST_SHARES}
-    root = ("sqrt",) if round(blocks**0.5) > 1 else ()  # else each block by itself, which is "full"
-    return ("none", "selective", *(f"first-{count}" for count in sorted(first) if count < blocks), *root, "full")
-
-
-def _obeyed(arch: Arch, pp: int, order: Order, policy: str, how: How) -> bool:
-    """Whether the rules let this policy and this schedule meet: asked of them, on a plan without other axes.
-
-    `how`: what else is said of the way that blocks run.
-    """
-    accumulate = 2 * pp
-    stages = balanced_stages(arch, pp * order.chunks) if pp > 1 else ()
-    pipeline = {"pp": pp, "stages": stages, **order._asdict()}
-    plan = Plan(**pipeline, microbatch=1, accumulate=accumulate, recompute=policy, **dict(how))
-    run = Run(arch=arch, plan=plan, batch=accumulate, sequence=1)
-    return not any(problem for rule in check_plan.RULES for problem in rule(run))
 
 
 def problems(question: Question, plan: Plan) -> list[Problem]:

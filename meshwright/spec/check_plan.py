@@ -53,7 +53,7 @@ def _rounding(run: Run) -> Iterator[Problem]:
         return
     if plan.precision not in ("bf16", "fp8"):
         yield Problem(
-            f"optim.rounding = {rounding} holds weights in bf16, and plan.precision = {plan.precision} computes in another",
+            f"optim.rounding = {rounding} holds weights in bf16, and plan.precision = {plan.precision} is not bf16",
             "set plan.precision = bf16, or leave optim.rounding out",
             "optim.rounding",
         )
@@ -85,6 +85,9 @@ def _offload(run: Run) -> Iterator[Problem]:
     if states == "bf16" and plan.precision not in ("bf16", "fp8"):
         what = f"optim.states = bf16 completes weights of bf16, and plan.precision = {plan.precision} has none"
         yield Problem(what, "set plan.precision = bf16, or leave optim.states out", "optim.states")
+    if run.optim.rounding != "master":
+        what = f"plan.offload keeps what bf16 leaves out by itself, without optim.rounding = {run.optim.rounding}"
+        yield Problem(what, "leave optim.rounding out, or plan.offload", "optim.rounding")
     if plan.offload_host_bytes < 0:
         what = f"plan.offload_host_bytes = {plan.offload_host_bytes} is negative"
         yield Problem(what, "use 0 to have every state on the disk", "plan.offload_host_bytes")
@@ -94,8 +97,8 @@ def _routes(run: Run) -> Iterator[Problem]:
     plan = run.plan
     if run.arch.experts and plan.compress != "none" and plan.recompute != "none":
         yield Problem(
-            f"plan.recompute = {plan.recompute} would route tokens anew from inputs that plan.compress = {plan.compress} "
-            "has rounded, and some to other experts",
+            f"plan.recompute = {plan.recompute} would route tokens anew, and some to other experts: "
+            f"plan.compress = {plan.compress} has rounded what the router reads",
             "leave one of them out, or use plan.activations = host, which is exact",
             "plan.compress",
         )

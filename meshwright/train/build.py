@@ -1,9 +1,12 @@
 """What a run needs in memory before its first step: model, optimizer, loader, loss scale."""
 
+import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.checkpoint.folder import open_folder
 from meshwright.data.loader import Loader
@@ -11,8 +14,10 @@ from meshwright.data.prepare import Corpus
 from meshwright.models.decoder import Decoder
 from meshwright.models.init import fill, key
 from meshwright.models.moe import Mixture
+from meshwright.optim import room
 from meshwright.optim.adamw import AdamW
-from meshwright.parallel import precision, shadow
+from meshwright.optim.offloaded import Offloaded
+from meshwright.parallel import offload, precision, shadow
 from meshwright.parallel.apply import apply
 from meshwright.parallel.decoder import DECODER
 from meshwright.parallel.mesh import Mesh, local
@@ -23,27 +28,53 @@ from meshwright.train.scale import LossScale
 from meshwright.train.state import State, region_of
 
 
-def build(run: Run, corpus: Corpus, mesh: Mesh) -> State:
-    """The state before the first step."""
+def build(run: Run, corpus: Corpus, mesh: Mesh, folder: Path | None = None) -> State:
+    """The state before the first step. States that are offloaded to a disk go to the run's folder."""
     with torch.device("meta"):
         model = Decoder(run.arch).to(precision.weight_dtype(run.plan))
     chunks = apply(model, run.plan, mesh, DECODER)
-    for chunk in chunks:
-        chunk.to_empty(device=mesh.device)
-        chunk.train()
-        initialise(chunk, run)
-    shadow.attach(chunks, run.plan)
-    weights = [weight for chunk in chunks for weight in chunk.parameters()]
+    make = partial(offloaded, folder=folder) if run.plan.offload != "none" else beside
     return State(
         chunks=chunks,
-        optimizer=AdamW(run.optim, weights, run.plan),
+        optimizer=make(chunks, run, mesh),
         loader=Loader(corpus, run, mesh.data_rank, mesh.device),
         scale=LossScale(run.plan, mesh.device),
     )
 
 
-def initialise(chunk: nn.Module, run: Run) -> None:
-    """Give this rank's part of every weight its first value: from the seed, or from a folder."""
+def beside(chunks: list[nn.Module], run: Run, mesh: Mesh) -> AdamW:
+    """Memory and first values for all weights, and an optimizer with its states beside them."""
+    for chunk in chunks:
+        chunk.to_empty(device=mesh.device)
+        chunk.train()
+        initialise(chunk, run)
+    shadow.attach(chunks, run.plan)
+    return AdamW(run.optim, [weight for chunk in chunks for weight in chunk.parameters()], run.plan)
+
+
+def offloaded(chunks: list[nn.Module], run: Run, mesh: Mesh, folder: Path | None) -> AdamW:
+    """The same with its states elsewhere: no more than one weight is ever wide on the device."""
+    place = Path(run.plan.offload_folder or folder or tempfile.gettempdir())
+    groups = [group for chunk in chunks for group in offload.groups(chunk, DECODER)]
+    room.check(run, [weight.numel() for group in groups for weight in group.weights], place)
+    offload.narrow(chunks, run.plan)
+    for chunk in chunks:
+        chunk.to_empty(device=mesh.device)
+        chunk.train()
+    offload.sum_wide(chunks, run.plan)
+    # Memory for them has made new parameters of the old.
+    groups = [group for chunk in chunks for group in offload.groups(chunk, DECODER)]
+    optimizer = Offloaded(run, groups, mesh.device, place)
+    for chunk in chunks:
+        initialise(chunk, run, optimizer.begin)
+    return optimizer
+
+
+def initialise(chunk: nn.Module, run: Run, take: Callable[[nn.Parameter, Tensor], None] | None = None) -> None:
+    """Give this rank's part of every weight its first value: from the seed, or from a folder.
+
+    Whoever takes the values is given each weight's by itself, in full width.
+    """
     folder = open_folder(Path(run.init.folder)) if run.init.folder else None
     table = {param.name: param for param in params(run.arch)}
     for name, module in chunk.named_modules():
@@ -51,7 +82,11 @@ def initialise(chunk: nn.Module, run: Run) -> None:
             module.key = key(run.seed, f"{name}.draws")
     for name, weight in chunk.named_parameters():
         target, region = local(weight.detach()), region_of(weight)
+        if take is not None:
+            target = torch.empty_like(target, dtype=precision.weight_dtype(run.plan))
         if folder is None:
             fill(target, table[name], run.seed, region)
         else:
             target.copy_(folder.tensor(name)[region])
+        if take is not None:
+            take(weight, target)

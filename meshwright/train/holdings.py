@@ -9,7 +9,6 @@ from torch.distributed.tensor import DTensor, Replicate
 from meshwright.checkpoint import slices as regions
 from meshwright.checkpoint.holding import Holding
 from meshwright.checkpoint.slices import writers
-from meshwright.parallel import shadow
 from meshwright.parallel.mesh import DENSE, EXPERT, Mesh
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import params
@@ -17,7 +16,7 @@ from meshwright.spec.run import Run
 from meshwright.train.gather import owner_of
 from meshwright.train.state import State, region_of
 
-KINDS = ("weight", "first", "second")  # the weight, and the moments of its gradient
+KINDS = ("weight", "low", "first", "second")  # the weight, what its narrow copy lacks, the moments of its gradient
 
 
 def holdings(state: State, run: Run, mesh: Mesh) -> list[Holding]:
@@ -27,14 +26,14 @@ def holdings(state: State, run: Run, mesh: Mesh) -> list[Holding]:
 
 def _holdings(state: State, run: Run, mesh: Mesh) -> Iterator[Holding]:
     owners = {param.name: owner_of(param, run.plan) for param in params(run.arch)}
-    optimizer, seen = state.optimizer, set[str]()
-    named = (pair for chunk in state.chunks for pair in chunk.named_parameters())
-    for (name, weight), first, second in zip(named, optimizer.first, optimizer.second, strict=True):
+    state.optimizer.settle()
+    held, seen = state.optimizer.held(), set[str]()
+    for name, weight in (pair for chunk in state.chunks for pair in chunk.named_parameters()):
         # A tied embedding may be on two stages, which hold the same numbers: the first has it to write.
         mine = owners[name] == mesh.place["pp"] and name not in seen
         seen.add(name)
         copy, copies = standing(weight, mesh)
-        for kind, tensor in zip(KINDS, (shadow.wide(weight), first, second), strict=True):
+        for kind, tensor in held[id(weight)].items():
             writes = mine and chosen(run.arch, copies)[f"{kind}/{name}"] == copy
             yield Holding(f"{kind}/{name}", tuple(weight.shape), regions.region_of(region_of(weight)), tensor, writes)
 

@@ -38,10 +38,17 @@ def show(options: argparse.Namespace, record: dict[str, Any], lines: Iterable[st
 def best(options: argparse.Namespace) -> int:
     """The ranked table; with --tokens also how long and how much, with --write also a run file."""
     asked = put(options)
+    announce(options, asked)
     answer = searched(asked.question, options.top)
     if not answer.found:
         return nothing_fits(options, asked, answer)
     return _told(options, asked, asked.question, answer)
+
+
+def announce(options: argparse.Namespace, asked: Put) -> None:
+    """What is asked, before it is answered: a person sees at once that the question was understood."""
+    if not options.json:
+        print(*tables.heading(asked, asked.question), "", sep="\n", flush=True)
 
 
 def searched(question: Question, top: int) -> Answer:
@@ -57,7 +64,7 @@ def _told(options: argparse.Namespace, asked: Put, question: Question, answer: A
     chosen = msgspec.structs.replace(question, batch=first.plan.batch, precision=first.plan.precision)
     beside = explain.beside(chosen, first.plan)
     record = _record(asked, question, answer) | {"neighbours": msgspec.to_builtins(beside)}
-    lines = [*tables.heading(asked, question), "", *tables.ranking(answer), "", *tables.counted(answer.counts), ""]
+    lines = [*tables.ranking(answer), "", *tables.counted(answer.counts), ""]
     lines += [f"Why the first: {explain.why(first)}", "One choice changed:", *tables.neighbours(first, beside)]
     if options.tokens is not None:
         span = questions.duration(first, options.tokens, options.dollars)
@@ -85,14 +92,13 @@ def _record(asked: Put, question: Question, answer: Answer) -> dict[str, Any]:
 
 
 def nothing_fits(options: argparse.Namespace, asked: Put, answer: Answer) -> int:
-    """The nearest misses and what would fit."""
+    """The nearest misses and what would fit; the question has been announced."""
     misses, suggestions = nearest(asked.question), changes(asked.question)
     record = _record(asked, asked.question, answer) | {
         "misses": [as_record(found, explain.why(found)) for found in misses],
         "changes": [{"change": each.change, **as_record(each.found, explain.why(each.found))} for each in suggestions],
     }
-    heading = [*tables.heading(asked, asked.question), ""]
-    show(options, record, [*heading, *tables.missed(misses, suggestions), "", *tables.counted(answer.counts)])
+    show(options, record, [*tables.missed(misses, suggestions), "", *tables.counted(answer.counts)])
     return DOES_NOT_FIT
 
 

@@ -32,7 +32,7 @@ def heading(put: Put, question: Question) -> Iterator[str]:
     tokens = f"{question.tokens:,} tokens a step"
     yield f"sequence {question.sequence:,}, batch {question.batch:,} ({tokens}), {question.precision}"
     if machines.efficiency is not None:
-        yield f"priced with kernels and links as measured on {machines.efficiency.name}"
+        yield f"priced with what was measured there ({machines.efficiency.name})"
     if put.assumed:
         yield f"assumed: {', '.join(put.assumed)}"
 

@@ -11,7 +11,7 @@ from meshwright.search.space import problems
 from meshwright.spec.cluster import cluster
 from meshwright.spec.problem import InputError, Problem
 from meshwright.verbs import plan_tables as tables
-from meshwright.verbs.plan_answers import DOES_NOT_FIT, nothing_fits, searched, show
+from meshwright.verbs.plan_answers import DOES_NOT_FIT, announce, nothing_fits, searched, show
 from meshwright.verbs.plan_question import Put, put
 from meshwright.verbs.plan_words import as_record
 
@@ -21,6 +21,7 @@ CHANGEABLE = ("network", "cluster", "sequence", "batch")
 def what_if(options: argparse.Namespace) -> int:
     """The best plan as things are, the same plan after a change, and the best plan then."""
     asked = put(options)
+    announce(options, asked)
     question = asked.question
     changed = msgspec.structs.replace(question, **_changes(options, asked))
     base = searched(question, 1)
@@ -35,7 +36,7 @@ def what_if(options: argparse.Namespace) -> int:
         "plans": [as_record(found, explain.why(found)) for found in then.found],
         "counts": msgspec.to_builtins(then.counts),
     }
-    show(options, record, [*tables.heading(asked, question), "", *tables.difference(base.found[0], same, then)])
+    show(options, record, tables.difference(base.found[0], same, then))
     return 0 if then.found else DOES_NOT_FIT
 
 

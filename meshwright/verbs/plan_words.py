@@ -20,7 +20,7 @@ def plan_words(plan: Plan) -> str:
         used.append(plan.schedule + (f"×{plan.chunks}" if plan.chunks > 1 else ""))
     used.append(f"microbatch={plan.microbatch}×{plan.accumulate}")
     used += [f"recompute={plan.recompute}"] * (plan.recompute != "none")
-    used += ["compile"] * plan.compile + ["deterministic"] * plan.deterministic
+    used += [name for name in ("shadow", "compile", "deterministic") if getattr(plan, name)]
     return " ".join(used)
 
 

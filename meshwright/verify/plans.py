@@ -58,8 +58,8 @@ MATRIX = (
 
 
 def matrix(ranks: int) -> list[str]:
-    """The standard set for up to so many ranks; compiled plans only where there is a compiler."""
-    compiles = not any(compiler.missing(Plan(microbatch=1, compile=True)))
+    """The standard set for up to so many ranks; compiled plans only where there is a compiler that can do float64."""
+    compiles = not any(compiler.missing(Plan(microbatch=1, compile=True))) and compiler.compiles_doubles()
     return [plan for plan in MATRIX if world(plan) <= ranks and (compiles or "compile" not in fields(plan))]
 
 

@@ -3,15 +3,30 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from meshwright.cost.calibrate import beyond_launch, calibrated, calibrated_cluster, least, product_errors
+from meshwright.cost.calibrate import (
+    beyond_launch,
+    calibrated,
+    calibrated_cluster,
+    fastest,
+    least,
+    measured,
+    product_errors,
+)
+from meshwright.cost.job import Job
 from meshwright.cost.kernels import flash_seconds, product_seconds, rates
 from meshwright.cost.links import Span, collective_seconds
+from meshwright.cost.time import price
+from meshwright.cost.time_bound import lower_bound
 from meshwright.spec.check import InputError
 from meshwright.spec.cluster import cluster
 from meshwright.spec.efficiency import efficiency_of
+from meshwright.spec.plan import Plan
 from meshwright.spec.profile import AttentionTime, CollectiveTime, ProductTime, Profile, read_profile
+from meshwright.spec.stack import stacks
+from meshwright.spec.zoo import preset
 
 HERE = Path(__file__).parents[3]
+PROFILE = HERE / "results" / "profile-h200.json"
 NODE = cluster("8xh100")
 GPU = NODE.gpu
 USUAL = efficiency_of(GPU)
@@ -97,10 +112,73 @@ def test_the_search_finds_a_minimum_and_respects_bounds():
 
 def test_the_measured_h200_stands_behind_the_catalogues_entry():
     gpu = cluster("h200").gpu
-    found = calibrated(efficiency_of(gpu), gpu, read_profile(HERE / "results" / "profile-h200.json"))
+    found = calibrated(efficiency_of(gpu), gpu, read_profile(PROFILE))
     # The entry is rounded, and its product allows for clocks that fall under longer load than a probe's.
     for name in ("product", "attention_forward", "attention_backward", "memory"):
         assert getattr(efficiency_of(gpu), name) == pytest.approx(getattr(found, name), rel=0.08)
+
+
+def attention(backend: str, seconds: float, sequence: int) -> AttentionTime:
+    shape = {"batch": 1, "heads": 32, "kv_heads": 8, "sequence": sequence, "head_dim": 128}
+    return AttentionTime(**shape, forward_seconds=seconds, backward_seconds=3 * seconds, backend=backend)
+
+
+def test_the_fastest_attention_is_judged_on_shapes_that_all_have():
+    long = [attention("slow", 1.0, sequence) for sequence in (1024, 2048, 4096)]
+    quick = [attention("quick", 0.5, sequence) for sequence in (1024, 2048, 4096, 1 << 20)]
+    few = [attention("few", 0.1, 1024)]
+    assert fastest([*long, *quick, *few]) == "quick", "one record is too few, and more shapes are no disadvantage"
+    assert fastest([]) == ""
+
+
+def test_a_measured_cluster_prices_attention_as_it_was_measured_whatever_the_stack():
+    profile = read_profile(PROFILE)
+    record = max((each for each in profile.attention if each.backend == "cudnn"), key=lambda each: each.sequence)
+    for stack in ("meshwright", "torchtitan"):  # one has a factor of its own on attention, the other has none
+        found = measured(cluster("h200"), profile, stacks()[stack])
+        assert found.efficiency is not None
+        at = rates(found.gpu, found.efficiency, "bf16")
+        width = record.heads * record.head_dim
+        forward, _ = flash_seconds(record.batch * record.sequence, record.sequence, width, at)
+        # One constant for eight shapes, by the mean of their errors.
+        assert forward / stacks()[stack].speed.attention == pytest.approx(record.forward_seconds, rel=0.15)
+
+
+def test_the_price_uses_what_was_measured_on_the_cluster():
+    usual = cluster("8xh200")
+    slow = msgspec.structs.replace(efficiency_of(usual.gpu), product=0.1)
+    plan = Plan(shard=8, zero=3, microbatch=1, precision="bf16")
+    job = Job(arch=preset("llama3-8b"), plan=plan, sequence=8192, cluster=usual, stack=stacks()["meshwright"])
+    other = msgspec.structs.replace(job, cluster=msgspec.structs.replace(usual, efficiency=slow))
+    assert price(other) == price(other, slow)
+    assert price(other).seconds == price(job, slow).seconds > 2 * price(job).seconds
+    assert lower_bound(other) > 2 * lower_bound(job)
+
+
+def test_a_step_on_the_measured_card_is_within_its_interval():
+    # results/gpu.json: sixteen layers of Llama 3 8B's shape, one H200, compiled, selective: 0.397 s.
+    arch = msgspec.structs.replace(preset("llama3-8b"), layers=16)
+    plan = Plan(microbatch=1, precision="bf16", compile=True, shadow=True, recompute="selective")
+    machines = measured(cluster("h200"), read_profile(PROFILE), stacks()["meshwright"])
+    job = Job(arch=arch, plan=plan, sequence=8192, cluster=machines, stack=stacks()["meshwright"])
+    assert price(job).seconds == pytest.approx(0.397, rel=0.06)
+
+
+def test_times_of_another_card_are_refused():
+    with pytest.raises(InputError, match="measured on NVIDIA H200"):
+        measured(cluster("h100"), read_profile(PROFILE), stacks()["meshwright"])
+    own = msgspec.structs.replace(NODE, gpu=msgspec.structs.replace(GPU, name="attic"))
+    found = measured(own, msgspec.structs.replace(profile_of(OTHER), device="whatever"), stacks()["meshwright"])
+    assert found.efficiency is not None
+    assert found.efficiency.name == "whatever"
+
+
+def test_a_profile_that_says_nothing_changes_nothing():
+    found = measured(NODE, Profile(device="NVIDIA H100 80GB HBM3"), stacks()["meshwright"])
+    assert found == NODE
+    copied = Profile(device="NVIDIA H100 80GB HBM3", copy_bandwidth=GPU.bandwidth / 2)
+    some = measured(NODE, copied, stacks()["meshwright"]).efficiency
+    assert some == msgspec.structs.replace(USUAL, memory=0.5), "a copy says nothing of products: the name stays"
 
 
 def test_a_file_that_is_no_profile_is_refused(tmp_path):

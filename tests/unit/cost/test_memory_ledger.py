@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from live import Live
 
 from meshwright.cost.job import Job
-from meshwright.cost.memory import Ledger, fits, ledger, total, worst
+from meshwright.cost.memory import Ledger, fits, ledger, states, total, worst
 from meshwright.cost.memory_flight import ROUNDS, STEADY, scenes, settled
 from meshwright.models.decoder import Decoder
 from meshwright.models.loss import token_loss_sum
@@ -16,6 +16,7 @@ from meshwright.parallel.decoder import DECODER
 from meshwright.parallel.recompute import keep_costly, keep_inputs
 from meshwright.spec.arch import Arch
 from meshwright.spec.cluster import cluster
+from meshwright.spec.params import count, params
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import legal
 from meshwright.spec.stack import Stack, stacks
@@ -179,3 +180,39 @@ def test_only_whole_rounds_are_left_out():
     assert settled("gpipe", 4, 64) == 64
     assert settled("1f1b", 1, 64) == 2
     assert settled("zbv", 4, 12) == 12
+
+
+def test_a_shadow_stays_through_the_update_and_leaves_gradients_narrow():
+    numbers = count(LLAMA)
+    found = {line.name: line.bytes for line in states(LLAMA, plan_of(shadow=True))}
+    assert (found["weights"], found["gradients"], found["gathered"]) == (4 * numbers, 2 * numbers, 2 * numbers)
+    summed = {line.name: line.bytes for line in states(LLAMA, plan_of(shadow=True, accumulate=2))}
+    assert summed["gradients"] == 4 * numbers, "several microbatches are added up in fp32"
+    tiny = ledger(job_of(LLAMA, 8, shadow=True))  # so short a sequence that the update is the peak
+    assert tiny.moment == "the optimizer's step"
+    assert lines_of(tiny)["gathered"] == 2 * numbers
+
+
+def test_a_lone_rank_of_an_h200_holds_what_was_measured():
+    # results/gpu.json: sixteen layers of Llama 3 8B's shape, compiled, selective, with a shadow: 79.4e9 bytes.
+    arch = msgspec.structs.replace(LLAMA, layers=16)
+    found = ledger(job_of(arch, shadow=True, compile=True, recompute="selective"))
+    assert found.allocated == pytest.approx(79.37e9, rel=0.03)
+
+
+def test_attention_that_is_computed_anew_keeps_no_scores_whoever_asks():
+    stack = msgspec.structs.replace(stacks()["megatron"], attention="math")
+    kept, whole = (ledger(job_of(stack=stack, recompute=policy)) for policy in ("selective", "none"))
+    assert lines_of(kept)["activations"] < 0.5 * lines_of(whole)["activations"]
+    fused = ledger(job_of(stack=stacks()["megatron"], recompute="none"))
+    assert lines_of(kept)["activations"] == lines_of(fused)["activations"]
+
+
+def test_shared_experts_states_lie_on_the_ranks_that_have_copies_of_them():
+    arch, stack = preset("mixtral-8x7b"), stacks()["megatron"]
+    found = lines_of(ledger(job_of(arch, stack=stack, shard=8, zero=1, ep=4)))
+    routed = sum(param.numel for param in params(arch) if param.expert)
+    rest = count(arch) - routed
+    # A rank has a quarter of the experts, of which there are two copies; the rest is on eight. The vocabulary of 32,000
+    # is filled up to a multiple of 128, which it is already.
+    assert found["moments"] == pytest.approx(8 * (rest / 8 + routed / 4 / 2), rel=1e-3)

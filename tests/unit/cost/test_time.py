@@ -212,7 +212,7 @@ def test_every_card_finds_an_efficiency_and_the_longest_name_wins():
 def test_our_own_stack_is_as_the_h200_showed_it():
     mine = msgspec.to_builtins(stacks()["meshwright"].speed)
     others = msgspec.to_builtins(Speed())
-    measured = {"attention": 1.75, "logit_passes": 3.0, "compiled": 0.37, "step_seconds": 0.5e-3}
+    measured = {"attention": 1.75, "logit_passes": 3.0, "compiled": 0.37, "step_seconds": 0.5e-3, "spread": 0.25}
     assert mine == others | measured
 
 
@@ -266,3 +266,17 @@ def test_a_long_step_gathers_its_weights_as_its_traffic_says(schedule, chunks):
 def spent_on_shard(found: Job, rank: int) -> float:
     calls = traffic(found.arch, found.plan, found.sequence, place={"pp": rank})
     return sum(call_seconds(call, found.plan, found.cluster) for call in calls if call.axis == "shard")
+
+
+def test_the_interval_is_wider_on_accelerators_of_which_nothing_is_known():
+    def width(machines: str) -> float:
+        answer = price(job(machines=machines, shard=8, zero=3))
+        return answer.high_seconds / answer.seconds - 1
+
+    assert width("8xl40s") > 1.3 * width("8xh100")
+    assert width("8xb200") > 1.3 * width("8xh100")
+    card = cluster("8xl40s")
+    mine = msgspec.structs.replace(efficiency_of(card.gpu), name="mine")
+    measured = msgspec.structs.replace(card, efficiency=mine)
+    known = msgspec.structs.replace(job(machines="8xl40s", shard=8, zero=3), cluster=measured)
+    assert price(known).high_seconds / price(known).seconds - 1 == pytest.approx(width("8xl40s") / 1.5)

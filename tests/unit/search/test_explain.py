@@ -1,3 +1,4 @@
+import msgspec
 import pytest
 
 from meshwright.search.empty import empty
@@ -41,6 +42,26 @@ def test_every_neighbour_differs_and_is_legal_or_says_why_not(plan):
 def test_neighbours_go_both_ways_on_every_axis_that_is_used():
     changes = {each.change for each in neighbours(ASKED, PIPELINE)}
     assert {"tp 2 → 1", "tp 2 → 4", "pp 4 → 2", "pp 4 → 8", "recompute full → none", "schedule 1f1b → zbv"} <= changes
+
+
+def test_what_changes_no_mathematics_is_said_with_how_to_turn_it_off():
+    compiled = msgspec.structs.replace(SHARDED, compile=True)
+    assert "plan.compile=false" in why(priced(ASKED.job(compiled)))
+    assert "plan.compile" not in why(priced(ASKED.job(SHARDED)))
+    alone = Plan(microbatch=1, precision="bf16", shadow=True)
+    assert "plan.shadow=false" in why(priced(question("gpt2", "1xh100", sequence=1024, batch=1).job(alone)))
+
+
+def test_a_schedule_that_cannot_be_compiled_is_beside_one_that_is():
+    compiled = msgspec.structs.replace(PIPELINE, recompute="none", compile=True)
+    found = {each.change: each for each in neighbours(ASKED, compiled)}
+    assert found["schedule 1f1b → zbv"].plan is not None
+    assert not found["schedule 1f1b → zbv"].plan.compile
+    assert found["schedule 1f1b → interleaved"].plan.compile
+    assert not found["compile True → False"].plan.compile
+    fixed = msgspec.structs.replace(ASKED, fixed={"compile": True})
+    zbv = next(each for each in neighbours(fixed, compiled) if each.change == "schedule 1f1b → zbv")
+    assert "plan.compile" in zbv.problem
 
 
 def test_a_neighbour_has_its_price_or_its_reason():

@@ -4,8 +4,10 @@ from itertools import islice, product
 import msgspec
 import pytest
 
+from meshwright.search.levels import Order
 from meshwright.search.question import Question
-from meshwright.search.space import CHUNKS, SCHEDULES, Order, layouts, plans, policies, problems
+from meshwright.search.running import policies
+from meshwright.search.space import CHUNKS, SCHEDULES, layouts, plans, problems
 from meshwright.spec import check
 from meshwright.spec.check_plan import SPLIT_BACKWARD
 from meshwright.spec.plan import Plan
@@ -109,8 +111,7 @@ def test_deterministic_plans_are_those_the_rules_allow():
 
 def test_policies_differ_from_each_other():
     asked = question("llama3-8b", "8xh100", sequence=4096)
-    layout = next(layouts(asked))
-    words = policies(asked, layout, Order("1f1b", 1))
+    words = policies(asked, 1, Order("1f1b", 1))
     assert words == ("none", "selective", "first-8", "first-16", "first-24", "sqrt", "full")
 
 

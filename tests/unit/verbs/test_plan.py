@@ -9,6 +9,7 @@ from meshwright import cli
 from meshwright.search.found import TOLD_APART, notch
 from meshwright.spec import load
 from meshwright.spec.zoo import preset
+from meshwright.verbs import plan_answers
 
 ALPACA = (
     "plan llama-7b --cluster 4xa100-80g --sequence 512 "
@@ -218,3 +219,35 @@ heavy = {{"torch", "numpy", "rich", "tokenizers"}} & set(sys.modules)
 assert not heavy, heavy
 """
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=Path(__file__).parents[3])
+
+
+def test_measured_machines_are_priced_as_measured(capsys):
+    words = "plan gpt2 --cluster 1xh200 --sequence 1024 --batch 64"
+    profile = str(Path(__file__).parents[3] / "results" / "profile-h200.json")
+    usual, measured = answer(capsys, words), answer(capsys, words, "--profile", profile)
+    assert usual["cluster"]["efficiency"] is None
+    assert measured["cluster"]["efficiency"]["name"] == "NVIDIA H200"
+    assert measured["plans"][0]["seconds"] != usual["plans"][0]["seconds"]
+    assert "measured there (NVIDIA H200)" in told(capsys, words, "--profile", profile)
+    assert "the cluster has h100" in told(capsys, words.replace("h200", "h100"), "--profile", profile, code=2)
+    kept = answer(capsys, words.replace("1xh200", "16xh200"), "--profile", profile, "--what-if", "network=10gbe")
+    assert kept["base"]["seconds"] < kept["same_plan"]["seconds"]
+
+
+def test_what_is_asked_is_said_before_it_is_answered(capsys, monkeypatch):
+    def nobody(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(plan_answers, "search", nobody)
+    assert cli.main(SMALL.split()) != 0
+    assert "32 (131,072 tokens a step)" in capsys.readouterr().out
+
+
+def test_a_plan_is_compiled_unless_told_otherwise(capsys, tmp_path):
+    file = tmp_path / "run.toml"
+    assert answer(capsys, SMALL, "--write", str(file))["plans"][0]["plan"]["compile"]
+    assert load.load(file).run.plan.compile
+    assert not any(plan["plan"]["compile"] for plan in answer(capsys, SMALL, "plan.compile=false")["plans"])
+    alone = answer(capsys, "plan gpt2 --cluster 1xh200 --batch 8", "--write", str(file), "--force")["plans"][0]["plan"]
+    assert alone["shadow"]
+    assert load.load(file).run.plan.shadow

@@ -1,0 +1,144 @@
+"""Weights held in bf16 alone: what becomes of an update that is smaller than their last bit.
+
+Rounded to the nearest, it would be lost, however often it came. Stochastic rounding takes it with the chance of its
+share, so that it arrives on average. Compensated weights keep the sixteen bits that bf16 leaves out beside them: both
+together are the very number that a master in fp32 would be.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from meshwright.models.init import key, uniform
+from meshwright.optim import moves
+from meshwright.optim.clip import Verdict
+from meshwright.parallel import precision
+from meshwright.parallel.mesh import local
+from meshwright.spec.plan import Plan
+from meshwright.spec.run import Optim, Run
+
+if TYPE_CHECKING:
+    from meshwright.optim.adamw import AdamW
+
+Update = Callable[[list[int], float, float, Verdict], None]
+
+SIXTEEN_BITS = 1 << 16  # what an fp32 number has more than one of bf16
+STEP = 1 << 40  # elements that a weight may have before its draws of one step meet those of the next
+CPU_BLOCK, DEVICE_BLOCK = 1 << 16, 1 << 24  # elements at work: their few wide copies stay in cache, or small
+
+
+def weight_dtype(optim: Optim, plan: Plan) -> torch.dtype:
+    """In which weights are held."""
+    return torch.bfloat16 if optim.rounding != "master" else precision.weight_dtype(plan)
+
+
+def attach(chunks: Iterable[nn.Module], run: Run) -> None:
+    """Give every weight what its rounding needs, once it has its first value: a stream of draws, or the low bits."""
+    for chunk in chunks:
+        for name, weight in chunk.named_parameters():
+            if run.optim.rounding == "stochastic":
+                weight.draws = key(run.seed, f"{name}.rounding")  # pyright: ignore[reportAttributeAccessIssue]
+            elif run.optim.rounding == "compensated":
+                low = torch.zeros_like(local(weight.detach()), dtype=torch.int16)
+                weight.low_bits = low  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def beside(weight: Tensor) -> dict[str, Tensor]:
+    """What belongs to a weight's state beside its number and its moments, by kind; as bf16, which savers know."""
+    low = getattr(weight, "low_bits", None)
+    return {} if low is None else {"low": low.view(torch.bfloat16)}
+
+
+def rounded(optimizer: "AdamW") -> Update:
+    """AdamW over weights in bf16: moments and arithmetic are fp32, block by block."""
+    place = {"stochastic": _by_chance, "compensated": _in_two_parts}[optimizer.optim.rounding]
+
+    def update(indices: list[int], rate: float, decay: float, verdict: Verdict) -> None:
+        move = _Move(optimizer, rate, decay, verdict)
+        for i in indices:
+            assert optimizer.wide[i].dtype == torch.bfloat16, "weights are made in bf16 when rounding says so"
+            place(optimizer.weights[i], optimizer.wide[i].view(-1), move.blocks(i), optimizer.count)
+
+    return update
+
+
+class _Move:
+    """One update's arithmetic: the scalars, once."""
+
+    def __init__(self, optimizer: "AdamW", rate: float, decay: float, verdict: Verdict) -> None:
+        self.optimizer, self.rate, self.decay = optimizer, rate, decay
+        count, optim = optimizer.count.double(), optimizer.optim
+        numbers = (verdict.factor, 1 - optim.beta1**count, 1 - optim.beta2**count)
+        self.factor, self.bias1, self.bias2 = (number.float() for number in numbers)
+        self.finite = verdict.finite > 0
+
+    def blocks(self, i: int) -> Iterator[tuple[slice, Callable[[Tensor], Tensor]]]:
+        """Parts of a weight, each with the function from its wide numbers to where they move."""
+        optimizer = self.optimizer
+        first, second = optimizer.first[i].view(-1), optimizer.second[i].view(-1)
+        given = optimizer.weights[i].grad
+        gradient = torch.zeros_like(first) if given is None else local(given).reshape(-1)
+        block = CPU_BLOCK if first.device.type == "cpu" else DEVICE_BLOCK
+        for start in range(0, len(first), block):
+            part = slice(start, start + block)
+            yield part, self._moved(gradient[part], first[part], second[part])
+
+    def _moved(self, gradient: Tensor, first: Tensor, second: Tensor) -> Callable[[Tensor], Tensor]:
+        """Operations that round once each: an element's bits do not depend on its neighbours, which sharding moves."""
+        optim = self.optimizer.optim
+
+        def moved(wide: Tensor) -> Tensor:
+            g = gradient.float() * self.factor
+            mean = first * optim.beta1 + g * (1 - optim.beta1)
+            square = second * optim.beta2 + g.square() * (1 - optim.beta2)
+            step = mean / self.bias1 / ((square / self.bias2).sqrt() + optim.eps)
+            first.copy_(torch.where(self.finite, mean, first))
+            second.copy_(torch.where(self.finite, square, second))
+            return torch.where(self.finite, wide * (1 - self.rate * self.decay) - step * self.rate, wide)
+
+        return moved
+
+
+Blocks = Iterator[tuple[slice, Callable[[Tensor], Tensor]]]
+
+
+def _by_chance(weight: Tensor, flat: Tensor, blocks: Blocks, count: Tensor) -> None:
+    at = Elements(weight)
+    for part, moved in blocks:
+        index = at.indices(part.start, min(part.stop, len(flat)))
+        draws = uniform(weight.draws, index + count.long() * STEP)  # pyright: ignore[reportAttributeAccessIssue]
+        flat[part] = moves.rounded(moved(flat[part].float()), (draws * SIXTEEN_BITS).to(torch.int32))
+
+
+def _in_two_parts(weight: Tensor, flat: Tensor, blocks: Blocks, count: Tensor) -> None:
+    low = weight.low_bits.view(-1)  # pyright: ignore[reportAttributeAccessIssue]
+    for part, moved in blocks:
+        flat[part], low[part] = moves.split(moved(moves.join(flat[part], low[part])))
+
+
+class Elements:
+    """The places of a rank's elements in the whole weight, so that their draws are the same under every plan."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.device = local(weight.detach()).device
+        self.shape, self.corner = tuple(weight.shape), (0,) * weight.ndim
+        if isinstance(weight, DTensor):
+            self.shape, self.corner = compute_local_shape_and_global_offset(
+                weight.shape, weight.device_mesh, weight.placements
+            )
+        self.whole = tuple(weight.shape)
+
+    def indices(self, start: int, stop: int) -> Tensor:
+        """Of the elements from `start` to `stop` of this rank's part, laid out in a line."""
+        left = torch.arange(start, stop, device=self.device)
+        index, stride = torch.zeros_like(left), 1
+        for length, corner, whole in zip(
+            reversed(self.shape), reversed(self.corner), reversed(self.whole), strict=True
+        ):
+            index += (left % length + corner) * stride
+            left, stride = left // length, stride * whole
+        return index

@@ -1,0 +1,168 @@
+"""Recomputation by budget: of the ways to compute anew, the fastest whose fullest rank stays within given bytes."""
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+
+import msgspec
+
+from meshwright.cost.job import Job
+from meshwright.cost.memory import Ledger, worst
+from meshwright.cost.time import price
+from meshwright.spec import load
+from meshwright.spec.check_plan import how_blocks_run
+from meshwright.spec.cluster import cluster
+from meshwright.spec.holding import GIB
+from meshwright.spec.plan import Plan
+from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.run import Run
+from meshwright.spec.stack import stack_of
+
+ALWAYS = ("none", "selective", "sqrt", "full")  # beside first-K
+ANY_CARD = "h100"  # where nobody says which: bytes are the same on all, and more work takes longer on all
+KEY = "goal.memory_gib"
+ORIGIN = f"derived: {KEY}"
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """A way to compute anew, and what it comes to."""
+
+    plan: Plan
+    ledger: Ledger  # of the fullest rank
+    seconds: float  # of a step, by the estimate
+    slowdown: float  # those ÷ what they would be if everything were kept
+
+    def __str__(self) -> str:
+        slower = f"{self.slowdown - 1:.1%} slower than keeping everything" if self.slowdown > 1 else "nothing is slower"
+        return f"recompute = {self.plan.recompute}: {_gib(self.ledger.shown)} GiB at {self.ledger.moment}; {slower}"
+
+
+def fitting(job: Job, size: float) -> Plan:
+    """The job's plan with the recomputation that fits in `size` bytes at the least slowdown."""
+    return choose(job, size).plan
+
+
+def choose(job: Job, size: float, policies: Iterable[str] | None = None) -> Choice:
+    """The fastest of the policies (all there are, unless stated) that fits; an InputError if none does."""
+    legal = [policy for policy in policies or _policies(job, size) if _is_legal(job, policy)]
+    fit = [policy for policy in dict.fromkeys(legal) if _bytes(job, policy) <= size]
+    if not fit:
+        raise InputError([_too_little(job, size, legal or [job.plan.recompute])])
+    best = min(fit, key=lambda policy: (_seconds(job, policy), _bytes(job, policy)))
+    chosen, seconds = _under(job, best), _seconds(job, best)
+    slowdown = seconds / _seconds(job, "none")
+    return Choice(plan=chosen.plan, ledger=worst(chosen), seconds=seconds, slowdown=slowdown)
+
+
+def resolved(loaded: load.Loaded) -> tuple[load.Loaded, Choice | None]:
+    """A run whose goal.memory_gib has become one of the plain policies; without such a goal, the run as it is.
+
+    A policy that was stated is kept, and refused if it does not fit.
+    """
+    run, origins = loaded.run, loaded.origins
+    if run.goal.memory_gib is None:
+        return loaded, None
+    stated = "plan.recompute" in origins
+    job, size = job_of(run), run.goal.memory_gib * GIB
+    try:
+        if stated and _bytes(job, run.plan.recompute) > size:
+            other = choose(job, size)  # or the problem that none fits
+            raise InputError([_stated(job, size, other)])
+        choice = choose(job, size, [run.plan.recompute] if stated else None)
+    except InputError as error:
+        raise InputError([load.placed(problem, origins) for problem in error.problems]) from None
+    run = msgspec.structs.replace(run, plan=choice.plan)
+    return load.Loaded(run=run, origins=origins if stated else origins | {"plan.recompute": ORIGIN}), choice
+
+
+def job_of(run: Run) -> Job:
+    """A run as something to be priced, on the machines that its goal names."""
+    machines = cluster(run.goal.cluster or ANY_CARD, network=run.goal.network or "", gpus=run.plan.world)
+    return Job(
+        arch=run.arch,
+        plan=run.plan,
+        sequence=run.sequence,
+        cluster=machines,
+        stack=stack_of("meshwright"),
+        masked=run.data.mask_documents,
+    )
+
+
+def _policies(job: Job, size: float) -> Iterator[str]:
+    """Every way but those of first-K that compute more anew than they must: the least K that fits is found by halves.
+
+    From K = 1 on, each further block that keeps only its input makes the fullest rank hold less.
+    """
+    yield from ALWAYS
+    low, high = 1, max(job.plan.stages if job.plan.pp > 1 else (job.arch.layers,))
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _bytes(job, f"first-{middle}") <= size else (middle + 1, high)
+    yield f"first-{low}"
+
+
+def _is_legal(job: Job, policy: str) -> bool:
+    return not any(how_blocks_run(_under(job, policy).plan))
+
+
+def _under(job: Job, policy: str) -> Job:
+    return msgspec.structs.replace(job, plan=msgspec.structs.replace(job.plan, recompute=policy))
+
+
+def _bytes(job: Job, policy: str) -> int:
+    """Of the fullest rank, as the driver would show it."""
+    return worst(_under(job, policy)).shown
+
+
+def _seconds(job: Job, policy: str) -> float:
+    return price(_under(job, policy)).seconds
+
+
+def _too_little(job: Job, size: float, policies: list[str]) -> Problem:
+    """Nothing fits: the least that would, and changes of the plan under which something fits."""
+    least = min(policies, key=partial(_bytes, job))
+    found = worst(_under(job, least))
+    most = max(found.lines, key=lambda line: line.bytes)
+    text = (
+        f"{KEY} = {size / GIB:.4g} is too little for this plan: the least, with recompute = {least}, takes "
+        f"{_gib(found.shown)} GiB at {found.moment}, of which {most.name} {_gib(most.bytes)} GiB"
+    )
+    helps = [f"{words} ({_gib(needed)} GiB)" for words, needed in _helps(job) if needed <= size]
+    also = " or ".join(helps) if helps else "more ranks to share the weights (plan.shard, plan.tp) or a smaller model"
+    return Problem(text, f"allow {_gib_up(found.shown)} GiB, or use {also}", KEY)
+
+
+def _stated(job: Job, size: float, other: Choice) -> Problem:
+    needed = _gib(_bytes(job, job.plan.recompute))
+    text = f"plan.recompute = {job.plan.recompute} takes {needed} GiB, and {KEY} = {size / GIB:.4g}"
+    return Problem(text, f"leave plan.recompute out; {other.plan.recompute} would be chosen", "plan.recompute")
+
+
+def _helps(job: Job) -> Iterator[tuple[str, int]]:
+    """Other plans of the same ranks and batch that hold less, and their bytes when all is computed anew."""
+    plan = job.plan
+    smaller = {"microbatch": 1, "accumulate": plan.accumulate * plan.microbatch}
+    sharded = {"replicate": 1, "shard": plan.data, "zero": 3}
+    if plan.microbatch > 1:
+        yield _changed(job, smaller)
+    if plan.data > 1 and (plan.zero < 3 or plan.replicate > 1):
+        yield _changed(job, sharded)
+        if plan.microbatch > 1:
+            yield _changed(job, smaller | sharded)
+
+
+def _changed(job: Job, fields: dict[str, int]) -> tuple[str, int]:
+    plan = msgspec.structs.replace(job.plan, **fields)
+    plan = msgspec.structs.replace(plan, recompute="full")
+    if any(how_blocks_run(plan)):
+        plan = msgspec.structs.replace(plan, recompute="none")
+    words = " ".join(f"plan.{name}={value}" for name, value in fields.items())
+    return words, worst(msgspec.structs.replace(job, plan=plan)).shown
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.2f}"
+
+
+def _gib_up(size: float) -> str:
+    """Rounded up, so that what is said suffices."""
+    return f"{-(-size * 100 // GIB) / 100:.2f}"

@@ -1,0 +1,66 @@
+"""What a host and its disk have, and the refusals of plans that need more or cannot be."""
+
+import pytest
+
+from meshwright.optim import room
+from meshwright.spec import load
+from meshwright.spec.check import InputError
+
+TINY = ("arch.preset=tiny", "plan.replicate=1", "plan.precision=bf16")
+
+
+def make_run(*words):
+    return load.load(None, [*TINY, *words]).run
+
+
+def group(folder, limit, used, cached):
+    (folder / "memory.max").write_text(f"{limit}\n")
+    (folder / "memory.current").write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 5\ninactive_file {cached}\nactive_file 3\n")
+
+
+def test_the_smaller_of_machine_and_control_group_counts(tmp_path):
+    (tmp_path / "meminfo").write_text("MemTotal:       900 kB\nMemAvailable:   500 kB\n")
+    assert room.free_host_bytes(tmp_path / "meminfo", tmp_path) == 500 * 1024
+    group(tmp_path, limit=1000, used=700, cached=50)
+    assert room.free_host_bytes(tmp_path / "meminfo", tmp_path) == 350
+    group(tmp_path, limit="max", used=700, cached=50)
+    assert room.free_host_bytes(tmp_path / "meminfo", tmp_path) == 500 * 1024
+    assert room.free_host_bytes(tmp_path / "nothing", tmp_path / "nothing") is None
+
+
+def test_this_machine_has_some():
+    free = room.free_host_bytes()
+    assert free is None or free > 2**20
+
+
+@pytest.mark.parametrize(
+    ("words", "width"),
+    [(("plan.offload=host",), 12), (("plan.offload=host", "optim.states=bf16"), 6)],
+)
+def test_a_parameter_takes_12_bytes_or_6(words, width):
+    assert room.width(make_run(*words)) == width
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("optim.states=bf16",), "plan.offload = none keeps none"),
+        (("plan.offload=host", "plan.replicate=2"), "this plan has 2 ranks"),
+        (("plan.offload=host", "plan.tp=2"), "this plan has 2 ranks"),
+        (("plan.offload=host", "plan.deterministic=true"), "without plan.offload"),
+        (("plan.offload=host", "plan.shadow=false"), "plan.shadow = false keeps none"),
+        (("plan.offload=host", "optim.states=bf16", "plan.precision=fp16"), "plan.precision = fp16 has none"),
+        (("plan.offload=disk", "plan.offload_host_bytes=-1"), "is negative"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_a_remedy(words, told):
+    with pytest.raises(InputError, match=told) as refusal:
+        make_run(*words)
+    assert all(problem.remedy for problem in refusal.value.problems)
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path):
+    run = make_run("plan.offload=disk")
+    with pytest.raises(InputError, match="no folder"):
+        room.check(run, [100], tmp_path / "nowhere")

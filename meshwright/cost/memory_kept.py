@@ -144,7 +144,7 @@ def _logits(work: Work) -> float:
 
 
 def _loss(work: Work) -> float:
-    """Beside the log-probabilities: their gradient, wide, and the logits' own.
+    """Beside the log-probabilities: their gradient and the logits' own, both wide before they are narrowed.
 
     Over cut logits torch writes the gradient out of three wide temporaries. In chunks there are a chunk's logits and,
     if it is not the only one, the projection's gradient twice, wide: the sum so far and the next.
@@ -155,4 +155,4 @@ def _loss(work: Work) -> float:
     logits = work.whole * work.vocab / work.tp
     if work.holds.logits_bytes:
         return logits * max(work.holds.logits_bytes - work.wide, 0.0)
-    return logits * (3 * work.wide if work.tp > 1 else work.wide + work.narrow)
+    return logits * (3 * work.wide if work.tp > 1 else 2 * work.wide)

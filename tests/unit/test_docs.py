@@ -67,7 +67,8 @@ def desk(tmp_path, monkeypatch):
         first = block.text.splitlines()[0]
         if named := NAMED.match(first):
             (tmp_path / named[1]).write_text(block.text)
-    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    for name in ("recipes", "results"):
+        (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
 
 

@@ -15,10 +15,11 @@ def terms(count=1.0, factor=1.0, finite=1.0, **optim):
     return Terms(Optim(**optim), 1e-2, torch.tensor(count), *numbers)
 
 
-@given(st.lists(st.floats(-3e38, 3e38, width=32), min_size=1, max_size=50))
+@given(st.lists(st.integers(0, 0x7F7FFFFF), min_size=1, max_size=50), st.booleans())
 @settings(deadline=None, max_examples=60, derandomize=True)
-def test_the_two_halves_of_a_wide_weight_lose_no_bit(values):
-    master = torch.tensor(values, dtype=torch.float32)
+def test_the_two_halves_of_a_wide_weight_lose_no_bit(values, negative):
+    bits = [value - 2**31 for value in values] if negative else values  # every finite number, the smallest included
+    master = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
     weight, low = split(master)
     assert weight.dtype == torch.bfloat16
     assert low.dtype == torch.int16

@@ -3,6 +3,7 @@
 import mmap
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -68,7 +69,7 @@ class Memory:
         widths = [size * dtype.itemsize for size, dtype in zip(sizes, dtypes, strict=True)]
         begins = page_starts(widths)
         memory = mmap.mmap(-1, max(begins.pop(), PAGE))
-        if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(AttributeError, OSError):  # fewer, larger pages, where the system has them
             memory.madvise(mmap.MADV_HUGEPAGE)
         self.bytes += len(memory)
         whole = torch.frombuffer(memory, dtype=torch.uint8)
@@ -85,6 +86,13 @@ class Memory:
             remedy = "set plan.offload_update = host, which pins little"
             raise InputError([Problem(what, remedy, "plan.offload_update")])
         self.addresses.append(whole.data_ptr())
+
+
+def staging(size: int, dtypes: Sequence[torch.dtype], pinned: bool) -> list[Tensor]:
+    """Buffers that pieces pass through, each beginning on a page: few enough for torch's own pinned memory."""
+    if pinned:
+        return [torch.empty(size, dtype=dtype, pin_memory=True) for dtype in dtypes]
+    return Memory(pinned=False).take([size] * len(dtypes), dtypes)
 
 
 def _unpin(addresses: list[int]) -> None:

@@ -20,7 +20,7 @@ from meshwright.optim import moves, piece
 from meshwright.optim.adamw import AdamW
 from meshwright.optim.clip import Verdict
 from meshwright.optim.disk import Files
-from meshwright.optim.homes import PAGE, Home, InMemory, Memory, spread
+from meshwright.optim.homes import PAGE, Home, InMemory, Memory, spread, staging
 from meshwright.optim.moves import Terms
 from meshwright.optim.piece import AHEAD, SLOTS, Piece
 from meshwright.optim.room import host_share, kinds, width
@@ -91,7 +91,7 @@ class Offloaded(AdamW):
         pages = -(-largest // PAGE) * PAGE  # elements: whole pages of every type
         return [
             Slot(
-                room=self.memory.take([pages] * len(dtypes), dtypes) if self.files is not None else [],
+                room=staging(pages, dtypes, self.memory.pinned) if self.files is not None else [],
                 near=self.site.near(largest, gradient, self.weights[0].dtype, dtypes),
             )
             for _ in range(SLOTS)

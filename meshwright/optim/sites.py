@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshwright.optim.homes import Memory
+from meshwright.optim.homes import staging
 from meshwright.optim.moves import Move, Span, Terms
 from meshwright.optim.piece import Piece
 from meshwright.parallel.offload import Lane, Mark, reached
@@ -42,7 +42,6 @@ class OnHost:
     def __init__(self, device: torch.device, move: Move, halves: bool) -> None:
         self.inward, self.outward = Lane(device), Lane(device)
         self.device, self.move, self.halves = device, move, halves
-        self.memory = Memory(pinned=device.type == "cuda")
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
@@ -52,7 +51,7 @@ class OnHost:
         self, size: int, gradient: torch.dtype, weight: torch.dtype, states: Sequence[torch.dtype]
     ) -> list[Tensor]:
         """Buffers for one piece."""
-        return self.memory.take([size, size], [gradient, weight])
+        return staging(size, [gradient, weight], pinned=self.device.type == "cuda")
 
     def terms(self, terms: Terms) -> Terms | None:
         """The scalars where the update is computed, None if there is nothing to do. Waits for the verdict."""

@@ -132,7 +132,7 @@ def _too_little(job: Job, size: float, policies: list[str]) -> Problem:
 
 
 def _stated(job: Job, size: float, other: Choice) -> Problem:
-    needed = _gib(_bytes(job, job.plan.recompute))
+    needed = _gib_up(_bytes(job, job.plan.recompute))
     text = f"plan.recompute = {job.plan.recompute} takes {needed} GiB, and {KEY} = {size / GIB:.4g}"
     return Problem(text, f"leave plan.recompute out; {other.plan.recompute} would be chosen", "plan.recompute")
 

@@ -274,6 +274,6 @@ def _kept(plan: Plan) -> Iterator[Problem]:
 
 
 RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
-    _batch, _precision, _shadow, _rounding, _offload, _zero, _tensor, _sequence, _ulysses, _pipeline, _experts, _deterministic,
-    _routes, _how_blocks_run,
+    _batch, _precision, _shadow, _rounding, _offload, _zero, _tensor, _sequence, _ulysses, _pipeline, _experts,
+    _deterministic, _routes, _how_blocks_run,
 )  # fmt: skip

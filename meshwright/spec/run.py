@@ -134,8 +134,11 @@ def mathematics(run: Run) -> dict[str, Any]:
     values = msgspec.to_builtins(run)
     kept = {key: value for key, value in values.items() if key not in NOT_MATHEMATICS}
     # What is off is left unsaid, so that a run from before there was such a choice keeps its name.
-    if run.optim.rounding == "master":
-        del kept["optim"]["rounding"]
+    for name, usual in (("rounding", "master"), ("states", "fp32")):
+        if kept["optim"][name] == usual:
+            del kept["optim"][name]
+    if run.plan.precision == "fp8" and run.plan.scaling != "tensor":
+        kept["scaling"] = run.plan.scaling
     if run.plan.compress != "none":
         kept["compress"] = run.plan.compress
     return kept | {"precision": run.plan.precision}

@@ -14,7 +14,7 @@ from meshwright.data.prepare import Corpus
 from meshwright.models.decoder import Decoder
 from meshwright.models.init import fill, key
 from meshwright.models.moe import Mixture
-from meshwright.optim import room
+from meshwright.optim import room, rounding
 from meshwright.optim.adamw import AdamW
 from meshwright.optim.offloaded import Offloaded
 from meshwright.parallel import offload, precision, shadow
@@ -31,7 +31,7 @@ from meshwright.train.state import State, region_of
 def build(run: Run, corpus: Corpus, mesh: Mesh, folder: Path | None = None) -> State:
     """The state before the first step. States that are offloaded to a disk go to the run's folder."""
     with torch.device("meta"):
-        model = Decoder(run.arch).to(precision.weight_dtype(run.plan))
+        model = Decoder(run.arch).to(rounding.weight_dtype(run.optim, run.plan))
     chunks = apply(model, run.plan, mesh, DECODER)
     make = partial(offloaded, folder=folder) if run.plan.offload != "none" else beside
     return State(
@@ -49,6 +49,7 @@ def beside(chunks: list[nn.Module], run: Run, mesh: Mesh) -> AdamW:
         chunk.train()
         initialise(chunk, run)
     shadow.attach(chunks, run.plan)
+    rounding.attach(chunks, run)
     return AdamW(run.optim, [weight for chunk in chunks for weight in chunk.parameters()], run.plan)
 
 

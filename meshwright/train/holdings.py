@@ -16,8 +16,6 @@ from meshwright.spec.run import Run
 from meshwright.train.gather import owner_of
 from meshwright.train.state import State, region_of
 
-KINDS = ("weight", "low", "first", "second")  # the weight, what its narrow copy lacks, the moments of its gradient
-
 
 def holdings(state: State, run: Run, mesh: Mesh) -> list[Holding]:
     """Every part that this rank has, and whether it is the one to write it."""
@@ -34,14 +32,14 @@ def _holdings(state: State, run: Run, mesh: Mesh) -> Iterator[Holding]:
         seen.add(name)
         copy, copies = standing(weight, mesh)
         for kind, tensor in held[id(weight)].items():
-            writes = mine and chosen(run.arch, copies)[f"{kind}/{name}"] == copy
+            writes = mine and chosen(run.arch, copies, tuple(held[id(weight)]))[f"{kind}/{name}"] == copy
             yield Holding(f"{kind}/{name}", tuple(weight.shape), regions.region_of(region_of(weight)), tensor, writes)
 
 
 @cache
-def chosen(arch: Arch, copies: int) -> dict[str, int]:
+def chosen(arch: Arch, copies: int, kinds: tuple[str, ...]) -> dict[str, int]:
     """Which of its equal holders writes each tensor, of so many."""
-    sizes = {f"{kind}/{param.name}": param.numel for param in params(arch) for kind in KINDS}
+    sizes = {f"{kind}/{param.name}": param.numel for param in params(arch) for kind in kinds}
     return dict(zip(sizes, writers(list(sizes.values()), copies), strict=True))
 
 

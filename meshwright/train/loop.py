@@ -56,6 +56,7 @@ def train(
     deterministic.pin(run.plan, mesh.device)
     with saving(run, state, mesh, folder) as save:
         yield from _steps(run, state, mesh, save, stop or Stop())
+        state.optimizer.settle()  # whoever reads weights afterwards sees them moved
 
 
 def _steps(run: Run, state: State, mesh: Mesh, save: Save, stop: Stop) -> Iterator[StepResult | HeldResult]:

@@ -72,7 +72,7 @@ def run_rank(run: Run, order: Order, screen: Screen, heart: Heart, stop: Stop) -
     same_data.check(run, corpus, folder, writes=order.place.rank == 0)
     with world(run, order.place, order.attempt) as mesh:
         screen.say(f"building {count(run.arch):,} parameters on {described(mesh)}")
-        state = build(run, corpus, mesh)
+        state = build(run, corpus, mesh, folder)
         restore(state, run, mesh, folder, screen.say)
         if mesh.rank == 0:
             _write(folder / "env.json", _environment(mesh))
@@ -93,6 +93,7 @@ def run_rank(run: Run, order: Order, screen: Screen, heart: Heart, stop: Stop) -
         finally:
             recorder.close()
             state.loader.close()
+            state.optimizer.close()
             screen.close()
 
 

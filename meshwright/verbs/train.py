@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from meshwright.search import budget
 from meshwright.spec import check, compiler, load
 from meshwright.spec.check import InputError
 from meshwright.spec.exits import Exit
@@ -50,6 +51,9 @@ def train(options: argparse.Namespace) -> int:
         problems += [load.placed(problem, loaded.origins) for problem in found]
     if loaded is None or problems:
         raise InputError(problems)
+    loaded, choice = budget.resolved(loaded)
+    if choice is not None and (here is None or here.rank == 0):
+        words.say_to(options.json)(f"goal.memory_gib = {loaded.run.goal.memory_gib:g}: {choice}")
     return _launch(loaded.run, options) if here is None else _rank(loaded.run, here, options)
 
 

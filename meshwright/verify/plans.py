@@ -34,6 +34,7 @@ MATRIX = (
     "shard=2,zero=3,recompute=sqrt",
     "tp=2,recompute=selective",
     "pp=2,recompute=every-2",
+    "shard=2,zero=3,activations=host,recompute=full",
     "compile=true",
     "shard=2,zero=3,compile=true",
     "shard=2,zero=1,ep=2",

@@ -12,9 +12,9 @@ from torch import nn
 from meshwright.cost.traffic_collective import Axis, Collective
 from meshwright.data.loader import Batch, StepBatch
 from meshwright.models.decoder import Decoder
-from meshwright.optim import clip
+from meshwright.optim import clip, rounding
 from meshwright.optim.adamw import AdamW
-from meshwright.parallel import precision, shadow
+from meshwright.parallel import shadow
 from meshwright.parallel.apply import apply
 from meshwright.parallel.decoder import DECODER
 from meshwright.parallel.mesh import Mesh
@@ -56,7 +56,7 @@ def trace_step(run: Run, rank: int, collectives: Collectives) -> Seen:
     run = msgspec.structs.replace(run, plan=traceable(run.plan))
     with fake_world(run.plan, rank) as mesh, ExitStack() as stack:
         with torch.device("meta"):
-            model = Decoder(run.arch).to(precision.weight_dtype(run.plan))
+            model = Decoder(run.arch).to(rounding.weight_dtype(run.optim, run.plan))
         chunks = apply(model, run.plan, mesh, DECODER)
         forward_backward = choose(run, chunks, mesh)
         stack.enter_context(fake_tensors())
@@ -98,6 +98,7 @@ class _Step:
             chunk.to_empty(device=mesh.device)
             chunk.train()
         shadow.attach(chunks, run.plan)
+        rounding.attach(chunks, run)
         self.weights = [weight for chunk in chunks for weight in chunk.parameters()]
         self.optimizer = AdamW(run.optim, self.weights, run.plan)
         self.scale = LossScale(run.plan, mesh.device)

@@ -73,6 +73,16 @@ def test_a_split_backward_leaves_nothing_to_choose():
     assert budget.fitting(asked, 80 * GIB).recompute == "none"
 
 
+@pytest.mark.parametrize("field", [{"compress": "int8"}, {"activations": "host"}])
+def test_only_what_goes_with_the_rest_of_the_plan_is_chosen(field):
+    asked = job("llama3-8b", "shard")
+    asked = msgspec.structs.replace(asked, plan=msgspec.structs.replace(asked.plan, **field))
+    everything = every(asked)
+    assert not {"selective", "sqrt"} & {policy for policy, _, _ in everything}
+    for size in sorted({size for _, size, _ in everything}):
+        assert budget.choose(asked, size).plan.recompute not in ("selective", "sqrt")
+
+
 def test_less_memory_is_never_faster():
     asked = job("llama3-8b", "shard", sequence=8192)
     sizes = [size for _, size, _ in every(asked)]

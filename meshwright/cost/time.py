@@ -45,8 +45,6 @@ class Price(msgspec.Struct, frozen=True, kw_only=True):
     waterfall: tuple[Share, ...]  # adds up to the seconds
 
 
-
-
 class Course(msgspec.Struct, frozen=True, kw_only=True):
     """A step's forwards and backwards: alike in plans that differ only in replicate, shard and zero."""
 

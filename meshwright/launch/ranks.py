@@ -3,6 +3,7 @@
 What a child is told travels through Python's own start pipe; what it found comes back as files.
 """
 
+import importlib
 import multiprocessing
 import os
 import signal
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from meshwright.spec.place import Place
+from meshwright.spec.place import Place, local
 
 Work = Callable[..., None]  # (place, *arguments), to be found by its name in a module
 SERVER = multiprocessing.get_context("forkserver")
@@ -24,12 +25,24 @@ class RankError(RuntimeError):
     """A rank failed: the first one's own words."""
 
 
+class Remote:
+    """A function by its name, imported where it is called: the process that sends it need not have torch."""
+
+    def __init__(self, module: str, name: str) -> None:
+        self.module, self.name = module, name
+
+    def __call__(self, *arguments: Any) -> None:
+        getattr(importlib.import_module(self.module), self.name)(*arguments)
+
+
 def run_ranks(work: Work, count: int, arguments: tuple[Any, ...], seconds: float) -> None:
     """Run `work` in so many processes that can meet; return when all are done, or raise what the first failure said."""
     with tempfile.TemporaryDirectory() as name:
         meeting = Path(name)
         processes = [
-            SERVER.Process(target=_begin, args=(work, _place(rank, count, meeting), arguments, meeting), daemon=True)
+            SERVER.Process(
+                target=_begin, args=(work, local(rank, count, meeting / "store", 1), arguments, meeting), daemon=True
+            )
             for rank in range(count)
         ]
         for process in processes:
@@ -41,20 +54,6 @@ def run_ranks(work: Work, count: int, arguments: tuple[Any, ...], seconds: float
                 process.kill()
                 process.join()
         _raise_first(meeting, [process.exitcode for process in processes], seconds)
-
-
-def _place(rank: int, count: int, meeting: Path) -> Place:
-    return Place(
-        rank=rank,
-        world=count,
-        local_rank=rank,
-        local_world=count,
-        address="",
-        port=0,
-        launcher="meshwright",
-        threads=1,
-        store=str(meeting / "store"),
-    )
 
 
 def _begin(work: Work, place: Place, arguments: tuple[Any, ...], meeting: Path) -> None:

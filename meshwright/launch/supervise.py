@@ -17,7 +17,7 @@ from meshwright.launch.local import Nursery, NurseryError, Ranks
 from meshwright.spec import verdict as verdict_file
 from meshwright.spec.exits import Exit
 from meshwright.spec.order import Order
-from meshwright.spec.place import Place, cores
+from meshwright.spec.place import cores, local
 from meshwright.spec.run import Run
 from meshwright.spec.verdict import RESTARTABLE, Verdict
 
@@ -111,7 +111,7 @@ class Supervisor:
         return [
             msgspec.structs.replace(
                 self.order,
-                place=_place(rank, world, meeting),
+                place=local(rank, world, meeting / "store", max(cores() // world, 1)),
                 beats=str(meeting),
                 log=str(logs / f"rank{rank}.txt"),
                 speaks=rank == 0,
@@ -242,20 +242,6 @@ class Watch:
             details=str(self.folder),
             step=step,
         )
-
-
-def _place(rank: int, world: int, meeting: Path) -> Place:
-    return Place(
-        rank=rank,
-        world=world,
-        local_rank=rank,
-        local_world=world,
-        address="",
-        port=0,
-        launcher="meshwright",
-        threads=max(cores() // world, 1),
-        store=str(meeting / "store"),
-    )
 
 
 def set_aside(folder: Path, good_until: int) -> None:

@@ -105,6 +105,14 @@ def cluster_of(table: Mapping[str, Any]) -> Cluster:
     return assembled(machines, known)
 
 
+def cluster_of_device(device_name: str, gpus: int) -> Cluster:
+    """So many of a device as its driver names it; one that nobody knows is the user's to describe."""
+    card = recognised(device_name, catalogue().cards)
+    if card is None:
+        raise InputError([unknown("card", device_name, catalogue().cards)])
+    return cluster(f"{gpus}x{card}")
+
+
 def peak_flops_per_second(device_name: str, precision: Precision) -> float | None:
     """The data sheet's rate for a device as its driver names it, None when the device or its rate is not known."""
     name = recognised(device_name, catalogue().cards)

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 import msgspec
 
@@ -85,6 +86,21 @@ def _threads(environment: Mapping[str, str], local_world: int) -> int:
     if "OMP_NUM_THREADS" in environment:
         return max(_integer(environment, "OMP_NUM_THREADS"), 1)
     return max(cores() // max(local_world, 1), 1)
+
+
+def local(rank: int, world: int, store: Path, threads: int) -> Place:
+    """One of the ranks of a single machine, which meet in a file."""
+    return Place(
+        rank=rank,
+        world=world,
+        local_rank=rank,
+        local_world=world,
+        address="",
+        port=0,
+        launcher="meshwright",
+        threads=threads,
+        store=str(store),
+    )
 
 
 def cores() -> int:

@@ -4,6 +4,7 @@ import difflib
 import tomllib
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,6 +25,18 @@ def preset(name: str) -> Arch:
 def preset_names() -> tuple[str, ...]:
     """The model zoo."""
     return tuple(_zoo())
+
+
+def run_file(target: str | None) -> Path | None:
+    """The file that a first word names; None if it names a model of the zoo, or nothing."""
+    if target is None or target in preset_names():
+        return None
+    if not Path(target).is_file():
+        known = ", ".join(preset_names()[:4])
+        raise InputError(
+            [Problem(f"{target!r} is neither a run file nor a model", f"name a .toml, or one of {known} …")]
+        )
+    return Path(target)
 
 
 @cache

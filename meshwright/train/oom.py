@@ -11,9 +11,8 @@ from meshwright.parallel.mesh import local
 from meshwright.search.found import Found, priced
 from meshwright.search.neighbours import neighbours
 from meshwright.search.question import Question
-from meshwright.spec.catalogue import catalogue, recognised, unknown
-from meshwright.spec.check import InputError
-from meshwright.spec.cluster import cluster
+from meshwright.spec.catalogue import catalogue, recognised
+from meshwright.spec.cluster import cluster_of_device
 from meshwright.spec.exits import Exit
 from meshwright.spec.run import Run
 from meshwright.spec.stack import stacks
@@ -48,15 +47,12 @@ def explained(error: Exception, run: Run, state: State | None, device: torch.dev
 
 def question_of(run: Run, device_name: str) -> Question:
     """What the planner would have been asked for this run, on cards as their driver names them."""
-    card = recognised(device_name, catalogue().cards)
-    if card is None:
-        raise InputError([unknown("card", device_name, catalogue().cards)])
     return Question(
         arch=run.arch,
         sequence=run.sequence,
         batch=run.batch,
         precision=run.plan.precision,
-        cluster=cluster(f"{run.plan.world}x{card}"),
+        cluster=cluster_of_device(device_name, run.plan.world),
         stack=stacks()["meshwright"],
         masked=run.data.mask_documents,
     )

@@ -11,7 +11,7 @@ from meshwright.spec.check import InputError, Problem
 from meshwright.spec.plan import AXES, Plan
 from meshwright.spec.run import Run
 from meshwright.spec.schedule import Schedule
-from meshwright.spec.zoo import preset_names
+from meshwright.spec.zoo import run_file
 
 TEXT = "ragged.jsonl"
 SCHEDULES = get_args(Schedule)
@@ -116,14 +116,8 @@ def runs(target: str | None, overrides: list[str], plans: list[str], steps: int,
 def _mathematics(
     target: str | None, overrides: list[str], plans: list[str], text: Path
 ) -> tuple[Path | None, list[str]]:
-    if target is None or target in preset_names():
-        return None, [*_ragged(target or "tiny", plans, text), *overrides]
-    if not Path(target).is_file():
-        known = ", ".join(preset_names()[:4])
-        raise InputError(
-            [Problem(f"{target!r} is neither a run file nor a model", f"name a .toml, or one of {known} …")]
-        )
-    return Path(target), list(overrides)
+    file = run_file(target)
+    return (file, list(overrides)) if file else (None, [*_ragged(target or "tiny", plans, text), *overrides])
 
 
 def _precision(plans: list[str], overrides: list[str]) -> str:

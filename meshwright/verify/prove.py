@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from meshwright.launch.ranks import RankError, Work, run_ranks
+from meshwright.launch.ranks import RankError, Remote, Work, run_ranks
 from meshwright.spec.params import count
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import Run
@@ -114,20 +114,7 @@ def _fresh(folder: Path) -> Path:
 
 
 def _work(name: str) -> Work:
-    """A function of the torch side by its name: resolved in the rank, so that this process need not import torch."""
-    return Remote(name)
-
-
-class Remote:
-    """Calls a function of verify/compare.py where it is run."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __call__(self, *arguments: Any) -> None:
-        from meshwright.verify import compare
-
-        getattr(compare, self.name)(*arguments)
+    return Remote("meshwright.verify.compare", name)
 
 
 def _torch_version() -> str:

@@ -8,11 +8,10 @@ import msgspec
 import pytest
 from commands import meshwright
 
-from meshwright.launch.ranks import RankError, run_ranks
+from meshwright.launch.ranks import RankError, Remote, run_ranks
 from meshwright.verify import plans
 from meshwright.verify.certificate import TOLERANCES, Verdict
 from meshwright.verify.compare import compare
-from meshwright.verify.prove import Remote
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +41,7 @@ def seeded(folder: Path, bug: str, plan: str, model: str) -> Verdict:
     theirs, ours = folder / f"reference-{bug}", folder / f"plan-{bug}"
     for each in (theirs, ours):
         each.mkdir()
-    run_ranks(Remote("record"), 1, (reference, folder / "cache", theirs), 60)
+    run_ranks(Remote("meshwright.verify.compare", "record"), 1, (reference, folder / "cache", theirs), 60)
     run_ranks(bugs.record, run.plan.world, (run, folder / "cache", ours, bug), 60)
     return compare(run, theirs, ours, TOLERANCES["fp64"][0], 0.0)
 

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-import torch.distributed as dist
-from trials import corpus_file, make_corpus, make_run
+from trials import make_corpus, make_run
 
 from meshwright.parallel import mesh as meshes
 from meshwright.train.build import build, restore
@@ -14,14 +13,6 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 DEVICE = torch.device("cuda", 0)
 BF16 = ("plan.replicate=1", "plan.precision=bf16", "data.held_out=0.0", "optim.rate=3e-3")
 WHERE = [("host", "host"), ("host", "device"), ("disk", "host"), ("disk", "device")]
-
-
-@pytest.fixture
-def folder(tmp_path):
-    corpus_file(tmp_path)
-    dist.init_process_group("nccl", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    yield tmp_path
-    dist.destroy_process_group()
 
 
 def make_state(folder, *words):

@@ -4,8 +4,7 @@ import io
 
 import pytest
 import torch
-import torch.distributed as dist
-from trials import corpus_file, make_corpus, make_run
+from trials import make_corpus, make_run
 
 from meshwright.parallel import mesh as meshes
 from meshwright.train.build import build
@@ -14,14 +13,6 @@ from meshwright.train.loop import StepResult, train
 from meshwright.train.screen import Lines
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-
-@pytest.fixture
-def folder(tmp_path):
-    corpus_file(tmp_path)
-    dist.init_process_group("nccl", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    yield tmp_path
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

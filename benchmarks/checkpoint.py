@@ -111,20 +111,24 @@ def stalls(folder: Path, every: int) -> dict[str, float]:
 def loads(folder: Path, held: list[Holding], times: int, cold: bool) -> dict[str, float]:
     """A load with and without hashing, by turns."""
     seconds: dict[type[StepReader], list[float]] = {StepReader: [], Unchecked: []}
+    work: dict[type[StepReader], list[float]] = {StepReader: [], Unchecked: []}  # of processors, whoever else is busy
     for number in range(times):
         for kind in (StepReader, Unchecked) if number % 2 else (Unchecked, StepReader):
             if cold:
                 forget(folder)
-            began = time.perf_counter()
+            began, worked = time.perf_counter(), time.process_time()
             with kind(folder) as reader:
                 restore.fill(reader, held)
             seconds[kind].append(time.perf_counter() - began)
+            work[kind].append(time.process_time() - worked)
     checked, unchecked = seconds[StepReader], seconds[Unchecked]
     ratio = statistics.median(one / other for one, other in zip(checked, unchecked, strict=True))
     return {
         "checked_seconds": statistics.median(checked),
         "unchecked_seconds": statistics.median(unchecked),
         "overhead": ratio - 1,
+        "checked_processor_seconds": statistics.median(work[StepReader]),
+        "unchecked_processor_seconds": statistics.median(work[Unchecked]),
     }
 
 

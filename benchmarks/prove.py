@@ -1,6 +1,6 @@
 """Every fault that the run is said to survive, injected; then a soak: one fault a minute, and the weights compared.
 
-Takes about half an hour. `--quick` does the same with one try each and a soak of two minutes.
+Takes about an hour. `--quick` does the same with one try each and a soak of two minutes.
 """
 
 import argparse
@@ -16,6 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from faults import RUN, read
+from prove_saves import MODELS, cuts, disks, reshard
+from two_nodes import lacking, lose, machines
+from two_nodes import train as train_on
 
 from meshwright.cost.goodput import account, kept
 from meshwright.spec import load
@@ -70,17 +73,44 @@ def in_every_phase(kind: str, say: Callable[[str], None]) -> dict[str, list[int]
     return found
 
 
-def accusations(runs: int, say: Callable[[str], None]) -> int:
+def accusations(runs: int, say: Callable[[str], None]) -> list[str]:
     """Verdicts on runs in which nothing is wrong, some of them with a slow first step or a slow save."""
-    wrong = 0
+    wrong: list[str] = []
     for number in range(runs):
         with tempfile.TemporaryDirectory() as name:
             inject = PAUSES[number % len(PAUSES)] if number < 2 * len(PAUSES) else ""
             words = ["steps=10", "--folder", f"{name}/run", "--json", "--inject", inject]
             done = subprocess.run([*OURS, *words], capture_output=True, text=True, timeout=300, check=False)
-            wrong += done.returncode != 0 or "what:" in done.stderr or "warning: step" in done.stderr
-    say(f"{wrong} accusations in {runs} clean runs")
+            told = [line for line in done.stderr.splitlines() if line.startswith(("what:", "warning: step"))]
+            if done.returncode != 0 or told:
+                wrong.append(f"exit code {done.returncode}, {inject or 'undisturbed'}: {'; '.join(told)}")
+                say(wrong[-1])
+    say(f"{len(wrong)} accusations in {runs} clean runs")
     return wrong
+
+
+def nodes(say: Callable[[str], None]) -> dict[str, object]:
+    """One of two machines is lost: how soon the other says so, and whether it ends alone with the same weights."""
+    if why := lacking():
+        return {"skipped": why}
+    words = [*RUN, "steps=200", "plan.deterministic=true", "plan.microbatch=1"]
+    found: dict[str, object] = {}
+    for how in ("kill", "cable"):
+        with tempfile.TemporaryDirectory() as name, machines() as here:
+            loss = lose(here, how, words, Path(name), os.environ)
+            ((code, _),) = train_on(here, 1, words, Path(name), os.environ)
+            subprocess.run(
+                [sys.executable, "-m", "meshwright", "train", *words, "--folder", f"{name}/reference", "--json"],
+                capture_output=True, timeout=300, check=True,
+            )  # fmt: skip
+            found[how] = {
+                "seconds_to_the_end": loss.seconds,
+                "exit_codes": [loss.code, code],
+                "told": next((line for line in loss.said.splitlines() if line.startswith("what:")), ""),
+                "same_weights": model_digest(Path(name) / "run") == model_digest(Path(name) / "reference"),
+            }
+        say(f"node lost ({how}): {found[how]}")
+    return found
 
 
 class Soak:
@@ -156,7 +186,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--minutes", type=float, help="of the soak")
-    parser.add_argument("--only", choices=["healed", "phases", "clean", "soak"])
+    parser.add_argument("--only", choices=["healed", "phases", "clean", "reshard", "cuts", "disks", "nodes", "soak"])
     options = parser.parse_args()
 
     def say(text: str) -> None:
@@ -166,13 +196,21 @@ def main() -> None:
         "healed": lambda: healed(1 if options.quick else 3, say),
         "phases": lambda: {kind: in_every_phase(kind, say) for kind in ("term", "kill")},
         "clean": lambda: {"runs": (runs := 5 if options.quick else 50), "accusations": accusations(runs, say)},
+        "reshard": lambda: {name: reshard(name, say) for name in list(MODELS)[: 1 if options.quick else None]},
+        "cuts": lambda: cuts(say, most=4 if options.quick else 200),
+        "disks": lambda: disks(say),
+        "nodes": lambda: nodes(say),
         "soak": lambda: soak(options.minutes or (2 if options.quick else 10), say),
     }
-    found = json.loads(RESULT.read_text()) if RESULT.exists() else {}
     for name, prove in parts.items():
         if options.only in (None, name):
-            found[name] = prove()
-            RESULT.write_text(json.dumps(found, indent=2) + "\n")
+            keep(name, prove())
+
+
+def keep(name: str, found: object) -> None:
+    """Put one part into the record; another part may have been put there meanwhile."""
+    whole = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    RESULT.write_text(json.dumps({**whole, name: found}, indent=2) + "\n")
     print(json.dumps(found, indent=2))
 
 

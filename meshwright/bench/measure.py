@@ -5,11 +5,13 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import islice, pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import torch
 import torch.distributed as dist
 
+from meshwright.bench.counted import counted_ratio
 from meshwright.bench.sweep import WARM_UP
 from meshwright.bench.waterfall import Waterfall, waterfall
 from meshwright.cost.flops import hardware_flops, step_flops, utilization
@@ -43,16 +45,27 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_second: float
     mfu: float | None  # None: the device has no peak in the catalogue
     hfu: float | None
-    peak_allocated_bytes: int
+    peak_allocated_bytes: int  # by torch's allocator; on a CPU, by which the process has grown since before the model
     peak_reserved_bytes: int
     loss: float
+    counted_flops_ratio: float | None = None  # operations that torch counts ÷ those that the MFU is made of
     waterfall: Waterfall | None = None
+
+
+class Seen(NamedTuple):
+    """What one rank saw of a run."""
+
+    steps: list[float]  # seconds of those that count
+    first: float
+    loss: float
+    before: int  # bytes of the process's peak before there was a model
 
 
 def measure(place: Place, run: Run, cache: Path, folder: Path, traced: int) -> None:
     """Be one rank; the first leaves what all of them saw. The last `traced` steps are taken apart, and not timed."""
     with world(run, place) as mesh:
         corpus = prepare(run, cache, lambda text: None)
+        before = peak_bytes(mesh.device)
         state = build(run, corpus, mesh)
         dist.barrier()
         began = time.perf_counter()
@@ -62,7 +75,8 @@ def measure(place: Place, run: Run, cache: Path, folder: Path, traced: int) -> N
         numbers = torch.tensor([*seconds, marks[0][1] - began], dtype=torch.float64, device=mesh.device)
         dist.all_reduce(numbers, dist.ReduceOp.MAX)
         *steps, first = numbers.tolist()
-        answer = _answer(run, mesh, steps[WARM_UP - 1 :], first, marks[-1][2].loss.item())
+        seen = Seen(steps=steps[WARM_UP - 1 :], first=first, loss=marks[-1][2].loss.item(), before=before)
+        answer = _answer(run, mesh, seen)
         if traced:
             peak = peak_flops_per_second(answer.device, run.plan.precision)
             ideal = step_flops(run.arch, run.sequence, run.batch) / (peak * mesh.world) if peak else 0.0
@@ -70,6 +84,7 @@ def measure(place: Place, run: Run, cache: Path, folder: Path, traced: int) -> N
             answer = msgspec.structs.replace(answer, waterfall=falls)
         state.loader.close()
         if mesh.rank == 0:
+            answer = msgspec.structs.replace(answer, counted_flops_ratio=counted_ratio(run.arch, run.sequence))
             (folder / ANSWER).write_bytes(msgspec.json.encode(answer))
 
 
@@ -98,15 +113,19 @@ def _seconds(marks: Sequence[Mark], mesh: Mesh) -> list[float]:
     return [earlier.elapsed_time(later) / 1000 for earlier, later in pairwise(events)]
 
 
-def _answer(run: Run, mesh: Mesh, steps: list[float], first: float, loss: float) -> Measured:
-    cuda = mesh.device.type == "cuda"
-    held = torch.tensor(
-        [peak_bytes(mesh.device), torch.cuda.max_memory_reserved(mesh.device) if cuda else 0], device=mesh.device
-    )
+def _largest(number: int, mesh: Mesh) -> int:
+    """Over all ranks."""
+    held = torch.tensor([number], device=mesh.device)
     dist.all_reduce(held, dist.ReduceOp.MAX)
-    allocated, reserved = held.tolist()
+    return int(held.item())
+
+
+def _answer(run: Run, mesh: Mesh, seen: Seen) -> Measured:
+    cuda = mesh.device.type == "cuda"
+    allocated = _largest(peak_bytes(mesh.device) - (0 if cuda else seen.before), mesh)
+    reserved = _largest(torch.cuda.max_memory_reserved(mesh.device) if cuda else 0, mesh)
     device = torch.cuda.get_device_name(mesh.device) if cuda else "cpu"
-    seconds = statistics.median(steps)
+    seconds = statistics.median(seen.steps)
     peak = peak_flops_per_second(device, run.plan.precision)
     flops = step_flops(run.arch, run.sequence, run.batch)
     done = hardware_flops(run.arch, run.plan, run.sequence, run.batch)
@@ -118,13 +137,13 @@ def _answer(run: Run, mesh: Mesh, steps: list[float], first: float, loss: float)
         sequence=run.sequence,
         batch=run.batch,
         step_seconds=seconds,
-        low_seconds=min(steps),
-        high_seconds=max(steps),
-        first_step_seconds=first,
+        low_seconds=min(seen.steps),
+        high_seconds=max(seen.steps),
+        first_step_seconds=seen.first,
         tokens_per_second=run.tokens / seconds,
         mfu=utilization(flops, seconds, peak * mesh.world) if peak else None,
         hfu=utilization(done, seconds, peak * mesh.world) if peak else None,
         peak_allocated_bytes=allocated,
         peak_reserved_bytes=reserved,
-        loss=loss,
+        loss=seen.loss,
     )

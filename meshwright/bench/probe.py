@@ -1,5 +1,6 @@
 """What one device does at best: matrix products by shape, attention, memory traffic, launches, the way to its host."""
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -31,22 +32,27 @@ def probe(device: torch.device, say: Callable[[str], None], *, quick: bool = Fal
     say("memory traffic, launches and the host link")
     elementwise = tuple(_elementwise(device, quick))
     copy = next(each for each in elementwise if each.kind == "copy")
+    cuda = device.type == "cuda"
+    to_host, to_device = _host_bandwidths(device) if cuda else (0.0, 0.0)
     return Profile(
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        device=torch.cuda.get_device_name(device) if cuda else "cpu",
         torch=str(torch.__version__),
         products=products,
         attention=attention,
         elementwise=elementwise,
         copy_bandwidth=copy.bytes / copy.seconds,
         launch_seconds=_launch(device),
-        host_bandwidth=_host_bandwidth(device) if device.type == "cuda" else 0.0,
+        host_bandwidth=to_host,
+        to_device_bandwidth=to_device,
+        memory_bytes=_memory_bytes(device),
+        threads=0 if cuda else torch.get_num_threads(),
     )
 
 
 def _shapes(quick: bool) -> Iterator[tuple[int, int, int]]:
     """Rows × columns × depth as models have them: tokens of a microbatch, widths, and widths cut by tp."""
     if quick:
-        yield from product((256, 1024), (256, 1024), (256, 1024))
+        yield from product((64, 256, 1024), (64, 256, 1024), (64, 256, 1024))
         return
     yield from product((512, 2048, 8192, 16384), (512, 1024, 2048, 4096, 8192, 14336), (512, 2048, 4096, 8192))
     yield from product((1024, 4096, 16384, 65536), (768, 1536, 2304, 3072), (768, 3072))
@@ -56,7 +62,8 @@ def _shapes(quick: bool) -> Iterator[tuple[int, int, int]]:
 def _products(device: torch.device, quick: bool) -> Iterator[ProductTime]:
     dtypes = ("bf16", "fp32") if device.type == "cuda" and not quick else ("fp32", "bf16")
     for dtype in dtypes:
-        shapes = _shapes(quick) if dtype == dtypes[0] else [(2048, 2048, 2048)]
+        large = 512 if quick else 2048
+        shapes = _shapes(quick) if dtype == dtypes[0] else [(large, large, large)]
         for m, n, k in shapes:
             a = torch.randn(m, k, device=device, dtype=TYPES[dtype])
             b = torch.randn(n, k, device=device, dtype=TYPES[dtype])
@@ -90,7 +97,7 @@ def _narrow_products(device: torch.device) -> Iterator[ProductTime]:
 
 
 def _attention(device: torch.device, quick: bool) -> Iterator[AttentionTime]:
-    shapes = [(1, 4, 2, 256, 64)] if quick else [
+    shapes = [(4, 4, 2, 64, 32), (1, 4, 2, 256, 64), (1, 8, 8, 1024, 64)] if quick else [
         (64, 12, 12, 1024, 64), (16, 12, 12, 1024, 64), (8, 32, 32, 2048, 128), (2, 32, 8, 4096, 128),
         (2, 32, 8, 8192, 64), (1, 32, 8, 8192, 128), (1, 8, 2, 8192, 128), (1, 32, 8, 32768, 128),
     ]  # fmt: skip
@@ -179,7 +186,15 @@ def _launch(device: torch.device) -> float:
     return spent / times
 
 
-def _host_bandwidth(device: torch.device) -> float:
+def _host_bandwidths(device: torch.device) -> tuple[float, float]:
+    """Bytes a second from the device to pinned memory, and back."""
     there = torch.empty(LARGE, dtype=torch.uint8, pin_memory=True)
     here = torch.empty(LARGE, dtype=torch.uint8, device=device)
-    return LARGE / seconds_of(lambda: there.copy_(here, non_blocking=True), device)
+    to_host = seconds_of(lambda: there.copy_(here, non_blocking=True), device)
+    return LARGE / to_host, LARGE / seconds_of(lambda: here.copy_(there, non_blocking=True), device)
+
+
+def _memory_bytes(device: torch.device) -> float:
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

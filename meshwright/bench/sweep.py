@@ -7,15 +7,12 @@ from typing import Any
 
 import msgspec
 
-from meshwright.cost.job import Job
-from meshwright.cost.memory import worst
-from meshwright.cost.time import price
+from meshwright.bench.promise import Machine, promised
 from meshwright.launch.ranks import Remote, run_ranks
+from meshwright.search import budget
 from meshwright.spec import load
-from meshwright.spec.check import InputError
-from meshwright.spec.cluster import cluster_of_device
+from meshwright.spec.place import Place
 from meshwright.spec.run import Run
-from meshwright.spec.stack import stacks
 from meshwright.spec.zoo import run_file
 
 WARM_UP = 5  # steps before the first that counts: compilation, autotuning, the allocator
@@ -40,7 +37,12 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def runs(
-    target: str | None, overrides: list[str], plans: list[tuple[str, str]], steps: int, folder: Path
+    target: str | None,
+    overrides: list[str],
+    plans: list[tuple[str, str]],
+    steps: int,
+    folder: Path,
+    say: Callable[[str], None],
 ) -> list[tuple[str, Run]]:
     """A run for each plan. A model of the zoo is fed random tokens; a run file its own data."""
     file = run_file(target)
@@ -56,46 +58,62 @@ def runs(
     made = []
     for name, plan in plans:
         chosen = [f"plan.{word}" for word in plan.split(",") if word]
-        made.append((name, load.load(file, [*words, *chosen], ranks=None, default_ranks=1).run))
+        loaded, choice = budget.resolved(load.load(file, [*words, *chosen], ranks=None, default_ranks=1))
+        if choice is not None:
+            say(f"{name or 'as given'}: goal.memory_gib = {loaded.run.goal.memory_gib:g}: {choice}")
+        made.append((name, loaded.run))
     return made
 
 
-def sweep(
-    planned: list[tuple[str, Run]], cache: Path, folder: Path, told: Callable[[Row], None], traced: int = 0
-) -> list[Row]:
+class Lab(msgspec.Struct, frozen=True, kw_only=True):
+    """Where measurements are made, and how."""
+
+    cache: Path
+    folder: Path  # for tokens and traces
+    machine: Machine  # that promises are about
+    traced: int = 0  # steps at the end that are taken apart
+
+
+def sweep(planned: list[tuple[str, Run]], lab: Lab, told: Callable[[Row], None]) -> list[Row]:
     """Measure every run; `told` hears each row as it falls."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if fed := [run for _, run in planned if run.data.source == str(folder / TOKENS)]:
-        _tokens(fed, folder)
+    feed(planned, lab)
     rows = []
     for number, (name, run) in enumerate(planned):
-        place = folder / f"plan{number}"
+        place = lab.folder / f"plan{number}"
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir()
-        row = _row(name, run, (run, cache, place, traced))
+        row = _row(name, run, place, lab)
         rows.append(row)
         told(row)
     return rows
 
 
-def _row(name: str, run: Run, arguments: tuple[Any, ...]) -> Row:
-    place = arguments[2]
+def feed(planned: list[tuple[str, Run]], lab: Lab) -> None:
+    """Random tokens for the runs that have no data of their own."""
+    lab.folder.mkdir(parents=True, exist_ok=True)
+    if fed := [run for _, run in planned if run.data.source == str(lab.folder / TOKENS)]:
+        _tokens(fed, lab.folder)
+
+
+def rank_row(name: str, run: Run, place: Place, lab: Lab) -> Row | None:
+    """Be one rank of a run that somebody else has launched; the first has the row."""
+    mine = lab.folder / f"rank{place.rank}"
+    mine.mkdir(parents=True, exist_ok=True)
+    MEASURE(place, run, lab.cache, mine, lab.traced)
+    return _read(name, run, mine, lab) if place.rank == 0 else None
+
+
+def _row(name: str, run: Run, place: Path, lab: Lab) -> Row:
     try:
-        run_ranks(MEASURE, run.plan.world, arguments, LONGEST)
+        run_ranks(MEASURE, run.plan.world, (run, lab.cache, place, lab.traced), LONGEST)
     except RuntimeError as error:
         return Row(name=name, measured=None, error=str(error).strip().splitlines()[-1])
+    return _read(name, run, place, lab)
+
+
+def _read(name: str, run: Run, place: Path, lab: Lab) -> Row:
     found = msgspec.json.decode((place / "measured.json").read_bytes())
-    return Row(name=name, measured=found | _promised(run, found["device"]))
-
-
-def _promised(run: Run, device: str) -> dict[str, Any]:
-    """What the planner says of the same run, where it knows the device."""
-    try:
-        machines = cluster_of_device(device, run.plan.world)
-    except InputError:
-        return {"predicted_seconds": None, "predicted_bytes": None}
-    job = Job(arch=run.arch, plan=run.plan, sequence=run.sequence, cluster=machines, stack=stacks()["meshwright"])
-    return {"predicted_seconds": price(job).seconds, "predicted_bytes": worst(job).allocated}
+    return Row(name=name, measured=found | promised(run, found, lab.machine))
 
 
 def _tokens(fed: list[Run], folder: Path) -> None:

@@ -28,19 +28,34 @@ class Holding:
 
 
 class Copies:
-    """Host memory for what this rank writes, taken by the first save and used for every one."""
+    """Host memory for what this rank writes, taken by the first save and used for every one.
 
-    def __init__(self, holdings: Sequence[Holding]) -> None:
+    `in_place` copies only what a device holds. Until the rest is written, it must not change.
+    """
+
+    def __init__(self, holdings: Sequence[Holding], *, in_place: bool = False) -> None:
         self.holdings = [holding for holding in holdings if holding.writes and holding.tensor.numel()]
+        self.in_place = in_place
         self.hosts: list[Tensor] = []
+
+    @property
+    def bytes(self) -> int:
+        """What the copies take."""
+        return sum(holding.tensor.nbytes for holding in self.holdings if not self._stays(holding))
 
     def take(self) -> None:
         """Copy everything; when this returns, training may go on."""
-        self.hosts = self.hosts or [_room(holding.tensor) for holding in self.holdings]
+        self.hosts = self.hosts or [
+            holding.tensor if self._stays(holding) else _room(holding.tensor) for holding in self.holdings
+        ]
         for holding, host in zip(self.holdings, self.hosts, strict=True):
-            host.copy_(holding.tensor, non_blocking=True)
-        if self.holdings and self.holdings[0].tensor.is_cuda:
-            torch.cuda.current_stream(self.holdings[0].tensor.device).synchronize()
+            if not self._stays(holding):
+                host.copy_(holding.tensor, non_blocking=True)
+        for device in {holding.tensor.device for holding in self.holdings if holding.tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+
+    def _stays(self, holding: Holding) -> bool:
+        return self.in_place and not holding.tensor.is_cuda
 
     def pieces(self) -> Iterator[Piece]:
         """What was copied, in slices of bounded size."""

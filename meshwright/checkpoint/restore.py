@@ -1,5 +1,6 @@
 """Going on from a saved step under any plan: each rank reads the slices that meet its own parts."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -19,13 +20,14 @@ Say = Callable[[str], None]
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
-def newest(home: Path, run: Run, mesh: Mesh, holdings: Sequence[Holding], say: Say) -> Manifest | None:
+def newest(home: Path, run: Run | None, mesh: Mesh, holdings: Sequence[Holding], say: Say) -> Manifest | None:
     """Fill what this rank holds from the newest step that every rank can read whole; None if nothing was ever saved.
 
-    Each step that fails is said loudly, then the one before is tried. If all fail, every rank raises.
+    Each step that fails is said loudly, then the one before is tried. If all fail, every rank raises. Without a run, a
+    step of any run will do that has the tensors.
     """
     seen: list[str] = []
-    below = run.steps + 1
+    below = sys.maxsize if run is None else run.steps + 1
     while (step := agree.number_of_first(_before(home, below), mesh)) >= 0:
         manifest, words = _tried(home / steps.name(step), run, holdings)
         words = agree.first_words(words, mesh)
@@ -46,18 +48,20 @@ def _before(home: Path, below: int) -> int:
     return max((step for step in steps.present(home) if step < below), default=-1)
 
 
-def _tried(folder: Path, run: Run, holdings: Sequence[Holding]) -> tuple[Manifest | None, str | None]:
+def _tried(folder: Path, run: Run | None, holdings: Sequence[Holding]) -> tuple[Manifest | None, str | None]:
     try:
         with StepReader(folder) as reader:
-            check_fit(reader.manifest, folder, run, holdings)
+            if run is not None:
+                check_run(reader.manifest, folder, run)
+            check_tensors(reader.manifest, folder, holdings)
             fill(reader, holdings)
             return reader.manifest, None
     except CorruptError as error:
         return None, str(error)
 
 
-def check_fit(manifest: Manifest, folder: Path, run: Run, holdings: Sequence[Holding]) -> None:
-    """A step must be of this run, and have this rank's tensors."""
+def check_run(manifest: Manifest, folder: Path, run: Run) -> None:
+    """A step must be of this run."""
     file = str(folder / MANIFEST)
     if folder.name != steps.name(manifest.progress.step):
         raise CorruptError([Damage(file=file, text=f"is the manifest of step {manifest.progress.step}")])
@@ -66,6 +70,11 @@ def check_fit(manifest: Manifest, folder: Path, run: Run, holdings: Sequence[Hol
     progress = manifest.progress
     if (progress.seed, progress.samples) != (run.seed, progress.step * run.batch):
         raise CorruptError([Damage(file=file, text=f"{progress.samples} samples are not those of its steps and seed")])
+
+
+def check_tensors(manifest: Manifest, folder: Path, holdings: Sequence[Holding]) -> None:
+    """It must have this rank's tensors."""
+    file = str(folder / MANIFEST)
     there = {tensor.name: (tensor.dtype, tensor.shape) for tensor in manifest.tensors}
     for holding in holdings:
         if there.get(holding.name) != (holding.dtype, holding.shape):

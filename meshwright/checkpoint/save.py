@@ -35,6 +35,7 @@ class Saver:
     holdings: Sequence[Holding]
     say: Say
     disk: Disk = field(default_factory=Disk)
+    in_place: bool = False  # write from where the state lies, and wait: a copy of it would not fit in host memory
 
     def __post_init__(self) -> None:
         if words := agree.first_words(lack_of_room(self.run, self.home, self.disk), self.mesh):
@@ -43,7 +44,7 @@ class Saver:
         if self.mesh.rank == 0:
             steps.sweep(self.disk, self.home)  # before the others know the name of this attempt's stumps
         self.attempt = agree.number_of_first(secrets.randbits(32), self.mesh)
-        self.copies = Copies(self.holdings)
+        self.copies = Copies(self.holdings, in_place=self.in_place)
         self.threads = ThreadPoolExecutor(2, "save")
         self.abandoned = threading.Event()
         self.writing: Future[None] | None = None  # this rank's part
@@ -60,7 +61,7 @@ class Saver:
         self.writing = self.threads.submit(self._write, stump, progress)
         if self.mesh.rank == 0:
             self.joining = self.threads.submit(self._join, stump)
-        if not self.run.checkpoint.asynchronous:
+        if self.in_place or not self.run.checkpoint.asynchronous:
             self.settle()
         return time.perf_counter() - began
 

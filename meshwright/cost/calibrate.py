@@ -62,15 +62,19 @@ def fastest(records: Sequence[AttentionTime]) -> str:
     return min(times, key=lambda backend: sum(times[backend][shape] for shape in alike), default="")
 
 
-def calibrated(efficiency: Efficiency, gpu: Gpu, profile: Profile, backend: str = "flash") -> Efficiency:
+def calibrated(
+    efficiency: Efficiency, gpu: Gpu, profile: Profile, backend: str = "flash", precision: Precision = "bf16"
+) -> Efficiency:
     """The efficiencies that explain a profile best. What was not measured stays as it was.
 
-    `backend`: whose times stand for fused attention, as the profile names it.
+    `backend`: whose times stand for fused attention, as the profile names it. `precision`: of the products that
+    decide; two bytes wide on a GPU, fp32 on a CPU.
     """
     found = _with_memory(efficiency, gpu, profile)
-    found = _with_products(found, gpu, [each for each in profile.products if each.dtype in ("bf16", "fp16")])
+    deciding = ("fp32",) if precision == "fp32" else ("bf16", "fp16")
+    found = _with_products(found, gpu, [each for each in profile.products if each.dtype in deciding], precision)
     found = _with_fp8(found, gpu, [each for each in profile.products if each.dtype == "fp8"])
-    return _with_attention(found, gpu, [each for each in profile.attention if each.backend == backend])
+    return _with_attention(found, gpu, [each for each in profile.attention if each.backend == backend], precision)
 
 
 def calibrated_cluster(cluster: Cluster, profile: Profile) -> Cluster:
@@ -113,14 +117,15 @@ def _with_memory(efficiency: Efficiency, gpu: Gpu, profile: Profile) -> Efficien
     return msgspec.structs.replace(efficiency, memory=share)
 
 
-def _with_products(efficiency: Efficiency, gpu: Gpu, records: Sequence[ProductTime]) -> Efficiency:
+def _with_products(
+    efficiency: Efficiency, gpu: Gpu, records: Sequence[ProductTime], precision: Precision
+) -> Efficiency:
     kept = beyond_launch(records)
     if len(kept) < LEAST_RECORDS:
         return efficiency
 
     def misfit(found: Mapping[str, float]) -> float:
-        at = rates(gpu, msgspec.structs.replace(efficiency, **found), "bf16")
-        return _mean_size(product_errors(kept, at))
+        return _mean_size(product_errors(kept, _rates(efficiency, gpu, precision, found)))
 
     start = {"product": efficiency.product, "wave": efficiency.wave, "depth": efficiency.depth}
     return msgspec.structs.replace(efficiency, **least(misfit, start, {"product": LARGEST_SHARE}))
@@ -138,12 +143,14 @@ def _with_fp8(efficiency: Efficiency, gpu: Gpu, records: Sequence[ProductTime]) 
     return msgspec.structs.replace(efficiency, **least(misfit, start, {"product_fp8": LARGEST_SHARE}))
 
 
-def _with_attention(efficiency: Efficiency, gpu: Gpu, records: Sequence[AttentionTime]) -> Efficiency:
+def _with_attention(
+    efficiency: Efficiency, gpu: Gpu, records: Sequence[AttentionTime], precision: Precision
+) -> Efficiency:
     if len(records) < LEAST_RECORDS:
         return efficiency
 
     def misfit(found: Mapping[str, float]) -> float:
-        at = _rates(efficiency, gpu, "bf16", found)
+        at = _rates(efficiency, gpu, precision, found)
         errors = []
         for each in records:
             rows, width = each.batch * each.sequence, each.heads * each.head_dim

@@ -1,11 +1,16 @@
 """What is priced: a model under a plan, by some software, on some machines."""
 
+from typing import Literal
+
 import msgspec
 
 from meshwright.spec.arch import Arch
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.plan import Plan
 from meshwright.spec.stack import Stack
+
+Rounding = Literal["master", "stochastic", "compensated"]  # as in spec/run.py, optim.rounding
+States = Literal["fp32", "bf16"]  # optim.states
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -17,3 +22,5 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     cluster: Cluster
     stack: Stack
     masked: bool = False  # documents are told apart
+    rounding: Rounding = "master"
+    states: States = "fp32"

@@ -21,6 +21,7 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
         return self.local * self.domains
 
 
+@lru_cache(maxsize=4096)
 def span(ranks: int, stride: int, domain: int) -> Span:
     """Ranks a stride apart, laid into domains in order: neighbours share one as long as it has room."""
     room = max(domain // stride, 1)
@@ -28,12 +29,18 @@ def span(ranks: int, stride: int, domain: int) -> Span:
     return Span(local=local, domains=ranks // local)
 
 
-@lru_cache(maxsize=4096)
 def axis_span(axis: Axis, plan: Plan, cluster: Cluster) -> Span:
     """The group of an axis. The plan's axes lie outermost to innermost as pp, replicate, shard, cp, tp."""
+    ranks, stride = _reach(axis, plan)
+    return span(ranks, stride, cluster.domain)
+
+
+def _reach(axis: Axis, plan: Plan) -> tuple[int, int]:
+    """How many ranks an axis has, and how far apart they are."""
     inner = plan.cp * plan.tp if plan.zero == 0 else plan.shards * plan.tp
-    ranks, stride = {
-        "tp": (plan.tp, 1),
+    if axis == "tp":  # the commonest, by far
+        return plan.tp, 1
+    return {
         "cp": (plan.cp, plan.tp),
         "ep": (plan.ep, plan.tp),
         "shard": (plan.shards, plan.tp),
@@ -44,7 +51,6 @@ def axis_span(axis: Axis, plan: Plan, cluster: Cluster) -> Span:
         "tied": (2, plan.world // plan.pp * max(plan.pp - 1, 1)),
         "world": (plan.world, 1),
     }[axis]
-    return span(ranks, stride, cluster.domain)
 
 
 def _expert_copies(plan: Plan) -> int:

@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from meshwright.cost.job import Job
+from meshwright.cost.memory_away import NOWHERE, Away, away
 from meshwright.cost.memory_line import Line, Name, total
 from meshwright.cost.memory_moments import peak
 from meshwright.cost.memory_states import FIRST, states
@@ -36,6 +37,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     low: float  # what is measured ÷ what is said here, nine times in ten between these two
     high: float
     published: Literal["allocated", "reserved", "shown"]  # which number the stack's reports print
+    away: Away = NOWHERE  # what it keeps outside its device
 
     @property
     def allocated(self) -> int:
@@ -82,6 +84,7 @@ def ledger(job: Job, place: Mapping[str, int] = FIRST) -> Ledger:
         low=holds.low,
         high=holds.high,
         published=holds.published,
+        away=away(job, fullest.sent),
     )
 
 
@@ -101,7 +104,14 @@ def worst(job: Job) -> Ledger:
 def too_large(job: Job) -> Ledger | None:
     """The ledger of the first rank found that has not enough memory, None if every one has."""
     found = (_ledger(job, rank) for rank in _rivals(job.plan))
-    return next((each for each in found if each.shown > job.cluster.gpu.memory_bytes), None)
+    return next((each for each in found if each.shown > job.cluster.gpu.memory_bytes or overflows(job, each)), None)
+
+
+def overflows(job: Job, found: Ledger) -> str:
+    """The place outside the device in which a rank has too little room, "" if there is none or nobody knows."""
+    if 0 < job.cluster.host_bytes < found.away.host_bytes:
+        return "host"
+    return "disk" if 0 < job.cluster.disk_bytes < found.away.disk_bytes else ""
 
 
 @lru_cache(maxsize=4096)
@@ -114,13 +124,34 @@ def fits(job: Job) -> Fit:
     found = worst(job)
     headroom = int(job.cluster.gpu.memory_bytes) - found.shown
     idle = job.plan.stages.count(0) > WITHOUT_LAYERS
-    return Fit(fits=headroom >= 0 and not idle, headroom_bytes=headroom, ledger=found, why=_why(found, headroom, idle))
+    beyond = _beyond(job, _fullest_away(job, found))
+    why = "some pipeline ranks would have nothing to compute" if idle else beyond or _why(found, headroom)
+    return Fit(fits=headroom >= 0 and not idle and not beyond, headroom_bytes=headroom, ledger=found, why=why)
 
 
-def _why(found: Ledger, headroom: int, idle: bool) -> str:
-    """The reason of a verdict."""
-    if idle:
-        return "some pipeline ranks would have nothing to compute"
+def _fullest_away(job: Job, found: Ledger) -> Ledger:
+    """Of a pipeline's ranks the one that sends most to its host."""
+    if not found.away.host or job.plan.pp == 1:
+        return found
+    return max((_ledger(job, rank) for rank in _rivals(job.plan)), key=lambda each: each.away.host_bytes)
+
+
+def _beyond(job: Job, found: Ledger) -> str:
+    """What lacks outside the device, "" if nothing does."""
+    where = overflows(job, found)
+    if not where:
+        return ""
+    lines, have = {
+        "host": (found.away.host, job.cluster.host_bytes),
+        "disk": (found.away.disk, job.cluster.disk_bytes),
+    }[where]
+    said = ", ".join(f"{line.name} {line.bytes / GIB:.1f}" for line in lines)
+    place = "host memory" if where == "host" else "the disk"
+    return f"{place} has {have / GIB:.1f} GiB for a GPU, and {total(lines) / GIB:.1f} are needed: {said}"
+
+
+def _why(found: Ledger, headroom: int) -> str:
+    """The reason of a verdict about the device."""
     fullest = max(found.lines, key=lambda line: line.bytes)
     where = f"the {found.role} pipeline rank" if found.role != "only" else "a rank"
     amount = f"{abs(headroom) / GIB:.1f} GiB {'left' if headroom >= 0 else 'too little'}"

@@ -4,9 +4,20 @@ A test counts the storages that autograd really saves, on a CPU, and finds exact
 """
 
 from functools import lru_cache
+from itertools import pairwise
 
 import msgspec
 
+from meshwright.cost.memory_codes import (
+    ATTENTION_PRODUCTS,
+    as_kept,
+    decoding,
+    entering_kept,
+    input_kept,
+    norm_kept,
+    product_kept,
+    small_kept,
+)
 from meshwright.cost.memory_moe import mixture_kept, mixture_selected
 from meshwright.cost.memory_work import Work
 from meshwright.spec.recompute import by_operation, runs
@@ -25,29 +36,55 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
     between: float  # between the halves of a split backward, gradients that those of the weights still need
     logits: float  # log-probabilities, from the forward to the backward
     loss: float  # what the loss's gradient adds to them for a moment
+    sent: float = 0.0  # to the host, by one microbatch
+    pair: float = 0.0  # of that, the two neighbours with most, which are on the device together
+    largest: float = 0.0  # and the block with most
 
 
 @lru_cache(maxsize=4096)
 def kept(work: Work, mixtures: tuple[bool, ...], last: bool, policy: str) -> Kept:
     """Of a part of the model: `mixtures` tells for each of its layers whether it is one."""
     kinds = set(mixtures)
-    each = {mixture: block_kept(work, mixture) for mixture in kinds}
+    whole = {mixture: block_kept(work, mixture) for mixture in kinds}
+    each = {mixture: as_kept(work, mixture, size) for mixture, size in whole.items()}
     blocks = [each[mixture] for mixture in mixtures]
     anew = runs(policy, len(blocks))
-    inside = [sum(blocks[layer] for layer in run) for run in anew]
+    inside = [sum(whole[mixtures[layer]] for layer in run) for run in anew]
     selected = {mixture: _selected(work, mixture) for mixture in kinds} if by_operation(policy) else {}
-    remaining = [sum(selected[mixtures[layer]] for layer in run) if selected else work.stream for run in anew]
-    alone = sum(blocks) - sum(inside)
-    return Kept(
+    remaining = [sum(selected[mixtures[layer]] for layer in run) if selected else input_kept(work) for run in anew]
+    alone = sum(blocks) - sum(blocks[layer] for run in anew for layer in run)
+    everything = Kept(
         activations=alone + sum(remaining) + _rotation(work) + (_end(work) if last else 0.0),
         first_run=(remaining[0] if remaining else blocks[0] if blocks else 0.0) + _rotation(work),
         first_blocks=len(anew[0]) if anew else 1,
-        anew=max((whole - left for whole, left in zip(inside, remaining, strict=True)), default=0.0),
-        passing=passing(work),
+        anew=max((size - left for size, left in zip(inside, remaining, strict=True)), default=0.0),
+        passing=passing(work) + decoding(work),
         between=len(blocks) * _products(work),
         logits=_logits(work) if last else 0.0,
         loss=_loss(work) if last else 0.0,
     )
+    return _sent(work, everything, blocks, policy) if work.sent else everything
+
+
+def _sent(work: Work, everything: Kept, blocks: list[float], policy: str) -> Kept:
+    """The same when blocks send what they keep: at most two of them are on the device, whatever their number."""
+    away = [moved_bytes(work, size, False) for size in blocks]
+    for run in runs(policy, len(blocks)):
+        for layer in run:
+            away[layer] = moved_bytes(work, blocks[layer], True)
+    pairs = (one + other for one, other in pairwise(away))
+    return msgspec.structs.replace(
+        everything,
+        activations=everything.activations - sum(away),
+        sent=sum(away[:-1]) if work.last_stays else sum(away),
+        pair=max(pairs, default=sum(away)),
+        largest=max(away, default=0.0),
+    )
+
+
+def moved_bytes(work: Work, size: float, anew: bool) -> float:
+    """Of a block that keeps so much, what goes to the host: small tensors stay."""
+    return input_kept(work) if anew else size - small_kept(work)
 
 
 def block_kept(work: Work, mixture: bool) -> float:
@@ -60,11 +97,12 @@ def attention_kept(work: Work) -> float:
     arch = work.arch
     projected = work.whole * (arch.q_width + 2 * arch.kv_width) / work.tp * work.narrow
     out = work.whole * arch.q_width / work.tp * work.narrow
+    copied = product_kept(work, arch.q_width, out * work.out_copies)
     masks = work.split * arch.hidden * MASK_BYTES if work.drops else 0
     more = work.holds.more_hidden * work.whole * arch.hidden / work.tp
     told = work.mask * work.narrow
-    results = projected + out * (1 + work.out_copies) + _weights(work)
-    return norm_kept(work) + work.entering + results + told + masks + more
+    results = projected + out + copied + _weights(work)
+    return norm_kept(work) + entering_kept(work, ATTENTION_PRODUCTS) + results + told + masks + more
 
 
 def dense_kept(work: Work) -> float:
@@ -72,17 +110,9 @@ def dense_kept(work: Work) -> float:
     arch, holds = work.arch, work.holds
     copies = holds.gated_copies if arch.mlp == "swiglu" else holds.plain_copies
     masks = work.split * arch.hidden * MASK_BYTES if work.drops else 0
-    return norm_kept(work) + work.entering + copies * work.whole * arch.ffn / work.tp * work.narrow + masks
-
-
-def norm_kept(work: Work) -> float:
-    """A norm's input and its statistics; a norm made of several operations also keeps its input wide and scaled."""
-    numbers = work.split * work.arch.hidden
-    if work.arch.norm == "layer":
-        return numbers * work.narrow + 2 * work.split * (work.wide if work.fused_norm else work.narrow)
-    if work.fused_norm:
-        return numbers * work.narrow + work.split * work.wide
-    return 2 * numbers * work.wide + work.split * work.wide
+    one = work.whole * arch.ffn / work.tp * work.narrow
+    inner = (copies - 1) * one + product_kept(work, arch.ffn, one)
+    return norm_kept(work) + entering_kept(work, 2 if arch.mlp == "swiglu" else 1) + inner + masks
 
 
 def _weights(work: Work) -> float:
@@ -118,7 +148,9 @@ def _selected(work: Work, mixture: bool) -> float:
 
 def _dense_selected(work: Work) -> float:
     gated = 2 if work.arch.mlp == "swiglu" else 1
-    return work.whole * (gated * work.arch.ffn / work.tp + work.arch.hidden) * work.narrow
+    # No gradient needs what the last product returns. The compiler knows that; torch's own policy keeps it.
+    last = 0 if work.compiled else work.arch.hidden
+    return work.whole * (gated * work.arch.ffn / work.tp + last) * work.narrow
 
 
 def passing(work: Work) -> float:
@@ -139,7 +171,7 @@ def _products(work: Work) -> float:
 def _logits(work: Work) -> float:
     """Log-probabilities; of a loss in chunks the gradient of the projection, which the forward has made already."""
     if work.chunk:
-        return work.vocab * work.arch.hidden * work.narrow
+        return work.vocab / work.tp * work.arch.hidden * work.narrow
     return work.whole * work.vocab / work.tp * work.wide
 
 
@@ -147,11 +179,13 @@ def _loss(work: Work) -> float:
     """Beside the log-probabilities: their gradient and the logits' own, both wide before they are narrowed.
 
     Over cut logits torch writes the gradient out of three wide temporaries. In chunks there are a chunk's logits and,
-    if it is not the only one, the projection's gradient twice, wide: the sum so far and the next.
+    if it is not the only one, the projection's gradient twice, wide: the sum so far and the next. Only then is that
+    narrowed to what is kept.
     """
     if work.chunk:
-        sums = 2 * work.vocab * work.arch.hidden * work.wide if work.chunk < work.whole else 0
-        return work.chunk * work.vocab * work.narrow + sums
+        numbers = work.vocab / work.tp * work.arch.hidden
+        sums = numbers * (2 * work.wide - work.narrow) if work.chunk < work.whole else 0
+        return work.chunk * work.vocab / work.tp * work.narrow + sums
     logits = work.whole * work.vocab / work.tp
     if work.holds.logits_bytes:
         return logits * max(work.holds.logits_bytes - work.wide, 0.0)

@@ -21,6 +21,8 @@ Name = Literal[
     "workspace",
     "slack",
     "context",
+    "states",
+    "pieces",
 ]
 
 
@@ -40,6 +42,9 @@ class Rest(msgspec.Struct, frozen=True, kw_only=True):
     gathered_at_loss: float = 0.0
     block_share: float = 0.0  # of all gradients, a block's
     begin_share: float = 0.0  # and those that the backward makes last, before the blocks
+    gathered_at_end: float | None = None  # when the last backward reaches the first block; None: as ever
+    outside: float = 0.0  # gathered, of what is outside the blocks: summed last
+    outside_sums: float = 0.0  # its gradient as it came, and wide for the sum; 0: it is not summed as a whole
     update: float = 0.0  # what the optimizer's step makes beside its states
 
     def of(self, name: Name) -> float:

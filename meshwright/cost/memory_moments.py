@@ -26,6 +26,7 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     lines: tuple[Line, ...]
     bytes: int
+    sent: float  # to the host, by the microbatches in flight when most of it is there
 
 
 class _Rank(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +37,7 @@ class _Rank(msgspec.Struct, frozen=True, kw_only=True):
     rest: Rest
     parts: Mapping[int, Kept]  # what a microbatch keeps, by stage
     output: float  # of its logits, what torch's pipeline holds from the last stage's forward to its backward
+    narrowed: float  # what is left of log-probabilities between the halves of a backward: the logits' gradient, narrow
     before: float  # logits of the microbatch before, where something still holds them
 
 
@@ -59,11 +61,17 @@ def peak(job: Job, place: Mapping[str, int]) -> Moment:
             found += round(size) - resting[name]
         return found
 
-    fullest = max(_moments(rank, place.get("pp", 0)), key=held)
+    moments = list(_moments(rank, place.get("pp", 0)))
+    fullest = max(moments, key=held)
     lines = tuple(
         Line(name=name, bytes=round(fullest.changed.get(name, size)), why=why) for name, size, why in rank.rest.lines
     )
-    return Moment(name=_words(job, fullest), lines=lines, bytes=sum(line.bytes for line in lines))
+    sent = max((_sent(rank, then.scene) for then in moments), default=0.0) if rank.work.sent else 0.0
+    return Moment(name=_words(job, fullest), lines=lines, bytes=sum(line.bytes for line in lines), sent=sent)
+
+
+def _sent(rank: _Rank, scene: Scene | None) -> float:
+    return sum(rank.parts[stage].sent * count for stage, count in scene.kept) if scene else 0.0
 
 
 def _rank(job: Job, place: Mapping[str, int]) -> _Rank:
@@ -76,6 +84,7 @@ def _rank(job: Job, place: Mapping[str, int]) -> _Rank:
         rest=_rest(_layout(job), tuple(sorted(place.items()))),
         parts=parts,
         output=work.narrow / work.wide if holds_output else 0.0,
+        narrowed=work.narrow / work.wide,
         before=logits / work.wide * holds.logits_left if job.plan.accumulate > 1 else 0.0,
     )
 
@@ -110,10 +119,16 @@ def _backward(rank: _Rank, scene: Scene) -> Iterator[_Then]:
     inside: Lines = {"recompute": part.anew, "backward": part.passing, "logits": flying["logits"] - part.logits}
     after = flying | inside
     yield _Then("the first block of a backward", scene, after | none)
-    left = after["activations"] - part.activations + part.first_run
+    left = after["activations"] - part.activations - part.pair + part.first_run
     missing = 0.0 if summed_before else rest.block_share * part.first_blocks + rest.begin_share
     grown: Lines = {"activations": left, "gradients": rest.of("gradients") * max(1 - missing, 0)}
+    if rest.gathered_at_end is not None:
+        grown["gathered"] = rest.gathered_at_end
     yield _Then("the last block of a backward", scene, after | grown)
+    if rest.outside_sums:
+        ended: Lines = {"activations": left - part.first_run, "recompute": 0, "backward": 0}
+        sums: Lines = {"gathered": rest.outside, "buffers": rest.outside_sums}
+        yield _Then("the sum of what is outside the blocks", scene, after | ended | sums)
     if rank.job.arch.tied and plan.pp == 1:
         gone: Lines = {"activations": left - part.first_run, "recompute": 0}
         gone["backward"] = 2 * _table(rank.work)  # the lookup's gradient, and its sum with the projection's
@@ -124,8 +139,14 @@ def _flying(rank: _Rank, scene: Scene) -> Lines:
     """What microbatches in flight have left on a rank."""
     parts = rank.parts
     activations = sum(parts[stage].activations * count for stage, count in scene.kept)
-    activations += sum(parts[stage].between * count for stage, count in scene.between)
-    logits = sum((parts[stage].logits + parts[stage].logits * rank.output) * count for stage, count in scene.kept)
+    activations += sum((parts[stage].between + parts[stage].sent) * count for stage, count in scene.between)
+    activations += sum(_near(parts[stage], stage == scene.stage, count) for stage, count in scene.kept)
+    halved = dict(scene.between)
+    logits = sum(
+        parts[stage].logits
+        * ((1 + rank.output) * (count - halved.get(stage, 0)) + rank.narrowed * halved.get(stage, 0))
+        for stage, count in scene.kept
+    )
     found: Lines = {"activations": activations, "logits": logits + rank.before}
     if rank.rest.buffered:
         found["gathered"] = rank.work.left
@@ -135,6 +156,16 @@ def _flying(rank: _Rank, scene: Scene) -> Lines:
         if not scene.summing:
             found["gradients"] = found["waiting"] = 0
     return found
+
+
+def _near(part: Kept, active: bool, microbatches: int) -> float:
+    """Of what blocks send to the host, the bytes still here, or here again.
+
+    A stage at work has two blocks, and while it goes back the last one of a later forward, which has not left yet.
+    """
+    if not microbatches:
+        return 0.0
+    return part.pair + part.largest * (microbatches > 1) if active else part.largest
 
 
 def _table(work: Work) -> float:
@@ -160,7 +191,15 @@ def _layout(job: Job) -> Job:
     """The job without what no state depends on, so that jobs that differ in it alone are counted once."""
     plan = job.plan
     accumulate = settled(plan.schedule, plan.pp, plan.accumulate)
-    plan = msgspec.structs.replace(plan, microbatch=1, accumulate=accumulate, recompute="none", kernels="auto")
+    plan = msgspec.structs.replace(
+        plan,
+        microbatch=1,
+        accumulate=accumulate,
+        recompute="none",
+        kernels="auto",
+        compress="none",
+        activations="device",
+    )
     return msgspec.structs.replace(job, plan=plan, sequence=0)
 
 

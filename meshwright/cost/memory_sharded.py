@@ -8,6 +8,7 @@ from functools import cache
 from meshwright.cost.job import Job
 from meshwright.cost.memory_line import Name, Rest
 from meshwright.cost.memory_states import gathered_outside, states
+from meshwright.cost.memory_widths import MOMENTS, slot_bytes, update_bytes
 from meshwright.cost.traffic_held import Seat, groups, local_shape
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import count, params
@@ -16,9 +17,11 @@ from meshwright.spec.params import count, params
 def sharded(job: Job, place: Mapping[str, int]) -> Rest:
     """Of our own trainer, and of others that shard as `fully_shard` does."""
     plan, holds = job.plan, job.stack.holds
-    held = {line.name: line for line in states(job.arch, plan, place)}
+    held = {line.name: line for line in states(job.arch, plan, place, job.rounding)}
     outside = gathered_outside(job.arch, plan, place) if plan.zero == 3 and plan.pp == 1 else held["gathered"].bytes
-    updated = held["moments"].bytes / 2 / (8 if plan.precision == "fp64" else 4)
+    updated = held["moments"].bytes / MOMENTS / (8 if plan.precision == "fp64" else 4)
+    largest = largest_weight(job.arch) // plan.shards
+    slots = slot_bytes(plan, largest, job.states)
     lines: list[tuple[Name, float, str]] = [(line.name, line.bytes, line.why) for line in held.values()]
     return Rest(
         lines=(
@@ -28,15 +31,24 @@ def sharded(job: Job, place: Mapping[str, int]) -> Rest:
             ("backward", 0, "gradients of activations inside one block"),
             ("logits", 0, "log-probabilities, and at the loss their gradients"),
             ("buffers", _reducing(job, place), "a block's gradient as it came, and wide for the sum over ranks"),
-            ("update", 0, "what the optimizer's step makes beside its states"),
+            ("update", slots, "what the optimizer's step makes beside its states, and pieces of them on their way"),
             ("workspace", holds.workspace_bytes, "of the device's libraries"),
         ),
         buffered=False,
         block_share=max(param_counts(job.arch)[0]) / count(job.arch),
         begin_share=param_counts(job.arch)[1] / count(job.arch),
         gathered_at_loss=outside,
-        update=holds.update_bytes * updated,
+        gathered_at_end=_left_at_end(job, place),
+        outside=gathered_outside(job.arch, plan, place),
+        outside_sums=_outside_sums(job, place),
+        update=holds.update_bytes * updated + slots + update_bytes(plan, largest, job.rounding, job.states),
     )
+
+
+@cache
+def largest_weight(arch: Arch) -> int:
+    """Numbers of the largest weight."""
+    return max(param.numel for param in params(arch))
 
 
 @cache
@@ -53,6 +65,35 @@ def param_counts(arch: Arch) -> tuple[tuple[int, ...], int]:
     return tuple(blocks[layer] for layer in range(arch.layers)), begin
 
 
+def _left_at_end(job: Job, place: Mapping[str, int]) -> float | None:
+    """Gathered weights when a lone backward reaches the first block: each block's go when its gradient is summed."""
+    plan = job.plan
+    if plan.zero == 3 or plan.shadow or plan.accumulate > 1 or plan.pp > 1:  # a shadow stays, as between microbatches
+        return None
+    blocks, outside, seat = _unsummed(job, place)
+    return (blocks + outside) * seat.narrow if gathered_outside(job.arch, plan, place) else None
+
+
+def _outside_sums(job: Job, place: Mapping[str, int]) -> float:
+    """Of what is outside the blocks, the gradient as it came, and its copy in the precision of sums."""
+    _, outside, seat = _unsummed(job, place)
+    alone = job.plan.world == 1 and seat.narrow == seat.wide
+    return 0 if job.plan.shadow or job.plan.pp > 1 or alone else outside * (seat.narrow + seat.wide)
+
+
+def _unsummed(job: Job, place: Mapping[str, int]) -> tuple[int, int, Seat]:
+    """Numbers in the largest block, and outside the blocks, before they are cut into shards."""
+    seat = Seat(arch=job.arch, plan=job.plan, sequence=0, place=place)
+    blocks, outside = [0], 0
+    for group in groups(seat):
+        numbers = sum(math.prod(local_shape(param, seat)) for param in group.params)
+        if group.params[0].layer >= 0:
+            blocks.append(numbers)
+        else:
+            outside += numbers
+    return max(blocks), outside, seat
+
+
 def _reducing(job: Job, place: Mapping[str, int]) -> int:
     """The largest block's gradient as it came, and its copy in the precision of sums; a lone fp32 rank has neither.
 
@@ -67,12 +108,6 @@ def _reducing(job: Job, place: Mapping[str, int]) -> int:
     if job.plan.shadow:
         largest = max(math.prod(local_shape(param, seat)) for group in groups(seat) for param in group.params)
         return largest * (seat.narrow + seat.wide)
-    blocks, outside = [0], 0
-    for group in groups(seat):
-        numbers = sum(math.prod(local_shape(param, seat)) for param in group.params)
-        if group.params[0].layer >= 0:
-            blocks.append(numbers)
-        else:
-            outside += numbers
+    largest, outside, _ = _unsummed(job, place)
     waits = outside if job.plan.pp == 1 else 0  # a pipeline keeps all gradients wide, among those that wait
-    return max(blocks) * (seat.narrow + seat.wide) + waits * seat.narrow
+    return largest * (seat.narrow + seat.wide) + waits * seat.narrow

@@ -11,7 +11,9 @@ from functools import lru_cache
 
 import msgspec
 
+from meshwright.cost.job import Rounding
 from meshwright.cost.memory_line import Line
+from meshwright.cost.memory_widths import shares_weights, widths
 from meshwright.cost.traffic_held import Group, Seat, grid, groups, local_shape, padded, placement, share
 from meshwright.cost.traffic_weights import IN_SIGHT
 from meshwright.spec.arch import Arch
@@ -19,11 +21,10 @@ from meshwright.spec.params import Param, Split
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import Schedule, actions
 
-MOMENTS = 2  # AdamW keeps a mean and a mean square of every gradient
 FIRST: Mapping[str, int] = {}  # the place of the first rank: every coordinate is 0
 
 
-def states(arch: Arch, plan: Plan, place: Mapping[str, int] = FIRST) -> tuple[Line, ...]:
+def states(arch: Arch, plan: Plan, place: Mapping[str, int] = FIRST, rounding: Rounding = "master") -> tuple[Line, ...]:
     """What one rank holds of the model, its gradient and its optimizer.
 
     `place`: the rank's coordinates on the plan's axes. Ranks differ by their pipeline stages and, where a dim does not
@@ -31,33 +32,21 @@ def states(arch: Arch, plan: Plan, place: Mapping[str, int] = FIRST) -> tuple[Li
     """
     seat = Seat(arch=arch, plan=plan, sequence=0, place=place)  # states do not depend on the sequence
     held = tuple(groups(seat))
-    shard = sum(_stored(group, seat) for group in held)
+    stored = sum(_stored(group, seat) for group in held) // seat.wide
+    updated = sum(_updated(group, seat) for group in held) // seat.wide
     among = f"over {plan.shards} ranks" if plan.shards > 1 else "whole"
+    width = widths(plan, rounding)
+    summed = stored * width.gradient
+    gathered = 0 if shares_weights(plan, rounding) else _gathered(held, seat)
+    low = (Line(name="master", bytes=updated * width.low, why=f"the bits that bf16 leaves out, {among}"),)
     return (
-        Line(name="weights", bytes=shard, why=f"{_name(seat.wide)}, {among}, filled up to equal parts"),
-        Line(name="gradients", bytes=_summed(shard, seat), why=f"{_summed_as(seat)}, {among}, after the last backward"),
-        Line(
-            name="moments",
-            bytes=MOMENTS * sum(_updated(group, seat) for group in held),
-            why=f"AdamW's two, {_name(seat.wide)}, {among}",
-        ),
-        Line(name="gathered", bytes=_gathered(held, seat), why=_why_gathered(plan)),
-        Line(name="waiting", bytes=max(_unsummed(held, seat) - shard, 0), why=_why_waiting(plan)),
+        Line(name="weights", bytes=stored * width.weight, why=_why_weights(seat, width.weight, among)),
+        Line(name="gradients", bytes=summed, why=f"{_name(width.gradient, plan)}, {among}, after the last backward"),
+        Line(name="moments", bytes=updated * width.moments, why=_why_moments(seat, among)),
+        *(low if width.low else ()),
+        Line(name="gathered", bytes=gathered, why=_why_gathered(plan, rounding)),
+        Line(name="waiting", bytes=max(_unsummed(held, seat) - summed, 0), why=_why_waiting(plan)),
     )
-
-
-def _leaves_narrow(plan: Plan) -> bool:
-    """Whether a rank with a shadow leaves the gradient of its only microbatch as narrow as it came."""
-    return plan.shadow and plan.accumulate == 1
-
-
-def _summed(shard: int, seat: Seat) -> int:
-    """Bytes of the gradient, from those of the weights."""
-    return shard * seat.narrow // seat.wide if _leaves_narrow(seat.plan) else shard
-
-
-def _summed_as(seat: Seat) -> str:
-    return seat.plan.precision if _leaves_narrow(seat.plan) else _name(seat.wide)
 
 
 def _stored(group: Group, seat: Seat) -> int:
@@ -247,8 +236,24 @@ def _instants(schedule: Schedule, pp: int, chunks: int, microbatches: int, rank:
     return frozenset(found)
 
 
-def _why_gathered(plan: Plan) -> str:
-    if not _copies(plan):
+def _why_weights(seat: Seat, width: int, among: str) -> str:
+    if seat.plan.offload != "none":
+        return f"{_name(width, seat.plan)}, {among}: the wide ones are in {_home(seat.plan)}"
+    return f"{_name(width, seat.plan)}, {among}, filled up to equal parts"
+
+
+def _why_moments(seat: Seat, among: str) -> str:
+    if seat.plan.offload != "none":
+        return f"AdamW's two are in {_home(seat.plan)}"
+    return f"AdamW's two, {_name(seat.wide, seat.plan)}, {among}"
+
+
+def _home(plan: Plan) -> str:
+    return {"host": "host memory", "disk": "files", "none": "place"}[plan.offload]
+
+
+def _why_gathered(plan: Plan, rounding: Rounding) -> str:
+    if not _copies(plan) or shares_weights(plan, rounding):
         return "nothing: the weights are used where they lie"
     if plan.pp > 1:
         return f"{plan.precision}, the stages that are computed next, of {placement(plan).count(0)} on a rank"
@@ -265,5 +270,7 @@ def _why_waiting(plan: Plan) -> str:
     return "whole gradients until the last microbatch, beyond the shard that remains of them"
 
 
-def _name(size: int) -> str:
-    return {4: "fp32", 8: "fp64"}[size]
+def _name(size: int, plan: Plan) -> str:
+    """The numbers that have so many bytes."""
+    narrow = plan.precision if plan.precision in ("bf16", "fp16") else "bf16"
+    return {2: narrow, 4: "fp32", 8: "fp64"}[size]

@@ -6,14 +6,13 @@ from typing import Literal
 import msgspec
 
 from meshwright.cost.job import Job
-from meshwright.cost.traffic_held import ITEM_BYTES
+from meshwright.cost.traffic_held import ITEM_BYTES, chunk_rows, has_chunks
 from meshwright.spec.arch import Arch
 from meshwright.spec.holding import Holding
 from meshwright.spec.plan import Plan
 
-COMPILED_COPIES = 3.0  # of a gated layer: gate, up and their product
-CHUNK_BYTES = 2**31  # of logits in one chunk of the fused loss, as in kernels/cross_entropy.py
-CHUNK_ROWS = 1024  # its rows are a multiple of this
+FUSED_COPIES = 3.0  # of a gated layer: gate, up and their product
+OURS = "meshwright"  # the stack whose fp8 products are those of kernels/linear8.py
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +33,11 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     left: float  # bytes of gathered tensors that cannot be reused at once
     out_copies: int  # of attention's result: where queries lie by head so does it, and the projection reads a copy
     fused_norm: bool = True  # a CPU has no fused norm of root mean squares
+    compiled: bool = False  # blocks are, each by itself
+    coded: bool = False  # blocks keep what they can in codes of eight bits
+    sent: bool = False  # and what they keep on the host
+    last_stays: bool = False  # but for the last block, whose backward comes at once
+    codes: bool = False  # products of blocks keep their inputs and weights as fp8 codes
 
     @property
     def drops(self) -> bool:
@@ -59,7 +63,8 @@ def work_of(job: Job, fused_norm: bool = True) -> Work:
     narrow = ITEM_BYTES[plan.precision]
     return Work(
         arch=job.arch,
-        holds=_compiled(stack.holds) if plan.compile else stack.holds,
+        holds=_fused(stack.holds) if plan.compile or _has_kernels(job) else stack.holds,
+        compiled=plan.compile,
         whole=whole,
         split=whole // plan.tp if stack.sequence_parallel else whole,
         sequence=job.sequence,
@@ -69,16 +74,27 @@ def work_of(job: Job, fused_norm: bool = True) -> Work:
         wide=max(narrow, 4),
         attention=stack.attention,
         mask=plan.microbatch * job.sequence**2 if job.masked and _asks_whole_rows(plan) else 0,
-        chunk=_chunk(job, narrow),
+        chunk=_chunk(job),
         left=stack.holds.gathered_left * whole * job.arch.hidden if _leaves(plan, stack.holds) else 0.0,
         out_copies=1 if job.arch.positions == "rope" or (plan.cp > 1 and plan.cp_kind == "ulysses") else 0,
         fused_norm=fused_norm,
+        coded=plan.compress != "none",
+        sent=plan.activations == "host",
+        last_stays=plan.pp == 1,
+        # A compiled block computes them anew; with a scale for every row the numbers themselves are kept.
+        codes=stack.name == OURS and plan.precision == "fp8" and plan.scaling == "tensor" and not plan.compile,
     )
 
 
-def _compiled(holds: Holding) -> Holding:
-    """A compiled block computes the gate's activation anew from the gate."""
-    return msgspec.structs.replace(holds, gated_copies=min(holds.gated_copies, COMPILED_COPIES))
+def _fused(holds: Holding) -> Holding:
+    """A compiled block, or one with kernels of ours, computes the gate's activation anew from the gate."""
+    return msgspec.structs.replace(holds, gated_copies=min(holds.gated_copies, FUSED_COPIES))
+
+
+def _has_kernels(job: Job) -> bool:
+    """Whether a block's gates are kernels of ours, as parallel/eager.py puts them."""
+    plan = job.plan
+    return job.stack.holds.chunked_loss and plan.kernels != "plain" and plan.tp == 1 and plan.precision != "fp64"
 
 
 def _asks_whole_rows(plan: Plan) -> bool:
@@ -86,14 +102,12 @@ def _asks_whole_rows(plan: Plan) -> bool:
     return plan.cp == 1 or plan.cp_kind == "ulysses"
 
 
-def _chunk(job: Job, narrow: int) -> int:
-    """Rows of a chunk of the fused loss: cut logits and those of a pipeline's last stage exist as a whole."""
+def _chunk(job: Job) -> int:
+    """Rows of a chunk of the fused loss; 0 where all logits exist."""
     plan = job.plan
-    whole = plan.tp > 1 or plan.pp > 1 or plan.kernels == "plain" or plan.precision == "fp64"
-    if whole or not job.stack.holds.chunked_loss:
+    if not (has_chunks(plan) and job.stack.holds.chunked_loss):
         return 0
-    rows = max(CHUNK_BYTES // (job.arch.vocab * narrow) // CHUNK_ROWS, 1) * CHUNK_ROWS
-    return min(rows, plan.microbatch * job.sequence // plan.cp)
+    return min(chunk_rows(job.arch.vocab, plan), plan.microbatch * job.sequence // plan.cp)
 
 
 def _leaves(plan: Plan, holds: Holding) -> bool:

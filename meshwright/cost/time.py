@@ -110,8 +110,8 @@ def _weights(job: Job, known: Course) -> WeightSeconds:
     for rank in {0, job.plan.pp - 1}:
         mine = known.stages.of(rank)
         behind = Behind(
-            forward=sum(each.forward.seconds for each in mine),
-            backward=sum(each.seconds - each.forward.seconds for each in mine),
+            forward=sum(each.forward.seconds - each.forward.link for each in mine),
+            backward=sum(each.seconds - each.forward.seconds - each.input.link for each in mine),
         )
         found.append(weight_seconds(job, rank, known.at.rates, behind))
     return max(found, key=lambda each: each.seconds)
@@ -154,6 +154,7 @@ def _waterfall(job: Job, known: Course, working: Passes) -> Iterator[Share]:
         "elementwise": (once.elementwise, "norms, activations, sums, losses: memory traffic between products"),
         "launch": (once.launch, "the device waits for the host to start small kernels"),
         "recompute": (working.again.seconds, "forwards that the backward does anew"),
+        "link": (once.link, "activations go to the host and come back, beyond what a block's arithmetic hides"),
         "tp": (once.tp, "hidden states gathered and summed over tp"),
         "cp": (once.cp, "keys and values, or heads, exchanged over cp"),
         "ep": (once.ep, "rows sent to their experts and back"),
@@ -164,6 +165,7 @@ def _waterfall(job: Job, known: Course, working: Passes) -> Iterator[Share]:
         "replicate": (weights.replicate, "gradients summed over copies, beyond what the backward hides"),
         "tied": (weights.tied, "the two copies of a tied embedding add up their gradients"),
         "optimizer": (weights.optimizer, "the update reads and writes every weight and its states"),
+        "offload": (weights.offload, "the next forward waits for states that are updated elsewhere"),
         "host": (job.stack.speed.step_seconds, "data, logging and launches once a step"),
     }
     return (Share(name=name, seconds=spent, why=why) for name, (spent, why) in whys.items() if spent)

@@ -4,8 +4,9 @@ from functools import lru_cache
 
 from meshwright.cost.job import Job
 from meshwright.cost.kernels import slowest
+from meshwright.cost.time_away import NOTHING, away_of
 from meshwright.cost.time_layer import Bench, again, bench, block, ends
-from meshwright.cost.time_stages import Kind, kinds_of, least_pipeline, lengths_of, placed
+from meshwright.cost.time_stages import Keep, Kind, kinds_of, least_pipeline, lengths_of, placed, stage_passes
 from meshwright.cost.time_weights import Behind, least_seconds
 from meshwright.spec.efficiency import Efficiency
 from meshwright.spec.recompute import by_operation, runs
@@ -22,7 +23,7 @@ def lower_bound(job: Job, efficiency: Efficiency | None = None) -> float:
     kinds, places = kinds_of(job.arch, lengths_of(job))
     ranks = placed(job.plan.schedule, job.plan.pp, job.plan.chunks)
     mine = [place for place, rank in zip(places, ranks, strict=True) if rank == 0]
-    timed = [_seconds(at, kind, "none") for kind in kinds]
+    timed = [_seconds(at, kind, ("none", NOTHING)) for kind in kinds]
     forward = sum(timed[place][1] for place in mine)
     behind = Behind(forward=forward, backward=sum(timed[place][0] for place in mine) - forward)
     more, together = least_seconds(job, 0, at.rates, behind)
@@ -31,15 +32,20 @@ def lower_bound(job: Job, efficiency: Efficiency | None = None) -> float:
 
 def _working(at: Bench, job: Job) -> float:
     kinds, places = kinds_of(job.arch, lengths_of(job))
-    timed = [_seconds(at, kind, job.plan.recompute) for kind in kinds]
+    keep = (job.plan.recompute, away_of(job.plan))
+    timed = [_seconds(at, kind, keep) for kind in kinds]
     seconds, forwards = [timed[place][0] for place in places], [timed[place][1] for place in places]
     return least_pipeline(seconds, forwards, job.plan) * (1 + slowest(job.plan.world, at.rates))
 
 
 @lru_cache(maxsize=16384)
-def _seconds(at: Bench, kind: Kind, recompute: str) -> tuple[float, float]:
+def _seconds(at: Bench, kind: Kind, keep: Keep) -> tuple[float, float]:
     """One microbatch through a stage, and its forward alone."""
+    recompute, away = keep
     outside = ends(at, kind.first, kind.last)
+    if away != NOTHING:
+        passes = stage_passes(at, kind.dense, kind.mixtures, keep) + outside
+        return passes.seconds, passes.forward.seconds
     whole, forward = outside.seconds, outside.forward.seconds
     for mixture, count in ((False, kind.dense), (True, kind.mixtures)):
         if count:

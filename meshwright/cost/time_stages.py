@@ -9,6 +9,7 @@ import msgspec
 from meshwright.cost.job import Job
 from meshwright.cost.links import axis_span, collective_seconds
 from meshwright.cost.simulate import StageCost, makespan
+from meshwright.cost.time_away import NOTHING, Away, away_of, with_away
 from meshwright.cost.time_layer import Bench, again, block, ends
 from meshwright.cost.time_terms import Passes
 from meshwright.spec.arch import Arch
@@ -32,6 +33,9 @@ class Stages(msgspec.Struct, frozen=True, kw_only=True):
         return [each for each, on in zip(self.passes, self.ranks, strict=True) if on == rank]
 
 
+Keep = tuple[str, Away]  # what the backward computes anew, and what becomes of what is kept
+
+
 class Kind(NamedTuple):
     """What the time of a stage depends on."""
 
@@ -44,7 +48,8 @@ class Kind(NamedTuple):
 def stages_of(at: Bench, job: Job) -> Stages:
     """The stages of a job; a model without a pipeline is one."""
     plan = job.plan
-    return _timed(at, lengths_of(job), placed(plan.schedule, plan.pp, plan.chunks), plan.recompute, _send(at, job))
+    ranks = placed(plan.schedule, plan.pp, plan.chunks)
+    return _timed(at, lengths_of(job), ranks, (plan.recompute, away_of(plan)), _send(at, job))
 
 
 @lru_cache(maxsize=1024)
@@ -59,10 +64,10 @@ def lengths_of(job: Job) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=8192)
-def _timed(at: Bench, lengths: tuple[int, ...], ranks: tuple[int, ...], recompute: str, send: float) -> Stages:
+def _timed(at: Bench, lengths: tuple[int, ...], ranks: tuple[int, ...], keep: Keep, send: float) -> Stages:
     """Most stages are alike, so each kind is timed once."""
     kinds, places = kinds_of(at.arch, lengths)
-    timed = [_stage(at, kind.dense, kind.mixtures, recompute) + ends(at, kind.first, kind.last) for kind in kinds]
+    timed = [stage_passes(at, kind.dense, kind.mixtures, keep) + ends(at, kind.first, kind.last) for kind in kinds]
     seconds = [passes.seconds for passes in timed]
     return Stages(
         passes=tuple([timed[place] for place in places]),
@@ -86,17 +91,32 @@ def kinds_of(arch: Arch, lengths: tuple[int, ...]) -> tuple[tuple[Kind, ...], tu
 
 
 @lru_cache(maxsize=8192)
-def _stage(at: Bench, dense: int, mixtures: int, recompute: str) -> Passes:
+def stage_passes(at: Bench, dense: int, mixtures: int, keep: Keep) -> Passes:
     """The blocks of a stage; of those that are computed anew, each kind has its fair share."""
+    recompute, away = keep
     layers = dense + mixtures
     anew = sum(map(len, runs(recompute, layers))) / layers if layers else 0.0
+    operations = by_operation(recompute)
     total = Passes()
     for mixture, count in ((False, dense), (True, mixtures)):
-        if count:
-            one = block(at, mixture)
-            repeated = again(at, mixture, by_operation(recompute)) * anew
-            total += Passes(forward=one.forward, again=repeated, input=one.input, weight=one.weight) * count
+        if not count:
+            continue
+        if away == NOTHING:  # what is computed anew is all that blocks differ in
+            repeated = again(at, mixture, operations) * anew
+            total += msgspec.structs.replace(block(at, mixture), again=repeated) * count
+        else:
+            total += _kept_so(at, mixture, away, None) * (count * (1 - anew))
+            total += _kept_so(at, mixture, away, operations) * (count * anew)
     return total
+
+
+@lru_cache(maxsize=8192)
+def _kept_so(at: Bench, mixture: bool, away: Away, operations: bool | None) -> Passes:
+    """One block, which computes nothing anew (None), costly operations apart (True), or everything."""
+    one = block(at, mixture)
+    if operations is not None:
+        one = msgspec.structs.replace(one, again=again(at, mixture, operations))
+    return with_away(at, away, mixture, one)
 
 
 def _send(at: Bench, job: Job) -> float:

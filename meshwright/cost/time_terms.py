@@ -13,10 +13,12 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     cp: float = 0.0
     ep: float = 0.0
     launch: float = 0.0  # the device waits for the host
+    link: float = 0.0  # and for activations on their way to and from the host's memory
 
     @property
     def seconds(self) -> float:
-        return self.products + self.attention + self.elementwise + self.tp + self.cp + self.ep + self.launch
+        work = self.products + self.attention + self.elementwise + self.launch
+        return work + self.tp + self.cp + self.ep + self.link
 
     def __add__(self, other: "Terms") -> "Terms":
         return Terms(
@@ -27,6 +29,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             cp=self.cp + other.cp,
             ep=self.ep + other.ep,
             launch=self.launch + other.launch,
+            link=self.link + other.link,
         )
 
     def __mul__(self, times: float) -> "Terms":
@@ -38,6 +41,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             cp=self.cp * times,
             ep=self.ep * times,
             launch=self.launch * times,
+            link=self.link * times,
         )
 
 

@@ -8,10 +8,11 @@ import msgspec
 from meshwright.cost.job import Job
 from meshwright.cost.kernels import Rates, moved_seconds
 from meshwright.cost.links import call_seconds, inside_seconds
+from meshwright.cost.time_away import ROUNDED_BYTES, exposed_update, offload_seconds
 from meshwright.cost.time_layer import exposed
 from meshwright.cost.traffic_collective import Collective
 from meshwright.cost.traffic_held import Seat, groups, local_shape
-from meshwright.cost.traffic_weights import IN_SIGHT, weight_traffic
+from meshwright.cost.traffic_weights import IN_SIGHT, data_traffic
 from meshwright.spec.arch import Arch
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.plan import Plan
@@ -21,7 +22,6 @@ from meshwright.spec.stack import Stack
 ROUNDS = 8  # of a pipeline, that its weights are followed through; longer steps go on in proportion
 SHARDED = ("shard", "expert_shard")
 COPIED = ("replicate", "expert_replicate")
-TIMED = (*SHARDED, *COPIED, "tied")
 V_SHAPED = ("zbv", "dualpipev")  # stages go down the ranks and up again
 
 
@@ -32,10 +32,11 @@ class WeightSeconds(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     replicate: float = 0.0
     tied: float = 0.0
     optimizer: float = 0.0
+    offload: float = 0.0
 
     @property
     def seconds(self) -> float:
-        return self.shard + self.replicate + self.tied + self.optimizer
+        return self.shard + self.replicate + self.tied + self.optimizer + self.offload
 
 
 class Behind(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -55,6 +56,7 @@ class Sent(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     optimizer: float
     contended_shard: float  # what arithmetic loses to the gathers and scatters beside it
     contended_copies: float
+    update: float = 0.0  # of states that are elsewhere, behind which the next forward begins
 
     @property
     def exposed(self) -> float:
@@ -72,6 +74,7 @@ def weight_seconds(job: Job, rank: int, at: Rates, behind: Behind) -> WeightSeco
         replicate=exposed(every.copies, left, speed.overlap_replicate) + every.contended_copies,
         tied=every.tied,
         optimizer=every.optimizer,
+        offload=exposed_update(every.update, behind.forward, job.arch.layers) if every.update else 0.0,
     )
 
 
@@ -92,10 +95,21 @@ def sent(job: Job, rank: int, at: Rates) -> Sent:
     """The collectives and the update of a rank's weights; long steps of a pipeline gather in proportion."""
     plan = job.plan
     brief = _essence(plan)
-    found = _sent(job.arch, brief, rank, job.cluster, job.stack, at)
+    found = _updated(job, rank, _sent(job.arch, brief, rank, job.cluster, job.stack, at))
     if plan.chunks <= IN_SIGHT or plan.accumulate == brief.accumulate:
         return found
     return msgspec.structs.replace(found, gather=found.gather * (plan.accumulate / brief.accumulate))
+
+
+def _updated(job: Job, rank: int, found: Sent) -> Sent:
+    """The same with an update that rounds, or of states that are elsewhere."""
+    plan, usual = job.plan, job.stack.speed.optimizer_bytes
+    if plan.offload != "none":
+        update = offload_seconds(plan, held(job.arch, plan, rank), job.cluster, job.states)
+        return msgspec.structs.replace(found, optimizer=0.0, update=update)
+    if job.rounding == "master":
+        return found
+    return msgspec.structs.replace(found, optimizer=found.optimizer / usual * ROUNDED_BYTES)
 
 
 @lru_cache(maxsize=16384)
@@ -106,6 +120,8 @@ def _sent(arch: Arch, plan: Plan, rank: int, cluster: Cluster, stack: Stack, at:
 
     def contended(axes: tuple[str, ...], overlap: float) -> float:
         """Both want the device's memory and some of its processors."""
+        if not speed.contention:
+            return 0.0
         inside = sum(inside_seconds(call, plan, cluster) for call in calls if call.axis in axes)
         return speed.contention * overlap * inside
 
@@ -163,13 +179,16 @@ def _essence(plan: Plan) -> Plan:
         compile=False,
         deterministic=False,
         cp_kind="ring",
+        compress="none",
+        activations="device",
+        offload="none",
     )
 
 
 def _calls(arch: Arch, plan: Plan, rank: int) -> list[Collective]:
     """What the weights of a rank send over the data axes, and between tied copies."""
     seat = Seat(arch=arch, plan=plan, sequence=1, place={"pp": rank})
-    return [call for call in weight_traffic(seat) if call.axis in TIMED]
+    return list(data_traffic(seat))
 
 
 def held(arch: Arch, plan: Plan, rank: int) -> float:

@@ -49,11 +49,17 @@ def _over_tp(part: Part, seat: Seat) -> Iterator[Collective]:
 
 
 def _loss_over_tp(part: Part, seat: Seat) -> Iterator[Collective]:
-    """For every position the maximum of its logits, the sum of their exponentials, and the target's own."""
+    """For every position the maximum of its logits, the sum of their exponentials, and the target's own.
+
+    In chunks of positions, the last of which may be smaller.
+    """
     if seat.plan.tp > 1 and part.last:
-        numbers = seat.plan.microbatch * seat.positions
-        count = 3 * seat.plan.accumulate
-        yield Collective(kind="all_reduce", axis="tp", count=count, bytes=numbers * seat.wide)
+        rows = seat.loss_rows
+        chunks, rest = divmod(seat.plan.microbatch * seat.positions, rows)
+        for numbers, times in ((rows, chunks), (rest, 1)):
+            if numbers:
+                count = 3 * seat.plan.accumulate * times
+                yield Collective(kind="all_reduce", axis="tp", count=count, bytes=numbers * seat.wide)
 
 
 def _attention_over_cp(part: Part, seat: Seat) -> Iterator[Collective]:

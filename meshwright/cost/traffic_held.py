@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from itertools import accumulate
 
 import msgspec
@@ -14,6 +14,8 @@ from meshwright.spec.recompute import by_operation, runs
 from meshwright.spec.schedule import stage_ranks
 
 ITEM_BYTES = {"fp8": 2, "bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+CHUNK_BYTES = 2**31  # of logits in one chunk of the loss, as in kernels/cross_entropy.py
+CHUNK_ROWS = 1024  # its rows are a multiple of this
 
 
 class Seat(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +50,23 @@ class Seat(msgspec.Struct, frozen=True, kw_only=True):
     def wide(self) -> int:
         """Bytes of a number where low precision would spoil it: gradients' sums, losses, routers."""
         return max(self.narrow, 4)
+
+    @property
+    def loss_rows(self) -> int:
+        """Rows of a microbatch whose logits exist at one time; all of them where the loss is not in chunks."""
+        rows = self.plan.microbatch * self.positions
+        return min(chunk_rows(self.arch.vocab, self.plan), rows) if has_chunks(self.plan) else rows
+
+
+def has_chunks(plan: Plan) -> bool:
+    """Whether the loss computes some rows' logits at a time; a pipeline's last stage hands all of them over."""
+    return plan.pp == 1 and plan.kernels != "plain" and (plan.tp > 1 or plan.precision != "fp64")
+
+
+def chunk_rows(vocab: int, plan: Plan) -> int:
+    """Rows of a chunk: the largest part of the vocabulary decides, so that all ranks of tp have as many."""
+    row = math.ceil(vocab / plan.tp) * ITEM_BYTES[plan.precision]
+    return max(CHUNK_BYTES // row // CHUNK_ROWS, 1) * CHUNK_ROWS
 
 
 class Anew(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,16 +111,20 @@ def placement(plan: Plan) -> tuple[int, ...]:
     return stage_ranks(plan.schedule, plan.pp, plan.chunks) if plan.pp > 1 else (0,)
 
 
-def parts(seat: Seat) -> list[Part]:
+def parts(seat: Seat) -> tuple[Part, ...]:
     """The stages on this rank, in the order of the model."""
-    arch, ranks = seat.arch, placement(seat.plan)
-    lengths = seat.plan.stages if seat.plan.pp > 1 else (arch.layers,)
+    lengths = seat.plan.stages if seat.plan.pp > 1 else (seat.arch.layers,)
+    return _parts(seat.arch, lengths, placement(seat.plan), seat.at("pp"), seat.plan.recompute)
+
+
+@lru_cache(maxsize=4096)
+def _parts(arch: Arch, lengths: tuple[int, ...], ranks: tuple[int, ...], rank: int, recompute: str) -> tuple[Part, ...]:
     found = []
     for stage, (length, end) in enumerate(zip(lengths, accumulate(lengths), strict=True)):
-        if ranks[stage] != seat.at("pp"):
+        if ranks[stage] != rank:
             continue
         layers = range(end - length, end)
-        mixtures = sum(map(arch.is_mixture, layers))
+        mixtures = sum(map(arch.is_mixture, layers)) if arch.experts else 0
         found.append(
             Part(
                 stage=stage,
@@ -109,34 +132,36 @@ def parts(seat: Seat) -> list[Part]:
                 mixtures=mixtures,
                 first=stage == 0,
                 last=stage == len(ranks) - 1,
-                anew=_anew(seat, layers),
+                anew=_anew(arch, recompute, layers),
             )
         )
-    return found
+    return tuple(found)
 
 
-def _anew(seat: Seat, layers: range) -> Anew:
-    policy = seat.plan.recompute
+def _anew(arch: Arch, policy: str, layers: range) -> Anew:
     found = runs(policy, len(layers))
-    mixtures = sum(seat.arch.is_mixture(layers[number]) for run in found for number in run)
+    mixtures = sum(arch.is_mixture(layers[number]) for run in found for number in run) if arch.experts else 0
     dense = sum(map(len, found)) - mixtures
     return Anew(runs=len(found), dense=dense, mixtures=mixtures, by_operation=by_operation(policy))
 
 
 def groups(seat: Seat) -> Iterator[Group]:
     """The weights of a rank as they travel together: each block, under ep its experts apart, and all the rest."""
-    found = (group for part in parts(seat) for group in _groups(part, seat))
-    return (group for group in found if group.params)
+    return (group for part in parts(seat) for group in _groups(seat.arch, part, seat.plan.ep > 1))
 
 
-def _groups(part: Part, seat: Seat) -> Iterator[Group]:
+@lru_cache(maxsize=4096)
+def _groups(arch: Arch, part: Part, apart: bool) -> tuple[Group, ...]:
+    """The groups of one part; `apart`: its experts are one of their own."""
+    found = []
     for mixture, count in ((False, part.dense), (True, part.mixtures)):
-        block = _block(seat.arch, mixture) if count else ()
-        experts = tuple(param for param in block if param.expert and seat.plan.ep > 1)
+        block = _block(arch, mixture) if count else ()
+        experts = tuple(param for param in block if param.expert and apart)
         rest = tuple(param for param in block if param not in experts)
-        yield Group(params=rest, stage=part.stage, count=count)
-        yield Group(params=experts, stage=part.stage, count=count, shared_by_ep=True)
-    yield Group(params=_outside(seat.arch, part.first, part.last), stage=part.stage)
+        found.append(Group(params=rest, stage=part.stage, count=count))
+        found.append(Group(params=experts, stage=part.stage, count=count, shared_by_ep=True))
+    found.append(Group(params=_outside(arch, part.first, part.last), stage=part.stage))
+    return tuple(group for group in found if group.params)
 
 
 def grid(group: Group, plan: Plan) -> tuple[int, int]:
@@ -147,12 +172,17 @@ def grid(group: Group, plan: Plan) -> tuple[int, int]:
 
 def local_shape(param: Param, seat: Seat) -> tuple[int, ...]:
     """A rank's part of a weight, gathered over shard: what tp and ep leave of it."""
+    return cut_shape(param, (seat.plan.tp, seat.at("tp")), seat.plan.ep)
+
+
+def cut_shape(param: Param, tp: tuple[int, int], ep: int) -> tuple[int, ...]:
+    """The same for so many ranks of tp, of which this is one, and of ep."""
     shape = list(param.shape)
     if param.expert:
-        shape[0] //= seat.plan.ep
+        shape[0] //= ep
     if param.split is not Split.NONE:
         dim = (1 if param.split is Split.ROW else 0) + param.expert
-        shape[dim] = share(shape[dim], seat.plan.tp, seat.at("tp"))
+        shape[dim] = share(shape[dim], *tp)
     return tuple(shape)
 
 

@@ -6,7 +6,18 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from meshwright.cost.traffic_collective import Axis, Collective
-from meshwright.cost.traffic_held import Group, Seat, grid, groups, local_shape, padded, parts, placement, share
+from meshwright.cost.traffic_held import (
+    Group,
+    Seat,
+    cut_shape,
+    grid,
+    groups,
+    local_shape,
+    padded,
+    parts,
+    placement,
+    share,
+)
 from meshwright.spec.params import Param, Split, params
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import Schedule, actions
@@ -20,6 +31,14 @@ def weight_traffic(seat: Seat) -> Iterator[Collective]:
         yield from _over_shard(group, seat)
         yield from _over_replicate(group, seat)
         yield from _over_tp(group, seat)
+    yield from _over_tied(seat)
+
+
+def data_traffic(seat: Seat) -> Iterator[Collective]:
+    """Of that, what is sent between ranks that see other data, and between tied copies."""
+    for group in groups(seat):
+        yield from _over_shard(group, seat)
+        yield from _over_replicate(group, seat)
     yield from _over_tied(seat)
 
 
@@ -57,7 +76,13 @@ def _fetches(schedule: Schedule, pp: int, chunks: int, microbatches: int, rank: 
 
 
 def _numbers(group: Group, seat: Seat, shards: int) -> int:
-    return sum(padded(local_shape(param, seat), shards) for param in group.params)
+    return _travelling(group.params, (seat.plan.tp, seat.at("tp")), seat.plan.ep, shards)
+
+
+@lru_cache(maxsize=16384)
+def _travelling(weights: tuple[Param, ...], tp: tuple[int, int], ep: int, shards: int) -> int:
+    """Numbers of some weights that travel when they are gathered; `tp`: its ranks, and which of them."""
+    return sum(padded(cut_shape(param, tp, ep), shards) for param in weights)
 
 
 def _over_shard(group: Group, seat: Seat) -> Iterator[Collective]:

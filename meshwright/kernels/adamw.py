@@ -49,25 +49,29 @@ class Group:
 
     def update(self, gradients: Sequence[Tensor], decay: float, moves: Moves) -> None:
         """Move every weight of the group."""
-        given = [gradient.contiguous() for gradient in gradients]
-        pinned = _addresses(given).pin_memory()
-        addresses = pinned.to(self.masters[0].device, non_blocking=True)
-        count = moves.count.double()
-        scalars = torch.stack(
-            [
-                moves.factor.double(),
-                1 - moves.beta1**count,
-                1 - moves.beta2**count,
-                moves.finite.double(),
-            ]
-        ).float()
+        given, addresses = self._given(gradients)
         _adamw[(len(self.owner),)](
-            self.owner, self.start, self.sizes, self.fixed, addresses, scalars,
+            self.owner, self.start, self.sizes, self.fixed, addresses, scalars(moves),
             moves.rate, moves.beta1, moves.beta2, moves.eps, decay, len(self.masters),
-            gradient=_name(given[0]), narrow=_name(self.copies[0]) if self.copies else "", 
+            gradient=_name(given[0]), narrow=_name(self.copies[0]) if self.copies else "",
             aligned=self.aligned and _aligned(given),
             block=BLOCK, num_warps=8,
         )  # fmt: skip
+
+    def _given(self, gradients: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+        """Gradients without gaps, and where they are."""
+        given = [gradient.contiguous() for gradient in gradients]
+        addresses = _addresses(given)
+        if self.owner.is_cuda:  # from pinned memory, so that nothing waits
+            addresses = addresses.pin_memory().to(self.owner.device, non_blocking=True)
+        return given, addresses
+
+
+def scalars(moves: Moves) -> Tensor:
+    """What a kernel reads of the moves: the gradient's factor, both corrections of a young mean, whether to move."""
+    count = moves.count.double()
+    corrections = (1 - moves.beta1**count, 1 - moves.beta2**count)
+    return torch.stack([moves.factor.double(), *corrections, moves.finite.double()]).float()
 
 
 def _aligned(tensors: Sequence[Tensor]) -> bool:

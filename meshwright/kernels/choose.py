@@ -5,6 +5,8 @@ Triton is imported here and nowhere else. Where it is missing, kernels stay ordi
 
 import importlib
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -63,12 +65,12 @@ def fused(x: Tensor, kernels: Kernels, beside: Tensor | None = None) -> bool:
 
 def obstacle(x: Tensor) -> str:
     """Why no fused kernel can run on `x`; empty when one can."""
+    if not x.is_cuda and not INTERPRETED:
+        return "the tensors are not on a GPU"
     if triton is None:
         return "Triton is not installed"
     if x.dtype not in FUSED_TYPES:
         return f"there are none for {str(x.dtype).removeprefix('torch.')}"
-    if not x.is_cuda and not INTERPRETED:
-        return "the tensors are not on a GPU"
     return ""
 
 
@@ -77,22 +79,28 @@ def refusal(reason: str) -> InputError:
     return InputError([Problem(f'kernels = "fused", but fused kernels cannot run here: {reason}', REMEDY, "kernels")])
 
 
-def settle(kernels: Kernels, device: torch.device, say: Callable[[str], None]) -> Literal["plain", "fused"]:
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What a whole run uses, and why where it is not the kernels."""
+
+    kind: Literal["plain", "fused"]
+    reason: str = ""
+
+
+def settle(kernels: Kernels, device: torch.device, dtype: torch.dtype = torch.float32) -> Settled:
     """Decide for a whole run, after a trial launch: a Triton that cannot compile is found before the first step."""
     if kernels == "plain":
-        return "plain"
-    reason = _trial(device)
-    if not reason:
-        return "fused"
-    if kernels == "fused":
+        return Settled("plain", 'plan.kernels is "plain"')
+    reason = trial(device, dtype)
+    if kernels == "fused" and reason:
         raise refusal(reason)
-    say(f"kernels: plain, because fused ones cannot run here: {reason}")
-    return "plain"
+    return Settled("plain", f"fused ones cannot run here: {reason}") if reason else Settled("fused")
 
 
-def _trial(device: torch.device) -> str:
-    """Launch the smallest kernel; why it could not be, or nothing."""
-    x = torch.zeros(16, device=device)
+@cache
+def trial(device: torch.device, dtype: torch.dtype) -> str:
+    """Launch the smallest kernel, once in a process for each device and type; why it could not be, or nothing."""
+    x = torch.zeros(16, device=device, dtype=dtype)
     if reason := obstacle(x):
         return reason
     try:

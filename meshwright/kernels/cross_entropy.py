@@ -3,26 +3,56 @@
 For a chunk of rows the logits are computed in the precision of the arithmetic, their maxima and sums taken in fp32, and
 the gradient written over them. What leaves the chunk is its loss and its part of the gradients of the hidden states and
 of the projection. Both are kept for the backward, already times the weight that the loss will have.
+
+A rank may hold a part of the vocabulary only. Between the sums and the gradient the ranks then tell each other three
+numbers for each row: the maximum, the sum of exponentials, and the target's logit.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshwright.kernels.choose import Pointer, constexpr, jit, tl, triton
+from meshwright.kernels.choose import Kernels, Pointer, Values, constexpr, fused, jit, tl, triton
 
 IGNORE = -100  # a target that is not predicted
 CHUNK_BYTES = 2**31  # of logits that exist at one time
 ROWS = 1024  # a chunk's rows are a multiple of this: products like it
+LAUNCH = {"block": 4096, "num_warps": 8}  # along a row; the fastest of ten on an H200
 
 
-def weighed_loss(x: Tensor, projection: Tensor, targets: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The entries of the vocabulary whose logits a rank computes, and how it learns of the others'."""
+
+    first: int  # its first entry
+    largest: int  # entries of the largest part: by it all ranks cut rows into the same chunks
+    ranks: int
+    highest: Callable[[Tensor], Tensor]  # maxima over the ranks, number by number
+    added: Callable[[Tensor], Tensor]  # sums over the ranks
+
+
+def whole(vocab: int) -> Part:
+    """The part of a rank that has it all."""
+    return Part(first=0, largest=vocab, ranks=1, highest=lambda x: x, added=lambda x: x)
+
+
+def weighed_loss(
+    x: Tensor,
+    projection: Tensor,
+    targets: Tensor,
+    weight: Tensor,
+    part: Part | None = None,
+    kernels: Kernels = "auto",
+) -> tuple[Tensor, Tensor]:
     """The sum of the cross-entropies of x @ projection.T (b, s, vocab) over the targets (b, s) that are not IGNORE.
 
-    Returned times `weight`, to be differentiated, and as it is.
+    Returned times `weight`, to be differentiated, and as it is. Of a part, the gradient of x is that part's share.
     """
-    return _Projected.apply(x.flatten(0, -2), projection, targets.flatten(), weight)
+    part = part or whole(len(projection))
+    return _Projected.apply(x.flatten(0, -2), projection, targets.flatten(), weight, part, kernels)
 
 
 def rows_of(vocab: int, itemsize: int) -> int:
@@ -32,32 +62,33 @@ def rows_of(vocab: int, itemsize: int) -> int:
 
 class _Projected(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, projection: Tensor, targets: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        rows = min(rows_of(len(projection), x.element_size()), len(x))
+    def forward(
+        ctx: Any, x: Tensor, projection: Tensor, targets: Tensor, weight: Tensor, part: Part, kernels: Kernels
+    ) -> tuple[Tensor, Tensor]:
+        ctx.kernels = kernels
+        rows = min(rows_of(part.largest, x.element_size()), len(x))
         trains = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         to_x = torch.empty_like(x) if trains else None
         to_projection = _Sum(projection, chunks=-(-len(x) // rows))
-        losses = torch.empty(len(x), dtype=torch.float32, device=x.device)
+        losses = torch.empty(len(x), dtype=_wide(x), device=x.device)
         for start in range(0, len(x), rows):
-            part = slice(start, start + rows)
-            logits = x[part] @ projection.t()
-            softmax_gradient(logits, targets[part], losses[part], weight)
+            chunk = slice(start, start + rows)
+            logits = x[chunk] @ projection.t()
+            losses[chunk] = softmax_gradient(logits, targets[chunk], weight, part, kernels)
             if to_x is not None:
-                torch.mm(logits, projection, out=to_x[part])
-                to_projection.add(logits, x[part])
+                torch.mm(logits, projection, out=to_x[chunk])
+                to_projection.add(logits, x[chunk])
+            del logits  # before the next chunk's are made
         if trains:
             ctx.save_for_backward(to_x, to_projection.value())
         total = losses.sum()
         ctx.mark_non_differentiable(total)
-        return total * weight, total
+        return total * weight.to(total.dtype), total
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        scale = gradients[0]
-        to_x, to_projection = ctx.saved_tensors
-        for gradient in (to_x, to_projection):
-            _scale[(triton.cdiv(gradient.numel(), 8192),)](gradient, scale, gradient.numel(), block=8192, num_warps=8)
-        return to_x, to_projection, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        to_x, to_projection = (scaled(kept, gradients[0], ctx.kernels) for kept in ctx.saved_tensors)
+        return to_x, to_projection, None, None, None, None
 
 
 class _Sum:
@@ -70,6 +101,9 @@ class _Sum:
     def add(self, gradient: Tensor, x: Tensor) -> None:
         if self.single:
             self.sum = gradient.t() @ x
+        elif not (x.is_cuda and x.element_size() < 4):  # only a GPU's products of narrow numbers can be wide
+            more = (gradient.t() @ x).to(_wide(x))
+            self.sum = more if self.sum is None else self.sum.add_(more)
         elif self.sum is None:
             self.sum = torch.mm(gradient.t(), x, out_dtype=torch.float32)
         else:
@@ -80,55 +114,165 @@ class _Sum:
         return self.sum.to(self.like.dtype)
 
 
-def softmax_gradient(logits: Tensor, targets: Tensor, losses: Tensor, weight: Tensor) -> None:
-    """Write each row's loss, and over its logits the loss's gradient times a weight."""
-    rows, columns = logits.shape
-    _cross_entropy[(rows,)](
-        logits, targets, losses, weight, logits.stride(0), columns, ignore=IGNORE, block=8192, num_warps=16
+def softmax_gradient(logits: Tensor, targets: Tensor, weight: Tensor, part: Part, kernels: Kernels = "auto") -> Tensor:
+    """Each row's loss; over its logits the loss's gradient times a weight is written."""
+    runs = fused(logits, kernels)
+    if runs and part.ranks == 1:
+        return _at_once(logits, targets, weight)
+    top, total, chosen = (_measured if runs else measured)(logits, targets, part.first)
+    highest = part.highest(top.clone())
+    total = part.added(total * (top - highest).exp())
+    chosen = part.added(chosen)
+    (_write if runs else write)(logits, targets, part.first, (highest, total), weight)
+    return (total.log() + highest - chosen).where(targets != IGNORE, 0.0)
+
+
+def measured(logits: Tensor, targets: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row the maximum, the sum of exponentials beneath it, and the target's logit: 0 where it is no entry."""
+    wide = logits.to(_wide(logits))
+    if logits.numel() == 0:  # of a vocabulary with fewer entries than ranks
+        nothing = wide.new_zeros(len(wide))
+        return nothing - float("inf"), nothing, nothing.clone()
+    top = wide.amax(1)
+    entry, mine = _entries(logits, targets, first)
+    return top, (wide - top[:, None]).exp().sum(1), wide.gather(1, entry)[:, 0].where(mine, 0.0)
+
+
+def write(logits: Tensor, targets: Tensor, first: int, sums: tuple[Tensor, Tensor], weight: Tensor) -> None:
+    """Over each row's logits the gradient of its loss, times a weight; `sums`: maxima, sums of exponentials."""
+    if logits.numel() == 0:
+        return
+    highest, total = sums
+    weight = weight.to(total.dtype)
+    gradient = (logits.to(total.dtype) - highest[:, None]).exp() * (weight / total)[:, None]
+    entry, mine = _entries(logits, targets, first)
+    gradient.scatter_add_(1, entry, (-weight).where(mine, 0.0)[:, None])
+    logits.copy_(gradient.where((targets != IGNORE)[:, None], 0.0))
+
+
+def _entries(logits: Tensor, targets: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    """The column of each row's target, some column where it is not here, and whether it is."""
+    entry = targets - first
+    return entry.clamp(0, logits.shape[1] - 1)[:, None], (entry >= 0) & (entry < logits.shape[1])
+
+
+def scaled(gradient: Tensor, scale: Tensor, kernels: Kernels = "auto") -> Tensor:
+    """A kept gradient times the loss's own, in place."""
+    if not fused(gradient, kernels):
+        return gradient.mul_(scale)
+    _scale[(triton.cdiv(gradient.numel(), 8192),)](gradient, scale, gradient.numel(), block=8192, num_warps=8)
+    return gradient
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _at_once(logits: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+    """Losses and gradients in one launch, where nobody else has a part of a row."""
+    losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    _cross_entropy[(len(logits),)](
+        logits, targets, losses, weight, logits.stride(0), logits.shape[1], ignore=IGNORE, **LAUNCH
+    )
+    return losses
+
+
+def _measured(logits: Tensor, targets: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
+    top, total, chosen = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
+    _measure[(len(logits),)](logits, targets, top, total, chosen, logits.stride(0), logits.shape[1], first, **LAUNCH)
+    return top, total, chosen
+
+
+def _write(logits: Tensor, targets: Tensor, first: int, sums: tuple[Tensor, Tensor], weight: Tensor) -> None:
+    _gradient[(len(logits),)](
+        logits, targets, *sums, weight, logits.stride(0), logits.shape[1], first, ignore=IGNORE, **LAUNCH
     )
 
 
 @jit
-def _cross_entropy(
-    logits: Pointer,
-    targets: Pointer,
-    losses: Pointer,
-    weight: Pointer,
-    stride: int,
-    columns: int,
-    ignore: constexpr,
-    block: constexpr,
-) -> None:
-    row = tl.program_id(0).to(tl.int64)
-    target = tl.load(targets + row)
-    here = logits + row * stride
+def _sums(here: Values, columns: int, block: constexpr) -> Values:
+    """A row's maximum, and the sum of exponentials beneath it."""
     at = tl.arange(0, block)
-    if target == ignore:
-        tl.store(losses + row, 0.0)
-        for start in range(0, columns, block):
-            tl.store(here + start + at, 0.0, mask=start + at < columns)
-        return
-    most = tl.full((block,), float("-inf"), tl.float32)
-    total = tl.zeros((block,), tl.float32)
+    top, total = float("-inf"), 0.0
     for start in range(0, columns, block):
         x = tl.load(here + start + at, mask=start + at < columns, other=float("-inf")).to(tl.float32)
-        more = tl.maximum(most, x)
-        # A lane that has seen nothing yet has -inf - -inf: guarded, so that it adds nothing.
-        total = tl.where(more == float("-inf"), 0.0, total * tl.exp(most - more) + tl.exp(x - more))
-        most = more
-    top = tl.max(most, 0)
-    sum_exp = tl.sum(tl.where(most == float("-inf"), 0.0, total * tl.exp(most - top)), 0)
-    chosen = tl.load(here + target).to(tl.float32)
-    tl.store(losses + row, tl.log(sum_exp) + top - chosen)
-    tl.debug_barrier()  # the target's logit is read before it is written over
-    scale = tl.load(weight).to(tl.float32)
-    share = scale / sum_exp
-    for start in range(0, columns, block):
+        more = tl.maximum(top, tl.max(x, 0))
+        # Of nothing but -inf, -inf - -inf: guarded, so that it adds nothing.
+        total = tl.where(more == float("-inf"), 0.0, total * tl.exp(top - more) + tl.sum(tl.exp(x - more), 0))
+        top = more
+    return top, total
+
+
+@jit
+def _over(
+    here: Values, columns: int, entry: Values, top: Values, share: Values, scale: Values, block: constexpr
+) -> None:
+    """The gradient over a row's logits, from the end on: what was read last may still be in the cache."""
+    at = tl.arange(0, block)
+    blocks = tl.cdiv(columns, block)
+    for number in range(0, blocks):
+        start = (blocks - 1 - number) * block
         inside = start + at < columns
         x = tl.load(here + start + at, mask=inside, other=float("-inf")).to(tl.float32)
         p = tl.exp(x - top) * share
-        p = tl.where(start + at == target, p - scale, p)
-        tl.store(here + start + at, p.to(logits.dtype.element_ty), mask=inside)
+        p = tl.where(start + at == entry, p - scale, p)
+        tl.store(here + start + at, p.to(here.dtype.element_ty), mask=inside)
+
+
+@jit
+def _clear(here: Values, columns: int, block: constexpr) -> None:
+    at = tl.arange(0, block)
+    for start in range(0, columns, block):
+        tl.store(here + start + at, 0.0, mask=start + at < columns)
+
+
+@jit
+def _cross_entropy(
+    logits: Pointer, targets: Pointer, losses: Pointer, weight: Pointer,
+    stride: int, columns: int, ignore: constexpr, block: constexpr,
+) -> None:  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets + row)
+    here = logits + row * stride
+    if target == ignore:
+        tl.store(losses + row, 0.0)
+        _clear(here, columns, block)
+        return
+    top, total = _sums(here, columns, block)
+    tl.store(losses + row, tl.log(total) + top - tl.load(here + target).to(tl.float32))
+    tl.debug_barrier()  # the target's logit is read before it is written over
+    scale = tl.load(weight).to(tl.float32)
+    _over(here, columns, target, top, scale / total, scale, block)
+
+
+@jit
+def _measure(
+    logits: Pointer, targets: Pointer, tops: Pointer, totals: Pointer, chosen: Pointer,
+    stride: int, columns: int, first: int, block: constexpr,
+) -> None:  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets + row)
+    here = logits + row * stride
+    top, total = _sums(here, columns, block)
+    tl.store(tops + row, top)
+    tl.store(totals + row, total)
+    entry = target - first
+    tl.store(chosen + row, tl.load(here + entry, mask=(entry >= 0) & (entry < columns), other=0.0).to(tl.float32))
+
+
+@jit
+def _gradient(
+    logits: Pointer, targets: Pointer, tops: Pointer, totals: Pointer, weight: Pointer,
+    stride: int, columns: int, first: int, ignore: constexpr, block: constexpr,
+) -> None:  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets + row)
+    here = logits + row * stride
+    if target == ignore:
+        _clear(here, columns, block)
+        return
+    scale = tl.load(weight).to(tl.float32)
+    _over(here, columns, target - first, tl.load(tops + row), scale / tl.load(totals + row), scale, block)
 
 
 @jit

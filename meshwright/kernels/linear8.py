@@ -43,7 +43,11 @@ class RowLinear8(Linear8):
 
 
 def codes(x: Tensor, scaling: Scaling) -> tuple[Tensor, Tensor]:
-    """A matrix as FP8 numbers and what they are multiplied with."""
+    """A matrix as FP8 numbers and what they are multiplied with.
+
+    Not by `quantize`, which divides where this multiplies with an inverse, and has another least maximum: of random
+    matrices in bf16, 43 % of the scales and 0.05 % of the codes come out otherwise.
+    """
     amax = x.abs().amax() if scaling == "tensor" else x.abs().amax(dim=1, keepdim=True)
     scale = LARGEST / amax.float().clamp(min=LEAST)
     return (x.float() * scale).clamp(-LARGEST, LARGEST).to(CODE), scale.reciprocal()
@@ -86,7 +90,8 @@ def turned(x: Tensor) -> Tensor:
     """The transpose of a matrix of FP8 numbers, dense."""
     bits = x.contiguous().view(torch.uint8)
     if not (x.is_cuda and triton_available()):
-        return bits.t().contiguous().view(x.dtype)
+        # A clone, as the turned view of a single row is dense already.
+        return bits.t().clone(memory_format=torch.contiguous_format).view(x.dtype)
     rows, columns = x.shape
     y = torch.empty(columns, rows, dtype=torch.uint8, device=x.device)
     grid = (triton.cdiv(rows, TILE), triton.cdiv(columns, TILE))

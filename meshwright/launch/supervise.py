@@ -10,7 +10,7 @@ from types import FrameType
 
 import msgspec
 
-from meshwright.launch import stacks, verdicts
+from meshwright.launch import leftovers, stacks, verdicts
 from meshwright.launch.heartbeat import Pulse, Seen
 from meshwright.launch.judge import Hang, Judge, crossed
 from meshwright.launch.local import Nursery, NurseryError, Ranks
@@ -61,6 +61,7 @@ class Supervisor:
     def __post_init__(self) -> None:
         self.judge = Judge(self.run.faults.hang_seconds, self.run.plan.world)
         self.saved = newest_step(self.folder)
+        leftovers.sweep()
         self.spare = self.nursery()
 
     def supervise(self, asked: Asked) -> Verdict | None:
@@ -90,7 +91,7 @@ class Supervisor:
         self.number += 1
         for file in self.folder.glob("failure.rank*.json"):
             file.unlink()
-        with tempfile.TemporaryDirectory(prefix="meshwright-") as meeting:
+        with tempfile.TemporaryDirectory(prefix=leftovers.prefix()) as meeting:
             if not self.spare.is_alive():
                 self.spare.close()
                 self.spare = self.nursery()

@@ -3,7 +3,8 @@
 import os
 import signal
 import socket
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -12,6 +13,7 @@ from meshwright.launch import stacks
 from meshwright.launch.heartbeat import Seen
 from meshwright.launch.judge import Hang
 from meshwright.launch.local import tail
+from meshwright.launch.nodes import Lost
 from meshwright.spec import phases
 from meshwright.spec.exits import Exit
 from meshwright.spec.verdict import Kind, Verdict, of_code
@@ -89,6 +91,24 @@ def of_hang(hang: Hang, seen: Mapping[int, Seen], words: Mapping[int, str], deta
         phase=phase,
         step=one.beat.step + 1,
         stack=tuple(f"{frame.file}:{frame.line} {frame.name}" for frame in found),
+    )
+
+
+def of_lost(lost: Lost, seen: Sequence[Seen], details: Path) -> Verdict:
+    """Another machine that is gone: which, since when, and what the ranks here were doing."""
+    steps = [one.beat.step for one in seen]
+    moment = time.strftime("%H:%M:%S", time.localtime(time.time() - lost.seconds))
+    return Verdict(
+        kind="killed",
+        code=Exit.RESUMABLE,
+        what=f"node {lost.node} {f'has ended: {lost.said}' if lost.said else 'is unreachable'}",
+        where=f"seen from {socket.gethostname()}{f', after step {max(steps)}' if steps else ''}",
+        since=f"{lost.seconds:.1f} s ago, at {moment}",
+        cause="" if lost.said else "the machine is down or was taken away, or the network to it is",
+        remedy=f"{AGAIN}, on fewer machines too",
+        details=str(details),
+        rank=lost.node.first,
+        step=max(steps, default=None),
     )
 
 

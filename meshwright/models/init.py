@@ -41,13 +41,13 @@ def key(seed: int, name: str) -> int:
 
 def uniform(key: int, index: Tensor) -> Tensor:
     """A float32 in [0, 1) for every int64 index; 24 bits, so the same number in every wider type."""
-    state = index * _signed(GOLDEN) + _signed(key + GOLDEN)
+    state = index * signed(GOLDEN) + signed(key + GOLDEN)
     return _logical_shift(_mixed(state), 40).to(torch.float32) * 2.0**-24
 
 
 def normal(key: int, index: Tensor) -> Tensor:
     """A float32 of zero mean and unit variance for every int64 index."""
-    return _sum_of_eight(index * _signed(2 * GOLDEN), key).to(torch.float32) * (1 / SPREAD)
+    return _sum_of_eight(index * signed(2 * GOLDEN), key).to(torch.float32) * (1 / SPREAD)
 
 
 def initial(
@@ -93,7 +93,7 @@ def _fill_normal(tensor: Tensor, param: Param, stream: int, bounds: list[tuple[i
     block = CPU_BLOCK if tensor.device.type == "cpu" else DEVICE_BLOCK
     width = max(1, min(length, block))
     height = block // width
-    step = _signed(2 * GOLDEN)
+    step = signed(2 * GOLDEN)
     columns = torch.arange(width, device=tensor.device) * step
     for row, column in _blocks(rows.shape, height, width):
         target = rows[row : row + height, column : column + width]
@@ -131,8 +131,8 @@ def _runs(shape: tuple[int, ...], bounds: list[tuple[int, int]], device: torch.d
 
 def _sum_of_eight(counter: Tensor, stream: int) -> Tensor:
     """The eight 16-bit lanes of two hashes added up, centred. `counter` advances by 2 · GOLDEN per element."""
-    lanes = _pair_sums(_mixed(counter + _signed(stream + GOLDEN)))
-    lanes.add_(_pair_sums(_mixed(counter + _signed(stream + 2 * GOLDEN))))
+    lanes = _pair_sums(_mixed(counter + signed(stream + GOLDEN)))
+    lanes.add_(_pair_sums(_mixed(counter + signed(stream + 2 * GOLDEN))))
     return (lanes >> 32).add_(lanes.bitwise_and_(LOW)).sub_(CENTRE)
 
 
@@ -145,7 +145,7 @@ def _pair_sums(lanes: Tensor) -> Tensor:
 def _mixed(state: Tensor) -> Tensor:
     """The splitmix64 hash of every state. Overwrites its argument."""
     for shift, factor in MIX:
-        state.bitwise_xor_(_logical_shift(state, shift)).mul_(_signed(factor))
+        state.bitwise_xor_(_logical_shift(state, shift)).mul_(signed(factor))
     return state.bitwise_xor_(_logical_shift(state, LAST_SHIFT))
 
 
@@ -154,6 +154,6 @@ def _logical_shift(word: Tensor, bits: int) -> Tensor:
     return (word >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
-def _signed(word: int) -> int:
+def signed(word: int) -> int:
     """An integer modulo 2⁶⁴ as torch's int64 holds it."""
     return (word + (1 << 63)) % (1 << 64) - (1 << 63)

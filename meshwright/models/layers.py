@@ -12,6 +12,7 @@ from meshwright.spec.arch import Arch
 
 Rotation = tuple[Tensor, Tensor]  # cosine and sine of every position's angles, (b, 1, s, head_dim ÷ 2)
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+Turn = Callable[[Tensor, Tensor, Rotation], tuple[Tensor, Tensor]]
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": F.silu,
@@ -63,6 +64,11 @@ def rotate(x: Tensor, turn: Rotation) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
+def rotate_both(q: Tensor, k: Tensor, turn: Rotation) -> tuple[Tensor, Tensor]:
+    """Queries and keys, turned alike."""
+    return rotate(q, turn), rotate(k, turn)
+
+
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
     """Attention of every position to itself and earlier ones, within its document where documents (b, s) are told."""
     if documents is None:
@@ -81,12 +87,13 @@ class Attention(nn.Module):
         self.k = nn.Linear(arch.hidden, arch.kv_width, bias=arch.bias)
         self.v = nn.Linear(arch.hidden, arch.kv_width, bias=arch.bias)
         self.out = nn.Linear(arch.q_width, arch.hidden, bias=arch.bias)
-        self.attend: Attend = causal_attention  # another function may be put here
+        self.turn: Turn = rotate_both  # other functions may be put here
+        self.attend: Attend = causal_attention
 
     def forward(self, x: Tensor, turn: Rotation | None, documents: Tensor | None) -> Tensor:
         q, k, v = (self.heads(project(x)) for project in (self.q, self.k, self.v))
         if turn is not None:
-            q, k = rotate(q, turn), rotate(k, turn)
+            q, k = self.turn(q, k, turn)
         y = self.attend(q, k, v, documents)  # (b, heads, s, head_dim)
         return self.out(y.transpose(1, 2).flatten(2))
 
@@ -103,12 +110,15 @@ class Mlp(nn.Module):
         self.gate = nn.Linear(arch.hidden, width, bias=arch.bias) if arch.mlp == "swiglu" else None
         self.up = nn.Linear(arch.hidden, width, bias=arch.bias)
         self.down = nn.Linear(width, arch.hidden, bias=arch.bias)
-        self.activate = ACTIVATIONS[arch.mlp]
+        self.activate = ACTIVATIONS[arch.mlp]  # another function may be put here
 
     def forward(self, x: Tensor, index: Tensor | None = None) -> Tensor:
         """`index` is for layers that route; a dense one treats every token alike."""
-        inner = self.activate(self.up(x)) if self.gate is None else self.activate(self.gate(x)) * self.up(x)
-        return self.down(inner)
+        return self.down(self.activate(self.up(x)) if self.gate is None else self.gated(self.gate(x), self.up(x)))
+
+    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        """One tensor as the gate of another; another function may be put here."""
+        return self.activate(gate) * up
 
 
 class Block(nn.Module):
@@ -122,5 +132,10 @@ class Block(nn.Module):
         self.mlp = mlp
 
     def forward(self, x: Tensor, turn: Rotation | None, documents: Tensor | None, index: Tensor | None) -> Tensor:
-        x = x + self.attn(self.attn_norm(x), turn, documents)
-        return x + self.mlp(self.mlp_norm(x), index)
+        normed, x = self.add_and_norm(self.attn(self.attn_norm(x), turn, documents), x)
+        return x + self.mlp(normed, index)
+
+    def add_and_norm(self, y: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of a sum, and the sum; another function may be put here."""
+        x = x + y
+        return self.mlp_norm(x), x

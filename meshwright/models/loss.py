@@ -3,9 +3,8 @@
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.kernels.cross_entropy import IGNORE
 from meshwright.models.layers import wide
-
-IGNORE = -100  # a target that is not predicted
 
 
 def weighed_loss(x: Tensor, projection: Tensor, targets: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

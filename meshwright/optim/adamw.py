@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from meshwright.kernels.choose import settle
 from meshwright.models.layers import wide as wide_type
 from meshwright.optim.clip import Verdict
-from meshwright.optim.rounding import beside, rounded
+from meshwright.optim.rounding import at_once, beside, rounded
 from meshwright.parallel import shadow
 from meshwright.parallel.mesh import local
 from meshwright.spec.plan import Plan
@@ -24,6 +24,8 @@ class AdamW:
     machine before the first step.
     """
 
+    is_one_pass = False  # whether one kernel of ours makes the update
+
     def __init__(self, optim: Optim, weights: Iterable[nn.Parameter], plan: Plan) -> None:
         self.optim = optim
         self.weights = list(weights)
@@ -34,16 +36,13 @@ class AdamW:
         self.update = self._choose(plan)
 
     def _choose(self, plan: Plan) -> Update:
-        if self.optim.rounding != "master":
-            return rounded(self)
+        masters = self.optim.rounding == "master"
         if plan.deterministic:
-            return self._plain
-        if (
-            self.wide[0].dtype == torch.float32
-            and settle(plan.kernels, self.wide[0].device, lambda text: None) == "fused"
-        ):
-            return one_pass(self)
-        return self._fused
+            return self._plain if masters else rounded(self)
+        if settle(plan.kernels, self.wide[0].device, self.wide[0].dtype).kind == "fused":
+            self.is_one_pass = True
+            return one_pass(self) if masters else at_once(self)
+        return self._fused if masters else rounded(self)
 
     def zero_grad(self) -> None:
         """Forget the gradient, and its memory."""

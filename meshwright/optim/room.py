@@ -53,23 +53,19 @@ def check(run: Run, sizes: Sequence[int], folder: Path) -> None:
         raise InputError([Problem(what, "make it, or name another by plan.offload_folder", "plan.offload_folder")])
     widths = [size * width(run) for size in sizes]
     near = spread(widths, host_share(run, sum(sizes)))
-    host_bytes = sum(size for size, is_near in zip(widths, near, strict=True) if is_near)
-    # A checkpoint copies the narrow weight too where the rest lacks its half.
-    copy_bytes = sum(widths) + (2 * sum(sizes) if run.optim.states == "bf16" else 0)
-    host_bytes += on_the_way(run, max(sizes, default=0))
-    if found := list(problems(run, host_bytes, sum(widths) - host_bytes, folder, copy_bytes)):
+    kept_bytes = sum(size for size, is_near in zip(widths, near, strict=True) if is_near)
+    host_bytes = kept_bytes + on_the_way(run, max(sizes, default=0))
+    if found := list(problems(run, host_bytes, sum(widths) - kept_bytes, folder)):
         raise InputError(found)
 
 
-def problems(run: Run, host_bytes: int, disk_bytes: int, folder: Path, copy_bytes: int) -> Iterator[Problem]:
-    """What is missing for states of so many bytes, and for the copy of them that a checkpoint is written from."""
-    saves = 0 < run.checkpoint.every <= run.steps
-    need, have = host_bytes + (copy_bytes if saves else 0), free_host_bytes()
-    if have is not None and need > have:
-        copy = f" ({copy_bytes:,} of them for the copy that checkpoints are written from)" if saves else ""
+def problems(run: Run, host_bytes: int, disk_bytes: int, folder: Path) -> Iterator[Problem]:
+    """What is missing for states of so many bytes. Where there is no room to copy them, checkpoints do without."""
+    have = free_host_bytes()
+    if have is not None and host_bytes > have:
         yield Problem(
-            f"plan.offload = {run.plan.offload} needs {need:,} bytes of host memory{copy}, and {have:,} are free",
-            _host_remedy(run, saves),
+            f"plan.offload = {run.plan.offload} needs {host_bytes:,} bytes of host memory, and {have:,} are free",
+            _host_remedy(run),
             "plan.offload",
         )
     free = free_disk_bytes(folder) if disk_bytes else 0
@@ -82,8 +78,8 @@ def problems(run: Run, host_bytes: int, disk_bytes: int, folder: Path, copy_byte
         )
 
 
-def _host_remedy(run: Run, saves: bool) -> str:
-    words = ["set checkpoint.every = 0"] if saves else []
+def _host_remedy(run: Run) -> str:
+    words = []
     if run.plan.offload == "host":
         words.append("set plan.offload = disk")
     elif run.plan.offload_host_bytes:

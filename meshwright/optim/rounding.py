@@ -5,6 +5,7 @@ share, so that it arrives on average. Compensated weights keep the sixteen bits 
 together are the very number that a master in fp32 would be.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from meshwright.models.init import key, uniform
+from meshwright.kernels.adamw import Group, Moves
+from meshwright.kernels.adamw_bf16 import Drawn, LowBits, Stream
+from meshwright.models.init import GOLDEN, key, signed, uniform
 from meshwright.optim import moves
 from meshwright.optim.clip import Verdict
 from meshwright.parallel import precision
@@ -37,7 +40,7 @@ def weight_dtype(optim: Optim, plan: Plan) -> torch.dtype:
 
 
 def attach(chunks: Iterable[nn.Module], run: Run) -> None:
-    """Give every weight what its rounding needs, once it has its first value: a stream of draws, or the low bits."""
+    """Give every weight what its rounding needs: a stream of draws, or room for the low bits."""
     for chunk in chunks:
         for name, weight in chunk.named_parameters():
             if run.optim.rounding == "stochastic":
@@ -45,6 +48,13 @@ def attach(chunks: Iterable[nn.Module], run: Run) -> None:
             elif run.optim.rounding == "compensated":
                 low = torch.zeros_like(local(weight.detach()), dtype=torch.int16)
                 weight.low_bits = low  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def begin(weight: nn.Parameter, wide: Tensor) -> None:
+    """A weight's first value in both its parts."""
+    high, low = moves.split(wide)
+    local(weight.detach()).copy_(high)
+    weight.low_bits.copy_(low)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def beside(weight: Tensor) -> dict[str, Tensor]:
@@ -64,6 +74,48 @@ def rounded(optimizer: "AdamW") -> Update:
             place(optimizer.weights[i], optimizer.wide[i].view(-1), move.blocks(i), optimizer.count)
 
     return update
+
+
+def at_once(optimizer: "AdamW") -> Update:
+    """The same by one kernel that passes over everything once."""
+    by_hand, groups = rounded(optimizer), dict[tuple[int, ...], Group]()
+
+    def update(indices: list[int], rate: float, decay: float, verdict: Verdict) -> None:
+        chosen = [i for i in indices if _in_a_line(optimizer.weights[i])]
+        if rest := [i for i in indices if i not in chosen]:
+            by_hand(rest, rate, decay, verdict)
+        key, optim = tuple(chosen), optimizer.optim
+        if chosen and key not in groups:
+            groups[key] = _group(optimizer, chosen)
+        given = ((optimizer.weights[i].grad, optimizer.wide[i]) for i in chosen)
+        gradients = [torch.zeros_like(wide) if gradient is None else local(gradient) for gradient, wide in given]
+        if chosen:
+            terms = Moves(rate, optim.beta1, optim.beta2, optim.eps, optimizer.count, verdict.factor, verdict.finite)
+            groups[key].update(gradients, decay, terms)
+
+    return update
+
+
+def _group(optimizer: "AdamW", indices: list[int]) -> Group:
+    weights, first, second = (
+        [held[i] for i in indices] for held in (optimizer.wide, optimizer.first, optimizer.second)
+    )
+    whole = [optimizer.weights[i] for i in indices]
+    if optimizer.optim.rounding == "compensated":
+        return LowBits(weights, [each.low_bits for each in whole], first, second)  # pyright: ignore[reportAttributeAccessIssue]
+    return Drawn(weights, first, second, [_stream(weight) for weight in whole])
+
+
+def _stream(weight: Tensor) -> Stream:
+    """`uniform`'s states as the kernel walks over them."""
+    begin = Elements(weight).begin()
+    assert begin is not None, "only parts that lie in a line are given to the kernel"
+    state = begin * GOLDEN + weight.draws + GOLDEN  # pyright: ignore[reportAttributeAccessIssue]
+    return Stream(signed(state), signed(GOLDEN), signed(STEP * GOLDEN))
+
+
+def _in_a_line(weight: Tensor) -> bool:
+    return not hasattr(weight, "draws") or Elements(weight).begin() is not None
 
 
 class _Move:
@@ -131,6 +183,12 @@ class Elements:
                 weight.shape, weight.device_mesh, weight.placements
             )
         self.whole = tuple(weight.shape)
+
+    def begin(self) -> int | None:
+        """Where this rank's part begins in the whole laid out in a line; None where it is not one run of that."""
+        if self.shape[1:] != self.whole[1:]:
+            return None
+        return self.corner[0] * math.prod(self.whole[1:]) if self.whole else 0
 
     def indices(self, start: int, stop: int) -> Tensor:
         """Of the elements from `start` to `stop` of this rank's part, laid out in a line."""

@@ -1,5 +1,6 @@
 """Compilation: each block's forward turned into fused kernels by torch, the first time it runs."""
 
+import logging
 import threading
 from contextlib import suppress
 from functools import partial
@@ -38,12 +39,18 @@ def _settle(device: torch.device) -> None:
 
         # Each rank would have a pool of compilers, on cores that the ranks themselves fill.
         inductor.compile_threads = 1
+    # Selective recomputation is compiled, and torch warns whoever does that of operations in place. Blocks have none.
+    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_news)
     with suppress(ImportError):
         from tqdm import tqdm
 
         # Tracing opens a bar that it never shows, with a semaphore of the system for a lock: a rank that is ended at
         # once would leave it behind, and Python complains of that on the user's screen.
         tqdm.set_lock(threading.RLock())
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
 
 
 def described() -> list[str]:

@@ -137,7 +137,9 @@ class Memory:
             return "bits"
         if not tensor.is_floating_point() or tensor.numel() < self.least:
             return "whole"
-        return "int8" if tensor.dim() == HEADED else self.plan.compress
+        if tensor.dim() == HEADED:
+            return "whole" if _is_bias(tensor) else "int8"
+        return self.plan.compress
 
     def _stored(self, tensor: Tensor, kind: Kind) -> Stored:
         storage = tensor.untyped_storage()
@@ -165,6 +167,11 @@ def plain(tensor: Tensor) -> Tensor | None:
     if isinstance(tensor, AsyncCollectiveTensor):
         tensor = tensor.trigger_wait()  # the operation that saves it has waited already
     return tensor if type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided else None
+
+
+def _is_bias(tensor: Tensor) -> bool:
+    """Attention's mask as it is added: one for all heads, and minus infinity where nobody looks, which has no code."""
+    return tensor.shape[1] == 1 or tensor.stride(1) == 0
 
 
 def _is_weight(tensor: Tensor) -> bool:

@@ -1,7 +1,9 @@
 """Hand-written kernels put where plain arithmetic was: the loss with its projection, and the fastest attention."""
 
 from collections.abc import Iterable
+from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -9,10 +11,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from meshwright.kernels import cross_entropy
 from meshwright.kernels.choose import settle
 from meshwright.models.decoder import Decoder
-from meshwright.models.layers import Attention, causal_attention
+from meshwright.models.layers import Attention, causal_attention, rotate_both
 from meshwright.models.loss import weighed_loss
+from meshwright.parallel import eager
 from meshwright.parallel.anatomy import Anatomy
 from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.precision import compute_dtype
+from meshwright.parallel.tensor import cut_loss
 from meshwright.spec.plan import Plan
 
 # By measurement on an H200 (results/profile-h200.json): cuDNN takes 0.5 to 0.6 of flash's time on every shape there.
@@ -25,28 +30,44 @@ FASTEST = (
 
 
 def wrap(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: Anatomy) -> nn.Module:
-    """Put kernels into our own decoder, on a GPU; anyone else's model and the CPU keep their arithmetic."""
-    if (
-        not isinstance(model, Decoder)
-        or mesh.device.type != "cuda"
-        or settle(plan.kernels, mesh.device, lambda text: None) == "plain"
-    ):
+    """Put kernels into our own decoder, on a GPU; anyone else's model and the CPU keep their arithmetic.
+
+    Under tp the loss runs in chunks on every device, by kernels or by their plain twins: one path, proved in float64.
+    """
+    settled = settle(plan.kernels, mesh.device, compute_dtype(plan))
+    if not isinstance(model, Decoder) or plan.kernels == "plain":
         return model
-    if plan.tp == 1 and plan.pp == 1:  # logits cut by vocabulary and those of a pipeline's last stage exist as a whole
+    if plan.pp == 1 and plan.tp > 1:  # a pipeline's last stage hands all its logits over
+        model.loss = partial(cut_loss, kernels=settled.kind)
+    if settled.kind == "plain" or mesh.device.type != "cuda":
+        return model
+    if plan.pp == 1 and plan.tp == 1:
         model.loss = cross_entropy.weighed_loss
     for module in model.modules():
         if isinstance(module, Attention) and module.attend is causal_attention:
             module.attend = fastest_attention
+    if not plan.compile and plan.tp == 1:  # the compiler fuses by itself; under tp, what a block adds up is cut
+        eager.place(model)
     return model
 
 
-def described(chunks: Iterable[nn.Module]) -> list[str]:
-    """Which kernels take the place of plain arithmetic, in words; nothing where none do."""
+def chosen(plan: Plan, device: torch.device, chunks: Iterable[nn.Module], one_pass: bool) -> str:
+    """Which kernels a run uses, or why it uses none: the same words for the screen and for the record."""
+    settled = settle(plan.kernels, device, compute_dtype(plan))
+    if settled.kind == "plain":
+        return f"plain, because {settled.reason}"
+    placed = [*_placed(chunks), *(["one-pass updates"] if one_pass else [])]
+    return f"fused: {', '.join(placed)}" if placed else "fused, but this plan has no place for any"
+
+
+def _placed(chunks: Iterable[nn.Module]) -> list[str]:
     modules = [module for chunk in chunks for module in chunk.modules()]
     told = ["the loss with its projection"] if any(has_loss(module) for module in modules) else []
     if any(isinstance(module, Attention) and module.attend is fastest_attention for module in modules):
         told.append("the fastest attention")
-    return [f"kernels: {' and '.join(told)}, one-pass updates"] if told else []
+    if any(isinstance(module, Attention) and module.turn is not rotate_both for module in modules):
+        told.append("rotations, gates and norms of sums")
+    return told
 
 
 def has_loss(model: nn.Module) -> bool:

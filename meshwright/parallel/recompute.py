@@ -6,7 +6,7 @@ they were given.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -149,14 +149,17 @@ def _together(blocks: list[nn.Module]) -> None:
     """Let a run know of the calls of its blocks."""
     run = Together([partial(type(block).__call__, block) for block in blocks])
     for number, block in enumerate(blocks):
-        kind = type(block)
         # Hooks of other transforms are part of a call, and must run when the block does. Only a class can say what a
-        # call is, so the block is given one of its own.
-        block.__class__ = type(kind.__name__, (kind,), {"__call__": _told(run, number), "__module__": kind.__module__})
+        # call is; one serves all blocks of a kind, as the compiler takes another class for another block.
+        block.__class__ = _told(type(block))
+        block.told = partial(run.called, number)  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
 
 
-def _told(run: Together, number: int) -> Forward:
-    def call(self: nn.Module, *arguments: Any, **words: Any) -> Any:
-        return run.called(number, *arguments, **words)
+@cache
+def _told(kind: type[nn.Module]) -> type[nn.Module]:
+    """The kind of block whose calls are told to its run instead."""
 
-    return call
+    def call(self: Any, *arguments: Any, **words: Any) -> Any:
+        return self.told(*arguments, **words)
+
+    return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})

@@ -23,6 +23,7 @@ SCALES = 0.8  # of the GPUs' time that is not spent waiting for one another: les
 BETTER = 0.95  # of the advised plan's seconds: what the whole search must reach to be preferred
 STATES = ("weights", "master", "gradients", "moments", "gathered", "waiting")
 TALK = ("tp", "cp", "ep", "pp", "bubble", "stragglers", "shard", "replicate", "tied")  # shares that one GPU has not
+HERE = {"offload": "none", "activations": "device"}  # nothing waits elsewhere, until the chart asks for it
 PLAIN = {"tp": 1, "cp": 1, "pp": 1, "ep": 1}  # every GPU computes whole layers on samples of its own
 SHARED = ((1, "optimizer states"), (2, "optimizer states and gradients"), (3, "states, gradients and weights"))
 NARROW: tuple[Precision, ...] = ("bf16", "fp16")
@@ -69,13 +70,14 @@ class _Walk:
     """Where one is in the chart: what was asked so far, what was advised, and the plan that does it."""
 
     def __init__(self, question: Question) -> None:
-        self.question = question
+        self.question = msgspec.structs.replace(question, fixed=HERE | question.fixed)
+        self.asked = question
         self.gpus = question.cluster.gpus
         self.memory = question.cluster.gpu.memory_bytes
         self.steps: list[Step] = []
         self.leaves: list[Leaf] = []
         self.found: Found | None = None
-        self.alone = _best(with_gpus(question, 1), {"recompute": "none"})
+        self.alone = _best(with_gpus(self.question, 1), {"recompute": "none"})
 
     def ask(self, question: str, answer: str, because: str) -> None:
         self.steps.append(Step(question=question, answer=answer, because=because))
@@ -178,24 +180,25 @@ class _Walk:
         self.do(" and ".join(cuts) or "ZeRO", "each GPU holds a part of the model", found)
         return self.scales
 
-    def offload(self) -> None:
-        """Nothing fits: states go to the host's memory, or to more machines."""
+    def offload(self) -> _Node | None:
+        """Nothing fits: states or activations go to the host's memory or to a disk, or the model to more machines."""
         cluster = self.question.cluster
-        asked = "Is there room in the host's memory for the optimizer's states?"
-        (least,) = nearest(self.question, top=1)
-        moments = sum(line.bytes for line in least.ledger.lines if line.name in ("moments", "master"))
-        room = f"{_gib(moments)} GiB of states for each GPU, and the host has "
-        room += f"{_gib(cluster.host_bytes)}" if cluster.host_bytes else "an unknown amount"
-        enough = bool(cluster.host_bytes) and moments <= cluster.host_bytes
-        left = least.peak_bytes - moments
-        self.ask(asked, "yes" if enough else "no", f"{room}; {_gib(left)} of {_gib(self.memory)} GiB would stay here")
-        if enough and left <= self.memory:
-            self.do("offload", "the optimizer's states in the host's memory", available=False)
-        needed = gpus_needed(self.question)
+        asked = "Does it fit when states or activations wait in the host's memory or on its disk?"
+        found = _best(self.asked, {})
+        if found is not None:
+            away = found.ledger.away
+            room = f"{_gib(away.host_bytes)} of {_gib(cluster.host_bytes)} GiB of host memory for each GPU"
+            self.ask(asked, "yes", f"{_room(found)}; {room}; {_time(found)}")
+            self.do("offload", "what the device has no room for waits in the host's memory or on its disk", found)
+            return self.low_precision
+        known = "not even then" if cluster.host_bytes else "nobody says how much memory its host has"
+        self.ask(asked, "no", known)
+        needed = gpus_needed(self.asked)
         if needed is not None:
             gpus, answer = needed
             self.do("more GPUs", f"{gpus} of these are the least on which a plan fits", answer.found[0])
             self.found = None  # those are not the machines that were asked about
+        return None
 
     def scales(self) -> _Node:
         assert self.found is not None, "asked of a plan only"
@@ -247,7 +250,7 @@ class _Walk:
 
     def search(self) -> None:
         """The chart knows a few plans, the search all of them."""
-        best = _best(self.question, {})
+        best = _best(self.asked, {})
         here = self.found or self.alone
         if best is None or here is None:
             return

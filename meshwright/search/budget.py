@@ -84,6 +84,8 @@ def job_of(run: Run) -> Job:
         cluster=machines,
         stack=stack_of("meshwright"),
         masked=run.data.mask_documents,
+        rounding=run.optim.rounding,
+        states=run.optim.states,
     )
 
 

@@ -85,4 +85,5 @@ def notch(seconds: float) -> int:
 def axes_used(plan: Plan) -> int:
     """How much there is to understand in a plan: its axes, and whatever else is not as it would be on one GPU."""
     axes = sum(getattr(plan, axis) > 1 for axis in (*AXES, "ep"))
-    return axes + (plan.chunks > 1) + (plan.recompute != "none")
+    moved = (plan.offload != "none") + (plan.activations != "device") + (plan.compress != "none")
+    return axes + (plan.chunks > 1) + (plan.recompute != "none") + moved

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from meshwright.cost.time_bound import lower_bound, work_bound
 from meshwright.search import space
-from meshwright.search.levels import Layout, Order, Round
+from meshwright.search.levels import Layout, Order, Policy, Round
 from meshwright.search.question import Question
 from meshwright.spec.plan import Plan
 
@@ -15,10 +15,11 @@ class Group(NamedTuple):
     question: Question
     splits: tuple[Layout, ...]  # alike but for replicate, shard and zero
     each: Round
-    choices: tuple[tuple[Order, tuple[str, ...]], ...]  # schedules, and the policies of each
+    choices: tuple[tuple[Order, tuple[Policy, ...]], ...]  # schedules, and the policies of each
     order: Order | None = None
-    policies: tuple[str, ...] = ()  # of a group of one schedule, those that may fit
-    policy: str | None = None
+    policies: tuple[Policy, ...] = ()  # of a group of one schedule, those that may fit
+    helps: tuple[Policy, ...] = ()  # further ones, whose turn comes when their plainer one turns out too large
+    policy: Policy | None = None
     weighed: bool = False  # its bound has what weights cost in it
 
     @property
@@ -27,9 +28,14 @@ class Group(NamedTuple):
         return self.order
 
     @property
-    def decided_policy(self) -> str:
+    def decided_policy(self) -> Policy:
         assert self.policy is not None, "only a group of one policy is asked"
         return self.policy
+
+    @property
+    def may_be_weighed(self) -> bool:
+        """Whether what weights cost bounds every policy: not where states may be elsewhere, nor beside codes."""
+        return all((each.compress, each.offload) == ("none", "none") for each in self.policies)
 
     @property
     def plans_of_a_split(self) -> int:
@@ -73,9 +79,16 @@ def bound(group: Group) -> float:
     if group.order is None:
         alone = layout._replace(pp=1)
         order = Order("1f1b", 1)
-        plan = space.plan_of(question, alone, group.each, order, "none")
+        plan = space.plan_of(question, alone, group.each, order, Policy())
         return work_bound(question.job(plan)) / layout.pp / question.tokens
     return work_bound(question.job(_least_plan(group, layout))) / question.tokens
+
+
+def bound_of_policies(group: Group) -> float:
+    """The bound of a group of one schedule; where all its policies send or code what is kept, with what that costs."""
+    if not all(policy.is_helped for policy in group.policies):
+        return bound(group)
+    return min(bound(group._replace(policy=policy)) for policy in group.policies)
 
 
 def bound_with_weights(group: Group, enough: float) -> float:
@@ -94,4 +107,4 @@ def bound_with_weights(group: Group, enough: float) -> float:
 
 def _least_plan(group: Group, layout: Layout) -> Plan:
     """Before the policy is known: the plan in which nothing is done twice."""
-    return space.plan_of(group.question, layout, group.each, group.decided_order, group.policy or "none")
+    return space.plan_of(group.question, layout, group.each, group.decided_order, group.policy or Policy())

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 import msgspec
 
 from meshwright.cost.memory_kept import block_kept
+from meshwright.cost.memory_widths import MOMENTS
 from meshwright.cost.memory_work import work_of
 from meshwright.search.question import Question
-from meshwright.search.room import MOMENTS, widths
+from meshwright.search.room import widths
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import Param, params
 from meshwright.spec.plan import Plan

@@ -33,6 +33,26 @@ class Round(NamedTuple):
     accumulate: int
 
 
+class Policy(NamedTuple):
+    """What becomes of that which blocks keep for the backward, and where states live."""
+
+    recompute: str = "none"
+    activations: str = "device"
+    compress: str = "none"
+    offload: str = "none"
+    offload_update: str = "host"
+
+    @property
+    def plainer(self) -> "Policy":
+        """The same with what is kept as it is, on the device: never slower."""
+        return self._replace(activations="device", compress="none")
+
+    @property
+    def is_helped(self) -> bool:
+        """Whether something is sent or coded to hold less."""
+        return self != self.plainer
+
+
 class Order(NamedTuple):
     """How a pipeline goes through its microbatches."""
 

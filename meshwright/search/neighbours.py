@@ -7,7 +7,7 @@ import msgspec
 
 from meshwright.search.levels import Order
 from meshwright.search.question import Question
-from meshwright.search.running import compiles
+from meshwright.search.running import compiles, homes
 from meshwright.search.space import CHUNKS, SCHEDULES, problems
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import default_chunks
@@ -42,6 +42,13 @@ def neighbours(question: Question, plan: Plan) -> Iterator[Neighbour]:
         yield _changed(question, plan, "compile", False)
     if plan.cp > 1:
         yield _changed(question, plan, "cp_kind", "ring" if plan.cp_kind == "ulysses" else "ulysses")
+    if question.cluster.host_bytes:
+        yield _changed(question, plan, "activations", "host" if plan.activations == "device" else "device")
+    for home, update in homes(question) if plan.world == 1 else ():
+        if (home, update) != (plan.offload, plan.offload_update) and home + plan.offload != "nonenone":
+            found = _changed(question, plan, "offload", home, offload_update=update)
+            words = f"{found.change}, updated by the {update}" if home != "none" else found.change
+            yield msgspec.structs.replace(found, change=words)
 
 
 def _zeros(question: Question, plan: Plan) -> Iterator[Neighbour]:

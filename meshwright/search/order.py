@@ -11,9 +11,10 @@ from typing import NamedTuple
 from meshwright.cost.job import Job
 from meshwright.cost.time import Course, course, price_in, seconds_in
 from meshwright.search.found import Answer, Counts, Found, axes_used, fit_of, notch, rank
-from meshwright.search.group import Group, bound, bound_with_weights, groups
+from meshwright.search.group import Group, bound, bound_of_policies, bound_with_weights, groups
 from meshwright.search.question import Question, variants
 from meshwright.search.room import STATES, Room, lacking
+from meshwright.spec.plan import Plan
 
 WORTH = 1.03  # of a bound: nearer ones are not worth waiting for
 
@@ -85,20 +86,24 @@ class _Work:
         for part in group.parts():
             lines = room.obstacles(part)
             self.too_large.update({line: lines.count(line) * len(part.splits) for line in lines if line})
-            rest = tuple(policy for policy, line in zip(part.policies, lines, strict=True) if line is None)
+            rest = [policy for policy, line in zip(part.policies, lines, strict=True) if line is None]
+            helps = tuple(policy for policy in rest if policy.is_helped and policy.plainer in rest)
             if rest:
-                part = part._replace(policies=rest)
-                self.push(part, room, bound(part))
+                part = part._replace(policies=tuple(policy for policy in rest if policy not in helps), helps=helps)
+                self.push(part, room, bound_of_policies(part))
 
     def open(self, group: Group, room: Room, least: float) -> None:
         """A group of one schedule by policies, unless what weights cost sends it back to wait."""
-        if not group.weighed:
+        if not group.weighed and group.may_be_weighed:
             heavier = bound_with_weights(group, least * WORTH)
             if heavier > least * WORTH:
                 self.push(group._replace(weighed=True), room, heavier)
                 return
         for part in group.parts():
-            self.push(part, room, max(least, bound(part)))
+            seconds = max(least, bound(part))
+            if part.decided_policy.is_helped and group.may_be_weighed:
+                seconds = max(seconds, bound_with_weights(part, seconds * WORTH))
+            self.push(part, room, seconds)
 
     def judge(self, group: Group, room: Room) -> None:
         """Time every split of a group: forwards and backwards are the same in all of them."""
@@ -120,11 +125,20 @@ class _Work:
         if line := room.too_large(group) or lacking(job):
             self.too_large[line] += 1
             self.priced -= 1
+            self.help(group, job.plan, room)
             return
         found = Found(job=job, price=price_in(job, known), fit=fit_of(job))
         self.best.append((rank(found), self.pushed, found))
         self.best.sort(key=lambda entry: entry[:2])
         del self.best[self.top :]
+
+    def help(self, group: Group, plan: Plan, room: Room) -> None:
+        """Of a plan that is too large, let those be looked at that hold less and do the same."""
+        layout = next(layout for layout in group.splits if (layout.shard, layout.zero) == (plan.shard, plan.zero))
+        for policy in group.helps:
+            if policy.plainer == group.policy:
+                part = group._replace(policy=policy, splits=(layout,))
+                self.push(part, room, bound(part))
 
     def answer(self) -> Answer:
         found = {line: plans for line, plans in self.too_large.most_common() if plans}

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from meshwright.cost.job import Job
+from meshwright.cost.job import Job, Rounding, States
 from meshwright.spec.arch import Arch
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.plan import Plan, Precision
@@ -25,6 +25,8 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     cluster: Cluster
     stack: Stack
     masked: bool = False  # documents are told apart
+    rounding: Rounding = "master"
+    states: States = "fp32"
     fixed: dict[str, Any] = {}  # fields of the plan that are given, by name
     vary: tuple[Vary, ...] = ()  # the mathematics that may be chosen too
 
@@ -42,14 +44,13 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
             cluster=self.cluster,
             stack=self.stack,
             masked=self.masked,
+            rounding=self.rounding,
+            states=self.states,
         )
 
 
 def variants(question: Question) -> Iterator[Question]:
-    """The question itself, and one for each other batch and precision that it lets vary.
-
-    The optimizer may be listed too; there is only one as yet.
-    """
+    """The question itself, and one for each other batch, precision and kind of states that it lets vary."""
     batches = (question.batch,)
     if "batch" in question.vary:  # within a factor of two: farther, the learning rate would have to be found anew
         batches = tuple(dict.fromkeys((question.batch, max(question.batch // 2, 1), question.batch * 2)))
@@ -59,4 +60,18 @@ def variants(question: Question) -> Iterator[Question]:
         precisions = tuple(dict.fromkeys((question.precision, *able)))
     for batch in batches:
         for precision in precisions:
-            yield msgspec.structs.replace(question, batch=batch, precision=precision)
+            one = msgspec.structs.replace(question, batch=batch, precision=precision)
+            yield from _optimizers(one) if "optimizer" in question.vary else (one,)
+
+
+def _optimizers(question: Question) -> Iterator[Question]:
+    """With wide weights and moments; with weights in bf16 alone; and, off the device, with moments of 16 bits."""
+    yield question
+    if question.precision not in ("bf16", "fp8"):
+        return
+    usual = question.rounding == "master" and question.states == "fp32"
+    if usual and not question.fixed.get("deterministic"):
+        for rounding in ("stochastic", "compensated"):
+            yield msgspec.structs.replace(question, rounding=rounding)
+    if usual and question.cluster.gpus == 1:
+        yield msgspec.structs.replace(question, states="bf16")

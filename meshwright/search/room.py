@@ -4,22 +4,26 @@ A closed form costs a few microseconds where the ledger costs a thousand, and se
 """
 
 from functools import lru_cache
+from typing import NamedTuple
+
+import msgspec
 
 from meshwright.cost.job import Job
-from meshwright.cost.memory import Ledger, too_large
+from meshwright.cost.memory import Ledger, overflows, too_large
 from meshwright.cost.memory_flight import settled
 from meshwright.cost.memory_kept import kept
+from meshwright.cost.memory_widths import widths as state_widths
 from meshwright.cost.memory_work import Work, work_of
 from meshwright.cost.traffic_weights import IN_SIGHT
 from meshwright.search.group import Group
-from meshwright.search.levels import Layout, Order
+from meshwright.search.levels import Layout, Order, Policy
 from meshwright.search.question import Question
+from meshwright.search.running import homes, shadows
 from meshwright.spec.params import count, params
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import Schedule, stage_ranks
 from meshwright.spec.stages import balanced_stages
 
-MOMENTS = 2  # AdamW's
 STATES = "states"  # weights, gradients and moments, as the closed form knows them
 ACTIVATIONS = "activations"
 AT_ONCE = ("naive", "gpipe", "looped")  # their first backward comes when most is in flight, or little ever is
@@ -35,8 +39,9 @@ class Room:
         self.routed = sum(param.numel for param in params(question.arch) if param.expert)
         self.kinds = sorted({question.arch.is_mixture(layer) for layer in range(question.arch.layers)})
         self.wide, self.narrow = widths(question)
-        self.kept: dict[tuple[int, int, int, int, bool, str], tuple[float, float]] = {}
-        self.works: dict[tuple[int, int, int], Work] = {}
+        self.states = {home: _widths(question, home) for home, _ in homes(question)}
+        self.kept: dict[tuple[int, int, int, int, bool, Policy], tuple[float, float]] = {}
+        self.works: dict[tuple[int, int, int, Policy], Work] = {}
         self.shortest: dict[tuple[int, Order], int] = {}
         self.refused: dict[tuple[object, ...], tuple[int, str]] = {}  # microbatch and largest line
 
@@ -46,34 +51,40 @@ class Room:
 
     def floor(self, layout: Layout) -> float:
         """Bytes of a layout's fullest rank at least, at the update: ranks that share evenly hold the least."""
-        update = (1 + 1 + MOMENTS) * self._shard(layout)
-        copied = self._whole(layout) * self.narrow if layout.pp == 1 and self._copied(layout) else 0.0
-        return max(update, (1 + MOMENTS) * self._shard(layout) + copied)
+        return min((self._floor(layout, home) for home in self.states), default=0.0)
+
+    def _floor(self, layout: Layout, home: str) -> float:
+        """The same with states in a given place."""
+        each = self.states[home]
+        copied = self._whole(layout) * self.narrow if layout.pp == 1 and self._copied(layout, home) else 0.0
+        shadow = self.narrow if shadows(self.question) and self._copied(layout, home) else 0
+        return max((each.held + each.gradient + shadow) * self._shard(layout), each.held * self._shard(layout) + copied)
 
     def _shard(self, layout: Layout) -> float:
-        """Bytes of a rank's part of the weights."""
-        return self.numbers / (layout.pp * layout.tp * layout.shards) * self.wide
+        """Numbers in a rank's part of the weights."""
+        return self.numbers / (layout.pp * layout.tp * layout.shards)
 
     def _whole(self, layout: Layout) -> float:
         """Weights that a rank computes with: of the routed experts only its own."""
         return (self.numbers - self.routed + self.routed / layout.ep) / (layout.pp * layout.tp)
 
-    def _copied(self, layout: Layout) -> bool:
+    def _copied(self, layout: Layout, home: str) -> bool:
         """Whether the arithmetic reads a second copy of the weights for longer than a block takes."""
-        return layout.pp > 1 or (layout.zero < 3 and self.narrow < self.wide)
+        shared = shadows(self.question) and (home != "none" or self.question.rounding != "master")
+        return not shared and (layout.pp > 1 or (layout.zero < 3 and self.narrow < self.wide))
 
-    def _resting(self, layout: Layout, group: Group) -> float:
+    def _resting(self, layout: Layout, group: Group, home: str) -> float:
         """Bytes at least that a rank holds beside the most activations.
 
         States; what the arithmetic reads, of a pipeline the stages in sight; and, when an earlier microbatch has left
         one, the gradient: whole in a pipeline, where every stage has one once each rank has had two rounds.
         """
         order, accumulate = group.decided_order, group.each.accumulate
-        resting = (1 + MOMENTS) * self._shard(layout)
-        if self._copied(layout):
+        resting = self.states[home].held * self._shard(layout)
+        if self._copied(layout, home):
             resting += self._whole(layout) * self.narrow * min(1, IN_SIGHT / order.chunks)
         if layout.pp == 1 and accumulate > 1:
-            resting += self._shard(layout)
+            resting += self.states[home].summed * self._shard(layout)
         if layout.pp > 1 and order.schedule not in AT_ONCE and accumulate >= 2 * layout.pp:
             resting += self._whole(layout) * self.wide
         return resting
@@ -87,46 +98,50 @@ class Room:
 
     def obstacles(self, group: Group) -> list[str | None]:
         """The same for each policy of a group of one schedule."""
-        resting, found = self._resting(frugal_split(group), group), list[str | None]()
+        frugal, found = frugal_split(group), list[str | None]()
+        resting = {home: self._resting(frugal, group, home) for home in self.states}
         for policy in group.policies:
-            live = self._live(group, policy)
-            fits = resting + live <= self.memory
-            found.append(None if fits else STATES if resting > live else ACTIVATIONS)
+            live, still = self._live(group, policy), resting[policy.offload]
+            fits = max(still + live, self._floor(frugal, policy.offload)) <= self.memory
+            found.append(None if fits else STATES if still > live else ACTIVATIONS)
         return found
 
     def least(self, group: Group) -> float:
         """Bytes at least of the fullest rank of every plan of a group."""
-        frugal = frugal_split(group)
-        return max(self.floor(frugal), self._resting(frugal, group) + self._live(group, group.decided_policy))
+        frugal, policy = frugal_split(group), group.decided_policy
+        resting = self._resting(frugal, group, policy.offload)
+        return max(self._floor(frugal, policy.offload), resting + self._live(group, policy))
 
-    def _live(self, group: Group, policy: str) -> float:
+    def _live(self, group: Group, policy: Policy) -> float:
         """Bytes at least that activations take on the first rank, when most microbatches are in flight there."""
         layout, order = group.splits[0], group.decided_order
         cut = (layout.pp, order)
         if cut not in self.shortest:
             self.shortest[cut] = _shortest(self.question, layout.pp, order)
+        policy = policy._replace(offload="none", offload_update="host")  # activations are the same
         key = (layout.tp, layout.cp, group.each.microbatch, self.shortest[cut], layout.pp == 1, policy)
         if key not in self.kept:
             self.kept[key] = self._kept(*key)
         flying, moment = self.kept[key]
         return flying * in_flight(order.schedule, layout.pp, order.chunks, group.each.accumulate) + moment
 
-    def _kept(self, tp: int, cp: int, microbatch: int, layers: int, last: bool, policy: str) -> tuple[float, float]:
+    def _kept(self, tp: int, cp: int, microbatch: int, layers: int, last: bool, policy: Policy) -> tuple[float, float]:
         """Bytes that one microbatch leaves in so many layers, and what its backward adds for a moment.
 
         Of the kind of layer that needs less; `last` if the projection follows them, whose logits are there before that.
         """
-        work = self._work(tp, cp, microbatch)
-        found = [kept(work, (mixture,) * layers, last, policy) for mixture in self.kinds]
-        moments = [max(each.logits, each.anew + each.passing) for each in found]
+        work = self._work(tp, cp, microbatch, policy._replace(recompute="none"))
+        found = [kept(work, (mixture,) * layers, last, policy.recompute) for mixture in self.kinds]
+        moments = [max(each.logits, each.anew + each.passing) + each.pair for each in found]
         return min(each.activations for each in found), min(moments)
 
-    def _work(self, tp: int, cp: int, microbatch: int) -> Work:
+    def _work(self, tp: int, cp: int, microbatch: int, policy: Policy) -> Work:
         """Of a rank whose blocks are compiled, if they ever are: it keeps less."""
-        key = (tp, cp, microbatch)
+        key = (tp, cp, microbatch, policy)
         if key not in self.works:
             compiled = bool(self.question.fixed.get("compile", True))
-            plan = Plan(tp=tp, cp=cp, microbatch=microbatch, precision=self.question.precision, compile=compiled)
+            axes = {"tp": tp, "cp": cp, "microbatch": microbatch, **policy._asdict()}
+            plan = Plan(**axes, precision=self.question.precision, compile=compiled)
             self.works[key] = work_of(self.question.job(plan))
         return self.works[key]
 
@@ -181,9 +196,11 @@ def in_flight(schedule: Schedule, pp: int, chunks: int, microbatches: int) -> in
 
 
 def lacking(job: Job) -> str | None:
-    """The largest line of a rank that has too little memory, None if every rank has enough."""
+    """The largest line of a rank that has too little memory, None if every rank has enough; or the place that lacks."""
     found = too_large(job)
-    return None if found is None else largest(found)
+    if found is None:
+        return None
+    return overflows(job, found) if found.shown <= job.cluster.gpu.memory_bytes else largest(found)
 
 
 def largest(ledger: Ledger) -> str:
@@ -192,9 +209,32 @@ def largest(ledger: Ledger) -> str:
 
 
 def smallest_world(question: Question) -> float:
-    """GPUs below which the model's states alone do not fit, however they are shared out."""
-    wide, _ = widths(question)
-    return (1 + 1 + MOMENTS) * wide * count(question.arch) / question.cluster.gpu.memory_bytes
+    """GPUs below which the model's states do not fit, however they are shared out; one may keep them elsewhere."""
+    several = msgspec.structs.replace(question, cluster=msgspec.structs.replace(question.cluster, gpus=2))
+    alone = msgspec.structs.replace(question, cluster=msgspec.structs.replace(question.cluster, gpus=1))
+    sizes = [_widths(alone, home) for home, _ in homes(alone) if home != "none"]
+    numbers, memory = count(question.arch), question.cluster.gpu.memory_bytes
+    if any((each.held + each.gradient) * numbers <= memory for each in sizes):
+        return 1.0
+    each = _widths(several, "none")
+    return (each.held + each.gradient) * numbers / memory
+
+
+class _Widths(NamedTuple):
+    """Bytes of a parameter: states, and its gradient after one microbatch and after several."""
+
+    held: int
+    gradient: int
+    summed: int
+
+
+def _widths(question: Question, home: str) -> _Widths:
+    """Of a rank whose states live in a given place."""
+    plan = Plan(microbatch=1, precision=question.precision, shadow=shadows(question))
+    plan = msgspec.structs.replace(plan, offload=home)
+    once = state_widths(plan, question.rounding, question.states)
+    more = state_widths(msgspec.structs.replace(plan, accumulate=2), question.rounding, question.states)
+    return _Widths(once.weight + once.moments + once.low, once.gradient, more.gradient)
 
 
 def widths(question: Question) -> tuple[int, int]:

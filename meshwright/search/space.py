@@ -8,21 +8,21 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Any, TypeVar, cast, get_args
 
-from meshwright.search.levels import Layout, Order, Round
+from meshwright.search.levels import Layout, Order, Policy, Round
 from meshwright.search.question import Question
 from meshwright.search.running import compiles, policies, shadows
 from meshwright.spec import check_plan
 from meshwright.spec.arch import Arch
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import Problem
-from meshwright.spec.run import Run
+from meshwright.spec.run import Optim, Run
 from meshwright.spec.schedule import Schedule, legal
 from meshwright.spec.stages import balanced_stages
 
 CHUNKS = (1, 2, 4, 8)  # stages on a rank; more only add messages
 CHOSEN = {
     "pp", "replicate", "shard", "zero", "cp", "cp_kind", "ep", "tp", "microbatch", "accumulate", "schedule", "chunks",
-    "stages", "recompute", "precision",
+    "stages", "recompute", "precision", "activations", "compress", "offload", "offload_update",
 }  # fmt: skip
 SCHEDULES = cast("tuple[Schedule, ...]", get_args(Schedule))
 
@@ -40,7 +40,7 @@ def plans(question: Question) -> Iterator[Plan]:
                     yield plan_of(question, layout, each, order, policy)
 
 
-def plan_of(question: Question, layout: Layout, each: Round, order: Order, policy: str) -> Plan:
+def plan_of(question: Question, layout: Layout, each: Round, order: Order, policy: Policy) -> Plan:
     """The levels put together; layers are balanced over the stages unless these are given."""
     stages = ()
     if layout.pp > 1:
@@ -50,7 +50,7 @@ def plan_of(question: Question, layout: Layout, each: Round, order: Order, polic
         **each._asdict(),
         **order._asdict(),
         stages=stages,
-        recompute=policy,
+        **policy._asdict(),
         precision=question.precision,
         **{"compile": compiles(question, layout.pp, order), "shadow": shadows(question), **carried(question)},
     )
@@ -117,12 +117,13 @@ def _expert_ranks(question: Question, layout: Layout) -> Iterable[int]:
 
 def _carries(question: Question, layout: Layout) -> bool:
     """Whether these axes may have the fields that every plan has: asked of the rules, where there are such fields."""
-    if question.precision != "fp8" and not carried(question):
+    usual = question.rounding == "master" and question.states == "fp32" and "offload" not in question.fixed
+    if question.precision != "fp8" and usual and not carried(question):
         return True
     for each in rounds(question, layout):
         for order in orders(question, layout, each):
-            plan = plan_of(question, layout, each, order, question.fixed.get("recompute", "none"))
-            return not problems(question, plan)
+            found = policies(question, layout.pp, order)
+            return bool(found) and not problems(question, plan_of(question, layout, each, order, found[0]))
     return False
 
 
@@ -151,7 +152,7 @@ def orders(question: Question, layout: Layout, each: Round) -> tuple[Order, ...]
     return _orders(schedules, _chunks(question, layout.pp), layout.pp, each.accumulate)
 
 
-def choices(question: Question, layout: Layout, each: Round) -> tuple[tuple[Order, tuple[str, ...]], ...]:
+def choices(question: Question, layout: Layout, each: Round) -> tuple[tuple[Order, tuple[Policy, ...]], ...]:
     """Every schedule and the policies it can have; of the layout only pp matters."""
     return tuple((order, policies(question, layout.pp, order)) for order in orders(question, layout, each))
 
@@ -172,7 +173,8 @@ def _orders(schedules: tuple[Schedule, ...], chunks: tuple[int, ...], pp: int, a
 
 def problems(question: Question, plan: Plan) -> list[Problem]:
     """What the rules say of a plan."""
-    run = Run(arch=question.arch, plan=plan, batch=question.batch, sequence=question.sequence)
+    optim = Optim(rounding=question.rounding, states=question.states)
+    run = Run(arch=question.arch, plan=plan, batch=question.batch, sequence=question.sequence, optim=optim)
     return [problem for rule in check_plan.RULES for problem in rule(run)]
 
 

@@ -13,6 +13,10 @@ import msgspec
 from meshwright.spec import schema
 from meshwright.spec.problem import InputError, Problem
 
+# GB/s for one GPU, where nobody says: two channels of DDR4-3200, as in a desktop; an NVMe disk on four lanes of PCIe 3.
+HOST_BANDWIDTH = 51.2
+DISK_BANDWIDTH = 3.0
+
 
 class Card(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One kind of accelerator and the node it usually sits in. GiB, GB/s, dense TFLOP/s, Gb/s."""
@@ -31,6 +35,9 @@ class Card(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     network: str = "ethernet"
     network_gbit: float = 1.25  # of one GPU
     host_gib: float = 0.0  # of one GPU
+    host_bandwidth: float = HOST_BANDWIDTH
+    disk_gib: float = 0.0
+    disk_bandwidth: float = DISK_BANDWIDTH
 
 
 class Way(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -39,6 +46,7 @@ class Way(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     bandwidth: float
     latency: float
     efficiency: float = 0.75
+    copies: float = 0.87  # of the bandwidth, what a copy from or to pinned memory of the host reaches
 
 
 class Network(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -78,7 +86,7 @@ def _misfits(entry: Any, kind: type[msgspec.Struct], prefix: str) -> list[Proble
         key = prefix.rstrip(".")
         return [Problem(f"{key} = {schema.shown(entry)} should be a table", f"write [{key}] above its keys", key)]
     found = [*schema.misfits(entry, kind, prefix), *schema.missing(entry, kind, prefix)]
-    positive = {"memory_gib", "bandwidth", "domain", "efficiency"}
+    positive = {"memory_gib", "bandwidth", "domain", "efficiency", "copies", "host_bandwidth", "disk_bandwidth"}
     for key in sorted(positive & set(entry)):
         value = entry[key]
         if isinstance(value, int | float) and value <= 0:

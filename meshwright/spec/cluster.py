@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from meshwright.spec import schema
-from meshwright.spec.catalogue import Card, Catalogue, Network, Way, catalogue, named, recognised, unknown
+from meshwright.spec.catalogue import (
+    DISK_BANDWIDTH,
+    HOST_BANDWIDTH,
+    Card,
+    Catalogue,
+    Network,
+    Way,
+    catalogue,
+    named,
+    recognised,
+    unknown,
+)
 from meshwright.spec.plan import Precision
 from meshwright.spec.problem import InputError, Problem
 
@@ -63,6 +74,9 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     network: Link
     host: Link  # between a GPU and its node's memory
     host_bytes: float = 0.0  # memory of a node ÷ its GPUs; 0: not known
+    host_bandwidth: float = HOST_BANDWIDTH * GIGA  # bytes a second of that memory ÷ its GPUs, read and written
+    disk_bytes: float = 0.0  # of a node's own disks ÷ its GPUs; 0: not known
+    disk_bandwidth: float = DISK_BANDWIDTH * GIGA  # bytes a second, read or written
     efficiency: "Efficiency | None" = None  # what its own kernels were measured to reach; None: as in the catalogue
 
     @property
@@ -83,6 +97,9 @@ class Machines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     network: str = ""
     network_gbit: float = 0.0  # of one GPU
     host_gib: float = 0.0  # of one GPU
+    host_bandwidth: float = 0.0  # GB/s, of one GPU
+    disk_gib: float = 0.0  # of one GPU
+    disk_bandwidth: float = 0.0  # GB/s, of one GPU
     memory_gib: float = 0.0  # where it differs from the catalogue's
 
 
@@ -180,7 +197,7 @@ def assembled(machines: Machines, known: Catalogue) -> Cluster:
     gbit = machines.network_gbit or card.network_gbit
     network = _network(machines.network or card.network, known.networks, gbit, max(domain, 1), problems)
     scale_up = _link(machines.scale_up or card.scale_up, known.links, problems)
-    host = _link(machines.host or card.host, known.links, problems)
+    host = _copies(_link(machines.host or card.host, known.links, problems), known.links)
     if problems or network is None or scale_up is None or host is None:
         raise InputError(problems)
     gpu = _gpu(name, card)
@@ -195,6 +212,9 @@ def assembled(machines: Machines, known: Catalogue) -> Cluster:
         network=network,
         host=host,
         host_bytes=(machines.host_gib or card.host_gib) * GIB,
+        host_bandwidth=(machines.host_bandwidth or card.host_bandwidth) * GIGA,
+        disk_bytes=(machines.disk_gib or card.disk_gib) * GIB,
+        disk_bandwidth=(machines.disk_bandwidth or card.disk_bandwidth) * GIGA,
     )
 
 
@@ -210,6 +230,11 @@ def _link(name: str, links: Mapping[str, Way], problems: list[Problem]) -> Link 
         problems.append(unknown("link", name, links))
         return None
     return Link(name=name, bandwidth=way.bandwidth * GIGA, latency=way.latency * MICRO, efficiency=way.efficiency)
+
+
+def _copies(link: Link | None, links: Mapping[str, Way]) -> Link | None:
+    """A link as copies to and from pinned memory use it."""
+    return link and msgspec.structs.replace(link, efficiency=links[link.name].copies)
 
 
 def _network(

@@ -54,6 +54,17 @@ class CollectiveTime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     domains: int = 1  # nodes (scale-up domains) that the ranks are spread over
 
 
+class CollectiveFit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Seconds of one collective as latency + bytes ÷ bandwidth, bytes again where the tensor is whole."""
+
+    kind: Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "broadcast"]
+    ranks: int
+    latency: float  # alpha: seconds of the smallest message
+    bandwidth: float  # 1 ÷ beta: bytes a second of the largest
+    error: float  # the median of |fitted ÷ measured - 1| over the sizes
+    domains: int = 1
+
+
 class LayerTime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A whole block of a decoder, to judge what is concluded from its kernels."""
 
@@ -78,10 +89,17 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     attention: tuple[AttentionTime, ...] = ()
     elementwise: tuple[ElementwiseTime, ...] = ()
     collectives: tuple[CollectiveTime, ...] = ()
+    fits: tuple[CollectiveFit, ...] = ()  # of the collectives; plans are priced with the times themselves
     layers: tuple[LayerTime, ...] = ()
     copy_bandwidth: float = 0.0  # bytes a second read and written by a large copy on the device
     launch_seconds: float = 0.0  # that the host needs to start one small kernel from eager code
     host_bandwidth: float = 0.0  # bytes a second from the device to pinned memory of its node
+    to_device_bandwidth: float = 0.0  # and from there to the device
+    disk_write_bandwidth: float = 0.0  # bytes a second of a new file, until it is on the disk
+    disk_read_bandwidth: float = 0.0  # of the same file, not kept in memory
+    memory_bytes: float = 0.0  # of the device, or a rank's share of the machine's
+    threads: int = 0  # that one rank computes with on a CPU
+    ranks: int = 1  # that were measured at once
 
 
 def read_profile(path: Path) -> Profile:
@@ -93,3 +111,11 @@ def read_profile(path: Path) -> Profile:
     except msgspec.MsgspecError as error:
         remedy = "give a file that the probe wrote, or correct it"
         raise InputError([Problem(f"{path} is not a machine profile: {error}", remedy, "profile")]) from error
+
+
+def write_profile(profile: Profile, path: Path) -> None:
+    """Keep a profile as JSON that a person can read; nothing half-written is ever under its name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(profile)) + b"\n")
+    temporary.replace(path)

@@ -63,7 +63,8 @@ def _described(table: dict[str, Any]) -> tuple[Described | None, list[Problem]]:
 def init_problems(run: Run) -> list[Problem]:
     """Weights that a run begins from must fit it."""
     if not run.init.folder:
-        return []
+        what = "init.moments takes the moments of the run in init.from, and none is named"
+        return [Problem(what, "name one, or leave init.moments out", "init.moments")] if run.init.moments else []
     differences = shape_differences(describe(Path(run.init.folder)).arch, run.arch)
     text = f"the weights in {run.init.folder} are of another shape: {'; '.join(differences)}"
     remedy = "leave arch out to take the folder's, or begin from another folder"

@@ -41,6 +41,7 @@ class Init(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Where the weights begin."""
 
     folder: str = ""  # a Hugging Face folder or a finished run's; empty: random, from the seed
+    moments: bool = False  # and AdamW's moments, from that run's newest checkpoint
 
 
 class Optim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -137,6 +138,8 @@ def mathematics(run: Run) -> dict[str, Any]:
     for name, usual in (("rounding", "master"), ("states", "fp32")):
         if kept["optim"][name] == usual:
             del kept["optim"][name]
+    if not run.init.moments:
+        del kept["init"]["moments"]
     if run.plan.precision == "fp8" and run.plan.scaling != "tensor":
         kept["scaling"] = run.plan.scaling
     if run.plan.compress != "none":

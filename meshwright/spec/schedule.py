@@ -62,6 +62,7 @@ def default_chunks(schedule: Schedule) -> int:
     return 1 if _RULES[schedule].most_chunks == 1 else 2
 
 
+@lru_cache(maxsize=1024)
 def stage_ranks(schedule: Schedule, pp: int, chunks: int) -> tuple[int, ...]:
     """The rank that holds each stage: round the ranks, or down and up again."""
     if _RULES[schedule].v_shaped:

@@ -9,6 +9,8 @@ from meshwright.spec.exits import Exit
 
 Kind = Literal["killed", "hang", "error", "input", "data", "not-finite", "replicas", "memory", "corrupt", "stopped"]
 RESTARTABLE: tuple[Kind, ...] = ("killed", "hang")  # the rest would only happen again
+# What Gloo, NCCL and sockets say when the other side is gone.
+BROKEN = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited", "Connection refused")
 WIDEST = 160  # characters of a line on the screen; all of it is in the file
 
 
@@ -82,6 +84,11 @@ def of_code(code: int) -> Kind:
         Exit.HARDWARE: "replicas",
     }
     return "killed" if code < 0 else kinds.get(code, "error")
+
+
+def is_broken(text: str) -> bool:
+    """Whether words are those of a rank that others left alone in a collective."""
+    return any(word in text for word in BROKEN)
 
 
 def _one_line(text: str) -> str:

@@ -47,9 +47,10 @@ def beside(chunks: list[nn.Module], run: Run, mesh: Mesh) -> AdamW:
     for chunk in chunks:
         chunk.to_empty(device=mesh.device)
         chunk.train()
-        initialise(chunk, run)
-    shadow.attach(chunks, run.plan)
     rounding.attach(chunks, run)
+    for chunk in chunks:
+        initialise(chunk, run, rounding.begin if run.optim.rounding == "compensated" else None)
+    shadow.attach(chunks, run.plan)
     return AdamW(run.optim, [weight for chunk in chunks for weight in chunk.parameters()], run.plan)
 
 

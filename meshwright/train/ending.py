@@ -12,7 +12,7 @@ from meshwright.checkpoint.corrupt import CorruptError
 from meshwright.spec.check import InputError
 from meshwright.spec.exits import Exit
 from meshwright.spec.order import Order
-from meshwright.spec.verdict import FaultError, Kind, Verdict, of_code
+from meshwright.spec.verdict import FaultError, Kind, Verdict, is_broken, of_code
 
 AGAIN = "put it right and run the same command again: it goes on from the newest checkpoint"
 
@@ -23,7 +23,7 @@ def verdict_of(error: Exception, order: Order, step: int, deviated: bool) -> Ver
         verdict = error.verdict
     else:
         verdict = Verdict(kind="error", code=Exit.FAILED, what=_first_line(error))
-        for kind, code, remedy in _known(error, step):
+        for kind, code, remedy in _known(error, order, step):
             verdict = Verdict(kind=kind, code=code, what=_first_line(error), remedy=remedy)
     return msgspec.structs.replace(
         verdict,
@@ -39,7 +39,7 @@ def verdict_of(error: Exception, order: Order, step: int, deviated: bool) -> Ver
     )
 
 
-def _known(error: Exception, step: int) -> list[tuple[Kind, int, str]]:
+def _known(error: Exception, order: Order, step: int) -> list[tuple[Kind, int, str]]:
     """Errors whose meaning is known: their kind, exit code and remedy."""
     if isinstance(error, CorruptError):
         return [("corrupt", Exit.CORRUPT, "restore the folder from a copy, or start anew with --fresh")]
@@ -47,6 +47,9 @@ def _known(error: Exception, step: int) -> list[tuple[Kind, int, str]]:
         return [("memory", Exit.DOES_NOT_FIT, "use a smaller microbatch, recompute, or more shards")]
     if isinstance(error, InputError) and step < 0:
         return [("input", Exit.INPUT, "; ".join(problem.remedy for problem in error.problems))]
+    # Our own launcher sees who it was that left; of somebody else's we know only that a rank is gone.
+    if order.place.launcher != "meshwright" and is_broken(str(error)):
+        return [("killed", Exit.RESUMABLE, AGAIN)]
     if isinstance(error, InputError | OSError) and _in_data(error):
         return [(of_code(Exit.RESUMABLE), Exit.RESUMABLE, AGAIN)]
     return []

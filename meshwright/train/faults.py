@@ -14,6 +14,7 @@ from meshwright.train.replicas import Replicas
 from meshwright.train.spikes import Spikes
 from meshwright.train.state import State
 from meshwright.train.stragglers import Stragglers
+from meshwright.train.witness import Witness
 
 
 class Faults:
@@ -27,6 +28,7 @@ class Faults:
         self.spikes = Spikes(run.faults.spike)
         self.stragglers = Stragglers(run.faults.straggler, mesh, heart)
         self.replicas = Replicas(run.faults.compare_every, state, mesh)
+        self.witness = Witness(run, state, mesh, recorder.folder)
         self.looked = state.step
         self.streak = 0  # steps in a row whose gradient was not finite
 
@@ -45,7 +47,8 @@ class Faults:
             self._tell("spike", record.step, words)
         if found := self.stragglers.look(record.step):
             self._tell("straggler", record.step, str(found), found.rank)
-        self.replicas.look(record.step)
+        if told := self.witness.look(self.replicas, record.step):
+            self._tell("replicas", record.step, told[1], told[0])
 
     def _not_finite(self, record: StepRecord) -> None:
         """The first of a row is looked into; too long a row ends the run."""

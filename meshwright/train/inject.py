@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshwright.checkpoint.save import Saver
+from meshwright.checkpoint.holding import Copies
+from meshwright.checkpoint.storage import Disk
 from meshwright.parallel.mesh import Mesh, local
 from meshwright.spec.run import Run
 from meshwright.train.state import State
@@ -71,7 +72,7 @@ def when(injection: Injection, state: State, act: Act) -> None:
         case "collective":
             _before(dist, "all_reduce", once)
         case "save":
-            _before(Saver, "save", once)
+            _before(Copies, "take", once)  # inside the save, where a watcher looks for it
         case other:
             raise ValueError(f"no fault can be injected in {other}")
 
@@ -129,6 +130,19 @@ def _block_worker(injection: Injection, run: Run, state: State, mesh: Mesh) -> N
         state.loader.ahead.clear()
 
     when(injection, state, act)
+
+
+def _cut(injection: Injection, run: Run, state: State, mesh: Mesh) -> None:
+    """Killed before the n-th thing that this rank's saves do to the disk; n stands in the place of the phase."""
+    left = [int(injection.phase)]
+
+    def act() -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    for name in ("make_folder", "write", "write_block", "rename", "sync_folder", "remove"):
+        _before(Disk, name, act)
 
 
 def _skip(injection: Injection, run: Run, state: State, mesh: Mesh) -> None:
@@ -203,6 +217,7 @@ def _slow(injection: Injection, run: Run, state: State, mesh: Mesh) -> None:
 
 KINDS: dict[str, Callable[[Injection, Run, State, Mesh], None]] = {
     "kill": _does(lambda: os.kill(os.getpid(), signal.SIGKILL)),
+    "cut": _cut,
     "term": _does(lambda: os.kill(os.getpid(), signal.SIGTERM)),
     "hang": _does(lambda: os.kill(os.getpid(), signal.SIGSTOP)),
     "sleep": _does(lambda: time.sleep(FOREVER)),

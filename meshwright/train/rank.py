@@ -74,9 +74,10 @@ def run_rank(run: Run, order: Order, screen: Screen, heart: Heart, stop: Stop) -
         screen.say(f"building {count(run.arch):,} parameters on {described(mesh)}")
         state = build(run, corpus, mesh, folder)
         restore(state, run, mesh, folder, screen.say)
+        kernels = fused.chosen(run.plan, mesh.device, state.chunks, state.optimizer.is_one_pass)
         if mesh.rank == 0:
-            _write(folder / "env.json", _environment(mesh))
-        for line in (*deterministic.described(run.plan, state.chunks), *fused.described(state.chunks)):
+            _write(folder / "env.json", {**_environment(mesh), "kernels": kernels})
+        for line in (*deterministic.described(run.plan, state.chunks), f"kernels: {kernels}"):
             screen.say(line)
         recorder = Recorder(run, mesh, folder, screen, _writers(run, mesh, folder, screen))
         try:

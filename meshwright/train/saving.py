@@ -13,11 +13,13 @@ from torch import Tensor
 from meshwright.checkpoint import fingerprint, steps
 from meshwright.checkpoint import restore as restoring
 from meshwright.checkpoint.fingerprint import Share
-from meshwright.checkpoint.holding import Copies
+from meshwright.checkpoint.holding import Copies, Holding
 from meshwright.checkpoint.manifest import Manifest, Progress, state_digest
 from meshwright.checkpoint.save import Saver
+from meshwright.optim import room
 from meshwright.parallel import shadow
 from meshwright.parallel.mesh import Mesh
+from meshwright.spec.check import InputError, Problem
 from meshwright.spec.run import Run
 from meshwright.train.holdings import holdings
 from meshwright.train.state import State
@@ -42,6 +44,7 @@ def restore(state: State, run: Run, mesh: Mesh, folder: Path, say: Say) -> Resto
     home = steps.home(folder)
     manifest = restoring.newest(home, run, mesh, holdings(state, run, mesh), say)
     if manifest is None:
+        follow(state, run, mesh, say)
         return None
     shadow.refresh(state.chunks)
     take_up(state, manifest)
@@ -49,6 +52,20 @@ def restore(state: State, run: Run, mesh: Mesh, folder: Path, say: Say) -> Resto
     seconds = time.perf_counter() - began
     say(f"going on from step {step} ({steps.name(step)}, saved under {plan_of(manifest)}): read in {seconds:.1f} s")
     return Restored(step=step, folder=str(home / steps.name(step)), state=manifest.state, seconds=seconds)
+
+
+def follow(state: State, run: Run, mesh: Mesh, say: Say) -> None:
+    """A new phase with `init.moments`: AdamW goes on with what it had at the end of the run that this one is from."""
+    if not run.init.moments:
+        return
+    home = steps.home(Path(run.init.folder))
+    moments = [holding for holding in holdings(state, run, mesh) if holding.name.startswith(("first/", "second/"))]
+    manifest = restoring.newest(home, None, mesh, moments, say)
+    if manifest is None:
+        what = f"{home} holds no checkpoint to take the moments from"
+        raise InputError([Problem(what, "leave init.moments out, or name a run's folder", "init.moments")])
+    state.optimizer.count.fill_(manifest.progress.updates)
+    say(f"moments from step {manifest.progress.step} of {run.init.folder}")
 
 
 def take_up(state: State, manifest: Manifest) -> None:
@@ -102,7 +119,9 @@ def saving(run: Run, state: State, mesh: Mesh, folder: Path | None) -> Iterator[
     if folder is None:
         yield lambda state: 0.0
         return
-    saver = Saver(steps.home(folder), run, mesh, holdings(state, run, mesh), state.say)
+    held = holdings(state, run, mesh)
+    in_place = run.plan.offload != "none" and lacks_room(held, state.say)  # a rank that shares nothing: it may decide
+    saver = Saver(steps.home(folder), run, mesh, held, state.say, in_place=in_place)
 
     def save(state: State) -> float:
         if not (state.stopped or is_due(run, state.step)):
@@ -118,6 +137,18 @@ def saving(run: Run, state: State, mesh: Mesh, folder: Path | None) -> Iterator[
         saver.abandon()
         raise
     saver.close()
+
+
+def lacks_room(held: list[Holding], say: Say) -> bool:
+    """Whether the host cannot take a second copy of states that it holds already; if so, what follows is said."""
+    need, have = Copies(held).bytes, room.free_host_bytes()
+    if have is None or need <= have:
+        return False
+    say(
+        f"checkpoints are written straight from the states, and training waits for them: "
+        f"a copy needs {need:,} bytes of host memory, and {have:,} are free"
+    )
+    return True
 
 
 def is_due(run: Run, step: int) -> bool:

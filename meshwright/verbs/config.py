@@ -4,6 +4,7 @@ import argparse
 
 import msgspec
 
+from meshwright.search import budget
 from meshwright.spec import load, schema
 from meshwright.verbs import surroundings, words
 
@@ -23,6 +24,7 @@ def config(options: argparse.Namespace) -> int:
         return 0
     file, overrides = words.split(options.words)
     loaded = load.load(file, overrides, ranks=options.ranks, default_ranks=surroundings.default_ranks())
+    loaded, _ = budget.resolved(loaded)  # as train does
     if options.json:
         both = {"run": msgspec.to_builtins(loaded.run), "origins": loaded.origins}
         print(msgspec.json.encode(both).decode())

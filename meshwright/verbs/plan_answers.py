@@ -61,7 +61,9 @@ def searched(question: Question, top: int) -> Answer:
 
 def _told(options: argparse.Namespace, asked: Put, question: Question, answer: Answer) -> int:
     first = answer.found[0]
-    chosen = msgspec.structs.replace(question, batch=first.plan.batch, precision=first.plan.precision)
+    job = first.job
+    kinds = {"precision": job.plan.precision, "rounding": job.rounding, "states": job.states}
+    chosen = msgspec.structs.replace(question, batch=job.plan.batch, **kinds)
     beside = explain.beside(chosen, first.plan)
     record = _record(asked, question, answer) | {"neighbours": msgspec.to_builtins(beside)}
     lines = [*tables.ranking(answer), "", *tables.counted(answer.counts), ""]

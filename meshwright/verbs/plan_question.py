@@ -58,6 +58,8 @@ def put(options: argparse.Namespace, arch: Arch | None = None) -> Put:
             cluster=machines,
             stack=stack,
             masked=asked.run.data.mask_documents,
+            rounding=asked.run.optim.rounding,
+            states=asked.run.optim.states,
             fixed=_plain(fixed),
             vary=tuple(options.vary or ()) or asked.run.goal.vary,
         ),

@@ -20,6 +20,7 @@ LINES = {  # what a plan that does not fit has most of, as the counts name it
     "gathered": "gathered weights",
     "moments": "the optimizer's moments",
 }
+PLACES = {"host": "host memory", "disk": "the disk"}  # outside the device, as the counts name them
 
 
 def heading(put: Put, question: Question) -> Iterator[str]:
@@ -59,10 +60,10 @@ def ranking(answer: Answer) -> Iterator[str]:
 
 
 def _distinct(answer: Answer) -> list[str]:
-    """Plans in words, with batch and precision where these differ."""
+    """Plans in words, with what is mathematics where it differs."""
     words = [plan_words(found.plan) for found in answer.found]
-    for name in ("batch", "precision"):
-        values = [getattr(found.plan, name) for found in answer.found]
+    for name in ("batch", "precision", "rounding", "states"):
+        values = [getattr(found.plan, name, None) or getattr(found.job, name) for found in answer.found]
         if len(set(values)) > 1:
             words = [f"{word} {name}={value}" for word, value in zip(words, values, strict=True)]
     return words
@@ -72,7 +73,8 @@ def counted(counts: Counts) -> Iterator[str]:
     """What became of all plans."""
     yield f"{counts.legal:,} legal plans:"
     for line, plans in counts.too_large.items():
-        yield f"{plans:>12,}  do not fit: most of it is {LINES.get(line, line)}"
+        why = f"{PLACES[line]} is too small" if line in PLACES else f"most of it is {LINES.get(line, line)}"
+        yield f"{plans:>12,}  do not fit: {why}"
     yield f"{counts.slower:>12,}  are slower than the ones above, by their bound"
     yield f"{counts.priced:>12,}  priced in full"
 
@@ -98,9 +100,22 @@ def ledger(found: Found) -> Iterator[str]:
             yield f"  {line.name:<12}{gib(line.bytes):>8} GiB  {line.why}"
     kinds = (("allocated", found.ledger.allocated), ("reserved", found.ledger.reserved), ("shown", found.ledger.shown))
     yield "  " + ", ".join(f"{name} {gib(size)}" for name, size in kinds) + f" of {gib(memory)} GiB"
-    verdict, amount = ("yes", "to spare") if found.fit.fits else ("no", "too many")
+    yield from _away(found)
+    verdict, amount = "yes" if found.fit.fits else "no", "to spare" if found.fit.headroom_bytes >= 0 else "too many"
     doubt = ", and the interval of the estimate reaches beyond the card" if found.is_tight else ""
     yield f"fits: {verdict}, {gib(abs(found.fit.headroom_bytes))} GiB {amount}{doubt}"
+
+
+def _away(found: Found) -> Iterator[str]:
+    """What lies outside the device, beside a GPU's share of its node."""
+    cluster, away = found.job.cluster, found.ledger.away
+    for place, lines, room in (("host", away.host, cluster.host_bytes), ("disk", away.disk, cluster.disk_bytes)):
+        if not lines:
+            continue
+        have = f"{gib(room)} GiB for each GPU" if room else "how much there is is not known"
+        yield f"{PLACES[place]} of this rank: {gib(sum(line.bytes for line in lines))} GiB ({have}):"
+        for line in lines:
+            yield f"  {line.name:<12}{gib(line.bytes):>8} GiB  {line.why}"
 
 
 def waterfall(found: Found) -> Iterator[str]:

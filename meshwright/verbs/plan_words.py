@@ -20,6 +20,9 @@ def plan_words(plan: Plan) -> str:
         used.append(plan.schedule + (f"×{plan.chunks}" if plan.chunks > 1 else ""))
     used.append(f"microbatch={plan.microbatch}×{plan.accumulate}")
     used += [f"recompute={plan.recompute}"] * (plan.recompute != "none")
+    used += [f"compress={plan.compress}"] * (plan.compress != "none")
+    used += [f"activations={plan.activations}"] * (plan.activations != "device")
+    used += [f"offload={plan.offload}/{plan.offload_update}"] * (plan.offload != "none")
     used += [name for name in ("shadow", "compile", "deterministic") if getattr(plan, name)]
     return " ".join(used)
 
@@ -65,6 +68,12 @@ def as_record(found: Found, why: str) -> dict[str, object]:
         "allocated_bytes": ledger.allocated,
         "reserved_bytes": ledger.reserved,
         "ledger": msgspec.to_builtins(ledger.lines),
+        "host_bytes": ledger.away.host_bytes,
+        "disk_bytes": ledger.away.disk_bytes,
+        "host": msgspec.to_builtins(ledger.away.host),
+        "disk": msgspec.to_builtins(ledger.away.disk),
+        "rounding": found.job.rounding,
+        "states": found.job.states,
         "moment": ledger.moment,
         "role": ledger.role,
         "waterfall": msgspec.to_builtins(price.waterfall),

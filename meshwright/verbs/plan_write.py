@@ -20,9 +20,9 @@ def run_of(put: Put, found: Found) -> Run:
         cluster=put.machines if same else found.job.cluster.name, network=asked.goal.network, vary=put.question.vary
     )
     name = asked.name if asked.name != "starter" else f"{put.model}-{found.job.cluster.name}"
-    run = msgspec.structs.replace(
-        asked, name=name, sequence=found.job.sequence, batch=found.plan.batch, goal=goal, plan=found.plan
-    )
+    optim = msgspec.structs.replace(asked.optim, rounding=found.job.rounding, states=found.job.states)
+    chosen = {"sequence": found.job.sequence, "batch": found.plan.batch, "plan": found.plan, "optim": optim}
+    run = msgspec.structs.replace(asked, name=name, goal=goal, **chosen)
     if problems := check.problems(run):
         raise InputError(problems)
     return run

@@ -99,7 +99,7 @@ def _calls(seen: Seen) -> Iterator[CallRow]:
 
 
 def _held(job: Job, plan: Plan, seen: Seen, said: Ledger) -> Iterator[ByteRow]:
-    planned = {line.name: line.bytes for line in states(job.arch, plan, seen.place)}
+    planned = {line.name: line.bytes for line in states(job.arch, plan, seen.place, job.rounding)}
     for name in ("weights", "gradients", "moments"):
         yield ByteRow(name=name, planned=planned[name], traced=seen.states[name], tolerance=0.0)
     yield ByteRow(name="peak", planned=said.allocated, traced=seen.live_bytes, tolerance=PEAK_TOLERANCE)

@@ -43,3 +43,14 @@ def test_compiled_ranks_train_like_one_process_and_send_what_the_plan_implies(fo
         assert (one.weights[name] - weight).norm() < 1e-12 * weight.norm(), name
     assert compiled.described()[0].endswith(" 0 breaks"), compiled.described()
     assert not surprises(Path(folder), PLAN)
+
+
+@world(1, seconds=240)
+def test_blocks_that_are_computed_anew_together_share_their_kernels(folder):
+    words = ("arch.layers=6", "steps=1", "data.held_out=0.0", "plan.recompute=every-2", "plan.compile=true")
+    run = make_run(folder, *words)
+    drive(run, make_corpus(run, Path(folder)), meshes.make(run.plan, CPU))
+    told = compiled.described()[0]
+    # The first block's input needs no gradient of its own, a second graph; three runs of two blocks add none.
+    assert ", 0 breaks" in told
+    assert int(told.split(", ")[1].split()[0]) <= 1, told

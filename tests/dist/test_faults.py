@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 from commands import SMALL, environment, meshwright
 
 from meshwright.cost.goodput import account
+from meshwright.launch.verdicts import process_name
 from meshwright.spec.record import AttemptRecord, EventRecord, StepRecord, read_line
 from meshwright.verify.rehearse import model_digest
 
@@ -141,6 +143,9 @@ def test_a_bit_that_flips_in_one_replica_is_found_and_no_run_goes_on_from_it(use
     assert (user / "flipped" / "checkpoints" / "suspect-step-8").exists()
     again = train(user, "flipped")
     assert again.returncode == 0, again.stderr
+    (event,) = [record for record in records(user / "flipped") if isinstance(record, EventRecord)]
+    assert (event.step, event.rank, event.what) == (8, 1, "replicas")
+    assert "rank 1 was wrong" in event.text  # of two, which only the steps made again can tell
     assert model_digest(user / "flipped") == model_digest(user / "reference")
 
 
@@ -175,9 +180,11 @@ def test_a_power_cut_costs_one_interval_at_most(user):
         assert time.monotonic() < deadline, "no steps were made"
         time.sleep(0.05)
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    left = f"meshwright-{process_name(launcher.pid)}-*"
     for pid in [launcher.pid, *map(int, children)]:
         os.kill(pid, signal.SIGKILL)
     launcher.wait()
+    assert len(list(Path(tempfile.gettempdir()).glob(left))) == 1
     made = [record.step for record in records(user / "cut") if isinstance(record, StepRecord)][-1]
     again = subprocess.Popen(
         [*command, "--folder", "cut"],
@@ -194,4 +201,5 @@ def test_a_power_cut_costs_one_interval_at_most(user):
     assert again.wait(timeout=60) == 10
     begun = [record.step for record in records(user / "cut") if isinstance(record, AttemptRecord)]
     assert begun[0] == 0
+    assert not list(Path(tempfile.gettempdir()).glob(left))
     assert made - begun[1] <= 3  # two steps of an interval, and one whose save was still being written

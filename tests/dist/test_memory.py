@@ -20,13 +20,19 @@ from trials import CPU, alone, corpus_file, make_corpus, make_run
 from worlds import world
 
 from meshwright.cost.job import Job
-from meshwright.cost.memory import states
+from meshwright.cost.memory import ledger, states
 from meshwright.cost.memory_kept import kept
+from meshwright.cost.memory_sharded import largest_weight
+from meshwright.cost.memory_widths import PIECE, SLOTS, update_bytes
 from meshwright.cost.memory_work import work_of
+from meshwright.optim import piece
+from meshwright.optim.offloaded import Offloaded
 from meshwright.parallel import mesh as meshes
 from meshwright.parallel.mesh import Mesh, local
 from meshwright.parallel.tensor import loss_context
+from meshwright.search.budget import job_of
 from meshwright.spec.cluster import cluster
+from meshwright.spec.params import count
 from meshwright.spec.run import Run
 from meshwright.spec.stack import stacks
 from meshwright.train.build import build
@@ -53,8 +59,11 @@ TWO = {
         ("plan.replicate=2", "plan.zero=3"),
         ("plan.replicate=2", *TWICE),
         ("plan.replicate=2", *BF16, *TWICE, *GPT),
+        ("plan.replicate=2", *BF16, *TWICE, "optim.rounding=stochastic"),
     ],
     "shard": [
+        ("plan.shard=2", "plan.zero=1", *TWICE, *BF16, "optim.rounding=compensated"),
+        ("plan.shard=2", "plan.zero=3", *BF16, "optim.rounding=compensated", *GPT),
         ("plan.shard=2", "plan.zero=1", *BF16),
         ("plan.shard=2", "plan.zero=1", *TWICE, *BF16),
         ("plan.shard=2", "plan.zero=2", *TWICE),
@@ -79,6 +88,7 @@ TWO = {
         ("plan.pp=2", *FOUR_TIMES),
         ("plan.pp=2", "plan.schedule=zbv", *FOUR_TIMES, *GPT, *BF16),
         ("plan.pp=2", "plan.schedule=zb1p", *FOUR_TIMES, *BF16),
+        ("plan.pp=2", "plan.schedule=zb1p", *FOUR_TIMES, *BF16, "optim.rounding=compensated"),
         ("plan.pp=2", "plan.schedule=looped", *FOUR_TIMES),
         ("plan.pp=2", "plan.schedule=interleaved", "plan.chunks=4", *FOUR_TIMES, *DEEP),
     ],
@@ -210,6 +220,8 @@ def measured(run: Run, mesh: Mesh, folder: Path) -> tuple[dict[str, int], Watch]
         "gathered": watch.gathered,
         "waiting": max(watch.gradients - gradients, 0),
     }
+    if low := stored(getattr(weight, "low_bits", None) for weight in weights):
+        bytes_of["master"] = low
     return bytes_of, watch
 
 
@@ -218,7 +230,7 @@ def surprises(folder: Path, words: tuple[str, ...]) -> list[str]:
     run = make_run(folder, *SMALL, *words)
     mesh = meshes.make(run.plan, CPU)
     seen, _ = measured(run, mesh, folder)
-    said = {line.name: line.bytes for line in states(run.arch, run.plan, mesh.place)}
+    said = {line.name: line.bytes for line in states(run.arch, run.plan, mesh.place, run.optim.rounding)}
     return [f"{run.plan}: {name} seen {seen[name]}, said {said[name]}" for name in said if seen[name] != said[name]]
 
 
@@ -242,6 +254,56 @@ def test_a_lone_rank_uses_its_weights_where_they_lie(folder, plan):
     seen, _ = measured(run, alone(), folder)
     assert seen == {line.name: line.bytes for line in states(run.arch, run.plan)}
     assert seen["gathered"] == 0
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "compensated"])
+@pytest.mark.parametrize("accumulate", [(), TWICE])
+def test_a_lone_rank_whose_weights_are_rounded_computes_with_them_where_they_lie(folder, rounding, accumulate):
+    run = make_run(folder, *SMALL, *BF16, *accumulate, f"optim.rounding={rounding}", "plan.replicate=1")
+    seen, _ = measured(run, alone(), folder)
+    assert seen == {line.name: line.bytes for line in states(run.arch, run.plan, rounding=rounding)}
+    assert seen["weights"] == 2 * count(run.arch)
+
+
+OFFLOADED = [
+    ("plan.precision=fp32", "plan.offload=host"),
+    (*BF16, "plan.offload=host"),
+    (*BF16, "plan.offload=host", "plan.offload_update=device", *TWICE),
+    (*BF16, "plan.offload=host", "plan.offload_update=device", "optim.states=bf16"),
+    (*BF16, "plan.offload=disk"),
+    (*BF16, "plan.offload=disk", "plan.offload_update=device", "optim.states=bf16", *TWICE),
+]
+
+
+@pytest.mark.parametrize("words", OFFLOADED)
+def test_states_that_live_elsewhere_take_the_bytes_that_are_said_there(folder, words, tmp_path):
+    run = make_run(folder, *SMALL, *words, "plan.replicate=1", f"plan.offload_folder={tmp_path}")
+    state = build(run, make_corpus(run, folder), alone())
+    choose(run, state.chunks, alone())(state.loader.take(0), state.scale.value)
+    state.loader.close()
+    optimizer = state.optimizer
+    assert isinstance(optimizer, Offloaded)
+    job = job_of(run)
+    lines = {line.name: line.bytes for line in states(run.arch, run.plan)}
+    weights = [weight for chunk in state.chunks for weight in chunk.parameters()]
+    assert stored(weights) == lines["weights"]
+    assert stored(weight.grad for weight in weights) == lines["gradients"]
+    assert lines["moments"] == lines["gathered"] == 0
+    near = [array for home in optimizer.homes for array in home.arrays]
+    slots = [buffer for slot in optimizer.slots for buffer in slot.near]
+    optimizer.close()
+    said = ledger(job).away
+    kept = {line.name: line.bytes for line in (*said.host, *said.disk)}
+    assert sum(array.nbytes for array in near) == kept["states"]
+    assert bool(said.disk) == (run.plan.offload == "disk")
+    if run.plan.offload_update == "device":
+        on_device = {line.name: line.bytes for line in ledger(job).lines}["update"]
+        rounding = update_bytes(run.plan, largest_weight(run.arch), "master", run.optim.states)
+        assert sum(buffer.nbytes for buffer in slots) in (on_device, on_device - rounding)
+
+
+def test_the_pieces_of_the_ledger_are_the_optimizer_s():
+    assert (PIECE, SLOTS) == (piece.PIECE, piece.SLOTS)
 
 
 @world(2)

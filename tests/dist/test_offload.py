@@ -103,20 +103,28 @@ def test_a_gradient_that_is_not_finite_moves_nothing(folder):
     assert digest_of(state, run, alone()) == before
 
 
+@pytest.mark.parametrize("copied", [True, False], ids=["copied", "in-place"])
 @pytest.mark.parametrize("place", ["host", "disk"])
 @pytest.mark.parametrize("states", ["fp32", "bf16"])
-def test_a_run_that_was_cut_short_goes_on_to_the_same_end(folder, place, states):
+def test_a_run_that_was_cut_short_goes_on_to_the_same_end(folder, place, states, copied, monkeypatch):
     words = (*ONE, "plan.precision=bf16", *offloaded(place, "host"), f"optim.states={states}", "steps=6")
     run = make_run(folder, *words, "checkpoint.every=2", "data.held_out=0.0", f"plan.offload_folder={folder}")
     corpus, mesh = make_corpus(run, folder), alone()
     whole = build(run, corpus, mesh)
     list(train(run, whole, mesh))
     whole.loader.close()
-    cut = build(run, corpus, mesh)
-    for result in train(run, cut, mesh, folder / "run"):
-        if result.step == 5:
-            break
+    cut, said = build(run, corpus, mesh), []
+    cut.say = said.append
+    with monkeypatch.context() as small:
+        if not copied:
+            small.setattr("meshwright.optim.room.free_host_bytes", lambda: 1000)
+        for result in train(run, cut, mesh, folder / "run"):
+            if result.step == 5:
+                break
     cut.loader.close()
+    assert [text.split(",")[0] for text in said] == (
+        [] if copied else ["checkpoints are written straight from the states"]
+    )
     again = build(run, corpus, mesh)
     restored = restore(again, run, mesh, folder / "run", lambda text: None)
     assert restored is not None
@@ -153,7 +161,6 @@ def test_a_failing_disk_is_told_by_the_next_step(folder, monkeypatch):
     ("words", "told"),
     [
         (("plan.offload=host",), r"needs [\d,]+ bytes of host memory, and 1,000 are free"),
-        (("plan.offload=host", "checkpoint.every=2"), "of them for the copy that checkpoints are written from"),
         (("plan.offload=disk",), r"needs [\d,]+ bytes on the disk, and \S+ has 2,000 free"),
     ],
 )

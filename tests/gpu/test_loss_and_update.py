@@ -1,8 +1,17 @@
 """The kernels of the loss and of the update, on a GPU, beside references in double precision."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "kernels"))
+
+import kernel_cases
+from kernel_cases import TYPES, draw
+from loss_cases import assert_exact, in_parts, some_targets
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -37,6 +46,34 @@ def test_the_loss_and_its_gradients_are_those_of_whole_logits(monkeypatch, rows,
     assert relative(weighed.detach(), exact.detach() * 0.01) < 1e-3
     assert relative(x.grad, exact_x.grad) < BF16
     assert relative(projection.grad, exact_projection.grad) < BF16
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("shape", "cuts"), [((7, 40), (20,)), ((300, 50304), (25152,)), ((65, 20001), (1, 8193))])
+@pytest.mark.parametrize("strides", ["dense", "slice"])
+def test_parts_of_a_vocabulary_are_the_whole(monkeypatch, shape, cuts, dtype, strides):
+    monkeypatch.setattr(kernel_cases, "DEVICE", "cuda")
+    logits, targets = draw(shape, dtype, 1, strides), some_targets(*shape)
+    assert_exact(in_parts(logits, targets, cuts, "fused"), logits, targets)
+
+
+def test_chunks_and_one_pass_agree_with_the_plain_twin(monkeypatch):
+    from meshwright.kernels import cross_entropy
+
+    monkeypatch.setattr(cross_entropy, "ROWS", 96)
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 1)
+    found = []
+    for kernels in ("fused", "plain"):
+        torch.manual_seed(3)
+        x = torch.randn(2, 200, 64, device="cuda", requires_grad=True)
+        projection = torch.randn(1000, 64, device="cuda", requires_grad=True)
+        targets = torch.randint(0, 1000, (2, 200), device="cuda")
+        weight = torch.tensor(0.5, device="cuda", dtype=torch.float64)
+        weighed, total = cross_entropy.weighed_loss(x, projection, targets, weight, kernels=kernels)
+        (weighed * 3).backward()
+        found.append((total, x.grad, projection.grad))
+    # The same products of fp32, in the same order; exponentials and their sums differ in the last bits.
+    assert all(relative(one, other) < 1e-5 for one, other in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float32])

@@ -43,8 +43,9 @@ def test_offloaded_states_train_the_same_model(folder, monkeypatch, place, updat
     moved, stall = losses(folder, "steps=30", *offloaded(place, update, states))
     assert plain[-1] < plain[0] - 1
     # Attention's backward adds in no fixed order and another kernel rounds the last bit otherwise, which bf16 weights
-    # show now and then; of a loss that has fallen by more than one, a twentieth may differ.
-    assert moved == pytest.approx(plain, abs=0.05)
+    # show now and then; of a loss that has fallen by more than one, a twentieth may differ. Moments of 16 bits are
+    # rounded at random: twice that.
+    assert moved == pytest.approx(plain, abs=0.05 if states == "fp32" else 0.1)
     assert stall >= 0
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from checkpoint import saved
 from meshwright.checkpoint import restore, steps
+from meshwright.checkpoint.save import Saver
 from meshwright.checkpoint.storage import Disk
 from meshwright.spec import load
 from meshwright.spec.check import InputError
@@ -203,6 +204,19 @@ def test_training_goes_on_while_a_slow_disk_writes_what_was_copied(home):
     disk.go.set()
     made.close()
     assert loaded(home) == 2
+
+
+def test_in_place_nothing_is_copied_and_the_step_is_there_when_the_save_returns(home):
+    held, said = saved.tensors(2), []
+    made = Saver(home, BEHIND, saved.alone(), saved.holdings(held), said.append, in_place=True)
+    assert made.copies.bytes == 0
+    made.save(saved.progress(2))
+    assert [host.data_ptr() for host in made.copies.hosts] == [tensor.data_ptr() for tensor in held.values()]
+    for tensor in held.values():
+        tensor.zero_()  # the next step
+    assert loaded(home) == 2
+    made.close()
+    assert not said
 
 
 class Small(Disk):

@@ -102,6 +102,37 @@ def test_links_are_found_from_collectives():
     assert found.network == NODE.network
 
 
+def test_a_plan_is_priced_by_the_collectives_of_its_profile():
+    arch, plan = preset("llama3-8b"), Plan(shard=8, zero=3, microbatch=1, precision="bf16")
+
+    def seconds(bandwidth: float) -> float:
+        records = [
+            CollectiveTime(kind=kind, ranks=8, bytes=size, seconds=1e-5 + size * 7 / 8 / bandwidth)
+            for kind in ("all_gather", "reduce_scatter")
+            for size in (1e4, 1e6, 1e8)
+        ]
+        profile = Profile(device="NVIDIA H100 80GB HBM3", collectives=tuple(records))
+        machines = measured(NODE, profile, stacks()["meshwright"])
+        # The search's last steps are a fifth of a percent, and latency gives way to bandwidth a little.
+        assert machines.scale_up.bandwidth * machines.scale_up.efficiency == pytest.approx(bandwidth, rel=0.05)
+        assert machines.efficiency is None, "collectives say nothing of kernels"
+        return price(Job(arch=arch, plan=plan, sequence=2048, cluster=machines, stack=stacks()["meshwright"])).seconds
+
+    assert seconds(5e9) > 2 * seconds(300e9)
+
+
+def test_products_of_a_cpu_are_judged_in_fp32():
+    records = [
+        ProductTime(m=m, n=n, k=1024, dtype="fp32", seconds=2 * m * n * 1024 / (GPU.fp32 / 4))
+        for m in (2048, 8192)
+        for n in (1024, 4096, 14336)
+    ]
+    profile = Profile(device="a card", products=tuple(records))
+    assert calibrated(USUAL, GPU, profile) == USUAL, "a GPU is judged by its narrow products"
+    found = calibrated(USUAL, GPU, profile, precision="fp32")
+    assert max(map(abs, product_errors(records, rates(GPU, found, "fp32")))) < 0.05
+
+
 def test_the_search_finds_a_minimum_and_respects_bounds():
     def misfit(found):
         return abs(found["a"] - 3) + abs(found["b"] - 40)

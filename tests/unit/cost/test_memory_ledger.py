@@ -216,3 +216,10 @@ def test_shared_experts_states_lie_on_the_ranks_that_have_copies_of_them():
     # A rank has a quarter of the experts, of which there are two copies; the rest is on eight. The vocabulary of 32,000
     # is filled up to a multiple of 128, which it is already.
     assert found["moments"] == pytest.approx(8 * (rest / 8 + routed / 4 / 2), rel=1e-3)
+
+
+def test_between_the_halves_of_a_backward_only_the_logits_narrow_gradient_is_left():
+    job = job_of(pp=4, schedule="zb1p", stages=(9, 9, 8, 6), accumulate=8)
+    found = {line.name: line.bytes for line in ledger(job, {"pp": 3}).lines}
+    # One microbatch at its loss: log-probabilities, what left the stage, and two wide gradients; three between halves.
+    assert found["logits"] == 8192 * LLAMA.vocab * (4 + 2 + 8 + 3 * 2)

@@ -9,6 +9,7 @@ from meshwright.kernels import choose
 from meshwright.spec.problem import InputError
 
 ABLE = choose.INTERPRETED  # a kernel can run on the CPU
+CPU = torch.device("cpu")
 
 
 def test_plain_is_plain():
@@ -26,36 +27,60 @@ def test_what_cannot_be_fused_is_refused_in_one_sentence():
     assert "plain" in error.value.problems[0].remedy
 
 
-@pytest.mark.skipif(not choose.triton_available() or ABLE, reason="says what is wrong where there is Triton and no GPU")
+@pytest.mark.skipif(ABLE, reason="the interpreter takes a CPU's tensors")
 def test_the_reason_on_a_cpu_is_the_cpu():
     assert choose.obstacle(torch.zeros(2)) == "the tensors are not on a GPU"
 
 
-@pytest.mark.skipif(choose.triton_available(), reason="Triton is installed")
-def test_the_reason_without_triton_is_triton():
-    assert choose.obstacle(torch.zeros(2)) == "Triton is not installed"
-
-
 def test_a_run_on_a_cpu_is_told_why_it_is_plain():
-    said = []
-    found = choose.settle("auto", torch.device("cpu"), said.append)
-    assert (found, len(said)) == (("fused", 0) if ABLE else ("plain", 1))
-    assert choose.settle("plain", torch.device("cpu"), said.append) == "plain"
+    found = choose.settle("auto", CPU)
+    assert (found.kind, bool(found.reason)) == (("fused", False) if ABLE else ("plain", True))
 
 
-@pytest.mark.skipif(not choose.triton_available(), reason="needs Triton")
-def test_a_compiler_that_fails_is_found_before_the_first_step(monkeypatch):
-    class Broken:
-        def __getitem__(self, grid):
-            raise RuntimeError("ptxas: not found\nand a long trace")
+def test_a_run_that_asked_for_plain_is_told_so_and_nothing_is_tried():
+    choose.trial.cache_clear()
+    assert choose.settle("plain", CPU) == choose.Settled("plain", 'plan.kernels is "plain"')
+    assert choose.trial.cache_info().currsize == 0
 
-    monkeypatch.setattr(choose, "_mark", Broken())
+
+def test_float64_has_no_kernels_on_any_device():
+    assert choose.settle("auto", CPU, torch.float64).kind == "plain"
+    with pytest.raises(InputError):
+        choose.settle("fused", CPU, torch.float64)
+
+
+class Broken:
+    """A kernel that no compiler takes."""
+
+    launches = 0
+
+    def __getitem__(self, grid):
+        self.launches += 1
+        raise RuntimeError("ptxas: not found\nand a long trace")
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    choose.trial.cache_clear()
+    kernel = Broken()
+    monkeypatch.setattr(choose, "_mark", kernel)
     monkeypatch.setattr(choose, "obstacle", lambda x: "")
-    said = []
-    assert choose.settle("auto", torch.device("cpu"), said.append) == "plain"
-    assert said == ["kernels: plain, because fused ones cannot run here: a trial kernel failed (ptxas: not found)"]
-    with pytest.raises(InputError, match="ptxas: not found"):
-        choose.settle("fused", torch.device("cpu"), said.append)
+    yield kernel
+    choose.trial.cache_clear()
+
+
+def test_a_compiler_that_fails_is_found_before_the_first_step(broken):
+    reason = "fused ones cannot run here: a trial kernel failed (ptxas: not found)"
+    assert choose.settle("auto", CPU) == choose.Settled("plain", reason)
+    with pytest.raises(InputError, match="ptxas: not found") as error:
+        choose.settle("fused", CPU)
+    assert len(error.value.problems) == 1
+
+
+def test_a_process_tries_once(broken):
+    for _ in range(3):
+        choose.settle("auto", CPU)
+    assert broken.launches == 1
 
 
 @settings(deadline=None, derandomize=True)

@@ -381,3 +381,15 @@ def test_codes_are_mathematics_and_the_host_is_not():
         for word in ("plan.recompute=none", "plan.compress=int8", "plan.activations=host")
     )
     assert plain == sent != coded
+
+
+def test_a_mask_of_documents_is_kept_as_it_is():
+    arch = msgspec.structs.replace(preset("tiny"), layers=2)
+    model = Decoder(arch)
+    fill_model(model, arch, seed=1)
+    compress.wrap(model, Plan(microbatch=1, compress="int8"), CPU, DECODER)
+    tokens, positions = torch.arange(256).view(2, 128) % 509, torch.arange(128).repeat(2, 1)
+    documents = (torch.arange(128) // 50).repeat(2, 1)
+    model(tokens, positions, documents).square().mean().backward()
+    # Minus infinity has no code: a mask in codes would spoil its whole group.
+    assert all(weight.grad.isfinite().all() for weight in model.parameters())

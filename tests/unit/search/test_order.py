@@ -7,11 +7,13 @@ import pytest
 from meshwright.cost.memory import worst
 from meshwright.search.found import TOLD_APART, Found, notch, priced, rank
 from meshwright.search.group import Group, bound, bound_with_weights, groups
+from meshwright.search.levels import Policy
 from meshwright.search.order import search
 from meshwright.search.question import Question
 from meshwright.search.room import Room, frugal_split, in_flight
 from meshwright.search.space import plans
 from meshwright.spec.cluster import cluster
+from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import actions
 from search.questions import question
 
@@ -33,6 +35,10 @@ def refitted(found: Found, asked: Question) -> Found:
     headroom = int(asked.cluster.gpu.memory_bytes) - found.peak_bytes
     fit = msgspec.structs.replace(found.fit, fits=headroom >= 0, headroom_bytes=headroom)
     return msgspec.structs.replace(found, fit=fit)
+
+
+def plainer(plan: Plan) -> Plan:
+    return msgspec.structs.replace(plan, activations="device", compress="none")
 
 
 SMALL = [
@@ -66,7 +72,11 @@ def assert_found(asked: Question) -> None:
     for share in (0.1, 0.5, 1.0):
         tight = with_memory(asked, peaks[int(share * (len(peaks) - 1))])
         ours = search(tight, top=3)
-        best = sorted((each for each in (refitted(found, tight) for found in everything) if each.fit.fits), key=rank)
+        fitting = {each.plan: each for each in (refitted(found, tight) for found in everything) if each.fit.fits}
+        # What is sent away to hold less is looked at where it must: kept on the device it is never slower.
+        best = sorted(
+            (each for plan, each in fitting.items() if plan == plainer(plan) or plainer(plan) not in fitting), key=rank
+        )
         assert [rank(found) for found in ours.found] == [rank(found) for found in best[:3]]
         assert ours.found[0].price.seconds == pytest.approx(best[0].price.seconds, rel=TOLD_APART)
         assert ours.counts.legal == len(peaks)
@@ -180,7 +190,11 @@ def test_a_larger_microbatch_never_needs_less():
     for group in groups(asked):
         for order in group.parts():
             for part in order.parts():
-                if part.splits[0].pp in (1, 2) and part.policy in ("none", "full") and part.decided_order.chunks < 3:
+                if (
+                    part.splits[0].pp in (1, 2)
+                    and part.policy in (Policy(), Policy("full"))
+                    and part.decided_order.chunks < 3
+                ):
                     size = worst(asked.job(part.plan(frugal_split(part)))).shown
                     key = (part.splits[0].pp, part.order, part.policy)
                     by_choice.setdefault(key, []).append((part.each.microbatch, size))

@@ -23,6 +23,7 @@ from meshwright.spec.zoo import preset
 from search.questions import question
 
 ASKED = question("llama3-8b", "8xh100", sequence=4096, batch=32)
+LARGE = question("llama3-70b", "8xh100", sequence=4096, batch=32)  # its narrow weights and gradients fill three cards
 SHARDED = Plan(shard=8, zero=3, microbatch=1, accumulate=4, precision="bf16")
 
 
@@ -33,14 +34,23 @@ def test_gpu_counts_are_parts_of_a_node_and_then_nodes():
     assert all(after <= before * 1.15 for before, after in pairwise(counts[10:]))
 
 
-def test_fewer_gpus_than_needed_are_too_few():
-    needed = gpus_needed(ASKED)
+@pytest.mark.parametrize("asked", [msgspec.structs.replace(ASKED, fixed={"offload": "none"}), LARGE])
+def test_fewer_gpus_than_needed_are_too_few(asked):
+    needed = gpus_needed(asked)
     assert needed is not None
     gpus, answer = needed
     assert answer.found[0].plan.world == gpus
-    smaller = [each for each in gpu_counts(ASKED) if each < gpus]
+    smaller = [each for each in gpu_counts(asked) if each < gpus]
     assert smaller
-    assert not any(search(with_gpus(ASKED, each)).found for each in smaller)
+    assert not any(search(with_gpus(asked, each)).found for each in smaller)
+
+
+def test_one_gpu_is_enough_if_states_live_elsewhere():
+    needed = gpus_needed(ASKED)
+    assert needed is not None
+    gpus, answer = needed
+    assert gpus == 1
+    assert all(found.plan.offload != "none" for found in answer.found)
 
 
 def test_the_largest_model_fits_and_the_next_does_not():
@@ -94,7 +104,7 @@ def test_layers_add_up_to_the_model(model):
 
 
 def test_the_nearest_misses_lack_least_and_changes_fit():
-    asked = question("llama3-8b", "1xh100", sequence=4096, batch=8)
+    asked = question("llama3-8b", "1xh100", sequence=4096, batch=8, offload="none")
     assert not search(asked).found
     misses = nearest(asked)
     lacking = [-miss.fit.headroom_bytes for miss in misses]

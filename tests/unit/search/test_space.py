@@ -5,7 +5,7 @@ import msgspec
 import pytest
 
 from meshwright.search.levels import Order
-from meshwright.search.question import Question
+from meshwright.search.question import Question, variants
 from meshwright.search.running import policies
 from meshwright.search.space import CHUNKS, SCHEDULES, layouts, plans, problems
 from meshwright.spec import check
@@ -38,8 +38,9 @@ def every_spelling(asked: Question) -> set[Plan]:
                 schedule=schedule, chunks=chunks, microbatch=microbatch, accumulate=accumulate, precision="bf16",
                 stages=balanced_stages(asked.arch, pp * chunks) if pp > 1 else (),
             )  # fmt: skip
-            both = (msgspec.structs.replace(plan, compile=compiled) for compiled in (True, False))
-            found.update(list(islice((each for each in both if not problems(asked, each)), 1)))
+            for place in ("device", "host"):
+                both = (msgspec.structs.replace(plan, compile=each, activations=place) for each in (True, False))
+                found.update(list(islice((each for each in both if not problems(asked, each)), 1)))
     return found
 
 
@@ -111,8 +112,12 @@ def test_deterministic_plans_are_those_the_rules_allow():
 
 def test_policies_differ_from_each_other():
     asked = question("llama3-8b", "8xh100", sequence=4096)
-    words = policies(asked, 1, Order("1f1b", 1))
-    assert words == ("none", "selective", "first-8", "first-16", "first-24", "sqrt", "full")
+    found = policies(asked, 1, Order("1f1b", 1))
+    words = ("none", "selective", "first-8", "first-16", "first-24", "sqrt", "full")
+    assert tuple(each.recompute for each in found if not each.is_helped) == words
+    sent = ("none", "first-8", "first-16", "first-24", "full")  # by operation, and of several blocks, is kept elsewhere
+    assert tuple(each.recompute for each in found if each.activations == "host") == sent
+    assert len(found) == len(set(found)) == len(words) + len(sent)
 
 
 def test_a_field_that_no_level_chooses_is_carried_by_every_plan():
@@ -161,3 +166,38 @@ def test_fp8_is_as_the_rules_allow_it():
     assert ours
     assert {plan.tp for plan in ours} == {1}
     assert not any(problems(asked, plan) for plan in ours)
+
+
+@pytest.mark.parametrize(("rounding", "states"), [("master", "fp32"), ("compensated", "fp32"), ("master", "bf16")])
+def test_nothing_is_offered_that_the_trainer_refuses(rounding, states):
+    asked = msgspec.structs.replace(question(machines="1xh100"), rounding=rounding, states=states)
+    ours = list(plans(asked))
+    assert ours
+    assert len(ours) == len(set(ours))
+    assert not any(problems(asked, plan) for plan in ours)
+    away = {plan.offload for plan in ours}
+    assert away == {"master fp32": {"none", "host", "disk"}, "master bf16": {"host", "disk"}}.get(
+        f"{rounding} {states}", {"none"}
+    )
+
+
+def test_several_ranks_offload_nothing():
+    assert {plan.offload for plan in plans(question(machines="2xh100"))} == {"none"}
+    assert next(plans(question(machines="2xh100", offload="host")), None) is None
+
+
+def test_a_host_of_which_nobody_knows_is_not_counted_on():
+    asked = question(machines="1xh100")
+    unknown = msgspec.structs.replace(asked.cluster, host_bytes=0.0, disk_bytes=0.0)
+    found = list(plans(msgspec.structs.replace(asked, cluster=unknown)))
+    assert {(plan.offload, plan.activations) for plan in found} == {("none", "device")}
+
+
+def test_codes_and_states_vary_only_when_allowed():
+    asked = question(machines="1xh100")
+    assert {plan.compress for plan in plans(asked)} == {"none"}
+    free = msgspec.structs.replace(asked, vary=("precision", "optimizer"))
+    assert {plan.compress for plan in plans(free)} == {"none", "int8", "fp8"}
+    kinds = {(each.rounding, each.states) for each in variants(free) if each.precision == "bf16"}
+    assert kinds == {("master", "fp32"), ("stochastic", "fp32"), ("compensated", "fp32"), ("master", "bf16")}
+    assert {(each.rounding, each.states) for each in variants(asked)} == {("master", "fp32")}

@@ -155,7 +155,7 @@ def test_the_schema_accepts_what_the_loader_accepts():
     described = schema.json_schema()
     assert described["$defs"]["Run"]["properties"].keys() >= {"steps", "arch", "plan", "extends"}
     assert "preset" in described["$defs"]["Arch"]["properties"]
-    assert described["$defs"]["Init"]["properties"].keys() == {"from"}
+    assert described["$defs"]["Init"]["properties"].keys() == {"from", "moments"}
     msgspec.json.encode(described)
 
 

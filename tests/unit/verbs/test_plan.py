@@ -140,7 +140,7 @@ def test_layers_add_up_to_the_model(capsys):
 
 
 def test_how_many_gpus(capsys):
-    found = answer(capsys, "plan llama3-8b --cluster 8xh100 --sequence 4096 --batch 32 --gpus-needed")
+    found = answer(capsys, "plan llama3-8b --cluster 8xh100 --sequence 4096 --batch 32 plan.offload=none --gpus-needed")
     assert found["gpus"] in (2, 4)  # 16 bytes of 8 billion parameters are 120 GiB: more than one card, and two suffice
     assert found["plans"][0]["fits"]
     assert "are needed at least" in told(capsys, "plan gpt2 --cluster 8xh100 --batch 8 --gpus-needed")
@@ -251,3 +251,28 @@ def test_a_plan_is_compiled_unless_told_otherwise(capsys, tmp_path):
     alone = answer(capsys, "plan gpt2 --cluster 1xh200 --batch 8", "--write", str(file), "--force")["plans"][0]["plan"]
     assert alone["shadow"]
     assert load.load(file).run.plan.shadow
+
+
+def test_one_card_trains_what_it_cannot_hold_and_the_reason_is_told(capsys):
+    text = told(capsys, "plan llama3-8b --cluster 1xh100 --sequence 4096 --batch 8")
+    assert " offload=host/" in text
+    assert "wide weights and moments live in host memory: host memory " in text
+    assert "With all of it on the device this plan would need " in text
+
+
+def test_an_exact_plan_shows_what_lies_elsewhere(capsys):
+    words = "plan llama3-8b --cluster 1xh100 --sequence 4096 --batch 1 plan.offload=disk plan.activations=host --exact"
+    (found,) = answer(capsys, words)["plans"]
+    assert found["disk_bytes"] == 12 * 8_030_261_248
+    assert {line["name"] for line in found["host"]} == {"activations", "pieces"}
+    text = told(capsys, words)
+    assert "host memory of this rank: " in text
+    assert "the disk of this rank: " in text
+
+
+def test_a_budget_is_resolved_where_a_run_is_shown(capsys):
+    words = ["config", "show", "arch.preset=llama3.2-1b", "plan.precision=bf16", "sequence=2048", "batch=8"]
+    assert cli.main([*words, "goal.memory_gib=30", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["run"]["plan"]["recompute"] != "none"
+    assert shown["origins"]["plan.recompute"] == "derived: goal.memory_gib"

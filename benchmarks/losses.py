@@ -1,0 +1,98 @@
+"""The same run in every precision and with every kernel over real text: do the losses stay together?
+
+`python benchmarks/losses.py [--steps 200] [--size small|large]` trains one model from one seed on one device, once for
+each way of computing, and compares each step's loss with the twin's: plain kernels, not compiled, in bf16. What
+noise is shows the twin whose microbatches are half as large: the same numbers, added up in another order.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+RESULT = Path(__file__).parents[1] / "results" / "losses.json"
+SIZES = {
+    "small": "arch.preset=starter sequence=256 batch=8",
+    "large": (
+        "arch.preset=tiny arch.vocab=8192 arch.layers=8 arch.hidden=512 arch.ffn=1536 arch.heads=8 arch.kv_heads=4 "
+        "arch.context=512 sequence=512 batch=16"
+    ),
+}
+RUN = (
+    "data.source=stdlib optim.rate=2e-4 optim.warmup=100 seed=1 held.sample_tokens=0 checkpoint.every=0 held.every=0 "
+    "plan.replicate=1"
+)
+TWIN = "bf16, plain"
+WAYS = {
+    "fp32, plain": "plan.precision=fp32 plan.kernels=plain plan.compile=false",
+    TWIN: "plan.precision=bf16 plan.kernels=plain plan.compile=false plan.shadow=false",
+    "bf16, plain, other order": (  # of adding up: microbatches half as large
+        "plan.precision=bf16 plan.kernels=plain plan.compile=false plan.shadow=false plan.accumulate=2"
+    ),
+    "bf16, as a user gets it": "plan.precision=bf16",
+    "bf16, compiled": "plan.precision=bf16 plan.compile=true",
+    "bf16, selective recompute": "plan.precision=bf16 plan.recompute=selective",
+    "fp8 by tensor": "plan.precision=fp8",
+    "fp8 by row": "plan.precision=fp8 plan.scaling=row",
+    "bf16 weights, stochastic": "plan.precision=bf16 plan.shadow=false optim.rounding=stochastic",
+    "bf16 weights, compensated": "plan.precision=bf16 plan.shadow=false optim.rounding=compensated",
+    "fp8 codes of activations": "plan.precision=bf16 plan.compress=fp8",
+}
+LAST = 50  # steps whose mean loss is compared: single steps scatter
+
+
+def losses(words: str, folder: Path) -> list[float] | str:
+    """The loss of each step, or why there are none."""
+    command = [sys.executable, "-m", "meshwright", "train", *words.split(), "--ranks", "1", "--folder", str(folder)]
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        return done.stderr.strip()[-800:]
+    rows = [json.loads(line) for line in (folder / "steps.rank0.jsonl").read_text().splitlines()]
+    return [row["loss"] for row in rows if row["kind"] == "step"]
+
+
+def beside(found: list[float], twin: list[float]) -> dict[str, float]:
+    """How far the losses are from the twin's, as shares of them."""
+    apart = [abs(a / b - 1) for a, b in zip(found, twin, strict=True)]
+    last = statistics.mean(found[-LAST:]) / statistics.mean(twin[-LAST:]) - 1
+    return {"mean": statistics.mean(apart), "largest": max(apart), "last_mean": last}
+
+
+def main() -> None:
+    """Train every way, print the table, keep the record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--size", choices=SIZES, default="large")
+    parser.add_argument("--at-once", type=int, default=1, help="runs beside each other: nothing is timed")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    options = parser.parse_args()
+    found: dict[str, list[float] | str] = {}
+    with tempfile.TemporaryDirectory() as name:
+        common = f"{SIZES[options.size]} {RUN} steps={options.steps}"
+        with ThreadPoolExecutor(options.at_once) as pool:  # each is a process of its own
+            runs = {
+                way: pool.submit(losses, f"{common} {WAYS[way]}", Path(name) / str(i)) for i, way in enumerate(WAYS)
+            }
+            for way, run in runs.items():
+                found[way] = each = run.result()
+                print(f"{way}: {'failed' if isinstance(each, str) else each[-1]}", flush=True)
+    answer: dict[str, Any] = {"size": SIZES[options.size], "steps": options.steps, "losses": found, "beside": {}}
+    twin = found[TWIN]
+    assert isinstance(twin, list), twin
+    print(f"{'beside ' + TWIN:<30}{'mean':>9}{'largest':>9}  mean of the last {LAST}")
+    for way, each in found.items():
+        if isinstance(each, str):
+            print(f"{way:<30} failed: {each.splitlines()[-1] if each else ''}")
+            continue
+        answer["beside"][way] = apart = beside(each, twin)
+        print(f"{way:<30}{apart['mean']:>9.3%}{apart['largest']:>9.3%}{apart['last_mean']:>+10.3%}")
+    options.out.write_text(json.dumps(answer, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

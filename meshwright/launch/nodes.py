@@ -1,0 +1,199 @@
+"""Machines that listen for each other: a datagram twice a second, between the watcher of rank 0 and every other.
+
+A datagram is JSON behind a digest that only this run's watchers can make: their key is a file in the run folder. All
+else that arrives is thrown away. Nothing listens unless there are several machines, and then only where rank 0 does.
+"""
+
+import hashlib
+import hmac
+import secrets
+import socket
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+KEY = "nodes.key"
+KEY_BYTES = 32
+MOST_BYTES = 1200  # of a datagram: less than any network cuts
+MOST_TEXT = 160  # characters of somebody's words
+MOST_AT_ONCE = 256  # datagrams taken at one look, so that a flood does not stop the watching
+BEAT_SECONDS = 0.5
+LOST_SECONDS = 5.0  # ten datagrams in a row that did not come
+LATE_SECONDS = 2.0  # between two looks of our own: then it was this machine that slept
+FAREWELLS = 3  # any of them may get lost
+
+Address = tuple[Any, ...]  # as the family of the socket writes it
+
+
+class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One machine of a job."""
+
+    first: int  # its first rank
+    ranks: int
+    host: str
+
+    def __str__(self) -> str:
+        last = self.first + self.ranks - 1
+        return f"{self.host} ({f'rank {self.first}' if self.ranks == 1 else f'ranks {self.first} to {last}'})"
+
+
+class Lost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A machine that is not there any more."""
+
+    node: Node
+    seconds: float  # since it was last heard
+    said: str = ""  # its last words; empty: it went without any
+
+
+class Word(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one watcher tells another."""
+
+    node: Node
+    number: int  # grows: a datagram that comes twice is heard once
+    state: Literal["here", "done", "failed"] = "here"
+    said: str = ""
+    lost: Lost | None = None  # what the first machine knows of the others
+
+
+class Roll:
+    """Who was heard, and when. Only who was heard once can be missed."""
+
+    def __init__(self) -> None:
+        self.heard: dict[int, tuple[Word, float]] = {}
+        self.looked: float | None = None
+
+    def hear(self, word: Word, now: float) -> bool:
+        """Whether it is news."""
+        before = self.heard.get(word.node.first)
+        if before is not None and word.number <= before[0].number:
+            return False
+        self.heard[word.node.first] = word, now
+        return True
+
+    def missing(self, now: float) -> Lost | None:
+        """A machine that failed, that was reported lost, or that has been silent for too long."""
+        if self.looked is not None and now - self.looked > LATE_SECONDS:
+            self.heard = {first: (word, now) for first, (word, _) in self.heard.items()}
+        self.looked = now
+        for word, at in self.heard.values():
+            if word.state == "failed":
+                return Lost(node=word.node, seconds=now - at, said=word.said or "it failed")
+            if word.lost is not None:
+                return word.lost
+            if word.state == "here" and now - at > LOST_SECONDS:
+                return Lost(node=word.node, seconds=now - at)
+        return None
+
+
+class Nodes:
+    """This machine's end of the wire."""
+
+    def __init__(self, node: Node, address: str, port: int, folder: Path) -> None:
+        self.node = node
+        self.folder = folder
+        self.roll = Roll()
+        self.is_first = node.first == 0
+        family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
+        self.socket = socket.socket(family, socket.SOCK_DGRAM)
+        self.socket.setblocking(False)
+        self.others: dict[int, Address] = {}  # first rank -> where its datagrams come from
+        if self.is_first:
+            self.socket.bind(place)
+            self.key = new_key(folder)
+        else:
+            self.others[0] = place
+            self.key = b""  # read until the first machine is heard: an earlier attempt may have left its own
+        self.next_beat = 0.0
+
+    def look(self, now: float) -> Lost | None:
+        """Hear everyone, say that this machine is here, and tell who is missing."""
+        self._hear(now)
+        if now >= self.next_beat:
+            self.next_beat = now + BEAT_SECONDS
+            self._send(self._word())
+        return self.roll.missing(now)
+
+    def pass_on(self, lost: Lost) -> None:
+        """Rank 0's watcher tells everybody else what it knows."""
+        if self.is_first:
+            self._send_surely(self._word(lost=lost))
+
+    def leave(self, said: str = "") -> None:
+        """Say farewell: the work is done, or why it is not."""
+        self._send_surely(self._word(state="failed" if said else "done", said=said[:MOST_TEXT]))
+
+    def close(self) -> None:
+        """Listen no more."""
+        self.socket.close()
+        if self.is_first:
+            (self.folder / KEY).unlink(missing_ok=True)
+
+    def _word(
+        self, state: Literal["here", "done", "failed"] = "here", said: str = "", lost: Lost | None = None
+    ) -> Word:
+        return Word(node=self.node, number=time.monotonic_ns(), state=state, said=said, lost=lost)
+
+    def _hear(self, now: float) -> None:
+        for _ in range(MOST_AT_ONCE):
+            try:
+                datagram, source = self.socket.recvfrom(MOST_BYTES + 1)
+            except OSError:  # none is left; or an earlier one of ours did not arrive, which is no news
+                return
+            word = opened(datagram, self.key)
+            if word is not None and self.roll.hear(word, now) and self.is_first:
+                self.others[word.node.first] = source
+
+    def _send(self, word: Word) -> None:
+        if not self.is_first and not self.roll.heard:
+            self.key = read_key(self.folder)
+        datagram = sealed(word, self.key)
+        for place in self.others.values() if self.key else ():
+            try:
+                self.socket.sendto(datagram, place)
+            except OSError:
+                continue  # the network is down: silence says so
+
+    def _send_surely(self, word: Word) -> None:
+        for _ in range(FAREWELLS):
+            self._send(word)
+            time.sleep(0.05)
+
+
+def sealed(word: Word, key: bytes) -> bytes:
+    """A datagram: the digest, then the word."""
+    content = msgspec.json.encode(word)
+    return hmac.digest(key, content, hashlib.sha256) + content
+
+
+def opened(datagram: bytes, key: bytes) -> Word | None:
+    """The word in a datagram; None when it is not one of ours."""
+    if not key or len(datagram) > MOST_BYTES:
+        return None
+    seal, content = datagram[:32], datagram[32:]
+    if not hmac.compare_digest(seal, hmac.digest(key, content, hashlib.sha256)):
+        return None
+    try:
+        return msgspec.json.decode(content, type=Word)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def new_key(folder: Path) -> bytes:
+    """A key for this attempt, which only this user can read."""
+    key, file = secrets.token_bytes(KEY_BYTES), folder / KEY
+    temporary = file.with_suffix(".tmp")
+    temporary.unlink(missing_ok=True)
+    temporary.touch(mode=0o600)
+    temporary.write_bytes(key)
+    temporary.replace(file)
+    return key
+
+
+def read_key(folder: Path) -> bytes:
+    """The first machine's key; empty while there is none."""
+    try:
+        return (folder / KEY).read_bytes()[:KEY_BYTES]
+    except OSError:
+        return b""

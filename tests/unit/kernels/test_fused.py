@@ -1,0 +1,84 @@
+"""Where kernels go, and the one line that says which of them run or why none do."""
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.kernels import choose
+from meshwright.models.decoder import Decoder
+from meshwright.models.loss import IGNORE, weighed_loss
+from meshwright.parallel import fused
+from meshwright.parallel.decoder import DECODER
+from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.tensor import cut_loss
+from meshwright.spec import zoo
+from meshwright.spec.plan import Plan
+from meshwright.spec.problem import InputError
+
+pytestmark = pytest.mark.skipif(choose.INTERPRETED, reason="says what a CPU does without the interpreter")
+CPU = torch.device("cpu")
+
+
+def mesh() -> Mesh:
+    place = dict.fromkeys(("pp", "replicate", "shard", "cp", "tp"), 0)
+    nobody = None  # nothing here speaks to other ranks
+    return Mesh(dense=nobody, expert=nobody, fine=nobody, device=CPU, rank=0, world=1, data_rank=0, place=place)
+
+
+def wrapped(**words) -> nn.Module:
+    with torch.device("meta"):
+        model = Decoder(zoo.preset("tiny"))
+    return fused.wrap(model, Plan(microbatch=1, **words), mesh(), DECODER)
+
+
+def test_one_rank_on_a_cpu_keeps_its_arithmetic():
+    model = wrapped()
+    assert model.loss is weighed_loss
+    assert not fused.has_loss(model)
+
+
+def test_a_cut_vocabulary_is_lost_in_chunks_on_a_cpu_too():
+    model = wrapped(tp=2)
+    assert model.loss.func is cut_loss
+    assert model.loss.keywords == {"kernels": "plain"}
+    assert fused.has_loss(model)
+
+
+@pytest.mark.parametrize("words", [{"tp": 2, "kernels": "plain"}, {"tp": 2, "pp": 2, "accumulate": 2}], ids=str)
+def test_all_logits_exist_where_plain_kernels_are_asked_for_and_in_a_pipeline(words):
+    assert wrapped(**words).loss is weighed_loss
+
+
+def test_kernels_that_cannot_run_are_refused_where_they_were_demanded():
+    with pytest.raises(InputError, match="the tensors are not on a GPU"):
+        wrapped(kernels="fused")
+
+
+def line(one_pass: bool = False, **words) -> str:
+    return fused.chosen(Plan(microbatch=1, **words), CPU, [wrapped(tp=2)], one_pass)
+
+
+def test_the_line_says_why_there_are_none():
+    assert line() == "plain, because fused ones cannot run here: the tensors are not on a GPU"
+    assert line(kernels="plain") == 'plain, because plan.kernels is "plain"'
+
+
+@pytest.fixture
+def able(monkeypatch):
+    """A machine whose trial succeeds."""
+    monkeypatch.setattr(fused, "settle", lambda *about: choose.Settled("fused"))
+
+
+@pytest.mark.usefixtures("able")
+def test_the_line_says_which_there_are():
+    assert line(one_pass=True) == "fused: the loss with its projection, one-pass updates"
+    plan = Plan(microbatch=1)
+    assert fused.chosen(plan, CPU, [nn.Linear(2, 2)], one_pass=True) == "fused: one-pass updates"
+    assert fused.chosen(plan, CPU, [nn.Linear(2, 2)], one_pass=False) == "fused, but this plan has no place for any"
+
+
+def test_what_is_not_predicted_has_one_number():
+    from meshwright.data import pack
+    from meshwright.kernels import cross_entropy
+
+    assert IGNORE == cross_entropy.IGNORE == pack.IGNORE

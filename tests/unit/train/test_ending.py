@@ -1,0 +1,30 @@
+"""What an error means, and with which code a rank leaves."""
+
+import msgspec
+import pytest
+
+from meshwright.spec.exits import Exit
+from meshwright.spec.order import ALONE, Order
+from meshwright.train.ending import verdict_of
+
+GONE = "pair.cc:537] Read error [10.77.0.2]:38590: Connection reset by peer. GLHF!"
+
+
+def order(launcher):
+    place = msgspec.structs.replace(ALONE, launcher=launcher)
+    return Order(run="run.toml", folder="run", cache="cache", session="s", place=place, began=0.0)
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "slurm"])
+def test_a_rank_that_was_left_alone_can_be_resumed(launcher):
+    verdict = verdict_of(RuntimeError(GONE), order(launcher), 7, deviated=False)
+    assert (verdict.kind, verdict.code) == ("killed", Exit.RESUMABLE)
+    assert "Connection reset by peer" in verdict.what
+
+
+def test_under_our_own_launcher_it_is_a_victim_and_another_rank_is_the_cause():
+    assert verdict_of(RuntimeError(GONE), order("meshwright"), 7, deviated=False).code == Exit.FAILED
+
+
+def test_an_error_of_its_own_cannot_be_resumed():
+    assert verdict_of(RuntimeError("injected"), order("torchrun"), 7, deviated=False).code == Exit.FAILED

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 
 WARM_UP = 3  # calls before the first that counts
-MOST_SECONDS = 0.4  # that one measurement may take once warm
+MOST_SECONDS = 0.2  # that one measurement may take once warm
 MOST_REPEATS = 50
 
 

@@ -22,7 +22,8 @@ INT8_ENCODED, INT8_DECODED = 17.0, 9.0  # extremes, a wide product, its rounding
 HOST_BYTES = 28  # a parameter of an update by the host reads and writes of its memory: states, gradient, weight
 HALVES_HOST_BYTES = 80  # with states of 16 bits: some twenty passes of four bytes, most of them in its caches
 HOST_REACH = 0.7  # of its memory's bandwidth, what the host's update reaches: a guess
-ROUNDED_BYTES = 230  # a parameter of an update that rounds reads and writes, by the operators of optim/rounding.py
+ROUNDED_BYTES = {"compensated": 26, "stochastic": 22}  # of one parameter, read and written by kernels/adamw_bf16.py
+PLAINLY_ROUNDED_BYTES = 230  # and by the operators of optim/rounding.py
 
 
 class Away(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ import msgspec
 from meshwright.cost.job import Job
 from meshwright.cost.kernels import Rates, moved_seconds
 from meshwright.cost.links import call_seconds, inside_seconds
-from meshwright.cost.time_away import ROUNDED_BYTES, exposed_update, offload_seconds
+from meshwright.cost.time_away import PLAINLY_ROUNDED_BYTES, ROUNDED_BYTES, exposed_update, offload_seconds
 from meshwright.cost.time_layer import exposed
 from meshwright.cost.traffic_collective import Collective
 from meshwright.cost.traffic_held import Seat, groups, local_shape
@@ -109,7 +109,9 @@ def _updated(job: Job, rank: int, found: Sent) -> Sent:
         return msgspec.structs.replace(found, optimizer=0.0, update=update)
     if job.rounding == "master":
         return found
-    return msgspec.structs.replace(found, optimizer=found.optimizer / usual * ROUNDED_BYTES)
+    plainly = plan.kernels == "plain" or plan.deterministic
+    moved = PLAINLY_ROUNDED_BYTES if plainly else ROUNDED_BYTES[job.rounding]
+    return msgspec.structs.replace(found, optimizer=found.optimizer / usual * moved)
 
 
 @lru_cache(maxsize=16384)

@@ -101,6 +101,31 @@ def _typed(address: Values, name: constexpr, aligned: constexpr) -> Values:
 
 
 @jit
+def _place(owners: Pointer, starts: Pointer, sizes: Pointer, aligned: constexpr, block: constexpr) -> Values:
+    """Which tensor this program works on, which elements of it, and which of those it has."""
+    program = tl.program_id(0)
+    owner = tl.load(owners + program)
+    size = tl.load(sizes + owner)
+    if aligned:
+        size = tl.multiple_of(size, 16)
+    at = tl.load(starts + program).to(tl.int64) * block + tl.arange(0, block)
+    return owner, at, at < size
+
+
+@jit
+def _moved(
+    w: Values, m: Values, v: Values, g: Values, scalars: Pointer,
+    rate: float, beta1: float, beta2: float, eps: float, decay: float,
+) -> Values:  # fmt: skip
+    """A weight and its moments after the update."""
+    g = g * tl.load(scalars)
+    m = m * beta1 + g * (1 - beta1)
+    v = v * beta2 + g * g * (1 - beta2)
+    move = (m / tl.load(scalars + 1)) / (tl.sqrt(v / tl.load(scalars + 2)) + eps)
+    return w * (1 - rate * decay) - rate * move, m, v
+
+
+@jit
 def _adamw(
     owners: Pointer,
     starts: Pointer,
@@ -122,25 +147,15 @@ def _adamw(
     finite = tl.load(scalars + 3)
     if finite == 0:
         return
-    program = tl.program_id(0)
-    owner = tl.load(owners + program)
-    size = tl.load(sizes + owner)
-    if aligned:
-        size = tl.multiple_of(size, 16)
-    at = tl.load(starts + program).to(tl.int64) * block + tl.arange(0, block)
-    inside = at < size
+    owner, at, inside = _place(owners, starts, sizes, aligned, block)
     master = _typed(tl.load(fixed + owner), "fp32", aligned) + at
     first = _typed(tl.load(fixed + count + owner), "fp32", aligned) + at
     second = _typed(tl.load(fixed + 2 * count + owner), "fp32", aligned) + at
     g = tl.load(_typed(tl.load(gradients + owner), gradient, aligned) + at, mask=inside, other=0.0).to(tl.float32)
-    g = g * tl.load(scalars)
     w = tl.load(master, mask=inside, other=0.0)
     m = tl.load(first, mask=inside, other=0.0)
     v = tl.load(second, mask=inside, other=0.0)
-    m = m * beta1 + g * (1 - beta1)
-    v = v * beta2 + g * g * (1 - beta2)
-    move = (m / tl.load(scalars + 1)) / (tl.sqrt(v / tl.load(scalars + 2)) + eps)
-    w = w * (1 - rate * decay) - rate * move
+    w, m, v = _moved(w, m, v, g, scalars, rate, beta1, beta2, eps, decay)
     tl.store(master, w, mask=inside)
     tl.store(first, m, mask=inside)
     tl.store(second, v, mask=inside)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from meshwright.kernels.adamw import BLOCK, Group, Moves, _aligned, _name, _typed, scalars
+from meshwright.kernels.adamw import BLOCK, Group, Moves, _aligned, _moved, _name, _place, _typed, scalars
 from meshwright.kernels.choose import Pointer, Values, constexpr, jit, tl
 
 
@@ -101,29 +101,19 @@ def _adamw_bf16(
 ) -> None:
     if tl.load(scalars + 3) == 0:
         return
-    program = tl.program_id(0)
-    owner = tl.load(owners + program)
-    size = tl.load(sizes + owner)
-    if aligned:
-        size = tl.multiple_of(size, 16)
-    at = tl.load(starts + program).to(tl.int64) * block + tl.arange(0, block)
-    inside = at < size
+    owner, at, inside = _place(owners, starts, sizes, aligned, block)
     high_bits = _sixteen(tl.load(fixed + owner), aligned) + at
     low_bits = _sixteen(tl.load(fixed + 3 * count + owner), aligned) + at
     first = _typed(tl.load(fixed + count + owner), "fp32", aligned) + at
     second = _typed(tl.load(fixed + 2 * count + owner), "fp32", aligned) + at
     g = tl.load(_typed(tl.load(gradients + owner), gradient, aligned) + at, mask=inside, other=0.0).to(tl.float32)
-    g = g * tl.load(scalars)
     m = tl.load(first, mask=inside, other=0.0)
     v = tl.load(second, mask=inside, other=0.0)
     bits = tl.load(high_bits, mask=inside, other=0).to(tl.int32) << 16
     if not drawn:
         bits += tl.load(low_bits, mask=inside, other=0).to(tl.int32)
     w = bits.to(tl.float32, bitcast=True)
-    m = m * beta1 + g * (1 - beta1)
-    v = v * beta2 + g * g * (1 - beta2)
-    move = (m / tl.load(scalars + 1)) / (tl.sqrt(v / tl.load(scalars + 2)) + eps)
-    w = w * (1 - rate * decay) - rate * move
+    w, m, v = _moved(w, m, v, g, scalars, rate, beta1, beta2, eps, decay)
     tl.store(first, m, mask=inside)
     tl.store(second, v, mask=inside)
     bits = w.to(tl.int32, bitcast=True)

@@ -94,8 +94,10 @@ def ask(file: Path | None, overrides: Iterable[str] = (), *, arch: Arch | None =
 def _alone(table: dict[str, Any], stated: dict[str, Any]) -> dict[str, Any]:
     """A plan of one rank, for the rules that need one."""
     batch = table.get("batch", next(field.default for field in msgspec.structs.fields(Run) if field.name == "batch"))
-    needed = {name: stated[name] for name in ("offload",) if name in stated}
-    return {"microbatch": batch, "precision": stated.get("precision", "fp32"), **needed}
+    alone = {"microbatch": batch, "precision": stated.get("precision", "fp32")}
+    if "offload" in stated:  # narrow weights stay on the device, where there are any
+        alone |= {"offload": stated["offload"], "shadow": alone["precision"] in ("bf16", "fp16", "fp8")}
+    return alone
 
 
 def _drop(table: dict[str, Any], key: str) -> None:

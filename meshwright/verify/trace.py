@@ -67,7 +67,7 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
 def trace(run: Run, job: Job, rank: int | None = None) -> Trace:
     """One step of a rank, the fullest unless one is named. A step that cannot be traced is told as such."""
     plan = traceable(run.plan)
-    plain = msgspec.structs.replace(job, plan=plan)
+    plain = msgspec.structs.replace(job, plan=plan, states="fp32")
     if rank is None:
         rank = worst(plain).rank * (plan.world // plan.pp)  # pp is the outermost axis
     about = {"plan": str(run.plan), "rank": rank, "world": plan.world, "notes": tuple(notes(run))}
@@ -78,7 +78,7 @@ def trace(run: Run, job: Job, rank: int | None = None) -> Trace:
         reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         return Trace(**about, calls=(), held=(), moment="", phase="", refused=reason)
     said = ledger(plain, seen.place)
-    held = tuple(_held(job, plan, seen, said))
+    held = tuple(_held(plain, plan, seen, said))
     return Trace(**about, calls=tuple(_calls(seen)), held=held, moment=said.moment, phase=seen.phase)
 
 
@@ -113,6 +113,12 @@ def notes(run: Run) -> Iterator[str]:
         yield "traced with plain kernels, and compared with the ledger of plain kernels: Triton's need a GPU"
     if plan.compile:
         yield "traced without the compiler, which cannot work on fake tensors: compiled blocks keep less"
+    if plan.compress != "none" or plan.activations != "device":
+        yield "traced with what blocks keep as it is and on the device: codes and copies on the host are not followed"
+    if plan.offload != "none":
+        yield "traced with all states on the device, and compared with the ledger of that"
+    if run.optim.rounding != "master":
+        yield "the update of weights in bf16 is not traced: its collectives and states are"
     if run.arch.experts:
         yield "routers have no values to choose by: every expert gets an equal share of the rows, as the plan assumes"
     if plan.cp > 1 and plan.cp_kind == "ring" and (plan.precision in ("fp32", "fp64") or run.data.mask_documents):

@@ -47,8 +47,11 @@ Collectives = Callable[[dict[str, int]], Sequence[Collective]]  # of the rank in
 
 
 def traceable(plan: Plan) -> Plan:
-    """The plan as it can be traced: by plain kernels, and not compiled (torch's compiler ends the process here)."""
-    return msgspec.structs.replace(plan, kernels="plain", compile=False)
+    """The plan as it can be traced: by plain kernels, not compiled (torch's compiler ends the process here), with all
+    that it keeps on the device and as it is.
+    """
+    here = {"compress": "none", "activations": "device", "offload": "none"}
+    return msgspec.structs.replace(plan, kernels="plain", compile=False, **here)
 
 
 def trace_step(run: Run, rank: int, collectives: Collectives) -> Seen:
@@ -101,6 +104,8 @@ class _Step:
         rounding.attach(chunks, run)
         self.weights = [weight for chunk in chunks for weight in chunk.parameters()]
         self.optimizer = AdamW(run.optim, self.weights, run.plan)
+        if run.optim.rounding != "master":  # by blocks that suit a cache: of large weights too many to follow
+            self.optimizer.update = lambda indices, rate, decay, verdict: None
         self.scale = LossScale(run.plan, mesh.device)
         self.forward_backward = forward_backward
         self.measure = clip.choose(run.plan)

@@ -38,7 +38,12 @@ def make_run(*words: str) -> Run:
 def traced(*words: str, rank: int | None = None) -> Trace:
     run = make_run(*words)
     job = Job(
-        arch=run.arch, plan=run.plan, sequence=run.sequence, cluster=cluster("8xh100"), stack=stacks()["meshwright"]
+        arch=run.arch,
+        plan=run.plan,
+        sequence=run.sequence,
+        rounding=run.optim.rounding,
+        cluster=cluster("8xh100"),
+        stack=stacks()["meshwright"],
     )
     return trace(run, job, rank)
 
@@ -59,6 +64,8 @@ def traced(*words: str, rank: int | None = None) -> Trace:
         (*MOE, "plan.shard=4", "plan.zero=3", "plan.ep=2"),
         (*MOE, "plan.tp=2"),
         ("plan.shard=2", "plan.zero=1", "plan.deterministic=true"),
+        ("plan.shard=2", "plan.zero=3", "plan.precision=bf16", "optim.rounding=compensated"),
+        ("plan.shard=2", "plan.zero=3", "plan.compress=int8", "plan.activations=host"),
     ],
     ids=" ".join,
 )

@@ -62,7 +62,7 @@ def build(run: Run, mesh: Mesh, ahead: bool) -> nn.Module:
         model = Decoder(run.arch)
     (chunk,) = apply(model, run.plan, mesh, DECODER)
     chunk.to_empty(device=mesh.device)
-    initialise(chunk, run)
+    initialise(chunk, run, mesh.device)
     blocks = list(DECODER.blocks(chunk).values())
     for number, block in enumerate(blocks):
         block.forward = _named(f"block {number}", block.forward)

@@ -14,13 +14,13 @@ from meshwright.cost.job import Job
 from meshwright.cost.memory_away import NOWHERE, Away, away
 from meshwright.cost.memory_line import Line, Name, total
 from meshwright.cost.memory_moments import peak
-from meshwright.cost.memory_states import FIRST, states
+from meshwright.cost.memory_states import FIRST, hosted, states
 from meshwright.cost.traffic_held import placement
 from meshwright.spec.holding import GIB
 from meshwright.spec.plan import Plan
 from meshwright.spec.recompute import by_operation
 
-__all__ = ["FIRST", "Fit", "Ledger", "Line", "fits", "ledger", "states", "total", "worst"]
+__all__ = ["FIRST", "Fit", "Ledger", "Line", "fits", "hosted", "ledger", "states", "total", "worst"]
 
 Role = Literal["only", "first", "middle", "last"]
 WITHOUT_LAYERS = 2  # stages that the output projection and the loss can fill without a layer
@@ -84,7 +84,7 @@ def ledger(job: Job, place: Mapping[str, int] = FIRST) -> Ledger:
         low=holds.low,
         high=holds.high,
         published=holds.published,
-        away=away(job, fullest.sent),
+        away=away(job, fullest.sent, place),
     )
 
 

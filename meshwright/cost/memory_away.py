@@ -1,9 +1,12 @@
 """What a rank keeps outside its device: in the memory of its node, and on a disk."""
 
+from collections.abc import Mapping
+
 import msgspec
 
 from meshwright.cost.job import Job
 from meshwright.cost.memory_line import Line, total
+from meshwright.cost.memory_states import FIRST, hosted
 from meshwright.cost.memory_widths import PIECE, SLOTS, widths
 from meshwright.spec.params import count, params
 
@@ -26,9 +29,9 @@ class Away(msgspec.Struct, frozen=True, kw_only=True):
 NOWHERE = Away()
 
 
-def away(job: Job, sent: float) -> Away:
+def away(job: Job, sent: float, place: Mapping[str, int] = FIRST) -> Away:
     """Of a rank whose microbatches in flight have sent so many bytes of activations."""
-    host: list[Line] = []
+    host = list(hosted(job.arch, job.plan, place, job.rounding))
     disk: tuple[Line, ...] = ()
     if sent:
         host.append(Line(name="activations", bytes=round(sent), why="what blocks keep for the backward"))

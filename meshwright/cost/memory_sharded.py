@@ -77,8 +77,27 @@ def _left_at_end(job: Job, place: Mapping[str, int]) -> float | None:
 def _outside_sums(job: Job, place: Mapping[str, int]) -> float:
     """Of what is outside the blocks, the gradient as it came, and its copy in the precision of sums."""
     _, outside, seat = _unsummed(job, place)
-    alone = job.plan.world == 1 and seat.narrow == seat.wide
-    return 0 if job.plan.shadow or job.plan.pp > 1 or alone else outside * (seat.narrow + seat.wide)
+    if job.plan.shadow or job.plan.pp > 1 or _unmoved(job, seat):
+        return 0
+    return outside * (seat.narrow + seat.wide) + _leaving(job, outside, seat)
+
+
+def _unmoved(job: Job, seat: Seat) -> bool:
+    """Whether gradients stay where autograd puts them: on a lone rank that computes with its own weights."""
+    return job.plan.world == 1 and seat.narrow == seat.wide and not job.plan.offload_weights
+
+
+def _leaving(job: Job, numbers: int, seat: Seat) -> int:
+    """Of summed gradients on their way to host memory, this rank's part; elsewhere it is among the gradients."""
+    return numbers * seat.wide // job.plan.shards if job.plan.offload_weights else 0
+
+
+def _arriving(job: Job, largest: int, seat: Seat) -> int:
+    """A block's weights from host memory: this rank's part, narrowed for the gather, and of one weight the wide one."""
+    if not job.plan.offload_weights:
+        return 0
+    weight = largest_weight(job.arch) * seat.wide // job.plan.shards
+    return weight + (largest * seat.narrow // job.plan.shards if job.plan.shards > 1 else 0)
 
 
 def _unsummed(job: Job, place: Mapping[str, int]) -> tuple[int, int, Seat]:
@@ -103,11 +122,12 @@ def _reducing(job: Job, place: Mapping[str, int]) -> int:
     if job.plan.shadow and job.plan.accumulate == 1:
         return 0
     seat = Seat(arch=job.arch, plan=job.plan, sequence=0, place=place)
-    if job.plan.world == 1 and seat.narrow == seat.wide:
+    if _unmoved(job, seat):
         return 0
     if job.plan.shadow:
         largest = max(math.prod(local_shape(param, seat)) for group in groups(seat) for param in group.params)
         return largest * (seat.narrow + seat.wide)
     largest, outside, _ = _unsummed(job, place)
     waits = outside if job.plan.pp == 1 else 0  # a pipeline keeps all gradients wide, among those that wait
-    return largest * (seat.narrow + seat.wide) + waits * seat.narrow
+    moving = _leaving(job, largest, seat) + _arriving(job, largest, seat)
+    return largest * (seat.narrow + seat.wide) + waits * seat.narrow + moving

@@ -21,6 +21,7 @@ from meshwright.spec.params import Param, Split
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import Schedule, actions
 
+HOSTED = ("weights", "gradients", "moments", "master")
 FIRST: Mapping[str, int] = {}  # the place of the first rank: every coordinate is 0
 
 
@@ -41,12 +42,20 @@ def states(arch: Arch, plan: Plan, place: Mapping[str, int] = FIRST, rounding: R
     low = (Line(name="master", bytes=updated * width.low, why=f"the bits that bf16 leaves out, {among}"),)
     return (
         Line(name="weights", bytes=stored * width.weight, why=_why_weights(seat, width.weight, among)),
-        Line(name="gradients", bytes=summed, why=f"{_name(width.gradient, plan)}, {among}, after the last backward"),
+        Line(name="gradients", bytes=summed, why=_why_gradients(seat, width.gradient, among)),
         Line(name="moments", bytes=updated * width.moments, why=_why_moments(seat, among)),
         *(low if width.low else ()),
         Line(name="gathered", bytes=gathered, why=_why_gathered(plan, rounding)),
         Line(name="waiting", bytes=max(_unsummed(held, seat) - summed, 0), why=_why_waiting(plan)),
     )
+
+
+def hosted(arch: Arch, plan: Plan, place: Mapping[str, int] = FIRST, rounding: Rounding = "master") -> tuple[Line, ...]:
+    """Of them, what lies in host memory under `plan.offload_weights`: what stays from step to step, and the sums."""
+    if not plan.offload_weights:
+        return ()
+    beside = states(arch, msgspec.structs.replace(plan, offload_weights=False), place, rounding)
+    return tuple(line for line in beside if line.name in HOSTED and line.bytes)
 
 
 def _stored(group: Group, seat: Seat) -> int:
@@ -170,7 +179,7 @@ def gathered_outside(arch: Arch, plan: Plan, place: Mapping[str, int] = FIRST) -
 
 def _copies(plan: Plan) -> bool:
     """Whether the arithmetic reads a copy of the weights: torch makes one even of weights that are whole already."""
-    return plan.world > 1 or plan.shadow or plan.precision in ("bf16", "fp16")
+    return plan.world > 1 or plan.shadow or plan.offload_weights or plan.precision in ("bf16", "fp16")
 
 
 def _once(group: Group, seat: Seat) -> int:
@@ -236,13 +245,24 @@ def _instants(schedule: Schedule, pp: int, chunks: int, microbatches: int, rank:
     return frozenset(found)
 
 
+def _why_gradients(seat: Seat, width: int, among: str) -> str:
+    if seat.plan.offload_weights:
+        waits = f"{_name(width, seat.plan)}, {among}, until the last microbatch is summed over copies" if width else ""
+        return waits or "each block's leaves for host memory when it is summed"
+    return f"{_name(width, seat.plan)}, {among}, after the last backward"
+
+
 def _why_weights(seat: Seat, width: int, among: str) -> str:
+    if seat.plan.offload_weights:
+        return "in host memory"
     if seat.plan.offload != "none":
         return f"{_name(width, seat.plan)}, {among}: the wide ones are in {_home(seat.plan)}"
     return f"{_name(width, seat.plan)}, {among}, filled up to equal parts"
 
 
 def _why_moments(seat: Seat, among: str) -> str:
+    if seat.plan.offload_weights:
+        return "AdamW's two are in host memory"
     if seat.plan.offload != "none":
         return f"AdamW's two are in {_home(seat.plan)}"
     return f"AdamW's two, {_name(seat.wide, seat.plan)}, {among}"

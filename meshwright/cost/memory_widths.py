@@ -22,11 +22,17 @@ class Widths(msgspec.Struct, frozen=True, kw_only=True):
     gradient: int  # the sum over microbatches
     moments: int  # both
     low: int = 0  # the bits that a weight in bf16 leaves out, beside it
-    away: int = 0  # wide weight and moments off the device
+    away: int = 0  # off the device: wide weight and moments, or all of it
 
 
 def widths(plan: Plan, rounding: Rounding = "master", states: States = "fp32") -> Widths:
     """Of our own trainer."""
+    if plan.offload_weights:
+        # Sums over copies stay on the device until the last microbatch; nothing else does.
+        near = widths(msgspec.structs.replace(plan, offload_weights=False), rounding, states)
+        summed = (8 if plan.precision == "fp64" else WIDE) if plan.copies > 1 and plan.accumulate > 1 else 0
+        away = near.weight + near.gradient + near.moments + near.low
+        return Widths(weight=0, gradient=summed, moments=0, away=away)
     narrow, wide = ITEM_BYTES[plan.precision], 8 if plan.precision == "fp64" else WIDE
     once = plan.accumulate == 1
     if plan.offload != "none":
@@ -53,5 +59,7 @@ def slot_bytes(plan: Plan, largest: int, states: States) -> int:
 
 def update_bytes(plan: Plan, largest: int, rounding: Rounding, states: States) -> int:
     """What rounding makes on the device while it goes through the pieces of a weight."""
+    if plan.offload_weights:
+        return 0  # the host's affair
     halves = plan.offload != "none" and plan.offload_update == "device" and states == "bf16"
     return ROUNDING_COPIES * WIDE * min(PIECE, largest) if halves or rounding != "master" else 0

@@ -165,7 +165,7 @@ def _waterfall(job: Job, known: Course, working: Passes) -> Iterator[Share]:
         "replicate": (weights.replicate, "gradients summed over copies, beyond what the backward hides"),
         "tied": (weights.tied, "the two copies of a tied embedding add up their gradients"),
         "optimizer": (weights.optimizer, "the update reads and writes every weight and its states"),
-        "offload": (weights.offload, "the next forward waits for states that are updated elsewhere"),
+        "offload": (weights.offload, "the step waits for states that live or are updated elsewhere"),
         "host": (job.stack.speed.step_seconds, "data, logging and launches once a step"),
     }
     return (Share(name=name, seconds=spent, why=why) for name, (spent, why) in whys.items() if spent)

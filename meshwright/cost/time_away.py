@@ -5,7 +5,7 @@ docs/time.md has the terms in words.
 
 import msgspec
 
-from meshwright.cost.job import States
+from meshwright.cost.job import Rounding, States
 from meshwright.cost.kernels import moved_seconds
 from meshwright.cost.memory_codes import CODE, as_kept
 from meshwright.cost.memory_kept import block_kept, moved_bytes
@@ -94,6 +94,44 @@ def offload_seconds(plan: Plan, numbers: float, cluster: Cluster, states: States
         far = max(1 - plan.offload_host_bytes / (numbers * width.away), 0.0)
         files = 2 * width.away * far / cluster.disk_bandwidth  # read and written
     return numbers * max(slowest, files)
+
+
+class Travels(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Seconds of a step whose weights live in host memory, before arithmetic hides any."""
+
+    arrive: float  # weights to the device
+    leave: float  # gradients to the host
+    update: float  # by the host, which has waited for the last gradient
+
+
+def travels(plan: Plan, numbers: float, cluster: Cluster, rounding: Rounding) -> Travels:
+    """Of so many weights on a rank: every microbatch brings them twice, and takes their gradient away once.
+
+    Sums over copies leave with the last microbatch only.
+    """
+    beside = widths(msgspec.structs.replace(plan, offload_weights=False), rounding)
+    link = rate(cluster.host)
+    passes = PLAINLY_ROUNDED_BYTES if rounding != "master" else HOST_BYTES
+    sums = plan.accumulate if plan.copies == 1 else 1
+    return Travels(
+        arrive=numbers * beside.weight * 2 * plan.accumulate / link,
+        leave=numbers * beside.gradient * sums / link,
+        update=numbers * passes / (cluster.host_bandwidth * HOST_REACH),
+    )
+
+
+def exposed_travels(each: Travels, plan: Plan, forward: float, backward: float) -> float:
+    """What a step waits for, beside so much arithmetic of all its microbatches.
+
+    Ranks that share weights fetch those of the next block meanwhile; what lies on one rank is fetched when it is used.
+    A gradient that is added to an earlier one on the host is waited for.
+    """
+    half = each.arrive / 2
+    leave = each.leave if plan.accumulate == 1 or plan.copies > 1 else each.leave / plan.accumulate
+    always = each.leave - leave + each.update
+    if plan.shards == 1:
+        return always + each.arrive + max(leave - backward, 0.0)
+    return always + max(half - forward, 0.0) + max(half - backward, leave - backward, 0.0)  # both ways at once
 
 
 def exposed_update(update: float, forward: float, layers: int) -> float:

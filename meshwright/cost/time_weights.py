@@ -8,7 +8,14 @@ import msgspec
 from meshwright.cost.job import Job
 from meshwright.cost.kernels import Rates, moved_seconds
 from meshwright.cost.links import call_seconds, inside_seconds
-from meshwright.cost.time_away import PLAINLY_ROUNDED_BYTES, ROUNDED_BYTES, exposed_update, offload_seconds
+from meshwright.cost.time_away import (
+    PLAINLY_ROUNDED_BYTES,
+    ROUNDED_BYTES,
+    exposed_travels,
+    exposed_update,
+    offload_seconds,
+    travels,
+)
 from meshwright.cost.time_layer import exposed
 from meshwright.cost.traffic_collective import Collective
 from meshwright.cost.traffic_held import Seat, groups, local_shape
@@ -68,13 +75,17 @@ def weight_seconds(job: Job, rank: int, at: Rates, behind: Behind) -> WeightSeco
     """What weights cost the rank of a pipeline stage."""
     plan, speed = job.plan, job.stack.speed
     every = sent(job, rank, at)
+    update = exposed_update(every.update, behind.forward, job.arch.layers) if every.update else 0.0
+    if plan.offload_weights:
+        moved = travels(plan, held(job.arch, plan, rank), job.cluster, job.rounding)
+        update = exposed_travels(moved, plan, behind.forward * plan.accumulate, behind.backward * plan.accumulate)
     left = max(behind.backward - (every.reduce if plan.zero else 0.0), 0.0)
     return WeightSeconds(
         shard=_exposed_shard(every.gather, every.reduce, plan, speed, behind) + every.contended_shard,
         replicate=exposed(every.copies, left, speed.overlap_replicate) + every.contended_copies,
         tied=every.tied,
         optimizer=every.optimizer,
-        offload=exposed_update(every.update, behind.forward, job.arch.layers) if every.update else 0.0,
+        offload=update,
     )
 
 
@@ -104,6 +115,8 @@ def sent(job: Job, rank: int, at: Rates) -> Sent:
 def _updated(job: Job, rank: int, found: Sent) -> Sent:
     """The same with an update that rounds, or of states that are elsewhere."""
     plan, usual = job.plan, job.stack.speed.optimizer_bytes
+    if plan.offload_weights:
+        return msgspec.structs.replace(found, optimizer=0.0)  # the host's
     if plan.offload != "none":
         update = offload_seconds(plan, held(job.arch, plan, rank), job.cluster, job.states)
         return msgspec.structs.replace(found, optimizer=0.0, update=update)
@@ -184,6 +197,7 @@ def _essence(plan: Plan) -> Plan:
         compress="none",
         activations="device",
         offload="none",
+        offload_weights=False,
     )
 
 

@@ -11,6 +11,9 @@ from meshwright.parallel import deterministic
 from meshwright.parallel.mesh import Mesh, copies, local
 from meshwright.spec.plan import Plan
 
+LONG = 1 << 18  # elements of a tensor in host memory that are too many to add up in one go
+ROW = 1 << 14  # and how many are
+
 Measure = Callable[[Sequence[nn.Module], Tensor, Mesh, bool], tuple[Tensor, Tensor, Tensor]]
 
 
@@ -57,11 +60,25 @@ def square_share(chunks: Iterable[nn.Module], mesh: Mesh) -> Tensor:
                 groups.setdefault(count, []).append(local(weight.grad))
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for count, gradients in groups.items():
-        total += square_norm(gradients) / count
+        total += square_norm(gradients).to(mesh.device) / count  # gradients may be in host memory
     return total
 
 
 def square_norm(tensors: list[Tensor]) -> Tensor:
     """The sum of squares of all elements, summed in at least fp32."""
-    norms = torch._foreach_norm(tensors, 2.0, dtype=torch.promote_types(tensors[0].dtype, torch.float32))
-    return torch.stack(norms).double().square().sum()
+    wide = torch.promote_types(tensors[0].dtype, torch.float32)
+    parts = [_rows(tensor) for tensor in tensors]
+    norms = torch.stack(torch._foreach_norm([rest for _, rest in parts], 2.0, dtype=wide))
+    long = [torch.linalg.vector_norm(rows, dim=1, dtype=wide) for rows, _ in parts if rows is not None]
+    return torch.cat([norms, *long]).double().square().sum()
+
+
+def _rows(tensor: Tensor) -> tuple[Tensor | None, Tensor]:
+    """A long tensor in host memory as rows, and what they leave; any other has no rows.
+
+    A CPU adds up squares one after the other: in fp32 it loses 1 % of 2²⁶ random ones, and in rows 4e-8 of them.
+    """
+    if tensor.device.type != "cpu" or tensor.numel() < LONG:
+        return None, tensor
+    flat, count = tensor.reshape(-1), tensor.numel() // ROW
+    return flat[: count * ROW].view(count, ROW), flat[count * ROW :]

@@ -57,8 +57,13 @@ class Memory:
     Torch's own pinned memory comes in powers of two: states of 65 GiB would take 128.
     """
 
-    def __init__(self, pinned: bool) -> None:
-        self.pinned = pinned
+    def __init__(
+        self,
+        pinned: bool,
+        remedy: str = "set plan.offload_update = host, which pins little",
+        key: str = "plan.offload_update",
+    ) -> None:
+        self.pinned, self.remedy, self.key = pinned, remedy, key
         self.bytes = 0
         self.addresses: list[int] = []
         if pinned:
@@ -83,8 +88,7 @@ class Memory:
         result = runtime.cudaHostRegister(whole.data_ptr(), len(whole), 0)
         if int(result):
             what = f"the GPU's driver would not pin {len(whole):,} bytes of host memory (CUDA error {int(result)})"
-            remedy = "set plan.offload_update = host, which pins little"
-            raise InputError([Problem(what, remedy, "plan.offload_update")])
+            raise InputError([Problem(what, self.remedy, self.key)])
         self.addresses.append(whole.data_ptr())
 
 

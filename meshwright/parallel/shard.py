@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from meshwright.models.moe import Experts
@@ -22,7 +22,7 @@ def wrap(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: Anatomy) -> nn.Modul
 
     A lone rank whose weights already have the precision of the arithmetic does neither.
     """
-    if plan.world == 1 and (plan.shadow or not precision.is_low(plan)) and not plan.deterministic:
+    if _stays_whole(plan):
         return model
     again = plan.zero == 3 and plan.pp == 1  # gathered weights are dropped after the forward and gathered again
     for module, grid in [*_sharers(anatomy.blocks(model), plan, mesh), (model, mesh.dense)]:
@@ -30,6 +30,7 @@ def wrap(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: Anatomy) -> nn.Modul
             module,
             mesh=grid["shard"] if plan.deterministic else weight_axes(grid),
             mp_policy=precision.policy(plan),
+            offload_policy=_home(plan, mesh),
             reshard_after_forward=again and module is not model,  # what is outside the blocks is used again at once
             # The deterministic norm is folded row by row, so no row is cut.
             shard_placement_fn=None if plan.deterministic else partial(even_dim, ranks=grid["shard"].size()),
@@ -41,6 +42,17 @@ def wrap(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: Anatomy) -> nn.Modul
             module.set_force_sum_reduction_for_comms(True)
     _look_ahead(list(with_weights(anatomy.blocks(model))), plan, mesh)
     return deterministic.attach(model, plan, mesh)
+
+
+def _stays_whole(plan: Plan) -> bool:
+    """Whether the arithmetic reads the very weights that the optimizer moves, or their shadow."""
+    by_itself = plan.shadow or not precision.is_low(plan)
+    return plan.world == 1 and by_itself and not plan.deterministic and not plan.offload_weights
+
+
+def _home(plan: Plan, mesh: Mesh) -> OffloadPolicy:
+    """Where weights and their gradients live: beside the arithmetic, or in host memory that a GPU can read itself."""
+    return CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if plan.offload_weights else OffloadPolicy()
 
 
 def _look_ahead(blocks: list[nn.Module], plan: Plan, mesh: Mesh) -> None:

@@ -43,8 +43,9 @@ def elsewhere(found: Found) -> str:
         return ""
     kept = {"host": "wide weights and moments live in host memory", "disk": "wide weights and moments live on a disk"}
     said = [kept[plan.offload]] if plan.offload != "none" else []
+    said += ["weights, gradients and moments live in host memory"] if plan.offload_weights else []
     said += ["what blocks keep for the backward waits in host memory"] if plan.activations == "host" else []
-    plain = msgspec.structs.replace(plan, offload="none", activations="device")
+    plain = msgspec.structs.replace(plan, offload="none", offload_weights=False, activations="device")
     without = fit_of(msgspec.structs.replace(found.job, plan=plain, states="fp32"))
     need = (cluster.gpu.memory_bytes - without.headroom_bytes) / GIB
     text = f" The mathematics is the same, and {' and '.join(said)}: "

@@ -94,7 +94,7 @@ def _moved(question: Question, plan: Plan, axis: str, degree: int) -> Neighbour:
 def _changed(question: Question, plan: Plan, name: str, value: Any, **others: Any) -> Neighbour:
     change = f"{name} {getattr(plan, name)} → {value}"
     changed = msgspec.structs.replace(plan, **{name: value}, **others)
-    if changed.shard == 1 and changed.cp == 1 and changed.zero and name != "zero":
+    if changed.shard == 1 and changed.cp == 1 and changed.zero and name != "zero" and not changed.offload_weights:
         changed = msgspec.structs.replace(changed, zero=0)
     if name in ("schedule", "pp") and plan.compile and "compile" not in question.fixed:
         order = Order(changed.schedule, changed.chunks)

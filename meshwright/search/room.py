@@ -231,7 +231,7 @@ class _Widths(NamedTuple):
 def _widths(question: Question, home: str) -> _Widths:
     """Of a rank whose states live in a given place."""
     plan = Plan(microbatch=1, precision=question.precision, shadow=shadows(question))
-    plan = msgspec.structs.replace(plan, offload=home)
+    plan = msgspec.structs.replace(plan, offload=home, offload_weights=question.fixed.get("offload_weights", False))
     once = state_widths(plan, question.rounding, question.states)
     more = state_widths(msgspec.structs.replace(plan, accumulate=2), question.rounding, question.states)
     return _Widths(once.weight + once.moments + once.low, once.gradient, more.gradient)

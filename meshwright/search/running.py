@@ -34,8 +34,9 @@ def _compilable(pp: int, order: Order) -> bool:
 
 def shadows(question: Question) -> bool:
     """Whether a narrow copy of the weights is kept: by one rank in low precision, as a run without a plan does."""
-    alone = question.cluster.gpus == 1 and not question.fixed.get("deterministic")
-    return question.fixed.get("shadow", alone and question.precision in NARROW)
+    fixed = question.fixed
+    alone = question.cluster.gpus == 1 and not fixed.get("deterministic") and not fixed.get("offload_weights")
+    return fixed.get("shadow", alone and question.precision in NARROW)
 
 
 def policies(question: Question, pp: int, order: Order) -> tuple[Policy, ...]:
@@ -73,7 +74,8 @@ def homes(question: Question) -> tuple[tuple[str, str], ...]:
         return tuple((fixed["offload"], update) for update in (updates if fixed["offload"] != "none" else updates[:1]))
     found = [("none", updates[0])] if question.states == "fp32" else []
     bare = question.precision in NARROW and not shadows(question)
-    if question.cluster.gpus > 1 or fixed.get("deterministic") or question.rounding != "master" or bare:
+    elsewhere = fixed.get("deterministic") or fixed.get("offload_weights")
+    if question.cluster.gpus > 1 or elsewhere or question.rounding != "master" or bare:
         return tuple(found)
     if question.cluster.host_bytes:
         found += [("host", update) for update in updates]

@@ -95,6 +95,8 @@ def _zeros(question: Question, pp: int, shard: int, cp: int) -> tuple[int, ...]:
     possible = (1, 2, 3) if shard > 1 else (0, 1, 2, 3)
     if "zero" in question.fixed:
         return tuple(_given(question, "zero", possible))
+    if question.fixed.get("offload_weights"):
+        return (3,)
     if shard * cp == 1:
         return (0,)
     return tuple(zero for zero in possible if zero <= 1 or pp == 1)

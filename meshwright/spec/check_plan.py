@@ -93,6 +93,28 @@ def _offload(run: Run) -> Iterator[Problem]:
         yield Problem(what, "use 0 to have every state on the disk", "plan.offload_host_bytes")
 
 
+def _offload_weights(run: Run) -> Iterator[Problem]:
+    plan, key = run.plan, "plan.offload_weights"
+    if not plan.offload_weights:
+        return
+    remedy = "leave plan.offload_weights out"
+    if plan.zero != 3:
+        what = f"plan.offload_weights gives a block's weights up after use, and plan.zero = {plan.zero} keeps them all"
+        yield Problem(what, f"set plan.zero = 3, on one rank too, or {remedy}", "plan.zero")
+    if plan.pp > 1:
+        what = f"plan.offload_weights brings one block at a time, and plan.pp = {plan.pp} keeps whole stages gathered"
+        yield Problem(what, f"set plan.pp = 1 and use plan.shard, or {remedy}", key)
+    if plan.shadow:
+        what = "plan.shadow keeps a narrow copy of all weights on the device, and plan.offload_weights keeps none there"
+        yield Problem(what, "leave one of them out", "plan.shadow")
+    if plan.offload != "none":
+        what = f"plan.offload_weights keeps every state in host memory, and plan.offload = {plan.offload} moves some"
+        yield Problem(what, "leave one of them out: plan.offload is for weights that fit on the device", key)
+    if plan.deterministic:
+        what = "plan.deterministic adds up gradients on the device by itself, without plan.offload_weights"
+        yield Problem(what, "leave one of them out", key)
+
+
 def _routes(run: Run) -> Iterator[Problem]:
     plan = run.plan
     if run.arch.experts and plan.compress != "none" and plan.recompute != "none":
@@ -274,6 +296,6 @@ def _kept(plan: Plan) -> Iterator[Problem]:
 
 
 RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
-    _batch, _precision, _shadow, _rounding, _offload, _zero, _tensor, _sequence, _ulysses, _pipeline, _experts,
-    _deterministic, _routes, _how_blocks_run,
+    _batch, _precision, _shadow, _rounding, _offload, _offload_weights, _zero, _tensor, _sequence, _ulysses, _pipeline,
+    _experts, _deterministic, _routes, _how_blocks_run,
 )  # fmt: skip

@@ -39,6 +39,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     offload_update: Literal["host", "device"] = "host"  # where they are updated; device: they travel there and back
     offload_host_bytes: int = 0  # of offload = disk: as much of them stays in host memory all the same
     offload_folder: str = ""  # of offload = disk: where its files lie; empty: in the run's folder
+    offload_weights: bool = False  # weights, gradients and moments live in host memory; a block's come when it is used
     kernels: Literal["auto", "plain", "fused"] = "auto"  # hand-written ones; auto: where there is a GPU and Triton
     compile: bool = False  # blocks are compiled by torch before the first step
     deterministic: bool = False  # sums in a fixed order: the same bits for every replicate · shard
@@ -87,6 +88,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         used += [name for name in ("shadow",) if getattr(self, name)]
         if self.offload != "none":
             used.append(f"offload={self.offload} offload_update={self.offload_update}")
+        if self.offload_weights:
+            used.append("offload_weights")
         if self.kernels != "auto":
             used.append(f"kernels={self.kernels}")
         if self.compile:

@@ -90,7 +90,8 @@ def resolve_plan(table: dict[str, Any], origins: Origins, ranks: int | None, def
         origins["plan.accumulate"] = "derived: batch ÷ data ranks ÷ microbatch"
     if plan.get("pp", 1) > 1:
         _resolve_pipeline(table, plan, origins)
-    alone = math.prod([plan["replicate"], *axes]) == 1 and not plan.get("deterministic", False)
+    alone = math.prod([plan["replicate"], *axes]) == 1
+    alone = alone and not plan.get("deterministic", False) and not plan.get("offload_weights", False)
     if "shadow" not in plan and alone and plan.get("precision") in ("bf16", "fp16", "fp8"):
         plan["shadow"] = True
         origins["plan.shadow"] = "derived: one rank in low precision"

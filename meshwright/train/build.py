@@ -14,6 +14,7 @@ from meshwright.data.prepare import Corpus
 from meshwright.models.decoder import Decoder
 from meshwright.models.init import fill, key
 from meshwright.models.moe import Mixture
+from meshwright.optim import hosted as host_weights
 from meshwright.optim import room, rounding
 from meshwright.optim.adamw import AdamW
 from meshwright.optim.offloaded import Offloaded
@@ -33,7 +34,8 @@ def build(run: Run, corpus: Corpus, mesh: Mesh, folder: Path | None = None) -> S
     with torch.device("meta"):
         model = Decoder(run.arch).to(rounding.weight_dtype(run.optim, run.plan))
     chunks = apply(model, run.plan, mesh, DECODER)
-    make = partial(offloaded, folder=folder) if run.plan.offload != "none" else beside
+    make = hosted if run.plan.offload_weights else beside
+    make = partial(offloaded, folder=folder) if run.plan.offload != "none" else make
     return State(
         chunks=chunks,
         optimizer=make(chunks, run, mesh),
@@ -47,11 +49,23 @@ def beside(chunks: list[nn.Module], run: Run, mesh: Mesh) -> AdamW:
     for chunk in chunks:
         chunk.to_empty(device=mesh.device)
         chunk.train()
-    rounding.attach(chunks, run)
-    for chunk in chunks:
-        initialise(chunk, run, rounding.begin if run.optim.rounding == "compensated" else None)
+    _begin(chunks, run, mesh)
     shadow.attach(chunks, run.plan)
     return AdamW(run.optim, [weight for chunk in chunks for weight in chunk.parameters()], run.plan)
+
+
+def hosted(chunks: list[nn.Module], run: Run, mesh: Mesh) -> AdamW:
+    """The same with all weights in host memory, each made on the device by itself."""
+    memory = host_weights.materialise(chunks, run, mesh)
+    _begin(chunks, run, mesh)
+    return host_weights.Hosted(run, [weight for chunk in chunks for weight in chunk.parameters()], memory)
+
+
+def _begin(chunks: list[nn.Module], run: Run, mesh: Mesh) -> None:
+    """First values, with what rounding keeps beside them."""
+    rounding.attach(chunks, run)
+    for chunk in chunks:
+        initialise(chunk, run, mesh.device, rounding.begin if run.optim.rounding == "compensated" else None)
 
 
 def offloaded(chunks: list[nn.Module], run: Run, mesh: Mesh, folder: Path | None) -> AdamW:
@@ -68,12 +82,14 @@ def offloaded(chunks: list[nn.Module], run: Run, mesh: Mesh, folder: Path | None
     groups = [group for chunk in chunks for group in offload.groups(chunk, DECODER)]
     optimizer = Offloaded(run, groups, mesh.device, place)
     for chunk in chunks:
-        initialise(chunk, run, optimizer.begin)
+        initialise(chunk, run, mesh.device, optimizer.begin)
     return optimizer
 
 
-def initialise(chunk: nn.Module, run: Run, take: Callable[[nn.Parameter, Tensor], None] | None = None) -> None:
-    """Give this rank's part of every weight its first value: from the seed, or from a folder.
+def initialise(
+    chunk: nn.Module, run: Run, device: torch.device, take: Callable[[nn.Parameter, Tensor], None] | None = None
+) -> None:
+    """Give this rank's part of every weight its first value, made on a device: from the seed, or from a folder.
 
     Whoever takes the values is given each weight's by itself, in full width.
     """
@@ -83,12 +99,15 @@ def initialise(chunk: nn.Module, run: Run, take: Callable[[nn.Parameter, Tensor]
         if isinstance(module, Mixture):
             module.key = key(run.seed, f"{name}.draws")
     for name, weight in chunk.named_parameters():
-        target, region = local(weight.detach()), region_of(weight)
-        if take is not None:
-            target = torch.empty_like(target, dtype=precision.weight_dtype(run.plan))
+        held, region = local(weight.detach()), region_of(weight)
+        dtype = held.dtype if take is None else precision.weight_dtype(run.plan)
+        in_place = take is None and held.device == device
+        target = held if in_place else torch.empty_like(held, dtype=dtype, device=device)
         if folder is None:
             fill(target, table[name], run.seed, region)
         else:
             target.copy_(folder.tensor(name)[region])
         if take is not None:
             take(weight, target)
+        elif not in_place:
+            held.copy_(target)

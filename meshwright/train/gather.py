@@ -84,7 +84,11 @@ def owner_of(param: Param, plan: Plan) -> int:
 
 
 def _full(weight: Tensor) -> Tensor:
-    return weight.full_tensor() if isinstance(weight, DTensor) else weight.detach()
+    if not isinstance(weight, DTensor):
+        return weight.detach()
+    near = weight.to(weight.device_mesh.device_type)  # from host memory, where weights may live
+    assert isinstance(near, DTensor), "it is moved as it is cut"
+    return near.full_tensor()
 
 
 def _hand_over(whole: Tensor | None, home: Home, like: Tensor, mesh: Mesh) -> Tensor | None:

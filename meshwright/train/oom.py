@@ -41,7 +41,7 @@ def explained(error: Exception, run: Run, state: State | None, device: torch.dev
         remedy = "use a smaller plan.microbatch, plan.recompute=full, or more ranks with plan.zero=3"
         return Verdict(kind="memory", code=Exit.DOES_NOT_FIT, what=f"out of memory: {error}", remedy=remedy)
     question = question_of(run, torch.cuda.get_device_name(device))
-    measured = held(state) if state is not None else {}
+    measured = {} if state is None or run.plan.offload_weights else held(state)
     return verdict(question, run, measured, torch.cuda.max_memory_allocated(device), str(error))
 
 

@@ -31,7 +31,7 @@ class Replicas:
         if not self.every or step % self.every or self.group.size() == 1:
             return
         sums = torch.stack([bit_sum(tensor) for tensor in self._tensors()])
-        rows = join(sums[None], 0, self.group).tolist()
+        rows = join(sums[None].to(self.mesh.device), 0, self.group).tolist()
         if all(row == rows[0] for row in rows):
             self.equal_at = step
             return

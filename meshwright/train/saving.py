@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.checkpoint import fingerprint, steps
+from meshwright.checkpoint import agree, fingerprint, steps
 from meshwright.checkpoint import restore as restoring
 from meshwright.checkpoint.fingerprint import Share
 from meshwright.checkpoint.holding import Copies, Holding
@@ -120,7 +120,8 @@ def saving(run: Run, state: State, mesh: Mesh, folder: Path | None) -> Iterator[
         yield lambda state: 0.0
         return
     held = holdings(state, run, mesh)
-    in_place = run.plan.offload != "none" and lacks_room(held, state.say)  # a rank that shares nothing: it may decide
+    away = run.plan.offload != "none" or run.plan.offload_weights
+    in_place = away and lacks_room(held, mesh, state.say)
     saver = Saver(steps.home(folder), run, mesh, held, state.say, in_place=in_place)
 
     def save(state: State) -> float:
@@ -139,16 +140,18 @@ def saving(run: Run, state: State, mesh: Mesh, folder: Path | None) -> Iterator[
     saver.close()
 
 
-def lacks_room(held: list[Holding], say: Say) -> bool:
-    """Whether the host cannot take a second copy of states that it holds already; if so, what follows is said."""
-    need, have = Copies(held).bytes, room.free_host_bytes()
-    if have is None or need <= have:
-        return False
-    say(
-        f"checkpoints are written straight from the states, and training waits for them: "
-        f"a copy needs {need:,} bytes of host memory, and {have:,} are free"
-    )
-    return True
+def lacks_room(held: list[Holding], mesh: Mesh, say: Say) -> bool:
+    """Whether some rank's host cannot take a second copy of states that it holds already; what follows is said."""
+    need, have, words = Copies(held).bytes, room.free_host_bytes(), None
+    if have is not None and need > have:
+        words = (
+            f"checkpoints are written straight from the states, and training waits for them: "
+            f"a copy needs {need:,} bytes of host memory, and {have:,} are free"
+        )
+    words = agree.first_words(words, mesh)
+    if words is not None:
+        say(words)
+    return words is not None
 
 
 def is_due(run: Run, step: int) -> bool:

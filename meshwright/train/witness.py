@@ -41,6 +41,7 @@ class Witness:
         self.plan = run.plan
         self.state = state
         self.rank = mesh.rank
+        self.device = mesh.device
         self.folder = folder / "faults"
 
     def look(self, replicas: Replicas, step: int) -> tuple[int | None, str] | None:
@@ -58,9 +59,10 @@ class Witness:
 
     def _testify(self, group: dist.ProcessGroup) -> None:
         held = self._held()
-        rows = join(torch.stack([bit_sum(tensor) for tensor in held])[None], 0, group).tolist()
+        sums = torch.stack([bit_sum(tensor) for tensor in held]).to(self.device)
+        rows = join(sums[None], 0, group).tolist()
         number = next(n for n, column in enumerate(zip(*rows, strict=True)) if len(set(column)) > 1)
-        element = first_difference(held[number].flatten(), group)
+        element = first_difference(held[number].flatten().to(self.device), group)
         value = held[number].flatten()[element].item()
         told = Testimony(plan=self.plan, tensor=number, element=element, value=value if math.isfinite(value) else None)
         self.folder.mkdir(exist_ok=True)

@@ -23,7 +23,7 @@ def plan_words(plan: Plan) -> str:
     used += [f"compress={plan.compress}"] * (plan.compress != "none")
     used += [f"activations={plan.activations}"] * (plan.activations != "device")
     used += [f"offload={plan.offload}/{plan.offload_update}"] * (plan.offload != "none")
-    used += [name for name in ("shadow", "compile", "deterministic") if getattr(plan, name)]
+    used += [name for name in ("offload_weights", "shadow", "compile", "deterministic") if getattr(plan, name)]
     return " ".join(used)
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from meshwright.cost.job import Job
-from meshwright.cost.memory import Ledger, ledger, states, worst
+from meshwright.cost.memory import Ledger, hosted, ledger, states, total, worst
 from meshwright.cost.traffic import traffic
 from meshwright.cost.traffic_collective import Collective, Kind
 from meshwright.spec.plan import Plan
@@ -99,10 +99,11 @@ def _calls(seen: Seen) -> Iterator[CallRow]:
 
 
 def _held(job: Job, plan: Plan, seen: Seen, said: Ledger) -> Iterator[ByteRow]:
-    planned = {line.name: line.bytes for line in states(job.arch, plan, seen.place, job.rounding)}
+    near, away = (of(job.arch, plan, seen.place, job.rounding) for of in (states, hosted))
+    planned = {line.name: line.bytes for line in (*near, *away)}
     for name in ("weights", "gradients", "moments"):
         yield ByteRow(name=name, planned=planned[name], traced=seen.states[name], tolerance=0.0)
-    yield ByteRow(name="peak", planned=said.allocated, traced=seen.live_bytes, tolerance=PEAK_TOLERANCE)
+    yield ByteRow(name="peak", planned=said.allocated + total(away), traced=seen.live_bytes, tolerance=PEAK_TOLERANCE)
 
 
 def notes(run: Run) -> Iterator[str]:
@@ -125,6 +126,8 @@ def notes(run: Run) -> Iterator[str]:
         yield "on a CPU this ring's attention is made of plain operators, whose scores a GPU's kernel does not hold"
     if plan.pp > 1:
         yield "one rank of the pipeline was traced: its neighbours' messages arrive at once"
+    if plan.offload_weights:
+        yield "a CPU's memory is the host's: the peak is that of the device with what lives in host memory"
     if plan.precision == "fp16":
         yield "no gradient overflows here: the loss scale stays as it is"
 

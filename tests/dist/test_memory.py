@@ -20,7 +20,7 @@ from trials import CPU, alone, corpus_file, make_corpus, make_run
 from worlds import world
 
 from meshwright.cost.job import Job
-from meshwright.cost.memory import ledger, states
+from meshwright.cost.memory import hosted, ledger, states
 from meshwright.cost.memory_kept import kept
 from meshwright.cost.memory_sharded import largest_weight
 from meshwright.cost.memory_widths import PIECE, SLOTS, update_bytes
@@ -41,6 +41,7 @@ from meshwright.train.step import choose, losses
 SMALL = ("arch.layers=3", "data.held_out=0.0", "plan.precision=fp32")
 BF16 = ("plan.precision=bf16",)
 TWICE = ("plan.accumulate=2",)
+HOSTED = ("plan.zero=3", "plan.offload_weights=true")
 FOUR_TIMES = ("plan.accumulate=4", "arch.layers=4")
 DEEP = ("arch.layers=8",)
 MOE = ("arch.preset=tiny-moe",)
@@ -70,6 +71,13 @@ TWO = {
         ("plan.shard=2", "plan.zero=3", *TWICE, *BF16),
         ("plan.shard=2", "plan.zero=3", "plan.precision=fp64", *GPT),
         ("plan.shard=2", "plan.zero=3", *MOE, "arch.moe_every=2", *BF16),
+    ],
+    "hosted": [
+        ("plan.shard=2", *HOSTED, *TWICE, *BF16),
+        ("plan.shard=2", *HOSTED, "plan.precision=fp64", *GPT),
+        ("plan.shard=2", *HOSTED, *BF16, "optim.rounding=compensated", *GPT),
+        ("plan.shard=2", "plan.ep=2", *HOSTED, *MOE, *BF16),
+        ("plan.replicate=2", *HOSTED),
     ],
     "tp": [
         ("plan.tp=2",),
@@ -134,6 +142,7 @@ class Watch:
     groups: dict[int, FSDPParamGroup] = field(default_factory=dict)
     gathered: int = 0  # bytes, at the peak
     blocks: int = 0  # of which at least something is gathered, at the peak
+    partial: int = 0  # bytes of gradients that wait for their sum over copies, at the peak
     gradients: int = 0  # bytes that are kept for a later microbatch, or for the sum over ranks, at the peak
 
     def look(self, group: FSDPParamGroup) -> None:
@@ -147,6 +156,7 @@ class Watch:
         waiting = [weight.unsharded_accumulated_grad for weight in weights]
         waiting += [weight._unsharded_param.grad for weight in weights if hasattr(weight, "_unsharded_param")]
         scattered = [weight.sharded_param.grad for weight in weights]
+        self.partial = max(self.partial, stored(group._partial_reduce_output for group in self.groups.values()))
         self.gradients = max(self.gradients, stored([*waiting, *scattered]))
 
 
@@ -230,7 +240,8 @@ def surprises(folder: Path, words: tuple[str, ...]) -> list[str]:
     run = make_run(folder, *SMALL, *words)
     mesh = meshes.make(run.plan, CPU)
     seen, _ = measured(run, mesh, folder)
-    said = {line.name: line.bytes for line in states(run.arch, run.plan, mesh.place, run.optim.rounding)}
+    of = (run.arch, run.plan, mesh.place, run.optim.rounding)
+    said = {line.name: line.bytes for line in (*states(*of), *hosted(*of))}  # a CPU's memory is the host's
     return [f"{run.plan}: {name} seen {seen[name]}, said {said[name]}" for name in said if seen[name] != said[name]]
 
 
@@ -254,6 +265,27 @@ def test_a_lone_rank_uses_its_weights_where_they_lie(folder, plan):
     seen, _ = measured(run, alone(), folder)
     assert seen == {line.name: line.bytes for line in states(run.arch, run.plan)}
     assert seen["gathered"] == 0
+
+
+@pytest.mark.parametrize("words", [("plan.precision=fp32",), (*BF16, *TWICE)])
+@world(1)
+def test_a_lone_rank_whose_weights_are_in_host_memory_copies_one_block_at_a_time(folder, words):
+    run = make_run(folder, *SMALL, *words, *HOSTED, "plan.replicate=1")
+    seen, _ = measured(run, meshes.make(run.plan, CPU), folder)
+    near = {line.name: line.bytes for line in states(run.arch, run.plan)}
+    assert near["weights"] == near["gradients"] == near["moments"] == near["waiting"] == 0
+    assert seen == near | {line.name: line.bytes for line in hosted(run.arch, run.plan)}
+    assert 0 < near["gathered"] < count(run.arch) * (2 if run.plan.precision == "bf16" else 4)
+
+
+@pytest.mark.parametrize("precision", [(), BF16])
+@world(2)
+def test_gradients_that_wait_for_copies_are_the_only_states_on_the_device(folder, precision):
+    run = make_run(folder, *SMALL, *precision, "plan.replicate=2", *HOSTED, *TWICE)
+    _, watch = measured(run, meshes.make(run.plan, CPU), folder)
+    near = {line.name: line.bytes for line in states(run.arch, run.plan)}
+    assert near["gradients"] == watch.partial > 0
+    assert near["weights"] == near["moments"] == 0
 
 
 @pytest.mark.parametrize("rounding", ["stochastic", "compensated"])

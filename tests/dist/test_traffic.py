@@ -21,6 +21,7 @@ from meshwright.verify.plans import SCHEDULES
 SMALL = ("arch.layers=2", "steps=2", "data.held_out=0.0", "plan.precision=fp32")
 BF16 = ("plan.precision=bf16",)
 TWICE = ("plan.accumulate=2",)
+HOSTED = ("plan.zero=3", "plan.offload_weights=true")
 FOUR_TIMES = ("plan.accumulate=4", "arch.layers=4")
 DEEP = ("arch.layers=8",)
 MASKED = ("data.mask_documents=true",)
@@ -40,6 +41,12 @@ TWO = {
         ("plan.shard=2", "plan.zero=3", "plan.precision=fp64"),
         ("plan.shard=2", "plan.zero=3", *BF16, *GPT),
         ("plan.shard=2", "plan.zero=3", *MOE, "arch.moe_every=2"),
+    ],
+    "hosted": [
+        ("plan.shard=2", *HOSTED, *TWICE),
+        ("plan.shard=2", *HOSTED, *BF16, *GPT),
+        ("plan.replicate=2", *HOSTED, *TWICE),
+        ("plan.shard=2", "plan.ep=2", *HOSTED, *MOE),
     ],
     "tp": [
         ("plan.tp=2", *TWICE),

@@ -8,7 +8,7 @@ from meshwright.cost.memory import fits, ledger
 from meshwright.cost.memory_kept import block_kept, moved_bytes
 from meshwright.cost.memory_work import work_of
 from meshwright.cost.time import Price, price
-from meshwright.cost.time_away import exposed_update, offload_seconds, rate
+from meshwright.cost.time_away import Travels, exposed_travels, exposed_update, offload_seconds, rate, travels
 from meshwright.cost.time_bound import lower_bound, work_bound
 from meshwright.cost.time_layer import bench, block
 from meshwright.spec.cluster import cluster
@@ -19,6 +19,7 @@ from meshwright.spec.zoo import preset
 
 ARCH = preset("llama3-8b")
 WHOLE = count(ARCH)
+HOSTED = {"zero": 3, "offload_weights": True}
 OFFLOADED = {"shadow": True, "offload": "host"}
 
 
@@ -102,6 +103,48 @@ def test_an_update_is_as_slow_as_its_slowest_part():
     assert offload_seconds(half, 1e9, machines, "fp32") == pytest.approx(12e9 / machines.disk_bandwidth)
 
 
+def test_hosted_weights_take_sixteen_bytes_a_parameter_of_the_host_and_none_of_the_device():
+    asked = job("8xh100", **HOSTED, shard=8)
+    near = {line.name: line.bytes for line in ledger(asked).lines}
+    assert near["weights"] == near["gradients"] == near["moments"] == 0
+    # Vectors are the only ones that eight ranks could not share evenly, and here they can.
+    assert host(asked) == {"weights": WHOLE // 2, "gradients": WHOLE // 2, "moments": WHOLE}
+    plain = {line.name: line.bytes for line in ledger(job("8xh100", zero=3, shard=8)).lines}
+    assert near["gathered"] == plain["gathered"]
+    assert near["buffers"] > plain["buffers"], "weights that arrive and gradients that leave pass through the device"
+
+
+def test_a_model_whose_weights_alone_are_too_large_fits_by_one_block():
+    large = msgspec.structs.replace(job(**HOSTED, recompute="full"), arch=preset("llama3-70b"))
+    assert 2 * count(large.arch) > large.cluster.gpu.memory_bytes
+    roomy = msgspec.structs.replace(large.cluster, host_bytes=2e12)
+    found = fits(msgspec.structs.replace(large, cluster=roomy))
+    assert found.fits, found.why
+    small = fits(msgspec.structs.replace(large, cluster=msgspec.structs.replace(roomy, host_bytes=1e12)))
+    assert not small.fits
+    assert "host memory" in small.why
+
+
+def test_hosted_weights_arrive_twice_and_their_gradients_leave_once_a_microbatch():
+    machines, plan = cluster("8xh100"), msgspec.convert({"microbatch": 1, "precision": "bf16", **HOSTED}, Plan)
+    once = travels(plan, 1e9, machines, "master")
+    assert once.arrive == pytest.approx(2 * once.leave) == pytest.approx(8e9 / rate(machines.host))
+    more = travels(msgspec.structs.replace(plan, accumulate=4), 1e9, machines, "master")
+    assert (more.arrive, more.leave, more.update) == (4 * once.arrive, 4 * once.leave, once.update)
+    copied = travels(msgspec.structs.replace(plan, accumulate=4, replicate=2), 1e9, machines, "master")
+    assert copied.leave == once.leave, "sums over copies are made on the device"
+
+
+def test_ranks_that_share_weights_hide_their_arrival_and_a_lone_one_does_not():
+    each = Travels(arrive=2.0, leave=1.0, update=0.5)
+    alone, shared = (Plan(microbatch=1, zero=3, shard=shard, offload_weights=True) for shard in (1, 2))
+    assert exposed_travels(each, alone, 100.0, 100.0) == 2.5
+    assert exposed_travels(each, shared, 100.0, 100.0) == 0.5
+    assert exposed_travels(each, shared, 0.25, 0.25) == 0.5 + 0.75 + 0.75
+    twice = msgspec.structs.replace(shared, accumulate=2)
+    assert exposed_travels(each, twice, 100.0, 100.0) == 1.0, "the second gradient is added on the host"
+
+
 def test_the_next_forward_hides_all_of_an_update_but_a_block_of_it():
     assert exposed_update(1.0, 100.0, 32) == 1 / 32
     assert exposed_update(100.0, 32.0, 32) == 100 - 31
@@ -118,6 +161,9 @@ def test_a_step_waits_for_the_update_elsewhere_and_not_for_one_here():
     "fields",
     [
         OFFLOADED,
+        HOSTED,
+        {**HOSTED, "shard": 8, "accumulate": 4},
+        {**HOSTED, "replicate": 2, "shard": 4, "accumulate": 2},
         {**OFFLOADED, "offload_update": "device", "accumulate": 4},
         {"activations": "host", "recompute": "full"},
         {"activations": "host", "pp": 4, "stages": (9, 9, 8, 6), "accumulate": 8, "schedule": "zb1p"},

@@ -7,6 +7,7 @@ from meshwright.spec import load
 from meshwright.spec.check import InputError
 
 TINY = ("arch.preset=tiny", "plan.replicate=1", "plan.precision=bf16")
+HOSTED = ("plan.offload_weights=true", "plan.zero=3")
 
 
 def make_run(*words):
@@ -52,6 +53,12 @@ def test_a_parameter_takes_12_bytes_or_6(words, width):
         (("plan.offload=host", "plan.shadow=false"), "plan.shadow = false keeps none"),
         (("plan.offload=host", "optim.states=bf16", "plan.precision=fp16"), "plan.precision = fp16 has none"),
         (("plan.offload=disk", "plan.offload_host_bytes=-1"), "is negative"),
+        (("plan.offload_weights=true",), "plan.zero = 0 keeps them all"),
+        (("plan.offload_weights=true", "plan.zero=2", "plan.shard=2"), "plan.zero = 2 keeps them all"),
+        ((*HOSTED, "plan.pp=2", "plan.accumulate=4"), "keeps whole stages gathered"),
+        ((*HOSTED, "plan.shadow=true"), "plan.shadow keeps a narrow copy"),
+        ((*HOSTED, "plan.offload=host"), "plan.offload = host moves some"),
+        ((*HOSTED, "plan.deterministic=true"), "without plan.offload_weights"),
     ],
 )
 def test_what_cannot_be_is_refused_with_a_remedy(words, told):

@@ -54,6 +54,15 @@ def is_the_only_spelling(plan: Plan) -> bool:
     return plan.zero != 2 or plan.accumulate > 1
 
 
+@pytest.mark.parametrize("gpus", [1, 4])
+def test_weights_that_are_kept_in_host_memory_are_planned_with_zero_3(gpus):
+    asked = question("tiny", f"{gpus}xh100", batch=12, recompute="none", offload_weights=True)
+    found = list(plans(asked))
+    assert found
+    assert {(plan.zero, plan.pp, plan.shadow, plan.offload) for plan in found} == {(3, 1, False, "none")}
+    assert not [plan for plan in found if problems(asked, plan)]
+
+
 @pytest.mark.parametrize(("model", "gpus"), [("tiny", 4), ("tiny", 6), ("tiny-moe", 4)])
 def test_the_space_is_what_the_rules_let_pass(model, gpus):
     asked = question(model, f"{gpus}xh100", batch=12, recompute="none")

@@ -56,6 +56,7 @@ def traced(*words: str, rank: int | None = None) -> Trace:
         ("plan.shard=2", "plan.replicate=2", "plan.zero=2", "plan.microbatch=2"),
         ("plan.shard=4", "plan.zero=3", "plan.recompute=full"),
         ("plan.shard=4", "plan.zero=3", "plan.recompute=selective"),
+        ("plan.shard=4", "plan.zero=3", "plan.offload_weights=true"),
         ("plan.tp=2", "plan.shard=2", "plan.zero=3"),
         ("plan.cp=2", "plan.cp_kind=ulysses", "data.mask_documents=true"),
         ("plan.cp=2", "plan.cp_kind=ring"),

@@ -30,7 +30,7 @@ class Replicas:
         """Raise when they differ. All ranks must ask at the same steps."""
         if not self.every or step % self.every or self.group.size() == 1:
             return
-        sums = torch.stack([bit_sum(tensor) for tensor in self._tensors()])
+        sums = torch.stack([bit_sum(tensor) for tensor in compared(self.state)])
         rows = join(sums[None].to(self.mesh.device), 0, self.group).tolist()
         if all(row == rows[0] for row in rows):
             self.equal_at = step
@@ -38,15 +38,11 @@ class Replicas:
         ranks = [dist.get_global_rank(self.group, number) for number in range(self.group.size())]
         raise FaultError(self._verdict(rows, ranks, step))
 
-    def _tensors(self) -> list[Tensor]:
-        optimizer = self.state.optimizer
-        return [*(local(weight.detach()) for weight in optimizer.weights), *optimizer.first, *optimizer.second]
-
     def _verdict(self, rows: list[list[int]], ranks: list[int], step: int) -> Verdict:
         odd = odd_ones(rows)
         which = [ranks[number] for number in odd]
         names = [name for chunk in self.state.chunks for name, _ in chunk.named_parameters()]
-        first = next(number for number, column in enumerate(zip(*rows, strict=True)) if len(set(column)) > 1)
+        first = first_odd(rows)
         part = ("weight", "first moment", "second moment")[first // len(names)]
         who = (
             f"rank {which[0]} differs from its replicas"
@@ -65,6 +61,17 @@ class Replicas:
             rank=which[0],
             step=step,
         )
+
+
+def compared(state: State) -> list[Tensor]:
+    """What replicas hold alike: the weights, then their first, then their second moments."""
+    optimizer = state.optimizer
+    return [*(local(weight.detach()) for weight in optimizer.weights), *optimizer.first, *optimizer.second]
+
+
+def first_odd(rows: list[list[int]]) -> int:
+    """The first column of several rows whose numbers are not all the same."""
+    return next(number for number, column in enumerate(zip(*rows, strict=True)) if len(set(column)) > 1)
 
 
 def bit_sum(tensor: Tensor) -> Tensor:

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.parallel.collective import join
-from meshwright.parallel.mesh import Mesh, local
+from meshwright.parallel.mesh import Mesh
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import Run
 from meshwright.spec.verdict import FaultError
-from meshwright.train.replicas import Replicas, bit_sum
+from meshwright.train.replicas import Replicas, bit_sum, compared, first_odd
 from meshwright.train.state import State
 
 PAIR = 2
@@ -58,10 +58,10 @@ class Witness:
         return self._recall(dist.get_process_group_ranks(replicas.group))
 
     def _testify(self, group: dist.ProcessGroup) -> None:
-        held = self._held()
+        held = compared(self.state)
         sums = torch.stack([bit_sum(tensor) for tensor in held]).to(self.device)
         rows = join(sums[None], 0, group).tolist()
-        number = next(n for n, column in enumerate(zip(*rows, strict=True)) if len(set(column)) > 1)
+        number = first_odd(rows)
         element = first_difference(held[number].flatten().to(self.device), group)
         value = held[number].flatten()[element].item()
         told = Testimony(plan=self.plan, tensor=number, element=element, value=value if math.isfinite(value) else None)
@@ -75,7 +75,7 @@ class Witness:
         if any(one is None or one.plan != self.plan for one in told):
             return None
         left = [one for one in told if one is not None]
-        truth = self._held()[left[0].tensor].flatten()[left[0].element].item()
+        truth = compared(self.state)[left[0].tensor].flatten()[left[0].element].item()
         odd = wrong([one.value for one in left], truth)
         if odd is None:
             return None, "made again, this step does not tell which of the replicas that differed was wrong"
@@ -93,10 +93,6 @@ class Witness:
 
     def _file(self, rank: int) -> Path:
         return self.folder / f"replicas-step{self.state.step}-rank{rank}.json"
-
-    def _held(self) -> list[Tensor]:
-        optimizer = self.state.optimizer
-        return [*(local(weight.detach()) for weight in optimizer.weights), *optimizer.first, *optimizer.second]
 
 
 def wrong(values: list[float | None], truth: float) -> int | None:

@@ -1,9 +1,13 @@
 """The program as a user runs it: a process, its exit code, what it printed."""
 
+import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 SMALL = ("arch.preset=tiny", "sequence=32", "batch=4", "steps=3", "held.batches=1", "held.sample_tokens=4")
 
@@ -12,6 +16,23 @@ def environment(folder: Path, **extra: str) -> dict[str, str]:
     """A user's environment with a cache of its own and nothing of the test run's."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "OMPI", "OMP_"))}
     return kept | {"XDG_CACHE_HOME": str(folder / "cache"), "COLUMNS": "100"} | extra
+
+
+def script(name: str) -> ModuleType:
+    """A script of benchmarks/, as a module."""
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def write_text(folder: Path) -> None:
+    """A little text of a user's own, in my/."""
+    (folder / "my").mkdir()
+    lines = [f"line {number}: the quick brown fox jumps over {number * 7 % 13} dogs" for number in range(900)]
+    (folder / "my" / "text.txt").write_text("\n".join(lines))
 
 
 def meshwright(*words: str, folder: Path, seconds: float = 120, **extra: str) -> subprocess.CompletedProcess[str]:

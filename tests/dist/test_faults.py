@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import SMALL, environment, meshwright
+from commands import SMALL, environment, meshwright, write_text
 
 from meshwright.cost.goodput import account
 from meshwright.launch.verdicts import process_name
@@ -36,9 +36,7 @@ RUN = (
 def user(tmp_path_factory):
     """A user's folder with a little text, a cache of its own, and an undisturbed run to compare with."""
     folder = tmp_path_factory.mktemp("user")
-    (folder / "my").mkdir()
-    lines = [f"line {number}: the quick brown fox jumps over {number * 7 % 13} dogs" for number in range(900)]
-    (folder / "my" / "text.txt").write_text("\n".join(lines))
+    write_text(folder)
     done = train(folder, "reference")
     assert done.returncode == 0, done.stderr
     return folder

@@ -1,15 +1,13 @@
 """A machine is lost: the other one says which and since when, leaves so that it can go on, and goes on alone."""
 
-import importlib.util
 import sys
 from pathlib import Path
 
 import pytest
-from commands import SMALL, environment, meshwright
+from commands import SMALL, environment, meshwright, script, write_text
 
 from meshwright.verify.rehearse import model_digest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "two_nodes.py"
 RUN = [
     *SMALL, "steps=150", "data.source=my/*.txt", "checkpoint.every=10", "held.every=0",
     "plan.deterministic=true", "plan.microbatch=1",
@@ -17,16 +15,7 @@ RUN = [
 SECONDS = 10.0  # five of silence, and two for the ranks to leave
 
 
-def load():
-    spec = importlib.util.spec_from_file_location("two_nodes", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules["two_nodes"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-two_nodes = load()
+two_nodes = script("two_nodes")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(two_nodes.lacking()), reason=two_nodes.lacking())]
 
 
@@ -34,9 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(two_nodes.lacking()), re
 def user(tmp_path_factory):
     """A user's folder with a little text, and what an undisturbed run makes of it."""
     folder = tmp_path_factory.mktemp("user")
-    (folder / "my").mkdir()
-    lines = [f"line {number}: the quick brown fox jumps over {number * 7 % 13} dogs" for number in range(900)]
-    (folder / "my" / "text.txt").write_text("\n".join(lines))
+    write_text(folder)
     done = meshwright("train", *RUN, "--folder", "reference", folder=folder)
     assert done.returncode == 0, done.stderr
     return folder

@@ -1,16 +1,14 @@
 """What the pages say is so: commands resolve, refusals are the program's own words, links lead somewhere."""
 
-import importlib.util
 import json
 import re
 import shlex
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
 
 import pytest
+from commands import script
 
 from meshwright import cli
 from meshwright.cost.memory import states, total
@@ -153,20 +151,10 @@ def test_every_example_is_python_and_runs_where_it_needs_no_model(block, capsys,
         assert capsys.readouterr().out
 
 
-def bubble() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bubble", ROOT / "benchmarks" / "bubble.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["bubble"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_measured_bubble_is_the_records():
     record = json.loads((ROOT / "results" / "bubble.json").read_text())
     page = (ROOT / "docs" / "axes" / "pipeline.md").read_text()
-    assert bubble().table(record) in page
+    assert script("bubble").table(record) in page
     assert f"works\n{record['seconds_of_a_third']} s" in page
 
 

@@ -1,11 +1,10 @@
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from commands import script
 
 from meshwright.spec.profile import CollectiveFit
 
@@ -13,17 +12,7 @@ ROOT = Path(__file__).parents[3]
 RECORD = json.loads((ROOT / "results" / "ethernet.json").read_text())
 
 
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("ethernet", ROOT / "benchmarks" / "ethernet.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["ethernet"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-ETHERNET = script()
+ETHERNET = script("ethernet")
 
 
 def test_the_page_shows_the_record():

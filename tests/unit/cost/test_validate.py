@@ -1,15 +1,13 @@
 """The judge of our predictions: its figures are the textbook's, and no row leaves it uncounted."""
 
-import importlib.util
 from collections import Counter
-from pathlib import Path
 
 import pytest
+from commands import script
 
 from meshwright.cost.price_table import answered
 from meshwright.cost.published import job_of
 
-SCRIPT = Path(__file__).parents[3] / "benchmarks" / "validate.py"
 ROW = {
     "source_group": "mine", "framework": "Megatron-LM", "model_name": "GPT", "layers": "24", "hidden": "2048",
     "heads": "16", "seq_len": "2048", "gpu": "A100", "n_gpus": "8", "tp": "8", "micro_batch": "4",
@@ -21,12 +19,7 @@ ROW = {
 
 @pytest.fixture(scope="module")
 def validate():
-    found = importlib.util.spec_from_file_location("validate", SCRIPT)
-    assert found is not None
-    assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
+    return script("validate")
 
 
 def run(validate, **cells):

@@ -1,20 +1,20 @@
 """AdamW over the parts of the weights that this rank holds."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
+from meshwright.kernels.adamw import Group
 from meshwright.kernels.choose import settle
 from meshwright.models.layers import wide as wide_type
 from meshwright.optim.clip import Verdict
+from meshwright.optim.one_pass import Update, grouped
 from meshwright.optim.rounding import at_once, beside, rounded
 from meshwright.parallel import shadow
 from meshwright.parallel.mesh import local
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import Optim
-
-Update = Callable[[list[int], float, float, Verdict], None]
 
 
 class AdamW:
@@ -138,22 +138,13 @@ class AdamW:
 
 def one_pass(optimizer: AdamW) -> Update:
     """The update by one kernel that also writes the narrow copies."""
-    from meshwright.kernels.adamw import Group, Moves
 
-    groups: dict[tuple[int, ...], Group] = {}
-
-    def update(indices: list[int], rate: float, decay: float, verdict: Verdict) -> None:
+    def group(indices: list[int]) -> Group:
         weights = [optimizer.weights[i] for i in indices]
-        key = tuple(indices)
-        if key not in groups:
-            copies = [weight.detach() for weight in weights] if shadow.is_shadow(weights[0]) else []
-            wide, first, second = (
-                [held[i] for i in indices] for held in (optimizer.wide, optimizer.first, optimizer.second)
-            )
-            groups[key] = Group(wide, first, second, copies)
-        optim = optimizer.optim
-        moves = Moves(rate, optim.beta1, optim.beta2, optim.eps, optimizer.count, verdict.factor, verdict.finite)
-        gradients = [torch.zeros_like(weight) if weight.grad is None else local(weight.grad) for weight in weights]
-        groups[key].update(gradients, decay, moves)
+        copies = [weight.detach() for weight in weights] if shadow.is_shadow(weights[0]) else []
+        wide, first, second = (
+            [held[i] for i in indices] for held in (optimizer.wide, optimizer.first, optimizer.second)
+        )
+        return Group(wide, first, second, copies)
 
-    return update
+    return grouped(optimizer, group)

@@ -7,6 +7,7 @@ together are the very number that a master in fp32 would be.
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,11 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from meshwright.kernels.adamw import Group, Moves
+from meshwright.kernels.adamw import Group
 from meshwright.kernels.adamw_bf16 import Drawn, LowBits, Stream
 from meshwright.models.init import GOLDEN, key, signed, uniform
 from meshwright.optim import moves
 from meshwright.optim.clip import Verdict
+from meshwright.optim.one_pass import Update, grouped
 from meshwright.parallel import precision
 from meshwright.parallel.mesh import local
 from meshwright.spec.plan import Plan
@@ -26,8 +28,6 @@ from meshwright.spec.run import Optim, Run
 
 if TYPE_CHECKING:
     from meshwright.optim.adamw import AdamW
-
-Update = Callable[[list[int], float, float, Verdict], None]
 
 SIXTEEN_BITS = 1 << 16  # what an fp32 number has more than one of bf16
 STEP = 1 << 40  # elements that a weight may have before its draws of one step meet those of the next
@@ -78,20 +78,13 @@ def rounded(optimizer: "AdamW") -> Update:
 
 def at_once(optimizer: "AdamW") -> Update:
     """The same by one kernel that passes over everything once."""
-    by_hand, groups = rounded(optimizer), dict[tuple[int, ...], Group]()
+    by_hand, by_kernel = rounded(optimizer), grouped(optimizer, partial(_group, optimizer))
+    is_run = [_in_a_line(weight) for weight in optimizer.weights]
 
     def update(indices: list[int], rate: float, decay: float, verdict: Verdict) -> None:
-        chosen = [i for i in indices if _in_a_line(optimizer.weights[i])]
-        if rest := [i for i in indices if i not in chosen]:
-            by_hand(rest, rate, decay, verdict)
-        key, optim = tuple(chosen), optimizer.optim
-        if chosen and key not in groups:
-            groups[key] = _group(optimizer, chosen)
-        given = ((optimizer.weights[i].grad, optimizer.wide[i]) for i in chosen)
-        gradients = [torch.zeros_like(wide) if gradient is None else local(gradient) for gradient, wide in given]
-        if chosen:
-            terms = Moves(rate, optim.beta1, optim.beta2, optim.eps, optimizer.count, verdict.factor, verdict.finite)
-            groups[key].update(gradients, decay, terms)
+        for place, runs in ((by_kernel, True), (by_hand, False)):
+            if chosen := [i for i in indices if is_run[i] is runs]:
+                place(chosen, rate, decay, verdict)
 
     return update
 

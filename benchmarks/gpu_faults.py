@@ -21,10 +21,10 @@ from meshwright.verify.rehearse import model_digest
 RESULT = Path(__file__).parents[1] / "results" / "gpu_faults.json"
 QUIET = "held.every=0 held.batches=1 held.sample_tokens=0 data.source=stdlib plan.replicate=1"
 MIDDLE = (
-    "arch.preset=tiny arch.vocab=8192 arch.layers=16 arch.hidden=2048 arch.ffn=8192 arch.heads=32 arch.kv_heads=8 "
-    "arch.context=2048 sequence=2048 batch=8 plan.precision=bf16"
-)  # 0.9 G parameters: a checkpoint of 11 GB
-LARGE = MIDDLE.replace("batch=8", "batch=32")  # with activations that fill most of a card of 140 GB
+    "arch.preset=tiny arch.vocab=8192 arch.layers=12 arch.hidden=1024 arch.ffn=4096 arch.heads=16 arch.kv_heads=8 "
+    "arch.context=2048 sequence=2048 batch=16 plan.precision=bf16"
+)  # 0.2 G parameters: a checkpoint of 2.5 GB
+LARGE = MIDDLE.replace("batch=16", "batch=88")  # with activations that fill most of a card of 140 GB
 SMALL = "arch.preset=starter sequence=64 batch=4"
 HUGE_BATCH = "batch=4096 plan.microbatch=4096"  # no card has room for its activations
 
@@ -46,7 +46,7 @@ def out_of_memory(model: str, folder: Path) -> dict[str, Any]:
 
 def killed(model: str, folder: Path) -> dict[str, Any]:
     """kill -9 in the middle of a backward: seconds to the next step, and steps made again."""
-    done = train(f"{model} steps=12 checkpoint.every=4", folder, "--inject", "kill:0:7:backward")
+    done = train(f"{model} steps=34 checkpoint.every=16", folder, "--inject", "kill:0:30:backward")
     records = read(folder)
     before, after = steps_of(records, 1), steps_of(records, 2)
     attempts = [record for record in records if isinstance(record, AttemptRecord)]
@@ -61,7 +61,7 @@ def killed(model: str, folder: Path) -> dict[str, Any]:
 
 def saving(model: str, folder: Path) -> dict[str, Any]:
     """How long steps are held up by saves that are written while training goes on."""
-    done = train(f"{model} steps=24 checkpoint.every=8", folder)
+    done = train(f"{model} steps=60 checkpoint.every=20", folder)
     steps = steps_of(read(folder), 1)
     saved = [record for record in steps if record.save_seconds > 0]
     usual = statistics.median(record.seconds for record in steps[2:] if record.save_seconds == 0)

@@ -116,13 +116,13 @@ def quantize_cases(rows: int, cols: int) -> list[Case]:
 
 
 def loss_case(rows: int, vocab: int) -> Case:
-    """Losses of rows of logits, and over these their gradient. As the softmax's, rows this long are read twice."""
+    """Losses of rows of logits, and over these their gradient up to a factor: one reading and one writing."""
     targets = torch.randint(0, vocab, (rows,), device="cuda")
     part, weight = cross_entropy.whole(vocab), torch.ones((), device="cuda")
     return Case(
         f"cross-entropy and its gradient {rows} × {vocab}",
         lambda logits, way: cross_entropy.softmax_gradient(logits, targets, weight, part, way),
-        lambda: [normal(rows, vocab).detach()], 3 * rows * vocab * 2, None,
+        lambda: [normal(rows, vocab).detach()], 2 * rows * vocab * 2, None,
     )  # fmt: skip
 
 

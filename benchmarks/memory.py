@@ -1,8 +1,9 @@
 """Peak memory, predicted and measured, over a grid on one GPU: `python benchmarks/memory.py [--again FILE …]`.
 
 Each row is a short `meshwright bench` in its own process: models of 0.1 to 8 G parameters, sequences of 1,024 to
-32,768, recomputation, precision and optimizer varied. `--again FILE` measures nothing: it prices the rows of a record
-anew, so that a change of the ledger is judged without a GPU.
+32,768, recomputation, precision and optimizer varied. `--known FILE` keeps the rows of a record and measures those of
+the grid that it lacks. `--again FILE` measures nothing: it prices the rows of a record anew, so that a change of the
+ledger is judged without a GPU.
 """
 
 import argparse
@@ -135,18 +136,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(MODELS), help="separated by commas")
     parser.add_argument("--again", type=Path, nargs="*", default=[], help="records to price anew, and join")
+    parser.add_argument("--known", type=Path, nargs="*", default=[], help="records whose rows stand")
     parser.add_argument("--out", type=Path, default=RESULT)
     parser.add_argument("--folder", type=Path, default=Path("runs/memory"))
     options = parser.parse_args()
-    rows = []
+    rows = [row for file in (options.again or options.known) for row in json.loads(file.read_text())["rows"]]
     if options.again:
-        rows = [row for file in options.again for row in json.loads(file.read_text())["rows"]]
         for row in rows:
             if not row["found"].get("error"):
                 row["found"] |= promised(Case(**row["case"]), row["found"]["device"])
     else:
+        known = [Case(**row["case"]) for row in rows]
         for case in GRID:
-            if case.model in options.models.split(","):
+            if case.model in options.models.split(",") and case not in known:
                 rows.append({"case": case._asdict(), "found": measured(case, options.folder)})
                 report(rows[-1:])
                 options.out.write_text(json.dumps({"rows": rows}, indent=1) + "\n")

@@ -4,6 +4,7 @@ Triton is imported here and nowhere else. Where it is missing, kernels stay ordi
 """
 
 import importlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -130,6 +131,11 @@ def power(count: int) -> int:
 def rows_each(block: int, rows: int, tile: int = TILE) -> int:
     """How many rows of `block` elements one program takes, so that short rows fill it too."""
     return max(1, min(tile // block, power(rows)))
+
+
+def stride_step(*sizes: int) -> int:
+    """A power of two, 8 at most, that divides all sizes: a kernel that is told so loads as many elements at once."""
+    return math.gcd(8, *sizes)
 
 
 def warps(elements: int, each_thread: int = EACH_THREAD) -> int:

@@ -1,10 +1,12 @@
 """Cross-entropy fused with the output projection: logits exist for some rows at a time, and never in fp32.
 
-For a chunk of rows the logits are computed in the precision of the arithmetic, their maxima and sums taken in fp32, and
-the gradient written over them. What leaves the chunk is its loss and its part of the gradients of the hidden states and
-of the projection. Both are kept for the backward, already times the weight that the loss will have.
+For a chunk of rows the logits are computed in the precision of the arithmetic, their sums taken in fp32, and the
+gradient written over them, on a GPU up to a factor of each row: by it the hidden states are multiplied on the way into
+the product that gives the projection's gradient, and their own gradient after its product. What leaves the chunk is
+its loss and its part of both gradients. They are kept for the backward, already times the weight that the loss will
+have.
 
-A rank may hold a part of the vocabulary only. Between the sums and the gradient the ranks then tell each other three
+A rank may hold a part of the vocabulary only. Before the factors are known the ranks then tell each other three
 numbers for each row: the maximum, the sum of exponentials, and the target's logit.
 """
 
@@ -15,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.kernels.choose import Kernels, Pointer, Values, constexpr, fused, jit, tl, triton
+from meshwright.kernels import logits as over_logits
+from meshwright.kernels.choose import Kernels, Pointer, constexpr, fused, jit, tl, triton
+from meshwright.kernels.logits import IGNORE
 
-IGNORE = -100  # a target that is not predicted
 CHUNK_BYTES = 2**31  # of logits that exist at one time
 ROWS = 1024  # a chunk's rows are a multiple of this: products like it
-LAUNCH = {"block": 4096, "num_warps": 8}  # along a row; the fastest of ten on an H200
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +76,13 @@ class _Projected(torch.autograd.Function):
         for start in range(0, len(x), rows):
             chunk = slice(start, start + rows)
             logits = x[chunk] @ projection.t()
-            losses[chunk] = softmax_gradient(logits, targets[chunk], weight, part, kernels)
+            losses[chunk], factors = softmax_gradient(logits, targets[chunk], weight, part, kernels)
             if to_x is not None:
-                torch.mm(logits, projection, out=to_x[chunk])
-                to_projection.add(logits, x[chunk])
+                entering, leaving = x[chunk], torch.mm(logits, projection, out=to_x[chunk])
+                if factors is not None:  # wide ones: each number is rounded once
+                    entering = torch.mul(entering, factors, out=torch.empty_like(entering))
+                    leaving.mul_(factors)
+                to_projection.add(logits, entering)
             del logits  # before the next chunk's are made
         if trains:
             ctx.save_for_backward(to_x, to_projection.value())
@@ -114,17 +119,26 @@ class _Sum:
         return self.sum.to(self.like.dtype)
 
 
-def softmax_gradient(logits: Tensor, targets: Tensor, weight: Tensor, part: Part, kernels: Kernels = "auto") -> Tensor:
-    """Each row's loss; over its logits the loss's gradient times a weight is written."""
+def softmax_gradient(
+    logits: Tensor, targets: Tensor, weight: Tensor, part: Part, kernels: Kernels = "auto"
+) -> tuple[Tensor, Tensor | None]:
+    """Each row's loss; over its logits the loss's gradient times a weight is written, up to its factor (rows, 1).
+
+    Where there are no factors, it is written as it is.
+    """
     runs = fused(logits, kernels)
-    if runs and part.ranks == 1:
-        return _at_once(logits, targets, weight)
-    top, total, chosen = (_measured if runs else measured)(logits, targets, part.first)
+    once = runs and logits.dtype != torch.float16  # which holds no exponentials of any size
+    measure = over_logits.exponentials if once else over_logits.measure if runs else measured
+    top, total, chosen = measure(logits, targets, part.first)
     highest = part.highest(top.clone())
-    total = part.added(total * (top - highest).exp())
+    total = part.added(total * (top - highest).exp()) if part.ranks > 1 else total
     chosen = part.added(chosen)
-    (_write if runs else write)(logits, targets, part.first, (highest, total), weight)
-    return (total.log() + highest - chosen).where(targets != IGNORE, 0.0)
+    if once:
+        sums = top, highest, total, chosen
+        losses, factors = over_logits.finish(logits, targets, part.first, sums, weight)
+        return losses, factors[:, None]
+    (over_logits.write if runs else write)(logits, targets, part.first, (highest, total), weight)
+    return (total.log() + highest - chosen).where(targets != IGNORE, 0.0), None
 
 
 def measured(logits: Tensor, targets: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -166,113 +180,6 @@ def scaled(gradient: Tensor, scale: Tensor, kernels: Kernels = "auto") -> Tensor
 
 def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
-
-
-def _at_once(logits: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
-    """Losses and gradients in one launch, where nobody else has a part of a row."""
-    losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    _cross_entropy[(len(logits),)](
-        logits, targets, losses, weight, logits.stride(0), logits.shape[1], ignore=IGNORE, **LAUNCH
-    )
-    return losses
-
-
-def _measured(logits: Tensor, targets: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
-    top, total, chosen = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
-    _measure[(len(logits),)](logits, targets, top, total, chosen, logits.stride(0), logits.shape[1], first, **LAUNCH)
-    return top, total, chosen
-
-
-def _write(logits: Tensor, targets: Tensor, first: int, sums: tuple[Tensor, Tensor], weight: Tensor) -> None:
-    _gradient[(len(logits),)](
-        logits, targets, *sums, weight, logits.stride(0), logits.shape[1], first, ignore=IGNORE, **LAUNCH
-    )
-
-
-@jit
-def _sums(here: Values, columns: int, block: constexpr) -> Values:
-    """A row's maximum, and the sum of exponentials beneath it."""
-    at = tl.arange(0, block)
-    top, total = float("-inf"), 0.0
-    for start in range(0, columns, block):
-        x = tl.load(here + start + at, mask=start + at < columns, other=float("-inf")).to(tl.float32)
-        more = tl.maximum(top, tl.max(x, 0))
-        # Of nothing but -inf, -inf - -inf: guarded, so that it adds nothing.
-        total = tl.where(more == float("-inf"), 0.0, total * tl.exp(top - more) + tl.sum(tl.exp(x - more), 0))
-        top = more
-    return top, total
-
-
-@jit
-def _over(
-    here: Values, columns: int, entry: Values, top: Values, share: Values, scale: Values, block: constexpr
-) -> None:
-    """The gradient over a row's logits, from the end on: what was read last may still be in the cache."""
-    at = tl.arange(0, block)
-    blocks = tl.cdiv(columns, block)
-    for number in range(0, blocks):
-        start = (blocks - 1 - number) * block
-        inside = start + at < columns
-        x = tl.load(here + start + at, mask=inside, other=float("-inf")).to(tl.float32)
-        p = tl.exp(x - top) * share
-        p = tl.where(start + at == entry, p - scale, p)
-        tl.store(here + start + at, p.to(here.dtype.element_ty), mask=inside)
-
-
-@jit
-def _clear(here: Values, columns: int, block: constexpr) -> None:
-    at = tl.arange(0, block)
-    for start in range(0, columns, block):
-        tl.store(here + start + at, 0.0, mask=start + at < columns)
-
-
-@jit
-def _cross_entropy(
-    logits: Pointer, targets: Pointer, losses: Pointer, weight: Pointer,
-    stride: int, columns: int, ignore: constexpr, block: constexpr,
-) -> None:  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    target = tl.load(targets + row)
-    here = logits + row * stride
-    if target == ignore:
-        tl.store(losses + row, 0.0)
-        _clear(here, columns, block)
-        return
-    top, total = _sums(here, columns, block)
-    tl.store(losses + row, tl.log(total) + top - tl.load(here + target).to(tl.float32))
-    tl.debug_barrier()  # the target's logit is read before it is written over
-    scale = tl.load(weight).to(tl.float32)
-    _over(here, columns, target, top, scale / total, scale, block)
-
-
-@jit
-def _measure(
-    logits: Pointer, targets: Pointer, tops: Pointer, totals: Pointer, chosen: Pointer,
-    stride: int, columns: int, first: int, block: constexpr,
-) -> None:  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    target = tl.load(targets + row)
-    here = logits + row * stride
-    top, total = _sums(here, columns, block)
-    tl.store(tops + row, top)
-    tl.store(totals + row, total)
-    entry = target - first
-    tl.store(chosen + row, tl.load(here + entry, mask=(entry >= 0) & (entry < columns), other=0.0).to(tl.float32))
-
-
-@jit
-def _gradient(
-    logits: Pointer, targets: Pointer, tops: Pointer, totals: Pointer, weight: Pointer,
-    stride: int, columns: int, first: int, ignore: constexpr, block: constexpr,
-) -> None:  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    target = tl.load(targets + row)
-    here = logits + row * stride
-    if target == ignore:
-        _clear(here, columns, block)
-        return
-    scale = tl.load(weight).to(tl.float32)
-    _over(here, columns, target - first, tl.load(tops + row), scale / tl.load(totals + row), scale, block)
 
 
 @jit

@@ -27,7 +27,9 @@ THREADS = 512  # of a multiprocessor
 SHARED = 96 * 1024  # bytes of one program at most; two find room
 # A short row is one warp's, so that no sum crosses warps: a fifth faster over rows of 768.
 WARP_ROW, WARP_TILE, WARP_EACH = 1024, 2048, 32  # elements of such a row, of a program, and of a thread
-BACKWARD_TILE = 512  # elements of a program with several short rows
+BACKWARD_TILE = 1024  # elements of a program with several short rows, in the backward
+MOST_WARPS = 16  # of a forward: with more, long rows wait for each other
+LONG = 8192  # elements; the weights of a longer row find no room in registers beside it, and are read for each row
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool) -> Tensor:
@@ -132,7 +134,7 @@ def forward(x: Tensor, residual: Tensor | None, affine: Affine, eps: float, cent
         y, None if residual is None else total, count, cols, rows.stride(0),
         0 if beside is None else beside.stride(0), eps,
         centred=centred, each=each, block=block,
-        num_warps=warps(each * block, WARP_EACH) if one_warp else warps(each * block),
+        num_warps=warps(each * block, WARP_EACH) if one_warp else min(MOST_WARPS, warps(each * block)),
     )  # fmt: skip
     return y, total
 
@@ -151,14 +153,15 @@ def backward(
     count, cols = rows.shape
     block = power(cols)
     each = rows_each(block, count, BACKWARD_TILE)
-    width = warps(each * block)
+    width = warps(each * block, WARP_EACH) if block <= WARP_ROW else warps(each * block)
     programs = min(-(-count // each), processors(rows) * max(1, THREADS // (32 * width)))
     dx = torch.empty(total.shape, dtype=total.dtype, device=total.device)
     sums = torch.empty((1 if bias is None else 2, programs, cols), dtype=torch.float32, device=total.device)
     _backward[(programs,)](
         rows, weight.contiguous(), dy, dtotal, dx, sums[0], None if bias is None else sums[1],
         count, cols, rows.stride(0), dy.stride(0), 0 if dtotal is None else dtotal.stride(0), eps, programs,
-        centred=centred, each=each, block=block, stages=_stages(each * block, rows, dtotal), num_warps=width,
+        centred=centred, each=each, block=block, again=block > LONG,
+        stages=1 if block > LONG else _stages(each * block, rows, dtotal), num_warps=width,
     )  # fmt: skip
     whole = sums.sum(1)
     return dx, whole[0].to(weight.dtype), None if bias is None else whole[1].to(bias.dtype)
@@ -199,7 +202,7 @@ def _forward(
 def _backward(
     total: Pointer, weight: Pointer, dy: Pointer, dtotal: Pointer, dx: Pointer, dweight: Pointer, dbias: Pointer,
     rows: int, cols: int, total_row: int, dy_row: int, dtotal_row: int, eps: float, programs: int,
-    centred: constexpr, each: constexpr, block: constexpr, stages: constexpr,
+    centred: constexpr, each: constexpr, block: constexpr, again: constexpr, stages: constexpr,
 ) -> None:  # fmt: skip
     program = tl.program_id(0)
     col = tl.arange(0, block)[None, :]
@@ -211,6 +214,8 @@ def _backward(
         inside = (row < rows) & (col < cols)
         wide = tl.load(total + row * total_row + col, mask=inside, other=0.0).to(tl.float32)
         slope = tl.load(dy + row * dy_row + col, mask=inside, other=0.0).to(tl.float32)
+        if again:
+            scale = tl.load(weight + col, mask=col < cols, other=0.0).to(tl.float32)
         through = slope  # replaced where the sum went on beside its norm; loaded early, as the others
         if dtotal is not None:
             through = tl.load(dtotal + row * dtotal_row + col, mask=inside, other=0.0).to(tl.float32)

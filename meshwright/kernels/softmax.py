@@ -16,9 +16,12 @@ from meshwright.kernels.choose import (
     jit,
     power,
     rows_each,
+    stride_step,
     tl,
     warps,
 )
+
+SHORT_TILE = 2048  # elements of a program with several short rows
 
 
 def reference(x: Tensor) -> Tensor:
@@ -72,14 +75,17 @@ def _launch(short: Any, long: Any, tensors: tuple[Tensor, ...], strides: tuple[i
     if cols > ROW_LIMIT:
         long[(count,)](*tensors, cols, *strides, block=TILE, num_warps=warps(TILE))
         return
-    block = power(cols)
-    each = rows_each(block, count)
-    grid = (-(-count // each),)
-    short[grid](*tensors, count, cols, *strides, each=each, block=block, num_warps=warps(each * block))
+    block, by = power(cols), stride_step(cols, *strides)
+    each = rows_each(block, count, SHORT_TILE)
+    sizes = [size // by for size in (cols, *strides)]
+    short[(-(-count // each),)](*tensors, count, *sizes, by=by, each=each, block=block, num_warps=warps(each * block))
 
 
 @jit
-def _forward(x: Pointer, y: Pointer, rows: int, cols: int, x_row: int, each: constexpr, block: constexpr) -> None:
+def _forward(
+    x: Pointer, y: Pointer, rows: int, cols: int, x_row: int, by: constexpr, each: constexpr, block: constexpr
+) -> None:
+    cols, x_row = cols * by, x_row * by
     row = (tl.program_id(0).to(tl.int64) * each + tl.arange(0, each))[:, None]
     col = tl.arange(0, block)[None, :]
     inside = (row < rows) & (col < cols)
@@ -92,8 +98,10 @@ def _forward(x: Pointer, y: Pointer, rows: int, cols: int, x_row: int, each: con
 
 @jit
 def _backward(
-    y: Pointer, dy: Pointer, dx: Pointer, rows: int, cols: int, dy_row: int, each: constexpr, block: constexpr
-) -> None:
+    y: Pointer, dy: Pointer, dx: Pointer, rows: int, cols: int, dy_row: int,
+    by: constexpr, each: constexpr, block: constexpr,
+) -> None:  # fmt: skip
+    cols, dy_row = cols * by, dy_row * by
     row = (tl.program_id(0).to(tl.int64) * each + tl.arange(0, each))[:, None]
     col = tl.arange(0, block)[None, :]
     inside = (row < rows) & (col < cols)

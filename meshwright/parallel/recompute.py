@@ -48,9 +48,11 @@ KEPT = {
 
 
 def keep_costly(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: Anatomy) -> nn.Module:
-    """Recomputation by operation: of each block, let the backward compute anew all but the costly operations."""
+    """Recomputation by operation: of the plan's blocks, let the backward compute anew all but the costly operations."""
     if by_operation(plan.recompute):
-        for block in _blocks(model, anatomy):
+        blocks = _blocks(model, anatomy)
+        for run in runs(plan.recompute, len(blocks)):
+            block = blocks[run.start]
             block.forward = partial(_anew, block.forward, {"context_fn": _contexts})
     return model
 

@@ -17,7 +17,8 @@ from meshwright.spec.problem import InputError, Problem
 from meshwright.spec.run import Run
 from meshwright.spec.stack import stack_of
 
-ALWAYS = ("none", "selective", "sqrt", "full")  # beside first-K
+ALWAYS = ("none", "selective", "sqrt", "full")
+COUNTED = ("selective", "first")  # of so many blocks
 ANY_CARD = "h100"  # where nobody says which: bytes are the same on all, and more work takes longer on all
 KEY = "goal.memory_gib"
 ORIGIN = f"derived: {KEY}"
@@ -90,16 +91,18 @@ def job_of(run: Run) -> Job:
 
 
 def _policies(job: Job, size: float) -> Iterator[str]:
-    """Every way but those of first-K that compute more anew than they must: the least K that fits is found by halves.
+    """Every way but those of first-K and selective-K that compute more anew than they must.
 
-    From K = 1 on, each further block that keeps only its input makes the fullest rank hold less.
+    From K = 1 on, each further block that keeps less makes the fullest rank hold less: the least K that fits is found
+    by halves.
     """
     yield from ALWAYS
-    low, high = 1, max(job.plan.stages if job.plan.pp > 1 else (job.arch.layers,))
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if _bytes(job, f"first-{middle}") <= size else (middle + 1, high)
-    yield f"first-{low}"
+    for word in COUNTED:
+        low, high = 1, max(job.plan.stages if job.plan.pp > 1 else (job.arch.layers,))
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if _bytes(job, f"{word}-{middle}") <= size else (middle + 1, high)
+        yield f"{word}-{low}"
 
 
 def _is_legal(job: Job, policy: str) -> bool:

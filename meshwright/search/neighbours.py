@@ -51,6 +51,14 @@ def neighbours(question: Question, plan: Plan) -> Iterator[Neighbour]:
             yield msgspec.structs.replace(found, change=words)
 
 
+def smaller_microbatches(question: Question, plan: Plan) -> Iterator[Neighbour]:
+    """The same batch in ever more and smaller microbatches."""
+    share = question.batch // plan.data
+    for size in range(plan.microbatch - 1, 0, -1):
+        if share % size == 0:
+            yield _changed(question, plan, "microbatch", size)
+
+
 def _zeros(question: Question, plan: Plan) -> Iterator[Neighbour]:
     """One more or one less thing sharded; and between copies and shards where one of them is all there is."""
     if plan.data * plan.cp == 1:

@@ -30,7 +30,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     microbatch: int  # sequences in one forward pass of one rank
     accumulate: int = 1  # forward and backward passes in one step
     precision: Precision = "fp32"  # of the arithmetic; weights and their sums are held in fp32 (fp64 in proofs)
-    recompute: str = "none"  # what the backward computes anew: none, full, selective, every-K, first-K (blocks), sqrt
+    recompute: str = "none"  # what the backward computes anew: none, full, sqrt, selective, every-, first-, selective-K
     compress: Literal["none", "fp8", "int8"] = "none"  # what blocks keep for the backward, in eight bits: not exact
     activations: Literal["device", "host"] = "device"  # where it waits for the backward
     scaling: Literal["tensor", "row"] = "tensor"  # of fp8: what has a scale of its own

@@ -1,6 +1,7 @@
 """Out of memory, explained: which line of the ledger overran, and three changes that fit."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import msgspec
 import torch
@@ -9,14 +10,15 @@ from torch import Tensor
 from meshwright.cost.memory import Ledger, ledger
 from meshwright.parallel.mesh import local
 from meshwright.search.found import Found, priced
-from meshwright.search.neighbours import neighbours
+from meshwright.search.neighbours import neighbours, smaller_microbatches
 from meshwright.search.question import Question
 from meshwright.spec.catalogue import catalogue, recognised
 from meshwright.spec.cluster import cluster_of_device
 from meshwright.spec.exits import Exit
+from meshwright.spec.plan import Plan
 from meshwright.spec.run import Run
 from meshwright.spec.stack import stacks
-from meshwright.spec.verdict import Verdict
+from meshwright.spec.verdict import FaultError, Verdict
 from meshwright.train.state import State
 
 GIB = 2**30
@@ -35,6 +37,15 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.change}: {self.peak_bytes / GIB:.1f} GiB, {self.cost:.2f}× the time"
 
 
+@contextmanager
+def explaining(run: Run, device: torch.device, state: State | None = None) -> Iterator[None]:
+    """An allocation that fails in here is a fault with a verdict."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise FaultError(explained(error, run, state, device)) from error
+
+
 def explained(error: Exception, run: Run, state: State | None, device: torch.device) -> Verdict:
     """The verdict on an allocation that failed. Of a device that the catalogue does not know, no more than that."""
     if device.type != "cuda" or recognised(torch.cuda.get_device_name(device), catalogue().cards) is None:
@@ -43,6 +54,16 @@ def explained(error: Exception, run: Run, state: State | None, device: torch.dev
     question = question_of(run, torch.cuda.get_device_name(device))
     measured = {} if state is None or run.plan.offload_weights else held(state)
     return verdict(question, run, measured, torch.cuda.max_memory_allocated(device), str(error))
+
+
+def expected(run: Run, device: torch.device) -> str:
+    """The peak that the planner expects, before anything is allocated; nothing of a device that it does not know."""
+    if device.type != "cuda" or recognised(torch.cuda.get_device_name(device), catalogue().cards) is None:
+        return ""
+    question = question_of(run, torch.cuda.get_device_name(device))
+    peak, room = ledger(question.job(run.plan)).allocated, question.cluster.gpu.memory_bytes
+    words = f"{peak / GIB:.1f} of {room / GIB:.0f} GiB expected at the peak"
+    return f"memory: {words}" if peak <= room else f"warning: {words}: this will not fit"
 
 
 def question_of(run: Run, device_name: str) -> Question:
@@ -55,6 +76,8 @@ def question_of(run: Run, device_name: str) -> Question:
         cluster=cluster_of_device(device_name, run.plan.world),
         stack=stacks()["meshwright"],
         masked=run.data.mask_documents,
+        rounding=run.optim.rounding,
+        states=run.optim.states,
     )
 
 
@@ -72,18 +95,29 @@ def held(state: State) -> dict[str, int]:
 def verdict(question: Question, run: Run, measured: Mapping[str, int], peak: int, words: str) -> Verdict:
     """What overran, measured beside predicted, and what to do about it."""
     predicted = ledger(question.job(run.plan))
-    name, here, there = overrun(predicted, measured, peak)
     found = changes(question, run)
     room = question.cluster.gpu.memory_bytes
     return Verdict(
         kind="memory",
         code=Exit.DOES_NOT_FIT,
-        what=f"out of memory: {name} took {here / GIB:.2f} GiB, {there / GIB:.2f} GiB were predicted",
+        what=f"out of memory: {cause(predicted, measured, peak, room)}",
         where=f"{question.cluster.gpu.name}, {room / GIB:.0f} GiB; the peak was due at {predicted.moment}",
         since=f"{peak / GIB:.2f} GiB given out by torch, {predicted.allocated / GIB:.2f} GiB predicted",
         cause=words.splitlines()[0] if words else "",
         remedy="; ".join(str(each) for each in found) or "no single change fits: use more GPUs, or a smaller model",
     )
+
+
+def cause(predicted: Ledger, measured: Mapping[str, int], peak: int, room: float) -> str:
+    """A plan that never had room, or else the line that overran."""
+    if predicted.allocated > room:
+        most = max(predicted.lines, key=lambda line: line.bytes)
+        return (
+            f"the plan needs {predicted.allocated / GIB:.1f} GiB of {room / GIB:.0f}, as predicted, "
+            f"{most.bytes / GIB:.1f} of them for {most.name}"
+        )
+    name, here, there = overrun(predicted, measured, peak)
+    return f"{name} took {here / GIB:.2f} GiB, {there / GIB:.2f} GiB were predicted"
 
 
 def overrun(predicted: Ledger, measured: Mapping[str, int], peak: int) -> tuple[str, int, int]:
@@ -98,15 +132,9 @@ def overrun(predicted: Ledger, measured: Mapping[str, int], peak: int) -> tuple[
 def changes(question: Question, run: Run) -> list[Change]:
     """Changes of the plan that fit: one thing before two, then the quickest; the mathematics stays."""
     now = priced(question.job(run.plan)).price.seconds
-    one = {each.plan: each.change for each in neighbours(question, run.plan) if each.plan is not None}
-    two = {
-        each.plan: f"{change} and {each.change}"
-        for plan, change in one.items()
-        for each in neighbours(question, plan)
-        if each.plan is not None and each.plan not in one and each.plan != run.plan
-    }
     fitting: list[tuple[str, Found]] = []
-    for ring in (one, two):
+    one = _beside(question, run.plan)
+    for ring in (one, _further(question, run.plan, one)):
         if len(fitting) < WANTED:
             found = [(change, priced(question.job(plan))) for plan, change in ring.items()]
             fitting += sorted((pair for pair in found if pair[1].fit.fits), key=lambda pair: pair[1].price.seconds)
@@ -114,6 +142,25 @@ def changes(question: Question, run: Run) -> list[Change]:
         Change(change=change, peak_bytes=found.peak_bytes, cost=found.price.seconds / now)
         for change, found in fitting[:WANTED]
     ]
+
+
+def _beside(question: Question, plan: Plan) -> dict[Plan, str]:
+    """Plans with one thing changed; of smaller microbatches the largest that fits."""
+    beside = {each.plan: each.change for each in neighbours(question, plan) if each.plan is not None}
+    for each in smaller_microbatches(question, plan):
+        if each.plan is not None and priced(question.job(each.plan)).fit.fits:
+            return beside | {each.plan: each.change}
+    return beside
+
+
+def _further(question: Question, plan: Plan, beside: Mapping[Plan, str]) -> dict[Plan, str]:
+    """Plans with two things changed."""
+    return {
+        further: f"{change} and {second}"
+        for first, change in beside.items()
+        for further, second in _beside(question, first).items()
+        if further not in beside and further != plan
+    }
 
 
 def _bytes(tensors: list[Tensor]) -> int:

@@ -22,7 +22,6 @@ from meshwright.spec.order import Order
 from meshwright.spec.params import count
 from meshwright.spec.record import AttemptRecord, Summary
 from meshwright.spec.run import Run
-from meshwright.spec.verdict import FaultError
 from meshwright.train import same_data
 from meshwright.train.build import State, build, restore
 from meshwright.train.collectives import deviated, recorded
@@ -33,7 +32,7 @@ from meshwright.train.heartbeat import Heart
 from meshwright.train.inject import inject
 from meshwright.train.log import Recorder, peak_bytes
 from meshwright.train.loop import StepResult, train
-from meshwright.train.oom import explained
+from meshwright.train.oom import expected, explaining
 from meshwright.train.sample import continuation
 from meshwright.train.screen import Screen, default_stream, screen
 from meshwright.train.signals import Stop
@@ -72,7 +71,10 @@ def run_rank(run: Run, order: Order, screen: Screen, heart: Heart, stop: Stop) -
     same_data.check(run, corpus, folder, writes=order.place.rank == 0)
     with world(run, order.place, order.attempt) as mesh:
         screen.say(f"building {count(run.arch):,} parameters on {described(mesh)}")
-        state = build(run, corpus, mesh, folder)
+        if words := expected(run, mesh.device):
+            screen.say(words)
+        with explaining(run, mesh.device):
+            state = build(run, corpus, mesh, folder)
         restore(state, run, mesh, folder, screen.say)
         kernels = fused.chosen(run.plan, mesh.device, state.chunks, state.optimizer.is_one_pass)
         if mesh.rank == 0:
@@ -81,10 +83,8 @@ def run_rank(run: Run, order: Order, screen: Screen, heart: Heart, stop: Stop) -
             screen.say(line)
         recorder = Recorder(run, mesh, folder, screen, _writers(run, mesh, folder, screen))
         try:
-            try:
+            with explaining(run, mesh.device, state):
                 _train(state, recorder, order, heart, stop)
-            except torch.OutOfMemoryError as error:
-                raise FaultError(explained(error, run, state, mesh.device)) from error
             screen.close()
             if not state.stopped:
                 return _finish(run, state, mesh, recorder, corpus)

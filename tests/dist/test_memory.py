@@ -436,7 +436,7 @@ def alive_after_forward(run: Run, mesh: Mesh, folder: Path) -> int:
 
 @world(2, seconds=240)
 def test_what_is_computed_anew_over_tp_is_not_kept(folder):
-    for policy in ("full", "selective", "every-2"):
+    for policy in ("full", "selective", "selective-1", "every-2"):
         run = make_run(folder, *SMALL, "plan.kernels=plain", "plan.tp=2", *BF16, f"plan.recompute={policy}")
         mesh = meshes.make(run.plan, CPU)
         whole = {line.name: line.bytes for line in states(run.arch, run.plan, mesh.place)}["gathered"]

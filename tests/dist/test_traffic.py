@@ -27,7 +27,7 @@ DEEP = ("arch.layers=8",)
 MASKED = ("data.mask_documents=true",)
 ODD_GPT = (*GPT, "arch.context=33")  # odd, so that a sharded table is padded
 MOE = ("arch.preset=tiny-moe",)
-ANEW = ("full", "selective", "every-3", "first-1")
+ANEW = ("full", "selective", "selective-1", "every-3", "first-1")
 FOUR_LAYERS = ("arch.layers=4",)
 COUNTS = 4 * 8  # bytes of four experts' counts of rows
 

@@ -1,5 +1,7 @@
 """Offload on a real GPU: the same training, less memory on the device, nothing waits that need not, stalls are seen."""
 
+import gc
+
 import pytest
 import torch
 from trials import make_corpus, make_run
@@ -11,7 +13,7 @@ from meshwright.train.saving import digest_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DEVICE = torch.device("cuda", 0)
-BF16 = ("plan.replicate=1", "plan.precision=bf16", "data.held_out=0.0", "optim.rate=3e-3")
+BF16 = ("plan.replicate=1", "plan.precision=bf16", "data.held_out=0.0", "optim.rate=1e-3")
 WHERE = [("host", "host"), ("host", "device"), ("disk", "host"), ("disk", "device")]
 
 
@@ -42,9 +44,8 @@ def test_offloaded_states_train_the_same_model(folder, monkeypatch, place, updat
     plain, _ = losses(folder, "steps=30")
     moved, stall = losses(folder, "steps=30", *offloaded(place, update, states))
     assert plain[-1] < plain[0] - 1
-    # Attention's backward adds in no fixed order and another kernel rounds the last bit otherwise, which bf16 weights
-    # show now and then; of a loss that has fallen by more than one, a twentieth may differ. Moments of 16 bits are
-    # rounded at random: twice that.
+    # Another kernel rounds the last bit otherwise, which bf16 weights show now and then, and training carries it on: by
+    # 0.008 on an H200, at three times this rate by 0.08. Moments of 16 bits are rounded at random: twice as much.
     assert moved == pytest.approx(plain, abs=0.05 if states == "fp32" else 0.1)
     assert stall >= 0
 
@@ -53,6 +54,7 @@ def test_the_device_holds_neither_masters_nor_moments(folder):
     words = ("arch.hidden=512", "arch.ffn=1536", "arch.head_dim=64", "arch.layers=8", "steps=2")
     held = {}
     for place in ("none", "host"):
+        gc.collect()  # what a test before this one left
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated(DEVICE)
         run, _, state = make_state(folder, *words, f"plan.offload={place}")

@@ -20,7 +20,7 @@ from meshwright.spec.zoo import preset
 
 BATCH, SEQUENCE = 2, 32
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
-POLICIES = ("none", "full", "every-2", "first-2", "sqrt", "selective")
+POLICIES = ("none", "full", "every-2", "first-2", "sqrt", "selective", "selective-2")
 TINY = msgspec.structs.replace(preset("tiny"), layers=4)
 ARCHS = {
     "llama": TINY,

@@ -43,12 +43,20 @@ def in_parts(logits: Tensor, targets: Tensor, cuts: Sequence[int], kernels: Kern
             pieces.append(_copy(logits)[:, first:end])
             answer = answering(told, said)
             part = Part(first=first, largest=logits.shape[1], ranks=len(bounds), highest=answer, added=answer)
-            losses = softmax_gradient(pieces[-1], targets, WEIGHT.to(logits.device), part, kernels)
+            losses = gradient_over(pieces[-1], targets, part, kernels)
             heard.append(said)
         if among is not None:
             told.append(among(torch.stack([said[len(told)] for said in heard]), 0))
     assert losses is not None
     return losses, torch.cat(pieces, 1)
+
+
+def gradient_over(logits: Tensor, targets: Tensor, part: Part, kernels: Kernels) -> Tensor:
+    """Each row's loss; over its logits the whole gradient, its factor brought in."""
+    losses, factors = softmax_gradient(logits, targets, WEIGHT.to(logits.device), part, kernels)
+    if factors is not None:
+        logits *= factors
+    return losses
 
 
 def answering(told: list[Tensor], said: list[Tensor]) -> Callable[[Tensor], Tensor]:

@@ -6,9 +6,10 @@ import torch.nn.functional as F
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from kernel_cases import STEP, STRIDES, TYPES, assert_near, draw, interpreted
-from loss_cases import ROUNDING, WEIGHT, assert_exact, in_parts, some_targets
+from loss_cases import ROUNDING, WEIGHT, assert_exact, gradient_over, in_parts, some_targets
 
 from meshwright.kernels import cross_entropy
+from meshwright.kernels import logits as logits_kernels
 from meshwright.kernels.cross_entropy import IGNORE, softmax_gradient, weighed_loss, whole
 
 KERNELS = ["plain", pytest.param("fused", marks=interpreted)]
@@ -18,7 +19,7 @@ KERNELS = ["plain", pytest.param("fused", marks=interpreted)]
 def test_a_chunks_losses_and_gradients_are_torchs(kernels):
     logits, targets = draw((7, 40), torch.float32, 1), some_targets(7, 40)
     over = logits.clone()
-    assert_exact((softmax_gradient(over, targets, WEIGHT, whole(40), kernels), over), logits, targets)
+    assert_exact((gradient_over(over, targets, whole(40), kernels), over), logits, targets)
 
 
 @pytest.mark.parametrize("cuts", [(20,), (1,), (13, 26, 39), (0, 40)], ids=str)
@@ -50,8 +51,19 @@ def test_logits_far_beyond_the_exponentials_range_are_no_trouble(kernels):
 def test_a_row_of_several_blocks_is_walked_along(dtype):
     logits, targets = draw((3, 8192 + 77), dtype, 1), some_targets(3, 8192 + 77)
     over = logits.clone()
-    assert_exact((softmax_gradient(over, targets, WEIGHT, whole(8269), "fused"), over), logits, targets)
+    assert_exact((gradient_over(over, targets, whole(8269), "fused"), over), logits, targets)
     assert_exact(in_parts(logits, targets, (8200,), "fused"), logits, targets)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_row_that_rises_beyond_its_first_block_is_brought_down_again(monkeypatch, dtype):
+    monkeypatch.setitem(logits_kernels.LAUNCH, "block", 16)
+    rises = torch.arange(77).div(16, rounding_mode="floor") * 50.0  # the second block stays within reach, others do not
+    logits, targets = (draw((5, 77), torch.float32, 1) + rises).to(dtype), torch.tensor([76, 0, 40, 70, IGNORE])
+    over = logits.clone()
+    assert_exact((gradient_over(over, targets, whole(77), "fused"), over), logits, targets)
+    assert_exact(in_parts(logits, targets, (30,), "fused"), logits, targets)
 
 
 @interpreted

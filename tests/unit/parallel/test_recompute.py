@@ -15,7 +15,7 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError
 from meshwright.spec.zoo import preset
 
-POLICIES = ["full", "selective", "every-2", "every-4", "first-2", "sqrt"]
+POLICIES = ["full", "selective", "selective-2", "every-2", "every-4", "first-2", "sqrt"]
 NOBODY: Any = None  # one rank has no mesh
 
 

@@ -37,7 +37,13 @@ def job(model: str, name: str, sequence: int = 1024) -> Job:
 
 def every(asked: Job) -> list[tuple[str, int, float]]:
     """All policies that are legal, with their bytes and seconds, one by one."""
-    policies = ["none", "selective", "sqrt", "full", *(f"first-{count + 1}" for count in range(asked.arch.layers))]
+    policies = [
+        "none",
+        "selective",
+        "sqrt",
+        "full",
+        *(f"{word}-{count + 1}" for word in ("first", "selective") for count in range(asked.arch.layers)),
+    ]
     found = []
     for policy in policies:
         plan = msgspec.structs.replace(asked.plan, recompute=policy)

@@ -28,6 +28,7 @@ def test_each_word_has_its_runs():
     assert runs("none", 6) == ()
     assert runs("full", 3) == (range(1), range(1, 2), range(2, 3))
     assert runs("selective", 2) == runs("full", 2)
+    assert runs("selective-2", 5) == runs("first-2", 5)
     assert runs("every-4", 6) == (range(4), range(4, 6))
     assert runs("first-2", 6) == (range(1), range(1, 2))
     assert runs("every-1", 5) == runs("full", 5) == runs("first-5", 5)
@@ -40,8 +41,10 @@ def test_sqrt_takes_the_nearest_whole_root(blocks, length):
 
 def test_only_selective_goes_by_operation():
     assert [
-        policy for policy in ("none", "full", "selective", "sqrt", "every-2", "first-2") if by_operation(policy)
-    ] == ["selective"]
+        policy
+        for policy in ("none", "full", "selective", "selective-2", "sqrt", "every-2", "first-2")
+        if by_operation(policy)
+    ] == ["selective", "selective-2"]
 
 
 @pytest.mark.parametrize(
@@ -52,7 +55,7 @@ def test_a_word_that_means_nothing_is_told_with_those_that_do(word):
     assert found is not None
     assert not re.search(PATTERN, word)
     assert found.key == "plan.recompute"
-    assert "every-K or first-K with a whole K of at least 1" in found.remedy
+    assert "every-K, first-K or selective-K with a whole K of at least 1" in found.remedy
 
 
 def test_the_nearest_word_is_offered():

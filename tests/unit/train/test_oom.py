@@ -36,6 +36,19 @@ def test_three_changes_fit_and_say_what_they_cost(question, run):
     assert " and " not in found[0].change  # one thing is easier to change than two
 
 
+def test_a_plan_that_never_had_room_is_said_to_and_smaller_microbatches_are_found():
+    words = [*WORDS, "batch=4096", "plan.microbatch=512"]
+    run = load.load(None, words, default_ranks=8).run
+    question = question_of(run, "NVIDIA A100-SXM4-80GB")
+    told = verdict(question, run, {"gradients": 0}, 70 * GIB, "CUDA out of memory. Tried to allocate 4.00 GiB.")
+    assert "as predicted" in told.what
+    assert "activations" in told.what
+    found = changes(question, run)
+    assert len(found) == 3
+    assert all("microbatch" in each.change for each in found)  # nothing else is enough
+    assert all(each.peak_bytes <= question.cluster.gpu.memory_bytes for each in found)
+
+
 def test_the_line_that_overran_is_named_beside_its_prediction(question, run):
     predicted = ledger(question.job(run.plan))
     said = {line.name: line.bytes for line in predicted.lines}

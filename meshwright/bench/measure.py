@@ -14,7 +14,7 @@ import torch.distributed as dist
 from meshwright.bench.counted import counted_ratio
 from meshwright.bench.sweep import WARM_UP
 from meshwright.bench.waterfall import Waterfall, waterfall
-from meshwright.cost.flops import hardware_flops, step_flops, utilization
+from meshwright.cost.flops import attention_flops, hardware_flops, step_flops, utilization
 from meshwright.data.prepare import prepare
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec.cluster import peak_flops_per_second
@@ -79,13 +79,24 @@ def measure(place: Place, run: Run, cache: Path, folder: Path, traced: int) -> N
         answer = _answer(run, mesh, seen)
         if traced:
             peak = peak_flops_per_second(answer.device, run.plan.precision)
-            ideal = step_flops(run.arch, run.sequence, run.batch) / (peak * mesh.world) if peak else 0.0
-            falls = waterfall(results, traced, mesh.device, ideal, folder / "trace.json")
+            falls = waterfall(results, traced, mesh.device, _ideal(run, peak), folder / "trace.json")
             answer = msgspec.structs.replace(answer, waterfall=falls)
         state.loader.close()
         if mesh.rank == 0:
             answer = msgspec.structs.replace(answer, counted_flops_ratio=counted_ratio(run.arch, run.sequence))
             (folder / ANSWER).write_bytes(msgspec.json.encode(answer))
+
+
+def _ideal(run: Run, peak: float | None) -> dict[str, float]:
+    """Seconds of each kind of operation if every rank worked at the peak; nothing where that is not known."""
+    if not peak:
+        return {}
+    whole = step_flops(run.arch, run.sequence, run.batch)
+    attention = attention_flops(run.arch, run.sequence, run.batch)
+    return {
+        kind: flops / peak / run.plan.world
+        for kind, flops in (("products", whole - attention), ("attention", attention))
+    }
 
 
 Mark = tuple[torch.cuda.Event | None, float, StepResult]

@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 
@@ -42,8 +42,10 @@ class Waterfall(msgspec.Struct, frozen=True, kw_only=True):
     trace: str  # for Perfetto or chrome://tracing
 
 
-def waterfall(results: Iterator[object], steps: int, device: torch.device, ideal: float, trace: Path) -> Waterfall:
-    """Take some steps apart. `ideal`: seconds of the model's operations at the device's peak; 0: not known."""
+def waterfall(
+    results: Iterator[object], steps: int, device: torch.device, ideal: Mapping[str, float], trace: Path
+) -> Waterfall:
+    """Take some steps apart. `ideal`: seconds of the model's operations at the device's peak, as far as it is known."""
     cuda = device.type == "cuda"
     activities = [ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]
     with profile(activities=activities) as seen:
@@ -56,16 +58,20 @@ def waterfall(results: Iterator[object], steps: int, device: torch.device, ideal
             torch.cuda.synchronize(device)
         wall = (time.perf_counter() - began) / steps
     seen.export_chrome_trace(str(trace))
-    spent = _by_kind(seen, cuda, steps)
-    parts = {"products at the peak": min(ideal, spent.get("products", 0.0))} if ideal else {}
-    if "products" in spent:
-        above = spent.pop("products") - parts.get("products at the peak", 0.0)
-        parts["products above that" if ideal else "products"] = above
-    parts |= spent
+    return Waterfall(step_seconds=wall, shares=shares(_by_kind(seen, cuda, steps), ideal, wall), trace=str(trace))
+
+
+def shares(spent: Mapping[str, float], ideal: Mapping[str, float], wall: float) -> tuple[Fall, ...]:
+    """The time by kind: what must be at the peak, what was above that, and when nothing ran."""
+    parts: dict[str, float] = {}
+    for kind, seconds in ideal.items():
+        took = spent.get(kind, 0.0)
+        parts[f"{kind} at the peak"] = min(seconds, took)
+        parts[f"{kind} above that"] = max(took - seconds, 0.0)
+    parts |= {kind: seconds for kind, seconds in spent.items() if kind not in ideal}
     parts["nothing running"] = max(wall - sum(parts.values()), 0.0)
     whole = sum(parts.values())
-    shares = tuple(Fall(name=name, seconds=value, share=value / whole) for name, value in parts.items())
-    return Waterfall(step_seconds=wall, shares=shares, trace=str(trace))
+    return tuple(Fall(name=name, seconds=value, share=value / whole) for name, value in parts.items())
 
 
 def _by_kind(seen: profile, cuda: bool, steps: int) -> dict[str, float]:

@@ -21,6 +21,7 @@ from meshwright.spec.params import count
 from meshwright.spec.run import Run, digest
 
 Say = Callable[[str], None]
+LONG_WAIT_SECONDS = 1.0  # that a step waits for the save before it: worth a word
 GRACE_SECONDS = 10.0  # for the parts of other ranks, when this one's training has failed
 FAILURES = (OSError, CorruptError, join.AbandonedError)  # of a save: training goes on
 
@@ -50,11 +51,13 @@ class Saver:
         self.writing: Future[None] | None = None  # this rank's part
         self.joining: Future[None] | None = None  # rank 0: the whole
         self.step = -1  # the last one that was begun
+        self.told = False  # that saves come too fast
 
     def save(self, progress: Progress) -> float:
         """Begin to save; returns the seconds that training stood still for it."""
         began = time.perf_counter()
         self.settle()
+        self._tell_of_waiting(progress.step, time.perf_counter() - began)
         self.copies.take()
         self.step = progress.step
         stump = self.home / f".{steps.name(progress.step)}.{self.attempt:08x}.partial"
@@ -64,6 +67,15 @@ class Saver:
         if self.in_place or not self.run.checkpoint.asynchronous:
             self.settle()
         return time.perf_counter() - began
+
+    def _tell_of_waiting(self, step: int, seconds: float) -> None:
+        """Saves that come faster than the disk takes them hold training up, unlike others: said once."""
+        if seconds > LONG_WAIT_SECONDS and not self.told:
+            self.told = True
+            self.say(
+                f"warning: step {step} waited {seconds:.1f} s for {steps.name(self.step)} to reach the disk, which is "
+                f"slower than saves come; raise checkpoint.every"
+            )
 
     def settle(self) -> bool:
         """Wait until the last save is committed or given up, on all ranks alike; whether it is there."""

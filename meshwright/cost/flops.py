@@ -17,14 +17,22 @@ def forward_flops_per_token(arch: Arch, sequence: int) -> float:
 
     Counting attention in full is the convention of torchtitan, nanoGPT and Megatron, so that utilizations compare.
     """
-    products = 2 * _multiplied(arch)
-    scores_and_values = 2 * 2 * arch.layers * arch.q_width * sequence
-    return products + scores_and_values
+    return 2 * _multiplied(arch) + _attention_per_token(arch, sequence)
+
+
+def _attention_per_token(arch: Arch, sequence: int) -> float:
+    """Scores, and values by them."""
+    return 2 * 2 * arch.layers * arch.q_width * sequence
 
 
 def step_flops(arch: Arch, sequence: int, batch: int) -> float:
     """The model's operations in one optimizer step, recomputation not counted."""
     return TRAINING * forward_flops_per_token(arch, sequence) * sequence * batch
+
+
+def attention_flops(arch: Arch, sequence: int, batch: int) -> float:
+    """Attention's share of `step_flops`; products with weights are the rest."""
+    return TRAINING * _attention_per_token(arch, sequence) * sequence * batch
 
 
 def hardware_flops(arch: Arch, plan: Plan, sequence: int, batch: int) -> float:

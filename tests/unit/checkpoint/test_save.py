@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from checkpoint import saved
-from meshwright.checkpoint import restore, steps
+from meshwright.checkpoint import restore, save, steps
 from meshwright.checkpoint.save import Saver
 from meshwright.checkpoint.storage import Disk
 from meshwright.spec import load
@@ -204,6 +204,17 @@ def test_training_goes_on_while_a_slow_disk_writes_what_was_copied(home):
     disk.go.set()
     made.close()
     assert loaded(home) == 2
+
+
+def test_saves_that_come_faster_than_the_disk_takes_them_are_told_of_once(home, monkeypatch):
+    monkeypatch.setattr(save, "LONG_WAIT_SECONDS", 0.0)
+    said = []
+    made = saved.saver(home, saved.tensors(2), said, Disk(), BEHIND)
+    for step in (2, 4, 6):
+        made.save(saved.progress(step))
+    made.close()
+    (told,) = said
+    assert "slower than saves come; raise checkpoint.every" in told
 
 
 def test_in_place_nothing_is_copied_and_the_step_is_there_when_the_save_returns(home):

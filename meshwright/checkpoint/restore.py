@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -87,12 +88,24 @@ def fill(reader: StepReader, holdings: Sequence[Holding]) -> None:
     """Copy into each holding what the slices have of it. A slice that fails leaves a mixture, to be filled again."""
     wanted = list(meetings(reader.manifest, holdings))
     contents = reader.slices(each for each, _ in wanted)
-    for (each, holding), (_, content) in zip(wanted, contents, strict=True):
-        both = regions.overlap(each.region, holding.region)
-        assert both is not None
-        whole = torch.frombuffer(content, dtype=TORCH_DTYPES[holding.dtype]).view(regions.shape_of(each.region))
-        part = whole[regions.inside(both, each.region)]
-        holding.tensor[regions.inside(both, holding.region)].copy_(part)
+    with _one_thread():
+        for (each, holding), (_, content) in zip(wanted, contents, strict=True):
+            both = regions.overlap(each.region, holding.region)
+            assert both is not None
+            whole = torch.frombuffer(content, dtype=TORCH_DTYPES[holding.dtype]).view(regions.shape_of(each.region))
+            part = whole[regions.inside(both, each.region)]
+            holding.tensor[regions.inside(both, holding.region)].copy_(part)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Copies by one thread: torch's others would spin where those that read and hash should run."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def meetings(manifest: Manifest, holdings: Sequence[Holding]) -> Iterator[tuple[Slice, Holding]]:

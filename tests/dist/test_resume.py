@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from commands import meshwright
-from trials import CPU, corpus_file, make_corpus, make_run
+from trials import CPU, corpus_file, made, make_corpus, make_run
 from worlds import world
 
 from meshwright.checkpoint import steps
@@ -31,9 +31,7 @@ def folder(tmp_path):
 
 
 def make_state(folder: Path, *words: str):
-    run = make_run(folder, *WORDS, *words)
-    mesh = meshes.make(run.plan, CPU)
-    return run, mesh, build(run, make_corpus(run, folder), mesh)
+    return made(make_run(folder, *WORDS, *words), folder, CPU)
 
 
 @pytest.mark.parametrize("plan", ["plan.tp=2", "plan.pp=2 plan.accumulate=2", "plan.shard=2 plan.zero=2"])

@@ -73,6 +73,19 @@ def make_corpus(run: Run, folder: Path) -> Corpus:
     return prepare(run, folder / "cache", lambda text: None)
 
 
+def made(run: Run, folder: Path, device: torch.device) -> tuple[Run, Mesh, State]:
+    """A run that has not begun, with its ranks and its state."""
+    mesh = meshes.make(run.plan, device)
+    return run, mesh, build(run, make_corpus(run, folder), mesh)
+
+
+def losses_of(run: Run, mesh: Mesh, state: State) -> list[float]:
+    """Of every step to the last."""
+    found = [result.loss.item() for result in train(run, state, mesh) if isinstance(result, StepResult)]
+    state.loader.close()
+    return found
+
+
 def alone() -> Mesh:
     """A mesh of this rank only: the reference runs beside the ranks without a word to them."""
     place = dict.fromkeys(meshes.AXES, 0)

@@ -4,11 +4,10 @@ import gc
 
 import pytest
 import torch
-from trials import make_corpus, make_run
+from trials import losses_of, made, make_run
 
-from meshwright.parallel import mesh as meshes
-from meshwright.train.build import build, restore
-from meshwright.train.loop import StepResult, train
+from meshwright.train.build import restore
+from meshwright.train.loop import train
 from meshwright.train.saving import digest_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -18,15 +17,12 @@ WHERE = [("host", "host"), ("host", "device"), ("disk", "host"), ("disk", "devic
 
 
 def make_state(folder, *words):
-    run = make_run(folder, *BF16, *words, f"plan.offload_folder={folder}")
-    mesh = meshes.make(run.plan, DEVICE)
-    return run, mesh, build(run, make_corpus(run, folder), mesh)
+    return made(make_run(folder, *BF16, *words, f"plan.offload_folder={folder}"), folder, DEVICE)
 
 
 def losses(folder, *words):
     run, mesh, state = make_state(folder, *words)
-    found = [result.loss.item() for result in train(run, state, mesh) if isinstance(result, StepResult)]
-    state.loader.close()
+    found = losses_of(run, mesh, state)
     state.optimizer.settle()
     stall = state.optimizer.stall_seconds()
     state.optimizer.close()

@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from trials import make_corpus, make_run
+from trials import losses_of, made, make_run
 
 from meshwright.optim.hosted import Hosted
-from meshwright.parallel import mesh as meshes
 from meshwright.parallel.mesh import local
-from meshwright.train.build import build, restore
+from meshwright.train.build import restore
 from meshwright.train.gather import weights
-from meshwright.train.loop import StepResult, train
+from meshwright.train.loop import train
 from meshwright.train.saving import digest_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -20,16 +19,11 @@ WIDE = ("arch.hidden=512", "arch.ffn=1536", "arch.head_dim=64", "arch.layers=8")
 
 
 def make_state(folder, *words):
-    run = make_run(folder, *BASE, *words)
-    mesh = meshes.make(run.plan, DEVICE)
-    return run, mesh, build(run, make_corpus(run, folder), mesh)
+    return made(make_run(folder, *BASE, *words), folder, DEVICE)
 
 
 def losses(folder, *words):
-    run, mesh, state = make_state(folder, *words)
-    found = [result.loss.item() for result in train(run, state, mesh) if isinstance(result, StepResult)]
-    state.loader.close()
-    return found
+    return losses_of(*make_state(folder, *words))
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from trials import make_corpus, make_run
+from trials import made, make_run
 
-from meshwright.parallel import mesh as meshes
-from meshwright.train.build import build, restore
+from meshwright.train.build import restore
 from meshwright.train.loop import train
 from meshwright.train.saving import digest_of
 from meshwright.train.signals import Stop
@@ -15,8 +14,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 def make_state(folder, *words):
     run = make_run(folder, "steps=8", "data.held_out=0.0", "checkpoint.every=3", *words)
-    mesh = meshes.make(run.plan, torch.device("cuda", 0))
-    return run, mesh, build(run, make_corpus(run, folder), mesh)
+    return made(run, folder, torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

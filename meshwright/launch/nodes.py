@@ -9,6 +9,7 @@ import hmac
 import secrets
 import socket
 import time
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Literal
 
@@ -100,7 +101,7 @@ class Nodes:
         self.socket.setblocking(False)
         self.others: dict[int, Address] = {}  # first rank -> where its datagrams come from
         if self.is_first:
-            self.socket.bind(place)
+            self.socket.bind(listening(address, place))
             self.key = new_key(folder)
         else:
             self.others[0] = place
@@ -159,6 +160,23 @@ class Nodes:
         for _ in range(FAREWELLS):
             self._send(word)
             time.sleep(0.05)
+
+
+def listening(address: str, place: Address) -> Address:
+    """Where the first machine hears the others: at its address, or anywhere if only itself can reach it there.
+
+    Many a machine's own list of hosts has its name on a loopback address, which the others' lists do not.
+    """
+    named = address != "localhost" and not _is_number(address)
+    return ("", *place[1:]) if named and ip_address(place[0]).is_loopback else place
+
+
+def _is_number(address: str) -> bool:
+    try:
+        ip_address(address)
+    except ValueError:
+        return False
+    return True
 
 
 def sealed(word: Word, key: bytes) -> bytes:

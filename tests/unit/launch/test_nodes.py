@@ -101,6 +101,22 @@ def test_the_longest_word_has_room_in_a_datagram():
     assert len(nodes.sealed(full, SECRET)) < MOST_BYTES
 
 
+@pytest.mark.parametrize(
+    ("address", "found", "heard_at"),
+    [
+        ("node-1", "10.0.0.7", "10.0.0.7"),
+        ("node-1", "127.0.1.1", ""),  # by its own list of hosts: the others would not reach it there
+        ("node-1", "::1", ""),
+        ("localhost", "127.0.0.1", "127.0.0.1"),  # all of them are on one machine
+        ("127.0.0.1", "127.0.0.1", "127.0.0.1"),
+        ("::1", "::1", "::1"),
+        ("10.0.0.7", "10.0.0.7", "10.0.0.7"),
+    ],
+)
+def test_the_first_machine_listens_where_the_others_can_reach_it(address, found, heard_at):
+    assert nodes.listening(address, (found, 29500)) == (heard_at, 29500)
+
+
 def free_port() -> int:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
         one.bind(("127.0.0.1", 0))

@@ -12,6 +12,7 @@ from meshwright.spec.run import Run
 from meshwright.spec.stages import balanced_stages
 
 FIRST_SHARES = (0.25, 0.5, 0.75)  # of a stage's blocks that "first-K" computes anew
+SELECTIVE_SHARE = 0.5  # of those that "selective-K" does
 NARROW = ("bf16", "fp16", "fp8")
 UNCOMPILED = ("tpu", "trainium")  # accelerators that torch writes no kernels for
 
@@ -42,7 +43,9 @@ def shadows(question: Question) -> bool:
 def policies(question: Question, pp: int, order: Order) -> tuple[Policy, ...]:
     """What may be computed anew under a schedule, what may be coded or sent away, and where states may live."""
     fixed = question.fixed
-    words = (fixed["recompute"],) if "recompute" in fixed else _words(-(-question.arch.layers // (pp * order.chunks)))
+    partly = question.stack.speed.selective == "operations"  # others mean another thing by it, and by all blocks
+    blocks = -(-question.arch.layers // (pp * order.chunks))
+    words = (fixed["recompute"],) if "recompute" in fixed else _words(blocks, partly)
     how = (("compile", compiles(question, pp, order)),)
     plain = _policies(question.arch, pp, order, _kept(words, _activations(question), _codes(question)), how)
     return tuple(
@@ -95,11 +98,13 @@ def _policies(arch: Arch, pp: int, order: Order, kept: tuple[Policy, ...], how: 
 
 
 @lru_cache(maxsize=256)
-def _words(blocks: int) -> tuple[str, ...]:
-    """The policies that differ from each other on so many blocks."""
+def _words(blocks: int, partly: bool) -> tuple[str, ...]:
+    """The policies that differ from each other on so many blocks; by operation in some of them if it can be."""
     first = {max(round(share * blocks), 1) for share in FIRST_SHARES}
     root = ("sqrt",) if round(blocks**0.5) > 1 else ()  # else each block by itself, which is "full"
-    return ("none", "selective", *(f"first-{count}" for count in sorted(first) if count < blocks), *root, "full")
+    some = (f"selective-{max(round(SELECTIVE_SHARE * blocks), 1)}",) if partly and blocks > 1 else ()
+    counted = (f"first-{count}" for count in sorted(first) if count < blocks)
+    return ("none", *some, "selective", *counted, *root, "full")
 
 
 def _obeyed(arch: Arch, pp: int, order: Order, policy: Policy, how: How) -> bool:

@@ -122,7 +122,7 @@ def test_deterministic_plans_are_those_the_rules_allow():
 def test_policies_differ_from_each_other():
     asked = question("llama3-8b", "8xh100", sequence=4096)
     found = policies(asked, 1, Order("1f1b", 1))
-    words = ("none", "selective", "first-8", "first-16", "first-24", "sqrt", "full")
+    words = ("none", "selective-16", "selective", "first-8", "first-16", "first-24", "sqrt", "full")
     assert tuple(each.recompute for each in found if not each.is_helped) == words
     sent = ("none", "first-8", "first-16", "first-24", "full")  # by operation, and of several blocks, is kept elsewhere
     assert tuple(each.recompute for each in found if each.activations == "host") == sent

@@ -7,7 +7,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from meshwright.cost.memory import Ledger, ledger
+from meshwright.cost.memory import Ledger, ledger, worst
 from meshwright.parallel.mesh import local
 from meshwright.search.found import Found, priced
 from meshwright.search.neighbours import neighbours, smaller_microbatches
@@ -60,8 +60,12 @@ def expected(run: Run, device: torch.device) -> str:
     """The peak that the planner expects, before anything is allocated; nothing of a device that it does not know."""
     if device.type != "cuda" or recognised(torch.cuda.get_device_name(device), catalogue().cards) is None:
         return ""
-    question = question_of(run, torch.cuda.get_device_name(device))
-    peak, room = ledger(question.job(run.plan)).allocated, question.cluster.gpu.memory_bytes
+    return peak_words(question_of(run, torch.cuda.get_device_name(device)), run)
+
+
+def peak_words(question: Question, run: Run) -> str:
+    """What the fullest rank is expected to hold, and whether it can."""
+    peak, room = worst(question.job(run.plan)).allocated, question.cluster.gpu.memory_bytes
     words = f"{peak / GIB:.1f} of {room / GIB:.0f} GiB expected at the peak"
     return f"memory: {words}" if peak <= room else f"warning: {words}: this will not fit"
 

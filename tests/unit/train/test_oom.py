@@ -1,11 +1,13 @@
 """Out of memory is explained from the ledger; nothing is allocated here."""
 
+import re
+
 import pytest
 
 from meshwright.cost.memory import ledger
 from meshwright.spec import load
 from meshwright.spec.exits import Exit
-from meshwright.train.oom import GIB, changes, overrun, question_of, verdict
+from meshwright.train.oom import GIB, changes, overrun, peak_words, question_of, verdict
 
 WORDS = (
     "arch.preset=llama3-8b",
@@ -34,6 +36,13 @@ def test_three_changes_fit_and_say_what_they_cost(question, run):
     assert all(each.peak_bytes <= question.cluster.gpu.memory_bytes for each in found)
     assert all(each.cost > 0 for each in found)
     assert " and " not in found[0].change  # one thing is easier to change than two
+
+
+def test_what_is_expected_is_told_before_anything_is_allocated(question, run):
+    told = peak_words(question, run)
+    assert re.fullmatch(r"warning: \d+\.\d of 79 GiB expected at the peak: this will not fit", told)
+    small = load.load(None, [*WORDS, "plan.microbatch=1", "plan.recompute=full"], default_ranks=8).run
+    assert re.fullmatch(r"memory: \d+\.\d of 79 GiB expected at the peak", peak_words(question, small))
 
 
 def test_a_plan_that_never_had_room_is_said_to_and_smaller_microbatches_are_found():

@@ -82,12 +82,12 @@ def _bytes(folder: Path) -> int:
 def deterministic(model: str, folder: Path, steps: int) -> dict[str, Any]:
     """The same bits twice, and once more with a kill in the middle; what the mode costs."""
     words, seconds, digests = f"{model} steps={steps} checkpoint.every={steps // 4}", {}, []
-    for name, more in (("plain", ""), ("once", "x"), ("twice", "x"), ("killed", f"kill:0:{steps // 2}:forward")):
+    for name in ("plain", "once", "twice", "killed"):
         place = folder / name
-        mode = "plan.deterministic=true" if more else "plan.deterministic=false"
-        train(f"{words} {mode}", place, *(["--inject", more] if more.startswith("kill") else []))
+        fault = ("--inject", f"kill:0:{steps // 2}:forward") if name == "killed" else ()
+        train(f"{words} plan.deterministic={str(name != 'plain').lower()}", place, *fault)
         seconds[name] = statistics.median(record.seconds for record in steps_of(read(place), 1)[2:])
-        if more:
+        if name != "plain":
             digests.append(model_digest(place))
     return {
         "steps": steps,

@@ -16,7 +16,7 @@ KINDS = (
     ("attention", re.compile(r"sdpa|flash|fmha|attention", re.IGNORECASE)),
     ("optimizer", re.compile(r"adamw?|multi_tensor_apply.*adam", re.IGNORECASE)),
     ("norm of the gradient", re.compile(r"multi_tensor_apply|foreach_norm", re.IGNORECASE)),
-    ("loss", re.compile(r"_loss_|log_softmax|nll_loss", re.IGNORECASE)),
+    ("loss", re.compile(r"_loss_|cross_entropy|log_softmax|nll_loss", re.IGNORECASE)),
     (
         "communication",
         re.compile(r"nccl|gloo|c10d|all_?gather|reduce_?scatter|all_?reduce|all_?to_?all", re.IGNORECASE),

@@ -17,11 +17,11 @@ def forward_flops_per_token(arch: Arch, sequence: int) -> float:
 
     Counting attention in full is the convention of torchtitan, nanoGPT and Megatron, so that utilizations compare.
     """
-    return 2 * _multiplied(arch) + _attention_per_token(arch, sequence)
+    return 2 * _multiplied(arch) + attention_flops_per_token(arch, sequence)
 
 
-def _attention_per_token(arch: Arch, sequence: int) -> float:
-    """Scores, and values by them."""
+def attention_flops_per_token(arch: Arch, sequence: int) -> float:
+    """Of these, attention's: scores, and values by them."""
     return 2 * 2 * arch.layers * arch.q_width * sequence
 
 
@@ -32,7 +32,7 @@ def step_flops(arch: Arch, sequence: int, batch: int) -> float:
 
 def attention_flops(arch: Arch, sequence: int, batch: int) -> float:
     """Attention's share of `step_flops`; products with weights are the rest."""
-    return TRAINING * _attention_per_token(arch, sequence) * sequence * batch
+    return TRAINING * attention_flops_per_token(arch, sequence) * sequence * batch
 
 
 def hardware_flops(arch: Arch, plan: Plan, sequence: int, batch: int) -> float:

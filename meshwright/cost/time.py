@@ -9,7 +9,14 @@ from functools import lru_cache
 
 import msgspec
 
-from meshwright.cost.flops import TRAINING, forward_flops_per_token, hardware_flops, step_flops, utilization
+from meshwright.cost.flops import (
+    TRAINING,
+    attention_flops_per_token,
+    forward_flops_per_token,
+    hardware_flops,
+    step_flops,
+    utilization,
+)
 from meshwright.cost.job import Job
 from meshwright.cost.kernels import slowest
 from meshwright.cost.time_layer import SELECTED, Bench, bench
@@ -120,8 +127,7 @@ def _weights(job: Job, known: Course) -> WeightSeconds:
 @lru_cache(maxsize=1024)
 def _products_share(arch: Arch, sequence: int) -> float:
     """Of the model's operations, those of products with weights; attention's are the rest."""
-    scores = 2 * 2 * arch.layers * arch.q_width * sequence
-    return 1 - scores / forward_flops_per_token(arch, sequence)
+    return 1 - attention_flops_per_token(arch, sequence) / forward_flops_per_token(arch, sequence)
 
 
 def _done(job: Job) -> float:

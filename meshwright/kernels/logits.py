@@ -5,6 +5,8 @@ beneath some reference need no sum: they are the gradient up to a factor of the 
 read and written once. What the factor is for is said in cross_entropy.py.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -19,12 +21,7 @@ ENDS = 256  # rows of a program that works on their ends only
 
 def exponentials(logits: Tensor, targets: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
     """Over each row its exponentials beneath a reference; that, their sum, and the logit of the target or 0."""
-    tops, totals, chosen = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
-    _loss_exponentials[(len(logits),)](
-        logits, targets, tops, totals, chosen, logits.stride(0), logits.shape[1], first,
-        reach=REACH, ignore=IGNORE, **LAUNCH,
-    )  # fmt: skip
-    return tops, totals, chosen
+    return _three(_loss_exponentials, logits, targets, first, reach=REACH, ignore=IGNORE)
 
 
 def finish(
@@ -44,9 +41,14 @@ def finish(
 
 def measure(logits: Tensor, targets: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
     """Of each row the maximum, the sum of exponentials beneath it, and the target's logit: 0 where it is no entry."""
+    return _three(_loss_measure, logits, targets, first)
+
+
+def _three(kernel: Any, logits: Tensor, targets: Tensor, first: int, **words: float) -> tuple[Tensor, Tensor, Tensor]:
+    """What a kernel finds of each row: where it measures from, a sum, the target's logit."""
     tops, totals, chosen = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
-    _loss_measure[(len(logits),)](
-        logits, targets, tops, totals, chosen, logits.stride(0), logits.shape[1], first, **LAUNCH
+    kernel[(len(logits),)](
+        logits, targets, tops, totals, chosen, logits.stride(0), logits.shape[1], first, **words, **LAUNCH
     )
     return tops, totals, chosen
 

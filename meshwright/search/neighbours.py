@@ -8,7 +8,7 @@ import msgspec
 from meshwright.search.levels import Order
 from meshwright.search.question import Question
 from meshwright.search.running import compiles, homes
-from meshwright.search.space import CHUNKS, SCHEDULES, problems
+from meshwright.search.space import CHUNKS, SCHEDULES, divisors, problems
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import default_chunks
 from meshwright.spec.stages import balanced_stages
@@ -53,9 +53,8 @@ def neighbours(question: Question, plan: Plan) -> Iterator[Neighbour]:
 
 def smaller_microbatches(question: Question, plan: Plan) -> Iterator[Neighbour]:
     """The same batch in ever more and smaller microbatches."""
-    share = question.batch // plan.data
-    for size in range(plan.microbatch - 1, 0, -1):
-        if share % size == 0:
+    for size in reversed(divisors(question.batch // plan.data)):
+        if size < plan.microbatch:
             yield _changed(question, plan, "microbatch", size)
 
 

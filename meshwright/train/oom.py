@@ -9,7 +9,7 @@ from torch import Tensor
 
 from meshwright.cost.memory import Ledger, ledger, worst
 from meshwright.parallel.mesh import local
-from meshwright.search.found import Found, priced
+from meshwright.search.found import Found, fit_of, priced
 from meshwright.search.neighbours import neighbours, smaller_microbatches
 from meshwright.search.question import Question
 from meshwright.spec.catalogue import catalogue, recognised
@@ -136,23 +136,27 @@ def overrun(predicted: Ledger, measured: Mapping[str, int], peak: int) -> tuple[
 def changes(question: Question, run: Run) -> list[Change]:
     """Changes of the plan that fit: one thing before two, then the quickest; the mathematics stays."""
     now = priced(question.job(run.plan)).price.seconds
-    fitting: list[tuple[str, Found]] = []
     one = _beside(question, run.plan)
-    for ring in (one, _further(question, run.plan, one)):
-        if len(fitting) < WANTED:
-            found = [(change, priced(question.job(plan))) for plan, change in ring.items()]
-            fitting += sorted((pair for pair in found if pair[1].fit.fits), key=lambda pair: pair[1].price.seconds)
+    fitting = _fitting(question, one)
+    if len(fitting) < WANTED:
+        fitting += _fitting(question, _further(question, run.plan, one))
     return [
         Change(change=change, peak_bytes=found.peak_bytes, cost=found.price.seconds / now)
         for change, found in fitting[:WANTED]
     ]
 
 
+def _fitting(question: Question, plans: Mapping[Plan, str]) -> list[tuple[str, Found]]:
+    """Those that fit, the quickest first."""
+    found = [(change, priced(question.job(plan))) for plan, change in plans.items()]
+    return sorted((pair for pair in found if pair[1].fit.fits), key=lambda pair: pair[1].price.seconds)
+
+
 def _beside(question: Question, plan: Plan) -> dict[Plan, str]:
     """Plans with one thing changed; of smaller microbatches the largest that fits."""
     beside = {each.plan: each.change for each in neighbours(question, plan) if each.plan is not None}
     for each in smaller_microbatches(question, plan):
-        if each.plan is not None and priced(question.job(each.plan)).fit.fits:
+        if each.plan is not None and fit_of(question.job(each.plan)).fits:
             return beside | {each.plan: each.change}
     return beside
 

@@ -12,9 +12,10 @@ from meshwright.parallel import mesh as meshes
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import load
 from meshwright.spec.run import Run
-from meshwright.train.build import State, build
+from meshwright.train.build import State, build, restore
 from meshwright.train.gather import weights
 from meshwright.train.loop import HeldResult, StepResult, train
+from meshwright.train.saving import digest_of
 
 CPU = torch.device("cpu")
 WORDS = (
@@ -84,6 +85,28 @@ def losses_of(run: Run, mesh: Mesh, state: State) -> list[float]:
     found = [result.loss.item() for result in train(run, state, mesh) if isinstance(result, StepResult)]
     state.loader.close()
     return found
+
+
+def digest_before_the_cut(run: Run, mesh: Mesh, state: State, folder: Path) -> str:
+    """A run that saves every second step is cut short after its fifth; what the state was after the fourth."""
+    digest = ""
+    for result in train(run, state, mesh, folder):
+        if result.step == 4:
+            digest = digest_of(state, run, mesh)
+        if result.step == 5:
+            break
+    state.loader.close()
+    return digest
+
+
+def assert_it_goes_on(digest: str, run: Run, mesh: Mesh, state: State, folder: Path) -> None:
+    """From the fourth step, as it was, to the sixth."""
+    restored = restore(state, run, mesh, folder, lambda text: None)
+    assert restored is not None
+    assert restored.step == 4
+    assert digest_of(state, run, mesh) == digest == restored.state
+    assert [result.step for result in train(run, state, mesh)] == [5, 6]
+    state.loader.close()
 
 
 def alone() -> Mesh:

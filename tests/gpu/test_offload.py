@@ -4,11 +4,9 @@ import gc
 
 import pytest
 import torch
-from trials import losses_of, made, make_run
+from trials import assert_it_goes_on, digest_before_the_cut, losses_of, made, make_run
 
-from meshwright.train.build import restore
 from meshwright.train.loop import train
-from meshwright.train.saving import digest_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DEVICE = torch.device("cuda", 0)
@@ -79,17 +77,5 @@ def test_the_update_and_what_it_holds_up_are_measured(folder, update):
 @pytest.mark.parametrize(("place", "update"), WHERE)
 def test_a_checkpoint_is_of_its_step_and_can_be_gone_on_from(folder, place, update, states):
     words = ("steps=6", "checkpoint.every=2", *offloaded(place, update, states))
-    run, mesh, state = make_state(folder, *words)
-    for result in train(run, state, mesh, folder / "run"):
-        if result.step == 4:
-            saved = digest_of(state, run, mesh)
-        if result.step == 5:
-            break
-    state.loader.close()
-    run, mesh, state = make_state(folder, *words)
-    restored = restore(state, run, mesh, folder / "run", lambda text: None)
-    assert restored is not None
-    assert restored.step == 4
-    assert digest_of(state, run, mesh) == saved == restored.state
-    assert [result.step for result in train(run, state, mesh)] == [5, 6]
-    state.loader.close()
+    saved = digest_before_the_cut(*make_state(folder, *words), folder / "run")
+    assert_it_goes_on(saved, *make_state(folder, *words), folder / "run")

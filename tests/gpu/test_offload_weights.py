@@ -2,14 +2,12 @@
 
 import pytest
 import torch
-from trials import losses_of, made, make_run
+from trials import assert_it_goes_on, digest_before_the_cut, losses_of, made, make_run
 
 from meshwright.optim.hosted import Hosted
 from meshwright.parallel.mesh import local
-from meshwright.train.build import restore
 from meshwright.train.gather import weights
 from meshwright.train.loop import train
-from meshwright.train.saving import digest_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DEVICE = torch.device("cuda", 0)
@@ -105,21 +103,8 @@ def test_the_whole_model_can_be_read_back(folder):
 @pytest.mark.parametrize("again", ["false", "true"])
 def test_a_checkpoint_goes_on_with_and_without_it(folder, again):
     words = ("plan.precision=bf16", "steps=6", "checkpoint.every=2")
-    run, mesh, state = make_state(folder, *words, HOSTED)
-    saved = ""
-    for result in train(run, state, mesh, folder / "run"):
-        if result.step == 4:
-            saved = digest_of(state, run, mesh)
-        if result.step == 5:
-            break
-    state.loader.close()
-    run, mesh, state = make_state(folder, *words, f"plan.offload_weights={again}")
-    restored = restore(state, run, mesh, folder / "run", lambda text: None)
-    assert restored is not None
-    assert restored.step == 4
-    assert digest_of(state, run, mesh) == saved == restored.state
-    assert [result.step for result in train(run, state, mesh)] == [5, 6]
-    state.loader.close()
+    saved = digest_before_the_cut(*make_state(folder, *words, HOSTED), folder / "run")
+    assert_it_goes_on(saved, *make_state(folder, *words, f"plan.offload_weights={again}"), folder / "run")
 
 
 @pytest.mark.parametrize("rounding", ["stochastic", "compensated"])

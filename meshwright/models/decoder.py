@@ -1,6 +1,7 @@
 """The decoder: one module for GPT, Llama and mixture-of-experts shapes."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -10,6 +11,8 @@ from meshwright.models.loss import weighed_loss
 from meshwright.models.moe import Mixture
 from meshwright.spec.arch import Arch
 
+# From the documents of all positions to what every layer's attention is told of them.
+Tell = Callable[[Tensor], Any]
 # From hidden states, a projection, targets and a weight to the sum of losses: times the weight, and as it is.
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -33,6 +36,7 @@ class Decoder(nn.Module):
         self.norm: nn.Module | None = norm(arch)
         self.head: nn.Linear | None = None if arch.tied else nn.Linear(arch.hidden, arch.vocab, bias=False)
         self.loss: Loss = weighed_loss  # another function may be put here
+        self.tell: Tell = _as_they_are  # and here
         self.also_elsewhere: frozenset[str] = frozenset()  # of a part: weights that another part holds too
 
     def forward(
@@ -68,8 +72,9 @@ class Decoder(nn.Module):
         """Everything before the output projection."""
         x = self._begin(tokens, positions)
         turn = rotation(self.arch, positions, wide(x)) if self.arch.positions == "rope" else None
+        told = None if documents is None else self.tell(documents)
         for block in self.blocks.values():
-            x = block(x, turn, documents, index)
+            x = block(x, turn, told, index)
         return x if self.norm is None else self.norm(x)
 
     def project(self, x: Tensor) -> Tensor:
@@ -90,3 +95,7 @@ class Decoder(nn.Module):
 
 def _mlp(arch: Arch, layer: int) -> nn.Module:
     return Mixture(arch, layer) if arch.is_mixture(layer) else Mlp(arch, arch.ffn)
+
+
+def _as_they_are(documents: Tensor) -> Tensor:
+    return documents

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from meshwright.spec.arch import Arch
 
 Rotation = tuple[Tensor, Tensor]  # cosine and sine of every position's angles, (b, 1, s, head_dim ÷ 2)
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]  # the last: what the model tells of documents, or None
 Turn = Callable[[Tensor, Tensor, Rotation], tuple[Tensor, Tensor]]
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -90,7 +91,7 @@ class Attention(nn.Module):
         self.turn: Turn = rotate_both  # other functions may be put here
         self.attend: Attend = causal_attention
 
-    def forward(self, x: Tensor, turn: Rotation | None, documents: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, turn: Rotation | None, documents: Any) -> Tensor:
         q, k, v = (self.heads(project(x)) for project in (self.q, self.k, self.v))
         if turn is not None:
             q, k = self.turn(q, k, turn)
@@ -131,7 +132,7 @@ class Block(nn.Module):
         self.mlp_norm = norm(arch)
         self.mlp = mlp
 
-    def forward(self, x: Tensor, turn: Rotation | None, documents: Tensor | None, index: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, turn: Rotation | None, documents: Any, index: Tensor | None) -> Tensor:
         normed, x = self.add_and_norm(self.attn(self.attn_norm(x), turn, documents), x)
         return x + self.mlp(normed, index)
 

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask
 
-from meshwright.kernels import cross_entropy
+from meshwright.kernels import cross_entropy, documents
 from meshwright.kernels.choose import settle
 from meshwright.models.decoder import Decoder
 from meshwright.models.layers import Attention, causal_attention, rotate_both
@@ -46,6 +47,8 @@ def wrap(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: Anatomy) -> nn.Modul
     for module in model.modules():
         if isinstance(module, Attention) and module.attend is causal_attention:
             module.attend = fastest_attention
+    if plan.cp == 1 and documents.takes(model.arch.head_dim, compute_dtype(plan)):
+        model.tell = documents.blocks
     if not plan.compile and plan.tp == 1:  # the compiler fuses by itself; under tp, what a block adds up is cut
         eager.place(model)
     return model
@@ -75,9 +78,11 @@ def has_loss(model: nn.Module) -> bool:
     return isinstance(model, Decoder) and model.loss is not weighed_loss
 
 
-def fastest_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
-    """Causal attention by the first of the kernels that takes the shape."""
-    if documents is not None:
-        return causal_attention(q, k, v, documents)
+def fastest_attention(q: Tensor, k: Tensor, v: Tensor, told: BlockMask | Tensor | None) -> Tensor:
+    """Causal attention by the first of the kernels that takes the shape; within documents, by the blocks they touch."""
+    if isinstance(told, BlockMask):
+        return documents.attention(q, k, v, told)
+    if told is not None:
+        return causal_attention(q, k, v, told)
     with sdpa_kernel(list(FASTEST), set_priority=True):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])

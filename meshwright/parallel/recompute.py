@@ -40,6 +40,7 @@ KEPT = {
     torch.ops.aten._scaled_dot_product_cudnn_attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
     torch.ops.aten._scaled_dot_product_attention_math,
+    torch.ops.higher_order.flex_attention,
     torch.ops._c10d_functional.all_gather_into_tensor,
     torch.ops._c10d_functional.reduce_scatter_tensor,
     torch.ops._c10d_functional.all_reduce,
@@ -92,7 +93,7 @@ def _policy(context: Any, operator: Any, *arguments: Any, **words: Any) -> Check
 
 
 def _is_kept(operator: Any) -> bool:
-    return operator.overloadpacket in KEPT
+    return getattr(operator, "overloadpacket", operator) in KEPT  # operators of a higher order are of no packet
 
 
 class Again(_CachedTorchDispatchMode):

@@ -28,7 +28,10 @@ def test_the_loss_falls(folder, precision):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_recording_a_step_makes_the_host_wait_for_nothing(folder, precision):
-    run = make_run(folder, f"plan.precision={precision}", "steps=12", "data.held_out=0.0", "data.mask_documents=true")
+    wide = ("arch.heads=4", "arch.kv_heads=2")  # heads for which there is attention within documents
+    run = make_run(
+        folder, *wide, f"plan.precision={precision}", "steps=12", "data.held_out=0.0", "data.mask_documents=true"
+    )
     mesh = meshes.make(run.plan, torch.device("cuda", 0))
     state = build(run, make_corpus(run, folder), mesh)
     recorder = Recorder(run, mesh, folder, Lines(io.StringIO(), every=1))

@@ -19,7 +19,9 @@ WIDE = 4  # bytes of a number where low precision would spoil it
 NORMS_AND_SUMS = 10  # of a layer's hidden states: two norms read and write, two sums read twice and write
 BACKWARD_BYTES = 2.0  # the backward of an element-wise operation reads its input and its gradient, and writes one
 BACKWARD_SCORES = 1.5  # scores are moved in the backward of unfused attention, ÷ its forward
-FP8_BYTES = 3  # to make an fp8 number: two read, one written
+# Bytes moved to make an FP8 number. One of an input: two read, where the kernel that wrote them found the maximum, and
+# one written. Of a weight or a gradient: read once more, for the maximum. Those that the backward wants turned: again.
+FP8_INPUT, FP8_OTHER, FP8_TURNED = 3, 5, 2
 SELECTED = 0.5  # of all blocks, where a stack recomputes some of them and does not say how many
 EMBEDDING_PASSES = 6  # of the hidden states, by the lookup, its dropout and the scattered gradient
 
@@ -29,6 +31,7 @@ class Bench(msgspec.Struct, frozen=True, kw_only=True):
 
     job: Job
     rates: Rates
+    head: Rates  # of the projection to logits, whose products are no narrower than bf16
     tokens: float  # of one microbatch on one rank, whole over tp
     host: float  # seconds in which the host starts the forward of a layer
     adding: float  # bytes that adding one microbatch's gradient moves, for each weight
@@ -81,6 +84,7 @@ def bench(job: Job, efficiency: Efficiency | None = None) -> Bench:
     return Bench(
         job=msgspec.structs.replace(job, plan=levelled, masked=False),
         rates=rates(job.cluster.gpu, reached, plan.precision),
+        head=rates(job.cluster.gpu, reached, "bf16" if plan.precision == "fp8" else plan.precision),
         tokens=plan.microbatch * job.sequence / plan.cp,
         host=_host(job),
         # A lone rank with a shadow leaves the gradient of its only microbatch where it came.
@@ -105,7 +109,7 @@ def block(at: Bench, mixture: bool) -> Passes:
     products = sum(_product(count, m, n, k, at) for count, m, n, k in shapes)
     input_products = sum(_product(count, m, k, n, at) for count, m, n, k in shapes)
     weight_products = sum(_product(count, n, k, m, at) for count, m, n, k in shapes)
-    moved, casts = _between_bytes(at, mixture), _cast_bytes(shapes, at)
+    moved, (casts, back_casts) = _between_bytes(at, mixture), _cast_bytes(shapes, at)
     weights = sum(count * n * k for count, _, n, k in shapes)
     tp, cp, ep = _over_tp(at, products), _over_cp(at, forward), _over_ep(at, mixture, products)
     back_tp, back_cp = _over_tp(at, input_products), _over_cp(at, backward, back=True)
@@ -120,7 +124,7 @@ def block(at: Bench, mixture: bool) -> Passes:
     coming = Terms(
         products=input_products,
         attention=backward,
-        elementwise=moved_seconds(BACKWARD_BYTES * moved + casts, at.rates),
+        elementwise=moved_seconds(BACKWARD_BYTES * moved + back_casts, at.rates),
         tp=back_tp,
         cp=back_cp,
         ep=ep,
@@ -141,6 +145,10 @@ def _launched(at: Bench, going: Terms, coming: Terms, weight: Terms) -> Passes:
 
 def _product(count: float, m: float, n: float, k: float, at: Bench) -> float:
     return count * product_seconds(m, n, k, at.rates) / at.speed.product
+
+
+def _head_product(m: float, n: float, k: float, at: Bench) -> float:
+    return product_seconds(m, n, k, at.head) / at.speed.product
 
 
 def _attention_products(at: Bench) -> Iterator[tuple[float, float, float, float]]:
@@ -202,11 +210,15 @@ def _between_bytes(at: Bench, mixture: bool) -> float:
     return at.fusion * at.rates.width * (whole + rotated + inner)
 
 
-def _cast_bytes(shapes: list[tuple[float, float, float, float]], at: Bench) -> float:
-    """What making fp8 numbers of the inputs of products moves."""
+def _cast_bytes(shapes: list[tuple[float, float, float, float]], at: Bench) -> tuple[float, float]:
+    """What making FP8 numbers for products moves, forward and backward."""
     if at.plan.precision != "fp8":
-        return 0.0
-    return FP8_BYTES * sum(count * (m * k + n * k) for count, m, n, k in shapes)
+        return 0.0, 0.0
+    inputs = sum(count * m * k for count, m, _, k in shapes)
+    weights = sum(count * n * k for count, _, n, k in shapes)
+    gradients = sum(count * m * n for count, m, n, _ in shapes)
+    turned = FP8_TURNED * (inputs + weights + gradients)
+    return FP8_INPUT * inputs + FP8_OTHER * weights, FP8_OTHER * gradients + turned
 
 
 def _over_tp(at: Bench, hidden_by: float) -> float:
@@ -263,9 +275,11 @@ def _projection(at: Bench) -> Passes:
     collected = at.collective("all_gather", "tp", size)
     kept = moved_seconds(vocab * arch.hidden * at.adding, at.rates)
     return Passes(
-        forward=Terms(products=_product(1, at.tokens, vocab, arch.hidden, at), elementwise=logits / 3, tp=collected),
-        input=Terms(products=_product(1, at.tokens, arch.hidden, vocab, at), elementwise=2 * logits / 3, tp=collected),
-        weight=Terms(products=_product(1, vocab, arch.hidden, at.tokens, at), elementwise=kept),
+        forward=Terms(products=_head_product(at.tokens, vocab, arch.hidden, at), elementwise=logits / 3, tp=collected),
+        input=Terms(
+            products=_head_product(at.tokens, arch.hidden, vocab, at), elementwise=2 * logits / 3, tp=collected
+        ),
+        weight=Terms(products=_head_product(vocab, arch.hidden, at.tokens, at), elementwise=kept),
     )
 
 

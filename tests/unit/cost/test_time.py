@@ -212,7 +212,7 @@ def test_every_card_finds_an_efficiency_and_the_longest_name_wins():
 def test_our_own_stack_is_as_the_h200_showed_it():
     mine = msgspec.to_builtins(stacks()["meshwright"].speed)
     others = msgspec.to_builtins(Speed())
-    measured = {"attention": 1.75, "logit_passes": 3.0, "compiled": 0.37, "step_seconds": 0.5e-3, "spread": 0.25}
+    measured = {"attention": 1.75, "logit_passes": 1.5, "compiled": 0.37, "step_seconds": 0.5e-3, "spread": 0.25}
     assert mine == others | measured
 
 

@@ -36,9 +36,9 @@ CASES = (
     Case("gpt2-124m", 64, 1024, "transformers", "precision=bf16,compile=true"),
     Case("llama3-1b", 2, 8192, "torchtitan", "precision=bf16,compile=true,recompute=selective-3", HALVES),
     Case("llama3-1b", 4, 8192, "torchtitan", "precision=bf16,compile=true", HALVES),
-    Case("llama3-8b-16", 1, 8192, "torchtitan", "precision=bf16,compile=true,recompute=selective"),
-    Case("llama3-8b-16", 2, 8192, "torchtitan", "precision=bf16,compile=true,recompute=selective"),
-    Case("llama3-8b-16", 1, 8192, "torchtitan-fp8", "precision=fp8,compile=true"),
+    Case("llama3-8b-16", 1, 8192, "torchtitan", "precision=bf16,compile=true", HALVES),
+    Case("llama3-8b-16", 2, 8192, "torchtitan", "precision=bf16,compile=true,recompute=selective-4", HALVES),
+    Case("llama3-8b-16", 1, 8192, "torchtitan-fp8", "precision=fp8,compile=true", HALVES),
 )
 
 

@@ -12,7 +12,9 @@ from meshwright.spec.holding import Holding
 from meshwright.spec.plan import Plan
 
 FUSED_COPIES = 3.0  # of a gated layer: gate, up and their product
-OURS = "meshwright"  # the stack whose fp8 products are those of kernels/linear8.py
+OURS = "meshwright"  # the stack whose kernels are those of kernels/
+NARROW_PRECISIONS = ("bf16", "fp16", "fp8")
+NARROWEST_HEAD = 16  # for which there is attention by blocks
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +75,7 @@ def work_of(job: Job, fused_norm: bool = True) -> Work:
         narrow=narrow,
         wide=max(narrow, 4),
         attention=stack.attention,
-        mask=plan.microbatch * job.sequence**2 if job.masked and _asks_whole_rows(plan) else 0,
+        mask=plan.microbatch * job.sequence**2 if job.masked and _has_dense_mask(job) else 0,
         chunk=_chunk(job),
         left=stack.holds.gathered_left * whole * job.arch.hidden if _leaves(plan, stack.holds) else 0.0,
         out_copies=1 if job.arch.positions == "rope" or (plan.cp > 1 and plan.cp_kind == "ulysses") else 0,
@@ -97,9 +99,16 @@ def _has_kernels(job: Job) -> bool:
     return job.stack.holds.chunked_loss and plan.kernels != "plain" and plan.tp == 1 and plan.precision != "fp64"
 
 
-def _asks_whole_rows(plan: Plan) -> bool:
-    """Whether one call of attention sees whole sequences; a ring meets them piece by piece."""
-    return plan.cp == 1 or plan.cp_kind == "ulysses"
+def _has_dense_mask(job: Job) -> bool:
+    """Whether attention within documents reads a mask of all pairs; a ring meets them piece by piece.
+
+    Kernels of ours need none, in the precisions and for the heads of kernels/documents.py.
+    """
+    plan = job.plan
+    if plan.cp > 1 and plan.cp_kind == "ring":
+        return False
+    by_blocks = job.stack.name == OURS and plan.kernels != "plain" and plan.precision in NARROW_PRECISIONS
+    return not (by_blocks and job.arch.head_dim >= NARROWEST_HEAD)
 
 
 def _chunk(job: Job) -> int:

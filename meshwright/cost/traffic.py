@@ -18,15 +18,13 @@ VERDICT = 3 * 8  # bytes, in double precision: the step's loss, the gradient's s
 FIRST: Mapping[str, int] = {}  # the place of the first rank: every coordinate is 0
 
 
-def traffic(
-    arch: Arch, plan: Plan, sequence: int, *, masked: bool = False, place: Mapping[str, int] = FIRST
-) -> tuple[Collective, ...]:
+def traffic(arch: Arch, plan: Plan, sequence: int, *, place: Mapping[str, int] = FIRST) -> tuple[Collective, ...]:
     """What one rank sends in one step of training, held-out losses left out.
 
-    `masked`: documents are told apart, and their numbers travel with them. `place`: the rank's coordinates on the
-    plan's axes. Ranks differ by their pipeline stages, and by the length of their part of an odd vocabulary.
+    `place`: the rank's coordinates on the plan's axes. Ranks differ by their pipeline stages, and by the length of
+    their part of an odd vocabulary.
     """
-    seat = Seat(arch=arch, plan=plan, sequence=sequence, masked=masked, place=place)
+    seat = Seat(arch=arch, plan=plan, sequence=sequence, place=place)
     if plan.deterministic:
         return merged(deterministic_traffic(seat))
     return merged(chain(weight_traffic(seat), activation_traffic(seat), _verdict(plan)))

@@ -11,7 +11,6 @@ from meshwright.cost.traffic_collective import Collective, Kind
 from meshwright.cost.traffic_held import Part, Seat, parts, placement
 from meshwright.spec.arch import Arch
 
-DOCUMENT = 4  # bytes of a document's number
 DRAW = 4  # bytes of a router's random number
 COUNT = 8  # bytes of the number of an expert's rows
 
@@ -71,11 +70,9 @@ def _attention_over_cp(part: Part, seat: Seat) -> Iterator[Collective]:
 def _ring(times: int, anew: int, seat: Seat) -> Iterator[Collective]:
     """Keys and values go round forward and backward, and their gradients backward; the last of those is waited for."""
     plan = seat.plan
-    held = plan.microbatch * seat.positions
-    numbers = 2 * held * seat.arch.kv_width // plan.tp
-    documents = DOCUMENT * held if seat.masked else 0
+    numbers = 2 * plan.microbatch * seat.positions * seat.arch.kv_width // plan.tp
     for count, size, overlappable in (
-        ((2 * times + anew) * (plan.cp - 1), numbers * seat.narrow + documents, True),
+        ((2 * times + anew) * (plan.cp - 1), numbers * seat.narrow, True),
         (times * (plan.cp - 2), numbers * seat.wide, True),
         (times, numbers * seat.wide, False),
     ):
@@ -89,8 +86,6 @@ def _ulysses(times: int, anew: int, seat: Seat) -> Iterator[Collective]:
     for width in (arch.q_width + 2 * arch.kv_width, arch.q_width):
         size = held * width // plan.tp * seat.narrow
         yield Collective(kind="all_to_all", axis="cp", count=2 * times + anew, bytes=size)
-    if seat.masked:
-        yield Collective(kind="all_gather", axis="cp", count=times + anew, bytes=plan.cp * held * DOCUMENT)
 
 
 def _routers_over_cp(part: Part, seat: Seat) -> Iterator[Collective]:

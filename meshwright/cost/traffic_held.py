@@ -24,7 +24,6 @@ class Seat(msgspec.Struct, frozen=True, kw_only=True):
     arch: Arch
     plan: Plan
     sequence: int
-    masked: bool = False  # documents are told apart
     place: Mapping[str, int] = {}  # coordinates on the plan's axes; one that is missing is 0
 
     def at(self, axis: str) -> int:

@@ -50,8 +50,9 @@ class Decoder(nn.Module):
         """Logits (b, s, vocab) of the next token, or the hidden states of a part that does not end the model.
 
         All arguments are (b, s) integers: tokens, their positions within their documents, which document they are of
-        (None: one), and their index in the run (None: routers draw nothing). A part that does not begin the model is
-        given hidden states (b, s, hidden) for tokens.
+        (None: one), and their index in the run (None: routers draw nothing). Where a sequence is split over ranks,
+        documents are those of all its positions. A part that does not begin the model is given hidden states
+        (b, s, hidden) for tokens.
 
         `wanted`, targets and a weight, asks for the sum of the token losses instead, times the weight and as it is:
         logits then need not all exist at one time.

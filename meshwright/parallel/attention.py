@@ -8,7 +8,6 @@ from torch import Tensor
 
 from meshwright.models.layers import wide
 
-NUMBER = torch.int32  # of a document within its sample, on the way between ranks
 HALF = (torch.bfloat16, torch.float16)
 FLASH_WIDEST = 256  # the largest head dimension of torch's flash kernel
 CUDNN_WIDEST = 128  # and of cuDNN's

@@ -12,9 +12,9 @@ from torch.nn.attention.flex_attention import BlockMask
 from meshwright.kernels import cross_entropy, documents
 from meshwright.kernels.choose import settle
 from meshwright.models.decoder import Decoder
-from meshwright.models.layers import Attention, causal_attention, rotate_both
+from meshwright.models.layers import Attend, Attention, causal_attention, rotate_both
 from meshwright.models.loss import weighed_loss
-from meshwright.parallel import eager
+from meshwright.parallel import context, eager
 from meshwright.parallel.anatomy import Anatomy
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.precision import compute_dtype
@@ -45,9 +45,9 @@ def wrap(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: Anatomy) -> nn.Modul
     if plan.pp == 1 and plan.tp == 1:
         model.loss = cross_entropy.weighed_loss
     for module in model.modules():
-        if isinstance(module, Attention) and module.attend is causal_attention:
-            module.attend = fastest_attention
-    if plan.cp == 1 and documents.takes(model.arch.head_dim, compute_dtype(plan)):
+        if isinstance(module, Attention):
+            module.attend = _fastest(module.attend)
+    if context.sees_whole_sequences(plan) and documents.takes(model.arch.head_dim, compute_dtype(plan)):
         model.tell = documents.blocks
     if not plan.compile and plan.tp == 1:  # the compiler fuses by itself; under tp, what a block adds up is cut
         eager.place(model)
@@ -63,10 +63,23 @@ def chosen(plan: Plan, device: torch.device, chunks: Iterable[nn.Module], one_pa
     return f"fused: {', '.join(placed)}" if placed else "fused, but this plan has no place for any"
 
 
+def _fastest(attend: Attend) -> Attend:
+    """The same attention by the fastest kernels; a ring has its own."""
+    if isinstance(attend, partial) and attend.keywords.get("attend") is causal_attention:
+        return partial(attend, attend=fastest_attention)
+    return fastest_attention if attend is causal_attention else attend
+
+
+def _is_fastest(attend: Attend) -> bool:
+    return attend is fastest_attention or (
+        isinstance(attend, partial) and attend.keywords.get("attend") is fastest_attention
+    )
+
+
 def _placed(chunks: Iterable[nn.Module]) -> list[str]:
     modules = [module for chunk in chunks for module in chunk.modules()]
     told = ["the loss with its projection"] if any(has_loss(module) for module in modules) else []
-    if any(isinstance(module, Attention) and module.attend is fastest_attention for module in modules):
+    if any(isinstance(module, Attention) and _is_fastest(module.attend) for module in modules):
         told.append("the fastest attention")
     if any(isinstance(module, Attention) and module.turn is not rotate_both for module in modules):
         told.append("rotations, gates and norms of sums")

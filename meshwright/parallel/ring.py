@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshwright.models.layers import wide
-from meshwright.parallel.attention import NUMBER, Block, block_attention, block_gradients, meeting, merge
+from meshwright.parallel.attention import Block, block_attention, block_gradients, meeting, merge, take
 
 Arrival = Callable[[], Tensor]  # waits for a message and gives it
 
@@ -27,19 +27,19 @@ class Ring:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """What travels: a rank's keys, values and documents, in the order of `attention.balanced`."""
+    """What is attended to: a rank's keys and values in the order of `attention.balanced`, and all ranks' documents."""
 
     k: Tensor  # (b, kv_heads, s ÷ cp, head_dim)
     v: Tensor
-    documents: Tensor | None  # (b, s ÷ cp)
+    documents: Tensor | None  # (b, s)
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, group: dist.ProcessGroup) -> Tensor:
     """Causal attention of this rank's queries to the whole sequence, within documents where they are told.
 
-    q is (b, heads, s ÷ cp, head_dim), k and v are (b, kv_heads, s ÷ cp, head_dim), documents (b, s ÷ cp). Let kv be
+    q is (b, heads, s ÷ cp, head_dim), k and v are (b, kv_heads, s ÷ cp, head_dim), documents (b, s). Let kv be
     2 · b · kv_heads · (s ÷ cp) · head_dim. Each rank sends to the next
-    - forward: cp − 1 messages of kv · itemsize bytes, with 4 · b · (s ÷ cp) more in each where documents are told;
+    - forward: cp − 1 messages of kv · itemsize bytes;
     - backward: the same again, and cp − 1 of kv · max(itemsize, 4) bytes, by which gradients of k and v go home.
     A message travels while a block is computed, but for the last of the backward.
     """
@@ -59,8 +59,8 @@ def ring_forward(q: Tensor, keys: Keys, ring: Ring) -> tuple[Tensor, Tensor]:
     # Nothing is summed yet. The own block comes first, and there every row sees itself, so the sum is finite from then.
     lse = torch.full_like(out[..., 0], -torch.inf)
     for owner, theirs in _visits(keys, ring):
-        rows, columns, causal = meeting(ring.rank, owner, q.shape[2])
-        more, more_lse = block_attention(_block(q, keys, theirs, rows, columns, causal))
+        block, rows, _ = _met(q, keys, owner, theirs, ring)
+        more, more_lse = block_attention(block)
         merge(out[:, :, rows], lse[:, :, rows], more, more_lse)
     return out, lse
 
@@ -73,8 +73,7 @@ def ring_backward(
     own = torch.zeros(2, *keys.k.shape, dtype=wide(q), device=q.device)
     arrival: Arrival = partial(torch.zeros_like, own)  # the first rank that keys visit begins their sum
     for owner, theirs in _visits(keys, ring):
-        rows, columns, causal = meeting(ring.rank, owner, q.shape[2])
-        block = _block(q, keys, theirs, rows, columns, causal)
+        block, rows, columns = _met(q, keys, owner, theirs, ring)
         parts = block_gradients(block, out[:, :, rows], lse[:, :, rows], grad[:, :, rows])
         passing = own if owner == ring.rank else arrival()
         dq[:, :, rows] += parts[0]
@@ -104,37 +103,25 @@ class _RingAttention(torch.autograd.Function):
         return dq, dk, dv, None, None
 
 
-def _visits(own: Keys, ring: Ring) -> Iterator[tuple[int, Keys]]:
-    """Every rank's keys with their owner, the own first; the next are under way while the caller works."""
-    message = _pack(own)
+def _visits(own: Keys, ring: Ring) -> Iterator[tuple[int, Tensor]]:
+    """Every rank's keys and values, stacked, with their owner, the own first; the next are on their way meanwhile."""
+    message = torch.stack((own.k, own.v))
     for step in range(ring.size - 1):
         arrival = ring.exchange(message)
-        yield (ring.rank - step) % ring.size, _unpack(message, own)
+        yield (ring.rank - step) % ring.size, message
         message = arrival()
-    yield (ring.rank + 1) % ring.size, _unpack(message, own)
+    yield (ring.rank + 1) % ring.size, message
 
 
-def _block(q: Tensor, mine: Keys, theirs: Keys, rows: slice, columns: slice, causal: bool) -> Block:
+def _met(q: Tensor, keys: Keys, owner: int, theirs: Tensor, ring: Ring) -> tuple[Block, slice, slice]:
+    """This rank's queries and the keys and values of an owner that they see, and which of either these are."""
+    rows, columns, causal = meeting(ring.rank, owner, q.shape[2])
+    k, v = theirs[..., columns, :]
     same = None
-    if mine.documents is not None and theirs.documents is not None:
-        same = mine.documents[:, rows, None] == theirs.documents[:, None, columns]
-    return Block(q[:, :, rows], theirs.k[:, :, columns], theirs.v[:, :, columns], causal, same)
-
-
-def _pack(keys: Keys) -> Tensor:
-    """Keys, values and documents as the bytes of one message."""
-    parts = [torch.stack((keys.k, keys.v))]
     if keys.documents is not None:
-        parts.append(keys.documents.to(NUMBER).contiguous())
-    return torch.cat([part.view(-1).view(torch.uint8) for part in parts])
-
-
-def _unpack(message: Tensor, like: Keys) -> Keys:
-    """What a message holds, in the shapes of the own; nothing is copied."""
-    end = 2 * like.k.nbytes
-    k, v = message[:end].view(like.k.dtype).view(2, *like.k.shape)
-    documents = None if like.documents is None else message[end:].view(NUMBER).view(like.documents.shape)
-    return Keys(k, v, documents)
+        mine, others = (take(keys.documents, 1, ring.size, rank) for rank in (ring.rank, owner))
+        same = mine[:, rows, None] == others[:, None, columns]
+    return Block(q[:, :, rows], k, v, causal, same), rows, columns
 
 
 def _send(message: Tensor, group: dist.ProcessGroup) -> Arrival:

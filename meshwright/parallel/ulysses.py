@@ -7,25 +7,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.models.layers import Attend
-from meshwright.parallel.attention import NUMBER, join, take
+from meshwright.parallel.attention import join, take
 
 
 def ulysses_attention(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, group: dist.ProcessGroup, attend: Attend
+    q: Tensor, k: Tensor, v: Tensor, documents: Any, group: dist.ProcessGroup, attend: Attend
 ) -> Tensor:
     """Attention of this rank's queries to the whole sequence, by `attend` on whole sequences of heads ÷ cp heads.
 
     Arguments are as in `ring.ring_attention`; heads and kv_heads are multiples of cp. Each rank takes part in
     - forward: one all-to-all of b · (heads + 2 · kv_heads) · (s ÷ cp) · head_dim · itemsize bytes and one of
-      b · heads · (s ÷ cp) · head_dim · itemsize; where documents are told, one all-gather of 4 · b · (s ÷ cp) before;
+      b · heads · (s ÷ cp) · head_dim · itemsize;
     - backward: the same two all-to-alls, in the other order.
     Of an all-to-all's bytes a rank keeps one part in cp. Nothing overlaps.
     """
     cp = group.size()
     assert q.shape[1] % cp == 0, f"{q.shape[1]} heads over {cp} ranks"
     assert k.shape[1] % cp == 0, f"{k.shape[1]} key heads over {cp} ranks"
-    told = None if documents is None else join(_gathered(documents, group), dim=1)
-    out = attend(*_heads_of_all_slices(q, k, v, group), told)
+    out = attend(*_heads_of_all_slices(q, k, v, group), documents)
     slices = torch.stack([take(out, 2, cp, rank) for rank in range(cp)])
     return _exchanged(slices, group).movedim(0, 1).flatten(1, 2)
 
@@ -37,14 +36,6 @@ def _heads_of_all_slices(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGro
     received = _exchanged(torch.cat(shares, dim=2).movedim(1, 0), group)  # (slices of a rank, b, heads, s ÷ cp, d)
     q, k, v = join(received.unbind(), dim=2).split([share.shape[2] for share in shares], dim=1)
     return q, k, v
-
-
-def _gathered(documents: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Every rank's documents; no gradient passes."""
-    numbers = documents.to(NUMBER).contiguous()
-    received = [torch.empty_like(numbers) for _ in range(group.size())]
-    dist.all_gather(received, numbers, group=group)
-    return received
 
 
 def _exchanged(x: Tensor, group: dist.ProcessGroup) -> Tensor:

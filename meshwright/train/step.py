@@ -128,13 +128,12 @@ def loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def arguments(plan: Plan, mesh: Mesh, batch: Batch) -> dict[str, Tensor | None]:
-    """What a model is called with: this rank's part of every sequence."""
+    """What a model is called with: this rank's part of every sequence, but the documents of all of it."""
     cut = context.cut(plan, mesh)
-    documents = None if batch.documents is None else cut(batch.documents)
     return {
         "tokens": cut(batch.tokens),
         "positions": cut(batch.positions),
-        "documents": documents,
+        "documents": batch.documents,
         "index": cut(batch.index),
     }
 

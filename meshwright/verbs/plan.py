@@ -89,7 +89,7 @@ def collectives(options: argparse.Namespace) -> int:
     given = [f"arch.preset={target}", *overrides] if target in zoo.preset_names() else overrides
     file = None if target is None or target in zoo.preset_names() else Path(target)
     run = load.load(file, given).run
-    found = traffic(run.arch, run.plan, run.sequence, masked=run.data.mask_documents)
+    found = traffic(run.arch, run.plan, run.sequence)
     if options.json:
         print(msgspec.json.encode(found).decode())
         return 0

@@ -144,7 +144,7 @@ def _stated(asked: Put) -> tuple[Plan, Question]:
 def _traffic(question: Question, plan: Plan) -> dict[str, int]:
     from meshwright.cost.traffic import bytes_by_axis, traffic
 
-    totals = bytes_by_axis(traffic(question.arch, plan, question.sequence, masked=question.masked))
+    totals = bytes_by_axis(traffic(question.arch, plan, question.sequence))
     return {str(axis): size for axis, size in totals.items()}
 
 

@@ -83,7 +83,7 @@ def trace(run: Run, job: Job, rank: int | None = None) -> Trace:
 
 
 def _collectives(run: Run, plan: Plan, place: dict[str, int]) -> tuple[Collective, ...]:
-    return traffic(run.arch, plan, run.sequence, masked=run.data.mask_documents, place=place)
+    return traffic(run.arch, plan, run.sequence, place=place)
 
 
 def _calls(seen: Seen) -> Iterator[CallRow]:

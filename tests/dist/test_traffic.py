@@ -175,7 +175,7 @@ def surprises(folder: Path, words: tuple[str, ...]) -> list[str]:
     """Where a real step differs from the arithmetic."""
     run = make_run(folder, *SMALL, *words)
     mesh = meshes.make(run.plan, CPU)
-    said = traffic(run.arch, run.plan, run.sequence, masked=run.data.mask_documents, place=mesh.place)
+    said = traffic(run.arch, run.plan, run.sequence, place=mesh.place)
     seen = level(second_step(run, mesh, folder), run, mesh)
     return [f"{run.plan}: {text}" for text in differences(seen, implied(said, run.plan, mesh))]
 

@@ -81,8 +81,7 @@ def test_a_ring_of_kernels_is_attention_over_the_whole(cp, told, dtype):
     parts = draw(dtype)
     documents = ragged() if told else None
     q, k, v, grads = ([take(x, 2, cp, rank) for rank in range(cp)] for x in parts)
-    pieces = [None] * cp if documents is None else [take(documents, 1, cp, rank) for rank in range(cp)]
-    mine = around(q, [Keys(*each) for each in zip(k, v, pieces, strict=True)], grads)
+    mine = around(q, [Keys(*each, documents) for each in zip(k, v, strict=True)], grads)
     for name, x, y in zip(("out", "dq", "dk", "dv"), mine, expected(parts, documents), strict=True):
         assert (x - y).norm() <= TOLERANCE[dtype] * y.norm(), name
 
@@ -139,6 +138,6 @@ def test_ranks_that_share_a_gpu_through_gloo_attend_like_one():
     for attend in (ring_attention, partial(ulysses_attention, attend=causal_attention)):
         *inputs, grad = (take(x, 2, 2, rank) for x in parts)
         inputs = [x.requires_grad_() for x in inputs]
-        out = attend(*inputs, take(documents, 1, 2, rank), group=group)
+        out = attend(*inputs, documents, group=group)
         for x, y in zip((out.detach(), *torch.autograd.grad(out, inputs, grad)), theirs, strict=True):
             assert (x - y).norm() <= TOLERANCE[torch.float32] * y.norm()

@@ -86,6 +86,24 @@ def test_every_layer_keeps_which_positions_are_of_one_document(precision):
     assert expected.activations > said(TINY, plan).activations
 
 
+@pytest.mark.parametrize(
+    ("heads", "words", "is_kept"),
+    [
+        (4, {"precision": "bf16"}, False),
+        (4, {"precision": "fp8"}, False),
+        (4, {"precision": "bf16", "cp": 2, "cp_kind": "ulysses"}, False),
+        (4, {"precision": "bf16", "kernels": "plain"}, True),
+        (4, {"precision": "fp32"}, True),
+        (8, {"precision": "bf16"}, True),  # heads of 8
+        (4, {"precision": "fp32", "cp": 2}, False),  # a ring
+    ],
+)
+def test_kernels_within_documents_keep_no_mask(heads, words, is_kept):
+    arch = msgspec.structs.replace(TINY, heads=heads, head_dim=TINY.hidden // heads)
+    plan = Plan(microbatch=BATCH, **words)
+    assert (said(arch, plan, masked=True).activations > said(arch, plan).activations) == is_kept
+
+
 def test_proofs_in_fp64_keep_twice_what_fp32_does():
     narrow, wide = (said(TINY, plan_of(precision, "none")).activations for precision in ("fp32", "fp64"))
     assert wide == 2 * narrow

@@ -102,17 +102,6 @@ def test_keys_go_round_a_ring_three_times_and_only_the_last_gradient_is_waited_f
     }
 
 
-def test_documents_travel_with_the_keys():
-    plan = Plan(cp=2, microbatch=3)
-    told, untold = (
-        max(
-            each.bytes for each in chosen(traffic(LLAMA, plan, SEQUENCE, masked=masked), kind="send", overlappable=True)
-        )
-        for masked in (True, False)
-    )
-    assert told - untold == 4 * 3 * SEQUENCE // 2
-
-
 def test_exchanged_heads_are_less_traffic_the_more_ranks_share_a_sequence():
     # DeepSpeed-Ulysses (2023): 4 · N · h ÷ P numbers forward without grouped heads, here and again backward.
     arch = preset("llama2-7b")
@@ -216,10 +205,10 @@ def plans(draw: st.DrawFn) -> Plan:
     return plan
 
 
-@given(plan=plans(), masked=st.booleans())
+@given(plan=plans())
 @settings(deadline=None, max_examples=60, derandomize=True)
-def test_a_list_names_no_axis_of_one_rank_and_nothing_twice(plan, masked):
-    listed = traffic(preset("tiny-moe"), plan, 64, masked=masked)
+def test_a_list_names_no_axis_of_one_rank_and_nothing_twice(plan):
+    listed = traffic(preset("tiny-moe"), plan, 64)
     sizes = {
         "world": plan.world,
         "shard": plan.shards,

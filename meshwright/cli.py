@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from meshwright import __version__
-from meshwright.spec import exits
+from meshwright.spec import exits, schema
 from meshwright.spec.check import InputError
 from meshwright.spec.place import PlaceError
 from meshwright.verbs import advise, bench, clusters, config, convert, models, plan, rehearse, train, verify, words
@@ -30,6 +30,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
 
 
+def _unknown(flags: list[str], rest: list[str]) -> str:
+    """A setting that was written as a flag is shown as the word that it is."""
+    key, _, value = flags[0].lstrip("-").partition("=")
+    if not flags[0].startswith("-") or key not in schema.every_key():
+        return f"unknown: {' '.join(flags)}"
+    behind = rest[rest.index(flags[0]) + 1 :]
+    value = value or (behind[0] if behind and "=" not in behind[0] else "…")
+    return f"{flags[0]} is not a flag: settings are words, such as {key}={value}"
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The verb and its words."""
     parser = argparse.ArgumentParser(
@@ -45,7 +55,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options, rest = parser.parse_known_args(arguments)
     flags = [word for word in rest if word.startswith("-") or not hasattr(options, "words")]
     if flags:
-        parser.error(f"unknown: {' '.join(flags)}")
+        parser.error(_unknown(flags, rest))
     if rest:
         options.words += rest  # key=value words after a flag
     return options

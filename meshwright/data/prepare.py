@@ -154,6 +154,9 @@ def _tokenizer_problems(run: Run, listings: list[Listing]) -> list[Problem]:
     if texts and tokens:
         text = f"a tokenizer trained on {texts[0]} would not be the one that made the tokens of {tokens[0]}"
         return [Problem(text, "set data.tokenizer to the one that made them", "data.tokenizer")]
+    if texts and run.init.folder:
+        text = f"init.from = {run.init.folder} has no tokenizer, and one trained here would number its tokens otherwise"
+        return [Problem(text, "set data.tokenizer to the one that its weights were trained with", "data.tokenizer")]
     if texts and run.arch.vocab < tokenize.SMALLEST:
         text = f"arch.vocab = {run.arch.vocab} is too small to hold every byte and the end of a document"
         return [Problem(text, f"use at least {tokenize.SMALLEST}", "arch.vocab")]

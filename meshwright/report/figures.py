@@ -149,6 +149,7 @@ def _axes(most_gib: float, seconds: tuple[float, float], right: float, bottom: f
 def gantt(pipeline: Pipeline) -> str:
     """A lane for each rank, its actions in time."""
     timeline = pipeline.timeline
+    is_whole = pipeline.shown == pipeline.microbatches  # else a beginning and an end alone, where most is idle
     left, scale = 70.0, (WIDTH - 70 - 110) / timeline.seconds
     parts = []
     for rank, row in enumerate(timeline.rows):
@@ -158,13 +159,15 @@ def gantt(pipeline: Pipeline) -> str:
         for slot in row:
             second = slot.action.stage // len(timeline.rows) % 2 == 1
             parts += _action(slot, left + slot.start * scale, y, (slot.end - slot.start) * scale, second)
-        parts.append(svg.text(WIDTH - 100, y + LANE / 2 + 4, f"{timeline.bubbles[rank]:.1%} idle", class_="tick"))
+        if is_whole:
+            parts.append(svg.text(WIDTH - 100, y + LANE / 2 + 4, f"{timeline.bubbles[rank]:.1%} idle", class_="tick"))
     bottom = len(timeline.rows) * LANE
     for tick in ticks(timeline.seconds, most=8):
         x = left + tick * scale
         parts.append(svg.line(x, bottom, x, bottom + 5, class_="axis"))
         parts.append(svg.text(x, bottom + 19, f"{short(tick)} s", class_="tick middle"))
-    told = f"{len(timeline.rows)} ranks, {short(timeline.seconds)} seconds, {timeline.bubble:.1%} idle."
+    idle = f"{timeline.bubble:.1%} idle" if is_whole else "longer steps idle less"
+    told = f"{len(timeline.rows)} ranks, {short(timeline.seconds)} seconds, {idle}."
     return svg.drawing(WIDTH, bottom + 28, pipeline.title, told, parts)
 
 

@@ -205,7 +205,7 @@ class _Walk:
         talk = _talk(self.found)
         total = sum(talk.values()) / self.found.price.seconds
         most = max(talk, key=lambda name: talk[name], default="")
-        worst = f"; most of that is {most}" if most else ""
+        worst = f"; most of the rest is {most}" if most else ""
         asked = f"Does it scale (at least {SCALES:.0%} of the time not spent on one another)?"
         because = f"{1 - total:.0%} of {_time(self.found)}{worst}"
         if 1 - total >= SCALES:

@@ -18,7 +18,9 @@ def empty(question: Question) -> list[Problem]:
     fixed, gpus = question.fixed, question.cluster.gpus
     taken = math.prod(fixed.get(axis, 1) for axis in AXES)
     if taken < 1 or gpus % taken:
-        stated = " × ".join(f"plan.{axis} {fixed[axis]}" for axis in AXES if axis in fixed)
+        axes = [axis for axis in AXES if axis in fixed]
+        product_of = " × ".join(f"plan.{axis} {fixed[axis]}" for axis in axes)
+        stated = f"plan.{axes[0]}" if len(axes) == 1 else product_of
         return [Problem(f"{stated} = {taken} does not divide {gpus} GPUs", "fix other numbers, or take other machines")]
     if problem := _batch(question):
         return [problem]

@@ -98,8 +98,13 @@ def _moved(question: Question, plan: Plan, axis: str, degree: int) -> Neighbour:
     return Neighbour(change=f"{axis} {old} → {degree}", problem="no data axis has the ranks for it")
 
 
+def _said(value: Any) -> str:
+    """A value as run files have it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def _changed(question: Question, plan: Plan, name: str, value: Any, **others: Any) -> Neighbour:
-    change = f"{name} {getattr(plan, name)} → {value}"
+    change = f"{name} {_said(getattr(plan, name))} → {_said(value)}"
     changed = msgspec.structs.replace(plan, **{name: value}, **others)
     if changed.shard == 1 and changed.cp == 1 and changed.zero and name != "zero" and not changed.offload_weights:
         changed = msgspec.structs.replace(changed, zero=0)

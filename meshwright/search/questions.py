@@ -38,7 +38,8 @@ class Duration(msgspec.Struct, frozen=True, kw_only=True):
 
 def with_gpus(question: Question, gpus: int) -> Question:
     """The same question for another number of the same GPUs."""
-    return msgspec.structs.replace(question, cluster=msgspec.structs.replace(question.cluster, gpus=gpus))
+    machines = msgspec.structs.replace(question.cluster, gpus=gpus, name=f"{gpus}x{question.cluster.gpu.name}")
+    return msgspec.structs.replace(question, cluster=machines)
 
 
 def gpu_counts(question: Question) -> Iterator[int]:

@@ -13,9 +13,11 @@ from meshwright.spec.arch import Arch
 from meshwright.spec.check import InputError, Problem
 from meshwright.spec.resolve import Origins
 from meshwright.spec.run import Run
+from meshwright.spec.zoo import preset_names
 
 LARGEST_FILE = 1_000_000  # bytes; no run file written by a person comes near
 DEEPEST = 16  # files that extend each other
+UNSAID = "not stated"  # the origin of what a question left open
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,23 +65,23 @@ def examine(
         resolve.resolve_plan(table, origins, ranks, default_ranks)
         run = msgspec.convert(table, Run)
         loaded = Loaded(run=run, origins=origins)
-        found += [*resolve.rank_problems(run, ranks), *resolve.init_problems(run), *check.problems(run)]
+        found += [*resolve.rank_problems(run, ranks, origins), *resolve.init_problems(run), *check.problems(run)]
     return loaded, [placed(problem, origins) for problem in found]
 
 
 def ask(file: Path | None, overrides: Iterable[str] = (), *, arch: Arch | None = None) -> Asked:
     """The question that a file and a command line put: the mathematics is checked, and nothing of the plan decided.
 
-    `arch` takes the place of the file's.
+    `arch` takes the place of the file's. A folder that the weights will come from need not be there yet, where the
+    architecture is stated.
     """
-    overrides = list(overrides)
-    table, origins = _read(file) if file else _default(overrides)
+    table, origins = _read(file) if file else _open()
     if arch is not None:
         table["arch"] = msgspec.to_builtins(arch)
     found = [*_apply(overrides, table, origins), *schema.misfits(_without_preset(table))]
     for problem in found:
         _drop(table, problem.key)
-    incomplete = resolve.resolve_arch(table, origins)
+    incomplete = resolve.resolve_arch(table, origins, ahead=True)
     if found or incomplete:
         raise InputError([placed(problem, origins) for problem in (*found, *incomplete)])
     stated = table.pop("plan", {})
@@ -89,6 +91,11 @@ def ask(file: Path | None, overrides: Iterable[str] = (), *, arch: Arch | None =
         raise InputError(problems)
     written = {name: value for name, value in stated.items() if name not in said}
     return Asked(run=run, in_file=written, on_command_line=said, origins=origins)
+
+
+def _open() -> tuple[dict[str, Any], Origins]:
+    """Where nothing is stated yet."""
+    return {}, {"sequence": UNSAID, "batch": UNSAID}
 
 
 def _alone(table: dict[str, Any], stated: dict[str, Any]) -> dict[str, Any]:
@@ -155,6 +162,8 @@ def _text(file: Path) -> str:
     except UnicodeDecodeError as error:
         raise InputError([Problem(f"{file} is not UTF-8 text (byte {error.start})", "is it a run file?")]) from None
     except OSError as error:
+        if str(file) in preset_names():
+            raise InputError([Problem(f"{file} is a model, not a run file", f"write arch.preset={file}")]) from None
         raise InputError([Problem(f"{file}: {error.strerror}", "name a run file that can be read")]) from None
 
 

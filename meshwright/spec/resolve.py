@@ -19,14 +19,14 @@ from meshwright.spec.zoo import complete, preset_names, preset_table, unknown_pr
 Origins = dict[str, str]  # by dotted key
 
 
-def resolve_arch(table: dict[str, Any], origins: Origins) -> list[Problem]:
-    """Complete table["arch"] in place."""
+def resolve_arch(table: dict[str, Any], origins: Origins, *, ahead: bool = False) -> list[Problem]:
+    """Complete table["arch"] in place. `ahead` of time a folder may be missing, unless the architecture is in it."""
     stated = table.get("arch", {})
     name = stated.pop("preset", None)
     if name is not None and not (isinstance(name, str) and name in preset_names()):
         return [unknown_preset(name)]
     start, problems = _described(table)
-    if problems:
+    if problems and not (ahead and (name is not None or stated)):
         return problems
     base, origin = _base(name, start, table, bool(stated))
     if not base and not stated:
@@ -111,11 +111,16 @@ def _default_of(name: str) -> Any:
     return next(field.default for field in msgspec.structs.fields(Run) if field.name == name)
 
 
-def rank_problems(run: Run, ranks: int | None) -> list[Problem]:
+def rank_problems(run: Run, ranks: int | None, origins: Origins) -> list[Problem]:
     """The ranks that were asked for must be the plan's."""
     if ranks is None or ranks == run.plan.world:
         return []
     plan = run.plan
+    if origins.get("plan.replicate", "").startswith("derived"):
+        others = [f"{axis} {getattr(plan, axis)}" for axis in AXES if axis != "replicate" and getattr(plan, axis) > 1]
+        each = plan.world // plan.replicate
+        some = f"{each}, {2 * each} or {3 * each}"
+        return [Problem(f"{ranks} ranks are no multiple of {' × '.join(others)} = {each}", f"start {some} ranks")]
     axes = [f"{axis} {getattr(plan, axis)}" for axis in AXES if getattr(plan, axis) > 1] or ["replicate 1"]
     return [
         Problem(

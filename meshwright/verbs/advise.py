@@ -1,6 +1,7 @@
 """`meshwright advise`: the decision chart of large-model training, its questions answered by arithmetic."""
 
 import argparse
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,7 +38,7 @@ def advice(options: argparse.Namespace) -> int:
     if options.json:
         print(msgspec.json.encode(record(asked, found)).decode())
     else:
-        print("\n".join(told(asked, found)))
+        print("\n".join(words.wrapped(told(asked, found), words.room(sys.stdout))))
     return Exit.DONE if found.found is not None else Exit.DOES_NOT_FIT
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -49,6 +50,8 @@ def add(verbs: words.Verbs) -> None:
 
 def plan(options: argparse.Namespace) -> int:
     """The answer to whichever question was asked."""
+    if options.dollars is not None and options.tokens is None:
+        raise InputError([Problem("--dollars prices what --tokens takes", "add --tokens, for example 1.5e12")])
     return _question(options)(options)
 
 
@@ -119,7 +122,8 @@ def _place(text: str) -> int:
 
 
 def _amount(text: str) -> float:
-    number = float(text.replace("_", "").replace(",", ""))
-    if not 0 < number < 1e30:
-        raise argparse.ArgumentTypeError("a number above 0")
-    return number
+    with suppress(ValueError):
+        number = float(text.replace("_", "").replace(",", ""))
+        if 0 < number < 1e30:
+            return number
+    raise argparse.ArgumentTypeError(f"{text!r} should be a number above 0, such as 1.5e12")

@@ -1,6 +1,7 @@
 """One function for each question that `meshwright plan` answers about a model on some machines."""
 
 import argparse
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from meshwright.spec import resolve, zoo
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError, Problem
 from meshwright.verbs import plan_tables as tables
-from meshwright.verbs import plan_write
+from meshwright.verbs import plan_write, words
 from meshwright.verbs.plan_question import Put, put
 from meshwright.verbs.plan_words import as_record, plan_words
 
@@ -31,7 +32,7 @@ def show(options: argparse.Namespace, record: dict[str, Any], lines: Iterable[st
     if options.json:
         print(msgspec.json.encode(record).decode())
         return
-    for line in lines:
+    for line in words.wrapped(lines, words.room(sys.stdout)):
         print(line)
 
 
@@ -48,7 +49,8 @@ def best(options: argparse.Namespace) -> int:
 def announce(options: argparse.Namespace, asked: Put) -> None:
     """What is asked, before it is answered: a person sees at once that the question was understood."""
     if not options.json:
-        print(*tables.heading(asked, asked.question), "", sep="\n", flush=True)
+        heading = words.wrapped(tables.heading(asked, asked.question), words.room(sys.stdout))
+        print(*heading, "", sep="\n", flush=True)
 
 
 def searched(question: Question, top: int) -> Answer:
@@ -66,15 +68,18 @@ def _told(options: argparse.Namespace, asked: Put, question: Question, answer: A
     chosen = msgspec.structs.replace(question, batch=job.plan.batch, **kinds)
     beside = explain.beside(chosen, first.plan)
     record = _record(asked, question, answer) | {"neighbours": msgspec.to_builtins(beside)}
-    lines = [*tables.ranking(answer), "", *tables.counted(answer.counts), ""]
+    lines = [*tables.ranking(answer, words.room(sys.stdout)), "", *tables.counted(answer.counts), ""]
     lines += [f"Why the first: {explain.why(first)}", "One choice changed:", *tables.neighbours(first, beside)]
     if options.tokens is not None:
         span = questions.duration(first, options.tokens, options.dollars)
         record["duration"] = msgspec.to_builtins(span)
         lines += ["", *tables.lasting(span)]
     if options.write:
-        plan_write.write(Path(options.write), plan_write.run_of(asked, first), options.force)
+        run = plan_write.run_of(asked, first)
+        plan_write.write(Path(options.write), run, options.force)
         lines += ["", f"written: {options.write} (train it with: meshwright train {options.write})"]
+        if unsaid := plan_write.left_open(asked, run):
+            lines += [f"not the planner's to choose, so set it there first: {', '.join(unsaid)}"]
     show(options, record, lines)
     return 0
 
@@ -163,7 +168,8 @@ def gpus_needed(options: argparse.Namespace) -> int:
     question = questions.with_gpus(asked.question, gpus)
     record = _record(asked, question, answer) | {"gpus": gpus}
     lines = [f"{gpus} {question.cluster.gpu.name} are needed at least.", *tables.heading(asked, question), ""]
-    show(options, record, [*lines, *tables.ranking(answer), "", explain.why(answer.found[0])])
+    ranking = tables.ranking(answer, words.room(sys.stdout))
+    show(options, record, [*lines, *ranking, "", explain.why(answer.found[0])])
     return 0
 
 

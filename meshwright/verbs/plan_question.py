@@ -75,7 +75,7 @@ def _asked(target: str | None, overrides: list[str], arch: Arch | None) -> tuple
         return load.ask(None, overrides, arch=arch), "a model"
     if target is None:
         remedy = "name a model of `meshwright models`, a run file, or a Hugging Face folder or config.json"
-        raise InputError([Problem("plan needs to know what to plan for", remedy)])
+        raise InputError([Problem("no model is named", remedy)])
     if target in zoo.preset_names():
         return load.ask(None, [f"arch.preset={target}", *overrides]), target
     path = Path(target)
@@ -98,13 +98,13 @@ def _machines(options: argparse.Namespace, asked: Asked) -> str:
     text = options.cluster or asked.run.goal.cluster
     if not text:
         remedy = "add --cluster 64xh100, or [goal] cluster to the run file; `meshwright clusters` lists the cards"
-        raise InputError([Problem("plan needs to know the machines", remedy)])
+        raise InputError([Problem("no machines are named", remedy)])
     return text
 
 
 def _sizes(asked: Asked, assumed: list[str]) -> tuple[int, int]:
-    """Sequence and batch: as stated, and not those of the default run, which is about another model."""
-    run, unsaid = asked.run, {key for key in ("sequence", "batch") if asked.origins.get(key) == "default run"}
+    """Sequence and batch: as stated, or what such a model is usually trained with."""
+    run, unsaid = asked.run, {key for key in ("sequence", "batch") if asked.origins.get(key) == load.UNSAID}
     sequence, batch = run.sequence, run.batch
     if "sequence" in unsaid:
         sequence = min(run.arch.context, LONGEST)

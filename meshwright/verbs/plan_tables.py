@@ -38,20 +38,23 @@ def heading(put: Put, question: Question) -> Iterator[str]:
         yield f"assumed: {', '.join(put.assumed)}"
 
 
-def ranking(answer: Answer) -> Iterator[str]:
-    """The best plans, best first."""
-    words = _distinct(answer)
-    width = max(map(len, [*words, "plan"]))
-    columns = f"{'s a step':>8}  {'interval':>13}  {'tokens/s/GPU':>12}  {'MFU':>6}  {'GiB':>6}  {'spare':>7}"
-    yield f"{'':>2}  {'plan':<{width}}  {columns}"
-    for place, (found, plan) in enumerate(zip(answer.found, words, strict=True), 1):
+def ranking(answer: Answer, columns: int | None = None) -> Iterator[str]:
+    """The best plans, best first; on a terminal with fewer columns than that takes, figures go below their plan."""
+    plans = _distinct(answer)
+    width = max(map(len, [*plans, "plan"]))
+    names = f"{'s a step':>8}  {'interval':>13}  {'tokens/s/GPU':>12}  {'MFU':>6}  {'GiB':>6}  {'spare':>7}"
+    is_narrow = columns is not None and width + len(names) + 6 > columns
+    between = f"\n{'':>4}" if is_narrow else "  "
+    yield from f"{'':>2}  {'plan':<{width}}{between}{names}".splitlines()
+    for place, (found, plan) in enumerate(zip(answer.found, plans, strict=True), 1):
         price = found.price
         interval = f"{short(price.low_seconds)} – {short(price.high_seconds)}"
-        yield (
-            f"{place:>2}  {plan:<{width}}  {short(price.seconds):>8}  {interval:>13}  "
+        figures = (
+            f"{short(price.seconds):>8}  {interval:>13}  "
             f"{price.tokens_per_second_per_gpu:>12,.0f}  {price.mfu:>6.1%}  {gib(found.peak_bytes):>6}  "
             f"{gib(found.fit.headroom_bytes):>6}{'?' if found.is_tight else ' '}"
         )
+        yield from f"{place:>2}  {plan:<{width}}{between}{figures}".splitlines()
     if any(found.is_tight for found in answer.found):
         yield "? The interval of its memory reaches beyond the card: try it before relying on it."
     yield f"Times within {TOLD_APART:.0%} count as equal: the simpler plan is first, then the one with more to spare."

@@ -19,13 +19,24 @@ def run_of(put: Put, found: Found) -> Run:
     goal = Goal(
         cluster=put.machines if same else found.job.cluster.name, network=asked.goal.network, vary=put.question.vary
     )
-    name = asked.name if asked.name != "starter" else f"{put.model}-{found.job.cluster.name}"
+    name = asked.name if "name" in put.asked.origins else f"{put.model}-{found.job.cluster.name}"
     optim = msgspec.structs.replace(asked.optim, rounding=found.job.rounding, states=found.job.states)
     chosen = {"sequence": found.job.sequence, "batch": found.plan.batch, "plan": found.plan, "optim": optim}
     run = msgspec.structs.replace(asked, name=name, goal=goal, **chosen)
     if problems := check.problems(run):
         raise InputError(problems)
     return run
+
+
+def left_open(put: Put, run: Run) -> list[str]:
+    """Of what decides a training, that which nobody has stated, with the values that stand for it."""
+    values = {
+        "steps": run.steps,
+        "data.source": run.data.source,
+        "optim.rate": run.optim.rate,
+        "optim.warmup": run.optim.warmup,
+    }
+    return [f"{key} = {value}" for key, value in values.items() if key not in put.asked.origins]
 
 
 def write(file: Path, run: Run, force: bool) -> None:

@@ -1,10 +1,12 @@
 """Words that several verbs share: how they are read, and how people are told."""
 
 import argparse
+import shutil
 import sys
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TypeAlias
+from typing import TextIO, TypeAlias
 
 from meshwright.spec.check import InputError, Problem
 
@@ -46,6 +48,28 @@ def say_to(machine: bool) -> Callable[[str], None]:
     """Where people are told: a program's answer has standard output to itself."""
     stream = sys.stderr if machine else sys.stdout
     return lambda text: print(text, file=stream, flush=True)
+
+
+def room(stream: TextIO) -> int | None:
+    """Columns of a terminal; a pipe has as many as it takes."""
+    return shutil.get_terminal_size().columns if stream.isatty() else None
+
+
+def wrapped(lines: Iterable[str], columns: int | None) -> Iterator[str]:
+    """Lines that are longer than the terminal, broken between words."""
+    for line in lines:
+        if columns is None or len(line) <= columns:
+            yield line
+            continue
+        indent = line[: len(line) - len(line.lstrip())]
+        yield from textwrap.wrap(
+            line.strip(),
+            columns,
+            initial_indent=indent,
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
 
 
 def told(error: Exception) -> str:

@@ -75,6 +75,12 @@ def test_words_the_program_does_not_know_are_two(words, capsys):
     assert capsys.readouterr().err
 
 
+def test_a_setting_that_is_written_as_a_flag_is_shown_as_a_word(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--optim.rate=1e-3"])
+    assert "settings are words, such as optim.rate=1e-3" in capsys.readouterr().err
+
+
 def test_training_without_torch_says_so_in_one_line(capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "torch" else object())
     assert cli.main(["train"]) == 2

@@ -12,7 +12,7 @@ from meshwright.data import tokenize
 from meshwright.data.prepare import prepare, problems
 from meshwright.data.source import listing
 from meshwright.spec.check import InputError
-from meshwright.spec.run import Data, Source
+from meshwright.spec.run import Data, Init, Source
 
 STORY = "It was the best of times, it was the worst of times, it was the age of wisdom.\n"
 
@@ -123,6 +123,14 @@ def test_text_and_tokens_may_be_mixed_with_the_tokenizer_of_the_tokens(text, mak
     assert corpus.tokenizer == tokenizer
     (problem,) = problems(make_run(Data(mix=mix)))
     assert problem.key == "data.tokenizer"
+
+
+def test_weights_of_a_folder_are_not_given_another_tokenizers_numbers(text, make_tokens, make_run):
+    started = msgspec.structs.replace(make_run(Data(source=str(text))), init=Init(folder="somewhere"))
+    (problem,) = problems(started)
+    assert "somewhere has no tokenizer" in problem.text
+    ready = Data(source=str(make_tokens("a.bin", 200)))
+    assert problems(msgspec.structs.replace(make_run(ready), init=Init(folder="somewhere"))) == []
 
 
 def test_a_tokenizer_must_fit_the_model(text, make_run, tmp_path):

@@ -83,7 +83,7 @@ def test_a_slow_network_is_found_out_and_gone_around():
     advice = advise(slow)
     scales = next(step for step in advice.steps if step.question.startswith("Does it scale"))
     assert scales.answer == "no"
-    assert scales.because.endswith("most of that is replicate")
+    assert scales.because.endswith("most of the rest is replicate")
     assert "DDP with a low-precision hook" in names(advice)
     assert advice.found is not None
     assert advice.found.price.seconds < 1.0  # copies over this network would take more than ten

@@ -58,7 +58,7 @@ def test_a_schedule_that_cannot_be_compiled_is_beside_one_that_is():
     assert found["schedule 1f1b → zbv"].plan is not None
     assert not found["schedule 1f1b → zbv"].plan.compile
     assert found["schedule 1f1b → interleaved"].plan.compile
-    assert not found["compile True → False"].plan.compile
+    assert not found["compile true → false"].plan.compile
     fixed = msgspec.structs.replace(ASKED, fixed={"compile": True})
     zbv = next(each for each in neighbours(fixed, compiled) if each.change == "schedule 1f1b → zbv")
     assert "plan.compile" in zbv.problem

@@ -7,9 +7,14 @@ import pytest
 
 from meshwright import cli
 from meshwright.search.found import TOLD_APART, notch
+from meshwright.search.order import search
+from meshwright.search.question import Question
 from meshwright.spec import load
+from meshwright.spec.cluster import cluster as machines
+from meshwright.spec.stack import stacks
 from meshwright.spec.zoo import preset
-from meshwright.verbs import plan_answers
+from meshwright.verbs import plan_answers, words
+from meshwright.verbs import plan_tables as tables
 
 ALPACA = (
     "plan llama-7b --cluster 4xa100-80g --sequence 512 "
@@ -53,8 +58,8 @@ def test_plans_come_in_order_with_everything_scripts_need(capsys):
 
 def test_the_table_says_why_and_what_else(capsys):
     text = told(capsys, SMALL, "--tokens", "1e9", "--dollars", "2")
-    for words in ("tokens/s/GPU", "legal plans", "Why the first", "One choice changed", "GPU-hours", "dollars"):
-        assert words in text
+    for word in ("tokens/s/GPU", "legal plans", "Why the first", "One choice changed", "GPU-hours", "dollars"):
+        assert word in text
 
 
 def test_a_fixed_field_is_kept(capsys):
@@ -182,11 +187,47 @@ def test_nothing_fits_is_three_with_the_nearest_and_what_would(capsys):
     assert "What would fit" in text
 
 
+def test_a_written_run_says_what_the_planner_did_not_choose(capsys, tmp_path):
+    file = tmp_path / "planned.toml"
+    text = told(capsys, SMALL, "optim.rate=1e-4", "--write", str(file))
+    assert "steps = 100, data.source = stdlib, optim.warmup = 0" in text
+    assert "optim.rate" not in text.split("written:")[1]
+    run = load.load(file).run
+    assert (run.steps, run.optim.rate, run.held.prompt) == (100, 1e-4, "")  # nothing of the default run
+
+
+def test_weights_that_will_come_from_a_folder_need_not_be_there_to_plan(capsys, tmp_path):
+    file = tmp_path / "second.toml"
+    file.write_text('sequence = 512\nbatch = 8\n[arch]\npreset = "tiny"\n[init]\nfrom = "runs/first"\n')
+    assert "plan" in told(capsys, "plan", str(file), "--cluster", "8xh100")
+    file.write_text('sequence = 512\nbatch = 8\n[init]\nfrom = "runs/first"\n')
+    assert "runs/first" in told(capsys, "plan", str(file), "--cluster", "8xh100", code=2)
+
+
+def test_a_narrow_terminal_has_figures_below_their_plans():
+    cluster, stack = machines("64xh100"), stacks()["meshwright"]
+    asked = Question(arch=preset("llama3-8b"), sequence=8192, batch=64, precision="bf16", cluster=cluster, stack=stack)
+    found = search(asked, 3)
+    wide, narrow = (list(tables.ranking(found, columns)) for columns in (None, 80))
+    assert len(narrow) - len(wide) == 1 + len(found.found)
+    assert [" ".join(line.split()) for line in wide[:1]] == [" ".join(" ".join(narrow[:2]).split())]
+
+
+def test_lines_are_broken_between_words_on_a_terminal():
+    line = "  one two three four"
+    assert list(words.wrapped([line], None)) == [line]
+    assert list(words.wrapped([line], 12)) == ["  one two", "  three four"]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("plan --cluster 8xh100", "what to plan for"),
+        ("plan --cluster 8xh100", "no model is named"),
         ("plan llama3-8b", "--cluster"),
+        ("plan llama3-8b --cluster 8xh100 --dollars 2", "add --tokens"),
+        ("plan llama3-8b --cluster 8xh100 plan.tp=3", "plan.tp = 3 does not divide 8 GPUs"),
+        ("train llama3-8b", "write arch.preset=llama3-8b"),
+        ("train --ranks 3 plan.tp=2", "start 2, 4 or 6 ranks"),
         ("plan llama3-9b --cluster 8xh100", "llama3-8b"),
         ("plan llama3-8b --cluster 8xh1000", "h100"),
         ("plan llama3-8b --cluster 8xh100 plan.tp=16", "does not divide 8 GPUs"),

@@ -22,17 +22,32 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @lru_cache(maxsize=4096)
-def span(ranks: int, stride: int, domain: int) -> Span:
-    """Ranks a stride apart, laid into domains in order: neighbours share one as long as it has room."""
+def span(ranks: int, stride: int, domain: int, alone: bool = False) -> Span:
+    """Ranks a stride apart, laid into domains in order: neighbours share one as long as it has room.
+
+    Groups that do not fill domains evenly lie across their borders, unless one domain holds all of them (`alone`).
+    """
     room = max(domain // stride, 1)
-    local = ranks if ranks <= room else math.gcd(ranks, room)
+    is_inside = ranks <= room and (alone or _fills(ranks * stride, domain))
+    local = ranks if is_inside else math.gcd(ranks, room)
     return Span(local=local, domains=ranks // local)
 
 
+def _fills(extent: int, domain: int) -> bool:
+    """Whether groups of an extent divide a domain, or the largest power of two in it: of 72 ranks 64 are used so."""
+    return domain % extent == 0 or 2 ** (domain.bit_length() - 1) % extent == 0
+
+
 def axis_span(axis: Axis, plan: Plan, cluster: Cluster) -> Span:
-    """The group of an axis. The plan's axes lie outermost to innermost as pp, replicate, shard, cp, tp."""
+    """The group of an axis. The plan's axes lie outermost to innermost as pp, replicate, shard, cp, tp.
+
+    Of a pipeline in several domains some neighbours are in two, and the slowest message sets the pace of all.
+    """
     ranks, stride = _reach(axis, plan)
-    return span(ranks, stride, cluster.domain)
+    alone = plan.world <= cluster.domain
+    if axis in ("pp", "tied") and not alone:
+        stride = max(stride, cluster.domain)
+    return span(ranks, stride, cluster.domain, alone)
 
 
 def _reach(axis: Axis, plan: Plan) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from meshwright.cost.memory_work import Work
 
 CODE = 33 / 32  # bytes of a number: its code, and its share of a scale of four bytes for 128 of them
 SMALL = 64 * 1024  # bytes below which a tensor is left as it is, as in parallel/compress.py
-STATISTIC = 1 / 16  # of a block's input: what has fewer numbers is kept exact, as there
+STATISTIC = 1 / 16  # of a block's input: what has no more numbers is kept exact, as there
 ATTENTION_PRODUCTS = 3  # that read the same input: queries, keys and values
 
 
@@ -86,7 +86,7 @@ def _codable(work: Work, mixture: bool) -> tuple[float, float]:
     in_norms = 2 * work.split * arch.hidden * (2 if arch.norm == "rms" and not work.fused_norm else 1)
     attended = work.whole * (2 * arch.q_width + 2 * arch.kv_width + arch.q_width * work.out_copies) / tp + work.mask
     exponents = _exponents(work)
-    if exponents * work.wide < SMALL or arch.heads < arch.hidden * STATISTIC:
+    if exponents * work.wide < SMALL or arch.heads <= arch.hidden * STATISTIC:
         exponents = 0.0
     numbers = in_norms + attended + exponents
     size = norms + attended * work.narrow + exponents * work.wide + work.entering

@@ -102,7 +102,7 @@ def _has_kernels(job: Job) -> bool:
 def _has_dense_mask(job: Job) -> bool:
     """Whether attention within documents reads a mask of all pairs; a ring meets them piece by piece.
 
-    Kernels of ours need none, in the precisions and for the heads of kernels/documents.py.
+    On a GPU kernels of ours need none, in the precisions and for the heads of kernels/documents.py.
     """
     plan = job.plan
     if plan.cp > 1 and plan.cp_kind == "ring":

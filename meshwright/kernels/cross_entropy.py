@@ -54,7 +54,8 @@ def weighed_loss(
     Returned times `weight`, to be differentiated, and as it is. Of a part, the gradient of x is that part's share.
     """
     part = part or whole(len(projection))
-    return _Projected.apply(x.flatten(0, -2), projection, targets.flatten(), weight, part, kernels)
+    trains = torch.is_grad_enabled()  # which autograd's functions are not told
+    return _Projected.apply(x.flatten(0, -2), projection, targets.flatten(), weight, part, kernels, trains)
 
 
 def rows_of(vocab: int, itemsize: int) -> int:
@@ -65,11 +66,18 @@ def rows_of(vocab: int, itemsize: int) -> int:
 class _Projected(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, projection: Tensor, targets: Tensor, weight: Tensor, part: Part, kernels: Kernels
+        ctx: Any,
+        x: Tensor,
+        projection: Tensor,
+        targets: Tensor,
+        weight: Tensor,
+        part: Part,
+        kernels: Kernels,
+        trains: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.kernels = kernels
         rows = min(rows_of(part.largest, x.element_size()), len(x))
-        trains = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        trains = trains and (ctx.needs_input_grad[0] or ctx.needs_input_grad[1])
         to_x = torch.empty_like(x) if trains else None
         to_projection = _Sum(projection, chunks=-(-len(x) // rows))
         losses = torch.empty(len(x), dtype=_wide(x), device=x.device)
@@ -93,7 +101,7 @@ class _Projected(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         to_x, to_projection = (scaled(kept, gradients[0], ctx.kernels) for kept in ctx.saved_tensors)
-        return to_x, to_projection, None, None, None, None
+        return to_x, to_projection, None, None, None, None, None
 
 
 class _Sum:

@@ -24,7 +24,10 @@ def grouped(optimizer: "AdamW", make: Callable[[list[int]], Group]) -> Update:
         if key not in groups:
             groups[key] = make(indices)
         weights = [optimizer.weights[i] for i in indices]
-        gradients = [local(torch.zeros_like(weight) if weight.grad is None else weight.grad) for weight in weights]
+        given = next((weight.grad.dtype for weight in weights if weight.grad is not None), None)  # one kernel, one type
+        gradients = [
+            local(torch.zeros_like(weight, dtype=given) if weight.grad is None else weight.grad) for weight in weights
+        ]
         moves = Moves(rate, optim.beta1, optim.beta2, optim.eps, optimizer.count, verdict.factor, verdict.finite)
         groups[key].update(gradients, decay, moves)
 

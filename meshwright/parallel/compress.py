@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.attention.flex_attention import BlockMask
 
 from meshwright.parallel.anatomy import Absent, Anatomy
 from meshwright.parallel.away import Lane, Load, Sent
@@ -24,7 +25,8 @@ from meshwright.spec.plan import Plan
 
 SMALL = 64 * 1024  # bytes; a smaller tensor is not worth its launches
 # Log-sum-exps and norms' statistics are a head's or a row's width below activations, and exponents: an error there is
-# an error of everything they scale. What has less than this share of a block's input is one of them.
+# an error of everything they scale. What has no more than this share of a block's input is one of them: heads of 16 and
+# wider.
 STATISTIC = 1 / 16
 # Queries, keys, values and attention's result are saved with a dimension for the heads. The backward puts them through
 # an exponential again: in fp8, with 3 bits behind the first, a weight's gradient was off by 15 %, in int8 by 2 %.
@@ -135,7 +137,7 @@ class Memory:
             return "whole"
         if tensor.dtype == torch.bool:
             return "bits"
-        if not tensor.is_floating_point() or tensor.numel() < self.least:
+        if not tensor.is_floating_point() or tensor.numel() <= self.least:
             return "whole"
         if tensor.dim() == HEADED:
             return "whole" if _is_bias(tensor) else "int8"
@@ -194,6 +196,8 @@ def _largest(given: Iterable[Tensor]) -> int:
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
+    elif isinstance(value, BlockMask):
+        yield from _tensors(value.as_tuple())
     elif isinstance(value, dict):
         yield from _tensors(tuple(value.values()))
     elif isinstance(value, (tuple, list)):

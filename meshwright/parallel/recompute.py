@@ -29,12 +29,14 @@ Forward = Callable[..., Any]
 
 # What `selective` keeps, by the packet of operators: matrix products, attention, and collectives that return their
 # result. Collectives that write into a buffer they are given return nothing that could be kept, and are issued again.
+# So is attention within documents where blocks are not compiled: torch does not see into what it has compiled apart.
 KEPT = {
     torch.ops.aten.mm,
     torch.ops.aten.addmm,
     torch.ops.aten.bmm,
     torch.ops.aten.baddbmm,
     torch.ops.aten.linear,
+    torch.ops.aten._scaled_mm,
     torch.ops.aten._scaled_dot_product_flash_attention,
     torch.ops.aten._scaled_dot_product_efficient_attention,
     torch.ops.aten._scaled_dot_product_cudnn_attention,

@@ -9,6 +9,7 @@ from meshwright.spec.run import Run
 from meshwright.spec.schedule import Schedule, misfits
 
 SPLIT_BACKWARD: tuple[Schedule, ...] = ("zb1p", "zbv", "dualpipev")  # for a block's input, and later for its weights
+FP8_MULTIPLE = 16  # of every dimension of a product, the summed one too
 
 
 def _batch(run: Run) -> Iterator[Problem]:
@@ -27,6 +28,9 @@ def _precision(run: Run) -> Iterator[Problem]:
     if plan.precision == "fp8" and plan.tp > 1:
         what = f"plan.precision = fp8 multiplies whole matrices, and plan.tp = {plan.tp} cuts them"
         yield Problem(what, "use plan.tp = 1 and plan.shard, or plan.precision = bf16", "plan.precision")
+    if plan.precision == "fp8" and (tokens := plan.microbatch * run.sequence // plan.cp) % FP8_MULTIPLE:
+        what = f"plan.precision = fp8 sums over the {tokens} tokens of a microbatch, no multiple of {FP8_MULTIPLE}"
+        yield Problem(what, "use a sequence or a microbatch that makes it one, or plan.precision = bf16", "sequence")
     if plan.precision == "fp8" and plan.deterministic:
         what = "plan.precision = fp8 finds its scales from whole tensors, and plan.deterministic cuts them otherwise"
         yield Problem(what, "use plan.precision = bf16, or leave plan.deterministic out", "plan.precision")

@@ -39,8 +39,11 @@ def continuation(chunks: Sequence[nn.Module], run: Run, tokenizer: Path, opening
 
 
 def next_logits(chunks: Sequence[nn.Module], run: Run, window: Tensor, mesh: Mesh) -> Tensor | None:
-    """Logits of the token after a window, where the last stage is. What follows a position cannot change it, so a
-    window that must be cut into equal slices is filled up behind its end."""
+    """Logits of the token after a window, where the last stage is.
+
+    What follows a position cannot change it, so a window that must be cut into equal slices is filled up behind its
+    end. Experts that have a capacity or choose their tokens do see what follows: there the text is another.
+    """
     length = window.shape[1]
     filled = F.pad(window, (0, run.sequence - length)) if run.plan.cp * run.plan.tp > 1 else window
     index = torch.arange(filled.shape[1], device=mesh.device).expand_as(filled)
@@ -60,7 +63,8 @@ def author(run: Run, mesh: Mesh) -> int:
 
 
 def draw(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
-    """One token: the likeliest at temperature 0, else by its probability."""
-    if temperature == 0:
+    """One token: the likeliest at temperature 0, or so near to it that no probabilities can be had, else by its own."""
+    scaled = logits / temperature if temperature else logits
+    if temperature == 0 or not scaled.isfinite().all():
         return logits.argmax(keepdim=True)
-    return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+    return torch.multinomial(scaled.softmax(-1), 1, generator=generator)

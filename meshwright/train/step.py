@@ -96,7 +96,13 @@ def losses(model: nn.Module, plan: Plan, mesh: Mesh, weight: Tensor, batch: Batc
 
 
 def held_loss(chunks: Sequence[nn.Module], run: Run, mesh: Mesh, batch: Batch) -> Tensor:
-    """The same without gradients, under any plan; zero on ranks whose stage is not the last."""
+    """The same without gradients, under any plan; zero on ranks whose stage is not the last.
+
+    Where training has only some logits at a time, so has this: a plan that fits must not fail here.
+    """
+    if fused.has_loss(chunks[0]):
+        with tensor.loss_context(run.plan):
+            return losses(chunks[0], run.plan, mesh, torch.ones((), device=mesh.device), batch)[1]
     logits = forward_only(chunks, run, mesh, batch)
     if logits is None:
         return torch.zeros((), device=mesh.device)

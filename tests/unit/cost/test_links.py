@@ -28,7 +28,7 @@ powers = st.integers(0, 6).map(lambda exponent: 2**exponent)
     ("ranks", "stride", "local", "domains"),
     [
         *((8, 1, 8, 1), (16, 1, 8, 2), (4, 2, 4, 1), (8, 2, 4, 2), (2, 8, 1, 2), (4, 16, 1, 4)),
-        *((3, 1, 3, 1), (12, 1, 4, 3), (24, 1, 8, 3)),
+        *((3, 1, 1, 3), (12, 1, 4, 3), (24, 1, 8, 3)),
     ],
 )
 def test_ranks_fill_one_domain_after_the_other(ranks, stride, local, domains):
@@ -47,6 +47,21 @@ def test_axes_lie_from_pp_outside_to_tp_inside():
     assert axis_span("shard", plan, NODE) == Span(local=2, domains=2)  # every 4th rank: two of them in a node of 8
     assert axis_span("replicate", plan, NODE) == Span(local=1, domains=2)
     assert axis_span("pp", plan, NODE) == Span(local=1, domains=2)
+
+
+def test_a_pipeline_across_nodes_is_as_slow_as_the_message_between_them():
+    within = Plan(pp=4, cp=2, microbatch=1)
+    assert axis_span("pp", within, NODE) == Span(local=2, domains=1)
+    across = Plan(pp=4, cp=4, microbatch=1)  # two stages a node
+    assert axis_span("pp", across, NODE) == Span(local=1, domains=2)
+
+
+def test_groups_that_do_not_fill_a_node_lie_across_its_border():
+    many = Plan(replicate=8, tp=3, microbatch=1)  # 24 ranks: 6, 7 and 8 are a group
+    assert axis_span("tp", many, NODE).domains > 1
+    few = Plan(replicate=2, tp=3, microbatch=1)  # all in one node
+    assert axis_span("tp", few, NODE) == Span(local=3, domains=1)
+    assert span(64, 1, domain=72) == Span(local=64, domains=1)
 
 
 def test_copies_without_sharding_are_neighbours_but_for_tp():

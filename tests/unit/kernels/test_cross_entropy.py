@@ -6,11 +6,11 @@ import torch.nn.functional as F
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from kernel_cases import STEP, STRIDES, TYPES, assert_near, draw, interpreted
-from loss_cases import ROUNDING, WEIGHT, assert_exact, gradient_over, in_parts, some_targets
+from loss_cases import ROUNDING, WEIGHT, answering, assert_exact, gradient_over, in_parts, some_targets
 
 from meshwright.kernels import cross_entropy
 from meshwright.kernels import logits as logits_kernels
-from meshwright.kernels.cross_entropy import IGNORE, softmax_gradient, weighed_loss, whole
+from meshwright.kernels.cross_entropy import IGNORE, Part, softmax_gradient, weighed_loss, whole
 
 KERNELS = ["plain", pytest.param("fused", marks=interpreted)]
 
@@ -122,6 +122,41 @@ def test_logits_of_one_chunk_exist_at_a_time(monkeypatch):
     )
     weighed_loss(draw((1, 10, 6), torch.float32, 1), draw((20, 6), torch.float32, 2), some_targets(10, 20), WEIGHT)
     assert seen == [(4, 20), (4, 20), (2, 20)]
+
+
+def test_without_gradients_nothing_is_multiplied_for_them(monkeypatch):
+    x, projection = (draw(shape, torch.float32, 1).requires_grad_() for shape in ((1, 10, 6), (20, 6)))
+    made = []
+    monkeypatch.setattr(cross_entropy._Sum, "add", lambda self, gradient, x: made.append(x))
+    with torch.no_grad():
+        weighed, _ = weighed_loss(x, projection, some_targets(10, 20), WEIGHT)
+    assert made == []
+    assert not weighed.requires_grad
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_target_far_beneath_another_parts_logits_keeps_its_gradient(kernels):
+    """A factor so small that bf16 has no number for it would take the target's gradient with it."""
+    logits, targets = draw((4, 40), torch.bfloat16, 1), torch.tensor([3, 7, 0, 19])
+    logits[:, 20:] += 100.0
+    weight = torch.tensor(2.5e-7)
+    told: list[torch.Tensor] = []
+    for among in (torch.amax, torch.sum, torch.sum, None):
+        heard = []
+        for first in (0, 20):
+            said: list[torch.Tensor] = []
+            answer = answering(told, said)
+            part = Part(first=first, largest=20, ranks=2, highest=answer, added=answer)
+            piece = logits[:, first : first + 20].clone()
+            _, factors = softmax_gradient(piece, targets, weight, part, kernels)
+            heard.append(said)
+            if among is None and first == 0:
+                rows = torch.ones(4, 8, dtype=torch.bfloat16)
+                entering = rows if factors is None else torch.mul(rows, factors, out=torch.empty_like(rows))
+                gradient = (piece.t().float() @ entering.float())[targets]
+                torch.testing.assert_close(gradient, torch.full_like(gradient, -2.5e-7), rtol=0.02, atol=0.0)
+        if among is not None:
+            told.append(among(torch.stack([said[len(told)] for said in heard]), 0))
 
 
 def test_narrow_logits_give_a_wide_loss_and_narrow_gradients():

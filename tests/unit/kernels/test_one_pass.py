@@ -5,9 +5,15 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from kernel_cases import STEP, TYPES, assert_near, draw, interpreted
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright.kernels.adamw import BLOCK, Group, Moves
+from meshwright.kernels.choose import Kernels
+from meshwright.optim.adamw import AdamW
+from meshwright.optim.clip import Verdict
+from meshwright.parallel import shadow
+from meshwright.spec.plan import Plan
+from meshwright.spec.run import Optim
 
 RATE, BETA1, BETA2, EPS, DECAY = 1e-2, 0.9, 0.95, 1e-8, 0.1
 Shapes = list[tuple[int, ...]]
@@ -78,3 +84,19 @@ def test_a_gradient_that_is_not_finite_moves_nothing(narrow):
     group.update([torch.full((40,), float("nan")), torch.ones(7, 9)], DECAY, moves(1, 1.0, finite=0.0))
     after = [*group.masters, *group.first, *group.second, *group.copies]
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+@interpreted
+def test_a_weight_without_a_gradient_does_not_change_what_others_are_read_as():
+    def moved(kernels: Kernels) -> list[Tensor]:
+        plan = Plan(microbatch=1, precision="bf16", shadow=True, accumulate=2, kernels=kernels)
+        model = nn.ParameterDict({name: draw((32, 32), torch.float32, 1) for name in ("spare", "used")})
+        shadow.attach([model], plan)
+        optimizer = AdamW(Optim(rate=RATE, weight_decay=0.0), model.parameters(), plan)
+        model["used"].grad = draw((32, 32), torch.float32, 2)
+        one = torch.ones((), dtype=torch.float64)
+        optimizer.step(RATE, Verdict(one, one, one, one))
+        return [shadow.wide(weight) for weight in model.values()]
+
+    for mine, theirs in zip(moved("fused"), moved("plain"), strict=True):
+        assert_near(mine, theirs, STEP[torch.float32])

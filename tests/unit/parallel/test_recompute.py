@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshwright.kernels.linear8 import Linear8
 from meshwright.models.decoder import Decoder
 from meshwright.parallel import recompute
 from meshwright.parallel.anatomy import Absent, Anatomy
@@ -143,3 +145,24 @@ def test_a_forward_without_gradients_keeps_nothing_and_is_the_same():
     tokens = torch.arange(16).view(2, 8)
     with torch.no_grad():
         assert torch.equal(plain(tokens, tokens), anew(tokens, tokens))
+
+
+class Products(TorchDispatchMode):
+    """Counts products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten._scaled_mm)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("linear", [nn.Linear, Linear8])
+def test_by_operation_no_product_is_computed_anew(linear):
+    block = nn.Sequential(linear(64, 64, bias=False), nn.SiLU(), linear(64, 64, bias=False)).bfloat16()
+    model = wrapped(nn.Sequential(block), "selective", Anatomy(blocks=lambda whole: dict(whole.named_children())))
+    with Products() as seen:
+        model(torch.randn(1, 32, 64, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+    assert seen.count == 6

@@ -8,15 +8,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from meshwright.data.loader import Batch, StepBatch
+from meshwright.kernels import cross_entropy
 from meshwright.models.decoder import Decoder
 from meshwright.models.init import fill_model
 from meshwright.models.loss import IGNORE
 from meshwright.parallel.mesh import AXES, Mesh
 from meshwright.spec.plan import Plan
+from meshwright.spec.run import Run
 from meshwright.spec.zoo import preset
-from meshwright.train.step import in_turn
+from meshwright.train.step import evaluating, held_loss, in_turn
 
 ARCH = msgspec.structs.replace(preset("tiny"), layers=1, hidden=16, heads=2, kv_heads=1, head_dim=8, ffn=16, vocab=23)
 MIXTURE = msgspec.structs.replace(
@@ -81,3 +85,36 @@ def test_any_split_of_ragged_rows_has_one_gradient(arch, lengths, sizes, ranks):
     assert loss == pytest.approx(expected, rel=1e-13)
     # Sums of a few hundred float64 terms in another order.
     assert (split - together).norm() <= 1e-13 * together.norm()
+
+
+class Largest(TorchDispatchMode):
+    """The numbers of the largest tensor that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        made = (each.numel() for each in tree_leaves(result) if isinstance(each, torch.Tensor))
+        self.numbers = max(self.numbers, *made, 0)
+        return result
+
+
+def test_a_held_out_loss_has_no_more_logits_at_a_time_than_training(monkeypatch):
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(cross_entropy, "ROWS", 8)
+    arch = msgspec.structs.replace(ARCH, vocab=4096)
+    model = Decoder(arch)
+    plain = Decoder(arch)
+    plain.load_state_dict(model.state_dict())
+    model.loss = cross_entropy.weighed_loss  # as on a GPU
+    tokens = torch.arange(64).view(2, 32) % arch.vocab
+    positions = torch.arange(32).expand(2, 32)
+    sample = Batch(tokens=tokens, targets=tokens, positions=positions, documents=None, index=positions)
+    run = Run(arch=arch, plan=Plan(microbatch=2))
+    with evaluating([model]), Largest() as seen:
+        found = held_loss([model], run, ALONE, sample)
+    with evaluating([plain]):
+        torch.testing.assert_close(found, held_loss([plain], run, ALONE, sample))
+    assert seen.numbers <= arch.vocab * arch.hidden  # the projection, and not 64 rows of logits

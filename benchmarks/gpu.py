@@ -1,4 +1,7 @@
-"""Our step beside the peers' on one GPU, in one go: `python benchmarks/gpu.py [--peers] [--only NAME] --out FILE`."""
+"""Our step beside the peers' on one GPU, in one go: `python benchmarks/gpu.py [--peers] [--only NAME] --out FILE`.
+
+`--promise` measures nothing: it gives an existing record the promises that the planner makes today, on any machine.
+"""
 
 import argparse
 import json
@@ -6,6 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from meshwright.bench.promise import Machine, promised
+from meshwright.bench.sweep import runs
+from meshwright.spec.profile import Profile
 
 LLAMA = [
     "arch.vocab=128256", "arch.layers=16", "arch.heads=32", "arch.kv_heads=8", "arch.context=8192",
@@ -42,11 +49,15 @@ CASES = (
 )
 
 
+def words_of(case: Case) -> list[str]:
+    """The model and the overrides, as a user would write them."""
+    return [*ARCHS[case.shape], f"batch={case.microbatch}", f"sequence={case.sequence}", *case.words.split()]
+
+
 def ours(case: Case, folder: Path) -> dict[str, Any]:
     """Our own step, through the program as a user would."""
-    words = [*ARCHS[case.shape], f"batch={case.microbatch}", f"sequence={case.sequence}", *case.words.split()]
-    command = [sys.executable, "-m", "meshwright", "bench", *words, "--plan", case.plan, "--steps", "12", "--json"]
-    done = subprocess.run([*command, "--folder", str(folder)], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "meshwright", "bench", *words_of(case), "--plan", case.plan, "--steps", "12"]
+    done = subprocess.run([*command, "--json", "--folder", str(folder)], capture_output=True, text=True, check=False)
     lines = done.stdout.strip().splitlines()
     return json.loads(lines[-1]) if lines else {"error": done.stderr[-2000:]}
 
@@ -61,14 +72,37 @@ def peer(case: Case) -> dict[str, Any]:
     return json.loads(lines[-1]) if lines else {"error": done.stderr[-2000:]}
 
 
+def promise(record: dict[str, Any], profile: Profile | None = None) -> dict[str, Any]:
+    """What the planner promises today of a step that was measured, as `meshwright bench` does."""
+    case = Case(**record["case"])
+    target, *overrides = words_of(case)
+    [(_, run)] = runs(target, overrides, [(case.plan, case.plan)], 12, Path(), print)
+    return promised(run, record["ours"], Machine(given=profile, probed=lambda: None))
+
+
+def promise_again(file: Path) -> None:
+    """Give every row of a record today's promise."""
+    records = json.loads(file.read_text())
+    for record in records:
+        record["ours"] |= promise(record)
+        mine, case = record["ours"], Case(**record["case"])
+        error = mine["predicted_seconds"] / mine["step_seconds"] - 1
+        print(f"{case.shape:<14}{case.microbatch:>4} × {case.sequence}  {case.plan}: promised {error:+.1%}")
+    file.write_text(json.dumps(records, indent=1) + "\n")
+
+
 def main() -> None:
     """Measure, print a table, write the records."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--promise", action="store_true", help="measure nothing: make the promises of --out anew")
     parser.add_argument("--only", default="")
     parser.add_argument("--out", type=Path, default=Path("results/gpu.json"))
     parser.add_argument("--folder", type=Path, default=Path("runs/bench"))
     options = parser.parse_args()
+    if options.promise:
+        promise_again(options.out)
+        return
     records = []
     print("shape            batch   ours ms    GiB    MFU   peer ms    GiB   speed ×  memory ×")
     for case in CASES:

@@ -1,6 +1,7 @@
 """How long the search takes, and how much of the space it has to look at: results/search.json.
 
 Each question is asked in a fresh process, so that no cache of an earlier one helps; the median of a few is kept.
+`--table` prints an earlier record as the table of docs/plan.md.
 """
 
 import argparse
@@ -91,12 +92,28 @@ def _command_seconds(number: int) -> float:
     return time.perf_counter() - start
 
 
+def table(record: dict[str, Any]) -> str:
+    """The record as a page shows it."""
+    lines = [
+        "| model | GPUs | legal plans | do not fit | slower by their bound | priced in full | seconds of a processor |",
+        "|---|---|--:|--:|--:|--:|--:|",
+    ]
+    for row in record["rows"]:
+        counts = " | ".join(f"{row[name]:,}" for name in ("legal", "too_large", "slower", "priced"))
+        lines.append(f"| {row['model']} | {row['cluster']} | {counts} | {row['cpu_seconds']:.1f} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Ask every question and write the record."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--one", type=int, help="ask one question here and print its row")
     parser.add_argument("--times", type=int, default=3)
+    parser.add_argument("--table", action="store_true", help="print an earlier record as a table")
     options = parser.parse_args()
+    if options.table:
+        print(table(json.loads(RESULT.read_text())))
+        return
     if options.one is not None:
         print(msgspec.json.encode(asked(options.one)).decode())
         return

@@ -1,6 +1,7 @@
 """Who am I: which of how many ranks this process is, as torchrun, Slurm, Kubernetes or MPI tell it."""
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -53,7 +54,8 @@ def place(environment: Mapping[str, str]) -> Place | None:
         number = _integer(environment, rank)
         ranks = _integer(environment, world)
         local = _integer(environment, local_rank) if local_rank in environment else number
-        beside = _local_world(environment, local_world, ranks)
+        beside = _slurm_tasks(environment) if launcher == "slurm" else None
+        beside = beside or _local_world(environment, local_world, ranks)
         store = environment.get(STORE, "")
         address, port = ("", 0) if store else _rendezvous(environment, launcher, ranks)
         return Place(
@@ -127,8 +129,18 @@ def first_host(nodes: str) -> str:
 
 
 def _local_world(environment: Mapping[str, str], key: str, world: int) -> int:
-    text = environment.get(key, str(world))
-    return int(text.split("(")[0].split(",")[0])  # Slurm writes 4(x2) for four tasks on each of two nodes
+    return _integer(environment, key) if key in environment else world
+
+
+def _slurm_tasks(environment: Mapping[str, str]) -> int | None:
+    """Ranks on this node: Slurm writes 4(x2),3 for four on each of two nodes and three on another."""
+    names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
+    text = next((environment[name] for name in names if name in environment), "")
+    nodes: list[int] = []
+    for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        nodes += [int(tasks)] * int(times or 1)
+    here = _integer(environment, "SLURM_NODEID") if "SLURM_NODEID" in environment else 0
+    return nodes[here] if here < len(nodes) else None
 
 
 def _integer(environment: Mapping[str, str], key: str) -> int:

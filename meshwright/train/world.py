@@ -25,11 +25,22 @@ def device_of(place: Place) -> torch.device:
     return torch.device("cuda", place.local_rank % torch.cuda.device_count())
 
 
-def backend_of(place: Place, device: torch.device) -> str:
+def backend_of(place: Place, device: torch.device, store: dist.Store) -> str:
     """NCCL where each rank has a GPU of its own; it refuses to share one, so ranks that do speak Gloo."""
-    if device.type == "cuda" and place.local_world <= torch.cuda.device_count():
+    if device.type != "cuda":
+        return "gloo"
+    if place.local_world <= torch.cuda.device_count():
         return "nccl"
-    return "gloo"
+    # A scheduler may show every rank one GPU, the same or each another: they tell each other which.
+    mine = str(torch.cuda.get_device_properties(device).uuid)
+    return "nccl" if apart(mine, place, store) else "gloo"
+
+
+def apart(gpu: str, place: Place, store: dist.Store) -> bool:
+    """Whether no two ranks of this machine have the same GPU."""
+    store.set(f"gpu{place.rank}", gpu)
+    first = place.rank - place.local_rank
+    return len({store.get(f"gpu{rank}") for rank in range(first, first + place.local_world)}) == place.local_world
 
 
 @contextmanager
@@ -39,7 +50,8 @@ def world(run: Run, place: Place, attempt: int = 1) -> Iterator[Mesh]:
     A store may outlive an attempt, torchrun's does: the words of one that failed must not be taken for this one's.
     """
     device = device_of(place)
-    backend = backend_of(place, device)
+    store = dist.PrefixStore(f"attempt{attempt}", _store(place))
+    backend = backend_of(place, device, store)
     _check_device(run, device, backend)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -47,7 +59,6 @@ def world(run: Run, place: Place, attempt: int = 1) -> Iterator[Mesh]:
         torch.set_num_threads(place.threads)
     # Torch advises, on every rank and for every shape, on gathering weights of two axes. We do it once, at the end.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    store = dist.PrefixStore(f"attempt{attempt}", _store(place))
     agree(run, store, place.rank, place.world)
     dist.init_process_group(
         backend,

@@ -1,20 +1,28 @@
 """What the pages say is so: commands resolve, refusals are the program's own words, links lead somewhere."""
 
+import ast
 import json
+import math
 import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import msgspec
+import pages
 import pytest
 from commands import script
 
 from meshwright import cli
 from meshwright.cost.memory import states, total
-from meshwright.spec import load, zoo
+from meshwright.spec import load, schema, zoo
+from meshwright.spec.huggingface import config_of
 from meshwright.spec.params import count
 from meshwright.spec.plan import Plan
+from meshwright.spec.profile import read_profile
+from meshwright.spec.run import Run, Source
+from meshwright.verbs import surroundings
 from meshwright.verbs.plan_question import put
 from meshwright.verbs.words import target as target_of
 from meshwright.verify import plans, resume
@@ -67,6 +75,11 @@ def desk(tmp_path, monkeypatch):
             (tmp_path / named[1]).write_text(block.text)
     for name in ("recipes", "results"):
         (tmp_path / name).symlink_to(ROOT / name)
+    for name, preset in (("llama-7b", "llama-7b"), ("my-hf-model", "tiny")):  # models that a reader has fetched
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config_of(zoo.preset(preset), "bfloat16")))
+    measured = (ROOT / "results" / "profile-h200.json").read_text()
+    (tmp_path / "profile.json").write_text(measured.replace("NVIDIA H200", "NVIDIA H100 80GB HBM3"))
     monkeypatch.chdir(tmp_path)
 
 
@@ -104,7 +117,7 @@ def test_every_command_resolves(block, desk):
         elif words[0] == "python":
             assert (ROOT / words[1]).is_file(), f"{words[1]} is not there"
         else:
-            assert words[0] in ("make", "pip"), f"{words[0]}: a command that this test does not know"
+            assert words[0] in ("make", "pip", "export"), f"{words[0]}: a command that this test does not know"
 
 
 def test_there_are_commands_to_resolve():
@@ -209,3 +222,95 @@ def data_ranks(words: str) -> int:
 
 def test_the_products_are_found():
     assert len(rows_of_products()) == 7
+
+
+def test_every_key_of_a_run_file_is_on_its_page():
+    pages.agree(ROOT / "docs" / "run-file.md", "keys", pages.keys())
+
+
+def test_no_key_is_explained_twice():
+    commented = {key for key in pages.SAID if _comment(key)}
+    assert not commented, "these have a comment now: take them out of SAID"
+    assert set(pages.SAID) | set(pages.DERIVED) <= {*schema.every_key(), *(f"data.mix.{name}" for name in MIX)}
+
+
+MIX = [field.encode_name for field in msgspec.structs.fields(Source)]
+
+
+def _comment(key: str) -> str:
+    """What the sources say beside a key."""
+    struct: type[msgspec.Struct] = Run
+    *sections, name = key.split(".")
+    for section in sections:
+        kind = next(field.type for field in msgspec.structs.fields(struct) if field.encode_name == section)
+        struct = Source if section == "mix" else kind
+    return pages.commented(struct).get(name, "")
+
+
+def named_files(page: str) -> list[str]:
+    found = [NAMED.match(text.splitlines()[0]) for kind, text in FENCE.findall((ROOT / page).read_text())]
+    return [name[1] for name in found if name]
+
+
+@pytest.mark.parametrize("page", ["docs/run-file.md", "docs/many-machines.md", "docs/fine-tune.md"])
+def test_every_run_file_of_a_page_is_shown_resolved(page, desk, capsys):
+    assert named_files(page)
+    for name in named_files(page):
+        assert cli.main(["config", "show", name]) == 0
+        assert f"# {name}:" in capsys.readouterr().out
+
+
+def test_no_two_pages_name_the_same_run_file():
+    names = [name for page in PAGES for name in named_files(str(page.relative_to(ROOT)))]
+    assert len(names) == len(set(names))
+
+
+def test_every_variable_that_is_read_is_on_the_page_of_many_machines():
+    page = (ROOT / "docs" / "many-machines.md").read_text()
+    for file in ("spec/place.py", "verbs/surroundings.py", "launch/local.py"):
+        tree = ast.parse((ROOT / "meshwright" / file).read_text())
+        words = {
+            node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        }
+        variables = {word for word in words if re.fullmatch(r"[A-Z][A-Z_]{3,}", word)} - set(surroundings.DEBUG)
+        assert not {word for word in variables - SET if f"`{word}`" not in page}
+
+
+SET = {"GLOO_SOCKET_IFNAME", "CUBLAS_WORKSPACE_CONFIG", "TORCH_FR_BUFFER_SIZE", "DEBUG", "INFO", "DETAIL"}  # or a value
+
+
+def test_the_figures_of_the_search_are_the_records():
+    record = json.loads((ROOT / "results" / "search.json").read_text())
+    pages.agree(ROOT / "docs" / "plan.md", "search", script("search").table(record))
+
+
+def test_the_promises_of_the_steps_on_a_gpu_are_todays_planners():
+    gpu, records = script("gpu"), json.loads((ROOT / "results" / "gpu.json").read_text())
+    for record in records:
+        kept, today = record["ours"]["predicted_seconds"], gpu.promise(record)["predicted_seconds"]
+        assert today == pytest.approx(kept), "run: python benchmarks/gpu.py --promise"
+    late = [round(100 * _late(record, record["ours"])) for record in records]
+    profile = read_profile(ROOT / "results" / "profile-h200.json")
+    off = [math.ceil(100 * abs(_late(record, gpu.promise(record, profile)))) for record in records]
+    llamas = [error for error, record in zip(off, records, strict=True) if _is_llama_in_bf16(record["case"])]
+    page = (ROOT / "docs" / "time.md").read_text()
+    assert f"come out {min(late)} to {max(late)} % too long with the catalogue's figures" in page
+    assert f"and within {max(off)} %\nwith the profile (those of Llama in bf16 within {max(llamas)} %)" in page
+
+
+def _late(record: dict[str, Any], promised: dict[str, Any]) -> float:
+    """A promise beside what was measured."""
+    return promised["predicted_seconds"] / record["ours"]["step_seconds"] - 1
+
+
+def _is_llama_in_bf16(case: dict[str, Any]) -> bool:
+    return case["shape"].startswith("llama") and "precision=bf16" in case["plan"]
+
+
+def test_what_determinism_costs_on_a_gpu_is_the_records():
+    record = json.loads((ROOT / "results" / "gpu_faults.json").read_text())["bits"]
+    page = (ROOT / "docs" / "deterministic.md").read_text()
+    assert record["same_bits"]
+    assert f"three runs of {record['steps']} steps" in page
+    assert len(record["digests"]) == 3
+    assert f"{record['cost']:.2f} ×" in page

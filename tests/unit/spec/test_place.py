@@ -41,6 +41,16 @@ def test_slurm_says_who_we_are_and_the_first_node_hosts():
     assert place(SLURM | {"SLURM_PROCID": "0"}).port == here.port  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(
+    ("said", "node", "ranks"), [("4(x2)", "1", 4), ("4(x2),3", "2", 3), ("5,3", "0", 5), ("8", "0", 8)]
+)
+def test_slurm_tells_how_many_ranks_a_node_has_without_being_asked(said, node, ranks):
+    without = {key: value for key, value in SLURM.items() if key != "SLURM_NTASKS_PER_NODE"}
+    here = place(without | {"SLURM_STEP_TASKS_PER_NODE": said, "SLURM_NODEID": node})
+    assert here is not None
+    assert here.local_world == ranks
+
+
 def test_a_batch_script_before_srun_is_no_rank():
     assert place({key: value for key, value in SLURM.items() if key != "SLURM_STEP_ID"}) is None
 

@@ -5,29 +5,54 @@ import os
 import sys
 from collections.abc import Sequence
 
+import msgspec
+
 from meshwright import __version__
 from meshwright.spec import exits, schema
-from meshwright.spec.check import InputError
+from meshwright.spec.check import InputError, Problem
+from meshwright.spec.exits import Exit
 from meshwright.spec.place import PlaceError
-from meshwright.verbs import advise, bench, clusters, config, convert, models, plan, rehearse, train, verify, words
+from meshwright.verbs import (
+    advise,
+    bench,
+    clusters,
+    config,
+    convert,
+    models,
+    plan,
+    rehearse,
+    report,
+    train,
+    verify,
+    words,
+)
 
-VERBS = (train, plan, advise, verify, rehearse, bench, models, clusters, config, convert)
+VERBS = (train, plan, advise, verify, rehearse, bench, report, models, clusters, config, convert)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb and return its exit code."""
     try:
-        options = parse(arguments)
-        return options.verb(options)
-    except (InputError, PlaceError) as error:
-        print(words.told(error), file=sys.stderr)
-        return 2
+        return _answer(parse(arguments))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of our output has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _answer(options: argparse.Namespace) -> int:
+    """Run the verb. A mistake is told to people, and to a program that asked for one JSON value."""
+    try:
+        return options.verb(options)
+    except (InputError, PlaceError) as error:
+        print(words.told(error), file=sys.stderr)
+        if options.json:
+            found = error.problems if isinstance(error, InputError) else [Problem(str(error), "")]
+            answer = {"state": "failed", "exit_code": int(Exit.INPUT), "problems": found}
+            print(msgspec.json.encode(answer).decode())
+        return Exit.INPUT
 
 
 def _unknown(flags: list[str], rest: list[str]) -> str:

@@ -8,52 +8,18 @@ from typing import Any
 
 import msgspec
 
-from meshwright.cost.calibrate import measured
 from meshwright.cost.flops import hardware_flops, step_flops, utilization
-from meshwright.cost.machine import machine
 from meshwright.cost.memory import worst
+from meshwright.cost.promise import Machine, trainer
 from meshwright.cost.time import price
 from meshwright.launch.ranks import Remote, run_ranks
 from meshwright.search.budget import job_of
 from meshwright.spec import load
-from meshwright.spec.catalogue import catalogue, recognised
-from meshwright.spec.cluster import Cluster, cluster_of_device
-from meshwright.spec.problem import InputError, Problem
 from meshwright.spec.profile import Profile, read_profile
 from meshwright.spec.run import Run
-from meshwright.spec.stack import Stack, stacks
 
 PROBE = Remote("meshwright.bench.probe_ranks", "probe_ranks")
-CPU = "cpu"  # as measurements and profiles name it
 LONGEST = 1800.0  # seconds that a probe may take
-Probed = Callable[[], Profile | None]  # asked only where the catalogue does not know the device
-
-
-class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """Whom to believe about this machine: a profile that the user gave, else the catalogue, else a probe."""
-
-    given: Profile | None
-    probed: Probed
-
-    def of(self, device: str, gpus: int) -> tuple[Cluster | None, str]:
-        """The cluster that runs are priced on, and what is known of it from where."""
-        stack, known = stacks()["meshwright"], recognised(device, catalogue().cards) is not None
-        if self.given is not None and known:
-            return measured(cluster_of_device(device, gpus), self.given, stack), "the profile given"
-        if self.given is not None:
-            return machine(_same(self.given, device), gpus, stack), "the profile given"
-        if known:
-            return cluster_of_device(device, gpus), "the catalogue"
-        profile = self.probed()
-        return (None, "") if profile is None else (machine(profile, gpus, stack), "a quick probe of this machine")
-
-
-def _same(profile: Profile, device: str) -> Profile:
-    """Times of one device say nothing of another."""
-    if profile.device != device:
-        what = f"the profile was measured on {profile.device}, and this machine has {device}"
-        raise InputError([Problem(what, "measure it with meshwright bench --probe", "profile")])
-    return profile
 
 
 def promised(run: Run, found: dict[str, Any], here: Machine) -> dict[str, Any]:
@@ -61,7 +27,7 @@ def promised(run: Run, found: dict[str, Any], here: Machine) -> dict[str, Any]:
     machines, source = here.of(found["device"], run.plan.world)
     if machines is None:
         return {"predicted_seconds": None, "predicted_bytes": None, "promised_from": "", "mfu_of": ""}
-    job = msgspec.structs.replace(job_of(run), cluster=machines, stack=_ours(found["device"]))
+    job = msgspec.structs.replace(job_of(run), cluster=machines, stack=trainer(found["device"]))
     answer = {
         "predicted_seconds": price(job).seconds,
         "predicted_bytes": worst(job).allocated,
@@ -80,15 +46,6 @@ def _utilized(run: Run, seconds: float, peak: float) -> dict[str, Any]:
         "hfu": utilization(done, seconds, peak),
         "mfu_of": "the fastest product measured",
     }
-
-
-def _ours(device: str) -> Stack:
-    """Our trainer; on a CPU nothing of a message is free, since the cores that compute also carry it."""
-    stack = stacks()["meshwright"]
-    if device != CPU:
-        return stack
-    speed = msgspec.structs.replace(stack.speed, overlap_shard=0.0, overlap_replicate=0.0)
-    return msgspec.structs.replace(stack, speed=speed)
 
 
 def probe_here(ranks: int, quick: bool, target: Path) -> Profile:

@@ -1,18 +1,26 @@
 """A page that stands alone: one file, no script, nothing fetched; light or dark as the reader has it."""
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
+from pathlib import Path
 
 from meshwright.cost.simulate import Timeline
 from meshwright.report import figures
 from meshwright.report.picture import Pictures, Point, Whole, short
 from meshwright.report.style import STYLE
+from meshwright.spec.problem import InputError, Problem
 
 KINDS = {"F": "forward", "B": "backward", "I": "backward, its input's half", "W": "backward, its weights' half"}
 
 
 def page(pictures: Pictures) -> str:
-    """The whole page. Whatever a user wrote is shown as text."""
+    """The page of a plan."""
+    return document(pictures.title, pictures.heading, _sections(pictures))
+
+
+def document(title: str, heading: Iterable[str], sections: Iterable[str]) -> str:
+    """A whole page. Whatever a user wrote is shown as text; sections are markup already."""
     return "\n".join(
         [
             "<!doctype html>",
@@ -23,14 +31,14 @@ def page(pictures: Pictures) -> str:
             # Whatever slipped through would still not run, or fetch anything.
             "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">",
             '<meta name="color-scheme" content="light dark">',
-            f"<title>{escape(pictures.title)}</title>",
+            f"<title>{escape(title)}</title>",
             f"<style>\n{STYLE}</style>",
             "</head>",
             "<body>",
             "<main>",
-            f"<h1>{escape(pictures.title)}</h1>",
-            *(f"<p>{escape(line)}</p>" for line in pictures.heading),
-            *_sections(pictures),
+            f"<h1>{escape(title)}</h1>",
+            *(f"<p>{escape(line)}</p>" for line in heading),
+            *sections,
             "</main>",
             "</body>",
             "</html>\n",
@@ -38,18 +46,34 @@ def page(pictures: Pictures) -> str:
     )
 
 
+def write(file: Path, text: str, force: bool) -> None:
+    """Put a page into a file, whole or not at all."""
+    if file.exists() and not force:
+        raise InputError([Problem(f"{file} exists", "add --force to replace it, or name another file")])
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(file)
+    except OSError as error:
+        remedy = "name a file in a folder that can be written"
+        raise InputError([Problem(f"{file}: {error.strerror}", remedy)]) from None
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def _sections(pictures: Pictures) -> Iterator[str]:
-    yield from _section(pictures.memory.title, figures.whole(pictures.memory), _parts_table(pictures.memory))
-    yield from _section(pictures.time.title, figures.whole(pictures.time), _parts_table(pictures.time))
+    yield from section(pictures.memory.title, figures.whole(pictures.memory), parts_table(pictures.memory))
+    yield from section(pictures.time.title, figures.whole(pictures.time), parts_table(pictures.time))
     if len(pictures.points) > 1:
         drawn = figures.plans(pictures.points, pictures.limit_gib)
-        yield from _section("Plans by memory and time", drawn, _plans_table(pictures.points))
+        yield from section("Plans by memory and time", drawn, _plans_table(pictures.points))
     if pictures.pipeline is not None:
         drawn = figures.gantt(pictures.pipeline)
-        yield from _section(pictures.pipeline.title, drawn, _legend(pictures.pipeline.timeline))
+        yield from section(pictures.pipeline.title, drawn, _legend(pictures.pipeline.timeline))
 
 
-def _section(title: str, drawn: str, below: str) -> Iterator[str]:
+def section(title: str, drawn: str, below: str) -> Iterator[str]:
+    """A picture with its title above and its numbers below it."""
     yield "<section>"
     yield f"<h2>{escape(title)}</h2>"
     yield f"<figure>{drawn}</figure>"
@@ -57,11 +81,11 @@ def _section(title: str, drawn: str, below: str) -> Iterator[str]:
     yield "</section>"
 
 
-def _parts_table(whole: Whole) -> str:
+def parts_table(whole: Whole) -> str:
     """The same numbers to read, with the reason of each."""
     rows = [(entry.name, f"{short(entry.value)} {whole.unit}", entry.why) for entry in whole.entries]
     rows.append(("in all", f"{short(whole.total)} {whole.unit}", ""))
-    return _table("the numbers, with their reasons", ("part", whole.unit, "why"), rows)
+    return table("the numbers, with their reasons", ("part", whole.unit, "why"), rows)
 
 
 def _plans_table(points: tuple[Point, ...]) -> str:
@@ -70,14 +94,15 @@ def _plans_table(points: tuple[Point, ...]) -> str:
         (str(number), f"{short(point.gib)} GiB", f"{short(point.seconds)} s", point.label)
         for number, point in enumerate(best, 1)
     ]
-    return _table("the numbered plans", ("", "memory", "a step", "plan"), rows, shown=True)
+    return table("the numbered plans", ("", "memory", "a step", "plan"), rows, shown=True)
 
 
-def _table(summary: str, heads: tuple[str, ...], rows: Sequence[tuple[str, ...]], shown: bool = False) -> str:
+def table(summary: str, heads: tuple[str, ...], rows: Sequence[tuple[str, ...]], shown: bool = False) -> str:
+    """Numbers to read, opened by whoever wants them."""
     head = "".join(f'<th scope="col">{escape(word)}</th>' for word in heads)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-    return f"<details{' open' if shown else ''}><summary>{escape(summary)}</summary>{table}</details>"
+    inner = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f"<details{' open' if shown else ''}><summary>{escape(summary)}</summary>{inner}</details>"
 
 
 def _legend(timeline: Timeline) -> str:

@@ -1,7 +1,6 @@
 """The pictures of `meshwright plan`: in the terminal with --chart, as a page with --page."""
 
 import argparse
-import os
 import shutil
 import sys
 from collections.abc import Iterable, Iterator
@@ -11,7 +10,7 @@ import msgspec
 
 from meshwright.report import chart, gantt, picture
 from meshwright.report.chart import Screen
-from meshwright.report.page import page
+from meshwright.report.page import page, write
 from meshwright.report.picture import GIB, Pictures, Point
 from meshwright.search.found import Found
 from meshwright.search.order import search
@@ -21,7 +20,7 @@ from meshwright.verbs import plan_tables as tables
 from meshwright.verbs import surroundings, words
 from meshwright.verbs.plan_answers import any_plan, best, exact
 from meshwright.verbs.plan_question import put
-from meshwright.verbs.plan_words import plan_words
+from meshwright.verbs.plan_words import found_words, plan_words
 
 LESS = 0.8  # of the memory that the last plan of the front took: what the next may use
 TRIED = 30  # of the best plans that are drawn
@@ -38,26 +37,20 @@ def drawn(options: argparse.Namespace) -> int:
     others = [] if options.exact else search(asked.question, TRIED).found
     front = frugal(asked.question, first) if first.fit.fits and not options.exact else [first]
     title = f"{asked.model} on {first.job.cluster.name}"
-    heading = [*tables.heading(asked, asked.question), f"plan: {plan_words(first.plan)}"]
+    heading = [*tables.heading(asked, asked.question), f"plan: {found_words(first, asked.question)}"]
     made = pictures(title, heading, first, [*others, *front])
     if options.chart:
         print("\n".join(["", *charts(made)]))
     if options.page:
-        write_page(Path(options.page), made, options.force)
+        write(Path(options.page), page(made), options.force)
         words.say_to(options.json)(f"page: {options.page}")
     return code
 
 
 def _check(options: argparse.Namespace) -> None:
-    found = []
-    other = options.gpus_needed or options.largest or options.what_if or options.network or options.layers
-    if other or options.textbook:
-        what = "--chart and --page show plans, and this question's answer is none"
-        found.append(Problem(what, "leave them out, or ask for plans"))
     if options.chart and options.json:
-        found.append(Problem("--chart is for people, and --json for programs", "leave one of them out, or use --page"))
-    if found:
-        raise InputError(found)
+        remedy = "leave one of them out, or use --page"
+        raise InputError([Problem("--chart is for people, and --json for programs", remedy)])
 
 
 def frugal(question: Question, first: Found) -> list[Found]:
@@ -97,18 +90,3 @@ def charts(drawn: Pictures) -> Iterator[str]:
     """For the terminal that this is, or plain for a pipe."""
     columns = shutil.get_terminal_size((100, 24)).columns
     return chart.charts(drawn, Screen(columns=columns, colour=surroundings.colour(sys.stdout.isatty())))
-
-
-def write_page(file: Path, drawn: Pictures, force: bool) -> None:
-    """Put the page into a file, whole or not at all."""
-    if file.exists() and not force:
-        raise InputError([Problem(f"{file} exists", "add --force to replace it, or name another file")])
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        temporary.write_text(page(drawn), encoding="utf-8")
-        temporary.replace(file)
-    except OSError as error:
-        remedy = "name a file in a folder that can be written"
-        raise InputError([Problem(f"{file}: {error.strerror}", remedy)]) from None
-    finally:
-        temporary.unlink(missing_ok=True)

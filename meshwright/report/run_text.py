@@ -1,0 +1,190 @@
+"""A run's report in words, short sections one below the other: the same on a terminal and in a pipe."""
+
+import math
+from collections.abc import Iterator
+from statistics import median
+
+from meshwright.report.picture import short
+from meshwright.report.run_report import Report
+from meshwright.report.run_state import duration
+from meshwright.report.run_steps import Losses
+from meshwright.report.run_time import in_tenths
+
+GIB = 2**30
+NAMES = 14  # columns of what a line is about
+MOST_EVENTS, MOST_ATTEMPTS, MOST_HELD = 12, 12, 6  # that are told one by one
+LEAST_WAIT = 0.01  # share of its steps' time that a rank must have waited for data to be worth a line
+FULLER = 1.02  # × the emptiest rank's memory, from where on ranks are told apart
+TOLD = {"not-finite": "not finite", "spike": "spike", "straggler": "straggler", "replicas": "replicas"}
+
+
+def what_ran(report: Report) -> Iterator[str]:
+    """What, on what, how far, and how it stands."""
+    ran, standing = report.ran, report.standing
+    yield f"{plain(ran.name)} ({plain(report.folder)})"
+    yield _line("model", f"{ran.model}: {ran.parameters:,} parameters")
+    yield _line("plan", ran.plan)
+    device = plain(ran.device) or f"{ran.ranks} × a device that nobody wrote down"
+    yield _line("ran on", device + (f"; torch {plain(ran.torch)}" if ran.torch else ""))
+    yield _line("steps", f"{ran.step:,} of {ran.steps:,}, {ran.tokens:,} tokens each")
+    yield _line("state", plain(standing.words))
+    if standing.remedy:
+        yield _line("do", plain(standing.remedy))
+    yield from (_line("note", plain(note)) for note in report.notes)
+
+
+def beside_promise(report: Report) -> Iterator[str]:
+    """Each measurement beside its promise, and what that was made from."""
+    if report.steps is None:
+        yield "Promise and measurement: no step was recorded"
+        return
+    yield f"{'Promise and measurement':<26}{'promised':>12}{'measured':>12}{'difference':>12}"
+    for name, promised, measured in comparisons(report):
+        told = [shown(name, value) for value in (promised, measured)]
+        yield f"  {name:<24}{told[0]:>12}{told[1]:>12}{difference(promised, measured):>12}".rstrip()
+    yield from (f"  {words}" for words in reasons(report))
+
+
+def reasons(report: Report) -> Iterator[str]:
+    """What was counted, and what the promise was made from, or why there is none."""
+    steps, promise = report.steps, report.promise
+    if steps is None:
+        return
+    after = f", {steps.left_out} after a start left out" if steps.left_out else ""
+    spread = f"{short(steps.quickest)} to {short(steps.slowest)} s"
+    yield f"measured: the median of {steps.counted:,} steps{after}; quickest to slowest {spread}"
+    if promise is None:
+        yield f"nothing is promised: {report.unpromised}"
+        return
+    interval = f"interval {short(promise.low_seconds)} to {short(promise.high_seconds)} s a step"
+    yield f"promised from {plain(promise.source)}: {interval}"
+    if report.utilized:
+        yield f"MFU: of {report.utilized.of}"
+    if promise.peak_bytes is None:
+        yield "memory: the whole process's, with Python and torch; the planner promises tensors alone"
+
+
+def comparisons(report: Report) -> list[tuple[str, float | None, float | None]]:
+    """What can be compared: a name with its unit, what was promised and what was measured."""
+    steps, promise = report.steps, report.promise
+    mfu = (promise.mfu if promise else None, report.utilized.mfu if report.utilized else None)
+    peak = promise.peak_bytes if promise else None
+    rows = [
+        ("seconds a step", promise.seconds if promise else None, steps.seconds if steps else None),
+        ("tokens/s", promise.tokens_per_second if promise else None, steps.tokens_per_second if steps else None),
+        ("MFU %", *(value * 100 if value is not None else None for value in mfu)),
+        ("peak GiB", peak / GIB if peak is not None else None, steps.peak_bytes / GIB if steps else None),
+    ]
+    return [row for row in rows if row[1] is not None or row[2] is not None]
+
+
+def shown(name: str, value: float | None) -> str:
+    """A figure of a table; a dash for what nobody knows."""
+    if value is None or value != value:
+        return "–"
+    return f"{value:,.0f}" if name == "tokens/s" and value >= 100 else short(value)
+
+
+def difference(first: float | None, other: float | None) -> str:
+    """By how much the other is above the first."""
+    if first is None or other is None or not first or other != other or first != first:
+        return ""
+    return f"{other / first - 1:+.1%}"
+
+
+def of_losses(report: Report) -> Iterator[str]:
+    """First, last, and what was remarkable."""
+    found = report.losses
+    if found is None:
+        yield "Loss: none was recorded"
+        return
+    yield "Loss"
+    yield _line("first", f"{loss_words(found.first)} at step {found.first_step:,}")
+    over = f"; mean of the last {found.mean_of}: {found.mean:.4f}" if found.mean_of > 1 else ""
+    yield _line("last", f"{loss_words(found.last)} at step {found.last_step:,}{over}")
+    if found.held_out:
+        yield _line("held-out", _held(found))
+    yield _line("steps", f"{found.skipped} skipped (the gradient was not finite), {found.spikes} spikes")
+
+
+def loss_words(loss: float) -> str:
+    """A loss as people read it."""
+    return f"{loss:.4f}" if math.isfinite(loss) else "not finite"
+
+
+def _held(found: Losses) -> str:
+    shown_ones = found.held_out[-MOST_HELD:]
+    before = f"… {len(found.held_out) - MOST_HELD} earlier, " if len(found.held_out) > MOST_HELD else ""
+    return before + ", ".join(f"{loss_words(each.loss)} at step {each.step:,}" for each in shown_ones)
+
+
+def of_time(report: Report) -> Iterator[str]:
+    """Shares that add up, attempts, events and saves."""
+    if not report.parts:
+        yield "Where the time went: no start was recorded, so nothing can be told"
+        return
+    yield f"Where the time went: {duration(report.wall_seconds)} from start to last record"
+    used = [part for part in report.parts if part.seconds > 0]
+    for part, share in zip(used, in_tenths([part.share for part in used]), strict=True):
+        yield f"  {part.name:<{NAMES}}{share:>6.1f} %{duration(part.seconds):>12}"
+    yield f"  {'in all':<{NAMES}}{100:>6.1f} %{duration(report.wall_seconds):>12}"
+    saves = report.saves
+    newest = f"; newest checkpoint: step {saves.newest:,}" if saves.newest is not None else "; no checkpoint is there"
+    stood = f", steps stood still {duration(saves.seconds)} in all, {duration(saves.longest)} at most"
+    yield _line("saves", f"{saves.count}{stood if saves.count else ''}{newest}")
+    yield from _attempts(report)
+    yield from _events(report)
+
+
+def _attempts(report: Report) -> Iterator[str]:
+    if len(report.attempts) > 1:
+        sessions = report.attempts[-1].session
+        yield _line("attempts", f"{len(report.attempts)} in {sessions} session{'s' * (sessions > 1)}")
+        for each in report.attempts[:MOST_ATTEMPTS]:
+            lost = f", {each.lost} of them lost" if each.lost else ""
+            ended = f": {plain(each.ended)}" if each.ended else ""
+            steps = f"steps {each.first_step + 1:,} to {each.last_step:,} in {duration(each.seconds)}{lost}"
+            done = steps if each.last_step > each.first_step else "no step"
+            yield f"    {each.session}.{each.number}  ready after {duration(each.at)}, {done}{ended}"
+        if len(report.attempts) > MOST_ATTEMPTS:
+            yield f"    … {len(report.attempts) - MOST_ATTEMPTS} more (--json has all)"
+
+
+def _events(report: Report) -> Iterator[str]:
+    if report.happened:
+        yield _line("events", str(len(report.happened)))
+        for each in report.happened[:MOST_EVENTS]:
+            when = f"step {each.step:,}, after {duration(each.at)}"
+            yield f"    {when}: {TOLD.get(each.what, each.what)}: {plain(each.text)}"
+        if len(report.happened) > MOST_EVENTS:
+            yield f"    … {len(report.happened) - MOST_EVENTS} more (--json has all)"
+
+
+def of_ranks(report: Report) -> Iterator[str]:
+    """Who waited, who was fullest, who held up the others; nothing where the records do not tell."""
+    lines = []
+    ranks = report.ranks
+    slow = [each for each in report.happened if each.what == "straggler"]
+    if len(ranks) > 1 and report.steps is not None:
+        waited = max(ranks, key=lambda rank: rank.data_seconds)
+        if waited.data_seconds > LEAST_WAIT * report.steps.seconds * max(waited.steps, 1):
+            usual = median([rank.data_seconds for rank in ranks])
+            told = f"rank {waited.rank} longest, {duration(waited.data_seconds)}; the median rank {duration(usual)}"
+            lines.append(_line("data", told))
+        full, empty = (pick(ranks, key=lambda rank: rank.memory_bytes) for pick in (max, min))
+        if full.memory_bytes > FULLER * empty.memory_bytes:
+            told = f"rank {full.rank} fullest, {full.memory_bytes / GIB:.2f} GiB"
+            lines.append(_line("memory", f"{told}; rank {empty.rank} emptiest, {empty.memory_bytes / GIB:.2f} GiB"))
+    lines += [_line("own work", plain(each.text)) for each in slow[-1:]]
+    if lines:
+        yield f"Ranks: records of {len(ranks)}"
+        yield from lines
+
+
+def plain(text: str) -> str:
+    """One line, and nothing that speaks to the terminal: folders and names are other people's words."""
+    return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
+
+
+def _line(name: str, text: str) -> str:
+    return f"  {name:<{NAMES}}{text}"

@@ -1,0 +1,58 @@
+"""Places that cannot be written to: told as mistakes before the work, and no reason to end it once it goes on."""
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TextIO
+
+from meshwright.spec.problem import InputError, Problem
+
+
+@contextmanager
+def writing(place: Path, remedy: str) -> Iterator[None]:
+    """What the system refuses inside is the user's to put right."""
+    try:
+        yield
+    except OSError as error:
+        why = "it is a file" if isinstance(error, FileExistsError) else error.strerror or error
+        raise InputError([Problem(f"{place} cannot be written: {why}", remedy)]) from None
+
+
+def require_folder(folder: Path, remedy: str) -> None:
+    """Make a folder, and refuse one in which no file can be made."""
+    with writing(folder, remedy):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+
+
+def require_file(file: Path, remedy: str) -> None:
+    """Refuse a file that could not be written later; nothing is left of the attempt."""
+    with writing(file, remedy):
+        is_new = not file.exists()
+        with open(file, "ab"):
+            pass
+        if is_new:
+            file.unlink()
+
+
+def teller(stream: TextIO) -> Callable[[str], None]:
+    """Tells people what they may not stay to hear: a reader that leaves, or a full disk, ends the telling alone."""
+
+    def tell(text: str) -> None:
+        try:
+            print(text, file=stream, flush=True)
+        except OSError:
+            forsake(stream)
+
+    return tell
+
+
+def forsake(stream: TextIO) -> None:
+    """What waits in a stream that nobody reads goes nowhere, and does not change the exit code on the way out."""
+    with suppress(OSError):  # a stream without a file needs none of it
+        number, nowhere = stream.fileno(), os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, number)
+        os.close(nowhere)

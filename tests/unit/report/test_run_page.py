@@ -1,0 +1,134 @@
+import math
+import re
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import msgspec
+from folders import H100, attempt, run_folder, step
+
+from meshwright.report import run_figures, run_series
+from meshwright.report.chart import Screen
+from meshwright.report.run_chart import losses as chart
+from meshwright.report.run_folder import facts
+from meshwright.report.run_page import run_page
+from meshwright.report.run_promise import Promise, Utilized
+from meshwright.report.run_report import Promised, report, steps_of
+from meshwright.report.run_steps import HeldOut
+from meshwright.spec.record import EventRecord
+
+EVIL = '<script>alert("1")</script>'
+PROMISE = Promise(
+    source="the catalogue's h100",
+    seconds=0.4,
+    low_seconds=0.3,
+    high_seconds=0.5,
+    tokens_per_second=320.0,
+    mfu=0.5,
+    peak_bytes=2**30,
+)
+PROMISED = Promised(promise=PROMISE, utilized=Utilized(mfu=0.4, of="the data sheet's peak"))
+KILLED = [
+    attempt(101.0),
+    *(step(n, 101.0 + n) for n in range(1, 7)),
+    EventRecord(step=6, what="spike", text=EVIL, at=107.5),
+    attempt(110.0, step=4, number=2),
+    *(step(n, 106.0 + n, loss=math.nan if n == 9 else 6.0 / n) for n in range(5, 13)),
+]
+
+
+class Names(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        self.names.append(tag)
+
+
+def told(folder, promised=PROMISED):
+    found = facts(folder)
+    return found, report(found, steps_of(found), promised)
+
+
+def names(text: str) -> list[str]:
+    found = Names()
+    found.feed(text)
+    return found.names
+
+
+def test_a_page_stands_alone_and_shows_all_pictures(tmp_path):
+    text = run_page([told(run_folder(tmp_path / "run", device=H100))])
+    assert text.startswith("<!doctype html>")
+    assert "script" not in names(text)
+    assert not re.search(r"https?://|url\(|@import|src=|href=", text)
+    assert text.count('role="img"') == 4
+    assert "seconds a step: 0.4 promised, 0.5 measured" in text
+    assert "held-out: 0.75" in text
+
+
+def test_what_a_user_wrote_is_shown_as_text(tmp_path):
+    folder = run_folder(tmp_path / "<script>x", KILLED, f"name='{EVIL}'", device=f"2 × {EVIL}, nccl")
+    text = run_page([told(folder)])
+    assert "<script" not in text
+    assert "script" not in names(text)
+    assert "&lt;script&gt;" in text
+    both = run_page([told(folder), told(folder)])
+    assert "<script" not in both
+
+
+def test_a_fault_is_marked_at_its_step(tmp_path):
+    text = run_page([told(run_folder(tmp_path / "run", KILLED))])
+    assert "step 6: a rank was killed or failed" in text
+    assert text.count('class="limit"') == 4  # the restart and the event, on both curves
+
+
+def test_several_runs_begin_with_a_table(tmp_path):
+    runs = [told(run_folder(tmp_path / name)) for name in ("first", "second")]
+    text = run_page(runs)
+    assert "the runs side by side" in text
+    assert text.count('role="img"') == 8
+
+
+def test_a_run_without_steps_has_a_page_without_pictures(tmp_path):
+    text = run_page([told(run_folder(tmp_path / "run", [], finished=False), Promised(why_not="nothing is known"))])
+    assert 'role="img"' not in text
+    assert "0 of 12" in text
+
+
+def test_curves_leave_out_what_is_no_number():
+    kept = [step(n, n, loss=math.nan if n == 2 else 1.0) for n in range(1, 5)]
+    drawn = run_series.losses(kept, [HeldOut(step=4, loss=math.inf)])
+    assert [at for at, _ in drawn.line] == [1.0, 3.0, 4.0]
+    assert drawn.points == ()
+    ElementTree.fromstring(run_figures.curve(drawn))
+
+
+def test_a_million_steps_are_a_few_hundred_points():
+    kept = [step(n, n, seconds=9.0 if n == 5000 else 0.5) for n in range(1, 10_001)]
+    drawn = run_series.seconds(kept)
+    assert len(drawn.line) <= run_series.MOST
+    assert max(value for _, value in drawn.points) == 9.0  # the slowest is never lost
+    assert {value for _, value in drawn.line} == {0.5}
+
+
+def test_one_step_can_be_drawn():
+    ElementTree.fromstring(run_figures.curve(run_series.seconds([step(1, 1.0)])))
+    low, high = run_figures.limits([0.0])
+    assert low < high
+
+
+def test_the_terminals_curve_is_as_wide_as_it_and_falls():
+    kept = [step(n, n) for n in range(1, 500)]
+    lines = list(chart(kept, [HeldOut(step=400, loss=1.0)], Screen(columns=80)))
+    assert all(len(line) <= 80 for line in lines)
+    assert lines[0].rstrip().endswith("┤·")
+    assert sum("o" in line for line in lines[:-1]) == 1
+    assert lines[-1].endswith("499 (o: held-out)")
+    assert list(chart(kept[:2], [], Screen())) == []
+
+
+def test_a_report_is_json_without_nan(tmp_path):
+    _, found = told(run_folder(tmp_path / "run", KILLED))
+    text = msgspec.json.encode(msgspec.structs.replace(found, wall_seconds=math.nan)).decode()
+    assert "NaN" not in text
+    assert msgspec.json.decode(text)["wall_seconds"] is None

@@ -1,0 +1,182 @@
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from folders import H100, attempt, run_folder, step, usual
+
+from meshwright import cli
+from meshwright.spec.record import EndRecord, EventRecord, line
+from meshwright.spec.verdict import Verdict, write
+
+
+def told(capsys, *words) -> str:
+    assert cli.main(["report", *map(str, words)]) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys, *words) -> str:
+    assert cli.main(["report", *map(str, words)]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    (sentence,) = said.err.splitlines()
+    return sentence
+
+
+def test_a_finished_run_is_told_in_short_sections(capsys, tmp_path):
+    text = told(capsys, run_folder(tmp_path / "run", device=H100))
+    assert "\x1b" not in text
+    assert re.search(r"model +tiny: 360,896 parameters", text)
+    assert re.search(r"ran on +2 × NVIDIA H100 80GB HBM3, nccl; torch 2.13.0", text)
+    assert re.search(r"steps +12 of 12, 128 tokens each", text)
+    assert re.search(r"state +finished", text)
+    assert re.search(r"seconds a step +0\.\d+ +0\.5 +\+[\d.]+%", text)
+    assert re.search(r"peak GiB +0\.\d+ +1 +\+[\d.]+%", text)
+    assert "promised from the catalogue's h100" in text
+    assert "MFU: of the data sheet's peak" in text
+    assert re.search(r"held-out +0.7500 at step 12", text)
+    assert len(text.splitlines()) < 40
+
+
+def test_shares_of_the_time_add_up(capsys, tmp_path):
+    text = told(capsys, run_folder(tmp_path / "run"))
+    shares = dict(re.findall(r"^  ([a-z\- ]+?) +([\d.]+) %", text, re.MULTILINE))
+    assert shares.pop("in all") == "100.0"
+    assert sum(round(float(share) * 10) for share in shares.values()) == 1000
+    assert shares == {"goodput": "70.6", "start-up": "23.5", "eval": "3.0", "finish": "2.9"}
+
+
+def test_a_run_on_a_cpu_says_why_nothing_is_promised(capsys, tmp_path):
+    text = told(capsys, run_folder(tmp_path / "run"))
+    assert "nothing is promised: no data sheet describes a CPU; run there `meshwright bench --probe --ranks 2`" in text
+    assert "promised from --cluster 2xh100" in told(capsys, tmp_path / "run", "--cluster", "2xh100")
+
+
+def test_a_run_that_died_says_by_what_and_what_to_do(capsys, tmp_path):
+    folder = run_folder(tmp_path / "run", usual()[:5], finished=False)
+    write(folder, Verdict(kind="error", code=1, what="rank 1 failed: boom", remedy="see the log", rank=1))
+    (folder / "lock").write_text("process 1 on nowhere since noon")
+    with (folder / "steps.rank0.jsonl").open("ab") as file:
+        file.write(line(EndRecord(step=4, at=105.0)))
+    text = told(capsys, folder)
+    assert re.search(r"state +ended early: rank 1 failed: boom", text)
+    assert re.search(r"do +see the log", text)
+    assert re.search(r"steps +4 of 12", text)
+
+
+def test_restarts_and_events_are_told_with_step_and_time(capsys, tmp_path):
+    records = [
+        attempt(101.0),
+        *(step(n, 101.0 + n) for n in range(1, 7)),
+        EventRecord(step=6, what="straggler", text="rank 1 works 2.0 times as long as the others", rank=1, at=107.5),
+        attempt(110.0, step=4, number=2),
+        *(step(n, 106.0 + n) for n in range(5, 13)),
+    ]
+    text = told(capsys, run_folder(tmp_path / "run", records))
+    assert re.search(r"attempts +2 in 1 session$", text, re.MULTILINE)
+    assert "1.1  ready after 1.0 s, steps 1 to 6 in 6.5 s, 2 of them lost: a rank was killed" in text
+    assert "1.2  ready after 10.0 s, steps 5 to 12 in 8.0 s" in text
+    assert "step 6, after 7.5 s: straggler: rank 1 works" in text
+    assert re.search(r"own work +rank 1 works 2.0 times", text)
+    assert "lost work" in text
+
+
+def test_ranks_are_told_apart_only_where_the_records_do(capsys, tmp_path):
+    folder = run_folder(tmp_path / "run")
+    assert "Ranks" not in told(capsys, folder)
+    slow = [attempt(102.0), *(step(n, 102.0 + n / 2, data_seconds=0.25, memory_bytes=2**31) for n in range(1, 13))]
+    (folder / "steps.rank1.jsonl").write_bytes(b"".join(map(line, slow)))
+    text = told(capsys, folder)
+    assert "rank 1 longest, 3.0 s; the median rank 1.5 s" in text
+    assert "rank 1 fullest, 2.00 GiB; rank 0 emptiest, 1.00 GiB" in text
+
+
+def test_what_is_missing_is_said_plainly(capsys, tmp_path):
+    folder = run_folder(tmp_path / "run", finished=False)
+    (folder / "env.json").unlink()
+    (folder / "steps.rank1.jsonl").unlink()
+    text = told(capsys, folder)
+    assert re.search(r"note +records of 1 of 2 ranks are missing: 1", text)
+    assert re.search(r"note +env.json is missing", text)
+    assert "nothing is promised: nothing says on what this ran (env.json); name the machines with --cluster" in text
+
+
+def test_after_a_change_of_plan_the_last_session_is_measured(capsys, tmp_path):
+    before = [attempt(102.0), *(step(n, 102.0 + n, seconds=1.0) for n in range(1, 7))]
+    after = [attempt(7.0, step=6, session="vm:9:9", began=5.0), *(step(n, 1.0 + n) for n in range(7, 13))]
+    folder = run_folder(tmp_path / "run", [*before, *after])
+    assert re.search(r"seconds a step +– +0.75$", told(capsys, folder), re.MULTILINE)
+    (folder / "run.1.toml").write_text((folder / "run.toml").read_text())
+    text = told(capsys, folder)
+    assert re.search(r"seconds a step +– +0.5$", text, re.MULTILINE)
+    assert "run.1.toml shows that run.toml changed between sessions" in text
+    assert "mean of" not in text
+    assert re.search(r"last +0.5000 at step 12", text)
+
+
+def test_a_run_without_records_is_told_all_the_same(capsys, tmp_path):
+    text = told(capsys, run_folder(tmp_path / "run", [], finished=False))
+    assert "no step was recorded" in text
+    assert "Loss: none was recorded" in text
+
+
+def test_names_cannot_speak_to_the_terminal(capsys, tmp_path):
+    folder = run_folder(tmp_path / "run", None, r'name="red \u001b[31m"', device="2 × \x1b[2J\n, nccl")
+    assert "\x1b" not in told(capsys, folder)
+
+
+def test_several_runs_are_one_table_with_differences_to_the_first(capsys, tmp_path):
+    slower = [attempt(102.0), *(step(n, 102.0 + n, seconds=1.0) for n in range(1, 13))]
+    run_folder(tmp_path / "first")
+    run_folder(tmp_path / "second", slower, finished=False)
+    text = told(capsys, tmp_path / "first", tmp_path / "second")
+    assert re.search(r"^ +first +second$", text.splitlines()[0])
+    assert re.search(r"^seconds a step +0.5 +1 \(\+100.0%\)", text, re.MULTILINE)
+    assert re.search(r"^tokens/s +256 +128 +\(-50.0%\)", text, re.MULTILINE)
+    assert re.search(r"^held-out loss +0.7500 +–", text, re.MULTILINE)
+
+
+def test_a_program_gets_one_object_or_a_list(capsys, tmp_path):
+    folder = run_folder(tmp_path / "run", [attempt(1.0), step(1, 2.0, loss=float("nan"))], device=H100)
+    text = told(capsys, folder, "--json")
+    assert "NaN" not in text
+    found = json.loads(text)
+    assert found["losses"]["last"] is None
+    assert found["promise"]["seconds"] > 0
+    assert found["ran"]["ranks"] == 2
+    assert [each["folder"] for each in json.loads(told(capsys, folder, folder, "--json"))] == [str(folder)] * 2
+
+
+def test_a_page_is_written_whole_and_never_over_another(capsys, tmp_path):
+    folder, file = run_folder(tmp_path / "run", device=H100), tmp_path / "page.html"
+    assert told(capsys, folder, "--page", file).endswith(f"page: {file}\n")
+    assert file.read_text().startswith("<!doctype html>")
+    assert "--force" in refused(capsys, folder, "--page", file)
+    file.write_text("mine")
+    told(capsys, folder, "--page", file, "--force", "--json")
+    assert "mine" not in file.read_text()
+    assert "No such file" in refused(capsys, folder, "--page", tmp_path / "none" / "page.html")
+
+
+@pytest.mark.parametrize("words", [["--cluster", "2xh10000"], ["--profile", "none.json"]])
+def test_machines_that_are_wrong_are_one_sentence(capsys, tmp_path, words):
+    refused(capsys, run_folder(tmp_path / "run"), *words)
+
+
+def test_bad_folders_are_one_sentence_with_the_remedy(capsys, tmp_path):
+    assert "there is no folder" in refused(capsys, tmp_path / "none")
+    run_folder(tmp_path / "runs" / "mine")
+    assert f"is a folder of runs: mine; name one: {tmp_path / 'runs' / 'mine'}" in refused(capsys, tmp_path / "runs")
+
+
+def test_nothing_heavy_is_imported(tmp_path):
+    folder = run_folder(tmp_path / "run", device=H100)
+    code = f"""
+import sys
+from meshwright.cli import main
+assert main(["report", {str(folder)!r}]) == 0
+heavy = {{"torch", "numpy", "rich", "tokenizers", "safetensors"}} & set(sys.modules)
+assert not heavy, heavy
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

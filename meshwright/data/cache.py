@@ -10,6 +10,9 @@ from pathlib import Path
 
 import msgspec
 
+from meshwright.spec.writing import require_folder
+
+REMEDY = "set XDG_CACHE_HOME to a folder that can be written"
 SMALL = 64 << 20  # bytes of files that are told apart by their content; larger ones by name, size and time of change
 
 try:
@@ -20,9 +23,9 @@ except ImportError:  # not POSIX: whoever comes at the same time works too, and 
 
 def once(folder: Path, make: Callable[[Path], None], say: Callable[[str], None]) -> Path:
     """The folder, which `make` has filled: by this process, or by another one that was first."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
     if folder.is_dir():
         return folder
+    require_folder(folder.parent, REMEDY)
     with _alone(folder, say) as alone:
         if not folder.is_dir():
             if alone:

@@ -68,6 +68,11 @@ class Loader:
         self.ahead: dict[int, Future[Rows]] = {}
         self._read_ahead(start)
 
+    @property
+    def holds_out(self) -> bool:
+        """Whether any sample is never trained on."""
+        return any(self.held_counts)
+
     def take(self, step: int) -> StepBatch:
         """This rank's part of a step, which counts from 0. What went wrong in the thread is raised here."""
         began = time.perf_counter()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import cast
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from meshwright.data import cache, ready, records, shards, source, tokenize
 from meshwright.data.mistake import mistake
@@ -71,10 +72,20 @@ def _lexicon(run: Run, texts: list[Listing], folder: Path, say: Say) -> Lexicon:
         settings = (run.arch.vocab, SAMPLE, SAMPLE_FILES)
         name = cache.digest("tokenizer", shards.VERSION, settings, [_content(each) for each in texts])
         file = cache.once(folder / name, partial(_train, texts, run.arch.vocab, say), say) / "tokenizer.json"
+        tokenizer = _kept(file)
     else:
         file = tokenize.path(run.data.tokenizer)
-    tokenizer = tokenize.load(file)
+        tokenizer = tokenize.load(file)
     return Lexicon(file, tokenizer, tokenize.end_token(tokenizer, run.data.end_token))
+
+
+def _kept(file: Path) -> Tokenizer:
+    """A tokenizer of our own, from the cache."""
+    try:
+        return tokenize.load(file)
+    except InputError:
+        what = f"{file}, which was trained here, is damaged"
+        raise mistake(what, f"delete {file.parent}: it is made again", "data.tokenizer") from None
 
 
 def _train(texts: list[Listing], vocab: int, say: Say, folder: Path) -> None:

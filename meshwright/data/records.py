@@ -126,7 +126,7 @@ def _lines(blocks: Iterator[bytes]) -> Iterator[bytes]:
 def _blocks(file: Path) -> Iterator[bytes]:
     """The bytes of a file, unpacked when its ending says that they are packed."""
     with _reading(file):
-        match file.suffix:
+        match file.suffix.lower():
             case ".gz":
                 with gzip.open(file) as stream:
                     yield from iter(lambda: stream.read(BLOCK), b"")

@@ -3,6 +3,7 @@
 import glob
 import itertools
 import os
+import re
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -56,7 +57,7 @@ class Listing:
     @property
     def plain(self) -> bool:
         """Text as it is: as many bytes as its files have."""
-        return set(self.kinds.values()) == {"text"} and not any(file.suffix in PACKED for file in self.kinds)
+        return set(self.kinds.values()) == {"text"} and not any(file.suffix.lower() in PACKED for file in self.kinds)
 
     @property
     def size(self) -> int:
@@ -112,8 +113,17 @@ def documents(source: Source) -> Iterator[str]:
 def problems(data: Data) -> list[Problem]:
     """What is wrong with the sources, as far as a look at the beginning of their files tells."""
     key = "data.mix" if data.mix else "data.source"
-    found = [problem for source in data.sources for problem in _problems(source)]
-    return [problem if problem.key else msgspec.structs.replace(problem, key=key) for problem in found]
+    found = [(problem, source) for source in data.sources for problem in _problems(source)]
+    told = [_of_entry(problem, source) if data.mix else problem for problem, source in found]
+    return [problem if problem.key else msgspec.structs.replace(problem, key=key) for problem in told]
+
+
+def _of_entry(problem: Problem, source: Source) -> Problem:
+    """In a mixture the settings of a source are those of its entry."""
+    remedy = re.sub(r"\bdata\.(source|format|field)\b", r"\1", problem.remedy)
+    if remedy == problem.remedy:
+        return problem
+    return msgspec.structs.replace(problem, remedy=f"{remedy}, in the entry of data.mix for {source.source}")
 
 
 def _problems(source: Source) -> list[Problem]:

@@ -16,8 +16,9 @@ IGNORE = -100  # a target that is not predicted
 LAUNCH = {"block": 4096, "num_warps": 4}  # along a row; the fastest of seven on an H200
 # Exponents above a row's reference before it is moved: bf16 holds exp(30) as well as 1.
 REACH = 30.0
-# Exponents beneath a row's sum that still count: exp(-50) of a row is nothing beside the rest of it. More than REACH and
-# the logarithm of a vocabulary, which a row without a moved reference may have; less than bf16 holds beside a weight.
+# Exponents beneath a row's sum that still count: exp(-50) of a row is nothing beside the rest of it. That is more than
+# REACH and the logarithm of a vocabulary, which a row without a moved reference may have, and less than bf16 holds
+# beside a weight.
 DEPTH = 50.0
 ENDS = 256  # rows of a program that works on their ends only
 

@@ -1,6 +1,7 @@
 """The run folder: whose it is, what it already holds, who is writing to it."""
 
 import fcntl
+import math
 import os
 import platform
 import shutil
@@ -14,6 +15,7 @@ from meshwright.spec import load
 from meshwright.spec.check import InputError, Problem
 from meshwright.spec.record import Summary
 from meshwright.spec.run import Run, digest, mathematics
+from meshwright.spec.writing import writing
 
 RUN, SUMMARY, LOCK = "run.toml", "summary.json", "lock"
 
@@ -28,17 +30,8 @@ class Claim:
 
     def __init__(self, folder: Path, run: Run, *, fresh: bool = False) -> None:
         self.folder = folder
-        if fresh:
-            _set_aside(folder)
-        self._check_owner(run)
-        self._made = not folder.exists()
-        folder.mkdir(parents=True, exist_ok=True)
-        self._lock = self._locked()
-        self.finished = read_summary(folder)
-        if self.finished is None:
-            for words in folder.glob("failure.rank*.json"):
-                words.unlink()  # last words of an earlier attempt, which whoever watches would take for this one's
-            _write_run(folder, load.write(run))
+        with writing(folder, "name another --folder"):
+            self._take(run, fresh)
 
     def release(self) -> None:
         """Let the next one in."""
@@ -49,25 +42,27 @@ class Claim:
         if self._made and not any(self.folder.glob("steps.rank*.jsonl")):
             shutil.rmtree(self.folder)
 
-    def _check_owner(self, run: Run) -> None:
-        """Another run's folder, or a folder that is not a run's, is never written to."""
-        if not self.folder.exists() or not any(self.folder.iterdir()):
+    def _take(self, run: Run, fresh: bool) -> None:
+        folder = self.folder
+        if fresh:
+            self._set_aside()
+        check_owner(folder, run)
+        self._made = not folder.exists()
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lock = self._locked()
+        self.finished = read_summary(folder)
+        if self.finished is None:
+            for words in folder.glob("failure.rank*.json"):
+                words.unlink()  # last words of an earlier attempt, which whoever watches would take for this one's
+            _write_run(folder, load.write(run))
+
+    def _set_aside(self) -> None:
+        """Rename what is there, so that starting anew loses nothing. Whoever is at work in it keeps it."""
+        if not (self.folder / LOCK).is_file():
+            _set_aside(self.folder)
             return
-        if not (self.folder / RUN).is_file():
-            if [entry.name for entry in self.folder.iterdir()] == [LOCK]:
-                return
-            raise InputError([Problem(f"{self.folder} holds other files", "name an empty --folder")])
-        there = load.load(self.folder / RUN).run
-        differences = _differences(mathematics(there), mathematics(run))
-        if differences:
-            raise InputError(
-                [
-                    Problem(
-                        f"{self.folder} belongs to another run ({'; '.join(differences)})",
-                        "name another --folder, or add --fresh to set that run aside and start anew",
-                    )
-                ]
-            )
+        with self._locked():
+            _set_aside(self.folder)
 
     def _locked(self) -> Any:
         lock = open(self.folder / LOCK, "a+")  # noqa: SIM115 - held for as long as the run
@@ -87,14 +82,42 @@ class Claim:
         return lock
 
 
+def check_owner(folder: Path, run: Run) -> None:
+    """Another run's folder, or a folder that is not a run's, is never written to."""
+    if not folder.exists() or _names(folder) <= {LOCK}:
+        return
+    if not (folder / RUN).is_file():
+        raise InputError([Problem(f"{folder} holds other files", "name an empty --folder")])
+    there = load.load(folder / RUN).run
+    differences = _differences(mathematics(there), mathematics(run))
+    if differences:
+        raise InputError(
+            [
+                Problem(
+                    f"{folder} belongs to another run ({'; '.join(differences)})",
+                    "name another --folder, or add --fresh to set that run aside and start anew",
+                )
+            ]
+        )
+
+
 def write_summary(folder: Path, summary: Summary) -> None:
     """The last thing a run writes: it is finished when this file is there."""
     _write(folder / SUMMARY, msgspec.json.format(msgspec.json.encode(summary)).decode() + "\n")
 
 
 def read_summary(folder: Path) -> Summary | None:
+    """How the run in a folder ended, None if it has not. JSON has null for a loss that is not finite."""
     file = folder / SUMMARY
-    return msgspec.json.decode(file.read_bytes(), type=Summary) if file.exists() else None
+    if not file.exists():
+        return None
+    try:
+        values = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+        lost = {name: math.nan for name in ("first_loss", "loss") if values.get(name, 0.0) is None}
+        return msgspec.convert(values | lost, Summary)
+    except msgspec.DecodeError as error:
+        remedy = "delete it to go on from the newest checkpoint, or add --fresh to set the run aside"
+        raise InputError([Problem(f"{file} is damaged: {error}", remedy)]) from None
 
 
 def _write_run(folder: Path, text: str) -> None:
@@ -109,10 +132,9 @@ def _write_run(folder: Path, text: str) -> None:
 
 
 def _set_aside(folder: Path) -> None:
-    """Rename what is there, so that starting anew loses nothing."""
     if not folder.exists():
         return
-    if not (folder / RUN).is_file() and any(folder.iterdir()):
+    if not (folder / RUN).is_file() and not _names(folder) <= {LOCK}:
         raise InputError(
             [Problem(f"{folder} is not a run folder, so --fresh leaves it alone", "name another --folder")]
         )
@@ -120,6 +142,10 @@ def _set_aside(folder: Path) -> None:
     while (old := folder.with_name(f"{folder.name}.{number}")).exists():
         number += 1
     folder.rename(old)
+
+
+def _names(folder: Path) -> set[str]:
+    return {entry.name for entry in folder.iterdir()}
 
 
 def _differences(there: Any, here: Any, prefix: str = "") -> list[str]:

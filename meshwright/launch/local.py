@@ -139,6 +139,12 @@ def defaults(ranks: int) -> dict[str, str]:
     }
 
 
+def threads(environment: Mapping[str, str]) -> int:
+    """Of a rank's arithmetic, as its environment has them; of a list, which is by depth, the first."""
+    first = environment.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return max(int(first), 1) if first.isdecimal() else 1
+
+
 def gpus(environment: Mapping[str, str]) -> int:
     """GPUs that ranks of this machine may use, counted without torch."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")

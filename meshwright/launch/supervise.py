@@ -17,7 +17,7 @@ from meshwright.launch.local import Nursery, NurseryError, Ranks
 from meshwright.spec import verdict as verdict_file
 from meshwright.spec.exits import Exit
 from meshwright.spec.order import Order
-from meshwright.spec.place import cores, local
+from meshwright.spec.place import local
 from meshwright.spec.run import Run
 from meshwright.spec.verdict import RESTARTABLE, Verdict
 
@@ -112,7 +112,7 @@ class Supervisor:
         return [
             msgspec.structs.replace(
                 self.order,
-                place=local(rank, world, meeting / "store", max(cores() // world, 1)),
+                place=local(rank, world, meeting / "store", self.order.place.threads),
                 beats=str(meeting),
                 log=str(logs / f"rank{rank}.txt"),
                 speaks=rank == 0,

@@ -7,7 +7,7 @@ from meshwright.spec.arch import Arch
 from meshwright.spec.plan import AXES
 from meshwright.spec.problem import InputError as InputError  # re-exported: whoever checks also refuses
 from meshwright.spec.problem import Problem as Problem
-from meshwright.spec.run import Run
+from meshwright.spec.run import Data, Run
 
 
 def problems(run: Run) -> list[Problem]:
@@ -55,15 +55,21 @@ def _counts(run: Run) -> Iterator[Problem]:
         "checkpoint.keep_every": run.checkpoint.keep_every,
         "held.sample_tokens": run.held.sample_tokens,
         "optim.warmup": run.optim.warmup,
+        "faults.restarts": run.faults.restarts,
+        "faults.not_finite": run.faults.not_finite,
+        "faults.compare_every": run.faults.compare_every,
         "arch.experts": run.arch.experts,
         "arch.shared_experts": run.arch.shared_experts,
     }
     for key, value in natural.items():
         if value < 0:
             yield Problem(f"{key} = {value} is negative", f"give {key} a whole number of at least 0", key)
+    if run.seed >= SEEDS:
+        yield Problem(f"seed = {run.seed} has more than 63 bits", f"use 0 to {SEEDS - 1}", "seed")
 
 
 ARCH_COUNTS = ("vocab", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "context", "moe_every")
+SEEDS = 2**63  # what fits a signed word, in which seeds travel and are kept
 ARCH_LIMIT = 10**9  # no dimension of any model; stops a typing slip before it asks for the memory
 
 
@@ -135,6 +141,7 @@ def _rates(run: Run) -> Iterator[Problem]:
     optim = run.optim
     bounds = {
         "optim.rate": (optim.rate, 0.0, 1e3),
+        "optim.eps": (optim.eps, 1e-30, 1.0),  # 0 ÷ (0 + eps) is 0, in 32 bits too
         "optim.floor": (optim.floor, 0.0, 1.0),
         "optim.decay": (optim.decay, 0.0, 1.0),
         "optim.weight_decay": (optim.weight_decay, 0.0, 1e3),
@@ -142,6 +149,10 @@ def _rates(run: Run) -> Iterator[Problem]:
         "data.held_out": (run.data.held_out, 0.0, 0.5),
         "held.temperature": (run.held.temperature, 0.0, 100.0),
         "arch.capacity": (run.arch.capacity, 0.0, 1e3),
+        "faults.grace_seconds": (run.faults.grace_seconds, 0.0, 1e9),
+        "faults.hang_seconds": (run.faults.hang_seconds, 0.1, 1e9),
+        "faults.spike": (run.faults.spike, 0.0, 1e9),
+        "faults.straggler": (run.faults.straggler, 0.0, 1e9),
     }
     if run.goal.memory_gib is not None:
         bounds["goal.memory_gib"] = (run.goal.memory_gib, 2.0**-20, 1e6)
@@ -169,6 +180,18 @@ def _packing(run: Run) -> Iterator[Problem]:
         )
 
 
+def _mix(run: Run) -> Iterator[Problem]:
+    """In a mixture each source has its own settings, and those beside it would be read by nobody."""
+    usual = Data()
+    for name in ("source", "format", "field"):
+        if run.data.mix and (value := getattr(run.data, name)) != getattr(usual, name):
+            yield Problem(
+                f"data.{name} = {value} has no meaning beside data.mix, whose entries have their own {name}",
+                f"set {name} in the entries of data.mix, and leave data.{name} out",
+                f"data.{name}",
+            )
+
+
 RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
-    _counts, _sizes, _heads, _mixture, _context, _rates, _packing, *check_plan.RULES,
+    _counts, _sizes, _heads, _mixture, _context, _rates, _packing, _mix, *check_plan.RULES,
 )  # fmt: skip

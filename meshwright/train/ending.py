@@ -17,13 +17,13 @@ from meshwright.spec.verdict import FaultError, Kind, Verdict, is_broken, of_cod
 AGAIN = "put it right and run the same command again: it goes on from the newest checkpoint"
 
 
-def verdict_of(error: Exception, order: Order, step: int, deviated: bool) -> Verdict:
-    """The last words of a rank. `step` is −1 before the first."""
+def verdict_of(error: Exception, order: Order, step: int, deviated: bool, begun: bool = True) -> Verdict:
+    """The last words of a rank. `step` is −1 until the ranks stand ready; `begun`: they have made one since."""
     if isinstance(error, FaultError):
         verdict = error.verdict
     else:
         verdict = Verdict(kind="error", code=Exit.FAILED, what=_first_line(error))
-        for kind, code, remedy in _known(error, order, step):
+        for kind, code, remedy in _known(error, order, begun and step >= 0):
             verdict = Verdict(kind=kind, code=code, what=_first_line(error), remedy=remedy)
     return msgspec.structs.replace(
         verdict,
@@ -39,18 +39,21 @@ def verdict_of(error: Exception, order: Order, step: int, deviated: bool) -> Ver
     )
 
 
-def _known(error: Exception, order: Order, step: int) -> list[tuple[Kind, int, str]]:
+def _known(error: Exception, order: Order, begun: bool) -> list[tuple[Kind, int, str]]:
     """Errors whose meaning is known: their kind, exit code and remedy."""
     if isinstance(error, CorruptError):
         return [("corrupt", Exit.CORRUPT, "restore the folder from a copy, or start anew with --fresh")]
     if isinstance(error, torch.OutOfMemoryError):
         return [("memory", Exit.DOES_NOT_FIT, "use a smaller microbatch, recompute, or more shards")]
-    if isinstance(error, InputError) and step < 0:
-        return [("input", Exit.INPUT, "; ".join(problem.remedy for problem in error.problems))]
+    if isinstance(error, InputError):
+        remedy = "; ".join(problem.remedy for problem in error.problems)
+        if not begun:
+            return [("input", Exit.INPUT, remedy)]
+        return [(of_code(Exit.RESUMABLE), Exit.RESUMABLE, f"{remedy}; the same command then goes on")]
     # Our own launcher sees who it was that left; of somebody else's we know only that a rank is gone.
     if order.place.launcher != "meshwright" and is_broken(str(error)):
         return [("killed", Exit.RESUMABLE, AGAIN)]
-    if isinstance(error, InputError | OSError) and _in_data(error):
+    if isinstance(error, OSError) and _in_data(error):
         return [(of_code(Exit.RESUMABLE), Exit.RESUMABLE, AGAIN)]
     return []
 

@@ -69,7 +69,8 @@ class Heart:
 
     def looked(self) -> None:
         """A held-out loss was taken: its collectives belong to the step before, not to the next."""
-        self.step_ends_ns[-1] = time.time_ns()
+        if self.step_ends_ns:  # a run that lacked only its ending makes no step here
+            self.step_ends_ns[-1] = time.time_ns()
 
     def spent(self) -> list[list[float]]:
         """Seconds of the main thread so far: at work and waiting, by phase."""

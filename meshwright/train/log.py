@@ -27,6 +27,7 @@ from meshwright.spec.record import (
 )
 from meshwright.spec.run import Run
 from meshwright.train.loop import HeldResult, StepResult
+from meshwright.train.record_file import RecordFile
 from meshwright.train.screen import Screen
 from meshwright.train.writers import Writer
 
@@ -66,7 +67,7 @@ class Recorder:
     def __post_init__(self) -> None:
         file = self.folder / f"steps.rank{self.mesh.rank}.jsonl"
         self.past = read_records(file)  # of earlier attempts
-        self.lines = open(file, "ab")  # noqa: SIM115 - closed by close()
+        self.lines = RecordFile(file, self.screen.say)
         self.began = time.perf_counter()
         self.earlier: Pending | None = None
         self.flops = step_flops(self.run.arch, self.run.sequence, self.run.batch)
@@ -122,24 +123,23 @@ class Recorder:
         record = self._record(step)
         self.earlier = step
         self.records.append(record)
-        self.screen.step(record, self.run.steps, self.peak)
         self._keep(record)
+        self.screen.step(record, self.run.steps, self.peak)
 
     def _write_held(self, result: HeldResult) -> None:
         loss = result.loss.item()
         self.last_held = HeldRecord(
             step=result.step, loss=loss, tokens=result.tokens, seconds=result.seconds, at=time.monotonic()
         )
-        self.screen.held(self.last_held)
         self._keep(self.last_held)
+        self.screen.held(self.last_held)
         self.earlier = None  # the next step's clock starts after the held-out loss
         self.began = time.perf_counter()
 
     def _keep(self, record: Record) -> None:
-        """On disk at once: whoever kills this process does not take it along."""
+        """On disk before anybody is told."""
         self.past.append(record)
         self.lines.write(line(record))
-        self.lines.flush()
         if isinstance(record, StepRecord | HeldRecord):
             for writer in self.writers:
                 writer.write(record)

@@ -62,7 +62,7 @@ def train(
 def _steps(run: Run, state: State, mesh: Mesh, save: Save, stop: Stop) -> Iterator[StepResult | HeldResult]:
     forward_backward = choose(run, state.chunks, mesh)
     measure, stops = clip.choose(run.plan), Stops()
-    if state.step == run.steps and is_due(run, state.step):  # gone on from the last step: only the ending was missing
+    if state.step == run.steps and is_due(run, state):  # gone on from the last step: only the ending was missing
         yield held_out(run, state, mesh)
     while state.step < run.steps and not state.stopped:
         state.optimizer.zero_grad()
@@ -89,15 +89,15 @@ def _steps(run: Run, state: State, mesh: Mesh, save: Save, stop: Stop) -> Iterat
             wait_seconds=batch.wait_seconds,
             save_seconds=save_seconds,
         )
-        if is_due(run, state.step) and not state.stopped:
+        if is_due(run, state) and not state.stopped:
             yield held_out(run, state, mesh)
 
 
-def is_due(run: Run, step: int) -> bool:
+def is_due(run: Run, state: State) -> bool:
     """Whether a held-out loss follows this step; the last step always has one, if anything is held out."""
-    if run.data.held_out == 0:
+    if not state.loader.holds_out:  # a share of the samples may still be none of them
         return False
-    return step == run.steps or (run.held.every > 0 and step % run.held.every == 0)
+    return state.step == run.steps or (run.held.every > 0 and state.step % run.held.every == 0)
 
 
 def held_out(run: Run, state: State, mesh: Mesh) -> HeldResult:

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from meshwright import __version__
 from meshwright.checkpoint.folder import save_native
@@ -40,6 +41,7 @@ from meshwright.train.world import world
 from meshwright.train.writers import Writer
 
 SUMMARY = "summary.json"
+OPENING = 16  # tokens that a sample without a prompt continues
 SETTLED = 3  # steps after which nothing new should have to be compiled
 
 
@@ -53,7 +55,8 @@ def serve(order: Order, run: Run, machine: bool = False) -> int:
     except Exception as error:
         traceback.print_exc()
         step = heart.step if heart.restored >= 0 else -1
-        last = verdict_of(error, order, step, deviated(recorded(), heart.step_ends_ns))
+        odd = deviated(recorded(), heart.step_ends_ns)
+        last = verdict_of(error, order, step, odd, begun=heart.steps_here > 0)
         verdict.write(Path(order.folder), last)
         return last.code
     if summary is None:
@@ -130,8 +133,7 @@ def described(mesh: Mesh) -> str:
 def _finish(run: Run, state: State, mesh: Mesh, recorder: Recorder, corpus: Corpus) -> Summary:
     sample = ""
     if run.held.sample_tokens and corpus.tokenizer is not None:
-        opening = state.loader.held(0).microbatches[0].tokens[0, :16]
-        sample = continuation(state.chunks, run, corpus.tokenizer, opening, mesh)
+        sample = continuation(state.chunks, run, corpus.tokenizer, _opening(state), mesh)
     peak = torch.tensor(peak_bytes(mesh.device), device=mesh.device)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     whole = weights(state.chunks, run, mesh)
@@ -160,6 +162,12 @@ def _finish(run: Run, state: State, mesh: Mesh, recorder: Recorder, corpus: Corp
         goodput=spent.goodput,
         badput=spent.badput,
     )
+
+
+def _opening(state: State) -> Tensor:
+    """How a held-out sample begins, or the first one where none is held out."""
+    loader = state.loader
+    return (loader.held(0) if loader.holds_out else loader.take(0)).microbatches[0].tokens[0, :OPENING]
 
 
 def _writers(run: Run, mesh: Mesh, folder: Path, screen: Screen) -> list[Writer]:

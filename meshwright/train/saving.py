@@ -25,6 +25,7 @@ from meshwright.train.holdings import holdings
 from meshwright.train.state import State
 
 Say = Callable[[str], None]
+SUMMARY = "summary.json"  # of a run that has ended
 Save = Callable[[State], float]  # asked after every step; returns the seconds that training stood still
 
 
@@ -64,8 +65,25 @@ def follow(state: State, run: Run, mesh: Mesh, say: Say) -> None:
     if manifest is None:
         what = f"{home} holds no checkpoint to take the moments from"
         raise InputError([Problem(what, "leave init.moments out, or name a run's folder", "init.moments")])
+    saved = manifest.progress.step
+    if (last := _last_step(Path(run.init.folder))) not in (None, saved):
+        what = f"the weights of {run.init.folder} are of step {last}, and its newest moments of {saved}"
+        remedy = f"leave init.moments out, or train that run with a checkpoint.every that divides {last}"
+        raise InputError([Problem(what, remedy, "init.moments")])
     state.optimizer.count.fill_(manifest.progress.updates)
-    say(f"moments from step {manifest.progress.step} of {run.init.folder}")
+    say(f"moments from step {saved} of {run.init.folder}")
+
+
+class _Ended(msgspec.Struct):
+    step: int
+
+
+def _last_step(folder: Path) -> int | None:
+    """After which step the weights of a finished run were left, None if it does not say."""
+    try:
+        return msgspec.json.decode((folder / SUMMARY).read_bytes(), type=_Ended).step
+    except (OSError, msgspec.DecodeError):
+        return None
 
 
 def take_up(state: State, manifest: Manifest) -> None:

@@ -1,10 +1,12 @@
 """What a person sees while a run goes on: a live bar on a terminal, plain lines anywhere else."""
 
 import sys
+from collections.abc import Callable
 from typing import Protocol, TextIO
 
 from meshwright.cost.flops import utilization
 from meshwright.spec.record import HeldRecord, StepRecord
+from meshwright.spec.writing import forsake
 
 
 class Screen(Protocol):
@@ -78,9 +80,10 @@ class Lines:
     def __init__(self, stream: TextIO, every: int) -> None:
         self.stream = stream
         self.every = every
+        self.unheard = False
 
     def say(self, text: str) -> None:
-        print(text, file=self.stream, flush=True)
+        self._tell(lambda: print(text, file=self.stream, flush=True))
 
     def step(self, record: StepRecord, steps: int, peak_flops_per_second: float | None) -> None:
         if record.step == 1 or record.step % self.every == 0 or record.step == steps or record.skipped:
@@ -90,7 +93,17 @@ class Lines:
         self.say(held_line(record))
 
     def close(self) -> None:
-        self.stream.flush()
+        self._tell(self.stream.flush)
+
+    def _tell(self, speak: Callable[[], None]) -> None:
+        """A reader that has left, or a disk that is full, ends the telling and not the training."""
+        if self.unheard:
+            return
+        try:
+            speak()
+        except OSError:
+            self.unheard = True
+            forsake(self.stream)
 
 
 class Bar(Lines):
@@ -113,11 +126,11 @@ class Bar(Lines):
         self.started = False
 
     def say(self, text: str) -> None:
-        self.progress.console.print(text, markup=False, soft_wrap=True)
+        self._tell(lambda: self.progress.console.print(text, markup=False, soft_wrap=True))
 
     def step(self, record: StepRecord, steps: int, peak_flops_per_second: float | None) -> None:
         if not self.started:
-            self.progress.start()
+            self._tell(self.progress.start)
             self.started = True
         super().step(record, steps, peak_flops_per_second)
         latest = f"loss {record.loss:.3f}  {record.tokens / record.seconds:,.0f} tokens/s"
@@ -125,7 +138,7 @@ class Bar(Lines):
 
     def close(self) -> None:
         if self.started:
-            self.progress.stop()
+            self._tell(self.progress.stop)
             self.started = False
         super().close()
 

@@ -11,6 +11,7 @@ from meshwright.spec.check import InputError, Problem
 from meshwright.spec.place import Place
 from meshwright.spec.profile import Profile, read_profile
 from meshwright.spec.run import Run
+from meshwright.spec.writing import require_file, require_folder
 from meshwright.verbs import surroundings, words
 
 if TYPE_CHECKING:
@@ -56,6 +57,9 @@ def bench(options: argparse.Namespace) -> int:
         from meshwright.verbs.bench_probe import probe
 
         return probe(options)
+    require_folder(options.folder, "name another --folder")
+    if options.out:
+        require_file(options.out, "name another --out")  # before minutes are spent on what could not be kept
     here, planned = surroundings.here(), _planned(options)
     lab = _lab(options, here, planned)
     return _alone(planned, lab, options) if here is None else _rank(planned, here, lab, options)

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import msgspec
 
-from meshwright.spec import load
-from meshwright.spec.check import InputError
 from meshwright.spec.exits import Exit
-from meshwright.verbs import surroundings, words
+from meshwright.verbs import words
+from meshwright.verbs.examined import examined
 
 FAULTS = ("kill", "term", "hang", "sleep", "lock", "data", "skip", "cross", "nan", "flip")
 
@@ -26,15 +25,12 @@ def add(verbs: words.Verbs) -> None:
 def rehearse(options: argparse.Namespace) -> int:
     """Exit 0 when the weights came out as if nothing had happened, 1 when not."""
     words.require_training()
-    file, overrides = words.split(options.words)
-    loaded, problems = load.examine(file, overrides, ranks=options.ranks, default_ranks=surroundings.default_ranks())
-    if loaded is None or problems:
-        raise InputError(problems)
+    run = examined(options.words, options.ranks).run
     from meshwright.verify.rehearse import rehearse as rehearsed
 
     say = words.say_to(options.json)
     with tempfile.TemporaryDirectory(prefix="meshwright-rehearse-") as temporary:
-        result = rehearsed(loaded.run, options.fault, options.folder or Path(temporary), say)
+        result = rehearsed(run, options.fault, options.folder or Path(temporary), say)
     if options.json:
         print(msgspec.json.encode(result).decode(), flush=True)
     weights = "the same weights, to the last bit" if result.same_weights else "OTHER WEIGHTS"

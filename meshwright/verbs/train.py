@@ -10,15 +10,18 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from meshwright.search import budget
-from meshwright.spec import check, compiler, load
-from meshwright.spec.check import InputError
+from meshwright.spec import check
+from meshwright.spec import verdict as verdict_file
 from meshwright.spec.exits import Exit
-from meshwright.spec.order import Order
+from meshwright.spec.order import ALONE, Order
 from meshwright.spec.params import count
 from meshwright.spec.place import Place
 from meshwright.spec.record import Summary
 from meshwright.spec.run import Run
+from meshwright.spec.verdict import Verdict
+from meshwright.spec.writing import teller
 from meshwright.verbs import surroundings, words
+from meshwright.verbs.examined import examined
 
 if TYPE_CHECKING:
     from meshwright.launch.local import Nursery
@@ -41,19 +44,10 @@ def train(options: argparse.Namespace) -> int:
     """Train: as the launcher of local ranks, or as one rank that somebody else has launched."""
     words.require_training()
     here = surroundings.here()
-    ranks = options.ranks if here is None else here.world
-    file, overrides = words.split(options.words)
-    loaded, problems = load.examine(file, overrides, ranks=ranks, default_ranks=surroundings.default_ranks())
-    if loaded is not None and (here is None or here.rank == 0):
-        from meshwright.data import prepare
-
-        found = [*prepare.problems(loaded.run), *compiler.missing(loaded.run.plan)]
-        problems += [load.placed(problem, loaded.origins) for problem in found]
-    if loaded is None or problems:
-        raise InputError(problems)
-    loaded, choice = budget.resolved(loaded)
-    if choice is not None and (here is None or here.rank == 0):
-        words.say_to(options.json)(f"goal.memory_gib = {loaded.run.goal.memory_gib:g}: {choice}")
+    ranks, is_first = (options.ranks, True) if here is None else (here.world, here.rank == 0)
+    loaded, choice = budget.resolved(examined(options.words, ranks, looks=is_first))
+    if choice is not None and is_first:
+        _teller(options.json)(f"goal.memory_gib = {loaded.run.goal.memory_gib:g}: {choice}")
     return _launch(loaded.run, options) if here is None else _rank(loaded.run, here, options)
 
 
@@ -63,7 +57,7 @@ def _launch(run: Run, options: argparse.Namespace) -> int:
     from meshwright.launch import folder as folders
     from meshwright.launch.supervise import Asked, Supervisor
 
-    say = words.say_to(options.json)
+    say = _teller(options.json)
     folder = options.folder or folders.default(run)
     claim = folders.Claim(folder, run, fresh=options.fresh)
     if claim.finished is not None:
@@ -89,22 +83,28 @@ def _launch(run: Run, options: argparse.Namespace) -> int:
         return Exit.DONE
     if verdict.kind == "input":
         claim.abandon()
-    print(verdict, file=sys.stderr)
-    return verdict.code
+    return _tell_failure(verdict, options.json)
 
 
 def _nursery(run: Run, folder: Path, options: argparse.Namespace) -> Callable[[], "Nursery"]:
     """How to make the process that ranks are forked from."""
-    from meshwright.launch.local import Nursery, defaults
+    from meshwright.launch.local import Nursery
 
-    people = sys.stderr if options.json else sys.stdout
-    environment = {**defaults(run.plan.world), **surroundings.of_ranks(options.debug)}
+    people, environment = sys.stderr if options.json else sys.stdout, _environment(run, options)
     return lambda: Nursery(environment, folder / "logs" / "nursery.txt", people.fileno())
+
+
+def _environment(run: Run, options: argparse.Namespace) -> dict[str, str]:
+    """Of the ranks: what the user has not said is ours to choose."""
+    from meshwright.launch.local import defaults
+
+    return {**defaults(run.plan.world), **surroundings.of_ranks(options.debug)}
 
 
 def _order(run: Run, folder: Path, options: argparse.Namespace) -> Order:
     """What ranks are told, but for their place."""
     from meshwright.launch import folder as folders
+    from meshwright.launch.local import threads
     from meshwright.launch.verdicts import this_session
 
     return Order(
@@ -112,6 +112,7 @@ def _order(run: Run, folder: Path, options: argparse.Namespace) -> Order:
         folder=str(folder),
         cache=str(surroundings.cache()),
         session=this_session(),
+        place=msgspec.structs.replace(ALONE, threads=threads(_environment(run, options))),
         began=surroundings.BEGAN,
         inject=options.inject,
     )
@@ -132,14 +133,16 @@ def _rank(run: Run, here: Place, options: argparse.Namespace) -> int:
     from meshwright.launch.sidecar import Sidecar
 
     folder = options.folder or folders.default(run)
-    if not options.fresh and (finished := folders.read_summary(folder)) is not None:
+    fresh = options.fresh and surroundings.attempt() == 1  # a restart goes on with what it was asked to begin
+    if not fresh and (finished := folders.read_summary(folder)) is not None:
+        folders.check_owner(folder, run)
         if here.rank == 0:
-            words.say_to(options.json)(f"{folder} has finished this run; add --fresh to train it again")
+            _teller(options.json)(f"{folder} has finished this run; add --fresh to train it again")
             _tell(finished, options.json)
         return Exit.DONE
     if options.debug:
         surroundings.debug()
-    claim = folders.Claim(folder, run, fresh=options.fresh) if here.rank == 0 else None
+    claim = folders.Claim(folder, run, fresh=fresh) if here.rank == 0 else None
     order = _order_of(here, folder, options)
     sidecar = Sidecar(run, here, Path(order.beats), folder) if here.local_rank == 0 else None
     try:
@@ -151,6 +154,8 @@ def _rank(run: Run, here: Place, options: argparse.Namespace) -> int:
             claim.release()
     if here.rank == 0 and code == Exit.DONE:
         _tell(folders.read_summary(folder), options.json)
+    elif here.rank == 0 and options.json:
+        _tell_program(next((own for own in verdict_file.read(folder) if own.rank == 0), None), code)
     return code
 
 
@@ -184,7 +189,7 @@ def _tell(summary: Summary | None, machine: bool) -> None:
     """How a run ended: one object for a program, a few lines and the sample for a person."""
     assert summary is not None, "a run that ends well leaves a summary"
     if machine:
-        print(msgspec.json.encode(summary).decode(), flush=True)
+        teller(sys.stdout)(msgspec.json.encode(summary).decode())
         return
     held = f", held-out {summary.held_out_loss:.4f}" if summary.held_out_loss is not None else ""
     lines = [
@@ -205,7 +210,31 @@ def _tell(summary: Summary | None, machine: bool) -> None:
         f"  meshwright convert {summary.folder} my-model    a Hugging Face folder",
         "  meshwright config show                            every setting and where it came from",
     ]
-    print("\n".join(lines), flush=True)
+    teller(sys.stdout)("\n".join(lines))
+
+
+def _tell_failure(verdict: Verdict, machine: bool) -> int:
+    """How a run ended that did not come to its end; what lay in a folder that was never begun is gone by now."""
+    if not Path(verdict.details).exists():
+        verdict = msgspec.structs.replace(verdict, details="")
+    teller(sys.stderr)(str(verdict))
+    if machine:
+        _tell_program(verdict, verdict.code)
+    return verdict.code
+
+
+def _tell_program(verdict: Verdict | None, code: int) -> None:
+    """The same as one object; a rank that was asked to end has no verdict of its own."""
+    told = {} if verdict is None else msgspec.to_builtins(verdict)
+    told.pop("code", None)  # a script compares the exit code, which has its own name
+    stopped = told.get("kind", "stopped") == "stopped"
+    answer = {"state": "stopped" if stopped else "failed", "exit_code": int(code), **told}
+    teller(sys.stdout)(msgspec.json.encode(answer).decode())
+
+
+def _teller(machine: bool) -> Callable[[str], None]:
+    """Where people are told. Training goes on when they stop listening."""
+    return teller(sys.stderr if machine else sys.stdout)
 
 
 def _spent(summary: Summary) -> str:

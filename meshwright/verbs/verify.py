@@ -2,11 +2,14 @@
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from meshwright.spec.check import InputError, Problem
+from meshwright.spec.run import Run
+from meshwright.spec.writing import require_folder
 from meshwright.verbs import surroundings, words
 
 
@@ -45,11 +48,23 @@ def verify(options: argparse.Namespace) -> int:
     folder = options.folder or Path("runs") / f"verify-{Path(target or 'matrix').stem}"
     jobs = plans.jobs(target, overrides, wanted, options.steps, folder)
     say = words.say_to(options.json)
+    _require([reference for reference, _ in jobs if reference.data.source != str(folder / plans.TEXT)], folder, say)
     verdicts = prove.prove_all(jobs, surroundings.cache(), folder, say)
     if options.json:
         print(msgspec.json.encode(verdicts).decode())
     say(f"{sum(v.passed for v in verdicts)} of {len(verdicts)} plans equal; certificate: {folder / prove.CERTIFICATE}")
     return 0 if all(verdict.passed for verdict in verdicts) else 1
+
+
+def _require(runs: list[Run], folder: Path, say: Callable[[str], None]) -> None:
+    """Places to write to, and the data of runs that have their own: before the first rank starts."""
+    from meshwright.data import cache, prepare
+
+    require_folder(folder, "name another --folder")
+    if not runs:
+        require_folder(surroundings.cache(), cache.REMEDY)
+    for run in runs:
+        prepare.prepare(run, surroundings.cache(), say)
 
 
 def _checkpoint(options: argparse.Namespace) -> int:
@@ -74,7 +89,9 @@ def _resume(options: argparse.Namespace) -> int:
     say = words.say_to(options.json)
     target, overrides = words.target([options.resume, *options.words])
     folder = options.folder or Path("runs") / f"verify-resume-{Path(target or 'default').stem}"
-    verdict = resume.prove(resume.runs(target, overrides, folder), surroundings.cache(), folder, say)
+    runs = resume.runs(target, overrides, folder)
+    _require(runs[:1], folder, say)
+    verdict = resume.prove(runs, surroundings.cache(), folder, say)
     if options.json:
         print(msgspec.json.encode(verdict).decode())
     return 0 if verdict.passed else 1

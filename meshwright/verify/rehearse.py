@@ -9,12 +9,16 @@ from pathlib import Path
 import msgspec
 
 from meshwright.spec import check, load
+from meshwright.spec.check import InputError, Problem
 from meshwright.spec.exits import Exit
 from meshwright.spec.record import AttemptRecord, Record, StepRecord, read_line
 from meshwright.spec.run import Run
+from meshwright.spec.writing import require_folder
 
 Say = Callable[[str], None]
 STEPS, SAVE_EVERY, FAULT_STEP = 12, 4, 7
+COPY = "rehearsal.toml"  # the short run; beside it a folder for each copy
+LAST_LINES = 5  # of a run that failed by itself
 SECONDS = 600.0  # for one of the runs
 
 # What is injected and in which phase, and what the reference for it leaves out as well.
@@ -64,17 +68,21 @@ def short(run: Run) -> Run:
 def rehearse(run: Run, fault: str, folder: Path, say: Say) -> Rehearsal:
     """Run a copy undisturbed, then with the fault, giving the same command again for as long as that helps."""
     brief = short(run)
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "run.toml"
+    require_folder(folder, "name another --folder")
+    file = folder / COPY
     file.write_text(load.write(brief), encoding="utf-8")
     say(f"undisturbed: {STEPS} steps on {brief.plan.world} ranks, saved every {SAVE_EVERY}")
     quiet = REFERENCE.get(fault, "").format(step=FAULT_STEP)
-    _train(file, folder / "undisturbed", quiet, say)
+    code, said = _train(file, folder / "undisturbed", quiet, say, fresh=True)
+    if code != Exit.DONE:
+        raise _refusal("the undisturbed run", code, said)
     say(f"{fault}: in step {FAULT_STEP}")
     codes, words = [], ""
     injected = FAULTS[fault].format(step=FAULT_STEP)
     for _ in range(3):
-        code, said = _train(file, folder / fault, injected, say)
+        code, said = _train(file, folder / fault, injected, say, fresh=not codes)
+        if code == Exit.INPUT:
+            raise _refusal(f"the run with {fault}", code, said)
         codes.append(code)
         words += said
         injected = ""
@@ -83,15 +91,22 @@ def rehearse(run: Run, fault: str, folder: Path, say: Say) -> Rehearsal:
     return _judged(fault, folder, tuple(codes), words)
 
 
-def _train(file: Path, folder: Path, injected: str, say: Say) -> tuple[int, str]:
+def _train(file: Path, folder: Path, injected: str, say: Say, fresh: bool) -> tuple[int, str]:
+    """The command a person would give; what an earlier rehearsal left in the folder is set aside, not judged."""
     command = [sys.executable, "-m", "meshwright", "train", str(file), "--folder", str(folder), "--json"]
-    done = subprocess.run(
-        [*command, "--inject", injected], capture_output=True, text=True, timeout=SECONDS, check=False
-    )
+    command += ["--inject", injected, *(["--fresh"] if fresh else [])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
     for line in done.stderr.splitlines():
         if line.startswith(VERDICT_LINES) or line.startswith("warning"):
             say(f"  {line}")
     return done.returncode, done.stderr
+
+
+def _refusal(which: str, code: int, said: str) -> InputError:
+    """Nothing can be told of a fault when the run fails by itself."""
+    lines = [" ".join(line.split()) for line in said.splitlines() if line.strip() and not line.startswith("details:")]
+    text = f"{which} ended with exit code {code}: {' | '.join(lines[-LAST_LINES:])}"
+    return InputError([Problem(text, "put that right; with --folder the logs are kept")])
 
 
 VERDICT_LINES = ("what:", "where:", "since:", "cause:", "do:", "details:")

@@ -19,10 +19,11 @@ def phase(tmp_path):
     """A folder with a finished first phase of 32 tokens, and its last state."""
     corpus_file(tmp_path)
     run = make_run(tmp_path, *FIRST)
-    state = build(run, make_corpus(run, tmp_path), alone())
+    corpus = make_corpus(run, tmp_path)
+    state = build(run, corpus, alone())
     list(train(run, state, alone(), tmp_path / "first"))
     state.loader.close()
-    save_native(tmp_path / "first" / "model", run.arch, weights(state.chunks, run, alone()), None)
+    save_native(tmp_path / "first" / "model", run.arch, weights(state.chunks, run, alone()), corpus.tokenizer)
     return tmp_path, state
 
 
@@ -68,6 +69,17 @@ def test_without_a_checkpoint_the_wish_is_refused(phase):
     folder, _ = phase
     (folder / "first" / "checkpoints").rename(folder / "elsewhere")
     with pytest.raises(InputError, match="holds no checkpoint to take the moments from"):
+        begun(folder, "init.moments=true")
+
+
+@pytest.mark.parametrize(("step", "fits"), [(4, True), (5, False)])
+def test_moments_are_of_the_same_step_as_the_weights(phase, step, fits):
+    folder, _ = phase
+    (folder / "first" / "summary.json").write_text(f'{{"step": {step}, "loss": null}}')
+    if fits:
+        begun(folder, "init.moments=true")[1].loader.close()
+        return
+    with pytest.raises(InputError, match="are of step 5, and its newest moments of 4"):
         begun(folder, "init.moments=true")
 
 

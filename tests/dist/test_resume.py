@@ -150,7 +150,8 @@ def test_a_longer_sequence_begins_from_the_weights_of_the_phase_before(folder):
     first = [result.loss.item() for result in train(run, state, mesh)]
     whole = dict(weights(state.chunks, run, mesh))
     if mesh.rank == 0:
-        save_native(folder / "phase" / "model", run.arch, whole.items(), None)
+        tokenizer = make_corpus(run, folder).tokenizer
+        save_native(folder / "phase" / "model", run.arch, whole.items(), tokenizer)
     state.loader.close()
     dist.barrier()
     longer = ("sequence=64", "batch=4", "plan.cp=2", *rope, f"init.from={folder}/phase", "optim.rate=1e-3")

@@ -73,6 +73,34 @@ def test_the_same_command_again_says_it_is_finished_and_fresh_sets_it_aside(text
     assert (text / "first.1" / "summary.json").exists()
 
 
+def test_a_run_that_lacks_only_its_ending_makes_it(text):
+    words = [*small(text, "checkpoint.every=3"), "--json", "--folder", "ended"]
+    first = json.loads(meshwright(*words, folder=text).stdout)
+    (text / "ended" / "summary.json").unlink()
+    again = meshwright(*words, folder=text)
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout)["held_out_loss"] == first["held_out_loss"]
+
+
+def test_a_run_of_which_nothing_is_held_out_ends_too(text):
+    words = ("data.held_out=0.0", "held.temperature=1e-40")
+    done = meshwright(*small(text, *words), "--json", "--folder", "all", folder=text)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert summary["held_out_loss"] is None
+    assert summary["sample"]
+
+
+def test_a_reader_that_leaves_does_not_end_training(text):
+    command = [sys.executable, "-m", "meshwright", *small(text, "log.every=1"), "--folder", "unheard"]
+    training = subprocess.Popen(command, cwd=text, env=environment(text), stdout=subprocess.PIPE, text=True)
+    assert training.stdout is not None
+    assert "3 steps" in training.stdout.readline()
+    training.stdout.close()
+    assert training.wait(60) == 0
+    assert (text / "unheard" / "summary.json").exists()
+
+
 def test_another_run_in_the_folder_is_refused_with_the_difference(text):
     meshwright(*small(text), "--folder", "first", folder=text)
     before = (text / "first" / "run.toml").read_bytes()

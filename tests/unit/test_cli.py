@@ -62,6 +62,15 @@ def test_bad_input_is_two_and_one_sentence_each(capsys):
     assert len(told) == 3
 
 
+def test_bad_input_is_one_object_for_a_program(capsys):
+    assert cli.main(["config", "show", "stepz=3", "--json"]) == 2
+    told = capsys.readouterr()
+    answer = json.loads(told.out)
+    assert (answer["state"], answer["exit_code"]) == ("failed", 2)
+    assert "stepz" in answer["problems"][0]["text"]
+    assert "stepz" in told.err
+
+
 def test_words_may_stand_before_and_after_flags(capsys):
     assert cli.main(["config", "show", "steps=3", "--ranks", "2", "seed=9"]) == 0
     assert "seed = 9" in capsys.readouterr().out

@@ -9,6 +9,7 @@ import pytest
 
 from meshwright.data import cache
 from meshwright.data.cache import fingerprint, once
+from meshwright.spec.check import InputError
 
 # Fills a folder slowly, and appends one line to a log for each time that it does.
 WORKER = """
@@ -110,3 +111,15 @@ def test_small_files_are_known_by_content_and_large_ones_by_name_size_and_time(t
     assert before != fingerprint([second])
     os.utime(first, ns=(1, 1))
     assert fingerprint([first]) != before
+
+
+def test_a_cache_that_cannot_be_written_is_told(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="file cannot be written: it is a file; set XDG_CACHE_HOME"):
+        once(tmp_path / "file" / "name", Path.touch, print)
+
+
+def test_what_is_there_needs_no_place_to_write(tmp_path, monkeypatch):
+    (tmp_path / "name").mkdir()
+    monkeypatch.setattr(cache, "require_folder", None)
+    assert once(tmp_path / "name", Path.touch, print) == tmp_path / "name"

@@ -198,6 +198,7 @@ def test_a_held_out_batch_of_a_mixture_has_something_of_each(make_run, mixture, 
 def test_nothing_held_out_is_an_input_error(make_run, make_tokens, cache):
     run = make_run(Data(source=str(make_tokens("a.bin", 200)), held_out=0.0), vocab=VOCAB)
     loader = Loader(corpus_of(run, cache), run, 0, CPU)
+    assert not loader.holds_out
     with pytest.raises(InputError, match=r"data\.held_out"):
         loader.held(0)
     loader.close()

@@ -65,6 +65,14 @@ def test_the_second_time_nothing_is_said_and_nothing_is_made(text, cache, make_r
     assert len(said) == told
 
 
+def test_a_damaged_tokenizer_of_our_own_is_told_with_its_folder(text, cache, make_run):
+    file = prepare(make_run(Data(source=str(text))), cache, silent).tokenizer
+    assert file is not None
+    file.write_text("")
+    with pytest.raises(InputError, match=f"which was trained here, is damaged; delete {file.parent}"):
+        prepare(make_run(Data(source=str(text))), cache, silent)
+
+
 def test_what_changes_the_tokens_changes_the_place_in_the_cache(text, cache, make_run):
     prepare(make_run(Data(source=str(text))), cache, silent)
     assert len(made(cache)) == 2  # the tokenizer and the tokens

@@ -15,12 +15,12 @@ LINES = "".join(json.dumps({"id": 1, "text": story}) + "\n" for story in STORIES
 
 
 def packed(file: Path, data: bytes) -> Path:
-    pack = {".gz": gzip.compress, ".zst": zstandard.compress}.get(file.suffix, bytes)
+    pack = {".gz": gzip.compress, ".zst": zstandard.compress}.get(file.suffix.lower(), bytes)
     file.write_bytes(pack(data))
     return file
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "A.JSONL.GZ"])
 def test_json_lines_are_documents(tmp_path, name):
     file = packed(tmp_path / name, LINES)
     assert list(read(file, "jsonl", "text")) == STORIES

@@ -171,3 +171,16 @@ def test_a_file_without_permission_is_named():
 def test_a_missing_file_is_an_input_error(tmp_path):
     with pytest.raises(InputError):
         files(Source(source=str(tmp_path / "none.txt")))
+
+
+def test_in_a_mixture_the_remedy_names_the_entry(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"body": "text"}\n')
+    (tmp_path / "b.dat").write_text("text")
+    named = [str(tmp_path / name) for name in ("a.jsonl", "b.dat")]
+    field, ending = source.problems(Data(mix=tuple(Source(source=name) for name in named)))
+    assert (field.key, ending.key) == ("data.mix", "data.mix")
+    assert field.remedy == f"set field to the one that holds the text, in the entry of data.mix for {named[0]}"
+    assert ending.remedy.startswith("set format (")
+    assert ending.remedy.endswith(f", in the entry of data.mix for {named[1]}")
+    (alone,) = source.problems(Data(source=named[0]))
+    assert alone.remedy == "set data.field to the one that holds the text"

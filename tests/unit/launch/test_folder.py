@@ -1,3 +1,5 @@
+import math
+
 import msgspec
 import pytest
 
@@ -95,6 +97,33 @@ def test_two_claims_at_once_are_refused_by_name(tmp_path):
     claim(tmp_path / "a")
 
 
+def test_a_folder_in_use_is_not_set_aside(tmp_path):
+    first = Claim(tmp_path / "a", RUN)
+    with pytest.raises(InputError, match="in use by process"):
+        Claim(tmp_path / "a", RUN, fresh=True)
+    assert [file.name for file in tmp_path.iterdir()] == ["a"]
+    first.release()
+    claim(tmp_path / "a", fresh=True)
+    assert (tmp_path / "a.1").exists()
+
+
+def test_a_folder_whose_claim_came_no_further_may_be_taken(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "lock").touch()
+    claim(tmp_path / "a", fresh=True)
+    claim(tmp_path / "a")
+
+
+def test_a_place_that_is_no_folder_is_told(tmp_path):
+    (tmp_path / "file").write_text("precious")
+    for place in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(InputError, match="cannot be written: Not a directory; name another --folder"):
+            claim(place)
+        with pytest.raises(InputError):
+            claim(place, fresh=True)
+    assert (tmp_path / "file").read_text() == "precious"
+
+
 def test_a_run_that_never_began_leaves_nothing(tmp_path):
     made = claim(tmp_path / "a")
     made.abandon()
@@ -108,3 +137,18 @@ def test_a_run_that_never_began_leaves_nothing(tmp_path):
 def test_a_summary_is_plain_json(tmp_path):
     folders.write_summary(tmp_path, SUMMARY)
     assert msgspec.json.decode((tmp_path / "summary.json").read_bytes())["loss"] == 1.0
+
+
+def test_a_summary_may_hold_losses_that_are_not_finite(tmp_path):
+    folders.write_summary(tmp_path, msgspec.structs.replace(SUMMARY, first_loss=math.inf, loss=math.nan))
+    found = folders.read_summary(tmp_path)
+    assert found is not None
+    assert math.isnan(found.loss)
+    assert msgspec.structs.replace(found, first_loss=2.0, loss=1.0) == SUMMARY
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"step": 3}'])
+def test_a_damaged_summary_is_told_with_what_to_do(tmp_path, text):
+    (tmp_path / "summary.json").write_text(text)
+    with pytest.raises(InputError, match=r"summary\.json is damaged: .*delete it"):
+        folders.read_summary(tmp_path)

@@ -54,6 +54,12 @@ def test_cores_are_shared():
     assert int(local.defaults(1)["OMP_NUM_THREADS"]) >= int(local.defaults(64)["OMP_NUM_THREADS"]) == 1
 
 
+@pytest.mark.parametrize(("text", "count"), [("3", 3), ("4,2", 4), ("0", 1), ("many", 1)])
+def test_threads_are_as_the_user_says(text, count):
+    assert local.threads({**local.defaults(2), "OMP_NUM_THREADS": text}) == count
+    assert local.threads(local.defaults(10_000)) == 1
+
+
 def test_ranks_of_one_machine_speak_on_the_loopback_only():
     assert local.defaults(2)["GLOO_SOCKET_IFNAME"].startswith("lo")
 

@@ -34,7 +34,7 @@ WRONG = [
     (["optim.eps=0.0"], "optim.eps = 0.0 is out of range"),
     (["optim.eps=nan"], "optim.eps = nan is out of range"),
     (["faults.restarts=-1"], "faults.restarts = -1 is negative"),
-    (["faults.not_finite=0"], "faults.not_finite = 0 is not a count"),
+    (["faults.not_finite=-1"], "faults.not_finite = -1 is negative"),
     (["faults.compare_every=-5"], "faults.compare_every = -5 is negative"),
     (["faults.hang_seconds=0.0"], "faults.hang_seconds = 0.0 is out of range"),
     (["faults.grace_seconds=-1.0"], "faults.grace_seconds = -1.0 is out of range"),
@@ -43,6 +43,9 @@ WRONG = [
     (["data.held_out=0.9"], "out of range"),
     (["data.pack=documents", "data.mask_documents=true"], "has no meaning"),
     (['data.mix=[{source="a", weight=0.0}]'], "is not positive"),
+    (['data.mix=[{source="a"}]', "data.source=b"], "data.source = b has no meaning beside data.mix"),
+    (['data.mix=[{source="a"}]', "data.field=body"], "data.field = body has no meaning beside data.mix"),
+    (['data.mix=[{source="a"}]', "data.format=jsonl"], "data.format = jsonl has no meaning beside data.mix"),
 ]
 
 

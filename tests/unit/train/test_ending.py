@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from meshwright.spec.check import InputError, Problem
 from meshwright.spec.exits import Exit
 from meshwright.spec.order import ALONE, Order
 from meshwright.train.ending import verdict_of
@@ -28,3 +29,12 @@ def test_under_our_own_launcher_it_is_a_victim_and_another_rank_is_the_cause():
 
 def test_an_error_of_its_own_cannot_be_resumed():
     assert verdict_of(RuntimeError("injected"), order("torchrun"), 7, deviated=False).code == Exit.FAILED
+
+
+@pytest.mark.parametrize(("begun", "code"), [(False, Exit.INPUT), (True, Exit.RESUMABLE)])
+def test_a_mistake_that_shows_late_still_has_its_remedy(begun, code):
+    mistake = InputError([Problem("token 400 is unknown", "use the right one"), Problem("too short", "add more")])
+    verdict = verdict_of(mistake, order("meshwright"), 0, deviated=False, begun=begun)
+    assert verdict.code == code
+    assert verdict.what == "rank 0 failed: token 400 is unknown; too short"
+    assert verdict.remedy.startswith("use the right one; add more")

@@ -142,6 +142,7 @@ def test_a_step_that_goes_as_the_last_one_went_has_not_deviated():
     ("error", "step", "code"),
     [
         (InputError([Problem("no such file", "name one")]), -1, 2),
+        (InputError([Problem("no such file", "name one")]), 5, 11),
         (torch.OutOfMemoryError("tried to allocate"), 5, 3),
         (ValueError("a bug"), 5, 1),
         (FaultError(Verdict(kind="not-finite", code=13, what="six in a row")), 5, 13),

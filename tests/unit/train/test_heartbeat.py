@@ -55,6 +55,12 @@ def test_a_record_comes_back_as_it_was_packed():
     assert beats.unpack(beats.pack(beat)) == beat
 
 
+def test_a_held_out_loss_may_come_before_any_step(heart):
+    heart.begins(4)
+    heart.looked()  # the run had been saved after its last step, and lacked only its ending
+    assert not heart.step_ends_ns
+
+
 def test_a_reader_sees_the_heart_beat_and_the_steps_go_by(heart, tmp_path):
     pulse = Pulse(tmp_path, [0, 1])
     heart.begins(4)

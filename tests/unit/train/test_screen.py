@@ -73,6 +73,28 @@ def test_no_color_is_honoured(monkeypatch):
     assert "\x1b[3" not in stream.getvalue()  # no colour is ever set
 
 
+class Left(io.StringIO):
+    """A pipe whose reader leaves after the first line."""
+
+    def write(self, text):
+        if "\n" in self.getvalue():
+            raise BrokenPipeError
+        return super().write(text)
+
+    def flush(self):
+        if "\n" in self.getvalue():
+            raise BrokenPipeError
+
+
+def test_a_reader_that_leaves_is_not_told_and_nothing_fails():
+    stream = Left()
+    view = Lines(stream, every=1)
+    for step in range(1, 4):
+        view.step(msgspec.structs.replace(RECORD, step=step), 3, None)
+    view.close()
+    assert stream.getvalue().count("\n") == 1
+
+
 def test_other_ranks_are_silent():
     stream = io.StringIO()
     view = screen(stream, every=1, quiet=True)

@@ -1,0 +1,62 @@
+"""What `train` decides before a rank is started."""
+
+import json
+
+import pytest
+
+from meshwright import cli
+from meshwright.launch import folder as folders
+from meshwright.launch.folder import Claim
+from meshwright.spec import load
+from meshwright.spec.record import Summary
+from meshwright.spec.verdict import Verdict
+from meshwright.verbs import train
+
+WORDS = ["data.source=my.txt", "steps=3"]
+SUMMARY = Summary(
+    step=3, first_loss=2.0, loss=1.0, held_out_loss=None, tokens_per_second=1.0, seconds_to_first_loss=1.0, seconds=2.0,
+    peak_bytes=1, parameters=1, ranks=1, folder="x",
+)  # fmt: skip
+
+
+@pytest.fixture
+def finished(tmp_path, monkeypatch):
+    """A user's folder with some text and a finished run of it, seen by the only rank of a job of torchrun's."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.txt").write_text("a line of text\n" * 300)
+    Claim(tmp_path / "run", load.load(None, WORDS, ranks=1).run).release()
+    folders.write_summary(tmp_path / "run", SUMMARY)
+    for name in ("RANK=0", "WORLD_SIZE=1", "LOCAL_RANK=0", "MASTER_ADDR=x", "MASTER_PORT=1"):
+        monkeypatch.setenv(*name.split("="))
+    return tmp_path
+
+
+def test_a_finished_run_is_told_under_any_launcher(finished, capsys):
+    assert cli.main(["train", *WORDS, "--folder", "run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["loss"] == 1.0
+
+
+def test_another_runs_result_is_not_taken_for_this_ones(finished, capsys):
+    assert cli.main(["train", *WORDS, "seed=7", "--folder", "run"]) == 2
+    assert "belongs to another run (seed 1 there, 7 here)" in capsys.readouterr().err
+
+
+def test_a_restart_of_a_fresh_run_goes_on(finished, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert cli.main(["train", *WORDS, "--folder", "run", "--fresh"]) == 0
+    assert not (finished / "run.1").exists()
+
+
+def test_a_failure_is_one_object_for_a_program(tmp_path, capsys):
+    verdict = Verdict(kind="killed", code=11, what="rank 1 was killed", details=str(tmp_path / "gone"), step=7)
+    assert train._tell_failure(verdict, machine=True) == 11
+    told = capsys.readouterr()
+    answer = json.loads(told.out)
+    assert (answer["state"], answer["exit_code"], answer["what"], answer["step"]) == ("failed", 11, verdict.what, 7)
+    assert "rank 1 was killed" in told.err
+    assert "details" not in told.err  # what is not there is not named
+
+
+def test_a_stop_is_no_failure(capsys):
+    train._tell_failure(Verdict(kind="stopped", code=10, what="asked to end: saved at step 3"), machine=True)
+    assert json.loads(capsys.readouterr().out)["state"] == "stopped"

@@ -52,7 +52,14 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
         return found | {column: f"{figure:.6g}" for column, figure in zip(ADDED[:7], figures, strict=True)}
 
 
-def price_file(source: Path, target: Path, say: Callable[[str], None]) -> None:
+class Told(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of the rows of a table."""
+
+    priced: int
+    refused: int
+
+
+def price_file(source: Path, target: Path, say: Callable[[str], None]) -> Told:
     """Read a table of runs, write it back with the columns of `ADDED`."""
     rows, columns = read(source)
     answers: list[Row] = []
@@ -65,17 +72,20 @@ def price_file(source: Path, target: Path, say: Callable[[str], None]) -> None:
             say(f"priced {number:,} of {len(rows):,} rows")
     write(target, [*(column for column in columns if column not in ADDED), *ADDED], answers)
     say(f"{len(rows) - refused:,} rows priced, {refused:,} refused with the reason, in {target}")
+    return Told(priced=len(rows) - refused, refused=refused)
 
 
 def answered(row: Mapping[str, str]) -> Answer:
     """Our figures for one row."""
-    found = job_of(row)
-    if found.job is None:
-        return Answer(refused=found.refused, assumed=found.assumed, fits=False if found.impossible else None)
+    assumed: tuple[str, ...] = ()
     try:
+        found = job_of(row)
+        assumed = found.assumed
+        if found.job is None:
+            return Answer(refused=found.refused, assumed=assumed, fits=False if found.impossible else None)
         return _figures(found, found.job, row)
     except OUR_FAULTS as error:  # one row that we get wrong should not cost the user the others
-        return Answer(refused=f"a fault of ours: {type(error).__name__}: {error}", assumed=found.assumed)
+        return Answer(refused=f"a fault of ours: {type(error).__name__}: {error}", assumed=assumed)
 
 
 def _figures(found: Priced, job: Job, row: Mapping[str, str]) -> Answer:

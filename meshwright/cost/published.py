@@ -12,7 +12,7 @@ from meshwright.cost.published_arch import arch_of
 from meshwright.cost.published_cells import Cells, ImpossibleError, RefusalError, holds
 from meshwright.cost.published_plan import degrees_of, is_early, plan_of
 from meshwright.spec.catalogue import catalogue, recognised, unknown
-from meshwright.spec.cluster import Cluster, Machines, assembled
+from meshwright.spec.cluster import MOST_GPUS, Cluster, Machines, assembled
 from meshwright.spec.plan import Plan
 from meshwright.spec.stack import Stack, stack_of
 
@@ -112,6 +112,8 @@ def cluster_of(cells: Cells, gpus: int) -> Cluster:
         raise RefusalError(str(unknown("card", text, known.cards)))
     if name not in (text, asked.replace(" ", "-")):
         cells.note(f"gpu = {name} (recognised in {asked!r})")
+    if gpus > MOST_GPUS:
+        raise RefusalError(f"n_gpus = {gpus} is more than any cluster has")
     return assembled(_machines(cells, name, gpus), known)
 
 

@@ -4,6 +4,9 @@ import re
 from collections.abc import Iterable, Mapping
 
 NUMBER = re.compile(r"\d+(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|\.\d+")
+NEGATIVE = re.compile(r"-[\d.]")
+MOST = 1e9  # no count of any run
+LARGEST = 1e18  # no number of any run: of its parameters, or of its tokens
 SCALES = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 NOTHING = {"", "-", "n/a", "na", "none", "null", "?", "unknown", "not stated"}
 
@@ -30,11 +33,17 @@ class Cells:
 
     def number(self, column: str) -> float | None:
         """The first number of a cell: 8, 1.0, 50,257, 405e9, 52B, 8×; None where there is none."""
-        return number(self.row.get(column, ""))
+        text = self.row.get(column, "")
+        found = number(text)
+        if found is not None and (found > LARGEST or NEGATIVE.match(text)):
+            raise RefusalError(f"{column} = {text} is {'too large' if found > LARGEST else 'negative'}")
+        return found
 
     def whole(self, column: str) -> int | None:
         """The first number of a cell as a whole one; None where there is none, or it is 0."""
         found = self.number(column)
+        if found is not None and found > MOST:
+            raise RefusalError(f"{column} = {self.row.get(column, '')} is too large")
         return round(found) if found else None
 
     def needed(self, column: str, what: str) -> int:

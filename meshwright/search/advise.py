@@ -10,23 +10,24 @@ from typing import Any
 
 import msgspec
 
+from meshwright.search import advise_words as told
+from meshwright.search.empty import refuse_empty
 from meshwright.search.found import Found
 from meshwright.search.misses import nearest
 from meshwright.search.order import search
 from meshwright.search.question import Question
 from meshwright.search.questions import gpus_needed, with_gpus
-from meshwright.spec.plan import Precision
+from meshwright.search.space import wants_pipeline
+from meshwright.spec.plan import AXES, Precision
 
-GIB = 2**30
 DAY = 86_400.0  # seconds
 SCALES = 0.8  # of the GPUs' time that is not spent waiting for one another: less, and adding GPUs pays badly
 BETTER = 0.95  # of the advised plan's seconds: what the whole search must reach to be preferred
-STATES = ("weights", "master", "gradients", "moments", "gathered", "waiting")
-TALK = ("tp", "cp", "ep", "pp", "bubble", "stragglers", "shard", "replicate", "tied")  # shares that one GPU has not
 HERE = {"offload": "none", "activations": "device"}  # nothing waits elsewhere, until the chart asks for it
 PLAIN = {"tp": 1, "cp": 1, "pp": 1, "ep": 1}  # every GPU computes whole layers on samples of its own
 SHARED = ((1, "optimizer states"), (2, "optimizer states and gradients"), (3, "states, gradients and weights"))
 NARROW: tuple[Precision, ...] = ("bf16", "fp16")
+SEVERAL = {*AXES, "ep", "zero", "schedule", "chunks", "stages", "accumulate"}  # fields that say how GPUs share the work
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +56,8 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def advise(question: Question) -> Advice:
-    """Walk the chart."""
+    """Walk the chart; a question that no plan can be legal for is refused with the rule that empties it."""
+    refuse_empty(question)
     walk = _Walk(question)
     node: _Node | None = walk.too_big
     while node is not None:
@@ -72,12 +74,13 @@ class _Walk:
     def __init__(self, question: Question) -> None:
         self.question = msgspec.structs.replace(question, fixed=HERE | question.fixed)
         self.asked = question
+        self.one = _one_gpu(self.question)
         self.gpus = question.cluster.gpus
         self.memory = question.cluster.gpu.memory_bytes
         self.steps: list[Step] = []
         self.leaves: list[Leaf] = []
         self.found: Found | None = None
-        self.alone = _best(with_gpus(self.question, 1), {"recompute": "none"})
+        self.alone = _best(self.one, {"recompute": "none"})
 
     def ask(self, question: str, answer: str, because: str) -> None:
         self.steps.append(Step(question=question, answer=answer, because=because))
@@ -90,30 +93,35 @@ class _Walk:
     def too_big(self) -> _Node:
         asked = "Is the model too big for one GPU?"
         if self.alone is not None:
-            self.ask(asked, "no", _room(self.alone))
+            self.ask(asked, "no", told.room(self.alone))
             rest = self.alone.plan.accumulate
             if rest > 1:
                 text = f"{rest} microbatches of {self.alone.plan.microbatch} add up to the batch, one after another"
                 self.do("accumulation", text, self.alone)
             return self.several
-        (least,) = nearest(with_gpus(self.question, 1), top=1)
-        self.ask(asked, "yes", f"even with {_words(least)}: {_room(least)}")
-        states = _states(least)
+        misses = nearest(self.one, top=1)
+        if not misses:
+            self.ask(asked, "taken as yes", "what is fixed leaves one GPU no plan")
+            return self.several
+        least = misses[0]
+        self.ask(asked, "yes", f"even with {told.words(least)}: {told.room(least)}")
+        states = told.states(least)
         named = "Are its weights, gradients and optimizer states alone too big?"
+        taken = f"they take {told.gib(states)} of {told.gib(self.memory)} GiB"
         if states < self.memory:
-            self.ask(named, "no", f"they take {_gib(states)} of {_gib(self.memory)} GiB, so activations are the rest")
+            self.ask(named, "no", f"{taken}, so activations are the rest")
             return self.recompute
-        self.ask(named, "yes", f"they take {_gib(states)} of {_gib(self.memory)} GiB")
+        self.ask(named, "yes", taken)
         return self.several
 
     def recompute(self) -> _Node:
         """On one GPU: less is kept, and computed anew."""
-        found = _best(with_gpus(self.question, 1), {})
+        found = _best(self.one, {})
         asked = "Does it fit when the backward computes activations anew?"
         if found is None:
             self.ask(asked, "no", "not even with all blocks computed anew")
             return self.several
-        self.ask(asked, "yes", f"recompute={found.plan.recompute}: {_room(found)}")
+        self.ask(asked, "yes", f"recompute={found.plan.recompute}: {told.room(found)}")
         self.alone = found
         self.do("recompute", "activations are dropped in the forward and computed anew in the backward", found)
         return self.several
@@ -128,23 +136,23 @@ class _Walk:
 
     def too_slow(self) -> _Node:
         assert self.alone is not None, "only what fits one GPU can be too slow there"
-        day = DAY / _per_token(self.alone)
-        because = f"it takes {_time(self.alone)}, {day / 1e9:.3g} billion tokens a day, and more GPUs are there"
+        day = DAY / told.per_token(self.alone)
+        because = f"it takes {told.time(self.alone)}, {day / 1e9:.3g} billion tokens a day, and more GPUs are there"
         self.ask("Is one GPU too slow?", "taken as yes", because)
         return self.copies
 
     def copies(self) -> _Node:
         """DDP: the model fits one GPU, so each may have a copy."""
         asked = "Does a copy of the model on every GPU (DDP) do?"
-        found = _best(self.question, {**PLAIN, "zero": 0})
+        fixed = {**PLAIN, "zero": 0}
+        found = None if _against(self.question, fixed) else _best(self.question, fixed)
         if found is None:
-            self.ask(
-                asked, "it cannot", f"batch {self.question.batch} over {self.gpus} GPUs has no such plan that fits"
-            )
+            lack = f"batch {self.question.batch} over {self.gpus} GPUs has no such plan that fits"
+            self.ask(asked, "it cannot", _against(self.question, fixed) or lack)
             return self.shards
         assert self.alone is not None, "only what fits one GPU is copied"
-        gain = _per_token(self.alone) / _per_token(found)
-        because = f"{_time(found)}, {gain:.1f} × as fast as one GPU; {_room(found)}"
+        gain = told.per_token(self.alone) / told.per_token(found)
+        because = f"{told.time(found)}, {gain:.1f} × as fast as one GPU; {told.room(found)}"
         self.ask(asked, "yes" if gain > 1 else "no", because)
         self.found = found
         if gain > 1:
@@ -153,16 +161,20 @@ class _Walk:
 
     def shards(self) -> _Node:
         """ZeRO 1 to 3, the least of them that fits, without recomputation and then with."""
+        if against := _against(self.question, PLAIN):
+            self.ask("Does it fit with states shared out over all GPUs (ZeRO)?", "no", against)
+            return self.split
         for recompute in ("none", None):
             for zero, what in SHARED:
                 fixed = {**PLAIN, "zero": zero} | ({} if recompute is None else {"recompute": recompute})
-                found = _best(self.question, fixed)
+                against = _against(self.question, {"zero": zero})
+                found = None if against else _best(self.question, fixed)
                 more = "" if recompute else ", with activations computed anew"
                 asked = f"Does it fit with {what} shared out (ZeRO-{zero}){more}?"
                 if found is None:
-                    self.ask(asked, "no", _lack(self.question, fixed))
+                    self.ask(asked, "no", against or _lack(self.question, fixed))
                     continue
-                self.ask(asked, "yes", f"{_room(found)}; {_time(found)}")
+                self.ask(asked, "yes", f"{told.room(found)}; {told.time(found)}")
                 anew = "" if found.plan.recompute == "none" else f", recompute={found.plan.recompute}"
                 self.do(f"ZeRO-{zero}", f"{what} lie in shards over the GPUs{anew}", found)
                 return self.scales
@@ -175,8 +187,8 @@ class _Walk:
         if found is None:
             self.ask(asked, "no", "no plan on these machines fits")
             return self.offload
-        self.ask(asked, "yes", f"{_room(found)}; {_time(found)}")
-        cuts = [word for word, used in _cuts(found).items() if used]
+        self.ask(asked, "yes", f"{told.room(found)}; {told.time(found)}")
+        cuts = [word for word, used in told.cuts(found).items() if used]
         self.do(" and ".join(cuts) or "ZeRO", "each GPU holds a part of the model", found)
         return self.scales
 
@@ -187,8 +199,8 @@ class _Walk:
         found = _best(self.asked, {})
         if found is not None:
             away = found.ledger.away
-            room = f"{_gib(away.host_bytes)} of {_gib(cluster.host_bytes)} GiB of host memory for each GPU"
-            self.ask(asked, "yes", f"{_room(found)}; {room}; {_time(found)}")
+            room = f"{told.gib(away.host_bytes)} of {told.gib(cluster.host_bytes)} GiB of host memory for each GPU"
+            self.ask(asked, "yes", f"{told.room(found)}; {room}; {told.time(found)}")
             self.do("offload", "what the device has no room for waits in the host's memory or on its disk", found)
             return self.low_precision
         known = "not even then" if cluster.host_bytes else "nobody says how much memory its host has"
@@ -197,17 +209,17 @@ class _Walk:
         if needed is not None:
             gpus, answer = needed
             self.do("more GPUs", f"{gpus} of these are the least on which a plan fits", answer.found[0])
-            self.found = None  # those are not the machines that were asked about
+        self.found = None  # neither those nor one GPU are the machines that were asked about
         return None
 
     def scales(self) -> _Node:
         assert self.found is not None, "asked of a plan only"
-        talk = _talk(self.found)
+        talk = told.talk(self.found)
         total = sum(talk.values()) / self.found.price.seconds
         most = max(talk, key=lambda name: talk[name], default="")
         worst = f"; most of the rest is {most}" if most else ""
         asked = f"Does it scale (at least {SCALES:.0%} of the time not spent on one another)?"
-        because = f"{1 - total:.0%} of {_time(self.found)}{worst}"
+        because = f"{1 - total:.0%} of {told.time(self.found)}{worst}"
         if 1 - total >= SCALES:
             self.ask(asked, "yes", because)
             return self.low_precision
@@ -223,8 +235,8 @@ class _Walk:
         plan = self.found.plan
         fixed = {"replicate": plan.replicate, "shard": plan.shard, "zero": plan.zero, **PLAIN}
         found = _best(double, fixed)
-        if found is not None and _per_token(found) < _per_token(self.found):
-            gain = _per_token(self.found) / _per_token(found)
+        if found is not None and told.per_token(found) < told.per_token(self.found):
+            gain = told.per_token(self.found) / told.per_token(found)
             text = f"twice the batch by accumulation makes a token {gain:.2f} × as fast; it changes the mathematics"
             self.leaves.append(Leaf(name="accumulation", text=text))
         text = "gradients sent in low precision: half the bytes of what is summed over copies"
@@ -243,7 +255,8 @@ class _Walk:
             return self.search
         found = search(msgspec.structs.replace(question, precision=narrow), top=1).found
         gain = self.found.price.seconds / found[0].price.seconds if found and self.found else math.nan
-        self.ask(asked, "no", f"{narrow} would take {_time(found[0])}, {gain:.1f} × as fast" if found else "none fits")
+        faster = f"{narrow} would take {told.time(found[0])}, {gain:.1f} × as fast" if found else "none fits"
+        self.ask(asked, "no", faster)
         if found:
             self.leaves.append(Leaf(name="low precision", text=f"plan.precision={narrow}", found=found[0]))
         return self.search
@@ -256,10 +269,10 @@ class _Walk:
             return
         asked = "Does the search over all plans know a clearly faster one?"
         if best.price.seconds > BETTER * here.price.seconds:
-            self.ask(asked, "no", f"the best takes {_time(best)}, this one {_time(here)}")
+            self.ask(asked, "no", f"the best takes {told.time(best)}, this one {told.time(here)}")
             self.found = here
             return
-        self.ask(asked, "yes", f"{_words(best)}: {_time(best)} instead of {_time(here)}")
+        self.ask(asked, "yes", f"{told.words(best)}: {told.time(best)} instead of {told.time(here)}")
         self.do("the search's plan", "what `meshwright plan` puts first", best)
 
 
@@ -269,50 +282,29 @@ def _best(question: Question, fixed: dict[str, Any]) -> Found | None:
     return next(iter(search(asked, top=1).found), None)
 
 
+def _one_gpu(question: Question) -> Question:
+    """The same model and batch on one GPU: what is stated of several is not asked of it."""
+    if question.cluster.gpus == 1:
+        return question
+    kept = {name: value for name, value in question.fixed.items() if name not in SEVERAL}
+    return msgspec.structs.replace(with_gpus(question, 1), fixed=kept)
+
+
+def _against(question: Question, fixed: dict[str, Any]) -> str:
+    """What the user has fixed otherwise than a question of the chart would have it; empty: nothing."""
+    other = [name for name, value in question.fixed.items() if fixed.get(name, value) != value]
+    if fixed.get("pp") == 1 and wants_pipeline(question):
+        other += [name for name in ("schedule", "stages", "chunks") if name in question.fixed]
+    stated = [f"plan.{name} = {_said(question.fixed[name])}" for name in other]
+    return f"{' and '.join(stated)} {'is' if len(stated) == 1 else 'are'} fixed" if stated else ""
+
+
+def _said(value: Any) -> str:
+    return str(list(value) if isinstance(value, tuple) else value)
+
+
 def _lack(question: Question, fixed: dict[str, Any]) -> str:
     """Why nothing fits."""
     misses = nearest(msgspec.structs.replace(question, fixed=fixed | question.fixed), top=1)
-    return _room(misses[0]) if misses else f"batch {question.batch} over {question.cluster.gpus} GPUs has no such plan"
-
-
-def _states(found: Found) -> float:
-    return sum(line.bytes for line in found.ledger.lines if line.name in STATES)
-
-
-def _talk(found: Found) -> dict[str, float]:
-    """Seconds that GPUs spend on one another."""
-    shares = found.price.waterfall
-    return {share.name: share.seconds for share in shares if share.name in TALK and share.seconds > 0}
-
-
-def _cuts(found: Found) -> dict[str, bool]:
-    plan = found.plan
-    return {
-        "tensor parallelism": plan.tp > 1,
-        "pipeline": plan.pp > 1,
-        "context parallelism": plan.cp > 1,
-        "recompute": plan.recompute != "none",
-    }
-
-
-def _per_token(found: Found) -> float:
-    return found.seconds_per_token
-
-
-def _gib(size: float) -> str:
-    return f"{size / GIB:.1f}"
-
-
-def _room(found: Found) -> str:
-    gpu = found.job.cluster.gpu.memory_bytes
-    return f"{_gib(found.peak_bytes)} of {_gib(gpu)} GiB at {found.ledger.moment}"
-
-
-def _time(found: Found) -> str:
-    return f"{found.price.seconds:.3g} s a step"
-
-
-def _words(found: Found) -> str:
-    plan = found.plan
-    anew = f", recompute={plan.recompute}" if plan.recompute != "none" else ""
-    return f"{plan}" if plan.world > 1 else f"microbatch={plan.microbatch}{anew}"
+    none = f"batch {question.batch} over {question.cluster.gpus} GPUs has no such plan"
+    return told.room(misses[0]) if misses else none

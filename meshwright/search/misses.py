@@ -6,9 +6,10 @@ import msgspec
 
 from meshwright.search.found import Found, priced
 from meshwright.search.group import Group, groups
+from meshwright.search.largest import largest_model, largest_sequence
 from meshwright.search.order import search
 from meshwright.search.question import Question
-from meshwright.search.questions import gpus_needed, largest_model, largest_sequence
+from meshwright.search.questions import gpus_needed
 from meshwright.search.room import Room, frugal_split
 from meshwright.spec.cluster import cards
 
@@ -61,12 +62,14 @@ def _more(question: Question) -> Iterator[Change]:
 
 def _larger(question: Question) -> Iterator[Change]:
     memory = question.cluster.gpu.memory_bytes
+    if question.is_limited:  # no card lets more be used
+        return
     for card in sorted(cards(), key=lambda card: card.gpu.memory_bytes):
         if card.gpu.memory_bytes <= memory or not card.gpu.peak(question.precision):
             continue
         name = f"{question.cluster.gpus}x{card.gpu.name}"
         machines = msgspec.structs.replace(card, gpus=question.cluster.gpus, name=name)
-        answer = search(msgspec.structs.replace(question, cluster=machines), top=1)
+        answer = search(question.on(machines), top=1)
         if answer.found:
             yield Change(change=f"{machines.name} instead", found=answer.found[0])
             return

@@ -1,5 +1,6 @@
 """What a plan is sought for: a model, a batch and machines, and what of the plan is not to be chosen."""
 
+import math
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -29,11 +30,23 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     states: States = "fp32"
     fixed: dict[str, Any] = {}  # fields of the plan that are given, by name
     vary: tuple[Vary, ...] = ()  # the mathematics that may be chosen too
+    limit_bytes: float = math.inf  # of a GPU's memory that may be used; machines have no more than that
 
     @property
     def tokens(self) -> int:
         """Positions in one optimizer step."""
         return self.batch * self.sequence
+
+    def on(self, machines: Cluster) -> "Question":
+        """The same question of other machines, of whose memory no more may be used."""
+        memory = min(machines.gpu.memory_bytes, self.limit_bytes)
+        gpu = msgspec.structs.replace(machines.gpu, memory_bytes=memory)
+        return msgspec.structs.replace(self, cluster=msgspec.structs.replace(machines, gpu=gpu))
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether the GPUs have more memory than may be used."""
+        return self.cluster.gpu.memory_bytes == self.limit_bytes
 
     def job(self, plan: Plan) -> Job:
         """One plan of this question, ready to be priced."""

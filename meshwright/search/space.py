@@ -71,7 +71,7 @@ def layouts(question: Question) -> Iterator[Layout]:
             if cp > 1 and question.sequence % (2 * cp * tp):
                 continue
             for pp in _given(question, "pp", divisors(world // tp // cp)):
-                if pp <= question.arch.layers and not (pp == 1 and _wants_pipeline(question)):
+                if pp <= question.arch.layers and not (pp == 1 and wants_pipeline(question)):
                     yield from _data_axes(question, pp, cp, tp)
 
 
@@ -138,6 +138,8 @@ def rounds(question: Question, layout: Layout) -> Iterator[Round]:
             continue
         if question.fixed.get("deterministic") and not _power_of_two(each.accumulate):
             continue
+        if question.precision == "fp8" and microbatch * question.sequence // layout.cp % check_plan.FP8_MULTIPLE:
+            continue
         yield each
 
 
@@ -163,6 +165,8 @@ def _chunks(question: Question, pp: int) -> tuple[int, ...]:
     """Stages on a rank: as many as given, or as the given stages make, or a few numbers that the layers allow."""
     chunks = (question.fixed["chunks"],) if "chunks" in question.fixed else CHUNKS
     if stages := question.fixed.get("stages"):
+        if sum(stages) != question.arch.layers or min(stages) < 1:
+            return ()
         chunks = tuple(count for count in range(1, len(stages) + 1) if count * pp == len(stages))
     return tuple(count for count in chunks if count * pp <= question.arch.layers)
 
@@ -187,10 +191,10 @@ def _given(question: Question, name: str, choices: tuple[Choice, ...]) -> tuple[
     return tuple(choice for choice in choices if choice == question.fixed[name])
 
 
-def _wants_pipeline(question: Question) -> bool:
-    """A schedule or stages that are asked for would be lost on a plan without a pipeline."""
+def wants_pipeline(question: Question) -> bool:
+    """Whether stages or a schedule that are asked for would be lost on a plan without a pipeline."""
     fixed = question.fixed
-    return "pp" not in fixed and ("schedule" in fixed or bool(fixed.get("stages")) or fixed.get("chunks", 1) > 1)
+    return bool(fixed.get("stages")) or fixed.get("chunks", 1) > 1 or ("schedule" in fixed and "pp" not in fixed)
 
 
 def _splits(arch: Arch, tp: int) -> bool:

@@ -1,6 +1,7 @@
 """The catalogue of cards, links and networks, in the units of its file, and how a name finds its entry."""
 
 import difflib
+import math
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -16,6 +17,9 @@ from meshwright.spec.problem import InputError, Problem
 # GB/s for one GPU, where nobody says: two channels of DDR4-3200, as in a desktop; an NVMe disk on four lanes of PCIe 3.
 HOST_BANDWIDTH = 51.2
 DISK_BANDWIDTH = 3.0
+POSITIVE = frozenset(
+    ("memory_gib", "bandwidth", "domain", "efficiency", "copies", "network_gbit", "host_bandwidth", "disk_bandwidth")
+)
 
 
 class Card(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -86,11 +90,23 @@ def _misfits(entry: Any, kind: type[msgspec.Struct], prefix: str) -> list[Proble
         key = prefix.rstrip(".")
         return [Problem(f"{key} = {schema.shown(entry)} should be a table", f"write [{key}] above its keys", key)]
     found = [*schema.misfits(entry, kind, prefix), *schema.missing(entry, kind, prefix)]
-    positive = {"memory_gib", "bandwidth", "domain", "efficiency", "copies", "host_bandwidth", "disk_bandwidth"}
-    for key in sorted(positive & set(entry)):
+    return found + unmeasurable(entry, kind, prefix, POSITIVE)
+
+
+def unmeasurable(
+    entry: Mapping[str, Any], kind: type[msgspec.Struct], prefix: str, positive: frozenset[str] = frozenset()
+) -> list[Problem]:
+    """Numbers that no machine has: not finite, below 0, or 0 where something must be."""
+    found = []
+    for key in (each for each in kind.__struct_fields__ if each in entry):
         value = entry[key]
-        if isinstance(value, int | float) and value <= 0:
-            found.append(Problem(f"{prefix}{key} = {value} must be above 0", "correct the value", prefix + key))
+        if not isinstance(value, int | float):
+            continue
+        least = "above 0" if key in positive else "at least 0"
+        if not math.isfinite(value):
+            found.append(Problem(f"{prefix}{key} = {value} must be finite", "correct the value", prefix + key))
+        elif value < 0 or (value == 0 and key in positive):
+            found.append(Problem(f"{prefix}{key} = {value} must be {least}", "correct the value", prefix + key))
     return found
 
 

@@ -21,6 +21,7 @@ from meshwright.spec.catalogue import (
     named,
     recognised,
     unknown,
+    unmeasurable,
 )
 from meshwright.spec.plan import Precision
 from meshwright.spec.problem import InputError, Problem
@@ -34,6 +35,7 @@ MICRO = 1e-6
 GBIT = 1e9 / 8  # bytes
 ENTRIES = {"cards", "links", "networks"}  # tables of a file that add to the catalogue
 LARGEST_FILE = 1_000_000  # bytes; no cluster file written by a person comes near
+MOST_GPUS = 1_000_000  # no cluster is larger
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -175,6 +177,7 @@ def _understood(table: Mapping[str, Any]) -> tuple[Catalogue, Machines]:
     entries = {key: table[key] for key in ENTRIES if isinstance(table.get(key), dict)}
     plain = {key: value for key, value in table.items() if key not in entries}
     problems = [*schema.misfits(plain, Machines, "cluster."), *schema.missing(plain, Machines, "cluster.")]
+    problems += unmeasurable(plain, Machines, "cluster.")
     try:
         known = catalogue().with_entries(entries)
     except InputError as error:
@@ -194,6 +197,9 @@ def assembled(machines: Machines, known: Catalogue) -> Cluster:
     domain = machines.domain or card.domain
     if machines.gpus < 1 or domain < 1:
         problems.append(Problem("a cluster has at least one GPU", "correct the count", "cluster.gpus"))
+    if machines.gpus > MOST_GPUS:
+        what = f"{machines.gpus} GPUs are more than any cluster has"
+        problems.append(Problem(what, f"use at most {MOST_GPUS}", "cluster.gpus"))
     gbit = machines.network_gbit or card.network_gbit
     network = _network(machines.network or card.network, known.networks, gbit, max(domain, 1), problems)
     scale_up = _link(machines.scale_up or card.scale_up, known.links, problems)

@@ -101,7 +101,9 @@ def _open() -> tuple[dict[str, Any], Origins]:
 def _alone(table: dict[str, Any], stated: dict[str, Any]) -> dict[str, Any]:
     """A plan of one rank, for the rules that need one."""
     batch = table.get("batch", next(field.default for field in msgspec.structs.fields(Run) if field.name == "batch"))
-    alone = {"microbatch": batch, "precision": stated.get("precision", "fp32")}
+    optim = table.get("optim", {})
+    is_narrow = optim.get("rounding", "master") != "master" or optim.get("states", "fp32") != "fp32"
+    alone = {"microbatch": batch, "precision": stated.get("precision", "bf16" if is_narrow else "fp32")}
     if "offload" in stated:  # narrow weights stay on the device, where there are any
         alone |= {"offload": stated["offload"], "shadow": alone["precision"] in ("bf16", "fp16", "fp8")}
     return alone

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import msgspec
 
-from meshwright.spec import load, zoo
 from meshwright.spec.problem import InputError, Problem
 from meshwright.verbs import words
+from meshwright.verbs.plan_options import TOP, asked_for, refuse_unread
 
 TEXT = "will it fit, which split is best, how fast, and why: answered by arithmetic, without a GPU"
 
@@ -24,7 +24,7 @@ def add(verbs: words.Verbs) -> None:
     verb.add_argument("--sequence", type=words.count, help="tokens of one sample")
     verb.add_argument("--batch", type=words.count, help="samples in one optimizer step, over the whole job")
     verb.add_argument("--vary", action="append", choices=("precision", "optimizer", "batch"), help="may be chosen too")
-    verb.add_argument("--top", type=words.count, default=5, help="how many plans to show (default 5)")
+    verb.add_argument("--top", type=words.count, default=TOP, help=f"how many plans to show (default {TOP})")
     verb.add_argument("--write", metavar="RUN.toml", help="put the best plan into a run file")
     verb.add_argument("--force", action="store_true", help="let --write and --page replace a file")
     verb.add_argument("--tokens", type=_amount, help="also: how long for so many tokens, for example 1.5e12")
@@ -50,17 +50,21 @@ def add(verbs: words.Verbs) -> None:
 
 def plan(options: argparse.Namespace) -> int:
     """The answer to whichever question was asked."""
+    refuse_unread(options)
     if options.dollars is not None and options.tokens is None:
         raise InputError([Problem("--dollars prices what --tokens takes", "add --tokens, for example 1.5e12")])
-    return _question(options)(options)
+    return _answer(options)(options)
 
 
-def _question(options: argparse.Namespace) -> Callable[[argparse.Namespace], int]:
-    if options.traffic:
-        return collectives
-    if options.price:
+def _answer(options: argparse.Namespace) -> Callable[[argparse.Namespace], int]:
+    asked = asked_for(options)
+    if asked == "price":
         return price_table
-    if options.trace:
+    if asked == "traffic":
+        from meshwright.verbs.plan_traffic import collectives
+
+        return collectives
+    if asked == "trace":
         from meshwright.verbs.plan_trace import traced
 
         return traced
@@ -69,39 +73,19 @@ def _question(options: argparse.Namespace) -> Callable[[argparse.Namespace], int
 
         return drawn
     from meshwright.verbs import plan_answers as answers
+    from meshwright.verbs import plan_sizes as sizes
     from meshwright.verbs.plan_what_if import what_if
 
-    if options.largest:
-        return answers.largest
-    asked = {
-        answers.gpus_needed: options.gpus_needed,
-        answers.layer_by_layer: options.layers,
-        what_if: options.what_if or options.network,
-        answers.textbook: options.textbook,
-        answers.exact: options.exact,
-    }
-    return next((answer for answer, wanted in asked.items() if wanted), answers.best)
-
-
-def collectives(options: argparse.Namespace) -> int:
-    """The collectives of one optimizer step, as the first rank issues them."""
-    from meshwright.cost.traffic import bytes_by_axis, traffic
-
-    target, overrides = words.target(options.words)
-    overrides += [f"{name}={value}" for name in ("sequence", "batch") if (value := getattr(options, name)) is not None]
-    given = [f"arch.preset={target}", *overrides] if target in zoo.preset_names() else overrides
-    file = None if target is None or target in zoo.preset_names() else Path(target)
-    run = load.load(file, given).run
-    found = traffic(run.arch, run.plan, run.sequence)
-    if options.json:
-        print(msgspec.json.encode(found).decode())
-        return 0
-    print(f"plan: {run.plan}")
-    print(f"{'kind':<16}{'axis':<18}{'calls':>8}{'bytes a call':>18}")
-    for each in found:
-        print(f"{each.kind:<16}{each.axis:<18}{each.count:>8}{each.bytes:>18,}")
-    print("in all: " + (", ".join(f"{axis} {size:,}" for axis, size in bytes_by_axis(found).items()) or "nothing"))
-    return 0
+    return {
+        "largest": sizes.largest,
+        "gpus_needed": sizes.gpus_needed,
+        "layers": sizes.layer_by_layer,
+        "what_if": what_if,
+        "network": what_if,
+        "textbook": answers.textbook,
+        "exact": answers.exact,
+        "plan": answers.best,
+    }[asked]
 
 
 def price_table(options: argparse.Namespace) -> int:
@@ -110,15 +94,16 @@ def price_table(options: argparse.Namespace) -> int:
 
     if not options.out:
         raise InputError([Problem("--price needs to know where to write", "add --out OUT.csv")])
-    price_file(Path(options.price), Path(options.out), words.say_to(options.json))
+    priced = price_file(Path(options.price), Path(options.out), words.say_to(options.json))
+    if options.json:
+        print(msgspec.json.encode({"out": options.out, **msgspec.to_builtins(priced)}).decode())
     return 0
 
 
 def _place(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError("at least 0")
-    return number
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} should be a whole number of at least 0")
+    return int(text)
 
 
 def _amount(text: str) -> float:

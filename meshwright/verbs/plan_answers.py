@@ -1,6 +1,7 @@
 """One function for each question that `meshwright plan` answers about a model on some machines."""
 
 import argparse
+import math
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -8,21 +9,20 @@ from typing import Any
 
 import msgspec
 
-from meshwright.search import explain, questions
+from meshwright.search import budget, explain, questions
 from meshwright.search.empty import empty
 from meshwright.search.found import Answer, Found, priced
-from meshwright.search.layers import layers
 from meshwright.search.misses import changes, nearest
 from meshwright.search.order import search
 from meshwright.search.question import Question
 from meshwright.search.space import problems
-from meshwright.spec import resolve, zoo
+from meshwright.spec import resolve
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError, Problem
 from meshwright.verbs import plan_tables as tables
 from meshwright.verbs import plan_write, words
 from meshwright.verbs.plan_question import Put, put
-from meshwright.verbs.plan_words import as_record, plan_words
+from meshwright.verbs.plan_words import as_record, found_words, plan_words
 
 DOES_NOT_FIT = 3
 
@@ -67,24 +67,38 @@ def _told(options: argparse.Namespace, asked: Put, question: Question, answer: A
     kinds = {"precision": job.plan.precision, "rounding": job.rounding, "states": job.states}
     chosen = msgspec.structs.replace(question, batch=job.plan.batch, **kinds)
     beside = explain.beside(chosen, first.plan)
-    record = _record(asked, question, answer) | {"neighbours": msgspec.to_builtins(beside)}
-    lines = [*tables.ranking(answer, words.room(sys.stdout)), "", *tables.counted(answer.counts), ""]
+    record = answer_record(asked, question, answer) | {"neighbours": msgspec.to_builtins(beside)}
+    lines = [*tables.ranking(answer, question, words.room(sys.stdout)), "", *tables.counted(answer.counts), ""]
     lines += [f"Why the first: {explain.why(first)}", "One choice changed:", *tables.neighbours(first, beside)]
-    if options.tokens is not None:
-        span = questions.duration(first, options.tokens, options.dollars)
+    if span := _span(options, first):
         record["duration"] = msgspec.to_builtins(span)
         lines += ["", *tables.lasting(span)]
-    if options.write:
-        run = plan_write.run_of(asked, first)
-        plan_write.write(Path(options.write), run, options.force)
-        lines += ["", f"written: {options.write} (train it with: meshwright train {options.write})"]
-        if unsaid := plan_write.left_open(asked, run):
-            lines += [f"not the planner's to choose, so set it there first: {', '.join(unsaid)}"]
+    lines += _written(options, asked, first)
     show(options, record, lines)
     return 0
 
 
-def _record(asked: Put, question: Question, answer: Answer) -> dict[str, Any]:
+def _span(options: argparse.Namespace, found: Found) -> questions.Duration | None:
+    """How long --tokens take."""
+    return None if options.tokens is None else questions.duration(found, options.tokens, options.dollars)
+
+
+def _written(options: argparse.Namespace, asked: Put, found: Found) -> list[str]:
+    """The plan in the file of --write, and what is to be done with it."""
+    if not options.write:
+        return []
+    if not found.fit.fits:
+        return ["", f"not written: {options.write}, because the plan does not fit"]
+    run = plan_write.run_of(asked, found)
+    plan_write.write(Path(options.write), run, options.force)
+    lines = ["", f"written: {options.write} (train it with: meshwright train {options.write})"]
+    if unsaid := plan_write.left_open(asked, run):
+        lines += [f"not the planner's to choose, so set it there first: {', '.join(unsaid)}"]
+    return lines
+
+
+def answer_record(asked: Put, question: Question, answer: Answer) -> dict[str, Any]:
+    """The best plans, as scripts read them."""
     return {
         "model": asked.model,
         "cluster": msgspec.to_builtins(question.cluster),
@@ -101,11 +115,11 @@ def _record(asked: Put, question: Question, answer: Answer) -> dict[str, Any]:
 def nothing_fits(options: argparse.Namespace, asked: Put, answer: Answer) -> int:
     """The nearest misses and what would fit; the question has been announced."""
     misses, suggestions = nearest(asked.question), changes(asked.question)
-    record = _record(asked, asked.question, answer) | {
+    record = answer_record(asked, asked.question, answer) | {
         "misses": [as_record(found, explain.why(found)) for found in misses],
         "changes": [{"change": each.change, **as_record(each.found, explain.why(each.found))} for each in suggestions],
     }
-    show(options, record, [*tables.missed(misses, suggestions), "", *tables.counted(answer.counts)])
+    show(options, record, [*tables.missed(misses, suggestions, asked.question), "", *tables.counted(answer.counts)])
     return DOES_NOT_FIT
 
 
@@ -118,11 +132,11 @@ def exact(options: argparse.Namespace) -> int:
     traffic = _traffic(question, plan)
     lines = [*tables.heading(asked, question), f"plan: {plan_words(plan)}", "", *tables.ledger(found), ""]
     lines += [*tables.waterfall(found), "", "sent by the first rank in a step: " + _sent(traffic), explain.why(found)]
-    record = _record(asked, question, answer) | {"traffic_bytes": traffic}
-    if options.tokens is not None:
-        span = questions.duration(found, options.tokens, options.dollars)
+    record = answer_record(asked, question, answer) | {"traffic_bytes": traffic}
+    if span := _span(options, found):
         record["duration"] = msgspec.to_builtins(span)
         lines += ["", *tables.lasting(span)]
+    lines += _written(options, asked, found)
     show(options, record, lines)
     return 0 if found.fit.fits else DOES_NOT_FIT
 
@@ -143,6 +157,8 @@ def _stated(asked: Put) -> tuple[Plan, Question]:
         found.append(Problem(what, "change an axis, or the cluster", "plan"))
     if found:
         raise InputError(found)
+    if question.limit_bytes < math.inf and "recompute" not in stated:  # as `train` chooses it
+        plan = budget.fitting(question.job(plan), question.limit_bytes)
     return plan, question
 
 
@@ -157,53 +173,6 @@ def _sent(traffic: dict[str, int]) -> str:
     return ", ".join(f"{axis} {tables.gib(size)} GiB" for axis, size in traffic.items()) or "nothing"
 
 
-def gpus_needed(options: argparse.Namespace) -> int:
-    """The least number of GPUs, and the plans there."""
-    asked = put(options)
-    needed = questions.gpus_needed(asked.question)
-    if needed is None:
-        remedy = "fix less of the plan, or use a larger card or a shorter sequence"
-        raise InputError([Problem(f"no number of {asked.question.cluster.gpu.name} is enough", remedy)])
-    gpus, answer = needed
-    question = questions.with_gpus(asked.question, gpus)
-    record = _record(asked, question, answer) | {"gpus": gpus}
-    lines = [f"{gpus} {question.cluster.gpu.name} are needed at least.", *tables.heading(asked, question), ""]
-    ranking = tables.ranking(answer, words.room(sys.stdout))
-    show(options, record, [*lines, *ranking, "", explain.why(answer.found[0])])
-    return 0
-
-
-def largest(options: argparse.Namespace) -> int:
-    """The largest model, microbatch or sequence that fits."""
-    what = options.largest
-    asked = put(options, zoo.preset("llama3-8b") if what == "model" else None)
-    ask = {
-        "model": questions.largest_model,
-        "microbatch": questions.largest_microbatch,
-        "sequence": questions.largest_sequence,
-    }[what]
-    found = ask(asked.question)
-    if found is None:
-        print(f"no {what} fits {asked.machines}" if not options.json else '{"largest": null, "plans": []}')
-        return DOES_NOT_FIT
-    beyond = f"; {found.next_value} does not fit" if found.next_value is not None else ""
-    why = explain.why(found.found)
-    record = {"largest": what, "value": found.value, "next": found.next_value, "plans": [as_record(found.found, why)]}
-    lines = [f"largest {what} on {asked.machines}: {found.value}{beyond}", f"plan: {plan_words(found.found.plan)}", ""]
-    show(options, record, [*lines, *tables.ledger(found.found), "", *tables.waterfall(found.found)])
-    return 0
-
-
-def layer_by_layer(options: argparse.Namespace) -> int:
-    """Parameters, operations and bytes of every layer."""
-    asked = put(options)
-    table = layers(asked.question)
-    record = {"model": asked.model, "sequence": asked.question.sequence, "layers": msgspec.to_builtins(table)}
-    heading = f"{asked.model}, sequence {asked.question.sequence:,}, {asked.question.precision}"
-    show(options, record, [heading, *tables.layer_table(table)])
-    return 0
-
-
 def textbook(options: argparse.Namespace) -> int:
     """The closed forms of the literature for the best plan, or for the plan that is stated."""
     from meshwright.cost.textbook import table
@@ -212,7 +181,7 @@ def textbook(options: argparse.Namespace) -> int:
     found = any_plan(options, asked)
     entries = table(found.job)
     record = {"plan": msgspec.to_builtins(found.plan), "entries": msgspec.to_builtins(entries)}
-    lines = [*tables.heading(asked, asked.question), f"plan: {plan_words(found.plan)}", ""]
+    lines = [*tables.heading(asked, asked.question), f"plan: {found_words(found, asked.question)}", ""]
     for entry in entries:
         lines.append(f"{entry.name}: {entry.value:,.6g} {entry.unit}")
         lines += [f"    {text}" for text in (entry.formula, entry.source, entry.note) if text]

@@ -1,6 +1,7 @@
 """From the words of `meshwright plan` to a question: whose model, how long, how many, on what."""
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from meshwright.verbs import words
 
 LONGEST = 8192  # a sequence that nobody stated: the model's context, and no more than this
 LARGE = 10e9  # parameters
+GIB = 2.0**30
 TOKENS_OF_A_STEP = {False: 2**19, True: 2**22}  # a batch that nobody stated: what GPT-2's and Llama's trainings used
 
 
@@ -39,35 +41,31 @@ class Put(msgspec.Struct, frozen=True, kw_only=True):
 def put(options: argparse.Namespace, arch: Arch | None = None) -> Put:
     """The question that the command line asks, with what was taken for granted; `arch` takes the place of the model."""
     target, overrides = words.target(options.words)
-    asked, model = _asked(target, [*overrides, *_flags(options)], arch)
+    asked, model = _asked(target, [*overrides, *flags(options)], arch)
     text = _machines(options, asked)
     stack = stack_of("meshwright")
     machines = cluster(text, network=asked.run.goal.network or "")
     if profile := getattr(options, "profile", None):
         machines = measured(machines, read_profile(Path(profile)), stack)
     assumed: list[str] = []
-    sequence, batch = _sizes(asked, assumed)
+    sequence, batch = _sizes(asked, machines.gpus, assumed)
     fixed = asked.on_command_line | {key: asked.in_file[key] for key in ("deterministic",) if key in asked.in_file}
-    precision = _precision(asked, machines, assumed)
-    return Put(
-        question=Question(
-            arch=asked.run.arch,
-            sequence=sequence,
-            batch=batch,
-            precision=precision,
-            cluster=machines,
-            stack=stack,
-            masked=asked.run.data.mask_documents,
-            rounding=asked.run.optim.rounding,
-            states=asked.run.optim.states,
-            fixed=_plain(fixed),
-            vary=tuple(options.vary or ()) or asked.run.goal.vary,
-        ),
-        asked=asked,
-        model=model,
-        machines=text,
-        assumed=tuple(assumed),
+    question = Question(
+        arch=asked.run.arch,
+        sequence=sequence,
+        batch=batch,
+        precision=_precision(asked, machines, assumed),
+        cluster=machines,
+        stack=stack,
+        masked=asked.run.data.mask_documents,
+        rounding=asked.run.optim.rounding,
+        states=asked.run.optim.states,
+        fixed=_plain(fixed),
+        vary=tuple(options.vary or ()) or asked.run.goal.vary,
+        limit_bytes=(asked.run.goal.memory_gib or math.inf) * GIB,
     )
+    question = question.on(machines)
+    return Put(question=question, asked=asked, model=model, machines=text, assumed=tuple(assumed))
 
 
 def _asked(target: str | None, overrides: list[str], arch: Arch | None) -> tuple[Asked, str]:
@@ -79,10 +77,8 @@ def _asked(target: str | None, overrides: list[str], arch: Arch | None) -> tuple
     if target in zoo.preset_names():
         return load.ask(None, [f"arch.preset={target}", *overrides]), target
     path = Path(target)
-    if path.is_dir():
-        return load.ask(None, overrides, arch=describe(path).arch), path.name
-    if path.suffix == ".json":
-        return load.ask(None, overrides, arch=arch_of(read_config(path))), path.parent.name or path.name
+    if (found := described(path)) is not None:
+        return load.ask(None, overrides, arch=found), (path if path.is_dir() else path.parent).name or path.name
     if path.suffix == ".toml" or path.exists():
         asked = load.ask(path, overrides)
         return asked, asked.run.name
@@ -90,7 +86,15 @@ def _asked(target: str | None, overrides: list[str], arch: Arch | None) -> tuple
     raise InputError([Problem(f"{target} is no model of the zoo and no file", near)])
 
 
-def _flags(options: argparse.Namespace) -> list[str]:
+def described(path: Path) -> Arch | None:
+    """The architecture of a Hugging Face folder or config.json; None if the path is neither."""
+    if path.is_dir():
+        return describe(path).arch
+    return arch_of(read_config(path)) if path.suffix == ".json" else None
+
+
+def flags(options: argparse.Namespace) -> list[str]:
+    """Sequence and batch as words of a run."""
     return [f"{name}={value}" for name in ("sequence", "batch") if (value := getattr(options, name)) is not None]
 
 
@@ -102,7 +106,7 @@ def _machines(options: argparse.Namespace, asked: Asked) -> str:
     return text
 
 
-def _sizes(asked: Asked, assumed: list[str]) -> tuple[int, int]:
+def _sizes(asked: Asked, gpus: int, assumed: list[str]) -> tuple[int, int]:
     """Sequence and batch: as stated, or what such a model is usually trained with."""
     run, unsaid = asked.run, {key for key in ("sequence", "batch") if asked.origins.get(key) == load.UNSAID}
     sequence, batch = run.sequence, run.batch
@@ -110,9 +114,15 @@ def _sizes(asked: Asked, assumed: list[str]) -> tuple[int, int]:
         sequence = min(run.arch.context, LONGEST)
         assumed.append(f"sequence = {sequence}")
     if "batch" in unsaid:
-        batch = max(TOKENS_OF_A_STEP[count(run.arch) >= LARGE] // sequence, 1)
+        batch = _shared(max(TOKENS_OF_A_STEP[count(run.arch) >= LARGE] // sequence, 1), gpus)
         assumed.append(f"batch = {batch}")
     return sequence, batch
+
+
+def _shared(batch: int, gpus: int) -> int:
+    """About so many samples, in a number that the GPUs can share however many of them there are: 56 of 64 for 56."""
+    odd = gpus // (gpus & -gpus)
+    return batch if batch % odd == 0 else odd << max((batch // odd).bit_length() - 1, 0)
 
 
 def _precision(asked: Asked, machines: Cluster, assumed: list[str]) -> Precision:

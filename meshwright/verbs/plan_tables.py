@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator
 
-from meshwright.cost.time import Share
 from meshwright.search import explain
 from meshwright.search.explain import Beside
 from meshwright.search.found import TOLD_APART, Answer, Counts, Found
@@ -12,7 +11,7 @@ from meshwright.search.question import Question
 from meshwright.search.questions import Duration
 from meshwright.spec.params import active, count
 from meshwright.verbs.plan_question import Put
-from meshwright.verbs.plan_words import gib, number, plan_words, short, time
+from meshwright.verbs.plan_words import chosen, found_words, gib, number, plan_words, short, time
 
 LINES = {  # what a plan that does not fit has most of, as the counts name it
     "states": "weights, gradients and moments",
@@ -32,15 +31,27 @@ def heading(put: Put, question: Question) -> Iterator[str]:
     yield f"{put.model} ({size}) on {machines.name} ({links})"
     tokens = f"{question.tokens:,} tokens a step"
     yield f"sequence {question.sequence:,}, batch {question.batch:,} ({tokens}), {question.precision}"
+    if question.vary:
+        yield f"may be chosen too: {', '.join(question.vary)}"
+    if question.is_limited:
+        yield f"of a GPU's memory {gib(question.limit_bytes)} GiB may be used (goal.memory_gib)"
+    yield from without_rate(question)
     if machines.efficiency is not None:
         yield f"priced with what was measured there ({machines.efficiency.name})"
     if put.assumed:
         yield f"assumed: {', '.join(put.assumed)}"
 
 
-def ranking(answer: Answer, columns: int | None = None) -> Iterator[str]:
+def without_rate(question: Question) -> Iterator[str]:
+    """A precision that the machines are not known to have."""
+    gpu = question.cluster.gpu
+    if not gpu.peak(question.precision):
+        yield f"{gpu.name} has no {question.precision} in the catalogue: priced at the rate of what it has"
+
+
+def ranking(answer: Answer, asked: Question, columns: int | None = None) -> Iterator[str]:
     """The best plans, best first; on a terminal with fewer columns than that takes, figures go below their plan."""
-    plans = _distinct(answer)
+    plans = _distinct(answer, asked)
     width = max(map(len, [*plans, "plan"]))
     names = f"{'s a step':>8}  {'interval':>13}  {'tokens/s/GPU':>12}  {'MFU':>6}  {'GiB':>6}  {'spare':>7}"
     is_narrow = columns is not None and width + len(names) + 6 > columns
@@ -62,13 +73,13 @@ def ranking(answer: Answer, columns: int | None = None) -> Iterator[str]:
         yield f"The first {ties} lie within the interval of the best: measure before preferring one of them."
 
 
-def _distinct(answer: Answer) -> list[str]:
-    """Plans in words, with what is mathematics where it differs."""
+def _distinct(answer: Answer, asked: Question) -> list[str]:
+    """Plans in words, with what is mathematics where one of them has it otherwise than it was asked."""
     words = [plan_words(found.plan) for found in answer.found]
-    for name in ("batch", "precision", "rounding", "states"):
-        values = [getattr(found.plan, name, None) or getattr(found.job, name) for found in answer.found]
-        if len(set(values)) > 1:
-            words = [f"{word} {name}={value}" for word, value in zip(words, values, strict=True)]
+    kinds = [chosen(found) for found in answer.found]
+    for name in kinds[0] if kinds else ():
+        if any(each[name] != getattr(asked, name) for each in kinds):
+            words = [f"{word} {name}={each[name]}" for word, each in zip(words, kinds, strict=True)]
     return words
 
 
@@ -132,7 +143,7 @@ def waterfall(found: Found) -> Iterator[str]:
         yield f"  {share.name:<12}{short(share.seconds):>8} s  {share.seconds / price.seconds:>6.1%}  {share.why}"
 
 
-def missed(misses: Iterable[Found], suggestions: Iterable[Change]) -> Iterator[str]:
+def missed(misses: Iterable[Found], suggestions: Iterable[Change], asked: Question) -> Iterator[str]:
     """What to do when nothing fits."""
     yield "Nothing fits. The nearest:"
     for found in misses:
@@ -140,7 +151,8 @@ def missed(misses: Iterable[Found], suggestions: Iterable[Change]) -> Iterator[s
     yield "What would fit:"
     for each in suggestions:
         price, spare = each.found.price, gib(each.found.fit.headroom_bytes)
-        yield f"  {each.change}: {plan_words(each.found.plan)}, {short(price.seconds)} s a step, {spare} GiB to spare"
+        plan = found_words(each.found, asked)
+        yield f"  {each.change}: {plan}, {short(price.seconds)} s a step, {spare} GiB to spare"
 
 
 def lasting(span: Duration) -> Iterator[str]:
@@ -166,40 +178,3 @@ def layer_table(layers: tuple[Layer, ...]) -> Iterator[str]:
     states = sum(layer.count * layer.state_bytes for layer in layers)
     kept = sum(layer.count * layer.activation_bytes for layer in layers)
     yield f"{'in all':<26}{total:>18,}{number(flops):>14}{states / 2**30:>12.2f}{kept / 2**20:>26,.1f}"
-
-
-def difference(base: Found, same: Found | None, then: Answer) -> Iterator[str]:
-    """What a change does to the plan that was best, and what is best after it."""
-    yield f"now:       {plan_words(base.plan)}: {short(base.price.seconds)} s a step, {gib(base.peak_bytes)} GiB"
-    if same is None:
-        yield "same plan: is not legal any more"
-    else:
-        verdict = "" if same.fit.fits else ", does not fit"
-        yield (
-            f"same plan: {short(same.price.seconds)} s a step ({same.price.seconds / base.price.seconds:.2f} ×), "
-            f"{gib(same.peak_bytes)} GiB{verdict}"
-        )
-        yield from _shifts(base, same)
-    if not then.found:
-        yield "nothing fits then"
-        return
-    first = then.found[0]
-    yield f"best then: {plan_words(first.plan)}: {short(first.price.seconds)} s a step, {gib(first.peak_bytes)} GiB"
-    yield from _shifts(base, first)
-    yield explain.why(first)
-
-
-def _shifts(base: Found, other: Found) -> Iterator[str]:
-    """The three shares of a step that changed most."""
-    before = {share.name: share.seconds for share in base.price.waterfall}
-    after = {share.name: share for share in other.price.waterfall}
-    names = sorted({*before, *after}, key=lambda name: -abs(_seconds(after, name) - before.get(name, 0.0)))
-    for name in names[:3]:
-        change = _seconds(after, name) - before.get(name, 0.0)
-        if abs(change) >= explain.SMALL * base.price.seconds:
-            why = f": {after[name].why}" if name in after else ""
-            yield f"           {'+' if change > 0 else '-'}{short(abs(change))} s {name}{why}"
-
-
-def _seconds(shares: dict[str, Share], name: str) -> float:
-    return shares[name].seconds if name in shares else 0.0

@@ -1,19 +1,24 @@
 """`meshwright plan --what-if`: the best plan as things are, and what a change would do to it."""
 
 import argparse
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
+from meshwright.cost.time import Share
 from meshwright.search import explain
-from meshwright.search.found import priced
+from meshwright.search.found import Answer, Found, priced
+from meshwright.search.question import Question
+from meshwright.search.running import NARROW
 from meshwright.search.space import problems
+from meshwright.spec import check
 from meshwright.spec.cluster import cluster
 from meshwright.spec.problem import InputError, Problem
 from meshwright.verbs import plan_tables as tables
 from meshwright.verbs.plan_answers import DOES_NOT_FIT, announce, nothing_fits, searched, show
-from meshwright.verbs.plan_question import Put, put
-from meshwright.verbs.plan_words import as_record
+from meshwright.verbs.plan_question import Put, default_precision, put
+from meshwright.verbs.plan_words import as_record, found_words, gib, short
 
 CHANGEABLE = ("network", "cluster", "sequence", "batch")
 
@@ -21,23 +26,43 @@ CHANGEABLE = ("network", "cluster", "sequence", "batch")
 def what_if(options: argparse.Namespace) -> int:
     """The best plan as things are, the same plan after a change, and the best plan then."""
     asked = put(options)
+    question, (changed, assumed) = asked.question, _changed(options, asked)
     announce(options, asked)
-    question = asked.question
-    changed = msgspec.structs.replace(question, **_changes(options, asked))
     base = searched(question, 1)
     if not base.found:
         return nothing_fits(options, asked, base)
-    then = searched(changed, options.top)
-    kept = base.found[0].plan
-    same = priced(changed.job(kept)) if not problems(changed, kept) and kept.world == changed.cluster.gpus else None
+    first, then = base.found[0], searched(changed, options.top)
+    same = _same(first, question, changed)
     record = {
-        "base": as_record(base.found[0], explain.why(base.found[0])),
+        "assumed": asked.assumed,
+        "assumed_then": assumed,
+        "base": as_record(first, explain.why(first)),
         "same_plan": as_record(same, explain.why(same)) if same else None,
         "plans": [as_record(found, explain.why(found)) for found in then.found],
         "counts": msgspec.to_builtins(then.counts),
     }
-    show(options, record, tables.difference(base.found[0], same, then))
+    lines = [f"assumed then: {', '.join(assumed)}"] if assumed else [*tables.without_rate(changed)]
+    lines += [f"now:       {_told(first, question)}", *_kept(first, same, question), *_best(first, changed, then)]
+    show(options, record, lines)
     return 0 if then.found else DOES_NOT_FIT
+
+
+def _changed(options: argparse.Namespace, asked: Put) -> tuple[Question, list[str]]:
+    """The question after the change, held to the same rules, and what is assumed for it anew."""
+    changes = _changes(options, asked)
+    machines = changes.pop("cluster", asked.question.cluster)
+    changed = msgspec.structs.replace(asked.question, **changes).on(machines)
+    assumed: list[str] = []
+    usual = default_precision(machines)
+    if any(each.startswith("precision =") for each in asked.assumed) and usual != changed.precision:
+        changed = msgspec.structs.replace(changed, precision=usual)
+        assumed.append(f"precision = {usual}")
+    run = asked.asked.run
+    plan = msgspec.structs.replace(run.plan, microbatch=changed.batch)
+    run = msgspec.structs.replace(run, sequence=changed.sequence, batch=changed.batch, plan=plan)
+    if found := check.problems(run):
+        raise InputError(found)
+    return changed, assumed
 
 
 def _changes(options: argparse.Namespace, asked: Put) -> dict[str, Any]:
@@ -60,3 +85,64 @@ def _changes(options: argparse.Namespace, asked: Put) -> dict[str, Any]:
         other = cluster(asked.machines, network=given["network"]).network
         changes["cluster"] = msgspec.structs.replace(asked.question.cluster, network=other)
     return changes
+
+
+def _same(base: Found, question: Question, changed: Question) -> Found | None:
+    """The plan that was best, after the change; another batch takes more or fewer microbatches of the same size."""
+    plan, job = base.plan, base.job
+    batch = plan.batch if changed.batch == question.batch else changed.batch
+    accumulate, rest = divmod(batch, plan.data * plan.microbatch)
+    if rest or plan.world != changed.cluster.gpus:
+        return None
+    precision = plan.precision if changed.precision == question.precision else changed.precision
+    shadow = plan.shadow and precision in NARROW
+    plan = msgspec.structs.replace(plan, accumulate=accumulate, precision=precision, shadow=shadow)
+    kinds = {"precision": precision, "rounding": job.rounding, "states": job.states}
+    asked = msgspec.structs.replace(changed, batch=batch, **kinds)
+    return None if problems(asked, plan) else priced(asked.job(plan))
+
+
+def _told(found: Found, asked: Question) -> str:
+    plan = found_words(found, asked)
+    return f"{plan}: {short(found.price.seconds)} s a step, {gib(found.peak_bytes)} GiB"
+
+
+def _kept(base: Found, same: Found | None, question: Question) -> Iterator[str]:
+    """What a change does to the plan that was best."""
+    if same is None:
+        yield "same plan: is not legal any more"
+        return
+    other = "" if same.plan == base.plan else f"{found_words(same, question)}: "
+    verdict = "" if same.fit.fits else ", does not fit"
+    yield (
+        f"same plan: {other}{short(same.price.seconds)} s a step "
+        f"({same.price.seconds / base.price.seconds:.2f} ×), {gib(same.peak_bytes)} GiB{verdict}"
+    )
+    yield from _shifts(base, same)
+
+
+def _best(base: Found, changed: Question, then: Answer) -> Iterator[str]:
+    """What is best after the change."""
+    if not then.found:
+        yield "nothing fits then"
+        return
+    first = then.found[0]
+    yield f"best then: {_told(first, changed)}"
+    yield from _shifts(base, first)
+    yield explain.why(first)
+
+
+def _shifts(base: Found, other: Found) -> Iterator[str]:
+    """The three shares of a step that changed most."""
+    before = {share.name: share.seconds for share in base.price.waterfall}
+    after = {share.name: share for share in other.price.waterfall}
+    names = sorted({*before, *after}, key=lambda name: -abs(_seconds(after, name) - before.get(name, 0.0)))
+    for name in names[:3]:
+        change = _seconds(after, name) - before.get(name, 0.0)
+        if abs(change) >= explain.SMALL * base.price.seconds:
+            why = f": {after[name].why}" if name in after else ""
+            yield f"           {'+' if change > 0 else '-'}{short(abs(change))} s {name}{why}"
+
+
+def _seconds(shares: dict[str, Share], name: str) -> float:
+    return shares[name].seconds if name in shares else 0.0

@@ -3,6 +3,7 @@
 import msgspec
 
 from meshwright.search.found import Found
+from meshwright.search.question import Question
 from meshwright.spec.plan import AXES, Plan
 
 GIB = 2**30
@@ -25,6 +26,23 @@ def plan_words(plan: Plan) -> str:
     used += [f"offload={plan.offload}/{plan.offload_update}"] * (plan.offload != "none")
     used += [name for name in ("offload_weights", "shadow", "compile", "deterministic") if getattr(plan, name)]
     return " ".join(used)
+
+
+def chosen(found: Found) -> dict[str, object]:
+    """What a plan says of the mathematics, by the names of a question."""
+    job = found.job
+    return {
+        "batch": found.plan.batch,
+        "precision": found.plan.precision,
+        "rounding": job.rounding,
+        "states": job.states,
+    }
+
+
+def found_words(found: Found, asked: Question) -> str:
+    """A plan, and what of the mathematics is not as it was asked."""
+    other = [f"{name}={value}" for name, value in chosen(found).items() if value != getattr(asked, name)]
+    return " ".join([plan_words(found.plan), *other])
 
 
 def gib(size: float) -> str:
@@ -58,6 +76,7 @@ def as_record(found: Found, why: str) -> dict[str, object]:
     return {
         "plan": msgspec.to_builtins(found.plan),
         "words": plan_words(found.plan),
+        "batch": found.plan.batch,
         "seconds": price.seconds,
         "low_seconds": price.low_seconds,
         "high_seconds": price.high_seconds,

@@ -8,7 +8,7 @@ import msgspec
 from meshwright.search.found import Found
 from meshwright.spec import check, load
 from meshwright.spec.problem import InputError, Problem
-from meshwright.spec.run import Goal, Run
+from meshwright.spec.run import Run
 from meshwright.verbs.plan_question import Put
 
 
@@ -16,9 +16,8 @@ def run_of(put: Put, found: Found) -> Run:
     """The run that trains by a plan, with what was asked."""
     asked = put.asked.run
     same = found.job.cluster == put.question.cluster
-    goal = Goal(
-        cluster=put.machines if same else found.job.cluster.name, network=asked.goal.network, vary=put.question.vary
-    )
+    machines = put.machines if same else found.job.cluster.name
+    goal = msgspec.structs.replace(asked.goal, cluster=machines, vary=put.question.vary)
     name = asked.name if "name" in put.asked.origins else f"{put.model}-{found.job.cluster.name}"
     optim = msgspec.structs.replace(asked.optim, rounding=found.job.rounding, states=found.job.states)
     chosen = {"sequence": found.job.sequence, "batch": found.plan.batch, "plan": found.plan, "optim": optim}

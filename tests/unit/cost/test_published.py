@@ -405,3 +405,16 @@ def test_any_cell_is_priced_or_refused_with_a_reason(cells):
     answer = answered(LLAMA | {"n_gpus": ""} | cells)
     assert (answer.price is None) == bool(answer.refused)
     assert "a fault of ours" not in answer.refused
+
+
+@pytest.mark.parametrize(
+    ("column", "text", "why"),
+    [
+        ("layers", "-1", "layers = -1 is negative"),
+        ("layers", "1e400", "layers = 1e400 is too large"),
+        ("hidden", "1e12", "hidden = 1e12 is too large"),
+        ("n_gpus", "1e8", "n_gpus = 100000000 is more than any cluster has"),
+    ],
+)
+def test_a_number_that_no_run_has_is_a_reason_to_refuse_the_row(column, text, why):
+    assert answered(LLAMA | {column: text}).refused == why

@@ -3,6 +3,7 @@ import pytest
 
 from meshwright.search.advise import Advice, advise
 from meshwright.spec.cluster import cluster
+from meshwright.spec.problem import InputError
 from tests.unit.search.questions import question
 
 
@@ -105,3 +106,21 @@ def test_every_way_through_the_chart_ends_in_a_plan_that_fits_or_in_none(model, 
     assert advice.steps
     assert advice.found is None or advice.found.fit.fits
     assert advice.found is not None or advice.leaves
+
+
+@pytest.mark.parametrize("fixed", [{"tp": 8}, {"pp": 2}, {"stages": (16, 16)}, {"zero": 3}, {"microbatch": 2, "tp": 4}])
+@pytest.mark.parametrize("model", ["llama3-8b", "llama3.2-1b"])
+def test_what_is_fixed_of_several_gpus_is_in_the_advice_and_not_asked_of_one(model, fixed):
+    if model == "llama3.2-1b":
+        fixed = {name: (8, 8) if name == "stages" else value for name, value in fixed.items()}
+    advice = advise(question(model, "8xh100", 4096, 32, **fixed))
+    assert advice.steps[0].question == "Is the model too big for one GPU?"
+    assert advice.found is not None
+    assert {name: getattr(advice.found.plan, name) for name in fixed} == fixed
+    named = {"tp": "DDP", "pp": "DDP", "stages": "DDP", "zero": "ZeRO-1", "microbatch": "DDP"}
+    assert not {named[name] for name in fixed} & set(names(advice))  # they would have it otherwise
+
+
+def test_a_question_without_a_legal_plan_is_refused():
+    with pytest.raises(InputError, match=r"plan\.tp = 3 does not divide 8 GPUs"):
+        advise(question("llama3-8b", "8xh100", tp=3))

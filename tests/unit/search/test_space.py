@@ -4,6 +4,7 @@ from itertools import islice, product
 import msgspec
 import pytest
 
+from meshwright.search.empty import empty
 from meshwright.search.levels import Order
 from meshwright.search.question import Question, variants
 from meshwright.search.running import policies
@@ -210,3 +211,36 @@ def test_codes_and_states_vary_only_when_allowed():
     kinds = {(each.rounding, each.states) for each in variants(free) if each.precision == "bf16"}
     assert kinds == {("master", "fp32"), ("stochastic", "fp32"), ("compensated", "fp32"), ("master", "bf16")}
     assert {(each.rounding, each.states) for each in variants(asked)} == {("master", "fp32")}
+
+
+@pytest.mark.parametrize(
+    ("fixed", "said"),
+    [
+        ({"stages": (16, 15)}, "has 31 layers, and the model has 32"),
+        ({"stages": (32, 0)}, "a stage without a layer"),
+        ({"stages": (16, 15), "pp": 2}, "has 31 layers, and the model has 32"),
+        ({"pp": 1, "chunks": 2}, "plan.chunks is for pipelines, and plan.pp = 1"),
+        ({"pp": 1, "stages": (16, 16)}, "plan.stages is for pipelines, and plan.pp = 1"),
+        ({"replicate": 8, "schedule": "zbv"}, "the machines have no GPUs left for one"),
+        ({"tp": 3}, "plan.tp = 3 does not divide"),
+    ],
+)
+def test_fields_that_no_plan_can_have_leave_none_and_the_rule_is_told(fixed, said):
+    asked = question("llama3-8b", "8xh100", **fixed)
+    assert not list(plans(asked))
+    assert said in empty(asked)[0].text
+
+
+def test_stages_that_are_fixed_are_those_of_every_plan():
+    found = list(plans(question("llama3-8b", "8xh100", stages=(8, 8, 8, 8))))
+    assert {plan.stages for plan in found} == {(8, 8, 8, 8)}
+    assert {plan.pp * plan.chunks for plan in found} == {4}
+
+
+@pytest.mark.parametrize("gpus", [1, 4])
+def test_scaled_products_have_every_microbatch_that_fills_their_tiles(gpus):
+    asked = msgspec.structs.replace(question("tiny", f"{gpus}xh100", sequence=72, batch=48), precision="fp8")
+    found = list(plans(asked))
+    assert {plan.microbatch * 72 // plan.cp % 16 for plan in found} == {0}
+    assert not [plan for plan in SAMPLE.sample(found, 50) if problems(asked, plan)]
+    assert {plan.microbatch for plan in found if plan.world == plan.data} >= {2, 4, 6, 12}

@@ -161,3 +161,25 @@ def test_a_driver_s_name_is_recognised_by_its_words():
 def test_a_rate_that_is_not_known_is_none():
     assert peak_flops_per_second("NVIDIA H200", "bf16") == 989e12
     assert peak_flops_per_second("NVIDIA A100-SXM4-80GB", "fp8") is None
+
+
+@pytest.mark.parametrize("key", ["memory_gib", "network_gbit", "host_gib", "disk_gib", "host_bandwidth"])
+@pytest.mark.parametrize("value", ["-1.5", "nan", "inf"])
+def test_what_no_machine_has_is_refused(tmp_path, key, value):
+    file = tmp_path / "mine.toml"
+    file.write_text(f'gpu = "h100"\n{key} = {value}\n')
+    with pytest.raises(InputError, match=rf"cluster.{key} = {value} must be (finite|at least 0)"):
+        cluster(str(file))
+    file.write_text(
+        f'gpu = "mine"\n[cards.mine]\nmemory_gib = 80\nbandwidth = 1000\n{key} = {value}\n'.replace(
+            "memory_gib = 80\n", "" if key == "memory_gib" else "memory_gib = 80\n"
+        )
+    )
+    with pytest.raises(InputError, match=rf"cards.mine.{key} = {value} must be"):
+        cluster(str(file))
+
+
+def test_there_is_a_largest_cluster():
+    assert cluster("1000000xh100").gpus == 10**6
+    with pytest.raises(InputError, match="use at most 1000000"):
+        cluster("99999999999xh100")

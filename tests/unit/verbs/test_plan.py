@@ -152,8 +152,8 @@ def test_how_many_gpus(capsys):
 
 
 def test_the_largest_that_fits(capsys):
-    box = "--cluster 8xa100-80g --sequence 2048 --batch 64"
-    model = answer(capsys, f"plan --largest model {box}")
+    box = "--cluster 8xa100-80g --sequence 2048"
+    model = answer(capsys, f"plan --largest model {box} --batch 64")
     assert "13b" in model["value"]  # 16 bytes of 13 billion are 194 GiB of the box's 634; of 47 billion, too many
     microbatch = answer(capsys, f"plan llama-7b --largest microbatch {box}")
     assert microbatch["plans"][0]["plan"]["microbatch"] == microbatch["value"] < microbatch["next"]
@@ -208,7 +208,7 @@ def test_a_narrow_terminal_has_figures_below_their_plans():
     cluster, stack = machines("64xh100"), stacks()["meshwright"]
     asked = Question(arch=preset("llama3-8b"), sequence=8192, batch=64, precision="bf16", cluster=cluster, stack=stack)
     found = search(asked, 3)
-    wide, narrow = (list(tables.ranking(found, columns)) for columns in (None, 80))
+    wide, narrow = (list(tables.ranking(found, asked, columns)) for columns in (None, 80))
     assert len(narrow) - len(wide) == 1 + len(found.found)
     assert [" ".join(line.split()) for line in wide[:1]] == [" ".join(" ".join(narrow[:2]).split())]
 

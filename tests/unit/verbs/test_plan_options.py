@@ -1,0 +1,105 @@
+import argparse
+import json
+
+import pytest
+
+from meshwright import cli
+from meshwright.spec import load
+from meshwright.verbs import plan, plan_options
+
+ASKED = "plan gpt2 --cluster 8xh100 --sequence 1024 --batch 64"
+
+
+def test_the_table_knows_every_option():
+    parser = argparse.ArgumentParser()
+    plan.add(parser.add_subparsers())
+    known = vars(parser.parse_args(["plan"]))
+    assert set(known) - {"json", "verb", "words"} == plan_options.OPTIONS
+
+
+def refused(capsys, line: str) -> str:
+    """What is said of a mistake."""
+    assert cli.main(line.split()) == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("--gpus-needed --write run.toml --tokens 1e9", "--gpus-needed does not read --write and --tokens"),
+        ("--layers --textbook", "--layers does not read --textbook"),
+        ("--traffic", "--traffic does not read --cluster"),
+        ("--what-if batch=8 --page x.html", "--what-if does not read --page"),
+        ("--network 10gbe --exact", "--network does not read --exact"),
+        ("--exact --vary batch", "--exact does not read --vary"),
+        ("--textbook --exact --top 3", "--textbook --exact does not read --top"),
+        ("--largest model --tokens 1e9", "--largest does not read --tokens"),
+        ("--trace --write run.toml", "--trace does not read --write"),
+        ("--rank 0", "a search for plans does not read --rank"),
+        ("--out x.csv", "a search for plans does not read --out"),
+        ("--price in.csv --out x.csv", "--price does not read --cluster and --sequence and --batch"),
+    ],
+)
+def test_an_option_that_an_answer_would_ignore_is_refused(capsys, tmp_path, monkeypatch, more, said):
+    monkeypatch.chdir(tmp_path)
+    assert said in refused(capsys, f"{ASKED} {more}")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("line", "given"),
+    [
+        ("plan gpt2 --cluster 8xh100 --largest microbatch plan.microbatch=2", "plan.microbatch=2"),
+        ("plan gpt2 --cluster 8xh100 --largest microbatch --batch 8", "--batch 8"),
+        ("plan gpt2 --cluster 8xh100 --largest sequence --sequence 512", "--sequence 512"),
+        ("plan gpt2 --cluster 8xh100 --largest model", "gpt2"),
+    ],
+)
+def test_the_largest_of_what_is_given_is_refused(capsys, line, given):
+    assert f"leave {given} out" in refused(capsys, line)
+
+
+def test_a_rank_that_is_no_number_is_told_in_plain_words(capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main([*ASKED.split(), "--trace", "--rank", "x"])
+    assert caught.value.code == 2
+    assert "'x' should be a whole number of at least 0" in capsys.readouterr().err
+
+
+def test_a_plan_that_is_stated_is_written_too(capsys, tmp_path):
+    file = tmp_path / "run.toml"
+    words = [*ASKED.split(), "--exact", "plan.shard=8", "plan.zero=2", "--write", str(file)]
+    assert cli.main(words) == 0
+    assert f"written: {file}" in capsys.readouterr().out
+    plan = load.load(file).run.plan
+    assert (plan.shard, plan.zero, plan.precision) == (8, 2, "bf16")
+
+
+def test_a_stated_plan_that_does_not_fit_is_not_written(capsys, tmp_path):
+    file = tmp_path / "run.toml"
+    words = ["plan", "llama-7b", "--cluster", "1xa100-80g", "--sequence", "512", "--exact", "--write", str(file)]
+    assert cli.main(words) == 3
+    assert "not written" in capsys.readouterr().out
+    assert not file.exists()
+
+
+def test_the_traffic_of_a_hugging_face_config(capsys, tmp_path):
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 32000, "hidden_size": 4096,
+        "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
+        "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": False,
+    }  # fmt: skip
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    found = []
+    for target in ("llama-7b", str(file), str(tmp_path)):
+        assert cli.main(["plan", target, "plan.tp=2", "--traffic", "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_program_is_told_what_became_of_a_table(capsys, tmp_path):
+    source, target = tmp_path / "in.csv", tmp_path / "out.csv"
+    source.write_text("layers,hidden,seq_len,gpu,n_gpus\n24,1024,1024,h100,8\n-1,1024,1024,h100,8\n")
+    assert cli.main(["plan", "--price", str(source), "--out", str(target), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"out": str(target), "priced": 1, "refused": 1}

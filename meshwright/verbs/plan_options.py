@@ -6,21 +6,22 @@ from meshwright.spec.problem import InputError, Problem
 
 ASKED = {"cluster", "profile", "sequence", "batch"}  # what the question is about
 OFFERED = {"tokens", "dollars", "write", "force", "chart", "page"}  # what can be done with a plan
-CHOSEN = {"vary", "top"}  # how a plan is searched for: nothing to a plan that is stated
+CHOSEN = {"vary"}  # how a plan is searched for: nothing to a plan that is stated
+SHOWN = {"top"}  # of one plan all are shown, however many are wanted
 READ = {  # by the option that asks for the answer; the first that is given wins
-    "traffic": {"sequence", "batch"},
+    "traffic": {"cluster", "sequence", "batch"},
     "price": {"out"},
-    "trace": ASKED | {"vary", "exact", "rank"},
-    "largest": ASKED | {"vary"},
-    "gpus_needed": ASKED | CHOSEN,
+    "trace": ASKED | CHOSEN | SHOWN | {"exact", "rank"},
+    "largest": ASKED | CHOSEN | SHOWN,
+    "gpus_needed": ASKED | CHOSEN | SHOWN,
     "layers": ASKED,
-    "what_if": ASKED | CHOSEN,
-    "network": ASKED | CHOSEN,
-    "textbook": ASKED | {"vary", "exact"},
-    "exact": ASKED | OFFERED,
-    "plan": ASKED | OFFERED | CHOSEN,
+    "what_if": ASKED | CHOSEN | SHOWN,
+    "network": ASKED | CHOSEN | SHOWN,
+    "textbook": ASKED | CHOSEN | SHOWN | {"exact"},
+    "exact": ASKED | OFFERED | SHOWN,
+    "plan": ASKED | OFFERED | CHOSEN | SHOWN,
 }
-OPTIONS = set(READ) - {"plan"} | ASKED | OFFERED | CHOSEN | {"rank", "out"}
+OPTIONS = set(READ) - {"plan"} | ASKED | OFFERED | CHOSEN | SHOWN | {"rank", "out"}
 TOP = 5  # plans that are shown where nobody says how many
 
 

@@ -69,8 +69,7 @@ def _refuse_stated(options: argparse.Namespace) -> None:
     given = {
         "model": target,
         "sequence": options.sequence and f"--sequence {options.sequence}",
-        "microbatch": (options.batch and f"--batch {options.batch}")
-        or next((word for word in overrides if word.startswith("plan.microbatch=")), None),
+        "microbatch": next((word for word in overrides if word.startswith("plan.microbatch=")), None),
     }[what]
     if given:
         raise InputError([Problem(f"--largest {what} looks for what {given} states", f"leave {given} out")])

@@ -1,4 +1,4 @@
-"""`meshwright plan --traffic`: the collectives of a step of the plan that is stated, without machines."""
+"""`meshwright plan --traffic`: the collectives of a step of the plan that is stated."""
 
 import argparse
 from pathlib import Path
@@ -9,6 +9,7 @@ import msgspec
 from meshwright.cost.traffic import bytes_by_axis, traffic
 from meshwright.spec import load, zoo
 from meshwright.spec.arch import Arch
+from meshwright.spec.cluster import cluster
 from meshwright.spec.run import Run
 from meshwright.verbs import words
 from meshwright.verbs.plan_question import described, flags
@@ -17,7 +18,8 @@ from meshwright.verbs.plan_question import described, flags
 def collectives(options: argparse.Namespace) -> int:
     """The collectives of one optimizer step, as the first rank issues them."""
     target, overrides = words.target(options.words)
-    run = _run(target, [*overrides, *flags(options)])
+    ranks = cluster(options.cluster).gpus if options.cluster else 1  # of a plan that states no axis
+    run = _run(target, [*overrides, *flags(options)], ranks)
     found = traffic(run.arch, run.plan, run.sequence)
     if options.json:
         print(msgspec.json.encode(found).decode())
@@ -30,14 +32,16 @@ def collectives(options: argparse.Namespace) -> int:
     return 0
 
 
-def _run(target: str | None, overrides: list[str]) -> Run:
+def _run(target: str | None, overrides: list[str], ranks: int) -> Run:
     """The run of a file; or the default run, with the architecture of a model, a folder or a config.json."""
-    if target is None:
-        return load.load(None, overrides).run
+    file = None
     if target in zoo.preset_names():
-        return load.load(None, [f"arch.preset={target}", *overrides]).run
-    arch = described(Path(target))
-    return load.load(None, [*_stated(arch), *overrides]).run if arch else load.load(Path(target), overrides).run
+        overrides = [f"arch.preset={target}", *overrides]
+    elif target is not None and (arch := described(Path(target))):
+        overrides = [*_stated(arch), *overrides]
+    elif target is not None:
+        file = Path(target)
+    return load.load(file, overrides, default_ranks=ranks).run
 
 
 def _stated(arch: Arch) -> list[str]:

@@ -28,11 +28,11 @@ def refused(capsys, line: str) -> str:
     [
         ("--gpus-needed --write run.toml --tokens 1e9", "--gpus-needed does not read --write and --tokens"),
         ("--layers --textbook", "--layers does not read --textbook"),
-        ("--traffic", "--traffic does not read --cluster"),
+        ("--traffic --vary batch", "--traffic does not read --vary"),
         ("--what-if batch=8 --page x.html", "--what-if does not read --page"),
         ("--network 10gbe --exact", "--network does not read --exact"),
         ("--exact --vary batch", "--exact does not read --vary"),
-        ("--textbook --exact --top 3", "--textbook --exact does not read --top"),
+        ("--textbook --exact --vary batch", "--textbook --exact does not read --vary"),
         ("--largest model --tokens 1e9", "--largest does not read --tokens"),
         ("--trace --write run.toml", "--trace does not read --write"),
         ("--rank 0", "a search for plans does not read --rank"),
@@ -50,7 +50,6 @@ def test_an_option_that_an_answer_would_ignore_is_refused(capsys, tmp_path, monk
     ("line", "given"),
     [
         ("plan gpt2 --cluster 8xh100 --largest microbatch plan.microbatch=2", "plan.microbatch=2"),
-        ("plan gpt2 --cluster 8xh100 --largest microbatch --batch 8", "--batch 8"),
         ("plan gpt2 --cluster 8xh100 --largest sequence --sequence 512", "--sequence 512"),
         ("plan gpt2 --cluster 8xh100 --largest model", "gpt2"),
     ],

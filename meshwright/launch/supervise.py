@@ -72,6 +72,8 @@ class Supervisor:
                 verdict = self._attempt()
             except NurseryError as error:
                 return verdicts.of_nursery(str(error), self.folder)
+            if verdict is not None and verdict.kind not in ("input", "stopped"):
+                verdicts.keep_end(verdict, self.folder, f"{self.order.session}-{self.number}")
             if verdict is not None and verdict.kind == "input" and self.number > 1:  # it was there when the run began
                 verdict = msgspec.structs.replace(verdict, kind="data", code=Exit.RESUMABLE)
             if verdict is not None and verdict.good_until is not None:

@@ -5,6 +5,7 @@ import signal
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -110,6 +111,13 @@ def of_lost(lost: Lost, seen: Sequence[Seen], details: Path) -> Verdict:
         rank=lost.node.first,
         step=max(steps, default=None),
     )
+
+
+def keep_end(verdict: Verdict, folder: Path, attempt: str) -> None:
+    """What ended an attempt, for whoever reads the run folder later; a disk that takes no more is no reason to stop."""
+    with suppress(OSError):
+        (folder / "faults").mkdir(exist_ok=True)
+        (folder / "faults" / f"ended-{attempt}.json").write_bytes(msgspec.json.encode(verdict))
 
 
 def keep(verdict: Verdict, words: Mapping[int, str], details: Path) -> None:

@@ -38,7 +38,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     kept: list[StepRecord]  # the steps that the weights went through
     ranks: tuple[RankSeen, ...]
     verdicts: tuple[Verdict, ...]  # last words of ranks, the earliest first
-    hangs: dict[str, Verdict]  # by session and attempt
+    ends: dict[str, Verdict]  # what ended attempts, by session and number
     saved: tuple[int, ...]  # steps that have a checkpoint
     owner: Owner | None  # who holds the folder, or held it last
     silent_seconds: float | None  # since the last record was written, by this machine's clock
@@ -72,7 +72,7 @@ def facts(path: Path) -> Facts:
         kept=kept(lines.records),
         ranks=ranks,
         verdicts=_verdicts(path, notes),
-        hangs=_hangs(path, notes),
+        ends=_ends(path, notes),
         saved=_saved(path),
         owner=owner(path / "lock"),
         silent_seconds=max(time.time() - files[witness].stat().st_mtime, 0.0) if witness is not None else None,
@@ -168,12 +168,12 @@ def _verdicts(path: Path, notes: list[str]) -> tuple[Verdict, ...]:
         return ()
 
 
-def _hangs(path: Path, notes: list[str]) -> dict[str, Verdict]:
-    """What the supervisor said of ranks that hung, by the session and the number of the attempt."""
+def _ends(path: Path, notes: list[str]) -> dict[str, Verdict]:
+    """What the supervisor said when an attempt ended, by its session and number."""
     found = {}
-    for file in sorted(path.glob("faults/hang-*/verdict.json")):
-        if told := _json(file, Verdict, notes, "what hung is not known"):
-            found[file.parent.name.removeprefix("hang-")] = told
+    for file in sorted(path.glob("faults/ended-*.json"), key=lambda file: file.stat().st_mtime):
+        if told := _json(file, Verdict, notes, "what ended an attempt is not known"):
+            found[file.stem.removeprefix("ended-")] = told
     return found
 
 

@@ -16,6 +16,7 @@ from meshwright.spec import zoo
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import count
 from meshwright.spec.record import AttemptRecord, EndRecord
+from meshwright.spec.verdict import Verdict
 
 PATIENCE = 120.0  # seconds, and so many times the slowest step
 SLOWEST = 10.0
@@ -87,7 +88,7 @@ def report(facts: Facts, measured: Steps | None, promised: Promised) -> Report:
         losses=run_steps.losses(facts.records, kept),
         wall_seconds=account.wall,
         parts=run_time.parts(account),
-        attempts=run_time.attempts(facts.records, facts.hangs),
+        attempts=run_time.attempts(facts.records, facts.ends),
         happened=run_time.happened(facts.records),
         saves=run_time.saves(facts.records, facts.saved),
         ranks=facts.ranks,
@@ -125,7 +126,7 @@ def model_words(arch: Arch) -> str:
 def _told(facts: Facts, measured: Steps | None) -> Told:
     """What there is to judge a run's standing by."""
     last = facts.records[-1] if facts.records else None
-    hung = list(facts.hangs.values())[-1:] if _hung_last(facts) else []
+    ended = _end_of_last(facts)
     return Told(
         finished=facts.finished,
         owner=facts.owner,
@@ -133,12 +134,12 @@ def _told(facts: Facts, measured: Steps | None) -> Told:
         patience=max(PATIENCE, SLOWEST * measured.slowest if measured else 0.0),
         said_end=isinstance(last, EndRecord),
         made_all=last is not None and last.step >= facts.run.steps,
-        verdict=next(iter([*facts.verdicts, *hung]), None),
+        verdict=next(iter(facts.verdicts), ended),
         saved=facts.saved,
     )
 
 
-def _hung_last(facts: Facts) -> bool:
-    """Whether the last attempt is one of those that hung."""
+def _end_of_last(facts: Facts) -> Verdict | None:
+    """What ended the last attempt, if anybody saw it."""
     heads = [record for record in facts.records if isinstance(record, AttemptRecord)]
-    return bool(heads) and f"{heads[-1].session}-{heads[-1].number}" in facts.hangs
+    return facts.ends.get(f"{heads[-1].session}-{heads[-1].number}") if heads else None

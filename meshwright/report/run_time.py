@@ -72,7 +72,7 @@ def in_tenths(shares: Sequence[float]) -> list[float]:
     return [each / 10 for each in whole]
 
 
-def attempts(records: Iterable[Record], hangs: Mapping[str, Verdict]) -> tuple[Attempt, ...]:
+def attempts(records: Iterable[Record], ends: Mapping[str, Verdict]) -> tuple[Attempt, ...]:
     """Every start of the ranks, in order."""
     heads: list[AttemptRecord] = []
     lasts: list[Record] = []
@@ -97,14 +97,14 @@ def attempts(records: Iterable[Record], hangs: Mapping[str, Verdict]) -> tuple[A
                 lost=max(reached - max(back_to, head.step), 0),
                 at=max(head.at - head.began, 0.0),
                 seconds=max(last.at - head.at, 0.0),
-                ended=_ended(head, last, later, hangs),
+                ended=_ended(head, last, later, ends),
             )
         )
     return tuple(found)
 
 
-def _ended(head: AttemptRecord, last: Record, later: Sequence[AttemptRecord], hangs: Mapping[str, Verdict]) -> str:
-    if told := hangs.get(f"{head.session}-{head.number}"):
+def _ended(head: AttemptRecord, last: Record, later: Sequence[AttemptRecord], ends: Mapping[str, Verdict]) -> str:
+    if told := ends.get(f"{head.session}-{head.number}"):
         return told.what
     if isinstance(last, EndRecord):
         return "asked to end" if later else ""

@@ -23,7 +23,7 @@ def test_a_killed_rank_is_told_with_what_it_cost(user):
     assert done.returncode == 0, done.stderr
     assert re.search(r"steps +10 of 10", done.stdout)
     assert re.search(r"state +finished", done.stdout)
-    assert re.search(r"1\.1 .* steps 1 to 6 .*, 2 of them lost: a rank was killed or failed", done.stdout)
+    assert re.search(r"1\.1 .* steps 1 to 6 .*, 2 of them lost: rank 1 was ended by signal SIGKILL", done.stdout)
     assert re.search(r"1\.2 .* steps 5 to 10", done.stdout)
     assert re.search(r"lost work +[\d.]+ %", done.stdout)
     assert re.search(r"recovery +[\d.]+ %", done.stdout)
@@ -48,4 +48,4 @@ def test_the_numbers_are_those_of_the_runs_own_summary(user):
 def test_the_page_shows_where_it_happened(user):
     done = meshwright("report", "killed", "--page", "killed.html", folder=user)
     assert done.returncode == 0, done.stderr
-    assert "step 6: a rank was killed or failed" in (user / "killed.html").read_text()
+    assert "step 6: rank 1 was ended by signal SIGKILL" in (user / "killed.html").read_text()

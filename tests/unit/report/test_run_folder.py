@@ -85,15 +85,15 @@ def test_small_files_that_are_damaged_are_noted(tmp_path):
     (folder / "env.json").write_text("{")
     (folder / "summary.json").write_text("{")
     (folder / "failure.rank1.json").write_text("{")
-    (folder / "faults" / "hang-a-1").mkdir(parents=True)
-    (folder / "faults" / "hang-a-1" / "verdict.json").write_text("[]")
+    (folder / "faults").mkdir(parents=True)
+    (folder / "faults" / "ended-a-1.json").write_text("[]")
     found = facts(folder)
     assert found.finished
     assert [note.split(" is damaged")[0].split(" are damaged")[0] for note in found.notes] == [
         "env.json",
         "summary.json",
         "the last words of a rank (failure.rank*.json)",
-        "verdict.json",
+        "ended-a-1.json",
     ]
 
 

@@ -105,7 +105,7 @@ def _has_dense_mask(job: Job) -> bool:
     On a GPU kernels of ours need none, in the precisions and for the heads of kernels/documents.py.
     """
     plan = job.plan
-    if plan.cp > 1 and plan.cp_kind == "ring":
+    if not plan.attends_whole:
         return False
     by_blocks = job.stack.name == OURS and plan.kernels != "plain" and plan.precision in NARROW_PRECISIONS
     return not (by_blocks and job.arch.head_dim >= NARROWEST_HEAD)

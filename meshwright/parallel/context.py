@@ -45,11 +45,6 @@ def attention(plan: Plan, group: dist.ProcessGroup) -> Attend:
     return partial(ulysses_attention, group=group, attend=causal_attention)
 
 
-def sees_whole_sequences(plan: Plan) -> bool:
-    """Whether one call of attention does; a ring meets them block by block."""
-    return plan.cp == 1 or plan.cp_kind == "ulysses"
-
-
 def cut(plan: Plan, mesh: Mesh) -> Callable[[Tensor], Tensor]:
     """What this rank holds of a (b, sequence) tensor."""
     if plan.cp == 1:

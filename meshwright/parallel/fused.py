@@ -14,7 +14,7 @@ from meshwright.kernels.choose import settle
 from meshwright.models.decoder import Decoder
 from meshwright.models.layers import Attend, Attention, causal_attention, rotate_both
 from meshwright.models.loss import weighed_loss
-from meshwright.parallel import context, eager
+from meshwright.parallel import eager
 from meshwright.parallel.anatomy import Anatomy
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.precision import compute_dtype
@@ -47,7 +47,7 @@ def wrap(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: Anatomy) -> nn.Modul
     for module in model.modules():
         if isinstance(module, Attention):
             module.attend = _fastest(module.attend)
-    if context.sees_whole_sequences(plan) and documents.takes(model.arch.head_dim, compute_dtype(plan)):
+    if plan.attends_whole and documents.takes(model.arch.head_dim, compute_dtype(plan)):
         model.tell = documents.blocks
     if not plan.compile and plan.tp == 1:  # the compiler fuses by itself; under tp, what a block adds up is cut
         eager.place(model)

@@ -1,15 +1,12 @@
 """A page that stands alone: one file, no script, nothing fetched; light or dark as the reader has it."""
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
-from pathlib import Path
 
 from meshwright.cost.simulate import Timeline
 from meshwright.report import figures
 from meshwright.report.picture import Pictures, Point, Whole, short
 from meshwright.report.style import STYLE
-from meshwright.spec.problem import InputError, Problem
 
 KINDS = {"F": "forward", "B": "backward", "I": "backward, its input's half", "W": "backward, its weights' half"}
 
@@ -44,21 +41,6 @@ def document(title: str, heading: Iterable[str], sections: Iterable[str]) -> str
             "</html>\n",
         ]
     )
-
-
-def write(file: Path, text: str, force: bool) -> None:
-    """Put a page into a file, whole or not at all."""
-    if file.exists() and not force:
-        raise InputError([Problem(f"{file} exists", "add --force to replace it, or name another file")])
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(file)
-    except OSError as error:
-        remedy = "name a file in a folder that can be written"
-        raise InputError([Problem(f"{file}: {error.strerror}", remedy)]) from None
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _sections(pictures: Pictures) -> Iterator[str]:

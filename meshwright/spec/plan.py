@@ -65,6 +65,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return self.shard * self.cp if self.zero else 1
 
     @property
+    def attends_whole(self) -> bool:
+        """Whether one call of attention sees whole sequences; a ring meets them block by block."""
+        return self.cp == 1 or self.cp_kind == "ulysses"
+
+    @property
     def batch(self) -> int:
         """Sequences in one optimizer step, over the whole job."""
         return self.microbatch * self.accumulate * self.data

@@ -38,6 +38,26 @@ def require_file(file: Path, remedy: str) -> None:
             file.unlink()
 
 
+def refuse_existing(file: Path, force: bool) -> None:
+    """What is there stays, unless the user says otherwise."""
+    if file.exists() and not force:
+        raise InputError([Problem(f"{file} exists", "add --force to replace it, or name another file")])
+
+
+def write_whole(file: Path, text: str, force: bool) -> None:
+    """Put a text into a file, whole or not at all."""
+    refuse_existing(file, force)
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(file)
+    except OSError as error:
+        remedy = "name a file in a folder that can be written"
+        raise InputError([Problem(f"{file}: {error.strerror}", remedy)]) from None
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def teller(stream: TextIO) -> Callable[[str], None]:
     """Tells people what they may not stay to hear: a reader that leaves, or a full disk, ends the telling alone."""
 

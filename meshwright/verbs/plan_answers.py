@@ -16,9 +16,10 @@ from meshwright.search.misses import changes, nearest
 from meshwright.search.order import search
 from meshwright.search.question import Question
 from meshwright.search.space import problems
-from meshwright.spec import resolve
+from meshwright.spec import load, resolve
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.writing import write_whole
 from meshwright.verbs import plan_tables as tables
 from meshwright.verbs import plan_write, words
 from meshwright.verbs.plan_question import Put, put
@@ -90,7 +91,7 @@ def _written(options: argparse.Namespace, asked: Put, found: Found) -> list[str]
     if not found.fit.fits:
         return ["", f"not written: {options.write}, because the plan does not fit"]
     run = plan_write.run_of(asked, found)
-    plan_write.write(Path(options.write), run, options.force)
+    write_whole(Path(options.write), load.write(run), options.force)
     lines = ["", f"written: {options.write} (train it with: meshwright train {options.write})"]
     if unsaid := plan_write.left_open(asked, run):
         lines += [f"not the planner's to choose, so set it there first: {', '.join(unsaid)}"]

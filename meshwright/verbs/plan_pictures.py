@@ -10,12 +10,13 @@ import msgspec
 
 from meshwright.report import chart, gantt, picture
 from meshwright.report.chart import Screen
-from meshwright.report.page import page, write
+from meshwright.report.page import page
 from meshwright.report.picture import GIB, Pictures, Point
 from meshwright.search.found import Found
 from meshwright.search.order import search
 from meshwright.search.question import Question
 from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.writing import write_whole
 from meshwright.verbs import plan_tables as tables
 from meshwright.verbs import surroundings, words
 from meshwright.verbs.plan_answers import any_plan, best, exact
@@ -42,7 +43,7 @@ def drawn(options: argparse.Namespace) -> int:
     if options.chart:
         print("\n".join(["", *charts(made)]))
     if options.page:
-        write(Path(options.page), page(made), options.force)
+        write_whole(Path(options.page), page(made), options.force)
         words.say_to(options.json)(f"page: {options.page}")
     return code
 

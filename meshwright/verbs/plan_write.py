@@ -1,13 +1,10 @@
 """A plan that was found, as a run file."""
 
-import os
-from pathlib import Path
-
 import msgspec
 
 from meshwright.search.found import Found
-from meshwright.spec import check, load
-from meshwright.spec.problem import InputError, Problem
+from meshwright.spec import check
+from meshwright.spec.problem import InputError
 from meshwright.spec.run import Run
 from meshwright.verbs.plan_question import Put
 
@@ -36,19 +33,3 @@ def left_open(put: Put, run: Run) -> list[str]:
         "optim.warmup": run.optim.warmup,
     }
     return [f"{key} = {value}" for key, value in values.items() if key not in put.asked.origins]
-
-
-def write(file: Path, run: Run, force: bool) -> None:
-    """Put a run into a file, whole or not at all."""
-    if file.exists() and not force:
-        raise InputError([Problem(f"{file} exists", "add --force to replace it, or name another file")])
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        temporary.write_text(load.write(run), encoding="utf-8")
-        temporary.replace(file)
-    except OSError as error:
-        raise InputError(
-            [Problem(f"{file}: {error.strerror}", "name a file in a folder that can be written")]
-        ) from None
-    finally:
-        temporary.unlink(missing_ok=True)

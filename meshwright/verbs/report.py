@@ -13,8 +13,9 @@ from meshwright.report.chart import Screen
 from meshwright.report.run_folder import Facts, facts
 from meshwright.report.run_report import Promised, Report, report, steps_of
 from meshwright.report.run_steps import Steps
-from meshwright.spec.check import InputError, Problem
+from meshwright.spec.check import InputError
 from meshwright.spec.run import Goal
+from meshwright.spec.writing import refuse_existing, write_whole
 from meshwright.verbs import words
 
 
@@ -48,8 +49,8 @@ def tell(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> None:
     """What can be known to be wrong before anything is read."""
-    if options.page and options.page.exists() and not options.force:
-        raise InputError([Problem(f"{options.page} exists", "add --force to replace it, or name another file")])
+    if options.page:
+        refuse_existing(options.page, options.force)
 
 
 def _report(each: Facts, options: argparse.Namespace) -> Report:
@@ -96,7 +97,6 @@ def _screen() -> Screen | None:
 
 
 def _write_page(options: argparse.Namespace, found: list[Facts], reports: list[Report]) -> None:
-    from meshwright.report.page import write
     from meshwright.report.run_page import run_page
 
-    write(options.page, run_page(list(zip(found, reports, strict=True))), options.force)
+    write_whole(options.page, run_page(list(zip(found, reports, strict=True))), options.force)

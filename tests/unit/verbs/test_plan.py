@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from asking import LLAMA_7B, answer, told
 
 from meshwright import cli
 from meshwright.search.found import TOLD_APART, notch
@@ -25,19 +26,6 @@ KEYS = {
     "plan", "seconds", "low_seconds", "high_seconds", "tokens_per_second_per_gpu", "mfu", "hfu", "peak_bytes", "ledger",
     "waterfall", "fits", "why",
 }  # fmt: skip
-
-
-def answer(capsys, line: str, *more: str, code: int = 0) -> dict:
-    """What a program is told."""
-    assert cli.main([*line.split(), *more, "--json"]) == code
-    return json.loads(capsys.readouterr().out)
-
-
-def told(capsys, line: str, *more: str, code: int = 0) -> str:
-    """What a person is told."""
-    assert cli.main([*line.split(), *more]) == code
-    printed = capsys.readouterr()
-    return printed.err if code == 2 else printed.out
 
 
 def test_plans_come_in_order_with_everything_scripts_need(capsys):
@@ -126,13 +114,8 @@ def test_a_run_file_is_planned_and_its_own_plan_priced(capsys, tmp_path):
 
 
 def test_a_hugging_face_config_is_a_model(capsys, tmp_path):
-    config = {
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 32000, "hidden_size": 4096,
-        "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
-        "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": False,
-    }  # fmt: skip
     file = tmp_path / "config.json"
-    file.write_text(json.dumps(config))
+    file.write_text(json.dumps(LLAMA_7B))
     for target in (file, tmp_path):
         found = answer(capsys, "plan", str(target), "--layers", "--cluster", "8xh100")
         assert sum(layer["count"] * layer["parameters"] for layer in found["layers"]) == 6_738_415_616

@@ -1,8 +1,6 @@
-import json
-
 import pytest
+from asking import answer, told
 
-from meshwright import cli
 from meshwright.search.budget import resolved
 from meshwright.spec import load
 
@@ -19,19 +17,6 @@ vary = ["batch"]
 [plan]
 precision = "bf16"
 """
-
-
-def answer(capsys, *words: str) -> dict:
-    """What a program is told."""
-    assert cli.main([*words, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
-def told(capsys, *words: str, code: int = 0) -> str:
-    """What a person is told."""
-    assert cli.main([*words]) == code
-    printed = capsys.readouterr()
-    return printed.err if code == 2 else printed.out
 
 
 def test_a_budget_of_memory_is_kept_to_and_kept(capsys, tmp_path):

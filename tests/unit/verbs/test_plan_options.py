@@ -2,6 +2,7 @@ import argparse
 import json
 
 import pytest
+from asking import LLAMA_7B
 
 from meshwright import cli
 from meshwright.spec import load
@@ -83,13 +84,8 @@ def test_a_stated_plan_that_does_not_fit_is_not_written(capsys, tmp_path):
 
 
 def test_the_traffic_of_a_hugging_face_config(capsys, tmp_path):
-    config = {
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 32000, "hidden_size": 4096,
-        "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
-        "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": False,
-    }  # fmt: skip
     file = tmp_path / "config.json"
-    file.write_text(json.dumps(config))
+    file.write_text(json.dumps(LLAMA_7B))
     found = []
     for target in ("llama-7b", str(file), str(tmp_path)):
         assert cli.main(["plan", target, "plan.tp=2", "--traffic", "--json"]) == 0

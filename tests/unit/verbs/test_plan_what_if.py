@@ -1,21 +1,6 @@
-import json
-
-from meshwright import cli
+from asking import answer, told
 
 ASKED = "plan gpt2 --cluster 8xh100 --sequence 1024 --batch 64"
-
-
-def answer(capsys, line: str, *more: str) -> dict:
-    """What a program is told."""
-    assert cli.main([*line.split(), *more, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
-def told(capsys, line: str, *more: str, code: int = 0) -> str:
-    """What a person is told."""
-    assert cli.main([*line.split(), *more]) == code
-    printed = capsys.readouterr()
-    return printed.err if code == 2 else printed.out
 
 
 def test_a_change_is_held_to_the_rules_of_a_run(capsys):

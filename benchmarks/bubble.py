@@ -28,8 +28,8 @@ from meshwright.cost.simulate import Timeline, even_cost, play
 from meshwright.parallel import mesh as meshes
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pipeline import Pipeline, my_stages
-from meshwright.spec.plan import Plan, Schedule
-from meshwright.spec.schedule import actions, default_chunks, stage_ranks
+from meshwright.spec.plan import Plan
+from meshwright.spec.schedule import Schedule, actions, default_chunks, stage_ranks
 
 SCHEDULES: tuple[Schedule, ...] = ("naive", "gpipe", "1f1b", "looped", "interleaved", "zb1p", "zbv", "dualpipev")
 RANKS = 4

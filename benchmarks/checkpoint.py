@@ -22,18 +22,19 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from meshwright.checkpoint import restore, steps, storage
-from meshwright.checkpoint.holding import Holding
-from meshwright.checkpoint.manifest import Slice
+from meshwright.checkpoint import format, storage
+from meshwright.checkpoint import read as restore
+from meshwright.checkpoint.format import Slice
 from meshwright.checkpoint.read import StepReader
+from meshwright.checkpoint.state import Holding
+from meshwright.config import load
+from meshwright.config.run import Run
 from meshwright.data.prepare import prepare
-from meshwright.spec import load
+from meshwright.runtime.place import Place, cores
 from meshwright.spec.params import count
-from meshwright.spec.place import Place, cores
-from meshwright.spec.run import Run
 from meshwright.train.build import build
-from meshwright.train.holdings import holdings
 from meshwright.train.loop import StepResult, train
+from meshwright.train.saving import holdings
 from meshwright.train.world import world
 from meshwright.verify import integrity
 
@@ -152,8 +153,8 @@ def checked_whole(folder: Path) -> float:
 def measure(run: Run, times: int, folder: Path) -> dict[str, object]:
     """Everything about one run."""
     with alone(run, folder) as held:
-        home = steps.home(folder / "run")
-        step = home / steps.name(steps.present(home)[-1])
+        home = format.home(folder / "run")
+        step = home / format.name(format.present(home)[-1])
         with disk_of(DISK):
             from_disk = loads(step, held, times, cold=False)
         return {

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import torch
 
+from meshwright.config import load
+from meshwright.config.run import Run
 from meshwright.data.prepare import prepare
-from meshwright.spec import load
+from meshwright.runtime.place import Place, cores
 from meshwright.spec.params import count
-from meshwright.spec.place import Place, cores
-from meshwright.spec.run import Run
 from meshwright.train.build import build
 from meshwright.train.loop import train
 from meshwright.train.world import world

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from meshwright.bench.clock import seconds_of
-from meshwright.kernels import documents
+from meshwright.bench.measure import seconds_of
+from meshwright.kernels import document_attention
 from meshwright.models.layers import causal_attention
-from meshwright.parallel.fused import fastest_attention
+from meshwright.parallel.fused_kernels import fastest_attention
 
 RESULT = Path(__file__).parents[1] / "results" / "documents.json"
 
@@ -101,7 +101,7 @@ def compared(shape: Shape, mean: int) -> dict[str, Any]:
         "without documents": lambda q, k, v: fastest_attention(q, k, v, None),
         "dense mask": partial(causal_attention, documents=told),
         "flash, many lengths": partial(varlen, ends=ends, longest=int(ends.diff().max())),
-        "blocks": partial(documents.attention, seen=documents.blocks(told)),
+        "blocks": partial(document_attention.attention, seen=document_attention.blocks(told)),
     }
     wanted = torch.randn_like(q)
     reference = causal_attention(q, k, v, told).detach()

@@ -20,12 +20,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from meshwright.bench.fit import fitted_seconds
+from meshwright.bench.alpha_beta import fitted_seconds
 from meshwright.bench.sweep import FAMOUS
+from meshwright.config import load
 from meshwright.cost.traffic import traffic
-from meshwright.spec import load
+from meshwright.hardware.profile import CollectiveFit, Profile, read_profile
 from meshwright.spec.params import count
-from meshwright.spec.profile import CollectiveFit, Profile, read_profile
 
 MODEL = (
     "tiny", "arch.layers=6", "arch.hidden=384", "arch.heads=6", "arch.kv_heads=6", "arch.head_dim=64", "arch.ffn=1024",

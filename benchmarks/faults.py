@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from meshwright.spec.record import AttemptRecord, Record, StepRecord, read_line
+from meshwright.runtime.records import AttemptRecord, Record, StepRecord, read_line
 from meshwright.verify.rehearse import FAULTS
 
 RESULT = Path(__file__).parents[1] / "results" / "faults.json"

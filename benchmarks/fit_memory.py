@@ -3,8 +3,8 @@
 python benchmarks/fit_memory.py --data published_runs.csv            # the accuracy table
 python benchmarks/fit_memory.py --data published_runs.csv --fit nanotron
 
-Constants are those of one stack's table [NAME.holds] in meshwright/spec/stacks.toml. Only rows meant for fitting are
-read (memory-fit, fit, feasibility); every row left out is counted with its reason.
+Constants are those of one stack's table [NAME.holds] in meshwright/hardware/stacks.toml. Only rows meant for fitting
+are read (memory-fit, fit, feasibility); every row left out is counted with its reason.
 """
 
 import argparse
@@ -20,9 +20,8 @@ import msgspec
 
 from meshwright.cost.job import Job
 from meshwright.cost.memory import fits, ledger
-from meshwright.cost.published import job_of
-from meshwright.spec.holding import Holding
-from meshwright.spec.stack import stacks
+from meshwright.hardware.stacks import Holding, stacks
+from meshwright.published.rows import job_of
 
 GIB = 2**30
 USES = ("memory-fit", "fit", "feasibility")

@@ -16,10 +16,9 @@ import msgspec
 
 from meshwright.cost.calibrate import least
 from meshwright.cost.job import Job
-from meshwright.cost.published import job_of
-from meshwright.cost.time import price
-from meshwright.spec.efficiency import Efficiency, efficiencies, efficiency_of
-from meshwright.spec.stack import stacks
+from meshwright.cost.step_time import price
+from meshwright.hardware.stacks import Efficiency, efficiencies, efficiency_of, stacks
+from meshwright.published.rows import job_of
 
 SPEC = Path(__file__).parents[1] / "meshwright" / "spec"
 LEAST_MFU = 10.0  # percent: below it the rows of ultrascale_playbook are sick nodes as often as not

@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from meshwright.bench.promise import Machine, promised
-from meshwright.bench.sweep import runs
-from meshwright.spec.profile import Profile
+from meshwright.bench.sweep import promised, runs
+from meshwright.cost.calibrate import Machine
+from meshwright.hardware.profile import Profile
 
 LLAMA = [
     "arch.vocab=128256", "arch.layers=16", "arch.heads=32", "arch.kv_heads=8", "arch.context=8192",

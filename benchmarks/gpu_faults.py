@@ -15,7 +15,7 @@ from typing import Any
 
 from faults import read, steps_of
 
-from meshwright.spec.record import AttemptRecord
+from meshwright.runtime.records import AttemptRecord
 from meshwright.verify.rehearse import model_digest
 
 RESULT = Path(__file__).parents[1] / "results" / "gpu_faults.json"

@@ -17,17 +17,8 @@ import torch
 from torch import Tensor
 from torch._functorch import config as functorch
 
-from meshwright.kernels import (
-    adamw,
-    adamw_bf16,
-    choose,
-    cross_entropy,
-    gate,
-    norm,
-    quantize,
-    rope,
-    softmax,
-)
+from meshwright.kernels import adamw, cross_entropy, dispatch, fp8, gated, norm, rope, softmax
+from meshwright.kernels import adamw as adamw_bf16
 
 SETS = 2  # of tensors that a graph walks over, each beyond any cache
 WARM_UP = 3
@@ -55,7 +46,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 def softmax_case(rows: int, cols: int) -> Case:
     moved = softmax.bytes_moved("fused", rows, cols, 2)
-    backward = (3 if cols <= choose.ROW_LIMIT else 5) * rows * cols * 2  # long rows of both tensors are read twice
+    backward = (3 if cols <= dispatch.ROW_LIMIT else 5) * rows * cols * 2  # long rows of both tensors are read twice
     return Case(f"softmax {rows} × {cols}", softmax.softmax, lambda: [normal(rows, cols)], moved, backward)
 
 
@@ -88,15 +79,15 @@ def rope_case(batch: int, sequence: int, heads: tuple[int, int], head_dim: int) 
 def swiglu_case(rows: int, ffn: int) -> Case:
     size = rows * ffn * 2
     return Case(
-        f"swiglu, merged {rows} × {ffn}", lambda x, k: gate.merged(x, "silu", k), lambda: [normal(rows, 2 * ffn)],
+        f"swiglu, merged {rows} × {ffn}", lambda x, k: gated.merged(x, "silu", k), lambda: [normal(rows, 2 * ffn)],
         3 * size, 5 * size,
     )  # fmt: skip
 
 
-def gelu_case(activation: gate.Activation, rows: int, ffn: int) -> Case:
+def gelu_case(activation: gated.Activation, rows: int, ffn: int) -> Case:
     size = rows * ffn * 2
     return Case(
-        f"{activation} {rows} × {ffn}", lambda x, k: gate.activate(x, activation, k), lambda: [normal(rows, ffn)],
+        f"{activation} {rows} × {ffn}", lambda x, k: gated.activate(x, activation, k), lambda: [normal(rows, ffn)],
         2 * size, 3 * size,
     )  # fmt: skip
 
@@ -104,9 +95,9 @@ def gelu_case(activation: gate.Activation, rows: int, ffn: int) -> Case:
 def quantize_cases(rows: int, cols: int) -> list[Case]:
     """Bytes by element: two for every reading, one for every copy written."""
 
-    def case(scaling: quantize.Scaling, transposed: bool, bytes_each: int) -> Case:
-        def call(x: Tensor, way: choose.Kernels) -> list[Tensor]:
-            codes = quantize.quantize(x, torch.float8_e4m3fn, scaling, transposed, way)
+    def case(scaling: fp8.Scaling, transposed: bool, bytes_each: int) -> Case:
+        def call(x: Tensor, way: dispatch.Kernels) -> list[Tensor]:
+            codes = fp8.quantize(x, torch.float8_e4m3fn, scaling, transposed, way)
             return [part for part in (codes.values, codes.scale, codes.transposed) if part is not None]
 
         name = f"fp8 by {scaling}{', and transposed' if transposed else ''} {rows} × {cols}"
@@ -141,7 +132,7 @@ def update_case(kind: str, numbers: int, moved: int) -> Case:
         return adamw_bf16.Drawn([weight], [first], [second], [stream])
 
     def call(
-        weight: Tensor, first: Tensor, second: Tensor, gradient: Tensor, beside: Tensor, way: choose.Kernels
+        weight: Tensor, first: Tensor, second: Tensor, gradient: Tensor, beside: Tensor, way: dispatch.Kernels
     ) -> Any:
         if way == "fused":
             if weight.data_ptr() not in groups:
@@ -321,7 +312,7 @@ def main() -> None:
     result = {
         "gpu": torch.cuda.get_device_name(),
         "torch": str(torch.__version__),
-        "triton": choose.triton.__version__ if choose.triton_available() else None,
+        "triton": dispatch.triton.__version__ if dispatch.triton_available() else None,
         "times": options.times,
         **judged(rows_of(options)),
     }

@@ -21,12 +21,12 @@ import msgspec
 import numpy as np
 import torch
 
+from meshwright.config.run import Data, Run
 from meshwright.data.loader import Loader
 from meshwright.data.order import locate
 from meshwright.data.prepare import Corpus, prepare
 from meshwright.spec.arch import Arch
 from meshwright.spec.plan import Plan
-from meshwright.spec.run import Data, Run
 
 RESULTS = Path(__file__).parents[1] / "results" / "loader.json"
 SHARDS, SHARD_TOKENS = 4, 25_000_000  # 200 MB of uint16

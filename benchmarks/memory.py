@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshwright.bench import sweep
-from meshwright.bench.tokens import write_tokens
+from meshwright.bench.measure import write_tokens
+from meshwright.config import load
 from meshwright.cost.job import Job
 from meshwright.cost.memory import worst
-from meshwright.cost.time import price
-from meshwright.launch.ranks import run_ranks
-from meshwright.spec import load
-from meshwright.spec.cluster import cluster_of_device
-from meshwright.spec.stack import stacks
+from meshwright.cost.step_time import price
+from meshwright.hardware.cluster import cluster_of_device
+from meshwright.hardware.stacks import stacks
+from meshwright.runtime.ranks import run_ranks
 
 STEPS = 2  # that count: a peak is reached in the first that updates
 RESULT = Path(__file__).parents[1] / "results" / "memory.json"

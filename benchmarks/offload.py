@@ -23,21 +23,22 @@ from pathlib import Path
 import msgspec
 import torch
 
-from meshwright.bench.tokens import write_tokens
+from meshwright.bench.measure import write_tokens
+from meshwright.config import load
+from meshwright.config.run import Run
 from meshwright.cost.flops import step_flops, utilization
 from meshwright.data.prepare import prepare
+from meshwright.hardware.cluster import peak_flops_per_second
 from meshwright.optim.adamw import AdamW
-from meshwright.optim.offloaded import Offloaded
-from meshwright.optim.room import free_host_bytes
+from meshwright.optim.host_memory import free_host_bytes
+from meshwright.optim.offload import Offloaded
 from meshwright.parallel.mesh import Mesh
-from meshwright.spec import load
-from meshwright.spec.check import InputError
-from meshwright.spec.cluster import peak_flops_per_second
+from meshwright.runtime.place import Place, cores
 from meshwright.spec.params import count
-from meshwright.spec.place import Place, cores
-from meshwright.spec.run import Run
-from meshwright.train.build import State, build
+from meshwright.spec.problem import InputError
+from meshwright.train.build import build
 from meshwright.train.loop import StepResult, train
+from meshwright.train.state import State
 from meshwright.train.world import world
 
 WORDS = (

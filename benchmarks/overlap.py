@@ -21,14 +21,14 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from meshwright.config import load
+from meshwright.config.run import Run
 from meshwright.models.decoder import Decoder
 from meshwright.parallel.apply import apply
-from meshwright.parallel.decoder import DECODER
+from meshwright.parallel.decoder_spec import DECODER
 from meshwright.parallel.mesh import Mesh
-from meshwright.spec import load
+from meshwright.runtime.place import Place
 from meshwright.spec.params import count
-from meshwright.spec.place import Place
-from meshwright.spec.run import Run
 from meshwright.train.build import initialise
 from meshwright.train.world import world
 

@@ -20,8 +20,8 @@ from prove_saves import MODELS, cuts, disks, reshard
 from two_nodes import lacking, lose, machines
 from two_nodes import train as train_on
 
+from meshwright.config import load
 from meshwright.cost.goodput import account, kept
-from meshwright.spec import load
 from meshwright.verify.rehearse import FAULTS, model_digest, rehearse
 
 RESULT = Path(__file__).parents[1] / "results" / "prove.json"

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from faults import RUN
 
-from meshwright.launch.ranks import run_ranks
-from meshwright.spec import load
-from meshwright.spec.place import Place
-from meshwright.spec.run import Run
+from meshwright.config import load
+from meshwright.config.run import Run
+from meshwright.runtime.place import Place
+from meshwright.runtime.ranks import run_ranks
 from meshwright.verify.rehearse import model_digest
 
 Say = Callable[[str], None]
@@ -50,10 +50,9 @@ def planned(plan: str, words: tuple[str, ...]) -> Run:
 def take_up(place: Place, run: Run, cache: Path, sources: list[Path], target: Path | None) -> None:
     """One rank: go on from each source in turn, and see that it is the same state; save the last one again."""
     from meshwright.data.prepare import prepare
-    from meshwright.train.build import build, restore
-    from meshwright.train.holdings import holdings
+    from meshwright.train.build import build
     from meshwright.train.loop import train
-    from meshwright.train.saving import digest_of, saving
+    from meshwright.train.saving import digest_of, holdings, restore, saving
     from meshwright.train.world import world
 
     with world(run, place) as mesh:

@@ -16,11 +16,11 @@ from typing import Any
 
 import msgspec
 
-from meshwright.search.order import search
+from meshwright.config.presets import preset
+from meshwright.hardware.cluster import cluster
+from meshwright.hardware.stacks import stack_of
+from meshwright.search.best_first import search
 from meshwright.search.question import Question
-from meshwright.spec.cluster import cluster
-from meshwright.spec.stack import stack_of
-from meshwright.spec.zoo import preset
 
 QUESTIONS = (  # model, machines, sequence, batch
     ("llama3-8b", "8xh100", 8192, 64),

@@ -17,19 +17,18 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from meshwright.config import load
+from meshwright.config.run import Run
 from meshwright.data.loader import Batch, Loader
 from meshwright.data.prepare import Corpus, prepare
 from meshwright.models.decoder import Decoder
 from meshwright.models.init import fill_model
 from meshwright.parallel.mesh import Mesh
-from meshwright.spec import load
+from meshwright.runtime.place import Place, cores
 from meshwright.spec.params import count
-from meshwright.spec.place import Place, cores
-from meshwright.spec.run import Run
 from meshwright.train.build import build
-from meshwright.train.log import Recorder
+from meshwright.train.log import Lines, Recorder
 from meshwright.train.loop import train
-from meshwright.train.screen import Lines
 from meshwright.train.world import world
 
 WORDS = (

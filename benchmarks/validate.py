@@ -13,12 +13,11 @@ from pathlib import Path
 
 import msgspec
 
-from meshwright.cost import price_table
 from meshwright.cost.flops import step_flops
 from meshwright.cost.job import Job
-from meshwright.cost.price_table import GIB, Answer, Row, answered
-from meshwright.cost.published import job_of
-from meshwright.cost.published_cells import number
+from meshwright.published import rows as price_table
+from meshwright.published.cells import number
+from meshwright.published.rows import GIB, Answer, Row, answered, job_of
 from meshwright.spec.problem import InputError
 
 RESULT = Path("results/accuracy.json")

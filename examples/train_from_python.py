@@ -3,9 +3,9 @@
 import tempfile
 from pathlib import Path
 
+from meshwright.config import load
 from meshwright.data.prepare import prepare
-from meshwright.spec import load
-from meshwright.spec.place import Place
+from meshwright.runtime.place import Place
 from meshwright.train.build import build
 from meshwright.train.loop import StepResult, train
 from meshwright.train.world import world

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from meshwright.parallel.anatomy import Anatomy, in_a_row
+from meshwright.parallel.model_spec import Anatomy, in_a_row
 from meshwright.verify import parity
 
 IGNORE = -100

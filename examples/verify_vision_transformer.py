@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from meshwright.parallel.anatomy import Anatomy, in_a_row
+from meshwright.parallel.model_spec import Anatomy, in_a_row
 from meshwright.verify import parity
 
 HIDDEN, HEAD_DIM, LAYERS, CLASSES = 32, 8, 4, 10

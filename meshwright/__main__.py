@@ -1,3 +1,3 @@
-from meshwright.cli import main
+from meshwright.cli.main import main
 
 raise SystemExit(main())

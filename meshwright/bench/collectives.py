@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 
-from meshwright.cost.traffic_collective import Kind
+from meshwright.cost.traffic import Kind
+from meshwright.hardware.profile import CollectiveTime
+from meshwright.parallel.collectives import all_gather, reduce_scatter
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.versions import all_gather, reduce_scatter
-from meshwright.spec.place import Place
-from meshwright.spec.profile import CollectiveTime
+from meshwright.runtime.place import Place
 
 KIB, MIB = 2**10, 2**20
 SIZES = tuple(KIB * 4**power for power in range(9))  # 1 KiB to 64 MiB

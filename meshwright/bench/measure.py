@@ -1,30 +1,56 @@
 """The step of a run, measured: the trainer's own loop, driven by somebody who looks at the clock."""
 
+import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright.bench.counted import counted_ratio
 from meshwright.bench.sweep import WARM_UP
 from meshwright.bench.waterfall import Waterfall, waterfall
+from meshwright.config.run import Run
 from meshwright.cost.flops import attention_flops, hardware_flops, step_flops, utilization
 from meshwright.data.prepare import prepare
+from meshwright.hardware.cluster import peak_flops_per_second
+from meshwright.models.decoder import Decoder
 from meshwright.parallel.mesh import Mesh
-from meshwright.spec.cluster import peak_flops_per_second
+from meshwright.runtime.place import Place
+from meshwright.spec.arch import Arch
 from meshwright.spec.params import count
-from meshwright.spec.place import Place
-from meshwright.spec.run import Run
 from meshwright.train.build import build
 from meshwright.train.log import peak_bytes
 from meshwright.train.loop import StepResult, train
 from meshwright.train.world import world
+
+
+def counted_flops(arch: Arch, sequence: int) -> int:
+    """Matrix products and attention of the forward and backward of one sequence.
+
+    Nothing is computed: tensors have shapes only, which takes as long for a large model as for a small one.
+    """
+    with torch.device("meta"):
+        model, tokens = Decoder(arch), torch.zeros(1, sequence, dtype=torch.int64)
+    # Torch counts the products of plain attention, not those of its fast kernel for CPUs.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(tokens, tokens).sum().backward()
+    return counter.get_total_flops()
+
+
+def counted_ratio(arch: Arch, sequence: int) -> float | None:
+    """Operations counted ÷ operations by formula; None where experts choose by values, which shapes do not have."""
+    if arch.experts:
+        return None
+    return counted_flops(arch, sequence) / step_flops(arch, sequence, 1)
+
 
 ANSWER = "measured.json"
 
@@ -158,3 +184,47 @@ def _answer(run: Run, mesh: Mesh, seen: Seen) -> Measured:
         peak_reserved_bytes=reserved,
         loss=seen.loss,
     )
+
+
+KERNEL_WARM_UP = 3  # calls before the first that counts
+MOST_SECONDS = 0.2  # that one measurement may take once warm
+MOST_REPEATS = 50
+
+
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    """The median of some calls, by the device's own clock where it works on its own."""
+    for _ in range(KERNEL_WARM_UP):
+        work()
+    once = _timed(work, device, 1)[0]
+    repeats = max(3, min(MOST_REPEATS, int(MOST_SECONDS / max(once, 1e-6))))
+    return statistics.median(_timed(work, device, repeats))
+
+
+def _timed(work: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
+    if device.type != "cuda":
+        return [_by_host(work) for _ in range(repeats)]
+    torch.cuda.synchronize(device)
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        work()
+        mark.record()
+    torch.cuda.synchronize(device)
+    return [earlier.elapsed_time(later) / 1000 for earlier, later in pairwise(marks)]
+
+
+def _by_host(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+LARGEST = 2**16  # tokens of two bytes; a larger vocabulary is used in part, which costs the same
+
+
+def write_tokens(file: Path, vocab: int, count: int, seed: int = 1) -> None:
+    """A shard of random tokens in nanoGPT's layout."""
+    draws = np.random.default_rng(seed).integers(0, min(vocab, LARGEST), count, dtype=np.uint16)
+    temporary = file.with_suffix(f".{os.getpid()}.tmp")  # launched ranks may all write the same
+    draws.astype("<u2").tofile(temporary)
+    temporary.replace(file)

@@ -1,17 +1,28 @@
 """What one device does at best: matrix products by shape, attention, memory traffic, launches, the way to its host."""
 
 import os
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from itertools import product
+from pathlib import Path
 
+import msgspec
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from meshwright.bench.clock import seconds_of
-from meshwright.spec.profile import AttentionTime, ElementwiseTime, ProductTime, Profile
+from meshwright.bench.alpha_beta import fits
+from meshwright.bench.collectives import collective_times
+from meshwright.bench.measure import seconds_of
+from meshwright.config.run import Run
+from meshwright.hardware.profile import AttentionTime, ElementwiseTime, ProductTime, Profile, write_profile
+from meshwright.parallel.mesh import Mesh
+from meshwright.runtime.place import Place
+from meshwright.train.world import world
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BACKENDS = {
@@ -198,3 +209,68 @@ def _memory_bytes(device: torch.device) -> float:
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+MIB = 2**20
+PIECE = 4 * MIB  # of one write
+
+
+def disk_bandwidths(folder: Path, size: int) -> tuple[float, float]:
+    """Bytes a second of writing until the disk has it, and of reading it back where the system lets go of it first."""
+    piece = os.urandom(PIECE)  # a disk that compresses gains nothing
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        began = time.perf_counter()
+        for _ in range(size // PIECE):
+            file.write(piece)
+        os.fsync(file.fileno())
+        written = time.perf_counter() - began
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file.seek(0)
+        room = memoryview(bytearray(PIECE))
+        began = time.perf_counter()
+        while file.readinto(room):
+            pass
+        return size / written, size / (time.perf_counter() - began)
+
+
+FILE, QUICK_FILE = 512 * MIB, 64 * MIB  # bytes written to the disk
+
+
+def probe_ranks(place: Place, run: Run, quick: bool, target: Path) -> None:
+    """Be one rank of a probe; the first leaves the profile in `target`.
+
+    Devices are measured by all ranks at once, because that is how they work in training.
+    """
+    with world(run, place) as mesh:
+        say = _aloud if mesh.rank == 0 else _quietly
+        dist.barrier()
+        profile = probe(mesh.device, say, quick=quick or mesh.device.type == "cpu")
+        profile = _with_collectives(profile, mesh, place, quick, say)
+        if mesh.rank == 0:
+            say("the disk")
+            write, read = disk_bandwidths(target.parent, QUICK_FILE if quick else FILE)
+            found = {"disk_write_bandwidth": write, "disk_read_bandwidth": read, "ranks": mesh.world}
+            write_profile(msgspec.structs.replace(profile, **found), target)
+        dist.barrier()
+
+
+def _with_collectives(profile: Profile, mesh: Mesh, place: Place, quick: bool, say: Callable[[str], None]) -> Profile:
+    if mesh.world == 1:
+        say("collectives are left out: one rank has nobody to send to")
+        return profile
+    if mesh.device.type == "cuda" and dist.get_backend() != "nccl":
+        say("collectives are left out: ranks share a GPU, and NCCL wants one for each")
+        return profile
+    say(f"collectives of {mesh.world} ranks by {dist.get_backend()}")
+    times = tuple(collective_times(mesh, place, quick))
+    return msgspec.structs.replace(profile, collectives=times, fits=fits(times))
+
+
+def _aloud(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _quietly(text: str) -> None:
+    """Only one rank speaks."""

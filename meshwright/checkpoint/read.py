@@ -2,8 +2,9 @@
 
 import hashlib
 import os
+import sys
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
@@ -11,13 +12,16 @@ from pathlib import Path
 from types import TracebackType
 
 import numpy as np
+import torch
 
-from meshwright.checkpoint import manifest as manifests
+from meshwright.checkpoint import format, storage, write
+from meshwright.checkpoint import format as manifests
 from meshwright.checkpoint import slices as regions
-from meshwright.checkpoint import storage
-from meshwright.checkpoint.corrupt import CorruptError, Damage
-from meshwright.checkpoint.manifest import Chunk, Manifest, Slice
-from meshwright.checkpoint.storage import READ_BYTES
+from meshwright.checkpoint.format import DTYPES, MANIFEST, Chunk, Manifest, Slice
+from meshwright.checkpoint.state import Holding
+from meshwright.checkpoint.storage import READ_BYTES, CorruptError, Damage
+from meshwright.config.run import Run, digest
+from meshwright.parallel.mesh import Mesh
 
 THREADS = 4  # while some hash, others read: both leave Python to itself
 MOST_OPEN = 64  # chunks at a time, more than are ever at work; systems allow a process about a thousand files
@@ -110,3 +114,111 @@ def _check_header(descriptor: int, chunk: Chunk, file: str) -> None:
         raise CorruptError([Damage(file=file, text=text, begin=0, end=chunk.header_bytes)])
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+
+
+Say = Callable[[str], None]
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+
+
+def newest(home: Path, run: Run | None, mesh: Mesh, holdings: Sequence[Holding], say: Say) -> Manifest | None:
+    """Fill what this rank holds from the newest step that every rank can read whole; None if nothing was ever saved.
+
+    Each step that fails is said loudly, then the one before is tried. If all fail, every rank raises. Without a run, a
+    step of any run will do that has the tensors.
+    """
+    seen: list[str] = []
+    below = sys.maxsize if run is None else run.steps + 1
+    while (step := write.number_of_first(_before(home, below), mesh)) >= 0:
+        manifest, words = _tried(home / format.name(step), run, holdings)
+        words = write.first_words(words, mesh)
+        if words is None:
+            assert manifest is not None
+            _tell_pointer(home, manifest, say)
+            return manifest
+        say(f"warning: {format.name(step)} cannot be used: {words}")
+        seen.append(words)
+        below = step
+    if seen:
+        raise CorruptError([Damage(file=str(home), text=f"no step in it can be used: {'; '.join(seen)}")])
+    return None
+
+
+def _before(home: Path, below: int) -> int:
+    """The newest step before another, −1 if there is none."""
+    return max((step for step in format.present(home) if step < below), default=-1)
+
+
+def _tried(folder: Path, run: Run | None, holdings: Sequence[Holding]) -> tuple[Manifest | None, str | None]:
+    try:
+        with StepReader(folder) as reader:
+            if run is not None:
+                check_run(reader.manifest, folder, run)
+            check_tensors(reader.manifest, folder, holdings)
+            fill(reader, holdings)
+            return reader.manifest, None
+    except CorruptError as error:
+        return None, str(error)
+
+
+def check_run(manifest: Manifest, folder: Path, run: Run) -> None:
+    """A step must be of this run."""
+    file = str(folder / MANIFEST)
+    if folder.name != format.name(manifest.progress.step):
+        raise CorruptError([Damage(file=file, text=f"is the manifest of step {manifest.progress.step}")])
+    if manifest.run != digest(run):
+        raise CorruptError([Damage(file=file, text=f"is of another run ({manifest.run}, not {digest(run)})")])
+    progress = manifest.progress
+    if (progress.seed, progress.samples) != (run.seed, progress.step * run.batch):
+        raise CorruptError([Damage(file=file, text=f"{progress.samples} samples are not those of its steps and seed")])
+
+
+def check_tensors(manifest: Manifest, folder: Path, holdings: Sequence[Holding]) -> None:
+    """It must have this rank's tensors."""
+    file = str(folder / MANIFEST)
+    there = {tensor.name: (tensor.dtype, tensor.shape) for tensor in manifest.tensors}
+    for holding in holdings:
+        if there.get(holding.name) != (holding.dtype, holding.shape):
+            text = f"is {there.get(holding.name, 'not there')}, not {(holding.dtype, holding.shape)}"
+            raise CorruptError([Damage(file=file, text=text, tensor=holding.name)])
+
+
+@torch.no_grad()
+def fill(reader: StepReader, holdings: Sequence[Holding]) -> None:
+    """Copy into each holding what the slices have of it. A slice that fails leaves a mixture, to be filled again."""
+    wanted = list(meetings(reader.manifest, holdings))
+    contents = reader.slices(each for each, _ in wanted)
+    with _one_thread():
+        for (each, holding), (_, content) in zip(wanted, contents, strict=True):
+            both = regions.overlap(each.region, holding.region)
+            assert both is not None
+            whole = torch.frombuffer(content, dtype=TORCH_DTYPES[holding.dtype]).view(regions.shape_of(each.region))
+            part = whole[regions.inside(both, each.region)]
+            holding.tensor[regions.inside(both, holding.region)].copy_(part)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Copies by one thread: torch's others would spin where those that read and hash should run."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def meetings(manifest: Manifest, holdings: Sequence[Holding]) -> Iterator[tuple[Slice, Holding]]:
+    """Every slice with every holding that it has something of."""
+    by_tensor: dict[str, list[Slice]] = {}
+    for each in manifest.slices:
+        by_tensor.setdefault(manifest.tensors[each.tensor].name, []).append(each)
+    for holding in holdings:
+        for each in by_tensor.get(holding.name, ()):
+            if regions.overlap(each.region, holding.region) is not None:
+                yield each, holding
+
+
+def _tell_pointer(home: Path, manifest: Manifest, say: Say) -> None:
+    fault = format.pointer_fault(home, manifest.progress.step, manifest.sha256)
+    if fault is not None:
+        say(f"warning: {fault}")

@@ -5,8 +5,7 @@ from itertools import accumulate
 
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import params
-from meshwright.spec.plan import Plan
-from meshwright.spec.recompute import by_operation, runs
+from meshwright.spec.plan import Plan, by_operation, runs
 
 TRAINING = 3  # one forward, and a backward of two products for each of its one
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from meshwright.spec.record import AttemptRecord, EndRecord, EventRecord, HeldRecord, Record, StepRecord
+from meshwright.runtime.records import AttemptRecord, EndRecord, EventRecord, HeldRecord, Record, StepRecord
 
 BADPUT: tuple[str, ...] = ("start-up", "data", "checkpoint", "eval", "recovery", "lost work", "finish")
 

@@ -4,12 +4,12 @@ from typing import Literal
 
 import msgspec
 
+from meshwright.hardware.cluster import Cluster
+from meshwright.hardware.stacks import Stack
 from meshwright.spec.arch import Arch
-from meshwright.spec.cluster import Cluster
 from meshwright.spec.plan import Plan
-from meshwright.spec.stack import Stack
 
-Rounding = Literal["master", "stochastic", "compensated"]  # as in spec/run.py, optim.rounding
+Rounding = Literal["master", "stochastic", "compensated"]  # as in config/run.py, optim.rounding
 States = Literal["fp32", "bf16"]  # optim.states
 
 

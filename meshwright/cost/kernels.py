@@ -5,8 +5,8 @@ from functools import lru_cache
 
 import msgspec
 
-from meshwright.spec.cluster import Gpu
-from meshwright.spec.efficiency import Efficiency
+from meshwright.hardware.cluster import Gpu
+from meshwright.hardware.stacks import Efficiency
 from meshwright.spec.plan import Precision
 
 HALF = 0.5  # of all pairs of positions a causal kernel computes

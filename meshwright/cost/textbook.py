@@ -4,14 +4,199 @@ They leave out what the ledger does not (stages that differ, moments that do not
 are what papers, talks and notes quote. Each entry says where it comes from and what to mind.
 """
 
+import math
 from collections.abc import Callable
+from typing import Literal
 
 import msgspec
 
-from meshwright.cost import textbook_forms as forms
 from meshwright.cost.job import Job
-from meshwright.cost.textbook_notes import KORTHIKANTI, MEGATRON, NOTES, NOTICES, PALM, ZERO
 from meshwright.spec.params import active, count
+
+
+def gpt_parameters(layers: int, hidden: int, vocab: int, sequence: int) -> float:
+    """12·L·h²·(1 + 13/(12h) + (V + s)/(12·L·h)): a GPT with biases, learned positions and a tied output."""
+    return 12 * layers * hidden**2 * (1 + 13 / (12 * hidden) + (vocab + sequence) / (12 * layers * hidden))
+
+
+def notes_parameters(layers: int, hidden: int, vocab: int) -> float:
+    """V·E + E + L·(8.5·E² + 2·E): the decoder of the notes' memory formula."""
+    return vocab * hidden + hidden + layers * (8.5 * hidden**2 + 2 * hidden)
+
+
+States = Literal["fp32", "notes", "exact", "megatron", "bf16"]
+# Bytes of a parameter, its gradient and its optimizer's state under Adam, by who counts.
+STATES: dict[States, float] = {
+    "fp32": 16.0,  # 4 weight, 4 gradient, 8 moments
+    "notes": 20.0,  # 2 + 4 weight, 12 Adam with its master copy, 2 gradient: the master copy is counted twice
+    "exact": 16.0,  # 2 weight, 2 gradient, 4 master, 8 moments
+    "megatron": 18.0,  # the same with gradients summed in fp32
+    "bf16": 8.0,  # 2 weight, 2 gradient, 4 moments: everything narrow
+}
+
+
+def states_bytes(parameters: float, counting: States = "exact") -> float:
+    """Model states under Adam, without sharding."""
+    return parameters * STATES[counting]
+
+
+def zero_bytes(parameters: float, ranks: int, stage: Literal[0, 1, 2, 3]) -> float:
+    """Model states of one rank under ZeRO: 16, 4 + 12/N, 2 + 14/N, 16/N bytes a parameter."""
+    each = {0: 16.0, 1: 4 + 12 / ranks, 2: 2 + 14 / ranks, 3: 16 / ranks}[stage]
+    return parameters * each
+
+
+def activation_bytes(shape: tuple[int, int, int, int], tp: int = 1, kind: str = "tensor") -> float:
+    """Activations of one layer, 2 bytes a number, for a shape (s, b, h, a).
+
+    "tensor": sbh(10 + 24/t + 5as/(ht)). "sequence": sbh/t·(34 + 5as/h). "flash" and "selective": the same without the
+    scores. "full": 2sbh, the layer's input alone.
+    """
+    sequence, microbatch, hidden, heads = shape
+    tokens = sequence * microbatch * hidden
+    scores = 5 * heads * sequence / hidden
+    return (
+        tokens
+        * {
+            "tensor": 10 + 24 / tp + scores / tp,
+            "sequence": (34 + scores) / tp,
+            "flash": 10 + 24 / tp,
+            "selective": 34 / tp,
+            "full": 2.0,
+        }[kind]
+    )
+
+
+def feed_forward_bytes(layers: int, width: int, tokens: int) -> float:
+    """2·L·width·tokens: what the feed-forward layers keep at 2 bytes a number."""
+    return 2.0 * layers * width * tokens
+
+
+def notes_memory(parameters: float, batch: int, shape: tuple[int, int, int, int], vocab: int) -> float:
+    """(4·P + 2·B·C·(2·V + l·(6e + h·C)))·2 bytes, for a shape (C, e, h, l): context, width, heads, layers."""
+    context, width, heads, layers = shape
+    return (4 * parameters + 2 * batch * context * (2 * vocab + layers * (6 * width + heads * context))) * 2
+
+
+def bubble(pp: int, microbatches: int, chunks: int = 1) -> float:
+    """The idle share of a pipelined step, (p − 1)/(v·m + p − 1)."""
+    return (pp - 1) / (chunks * microbatches + pp - 1)
+
+
+def bubble_over_ideal(pp: int, microbatches: int, chunks: int = 1) -> float:
+    """Idle time ÷ useful time, (p − 1)/(v·m): the other way in which papers print it."""
+    return (pp - 1) / (chunks * microbatches)
+
+
+def segment_memory(layers: int, segments: int) -> float:
+    """Layers' worth of activations that live at most: one input a segment, and one segment whole."""
+    return segments + math.ceil(layers / segments)
+
+
+def sqrt_segments(layers: int) -> int:
+    """The number of segments that makes `segment_memory` least: about √L."""
+    return max(round(math.sqrt(layers)), 1)
+
+
+def recompute_layers(layers: int, segments: int, keeps_segment: bool) -> float:
+    """Layers computed anew in one backward.
+
+    A segment that is kept while it is walked back costs one extra forward, L. One that keeps nothing inside computes
+    each layer's input from the segment's: about L²/(2·C), which is L·√L/2 with √L segments.
+    """
+    if keeps_segment:
+        return float(layers)
+    length = layers / segments
+    return segments * length * (length + 1) / 2
+
+
+def training_flops(parameters: float, tokens: float, recompute: bool = False) -> float:
+    """6·N·D; with every layer computed once more, 8·N·D."""
+    return (8 if recompute else 6) * parameters * tokens
+
+
+def palm_flops_per_token(parameters: float, layers: int, width: int, sequence: int) -> float:
+    """6·N + 12·L·H·Q·s: with attention, as if it looked at all tokens."""
+    return 6 * parameters + 12 * layers * width * sequence
+
+
+def megatron_flops(shape: tuple[int, int, int, int, int], recompute: bool = True) -> float:
+    """96·B·s·l·h²·(1 + s/(6h) + V/(16·l·h)) of a step, for a shape (B, s, l, h, V); 72 and V/12 without recomputing."""
+    batch, sequence, layers, hidden, vocab = shape
+    whole = 96 if recompute else 72
+    head = 16 if recompute else 12
+    return (
+        whole * batch * sequence * layers * hidden**2 * (1 + sequence / (6 * hidden) + vocab / (head * layers * hidden))
+    )
+
+
+def training_seconds(tokens: float, parameters: float, gpus: int, flops_per_second: float) -> float:
+    """8·T·P/(n·X): how long a run takes that recomputes every layer, at X achieved on each of n GPUs."""
+    return 8 * tokens * parameters / (gpus * flops_per_second)
+
+
+def ring_bytes(size: float, ranks: int) -> float:
+    """What one rank sends in an all-reduce, 2·(N − 1)/N of the buffer; half of it for a gather or a scatter."""
+    return 2 * size * (ranks - 1) / ranks
+
+
+def checkpoint_interval(save_seconds: float, failure_seconds: float) -> float:
+    """√(2·δ·M): how long to work between saves that take δ, when something fails every M."""
+    return math.sqrt(2 * save_seconds * failure_seconds)
+
+
+def goodput(interval: float, save_seconds: float, restart_seconds: float, failure_seconds: float) -> float:
+    """The useful share of time: 1 − δ/τ − (τ/2 + R)/M, to first order."""
+    return max(1 - save_seconds / interval - (interval / 2 + restart_seconds) / failure_seconds, 0.0)
+
+
+NOTES = "notes"  # five study notes, 000 to 004, that this project began with; docs/textbook.md says what each holds
+MEGATRON = "Narayanan et al. 2021 (Megatron-LM)"
+KORTHIKANTI = "Korthikanti et al. 2022"
+ZERO = "Rajbhandari et al. 2020 (ZeRO)"
+PALM = "Chowdhery et al. 2022 (PaLM), appendix B"
+
+NOTICES: dict[str, str] = {
+    "gpt-parameters": "For a GPT with biases, learned positions and a tied output. The notes' first GPT has 147 "
+    "million only with an untied output projection; tied it has 116.6 million.",
+    "notes-parameters": "All three counts of the notes fit it. They print 4,769,521,664 beside embed-dim 2048, and the "
+    "number belongs to 4096; 2048 gives 1,243,910,144.",
+    "states-exact": "16 bytes with narrow gradients. Schemes differ: the notes count 8 (all bf16), 16 and 20.",
+    "states-megatron": "Gradients are summed in fp32, so 18.",
+    "states-notes": "Counts the fp32 master copy twice: once as (2 + 4) of the model, once inside Adam's 12. Exact is "
+    "16, or 18 with fp32 gradients. For the notes' GPT it hides behind activations: 25.29 GB, against 24.70 and 24.99. "
+    "That mixed precision takes more memory is true of these states alone: activations halve.",
+    "states-bf16": "Weights, gradients and moments all narrow: 10 billion parameters fill 80 GB with nothing else. "
+    "Updates smaller than a part in 256 of a weight are lost.",
+    "zero-1": "4 × less is the limit for many ranks: 64 ranks save 3.8 ×.",
+    "zero-2": "8 × less is the limit for many ranks: 64 ranks save 7.2 ×.",
+    "zero-3": "Weights are all-gathered where the notes say broadcast. Hybrid sharding, inside a node only, is MiCS; "
+    "the notes call it ZeRO++, whose secondary shards are torch's reshard_after_forward = a number of ranks.",
+    "activations": "The notes' text leaves out the 10, and their worked number needs it: 349,175,808 bytes a sample, "
+    "301,989,888 without. Without flash attention; GELU, dropout and 4·h are assumed.",
+    "activations-flash": "Without the scores, which flash attention never stores.",
+    "activations-selective": "Attention is computed anew from its inputs, with sequence parallelism.",
+    "activations-full": "Only the input of each layer; while one layer is walked back it is whole for a moment.",
+    "feed-forward": "The notes take 4·h for Llama 3 405B and find 63.0 GiB; its real width, 53,248, gives 51.2 GiB.",
+    "notes-memory": "What the notes call samples a second there (482,427 on one GPU) must be tokens, and 2.198 × on "
+    "two GPUs is more than two can give: the figure for one GPU was taken too early.",
+    "notes-total": "With states that count the master copy twice; the factor 1.2 is a margin, not a measurement.",
+    "sqrt-recompute": "At its best 2·√L instead of L.",
+    "recompute-once": "A segment is kept while it is walked back: one extra forward.",
+    "recompute-each": "Nothing is kept inside a segment, so every layer starts again from the segment's input. Two "
+    "assumptions, two costs: no contradiction in the notes.",
+    "bubble": "Interleaving divides it by the stages of a rank, and sends as many times more messages.",
+    "bubble-over-ideal": "Papers print this or the share of the whole step; they differ by a factor of 1 + itself.",
+    "batch": "With accumulation the backward runs for every microbatch and the optimizer once; the notes say that the "
+    "backward is calculated at the last one. Skipping the sums in between is a choice (no_sync), not what DDP does "
+    "by itself.",
+    "6nd": "Counts neither attention nor recomputation.",
+    "palm-flops": "Counts attention over the whole sequence; a causal kernel does half of that.",
+    "megatron-flops": "96 holds where every layer is computed twice; percent of peak from it counts that work as well.",
+    "data-traffic": "Sums of gradients, 2 bytes each; ZeRO-3 gathers weights twice more: half as much again.",
+    "checkpoint-interval": "For saves of a minute and a failure in 50,000 hours of one GPU: measure your own.",
+    "goodput": "To first order, with ten minutes to come back.",
+}
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,23 +241,23 @@ def _entry(name: str, value: float, unit: str, formula: str, source: str) -> Ent
 
 def _parameters(job: Job) -> Entry:
     arch = job.arch
-    value = forms.gpt_parameters(arch.layers, arch.hidden, arch.vocab, arch.context)
+    value = gpt_parameters(arch.layers, arch.hidden, arch.vocab, arch.context)
     return _entry("gpt-parameters", value, "parameters", "12·L·h²·(1 + 13/(12h) + (V + s)/(12·L·h))", MEGATRON)
 
 
 def _notes_parameters(job: Job) -> Entry:
     arch = job.arch
-    value = forms.notes_parameters(arch.layers, arch.hidden, arch.vocab)
+    value = notes_parameters(arch.layers, arch.hidden, arch.vocab)
     return _entry("notes-parameters", value, "parameters", "V·E + E + L·(8.5·E² + 2·E)", f"{NOTES} 004")
 
 
-def _states(name: str, counting: forms.States, formula: str, source: str) -> Form:
-    return lambda job: _entry(name, forms.states_bytes(count(job.arch), counting), "bytes", formula, source)
+def _states(name: str, counting: States, formula: str, source: str) -> Form:
+    return lambda job: _entry(name, states_bytes(count(job.arch), counting), "bytes", formula, source)
 
 
 def _zero(stage: int, formula: str) -> Form:
     def filled(job: Job) -> Entry:
-        value = forms.zero_bytes(count(job.arch), job.plan.data, stage)  # pyright: ignore[reportArgumentType]
+        value = zero_bytes(count(job.arch), job.plan.data, stage)  # pyright: ignore[reportArgumentType]
         return _entry(f"zero-{stage}", value, "bytes a rank", formula, ZERO)
 
     return filled
@@ -82,7 +267,7 @@ def _activations(name: str, kind: str, formula: str, source: str = KORTHIKANTI) 
     def filled(job: Job) -> Entry:
         arch, plan = job.arch, job.plan
         shape = (job.sequence, plan.microbatch, arch.hidden, arch.heads)
-        value = arch.layers * forms.activation_bytes(shape, plan.tp, kind)
+        value = arch.layers * activation_bytes(shape, plan.tp, kind)
         return _entry(name, value, "bytes", f"L · {formula}", source)
 
     return filled
@@ -90,14 +275,14 @@ def _activations(name: str, kind: str, formula: str, source: str = KORTHIKANTI) 
 
 def _feed_forward(job: Job) -> Entry:
     tokens = job.sequence * job.plan.microbatch
-    value = forms.feed_forward_bytes(job.arch.layers, 4 * job.arch.hidden, tokens)
+    value = feed_forward_bytes(job.arch.layers, 4 * job.arch.hidden, tokens)
     return _entry("feed-forward", value, "bytes", "2·L·(4·h)·tokens", f"{NOTES} 003")
 
 
 def _notes_memory(job: Job) -> Entry:
     arch = job.arch
     shape = (job.sequence, arch.hidden, arch.heads, arch.layers)
-    value = forms.notes_memory(count(arch), job.plan.microbatch, shape, arch.vocab)
+    value = notes_memory(count(arch), job.plan.microbatch, shape, arch.vocab)
     return _entry("notes-memory", value, "bytes", "(4·P + 2·B·C·(2·V + l·(6e + h·C)))·2", f"{NOTES} 004")
 
 
@@ -107,33 +292,33 @@ def _notes_model(job: Job) -> Entry:
 
 def _notes_total(job: Job) -> Entry:
     """Model, optimizer, gradients and activations, and a fifth more."""
-    states = forms.states_bytes(count(job.arch), "notes")
+    states = states_bytes(count(job.arch), "notes")
     value = (states + _activations("", "tensor", "")(job).value) * 1.2
     return _entry("notes-total", value, "bytes", "(20·P + s·b·h·L·(10 + 24/t + 5as/(ht))) · 1.2", f"{NOTES} 002")
 
 
 def _bubble(job: Job) -> Entry:
     plan = job.plan
-    value = forms.bubble(plan.pp, plan.accumulate, plan.chunks)
+    value = bubble(plan.pp, plan.accumulate, plan.chunks)
     return _entry("bubble", value, "of the step", "(p − 1)/(v·m + p − 1)", MEGATRON)
 
 
 def _bubble_over_ideal(job: Job) -> Entry:
     plan = job.plan
-    value = forms.bubble_over_ideal(plan.pp, plan.accumulate, plan.chunks)
+    value = bubble_over_ideal(plan.pp, plan.accumulate, plan.chunks)
     return _entry("bubble-over-ideal", value, "of the useful time", "(p − 1)/(v·m)", MEGATRON)
 
 
 def _sqrt(job: Job) -> Entry:
-    segments = forms.sqrt_segments(job.arch.layers)
-    value = forms.segment_memory(job.arch.layers, segments)
+    segments = sqrt_segments(job.arch.layers)
+    value = segment_memory(job.arch.layers, segments)
     return _entry("sqrt-recompute", value, "layers' activations", "C + ⌈L/C⌉ with C = √L", "Chen et al. 2016")
 
 
 def _recompute(name: str, keeps: bool, formula: str, source: str) -> Form:
     def filled(job: Job) -> Entry:
         layers = job.arch.layers
-        value = forms.recompute_layers(layers, forms.sqrt_segments(layers), keeps)
+        value = recompute_layers(layers, sqrt_segments(layers), keeps)
         return _entry(name, value, "layers computed anew", formula, source)
 
     return filled
@@ -144,13 +329,13 @@ def _tokens(job: Job) -> float:
 
 
 def _six(job: Job) -> Entry:
-    value = forms.training_flops(active(job.arch), _tokens(job))
+    value = training_flops(active(job.arch), _tokens(job))
     return _entry("6nd", value, "FLOPs a step", "6·N·D", "Kaplan et al. 2020")
 
 
 def _palm(job: Job) -> Entry:
     arch = job.arch
-    value = forms.palm_flops_per_token(active(arch), arch.layers, arch.q_width, job.sequence) * _tokens(job)
+    value = palm_flops_per_token(active(arch), arch.layers, arch.q_width, job.sequence) * _tokens(job)
     return _entry("palm-flops", value, "FLOPs a step", "(6·N + 12·L·H·Q·s)·D", PALM)
 
 
@@ -159,11 +344,11 @@ def _megatron(job: Job) -> Entry:
     recompute = job.plan.recompute == "full"
     shape = (job.plan.batch, job.sequence, arch.layers, arch.hidden, arch.vocab)
     formula = "96·B·s·l·h²·(1 + s/(6h) + V/(16·l·h))" if recompute else "72·B·s·l·h²·(1 + s/(6h) + V/(12·l·h))"
-    return _entry("megatron-flops", forms.megatron_flops(shape, recompute), "FLOPs a step", formula, MEGATRON)
+    return _entry("megatron-flops", megatron_flops(shape, recompute), "FLOPs a step", formula, MEGATRON)
 
 
 def _traffic(job: Job) -> Entry:
-    value = forms.ring_bytes(2.0 * count(job.arch), job.plan.data)
+    value = ring_bytes(2.0 * count(job.arch), job.plan.data)
     return _entry("data-traffic", value, "bytes a rank sends", "2·(N − 1)/N · 2·P", ZERO)
 
 
@@ -173,13 +358,13 @@ def _batch(job: Job) -> Entry:
 
 def _interval(job: Job) -> Entry:
     """For a job whose node fails once in 50,000 hours of one GPU, saving in a minute."""
-    value = forms.checkpoint_interval(60.0, 50_000 * HOUR / job.cluster.gpus)
+    value = checkpoint_interval(60.0, 50_000 * HOUR / job.cluster.gpus)
     return _entry("checkpoint-interval", value, "seconds", "√(2·δ·M)", "Young 1974, Daly 2006")
 
 
 def _goodput(job: Job) -> Entry:
     failures = 50_000 * HOUR / job.cluster.gpus
-    value = forms.goodput(forms.checkpoint_interval(60.0, failures), 60.0, 600.0, failures)
+    value = goodput(checkpoint_interval(60.0, failures), 60.0, 600.0, failures)
     return _entry("goodput", value, "of the time", "1 − δ/τ − (τ/2 + R)/M", "Young 1974, Daly 2006")
 
 

@@ -3,16 +3,380 @@
 A test runs the real step and finds exactly these calls; docs/traffic.md has the formulas in words.
 """
 
+import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from itertools import chain
+from typing import Literal
 
-from meshwright.cost.traffic_activations import activation_traffic
-from meshwright.cost.traffic_collective import Axis, Collective, merged
-from meshwright.cost.traffic_deterministic import deterministic_traffic
-from meshwright.cost.traffic_held import Seat
-from meshwright.cost.traffic_weights import weight_traffic
+import msgspec
+
+from meshwright.cost.rank_view import (
+    Group,
+    Part,
+    Seat,
+    cut_shape,
+    grid,
+    groups,
+    local_shape,
+    padded,
+    parts,
+    placement,
+    share,
+)
 from meshwright.spec.arch import Arch
+from meshwright.spec.params import Param, Split, params
 from meshwright.spec.plan import Plan
+from meshwright.spec.schedule import Schedule, actions
+
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "broadcast"]
+
+# Between which ranks. `shard` and `replicate` are as the weights see them, with cp folded in; the two of the experts
+# are what ep leaves of those. `tied` are the two pipeline ranks that hold a tied embedding.
+Axis = Literal["replicate", "shard", "expert_replicate", "expert_shard", "tp", "cp", "ep", "pp", "tied", "world"]
+
+
+class Collective(msgspec.Struct, frozen=True, kw_only=True):
+    """Calls of one kind and size that one rank makes in one step, among the ranks of one axis.
+
+    `bytes` are those of one call, counted on the side where the tensor is whole: the output of an all-gather, the
+    input of a reduce-scatter, the tensor of an all-reduce or a broadcast, all that a rank gives to an all-to-all (its
+    own part included), the message of a send. A receive is its sender's send, and not listed.
+    """
+
+    kind: Kind
+    axis: Axis
+    count: int
+    bytes: int
+    overlappable: bool = False  # the trainer starts it early enough for arithmetic to hide it
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all calls."""
+        return self.count * self.bytes
+
+
+def merged(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
+    """One entry for calls that differ in nothing, in the order in which they first come."""
+    counts: dict[Collective, int] = {}
+    for each in collectives:
+        alike = msgspec.structs.replace(each, count=1)
+        counts[alike] = counts.get(alike, 0) + each.count
+    return tuple(msgspec.structs.replace(alike, count=count) for alike, count in counts.items() if count > 0)
+
+
+DRAW = 4  # bytes of a router's random number
+COUNT = 8  # bytes of the number of an expert's rows
+
+
+def activation_traffic(seat: Seat) -> Iterator[Collective]:
+    """Everything that is sent because ranks share a sequence, a matrix, the experts or the layers."""
+    for part in parts(seat):
+        yield from _over_tp(part, seat)
+        yield from _loss_over_tp(part, seat)
+        yield from _attention_over_cp(part, seat)
+        yield from _routers_over_cp(part, seat)
+        yield from _over_ep(part, seat)
+        yield from _over_pp(part, seat)
+
+
+def _over_tp(part: Part, seat: Seat) -> Iterator[Collective]:
+    """Hidden states are gathered before and summed and scattered after attention and the feed-forward layer.
+
+    The backward mirrors it, so there are as many of the one as of the other; embedding and projection add half a pair
+    each way. Of layers computed anew the last sum is not needed: it is the output of their run. What a compiler made
+    is computed to its end all the same.
+    """
+    if seat.plan.tp == 1:
+        return
+    once, anew = 4 * part.layers + part.first + part.last, part.anew
+    gathers = scatters = 2 * anew.layers
+    if not seat.plan.compile:
+        scatters -= anew.runs
+    if anew.by_operation:
+        gathers, scatters = anew.mixtures, 0
+    repeated: tuple[tuple[Kind, int], ...] = (("all_gather", gathers), ("reduce_scatter", scatters))
+    for kind, more in repeated:
+        count = seat.plan.accumulate * (once + more)
+        yield Collective(kind=kind, axis="tp", count=count, bytes=seat.stream * seat.narrow)
+
+
+def _loss_over_tp(part: Part, seat: Seat) -> Iterator[Collective]:
+    """For every position the maximum of its logits, the sum of their exponentials, and the target's own.
+
+    In chunks of positions, the last of which may be smaller.
+    """
+    if seat.plan.tp > 1 and part.last:
+        rows = seat.loss_rows
+        chunks, rest = divmod(seat.plan.microbatch * seat.positions, rows)
+        for numbers, times in ((rows, chunks), (rest, 1)):
+            if numbers:
+                count = 3 * seat.plan.accumulate * times
+                yield Collective(kind="all_reduce", axis="tp", count=count, bytes=numbers * seat.wide)
+
+
+def _attention_over_cp(part: Part, seat: Seat) -> Iterator[Collective]:
+    if seat.plan.cp > 1:
+        times, anew = (layers * seat.plan.accumulate for layers in (part.layers, part.anew.layers))
+        yield from (_ring if seat.plan.cp_kind == "ring" else _ulysses)(times, anew, seat)
+
+
+def _ring(times: int, anew: int, seat: Seat) -> Iterator[Collective]:
+    """Keys and values go round forward and backward, and their gradients backward; the last of those is waited for."""
+    plan = seat.plan
+    numbers = 2 * plan.microbatch * seat.positions * seat.arch.kv_width // plan.tp
+    for count, size, overlappable in (
+        ((2 * times + anew) * (plan.cp - 1), numbers * seat.narrow, True),
+        (times * (plan.cp - 2), numbers * seat.wide, True),
+        (times, numbers * seat.wide, False),
+    ):
+        yield Collective(kind="send", axis="cp", count=count, bytes=size, overlappable=overlappable)
+
+
+def _ulysses(times: int, anew: int, seat: Seat) -> Iterator[Collective]:
+    """Queries, keys and values change places before attention and its output after; gradients the other way."""
+    arch, plan = seat.arch, seat.plan
+    held = plan.microbatch * seat.positions
+    for width in (arch.q_width + 2 * arch.kv_width, arch.q_width):
+        size = held * width // plan.tp * seat.narrow
+        yield Collective(kind="all_to_all", axis="cp", count=2 * times + anew, bytes=size)
+
+
+def _routers_over_cp(part: Part, seat: Seat) -> Iterator[Collective]:
+    """A router sees whole sequences: its logits are gathered, and going back their gradients summed and scattered."""
+    if seat.plan.cp == 1:
+        return
+    forward, backward = _mixture_passes(part, seat)
+    tokens = seat.plan.microbatch * seat.sequence
+    passes: tuple[tuple[Kind, int], ...] = (("all_gather", forward), ("reduce_scatter", backward))
+    for kind, count in passes:
+        yield Collective(kind=kind, axis="cp", count=count, bytes=tokens * seat.arch.experts * seat.wide)
+    if seat.arch.router == "gshard":
+        yield Collective(kind="all_gather", axis="cp", count=forward, bytes=tokens * DRAW)
+
+
+def _mixture_passes(part: Part, seat: Seat) -> tuple[int, int]:
+    """How often a step goes forward through layers with experts, and how often back."""
+    times = seat.plan.accumulate
+    return (part.mixtures + part.anew.mixtures) * times, part.mixtures * times
+
+
+def _over_ep(part: Part, seat: Seat) -> Iterator[Collective]:
+    """Each token's rows go to the experts' ranks and come back, and so do their gradients; first ranks tell how many.
+
+    How many rows a rank gives to one exchange is up to the routers: what is listed is the mean over the ranks of ep.
+    """
+    if seat.plan.ep == 1:
+        return
+    forward, backward = _mixture_passes(part, seat)
+    yield Collective(kind="all_to_all", axis="ep", count=forward, bytes=seat.arch.experts * COUNT)
+    size = mean_rows(seat) * seat.arch.hidden * seat.narrow
+    yield Collective(kind="all_to_all", axis="ep", count=2 * (forward + backward), bytes=size)
+
+
+def mean_rows(seat: Seat) -> int:
+    """Copies of tokens that a rank hands to experts in one mixture layer and microbatch, at most, on average.
+
+    Exact where no token can be dropped, and for expert choice, which fills every slot.
+    """
+    arch = seat.arch
+    if arch.router == "expert_choice":
+        kept = arch.experts * slots(arch, 1, seat.sequence)
+    else:
+        kept = min(seat.sequence * arch.top_k, arch.experts * slots(arch, arch.top_k, seat.sequence))
+    return math.ceil(seat.plan.microbatch * kept / seat.plan.cp)
+
+
+def slots(arch: Arch, choices: int, sequence: int) -> int:
+    """Tokens that one expert may take of a sequence; all of them when no capacity is set."""
+    if arch.capacity == 0:
+        return sequence
+    return min(sequence, math.ceil(arch.capacity * choices * sequence / arch.experts))
+
+
+def _over_pp(part: Part, seat: Seat) -> Iterator[Collective]:
+    """A stage hands its output to the next and its input's gradient to the one before, where another rank has it."""
+    ranks = placement(seat.plan)
+    size = seat.stream // seat.plan.tp * seat.narrow
+    for neighbour in (part.stage + 1, part.stage - 1):
+        if 0 <= neighbour < len(ranks) and ranks[neighbour] != ranks[part.stage]:
+            yield Collective(kind="send", axis="pp", count=seat.plan.accumulate, bytes=size, overlappable=True)
+
+
+IN_SIGHT = 3  # stages that torch's pipeline runtime holds gathered on a rank: those it computes next
+
+
+def weight_traffic(seat: Seat) -> Iterator[Collective]:
+    """Everything that is sent because several ranks hold, or share, a weight."""
+    for group in groups(seat):
+        yield from _over_shard(group, seat)
+        yield from _over_replicate(group, seat)
+        yield from _weights_over_tp(group, seat)
+    yield from _over_tied(seat)
+
+
+def data_traffic(seat: Seat) -> Iterator[Collective]:
+    """Of that, what is sent between ranks that see other data, and between tied copies."""
+    for group in groups(seat):
+        yield from _over_shard(group, seat)
+        yield from _over_replicate(group, seat)
+    yield from _over_tied(seat)
+
+
+def gathers(stage: int, plan: Plan, root: bool) -> int:
+    """How often a step gathers a weight: once, and under zero 3 for every forward and every backward.
+
+    A pipeline keeps the weights of a stage gathered from one microbatch to the next. What is outside the blocks (the
+    root) ends a forward and begins the backward, and is not gathered between.
+    """
+    if plan.pp > 1:
+        rank = placement(plan)[stage]
+        return _fetches(plan.schedule, plan.pp, plan.chunks, plan.accumulate, rank)[stage]
+    return plan.accumulate * (1 if root else 2) if plan.zero == 3 else 1
+
+
+def reductions(plan: Plan) -> int:
+    """How often a step scatters each gradient: once, or from zero 2 on, where no rank keeps a whole one, every time."""
+    return plan.accumulate if plan.zero >= 2 and plan.pp == 1 else 1
+
+
+@lru_cache(maxsize=1024)
+def _fetches(schedule: Schedule, pp: int, chunks: int, microbatches: int, rank: int) -> Counter[int]:
+    """How often a pipeline rank gathers each of its stages, when it holds the IN_SIGHT ones that it computes next."""
+    stages = [action.stage for action in actions(schedule, pp, chunks, microbatches)[rank]]
+    ahead: list[int] = []
+    sights = []
+    for stage in reversed(stages):
+        ahead = [stage, *(other for other in ahead if other != stage)][:IN_SIGHT]
+        sights.append(ahead)
+    counts, held = Counter[int](), list[int]()
+    for sight in reversed(sights):
+        counts.update(stage for stage in sight if stage not in held)
+        held = sight
+    return counts
+
+
+def _numbers(group: Group, seat: Seat, shards: int) -> int:
+    return _travelling(group.params, (seat.plan.tp, seat.at("tp")), seat.plan.ep, shards)
+
+
+@lru_cache(maxsize=16384)
+def _travelling(weights: tuple[Param, ...], tp: tuple[int, int], ep: int, shards: int) -> int:
+    """Numbers of some weights that travel when they are gathered; `tp`: its ranks, and which of them."""
+    return sum(padded(cut_shape(param, tp, ep), shards) for param in weights)
+
+
+def _over_shard(group: Group, seat: Seat) -> Iterator[Collective]:
+    """Weights are gathered in the precision of the arithmetic, gradients summed in that of the weights."""
+    _, shards = grid(group, seat.plan)
+    if shards == 1:
+        return
+    axis: Axis = "expert_shard" if group.shared_by_ep else "shard"
+    numbers = _numbers(group, seat, shards)
+    count, size = group.count * gathers(group.stage, seat.plan, root=group.params[0].layer < 0), numbers * seat.narrow
+    yield Collective(kind="all_gather", axis=axis, count=count, bytes=size, overlappable=True)
+    count, size = group.count * reductions(seat.plan), numbers * seat.wide
+    yield Collective(kind="reduce_scatter", axis=axis, count=count, bytes=size, overlappable=True)
+
+
+def _over_replicate(group: Group, seat: Seat) -> Iterator[Collective]:
+    """Copies add up their shard of the gradient once a step, after the last microbatch."""
+    copies, shards = grid(group, seat.plan)
+    if copies == 1:
+        return
+    axis: Axis = "expert_replicate" if group.shared_by_ep else "replicate"
+    size = _numbers(group, seat, shards) // shards * seat.wide
+    yield Collective(kind="all_reduce", axis=axis, count=group.count, bytes=size, overlappable=True)
+
+
+def _weights_over_tp(group: Group, seat: Seat) -> Iterator[Collective]:
+    """A weight that all ranks of tp hold has seen a part of the sequence on each, so its gradients are added up."""
+    plan = seat.plan
+    if plan.tp == 1:
+        return
+    # What waits for the last microbatch waits in fp32; the gradient of one microbatch is as narrow as its weight was.
+    waited = plan.pp > 1 or (plan.accumulate > 1 and reductions(plan) == 1)
+    size = seat.wide if waited else seat.narrow
+    for param in group.params:
+        if _is_partial_over_tp(param):
+            count = group.count * reductions(plan)
+            yield Collective(kind="all_reduce", axis="tp", count=count, bytes=param.numel * size)
+
+
+def _is_partial_over_tp(param: Param) -> bool:
+    """Whether each rank of tp computes a part of a gradient that belongs to all of them.
+
+    The bias after a row-cut product in a dense layer is the exception: it meets the gathered gradient. In a mixture,
+    where every gradient is a part of a sum, there is none.
+    """
+    return param.split is Split.NONE and not param.name.endswith((".attn.out.bias", ".mlp.down.bias"))
+
+
+def _over_tied(seat: Seat) -> Iterator[Collective]:
+    """The first and the last stage of a tied model each have an embedding; their gradients, sharded, are added up."""
+    plan, ranks = seat.plan, placement(seat.plan)
+    holds = any(part.first or part.last for part in parts(seat))
+    if not seat.arch.tied or not holds or ranks[0] == ranks[-1]:
+        return
+    rows, *rest = local_shape(params(seat.arch)[0], seat)
+    mine = share(rows, plan.shards, seat.at("shard") * plan.cp + seat.at("cp") if plan.zero else 0)
+    yield Collective(kind="all_reduce", axis="tied", count=1, bytes=mine * math.prod(rest) * seat.wide)
+
+
+NUMBER = 8  # bytes: losses and squares are added in double precision
+
+
+def deterministic_traffic(seat: Seat) -> Iterator[Collective]:
+    """Everything: the mode has no axes but replicate and shard, so only weights, gradients and the verdict travel."""
+    for group in groups(seat):
+        yield from _deterministic_over_shard(group, seat)
+        yield from _deterministic_over_replicate(group, seat)
+    yield from _deterministic_verdict(seat)
+
+
+def rows(size: int, shards: int) -> int:
+    """Of a dim 0 of some size, those that every rank makes room for."""
+    return math.ceil(size / shards)
+
+
+def _deterministic_numbers(group: Group, shards: int) -> int:
+    """In one rank's shard of a group, filled up; nothing but dim 0 is ever cut."""
+    return sum(rows(param.shape[0], shards) * math.prod(param.shape[1:]) for param in group.params)
+
+
+def _deterministic_over_shard(group: Group, seat: Seat) -> Iterator[Collective]:
+    """Weights are gathered as ever; each gradient changes hands once, whatever zero says."""
+    plan = seat.plan
+    if plan.shards == 1:
+        return
+    numbers = _deterministic_numbers(group, plan.shards) * plan.shards
+    count = group.count * gathers(group.stage, plan, root=group.params[0].layer < 0)
+    size = numbers * seat.narrow
+    yield Collective(kind="all_gather", axis="shard", count=count, bytes=size, overlappable=True)
+    size = numbers * seat.wide
+    yield Collective(kind="all_to_all", axis="shard", count=group.count, bytes=size, overlappable=True)
+
+
+def _deterministic_over_replicate(group: Group, seat: Seat) -> Iterator[Collective]:
+    """Each replica adds up one part of the gradient and gives the sum to the others."""
+    plan = seat.plan
+    if plan.copies == 1:
+        return
+    size = math.ceil(_deterministic_numbers(group, plan.shards) / plan.copies) * plan.copies * seat.wide
+    yield Collective(kind="all_to_all", axis="replicate", count=group.count, bytes=size, overlappable=True)
+    yield Collective(kind="all_gather", axis="replicate", count=group.count, bytes=size, overlappable=True)
+
+
+def _deterministic_verdict(seat: Seat) -> Iterator[Collective]:
+    """A loss and a wish to stop from every rank, and a sum of squares for every row of every weight."""
+    plan = seat.plan
+    if plan.world > 1:
+        yield Collective(kind="all_gather", axis="world", count=1, bytes=plan.world * 2 * NUMBER)
+    if plan.shards > 1:
+        size = sum(rows(param.shape[0], plan.shards) for param in params(seat.arch)) * plan.shards * NUMBER
+        yield Collective(kind="all_gather", axis="shard", count=1, bytes=size)
+
 
 VERDICT = 3 * 8  # bytes, in double precision: the step's loss, the gradient's square norm, how many ranks must stop
 FIRST: Mapping[str, int] = {}  # the place of the first rank: every coordinate is 0

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshwright.data.mistake import mistake
+from meshwright.config.run import Run
 from meshwright.data.order import in_turn, locate
 from meshwright.data.pack import Arrays, held_count, packing
 from meshwright.data.prepare import Corpus
-from meshwright.spec.run import Run
+from meshwright.spec.problem import mistake
 
 AHEAD = 2  # steps that are read before they are asked for
 

@@ -6,9 +6,9 @@ from typing import Protocol
 
 import numpy as np
 
-from meshwright.data.mistake import mistake
+from meshwright.config.run import Run
 from meshwright.data.shards import Tokens
-from meshwright.spec.run import Run
+from meshwright.spec.problem import mistake
 
 IGNORE = -100  # the target where nothing is predicted
 

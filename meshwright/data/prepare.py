@@ -1,24 +1,109 @@
 """Everything between a run's sources and a corpus: checked beforehand, tokenised once, kept in a cache."""
 
+import hashlib
+import os
+import shutil
+import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import cast
 
+import msgspec
 import numpy as np
 from tokenizers import Tokenizer
 
-from meshwright.data import cache, ready, records, shards, source, tokenize
-from meshwright.data.mistake import mistake
+from meshwright.config.run import Data, Run, Source
+from meshwright.data import shards, tokenize
+from meshwright.data import sources as ready
+from meshwright.data import sources as records
+from meshwright.data import sources as source
 from meshwright.data.pack import packing
-from meshwright.data.ready import ReadyKind
-from meshwright.data.records import TextKind
 from meshwright.data.shards import Tokens
-from meshwright.data.source import Listing
+from meshwright.data.sources import Listing, ReadyKind, TextKind
 from meshwright.data.tokenize import Lexicon
-from meshwright.spec.check import InputError, Problem
-from meshwright.spec.run import Data, Run, Source
+from meshwright.runtime.files import require_folder
+from meshwright.spec.problem import InputError, Problem, mistake
+
+REMEDY = "set XDG_CACHE_HOME to a folder that can be written"
+SMALL = 64 << 20  # bytes of files that are told apart by their content; larger ones by name, size and time of change
+
+try:
+    import fcntl
+except ImportError:  # not POSIX: whoever comes at the same time works too, and the first to finish is kept
+    fcntl = None
+
+
+def once(folder: Path, make: Callable[[Path], None], say: Callable[[str], None]) -> Path:
+    """The folder, which `make` has filled: by this process, or by another one that was first."""
+    if folder.is_dir():
+        return folder
+    require_folder(folder.parent, REMEDY)
+    with _alone(folder, say) as alone:
+        if not folder.is_dir():
+            if alone:
+                _remove_leftovers(folder)
+            _publish(folder, make)
+    return folder
+
+
+def digest(*values: object) -> str:
+    """A name for the values: any that JSON can hold, in this order."""
+    return hashlib.sha256(msgspec.json.encode(values, order="deterministic")).hexdigest()[:24]
+
+
+def fingerprint(files: list[Path]) -> str:
+    """A name for the content of files, in this order."""
+    stats = [file.stat() for file in files]
+    if sum(stat.st_size for stat in stats) > SMALL:
+        names = [str(file.resolve()) for file in files]
+        return digest(names, [(stat.st_size, stat.st_mtime_ns) for stat in stats])
+    return digest([hashlib.sha256(file.read_bytes()).hexdigest() for file in files])
+
+
+def _publish(folder: Path, make: Callable[[Path], None]) -> None:
+    """Fill a hidden folder, then give it its name in one step: what has the name is whole."""
+    hidden = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.part")
+    hidden.mkdir()
+    try:
+        make(hidden)
+        try:
+            os.rename(hidden, folder)
+        except OSError:
+            if not folder.is_dir():  # else someone was faster where there are no locks, and theirs is as good
+                raise
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """What a killed process left behind; only the holder of the lock may say that it was killed."""
+    for leftover in folder.parent.glob(f".{folder.name}.*.part"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+@contextmanager
+def _alone(folder: Path, say: Callable[[str], None]) -> Iterator[bool]:
+    """One process at a time; yields False where the system or the file system has no locks."""
+    with folder.with_name(f".{folder.name}.lock").open("a") as lock:
+        yield _lock(lock.fileno(), say)  # closing the file releases it, and so does the end of the process
+
+
+def _lock(descriptor: int, say: Callable[[str], None]) -> bool:
+    if fcntl is None:
+        return False
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("waiting for another process that prepares the same data")
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError:  # some network file systems
+        return False
+    return True
+
 
 Say = Callable[[str], None]
 SAMPLE = 2_000_000  # characters to train a tokenizer on; of Python's library, twice as many save 1 % of the tokens
@@ -70,8 +155,8 @@ def _lexicon(run: Run, texts: list[Listing], folder: Path, say: Say) -> Lexicon:
     """The tokenizer that was named, or one trained on the text and kept in the cache."""
     if run.data.tokenizer == "train":
         settings = (run.arch.vocab, SAMPLE, SAMPLE_FILES)
-        name = cache.digest("tokenizer", shards.VERSION, settings, [_content(each) for each in texts])
-        file = cache.once(folder / name, partial(_train, texts, run.arch.vocab, say), say) / "tokenizer.json"
+        name = digest("tokenizer", shards.VERSION, settings, [_content(each) for each in texts])
+        file = once(folder / name, partial(_train, texts, run.arch.vocab, say), say) / "tokenizer.json"
         tokenizer = _kept(file)
     else:
         file = tokenize.path(run.data.tokenizer)
@@ -101,7 +186,7 @@ def _sample(texts: list[Listing]) -> Iterator[str]:
     left = SAMPLE
     for number, (file, kind, field) in enumerate(found):
         share = left // (len(found) - number)
-        for text in records.read(file, cast(TextKind, kind), field):
+        for text in records.read_records(file, cast(TextKind, kind), field):
             part = text[:share]
             yield part
             share, left = share - len(part), left - len(part)
@@ -110,9 +195,9 @@ def _sample(texts: list[Listing]) -> Iterator[str]:
 
 
 def _tokenised(text: Listing, lexicon: Lexicon, folder: Path, say: Say) -> Tokens:
-    tokenizer = cache.fingerprint([lexicon.file])
-    name = cache.digest("tokens", shards.VERSION, _content(text), tokenizer, lexicon.end_token)
-    return shards.join([shards.open_folder(cache.once(folder / name, partial(_tokenise, text, lexicon, say), say))])
+    tokenizer = fingerprint([lexicon.file])
+    name = digest("tokens", shards.VERSION, _content(text), tokenizer, lexicon.end_token)
+    return shards.join([shards.open_folder(once(folder / name, partial(_tokenise, text, lexicon, say), say))])
 
 
 def _tokenise(text: Listing, lexicon: Lexicon, say: Say, folder: Path) -> None:
@@ -133,17 +218,17 @@ def _with_ends(run: Run, tokens: Listing, folder: Path, say: Say) -> Tokens:
         say(f"searching {tokens.source.source} for the ends of documents")
         shards.write_ends(made, shards.scan(opened, end))
 
-    name = cache.digest("ends", shards.VERSION, _content(tokens), end)
-    return Tokens(opened.shards, shards.open_ends(cache.once(folder / name, search, say)))
+    name = digest("ends", shards.VERSION, _content(tokens), end)
+    return Tokens(opened.shards, shards.open_ends(once(folder / name, search, say)))
 
 
 def _opened(tokens: Listing) -> Tokens:
-    return shards.join(ready.read(file, cast(ReadyKind, kind)) for file, kind in tokens.kinds.items())
+    return shards.join(ready.read_tokens(file, cast(ReadyKind, kind)) for file, kind in tokens.kinds.items())
 
 
 def _content(listing: Listing) -> tuple[str, str, list[str]]:
     """What decides the documents of a source: its bytes and how they are read, not its name."""
-    return cache.fingerprint(listing.files), listing.source.field, list(listing.kinds.values())
+    return fingerprint(listing.files), listing.source.field, list(listing.kinds.values())
 
 
 def _refuse_short(run: Run, corpus: Corpus) -> None:

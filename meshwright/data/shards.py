@@ -12,8 +12,7 @@ from typing import IO
 import msgspec
 import numpy as np
 
-from meshwright.data.mistake import mistake
-from meshwright.spec.check import InputError
+from meshwright.spec.problem import InputError, mistake
 
 VERSION = 1  # of our folder
 SCAN = 1 << 24  # tokens looked at in one go when document ends are searched

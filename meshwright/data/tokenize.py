@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from meshwright.data.mistake import mistake
 from meshwright.data.shards import token_dtype
+from meshwright.spec.problem import mistake
 
 END = "<|endoftext|>"  # of tokenizers trained here
 ENDS = (END, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "<｜end▁of▁sentence｜>", "[EOS]", "[SEP]")

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.kernels.choose import (
+from meshwright.kernels.dispatch import (
     ROW_LIMIT,
     Kernels,
     Pointer,

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.kernels.choose import Kernels, Pointer, Values, constexpr, fused, jit, power, tl, warps
+from meshwright.kernels.dispatch import Kernels, Pointer, Values, constexpr, fused, jit, power, tl, warps
 
 Rotation = tuple[Tensor, Tensor]  # cosine and sine, which broadcast over the heads: (b, 1, s, half) or (b, s, 1, half)
 

@@ -5,7 +5,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from meshwright.kernels.choose import (
+from meshwright.kernels.dispatch import (
     ROW_LIMIT,
     TILE,
     Kernels,

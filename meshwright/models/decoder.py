@@ -6,8 +6,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.models.layers import Block, Mlp, norm, rotation, wide
-from meshwright.models.loss import weighed_loss
+from meshwright.models.layers import Block, Mlp, norm, rotation, weighed_loss, wide
 from meshwright.models.moe import Mixture
 from meshwright.spec.arch import Arch
 

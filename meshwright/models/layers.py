@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.kernels.cross_entropy import IGNORE
 from meshwright.spec.arch import Arch
 
 Rotation = tuple[Tensor, Tensor]  # cosine and sine of every position's angles, (b, 1, s, head_dim ÷ 2)
@@ -140,3 +141,16 @@ class Block(nn.Module):
         """The norm of a sum, and the sum; another function may be put here."""
         x = x + y
         return self.mlp_norm(x), x
+
+
+def weighed_loss(x: Tensor, projection: Tensor, targets: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum of the cross-entropies of x @ projection.T: times a weight, to be differentiated, and as it is."""
+    total = token_loss_sum(F.linear(x, projection), targets)
+    return total * weight.to(total.dtype), total
+
+
+def token_loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
+    """Sum of the cross-entropies of logits (b, s, vocab) over the targets (b, s) that are not IGNORE."""
+    # Widening inside the softmax spares a wide copy of the logits, the largest tensor of a step.
+    log_probabilities = F.log_softmax(logits.flatten(0, -2), dim=-1, dtype=wide(logits))
+    return F.nll_loss(log_probabilities, targets.flatten(), ignore_index=IGNORE, reduction="sum")

@@ -5,16 +5,15 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from meshwright.config.run import Optim
 from meshwright.kernels.adamw import Group
-from meshwright.kernels.choose import settle
+from meshwright.kernels.dispatch import settle
 from meshwright.models.layers import wide as wide_type
 from meshwright.optim.clip import Verdict
-from meshwright.optim.one_pass import Update, grouped
-from meshwright.optim.rounding import at_once, beside, rounded
-from meshwright.parallel import shadow
+from meshwright.optim.master_weights import Update, at_once, beside, grouped, rounded
+from meshwright.parallel import precision
 from meshwright.parallel.mesh import local
 from meshwright.spec.plan import Plan
-from meshwright.spec.run import Optim
 
 
 class AdamW:
@@ -29,7 +28,7 @@ class AdamW:
     def __init__(self, optim: Optim, weights: Iterable[nn.Parameter], plan: Plan) -> None:
         self.optim = optim
         self.weights = list(weights)
-        self.wide = [shadow.wide(weight) for weight in self.weights]
+        self.wide = [precision.wide(weight) for weight in self.weights]
         self.first = [torch.zeros_like(weight, dtype=wide_type(weight)) for weight in self.wide]
         self.second = [torch.zeros_like(moment) for moment in self.first]
         self.count = torch.zeros((), dtype=torch.float32, device=self.first[0].device)  # updates made, skips left out
@@ -99,7 +98,7 @@ class AdamW:
         )
         for i, gradient in zip(indices, gradients, strict=True):
             weight = self.weights[i]
-            if shadow.is_shadow(weight):
+            if precision.is_shadow(weight):
                 weight.copy_(self.wide[i])
                 if weight.grad is not None:  # the kernel leaves gradients clipped, and this one was widened for it
                     weight.grad.copy_(gradient)
@@ -141,7 +140,7 @@ def one_pass(optimizer: AdamW) -> Update:
 
     def group(indices: list[int]) -> Group:
         weights = [optimizer.weights[i] for i in indices]
-        copies = [weight.detach() for weight in weights] if shadow.is_shadow(weights[0]) else []
+        copies = [weight.detach() for weight in weights] if precision.is_shadow(weights[0]) else []
         wide, first, second = (
             [held[i] for i in indices] for held in (optimizer.wide, optimizer.first, optimizer.second)
         )

@@ -5,19 +5,19 @@ from functools import partial
 from torch import nn
 
 from meshwright.parallel import (
-    compiled,
-    compress,
+    activation_offload,
+    compile,
     context,
     expert,
-    fused,
+    fsdp,
+    fused_kernels,
     pipeline,
     precision,
     recompute,
-    shard,
     tensor,
 )
-from meshwright.parallel.anatomy import Anatomy
 from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.model_spec import Anatomy
 from meshwright.spec.plan import Plan
 
 
@@ -28,7 +28,14 @@ def apply(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: Anatomy) -> list[nn
         chunks = [transform(chunk, plan, mesh) for chunk in chunks]
     # How it runs. What is chosen by operation the compiler must see; whole blocks are computed anew as it made them.
     # What either leaves for the backward is then compressed or sent away: outermost, to see all of it.
-    how = (precision.wrap, fused.wrap, recompute.keep_costly, compiled.wrap, recompute.keep_inputs, compress.wrap)
+    how = (
+        precision.wrap,
+        fused_kernels.wrap,
+        recompute.keep_costly,
+        compile.wrap,
+        recompute.keep_inputs,
+        activation_offload.wrap,
+    )
     for transform in how:
         chunks = [transform(chunk, plan, mesh, anatomy) for chunk in chunks]
-    return [shard.wrap(chunk, plan, mesh, anatomy) for chunk in chunks]  # last: it must see the final parameters
+    return [fsdp.wrap(chunk, plan, mesh, anatomy) for chunk in chunks]  # last: it must see the final parameters

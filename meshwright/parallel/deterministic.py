@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 
-from meshwright.parallel.collective import join
+from meshwright.parallel.collectives import join
 from meshwright.parallel.mesh import Mesh, local
 from meshwright.spec.plan import Plan
 

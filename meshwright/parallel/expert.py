@@ -17,7 +17,7 @@ from torch.autograd import Function
 
 from meshwright.models.moe import Experts, Mixture
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.mixture import hold_experts
+from meshwright.parallel.tensor import hold_experts
 from meshwright.spec.plan import Plan
 
 

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
+from meshwright.config.run import Run
 from meshwright.parallel import precision
-from meshwright.parallel.anatomy import Anatomy, stage_of
 from meshwright.parallel.mesh import Mesh, local
+from meshwright.parallel.model_spec import Anatomy, stage_of
 from meshwright.spec.arch import Arch
 from meshwright.spec.plan import Plan
-from meshwright.spec.run import Run
 from meshwright.spec.schedule import actions, stage_ranks
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # from a microbatch's outputs and targets to a sum of losses

@@ -1,12 +1,14 @@
 """Which numbers the arithmetic runs in. Weights live once, wide; a narrow copy is made when they are gathered."""
 
+from collections.abc import Iterable
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from meshwright.kernels.linear8 import Linear8, RowLinear8, takes
-from meshwright.parallel.anatomy import Anatomy
-from meshwright.parallel.mesh import Mesh
+from meshwright.kernels.fp8 import Linear8, RowLinear8, takes
+from meshwright.parallel.mesh import Mesh, local
+from meshwright.parallel.model_spec import Anatomy
 from meshwright.spec.plan import Plan
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
@@ -46,3 +48,34 @@ def policy(plan: Plan) -> MixedPrecisionPolicy:
     # Blocks are handed rotary cosines and sines, which must stay wide, so inputs are not cast: the embedding's output
     # already has the low precision of its weights.
     return MixedPrecisionPolicy(param_dtype=LOW[plan.precision], reduce_dtype=torch.float32, cast_forward_inputs=False)
+
+
+def attach(chunks: Iterable[nn.Module], plan: Plan) -> None:
+    """Let every weight be the narrow copy of a wide one, once it has its first value."""
+    if not plan.shadow:
+        return
+    for chunk in chunks:
+        for weight in chunk.parameters():
+            weight.master = weight.data  # pyright: ignore[reportAttributeAccessIssue]
+            weight.data = weight.data.to(compute_dtype(plan))
+            if plan.accumulate > 1:
+                weight.grad_dtype = torch.float32
+
+
+def wide(weight: Tensor) -> Tensor:
+    """This rank's part of a weight as the optimizer moves it."""
+    return getattr(weight, "master", local(weight.detach()))
+
+
+def is_shadow(weight: Tensor) -> bool:
+    """Whether a weight is the narrow copy of another."""
+    return hasattr(weight, "master")
+
+
+@torch.no_grad()
+def refresh(chunks: Iterable[nn.Module]) -> None:
+    """Make the narrow copies anew after the wide weights were written to."""
+    for chunk in chunks:
+        for weight in chunk.parameters():
+            if is_shadow(weight):
+                weight.copy_(wide(weight))

@@ -19,11 +19,10 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from meshwright.parallel.anatomy import Absent, Anatomy
 from meshwright.parallel.mesh import Mesh
-from meshwright.spec.plan import Plan
+from meshwright.parallel.model_spec import Absent, Anatomy
+from meshwright.spec.plan import Plan, by_operation, runs
 from meshwright.spec.problem import InputError, Problem
-from meshwright.spec.recompute import by_operation, runs
 
 Forward = Callable[..., Any]
 

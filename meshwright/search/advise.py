@@ -10,15 +10,60 @@ from typing import Any
 
 import msgspec
 
-from meshwright.search import advise_words as told
-from meshwright.search.empty import refuse_empty
-from meshwright.search.found import Found
-from meshwright.search.misses import nearest
-from meshwright.search.order import search
+from meshwright.search.best_first import Found, search
+from meshwright.search.explain import nearest
 from meshwright.search.question import Question
-from meshwright.search.questions import gpus_needed, with_gpus
-from meshwright.search.space import wants_pipeline
+from meshwright.search.sizes import gpus_needed, with_gpus
+from meshwright.search.space import refuse_empty, wants_pipeline
 from meshwright.spec.plan import AXES, Precision
+
+GIB = 2**30
+STATES = ("weights", "master", "gradients", "moments", "gathered", "waiting")
+TALK = ("tp", "cp", "ep", "pp", "bubble", "stragglers", "shard", "replicate", "tied")  # shares that one GPU has not
+
+
+def states_phrase(found: Found) -> float:
+    return sum(line.bytes for line in found.ledger.lines if line.name in STATES)
+
+
+def traffic_phrase(found: Found) -> dict[str, float]:
+    """Seconds that GPUs spend on one another."""
+    shares = found.price.waterfall
+    return {share.name: share.seconds for share in shares if share.name in TALK and share.seconds > 0}
+
+
+def cuts_phrase(found: Found) -> dict[str, bool]:
+    plan = found.plan
+    return {
+        "tensor parallelism": plan.tp > 1,
+        "pipeline": plan.pp > 1,
+        "context parallelism": plan.cp > 1,
+        "recompute": plan.recompute != "none",
+    }
+
+
+def per_token(found: Found) -> float:
+    return found.seconds_per_token
+
+
+def gib(size: float) -> str:
+    return f"{size / GIB:.1f}"
+
+
+def headroom_phrase(found: Found) -> str:
+    gpu = found.job.cluster.gpu.memory_bytes
+    return f"{gib(found.peak_bytes)} of {gib(gpu)} GiB at {found.ledger.moment}"
+
+
+def time_phrase(found: Found) -> str:
+    return f"{found.price.seconds:.3g} s a step"
+
+
+def plan_phrase(found: Found) -> str:
+    plan = found.plan
+    anew = f", recompute={plan.recompute}" if plan.recompute != "none" else ""
+    return f"{plan}" if plan.world > 1 else f"microbatch={plan.microbatch}{anew}"
+
 
 DAY = 86_400.0  # seconds
 SCALES = 0.8  # of the GPUs' time that is not spent waiting for one another: less, and adding GPUs pays badly
@@ -93,7 +138,7 @@ class _Walk:
     def too_big(self) -> _Node:
         asked = "Is the model too big for one GPU?"
         if self.alone is not None:
-            self.ask(asked, "no", told.room(self.alone))
+            self.ask(asked, "no", headroom_phrase(self.alone))
             rest = self.alone.plan.accumulate
             if rest > 1:
                 text = f"{rest} microbatches of {self.alone.plan.microbatch} add up to the batch, one after another"
@@ -104,10 +149,10 @@ class _Walk:
             self.ask(asked, "taken as yes", "what is fixed leaves one GPU no plan")
             return self.several
         least = misses[0]
-        self.ask(asked, "yes", f"even with {told.words(least)}: {told.room(least)}")
-        states = told.states(least)
+        self.ask(asked, "yes", f"even with {plan_phrase(least)}: {headroom_phrase(least)}")
+        states = states_phrase(least)
         named = "Are its weights, gradients and optimizer states alone too big?"
-        taken = f"they take {told.gib(states)} of {told.gib(self.memory)} GiB"
+        taken = f"they take {gib(states)} of {gib(self.memory)} GiB"
         if states < self.memory:
             self.ask(named, "no", f"{taken}, so activations are the rest")
             return self.recompute
@@ -121,7 +166,7 @@ class _Walk:
         if found is None:
             self.ask(asked, "no", "not even with all blocks computed anew")
             return self.several
-        self.ask(asked, "yes", f"recompute={found.plan.recompute}: {told.room(found)}")
+        self.ask(asked, "yes", f"recompute={found.plan.recompute}: {headroom_phrase(found)}")
         self.alone = found
         self.do("recompute", "activations are dropped in the forward and computed anew in the backward", found)
         return self.several
@@ -136,8 +181,8 @@ class _Walk:
 
     def too_slow(self) -> _Node:
         assert self.alone is not None, "only what fits one GPU can be too slow there"
-        day = DAY / told.per_token(self.alone)
-        because = f"it takes {told.time(self.alone)}, {day / 1e9:.3g} billion tokens a day, and more GPUs are there"
+        day = DAY / per_token(self.alone)
+        because = f"it takes {time_phrase(self.alone)}, {day / 1e9:.3g} billion tokens a day, and more GPUs are there"
         self.ask("Is one GPU too slow?", "taken as yes", because)
         return self.copies
 
@@ -151,8 +196,8 @@ class _Walk:
             self.ask(asked, "it cannot", _against(self.question, fixed) or lack)
             return self.shards
         assert self.alone is not None, "only what fits one GPU is copied"
-        gain = told.per_token(self.alone) / told.per_token(found)
-        because = f"{told.time(found)}, {gain:.1f} × as fast as one GPU; {told.room(found)}"
+        gain = per_token(self.alone) / per_token(found)
+        because = f"{time_phrase(found)}, {gain:.1f} × as fast as one GPU; {headroom_phrase(found)}"
         self.ask(asked, "yes" if gain > 1 else "no", because)
         self.found = found
         if gain > 1:
@@ -174,7 +219,7 @@ class _Walk:
                 if found is None:
                     self.ask(asked, "no", against or _lack(self.question, fixed))
                     continue
-                self.ask(asked, "yes", f"{told.room(found)}; {told.time(found)}")
+                self.ask(asked, "yes", f"{headroom_phrase(found)}; {time_phrase(found)}")
                 anew = "" if found.plan.recompute == "none" else f", recompute={found.plan.recompute}"
                 self.do(f"ZeRO-{zero}", f"{what} lie in shards over the GPUs{anew}", found)
                 return self.scales
@@ -187,8 +232,8 @@ class _Walk:
         if found is None:
             self.ask(asked, "no", "no plan on these machines fits")
             return self.offload
-        self.ask(asked, "yes", f"{told.room(found)}; {told.time(found)}")
-        cuts = [word for word, used in told.cuts(found).items() if used]
+        self.ask(asked, "yes", f"{headroom_phrase(found)}; {time_phrase(found)}")
+        cuts = [word for word, used in cuts_phrase(found).items() if used]
         self.do(" and ".join(cuts) or "ZeRO", "each GPU holds a part of the model", found)
         return self.scales
 
@@ -199,8 +244,8 @@ class _Walk:
         found = _best(self.asked, {})
         if found is not None:
             away = found.ledger.away
-            room = f"{told.gib(away.host_bytes)} of {told.gib(cluster.host_bytes)} GiB of host memory for each GPU"
-            self.ask(asked, "yes", f"{told.room(found)}; {room}; {told.time(found)}")
+            room = f"{gib(away.host_bytes)} of {gib(cluster.host_bytes)} GiB of host memory for each GPU"
+            self.ask(asked, "yes", f"{headroom_phrase(found)}; {room}; {time_phrase(found)}")
             self.do("offload", "what the device has no room for waits in the host's memory or on its disk", found)
             return self.low_precision
         known = "not even then" if cluster.host_bytes else "nobody says how much memory its host has"
@@ -214,12 +259,12 @@ class _Walk:
 
     def scales(self) -> _Node:
         assert self.found is not None, "asked of a plan only"
-        talk = told.talk(self.found)
+        talk = traffic_phrase(self.found)
         total = sum(talk.values()) / self.found.price.seconds
         most = max(talk, key=lambda name: talk[name], default="")
         worst = f"; most of the rest is {most}" if most else ""
         asked = f"Does it scale (at least {SCALES:.0%} of the time not spent on one another)?"
-        because = f"{1 - total:.0%} of {told.time(self.found)}{worst}"
+        because = f"{1 - total:.0%} of {time_phrase(self.found)}{worst}"
         if 1 - total >= SCALES:
             self.ask(asked, "yes", because)
             return self.low_precision
@@ -235,8 +280,8 @@ class _Walk:
         plan = self.found.plan
         fixed = {"replicate": plan.replicate, "shard": plan.shard, "zero": plan.zero, **PLAIN}
         found = _best(double, fixed)
-        if found is not None and told.per_token(found) < told.per_token(self.found):
-            gain = told.per_token(self.found) / told.per_token(found)
+        if found is not None and per_token(found) < per_token(self.found):
+            gain = per_token(self.found) / per_token(found)
             text = f"twice the batch by accumulation makes a token {gain:.2f} × as fast; it changes the mathematics"
             self.leaves.append(Leaf(name="accumulation", text=text))
         text = "gradients sent in low precision: half the bytes of what is summed over copies"
@@ -255,7 +300,7 @@ class _Walk:
             return self.search
         found = search(msgspec.structs.replace(question, precision=narrow), top=1).found
         gain = self.found.price.seconds / found[0].price.seconds if found and self.found else math.nan
-        faster = f"{narrow} would take {told.time(found[0])}, {gain:.1f} × as fast" if found else "none fits"
+        faster = f"{narrow} would take {time_phrase(found[0])}, {gain:.1f} × as fast" if found else "none fits"
         self.ask(asked, "no", faster)
         if found:
             self.leaves.append(Leaf(name="low precision", text=f"plan.precision={narrow}", found=found[0]))
@@ -269,10 +314,10 @@ class _Walk:
             return
         asked = "Does the search over all plans know a clearly faster one?"
         if best.price.seconds > BETTER * here.price.seconds:
-            self.ask(asked, "no", f"the best takes {told.time(best)}, this one {told.time(here)}")
+            self.ask(asked, "no", f"the best takes {time_phrase(best)}, this one {time_phrase(here)}")
             self.found = here
             return
-        self.ask(asked, "yes", f"{told.words(best)}: {told.time(best)} instead of {told.time(here)}")
+        self.ask(asked, "yes", f"{plan_phrase(best)}: {time_phrase(best)} instead of {time_phrase(here)}")
         self.do("the search's plan", "what `meshwright plan` puts first", best)
 
 
@@ -307,4 +352,4 @@ def _lack(question: Question, fixed: dict[str, Any]) -> str:
     """Why nothing fits."""
     misses = nearest(msgspec.structs.replace(question, fixed=fixed | question.fixed), top=1)
     none = f"batch {question.batch} over {question.cluster.gpus} GPUs has no such plan"
-    return told.room(misses[0]) if misses else none
+    return headroom_phrase(misses[0]) if misses else none

@@ -5,17 +5,16 @@ from functools import partial
 
 import msgspec
 
+from meshwright.config import load
+from meshwright.config.check import how_blocks_run
+from meshwright.config.run import Run
 from meshwright.cost.job import Job
 from meshwright.cost.memory import Ledger, worst
-from meshwright.cost.time import price
-from meshwright.spec import load
-from meshwright.spec.check_plan import how_blocks_run
-from meshwright.spec.cluster import cluster
-from meshwright.spec.holding import GIB
+from meshwright.cost.step_time import price
+from meshwright.hardware.cluster import cluster
+from meshwright.hardware.stacks import GIB, stack_of
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError, Problem
-from meshwright.spec.run import Run
-from meshwright.spec.stack import stack_of
 
 ALWAYS = ("none", "selective", "sqrt", "full")
 COUNTED = ("selective", "first")  # of so many blocks

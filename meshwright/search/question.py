@@ -7,10 +7,10 @@ from typing import Any, Literal
 import msgspec
 
 from meshwright.cost.job import Job, Rounding, States
+from meshwright.hardware.cluster import Cluster
+from meshwright.hardware.stacks import Stack
 from meshwright.spec.arch import Arch
-from meshwright.spec.cluster import Cluster
 from meshwright.spec.plan import Plan, Precision
-from meshwright.spec.stack import Stack
 
 Vary = Literal["precision", "optimizer", "batch"]
 TRAINED: tuple[Precision, ...] = ("bf16", "fp8", "fp16", "fp32")  # what a search may choose from, the usual first

@@ -1,23 +1,187 @@
 """Every legal plan of a question, level by level: axes, then microbatches, then schedules, then recomputation.
 
-Legal is what the rules of spec/check_plan.py let pass; a test holds the two equal. Left out are other spellings of a
+Legal is what the rules of config/check.py let pass; a test holds the two equal. Left out are other spellings of a
 plan that is there (see `_zeros`), and, of numbers that could be anything, all but a few (CHUNKS, FIRST_SHARES).
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from typing import Any, TypeVar, cast, get_args
+from itertools import product
+from typing import Any, NamedTuple, TypeVar, cast, get_args
 
-from meshwright.search.levels import Layout, Order, Policy, Round
-from meshwright.search.question import Question
-from meshwright.search.running import compiles, policies, shadows
-from meshwright.spec import check_plan
+from meshwright.config import check
+from meshwright.config.run import Optim, Run
+from meshwright.search.question import Question, variants
 from meshwright.spec.arch import Arch
-from meshwright.spec.plan import Plan
-from meshwright.spec.problem import Problem
-from meshwright.spec.run import Optim, Run
-from meshwright.spec.schedule import Schedule, legal
-from meshwright.spec.stages import balanced_stages
+from meshwright.spec.plan import AXES, Plan, balanced_stages
+from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.schedule import Schedule, default_chunks, legal
+
+
+class Layout(NamedTuple):
+    """The axes of a plan."""
+
+    pp: int
+    replicate: int
+    shard: int
+    zero: int
+    cp: int
+    cp_kind: str
+    ep: int
+    tp: int
+
+    @property
+    def data(self) -> int:
+        return self.replicate * self.shard
+
+    @property
+    def shards(self) -> int:
+        return self.shard * self.cp if self.zero else 1
+
+
+class Round(NamedTuple):
+    """How a data rank goes through its share of the batch."""
+
+    microbatch: int
+    accumulate: int
+
+
+class Policy(NamedTuple):
+    """What becomes of that which blocks keep for the backward, and where states live."""
+
+    recompute: str = "none"
+    activations: str = "device"
+    compress: str = "none"
+    offload: str = "none"
+    offload_update: str = "host"
+
+    @property
+    def plainer(self) -> "Policy":
+        """The same with what is kept as it is, on the device: never slower."""
+        return self._replace(activations="device", compress="none")
+
+    @property
+    def is_helped(self) -> bool:
+        """Whether something is sent or coded to hold less."""
+        return self != self.plainer
+
+
+class Order(NamedTuple):
+    """How a pipeline goes through its microbatches."""
+
+    schedule: Schedule
+    chunks: int
+
+
+FIRST_SHARES = (0.25, 0.5, 0.75)  # of a stage's blocks that "first-K" computes anew
+SELECTIVE_SHARE = 0.5  # of those that "selective-K" does
+NARROW = ("bf16", "fp16", "fp8")
+UNCOMPILED = ("tpu", "trainium")  # accelerators that torch writes no kernels for
+
+How = tuple[tuple[str, Any], ...]
+
+
+def compiles(question: Question, pp: int, order: Order) -> bool:
+    """Whether blocks are compiled: as it is fixed, or wherever torch can, because it changes time and memory alone."""
+    fixed = question.fixed.get("compile")
+    if fixed is not None:
+        return fixed
+    return not question.cluster.gpu.name.startswith(UNCOMPILED) and _compilable(pp, order)
+
+
+@lru_cache(maxsize=1024)
+def _compilable(pp: int, order: Order) -> bool:
+    plan = Plan(pp=pp, **order._asdict(), microbatch=1, compile=True)
+    return next(check.how_blocks_run(plan), None) is None
+
+
+def shadows(question: Question) -> bool:
+    """Whether a narrow copy of the weights is kept: by one rank in low precision, as a run without a plan does."""
+    fixed = question.fixed
+    alone = question.cluster.gpus == 1 and not fixed.get("deterministic") and not fixed.get("offload_weights")
+    return fixed.get("shadow", alone and question.precision in NARROW)
+
+
+def policies(question: Question, pp: int, order: Order) -> tuple[Policy, ...]:
+    """What may be computed anew under a schedule, what may be coded or sent away, and where states may live."""
+    fixed = question.fixed
+    partly = question.stack.speed.selective == "operations"  # others mean another thing by it, and by all blocks
+    blocks = -(-question.arch.layers // (pp * order.chunks))
+    words = (fixed["recompute"],) if "recompute" in fixed else _words(blocks, partly)
+    how = (("compile", compiles(question, pp, order)),)
+    plain = _policies(question.arch, pp, order, _kept(words, _activations(question), _codes(question)), how)
+    return tuple(
+        policy._replace(offload=home, offload_update=update) for policy in plain for home, update in homes(question)
+    )
+
+
+def _activations(question: Question) -> tuple[str, ...]:
+    """Where activations may wait: a host whose memory nobody tells is not counted on."""
+    if "activations" in question.fixed:
+        return (question.fixed["activations"],)
+    return ("device", "host") if question.cluster.host_bytes else ("device",)
+
+
+def _codes(question: Question) -> tuple[str, ...]:
+    """Codes change the mathematics as a low precision does, and may vary with it."""
+    if "compress" in question.fixed:
+        return (question.fixed["compress"],)
+    if "precision" not in question.vary or question.precision == "fp64":
+        return ("none",)
+    return ("none", "int8", *(("fp8",) if question.cluster.gpu.fp8 else ()))
+
+
+def homes(question: Question) -> tuple[tuple[str, str], ...]:
+    """Where a lone rank's states may live, and who updates them there; several ranks share them out instead."""
+    fixed = question.fixed
+    updates = (fixed["offload_update"],) if "offload_update" in fixed else ("host", "device")
+    if "offload" in fixed:
+        return tuple((fixed["offload"], update) for update in (updates if fixed["offload"] != "none" else updates[:1]))
+    found = [("none", updates[0])] if question.states == "fp32" else []
+    bare = question.precision in NARROW and not shadows(question)
+    elsewhere = fixed.get("deterministic") or fixed.get("offload_weights")
+    if question.cluster.gpus > 1 or elsewhere or question.rounding != "master" or bare:
+        return tuple(found)
+    if question.cluster.host_bytes:
+        found += [("host", update) for update in updates]
+    if question.cluster.disk_bytes:
+        found.append(("disk", updates[0]))
+    return tuple(found)
+
+
+@lru_cache(maxsize=256)
+def _kept(words: tuple[str, ...], places: tuple[str, ...], codes: tuple[str, ...]) -> tuple[Policy, ...]:
+    return tuple(Policy(word, place, code) for word in words for place in places for code in codes)
+
+
+@lru_cache(maxsize=4096)
+def _policies(arch: Arch, pp: int, order: Order, kept: tuple[Policy, ...], how: How) -> tuple[Policy, ...]:
+    return tuple(policy for policy in kept if _obeyed(arch, pp, order, policy, how))
+
+
+@lru_cache(maxsize=256)
+def _words(blocks: int, partly: bool) -> tuple[str, ...]:
+    """The policies that differ from each other on so many blocks; by operation in some of them if it can be."""
+    first = {max(round(share * blocks), 1) for share in FIRST_SHARES}
+    root = ("sqrt",) if round(blocks**0.5) > 1 else ()  # else each block by itself, which is "full"
+    some = (f"selective-{max(round(SELECTIVE_SHARE * blocks), 1)}",) if partly and blocks > 1 else ()
+    counted = (f"first-{count}" for count in sorted(first) if count < blocks)
+    return ("none", *some, "selective", *counted, *root, "full")
+
+
+def _obeyed(arch: Arch, pp: int, order: Order, policy: Policy, how: How) -> bool:
+    """Whether the rules let this policy and this schedule meet: asked of them, on a plan without other axes.
+
+    `how`: what else is said of the way that blocks run.
+    """
+    accumulate = 2 * pp
+    stages = balanced_stages(arch, pp * order.chunks) if pp > 1 else ()
+    pipeline = {"pp": pp, "stages": stages, **order._asdict()}
+    plan = Plan(**pipeline, microbatch=1, accumulate=accumulate, **policy._asdict(), **dict(how))
+    run = Run(arch=arch, plan=plan, batch=accumulate, sequence=1)
+    return not any(problem for rule in check.PLAN_RULES for problem in rule(run))
+
 
 CHUNKS = (1, 2, 4, 8)  # stages on a rank; more only add messages
 CHOSEN = {
@@ -138,7 +302,7 @@ def rounds(question: Question, layout: Layout) -> Iterator[Round]:
             continue
         if question.fixed.get("deterministic") and not _power_of_two(each.accumulate):
             continue
-        if question.precision == "fp8" and microbatch * question.sequence // layout.cp % check_plan.FP8_MULTIPLE:
+        if question.precision == "fp8" and microbatch * question.sequence // layout.cp % check.FP8_MULTIPLE:
             continue
         yield each
 
@@ -181,7 +345,7 @@ def problems(question: Question, plan: Plan) -> list[Problem]:
     """What the rules say of a plan."""
     optim = Optim(rounding=question.rounding, states=question.states)
     run = Run(arch=question.arch, plan=plan, batch=question.batch, sequence=question.sequence, optim=optim)
-    return [problem for rule in check_plan.RULES for problem in rule(run)]
+    return [problem for rule in check.PLAN_RULES for problem in rule(run)]
 
 
 def _given(question: Question, name: str, choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
@@ -211,3 +375,92 @@ def divisors(number: int) -> tuple[int, ...]:
 
 def _power_of_two(number: int) -> bool:
     return number & (number - 1) == 0
+
+
+LAYOUTS_TRIED = 2000  # plans that are asked for their problems; the nearest to legal speaks for all
+
+
+def refuse_empty(question: Question) -> None:
+    """Nothing, if some plan is legal; else what is wrong is raised."""
+    if all(next(plans(variant), None) is None for variant in variants(question)):
+        raise InputError(empty(question))
+
+
+def empty(question: Question) -> list[Problem]:
+    """What is wrong with the plan that breaks the fewest rules."""
+    fixed, gpus = question.fixed, question.cluster.gpus
+    taken = math.prod(fixed.get(axis, 1) for axis in AXES)
+    if taken < 1 or gpus % taken:
+        axes = [axis for axis in AXES if fixed.get(axis, 1) != 1]
+        product_of = " × ".join(f"plan.{axis} {fixed[axis]}" for axis in axes)
+        stated = f"plan.{axes[0]}" if len(axes) == 1 else product_of
+        return [Problem(f"{stated} = {taken} does not divide {gpus} GPUs", "fix other numbers, or take other machines")]
+    if problem := _batch(question) or _stages(question):
+        return [problem]
+    spread = _spread(question)
+    if wants_pipeline(question):
+        spread = [plan for plan in spread if plan.pp > 1]
+        if not spread:
+            return [_no_pipeline(question)]
+    simplest = sorted(spread, key=lambda plan: plan.tp * plan.cp * plan.pp)[:LAYOUTS_TRIED]
+    return min((problems(question, plan) for plan in simplest), key=len, default=[]) or [
+        Problem("no plan has all the fields that are fixed", "leave one of them to the search", "plan")
+    ]
+
+
+def _batch(question: Question) -> Problem | None:
+    """A batch that the fixed microbatches do not divide, or that no number of data ranks divides."""
+    fixed, batch = question.fixed, question.batch
+    part = math.prod(fixed.get(name, 1) for name in ("microbatch", "accumulate", "replicate", "shard"))
+    if part < 1 or batch % part:
+        names = [name for name in ("microbatch", "accumulate", "replicate", "shard") if name in fixed]
+        what = f"batch = {batch} is no multiple of {' × '.join(f'plan.{name} {fixed[name]}' for name in names)}"
+        return Problem(what, f"use a batch that is a multiple of {max(part, 1)}", "batch")
+    return None
+
+
+def _stages(question: Question) -> Problem | None:
+    """Stages that do not add up to the model."""
+    stages, layers = question.fixed.get("stages", ()), question.arch.layers
+    if not stages or (sum(stages) == layers and min(stages) >= 1):
+        return None
+    what = f"plan.stages = {list(stages)} has {sum(stages)} layers, and the model has {layers}"
+    if min(stages) < 1:
+        what = f"plan.stages = {list(stages)} has a stage without a layer"
+    return Problem(what, "leave plan.stages out to have the layers balanced", "plan.stages")
+
+
+def _no_pipeline(question: Question) -> Problem:
+    """Fields of a pipeline where there is none."""
+    names = [name for name in ("schedule", "stages", "chunks") if name in question.fixed]
+    what = f"{' and '.join(f'plan.{name}' for name in names)} {'is' if len(names) == 1 else 'are'} for pipelines"
+    ranks = "plan.pp = 1" if question.fixed.get("pp") == 1 else "the machines have no GPUs left for one"
+    return Problem(f"{what}, and {ranks}", "leave it out, or have plan.pp above 1", f"plan.{names[0]}")
+
+
+def _spread(question: Question) -> list[Plan]:
+    """Plans over all GPUs with the fixed fields, legal or not."""
+    fixed, gpus = question.fixed, question.cluster.gpus
+    axes = [(fixed[axis],) if axis in fixed else divisors(gpus) for axis in AXES]
+    plans = []
+    for degrees in product(*axes):
+        if math.prod(degrees) != gpus:
+            continue
+        values = dict(zip(AXES, degrees, strict=True))
+        data = values["replicate"] * values["shard"]
+        microbatch = fixed.get("microbatch") or max(question.batch // data // fixed.get("accumulate", 1), 1)
+        accumulate = fixed.get("accumulate") or max(question.batch // data // microbatch, 1)
+        values |= {"zero": int(values["shard"] > 1), "microbatch": microbatch, "accumulate": accumulate}
+        plans.append(_plan(question, values | {key: value for key, value in fixed.items() if key not in AXES}))
+    return plans
+
+
+def _plan(question: Question, values: dict[str, Any]) -> Plan:
+    stages = values.get("stages")
+    if values["pp"] > 1 and stages:
+        values = {"chunks": max(len(stages) // values["pp"], 1)} | values
+    elif values["pp"] > 1:
+        schedule = str(values.get("schedule", "1f1b"))
+        chunks = values.get("chunks") or default_chunks(schedule)  # pyright: ignore[reportArgumentType]
+        values = values | {"chunks": chunks, "stages": balanced_stages(question.arch, values["pp"] * chunks)}
+    return Plan(**values, precision=question.precision)  # pyright: ignore[reportArgumentType]

@@ -1,9 +1,17 @@
 """Plan: how one run uses the machines. Found by the planner, obeyed by the trainer, changed by neither afterwards."""
 
+import difflib
+import math
+import re
+from functools import cache, lru_cache
+from itertools import accumulate
 from typing import Literal
 
 import msgspec
 
+from meshwright.spec.arch import Arch
+from meshwright.spec.params import params
+from meshwright.spec.problem import Problem
 from meshwright.spec.schedule import Schedule
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp64"]
@@ -102,3 +110,109 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         if self.deterministic:
             used.append("deterministic")
         return " ".join(used)
+
+
+WORDS = ("none", "full", "selective", "sqrt")
+COUNTED = re.compile(r"(every|first|selective)-([1-9][0-9]{0,8})")
+PATTERN = f"^({'|'.join(WORDS)}|{COUNTED.pattern})$"  # for whoever checks a run file by its schema
+
+
+def problem(policy: str) -> Problem | None:
+    """What is wrong with a word, if anything."""
+    if policy in WORDS or COUNTED.fullmatch(policy):
+        return None
+    remedy = f"use one of {', '.join(WORDS)}, every-K, first-K or selective-K with a whole K of at least 1"
+    if near := difflib.get_close_matches(policy, (*WORDS, "every-2", "first-2", "selective-2"), 1):
+        remedy = f"did you mean {near[0]}? {remedy}"
+    return Problem(f"plan.recompute = {policy!r} is not a way of computing anew", remedy, "plan.recompute")
+
+
+def by_operation(policy: str) -> bool:
+    """Whether a block keeps what its costly operations return, and computes anew only the others."""
+    return policy.startswith("selective")
+
+
+@lru_cache(maxsize=1024)
+def runs(policy: str, blocks: int) -> tuple[range, ...]:
+    """Which blocks of a stage (or of a model without stages) are computed anew, those of one run together.
+
+    Of a run only its input is kept from the forward to the backward. What is in no run keeps everything. Under
+    `selective` each block is a run of its own, of which `by_operation` keeps more; under `selective-K` the first are.
+    """
+    assert problem(policy) is None, "refused before ranks start"
+    if policy == "none":
+        return ()
+    counted = COUNTED.fullmatch(policy)
+    if counted is None:
+        length = max(round(math.sqrt(blocks)), 1) if policy == "sqrt" else 1
+        return _cut(blocks, length)
+    word, number = counted[1], int(counted[2])
+    return _cut(blocks, number) if word == "every" else _cut(min(number, blocks), 1)
+
+
+def _cut(blocks: int, length: int) -> tuple[range, ...]:
+    """Blocks in runs of one length; the last may be shorter."""
+    return tuple(range(start, min(start + length, blocks)) for start in range(0, blocks, length))
+
+
+@cache
+def balanced_stages(arch: Arch, stages: int) -> tuple[int, ...]:
+    """Layers of each stage such that the costliest stage costs least, and the others are as even as they can be.
+
+    Cost is the weights a token is multiplied with, which is what a stage's time is made of: the output projection
+    counts to the last stage, and the embedding, which is looked up, to none.
+    """
+    if not 1 <= stages <= arch.layers:
+        return (0,) * stages  # refused by the rules, with the reason
+    costs = [_layer_cost(arch, layer) for layer in range(arch.layers)]
+    costs[-1] += arch.vocab * arch.hidden
+    return _even(costs, stages, _least_bound(costs, stages))
+
+
+def _layer_cost(arch: Arch, layer: int) -> int:
+    total = 0
+    for param in params(arch):
+        if param.layer == layer:
+            total += param.numel * arch.top_k // arch.experts if param.expert and arch.top_k else param.numel
+    return total
+
+
+def _least_bound(costs: list[int], stages: int) -> int:
+    """The smallest cost that no stage needs to exceed, by bisection."""
+    low, high = max(costs), sum(costs)
+    while low < high:
+        middle = (low + high) // 2
+        if _stages_needed(costs, middle) <= stages:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _stages_needed(costs: list[int], bound: int) -> int:
+    needed, spent = 1, 0
+    for cost in costs:
+        if spent + cost > bound:
+            needed, spent = needed + 1, 0
+        spent += cost
+    return needed
+
+
+def _even(costs: list[int], stages: int, bound: int) -> tuple[int, ...]:
+    """Within a bound, the cut whose stage costs have the least sum of squares; among equals, longer stages first."""
+    ends = [0, *accumulate(costs)]
+    layers = len(costs)
+    # best[i]: the least sum of squares of the stages from layer i to the end, and the first of those stages' lengths.
+    best: dict[int, tuple[int, tuple[int, ...]]] = {layers: (0, ())}
+    for remaining in range(1, stages + 1):
+        following, best = best, {}
+        for start in range(layers - remaining, -1, -1):
+            for end in range(layers - remaining + 1, start, -1):
+                cost = ends[end] - ends[start]
+                if cost > bound or end not in following:
+                    continue
+                squares, lengths = following[end]
+                total = squares + cost * cost
+                if start not in best or total < best[start][0]:
+                    best[start] = (total, (end - start, *lengths))
+    return best[0][1]

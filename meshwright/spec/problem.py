@@ -22,3 +22,8 @@ class InputError(ValueError):
     def __init__(self, problems: list[Problem]) -> None:
         super().__init__("\n".join(str(problem) for problem in problems))
         self.problems = problems
+
+
+def mistake(text: str, remedy: str, key: str = "") -> InputError:
+    """An InputError of a single problem."""
+    return InputError([Problem(text, remedy, key)])

@@ -8,31 +8,32 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from meshwright.checkpoint.folder import open_folder
+from meshwright.checkpoint.model_folder import open_folder
+from meshwright.config.run import Run
 from meshwright.data.loader import Loader
 from meshwright.data.prepare import Corpus
 from meshwright.models.decoder import Decoder
 from meshwright.models.init import fill, key
 from meshwright.models.moe import Mixture
-from meshwright.optim import hosted as host_weights
-from meshwright.optim import room, rounding
+from meshwright.optim import cpu_offload as host_weights
+from meshwright.optim import host_memory, master_weights
 from meshwright.optim.adamw import AdamW
-from meshwright.optim.offloaded import Offloaded
-from meshwright.parallel import offload, precision, shadow
+from meshwright.optim.clip import LossScale
+from meshwright.optim.offload import Offloaded
+from meshwright.parallel import optimizer_offload, precision
+from meshwright.parallel import precision as shadow
 from meshwright.parallel.apply import apply
-from meshwright.parallel.decoder import DECODER
+from meshwright.parallel.decoder_spec import DECODER
 from meshwright.parallel.mesh import Mesh, local
 from meshwright.spec.params import params
-from meshwright.spec.run import Run
-from meshwright.train.saving import restore as restore  # re-exported: what was built may go on from a save
-from meshwright.train.scale import LossScale
+from meshwright.train.saving import restore as restore
 from meshwright.train.state import State, region_of
 
 
 def build(run: Run, corpus: Corpus, mesh: Mesh, folder: Path | None = None) -> State:
     """The state before the first step. States that are offloaded to a disk go to the run's folder."""
     with torch.device("meta"):
-        model = Decoder(run.arch).to(rounding.weight_dtype(run.optim, run.plan))
+        model = Decoder(run.arch).to(master_weights.weight_dtype(run.optim, run.plan))
     chunks = apply(model, run.plan, mesh, DECODER)
     make = hosted if run.plan.offload_weights else beside
     make = partial(offloaded, folder=folder) if run.plan.offload != "none" else make
@@ -63,23 +64,23 @@ def hosted(chunks: list[nn.Module], run: Run, mesh: Mesh) -> AdamW:
 
 def _begin(chunks: list[nn.Module], run: Run, mesh: Mesh) -> None:
     """First values, with what rounding keeps beside them."""
-    rounding.attach(chunks, run)
+    master_weights.attach(chunks, run)
     for chunk in chunks:
-        initialise(chunk, run, mesh.device, rounding.begin if run.optim.rounding == "compensated" else None)
+        initialise(chunk, run, mesh.device, master_weights.begin if run.optim.rounding == "compensated" else None)
 
 
 def offloaded(chunks: list[nn.Module], run: Run, mesh: Mesh, folder: Path | None) -> AdamW:
     """The same with its states elsewhere: no more than one weight is ever wide on the device."""
     place = Path(run.plan.offload_folder or folder or tempfile.gettempdir())
-    groups = [group for chunk in chunks for group in offload.groups(chunk, DECODER)]
-    room.check(run, [weight.numel() for group in groups for weight in group.weights], place)
-    offload.narrow(chunks, run.plan)
+    groups = [group for chunk in chunks for group in optimizer_offload.groups(chunk, DECODER)]
+    host_memory.check(run, [weight.numel() for group in groups for weight in group.weights], place)
+    optimizer_offload.narrow(chunks, run.plan)
     for chunk in chunks:
         chunk.to_empty(device=mesh.device)
         chunk.train()
-    offload.sum_wide(chunks, run.plan)
+    optimizer_offload.sum_wide(chunks, run.plan)
     # Memory for them has made new parameters of the old.
-    groups = [group for chunk in chunks for group in offload.groups(chunk, DECODER)]
+    groups = [group for chunk in chunks for group in optimizer_offload.groups(chunk, DECODER)]
     optimizer = Offloaded(run, groups, mesh.device, place)
     for chunk in chunks:
         initialise(chunk, run, mesh.device, optimizer.begin)

@@ -1,20 +1,232 @@
 """What a rank watches for in its own numbers while it trains."""
 
+import math
 import time
+from collections import deque
+from pathlib import Path
+from statistics import median
 
-from meshwright.parallel.mesh import Mesh
-from meshwright.spec.exits import Exit
-from meshwright.spec.record import EventRecord, StepRecord
-from meshwright.spec.run import Run
-from meshwright.spec.verdict import FaultError, Verdict
-from meshwright.train.heartbeat import Heart
+import msgspec
+import safetensors.torch
+import torch
+
+from meshwright.config.run import Run
+from meshwright.data.loader import Batch
+from meshwright.parallel.collectives import join
+from meshwright.parallel.mesh import Mesh, local
+from meshwright.runtime.failure import Exit, FaultError, Verdict
+from meshwright.runtime.heartbeat import PHASES
+from meshwright.runtime.records import EventRecord, StepRecord
+from meshwright.train.heartbeat import SECONDS, Heart
 from meshwright.train.log import Recorder
-from meshwright.train.nonfinite import culprit
-from meshwright.train.replicas import Replicas
-from meshwright.train.spikes import Spikes
+from meshwright.train.replica_check import Replicas, Witness
 from meshwright.train.state import State
-from meshwright.train.stragglers import Stragglers
-from meshwright.train.witness import Witness
+from meshwright.train.step import losses
+from meshwright.train.world import world_group
+
+NONE = -1
+
+
+class Culprit(msgspec.Struct, frozen=True, kw_only=True):
+    """Where numbers stopped being finite."""
+
+    step: int
+    rank: int | None  # None: the loss is finite on all of them, computed again
+    microbatch: int
+    samples: tuple[int, ...]  # global sample indices of the microbatch
+    parameter: str  # the first, in the model's order, whose gradient is not finite; empty where that is gone
+    batch: str = ""  # a file with the token ids
+
+    def __str__(self) -> str:
+        weight = f", first in the gradient of {self.parameter}" if self.parameter else ""
+        if self.rank is None:
+            return f"the gradient is not finite{weight}; computed again, the loss is: an overflow, or a passing fault"
+        samples = f"samples {self.samples[0]} to {self.samples[-1]}" if self.samples else "no samples"
+        saved = f"; saved in {self.batch}" if self.batch else ""
+        return (
+            f"the gradient is not finite: rank {self.rank}, microbatch {self.microbatch}, {samples}{weight}. "
+            f"No rank has moved its weights{saved}"
+        )
+
+
+def culprit(run: Run, state: State, mesh: Mesh, step: int, folder: Path) -> Culprit:
+    """Compute the step's losses again, one microbatch at a time. All ranks must ask; healthy steps never do."""
+    parameter = first_parameter(state)
+    microbatches = state.loader.take(step - 1).microbatches
+    bad = NONE
+    if run.plan.pp == 1:  # under a pipeline a microbatch has no rank of its own
+        found = [number for number, batch in enumerate(microbatches) if not _finite(run, state, mesh, batch)]
+        bad = found[0] if found else NONE
+    samples = _samples(microbatches[bad], run) if bad != NONE else ()
+    first, last = (samples[0], samples[-1]) if samples else (NONE, NONE)
+    row = torch.tensor([[bad, first, last]], dtype=torch.int64, device=mesh.device)
+    rows = join(row, 0, world_group()).tolist() if mesh.world > 1 else row.tolist()
+    guilty = next((rank for rank, (number, *_) in enumerate(rows) if number != NONE), None)
+    mine = Culprit(step=step, rank=mesh.rank, microbatch=bad, samples=samples, parameter=parameter)
+    if bad != NONE:
+        save(mine, microbatches[bad], folder)
+    if guilty is None:
+        return Culprit(step=step, rank=None, microbatch=NONE, samples=(), parameter=parameter)
+    number, first, last = rows[guilty]
+    return Culprit(
+        step=step,
+        rank=guilty,
+        microbatch=number,
+        samples=(first, last),
+        parameter=parameter,
+        batch=str(_file(folder, step, guilty)),
+    )
+
+
+def save(culprit: Culprit, batch: Batch, folder: Path) -> None:
+    """The token ids beside what is known of them."""
+    file = _file(folder, culprit.step, culprit.rank or 0)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    tensors = {"tokens": batch.tokens.cpu().contiguous(), "targets": batch.targets.cpu().contiguous()}
+    temporary = file.with_suffix(".tmp")
+    temporary.write_bytes(safetensors.torch.save(tensors))
+    temporary.replace(file)
+    file.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(culprit)) + b"\n")
+
+
+def first_parameter(state: State) -> str:
+    """The first weight whose gradient, if it is still there, is not finite."""
+    for chunk in state.chunks:
+        for name, weight in chunk.named_parameters():
+            if weight.grad is not None and not local(weight.grad).isfinite().all().item():
+                return name
+    return ""
+
+
+@torch.no_grad()
+def _finite(run: Run, state: State, mesh: Mesh, batch: Batch) -> bool:
+    weight = torch.ones((), device=mesh.device)
+    _, loss = losses(state.chunks[0], run.plan, mesh, weight, batch)
+    return bool(loss.isfinite().item())
+
+
+def _samples(batch: Batch, run: Run) -> tuple[int, ...]:
+    return tuple((batch.index[:, 0] // run.sequence).tolist())
+
+
+def _file(folder: Path, step: int, rank: int) -> Path:
+    return folder / "faults" / f"not-finite-step{step}-rank{rank}.safetensors"
+
+
+SCALE = 1.4826  # of the median absolute deviation to the standard deviation, for a normal distribution
+WINDOW, ENOUGH = 64, 16  # steps that are looked back on; fewer than enough say nothing
+# The least spread that is believed. A loss on a plateau deviates by less than it may jump for no reason; norms, as
+# logarithms, jump more.
+LEAST_LOSS_SHARE, LEAST_LOG_NORM = 0.02, 0.35
+
+
+class Spikes:
+    """Remembers the last steps and says how far off the newest one is."""
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+        self.losses: deque[float] = deque(maxlen=WINDOW)
+        self.norms: deque[float] = deque(maxlen=WINDOW)  # as logarithms
+
+    def add(self, loss: float, norm: float) -> str:
+        """What is remarkable about a step, or nothing."""
+        if not self.limit or not (math.isfinite(loss) and math.isfinite(norm) and norm > 0):
+            return ""
+        least = LEAST_LOSS_SHARE * abs(median(self.losses or [loss]))
+        found = [
+            self._words("loss", self.losses, loss, least),
+            self._words("logarithm of the gradient norm", self.norms, math.log(norm), LEAST_LOG_NORM),
+        ]
+        self.losses.append(loss)
+        self.norms.append(math.log(norm))
+        return "; ".join(words for words in found if words)
+
+    def _words(self, name: str, values: deque[float], new: float, least: float) -> str:
+        z = robust_z(list(values), new, least) if len(values) >= ENOUGH else 0.0
+        if z <= self.limit:
+            return ""
+        return f"{name} {new:.4g} is {z:.0f} deviations above the median {median(values):.4g} of {len(values)} steps"
+
+
+def robust_z(values: list[float], new: float, least: float) -> float:
+    """How many deviations `new` lies above the median of `values`."""
+    middle = median(values)
+    spread = SCALE * median([abs(value - middle) for value in values])
+    return (new - middle) / max(spread, least)
+
+
+EVERY = 5  # steps between two looks
+IN_A_ROW = 3  # looks that must agree: a burst of five steps is over before the third
+LEAST_SECONDS = 0.5  # a look over less would see only chance
+NOISE = 2.5  # deviations of sampled time that are chance
+STEP_PHASES = ("data", "forward", "backward", "optimizer")
+
+
+class Straggler(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank that holds up the others."""
+
+    rank: int
+    phase: str
+    ratio: float  # of its own work to the others'
+    cost: float  # share of the step time that the others wait for it
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} works {self.ratio:.1f} times as long as the others, most of it in {self.phase}: "
+            f"it costs {self.cost:.0%} of the step time"
+        )
+
+
+class Stragglers:
+    """Gathers the ranks' own working times now and then; several looks in a row must agree."""
+
+    def __init__(self, limit: float, mesh: Mesh, heart: Heart) -> None:
+        self.limit = limit
+        self.mesh = mesh
+        self.heart = heart
+        self.before = heart.spent()
+        self.suspects: deque[int | None] = deque(maxlen=IN_A_ROW)
+        self.named: int | None = None
+
+    def look(self, step: int) -> Straggler | None:
+        """All ranks must ask at the same steps."""
+        if not self.limit or self.mesh.world == 1 or step % EVERY:
+            return None
+        spent = self.heart.spent()
+        mine = [[new - old for new, old in zip(*pair, strict=True)] for pair in zip(spent, self.before, strict=True)]
+        work, elapsed = self._gathered(mine)
+        if elapsed < LEAST_SECONDS:
+            return None  # look again when there is more to see
+        self.before = spent
+        found = straggler(work, elapsed, self.limit)
+        self.suspects.append(found.rank if found is not None else None)
+        if found is None or self.suspects.count(found.rank) < IN_A_ROW:
+            self.named = self.named if found is not None else None
+            return None
+        told, self.named = self.named == found.rank, found.rank
+        return None if told else found  # once, until it has caught up
+
+    def _gathered(self, mine: list[list[float]]) -> tuple[list[list[float]], float]:
+        row = torch.tensor([*mine[0], sum(map(sum, mine))], dtype=torch.float64, device=self.mesh.device)
+        rows = join(row[None], 0, world_group()).tolist()
+        return [one[:-1] for one in rows], min(one[-1] for one in rows)
+
+
+def straggler(work: list[list[float]], elapsed: float, limit: float) -> Straggler | None:
+    """The rank whose own work is so many times the others', from seconds by rank and phase; None if there is none."""
+    columns = [PHASES.index(phase) for phase in STEP_PHASES]
+    totals = [sum(row[column] for column in columns) for row in work]
+    rank = max(range(len(totals)), key=totals.__getitem__)
+    others = [row for number, row in enumerate(work) if number != rank]
+    usual = median([total for number, total in enumerate(totals) if number != rank])
+    chance = NOISE * math.sqrt(SECONDS * elapsed)  # of time that is seen by looking at it every so often
+    excess = totals[rank] - usual
+    if totals[rank] < limit * usual or excess < chance:
+        return None
+    worst = max(columns, key=lambda column: work[rank][column] - median([row[column] for row in others]))
+    return Straggler(
+        rank=rank, phase=PHASES[worst], ratio=totals[rank] / max(usual, SECONDS), cost=min(excess / elapsed, 1.0)
+    )
 
 
 class Faults:

@@ -11,16 +11,18 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 import msgspec
+import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 
-from meshwright.spec import beat as beats
-from meshwright.spec import phases
-from meshwright.spec.beat import MOST_GROUPS, PHASES, Beat
-from meshwright.spec.exits import Exit
+from meshwright.runtime import hang
+from meshwright.runtime import heartbeat as beats
+from meshwright.runtime.failure import Exit
+from meshwright.runtime.heartbeat import MOST_GROUPS, PHASES, Beat
 
 SECONDS = 0.05  # between two looks
 STACK_SIGNAL = signal.SIGUSR1
@@ -37,7 +39,7 @@ class Heart:
         self.beat = Beat(pid=os.getpid(), tick=now, moved=now)
         self.work, self.wait = [0.0] * len(PHASES), [0.0] * len(PHASES)
         self.main = threading.get_ident()
-        self.before: list[phases.Frame] = []
+        self.before: list[hang.Frame] = []
         self.site = ("", 0)
         self.known: set[tuple[str, int]] = set()  # lines that the main thread was at, and left again
         self.step, self.steps_here, self.restored = 0, 0, -1
@@ -95,8 +97,8 @@ class Heart:
         self.memory[: len(packed)] = packed
 
     def _look(self) -> Beat:
-        stack = phases.of(sys._current_frames().get(self.main))
-        seen = phases.doing(stack, self.beat.phase)
+        stack = hang.of(sys._current_frames().get(self.main))
+        seen = hang.doing(stack, self.beat.phase)
         waiting = seen.waiting or (seen.phase == "backward" and self._device_thread_waits())
         last, now = self.beat, time.monotonic()
         counts = collectives() or last.counts
@@ -128,7 +130,7 @@ class Heart:
     def _device_thread_waits(self) -> bool:
         """A GPU's backward runs in a thread of autograd's own, and so do the collectives in it."""
         others = [frame for number, frame in sys._current_frames().items() if number != self.main]
-        return any(phases.is_waiting(phases.of(frame)) for frame in others)
+        return any(hang.is_waiting(hang.of(frame)) for frame in others)
 
 
 def collectives() -> tuple[int, ...]:
@@ -158,3 +160,43 @@ def _stack_on_signal(file: Path) -> TextIO:
     stack = open(file, "w")  # noqa: SIM115 - open until the process ends
     faulthandler.register(STACK_SIGNAL, file=stack, all_threads=True)
     return stack
+
+
+# What matters of an operation: its name, its group, and the sizes it sends and gets.
+Operation = tuple[str, str, str, str]
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the recorder, as far as it is used."""
+
+    profiling_name: str
+    process_group: tuple[str, ...]
+    input_sizes: Any
+    output_sizes: Any
+    time_created_ns: int
+
+    @property
+    def operation(self) -> Operation:
+        return self.profiling_name, self.process_group[0], str(self.input_sizes), str(self.output_sizes)
+
+
+class Trace(msgspec.Struct, frozen=True, kw_only=True):
+    """What the recorder holds."""
+
+    entries: tuple[Entry, ...] = ()
+
+
+def recorded() -> tuple[Entry, ...]:
+    """The last collectives, oldest first; none where the recorder is off (TORCH_FR_BUFFER_SIZE)."""
+    dump = getattr(c10d, "_dump_fr_trace_json", None)
+    return msgspec.json.decode(dump(True, False), type=Trace).entries if dump is not None else ()
+
+
+def deviated(entries: Sequence[Entry], step_ends_ns: Sequence[int]) -> bool:
+    """Whether the step under way began other collectives than the whole step before it, as far as it has come."""
+    if len(step_ends_ns) < 2:
+        return False
+    earlier, last = step_ends_ns[-2], step_ends_ns[-1]
+    before = [entry.operation for entry in entries if earlier < entry.time_created_ns <= last]
+    now = [entry.operation for entry in entries if entry.time_created_ns > last]
+    return now[: len(before)] != before[: len(now)]

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshwright.checkpoint.holding import Copies
+from meshwright.checkpoint.state import Copies
 from meshwright.checkpoint.storage import Disk
+from meshwright.config.run import Run
 from meshwright.parallel.mesh import Mesh, local
-from meshwright.spec.run import Run
 from meshwright.train.state import State
 
 FOREVER = 1e6  # seconds

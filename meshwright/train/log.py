@@ -1,21 +1,29 @@
 """Results become records: JSON lines on disk are the truth, screens and trackers are their readers."""
 
+import contextlib
 import os
+import queue
 import resource
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Protocol, TextIO
 
+import msgspec
 import torch
 from torch import Tensor
 
-from meshwright.cost.flops import step_flops
+from meshwright.config import load
+from meshwright.config.run import Run
+from meshwright.cost.flops import step_flops, utilization
+from meshwright.hardware.cluster import peak_flops_per_second
 from meshwright.parallel.mesh import Mesh
-from meshwright.spec.cluster import peak_flops_per_second
-from meshwright.spec.record import (
+from meshwright.runtime.files import forsake
+from meshwright.runtime.records import (
     AttemptRecord,
     EndRecord,
     EventRecord,
@@ -25,11 +33,281 @@ from meshwright.spec.record import (
     line,
     read_line,
 )
-from meshwright.spec.run import Run
 from meshwright.train.loop import HeldResult, StepResult
-from meshwright.train.record_file import RecordFile
-from meshwright.train.screen import Screen
-from meshwright.train.writers import Writer
+
+
+class RecordFile:
+    """Lines in the order they came. What a full disk refuses waits for the next time; that is said once."""
+
+    def __init__(self, file: Path, say: Callable[[str], None]) -> None:
+        self.file = file
+        self.say = say
+        self.stream = open(file, "ab", buffering=0)  # noqa: SIM115 - closed by close()
+        self.waiting = b""
+        self.told = False
+
+    def write(self, line: bytes) -> None:
+        """Whoever kills this process does not take the line along."""
+        self.waiting += line
+        try:
+            while self.waiting:
+                written = self.stream.write(self.waiting) or 0  # a disk that is nearly full takes a part
+                self.waiting = self.waiting[written:]
+        except OSError as error:
+            if not self.told:
+                self.told = True
+                self.say(
+                    f"warning: {self.file} cannot be written: {error.strerror}. "
+                    "Training goes on; records wait in memory until they can be"
+                )
+
+    def close(self) -> None:
+        """A last try for what waits."""
+        self.write(b"")
+        self.stream.close()
+
+
+class Screen(Protocol):
+    """Somewhere to say things."""
+
+    def say(self, text: str) -> None: ...
+    def step(self, record: StepRecord, steps: int, peak_flops_per_second: float | None) -> None: ...
+    def held(self, record: HeldRecord) -> None: ...
+    def close(self) -> None: ...
+
+
+def screen(stream: TextIO, every: int, quiet: bool = False) -> Screen:
+    """The right screen for a stream."""
+    if quiet:
+        return Silent()
+    return Bar(stream, every) if stream.isatty() else Lines(stream, every)
+
+
+def step_line(record: StepRecord, steps: int, peak_flops_per_second: float | None) -> str:
+    """One step in the field's usual order. Utilization only where the device's peak is known."""
+    words = [
+        f"step {record.step}/{steps}",
+        f"loss {record.loss:.4f}",
+        f"norm {record.norm:.3f}",
+        f"rate {record.rate:.2e}",
+        f"memory {record.memory_bytes / 2**30:.2f} GiB",
+        f"tokens/s {record.tokens / record.seconds:,.0f}",
+        humane_flops(record.flops / record.seconds),
+    ]
+    if peak_flops_per_second:
+        words.append(f"MFU {utilization(record.flops, record.seconds, peak_flops_per_second):.1%}")
+    if record.balance is not None:
+        words.append(f"balance {record.balance:.3f}")
+    if record.skipped:
+        words.append(f"skipped: the gradient is not finite (loss scale {record.loss_scale:g})")
+    return "  ".join(words)
+
+
+def held_line(record: HeldRecord) -> str:
+    """One held-out loss."""
+    return f"held-out loss {record.loss:.4f} after step {record.step}"
+
+
+def humane_flops(flops_per_second: float) -> str:
+    """A rate in the unit that keeps it between 1 and 1000."""
+    for unit, size in (("PFLOP/s", 1e15), ("TFLOP/s", 1e12)):
+        if flops_per_second >= size:
+            return f"{flops_per_second / size:.2f} {unit}"
+    return f"{flops_per_second / 1e9:.1f} GFLOP/s"
+
+
+class Silent:
+    """Ranks other than the first."""
+
+    def say(self, text: str) -> None:
+        pass
+
+    def step(self, record: StepRecord, steps: int, peak_flops_per_second: float | None) -> None:
+        pass
+
+    def held(self, record: HeldRecord) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Lines:
+    """One plain line now and then, for pipes and logs."""
+
+    def __init__(self, stream: TextIO, every: int) -> None:
+        self.stream = stream
+        self.every = every
+        self.unheard = False
+
+    def say(self, text: str) -> None:
+        self._tell(lambda: print(text, file=self.stream, flush=True))
+
+    def step(self, record: StepRecord, steps: int, peak_flops_per_second: float | None) -> None:
+        if record.step == 1 or record.step % self.every == 0 or record.step == steps or record.skipped:
+            self.say(step_line(record, steps, peak_flops_per_second))
+
+    def held(self, record: HeldRecord) -> None:
+        self.say(held_line(record))
+
+    def close(self) -> None:
+        self._tell(self.stream.flush)
+
+    def _tell(self, speak: Callable[[], None]) -> None:
+        """A reader that has left, or a disk that is full, ends the telling and not the training."""
+        if self.unheard:
+            return
+        try:
+            speak()
+        except OSError:
+            self.unheard = True
+            forsake(self.stream)
+
+
+class Bar(Lines):
+    """A bar that moves every step, above it the same lines as elsewhere."""
+
+    def __init__(self, stream: TextIO, every: int) -> None:
+        super().__init__(stream, every)
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self.progress = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[latest]}"),
+            console=Console(file=stream, highlight=False),
+        )
+        self.task = self.progress.add_task("training", total=None, latest="", start=True)
+        self.started = False
+
+    def say(self, text: str) -> None:
+        self._tell(lambda: self.progress.console.print(text, markup=False, soft_wrap=True))
+
+    def step(self, record: StepRecord, steps: int, peak_flops_per_second: float | None) -> None:
+        if not self.started:
+            self._tell(self.progress.start)
+            self.started = True
+        super().step(record, steps, peak_flops_per_second)
+        latest = f"loss {record.loss:.3f}  {record.tokens / record.seconds:,.0f} tokens/s"
+        self.progress.update(self.task, completed=record.step, total=steps, latest=latest)
+
+    def close(self) -> None:
+        if self.started:
+            self._tell(self.progress.stop)
+            self.started = False
+        super().close()
+
+
+def default_stream(machine: bool) -> TextIO:
+    """Where people read: standard output, or standard error when a program reads standard output."""
+    return sys.stderr if machine else sys.stdout
+
+
+LONGEST_QUEUE = 10_000  # records a slow tracker may lag behind; later ones are dropped for it, never for the file
+LAST_SECONDS = 10.0  # a tracker may take at the end
+
+Measured = StepRecord | HeldRecord  # what has curves
+
+
+class Tracker(Protocol):
+    """What a tracker must be able to do."""
+
+    def log(self, values: dict[str, float], step: int) -> None: ...
+    def finish(self) -> None: ...
+
+
+class Writer:
+    """A tracker on a thread of its own. Its first error is said once, and ends it alone."""
+
+    def __init__(self, name: str, run: Run, folder: Path, say: Callable[[str], None]) -> None:
+        self.name = name
+        self.say = say
+        self.records: queue.Queue[Measured | None] = queue.Queue(LONGEST_QUEUE)
+        self.thread = threading.Thread(target=self._serve, args=(run, folder), name=f"writer-{name}", daemon=True)
+        self.thread.start()
+
+    def write(self, record: Measured) -> None:
+        """Hand over a record; never waits."""
+        with contextlib.suppress(queue.Full):
+            self.records.put_nowait(record)
+
+    def close(self) -> None:
+        """Give the tracker a moment to finish."""
+        with contextlib.suppress(queue.Full):
+            self.records.put(None, timeout=1.0)
+        self.thread.join(LAST_SECONDS)
+
+    def _serve(self, run: Run, folder: Path) -> None:
+        try:
+            tracker = TRACKERS[self.name](run, folder)
+            while (record := self.records.get()) is not None:
+                tracker.log(numbers(record), record.step)
+            tracker.finish()
+        except Exception as error:  # a tracker's trouble is not the run's
+            self.say(f"{self.name} stopped: {type(error).__name__}: {error}. Training goes on; records are on disk.")
+
+
+def numbers(record: Measured) -> dict[str, float]:
+    """What of a record is worth a curve."""
+    if isinstance(record, HeldRecord):
+        return {"held_out_loss": record.loss}
+    values = {key: float(value) for key, value in msgspec.to_builtins(record).items() if isinstance(value, int | float)}
+    values.pop("step")
+    return values | {"tokens_per_second": record.tokens / record.seconds}
+
+
+class TensorBoard:
+    """Event files in the run folder."""
+
+    def __init__(self, run: Run, folder: Path) -> None:
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        self.events: Any = SummaryWriter(str(folder / "tensorboard"))
+        self.events.add_text("run", f"```toml\n{load.write(run)}```")
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        for name, value in values.items():
+            self.events.add_scalar(name, value, step)
+
+    def finish(self) -> None:
+        self.events.close()
+
+
+class Wandb:
+    """W&B, and Trackio, which speaks the same words."""
+
+    def __init__(self, module: Any, run: Run) -> None:
+        self.module = module
+        self.module.init(project="meshwright", name=run.name, config=msgspec.to_builtins(run))
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.module.log(values, step=step)
+
+    def finish(self) -> None:
+        self.module.finish()
+
+
+def _wandb(run: Run, folder: Path) -> Tracker:
+    import wandb  # pyright: ignore[reportMissingImports]
+
+    return Wandb(wandb, run)
+
+
+def _trackio(run: Run, folder: Path) -> Tracker:
+    import trackio  # pyright: ignore[reportMissingImports]
+
+    return Wandb(trackio, run)
+
+
+TRACKERS: dict[str, Callable[[Run, Path], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": _wandb,
+    "trackio": _trackio,
+}
+
 
 MOST_PENDING = 2  # steps whose numbers may still be on their way from the device
 

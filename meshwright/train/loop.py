@@ -1,22 +1,39 @@
 """The loop: a generator that training, benchmarks and tests drive alike."""
 
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 import torch
 from torch import Tensor
 
+from meshwright.config.run import Run
 from meshwright.optim import clip
-from meshwright.optim.schedule import learning_rate
+from meshwright.optim.lr_schedule import learning_rate
 from meshwright.parallel import deterministic
 from meshwright.parallel.mesh import Mesh
-from meshwright.spec.run import Run
 from meshwright.train.saving import Save, Stops, saving
-from meshwright.train.signals import Stop
 from meshwright.train.state import State
 from meshwright.train.step import choose, evaluating, held_loss, mixtures
+
+
+class Stop:
+    """Whether somebody has asked this rank to save and end."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.saved = True  # what was done until the end is on the disk
+
+    def listen(self) -> "Stop":
+        """Let SIGTERM ask. A second one asks the same: a save that has begun is never cut short."""
+        signal.signal(signal.SIGTERM, self._hear)
+        return self
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,18 +7,16 @@ import msgspec
 import torch
 from torch import Tensor
 
+from meshwright.config.run import Run
 from meshwright.cost.memory import Ledger, ledger, worst
+from meshwright.hardware.cluster import catalogue, cluster_of_device, recognised
+from meshwright.hardware.stacks import stacks
 from meshwright.parallel.mesh import local
-from meshwright.search.found import Found, fit_of, priced
-from meshwright.search.neighbours import neighbours, smaller_microbatches
+from meshwright.runtime.failure import Exit, FaultError, Verdict
+from meshwright.search.best_first import Found, fit_of, priced
+from meshwright.search.explain import neighbours, smaller_microbatches
 from meshwright.search.question import Question
-from meshwright.spec.catalogue import catalogue, recognised
-from meshwright.spec.cluster import cluster_of_device
-from meshwright.spec.exits import Exit
 from meshwright.spec.plan import Plan
-from meshwright.spec.run import Run
-from meshwright.spec.stack import stacks
-from meshwright.spec.verdict import FaultError, Verdict
 from meshwright.train.state import State
 
 GIB = 2**30

@@ -1,5 +1,6 @@
 """One rank of a run, from meeting the others to the last file."""
 
+import hashlib
 import platform
 import time
 import traceback
@@ -12,33 +13,139 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright import __version__
-from meshwright.checkpoint.folder import save_native
+from meshwright.checkpoint.model_folder import save_native
+from meshwright.checkpoint.storage import CorruptError
+from meshwright.config.run import Run
 from meshwright.cost import goodput
 from meshwright.data.prepare import Corpus, prepare
-from meshwright.parallel import compiled, deterministic, fused
+from meshwright.data.shards import Tokens
+from meshwright.parallel import compile, deterministic, fused_kernels
 from meshwright.parallel.mesh import Mesh
-from meshwright.spec import verdict
-from meshwright.spec.exits import Exit
-from meshwright.spec.order import Order
+from meshwright.runtime import failure
+from meshwright.runtime.failure import Exit, FaultError, Kind, Verdict, is_broken, of_code
+from meshwright.runtime.place import Order
+from meshwright.runtime.records import AttemptRecord, Summary
 from meshwright.spec.params import count
-from meshwright.spec.record import AttemptRecord, Summary
-from meshwright.spec.run import Run
-from meshwright.train import same_data
-from meshwright.train.build import State, build, restore
-from meshwright.train.collectives import deviated, recorded
-from meshwright.train.ending import verdict_of
+from meshwright.spec.problem import InputError, Problem
+from meshwright.train.build import build
 from meshwright.train.faults import Faults
-from meshwright.train.gather import weights
-from meshwright.train.heartbeat import Heart
+from meshwright.train.heartbeat import Heart, deviated, recorded
 from meshwright.train.inject import inject
-from meshwright.train.log import Recorder, peak_bytes
-from meshwright.train.loop import StepResult, train
+from meshwright.train.log import Recorder, Screen, Writer, default_stream, peak_bytes, screen
+from meshwright.train.loop import StepResult, Stop, train
 from meshwright.train.oom import expected, explaining
 from meshwright.train.sample import continuation
-from meshwright.train.screen import Screen, default_stream, screen
-from meshwright.train.signals import Stop
+from meshwright.train.saving import restore
+from meshwright.train.state import State, weights
 from meshwright.train.world import world
-from meshwright.train.writers import Writer
+
+AGAIN = "put it right and run the same command again: it goes on from the newest checkpoint"
+
+
+def verdict_of(error: Exception, order: Order, step: int, deviated: bool, begun: bool = True) -> Verdict:
+    """The last words of a rank. `step` is −1 until the ranks stand ready; `begun`: they have made one since."""
+    if isinstance(error, FaultError):
+        verdict = error.verdict
+    else:
+        verdict = Verdict(kind="error", code=Exit.FAILED, what=_first_line(error))
+        for kind, code, remedy in _known(error, order, begun and step >= 0):
+            verdict = Verdict(kind=kind, code=code, what=_first_line(error), remedy=remedy)
+    return msgspec.structs.replace(
+        verdict,
+        what=verdict.what if isinstance(error, FaultError) else f"rank {order.place.rank} failed: {verdict.what}",
+        where=verdict.where or _where(error, step),
+        remedy=verdict.remedy or "see the traceback in the log",
+        details=verdict.details or order.log or order.folder,
+        rank=order.place.rank,
+        step=step if step >= 0 else None,
+        stack=tuple(traceback.format_exception(error)),
+        deviated=deviated,
+        at=time.time(),
+    )
+
+
+def _known(error: Exception, order: Order, begun: bool) -> list[tuple[Kind, int, str]]:
+    """Errors whose meaning is known: their kind, exit code and remedy."""
+    if isinstance(error, CorruptError):
+        return [("corrupt", Exit.CORRUPT, "restore the folder from a copy, or start anew with --fresh")]
+    if isinstance(error, torch.OutOfMemoryError):
+        return [("memory", Exit.DOES_NOT_FIT, "use a smaller microbatch, recompute, or more shards")]
+    if isinstance(error, InputError):
+        remedy = "; ".join(problem.remedy for problem in error.problems)
+        if not begun:
+            return [("input", Exit.INPUT, remedy)]
+        return [(of_code(Exit.RESUMABLE), Exit.RESUMABLE, f"{remedy}; the same command then goes on")]
+    # Our own launcher sees who it was that left; of somebody else's we know only that a rank is gone.
+    if order.place.launcher != "meshwright" and is_broken(str(error)):
+        return [("killed", Exit.RESUMABLE, AGAIN)]
+    if isinstance(error, OSError) and _in_data(error):
+        return [(of_code(Exit.RESUMABLE), Exit.RESUMABLE, AGAIN)]
+    return []
+
+
+def _in_data(error: Exception) -> bool:
+    frames = traceback.extract_tb(error.__traceback__)
+    return any("/meshwright/data/" in Path(frame.filename).as_posix() for frame in frames)
+
+
+def _first_line(error: Exception) -> str:
+    if isinstance(error, InputError):
+        return "; ".join(problem.text for problem in error.problems)
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+def _where(error: Exception, step: int) -> str:
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/meshwright/" in frame.filename]
+    line = f"; {Path(frames[-1].filename).name}:{frames[-1].lineno} {frames[-1].name}" if frames else ""
+    when = f"after step {step}" if step >= 0 else "before the first step"
+    return f"{platform.node()}, {when}{line}"
+
+
+FILE = "data.json"
+WINDOWS, WINDOW = 64, 256  # places that are looked at, and tokens at each
+
+
+class Fact(msgspec.Struct, frozen=True, kw_only=True):
+    """What is remembered of one source."""
+
+    source: str
+    tokens: int
+    digest: str
+
+
+def check(run: Run, corpus: Corpus, folder: Path, writes: bool) -> None:
+    """Refuse data that is not what the run began with; the first attempt remembers it."""
+    here = [fact(one.source, tokens) for one, tokens in zip(run.data.sources, corpus.sources, strict=True)]
+    file = folder / FILE
+    if file.exists():
+        there = msgspec.json.decode(file.read_bytes(), type=list[Fact])
+        if found := differences(there, here):
+            raise InputError(found)
+    elif writes:
+        temporary = file.with_suffix(".tmp")
+        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(here)) + b"\n")
+        temporary.replace(file)
+
+
+def fact(source: str, tokens: Tokens) -> Fact:
+    """How many tokens, and a digest of some of them."""
+    digest = hashlib.sha256()
+    for number in range(WINDOWS):
+        start = number * max(tokens.total - WINDOW, 0) // max(WINDOWS - 1, 1)
+        digest.update(tokens.read(start, min(WINDOW, tokens.total)).tobytes())
+    return Fact(source=source, tokens=tokens.total, digest=digest.hexdigest()[:16])
+
+
+def differences(there: list[Fact], here: list[Fact]) -> list[Problem]:
+    """Sources that have changed."""
+    remedy = "put the data back as it was, or start anew with --fresh"
+    return [
+        Problem(f"{new.source} has changed since the run began ({old.tokens} tokens then, {new.tokens} now)", remedy)
+        for old, new in zip(there, here, strict=False)
+        if (old.tokens, old.digest) != (new.tokens, new.digest)
+    ]
+
 
 SUMMARY = "summary.json"
 OPENING = 16  # tokens that a sample without a prompt continues
@@ -57,7 +164,7 @@ def serve(order: Order, run: Run, machine: bool = False) -> int:
         step = heart.step if heart.restored >= 0 else -1
         odd = deviated(recorded(), heart.step_ends_ns)
         last = verdict_of(error, order, step, odd, begun=heart.steps_here > 0)
-        verdict.write(Path(order.folder), last)
+        failure.write(Path(order.folder), last)
         return last.code
     if summary is None:
         return Exit.PREEMPTED if stop.saved else Exit.RESUMABLE  # a save that failed lost steps, not the run
@@ -71,7 +178,7 @@ def run_rank(run: Run, order: Order, screen: Screen, heart: Heart, stop: Stop) -
     ours = order.place.launcher == "meshwright"
     corpus = prepare(run, Path(order.cache), (lambda text: None) if ours else screen.say)
     folder = Path(order.folder)
-    same_data.check(run, corpus, folder, writes=order.place.rank == 0)
+    check(run, corpus, folder, writes=order.place.rank == 0)
     with world(run, order.place, order.attempt) as mesh:
         screen.say(f"building {count(run.arch):,} parameters on {described(mesh)}")
         if words := expected(run, mesh.device):
@@ -79,7 +186,7 @@ def run_rank(run: Run, order: Order, screen: Screen, heart: Heart, stop: Stop) -
         with explaining(run, mesh.device):
             state = build(run, corpus, mesh, folder)
         restore(state, run, mesh, folder, screen.say)
-        kernels = fused.chosen(run.plan, mesh.device, state.chunks, state.optimizer.is_one_pass)
+        kernels = fused_kernels.chosen(run.plan, mesh.device, state.chunks, state.optimizer.is_one_pass)
         if mesh.rank == 0:
             _write(folder / "env.json", {**_environment(mesh), "kernels": kernels})
         for line in (*deterministic.described(run.plan, state.chunks), f"kernels: {kernels}"):
@@ -116,7 +223,7 @@ def _train(state: State, recorder: Recorder, order: Order, heart: Heart, stop: S
         heart.did(result.step) if isinstance(result, StepResult) else heart.looked()
         faults.look()
         if run.plan.compile and isinstance(result, StepResult) and result.step == heart.restored + SETTLED:
-            for line in compiled.described():
+            for line in compile.described():
                 recorder.screen.say(line)
 
 

@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshwright.config.run import Run
 from meshwright.data.loader import Batch
-from meshwright.parallel.attention import join
-from meshwright.parallel.collective import gather
+from meshwright.parallel.block_attention import join
+from meshwright.parallel.collectives import gather
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pipeline import placement
-from meshwright.spec.run import Run
 from meshwright.train.step import evaluating, forward_only
 
 

@@ -3,26 +3,75 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import msgspec
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 
-from meshwright.checkpoint import agree, fingerprint, steps
-from meshwright.checkpoint import restore as restoring
-from meshwright.checkpoint.fingerprint import Share
-from meshwright.checkpoint.holding import Copies, Holding
-from meshwright.checkpoint.manifest import Manifest, Progress, state_digest
-from meshwright.checkpoint.save import Saver
-from meshwright.optim import room
-from meshwright.parallel import shadow
-from meshwright.parallel.mesh import Mesh
-from meshwright.spec.check import InputError, Problem
-from meshwright.spec.run import Run
-from meshwright.train.holdings import holdings
-from meshwright.train.state import State
+from meshwright.checkpoint import format, write
+from meshwright.checkpoint import read as restoring
+from meshwright.checkpoint import slices as regions
+from meshwright.checkpoint.format import Manifest, Progress, Share, state_digest
+from meshwright.checkpoint.slices import writers
+from meshwright.checkpoint.state import Copies, Holding
+from meshwright.checkpoint.write import Saver
+from meshwright.config.run import Run
+from meshwright.optim import host_memory
+from meshwright.parallel import precision
+from meshwright.parallel.mesh import DENSE, EXPERT, Mesh
+from meshwright.spec.arch import Arch
+from meshwright.spec.params import params
+from meshwright.spec.problem import InputError, Problem
+from meshwright.train.state import State, owner_of, region_of
+
+
+def holdings(state: State, run: Run, mesh: Mesh) -> list[Holding]:
+    """Every part that this rank has, and whether it is the one to write it."""
+    return list(_holdings(state, run, mesh))
+
+
+def _holdings(state: State, run: Run, mesh: Mesh) -> Iterator[Holding]:
+    owners = {param.name: owner_of(param, run.plan) for param in params(run.arch)}
+    state.optimizer.settle()
+    held, seen = state.optimizer.held(), set[str]()
+    for name, weight in (pair for chunk in state.chunks for pair in chunk.named_parameters()):
+        # A tied embedding may be on two stages, which hold the same numbers: the first has it to write.
+        mine = owners[name] == mesh.place["pp"] and name not in seen
+        seen.add(name)
+        copy, copies = standing(weight, mesh)
+        for kind, tensor in held[id(weight)].items():
+            writes = mine and chosen(run.arch, copies, tuple(held[id(weight)]))[f"{kind}/{name}"] == copy
+            yield Holding(f"{kind}/{name}", tuple(weight.shape), regions.region_of(region_of(weight)), tensor, writes)
+
+
+@cache
+def chosen(arch: Arch, copies: int, kinds: tuple[str, ...]) -> dict[str, int]:
+    """Which of its equal holders writes each tensor, of so many."""
+    sizes = {f"{kind}/{param.name}": param.numel for param in params(arch) for kind in kinds}
+    return dict(zip(sizes, writers(list(sizes.values()), copies), strict=True))
+
+
+def standing(weight: Tensor | nn.Parameter, mesh: Mesh) -> tuple[int, int]:
+    """This rank's number among those of its stage that hold the same part of a weight, and how many they are."""
+    if not isinstance(weight, DTensor):
+        return mesh.rank, mesh.world
+    names = weight.device_mesh.mesh_dim_names or ()
+    cut = {
+        name for name, placement in zip(names, weight.placements, strict=True) if not isinstance(placement, Replicate)
+    }
+    grid, axes = (mesh.expert, EXPERT) if "ep" in names else (mesh.dense, DENSE)
+    place = grid.get_coordinate()
+    assert place is not None, "every rank is in the grid"
+    copy, copies = 0, 1
+    for axis, number, length in zip(axes, place, grid.shape, strict=True):
+        if axis != "pp" and axis not in cut:
+            copy, copies = copy * length + number, copies * length
+    return copy, copies
+
 
 Say = Callable[[str], None]
 SUMMARY = "summary.json"  # of a run that has ended
@@ -42,24 +91,24 @@ def restore(state: State, run: Run, mesh: Mesh, folder: Path, say: Say) -> Resto
     """Put the state where the newest good save has it; None if there is none, CorruptError if all are damaged."""
     began = time.perf_counter()
     state.say = say
-    home = steps.home(folder)
+    home = format.home(folder)
     manifest = restoring.newest(home, run, mesh, holdings(state, run, mesh), say)
     if manifest is None:
         follow(state, run, mesh, say)
         return None
-    shadow.refresh(state.chunks)
+    precision.refresh(state.chunks)
     take_up(state, manifest)
     step = state.step
     seconds = time.perf_counter() - began
-    say(f"going on from step {step} ({steps.name(step)}, saved under {plan_of(manifest)}): read in {seconds:.1f} s")
-    return Restored(step=step, folder=str(home / steps.name(step)), state=manifest.state, seconds=seconds)
+    say(f"going on from step {step} ({format.name(step)}, saved under {plan_of(manifest)}): read in {seconds:.1f} s")
+    return Restored(step=step, folder=str(home / format.name(step)), state=manifest.state, seconds=seconds)
 
 
 def follow(state: State, run: Run, mesh: Mesh, say: Say) -> None:
     """A new phase with `init.moments`: AdamW goes on with what it had at the end of the run that this one is from."""
     if not run.init.moments:
         return
-    home = steps.home(Path(run.init.folder))
+    home = format.home(Path(run.init.folder))
     moments = [holding for holding in holdings(state, run, mesh) if holding.name.startswith(("first/", "second/"))]
     manifest = restoring.newest(home, None, mesh, moments, say)
     if manifest is None:
@@ -109,11 +158,11 @@ def progress(state: State, run: Run) -> Progress:
 
 def digest_of(state: State, run: Run, mesh: Mesh) -> str:
     """The logical digest of the state as it is now, on every rank: what a save of it would carry."""
-    copies, share = Copies(holdings(state, run, mesh)), fingerprint.NOTHING
+    copies, share = Copies(holdings(state, run, mesh)), format.NOTHING
     copies.take()
     for piece in copies.pieces():
-        share = fingerprint.add(share, fingerprint.share(piece.name, piece.region, piece.bits))
-    return state_digest(progress(state, run), fingerprint.text(_added(share, mesh)))
+        share = format.add(share, format.slice_share(piece.name, piece.region, piece.bits))
+    return state_digest(progress(state, run), format.digest_text(_added(share, mesh)))
 
 
 def _added(share: Share, mesh: Mesh) -> Share:
@@ -121,7 +170,7 @@ def _added(share: Share, mesh: Mesh) -> Share:
     halves = torch.tensor([[lane >> 32, lane % 2**32] for lane in share], dtype=torch.int64, device=mesh.device)
     if mesh.world > 1:
         dist.all_reduce(halves)
-    return tuple(((high << 32) + low) % fingerprint.WORD for high, low in halves.tolist())
+    return tuple(((high << 32) + low) % format.WORD for high, low in halves.tolist())
 
 
 def plan_of(manifest: Manifest) -> str:
@@ -140,7 +189,7 @@ def saving(run: Run, state: State, mesh: Mesh, folder: Path | None) -> Iterator[
     held = holdings(state, run, mesh)
     away = run.plan.offload != "none" or run.plan.offload_weights
     in_place = away and lacks_room(held, mesh, state.say)
-    saver = Saver(steps.home(folder), run, mesh, held, state.say, in_place=in_place)
+    saver = Saver(format.home(folder), run, mesh, held, state.say, in_place=in_place)
 
     def save(state: State) -> float:
         if not (state.stopped or is_due(run, state.step)):
@@ -160,13 +209,13 @@ def saving(run: Run, state: State, mesh: Mesh, folder: Path | None) -> Iterator[
 
 def lacks_room(held: list[Holding], mesh: Mesh, say: Say) -> bool:
     """Whether some rank's host cannot take a second copy of states that it holds already; what follows is said."""
-    need, have, words = Copies(held).bytes, room.free_host_bytes(), None
+    need, have, words = Copies(held).bytes, host_memory.free_host_bytes(), None
     if have is not None and need > have:
         words = (
             f"checkpoints are written straight from the states, and training waits for them: "
             f"a copy needs {need:,} bytes of host memory, and {have:,} are free"
         )
-    words = agree.first_words(words, mesh)
+    words = write.first_words(words, mesh)
     if words is not None:
         say(words)
     return words is not None

@@ -1,16 +1,25 @@
 """What changes from step to step, and which part of it a rank holds."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from meshwright.config.run import Run
 from meshwright.data.loader import Loader
 from meshwright.optim.adamw import AdamW
-from meshwright.train.scale import LossScale
+from meshwright.optim.clip import LossScale
+from meshwright.parallel import precision
+from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.pipeline import placement
+from meshwright.spec.params import Param, params
+from meshwright.spec.plan import Plan
 
 
 def to_stderr(text: str) -> None:
@@ -38,3 +47,91 @@ def region_of(weight: Tensor) -> tuple[slice, ...]:
         return tuple(slice(0, size) for size in weight.shape)
     shape, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+
+
+class Home(NamedTuple):
+    """Where a weight is."""
+
+    name: str
+    shape: tuple[int, ...]
+    rank: int  # of the pipeline
+
+
+def homes(run: Run) -> list[Home]:
+    """Every weight in the order of the parameter table."""
+    return [Home(param.name, param.shape, owner_of(param, run.plan)) for param in params(run.arch)]
+
+
+def weights(chunks: Sequence[nn.Module], run: Run, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
+    """Every weight; see `gathered`."""
+    return gathered(chunks, homes(run), mesh, _held)
+
+
+def gradients(chunks: Sequence[nn.Module], run: Run, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
+    """Every gradient; see `gathered`."""
+    return gathered(chunks, homes(run), mesh, gradient)
+
+
+def _held(weight: Tensor) -> Tensor:
+    return precision.wide(weight) if precision.is_shadow(weight) else weight
+
+
+def gradient(weight: Tensor) -> Tensor:
+    """A weight's gradient; of one that took no part, zeros."""
+    return torch.zeros_like(weight) if weight.grad is None else weight.grad
+
+
+@torch.no_grad()
+def gathered(
+    chunks: Sequence[nn.Module], homes: Iterable[Home], mesh: Mesh, of: Callable[[Tensor], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Something of every weight, in the order of its homes, on the CPU, at the first pipeline rank.
+
+    All ranks must iterate to the end: each tensor is gathered from the ranks that share it, then handed to the first
+    stage's; elsewhere nothing is yielded. Only one tensor is whole at a time.
+    """
+    held = {name: weight for chunk in reversed(chunks) for name, weight in chunk.named_parameters()}
+    first = mesh.place["pp"] == 0
+    for home in homes:
+        whole = _full(of(held[home.name])) if home.rank == mesh.place["pp"] else None
+        if home.rank != 0:
+            whole = _hand_over(whole, home, next(iter(held.values())), mesh)
+        if first:
+            assert whole is not None
+            yield home.name, whole.cpu()
+
+
+def owner_of(param: Param, plan: Plan) -> int:
+    """The pipeline rank that has a weight; of a tied embedding the one that looks it up."""
+    if plan.pp == 1 or param.name.startswith(("embed", "positions")):
+        return 0
+    ranks = placement(plan)
+    if param.layer < 0:  # the last norm and the head
+        return ranks[-1]
+    end = 0
+    for stage, layers in enumerate(plan.stages):
+        end += layers
+        if param.layer < end:
+            return ranks[stage]
+    raise AssertionError(f"no stage has layer {param.layer}")
+
+
+def _full(weight: Tensor) -> Tensor:
+    if not isinstance(weight, DTensor):
+        return weight.detach()
+    near = weight.to(weight.device_mesh.device_type)  # from host memory, where weights may live
+    assert isinstance(near, DTensor), "it is moved as it is cut"
+    return near.full_tensor()
+
+
+def _hand_over(whole: Tensor | None, home: Home, like: Tensor, mesh: Mesh) -> Tensor | None:
+    """From the owner's stage to the first, on every line of the pipeline."""
+    group = mesh.group("pp")
+    if whole is not None:
+        dist.send(whole.contiguous(), group=group, group_dst=0)
+        return None
+    if mesh.place["pp"] != 0:
+        return None
+    whole = torch.empty(home.shape, dtype=like.dtype, device=mesh.device)
+    dist.recv(whole, group=group, group_src=home.rank)
+    return whole

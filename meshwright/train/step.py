@@ -8,15 +8,15 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from meshwright.config.run import Run
 from meshwright.data.loader import Batch, StepBatch
-from meshwright.models.loss import token_loss_sum
+from meshwright.models.layers import token_loss_sum
 from meshwright.models.moe import Mixture
-from meshwright.parallel import context, decoder, fused, shard, tensor
+from meshwright.parallel import context, decoder_spec, fsdp, fused_kernels, tensor
 from meshwright.parallel.deterministic import Tree
 from meshwright.parallel.mesh import Mesh, local
 from meshwright.parallel.pipeline import Pipeline, relay, tied_group
 from meshwright.spec.plan import Plan
-from meshwright.spec.run import Run
 
 Microbatch = TypeVar("Microbatch")
 ForwardBackward = Callable[[StepBatch, Tensor], Tensor]
@@ -26,7 +26,7 @@ def choose(run: Run, chunks: Sequence[nn.Module], mesh: Mesh) -> ForwardBackward
     """How this plan runs the microbatches of a step: from a batch and the loss scale to this rank's sum of losses."""
     if run.plan.pp == 1:
         return partial(in_turn, chunks[0], run.plan, mesh)
-    streams = partial(decoder.stream, run.arch, run.plan)
+    streams = partial(decoder_spec.stream, run.arch, run.plan)
     pipeline = Pipeline(chunks, run.plan, mesh, loss_sum, streams, tied_group(run.arch, run.plan, mesh))
     return partial(in_pipeline, pipeline, chunks, run.plan, mesh)
 
@@ -51,7 +51,7 @@ def accumulated(
     total, tree = None, Tree(len(microbatches))
     last = len(microbatches) - 1
     for number, microbatch in enumerate(microbatches):
-        shard.sum_gradients(model, plan, last=number == last)
+        fsdp.sum_gradients(model, plan, last=number == last)
         with tensor.loss_context(plan):
             weighed, loss = losses_of(microbatch)
             weighed.backward()
@@ -89,7 +89,7 @@ def _joined(microbatches: Sequence[Batch]) -> Batch:
 def losses(model: nn.Module, plan: Plan, mesh: Mesh, weight: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     """The sum of token losses of this rank's part of one microbatch: times a weight, and as it is."""
     targets = context.cut(plan, mesh)(batch.targets)
-    if fused.has_loss(model):
+    if fused_kernels.has_loss(model):
         return model(**arguments(plan, mesh, batch), wanted=(targets, weight))
     loss = loss_sum(model(**arguments(plan, mesh, batch)), targets)
     return loss * weight.to(loss.dtype), loss
@@ -100,7 +100,7 @@ def held_loss(chunks: Sequence[nn.Module], run: Run, mesh: Mesh, batch: Batch) -
 
     Where training has only some logits at a time, so has this: a plan that fits must not fail here.
     """
-    if fused.has_loss(chunks[0]):
+    if fused_kernels.has_loss(chunks[0]):
         with tensor.loss_context(run.plan):
             return losses(chunks[0], run.plan, mesh, torch.ones((), device=mesh.device), batch)[1]
     logits = forward_only(chunks, run, mesh, batch)
@@ -125,7 +125,7 @@ def evaluating(chunks: Sequence[nn.Module]) -> Iterator[None]:
         yield
     for chunk in chunks:
         chunk.train()
-        shard.release(chunk)
+        fsdp.release(chunk)
 
 
 def loss_sum(logits: Tensor, targets: Tensor) -> Tensor:

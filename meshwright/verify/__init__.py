@@ -3,13 +3,13 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from meshwright.verify.any_model import parity as parity
+    from meshwright.verify.prove_module import parity as parity
 
 
 def __getattr__(name: str) -> Any:
     """`parity`, which has torch, is imported by its first use: the verb's own process does without."""
     if name != "parity":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from meshwright.verify.any_model import parity
+    from meshwright.verify.prove_module import parity
 
     return parity

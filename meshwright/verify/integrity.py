@@ -6,12 +6,12 @@ from pathlib import Path
 
 import msgspec
 
-from meshwright.checkpoint import steps, storage
-from meshwright.checkpoint.corrupt import CorruptError, Damage
-from meshwright.checkpoint.manifest import MANIFEST, Chunk, Manifest
+from meshwright.checkpoint import format, storage
+from meshwright.checkpoint.format import MANIFEST, Chunk, Manifest
 from meshwright.checkpoint.read import THREADS, StepReader
-from meshwright.spec.check import InputError, Problem
-from meshwright.spec.folder import PICKLES, a_pickle
+from meshwright.checkpoint.storage import CorruptError, Damage
+from meshwright.config.huggingface import PICKLES, a_pickle
+from meshwright.spec.problem import InputError, Problem
 
 
 class ChunkVerdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,15 +58,15 @@ def verify(path: Path, say: Callable[[str], None]) -> Verdict:
 
 def find(path: Path) -> tuple[list[Path], Path | None]:
     """The steps under a path, and their home if it is more than one step that was asked for."""
-    if (path / MANIFEST).exists() or (steps.STEP.fullmatch(path.absolute().name) and path.is_dir()):
+    if (path / MANIFEST).exists() or (format.STEP.fullmatch(path.absolute().name) and path.is_dir()):
         return [path], None
-    if path.name == steps.LATEST and path.is_file():
-        pointed = steps.pointed(path.parent)
+    if path.name == format.LATEST and path.is_file():
+        pointed = format.pointed(path.parent)
         assert pointed is not None, "the file is there"
-        return [path.parent / steps.name(pointed[0])], None
-    home = path if path.name == steps.CHECKPOINTS else steps.home(path)
-    found = [home / steps.name(step) for step in steps.present(home)]
-    if not found and not (home / steps.LATEST).exists():
+        return [path.parent / format.name(pointed[0])], None
+    home = path if path.name == format.CHECKPOINTS else format.home(path)
+    found = [home / format.name(step) for step in format.present(home)]
+    if not found and not (home / format.LATEST).exists():
         raise InputError([_nothing(path)])
     return found, home
 
@@ -129,7 +129,7 @@ def _slices(reader: StepReader, number: int, descriptor: int) -> Iterator[Damage
 
 def _strays(folder: Path, manifest: Manifest) -> Iterator[Damage]:
     """A step is named after its number, and holds what its manifest lists."""
-    if steps.STEP.fullmatch(folder.absolute().name) and folder.absolute().name != steps.name(manifest.progress.step):
+    if format.STEP.fullmatch(folder.absolute().name) and folder.absolute().name != format.name(manifest.progress.step):
         yield Damage(file=str(folder / MANIFEST), text=f"is the manifest of step {manifest.progress.step}")
     known = {MANIFEST, *(chunk.file for chunk in manifest.chunks)}
     for entry in sorted(folder.iterdir()):
@@ -141,11 +141,11 @@ def _pointer(home: Path, verdicts: list[StepVerdict]) -> Iterator[Damage]:
     whole = [verdict for verdict in verdicts if verdict.sound]
     if whole:
         with StepReader(Path(whole[-1].folder)) as reader:
-            fault = steps.pointer_fault(home, reader.manifest.progress.step, reader.manifest.sha256)
+            fault = format.pointer_fault(home, reader.manifest.progress.step, reader.manifest.sha256)
         if fault is not None:
             yield fault
     elif not verdicts:
-        yield Damage(file=str(home / steps.LATEST), text="points to a step, and none is there")
+        yield Damage(file=str(home / format.LATEST), text="points to a step, and none is there")
 
 
 def line(verdict: StepVerdict) -> str:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import msgspec
 
-from meshwright.spec import check, load
-from meshwright.spec.check import InputError, Problem
-from meshwright.spec.exits import Exit
-from meshwright.spec.record import AttemptRecord, Record, StepRecord, read_line
-from meshwright.spec.run import Run
-from meshwright.spec.writing import require_folder
+from meshwright.config import check, load
+from meshwright.config.run import Run
+from meshwright.runtime.failure import Exit
+from meshwright.runtime.files import require_folder
+from meshwright.runtime.records import AttemptRecord, Record, StepRecord, read_line
+from meshwright.spec.problem import InputError, Problem
 
 Say = Callable[[str], None]
 STEPS, SAVE_EVERY, FAULT_STEP = 12, 4, 7

@@ -10,12 +10,12 @@ from typing import Any
 
 import msgspec
 
-from meshwright.launch.ranks import run_ranks
-from meshwright.spec import check, load
-from meshwright.spec.check import InputError, Problem
+from meshwright.config import check, load
+from meshwright.config.presets import preset_names
+from meshwright.config.run import Run
+from meshwright.runtime.ranks import run_ranks
 from meshwright.spec.plan import Plan
-from meshwright.spec.run import Run
-from meshwright.spec.zoo import preset_names
+from meshwright.spec.problem import InputError, Problem
 
 STEPS, STOP = 6, 3  # of a proof, and after which it is interrupted
 LONGEST = 600.0  # seconds that one run of a proof may take
@@ -119,6 +119,6 @@ class _Rank:
     """What each rank does: resolved there, so that this process need not import torch."""
 
     def __call__(self, *arguments: Any) -> None:
-        from meshwright.verify import resumed
+        from meshwright.verify import evidence
 
-        resumed.drive(*arguments)
+        evidence.drive(*arguments)

@@ -6,13 +6,13 @@ from typing import Literal
 
 import msgspec
 
+from meshwright.config.run import Run
 from meshwright.cost.job import Job
-from meshwright.cost.memory import Ledger, hosted, ledger, states, total, worst
-from meshwright.cost.traffic import traffic
-from meshwright.cost.traffic_collective import Collective, Kind
+from meshwright.cost.layout import hosted, states, total
+from meshwright.cost.memory import Ledger, ledger, worst
+from meshwright.cost.traffic import Collective, Kind, traffic
 from meshwright.spec.plan import Plan
-from meshwright.spec.run import Run
-from meshwright.verify.trace_step import Seen, trace_step, traceable
+from meshwright.verify.dry_run import Seen, trace_step, traceable
 
 # The ledger knows a few moments of a step, the trace every operator in between: single buffers of one block, which
 # weigh little in a model of some size.

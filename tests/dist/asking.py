@@ -2,7 +2,7 @@
 
 import json
 
-from meshwright import cli
+from meshwright.cli import main
 
 LLAMA_7B = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 32000, "hidden_size": 4096,
@@ -13,12 +13,12 @@ LLAMA_7B = {
 
 def answer(capsys, line: str, *more: str, code: int = 0) -> dict:
     """What a program is told."""
-    assert cli.main([*line.split(), *more, "--json"]) == code
+    assert main.main([*line.split(), *more, "--json"]) == code
     return json.loads(capsys.readouterr().out)
 
 
 def told(capsys, line: str, *more: str, code: int = 0) -> str:
     """What a person is told."""
-    assert cli.main([*line.split(), *more]) == code
+    assert main.main([*line.split(), *more]) == code
     printed = capsys.readouterr()
     return printed.err if code == 2 else printed.out

@@ -9,17 +9,17 @@ from typing import Any
 import torch.distributed as dist
 
 from meshwright.data.loader import Loader
-from meshwright.models.loss import IGNORE
+from meshwright.kernels.cross_entropy import IGNORE
 from meshwright.optim import clip
-from meshwright.spec.place import Place
-from meshwright.spec.run import Run
-from meshwright.verify import compare
+from meshwright.runtime.place import Place
+from meshwright.config.run import Run
+from meshwright.verify import evidence
 
 
 def record(place: Place, run: Run, cache: Path, folder: Path, bug: str) -> None:
     """`compare.record` with a bug."""
     BUGS[bug](run)
-    compare.record(place, run, cache, folder)
+    evidence.record(place, run, cache, folder)
 
 
 def gradient_not_reduced(run: Run) -> None:

@@ -4,8 +4,13 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from meshwright.spec import load
-from meshwright.spec.record import AttemptRecord, EndRecord, HeldRecord, Record, StepRecord, line
+from meshwright.config import load
+from meshwright.runtime.records import AttemptRecord
+from meshwright.runtime.records import EndRecord
+from meshwright.runtime.records import HeldRecord
+from meshwright.runtime.records import Record
+from meshwright.runtime.records import StepRecord
+from meshwright.runtime.records import line
 
 CPU = "2 × CPU (1 threads), gloo"
 H100 = "2 × NVIDIA H100 80GB HBM3, nccl"

@@ -16,8 +16,9 @@ from typing import Any
 
 import msgspec
 
-from meshwright.spec import schema
-from meshwright.spec.run import Run, Source
+from meshwright.config import schema
+from meshwright.config.run import Run
+from meshwright.config.run import Source
 
 # What a field is that has no comment beside it, because to a reader of the code its name says it.
 SAID = {

@@ -7,7 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from meshwright.parallel.anatomy import Anatomy, Stage, in_a_row
+from meshwright.parallel.model_spec import Anatomy
+from meshwright.parallel.model_spec import Stage
+from meshwright.parallel.model_spec import in_a_row
 
 WIDTH = 8
 

@@ -12,12 +12,13 @@ import strangers
 import torch
 from strangers import TOWER, Tied, Tower, averaged, batches, loss, plain
 
-from meshwright.parallel.anatomy import Anatomy, in_a_row
-from meshwright.spec.compiler import missing
+from meshwright.parallel.model_spec import Anatomy
+from meshwright.parallel.model_spec import in_a_row
+from meshwright.config.check import missing
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError
 from meshwright.verify import parity
-from meshwright.verify.certificate import TOLERANCES
+from meshwright.verify.prove import TOLERANCES
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

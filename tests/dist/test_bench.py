@@ -8,7 +8,7 @@ import sys
 import pytest
 from commands import environment, meshwright
 
-from meshwright.spec.profile import read_profile
+from meshwright.hardware.profile import read_profile
 
 KINDS = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"}
 SMALL = ("tiny", "sequence=32", "batch=4", "arch.layers=2", "--steps", "2")

@@ -10,12 +10,14 @@ import torch.distributed as dist
 from trials import CPU, GPT, alone, corpus_file, make_corpus, make_run
 from worlds import start, world
 
-from meshwright.checkpoint import manifest as manifests
+from meshwright.checkpoint import format as manifests
 from meshwright.parallel import mesh as meshes
-from meshwright.spec.run import Run
-from meshwright.train.build import build, restore
+from meshwright.config.run import Run
+from meshwright.train.build import build
+from meshwright.train.saving import restore
 from meshwright.train.loop import train
-from meshwright.train.saving import digest_of, saving
+from meshwright.train.saving import digest_of
+from meshwright.train.saving import saving
 from meshwright.verify import integrity
 
 STEPS = ("steps=4", "checkpoint.every=2", "checkpoint.keep_last=9", "data.held_out=0.0")

@@ -8,9 +8,9 @@ from test_traffic import surprises
 from trials import CPU, alone, corpus_file, drive, make_corpus, make_run
 from worlds import world
 
-from meshwright.parallel import compiled
+from meshwright.parallel import compile
 from meshwright.parallel import mesh as meshes
-from meshwright.spec.compiler import missing
+from meshwright.config.check import missing
 from meshwright.spec.plan import Plan
 
 pytestmark = [
@@ -41,7 +41,7 @@ def test_compiled_ranks_train_like_one_process_and_send_what_the_plan_implies(fo
     for name, weight in other.weights.items():
         # Of the embedding too, which under tp reaches the first block while it is still on its way.
         assert (one.weights[name] - weight).norm() < 1e-12 * weight.norm(), name
-    assert compiled.described()[0].endswith(" 0 breaks"), compiled.described()
+    assert compile.described()[0].endswith(" 0 breaks"), compile.described()
     assert not surprises(Path(folder), PLAN)
 
 
@@ -50,7 +50,7 @@ def test_blocks_that_are_computed_anew_together_share_their_kernels(folder):
     words = ("arch.layers=6", "steps=1", "data.held_out=0.0", "plan.recompute=every-2", "plan.compile=true")
     run = make_run(folder, *words)
     drive(run, make_corpus(run, Path(folder)), meshes.make(run.plan, CPU))
-    told = compiled.described()[0]
+    told = compile.described()[0]
     # The first block's input needs no gradient of its own, a second graph; three runs of two blocks add none.
     assert ", 0 breaks" in told
     assert int(told.split(", ")[1].split()[0]) <= 1, told

@@ -6,7 +6,7 @@ from trials import CPU, Trial, corpus_file, deviation, drive, make_corpus, make_
 from worlds import world
 
 from meshwright.parallel import mesh as meshes
-from meshwright.parallel.away import Lane
+from meshwright.parallel.activation_offload import Lane
 
 NOTHING = 1e-12  # the same plan computes the same sums; on a loaded machine some libraries choose another order
 

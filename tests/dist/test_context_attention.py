@@ -12,10 +12,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from worlds import world
 
-from meshwright.models.layers import Attend, causal_attention
-from meshwright.parallel.attention import take
-from meshwright.parallel.ring import ring_attention
-from meshwright.parallel.ulysses import ulysses_attention
+from meshwright.models.layers import Attend
+from meshwright.models.layers import causal_attention
+from meshwright.parallel.block_attention import take
+from meshwright.parallel.context import ring_attention
+from meshwright.parallel.context import ulysses_attention
 
 KINDS = ("ring", "ulysses")
 SHAPES = {  # (b, heads, kv_heads, sequence, head_dim)

@@ -10,14 +10,14 @@ from test_traffic import surprises
 from trials import CPU, make_run
 from worlds import world
 
-from meshwright.cost import traffic_held
+from meshwright.cost import rank_view
 from meshwright.cost.job import Job
-from meshwright.cost.memory_kept import kept
-from meshwright.cost.memory_work import work_of
+from meshwright.cost.activations import kept
+from meshwright.cost.activations import work_of
 from meshwright.kernels import cross_entropy
 from meshwright.parallel import mesh as meshes
-from meshwright.spec.cluster import cluster
-from meshwright.spec.stack import stacks
+from meshwright.hardware.cluster import cluster
+from meshwright.hardware.stacks import stacks
 
 ROWS = 48  # of 8 · 32: five chunks and a rest
 
@@ -26,7 +26,7 @@ ROWS = 48  # of 8 · 32: five chunks and a rest
 def small_chunks() -> Iterator[None]:
     """The trainer's chunks and the planner's, both of a few rows."""
     with pytest.MonkeyPatch.context() as patch:
-        for place, name in ((cross_entropy, "ROWS"), (traffic_held, "CHUNK_ROWS")):
+        for place, name in ((cross_entropy, "ROWS"), (rank_view, "CHUNK_ROWS")):
             patch.setattr(place, name, ROWS)
             patch.setattr(place, "CHUNK_BYTES", 1)
         yield

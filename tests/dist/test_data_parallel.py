@@ -9,9 +9,9 @@ from trials import CPU, alone, corpus_file, deviation, drive, make_corpus, make_
 from worlds import world
 
 from meshwright.parallel import mesh as meshes
-from meshwright.train import scale
+from meshwright.optim import clip
 from meshwright.train.build import build
-from meshwright.train.gather import weights
+from meshwright.train.state import weights
 from meshwright.train.loop import train
 
 # float64 sums in another order: a few hundred terms of relative error 1e-16 each, through four AdamW steps.
@@ -103,7 +103,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_both_and_halves_the_scale(fol
     spoil.remove()
     after = dict(weights([model], run, mesh))
     assert first.finite == 0.0
-    assert state.scale.value == scale.FIRST / 2
+    assert state.scale.value == clip.FIRST / 2
     assert state.optimizer.count == 0
     assert all(torch.equal(after[name], weight) for name, weight in before.items())
     assert next(steps).finite == 1.0  # and training goes on

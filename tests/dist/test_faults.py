@@ -16,8 +16,11 @@ import pytest
 from commands import SMALL, environment, meshwright, write_text
 
 from meshwright.cost.goodput import account
-from meshwright.launch.verdicts import process_name
-from meshwright.spec.record import AttemptRecord, EventRecord, StepRecord, read_line
+from meshwright.runtime.failure import process_name
+from meshwright.runtime.records import AttemptRecord
+from meshwright.runtime.records import EventRecord
+from meshwright.runtime.records import StepRecord
+from meshwright.runtime.records import read_line
 from meshwright.verify.rehearse import model_digest
 
 RUN = (

@@ -20,23 +20,29 @@ from trials import CPU, alone, corpus_file, make_corpus, make_run
 from worlds import world
 
 from meshwright.cost.job import Job
-from meshwright.cost.memory import hosted, ledger, states
-from meshwright.cost.memory_kept import kept
-from meshwright.cost.memory_sharded import largest_weight
-from meshwright.cost.memory_widths import PIECE, SLOTS, update_bytes
-from meshwright.cost.memory_work import work_of
-from meshwright.optim import piece
-from meshwright.optim.offloaded import Offloaded
+from meshwright.cost.layout import hosted
+from meshwright.cost.memory import ledger
+from meshwright.cost.layout import states
+from meshwright.cost.activations import kept
+from meshwright.cost.layout import largest_weight
+from meshwright.cost.layout import PIECE
+from meshwright.cost.layout import SLOTS
+from meshwright.cost.layout import update_bytes
+from meshwright.cost.activations import work_of
+from meshwright.optim import offload_update
+from meshwright.optim.offload import Offloaded
 from meshwright.parallel import mesh as meshes
-from meshwright.parallel.mesh import Mesh, local
+from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.mesh import local
 from meshwright.parallel.tensor import loss_context
 from meshwright.search.budget import job_of
-from meshwright.spec.cluster import cluster
+from meshwright.hardware.cluster import cluster
 from meshwright.spec.params import count
-from meshwright.spec.run import Run
-from meshwright.spec.stack import stacks
+from meshwright.config.run import Run
+from meshwright.hardware.stacks import stacks
 from meshwright.train.build import build
-from meshwright.train.step import choose, losses
+from meshwright.train.step import choose
+from meshwright.train.step import losses
 
 SMALL = ("arch.layers=3", "data.held_out=0.0", "plan.precision=fp32")
 BF16 = ("plan.precision=bf16",)
@@ -335,7 +341,7 @@ def test_states_that_live_elsewhere_take_the_bytes_that_are_said_there(folder, w
 
 
 def test_the_pieces_of_the_ledger_are_the_optimizer_s():
-    assert (PIECE, SLOTS) == (piece.PIECE, piece.SLOTS)
+    assert (PIECE, SLOTS) == (offload_update.PIECE, offload_update.SLOTS)
 
 
 @world(2)

@@ -4,9 +4,11 @@ import pytest
 import torch
 from trials import alone, corpus_file, drive, make_corpus, make_run
 
-from meshwright.spec.check import InputError
-from meshwright.train.build import build, restore
-from meshwright.train.loop import StepResult, train
+from meshwright.spec.problem import InputError
+from meshwright.train.build import build
+from meshwright.train.saving import restore
+from meshwright.train.loop import StepResult
+from meshwright.train.loop import train
 from meshwright.train.saving import digest_of
 
 ONE = ("plan.replicate=1",)
@@ -17,7 +19,7 @@ WHERE = [("host", "host"), ("host", "device"), ("disk", "host"), ("disk", "devic
 def folder(tmp_path, monkeypatch):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a kernel shared by threads takes the ends of their shares through other instructions
-    monkeypatch.setattr("meshwright.optim.piece.PIECE", 4096)
+    monkeypatch.setattr("meshwright.optim.offload_update.PIECE", 4096)
     corpus_file(tmp_path)
     make_corpus(make_run(tmp_path), tmp_path)
     yield tmp_path
@@ -118,7 +120,7 @@ def test_a_run_that_was_cut_short_goes_on_to_the_same_end(folder, place, states,
     cut.say = said.append
     with monkeypatch.context() as small:
         if not copied:
-            small.setattr("meshwright.optim.room.free_host_bytes", lambda: 1000)
+            small.setattr("meshwright.optim.host_memory.free_host_bytes", lambda: 1000)
         for result in train(run, cut, mesh, folder / "run"):
             if result.step == 5:
                 break
@@ -166,8 +168,8 @@ def test_a_failing_disk_is_told_by_the_next_step(folder, monkeypatch):
     ],
 )
 def test_too_little_room_is_refused_before_the_first_step(folder, monkeypatch, words, told):
-    monkeypatch.setattr("meshwright.optim.room.free_host_bytes", lambda: 1000)
-    monkeypatch.setattr("meshwright.optim.room.free_disk_bytes", lambda folder: 2000)
+    monkeypatch.setattr("meshwright.optim.host_memory.free_host_bytes", lambda: 1000)
+    monkeypatch.setattr("meshwright.optim.host_memory.free_disk_bytes", lambda folder: 2000)
     run = make_run(folder, *ONE, "plan.precision=bf16", *words)
     with pytest.raises(InputError, match=told):
         build(run, make_corpus(run, folder), alone())

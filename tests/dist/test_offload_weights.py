@@ -9,14 +9,16 @@ from trials import CPU, alone, corpus_file, deviation, drive, make_corpus, make_
 from worlds import world
 
 from meshwright.optim import clip
-from meshwright.optim.homes import Memory
-from meshwright.optim.hosted import Hosted
+from meshwright.optim.host_memory import Memory
+from meshwright.optim.cpu_offload import Hosted
 from meshwright.parallel import mesh as meshes
 from meshwright.parallel.mesh import local
-from meshwright.spec.check import InputError
-from meshwright.train.build import build, restore
-from meshwright.train.gather import weights
-from meshwright.train.loop import StepResult, train
+from meshwright.spec.problem import InputError
+from meshwright.train.build import build
+from meshwright.train.saving import restore
+from meshwright.train.state import weights
+from meshwright.train.loop import StepResult
+from meshwright.train.loop import train
 from meshwright.train.saving import digest_of
 
 # float64 sums in another order: a few hundred terms of relative error 1e-16 each, through four AdamW steps.
@@ -120,7 +122,7 @@ def test_a_save_without_room_for_a_copy_is_written_from_the_weights_by_all_ranks
     state.say = said.append
     with pytest.MonkeyPatch.context() as small:
         if mesh.rank == 1:  # one rank lacks room, and both wait
-            small.setattr("meshwright.optim.room.free_host_bytes", lambda: 1000)
+            small.setattr("meshwright.optim.host_memory.free_host_bytes", lambda: 1000)
         list(train(run, state, mesh, folder / "run"))
     state.loader.close()
     assert ["checkpoints are written straight from the states" in text for text in said] == [True]
@@ -184,7 +186,7 @@ def test_weights_stay_in_the_pages_that_they_are_given(folder):
     corpus, mesh = make_corpus(run, folder), meshes.make(run.plan, CPU)
     usual = drive(run, corpus, mesh)
     with pytest.MonkeyPatch.context() as paged:
-        paged.setattr("meshwright.optim.hosted.Memory", Pages)
+        paged.setattr("meshwright.optim.cpu_offload.Memory", Pages)
         mine = drive(run, corpus, mesh)
     optimizer = mine.state.optimizer
     assert isinstance(optimizer, Hosted)
@@ -201,6 +203,6 @@ def test_weights_stay_in_the_pages_that_they_are_given(folder):
 def test_too_little_room_is_refused_before_the_first_step(folder):
     run = make_run(folder, "plan.replicate=1", "plan.precision=bf16", *HOSTED)
     with pytest.MonkeyPatch.context() as small:
-        small.setattr("meshwright.optim.room.free_host_bytes", lambda: 1000)
+        small.setattr("meshwright.optim.host_memory.free_host_bytes", lambda: 1000)
         with pytest.raises(InputError, match=r"needs [\d,]+ bytes of host memory for this rank, and 1,000 are free"):
             build(run, make_corpus(run, folder), meshes.make(run.plan, CPU))

@@ -4,11 +4,12 @@ import pytest
 import torch
 from trials import alone, corpus_file, make_corpus, make_run
 
-from meshwright.checkpoint.folder import save_native
+from meshwright.checkpoint.model_folder import save_native
 from meshwright.parallel.mesh import local
-from meshwright.spec.check import InputError
-from meshwright.train.build import build, restore
-from meshwright.train.gather import weights
+from meshwright.spec.problem import InputError
+from meshwright.train.build import build
+from meshwright.train.saving import restore
+from meshwright.train.state import weights
 from meshwright.train.loop import train
 
 FIRST = ("steps=4", "checkpoint.every=2", "plan.replicate=1", "data.held_out=0.0")
@@ -90,7 +91,7 @@ def test_moments_of_no_run_are_refused(tmp_path):
 
 
 def test_a_run_that_does_not_ask_keeps_its_name(tmp_path):
-    from meshwright.spec.run import mathematics
+    from meshwright.config.run import mathematics
 
     corpus_file(tmp_path)
     assert "moments" not in mathematics(make_run(tmp_path))["init"]

@@ -11,14 +11,16 @@ from commands import meshwright
 from trials import CPU, corpus_file, made, make_corpus, make_run
 from worlds import world
 
-from meshwright.checkpoint import steps
-from meshwright.checkpoint.folder import save_native
+from meshwright.checkpoint import format
+from meshwright.checkpoint.model_folder import save_native
 from meshwright.parallel import mesh as meshes
-from meshwright.train.build import build, restore
-from meshwright.train.gather import weights
-from meshwright.train.loop import HeldResult, train
+from meshwright.train.build import build
+from meshwright.train.saving import restore
+from meshwright.train.state import weights
+from meshwright.train.loop import HeldResult
+from meshwright.train.loop import train
 from meshwright.train.saving import digest_of
-from meshwright.train.signals import Stop
+from meshwright.train.loop import Stop
 
 WORDS = ("steps=6", "checkpoint.every=0", "data.held_out=0.0", "plan.precision=fp32")
 
@@ -49,7 +51,7 @@ def test_one_rank_is_asked_and_all_save_and_go_on_bit_for_bit(folder, plan):
         seen.append(result.step)
         stop.asked = dist.get_rank() == 1 and result.step == 2  # so step 3 is the last
         if state.stopped:  # whoever looks at the last result finds the save committed
-            assert steps.pointed(folder / "run" / "checkpoints")[0] == 3
+            assert format.pointed(folder / "run" / "checkpoints")[0] == 3
             assert result.save_seconds > 0
     assert seen == [1, 2, 3]
     assert state.stopped

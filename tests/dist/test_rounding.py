@@ -9,13 +9,15 @@ import torch.distributed as dist
 from trials import CPU, alone, corpus_file, drive, make_corpus, make_run
 from worlds import world
 
-from meshwright.checkpoint import manifest as manifests
+from meshwright.checkpoint import format as manifests
 from meshwright.parallel import mesh as meshes
 from meshwright.parallel.mesh import local
-from meshwright.spec.run import Run
+from meshwright.config.run import Run
 from meshwright.train.build import build
-from meshwright.train.loop import StepResult, train
-from meshwright.train.saving import digest_of, restore
+from meshwright.train.loop import StepResult
+from meshwright.train.loop import train
+from meshwright.train.saving import digest_of
+from meshwright.train.saving import restore
 
 KINDS = ("stochastic", "compensated")
 

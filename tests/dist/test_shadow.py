@@ -6,7 +6,7 @@ from trials import CPU, alone, corpus_file, drive, make_corpus, make_run
 from worlds import world
 
 from meshwright.parallel import mesh as meshes
-from meshwright.parallel import shadow
+from meshwright.parallel import precision
 
 
 @pytest.fixture
@@ -37,5 +37,5 @@ def test_the_narrow_copy_follows_the_wide_weights(folder):
     trial = drive(run, make_corpus(run, folder), alone())
     for weight in trial.state.chunks[0].parameters():
         assert weight.dtype == torch.bfloat16
-        assert shadow.wide(weight).dtype == torch.float32
-        assert torch.equal(weight, shadow.wide(weight).bfloat16())
+        assert precision.wide(weight).dtype == torch.float32
+        assert torch.equal(weight, precision.wide(weight).bfloat16())

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from commands import SMALL, environment, meshwright
 
-from meshwright.spec.record import StepRecord, read_line
+from meshwright.runtime.records import StepRecord
+from meshwright.runtime.records import read_line
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,10 @@ from worlds import world
 from meshwright.data.loader import Loader
 from meshwright.models.decoder import Decoder
 from meshwright.models.init import fill_model
-from meshwright.models.loss import token_loss_sum
+from meshwright.models.layers import token_loss_sum
 from meshwright.parallel import mesh as meshes
 from meshwright.parallel.replicate import Replicated
-from meshwright.train.gather import weights
+from meshwright.train.state import weights
 
 WORDS = ("data.pack=documents", "steps=3", "optim.clip=0.0", "optim.schedule=constant", "plan.accumulate=2")
 

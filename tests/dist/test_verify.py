@@ -8,16 +8,19 @@ import msgspec
 import pytest
 from commands import meshwright
 
-from meshwright.launch.ranks import RankError, Remote, run_ranks
-from meshwright.verify import plans
-from meshwright.verify.certificate import TOLERANCES, Verdict
-from meshwright.verify.compare import compare
+from meshwright.runtime.ranks import RankError
+from meshwright.runtime.ranks import Remote
+from meshwright.runtime.ranks import run_ranks
+from meshwright.verify import prove
+from meshwright.verify.prove import TOLERANCES
+from meshwright.verify.prove import Verdict
+from meshwright.verify.evidence import compare
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("verify")
-    plans.write_ragged(made / plans.TEXT)
+    prove.write_ragged(made / prove.TEXT)
     return made
 
 
@@ -27,7 +30,7 @@ def test_the_standard_set_for_eight_ranks_is_equal_to_one_process(folder):
     bad = [verdict for verdict in verdicts if not verdict["passed"]]
     assert not bad, msgspec.json.encode(bad).decode()
     assert done.returncode == 0
-    assert len(verdicts) == len(plans.matrix(8))
+    assert len(verdicts) == len(prove.matrix(8))
     keys = {"plan", "passed", "loss_deviation", "norm_deviation", "gradient_deviation", "weight_deviation", "first_bad"}
     assert verdicts[0].keys() >= keys
     certificates = json.loads((folder / "runs/verify-matrix/certificate.json").read_text())
@@ -37,11 +40,11 @@ def test_the_standard_set_for_eight_ranks_is_equal_to_one_process(folder):
 
 def seeded(folder: Path, bug: str, plan: str, model: str) -> Verdict:
     """A plan with a bug beside the true reference."""
-    ((reference, [(_, run)]),) = plans.jobs(model, [], [plan], 2, folder)
+    ((reference, [(_, run)]),) = prove.jobs(model, [], [plan], 2, folder)
     theirs, ours = folder / f"reference-{bug}", folder / f"plan-{bug}"
     for each in (theirs, ours):
         each.mkdir()
-    run_ranks(Remote("meshwright.verify.compare", "record"), 1, (reference, folder / "cache", theirs), 60)
+    run_ranks(Remote("meshwright.verify.evidence", "record"), 1, (reference, folder / "cache", theirs), 60)
     run_ranks(bugs.record, run.plan.world, (run, folder / "cache", ours, bug), 60)
     return compare(run, theirs, ours, TOLERANCES["fp64"][0], 0.0)
 

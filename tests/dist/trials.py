@@ -7,14 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.data.prepare import Corpus, prepare
+from meshwright.data.prepare import Corpus
+from meshwright.data.prepare import prepare
 from meshwright.parallel import mesh as meshes
 from meshwright.parallel.mesh import Mesh
-from meshwright.spec import load
-from meshwright.spec.run import Run
-from meshwright.train.build import State, build, restore
-from meshwright.train.gather import weights
-from meshwright.train.loop import HeldResult, StepResult, train
+from meshwright.config import load
+from meshwright.config.run import Run
+from meshwright.train.state import State
+from meshwright.train.build import build
+from meshwright.train.saving import restore
+from meshwright.train.state import weights
+from meshwright.train.loop import HeldResult
+from meshwright.train.loop import StepResult
+from meshwright.train.loop import train
 from meshwright.train.saving import digest_of
 
 CPU = torch.device("cpu")

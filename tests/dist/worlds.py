@@ -18,7 +18,7 @@ import pytest
 
 SERVER = multiprocessing.get_context("forkserver")
 # Imported once by the server that ranks are forked from: a rank then starts in a tenth of a second, not in three.
-SERVER.set_forkserver_preload(["torch._dynamo", "torch.fx.experimental.symbolic_shapes", "meshwright.verify.compare"])
+SERVER.set_forkserver_preload(["torch._dynamo", "torch.fx.experimental.symbolic_shapes", "meshwright.verify.evidence"])
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 

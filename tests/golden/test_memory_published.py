@@ -5,10 +5,10 @@ import pytest
 
 from meshwright.cost.job import Job
 from meshwright.cost.memory import fits, ledger
+from meshwright.hardware.cluster import cluster
+from meshwright.hardware.stacks import stacks
 from meshwright.spec.arch import Arch
-from meshwright.spec.cluster import cluster
 from meshwright.spec.plan import Plan
-from meshwright.spec.stack import stacks
 
 GIB = 2**30
 GPT: dict[str, object] = {"norm": "layer", "positions": "learned", "mlp": "gelu", "bias": True}

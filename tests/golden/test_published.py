@@ -5,9 +5,8 @@ from statistics import fmean
 import pytest
 
 from meshwright.cost.flops import step_flops
-from meshwright.cost.price_table import answered
-from meshwright.cost.published import job_of
-from meshwright.cost.textbook_forms import megatron_flops
+from meshwright.cost.textbook import megatron_flops
+from meshwright.published.rows import answered, job_of
 from meshwright.spec.params import count
 
 # Narayanan et al. 2021 (arXiv:2104.04473), table 1: billions of parameters, heads, hidden, layers, tp, pp, GPUs, batch,

@@ -4,8 +4,8 @@ from statistics import fmean
 
 import pytest
 
-from meshwright.cost.published import job_of
-from meshwright.cost.time import Price, price
+from meshwright.cost.step_time import Price, price
+from meshwright.published.rows import job_of
 
 # foundation-model-stack/fms-fsdp, README, throughput of Llama 2 at sequence 4096, microbatch 2, bf16, compiled: model,
 # layers, hidden, heads, kv_heads, feed-forward, card, GPUs, Gb/s of a node, recomputation, tokens a second of a GPU.

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from meshwright.cost import textbook_forms as forms
-from meshwright.spec import zoo
+from meshwright.config import presets
+from meshwright.cost import textbook as forms
 from meshwright.spec.params import count
 
 GB, GIB = 1e9, 2**30
@@ -13,7 +13,7 @@ GPT1 = (512, 1, 768, 12)  # sequence, microbatch, hidden, heads of the notes' ex
 
 
 def test_the_notes_gpt_has_147_million_parameters_only_with_an_untied_output():
-    gpt1 = zoo.preset("gpt1")
+    gpt1 = presets.preset("gpt1")
     assert count(gpt1) == 147_675_648
     tied = count(gpt1) - gpt1.vocab * gpt1.hidden
     assert round(tied / 1e6, 1) == 116.6
@@ -48,7 +48,7 @@ def test_ten_billion_parameters_all_in_bf16_fill_80_gigabytes():
 
 
 def test_the_feed_forward_of_llama_3_405b_is_63_gib_at_4_times_hidden_and_51_at_its_real_width():
-    llama = zoo.preset("llama3-405b")
+    llama = presets.preset("llama3-405b")
     literal = forms.feed_forward_bytes(llama.layers, 4 * llama.hidden, 4096)
     assert literal == 67_645_734_912
     assert round(literal / GIB, 1) == 63.0

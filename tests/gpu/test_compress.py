@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.optim import rounding
+from meshwright.config import load
+from meshwright.optim import master_weights
 from meshwright.optim.adamw import AdamW
 from meshwright.optim.clip import Verdict
-from meshwright.parallel import compress, recompute
-from meshwright.parallel.anatomy import Anatomy
-from meshwright.parallel.codes import decode, encode
-from meshwright.spec import load
+from meshwright.parallel import activation_offload, recompute
+from meshwright.parallel.activation_offload import decode, encode
+from meshwright.parallel.model_spec import Anatomy
 from meshwright.spec.plan import Plan
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -40,7 +40,7 @@ def wrapped(**fields: Any) -> nn.Sequential:
         model = nn.Sequential(*(Gate() for _ in range(BLOCKS))).bfloat16()
     plan, mesh = Plan(microbatch=1, **fields), SimpleNamespace(device=torch.device("cuda", 0))
     model = recompute.keep_inputs(model, plan, mesh, ANATOMY)  # pyright: ignore
-    return compress.wrap(model, plan, mesh, ANATOMY)  # pyright: ignore
+    return activation_offload.wrap(model, plan, mesh, ANATOMY)  # pyright: ignore
 
 
 def step(model: nn.Sequential) -> tuple[list[Tensor], int]:
@@ -136,7 +136,7 @@ def test_weights_in_bf16_move_as_on_a_cpu(kind):
     ends = []
     for device in ("cpu", "cuda"):
         weights = nn.ParameterDict({"w": nn.Parameter(start.clone().to(device))})
-        rounding.attach([weights], run)
+        master_weights.attach([weights], run)
         optimizer = AdamW(run.optim, weights.values(), run.plan)
         one = torch.ones((), dtype=torch.float64, device=device)
         for gradient in gradients:

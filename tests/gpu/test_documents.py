@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from trials import losses_of, made, make_run
 
-from meshwright.kernels.documents import attention, blocks
+from meshwright.kernels.document_attention import attention, blocks
 from meshwright.models.layers import causal_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

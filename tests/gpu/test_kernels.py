@@ -22,14 +22,14 @@ from kernel_pairs import (
     softmax_pair,
 )  # fmt: skip
 
-from meshwright.kernels import choose
+from meshwright.kernels import dispatch
+from meshwright.kernels.fp8 import CAPABILITY, LARGEST, quantize
 from meshwright.kernels.norm import rms_norm_sum
-from meshwright.kernels.quantize import CAPABILITY, LARGEST, quantize
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    pytest.mark.skipif(not choose.triton_available(), reason="needs Triton"),
-    pytest.mark.skipif(choose.INTERPRETED, reason="the interpreter is for the CPU"),
+    pytest.mark.skipif(not dispatch.triton_available(), reason="needs Triton"),
+    pytest.mark.skipif(dispatch.INTERPRETED, reason="the interpreter is for the CPU"),
 ]
 LARGE = ((300, 768), (257, 4096), (33, 16384), (40000, 64))
 CASES = [
@@ -47,14 +47,14 @@ def _on_the_gpu(monkeypatch):
 
 
 def test_a_run_with_a_gpu_is_fused_by_itself():
-    assert choose.settle("auto", torch.device("cuda")) == choose.Settled("fused")
-    assert choose.settle("auto", torch.device("cuda"), torch.float64).kind == "plain"
-    assert choose.fused(torch.zeros(2, device="cuda"), "auto")
-    assert not choose.fused(torch.zeros(2, device="cuda", dtype=torch.float64), "auto")
+    assert dispatch.settle("auto", torch.device("cuda")) == dispatch.Settled("fused")
+    assert dispatch.settle("auto", torch.device("cuda"), torch.float64).kind == "plain"
+    assert dispatch.fused(torch.zeros(2, device="cuda"), "auto")
+    assert not dispatch.fused(torch.zeros(2, device="cuda", dtype=torch.float64), "auto")
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("shape", [*SHAPES, *LARGE, (3, choose.ROW_LIMIT), (3, choose.ROW_LIMIT + 5), (2, 128256)])
+@pytest.mark.parametrize("shape", [*SHAPES, *LARGE, (3, dispatch.ROW_LIMIT), (3, dispatch.ROW_LIMIT + 5), (2, 128256)])
 def test_softmax(shape, dtype):
     assert_same(*softmax_pair(shape, dtype, "dense"))
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from trials import assert_it_goes_on, digest_before_the_cut, losses_of, made, make_run
 
-from meshwright.optim.hosted import Hosted
+from meshwright.optim.cpu_offload import Hosted
 from meshwright.parallel.mesh import local
-from meshwright.train.gather import weights
 from meshwright.train.loop import train
+from meshwright.train.state import weights
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DEVICE = torch.device("cuda", 0)

@@ -11,10 +11,9 @@ from torch import Tensor
 from worlds import world
 
 from meshwright.models.layers import causal_attention
-from meshwright.parallel import attention
-from meshwright.parallel.attention import Block, join, take
-from meshwright.parallel.ring import Keys, Ring, ring_attention, ring_backward, ring_forward
-from meshwright.parallel.ulysses import ulysses_attention
+from meshwright.parallel import block_attention
+from meshwright.parallel.block_attention import Block, join, take
+from meshwright.parallel.context import Keys, Ring, ring_attention, ring_backward, ring_forward, ulysses_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -87,9 +86,9 @@ def test_a_ring_of_kernels_is_attention_over_the_whole(cp, told, dtype):
 
 
 KERNELS = {
-    "flash": (attention.flash, attention.flash_gradients),
-    "cudnn": (attention.cudnn, attention.cudnn_gradients),
-    "efficient": (attention.efficient, attention.efficient_gradients),
+    "flash": (block_attention.flash, block_attention.flash_gradients),
+    "cudnn": (block_attention.cudnn, block_attention.cudnn_gradients),
+    "efficient": (block_attention.efficient, block_attention.efficient_gradients),
 }
 
 
@@ -100,9 +99,9 @@ def test_a_kernel_is_plain_arithmetic(kernel, rows, columns, causal):
     q, k, v, grad = draw(torch.bfloat16)
     # The queries are the later ones, cut out of a larger tensor, as a ring cuts them.
     block = Block(q[:, :, -rows:], k[:, :, :columns], v[:, :, :columns], causal, None)
-    out, lse = attention.plain(block)
+    out, lse = block_attention.plain(block)
     mine = (*attend(block), *gradients(block, out.to(q.dtype), lse, grad[:, :, -rows:]))
-    theirs = (out, lse, *attention.plain_gradients(block, out.to(q.dtype), lse, grad[:, :, -rows:]))
+    theirs = (out, lse, *block_attention.plain_gradients(block, out.to(q.dtype), lse, grad[:, :, -rows:]))
     for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), mine, theirs, strict=True):
         assert (x - y).norm() <= TOLERANCE[torch.bfloat16] * y.norm(), name
 
@@ -111,11 +110,11 @@ def test_each_kernel_is_used_where_it_can_be():
     q, k, v, _ = draw(torch.bfloat16)
     same = torch.ones(2, 512, 512, dtype=torch.bool, device="cuda")
     hopper = torch.cuda.get_device_capability() >= (9, 0)
-    assert attention._kernel(Block(q, k, v, True, None)) == KERNELS["cudnn" if hopper else "flash"]
-    assert attention._kernel(Block(q, k, v, True, same)) == KERNELS["efficient"]
-    assert attention._kernel(Block(q.float(), k.float(), v.float(), True, None)) == KERNELS["efficient"]
+    assert block_attention._kernel(Block(q, k, v, True, None)) == KERNELS["cudnn" if hopper else "flash"]
+    assert block_attention._kernel(Block(q, k, v, True, same)) == KERNELS["efficient"]
+    assert block_attention._kernel(Block(q.float(), k.float(), v.float(), True, None)) == KERNELS["efficient"]
     wide = Block(q.double(), k.double(), v.double(), True, same)
-    assert attention._kernel(wide) == (attention.plain, attention.plain_gradients)
+    assert block_attention._kernel(wide) == (block_attention.plain, block_attention.plain_gradients)
 
 
 def test_no_kernel_holds_the_weights_of_a_block():

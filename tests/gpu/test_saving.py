@@ -4,10 +4,8 @@ import pytest
 import torch
 from trials import made, make_run
 
-from meshwright.train.build import restore
-from meshwright.train.loop import train
-from meshwright.train.saving import digest_of
-from meshwright.train.signals import Stop
+from meshwright.train.loop import Stop, train
+from meshwright.train.saving import digest_of, restore
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -8,9 +8,8 @@ from trials import make_corpus, make_run
 
 from meshwright.parallel import mesh as meshes
 from meshwright.train.build import build
-from meshwright.train.log import Recorder
+from meshwright.train.log import Lines, Recorder
 from meshwright.train.loop import StepResult, train
-from meshwright.train.screen import Lines
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from meshwright import cli
+from meshwright.cli import main
 
 QUICK = [
     ["--help"],
@@ -22,7 +22,7 @@ QUICK = [
 def test_what_needs_no_torch_imports_none(words):
     code = f"""
 import sys
-from meshwright.cli import main
+from meshwright.cli.main import main
 try:
     main({words!r})
 except SystemExit:
@@ -34,7 +34,7 @@ assert not heavy, heavy
 
 
 def test_models_are_a_json_array(capsys):
-    assert cli.main(["models", "--json"]) == 0
+    assert main.main(["models", "--json"]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     assert rows["gpt2"]["parameters"] == 124_439_808
     assert rows["llama3-8b"]["arch"]["kv_heads"] == 8
@@ -42,28 +42,28 @@ def test_models_are_a_json_array(capsys):
 
 
 def test_config_shows_each_value_with_its_origin(capsys):
-    assert cli.main(["config", "show", "steps=3", "--ranks", "2"]) == 0
+    assert main.main(["config", "show", "steps=3", "--ranks", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("steps = 3 ") and line.endswith("# command line") for line in lines)
     assert any(line.startswith("replicate = 2 ") and line.endswith("# derived: ranks") for line in lines)
 
 
 def test_config_as_json(capsys):
-    assert cli.main(["config", "show", "steps=3", "--json"]) == 0
+    assert main.main(["config", "show", "steps=3", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["run"]["steps"] == 3
     assert shown["origins"]["steps"] == "command line"
 
 
 def test_bad_input_is_two_and_one_sentence_each(capsys):
-    assert cli.main(["config", "show", "stepz=3", "optim.rate=fast"]) == 2
+    assert main.main(["config", "show", "stepz=3", "optim.rate=fast"]) == 2
     told = capsys.readouterr().err.splitlines()
     assert told[0] == "meshwright: 2 problems"
     assert len(told) == 3
 
 
 def test_bad_input_is_one_object_for_a_program(capsys):
-    assert cli.main(["config", "show", "stepz=3", "--json"]) == 2
+    assert main.main(["config", "show", "stepz=3", "--json"]) == 2
     told = capsys.readouterr()
     answer = json.loads(told.out)
     assert (answer["state"], answer["exit_code"]) == ("failed", 2)
@@ -72,27 +72,27 @@ def test_bad_input_is_one_object_for_a_program(capsys):
 
 
 def test_words_may_stand_before_and_after_flags(capsys):
-    assert cli.main(["config", "show", "steps=3", "--ranks", "2", "seed=9"]) == 0
+    assert main.main(["config", "show", "steps=3", "--ranks", "2", "seed=9"]) == 0
     assert "seed = 9" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("words", [["fly"], ["train", "--fast"], [], ["train", "--ranks", "0"], ["models", "extra"]])
 def test_words_the_program_does_not_know_are_two(words, capsys):
     with pytest.raises(SystemExit) as left:
-        cli.main(words)
+        main.main(words)
     assert left.value.code == 2
     assert capsys.readouterr().err
 
 
 def test_a_setting_that_is_written_as_a_flag_is_shown_as_a_word(capsys):
     with pytest.raises(SystemExit):
-        cli.main(["train", "--optim.rate=1e-3"])
+        main.main(["train", "--optim.rate=1e-3"])
     assert "settings are words, such as optim.rate=1e-3" in capsys.readouterr().err
 
 
 def test_training_without_torch_says_so_in_one_line(capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "torch" else object())
-    assert cli.main(["train"]) == 2
+    assert main.main(["train"]) == 2
     told = capsys.readouterr().err
     assert told.splitlines() == [
         "meshwright: this needs what is not installed: torch; run: pip install 'meshwright[train]'"

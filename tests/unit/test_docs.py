@@ -14,18 +14,17 @@ import pages
 import pytest
 from commands import script
 
-from meshwright import cli
-from meshwright.cost.memory import states, total
-from meshwright.spec import load, schema, zoo
-from meshwright.spec.huggingface import config_of
+from meshwright.cli import env, main
+from meshwright.cli.options import target as target_of
+from meshwright.cli.query import put
+from meshwright.config import load, presets, schema
+from meshwright.config.huggingface import config_of
+from meshwright.config.run import Run, Source
+from meshwright.cost.layout import states, total
+from meshwright.hardware.profile import read_profile
 from meshwright.spec.params import count
 from meshwright.spec.plan import Plan
-from meshwright.spec.profile import read_profile
-from meshwright.spec.run import Run, Source
-from meshwright.verbs import surroundings
-from meshwright.verbs.plan_question import put
-from meshwright.verbs.words import target as target_of
-from meshwright.verify import plans, resume
+from meshwright.verify import prove, resume
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -77,7 +76,7 @@ def desk(tmp_path, monkeypatch):
         (tmp_path / name).symlink_to(ROOT / name)
     for name, preset in (("llama-7b", "llama-7b"), ("my-hf-model", "tiny")):  # models that a reader has fetched
         (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(config_of(zoo.preset(preset), "bfloat16")))
+        (tmp_path / name / "config.json").write_text(json.dumps(config_of(presets.preset(preset), "bfloat16")))
     measured = (ROOT / "results" / "profile-h200.json").read_text()
     (tmp_path / "profile.json").write_text(measured.replace("NVIDIA H200", "NVIDIA H100 80GB HBM3"))
     monkeypatch.chdir(tmp_path)
@@ -85,7 +84,7 @@ def desk(tmp_path, monkeypatch):
 
 def resolve(words: list[str]) -> None:
     """Everything that a command does before it starts anything; a mistake raises."""
-    options = cli.parse(words)
+    options = main.parse(words)
     if words[0] == "plan" and not options.traffic:
         # A table to price is the reader's own, and the largest model is looked for in the zoo.
         if options.price is None and options.largest != "model":
@@ -93,7 +92,7 @@ def resolve(words: list[str]) -> None:
         return
     if words[0] in ("train", "config", "plan"):
         target, overrides = target_of(options.words)
-        if target in zoo.preset_names():
+        if target in presets.preset_names():
             target, overrides = None, [f"arch.preset={target}", *overrides]
         # A folder to begin from is made by the command before; here nothing is trained.
         overrides = [word for word in overrides if not word.startswith("init.from=") or Path(word[10:]).is_dir()]
@@ -103,9 +102,9 @@ def resolve(words: list[str]) -> None:
         assert len(resume.runs(target, overrides, Path("runs"))) > 1
     elif words[0] == "verify" and options.checkpoint is None:
         target, overrides = target_of(options.words)
-        wanted = plans.matrix(options.ranks) if options.matrix else options.plan
+        wanted = prove.matrix(options.ranks) if options.matrix else options.plan
         assert wanted, "a proof names its plans"
-        assert plans.jobs(target, overrides, wanted, options.steps, Path("runs"))
+        assert prove.jobs(target, overrides, wanted, options.steps, Path("runs"))
 
 
 @pytest.mark.parametrize("block", blocks("sh"), ids=str)
@@ -137,7 +136,7 @@ def test_a_command_that_is_wrong_is_noticed(desk):
 def test_every_refusal_is_the_programs_own(block, capsys):
     for part in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
         line, _, expected = part.partition("\n")
-        assert cli.main(ours(shlex.split(line))) == 2
+        assert main.main(ours(shlex.split(line))) == 2
         assert capsys.readouterr().err.strip() == expected.strip()
 
 
@@ -192,7 +191,7 @@ ZERO = {  # a row of the table: the textbook's bytes for each parameter on eight
 @pytest.mark.parametrize("name", ZERO)
 def test_the_gigabytes_of_a_row_are_the_ledgers(name):
     textbook, fields = ZERO[name]
-    arch = zoo.preset("llama3-8b")
+    arch = presets.preset("llama3-8b")
     lines = states(arch, Plan(microbatch=1, precision="bf16", **fields))
     figures = [textbook * count(arch), total(lines), *(line.bytes for line in lines)]
     cells = [f"{figure / 1e9:.1f}" if figure else "" for figure in figures]
@@ -256,7 +255,7 @@ def named_files(page: str) -> list[str]:
 def test_every_run_file_of_a_page_is_shown_resolved(page, desk, capsys):
     assert named_files(page)
     for name in named_files(page):
-        assert cli.main(["config", "show", name]) == 0
+        assert main.main(["config", "show", name]) == 0
         assert f"# {name}:" in capsys.readouterr().out
 
 
@@ -267,12 +266,12 @@ def test_no_two_pages_name_the_same_run_file():
 
 def test_every_variable_that_is_read_is_on_the_page_of_many_machines():
     page = (ROOT / "docs" / "many-machines.md").read_text()
-    for file in ("spec/place.py", "verbs/surroundings.py", "launch/local.py"):
+    for file in ("runtime/place.py", "cli/env.py", "runtime/ranks.py"):
         tree = ast.parse((ROOT / "meshwright" / file).read_text())
         words = {
             node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
         }
-        variables = {word for word in words if re.fullmatch(r"[A-Z][A-Z_]{3,}", word)} - set(surroundings.DEBUG)
+        variables = {word for word in words if re.fullmatch(r"[A-Z][A-Z_]{3,}", word)} - set(env.DEBUG)
         assert not {word for word in variables - SET if f"`{word}`" not in page}
 
 

@@ -8,28 +8,33 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "meshwright"
 
 # package -> packages it may import. A package may always import itself.
+FOUNDATION = {"spec", "hardware", "config", "runtime"}
 PAPER = {"cost", "search"}
+TORCH = {"kernels", "models", "data", "parallel", "optim", "checkpoint"}
 MAY_IMPORT: dict[str, set[str]] = {
     "spec": set(),
-    "cost": {"spec"},
-    "search": {"spec", "cost"},
-    "report": {"spec", "cost"},
-    "launch": {"spec"},
+    "config": {"spec"},
+    "hardware": {"spec", "config"},
+    "runtime": {"spec", "config"},
+    "cost": FOUNDATION,
+    "published": {*FOUNDATION, "cost"},
+    "search": {*FOUNDATION, "cost"},
+    "report": {*FOUNDATION, *PAPER},
     "kernels": {"spec"},
     "models": {"spec", "kernels"},
-    "data": {"spec"},
-    "parallel": {"spec", "kernels", "models"},
-    "optim": {"spec", "kernels", "models", "parallel"},
-    "checkpoint": {"spec", "kernels", "models", "parallel"},
-    "train": {"spec", "kernels", "models", "data", "parallel", "optim", "checkpoint", *PAPER},
-    "verify": {"spec", "kernels", "models", "data", "parallel", "optim", "checkpoint", "train", "launch", *PAPER},
-    "bench": {"spec", "kernels", "models", "data", "parallel", "optim", "checkpoint", "train", "launch", *PAPER},
+    "data": {*FOUNDATION},
+    "parallel": {*FOUNDATION, "kernels", "models"},
+    "optim": {*FOUNDATION, "kernels", "models", "parallel"},
+    "checkpoint": {*FOUNDATION, "kernels", "models", "parallel"},
+    "train": {*FOUNDATION, *TORCH, *PAPER},
+    "verify": {*FOUNDATION, *TORCH, *PAPER, "train"},
+    "bench": {*FOUNDATION, *TORCH, *PAPER, "train"},
 }
-MAY_IMPORT["verbs"] = set(MAY_IMPORT)  # the edge: a verb calls whatever it needs, and nobody calls a verb
-NO_TORCH = {"spec", "cost", "search", "report", "launch"}  # they answer at once, on a laptop
+MAY_IMPORT["cli"] = set(MAY_IMPORT)  # the edge: a verb calls whatever it needs, and nobody calls a verb
+NO_TORCH = {*FOUNDATION, *PAPER, "published", "report"}  # they answer at once, on a laptop
 WITH_TORCH = {"data/loader.py"}  # the rest of data runs in the launcher while the ranks are still importing torch
-READS_ENVIRONMENT = {"verbs/surroundings.py", "spec/place.py"}
-TOP = {"cli.py", "__main__.py", "__init__.py"}
+READS_ENVIRONMENT = {"cli/env.py", "runtime/place.py"}
+TOP = {"__main__.py", "__init__.py"}
 
 
 def files() -> list[Path]:

@@ -4,10 +4,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright.bench.counted import counted_flops, counted_ratio
+from meshwright.bench.measure import counted_flops, counted_ratio
+from meshwright.config.presets import preset
 from meshwright.cost.flops import step_flops
 from meshwright.models.decoder import Decoder
-from meshwright.spec.zoo import preset
 
 
 def changed(name: str, **changes):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from commands import script
 
-from meshwright.spec.profile import CollectiveFit
+from meshwright.hardware.profile import CollectiveFit
 
 ROOT = Path(__file__).parents[3]
 RECORD = json.loads((ROOT / "results" / "ethernet.json").read_text())

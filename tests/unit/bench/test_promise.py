@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from meshwright.bench import sweep
-from meshwright.bench.promise import Machine, kept, promised
+from meshwright.bench.sweep import kept, promised
+from meshwright.cost.calibrate import Machine
+from meshwright.hardware.profile import AttentionTime, CollectiveTime, ProductTime, Profile, write_profile
 from meshwright.spec.problem import InputError
-from meshwright.spec.profile import AttentionTime, CollectiveTime, ProductTime, Profile, write_profile
 
 CPU = Profile(
     device="cpu",

@@ -1,4 +1,4 @@
-from meshwright.bench.storage import MIB, disk_bandwidths
+from meshwright.bench.probe import MIB, disk_bandwidths
 
 
 def test_a_disk_is_measured_and_left_as_it_was(tmp_path):

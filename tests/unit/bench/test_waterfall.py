@@ -3,8 +3,8 @@
 import pytest
 
 from meshwright.bench.waterfall import shares
+from meshwright.config.presets import preset
 from meshwright.cost.flops import attention_flops, step_flops
-from meshwright.spec.zoo import preset
 
 SPENT = {"products": 0.16, "attention": 0.08, "optimizer": 0.01}
 

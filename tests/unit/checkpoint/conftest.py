@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from checkpoint.tiny import weights_of
-from meshwright.checkpoint.folder import save_native
+from meshwright.checkpoint.model_folder import save_native
 from meshwright.spec.arch import Arch
 
 

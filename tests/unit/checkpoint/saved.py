@@ -5,12 +5,13 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint.holding import Holding
-from meshwright.checkpoint.manifest import Progress
-from meshwright.checkpoint.save import Saver
+from meshwright.checkpoint.format import Progress
+from meshwright.checkpoint.state import Holding
 from meshwright.checkpoint.storage import Disk
-from meshwright.parallel.mesh import AXES, Mesh
-from meshwright.spec import load
+from meshwright.checkpoint.write import Saver
+from meshwright.config import load
+from meshwright.parallel.mesh import Mesh
+from meshwright.spec.plan import AXES
 
 RUN = load.load(
     None, ["arch.preset=tiny", "checkpoint.every=1", "checkpoint.async=false", "plan.replicate=1"]

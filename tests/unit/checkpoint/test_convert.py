@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from checkpoint.tiny import ARCHS, weights_of
-from meshwright.checkpoint import judge
-from meshwright.checkpoint.convert import convert
-from meshwright.checkpoint.folder import open_folder, save_native
-from meshwright.checkpoint.judge import MismatchError
-from meshwright.spec.check import InputError
+from meshwright.checkpoint import convert as judge
+from meshwright.checkpoint.convert import MismatchError, convert
+from meshwright.checkpoint.model_folder import open_folder, save_native
+from meshwright.spec.problem import InputError
 
 # Logits here are below 20 and float32 rounds them by 1e-6; sums in another order add a few roundings.
 CLOSE = 1e-5
@@ -77,7 +76,7 @@ def logits_of(model, tokens):
 def test_a_model_of_transformers_computes_the_same_here(stock, kind, sizes):
     path, model = stock(kind, sizes)
     folder = open_folder(path)
-    tokens = judge.tokens(folder.arch, 64)
+    tokens = judge.probe_tokens(folder.arch, 64)
     torch.testing.assert_close(judge.logits(folder, tokens), logits_of(model, tokens), rtol=0, atol=CLOSE)
 
 
@@ -91,7 +90,7 @@ def test_a_model_of_transformers_comes_in_and_goes_out_again(transformers, stock
     assert report.largest_difference < min(CLOSE, report.tolerance)
     convert(tmp_path / "ours", tmp_path / "back", quiet)
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
-    tokens = judge.tokens(open_folder(path).arch, 64)
+    tokens = judge.probe_tokens(open_folder(path).arch, 64)
     assert torch.equal(logits_of(back, tokens), logits_of(model, tokens))
 
 
@@ -101,7 +100,7 @@ def test_a_model_of_ours_is_loaded_by_transformers(transformers, native, tmp_pat
     report = convert(source, tmp_path / "theirs", quiet)
     assert (report.kind_from, report.kind_to) == ("meshwright", "huggingface")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
-    tokens = judge.tokens(arch, 64)
+    tokens = judge.probe_tokens(arch, 64)
     ours = judge.logits(open_folder(source), tokens)
     torch.testing.assert_close(logits_of(model, tokens), ours, rtol=0, atol=CLOSE)
     assert open_folder(tmp_path / "theirs").arch == arch
@@ -122,7 +121,7 @@ def test_shards_of_transformers_are_read(stock):
     path, model = stock("Mixtral", STOCK["mixtral"][1], max_shard_size="20KB")
     assert len(list(path.glob("*.safetensors"))) > 1
     folder = open_folder(path)
-    tokens = judge.tokens(folder.arch, 64)
+    tokens = judge.probe_tokens(folder.arch, 64)
     torch.testing.assert_close(judge.logits(folder, tokens), logits_of(model, tokens), rtol=0, atol=CLOSE)
 
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from checkpoint import saved
-from meshwright.checkpoint import manifest as manifests
-from meshwright.checkpoint import restore, steps
-from meshwright.checkpoint.corrupt import CorruptError
+from meshwright.checkpoint import format
+from meshwright.checkpoint import format as manifests
+from meshwright.checkpoint import read as restore
+from meshwright.checkpoint.storage import CorruptError
 from meshwright.verify import integrity
 
 FLIPS = 200
@@ -194,8 +195,8 @@ def test_a_step_of_another_run_is_not_gone_on_from(home):
 
 
 def test_when_every_step_is_damaged_nothing_is_loaded(home):
-    for step in steps.present(home):
-        (home / steps.name(step) / "chunk.rank0.safetensors").write_bytes(b"")
+    for step in format.present(home):
+        (home / format.name(step) / "chunk.rank0.safetensors").write_bytes(b"")
     with pytest.raises(CorruptError, match="no step in it can be used") as error:
         load(home)
     assert error.value.code == 12

@@ -7,17 +7,17 @@ import torch
 from safetensors.torch import save_file
 
 from checkpoint.tiny import ARCHS, weights_of
-from meshwright.checkpoint import names
-from meshwright.checkpoint.folder import MOST_PROBLEMS, open_folder, save_native, staged
-from meshwright.spec.check import InputError
-from meshwright.spec.huggingface import config_of
+from meshwright.checkpoint import model_folder
+from meshwright.checkpoint.model_folder import MOST_PROBLEMS, open_folder, save_native, staged
+from meshwright.config.huggingface import config_of
+from meshwright.spec.problem import InputError
 
 
 def huggingface(folder, arch, *, extra=None, **layout):
     """A Hugging Face folder, in any of its layouts."""
     ours = weights_of(arch)
-    stored = names.huggingface(arch, **layout)
-    tensors = {each.name: names.store(each, ours.__getitem__).clone().contiguous() for each in stored}
+    stored = model_folder.huggingface(arch, **layout)
+    tensors = {each.name: model_folder.store(each, ours.__getitem__).clone().contiguous() for each in stored}
     folder.mkdir()
     save_file(tensors | (extra or {}), folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config_of(arch)))

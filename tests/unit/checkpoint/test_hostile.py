@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from checkpoint import saved
-from meshwright.checkpoint import manifest as manifests
-from meshwright.checkpoint import restore, steps, storage
-from meshwright.checkpoint.corrupt import CorruptError
-from meshwright.checkpoint.weights import Reader
-from meshwright.spec.check import InputError
+from meshwright.checkpoint import format, read, storage
+from meshwright.checkpoint import format as manifests
+from meshwright.checkpoint.model_folder import Reader
+from meshwright.checkpoint.storage import CorruptError
+from meshwright.spec.problem import InputError
 from meshwright.verify import integrity
 
 MEMORY = 64 * 2**20  # bytes that refusing may take
@@ -29,7 +29,7 @@ def home(tmp_path):
 
 
 def load(home: Path) -> int | None:
-    found = restore.newest(home, saved.RUN, saved.alone(), saved.holdings(saved.tensors(0)), lambda text: None)
+    found = read.newest(home, saved.RUN, saved.alone(), saved.holdings(saved.tensors(0)), lambda text: None)
     return found.progress.step if found else None
 
 
@@ -99,7 +99,7 @@ def test_checkpoints_that_are_a_link_are_not_written_through(home, tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "checkpoints").symlink_to(home)
     with pytest.raises(CorruptError, match="is a link"):
-        steps.home(tmp_path / "other")
+        format.home(tmp_path / "other")
 
 
 def test_removing_a_link_leaves_what_it_leads_to(tmp_path):
@@ -250,7 +250,7 @@ def test_no_forged_manifest_does_more_than_be_refused(home):
             values = mutated(values, chance)
         file.write_bytes(signed(values))
         held = saved.tensors(0)
-        found = restore.newest(home, saved.RUN, saved.alone(), saved.holdings(held), lambda text: None)
+        found = read.newest(home, saved.RUN, saved.alone(), saved.holdings(held), lambda text: None)
         assert found is not None
         refused += found.progress.step == 1
         if found.progress.step == 2:  # what was changed is said only to people: the plan, the state's digest

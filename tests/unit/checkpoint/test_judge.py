@@ -3,8 +3,8 @@ import pytest
 import torch
 
 from checkpoint.tiny import ARCHS, weights_of
-from meshwright.checkpoint import judge
-from meshwright.checkpoint.folder import open_folder, save_native
+from meshwright.checkpoint import convert
+from meshwright.checkpoint.model_folder import open_folder, save_native
 from meshwright.models.decoder import Decoder
 
 
@@ -12,10 +12,10 @@ from meshwright.models.decoder import Decoder
 def test_one_block_at_a_time_computes_what_the_whole_model_does(native, arch):
     model = Decoder(arch).eval()
     model.load_state_dict(weights_of(arch))
-    tokens = judge.tokens(arch, 16)
+    tokens = convert.probe_tokens(arch, 16)
     with torch.inference_mode():
         whole = model(tokens, torch.arange(16)[None])
-    assert torch.equal(judge.logits(open_folder(native(arch)), tokens), whole)
+    assert torch.equal(convert.logits(open_folder(native(arch)), tokens), whole)
 
 
 @pytest.mark.parametrize(
@@ -27,22 +27,22 @@ def test_a_wrong_constant_is_beyond_the_tolerance(tmp_path, change):
     base = "gpt2" if "mlp" in change else "mixtral" if "top_k" in change else "llama tied llama3"
     arch = ARCHS[base]
     wrong = msgspec.structs.replace(arch, **change)
-    tokens = judge.tokens(arch, 64)
+    tokens = convert.probe_tokens(arch, 64)
     found = []
     for name, each in (("right", arch), ("wrong", wrong)):
         save_native(tmp_path / name, each, weights_of(arch).items(), None)
-        found.append(judge.logits(open_folder(tmp_path / name), tokens))
-    assert (found[0] - found[1]).abs().max() > 10 * judge.tolerance(arch, found[0])
+        found.append(convert.logits(open_folder(tmp_path / name), tokens))
+    assert (found[0] - found[1]).abs().max() > 10 * convert.tolerance(arch, found[0])
 
 
 def test_the_tokens_stay_within_the_model_and_are_always_the_same():
     arch = ARCHS["gpt2"]
-    tokens = judge.tokens(arch, 1000)
+    tokens = convert.probe_tokens(arch, 1000)
     assert tokens.shape == (1, arch.context)
     assert tokens.max() < arch.vocab
-    assert torch.equal(tokens, judge.tokens(arch, 1000))
+    assert torch.equal(tokens, convert.probe_tokens(arch, 1000))
 
 
 def test_a_model_beyond_the_memory_is_left_to_our_own_check():
-    assert judge.fits_memory(10**6)
-    assert not judge.fits_memory(10**15)
+    assert convert.fits_memory(10**6)
+    assert not convert.fits_memory(10**15)

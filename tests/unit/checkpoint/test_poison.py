@@ -12,27 +12,27 @@ import torch
 
 from checkpoint import saved
 from checkpoint.tiny import weights_of
-from meshwright.checkpoint.folder import save_native
-from meshwright.spec import load
-from meshwright.spec.check import InputError
-from meshwright.spec.folder import describe
+from meshwright.checkpoint.model_folder import save_native
+from meshwright.config import load
+from meshwright.config.huggingface import describe
+from meshwright.spec.problem import InputError
 from meshwright.verify import integrity
 
 AUDITED = """
 import sys
 from pathlib import Path
 from checkpoint import saved
-from meshwright.checkpoint import restore
-from meshwright.checkpoint.corrupt import CorruptError
-from meshwright.checkpoint.folder import open_folder
-from meshwright.spec import load
-from meshwright.spec.check import InputError
+from meshwright.checkpoint import read
+from meshwright.checkpoint.storage import CorruptError
+from meshwright.checkpoint.model_folder import open_folder
+from meshwright.config import load
+from meshwright.spec.problem import InputError
 from meshwright.verify import integrity
 
 def everything(folder):
     held = saved.tensors(0)
     for action in (
-        lambda: restore.newest(folder / "checkpoints", saved.RUN, saved.alone(), saved.holdings(held), print),
+        lambda: read.newest(folder / "checkpoints", saved.RUN, saved.alone(), saved.holdings(held), print),
         lambda: integrity.verify(folder, print),
         lambda: open_folder(folder / "model"),
         lambda: load.load(folder / "run.toml"),

@@ -11,11 +11,12 @@ import torch
 from safetensors.torch import load_file
 
 from checkpoint import saved
-from meshwright.checkpoint import restore, save, steps
-from meshwright.checkpoint.save import Saver
+from meshwright.checkpoint import format, read
+from meshwright.checkpoint import write as save
 from meshwright.checkpoint.storage import Disk
-from meshwright.spec import load
-from meshwright.spec.check import InputError
+from meshwright.checkpoint.write import Saver
+from meshwright.config import load
+from meshwright.spec.problem import InputError
 from meshwright.verify import integrity
 
 ONE = load.load(None, ["arch.preset=tiny", "checkpoint.keep_last=1", "checkpoint.async=false"]).run
@@ -88,7 +89,7 @@ def advance(home: Path, step: int, disk: Disk, run=ONE) -> list[str]:
 def loaded(home: Path) -> int:
     """The step that is gone on from; its numbers are checked."""
     held = {name: torch.full_like(x, torch.nan) for name, x in saved.tensors(0).items()}
-    found = restore.newest(home, saved.RUN, saved.alone(), saved.holdings(held), lambda text: None)
+    found = read.newest(home, saved.RUN, saved.alone(), saved.holdings(held), lambda text: None)
     assert found is not None
     assert all(torch.equal(held[name], x) for name, x in saved.tensors(found.progress.step).items())
     return found.progress.step
@@ -247,12 +248,12 @@ def test_a_run_too_short_to_save_needs_no_room(tmp_path):
 
 def test_no_step_goes_before_the_next_is_good_and_some_never(tmp_path):
     run = load.load(None, ["arch.preset=tiny", "checkpoint.keep_last=2", "checkpoint.keep_every=4"]).run
-    assert steps.superfluous([1, 2], run.checkpoint) == []
-    assert steps.superfluous([1, 2, 3], run.checkpoint) == [1]
-    assert steps.superfluous([3, 4, 5, 6, 8, 9], run.checkpoint) == [3, 5, 6]
+    assert format.superfluous([1, 2], run.checkpoint) == []
+    assert format.superfluous([1, 2, 3], run.checkpoint) == [1]
+    assert format.superfluous([3, 4, 5, 6, 8, 9], run.checkpoint) == [3, 5, 6]
     saved.save(tmp_path / "checkpoints", *range(1, 11), run=run)
-    assert steps.present(tmp_path / "checkpoints") == [4, 8, 9, 10]
-    assert steps.pointed(tmp_path / "checkpoints")[0] == 10
+    assert format.present(tmp_path / "checkpoints") == [4, 8, 9, 10]
+    assert format.pointed(tmp_path / "checkpoints")[0] == 10
 
 
 def test_a_damaged_step_is_replaced_when_its_number_comes_again(home):

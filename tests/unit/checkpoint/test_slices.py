@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.checkpoint import fingerprint, slices
+from meshwright.checkpoint import format, slices
 
 QUICK = settings(max_examples=60, deadline=None, derandomize=True)
 
@@ -73,11 +73,11 @@ def test_equal_holders_share_the_writing(copies):
 def test_a_fingerprint_does_not_depend_on_the_cut(case, seed):
     shape, grid = case
     bits = np.random.default_rng(seed).integers(0, 2**32, shape, dtype=np.uint32)
-    whole = fingerprint.share("w", tuple((0, length) for length in shape), bits)
-    total = fingerprint.NOTHING
+    whole = format.slice_share("w", tuple((0, length) for length in shape), bits)
+    total = format.NOTHING
     for region in grid:
         inside = tuple(slice(begin, end) for begin, end in region)
-        total = fingerprint.add(total, fingerprint.share("w", region, bits[inside]))
+        total = format.add(total, format.slice_share("w", region, bits[inside]))
     assert total == whole
 
 
@@ -86,13 +86,13 @@ def test_a_fingerprint_does_not_depend_on_the_cut(case, seed):
 def test_a_fingerprint_sees_every_flipped_bit_another_name_and_another_place(bit, row, column):
     bits = np.arange(24, dtype=np.uint32).reshape(6, 4)
     region = ((0, 6), (0, 4))
-    whole = fingerprint.share("w", region, bits)
+    whole = format.slice_share("w", region, bits)
     flipped = bits.copy()
     flipped[row, column] ^= np.uint32(1 << bit)
-    assert all(left != right for left, right in zip(fingerprint.share("w", region, flipped), whole, strict=True))
-    assert fingerprint.share("v", region, bits) != whole
-    assert fingerprint.share("w", region, np.roll(bits, 1, axis=0)) != whole
-    assert fingerprint.share("w", region, bits[:, ::-1].copy()) != whole
+    assert all(left != right for left, right in zip(format.slice_share("w", region, flipped), whole, strict=True))
+    assert format.slice_share("v", region, bits) != whole
+    assert format.slice_share("w", region, np.roll(bits, 1, axis=0)) != whole
+    assert format.slice_share("w", region, bits[:, ::-1].copy()) != whole
 
 
 def test_an_empty_region_has_no_pieces():

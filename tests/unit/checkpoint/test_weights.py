@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from meshwright.checkpoint.weights import INDEX, SINGLE, Reader, write
-from meshwright.spec.check import InputError
+from meshwright.checkpoint.model_folder import INDEX, SINGLE, Reader, write
+from meshwright.spec.problem import InputError
 
 TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16), "c": torch.tensor(2.0)}
 

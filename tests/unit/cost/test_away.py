@@ -3,19 +3,17 @@
 import msgspec
 import pytest
 
+from meshwright.config.presets import preset
+from meshwright.cost.activations import block_kept, moved_bytes, work_of
 from meshwright.cost.job import Job
+from meshwright.cost.layer_time import bench, block
 from meshwright.cost.memory import fits, ledger
-from meshwright.cost.memory_kept import block_kept, moved_bytes
-from meshwright.cost.memory_work import work_of
-from meshwright.cost.time import Price, price
-from meshwright.cost.time_away import Travels, exposed_travels, exposed_update, offload_seconds, rate, travels
-from meshwright.cost.time_bound import lower_bound, work_bound
-from meshwright.cost.time_layer import bench, block
-from meshwright.spec.cluster import cluster
+from meshwright.cost.step_time import Price, lower_bound, price, work_bound
+from meshwright.cost.weight_time import Travels, exposed_travels, exposed_update, offload_seconds, rate, travels
+from meshwright.hardware.cluster import cluster
+from meshwright.hardware.stacks import stacks
 from meshwright.spec.params import count
 from meshwright.spec.plan import Plan
-from meshwright.spec.stack import stacks
-from meshwright.spec.zoo import preset
 
 ARCH = preset("llama3-8b")
 WHOLE = count(ARCH)

@@ -3,6 +3,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from meshwright.config.presets import preset
 from meshwright.cost.calibrate import (
     beyond_launch,
     calibrated,
@@ -14,16 +15,13 @@ from meshwright.cost.calibrate import (
 )
 from meshwright.cost.job import Job
 from meshwright.cost.kernels import flash_seconds, product_seconds, rates
-from meshwright.cost.links import Span, collective_seconds
-from meshwright.cost.time import price
-from meshwright.cost.time_bound import lower_bound
-from meshwright.spec.check import InputError
-from meshwright.spec.cluster import cluster
-from meshwright.spec.efficiency import efficiency_of
+from meshwright.cost.network import Span, collective_seconds
+from meshwright.cost.step_time import lower_bound, price
+from meshwright.hardware.cluster import cluster
+from meshwright.hardware.profile import AttentionTime, CollectiveTime, ProductTime, Profile, read_profile
+from meshwright.hardware.stacks import efficiency_of, stacks
 from meshwright.spec.plan import Plan
-from meshwright.spec.profile import AttentionTime, CollectiveTime, ProductTime, Profile, read_profile
-from meshwright.spec.stack import stacks
-from meshwright.spec.zoo import preset
+from meshwright.spec.problem import InputError
 
 HERE = Path(__file__).parents[3]
 PROFILE = HERE / "results" / "profile-h200.json"

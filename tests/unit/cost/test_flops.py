@@ -6,6 +6,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from meshwright.config.presets import preset
 from meshwright.cost.flops import (
     block_flops_per_token,
     forward_flops_per_token,
@@ -15,11 +16,10 @@ from meshwright.cost.flops import (
 )
 from meshwright.models.decoder import Decoder
 from meshwright.parallel import recompute
-from meshwright.parallel.decoder import DECODER
+from meshwright.parallel.decoder_spec import DECODER
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import count
 from meshwright.spec.plan import Plan
-from meshwright.spec.zoo import preset
 
 
 def test_a_gpu_that_only_does_the_model_is_fully_used():

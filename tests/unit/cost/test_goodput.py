@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.cost.goodput import account, first_loss_seconds, kept
-from meshwright.spec.record import AttemptRecord, EndRecord, EventRecord, HeldRecord, StepRecord
+from meshwright.runtime.records import AttemptRecord, EndRecord, EventRecord, HeldRecord, StepRecord
 
 
 def attempt(at, step=0, session="a", began=0.0, number=1):

@@ -5,9 +5,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.cost.links import Span, axis_span, bus_bandwidth, call_seconds, collective_seconds, inside_seconds, span
-from meshwright.cost.traffic_collective import Collective
-from meshwright.spec.cluster import Cluster, Gpu, Link
+from meshwright.cost.network import (
+    Span,
+    axis_span,
+    bus_bandwidth,
+    call_seconds,
+    collective_seconds,
+    inside_seconds,
+    span,
+)
+from meshwright.cost.traffic import Collective
+from meshwright.hardware.cluster import Cluster, Gpu, Link
 from meshwright.spec.plan import Plan
 
 GPU = Gpu(name="x", match=(), memory_bytes=1e9, bandwidth=1e12, fp32=1e12)

@@ -1,15 +1,15 @@
 import msgspec
 import pytest
 
+from meshwright.config.presets import preset
+from meshwright.cost.calibrate import machine
 from meshwright.cost.job import Job
-from meshwright.cost.links import Span, collective_seconds
-from meshwright.cost.machine import machine
-from meshwright.cost.time import price
+from meshwright.cost.network import Span, collective_seconds
+from meshwright.cost.step_time import price
+from meshwright.hardware.profile import AttentionTime, CollectiveTime, ProductTime, Profile
+from meshwright.hardware.stacks import stacks
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError
-from meshwright.spec.profile import AttentionTime, CollectiveTime, ProductTime, Profile
-from meshwright.spec.stack import stacks
-from meshwright.spec.zoo import preset
 
 OURS = stacks()["meshwright"]
 RATE, LAUNCH = 60e9, 2e-6

@@ -5,11 +5,10 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 
-from meshwright.cost.memory import Line, states, total
+from meshwright.config.presets import preset
+from meshwright.cost.layout import Line, states, total
 from meshwright.spec.params import count, params
-from meshwright.spec.plan import Plan
-from meshwright.spec.stages import balanced_stages
-from meshwright.spec.zoo import preset
+from meshwright.spec.plan import Plan, balanced_stages
 
 LLAMA = preset("llama3-8b")  # every dim divides by eight: nothing is filled up
 TINY = preset("tiny")  # an odd vocabulary

@@ -9,20 +9,19 @@ import torch
 from live import Live
 from torch import Tensor
 
-from meshwright.cost import memory_codes
+from meshwright.config.presets import preset
+from meshwright.cost import activations
+from meshwright.cost.activations import Kept, kept, work_of
 from meshwright.cost.job import Job
-from meshwright.cost.memory_kept import Kept, kept
-from meshwright.cost.memory_work import work_of
+from meshwright.hardware.cluster import cluster
+from meshwright.hardware.stacks import stacks
 from meshwright.models.decoder import Decoder
-from meshwright.models.loss import token_loss_sum
-from meshwright.parallel import away, codes, compress, precision
-from meshwright.parallel.decoder import DECODER
+from meshwright.models.layers import token_loss_sum
+from meshwright.parallel import activation_offload, precision
+from meshwright.parallel.decoder_spec import DECODER
 from meshwright.parallel.recompute import keep_costly, keep_inputs
 from meshwright.spec.arch import Arch
-from meshwright.spec.cluster import cluster
 from meshwright.spec.plan import Plan
-from meshwright.spec.stack import stacks
-from meshwright.spec.zoo import preset
 
 BATCH, SEQUENCE = 4, 256  # so that all tensors but statistics are above the size that is worth a message
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
@@ -44,13 +43,13 @@ SCALARS = 300  # bytes: the count of targets and the loss, and a scale for each 
 @pytest.fixture
 def sent(monkeypatch) -> list[int]:
     """Bytes of every tensor that leaves for the host."""
-    found, depart = [], away.Lane.depart
+    found, depart = [], activation_offload.Lane.depart
 
-    def counted(lane: away.Lane, tensor: Tensor) -> Tensor:
+    def counted(lane: activation_offload.Lane, tensor: Tensor) -> Tensor:
         found.append(tensor.untyped_storage().nbytes())
         return depart(lane, tensor)
 
-    monkeypatch.setattr(away.Lane, "depart", counted)
+    monkeypatch.setattr(activation_offload.Lane, "depart", counted)
     return found
 
 
@@ -69,7 +68,7 @@ def alive_after_forward(arch: Arch, plan: Plan, sequence: int = SEQUENCE) -> int
         torch.nn.init.normal_(weight, std=0.02)
     model = model.to(TYPES[plan.precision])
     mesh: Any = SimpleNamespace(device=torch.device("cpu"))
-    for transform in (precision.wrap, keep_costly, keep_inputs, compress.wrap):
+    for transform in (precision.wrap, keep_costly, keep_inputs, activation_offload.wrap):
         model = transform(model, plan, mesh, DECODER)
     tokens, targets = torch.randint(0, arch.vocab, (2, plan.microbatch, sequence))
     positions = torch.arange(sequence).expand(plan.microbatch, -1)
@@ -125,9 +124,9 @@ def test_what_a_mixture_keeps_and_sends_is_nearly_said(how, sent):
 
 
 def test_the_constants_are_the_trainer_s():
-    assert memory_codes.SMALL == compress.SMALL
-    assert memory_codes.STATISTIC == compress.STATISTIC
-    assert memory_codes.CODE == (codes.GROUP + 4) / codes.GROUP
+    assert activations.SMALL == activation_offload.SMALL
+    assert activations.STATISTIC == activation_offload.STATISTIC
+    assert activations.CODE == (activation_offload.GROUP + 4) / activation_offload.GROUP
 
 
 def test_codes_and_the_host_hold_less_and_need_a_moment_s_room():

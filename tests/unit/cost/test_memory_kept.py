@@ -5,18 +5,17 @@ import pytest
 import torch
 from live import Live
 
+from meshwright.config.presets import preset
+from meshwright.cost.activations import Kept, kept, work_of
 from meshwright.cost.job import Job
-from meshwright.cost.memory_kept import Kept, kept
-from meshwright.cost.memory_work import work_of
+from meshwright.hardware.cluster import cluster
+from meshwright.hardware.stacks import stacks
 from meshwright.models.decoder import Decoder
-from meshwright.models.loss import token_loss_sum
-from meshwright.parallel.decoder import DECODER
+from meshwright.models.layers import token_loss_sum
+from meshwright.parallel.decoder_spec import DECODER
 from meshwright.parallel.recompute import keep_costly, keep_inputs
 from meshwright.spec.arch import Arch
-from meshwright.spec.cluster import cluster
 from meshwright.spec.plan import Plan
-from meshwright.spec.stack import stacks
-from meshwright.spec.zoo import preset
 
 BATCH, SEQUENCE = 2, 32
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}

@@ -7,20 +7,20 @@ import torch
 from hypothesis import given, settings
 from live import Live
 
+from meshwright.config.presets import preset
 from meshwright.cost.job import Job
-from meshwright.cost.memory import Ledger, fits, ledger, states, total, worst
-from meshwright.cost.memory_flight import ROUNDS, STEADY, scenes, settled
+from meshwright.cost.layout import states, total
+from meshwright.cost.memory import ROUNDS, STEADY, Ledger, fits, ledger, scenes, settled, worst
+from meshwright.hardware.cluster import cluster
+from meshwright.hardware.stacks import Stack, stacks
 from meshwright.models.decoder import Decoder
-from meshwright.models.loss import token_loss_sum
-from meshwright.parallel.decoder import DECODER
+from meshwright.models.layers import token_loss_sum
+from meshwright.parallel.decoder_spec import DECODER
 from meshwright.parallel.recompute import keep_costly, keep_inputs
 from meshwright.spec.arch import Arch
-from meshwright.spec.cluster import cluster
 from meshwright.spec.params import count, params
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import legal
-from meshwright.spec.stack import Stack, stacks
-from meshwright.spec.zoo import preset
 
 LLAMA = preset("llama3-8b")
 H100 = cluster("64xh100")

@@ -6,12 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.cost import price_table
-from meshwright.cost.price_table import ADDED, answered, as_measured, measured_rank, price_file
-from meshwright.cost.published import job_of
-from meshwright.cost.published_arch import llama_width, padded
-from meshwright.cost.published_cells import Cells, number
-from meshwright.cost.published_stages import by_threshold, even
+from meshwright.published import rows as price_table
+from meshwright.published.arch import llama_width, padded
+from meshwright.published.cells import Cells, number
+from meshwright.published.plan import by_threshold, even
+from meshwright.published.rows import ADDED, answered, as_measured, job_of, measured_rank, price_file
 from meshwright.spec.params import count
 from meshwright.spec.problem import InputError
 

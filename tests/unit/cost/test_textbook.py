@@ -4,21 +4,21 @@ import math
 
 import pytest
 
+from meshwright.config import presets
 from meshwright.cost import textbook
 from meshwright.cost.flops import step_flops
 from meshwright.cost.job import Job
-from meshwright.cost.textbook_notes import NOTICES
-from meshwright.spec import zoo
-from meshwright.spec.cluster import cluster
+from meshwright.cost.textbook import NOTICES
+from meshwright.hardware.cluster import cluster
+from meshwright.hardware.stacks import stack_of
 from meshwright.spec.params import count
 from meshwright.spec.plan import Plan
-from meshwright.spec.stack import stack_of
 
 
 def job(model: str = "llama3-8b", **plan) -> Job:
     chosen = Plan(**({"microbatch": 1, "precision": "bf16"} | plan))
     return Job(
-        arch=zoo.preset(model),
+        arch=presets.preset(model),
         plan=chosen,
         sequence=4096,
         cluster=cluster(f"{chosen.world}xh100"),

@@ -5,24 +5,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshwright.config.presets import preset
 from meshwright.cost.job import Job
 from meshwright.cost.kernels import flash_seconds, peak_of, product_seconds, rates, slowest
-from meshwright.cost.links import call_seconds
+from meshwright.cost.layer_time import bench, block, ends, exposed
+from meshwright.cost.network import call_seconds
 from meshwright.cost.simulate import StageCost, makespan, play
-from meshwright.cost.time import Price, course, price, price_in, seconds_in
-from meshwright.cost.time_bound import lower_bound, work_bound
-from meshwright.cost.time_layer import bench, block, ends, exposed
-from meshwright.cost.time_weights import held
+from meshwright.cost.step_time import Price, course, lower_bound, price, price_in, seconds_in, work_bound
 from meshwright.cost.traffic import bytes_by_axis, traffic
-from meshwright.spec.cluster import cluster
-from meshwright.spec.efficiency import efficiencies, efficiency_of
+from meshwright.cost.weight_time import held
+from meshwright.hardware.cluster import cluster
+from meshwright.hardware.stacks import Speed, efficiencies, efficiency_of, stacks
 from meshwright.spec.params import count
-from meshwright.spec.plan import Plan
+from meshwright.spec.plan import Plan, balanced_stages
 from meshwright.spec.schedule import actions, legal, stage_ranks
-from meshwright.spec.speed import Speed
-from meshwright.spec.stack import stacks
-from meshwright.spec.stages import balanced_stages
-from meshwright.spec.zoo import preset
 
 ARCH = preset("llama3-8b")
 MIXTURE = preset("mixtral-8x7b")

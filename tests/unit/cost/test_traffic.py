@@ -8,14 +8,12 @@ import msgspec
 import pytest
 from hypothesis import assume, given, settings
 
-from meshwright.cost.traffic import bytes_by_axis, traffic
-from meshwright.cost.traffic_collective import Collective, merged
+from meshwright.config.presets import preset
+from meshwright.cost.traffic import Collective, bytes_by_axis, merged, traffic
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import count, params
-from meshwright.spec.plan import Plan
+from meshwright.spec.plan import Plan, balanced_stages
 from meshwright.spec.schedule import stage_ranks
-from meshwright.spec.stages import balanced_stages
-from meshwright.spec.zoo import preset
 
 LLAMA = preset("llama3-8b")
 SEQUENCE = 8192

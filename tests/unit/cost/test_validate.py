@@ -5,8 +5,7 @@ from collections import Counter
 import pytest
 from commands import script
 
-from meshwright.cost.price_table import answered
-from meshwright.cost.published import job_of
+from meshwright.published.rows import answered, job_of
 
 ROW = {
     "source_group": "mine", "framework": "Megatron-LM", "model_name": "GPT", "layers": "24", "hidden": "2048",

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from meshwright.config.run import Data, Run
 from meshwright.spec.arch import Arch
 from meshwright.spec.plan import Plan
-from meshwright.spec.run import Data, Run
 
 
 @pytest.fixture

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.data import cache
-from meshwright.data.cache import fingerprint, once
-from meshwright.spec.check import InputError
+from meshwright.data import prepare
+from meshwright.data.prepare import fingerprint, once
+from meshwright.spec.problem import InputError
 
 # Fills a folder slowly, and appends one line to a log for each time that it does.
 WORKER = """
 import sys, time
 from pathlib import Path
-from meshwright.data.cache import once
+from meshwright.data.prepare import once
 
 def make(folder):
     (folder / "half").write_text("half")
@@ -85,7 +85,7 @@ def test_a_ready_folder_is_not_made_again(tmp_path):
 
 
 def test_without_locks_the_first_to_finish_is_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(cache, "fcntl", None)
+    monkeypatch.setattr(prepare, "fcntl", None)
 
     def overtaken(folder: Path) -> None:
         fill(folder)
@@ -105,7 +105,7 @@ def test_small_files_are_known_by_content_and_large_ones_by_name_size_and_time(t
     second.write_text("other")
     assert fingerprint([first]) != fingerprint([second])
     assert fingerprint([first, second]) != fingerprint([second, first])
-    monkeypatch.setattr(cache, "SMALL", 3)
+    monkeypatch.setattr(prepare, "SMALL", 3)
     before = fingerprint([first])
     assert before == fingerprint([first])
     assert before != fingerprint([second])
@@ -121,5 +121,5 @@ def test_a_cache_that_cannot_be_written_is_told(tmp_path):
 
 def test_what_is_there_needs_no_place_to_write(tmp_path, monkeypatch):
     (tmp_path / "name").mkdir()
-    monkeypatch.setattr(cache, "require_folder", None)
+    monkeypatch.setattr(prepare, "require_folder", None)
     assert once(tmp_path / "name", Path.touch, print) == tmp_path / "name"

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+from meshwright.config.run import Data, Run, Source
 from meshwright.data.loader import Batch, Loader, StepBatch
 from meshwright.data.pack import IGNORE
 from meshwright.data.prepare import Corpus, prepare
-from meshwright.spec.check import InputError
 from meshwright.spec.plan import Plan
-from meshwright.spec.run import Data, Run, Source
+from meshwright.spec.problem import InputError
 
 CPU = torch.device("cpu")
 VOCAB = 60_000

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from meshwright.data.pack import IGNORE, Documents, Stream, held_count
 from meshwright.data.shards import Shard, Tokens, join
-from meshwright.spec.check import InputError
+from meshwright.spec.problem import InputError
 
 END = 999
 ragged = st.lists(st.integers(1, 23), min_size=1, max_size=30)

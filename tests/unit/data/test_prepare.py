@@ -7,12 +7,12 @@ import msgspec
 import numpy as np
 import pytest
 
+from meshwright.config.run import Data, Init, Source
 from meshwright.data import prepare as module
 from meshwright.data import tokenize
 from meshwright.data.prepare import prepare, problems
-from meshwright.data.source import listing
-from meshwright.spec.check import InputError
-from meshwright.spec.run import Data, Init, Source
+from meshwright.data.sources import listing
+from meshwright.spec.problem import InputError
 
 STORY = "It was the best of times, it was the worst of times, it was the age of wisdom.\n"
 
@@ -197,7 +197,7 @@ import sys
 from pathlib import Path
 import msgspec
 from meshwright.data.prepare import prepare
-from meshwright.spec.run import Run
+from meshwright.config.run import Run
 
 run = msgspec.json.decode(sys.stdin.buffer.read(), type=Run)
 said = []

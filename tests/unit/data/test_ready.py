@@ -4,9 +4,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshwright.data import ready
+from meshwright.data import sources
 from meshwright.data.shards import write
-from meshwright.spec.check import InputError
+from meshwright.spec.problem import InputError
 
 
 def write_llmc(file: Path, tokens: list[int], magic: int = 20240520, version: int = 1, promised: int | None = None):
@@ -32,30 +32,30 @@ def write_megatron(file: Path, sequences: list[list[int]], documents: list[int],
 def test_nanogpt_tokens_have_no_header(tmp_path):
     file = tmp_path / "train.bin"
     np.array([1, 2, 65_535], "<u2").tofile(file)
-    assert ready.kind(file) == "nanogpt"
-    assert ready.read(file, "nanogpt").tokens.tolist() == [1, 2, 65_535]
+    assert sources.kind(file) == "nanogpt"
+    assert sources.read_tokens(file, "nanogpt").tokens.tolist() == [1, 2, 65_535]
 
 
 @pytest.mark.parametrize(("magic", "version", "token"), [(20240520, 1, 50_256), (20240801, 7, 128_001)])
 def test_llmc_tokens_are_as_wide_as_their_header_says(tmp_path, magic, version, token):
     file = write_llmc(tmp_path / "a.bin", [token, 1, 2], magic, version)
-    assert ready.kind(file) == "llmc"
-    assert ready.read(file, "llmc").tokens.tolist() == [token, 1, 2]
+    assert sources.kind(file) == "llmc"
+    assert sources.read_tokens(file, "llmc").tokens.tolist() == [token, 1, 2]
 
 
 @pytest.mark.parametrize("code", [8, 4])
 def test_megatron_documents_may_have_several_sequences(tmp_path, code):
     file = write_megatron(tmp_path / "a.bin", [[1, 2, 3], [4, 5], [6], [7, 8]], [0, 2, 3, 4], code)
-    assert ready.kind(file) == "megatron"
-    shard = ready.read(file, "megatron")
+    assert sources.kind(file) == "megatron"
+    shard = sources.read_tokens(file, "megatron")
     assert shard.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
     assert shard.ends.tolist() == [5, 6, 8]
 
 
 def test_our_own_folder_is_known(tmp_path):
     write(tmp_path, [np.array([1, 70_000, 0])], 70_001, end_token=0)
-    assert ready.kind(tmp_path / "tokens.bin") == "folder"
-    assert ready.read(tmp_path / "tokens.bin", "folder").tokens.tolist() == [1, 70_000, 0]
+    assert sources.kind(tmp_path / "tokens.bin") == "folder"
+    assert sources.read_tokens(tmp_path / "tokens.bin", "folder").tokens.tolist() == [1, 70_000, 0]
 
 
 def broken_llmc(folder: Path) -> Path:
@@ -124,4 +124,4 @@ def cut_megatron(folder: Path) -> Path:
 )
 def test_a_header_that_disagrees_with_its_file_is_refused(tmp_path, make, kind, words):
     with pytest.raises(InputError, match=words):
-        ready.read(make(tmp_path), kind)
+        sources.read_tokens(make(tmp_path), kind)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.data.shards import NO_ENDS, Shard, closed, join, open_folder, scan, token_dtype, write
-from meshwright.spec.check import InputError
+from meshwright.spec.problem import InputError
 
 
 def pieces(stream: np.ndarray, cuts: list[int]) -> list[Shard]:

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshwright.data import source
-from meshwright.data.source import STDLIB_BYTES, documents, files, listing
-from meshwright.spec.check import InputError
-from meshwright.spec.run import Data, Source
+from meshwright.config.run import Data, Source
+from meshwright.data import sources
+from meshwright.data.sources import STDLIB_BYTES, documents, files, listing
+from meshwright.spec.problem import InputError
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def names(found: list[Path], folder: Path) -> list[str]:
 
 
 def problem_texts(**values: object) -> list[str]:
-    return [str(problem) for problem in source.problems(Data(**values))]  # pyright: ignore[reportArgumentType]
+    return [str(problem) for problem in sources.problems(Data(**values))]  # pyright: ignore[reportArgumentType]
 
 
 def test_a_folder_gives_its_known_files_sorted(library):
@@ -136,7 +136,7 @@ def test_all_problems_of_all_sources_are_told_at_once(tmp_path):
         Source(source=str(tmp_path / "c.bin")),
         Source(source=str(tmp_path / "none")),
     )
-    found = source.problems(Data(mix=mix))
+    found = sources.problems(Data(mix=mix))
     assert len(found) == 4
     assert {problem.key for problem in found} == {"data.mix"}
 
@@ -177,10 +177,10 @@ def test_in_a_mixture_the_remedy_names_the_entry(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"body": "text"}\n')
     (tmp_path / "b.dat").write_text("text")
     named = [str(tmp_path / name) for name in ("a.jsonl", "b.dat")]
-    field, ending = source.problems(Data(mix=tuple(Source(source=name) for name in named)))
+    field, ending = sources.problems(Data(mix=tuple(Source(source=name) for name in named)))
     assert (field.key, ending.key) == ("data.mix", "data.mix")
     assert field.remedy == f"set field to the one that holds the text, in the entry of data.mix for {named[0]}"
     assert ending.remedy.startswith("set format (")
     assert ending.remedy.endswith(f", in the entry of data.mix for {named[1]}")
-    (alone,) = source.problems(Data(source=named[0]))
+    (alone,) = sources.problems(Data(source=named[0]))
     assert alone.remedy == "set data.field to the one that holds the text"

@@ -4,7 +4,7 @@ from tokenizers import Tokenizer, models
 
 from meshwright.data import tokenize
 from meshwright.data.tokenize import END, Lexicon, encode, end_token, entries, pieces, train
-from meshwright.spec.check import InputError
+from meshwright.spec.problem import InputError
 
 TEXT = "".join(
     f"@named\ndef function_{number}(argument):\n    return argument + {number}\n\n\n" for number in range(200)

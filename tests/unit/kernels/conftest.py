@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.kernels import choose
+from meshwright.kernels import dispatch
 
 sys.path.insert(0, str(Path(__file__).parent))  # the cases are beside the tests, and a GPU's tests share them
 
@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # the cases are beside the tests
 @pytest.fixture(autouse=True, scope="session")
 def _numbers_from_arrays_of_one():
     """Triton 3.6 turns an array of one element into a loop's bound with int(), which NumPy 2.4 and later refuses."""
-    if not choose.INTERPRETED:
+    if not dispatch.INTERPRETED:
         yield
         return
     from triton.runtime import interpreter

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.kernels import choose
+from meshwright.kernels import dispatch
 
 DEVICE = "cpu"  # the tests of a GPU put another here
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -16,7 +16,7 @@ STEP = {torch.float32: 2.0**-18, torch.bfloat16: 3 * 2.0**-7, torch.float16: 3 *
 SHAPES = ((1, 1), (3, 8), (5, 37), (2, 3, 96), (70, 130), (2, 1025))
 
 interpreted = pytest.mark.skipif(
-    not choose.INTERPRETED, reason="kernels run on the CPU in Triton's interpreter alone (TRITON_INTERPRET=1)"
+    not dispatch.INTERPRETED, reason="kernels run on the CPU in Triton's interpreter alone (TRITON_INTERPRET=1)"
 )
 
 

@@ -8,7 +8,7 @@ import torch
 from kernel_cases import draw
 from torch import Tensor
 
-from meshwright.kernels import gate, norm, rope, softmax
+from meshwright.kernels import gated, norm, rope, softmax
 
 EPS = 1e-5
 Shape = tuple[int, ...]
@@ -49,14 +49,14 @@ def norm_pair(kind: str, shape: Shape, dtype: torch.dtype, strides: str) -> Pair
 NORMS = ("rms", "layer", "layer, no bias", "rms of a sum", "layer of a sum")
 
 
-def gate_pair(kind: str, activation: gate.Activation, shape: Shape, dtype: torch.dtype, strides: str) -> Pair:
+def gate_pair(kind: str, activation: gated.Activation, shape: Shape, dtype: torch.dtype, strides: str) -> Pair:
     x, up = draw(shape, dtype, 1, strides), draw(shape, dtype, 2)
     if kind == "merged":
         both = draw((*shape[:-1], 2 * shape[-1]), dtype, 1, strides)
-        return pair(lambda both, kernels: gate.merged(both, activation, kernels), [both])
+        return pair(lambda both, kernels: gated.merged(both, activation, kernels), [both])
     if kind == "gated":
-        return pair(lambda x, up, kernels: gate.gated(x, up, activation, kernels), [x, up])
-    return pair(lambda x, kernels: gate.activate(x, activation, kernels), [x])
+        return pair(lambda x, up, kernels: gated.gated(x, up, activation, kernels), [x, up])
+    return pair(lambda x, kernels: gated.activate(x, activation, kernels), [x])
 
 
 GATES = ("alone", "gated", "merged")

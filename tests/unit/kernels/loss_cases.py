@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from kernel_cases import STEP, assert_near
 from torch import Tensor
 
-from meshwright.kernels.choose import Kernels
 from meshwright.kernels.cross_entropy import IGNORE, Part, softmax_gradient
+from meshwright.kernels.dispatch import Kernels
 
 WEIGHT = torch.tensor(0.25, dtype=torch.float64)
 ROUNDING = 1e-12  # float64 sums of some hundred terms, in another order

@@ -9,7 +9,7 @@ from kernel_cases import STEP, STRIDES, TYPES, assert_near, draw, interpreted
 from loss_cases import ROUNDING, WEIGHT, answering, assert_exact, gradient_over, in_parts, some_targets
 
 from meshwright.kernels import cross_entropy
-from meshwright.kernels import logits as logits_kernels
+from meshwright.kernels import cross_entropy as logits_kernels
 from meshwright.kernels.cross_entropy import IGNORE, Part, softmax_gradient, weighed_loss, whole
 
 KERNELS = ["plain", pytest.param("fused", marks=interpreted)]

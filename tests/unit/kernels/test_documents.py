@@ -5,13 +5,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from meshwright.cost import memory_work
-from meshwright.kernels.documents import BLOCK, NARROWEST, TYPES, begins, blocks, plain, takes
+from meshwright.config.presets import preset
+from meshwright.cost import activations
+from meshwright.kernels.document_attention import BLOCK, NARROWEST, TYPES, begins, blocks, plain, takes
 from meshwright.models.decoder import Decoder
 from meshwright.models.layers import Attention, causal_attention
 from meshwright.parallel.precision import compute_dtype
 from meshwright.spec.plan import Plan
-from meshwright.spec.zoo import preset
 
 LENGTHS = [1, 5, BLOCK - 1, BLOCK, BLOCK + 1, 300, 4 * BLOCK, 700, 8 * BLOCK]
 SAMPLES = 3
@@ -86,12 +86,12 @@ def test_a_decoder_that_tells_blocks_computes_the_same_logits():
 
 
 def test_the_ledger_knows_which_heads_and_precisions_these_are():
-    assert memory_work.NARROWEST_HEAD == NARROWEST
+    assert activations.NARROWEST_HEAD == NARROWEST
     plans = {
         precision: Plan(microbatch=1, precision=precision) for precision in ("bf16", "fp16", "fp8", "fp32", "fp64")
     }
     narrow = [precision for precision, plan in plans.items() if compute_dtype(plan) in TYPES]
-    assert tuple(narrow) == memory_work.NARROW_PRECISIONS
+    assert tuple(narrow) == activations.NARROW_PRECISIONS
 
 
 def test_heads_too_narrow_and_wide_numbers_keep_the_dense_mask():

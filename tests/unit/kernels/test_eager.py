@@ -7,10 +7,10 @@ import pytest
 import torch
 from kernel_cases import interpreted
 
+from meshwright.config.presets import preset
 from meshwright.models.decoder import Decoder
 from meshwright.models.init import fill_model
-from meshwright.parallel import eager
-from meshwright.spec.zoo import preset
+from meshwright.parallel import fused_kernels
 
 KINDS = {"llama": {}, "gpt": {"norm": "layer", "positions": "learned", "mlp": "gelu_tanh", "bias": True}}
 
@@ -21,7 +21,7 @@ def pair(kind: str, kernels: str) -> tuple[Decoder, Decoder]:
     plain = Decoder(arch)
     fill_model(plain, arch, seed=1)
     other = copy.deepcopy(plain)
-    eager.place(other, kernels)
+    fused_kernels.place(other, kernels)
     return plain, other
 
 

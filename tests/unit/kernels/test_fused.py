@@ -4,18 +4,19 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.kernels import choose
+from meshwright.config import presets
+from meshwright.kernels import dispatch
+from meshwright.kernels.cross_entropy import IGNORE
 from meshwright.models.decoder import Decoder
-from meshwright.models.loss import IGNORE, weighed_loss
-from meshwright.parallel import fused
-from meshwright.parallel.decoder import DECODER
+from meshwright.models.layers import weighed_loss
+from meshwright.parallel import fused_kernels
+from meshwright.parallel.decoder_spec import DECODER
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.tensor import cut_loss
-from meshwright.spec import zoo
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError
 
-pytestmark = pytest.mark.skipif(choose.INTERPRETED, reason="says what a CPU does without the interpreter")
+pytestmark = pytest.mark.skipif(dispatch.INTERPRETED, reason="says what a CPU does without the interpreter")
 CPU = torch.device("cpu")
 
 
@@ -27,21 +28,21 @@ def mesh() -> Mesh:
 
 def wrapped(**words) -> nn.Module:
     with torch.device("meta"):
-        model = Decoder(zoo.preset("tiny"))
-    return fused.wrap(model, Plan(microbatch=1, **words), mesh(), DECODER)
+        model = Decoder(presets.preset("tiny"))
+    return fused_kernels.wrap(model, Plan(microbatch=1, **words), mesh(), DECODER)
 
 
 def test_one_rank_on_a_cpu_keeps_its_arithmetic():
     model = wrapped()
     assert model.loss is weighed_loss
-    assert not fused.has_loss(model)
+    assert not fused_kernels.has_loss(model)
 
 
 def test_a_cut_vocabulary_is_lost_in_chunks_on_a_cpu_too():
     model = wrapped(tp=2)
     assert model.loss.func is cut_loss
     assert model.loss.keywords == {"kernels": "plain"}
-    assert fused.has_loss(model)
+    assert fused_kernels.has_loss(model)
 
 
 @pytest.mark.parametrize("words", [{"tp": 2, "kernels": "plain"}, {"tp": 2, "pp": 2, "accumulate": 2}], ids=str)
@@ -55,7 +56,7 @@ def test_kernels_that_cannot_run_are_refused_where_they_were_demanded():
 
 
 def line(one_pass: bool = False, **words) -> str:
-    return fused.chosen(Plan(microbatch=1, **words), CPU, [wrapped(tp=2)], one_pass)
+    return fused_kernels.chosen(Plan(microbatch=1, **words), CPU, [wrapped(tp=2)], one_pass)
 
 
 def test_the_line_says_why_there_are_none():
@@ -66,15 +67,18 @@ def test_the_line_says_why_there_are_none():
 @pytest.fixture
 def able(monkeypatch):
     """A machine whose trial succeeds."""
-    monkeypatch.setattr(fused, "settle", lambda *about: choose.Settled("fused"))
+    monkeypatch.setattr(fused_kernels, "settle", lambda *about: dispatch.Settled("fused"))
 
 
 @pytest.mark.usefixtures("able")
 def test_the_line_says_which_there_are():
     assert line(one_pass=True) == "fused: the loss with its projection, one-pass updates"
     plan = Plan(microbatch=1)
-    assert fused.chosen(plan, CPU, [nn.Linear(2, 2)], one_pass=True) == "fused: one-pass updates"
-    assert fused.chosen(plan, CPU, [nn.Linear(2, 2)], one_pass=False) == "fused, but this plan has no place for any"
+    assert fused_kernels.chosen(plan, CPU, [nn.Linear(2, 2)], one_pass=True) == "fused: one-pass updates"
+    assert (
+        fused_kernels.chosen(plan, CPU, [nn.Linear(2, 2)], one_pass=False)
+        == "fused, but this plan has no place for any"
+    )
 
 
 def test_what_is_not_predicted_has_one_number():

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kernel_cases import SHAPES, STRIDES, TYPES, assert_same, draw, interpreted
 from kernel_pairs import ACTIVATIONS, GATES, gate_pair
 
-from meshwright.kernels.gate import activate, gated, merged
+from meshwright.kernels.gated import activate, gated, merged
 from meshwright.spec.problem import InputError
 
 TORCHS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}

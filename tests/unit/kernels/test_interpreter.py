@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.kernels import choose
+from meshwright.kernels import dispatch
 
 HERE = Path(__file__).parent
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not choose.triton_available(), reason="Triton is not installed")
-@pytest.mark.skipif(choose.INTERPRETED, reason="this is the interpreter already")
+@pytest.mark.skipif(not dispatch.triton_available(), reason="Triton is not installed")
+@pytest.mark.skipif(dispatch.INTERPRETED, reason="this is the interpreter already")
 def test_the_kernels_logic_holds_in_the_interpreter():
     # Triton decides when it is imported, so another process asks for the interpreter, and sees no GPU.
     surroundings = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from kernel_cases import STRIDES, TYPES, draw, interpreted
 from torch import nn
 
-from meshwright.kernels import linear8
-from meshwright.kernels.linear8 import CODE, LARGEST, Linear8, RowLinear8, codes, takes, turned
+from meshwright.kernels import fp8
+from meshwright.kernels.fp8 import CODE, LARGEST_E4M3, Linear8, RowLinear8, codes, takes, turned
 
 SCALINGS = ("tensor", "row")
 HALF_STEP = 2.0**-4  # of three bits, relative to a normal number
-FLOOR = 2.0**-10 / LARGEST  # the smallest step of the type against the largest code, for numbers far below it
+FLOOR = 2.0**-10 / LARGEST_E4M3  # the smallest step of the type against the largest code, for numbers far below it
 
 
 @settings(deadline=None, max_examples=20, derandomize=True)
@@ -26,7 +26,7 @@ FLOOR = 2.0**-10 / LARGEST  # the smallest step of the type against the largest 
 def test_every_element_is_within_half_a_step(shape, dtype, strides, scaling):
     x = draw(shape, dtype, 1, strides)
     values, scale = codes(x, scaling)
-    assert (values.dtype, values.float().abs().max().item()) == (CODE, LARGEST)
+    assert (values.dtype, values.float().abs().max().item()) == (CODE, LARGEST_E4M3)
     allowed = x.double().abs() * HALF_STEP + x.double().abs().max() * FLOOR
     assert ((values.double() * scale.double() - x.double()).abs() <= allowed * (1 + 1e-6)).all()  # scales are float32
 
@@ -57,8 +57,8 @@ def test_the_turned_copy_is_the_transpose(shape, strides):
 def test_the_kernel_turns_any_shape(shape):
     bits = torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
     copy = torch.zeros(shape[::-1], dtype=torch.uint8)
-    side = linear8.TILE
-    linear8._turn[(-(-shape[0] // side), -(-shape[1] // side))](bits, copy, *shape, side=side)
+    side = fp8.TILE
+    fp8._turn[(-(-shape[0] // side), -(-shape[1] // side))](bits, copy, *shape, side=side)
     assert torch.equal(copy, bits.t())
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kernel_cases import SHAPES, STRIDES, TYPES, assert_same, draw, interpreted
 from kernel_pairs import EPS, NORMS, norm_pair
 
-from meshwright.kernels import choose
+from meshwright.kernels import dispatch
 from meshwright.kernels.norm import layer_norm, rms_norm, rms_norm_sum
 from meshwright.spec.problem import InputError
 
@@ -67,7 +67,7 @@ def test_either_result_may_be_left_unused(used):
 
 @interpreted
 def test_a_row_beyond_the_registers_is_plain_unless_the_kernel_was_demanded():
-    x, weight = torch.randn(1, choose.ROW_LIMIT + 1), torch.ones(choose.ROW_LIMIT + 1)
+    x, weight = torch.randn(1, dispatch.ROW_LIMIT + 1), torch.ones(dispatch.ROW_LIMIT + 1)
     with pytest.raises(InputError, match="32769 elements is longer than 32768"):
         rms_norm(x, weight, EPS, "fused")
     assert rms_norm(x, weight, EPS, "auto").shape == x.shape

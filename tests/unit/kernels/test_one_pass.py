@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 from kernel_cases import STEP, TYPES, assert_near, draw, interpreted
 from torch import Tensor, nn
 
+from meshwright.config.run import Optim
 from meshwright.kernels.adamw import BLOCK, Group, Moves
-from meshwright.kernels.choose import Kernels
+from meshwright.kernels.dispatch import Kernels
 from meshwright.optim.adamw import AdamW
 from meshwright.optim.clip import Verdict
-from meshwright.parallel import shadow
+from meshwright.parallel import precision
 from meshwright.spec.plan import Plan
-from meshwright.spec.run import Optim
 
 RATE, BETA1, BETA2, EPS, DECAY = 1e-2, 0.9, 0.95, 1e-8, 0.1
 Shapes = list[tuple[int, ...]]
@@ -91,12 +91,12 @@ def test_a_weight_without_a_gradient_does_not_change_what_others_are_read_as():
     def moved(kernels: Kernels) -> list[Tensor]:
         plan = Plan(microbatch=1, precision="bf16", shadow=True, accumulate=2, kernels=kernels)
         model = nn.ParameterDict({name: draw((32, 32), torch.float32, 1) for name in ("spare", "used")})
-        shadow.attach([model], plan)
+        precision.attach([model], plan)
         optimizer = AdamW(Optim(rate=RATE, weight_decay=0.0), model.parameters(), plan)
         model["used"].grad = draw((32, 32), torch.float32, 2)
         one = torch.ones((), dtype=torch.float64)
         optimizer.step(RATE, Verdict(one, one, one, one))
-        return [shadow.wide(weight) for weight in model.values()]
+        return [precision.wide(weight) for weight in model.values()]
 
     for mine, theirs in zip(moved("fused"), moved("plain"), strict=True):
         assert_near(mine, theirs, STEP[torch.float32])

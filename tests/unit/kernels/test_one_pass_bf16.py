@@ -5,10 +5,10 @@ import torch
 from kernel_cases import DEVICE, interpreted
 from torch import Tensor, nn
 
-from meshwright.optim import moves, rounding
+from meshwright.config import load
+from meshwright.optim import master_weights, offload_update
 from meshwright.optim.adamw import AdamW
 from meshwright.optim.clip import Verdict
-from meshwright.spec import load
 
 SHAPES = ((40, 16), (7, 9), (33,), (3000,))
 
@@ -20,9 +20,9 @@ def moved(kind: str, way: str, finite: tuple[float, ...]) -> list[Tensor]:
     weights = nn.ParameterDict(
         {f"w{i}": nn.Parameter(torch.randn(shape, generator=random).bfloat16()) for i, shape in enumerate(SHAPES)}
     ).to(DEVICE)
-    rounding.attach([weights], run)
+    master_weights.attach([weights], run)
     optimizer = AdamW(run.optim, weights.values(), run.plan)
-    optimizer.update = {"plain": rounding.rounded, "fused": rounding.at_once}[way](optimizer)
+    optimizer.update = {"plain": master_weights.rounded, "fused": master_weights.at_once}[way](optimizer)
     for moving in finite:
         for weight in weights.values():
             weight.grad = torch.randn(weight.shape, generator=random).bfloat16().to(DEVICE)
@@ -33,7 +33,7 @@ def moved(kind: str, way: str, finite: tuple[float, ...]) -> list[Tensor]:
 
 def _wide(held: dict[str, Tensor]) -> Tensor:
     """The number that a weight and its low bits are together."""
-    return moves.join(held["weight"], held["low"].view(torch.int16)) if "low" in held else held["weight"]
+    return offload_update.join(held["weight"], held["low"].view(torch.int16)) if "low" in held else held["weight"]
 
 
 @interpreted

@@ -6,8 +6,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from kernel_cases import STRIDES, TYPES, draw, interpreted
 
-from meshwright.kernels import choose
-from meshwright.kernels.quantize import LARGEST, Codes, quantize
+from meshwright.kernels import dispatch
+from meshwright.kernels.fp8 import LARGEST, Codes, quantize
 
 # Half a step of the mantissa (3 bits and 2), relative to a normal number.
 ROUNDING = {torch.float8_e4m3fn: 2.0**-4, torch.float8_e5m2: 2.0**-3}
@@ -83,7 +83,7 @@ def assert_same_bytes(ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dty
     """The same codes; Triton's interpreter rounds ties up and subnormals down, and forgets the carry to an exponent."""
     mine, exact = ours.view(torch.uint8).int(), theirs.view(torch.uint8).int()
     excused = ((mine - exact).abs() == 1) | ((exact % CARRY[dtype] == 0) & (mine == exact - CARRY[dtype]))
-    excused &= choose.INTERPRETED
+    excused &= dispatch.INTERPRETED
     assert torch.equal(mine[~excused], exact[~excused])
 
 
@@ -99,7 +99,7 @@ def test_the_kernel_is_its_twin(shape, transposed, scaling, dtype):
 
 @interpreted
 def test_a_row_beyond_the_registers_is_cast_in_tiles(monkeypatch):
-    monkeypatch.setattr("meshwright.kernels.quantize.ROW_LIMIT", 100)
+    monkeypatch.setattr("meshwright.kernels.fp8.ROW_LIMIT", 100)
     x = draw((2, 150), torch.bfloat16, 1)
     ours, theirs = (quantize(x, torch.float8_e4m3fn, "row", kernels=kernels) for kernels in ("fused", "plain"))
     assert_same_codes(ours, theirs, torch.float8_e4m3fn)

@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 from kernel_cases import TYPES, assert_same, draw, interpreted
 from kernel_pairs import LAYOUTS, rope_pair
 
+from meshwright.config import presets
 from meshwright.kernels.rope import rotate
 from meshwright.models import layers
-from meshwright.spec import zoo
 
 
 @pytest.mark.parametrize("dtype", [*TYPES, torch.float64])
 def test_the_plain_twin_is_the_models(dtype):
-    arch = zoo.preset("tiny")
+    arch = presets.preset("tiny")
     wide = torch.promote_types(dtype, torch.float32)
     turn = layers.rotation(arch, torch.arange(6)[None].expand(2, 6), wide)
     q, k = (draw((2, heads, 6, arch.head_dim), dtype, heads) for heads in (4, 2))

@@ -8,7 +8,7 @@ from kernel_cases import SHAPES, STRIDES, TYPES, assert_same, draw, interpreted
 from kernel_pairs import softmax_pair
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.kernels import choose
+from meshwright.kernels import dispatch
 from meshwright.kernels.softmax import bytes_moved, reference, softmax
 
 
@@ -53,7 +53,7 @@ def test_the_plain_operations_read_5mn_2m_and_write_3mn_2m(rows, cols):
 
 
 @interpreted
-@pytest.mark.parametrize(("rows", "cols"), [(7, 5), (3, 1000), (1, choose.ROW_LIMIT + 5)])
+@pytest.mark.parametrize(("rows", "cols"), [(7, 5), (3, 1000), (1, dispatch.ROW_LIMIT + 5)])
 def test_the_kernel_loads_and_stores_what_is_claimed(rows, cols, monkeypatch):
     from triton.runtime.interpreter import InterpreterBuilder
 
@@ -79,7 +79,7 @@ def test_a_fused_softmax_moves_a_quarter():
 
 @interpreted
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("shape", [*SHAPES, (2, choose.ROW_LIMIT + 5)])
+@pytest.mark.parametrize("shape", [*SHAPES, (2, dispatch.ROW_LIMIT + 5)])
 def test_the_kernel_is_its_twin(shape, dtype):
     assert_same(*softmax_pair(shape, dtype, "dense"))
 
@@ -92,7 +92,7 @@ def test_any_shape_and_strides_will_do(shape, dtype, strides):
 
 
 @interpreted
-@pytest.mark.parametrize("cols", [5, choose.ROW_LIMIT + 5])
+@pytest.mark.parametrize("cols", [5, dispatch.ROW_LIMIT + 5])
 def test_masked_and_huge_elements_are_as_in_the_twin(cols):
     x = torch.randn(3, cols)
     x[0, 1:] = float("-inf")

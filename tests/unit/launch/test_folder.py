@@ -3,11 +3,11 @@ import math
 import msgspec
 import pytest
 
-from meshwright.launch import folder as folders
-from meshwright.launch.folder import Claim
-from meshwright.spec import load
-from meshwright.spec.check import InputError
-from meshwright.spec.record import Summary
+from meshwright.config import load
+from meshwright.runtime import run_folder as folders
+from meshwright.runtime.records import Summary
+from meshwright.runtime.run_folder import Claim
+from meshwright.spec.problem import InputError
 
 RUN = load.load(None).run
 OTHER = load.load(None, ["seed=2", "optim.rate=0.5"]).run

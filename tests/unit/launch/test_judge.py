@@ -3,9 +3,8 @@
 import msgspec
 import pytest
 
-from meshwright.launch.heartbeat import Seen
-from meshwright.launch.judge import BUSY, FIRST_SECONDS, LATE_SECONDS, Judge, crossed
-from meshwright.spec.beat import Beat
+from meshwright.runtime.hang import BUSY, FIRST_SECONDS, LATE_SECONDS, Judge, crossed
+from meshwright.runtime.heartbeat import Beat, Seen
 
 LIMIT = 5.0
 LOOK = 0.5

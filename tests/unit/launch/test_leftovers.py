@@ -4,8 +4,8 @@ import os
 import subprocess
 import sys
 
-from meshwright.launch import leftovers
-from meshwright.launch.verdicts import process_name
+from meshwright.runtime import run_folder
+from meshwright.runtime.failure import process_name
 
 SLEEPER = [sys.executable, "-c", "input()"]
 
@@ -14,14 +14,14 @@ def test_the_folder_of_a_killed_launcher_is_removed_and_that_of_a_living_one_is_
     process = subprocess.Popen(SLEEPER, stdin=subprocess.PIPE)
     owner = process_name(process.pid)
     theirs, watched = tmp_path / f"meshwright-{owner}-a1b_c2d3", tmp_path / f"meshwright-{owner}"
-    mine = tmp_path / f"{leftovers.prefix()}x"
+    mine = tmp_path / f"{run_folder.prefix()}x"
     for folder in (theirs, watched, mine):
         folder.mkdir()
         (folder / "rank0.beat").write_bytes(b"x")
-    assert leftovers.sweep(tmp_path) == []
+    assert run_folder.sweep(tmp_path) == []
     process.kill()
     process.wait()
-    assert sorted(leftovers.sweep(tmp_path)) == sorted([theirs, watched])
+    assert sorted(run_folder.sweep(tmp_path)) == sorted([theirs, watched])
     assert os.listdir(tmp_path) == [mine.name]
 
 
@@ -29,7 +29,7 @@ def test_a_number_that_another_process_has_now_does_not_keep_a_folder(tmp_path):
     host, pid, began = process_name(os.getpid()).rsplit(":", 2)
     left = tmp_path / f"meshwright-{host}:{pid}:{int(began) - 1}-x"
     left.mkdir()
-    assert leftovers.sweep(tmp_path) == [left]
+    assert run_folder.sweep(tmp_path) == [left]
 
 
 def test_what_is_not_surely_ours_stays(tmp_path):
@@ -40,4 +40,4 @@ def test_what_is_not_surely_ours_stays(tmp_path):
     (tmp_path / "target").mkdir()
     (tmp_path / f"meshwright-{host}:4194304:5").symlink_to(tmp_path / "target")
     (tmp_path / f"meshwright-{host}:4194304:6").write_text("a file")
-    assert leftovers.sweep(tmp_path) == []
+    assert run_folder.sweep(tmp_path) == []

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.launch import local
-from meshwright.launch.local import Ranks
+from meshwright.runtime import ranks as local
+from meshwright.runtime.ranks import Ranks
 
 
 def forked(work):

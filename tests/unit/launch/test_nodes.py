@@ -8,10 +8,9 @@ import time
 
 import pytest
 
-from meshwright.launch import nodes, sidecar
-from meshwright.launch.heartbeat import Seen
-from meshwright.launch.nodes import KEY, LATE_SECONDS, LOST_SECONDS, MOST_BYTES, Lost, Node, Nodes, Roll, Word
-from meshwright.spec.beat import Beat
+from meshwright.runtime import nodes, supervise
+from meshwright.runtime.heartbeat import Beat, Seen
+from meshwright.runtime.nodes import KEY, LATE_SECONDS, LOST_SECONDS, MOST_BYTES, Lost, Node, Nodes, Roll, Word
 
 A, B = Node(first=0, ranks=4, host="a"), Node(first=4, ranks=4, host="b")
 SECRET = b"k" * 32
@@ -185,37 +184,37 @@ def seen(still_seconds):
 
 
 def test_a_silent_machine_is_no_fault_while_the_ranks_here_get_on():
-    assert not sidecar.is_still([seen(0.1), seen(60.0)], 100.0)
-    assert sidecar.is_still([seen(3.0), seen(60.0)], 100.0)
-    assert sidecar.is_still([], 100.0)
+    assert not supervise.is_still([seen(0.1), seen(60.0)], 100.0)
+    assert supervise.is_still([seen(3.0), seen(60.0)], 100.0)
+    assert supervise.is_still([], 100.0)
 
 
 def test_one_machine_listens_to_nobody(tmp_path):
-    post = sidecar.Post(
+    post = supervise.Post(
         beats=str(tmp_path), folder=str(tmp_path), ranks=[0, 1], world=2, hang_seconds=5.0, address="127.0.0.1", port=1
     )
-    assert sidecar._nodes(post) is None
+    assert supervise._nodes(post) is None
 
 
 def test_an_address_that_is_not_ours_is_told_and_the_watch_goes_on(tmp_path, capfd):
-    post = sidecar.Post(
+    post = supervise.Post(
         beats=str(tmp_path), folder=str(tmp_path), ranks=[0], world=2, hang_seconds=5.0, address="203.0.113.9", port=9
     )
-    assert sidecar._nodes(post) is None
+    assert supervise._nodes(post) is None
     assert "the loss of a machine will not be seen" in capfd.readouterr().err
 
 
 def test_a_watcher_ends_with_the_rank_beside_it_and_says_how(tmp_path):
     port = free_port()
-    post = sidecar.Post(
+    post = supervise.Post(
         beats=str(tmp_path), folder=str(tmp_path), ranks=[4], world=5, hang_seconds=5.0, address="127.0.0.1", port=port
     )
     first = Nodes(A, "127.0.0.1", port, tmp_path)
-    for words, state in ((sidecar.DONE, "done"), (b"", "failed")):
+    for words, state in ((supervise.DONE, "done"), (b"", "failed")):
         reading, writing = os.pipe()
         os.write(writing, words)
         os.close(writing)
-        assert sidecar.watch(post, reading) is None
+        assert supervise.watch(post, reading) is None
         first.roll.heard.clear()
         first.look(0.0)
         assert [heard.state for heard, _ in first.roll.heard.values()] == [state]

@@ -4,15 +4,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from meshwright.launch import stacks, verdicts
-from meshwright.launch.heartbeat import Seen, process
-from meshwright.launch.judge import Hang
-from meshwright.launch.supervise import newest_step, set_aside
-from meshwright.spec import verdict as words
-from meshwright.spec.beat import Beat
-from meshwright.spec.exits import MEANING, Exit, table
-from meshwright.spec.faults import Faults
-from meshwright.spec.verdict import Verdict
+from meshwright.config.run import Faults
+from meshwright.runtime import failure
+from meshwright.runtime import failure as words
+from meshwright.runtime import hang as stacks
+from meshwright.runtime.failure import MEANING, Exit, Verdict, table
+from meshwright.runtime.hang import Hang
+from meshwright.runtime.heartbeat import Beat, Seen, process
+from meshwright.runtime.supervise import newest_step, set_aside
 
 SEEN = {
     rank: Seen(rank=rank, beat=Beat(pid=7 + rank, step=3, phase="forward", waiting=rank == 0, counts=(4, 5)), now=1.0)
@@ -44,7 +43,7 @@ def test_a_verdict_has_six_lines_at_most_and_none_speaks_to_the_terminal():
 
 def test_a_hang_names_rank_phase_line_and_who_waits(tmp_path):
     hang = Hang(ranks=(1,), reason="does not move", seconds=6.0, limit=5.0)
-    verdict = verdicts.of_hang(hang, SEEN, {1: STACK}, tmp_path)
+    verdict = failure.of_hang(hang, SEEN, {1: STACK}, tmp_path)
     assert verdict.rank == 1
     assert verdict.phase == "data"  # the stack knows better than the last heartbeat
     assert "loader.py:75 take" in verdict.where
@@ -61,7 +60,7 @@ def test_the_main_threads_frames_are_found_among_all():
     ("code", "kind", "told"), [(-9, "killed", "SIGKILL"), (-7, "killed", "SIGBUS"), (1, "error", "exit code 1")]
 )
 def test_a_rank_without_words_is_told_by_its_exit(tmp_path, code, kind, told):
-    verdict = verdicts.of_exit(1, code, SEEN[1], tmp_path)
+    verdict = failure.of_exit(1, code, SEEN[1], tmp_path)
     assert (verdict.kind, verdict.rank) == (kind, 1)
     assert told in verdict.what
     assert verdict.code == (Exit.RESUMABLE if kind == "killed" else code)

@@ -2,11 +2,11 @@ import msgspec
 import pytest
 import torch
 
+from meshwright.config.presets import preset, preset_names
 from meshwright.models.decoder import Decoder
-from meshwright.models.loss import token_loss_sum
+from meshwright.models.layers import token_loss_sum
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import params
-from meshwright.spec.zoo import preset, preset_names
 
 
 def table(arch: Arch) -> list[tuple[str, tuple[int, ...]]]:

@@ -3,7 +3,8 @@ import math
 import pytest
 import torch
 
-from meshwright.models.loss import IGNORE, token_loss_sum
+from meshwright.kernels.cross_entropy import IGNORE
+from meshwright.models.layers import token_loss_sum
 
 
 def test_the_sum_is_over_valid_targets():

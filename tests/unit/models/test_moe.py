@@ -6,9 +6,8 @@ from torch import Tensor
 
 from meshwright.models.decoder import Decoder
 from meshwright.models.init import normal
-from meshwright.models.loss import token_loss_sum
-from meshwright.models.moe import Experts, Mixture, carry, run_experts
-from meshwright.models.routers import ROUTERS
+from meshwright.models.layers import token_loss_sum
+from meshwright.models.moe import ROUTERS, Experts, Mixture, carry, run_experts
 from meshwright.spec.arch import Arch
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.models.routers import ROUTERS, slots
+from meshwright.models.moe import ROUTERS, slots
 from meshwright.spec.arch import Arch
 
 Kept = dict[tuple[int, int], float]  # (token, expert) -> gate

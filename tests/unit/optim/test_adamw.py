@@ -2,10 +2,10 @@ import pytest
 import torch
 from torch import nn
 
+from meshwright.config.run import Optim
 from meshwright.optim.adamw import AdamW
 from meshwright.optim.clip import Verdict, square_norm
 from meshwright.spec.plan import Plan
-from meshwright.spec.run import Optim
 
 FIXED = Plan(microbatch=1, deterministic=True)
 

@@ -7,9 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.optim.disk import Files
-from meshwright.optim.homes import PAGE, InMemory, Memory, page_starts, spread
-from meshwright.optim.piece import cut
+from meshwright.optim.host_memory import PAGE, Files, InMemory, Memory, page_starts, spread
+from meshwright.optim.offload_update import cut
 
 DTYPES = [torch.int16, torch.bfloat16, torch.float32]
 

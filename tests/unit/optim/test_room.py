@@ -2,9 +2,9 @@
 
 import pytest
 
-from meshwright.optim import room
-from meshwright.spec import load
-from meshwright.spec.check import InputError
+from meshwright.config import load
+from meshwright.optim import host_memory
+from meshwright.spec.problem import InputError
 
 TINY = ("arch.preset=tiny", "plan.replicate=1", "plan.precision=bf16")
 HOSTED = ("plan.offload_weights=true", "plan.zero=3")
@@ -22,16 +22,16 @@ def group(folder, limit, used, cached):
 
 def test_the_smaller_of_machine_and_control_group_counts(tmp_path):
     (tmp_path / "meminfo").write_text("MemTotal:       900 kB\nMemAvailable:   500 kB\n")
-    assert room.free_host_bytes(tmp_path / "meminfo", tmp_path) == 500 * 1024
+    assert host_memory.free_host_bytes(tmp_path / "meminfo", tmp_path) == 500 * 1024
     group(tmp_path, limit=1000, used=700, cached=50)
-    assert room.free_host_bytes(tmp_path / "meminfo", tmp_path) == 350
+    assert host_memory.free_host_bytes(tmp_path / "meminfo", tmp_path) == 350
     group(tmp_path, limit="max", used=700, cached=50)
-    assert room.free_host_bytes(tmp_path / "meminfo", tmp_path) == 500 * 1024
-    assert room.free_host_bytes(tmp_path / "nothing", tmp_path / "nothing") is None
+    assert host_memory.free_host_bytes(tmp_path / "meminfo", tmp_path) == 500 * 1024
+    assert host_memory.free_host_bytes(tmp_path / "nothing", tmp_path / "nothing") is None
 
 
 def test_this_machine_has_some():
-    free = room.free_host_bytes()
+    free = host_memory.free_host_bytes()
     assert free is None or free > 2**20
 
 
@@ -40,7 +40,7 @@ def test_this_machine_has_some():
     [(("plan.offload=host",), 12), (("plan.offload=host", "optim.states=bf16"), 6)],
 )
 def test_a_parameter_takes_12_bytes_or_6(words, width):
-    assert room.width(make_run(*words)) == width
+    assert host_memory.width(make_run(*words)) == width
 
 
 @pytest.mark.parametrize(
@@ -70,4 +70,4 @@ def test_what_cannot_be_is_refused_with_a_remedy(words, told):
 def test_a_folder_that_is_not_there_is_refused(tmp_path):
     run = make_run("plan.offload=disk")
     with pytest.raises(InputError, match="no folder"):
-        room.check(run, [100], tmp_path / "nowhere")
+        host_memory.check(run, [100], tmp_path / "nowhere")

@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from meshwright.config import load
+from meshwright.config.presets import preset
+from meshwright.config.run import Optim, Run, digest
 from meshwright.models.decoder import Decoder
 from meshwright.models.init import fill_model, key, uniform
-from meshwright.optim import moves, rounding
+from meshwright.optim import master_weights, offload_update
 from meshwright.optim.adamw import AdamW
 from meshwright.optim.clip import Verdict
-from meshwright.spec import load
 from meshwright.spec.plan import Plan
-from meshwright.spec.run import Optim, Run, digest
-from meshwright.spec.zoo import preset
 
 BF16 = Plan(microbatch=1, precision="bf16")
 ROUNDED = ("stochastic", "compensated")
@@ -30,7 +30,7 @@ def verdict(factor: float = 1.0, finite: float = 1.0) -> Verdict:
 
 
 def sixteen_bits(draws: Tensor) -> Tensor:
-    return (draws * rounding.SIXTEEN_BITS).to(torch.int32)
+    return (draws * master_weights.SIXTEEN_BITS).to(torch.int32)
 
 
 def bits(numbers: Tensor) -> Tensor:
@@ -44,8 +44,8 @@ LARGE = 2.0**126  # far above any weight; the very largest fp32 numbers have no 
 @settings(deadline=None, max_examples=100, derandomize=True)
 def test_what_was_split_is_joined_bit_by_bit(values):
     wide = torch.tensor(values, dtype=torch.float32)
-    narrow, low = moves.split(wide)
-    assert torch.equal(bits(moves.join(narrow, low)), bits(wide))
+    narrow, low = offload_update.split(wide)
+    assert torch.equal(bits(offload_update.join(narrow, low)), bits(wide))
     # The nearest: torch's own rounding differs at ties alone, which are as far from both.
     assert torch.equal((narrow.double() - wide.double()).abs(), (wide.bfloat16().double() - wide.double()).abs())
 
@@ -53,7 +53,7 @@ def test_what_was_split_is_joined_bit_by_bit(values):
 def test_chance_rounds_to_a_neighbour_and_is_right_on_average():
     wide = torch.tensor([1.0 + 2**-9, -1.0 - 2**-9, 3.14159, -0.01234, 1e-20]).repeat_interleave(20_000)
     draws = uniform(key(1, "draws"), torch.arange(len(wide)))
-    narrow = moves.rounded(wide, sixteen_bits(draws)).float()
+    narrow = offload_update.rounded(wide, sixteen_bits(draws)).float()
     down = (bits(wide) & -65536).view(torch.float32)
     up = ((bits(wide) & -65536) + 65536).view(torch.float32)
     assert ((narrow == down) | (narrow == up)).all()
@@ -66,7 +66,7 @@ def test_chance_rounds_to_a_neighbour_and_is_right_on_average():
 @pytest.mark.parametrize("value", [0.0, 1.0, -2.5, 2.0**-130])
 def test_what_bf16_holds_is_not_moved_by_chance(value):
     wide = torch.full((1000,), value)
-    assert torch.equal(moves.rounded(wide, sixteen_bits(torch.linspace(0, 1 - 2**-24, 1000))).float(), wide)
+    assert torch.equal(offload_update.rounded(wide, sixteen_bits(torch.linspace(0, 1 - 2**-24, 1000))).float(), wide)
 
 
 def run_of(kind: str) -> Run:
@@ -77,7 +77,7 @@ def run_of(kind: str) -> Run:
 def bag(kind: str, tensors: list[Tensor]) -> tuple[nn.ParameterDict, AdamW]:
     run = run_of(kind)
     weights = nn.ParameterDict({f"w{number}": nn.Parameter(tensor) for number, tensor in enumerate(tensors)})
-    rounding.attach([weights], run)
+    master_weights.attach([weights], run)
     return weights, AdamW(run.optim, weights.values(), BF16)
 
 
@@ -96,7 +96,7 @@ def test_compensated_weights_are_a_master_in_two_parts():
         theirs.step(1e-4 / (step + 1), verdict(0.5))
     for one, other in zip(ours.values(), wide, strict=True):
         low = mine.held()[id(one)]["low"].view(torch.int16)
-        assert torch.equal(moves.join(one.detach(), low), other.detach())
+        assert torch.equal(offload_update.join(one.detach(), low), other.detach())
 
 
 @pytest.mark.parametrize("kind", ROUNDED)
@@ -131,8 +131,8 @@ def test_weights_in_bf16_have_moments_in_fp32_and_no_master():
         weights, optimizer = bag(kind, [torch.randn(8, 8).bfloat16()])
         assert optimizer.wide[0].data_ptr() == weights["w0"].data_ptr()
         assert optimizer.first[0].dtype == optimizer.second[0].dtype == torch.float32
-    assert rounding.weight_dtype(Optim(), BF16) == torch.float32
-    assert rounding.weight_dtype(Optim(rounding="stochastic"), BF16) == torch.bfloat16
+    assert master_weights.weight_dtype(Optim(), BF16) == torch.float32
+    assert master_weights.weight_dtype(Optim(rounding="stochastic"), BF16) == torch.bfloat16
 
 
 def test_rounding_is_part_of_the_mathematics():
@@ -162,7 +162,7 @@ def trained(kind: str) -> tuple[list[float], Tensor]:
     model = model.bfloat16() if kind != "master" else model.bfloat16().float()  # all begin alike
     wide = [weight.detach().float().clone() for weight in model.parameters()]
     run = run_of(kind if kind in ROUNDED else "master")
-    rounding.attach([model], run)
+    master_weights.attach([model], run)
     held = list(model.parameters()) if kind in ROUNDED else [nn.Parameter(weight.clone()) for weight in wide]
     optimizer = AdamW(msgspec.structs.replace(run.optim, weight_decay=0.0), held, BF16)
     windows, losses = batches(), []

@@ -2,8 +2,8 @@ from itertools import pairwise
 
 import pytest
 
-from meshwright.optim.schedule import learning_rate
-from meshwright.spec.run import Optim
+from meshwright.config.run import Optim
+from meshwright.optim.lr_schedule import learning_rate
 
 
 def rates(steps=100, **fields):

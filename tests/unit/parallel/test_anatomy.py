@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
+from meshwright.config.presets import preset
 from meshwright.models.decoder import Decoder
-from meshwright.parallel.anatomy import (
+from meshwright.parallel.decoder_spec import DECODER
+from meshwright.parallel.model_spec import (
     Absent,
     Anatomy,
     Stage,
@@ -22,10 +24,8 @@ from meshwright.parallel.anatomy import (
     unmatched,
     with_weights,
 )
-from meshwright.parallel.decoder import DECODER
 from meshwright.spec.params import params
 from meshwright.spec.plan import Plan
-from meshwright.spec.zoo import preset
 
 TINY = preset("tiny")
 

@@ -13,18 +13,28 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from meshwright.config import load
+from meshwright.config.presets import preset
+from meshwright.config.run import digest
 from meshwright.models.decoder import Decoder
 from meshwright.models.init import fill_model
-from meshwright.parallel import compress, recompute
-from meshwright.parallel.anatomy import Anatomy
-from meshwright.parallel.away import Lane, Load, Sent
-from meshwright.parallel.codes import GROUP, decode, encode
-from meshwright.parallel.compress import SMALL, Memory, Stored, Window, unpack
-from meshwright.parallel.decoder import DECODER
-from meshwright.spec import load
+from meshwright.parallel import activation_offload, recompute
+from meshwright.parallel.activation_offload import (
+    GROUP,
+    SMALL,
+    Lane,
+    Load,
+    Memory,
+    Sent,
+    Stored,
+    Window,
+    decode,
+    encode,
+    unpack,
+)
+from meshwright.parallel.decoder_spec import DECODER
+from meshwright.parallel.model_spec import Anatomy
 from meshwright.spec.plan import Plan
-from meshwright.spec.run import digest
-from meshwright.spec.zoo import preset
 
 CPU: Any = SimpleNamespace(device=torch.device("cpu"))  # all of a mesh that is asked for
 NOBODY: set[int] = set()
@@ -94,7 +104,7 @@ def decoder(name: str = "tiny", dtype: torch.dtype = torch.float32, **fields: An
     fill_model(model, arch, 1)
     plan = Plan(microbatch=8, kernels="plain", **fields)
     model = recompute.keep_inputs(model.to(dtype), plan, CPU, DECODER)
-    return compress.wrap(model, plan, CPU, DECODER)
+    return activation_offload.wrap(model, plan, CPU, DECODER)
 
 
 def forward(model: nn.Module) -> Tensor:
@@ -338,7 +348,7 @@ def test_hooks_see_what_a_compiled_block_saves():
         for block in model if compiles else ():
             block.forward = torch.compile(block.forward, backend="aot_eager")
         anatomy = Anatomy(blocks=lambda whole: dict(whole.named_children()))
-        compress.wrap(model, Plan(microbatch=1, compress="int8", kernels="plain"), CPU, anatomy)
+        activation_offload.wrap(model, Plan(microbatch=1, compress="int8", kernels="plain"), CPU, anatomy)
         found.append(rows(model))
     (plain, size), (compiled, compiled_size) = found
     assert compiled_size > 0
@@ -349,7 +359,7 @@ def test_hooks_see_what_a_compiled_block_saves():
 def test_off_is_identity():
     model = Decoder(preset("tiny"))
     before = [block.forward for block in model.blocks.values()]
-    assert compress.wrap(model, Plan(microbatch=1), CPU, DECODER) is model
+    assert activation_offload.wrap(model, Plan(microbatch=1), CPU, DECODER) is model
     assert [block.forward for block in model.blocks.values()] == before
 
 
@@ -387,7 +397,7 @@ def test_a_mask_of_documents_is_kept_as_it_is():
     arch = msgspec.structs.replace(preset("tiny"), layers=2)
     model = Decoder(arch)
     fill_model(model, arch, seed=1)
-    compress.wrap(model, Plan(microbatch=1, compress="int8"), CPU, DECODER)
+    activation_offload.wrap(model, Plan(microbatch=1, compress="int8"), CPU, DECODER)
     tokens, positions = torch.arange(256).view(2, 128) % 509, torch.arange(128).repeat(2, 1)
     documents = (torch.arange(128) // 50).repeat(2, 1)
     model(tokens, positions, documents).square().mean().backward()

@@ -8,14 +8,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.kernels.linear8 import Linear8
+from meshwright.config.presets import preset
+from meshwright.kernels.fp8 import Linear8
 from meshwright.models.decoder import Decoder
 from meshwright.parallel import recompute
-from meshwright.parallel.anatomy import Absent, Anatomy
-from meshwright.parallel.decoder import DECODER
+from meshwright.parallel.decoder_spec import DECODER
+from meshwright.parallel.model_spec import Absent, Anatomy
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError
-from meshwright.spec.zoo import preset
 
 POLICIES = ["full", "selective", "selective-2", "every-2", "every-4", "first-2", "sqrt"]
 NOBODY: Any = None  # one rank has no mesh

@@ -1,6 +1,18 @@
 from meshwright.cost.simulate import even_cost, play
-from meshwright.report.chart import NAMES, WIDEST, Screen, bar, cascade, charts, plans
-from meshwright.report.picture import Entry, Pictures, Pipeline, Point, Whole
+from meshwright.report.plan_charts import (
+    NAMES,
+    WIDEST,
+    Entry,
+    Pictures,
+    Pipeline,
+    Point,
+    Screen,
+    Whole,
+    bar,
+    cascade,
+    charts,
+    plans,
+)
 from meshwright.spec.schedule import actions, stage_ranks
 
 MEMORY = Whole(

@@ -1,14 +1,13 @@
 import msgspec
 import pytest
 
+from meshwright.config.presets import preset
 from meshwright.cost.job import Job
-from meshwright.cost.time import price
-from meshwright.report.gantt import pipeline
-from meshwright.spec.cluster import cluster
-from meshwright.spec.plan import Plan
-from meshwright.spec.stack import stack_of
-from meshwright.spec.stages import balanced_stages
-from meshwright.spec.zoo import preset
+from meshwright.cost.step_time import price
+from meshwright.hardware.cluster import cluster
+from meshwright.hardware.stacks import stack_of
+from meshwright.report.plan_charts import pipeline
+from meshwright.spec.plan import Plan, balanced_stages
 
 
 def job(**changes) -> Job:

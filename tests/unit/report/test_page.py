@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.cost.simulate import even_cost, play
-from meshwright.report import figures
-from meshwright.report.page import page
-from meshwright.report.picture import Entry, Pictures, Pipeline, Point, Whole
-from meshwright.report.svg import LETTER, clear, fitted
+from meshwright.report import svg
+from meshwright.report.html import page
+from meshwright.report.plan_charts import Entry, Pictures, Pipeline, Point, Whole
+from meshwright.report.svg import LETTER, fitted, uncovered
 from meshwright.spec.schedule import actions, default_chunks, stage_ranks
 
 EVIL = '<script>alert("1")</script>'
@@ -107,27 +107,27 @@ def test_pictures_tell_what_they_show_to_those_who_cannot_see():
 
 
 def test_the_stack_is_as_wide_as_its_parts_and_ends_where_the_sum_does():
-    rects = shapes(figures.whole(MEMORY), "rect")
+    rects = shapes(svg.whole(MEMORY), "rect")
     stack = [rect for rect in rects if float(rect["y"]) == 4]
     rows = [rect for rect in rects if float(rect["y"]) != 4]
-    scale = (figures.WIDTH - figures.LEFT - figures.RIGHT) / 80.0
+    scale = (svg.WIDTH - svg.LEFT - svg.RIGHT) / 80.0
     for parts in (stack, rows):
         widths = [float(part["width"]) for part in parts]
         assert sum(widths) == pytest.approx(61.5 * scale, abs=0.05)  # two digits are written
         ends = [float(part["x"]) + width for part, width in zip(parts, widths, strict=True)]
         starts = [float(part["x"]) for part in parts]
         assert starts[1:] == pytest.approx(ends[:-1], abs=0.02)
-    (limit,) = shapes(figures.whole(MEMORY), "line")
-    assert float(limit["x1"]) == pytest.approx(figures.LEFT + 80 * scale, abs=0.01)
+    (limit,) = shapes(svg.whole(MEMORY), "line")
+    assert float(limit["x1"]) == pytest.approx(svg.LEFT + 80 * scale, abs=0.01)
 
 
 def test_something_taken_off_lies_on_what_was_before():
-    assert figures.spans(SECONDS) == [(0.0, 3.0), (2.5, 3.0)]
+    assert svg.spans(SECONDS) == [(0.0, 3.0), (2.5, 3.0)]
 
 
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "interleaved", "looped", "zb1p", "zbv", "dualpipev"])
 def test_no_two_actions_of_a_rank_overlap(schedule):
-    drawn = figures.gantt(Pipeline(title="x", timeline=timeline(schedule), shown=8, microbatches=8))
+    drawn = svg.gantt(Pipeline(title="x", timeline=timeline(schedule), shown=8, microbatches=8))
     lanes: dict[float, list[tuple[float, float]]] = {}
     for rect in shapes(drawn, "rect"):
         if rect["class"].startswith("action"):
@@ -137,13 +137,13 @@ def test_no_two_actions_of_a_rank_overlap(schedule):
         lane.sort()
         for (left, width), (right, _) in itertools.pairwise(lane):
             assert left + width <= right + 0.02  # two digits are written
-        assert lane[-1][0] + lane[-1][1] <= figures.WIDTH - 110 + 0.02
+        assert lane[-1][0] + lane[-1][1] <= svg.WIDTH - 110 + 0.02
 
 
 @settings(derandomize=True, deadline=None, max_examples=50)
 @given(st.lists(st.tuples(st.floats(70, 800), st.floats(30, 290)), min_size=1, max_size=12))
 def test_no_number_lies_on_another(places):
-    boxes = [(x, y, len(name) * LETTER) for name, x, y in figures.labels(places, 300.0)]
+    boxes = [(x, y, len(name) * LETTER) for name, x, y in svg.labels(places, 300.0)]
     for one, (x, y, width) in enumerate(boxes):
         assert 0 < y <= 300
         for left, top, other in boxes[:one]:
@@ -153,7 +153,7 @@ def test_no_number_lies_on_another(places):
 def test_long_words_are_cut_with_a_sign():
     assert fitted("activations", 200) == "activations"
     assert fitted("activations", 5 * LETTER) == "acti…"
-    assert clear(0, 50, 10, [], 13.0, 300) == 50
+    assert uncovered(0, 50, 10, [], 13.0, 300) == 50
 
 
 def test_a_page_without_a_pipeline_or_a_choice_has_two_pictures():

@@ -4,7 +4,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.report.picture import Entry, Point, Whole, between, front, ticks
+from meshwright.report.plan_charts import Entry, Point, Whole, between, front, ticks
 
 
 def test_the_front_is_what_nothing_beats_in_both():

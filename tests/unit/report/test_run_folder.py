@@ -4,10 +4,10 @@ import msgspec
 import pytest
 from folders import attempt, run_folder, step, usual
 
-from meshwright.report.run_folder import facts
+from meshwright.report.run_data import facts
+from meshwright.runtime.failure import Verdict, write
+from meshwright.runtime.records import line
 from meshwright.spec.problem import InputError
-from meshwright.spec.record import line
-from meshwright.spec.verdict import Verdict, write
 
 
 def refused(path) -> str:

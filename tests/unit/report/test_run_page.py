@@ -6,15 +6,13 @@ from xml.etree import ElementTree
 import msgspec
 from folders import H100, attempt, run_folder, step
 
-from meshwright.report import run_figures, run_series
-from meshwright.report.chart import Screen
-from meshwright.report.run_chart import losses as chart
-from meshwright.report.run_folder import facts
-from meshwright.report.run_page import run_page
-from meshwright.report.run_promise import Promise, Utilized
-from meshwright.report.run_report import Promised, report, steps_of
-from meshwright.report.run_steps import HeldOut
-from meshwright.spec.record import EventRecord
+from meshwright.report import run_charts, run_summary
+from meshwright.report.plan_charts import Screen
+from meshwright.report.run_charts import run_page
+from meshwright.report.run_data import facts
+from meshwright.report.run_summary import HeldOut, Promise, Promised, Utilized, report, steps_of
+from meshwright.report.run_text import losses as chart
+from meshwright.runtime.records import EventRecord
 
 EVIL = '<script>alert("1")</script>'
 PROMISE = Promise(
@@ -97,23 +95,23 @@ def test_a_run_without_steps_has_a_page_without_pictures(tmp_path):
 
 def test_curves_leave_out_what_is_no_number():
     kept = [step(n, n, loss=math.nan if n == 2 else 1.0) for n in range(1, 5)]
-    drawn = run_series.losses(kept, [HeldOut(step=4, loss=math.inf)])
+    drawn = run_summary.loss_curve(kept, [HeldOut(step=4, loss=math.inf)])
     assert [at for at, _ in drawn.line] == [1.0, 3.0, 4.0]
     assert drawn.points == ()
-    ElementTree.fromstring(run_figures.curve(drawn))
+    ElementTree.fromstring(run_charts.curve(drawn))
 
 
 def test_a_million_steps_are_a_few_hundred_points():
     kept = [step(n, n, seconds=9.0 if n == 5000 else 0.5) for n in range(1, 10_001)]
-    drawn = run_series.seconds(kept)
-    assert len(drawn.line) <= run_series.MOST
+    drawn = run_summary.seconds(kept)
+    assert len(drawn.line) <= run_summary.MOST
     assert max(value for _, value in drawn.points) == 9.0  # the slowest is never lost
     assert {value for _, value in drawn.line} == {0.5}
 
 
 def test_one_step_can_be_drawn():
-    ElementTree.fromstring(run_figures.curve(run_series.seconds([step(1, 1.0)])))
-    low, high = run_figures.limits([0.0])
+    ElementTree.fromstring(run_charts.curve(run_summary.seconds([step(1, 1.0)])))
+    low, high = run_charts.limits([0.0])
     assert low < high
 
 

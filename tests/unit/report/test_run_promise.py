@@ -2,16 +2,15 @@ import msgspec
 import pytest
 from folders import CPU, H100
 
+from meshwright.config import load
+from meshwright.config.run import Goal
 from meshwright.cost.flops import step_flops
 from meshwright.cost.memory import worst
-from meshwright.cost.time import price
-from meshwright.report.run_promise import FASTEST, SHEET, Given, device_of, machines, promise, utilized
-from meshwright.report.run_steps import Steps
+from meshwright.cost.step_time import price
+from meshwright.hardware.profile import ProductTime, Profile
+from meshwright.report.run_summary import FASTEST, SHEET, Given, Steps, device_of, machines, promise, utilized
 from meshwright.search.budget import job_of
-from meshwright.spec import load
 from meshwright.spec.problem import InputError
-from meshwright.spec.profile import ProductTime, Profile
-from meshwright.spec.run import Goal
 
 NVIDIA = "NVIDIA H100 80GB HBM3"
 PROFILE = Profile(

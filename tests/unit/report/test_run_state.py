@@ -5,8 +5,8 @@ import platform
 import msgspec
 import pytest
 
-from meshwright.report.run_state import LOCKS, Owner, Told, duration, owner, standing
-from meshwright.spec.verdict import Verdict
+from meshwright.report.run_data import LOCKS, Owner, Told, duration, owner, standing
+from meshwright.runtime.failure import Verdict
 
 TOLD = Told(
     finished=False, owner=None, silent_seconds=9.0, patience=120.0, said_end=False, made_all=False, verdict=None

@@ -3,9 +3,9 @@ import math
 from folders import attempt, step, usual
 
 from meshwright.cost.goodput import kept
-from meshwright.report.run_records import summed
-from meshwright.report.run_steps import held_out, losses, steady, steps
-from meshwright.spec.record import EventRecord, HeldRecord, StepRecord
+from meshwright.report.run_data import summed
+from meshwright.report.run_summary import held_out, losses, steady, steps
+from meshwright.runtime.records import EventRecord, HeldRecord, StepRecord
 
 
 def of(records):

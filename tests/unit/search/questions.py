@@ -2,10 +2,10 @@
 
 from typing import Any
 
+from meshwright.config.presets import preset
+from meshwright.hardware.cluster import cluster
+from meshwright.hardware.stacks import stack_of
 from meshwright.search.question import Question
-from meshwright.spec.cluster import cluster
-from meshwright.spec.stack import stack_of
-from meshwright.spec.zoo import preset
 
 
 def question(

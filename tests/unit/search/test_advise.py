@@ -1,8 +1,8 @@
 import msgspec
 import pytest
 
+from meshwright.hardware.cluster import cluster
 from meshwright.search.advise import Advice, advise
-from meshwright.spec.cluster import cluster
 from meshwright.spec.problem import InputError
 from tests.unit.search.questions import question
 

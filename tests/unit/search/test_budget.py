@@ -1,19 +1,17 @@
 import msgspec
 import pytest
 
+from meshwright.config import load
+from meshwright.config.check import how_blocks_run
+from meshwright.config.presets import preset
 from meshwright.cost.job import Job
 from meshwright.cost.memory import worst
-from meshwright.cost.time import price
+from meshwright.cost.step_time import price
+from meshwright.hardware.cluster import cluster
+from meshwright.hardware.stacks import GIB, stack_of
 from meshwright.search import budget
-from meshwright.spec import load
-from meshwright.spec.check_plan import how_blocks_run
-from meshwright.spec.cluster import cluster
-from meshwright.spec.holding import GIB
-from meshwright.spec.plan import Plan
+from meshwright.spec.plan import Plan, balanced_stages
 from meshwright.spec.problem import InputError
-from meshwright.spec.stack import stack_of
-from meshwright.spec.stages import balanced_stages
-from meshwright.spec.zoo import preset
 
 PLANS = {
     "one": Plan(microbatch=2, precision="bf16", shadow=True),

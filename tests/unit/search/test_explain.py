@@ -1,12 +1,9 @@
 import msgspec
 import pytest
 
-from meshwright.search.empty import empty
-from meshwright.search.explain import beside, ties, why
-from meshwright.search.found import priced
-from meshwright.search.neighbours import neighbours
-from meshwright.search.order import search
-from meshwright.search.space import plans, problems
+from meshwright.search.best_first import priced, search
+from meshwright.search.explain import beside, neighbours, ties, why
+from meshwright.search.space import empty, plans, problems
 from meshwright.spec.plan import Plan
 from search.questions import question
 

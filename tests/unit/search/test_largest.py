@@ -1,11 +1,11 @@
 import msgspec
 import pytest
 
-from meshwright.search.largest import largest_microbatch, largest_model, largest_sequence
-from meshwright.search.order import search
+from meshwright.config.presets import preset
+from meshwright.search.best_first import search
+from meshwright.search.sizes import largest_microbatch, largest_model, largest_sequence
 from meshwright.spec.params import count
 from meshwright.spec.problem import InputError
-from meshwright.spec.zoo import preset
 from search.questions import question
 
 ASKED = question("llama3-8b", "8xh100", sequence=4096, batch=32)

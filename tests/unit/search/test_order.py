@@ -5,14 +5,11 @@ import msgspec
 import pytest
 
 from meshwright.cost.memory import worst
-from meshwright.search.found import TOLD_APART, Found, notch, priced, rank
-from meshwright.search.group import Group, bound, bound_with_weights, groups
-from meshwright.search.levels import Policy
-from meshwright.search.order import search
+from meshwright.hardware.cluster import cluster
+from meshwright.search.best_first import TOLD_APART, Found, notch, priced, rank, search
+from meshwright.search.bounds import Group, Room, bound, bound_with_weights, frugal_split, groups, in_flight
 from meshwright.search.question import Question
-from meshwright.search.room import Room, frugal_split, in_flight
-from meshwright.search.space import plans
-from meshwright.spec.cluster import cluster
+from meshwright.search.space import Policy, plans
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import actions
 from search.questions import question

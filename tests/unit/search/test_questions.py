@@ -4,11 +4,9 @@ import msgspec
 import pytest
 
 from meshwright.cost.flops import forward_flops_per_token
-from meshwright.search.found import priced
-from meshwright.search.layers import layers
-from meshwright.search.misses import changes, nearest
-from meshwright.search.order import search
-from meshwright.search.questions import duration, gpu_counts, gpus_needed, with_gpus
+from meshwright.search.best_first import priced, search
+from meshwright.search.explain import changes, nearest
+from meshwright.search.sizes import duration, gpu_counts, gpus_needed, layers, with_gpus
 from meshwright.spec.params import count
 from meshwright.spec.plan import Plan
 from search.questions import question

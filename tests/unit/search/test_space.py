@@ -4,16 +4,12 @@ from itertools import islice, product
 import msgspec
 import pytest
 
-from meshwright.search.empty import empty
-from meshwright.search.levels import Order
+from meshwright.config import check
+from meshwright.config.check import SPLIT_BACKWARD
+from meshwright.config.run import Run
 from meshwright.search.question import Question, variants
-from meshwright.search.running import policies
-from meshwright.search.space import CHUNKS, SCHEDULES, layouts, plans, problems
-from meshwright.spec import check
-from meshwright.spec.check_plan import SPLIT_BACKWARD
-from meshwright.spec.plan import Plan
-from meshwright.spec.run import Run
-from meshwright.spec.stages import balanced_stages
+from meshwright.search.space import CHUNKS, SCHEDULES, Order, empty, layouts, plans, policies, problems
+from meshwright.spec.plan import Plan, balanced_stages
 from search.questions import question
 
 SAMPLE = random.Random(4)

@@ -1,7 +1,7 @@
 import pytest
 
-from meshwright.spec import check, load
-from meshwright.spec.check import InputError
+from meshwright.config import check, load
+from meshwright.spec.problem import InputError
 
 MIXTURE = ["arch.experts=6", "arch.expert_ffn=8", "arch.top_k=2"]
 WRONG = [

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.spec.catalogue import catalogue, recognised
-from meshwright.spec.cluster import cards, cluster, cluster_of, peak_flops_per_second
+from meshwright.hardware.cluster import cards, catalogue, cluster, cluster_of, peak_flops_per_second, recognised
 from meshwright.spec.problem import InputError
 
 GIB = 2**30

@@ -1,4 +1,4 @@
-from meshwright.spec.compiler import missing
+from meshwright.config.check import missing
 from meshwright.spec.plan import Plan
 
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import meshwright.spec
+import meshwright.config
+from meshwright.config.huggingface import CONFIG_BYTES, arch_of, arch_problems, config_of, family, read_config
 from meshwright.spec.arch import Arch
-from meshwright.spec.check import InputError
-from meshwright.spec.huggingface import CONFIG_BYTES, arch_of, arch_problems, config_of, family, read_config
+from meshwright.spec.problem import InputError
 
 GPT2 = {"model_type": "gpt2", "vocab_size": 50257, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024}
 LLAMA = {
@@ -38,7 +38,7 @@ MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 8, "num_experts
 
 
 def preset(name: str) -> Arch:
-    table = tomllib.loads((Path(meshwright.spec.__file__).parent / "presets.toml").read_text())
+    table = tomllib.loads((Path(meshwright.config.__file__).parent / "presets.toml").read_text())
     values = table[name]
     while (parent := values.get("preset")) is not None:
         values = table[parent] | {key: value for key, value in values.items() if key != "preset"}
@@ -268,6 +268,6 @@ def test_the_family_follows_from_the_numbers():
 
 
 def test_reading_a_config_needs_neither_torch_nor_numpy():
-    script = "import sys, meshwright.spec.huggingface; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
-    root = Path(meshwright.spec.__file__).parents[2]
+    script = "import sys, meshwright.config.huggingface; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    root = Path(meshwright.config.__file__).parents[2]
     assert subprocess.run([sys.executable, "-c", script], check=False, cwd=root).returncode == 0

@@ -3,9 +3,9 @@ import tomllib
 import msgspec
 import pytest
 
-from meshwright.spec import load, schema
-from meshwright.spec.check import InputError
-from meshwright.spec.run import Run, digest
+from meshwright.config import load, schema
+from meshwright.config.run import Run, digest
+from meshwright.spec.problem import InputError
 
 
 def problems(*words, file=None, **options):

@@ -1,7 +1,7 @@
 import pytest
 
+from meshwright.config.presets import preset, preset_names
 from meshwright.spec.params import Split, active, count, params
-from meshwright.spec.zoo import preset, preset_names
 
 # Published counts; the last three are the only thing known of those models.
 PUBLISHED = {

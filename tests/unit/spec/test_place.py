@@ -1,6 +1,6 @@
 import pytest
 
-from meshwright.spec.place import PlaceError, first_host, place
+from meshwright.runtime.place import PlaceError, first_host, place
 
 TORCHRUN = {
     "RANK": "5",

@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.spec.check_plan import how_blocks_run
-from meshwright.spec.plan import Plan
-from meshwright.spec.recompute import PATTERN, by_operation, problem, runs
+from meshwright.config.check import how_blocks_run
+from meshwright.spec.plan import PATTERN, Plan, by_operation, problem, runs
 
 POLICIES = st.one_of(
     st.sampled_from(["full", "selective", "sqrt"]),

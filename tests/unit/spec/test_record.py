@@ -1,7 +1,7 @@
 import pytest
 
-from meshwright.spec.cluster import peak_flops_per_second
-from meshwright.spec.record import HeldRecord, StepRecord, line, read_line
+from meshwright.hardware.cluster import peak_flops_per_second
+from meshwright.runtime.records import HeldRecord, StepRecord, line, read_line
 
 STEP = StepRecord(
     step=1, loss=2.0, norm=1.0, rate=1e-3, tokens=64, seconds=0.5, data_seconds=0.0, memory_bytes=1, flops=1e9

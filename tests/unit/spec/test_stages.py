@@ -1,7 +1,7 @@
 import pytest
 
-from meshwright.spec.stages import balanced_stages
-from meshwright.spec.zoo import preset
+from meshwright.config.presets import preset
+from meshwright.spec.plan import balanced_stages
 
 
 @pytest.mark.parametrize(("name", "stages"), [("tiny", 3), ("gpt2", 4), ("llama3-8b", 8), ("llama3-405b", 16)])

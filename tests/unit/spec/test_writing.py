@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from meshwright.spec.check import InputError
-from meshwright.spec.writing import require_file, require_folder, teller
+from meshwright.runtime.files import require_file, require_folder, teller
+from meshwright.spec.problem import InputError
 
 
 def test_a_folder_is_made_and_left_empty(tmp_path):
@@ -38,7 +38,7 @@ def test_a_stream_that_nobody_reads_is_written_to_no_more():
 
 
 def test_a_reader_that_leaves_does_not_change_the_exit_code():
-    code = "import sys; from meshwright.spec.writing import teller; say = teller(sys.stdout)\n"
+    code = "import sys; from meshwright.runtime.files import teller; say = teller(sys.stdout)\n"
     code += "sys.stdin.read(); say('one'); say('two'); sys.exit(7)"
     talking = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert talking.stdout is not None

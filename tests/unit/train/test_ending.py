@@ -3,10 +3,10 @@
 import msgspec
 import pytest
 
-from meshwright.spec.check import InputError, Problem
-from meshwright.spec.exits import Exit
-from meshwright.spec.order import ALONE, Order
-from meshwright.train.ending import verdict_of
+from meshwright.runtime.failure import Exit
+from meshwright.runtime.place import ALONE, Order
+from meshwright.spec.problem import InputError, Problem
+from meshwright.train.rank import verdict_of
 
 GONE = "pair.cc:537] Read error [10.77.0.2]:38590: Connection reset by peer. GLHF!"
 

@@ -8,17 +8,16 @@ import threading
 import pytest
 import torch
 
-from meshwright.spec.beat import PHASES
-from meshwright.spec.check import InputError, Problem
-from meshwright.spec.order import Order
-from meshwright.spec.verdict import FaultError, Verdict
-from meshwright.train import agree
-from meshwright.train.collectives import Entry, deviated
-from meshwright.train.ending import verdict_of
-from meshwright.train.replicas import bit_sum, odd_ones
-from meshwright.train.signals import Stop
-from meshwright.train.spikes import Spikes, robust_z
-from meshwright.train.stragglers import straggler
+from meshwright.runtime.failure import FaultError, Verdict
+from meshwright.runtime.heartbeat import PHASES
+from meshwright.runtime.place import Order
+from meshwright.spec.problem import InputError, Problem
+from meshwright.train import world
+from meshwright.train.faults import Spikes, robust_z, straggler
+from meshwright.train.heartbeat import Entry, deviated
+from meshwright.train.loop import Stop
+from meshwright.train.rank import verdict_of
+from meshwright.train.replica_check import bit_sum, odd_ones
 
 ORDER = Order(run="run.toml", folder="here", cache="", session="s", began=0.0)
 
@@ -103,16 +102,16 @@ def test_the_majority_is_right_and_two_cannot_tell():
 
 def test_ranks_that_differ_are_named_with_the_key():
     said = [{"seed": "1", "torch": "2.13"}, {"seed": "1", "torch": "2.13"}, {"seed": "2", "torch": "2.13"}]
-    assert agree.differences(said) == ["rank 2 has seed = 2, the others 1"]
-    assert agree.differences([{"torch": "2.13"}, {}]) == ["rank 1 has torch = nothing, the others 2.13"]
-    assert agree.differences([said[0]] * 4) == []
+    assert world.differences(said) == ["rank 2 has seed = 2, the others 1"]
+    assert world.differences([{"torch": "2.13"}, {}]) == ["rank 1 has torch = nothing, the others 2.13"]
+    assert world.differences([said[0]] * 4) == []
 
 
 def test_ranks_agree_through_a_store_and_all_of_them_refuse(tmp_path):
     def rank(number, mine, found):
         store = torch.distributed.FileStore(str(tmp_path / "store"), 2)
         try:
-            agree.agree(None, store, number, 2, mine)  # type: ignore[arg-type]
+            world.agree(None, store, number, 2, mine)  # type: ignore[arg-type]
         except InputError as error:
             found[number] = error.problems[0].text
 

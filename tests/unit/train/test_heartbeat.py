@@ -6,12 +6,10 @@ import time
 import msgspec
 import pytest
 
-from meshwright.launch import stacks
-from meshwright.launch.heartbeat import Pulse
-from meshwright.spec import beat as beats
-from meshwright.spec import phases
-from meshwright.spec.beat import Beat
-from meshwright.spec.phases import Frame
+from meshwright.runtime import hang
+from meshwright.runtime import heartbeat as beats
+from meshwright.runtime.hang import Frame
+from meshwright.runtime.heartbeat import Beat, Pulse
 from meshwright.train.heartbeat import Heart
 
 LOADER = Frame("/x/meshwright/data/loader.py", 75, "take")
@@ -21,7 +19,7 @@ BACKWARD = Frame("/t/torch/autograd/graph.py", 9, "_engine_run_backward")
 ALL_REDUCE = Frame("/t/torch/distributed/distributed_c10d.py", 3000, "all_reduce")
 CLIP = Frame("/x/meshwright/optim/clip.py", 40, "measured")
 HELD = Frame("/x/meshwright/train/loop.py", 100, "held_out")
-SAVE = Frame("/x/meshwright/checkpoint/save.py", 60, "save")
+SAVE = Frame("/x/meshwright/checkpoint/write.py", 60, "save")
 DISPATCH = Frame("/t/torch/distributed/tensor/_dispatch.py", 150, "dispatch")
 
 
@@ -83,8 +81,8 @@ def test_standing_still_is_seen_and_so_is_moving_on(heart, tmp_path):
 
 def test_the_stack_is_written_by_a_signal(heart, tmp_path):
     pulse = Pulse(tmp_path, [0])
-    words = stacks.capture(pulse, pulse.look())
-    assert "capture" in [frame.name for frame in stacks.frames(words[0])]
+    words = hang.capture(pulse, pulse.look())
+    assert "capture" in [frame.name for frame in hang.frames(words[0])]
     pulse.close()
 
 
@@ -108,7 +106,7 @@ def test_time_at_work_is_kept_by_phase(heart):
     ],
 )
 def test_a_stack_tells_the_phase_and_whether_it_waits(stack, phase, waiting):
-    seen = phases.doing(stack, before="eval")
+    seen = hang.doing(stack, before="eval")
     assert (seen.phase, seen.waiting) == (phase, waiting)
 
 

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
+from meshwright.config import load
 from meshwright.cost.memory import ledger
-from meshwright.spec import load
-from meshwright.spec.exits import Exit
+from meshwright.runtime.failure import Exit
 from meshwright.train.oom import GIB, changes, overrun, peak_words, question_of, verdict
 
 WORDS = (

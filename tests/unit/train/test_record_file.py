@@ -3,7 +3,7 @@
 import errno
 import os
 
-from meshwright.train.record_file import RecordFile
+from meshwright.train.log import RecordFile
 
 
 class Disk:

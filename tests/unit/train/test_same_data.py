@@ -1,8 +1,8 @@
 import pytest
 
-from meshwright.spec.check import InputError
-from meshwright.train import same_data
-from meshwright.train.same_data import Fact, differences
+from meshwright.spec.problem import InputError
+from meshwright.train import rank
+from meshwright.train.rank import Fact, differences
 
 OLD = Fact(source="a", tokens=10, digest="x")
 
@@ -27,11 +27,11 @@ def test_the_first_attempt_remembers_and_the_next_one_holds_to_it(tmp_path, monk
     class Corpus:
         sources = (None,)
 
-    monkeypatch.setattr(same_data, "fact", lambda source, tokens: OLD)
-    same_data.check(Run, Corpus, tmp_path, writes=False)
-    assert not (tmp_path / same_data.FILE).exists()
-    same_data.check(Run, Corpus, tmp_path, writes=True)
-    same_data.check(Run, Corpus, tmp_path, writes=True)
-    monkeypatch.setattr(same_data, "fact", lambda source, tokens: Fact(source="a", tokens=9, digest="x"))
+    monkeypatch.setattr(rank, "fact", lambda source, tokens: OLD)
+    rank.check(Run, Corpus, tmp_path, writes=False)
+    assert not (tmp_path / rank.FILE).exists()
+    rank.check(Run, Corpus, tmp_path, writes=True)
+    rank.check(Run, Corpus, tmp_path, writes=True)
+    monkeypatch.setattr(rank, "fact", lambda source, tokens: Fact(source="a", tokens=9, digest="x"))
     with pytest.raises(InputError):
-        same_data.check(Run, Corpus, tmp_path, writes=True)
+        rank.check(Run, Corpus, tmp_path, writes=True)

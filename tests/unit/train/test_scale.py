@@ -1,7 +1,7 @@
 import torch
 
+from meshwright.optim.clip import FIRST, GROW_AFTER, LossScale
 from meshwright.spec.plan import Plan
-from meshwright.train.scale import FIRST, GROW_AFTER, LossScale
 
 CPU = torch.device("cpu")
 YES, NO = torch.tensor(1.0, dtype=torch.float64), torch.tensor(0.0, dtype=torch.float64)

@@ -2,8 +2,8 @@ import io
 
 import msgspec
 
-from meshwright.spec.record import HeldRecord, StepRecord
-from meshwright.train.screen import Bar, Lines, Silent, humane_flops, screen, step_line
+from meshwright.runtime.records import HeldRecord, StepRecord
+from meshwright.train.log import Bar, Lines, Silent, humane_flops, screen, step_line
 
 RECORD = StepRecord(
     step=10,

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from meshwright.config.presets import preset
+from meshwright.config.run import Run
 from meshwright.data.loader import Batch, StepBatch
 from meshwright.kernels import cross_entropy
+from meshwright.kernels.cross_entropy import IGNORE
 from meshwright.models.decoder import Decoder
 from meshwright.models.init import fill_model
-from meshwright.models.loss import IGNORE
-from meshwright.parallel.mesh import AXES, Mesh
-from meshwright.spec.plan import Plan
-from meshwright.spec.run import Run
-from meshwright.spec.zoo import preset
+from meshwright.parallel.mesh import Mesh
+from meshwright.spec.plan import AXES, Plan
 from meshwright.train.step import evaluating, held_loss, in_turn
 
 ARCH = msgspec.structs.replace(preset("tiny"), layers=1, hidden=16, heads=2, kv_heads=1, head_dim=8, ffn=16, vocab=23)

@@ -2,7 +2,7 @@
 
 import torch.distributed as dist
 
-from meshwright.spec.place import Place
+from meshwright.runtime.place import Place
 from meshwright.train.world import apart
 
 

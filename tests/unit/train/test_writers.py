@@ -2,10 +2,10 @@ import threading
 
 import pytest
 
-from meshwright.spec import load
-from meshwright.spec.record import HeldRecord, StepRecord
-from meshwright.train import writers
-from meshwright.train.writers import Writer, numbers
+from meshwright.config import load
+from meshwright.runtime.records import HeldRecord, StepRecord
+from meshwright.train import log as writers
+from meshwright.train.log import Writer, numbers
 
 RUN = load.load(None).run
 STEP = StepRecord(

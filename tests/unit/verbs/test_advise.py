@@ -1,12 +1,12 @@
 import json
 
-from meshwright import cli
+from meshwright.cli import main
 
 SMALL = "advise llama3-8b --cluster 8xh100 --sequence 4096 --batch 32"
 
 
 def test_every_question_is_shown_with_its_answer_and_numbers(capsys):
-    assert cli.main(SMALL.split()) == 0
+    assert main.main(SMALL.split()) == 0
     text = capsys.readouterr().out
     assert " 1. Is the model too big for one GPU?\n    yes: " in text
     assert "GiB" in text
@@ -15,10 +15,10 @@ def test_every_question_is_shown_with_its_answer_and_numbers(capsys):
 
 
 def test_the_words_of_the_advice_are_the_plan(capsys):
-    assert cli.main([*SMALL.split(), "--json"]) == 0
+    assert main.main([*SMALL.split(), "--json"]) == 0
     advice = json.loads(capsys.readouterr().out)
     asked = list(SMALL.split()[1:])
-    assert cli.main(["plan", *asked, *advice["words"], "--exact", "--json"]) == 0
+    assert main.main(["plan", *asked, *advice["words"], "--exact", "--json"]) == 0
     (priced,) = json.loads(capsys.readouterr().out)["plans"]
     assert priced["plan"] == advice["plan"]["plan"]
     assert priced["seconds"] == advice["plan"]["seconds"]
@@ -26,11 +26,11 @@ def test_the_words_of_the_advice_are_the_plan(capsys):
 
 
 def test_nothing_that_fits_is_exit_3(capsys):
-    assert cli.main(["advise", "llama3-70b", "--cluster", "1xa100-80g"]) == 3
+    assert main.main(["advise", "llama3-70b", "--cluster", "1xa100-80g"]) == 3
     text = capsys.readouterr().out
     assert text.endswith("No plan fits these machines.\n")
 
 
 def test_without_machines_the_remedy_is_told(capsys):
-    assert cli.main(["advise", "gpt2"]) == 2
+    assert main.main(["advise", "gpt2"]) == 2
     assert "--cluster" in capsys.readouterr().err

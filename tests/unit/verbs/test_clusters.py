@@ -3,13 +3,13 @@
 import argparse
 import json
 
-from meshwright.spec.catalogue import catalogue
-from meshwright.verbs import clusters
+from meshwright.cli import info
+from meshwright.hardware.cluster import catalogue
 
 
 def answer(capsys, *words: str) -> str:
     parser = argparse.ArgumentParser()
-    clusters.add(parser.add_subparsers())
+    info.add_clusters(parser.add_subparsers())
     options = parser.parse_args(["clusters", *words])
     assert options.verb(options) == 0
     return capsys.readouterr().out

@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwright import cli
+from meshwright.cli import main
 
 OWN = "data.source=my.txt"
 WRONG = [
@@ -21,6 +21,6 @@ def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path, monkeypatch, c
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     (tmp_path / "my.txt").write_text("a line of text\n" * 300)
-    assert cli.main(command) == 2
+    assert main.main(command) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert told in line

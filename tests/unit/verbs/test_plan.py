@@ -6,16 +6,15 @@ from pathlib import Path
 import pytest
 from asking import LLAMA_7B, answer, told
 
-from meshwright import cli
-from meshwright.search.found import TOLD_APART, notch
-from meshwright.search.order import search
+from meshwright.cli import main, options
+from meshwright.cli import plan as plan_answers
+from meshwright.cli import plan_tables as tables
+from meshwright.config import load
+from meshwright.config.presets import preset
+from meshwright.hardware.cluster import cluster as machines
+from meshwright.hardware.stacks import stacks
+from meshwright.search.best_first import TOLD_APART, notch, search
 from meshwright.search.question import Question
-from meshwright.spec import load
-from meshwright.spec.cluster import cluster as machines
-from meshwright.spec.stack import stacks
-from meshwright.spec.zoo import preset
-from meshwright.verbs import plan_answers, words
-from meshwright.verbs import plan_tables as tables
 
 ALPACA = (
     "plan llama-7b --cluster 4xa100-80g --sequence 512 "
@@ -99,7 +98,7 @@ def test_a_written_plan_is_a_run_that_loads(capsys, tmp_path):
     assert json.loads(json.dumps(found["plans"][0]["plan"]))["microbatch"] == run.plan.microbatch
     assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
     assert "--force" in told(capsys, SMALL, "--write", str(file), code=2)
-    assert cli.main([*SMALL.split(), "--write", str(file), "--force"]) == 0
+    assert main.main([*SMALL.split(), "--write", str(file), "--force"]) == 0
 
 
 def test_a_run_file_is_planned_and_its_own_plan_priced(capsys, tmp_path):
@@ -198,8 +197,8 @@ def test_a_narrow_terminal_has_figures_below_their_plans():
 
 def test_lines_are_broken_between_words_on_a_terminal():
     line = "  one two three four"
-    assert list(words.wrapped([line], None)) == [line]
-    assert list(words.wrapped([line], 12)) == ["  one two", "  three four"]
+    assert list(options.wrapped([line], None)) == [line]
+    assert list(options.wrapped([line], 12)) == ["  one two", "  three four"]
 
 
 @pytest.mark.parametrize(
@@ -230,14 +229,14 @@ def test_a_mistake_is_two_and_says_what_to_do(capsys, words, said):
 
 
 def test_traffic_needs_no_cluster(capsys):
-    assert cli.main(["plan", "tiny", "plan.replicate=2", "--traffic", "--json"]) == 0
+    assert main.main(["plan", "tiny", "plan.replicate=2", "--traffic", "--json"]) == 0
     assert {call["kind"] for call in json.loads(capsys.readouterr().out)} >= {"all_reduce"}
 
 
 def test_planning_imports_neither_torch_nor_numpy():
     code = f"""
 import sys
-from meshwright.cli import main
+from meshwright.cli.main import main
 assert main({SMALL.split()!r}) == 0
 heavy = {{"torch", "numpy", "rich", "tokenizers"}} & set(sys.modules)
 assert not heavy, heavy
@@ -263,7 +262,7 @@ def test_what_is_asked_is_said_before_it_is_answered(capsys, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(plan_answers, "search", nobody)
-    assert cli.main(SMALL.split()) != 0
+    assert main.main(SMALL.split()) != 0
     assert "32 (131,072 tokens a step)" in capsys.readouterr().out
 
 
@@ -296,7 +295,7 @@ def test_an_exact_plan_shows_what_lies_elsewhere(capsys):
 
 def test_a_budget_is_resolved_where_a_run_is_shown(capsys):
     words = ["config", "show", "arch.preset=llama3.2-1b", "plan.precision=bf16", "sequence=2048", "batch=8"]
-    assert cli.main([*words, "goal.memory_gib=30", "--json"]) == 0
+    assert main.main([*words, "goal.memory_gib=30", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["run"]["plan"]["recompute"] != "none"
     assert shown["origins"]["plan.recompute"] == "derived: goal.memory_gib"

@@ -1,8 +1,8 @@
 import pytest
 from asking import answer, told
 
+from meshwright.config import load
 from meshwright.search.budget import resolved
-from meshwright.spec import load
 
 GIB = 2**30
 LIMITED = """

@@ -4,9 +4,9 @@ import json
 import pytest
 from asking import LLAMA_7B
 
-from meshwright import cli
-from meshwright.spec import load
-from meshwright.verbs import plan, plan_options
+from meshwright.cli import main, plan
+from meshwright.cli import plan as plan_options
+from meshwright.config import load
 
 ASKED = "plan gpt2 --cluster 8xh100 --sequence 1024 --batch 64"
 
@@ -20,7 +20,7 @@ def test_the_table_knows_every_option():
 
 def refused(capsys, line: str) -> str:
     """What is said of a mistake."""
-    assert cli.main(line.split()) == 2
+    assert main.main(line.split()) == 2
     return capsys.readouterr().err
 
 
@@ -61,7 +61,7 @@ def test_the_largest_of_what_is_given_is_refused(capsys, line, given):
 
 def test_a_rank_that_is_no_number_is_told_in_plain_words(capsys):
     with pytest.raises(SystemExit) as caught:
-        cli.main([*ASKED.split(), "--trace", "--rank", "x"])
+        main.main([*ASKED.split(), "--trace", "--rank", "x"])
     assert caught.value.code == 2
     assert "'x' should be a whole number of at least 0" in capsys.readouterr().err
 
@@ -69,7 +69,7 @@ def test_a_rank_that_is_no_number_is_told_in_plain_words(capsys):
 def test_a_plan_that_is_stated_is_written_too(capsys, tmp_path):
     file = tmp_path / "run.toml"
     words = [*ASKED.split(), "--exact", "plan.shard=8", "plan.zero=2", "--write", str(file)]
-    assert cli.main(words) == 0
+    assert main.main(words) == 0
     assert f"written: {file}" in capsys.readouterr().out
     plan = load.load(file).run.plan
     assert (plan.shard, plan.zero, plan.precision) == (8, 2, "bf16")
@@ -78,7 +78,7 @@ def test_a_plan_that_is_stated_is_written_too(capsys, tmp_path):
 def test_a_stated_plan_that_does_not_fit_is_not_written(capsys, tmp_path):
     file = tmp_path / "run.toml"
     words = ["plan", "llama-7b", "--cluster", "1xa100-80g", "--sequence", "512", "--exact", "--write", str(file)]
-    assert cli.main(words) == 3
+    assert main.main(words) == 3
     assert "not written" in capsys.readouterr().out
     assert not file.exists()
 
@@ -88,7 +88,7 @@ def test_the_traffic_of_a_hugging_face_config(capsys, tmp_path):
     file.write_text(json.dumps(LLAMA_7B))
     found = []
     for target in ("llama-7b", str(file), str(tmp_path)):
-        assert cli.main(["plan", target, "plan.tp=2", "--traffic", "--json"]) == 0
+        assert main.main(["plan", target, "plan.tp=2", "--traffic", "--json"]) == 0
         found.append(json.loads(capsys.readouterr().out))
     assert found[0] == found[1] == found[2]
 
@@ -96,5 +96,5 @@ def test_the_traffic_of_a_hugging_face_config(capsys, tmp_path):
 def test_a_program_is_told_what_became_of_a_table(capsys, tmp_path):
     source, target = tmp_path / "in.csv", tmp_path / "out.csv"
     source.write_text("layers,hidden,seq_len,gpu,n_gpus\n24,1024,1024,h100,8\n-1,1024,1024,h100,8\n")
-    assert cli.main(["plan", "--price", str(source), "--out", str(target), "--json"]) == 0
+    assert main.main(["plan", "--price", str(source), "--out", str(target), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"out": str(target), "priced": 1, "refused": 1}

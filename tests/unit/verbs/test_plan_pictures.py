@@ -2,8 +2,7 @@ import json
 
 import pytest
 
-from meshwright import cli
-from meshwright.verbs import surroundings
+from meshwright.cli import env, main
 
 ASKED = ["plan", "gpt2", "--cluster", "8xh100", "--sequence", "1024", "--batch", "64"]
 TRACED = [
@@ -25,9 +24,9 @@ TRACED = [
 
 
 def test_a_chart_comes_after_the_answer_and_is_plain_when_piped(capsys):
-    assert cli.main(ASKED) == 0
+    assert main.main(ASKED) == 0
     answer = capsys.readouterr().out
-    assert cli.main([*ASKED, "--chart"]) == 0
+    assert main.main([*ASKED, "--chart"]) == 0
     text = capsys.readouterr().out
     assert text.startswith(answer)
     assert "\x1b" not in text
@@ -37,7 +36,7 @@ def test_a_chart_comes_after_the_answer_and_is_plain_when_piped(capsys):
 
 def test_a_page_is_written_beside_a_program_s_answer(capsys, tmp_path):
     file = tmp_path / "page.html"
-    assert cli.main([*ASKED, "--page", str(file), "--json"]) == 0
+    assert main.main([*ASKED, "--page", str(file), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["plans"]
     assert file.read_text().startswith("<!doctype html>")
     assert [each.name for each in tmp_path.iterdir()] == ["page.html"]
@@ -46,24 +45,24 @@ def test_a_page_is_written_beside_a_program_s_answer(capsys, tmp_path):
 def test_a_page_that_exists_is_kept_unless_forced(capsys, tmp_path):
     file = tmp_path / "page.html"
     file.write_text("mine")
-    assert cli.main([*ASKED, "--page", str(file)]) == 2
+    assert main.main([*ASKED, "--page", str(file)]) == 2
     assert file.read_text() == "mine"
     assert "--force" in capsys.readouterr().err
-    assert cli.main([*ASKED, "--page", str(file), "--force"]) == 0
+    assert main.main([*ASKED, "--page", str(file), "--force"]) == 0
     assert "mine" not in file.read_text()
 
 
 def test_a_run_s_name_is_text_on_its_page(tmp_path):
     run, file = tmp_path / "run.toml", tmp_path / "page.html"
     run.write_text('name = "<script>alert(1)</script>"\nsequence = 64\nbatch = 8\n[arch]\npreset = "tiny"\n')
-    assert cli.main(["plan", str(run), "--cluster", "8xh100", "--page", str(file)]) == 0
+    assert main.main(["plan", str(run), "--cluster", "8xh100", "--page", str(file)]) == 0
     assert "<script" not in file.read_text()
     assert "&lt;script&gt;" in file.read_text()
 
 
 def test_a_plan_that_does_not_fit_is_drawn_beyond_its_limit(capsys):
     words = ["plan", "llama3-8b", "--cluster", "1xh100", "--sequence", "8192", "--batch", "1", "--exact", "--chart"]
-    assert cli.main(words) == 3
+    assert main.main(words) == 3
     assert "of 79.1" in capsys.readouterr().out
 
 
@@ -72,7 +71,7 @@ def test_a_plan_that_does_not_fit_is_drawn_beyond_its_limit(capsys):
 )
 def test_pictures_of_what_is_no_plan_are_refused(more, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert cli.main([*ASKED, *more]) == 2
+    assert main.main([*ASKED, *more]) == 2
     assert not list(tmp_path.iterdir())
 
 
@@ -85,11 +84,11 @@ def test_colour_is_for_terminals_and_for_those_who_want_it(variables, terminal, 
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert surroundings.colour(terminal) is coloured
+    assert env.colour(terminal) is coloured
 
 
 def test_a_dry_run_by_its_verb(capsys):
-    code = cli.main([*TRACED, "--json"])
+    code = main.main([*TRACED, "--json"])
     found = json.loads(capsys.readouterr().out)
     assert code == (0 if found["agrees"] else 1)
     assert found["calls"]
@@ -99,5 +98,5 @@ def test_a_dry_run_by_its_verb(capsys):
 
 
 def test_a_rank_that_is_not_there_is_refused(capsys):
-    assert cli.main([*TRACED, "--rank", "4"]) == 2
+    assert main.main([*TRACED, "--rank", "4"]) == 2
     assert "use 0 to 3" in capsys.readouterr().err

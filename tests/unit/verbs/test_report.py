@@ -6,18 +6,18 @@ import sys
 import pytest
 from folders import H100, attempt, run_folder, step, usual
 
-from meshwright import cli
-from meshwright.spec.record import EndRecord, EventRecord, line
-from meshwright.spec.verdict import Verdict, write
+from meshwright.cli import main
+from meshwright.runtime.failure import Verdict, write
+from meshwright.runtime.records import EndRecord, EventRecord, line
 
 
 def told(capsys, *words) -> str:
-    assert cli.main(["report", *map(str, words)]) == 0
+    assert main.main(["report", *map(str, words)]) == 0
     return capsys.readouterr().out
 
 
 def refused(capsys, *words) -> str:
-    assert cli.main(["report", *map(str, words)]) == 2
+    assert main.main(["report", *map(str, words)]) == 2
     said = capsys.readouterr()
     assert said.out == ""
     (sentence,) = said.err.splitlines()
@@ -174,7 +174,7 @@ def test_nothing_heavy_is_imported(tmp_path):
     folder = run_folder(tmp_path / "run", device=H100)
     code = f"""
 import sys
-from meshwright.cli import main
+from meshwright.cli.main import main
 assert main(["report", {str(folder)!r}]) == 0
 heavy = {{"torch", "numpy", "rich", "tokenizers", "safetensors"}} & set(sys.modules)
 assert not heavy, heavy

@@ -4,13 +4,12 @@ import json
 
 import pytest
 
-from meshwright import cli
-from meshwright.launch import folder as folders
-from meshwright.launch.folder import Claim
-from meshwright.spec import load
-from meshwright.spec.record import Summary
-from meshwright.spec.verdict import Verdict
-from meshwright.verbs import train
+from meshwright.cli import main, train
+from meshwright.config import load
+from meshwright.runtime import run_folder as folders
+from meshwright.runtime.failure import Verdict
+from meshwright.runtime.records import Summary
+from meshwright.runtime.run_folder import Claim
 
 WORDS = ["data.source=my.txt", "steps=3"]
 SUMMARY = Summary(
@@ -32,18 +31,18 @@ def finished(tmp_path, monkeypatch):
 
 
 def test_a_finished_run_is_told_under_any_launcher(finished, capsys):
-    assert cli.main(["train", *WORDS, "--folder", "run", "--json"]) == 0
+    assert main.main(["train", *WORDS, "--folder", "run", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["loss"] == 1.0
 
 
 def test_another_runs_result_is_not_taken_for_this_ones(finished, capsys):
-    assert cli.main(["train", *WORDS, "seed=7", "--folder", "run"]) == 2
+    assert main.main(["train", *WORDS, "seed=7", "--folder", "run"]) == 2
     assert "belongs to another run (seed 1 there, 7 here)" in capsys.readouterr().err
 
 
 def test_a_restart_of_a_fresh_run_goes_on(finished, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert cli.main(["train", *WORDS, "--folder", "run", "--fresh"]) == 0
+    assert main.main(["train", *WORDS, "--folder", "run", "--fresh"]) == 0
     assert not (finished / "run.1").exists()
 
 

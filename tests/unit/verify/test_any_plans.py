@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.parallel.anatomy import Anatomy
-from meshwright.parallel.decoder import DECODER
+from meshwright.parallel.decoder_spec import DECODER
+from meshwright.parallel.model_spec import Anatomy
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError
-from meshwright.verify.any_plans import decided, even
+from meshwright.verify.prove_module import decided, even
 
 
 def plan_of(words: str, rows: int = 8, layers: int = 4) -> Plan:

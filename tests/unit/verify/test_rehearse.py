@@ -4,9 +4,9 @@ import subprocess
 
 import pytest
 
-from meshwright import cli
-from meshwright.spec import load
-from meshwright.spec.check import InputError
+from meshwright.cli import main
+from meshwright.config import load
+from meshwright.spec.problem import InputError
 from meshwright.verify import rehearse
 
 RUN = load.load(None).run
@@ -52,5 +52,5 @@ def test_a_place_that_is_no_folder_is_told(tmp_path):
 
 def test_missing_data_is_told_before_anything_is_rehearsed(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["rehearse", "data.source=nowhere/*.txt"]) == 2
+    assert main.main(["rehearse", "data.source=nowhere/*.txt"]) == 2
     assert "no file matches nowhere/*.txt" in capsys.readouterr().err

@@ -8,16 +8,14 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from meshwright.config import load
+from meshwright.config.run import Run
 from meshwright.cost.job import Job
-from meshwright.spec import load
-from meshwright.spec.cluster import cluster
-from meshwright.spec.run import Run
-from meshwright.spec.stack import stacks
-from meshwright.verify.observe import Call
+from meshwright.hardware.cluster import cluster
+from meshwright.hardware.stacks import stacks
+from meshwright.verify.collectives import Call
+from meshwright.verify.dry_run import Seen, even, following, stored, traceable
 from meshwright.verify.trace import Trace, _calls, lines, trace
-from meshwright.verify.trace_live import following, stored
-from meshwright.verify.trace_stand_in import even
-from meshwright.verify.trace_step import Seen, traceable
 
 BASE = ("arch.preset=tiny", "arch.layers=4", "arch.hidden=256", "sequence=256", "batch=16", "plan.precision=bf16")
 MOE = ("arch.preset=tiny-moe",)

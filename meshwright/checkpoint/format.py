@@ -1,0 +1,424 @@
+"""The manifest of one saved step: what is saved, where each slice lies, and the digests that everything must have.
+
+A manifest is canonical: decoded and encoded again it is the same bytes. So nothing can hide in it that the decoder
+would pass over, a key that comes twice for example. It ends with its own sha256.
+"""
+
+import hashlib
+import math
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshwright.checkpoint import slices as regions
+from meshwright.checkpoint import storage
+from meshwright.checkpoint.slices import Region, Shape
+from meshwright.checkpoint.storage import CorruptError, Damage, Disk
+from meshwright.config.run import Checkpoint
+
+FORMAT = "meshwright checkpoint 1"
+MANIFEST = "manifest.json"
+CHUNK = re.compile(r"chunk\.rank\d{1,7}\.safetensors")
+ITEMSIZE = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
+
+# A chunk of the largest models describes some thousand slices in a few hundred bytes each. Whoever sends a larger
+# manifest with few chunks is refused before a byte is read.
+BYTES_A_CHUNK = 4 * 2**20
+HEADER_BYTES = 100 * 10**6  # as in other readers of safetensors
+SLICE_BYTES = 32 * 2**20  # no slice is larger, so that checking one takes little memory
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How far a run has come. Draws and the order of samples are pure functions of the seed and these numbers."""
+
+    step: int
+    samples: int  # of the order of samples, those that were used: the next step begins with this one
+    seed: int
+    updates: float  # steps that moved the weights; others met a gradient that was not finite
+    loss_scale: float
+    streak: float  # finite steps since the loss scale last moved
+
+
+class Described(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A whole tensor."""
+
+    name: str
+    dtype: str  # as safetensors writes it
+    shape: Shape
+
+
+class Chunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One file of slices."""
+
+    file: str
+    bytes: int
+    sha256: str  # of the whole file
+    header_bytes: int  # with the eight that say how long the rest of it is
+    header_sha256: str
+
+
+class Slice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A part of a tensor."""
+
+    tensor: int  # which of the manifest's
+    region: Region
+    chunk: int  # which of the manifest's
+    begin: int  # bytes of the file
+    end: int
+    sha256: str
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything about one saved step but its numbers."""
+
+    format: str
+    progress: Progress
+    run: str  # the digest of the run's mathematics, which must be the same to go on
+    plan: dict[str, Any]  # under which it was saved; any other may go on from it
+    plan_sha256: str
+    state: str  # the logical digest: the same for the same state under any plan
+    tensors: tuple[Described, ...]
+    chunks: tuple[Chunk, ...]
+    slices: tuple[Slice, ...]
+    sha256: str = ""  # of this manifest with this field empty
+
+
+def state_digest(progress: Progress, fingerprint: str) -> str:
+    """The logical digest of a state: all its tensors and all its counters."""
+    return sha256(msgspec.json.encode((progress, fingerprint)))[:32]
+
+
+def sha256(content: bytes) -> str:
+    """In hexadecimal digits."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def encode(manifest: Manifest) -> bytes:
+    """A manifest as the bytes of its file."""
+    bare = msgspec.json.encode(msgspec.structs.replace(manifest, sha256=""))
+    return msgspec.json.encode(msgspec.structs.replace(manifest, sha256=sha256(bare))) + b"\n"
+
+
+def read(folder: Path) -> Manifest:
+    """The manifest of a step's folder, every claim in it checked that needs no other byte to be read."""
+    file = str(folder / MANIFEST)
+    content = storage.read_small(folder, MANIFEST, limit_bytes(folder))
+    try:
+        manifest = msgspec.json.decode(content, type=Manifest)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+        raise CorruptError([Damage(file=file, text=f"is not a manifest: {error}")]) from None
+    fault = next(faults(manifest, content), None)
+    if fault is not None:
+        raise CorruptError([Damage(file=file, text=fault)])
+    return manifest
+
+
+def limit_bytes(folder: Path) -> int:
+    """The largest that a manifest can be beside the chunks that are there."""
+    try:
+        chunks = sum(CHUNK.fullmatch(entry.name) is not None for entry in folder.iterdir())
+    except OSError as error:
+        raise CorruptError([Damage(file=str(folder), text=f"cannot be read: {error.strerror}")]) from None
+    return BYTES_A_CHUNK * (chunks + 1)
+
+
+def faults(manifest: Manifest, content: bytes) -> Iterator[str]:
+    """What is wrong with a decoded manifest."""
+    if manifest.format != FORMAT:
+        yield f"is of the format {manifest.format!r}, not {FORMAT!r}"
+    if encode(manifest) != content:
+        yield "is not what was written: its sha256 does not fit"
+    if manifest.plan_sha256 != sha256(msgspec.json.encode(manifest.plan)):
+        yield "the sha256 of its plan does not fit"
+    names = [tensor.name for tensor in manifest.tensors]
+    if len(set(names)) < len(names):
+        yield "a tensor is described twice"
+    for tensor in manifest.tensors:
+        if tensor.dtype not in ITEMSIZE or any(length < 0 for length in tensor.shape):
+            yield f"tensor {tensor.name} is of type {tensor.dtype} and shape {tensor.shape}, which no tensor is"
+    yield from _chunk_faults(manifest)
+    yield from _slice_faults(manifest)
+
+
+def _chunk_faults(manifest: Manifest) -> Iterator[str]:
+    files = [chunk.file for chunk in manifest.chunks]
+    if len(set(files)) < len(files):
+        yield "a chunk is listed twice"
+    for chunk in manifest.chunks:
+        if not CHUNK.fullmatch(chunk.file):
+            yield f"places slices in {chunk.file!r}, which is not a chunk of this folder"
+        if not 8 <= chunk.header_bytes <= min(chunk.bytes, HEADER_BYTES):
+            yield f"{chunk.file} cannot have a header of {chunk.header_bytes} in {chunk.bytes} bytes"
+
+
+def _slice_faults(manifest: Manifest) -> Iterator[str]:
+    by_tensor: list[list[Region]] = [[] for _ in manifest.tensors]
+    by_chunk: list[list[Slice]] = [[] for _ in manifest.chunks]
+    for each in manifest.slices:
+        if not (0 <= each.tensor < len(by_tensor) and 0 <= each.chunk < len(by_chunk)):
+            yield "a slice is of a tensor or in a chunk that is not listed"
+            return
+        tensor = manifest.tensors[each.tensor]
+        if each.end - each.begin != regions.size(each.region) * ITEMSIZE.get(tensor.dtype, 0):
+            yield f"a slice of {tensor.name} has {each.end - each.begin} bytes, which is not its size"
+        if each.end - each.begin > SLICE_BYTES:
+            yield f"a slice of {tensor.name} has {each.end - each.begin} bytes, more than {SLICE_BYTES}"
+        by_tensor[each.tensor].append(each.region)
+        by_chunk[each.chunk].append(each)
+    for chunk, held in zip(manifest.chunks, by_chunk, strict=True):
+        yield from _chunk_tiling(chunk, held)
+    for tensor, held in zip(manifest.tensors, by_tensor, strict=True):
+        if math.prod(tensor.shape) and (fault := regions.tiling_fault(tensor.shape, held)):
+            yield f"tensor {tensor.name}: {fault}"
+
+
+def _chunk_tiling(chunk: Chunk, held: list[Slice]) -> Iterator[str]:
+    """Slices fill a chunk from its header to its end, so that no byte of it is nobody's."""
+    end = chunk.header_bytes
+    for each in sorted(held, key=lambda each: each.begin):
+        if each.begin != end:
+            yield f"{chunk.file}: bytes {end}–{each.begin} belong to no slice, or to two"
+            return
+        end = each.end
+    if end != chunk.bytes:
+        yield f"{chunk.file}: bytes {end}–{chunk.bytes} belong to no slice"
+
+
+LANES = 2
+WORD = 2**64
+
+# splitmix64 (Steele, Lea and Flood 2014)
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+MIX = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB)))
+LAST_SHIFT = np.uint64(31)
+
+Share = tuple[int, ...]  # one number a lane
+NOTHING: Share = (0,) * LANES
+
+
+def slice_share(name: str, region: Region, bits: np.ndarray) -> Share:
+    """What a slice contributes; bits are its elements as unsigned integers, in the shape of the region."""
+    wide = bits.astype(np.uint64)
+    return tuple(_lane(f"{name}/{lane}", region, wide) for lane in range(LANES))
+
+
+def add(one: Share, other: Share) -> Share:
+    """Two contributions together."""
+    return tuple((left + right) % WORD for left, right in zip(one, other, strict=True))
+
+
+def digest_text(total: Share) -> str:
+    """A sum of contributions as hexadecimal digits."""
+    return "".join(f"{lane:016x}" for lane in total)
+
+
+def _lane(key: str, region: Region, bits: np.ndarray) -> int:
+    # The weight of an element is the product of one odd number a dim: as good here, and a pass costs one product each.
+    for dim in reversed(range(len(region))):
+        bits = bits @ _weights(f"{key}/{dim}", *region[dim])
+    return int(bits) * (int(_weights(key, 0, 1)[0])) % WORD
+
+
+def _weights(key: str, begin: int, end: int) -> np.ndarray:
+    """Odd numbers, each a pure function of the key and its index."""
+    start = np.uint64(int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little"))
+    state = np.arange(begin, end, dtype=np.uint64) * GOLDEN + start
+    for shift, factor in MIX:
+        state = (state ^ (state >> shift)) * factor
+    return (state ^ (state >> LAST_SHIFT)) | np.uint64(1)
+
+
+DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
+ALIGNMENT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A slice that is about to be written: its numbers are in host memory."""
+
+    name: str
+    shape: Shape  # of the whole tensor
+    region: Region
+    tensor: Tensor  # what is inside the region
+
+    @property
+    def dtype(self) -> str:
+        return DTYPES[self.tensor.dtype]
+
+    @property
+    def bits(self) -> np.ndarray:
+        """The numbers as unsigned integers."""
+        whole = self.tensor.contiguous().view(INTEGERS[self.tensor.element_size()]).numpy()
+        return whole.view(f"u{self.tensor.element_size()}")
+
+
+class Written(msgspec.Struct, frozen=True, kw_only=True):
+    """A slice that is on disk."""
+
+    name: str
+    dtype: str
+    shape: Shape
+    region: Region
+    begin: int
+    end: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """A chunk on disk, its slices, and what they contribute to the state's digest."""
+
+    chunk: Chunk
+    slices: tuple[Written, ...]
+    share: Share
+
+
+def write(disk: Disk, path: Path, pieces: Sequence[Piece], step: int) -> Writing:
+    """Write a chunk, hash what is written, then read it again from the disk and hash that."""
+    head = header(pieces, step)
+    whole, written, share = hashlib.sha256(), [], NOTHING
+
+    def blocks() -> Iterator[storage.Buffer]:
+        nonlocal share
+        whole.update(head)
+        yield head
+        begin = len(head)
+        for piece in pieces:
+            bits = piece.bits
+            block = bits.reshape(-1).view(np.uint8).data
+            whole.update(block)
+            yield block
+            place = {"name": piece.name, "dtype": piece.dtype, "shape": piece.shape, "region": piece.region}
+            digest = hashlib.sha256(block).hexdigest()
+            written.append(Written(**place, begin=begin, end=begin + len(block), sha256=digest))
+            share = add(share, slice_share(piece.name, piece.region, bits))
+            begin += len(block)
+
+    disk.write(path, blocks())
+    size = written[-1].end if written else len(head)
+    chunk = Chunk(path.name, size, whole.hexdigest(), len(head), hashlib.sha256(head).hexdigest())
+    read_again(disk, path, chunk)
+    return Writing(chunk, tuple(written), share)
+
+
+def header(pieces: Sequence[Piece], step: int) -> bytes:
+    """The head of a safetensors file, with its length before it and spaces up to a multiple of eight bytes."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", "step": str(step)}}
+    begin = 0
+    for piece in pieces:
+        end = begin + piece.tensor.nbytes
+        shape = regions.shape_of(piece.region)
+        entries[piece.name + regions.text(piece.region)] = {
+            "dtype": piece.dtype,
+            "shape": shape,
+            "data_offsets": (begin, end),
+        }
+        begin = end
+    text = msgspec.json.encode(entries)
+    text += b" " * (-len(text) % ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def read_again(disk: Disk, path: Path, chunk: Chunk) -> None:
+    """What the disk gives back must be what was given to it."""
+    with storage.opened(path.parent, path.name) as descriptor:
+        disk.forget_cache(descriptor)
+        if storage.file_sha256(descriptor) != chunk.sha256:
+            raise CorruptError([Damage(file=str(path), text="reads differently from what was just written")])
+
+
+CHECKPOINTS, LATEST = "checkpoints", "latest"
+STEP = re.compile(r"step-(0|[1-9]\d{0,17})")
+POINTER = re.compile(rb"step-(0|[1-9]\d{0,17})\n([0-9a-f]{64})\n")
+POINTER_BYTES = 200
+
+
+def home(folder: Path) -> Path:
+    """Where a run keeps its steps; a link in its place is refused, so that nothing is written elsewhere."""
+    path = folder / CHECKPOINTS
+    if path.is_symlink():
+        raise CorruptError([Damage(file=str(path), text="is a link, and a run writes only inside its own folder")])
+    return path
+
+
+def name(step: int) -> str:
+    """The folder of a step."""
+    return f"step-{step}"
+
+
+def present(home: Path) -> list[int]:
+    """The steps that have a folder, oldest first; whether they are whole is another question."""
+    if not home.is_dir():
+        return []
+    return sorted(int(found[1]) for entry in home.iterdir() if (found := STEP.fullmatch(entry.name)))
+
+
+def point(disk: Disk, home: Path, step: int, digest: str) -> None:
+    """Have `latest` name a step and, on a second line, the sha256 in its manifest."""
+    storage.write_whole(disk, home / LATEST, f"{name(step)}\n{digest}\n".encode())
+
+
+def pointed(home: Path) -> tuple[int, str] | None:
+    """The step that `latest` names, and its manifest's sha256; None where nothing was ever saved."""
+    if not (home / LATEST).exists() and not (home / LATEST).is_symlink():
+        return None
+    found = POINTER.fullmatch(storage.read_small(home, LATEST, POINTER_BYTES))
+    if found is None:
+        raise CorruptError(
+            [Damage(file=str(home / LATEST), text="does not name a step and the sha256 of its manifest")]
+        )
+    return int(found[1]), found[2].decode()
+
+
+def pointer_fault(home: Path, newest: int, digest: str) -> Damage | None:
+    """What `latest` says that is not so, given the newest step that is whole."""
+    file = str(home / LATEST)
+    try:
+        found = pointed(home)
+    except CorruptError as error:
+        return error.damages[0]
+    if found is None:
+        return Damage(file=file, text=f"is missing, though {name(newest)} is whole")
+    if found[0] != newest:
+        return Damage(file=file, text=f"points to {name(found[0])}; the newest whole step is {name(newest)}")
+    if found[1] != digest:
+        return Damage(file=file, text=f"names another {MANIFEST} of {name(newest)}")
+    return None
+
+
+def superfluous(steps: list[int], setting: Checkpoint) -> list[int]:
+    """Which steps may go once the newest of them is known to be good."""
+    others = steps[: -setting.keep_last]
+    return [step for step in others if not setting.keep_every or step % setting.keep_every]
+
+
+def thin(disk: Disk, home: Path, setting: Checkpoint) -> None:
+    """Remove what may go, now that the newest step is known to be good. What cannot be removed stays for later."""
+    with suppress(OSError):
+        for step in superfluous(present(home), setting):
+            discard(disk, home, step)
+
+
+def discard(disk: Disk, home: Path, step: int) -> None:
+    """Remove a step so that at no time a part of it stands under its name."""
+    hidden = home / f".{name(step)}.old"
+    disk.remove(hidden)
+    disk.rename(home / name(step), hidden)
+    disk.remove(hidden)
+
+
+def sweep(disk: Disk, home: Path) -> None:
+    """Remove what saves that were cut short have left."""
+    if home.is_dir():
+        for entry in list(home.iterdir()):
+            if entry.name.startswith(".") and entry.name.endswith((".partial", ".old")):
+                disk.remove(entry)

@@ -1,0 +1,299 @@
+"""Saving while training goes on: a copy to host memory, then a thread that writes, hashes and reads again."""
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from meshwright.checkpoint import format, storage
+from meshwright.checkpoint.format import (
+    FORMAT,
+    ITEMSIZE,
+    MANIFEST,
+    Chunk,
+    Described,
+    Manifest,
+    Progress,
+    Share,
+    Slice,
+    Writing,
+    Written,
+)
+from meshwright.checkpoint.state import Copies, Holding
+from meshwright.checkpoint.storage import CorruptError, Damage, Disk
+from meshwright.config.run import Run, digest
+from meshwright.parallel.mesh import Mesh
+from meshwright.spec.params import count
+from meshwright.spec.problem import InputError, Problem
+
+LOOK_SECONDS = 0.02
+PART_BYTES = format.BYTES_A_CHUNK
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank has written."""
+
+    progress: Progress
+    chunk: Chunk | None  # None: this rank had nothing to write
+    slices: tuple[Written, ...]
+    share: Share
+
+
+class AbandonedError(RuntimeError):
+    """Some rank will not deliver its part."""
+
+
+def leave_part(disk: Disk, stump: Path, rank: int, progress: Progress, writing: Writing | None) -> None:
+    """Tell rank 0 that this rank's chunk is written, flushed and read again."""
+    chunk, slices, share = (None, (), format.NOTHING) if writing is None else (
+        writing.chunk, writing.slices, writing.share,
+    )  # fmt: skip
+    part = Part(progress=progress, chunk=chunk, slices=slices, share=share)
+    storage.write_whole(disk, stump / part_name(rank), msgspec.json.encode(part))
+
+
+def part_name(rank: int) -> str:
+    return f"part.rank{rank}.json"
+
+
+def collect(stump: Path, world: int, abandoned: threading.Event) -> list[Part]:
+    """The parts of all ranks, once they are there."""
+    parts: list[Part] = []
+    while len(parts) < world:
+        name = part_name(len(parts))
+        if (stump / name).exists():
+            parts.append(_read_part(stump, name))
+        elif abandoned.is_set():
+            raise AbandonedError(f"rank {len(parts)} did not write its part")
+        else:
+            time.sleep(LOOK_SECONDS)
+    return parts
+
+
+def _read_part(stump: Path, name: str) -> Part:
+    content = storage.read_small(stump, name, PART_BYTES)
+    try:
+        return msgspec.json.decode(content, type=Part)
+    except msgspec.DecodeError as error:
+        raise CorruptError([Damage(file=str(stump / name), text=f"is not a rank's note: {error}")]) from None
+
+
+def joined(parts: list[Part], run: str, plan: dict[str, Any]) -> Manifest:
+    """The manifest of all parts together."""
+    progress = parts[0].progress
+    assert all(part.progress == progress for part in parts), "all ranks save the same step"
+    whole = {each.name: Described(each.name, each.dtype, each.shape) for part in parts for each in part.slices}
+    tensors = tuple(whole[name] for name in sorted(whole))
+    numbers = {tensor.name: number for number, tensor in enumerate(tensors)}
+    writers = [part for part in parts if part.chunk is not None]
+    total = format.NOTHING
+    for part in parts:
+        total = format.add(total, part.share)
+    slices = [
+        Slice(numbers[each.name], each.region, number, each.begin, each.end, each.sha256)
+        for number, part in enumerate(writers)
+        for each in part.slices
+    ]
+    return Manifest(
+        format=FORMAT,
+        progress=progress,
+        run=run,
+        plan=plan,
+        plan_sha256=format.sha256(msgspec.json.encode(plan)),
+        state=format.state_digest(progress, format.digest_text(total)),
+        tensors=tensors,
+        chunks=tuple(part.chunk for part in writers if part.chunk is not None),
+        slices=tuple(sorted(slices, key=lambda each: (each.tensor, each.region))),
+    )
+
+
+def commit(disk: Disk, stump: Path, whole: Manifest, ranks: int) -> str:
+    """Give a complete stump its name, then move the pointer; returns the sha256 in its manifest."""
+    home, target = stump.parent, stump.parent / format.name(whole.progress.step)
+    content = format.encode(whole)
+    disk.write(stump / MANIFEST, [content])
+    for rank in range(ranks):
+        disk.remove(stump / part_name(rank))
+    disk.sync_folder(stump)
+    written = format.read(stump)  # also checks that the slices cover every tensor exactly once
+    if target.exists():  # damaged, or it would have been gone on from
+        format.discard(disk, home, whole.progress.step)
+    disk.rename(stump, target)
+    disk.sync_folder(home)
+    if written.sha256 != format.read(target).sha256:
+        raise CorruptError([Damage(file=str(target / MANIFEST), text="reads differently from what was just written")])
+    format.point(disk, home, whole.progress.step, written.sha256)
+    return written.sha256
+
+
+MOST_BYTES = 2000  # of somebody's words
+
+
+def number_of_first(number: int, mesh: Mesh) -> int:
+    """Rank 0's number, on every rank."""
+    if mesh.world == 1:
+        return number
+    told = torch.tensor(number, dtype=torch.int64, device=mesh.device)
+    dist.broadcast(told, src=0)
+    return int(told.item())
+
+
+def first_words(text: str | None, mesh: Mesh) -> str | None:
+    """The words of the first rank that has any, on every rank; None when all are silent. Every rank must ask."""
+    if mesh.world == 1:
+        return text
+    speaker = torch.tensor(mesh.world if text is None else mesh.rank, dtype=torch.int64, device=mesh.device)
+    dist.all_reduce(speaker, dist.ReduceOp.MIN)
+    rank = int(speaker.item())
+    if rank == mesh.world:
+        return None
+    words = torch.zeros(MOST_BYTES, dtype=torch.uint8, device=mesh.device)
+    if rank == mesh.rank:
+        mine = (text or "").encode()[:MOST_BYTES]
+        words[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(mesh.device) if mine else 0
+    dist.broadcast(words, src=rank)
+    return f"rank {rank}: " + bytes(words.tolist()).rstrip(b"\0").decode(errors="replace")
+
+
+Say = Callable[[str], None]
+LONG_WAIT_SECONDS = 1.0  # that a step waits for the save before it: worth a word
+GRACE_SECONDS = 10.0  # for the parts of other ranks, when this one's training has failed
+FAILURES = (OSError, CorruptError, AbandonedError)  # of a save: training goes on
+
+
+@dataclass
+class Saver:
+    """Saves the state of a run at some of its steps. Every rank has one, and all are asked at the same steps."""
+
+    home: Path
+    run: Run
+    mesh: Mesh
+    holdings: Sequence[Holding]
+    say: Say
+    disk: Disk = field(default_factory=Disk)
+    in_place: bool = False  # write from where the state lies, and wait: a copy of it would not fit in host memory
+
+    def __post_init__(self) -> None:
+        if words := first_words(lack_of_room(self.run, self.home, self.disk), self.mesh):
+            remedy = "free some space, lower checkpoint.keep_last, or set checkpoint.every=0"
+            raise InputError([Problem(words, remedy, "checkpoint")])
+        if self.mesh.rank == 0:
+            format.sweep(self.disk, self.home)  # before the others know the name of this attempt's stumps
+        self.attempt = number_of_first(secrets.randbits(32), self.mesh)
+        self.copies = Copies(self.holdings, in_place=self.in_place)
+        self.threads = ThreadPoolExecutor(2, "save")
+        self.abandoned = threading.Event()
+        self.writing: Future[None] | None = None  # this rank's part
+        self.joining: Future[None] | None = None  # rank 0: the whole
+        self.step = -1  # the last one that was begun
+        self.told = False  # that saves come too fast
+
+    def save(self, progress: Progress) -> float:
+        """Begin to save; returns the seconds that training stood still for it."""
+        began = time.perf_counter()
+        self.settle()
+        self._tell_of_waiting(progress.step, time.perf_counter() - began)
+        self.copies.take()
+        self.step = progress.step
+        stump = self.home / f".{format.name(progress.step)}.{self.attempt:08x}.partial"
+        self.writing = self.threads.submit(self._write, stump, progress)
+        if self.mesh.rank == 0:
+            self.joining = self.threads.submit(self._join, stump)
+        if self.in_place or not self.run.checkpoint.asynchronous:
+            self.settle()
+        return time.perf_counter() - began
+
+    def _tell_of_waiting(self, step: int, seconds: float) -> None:
+        """Saves that come faster than the disk takes them hold training up, unlike others: said once."""
+        if seconds > LONG_WAIT_SECONDS and not self.told:
+            self.told = True
+            self.say(
+                f"warning: step {step} waited {seconds:.1f} s for {format.name(self.step)} to reach the disk, which is "
+                f"slower than saves come; raise checkpoint.every"
+            )
+
+    def settle(self) -> bool:
+        """Wait until the last save is committed or given up, on all ranks alike; whether it is there."""
+        if self.writing is None:
+            return True
+        words = first_words(_failure(self.writing), self.mesh)
+        if words is not None:
+            self.abandoned.set()
+        joined = first_words(_failure(self.joining) if self.joining else None, self.mesh)
+        self.writing = self.joining = None
+        self.abandoned.clear()
+        words = words or joined
+        if words is not None:
+            self.say(
+                f"warning: {format.name(self.step)} was not saved ({words}); training goes on, and the newest good "
+                f"step in {self.home} stays"
+            )
+        return words is None
+
+    def close(self) -> None:
+        """Finish what was begun, after the last step."""
+        self.settle()
+        self.threads.shutdown()
+
+    def abandon(self) -> None:
+        """Finish or remove what was begun, when this rank's training has failed; the others may be gone."""
+        wait([future for future in (self.writing, self.joining) if future is not None], GRACE_SECONDS)
+        self.abandoned.set()
+        self.threads.shutdown()
+
+    def _write(self, stump: Path, progress: Progress) -> None:
+        """This rank's part."""
+        rank, pieces = self.mesh.rank, list(self.copies.pieces())
+        self.disk.make_folder(stump)
+        file = stump / f"chunk.rank{rank}.safetensors"
+        try:
+            writing = format.write(self.disk, file, pieces, progress.step) if pieces else None
+            leave_part(self.disk, stump, rank, progress, writing)
+        except OSError:
+            file.unlink(missing_ok=True)  # at once: on a full disk others need the room
+            raise
+
+    def _join(self, stump: Path) -> None:
+        """Rank 0: the whole, once all parts are there; then what it makes superfluous goes."""
+        try:
+            parts = collect(stump, self.mesh.world, self.abandoned)
+            whole = joined(parts, digest(self.run), msgspec.to_builtins(self.run.plan))
+            commit(self.disk, stump, whole, self.mesh.world)
+        except FAILURES:
+            self.disk.remove(stump)
+            raise
+        format.thin(self.disk, self.home, self.run.checkpoint)
+
+
+def _failure(future: Future[None]) -> str | None:
+    """Wait; why it failed, None if it did not."""
+    try:
+        future.result()
+    except FAILURES as error:
+        return error.strerror or str(error) if isinstance(error, OSError) else str(error)
+    return None
+
+
+def state_bytes(run: Run) -> int:
+    """One saved step: every weight and both of its moments."""
+    width = ITEMSIZE["F64" if run.plan.precision == "fp64" else "F32"]
+    return 3 * count(run.arch) * width
+
+
+def lack_of_room(run: Run, home: Path, disk: Disk) -> str | None:
+    """Why the disk cannot take the steps that will be kept, and one more while it is written; None if it can."""
+    every, kept = run.checkpoint.every, run.checkpoint.keep_last + 1
+    times = min(run.steps // every, kept) if every else 1
+    times = max(times - len(format.present(home)), min(times, 1))
+    need, have = times * state_bytes(run), disk.free_bytes(home)
+    if need <= have:
+        return None
+    return f"checkpoints need {need:,} bytes ({times} of {state_bytes(run):,}), and {home} has {have:,} free"

@@ -1,0 +1,240 @@
+"""`meshwright bench`: a run's step measured beside its promise, several plans side by side, a device's own limits."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from meshwright.bench.alpha_beta import algorithm_bandwidth, bus_bandwidth
+from meshwright.bench.sweep import PROBE, probe_here, probe_run
+from meshwright.cli import env
+from meshwright.cli import options as words
+from meshwright.config.run import Run
+from meshwright.hardware.profile import CollectiveFit, CollectiveTime, Profile, read_profile
+from meshwright.runtime.files import require_file, require_folder
+from meshwright.runtime.place import Place
+from meshwright.spec.problem import InputError, Problem
+
+if TYPE_CHECKING:
+    from meshwright.bench.sweep import Lab, Row
+
+TRACED = 3  # steps that are taken apart
+SWEPT = 2  # ranks of --sweep's plans
+COLUMNS = ("step s", "promised", "tokens/s", "MFU", "peak GiB", "promised", "first s")
+WIDTHS = (10, 10, 12, 7, 10, 10, 9)
+HEAD = f"{'plan':<26}" + "".join(f"{name:>{width}}" for name, width in zip(COLUMNS, WIDTHS, strict=True))
+
+
+def add(verbs: words.Verbs) -> None:
+    """Say the verb's words."""
+    verb = words.verb(verbs, "bench", bench, "measure a step beside what was promised, or a device")
+    verb.add_argument("words", nargs="*", metavar="RUN.toml | MODEL | key=value", help=words.OVERRIDES)
+    verb.add_argument(
+        "--plan", action="append", default=[], help='a plan to measure; may be repeated: "shard=2,zero=3"'
+    )
+    verb.add_argument("--sweep", action="store_true", help="one rank, DDP, ZeRO-1, ZeRO-2 and FSDP side by side")
+    verb.add_argument(
+        "--ranks",
+        type=words.count,
+        help="of --sweep's plans (default 2), or of --probe (default: one a GPU, else 2)",
+    )
+    verb.add_argument("--steps", type=words.count, default=10, help="steps that count, after the warm-up (default 10)")
+    verb.add_argument(
+        "--waterfall", action="store_true", help="take steps apart: where the time goes, from peak to achieved"
+    )
+    verb.add_argument(
+        "--probe", action="store_true", help="measure products, attention, memory, collectives and the disk"
+    )
+    verb.add_argument("--quick", action="store_true", help="with --probe: few and small shapes")
+    verb.add_argument("--profile", type=Path, help="a profile that promises are made from, as --probe wrote it")
+    verb.add_argument("--out", type=Path, help="where the answer goes as JSON (of --probe: profile.json)")
+    verb.add_argument("--folder", type=Path, default=Path("runs/bench"), help="for tokens and traces")
+
+
+def bench(options: argparse.Namespace) -> int:
+    """Measure; exit 1 when a plan could not be."""
+    words.require_training()
+    if options.probe:
+        return probe(options)
+    require_folder(options.folder, "name another --folder")
+    if options.out:
+        require_file(options.out, "name another --out")  # before minutes are spent on what could not be kept
+    here, planned = env.here(), _planned(options)
+    lab = _lab(options, here, planned)
+    return _alone(planned, lab, options) if here is None else _rank(planned, here, lab, options)
+
+
+def _planned(options: argparse.Namespace) -> list[tuple[str, Run]]:
+    from meshwright.bench import sweep
+
+    target, overrides = words.target(options.words)
+    plans = [(plan, plan) for plan in options.plan]
+    if options.sweep:
+        plans += [(name, plan.format(n=options.ranks or SWEPT)) for name, plan in sweep.FAMOUS.items()]
+    steps = options.steps + (TRACED if options.waterfall else 0)
+    return sweep.runs(target, overrides, plans or [("", "")], steps, options.folder, words.say_to(options.json))
+
+
+def _lab(options: argparse.Namespace, here: Place | None, planned: list[tuple[str, Run]]) -> "Lab":
+    from meshwright.bench import sweep
+    from meshwright.bench import sweep as promise
+
+    most, say = max(run.plan.world for _, run in planned), words.say_to(options.json)
+
+    def probed() -> Profile | None:
+        """Ranks that somebody else launched hold the machine already: there a profile must be given."""
+        try:
+            return promise.kept(env.cache(), most, say) if here is None else None
+        except RuntimeError as error:
+            say(f"nothing is promised: the probe failed: {str(error).strip().splitlines()[-1]}")
+            return None
+
+    given = read_profile(options.profile) if options.profile else None
+    return sweep.Lab(
+        cache=env.cache(),
+        folder=options.folder,
+        machine=promise.Machine(given=given, probed=probed),
+        traced=TRACED if options.waterfall else 0,
+    )
+
+
+def _alone(planned: list[tuple[str, Run]], lab: "Lab", options: argparse.Namespace) -> int:
+    """Start the ranks of every plan, one plan after another."""
+    from meshwright.bench import sweep
+
+    say = words.say_to(options.json)
+    say(HEAD)
+    rows = sweep.sweep(planned, lab, lambda row: say(_line(row)))
+    return _answer(rows, options, say)
+
+
+def _rank(planned: list[tuple[str, Run]], here: Place, lab: "Lab", options: argparse.Namespace) -> int:
+    """Be one rank of the only plan, in a job that somebody else has launched."""
+    from meshwright.bench import sweep
+
+    (name, run), *more = planned
+    if more or run.plan.world != here.world:
+        text = f"{here.launcher} started {here.world} ranks, which can measure one plan of as many"
+        raise InputError([Problem(text, "give one --plan of that world, and start the job once for each", "plan")])
+    sweep.feed(planned, lab)
+    row = sweep.rank_row(name, run, here, lab)
+    if row is None:
+        return 0
+    say = words.say_to(options.json)
+    say(f"{HEAD}\n{_line(row)}")
+    return _answer([row], options, say)
+
+
+def _answer(rows: "list[Row]", options: argparse.Namespace, say: Callable[[str], None]) -> int:
+    for line in _notes([row.measured for row in rows if row.measured]):
+        say(line)
+    answers = [{"name": row.name, **(row.measured or {}), "error": row.error} for row in rows]
+    answer = answers[0] if len(answers) == 1 else answers
+    if options.out:
+        options.out.write_bytes(msgspec.json.format(msgspec.json.encode(answer)) + b"\n")
+    if options.json:
+        print(msgspec.json.encode(answer).decode())
+    return 1 if any(row.error for row in rows) else 0
+
+
+def _notes(found: list[dict[str, Any]]) -> list[str]:
+    """What the columns are made of, where that is not the same everywhere."""
+    if not found:
+        return []
+    lines = []
+    if source := found[0]["promised_from"]:
+        lines.append(f"promised from {source}")
+    if of := found[0]["mfu_of"]:
+        lines.append(f"MFU: of {of}")
+    if found[0]["device"] == "cpu":
+        lines.append("peak GiB: by which a rank's process grew since before it had a model; promised are tensors")
+    return lines
+
+
+def _line(row: "Row") -> str:
+    found = row.measured
+    if found is None:
+        return f"{row.name:<26}could not be measured: {row.error}"
+    promised = f"{found['predicted_seconds']:>10.4f}" if found["predicted_seconds"] else f"{'–':>10}"
+    bytes_promised = f"{found['predicted_bytes'] / 2**30:>10.2f}" if found["predicted_bytes"] else f"{'–':>10}"
+    mfu = f"{found['mfu']:>7.1%}" if found["mfu"] else f"{'–':>7}"
+    falls = "".join(
+        f"\n    {share['name']:<24}{share['seconds']:>10.4f} s{share['share']:>8.1%}" for share in _falls(found)
+    )
+    return (
+        f"{row.name or 'as given':<26}{found['step_seconds']:>10.4f}{promised}{found['tokens_per_second']:>12,.0f}{mfu}"
+        f"{found['peak_allocated_bytes'] / 2**30:>10.2f}{bytes_promised}{found['first_step_seconds']:>9.1f}{falls}"
+    )
+
+
+def _falls(found: dict[str, Any]) -> list[dict[str, Any]]:
+    return found["waterfall"]["shares"] if found.get("waterfall") else []
+
+
+UNITS = ((2**20, "MiB"), (2**10, "KiB"), (1, "B"))
+SMALL = 0.1e-3  # seconds below which microseconds read better
+
+
+def probe(options: argparse.Namespace) -> int:
+    """Measure this machine, write its profile and say what it does."""
+    target = options.out or Path("profile.json")
+    if target.is_dir():
+        raise InputError([Problem(f"{target} is a folder", "name a file with --out")])
+    here = env.here()
+    if here is None:
+        profile = probe_here(options.ranks or env.default_ranks(), options.quick, target)
+    else:
+        PROBE(here, probe_run(here.world), options.quick, target)
+        if here.rank != 0:
+            return 0
+        profile = read_profile(target)
+    if options.json:
+        print(msgspec.json.format(msgspec.json.encode(profile)).decode())
+    _tell(profile, target, words.say_to(options.json))
+    return 0
+
+
+def _tell(profile: Profile, target: Path, say: Callable[[str], None]) -> None:
+    best = max(profile.products, key=lambda each: each.m * each.n * each.k / each.seconds)
+    rate = 2 * best.m * best.n * best.k / best.seconds / 1e12
+    threads = f", {profile.threads} thread(s) a rank" if profile.threads else ""
+    say(f"{profile.device}{threads}: products up to {rate:.3g} TFLOP/s ({best.m} × {best.n} × {best.k}, {best.dtype}),")
+    say(f"copies {profile.copy_bandwidth / 1e9:.0f} GB/s, a launch {profile.launch_seconds * 1e6:.1f} µs")
+    if profile.host_bandwidth:
+        to_host, back = profile.host_bandwidth / 1e9, profile.to_device_bandwidth / 1e9
+        say(f"host link, pinned: {to_host:.1f} GB/s to the host, {back:.1f} GB/s to the device")
+    written, read = profile.disk_write_bandwidth / 1e9, profile.disk_read_bandwidth / 1e9
+    say(f"disk: {written:.2f} GB/s written, {read:.2f} GB/s read")
+    for line in collective_lines(profile):
+        say(line)
+    say(f"in {target}; meshwright plan … --profile {target} prices with it")
+
+
+def collective_lines(profile: Profile) -> list[str]:
+    """Collectives as a table, and what was fitted to them."""
+    if not profile.collectives:
+        return []
+    head = f"{'collective':<16}{'ranks':>6}{'size':>10}{'time':>12}{'algbw GB/s':>12}{'busbw GB/s':>12}"
+    fitted = f"{'fitted':<16}{'ranks':>6}{'latency':>22}{'GB/s':>12}{'error':>12}"
+    ordered = sorted(profile.collectives, key=lambda each: (each.kind, each.bytes))
+    return [head, *map(_collective, ordered), fitted, *map(_fit, profile.fits)]
+
+
+def _collective(time: CollectiveTime) -> str:
+    bandwidths = f"{algorithm_bandwidth(time) / 1e9:>12.3f}{bus_bandwidth(time) / 1e9:>12.3f}"
+    return f"{time.kind:<16}{time.ranks:>6}{_size(time.bytes):>10}{_seconds(time.seconds):>12}{bandwidths}"
+
+
+def _fit(fit: CollectiveFit) -> str:
+    return f"{fit.kind:<16}{fit.ranks:>6}{_seconds(fit.latency):>22}{fit.bandwidth / 1e9:>12.3f}{fit.error:>12.1%}"
+
+
+def _size(count: float) -> str:
+    unit, name = next((unit, name) for unit, name in UNITS if count >= unit)
+    return f"{count / unit:.4g} {name}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f} µs" if seconds < SMALL else f"{seconds * 1e3:.3f} ms"

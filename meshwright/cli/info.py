@@ -1,0 +1,195 @@
+"""`meshwright models`: the model zoo."""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from meshwright.cli import env
+from meshwright.cli import options as words
+from meshwright.cli.plan_tables import as_record, plan_heading
+from meshwright.cli.query import Put, put
+from meshwright.config import load, presets, schema
+from meshwright.hardware.cluster import GIB, GIGA, TERA, cards, catalogue
+from meshwright.runtime.failure import Exit
+from meshwright.search import budget, explain
+from meshwright.search.advise import Advice, Leaf, advise
+from meshwright.spec.params import active, count
+from meshwright.spec.plan import Plan
+
+
+def add_models(verbs: words.Verbs) -> None:
+    """Say the verb's words."""
+    words.verb(verbs, "models", models, "list the model zoo")
+
+
+def models(options: argparse.Namespace) -> int:
+    """The model zoo."""
+    models = [(name, presets.preset(name)) for name in presets.preset_names()]
+    if options.json:
+        rows = [{"name": name, "parameters": count(arch), "arch": msgspec.to_builtins(arch)} for name, arch in models]
+        print(msgspec.json.encode(rows).decode())
+        return 0
+    print(f"{'name':<16}{'parameters':>18}{'active':>18}  layers × hidden, heads/kv, vocabulary")
+    for name, arch in models:
+        shape = f"{arch.layers} × {arch.hidden}, {arch.heads}/{arch.kv_heads}, {arch.vocab:,}"
+        print(f"{name:<16}{count(arch):>18,}{active(arch):>18,}  {shape}")
+    return 0
+
+
+def add_clusters(verbs: words.Verbs) -> None:
+    """Say the verb's words."""
+    words.verb(verbs, "clusters", clusters, "list the cards and networks that a cluster is made of")
+
+
+def clusters(options: argparse.Namespace) -> int:
+    """Every card in its usual node, and every network by name."""
+    known = catalogue()
+    if options.json:
+        table = {"cards": cards(), "links": known.links, "networks": known.networks}
+        print(msgspec.json.encode(table).decode())
+        return 0
+    print(f"{'card':<18}{'GiB':>7}{'GB/s':>7}{'bf16':>7}{'fp8':>7}{'GPUs':>6}  {'link, GB/s':<22}network, Gb/s a GPU")
+    for each in cards():
+        gpu = each.gpu
+        peaks = "".join(f"{peak / TERA:>7.0f}" if peak else f"{'–':>7}" for peak in (gpu.bf16 or gpu.fp16, gpu.fp8))
+        link = f"{each.scale_up.name}, {each.scale_up.bandwidth / GIGA:g}"
+        network = f"{each.network.name}, {each.network.bandwidth * 8 / GIGA:g}"
+        memory = f"{gpu.memory_bytes / GIB:>7.1f}{gpu.bandwidth / GIGA:>7.0f}"
+        print(f"{gpu.name:<18}{memory}{peaks}{each.domain:>6}  {link:<22}{network}")
+    print("bf16 and fp8 are dense TFLOP/s (fp16 where a card has no bf16); GPUs share the link.")
+    print(f"networks (--network): {', '.join(known.networks)}")
+    print("write a count and a card, like 64xh100, or a TOML file of your own: docs/clusters.md")
+    return 0
+
+
+def add_config(verbs: words.Verbs) -> None:
+    """Say the verb's words."""
+    verb = words.verb(verbs, "config", config, "show a resolved run, or the schema of run files")
+    verb.add_argument("what", choices=("show", "schema"))
+    verb.add_argument("words", nargs="*", metavar="RUN.toml | key=value", help=words.OVERRIDES)
+    verb.add_argument("--ranks", type=words.count, help="as of train")
+
+
+def config(options: argparse.Namespace) -> int:
+    """A resolved run with the origin of each value, or the schema of run files."""
+    if options.what == "schema":
+        print(msgspec.json.format(msgspec.json.encode(schema.json_schema())).decode())
+        return 0
+    file, overrides = words.split(options.words)
+    loaded = load.load(file, overrides, ranks=options.ranks, default_ranks=env.default_ranks())
+    loaded, _ = budget.resolved(loaded)  # as train does
+    if options.json:
+        both = {"run": msgspec.to_builtins(loaded.run), "origins": loaded.origins}
+        print(msgspec.json.encode(both).decode())
+    else:
+        print(load.write(loaded.run, loaded.origins), end="")
+    return 0
+
+
+def add_convert(verbs: words.Verbs) -> None:
+    """Say the verb's words."""
+    text = "turn a Hugging Face folder into ours, or a trained model into theirs"
+    verb = words.verb(verbs, "convert", convert, text)
+    verb.add_argument("source", type=Path, help="a Hugging Face folder, or a run folder")
+    verb.add_argument("target", type=Path, help="the folder to write")
+    verb.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the written weights")
+
+
+def convert(options: argparse.Namespace) -> int:
+    """Weights between Hugging Face's layout and ours."""
+    words.require_training()
+    from meshwright.checkpoint.convert import MismatchError
+    from meshwright.checkpoint.convert import convert as convert_folder
+
+    try:
+        report = convert_folder(options.source, options.target, words.say_to(options.json), dtype=options.dtype)
+    except MismatchError as error:
+        print(f"meshwright: {error}", file=sys.stderr)
+        return 1
+    if options.json:
+        print(msgspec.json.encode(report).decode())
+    return 0
+
+
+TEXT = "what to do with a model and machines: too big, too slow, does it scale; answered by arithmetic"
+NOT_YET = "not in the trainer yet"
+
+
+def add_advise(verbs: words.Verbs) -> None:
+    """Say the verb's words."""
+    verb = words.verb(verbs, "advise", advice, TEXT)
+    target = "RUN.toml | MODEL | config.json | FOLDER | key=value"
+    verb.add_argument("words", nargs="*", metavar=target, help="plan.precision=fp32 and the like state what is decided")
+    verb.add_argument("--cluster", metavar="8xh100", help="the machines; a file of your own works too")
+    verb.add_argument("--sequence", type=words.count, help="tokens of one sample")
+    verb.add_argument("--batch", type=words.count, help="samples in one optimizer step, over the whole job")
+    verb.set_defaults(vary=None)
+
+
+def advice(options: argparse.Namespace) -> int:
+    """Exit 3 when nothing fits."""
+    asked = put(options)
+    found = advise(asked.question)
+    if options.json:
+        print(msgspec.json.encode(record(asked, found)).decode())
+    else:
+        print("\n".join(words.wrapped(told(asked, found), words.room(sys.stdout))))
+    return Exit.DONE if found.found is not None else Exit.DOES_NOT_FIT
+
+
+def told(asked: Put, found: Advice) -> Iterator[str]:
+    """The way through the chart, as people read it."""
+    yield from plan_heading(asked, asked.question)
+    yield ""
+    for number, step in enumerate(found.steps, 1):
+        yield f"{number:>2}. {step.question}"
+        yield f"    {step.answer}: {step.because}"
+    yield ""
+    yield "Advice:" if found.leaves else "Advice: nothing to change"
+    for leaf in found.leaves:
+        yield f"  {leaf.name}: {leaf.text}" + ("" if leaf.available else f" ({NOT_YET})")
+    yield ""
+    if found.found is None:
+        yield "No plan fits these machines."
+        return
+    yield f"The plan: {' '.join(overrides(found.found.plan))}"
+    yield explain.why(found.found)
+
+
+def overrides(plan: Plan) -> list[str]:
+    """The words that state a plan, for `meshwright plan --exact` and `meshwright train`."""
+    plain = Plan(microbatch=0)
+    fields = {
+        name: getattr(plan, name) for name in Plan.__struct_fields__ if getattr(plan, name) != getattr(plain, name)
+    }
+    return [f"plan.{name}={_toml(value)}" for name, value in fields.items()]
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(list(value)).replace(" ", "") if isinstance(value, tuple) else str(value)
+
+
+def record(asked: Put, found: Advice) -> dict[str, Any]:
+    """The same, as scripts read it."""
+    return {
+        "model": asked.model,
+        "cluster": asked.question.cluster.name,
+        "sequence": asked.question.sequence,
+        "batch": asked.question.batch,
+        "assumed": asked.assumed,
+        "steps": msgspec.to_builtins(found.steps),
+        "leaves": [_leaf(leaf) for leaf in found.leaves],
+        "plan": as_record(found.found, explain.why(found.found)) if found.found else None,
+        "words": overrides(found.found.plan) if found.found else [],
+    }
+
+
+def _leaf(leaf: Leaf) -> dict[str, Any]:
+    seconds = leaf.found.price.seconds if leaf.found else None
+    return {"name": leaf.name, "text": leaf.text, "available": leaf.available, "seconds": seconds}

@@ -1,0 +1,90 @@
+"""Words that several verbs share: how they are read, and how people are told."""
+
+import argparse
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TextIO, TypeAlias
+
+from meshwright.spec.problem import InputError, Problem
+
+OVERRIDES = "dotted overrides in TOML syntax, for example steps=50 optim.rate=1e-3 data.source=my/*.txt"
+
+Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def verb(verbs: Verbs, name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+    """A parser for one verb, with what all have in common."""
+    parser = verbs.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+    parser.set_defaults(verb=run)
+    return parser
+
+
+def split(words: list[str]) -> tuple[Path | None, list[str]]:
+    """The run file, if the first word is one, and the overrides."""
+    named, overrides = target(words)
+    return (Path(named) if named else None), overrides
+
+
+def target(words: list[str]) -> tuple[str | None, list[str]]:
+    """The run file or model, if the first word is one, and the overrides."""
+    if words and "=" not in words[0]:
+        return words[0], words[1:]
+    return None, words
+
+
+def count(text: str) -> int:
+    """A whole number of at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("at least 1")
+    return number
+
+
+def say_to(machine: bool) -> Callable[[str], None]:
+    """Where people are told: a program's answer has standard output to itself."""
+    stream = sys.stderr if machine else sys.stdout
+    return lambda text: print(text, file=stream, flush=True)
+
+
+def room(stream: TextIO) -> int | None:
+    """Columns of a terminal; a pipe has as many as it takes."""
+    return shutil.get_terminal_size().columns if stream.isatty() else None
+
+
+def wrapped(lines: Iterable[str], columns: int | None) -> Iterator[str]:
+    """Lines that are longer than the terminal, broken between words."""
+    for line in lines:
+        if columns is None or len(line) <= columns:
+            yield line
+            continue
+        indent = line[: len(line) - len(line.lstrip())]
+        yield from textwrap.wrap(
+            line.strip(),
+            columns,
+            initial_indent=indent,
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+
+
+def told(error: Exception) -> str:
+    """A mistake, one sentence for each problem."""
+    problems = [str(problem) for problem in error.problems] if isinstance(error, InputError) else [str(error)]
+    if len(problems) == 1:
+        return f"meshwright: {problems[0]}"
+    return "\n  ".join([f"meshwright: {len(problems)} problems", *problems])
+
+
+def require_training() -> None:
+    """Planning needs nothing; training needs torch and its company."""
+    from importlib.util import find_spec
+
+    missing = [name for name in ("torch", "numpy", "tokenizers", "safetensors", "rich") if find_spec(name) is None]
+    if missing:
+        remedy = "run: pip install 'meshwright[train]'"
+        raise InputError([Problem(f"this needs what is not installed: {', '.join(missing)}", remedy)])

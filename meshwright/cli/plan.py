@@ -1,0 +1,504 @@
+"""`meshwright plan`: will it fit, which split is best, how fast, and why."""
+
+import argparse
+import math
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from meshwright.cli import env
+from meshwright.cli import options as words
+from meshwright.cli import plan_tables as tables
+from meshwright.cli.plan_tables import as_record, found_words, plan_words
+from meshwright.cli.query import Put, described, flags, put
+from meshwright.config import check, load, presets
+from meshwright.config import load as resolve
+from meshwright.config.run import Run
+from meshwright.cost.traffic import bytes_by_axis, traffic
+from meshwright.hardware.cluster import cluster
+from meshwright.report import plan_charts
+from meshwright.report.html import page
+from meshwright.report.plan_charts import GIB, Pictures, Point, Screen
+from meshwright.runtime.files import write_whole
+from meshwright.search import budget, explain, sizes
+from meshwright.search.best_first import Answer, Found, priced, search
+from meshwright.search.explain import changes, nearest
+from meshwright.search.question import Question
+from meshwright.search.space import empty, problems
+from meshwright.spec.arch import Arch
+from meshwright.spec.plan import Plan
+from meshwright.spec.problem import InputError, Problem
+
+ASKED = {"cluster", "profile", "sequence", "batch"}  # what the question is about
+OFFERED = {"tokens", "dollars", "write", "force", "chart", "page"}  # what can be done with a plan
+CHOSEN = {"vary"}  # how a plan is searched for: nothing to a plan that is stated
+SHOWN = {"top"}  # of one plan all are shown, however many are wanted
+READ = {  # by the option that asks for the answer; the first that is given wins
+    "traffic": {"cluster", "sequence", "batch"},
+    "price": {"out"},
+    "trace": ASKED | CHOSEN | SHOWN | {"exact", "rank"},
+    "largest": ASKED | CHOSEN | SHOWN,
+    "gpus_needed": ASKED | CHOSEN | SHOWN,
+    "layers": ASKED,
+    "what_if": ASKED | CHOSEN | SHOWN,
+    "network": ASKED | CHOSEN | SHOWN,
+    "textbook": ASKED | CHOSEN | SHOWN | {"exact"},
+    "exact": ASKED | OFFERED | SHOWN,
+    "plan": ASKED | OFFERED | CHOSEN | SHOWN,
+}
+OPTIONS = set(READ) - {"plan"} | ASKED | OFFERED | CHOSEN | SHOWN | {"rank", "out"}
+TOP = 5  # plans that are shown where nobody says how many
+
+
+def asked_for(options: argparse.Namespace) -> str:
+    """The option that says which answer is wanted; "plan" if none does."""
+    return next((name for name in READ if _is_given(options, name)), "plan")
+
+
+def refuse_unread(options: argparse.Namespace) -> None:
+    """Every option is read by the answer that is asked for."""
+    asked = asked_for(options)
+    read = READ[asked] - (CHOSEN if options.exact else set())
+    unread = [name for name in vars(options) if name in OPTIONS - read - {asked} and _is_given(options, name)]
+    if unread:
+        what = f"{_reader(options, asked)} does not read {' and '.join(map(_word, unread))}"
+        them = "it" if len(unread) == 1 else "them"
+        raise InputError([Problem(what, f"leave {them} out, or ask another time with {them}")])
+
+
+def _reader(options: argparse.Namespace, asked: str) -> str:
+    if asked == "plan":
+        return "a search for plans"
+    return _word(asked) + (" --exact" if options.exact and "exact" in READ[asked] else "")
+
+
+def _is_given(options: argparse.Namespace, name: str) -> bool:
+    value = getattr(options, name, None)
+    return value is not None and value is not False and (name != "top" or value != TOP)  # a rank may be 0
+
+
+def _word(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+TEXT = "will it fit, which split is best, how fast, and why: answered by arithmetic, without a GPU"
+
+
+def add(verbs: words.Verbs) -> None:
+    """Say the verb's words."""
+    verb = words.verb(verbs, "plan", plan, TEXT)
+    target = "RUN.toml | MODEL | config.json | FOLDER | key=value"
+    verb.add_argument("words", nargs="*", metavar=target, help="plan.tp=8 and the like fix a field of the plan")
+    verb.add_argument("--cluster", metavar="64xh100", help="the machines; a file of your own works too")
+    verb.add_argument("--profile", metavar="FILE.json", help="as `meshwright bench --probe` measured them")
+    verb.add_argument("--sequence", type=words.count, help="tokens of one sample")
+    verb.add_argument("--batch", type=words.count, help="samples in one optimizer step, over the whole job")
+    verb.add_argument("--vary", action="append", choices=("precision", "optimizer", "batch"), help="may be chosen too")
+    verb.add_argument("--top", type=words.count, default=TOP, help=f"how many plans to show (default {TOP})")
+    verb.add_argument("--write", metavar="RUN.toml", help="put the best plan into a run file")
+    verb.add_argument("--force", action="store_true", help="let --write and --page replace a file")
+    verb.add_argument("--tokens", type=_amount, help="also: how long for so many tokens, for example 1.5e12")
+    verb.add_argument("--dollars", type=_amount, help="a GPU-hour's price, for --tokens")
+    questions = verb.add_argument_group("other questions").add_mutually_exclusive_group()
+    questions.add_argument("--gpus-needed", action="store_true", help="the least number of these GPUs")
+    questions.add_argument("--largest", choices=("model", "microbatch", "sequence"), help="that fits")
+    questions.add_argument(
+        "--what-if", action="append", metavar="KEY=VALUE", help="network, cluster, sequence or batch"
+    )
+    questions.add_argument("--network", metavar="10gbe", help="what if the network between nodes were this one")
+    questions.add_argument("--layers", action="store_true", help="parameters, FLOPs and bytes of each layer")
+    questions.add_argument("--traffic", action="store_true", help="list the collectives that one rank issues")
+    questions.add_argument("--price", metavar="IN.csv", help="price a table of runs")
+    verb.add_argument("--exact", action="store_true", help="price the plan that is stated, and search for none")
+    verb.add_argument("--textbook", action="store_true", help="the closed forms of the literature beside it")
+    verb.add_argument("--chart", action="store_true", help="also draw memory, time, plans and pipeline here")
+    verb.add_argument("--page", metavar="FILE.html", help="also draw them on a page that works offline")
+    questions.add_argument("--trace", action="store_true", help="dry run: one rank takes a real step without memory")
+    verb.add_argument("--rank", type=_place, help="the rank that --trace follows (default: the fullest)")
+    verb.add_argument("--out", metavar="OUT.csv", help="where --price writes")
+
+
+def plan(options: argparse.Namespace) -> int:
+    """The answer to whichever question was asked."""
+    refuse_unread(options)
+    if options.dollars is not None and options.tokens is None:
+        raise InputError([Problem("--dollars prices what --tokens takes", "add --tokens, for example 1.5e12")])
+    return _answer(options)(options)
+
+
+def _answer(options: argparse.Namespace) -> Callable[[argparse.Namespace], int]:
+    asked = asked_for(options)
+    if asked == "price":
+        return price_table
+    if asked == "traffic":
+        return collectives
+    if asked == "trace":
+        return traced
+    if options.chart or options.page:
+        return drawn
+    from meshwright.cli import what_if
+
+    return {
+        "largest": what_if.largest,
+        "gpus_needed": what_if.gpus_needed,
+        "layers": what_if.layer_by_layer,
+        "what_if": what_if.what_if,
+        "network": what_if.what_if,
+        "textbook": textbook,
+        "exact": exact,
+        "plan": best,
+    }[asked]
+
+
+def price_table(options: argparse.Namespace) -> int:
+    """A table of runs with what they should take."""
+    from meshwright.published.rows import price_file
+
+    if not options.out:
+        raise InputError([Problem("--price needs to know where to write", "add --out OUT.csv")])
+    priced = price_file(Path(options.price), Path(options.out), words.say_to(options.json))
+    if options.json:
+        print(msgspec.json.encode({"out": options.out, **msgspec.to_builtins(priced)}).decode())
+    return 0
+
+
+def _place(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} should be a whole number of at least 0")
+    return int(text)
+
+
+def _amount(text: str) -> float:
+    with suppress(ValueError):
+        number = float(text.replace("_", "").replace(",", ""))
+        if 0 < number < 1e30:
+            return number
+    raise argparse.ArgumentTypeError(f"{text!r} should be a number above 0, such as 1.5e12")
+
+
+def run_of(put: Put, found: Found) -> Run:
+    """The run that trains by a plan, with what was asked."""
+    asked = put.asked.run
+    same = found.job.cluster == put.question.cluster
+    machines = put.machines if same else found.job.cluster.name
+    goal = msgspec.structs.replace(asked.goal, cluster=machines, vary=put.question.vary)
+    name = asked.name if "name" in put.asked.origins else f"{put.model}-{found.job.cluster.name}"
+    optim = msgspec.structs.replace(asked.optim, rounding=found.job.rounding, states=found.job.states)
+    chosen = {"sequence": found.job.sequence, "batch": found.plan.batch, "plan": found.plan, "optim": optim}
+    run = msgspec.structs.replace(asked, name=name, goal=goal, **chosen)
+    if problems := check.problems(run):
+        raise InputError(problems)
+    return run
+
+
+def left_open(put: Put, run: Run) -> list[str]:
+    """Of what decides a training, that which nobody has stated, with the values that stand for it."""
+    values = {
+        "steps": run.steps,
+        "data.source": run.data.source,
+        "optim.rate": run.optim.rate,
+        "optim.warmup": run.optim.warmup,
+    }
+    return [f"{key} = {value}" for key, value in values.items() if key not in put.asked.origins]
+
+
+DOES_NOT_FIT = 3
+
+
+def show(options: argparse.Namespace, record: dict[str, Any], lines: Iterable[str]) -> None:
+    """An answer, for a program or for a person."""
+    if options.json:
+        print(msgspec.json.encode(record).decode())
+        return
+    for line in words.wrapped(lines, words.room(sys.stdout)):
+        print(line)
+
+
+def best(options: argparse.Namespace) -> int:
+    """The ranked table; with --tokens also how long and how much, with --write also a run file."""
+    asked = put(options)
+    announce(options, asked)
+    answer = searched(asked.question, options.top)
+    if not answer.found:
+        return nothing_fits(options, asked, answer)
+    return _told(options, asked, asked.question, answer)
+
+
+def announce(options: argparse.Namespace, asked: Put) -> None:
+    """What is asked, before it is answered: a person sees at once that the question was understood."""
+    if not options.json:
+        heading = words.wrapped(tables.plan_heading(asked, asked.question), words.room(sys.stdout))
+        print(*heading, "", sep="\n", flush=True)
+
+
+def searched(question: Question, top: int) -> Answer:
+    """The best plans; a question that no plan can be legal for is refused with the rule that empties it."""
+    answer = search(question, top)
+    if answer.counts.legal == 0:
+        raise InputError(empty(question))
+    return answer
+
+
+def _told(options: argparse.Namespace, asked: Put, question: Question, answer: Answer) -> int:
+    first = answer.found[0]
+    job = first.job
+    kinds = {"precision": job.plan.precision, "rounding": job.rounding, "states": job.states}
+    chosen = msgspec.structs.replace(question, batch=job.plan.batch, **kinds)
+    beside = explain.beside(chosen, first.plan)
+    record = answer_record(asked, question, answer) | {"neighbours": msgspec.to_builtins(beside)}
+    lines = [*tables.ranking(answer, question, words.room(sys.stdout)), "", *tables.counted(answer.counts), ""]
+    lines += [f"Why the first: {explain.why(first)}", "One choice changed:", *tables.neighbours(first, beside)]
+    if span := _span(options, first):
+        record["duration"] = msgspec.to_builtins(span)
+        lines += ["", *tables.lasting(span)]
+    lines += _written(options, asked, first)
+    show(options, record, lines)
+    return 0
+
+
+def _span(options: argparse.Namespace, found: Found) -> sizes.Duration | None:
+    """How long --tokens take."""
+    return None if options.tokens is None else sizes.duration(found, options.tokens, options.dollars)
+
+
+def _written(options: argparse.Namespace, asked: Put, found: Found) -> list[str]:
+    """The plan in the file of --write, and what is to be done with it."""
+    if not options.write:
+        return []
+    if not found.fit.fits:
+        return ["", f"not written: {options.write}, because the plan does not fit"]
+    run = run_of(asked, found)
+    write_whole(Path(options.write), load.write(run), options.force)
+    lines = ["", f"written: {options.write} (train it with: meshwright train {options.write})"]
+    if unsaid := left_open(asked, run):
+        lines += [f"not the planner's to choose, so set it there first: {', '.join(unsaid)}"]
+    return lines
+
+
+def answer_record(asked: Put, question: Question, answer: Answer) -> dict[str, Any]:
+    """The best plans, as scripts read them."""
+    return {
+        "model": asked.model,
+        "cluster": msgspec.to_builtins(question.cluster),
+        "sequence": question.sequence,
+        "batch": question.batch,
+        "precision": question.precision,
+        "assumed": asked.assumed,
+        "plans": [as_record(found, explain.why(found)) for found in answer.found],
+        "counts": msgspec.to_builtins(answer.counts),
+        "ties": explain.ties(answer),
+    }
+
+
+def nothing_fits(options: argparse.Namespace, asked: Put, answer: Answer) -> int:
+    """The nearest misses and what would fit; the question has been announced."""
+    misses, suggestions = nearest(asked.question), changes(asked.question)
+    record = answer_record(asked, asked.question, answer) | {
+        "misses": [as_record(found, explain.why(found)) for found in misses],
+        "changes": [{"change": each.change, **as_record(each.found, explain.why(each.found))} for each in suggestions],
+    }
+    show(options, record, [*tables.missed(misses, suggestions, asked.question), "", *tables.counted(answer.counts)])
+    return DOES_NOT_FIT
+
+
+def exact(options: argparse.Namespace) -> int:
+    """One plan as it stands, fields that are left out as a run would fill them."""
+    asked = put(options)
+    plan, question = _stated(asked)
+    found = priced(question.job(plan))
+    answer = Answer(found=(found,), counts=tables.Counts(legal=1, too_large={}, slower=0, priced=1))
+    traffic = _traffic(question, plan)
+    lines = [*tables.plan_heading(asked, question), f"plan: {plan_words(plan)}", "", *tables.ledger(found), ""]
+    lines += [*tables.waterfall(found), "", "sent by the first rank in a step: " + _sent(traffic), explain.why(found)]
+    record = answer_record(asked, question, answer) | {"traffic_bytes": traffic}
+    if span := _span(options, found):
+        record["duration"] = msgspec.to_builtins(span)
+        lines += ["", *tables.lasting(span)]
+    lines += _written(options, asked, found)
+    show(options, record, lines)
+    return 0 if found.fit.fits else DOES_NOT_FIT
+
+
+def _stated(asked: Put) -> tuple[Plan, Question]:
+    """The plan of the command line and the file; a batch that nobody stated is the plan's own."""
+    question = asked.question
+    stated = asked.asked.in_file | asked.asked.on_command_line | {"precision": question.precision}
+    arch = msgspec.to_builtins(question.arch)
+    table: dict[str, Any] = {"arch": arch, "batch": question.batch, "plan": stated}
+    resolve.resolve_plan(table, {}, question.cluster.gpus, question.cluster.gpus)
+    plan = msgspec.convert(table["plan"], Plan)
+    if any(each.startswith("batch =") for each in asked.assumed):
+        question = msgspec.structs.replace(question, batch=plan.batch)
+    found = list(problems(question, plan))
+    if plan.world != question.cluster.gpus:
+        what = f"the plan uses {plan.world} GPUs, and {asked.machines} has {question.cluster.gpus}"
+        found.append(Problem(what, "change an axis, or the cluster", "plan"))
+    if found:
+        raise InputError(found)
+    if question.limit_bytes < math.inf and "recompute" not in stated:  # as `train` chooses it
+        plan = budget.fitting(question.job(plan), question.limit_bytes)
+    return plan, question
+
+
+def _traffic(question: Question, plan: Plan) -> dict[str, int]:
+    from meshwright.cost.traffic import bytes_by_axis, traffic
+
+    totals = bytes_by_axis(traffic(question.arch, plan, question.sequence))
+    return {str(axis): size for axis, size in totals.items()}
+
+
+def _sent(traffic: dict[str, int]) -> str:
+    return ", ".join(f"{axis} {tables.gib(size)} GiB" for axis, size in traffic.items()) or "nothing"
+
+
+def textbook(options: argparse.Namespace) -> int:
+    """The closed forms of the literature for the best plan, or for the plan that is stated."""
+    from meshwright.cost.textbook import table
+
+    asked = put(options)
+    found = any_plan(options, asked)
+    entries = table(found.job)
+    record = {"plan": msgspec.to_builtins(found.plan), "entries": msgspec.to_builtins(entries)}
+    lines = [*tables.plan_heading(asked, asked.question), f"plan: {found_words(found, asked.question)}", ""]
+    for entry in entries:
+        lines.append(f"{entry.name}: {entry.value:,.6g} {entry.unit}")
+        lines += [f"    {text}" for text in (entry.formula, entry.source, entry.note) if text]
+    show(options, record, lines)
+    return 0
+
+
+def any_plan(options: argparse.Namespace, asked: Put) -> Found:
+    """The plan that is stated, the best, or where nothing fits the nearest miss."""
+    if options.exact:
+        plan, question = _stated(asked)
+        return priced(question.job(plan))
+    answer = searched(asked.question, 1)
+    return answer.found[0] if answer.found else nearest(asked.question)[0]
+
+
+def traced(options: argparse.Namespace) -> int:
+    """A dry run of the plan that is stated, or of the best; exit 1 when the trainer does something else."""
+    words.require_training()
+    asked = put(options)
+    found = any_plan(options, asked)
+    world = found.plan.world
+    if options.rank is not None and options.rank >= world:
+        raise InputError([Problem(f"--rank {options.rank} is not one of {world} ranks", f"use 0 to {world - 1}")])
+    from meshwright.verify.trace import lines, trace
+
+    told = trace(run_of(asked, found), found.job, options.rank)
+    show(options, {"agrees": told.agrees, **msgspec.to_builtins(told)}, lines(told))
+    return 0 if told.agrees else 1
+
+
+def collectives(options: argparse.Namespace) -> int:
+    """The collectives of one optimizer step, as the first rank issues them."""
+    target, overrides = words.target(options.words)
+    ranks = cluster(options.cluster).gpus if options.cluster else 1  # of a plan that states no axis
+    run = _run(target, [*overrides, *flags(options)], ranks)
+    found = traffic(run.arch, run.plan, run.sequence)
+    if options.json:
+        print(msgspec.json.encode(found).decode())
+        return 0
+    print(f"plan: {run.plan}")
+    print(f"{'kind':<16}{'axis':<18}{'calls':>8}{'bytes a call':>18}")
+    for each in found:
+        print(f"{each.kind:<16}{each.axis:<18}{each.count:>8}{each.bytes:>18,}")
+    print("in all: " + (", ".join(f"{axis} {size:,}" for axis, size in bytes_by_axis(found).items()) or "nothing"))
+    return 0
+
+
+def _run(target: str | None, overrides: list[str], ranks: int) -> Run:
+    """The run of a file; or the default run, with the architecture of a model, a folder or a config.json."""
+    file = None
+    if target in presets.preset_names():
+        overrides = [f"arch.preset={target}", *overrides]
+    elif target is not None and (arch := described(Path(target))):
+        overrides = [*_stated_run(arch), *overrides]
+    elif target is not None:
+        file = Path(target)
+    return load.load(file, overrides, default_ranks=ranks).run
+
+
+def _stated_run(arch: Arch) -> list[str]:
+    """An architecture as the words that state it."""
+    return [f"arch.{name}={_toml(value)}" for name, value in msgspec.to_builtins(arch).items()]
+
+
+def _toml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+LESS = 0.8  # of the memory that the last plan of the front took: what the next may use
+TRIED = 30  # of the best plans that are drawn
+MOST_POINTS = 8  # plans of the front that are searched for
+SLOWEST = 3.0  # × the fastest: who wants to save so much memory takes other machines
+
+
+def drawn(options: argparse.Namespace) -> int:
+    """The answer as always, and then its pictures; those of the nearest miss where nothing fits."""
+    _check(options)
+    code = (exact if options.exact else best)(options)
+    asked = put(options)
+    first = any_plan(options, asked)
+    others = [] if options.exact else search(asked.question, TRIED).found
+    front = frugal(asked.question, first) if first.fit.fits and not options.exact else [first]
+    title = f"{asked.model} on {first.job.cluster.name}"
+    heading = [*tables.plan_heading(asked, asked.question), f"plan: {found_words(first, asked.question)}"]
+    made = pictures(title, heading, first, [*others, *front])
+    if options.chart:
+        print("\n".join(["", *charts(made)]))
+    if options.page:
+        write_whole(Path(options.page), page(made), options.force)
+        words.say_to(options.json)(f"page: {options.page}")
+    return code
+
+
+def _check(options: argparse.Namespace) -> None:
+    if options.chart and options.json:
+        remedy = "leave one of them out, or use --page"
+        raise InputError([Problem("--chart is for people, and --json for programs", remedy)])
+
+
+def frugal(question: Question, first: Found) -> list[Found]:
+    """From the fastest plan on, the fastest in ever less memory: the front of memory and time, to a fifth."""
+    found = [first]
+    while len(found) < MOST_POINTS:
+        gpu = msgspec.structs.replace(question.cluster.gpu, memory_bytes=found[-1].peak_bytes * LESS)
+        small = msgspec.structs.replace(question, cluster=msgspec.structs.replace(question.cluster, gpu=gpu))
+        fastest = search(small, top=1).found
+        if not fastest or fastest[0].price.seconds > SLOWEST * first.price.seconds:
+            break
+        found += fastest
+    return found
+
+
+def pictures(title: str, heading: Iterable[str], first: Found, others: Iterable[Found]) -> Pictures:
+    """A plan's memory, seconds and pipeline, beside the other plans."""
+    device = first.job.cluster.gpu.memory_bytes
+    return Pictures(
+        title=title,
+        heading=tuple(heading),
+        memory=plan_charts.memory(first.ledger, device),
+        time=plan_charts.seconds(first.price),
+        points=plan_charts.front(points([first, *others])),
+        limit_gib=device / GIB,
+        pipeline=plan_charts.pipeline(first.job),
+    )
+
+
+def points(found: Iterable[Found]) -> list[Point]:
+    """Plans as points, each once."""
+    unique = {plan_words(each.plan): each for each in found}
+    return [Point(label=label, gib=each.peak_bytes / GIB, seconds=each.price.seconds) for label, each in unique.items()]
+
+
+def charts(drawn: Pictures) -> Iterator[str]:
+    """For the terminal that this is, or plain for a pipe."""
+    columns = shutil.get_terminal_size((100, 24)).columns
+    return plan_charts.charts(drawn, Screen(columns=columns, colour=env.colour(sys.stdout.isatty())))

@@ -1,0 +1,278 @@
+"""What `meshwright plan` prints for people."""
+
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+from meshwright.cli.query import Put
+from meshwright.report.plan_charts import GIB
+from meshwright.search import explain
+from meshwright.search.best_first import TOLD_APART, Answer, Counts, Found
+from meshwright.search.explain import Beside, Change
+from meshwright.search.question import Question
+from meshwright.search.sizes import Duration, Layer
+from meshwright.spec.params import active, count
+from meshwright.spec.plan import AXES, Plan
+
+UNITS = ((365 * 86400.0, "years"), (86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
+
+
+def plan_words(plan: Plan) -> str:
+    """A plan without what is the same for all plans of a table."""
+    used = [f"{name}={value}" for name in (*AXES, "ep") if (value := getattr(plan, name)) > 1]
+    if plan.shards > 1:
+        used.append(f"zero={plan.zero}")
+    if plan.cp > 1:
+        used.append(plan.cp_kind)
+    if plan.pp > 1:
+        used.append(plan.schedule + (f"×{plan.chunks}" if plan.chunks > 1 else ""))
+    used.append(f"microbatch={plan.microbatch}×{plan.accumulate}")
+    used += [f"recompute={plan.recompute}"] * (plan.recompute != "none")
+    used += [f"compress={plan.compress}"] * (plan.compress != "none")
+    used += [f"activations={plan.activations}"] * (plan.activations != "device")
+    used += [f"offload={plan.offload}/{plan.offload_update}"] * (plan.offload != "none")
+    used += [name for name in ("offload_weights", "shadow", "compile", "deterministic") if getattr(plan, name)]
+    return " ".join(used)
+
+
+def chosen(found: Found) -> dict[str, object]:
+    """What a plan says of the mathematics, by the names of a question."""
+    job = found.job
+    return {
+        "batch": found.plan.batch,
+        "precision": found.plan.precision,
+        "rounding": job.rounding,
+        "states": job.states,
+    }
+
+
+def found_words(found: Found, asked: Question) -> str:
+    """A plan, and what of the mathematics is not as it was asked."""
+    other = [f"{name}={value}" for name, value in chosen(found).items() if value != getattr(asked, name)]
+    return " ".join([plan_words(found.plan), *other])
+
+
+def gib(size: float) -> str:
+    return f"{size / GIB:.1f}"
+
+
+def number(value: float) -> str:
+    """Three digits, and a letter for the thousands."""
+    for scale, letter in ((1e15, " P"), (1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")):
+        if abs(value) >= scale:
+            return f"{value / scale:.3g}{letter}"
+    return f"{value:.3g}"
+
+
+def time(seconds: float) -> str:
+    """In the unit in which the number is at least one."""
+    for scale, unit in UNITS:
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds * 1e3:.3g} milliseconds"
+
+
+def short(seconds: float) -> str:
+    """Seconds to three digits, never as a power of ten."""
+    return f"{seconds:.3g}" if abs(seconds) < 1000 else f"{seconds:.0f}"
+
+
+def as_record(found: Found, why: str) -> dict[str, object]:
+    """A plan as scripts read it."""
+    price, ledger, fit = found.price, found.ledger, found.fit
+    return {
+        "plan": msgspec.to_builtins(found.plan),
+        "words": plan_words(found.plan),
+        "batch": found.plan.batch,
+        "seconds": price.seconds,
+        "low_seconds": price.low_seconds,
+        "high_seconds": price.high_seconds,
+        "tokens_per_second_per_gpu": price.tokens_per_second_per_gpu,
+        "mfu": price.mfu,
+        "hfu": price.hfu,
+        "peak_bytes": found.peak_bytes,
+        "allocated_bytes": ledger.allocated,
+        "reserved_bytes": ledger.reserved,
+        "ledger": msgspec.to_builtins(ledger.lines),
+        "host_bytes": ledger.away.host_bytes,
+        "disk_bytes": ledger.away.disk_bytes,
+        "host": msgspec.to_builtins(ledger.away.host),
+        "disk": msgspec.to_builtins(ledger.away.disk),
+        "rounding": found.job.rounding,
+        "states": found.job.states,
+        "moment": ledger.moment,
+        "role": ledger.role,
+        "waterfall": msgspec.to_builtins(price.waterfall),
+        "fits": fit.fits,
+        "headroom_bytes": fit.headroom_bytes,
+        "low_peak_bytes": round(found.peak_bytes * ledger.low),
+        "high_peak_bytes": round(found.peak_bytes * ledger.high),
+        "why": why,
+    }
+
+
+LINES = {  # what a plan that does not fit has most of, as the counts name it
+    "states": "weights, gradients and moments",
+    "waiting": "gradients that wait for the last microbatch",
+    "gathered": "gathered weights",
+    "moments": "the optimizer's moments",
+}
+PLACES = {"host": "host memory", "disk": "the disk"}  # outside the device, as the counts name them
+
+
+def plan_heading(put: Put, question: Question) -> Iterator[str]:
+    """What was asked."""
+    held, used = count(question.arch), active(question.arch)
+    size = f"{number(held)} parameters" + (f", {number(used)} active" if used != held else "")
+    machines = question.cluster
+    links = f"{machines.domain} a domain over {machines.scale_up.name}, then {machines.network.name}"
+    yield f"{put.model} ({size}) on {machines.name} ({links})"
+    tokens = f"{question.tokens:,} tokens a step"
+    yield f"sequence {question.sequence:,}, batch {question.batch:,} ({tokens}), {question.precision}"
+    if question.vary:
+        yield f"may be chosen too: {', '.join(question.vary)}"
+    if question.is_limited:
+        yield f"of a GPU's memory {gib(question.limit_bytes)} GiB may be used (goal.memory_gib)"
+    yield from without_rate(question)
+    if machines.efficiency is not None:
+        yield f"priced with what was measured there ({machines.efficiency.name})"
+    if put.assumed:
+        yield f"assumed: {', '.join(put.assumed)}"
+
+
+def without_rate(question: Question) -> Iterator[str]:
+    """A precision that the machines are not known to have."""
+    gpu = question.cluster.gpu
+    if not gpu.peak(question.precision):
+        yield f"{gpu.name} has no {question.precision} in the catalogue: priced at the rate of what it has"
+
+
+def ranking(answer: Answer, asked: Question, columns: int | None = None) -> Iterator[str]:
+    """The best plans, best first; on a terminal with fewer columns than that takes, figures go below their plan."""
+    plans = _distinct(answer, asked)
+    width = max(map(len, [*plans, "plan"]))
+    names = f"{'s a step':>8}  {'interval':>13}  {'tokens/s/GPU':>12}  {'MFU':>6}  {'GiB':>6}  {'spare':>7}"
+    is_narrow = columns is not None and width + len(names) + 6 > columns
+    between = f"\n{'':>4}" if is_narrow else "  "
+    yield from f"{'':>2}  {'plan':<{width}}{between}{names}".splitlines()
+    for place, (found, plan) in enumerate(zip(answer.found, plans, strict=True), 1):
+        price = found.price
+        interval = f"{short(price.low_seconds)} – {short(price.high_seconds)}"
+        figures = (
+            f"{short(price.seconds):>8}  {interval:>13}  "
+            f"{price.tokens_per_second_per_gpu:>12,.0f}  {price.mfu:>6.1%}  {gib(found.peak_bytes):>6}  "
+            f"{gib(found.fit.headroom_bytes):>6}{'?' if found.is_tight else ' '}"
+        )
+        yield from f"{place:>2}  {plan:<{width}}{between}{figures}".splitlines()
+    if any(found.is_tight for found in answer.found):
+        yield "? The interval of its memory reaches beyond the card: try it before relying on it."
+    yield f"Times within {TOLD_APART:.0%} count as equal: the simpler plan is first, then the one with more to spare."
+    if (ties := explain.ties(answer)) > 1:
+        yield f"The first {ties} lie within the interval of the best: measure before preferring one of them."
+
+
+def _distinct(answer: Answer, asked: Question) -> list[str]:
+    """Plans in words, with what is mathematics where one of them has it otherwise than it was asked."""
+    words = [plan_words(found.plan) for found in answer.found]
+    kinds = [chosen(found) for found in answer.found]
+    for name in kinds[0] if kinds else ():
+        if any(each[name] != getattr(asked, name) for each in kinds):
+            words = [f"{word} {name}={each[name]}" for word, each in zip(words, kinds, strict=True)]
+    return words
+
+
+def counted(counts: Counts) -> Iterator[str]:
+    """What became of all plans."""
+    yield f"{counts.legal:,} legal plans:"
+    for line, plans in counts.too_large.items():
+        why = f"{PLACES[line]} is too small" if line in PLACES else f"most of it is {LINES.get(line, line)}"
+        yield f"{plans:>12,}  do not fit: {why}"
+    yield f"{counts.slower:>12,}  are slower than the ones above, by their bound"
+    yield f"{counts.priced:>12,}  priced in full"
+
+
+def neighbours(base: Found, others: Iterable[Beside]) -> Iterator[str]:
+    """What each changed choice would cost."""
+    others = list(others)
+    width = max((len(each.change) for each in others), default=0)
+    for each in others:
+        if each.plan is None or not each.fits:
+            yield f"  {each.change:<{width}}  {each.problem}"
+            continue
+        change = each.seconds / base.price.seconds - 1
+        yield f"  {each.change:<{width}}  {short(each.seconds):>7} s  {change:>+7.1%}  {gib(each.peak_bytes):>6} GiB"
+
+
+def ledger(found: Found) -> Iterator[str]:
+    """Every line of the fullest rank's memory, and the verdict."""
+    memory = found.job.cluster.gpu.memory_bytes
+    yield f"memory of the fullest rank ({found.ledger.role}), at {found.ledger.moment}:"
+    for line in found.ledger.lines:
+        if line.bytes:
+            yield f"  {line.name:<12}{gib(line.bytes):>8} GiB  {line.why}"
+    kinds = (("allocated", found.ledger.allocated), ("reserved", found.ledger.reserved), ("shown", found.ledger.shown))
+    yield "  " + ", ".join(f"{name} {gib(size)}" for name, size in kinds) + f" of {gib(memory)} GiB"
+    yield from _away(found)
+    verdict, amount = "yes" if found.fit.fits else "no", "to spare" if found.fit.headroom_bytes >= 0 else "too many"
+    doubt = ", and the interval of the estimate reaches beyond the card" if found.is_tight else ""
+    yield f"fits: {verdict}, {gib(abs(found.fit.headroom_bytes))} GiB {amount}{doubt}"
+
+
+def _away(found: Found) -> Iterator[str]:
+    """What lies outside the device, beside a GPU's share of its node."""
+    cluster, away = found.job.cluster, found.ledger.away
+    for place, lines, room in (("host", away.host, cluster.host_bytes), ("disk", away.disk, cluster.disk_bytes)):
+        if not lines:
+            continue
+        have = f"{gib(room)} GiB for each GPU" if room else "how much there is is not known"
+        yield f"{PLACES[place]} of this rank: {gib(sum(line.bytes for line in lines))} GiB ({have}):"
+        for line in lines:
+            yield f"  {line.name:<12}{gib(line.bytes):>8} GiB  {line.why}"
+
+
+def waterfall(found: Found) -> Iterator[str]:
+    """Where the seconds go."""
+    price = found.price
+    yield (
+        f"time: {short(price.seconds)} s a step ({short(price.low_seconds)} – {short(price.high_seconds)}), "
+        f"{price.tokens_per_second_per_gpu:,.0f} tokens/s/GPU, MFU {price.mfu:.1%}, HFU {price.hfu:.1%}"
+    )
+    for share in price.waterfall:
+        yield f"  {share.name:<12}{short(share.seconds):>8} s  {share.seconds / price.seconds:>6.1%}  {share.why}"
+
+
+def missed(misses: Iterable[Found], suggestions: Iterable[Change], asked: Question) -> Iterator[str]:
+    """What to do when nothing fits."""
+    yield "Nothing fits. The nearest:"
+    for found in misses:
+        yield f"  {plan_words(found.plan)}: {explain.room(found)}"
+    yield "What would fit:"
+    for each in suggestions:
+        price, spare = each.found.price, gib(each.found.fit.headroom_bytes)
+        plan = found_words(each.found, asked)
+        yield f"  {each.change}: {plan}, {short(price.seconds)} s a step, {spare} GiB to spare"
+
+
+def lasting(span: Duration) -> Iterator[str]:
+    """How long and how much."""
+    yield (
+        f"{number(span.tokens)} tokens: {span.steps:,} steps, {time(span.seconds)} "
+        f"({time(span.low_seconds)} – {time(span.high_seconds)}), {span.gpu_hours:,.0f} GPU-hours"
+        + (f", {span.dollars:,.0f} dollars" if span.dollars is not None else "")
+    )
+
+
+def layer_table(layers: tuple[Layer, ...]) -> Iterator[str]:
+    """The model from the bottom to the top."""
+    columns = f"{'FLOPs/token':>14}{'states GiB':>12}{'activations MiB/sequence':>26}"
+    yield f"{'layer':<20}{'count':>6}{'parameters':>18}{columns}"
+    for layer in layers:
+        yield (
+            f"{layer.name:<20}{layer.count:>6}{layer.parameters:>18,}{number(layer.flops_per_token):>14}"
+            f"{layer.state_bytes / 2**30:>12.2f}{layer.activation_bytes / 2**20:>26,.1f}"
+        )
+    total = sum(layer.count * layer.parameters for layer in layers)
+    flops = sum(layer.count * layer.flops_per_token for layer in layers)
+    states = sum(layer.count * layer.state_bytes for layer in layers)
+    kept = sum(layer.count * layer.activation_bytes for layer in layers)
+    yield f"{'in all':<26}{total:>18,}{number(flops):>14}{states / 2**30:>12.2f}{kept / 2**20:>26,.1f}"

@@ -1,0 +1,145 @@
+"""From the words of `meshwright plan` to a question: whose model, how long, how many, on what."""
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from meshwright.cli import options as words
+from meshwright.config import load, presets
+from meshwright.config.huggingface import arch_of, describe, read_config
+from meshwright.config.load import Asked
+from meshwright.cost.calibrate import measured
+from meshwright.hardware.cluster import Cluster, cluster
+from meshwright.hardware.profile import read_profile
+from meshwright.hardware.stacks import stack_of
+from meshwright.search.question import Question
+from meshwright.spec.arch import Arch
+from meshwright.spec.params import count
+from meshwright.spec.plan import Precision
+from meshwright.spec.problem import InputError, Problem
+
+LONGEST = 8192  # a sequence that nobody stated: the model's context, and no more than this
+LARGE = 10e9  # parameters
+GIB = 2.0**30
+TOKENS_OF_A_STEP = {False: 2**19, True: 2**22}  # a batch that nobody stated: what GPT-2's and Llama's trainings used
+
+
+class Put(msgspec.Struct, frozen=True, kw_only=True):
+    """A question as it was put."""
+
+    question: Question
+    asked: Asked
+    model: str  # as a person would name it
+    machines: str  # likewise
+    assumed: tuple[str, ...]  # what was not said
+
+
+def put(options: argparse.Namespace, arch: Arch | None = None) -> Put:
+    """The question that the command line asks, with what was taken for granted; `arch` takes the place of the model."""
+    target, overrides = words.target(options.words)
+    asked, model = _asked(target, [*overrides, *flags(options)], arch)
+    text = _machines(options, asked)
+    stack = stack_of("meshwright")
+    machines = cluster(text, network=asked.run.goal.network or "")
+    if profile := getattr(options, "profile", None):
+        machines = measured(machines, read_profile(Path(profile)), stack)
+    assumed: list[str] = []
+    sequence, batch = _sizes(asked, machines.gpus, assumed)
+    fixed = asked.on_command_line | {key: asked.in_file[key] for key in ("deterministic",) if key in asked.in_file}
+    question = Question(
+        arch=asked.run.arch,
+        sequence=sequence,
+        batch=batch,
+        precision=_precision(asked, machines, assumed),
+        cluster=machines,
+        stack=stack,
+        masked=asked.run.data.mask_documents,
+        rounding=asked.run.optim.rounding,
+        states=asked.run.optim.states,
+        fixed=_plain(fixed),
+        vary=tuple(options.vary or ()) or asked.run.goal.vary,
+        limit_bytes=(asked.run.goal.memory_gib or math.inf) * GIB,
+    )
+    question = question.on(machines)
+    return Put(question=question, asked=asked, model=model, machines=text, assumed=tuple(assumed))
+
+
+def _asked(target: str | None, overrides: list[str], arch: Arch | None) -> tuple[Asked, str]:
+    if arch is not None:
+        return load.ask(None, overrides, arch=arch), "a model"
+    if target is None:
+        remedy = "name a model of `meshwright models`, a run file, or a Hugging Face folder or config.json"
+        raise InputError([Problem("no model is named", remedy)])
+    if target in presets.preset_names():
+        return load.ask(None, [f"arch.preset={target}", *overrides]), target
+    path = Path(target)
+    if (found := described(path)) is not None:
+        return load.ask(None, overrides, arch=found), (path if path.is_dir() else path.parent).name or path.name
+    if path.suffix == ".toml" or path.exists():
+        asked = load.ask(path, overrides)
+        return asked, asked.run.name
+    near = presets.unknown_preset(target).remedy
+    raise InputError([Problem(f"{target} is no model of the zoo and no file", near)])
+
+
+def described(path: Path) -> Arch | None:
+    """The architecture of a Hugging Face folder or config.json; None if the path is neither."""
+    if path.is_dir():
+        return describe(path).arch
+    return arch_of(read_config(path)) if path.suffix == ".json" else None
+
+
+def flags(options: argparse.Namespace) -> list[str]:
+    """Sequence and batch as words of a run."""
+    return [f"{name}={value}" for name in ("sequence", "batch") if (value := getattr(options, name)) is not None]
+
+
+def _machines(options: argparse.Namespace, asked: Asked) -> str:
+    text = options.cluster or asked.run.goal.cluster
+    if not text:
+        remedy = "add --cluster 64xh100, or [goal] cluster to the run file; `meshwright clusters` lists the cards"
+        raise InputError([Problem("no machines are named", remedy)])
+    return text
+
+
+def _sizes(asked: Asked, gpus: int, assumed: list[str]) -> tuple[int, int]:
+    """Sequence and batch: as stated, or what such a model is usually trained with."""
+    run, unsaid = asked.run, {key for key in ("sequence", "batch") if asked.origins.get(key) == load.UNSAID}
+    sequence, batch = run.sequence, run.batch
+    if "sequence" in unsaid:
+        sequence = min(run.arch.context, LONGEST)
+        assumed.append(f"sequence = {sequence}")
+    if "batch" in unsaid:
+        batch = _shared(max(TOKENS_OF_A_STEP[count(run.arch) >= LARGE] // sequence, 1), gpus)
+        assumed.append(f"batch = {batch}")
+    return sequence, batch
+
+
+def _shared(batch: int, gpus: int) -> int:
+    """About so many samples, in a number that the GPUs can share however many of them there are: 56 of 64 for 56."""
+    odd = gpus // (gpus & -gpus)
+    return batch if batch % odd == 0 else odd << max((batch // odd).bit_length() - 1, 0)
+
+
+def _precision(asked: Asked, machines: Cluster, assumed: list[str]) -> Precision:
+    stated = asked.on_command_line.get("precision", asked.in_file.get("precision"))
+    if stated is not None:
+        return stated
+    precision = default_precision(machines)
+    assumed.append(f"precision = {precision}")
+    return precision
+
+
+def default_precision(machines: Cluster) -> Precision:
+    """The usual one, where the card has its arithmetic."""
+    if machines.gpu.peak("bf16") > 0:
+        return "bf16"
+    return "fp16" if machines.gpu.peak("fp16") > 0 else "fp32"
+
+
+def _plain(fixed: dict[str, Any]) -> dict[str, Any]:
+    """Fields of the plan as its own values; the precision is the question's."""
+    return {key: tuple(value) if key == "stages" else value for key, value in fixed.items() if key != "precision"}

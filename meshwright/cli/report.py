@@ -1,0 +1,103 @@
+"""`meshwright report`: what a run did, beside what was promised; from its folder alone, without torch."""
+
+import argparse
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from meshwright.cli import options as words
+from meshwright.config.run import Goal
+from meshwright.report import run_text
+from meshwright.report import run_text as run_chart
+from meshwright.report import run_text as run_table
+from meshwright.report.plan_charts import Screen
+from meshwright.report.run_data import Facts, facts
+from meshwright.report.run_summary import Promised, Report, Steps, report, steps_of
+from meshwright.runtime.files import refuse_existing, write_whole
+from meshwright.spec.problem import InputError
+
+
+def add(verbs: words.Verbs) -> None:
+    """Say the verb's words."""
+    verb = words.verb(verbs, "report", tell, "show what runs did beside what was promised, from their folders")
+    verb.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="a run's folder; several are compared")
+    verb.add_argument("--profile", type=Path, help="a profile that promises are made from, as bench --probe wrote it")
+    verb.add_argument("--cluster", default="", help="the machines that promises are made for, like 8xh100")
+    verb.add_argument("--page", type=Path, metavar="FILE.html", help="draw it too, as one page that works offline")
+    verb.add_argument("--force", action="store_true", help="replace a page that is there")
+
+
+def tell(options: argparse.Namespace) -> int:
+    """Read the folders and say what they tell."""
+    _check(options)
+    found = [facts(folder) for folder in options.folders]
+    reports = [_report(each, options) for each in found]
+    if options.page:
+        _write_page(options, found, reports)
+    if options.json:
+        answer = reports if len(reports) > 1 else reports[0]
+        print(msgspec.json.encode(answer).decode())
+    else:
+        lines = run_table.lines(reports) if len(reports) > 1 else _lines(reports[0], found[0], _screen())
+        print("\n".join(words.wrapped(lines, words.room(sys.stdout))))
+    if options.page:
+        words.say_to(options.json)(f"page: {options.page}")
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    """What can be known to be wrong before anything is read."""
+    if options.page:
+        refuse_existing(options.page, options.force)
+
+
+def _report(each: Facts, options: argparse.Namespace) -> Report:
+    measured = steps_of(each)
+    return report(each, measured, _promised(each, measured, options))
+
+
+def _promised(each: Facts, steps: Steps | None, options: argparse.Namespace) -> Promised:
+    """The planner's words about exactly this run; a reason where it has none."""
+    from meshwright.hardware.profile import read_profile
+    from meshwright.report.run_summary import Given, device_of, machines, promise, utilized
+    from meshwright.search.budget import job_of
+
+    run, device = each.run, device_of(each.environment)
+    given = Given(cluster=options.cluster, profile=read_profile(options.profile) if options.profile else None)
+    try:
+        found, source = machines(device, run.goal, run.plan.world, given)
+    except InputError as error:
+        if options.cluster or options.profile:
+            raise
+        return Promised(why_not="; ".join(map(str, error.problems)))
+    job = msgspec.structs.replace(job_of(msgspec.structs.replace(run, goal=Goal())), cluster=found)
+    return Promised(promise=promise(job, device, source), utilized=utilized(job, device, steps) if steps else None)
+
+
+def _lines(told: Report, found: Facts, screen: Screen | None) -> Iterator[str]:
+    """The sections of one run, and its loss drawn where a person looks at it."""
+    yield from run_text.what_ran(told)
+    yield ""
+    yield from run_text.beside_promise(told)
+    yield ""
+    yield from run_text.of_losses(told)
+    if screen is not None and told.losses is not None:
+        yield from run_chart.losses(found.kept, told.losses.held_out, screen)
+    yield ""
+    yield from run_text.of_time(told)
+    if ranks := list(run_text.of_ranks(told)):
+        yield from ("", *ranks)
+
+
+def _screen() -> Screen | None:
+    """The terminal, None where output goes elsewhere."""
+    return Screen(columns=shutil.get_terminal_size((100, 24)).columns) if sys.stdout.isatty() else None
+
+
+def _write_page(options: argparse.Namespace, found: list[Facts], reports: list[Report]) -> None:
+    from meshwright.report.run_charts import run_page
+
+    write_whole(options.page, run_page(list(zip(found, reports, strict=True))), options.force)

@@ -1,0 +1,259 @@
+"""`meshwright train`: the launcher of local ranks, and a rank that somebody else has launched."""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from meshwright.cli import env, options
+from meshwright.cli import options as words
+from meshwright.config import check, load
+from meshwright.config.run import Run
+from meshwright.runtime import failure as verdict_file
+from meshwright.runtime.failure import Exit, Verdict
+from meshwright.runtime.files import teller
+from meshwright.runtime.place import ALONE, Order, Place
+from meshwright.runtime.records import Summary
+from meshwright.search import budget
+from meshwright.spec.params import count
+from meshwright.spec.problem import InputError
+
+
+def examined(given: list[str], ranks: int | None, looks: bool = True) -> load.Loaded:
+    """The run of a verb's words. Of the ranks of one job, one looks at the data for all."""
+    file, overrides = options.split(given)
+    loaded, problems = load.examine(file, overrides, ranks=ranks, default_ranks=env.default_ranks())
+    if loaded is not None and looks:
+        from meshwright.data import prepare
+
+        found = [*prepare.problems(loaded.run), *check.missing(loaded.run.plan)]
+        problems += [load.placed(problem, loaded.origins) for problem in found]
+    if loaded is None or problems:
+        raise InputError(problems)
+    return loaded
+
+
+if TYPE_CHECKING:
+    from meshwright.runtime.ranks import Nursery
+
+
+def add(verbs: words.Verbs) -> None:
+    """Say the verb's words."""
+    verb = words.verb(verbs, "train", train, "train a run file, or the default run")
+    verb.add_argument("words", nargs="*", metavar="RUN.toml | key=value", help=words.OVERRIDES)
+    verb.add_argument(
+        "--ranks", type=words.count, help="processes to start (default: 2 on a CPU, else one for each GPU)"
+    )
+    verb.add_argument("--folder", type=Path, help="where the run lives (default: runs/NAME-DIGEST)")
+    verb.add_argument("--fresh", action="store_true", help="set an earlier run in the folder aside and start anew")
+    verb.add_argument("--debug", action="store_true", help="torch, NCCL and Gloo say everything they do, in logs/")
+    verb.add_argument("--inject", default="", metavar="FAULT", help=argparse.SUPPRESS)  # for `rehearse`
+
+
+def train(options: argparse.Namespace) -> int:
+    """Train: as the launcher of local ranks, or as one rank that somebody else has launched."""
+    words.require_training()
+    here = env.here()
+    ranks, is_first = (options.ranks, True) if here is None else (here.world, here.rank == 0)
+    loaded, choice = budget.resolved(examined(options.words, ranks, looks=is_first))
+    if choice is not None and is_first:
+        _teller(options.json)(f"goal.memory_gib = {loaded.run.goal.memory_gib:g}: {choice}")
+    return _launch(loaded.run, options) if here is None else _rank(loaded.run, here, options)
+
+
+def _launch(run: Run, options: argparse.Namespace) -> int:
+    """Supervise the ranks of one machine, and make the tokens while their nursery imports torch."""
+    from meshwright.data.prepare import prepare
+    from meshwright.runtime import run_folder as folders
+    from meshwright.runtime.supervise import Asked, Supervisor
+
+    say = _teller(options.json)
+    folder = options.folder or folders.default(run)
+    claim = folders.Claim(folder, run, fresh=options.fresh)
+    if claim.finished is not None:
+        say(f"{folder} has finished this run; add --fresh to train it again")
+        _tell(claim.finished, options.json)
+        return Exit.DONE
+    _announce(run, folder, say)
+    supervisor = Supervisor(
+        run=run, folder=folder, nursery=_nursery(run, folder, options), order=_order(run, folder, options), say=say
+    )
+    try:
+        prepare(run, env.cache(), say)
+        verdict = supervisor.supervise(Asked().listen())
+    except BaseException:
+        supervisor.close()
+        claim.abandon()
+        raise
+    finally:
+        supervisor.close()
+        claim.release()
+    if verdict is None:
+        _tell(folders.read_summary(folder), options.json)
+        return Exit.DONE
+    if verdict.kind == "input":
+        claim.abandon()
+    return _tell_failure(verdict, options.json)
+
+
+def _nursery(run: Run, folder: Path, options: argparse.Namespace) -> Callable[[], "Nursery"]:
+    """How to make the process that ranks are forked from."""
+    from meshwright.runtime.ranks import Nursery
+
+    people, environment = sys.stderr if options.json else sys.stdout, _environment(run, options)
+    return lambda: Nursery(environment, folder / "logs" / "nursery.txt", people.fileno())
+
+
+def _environment(run: Run, options: argparse.Namespace) -> dict[str, str]:
+    """Of the ranks: what the user has not said is ours to choose."""
+    from meshwright.runtime.ranks import defaults
+
+    return {**defaults(run.plan.world), **env.of_ranks(options.debug)}
+
+
+def _order(run: Run, folder: Path, options: argparse.Namespace) -> Order:
+    """What ranks are told, but for their place."""
+    from meshwright.runtime import run_folder as folders
+    from meshwright.runtime.failure import this_session
+    from meshwright.runtime.ranks import threads
+
+    return Order(
+        run=str(folder / folders.RUN),
+        folder=str(folder),
+        cache=str(env.cache()),
+        session=this_session(),
+        place=msgspec.structs.replace(ALONE, threads=threads(_environment(run, options))),
+        began=env.BEGAN,
+        inject=options.inject,
+    )
+
+
+def _announce(run: Run, folder: Path, say: Callable[[str], None]) -> None:
+    for warning in check.warnings(run):
+        say(f"warning: {warning}")
+    world = run.plan.world
+    say(f"{run.name}: {run.steps} steps of {run.tokens:,} tokens, {count(run.arch):,} parameters; in {folder}")
+    say(f"plan: {run.plan}")
+    say(f"starting {world} ranks (or: torchrun --nproc-per-node {world} -m meshwright train …)")
+
+
+def _rank(run: Run, here: Place, options: argparse.Namespace) -> int:
+    """Be one rank of a job that torchrun, Slurm or MPI started; a sidecar of the first one here watches them all."""
+    from meshwright.runtime import run_folder as folders
+    from meshwright.runtime.supervise import Sidecar
+
+    folder = options.folder or folders.default(run)
+    fresh = options.fresh and env.attempt() == 1  # a restart goes on with what it was asked to begin
+    if not fresh and (finished := folders.read_summary(folder)) is not None:
+        folders.check_owner(folder, run)
+        if here.rank == 0:
+            _teller(options.json)(f"{folder} has finished this run; add --fresh to train it again")
+            _tell(finished, options.json)
+        return Exit.DONE
+    if options.debug:
+        env.debug()
+    claim = folders.Claim(folder, run, fresh=fresh) if here.rank == 0 else None
+    order = _order_of(here, folder, options)
+    sidecar = Sidecar(run, here, Path(order.beats), folder) if here.local_rank == 0 else None
+    try:
+        code = _serve(run, order, options.json)
+    finally:
+        if sidecar is not None:
+            sidecar.close()
+        if claim is not None:
+            claim.release()
+    if here.rank == 0 and code == Exit.DONE:
+        _tell(folders.read_summary(folder), options.json)
+    elif here.rank == 0 and options.json:
+        _tell_program(next((own for own in verdict_file.read(folder) if own.rank == 0), None), code)
+    return code
+
+
+def _serve(run: Run, order: Order, machine: bool) -> int:
+    from meshwright.train.rank import serve  # imports torch: the sidecar watches meanwhile
+
+    return serve(order, run, machine)
+
+
+def _order_of(here: Place, folder: Path, options: argparse.Namespace) -> Order:
+    """What a rank tells itself when somebody else has launched it."""
+    from meshwright.runtime import run_folder as folders
+    from meshwright.runtime.failure import session_above
+
+    session = session_above()
+    return Order(
+        run=str(folder / folders.RUN),
+        folder=str(folder),
+        cache=str(env.cache()),
+        place=here,
+        beats=str(Path(tempfile.gettempdir()) / f"meshwright-{session}"),  # the folder is rank 0's to claim
+        speaks=here.rank == 0,
+        attempt=env.attempt(),
+        session=session,
+        began=env.BEGAN,
+        inject=options.inject,
+    )
+
+
+def _tell(summary: Summary | None, machine: bool) -> None:
+    """How a run ended: one object for a program, a few lines and the sample for a person."""
+    assert summary is not None, "a run that ends well leaves a summary"
+    if machine:
+        teller(sys.stdout)(msgspec.json.encode(summary).decode())
+        return
+    held = f", held-out {summary.held_out_loss:.4f}" if summary.held_out_loss is not None else ""
+    lines = [
+        "",
+        f"done: {summary.step} steps in {summary.seconds:.0f} s on {summary.ranks} ranks",
+        f"  loss        {summary.first_loss:.4f} → {summary.loss:.4f}{held}",
+        f"  speed       {summary.tokens_per_second:,.0f} tokens/s",
+        f"  first loss  after {summary.seconds_to_first_loss:.1f} s",
+        f"  memory      {summary.peak_bytes / 2**30:.2f} GiB at the peak of one rank",
+        f"  time        {_spent(summary)}",
+        f"  folder      {summary.folder} (run.toml, steps.rank*.jsonl, model/)",
+    ]
+    if summary.sample:
+        lines += ["  sample", *(f"    {line}" for line in summary.sample.splitlines())]
+    lines += [
+        "try next:",
+        "  meshwright train data.source='my/*.txt'          your own text",
+        f"  meshwright convert {summary.folder} my-model    a Hugging Face folder",
+        "  meshwright config show                            every setting and where it came from",
+    ]
+    teller(sys.stdout)("\n".join(lines))
+
+
+def _tell_failure(verdict: Verdict, machine: bool) -> int:
+    """How a run ended that did not come to its end; what lay in a folder that was never begun is gone by now."""
+    if not Path(verdict.details).exists():
+        verdict = msgspec.structs.replace(verdict, details="")
+    teller(sys.stderr)(str(verdict))
+    if machine:
+        _tell_program(verdict, verdict.code)
+    return verdict.code
+
+
+def _tell_program(verdict: Verdict | None, code: int) -> None:
+    """The same as one object; a rank that was asked to end has no verdict of its own."""
+    told = {} if verdict is None else msgspec.to_builtins(verdict)
+    told.pop("code", None)  # a script compares the exit code, which has its own name
+    stopped = told.get("kind", "stopped") == "stopped"
+    answer = {"state": "stopped" if stopped else "failed", "exit_code": int(code), **told}
+    teller(sys.stdout)(msgspec.json.encode(answer).decode())
+
+
+def _teller(machine: bool) -> Callable[[str], None]:
+    """Where people are told. Training goes on when they stop listening."""
+    return teller(sys.stderr if machine else sys.stdout)
+
+
+def _spent(summary: Summary) -> str:
+    """Goodput and badput; what is less than half a tenth of a percent goes unsaid."""
+    bad = [f"{name} {share:.1%}" for name, share in summary.badput.items() if share >= 0.0005]
+    return ", ".join([f"goodput {summary.goodput:.1%}", *bad]) + (
+        f"; {summary.attempts} attempts" if summary.attempts > 1 else ""
+    )

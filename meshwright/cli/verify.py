@@ -1,0 +1,133 @@
+"""`meshwright verify`: a plan trains like one process, a stopped run goes on as if it never was, a save is whole."""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from meshwright.cli import env
+from meshwright.cli import options as words
+from meshwright.cli.train import examined
+from meshwright.config.run import Run
+from meshwright.runtime.failure import Exit
+from meshwright.runtime.files import require_folder
+from meshwright.spec.problem import InputError, Problem
+
+
+def add(verbs: words.Verbs) -> None:
+    """Say the verb's words."""
+    verb = words.verb(verbs, "verify", verify, "prove that plans train like one process")
+    verb.add_argument("words", nargs="*", metavar="RUN.toml | MODEL | key=value", help=words.OVERRIDES)
+    verb.add_argument(
+        "--plan", action="append", default=[], help='for example "tp=2,pp=2,schedule=1f1b"; may be repeated'
+    )
+    verb.add_argument("--matrix", action="store_true", help="the standard set of plans for up to --ranks ranks")
+    verb.add_argument("--ranks", type=words.count, default=4, help="the largest world of --matrix (default 4)")
+    verb.add_argument("--steps", type=words.count, default=3, help="optimizer steps to compare (default 3)")
+    verb.add_argument("--folder", type=Path, help="where the certificate goes (default: runs/verify-NAME)")
+    verb.add_argument(
+        "--checkpoint", type=Path, metavar="DIR", help="instead: check every byte of a saved step, or of all of a run"
+    )
+    verb.add_argument(
+        "--resume", metavar="RUN", help="instead: stop a short form of a run, go on, and compare to the last bit"
+    )
+
+
+def verify(options: argparse.Namespace) -> int:
+    """The same seed and batches under one process and under each plan; exit 1 when one leaves the tolerance."""
+    if options.checkpoint is not None:
+        return _checkpoint(options)
+    words.require_training()
+    if options.resume is not None:
+        return _resume(options)
+    from meshwright.verify import prove
+
+    target, overrides = words.target(options.words)
+    wanted = prove.matrix(options.ranks) if options.matrix else options.plan
+    if not wanted:
+        raise InputError([Problem("no plan to prove", 'name one with --plan "shard=2,zero=3", or all with --matrix')])
+    folder = options.folder or Path("runs") / f"verify-{Path(target or 'matrix').stem}"
+    jobs = prove.jobs(target, overrides, wanted, options.steps, folder)
+    say = words.say_to(options.json)
+    _require([reference for reference, _ in jobs if reference.data.source != str(folder / prove.TEXT)], folder, say)
+    verdicts = prove.prove_all(jobs, env.cache(), folder, say)
+    if options.json:
+        print(msgspec.json.encode(verdicts).decode())
+    say(f"{sum(v.passed for v in verdicts)} of {len(verdicts)} plans equal; certificate: {folder / prove.CERTIFICATE}")
+    return 0 if all(verdict.passed for verdict in verdicts) else 1
+
+
+def _require(runs: list[Run], folder: Path, say: Callable[[str], None]) -> None:
+    """Places to write to, and the data of runs that have their own: before the first rank starts."""
+    from meshwright.data import prepare
+    from meshwright.data import prepare as cache
+
+    require_folder(folder, "name another --folder")
+    if not runs:
+        require_folder(env.cache(), cache.REMEDY)
+    for run in runs:
+        prepare.prepare(run, env.cache(), say)
+
+
+def _checkpoint(options: argparse.Namespace) -> int:
+    """Exit 12 when a byte of what was saved is not what was written."""
+    from meshwright.checkpoint.storage import CorruptError
+    from meshwright.verify import integrity
+
+    try:
+        verdict = integrity.verify(options.checkpoint, words.say_to(options.json))
+    except CorruptError as error:
+        print(words.told(error), file=sys.stderr)
+        return CorruptError.code
+    if options.json:
+        print(msgspec.json.encode(verdict).decode())
+    return 0 if verdict.sound else CorruptError.code
+
+
+def _resume(options: argparse.Namespace) -> int:
+    """Exit 1 when a run that was stopped and went on differs from one that was not."""
+    from meshwright.verify import resume
+
+    say = words.say_to(options.json)
+    target, overrides = words.target([options.resume, *options.words])
+    folder = options.folder or Path("runs") / f"verify-resume-{Path(target or 'default').stem}"
+    runs = resume.runs(target, overrides, folder)
+    _require(runs[:1], folder, say)
+    verdict = resume.prove(runs, env.cache(), folder, say)
+    if options.json:
+        print(msgspec.json.encode(verdict).decode())
+    return 0 if verdict.passed else 1
+
+
+FAULTS = ("kill", "term", "hang", "sleep", "lock", "data", "skip", "cross", "nan", "flip")
+
+
+def add_rehearse(verbs: words.Verbs) -> None:
+    """Say the verb's words."""
+    verb = words.verb(verbs, "rehearse", rehearse, "break a short copy of a run on purpose, and see it heal")
+    verb.add_argument("words", nargs="*", metavar="RUN.toml | key=value", help=words.OVERRIDES)
+    verb.add_argument("--fault", choices=FAULTS, default="kill", help="what to do to its last rank (default: kill)")
+    verb.add_argument("--ranks", type=words.count, help="processes to start (default: as train)")
+    verb.add_argument("--folder", type=Path, help="where the copies stay (default: a temporary place)")
+
+
+def rehearse(options: argparse.Namespace) -> int:
+    """Exit 0 when the weights came out as if nothing had happened, 1 when not."""
+    words.require_training()
+    run = examined(options.words, options.ranks).run
+    from meshwright.verify.rehearse import rehearse as rehearsed
+
+    say = words.say_to(options.json)
+    with tempfile.TemporaryDirectory(prefix="meshwright-rehearse-") as temporary:
+        result = rehearsed(run, options.fault, options.folder or Path(temporary), say)
+    if options.json:
+        print(msgspec.json.encode(result).decode(), flush=True)
+    weights = "the same weights, to the last bit" if result.same_weights else "OTHER WEIGHTS"
+    say(
+        f"{result.fault}: training again after {result.recovery_seconds:.1f} s, "
+        f"{result.lost_steps} steps made again, {weights} (sha256 {result.digest[:16] or 'none'})"
+    )
+    return Exit.DONE if result.same_weights else Exit.FAILED

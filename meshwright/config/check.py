@@ -1,0 +1,518 @@
+"""Every rule between fields of a run. All problems are found at once, each with its remedy."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+
+from meshwright.config.run import Data, Run
+from meshwright.spec import plan as recompute
+from meshwright.spec.arch import Arch
+from meshwright.spec.plan import AXES, Plan
+from meshwright.spec.problem import InputError as InputError
+from meshwright.spec.problem import Problem
+from meshwright.spec.schedule import Schedule, misfits
+
+SPLIT_BACKWARD: tuple[Schedule, ...] = ("zb1p", "zbv", "dualpipev")  # for a block's input, and later for its weights
+FP8_MULTIPLE = 16  # of every dimension of a product, the summed one too
+
+
+def _batch(run: Run) -> Iterator[Problem]:
+    plan = run.plan
+    if plan.batch != run.batch:
+        yield Problem(
+            f"batch = {run.batch} is not microbatch {plan.microbatch} × accumulate {plan.accumulate} × "
+            f"{plan.data} data ranks = {plan.batch}",
+            f"set batch = {plan.batch}, or a microbatch and accumulate whose product is batch ÷ {plan.data}",
+            "batch",
+        )
+
+
+def _precision(run: Run) -> Iterator[Problem]:
+    plan = run.plan
+    if plan.precision == "fp8" and plan.tp > 1:
+        what = f"plan.precision = fp8 multiplies whole matrices, and plan.tp = {plan.tp} cuts them"
+        yield Problem(what, "use plan.tp = 1 and plan.shard, or plan.precision = bf16", "plan.precision")
+    if plan.precision == "fp8" and (tokens := plan.microbatch * run.sequence // plan.cp) % FP8_MULTIPLE:
+        what = f"plan.precision = fp8 sums over the {tokens} tokens of a microbatch, no multiple of {FP8_MULTIPLE}"
+        yield Problem(what, "use a sequence or a microbatch that makes it one, or plan.precision = bf16", "sequence")
+    if plan.precision == "fp8" and plan.deterministic:
+        what = "plan.precision = fp8 finds its scales from whole tensors, and plan.deterministic cuts them otherwise"
+        yield Problem(what, "use plan.precision = bf16, or leave plan.deterministic out", "plan.precision")
+
+
+def _shadow(run: Run) -> Iterator[Problem]:
+    plan = run.plan
+    if not plan.shadow:
+        return
+    remedy = "leave plan.shadow out"
+    if plan.world > 1:
+        what = f"plan.shadow keeps a narrow copy on a rank that shares nothing, and this plan has {plan.world} ranks"
+        yield Problem(what, f"{remedy}: sharded weights are cast when they are gathered", "plan.shadow")
+    if plan.precision in ("fp32", "fp64"):
+        what = f"plan.shadow is a narrow copy, and plan.precision = {plan.precision} is as wide as the weights"
+        yield Problem(what, f"{remedy}, or set plan.precision = bf16", "plan.shadow")
+    if plan.deterministic:
+        yield Problem("plan.deterministic adds up gradients by itself, without plan.shadow", remedy, "plan.shadow")
+
+
+def _rounding(run: Run) -> Iterator[Problem]:
+    plan, rounding = run.plan, run.optim.rounding
+    if rounding == "master":
+        return
+    if plan.precision not in ("bf16", "fp8"):
+        yield Problem(
+            f"optim.rounding = {rounding} holds weights in bf16, and plan.precision = {plan.precision} is not bf16",
+            "set plan.precision = bf16, or leave optim.rounding out",
+            "optim.rounding",
+        )
+    if plan.deterministic:
+        yield Problem(
+            f"plan.deterministic adds up wide gradients, and optim.rounding = {rounding} has none",
+            "leave one of them out",
+            "optim.rounding",
+        )
+
+
+def _offload(run: Run) -> Iterator[Problem]:
+    plan, states = run.plan, run.optim.states
+    if plan.offload == "none":
+        if states == "bf16":
+            what = "optim.states = bf16 rounds states that are kept off the device, and plan.offload = none keeps none"
+            yield Problem(what, "set plan.offload = host, or leave optim.states out", "optim.states")
+        return
+    remedy = "leave plan.offload out"
+    if plan.world > 1:
+        what = f"plan.offload moves the states of a rank that shares nothing, and this plan has {plan.world} ranks"
+        yield Problem(what, f"{remedy}: plan.zero = 1 to 3 shares them out over plan.shard ranks", "plan.offload")
+    if plan.deterministic:
+        what = "plan.deterministic adds up gradients and moves weights by itself, without plan.offload"
+        yield Problem(what, f"{remedy}, or plan.deterministic", "plan.offload")
+    if plan.precision in ("bf16", "fp16", "fp8") and plan.world == 1 and not plan.shadow:
+        what = "plan.offload leaves narrow weights on the device, and plan.shadow = false keeps none"
+        yield Problem(what, "leave plan.shadow out", "plan.shadow")
+    if states == "bf16" and plan.precision not in ("bf16", "fp8"):
+        what = f"optim.states = bf16 completes weights of bf16, and plan.precision = {plan.precision} has none"
+        yield Problem(what, "set plan.precision = bf16, or leave optim.states out", "optim.states")
+    if run.optim.rounding != "master":
+        what = f"plan.offload keeps what bf16 leaves out by itself, without optim.rounding = {run.optim.rounding}"
+        yield Problem(what, "leave optim.rounding out, or plan.offload", "optim.rounding")
+    if plan.offload_host_bytes < 0:
+        what = f"plan.offload_host_bytes = {plan.offload_host_bytes} is negative"
+        yield Problem(what, "use 0 to have every state on the disk", "plan.offload_host_bytes")
+
+
+def _offload_weights(run: Run) -> Iterator[Problem]:
+    plan, key = run.plan, "plan.offload_weights"
+    if not plan.offload_weights:
+        return
+    remedy = "leave plan.offload_weights out"
+    if plan.zero != 3:
+        what = f"plan.offload_weights gives a block's weights up after use, and plan.zero = {plan.zero} keeps them all"
+        yield Problem(what, f"set plan.zero = 3, on one rank too, or {remedy}", "plan.zero")
+    if plan.pp > 1:
+        what = f"plan.offload_weights brings one block at a time, and plan.pp = {plan.pp} keeps whole stages gathered"
+        yield Problem(what, f"set plan.pp = 1 and use plan.shard, or {remedy}", key)
+    if plan.shadow:
+        what = "plan.shadow keeps a narrow copy of all weights on the device, and plan.offload_weights keeps none there"
+        yield Problem(what, "leave one of them out", "plan.shadow")
+    if plan.offload != "none":
+        what = f"plan.offload_weights keeps every state in host memory, and plan.offload = {plan.offload} moves some"
+        yield Problem(what, "leave one of them out: plan.offload is for weights that fit on the device", key)
+    if plan.deterministic:
+        what = "plan.deterministic adds up gradients on the device by itself, without plan.offload_weights"
+        yield Problem(what, "leave one of them out", key)
+
+
+def _routes(run: Run) -> Iterator[Problem]:
+    plan = run.plan
+    if run.arch.experts and plan.compress != "none" and plan.recompute != "none":
+        yield Problem(
+            f"plan.recompute = {plan.recompute} would route tokens anew, and some to other experts: "
+            f"plan.compress = {plan.compress} has rounded what the router reads",
+            "leave one of them out, or use plan.activations = host, which is exact",
+            "plan.compress",
+        )
+
+
+def _zero(run: Run) -> Iterator[Problem]:
+    plan = run.plan
+    if plan.zero == 0 and plan.shard > 1:
+        yield Problem(
+            f"plan.shard = {plan.shard} with plan.zero = 0 shards nothing",
+            f"set plan.zero = 1, 2 or 3, or use plan.replicate = {plan.shard}",
+            "plan.zero",
+        )
+
+
+def _tensor(run: Run) -> Iterator[Problem]:
+    arch, tp = run.arch, run.plan.tp
+    if tp <= 1:
+        return
+    widths = {"heads": arch.heads, "kv_heads": arch.kv_heads, "ffn": arch.ffn}
+    if arch.experts:
+        widths["expert_ffn"] = arch.expert_ffn
+    works = max(degree for degree in range(1, tp + 1) if all(width % degree == 0 for width in widths.values()))
+    for name, width in widths.items():
+        if width % tp:
+            what = f"arch.{name} = {width} cannot be shared by plan.tp = {tp} ranks"
+            yield Problem(
+                what, f"use plan.tp = {works}, and the other ranks for plan.shard or plan.replicate", "plan.tp"
+            )
+
+
+def _sequence(run: Run) -> Iterator[Problem]:
+    cp, tp = run.plan.cp, run.plan.tp
+    parts = (2 * cp if cp > 1 else 1) * tp  # each rank of cp holds an early and a late slice, to balance causal work
+    if parts > 0 and run.sequence % parts:
+        near = max(run.sequence // parts, 1) * parts
+        what = (
+            f"sequence = {run.sequence} cannot be cut into {parts} equal slices for plan.cp = {cp} and plan.tp = {tp}"
+        )
+        yield Problem(what, f"use a multiple of {parts}, such as {near}, or smaller plan.cp and plan.tp", "sequence")
+
+
+def _ulysses(run: Run) -> Iterator[Problem]:
+    plan, arch = run.plan, run.arch
+    ranks = plan.cp * plan.tp
+    if plan.cp <= 1 or plan.cp_kind != "ulysses" or ranks < 1:
+        return
+    for name, heads in (("heads", arch.heads), ("kv_heads", arch.kv_heads)):
+        if heads % ranks:
+            what = f"plan.cp_kind = ulysses spreads arch.{name} = {heads} over cp × tp = {ranks} ranks"
+            yield Problem(what, "use plan.cp_kind = ring, which needs no heads to spare", "plan.cp_kind")
+
+
+def _pipeline(run: Run) -> Iterator[Problem]:
+    plan, layers = run.plan, run.arch.layers
+    if plan.pp <= 1:
+        if plan.stages or plan.chunks != 1:
+            yield Problem(
+                "plan.stages and plan.chunks are for pipelines", "leave them out, or set plan.pp", "plan.stages"
+            )
+        return
+    stages = plan.pp * plan.chunks
+    if stages > layers:
+        what = f"plan.pp = {plan.pp} × plan.chunks = {plan.chunks} are more stages than arch.layers = {layers}"
+        yield Problem(what, f"use plan.pp of at most {max(layers // max(plan.chunks, 1), 1)}", "plan.pp")
+    elif len(plan.stages) != stages or sum(plan.stages) != layers or min(plan.stages, default=0) < 1:
+        what = f"plan.stages = {list(plan.stages)} is not {stages} stages of {layers} layers in all"
+        yield Problem(what, "leave plan.stages out to have the layers balanced", "plan.stages")
+    for misfit in misfits(plan.schedule, plan.pp, plan.chunks, plan.accumulate):
+        yield Problem(misfit.text, misfit.remedy, misfit.key)
+
+
+def _experts(run: Run) -> Iterator[Problem]:
+    plan, experts = run.plan, run.arch.experts
+    if plan.ep <= 1:
+        return
+    if experts == 0:
+        yield Problem(
+            f"plan.ep = {plan.ep} shares out experts, and this model has none",
+            "leave plan.ep at 1, or state arch.experts",
+            "plan.ep",
+        )
+    elif experts % plan.ep:
+        yield Problem(
+            f"arch.experts = {experts} cannot be shared evenly by plan.ep = {plan.ep} ranks",
+            f"use a plan.ep that divides {experts}",
+            "plan.ep",
+        )
+    lenders, axes = (plan.shards, "shard · cp") if plan.zero else (plan.copies, "replicate · cp")
+    if lenders % plan.ep:
+        yield Problem(
+            f"plan.ep = {plan.ep} borrows its ranks from {axes} = {lenders}, which it does not divide",
+            f"use a plan.ep that divides {lenders}, or another plan.{axes.split()[0]}",
+            "plan.ep",
+        )
+
+
+def _deterministic(run: Run) -> Iterator[Problem]:
+    plan = run.plan
+    if not plan.deterministic:
+        return
+    for axis, sums in {"tp": "partial products", "cp": "parts of a sequence", "ep": "tokens of an expert"}.items():
+        if getattr(plan, axis) > 1:
+            yield Problem(
+                f"plan.deterministic fixes the order of sums over microbatches, and plan.{axis} = "
+                f"{getattr(plan, axis)} adds up {sums} in an order of its own",
+                f"set plan.{axis} = 1 and use plan.replicate and plan.shard, or leave plan.deterministic out",
+                f"plan.{axis}",
+            )
+    if plan.pp > 1:
+        yield Problem(
+            f"plan.deterministic needs each microbatch's gradient apart, and plan.pp = {plan.pp} adds them up itself",
+            "set plan.pp = 1 and use plan.replicate and plan.shard, or leave plan.deterministic out",
+            "plan.pp",
+        )
+    for name in ("replicate", "shard", "accumulate"):
+        value = getattr(plan, name)
+        if value > 0 and value & (value - 1):
+            yield Problem(
+                f"plan.deterministic adds in a binary tree, and plan.{name} = {value} is not a power of two",
+                f"use plan.{name} = {1 << (value.bit_length() - 1)} or {1 << value.bit_length()}",
+                f"plan.{name}",
+            )
+
+
+def _how_blocks_run(run: Run) -> Iterator[Problem]:
+    return how_blocks_run(run.plan)
+
+
+def how_blocks_run(plan: Plan) -> Iterator[Problem]:
+    """Recomputation and compilation, for any model."""
+    if (wrong := recompute.problem(plan.recompute)) is not None:
+        yield wrong
+        return
+    yield from _kept(plan)
+    if plan.pp <= 1 or plan.schedule not in SPLIT_BACKWARD:
+        return
+    near = f"use plan.schedule = {'1f1b' if plan.chunks == 1 else 'interleaved'}, whose backwards are whole"
+    if plan.recompute != "none":
+        # Right in float64 but for `selective`, which torch refuses; measured on the last of two stages: 11 forwards of
+        # every block under full, 17 under every-2, where a whole backward takes 2.
+        yield Problem(
+            f"plan.recompute = {plan.recompute} computes a block anew for every backward through it, and plan.schedule "
+            f"= {plan.schedule} goes back for the block's input and then for each of its weights",
+            f"{near}, or leave plan.recompute out",
+            "plan.recompute",
+        )
+    if plan.compile:
+        yield Problem(
+            f"plan.compile makes one backward of a block, and plan.schedule = {plan.schedule} needs its two halves",
+            f"{near}, or leave plan.compile out",
+            "plan.compile",
+        )
+
+
+def _kept(plan: Plan) -> Iterator[Problem]:
+    """What happens to that which blocks keep for the backward."""
+    said = {"compress": plan.compress} if plan.compress != "none" else {}
+    said |= {"activations": plan.activations} if plan.activations != "device" else {}
+    together = recompute.by_operation(plan.recompute) or any(len(run) > 1 for run in recompute.runs(plan.recompute, 4))
+    for name, value in said.items() if together else ():
+        yield Problem(
+            f"plan.{name} = {value} takes what a block keeps, and plan.recompute = {plan.recompute} keeps it elsewhere",
+            "use plan.recompute = none, first-K or full",
+            f"plan.{name}",
+        )
+    if plan.compress != "none" and plan.precision == "fp64":
+        yield Problem(
+            f"plan.compress = {plan.compress} changes the mathematics, and plan.precision = fp64 is for proofs",
+            "leave plan.compress out; plan.activations = host saves as much and is exact",
+            "plan.compress",
+        )
+
+
+PLAN_RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
+    _batch, _precision, _shadow, _rounding, _offload, _offload_weights, _zero, _tensor, _sequence, _ulysses, _pipeline,
+    _experts, _deterministic, _routes, _how_blocks_run,
+)  # fmt: skip
+
+
+def problems(run: Run) -> list[Problem]:
+    """Everything that is wrong with a run, in the order of the rules."""
+    return [problem for rule in RULES for problem in rule(run)]
+
+
+def warnings(run: Run) -> list[str]:
+    """What is allowed but should be known before it is believed."""
+    notes = []
+    if run.arch.experts and run.arch.router == "expert_choice":
+        notes.append(
+            "arch.router = expert_choice: an expert picks its tokens among the whole sequence, so a token's output "
+            "depends on later tokens. The training loss is optimistic and generation will not match it."
+        )
+    if run.arch.experts and run.arch.router == "gshard":
+        notes.append(
+            "arch.router = gshard: first choices are served before any second one, so a later token can take the slot "
+            "of an earlier one's second expert. Generation may differ slightly from training; more capacity lessens it."
+        )
+    return notes
+
+
+def _counts(run: Run) -> Iterator[Problem]:
+    positive = {
+        "steps": run.steps,
+        "sequence": run.sequence,
+        "batch": run.batch,
+        "plan.microbatch": run.plan.microbatch,
+        "plan.accumulate": run.plan.accumulate,
+        **{f"plan.{axis}": getattr(run.plan, axis) for axis in (*AXES, "ep", "chunks")},
+        "plan.ep": run.plan.ep,
+        "log.every": run.log.every,
+        "held.batches": run.held.batches,
+        "checkpoint.keep_last": run.checkpoint.keep_last,
+        **{f"arch.{name}": getattr(run.arch, name) for name in ARCH_COUNTS},
+    }
+    for key, value in positive.items():
+        if value < 1:
+            yield Problem(f"{key} = {value} is not a count", f"give {key} a whole number of at least 1", key)
+    natural = {
+        "seed": run.seed,
+        "held.every": run.held.every,
+        "checkpoint.every": run.checkpoint.every,
+        "checkpoint.keep_every": run.checkpoint.keep_every,
+        "held.sample_tokens": run.held.sample_tokens,
+        "optim.warmup": run.optim.warmup,
+        "faults.restarts": run.faults.restarts,
+        "faults.not_finite": run.faults.not_finite,
+        "faults.compare_every": run.faults.compare_every,
+        "arch.experts": run.arch.experts,
+        "arch.shared_experts": run.arch.shared_experts,
+    }
+    for key, value in natural.items():
+        if value < 0:
+            yield Problem(f"{key} = {value} is negative", f"give {key} a whole number of at least 0", key)
+    if run.seed >= SEEDS:
+        yield Problem(f"seed = {run.seed} has more than 63 bits", f"use 0 to {SEEDS - 1}", "seed")
+
+
+ARCH_COUNTS = ("vocab", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "context", "moe_every")
+SEEDS = 2**63  # what fits a signed word, in which seeds travel and are kept
+ARCH_LIMIT = 10**9  # no dimension of any model; stops a typing slip before it asks for the memory
+
+
+def _sizes(run: Run) -> Iterator[Problem]:
+    for name in ARCH_COUNTS:
+        if (value := getattr(run.arch, name)) > ARCH_LIMIT:
+            yield Problem(f"arch.{name} = {value} is beyond any model", f"use at most {ARCH_LIMIT}", f"arch.{name}")
+
+
+def _heads(run: Run) -> Iterator[Problem]:
+    arch = run.arch
+    if arch.heads > 0 and arch.hidden % arch.heads and arch.head_dim == arch.hidden // arch.heads:
+        yield Problem(
+            f"arch.hidden = {arch.hidden} does not divide into arch.heads = {arch.heads}",
+            f"use a multiple of {arch.heads}, or state arch.head_dim",
+            "arch.heads",
+        )
+    if arch.kv_heads > 0 and arch.heads % arch.kv_heads:
+        yield Problem(
+            f"arch.heads = {arch.heads} cannot share arch.kv_heads = {arch.kv_heads} evenly",
+            "use a number of kv_heads that divides heads",
+            "arch.kv_heads",
+        )
+    if arch.positions == "rope" and arch.head_dim % 2:
+        yield Problem(
+            f"arch.head_dim = {arch.head_dim} is odd, and rotary positions turn pairs",
+            "use an even head_dim, or other positions",
+            "arch.head_dim",
+        )
+
+
+def _mixture(run: Run) -> Iterator[Problem]:
+    arch = run.arch
+    if arch.experts <= 0:
+        return
+    yield from _mixture_sizes(arch)
+    if arch.router in ("switch", "gshard", "expert_choice") and arch.capacity <= 0:
+        yield Problem(
+            f"arch.router = {arch.router} needs arch.capacity above 0",
+            "set arch.capacity = 1.25, or use the topk router, which drops nothing",
+            "arch.capacity",
+        )
+
+
+def _mixture_sizes(arch: Arch) -> Iterator[Problem]:
+    if arch.expert_ffn < 1:
+        yield Problem("arch.expert_ffn is missing", "state the width inside one expert", "arch.expert_ffn")
+    if arch.router != "expert_choice" and not 1 <= arch.top_k <= arch.experts:
+        yield Problem(
+            f"arch.top_k = {arch.top_k} cannot be chosen among arch.experts = {arch.experts}",
+            f"use 1 to {arch.experts}",
+            "arch.top_k",
+        )
+    fixed = {"switch": 1, "gshard": 2}.get(arch.router)
+    if fixed is not None and arch.top_k != fixed:
+        yield Problem(f"arch.router = {arch.router} chooses {fixed}", f"set arch.top_k = {fixed}", "arch.top_k")
+
+
+def _context(run: Run) -> Iterator[Problem]:
+    if run.arch.positions == "learned" and run.sequence > run.arch.context:
+        yield Problem(
+            f"sequence = {run.sequence} is longer than the {run.arch.context} learned positions",
+            f"use a sequence of at most {run.arch.context}, or set arch.context",
+            "sequence",
+        )
+
+
+def _rates(run: Run) -> Iterator[Problem]:
+    optim = run.optim
+    bounds = {
+        "optim.rate": (optim.rate, 0.0, 1e3),
+        "optim.eps": (optim.eps, 1e-30, 1.0),  # 0 ÷ (0 + eps) is 0, in 32 bits too
+        "optim.floor": (optim.floor, 0.0, 1.0),
+        "optim.decay": (optim.decay, 0.0, 1.0),
+        "optim.weight_decay": (optim.weight_decay, 0.0, 1e3),
+        "optim.clip": (optim.clip, 0.0, 1e9),
+        "data.held_out": (run.data.held_out, 0.0, 0.5),
+        "held.temperature": (run.held.temperature, 0.0, 100.0),
+        "arch.capacity": (run.arch.capacity, 0.0, 1e3),
+        "faults.grace_seconds": (run.faults.grace_seconds, 0.0, 1e9),
+        "faults.hang_seconds": (run.faults.hang_seconds, 0.1, 1e9),
+        "faults.spike": (run.faults.spike, 0.0, 1e9),
+        "faults.straggler": (run.faults.straggler, 0.0, 1e9),
+    }
+    if run.goal.memory_gib is not None:
+        bounds["goal.memory_gib"] = (run.goal.memory_gib, 2.0**-20, 1e6)
+    for key, (value, low, high) in bounds.items():
+        if not low <= value <= high:  # a NaN lands here too
+            yield Problem(f"{key} = {value} is out of range", f"use {low:g} to {high:g}", key)
+    for name in ("beta1", "beta2"):
+        if not 0 <= getattr(optim, name) < 1:
+            yield Problem(f"optim.{name} = {getattr(optim, name)} is out of range", "use 0 to below 1", f"optim.{name}")
+    for source in run.data.mix:
+        if not 0 < source.weight < 1e9:
+            yield Problem(
+                f"data.mix: the weight {source.weight} of {source.source} is not positive",
+                "use a number above 0",
+                "data.mix",
+            )
+
+
+def _packing(run: Run) -> Iterator[Problem]:
+    if run.data.pack == "documents" and run.data.mask_documents:
+        yield Problem(
+            "data.mask_documents = true has no meaning for data.pack = documents, where a sample is one document",
+            "leave one of them out",
+            "data.mask_documents",
+        )
+
+
+def _mix(run: Run) -> Iterator[Problem]:
+    """In a mixture each source has its own settings, and those beside it would be read by nobody."""
+    usual = Data()
+    for name in ("source", "format", "field"):
+        if run.data.mix and (value := getattr(run.data, name)) != getattr(usual, name):
+            yield Problem(
+                f"data.{name} = {value} has no meaning beside data.mix, whose entries have their own {name}",
+                f"set {name} in the entries of data.mix, and leave data.{name} out",
+                f"data.{name}",
+            )
+
+
+RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
+    _counts, _sizes, _heads, _mixture, _context, _rates, _packing, _mix, *PLAN_RULES,
+)  # fmt: skip
+
+
+NAMES = ("g++", "clang++", "c++", "icpx")
+
+
+def compiles_doubles() -> bool:
+    """Whether torch compiles attention in float64: 2.11 mixes it with fp32 on a CPU, and fails."""
+    try:
+        major, minor = version("torch").split(".")[:2]
+    except PackageNotFoundError:
+        return False
+    return (int(major), int(minor)) >= (2, 12)
+
+
+def missing(plan: Plan, find: Callable[[str], str | None] = shutil.which) -> Iterator[Problem]:
+    """Torch turns blocks into C++ (on CPUs) or into Triton kernels whose start is C (on GPUs)."""
+    if plan.compile and not any(map(find, NAMES)):
+        yield Problem(
+            "plan.compile needs a C++ compiler, and this machine has none",
+            "install one (apt-get install g++), or leave plan.compile out",
+            "plan.compile",
+        )

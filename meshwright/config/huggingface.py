@@ -1,0 +1,404 @@
+"""Hugging Face's config.json ↔ Arch. What one side cannot say is refused by name; nothing is dropped in silence.
+
+Ignored on purpose: token ids, caches and initial spreads, which are not the model, and dropout and router jitter, which
+are noise of somebody's training.
+"""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from meshwright.config import check
+from meshwright.config.check import ARCH_LIMIT
+from meshwright.config.run import Run
+from meshwright.spec.arch import Arch
+from meshwright.spec.params import params
+from meshwright.spec.plan import Plan
+from meshwright.spec.problem import InputError, Problem
+
+CONFIG_BYTES = 10 * 10**6  # the largest public config.json is a few hundred kilobytes
+LAYER_LIMIT = 10_000  # ten times the deepest model known; a parameter table is built from this number
+EXPERT_LIMIT = 100_000  # of all layers together: four times the most known; a list of tensors is built from this number
+REQUIRED = object()
+
+ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
+}
+# What transformers assumes where a config.json says nothing. Old files on the hub leave these out.
+ABSENT: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": None, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "sliding_window": None},
+    "mistral": {"num_key_value_heads": 8, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "sliding_window": 4096},
+    "mixtral": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None},
+}
+# Keys that change the mathematics beyond an Arch, and the one value that does not.
+PLAIN: dict[str, dict[str, Any]] = {
+    "gpt2": {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
+    "llama": {"attention_bias": False, "mlp_bias": False},
+    "mistral": {"attention_bias": False, "mlp_bias": False},
+    "mixtral": {"attention_bias": False, "mlp_bias": False},
+}
+CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "mixtral": "MixtralForCausalLM"}
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The object in a config.json, which may come from anyone."""
+    remedy = "give the folder of a Hugging Face model, with its own config.json"
+    try:
+        size = path.stat().st_size
+        if size > CONFIG_BYTES:
+            raise InputError([Problem(f"{path} has {size} bytes, more than {CONFIG_BYTES}", remedy)])
+        config = msgspec.json.decode(path.read_bytes())
+    except OSError as error:
+        raise InputError([Problem(f"{path} cannot be read: {error.strerror}", remedy)]) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InputError([Problem(f"{path} is not JSON: {error}", remedy)]) from None
+    if not isinstance(config, dict):
+        raise InputError([Problem(f"{path} is not a JSON object", remedy)])
+    return config
+
+
+def arch_of(config: dict[str, Any]) -> Arch:
+    """The architecture that a config.json describes."""
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in PLAIN:
+        raise InputError([_unsupported("model_type", kind, ", ".join(PLAIN))])
+    keys = _Keys(config)
+    arch = _gpt2(keys) if kind == "gpt2" else _llama(keys, kind)
+    keys.refuse_unless_plain(PLAIN[kind])
+    if keys.problems:
+        raise InputError(keys.problems)
+    if found := arch_problems(arch):
+        raise InputError([msgspec.structs.replace(problem, where="config.json") for problem in found])
+    return arch
+
+
+def arch_problems(arch: Arch) -> list[Problem]:
+    """What is wrong with an architecture that came from a file rather than from a checked run."""
+    run = Run(arch=arch, plan=Plan(microbatch=1))
+    found = [problem for problem in check.problems(run) if problem.key.startswith("arch.")]
+    if arch.layers > LAYER_LIMIT:
+        found.append(Problem(f"arch.layers = {arch.layers} is beyond any model", f"use at most {LAYER_LIMIT}"))
+    if (experts := arch.layers * arch.experts) > EXPERT_LIMIT:
+        found.append(Problem(f"{experts} experts in all layers are beyond any model", f"use at most {EXPERT_LIMIT}"))
+    return found
+
+
+def family(arch: Arch) -> str:
+    """The model_type whose stock code comes nearest to an architecture."""
+    if arch.experts:
+        return "mixtral"
+    return "gpt2" if arch.norm == "layer" else "llama"
+
+
+def config_of(arch: Arch, dtype: str = "float32") -> dict[str, Any]:
+    """A config.json with which stock transformers computes the same function."""
+    kind = family(arch)
+    if found := _beyond(arch, kind):
+        raise InputError(found)
+    shared = {
+        "architectures": [CLASSES[kind]],
+        "model_type": kind,
+        "torch_dtype": dtype,
+        "vocab_size": arch.vocab,
+        "tie_word_embeddings": arch.tied,
+        "bos_token_id": None,  # left out, transformers would assume the ids of somebody else's vocabulary
+        "eos_token_id": None,
+    }
+    return shared | (_gpt2_config(arch) if kind == "gpt2" else _llama_config(arch))
+
+
+class _Keys:
+    """Reads keys of an untrusted config, collecting what is wrong; a value that is wrong reads as a harmless one."""
+
+    def __init__(self, config: dict[str, Any], prefix: str = "") -> None:
+        self.config = config
+        self.prefix = prefix
+        self.problems: list[Problem] = []
+
+    def count(self, key: str, absent: Any = REQUIRED, *, low: int = 1, high: int = ARCH_LIMIT) -> int:
+        value = self.config.get(key, absent)
+        if isinstance(value, int) and not isinstance(value, bool) and low <= value <= high:
+            return value
+        self.refuse(key, value, f"a whole number from {low} to {high}")
+        return 1
+
+    def number(self, key: str, absent: Any = REQUIRED, *, low: float = 1e-12, high: float = 1e12) -> float:
+        value = self.config.get(key, absent)
+        if isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high:
+            return float(value)
+        self.refuse(key, value, f"a number from {low:g} to {high:g}")
+        return 1.0
+
+    def flag(self, key: str, absent: bool) -> bool:
+        value = self.config.get(key, absent)
+        if not isinstance(value, bool):
+            self.refuse(key, value, "true or false")
+        return value is True
+
+    def choice(self, key: str, choices: dict[str, str], absent: str) -> str:
+        value = self.config.get(key, absent)
+        if isinstance(value, str) and value in choices:
+            return choices[value]
+        self.refuse(key, value, ", ".join(choices))
+        return next(iter(choices.values()))
+
+    def refuse(self, key: str, value: Any, supported: str) -> None:
+        self.problems.append(_unsupported(self.prefix + key, value, supported))
+
+    def refuse_unless_plain(self, plain: dict[str, Any]) -> None:
+        for key, wanted in plain.items():
+            if (value := self.config.get(key, wanted)) != wanted:
+                self.refuse(key, value, str(wanted).lower())
+        if self.config.get("quantization_config") is not None:
+            self.refuse("quantization_config", "…", "weights in float64, float32, bfloat16 or float16")
+        if self.config.get("auto_map") is not None:
+            self.refuse("auto_map", "…", "models of stock transformers; without the key if the model is one")
+
+
+def _unsupported(key: str, value: Any, supported: str) -> Problem:
+    what = f"lacks {key}" if value is REQUIRED else f"says {key} = {_short(value)}, which is not supported"
+    return Problem(f"config.json {what}", f"supported: {supported}", key)
+
+
+def _short(value: Any) -> str:
+    try:
+        text = msgspec.json.encode(value).decode()
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        text = f"({type(value).__name__})"
+    return text if len(text) <= 60 else f"{text[:60]}…"
+
+
+def _gpt2(keys: _Keys) -> Arch:
+    hidden, heads = keys.count("n_embd"), keys.count("n_head")
+    return Arch(
+        vocab=keys.count("vocab_size"),
+        layers=keys.count("n_layer", high=LAYER_LIMIT),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=hidden // heads or 1,
+        ffn=keys.count("n_inner") if keys.config.get("n_inner") is not None else 4 * hidden,
+        context=keys.count("n_positions"),
+        norm="layer",
+        norm_eps=keys.number("layer_norm_epsilon", 1e-5),
+        positions="learned",
+        mlp=keys.choice("activation_function", ACTIVATIONS, "gelu_new"),  # pyright: ignore[reportArgumentType]
+        bias=True,
+        tied=keys.flag("tie_word_embeddings", True),
+    )
+
+
+def _llama(keys: _Keys, kind: str) -> Arch:
+    absent = ABSENT[kind]
+    hidden, heads = keys.count("hidden_size"), keys.count("num_attention_heads")
+    kv_null = keys.config.get("num_key_value_heads", absent["num_key_value_heads"]) is None
+    ffn, context = keys.count("intermediate_size"), keys.count("max_position_embeddings")
+    keys.choice("hidden_act", {"silu": "silu", "swish": "silu"}, "silu")
+    _full_attention(keys, absent, context)
+    return Arch(
+        vocab=keys.count("vocab_size"),
+        layers=keys.count("num_hidden_layers", high=LAYER_LIMIT),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads if kv_null else keys.count("num_key_value_heads", absent["num_key_value_heads"]),
+        head_dim=keys.count("head_dim") if keys.config.get("head_dim") is not None else hidden // heads or 1,
+        ffn=ffn,
+        context=context,
+        norm_eps=keys.number("rms_norm_eps", absent["rms_norm_eps"]),
+        tied=keys.flag("tie_word_embeddings", False),
+        **_rope(keys, absent, context),
+        **(_mixture(keys, ffn) if kind == "mixtral" else {}),
+    )
+
+
+def _full_attention(keys: _Keys, absent: dict[str, Any], context: int) -> None:
+    window = keys.config.get("sliding_window", absent["sliding_window"])
+    if window is not None and keys.count("sliding_window", window) < context:
+        keys.refuse("sliding_window", window, f"null, or at least max_position_embeddings = {context}")
+    kinds = keys.config.get("layer_types")
+    if kinds is not None and not (isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds)):
+        keys.refuse("layer_types", kinds, "full_attention in every layer")
+
+
+def _mixture(keys: _Keys, ffn: int) -> dict[str, Any]:
+    return {
+        "experts": keys.count("num_local_experts", 8, high=LAYER_LIMIT),
+        "expert_ffn": ffn,
+        "top_k": keys.count("num_experts_per_tok", 2),
+        "balance_loss": keys.number("router_aux_loss_coef", 0.001, low=0.0),
+        "z_loss": keys.number("router_z_loss_coef", 0.0, low=0.0),  # ours: transformers keeps it and ignores it
+    }
+
+
+def _rope(keys: _Keys, absent: dict[str, Any], context: int) -> dict[str, Any]:
+    """Rotary fields from rope_theta and rope_scaling (transformers 4) or rope_parameters (5)."""
+    name = "rope_scaling" if keys.config.get("rope_scaling") else "rope_parameters"
+    stated = keys.config.get(name) or {}
+    if not isinstance(stated, dict) or any(isinstance(value, dict) for value in stated.values()):
+        keys.refuse(name, stated, "one flat object for all layers")
+        return {}
+    # transformers looks beside the object for what is not inside it
+    beside = {key: keys.config[key] for key in ("rope_theta", "partial_rotary_factor") if key in keys.config}
+    rope = _Keys(beside | stated, prefix=f"{name}.")
+    kinds = {"default": "none", "linear": "linear", "llama3": "llama3"}
+    kind = rope.choice("rope_type" if "rope_type" in stated else "type", kinds, "default")
+    fields: dict[str, Any] = {"rope_theta": rope.number("rope_theta", absent["rope_theta"]), "rope_scaling": kind}
+    if (share := rope.config.get("partial_rotary_factor")) not in (None, 1):
+        rope.refuse("partial_rotary_factor", share, "1.0")
+    if kind != "none":
+        fields["rope_factor"] = rope.number("factor")
+    if kind == "llama3":
+        fields["rope_low"] = rope.number("low_freq_factor")
+        fields["rope_high"] = rope.number("high_freq_factor")
+        fields["rope_original"] = rope.count("original_max_position_embeddings", context)
+    keys.problems += rope.problems
+    return fields
+
+
+def _gpt2_config(arch: Arch) -> dict[str, Any]:
+    return {
+        "n_layer": arch.layers,
+        "n_embd": arch.hidden,
+        "n_head": arch.heads,
+        "n_inner": arch.ffn,
+        "n_positions": arch.context,
+        "layer_norm_epsilon": arch.norm_eps,
+        "activation_function": {"gelu": "gelu", "gelu_tanh": "gelu_new"}[arch.mlp],
+        **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
+    }
+
+
+def _llama_config(arch: Arch) -> dict[str, Any]:
+    config = {
+        "num_hidden_layers": arch.layers,
+        "hidden_size": arch.hidden,
+        "num_attention_heads": arch.heads,
+        "num_key_value_heads": arch.kv_heads,
+        "head_dim": arch.head_dim,
+        "intermediate_size": arch.expert_ffn if arch.experts else arch.ffn,
+        "max_position_embeddings": arch.context,
+        "rms_norm_eps": arch.norm_eps,
+        "hidden_act": "silu",
+        "rope_theta": arch.rope_theta,
+        "rope_scaling": _rope_scaling(arch),  # transformers 5 reads this form of 4 too; 4 does not read that of 5
+    }
+    if arch.experts == 0:
+        return config | {"attention_bias": False, "mlp_bias": False}
+    return config | {
+        "num_local_experts": arch.experts,
+        "num_experts_per_tok": arch.top_k,
+        "sliding_window": None,
+        # The published weight under its published name. transformers counts top_k times as much and averages over
+        # layers where Meshwright sums, so training there is balanced differently; the function is the same.
+        "router_aux_loss_coef": arch.balance_loss,
+        "router_z_loss_coef": arch.z_loss,
+    }
+
+
+def _rope_scaling(arch: Arch) -> dict[str, Any] | None:
+    if arch.rope_scaling == "none":
+        return None
+    scaling: dict[str, Any] = {"rope_type": arch.rope_scaling, "factor": arch.rope_factor}
+    if arch.rope_scaling == "llama3":
+        scaling["low_freq_factor"] = arch.rope_low
+        scaling["high_freq_factor"] = arch.rope_high
+        scaling["original_max_position_embeddings"] = arch.rope_original
+    return scaling
+
+
+def _beyond(arch: Arch, kind: str) -> list[Problem]:
+    """The fields that stock transformers has no word for."""
+    if kind == "gpt2":
+        heads = {"kv_heads": (arch.heads,), "head_dim": (arch.hidden / arch.heads,)}
+        needs = {"positions": ("learned",), "mlp": ("gelu", "gelu_tanh"), "bias": (True,), **heads}
+    else:
+        needs = {"norm": ("rms",), "positions": ("rope",), "mlp": ("swiglu",), "bias": (False,)}
+    if kind == "mixtral":
+        needs |= {"moe_every": (1,), "shared_experts": (0,), "router": ("topk",), "capacity": (0.0,)}
+    found = [
+        Problem(
+            f"arch.{field} = {getattr(arch, field)} has no place in a Hugging Face {kind} model",
+            f"it must be {' or '.join(map(str, wanted))} to be converted",
+            f"arch.{field}",
+        )
+        for field, wanted in needs.items()
+        if getattr(arch, field) not in wanted
+    ]
+    if kind == "llama" and arch.hidden % arch.heads:  # transformers refuses this even where head_dim is given
+        text = f"arch.heads = {arch.heads} does not divide arch.hidden = {arch.hidden}"
+        found.append(Problem(text, "a Hugging Face llama model must divide evenly", "arch.heads"))
+    return found
+
+
+ARCH = "arch.json"
+CONFIG = "config.json"
+TOKENIZER = "tokenizer.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".distcp")
+
+Kind = Literal["huggingface", "meshwright"]
+
+
+class Described(msgspec.Struct, frozen=True, kw_only=True):
+    """What a folder says of itself."""
+
+    path: Path  # where the files are: a run's are in its model/
+    kind: Kind
+    arch: Arch
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """The tokenizer that travels with the weights, if one does."""
+        file = self.path / TOKENIZER
+        return file if file.is_file() else None
+
+
+def describe(path: Path) -> Described:
+    """A Hugging Face folder, one of ours, or a run that holds one."""
+    if (path / ARCH).is_file():
+        return Described(path=path, kind="meshwright", arch=_read_arch(path / ARCH))
+    if (path / CONFIG).is_file():
+        return Described(path=path, kind="huggingface", arch=arch_of(read_config(path / CONFIG)))
+    if (path / "model" / ARCH).is_file():
+        return describe(path / "model")
+    if (path / "run.toml").is_file():
+        raise InputError([Problem(f"{path} is a run that has no model yet", "finish the run: it then writes model/")])
+    if path.suffix in PICKLES:
+        raise InputError([a_pickle(path)])
+    what = f"holds neither {CONFIG} nor {ARCH}" if path.is_dir() else "is not a folder"
+    raise InputError([Problem(f"{path} {what}", "give the folder of a Hugging Face model or of a finished run")])
+
+
+def a_pickle(path: Path) -> Problem:
+    """Why a file of another program is not read, and how its owner can have it read."""
+    return Problem(
+        f"{path} is a pickle: loading one runs its code, so that is never done here",
+        "if you trust it, convert it elsewhere:\n"
+        "    import torch, safetensors.torch\n"
+        f"    safetensors.torch.save_file(torch.load({str(path)!r}, weights_only=True), 'model.safetensors')",
+    )
+
+
+def shape_differences(there: Arch, here: Arch) -> list[str]:
+    """Why the weights of one architecture do not fit another; empty when they do.
+
+    Fields that no weight's shape depends on (rotary scaling, losses, the context of rotary positions) may differ.
+    """
+    if [(p.name, p.shape) for p in params(there)] == [(p.name, p.shape) for p in params(here)]:
+        return []
+    old, new = msgspec.to_builtins(there), msgspec.to_builtins(here)
+    return [f"arch.{name} is {old[name]} there and {new[name]} here" for name in old if old[name] != new[name]]
+
+
+def _read_arch(path: Path) -> Arch:
+    try:
+        arch = msgspec.convert(read_config(path), Arch)
+    except msgspec.ValidationError as error:
+        raise InputError([Problem(f"{path}: {error}", "convert or save the model again")]) from None
+    if found := arch_problems(arch):
+        raise InputError([msgspec.structs.replace(problem, where=str(path)) for problem in found])
+    return arch

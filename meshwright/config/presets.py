@@ -1,0 +1,68 @@
+"""The model zoo: architectures by name, as data."""
+
+import difflib
+import tomllib
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from meshwright.config import schema
+from meshwright.spec.arch import Arch
+from meshwright.spec.problem import InputError, Problem
+
+
+def preset(name: str) -> Arch:
+    """A model of the zoo by its name."""
+    if name not in preset_names():
+        raise InputError([unknown_preset(name)])
+    return msgspec.convert(complete(preset_table(name))[0], Arch)
+
+
+@cache
+def preset_names() -> tuple[str, ...]:
+    """The model zoo."""
+    return tuple(_zoo())
+
+
+def run_file(target: str | None) -> Path | None:
+    """The file that a first word names; None if it names a model of the zoo, or nothing."""
+    if target is None or target in preset_names():
+        return None
+    if not Path(target).is_file():
+        known = ", ".join(preset_names()[:4])
+        raise InputError(
+            [Problem(f"{target!r} is neither a run file nor a model", f"name a .toml, or one of {known} …")]
+        )
+    return Path(target)
+
+
+@cache
+def _zoo() -> dict[str, dict[str, Any]]:
+    return tomllib.loads((resources.files("meshwright.config") / "presets.toml").read_text())
+
+
+def preset_table(name: str) -> dict[str, Any]:
+    table = dict(_zoo()[name])
+    parent = table.pop("preset", None)
+    return preset_table(parent) | table if parent else table
+
+
+def unknown_preset(name: Any) -> Problem:
+    near = difflib.get_close_matches(str(name), preset_names(), n=1, cutoff=0.4)
+    remedy = f"did you mean {near[0]}?" if near else "`meshwright models` lists them"
+    return Problem(f"arch.preset = {schema.shown(name)} is not in the model zoo", remedy, "arch.preset")
+
+
+def complete(arch: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Fill what follows from other fields, unless stated."""
+    derived = {}
+    arch = dict(arch)
+    heads, hidden = arch.get("heads", 0), arch.get("hidden", 0)
+    if "kv_heads" not in arch and heads:
+        arch["kv_heads"], derived["kv_heads"] = heads, "derived: heads"
+    if "head_dim" not in arch and heads > 0:
+        arch["head_dim"], derived["head_dim"] = hidden // heads, "derived: hidden ÷ heads"
+    return arch, derived

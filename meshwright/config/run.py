@@ -1,0 +1,163 @@
+"""Run: everything decided. The mathematics (what is computed) beside the Plan (how it is spread over machines)."""
+
+import hashlib
+from typing import Any, Literal
+
+import msgspec
+
+from meshwright.spec.arch import Arch
+from meshwright.spec.plan import Plan
+
+
+class Faults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Limits of the supervisor and of the checks inside a run."""
+
+    restarts: int = 3  # in a row that bring no newer checkpoint; those that do are free
+    grace_seconds: float = 30.0  # from SIGTERM to the end of the save
+    hang_seconds: float = 5.0  # the least stillness that can be a hang; learnt limits only raise it
+    not_finite: int = 5  # steps in a row whose gradient is not finite
+    spike: float = 12.0  # robust z-score of loss or gradient norm that is worth a warning; 0: never
+    straggler: float = 1.3  # own work of a rank ÷ the others' that is worth a warning; 0: never
+    compare_every: int = 100  # steps between comparisons of the replicas' weights; 0: never
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Some text or ready tokens, and how much of the diet they are."""
+
+    source: str  # a file, a folder or a glob; "stdlib": the Python standard library's own source
+    weight: float = 1.0
+    format: Literal["auto", "text", "jsonl", "parquet", "nanogpt", "llmc", "megatron"] = "auto"
+    field: str = "text"  # of JSON lines and Parquet: where the text is
+
+
+class Data(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is read, how it becomes tokens, how tokens become samples."""
+
+    source: str = "stdlib"
+    format: Literal["auto", "text", "jsonl", "parquet", "nanogpt", "llmc", "megatron"] = "auto"
+    field: str = "text"
+    mix: tuple[Source, ...] = ()  # several sources by weight, instead of `source`
+    tokenizer: str = "train"  # "train": a byte-level BPE of arch.vocab entries; else a tokenizer.json or its folder
+    end_token: int | None = None  # closes a document; None: the tokenizer's own. Ready shards must say it to be masked
+    pack: Literal["stream", "documents"] = "stream"  # windows of one long stream, or a document (or part) a sample
+    mask_documents: bool = False  # stream only: no attention and no prediction across a document's end
+    held_out: float = 0.01  # share of the samples that is never trained on
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        return self.mix or (Source(source=self.source, format=self.format, field=self.field),)
+
+
+class Init(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"folder": "from"}):
+    """Where the weights begin."""
+
+    folder: str = ""  # a Hugging Face folder or a finished run's; empty: random, from the seed
+    moments: bool = False  # and AdamW's moments, from that run's newest checkpoint
+
+
+class Optim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How weights move."""
+
+    name: Literal["adamw"] = "adamw"
+    rate: float = 3e-4  # the highest learning rate
+    schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
+    warmup: int = 0  # steps of linear rise
+    decay: float = 0.2  # wsd only: the share of the steps spent falling
+    floor: float = 0.1  # the last rate ÷ the highest
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1  # of matrices; vectors do not decay
+    clip: float = 1.0  # largest global gradient norm; 0: measured, never clipped
+    # bf16, with plan.offload: moments rounded at random so that they are right on average; wide weights stay exact.
+    states: Literal["fp32", "bf16"] = "fp32"
+    # What a weight in bf16 does with an update smaller than its last bit: a wide master takes it, chance rounds it, or
+    # the sixteen bits that bf16 leaves out are kept beside it.
+    rounding: Literal["master", "stochastic", "compensated"] = "master"
+
+
+class Held(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The held-out loss and the sample at the end."""
+
+    every: int = 100  # steps between held-out losses; 0: only at the end
+    batches: int = 4  # global batches in one held-out loss
+    sample_tokens: int = 120  # tokens of the continuation at the end; 0: none
+    prompt: str = ""  # what it continues; empty: the beginning of a held-out document
+    temperature: float = 0.8
+
+
+class Log(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is said while training. Records on disk are always whole."""
+
+    every: int = 10  # steps between printed lines
+    writers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
+
+
+class Checkpoint(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"asynchronous": "async"}
+):
+    """When the state is saved, and what is kept. None of it changes what is computed."""
+
+    every: int = 100  # steps between saves; 0: only when the run is asked to stop
+    keep_last: int = 2  # the newest so many saves are kept
+    keep_every: int = 0  # and each whose step is a multiple of this; 0: no others
+    asynchronous: bool = True  # training goes on while the copy in host memory is written; false: it waits
+
+
+class Goal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What was asked of the planner: kept in the run file as the record of intent. None: the planner chooses."""
+
+    cluster: str | None = None
+    network: str | None = None  # between nodes; None: the card's usual
+    memory_gib: float | None = None  # of one rank, at most: recomputation is chosen so that it suffices
+    vary: tuple[Literal["precision", "optimizer", "batch"], ...] = ()  # the mathematics the search may change
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One training run, every choice made."""
+
+    name: str = "run"
+    steps: int = 100
+    sequence: int = 256
+    batch: int = 16  # sequences in one optimizer step, over the whole job
+    seed: int = 1
+    arch: Arch
+    data: Data = Data()
+    init: Init = Init()
+    optim: Optim = Optim()
+    held: Held = Held()
+    log: Log = Log()
+    checkpoint: Checkpoint = Checkpoint()
+    faults: Faults = Faults()
+    goal: Goal = Goal()
+    plan: Plan
+
+    @property
+    def tokens(self) -> int:
+        """Positions in one optimizer step."""
+        return self.batch * self.sequence
+
+
+NOT_MATHEMATICS = ("name", "log", "held", "checkpoint", "faults", "goal", "plan")
+
+
+def mathematics(run: Run) -> dict[str, Any]:
+    """What decides the weights, whatever the plan: the part that must agree between two runs called the same."""
+    values = msgspec.to_builtins(run)
+    kept = {key: value for key, value in values.items() if key not in NOT_MATHEMATICS}
+    # What is off is left unsaid, so that a run from before there was such a choice keeps its name.
+    for name, usual in (("rounding", "master"), ("states", "fp32")):
+        if kept["optim"][name] == usual:
+            del kept["optim"][name]
+    if not run.init.moments:
+        del kept["init"]["moments"]
+    if run.plan.precision == "fp8" and run.plan.scaling != "tensor":
+        kept["scaling"] = run.plan.scaling
+    if run.plan.compress != "none":
+        kept["compress"] = run.plan.compress
+    return kept | {"precision": run.plan.precision}
+
+
+def digest(run: Run) -> str:
+    """A short name for the mathematics of a run."""
+    return hashlib.sha256(msgspec.json.encode(mathematics(run), order="deterministic")).hexdigest()[:8]

@@ -1,0 +1,171 @@
+"""Walks the types of a run file: finds every unknown key and wrong value at once, and says what was meant."""
+
+import difflib
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from meshwright.config.run import Run
+from meshwright.spec import plan
+from meshwright.spec.problem import Problem
+
+# What other tools call it. A key that is none of ours is looked up here before the nearest spelling is offered.
+ELSEWHERE = {
+    "lr": "optim.rate",
+    "learning_rate": "optim.rate",
+    "max_lr": "optim.rate",
+    "min_lr": "optim.floor",
+    "grad_clip": "optim.clip",
+    "max_norm": "optim.clip",
+    "warmup_steps": "optim.warmup",
+    "max_steps": "steps",
+    "max_iters": "steps",
+    "train_steps": "steps",
+    "seq_len": "sequence",
+    "seq_length": "sequence",
+    "block_size": "sequence",
+    "batch_size": "batch",
+    "global_batch_size": "batch",
+    "micro_batch_size": "plan.microbatch",
+    "gradient_accumulation_steps": "plan.accumulate",
+    "grad_acc_steps": "plan.accumulate",
+    "dtype": "plan.precision",
+    "activation_checkpointing": "plan.recompute",
+    "gradient_checkpointing": "plan.recompute",
+    "torch_compile": "plan.compile",
+    "dp": "plan.replicate",
+    "ddp": "plan.replicate",
+    "fsdp": "plan.shard",
+    "dataset": "data.source",
+    "vocab_size": "arch.vocab",
+    "n_layer": "arch.layers",
+    "num_layers": "arch.layers",
+    "n_head": "arch.heads",
+    "n_embd": "arch.hidden",
+    "hidden_size": "arch.hidden",
+    "dim": "arch.hidden",
+    "model": "arch.preset",
+    "eval_interval": "held.every",
+    "log_interval": "log.every",
+}
+EXTRA = {"extends": str, "arch.preset": str}  # understood by the loader, gone from the run it makes
+
+
+def every_key(struct: type[msgspec.Struct] = Run, prefix: str = "") -> dict[str, Any]:
+    """Every dotted key of a run file and its type."""
+    found = dict(EXTRA) if not prefix else {}
+    for field in msgspec.structs.fields(struct):
+        name = prefix + field.encode_name
+        found[name] = field.type
+        if is_struct(field.type):
+            found |= every_key(field.type, f"{name}.")
+    return found
+
+
+def misfits(table: Mapping[str, Any], struct: type[msgspec.Struct] = Run, prefix: str = "") -> Iterator[Problem]:
+    """Every key of a table that the struct does not have, and every value it cannot take."""
+    fields = {field.encode_name: field.type for field in msgspec.structs.fields(struct)}
+    for name, value in table.items():
+        key = prefix + name
+        if name not in fields:
+            yield unknown(key, [prefix + field for field in fields])
+        elif not is_struct(fields[name]):
+            yield from _misfit(key, value, fields[name])
+        elif isinstance(value, Mapping):
+            yield from misfits(value, fields[name], f"{key}.")
+        else:
+            yield Problem(f"{key} = {shown(value)} should be a table", f"write [{key}] above its keys", key)
+
+
+def _misfit(key: str, value: Any, kind: Any) -> Iterator[Problem]:
+    item = _item_struct(kind)
+    if item is not None and isinstance(value, list) and all(isinstance(entry, Mapping) for entry in value):
+        for number, entry in enumerate(value):
+            yield from misfits(entry, item, f"{key}.{number}.")
+            yield from missing(entry, item, f"{key}.{number}.")
+        return
+    try:
+        msgspec.convert(value, kind)
+    except msgspec.ValidationError:
+        yield Problem(f"{key} = {shown(value)} should be {described(kind)}", _remedy(value, kind), key)
+
+
+def missing(table: Mapping[str, Any], struct: type[msgspec.Struct], prefix: str) -> Iterator[Problem]:
+    """Every key that has no default and was not given."""
+    for field in msgspec.structs.fields(struct):
+        if field.required and field.encode_name not in table:
+            key = prefix + field.encode_name
+            yield Problem(f"{key} is missing", f"give it {described(field.type)}", key)
+
+
+def unknown(key: str, siblings: list[str]) -> Problem:
+    """What to say of a key that does not exist."""
+    everything = list(every_key())
+    last = key.rsplit(".", 1)[-1]
+    if last in ELSEWHERE:
+        return Problem(f"{key} is not a key", f"here it is called {ELSEWHERE[last]}", key)
+    near = difflib.get_close_matches(key, siblings, n=1, cutoff=0.6) or [
+        other for other in everything if other.rsplit(".", 1)[-1] == last
+    ]
+    near = near or difflib.get_close_matches(key, everything, n=1, cutoff=0.6)
+    remedy = f"did you mean {near[0]}?" if near else "`meshwright config schema` lists every key"
+    return Problem(f"{key} is not a key", remedy, key)
+
+
+def _remedy(value: Any, kind: Any) -> str:
+    choices = [choice for choice in _choices(kind) if isinstance(choice, str)]
+    if isinstance(value, str) and choices:
+        near = difflib.get_close_matches(value, choices, n=1, cutoff=0.4)
+        if near:
+            return f"did you mean {near[0]!r}?"
+    return "correct the value"
+
+
+def described(kind: Any) -> str:
+    """A type in the user's words."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal:
+        return "one of " + ", ".join(shown(choice) for choice in arguments)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(described(part) for part in arguments if part is not type(None))
+    if origin is tuple:
+        return f"a list, each {described(arguments[0])}"
+    if is_struct(kind):
+        return "a table of " + ", ".join(field.encode_name for field in msgspec.structs.fields(kind))
+    return {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}[kind]
+
+
+def shown(value: Any) -> str:
+    """A value as the user would write it, cut short and with nothing a terminal would obey."""
+    text = msgspec.json.encode(value, enc_hook=str).decode()
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def json_schema() -> dict[str, Any]:
+    """The run file as JSON Schema: what the user may write, the loader's own keys included."""
+    schema = msgspec.json.schema(Run)
+    definitions = schema["$defs"]
+    definitions["Run"]["properties"]["extends"] = {"type": "string"}
+    definitions["Arch"]["properties"]["preset"] = {"type": "string"}
+    definitions["Plan"]["properties"]["recompute"]["pattern"] = plan.PATTERN
+    for name in ("Run", "Arch", "Plan"):  # the loader completes what a file leaves out
+        definitions[name].pop("required", None)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Meshwright run file", **schema}
+
+
+def is_struct(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+
+
+def _item_struct(kind: Any) -> type[msgspec.Struct] | None:
+    arguments = typing.get_args(kind)
+    return arguments[0] if typing.get_origin(kind) is tuple and is_struct(arguments[0]) else None
+
+
+def _choices(kind: Any) -> tuple[Any, ...]:
+    if typing.get_origin(kind) is Literal:
+        return typing.get_args(kind)
+    return tuple(choice for part in typing.get_args(kind) for choice in _choices(part))

@@ -1,0 +1,464 @@
+"""The numbers of one microbatch on one rank, from which every activation's size follows."""
+
+import math
+from functools import lru_cache
+from itertools import pairwise
+from typing import Literal
+
+import msgspec
+
+from meshwright.cost.job import Job
+from meshwright.cost.rank_view import ITEM_BYTES, chunk_rows, has_chunks
+from meshwright.cost.traffic import slots
+from meshwright.hardware.stacks import Holding
+from meshwright.spec.arch import Arch
+from meshwright.spec.plan import Plan, by_operation, runs
+
+FUSED_COPIES = 3.0  # of a gated layer: gate, up and their product
+OURS = "meshwright"  # the stack whose kernels are those of kernels/
+NARROW_PRECISIONS = ("bf16", "fp16", "fp8")
+NARROWEST_HEAD = 16  # for which there is attention by blocks
+
+
+class Work(msgspec.Struct, frozen=True, kw_only=True):
+    """One microbatch of one rank."""
+
+    arch: Arch
+    holds: Holding
+    whole: int  # positions of the microbatch that a rank's matrices see
+    split: int  # positions it holds between matrices
+    sequence: int  # keys that a query may meet
+    vocab: int  # filled up as the stack does
+    tp: int
+    narrow: int  # bytes of an activation's number
+    wide: int  # bytes where low precision would spoil it
+    attention: Literal["flash", "math"]
+    mask: int  # numbers that tell which positions are of one document, kept by every layer
+    chunk: int  # rows whose logits exist at a time; 0: all of them
+    left: float  # bytes of gathered tensors that cannot be reused at once
+    out_copies: int  # of attention's result: where queries lie by head so does it, and the projection reads a copy
+    fused_norm: bool = True  # a CPU has no fused norm of root mean squares
+    compiled: bool = False  # blocks are, each by itself
+    coded: bool = False  # blocks keep what they can in codes of eight bits
+    sent: bool = False  # and what they keep on the host
+    last_stays: bool = False  # but for the last block, whose backward comes at once
+    codes: bool = False  # products of blocks keep their inputs and weights as fp8 codes
+
+    @property
+    def drops(self) -> bool:
+        """Whether there is dropout: models of the Llama family are trained without, whatever the program."""
+        return self.holds.dropout and self.arch.norm == "layer"
+
+    @property
+    def stream(self) -> int:
+        """Bytes of the hidden states between two blocks."""
+        return self.split * self.arch.hidden * self.narrow
+
+    @property
+    def entering(self) -> float:
+        """Bytes of what a matrix is multiplied with: whole on every rank of tp, or its part if gathered again."""
+        share = self.holds.gathered_kept
+        return (share * self.whole + (1 - share) * self.split) * self.arch.hidden * self.narrow
+
+
+def work_of(job: Job, fused_norm: bool = True) -> Work:
+    """The work of a job's rank."""
+    plan, stack = job.plan, job.stack
+    whole = plan.microbatch * job.sequence // plan.cp
+    narrow = ITEM_BYTES[plan.precision]
+    return Work(
+        arch=job.arch,
+        holds=_fused(stack.holds) if plan.compile or _has_kernels(job) else stack.holds,
+        compiled=plan.compile,
+        whole=whole,
+        split=whole // plan.tp if stack.sequence_parallel else whole,
+        sequence=job.sequence,
+        vocab=padded_vocab(job),
+        tp=plan.tp,
+        narrow=narrow,
+        wide=max(narrow, 4),
+        attention=stack.attention,
+        mask=plan.microbatch * job.sequence**2 if job.masked and _has_dense_mask(job) else 0,
+        chunk=_chunk(job),
+        left=stack.holds.gathered_left * whole * job.arch.hidden if _leaves(plan, stack.holds) else 0.0,
+        out_copies=1 if job.arch.positions == "rope" or (plan.cp > 1 and plan.cp_kind == "ulysses") else 0,
+        fused_norm=fused_norm,
+        coded=plan.compress != "none",
+        sent=plan.activations == "host",
+        last_stays=plan.pp == 1,
+        # A compiled block computes them anew; with a scale for every row the numbers themselves are kept.
+        codes=stack.name == OURS and plan.precision == "fp8" and plan.scaling == "tensor" and not plan.compile,
+    )
+
+
+def _fused(holds: Holding) -> Holding:
+    """A compiled block, or one with kernels of ours, computes the gate's activation anew from the gate."""
+    return msgspec.structs.replace(holds, gated_copies=min(holds.gated_copies, FUSED_COPIES))
+
+
+def _has_kernels(job: Job) -> bool:
+    """Whether a block's gates are kernels of ours, as parallel/fused_kernels.py puts them."""
+    plan = job.plan
+    return job.stack.holds.chunked_loss and plan.kernels != "plain" and plan.tp == 1 and plan.precision != "fp64"
+
+
+def _has_dense_mask(job: Job) -> bool:
+    """Whether attention within documents reads a mask of all pairs; a ring meets them piece by piece.
+
+    On a GPU kernels of ours need none, in the precisions and for the heads of kernels/document_attention.py.
+    """
+    plan = job.plan
+    if not plan.attends_whole:
+        return False
+    by_blocks = job.stack.name == OURS and plan.kernels != "plain" and plan.precision in NARROW_PRECISIONS
+    return not (by_blocks and job.arch.head_dim >= NARROWEST_HEAD)
+
+
+def _chunk(job: Job) -> int:
+    """Rows of a chunk of the fused loss; 0 where all logits exist."""
+    plan = job.plan
+    if not (has_chunks(plan) and job.stack.holds.chunked_loss):
+        return 0
+    return min(chunk_rows(job.arch.vocab, plan), plan.microbatch * job.sequence // plan.cp)
+
+
+def _leaves(plan: Plan, holds: Holding) -> bool:
+    """Whether gathered tensors pile up. The bounds describe published runs: see docs/memory.md."""
+    within = plan.tp < (holds.left_below_tp or plan.tp + 1) and plan.world < (holds.left_below_gpus or plan.world + 1)
+    return plan.tp > 1 and within and plan.pp != holds.left_except_pp
+
+
+def padded_vocab(job: Job) -> int:
+    """Entries of the vocabulary with those that fill it up."""
+    multiple = job.stack.vocab_multiple * job.plan.tp if job.stack.vocab_multiple > 1 else 1
+    return math.ceil(job.arch.vocab / multiple) * multiple
+
+
+INDEX = 8  # bytes of an index
+MASK = 1
+
+
+def mixture_kept(work: Work, norm: float) -> float:
+    """Of one mixture layer, its norm included: the router's numbers, a row for every choice, and each expert's work."""
+    return norm + _router(work) + _rows(work) + _shared(work)
+
+
+def _router(work: Work) -> float:
+    """A wide copy of the input where arithmetic is narrow, probabilities, their order, and the choices' numbers."""
+    arch, tokens = work.arch, work.whole
+    copied = work.narrow < work.wide
+    scores = tokens * arch.experts * (3 * work.wide + INDEX)
+    chosen = tokens * _choices(work) * (MASK + INDEX) + 2 * tokens * work.wide
+    balance = tokens / work.sequence * arch.experts * work.wide  # of every sequence
+    entering = tokens * arch.hidden * work.wide + (arch.experts * arch.hidden * work.wide if copied else 0)
+    return entering + scores + chosen + balance
+
+
+def _rows(work: Work) -> float:
+    """A row of the input for every choice, what its expert keeps, and what it returns."""
+    arch, rows = work.arch, rows_of(work)
+    copies = work.holds.gated_copies if arch.mlp == "swiglu" else work.holds.plain_copies
+    inside = copies * rows * arch.expert_ffn / work.tp * work.narrow
+    return 2 * rows * arch.hidden * work.narrow + inside + rows * (2 * INDEX + work.wide)
+
+
+def _shared(work: Work) -> float:
+    """Experts that every token passes through are one dense layer on the same input."""
+    arch = work.arch
+    if not arch.shared_experts:
+        return 0.0
+    copies = work.holds.gated_copies if arch.mlp == "swiglu" else work.holds.plain_copies
+    width = arch.shared_experts * arch.expert_ffn
+    # In fp32 the router keeps the very input that the shared experts have.
+    entering = work.whole * arch.hidden * work.narrow if work.narrow < work.wide else 0
+    return entering + copies * work.whole * width / work.tp * work.narrow
+
+
+def mixture_selected(work: Work) -> float:
+    """What the matrix products of a mixture layer return: scores, and of routed and shared experts each."""
+    arch = work.arch
+    gated = 2 if arch.mlp == "swiglu" else 1
+    rows = rows_of(work) * (gated * arch.expert_ffn / work.tp + arch.hidden)
+    width = arch.shared_experts * arch.expert_ffn
+    shared = work.whole * (gated * width / work.tp + arch.hidden) if width else 0
+    return work.whole * arch.experts * work.wide + (rows + shared) * work.narrow
+
+
+def rows_of(work: Work) -> int:
+    """Rows that a rank's experts get: as many as its tokens make, where routers share them out evenly."""
+    arch = work.arch
+    if arch.router == "expert_choice":
+        kept = arch.experts * slots(arch, 1, work.sequence)
+    else:
+        kept = min(work.sequence * arch.top_k, arch.experts * slots(arch, arch.top_k, work.sequence))
+    return math.ceil(work.whole * kept / work.sequence)
+
+
+def _choices(work: Work) -> int:
+    return work.arch.experts if work.arch.router == "expert_choice" else work.arch.top_k
+
+
+CODE = 33 / 32  # bytes of a number: its code, and its share of a scale of four bytes for 128 of them
+SMALL = 64 * 1024  # bytes below which a tensor is left as it is, as in parallel/activation_offload.py
+STATISTIC = 1 / 16  # of a block's input: what has no more numbers is kept exact, as there
+ATTENTION_PRODUCTS = 3  # that read the same input: queries, keys and values
+
+
+def as_kept(work: Work, mixture: bool, whole: float) -> float:
+    """Of a block that would keep so much, what it keeps: codes, and statistics as they are."""
+    if not work.coded:
+        return whole
+    numbers, size = _codable(work, mixture)
+    return whole - size + numbers * CODE
+
+
+def input_kept(work: Work) -> float:
+    """A block's input, which is all that one keeps that is computed anew."""
+    return work.stream / work.narrow * CODE if work.coded else work.stream
+
+
+def small_kept(work: Work) -> float:
+    """Statistics of a block's norms and its attention, where they are below what is worth a message."""
+    each = norm_statistics(work) / (2 if work.arch.norm == "layer" else 1)
+    norms = 2 * norm_statistics(work) if each < SMALL else 0.0
+    exponents = _exponents(work) * work.wide
+    return norms + (exponents if exponents < SMALL else 0.0)
+
+
+def _exponents(work: Work) -> float:
+    """Numbers of attention's log-sum-exp."""
+    return work.whole * work.arch.heads / work.tp if work.attention == "flash" else 0.0
+
+
+def decoding(work: Work) -> float:
+    """The widest kept tensor while it is read from its codes: wide, and then as it was."""
+    arch = work.arch
+    width = max(arch.ffn, arch.q_width, arch.hidden * work.tp)
+    return work.whole * width / work.tp * (work.wide + work.narrow) if work.coded else 0.0
+
+
+def norm_kept(work: Work) -> float:
+    """A norm's input and its statistics; a norm made of several operations also keeps its input wide and scaled."""
+    return norm_input(work) + norm_statistics(work)
+
+
+def norm_input(work: Work) -> float:
+    """Of a norm, what is as wide as the hidden states."""
+    numbers = work.split * work.arch.hidden
+    pieces = work.arch.norm == "rms" and not work.fused_norm
+    return 2 * numbers * work.wide if pieces else numbers * work.narrow
+
+
+def norm_statistics(work: Work) -> float:
+    """Of a norm, one or two numbers for each position."""
+    if work.arch.norm == "layer":
+        return 2 * work.split * (work.wide if work.fused_norm else work.narrow)
+    return work.split * work.wide
+
+
+def entering_kept(work: Work, products: int) -> float:
+    """What some products read together: once, or as codes of each, with codes of their weights."""
+    if not work.codes:
+        return work.entering
+    arch = work.arch
+    attention = products == ATTENTION_PRODUCTS
+    widths = arch.q_width + 2 * arch.kv_width if attention else products * arch.ffn
+    return products * work.whole * arch.hidden + widths * arch.hidden
+
+
+def product_kept(work: Work, width: int, otherwise: float) -> float:
+    """What the product back to the hidden width reads: as it is, or as codes, with codes of its weight."""
+    return work.whole * width + width * work.arch.hidden if work.codes else otherwise
+
+
+def _codable(work: Work, mixture: bool) -> tuple[float, float]:
+    """Numbers of a block that codes may stand for, and their bytes as they are."""
+    arch, tp = work.arch, work.tp
+    norms = 2 * norm_input(work)
+    in_norms = 2 * work.split * arch.hidden * (2 if arch.norm == "rms" and not work.fused_norm else 1)
+    attended = work.whole * (2 * arch.q_width + 2 * arch.kv_width + arch.q_width * work.out_copies) / tp + work.mask
+    exponents = _exponents(work)
+    if exponents * work.wide < SMALL or arch.heads <= arch.hidden * STATISTIC:
+        exponents = 0.0
+    numbers = in_norms + attended + exponents
+    size = norms + attended * work.narrow + exponents * work.wide + work.entering
+    entering = work.entering / work.narrow
+    copies = work.holds.gated_copies if arch.mlp == "swiglu" else work.holds.plain_copies
+    if not mixture:
+        inner = copies * work.whole * arch.ffn / tp + entering
+        return numbers + entering + inner, size + inner * work.narrow
+    rows = rows_of(work) * (2 * arch.hidden + copies * arch.expert_ffn / tp)
+    shared = copies * work.whole * arch.shared_experts * arch.expert_ffn / tp
+    shared += work.whole * arch.hidden if arch.shared_experts and work.narrow < work.wide else 0
+    read = work.whole * arch.hidden  # by the router, wide
+    return numbers + entering + rows + shared + read, size + (rows + shared) * work.narrow + read * work.wide
+
+
+MASK_BYTES = 1  # of a number in a dropout mask
+
+
+class Kept(msgspec.Struct, frozen=True, kw_only=True):
+    """What one microbatch leaves in a run of layers, and what its backward adds for a while."""
+
+    activations: float  # from the forward to the backward
+    first_run: float  # of them, what is left when the backward reaches the first blocks
+    first_blocks: int  # which it computes anew together
+    anew: float  # of the run of blocks that is computed anew, while it is
+    passing: float  # gradients of activations inside one block
+    between: float  # between the halves of a split backward, gradients that those of the weights still need
+    logits: float  # log-probabilities, from the forward to the backward
+    loss: float  # what the loss's gradient adds to them for a moment
+    sent: float = 0.0  # to the host, by one microbatch
+    pair: float = 0.0  # of that, the two neighbours with most, which are on the device together
+    largest: float = 0.0  # and the block with most
+
+
+@lru_cache(maxsize=4096)
+def kept(work: Work, mixtures: tuple[bool, ...], last: bool, policy: str) -> Kept:
+    """Of a part of the model: `mixtures` tells for each of its layers whether it is one."""
+    kinds = set(mixtures)
+    whole = {mixture: block_kept(work, mixture) for mixture in kinds}
+    each = {mixture: as_kept(work, mixture, size) for mixture, size in whole.items()}
+    blocks = [each[mixture] for mixture in mixtures]
+    anew = runs(policy, len(blocks))
+    inside = [sum(whole[mixtures[layer]] for layer in run) for run in anew]
+    selected = {mixture: _selected(work, mixture) for mixture in kinds} if by_operation(policy) else {}
+    remaining = [sum(selected[mixtures[layer]] for layer in run) if selected else input_kept(work) for run in anew]
+    alone = sum(blocks) - sum(blocks[layer] for run in anew for layer in run)
+    everything = Kept(
+        activations=alone + sum(remaining) + _rotation(work) + (_end(work) if last else 0.0),
+        first_run=(remaining[0] if remaining else blocks[0] if blocks else 0.0) + _rotation(work),
+        first_blocks=len(anew[0]) if anew else 1,
+        anew=max((size - left for size, left in zip(inside, remaining, strict=True)), default=0.0),
+        passing=passing(work) + decoding(work),
+        between=len(blocks) * _products(work),
+        logits=_logits(work) if last else 0.0,
+        loss=_loss(work) if last else 0.0,
+    )
+    return _sent(work, everything, blocks, policy) if work.sent else everything
+
+
+def _sent(work: Work, everything: Kept, blocks: list[float], policy: str) -> Kept:
+    """The same when blocks send what they keep: at most two of them are on the device, whatever their number."""
+    away = [moved_bytes(work, size, False) for size in blocks]
+    for run in runs(policy, len(blocks)):
+        for layer in run:
+            away[layer] = moved_bytes(work, blocks[layer], True)
+    pairs = (one + other for one, other in pairwise(away))
+    return msgspec.structs.replace(
+        everything,
+        activations=everything.activations - sum(away),
+        sent=sum(away[:-1]) if work.last_stays else sum(away),
+        pair=max(pairs, default=sum(away)),
+        largest=max(away, default=0.0),
+    )
+
+
+def moved_bytes(work: Work, size: float, anew: bool) -> float:
+    """Of a block that keeps so much, what goes to the host: small tensors stay."""
+    return input_kept(work) if anew else size - small_kept(work)
+
+
+def block_kept(work: Work, mixture: bool) -> float:
+    """Of one block, everything."""
+    return attention_kept(work) + (mixture_kept(work, norm_kept(work)) if mixture else dense_kept(work))
+
+
+def attention_kept(work: Work) -> float:
+    """The norm's input, the projections' input, queries, keys and values, and what attention returns."""
+    arch = work.arch
+    projected = work.whole * (arch.q_width + 2 * arch.kv_width) / work.tp * work.narrow
+    out = work.whole * arch.q_width / work.tp * work.narrow
+    copied = product_kept(work, arch.q_width, out * work.out_copies)
+    masks = work.split * arch.hidden * MASK_BYTES if work.drops else 0
+    more = work.holds.more_hidden * work.whole * arch.hidden / work.tp
+    told = work.mask * work.narrow
+    results = projected + out + copied + _weights(work)
+    return norm_kept(work) + entering_kept(work, ATTENTION_PRODUCTS) + results + told + masks + more
+
+
+def dense_kept(work: Work) -> float:
+    """The norm's input, the first matrices' input, and tensors as wide as the feed-forward layer."""
+    arch, holds = work.arch, work.holds
+    copies = holds.gated_copies if arch.mlp == "swiglu" else holds.plain_copies
+    masks = work.split * arch.hidden * MASK_BYTES if work.drops else 0
+    one = work.whole * arch.ffn / work.tp * work.narrow
+    inner = (copies - 1) * one + product_kept(work, arch.ffn, one)
+    return norm_kept(work) + entering_kept(work, 2 if arch.mlp == "swiglu" else 1) + inner + masks
+
+
+def _weights(work: Work) -> float:
+    """Of attention's weights: their log-sum-exp, or where they exist as a whole themselves, and dropped out."""
+    heads = work.arch.heads / work.tp
+    if work.attention == "flash":
+        return work.whole * heads * work.wide
+    each = 2 * work.narrow + MASK_BYTES if work.drops else work.narrow
+    return work.whole * heads * work.sequence * each
+
+
+def _rotation(work: Work) -> float:
+    """Cosines and sines of every position, kept once for all layers of a part."""
+    return work.whole * work.arch.head_dim * work.wide if work.arch.positions == "rope" else 0.0
+
+
+def _end(work: Work) -> float:
+    """The last norm and the input of the output projection."""
+    return norm_kept(work) + work.entering
+
+
+def _selected(work: Work, mixture: bool) -> float:
+    """Of a block that is computed anew by operation: its input, and what products, attention and collectives return.
+
+    Of one that is computed anew as a whole only its input is kept, and of a run of them that of the first.
+    """
+    arch = work.arch
+    projected = work.whole * (2 * arch.q_width + 2 * arch.kv_width) / work.tp * work.narrow  # and attention's result
+    gathered = 2 * work.whole * arch.hidden * work.narrow + 2 * work.stream if work.tp > 1 else 0.0
+    inner = mixture_selected(work) if mixture else _dense_selected(work)
+    return work.stream + projected + _weights(work) + work.whole * arch.hidden * work.narrow + inner + gathered
+
+
+def _dense_selected(work: Work) -> float:
+    gated = 2 if work.arch.mlp == "swiglu" else 1
+    # No gradient needs what the last product returns. The compiler knows that; torch's own policy keeps it.
+    last = 0 if work.compiled else work.arch.hidden
+    return work.whole * (gated * work.arch.ffn / work.tp + last) * work.narrow
+
+
+def passing(work: Work) -> float:
+    """Gradients alive at once inside a block: of its output and input, and of two tensors of the feed-forward width."""
+    arch = work.arch
+    width = max(arch.ffn, arch.q_width, arch.top_k * arch.expert_ffn)
+    return (2 * work.whole * arch.hidden + 2 * work.whole * width / work.tp) * work.narrow
+
+
+def _products(work: Work) -> float:
+    """Gradients of what a block's matrices return: the weights' half of a split backward multiplies with them."""
+    arch = work.arch
+    gated = 2 if arch.mlp == "swiglu" else 1
+    widths = arch.q_width + 2 * arch.kv_width + gated * max(arch.ffn, arch.top_k * arch.expert_ffn)
+    return work.whole * (widths / work.tp + 2 * arch.hidden) * work.narrow
+
+
+def _logits(work: Work) -> float:
+    """Log-probabilities; of a loss in chunks the gradient of the projection, which the forward has made already."""
+    if work.chunk:
+        return work.vocab / work.tp * work.arch.hidden * work.narrow
+    return work.whole * work.vocab / work.tp * work.wide
+
+
+def _loss(work: Work) -> float:
+    """Beside the log-probabilities: their gradient and the logits' own, both wide before they are narrowed.
+
+    Over cut logits torch writes the gradient out of three wide temporaries. In chunks there are a chunk's logits and,
+    if it is not the only one, the projection's gradient twice, wide: the sum so far and the next. Only then is that
+    narrowed to what is kept.
+    """
+    if work.chunk:
+        numbers = work.vocab / work.tp * work.arch.hidden
+        sums = numbers * (2 * work.wide - work.narrow) if work.chunk < work.whole else 0
+        return work.chunk * work.vocab / work.tp * work.narrow + sums
+    logits = work.whole * work.vocab / work.tp
+    if work.holds.logits_bytes:
+        return logits * max(work.holds.logits_bytes - work.wide, 0.0)
+    return logits * (3 * work.wide if work.tp > 1 else 2 * work.wide)

@@ -1,0 +1,370 @@
+"""Seconds of one microbatch in one layer, in the embedding and in the projection: kernels, launches, collectives."""
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+import msgspec
+
+from meshwright.cost.job import Job
+from meshwright.cost.kernels import Rates, attention_flops, flash_seconds, moved_seconds, product_seconds, rates
+from meshwright.cost.network import axis_span, collective_seconds
+from meshwright.cost.traffic import Axis, Kind
+from meshwright.hardware.stacks import Efficiency, Speed, efficiency_of
+from meshwright.spec.arch import Arch
+from meshwright.spec.plan import Plan
+
+
+class Terms(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Seconds of one piece of work on one rank. Communication is what arithmetic does not hide."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    elementwise: float = 0.0
+    tp: float = 0.0
+    cp: float = 0.0
+    ep: float = 0.0
+    launch: float = 0.0  # the device waits for the host
+    link: float = 0.0  # and for activations on their way to and from the host's memory
+
+    @property
+    def seconds(self) -> float:
+        work = self.products + self.attention + self.elementwise + self.launch
+        return work + self.tp + self.cp + self.ep + self.link
+
+    def __add__(self, other: "Terms") -> "Terms":
+        return Terms(
+            products=self.products + other.products,
+            attention=self.attention + other.attention,
+            elementwise=self.elementwise + other.elementwise,
+            tp=self.tp + other.tp,
+            cp=self.cp + other.cp,
+            ep=self.ep + other.ep,
+            launch=self.launch + other.launch,
+            link=self.link + other.link,
+        )
+
+    def __mul__(self, times: float) -> "Terms":
+        return Terms(
+            products=self.products * times,
+            attention=self.attention * times,
+            elementwise=self.elementwise * times,
+            tp=self.tp * times,
+            cp=self.cp * times,
+            ep=self.ep * times,
+            launch=self.launch * times,
+            link=self.link * times,
+        )
+
+
+NOTHING = Terms()
+
+
+class Passes(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One microbatch through some part of the model."""
+
+    forward: Terms = NOTHING
+    again: Terms = NOTHING  # what the backward computes anew
+    input: Terms = NOTHING  # gradient of the part's input
+    weight: Terms = NOTHING  # gradients of its weights
+
+    @property
+    def seconds(self) -> float:
+        return self.forward.seconds + self.again.seconds + self.input.seconds + self.weight.seconds
+
+    def __add__(self, other: "Passes") -> "Passes":
+        return Passes(
+            forward=self.forward + other.forward,
+            again=self.again + other.again,
+            input=self.input + other.input,
+            weight=self.weight + other.weight,
+        )
+
+    def __mul__(self, times: float) -> "Passes":
+        return Passes(
+            forward=self.forward * times, again=self.again * times, input=self.input * times, weight=self.weight * times
+        )
+
+
+WIDE = 4  # bytes of a number where low precision would spoil it
+NORMS_AND_SUMS = 10  # of a layer's hidden states: two norms read and write, two sums read twice and write
+BACKWARD_BYTES = 2.0  # the backward of an element-wise operation reads its input and its gradient, and writes one
+BACKWARD_SCORES = 1.5  # scores are moved in the backward of unfused attention, ÷ its forward
+# Bytes moved to make an FP8 number. One of an input: two read, where the kernel that wrote them found the maximum, and
+# one written. Of a weight or a gradient: read once more, for the maximum. Those that the backward wants turned: again.
+FP8_INPUT, FP8_OTHER, FP8_TURNED = 3, 5, 2
+SELECTED = 0.5  # of all blocks, where a stack recomputes some of them and does not say how many
+EMBEDDING_PASSES = 6  # of the hidden states, by the lookup, its dropout and the scattered gradient
+
+
+class Bench(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that a layer's time depends on, looked up once."""
+
+    job: Job
+    rates: Rates
+    head: Rates  # of the projection to logits, whose products are no narrower than bf16
+    tokens: float  # of one microbatch on one rank, whole over tp
+    host: float  # seconds in which the host starts the forward of a layer
+    adding: float  # bytes that adding one microbatch's gradient moves, for each weight
+
+    @property
+    def arch(self) -> Arch:
+        return self.job.arch
+
+    @property
+    def plan(self) -> Plan:
+        return self.job.plan
+
+    @property
+    def speed(self) -> Speed:
+        return self.job.stack.speed
+
+    @property
+    def between(self) -> float:
+        """Tokens that a rank has between products: without sequence parallelism all of them."""
+        return self.tokens / self.plan.tp if self.job.stack.sequence_parallel else self.tokens
+
+    @property
+    def fusion(self) -> float:
+        """Bytes that element-wise kernels move, ÷ the least."""
+        return max(self.speed.elementwise * (self.speed.compiled if self.plan.compile else 1.0), 1.0)
+
+    def collective(self, kind: Kind, axis: Axis, size: float) -> float:
+        """Seconds of one call on an axis of the plan."""
+        return collective_seconds(kind, size, axis_span(axis, self.plan, self.job.cluster), self.job.cluster)
+
+
+def bench(job: Job, efficiency: Efficiency | None = None) -> Bench:
+    """What does not matter to a single layer is levelled, so that plans that differ in it share their layers' times.
+
+    `efficiency` replaces what was measured on the cluster, which replaces the catalogue's entry.
+    """
+    reached = efficiency or job.cluster.efficiency or efficiency_of(job.cluster.gpu)
+    plan = job.plan
+    levelled = Plan(
+        tp=plan.tp,
+        cp=plan.cp,
+        cp_kind=plan.cp_kind,
+        ep=plan.ep,
+        shard=plan.data,
+        zero=1,
+        microbatch=plan.microbatch,
+        precision=plan.precision,
+        compile=plan.compile,
+    )
+    return Bench(
+        job=msgspec.structs.replace(job, plan=levelled, masked=False),
+        rates=rates(job.cluster.gpu, reached, plan.precision),
+        head=rates(job.cluster.gpu, reached, "bf16" if plan.precision == "fp8" else plan.precision),
+        tokens=plan.microbatch * job.sequence / plan.cp,
+        host=_host(job),
+        # A lone rank with a shadow leaves the gradient of its only microbatch where it came.
+        adding=0.0 if plan.shadow and plan.accumulate == 1 else job.stack.speed.accumulate_bytes,
+    )
+
+
+def _host(job: Job) -> float:
+    """Some stacks are late with the collectives of tp, and later where messages of a pipeline cross the network."""
+    plan, speed = job.plan, job.stack.speed
+    whole = speed.layer_seconds + (plan.tp - 1) * speed.tp_seconds
+    if plan.pp > 1 and plan.tp > 1 and plan.world > job.cluster.domain:
+        whole += plan.tp * speed.tp_across_seconds
+    return whole * (speed.compiled_host if plan.compile else 1.0)
+
+
+@lru_cache(maxsize=16384)
+def block(at: Bench, mixture: bool) -> Passes:
+    """One layer without recomputation."""
+    shapes = [*_attention_products(at), *(_mixture_products(at) if mixture else _dense_products(at))]
+    forward, backward = _attention(at)
+    products = sum(_product(count, m, n, k, at) for count, m, n, k in shapes)
+    input_products = sum(_product(count, m, k, n, at) for count, m, n, k in shapes)
+    weight_products = sum(_product(count, n, k, m, at) for count, m, n, k in shapes)
+    moved, (casts, back_casts) = _between_bytes(at, mixture), _cast_bytes(shapes, at)
+    weights = sum(count * n * k for count, _, n, k in shapes)
+    tp, cp, ep = _over_tp(at, products), _over_cp(at, forward), _over_ep(at, mixture, products)
+    back_tp, back_cp = _over_tp(at, input_products), _over_cp(at, backward, back=True)
+    going = Terms(
+        products=products,
+        attention=forward,
+        elementwise=moved_seconds(moved + casts, at.rates),
+        tp=tp,
+        cp=cp,
+        ep=ep,
+    )
+    coming = Terms(
+        products=input_products,
+        attention=backward,
+        elementwise=moved_seconds(BACKWARD_BYTES * moved + back_casts, at.rates),
+        tp=back_tp,
+        cp=back_cp,
+        ep=ep,
+    )
+    weight = Terms(
+        products=weight_products,
+        elementwise=moved_seconds(weights * at.adding, at.rates),
+    )
+    return _launched(at, going, coming, weight)
+
+
+def _launched(at: Bench, going: Terms, coming: Terms, weight: Terms) -> Passes:
+    """What the device waits for the host: each pass takes no less than its launches."""
+    late = max(at.host - going.seconds, 0.0)
+    late_back = max(at.host - coming.seconds - weight.seconds, 0.0)
+    return Passes(forward=going + Terms(launch=late), input=coming + Terms(launch=late_back), weight=weight)
+
+
+def _product(count: float, m: float, n: float, k: float, at: Bench) -> float:
+    return count * product_seconds(m, n, k, at.rates) / at.speed.product
+
+
+def _head_product(m: float, n: float, k: float, at: Bench) -> float:
+    return product_seconds(m, n, k, at.head) / at.speed.product
+
+
+def _attention_products(at: Bench) -> Iterator[tuple[float, float, float, float]]:
+    """Count, m, n and k of the projections around attention, as tp cuts them."""
+    arch, tp = at.arch, at.plan.tp
+    yield 1, at.tokens, (arch.q_width + 2 * arch.kv_width) / tp, arch.hidden
+    yield 1, at.tokens, arch.hidden, arch.q_width / tp
+
+
+def _dense_products(at: Bench, width: int = 0) -> Iterator[tuple[float, float, float, float]]:
+    arch, tp = at.arch, at.plan.tp
+    inner = (width or arch.ffn) / tp
+    yield 1, at.tokens, (2 if arch.mlp == "swiglu" else 1) * inner, arch.hidden
+    yield 1, at.tokens, arch.hidden, inner
+
+
+def _mixture_products(at: Bench) -> Iterator[tuple[float, float, float, float]]:
+    """The router, the experts that a rank holds with a fair share of the rows, and those that all tokens pass."""
+    arch, plan = at.arch, at.plan
+    held = arch.experts / plan.ep
+    rows = at.tokens * chosen(arch) / held
+    inner = arch.expert_ffn / plan.tp
+    yield 1, at.tokens, arch.experts, arch.hidden
+    yield held, rows, (2 if arch.mlp == "swiglu" else 1) * inner, arch.hidden
+    yield held, rows, arch.hidden, inner
+    if arch.shared_experts:
+        yield from _dense_products(at, arch.shared_experts * arch.expert_ffn)
+
+
+def chosen(arch: Arch) -> float:
+    """Experts that work on a token, on average."""
+    return arch.capacity if arch.router == "expert_choice" else arch.top_k
+
+
+def _attention(at: Bench) -> tuple[float, float]:
+    """Forward and backward of attention itself."""
+    arch, plan, sequence = at.arch, at.plan, at.job.sequence
+    width = arch.q_width / plan.tp
+    if at.job.stack.attention == "flash":
+        forward, backward = flash_seconds(at.tokens, sequence, width, at.rates)
+        return forward / at.speed.attention, backward / at.speed.attention
+    scores = at.tokens * sequence
+    products = attention_flops(scores, width) / at.rates.product
+    passes = moved_seconds(scores * arch.heads / plan.tp * at.rates.width * at.speed.score_passes, at.rates)
+    return products + passes, 2 * products + BACKWARD_SCORES * passes
+
+
+def _between_bytes(at: Bench, mixture: bool) -> float:
+    """What element-wise kernels of a forward move: norms and sums, the rotation, the activation, the experts' rows."""
+    arch, plan = at.arch, at.plan
+    whole = NORMS_AND_SUMS * arch.hidden * at.between
+    rotated = 2 * (arch.q_width + arch.kv_width) / plan.tp * at.tokens if arch.positions == "rope" else 0.0
+    passes = 3 if arch.mlp == "swiglu" else 2
+    if mixture:
+        routed = chosen(arch) * (passes * arch.expert_ffn / plan.tp + 4 * arch.hidden)
+        inner = at.tokens * (routed + passes * arch.shared_experts * arch.expert_ffn / plan.tp)
+    else:
+        inner = at.tokens * passes * arch.ffn / plan.tp
+    return at.fusion * at.rates.width * (whole + rotated + inner)
+
+
+def _cast_bytes(shapes: list[tuple[float, float, float, float]], at: Bench) -> tuple[float, float]:
+    """What making FP8 numbers for products moves, forward and backward."""
+    if at.plan.precision != "fp8":
+        return 0.0, 0.0
+    inputs = sum(count * m * k for count, m, _, k in shapes)
+    weights = sum(count * n * k for count, _, n, k in shapes)
+    gradients = sum(count * m * n for count, m, n, _ in shapes)
+    turned = FP8_TURNED * (inputs + weights + gradients)
+    return FP8_INPUT * inputs + FP8_OTHER * weights, FP8_OTHER * gradients + turned
+
+
+def _over_tp(at: Bench, hidden_by: float) -> float:
+    """Hidden states are gathered before and summed after attention and the feed-forward layer."""
+    if at.plan.tp == 1:
+        return 0.0
+    size = at.tokens * at.arch.hidden * at.rates.width
+    if at.job.stack.sequence_parallel:
+        each = at.collective("all_gather", "tp", size) + at.collective("reduce_scatter", "tp", size)
+    else:
+        each = at.collective("all_reduce", "tp", size)
+    return exposed(2 * each, hidden_by, at.speed.overlap_tp)
+
+
+def _over_cp(at: Bench, attention: float, back: bool = False) -> float:
+    """A ring hides behind attention as far as that goes; heads that change places are waited for."""
+    plan, arch = at.plan, at.arch
+    if plan.cp == 1:
+        return 0.0
+    if plan.cp_kind == "ring":
+        size = 2 * at.tokens * arch.kv_width / plan.tp * (at.rates.width + (WIDE if back else 0))
+        return exposed((plan.cp - 1) * at.collective("send", "cp", size), attention, 1.0)
+    sizes = (at.tokens * width / plan.tp * at.rates.width for width in (arch.q_width + 2 * arch.kv_width, arch.q_width))
+    return sum(at.collective("all_to_all", "cp", size) for size in sizes)
+
+
+def _over_ep(at: Bench, mixture: bool, hidden_by: float) -> float:
+    """Rows go to the experts' ranks and come back."""
+    if at.plan.ep == 1 or not mixture:
+        return 0.0
+    size = at.tokens / at.plan.tp * chosen(at.arch) * at.arch.hidden * at.rates.width
+    return exposed(2 * at.collective("all_to_all", "ep", size), hidden_by, at.speed.overlap_ep)
+
+
+def exposed(communication: float, hidden_by: float, overlap: float) -> float:
+    """What is left of communication when a share of it runs beside arithmetic, as far as there is any."""
+    return communication - min(overlap * communication, hidden_by)
+
+
+@lru_cache(maxsize=16384)
+def ends(at: Bench, first: bool, last: bool) -> Passes:
+    """What is outside the blocks: the embedding of the first part, the projection and the loss of the last."""
+    found = Passes()
+    if first:
+        moved = moved_seconds(EMBEDDING_PASSES / 2 * at.between * at.arch.hidden * at.rates.width, at.rates)
+        found += Passes(forward=Terms(elementwise=moved), weight=Terms(elementwise=moved))
+    return found + _projection(at) if last else found
+
+
+def _projection(at: Bench) -> Passes:
+    arch, plan = at.arch, at.plan
+    vocab, size = arch.vocab / plan.tp, at.tokens * arch.hidden * at.rates.width
+    logits = moved_seconds(at.tokens * vocab * WIDE * at.speed.logit_passes, at.rates)
+    collected = at.collective("all_gather", "tp", size)
+    kept = moved_seconds(vocab * arch.hidden * at.adding, at.rates)
+    return Passes(
+        forward=Terms(products=_head_product(at.tokens, vocab, arch.hidden, at), elementwise=logits / 3, tp=collected),
+        input=Terms(
+            products=_head_product(at.tokens, arch.hidden, vocab, at), elementwise=2 * logits / 3, tp=collected
+        ),
+        weight=Terms(products=_head_product(vocab, arch.hidden, at.tokens, at), elementwise=kept),
+    )
+
+
+def again(at: Bench, mixture: bool, by_operation: bool) -> Terms:
+    """What one recomputed layer adds to its backward."""
+    one = block(at, mixture).forward
+    if not by_operation:
+        return one if mixture or at.plan.compile or not at.speed.stops_early else _without_last(at, one)
+    if at.speed.selective == "attention":
+        return Terms(attention=one.attention)
+    return one * SELECTED if at.speed.selective == "blocks" else Terms(elementwise=one.elementwise)
+
+
+def _without_last(at: Bench, whole: Terms) -> Terms:
+    """A layer's forward up to its last product, whose sum over tp is one of four collectives."""
+    *_, last = _dense_products(at)
+    products = whole.products - _product(*last, at)
+    return msgspec.structs.replace(whole, products=products, tp=whole.tp * 3 / 4)

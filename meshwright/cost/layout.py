@@ -1,0 +1,577 @@
+"""Bytes of the model states that one rank of our trainer holds: weights, gradients, moments, and what a step adds.
+
+A test builds the real model, takes a step and finds exactly these bytes; docs/axes/shard.md has the formulas in words.
+Activations and the buffers of collectives are no part of it.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from functools import cache, lru_cache
+from typing import Literal
+
+import msgspec
+
+from meshwright.cost.activations import padded_vocab
+from meshwright.cost.job import Job, Rounding, States
+from meshwright.cost.rank_view import ITEM_BYTES, Group, Seat, grid, groups, local_shape, padded, placement, share
+from meshwright.cost.traffic import IN_SIGHT
+from meshwright.spec.arch import Arch
+from meshwright.spec.params import Param, Split, count, params
+from meshwright.spec.plan import Plan
+from meshwright.spec.schedule import Schedule, actions
+
+MOMENTS = 2  # AdamW keeps a mean and a mean square of every gradient
+HALVES = 6  # states of 16 bits: what the narrow weight lacks, and both moments
+PIECE, SLOTS = 1 << 24, 4  # elements that are moved together, and pieces on their way, as in optim/offload_update.py
+WIDE = 4  # bytes of a number in which updates are computed
+# Wide tensors of one piece alive at once while it is rounded: the gradient, the weight, both moments, what an update is
+# made of, and the draws. Counted in optim/master_weights.py and optim/offload_update.py.
+ROUNDING_COPIES = 8
+
+
+class Widths(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes that one parameter has of each kind."""
+
+    weight: int  # on the device, where the optimizer or the arithmetic reads it
+    gradient: int  # the sum over microbatches
+    moments: int  # both
+    low: int = 0  # the bits that a weight in bf16 leaves out, beside it
+    away: int = 0  # off the device: wide weight and moments, or all of it
+
+
+def widths(plan: Plan, rounding: Rounding = "master", states: States = "fp32") -> Widths:
+    """Of our own trainer."""
+    if plan.offload_weights:
+        # Sums over copies stay on the device until the last microbatch; nothing else does.
+        near = widths(msgspec.structs.replace(plan, offload_weights=False), rounding, states)
+        summed = (8 if plan.precision == "fp64" else WIDE) if plan.copies > 1 and plan.accumulate > 1 else 0
+        away = near.weight + near.gradient + near.moments + near.low
+        return Widths(weight=0, gradient=summed, moments=0, away=away)
+    narrow, wide = ITEM_BYTES[plan.precision], 8 if plan.precision == "fp64" else WIDE
+    once = plan.accumulate == 1
+    if plan.offload != "none":
+        away = HALVES if states == "bf16" else (1 + MOMENTS) * wide
+        return Widths(weight=narrow, gradient=narrow if once else wide, moments=0, away=away)
+    if rounding != "master":
+        summed_wide = plan.shadow and not once  # a lone rank adds up wide; sharded gradients are as their weights
+        low = 2 if rounding == "compensated" else 0
+        return Widths(weight=narrow, gradient=wide if summed_wide else narrow, moments=MOMENTS * wide, low=low)
+    return Widths(weight=wide, gradient=narrow if plan.shadow and once else wide, moments=MOMENTS * wide)
+
+
+def shares_weights(plan: Plan, rounding: Rounding = "master") -> bool:
+    """Whether a lone rank computes with the very weights that it holds, narrow as they are."""
+    return plan.world == 1 and plan.shadow and (plan.offload != "none" or rounding != "master")
+
+
+def slot_bytes(plan: Plan, largest: int, states: States) -> int:
+    """Device memory for pieces of states on their way to an update there; none larger than the largest weight."""
+    if plan.offload == "none" or plan.offload_update == "host":
+        return 0
+    return SLOTS * min(PIECE, largest) * widths(plan, states=states).away
+
+
+def update_bytes(plan: Plan, largest: int, rounding: Rounding, states: States) -> int:
+    """What rounding makes on the device while it goes through the pieces of a weight."""
+    if plan.offload_weights:
+        return 0  # the host's affair
+    halves = plan.offload != "none" and plan.offload_update == "device" and states == "bf16"
+    return ROUNDING_COPIES * WIDE * min(PIECE, largest) if halves or rounding != "master" else 0
+
+
+Name = Literal[
+    "weights",
+    "master",
+    "gradients",
+    "moments",
+    "gathered",
+    "waiting",
+    "update",
+    "activations",
+    "recompute",
+    "backward",
+    "logits",
+    "buffers",
+    "workspace",
+    "slack",
+    "context",
+    "states",
+    "pieces",
+]
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True):
+    """What one kind of thing takes. Entries add up to the most that a rank holds during a step."""
+
+    name: Name
+    bytes: int
+    why: str
+
+
+class Rest(msgspec.Struct, frozen=True, kw_only=True):
+    """The lines of a rank as most moments of a step have them; each moment says which it has otherwise."""
+
+    lines: tuple[tuple[Name, float, str], ...]  # name, bytes, why
+    buffered: bool  # gradients are there from the first moment on
+    gathered_at_loss: float = 0.0
+    block_share: float = 0.0  # of all gradients, a block's
+    begin_share: float = 0.0  # and those that the backward makes last, before the blocks
+    gathered_at_end: float | None = None  # when the last backward reaches the first block; None: as ever
+    outside: float = 0.0  # gathered, of what is outside the blocks: summed last
+    outside_sums: float = 0.0  # its gradient as it came, and wide for the sum; 0: it is not summed as a whole
+    update: float = 0.0  # what the optimizer's step makes beside its states
+
+    def of(self, name: Name) -> float:
+        """Bytes of one line."""
+        return next(size for line, size, _ in self.lines if line == name)
+
+
+def total(lines: Iterable[Line]) -> int:
+    """Bytes of all lines."""
+    return sum(line.bytes for line in lines)
+
+
+HOSTED = ("weights", "gradients", "moments", "master")
+FIRST: Mapping[str, int] = {}  # the place of the first rank: every coordinate is 0
+
+
+def states(arch: Arch, plan: Plan, place: Mapping[str, int] = FIRST, rounding: Rounding = "master") -> tuple[Line, ...]:
+    """What one rank holds of the model, its gradient and its optimizer.
+
+    `place`: the rank's coordinates on the plan's axes. Ranks differ by their pipeline stages and, where a dim does not
+    divide evenly, by the length of their part.
+    """
+    seat = Seat(arch=arch, plan=plan, sequence=0, place=place)  # states do not depend on the sequence
+    held = tuple(groups(seat))
+    stored = sum(_stored(group, seat) for group in held) // seat.wide
+    updated = sum(_updated(group, seat) for group in held) // seat.wide
+    among = f"over {plan.shards} ranks" if plan.shards > 1 else "whole"
+    width = widths(plan, rounding)
+    summed = stored * width.gradient
+    gathered = 0 if shares_weights(plan, rounding) else _gathered(held, seat)
+    low = (Line(name="master", bytes=updated * width.low, why=f"the bits that bf16 leaves out, {among}"),)
+    return (
+        Line(name="weights", bytes=stored * width.weight, why=_why_weights(seat, width.weight, among)),
+        Line(name="gradients", bytes=summed, why=_why_gradients(seat, width.gradient, among)),
+        Line(name="moments", bytes=updated * width.moments, why=_why_moments(seat, among)),
+        *(low if width.low else ()),
+        Line(name="gathered", bytes=gathered, why=_why_gathered(plan, rounding)),
+        Line(name="waiting", bytes=max(_unsummed(held, seat) - summed, 0), why=_why_waiting(plan)),
+    )
+
+
+def hosted(arch: Arch, plan: Plan, place: Mapping[str, int] = FIRST, rounding: Rounding = "master") -> tuple[Line, ...]:
+    """Of them, what lies in host memory under `plan.offload_weights`: what stays from step to step, and the sums."""
+    if not plan.offload_weights:
+        return ()
+    beside = states(arch, msgspec.structs.replace(plan, offload_weights=False), place, rounding)
+    return tuple(line for line in beside if line.name in HOSTED and line.bytes)
+
+
+def _stored(group: Group, seat: Seat) -> int:
+    """A rank's shard as it is stored: every rank's is as long as the longest."""
+    _, shards = grid(group, seat.plan)
+    return group.count * sum(padded(local_shape(param, seat), shards) // shards for param in group.params) * seat.wide
+
+
+def _updated(group: Group, seat: Seat) -> int:
+    """A rank's shard without what fills it up: the optimizer sees no more."""
+    return group.count * sum(_own(param, group, seat) for param in group.params) * seat.wide
+
+
+def _own(param: Param, group: Group, seat: Seat) -> int:
+    """Numbers of a weight that are this rank's."""
+    shape, plan = local_shape(param, seat), seat.plan
+    _, shards = grid(group, plan)
+    if len(shape) == 3 and any(size % shards == 0 for size in shape):
+        return math.prod(shape) // shards
+    rank = seat.at("shard") * plan.cp + seat.at("cp") if plan.zero else 0
+    rank //= plan.ep if group.shared_by_ep and plan.zero else 1
+    return share(shape[0], shards, rank) * math.prod(shape[1:])
+
+
+def _whole(group: Group, seat: Seat) -> int:
+    """A group's gradient before it is scattered."""
+    return group.count * sum(_unscattered(param, group, seat) for param in group.params) * seat.wide
+
+
+def _unscattered(param: Param, group: Group, seat: Seat) -> int:
+    """Numbers of a weight's gradient as torch leaves it.
+
+    That of an embedding that tp cuts is a window on rows for the whole vocabulary, unless it is copied: to be widened,
+    or to add the gradient of a tied projection.
+    """
+    projects = seat.arch.tied and group.stage == len(placement(seat.plan)) - 1
+    if param.split is Split.VOCAB and seat.narrow == seat.wide and not projects:
+        return param.numel
+    return math.prod(local_shape(param, seat))
+
+
+def _waits(plan: Plan) -> bool:
+    """Whether whole gradients are kept from one microbatch to the next: up to zero 1, and in a pipeline always."""
+    return plan.pp > 1 or (plan.zero <= 1 and plan.accumulate > 1)
+
+
+def _unsummed(held: Iterable[Group], seat: Seat) -> int:
+    """The most that gradients take while a later microbatch will add to them."""
+    if seat.plan.pp == 1:
+        return sum(_whole(group, seat) for group in held) if _waits(seat.plan) else 0
+    whole, shard = Counter[int](), Counter[int]()
+    for group in held:
+        whole[group.stage] += _whole(group, seat)
+        shard[group.stage] += _stored(group, seat)
+    return max(
+        sum(whole[stage] for stage in then.wide)
+        + sum(whole[stage] for stage in then.narrow) * seat.narrow // seat.wide
+        + sum(shard[stage] for stage in then.summed)
+        for then in _waiting(*_order(seat.plan), seat.at("pp"), seat.narrow < seat.wide)
+    )
+
+
+def _order(plan: Plan) -> tuple[Schedule, int, int, int]:
+    """What decides the order of a pipeline's actions."""
+    return plan.schedule, plan.pp, plan.chunks, plan.accumulate
+
+
+class _Waiting(msgspec.Struct, frozen=True):
+    """The stages of a pipeline rank whose gradients wait whole, wide or as narrow as they came, or are summed."""
+
+    wide: frozenset[int]
+    narrow: frozenset[int]
+    summed: frozenset[int]
+
+
+@lru_cache(maxsize=4096)
+def _waiting(schedule: Schedule, pp: int, chunks: int, microbatches: int, rank: int, low: bool) -> frozenset[_Waiting]:
+    """Every place that the gradients of a rank's stages are in after some backward; `low`: in low precision.
+
+    Torch widens them at the end of a backward that reaches a stage's input. The weights' half of a split backward does
+    not, so in low precision what it leaves lies beside the wide sum until the stage's next backward.
+    """
+    wide, narrow, summed = set[int](), set[int](), set[int]()
+    backwards = Counter[int]()
+    found = set[_Waiting]()
+    for action in actions(schedule, pp, chunks, microbatches)[rank]:
+        stage = action.stage
+        if action.kind == "F" or (action.kind == "I" and stage == 0):  # the first stage leaves both halves to the W
+            continue
+        if action.kind == "W" and stage > 0 and low:
+            narrow.add(stage)
+        elif action.kind != "I" or stage in narrow:
+            narrow.discard(stage)
+            wide.add(stage)
+        found.add(_Waiting(frozenset(wide), frozenset(narrow), frozenset(summed)))
+        backwards[stage] += action.kind != "I"
+        if backwards[stage] == microbatches:
+            wide.discard(stage)
+            narrow.discard(stage)
+            summed.add(stage)
+    return frozenset(found)
+
+
+def _gathered(held: Iterable[Group], seat: Seat) -> int:
+    """The most that is gathered at one time, in the precision of the arithmetic; what is on its way is counted too."""
+    plan = seat.plan
+    if not _copies(plan):
+        return 0
+    if plan.pp > 1:
+        return _gathered_by_stages(held, seat)
+    if plan.zero == 3:
+        return _two_blocks(held, seat)
+    return sum(group.count * _once(group, seat) for group in held)
+
+
+def gathered_outside(arch: Arch, plan: Plan, place: Mapping[str, int] = FIRST) -> int:
+    """Bytes gathered of what is outside the blocks, which is all there is between a forward and its backward."""
+    seat = Seat(arch=arch, plan=plan, sequence=0, place=place)
+    return sum(_once(group, seat) for group in groups(seat) if group.params[0].layer < 0) if _copies(plan) else 0
+
+
+def _copies(plan: Plan) -> bool:
+    """Whether the arithmetic reads a copy of the weights: torch makes one even of weights that are whole already."""
+    return plan.world > 1 or plan.shadow or plan.offload_weights or plan.precision in ("bf16", "fp16")
+
+
+def _once(group: Group, seat: Seat) -> int:
+    """Bytes of one layer's group when it is gathered."""
+    _, shards = grid(group, seat.plan)
+    return sum(padded(local_shape(param, seat), shards) for param in group.params) * seat.narrow
+
+
+def _two_blocks(held: Iterable[Group], seat: Seat) -> int:
+    """What is outside the blocks, a block, and of the one before it what the backward has already asked for.
+
+    Experts that have a group of their own are asked for after the rest of their block. What lies on one rank is copied
+    when it is used, and not before.
+    """
+    outside, dense, experts = 0, {False: 0, True: 0}, {False: 0, True: 0}
+    for group in held:
+        layer = group.params[0].layer
+        if layer < 0:
+            outside += _once(group, seat)
+        else:
+            kind = experts if group.shared_by_ep else dense
+            kind[seat.arch.is_mixture(layer)] += _once(group, seat)
+    layers = [seat.arch.is_mixture(layer) for layer in range(seat.arch.layers)]
+    ahead = [0, *(dense[mixture] if seat.plan.shards > 1 else 0 for mixture in layers)]
+    return outside + max(dense[mixture] + experts[mixture] + more for mixture, more in zip(layers, ahead, strict=False))
+
+
+class _Instant(msgspec.Struct, frozen=True):
+    """The stages of a pipeline rank that torch's runtime has asked for, and those of them it has also used."""
+
+    asked: frozenset[int]
+    used: frozenset[int]
+
+
+def _gathered_by_stages(held: Iterable[Group], seat: Seat) -> int:
+    """At the fullest instant of a pipeline rank: what lies on several ranks is there from when it is asked for.
+
+    The rest is copied when it is used.
+    """
+    asked, used = Counter[int](), Counter[int]()
+    for group in held:
+        _, shards = grid(group, seat.plan)
+        (asked if shards > 1 else used)[group.stage] += group.count * _once(group, seat)
+    return max(
+        sum(asked[stage] for stage in instant.asked) + sum(used[stage] for stage in instant.used)
+        for instant in _instants(*_order(seat.plan), seat.at("pp"))
+    )
+
+
+@lru_cache(maxsize=4096)
+def _instants(schedule: Schedule, pp: int, chunks: int, microbatches: int, rank: int) -> frozenset[_Instant]:
+    """Every state that a rank's stages are in during a step, when it holds the IN_SIGHT ones that it computes next."""
+    stages = [action.stage for action in actions(schedule, pp, chunks, microbatches)[rank]]
+    sights: list[list[int]] = [[]]
+    for stage in reversed(stages):
+        sights.append([stage, *(other for other in sights[-1] if other != stage)][:IN_SIGHT])
+    used = frozenset[int]()
+    found = set[_Instant]()
+    for stage, sight in zip(stages, reversed(sights), strict=False):
+        asked = frozenset(sight)
+        used = (used & asked) | {stage}
+        found.add(_Instant(asked, used))
+    return frozenset(found)
+
+
+def _why_gradients(seat: Seat, width: int, among: str) -> str:
+    if seat.plan.offload_weights:
+        waits = f"{_name(width, seat.plan)}, {among}, until the last microbatch is summed over copies" if width else ""
+        return waits or "each block's leaves for host memory when it is summed"
+    return f"{_name(width, seat.plan)}, {among}, after the last backward"
+
+
+def _why_weights(seat: Seat, width: int, among: str) -> str:
+    if seat.plan.offload_weights:
+        return "in host memory"
+    if seat.plan.offload != "none":
+        return f"{_name(width, seat.plan)}, {among}: the wide ones are in {_home(seat.plan)}"
+    return f"{_name(width, seat.plan)}, {among}, filled up to equal parts"
+
+
+def _why_moments(seat: Seat, among: str) -> str:
+    if seat.plan.offload_weights:
+        return "AdamW's two are in host memory"
+    if seat.plan.offload != "none":
+        return f"AdamW's two are in {_home(seat.plan)}"
+    return f"AdamW's two, {_name(seat.wide, seat.plan)}, {among}"
+
+
+def _home(plan: Plan) -> str:
+    return {"host": "host memory", "disk": "files", "none": "place"}[plan.offload]
+
+
+def _why_gathered(plan: Plan, rounding: Rounding) -> str:
+    if not _copies(plan) or shares_weights(plan, rounding):
+        return "nothing: the weights are used where they lie"
+    if plan.pp > 1:
+        return f"{plan.precision}, the stages that are computed next, of {placement(plan).count(0)} on a rank"
+    if plan.shadow:
+        return f"{plan.precision}, a shadow of the whole model"
+    if plan.zero == 3:
+        return f"{plan.precision}, what is outside the blocks, one block and the next"
+    return f"{plan.precision}, the whole model until the last backward"
+
+
+def _why_waiting(plan: Plan) -> str:
+    if not _waits(plan):
+        return "nothing: every microbatch scatters its own gradient"
+    return "whole gradients until the last microbatch, beyond the shard that remains of them"
+
+
+def _name(size: int, plan: Plan) -> str:
+    """The numbers that have so many bytes."""
+    narrow = plan.precision if plan.precision in ("bf16", "fp16") else "bf16"
+    return {2: narrow, 4: "fp32", 8: "fp64"}[size]
+
+
+def sharded(job: Job, place: Mapping[str, int]) -> Rest:
+    """Of our own trainer, and of others that shard as `fully_shard` does."""
+    plan, holds = job.plan, job.stack.holds
+    held = {line.name: line for line in states(job.arch, plan, place, job.rounding)}
+    outside = gathered_outside(job.arch, plan, place) if plan.zero == 3 and plan.pp == 1 else held["gathered"].bytes
+    updated = held["moments"].bytes / MOMENTS / (8 if plan.precision == "fp64" else 4)
+    largest = largest_weight(job.arch) // plan.shards
+    slots = slot_bytes(plan, largest, job.states)
+    lines: list[tuple[Name, float, str]] = [(line.name, line.bytes, line.why) for line in held.values()]
+    return Rest(
+        lines=(
+            *lines,
+            ("activations", 0, "what microbatches in flight have left for their backward"),
+            ("recompute", 0, "the blocks that are computed anew together, beyond what was kept of them"),
+            ("backward", 0, "gradients of activations inside one block"),
+            ("logits", 0, "log-probabilities, and at the loss their gradients"),
+            ("buffers", _reducing(job, place), "a block's gradient as it came, and wide for the sum over ranks"),
+            ("update", slots, "what the optimizer's step makes beside its states, and pieces of them on their way"),
+            ("workspace", holds.workspace_bytes, "of the device's libraries"),
+        ),
+        buffered=False,
+        block_share=max(param_counts(job.arch)[0]) / count(job.arch),
+        begin_share=param_counts(job.arch)[1] / count(job.arch),
+        gathered_at_loss=outside,
+        gathered_at_end=_left_at_end(job, place),
+        outside=gathered_outside(job.arch, plan, place),
+        outside_sums=_outside_sums(job, place),
+        update=holds.update_bytes * updated + slots + update_bytes(plan, largest, job.rounding, job.states),
+    )
+
+
+@cache
+def largest_weight(arch: Arch) -> int:
+    """Numbers of the largest weight."""
+    return max(param.numel for param in params(arch))
+
+
+@cache
+def param_counts(arch: Arch) -> tuple[tuple[int, ...], int]:
+    """Parameters of each block, and of what is before the blocks and nowhere else."""
+    blocks = Counter[int]()
+    for param in params(arch):
+        blocks[param.layer] += param.numel
+    begin = sum(
+        param.numel
+        for param in params(arch)
+        if param.name.startswith("positions") or (param.name.startswith("embed") and not arch.tied)
+    )
+    return tuple(blocks[layer] for layer in range(arch.layers)), begin
+
+
+def _left_at_end(job: Job, place: Mapping[str, int]) -> float | None:
+    """Gathered weights when a lone backward reaches the first block: each block's go when its gradient is summed."""
+    plan = job.plan
+    if plan.zero == 3 or plan.shadow or plan.accumulate > 1 or plan.pp > 1:  # a shadow stays, as between microbatches
+        return None
+    blocks, outside, seat = _unsummed_shards(job, place)
+    return (blocks + outside) * seat.narrow if gathered_outside(job.arch, plan, place) else None
+
+
+def _outside_sums(job: Job, place: Mapping[str, int]) -> float:
+    """Of what is outside the blocks, the gradient as it came, and its copy in the precision of sums."""
+    _, outside, seat = _unsummed_shards(job, place)
+    if job.plan.shadow or job.plan.pp > 1 or _unmoved(job, seat):
+        return 0
+    return outside * (seat.narrow + seat.wide) + _leaving(job, outside, seat)
+
+
+def _unmoved(job: Job, seat: Seat) -> bool:
+    """Whether gradients stay where autograd puts them: on a lone rank that computes with its own weights."""
+    return job.plan.world == 1 and seat.narrow == seat.wide and not job.plan.offload_weights
+
+
+def _leaving(job: Job, numbers: int, seat: Seat) -> int:
+    """Of summed gradients on their way to host memory, this rank's part; elsewhere it is among the gradients."""
+    return numbers * seat.wide // job.plan.shards if job.plan.offload_weights else 0
+
+
+def _arriving(job: Job, largest: int, seat: Seat) -> int:
+    """A block's weights from host memory: this rank's part, narrowed for the gather, and of one weight the wide one."""
+    if not job.plan.offload_weights:
+        return 0
+    weight = largest_weight(job.arch) * seat.wide // job.plan.shards
+    return weight + (largest * seat.narrow // job.plan.shards if job.plan.shards > 1 else 0)
+
+
+def _unsummed_shards(job: Job, place: Mapping[str, int]) -> tuple[int, int, Seat]:
+    """Numbers in the largest block, and outside the blocks, before they are cut into shards."""
+    seat = Seat(arch=job.arch, plan=job.plan, sequence=0, place=place)
+    blocks, outside = [0], 0
+    for group in groups(seat):
+        numbers = sum(math.prod(local_shape(param, seat)) for param in group.params)
+        if group.params[0].layer >= 0:
+            blocks.append(numbers)
+        else:
+            outside += numbers
+    return max(blocks), outside, seat
+
+
+def _reducing(job: Job, place: Mapping[str, int]) -> int:
+    """The largest block's gradient as it came, and its copy in the precision of sums; a lone fp32 rank has neither.
+
+    What is outside the blocks is summed last, so the output projection's gradient waits as it came. Beside a shadow
+    torch adds up weight by weight, and nothing at all if there is one microbatch.
+    """
+    if job.plan.shadow and job.plan.accumulate == 1:
+        return 0
+    seat = Seat(arch=job.arch, plan=job.plan, sequence=0, place=place)
+    if _unmoved(job, seat):
+        return 0
+    if job.plan.shadow:
+        largest = max(math.prod(local_shape(param, seat)) for group in groups(seat) for param in group.params)
+        return largest * (seat.narrow + seat.wide)
+    largest, outside, _ = _unsummed_shards(job, place)
+    waits = outside if job.plan.pp == 1 else 0  # a pipeline keeps all gradients wide, among those that wait
+    moving = _leaving(job, largest, seat) + _arriving(job, largest, seat)
+    return largest * (seat.narrow + seat.wide) + waits * seat.narrow + moving
+
+
+BUFFERED_MOMENTS = 8.0  # bytes of a parameter's two, in fp32
+
+
+def buffered(job: Job, place: Mapping[str, int]) -> Rest:
+    """Weights and one gradient buffer for the whole step; the optimizer's copy and moments, from zero 1 in shares."""
+    holds, plan = job.stack.holds, job.plan
+    rest, experts = parameters(job.arch, plan, padded_vocab(job), place.get("pp", 0))
+    numbers = rest + experts
+    data = plan.replicate * plan.shard * plan.cp
+    shared = rest / data + experts / max(data // plan.ep, 1)  # an expert's copies are on fewer ranks
+    moved = shared if plan.zero else numbers
+    kept = shared if plan.zero == 3 else numbers
+    summed = shared if plan.zero >= 2 else numbers
+    moments = min(BUFFERED_MOMENTS, holds.optimizer_bytes)
+    among = f"over {data} ranks" if plan.zero and data > 1 else "whole"
+    return Rest(
+        lines=(
+            ("weights", holds.weight_bytes * kept, f"{holds.weight_bytes:g} bytes a parameter"),
+            ("master", (holds.optimizer_bytes - moments) * moved, f"the optimizer's fp32 copy, {among}"),
+            ("gradients", holds.gradient_bytes * summed, f"one buffer, {holds.gradient_bytes:g} bytes a parameter"),
+            ("moments", moments * moved, f"two in fp32, {among}"),
+            ("gathered", 0, "gathered inputs whose memory cannot be reused at once"),
+            ("activations", 0, "what microbatches in flight have left for their backward"),
+            ("recompute", 0, "the blocks that are computed anew together, beyond what was kept of them"),
+            ("backward", 0, "gradients of activations inside one block"),
+            ("logits", 0, "of the loss, forward and backward"),
+            ("buffers", holds.bucket_bytes * numbers * (data > 1), "what gradients are gathered in for their sum"),
+            ("update", 0, "what the optimizer's step makes beside its states"),
+            ("workspace", holds.workspace_bytes, "of the device's libraries"),
+        ),
+        buffered=True,
+        update=holds.update_bytes * moved,
+    )
+
+
+@lru_cache(maxsize=4096)
+def parameters(arch: Arch, plan: Plan, vocab: int, rank: int) -> tuple[int, int]:
+    """Numbers in a rank's part of its weights, the vocabulary filled up; those of experts that ep shares out apart."""
+    seat = Seat(arch=arch, plan=plan, sequence=0, place={"pp": rank})
+    found = {False: 0, True: 0}
+    for group in groups(seat):
+        found[group.shared_by_ep] += group.count * sum(_numbers(param, seat, vocab) for param in group.params)
+    return found[False], found[True]
+
+
+def _numbers(param: Param, seat: Seat, vocab: int) -> int:
+    if param.layer < 0 and param.split in (Split.VOCAB, Split.COLUMN):
+        return vocab // seat.plan.tp * param.shape[1]
+    return math.prod(local_shape(param, seat))

@@ -1,0 +1,214 @@
+"""What one rank holds: its stages of the model, and its part of every weight in the groups that travel together."""
+
+import math
+from collections.abc import Iterator, Mapping
+from functools import cache, lru_cache
+from itertools import accumulate
+
+import msgspec
+
+from meshwright.spec.arch import Arch
+from meshwright.spec.params import Param, Split, params
+from meshwright.spec.plan import Plan, by_operation, runs
+from meshwright.spec.schedule import stage_ranks
+
+ITEM_BYTES = {"fp8": 2, "bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+CHUNK_BYTES = 2**31  # of logits in one chunk of the loss, as in kernels/cross_entropy.py
+CHUNK_ROWS = 1024  # its rows are a multiple of this
+
+
+class Seat(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank of one plan, at work on one model."""
+
+    arch: Arch
+    plan: Plan
+    sequence: int
+    place: Mapping[str, int] = {}  # coordinates on the plan's axes; one that is missing is 0
+
+    def at(self, axis: str) -> int:
+        """The coordinate on one axis."""
+        return self.place.get(axis, 0)
+
+    @property
+    def positions(self) -> int:
+        """Of every sequence, those that this rank's cp slice holds."""
+        return self.sequence // self.plan.cp
+
+    @property
+    def stream(self) -> int:
+        """Numbers in the hidden states of one microbatch, whole over tp."""
+        return self.plan.microbatch * self.positions * self.arch.hidden
+
+    @property
+    def narrow(self) -> int:
+        """Bytes of a number in the arithmetic: activations and gathered weights."""
+        return ITEM_BYTES[self.plan.precision]
+
+    @property
+    def wide(self) -> int:
+        """Bytes of a number where low precision would spoil it: gradients' sums, losses, routers."""
+        return max(self.narrow, 4)
+
+    @property
+    def loss_rows(self) -> int:
+        """Rows of a microbatch whose logits exist at one time; all of them where the loss is not in chunks."""
+        rows = self.plan.microbatch * self.positions
+        return min(chunk_rows(self.arch.vocab, self.plan), rows) if has_chunks(self.plan) else rows
+
+
+def has_chunks(plan: Plan) -> bool:
+    """Whether the loss computes some rows' logits at a time; a pipeline's last stage hands all of them over."""
+    return plan.pp == 1 and plan.kernels != "plain" and (plan.tp > 1 or plan.precision != "fp64")
+
+
+def chunk_rows(vocab: int, plan: Plan) -> int:
+    """Rows of a chunk: the largest part of the vocabulary decides, so that all ranks of tp have as many."""
+    row = math.ceil(vocab / plan.tp) * ITEM_BYTES[plan.precision]
+    return max(CHUNK_BYTES // row // CHUNK_ROWS, 1) * CHUNK_ROWS
+
+
+class Anew(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers of a part that the backward computes anew."""
+
+    runs: int  # those of one run are computed together
+    dense: int
+    mixtures: int
+    by_operation: bool  # what collectives returned is kept, where they return anything
+
+    @property
+    def layers(self) -> int:
+        return self.dense + self.mixtures
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """A run of layers on a rank, one pipeline stage or the whole model."""
+
+    stage: int
+    dense: int  # layers without experts
+    mixtures: int  # layers with them
+    first: bool  # begins the model: embedding and positions
+    last: bool  # ends it: norm, projection, loss
+    anew: Anew  # of its layers, those that the backward computes once more
+
+    @property
+    def layers(self) -> int:
+        return self.dense + self.mixtures
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True):
+    """Weights that are gathered and whose gradients are summed by one call."""
+
+    params: tuple[Param, ...]
+    stage: int
+    count: int = 1  # layers of the stage with such a group
+    shared_by_ep: bool = False  # experts, of which the ranks of ep hold different ones
+
+
+def placement(plan: Plan) -> tuple[int, ...]:
+    """The pipeline rank of each stage."""
+    return stage_ranks(plan.schedule, plan.pp, plan.chunks) if plan.pp > 1 else (0,)
+
+
+def parts(seat: Seat) -> tuple[Part, ...]:
+    """The stages on this rank, in the order of the model."""
+    lengths = seat.plan.stages if seat.plan.pp > 1 else (seat.arch.layers,)
+    return _parts(seat.arch, lengths, placement(seat.plan), seat.at("pp"), seat.plan.recompute)
+
+
+@lru_cache(maxsize=4096)
+def _parts(arch: Arch, lengths: tuple[int, ...], ranks: tuple[int, ...], rank: int, recompute: str) -> tuple[Part, ...]:
+    found = []
+    for stage, (length, end) in enumerate(zip(lengths, accumulate(lengths), strict=True)):
+        if ranks[stage] != rank:
+            continue
+        layers = range(end - length, end)
+        mixtures = sum(map(arch.is_mixture, layers)) if arch.experts else 0
+        found.append(
+            Part(
+                stage=stage,
+                dense=length - mixtures,
+                mixtures=mixtures,
+                first=stage == 0,
+                last=stage == len(ranks) - 1,
+                anew=_anew(arch, recompute, layers),
+            )
+        )
+    return tuple(found)
+
+
+def _anew(arch: Arch, policy: str, layers: range) -> Anew:
+    found = runs(policy, len(layers))
+    mixtures = sum(arch.is_mixture(layers[number]) for run in found for number in run) if arch.experts else 0
+    dense = sum(map(len, found)) - mixtures
+    return Anew(runs=len(found), dense=dense, mixtures=mixtures, by_operation=by_operation(policy))
+
+
+def groups(seat: Seat) -> Iterator[Group]:
+    """The weights of a rank as they travel together: each block, under ep its experts apart, and all the rest."""
+    return (group for part in parts(seat) for group in _groups(seat.arch, part, seat.plan.ep > 1))
+
+
+@lru_cache(maxsize=4096)
+def _groups(arch: Arch, part: Part, apart: bool) -> tuple[Group, ...]:
+    """The groups of one part; `apart`: its experts are one of their own."""
+    found = []
+    for mixture, count in ((False, part.dense), (True, part.mixtures)):
+        block = _block(arch, mixture) if count else ()
+        experts = tuple(param for param in block if param.expert and apart)
+        rest = tuple(param for param in block if param not in experts)
+        found.append(Group(params=rest, stage=part.stage, count=count))
+        found.append(Group(params=experts, stage=part.stage, count=count, shared_by_ep=True))
+    found.append(Group(params=_outside(arch, part.first, part.last), stage=part.stage))
+    return tuple(group for group in found if group.params)
+
+
+def grid(group: Group, plan: Plan) -> tuple[int, int]:
+    """Ranks that hold the same shard of a group, and ranks that share one copy; ep takes its own out of those."""
+    ep = plan.ep if group.shared_by_ep else 1
+    return (plan.copies, plan.shards // ep) if plan.zero else (plan.copies // ep, 1)
+
+
+def local_shape(param: Param, seat: Seat) -> tuple[int, ...]:
+    """A rank's part of a weight, gathered over shard: what tp and ep leave of it."""
+    return cut_shape(param, (seat.plan.tp, seat.at("tp")), seat.plan.ep)
+
+
+def cut_shape(param: Param, tp: tuple[int, int], ep: int) -> tuple[int, ...]:
+    """The same for so many ranks of tp, of which this is one, and of ep."""
+    shape = list(param.shape)
+    if param.expert:
+        shape[0] //= ep
+    if param.split is not Split.NONE:
+        dim = (1 if param.split is Split.ROW else 0) + param.expert
+        shape[dim] = share(shape[dim], *tp)
+    return tuple(shape)
+
+
+def padded(shape: tuple[int, ...], shards: int) -> int:
+    """Numbers that travel when a weight is gathered from its shards: equal parts, the last ones filled up.
+
+    A stack of experts is cut along the first dim that comes out even, so it needs no filling if it has one.
+    """
+    if len(shape) == 3 and any(size % shards == 0 for size in shape):
+        return math.prod(shape)
+    return math.ceil(shape[0] / shards) * shards * math.prod(shape[1:])
+
+
+def share(size: int, ranks: int, rank: int) -> int:
+    """What a rank has of a dim cut into as equal parts as torch's chunk makes: the last ones may be short or empty."""
+    most = math.ceil(size / ranks)
+    return max(0, min(most, size - rank * most))
+
+
+@cache
+def _block(arch: Arch, mixture: bool) -> tuple[Param, ...]:
+    """The weights of any block of one of the two kinds: they are alike but for their names."""
+    layer = next(layer for layer in range(arch.layers) if arch.is_mixture(layer) == mixture)
+    return tuple(param for param in params(arch) if param.layer == layer)
+
+
+@cache
+def _outside(arch: Arch, first: bool, last: bool) -> tuple[Param, ...]:
+    """The weights of a part that are in no block; the last part of a tied model projects with the embedding."""
+    begins = {"embed": first or (last and arch.tied), "positions": first, "norm": last, "head": last}
+    return tuple(param for param in params(arch) if param.layer < 0 and begins[param.name.split(".")[0]])

@@ -1,0 +1,403 @@
+"""Seconds of one step of a plan, with an interval, and where they go: a waterfall from the data sheet to what is left.
+
+docs/time.md has every term in words.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import msgspec
+
+from meshwright.cost.flops import (
+    TRAINING,
+    attention_flops_per_token,
+    forward_flops_per_token,
+    hardware_flops,
+    step_flops,
+    utilization,
+)
+from meshwright.cost.job import Job
+from meshwright.cost.kernels import slowest
+from meshwright.cost.layer_time import SELECTED, Bench, Passes, again, bench, block, ends
+from meshwright.cost.network import axis_span, collective_seconds
+from meshwright.cost.simulate import StageCost, makespan
+from meshwright.cost.weight_time import (
+    NOTHING,
+    Away,
+    Behind,
+    WeightSeconds,
+    away_of,
+    least_seconds,
+    weight_seconds,
+    with_away,
+)
+from meshwright.hardware.stacks import Efficiency, efficiency_of
+from meshwright.spec.arch import Arch
+from meshwright.spec.plan import Plan, by_operation, runs
+from meshwright.spec.schedule import Schedule, stage_ranks
+
+DRAINED = ("naive", "gpipe", "1f1b", "interleaved", "looped")  # a rank's last action is its first stage's backward
+
+
+class Stages(msgspec.Struct, frozen=True, kw_only=True):
+    """One microbatch through each stage of the model, and what a message between them takes."""
+
+    passes: tuple[Passes, ...]
+    seconds: tuple[float, ...]  # of each stage's passes together
+    send: float
+    ranks: tuple[int, ...]  # of each stage
+
+    def of(self, rank: int) -> list[Passes]:
+        """The passes through a rank's stages."""
+        return [each for each, on in zip(self.passes, self.ranks, strict=True) if on == rank]
+
+
+Keep = tuple[str, Away]  # what the backward computes anew, and what becomes of what is kept
+
+
+class Kind(NamedTuple):
+    """What the time of a stage depends on."""
+
+    dense: int  # layers without experts
+    mixtures: int
+    first: bool
+    last: bool
+
+
+def stages_of(at: Bench, job: Job) -> Stages:
+    """The stages of a job; a model without a pipeline is one."""
+    plan = job.plan
+    ranks = placed(plan.schedule, plan.pp, plan.chunks)
+    return _timed(at, lengths_of(job), ranks, (plan.recompute, away_of(plan)), _send(at, job))
+
+
+@lru_cache(maxsize=1024)
+def placed(schedule: Schedule, pp: int, chunks: int) -> tuple[int, ...]:
+    """The pipeline rank of each stage."""
+    return stage_ranks(schedule, pp, chunks) if pp > 1 else (0,)
+
+
+def lengths_of(job: Job) -> tuple[int, ...]:
+    """Layers of each stage."""
+    return job.plan.stages if job.plan.pp > 1 else (job.arch.layers,)
+
+
+@lru_cache(maxsize=8192)
+def _timed(at: Bench, lengths: tuple[int, ...], ranks: tuple[int, ...], keep: Keep, send: float) -> Stages:
+    """Most stages are alike, so each kind is timed once."""
+    kinds, places = kinds_of(at.arch, lengths)
+    timed = [stage_passes(at, kind.dense, kind.mixtures, keep) + ends(at, kind.first, kind.last) for kind in kinds]
+    seconds = [passes.seconds for passes in timed]
+    return Stages(
+        passes=tuple([timed[place] for place in places]),
+        seconds=tuple([seconds[place] for place in places]),
+        send=send,
+        ranks=ranks,
+    )
+
+
+@lru_cache(maxsize=1024)
+def kinds_of(arch: Arch, lengths: tuple[int, ...]) -> tuple[tuple[Kind, ...], tuple[int, ...]]:
+    """The kinds of stage that there are, and for every stage the place of its kind among them."""
+    found: dict[Kind, int] = {}
+    places, start, last = [], 0, len(lengths) - 1
+    for stage, length in enumerate(lengths):
+        mixtures = sum(map(arch.is_mixture, range(start, start + length))) if arch.experts else 0
+        kind = Kind(length - mixtures, mixtures, stage == 0, stage == last)
+        places.append(found.setdefault(kind, len(found)))
+        start += length
+    return tuple(found), tuple(places)
+
+
+@lru_cache(maxsize=8192)
+def stage_passes(at: Bench, dense: int, mixtures: int, keep: Keep) -> Passes:
+    """The blocks of a stage; of those that are computed anew, each kind has its fair share."""
+    recompute, away = keep
+    layers = dense + mixtures
+    anew = sum(map(len, runs(recompute, layers))) / layers if layers else 0.0
+    operations = by_operation(recompute)
+    total = Passes()
+    for mixture, count in ((False, dense), (True, mixtures)):
+        if not count:
+            continue
+        if away == NOTHING:  # what is computed anew is all that blocks differ in
+            repeated = again(at, mixture, operations) * anew
+            total += msgspec.structs.replace(block(at, mixture), again=repeated) * count
+        else:
+            total += _kept_so(at, mixture, away, None) * (count * (1 - anew))
+            total += _kept_so(at, mixture, away, operations) * (count * anew)
+    return total
+
+
+@lru_cache(maxsize=8192)
+def _kept_so(at: Bench, mixture: bool, away: Away, operations: bool | None) -> Passes:
+    """One block, which computes nothing anew (None), costly operations apart (True), or everything."""
+    one = block(at, mixture)
+    if operations is not None:
+        one = msgspec.structs.replace(one, again=again(at, mixture, operations))
+    return with_away(at, away, mixture, one)
+
+
+def _send(at: Bench, job: Job) -> float:
+    """A message between stages: hidden states, or their gradient; where tp scatters it, each rank sends its part."""
+    if job.plan.pp == 1:
+        return 0.0
+    size = at.tokens * at.arch.hidden * at.rates.width / (job.plan.tp if at.speed.scattered_sends else 1)
+    return collective_seconds("send", size, axis_span("pp", job.plan, job.cluster), job.cluster)
+
+
+def least_pipeline(seconds: Sequence[float], forwards: Sequence[float], plan: Plan) -> float:
+    """The busiest rank's work, and what must come before the first of it and after the last; from stages' seconds."""
+    ranks = placed(plan.schedule, plan.pp, plan.chunks)
+    busy = [0.0] * plan.pp
+    for each, rank in zip(seconds, ranks, strict=True):
+        busy[rank] += each
+    first = seconds if plan.schedule in DRAINED else forwards
+    least = before = 0.0
+    for stage in range(plan.pp):  # the first stage that each rank holds
+        least = max(least, before + busy[ranks[stage]] * plan.accumulate)
+        before += first[stage]
+    return least
+
+
+def pipeline_seconds(stages: Stages, job: Job) -> float:
+    """From the first forward to the last backward."""
+    plan = job.plan
+    if plan.pp == 1:
+        return stages.seconds[0] * plan.accumulate
+    blocked, travel = (stages.send, 0.0) if job.stack.speed.blocking_sends else (0.0, stages.send)
+    forwards = [each.forward.seconds for each in stages.passes]
+    cost = StageCost(
+        forward_seconds=tuple(each + blocked for each in forwards),
+        input_seconds=tuple(each.again.seconds + each.input.seconds + blocked for each in stages.passes),
+        weight_seconds=tuple(each.weight.seconds for each in stages.passes),
+        activation=(0.0,) * len(stages.passes),
+    )
+    played = makespan(plan.schedule, plan.pp, plan.accumulate, cost, travel)
+    return max(played, least_pipeline(stages.seconds, forwards, plan))
+
+
+WIDER = 0.1  # by which each doubling of the domains widens the interval, as a share
+GUESSES = ("b200", "v100", "generic")  # entries of the catalogue that no measurement stands behind
+GUESSED = 1.5  # the interval of such accelerators ÷ that of others
+
+
+class Share(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of a step's seconds, and why it is spent. One below zero is saved."""
+
+    name: str
+    seconds: float
+    why: str
+
+
+class Price(msgspec.Struct, frozen=True, kw_only=True):
+    """What a step costs."""
+
+    seconds: float
+    low_seconds: float
+    high_seconds: float
+    tokens_per_second_per_gpu: float
+    mfu: float  # model FLOPs utilization, 0 to 1
+    hfu: float  # the same with what is computed anew
+    waterfall: tuple[Share, ...]  # adds up to the seconds
+
+
+class Course(msgspec.Struct, frozen=True, kw_only=True):
+    """A step's forwards and backwards: alike in plans that differ only in replicate, shard and zero."""
+
+    at: Bench
+    stages: Stages
+    pipeline: float  # seconds from the first forward to the last backward
+    slower: float  # share of them by which the slowest accelerator is behind the mean
+
+    @property
+    def working(self) -> float:
+        """With the wait for the slowest."""
+        return self.pipeline + self.pipeline * self.slower
+
+
+def price(job: Job, efficiency: Efficiency | None = None) -> Price:
+    """Seconds of a step. `efficiency` replaces the cluster's own and the catalogue's, as `calibrated` gives it."""
+    return price_in(job, course(job, efficiency))
+
+
+def course(job: Job, efficiency: Efficiency | None = None) -> Course:
+    """The forwards and backwards of a step, played on a clock."""
+    at = bench(job, efficiency)
+    stages = stages_of(at, job)
+    return Course(
+        at=at, stages=stages, pipeline=pipeline_seconds(stages, job), slower=slowest(job.plan.world, at.rates)
+    )
+
+
+def seconds_in(job: Job, known: Course) -> float:
+    """Seconds of a step whose forwards and backwards are known."""
+    return known.working + _weights(job, known).seconds + job.stack.speed.step_seconds
+
+
+def price_in(job: Job, known: Course) -> Price:
+    """The price of a step whose forwards and backwards are known."""
+    plan, at = job.plan, known.at
+    working = _mean(known.stages, plan.pp) * plan.accumulate
+    seconds = seconds_in(job, known)
+    low, high = _interval(job, seconds, working)
+    ideal = step_flops(job.arch, job.sequence, plan.batch) / plan.world
+    return Price(
+        seconds=seconds,
+        low_seconds=low,
+        high_seconds=high,
+        tokens_per_second_per_gpu=plan.batch * job.sequence / seconds / plan.world,
+        mfu=utilization(ideal, seconds, at.rates.peak),
+        hfu=utilization(_done(job) / plan.world, seconds, at.rates.peak),
+        waterfall=tuple(_waterfall(job, known, working)),
+    )
+
+
+def _mean(stages: Stages, pp: int) -> Passes:
+    """The work of a microbatch on a rank, on average."""
+    total = Passes()
+    for each in stages.passes:
+        total += each
+    return total * (1 / pp)
+
+
+def _weights(job: Job, known: Course) -> WeightSeconds:
+    """Of the pipeline's two ends the one that waits longer: the middle has neither embedding nor projection."""
+    found = []
+    for rank in {0, job.plan.pp - 1}:
+        mine = known.stages.of(rank)
+        behind = Behind(
+            forward=sum(each.forward.seconds - each.forward.link for each in mine),
+            backward=sum(each.seconds - each.forward.seconds - each.input.link for each in mine),
+        )
+        found.append(weight_seconds(job, rank, known.at.rates, behind))
+    return max(found, key=lambda each: each.seconds)
+
+
+@lru_cache(maxsize=1024)
+def _products_share(arch: Arch, sequence: int) -> float:
+    """Of the model's operations, those of products with weights; attention's are the rest."""
+    return 1 - attention_flops_per_token(arch, sequence) / forward_flops_per_token(arch, sequence)
+
+
+def _done(job: Job) -> float:
+    """Operations of a step with those that are done anew, which stacks choose differently under one name."""
+    plan, batch = job.plan, job.plan.batch
+    if not by_operation(plan.recompute):
+        to_the_end = plan.compile or not job.stack.speed.stops_early  # as what a compiler made is
+        counted = msgspec.structs.replace(plan, compile=to_the_end)
+        return hardware_flops(job.arch, counted, job.sequence, batch)
+    attention = 1 - _products_share(job.arch, job.sequence)
+    anew = {"operations": 0.0, "attention": attention, "blocks": SELECTED}[job.stack.speed.selective]
+    return step_flops(job.arch, job.sequence, batch) * (1 + anew / TRAINING)
+
+
+def _waterfall(job: Job, known: Course, working: Passes) -> Iterator[Share]:
+    """Where the seconds go, from the data sheet down; the mean rank's, so that the idle ones are the bubble."""
+    at, pipeline, weights = known.at, known.pipeline, _weights(job, known)
+    ideal = step_flops(job.arch, job.sequence, job.plan.batch) / job.plan.world / at.rates.peak
+    product_ideal = ideal * _products_share(job.arch, job.sequence)
+    once = working.forward + working.input + working.weight
+    idle = pipeline - working.seconds
+    messages = min(max(idle, 0.0), _messages(job, known.stages))
+    whys = {
+        "ideal": (ideal, "the model's operations at the data sheet's peak"),
+        "products": (once.products - product_ideal, "matrix products of these shapes stay below the peak"),
+        "attention": (
+            once.attention - (ideal - product_ideal),
+            "attention stays below the peak; below zero, a causal kernel skips more than that costs",
+        ),
+        "elementwise": (once.elementwise, "norms, activations, sums, losses: memory traffic between products"),
+        "launch": (once.launch, "the device waits for the host to start small kernels"),
+        "recompute": (working.again.seconds, "forwards that the backward does anew"),
+        "link": (once.link, "activations go to the host and come back, beyond what a block's arithmetic hides"),
+        "tp": (once.tp, "hidden states gathered and summed over tp"),
+        "cp": (once.cp, "keys and values, or heads, exchanged over cp"),
+        "ep": (once.ep, "rows sent to their experts and back"),
+        "pp": (messages, "messages between stages that nobody can work behind"),
+        "bubble": (idle - messages, "ranks of the pipeline wait for their first and after their last microbatch"),
+        "stragglers": (pipeline * known.slower, "everyone waits for the slowest accelerator"),
+        "shard": (weights.shard, "sharded weights gathered and gradients scattered, beyond what arithmetic hides"),
+        "replicate": (weights.replicate, "gradients summed over copies, beyond what the backward hides"),
+        "tied": (weights.tied, "the two copies of a tied embedding add up their gradients"),
+        "optimizer": (weights.optimizer, "the update reads and writes every weight and its states"),
+        "offload": (weights.offload, "the step waits for states that live or are updated elsewhere"),
+        "host": (job.stack.speed.step_seconds, "data, logging and launches once a step"),
+    }
+    return (Share(name=name, seconds=spent, why=why) for name, (spent, why) in whys.items() if spent)
+
+
+def _messages(job: Job, stages: Stages) -> float:
+    """Sends on the critical path: of the first microbatch down and the last one up; in between one each way blocks."""
+    between = 2 if job.stack.speed.blocking_sends else 1
+    return stages.send * (2 * (job.plan.pp - 1) + between * job.plan.accumulate) if job.plan.pp > 1 else 0.0
+
+
+def _interval(job: Job, seconds: float, working: Passes) -> tuple[float, float]:
+    """What nine of ten fitted runs lie in; wider where less is known.
+
+    That is over many domains, where the host decides, and on accelerators of which nothing was measured or fitted.
+    """
+    domains = max(job.plan.world / job.cluster.domain, 1.0)
+    late = (working.forward.launch + working.input.launch) / seconds
+    guessed = (job.cluster.efficiency or efficiency_of(job.cluster.gpu)).name in GUESSES
+    width = job.stack.speed.spread * (1 + WIDER * math.log2(domains)) * (1 + late) * (GUESSED if guessed else 1)
+    return seconds / (1 + width), seconds * (1 + width)
+
+
+def work_bound(job: Job, efficiency: Efficiency | None = None) -> float:
+    """Without playing the schedule, and as if weights cost nothing: the same for every replicate, shard and zero."""
+    return _working(bench(job, efficiency), job) + job.stack.speed.step_seconds
+
+
+def lower_bound(job: Job, efficiency: Efficiency | None = None) -> float:
+    """Without playing the schedule, with what the first rank's weights cost at least, whatever is computed anew."""
+    at = bench(job, efficiency)
+    kinds, places = kinds_of(job.arch, lengths_of(job))
+    ranks = placed(job.plan.schedule, job.plan.pp, job.plan.chunks)
+    mine = [place for place, rank in zip(places, ranks, strict=True) if rank == 0]
+    timed = [_seconds(at, kind, ("none", NOTHING)) for kind in kinds]
+    forward = sum(timed[place][1] for place in mine)
+    behind = Behind(forward=forward, backward=sum(timed[place][0] for place in mine) - forward)
+    more, together = least_seconds(job, 0, at.rates, behind)
+    return max(_working(at, job) + more, together) + job.stack.speed.step_seconds
+
+
+def _working(at: Bench, job: Job) -> float:
+    kinds, places = kinds_of(job.arch, lengths_of(job))
+    keep = (job.plan.recompute, away_of(job.plan))
+    timed = [_seconds(at, kind, keep) for kind in kinds]
+    seconds, forwards = [timed[place][0] for place in places], [timed[place][1] for place in places]
+    return least_pipeline(seconds, forwards, job.plan) * (1 + slowest(job.plan.world, at.rates))
+
+
+@lru_cache(maxsize=16384)
+def _seconds(at: Bench, kind: Kind, keep: Keep) -> tuple[float, float]:
+    """One microbatch through a stage, and its forward alone."""
+    recompute, away = keep
+    outside = ends(at, kind.first, kind.last)
+    if away != NOTHING:
+        passes = stage_passes(at, kind.dense, kind.mixtures, keep) + outside
+        return passes.seconds, passes.forward.seconds
+    whole, forward = outside.seconds, outside.forward.seconds
+    for mixture, count in ((False, kind.dense), (True, kind.mixtures)):
+        if count:
+            once, going, anew = _block_seconds(at, mixture, by_operation(recompute))
+            whole += count * (once + anew * _share(recompute, kind.dense + kind.mixtures))
+            forward += count * going
+    return whole, forward
+
+
+@lru_cache(maxsize=16384)
+def _block_seconds(at: Bench, mixture: bool, operations: bool) -> tuple[float, float, float]:
+    """A block without recomputation, its forward alone, and what recomputation adds."""
+    one = block(at, mixture)
+    return one.seconds, one.forward.seconds, again(at, mixture, operations).seconds
+
+
+@lru_cache(maxsize=1024)
+def _share(recompute: str, layers: int) -> float:
+    """Of so many layers, those that are computed anew."""
+    return sum(map(len, runs(recompute, layers))) / layers

@@ -1,0 +1,339 @@
+"""Seconds that weights cost a step: gathered, their gradients summed, and updated."""
+
+import math
+from functools import lru_cache
+
+import msgspec
+
+from meshwright.cost.activations import CODE, Work, as_kept, block_kept, moved_bytes, work_of
+from meshwright.cost.job import Job, Rounding, States
+from meshwright.cost.kernels import Rates, moved_seconds
+from meshwright.cost.layer_time import Bench, Passes, Terms, exposed
+from meshwright.cost.layout import widths
+from meshwright.cost.network import call_seconds, inside_seconds
+from meshwright.cost.rank_view import Seat, groups, local_shape
+from meshwright.cost.traffic import IN_SIGHT, Collective, data_traffic
+from meshwright.hardware.cluster import Cluster, Link
+from meshwright.hardware.stacks import Speed, Stack
+from meshwright.spec.arch import Arch
+from meshwright.spec.plan import Plan
+
+# Bytes beside the numbers themselves, for each: what the operators of parallel/activation_offload.py read and write.
+FP8_ENCODED, FP8_DECODED = 1.0, 17.0  # one kernel; codes widened, scaled and narrowed
+INT8_ENCODED, INT8_DECODED = 17.0, 9.0  # extremes, a wide product, its rounding; a wide product, narrowed
+HOST_BYTES = 28  # a parameter of an update by the host reads and writes of its memory: states, gradient, weight
+HALVES_HOST_BYTES = 80  # with states of 16 bits: some twenty passes of four bytes, most of them in its caches
+HOST_REACH = 0.7  # of its memory's bandwidth, what the host's update reaches: a guess
+ROUNDED_BYTES = {"compensated": 26, "stochastic": 22}  # of one parameter, read and written by kernels/adamw.py
+PLAINLY_ROUNDED_BYTES = 230  # and by the operators of optim/master_weights.py
+
+
+class Away(msgspec.Struct, frozen=True, kw_only=True):
+    """What a plan does with that which blocks keep."""
+
+    compress: str
+    activations: str
+
+
+NOTHING = Away(compress="none", activations="device")
+
+
+def away_of(plan: Plan) -> Away:
+    """Of a plan; where nothing is done, the same for all."""
+    if plan.compress == "none" and plan.activations == "device":
+        return NOTHING
+    return Away(compress=plan.compress, activations=plan.activations)
+
+
+def with_away(at: Bench, kind: Away, mixture: bool, one: Passes) -> Passes:
+    """A block's passes with codes made and read, and with what the link to the host takes longer than its arithmetic.
+
+    A block that is computed anew keeps its input alone.
+    """
+    if kind == NOTHING:
+        return one
+    work, anew = _work(at, kind), one.again.seconds > 0
+    whole = work.stream if anew else block_kept(work, mixture)
+    one = _coded(at, kind, one, whole / work.narrow) if kind.compress != "none" else one
+    if kind.activations == "device":
+        return one
+    travels = moved_bytes(work, as_kept(work, mixture, whole), anew) / rate(at.job.cluster.host)
+    back = one.again.seconds + one.input.seconds + one.weight.seconds
+    going, coming = max(travels - one.forward.seconds, 0.0), max(travels - back, 0.0)
+    return msgspec.structs.replace(one, forward=one.forward + Terms(link=going), input=one.input + Terms(link=coming))
+
+
+def _work(at: Bench, kind: Away) -> Work:
+    return msgspec.structs.replace(work_of(at.job), coded=kind.compress != "none")
+
+
+def _coded(at: Bench, kind: Away, one: Passes, numbers: float) -> Passes:
+    """What encoding and decoding move."""
+    narrow = at.rates.width
+    beside = (FP8_ENCODED, FP8_DECODED) if kind.compress == "fp8" else (INT8_ENCODED, INT8_DECODED)
+    encode, decode = (moved_seconds(numbers * (narrow + more + CODE - 1), at.rates) for more in beside)
+    return msgspec.structs.replace(
+        one, forward=one.forward + Terms(elementwise=encode), input=one.input + Terms(elementwise=decode)
+    )
+
+
+def rate(link: Link) -> float:
+    """Bytes a second of a large copy."""
+    return link.bandwidth * link.efficiency
+
+
+def offload_seconds(plan: Plan, numbers: float, cluster: Cluster, states: States) -> float:
+    """An update of so many weights whose states are elsewhere: its slowest part, as all parts run at once."""
+    width, narrow = widths(plan, states=states), widths(plan, states=states).weight
+    link, files = rate(cluster.host), 0.0
+    if plan.offload_update == "device":
+        slowest = width.away / link  # both ways at once
+    else:
+        travels = width.gradient + (narrow if states == "bf16" else 0)
+        passes = HALVES_HOST_BYTES if states == "bf16" else HOST_BYTES
+        slowest = max(travels / link, passes / (cluster.host_bandwidth * HOST_REACH))
+    if plan.offload == "disk":
+        far = max(1 - plan.offload_host_bytes / (numbers * width.away), 0.0)
+        files = 2 * width.away * far / cluster.disk_bandwidth  # read and written
+    return numbers * max(slowest, files)
+
+
+class Travels(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Seconds of a step whose weights live in host memory, before arithmetic hides any."""
+
+    arrive: float  # weights to the device
+    leave: float  # gradients to the host
+    update: float  # by the host, which has waited for the last gradient
+
+
+def travels(plan: Plan, numbers: float, cluster: Cluster, rounding: Rounding) -> Travels:
+    """Of so many weights on a rank: every microbatch brings them twice, and takes their gradient away once.
+
+    Sums over copies leave with the last microbatch only.
+    """
+    beside = widths(msgspec.structs.replace(plan, offload_weights=False), rounding)
+    link = rate(cluster.host)
+    passes = PLAINLY_ROUNDED_BYTES if rounding != "master" else HOST_BYTES
+    sums = plan.accumulate if plan.copies == 1 else 1
+    return Travels(
+        arrive=numbers * beside.weight * 2 * plan.accumulate / link,
+        leave=numbers * beside.gradient * sums / link,
+        update=numbers * passes / (cluster.host_bandwidth * HOST_REACH),
+    )
+
+
+def exposed_travels(each: Travels, plan: Plan, forward: float, backward: float) -> float:
+    """What a step waits for, beside so much arithmetic of all its microbatches.
+
+    Ranks that share weights fetch those of the next block meanwhile; what lies on one rank is fetched when it is used.
+    A gradient that is added to an earlier one on the host is waited for.
+    """
+    half = each.arrive / 2
+    leave = each.leave if plan.accumulate == 1 or plan.copies > 1 else each.leave / plan.accumulate
+    always = each.leave - leave + each.update
+    if plan.shards == 1:
+        return always + each.arrive + max(leave - backward, 0.0)
+    return always + max(half - forward, 0.0) + max(half - backward, leave - backward, 0.0)  # both ways at once
+
+
+def exposed_update(update: float, forward: float, layers: int) -> float:
+    """What the next forward waits: it begins when the first block is moved, and ends after the last one is."""
+    return max(update - forward * (1 - 1 / layers), update / layers)
+
+
+ROUNDS = 8  # of a pipeline, that its weights are followed through; longer steps go on in proportion
+SHARDED = ("shard", "expert_shard")
+COPIED = ("replicate", "expert_replicate")
+V_SHAPED = ("zbv", "dualpipev")  # stages go down the ranks and up again
+
+
+class WeightSeconds(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What is waited for, once a step, on one rank."""
+
+    shard: float = 0.0
+    replicate: float = 0.0
+    tied: float = 0.0
+    optimizer: float = 0.0
+    offload: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.shard + self.replicate + self.tied + self.optimizer + self.offload
+
+
+class Behind(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Arithmetic of one microbatch that communication can hide behind."""
+
+    forward: float
+    backward: float
+
+
+class Sent(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Seconds that the weights of one rank take in a step, before anything hides them."""
+
+    gather: float
+    reduce: float
+    copies: float  # sums over copies
+    tied: float
+    optimizer: float
+    contended_shard: float  # what arithmetic loses to the gathers and scatters beside it
+    contended_copies: float
+    update: float = 0.0  # of states that are elsewhere, behind which the next forward begins
+
+    @property
+    def exposed(self) -> float:
+        """What nothing can hide."""
+        return self.tied + self.optimizer + self.contended_shard + self.contended_copies
+
+
+def weight_seconds(job: Job, rank: int, at: Rates, behind: Behind) -> WeightSeconds:
+    """What weights cost the rank of a pipeline stage."""
+    plan, speed = job.plan, job.stack.speed
+    every = sent(job, rank, at)
+    update = exposed_update(every.update, behind.forward, job.arch.layers) if every.update else 0.0
+    if plan.offload_weights:
+        moved = travels(plan, held(job.arch, plan, rank), job.cluster, job.rounding)
+        update = exposed_travels(moved, plan, behind.forward * plan.accumulate, behind.backward * plan.accumulate)
+    left = max(behind.backward - (every.reduce if plan.zero else 0.0), 0.0)
+    return WeightSeconds(
+        shard=_exposed_shard(every.gather, every.reduce, plan, speed, behind) + every.contended_shard,
+        replicate=exposed(every.copies, left, speed.overlap_replicate) + every.contended_copies,
+        tied=every.tied,
+        optimizer=every.optimizer,
+        offload=update,
+    )
+
+
+def least_seconds(job: Job, rank: int, at: Rates, behind: Behind) -> tuple[float, float]:
+    """What weights add to a rank's work at least; and what its work and its weights take at least together.
+
+    Gathers hide behind forwards, scatters behind backwards: together they hide no more than the rank works. Sums over
+    copies may hide behind the last backward beside scatters, which is at most its own time and that of one forward.
+    """
+    every, speed = sent(job, rank, at), job.stack.speed
+    alone = (1 - speed.overlap_shard) * (every.gather + every.reduce) + (1 - speed.overlap_replicate) * every.copies
+    beside = max(behind.forward + behind.backward - every.reduce, 0.0) if job.plan.zero else 0.0
+    together = every.gather + every.reduce + every.copies - min(every.copies, beside)
+    return every.exposed + alone, every.exposed + together
+
+
+def sent(job: Job, rank: int, at: Rates) -> Sent:
+    """The collectives and the update of a rank's weights; long steps of a pipeline gather in proportion."""
+    plan = job.plan
+    brief = _essence(plan)
+    found = _updated(job, rank, _sent(job.arch, brief, rank, job.cluster, job.stack, at))
+    if plan.chunks <= IN_SIGHT or plan.accumulate == brief.accumulate:
+        return found
+    return msgspec.structs.replace(found, gather=found.gather * (plan.accumulate / brief.accumulate))
+
+
+def _updated(job: Job, rank: int, found: Sent) -> Sent:
+    """The same with an update that rounds, or of states that are elsewhere."""
+    plan, usual = job.plan, job.stack.speed.optimizer_bytes
+    if plan.offload_weights:
+        return msgspec.structs.replace(found, optimizer=0.0)  # the host's
+    if plan.offload != "none":
+        update = offload_seconds(plan, held(job.arch, plan, rank), job.cluster, job.states)
+        return msgspec.structs.replace(found, optimizer=0.0, update=update)
+    if job.rounding == "master":
+        return found
+    plainly = plan.kernels == "plain" or plan.deterministic
+    moved = PLAINLY_ROUNDED_BYTES if plainly else ROUNDED_BYTES[job.rounding]
+    return msgspec.structs.replace(found, optimizer=found.optimizer / usual * moved)
+
+
+@lru_cache(maxsize=16384)
+def _sent(arch: Arch, plan: Plan, rank: int, cluster: Cluster, stack: Stack, at: Rates) -> Sent:
+    speed = stack.speed
+    calls = [_as_sent(call, plan, speed) for call in _calls(arch, plan, rank)]
+    timed = [(call, call_seconds(call, plan, cluster, speed.calls)) for call in calls]
+
+    def contended(axes: tuple[str, ...], overlap: float) -> float:
+        """Both want the device's memory and some of its processors."""
+        if not speed.contention:
+            return 0.0
+        inside = sum(inside_seconds(call, plan, cluster) for call in calls if call.axis in axes)
+        return speed.contention * overlap * inside
+
+    return Sent(
+        gather=sum(seconds for call, seconds in timed if call.axis in SHARDED and call.kind == "all_gather"),
+        reduce=sum(seconds for call, seconds in timed if call.axis in SHARDED and call.kind == "reduce_scatter"),
+        copies=sum(seconds for call, seconds in timed if call.axis in COPIED),
+        tied=sum(seconds for call, seconds in timed if call.axis == "tied"),
+        optimizer=moved_seconds(held(arch, plan, rank) * speed.optimizer_bytes, at),
+        contended_shard=contended(SHARDED, speed.overlap_shard),
+        contended_copies=contended(COPIED, speed.overlap_replicate),
+    )
+
+
+def _exposed_shard(gather: float, reduce: float, plan: Plan, speed: Speed, behind: Behind) -> float:
+    """Gathers run behind the forward and, where weights are given up between, the backward; scatters behind that."""
+    each_time = plan.accumulate if plan.pp == 1 else 1
+    forwards = each_time if plan.zero == 3 else 1
+    backwards = each_time if plan.zero >= 2 else 1
+    early = gather / 2 if plan.zero == 3 and plan.pp == 1 else gather
+    return exposed(early, behind.forward * forwards, speed.overlap_shard) + exposed(
+        gather - early + reduce, behind.backward * backwards, speed.overlap_shard
+    )
+
+
+def _as_sent(call: Collective, plan: Plan, speed: Speed) -> Collective:
+    """The same call in the widths of another stack."""
+    if call.kind == "all_gather":
+        narrow = 4 if plan.precision in ("fp32", "fp64") else 2
+        width = speed.gather_bytes / narrow if speed.gather_bytes else 1.0
+    else:
+        width = speed.reduce_bytes / 4
+    return call if width == 1.0 else msgspec.structs.replace(call, bytes=round(call.bytes * width))
+
+
+def _essence(plan: Plan) -> Plan:
+    """The plan without what weights do not notice, and of a long step of a pipeline its beginning.
+
+    A pipeline rank with few stages gathers each of them once, in whatever order and however many microbatches come.
+    """
+    accumulate, schedule = plan.accumulate, plan.schedule
+    if plan.pp > 1 and plan.chunks <= IN_SIGHT:
+        accumulate = min(accumulate, 2)
+        schedule = "zbv" if schedule in V_SHAPED else "1f1b" if plan.chunks == 1 else "looped"
+    elif plan.pp > 1:
+        accumulate = min(accumulate, ROUNDS * plan.pp)
+    return msgspec.structs.replace(
+        plan,
+        microbatch=1,
+        accumulate=accumulate,
+        schedule=schedule,
+        shadow=False,
+        kernels="auto",
+        recompute="none",
+        compile=False,
+        deterministic=False,
+        cp_kind="ring",
+        compress="none",
+        activations="device",
+        offload="none",
+        offload_weights=False,
+    )
+
+
+def _calls(arch: Arch, plan: Plan, rank: int) -> list[Collective]:
+    """What the weights of a rank send over the data axes, and between tied copies."""
+    seat = Seat(arch=arch, plan=plan, sequence=1, place={"pp": rank})
+    return list(data_traffic(seat))
+
+
+def held(arch: Arch, plan: Plan, rank: int) -> float:
+    """Weights that a rank updates."""
+    alike = msgspec.structs.replace(plan, replicate=1, shard=plan.data, zero=1)  # for every split of the data axes
+    rest, experts = _numbers(arch, alike, rank)
+    return rest / plan.shards + experts / (max(plan.shards // plan.ep, 1) if plan.zero else 1)
+
+
+@lru_cache(maxsize=4096)
+def _numbers(arch: Arch, plan: Plan, rank: int) -> tuple[int, int]:
+    """Numbers in a rank's weights before they are sharded: of those that ep shares out the second."""
+    seat = Seat(arch=arch, plan=plan, sequence=1, place={"pp": rank})
+    found = {False: 0, True: 0}
+    for group in groups(seat):
+        found[group.shared_by_ep] += group.count * sum(math.prod(local_shape(param, seat)) for param in group.params)
+    return found[False], found[True]

@@ -1,0 +1,475 @@
+"""Where documents come from: files, folders, globs, or the standard library of the running Python."""
+
+import codecs
+import difflib
+import glob
+import gzip
+import itertools
+import os
+import re
+import struct
+import sysconfig
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Literal, cast, get_args
+
+import msgspec
+import numpy as np
+
+from meshwright.config.run import Data, Source
+from meshwright.data.shards import NO_ENDS, Shard, closed, mapped, open_folder
+from meshwright.spec.problem import InputError, Problem, mistake
+
+TextKind = Literal["text", "jsonl", "parquet"]
+BLOCK = 1 << 20  # bytes read at a time
+ZSTD_WINDOW = 1 << 31  # what `zstd --long=31` may ask for
+
+
+def read_records(file: Path, kind: TextKind, field: str) -> Iterator[str]:
+    """The documents of a file, in its order; empty ones are left out."""
+    match kind:
+        case "text":
+            documents = _text(file)
+        case "jsonl":
+            documents = _json_lines(file, field)
+        case "parquet":
+            documents = _parquet(file, field)
+    return (document for document in documents if document)
+
+
+def record_problems(file: Path, kind: TextKind, field: str) -> list[Problem]:
+    """What is wrong with the beginning of a file, found without reading it all."""
+    try:
+        if kind == "text":
+            block = next(_blocks(file), b"")
+            _decoded(file, block, whole=len(block) < BLOCK)
+        else:
+            next(read_records(file, kind, field), None)
+    except InputError as error:
+        return error.problems
+    return []
+
+
+def _text(file: Path) -> Iterator[str]:
+    yield _decoded(file, b"".join(_blocks(file)), whole=True)
+
+
+def _decoded(file: Path, data: bytes, whole: bool) -> str:
+    try:
+        text = codecs.getincrementaldecoder("utf-8")().decode(data, final=whole)
+    except UnicodeDecodeError as error:
+        byte = data[error.start]
+        raise mistake(
+            f"{file} is not UTF-8: byte 0x{byte:02x} at offset {error.start}", "convert it to UTF-8, or leave it out"
+        ) from None
+    return text.removeprefix("\ufeff")  # the byte order mark some editors write
+
+
+def _json_lines(file: Path, field: str) -> Iterator[str]:
+    # A type of one field: the decoder skips every other field without building it.
+    only = msgspec.defstruct("Line", [("text", str)], rename={"text": field})
+    decode = msgspec.json.Decoder(only).decode
+    for number, line in enumerate(_lines(_blocks(file)), start=1):
+        if not line.strip():
+            continue
+        try:
+            (text,) = msgspec.structs.astuple(decode(line))
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            raise InputError([_line_problem(f"{file}:{number}", line, field)]) from None
+        yield text
+
+
+def _line_problem(place: str, line: bytes, field: str) -> Problem:
+    try:
+        record = msgspec.json.decode(line)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        return Problem(f"{place} is not JSON: {error}", "repair or remove the line; every line is one JSON object")
+    if not isinstance(record, dict):
+        return Problem(f"{place} is not a JSON object", f'write every line as {{"{field}": "…"}}')
+    if field not in record:
+        return _field_problem(place, field, list(record))
+    return Problem(
+        f"{place}: the field {field!r} holds {type(record[field]).__name__}, not text",
+        "repair the line, or name another field as data.field",
+    )
+
+
+def _field_problem(place: str, field: str, fields: list[str]) -> Problem:
+    near = difflib.get_close_matches(field, fields, n=1)
+    return Problem(
+        f"{place} has no field {field!r}, only {', '.join(fields) or 'nothing'}",
+        f'set data.field = "{near[0]}"' if near else "set data.field to the one that holds the text",
+    )
+
+
+def _parquet(file: Path, field: str) -> Iterator[str]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise mistake(f"{file} needs pyarrow to be read", "run: pip install 'meshwright[parquet]'") from None
+    try:
+        with _reading(file), pyarrow.parquet.ParquetFile(file) as table:
+            if field not in table.schema_arrow.names:
+                raise InputError([_field_problem(str(file), field, table.schema_arrow.names)])
+            rows = (text for batch in table.iter_batches(columns=[field]) for text in batch.column(0).to_pylist())
+            for row, text in enumerate(rows, start=1):
+                if not isinstance(text, str):
+                    raise mistake(f"{file}: row {row} of {field!r} holds no text", "name another field as data.field")
+                yield text
+    except pyarrow.ArrowException as error:
+        raise mistake(f"{file} is not a whole Parquet file: {error}", "fetch or write it again") from None
+
+
+def _lines(blocks: Iterator[bytes]) -> Iterator[bytes]:
+    rest = b""
+    for block in blocks:
+        *lines, rest = (rest + block).split(b"\n")
+        yield from lines
+    yield rest
+
+
+def _blocks(file: Path) -> Iterator[bytes]:
+    """The bytes of a file, unpacked when its ending says that they are packed."""
+    with _reading(file):
+        match file.suffix.lower():
+            case ".gz":
+                with gzip.open(file) as stream:
+                    yield from iter(lambda: stream.read(BLOCK), b"")
+            case ".zst" | ".zstd":
+                with file.open("rb") as stream:
+                    yield from _unpacked(file, stream)
+            case _:
+                with file.open("rb") as stream:
+                    yield from iter(lambda: stream.read(BLOCK), b"")
+
+
+def _unpacked(file: Path, stream: IO[bytes]) -> Iterator[bytes]:
+    try:
+        import zstandard
+    except ImportError:
+        raise mistake(f"{file} needs zstandard to be read", "run: pip install 'meshwright[zstd]'") from None
+    unpacker = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW)
+    frame, inside = unpacker.decompressobj(), False
+    try:
+        while block := stream.read(BLOCK):
+            while block:  # a file may hold several frames, one after another
+                yield frame.decompress(block)
+                inside, block = not frame.eof, frame.unused_data
+                if frame.eof:
+                    frame = unpacker.decompressobj()
+    except zstandard.ZstdError as error:
+        raise mistake(f"{file} is not whole Zstandard data: {error}", "fetch or pack it again") from None
+    if inside:
+        raise EOFError("it ends inside a frame")
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """What goes wrong while a file is read, as an InputError that names the file."""
+    try:
+        yield
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise mistake(f"{file} is cut short or broken: {error}", "fetch or pack it again") from None
+    except PermissionError:
+        raise mistake(f"{file} may not be read by this user", "change its permissions (chmod +r)") from None
+    except OSError as error:
+        raise mistake(f"{file} cannot be read: {error.strerror or error}", "check the path and the disk") from None
+
+
+ReadyKind = Literal["nanogpt", "llmc", "megatron", "folder"]  # folder: our own
+
+LLMC_HEADER = 1024  # bytes: 256 int32
+LLMC_DTYPE = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}  # (magic, version); 7 is Llama 3's
+MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
+MEGATRON_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, entries of the document index
+MEGATRON_DTYPE = {3: np.dtype("<i2"), 4: np.dtype("<i4"), 5: np.dtype("<i8"), 8: np.dtype("<u2")}
+
+
+def kind(file: Path) -> ReadyKind:
+    """Who wrote a .bin file, by what lies beside it and how it begins."""
+    if file.name == "tokens.bin" and (file.parent / "meta.json").exists():
+        return "folder"
+    if file.with_suffix(".idx").exists():
+        return "megatron"
+    with file.open("rb") as stream:
+        head = stream.read(8)
+    known = len(head) == 8 and struct.unpack("<2i", head)[0] in {magic for magic, _ in LLMC_DTYPE}
+    return "llmc" if known else "nanogpt"
+
+
+def read_tokens(file: Path, kind: ReadyKind) -> Shard:
+    """One ready shard, or an InputError that says what is wrong with it."""
+    if not file.stat().st_size:
+        raise mistake(f"{file} is empty", "write it again, or leave it out")
+    match kind:
+        case "folder":
+            return open_folder(file.parent)
+        case "nanogpt":
+            return _nanogpt(file)
+        case "llmc":
+            return _llmc(file)
+        case "megatron":
+            return _megatron(file)
+
+
+def _nanogpt(file: Path) -> Shard:
+    size = file.stat().st_size
+    if size % 2:
+        raise mistake(f"{file} holds {size} bytes, an odd number, and its tokens have 2 bytes each", "write it again")
+    return Shard(file, mapped(file, np.dtype("<u2")), NO_ENDS)
+
+
+def _llmc(file: Path) -> Shard:
+    size = file.stat().st_size
+    if size < LLMC_HEADER:
+        raise mistake(f"{file} holds {size} bytes, less than its header of {LLMC_HEADER}", "fetch or write it again")
+    magic, version, count = np.fromfile(file, "<i4", 3).tolist()
+    dtype = LLMC_DTYPE.get((magic, version))
+    if dtype is None:
+        raise mistake(
+            f"{file} begins with {magic}, version {version}, which no known llm.c shard does",
+            'write it again, or set data.format = "nanogpt" if it has no header',
+        )
+    promised = LLMC_HEADER + count * dtype.itemsize
+    if size != promised:
+        raise mistake(
+            f"{file} promises {count} tokens, {promised} bytes with its header, and holds {size} bytes",
+            "fetch or write it again",
+        )
+    return Shard(file, mapped(file, dtype, LLMC_HEADER), NO_ENDS)
+
+
+def _megatron(file: Path) -> Shard:
+    index = file.with_suffix(".idx")
+    if not index.exists():
+        raise mistake(f"{index} is missing beside {file.name}", "copy the .idx file that was written with it")
+    dtype, sizes, documents = _index(index)
+    bounds = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+    held, promised = file.stat().st_size, int(bounds[-1]) * dtype.itemsize
+    if held != promised:
+        text = f"{index} promises {promised} bytes of tokens and {file.name} holds {held}"
+        raise mistake(text, "copy both files again")
+    if np.any(np.diff(documents, prepend=0, append=len(sizes)) < 0):
+        raise mistake(f"{index} names sequences that it does not hold", "copy both files again")
+    return Shard(file, mapped(file, dtype), closed(bounds[documents], int(bounds[-1])))
+
+
+def _index(index: Path) -> tuple[np.dtype, np.ndarray, np.ndarray]:
+    """Type of the tokens, size of every sequence, the sequence at which each document begins."""
+    start = MEGATRON_HEADER.size
+    with index.open("rb") as stream:
+        head = stream.read(start)
+    if len(head) < start or not head.startswith(MEGATRON_MAGIC):
+        raise mistake(f"{index} does not begin as a Megatron index does", "copy both files again")
+    _, version, code, sequences, documents = MEGATRON_HEADER.unpack(head)
+    if version != 1 or code not in MEGATRON_DTYPE:
+        raise mistake(
+            f"{index} is version {version} with tokens of type {code}, not version 1 with integers", "write it again"
+        )
+    promised, held = start + sequences * 12 + documents * 8, index.stat().st_size
+    if promised != held:
+        raise mistake(
+            f"{index} promises {sequences} sequences, {promised} bytes, and holds {held} bytes", "copy both files again"
+        )
+    sizes = mapped(index, np.dtype("<i4"), start, sequences)
+    # Between the two lie the byte positions of the sequences, which follow from the sizes.
+    return MEGATRON_DTYPE[code], sizes, mapped(index, np.dtype("<i8"), start + sequences * 12, documents)
+
+
+Kind = TextKind | ReadyKind
+
+PACKED = (".gz", ".zst", ".zstd")
+PROSE = (".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".org", ".adoc", ".html", ".htm", ".xml")
+CODE = (
+    *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".java", ".js", ".jsx", ".ts", ".tsx", ".css"),
+    *(".rs", ".go", ".rb", ".pl", ".lua", ".jl", ".r", ".scala", ".kt", ".swift", ".cs", ".sh", ".sql", ".toml"),
+)
+ENDINGS: dict[str, tuple[str, ...]] = {
+    "text": PROSE + CODE,
+    "jsonl": (".jsonl", ".ndjson", ".json.gz", ".json.zst"),  # a plain .json is rarely one object a line
+    "parquet": (".parquet",),
+    "ready": (".bin",),
+}
+CHECKED = 100  # text files of a source whose beginning is read before a run starts; of tokens, all headers are
+STDLIB_BYTES = 4_000_000
+NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The files of a source, and how each is read."""
+
+    source: Source
+    kinds: dict[Path, Kind]
+
+    @property
+    def files(self) -> list[Path]:
+        return list(self.kinds)
+
+    @property
+    def ready(self) -> bool:
+        """Tokens rather than text."""
+        return all(kind in get_args(ReadyKind) for kind in self.kinds.values())
+
+    @property
+    def plain(self) -> bool:
+        """Text as it is: as many bytes as its files have."""
+        return set(self.kinds.values()) == {"text"} and not any(file.suffix.lower() in PACKED for file in self.kinds)
+
+    @property
+    def size(self) -> int:
+        """Bytes on disk."""
+        return sum(file.stat().st_size for file in self.kinds)
+
+    def documents(self) -> Iterator[str]:
+        """Every document, in the order of the files."""
+        for file, kind in self.kinds.items():
+            yield from read_records(file, cast(TextKind, kind), self.source.field)
+
+
+def files(source: Source) -> list[Path]:
+    """Every file of a source, sorted; InputError when there is none."""
+    if source.source == "stdlib":
+        return _stdlib()
+    path = Path(source.source).expanduser()
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        return _folder(path, source)
+    prefix = path.with_name(path.name + ".bin")  # Megatron names a pair of files by what their names share
+    if prefix.is_file():
+        return [prefix]
+    found = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
+    if found := [file for file in found if file.is_file() and not _beside(file)]:
+        return found
+    near = _nearest(path)
+    raise mistake(
+        f"no file matches {source.source}",
+        f"the nearest folder that exists is {near}; name a file, a folder or a glob such as {near}/*.txt",
+    )
+
+
+def listing(source: Source) -> Listing:
+    """The files of a source with their kinds; InputError when it has none, or both text and tokens."""
+    found = Listing(source, {file: _kind(file, source) for file in files(source)})
+    tokens = [file for file, kind in found.kinds.items() if kind in get_args(ReadyKind)]
+    if tokens and not found.ready:
+        text = next(file for file in found.files if file not in tokens)
+        raise mistake(
+            f"{source.source} mixes text ({text}) and ready tokens ({tokens[0]})",
+            "name them as two sources under data.mix",
+        )
+    return found
+
+
+def documents(source: Source) -> Iterator[str]:
+    """Every document of a text source, in the order of its files."""
+    return listing(source).documents()
+
+
+def problems(data: Data) -> list[Problem]:
+    """What is wrong with the sources, as far as a look at the beginning of their files tells."""
+    key = "data.mix" if data.mix else "data.source"
+    found = [(problem, source) for source in data.sources for problem in _problems(source)]
+    told = [_of_entry(problem, source) if data.mix else problem for problem, source in found]
+    return [problem if problem.key else msgspec.structs.replace(problem, key=key) for problem in told]
+
+
+def _of_entry(problem: Problem, source: Source) -> Problem:
+    """In a mixture the settings of a source are those of its entry."""
+    remedy = re.sub(r"\bdata\.(source|format|field)\b", r"\1", problem.remedy)
+    if remedy == problem.remedy:
+        return problem
+    return msgspec.structs.replace(problem, remedy=f"{remedy}, in the entry of data.mix for {source.source}")
+
+
+def _problems(source: Source) -> list[Problem]:
+    try:
+        found = listing(source)
+        if not found.size:
+            raise mistake(f"all {len(found.files)} file(s) of {source.source} are empty", "name files with content")
+    except InputError as error:
+        return error.problems
+    except OSError as error:
+        return [Problem(f"{error.filename} cannot be read: {error.strerror}", "check the path and its permissions")]
+    looked_at = itertools.islice(found.kinds.items(), None if found.ready else CHECKED)
+    return [problem for file, kind in looked_at for problem in _file_problems(file, kind, source.field)]
+
+
+def _file_problems(file: Path, kind: Kind, field: str) -> list[Problem]:
+    if kind in get_args(TextKind):
+        return record_problems(file, cast(TextKind, kind), field)
+    try:
+        read_tokens(file, cast(ReadyKind, kind))
+    except InputError as error:
+        return error.problems
+    except OSError as error:
+        return [Problem(f"{file} cannot be read: {error.strerror}", "change its permissions (chmod +r)")]
+    return []
+
+
+def _kind(file: Path, source: Source) -> Kind:
+    """How a file of a source is read: as the source says, or by its ending."""
+    if source.format != "auto":
+        return source.format
+    family = _family(file)
+    if not family:
+        raise mistake(
+            f"{file} has an ending that says nothing about its content",
+            'set data.format ("text", "jsonl", "parquet", "nanogpt", "llmc" or "megatron")',
+        )
+    return kind(file) if family == "ready" else cast(TextKind, family)
+
+
+def _family(file: Path) -> str:
+    """Text, jsonl, parquet or ready, by the ending of a name; empty when it tells nothing."""
+    name = file.name.lower()
+    unpacked = name.removesuffix(file.suffix.lower()) if file.suffix.lower() in PACKED else name
+    for family, endings in ENDINGS.items():
+        if name.endswith(endings) or (family in ("text", "jsonl") and unpacked.endswith(endings)):
+            return family
+    return ""
+
+
+def _folder(folder: Path, source: Source) -> list[Path]:
+    """All files below a folder that its format, or any format, knows by their ending; hidden ones are left out."""
+    known = {source.format} & set(ENDINGS) or (set(ENDINGS) if source.format == "auto" else {"ready"})
+    every: list[Path] = []
+    for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        every += [Path(place, name) for name in names if not name.startswith(".")]
+    if found := sorted(file for file in every if _family(file) in known and not _beside(file)):
+        return found
+    if not every:
+        raise mistake(f"the folder {folder} is empty", "put files there, or name another folder")
+    raise mistake(
+        f"none of the {len(every)} file(s) below {folder} has a known ending",
+        f'name them by a glob, such as "{folder}/**/*", and set data.format',
+    )
+
+
+def _beside(file: Path) -> bool:
+    """Whether a file only goes with another one: Megatron's index, what our own tokens have beside them."""
+    if file.suffix == ".idx":
+        return file.with_suffix(".bin").exists()
+    return file.name in ("meta.json", "ends.bin") and (file.parent / "tokens.bin").exists()
+
+
+def _nearest(path: Path) -> Path:
+    return next(parent for parent in path.absolute().parents if parent.is_dir())
+
+
+def _stdlib() -> list[Path]:
+    """Modules and then modules in packages, by name, as many as fit: no tests, nothing installed or configured."""
+    root = Path(sysconfig.get_path("stdlib"))
+    modules = [file for file in sorted(root.glob("*.py")) if not file.name.startswith(("_sysconfigdata", "sitecustom"))]
+    packages = [file for file in sorted(root.glob("*/*.py")) if file.parent.name not in NOT_LIBRARY]
+    sizes = itertools.accumulate(file.stat().st_size for file in modules + packages)
+    found = [file for file, size in zip(modules + packages, sizes, strict=True) if size <= STDLIB_BYTES]
+    if not found:
+        raise mistake(f"this Python keeps no source of its library in {root}", "name a file or folder as data.source")
+    return found

@@ -1,0 +1,396 @@
+"""Clusters as data: accelerators, the nodes they sit in and the links between them."""
+
+import difflib
+import math
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from meshwright.config import schema
+from meshwright.spec.plan import Precision
+from meshwright.spec.problem import InputError, Problem
+
+# GB/s for one GPU, where nobody says: two channels of DDR4-3200, as in a desktop; an NVMe disk on four lanes of PCIe 3.
+HOST_BANDWIDTH = 51.2
+DISK_BANDWIDTH = 3.0
+POSITIVE = frozenset(
+    ("memory_gib", "bandwidth", "domain", "efficiency", "copies", "network_gbit", "host_bandwidth", "disk_bandwidth")
+)
+
+
+class Card(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One kind of accelerator and the node it usually sits in. GiB, GB/s, dense TFLOP/s, Gb/s."""
+
+    match: tuple[str, ...] = ()
+    memory_gib: float
+    bandwidth: float
+    fp32: float = 0.0
+    tf32: float = 0.0
+    bf16: float = 0.0
+    fp16: float = 0.0
+    fp8: float = 0.0
+    domain: int = 8
+    scale_up: str = "pcie4"
+    host: str = "pcie4"
+    network: str = "ethernet"
+    network_gbit: float = 1.25  # of one GPU
+    host_gib: float = 0.0  # of one GPU
+    host_bandwidth: float = HOST_BANDWIDTH
+    disk_gib: float = 0.0
+    disk_bandwidth: float = DISK_BANDWIDTH
+
+
+class Way(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A link inside a node. GB/s in one direction, microseconds."""
+
+    bandwidth: float
+    latency: float
+    efficiency: float = 0.75
+    copies: float = 0.87  # of the bandwidth, what a copy from or to pinned memory of the host reaches
+
+
+class Network(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A link between nodes. Gb/s of one node; 0: as fast as the card's usual one."""
+
+    match: tuple[str, ...] = ()
+    gbit: float = 0.0
+    latency: float
+    efficiency: float = 0.75
+
+
+class Catalogue(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that can be named."""
+
+    cards: dict[str, Card]
+    links: dict[str, Way]
+    networks: dict[str, Network]
+
+    def with_entries(self, table: Mapping[str, Any]) -> "Catalogue":
+        """This catalogue and a user's own entries, which win."""
+        kinds = {"cards": Card, "links": Way, "networks": Network}
+        problems: list[Problem] = []
+        merged: dict[str, dict[str, Any]] = {name: dict(getattr(self, name)) for name in kinds}
+        for name, kind in kinds.items():
+            for key, entry in table.get(name, {}).items():
+                found = _misfits(entry, kind, f"{name}.{key}.")
+                problems += found
+                if not found:
+                    merged[name][key] = msgspec.convert(entry, kind, strict=False)
+        if problems:
+            raise InputError(problems)
+        return Catalogue(**merged)
+
+
+def _misfits(entry: Any, kind: type[msgspec.Struct], prefix: str) -> list[Problem]:
+    if not isinstance(entry, Mapping):
+        key = prefix.rstrip(".")
+        return [Problem(f"{key} = {schema.shown(entry)} should be a table", f"write [{key}] above its keys", key)]
+    found = [*schema.misfits(entry, kind, prefix), *schema.missing(entry, kind, prefix)]
+    return found + unmeasurable(entry, kind, prefix, POSITIVE)
+
+
+def unmeasurable(
+    entry: Mapping[str, Any], kind: type[msgspec.Struct], prefix: str, positive: frozenset[str] = frozenset()
+) -> list[Problem]:
+    """Numbers that no machine has: not finite, below 0, or 0 where something must be."""
+    found = []
+    for key in (each for each in kind.__struct_fields__ if each in entry):
+        value = entry[key]
+        if not isinstance(value, int | float):
+            continue
+        least = "above 0" if key in positive else "at least 0"
+        if not math.isfinite(value):
+            found.append(Problem(f"{prefix}{key} = {value} must be finite", "correct the value", prefix + key))
+        elif value < 0 or (value == 0 and key in positive):
+            found.append(Problem(f"{prefix}{key} = {value} must be {least}", "correct the value", prefix + key))
+    return found
+
+
+@cache
+def catalogue() -> Catalogue:
+    """What comes with the program."""
+    text = (resources.files("meshwright.hardware") / "clusters.toml").read_text(encoding="utf-8")
+    return msgspec.convert(tomllib.loads(text), Catalogue)
+
+
+def words(text: str) -> frozenset[str]:
+    """A card's name as words: "NVIDIA A100-SXM4-80GB" is a100, sxm, 80g (and nvidia)."""
+    found = re.findall(r"[a-z0-9]+", text.lower())
+    return frozenset(_word(word) for word in found)
+
+
+def _word(word: str) -> str:
+    size = re.fullmatch(r"(\d+)gi?b?", word)
+    if size:
+        return f"{size[1]}g"
+    return "sxm" if re.fullmatch(r"sxm[345]", word) else word
+
+
+Entry = TypeVar("Entry", Card, Network)
+
+
+def named(text: str, entries: Mapping[str, Entry]) -> str | None:
+    """The entry whose name or match is exactly these words."""
+    asked = words(text)
+    for name, entry in entries.items():
+        if asked == words(name) or any(asked == words(match) for match in entry.match):
+            return name
+    return None
+
+
+def recognised(text: str, entries: Mapping[str, Entry]) -> str | None:
+    """The entry whose match a longer name holds; the most words win, then the order of the file."""
+    asked = words(text)
+    best, best_words = None, 0
+    for name, entry in entries.items():
+        for match in (name, *entry.match):
+            needed = words(match)
+            if needed <= asked and len(needed) > best_words:
+                best, best_words = name, len(needed)
+    return best
+
+
+def unknown(kind: str, text: str, names: Iterable[str]) -> Problem:
+    """What to say of a name that is not in the catalogue."""
+    near = difflib.get_close_matches(text.lower(), list(names), n=1, cutoff=0.4)
+    remedy = f"did you mean {near[0]}? " if near else ""
+    return Problem(
+        f"{schema.shown(text)} is no {kind} of the catalogue",
+        f"{remedy}`meshwright clusters` lists them, and a file of your own can add one",
+    )
+
+
+if TYPE_CHECKING:
+    from meshwright.hardware.stacks import Efficiency  # of a Gpu, so it imports this file
+
+GIGA, TERA = 1e9, 1e12
+GIB = 2.0**30
+MICRO = 1e-6
+GBIT = 1e9 / 8  # bytes
+ENTRIES = {"cards", "links", "networks"}  # tables of a file that add to the catalogue
+LARGEST_FILE = 1_000_000  # bytes; no cluster file written by a person comes near
+MOST_GPUS = 1_000_000  # no cluster is larger
+
+
+class Gpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One kind of accelerator. Peaks are dense and from the data sheet; achievable shares of them are measured."""
+
+    name: str
+    match: tuple[str, ...]  # words in the name that a driver or a publication gives
+    memory_bytes: float  # what a program can allocate at most, as the driver reports it
+    bandwidth: float  # bytes a second of the device's own memory
+    fp32: float  # operations a second; 0: the device has no such arithmetic
+    tf32: float = 0.0
+    bf16: float = 0.0
+    fp16: float = 0.0
+    fp8: float = 0.0
+
+    def peak(self, precision: Precision) -> float:
+        """Operations a second of matrix products; 0 where the device has no such arithmetic or no figure is known."""
+        return {"fp32": self.fp32, "bf16": self.bf16, "fp16": self.fp16, "fp8": self.fp8}.get(precision, 0.0)
+
+
+class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A way for bytes, seen from one GPU."""
+
+    name: str
+    bandwidth: float  # bytes a second in one direction, nominal
+    latency: float  # seconds before the first byte
+    efficiency: float = 1.0  # the share of the nominal bandwidth that collectives reach
+
+
+class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Some GPUs of one kind: `domain` of them share the fast link, everything beyond goes over the network."""
+
+    name: str
+    gpu: Gpu
+    gpus: int
+    domain: int  # GPUs behind one scale-up switch: a node, or a rack
+    scale_up: Link
+    network: Link
+    host: Link  # between a GPU and its node's memory
+    host_bytes: float = 0.0  # memory of a node ÷ its GPUs; 0: not known
+    host_bandwidth: float = HOST_BANDWIDTH * GIGA  # bytes a second of that memory ÷ its GPUs, read and written
+    disk_bytes: float = 0.0  # of a node's own disks ÷ its GPUs; 0: not known
+    disk_bandwidth: float = DISK_BANDWIDTH * GIGA  # bytes a second, read or written
+    efficiency: "Efficiency | None" = None  # what its own kernels were measured to reach; None: as in the catalogue
+
+    @property
+    def nodes(self) -> int:
+        """Domains in use."""
+        return -(-self.gpus // self.domain)
+
+
+class Machines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A cluster as a user writes it; what is left out is as in the card's usual node."""
+
+    gpu: str
+    gpus: int = 1
+    name: str = ""
+    domain: int = 0
+    scale_up: str = ""
+    host: str = ""
+    network: str = ""
+    network_gbit: float = 0.0  # of one GPU
+    host_gib: float = 0.0  # of one GPU
+    host_bandwidth: float = 0.0  # GB/s, of one GPU
+    disk_gib: float = 0.0  # of one GPU
+    disk_bandwidth: float = 0.0  # GB/s, of one GPU
+    memory_gib: float = 0.0  # where it differs from the catalogue's
+
+
+def cluster(text: str, *, network: str = "", gpus: int = 0) -> Cluster:
+    """The cluster of "64xh100", "2x8xh100" (nodes × GPUs × card), "h100", or a TOML file, also "16xmine.toml"."""
+    count, domain, rest = _counted(text)
+    if count == 0 or domain == 0:
+        raise InputError([Problem(f"cluster = {schema.shown(text)} has no GPUs", "correct the count", "cluster")])
+    known, machines = catalogue(), Machines(gpu=rest)
+    if rest.endswith(".toml"):
+        known, machines = _read(Path(rest))
+    given = {"gpus": gpus or count, "domain": domain, "network": network}
+    machines = msgspec.structs.replace(machines, **{key: value for key, value in given.items() if value})
+    return assembled(machines, known)
+
+
+def cluster_of(table: Mapping[str, Any]) -> Cluster:
+    """The cluster that a [cluster] table describes."""
+    known, machines = _understood(table)
+    return assembled(machines, known)
+
+
+def cluster_of_device(device_name: str, gpus: int) -> Cluster:
+    """So many of a device as its driver names it; one that nobody knows is the user's to describe."""
+    card = recognised(device_name, catalogue().cards)
+    if card is None:
+        raise InputError([unknown("card", device_name, catalogue().cards)])
+    return cluster(f"{gpus}x{card}")
+
+
+def peak_flops_per_second(device_name: str, precision: Precision) -> float | None:
+    """The data sheet's rate for a device as its driver names it, None when the device or its rate is not known."""
+    name = recognised(device_name, catalogue().cards)
+    if name is None:
+        return None
+    return _gpu(name, catalogue().cards[name]).peak(precision) or None
+
+
+@cache
+def cards() -> tuple[Cluster, ...]:
+    """One GPU of every card, each in its usual surroundings."""
+    return tuple(assembled(Machines(gpu=name), catalogue()) for name in catalogue().cards)
+
+
+def _counted(text: str) -> tuple[int | None, int | None, str]:
+    """GPUs, GPUs of a node (None: nobody says) and the card."""
+    parts = re.fullmatch(r"(?:(\d+)\s*[x×*]\s*)?(?:(\d+)\s*[x×*]\s*)?(.+)", text.strip(), re.IGNORECASE)
+    if parts is None:
+        remedy = "write a count and a card, like 64xh100"
+        raise InputError([Problem(f"cluster = {schema.shown(text)} says nothing", remedy, "cluster")])
+    first, second, rest = parts.groups()
+    if second is None:
+        return int(first) if first else None, None, rest
+    return int(first) * int(second), int(second), rest
+
+
+def _read(file: Path) -> tuple[Catalogue, Machines]:
+    try:
+        if file.stat().st_size > LARGEST_FILE:
+            raise InputError([Problem(f"{file} is larger than {LARGEST_FILE} bytes", "is it a cluster file?")])
+        table = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        remedy = "name a cluster file that can be read"
+        raise InputError([Problem(f"{file}: {error.strerror}", remedy, "cluster")]) from None
+    except ValueError as error:  # not UTF-8, or not TOML
+        raise InputError([Problem(f"{file} is not TOML: {error}", "correct that line", "cluster")]) from None
+    inner = table.get("cluster")
+    return _understood(inner | {key: table[key] for key in ENTRIES & set(table)} if isinstance(inner, dict) else table)
+
+
+def _understood(table: Mapping[str, Any]) -> tuple[Catalogue, Machines]:
+    """A user's own entries beside ours, and the machines."""
+    entries = {key: table[key] for key in ENTRIES if isinstance(table.get(key), dict)}
+    plain = {key: value for key, value in table.items() if key not in entries}
+    problems = [*schema.misfits(plain, Machines, "cluster."), *schema.missing(plain, Machines, "cluster.")]
+    problems += unmeasurable(plain, Machines, "cluster.")
+    try:
+        known = catalogue().with_entries(entries)
+    except InputError as error:
+        raise InputError([*problems, *error.problems]) from None
+    if problems:
+        raise InputError(problems)
+    return known, msgspec.convert(plain, Machines, strict=False)
+
+
+def assembled(machines: Machines, known: Catalogue) -> Cluster:
+    """The cluster of a user's words, with the catalogue's figures."""
+    name = named(machines.gpu, known.cards)
+    if name is None:
+        raise InputError([unknown("card", machines.gpu, known.cards)])
+    card = known.cards[name]
+    problems: list[Problem] = []
+    domain = machines.domain or card.domain
+    if machines.gpus < 1 or domain < 1:
+        problems.append(Problem("a cluster has at least one GPU", "correct the count", "cluster.gpus"))
+    if machines.gpus > MOST_GPUS:
+        what = f"{machines.gpus} GPUs are more than any cluster has"
+        problems.append(Problem(what, f"use at most {MOST_GPUS}", "cluster.gpus"))
+    gbit = machines.network_gbit or card.network_gbit
+    network = _network(machines.network or card.network, known.networks, gbit, max(domain, 1), problems)
+    scale_up = _link(machines.scale_up or card.scale_up, known.links, problems)
+    host = _copies(_link(machines.host or card.host, known.links, problems), known.links)
+    if problems or network is None or scale_up is None or host is None:
+        raise InputError(problems)
+    gpu = _gpu(name, card)
+    if machines.memory_gib:
+        gpu = msgspec.structs.replace(gpu, memory_bytes=machines.memory_gib * GIB)
+    return Cluster(
+        name=machines.name or f"{machines.gpus}x{name}",
+        gpu=gpu,
+        gpus=machines.gpus,
+        domain=domain,
+        scale_up=scale_up,
+        network=network,
+        host=host,
+        host_bytes=(machines.host_gib or card.host_gib) * GIB,
+        host_bandwidth=(machines.host_bandwidth or card.host_bandwidth) * GIGA,
+        disk_bytes=(machines.disk_gib or card.disk_gib) * GIB,
+        disk_bandwidth=(machines.disk_bandwidth or card.disk_bandwidth) * GIGA,
+    )
+
+
+def _gpu(name: str, card: Card) -> Gpu:
+    peaks = {key: getattr(card, key) * TERA for key in ("fp32", "tf32", "bf16", "fp16", "fp8")}
+    memory = {"memory_bytes": card.memory_gib * GIB, "bandwidth": card.bandwidth * GIGA}
+    return Gpu(name=name, match=card.match, **memory, **peaks)
+
+
+def _link(name: str, links: Mapping[str, Way], problems: list[Problem]) -> Link | None:
+    way = links.get(name)
+    if way is None:
+        problems.append(unknown("link", name, links))
+        return None
+    return Link(name=name, bandwidth=way.bandwidth * GIGA, latency=way.latency * MICRO, efficiency=way.efficiency)
+
+
+def _copies(link: Link | None, links: Mapping[str, Way]) -> Link | None:
+    """A link as copies to and from pinned memory use it."""
+    return link and msgspec.structs.replace(link, efficiency=links[link.name].copies)
+
+
+def _network(
+    name: str, networks: Mapping[str, Network], gbit: float, domain: int, problems: list[Problem]
+) -> Link | None:
+    """A network seen from one GPU: a node's own rate is shared by its GPUs."""
+    found = named(name, networks)
+    if found is None:
+        problems.append(unknown("network", name, networks))
+        return None
+    network = networks[found]
+    bandwidth = (network.gbit / domain if network.gbit else gbit) * GBIT
+    return Link(name=found, bandwidth=bandwidth, latency=network.latency * MICRO, efficiency=network.efficiency)

@@ -1,1 +1,0 @@
-"""Starting ranks and keeping their folder. Nothing here reaches torch."""

@@ -1,0 +1,374 @@
+"""AdamW whose states live off the device: they are moved piece by piece, while the next forward has begun.
+
+A step hands its gradients to a thread and returns. The thread goes through the pieces in the order in which a forward
+needs them: states two pieces ahead are being read, those behind are being written back, and a group's gate is opened
+when the last of its pieces is done.
+"""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.config.run import Run
+from meshwright.optim import offload_update
+from meshwright.optim.adamw import AdamW
+from meshwright.optim.clip import Verdict
+from meshwright.optim.host_memory import PAGE, Files, Home, InMemory, Memory, host_share, kinds, spread, staging, width
+from meshwright.optim.offload_update import AHEAD, SLOTS, Move, Piece, Span, Terms
+from meshwright.parallel import optimizer_offload, precision
+from meshwright.parallel.optimizer_offload import Gates, Group, Lane, Mark, reached
+
+
+@dataclass
+class Slot:
+    """The buffers of one piece on its way; some of them take turns."""
+
+    room: list[Tensor]  # in host memory, for states that are fetched from a file
+    near: list[Tensor]  # where the update is computed: the states, or the gradient and the narrow weight
+    arrived: Mark = None  # what the update reads is there
+    left: Mark = None  # what the update made has gone out of the buffers
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A piece with what is known of it at a step."""
+
+    piece: Piece
+    weight: Tensor  # the piece of the narrow weight, on the device
+    gradient: Tensor  # flat, on the device
+    decay: float
+
+    @property
+    def span(self) -> Span:
+        return Span(self.piece.weight, self.piece.begin, self.decay)
+
+
+class OnHost:
+    """Gradients come to the host, which updates states where they lie, and narrow weights go back."""
+
+    def __init__(self, device: torch.device, move: Move, halves: bool) -> None:
+        self.inward, self.outward = Lane(device), Lane(device)
+        self.device, self.move, self.halves = device, move, halves
+
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        return self.inward, self.outward
+
+    def near(
+        self, size: int, gradient: torch.dtype, weight: torch.dtype, states: Sequence[torch.dtype]
+    ) -> list[Tensor]:
+        """Buffers for one piece."""
+        return staging(size, [gradient, weight], pinned=self.device.type == "cuda")
+
+    def terms(self, terms: Terms) -> Terms | None:
+        """The scalars where the update is computed, None if there is nothing to do. Waits for the verdict."""
+        with self.inward.open():
+            numbers = torch.stack([number.double() for number in (terms.count, terms.factor, terms.finite)]).cpu()
+        count, factor, finite = numbers.unbind()
+        return Terms(terms.optim, terms.rate, count.float(), factor, finite) if finite.item() else None
+
+    def begin(self, work: Work, slot: Slot) -> None:
+        """Let what the update reads be on its way."""
+        size = len(work.weight)
+        with self.inward.open():
+            self.inward.wait(slot.left)
+            slot.near[0][:size].copy_(work.gradient, non_blocking=True)
+            if self.halves:
+                slot.near[1][:size].copy_(work.weight, non_blocking=True)
+            slot.arrived = self.inward.mark()
+
+    def update(self, work: Work, held: Sequence[Tensor], slot: Slot, terms: Terms) -> Mark:
+        """Move a piece; returns when its narrow weight is on the device."""
+        gradient, weight = (buffer[: len(work.weight)] for buffer in slot.near)
+        reached(slot.arrived)
+        self.move(held, weight, gradient, terms, work.span)
+        with self.outward.open():
+            work.weight.copy_(weight, non_blocking=True)
+            slot.left = self.outward.mark()
+        return slot.left
+
+    def returned(self, slot: Slot) -> None:
+        """The states may be taken back: the host itself has written them."""
+
+
+class OnDevice:
+    """States come to the device and go back; gradients and narrow weights stay there."""
+
+    def __init__(self, device: torch.device, move: Move) -> None:
+        self.inward, self.work, self.outward = Lane(device), Lane(device), Lane(device)
+        self.device, self.move = device, move
+
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        return self.inward, self.work, self.outward
+
+    def near(
+        self, size: int, gradient: torch.dtype, weight: torch.dtype, states: Sequence[torch.dtype]
+    ) -> list[Tensor]:
+        """Buffers for one piece."""
+        return [torch.empty(size, dtype=dtype, device=self.device) for dtype in states]
+
+    def terms(self, terms: Terms) -> Terms | None:
+        """The scalars are there already; the device itself leaves out an update whose gradient is not finite."""
+        return terms
+
+    def begin(self, work: Work, slot: Slot) -> None:
+        """Nothing but the states travels, and they may still have to be fetched."""
+
+    def update(self, work: Work, held: Sequence[Tensor], slot: Slot, terms: Terms) -> Mark:
+        """Move a piece; returns when its narrow weight is there."""
+        states = [buffer[: len(work.weight)] for buffer in slot.near]
+        with self.inward.open():
+            self.inward.wait(slot.left)
+            for state, source in zip(states, held, strict=True):
+                state.copy_(source, non_blocking=True)
+            slot.arrived = self.inward.mark()
+        with self.work.open():
+            self.work.wait(slot.arrived)
+            self.move(states, work.weight, work.gradient, terms, work.span)
+            moved = self.work.mark()
+        with self.outward.open():
+            self.outward.wait(moved)
+            for state, target in zip(states, held, strict=True):
+                target.copy_(state, non_blocking=True)
+            slot.left = self.outward.mark()
+        return moved
+
+    def returned(self, slot: Slot) -> None:
+        """Wait until the states are back on the host."""
+        reached(slot.left)
+
+
+Site = OnHost | OnDevice
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One update."""
+
+    terms: Terms
+    gradients: list[Tensor | None]
+    ready: Mark  # the verdict and all gradients are there
+
+
+class Offloaded(AdamW):
+    """The same update as AdamW's, of states in host memory or in files."""
+
+    def __init__(self, run: Run, groups: Sequence[Group], device: torch.device, folder: Path) -> None:
+        self.optim, self.plan, self.device, self.groups = run.optim, run.plan, device, list(groups)
+        self.kinds = kinds(run)
+        self.weights = [weight for group in groups for weight in group.weights]
+        self.sizes = [weight.numel() for weight in self.weights]
+        self.pieces = self._pieces(groups)
+        self.site = self._site()
+        self.memory = Memory(pinned=device.type == "cuda" and run.plan.offload_update == "device")
+        self.files = Files(folder) if run.plan.offload == "disk" else None
+        self.homes = self._homes(run)
+        self._count = torch.zeros((), dtype=torch.float32, device=device)
+        self.gates = Gates(groups, device)
+        self.slots = self._slots()
+        self.threads = ThreadPoolExecutor(1, "update")
+        self.readers, self.writers = ThreadPoolExecutor(AHEAD, "read"), ThreadPoolExecutor(SLOTS - AHEAD, "write")
+        self.running: Future[None] | None = None
+        self.ended: Mark = None
+        self.update_seconds = 0.0  # of the last update, from the gradients' being there to the last state's being back
+        self._number = {id(weight): number for number, weight in enumerate(self.weights)}
+
+    def _pieces(self, groups: Sequence[Group]) -> list[Piece]:
+        numbers = iter(range(len(self.weights)))
+        sizes = [[(next(numbers), weight.numel()) for weight in group.weights] for group in groups]
+        return offload_update.cut(sizes, offload_update.PIECE)
+
+    def _site(self) -> OnHost | OnDevice:
+        move = offload_update.choose(self.optim)
+        if self.plan.offload_update == "device":
+            return OnDevice(self.device, move)
+        return OnHost(self.device, move, halves=self.optim.states == "bf16")
+
+    def _homes(self, run: Run) -> list[Home]:
+        dtypes = list(self.kinds.values())
+        in_memory = spread([size * width(run) for size in self.sizes], host_share(run, sum(self.sizes)))
+        homes: list[Home] = []
+        for size, near in zip(self.sizes, in_memory, strict=True):
+            if near or self.files is None:
+                homes.append(InMemory(self.memory.take([size] * len(dtypes), dtypes)))
+            else:
+                homes.append(self.files.take(size, dtypes))
+        return homes
+
+    def _slots(self) -> list[Slot]:
+        largest = max((each.end - each.begin for each in self.pieces), default=1)
+        dtypes = list(self.kinds.values())
+        gradient = self.weights[0].dtype if self.plan.accumulate == 1 else precision.weight_dtype(self.plan)
+        pages = -(-largest // PAGE) * PAGE  # elements: whole pages of every type
+        return [
+            Slot(
+                room=staging(pages, dtypes, self.memory.pinned) if self.files is not None else [],
+                near=self.site.near(largest, gradient, self.weights[0].dtype, dtypes),
+            )
+            for _ in range(SLOTS)
+        ]
+
+    @torch.no_grad()
+    def begin(self, weight: nn.Parameter, wide: Tensor) -> None:
+        """Take a weight's first value."""
+        home = self.homes[self._number[id(weight)]]
+        if self.optim.states == "bf16":
+            narrow, low = offload_update.split(wide.flatten())
+            weight.copy_(narrow.view(weight.shape))
+            home.arrays[0].copy_(low)
+        else:
+            weight.copy_(wide)
+            home.arrays[0].copy_(wide.flatten())
+            weight.master = home.arrays[0].view(weight.shape)  # pyright: ignore[reportAttributeAccessIssue]
+
+    @property
+    def count(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Updates made, skips left out. Whoever asks sees the states after them."""
+        self.settle()
+        return self._count
+
+    @property
+    def first(self) -> list[Tensor]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """First moments."""
+        return self._shaped("first")
+
+    @property
+    def second(self) -> list[Tensor]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Second moments."""
+        return self._shaped("second")
+
+    def _shaped(self, kind: str) -> list[Tensor]:
+        place = list(self.kinds).index(kind)
+        pairs = zip(self.homes, self.weights, strict=True)
+        return [home.arrays[place].view(weight.shape) for home, weight in pairs]
+
+    def held(self) -> dict[int, dict[str, Tensor]]:
+        """The state of every weight, by its id and by kind; valid whenever no update is on its way."""
+        return {id(weight): self._held(weight, home) for weight, home in zip(self.weights, self.homes, strict=True)}
+
+    def _held(self, weight: nn.Parameter, home: Home) -> dict[str, Tensor]:
+        arrays = dict(zip(self.kinds, (array.view(weight.shape) for array in home.arrays), strict=True))
+        if "low" not in arrays:
+            return arrays
+        # Of the wide weight the device has one half. The other is bits, under a type that checkpoints know.
+        return {"weight": weight.detach(), **arrays, "low": arrays["low"].view(torch.bfloat16)}
+
+    @torch.no_grad()
+    def step(self, rate: float, verdict: Verdict) -> None:
+        """Begin to update every weight; none is when the verdict says the gradient is not finite."""
+        self._join()
+        self._count += verdict.finite
+        gradients = [weight.grad for weight in self.weights]
+        terms = Terms(self.optim, rate, self._count, verdict.factor, verdict.finite)
+        self.gates.close()
+        self.running = self.threads.submit(self._run, Job(terms, gradients, optimizer_offload.here(self.device)))
+
+    def settle(self) -> None:
+        """Wait until the last update is whole, here and on the device."""
+        self._join()
+        optimizer_offload.reached(self.ended)
+
+    def stall_seconds(self) -> float:
+        """How long the last step's forward has waited for the update before it. Waits for that step."""
+        return self.gates.stall_seconds()
+
+    def close(self) -> None:
+        """Give back threads and files."""
+        self.settle()
+        for pool in (self.threads, self.readers, self.writers):
+            pool.shutdown()
+        if self.files is not None:
+            self.files.close()
+
+    def _join(self) -> None:
+        """Wait until the last update is on its way as a whole; what the device does next follows it."""
+        running, self.running = self.running, None
+        if running is not None:
+            running.result()
+        if self.ended is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.ended)
+
+    @torch.no_grad()
+    def _run(self, job: Job) -> None:
+        began = time.perf_counter()
+        try:
+            for lane in self.site.lanes:
+                lane.wait(job.ready)
+                lane.wait(self.ended)
+            terms = self.site.terms(job.terms)
+            if terms is not None:
+                self._pass_through(job, terms)
+            for number, gate in enumerate(self.gates.gates):
+                if gate is not None and not gate.done():  # nothing to move, or a group without weights
+                    self.gates.open(number, None)
+            self.ended = self.site.outward.mark()
+        except BaseException as error:
+            self.gates.fail(error)
+            raise
+        optimizer_offload.reached(self.ended)
+        self.update_seconds = time.perf_counter() - began
+
+    def _pass_through(self, job: Job, terms: Terms) -> None:
+        """All pieces, some ahead being fetched and some behind being kept."""
+        waiting: deque[tuple[Work, Slot, Future[list[Tensor]]]] = deque()
+        writing: deque[Future[None]] = deque()
+        for number, each in enumerate(self.pieces):
+            if len(writing) > 1:  # the slot that comes next is the one whose states are being written longest
+                writing.popleft().result()
+            slot, work = self.slots[number % SLOTS], self._work(each, job)
+            self.site.begin(work, slot)
+            waiting.append((work, slot, self._fetch(each, slot)))
+            if len(waiting) > AHEAD:
+                writing.append(self._move(*waiting.popleft(), terms))
+        while waiting:
+            writing.append(self._move(*waiting.popleft(), terms))
+        for write in writing:
+            write.result()
+
+    def _work(self, each: Piece, job: Job) -> Work:
+        weight, gradient = self.weights[each.weight], job.gradients[each.weight]
+        inward = self.site.lanes[-2]  # whose work reads the gradient
+        with inward.open():
+            flat = torch.zeros_like(weight) if gradient is None else gradient
+            inward.uses(flat)
+            flat = flat.detach().reshape(-1)[each.begin : each.end]
+        if each.end == weight.numel():
+            job.gradients[each.weight] = None  # its memory goes with its last piece
+        decay = self.optim.weight_decay if weight.ndim >= 2 else 0.0
+        return Work(each, weight.detach().view(-1)[each.begin : each.end], flat, decay)
+
+    def _fetch(self, each: Piece, slot: Slot) -> Future[list[Tensor]]:
+        home = self.homes[each.weight]
+        if home.staged:
+            return self.readers.submit(home.fetch, each.begin, each.end, slot.room)
+        return _now(home.fetch(each.begin, each.end, slot.room))
+
+    def _move(self, work: Work, slot: Slot, fetched: Future[list[Tensor]], terms: Terms) -> Future[None]:
+        held, each = fetched.result(), work.piece
+        moved = self.site.update(work, held, slot, terms)
+        if each.last:
+            self.gates.open(each.group, moved)
+        home = self.homes[each.weight]
+        return self.writers.submit(self._keep, home, each, slot) if home.staged else _now(None)
+
+    def _keep(self, home: Home, each: Piece, slot: Slot) -> None:
+        self.site.returned(slot)
+        home.keep(each.begin, each.end, slot.room)
+
+
+Value = TypeVar("Value")
+
+
+def _now(value: Value) -> Future[Value]:
+    """What needs no thread, as if one had done it."""
+    done: Future[Value] = Future()
+    done.set_result(value)
+    return done

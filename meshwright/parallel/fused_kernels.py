@@ -1,0 +1,130 @@
+"""Hand-written kernels put where plain arithmetic was: the loss with its projection, and the fastest attention."""
+
+from collections.abc import Iterable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask
+
+from meshwright.kernels import cross_entropy, document_attention
+from meshwright.kernels.dispatch import Kernels, settle
+from meshwright.kernels.gated import Activation, activate, gated
+from meshwright.kernels.norm import layer_norm_sum, rms_norm_sum
+from meshwright.kernels.rope import rotate
+from meshwright.models.decoder import Decoder
+from meshwright.models.layers import Attend, Attention, Block, Mlp, causal_attention, rotate_both, weighed_loss
+from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.model_spec import Anatomy
+from meshwright.parallel.precision import compute_dtype
+from meshwright.parallel.tensor import cut_loss
+from meshwright.spec.plan import Plan
+
+NAMES: dict[str, Activation] = {
+    "swiglu": "silu",
+    "gelu": "gelu",
+    "gelu_tanh": "gelu_tanh",
+}  # the kernels' words for the activations
+
+
+def place(model: Decoder, kernels: Kernels = "auto") -> None:
+    """Give every block the kernels of its rotation, its gate, and its sum with the norm of it."""
+    name = NAMES[model.arch.mlp]
+    for module in model.modules():
+        if isinstance(module, Attention) and module.turn is rotate_both:
+            module.turn = partial(rotate, kernels=kernels)
+        elif isinstance(module, Mlp):
+            module.activate = partial(activate, activation=name, kernels=kernels)
+            module.gated = partial(gated, activation=name, kernels=kernels)
+        elif isinstance(module, Block):
+            module.add_and_norm = partial(_add_and_norm, module.mlp_norm, kernels)
+
+
+def _add_and_norm(norm: nn.Module, kernels: Kernels, y: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    if isinstance(norm, nn.RMSNorm):
+        assert norm.eps is not None, "our norms have one"
+        return rms_norm_sum(y, x, norm.weight, norm.eps, kernels)
+    assert isinstance(norm, nn.LayerNorm), f"a norm of an unknown kind: {type(norm).__name__}"
+    return layer_norm_sum(y, x, norm.weight, norm.bias, norm.eps, kernels)
+
+
+# By measurement on an H200 (results/profile-h200.json): cuDNN takes 0.5 to 0.6 of flash's time on every shape there.
+FASTEST = (
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+)
+
+
+def wrap(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: Anatomy) -> nn.Module:
+    """Put kernels into our own decoder, on a GPU; anyone else's model and the CPU keep their arithmetic.
+
+    Under tp the loss runs in chunks on every device, by kernels or by their plain twins: one path, proved in float64.
+    """
+    settled = settle(plan.kernels, mesh.device, compute_dtype(plan))
+    if not isinstance(model, Decoder) or plan.kernels == "plain":
+        return model
+    if plan.pp == 1 and plan.tp > 1:  # a pipeline's last stage hands all its logits over
+        model.loss = partial(cut_loss, kernels=settled.kind)
+    if settled.kind == "plain" or mesh.device.type != "cuda":
+        return model
+    if plan.pp == 1 and plan.tp == 1:
+        model.loss = cross_entropy.weighed_loss
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.attend = _fastest(module.attend)
+    if plan.attends_whole and document_attention.takes(model.arch.head_dim, compute_dtype(plan)):
+        model.tell = document_attention.blocks
+    if not plan.compile and plan.tp == 1:  # the compiler fuses by itself; under tp, what a block adds up is cut
+        place(model)
+    return model
+
+
+def chosen(plan: Plan, device: torch.device, chunks: Iterable[nn.Module], one_pass: bool) -> str:
+    """Which kernels a run uses, or why it uses none: the same words for the screen and for the record."""
+    settled = settle(plan.kernels, device, compute_dtype(plan))
+    if settled.kind == "plain":
+        return f"plain, because {settled.reason}"
+    placed = [*_placed(chunks), *(["one-pass updates"] if one_pass else [])]
+    return f"fused: {', '.join(placed)}" if placed else "fused, but this plan has no place for any"
+
+
+def _fastest(attend: Attend) -> Attend:
+    """The same attention by the fastest kernels; a ring has its own."""
+    if isinstance(attend, partial) and attend.keywords.get("attend") is causal_attention:
+        return partial(attend, attend=fastest_attention)
+    return fastest_attention if attend is causal_attention else attend
+
+
+def _is_fastest(attend: Attend) -> bool:
+    return attend is fastest_attention or (
+        isinstance(attend, partial) and attend.keywords.get("attend") is fastest_attention
+    )
+
+
+def _placed(chunks: Iterable[nn.Module]) -> list[str]:
+    modules = [module for chunk in chunks for module in chunk.modules()]
+    told = ["the loss with its projection"] if any(has_loss(module) for module in modules) else []
+    if any(isinstance(module, Attention) and _is_fastest(module.attend) for module in modules):
+        told.append("the fastest attention")
+    if any(isinstance(module, Attention) and module.turn is not rotate_both for module in modules):
+        told.append("rotations, gates and norms of sums")
+    return told
+
+
+def has_loss(model: nn.Module) -> bool:
+    """Whether a model computes its loss without all its logits."""
+    return isinstance(model, Decoder) and model.loss is not weighed_loss
+
+
+def fastest_attention(q: Tensor, k: Tensor, v: Tensor, told: BlockMask | Tensor | None) -> Tensor:
+    """Causal attention by the first of the kernels that takes the shape; within documents, by the blocks they touch."""
+    if isinstance(told, BlockMask):
+        return document_attention.attention(q, k, v, told)
+    if told is not None:
+        return causal_attention(q, k, v, told)
+    with sdpa_kernel(list(FASTEST), set_priority=True):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])

@@ -1,0 +1,367 @@
+"""A run's folder as its files tell it: what was to be done, where, by whom, and what was recorded."""
+
+import contextlib
+import platform
+import re
+import time
+import tomllib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from meshwright.config import load
+from meshwright.config.run import Run
+from meshwright.cost.goodput import kept
+from meshwright.runtime import failure
+from meshwright.runtime.failure import Verdict
+from meshwright.runtime.records import Record, StepRecord, read_line
+from meshwright.spec.problem import InputError, Problem
+
+NAME = "steps.rank*.jsonl"
+
+
+class Lines(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's file as far as it can be read."""
+
+    records: list[Record]
+    damaged: int = 0  # whole lines that are no records
+    cut: bool = False  # the last line has no end: it was being written when somebody looked, or killed
+
+
+class RankLine(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What is read of the other ranks: little, so that many of them are read quickly."""
+
+    kind: str = ""
+    step: int = 0
+    data_seconds: float = 0.0
+    memory_bytes: int = 0
+
+
+class RankSeen(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's steps in sum, those included that a restart went back behind."""
+
+    rank: int
+    step: int  # the last
+    steps: int  # how many were made
+    data_seconds: float  # spent waiting for the loader
+    memory_bytes: int  # at the most
+
+
+_decoder = msgspec.json.Decoder(RankLine)
+
+
+def rank_files(folder: Path) -> dict[int, Path]:
+    """The files of records by rank, lowest first."""
+    found = {file.name.removeprefix("steps.rank").removesuffix(".jsonl"): file for file in folder.glob(NAME)}
+    return {int(rank): found[rank] for rank in sorted(filter(str.isdecimal, found), key=int)}
+
+
+def read(file: Path) -> Lines:
+    """Every record of a file."""
+    records: list[Record] = []
+    damaged, cut = 0, False
+    for text in _texts(file):
+        if not text.endswith(b"\n"):
+            cut = True
+            continue
+        try:
+            records.append(read_line(text))
+        except (msgspec.MsgspecError, AttributeError, TypeError):  # no JSON, no object, or none of ours
+            damaged += 1
+    return Lines(records=records, damaged=damaged, cut=cut)
+
+
+def seen(rank: int, file: Path) -> RankSeen:
+    """A rank's steps in sum; lines that are damaged are left out."""
+    return summed(rank, (line for line in _rank_lines(file) if line.kind == "step"))
+
+
+def summed(rank: int, steps: Iterable[RankLine | StepRecord]) -> RankSeen:
+    """Steps in sum."""
+    last, count, data_seconds, memory_bytes = 0, 0, 0.0, 0
+    for step in steps:
+        last, count = step.step, count + 1
+        data_seconds += step.data_seconds
+        memory_bytes = max(memory_bytes, step.memory_bytes)
+    return RankSeen(rank=rank, step=last, steps=count, data_seconds=data_seconds, memory_bytes=memory_bytes)
+
+
+def _rank_lines(file: Path) -> Iterator[RankLine]:
+    for text in _texts(file):
+        with contextlib.suppress(msgspec.MsgspecError):
+            yield _decoder.decode(text)
+
+
+def _texts(file: Path) -> Iterator[bytes]:
+    try:
+        with file.open("rb") as lines:
+            yield from lines
+    except OSError as error:
+        raise InputError([Problem(f"{file}: {error.strerror}", "make it readable, or report on a copy")]) from None
+
+
+State = Literal["done", "going", "ended"]
+LOCKS = Path("/proc/locks")
+HELD_BY = re.compile(r"process (\d+) on (\S+) since (.+)")
+
+
+class Owner(msgspec.Struct, frozen=True, kw_only=True):
+    """Who claimed the folder last."""
+
+    process: int
+    host: str
+    since: str
+    holds: bool | None  # whether it still does; None: it is on another machine, which cannot be asked
+
+
+class Told(msgspec.Struct, frozen=True, kw_only=True):
+    """What there is to judge by."""
+
+    finished: bool  # there is a summary
+    owner: Owner | None
+    silent_seconds: float | None  # since the last record; None: there is none
+    patience: float  # seconds without a record after which a run that nobody can ask about is taken to have ended
+    said_end: bool  # the last record says that the session is over
+    made_all: bool  # the last record is of the last step
+    verdict: Verdict | None  # the last words of the first rank that failed
+    saved: tuple[int, ...] = ()  # steps that have a checkpoint
+
+
+class Standing(msgspec.Struct, frozen=True, kw_only=True):
+    """How a run stands."""
+
+    state: State
+    words: str
+    remedy: str = ""
+    silent_seconds: float | None = None  # since the last record
+
+
+def owner(lock: Path) -> Owner | None:
+    """Who holds the folder, or did last. The lock is not touched: a launcher must never be refused for a reader."""
+    try:
+        found = HELD_BY.match(lock.read_text(encoding="utf-8", errors="replace").strip())
+        inode = lock.stat().st_ino
+    except OSError:
+        return None
+    if found is None:
+        return None
+    here = found[2] == platform.node()
+    return Owner(process=int(found[1]), host=found[2], since=found[3], holds=_held(inode) if here else None)
+
+
+def _held(inode: int) -> bool | None:
+    """Whether somebody on this machine holds the lock of a file; None where the system does not list its locks."""
+    try:
+        rows = LOCKS.read_text().splitlines()
+    except OSError:
+        return None
+    return any(field.endswith(f":{inode}") for row in rows for field in row.split())
+
+
+def standing(told: Told) -> Standing:
+    """How a run stands, by the best witness there is: its summary, its lock, its last record's age, its last words."""
+    if told.finished:
+        return Standing(state="done", words="finished")
+    silent = told.silent_seconds
+    if _goes_on(told):
+        last = "no record yet" if silent is None else f"last record {duration(silent)} ago"
+        by = "" if told.owner is None else f", process {told.owner.process} on {told.owner.host}"
+        return Standing(state="going", words=f"still going: {last}{by}", silent_seconds=silent)
+    when = "" if silent is None else f", {duration(silent)} ago"
+    what, remedy = _ending(told)
+    return Standing(state="ended", words=f"{what}{when}", remedy=remedy, silent_seconds=silent)
+
+
+def _goes_on(told: Told) -> bool:
+    if told.owner is not None and told.owner.holds is not None:
+        return told.owner.holds
+    return told.silent_seconds is not None and told.silent_seconds < told.patience and not told.said_end
+
+
+def _ending(told: Told) -> tuple[str, str]:
+    """What ended a run, as far as anybody wrote it down, and what to do."""
+    if told.verdict is not None:
+        return f"ended early: {told.verdict.what}", told.verdict.remedy
+    if told.made_all:
+        return "all steps were made, but the run ended before its summary was written", _again(told)
+    if told.said_end:
+        saved = f", saved at step {told.saved[-1]}" if told.saved else ", and not saved"
+        return f"ended early: asked to end{saved}", _again(told)
+    if told.silent_seconds is None:
+        return "no step was made, and nobody is at work", _again(told)
+    return "ended early without a word: its launcher or a rank was killed, or its machine is gone", _again(told)
+
+
+def _again(told: Told) -> str:
+    where = f"goes on from step {told.saved[-1]:,}" if told.saved else "begins anew, since nothing was saved"
+    return f"run the same command again: it {where}"
+
+
+def duration(seconds: float) -> str:
+    """A time in the unit in which it is at least one."""
+    for scale, unit in ((86400.0, "days"), (3600.0, "h"), (60.0, "min")):
+        if seconds >= scale:
+            return f"{seconds / scale:.1f} {unit}"
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+RUN = "run.toml"
+REMEDY = "give the folder of a run: `meshwright train` says where it is, runs/NAME-DIGEST unless told otherwise"
+ELSEWHERE = ("init.from=", "init.moments=false")  # where the weights came from need not be there any more
+CHANGED = "{} shows that run.toml changed between sessions: steps of the last session are measured, memory of all"
+MOST_NAMED = 12  # runs of a folder of runs
+Value = TypeVar("Value")
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that the files say, before anything is concluded from it."""
+
+    path: Path
+    run: Run
+    changed: bool  # between sessions: the plan may have been another before
+    environment: dict[str, Any]  # of env.json; empty where there is none
+    finished: bool  # there is a summary, which is the last thing that a run writes
+    witness: int | None  # the rank whose records are read in full, None where there are no records
+    records: list[Record]
+    kept: list[StepRecord]  # the steps that the weights went through
+    ranks: tuple[RankSeen, ...]
+    verdicts: tuple[Verdict, ...]  # last words of ranks, the earliest first
+    ends: dict[str, Verdict]  # what ended attempts, by session and number
+    saved: tuple[int, ...]  # steps that have a checkpoint
+    owner: Owner | None  # who holds the folder, or held it last
+    silent_seconds: float | None  # since the last record was written, by this machine's clock
+    notes: tuple[str, ...]  # what is missing or damaged
+
+
+def facts(path: Path) -> Facts:
+    """Read a run's folder. What is no run folder is the user's mistake; what is damaged is noted, and left out."""
+    _check(path)
+    notes: list[str] = []
+    run = _run(path / RUN, notes)
+    files = rank_files(path)
+    witness = min(files, default=None)
+    lines = read(files[witness]) if witness is not None else Lines(records=[])
+    steps = (record for record in lines.records if isinstance(record, StepRecord))
+    ranks = tuple(summed(rank, steps) if rank == witness else seen(rank, file) for rank, file in files.items())
+    changed = [file.name for file in earlier(path)]
+    notes += [CHANGED.format(changed[-1])] if changed else []
+    notes += _missing_records(run.plan.world, witness, ranks, lines)
+    return Facts(
+        path=path,
+        run=run,
+        changed=bool(changed),
+        environment=_json(path / "env.json", dict[str, Any], notes, "device and torch are not known") or {},
+        finished=_is_finished(path / "summary.json", notes),
+        witness=witness,
+        records=lines.records,
+        kept=kept(lines.records),
+        ranks=ranks,
+        verdicts=_verdicts(path, notes),
+        ends=_ends(path, notes),
+        saved=_saved(path),
+        owner=owner(path / "lock"),
+        silent_seconds=max(time.time() - files[witness].stat().st_mtime, 0.0) if witness is not None else None,
+        notes=tuple(notes),
+    )
+
+
+def _check(path: Path) -> None:
+    if not path.exists():
+        raise InputError([Problem(f"there is no folder {path}", REMEDY)])
+    if not path.is_dir():
+        remedy = f"give its folder, {path.parent}" if (path.parent / RUN).is_file() else REMEDY
+        raise InputError([Problem(f"{path} is a file", remedy)])
+    inside = sorted(entry.parent.name for entry in path.glob(f"*/{RUN}"))
+    is_run = (path / RUN).is_file()
+    if inside and not (is_run and (rank_files(path) or (path / "logs").exists())):
+        named = ", ".join(inside[:MOST_NAMED]) + (f" and {len(inside) - MOST_NAMED} more" * (len(inside) > MOST_NAMED))
+        raise InputError([Problem(f"{path} is a folder of runs: {named}", f"name one: {path / inside[0]}")])
+    if not is_run:
+        what = "is empty" if not any(path.iterdir()) else f"is not a run's folder: it has no {RUN}"
+        raise InputError([Problem(f"{path} {what}", REMEDY)])
+
+
+def _run(file: Path, notes: list[str]) -> Run:
+    """The run as it was decided. What today's rules would refuse was run all the same, and is only noted."""
+    try:
+        tomllib.loads(file.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        older = [each.name for each in earlier(file.parent)]
+        remedy = "restore it from a copy" + (f"; {older[-1]} beside it is how it was before" if older else "")
+        raise InputError([Problem(f"{file} is damaged: {error}", remedy)]) from None
+    except (OSError, UnicodeDecodeError):
+        pass  # said by the loader
+    loaded, problems = load.examine(file, ELSEWHERE)
+    if loaded is None:
+        raise InputError(problems)
+    notes += [problem.text for problem in problems]
+    return loaded.run
+
+
+def earlier(path: Path) -> list[Path]:
+    """The run files of earlier sessions, under another plan for example."""
+    found = [file for file in path.glob("run.*.toml") if file.name.split(".")[1].isdecimal()]
+    return sorted(found, key=lambda file: int(file.name.split(".")[1]))
+
+
+def _missing_records(world: int, witness: int | None, ranks: tuple[RankSeen, ...], lines: Lines) -> list[str]:
+    """What the ranks' files leave open, a sentence each."""
+    if witness is None:
+        return ["there are no records (steps.rank*.jsonl): no rank has been ready for a step"]
+    found = []
+    absent = sorted(set(range(world)) - {rank.rank for rank in ranks})
+    if absent:
+        named = ", ".join(map(str, absent[:8])) + (f" and {len(absent) - 8} more" * (len(absent) > 8))
+        found.append(f"records of {len(absent)} of {world} ranks are missing: {named}")
+    if witness:
+        found.append(f"rank 0's records are missing: what follows is as rank {witness} saw it")
+    if lines.damaged:
+        found.append(f"lines of steps.rank{witness}.jsonl that are no records, and left out: {lines.damaged}")
+    if lines.cut:
+        found.append(f"the last line of steps.rank{witness}.jsonl is cut short, and left out")
+    return found
+
+
+def _json(file: Path, kind: type[Value], notes: list[str], without: str) -> Value | None:
+    """A file of one value; None, with a note, where it cannot be had."""
+    consequence = f": {without}" if without else ""
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=kind)
+    except FileNotFoundError:
+        notes.append(f"{file.name} is missing{consequence}")
+    except OSError as error:
+        notes.append(f"{file.name} cannot be read ({error.strerror}){consequence}")
+    except msgspec.MsgspecError as error:
+        notes.append(f"{file.name} is damaged ({error}){consequence}")
+    return None
+
+
+def _is_finished(file: Path, notes: list[str]) -> bool:
+    if not file.exists():
+        return False
+    _json(file, dict[str, Any], notes, "how it ended is read from the records")
+    return True
+
+
+def _verdicts(path: Path, notes: list[str]) -> tuple[Verdict, ...]:
+    try:
+        return tuple(sorted(failure.read(path), key=lambda each: each.at))
+    except (OSError, msgspec.MsgspecError) as error:
+        notes.append(f"the last words of a rank (failure.rank*.json) are damaged: {error}")
+        return ()
+
+
+def _ends(path: Path, notes: list[str]) -> dict[str, Verdict]:
+    """What the supervisor said when an attempt ended, by its session and number."""
+    found = {}
+    for file in sorted(path.glob("faults/ended-*.json"), key=lambda file: file.stat().st_mtime):
+        if told := _json(file, Verdict, notes, "what ended an attempt is not known"):
+            found[file.stem.removeprefix("ended-")] = told
+    return found
+
+
+def _saved(path: Path) -> tuple[int, ...]:
+    names = [entry.name.removeprefix("step-") for entry in path.glob("checkpoints/step-*")]
+    return tuple(sorted(int(name) for name in names if name.isdecimal()))

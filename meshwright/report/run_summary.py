@@ -1,0 +1,570 @@
+"""A run's report: everything that can be concluded from its folder, as one value."""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
+from statistics import fmean, median
+from typing import Any, Literal
+
+import msgspec
+
+from meshwright.config import presets
+from meshwright.config.run import Goal
+from meshwright.cost import goodput
+from meshwright.cost.calibrate import CPU, Machine, measured, trainer
+from meshwright.cost.flops import utilization
+from meshwright.cost.goodput import Account
+from meshwright.cost.job import Job
+from meshwright.cost.memory import worst
+from meshwright.cost.step_time import price
+from meshwright.hardware.cluster import Cluster, catalogue, cluster, recognised
+from meshwright.hardware.profile import Profile
+from meshwright.report.run_data import Facts, RankSeen, Standing, Told, standing
+from meshwright.runtime.failure import Verdict
+from meshwright.runtime.records import AttemptRecord, EndRecord, EventRecord, HeldRecord, Record, StepRecord
+from meshwright.spec.arch import Arch
+from meshwright.spec.params import count
+from meshwright.spec.problem import InputError, Problem
+
+WARM_UP = (5, 1, 0)  # steps after a start that do not count, the first number that leaves half of them
+LAST = 20  # steps whose mean loss is told, or a tenth of them where they are few
+
+
+class Steps(msgspec.Struct, frozen=True, kw_only=True):
+    """The steps that count, those after every start left out."""
+
+    counted: int
+    left_out: int
+    seconds: float  # the median
+    quickest: float
+    slowest: float
+    tokens: float  # of a step, the median
+    tokens_per_second: float  # those ÷ the median seconds
+    flops: float  # the model's in one step, over the whole job
+    peak_bytes: int  # of the fullest rank
+    peak_rank: int
+
+
+class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
+    """A loss on what is never trained on."""
+
+    step: int
+    loss: float
+
+
+class Losses(msgspec.Struct, frozen=True, kw_only=True):
+    """How the loss went. One that is not finite is NaN, and null in JSON."""
+
+    first: float
+    first_step: int
+    last: float
+    last_step: int
+    mean: float  # of the last steps, those that are finite
+    mean_of: int
+    held_out: tuple[HeldOut, ...]
+    skipped: int  # steps whose gradient was not finite: the weights were left alone
+    spikes: int  # as the run itself saw them
+
+
+def steps(records: Iterable[Record], kept: Sequence[StepRecord], ranks: Sequence[RankSeen]) -> Steps | None:
+    """Of the steps that were kept; None where none was made."""
+    counted = steady(records, kept)
+    if not counted:
+        return None
+    seconds = [step.seconds for step in counted]
+    middle, tokens = median(seconds), median([step.tokens for step in counted])
+    fullest = max(ranks, key=lambda rank: rank.memory_bytes)
+    return Steps(
+        counted=len(counted),
+        left_out=len(kept) - len(counted),
+        seconds=middle,
+        quickest=min(seconds),
+        slowest=max(seconds),
+        tokens=tokens,
+        tokens_per_second=tokens / middle if middle > 0 else math.nan,
+        flops=counted[-1].flops,
+        peak_bytes=fullest.memory_bytes,
+        peak_rank=fullest.rank,
+    )
+
+
+def steady(records: Iterable[Record], kept: Sequence[StepRecord]) -> list[StepRecord]:
+    """The kept steps without the first ones after each start, which compile, tune and warm up."""
+    begun, age = 0, {}
+    for record in records:
+        if isinstance(record, AttemptRecord):
+            begun = record.step
+        elif isinstance(record, StepRecord):
+            age[record.step] = record.step - begun
+    for young in WARM_UP:
+        found = [step for step in kept if age[step.step] > young]
+        if 2 * len(found) >= len(kept):
+            return found
+    return []
+
+
+def losses(records: Sequence[Record], kept: Sequence[StepRecord]) -> Losses | None:
+    """Of the steps that were kept; None where none was made."""
+    if not kept:
+        return None
+    tail = kept[-min(LAST, max(len(kept) // 10, 1)) :]
+    finite = [step.loss for step in tail if math.isfinite(step.loss)]
+    return Losses(
+        first=kept[0].loss,
+        first_step=kept[0].step,
+        last=kept[-1].loss,
+        last_step=kept[-1].step,
+        mean=fmean(finite) if finite else math.nan,
+        mean_of=len(finite),
+        held_out=held_out(records),
+        skipped=sum(step.skipped for step in kept),
+        spikes=sum(isinstance(record, EventRecord) and record.what == "spike" for record in records),
+    )
+
+
+def held_out(records: Iterable[Record]) -> tuple[HeldOut, ...]:
+    """The newest held-out loss of each step that was kept."""
+    found: dict[int, float] = {}
+    for record in records:
+        if isinstance(record, AttemptRecord):
+            found = {step: loss for step, loss in found.items() if step <= record.step}
+        elif isinstance(record, HeldRecord):
+            found[record.step] = record.loss
+    return tuple(HeldOut(step=step, loss=loss) for step, loss in sorted(found.items()))
+
+
+GOOD = "goodput"
+LOST = "a rank was killed or failed, and the ranks were started again"
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """A share of the wall time."""
+
+    name: str
+    seconds: float
+    share: float
+
+
+class Attempt(msgspec.Struct, frozen=True, kw_only=True):
+    """From one start of the ranks to what ended it."""
+
+    session: int  # which launcher or job, from 1
+    number: int  # of the attempt in its session
+    first_step: int  # where it began
+    last_step: int  # as far as its records go
+    lost: int  # steps that a later start went back behind
+    at: float  # seconds from the session's beginning until the ranks stood ready
+    seconds: float  # from there to its last record
+    ended: str  # by what; empty: nothing says so
+
+
+class Happened(msgspec.Struct, frozen=True, kw_only=True):
+    """An event that the run recorded itself."""
+
+    step: int
+    at: float  # seconds since its session began
+    session: int
+    what: str
+    text: str
+    rank: int | None
+
+
+class Saves(msgspec.Struct, frozen=True, kw_only=True):
+    """How long steps stood still for checkpoints."""
+
+    count: int
+    seconds: float
+    longest: float
+    newest: int | None  # step of the newest checkpoint in the folder
+
+
+def parts(account: Account) -> tuple[Part, ...]:
+    """The shares, goodput first; none where no attempt was recorded."""
+    if not account.wall:
+        return ()
+    seconds = {GOOD: account.good, **account.bad}
+    return tuple(Part(name=name, seconds=each, share=each / account.wall) for name, each in seconds.items())
+
+
+def in_tenths(shares: Sequence[float]) -> list[float]:
+    """Shares as percentages with one decimal that add up to 100: what rounding leaves goes to whom it robbed most."""
+    exact = [share * 1000 for share in shares]
+    whole = [int(each) for each in exact]
+    lacking = round(sum(exact)) - sum(whole)
+    robbed = sorted(range(len(exact)), key=lambda number: whole[number] - exact[number])
+    for number in robbed[:lacking]:
+        whole[number] += 1
+    return [each / 10 for each in whole]
+
+
+def attempts(records: Iterable[Record], ends: Mapping[str, Verdict]) -> tuple[Attempt, ...]:
+    """Every start of the ranks, in order."""
+    heads: list[AttemptRecord] = []
+    lasts: list[Record] = []
+    for record in records:
+        if isinstance(record, AttemptRecord):
+            heads.append(record)
+            lasts.append(record)
+        elif heads:
+            lasts[-1] = record
+    sessions = numbered(heads)
+    found = []
+    for number, (head, last) in enumerate(zip(heads, lasts, strict=True)):
+        later = heads[number + 1 :]
+        reached = max(last.step, head.step)
+        back_to = min((other.step for other in later), default=reached)
+        found.append(
+            Attempt(
+                session=sessions[head.session],
+                number=head.number,
+                first_step=head.step,
+                last_step=reached,
+                lost=max(reached - max(back_to, head.step), 0),
+                at=max(head.at - head.began, 0.0),
+                seconds=max(last.at - head.at, 0.0),
+                ended=_ended(head, last, later, ends),
+            )
+        )
+    return tuple(found)
+
+
+def _ended(head: AttemptRecord, last: Record, later: Sequence[AttemptRecord], ends: Mapping[str, Verdict]) -> str:
+    if told := ends.get(f"{head.session}-{head.number}"):
+        return told.what
+    if isinstance(last, EndRecord):
+        return "asked to end" if later else ""
+    if not later:
+        return ""
+    return LOST if later[0].session == head.session else "ended without a word; the same run was started again"
+
+
+def numbered(heads: Iterable[AttemptRecord]) -> dict[str, int]:
+    """The sessions by number, from 1."""
+    found: dict[str, int] = {}
+    for head in heads:
+        found.setdefault(head.session, len(found) + 1)
+    return found
+
+
+def last_session(records: Sequence[Record]) -> Sequence[Record]:
+    """The records from the last session's first start on."""
+    heads = [(place, record) for place, record in enumerate(records) if isinstance(record, AttemptRecord)]
+    first = next((place for place, head in heads if head.session == heads[-1][1].session), 0)
+    return records[first:]
+
+
+def happened(records: Iterable[Record]) -> tuple[Happened, ...]:
+    """The events, with the time since their session began."""
+    sessions: dict[str, int] = {}
+    head: AttemptRecord | None = None
+    found = []
+    for record in records:
+        if isinstance(record, AttemptRecord):
+            head = record
+            sessions.setdefault(head.session, len(sessions) + 1)
+        elif isinstance(record, EventRecord):
+            found.append(
+                Happened(
+                    step=record.step,
+                    at=max(record.at - head.began, 0.0) if head else 0.0,
+                    session=sessions[head.session] if head else 1,
+                    what=record.what,
+                    text=record.text,
+                    rank=record.rank,
+                )
+            )
+    return tuple(found)
+
+
+def saves(records: Iterable[Record], saved: Sequence[int]) -> Saves:
+    """What saving cost, and the newest save there is."""
+    stood = [record.save_seconds for record in records if isinstance(record, StepRecord) and record.save_seconds > 0]
+    return Saves(
+        count=len(stood), seconds=sum(stood), longest=max(stood, default=0.0), newest=saved[-1] if saved else None
+    )
+
+
+DEVICE = re.compile(r"\d+ × (?P<name>.+), \S+")  # as env.json has it: "8 × NVIDIA H100 80GB HBM3, nccl"
+SHEET, FASTEST = "the data sheet's peak", "the fastest product measured"
+
+
+class Given(msgspec.Struct, frozen=True, kw_only=True):
+    """What the user said about the machines."""
+
+    cluster: str = ""
+    profile: Profile | None = None
+
+
+class Promise(msgspec.Struct, frozen=True, kw_only=True):
+    """What the planner says of a step."""
+
+    source: str  # what it was made from
+    seconds: float
+    low_seconds: float
+    high_seconds: float
+    tokens_per_second: float
+    mfu: float | None
+    peak_bytes: int | None  # of the fullest rank; None: what was measured is not comparable
+
+
+class Utilized(msgspec.Struct, frozen=True, kw_only=True):
+    """How well the machines were used."""
+
+    mfu: float
+    of: str  # the peak it is a share of
+
+
+def device_of(environment: Mapping[str, Any]) -> str:
+    """The device's own name; empty where nobody wrote it down."""
+    words = environment.get("device")
+    found = DEVICE.fullmatch(words) if isinstance(words, str) else None
+    if found is None:
+        return ""
+    return CPU if found["name"].startswith("CPU") else found["name"]
+
+
+def machines(device: str, goal: Goal, ranks: int, given: Given) -> tuple[Cluster, str]:
+    """What a promise is made from: what the user says, else what the run was planned for, else the device's card."""
+    if given.cluster:
+        found = cluster(given.cluster, gpus=ranks)
+        if given.profile is None:
+            return found, f"--cluster {given.cluster}"
+        return measured(found, given.profile, trainer(device)), f"--cluster {given.cluster} and the profile given"
+    if given.profile is None and (planned := _planned(device, goal, ranks)) is not None:
+        return planned, f"the catalogue's {planned.gpu.name}, in the cluster of the run file"
+    if not device:
+        what = "nothing says on what this ran (env.json)"
+        raise InputError([Problem(what, "name the machines with --cluster, or their profile with --profile")])
+    found, source = Machine(given=given.profile, probed=lambda: None).of(device, ranks)
+    if found is None:
+        raise InputError([_unknown(device, ranks)])
+    return found, source if given.profile else f"{source}'s {found.gpu.name}"
+
+
+def _planned(device: str, goal: Goal, ranks: int) -> Cluster | None:
+    """The cluster that the run file names, where its card is the one that the run ran on."""
+    card = recognised(device, catalogue().cards)
+    if card is None or not goal.cluster:
+        return None
+    try:
+        found = cluster(goal.cluster, network=goal.network or "", gpus=ranks)
+    except InputError:  # a file of the user's own that is not here
+        return None
+    return found if found.gpu.name == card else None
+
+
+def _unknown(device: str, ranks: int) -> Problem:
+    """A device that no data sheet describes."""
+    what = "no data sheet describes a CPU" if device == CPU else f"the catalogue does not have {device}"
+    return Problem(what, f"run there `meshwright bench --probe --ranks {ranks}`, and give --profile profile.json here")
+
+
+def promise(job: Job, device: str, source: str) -> Promise:
+    """The planner's answer about exactly this job."""
+    job = msgspec.structs.replace(job, stack=trainer(device))
+    found = price(job)
+    return Promise(
+        source=source,
+        seconds=found.seconds,
+        low_seconds=found.low_seconds,
+        high_seconds=found.high_seconds,
+        tokens_per_second=found.tokens_per_second_per_gpu * job.plan.world,
+        mfu=found.mfu if job.cluster.gpu.peak(job.plan.precision) else None,
+        # A process on a CPU holds Python and torch as well, which the ledger of tensors knows nothing of.
+        peak_bytes=None if device == CPU else worst(job).allocated,
+    )
+
+
+def utilized(job: Job, device: str, steps: Steps) -> Utilized | None:
+    """Of what was measured; None where no peak is known."""
+    peak = job.cluster.gpu.peak(job.plan.precision) * job.plan.world
+    if not peak or not steps.seconds:
+        return None
+    known = recognised(device, catalogue().cards) is not None or job.cluster.gpu.name in catalogue().cards
+    return Utilized(mfu=utilization(steps.flops, steps.seconds, peak), of=SHEET if known else FASTEST)
+
+
+PATIENCE = 120.0  # seconds, and so many times the slowest step
+SLOWEST = 10.0
+
+
+class Ran(msgspec.Struct, frozen=True, kw_only=True):
+    """What ran, and on what."""
+
+    name: str
+    model: str
+    parameters: int
+    plan: str
+    ranks: int
+    device: str  # as env.json has it; empty: not known
+    torch: str
+    tokens: int  # positions in one step
+    steps: int  # that were asked for
+    step: int  # that was reached
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything there is to tell of one run. What is not known is null."""
+
+    kind: Literal["report"] = "report"
+    folder: str
+    ran: Ran
+    standing: Standing
+    steps: Steps | None
+    utilized: Utilized | None
+    promise: Promise | None
+    unpromised: str  # why nothing is promised
+    losses: Losses | None
+    wall_seconds: float
+    parts: tuple[Part, ...]
+    attempts: tuple[Attempt, ...]
+    happened: tuple[Happened, ...]
+    saves: Saves
+    ranks: tuple[RankSeen, ...]
+    notes: tuple[str, ...]
+
+
+class Promised(msgspec.Struct, frozen=True, kw_only=True):
+    """The planner's part of a report."""
+
+    promise: Promise | None = None
+    utilized: Utilized | None = None
+    why_not: str = ""
+
+
+def steps_of(facts: Facts) -> Steps | None:
+    """What was measured of the steps that were kept, and made as run.toml is now."""
+    if not facts.changed:
+        return steps(facts.records, facts.kept, facts.ranks)
+    records = last_session(facts.records)
+    return steps(records, goodput.kept(records), facts.ranks)
+
+
+def report(facts: Facts, measured: Steps | None, promised: Promised) -> Report:
+    """Everything that the files tell, beside what was promised."""
+    kept, account = facts.kept, goodput.account(facts.records)
+    return Report(
+        folder=str(facts.path),
+        ran=_ran(facts, kept[-1].step if kept else 0),
+        standing=standing(_told(facts, measured)),
+        steps=measured,
+        utilized=promised.utilized,
+        promise=promised.promise,
+        unpromised=promised.why_not,
+        losses=losses(facts.records, kept),
+        wall_seconds=account.wall,
+        parts=parts(account),
+        attempts=attempts(facts.records, facts.ends),
+        happened=happened(facts.records),
+        saves=saves(facts.records, facts.saved),
+        ranks=facts.ranks,
+        notes=facts.notes,
+    )
+
+
+def _ran(facts: Facts, step: int) -> Ran:
+    run = facts.run
+    return Ran(
+        name=run.name,
+        model=model_words(run.arch),
+        parameters=count(run.arch),
+        plan=str(run.plan),
+        ranks=run.plan.world,
+        device=_text(facts.environment.get("device")),
+        torch=_text(facts.environment.get("torch")),
+        tokens=run.tokens,
+        steps=run.steps,
+        step=step,
+    )
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def model_words(arch: Arch) -> str:
+    """A model by its name in the zoo, or by its shape."""
+    known = next((name for name in presets.preset_names() if presets.preset(name) == arch), None)
+    experts = f", {arch.experts} experts" if arch.experts else ""
+    return known or f"{arch.layers} layers of {arch.hidden}{experts}, vocabulary of {arch.vocab:,}"
+
+
+def _told(facts: Facts, measured: Steps | None) -> Told:
+    """What there is to judge a run's standing by."""
+    last = facts.records[-1] if facts.records else None
+    ended = _end_of_last(facts)
+    return Told(
+        finished=facts.finished,
+        owner=facts.owner,
+        silent_seconds=facts.silent_seconds,
+        patience=max(PATIENCE, SLOWEST * measured.slowest if measured else 0.0),
+        said_end=isinstance(last, EndRecord),
+        made_all=last is not None and last.step >= facts.run.steps,
+        verdict=next(iter(facts.verdicts), ended),
+        saved=facts.saved,
+    )
+
+
+def _end_of_last(facts: Facts) -> Verdict | None:
+    """What ended the last attempt, if anybody saw it."""
+    heads = [record for record in facts.records if isinstance(record, AttemptRecord)]
+    return facts.ends.get(f"{heads[-1].session}-{heads[-1].number}") if heads else None
+
+
+MOST = 400  # points of a curve
+Pairs = list[tuple[float, float]]
+
+
+class Curve(msgspec.Struct, frozen=True, kw_only=True):
+    """Values over steps, with points and moments worth a mark."""
+
+    title: str
+    unit: str
+    line: tuple[tuple[float, float], ...]  # step and value
+    line_name: str
+    points: tuple[tuple[float, float], ...] = ()
+    points_name: str = ""
+    marks: tuple[tuple[int, str], ...] = ()  # a step, and what happened there
+
+    @property
+    def values(self) -> list[float]:
+        return [value for _, value in (*self.line, *self.points)]
+
+
+def loss_curve(kept: Sequence[StepRecord], held: Iterable[HeldOut], marks: Iterable[tuple[int, str]] = ()) -> Curve:
+    """The loss of every step, and those on what is never trained on."""
+    finite = [(float(step.step), step.loss) for step in kept if math.isfinite(step.loss)]
+    return Curve(
+        title="Loss",
+        unit="",
+        line=tuple(thinned(finite, MOST, fmean)),
+        line_name="training",
+        points=tuple((float(each.step), each.loss) for each in held if math.isfinite(each.loss)),
+        points_name="held-out",
+        marks=tuple(marks),
+    )
+
+
+def seconds(kept: Sequence[StepRecord], marks: Iterable[tuple[int, str]] = ()) -> Curve:
+    """The seconds of every step: their median as a line, the slowest of each neighbourhood as points."""
+    pairs = [(float(step.step), step.seconds) for step in kept]
+    slow = thinned(pairs, MOST // 4, max) if len(pairs) > MOST else []
+    return Curve(
+        title="Seconds a step",
+        unit="s",
+        line=tuple(thinned(pairs, MOST, median)),
+        line_name="a step" if len(pairs) <= MOST else "median of neighbours",
+        points=tuple(slow),
+        points_name="slowest of neighbours",
+        marks=tuple(marks),
+    )
+
+
+def thinned(pairs: Pairs, most: int, joined: Callable[[list[float]], float]) -> Pairs:
+    """At most so many points, each of as many neighbours as any other."""
+    if len(pairs) <= most:
+        return pairs
+    edges = [len(pairs) * number // most for number in range(most + 1)]
+    groups = [pairs[start:end] for start, end in pairwise(edges)]
+    return [(fmean(step for step, _ in group), joined([value for _, value in group])) for group in groups]

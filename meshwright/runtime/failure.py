@@ -1,0 +1,294 @@
+"""The one table of exit codes: what a script may rely on."""
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from enum import IntEnum
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from meshwright.runtime import hang as phases
+from meshwright.runtime import hang as stacks
+from meshwright.runtime.hang import Hang
+from meshwright.runtime.heartbeat import Seen
+from meshwright.runtime.nodes import Lost
+from meshwright.runtime.ranks import tail
+
+
+class Exit(IntEnum):
+    """How the program ended."""
+
+    DONE = 0
+    FAILED = 1
+    INPUT = 2
+    DOES_NOT_FIT = 3
+    PREEMPTED = 10
+    RESUMABLE = 11
+    CORRUPT = 12
+    NOT_FINITE = 13
+    HARDWARE = 14
+    INTERRUPTED = 130
+
+
+MEANING = {
+    Exit.DONE: "done",
+    Exit.FAILED: "failed: a rank's error, a check that did not hold, or a fault of ours",
+    Exit.INPUT: "bad input: every problem is listed with its remedy",
+    Exit.DOES_NOT_FIT: "the plan does not fit the memory there is",
+    Exit.PREEMPTED: "asked to end (SIGTERM), and saved: the same command goes on",
+    Exit.RESUMABLE: "ended by a fault (a killed or hung rank, data gone): the same command goes on",
+    Exit.CORRUPT: "a checkpoint is damaged, and there is no older one",
+    Exit.NOT_FINITE: "too many gradients in a row were not finite",
+    Exit.HARDWARE: "replicas disagree: suspected hardware",
+    Exit.INTERRUPTED: "interrupted",
+}
+
+
+def table() -> str:
+    """The codes and their meaning, as `--help` shows them."""
+    return "\n".join(["exit codes:", *(f"  {code.value:<4} {text}" for code, text in MEANING.items())]) + "\n"
+
+
+Kind = Literal["killed", "hang", "error", "input", "data", "not-finite", "replicas", "memory", "corrupt", "stopped"]
+RESTARTABLE: tuple[Kind, ...] = ("killed", "hang")  # the rest would only happen again
+# What Gloo, NCCL and sockets say when the other side is gone.
+BROKEN = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited", "Connection refused")
+WIDEST = 160  # characters of a line on the screen; all of it is in the file
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """The last thing on the screen of a failure."""
+
+    kind: Kind
+    code: int
+    what: str
+    where: str = ""
+    since: str = ""
+    cause: str = ""
+    remedy: str = ""
+    details: str = ""  # where they are
+    rank: int | None = None
+    phase: str = ""
+    step: int | None = None
+    good_until: int | None = None  # the last step whose state is beyond doubt; checkpoints after it are set aside
+    stack: tuple[str, ...] = ()
+    deviated: bool = False  # its last collectives were not those of the step before
+    at: float = 0.0  # wall clock; of several the earliest is the cause, the others are its victims
+
+    def lines(self) -> list[str]:
+        """What, where, since when, likely cause, what to do, where the details are."""
+        named = {
+            "what": self.what,
+            "where": self.where,
+            "since": self.since,
+            "cause": self.cause,
+            "do": self.remedy,
+            "details": self.details,
+        }
+        return [f"{name + ':':<9}{_one_line(text)}" for name, text in named.items() if text]
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+
+class FaultError(RuntimeError):
+    """Something that ends a run with a verdict of its own."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(verdict.what)
+        self.verdict = verdict
+
+
+def write(folder: Path, verdict: Verdict) -> None:
+    """A rank's last words, for whoever watches; a folder that was never made is left so."""
+    if not folder.is_dir():
+        return
+    file = folder / f"failure.rank{verdict.rank}.json"
+    temporary = file.with_suffix(".tmp")
+    temporary.write_bytes(msgspec.json.encode(verdict))
+    temporary.replace(file)
+
+
+def read(folder: Path) -> list[Verdict]:
+    """The last words of all ranks that had any."""
+    return [msgspec.json.decode(file.read_bytes(), type=Verdict) for file in folder.glob("failure.rank*.json")]
+
+
+def of_code(code: int) -> Kind:
+    """What kind of ending an exit code means."""
+    kinds: dict[int, Kind] = {
+        Exit.INPUT: "input",
+        Exit.DOES_NOT_FIT: "memory",
+        Exit.PREEMPTED: "stopped",
+        Exit.RESUMABLE: "data",
+        Exit.CORRUPT: "corrupt",
+        Exit.NOT_FINITE: "not-finite",
+        Exit.HARDWARE: "replicas",
+    }
+    return "killed" if code < 0 else kinds.get(code, "error")
+
+
+def is_broken(text: str) -> bool:
+    """Whether words are those of a rank that others left alone in a collective."""
+    return any(word in text for word in BROKEN)
+
+
+def _one_line(text: str) -> str:
+    """No line may be mistaken for two, and none may speak to the terminal."""
+    plain = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
+    return plain if len(plain) <= WIDEST else plain[: WIDEST - 1] + "…"
+
+
+AGAIN = "run the same command again: it goes on from the newest checkpoint"
+STATES = {"T": "state T (stopped)", "t": "state t (traced)", "Z": "state Z (gone)"}
+LIKELY = {
+    signal.SIGKILL: "killed from outside: by a person, a scheduler, or the kernel for want of memory (see dmesg)",
+    signal.SIGSEGV: "a fault in native code",
+    signal.SIGBUS: "a file that was mapped became shorter (data?), or memory is faulty",
+    signal.SIGABRT: "native code gave up; its words are in the log",
+    signal.SIGTERM: "ended before it could listen",
+}
+
+
+def of_exit(rank: int, code: int, seen: Seen | None, folder: Path) -> Verdict:
+    """A rank that ended without words of its own."""
+    kind: Kind = of_code(code)
+    log = folder / "logs" / f"rank{rank}.txt"
+    if code < 0:
+        number = signal.Signals(-code)
+        what, cause = f"rank {rank} was ended by signal {number.name}", LIKELY.get(number, "")
+    else:
+        what, cause = f"rank {rank} ended with exit code {code}", tail(log, 1)
+    return Verdict(
+        kind=kind,
+        code=Exit.RESUMABLE if kind == "killed" else code,
+        what=what,
+        where=place(seen) if seen else "",
+        cause=cause,
+        remedy=AGAIN if kind == "killed" else "see the log",
+        details=str(log),
+        rank=rank,
+        phase=seen.beat.phase if seen else "start",
+        step=seen.beat.step if seen else None,
+    )
+
+
+def of_nursery(words: str, folder: Path) -> Verdict:
+    """No rank could be started."""
+    last = words.strip().splitlines()
+    return Verdict(
+        kind="error",
+        code=Exit.FAILED,
+        what=f"the ranks could not be started: {last[-1] if last else 'no word of why'}",
+        where=f"{socket.gethostname()}, before the first step",
+        remedy="see the log; `python -c 'import torch'` may tell as much",
+        details=str(folder / "logs" / "nursery.txt"),
+    )
+
+
+def is_mismatch(rank: int, folder: Path) -> bool:
+    """Whether a rank died of another's wrong collective: Gloo ends a process whose message has an unexpected length."""
+    return "preamble.length" in tail(folder / "logs" / f"rank{rank}.txt", 40)
+
+
+def of_hang(hang: Hang, seen: Mapping[int, Seen], words: Mapping[int, str], details: Path) -> Verdict:
+    """Ranks that hang: which, where, since when. The stack of a process that is stopped cannot be had."""
+    one = seen[hang.ranks[0]]
+    found = stacks.frames(words.get(one.rank, ""))
+    phase = phases.doing(found, one.beat.phase).phase if found else one.beat.phase
+    who = f"rank {one.rank}" if len(hang.ranks) == 1 else f"ranks {', '.join(map(str, hang.ranks))}"
+    waiting = [rank for rank, other in seen.items() if other.beat.waiting and rank not in hang.ranks]
+    others = f"; waiting for it: {_list(waiting)}" if waiting else ""
+    return Verdict(
+        kind="hang",
+        code=Exit.RESUMABLE,
+        what=f"{who} {hang.reason}, in {phase} of step {one.beat.step + 1}{others}",
+        where=f"{place(one)}; {stacks.shown(found) or STATES.get(one.state, 'no stack')}",
+        since=f"{hang.seconds:.1f} s ago; {hang.limit:.1f} s were allowed" if hang.limit else "just now",
+        cause=_cause(hang, one, phase),
+        remedy=AGAIN,
+        details=str(details),
+        rank=one.rank,
+        phase=phase,
+        step=one.beat.step + 1,
+        stack=tuple(f"{frame.file}:{frame.line} {frame.name}" for frame in found),
+    )
+
+
+def of_lost(lost: Lost, seen: Sequence[Seen], details: Path) -> Verdict:
+    """Another machine that is gone: which, since when, and what the ranks here were doing."""
+    steps = [one.beat.step for one in seen]
+    moment = time.strftime("%H:%M:%S", time.localtime(time.time() - lost.seconds))
+    return Verdict(
+        kind="killed",
+        code=Exit.RESUMABLE,
+        what=f"node {lost.node} {f'has ended: {lost.said}' if lost.said else 'is unreachable'}",
+        where=f"seen from {socket.gethostname()}{f', after step {max(steps)}' if steps else ''}",
+        since=f"{lost.seconds:.1f} s ago, at {moment}",
+        cause="" if lost.said else "the machine is down or was taken away, or the network to it is",
+        remedy=f"{AGAIN}, on fewer machines too",
+        details=str(details),
+        rank=lost.node.first,
+        step=max(steps, default=None),
+    )
+
+
+def keep_end(verdict: Verdict, folder: Path, attempt: str) -> None:
+    """What ended an attempt, for whoever reads the run folder later; a disk that takes no more is no reason to stop."""
+    with suppress(OSError):
+        (folder / "faults").mkdir(exist_ok=True)
+        (folder / "faults" / f"ended-{attempt}.json").write_bytes(msgspec.json.encode(verdict))
+
+
+def keep(verdict: Verdict, words: Mapping[int, str], details: Path) -> None:
+    """The verdict and the stacks it rests on, for whoever wants to know more."""
+    details.mkdir(parents=True, exist_ok=True)
+    for rank, text in words.items():
+        (details / f"rank{rank}.txt").write_text(text or "no stack: the process is stopped, or gone\n")
+    (details / "verdict.json").write_bytes(msgspec.json.format(msgspec.json.encode(verdict)) + b"\n")
+
+
+def place(one: Seen) -> str:
+    """Where a rank is: its machine, process, step and collective."""
+    return (
+        f"{socket.gethostname()}, process {one.beat.pid}, after step {one.beat.step}, "
+        f"in {one.beat.phase}, collective {sum(one.beat.counts)}"
+    )
+
+
+def _cause(hang: Hang, one: Seen, phase: str) -> str:
+    if "stopped" in hang.reason:
+        return "somebody stopped the process; `kill -CONT` would let it go on"
+    if "lock" in hang.reason:
+        return "native code that holds Python's lock: an extension, or a call that never returns"
+    if "collective" in hang.reason:
+        return "the ranks' programs differ: a branch that only some of them take"
+    return "the data source does not answer" if phase == "data" else "the line above never returns"
+
+
+def _list(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks"
+
+
+def process_name(pid: int) -> str:
+    """A process and when it began, which together are never used twice."""
+    try:
+        began = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        began = "0"
+    return f"{socket.gethostname()}:{pid}:{began}"
+
+
+def this_session() -> str:
+    """The name of this launcher."""
+    return process_name(os.getpid())
+
+
+def session_above() -> str:
+    """The name of whoever launched this process."""
+    return process_name(os.getppid())

@@ -1,0 +1,238 @@
+"""Ranks of one machine: forked from a nursery that has torch, adopted by the launcher, ended together."""
+
+import contextlib
+import ctypes
+import importlib
+import multiprocessing
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from meshwright.runtime.place import Order, Place, cores, local
+
+SET_CHILD_SUBREAPER = 36  # of Linux's prctl
+START_SECONDS = 300.0  # importing torch from a cold and crowded disk
+
+
+class NurseryError(RuntimeError):
+    """The nursery ended, or did not answer."""
+
+
+class Nursery:
+    """The process that ranks are forked from. It is started early, and imports torch while the launcher works."""
+
+    def __init__(self, environment: Mapping[str, str], log: Path, stdout: int) -> None:
+        adopt()
+        self.answers, writing = os.pipe()
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with open(log, "ab") as words:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "meshwright.train.fork_server", str(writing)],
+                env=dict(environment),
+                stdin=subprocess.PIPE,
+                stdout=stdout,
+                stderr=words,
+                pass_fds=(writing,),
+                start_new_session=True,  # Ctrl-C reaches the launcher, who sees to the ranks
+            )
+        os.close(writing)
+        self.log = log
+        self.closed = False
+
+    def start(self, orders: Sequence[Order]) -> list[int]:
+        """Fork a rank for each order; their process numbers."""
+        for order in orders:
+            self._tell(msgspec.json.encode(order))
+        return [self._answer(order.place.rank) for order in orders]
+
+    def rest(self) -> None:
+        """The ranks are at work: fetch what a restart will want."""
+        self._tell(b"rest")
+
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+    def close(self) -> None:
+        """End it; the ranks are not its concern. Closing twice is no mistake."""
+        if self.closed:
+            return
+        self.closed = True
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        os.close(self.answers)
+
+    def _tell(self, line: bytes) -> None:
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(line + b"\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            raise NurseryError(self._last_words()) from None
+
+    def _answer(self, rank: int) -> int:
+        text = b""
+        while not text.endswith(b"\n"):
+            ready, _, _ = select.select([self.answers], [], [], START_SECONDS)
+            letter = os.read(self.answers, 1) if ready else b""
+            if not letter:
+                raise NurseryError(self._last_words())
+            text += letter
+        said, pid = (int(word) for word in text.split())
+        assert said == rank, "orders are answered in turn"
+        return pid
+
+    def _last_words(self) -> str:
+        return tail(self.log) or f"the nursery ended with {self.process.poll()}; see {self.log}"
+
+
+def adopt() -> None:
+    """Let ranks, whose parent in the nursery ends at once, become children of this process."""
+    ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, 1)
+
+
+class Ranks:
+    """The processes of one attempt."""
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self.pids = list(pids)
+        self.codes: list[int | None] = [None] * len(pids)
+
+    def poll(self) -> list[int | None]:
+        """Exit codes so far; None: still running; below zero: ended by that signal."""
+        for rank, pid in enumerate(self.pids):
+            if self.codes[rank] is None:
+                found, status = os.waitpid(pid, os.WNOHANG)
+                if found:
+                    self.codes[rank] = os.waitstatus_to_exitcode(status)
+        return self.codes
+
+    def signal(self, number: signal.Signals) -> None:
+        """To every rank that is still there."""
+        for pid, code in zip(self.pids, self.poll(), strict=True):
+            if code is None:
+                os.kill(pid, number)
+
+    def end(self) -> None:
+        """Now. A checkpoint that was being written is dropped; the one before it stands."""
+        self.signal(signal.SIGKILL)
+        for rank, pid in enumerate(self.pids):
+            if self.codes[rank] is None:
+                self.codes[rank] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def defaults(ranks: int) -> dict[str, str]:
+    """What a rank's environment has unless the user's own says otherwise: its share of the cores, loopback only."""
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    return {
+        "OMP_NUM_THREADS": str(max(cores() // ranks, 1)),
+        "GLOO_SOCKET_IFNAME": loopback,
+        "TORCH_FR_BUFFER_SIZE": "2000",  # collectives remembered, to tell who left one out
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it a GPU's products refuse to be deterministic
+    }
+
+
+def threads(environment: Mapping[str, str]) -> int:
+    """Of a rank's arithmetic, as its environment has them; of a list, which is by depth, the first."""
+    first = environment.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return max(int(first), 1) if first.isdecimal() else 1
+
+
+def gpus(environment: Mapping[str, str]) -> int:
+    """GPUs that ranks of this machine may use, counted without torch."""
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+    devices = os.listdir("/dev") if os.path.isdir("/dev") else []
+    return len([name for name in devices if name.removeprefix("nvidia").isdecimal() and name != "nvidia"])
+
+
+def tail(log: Path, lines: int = 12) -> str:
+    """The last lines of a log."""
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:]) if log.exists() else ""
+
+
+Work = Callable[..., None]  # (place, *arguments), to be found by its name in a module
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["meshwright.train.build"])  # by name: this side never imports torch
+
+
+class RankError(RuntimeError):
+    """A rank failed: the first one's own words."""
+
+
+class Remote:
+    """A function by its name, imported where it is called: the process that sends it need not have torch."""
+
+    def __init__(self, module: str, name: str) -> None:
+        self.module, self.name = module, name
+
+    def __call__(self, *arguments: Any) -> None:
+        getattr(importlib.import_module(self.module), self.name)(*arguments)
+
+
+def run_ranks(work: Work, count: int, arguments: tuple[Any, ...], seconds: float) -> None:
+    """Run `work` in so many processes that can meet; return when all are done, or raise what the first failure said."""
+    with tempfile.TemporaryDirectory() as name:
+        meeting = Path(name)
+        processes = [
+            SERVER.Process(
+                target=_begin, args=(work, local(rank, count, meeting / "store", 1), arguments, meeting), daemon=True
+            )
+            for rank in range(count)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            _watch(processes, time.monotonic() + seconds)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        _raise_first(meeting, [process.exitcode for process in processes], seconds)
+
+
+def _begin(work: Work, place: Place, arguments: tuple[Any, ...], meeting: Path) -> None:
+    try:
+        work(place, *arguments)
+    except BaseException:
+        (meeting / f"failure.{place.rank}").write_text(f"rank {place.rank}: {traceback.format_exc()}")
+        os._exit(1)
+    (meeting / f"done.{place.rank}").touch()
+    os._exit(0)  # what torch would do on the way out is not needed
+
+
+def _watch(processes: list[Any], deadline: float) -> None:
+    while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
+        if any(process.exitcode not in (None, 0) for process in processes):
+            time.sleep(0.3)  # the victims of the first failure fall soon after it
+            return
+        time.sleep(0.01)
+
+
+def _raise_first(meeting: Path, codes: list[int | None], seconds: float) -> None:
+    failures = sorted(meeting.glob("failure.*"), key=lambda file: file.stat().st_mtime_ns)
+    if failures:
+        raise RankError(failures[0].read_text())
+    undone = [rank for rank in range(len(codes)) if not (meeting / f"done.{rank}").exists()]
+    if undone:
+        ends = [_ended(codes[rank]) for rank in undone]
+        raise RankError(f"ranks {undone} did not finish within {seconds:.0f} s: {', '.join(ends)}")
+
+
+def _ended(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"ended by {signal.Signals(-code).name}"
+    return f"exit code {code}"

@@ -1,0 +1,408 @@
+"""The supervisor of one machine's ranks: outside the collectives, so that it sees who is missing from them."""
+
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+
+from meshwright.config.run import Run
+from meshwright.runtime import failure, run_folder
+from meshwright.runtime import failure as verdict_file
+from meshwright.runtime import hang as stacks
+from meshwright.runtime.failure import RESTARTABLE, Exit, Verdict, is_broken
+from meshwright.runtime.hang import Hang, Judge, crossed
+from meshwright.runtime.heartbeat import Pulse, Seen
+from meshwright.runtime.nodes import LOST_SECONDS, Lost, Node, Nodes
+from meshwright.runtime.place import Order, Place, local
+from meshwright.runtime.ranks import Nursery, NurseryError, Ranks
+
+LOOK_SECONDS = 0.05
+WORDS_SECONDS = 5.0  # that a survivor may take to say what it did
+FALL_SECONDS = 0.2  # in which the victims of a failure say theirs
+INTERRUPTED = 2  # the second Ctrl-C does not wait for a save
+
+
+@dataclass
+class Asked:
+    """What people asked of the launcher: SIGTERM saves and ends, so does Ctrl-C, a second Ctrl-C just ends."""
+
+    stop: bool = False
+    interrupts: int = 0
+
+    def listen(self) -> "Asked":
+        signal.signal(signal.SIGTERM, self._hear)
+        signal.signal(signal.SIGINT, self._hear)
+        return self
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self.stop = True
+        self.interrupts += number == signal.SIGINT
+
+
+@dataclass
+class Supervisor:
+    """Starts ranks, watches them, says what went wrong, and starts them again where that helps."""
+
+    run: Run
+    folder: Path
+    nursery: Callable[[], Nursery]  # makes one, at the start and should it be lost
+    order: Order  # of rank 0; the others' differ in their place
+    say: Callable[[str], None]
+    wasted: int = 0  # attempts in a row that left no newer checkpoint
+    number: int = 0
+    asked: Asked = field(default_factory=Asked)
+    judge: Judge = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.judge = Judge(self.run.faults.hang_seconds, self.run.plan.world)
+        self.saved = newest_step(self.folder)
+        run_folder.sweep()
+        self.spare = self.nursery()
+
+    def supervise(self, asked: Asked) -> Verdict | None:
+        """Until the run is done (None), or cannot go on."""
+        self.asked = asked
+        while True:
+            try:
+                verdict = self._attempt()
+            except NurseryError as error:
+                return failure.of_nursery(str(error), self.folder)
+            if verdict is not None and verdict.kind not in ("input", "stopped"):
+                failure.keep_end(verdict, self.folder, f"{self.order.session}-{self.number}")
+            if verdict is not None and verdict.kind == "input" and self.number > 1:  # it was there when the run began
+                verdict = msgspec.structs.replace(verdict, kind="data", code=Exit.RESUMABLE)
+            if verdict is not None and verdict.good_until is not None:
+                set_aside(self.folder, verdict.good_until)
+            if verdict is None or verdict.kind not in RESTARTABLE or self.asked.stop:
+                return verdict
+            self._count()
+            if self.wasted > self.run.faults.restarts:
+                return msgspec.structs.replace(verdict, remedy=self._gave_up())
+            self.say(str(msgspec.structs.replace(verdict, remedy=self._budget())))
+
+    def close(self) -> None:
+        """Leave no process behind."""
+        self.spare.close()
+
+    def _attempt(self) -> Verdict | None:
+        self.number += 1
+        for file in self.folder.glob("failure.rank*.json"):
+            file.unlink()
+        with tempfile.TemporaryDirectory(prefix=run_folder.prefix()) as meeting:
+            if not self.spare.is_alive():
+                self.spare.close()
+                self.spare = self.nursery()
+            ranks = Ranks(self.spare.start(self._orders(Path(meeting))))
+            pulse = Pulse(Path(meeting), list(range(self.run.plan.world)))
+            watch = Watch(ranks, pulse, self)
+            try:
+                return watch.until_end()
+            finally:
+                ranks.end()
+                pulse.close()
+                self.judge.forget()
+
+    def _orders(self, meeting: Path) -> list[Order]:
+        world = self.run.plan.world
+        logs = self.folder / "logs"
+        logs.mkdir(exist_ok=True)
+        return [
+            msgspec.structs.replace(
+                self.order,
+                place=local(rank, world, meeting / "store", self.order.place.threads),
+                beats=str(meeting),
+                log=str(logs / f"rank{rank}.txt"),
+                speaks=rank == 0,
+                attempt=self.number,
+                inject=self.order.inject if self.number == 1 else "",
+            )
+            for rank in range(world)
+        ]
+
+    def _count(self) -> None:
+        """Only an attempt that left no newer checkpoint is charged."""
+        saved = newest_step(self.folder)
+        self.wasted = 0 if saved > self.saved else self.wasted + 1
+        self.saved = saved
+
+    def _budget(self) -> str:
+        at = f"from step {self.saved}" if self.saved >= 0 else "from the beginning"
+        charged = f"; {self.wasted} of {self.run.faults.restarts} attempts brought no newer checkpoint"
+        return f"nothing: starting again {at}{charged if self.wasted else ''}"
+
+    def _gave_up(self) -> str:
+        return (
+            f"{self.run.faults.restarts} restarts in a row brought no newer checkpoint (faults.restarts): "
+            "find the cause; the same command then goes on"
+        )
+
+
+class Watch:
+    """One attempt, looked at twenty times a second."""
+
+    def __init__(self, ranks: Ranks, pulse: Pulse, supervisor: Supervisor) -> None:
+        self.ranks = ranks
+        self.pulse = pulse
+        self.supervisor = supervisor
+        self.folder = supervisor.folder
+        self.seen: Mapping[int, Seen] = {}
+        self.told = 0.0  # when the ranks were told to save and end
+        self.rested = False
+
+    def until_end(self) -> Verdict | None:
+        """Until all ranks have ended, or one has failed."""
+        while True:
+            codes = self.ranks.poll()
+            if any(code not in (None, Exit.DONE, Exit.PREEMPTED) for code in codes):
+                return self._failure()
+            if all(code is not None for code in codes):
+                return self._stopped() if Exit.PREEMPTED in codes else None
+            if (verdict := self._look() or self._heed()) is not None:
+                return verdict
+            time.sleep(LOOK_SECONDS)
+
+    def _look(self) -> Verdict | None:
+        seen = self.pulse.look()
+        self.seen = {one.rank: one for one in seen}
+        if not self.rested and seen and min(one.beat.steps_here for one in seen) > 1:
+            self.supervisor.spare.rest()
+            self.rested = True
+        hang = self.supervisor.judge.look(seen, time.monotonic())
+        return self._hang(hang, seen) if hang is not None else None
+
+    def _hang(self, hang: Hang, seen: list[Seen]) -> Verdict | None:
+        if not stacks.confirmed(self.pulse, seen, hang.ranks):
+            return None
+        return self._told(hang, stacks.capture(self.pulse, seen))
+
+    def _told(self, hang: Hang, words: Mapping[int, str]) -> Verdict:
+        """The verdict, and the stacks it rests on, in the run folder."""
+        details = self.folder / "faults" / f"hang-{self.supervisor.order.session}-{self.supervisor.number}"
+        verdict = failure.of_hang(hang, self.seen, words, details)
+        failure.keep(verdict, words, details)
+        return verdict
+
+    def _failure(self) -> Verdict:
+        """The first rank that failed. One killed from outside leaves no words, and is nobody's victim."""
+        ended = {rank: code for rank, code in enumerate(self.ranks.poll()) if code}
+        killed = [rank for rank, code in ended.items() if code < 0]
+        if killed and failure.is_mismatch(killed[0], self.folder):
+            return self._mismatch(killed)
+        if killed:
+            return failure.of_exit(killed[0], ended[killed[0]], self.seen.get(killed[0]), self.folder)
+        time.sleep(FALL_SECONDS)
+        told = verdict_file.read(self.folder)
+        if told:
+            return min(told, key=lambda verdict: verdict.at)
+        rank, code = next((rank, code) for rank, code in enumerate(self.ranks.poll()) if code)
+        return failure.of_exit(rank, code, self.seen.get(rank), self.folder)
+
+    def _mismatch(self, killed: list[int]) -> Verdict:
+        """A collective broke because somebody was in another one; who died of it need not be who was wrong.
+
+        Each survivor knows whether its own collectives were those of its last step. If all were, it was the dead one.
+        """
+        deadline = time.monotonic() + WORDS_SECONDS
+        while None in self.ranks.poll() and time.monotonic() < deadline:
+            time.sleep(LOOK_SECONDS)
+        told = verdict_file.read(self.folder)
+        ranks = tuple(sorted(each.rank for each in told if each.deviated and each.rank is not None)) or tuple(killed)
+        if not told:
+            ranks, _ = crossed(list(self.seen.values()))
+        why = "left out a collective, or is in another than the others"
+        hang = Hang(ranks=ranks, reason=why, seconds=0.0, limit=0.0)
+        return self._told(hang, {each.rank: "".join(each.stack) for each in told if each.rank is not None})
+
+    def _heed(self) -> Verdict | None:
+        """Pass on what people asked; enforce it when the time they gave is over."""
+        asked, grace = self.supervisor.asked, self.supervisor.run.faults.grace_seconds
+        if not asked.stop:
+            return None
+        if not self.told:
+            self.told = time.monotonic()
+            if all(one.beat.restored < 0 for one in self.seen.values()):
+                return self._stopped()  # no step was begun: there is nothing to save
+            self.supervisor.say(f"asked to end: saving at this step, within {grace:g} s")
+            self.ranks.signal(signal.SIGTERM)
+        if asked.interrupts >= INTERRUPTED or time.monotonic() - self.told > grace:
+            return self._stopped(saved=False)
+        return None
+
+    def _stopped(self, saved: bool = True) -> Verdict:
+        step = newest_step(self.folder)
+        interrupted = self.supervisor.asked.interrupts > 0
+        what = f"saved at step {step}" if saved and step >= 0 else "ended before a save was complete"
+        return Verdict(
+            kind="stopped",
+            code=Exit.INTERRUPTED if interrupted else Exit.PREEMPTED if saved else Exit.RESUMABLE,
+            what=f"{'interrupted' if interrupted else 'asked to end'}: {what}",
+            remedy=failure.AGAIN,
+            details=str(self.folder),
+            step=step,
+        )
+
+
+def set_aside(folder: Path, good_until: int) -> None:
+    """Rename checkpoints whose state is in doubt, so that no run goes on from them and nothing is lost."""
+    for entry in folder.glob("checkpoints/step-*"):
+        number = entry.name.removeprefix("step-")
+        if number.isdecimal() and int(number) > good_until:
+            entry.rename(entry.with_name(f"suspect-{entry.name}"))
+
+
+def newest_step(folder: Path) -> int:
+    """The newest step that was saved, −1 if none. A step has its name only once it is complete."""
+    names = [entry.name for entry in folder.glob("checkpoints/step-*")]
+    return max((int(name) for entry in names if (name := entry.removeprefix("step-")).isdecimal()), default=-1)
+
+
+SIDECAR_LOOK_SECONDS = 0.1
+LEAVE_SECONDS = 2.0  # for hearts that still beat to end their process
+STILL_SECONDS = 2.0  # without a move of any rank here: then a silent machine is missed, not merely unheard
+DONE = b"."  # what the rank beside it says at its end; nothing: it was killed
+
+
+class Post(msgspec.Struct, frozen=True, kw_only=True):
+    """What to watch."""
+
+    beats: str
+    folder: str
+    ranks: list[int]
+    world: int
+    hang_seconds: float
+    address: str = ""  # where rank 0 listens
+    port: int = 0
+
+
+class Sidecar:
+    """The watcher's process, seen from the rank beside it."""
+
+    def __init__(self, run: Run, place: Place, beats: Path, folder: Path) -> None:
+        run_folder.sweep()
+        first = place.rank - place.local_rank
+        post = Post(
+            beats=str(beats),
+            folder=str(folder),
+            ranks=list(range(first, first + place.local_world)),
+            world=place.world,
+            hang_seconds=run.faults.hang_seconds,
+            address=place.address,
+            port=place.port,
+        )
+        command = [sys.executable, "-m", "meshwright.runtime.supervise", msgspec.json.encode(post).decode()]
+        self.beats = beats
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+
+    def close(self) -> None:
+        """The ranks are done, or failed. If another machine's loss was the cause, the watcher says so and ends us."""
+        try:
+            self.process.communicate(DONE, timeout=2 * LOST_SECONDS)
+        except (subprocess.TimeoutExpired, BrokenPipeError):
+            self.process.kill()
+            self.process.wait()
+        shutil.rmtree(self.beats, ignore_errors=True)
+
+
+def watch(post: Post, beside: int) -> Verdict | None:
+    """Until a rank of this machine hangs, another machine is lost, or the rank beside us closes its end of the pipe."""
+    nodes = _nodes(post)
+    try:
+        return _watch(post, beside, nodes)
+    finally:
+        if nodes is not None:
+            nodes.close()
+
+
+def _watch(post: Post, beside: int, nodes: Nodes | None) -> Verdict | None:
+    pulse, judge = Pulse(Path(post.beats), post.ranks), Judge(post.hang_seconds, post.world)
+    while not select.select([beside], [], [], SIDECAR_LOOK_SECONDS)[0]:
+        seen = [one for one in pulse.look() if one.state != "Z"]
+        hang = judge.look(seen, time.monotonic())
+        if hang is not None and stacks.confirmed(pulse, seen, hang.ranks):
+            return _hang(post, pulse, nodes, hang, seen)
+        if nodes is not None and (lost := nodes.look(time.monotonic())) and is_still(seen, time.monotonic()):
+            return _lose(post, pulse, nodes, lost)
+    return _end(post, pulse, nodes, os.read(beside, 1) == DONE) if nodes is not None else None
+
+
+def is_still(seen: Sequence[Seen], now: float) -> bool:
+    """Whether no rank here has moved for a while: they wait for whoever is missing."""
+    return all(now - one.still_since > STILL_SECONDS for one in seen)
+
+
+def _nodes(post: Post) -> Nodes | None:
+    """The other machines, where there are any and they can be listened for."""
+    if len(post.ranks) == post.world:
+        return None
+    node = Node(first=post.ranks[0], ranks=len(post.ranks), host=socket.gethostname()[:64])
+    try:
+        return Nodes(node, post.address, post.port, Path(post.folder))
+    except OSError as error:
+        what = f"warning: the loss of a machine will not be seen: cannot listen at {post.address}:{post.port} (UDP): "
+        print(what + str(error.strerror), file=sys.stderr, flush=True)
+        return None
+
+
+def _end(post: Post, pulse: Pulse, nodes: Nodes, told: bool) -> Verdict | None:
+    """The ranks here have ended: because another machine had, or by themselves, which the others are told."""
+    if not told:
+        nodes.leave(f"rank {post.ranks[0]} was killed")
+        return None
+    said = [verdict for verdict in verdict_file.read(Path(post.folder)) if verdict.rank in post.ranks]
+    broken = bool(said) and all(is_broken(verdict.what) for verdict in said)
+    deadline = time.monotonic() + LOST_SECONDS + STILL_SECONDS
+    while broken and time.monotonic() < deadline:
+        if (lost := nodes.look(time.monotonic())) is not None:
+            return _lose(post, pulse, nodes, lost)
+        time.sleep(SIDECAR_LOOK_SECONDS)
+    nodes.leave(min(said, key=lambda verdict: verdict.at).what if said else "")
+    return None
+
+
+def _lose(post: Post, pulse: Pulse, nodes: Nodes, lost: Lost) -> Verdict:
+    """Another machine is gone."""
+    details = Path(post.folder) / "faults" / f"node-{time.time_ns()}"
+    verdict = failure.of_lost(lost, pulse.look(), details)
+    failure.keep(verdict, {}, details)
+    nodes.pass_on(lost)
+    return _leave(post, pulse, verdict)
+
+
+def _hang(post: Post, pulse: Pulse, nodes: Nodes | None, hang: Hang, seen: list[Seen]) -> Verdict:
+    """A rank of this machine hangs."""
+    words = stacks.capture(pulse, seen)
+    details = Path(post.folder) / "faults" / f"hang-{time.time_ns()}"
+    verdict = failure.of_hang(hang, {one.rank: one for one in seen}, words, details)
+    failure.keep(verdict, words, details)
+    if nodes is not None:
+        nodes.leave(verdict.what)
+    return _leave(post, pulse, verdict)
+
+
+def _leave(post: Post, pulse: Pulse, verdict: Verdict) -> Verdict:
+    """Say it, and clear the way for a restart."""
+    print(verdict, file=sys.stderr, flush=True)
+    pulse.ask_to_leave()
+    time.sleep(LEAVE_SECONDS)
+    for one in pulse.look():
+        if one.state != "Z":
+            os.kill(one.beat.pid, signal.SIGKILL)
+    shutil.rmtree(post.beats, ignore_errors=True)
+    return verdict
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    watch(msgspec.json.decode(sys.argv[1], type=Post), sys.stdin.fileno())

@@ -1,0 +1,230 @@
+"""Pricing and pruning: of all legal plans the best few, with an account of why the others are not among them.
+
+Groups of plans are opened best first. A group's bound is never above the time of any plan in it, so that the search may
+stop when the best few are at most as slow as every bound that is left.
+"""
+
+import heapq
+import math
+from collections import Counter
+from functools import lru_cache
+from typing import NamedTuple
+
+import msgspec
+
+from meshwright.cost.job import Job
+from meshwright.cost.memory import Fit, Ledger, fits
+from meshwright.cost.step_time import Course, Price, course, price, price_in, seconds_in
+from meshwright.search.bounds import STATES, Group, Room, bound, bound_of_policies, bound_with_weights, groups, lacking
+from meshwright.search.question import Question, variants
+from meshwright.spec.plan import AXES, Plan
+
+TOLD_APART = 0.02  # the same run measured twice differs by this much at best
+
+
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan, its price and its ledger."""
+
+    job: Job
+    price: Price
+    fit: Fit
+
+    @property
+    def plan(self) -> Plan:
+        return self.job.plan
+
+    @property
+    def ledger(self) -> Ledger:
+        """Of the fullest rank."""
+        return self.fit.ledger
+
+    @property
+    def peak_bytes(self) -> int:
+        """As the driver would show it."""
+        return self.ledger.shown
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether it fits by the estimate, and not by the upper end of its interval."""
+        return self.fit.fits and self.peak_bytes * self.ledger.high > self.job.cluster.gpu.memory_bytes
+
+    @property
+    def seconds_per_token(self) -> float:
+        return self.price.seconds / (self.plan.batch * self.job.sequence)
+
+
+class Counts(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of every legal plan: the parts add up to `legal`."""
+
+    legal: int
+    too_large: dict[str, int]  # by the ledger line that is the largest in them
+    slower: int  # whose bound is above the time of the plans found
+    priced: int
+
+    @property
+    def does_not_fit(self) -> int:
+        return sum(self.too_large.values())
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """The best plans that fit, best first, and what became of the others."""
+
+    found: tuple[Found, ...]
+    counts: Counts
+
+
+def priced(job: Job) -> Found:
+    """A plan, priced."""
+    return Found(job=job, price=price(job), fit=fit_of(job))
+
+
+fit_of = lru_cache(maxsize=1024)(fits)  # asked once to prune, and again of a plan that is shown
+
+
+def rank(found: Found) -> tuple[int, int, float]:
+    """By time for a token, as far as it can be told; then the simpler plan; then the one with more room."""
+    return (notch(found.seconds_per_token), axes_used(found.plan), -found.fit.headroom_bytes)
+
+
+def notch(seconds: float) -> int:
+    """Times in steps of TOLD_APART: those on one step are alike."""
+    return math.floor(math.log(seconds) / math.log1p(TOLD_APART)) if seconds > 0 else -(10**6)
+
+
+def axes_used(plan: Plan) -> int:
+    """How much there is to understand in a plan: its axes, and whatever else is not as it would be on one GPU."""
+    axes = sum(getattr(plan, axis) > 1 for axis in (*AXES, "ep"))
+    moved = (plan.activations != "device") + (plan.compress != "none")
+    moved += plan.offload != "none" or plan.offload_weights
+    return axes + (plan.chunks > 1) + (plan.recompute != "none") + moved
+
+
+WORTH = 1.03  # of a bound: nearer ones are not worth waiting for
+
+
+def search(question: Question, top: int = 5) -> Answer:
+    """The best `top` plans, and what became of every other one."""
+    work = _Work(top)
+    for variant in variants(question):
+        room = Room(variant)
+        for group in groups(variant):
+            work.begin(group, room)
+    work.finish()
+    return work.answer()
+
+
+class _Candidate(NamedTuple):
+    """A plan whose time is known, and whose ledger is made when its turn comes."""
+
+    job: Job
+    group: Group
+    known: Course  # what it has in common with the others of its group
+
+
+class _Work:
+    """Groups and plans that are still to be looked at, the most promising first; and the best plans so far."""
+
+    def __init__(self, top: int) -> None:
+        self.top = top
+        self.heap: list[tuple[float, int, Group | _Candidate, Room]] = []
+        self.pushed = 0
+        self.best: list[tuple[tuple[int, int, float], int, Found]] = []
+        self.legal = self.priced = 0
+        self.too_large: Counter[str] = Counter()
+
+    def begin(self, group: Group, room: Room) -> None:
+        """Count a group, and keep of it what the states of the model leave room for."""
+        plans = group.plans_of_a_split
+        self.legal += plans * len(group.splits)
+        fitting = tuple(layout for layout in group.splits if room.may_hold(layout))
+        self.too_large[STATES] += plans * (len(group.splits) - len(fitting))
+        if fitting:
+            group = group._replace(splits=fitting)
+            self.push(group, room, bound(group))
+
+    def push(self, item: Group | _Candidate, room: Room, seconds_per_token: float) -> None:
+        """Put something in its place by its time, or by the bound of its time."""
+        self.pushed += 1  # equal bounds are opened in the order in which they came
+        heapq.heappush(self.heap, (seconds_per_token, self.pushed, item, room))
+
+    def hopeless(self, seconds_per_token: float) -> bool:
+        """Whether nothing that takes so long can still be among the best."""
+        return len(self.best) == self.top and notch(seconds_per_token) > self.best[-1][0][0]
+
+    def finish(self) -> None:
+        """Look at one after the other until no time that is left can win."""
+        while self.heap and not self.hopeless(self.heap[0][0]):
+            least, _, item, room = heapq.heappop(self.heap)
+            if isinstance(item, _Candidate):
+                self.weigh(item, room, least)
+            elif item.order is None:
+                self.divide(item, room)
+            elif item.policy is None:
+                self.open(item, room, least)
+            else:
+                self.judge(item, room)
+
+    def divide(self, group: Group, room: Room) -> None:
+        """A group by schedules; policies that hold too much are counted out, and a schedule that has no other."""
+        for part in group.parts():
+            lines = room.obstacles(part)
+            self.too_large.update({line: lines.count(line) * len(part.splits) for line in lines if line})
+            rest = [policy for policy, line in zip(part.policies, lines, strict=True) if line is None]
+            helps = tuple(policy for policy in rest if policy.is_helped and policy.plainer in rest)
+            if rest:
+                part = part._replace(policies=tuple(policy for policy in rest if policy not in helps), helps=helps)
+                self.push(part, room, bound_of_policies(part))
+
+    def open(self, group: Group, room: Room, least: float) -> None:
+        """A group of one schedule by policies, unless what weights cost sends it back to wait."""
+        if not group.weighed and group.may_be_weighed:
+            heavier = bound_with_weights(group, least * WORTH)
+            if heavier > least * WORTH:
+                self.push(group._replace(weighed=True), room, heavier)
+                return
+        for part in group.parts():
+            seconds = max(least, bound(part))
+            if part.decided_policy.is_helped and group.may_be_weighed:
+                seconds = max(seconds, bound_with_weights(part, seconds * WORTH))
+            self.push(part, room, seconds)
+
+    def judge(self, group: Group, room: Room) -> None:
+        """Time every split of a group: forwards and backwards are the same in all of them."""
+        known: Course | None = None
+        for layout in group.splits:
+            job = group.question.job(group.plan(layout))
+            known = known or course(job)
+            seconds = seconds_in(job, known) / group.question.tokens
+            self.priced += 1
+            if not self.hopeless(seconds):
+                self.push(_Candidate(job, group, known), room, seconds)
+
+    def weigh(self, candidate: _Candidate, room: Room, seconds_per_token: float) -> None:
+        """Keep a plan that fits, if it is among the best."""
+        job, group, known = candidate
+        at_best = (notch(seconds_per_token), axes_used(job.plan))
+        if len(self.best) == self.top and at_best > self.best[-1][0][:2]:
+            return
+        if line := room.too_large(group) or lacking(job):
+            self.too_large[line] += 1
+            self.priced -= 1
+            self.help(group, job.plan, room)
+            return
+        found = Found(job=job, price=price_in(job, known), fit=fit_of(job))
+        self.best.append((rank(found), self.pushed, found))
+        self.best.sort(key=lambda entry: entry[:2])
+        del self.best[self.top :]
+
+    def help(self, group: Group, plan: Plan, room: Room) -> None:
+        """Of a plan that is too large, let those be looked at that hold less and do the same."""
+        layout = next(layout for layout in group.splits if (layout.shard, layout.zero) == (plan.shard, plan.zero))
+        for policy in group.helps:
+            if policy.plainer == group.policy:
+                part = group._replace(policy=policy, splits=(layout,))
+                self.push(part, room, bound(part))
+
+    def answer(self) -> Answer:
+        found = {line: plans for line, plans in self.too_large.most_common() if plans}
+        slower = self.legal - self.priced - sum(found.values())
+        counts = Counts(legal=self.legal, too_large=found, slower=slower, priced=self.priced)
+        return Answer(found=tuple(found for _, _, found in self.best), counts=counts)

@@ -1,0 +1,341 @@
+"""Whether plans fit: closed forms below the ledger for whole groups, the ledger for what they let pass.
+
+A closed form costs a few microseconds where the ledger costs a thousand, and sends most plans of a large model away.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import msgspec
+
+from meshwright.cost.activations import Work, kept, work_of
+from meshwright.cost.job import Job
+from meshwright.cost.layout import widths as state_widths
+from meshwright.cost.memory import Ledger, overflows, settled, too_large
+from meshwright.cost.step_time import lower_bound, work_bound
+from meshwright.cost.traffic import IN_SIGHT
+from meshwright.search import space
+from meshwright.search.question import Question
+from meshwright.search.space import Layout, Order, Policy, Round, homes, shadows
+from meshwright.spec.params import count, params
+from meshwright.spec.plan import Plan, balanced_stages
+from meshwright.spec.schedule import Schedule, stage_ranks
+
+
+class Group(NamedTuple):
+    """Plans that differ in how data is split, and, where they are None, in schedule and recomputation."""
+
+    question: Question
+    splits: tuple[Layout, ...]  # alike but for replicate, shard and zero
+    each: Round
+    choices: tuple[tuple[Order, tuple[Policy, ...]], ...]  # schedules, and the policies of each
+    order: Order | None = None
+    policies: tuple[Policy, ...] = ()  # of a group of one schedule, those that may fit
+    helps: tuple[Policy, ...] = ()  # further ones, whose turn comes when their plainer one turns out too large
+    policy: Policy | None = None
+    weighed: bool = False  # its bound has what weights cost in it
+
+    @property
+    def decided_order(self) -> Order:
+        assert self.order is not None, "only a group of one schedule is asked"
+        return self.order
+
+    @property
+    def decided_policy(self) -> Policy:
+        assert self.policy is not None, "only a group of one policy is asked"
+        return self.policy
+
+    @property
+    def may_be_weighed(self) -> bool:
+        """Whether what weights cost bounds every policy: not where states may be elsewhere, nor beside codes."""
+        return all((each.compress, each.offload) == ("none", "none") for each in self.policies)
+
+    @property
+    def plans_of_a_split(self) -> int:
+        """Plans that differ in schedule and recomputation."""
+        return sum(len(policies) for _, policies in self.choices)
+
+    def parts(self) -> list["Group"]:
+        """The same plans with one more choice made: of the schedule, or of the policy."""
+        if self.order is not None:
+            return [self._replace(policy=policy) for policy in self.policies]
+        return [self._replace(order=order, policies=policies) for order, policies in self.choices]
+
+    def plan(self, layout: Layout) -> Plan:
+        """The plan of one split."""
+        return space.plan_of(self.question, layout, self.each, self.decided_order, self.decided_policy)
+
+
+def groups(question: Question) -> list[Group]:
+    """All plans of a question, by their axes and microbatches."""
+    alike: dict[tuple[object, ...], list[Layout]] = {}
+    for layout in space.layouts(question):
+        alike.setdefault((layout.pp, layout.cp, layout.cp_kind, layout.ep, layout.tp), []).append(layout)
+    found, choices = [], {}
+    for layouts in alike.values():
+        for each in space.rounds(question, layouts[0]):
+            splits = tuple(layout for layout in layouts if not space.respelled(question, layout, each))
+            key = (layouts[0].pp, each.accumulate)
+            if key not in choices:
+                choices[key] = space.choices(question, layouts[0], each)
+            if splits:
+                found.append(Group(question, splits, each, choices[key]))
+    return found
+
+
+def bound(group: Group) -> float:
+    """Seconds for a token that no plan of a group goes below, as if weights cost nothing.
+
+    Before the schedule is known: the busiest rank of a pipeline has at least a fair share of the work on one rank.
+    """
+    question, layout = group.question, group.splits[0]
+    if group.order is None:
+        alone = layout._replace(pp=1)
+        order = Order("1f1b", 1)
+        plan = space.plan_of(question, alone, group.each, order, Policy())
+        return work_bound(question.job(plan)) / layout.pp / question.tokens
+    return work_bound(question.job(_least_plan(group, layout))) / question.tokens
+
+
+def bound_of_policies(group: Group) -> float:
+    """The bound of a group of one schedule; where all its policies send or code what is kept, with what that costs."""
+    if not all(policy.is_helped for policy in group.policies):
+        return bound(group)
+    return min(bound(group._replace(policy=policy)) for policy in group.policies)
+
+
+def bound_with_weights(group: Group, enough: float) -> float:
+    """The same with what weights cost at least: of the splits of the data axes the cheapest, or one within `enough`.
+
+    Sharing out the optimizer's states alone, as far as it goes, is cheapest most of the time.
+    """
+    least = float("inf")
+    for layout in sorted(group.splits, key=lambda layout: (layout.zero != 1, -layout.shard)):
+        seconds = lower_bound(group.question.job(_least_plan(group, layout))) / group.question.tokens
+        least = min(least, seconds)
+        if least <= enough:
+            break
+    return least
+
+
+def _least_plan(group: Group, layout: Layout) -> Plan:
+    """Before the policy is known: the plan in which nothing is done twice."""
+    return space.plan_of(group.question, layout, group.each, group.decided_order, group.policy or Policy())
+
+
+STATES = "states"  # weights, gradients and moments, as the closed form knows them
+ACTIVATIONS = "activations"
+AT_ONCE = ("naive", "gpipe", "looped")  # their first backward comes when most is in flight, or little ever is
+
+
+class Room:
+    """What is known of the memory that plans of one question need."""
+
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        self.memory = _given_out(question)
+        self.numbers = count(question.arch)
+        self.routed = sum(param.numel for param in params(question.arch) if param.expert)
+        self.kinds = sorted({question.arch.is_mixture(layer) for layer in range(question.arch.layers)})
+        self.wide, self.narrow = widths(question)
+        self.states = {home: _widths(question, home) for home, _ in homes(question)}
+        self.kept: dict[tuple[int, int, int, int, bool, Policy], tuple[float, float]] = {}
+        self.works: dict[tuple[int, int, int, Policy], Work] = {}
+        self.shortest: dict[tuple[int, Order], int] = {}
+        self.refused: dict[tuple[object, ...], tuple[int, str]] = {}  # microbatch and largest line
+
+    def may_hold(self, layout: Layout) -> bool:
+        """Whether a layout's plans may fit."""
+        return self.floor(layout) <= self.memory
+
+    def floor(self, layout: Layout) -> float:
+        """Bytes of a layout's fullest rank at least, at the update: ranks that share evenly hold the least."""
+        return min((self._floor(layout, home) for home in self.states), default=0.0)
+
+    def _floor(self, layout: Layout, home: str) -> float:
+        """The same with states in a given place."""
+        each = self.states[home]
+        copied = self._whole(layout) * self.narrow if layout.pp == 1 and self._copied(layout, home) else 0.0
+        shadow = self.narrow if shadows(self.question) and self._copied(layout, home) else 0
+        return max((each.held + each.gradient + shadow) * self._shard(layout), each.held * self._shard(layout) + copied)
+
+    def _shard(self, layout: Layout) -> float:
+        """Numbers in a rank's part of the weights."""
+        return self.numbers / (layout.pp * layout.tp * layout.shards)
+
+    def _whole(self, layout: Layout) -> float:
+        """Weights that a rank computes with: of the routed experts only its own."""
+        return (self.numbers - self.routed + self.routed / layout.ep) / (layout.pp * layout.tp)
+
+    def _copied(self, layout: Layout, home: str) -> bool:
+        """Whether the arithmetic reads a second copy of the weights for longer than a block takes."""
+        shared = shadows(self.question) and (home != "none" or self.question.rounding != "master")
+        return not shared and (layout.pp > 1 or (layout.zero < 3 and self.narrow < self.wide))
+
+    def _resting(self, layout: Layout, group: Group, home: str) -> float:
+        """Bytes at least that a rank holds beside the most activations.
+
+        States; what the arithmetic reads, of a pipeline the stages in sight; and, when an earlier microbatch has left
+        one, the gradient: whole in a pipeline, where every stage has one once each rank has had two rounds.
+        """
+        order, accumulate = group.decided_order, group.each.accumulate
+        resting = self.states[home].held * self._shard(layout)
+        if self._copied(layout, home):
+            resting += self._whole(layout) * self.narrow * min(1, IN_SIGHT / order.chunks)
+        if layout.pp == 1 and accumulate > 1:
+            resting += self.states[home].summed * self._shard(layout)
+        if layout.pp > 1 and order.schedule not in AT_ONCE and accumulate >= 2 * layout.pp:
+            resting += self._whole(layout) * self.wide
+        return resting
+
+    def obstacle(self, group: Group) -> str | None:
+        """What keeps every plan of a group from fitting, by the closed forms; None if something may fit.
+
+        Of the splits of the data axes the one that shards most holds least.
+        """
+        return self.obstacles(group._replace(policies=(group.decided_policy,)))[0]
+
+    def obstacles(self, group: Group) -> list[str | None]:
+        """The same for each policy of a group of one schedule."""
+        frugal, found = frugal_split(group), list[str | None]()
+        resting = {home: self._resting(frugal, group, home) for home in self.states}
+        for policy in group.policies:
+            live, still = self._live(group, policy), resting[policy.offload]
+            fits = max(still + live, self._floor(frugal, policy.offload)) <= self.memory
+            found.append(None if fits else STATES if still > live else ACTIVATIONS)
+        return found
+
+    def least(self, group: Group) -> float:
+        """Bytes at least of the fullest rank of every plan of a group."""
+        frugal, policy = frugal_split(group), group.decided_policy
+        resting = self._resting(frugal, group, policy.offload)
+        return max(self._floor(frugal, policy.offload), resting + self._live(group, policy))
+
+    def _live(self, group: Group, policy: Policy) -> float:
+        """Bytes at least that activations take on the first rank, when most microbatches are in flight there."""
+        layout, order = group.splits[0], group.decided_order
+        cut = (layout.pp, order)
+        if cut not in self.shortest:
+            self.shortest[cut] = _shortest(self.question, layout.pp, order)
+        policy = policy._replace(offload="none", offload_update="host")  # activations are the same
+        key = (layout.tp, layout.cp, group.each.microbatch, self.shortest[cut], layout.pp == 1, policy)
+        if key not in self.kept:
+            self.kept[key] = self._kept(*key)
+        flying, moment = self.kept[key]
+        return flying * in_flight(order.schedule, layout.pp, order.chunks, group.each.accumulate) + moment
+
+    def _kept(self, tp: int, cp: int, microbatch: int, layers: int, last: bool, policy: Policy) -> tuple[float, float]:
+        """Bytes that one microbatch leaves in so many layers, and what its backward adds for a moment.
+
+        Of the kind of layer that needs less; `last` if the projection follows them, whose logits are there before that.
+        """
+        work = self._work(tp, cp, microbatch, policy._replace(recompute="none"))
+        found = [kept(work, (mixture,) * layers, last, policy.recompute) for mixture in self.kinds]
+        moments = [max(each.logits, each.anew + each.passing) + each.pair for each in found]
+        return min(each.activations for each in found), min(moments)
+
+    def _work(self, tp: int, cp: int, microbatch: int, policy: Policy) -> Work:
+        """Of a rank whose blocks are compiled, if they ever are: it keeps less."""
+        key = (tp, cp, microbatch, policy)
+        if key not in self.works:
+            compiled = bool(self.question.fixed.get("compile", True))
+            axes = {"tp": tp, "cp": cp, "microbatch": microbatch, **policy._asdict()}
+            plan = Plan(**axes, precision=self.question.precision, compile=compiled)
+            self.works[key] = work_of(self.question.job(plan))
+        return self.works[key]
+
+    def too_large(self, group: Group) -> str | None:
+        """The largest line of a group of which nothing fits, None if something may.
+
+        Where as many microbatches are followed, larger ones hold more.
+        """
+        frugal, each = frugal_split(group), group.each
+        rounds = settled(group.decided_order.schedule, frugal.pp, each.accumulate)
+        key = (frugal._replace(replicate=1, shard=1), group.order, group.policy, rounds)
+        microbatch, line = self.refused.get(key, (0, ""))
+        if line and microbatch <= each.microbatch:
+            return line
+        found = lacking(self.question.job(group.plan(frugal)))
+        if found is not None:
+            self.refused[key] = (each.microbatch, found)
+        return found
+
+
+def _given_out(question: Question) -> float:
+    """Bytes that torch can give out: the device's, less its context and what the allocator only reserves."""
+    holds = question.stack.holds
+    return (question.cluster.gpu.memory_bytes - holds.context_bytes) / (1 + holds.slack) - holds.workspace_bytes
+
+
+def frugal_split(group: Group) -> Layout:
+    """Of a group's splits of the data axes the one that holds least: it shards most."""
+    return max(group.splits, key=lambda layout: (layout.zero, layout.shards))
+
+
+def _shortest(question: Question, pp: int, order: Order) -> int:
+    """Layers of the shortest stage on the first rank."""
+    if pp == 1:
+        return question.arch.layers
+    stages = question.fixed.get("stages") or balanced_stages(question.arch, pp * order.chunks)
+    ranks = stage_ranks(order.schedule, pp, order.chunks)
+    return min(length for length, rank in zip(stages, ranks, strict=True) if rank == 0)
+
+
+@lru_cache(maxsize=4096)
+def in_flight(schedule: Schedule, pp: int, chunks: int, microbatches: int) -> int:
+    """Forwards at least, of single stages, that the first rank of a pipeline has done when its next backward begins."""
+    if pp == 1 or schedule == "naive":
+        return 1
+    every = microbatches * chunks
+    if schedule in ("gpipe", "looped"):
+        return every
+    if schedule == "interleaved":
+        return min(every, (chunks - 1) * pp + 2 * (pp - 1) + 1)
+    return min(every, pp * chunks)
+
+
+def lacking(job: Job) -> str | None:
+    """The largest line of a rank that has too little memory, None if every rank has enough; or the place that lacks."""
+    found = too_large(job)
+    if found is None:
+        return None
+    return overflows(job, found) if found.shown <= job.cluster.gpu.memory_bytes else largest(found)
+
+
+def largest(ledger: Ledger) -> str:
+    """The line that takes most."""
+    return max(ledger.lines, key=lambda line: line.bytes).name
+
+
+def smallest_world(question: Question) -> float:
+    """GPUs below which the model's states do not fit, however they are shared out; one may keep them elsewhere."""
+    several = msgspec.structs.replace(question, cluster=msgspec.structs.replace(question.cluster, gpus=2))
+    alone = msgspec.structs.replace(question, cluster=msgspec.structs.replace(question.cluster, gpus=1))
+    sizes = [_widths(alone, home) for home, _ in homes(alone) if home != "none"]
+    numbers, memory = count(question.arch), question.cluster.gpu.memory_bytes
+    if any((each.held + each.gradient) * numbers <= memory for each in sizes):
+        return 1.0
+    each = _widths(several, "none")
+    return (each.held + each.gradient) * numbers / memory
+
+
+class _Widths(NamedTuple):
+    """Bytes of a parameter: states, and its gradient after one microbatch and after several."""
+
+    held: int
+    gradient: int
+    summed: int
+
+
+def _widths(question: Question, home: str) -> _Widths:
+    """Of a rank whose states live in a given place."""
+    plan = Plan(microbatch=1, precision=question.precision, shadow=shadows(question))
+    plan = msgspec.structs.replace(plan, offload=home, offload_weights=question.fixed.get("offload_weights", False))
+    once = state_widths(plan, question.rounding, question.states)
+    more = state_widths(msgspec.structs.replace(plan, accumulate=2), question.rounding, question.states)
+    return _Widths(once.weight + once.moments + once.low, once.gradient, more.gradient)
+
+
+def widths(question: Question) -> tuple[int, int]:
+    """Bytes of a number as it is held, and as it is computed with."""
+    return (8, 8) if question.precision == "fp64" else (4, 4 if question.precision == "fp32" else 2)

@@ -1,0 +1,228 @@
+"""The largest model, microbatch or sequence that some machines can train."""
+
+import math
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from meshwright.config import presets
+from meshwright.cost.activations import block_kept, work_of
+from meshwright.cost.layout import MOMENTS
+from meshwright.search.best_first import Answer, Found, search
+from meshwright.search.bounds import smallest_world, widths
+from meshwright.search.question import Question, variants
+from meshwright.search.space import empty, refuse_empty
+from meshwright.spec.arch import Arch
+from meshwright.spec.params import Param, count, params
+from meshwright.spec.plan import Plan
+from meshwright.spec.problem import InputError
+
+SHORTEST = 1024  # a sequence; shorter ones are not looked for
+MOST = 2**40
+
+
+class Largest(msgspec.Struct, frozen=True, kw_only=True):
+    """The largest of something that fits, the plan that does it, and the next larger one, which does not."""
+
+    value: int | str
+    found: Found
+    next_value: int | str | None = None  # None: nothing larger was tried
+    end: str = ""  # why not, where there is a reason
+
+
+def largest_model(question: Question) -> Largest | None:
+    """Of the zoo, the largest model that can be trained on these machines."""
+    larger = None
+    for name in sorted(presets.preset_names(), key=lambda name: (-count(presets.preset(name)), name)):
+        arch = presets.preset(name)
+        if arch.positions == "learned" and arch.context < question.sequence:
+            continue
+        answer = search(msgspec.structs.replace(question, arch=arch), top=1)
+        if answer.found:
+            return Largest(value=name, found=answer.found[0], next_value=larger)
+        if answer.counts.legal:  # else what is fixed does not suit this model, whatever its size
+            larger = name
+    return None
+
+
+def largest_microbatch(question: Question) -> Largest | None:
+    """The most sequences in one forward pass of one rank, every GPU reading its own unless axes are fixed."""
+    alone = {"tp": 1, "pp": 1, "cp": 1, "accumulate": 1} | question.fixed
+    axes = math.prod(alone[axis] for axis in ("tp", "pp", "cp"))
+    if axes < 1 or question.cluster.gpus % axes:
+        raise InputError(empty(question))
+    sequences = question.cluster.gpus // axes * alone["accumulate"]
+    vary = tuple(each for each in question.vary if each != "batch")  # which follows from the microbatch
+
+    def asked(microbatch: int) -> Question:
+        fixed = alone | {"microbatch": microbatch}
+        return msgspec.structs.replace(question, batch=microbatch * sequences, fixed=fixed, vary=vary)
+
+    refuse_empty(asked(1))
+    return _largest(lambda microbatch: _best(asked(microbatch)), start=1, grain=1, share=0.0)
+
+
+def largest_sequence(question: Question) -> Largest | None:
+    """The longest sequence that some plan can train on, to an eighth, or as long as the table of its positions."""
+    has_table = question.arch.positions == "learned"
+    most = question.arch.context if has_table else MOST
+
+    def attempt(sequence: int) -> Found | None:
+        return _best(msgspec.structs.replace(question, sequence=sequence))
+
+    found = _largest(attempt, start=min(SHORTEST, most), grain=SHORTEST, share=1 / 8, most=most)
+    if found is None or found.value != most or not has_table:
+        return found
+    return msgspec.structs.replace(found, end="the table of learned positions ends there")
+
+
+def _best(question: Question) -> Found | None:
+    return next(iter(search(question, top=1).found), None)
+
+
+def _largest(
+    attempt: Callable[[int], Found | None], start: int, grain: int, share: float, most: int = MOST
+) -> Largest | None:
+    """The largest number that an attempt survives: doubled until one fails, then halved in between.
+
+    It is found to `grain`, and to a `share` of itself where that is more.
+    """
+    best, low, high = attempt(start), start, 0
+    if best is None:
+        return None
+    while low < most and not high:
+        tried = min(2 * low, most)
+        found = attempt(tried)
+        if found is None:
+            high = tried
+        else:
+            best, low = found, tried
+    while high - low > max(grain, share * low):
+        middle = low + max((high - low) // 2 // grain, 1) * grain
+        found = attempt(middle)
+        if found is None:
+            high = middle
+        else:
+            best, low = found, middle
+    return Largest(value=low, found=best, next_value=high or None)
+
+
+MOST_GPUS = 131_072  # beyond, no number is looked for
+HOUR = 3600.0
+
+
+class Duration(msgspec.Struct, frozen=True, kw_only=True):
+    """How long some tokens take and what they cost."""
+
+    tokens: float
+    steps: int
+    seconds: float
+    low_seconds: float
+    high_seconds: float
+    gpu_hours: float
+    dollars: float | None  # None: no price was given
+
+
+def with_gpus(question: Question, gpus: int) -> Question:
+    """The same question for another number of the same GPUs."""
+    machines = msgspec.structs.replace(question.cluster, gpus=gpus, name=f"{gpus}x{question.cluster.gpu.name}")
+    return msgspec.structs.replace(question, cluster=machines)
+
+
+def gpu_counts(question: Question) -> Iterator[int]:
+    """Numbers of GPUs that one can have: parts of a node that divide it, then whole nodes, ever coarser."""
+    domain = question.cluster.domain
+    yield from (part for part in range(1, domain) if domain % part == 0)
+    nodes = 1
+    while nodes * domain <= MOST_GPUS:
+        yield nodes * domain
+        nodes += max(1, 2 ** (nodes.bit_length() - 4))  # steps of an eighth at most: an answer is off by no more
+
+
+def gpus_needed(question: Question, top: int = 5) -> tuple[int, Answer] | None:
+    """The least number of these GPUs on which some plan fits, and the best plans there; None: none does."""
+    least = min(smallest_world(variant) for variant in variants(with_gpus(question, 1)))
+    for gpus in gpu_counts(question):
+        if gpus >= least and (answer := search(with_gpus(question, gpus), top)).found:
+            return gpus, answer
+    return None
+
+
+def duration(found: Found, tokens: float, dollars_per_gpu_hour: float | None = None) -> Duration:
+    """How long so many tokens take under a plan, interruptions not counted."""
+    steps = math.ceil(tokens / (found.plan.batch * found.job.sequence))
+    gpu_hours = steps * found.price.seconds * found.plan.world / HOUR
+    return Duration(
+        tokens=tokens,
+        steps=steps,
+        seconds=steps * found.price.seconds,
+        low_seconds=steps * found.price.low_seconds,
+        high_seconds=steps * found.price.high_seconds,
+        gpu_hours=gpu_hours,
+        dollars=None if dollars_per_gpu_hour is None else gpu_hours * dollars_per_gpu_hour,
+    )
+
+
+class Layer(msgspec.Struct, frozen=True, kw_only=True):
+    """One layer, or several alike."""
+
+    name: str
+    count: int = 1
+    parameters: int  # of one
+    flops_per_token: float  # of one's forward
+    state_bytes: float  # weights, gradients and moments of one, on one rank
+    activation_bytes: float  # that one keeps of one sequence, without recomputation
+
+
+def layers(question: Question) -> tuple[Layer, ...]:
+    """The model from its embedding to its output, layers alike in one line."""
+    return (*_outside(question, "embedding", ("embed.", "positions.")), *_blocks(question), *_output(question))
+
+
+def _blocks(question: Question) -> Iterator[Layer]:
+    arch = question.arch
+    for mixture in (False, True):
+        alike = [layer for layer in range(arch.layers) if arch.is_mixture(layer) is mixture]
+        if not alike:
+            continue
+        mine = [param for param in params(arch) if param.layer == alike[0]]
+        scores = 2 * 2 * arch.q_width * question.sequence
+        plan = Plan(microbatch=1, precision=question.precision)
+        yield Layer(
+            name="block with experts" if mixture else "block",
+            count=len(alike),
+            parameters=sum(param.numel for param in mine),
+            flops_per_token=sum(_flops(param, arch) for param in mine) + scores,
+            state_bytes=_states(question, mine),
+            activation_bytes=block_kept(work_of(question.job(plan)), mixture),
+        )
+
+
+def _output(question: Question) -> Iterator[Layer]:
+    arch = question.arch
+    for layer in _outside(question, "output", ("norm.", "head.")):
+        logits = question.sequence * arch.vocab * widths(question)[0]
+        flops = 2.0 * arch.vocab * arch.hidden  # tied or not, it is multiplied
+        yield msgspec.structs.replace(layer, flops_per_token=flops, activation_bytes=logits)
+
+
+def _outside(question: Question, name: str, begins: tuple[str, ...]) -> Iterator[Layer]:
+    mine = [param for param in params(question.arch) if param.layer < 0 and param.name.startswith(begins)]
+    yield Layer(
+        name=name,
+        parameters=sum(param.numel for param in mine),
+        flops_per_token=0.0,
+        state_bytes=_states(question, mine),
+        activation_bytes=0.0,
+    )
+
+
+def _flops(param: Param, arch: Arch) -> float:
+    """Of one token: a product for a matrix, of the experts only the chosen ones', nothing to speak of for a vector."""
+    if len(param.shape) < 2:
+        return 0.0
+    return 2.0 * param.numel * (arch.top_k / arch.experts if param.expert else 1)
+
+
+def _states(question: Question, mine: list[Param]) -> float:
+    return (1 + 1 + MOMENTS) * widths(question)[0] * sum(param.numel for param in mine)

@@ -1,0 +1,171 @@
+"""Evidence: what a run did, kept as files, and a plan's beside one process's, compared number by number."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import safetensors.torch
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from meshwright.config.run import Run
+from meshwright.data.prepare import Corpus, prepare
+from meshwright.parallel.mesh import Mesh
+from meshwright.runtime.place import Place
+from meshwright.train.build import build
+from meshwright.train.loop import StepResult, Stop, train
+from meshwright.train.saving import digest_of, restore
+from meshwright.train.state import gradients, weights
+from meshwright.train.world import world
+from meshwright.verify.prove import Planned, Verdict
+from meshwright.verify.resume import DIGESTS
+
+# A gradient this small beside the whole is rounding: a key's bias, say, which softmax ignores. AdamW would scale it up
+# to a full step, so the weight says nothing; the gradient itself is still compared, on the scale of the whole.
+NOTHING = 1e-13
+SMALL = 1e-4  # below this share of the whole gradient, a parameter's deviation is measured against the whole
+
+
+class Numbers(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run did, step by step; its tensors are in files beside."""
+
+    losses: tuple[float, ...]
+    norms: tuple[float, ...]
+    names: tuple[str, ...]  # of its weights, in the order of the model
+
+
+def record(place: Place, run: Run, cache: Path, folder: Path) -> None:
+    """Run to the last step as one rank; the first writes the losses, norms, first gradients and last weights."""
+    with world(run, place) as mesh:
+        _drive(run, prepare(run, cache, lambda text: None), Evidence(folder, mesh), mesh)
+
+
+def _drive(run: Run, corpus: Corpus, evidence: "Evidence", mesh: Mesh) -> None:
+    state = build(run, corpus, mesh)
+    for result in train(run, state, mesh):
+        assert isinstance(result, StepResult), "nothing is held out in a proof"
+        evidence.step(result.loss, result.norm, gradients(state.chunks, run, mesh))
+    evidence.end(weights(state.chunks, run, mesh))
+    state.loader.close()
+
+
+class Evidence:
+    """What a run did, step by step, and the files it is kept in: losses, norms, first gradients and last weights."""
+
+    def __init__(self, folder: Path, mesh: Mesh) -> None:
+        self.folder, self.mesh = folder, mesh
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+
+    def step(self, loss: Tensor, norm: Tensor, gradients: Iterator[tuple[str, Tensor]]) -> None:
+        """Keep a step; its gradients only if it is the first."""
+        self.losses.append(loss.item())
+        self.norms.append(norm.item())
+        if len(self.losses) == 1:
+            self._write("gradients", gradients)
+
+    def end(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Keep the weights, and write down the numbers."""
+        names = self._write("weights", weights)
+        if self.mesh.rank == 0:
+            numbers = Numbers(losses=tuple(self.losses), norms=tuple(self.norms), names=names)
+            (self.folder / "numbers.json").write_bytes(msgspec.json.encode(numbers))
+
+    def _write(self, kind: str, tensors: Iterator[tuple[str, Tensor]]) -> tuple[str, ...]:
+        whole = {name: tensor.contiguous() for name, tensor in tensors}  # every rank takes part in gathering
+        if self.mesh.rank == 0:
+            safetensors.torch.save_file(whole, self.folder / f"{kind}.safetensors")
+        return tuple(whole)
+
+
+def compare(run: Planned, reference: Path, folder: Path, tolerance: float, seconds: float) -> Verdict:
+    """A plan's records beside the reference's."""
+    theirs, ours = (_numbers(each) for each in (reference, folder))
+    gradient = dict(_tensors(theirs.names, reference, folder, "gradients"))
+    whole = torch.stack([other.norm() for other, _ in gradient.values()]).norm()
+    idle = {name for name, (other, _) in gradient.items() if other.norm() <= NOTHING * whole}
+    by_gradient = {name: _far(*pair, floor=SMALL * whole) for name, pair in gradient.items()}
+    by_weight = {
+        name: _far(*pair, floor=torch.zeros(()))
+        for name, pair in _tensors(theirs.names, reference, folder, "weights")
+        if name not in idle
+    }
+    by_loss = [_relative(*pair) for pair in zip(ours.losses, theirs.losses, strict=True)]
+    by_norm = [_relative(*pair) for pair in zip(ours.norms, theirs.norms, strict=True)]
+    first = first_bad(by_loss, by_norm, by_gradient, by_weight, tolerance)
+    return Verdict(
+        plan=str(run.plan),
+        passed=first is None,
+        loss_deviation=max(by_loss),
+        norm_deviation=max(by_norm),
+        gradient_deviation=max(by_gradient.values()),
+        weight_deviation=max(by_weight.values()),
+        first_bad=first,
+        worst=max(by_gradient, key=lambda name: by_gradient[name]),
+        seconds=seconds,
+    )
+
+
+def first_bad(
+    losses: list[float], norms: list[float], gradients: dict[str, float], weights: dict[str, float], tolerance: float
+) -> str | None:
+    """The first thing to leave the tolerance, in the order in which a step computes it."""
+    for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=1):
+        if not loss <= tolerance:  # a NaN lands here too
+            return f"step {step}: loss, off by {loss:.1e}"
+        if step == 1:
+            for name, deviation in gradients.items():
+                if not deviation <= tolerance:
+                    return f"step 1: gradient of {name}, off by {deviation:.1e}"
+        if not norm <= tolerance:
+            return f"step {step}: gradient norm, off by {norm:.1e}"
+    for name, deviation in weights.items():
+        if not deviation <= tolerance:
+            return f"step {len(losses)}: weight {name}, off by {deviation:.1e}"
+    return None
+
+
+def _relative(ours: float, theirs: float) -> float:
+    return abs(ours - theirs) / max(abs(theirs), 1e-300)
+
+
+def _far(theirs: Tensor, ours: Tensor, floor: Tensor) -> float:
+    """The distance of two tensors beside the length of the reference."""
+    return ((ours - theirs).norm() / torch.maximum(theirs.norm(), floor).clamp(min=1e-300)).item()
+
+
+def _numbers(folder: Path) -> Numbers:
+    return msgspec.json.decode((folder / "numbers.json").read_bytes(), type=Numbers)
+
+
+def _tensors(
+    names: Sequence[str], reference: Path, folder: Path, kind: str
+) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
+    """Each parameter as the reference and as the plan had it, in float64."""
+    file = f"{kind}.safetensors"
+    with safe_open(reference / file, "pt") as theirs, safe_open(folder / file, "pt") as ours:
+        for name in names:
+            yield name, (theirs.get_tensor(name).double(), ours.get_tensor(name).double())
+
+
+def judge(place: Place, run: Planned, reference: Path, folder: Path, tolerance: float, seconds: float) -> None:
+    """Compare in a process that has torch, and leave the verdict in the folder."""
+    verdict = compare(run, reference, folder, tolerance, seconds)
+    (folder / "verdict.json").write_bytes(msgspec.json.encode(verdict))
+
+
+def drive(place: Place, run: Run, cache: Path, folder: Path, until: int) -> None:
+    """Go on from what a folder has, until a step; leave there the digest of the state after each step."""
+    quiet, stop, digests = (lambda text: None), Stop(), dict[int, str]()
+    with world(run, place) as mesh:
+        state = build(run, prepare(run, cache, quiet), mesh)
+        restore(state, run, mesh, folder, quiet)
+        stop.asked = state.step + 1 == until
+        for result in train(run, state, mesh, folder, stop):
+            if isinstance(result, StepResult):
+                digests[result.step] = digest_of(state, run, mesh)
+                stop.asked = result.step + 1 == until
+        state.loader.close()
+        if mesh.rank == 0:
+            (folder / DIGESTS).write_bytes(msgspec.json.encode(digests))

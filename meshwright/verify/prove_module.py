@@ -1,0 +1,416 @@
+"""Parity of anyone's model: a plain module under plans, beside the same module in one process."""
+
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshwright.config import check, schema
+from meshwright.config.check import how_blocks_run
+from meshwright.config.run import Optim, Run
+from meshwright.optim import clip
+from meshwright.optim.adamw import AdamW
+from meshwright.parallel import pipeline, precision, tensor
+from meshwright.parallel.apply import apply
+from meshwright.parallel.mesh import Mesh, local
+from meshwright.parallel.model_spec import Anatomy, unanswered, unmatched
+from meshwright.parallel.pipeline import Pipeline, Streams
+from meshwright.runtime.place import Place
+from meshwright.runtime.ranks import SERVER
+from meshwright.spec.plan import AXES, Plan, Precision
+from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.schedule import default_chunks, misfits
+from meshwright.train.state import Home, gathered, gradient
+from meshwright.train.step import accumulated
+from meshwright.train.world import world
+from meshwright.verify.evidence import Evidence
+from meshwright.verify.prove import TOLERANCES, Verdict, beside, fields, header, line
+
+
+def decided(plans: Sequence[str | Plan], rows: int, layers: int, anatomy: Anatomy) -> list[tuple[str, Plan]]:
+    """Each plan by its name, complete; raises everything that is wrong with any of them."""
+    tables = {str(plan): _table(plan, rows, layers) for plan in plans}
+    problems = [problem for table in tables.values() for problem in schema.misfits(table, Plan, "plan.")]
+    if problems:
+        raise InputError(problems)
+    made = [(name, msgspec.convert(table, Plan)) for name, table in tables.items()]
+    for name, plan in made:
+        found = [*_shape(plan, rows, layers), *unanswered(anatomy, plan), *_beyond(plan)]
+        found += [*how_blocks_run(plan), *check.missing(plan)]
+        problems += [msgspec.structs.replace(problem, where=f"plan {name}") for problem in found]
+    if len({plan.precision for _, plan in made}) > 1:
+        problems.append(Problem("the plans name different precisions", "prove one precision at a time"))
+    if not made:
+        problems.append(Problem("there is no plan to prove", 'name some, such as "shard=2,zero=3"'))
+    if problems:
+        raise InputError(problems)
+    return made
+
+
+def alone(rows: int, precision: Precision) -> Plan:
+    """One process, the whole batch at once: what every plan is compared with."""
+    return Plan(microbatch=rows, precision=precision)
+
+
+def even(layers: int, stages: int) -> tuple[int, ...]:
+    """Layers of each stage, the first ones longer by one where they cannot be alike."""
+    return tuple(layers // stages + (stage < layers % stages) for stage in range(stages))
+
+
+def _table(plan: str | Plan, rows: int, layers: int) -> dict[str, Any]:
+    """A plan's fields, with what its words leave open: a pipeline has twice as many microbatches as ranks."""
+    if isinstance(plan, Plan):
+        return msgspec.structs.asdict(plan)
+    given: dict[str, Any] = {key: _value(text) for key, text in {"precision": "fp64", **fields(plan)}.items()}
+    pp, data = _count(given, "pp"), _count(given, "replicate") * _count(given, "shard")
+    given.setdefault("accumulate", 2 * pp if pp > 1 else 1)
+    given.setdefault("microbatch", max(rows // (data * _count(given, "accumulate")), 1))
+    if pp > 1:
+        given.setdefault("chunks", default_chunks(given.get("schedule", "1f1b")))
+        given.setdefault("stages", even(layers, pp * _count(given, "chunks")))
+    return given
+
+
+def _value(text: str) -> Any:
+    """A word of a plan as a run file would hold it."""
+    return int(text) if text.isdecimal() else {"true": True, "false": False}.get(text, text)
+
+
+def _count(given: dict[str, Any], key: str) -> int:
+    """A count, or one where what stands there is none; the rules say so."""
+    value = given.get(key, 1)
+    return value if isinstance(value, int) and value > 0 else 1
+
+
+def _shape(plan: Plan, rows: int, layers: int) -> Iterator[Problem]:
+    """A plan beside the batch and the model's blocks."""
+    for name in (*AXES, "ep", "chunks", "microbatch", "accumulate"):
+        if (value := getattr(plan, name)) < 1:
+            yield Problem(f"plan.{name} = {value} is not a count", "use whole numbers of at least 1", f"plan.{name}")
+    if plan.batch != rows:
+        parts = f"microbatch {plan.microbatch} × accumulate {plan.accumulate} × {plan.data} data ranks"
+        remedy = f"use batches of a multiple of {plan.data * plan.accumulate} rows"
+        yield Problem(f"batches of {rows} rows are not {parts}", remedy, "plan.microbatch")
+    if plan.zero == 0 and plan.shard > 1:
+        yield Problem(f"plan.shard = {plan.shard} with plan.zero = 0 shards nothing", "set plan.zero to 1, 2 or 3")
+    if plan.pp > 1:
+        yield from _pipeline(plan, layers)
+
+
+def _pipeline(plan: Plan, layers: int) -> Iterator[Problem]:
+    stages = plan.pp * plan.chunks
+    if stages > layers:
+        yield Problem(f"{stages} stages are more than the model's {layers} blocks", f"use at most {layers} stages")
+    elif len(plan.stages) != stages or sum(plan.stages) != layers or min(plan.stages) < 1:
+        what = f"plan.stages = {list(plan.stages)} is not {stages} stages of {layers} blocks in all"
+        yield Problem(what, "leave plan.stages out to have the blocks shared evenly", "plan.stages")
+    for misfit in misfits(plan.schedule, plan.pp, plan.chunks, plan.accumulate):
+        yield Problem(misfit.text, misfit.remedy, misfit.key)
+
+
+def _beyond(plan: Plan) -> Iterator[Problem]:
+    """What no answer of an anatomy can give: it takes the layers of our own decoder."""
+    if plan.cp > 1:
+        what = f"plan.cp = {plan.cp} puts another attention into the model, which only meshwright's own layers let it"
+        yield Problem(what, "leave plan.cp at 1, or share the work of a long sequence with plan.tp", "plan.cp")
+    if plan.ep > 1:
+        what = f"plan.ep = {plan.ep} shares out the experts of a mixture, which only meshwright's own layers let it"
+        yield Problem(what, "leave plan.ep at 1, or cut the experts with plan.tp and a split table", "plan.ep")
+    if plan.deterministic:
+        what = "plan.deterministic fixes the order of sums over the ranks of meshwright's own trainer"
+        yield Problem(what, "leave it out: parity allows for rounding", "plan.deterministic")
+
+
+Batch = tuple[Tensor, ...] | Mapping[str, Tensor]
+Loss = Callable[[Any, Any], tuple[Tensor, Tensor | int]]
+START, BATCHES = "start.safetensors", "batches.safetensors"
+OPTIM = Optim(rate=1e-2, schedule="constant")  # as the verb's: every step moves weights far enough to be seen
+
+
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """One plan of a proof."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is proved: the functions by name, the tensors in a folder."""
+
+    make_model: Callable[[], nn.Module]
+    loss: Loss
+    anatomy: Anatomy
+    folder: Path
+    is_named: bool  # batches are dicts
+
+    def model(self, plan: Plan, device: torch.device) -> nn.Module:
+        """The plain model with the first weights."""
+        model = self.make_model()
+        start = safetensors.torch.load_file(self.folder / START)
+        with torch.no_grad():
+            for name, held in state_of(model):
+                held.copy_(start[name])
+        return model.to(device=device, dtype=precision.weight_dtype(plan))
+
+    def batches(self, plan: Plan, mesh: Mesh) -> list[Batch]:
+        """This rank's rows of every batch, its floats in the precision of the arithmetic."""
+        steps: dict[int, dict[str, Tensor]] = {}
+        rows = plan.microbatch * plan.accumulate
+        for key, whole in safetensors.torch.load_file(self.folder / BATCHES).items():
+            step, _, name = key.partition(".")
+            mine = whole[mesh.data_rank * rows :][:rows].to(mesh.device)
+            steps.setdefault(int(step), {})[name] = (
+                mine.to(precision.compute_dtype(plan)) if mine.is_floating_point() else mine
+            )
+        return [self._as_given(steps[step]) for step in sorted(steps)]
+
+    def _as_given(self, tensors: dict[str, Tensor]) -> Batch:
+        """In the order in which it was given, which the file does not keep: the keys begin with it."""
+        ordered = {key.partition(".")[2]: tensors[key] for key in sorted(tensors, key=_position)}
+        return ordered if self.is_named else tuple(ordered.values())
+
+
+def named(batch: Batch) -> dict[str, Tensor]:
+    """A batch's tensors by position and name."""
+    pairs = batch.items() if isinstance(batch, Mapping) else ((str(number), x) for number, x in enumerate(batch))
+    return {f"{position}.{name}": x for position, (name, x) in enumerate(pairs)}
+
+
+def _position(key: str) -> int:
+    return int(key.partition(".")[0])
+
+
+def state_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Weights and buffers, those too that a model does not save."""
+    return ((name, x.detach()) for name, x in chain(model.named_parameters(), model.named_buffers()))
+
+
+def record(place: Place, trial: Trial, subject: Subject, folder: Path) -> None:
+    """Run to the last batch as one rank; the first writes the evidence."""
+    plan = trial.plan
+    with world(cast(Run, trial), place) as mesh:  # of a run, only the plan is read there
+        model, batches = subject.model(plan, mesh.device), subject.batches(plan, mesh)
+        homes, streams = homes_of(model, plan, subject.anatomy), streams_of(model, plan, subject.anatomy)
+        chunks = apply(model, plan, mesh, subject.anatomy)
+        step = Step(chunks, plan, mesh, subject.loss, streams)
+        optimizer = AdamW(OPTIM, chain.from_iterable(chunk.parameters() for chunk in chunks), plan)
+        evidence, measure = Evidence(folder, mesh), clip.choose(plan)
+        for batch in batches:
+            optimizer.zero_grad()
+            loss_sum, count = step(batch)
+            loss, square, _ = measure(chunks, loss_sum, mesh, False)
+            # Gradients are of the sum. Its divisor, known only now, is taken out as a loss scale would be.
+            verdict = clip.judge(loss, square, count, OPTIM.clip)
+            optimizer.step(OPTIM.rate, verdict)
+            evidence.step(loss / count, verdict.norm, gathered(chunks, homes, mesh, gradient))
+        evidence.end(gathered(chunks, homes, mesh, lambda weight: weight))
+
+
+class Step:
+    """Forward and backward of one rank's rows, in turn or through a pipeline. Microbatches are told by their rows."""
+
+    def __init__(self, chunks: list[nn.Module], plan: Plan, mesh: Mesh, loss: Loss, streams: Streams) -> None:
+        self.model, self.plan, self.mesh, self.loss = chunks[0], plan, mesh, loss
+        self.pipeline = Pipeline(chunks, plan, mesh, self._loss_sum, streams) if plan.pp > 1 else None
+        self.batch: Batch = ()
+        self.count = torch.zeros((), dtype=torch.float64, device=mesh.device)
+        self.one = torch.ones((), dtype=torch.float64, device=mesh.device)
+
+    def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """This rank's share of the sum of losses, and the count over the whole job."""
+        self.batch, self.count = batch, torch.zeros_like(self.count)
+        x = _first(batch)
+        rows = torch.arange(len(x), device=x.device)
+        if self.pipeline is None:
+            microbatches = rows.split(self.plan.microbatch)
+            total = accumulated(self.model, self.plan, microbatches, self._forward)
+        else:
+            with tensor.loss_context(self.plan):
+                total = self.pipeline.step(x, {}, rows, self.one) / self.plan.tp
+        count = self.count / self.plan.tp  # every rank of tp has it
+        dist.all_reduce(count)
+        return total, count
+
+    def _forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        loss = self._loss_sum(self.model(_first(self.batch)[rows]), rows)
+        return loss, loss
+
+    def _loss_sum(self, outputs: Any, rows: Tensor) -> Tensor:
+        total, count = self.loss(outputs, _rows(self.batch, rows))
+        self.count += count
+        return local(total)
+
+
+def _first(batch: Batch) -> Tensor:
+    return next(iter(batch.values())) if isinstance(batch, Mapping) else batch[0]
+
+
+def _rows(batch: Batch, rows: Tensor) -> Batch:
+    if isinstance(batch, Mapping):
+        return {name: x[rows] for name, x in batch.items()}
+    return tuple(x[rows] for x in batch)
+
+
+def homes_of(model: nn.Module, plan: Plan, anatomy: Anatomy) -> list[Home]:
+    """The pipeline rank of every weight."""
+    ranks = dict.fromkeys((name for name, _ in model.named_parameters()), 0)
+    if plan.pp > 1:
+        for stage, rank in enumerate(pipeline.placement(plan)):
+            part = pipeline.part(model, plan, stage, anatomy)
+            ranks |= dict.fromkeys((name for name, _ in part.named_parameters()), rank)
+    return [Home(name, tuple(weight.shape), ranks[name]) for name, weight in model.named_parameters()]
+
+
+def streams_of(model: nn.Module, plan: Plan, anatomy: Anatomy) -> Streams:
+    """What travels between the stages of a plain model, found by running it once."""
+    parts = [pipeline.part(model, plan, stage, anatomy) for stage in range(len(plan.stages))]
+    return partial(_stream, parts, plan)
+
+
+@torch.no_grad()
+def _stream(parts: list[nn.Module], plan: Plan, x: Tensor, stage: int) -> Tensor:
+    if stage == 0:
+        return x
+    wide = x.to(precision.weight_dtype(plan)) if x.is_floating_point() else x
+    for part in parts[:stage]:
+        wide = part(wide)
+    device = x.device if stage < len(parts) else "meta"
+    return torch.empty(wide.shape, dtype=precision.compute_dtype(plan), device=device, requires_grad=stage < len(parts))
+
+
+def parity(
+    make_model: Callable[[], nn.Module],
+    batches: Sequence[Batch],
+    loss: Loss,
+    plans: Sequence[str | Plan],
+    anatomy: Anatomy | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> list[Verdict]:
+    """Train a model for one step a batch under each plan and in one process, and compare every number.
+
+    - `make_model()` is called here once, for the first weights, and once on each rank, which takes over these.
+    - A batch is a tuple or dict of tensors whose dim 0 counts its rows, which plans share out; the model is called with
+      the first tensor.
+    - `loss(output, batch)` returns the sum of the losses of a batch's rows, and how many there are: what is trained is
+      the sum over all rows of a step ÷ the count over all.
+    - `plans` are words like "shard=2,zero=3" or whole values, all of one precision: float64 unless stated.
+    - `anatomy` holds the model's answers; without, it can be copied and sharded only.
+
+    The functions must be found by name in another process: defined at the top of a module, or of a script that calls
+    this under `if __name__ == "__main__"`.
+    """
+    anatomy = anatomy or Anatomy()
+    _raise([*_unreachable(make_model, loss, anatomy), *_misshapen(batches)])
+    model, rows = make_model(), len(next(iter(named(batches[0]).values())))
+    made = decided(plans, rows, len(anatomy.blocks(model)), anatomy)
+    parted = [problem for name, plan in made for problem in _parted(model, name, plan, anatomy)]
+    _raise([*_unsplit(model, [plan for _, plan in made], anatomy), *parted])
+    SERVER.set_forkserver_preload(["meshwright.verify.prove_module", *_imported_by(make_model)])
+    with tempfile.TemporaryDirectory() as name:
+        subject = Subject(make_model, loss, anatomy, Path(name), isinstance(batches[0], Mapping))
+        _write(model, batches, subject.folder)
+        reference = Trial(plan=alone(rows, made[0][1].precision))
+        planned = [(name, Trial(plan=plan)) for name, plan in made]
+        told = _teller([name for name, _ in made], reference, say)
+        return beside(reference, planned, (record, subject), subject.folder, told)
+
+
+def _teller(names: list[str], reference: Trial, say: Callable[[str], None]) -> Callable[[Verdict], None]:
+    width = max(map(len, names))
+    tolerance, reason = TOLERANCES[reference.plan.precision]
+    say(f"largest relative deviation from one process, {tolerance:.0e} allowed ({reason}):")
+    say(header(width))
+    return lambda verdict: say(line(verdict, width))
+
+
+def _write(model: nn.Module, batches: Sequence[Batch], folder: Path) -> None:
+    """What ranks begin from. Tensors are copied: the format refuses two names for one memory."""
+    safetensors.torch.save_file({name: tensor.clone() for name, tensor in state_of(model)}, folder / START)
+    tensors = {
+        f"{step}.{name}": tensor.detach().clone().contiguous()
+        for step, batch in enumerate(batches)
+        for name, tensor in named(batch).items()
+    }
+    safetensors.torch.save_file(tensors, folder / BATCHES)
+
+
+def _imported_by(function: Callable[..., Any]) -> list[str]:
+    """The modules that a function's own module took names from: imported once, before ranks are forked."""
+    own = getattr(function, "__module__", None) or "__main__"
+    names = {getattr(value, "__module__", None) for value in vars(sys.modules[own]).values()}
+    return sorted(name for name in names if isinstance(name, str) and name not in ("__main__", own))
+
+
+def _raise(problems: list[Problem]) -> None:
+    if problems:
+        raise InputError(problems)
+
+
+def _unreachable(make_model: Callable[..., Any], loss: Loss, anatomy: Anatomy) -> Iterator[Problem]:
+    """Functions that another process could not find by their name."""
+    given = {
+        "make_model": make_model,
+        "loss": loss,
+        "anatomy.blocks": anatomy.blocks,
+        "anatomy.splits": anatomy.splits,
+        "anatomy.part": anatomy.part,
+    }
+    for name, function in given.items():
+        inner = function.func if isinstance(function, partial) else function
+        if "<" in getattr(inner, "__qualname__", ""):  # <lambda>, or inside <locals>
+            remedy = "define it with def at the top of a module, and bind arguments with functools.partial"
+            yield Problem(f"{name} is a function that ranks, being other processes, cannot import", remedy)
+
+
+def _misshapen(batches: Sequence[Batch]) -> Iterator[Problem]:
+    """Batches that cannot be cut alike."""
+    if not batches:
+        yield Problem("there are no batches", "give one batch for each step to be compared; two or three are enough")
+        return
+    tensors = [list(named(batch).values()) for batch in batches if isinstance(batch, tuple | Mapping)]
+    whole = len(tensors) == len(batches) and all(tensors)
+    if not whole or not all(isinstance(x, Tensor) and x.dim() > 0 for each in tensors for x in each):
+        yield Problem("a batch is not a tuple or dict of tensors with rows", "give tuples like (inputs, targets)")
+    elif len({len(x) for each in tensors for x in each}) > 1:
+        yield Problem("the tensors of the batches have different numbers of rows", "give dim 0 the same size in all")
+
+
+def _unsplit(model: nn.Module, plans: list[Plan], anatomy: Anatomy) -> Iterator[Problem]:
+    """Lines of a split table that would cut nothing, and so prove nothing."""
+    if anatomy.splits is None or all(plan.tp == 1 for plan in plans):
+        return
+    table = anatomy.splits(model)
+    for pattern in unmatched(table, model):
+        what = f"no module is called {pattern}, which the split table cuts"
+        yield Problem(what, "use names of model.named_modules()", "plan.tp")
+    if not table:
+        yield Problem("the split table is empty", "say which matrices plan.tp cuts, or leave plan.tp at 1")
+
+
+def _parted(model: nn.Module, name: str, plan: Plan, anatomy: Anatomy) -> Iterator[Problem]:
+    """Cut points that lose a weight, or put it on two stages."""
+    if plan.pp == 1:
+        return
+    parts = [pipeline.part(model, plan, stage, anatomy) for stage in range(len(plan.stages))]
+    held = [weight for each in parts for weight, _ in each.named_parameters()]
+    whole = [weight for weight, _ in model.named_parameters()]
+    where = f"plan {name}"
+    for weight in sorted({*held, *whole}):
+        if weight not in held:
+            yield Problem(f"no stage holds {weight}", "keep it in one of the parts, under its own name", where=where)
+        elif weight not in whole:
+            what = f"{weight} of a stage is in the whole model another weight, tied to it, or none"
+            yield Problem(what, "keep every name, and untie weights of different stages", where=where)
+        elif held.count(weight) > 1:
+            what = f"{held.count(weight)} stages hold {weight}"
+            yield Problem(what, "let `part` leave it to one of them, as Absent does for modules", where=where)

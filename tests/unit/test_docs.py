@@ -327,3 +327,11 @@ def test_the_answers_in_the_tutorial_are_the_planners(name, desk, capsys):
     head = capsys.readouterr().out.split("\n\n")[:2]  # what was asked, and the table
     lines = [line.rstrip() for line in "\n\n".join(head).splitlines()]
     pages.agree(page, name, "\n".join(["```", *lines, "```"]))
+
+
+def test_every_key_that_the_glossary_names_is_one():
+    keys = set(
+        re.findall(r"`((?:arch|data|faults|goal|init|optim|plan)\.\w+)", (ROOT / "docs" / "glossary.md").read_text())
+    )
+    assert len(keys) > 30
+    assert not keys - {*schema.every_key()}

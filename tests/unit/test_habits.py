@@ -49,3 +49,10 @@ def test_the_hooks_are_the_makefiles_lint_format_and_types():
         assert hook["language"] == "system", "a hook that is fetched is not the pinned tool"
         assert f"\t{hook['entry'].removesuffix(' --force-exclude')}" in makefile
     assert [hook["id"] for hook in local["hooks"]] == ["lint", "format", "types"]
+
+
+def test_every_module_that_contributing_names_is_there():
+    packages = "|".join(path.name for path in (ROOT / "meshwright").iterdir() if path.is_dir())
+    named = re.findall(rf"`((?:{packages})/[a-z_]+\.py)", (ROOT / "CONTRIBUTING.md").read_text())
+    assert len(named) > 5
+    assert not [name for name in named if not (ROOT / "meshwright" / name).is_file()]

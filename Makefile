@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 # Files beside each other: ranks often wait, for each other or for a clock, and three keep two cores busy.
 BESIDE := -n 3 --dist loadscope --no-loadscope-reorder
 
-.PHONY: train test check lint types unit bench validate prove setup clean
+.PHONY: train test check lint types docs unit bench validate prove setup clean
 
 train: $(READY)
 	$(BIN)/meshwright train
@@ -14,7 +14,7 @@ train: $(READY)
 test: check
 	$(BIN)/python -m pytest $(BESIDE) tests --ignore tests/unit
 
-check: lint types unit
+check: lint types docs unit
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -22,6 +22,10 @@ lint: $(READY)
 
 types: $(READY)
 	$(BIN)/basedpyright
+
+# The docs as a site, in build/site: strictly, so that a link to nowhere is an error. (The variable silences an advertisement.)
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 unit: $(READY)
 	$(BIN)/python -m pytest $(BESIDE) tests/unit
@@ -47,7 +51,7 @@ setup: $(READY)
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev,docs]'
 	touch $@
 
 clean:

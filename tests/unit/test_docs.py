@@ -77,6 +77,8 @@ def desk(tmp_path, monkeypatch):
     for name, preset in (("llama-7b", "llama-7b"), ("my-hf-model", "tiny")):  # models that a reader has fetched
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config_of(presets.preset(preset), "bfloat16")))
+    planned = '[goal]\ncluster = "8xh100"\n[plan]\nshard = 8\nzero = 1\nmicrobatch = 4\nprecision = "bf16"\n'
+    (tmp_path / "planned.toml").write_text((tmp_path / "eight.toml").read_text() + planned)  # as `plan --write` does
     measured = (ROOT / "results" / "profile-h200.json").read_text()
     (tmp_path / "profile.json").write_text(measured.replace("NVIDIA H200", "NVIDIA H100 80GB HBM3"))
     monkeypatch.chdir(tmp_path)
@@ -251,7 +253,7 @@ def named_files(page: str) -> list[str]:
     return [name[1] for name in found if name]
 
 
-@pytest.mark.parametrize("page", ["docs/run-file.md", "docs/many-machines.md", "docs/fine-tune.md"])
+@pytest.mark.parametrize("page", ["docs/run-file.md", "docs/many-machines.md", "docs/fine-tune.md", "docs/tutorial.md"])
 def test_every_run_file_of_a_page_is_shown_resolved(page, desk, capsys):
     assert named_files(page)
     for name in named_files(page):
@@ -313,3 +315,22 @@ def test_what_determinism_costs_on_a_gpu_is_the_records():
     assert f"three runs of {record['steps']} steps" in page
     assert len(record["digests"]) == 3
     assert f"{record['cost']:.2f} ×" in page
+
+
+@pytest.mark.parametrize("name", ["search", "exact"])
+def test_the_answers_in_the_tutorial_are_the_planners(name, desk, capsys):
+    page = ROOT / "docs" / "tutorial.md"
+    command = re.search(rf"<!-- {name}: meshwright (.*) -->", page.read_text())
+    assert command is not None
+    assert cli.main(shlex.split(command[1])) == 0
+    head = capsys.readouterr().out.split("\n\n")[:2]  # what was asked, and the table
+    lines = [line.rstrip() for line in "\n\n".join(head).splitlines()]
+    pages.agree(page, name, "\n".join(["```", *lines, "```"]))
+
+
+def test_every_key_that_the_glossary_names_is_one():
+    keys = set(
+        re.findall(r"`((?:arch|data|faults|goal|init|optim|plan)\.\w+)", (ROOT / "docs" / "glossary.md").read_text())
+    )
+    assert len(keys) > 30
+    assert not keys - {*schema.every_key()}

@@ -105,13 +105,13 @@ def stream(tokens: Tensor, stage: int) -> Tensor:
 def plan_of(schedule: Schedule, microbatches: int) -> Plan:
     chunks = default_chunks(schedule)
     return Plan(
-        pp=RANKS, schedule=schedule, chunks=chunks, stages=(1,) * RANKS * chunks, microbatch=1, accumulate=microbatches
+        pp=RANKS, schedule=schedule, chunks=chunks, stages=(1,) * RANKS * chunks, microbatch=1, grad_accum=microbatches
     )
 
 
 def simulated(plan: Plan) -> Timeline:
     """The same step on paper, every third of a stage a second."""
-    orders = actions(plan.schedule, plan.pp, plan.chunks, plan.accumulate)
+    orders = actions(plan.schedule, plan.pp, plan.chunks, plan.grad_accum)
     return play(orders, stage_ranks(plan.schedule, plan.pp, plan.chunks), even_cost(len(plan.stages), plan.chunks))
 
 
@@ -120,12 +120,12 @@ def measured(plan: Plan, mesh: Mesh, steps: int) -> list[tuple[float, list[float
     spans: Spans = []
     chunks = [Stage(THIRD / plan.chunks, spans) for _ in my_stages(plan, mesh)]
     pipeline = Pipeline(chunks, plan, mesh, lambda outputs, targets: outputs.sum(), stream)
-    tokens, found = torch.ones(plan.accumulate, 2, dtype=torch.long), []
+    tokens, found = torch.ones(plan.grad_accum, 2, dtype=torch.long), []
     for _ in range(steps + 1):
         spans.clear()
         dist.barrier()
         pipeline.step(tokens, {}, tokens, torch.ones(()))
-        found.append(idle(spans, plan.accumulate))
+        found.append(idle(spans, plan.grad_accum))
     return found[1:]  # the first also builds the runtime
 
 
@@ -148,7 +148,7 @@ def row(plan: Plan, steps: list[tuple[float, list[float]]]) -> Row:
     return Row(
         schedule=plan.schedule,
         chunks=plan.chunks,
-        microbatches=plan.accumulate,
+        microbatches=plan.grad_accum,
         simulated=timeline.bubble,
         measured=statistics.mean(idles),
         measured_of_ranks=idles,

@@ -40,7 +40,7 @@ from meshwright.verify import integrity
 
 WORDS = (
     "arch.preset=tiny", "arch.vocab=8192", "arch.layers=6", "arch.hidden=512", "arch.heads=8", "arch.kv_heads=4",
-    "arch.head_dim=64", "arch.ffn=1536", "sequence=64", "batch=2", "held.every=0", "data.held_out=0.0",
+    "arch.head_dim=64", "arch.ffn=1536", "sequence=64", "batch=2", "eval.every=0", "data.eval_fraction=0.0",
     "checkpoint.every=6", "checkpoint.keep_last=1",
 )  # fmt: skip
 DISK = 0.5e9  # bytes a second: a network disk of a cloud, or a share of a busy file system

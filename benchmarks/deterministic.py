@@ -26,12 +26,12 @@ from meshwright.train.world import world
 
 WORDS = (
     "arch.preset=tiny", "arch.vocab=4096", "arch.layers=4", "arch.hidden=256", "arch.heads=8", "arch.kv_heads=4",
-    "arch.head_dim=32", "arch.ffn=704", "sequence=128", "batch=8", "held.every=0", "data.held_out=0.0",
+    "arch.head_dim=32", "arch.ffn=704", "sequence=128", "batch=8", "eval.every=0", "data.eval_fraction=0.0",
 )  # fmt: skip
 PLANS = {
-    "one rank": ("plan.microbatch=1", "plan.accumulate=8"),
-    "two replicas": ("plan.microbatch=1", "plan.accumulate=4", "plan.replicate=2"),
-    "two shards, zero 3": ("plan.microbatch=1", "plan.accumulate=4", "plan.shard=2", "plan.zero=3"),
+    "one rank": ("plan.microbatch=1", "plan.grad_accum=8"),
+    "two replicas": ("plan.microbatch=1", "plan.grad_accum=4", "plan.replicate=2"),
+    "two shards, zero 3": ("plan.microbatch=1", "plan.grad_accum=4", "plan.shard=2", "plan.zero=3"),
     "two shards, zero 3, one microbatch each": ("plan.microbatch=4", "plan.shard=2", "plan.zero=3"),
 }
 MODES = {"normal": "plan.deterministic=false", "deterministic": "plan.deterministic=true"}

@@ -22,9 +22,9 @@ RUN = [
     "arch.preset=tiny",
     "sequence=32",
     "batch=4",
-    "held.every=0",
-    "held.batches=1",
-    "held.sample_tokens=0",
+    "eval.every=0",
+    "eval.batches=1",
+    "eval.sample_tokens=0",
     "checkpoint.every=5",
 ]
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "5", "-m", "meshwright"]

@@ -38,7 +38,7 @@ class Case(NamedTuple):
 
 # Masters in two halves: bf16 weights, and the sixteen bits that they lack of fp32. What that leaves of the memory is
 # given to activations, of which fewer are then computed anew.
-HALVES = "optim.rounding=compensated"
+HALVES = "optim.master_weights=split"
 CASES = (
     Case("gpt2-124m", 64, 1024, "transformers", "precision=bf16,compile=true"),
     Case("llama3-1b", 2, 8192, "torchtitan", "precision=bf16,compile=true,recompute=selective-3", HALVES),

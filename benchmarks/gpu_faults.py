@@ -19,7 +19,7 @@ from meshwright.runtime.records import AttemptRecord
 from meshwright.verify.rehearse import model_digest
 
 RESULT = Path(__file__).parents[1] / "results" / "gpu_faults.json"
-QUIET = "held.every=0 held.batches=1 held.sample_tokens=0 data.source=stdlib plan.replicate=1"
+QUIET = "eval.every=0 eval.batches=1 eval.sample_tokens=0 data.source=stdlib plan.replicate=1"
 MIDDLE = (
     "arch.preset=tiny arch.vocab=8192 arch.layers=12 arch.hidden=1024 arch.ffn=4096 arch.heads=16 arch.kv_heads=8 "
     "arch.context=2048 sequence=2048 batch=16 plan.precision=bf16"

@@ -103,7 +103,12 @@ def quantize_cases(rows: int, cols: int) -> list[Case]:
         name = f"fp8 by {scaling}{', and transposed' if transposed else ''} {rows} × {cols}"
         return Case(name, call, lambda: [normal(rows, cols).detach()], bytes_each * rows * cols, None)
 
-    return [case("tensor", False, 5), case("tensor", True, 6), case("row", False, 3), case("row", True, 6)]
+    return [
+        case("tensorwise", False, 5),
+        case("tensorwise", True, 6),
+        case("rowwise", False, 3),
+        case("rowwise", True, 6),
+    ]
 
 
 def loss_case(rows: int, vocab: int) -> Case:

@@ -90,7 +90,7 @@ def delivery(folder: Path, case: str, sequence: int) -> Delivery:
     """Positions delivered per second, padding included, over several stretches of steps."""
     arch = Arch(vocab=VOCAB, layers=1, hidden=8, heads=1, kv_heads=1, head_dim=8, ffn=8, context=sequence)
     data = msgspec.convert({"source": f"{folder}/*.bin", "format": "nanogpt", **CASES[case]}, Data)
-    plan = Plan(microbatch=MICROBATCH, accumulate=BATCH // MICROBATCH)
+    plan = Plan(microbatch=MICROBATCH, grad_accum=BATCH // MICROBATCH)
     run = Run(arch=arch, data=data, sequence=sequence, batch=BATCH, plan=plan)
     rates = stretches(prepare(run, folder / "cache", lambda _: None), run)
     return Delivery(

@@ -24,26 +24,26 @@ SIZES = {
     ),
 }
 RUN = (
-    "data.source=stdlib optim.rate=2e-4 optim.warmup=100 seed=1 held.sample_tokens=0 checkpoint.every=0 held.every=0 "
+    "data.source=stdlib optim.lr=2e-4 optim.warmup=100 seed=1 eval.sample_tokens=0 checkpoint.every=0 eval.every=0 "
     "plan.replicate=1"
 )
 TWIN = "bf16, plain"
 WAYS = {
     "fp32, plain": "plan.precision=fp32 plan.kernels=plain plan.compile=false",
-    TWIN: "plan.precision=bf16 plan.kernels=plain plan.compile=false plan.shadow=false",
+    TWIN: "plan.precision=bf16 plan.kernels=plain plan.compile=false plan.bf16_params=false",
     "bf16, plain, other order": (  # of adding up: microbatches half as large
-        "plan.precision=bf16 plan.kernels=plain plan.compile=false plan.shadow=false plan.accumulate=2"
+        "plan.precision=bf16 plan.kernels=plain plan.compile=false plan.bf16_params=false plan.grad_accum=2"
     ),
     "bf16, as a user gets it": "plan.precision=bf16",
     "bf16, compiled": "plan.precision=bf16 plan.compile=true",
     "bf16, selective recompute": "plan.precision=bf16 plan.recompute=selective",
-    "bf16, masters in halves, compiled": "plan.precision=bf16 plan.compile=true optim.rounding=compensated",
+    "bf16, masters in halves, compiled": "plan.precision=bf16 plan.compile=true optim.master_weights=split",
     "fp8 by tensor": "plan.precision=fp8",
-    "fp8 by tensor, masters in halves, compiled": "plan.precision=fp8 plan.compile=true optim.rounding=compensated",
-    "fp8 by row": "plan.precision=fp8 plan.scaling=row",
-    "bf16 weights, stochastic": "plan.precision=bf16 plan.shadow=false optim.rounding=stochastic",
-    "bf16 weights, compensated": "plan.precision=bf16 plan.shadow=false optim.rounding=compensated",
-    "fp8 codes of activations": "plan.precision=bf16 plan.compress=fp8",
+    "fp8 by tensor, masters in halves, compiled": "plan.precision=fp8 plan.compile=true optim.master_weights=split",
+    "fp8 by row": "plan.precision=fp8 plan.fp8_scaling=rowwise",
+    "bf16 weights, stochastic": "plan.precision=bf16 plan.bf16_params=false optim.master_weights=none optim.stochastic_rounding=true",
+    "bf16 weights, compensated": "plan.precision=bf16 plan.bf16_params=false optim.master_weights=split",
+    "fp8 codes of activations": "plan.precision=bf16 plan.activation_quant=fp8",
 }
 LAST = 50  # steps whose mean loss is compared: single steps scatter
 

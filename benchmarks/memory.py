@@ -62,16 +62,28 @@ GRID = (
     Case("1.5G", 2, 8192, f"{BF16},recompute=selective,kernels=plain"),
     Case("1.5G", 1, 32768, f"{BF16},recompute=selective"),
     Case("1.5G", 1, 32768, f"{BF16},recompute=full"),
-    Case("1.5G", 2, 8192, f"{BF16},shadow=false", "optim.rounding=compensated"),
-    Case("1.5G", 4, 4096, f"{BF16},activations=host"),
-    Case("1.5G", 4, 4096, f"{BF16},compress=fp8"),
+    Case("1.5G", 2, 8192, f"{BF16},bf16_params=false", "optim.master_weights=split"),
+    Case("1.5G", 4, 4096, f"{BF16},activation_offload=true"),
+    Case("1.5G", 4, 4096, f"{BF16},activation_quant=fp8"),
     Case("4.5G", 1, 8192, BF16),
-    Case("4.5G", 1, 8192, f"{BF16},recompute=selective,shadow=false"),
+    Case("4.5G", 1, 8192, f"{BF16},recompute=selective,bf16_params=false"),
     Case("4.5G", 2, 8192, f"{BF16},recompute=selective"),
     Case("4.5G", 1, 8192, "precision=fp8,compile=true"),
-    Case("8G", 1, 2048, f"{BF16},recompute=full,shadow=false"),
-    Case("8G", 1, 8192, f"{BF16},recompute=selective,shadow=false", "optim.rounding=stochastic"),
-    Case("8G", 1, 32768, f"{BF16},recompute=full,shadow=false", "optim.rounding=stochastic"),
+    Case("8G", 1, 2048, f"{BF16},recompute=full,bf16_params=false"),
+    Case(
+        "8G",
+        1,
+        8192,
+        f"{BF16},recompute=selective,bf16_params=false",
+        "optim.master_weights=none optim.stochastic_rounding=true",
+    ),
+    Case(
+        "8G",
+        1,
+        32768,
+        f"{BF16},recompute=full,bf16_params=false",
+        "optim.master_weights=none optim.stochastic_rounding=true",
+    ),
 )
 
 
@@ -101,7 +113,7 @@ def promised(case: Case, device: str) -> dict[str, float]:
     words = [f"arch.preset={preset}", *words, "steps=1", *(f"plan.{word}" for word in case.plan.split(","))]
     run = load.load(None, words, default_ranks=1).run
     job = Job(
-        arch=run.arch, plan=run.plan, sequence=run.sequence, rounding=run.optim.rounding, states=run.optim.states,
+        arch=run.arch, plan=run.plan, sequence=run.sequence, master_weights=run.optim.master_weights, state_dtype=run.optim.state_dtype,
         cluster=cluster_of_device(device, 1),
         stack=stacks()["meshwright"],
     )  # fmt: skip

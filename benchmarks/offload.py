@@ -4,9 +4,9 @@ One rank trains a preset on random tokens. Beside the step's time stand the upda
 last state's being back), the stall (what of it the next forward could not hide), and the peaks of device, host and
 disk. `--compare` runs the same without offload first, where that fits. On a CPU it works with small models.
 
-    python benchmarks/offload.py llama3-8b plan.offload=host --out results/offload-8b.json
-    python benchmarks/offload.py llama3-8b arch.layers=90 plan.offload=disk optim.states=bf16 \\
-        plan.offload_update=device plan.offload_host_bytes=90000000000 --out results/offload-20b.json
+    python benchmarks/offload.py llama3-8b plan.optimizer_offload=host --out results/offload-8b.json
+    python benchmarks/offload.py llama3-8b arch.layers=90 plan.optimizer_offload=disk optim.state_dtype=bf16 \\
+        plan.optimizer_offload_update=device plan.optimizer_offload_host_bytes=90000000000 --out results/offload-20b.json
 """
 
 import argparse
@@ -42,8 +42,8 @@ from meshwright.train.state import State
 from meshwright.train.world import world
 
 WORDS = (
-    "sequence=4096", "batch=2", "plan.replicate=1", "plan.precision=bf16", "plan.recompute=full", "held.every=0",
-    "data.held_out=0.0", "checkpoint.every=0", "held.sample_tokens=0", "optim.rate=1e-5",
+    "sequence=4096", "batch=2", "plan.replicate=1", "plan.precision=bf16", "plan.recompute=full", "eval.every=0",
+    "data.eval_fraction=0.0", "checkpoint.every=0", "eval.sample_tokens=0", "optim.lr=1e-5",
 )  # fmt: skip
 WARM_UP = 2  # steps that are not counted: memory is taken, kernels are chosen
 
@@ -118,7 +118,7 @@ def summary(run: Run, device: torch.device, rows: list[Row]) -> dict[str, object
     return {
         "device": name,
         "plan": str(run.plan),
-        "states": run.optim.states,
+        "states": run.optim.state_dtype,
         "parameters": count(run.arch),
         "sequence": run.sequence,
         "batch": run.batch,
@@ -180,8 +180,8 @@ def main() -> None:
         free = {"free_host_bytes": free_host_bytes(), "free_disk_bytes": shutil.disk_usage(folder).free}
         answer: dict[str, object] = {"torch": str(torch.__version__), "cores": cores(), **free}
         if arguments.compare:
-            optim = msgspec.structs.replace(run.optim, states="fp32")
-            plain = msgspec.structs.replace(run.plan, offload="none")
+            optim = msgspec.structs.replace(run.optim, state_dtype="fp32")
+            plain = msgspec.structs.replace(run.plan, optimizer_offload="none")
             answer["without"] = tried(msgspec.structs.replace(run, plan=plain, optim=optim), folder)
         answer["offloaded"] = tried(run, folder)
     print(json.dumps(answer, indent=2))

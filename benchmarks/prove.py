@@ -60,7 +60,7 @@ def in_every_phase(kind: str, say: Callable[[str], None]) -> dict[str, list[int]
     for phase in PHASES:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name) / "run"
-            words = ["steps=12", "held.every=5", "--folder", str(folder), "--json"]
+            words = ["steps=12", "eval.every=5", "--folder", str(folder), "--json"]
             inject, codes = f"{kind}:1:5:{phase}", []
             while not codes or codes[-1] in (10, 11):
                 done = subprocess.run(

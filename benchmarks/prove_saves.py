@@ -25,9 +25,9 @@ SECONDS = 600.0
 # Every axis and products of two, on up to four ranks; three ranks cut nothing evenly.
 DENSE = (
     "replicate=1", "replicate=2", "shard=2,zero=1", "shard=2,zero=3", "tp=2", "cp=2", "cp=2,zero=3",
-    "pp=2,accumulate=2", "pp=2,schedule=zbv,accumulate=4", "replicate=3", "shard=3,zero=1", "shard=3,zero=3",
-    "replicate=2,shard=2,zero=3", "shard=4,zero=2", "tp=4", "shard=2,zero=3,tp=2", "pp=2,tp=2,accumulate=2",
-    "pp=2,shard=2,zero=3,accumulate=2", "cp=2,tp=2", "cp=2,shard=2,zero=3",
+    "pp=2,grad_accum=2", "pp=2,schedule=zbv,grad_accum=4", "replicate=3", "shard=3,zero=1", "shard=3,zero=3",
+    "replicate=2,shard=2,zero=3", "shard=4,zero=2", "tp=4", "shard=2,zero=3,tp=2", "pp=2,tp=2,grad_accum=2",
+    "pp=2,shard=2,zero=3,grad_accum=2", "cp=2,tp=2", "cp=2,shard=2,zero=3",
 )  # fmt: skip
 MIXTURE = (
     "replicate=1", "shard=2,zero=1,ep=2", "tp=2", "shard=2,zero=3", "replicate=2,ep=2", "shard=3,zero=3",
@@ -43,7 +43,7 @@ MODELS = {
 
 def planned(plan: str, words: tuple[str, ...]) -> Run:
     """The same mathematics under one of the plans."""
-    common = ("sequence=32", "batch=24", "steps=2", "checkpoint.every=2", "held.every=0", "plan.precision=fp64")
+    common = ("sequence=32", "batch=24", "steps=2", "checkpoint.every=2", "eval.every=0", "plan.precision=fp64")
     return load.load(None, [*words, *common, *(f"plan.{word}" for word in plan.split(","))]).run
 
 

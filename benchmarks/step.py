@@ -33,7 +33,7 @@ from meshwright.train.world import world
 
 WORDS = (
     "arch.preset=gpt2", "arch.vocab=8192", "arch.layers=8", "arch.hidden=384", "arch.heads=6", "arch.ffn=1536",
-    "sequence=256", "batch=8", "held.every=0", "data.held_out=0.0", "optim.rate=1e-3",
+    "sequence=256", "batch=8", "eval.every=0", "data.eval_fraction=0.0", "optim.lr=1e-3",
 )  # fmt: skip
 
 
@@ -52,15 +52,13 @@ def bare(run: Run, batches: list[Batch]) -> Iterator[None]:
     """What a person would write for one process: nothing recorded, nothing checked, data already there."""
     model = Decoder(run.arch)
     fill_model(model, run.arch, run.seed)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=run.optim.rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=run.optim.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     for batch in batches:
         optimizer.zero_grad(set_to_none=True)
         logits = model(batch.tokens, batch.positions)
         loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), run.optim.clip)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), run.optim.grad_clip)
         optimizer.step()
         yield
 

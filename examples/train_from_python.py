@@ -12,7 +12,7 @@ from meshwright.train.world import world
 
 
 def main() -> None:
-    words = ["arch.preset=tiny", "steps=5", "sequence=64", "batch=4", "held.every=0"]
+    words = ["arch.preset=tiny", "steps=5", "sequence=64", "batch=4", "eval.every=0"]
     run = load.load(None, words, ranks=1).run
     with tempfile.TemporaryDirectory() as folder:
         here = Place(

@@ -108,9 +108,9 @@ def runs(
     words += overrides
     words += [
         f"steps={steps + WARM_UP}",
-        "data.held_out=0.0",
-        "held.every=0",
-        "held.sample_tokens=0",
+        "data.eval_fraction=0.0",
+        "eval.every=0",
+        "eval.sample_tokens=0",
         "checkpoint.every=0",
     ]
     made = []

@@ -10,7 +10,7 @@ from typing import TextIO, TypeAlias
 
 from meshwright.spec.problem import InputError, Problem
 
-OVERRIDES = "dotted overrides in TOML syntax, for example steps=50 optim.rate=1e-3 data.source=my/*.txt"
+OVERRIDES = "dotted overrides in TOML syntax, for example steps=50 optim.lr=1e-3 data.source=my/*.txt"
 
 Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 

@@ -188,7 +188,10 @@ def run_of(put: Put, found: Found) -> Run:
     machines = put.machines if same else found.job.cluster.name
     goal = msgspec.structs.replace(asked.goal, cluster=machines, vary=put.question.vary)
     name = asked.name if "name" in put.asked.origins else f"{put.model}-{found.job.cluster.name}"
-    optim = msgspec.structs.replace(asked.optim, rounding=found.job.rounding, states=found.job.states)
+    kept = found.job.master_weights
+    optim = msgspec.structs.replace(
+        asked.optim, master_weights=kept, stochastic_rounding=kept == "none", state_dtype=found.job.state_dtype
+    )
     chosen = {"sequence": found.job.sequence, "batch": found.plan.batch, "plan": found.plan, "optim": optim}
     run = msgspec.structs.replace(asked, name=name, goal=goal, **chosen)
     if problems := check.problems(run):
@@ -201,7 +204,7 @@ def left_open(put: Put, run: Run) -> list[str]:
     values = {
         "steps": run.steps,
         "data.source": run.data.source,
-        "optim.rate": run.optim.rate,
+        "optim.lr": run.optim.lr,
         "optim.warmup": run.optim.warmup,
     }
     return [f"{key} = {value}" for key, value in values.items() if key not in put.asked.origins]
@@ -247,7 +250,7 @@ def searched(question: Question, top: int) -> Answer:
 def _told(options: argparse.Namespace, asked: Put, question: Question, answer: Answer) -> int:
     first = answer.found[0]
     job = first.job
-    kinds = {"precision": job.plan.precision, "rounding": job.rounding, "states": job.states}
+    kinds = {"precision": job.plan.precision, "master_weights": job.master_weights, "state_dtype": job.state_dtype}
     chosen = msgspec.structs.replace(question, batch=job.plan.batch, **kinds)
     beside = explain.beside(chosen, first.plan)
     record = answer_record(asked, question, answer) | {"neighbours": msgspec.to_builtins(beside)}

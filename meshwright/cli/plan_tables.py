@@ -26,12 +26,14 @@ def plan_words(plan: Plan) -> str:
         used.append(plan.cp_kind)
     if plan.pp > 1:
         used.append(plan.schedule + (f"×{plan.chunks}" if plan.chunks > 1 else ""))
-    used.append(f"microbatch={plan.microbatch}×{plan.accumulate}")
+    used.append(f"microbatch={plan.microbatch}×{plan.grad_accum}")
     used += [f"recompute={plan.recompute}"] * (plan.recompute != "none")
-    used += [f"compress={plan.compress}"] * (plan.compress != "none")
-    used += [f"activations={plan.activations}"] * (plan.activations != "device")
-    used += [f"offload={plan.offload}/{plan.offload_update}"] * (plan.offload != "none")
-    used += [name for name in ("offload_weights", "shadow", "compile", "deterministic") if getattr(plan, name)]
+    used += [f"activation_quant={plan.activation_quant}"] * (plan.activation_quant != "none")
+    used += ["activation_offload"] * (plan.activation_offload)
+    used += [f"optimizer_offload={plan.optimizer_offload}/{plan.optimizer_offload_update}"] * (
+        plan.optimizer_offload != "none"
+    )
+    used += [name for name in ("cpu_offload", "bf16_params", "compile", "deterministic") if getattr(plan, name)]
     return " ".join(used)
 
 
@@ -41,8 +43,8 @@ def chosen(found: Found) -> dict[str, object]:
     return {
         "batch": found.plan.batch,
         "precision": found.plan.precision,
-        "rounding": job.rounding,
-        "states": job.states,
+        "master_weights": job.master_weights,
+        "state_dtype": job.state_dtype,
     }
 
 
@@ -98,8 +100,8 @@ def as_record(found: Found, why: str) -> dict[str, object]:
         "disk_bytes": ledger.away.disk_bytes,
         "host": msgspec.to_builtins(ledger.away.host),
         "disk": msgspec.to_builtins(ledger.away.disk),
-        "rounding": found.job.rounding,
-        "states": found.job.states,
+        "master_weights": found.job.master_weights,
+        "state_dtype": found.job.state_dtype,
         "moment": ledger.moment,
         "role": ledger.role,
         "waterfall": msgspec.to_builtins(price.waterfall),

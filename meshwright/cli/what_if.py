@@ -93,13 +93,13 @@ def _same(base: Found, question: Question, changed: Question) -> Found | None:
     """The plan that was best, after the change; another batch takes more or fewer microbatches of the same size."""
     plan, job = base.plan, base.job
     batch = plan.batch if changed.batch == question.batch else changed.batch
-    accumulate, rest = divmod(batch, plan.data * plan.microbatch)
+    grad_accum, rest = divmod(batch, plan.data * plan.microbatch)
     if rest or plan.world != changed.cluster.gpus:
         return None
     precision = plan.precision if changed.precision == question.precision else changed.precision
-    shadow = plan.shadow and precision in NARROW
-    plan = msgspec.structs.replace(plan, accumulate=accumulate, precision=precision, shadow=shadow)
-    kinds = {"precision": precision, "rounding": job.rounding, "states": job.states}
+    bf16_params = plan.bf16_params and precision in NARROW
+    plan = msgspec.structs.replace(plan, grad_accum=grad_accum, precision=precision, bf16_params=bf16_params)
+    kinds = {"precision": precision, "master_weights": job.master_weights, "state_dtype": job.state_dtype}
     asked = msgspec.structs.replace(changed, batch=batch, **kinds)
     return None if problems(asked, plan) else priced(asked.job(plan))
 

@@ -20,9 +20,9 @@ def _batch(run: Run) -> Iterator[Problem]:
     plan = run.plan
     if plan.batch != run.batch:
         yield Problem(
-            f"batch = {run.batch} is not microbatch {plan.microbatch} × accumulate {plan.accumulate} × "
+            f"batch = {run.batch} is not microbatch {plan.microbatch} × grad_accum {plan.grad_accum} × "
             f"{plan.data} data ranks = {plan.batch}",
-            f"set batch = {plan.batch}, or a microbatch and accumulate whose product is batch ÷ {plan.data}",
+            f"set batch = {plan.batch}, or a microbatch and grad_accum whose product is batch ÷ {plan.data}",
             "batch",
         )
 
@@ -42,95 +42,108 @@ def _precision(run: Run) -> Iterator[Problem]:
 
 def _shadow(run: Run) -> Iterator[Problem]:
     plan = run.plan
-    if not plan.shadow:
+    if not plan.bf16_params:
         return
-    remedy = "leave plan.shadow out"
+    remedy = "leave plan.bf16_params out"
     if plan.world > 1:
-        what = f"plan.shadow keeps a narrow copy on a rank that shares nothing, and this plan has {plan.world} ranks"
-        yield Problem(what, f"{remedy}: sharded weights are cast when they are gathered", "plan.shadow")
+        what = (
+            f"plan.bf16_params keeps a narrow copy on a rank that shares nothing, and this plan has {plan.world} ranks"
+        )
+        yield Problem(what, f"{remedy}: sharded weights are cast when they are gathered", "plan.bf16_params")
     if plan.precision in ("fp32", "fp64"):
-        what = f"plan.shadow is a narrow copy, and plan.precision = {plan.precision} is as wide as the weights"
-        yield Problem(what, f"{remedy}, or set plan.precision = bf16", "plan.shadow")
+        what = f"plan.bf16_params is a narrow copy, and plan.precision = {plan.precision} is as wide as the weights"
+        yield Problem(what, f"{remedy}, or set plan.precision = bf16", "plan.bf16_params")
     if plan.deterministic:
-        yield Problem("plan.deterministic adds up gradients by itself, without plan.shadow", remedy, "plan.shadow")
+        yield Problem(
+            "plan.deterministic adds up gradients by itself, without plan.bf16_params", remedy, "plan.bf16_params"
+        )
 
 
 def _rounding(run: Run) -> Iterator[Problem]:
-    plan, rounding = run.plan, run.optim.rounding
-    if rounding == "master":
+    plan, master_weights = run.plan, run.optim.master_weights
+    if run.optim.stochastic_rounding != (master_weights == "none"):
+        what = "optim.stochastic_rounding is how weights without masters take small updates, and optim.master_weights = none needs it"
+        yield Problem(what, "set both, or neither", "optim.stochastic_rounding")
+    if master_weights == "fp32":
         return
     if plan.precision not in ("bf16", "fp8"):
         yield Problem(
-            f"optim.rounding = {rounding} holds weights in bf16, and plan.precision = {plan.precision} is not bf16",
-            "set plan.precision = bf16, or leave optim.rounding out",
-            "optim.rounding",
+            f"optim.master_weights = {master_weights} holds weights in bf16, and plan.precision = {plan.precision} is not bf16",
+            "set plan.precision = bf16, or leave optim.master_weights out",
+            "optim.master_weights",
         )
     if plan.deterministic:
         yield Problem(
-            f"plan.deterministic adds up wide gradients, and optim.rounding = {rounding} has none",
+            f"plan.deterministic adds up wide gradients, and optim.master_weights = {master_weights} has none",
             "leave one of them out",
-            "optim.rounding",
+            "optim.master_weights",
         )
 
 
 def _offload(run: Run) -> Iterator[Problem]:
-    plan, states = run.plan, run.optim.states
-    if plan.offload == "none":
+    plan, states = run.plan, run.optim.state_dtype
+    if plan.optimizer_offload == "none":
         if states == "bf16":
-            what = "optim.states = bf16 rounds states that are kept off the device, and plan.offload = none keeps none"
-            yield Problem(what, "set plan.offload = host, or leave optim.states out", "optim.states")
+            what = "optim.state_dtype = bf16 rounds states that are kept off the device, and plan.optimizer_offload = none keeps none"
+            yield Problem(
+                what, "set plan.optimizer_offload = host, or leave optim.state_dtype out", "optim.state_dtype"
+            )
         return
-    remedy = "leave plan.offload out"
+    remedy = "leave plan.optimizer_offload out"
     if plan.world > 1:
-        what = f"plan.offload moves the states of a rank that shares nothing, and this plan has {plan.world} ranks"
-        yield Problem(what, f"{remedy}: plan.zero = 1 to 3 shares them out over plan.shard ranks", "plan.offload")
+        what = f"plan.optimizer_offload moves the states of a rank that shares nothing, and this plan has {plan.world} ranks"
+        yield Problem(
+            what, f"{remedy}: plan.zero = 1 to 3 shares them out over plan.shard ranks", "plan.optimizer_offload"
+        )
     if plan.deterministic:
-        what = "plan.deterministic adds up gradients and moves weights by itself, without plan.offload"
-        yield Problem(what, f"{remedy}, or plan.deterministic", "plan.offload")
-    if plan.precision in ("bf16", "fp16", "fp8") and plan.world == 1 and not plan.shadow:
-        what = "plan.offload leaves narrow weights on the device, and plan.shadow = false keeps none"
-        yield Problem(what, "leave plan.shadow out", "plan.shadow")
+        what = "plan.deterministic adds up gradients and moves weights by itself, without plan.optimizer_offload"
+        yield Problem(what, f"{remedy}, or plan.deterministic", "plan.optimizer_offload")
+    if plan.precision in ("bf16", "fp16", "fp8") and plan.world == 1 and not plan.bf16_params:
+        what = "plan.optimizer_offload leaves narrow weights on the device, and plan.bf16_params = false keeps none"
+        yield Problem(what, "leave plan.bf16_params out", "plan.bf16_params")
     if states == "bf16" and plan.precision not in ("bf16", "fp8"):
-        what = f"optim.states = bf16 completes weights of bf16, and plan.precision = {plan.precision} has none"
-        yield Problem(what, "set plan.precision = bf16, or leave optim.states out", "optim.states")
-    if run.optim.rounding != "master":
-        what = f"plan.offload keeps what bf16 leaves out by itself, without optim.rounding = {run.optim.rounding}"
-        yield Problem(what, "leave optim.rounding out, or plan.offload", "optim.rounding")
-    if plan.offload_host_bytes < 0:
-        what = f"plan.offload_host_bytes = {plan.offload_host_bytes} is negative"
-        yield Problem(what, "use 0 to have every state on the disk", "plan.offload_host_bytes")
+        what = f"optim.state_dtype = bf16 completes weights of bf16, and plan.precision = {plan.precision} has none"
+        yield Problem(what, "set plan.precision = bf16, or leave optim.state_dtype out", "optim.state_dtype")
+    if run.optim.master_weights != "fp32":
+        what = f"plan.optimizer_offload keeps what bf16 leaves out by itself, without optim.master_weights = {run.optim.master_weights}"
+        yield Problem(what, "leave optim.master_weights out, or plan.optimizer_offload", "optim.master_weights")
+    if plan.optimizer_offload_host_bytes < 0:
+        what = f"plan.optimizer_offload_host_bytes = {plan.optimizer_offload_host_bytes} is negative"
+        yield Problem(what, "use 0 to have every state on the disk", "plan.optimizer_offload_host_bytes")
 
 
 def _offload_weights(run: Run) -> Iterator[Problem]:
-    plan, key = run.plan, "plan.offload_weights"
-    if not plan.offload_weights:
+    plan, key = run.plan, "plan.cpu_offload"
+    if not plan.cpu_offload:
         return
-    remedy = "leave plan.offload_weights out"
+    remedy = "leave plan.cpu_offload out"
     if plan.zero != 3:
-        what = f"plan.offload_weights gives a block's weights up after use, and plan.zero = {plan.zero} keeps them all"
+        what = f"plan.cpu_offload gives a block's weights up after use, and plan.zero = {plan.zero} keeps them all"
         yield Problem(what, f"set plan.zero = 3, on one rank too, or {remedy}", "plan.zero")
     if plan.pp > 1:
-        what = f"plan.offload_weights brings one block at a time, and plan.pp = {plan.pp} keeps whole stages gathered"
+        what = f"plan.cpu_offload brings one block at a time, and plan.pp = {plan.pp} keeps whole stages gathered"
         yield Problem(what, f"set plan.pp = 1 and use plan.shard, or {remedy}", key)
-    if plan.shadow:
-        what = "plan.shadow keeps a narrow copy of all weights on the device, and plan.offload_weights keeps none there"
-        yield Problem(what, "leave one of them out", "plan.shadow")
-    if plan.offload != "none":
-        what = f"plan.offload_weights keeps every state in host memory, and plan.offload = {plan.offload} moves some"
-        yield Problem(what, "leave one of them out: plan.offload is for weights that fit on the device", key)
+    if plan.bf16_params:
+        what = (
+            "plan.bf16_params keeps a narrow copy of all weights on the device, and plan.cpu_offload keeps none there"
+        )
+        yield Problem(what, "leave one of them out", "plan.bf16_params")
+    if plan.optimizer_offload != "none":
+        what = f"plan.cpu_offload keeps every state in host memory, and plan.optimizer_offload = {plan.optimizer_offload} moves some"
+        yield Problem(what, "leave one of them out: plan.optimizer_offload is for weights that fit on the device", key)
     if plan.deterministic:
-        what = "plan.deterministic adds up gradients on the device by itself, without plan.offload_weights"
+        what = "plan.deterministic adds up gradients on the device by itself, without plan.cpu_offload"
         yield Problem(what, "leave one of them out", key)
 
 
 def _routes(run: Run) -> Iterator[Problem]:
     plan = run.plan
-    if run.arch.experts and plan.compress != "none" and plan.recompute != "none":
+    if run.arch.experts and plan.activation_quant != "none" and plan.recompute != "none":
         yield Problem(
             f"plan.recompute = {plan.recompute} would route tokens anew, and some to other experts: "
-            f"plan.compress = {plan.compress} has rounded what the router reads",
-            "leave one of them out, or use plan.activations = host, which is exact",
-            "plan.compress",
+            f"plan.activation_quant = {plan.activation_quant} has rounded what the router reads",
+            "leave one of them out, or use plan.activation_offload = true, which is exact",
+            "plan.activation_quant",
         )
 
 
@@ -197,7 +210,7 @@ def _pipeline(run: Run) -> Iterator[Problem]:
     elif len(plan.stages) != stages or sum(plan.stages) != layers or min(plan.stages, default=0) < 1:
         what = f"plan.stages = {list(plan.stages)} is not {stages} stages of {layers} layers in all"
         yield Problem(what, "leave plan.stages out to have the layers balanced", "plan.stages")
-    for misfit in misfits(plan.schedule, plan.pp, plan.chunks, plan.accumulate):
+    for misfit in misfits(plan.schedule, plan.pp, plan.chunks, plan.grad_accum):
         yield Problem(misfit.text, misfit.remedy, misfit.key)
 
 
@@ -244,7 +257,7 @@ def _deterministic(run: Run) -> Iterator[Problem]:
             "set plan.pp = 1 and use plan.replicate and plan.shard, or leave plan.deterministic out",
             "plan.pp",
         )
-    for name in ("replicate", "shard", "accumulate"):
+    for name in ("replicate", "shard", "grad_accum"):
         value = getattr(plan, name)
         if value > 0 and value & (value - 1):
             yield Problem(
@@ -286,8 +299,8 @@ def how_blocks_run(plan: Plan) -> Iterator[Problem]:
 
 def _kept(plan: Plan) -> Iterator[Problem]:
     """What happens to that which blocks keep for the backward."""
-    said = {"compress": plan.compress} if plan.compress != "none" else {}
-    said |= {"activations": plan.activations} if plan.activations != "device" else {}
+    said = {"activation_quant": plan.activation_quant} if plan.activation_quant != "none" else {}
+    said |= {"activation_offload": plan.activation_offload} if plan.activation_offload else {}
     together = recompute.by_operation(plan.recompute) or any(len(run) > 1 for run in recompute.runs(plan.recompute, 4))
     for name, value in said.items() if together else ():
         yield Problem(
@@ -295,11 +308,11 @@ def _kept(plan: Plan) -> Iterator[Problem]:
             "use plan.recompute = none, first-K or full",
             f"plan.{name}",
         )
-    if plan.compress != "none" and plan.precision == "fp64":
+    if plan.activation_quant != "none" and plan.precision == "fp64":
         yield Problem(
-            f"plan.compress = {plan.compress} changes the mathematics, and plan.precision = fp64 is for proofs",
-            "leave plan.compress out; plan.activations = host saves as much and is exact",
-            "plan.compress",
+            f"plan.activation_quant = {plan.activation_quant} changes the mathematics, and plan.precision = fp64 is for proofs",
+            "leave plan.activation_quant out; plan.activation_offload = true saves as much and is exact",
+            "plan.activation_quant",
         )
 
 
@@ -336,11 +349,11 @@ def _counts(run: Run) -> Iterator[Problem]:
         "sequence": run.sequence,
         "batch": run.batch,
         "plan.microbatch": run.plan.microbatch,
-        "plan.accumulate": run.plan.accumulate,
+        "plan.grad_accum": run.plan.grad_accum,
         **{f"plan.{axis}": getattr(run.plan, axis) for axis in (*AXES, "ep", "chunks")},
         "plan.ep": run.plan.ep,
         "log.every": run.log.every,
-        "held.batches": run.held.batches,
+        "eval.batches": run.eval.batches,
         "checkpoint.keep_last": run.checkpoint.keep_last,
         **{f"arch.{name}": getattr(run.arch, name) for name in ARCH_COUNTS},
     }
@@ -349,10 +362,10 @@ def _counts(run: Run) -> Iterator[Problem]:
             yield Problem(f"{key} = {value} is not a count", f"give {key} a whole number of at least 1", key)
     natural = {
         "seed": run.seed,
-        "held.every": run.held.every,
+        "eval.every": run.eval.every,
         "checkpoint.every": run.checkpoint.every,
         "checkpoint.keep_every": run.checkpoint.keep_every,
-        "held.sample_tokens": run.held.sample_tokens,
+        "eval.sample_tokens": run.eval.sample_tokens,
         "optim.warmup": run.optim.warmup,
         "faults.restarts": run.faults.restarts,
         "faults.not_finite": run.faults.not_finite,
@@ -439,14 +452,14 @@ def _context(run: Run) -> Iterator[Problem]:
 def _rates(run: Run) -> Iterator[Problem]:
     optim = run.optim
     bounds = {
-        "optim.rate": (optim.rate, 0.0, 1e3),
+        "optim.lr": (optim.lr, 0.0, 1e3),
         "optim.eps": (optim.eps, 1e-30, 1.0),  # 0 ÷ (0 + eps) is 0, in 32 bits too
-        "optim.floor": (optim.floor, 0.0, 1.0),
-        "optim.decay": (optim.decay, 0.0, 1.0),
+        "optim.min_lr_ratio": (optim.min_lr_ratio, 0.0, 1.0),
+        "optim.decay_fraction": (optim.decay_fraction, 0.0, 1.0),
         "optim.weight_decay": (optim.weight_decay, 0.0, 1e3),
-        "optim.clip": (optim.clip, 0.0, 1e9),
-        "data.held_out": (run.data.held_out, 0.0, 0.5),
-        "held.temperature": (run.held.temperature, 0.0, 100.0),
+        "optim.grad_clip": (optim.grad_clip, 0.0, 1e9),
+        "data.eval_fraction": (run.data.eval_fraction, 0.0, 0.5),
+        "eval.temperature": (run.eval.temperature, 0.0, 100.0),
         "arch.capacity": (run.arch.capacity, 0.0, 1e3),
         "faults.grace_seconds": (run.faults.grace_seconds, 0.0, 1e9),
         "faults.hang_seconds": (run.faults.hang_seconds, 0.1, 1e9),

@@ -125,8 +125,12 @@ def _described(table: dict[str, Any]) -> tuple[Described | None, list[Problem]]:
 def init_problems(run: Run) -> list[Problem]:
     """Weights that a run begins from must fit it."""
     if not run.init.folder:
-        what = "init.moments takes the moments of the run in init.from, and none is named"
-        return [Problem(what, "name one, or leave init.moments out", "init.moments")] if run.init.moments else []
+        what = "init.optimizer_state takes the moments of the run in init.from, and none is named"
+        return (
+            [Problem(what, "name one, or leave init.optimizer_state out", "init.optimizer_state")]
+            if run.init.optimizer_state
+            else []
+        )
     differences = shape_differences(describe(Path(run.init.folder)).arch, run.arch)
     text = f"the weights in {run.init.folder} are of another shape: {'; '.join(differences)}"
     remedy = "leave arch out to take the folder's, or begin from another folder"
@@ -145,18 +149,18 @@ def resolve_plan(table: dict[str, Any], origins: Origins, ranks: int | None, def
     data = max(plan["replicate"] * plan.get("shard", 1), 1)
     share = max(table.get("batch", _default_of("batch")) // data, 1)
     if "microbatch" not in plan:
-        plan["microbatch"] = max(share // max(plan.get("accumulate", 1), 1), 1)
-        origins["plan.microbatch"] = "derived: batch ÷ data ranks ÷ accumulate"
-    elif "accumulate" not in plan:
-        plan["accumulate"] = max(share // max(plan["microbatch"], 1), 1)
-        origins["plan.accumulate"] = "derived: batch ÷ data ranks ÷ microbatch"
+        plan["microbatch"] = max(share // max(plan.get("grad_accum", 1), 1), 1)
+        origins["plan.microbatch"] = "derived: batch ÷ data ranks ÷ grad_accum"
+    elif "grad_accum" not in plan:
+        plan["grad_accum"] = max(share // max(plan["microbatch"], 1), 1)
+        origins["plan.grad_accum"] = "derived: batch ÷ data ranks ÷ microbatch"
     if plan.get("pp", 1) > 1:
         _resolve_pipeline(table, plan, origins)
     alone = math.prod([plan["replicate"], *axes]) == 1
-    alone = alone and not plan.get("deterministic", False) and not plan.get("offload_weights", False)
-    if "shadow" not in plan and alone and plan.get("precision") in ("bf16", "fp16", "fp8"):
-        plan["shadow"] = True
-        origins["plan.shadow"] = "derived: one rank in low precision"
+    alone = alone and not plan.get("deterministic", False) and not plan.get("cpu_offload", False)
+    if "bf16_params" not in plan and alone and plan.get("precision") in ("bf16", "fp16", "fp8"):
+        plan["bf16_params"] = True
+        origins["plan.bf16_params"] = "derived: one rank in low precision"
 
 
 def _resolve_pipeline(table: dict[str, Any], plan: dict[str, Any], origins: Origins) -> None:
@@ -280,10 +284,13 @@ def _alone(table: dict[str, Any], stated: dict[str, Any]) -> dict[str, Any]:
     """A plan of one rank, for the rules that need one."""
     batch = table.get("batch", next(field.default for field in msgspec.structs.fields(Run) if field.name == "batch"))
     optim = table.get("optim", {})
-    is_narrow = optim.get("rounding", "master") != "master" or optim.get("states", "fp32") != "fp32"
+    is_narrow = optim.get("master_weights", "fp32") != "fp32" or optim.get("state_dtype", "fp32") != "fp32"
     alone = {"microbatch": batch, "precision": stated.get("precision", "bf16" if is_narrow else "fp32")}
-    if "offload" in stated:  # narrow weights stay on the device, where there are any
-        alone |= {"offload": stated["offload"], "shadow": alone["precision"] in ("bf16", "fp16", "fp8")}
+    if "optimizer_offload" in stated:  # narrow weights stay on the device, where there are any
+        alone |= {
+            "optimizer_offload": stated["optimizer_offload"],
+            "bf16_params": alone["precision"] in ("bf16", "fp16", "fp8"),
+        }
     return alone
 
 
@@ -361,7 +368,7 @@ def _apply(overrides: Iterable[str], table: dict[str, Any], origins: Origins) ->
     for word in overrides:
         key, equals, text = word.partition("=")
         if not equals or not key:
-            yield Problem(f"{word!r} is not key=value", "write overrides like plan.accumulate=4", where="command line")
+            yield Problem(f"{word!r} is not key=value", "write overrides like plan.grad_accum=4", where="command line")
             continue
         *sections, last = key.removeprefix("--").split(".")
         inner = table

@@ -41,7 +41,7 @@ class Data(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     end_token: int | None = None  # closes a document; None: the tokenizer's own. Ready shards must say it to be masked
     pack: Literal["stream", "documents"] = "stream"  # windows of one long stream, or a document (or part) a sample
     mask_documents: bool = False  # stream only: no attention and no prediction across a document's end
-    held_out: float = 0.01  # share of the samples that is never trained on
+    eval_fraction: float = 0.01  # share of the samples that is never trained on
 
     @property
     def sources(self) -> tuple[Source, ...]:
@@ -52,31 +52,32 @@ class Init(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Where the weights begin."""
 
     folder: str = ""  # a Hugging Face folder or a finished run's; empty: random, from the seed
-    moments: bool = False  # and AdamW's moments, from that run's newest checkpoint
+    optimizer_state: bool = False  # and the optimizer's state, from that run's newest checkpoint
 
 
 class Optim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How weights move."""
 
     name: Literal["adamw"] = "adamw"
-    rate: float = 3e-4  # the highest learning rate
+    lr: float = 3e-4  # the peak learning rate
     schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
     warmup: int = 0  # steps of linear rise
-    decay: float = 0.2  # wsd only: the share of the steps spent falling
-    floor: float = 0.1  # the last rate ÷ the highest
+    decay_fraction: float = 0.2  # wsd only: the share of the steps spent falling
+    min_lr_ratio: float = 0.1  # the last learning rate ÷ the peak
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.1  # of matrices; vectors do not decay
-    clip: float = 1.0  # largest global gradient norm; 0: measured, never clipped
-    # bf16, with plan.offload: moments rounded at random so that they are right on average; wide weights stay exact.
-    states: Literal["fp32", "bf16"] = "fp32"
+    grad_clip: float = 1.0  # largest global gradient norm; 0: measured, never clipped
+    # bf16, with plan.optimizer_offload: moments rounded at random so that they are right on average; wide weights stay exact.
+    state_dtype: Literal["fp32", "bf16"] = "fp32"
     # What a weight in bf16 does with an update smaller than its last bit: a wide master takes it, chance rounds it, or
     # the sixteen bits that bf16 leaves out are kept beside it.
-    rounding: Literal["master", "stochastic", "compensated"] = "master"
+    master_weights: Literal["fp32", "split", "none"] = "fp32"
+    stochastic_rounding: bool = False  # of updates to weights without a master: right on average
 
 
-class Held(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Eval(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The held-out loss and the sample at the end."""
 
     every: int = 100  # steps between held-out losses; 0: only at the end
@@ -125,7 +126,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     data: Data = Data()
     init: Init = Init()
     optim: Optim = Optim()
-    held: Held = Held()
+    eval: Eval = Eval()
     log: Log = Log()
     checkpoint: Checkpoint = Checkpoint()
     faults: Faults = Faults()
@@ -138,7 +139,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return self.batch * self.sequence
 
 
-NOT_MATHEMATICS = ("name", "log", "held", "checkpoint", "faults", "goal", "plan")
+NOT_MATHEMATICS = ("name", "log", "eval", "checkpoint", "faults", "goal", "plan")
 
 
 def mathematics(run: Run) -> dict[str, Any]:
@@ -146,15 +147,15 @@ def mathematics(run: Run) -> dict[str, Any]:
     values = msgspec.to_builtins(run)
     kept = {key: value for key, value in values.items() if key not in NOT_MATHEMATICS}
     # What is off is left unsaid, so that a run from before there was such a choice keeps its name.
-    for name, usual in (("rounding", "master"), ("states", "fp32")):
+    for name, usual in (("master_weights", "fp32"), ("stochastic_rounding", False), ("state_dtype", "fp32")):
         if kept["optim"][name] == usual:
             del kept["optim"][name]
-    if not run.init.moments:
-        del kept["init"]["moments"]
-    if run.plan.precision == "fp8" and run.plan.scaling != "tensor":
-        kept["scaling"] = run.plan.scaling
-    if run.plan.compress != "none":
-        kept["compress"] = run.plan.compress
+    if not run.init.optimizer_state:
+        del kept["init"]["optimizer_state"]
+    if run.plan.precision == "fp8" and run.plan.fp8_scaling != "tensorwise":
+        kept["fp8_scaling"] = run.plan.fp8_scaling
+    if run.plan.activation_quant != "none":
+        kept["activation_quant"] = run.plan.activation_quant
     return kept | {"precision": run.plan.precision}
 
 

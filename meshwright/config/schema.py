@@ -8,18 +8,17 @@ from typing import Any, Literal
 
 import msgspec
 
+from meshwright.config.renamed import new_name
 from meshwright.config.run import Run
 from meshwright.spec import plan
 from meshwright.spec.problem import Problem
 
 # What other tools call it. A key that is none of ours is looked up here before the nearest spelling is offered.
 ELSEWHERE = {
-    "lr": "optim.rate",
-    "learning_rate": "optim.rate",
-    "max_lr": "optim.rate",
-    "min_lr": "optim.floor",
-    "grad_clip": "optim.clip",
-    "max_norm": "optim.clip",
+    "learning_rate": "optim.lr",
+    "max_lr": "optim.lr",
+    "min_lr": "optim.min_lr_ratio",
+    "max_norm": "optim.grad_clip",
     "warmup_steps": "optim.warmup",
     "max_steps": "steps",
     "max_iters": "steps",
@@ -30,8 +29,8 @@ ELSEWHERE = {
     "batch_size": "batch",
     "global_batch_size": "batch",
     "micro_batch_size": "plan.microbatch",
-    "gradient_accumulation_steps": "plan.accumulate",
-    "grad_acc_steps": "plan.accumulate",
+    "gradient_accumulation_steps": "plan.grad_accum",
+    "grad_acc_steps": "plan.grad_accum",
     "dtype": "plan.precision",
     "activation_checkpointing": "plan.recompute",
     "gradient_checkpointing": "plan.recompute",
@@ -48,7 +47,7 @@ ELSEWHERE = {
     "hidden_size": "arch.hidden",
     "dim": "arch.hidden",
     "model": "arch.preset",
-    "eval_interval": "held.every",
+    "eval_interval": "eval.every",
     "log_interval": "log.every",
 }
 EXTRA = {"extends": str, "arch.preset": str}  # understood by the loader, gone from the run it makes
@@ -105,6 +104,8 @@ def unknown(key: str, siblings: list[str]) -> Problem:
     """What to say of a key that does not exist."""
     everything = list(every_key())
     last = key.rsplit(".", 1)[-1]
+    if new := new_name(key):
+        return Problem(f"{key} has a new name", f"write {new}", key)
     if last in ELSEWHERE:
         return Problem(f"{key} is not a key", f"here it is called {ELSEWHERE[last]}", key)
     near = difflib.get_close_matches(key, siblings, n=1, cutoff=0.6) or [

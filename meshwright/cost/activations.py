@@ -83,11 +83,11 @@ def work_of(job: Job, fused_norm: bool = True) -> Work:
         left=stack.holds.gathered_left * whole * job.arch.hidden if _leaves(plan, stack.holds) else 0.0,
         out_copies=1 if job.arch.positions == "rope" or (plan.cp > 1 and plan.cp_kind == "ulysses") else 0,
         fused_norm=fused_norm,
-        coded=plan.compress != "none",
-        sent=plan.activations == "host",
+        coded=plan.activation_quant != "none",
+        sent=plan.activation_offload,
         last_stays=plan.pp == 1,
         # A compiled block computes them anew; with a scale for every row the numbers themselves are kept.
-        codes=stack.name == OURS and plan.precision == "fp8" and plan.scaling == "tensor" and not plan.compile,
+        codes=stack.name == OURS and plan.precision == "fp8" and plan.fp8_scaling == "tensor" and not plan.compile,
     )
 
 

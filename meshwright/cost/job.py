@@ -9,8 +9,8 @@ from meshwright.hardware.stacks import Stack
 from meshwright.spec.arch import Arch
 from meshwright.spec.plan import Plan
 
-Rounding = Literal["master", "stochastic", "compensated"]  # as in config/run.py, optim.rounding
-States = Literal["fp32", "bf16"]  # optim.states
+MasterWeights = Literal["fp32", "split", "none"]  # as in config/run.py, optim.master_weights
+StateDtype = Literal["fp32", "bf16"]  # optim.state_dtype
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,5 +22,5 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     cluster: Cluster
     stack: Stack
     masked: bool = False  # documents are told apart
-    rounding: Rounding = "master"
-    states: States = "fp32"
+    master_weights: MasterWeights = "fp32"
+    state_dtype: StateDtype = "fp32"

@@ -158,7 +158,7 @@ def bench(job: Job, efficiency: Efficiency | None = None) -> Bench:
         tokens=plan.microbatch * job.sequence / plan.cp,
         host=_host(job),
         # A lone rank with a shadow leaves the gradient of its only microbatch where it came.
-        adding=0.0 if plan.shadow and plan.accumulate == 1 else job.stack.speed.accumulate_bytes,
+        adding=0.0 if plan.bf16_params and plan.grad_accum == 1 else job.stack.speed.accumulate_bytes,
     )
 
 

@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 
 from meshwright.cost.activations import padded_vocab
-from meshwright.cost.job import Job, Rounding, States
+from meshwright.cost.job import Job, MasterWeights, StateDtype
 from meshwright.cost.rank_view import ITEM_BYTES, Group, Seat, grid, groups, local_shape, padded, placement, share
 from meshwright.cost.traffic import IN_SIGHT
 from meshwright.spec.arch import Arch
@@ -40,44 +40,44 @@ class Widths(msgspec.Struct, frozen=True, kw_only=True):
     away: int = 0  # off the device: wide weight and moments, or all of it
 
 
-def widths(plan: Plan, rounding: Rounding = "master", states: States = "fp32") -> Widths:
+def widths(plan: Plan, master_weights: MasterWeights = "fp32", states: StateDtype = "fp32") -> Widths:
     """Of our own trainer."""
-    if plan.offload_weights:
+    if plan.cpu_offload:
         # Sums over copies stay on the device until the last microbatch; nothing else does.
-        near = widths(msgspec.structs.replace(plan, offload_weights=False), rounding, states)
-        summed = (8 if plan.precision == "fp64" else WIDE) if plan.copies > 1 and plan.accumulate > 1 else 0
+        near = widths(msgspec.structs.replace(plan, cpu_offload=False), master_weights, states)
+        summed = (8 if plan.precision == "fp64" else WIDE) if plan.copies > 1 and plan.grad_accum > 1 else 0
         away = near.weight + near.gradient + near.moments + near.low
         return Widths(weight=0, gradient=summed, moments=0, away=away)
     narrow, wide = ITEM_BYTES[plan.precision], 8 if plan.precision == "fp64" else WIDE
-    once = plan.accumulate == 1
-    if plan.offload != "none":
+    once = plan.grad_accum == 1
+    if plan.optimizer_offload != "none":
         away = HALVES if states == "bf16" else (1 + MOMENTS) * wide
         return Widths(weight=narrow, gradient=narrow if once else wide, moments=0, away=away)
-    if rounding != "master":
-        summed_wide = plan.shadow and not once  # a lone rank adds up wide; sharded gradients are as their weights
-        low = 2 if rounding == "compensated" else 0
+    if master_weights != "fp32":
+        summed_wide = plan.bf16_params and not once  # a lone rank adds up wide; sharded gradients are as their weights
+        low = 2 if master_weights == "split" else 0
         return Widths(weight=narrow, gradient=wide if summed_wide else narrow, moments=MOMENTS * wide, low=low)
-    return Widths(weight=wide, gradient=narrow if plan.shadow and once else wide, moments=MOMENTS * wide)
+    return Widths(weight=wide, gradient=narrow if plan.bf16_params and once else wide, moments=MOMENTS * wide)
 
 
-def shares_weights(plan: Plan, rounding: Rounding = "master") -> bool:
+def shares_weights(plan: Plan, master_weights: MasterWeights = "fp32") -> bool:
     """Whether a lone rank computes with the very weights that it holds, narrow as they are."""
-    return plan.world == 1 and plan.shadow and (plan.offload != "none" or rounding != "master")
+    return plan.world == 1 and plan.bf16_params and (plan.optimizer_offload != "none" or master_weights != "fp32")
 
 
-def slot_bytes(plan: Plan, largest: int, states: States) -> int:
+def slot_bytes(plan: Plan, largest: int, states: StateDtype) -> int:
     """Device memory for pieces of states on their way to an update there; none larger than the largest weight."""
-    if plan.offload == "none" or plan.offload_update == "host":
+    if plan.optimizer_offload == "none" or plan.optimizer_offload_update == "host":
         return 0
     return SLOTS * min(PIECE, largest) * widths(plan, states=states).away
 
 
-def update_bytes(plan: Plan, largest: int, rounding: Rounding, states: States) -> int:
+def update_bytes(plan: Plan, largest: int, master_weights: MasterWeights, states: StateDtype) -> int:
     """What rounding makes on the device while it goes through the pieces of a weight."""
-    if plan.offload_weights:
+    if plan.cpu_offload:
         return 0  # the host's affair
-    halves = plan.offload != "none" and plan.offload_update == "device" and states == "bf16"
-    return ROUNDING_COPIES * WIDE * min(PIECE, largest) if halves or rounding != "master" else 0
+    halves = plan.optimizer_offload != "none" and plan.optimizer_offload_update == "device" and states == "bf16"
+    return ROUNDING_COPIES * WIDE * min(PIECE, largest) if halves or master_weights != "fp32" else 0
 
 
 Name = Literal[
@@ -136,7 +136,9 @@ HOSTED = ("weights", "gradients", "moments", "master")
 FIRST: Mapping[str, int] = {}  # the place of the first rank: every coordinate is 0
 
 
-def states(arch: Arch, plan: Plan, place: Mapping[str, int] = FIRST, rounding: Rounding = "master") -> tuple[Line, ...]:
+def states(
+    arch: Arch, plan: Plan, place: Mapping[str, int] = FIRST, master_weights: MasterWeights = "fp32"
+) -> tuple[Line, ...]:
     """What one rank holds of the model, its gradient and its optimizer.
 
     `place`: the rank's coordinates on the plan's axes. Ranks differ by their pipeline stages and, where a dim does not
@@ -147,25 +149,27 @@ def states(arch: Arch, plan: Plan, place: Mapping[str, int] = FIRST, rounding: R
     stored = sum(_stored(group, seat) for group in held) // seat.wide
     updated = sum(_updated(group, seat) for group in held) // seat.wide
     among = f"over {plan.shards} ranks" if plan.shards > 1 else "whole"
-    width = widths(plan, rounding)
+    width = widths(plan, master_weights)
     summed = stored * width.gradient
-    gathered = 0 if shares_weights(plan, rounding) else _gathered(held, seat)
+    gathered = 0 if shares_weights(plan, master_weights) else _gathered(held, seat)
     low = (Line(name="master", bytes=updated * width.low, why=f"the bits that bf16 leaves out, {among}"),)
     return (
         Line(name="weights", bytes=stored * width.weight, why=_why_weights(seat, width.weight, among)),
         Line(name="gradients", bytes=summed, why=_why_gradients(seat, width.gradient, among)),
         Line(name="moments", bytes=updated * width.moments, why=_why_moments(seat, among)),
         *(low if width.low else ()),
-        Line(name="gathered", bytes=gathered, why=_why_gathered(plan, rounding)),
+        Line(name="gathered", bytes=gathered, why=_why_gathered(plan, master_weights)),
         Line(name="waiting", bytes=max(_unsummed(held, seat) - summed, 0), why=_why_waiting(plan)),
     )
 
 
-def hosted(arch: Arch, plan: Plan, place: Mapping[str, int] = FIRST, rounding: Rounding = "master") -> tuple[Line, ...]:
-    """Of them, what lies in host memory under `plan.offload_weights`: what stays from step to step, and the sums."""
-    if not plan.offload_weights:
+def hosted(
+    arch: Arch, plan: Plan, place: Mapping[str, int] = FIRST, master_weights: MasterWeights = "fp32"
+) -> tuple[Line, ...]:
+    """Of them, what lies in host memory under `plan.cpu_offload`: what stays from step to step, and the sums."""
+    if not plan.cpu_offload:
         return ()
-    beside = states(arch, msgspec.structs.replace(plan, offload_weights=False), place, rounding)
+    beside = states(arch, msgspec.structs.replace(plan, cpu_offload=False), place, master_weights)
     return tuple(line for line in beside if line.name in HOSTED and line.bytes)
 
 
@@ -210,7 +214,7 @@ def _unscattered(param: Param, group: Group, seat: Seat) -> int:
 
 def _waits(plan: Plan) -> bool:
     """Whether whole gradients are kept from one microbatch to the next: up to zero 1, and in a pipeline always."""
-    return plan.pp > 1 or (plan.zero <= 1 and plan.accumulate > 1)
+    return plan.pp > 1 or (plan.zero <= 1 and plan.grad_accum > 1)
 
 
 def _unsummed(held: Iterable[Group], seat: Seat) -> int:
@@ -231,7 +235,7 @@ def _unsummed(held: Iterable[Group], seat: Seat) -> int:
 
 def _order(plan: Plan) -> tuple[Schedule, int, int, int]:
     """What decides the order of a pipeline's actions."""
-    return plan.schedule, plan.pp, plan.chunks, plan.accumulate
+    return plan.schedule, plan.pp, plan.chunks, plan.grad_accum
 
 
 class _Waiting(msgspec.Struct, frozen=True):
@@ -290,7 +294,7 @@ def gathered_outside(arch: Arch, plan: Plan, place: Mapping[str, int] = FIRST) -
 
 def _copies(plan: Plan) -> bool:
     """Whether the arithmetic reads a copy of the weights: torch makes one even of weights that are whole already."""
-    return plan.world > 1 or plan.shadow or plan.offload_weights or plan.precision in ("bf16", "fp16")
+    return plan.world > 1 or plan.bf16_params or plan.cpu_offload or plan.precision in ("bf16", "fp16")
 
 
 def _once(group: Group, seat: Seat) -> int:
@@ -357,38 +361,38 @@ def _instants(schedule: Schedule, pp: int, chunks: int, microbatches: int, rank:
 
 
 def _why_gradients(seat: Seat, width: int, among: str) -> str:
-    if seat.plan.offload_weights:
+    if seat.plan.cpu_offload:
         waits = f"{_name(width, seat.plan)}, {among}, until the last microbatch is summed over copies" if width else ""
         return waits or "each block's leaves for host memory when it is summed"
     return f"{_name(width, seat.plan)}, {among}, after the last backward"
 
 
 def _why_weights(seat: Seat, width: int, among: str) -> str:
-    if seat.plan.offload_weights:
+    if seat.plan.cpu_offload:
         return "in host memory"
-    if seat.plan.offload != "none":
+    if seat.plan.optimizer_offload != "none":
         return f"{_name(width, seat.plan)}, {among}: the wide ones are in {_home(seat.plan)}"
     return f"{_name(width, seat.plan)}, {among}, filled up to equal parts"
 
 
 def _why_moments(seat: Seat, among: str) -> str:
-    if seat.plan.offload_weights:
+    if seat.plan.cpu_offload:
         return "AdamW's two are in host memory"
-    if seat.plan.offload != "none":
+    if seat.plan.optimizer_offload != "none":
         return f"AdamW's two are in {_home(seat.plan)}"
     return f"AdamW's two, {_name(seat.wide, seat.plan)}, {among}"
 
 
 def _home(plan: Plan) -> str:
-    return {"host": "host memory", "disk": "files", "none": "place"}[plan.offload]
+    return {"host": "host memory", "disk": "files", "none": "place"}[plan.optimizer_offload]
 
 
-def _why_gathered(plan: Plan, rounding: Rounding) -> str:
-    if not _copies(plan) or shares_weights(plan, rounding):
+def _why_gathered(plan: Plan, master_weights: MasterWeights) -> str:
+    if not _copies(plan) or shares_weights(plan, master_weights):
         return "nothing: the weights are used where they lie"
     if plan.pp > 1:
         return f"{plan.precision}, the stages that are computed next, of {placement(plan).count(0)} on a rank"
-    if plan.shadow:
+    if plan.bf16_params:
         return f"{plan.precision}, a shadow of the whole model"
     if plan.zero == 3:
         return f"{plan.precision}, what is outside the blocks, one block and the next"
@@ -410,11 +414,11 @@ def _name(size: int, plan: Plan) -> str:
 def sharded(job: Job, place: Mapping[str, int]) -> Rest:
     """Of our own trainer, and of others that shard as `fully_shard` does."""
     plan, holds = job.plan, job.stack.holds
-    held = {line.name: line for line in states(job.arch, plan, place, job.rounding)}
+    held = {line.name: line for line in states(job.arch, plan, place, job.master_weights)}
     outside = gathered_outside(job.arch, plan, place) if plan.zero == 3 and plan.pp == 1 else held["gathered"].bytes
     updated = held["moments"].bytes / MOMENTS / (8 if plan.precision == "fp64" else 4)
     largest = largest_weight(job.arch) // plan.shards
-    slots = slot_bytes(plan, largest, job.states)
+    slots = slot_bytes(plan, largest, job.state_dtype)
     lines: list[tuple[Name, float, str]] = [(line.name, line.bytes, line.why) for line in held.values()]
     return Rest(
         lines=(
@@ -434,7 +438,7 @@ def sharded(job: Job, place: Mapping[str, int]) -> Rest:
         gathered_at_end=_left_at_end(job, place),
         outside=gathered_outside(job.arch, plan, place),
         outside_sums=_outside_sums(job, place),
-        update=holds.update_bytes * updated + slots + update_bytes(plan, largest, job.rounding, job.states),
+        update=holds.update_bytes * updated + slots + update_bytes(plan, largest, job.master_weights, job.state_dtype),
     )
 
 
@@ -461,7 +465,9 @@ def param_counts(arch: Arch) -> tuple[tuple[int, ...], int]:
 def _left_at_end(job: Job, place: Mapping[str, int]) -> float | None:
     """Gathered weights when a lone backward reaches the first block: each block's go when its gradient is summed."""
     plan = job.plan
-    if plan.zero == 3 or plan.shadow or plan.accumulate > 1 or plan.pp > 1:  # a shadow stays, as between microbatches
+    if (
+        plan.zero == 3 or plan.bf16_params or plan.grad_accum > 1 or plan.pp > 1
+    ):  # a shadow stays, as between microbatches
         return None
     blocks, outside, seat = _unsummed_shards(job, place)
     return (blocks + outside) * seat.narrow if gathered_outside(job.arch, plan, place) else None
@@ -470,24 +476,24 @@ def _left_at_end(job: Job, place: Mapping[str, int]) -> float | None:
 def _outside_sums(job: Job, place: Mapping[str, int]) -> float:
     """Of what is outside the blocks, the gradient as it came, and its copy in the precision of sums."""
     _, outside, seat = _unsummed_shards(job, place)
-    if job.plan.shadow or job.plan.pp > 1 or _unmoved(job, seat):
+    if job.plan.bf16_params or job.plan.pp > 1 or _unmoved(job, seat):
         return 0
     return outside * (seat.narrow + seat.wide) + _leaving(job, outside, seat)
 
 
 def _unmoved(job: Job, seat: Seat) -> bool:
     """Whether gradients stay where autograd puts them: on a lone rank that computes with its own weights."""
-    return job.plan.world == 1 and seat.narrow == seat.wide and not job.plan.offload_weights
+    return job.plan.world == 1 and seat.narrow == seat.wide and not job.plan.cpu_offload
 
 
 def _leaving(job: Job, numbers: int, seat: Seat) -> int:
     """Of summed gradients on their way to host memory, this rank's part; elsewhere it is among the gradients."""
-    return numbers * seat.wide // job.plan.shards if job.plan.offload_weights else 0
+    return numbers * seat.wide // job.plan.shards if job.plan.cpu_offload else 0
 
 
 def _arriving(job: Job, largest: int, seat: Seat) -> int:
     """A block's weights from host memory: this rank's part, narrowed for the gather, and of one weight the wide one."""
-    if not job.plan.offload_weights:
+    if not job.plan.cpu_offload:
         return 0
     weight = largest_weight(job.arch) * seat.wide // job.plan.shards
     return weight + (largest * seat.narrow // job.plan.shards if job.plan.shards > 1 else 0)
@@ -512,12 +518,12 @@ def _reducing(job: Job, place: Mapping[str, int]) -> int:
     What is outside the blocks is summed last, so the output projection's gradient waits as it came. Beside a shadow
     torch adds up weight by weight, and nothing at all if there is one microbatch.
     """
-    if job.plan.shadow and job.plan.accumulate == 1:
+    if job.plan.bf16_params and job.plan.grad_accum == 1:
         return 0
     seat = Seat(arch=job.arch, plan=job.plan, sequence=0, place=place)
     if _unmoved(job, seat):
         return 0
-    if job.plan.shadow:
+    if job.plan.bf16_params:
         largest = max(math.prod(local_shape(param, seat)) for group in groups(seat) for param in group.params)
         return largest * (seat.narrow + seat.wide)
     largest, outside, _ = _unsummed_shards(job, place)

@@ -164,15 +164,15 @@ def _rank(job: Job, place: Mapping[str, int]) -> _Rank:
         parts=parts,
         output=work.narrow / work.wide if holds_output else 0.0,
         narrowed=work.narrow / work.wide,
-        before=logits / work.wide * holds.logits_left if job.plan.accumulate > 1 else 0.0,
+        before=logits / work.wide * holds.logits_left if job.plan.grad_accum > 1 else 0.0,
     )
 
 
 def _moments(rank: _Rank, number: int) -> Iterator[_Then]:
     """Every moment that may be the peak of a rank."""
     plan = rank.job.plan
-    accumulate = settled(plan.schedule, plan.pp, plan.accumulate)
-    for scene in scenes(plan.schedule, plan.pp, plan.chunks, accumulate, number):
+    grad_accum = settled(plan.schedule, plan.pp, plan.grad_accum)
+    for scene in scenes(plan.schedule, plan.pp, plan.chunks, grad_accum, number):
         if scene.kind == "F":
             yield _Then("the end of a forward", scene, _flying(rank, scene))
         elif scene.kind == "W":
@@ -180,7 +180,7 @@ def _moments(rank: _Rank, number: int) -> Iterator[_Then]:
         else:
             yield from _backward(rank, scene)
     done: Lines = {} if rank.rest.buffered else {"waiting": 0, "buffers": 0}
-    if not rank.rest.buffered and not plan.shadow:  # a shadow stays, to be written anew
+    if not rank.rest.buffered and not plan.bf16_params:  # a shadow stays, to be written anew
         done["gathered"] = 0
     yield _Then("the optimizer's step", None, {**done, "update": rank.rest.update})
 
@@ -189,7 +189,7 @@ def _backward(rank: _Rank, scene: Scene) -> Iterator[_Then]:
     """A backward's loss, its first block and its last: in between one thing shrinks while another grows."""
     plan, rest = rank.job.plan, rank.rest
     part, flying = rank.parts[scene.stage], _flying(rank, scene)
-    summed_before = plan.accumulate > 1 or plan.pp > 1 or rest.buffered
+    summed_before = plan.grad_accum > 1 or plan.pp > 1 or rest.buffered
     none: Lines = {} if summed_before else {"gradients": 0, "waiting": 0}
     if part.logits:
         at_loss: Lines = {} if rest.buffered else {"gathered": rest.gathered_at_loss, "buffers": 0, **none}
@@ -269,15 +269,15 @@ def _parts(job: Job, rank: int) -> dict[int, Kept]:
 def _layout(job: Job) -> Job:
     """The job without what no state depends on, so that jobs that differ in it alone are counted once."""
     plan = job.plan
-    accumulate = settled(plan.schedule, plan.pp, plan.accumulate)
+    grad_accum = settled(plan.schedule, plan.pp, plan.grad_accum)
     plan = msgspec.structs.replace(
         plan,
         microbatch=1,
-        accumulate=accumulate,
+        grad_accum=grad_accum,
         recompute="none",
         kernels="auto",
-        compress="none",
-        activations="device",
+        activation_quant="none",
+        activation_offload=False,
     )
     return msgspec.structs.replace(job, plan=plan, sequence=0)
 
@@ -294,7 +294,7 @@ def _words(job: Job, then: _Then) -> str:
     if then.scene is None:
         return then.words
     if job.plan.pp == 1:
-        return f"{then.words} of {'the last' if job.plan.accumulate > 1 else 'the'} microbatch"
+        return f"{then.words} of {'the last' if job.plan.grad_accum > 1 else 'the'} microbatch"
     flying = sum(count for _, count in then.scene.kept)
     return f"{then.words}, stage {then.scene.stage}, {flying} microbatch{'es' * (flying != 1)} in flight"
 
@@ -319,11 +319,11 @@ NOWHERE = Away()
 
 def away(job: Job, sent: float, place: Mapping[str, int] = FIRST) -> Away:
     """Of a rank whose microbatches in flight have sent so many bytes of activations."""
-    host = list(hosted(job.arch, job.plan, place, job.rounding))
+    host = list(hosted(job.arch, job.plan, place, job.master_weights))
     disk: tuple[Line, ...] = ()
     if sent:
         host.append(Line(name="activations", bytes=round(sent), why="what blocks keep for the backward"))
-    if job.plan.offload != "none":
+    if job.plan.optimizer_offload != "none":
         near, far = _states(job)
         host += [line for line in (near, _pieces(job)) if line.bytes]
         disk = (far,) if far.bytes else ()
@@ -332,9 +332,9 @@ def away(job: Job, sent: float, place: Mapping[str, int] = FIRST) -> Away:
 
 def _states(job: Job) -> tuple[Line, Line]:
     """Wide weights and moments, in memory and in files."""
-    width = widths(job.plan, states=job.states).away
+    width = widths(job.plan, states=job.state_dtype).away
     whole = count(job.arch) * width
-    near = whole if job.plan.offload == "host" else min(job.plan.offload_host_bytes, whole)
+    near = whole if job.plan.optimizer_offload == "host" else min(job.plan.optimizer_offload_host_bytes, whole)
     why = f"wide weights and moments, {width} bytes a parameter"
     return Line(name="states", bytes=near, why=why), Line(name="states", bytes=whole - near, why=why)
 
@@ -342,8 +342,8 @@ def _states(job: Job) -> tuple[Line, Line]:
 def _pieces(job: Job) -> Line:
     """Buffers of pieces on their way, none larger than the largest weight: as optim/host_memory.py counts them."""
     plan, wide = job.plan, 8 if job.plan.precision == "fp64" else 4
-    fetched = widths(plan, states=job.states).away if plan.offload == "disk" else 0
-    travelling = 2 * wide if plan.offload_update == "host" else 0
+    fetched = widths(plan, states=job.state_dtype).away if plan.optimizer_offload == "disk" else 0
+    travelling = 2 * wide if plan.optimizer_offload_update == "host" else 0
     largest = max(param.numel for param in params(job.arch))
     size = SLOTS * min(PIECE, largest) * (fetched + travelling)
     return Line(name="pieces", bytes=size, why="buffers of states, gradients and weights on their way")

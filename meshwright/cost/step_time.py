@@ -157,7 +157,7 @@ def least_pipeline(seconds: Sequence[float], forwards: Sequence[float], plan: Pl
     first = seconds if plan.schedule in DRAINED else forwards
     least = before = 0.0
     for stage in range(plan.pp):  # the first stage that each rank holds
-        least = max(least, before + busy[ranks[stage]] * plan.accumulate)
+        least = max(least, before + busy[ranks[stage]] * plan.grad_accum)
         before += first[stage]
     return least
 
@@ -166,7 +166,7 @@ def pipeline_seconds(stages: Stages, job: Job) -> float:
     """From the first forward to the last backward."""
     plan = job.plan
     if plan.pp == 1:
-        return stages.seconds[0] * plan.accumulate
+        return stages.seconds[0] * plan.grad_accum
     blocked, travel = (stages.send, 0.0) if job.stack.speed.blocking_sends else (0.0, stages.send)
     forwards = [each.forward.seconds for each in stages.passes]
     cost = StageCost(
@@ -175,7 +175,7 @@ def pipeline_seconds(stages: Stages, job: Job) -> float:
         weight_seconds=tuple(each.weight.seconds for each in stages.passes),
         activation=(0.0,) * len(stages.passes),
     )
-    played = makespan(plan.schedule, plan.pp, plan.accumulate, cost, travel)
+    played = makespan(plan.schedule, plan.pp, plan.grad_accum, cost, travel)
     return max(played, least_pipeline(stages.seconds, forwards, plan))
 
 
@@ -240,7 +240,7 @@ def seconds_in(job: Job, known: Course) -> float:
 def price_in(job: Job, known: Course) -> Price:
     """The price of a step whose forwards and backwards are known."""
     plan, at = job.plan, known.at
-    working = _mean(known.stages, plan.pp) * plan.accumulate
+    working = _mean(known.stages, plan.pp) * plan.grad_accum
     seconds = seconds_in(job, known)
     low, high = _interval(job, seconds, working)
     ideal = step_flops(job.arch, job.sequence, plan.batch) / plan.world
@@ -332,7 +332,7 @@ def _waterfall(job: Job, known: Course, working: Passes) -> Iterator[Share]:
 def _messages(job: Job, stages: Stages) -> float:
     """Sends on the critical path: of the first microbatch down and the last one up; in between one each way blocks."""
     between = 2 if job.stack.speed.blocking_sends else 1
-    return stages.send * (2 * (job.plan.pp - 1) + between * job.plan.accumulate) if job.plan.pp > 1 else 0.0
+    return stages.send * (2 * (job.plan.pp - 1) + between * job.plan.grad_accum) if job.plan.pp > 1 else 0.0
 
 
 def _interval(job: Job, seconds: float, working: Passes) -> tuple[float, float]:

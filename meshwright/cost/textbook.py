@@ -299,13 +299,13 @@ def _notes_total(job: Job) -> Entry:
 
 def _bubble(job: Job) -> Entry:
     plan = job.plan
-    value = bubble(plan.pp, plan.accumulate, plan.chunks)
+    value = bubble(plan.pp, plan.grad_accum, plan.chunks)
     return _entry("bubble", value, "of the step", "(p − 1)/(v·m + p − 1)", MEGATRON)
 
 
 def _bubble_over_ideal(job: Job) -> Entry:
     plan = job.plan
-    value = bubble_over_ideal(plan.pp, plan.accumulate, plan.chunks)
+    value = bubble_over_ideal(plan.pp, plan.grad_accum, plan.chunks)
     return _entry("bubble-over-ideal", value, "of the useful time", "(p − 1)/(v·m)", MEGATRON)
 
 
@@ -353,7 +353,7 @@ def _traffic(job: Job) -> Entry:
 
 
 def _batch(job: Job) -> Entry:
-    return _entry("batch", job.plan.batch, "sequences a step", "microbatch · accumulate · data ranks", f"{NOTES} 002")
+    return _entry("batch", job.plan.batch, "sequences a step", "microbatch · grad_accum · data ranks", f"{NOTES} 002")
 
 
 def _interval(job: Job) -> Entry:

@@ -98,7 +98,7 @@ def _over_tp(part: Part, seat: Seat) -> Iterator[Collective]:
         gathers, scatters = anew.mixtures, 0
     repeated: tuple[tuple[Kind, int], ...] = (("all_gather", gathers), ("reduce_scatter", scatters))
     for kind, more in repeated:
-        count = seat.plan.accumulate * (once + more)
+        count = seat.plan.grad_accum * (once + more)
         yield Collective(kind=kind, axis="tp", count=count, bytes=seat.stream * seat.narrow)
 
 
@@ -112,13 +112,13 @@ def _loss_over_tp(part: Part, seat: Seat) -> Iterator[Collective]:
         chunks, rest = divmod(seat.plan.microbatch * seat.positions, rows)
         for numbers, times in ((rows, chunks), (rest, 1)):
             if numbers:
-                count = 3 * seat.plan.accumulate * times
+                count = 3 * seat.plan.grad_accum * times
                 yield Collective(kind="all_reduce", axis="tp", count=count, bytes=numbers * seat.wide)
 
 
 def _attention_over_cp(part: Part, seat: Seat) -> Iterator[Collective]:
     if seat.plan.cp > 1:
-        times, anew = (layers * seat.plan.accumulate for layers in (part.layers, part.anew.layers))
+        times, anew = (layers * seat.plan.grad_accum for layers in (part.layers, part.anew.layers))
         yield from (_ring if seat.plan.cp_kind == "ring" else _ulysses)(times, anew, seat)
 
 
@@ -158,7 +158,7 @@ def _routers_over_cp(part: Part, seat: Seat) -> Iterator[Collective]:
 
 def _mixture_passes(part: Part, seat: Seat) -> tuple[int, int]:
     """How often a step goes forward through layers with experts, and how often back."""
-    times = seat.plan.accumulate
+    times = seat.plan.grad_accum
     return (part.mixtures + part.anew.mixtures) * times, part.mixtures * times
 
 
@@ -201,7 +201,7 @@ def _over_pp(part: Part, seat: Seat) -> Iterator[Collective]:
     size = seat.stream // seat.plan.tp * seat.narrow
     for neighbour in (part.stage + 1, part.stage - 1):
         if 0 <= neighbour < len(ranks) and ranks[neighbour] != ranks[part.stage]:
-            yield Collective(kind="send", axis="pp", count=seat.plan.accumulate, bytes=size, overlappable=True)
+            yield Collective(kind="send", axis="pp", count=seat.plan.grad_accum, bytes=size, overlappable=True)
 
 
 IN_SIGHT = 3  # stages that torch's pipeline runtime holds gathered on a rank: those it computes next
@@ -232,13 +232,13 @@ def gathers(stage: int, plan: Plan, root: bool) -> int:
     """
     if plan.pp > 1:
         rank = placement(plan)[stage]
-        return _fetches(plan.schedule, plan.pp, plan.chunks, plan.accumulate, rank)[stage]
-    return plan.accumulate * (1 if root else 2) if plan.zero == 3 else 1
+        return _fetches(plan.schedule, plan.pp, plan.chunks, plan.grad_accum, rank)[stage]
+    return plan.grad_accum * (1 if root else 2) if plan.zero == 3 else 1
 
 
 def reductions(plan: Plan) -> int:
     """How often a step scatters each gradient: once, or from zero 2 on, where no rank keeps a whole one, every time."""
-    return plan.accumulate if plan.zero >= 2 and plan.pp == 1 else 1
+    return plan.grad_accum if plan.zero >= 2 and plan.pp == 1 else 1
 
 
 @lru_cache(maxsize=1024)
@@ -296,7 +296,7 @@ def _weights_over_tp(group: Group, seat: Seat) -> Iterator[Collective]:
     if plan.tp == 1:
         return
     # What waits for the last microbatch waits in fp32; the gradient of one microbatch is as narrow as its weight was.
-    waited = plan.pp > 1 or (plan.accumulate > 1 and reductions(plan) == 1)
+    waited = plan.pp > 1 or (plan.grad_accum > 1 and reductions(plan) == 1)
     size = seat.wide if waited else seat.narrow
     for param in group.params:
         if _is_partial_over_tp(param):

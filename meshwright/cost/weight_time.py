@@ -6,7 +6,7 @@ from functools import lru_cache
 import msgspec
 
 from meshwright.cost.activations import CODE, Work, as_kept, block_kept, moved_bytes, work_of
-from meshwright.cost.job import Job, Rounding, States
+from meshwright.cost.job import Job, MasterWeights, StateDtype
 from meshwright.cost.kernels import Rates, moved_seconds
 from meshwright.cost.layer_time import Bench, Passes, Terms, exposed
 from meshwright.cost.layout import widths
@@ -24,25 +24,25 @@ INT8_ENCODED, INT8_DECODED = 17.0, 9.0  # extremes, a wide product, its rounding
 HOST_BYTES = 28  # a parameter of an update by the host reads and writes of its memory: states, gradient, weight
 HALVES_HOST_BYTES = 80  # with states of 16 bits: some twenty passes of four bytes, most of them in its caches
 HOST_REACH = 0.7  # of its memory's bandwidth, what the host's update reaches: a guess
-ROUNDED_BYTES = {"compensated": 26, "stochastic": 22}  # of one parameter, read and written by kernels/adamw.py
+ROUNDED_BYTES = {"split": 26, "none": 22}  # of one parameter, read and written by kernels/adamw.py
 PLAINLY_ROUNDED_BYTES = 230  # and by the operators of optim/master_weights.py
 
 
 class Away(msgspec.Struct, frozen=True, kw_only=True):
     """What a plan does with that which blocks keep."""
 
-    compress: str
-    activations: str
+    activation_quant: str
+    activation_offload: bool
 
 
-NOTHING = Away(compress="none", activations="device")
+NOTHING = Away(activation_quant="none", activation_offload=False)
 
 
 def away_of(plan: Plan) -> Away:
     """Of a plan; where nothing is done, the same for all."""
-    if plan.compress == "none" and plan.activations == "device":
+    if plan.activation_quant == "none" and not plan.activation_offload:
         return NOTHING
-    return Away(compress=plan.compress, activations=plan.activations)
+    return Away(activation_quant=plan.activation_quant, activation_offload=plan.activation_offload)
 
 
 def with_away(at: Bench, kind: Away, mixture: bool, one: Passes) -> Passes:
@@ -54,8 +54,8 @@ def with_away(at: Bench, kind: Away, mixture: bool, one: Passes) -> Passes:
         return one
     work, anew = _work(at, kind), one.again.seconds > 0
     whole = work.stream if anew else block_kept(work, mixture)
-    one = _coded(at, kind, one, whole / work.narrow) if kind.compress != "none" else one
-    if kind.activations == "device":
+    one = _coded(at, kind, one, whole / work.narrow) if kind.activation_quant != "none" else one
+    if not kind.activation_offload:
         return one
     travels = moved_bytes(work, as_kept(work, mixture, whole), anew) / rate(at.job.cluster.host)
     back = one.again.seconds + one.input.seconds + one.weight.seconds
@@ -64,13 +64,13 @@ def with_away(at: Bench, kind: Away, mixture: bool, one: Passes) -> Passes:
 
 
 def _work(at: Bench, kind: Away) -> Work:
-    return msgspec.structs.replace(work_of(at.job), coded=kind.compress != "none")
+    return msgspec.structs.replace(work_of(at.job), coded=kind.activation_quant != "none")
 
 
 def _coded(at: Bench, kind: Away, one: Passes, numbers: float) -> Passes:
     """What encoding and decoding move."""
     narrow = at.rates.width
-    beside = (FP8_ENCODED, FP8_DECODED) if kind.compress == "fp8" else (INT8_ENCODED, INT8_DECODED)
+    beside = (FP8_ENCODED, FP8_DECODED) if kind.activation_quant == "fp8" else (INT8_ENCODED, INT8_DECODED)
     encode, decode = (moved_seconds(numbers * (narrow + more + CODE - 1), at.rates) for more in beside)
     return msgspec.structs.replace(
         one, forward=one.forward + Terms(elementwise=encode), input=one.input + Terms(elementwise=decode)
@@ -82,18 +82,18 @@ def rate(link: Link) -> float:
     return link.bandwidth * link.efficiency
 
 
-def offload_seconds(plan: Plan, numbers: float, cluster: Cluster, states: States) -> float:
+def offload_seconds(plan: Plan, numbers: float, cluster: Cluster, states: StateDtype) -> float:
     """An update of so many weights whose states are elsewhere: its slowest part, as all parts run at once."""
     width, narrow = widths(plan, states=states), widths(plan, states=states).weight
     link, files = rate(cluster.host), 0.0
-    if plan.offload_update == "device":
+    if plan.optimizer_offload_update == "device":
         slowest = width.away / link  # both ways at once
     else:
         travels = width.gradient + (narrow if states == "bf16" else 0)
         passes = HALVES_HOST_BYTES if states == "bf16" else HOST_BYTES
         slowest = max(travels / link, passes / (cluster.host_bandwidth * HOST_REACH))
-    if plan.offload == "disk":
-        far = max(1 - plan.offload_host_bytes / (numbers * width.away), 0.0)
+    if plan.optimizer_offload == "disk":
+        far = max(1 - plan.optimizer_offload_host_bytes / (numbers * width.away), 0.0)
         files = 2 * width.away * far / cluster.disk_bandwidth  # read and written
     return numbers * max(slowest, files)
 
@@ -106,17 +106,17 @@ class Travels(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     update: float  # by the host, which has waited for the last gradient
 
 
-def travels(plan: Plan, numbers: float, cluster: Cluster, rounding: Rounding) -> Travels:
+def travels(plan: Plan, numbers: float, cluster: Cluster, master_weights: MasterWeights) -> Travels:
     """Of so many weights on a rank: every microbatch brings them twice, and takes their gradient away once.
 
     Sums over copies leave with the last microbatch only.
     """
-    beside = widths(msgspec.structs.replace(plan, offload_weights=False), rounding)
+    beside = widths(msgspec.structs.replace(plan, cpu_offload=False), master_weights)
     link = rate(cluster.host)
-    passes = PLAINLY_ROUNDED_BYTES if rounding != "master" else HOST_BYTES
-    sums = plan.accumulate if plan.copies == 1 else 1
+    passes = PLAINLY_ROUNDED_BYTES if master_weights != "fp32" else HOST_BYTES
+    sums = plan.grad_accum if plan.copies == 1 else 1
     return Travels(
-        arrive=numbers * beside.weight * 2 * plan.accumulate / link,
+        arrive=numbers * beside.weight * 2 * plan.grad_accum / link,
         leave=numbers * beside.gradient * sums / link,
         update=numbers * passes / (cluster.host_bandwidth * HOST_REACH),
     )
@@ -129,7 +129,7 @@ def exposed_travels(each: Travels, plan: Plan, forward: float, backward: float) 
     A gradient that is added to an earlier one on the host is waited for.
     """
     half = each.arrive / 2
-    leave = each.leave if plan.accumulate == 1 or plan.copies > 1 else each.leave / plan.accumulate
+    leave = each.leave if plan.grad_accum == 1 or plan.copies > 1 else each.leave / plan.grad_accum
     always = each.leave - leave + each.update
     if plan.shards == 1:
         return always + each.arrive + max(leave - backward, 0.0)
@@ -191,9 +191,9 @@ def weight_seconds(job: Job, rank: int, at: Rates, behind: Behind) -> WeightSeco
     plan, speed = job.plan, job.stack.speed
     every = sent(job, rank, at)
     update = exposed_update(every.update, behind.forward, job.arch.layers) if every.update else 0.0
-    if plan.offload_weights:
-        moved = travels(plan, held(job.arch, plan, rank), job.cluster, job.rounding)
-        update = exposed_travels(moved, plan, behind.forward * plan.accumulate, behind.backward * plan.accumulate)
+    if plan.cpu_offload:
+        moved = travels(plan, held(job.arch, plan, rank), job.cluster, job.master_weights)
+        update = exposed_travels(moved, plan, behind.forward * plan.grad_accum, behind.backward * plan.grad_accum)
     left = max(behind.backward - (every.reduce if plan.zero else 0.0), 0.0)
     return WeightSeconds(
         shard=_exposed_shard(every.gather, every.reduce, plan, speed, behind) + every.contended_shard,
@@ -222,23 +222,23 @@ def sent(job: Job, rank: int, at: Rates) -> Sent:
     plan = job.plan
     brief = _essence(plan)
     found = _updated(job, rank, _sent(job.arch, brief, rank, job.cluster, job.stack, at))
-    if plan.chunks <= IN_SIGHT or plan.accumulate == brief.accumulate:
+    if plan.chunks <= IN_SIGHT or plan.grad_accum == brief.grad_accum:
         return found
-    return msgspec.structs.replace(found, gather=found.gather * (plan.accumulate / brief.accumulate))
+    return msgspec.structs.replace(found, gather=found.gather * (plan.grad_accum / brief.grad_accum))
 
 
 def _updated(job: Job, rank: int, found: Sent) -> Sent:
     """The same with an update that rounds, or of states that are elsewhere."""
     plan, usual = job.plan, job.stack.speed.optimizer_bytes
-    if plan.offload_weights:
+    if plan.cpu_offload:
         return msgspec.structs.replace(found, optimizer=0.0)  # the host's
-    if plan.offload != "none":
-        update = offload_seconds(plan, held(job.arch, plan, rank), job.cluster, job.states)
+    if plan.optimizer_offload != "none":
+        update = offload_seconds(plan, held(job.arch, plan, rank), job.cluster, job.state_dtype)
         return msgspec.structs.replace(found, optimizer=0.0, update=update)
-    if job.rounding == "master":
+    if job.master_weights == "fp32":
         return found
     plainly = plan.kernels == "plain" or plan.deterministic
-    moved = PLAINLY_ROUNDED_BYTES if plainly else ROUNDED_BYTES[job.rounding]
+    moved = PLAINLY_ROUNDED_BYTES if plainly else ROUNDED_BYTES[job.master_weights]
     return msgspec.structs.replace(found, optimizer=found.optimizer / usual * moved)
 
 
@@ -268,7 +268,7 @@ def _sent(arch: Arch, plan: Plan, rank: int, cluster: Cluster, stack: Stack, at:
 
 def _exposed_shard(gather: float, reduce: float, plan: Plan, speed: Speed, behind: Behind) -> float:
     """Gathers run behind the forward and, where weights are given up between, the backward; scatters behind that."""
-    each_time = plan.accumulate if plan.pp == 1 else 1
+    each_time = plan.grad_accum if plan.pp == 1 else 1
     forwards = each_time if plan.zero == 3 else 1
     backwards = each_time if plan.zero >= 2 else 1
     early = gather / 2 if plan.zero == 3 and plan.pp == 1 else gather
@@ -292,27 +292,27 @@ def _essence(plan: Plan) -> Plan:
 
     A pipeline rank with few stages gathers each of them once, in whatever order and however many microbatches come.
     """
-    accumulate, schedule = plan.accumulate, plan.schedule
+    grad_accum, schedule = plan.grad_accum, plan.schedule
     if plan.pp > 1 and plan.chunks <= IN_SIGHT:
-        accumulate = min(accumulate, 2)
+        grad_accum = min(grad_accum, 2)
         schedule = "zbv" if schedule in V_SHAPED else "1f1b" if plan.chunks == 1 else "looped"
     elif plan.pp > 1:
-        accumulate = min(accumulate, ROUNDS * plan.pp)
+        grad_accum = min(grad_accum, ROUNDS * plan.pp)
     return msgspec.structs.replace(
         plan,
         microbatch=1,
-        accumulate=accumulate,
+        grad_accum=grad_accum,
         schedule=schedule,
-        shadow=False,
+        bf16_params=False,
         kernels="auto",
         recompute="none",
         compile=False,
         deterministic=False,
         cp_kind="ring",
-        compress="none",
-        activations="device",
-        offload="none",
-        offload_weights=False,
+        activation_quant="none",
+        activation_offload=False,
+        optimizer_offload="none",
+        cpu_offload=False,
     )
 
 

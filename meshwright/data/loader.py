@@ -58,10 +58,10 @@ class Loader:
         self.run = run
         self.device = device
         self.packings = tuple(packing(tokens, run, corpus.end_token) for tokens in corpus.sources)
-        self.held_counts = tuple(held_count(each.count, run.data.held_out) for each in self.packings)
+        self.held_counts = tuple(held_count(each.count, run.data.eval_fraction) for each in self.packings)
         self.train_counts = tuple(each.count - held for each, held in zip(self.packings, self.held_counts, strict=True))
         self.weights = tuple(source.weight for source in run.data.sources)
-        size = run.plan.microbatch * run.plan.accumulate
+        size = run.plan.microbatch * run.plan.grad_accum
         self.mine = slice(data_rank * size, (data_rank + 1) * size)  # a rank's global microbatches are consecutive
         self.offsets = torch.arange(run.sequence, device=device).expand(run.plan.microbatch, -1).contiguous()
         self.reader = ThreadPoolExecutor(1, "loader", _use_device, (self.offsets.device,))
@@ -85,7 +85,9 @@ class Loader:
         began = time.perf_counter()
         kept = [number for number, count in enumerate(self.held_counts) if count]
         if not kept:
-            raise mistake("no sample is held out", "set data.held_out above 0, or use more data", "data.held_out")
+            raise mistake(
+                "no sample is held out", "set data.eval_fraction above 0, or use more data", "data.eval_fraction"
+            )
         indices = self._indices(batch)
         counts = tuple(self.held_counts[number] for number in kept)
         places, samples = in_turn(indices, counts, tuple(self.weights[number] for number in kept))
@@ -149,7 +151,7 @@ class Loader:
 
     def _on_device(self, rows: Rows, wait_seconds: float) -> StepBatch:
         """Copies are queued by the caller's thread, in the order of its own work on the device."""
-        size, parts = self.run.plan.microbatch, self.run.plan.accumulate
+        size, parts = self.run.plan.microbatch, self.run.plan.grad_accum
 
         def split(tensor: Tensor) -> tuple[Tensor, ...]:
             return tensor.to(self.device, non_blocking=True).split(size)

@@ -34,7 +34,7 @@ LEAST_AMAX = 1e-12  # a maximum below counts as this
 MULTIPLE = 16  # of both dimensions: what FP8 products ask for
 TILE = 128
 
-LinearScaling = Literal["tensor", "row"]
+LinearScaling = Literal["tensorwise", "rowwise"]
 
 
 def takes(linear: nn.Linear) -> bool:
@@ -45,7 +45,7 @@ def takes(linear: nn.Linear) -> bool:
 class Linear8(nn.Linear):
     """A linear layer in FP8 with one scale for each tensor."""
 
-    scaling: LinearScaling = "tensor"
+    scaling: LinearScaling = "tensorwise"
 
     def forward(self, input: Tensor) -> Tensor:
         """The product in FP8, the bias in the precision of the input."""
@@ -56,7 +56,7 @@ class Linear8(nn.Linear):
 class RowLinear8(Linear8):
     """A linear layer in FP8 with a scale for each row of what is summed: closer, and slower."""
 
-    scaling: LinearScaling = "row"
+    scaling: LinearScaling = "rowwise"
 
 
 def codes(x: Tensor, scaling: LinearScaling) -> tuple[Tensor, Tensor]:
@@ -65,7 +65,7 @@ def codes(x: Tensor, scaling: LinearScaling) -> tuple[Tensor, Tensor]:
     Not by `quantize`, which divides where this multiplies with an inverse, and has another least maximum: of random
     matrices in bf16, 43 % of the scales and 0.05 % of the codes come out otherwise.
     """
-    amax = x.abs().amax() if scaling == "tensor" else x.abs().amax(dim=1, keepdim=True)
+    amax = x.abs().amax() if scaling == "tensorwise" else x.abs().amax(dim=1, keepdim=True)
     scale = LARGEST_E4M3 / amax.float().clamp(min=LEAST_AMAX)
     return (x.float() * scale).clamp(-LARGEST_E4M3, LARGEST_E4M3).to(CODE), scale.reciprocal()
 
@@ -87,17 +87,17 @@ class _Linear8(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, scaling: LinearScaling) -> Tensor:
         ctx.scaling = scaling
         x_codes, weight_codes = codes(x, scaling), codes(weight, scaling)
-        kept = (*x_codes, *weight_codes) if scaling == "tensor" else (x, weight)
+        kept = (*x_codes, *weight_codes) if scaling == "tensorwise" else (x, weight)
         ctx.save_for_backward(*kept)
         return _times(x_codes, weight_codes, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         gradient, scaling, kept = gradients[0], ctx.scaling, ctx.saved_tensors
-        of_x, of_weight = (kept[:2], kept[2:]) if scaling == "tensor" else (None, None)
+        of_x, of_weight = (kept[:2], kept[2:]) if scaling == "tensorwise" else (None, None)
         g = codes(gradient, scaling)
         to_x = _times(g, _turned_codes(kept[-1], scaling, of_weight), gradient.dtype)
-        g_turned = _turned_codes(gradient, scaling, g if scaling == "tensor" else None)
+        g_turned = _turned_codes(gradient, scaling, g if scaling == "tensorwise" else None)
         to_weight = _times(g_turned, _turned_codes(kept[0], scaling, of_x), gradient.dtype)
         return to_x, to_weight, None
 
@@ -135,7 +135,7 @@ def _turn(x: Pointer, y: Pointer, rows: int, columns: int, side: constexpr) -> N
     )
 
 
-Scaling = Literal["tensor", "row"]
+Scaling = Literal["tensorwise", "rowwise"]
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}  # finite codes
 LEAST = 2.0**-80  # an amax below counts as this, so that a scale and its inverse are normal numbers
 SIDE = 64  # rows and columns of a tile that is cast: small enough for five programs' registers
@@ -175,9 +175,9 @@ def reference(x: Tensor, dtype: torch.dtype, scaling: Scaling, transposed: bool)
 def _cast(x: Tensor, dtype: torch.dtype, scaling: Scaling) -> tuple[Tensor, Tensor]:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     if x.numel() == 0:
-        amax = wide.new_zeros((x.shape[0] if scaling == "row" else 1, 1))
+        amax = wide.new_zeros((x.shape[0] if scaling == "rowwise" else 1, 1))
     else:
-        amax = wide.abs().amax(1, keepdim=True) if scaling == "row" else wide.abs().amax().reshape(1, 1)
+        amax = wide.abs().amax(1, keepdim=True) if scaling == "rowwise" else wide.abs().amax().reshape(1, 1)
     amax = amax.where(~(amax < LEAST), LEAST)  # a NaN stays
     largest = torch.full_like(amax, LARGEST[dtype])  # a tensor: by a number a GPU divides as if by its inverse
     return (wide * (largest / amax)).to(dtype).contiguous(), (amax / largest).to(torch.float32)
@@ -196,7 +196,7 @@ def _fits(x: Tensor, kernels: Kernels) -> bool:
 
 
 def _quantize(x: Tensor, dtype: torch.dtype, scaling: Scaling, transposed: bool) -> Codes:
-    if scaling == "row" and not transposed and x.shape[1] <= ROW_LIMIT:
+    if scaling == "rowwise" and not transposed and x.shape[1] <= ROW_LIMIT:
         return _in_one_pass(x, dtype)
     return _in_two_passes(x, dtype, scaling, transposed)
 
@@ -218,12 +218,12 @@ def _in_one_pass(x: Tensor, dtype: torch.dtype) -> Codes:
 def _in_two_passes(x: Tensor, dtype: torch.dtype, scaling: Scaling, transposed: bool) -> Codes:
     """Tiles: the first pass finds every maximum, the second casts and writes both copies."""
     rows, cols = x.shape
-    across, down = (rows, cols) if scaling == "row" else (1, 0)
+    across, down = (rows, cols) if scaling == "rowwise" else (1, 0)
     amax = torch.zeros(across + (down if transposed else 0), dtype=torch.int32, device=x.device)
     scale = torch.empty(amax.shape, dtype=torch.float32, device=x.device)
     values = torch.empty((rows, cols), dtype=dtype, device=x.device)
     turned = torch.empty((cols, rows), dtype=dtype, device=x.device) if transposed else None
-    by_row = scaling == "row"
+    by_row = scaling == "rowwise"
     kinds = {"by_row": by_row, "by_column": by_row and transposed}
     high, broad = SQUARE if by_row else BROAD
     _maxima[(-(-rows // high) * -(-cols // broad),)](

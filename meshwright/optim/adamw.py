@@ -35,7 +35,7 @@ class AdamW:
         self.update = self._choose(plan)
 
     def _choose(self, plan: Plan) -> Update:
-        masters = self.optim.rounding == "master"
+        masters = self.optim.master_weights == "fp32"
         if plan.deterministic:
             return self._plain if masters else rounded(self)
         if settle(plan.kernels, self.wide[0].device, self.wide[0].dtype).kind == "fused":

@@ -22,7 +22,7 @@ from meshwright.optim.host_memory import Memory
 from meshwright.parallel.mesh import Mesh, local
 from meshwright.spec.problem import InputError, Problem
 
-REMEDY = "use more ranks, whose hosts share the weights out by plan.shard, or leave plan.offload_weights out"
+REMEDY = "use more ranks, whose hosts share the weights out by plan.shard, or leave plan.cpu_offload out"
 
 
 class Hosted(AdamW):
@@ -44,7 +44,7 @@ class Hosted(AdamW):
 def materialise(chunks: Sequence[nn.Module], run: Run, mesh: Mesh) -> Memory:
     """Give every weight of a rank memory on its host, and every buffer memory on its device."""
     check(bytes_needed(chunks, run))
-    memory = Memory(mesh.device.type == "cuda", remedy=REMEDY, key="plan.offload_weights")
+    memory = Memory(mesh.device.type == "cuda", remedy=REMEDY, key="plan.cpu_offload")
     for chunk in chunks:
         chunk._apply(partial(_with_memory, memory, mesh.device))
         chunk.train()
@@ -72,7 +72,7 @@ def _is_even(weight: DTensor) -> bool:
 def bytes_needed(chunks: Iterable[nn.Module], run: Run) -> int:
     """What a rank's weights take of host memory: each with its gradient and two moments, and the bits beside it."""
     weights = [local(weight.detach()) for chunk in chunks for weight in chunk.parameters()]
-    low = 2 if run.optim.rounding == "compensated" else 0
+    low = 2 if run.optim.master_weights == "split" else 0
     return sum(
         weight.numel() * (2 * weight.itemsize + 2 * torch.promote_types(weight.dtype, torch.float32).itemsize + low)
         for weight in weights
@@ -83,5 +83,5 @@ def check(need: int) -> None:
     """Refuse what this rank's host has no room for."""
     have = host_memory.free_host_bytes()
     if have is not None and need > have:
-        what = f"plan.offload_weights needs {need:,} bytes of host memory for this rank, and {have:,} are free"
-        raise InputError([Problem(what, REMEDY, "plan.offload_weights")])
+        what = f"plan.cpu_offload needs {need:,} bytes of host memory for this rank, and {have:,} are free"
+        raise InputError([Problem(what, REMEDY, "plan.cpu_offload")])

@@ -67,8 +67,8 @@ class Memory:
     def __init__(
         self,
         pinned: bool,
-        remedy: str = "set plan.offload_update = host, which pins little",
-        key: str = "plan.offload_update",
+        remedy: str = "set plan.optimizer_offload_update = host, which pins little",
+        key: str = "plan.optimizer_offload_update",
     ) -> None:
         self.pinned, self.remedy, self.key = pinned, remedy, key
         self.bytes = 0
@@ -146,7 +146,7 @@ GROUP_FILES = (
 
 def kinds(run: Run) -> dict[str, torch.dtype]:
     """What is kept of every weight off the device, by name."""
-    if run.optim.states == "bf16":
+    if run.optim.state_dtype == "bf16":
         return {"low": torch.int16, "first": torch.bfloat16, "second": torch.bfloat16}
     return dict.fromkeys(("weight", "first", "second"), precision.weight_dtype(run.plan))
 
@@ -158,22 +158,28 @@ def width(run: Run) -> int:
 
 def host_share(run: Run, parameters: int) -> int:
     """How much of the states may be in host memory."""
-    return parameters * width(run) if run.plan.offload == "host" else run.plan.offload_host_bytes
+    return parameters * width(run) if run.plan.optimizer_offload == "host" else run.plan.optimizer_offload_host_bytes
 
 
 def on_the_way(run: Run, largest: int) -> int:
     """Host memory for pieces on their way, none larger than the largest weight: gradients and weights, or states."""
     elements = offload_update.SLOTS * min(offload_update.PIECE, largest)
-    fetched = width(run) if run.plan.offload == "disk" else 0
-    travelling = 2 * precision.weight_dtype(run.plan).itemsize if run.plan.offload_update == "host" else 0
+    fetched = width(run) if run.plan.optimizer_offload == "disk" else 0
+    travelling = 2 * precision.weight_dtype(run.plan).itemsize if run.plan.optimizer_offload_update == "host" else 0
     return elements * (fetched + travelling)
 
 
 def check(run: Run, sizes: Sequence[int], folder: Path) -> None:
     """Refuse what does not fit, for weights of so many elements each."""
-    if run.plan.offload == "disk" and not folder.is_dir():
-        what = f"plan.offload = disk is told to use {folder}, and there is no folder of that name"
-        raise InputError([Problem(what, "make it, or name another by plan.offload_folder", "plan.offload_folder")])
+    if run.plan.optimizer_offload == "disk" and not folder.is_dir():
+        what = f"plan.optimizer_offload = disk is told to use {folder}, and there is no folder of that name"
+        raise InputError(
+            [
+                Problem(
+                    what, "make it, or name another by plan.optimizer_offload_folder", "plan.optimizer_offload_folder"
+                )
+            ]
+        )
     widths = [size * width(run) for size in sizes]
     near = spread(widths, host_share(run, sum(sizes)))
     kept_bytes = sum(size for size, is_near in zip(widths, near, strict=True) if is_near)
@@ -187,28 +193,28 @@ def problems(run: Run, host_bytes: int, disk_bytes: int, folder: Path) -> Iterat
     have = free_host_bytes()
     if have is not None and host_bytes > have:
         yield Problem(
-            f"plan.offload = {run.plan.offload} needs {host_bytes:,} bytes of host memory, and {have:,} are free",
+            f"plan.optimizer_offload = {run.plan.optimizer_offload} needs {host_bytes:,} bytes of host memory, and {have:,} are free",
             _host_remedy(run),
-            "plan.offload",
+            "plan.optimizer_offload",
         )
     free = free_disk_bytes(folder) if disk_bytes else 0
     if disk_bytes > free:
         yield Problem(
-            f"plan.offload = disk needs {disk_bytes:,} bytes on the disk, and {folder} has {free:,} free",
-            "name another disk by plan.offload_folder, keep more in memory by plan.offload_host_bytes, or set "
-            "optim.states = bf16",
-            "plan.offload",
+            f"plan.optimizer_offload = disk needs {disk_bytes:,} bytes on the disk, and {folder} has {free:,} free",
+            "name another disk by plan.optimizer_offload_folder, keep more in memory by plan.optimizer_offload_host_bytes, or set "
+            "optim.state_dtype = bf16",
+            "plan.optimizer_offload",
         )
 
 
 def _host_remedy(run: Run) -> str:
     words = []
-    if run.plan.offload == "host":
-        words.append("set plan.offload = disk")
-    elif run.plan.offload_host_bytes:
-        words.append("lower plan.offload_host_bytes")
-    if run.optim.states == "fp32":
-        words.append("set optim.states = bf16")
+    if run.plan.optimizer_offload == "host":
+        words.append("set plan.optimizer_offload = disk")
+    elif run.plan.optimizer_offload_host_bytes:
+        words.append("lower plan.optimizer_offload_host_bytes")
+    if run.optim.state_dtype == "fp32":
+        words.append("set optim.state_dtype = bf16")
     return ", or ".join(words or ["use a smaller model, or a machine with more memory"])
 
 

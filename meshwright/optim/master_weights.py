@@ -59,16 +59,16 @@ CPU_BLOCK, DEVICE_BLOCK = 1 << 16, 1 << 24  # elements at work: their few wide c
 
 def weight_dtype(optim: Optim, plan: Plan) -> torch.dtype:
     """In which weights are held."""
-    return torch.bfloat16 if optim.rounding != "master" else precision.weight_dtype(plan)
+    return torch.bfloat16 if optim.master_weights != "fp32" else precision.weight_dtype(plan)
 
 
 def attach(chunks: Iterable[nn.Module], run: Run) -> None:
     """Give every weight what its rounding needs: a stream of draws, or room for the low bits."""
     for chunk in chunks:
         for name, weight in chunk.named_parameters():
-            if run.optim.rounding == "stochastic":
+            if run.optim.master_weights == "none":
                 weight.draws = key(run.seed, f"{name}.rounding")  # pyright: ignore[reportAttributeAccessIssue]
-            elif run.optim.rounding == "compensated":
+            elif run.optim.master_weights == "split":
                 low = torch.zeros_like(local(weight.detach()), dtype=torch.int16)
                 weight.low_bits = low  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -88,7 +88,7 @@ def beside(weight: Tensor) -> dict[str, Tensor]:
 
 def rounded(optimizer: "AdamW") -> Update:
     """AdamW over weights in bf16: moments and arithmetic are fp32, block by block."""
-    place = {"stochastic": _by_chance, "compensated": _in_two_parts}[optimizer.optim.rounding]
+    place = {"none": _by_chance, "split": _in_two_parts}[optimizer.optim.master_weights]
 
     def update(indices: list[int], rate: float, decay: float, verdict: Verdict) -> None:
         move = _Move(optimizer, rate, decay, verdict)
@@ -117,7 +117,7 @@ def _group(optimizer: "AdamW", indices: list[int]) -> Group:
         [held[i] for i in indices] for held in (optimizer.wide, optimizer.first, optimizer.second)
     )
     whole = [optimizer.weights[i] for i in indices]
-    if optimizer.optim.rounding == "compensated":
+    if optimizer.optim.master_weights == "split":
         return LowBits(weights, [each.low_bits for each in whole], first, second)  # pyright: ignore[reportAttributeAccessIssue]
     return Drawn(weights, first, second, [_stream(weight) for weight in whole])
 

@@ -168,8 +168,8 @@ class Offloaded(AdamW):
         self.sizes = [weight.numel() for weight in self.weights]
         self.pieces = self._pieces(groups)
         self.site = self._site()
-        self.memory = Memory(pinned=device.type == "cuda" and run.plan.offload_update == "device")
-        self.files = Files(folder) if run.plan.offload == "disk" else None
+        self.memory = Memory(pinned=device.type == "cuda" and run.plan.optimizer_offload_update == "device")
+        self.files = Files(folder) if run.plan.optimizer_offload == "disk" else None
         self.homes = self._homes(run)
         self._count = torch.zeros((), dtype=torch.float32, device=device)
         self.gates = Gates(groups, device)
@@ -188,9 +188,9 @@ class Offloaded(AdamW):
 
     def _site(self) -> OnHost | OnDevice:
         move = offload_update.choose(self.optim)
-        if self.plan.offload_update == "device":
+        if self.plan.optimizer_offload_update == "device":
             return OnDevice(self.device, move)
-        return OnHost(self.device, move, halves=self.optim.states == "bf16")
+        return OnHost(self.device, move, halves=self.optim.state_dtype == "bf16")
 
     def _homes(self, run: Run) -> list[Home]:
         dtypes = list(self.kinds.values())
@@ -206,7 +206,7 @@ class Offloaded(AdamW):
     def _slots(self) -> list[Slot]:
         largest = max((each.end - each.begin for each in self.pieces), default=1)
         dtypes = list(self.kinds.values())
-        gradient = self.weights[0].dtype if self.plan.accumulate == 1 else precision.weight_dtype(self.plan)
+        gradient = self.weights[0].dtype if self.plan.grad_accum == 1 else precision.weight_dtype(self.plan)
         pages = -(-largest // PAGE) * PAGE  # elements: whole pages of every type
         return [
             Slot(
@@ -220,7 +220,7 @@ class Offloaded(AdamW):
     def begin(self, weight: nn.Parameter, wide: Tensor) -> None:
         """Take a weight's first value."""
         home = self.homes[self._number[id(weight)]]
-        if self.optim.states == "bf16":
+        if self.optim.state_dtype == "bf16":
             narrow, low = offload_update.split(wide.flatten())
             weight.copy_(narrow.view(weight.shape))
             home.arrays[0].copy_(low)

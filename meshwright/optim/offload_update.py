@@ -49,7 +49,7 @@ Move = Callable[[Sequence[Tensor], Tensor, Tensor, Terms, Span], None]  # states
 
 def choose(optim: Optim) -> Move:
     """How this run's states are moved."""
-    return move_halves if optim.states == "bf16" else move_wide
+    return move_halves if optim.state_dtype == "bf16" else move_wide
 
 
 def move_wide(held: Sequence[Tensor], weight: Tensor, gradient: Tensor, terms: Terms, span: Span) -> None:

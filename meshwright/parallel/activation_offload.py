@@ -160,7 +160,7 @@ class Coded:
 def encode(flat: Tensor, kind: Kind, kernels: Kernels = "auto") -> Coded:
     """A flat tensor in the codes of a kind. A NaN or an infinity spoils its group, and is found by the step's norm."""
     if kind == "fp8":
-        codes = quantize(_grouped(flat, GROUP), torch.float8_e4m3fn, "row", kernels=kernels)
+        codes = quantize(_grouped(flat, GROUP), torch.float8_e4m3fn, "rowwise", kernels=kernels)
         parts = (codes.values, codes.scale)
     elif kind == "int8":
         parts = _int8(_grouped(flat, GROUP))
@@ -225,10 +225,10 @@ Forward = Callable[..., Any]
 
 def wrap(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: Anatomy) -> nn.Module:
     """Let every block keep what it saves as the plan says."""
-    if plan.compress == "none" and plan.activations == "device":
+    if plan.activation_quant == "none" and not plan.activation_offload:
         return model
     blocks = [block for block in anatomy.blocks(model).values() if not isinstance(block, Absent)]
-    keeper = Keeper(plan, Lane(mesh.device) if plan.activations == "host" else None)
+    keeper = Keeper(plan, Lane(mesh.device) if plan.activation_offload else None)
     for number, block in enumerate(blocks):
         # Without a pipeline the backward of the last block comes at once: what it saves need not travel.
         stays = number == len(blocks) - 1 and plan.pp == 1
@@ -321,7 +321,7 @@ class Memory:
         return Window(self._stored(inner, kind), inner.shape, inner.stride(), int(inner.storage_offset()), around)
 
     def _kind(self, tensor: Tensor) -> Kind:
-        if self.plan.compress == "none":
+        if self.plan.activation_quant == "none":
             return "whole"
         if tensor.dtype == torch.bool:
             return "bits"
@@ -329,7 +329,7 @@ class Memory:
             return "whole"
         if tensor.dim() == HEADED:
             return "whole" if _is_bias(tensor) else "int8"
-        return self.plan.compress
+        return self.plan.activation_quant
 
     def _stored(self, tensor: Tensor, kind: Kind) -> Stored:
         storage = tensor.untyped_storage()

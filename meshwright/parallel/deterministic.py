@@ -116,7 +116,7 @@ class GradientSum(ReduceScatter):
     """
 
     def __init__(self, plan: Plan, replicas: dist.ProcessGroup) -> None:
-        self.tree = Tree(plan.accumulate)
+        self.tree = Tree(plan.grad_accum)
         self.shards = plan.shards
         self.replicas = replicas
 
@@ -212,10 +212,10 @@ def described(plan: Plan, chunks: Sequence[nn.Module]) -> list[str]:
     """What this mode does and costs, a line for the log; none when it is off."""
     if not plan.deterministic:
         return []
-    buffers = plan.accumulate.bit_length() - 1
+    buffers = plan.grad_accum.bit_length() - 1
     weights = [weight for chunk in chunks for weight in chunk.parameters()]
     size = sum(weight.numel() * weight.element_size() for weight in weights)
     return [
-        f"deterministic: gradients summed in a fixed tree over {plan.accumulate * plan.data} global microbatches of "
+        f"deterministic: gradients summed in a fixed tree over {plan.grad_accum * plan.data} global microbatches of "
         f"{plan.microbatch}; {buffers} buffers of {size:,} bytes on each rank"
     ]

@@ -45,13 +45,13 @@ def wrap(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: Anatomy) -> nn.Modul
 
 def _stays_whole(plan: Plan) -> bool:
     """Whether the arithmetic reads the very weights that the optimizer moves, or their shadow."""
-    by_itself = plan.shadow or not precision.is_low(plan)
-    return plan.world == 1 and by_itself and not plan.deterministic and not plan.offload_weights
+    by_itself = plan.bf16_params or not precision.is_low(plan)
+    return plan.world == 1 and by_itself and not plan.deterministic and not plan.cpu_offload
 
 
 def _home(plan: Plan, mesh: Mesh) -> OffloadPolicy:
     """Where weights and their gradients live: beside the arithmetic, or in host memory that a GPU can read itself."""
-    return CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if plan.offload_weights else OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if plan.cpu_offload else OffloadPolicy()
 
 
 def _look_ahead(blocks: list[nn.Module], plan: Plan, mesh: Mesh) -> None:

@@ -112,7 +112,7 @@ def narrow(chunks: Iterable[nn.Module], plan: Plan) -> None:
 
 def sum_wide(chunks: Iterable[nn.Module], plan: Plan) -> None:
     """Let gradients of several microbatches be added up in full width."""
-    if plan.accumulate == 1:
+    if plan.grad_accum == 1:
         return
     for chunk in chunks:
         for weight in chunk.parameters():

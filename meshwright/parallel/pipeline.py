@@ -103,11 +103,11 @@ class Pipeline:
             _meet_others_only(stage)
         runtime = _PipelineScheduleRuntime(
             stages,  # pyright: ignore[reportArgumentType]
-            self.plan.accumulate,
+            self.plan.grad_accum,
             loss_fn=self._weighed,
             scale_grads=False,  # torch's default divides by the number of microbatches; the loss is divided already
         )
-        orders = actions(self.plan.schedule, self.plan.pp, self.plan.chunks, self.plan.accumulate)
+        orders = actions(self.plan.schedule, self.plan.pp, self.plan.chunks, self.plan.grad_accum)
         runtime._prepare_schedule_with_comms(
             {rank: [_Action.from_str(str(action)) for action in order] for rank, order in enumerate(orders)}
         )

@@ -12,7 +12,7 @@ from meshwright.parallel.model_spec import Anatomy
 from meshwright.spec.plan import Plan
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-EIGHT = {"tensor": Linear8, "row": RowLinear8}
+EIGHT = {"tensorwise": Linear8, "rowwise": RowLinear8}
 
 
 def wrap(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: Anatomy) -> nn.Module:
@@ -22,7 +22,7 @@ def wrap(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: Anatomy) -> nn.Modul
     for block in anatomy.blocks(model).values():
         for module in block.modules():
             if type(module) is nn.Linear and takes(module):
-                module.__class__ = EIGHT[plan.scaling]
+                module.__class__ = EIGHT[plan.fp8_scaling]
     return model
 
 
@@ -52,13 +52,13 @@ def policy(plan: Plan) -> MixedPrecisionPolicy:
 
 def attach(chunks: Iterable[nn.Module], plan: Plan) -> None:
     """Let every weight be the narrow copy of a wide one, once it has its first value."""
-    if not plan.shadow:
+    if not plan.bf16_params:
         return
     for chunk in chunks:
         for weight in chunk.parameters():
             weight.master = weight.data  # pyright: ignore[reportAttributeAccessIssue]
             weight.data = weight.data.to(compute_dtype(plan))
-            if plan.accumulate > 1:
+            if plan.grad_accum > 1:
                 weight.grad_dtype = torch.float32
 
 

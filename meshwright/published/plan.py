@@ -149,10 +149,10 @@ def _least_data(cells: Cells, cp: int) -> int:
 
 def plan_of(cells: Cells, arch: Arch, stack: Stack, degrees: Degrees, domain: int) -> Plan:
     """The plan that a row describes."""
-    microbatch, accumulate = _batches(cells, degrees.dp)
+    microbatch, grad_accum = _batches(cells, degrees.dp)
     if degrees.pp > arch.layers and stack.name != "nanotron":
         raise ImpossibleError(f"pp = {degrees.pp} is more stages than layers = {arch.layers}")
-    schedule, chunks = schedule_of(cells, arch.layers, degrees.pp, accumulate)
+    schedule, chunks = schedule_of(cells, arch.layers, degrees.pp, grad_accum)
     zero, shard = _sharding(cells, stack, degrees, domain)
     lenders = (shard if zero else degrees.dp) * degrees.cp
     return Plan(
@@ -168,7 +168,7 @@ def plan_of(cells: Cells, arch: Arch, stack: Stack, degrees: Degrees, domain: in
         chunks=chunks,
         stages=stages_of(cells, arch, stack, degrees.pp, chunks),
         microbatch=microbatch,
-        accumulate=accumulate,
+        grad_accum=grad_accum,
         precision=precision_of(cells),
         recompute=_recompute(cells, arch.layers),
         compile=cells.flag("compile") or False,
@@ -196,22 +196,22 @@ def precision_of(cells: Cells) -> Precision:
 
 def _batches(cells: Cells, dp: int) -> tuple[int, int]:
     """Sequences of a microbatch, and microbatches of a step."""
-    microbatch, accumulate = cells.whole("micro_batch"), cells.whole("grad_accum")
+    microbatch, grad_accum = cells.whole("micro_batch"), cells.whole("grad_accum")
     batch = _batch(cells)
     if microbatch is None:
         microbatch = 1
-        if batch and accumulate:
-            microbatch = max(batch // (dp * accumulate), 1)
+        if batch and grad_accum:
+            microbatch = max(batch // (dp * grad_accum), 1)
         cells.assume("micro_batch", microbatch, "global_batch ÷ dp ÷ grad_accum, or 1")
     if batch is None:
-        return microbatch, accumulate or cells.assume("grad_accum", 1, "no batch is given")
-    if accumulate and microbatch * accumulate * dp == batch:
-        return microbatch, accumulate
+        return microbatch, grad_accum or cells.assume("grad_accum", 1, "no batch is given")
+    if grad_accum and microbatch * grad_accum * dp == batch:
+        return microbatch, grad_accum
     if batch < dp:
         raise ImpossibleError(f"global_batch = {batch} is less than one sequence for each of dp = {dp}")
     found = max(-(-batch // (dp * microbatch)), 1)
-    if accumulate and accumulate != found:
-        cells.note(f"grad_accum = {found} (global_batch ÷ dp ÷ micro_batch; the column gives {accumulate})")
+    if grad_accum and grad_accum != found:
+        cells.note(f"grad_accum = {found} (global_batch ÷ dp ÷ micro_batch; the column gives {grad_accum})")
     if found * microbatch * dp != batch:
         cells.note(f"global_batch = {found * microbatch * dp} (whole microbatches; the column gives {batch})")
     return microbatch, found

@@ -274,11 +274,11 @@ def pipeline(job: Job) -> Pipeline | None:
     plan = job.plan
     if plan.pp == 1:
         return None
-    shown = min(plan.accumulate, max(ROUNDS * plan.pp, LEAST))
+    shown = min(plan.grad_accum, max(ROUNDS * plan.pp, LEAST))
     orders = actions(plan.schedule, plan.pp, plan.chunks, shown)
     cost, send = stage_cost(job)
     timeline = play(orders, stage_ranks(plan.schedule, plan.pp, plan.chunks), cost, send)
-    return Pipeline(title=_title(plan, shown), timeline=timeline, shown=shown, microbatches=plan.accumulate)
+    return Pipeline(title=_title(plan, shown), timeline=timeline, shown=shown, microbatches=plan.grad_accum)
 
 
 def stage_cost(job: Job) -> tuple[StageCost, float]:
@@ -295,6 +295,6 @@ def stage_cost(job: Job) -> tuple[StageCost, float]:
 
 
 def _title(plan: Plan, shown: int) -> str:
-    part = "" if shown == plan.accumulate else f", {shown} of {plan.accumulate} microbatches"
+    part = "" if shown == plan.grad_accum else f", {shown} of {plan.grad_accum} microbatches"
     chunks = f" × {plan.chunks} chunks" if plan.chunks > 1 else ""
     return f"The pipeline {plan.schedule}{chunks} over {plan.pp} ranks{part}"

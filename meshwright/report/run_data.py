@@ -209,7 +209,7 @@ def duration(seconds: float) -> str:
 
 RUN = "run.toml"
 REMEDY = "give the folder of a run: `meshwright train` says where it is, runs/NAME-DIGEST unless told otherwise"
-ELSEWHERE = ("init.from=", "init.moments=false")  # where the weights came from need not be there any more
+ELSEWHERE = ("init.from=", "init.optimizer_state=false")  # where the weights came from need not be there any more
 CHANGED = "{} shows that run.toml changed between sessions: steps of the last session are measured, memory of all"
 MOST_NAMED = 12  # runs of a folder of runs
 Value = TypeVar("Value")

@@ -68,11 +68,14 @@ def plan_phrase(found: Found) -> str:
 DAY = 86_400.0  # seconds
 SCALES = 0.8  # of the GPUs' time that is not spent waiting for one another: less, and adding GPUs pays badly
 BETTER = 0.95  # of the advised plan's seconds: what the whole search must reach to be preferred
-HERE = {"offload": "none", "activations": "device"}  # nothing waits elsewhere, until the chart asks for it
+HERE = {
+    "optimizer_offload": "none",
+    "activation_offload": False,
+}  # nothing waits elsewhere, until the chart asks for it
 PLAIN = {"tp": 1, "cp": 1, "pp": 1, "ep": 1}  # every GPU computes whole layers on samples of its own
 SHARED = ((1, "optimizer states"), (2, "optimizer states and gradients"), (3, "states, gradients and weights"))
 NARROW: tuple[Precision, ...] = ("bf16", "fp16")
-SEVERAL = {*AXES, "ep", "zero", "schedule", "chunks", "stages", "accumulate"}  # fields that say how GPUs share the work
+SEVERAL = {*AXES, "ep", "zero", "schedule", "chunks", "stages", "grad_accum"}  # fields that say how GPUs share the work
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,7 +142,7 @@ class _Walk:
         asked = "Is the model too big for one GPU?"
         if self.alone is not None:
             self.ask(asked, "no", headroom_phrase(self.alone))
-            rest = self.alone.plan.accumulate
+            rest = self.alone.plan.grad_accum
             if rest > 1:
                 text = f"{rest} microbatches of {self.alone.plan.microbatch} add up to the batch, one after another"
                 self.do("accumulation", text, self.alone)

@@ -94,8 +94,8 @@ def notch(seconds: float) -> int:
 def axes_used(plan: Plan) -> int:
     """How much there is to understand in a plan: its axes, and whatever else is not as it would be on one GPU."""
     axes = sum(getattr(plan, axis) > 1 for axis in (*AXES, "ep"))
-    moved = (plan.activations != "device") + (plan.compress != "none")
-    moved += plan.offload != "none" or plan.offload_weights
+    moved = (plan.activation_offload) + (plan.activation_quant != "none")
+    moved += plan.optimizer_offload != "none" or plan.cpu_offload
     return axes + (plan.chunks > 1) + (plan.recompute != "none") + moved
 
 

@@ -48,7 +48,7 @@ class Group(NamedTuple):
     @property
     def may_be_weighed(self) -> bool:
         """Whether what weights cost bounds every policy: not where states may be elsewhere, nor beside codes."""
-        return all((each.compress, each.offload) == ("none", "none") for each in self.policies)
+        return all((each.activation_quant, each.optimizer_offload) == ("none", "none") for each in self.policies)
 
     @property
     def plans_of_a_split(self) -> int:
@@ -75,7 +75,7 @@ def groups(question: Question) -> list[Group]:
     for layouts in alike.values():
         for each in space.rounds(question, layouts[0]):
             splits = tuple(layout for layout in layouts if not space.respelled(question, layout, each))
-            key = (layouts[0].pp, each.accumulate)
+            key = (layouts[0].pp, each.grad_accum)
             if key not in choices:
                 choices[key] = space.choices(question, layouts[0], each)
             if splits:
@@ -169,7 +169,7 @@ class Room:
 
     def _copied(self, layout: Layout, home: str) -> bool:
         """Whether the arithmetic reads a second copy of the weights for longer than a block takes."""
-        shared = shadows(self.question) and (home != "none" or self.question.rounding != "master")
+        shared = shadows(self.question) and (home != "none" or self.question.master_weights != "fp32")
         return not shared and (layout.pp > 1 or (layout.zero < 3 and self.narrow < self.wide))
 
     def _resting(self, layout: Layout, group: Group, home: str) -> float:
@@ -178,13 +178,13 @@ class Room:
         States; what the arithmetic reads, of a pipeline the stages in sight; and, when an earlier microbatch has left
         one, the gradient: whole in a pipeline, where every stage has one once each rank has had two rounds.
         """
-        order, accumulate = group.decided_order, group.each.accumulate
+        order, grad_accum = group.decided_order, group.each.grad_accum
         resting = self.states[home].held * self._shard(layout)
         if self._copied(layout, home):
             resting += self._whole(layout) * self.narrow * min(1, IN_SIGHT / order.chunks)
-        if layout.pp == 1 and accumulate > 1:
+        if layout.pp == 1 and grad_accum > 1:
             resting += self.states[home].summed * self._shard(layout)
-        if layout.pp > 1 and order.schedule not in AT_ONCE and accumulate >= 2 * layout.pp:
+        if layout.pp > 1 and order.schedule not in AT_ONCE and grad_accum >= 2 * layout.pp:
             resting += self._whole(layout) * self.wide
         return resting
 
@@ -200,16 +200,16 @@ class Room:
         frugal, found = frugal_split(group), list[str | None]()
         resting = {home: self._resting(frugal, group, home) for home in self.states}
         for policy in group.policies:
-            live, still = self._live(group, policy), resting[policy.offload]
-            fits = max(still + live, self._floor(frugal, policy.offload)) <= self.memory
+            live, still = self._live(group, policy), resting[policy.optimizer_offload]
+            fits = max(still + live, self._floor(frugal, policy.optimizer_offload)) <= self.memory
             found.append(None if fits else STATES if still > live else ACTIVATIONS)
         return found
 
     def least(self, group: Group) -> float:
         """Bytes at least of the fullest rank of every plan of a group."""
         frugal, policy = frugal_split(group), group.decided_policy
-        resting = self._resting(frugal, group, policy.offload)
-        return max(self._floor(frugal, policy.offload), resting + self._live(group, policy))
+        resting = self._resting(frugal, group, policy.optimizer_offload)
+        return max(self._floor(frugal, policy.optimizer_offload), resting + self._live(group, policy))
 
     def _live(self, group: Group, policy: Policy) -> float:
         """Bytes at least that activations take on the first rank, when most microbatches are in flight there."""
@@ -217,12 +217,12 @@ class Room:
         cut = (layout.pp, order)
         if cut not in self.shortest:
             self.shortest[cut] = _shortest(self.question, layout.pp, order)
-        policy = policy._replace(offload="none", offload_update="host")  # activations are the same
+        policy = policy._replace(optimizer_offload="none", optimizer_offload_update="host")  # activations are the same
         key = (layout.tp, layout.cp, group.each.microbatch, self.shortest[cut], layout.pp == 1, policy)
         if key not in self.kept:
             self.kept[key] = self._kept(*key)
         flying, moment = self.kept[key]
-        return flying * in_flight(order.schedule, layout.pp, order.chunks, group.each.accumulate) + moment
+        return flying * in_flight(order.schedule, layout.pp, order.chunks, group.each.grad_accum) + moment
 
     def _kept(self, tp: int, cp: int, microbatch: int, layers: int, last: bool, policy: Policy) -> tuple[float, float]:
         """Bytes that one microbatch leaves in so many layers, and what its backward adds for a moment.
@@ -250,7 +250,7 @@ class Room:
         Where as many microbatches are followed, larger ones hold more.
         """
         frugal, each = frugal_split(group), group.each
-        rounds = settled(group.decided_order.schedule, frugal.pp, each.accumulate)
+        rounds = settled(group.decided_order.schedule, frugal.pp, each.grad_accum)
         key = (frugal._replace(replicate=1, shard=1), group.order, group.policy, rounds)
         microbatch, line = self.refused.get(key, (0, ""))
         if line and microbatch <= each.microbatch:
@@ -329,10 +329,10 @@ class _Widths(NamedTuple):
 
 def _widths(question: Question, home: str) -> _Widths:
     """Of a rank whose states live in a given place."""
-    plan = Plan(microbatch=1, precision=question.precision, shadow=shadows(question))
-    plan = msgspec.structs.replace(plan, offload=home, offload_weights=question.fixed.get("offload_weights", False))
-    once = state_widths(plan, question.rounding, question.states)
-    more = state_widths(msgspec.structs.replace(plan, accumulate=2), question.rounding, question.states)
+    plan = Plan(microbatch=1, precision=question.precision, bf16_params=shadows(question))
+    plan = msgspec.structs.replace(plan, optimizer_offload=home, cpu_offload=question.fixed.get("cpu_offload", False))
+    once = state_widths(plan, question.master_weights, question.state_dtype)
+    more = state_widths(msgspec.structs.replace(plan, grad_accum=2), question.master_weights, question.state_dtype)
     return _Widths(once.weight + once.moments + once.low, once.gradient, more.gradient)
 
 

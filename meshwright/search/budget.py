@@ -84,8 +84,8 @@ def job_of(run: Run) -> Job:
         cluster=machines,
         stack=stack_of("meshwright"),
         masked=run.data.mask_documents,
-        rounding=run.optim.rounding,
-        states=run.optim.states,
+        master_weights=run.optim.master_weights,
+        state_dtype=run.optim.state_dtype,
     )
 
 
@@ -144,7 +144,7 @@ def _stated(job: Job, size: float, other: Choice) -> Problem:
 def _helps(job: Job) -> Iterator[tuple[str, int]]:
     """Other plans of the same ranks and batch that hold less, and their bytes when all is computed anew."""
     plan = job.plan
-    smaller = {"microbatch": 1, "accumulate": plan.accumulate * plan.microbatch}
+    smaller = {"microbatch": 1, "grad_accum": plan.grad_accum * plan.microbatch}
     sharded = {"replicate": 1, "shard": plan.data, "zero": 3}
     if plan.microbatch > 1:
         yield _changed(job, smaller)

@@ -44,10 +44,13 @@ def neighbours(question: Question, plan: Plan) -> Iterator[Neighbour]:
     if plan.cp > 1:
         yield _changed(question, plan, "cp_kind", "ring" if plan.cp_kind == "ulysses" else "ulysses")
     if question.cluster.host_bytes:
-        yield _changed(question, plan, "activations", "host" if plan.activations == "device" else "device")
+        yield _changed(question, plan, "activation_offload", not plan.activation_offload)
     for home, update in homes(question) if plan.world == 1 else ():
-        if (home, update) != (plan.offload, plan.offload_update) and home + plan.offload != "nonenone":
-            found = _changed(question, plan, "offload", home, offload_update=update)
+        if (home, update) != (
+            plan.optimizer_offload,
+            plan.optimizer_offload_update,
+        ) and home + plan.optimizer_offload != "nonenone":
+            found = _changed(question, plan, "optimizer_offload", home, optimizer_offload_update=update)
             words = f"{found.change}, updated by the {update}" if home != "none" else found.change
             yield msgspec.structs.replace(found, change=words)
 
@@ -107,7 +110,7 @@ def _said(value: Any) -> str:
 def _changed(question: Question, plan: Plan, name: str, value: Any, **others: Any) -> Neighbour:
     change = f"{name} {_said(getattr(plan, name))} → {_said(value)}"
     changed = msgspec.structs.replace(plan, **{name: value}, **others)
-    if changed.shard == 1 and changed.cp == 1 and changed.zero and name != "zero" and not changed.offload_weights:
+    if changed.shard == 1 and changed.cp == 1 and changed.zero and name != "zero" and not changed.cpu_offload:
         changed = msgspec.structs.replace(changed, zero=0)
     if name in ("schedule", "pp") and plan.compile and "compile" not in question.fixed:
         order = Order(changed.schedule, changed.chunks)
@@ -122,7 +125,7 @@ def _completed(question: Question, plan: Plan, change: str) -> Neighbour:
         what = f"batch {question.batch} is no multiple of {plan.data} data ranks × microbatch {plan.microbatch}"
         return Neighbour(change=change, problem=what)
     stages = plan.pp * plan.chunks
-    plan = msgspec.structs.replace(plan, accumulate=share // plan.microbatch)
+    plan = msgspec.structs.replace(plan, grad_accum=share // plan.microbatch)
     if plan.pp == 1:
         plan = msgspec.structs.replace(plan, stages=(), chunks=1, schedule="1f1b")
     elif len(plan.stages) != stages:
@@ -166,11 +169,11 @@ def elsewhere(found: Found) -> str:
     if not (away.host or away.disk):
         return ""
     kept = {"host": "wide weights and moments live in host memory", "disk": "wide weights and moments live on a disk"}
-    said = [kept[plan.offload]] if plan.offload != "none" else []
-    said += ["weights, gradients and moments live in host memory"] if plan.offload_weights else []
-    said += ["what blocks keep for the backward waits in host memory"] if plan.activations == "host" else []
-    plain = msgspec.structs.replace(plan, offload="none", offload_weights=False, activations="device")
-    without = fit_of(msgspec.structs.replace(found.job, plan=plain, states="fp32"))
+    said = [kept[plan.optimizer_offload]] if plan.optimizer_offload != "none" else []
+    said += ["weights, gradients and moments live in host memory"] if plan.cpu_offload else []
+    said += ["what blocks keep for the backward waits in host memory"] if plan.activation_offload else []
+    plain = msgspec.structs.replace(plan, optimizer_offload="none", cpu_offload=False, activation_offload=False)
+    without = fit_of(msgspec.structs.replace(found.job, plan=plain, state_dtype="fp32"))
     need = (cluster.gpu.memory_bytes - without.headroom_bytes) / GIB
     text = f" The mathematics is the same, and {' and '.join(said)}: "
     text += _share("host memory", away.host_bytes, cluster.host_bytes)
@@ -187,10 +190,10 @@ def unchanged(plan: Plan) -> str:
     """What was chosen beside the split and leaves the mathematics as it is, and how to have it otherwise."""
     said = {
         "compile": "blocks are compiled (plan.compile=false leaves them as they are)",
-        "shadow": "a narrow copy of the weights is kept beside the wide ones (plan.shadow=false casts them instead)",
+        "bf16_params": "a narrow copy of the weights is kept beside the wide ones (plan.bf16_params=false casts them instead)",
     }
-    apart = plan.offload == "none"  # offloaded states leave no wide weights to be beside
-    chosen = [text for name, text in said.items() if getattr(plan, name) and (apart or name != "shadow")]
+    apart = plan.optimizer_offload == "none"  # offloaded states leave no wide weights to be beside
+    chosen = [text for name, text in said.items() if getattr(plan, name) and (apart or name != "bf16_params")]
     return f" Without a change of the mathematics, {' and '.join(chosen)}." if chosen else ""
 
 

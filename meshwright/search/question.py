@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from meshwright.cost.job import Job, Rounding, States
+from meshwright.cost.job import Job, MasterWeights, StateDtype
 from meshwright.hardware.cluster import Cluster
 from meshwright.hardware.stacks import Stack
 from meshwright.spec.arch import Arch
@@ -26,8 +26,8 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     cluster: Cluster
     stack: Stack
     masked: bool = False  # documents are told apart
-    rounding: Rounding = "master"
-    states: States = "fp32"
+    master_weights: MasterWeights = "fp32"
+    state_dtype: StateDtype = "fp32"
     fixed: dict[str, Any] = {}  # fields of the plan that are given, by name
     vary: tuple[Vary, ...] = ()  # the mathematics that may be chosen too
     limit_bytes: float = math.inf  # of a GPU's memory that may be used; machines have no more than that
@@ -57,8 +57,8 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
             cluster=self.cluster,
             stack=self.stack,
             masked=self.masked,
-            rounding=self.rounding,
-            states=self.states,
+            master_weights=self.master_weights,
+            state_dtype=self.state_dtype,
         )
 
 
@@ -82,9 +82,9 @@ def _optimizers(question: Question) -> Iterator[Question]:
     yield question
     if question.precision not in ("bf16", "fp8"):
         return
-    usual = question.rounding == "master" and question.states == "fp32"
+    usual = question.master_weights == "fp32" and question.state_dtype == "fp32"
     if usual and not question.fixed.get("deterministic"):
-        for rounding in ("stochastic", "compensated"):
-            yield msgspec.structs.replace(question, rounding=rounding)
+        for master_weights in ("none", "split"):
+            yield msgspec.structs.replace(question, master_weights=master_weights)
     if usual and question.cluster.gpus == 1:
-        yield msgspec.structs.replace(question, states="bf16")
+        yield msgspec.structs.replace(question, state_dtype="bf16")

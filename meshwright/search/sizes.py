@@ -47,11 +47,11 @@ def largest_model(question: Question) -> Largest | None:
 
 def largest_microbatch(question: Question) -> Largest | None:
     """The most sequences in one forward pass of one rank, every GPU reading its own unless axes are fixed."""
-    alone = {"tp": 1, "pp": 1, "cp": 1, "accumulate": 1} | question.fixed
+    alone = {"tp": 1, "pp": 1, "cp": 1, "grad_accum": 1} | question.fixed
     axes = math.prod(alone[axis] for axis in ("tp", "pp", "cp"))
     if axes < 1 or question.cluster.gpus % axes:
         raise InputError(empty(question))
-    sequences = question.cluster.gpus // axes * alone["accumulate"]
+    sequences = question.cluster.gpus // axes * alone["grad_accum"]
     vary = tuple(each for each in question.vary if each != "batch")  # which follows from the microbatch
 
     def asked(microbatch: int) -> Question:

@@ -44,22 +44,22 @@ class Round(NamedTuple):
     """How a data rank goes through its share of the batch."""
 
     microbatch: int
-    accumulate: int
+    grad_accum: int
 
 
 class Policy(NamedTuple):
     """What becomes of that which blocks keep for the backward, and where states live."""
 
     recompute: str = "none"
-    activations: str = "device"
-    compress: str = "none"
-    offload: str = "none"
-    offload_update: str = "host"
+    activation_offload: bool = False
+    activation_quant: str = "none"
+    optimizer_offload: str = "none"
+    optimizer_offload_update: str = "host"
 
     @property
     def plainer(self) -> "Policy":
         """The same with what is kept as it is, on the device: never slower."""
-        return self._replace(activations="device", compress="none")
+        return self._replace(activation_offload=False, activation_quant="none")
 
     @property
     def is_helped(self) -> bool:
@@ -99,8 +99,8 @@ def _compilable(pp: int, order: Order) -> bool:
 def shadows(question: Question) -> bool:
     """Whether a narrow copy of the weights is kept: by one rank in low precision, as a run without a plan does."""
     fixed = question.fixed
-    alone = question.cluster.gpus == 1 and not fixed.get("deterministic") and not fixed.get("offload_weights")
-    return fixed.get("shadow", alone and question.precision in NARROW)
+    alone = question.cluster.gpus == 1 and not fixed.get("deterministic") and not fixed.get("cpu_offload")
+    return fixed.get("bf16_params", alone and question.precision in NARROW)
 
 
 def policies(question: Question, pp: int, order: Order) -> tuple[Policy, ...]:
@@ -112,21 +112,23 @@ def policies(question: Question, pp: int, order: Order) -> tuple[Policy, ...]:
     how = (("compile", compiles(question, pp, order)),)
     plain = _policies(question.arch, pp, order, _kept(words, _activations(question), _codes(question)), how)
     return tuple(
-        policy._replace(offload=home, offload_update=update) for policy in plain for home, update in homes(question)
+        policy._replace(optimizer_offload=home, optimizer_offload_update=update)
+        for policy in plain
+        for home, update in homes(question)
     )
 
 
-def _activations(question: Question) -> tuple[str, ...]:
+def _activations(question: Question) -> tuple[bool, ...]:
     """Where activations may wait: a host whose memory nobody tells is not counted on."""
-    if "activations" in question.fixed:
-        return (question.fixed["activations"],)
-    return ("device", "host") if question.cluster.host_bytes else ("device",)
+    if "activation_offload" in question.fixed:
+        return (question.fixed["activation_offload"],)
+    return (False, True) if question.cluster.host_bytes else (False,)
 
 
 def _codes(question: Question) -> tuple[str, ...]:
     """Codes change the mathematics as a low precision does, and may vary with it."""
-    if "compress" in question.fixed:
-        return (question.fixed["compress"],)
+    if "activation_quant" in question.fixed:
+        return (question.fixed["activation_quant"],)
     if "precision" not in question.vary or question.precision == "fp64":
         return ("none",)
     return ("none", "int8", *(("fp8",) if question.cluster.gpu.fp8 else ()))
@@ -135,13 +137,16 @@ def _codes(question: Question) -> tuple[str, ...]:
 def homes(question: Question) -> tuple[tuple[str, str], ...]:
     """Where a lone rank's states may live, and who updates them there; several ranks share them out instead."""
     fixed = question.fixed
-    updates = (fixed["offload_update"],) if "offload_update" in fixed else ("host", "device")
-    if "offload" in fixed:
-        return tuple((fixed["offload"], update) for update in (updates if fixed["offload"] != "none" else updates[:1]))
-    found = [("none", updates[0])] if question.states == "fp32" else []
+    updates = (fixed["optimizer_offload_update"],) if "optimizer_offload_update" in fixed else ("host", "device")
+    if "optimizer_offload" in fixed:
+        return tuple(
+            (fixed["optimizer_offload"], update)
+            for update in (updates if fixed["optimizer_offload"] != "none" else updates[:1])
+        )
+    found = [("none", updates[0])] if question.state_dtype == "fp32" else []
     bare = question.precision in NARROW and not shadows(question)
-    elsewhere = fixed.get("deterministic") or fixed.get("offload_weights")
-    if question.cluster.gpus > 1 or elsewhere or question.rounding != "master" or bare:
+    elsewhere = fixed.get("deterministic") or fixed.get("cpu_offload")
+    if question.cluster.gpus > 1 or elsewhere or question.master_weights != "fp32" or bare:
         return tuple(found)
     if question.cluster.host_bytes:
         found += [("host", update) for update in updates]
@@ -151,7 +156,7 @@ def homes(question: Question) -> tuple[tuple[str, str], ...]:
 
 
 @lru_cache(maxsize=256)
-def _kept(words: tuple[str, ...], places: tuple[str, ...], codes: tuple[str, ...]) -> tuple[Policy, ...]:
+def _kept(words: tuple[str, ...], places: tuple[bool, ...], codes: tuple[str, ...]) -> tuple[Policy, ...]:
     return tuple(Policy(word, place, code) for word in words for place in places for code in codes)
 
 
@@ -175,18 +180,19 @@ def _obeyed(arch: Arch, pp: int, order: Order, policy: Policy, how: How) -> bool
 
     `how`: what else is said of the way that blocks run.
     """
-    accumulate = 2 * pp
+    grad_accum = 2 * pp
     stages = balanced_stages(arch, pp * order.chunks) if pp > 1 else ()
     pipeline = {"pp": pp, "stages": stages, **order._asdict()}
-    plan = Plan(**pipeline, microbatch=1, accumulate=accumulate, **policy._asdict(), **dict(how))
-    run = Run(arch=arch, plan=plan, batch=accumulate, sequence=1)
+    plan = Plan(**pipeline, microbatch=1, grad_accum=grad_accum, **policy._asdict(), **dict(how))
+    run = Run(arch=arch, plan=plan, batch=grad_accum, sequence=1)
     return not any(problem for rule in check.PLAN_RULES for problem in rule(run))
 
 
 CHUNKS = (1, 2, 4, 8)  # stages on a rank; more only add messages
 CHOSEN = {
-    "pp", "replicate", "shard", "zero", "cp", "cp_kind", "ep", "tp", "microbatch", "accumulate", "schedule", "chunks",
-    "stages", "recompute", "precision", "activations", "compress", "offload", "offload_update",
+    "pp", "replicate", "shard", "zero", "cp", "cp_kind", "ep", "tp", "microbatch", "grad_accum", "schedule", "chunks",
+    "stages", "recompute", "precision", "activation_offload", "activation_quant", "optimizer_offload",
+    "optimizer_offload_update",
 }  # fmt: skip
 SCHEDULES = cast("tuple[Schedule, ...]", get_args(Schedule))
 
@@ -216,7 +222,7 @@ def plan_of(question: Question, layout: Layout, each: Round, order: Order, polic
         stages=stages,
         **policy._asdict(),
         precision=question.precision,
-        **{"compile": compiles(question, layout.pp, order), "shadow": shadows(question), **carried(question)},
+        **{"compile": compiles(question, layout.pp, order), "bf16_params": shadows(question), **carried(question)},
     )
 
 
@@ -259,7 +265,7 @@ def _zeros(question: Question, pp: int, shard: int, cp: int) -> tuple[int, ...]:
     possible = (1, 2, 3) if shard > 1 else (0, 1, 2, 3)
     if "zero" in question.fixed:
         return tuple(_given(question, "zero", possible))
-    if question.fixed.get("offload_weights"):
+    if question.fixed.get("cpu_offload"):
         return (3,)
     if shard * cp == 1:
         return (0,)
@@ -283,7 +289,11 @@ def _expert_ranks(question: Question, layout: Layout) -> Iterable[int]:
 
 def _carries(question: Question, layout: Layout) -> bool:
     """Whether these axes may have the fields that every plan has: asked of the rules, where there are such fields."""
-    usual = question.rounding == "master" and question.states == "fp32" and "offload" not in question.fixed
+    usual = (
+        question.master_weights == "fp32"
+        and question.state_dtype == "fp32"
+        and "optimizer_offload" not in question.fixed
+    )
     if question.precision != "fp8" and usual and not carried(question):
         return True
     for each in rounds(question, layout):
@@ -298,9 +308,9 @@ def rounds(question: Question, layout: Layout) -> Iterator[Round]:
     share = question.batch // layout.data
     for microbatch in _given(question, "microbatch", divisors(share)):
         each = Round(microbatch, share // microbatch)
-        if question.fixed.get("accumulate", each.accumulate) != each.accumulate:
+        if question.fixed.get("grad_accum", each.grad_accum) != each.grad_accum:
             continue
-        if question.fixed.get("deterministic") and not _power_of_two(each.accumulate):
+        if question.fixed.get("deterministic") and not _power_of_two(each.grad_accum):
             continue
         if question.precision == "fp8" and microbatch * question.sequence // layout.cp % check.FP8_MULTIPLE:
             continue
@@ -309,7 +319,7 @@ def rounds(question: Question, layout: Layout) -> Iterator[Round]:
 
 def respelled(question: Question, layout: Layout, each: Round) -> bool:
     """With one microbatch a step, scattering every gradient (zero 2) and scattering it once (zero 1) are the same."""
-    return layout.zero == 2 and each.accumulate == 1 and "zero" not in question.fixed
+    return layout.zero == 2 and each.grad_accum == 1 and "zero" not in question.fixed
 
 
 def orders(question: Question, layout: Layout, each: Round) -> tuple[Order, ...]:
@@ -317,7 +327,7 @@ def orders(question: Question, layout: Layout, each: Round) -> tuple[Order, ...]
     if layout.pp == 1:
         return (Order(question.fixed.get("schedule", "1f1b"), 1),)
     schedules = _given(question, "schedule", SCHEDULES)
-    return _orders(schedules, _chunks(question, layout.pp), layout.pp, each.accumulate)
+    return _orders(schedules, _chunks(question, layout.pp), layout.pp, each.grad_accum)
 
 
 def choices(question: Question, layout: Layout, each: Round) -> tuple[tuple[Order, tuple[Policy, ...]], ...]:
@@ -336,14 +346,15 @@ def _chunks(question: Question, pp: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _orders(schedules: tuple[Schedule, ...], chunks: tuple[int, ...], pp: int, accumulate: int) -> tuple[Order, ...]:
+def _orders(schedules: tuple[Schedule, ...], chunks: tuple[int, ...], pp: int, grad_accum: int) -> tuple[Order, ...]:
     found = (Order(schedule, count) for schedule in schedules for count in chunks)
-    return tuple(order for order in found if legal(order.schedule, pp, order.chunks, accumulate) is None)
+    return tuple(order for order in found if legal(order.schedule, pp, order.chunks, grad_accum) is None)
 
 
 def problems(question: Question, plan: Plan) -> list[Problem]:
     """What the rules say of a plan."""
-    optim = Optim(rounding=question.rounding, states=question.states)
+    kept = question.master_weights
+    optim = Optim(master_weights=kept, stochastic_rounding=kept == "none", state_dtype=question.state_dtype)
     run = Run(arch=question.arch, plan=plan, batch=question.batch, sequence=question.sequence, optim=optim)
     return [problem for rule in check.PLAN_RULES for problem in rule(run)]
 
@@ -411,9 +422,9 @@ def empty(question: Question) -> list[Problem]:
 def _batch(question: Question) -> Problem | None:
     """A batch that the fixed microbatches do not divide, or that no number of data ranks divides."""
     fixed, batch = question.fixed, question.batch
-    part = math.prod(fixed.get(name, 1) for name in ("microbatch", "accumulate", "replicate", "shard"))
+    part = math.prod(fixed.get(name, 1) for name in ("microbatch", "grad_accum", "replicate", "shard"))
     if part < 1 or batch % part:
-        names = [name for name in ("microbatch", "accumulate", "replicate", "shard") if name in fixed]
+        names = [name for name in ("microbatch", "grad_accum", "replicate", "shard") if name in fixed]
         what = f"batch = {batch} is no multiple of {' × '.join(f'plan.{name} {fixed[name]}' for name in names)}"
         return Problem(what, f"use a batch that is a multiple of {max(part, 1)}", "batch")
     return None
@@ -448,9 +459,9 @@ def _spread(question: Question) -> list[Plan]:
             continue
         values = dict(zip(AXES, degrees, strict=True))
         data = values["replicate"] * values["shard"]
-        microbatch = fixed.get("microbatch") or max(question.batch // data // fixed.get("accumulate", 1), 1)
-        accumulate = fixed.get("accumulate") or max(question.batch // data // microbatch, 1)
-        values |= {"zero": int(values["shard"] > 1), "microbatch": microbatch, "accumulate": accumulate}
+        microbatch = fixed.get("microbatch") or max(question.batch // data // fixed.get("grad_accum", 1), 1)
+        grad_accum = fixed.get("grad_accum") or max(question.batch // data // microbatch, 1)
+        values |= {"zero": int(values["shard"] > 1), "microbatch": microbatch, "grad_accum": grad_accum}
         plans.append(_plan(question, values | {key: value for key, value in fixed.items() if key not in AXES}))
     return plans
 

@@ -36,18 +36,26 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     chunks: int = 1  # stages on each rank
     stages: tuple[int, ...] = ()  # layers of each stage, pp · chunks of them; empty when pp is 1
     microbatch: int  # sequences in one forward pass of one rank
-    accumulate: int = 1  # forward and backward passes in one step
+    grad_accum: int = 1  # forward and backward passes in one step
     precision: Precision = "fp32"  # of the arithmetic; weights and their sums are held in fp32 (fp64 in proofs)
     recompute: str = "none"  # what the backward computes anew: none, full, sqrt, selective, every-, first-, selective-K
-    compress: Literal["none", "fp8", "int8"] = "none"  # what blocks keep for the backward, in eight bits: not exact
-    activations: Literal["device", "host"] = "device"  # where it waits for the backward
-    scaling: Literal["tensor", "row"] = "tensor"  # of fp8: what has a scale of its own
-    shadow: bool = False  # a narrow copy of the weights is kept beside the wide ones, by one rank that shares nothing
-    offload: Literal["none", "host", "disk"] = "none"  # where one rank keeps wide weights and moments, if not beside it
-    offload_update: Literal["host", "device"] = "host"  # where they are updated; device: they travel there and back
-    offload_host_bytes: int = 0  # of offload = disk: as much of them stays in host memory all the same
-    offload_folder: str = ""  # of offload = disk: where its files lie; empty: in the run's folder
-    offload_weights: bool = False  # weights, gradients and moments live in host memory; a block's come when it is used
+    activation_quant: Literal["none", "fp8", "int8"] = (
+        "none"  # what blocks keep for the backward, in eight bits: not exact
+    )
+    activation_offload: bool = False  # saved activations wait for the backward in host memory
+    fp8_scaling: Literal["tensorwise", "rowwise"] = "tensorwise"  # of fp8: what has a scale of its own
+    bf16_params: bool = (
+        False  # a narrow copy of the weights is kept beside the wide ones, by one rank that shares nothing
+    )
+    optimizer_offload: Literal["none", "host", "disk"] = (
+        "none"  # where one rank keeps wide weights and moments, if not beside it
+    )
+    optimizer_offload_update: Literal["host", "device"] = (
+        "host"  # where they are updated; device: they travel there and back
+    )
+    optimizer_offload_host_bytes: int = 0  # of offload = disk: as much of them stays in host memory all the same
+    optimizer_offload_folder: str = ""  # of offload = disk: where its files lie; empty: in the run's folder
+    cpu_offload: bool = False  # weights, gradients and moments live in host memory; a block's come when it is used
     kernels: Literal["auto", "plain", "fused"] = "auto"  # hand-written ones; auto: where there is a GPU and Triton
     compile: bool = False  # blocks are compiled by torch before the first step
     deterministic: bool = False  # sums in a fixed order: the same bits for every replicate · shard
@@ -80,7 +88,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @property
     def batch(self) -> int:
         """Sequences in one optimizer step, over the whole job."""
-        return self.microbatch * self.accumulate * self.data
+        return self.microbatch * self.grad_accum * self.data
 
     def __str__(self) -> str:
         """The axes that are used, as a person would write them."""
@@ -91,18 +99,20 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             used.append(f"cp_kind={self.cp_kind}")
         if self.pp > 1:
             used += [f"schedule={self.schedule}", f"stages={'+'.join(map(str, self.stages))}"]
-        used += [f"microbatch={self.microbatch}", f"accumulate={self.accumulate}", f"precision={self.precision}"]
+        used += [f"microbatch={self.microbatch}", f"grad_accum={self.grad_accum}", f"precision={self.precision}"]
         if self.recompute != "none":
             used.append(f"recompute={self.recompute}")
-        if self.compress != "none":
-            used.append(f"compress={self.compress}")
-        if self.activations != "device":
-            used.append(f"activations={self.activations}")
-        used += [name for name in ("shadow",) if getattr(self, name)]
-        if self.offload != "none":
-            used.append(f"offload={self.offload} offload_update={self.offload_update}")
-        if self.offload_weights:
-            used.append("offload_weights")
+        if self.activation_quant != "none":
+            used.append(f"activation_quant={self.activation_quant}")
+        if self.activation_offload:
+            used.append("activation_offload")
+        used += [name for name in ("bf16_params",) if getattr(self, name)]
+        if self.optimizer_offload != "none":
+            used.append(
+                f"optimizer_offload={self.optimizer_offload} optimizer_offload_update={self.optimizer_offload_update}"
+            )
+        if self.cpu_offload:
+            used.append("cpu_offload")
         if self.kernels != "auto":
             used.append(f"kernels={self.kernels}")
         if self.compile:

@@ -261,7 +261,7 @@ def legal(schedule: Schedule, pp: int, chunks: int, microbatches: int) -> str | 
 
 def misfits(schedule: Schedule, pp: int, chunks: int, microbatches: int) -> list[Misfit]:
     """Everything that keeps a schedule from these numbers."""
-    counts = {"plan.pp": pp, "plan.chunks": chunks, "plan.accumulate": microbatches}
+    counts = {"plan.pp": pp, "plan.chunks": chunks, "plan.grad_accum": microbatches}
     wrong = [
         Misfit(f"{key} = {value} is not a count", f"give {key} a whole number of at least 1", key)
         for key, value in counts.items()
@@ -290,9 +290,9 @@ def _microbatch_misfits(schedule: Schedule, pp: int, microbatches: int) -> Itera
     fewer = f", or plan.pp to at most {microbatches // rounds}" if microbatches >= rounds else ""
     yield Misfit(
         f"plan.schedule = {schedule} needs {rounds} microbatches for each of plan.pp = {pp} ranks to fill its V, "
-        f"and plan.accumulate = {microbatches} is fewer",
-        f"set plan.accumulate to at least {rounds * pp}{fewer}",
-        "plan.accumulate",
+        f"and plan.grad_accum = {microbatches} is fewer",
+        f"set plan.grad_accum to at least {rounds * pp}{fewer}",
+        "plan.grad_accum",
     )
 
 

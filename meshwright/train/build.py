@@ -35,8 +35,8 @@ def build(run: Run, corpus: Corpus, mesh: Mesh, folder: Path | None = None) -> S
     with torch.device("meta"):
         model = Decoder(run.arch).to(master_weights.weight_dtype(run.optim, run.plan))
     chunks = apply(model, run.plan, mesh, DECODER)
-    make = hosted if run.plan.offload_weights else beside
-    make = partial(offloaded, folder=folder) if run.plan.offload != "none" else make
+    make = hosted if run.plan.cpu_offload else beside
+    make = partial(offloaded, folder=folder) if run.plan.optimizer_offload != "none" else make
     return State(
         chunks=chunks,
         optimizer=make(chunks, run, mesh),
@@ -66,12 +66,12 @@ def _begin(chunks: list[nn.Module], run: Run, mesh: Mesh) -> None:
     """First values, with what rounding keeps beside them."""
     master_weights.attach(chunks, run)
     for chunk in chunks:
-        initialise(chunk, run, mesh.device, master_weights.begin if run.optim.rounding == "compensated" else None)
+        initialise(chunk, run, mesh.device, master_weights.begin if run.optim.master_weights == "split" else None)
 
 
 def offloaded(chunks: list[nn.Module], run: Run, mesh: Mesh, folder: Path | None) -> AdamW:
     """The same with its states elsewhere: no more than one weight is ever wide on the device."""
-    place = Path(run.plan.offload_folder or folder or tempfile.gettempdir())
+    place = Path(run.plan.optimizer_offload_folder or folder or tempfile.gettempdir())
     groups = [group for chunk in chunks for group in optimizer_offload.groups(chunk, DECODER)]
     host_memory.check(run, [weight.numel() for group in groups for weight in group.weights], place)
     optimizer_offload.narrow(chunks, run.plan)

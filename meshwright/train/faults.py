@@ -282,7 +282,7 @@ class Faults:
             where=text,
             since=f"step {step - self.streak + 1}",
             cause="a learning rate too high, a damaged weight, or data that the model cannot take",
-            remedy="lower optim.rate or mend the data; the same command goes on from the newest checkpoint",
+            remedy="lower optim.lr or mend the data; the same command goes on from the newest checkpoint",
             details=str(self.recorder.folder / "faults"),
             rank=rank,
             step=step,

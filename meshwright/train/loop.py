@@ -87,7 +87,7 @@ def _steps(run: Run, state: State, mesh: Mesh, save: Save, stop: Stop) -> Iterat
         scale = state.scale.value
         loss_sum = forward_backward(batch, scale)
         loss, square, asked = measure(state.chunks, loss_sum, mesh, stop.asked)
-        verdict = clip.judge(loss, square, scale, run.optim.clip)
+        verdict = clip.judge(loss, square, scale, run.optim.grad_clip)
         rate = learning_rate(run.optim, state.step, run.steps)
         state.optimizer.step(rate, verdict)
         state.scale.update(verdict.finite)
@@ -114,7 +114,7 @@ def is_due(run: Run, state: State) -> bool:
     """Whether a held-out loss follows this step; the last step always has one, if anything is held out."""
     if not state.loader.holds_out:  # a share of the samples may still be none of them
         return False
-    return state.step == run.steps or (run.held.every > 0 and state.step % run.held.every == 0)
+    return state.step == run.steps or (run.eval.every > 0 and state.step % run.eval.every == 0)
 
 
 def held_out(run: Run, state: State, mesh: Mesh) -> HeldResult:
@@ -123,7 +123,7 @@ def held_out(run: Run, state: State, mesh: Mesh) -> HeldResult:
     sums: list[Tensor] = []  # of each global batch, this rank's part
     tokens = 0
     with evaluating(state.chunks):
-        for number in range(run.held.batches):
+        for number in range(run.eval.batches):
             batch = state.loader.held(number)
             tokens += batch.tokens
             tree = deterministic.Tree(len(batch.microbatches))

@@ -50,7 +50,7 @@ def explained(error: Exception, run: Run, state: State | None, device: torch.dev
         remedy = "use a smaller plan.microbatch, plan.recompute=full, or more ranks with plan.zero=3"
         return Verdict(kind="memory", code=Exit.DOES_NOT_FIT, what=f"out of memory: {error}", remedy=remedy)
     question = question_of(run, torch.cuda.get_device_name(device))
-    measured = {} if state is None or run.plan.offload_weights else held(state)
+    measured = {} if state is None or run.plan.cpu_offload else held(state)
     return verdict(question, run, measured, torch.cuda.max_memory_allocated(device), str(error))
 
 
@@ -78,8 +78,8 @@ def question_of(run: Run, device_name: str) -> Question:
         cluster=cluster_of_device(device_name, run.plan.world),
         stack=stacks()["meshwright"],
         masked=run.data.mask_documents,
-        rounding=run.optim.rounding,
-        states=run.optim.states,
+        master_weights=run.optim.master_weights,
+        state_dtype=run.optim.state_dtype,
     )
 
 

@@ -239,7 +239,7 @@ def described(mesh: Mesh) -> str:
 
 def _finish(run: Run, state: State, mesh: Mesh, recorder: Recorder, corpus: Corpus) -> Summary:
     sample = ""
-    if run.held.sample_tokens and corpus.tokenizer is not None:
+    if run.eval.sample_tokens and corpus.tokenizer is not None:
         sample = continuation(state.chunks, run, corpus.tokenizer, _opening(state), mesh)
     peak = torch.tensor(peak_bytes(mesh.device), device=mesh.device)
     dist.all_reduce(peak, dist.ReduceOp.MAX)

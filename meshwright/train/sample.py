@@ -23,15 +23,15 @@ def continuation(chunks: Sequence[nn.Module], run: Run, tokenizer: Path, opening
     from tokenizers import Tokenizer
 
     words = Tokenizer.from_file(str(tokenizer))
-    prompt = words.encode(run.held.prompt).ids if run.held.prompt else opening.tolist()
+    prompt = words.encode(run.eval.prompt).ids if run.eval.prompt else opening.tolist()
     tokens = torch.tensor([prompt], device=mesh.device)
     generator = torch.Generator().manual_seed(run.seed)
     with evaluating(chunks):
-        for _ in range(run.held.sample_tokens):
+        for _ in range(run.eval.sample_tokens):
             logits = next_logits(chunks, run, tokens[:, -run.sequence :], mesh)
             token = torch.zeros(1, dtype=torch.int64, device=mesh.device)
             if logits is not None:
-                token.copy_(draw(logits, run.held.temperature, generator))
+                token.copy_(draw(logits, run.eval.temperature, generator))
             if mesh.world > 1:
                 dist.broadcast(token, author(run, mesh))  # one author, so that all ranks read the same text
             tokens = torch.cat([tokens, token.view(1, 1)], dim=1)

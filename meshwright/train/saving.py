@@ -105,20 +105,22 @@ def restore(state: State, run: Run, mesh: Mesh, folder: Path, say: Say) -> Resto
 
 
 def follow(state: State, run: Run, mesh: Mesh, say: Say) -> None:
-    """A new phase with `init.moments`: AdamW goes on with what it had at the end of the run that this one is from."""
-    if not run.init.moments:
+    """A new phase with `init.optimizer_state`: AdamW goes on with what it had at the end of the run that this one is from."""
+    if not run.init.optimizer_state:
         return
     home = format.home(Path(run.init.folder))
     moments = [holding for holding in holdings(state, run, mesh) if holding.name.startswith(("first/", "second/"))]
     manifest = restoring.newest(home, None, mesh, moments, say)
     if manifest is None:
         what = f"{home} holds no checkpoint to take the moments from"
-        raise InputError([Problem(what, "leave init.moments out, or name a run's folder", "init.moments")])
+        raise InputError(
+            [Problem(what, "leave init.optimizer_state out, or name a run's folder", "init.optimizer_state")]
+        )
     saved = manifest.progress.step
     if (last := _last_step(Path(run.init.folder))) not in (None, saved):
         what = f"the weights of {run.init.folder} are of step {last}, and its newest moments of {saved}"
-        remedy = f"leave init.moments out, or train that run with a checkpoint.every that divides {last}"
-        raise InputError([Problem(what, remedy, "init.moments")])
+        remedy = f"leave init.optimizer_state out, or train that run with a checkpoint.every that divides {last}"
+        raise InputError([Problem(what, remedy, "init.optimizer_state")])
     state.optimizer.count.fill_(manifest.progress.updates)
     say(f"moments from step {saved} of {run.init.folder}")
 
@@ -187,7 +189,7 @@ def saving(run: Run, state: State, mesh: Mesh, folder: Path | None) -> Iterator[
         yield lambda state: 0.0
         return
     held = holdings(state, run, mesh)
-    away = run.plan.offload != "none" or run.plan.offload_weights
+    away = run.plan.optimizer_offload != "none" or run.plan.cpu_offload
     in_place = away and lacks_room(held, mesh, state.say)
     saver = Saver(format.home(folder), run, mesh, held, state.say, in_place=in_place)
 

@@ -119,7 +119,7 @@ def world(run: Run, place: Place, attempt: int = 1) -> Iterator[Mesh]:
     _check_device(run, device, backend)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if device.type == "cpu" or run.plan.offload_weights:  # the host computes: a step, or its update
+    if device.type == "cpu" or run.plan.cpu_offload:  # the host computes: a step, or its update
         torch.set_num_threads(place.threads)
     # Torch advises, on every rank and for every shape, on gathering weights of two axes. We do it once, at the end.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)

@@ -274,7 +274,7 @@ def traceable(plan: Plan) -> Plan:
     """The plan as it can be traced: by plain kernels, not compiled (torch's compiler ends the process here), with all
     that it keeps on the device and as it is.
     """
-    here = {"compress": "none", "activations": "device", "offload": "none"}
+    here = {"activation_quant": "none", "activation_offload": False, "optimizer_offload": "none"}
     return msgspec.structs.replace(plan, kernels="plain", compile=False, **here)
 
 
@@ -328,7 +328,7 @@ class _Step:
         master_weights.attach(chunks, run)
         self.weights = [weight for chunk in chunks for weight in chunk.parameters()]
         self.optimizer = AdamW(run.optim, self.weights, run.plan)
-        if run.optim.rounding != "master":  # by blocks that suit a cache: of large weights too many to follow
+        if run.optim.master_weights != "fp32":  # by blocks that suit a cache: of large weights too many to follow
             self.optimizer.update = lambda indices, rate, decay, verdict: None
         self.scale = LossScale(run.plan, mesh.device)
         self.forward_backward = forward_backward
@@ -341,7 +341,7 @@ class _Step:
         loss_sum = self.forward_backward(_batch(self.run), self.scale.value)
         self.live.phase = "the optimizer's step"
         loss, square, _ = self.measure(self.chunks, loss_sum, self.mesh, False)
-        verdict = clip.judge(loss, square, self.scale.value, self.run.optim.clip)
+        verdict = clip.judge(loss, square, self.scale.value, self.run.optim.grad_clip)
         self.optimizer.step(RATE, verdict)
         self.scale.update(verdict.finite)
 
@@ -356,7 +356,7 @@ class _Step:
 
 def _batch(run: Run) -> StepBatch:
     """Microbatches of the right shapes."""
-    return StepBatch(tuple(_microbatch(run) for _ in range(run.plan.accumulate)), run.tokens, 0.0)
+    return StepBatch(tuple(_microbatch(run) for _ in range(run.plan.grad_accum)), run.tokens, 0.0)
 
 
 def _microbatch(run: Run) -> Batch:

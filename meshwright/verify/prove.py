@@ -83,10 +83,10 @@ SCHEDULES = get_args(Schedule)
 # Every axis alone and the products that must hold. Dense plans are proved on `tiny` (grouped queries, an odd
 # vocabulary), plans with experts on `tiny-moe`; both on documents of very different lengths.
 MATRIX = (
-    "accumulate=4",
+    "grad_accum=4",
     "replicate=2",
     "shard=2,zero=1",
-    "shard=2,zero=2,accumulate=2",
+    "shard=2,zero=2,grad_accum=2",
     "shard=2,zero=3",
     "tp=2",
     "cp=2",
@@ -98,11 +98,11 @@ MATRIX = (
     "shard=2,zero=3,recompute=sqrt",
     "tp=2,recompute=selective",
     "pp=2,recompute=every-2",
-    "shard=2,zero=3,activations=host,recompute=full",
+    "shard=2,zero=3,activation_offload=true,recompute=full",
     "compile=true",
     "shard=2,zero=3,compile=true",
     "shard=2,zero=1,ep=2",
-    "replicate=4,accumulate=2",
+    "replicate=4,grad_accum=2",
     "replicate=2,shard=2,zero=3",
     "shard=4,zero=3",
     "tp=4",
@@ -115,7 +115,7 @@ MATRIX = (
     "shard=2,zero=3,ep=2",
     "shard=2,zero=3,tp=2,ep=2",
     "shard=2,zero=3,ep=2,recompute=selective",
-    "shard=4,zero=2,ep=2,accumulate=2",
+    "shard=4,zero=2,ep=2,grad_accum=2",
     "pp=2,shard=2,zero=3,tp=2",
     "pp=2,schedule=zbv,shard=2,zero=3,tp=2",
     "replicate=2,shard=2,zero=3,tp=2",
@@ -169,10 +169,10 @@ def world(plan: str) -> int:
 def runs(target: str | None, overrides: list[str], plans: list[str], steps: int, text: Path) -> tuple[Run, list[Run]]:
     """The reference and a run for each plan, all of one mathematics: a run file's, or a preset's on ragged text."""
     file, words = _mathematics(target, overrides, plans, text)
-    words += [f"steps={steps}", "data.held_out=0.0", "held.every=0", "held.sample_tokens=0"]
+    words += [f"steps={steps}", "data.eval_fraction=0.0", "eval.every=0", "eval.sample_tokens=0"]
     words = [word for word in words if not word.startswith("plan.")]
     precision = _precision(plans, overrides)
-    reference = load.load(file, [*words, *_words({"precision": precision, "accumulate": "1"})], ranks=1).run
+    reference = load.load(file, [*words, *_words({"precision": precision, "grad_accum": "1"})], ranks=1).run
     planned = [load.load(file, [*words, *_words({"precision": precision, **_resolved(plan)})]).run for plan in plans]
     return reference, planned
 
@@ -202,13 +202,13 @@ def _resolved(plan: str) -> dict[str, str]:
     """A plan's words; a pipeline needs several microbatches: unless stated, twice as many as it has ranks."""
     given = fields(plan)
     pp = _number(given, "pp")
-    return ({"accumulate": str(2 * pp)} if pp > 1 else {"accumulate": "1"}) | given
+    return ({"grad_accum": str(2 * pp)} if pp > 1 else {"grad_accum": "1"}) | given
 
 
 def _ragged(preset: str, plans: list[str], text: Path) -> list[str]:
     """Documents of very different lengths, the least batch that all plans divide, a sequence that all plans cut."""
     shapes = [_resolved(plan) for plan in plans]
-    axes = ("replicate", "shard", "accumulate")
+    axes = ("replicate", "shard", "grad_accum")
     batch = math.lcm(4, *(math.prod(_number(shape, axis) for axis in axes) for shape in shapes))
     parts = math.lcm(1, *(2 * _number(shape, "cp") * _number(shape, "tp") for shape in shapes))
     return [
@@ -217,7 +217,7 @@ def _ragged(preset: str, plans: list[str], text: Path) -> list[str]:
         "data.pack=documents",
         f"batch={batch}",
         f"sequence={parts * math.ceil(32 / parts)}",
-        "optim.rate=1e-2",
+        "optim.lr=1e-2",
         "optim.warmup=0",
     ]
 

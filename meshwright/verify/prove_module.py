@@ -73,8 +73,8 @@ def _table(plan: str | Plan, rows: int, layers: int) -> dict[str, Any]:
         return msgspec.structs.asdict(plan)
     given: dict[str, Any] = {key: _value(text) for key, text in {"precision": "fp64", **fields(plan)}.items()}
     pp, data = _count(given, "pp"), _count(given, "replicate") * _count(given, "shard")
-    given.setdefault("accumulate", 2 * pp if pp > 1 else 1)
-    given.setdefault("microbatch", max(rows // (data * _count(given, "accumulate")), 1))
+    given.setdefault("grad_accum", 2 * pp if pp > 1 else 1)
+    given.setdefault("microbatch", max(rows // (data * _count(given, "grad_accum")), 1))
     if pp > 1:
         given.setdefault("chunks", default_chunks(given.get("schedule", "1f1b")))
         given.setdefault("stages", even(layers, pp * _count(given, "chunks")))
@@ -94,12 +94,12 @@ def _count(given: dict[str, Any], key: str) -> int:
 
 def _shape(plan: Plan, rows: int, layers: int) -> Iterator[Problem]:
     """A plan beside the batch and the model's blocks."""
-    for name in (*AXES, "ep", "chunks", "microbatch", "accumulate"):
+    for name in (*AXES, "ep", "chunks", "microbatch", "grad_accum"):
         if (value := getattr(plan, name)) < 1:
             yield Problem(f"plan.{name} = {value} is not a count", "use whole numbers of at least 1", f"plan.{name}")
     if plan.batch != rows:
-        parts = f"microbatch {plan.microbatch} × accumulate {plan.accumulate} × {plan.data} data ranks"
-        remedy = f"use batches of a multiple of {plan.data * plan.accumulate} rows"
+        parts = f"microbatch {plan.microbatch} × grad_accum {plan.grad_accum} × {plan.data} data ranks"
+        remedy = f"use batches of a multiple of {plan.data * plan.grad_accum} rows"
         yield Problem(f"batches of {rows} rows are not {parts}", remedy, "plan.microbatch")
     if plan.zero == 0 and plan.shard > 1:
         yield Problem(f"plan.shard = {plan.shard} with plan.zero = 0 shards nothing", "set plan.zero to 1, 2 or 3")
@@ -114,7 +114,7 @@ def _pipeline(plan: Plan, layers: int) -> Iterator[Problem]:
     elif len(plan.stages) != stages or sum(plan.stages) != layers or min(plan.stages) < 1:
         what = f"plan.stages = {list(plan.stages)} is not {stages} stages of {layers} blocks in all"
         yield Problem(what, "leave plan.stages out to have the blocks shared evenly", "plan.stages")
-    for misfit in misfits(plan.schedule, plan.pp, plan.chunks, plan.accumulate):
+    for misfit in misfits(plan.schedule, plan.pp, plan.chunks, plan.grad_accum):
         yield Problem(misfit.text, misfit.remedy, misfit.key)
 
 
@@ -134,7 +134,7 @@ def _beyond(plan: Plan) -> Iterator[Problem]:
 Batch = tuple[Tensor, ...] | Mapping[str, Tensor]
 Loss = Callable[[Any, Any], tuple[Tensor, Tensor | int]]
 START, BATCHES = "start.safetensors", "batches.safetensors"
-OPTIM = Optim(rate=1e-2, schedule="constant")  # as the verb's: every step moves weights far enough to be seen
+OPTIM = Optim(lr=1e-2, schedule="constant")  # as the verb's: every step moves weights far enough to be seen
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
@@ -165,7 +165,7 @@ class Subject:
     def batches(self, plan: Plan, mesh: Mesh) -> list[Batch]:
         """This rank's rows of every batch, its floats in the precision of the arithmetic."""
         steps: dict[int, dict[str, Tensor]] = {}
-        rows = plan.microbatch * plan.accumulate
+        rows = plan.microbatch * plan.grad_accum
         for key, whole in safetensors.torch.load_file(self.folder / BATCHES).items():
             step, _, name = key.partition(".")
             mine = whole[mesh.data_rank * rows :][:rows].to(mesh.device)
@@ -210,8 +210,8 @@ def record(place: Place, trial: Trial, subject: Subject, folder: Path) -> None:
             loss_sum, count = step(batch)
             loss, square, _ = measure(chunks, loss_sum, mesh, False)
             # Gradients are of the sum. Its divisor, known only now, is taken out as a loss scale would be.
-            verdict = clip.judge(loss, square, count, OPTIM.clip)
-            optimizer.step(OPTIM.rate, verdict)
+            verdict = clip.judge(loss, square, count, OPTIM.grad_clip)
+            optimizer.step(OPTIM.lr, verdict)
             evidence.step(loss / count, verdict.norm, gathered(chunks, homes, mesh, gradient))
         evidence.end(gathered(chunks, homes, mesh, lambda weight: weight))
 

@@ -56,7 +56,7 @@ def short(run: Run) -> Run:
     brief = msgspec.structs.replace(
         run,
         steps=STEPS,
-        held=msgspec.structs.replace(run.held, every=0, batches=1, sample_tokens=0),
+        eval=msgspec.structs.replace(run.eval, every=0, batches=1, sample_tokens=0),
         log=msgspec.structs.replace(run.log, every=1, writers=()),
         checkpoint=msgspec.structs.replace(run.checkpoint, every=SAVE_EVERY, keep_last=3),
         faults=msgspec.structs.replace(run.faults, compare_every=SAVE_EVERY),

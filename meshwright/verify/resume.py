@@ -20,7 +20,7 @@ from meshwright.spec.problem import InputError, Problem
 STEPS, STOP = 6, 3  # of a proof, and after which it is interrupted
 LONGEST = 600.0  # seconds that one run of a proof may take
 DIGESTS = "digests.json"
-SHORT = (f"steps={STEPS}", "held.every=0", "held.batches=1", "held.sample_tokens=0", "checkpoint.every=0")
+SHORT = (f"steps={STEPS}", "eval.every=0", "eval.batches=1", "eval.sample_tokens=0", "checkpoint.every=0")
 
 
 class Continuation(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,7 +68,7 @@ def _file(target: str | None) -> tuple[Path | None, list[str]]:
 def _plan(run: Run, parts: int, **axes: Any) -> Plan:
     data = axes.get("replicate", 1) * axes.get("shard", 1)
     microbatch, precision = run.batch // parts, run.plan.precision
-    return Plan(microbatch=microbatch, accumulate=parts // data, precision=precision, deterministic=True, **axes)
+    return Plan(microbatch=microbatch, grad_accum=parts // data, precision=precision, deterministic=True, **axes)
 
 
 def prove(planned: list[Run], cache: Path, folder: Path, say: Callable[[str], None]) -> Verdict:

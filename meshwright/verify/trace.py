@@ -67,7 +67,7 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
 def trace(run: Run, job: Job, rank: int | None = None) -> Trace:
     """One step of a rank, the fullest unless one is named. A step that cannot be traced is told as such."""
     plan = traceable(run.plan)
-    plain = msgspec.structs.replace(job, plan=plan, states="fp32")
+    plain = msgspec.structs.replace(job, plan=plan, state_dtype="fp32")
     if rank is None:
         rank = worst(plain).rank * (plan.world // plan.pp)  # pp is the outermost axis
     about = {"plan": str(run.plan), "rank": rank, "world": plan.world, "notes": tuple(notes(run))}
@@ -99,7 +99,7 @@ def _calls(seen: Seen) -> Iterator[CallRow]:
 
 
 def _held(job: Job, plan: Plan, seen: Seen, said: Ledger) -> Iterator[ByteRow]:
-    near, away = (of(job.arch, plan, seen.place, job.rounding) for of in (states, hosted))
+    near, away = (of(job.arch, plan, seen.place, job.master_weights) for of in (states, hosted))
     planned = {line.name: line.bytes for line in (*near, *away)}
     for name in ("weights", "gradients", "moments"):
         yield ByteRow(name=name, planned=planned[name], traced=seen.states[name], tolerance=0.0)
@@ -114,11 +114,11 @@ def notes(run: Run) -> Iterator[str]:
         yield "traced with plain kernels, and compared with the ledger of plain kernels: Triton's need a GPU"
     if plan.compile:
         yield "traced without the compiler, which cannot work on fake tensors: compiled blocks keep less"
-    if plan.compress != "none" or plan.activations != "device":
+    if plan.activation_quant != "none" or plan.activation_offload:
         yield "traced with what blocks keep as it is and on the device: codes and copies on the host are not followed"
-    if plan.offload != "none":
+    if plan.optimizer_offload != "none":
         yield "traced with all states on the device, and compared with the ledger of that"
-    if run.optim.rounding != "master":
+    if run.optim.master_weights != "fp32":
         yield "the update of weights in bf16 is not traced: its collectives and states are"
     if run.arch.experts:
         yield "routers have no values to choose by: every expert gets an equal share of the rows, as the plan assumes"
@@ -126,7 +126,7 @@ def notes(run: Run) -> Iterator[str]:
         yield "on a CPU this ring's attention is made of plain operators, whose scores a GPU's kernel does not hold"
     if plan.pp > 1:
         yield "one rank of the pipeline was traced: its neighbours' messages arrive at once"
-    if plan.offload_weights:
+    if plan.cpu_offload:
         yield "a CPU's memory is the host's: the peak is that of the device with what lives in host memory"
     if plan.precision == "fp16":
         yield "no gradient overflows here: the loss scale stays as it is"

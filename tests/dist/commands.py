@@ -9,7 +9,7 @@ from types import ModuleType
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
-SMALL = ("arch.preset=tiny", "sequence=32", "batch=4", "steps=3", "held.batches=1", "held.sample_tokens=4")
+SMALL = ("arch.preset=tiny", "sequence=32", "batch=4", "steps=3", "eval.batches=1", "eval.sample_tokens=4")
 
 
 def environment(folder: Path, **extra: str) -> dict[str, str]:

@@ -53,7 +53,7 @@ SAID = {
     "optim.beta1": "decay of AdamW's first moment",
     "optim.beta2": "and of its second",
     "optim.eps": "added to the root of the second moment",
-    "held.temperature": "of the continuation",
+    "eval.temperature": "of the continuation",
     "log.writers": "trackers",
     "goal.cluster": "the machines to plan for, such as `64xh100`",
     "plan.schedule": "of a pipeline: the order of its forwards and backwards",
@@ -62,11 +62,11 @@ DERIVED = {  # keys that have no default, or another one than their type's, and 
     "arch.kv_heads": "heads",
     "arch.head_dim": "hidden ÷ heads",
     "plan.replicate": "ranks ÷ the other axes",
-    "plan.microbatch": "batch ÷ data ranks ÷ accumulate",
-    "plan.accumulate": "1, or batch ÷ data ranks ÷ a stated microbatch",
+    "plan.microbatch": "batch ÷ data ranks ÷ grad_accum",
+    "plan.grad_accum": "1, or batch ÷ data ranks ÷ a stated microbatch",
     "plan.chunks": "1, or 2 where the schedule gains by it",
     "plan.stages": "balanced",
-    "plan.shadow": "true for one rank in low precision",
+    "plan.bf16_params": "true for one rank in low precision",
 }
 
 

@@ -44,7 +44,7 @@ def test_the_package_is_imported_without_torch():
 
 
 def test_a_model_that_says_nothing_is_copied_and_sharded():
-    plans = ["accumulate=4", "replicate=2", "shard=2,zero=1,accumulate=2", "shard=2,zero=2", "shard=2,zero=3"]
+    plans = ["grad_accum=4", "replicate=2", "shard=2,zero=1,grad_accum=2", "shard=2,zero=2", "shard=2,zero=3"]
     verdicts = parity(plain, batches(), loss, plans)
     assert [verdict.plan for verdict in verdicts] == plans
     assert [verdict.first_bad for verdict in verdicts] == [None] * 5

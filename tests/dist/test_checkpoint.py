@@ -20,17 +20,17 @@ from meshwright.train.saving import digest_of
 from meshwright.train.saving import saving
 from meshwright.verify import integrity
 
-STEPS = ("steps=4", "checkpoint.every=2", "checkpoint.keep_last=9", "data.held_out=0.0")
+STEPS = ("steps=4", "checkpoint.every=2", "checkpoint.keep_last=9", "data.eval_fraction=0.0")
 ALONE = "replicate=1"
 # Every axis, and products that cut one dim twice or two dims.
 DENSE = {
     2: (
-        "replicate=2", "shard=2,zero=1", "shard=2,zero=3", "tp=2", "cp=2", "cp=2,zero=3", "pp=2,accumulate=2",
-        "pp=2,schedule=zbv,accumulate=4",
+        "replicate=2", "shard=2,zero=1", "shard=2,zero=3", "tp=2", "cp=2", "cp=2,zero=3", "pp=2,grad_accum=2",
+        "pp=2,schedule=zbv,grad_accum=4",
     ),
     4: (
-        "replicate=2,shard=2,zero=3", "shard=4,zero=2", "tp=4", "shard=2,zero=3,tp=2", "pp=2,tp=2,accumulate=2",
-        "pp=2,shard=2,zero=3,accumulate=2", "cp=2,tp=2", "cp=2,shard=2,zero=3",
+        "replicate=2,shard=2,zero=3", "shard=4,zero=2", "tp=4", "shard=2,zero=3,tp=2", "pp=2,tp=2,grad_accum=2",
+        "pp=2,shard=2,zero=3,grad_accum=2", "cp=2,tp=2", "cp=2,shard=2,zero=3",
     ),
 }  # fmt: skip
 MIXTURE = {

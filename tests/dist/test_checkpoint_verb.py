@@ -12,8 +12,8 @@ import pytest
 from commands import environment, meshwright
 
 WORDS = (
-    "train", "arch.preset=tiny", "arch.layers=2", "sequence=32", "batch=4", "steps=80", "held.batches=1",
-    "held.sample_tokens=0", "data.source=my/*.txt", "checkpoint.every=4", "checkpoint.keep_last=2", "plan.microbatch=1",
+    "train", "arch.preset=tiny", "arch.layers=2", "sequence=32", "batch=4", "steps=80", "eval.batches=1",
+    "eval.sample_tokens=0", "data.source=my/*.txt", "checkpoint.every=4", "checkpoint.keep_last=2", "plan.microbatch=1",
     "plan.deterministic=true",
 )  # fmt: skip
 

@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.11 cannot compile float64 attention on a CPU"),
 ]
 
-SMALL = ("arch.layers=2", "steps=2", "data.held_out=0.0", "plan.precision=fp64")
+SMALL = ("arch.layers=2", "steps=2", "data.eval_fraction=0.0", "plan.precision=fp64")
 PLAN = (*SMALL, "plan.tp=2", "plan.recompute=full", "plan.compile=true")
 
 
@@ -47,7 +47,7 @@ def test_compiled_ranks_train_like_one_process_and_send_what_the_plan_implies(fo
 
 @world(1, seconds=240)
 def test_blocks_that_are_computed_anew_together_share_their_kernels(folder):
-    words = ("arch.layers=6", "steps=1", "data.held_out=0.0", "plan.recompute=every-2", "plan.compile=true")
+    words = ("arch.layers=6", "steps=1", "data.eval_fraction=0.0", "plan.recompute=every-2", "plan.compile=true")
     run = make_run(folder, *words)
     drive(run, make_corpus(run, Path(folder)), meshes.make(run.plan, CPU))
     told = compile.described()[0]

@@ -36,7 +36,7 @@ def sent_by(run, corpus, mesh) -> tuple[Trial, int]:
 def compare(folder, plans, arch="tiny"):
     for plan in plans:
         words = ("batch=16", *(f"plan.{word}" for word in plan.split(",")))
-        here, there = (make_run(folder, *words, f"plan.activations={place}", arch=arch) for place in ("device", "host"))
+        here, there = (make_run(folder, *words, f"plan.activation_offload={place}", arch=arch) for place in ("device", "host"))
         corpus, mesh = make_corpus(here, folder), meshes.make(here.plan, CPU)
         theirs = drive(here, corpus, mesh)
         mine, sent = sent_by(there, corpus, mesh)
@@ -48,7 +48,7 @@ def compare(folder, plans, arch="tiny"):
 
 @world(1)
 def test_one_rank_sends_and_fetches(folder):
-    compare(folder, ("replicate=1", "accumulate=2", "recompute=first-3"))
+    compare(folder, ("replicate=1", "grad_accum=2", "recompute=first-3"))
 
 
 @world(2, seconds=150)
@@ -60,7 +60,7 @@ def test_the_host_is_exact_under_every_axis(folder):
 @world(2, seconds=150)
 def test_the_host_is_exact_in_a_pipeline(folder):
     schedules = ("1f1b", "zb1p", "zbv")
-    compare(folder, [f"pp=2,accumulate=4,schedule={schedule}" for schedule in schedules])
+    compare(folder, [f"pp=2,grad_accum=4,schedule={schedule}" for schedule in schedules])
 
 
 @world(2, seconds=150)
@@ -70,9 +70,9 @@ def test_the_host_is_exact_for_experts(folder):
 
 @world(2, seconds=150)
 def test_codes_work_where_weights_are_cut_and_gathered(folder):
-    for plan in ("replicate=2", "shard=2,zero=3", "shard=2,zero=3,recompute=full", "tp=2", "pp=2,accumulate=2"):
+    for plan in ("replicate=2", "shard=2,zero=3", "shard=2,zero=3,recompute=full", "tp=2", "pp=2,grad_accum=2"):
         words = ("batch=16", "plan.precision=fp32", *(f"plan.{word}" for word in plan.split(",")))
-        plain, coded = (make_run(folder, *words, f"plan.compress={kind}") for kind in ("none", "int8"))
+        plain, coded = (make_run(folder, *words, f"plan.activation_quant={kind}") for kind in ("none", "int8"))
         corpus = make_corpus(plain, folder)
         theirs, mine = (drive(run, corpus, meshes.make(run.plan, CPU)) for run in (plain, coded))
         assert mine.losses[0] == theirs.losses[0], "the forward is not touched"

@@ -26,7 +26,7 @@ def test_routers_see_whole_sequences(folder, words):  # noqa: F811
 @pytest.mark.parametrize(
     "plan",
     [
-        ("plan.cp=2", "plan.shard=2", "plan.zero=3", "plan.accumulate=2"),
+        ("plan.cp=2", "plan.shard=2", "plan.zero=3", "plan.grad_accum=2"),
         ("plan.cp=2", "plan.tp=2"),
         ("plan.cp=4", "plan.zero=3"),
     ],

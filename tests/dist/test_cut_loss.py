@@ -42,7 +42,7 @@ def test_several_chunks_are_one_device(folder, shape):  # noqa: F811
 @world(2)
 def test_every_chunk_sends_what_is_planned(folder):  # noqa: F811
     with small_chunks():
-        for words in ((), ("plan.precision=bf16", "plan.accumulate=2", "arch.tied=true")):
+        for words in ((), ("plan.precision=bf16", "plan.grad_accum=2", "arch.tied=true")):
             assert surprises(folder, ("plan.tp=2", *words)) == []
 
 

@@ -39,7 +39,7 @@ def compare(folder: Path, words: tuple[str, ...], plan: tuple[str, ...], arch: s
 
 
 @pytest.mark.parametrize("pack", [("data.pack=stream",), ("data.mask_documents=true",), ("data.pack=documents",)])
-@pytest.mark.parametrize("plan", [("plan.replicate=2",), ("plan.replicate=2", "plan.accumulate=2")])
+@pytest.mark.parametrize("plan", [("plan.replicate=2",), ("plan.replicate=2", "plan.grad_accum=2")])
 @world(2)
 def test_two_replicas_are_one_device(folder, pack, plan):
     compare(folder, pack, plan)
@@ -48,8 +48,8 @@ def test_two_replicas_are_one_device(folder, pack, plan):
 @pytest.mark.parametrize(
     "plan",
     [
-        ("plan.shard=4", "plan.zero=2", "plan.accumulate=2"),
-        ("plan.replicate=2", "plan.shard=2", "plan.zero=3", "plan.accumulate=2"),
+        ("plan.shard=4", "plan.zero=2", "plan.grad_accum=2"),
+        ("plan.replicate=2", "plan.shard=2", "plan.zero=3", "plan.grad_accum=2"),
     ],
     ids=["zero2", "hsdp"],
 )
@@ -68,7 +68,7 @@ def test_accumulation_changes_nothing(folder):
     for pack in ("stream", "documents"):
         whole = drive(make_run(folder, f"data.pack={pack}"), make_corpus(make_run(folder), folder), alone())
         for parts in (2, 8):
-            run = make_run(folder, f"data.pack={pack}", f"plan.accumulate={parts}")
+            run = make_run(folder, f"data.pack={pack}", f"plan.grad_accum={parts}")
             assert deviation(drive(run, make_corpus(run, folder), alone()), whole) < TOLERANCE
 
 
@@ -90,7 +90,7 @@ def test_low_precision_follows_the_wide_run(folder, precision):
 @pytest.mark.parametrize("plan", [("plan.replicate=2",), ("plan.shard=2", "plan.zero=3")])
 @world(2)
 def test_an_overflow_on_one_rank_skips_the_step_on_both_and_halves_the_scale(folder, plan):
-    run = make_run(folder, *plan, "plan.precision=fp16", "steps=3", "data.held_out=0.0")
+    run = make_run(folder, *plan, "plan.precision=fp16", "steps=3", "data.eval_fraction=0.0")
     mesh = meshes.make(run.plan, CPU)
     state = build(run, make_corpus(run, folder), mesh)
     (model,) = state.chunks

@@ -25,7 +25,7 @@ from meshwright.verify.collectives import observing
 # One global microbatch is one sequence, so every plan below has the same eight of them in a step.
 WORDS = (
     "steps=20", "arch.layers=2", "plan.microbatch=1", "plan.precision=fp32", "data.pack=documents",
-    "optim.clip=0.1", "held.batches=2",
+    "optim.grad_clip=0.1", "eval.batches=2",
 )  # fmt: skip
 ALONE = "replicate=1"
 PLANS = {
@@ -61,7 +61,7 @@ def leave_bits(folder, plans, words, arch):
             "losses": [value.hex() for value in trial.losses],
             "norms": [value.hex() for value in trial.norms],
             "held": trial.held.hex(),
-            "clipped": all(norm > run.optim.clip for norm in trial.norms),
+            "clipped": all(norm > run.optim.grad_clip for norm in trial.norms),
         }
         if dist.get_rank() == 0:
             (folder / f"{plan}.bits").write_text(json.dumps(bits))
@@ -124,7 +124,7 @@ def test_ranks_are_added_in_the_order_of_the_tree():
 def test_a_step_sends_what_the_arithmetic_says(folder, arch):
     for plan in ("replicate=4", "shard=4,zero=1", "shard=4,zero=3", "replicate=2,shard=2,zero=2"):
         words = ("plan.deterministic=true", *(f"plan.{word}" for word in plan.split(",")), "plan.precision=bf16")
-        run = make_run(folder, *WORDS, *words, "steps=1", "data.held_out=0.0", arch=arch)
+        run = make_run(folder, *WORDS, *words, "steps=1", "data.eval_fraction=0.0", arch=arch)
         mesh = meshes.make(run.plan, CPU)
         state = build(run, make_corpus(run, folder), mesh)
         with observing() as seen:

@@ -158,7 +158,7 @@ def test_a_layer_sends_what_it_says():
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @world(2)
 def test_two_ranks_that_share_experts_are_one_device(folder, zero):  # noqa: F811
-    compare_experts(folder, (), ("plan.shard=2", "plan.ep=2", f"plan.zero={zero}", "plan.accumulate=2"))
+    compare_experts(folder, (), ("plan.shard=2", "plan.ep=2", f"plan.zero={zero}", "plan.grad_accum=2"))
 
 
 @pytest.mark.parametrize(
@@ -186,12 +186,12 @@ def test_copies_lend_their_ranks(folder, lender):  # noqa: F811
 COMPOSED = {
     "ep4": ("plan.shard=4", "plan.ep=4", "plan.zero=3"),
     "ep-in-shard": ("plan.shard=4", "plan.ep=2", "plan.zero=3"),
-    "ep-in-shard-zero1": ("plan.shard=4", "plan.ep=2", "plan.zero=1", "plan.accumulate=2"),
+    "ep-in-shard-zero1": ("plan.shard=4", "plan.ep=2", "plan.zero=1", "plan.grad_accum=2"),
     "ep-in-replicate": ("plan.replicate=4", "plan.ep=2"),
     "tp": ("plan.shard=2", "plan.ep=2", "plan.tp=2", "plan.zero=3"),
     "tp-cp": ("plan.cp=2", "plan.ep=2", "plan.tp=2"),
-    "hsdp": ("plan.replicate=2", "plan.shard=2", "plan.ep=2", "plan.zero=3", "plan.accumulate=2"),
-    "pp": ("plan.shard=2", "plan.ep=2", "plan.pp=2", "plan.zero=1", "plan.accumulate=2"),
+    "hsdp": ("plan.replicate=2", "plan.shard=2", "plan.ep=2", "plan.zero=3", "plan.grad_accum=2"),
+    "pp": ("plan.shard=2", "plan.ep=2", "plan.pp=2", "plan.zero=1", "plan.grad_accum=2"),
     "cp": ("plan.shard=2", "plan.cp=2", "plan.ep=2", "plan.zero=3"),
     "cp-and-shard": ("plan.shard=2", "plan.cp=2", "plan.ep=4", "plan.zero=2"),
 }

@@ -29,7 +29,7 @@ RUN = (
     "data.source=my/*.txt",
     "checkpoint.every=4",
     "plan.deterministic=true",
-    "held.every=0",
+    "eval.every=0",
     "faults.hang_seconds=4",
     "faults.compare_every=4",
 )

@@ -44,11 +44,11 @@ from meshwright.train.build import build
 from meshwright.train.step import choose
 from meshwright.train.step import losses
 
-SMALL = ("arch.layers=3", "data.held_out=0.0", "plan.precision=fp32")
+SMALL = ("arch.layers=3", "data.eval_fraction=0.0", "plan.precision=fp32")
 BF16 = ("plan.precision=bf16",)
-TWICE = ("plan.accumulate=2",)
-HOSTED = ("plan.zero=3", "plan.offload_weights=true")
-FOUR_TIMES = ("plan.accumulate=4", "arch.layers=4")
+TWICE = ("plan.grad_accum=2",)
+HOSTED = ("plan.zero=3", "plan.cpu_offload=true")
+FOUR_TIMES = ("plan.grad_accum=4", "arch.layers=4")
 DEEP = ("arch.layers=8",)
 MOE = ("arch.preset=tiny-moe",)
 GPT = (
@@ -66,11 +66,11 @@ TWO = {
         ("plan.replicate=2", "plan.zero=3"),
         ("plan.replicate=2", *TWICE),
         ("plan.replicate=2", *BF16, *TWICE, *GPT),
-        ("plan.replicate=2", *BF16, *TWICE, "optim.rounding=stochastic"),
+        ("plan.replicate=2", *BF16, *TWICE, "optim.master_weights=none optim.stochastic_rounding=true"),
     ],
     "shard": [
-        ("plan.shard=2", "plan.zero=1", *TWICE, *BF16, "optim.rounding=compensated"),
-        ("plan.shard=2", "plan.zero=3", *BF16, "optim.rounding=compensated", *GPT),
+        ("plan.shard=2", "plan.zero=1", *TWICE, *BF16, "optim.master_weights=split"),
+        ("plan.shard=2", "plan.zero=3", *BF16, "optim.master_weights=split", *GPT),
         ("plan.shard=2", "plan.zero=1", *BF16),
         ("plan.shard=2", "plan.zero=1", *TWICE, *BF16),
         ("plan.shard=2", "plan.zero=2", *TWICE),
@@ -81,7 +81,7 @@ TWO = {
     "hosted": [
         ("plan.shard=2", *HOSTED, *TWICE, *BF16),
         ("plan.shard=2", *HOSTED, "plan.precision=fp64", *GPT),
-        ("plan.shard=2", *HOSTED, *BF16, "optim.rounding=compensated", *GPT),
+        ("plan.shard=2", *HOSTED, *BF16, "optim.master_weights=split", *GPT),
         ("plan.shard=2", "plan.ep=2", *HOSTED, *MOE, *BF16),
         ("plan.replicate=2", *HOSTED),
     ],
@@ -102,7 +102,7 @@ TWO = {
         ("plan.pp=2", *FOUR_TIMES),
         ("plan.pp=2", "plan.schedule=zbv", *FOUR_TIMES, *GPT, *BF16),
         ("plan.pp=2", "plan.schedule=zb1p", *FOUR_TIMES, *BF16),
-        ("plan.pp=2", "plan.schedule=zb1p", *FOUR_TIMES, *BF16, "optim.rounding=compensated"),
+        ("plan.pp=2", "plan.schedule=zb1p", *FOUR_TIMES, *BF16, "optim.master_weights=split"),
         ("plan.pp=2", "plan.schedule=looped", *FOUR_TIMES),
         ("plan.pp=2", "plan.schedule=interleaved", "plan.chunks=4", *FOUR_TIMES, *DEEP),
     ],
@@ -246,7 +246,7 @@ def surprises(folder: Path, words: tuple[str, ...]) -> list[str]:
     run = make_run(folder, *SMALL, *words)
     mesh = meshes.make(run.plan, CPU)
     seen, _ = measured(run, mesh, folder)
-    of = (run.arch, run.plan, mesh.place, run.optim.rounding)
+    of = (run.arch, run.plan, mesh.place, run.optim.master_weights)
     said = {line.name: line.bytes for line in (*states(*of), *hosted(*of))}  # a CPU's memory is the host's
     return [f"{run.plan}: {name} seen {seen[name]}, said {said[name]}" for name in said if seen[name] != said[name]]
 
@@ -294,28 +294,28 @@ def test_gradients_that_wait_for_copies_are_the_only_states_on_the_device(folder
     assert near["weights"] == near["moments"] == 0
 
 
-@pytest.mark.parametrize("rounding", ["stochastic", "compensated"])
-@pytest.mark.parametrize("accumulate", [(), TWICE])
+@pytest.mark.parametrize("rounding", ["none", "split"])
+@pytest.mark.parametrize("grad_accum", [(), TWICE])
 def test_a_lone_rank_whose_weights_are_rounded_computes_with_them_where_they_lie(folder, rounding, accumulate):
-    run = make_run(folder, *SMALL, *BF16, *accumulate, f"optim.rounding={rounding}", "plan.replicate=1")
+    run = make_run(folder, *SMALL, *BF16, *accumulate, f"optim.master_weights={rounding}", f"optim.stochastic_rounding={str(rounding == 'none').lower()}", "plan.replicate=1")
     seen, _ = measured(run, alone(), folder)
-    assert seen == {line.name: line.bytes for line in states(run.arch, run.plan, rounding=rounding)}
+    assert seen == {line.name: line.bytes for line in states(run.arch, run.plan, master_weights=rounding)}
     assert seen["weights"] == 2 * count(run.arch)
 
 
 OFFLOADED = [
-    ("plan.precision=fp32", "plan.offload=host"),
-    (*BF16, "plan.offload=host"),
-    (*BF16, "plan.offload=host", "plan.offload_update=device", *TWICE),
-    (*BF16, "plan.offload=host", "plan.offload_update=device", "optim.states=bf16"),
-    (*BF16, "plan.offload=disk"),
-    (*BF16, "plan.offload=disk", "plan.offload_update=device", "optim.states=bf16", *TWICE),
+    ("plan.precision=fp32", "plan.optimizer_offload=host"),
+    (*BF16, "plan.optimizer_offload=host"),
+    (*BF16, "plan.optimizer_offload=host", "plan.optimizer_offload_update=device", *TWICE),
+    (*BF16, "plan.optimizer_offload=host", "plan.optimizer_offload_update=device", "optim.state_dtype=bf16"),
+    (*BF16, "plan.optimizer_offload=disk"),
+    (*BF16, "plan.optimizer_offload=disk", "plan.optimizer_offload_update=device", "optim.state_dtype=bf16", *TWICE),
 ]
 
 
 @pytest.mark.parametrize("words", OFFLOADED)
 def test_states_that_live_elsewhere_take_the_bytes_that_are_said_there(folder, words, tmp_path):
-    run = make_run(folder, *SMALL, *words, "plan.replicate=1", f"plan.offload_folder={tmp_path}")
+    run = make_run(folder, *SMALL, *words, "plan.replicate=1", f"plan.optimizer_offload_folder={tmp_path}")
     state = build(run, make_corpus(run, folder), alone())
     choose(run, state.chunks, alone())(state.loader.take(0), state.scale.value)
     state.loader.close()
@@ -333,10 +333,10 @@ def test_states_that_live_elsewhere_take_the_bytes_that_are_said_there(folder, w
     said = ledger(job).away
     kept = {line.name: line.bytes for line in (*said.host, *said.disk)}
     assert sum(array.nbytes for array in near) == kept["states"]
-    assert bool(said.disk) == (run.plan.offload == "disk")
-    if run.plan.offload_update == "device":
+    assert bool(said.disk) == (run.plan.optimizer_offload == "disk")
+    if run.plan.optimizer_offload_update == "device":
         on_device = {line.name: line.bytes for line in ledger(job).lines}["update"]
-        rounding = update_bytes(run.plan, largest_weight(run.arch), "master", run.optim.states)
+        rounding = update_bytes(run.plan, largest_weight(run.arch), "fp32", run.optim.state_dtype)
         assert sum(buffer.nbytes for buffer in slots) in (on_device, on_device - rounding)
 
 

@@ -9,7 +9,7 @@ from commands import SMALL, environment, meshwright, script, write_text
 from meshwright.verify.rehearse import model_digest
 
 RUN = [
-    *SMALL, "steps=150", "data.source=my/*.txt", "checkpoint.every=10", "held.every=0",
+    *SMALL, "steps=150", "data.source=my/*.txt", "checkpoint.every=10", "eval.every=0",
     "plan.deterministic=true", "plan.microbatch=1",
 ]  # fmt: skip
 SECONDS = 10.0  # five of silence, and two for the ranks to leave

@@ -27,14 +27,14 @@ def folder(tmp_path, monkeypatch):
 
 
 def trial(folder, *words, arch="tiny"):
-    run = make_run(folder, *ONE, *words, f"plan.offload_folder={folder}", arch=arch)
+    run = make_run(folder, *ONE, *words, f"plan.optimizer_offload_folder={folder}", arch=arch)
     result = drive(run, make_corpus(run, folder), alone())
     result.state.optimizer.settle()
     return result
 
 
 def offloaded(place, update):
-    return (f"plan.offload={place}", f"plan.offload_update={update}")
+    return (f"plan.optimizer_offload={place}", f"plan.optimizer_offload_update={update}")
 
 
 @pytest.mark.parametrize(("place", "update"), WHERE)
@@ -54,7 +54,7 @@ def test_offloaded_states_change_no_bit(folder, place, update, precision):
     ("arch", "words"),
     [
         ("tiny", ("plan.precision=fp64",)),
-        ("tiny", ("plan.precision=bf16", "plan.accumulate=2")),
+        ("tiny", ("plan.precision=bf16", "plan.grad_accum=2")),
         ("tiny", ("plan.precision=fp16",)),
         ("tiny", ("plan.precision=bf16", "plan.recompute=full")),
         ("tiny", ("plan.precision=bf16", "plan.recompute=every-2")),
@@ -72,9 +72,9 @@ def test_every_kind_of_step_can_be_offloaded(folder, arch, words):
 @pytest.mark.parametrize(("place", "update"), WHERE)
 def test_states_of_16_bits_learn_as_wide_ones_do(folder, place, update):
     # At three times this rate a loss moves by 0.02 when its terms are added in another order.
-    words = ("plan.precision=bf16", "steps=30", "optim.rate=1e-3")
+    words = ("plan.precision=bf16", "steps=30", "optim.lr=1e-3")
     wide = trial(folder, *words, *offloaded("host", "host"))
-    halves = trial(folder, *words, *offloaded(place, update), "optim.states=bf16")
+    halves = trial(folder, *words, *offloaded(place, update), "optim.state_dtype=bf16")
     # Narrow weights that lie halfway between two numbers are rounded otherwise: one in 2¹⁶.
     assert halves.losses[0] == pytest.approx(wide.losses[0], rel=1e-5)
     assert wide.losses[-1] < wide.losses[0] - 1
@@ -86,7 +86,7 @@ def test_states_of_16_bits_learn_as_wide_ones_do(folder, place, update):
 def test_some_states_stay_in_memory_beside_a_disk(folder):
     words = ("plan.precision=bf16",)
     plain = trial(folder, *words)
-    mixed = trial(folder, *words, *offloaded("disk", "host"), "plan.offload_host_bytes=1000000")
+    mixed = trial(folder, *words, *offloaded("disk", "host"), "plan.optimizer_offload_host_bytes=1000000")
     optimizer = mixed.state.optimizer
     assert {home.staged for home in optimizer.homes} == {True, False}
     assert sum(array.nbytes for home in optimizer.homes if not home.staged for array in home.arrays) <= 1_000_000
@@ -94,7 +94,7 @@ def test_some_states_stay_in_memory_beside_a_disk(folder):
 
 
 def test_a_gradient_that_is_not_finite_moves_nothing(folder):
-    run = make_run(folder, *ONE, "plan.precision=bf16", *offloaded("host", "host"), "optim.states=bf16", "steps=2")
+    run = make_run(folder, *ONE, "plan.precision=bf16", *offloaded("host", "host"), "optim.state_dtype=bf16", "steps=2")
     state = build(run, make_corpus(run, folder), alone())
     before = digest_of(state, run, alone())
     weight = state.optimizer.weights[3]
@@ -110,8 +110,8 @@ def test_a_gradient_that_is_not_finite_moves_nothing(folder):
 @pytest.mark.parametrize("place", ["host", "disk"])
 @pytest.mark.parametrize("states", ["fp32", "bf16"])
 def test_a_run_that_was_cut_short_goes_on_to_the_same_end(folder, place, states, copied, monkeypatch):
-    words = (*ONE, "plan.precision=bf16", *offloaded(place, "host"), f"optim.states={states}", "steps=6")
-    run = make_run(folder, *words, "checkpoint.every=2", "data.held_out=0.0", f"plan.offload_folder={folder}")
+    words = (*ONE, "plan.precision=bf16", *offloaded(place, "host"), f"optim.state_dtype={states}", "steps=6")
+    run = make_run(folder, *words, "checkpoint.every=2", "data.eval_fraction=0.0", f"plan.optimizer_offload_folder={folder}")
     corpus, mesh = make_corpus(run, folder), alone()
     whole = build(run, corpus, mesh)
     list(train(run, whole, mesh))
@@ -140,7 +140,7 @@ def test_a_run_that_was_cut_short_goes_on_to_the_same_end(folder, place, states,
 def test_nothing_is_left_on_the_disk(folder):
     states = folder / "states"
     states.mkdir()
-    run = make_run(folder, *ONE, "plan.precision=bf16", *offloaded("disk", "host"), f"plan.offload_folder={states}")
+    run = make_run(folder, *ONE, "plan.precision=bf16", *offloaded("disk", "host"), f"plan.optimizer_offload_folder={states}")
     trial_state = build(run, make_corpus(run, folder), alone())
     assert trial_state.optimizer.files.bytes >= 12 * sum(trial_state.optimizer.sizes)
     assert list(states.iterdir()) == []  # from the first moment: a kill leaves nothing either
@@ -148,7 +148,7 @@ def test_nothing_is_left_on_the_disk(folder):
 
 
 def test_a_failing_disk_is_told_by_the_next_step(folder, monkeypatch):
-    run = make_run(folder, *ONE, "plan.precision=bf16", *offloaded("disk", "host"), f"plan.offload_folder={folder}")
+    run = make_run(folder, *ONE, "plan.precision=bf16", *offloaded("disk", "host"), f"plan.optimizer_offload_folder={folder}")
     state = build(run, make_corpus(run, folder), alone())
 
     def full(*arguments):
@@ -163,8 +163,8 @@ def test_a_failing_disk_is_told_by_the_next_step(folder, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("plan.offload=host",), r"needs [\d,]+ bytes of host memory, and 1,000 are free"),
-        (("plan.offload=disk",), r"needs [\d,]+ bytes on the disk, and \S+ has 2,000 free"),
+        (("plan.optimizer_offload=host",), r"needs [\d,]+ bytes of host memory, and 1,000 are free"),
+        (("plan.optimizer_offload=disk",), r"needs [\d,]+ bytes on the disk, and \S+ has 2,000 free"),
     ],
 )
 def test_too_little_room_is_refused_before_the_first_step(folder, monkeypatch, words, told):

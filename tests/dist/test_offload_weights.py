@@ -23,8 +23,8 @@ from meshwright.train.saving import digest_of
 
 # float64 sums in another order: a few hundred terms of relative error 1e-16 each, through four AdamW steps.
 TOLERANCE = 1e-12
-HOSTED = ("plan.zero=3", "plan.offload_weights=true")
-TWICE = ("plan.accumulate=2",)
+HOSTED = ("plan.zero=3", "plan.cpu_offload=true")
+TWICE = ("plan.grad_accum=2",)
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_a_lone_rank_trains_the_same_model(folder, plan):
     compare(folder, ("plan.replicate=1", *plan))
 
 
-@pytest.mark.parametrize("plan", [(), TWICE, ("plan.activations=host",)], ids=["plain", "accumulated", "activations"])
+@pytest.mark.parametrize("plan", [(), TWICE, ("plan.activation_offload=true",)], ids=["plain", "accumulated", "activations"])
 @world(2)
 def test_two_ranks_that_share_the_weights_are_one_device(folder, plan):
     compare(folder, ("plan.shard=2", *plan))
@@ -76,11 +76,11 @@ def test_copies_of_shared_weights_are_one_device(folder):
     compare(folder, ("plan.replicate=2", "plan.shard=2", *TWICE))
 
 
-@pytest.mark.parametrize("rounding", ["master", "stochastic", "compensated"])
+@pytest.mark.parametrize("rounding", ["fp32", "none", "split"])
 @world(2)
 def test_in_low_precision_no_bit_changes(folder, rounding):
-    words = ("plan.precision=bf16", "plan.shard=2", "plan.zero=3", f"optim.rounding={rounding}", "data.held_out=0.0")
-    plain, hosted = (make_run(folder, *words, *more) for more in ((), ("plan.offload_weights=true",)))
+    words = ("plan.precision=bf16", "plan.shard=2", "plan.zero=3", f"optim.master_weights={rounding}", f"optim.stochastic_rounding={str(rounding == 'none').lower()}", "data.eval_fraction=0.0")
+    plain, hosted = (make_run(folder, *words, *more) for more in ((), ("plan.cpu_offload=true",)))
     corpus, mesh = make_corpus(plain, folder), meshes.make(plain.plan, CPU)
     theirs, mine = drive(plain, corpus, mesh), drive(hosted, corpus, mesh)
     # The same kernels on the same tensors: only where they live differs, and on a CPU that is one place.
@@ -91,8 +91,8 @@ def test_in_low_precision_no_bit_changes(folder, rounding):
 @pytest.mark.parametrize("first", [True, False], ids=["from-hosted", "to-hosted"])
 @world(2)
 def test_a_checkpoint_goes_on_with_and_without_it(folder, first):
-    base = ("steps=6", "checkpoint.every=3", "data.held_out=0.0", "plan.precision=fp32", "plan.shard=2", "plan.zero=3")
-    runs = [make_run(folder, *base, f"plan.offload_weights={str(hosted).lower()}") for hosted in (first, not first)]
+    base = ("steps=6", "checkpoint.every=3", "data.eval_fraction=0.0", "plan.precision=fp32", "plan.shard=2", "plan.zero=3")
+    runs = [make_run(folder, *base, f"plan.cpu_offload={str(hosted).lower()}") for hosted in (first, not first)]
     corpus, mesh = make_corpus(runs[0], folder), meshes.make(runs[0].plan, CPU)
     whole = build(runs[0], corpus, mesh)
     list(train(runs[0], whole, mesh))
@@ -115,7 +115,7 @@ def test_a_checkpoint_goes_on_with_and_without_it(folder, first):
 
 @world(2)
 def test_a_save_without_room_for_a_copy_is_written_from_the_weights_by_all_ranks(folder):
-    words = ("steps=2", "checkpoint.every=2", "data.held_out=0.0", "plan.precision=fp32", "plan.shard=2", *HOSTED)
+    words = ("steps=2", "checkpoint.every=2", "data.eval_fraction=0.0", "plan.precision=fp32", "plan.shard=2", *HOSTED)
     run = make_run(folder, *words)
     corpus, mesh, said = make_corpus(run, folder), meshes.make(run.plan, CPU), []
     state = build(run, corpus, mesh)
@@ -135,7 +135,7 @@ def test_a_save_without_room_for_a_copy_is_written_from_the_weights_by_all_ranks
 
 @world(2)
 def test_a_gradient_that_is_not_finite_moves_nothing_on_either_rank(folder):
-    run = make_run(folder, "plan.precision=fp16", "plan.shard=2", *HOSTED, "steps=2", "data.held_out=0.0")
+    run = make_run(folder, "plan.precision=fp16", "plan.shard=2", *HOSTED, "steps=2", "data.eval_fraction=0.0")
     mesh = meshes.make(run.plan, CPU)
     state = build(run, make_corpus(run, folder), mesh)
     before = {name: weight.clone() for name, weight in weights(state.chunks, run, mesh)}
@@ -158,8 +158,8 @@ def test_a_gradient_that_is_not_finite_moves_nothing_on_either_rank(folder):
 @world(1)
 def test_the_norm_is_that_of_weights_on_the_device(folder):
     squares = []
-    for words in (("plan.zero=3", "plan.precision=bf16", "plan.shadow=false"), ("plan.precision=bf16", *HOSTED)):
-        run = make_run(folder, "plan.replicate=1", "steps=1", "data.held_out=0.0", *words)
+    for words in (("plan.zero=3", "plan.precision=bf16", "plan.bf16_params=false"), ("plan.precision=bf16", *HOSTED)):
+        run = make_run(folder, "plan.replicate=1", "steps=1", "data.eval_fraction=0.0", *words)
         mesh = meshes.make(run.plan, CPU)
         state = build(run, make_corpus(run, folder), mesh)
         list(train(run, state, mesh))
@@ -181,7 +181,7 @@ class Pages(Memory):
 
 @world(2)
 def test_weights_stay_in_the_pages_that_they_are_given(folder):
-    words = ("plan.shard=2", *HOSTED, "data.held_out=0.0", "plan.precision=fp32")
+    words = ("plan.shard=2", *HOSTED, "data.eval_fraction=0.0", "plan.precision=fp32")
     run = make_run(folder, *words)
     corpus, mesh = make_corpus(run, folder), meshes.make(run.plan, CPU)
     usual = drive(run, corpus, mesh)

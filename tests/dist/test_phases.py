@@ -12,7 +12,7 @@ from meshwright.train.saving import restore
 from meshwright.train.state import weights
 from meshwright.train.loop import train
 
-FIRST = ("steps=4", "checkpoint.every=2", "plan.replicate=1", "data.held_out=0.0")
+FIRST = ("steps=4", "checkpoint.every=2", "plan.replicate=1", "data.eval_fraction=0.0")
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def begun(folder, *words):
 
 def test_the_moments_follow_into_a_longer_sequence(phase):
     folder, before = phase
-    run, after, said = begun(folder, "init.moments=true")
+    run, after, said = begun(folder, "init.optimizer_state=true")
     assert said == [f"moments from step 4 of {folder}/first"]
     assert after.step == 0
     assert after.optimizer.count.item() == 4.0
@@ -70,7 +70,7 @@ def test_without_a_checkpoint_the_wish_is_refused(phase):
     folder, _ = phase
     (folder / "first" / "checkpoints").rename(folder / "elsewhere")
     with pytest.raises(InputError, match="holds no checkpoint to take the moments from"):
-        begun(folder, "init.moments=true")
+        begun(folder, "init.optimizer_state=true")
 
 
 @pytest.mark.parametrize(("step", "fits"), [(4, True), (5, False)])
@@ -78,16 +78,16 @@ def test_moments_are_of_the_same_step_as_the_weights(phase, step, fits):
     folder, _ = phase
     (folder / "first" / "summary.json").write_text(f'{{"step": {step}, "loss": null}}')
     if fits:
-        begun(folder, "init.moments=true")[1].loader.close()
+        begun(folder, "init.optimizer_state=true")[1].loader.close()
         return
     with pytest.raises(InputError, match="are of step 5, and its newest moments of 4"):
-        begun(folder, "init.moments=true")
+        begun(folder, "init.optimizer_state=true")
 
 
 def test_moments_of_no_run_are_refused(tmp_path):
     corpus_file(tmp_path)
     with pytest.raises(InputError, match="none is named"):
-        make_run(tmp_path, "init.moments=true")
+        make_run(tmp_path, "init.optimizer_state=true")
 
 
 def test_a_run_that_does_not_ask_keeps_its_name(tmp_path):

@@ -9,21 +9,21 @@ from worlds import world
 @world(2)
 def test_a_tied_embedding_on_two_stages_stays_one(folder, schedule):  # noqa: F811
     words = ("arch.tied=true", "arch.positions=learned", "data.mask_documents=true")
-    compare(folder, words, ("plan.pp=2", f"plan.schedule={schedule}", "plan.accumulate=4"))
+    compare(folder, words, ("plan.pp=2", f"plan.schedule={schedule}", "plan.grad_accum=4"))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb1p"])
 @world(2)
 def test_experts_in_the_middle_of_a_pipeline(folder, schedule):  # noqa: F811
-    plan = ("plan.pp=2", f"plan.schedule={schedule}", "plan.accumulate=4")
+    plan = ("plan.pp=2", f"plan.schedule={schedule}", "plan.grad_accum=4")
     compare(folder, ("data.pack=documents",), plan, arch="tiny-moe")
 
 
 @world(3)
 def test_uneven_stages(folder):  # noqa: F811
-    compare(folder, (), ("plan.pp=3", "plan.stages=[3, 2, 1]", "plan.accumulate=4"))
+    compare(folder, (), ("plan.pp=3", "plan.stages=[3, 2, 1]", "plan.grad_accum=4"))
 
 
 @world(4)
 def test_documents_in_a_pipeline_of_shared_sequences(folder):  # noqa: F811
-    compare(folder, ("data.mask_documents=true",), ("plan.pp=2", "plan.cp=2", "plan.accumulate=4"))
+    compare(folder, ("data.mask_documents=true",), ("plan.pp=2", "plan.cp=2", "plan.grad_accum=4"))

@@ -22,7 +22,7 @@ from meshwright.train.loop import train
 from meshwright.train.saving import digest_of
 from meshwright.train.loop import Stop
 
-WORDS = ("steps=6", "checkpoint.every=0", "data.held_out=0.0", "plan.precision=fp32")
+WORDS = ("steps=6", "checkpoint.every=0", "data.eval_fraction=0.0", "plan.precision=fp32")
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def make_state(folder: Path, *words: str):
     return made(make_run(folder, *WORDS, *words), folder, CPU)
 
 
-@pytest.mark.parametrize("plan", ["plan.tp=2", "plan.pp=2 plan.accumulate=2", "plan.shard=2 plan.zero=2"])
+@pytest.mark.parametrize("plan", ["plan.tp=2", "plan.pp=2 plan.grad_accum=2", "plan.shard=2 plan.zero=2"])
 @world(2)
 def test_one_rank_is_asked_and_all_save_and_go_on_bit_for_bit(folder, plan):
     words = plan.split()
@@ -72,7 +72,7 @@ def test_one_rank_is_asked_and_all_save_and_go_on_bit_for_bit(folder, plan):
 
 @world(1)
 def test_narrow_copies_of_the_weights_are_made_anew(folder):
-    words = ("plan.precision=bf16", "plan.shadow=true", "checkpoint.every=3", "checkpoint.keep_every=3")
+    words = ("plan.precision=bf16", "plan.bf16_params=true", "checkpoint.every=3", "checkpoint.keep_every=3")
     run, mesh, state = make_state(folder, *words)
     list(train(run, state, mesh, folder / "run"))
     state.loader.close()
@@ -120,7 +120,7 @@ def test_a_loss_scale_and_its_streak_go_on_too(folder):
 
 @world(2)
 def test_gone_on_from_the_last_step_only_the_held_out_loss_is_made(folder):
-    words = ("checkpoint.every=3", "plan.replicate=2", "data.held_out=0.1", "held.batches=1")
+    words = ("checkpoint.every=3", "plan.replicate=2", "data.eval_fraction=0.1", "eval.batches=1")
     run, mesh, state = make_state(folder, *words)
     *_, last = train(run, state, mesh, folder / "run")
     state.loader.close()
@@ -148,7 +148,7 @@ def test_whoever_leaves_in_the_middle_leaves_a_whole_save_and_no_stump(folder):
 @world(2)
 def test_a_longer_sequence_begins_from_the_weights_of_the_phase_before(folder):
     rope = ("arch.rope_scaling=llama3", "arch.rope_factor=8.0", "arch.rope_original=32", "arch.context=256")
-    run, mesh, state = make_state(folder, "plan.replicate=2", "optim.rate=1e-3")
+    run, mesh, state = make_state(folder, "plan.replicate=2", "optim.lr=1e-3")
     first = [result.loss.item() for result in train(run, state, mesh)]
     whole = dict(weights(state.chunks, run, mesh))
     if mesh.rank == 0:
@@ -156,7 +156,7 @@ def test_a_longer_sequence_begins_from_the_weights_of_the_phase_before(folder):
         save_native(folder / "phase" / "model", run.arch, whole.items(), tokenizer)
     state.loader.close()
     dist.barrier()
-    longer = ("sequence=64", "batch=4", "plan.cp=2", *rope, f"init.from={folder}/phase", "optim.rate=1e-3")
+    longer = ("sequence=64", "batch=4", "plan.cp=2", *rope, f"init.from={folder}/phase", "optim.lr=1e-3")
     run, mesh, state = make_state(folder, *longer)
     assert all(torch.equal(weight, whole[name]) for name, weight in weights(state.chunks, run, mesh))
     second = [result.loss.item() for result in train(run, state, mesh)]

@@ -19,7 +19,7 @@ from meshwright.train.loop import train
 from meshwright.train.saving import digest_of
 from meshwright.train.saving import restore
 
-KINDS = ("stochastic", "compensated")
+KINDS = ("none", "split")
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def folder(tmp_path):
 
 def planned(folder: Path, kind: str, plan: str, *words: str) -> Run:
     fields = (f"plan.{word}" for word in plan.split(","))
-    return make_run(folder, "plan.precision=bf16", "optim.rate=1e-3", f"optim.rounding={kind}", *fields, *words)
+    return make_run(folder, "plan.precision=bf16", "optim.lr=1e-3", f"optim.master_weights={kind}", f"optim.stochastic_rounding={str(kind == 'none').lower()}", *fields, *words)
 
 
 def compare(folder: Path, kind: str, plans: tuple[str, ...]) -> None:
@@ -53,13 +53,13 @@ def compare(folder: Path, kind: str, plans: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @world(1)
 def test_accumulation_rounds_alike(folder, kind):
-    compare(folder, kind, ("accumulate=2", "shadow=false"))
+    compare(folder, kind, ("grad_accum=2", "bf16_params=false"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @world(2, seconds=120)
 def test_every_axis_rounds_alike(folder, kind):
-    axes = ("replicate=2", "shard=2,zero=1", "shard=2,zero=3", "tp=2", "cp=2", "pp=2,schedule=1f1b,accumulate=4")
+    axes = ("replicate=2", "shard=2,zero=1", "shard=2,zero=3", "tp=2", "cp=2", "pp=2,schedule=1f1b,grad_accum=4")
     compare(folder, kind, axes)
 
 
@@ -90,7 +90,7 @@ def test_a_run_goes_on_bit_by_bit_from_its_save(folder, kind):
         losses.append([each.loss.item() for each in found])
         ends.append(digest_of(state, run, mesh))
         state.loader.close()
-        assert all(("low" in held) is (kind == "compensated") for held in state.optimizer.held().values())
+        assert all(("low" in held) is (kind == "split") for held in state.optimizer.held().values())
         if mesh.rank == 0 and not again:
             only_middle(home)
         dist.barrier()

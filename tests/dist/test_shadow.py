@@ -17,11 +17,11 @@ def folder(tmp_path):
 
 
 # A mixture with several microbatches is left out: a router's choice may fall the other way by one unit of rounding.
-@pytest.mark.parametrize(("arch", "accumulate"), [("tiny", 1), ("tiny", 2), ("tiny-moe", 1)])
+@pytest.mark.parametrize(("arch", "grad_accum"), [("tiny", 1), ("tiny", 2), ("tiny-moe", 1)])
 @world(1)
 def test_a_shadow_changes_no_number(folder, arch, accumulate):
-    words = ("plan.replicate=1", "plan.precision=bf16", f"plan.accumulate={accumulate}")
-    with_shadow, without = (make_run(folder, *words, f"plan.shadow={value}", arch=arch) for value in ("true", "false"))
+    words = ("plan.replicate=1", "plan.precision=bf16", f"plan.grad_accum={accumulate}")
+    with_shadow, without = (make_run(folder, *words, f"plan.bf16_params={value}", arch=arch) for value in ("true", "false"))
     corpus = make_corpus(with_shadow, folder)
     mine, theirs = (drive(run, corpus, meshes.make(run.plan, CPU)) for run in (with_shadow, without))
     # Both paths make the same bf16 products, and sum and update in fp32, in another order. Adam divides a gradient by its
@@ -33,7 +33,7 @@ def test_a_shadow_changes_no_number(folder, arch, accumulate):
 
 def test_the_narrow_copy_follows_the_wide_weights(folder):
     run = make_run(folder, "plan.replicate=1", "plan.precision=bf16")
-    assert run.plan.shadow, "one rank in low precision has one unless told otherwise"
+    assert run.plan.bf16_params, "one rank in low precision has one unless told otherwise"
     trial = drive(run, make_corpus(run, folder), alone())
     for weight in trial.state.chunks[0].parameters():
         assert weight.dtype == torch.bfloat16

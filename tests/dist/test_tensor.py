@@ -11,7 +11,7 @@ from worlds import world
 )
 @world(2)
 def test_two_ranks_that_share_matrices_are_one_device(folder, shape):  # noqa: F811
-    compare(folder, shape, ("plan.tp=2", "plan.accumulate=2"))
+    compare(folder, shape, ("plan.tp=2", "plan.grad_accum=2"))
 
 
 @world(2)

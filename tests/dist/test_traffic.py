@@ -23,11 +23,11 @@ from meshwright.verify.collectives import observing
 from meshwright.verify.collectives import ranks_of
 from meshwright.verify.prove import SCHEDULES
 
-SMALL = ("arch.layers=2", "steps=2", "data.held_out=0.0", "plan.precision=fp32")
+SMALL = ("arch.layers=2", "steps=2", "data.eval_fraction=0.0", "plan.precision=fp32")
 BF16 = ("plan.precision=bf16",)
-TWICE = ("plan.accumulate=2",)
-HOSTED = ("plan.zero=3", "plan.offload_weights=true")
-FOUR_TIMES = ("plan.accumulate=4", "arch.layers=4")
+TWICE = ("plan.grad_accum=2",)
+HOSTED = ("plan.zero=3", "plan.cpu_offload=true")
+FOUR_TIMES = ("plan.grad_accum=4", "arch.layers=4")
 DEEP = ("arch.layers=8",)
 MASKED = ("data.mask_documents=true",)
 ODD_GPT = (*GPT, "arch.context=33")  # odd, so that a sharded table is padded
@@ -133,7 +133,7 @@ FOUR = {
         ("plan.pp=2", "plan.replicate=2", "plan.schedule=zbv", *FOUR_TIMES),
         ("plan.pp=2", "plan.cp=2", "plan.schedule=interleaved", *FOUR_TIMES, *MASKED),
         ("plan.pp=2", "plan.tp=2", *FOUR_TIMES, *BF16, *GPT),
-        ("plan.pp=2", "plan.tp=2", *BF16, "plan.accumulate=1", "plan.schedule=gpipe"),
+        ("plan.pp=2", "plan.tp=2", *BF16, "plan.grad_accum=1", "plan.schedule=gpipe"),
         ("plan.pp=2", "plan.tp=2", "plan.schedule=zb1p", *FOUR_TIMES),
         ("plan.pp=2", "plan.shard=2", "plan.zero=2", "plan.ep=2", *FOUR_TIMES, *MOE),
         ("plan.pp=2", "plan.tp=2", "plan.schedule=interleaved", *FOUR_TIMES, *DEEP, "plan.recompute=sqrt"),

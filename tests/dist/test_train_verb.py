@@ -84,7 +84,7 @@ def test_a_run_that_lacks_only_its_ending_makes_it(text):
 
 
 def test_a_run_of_which_nothing_is_held_out_ends_too(text):
-    words = ("data.held_out=0.0", "held.temperature=1e-40")
+    words = ("data.eval_fraction=0.0", "eval.temperature=1e-40")
     done = meshwright(*small(text, *words), "--json", "--folder", "all", folder=text)
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)
@@ -149,7 +149,7 @@ def test_a_trained_model_becomes_a_hugging_face_folder_and_a_new_beginning(text)
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(os.listdir(text / "theirs"))
     trained = json.loads((text / "first" / "summary.json").read_text())
     words = [
-        *small(text, "init.from=theirs", "data.tokenizer=theirs", "optim.rate=1e-6"),
+        *small(text, "init.from=theirs", "data.tokenizer=theirs", "optim.lr=1e-6"),
         "--json",
         "--folder",
         "second",

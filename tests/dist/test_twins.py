@@ -17,7 +17,7 @@ from meshwright.parallel import mesh as meshes
 from meshwright.parallel.replicate import Replicated
 from meshwright.train.state import weights
 
-WORDS = ("data.pack=documents", "steps=3", "optim.clip=0.0", "optim.schedule=constant", "plan.accumulate=2")
+WORDS = ("data.pack=documents", "steps=3", "optim.grad_clip=0.0", "optim.schedule=constant", "plan.grad_accum=2")
 
 
 def plain(run):
@@ -40,7 +40,7 @@ def groups(model, run):
 
 
 def settings(run):
-    return {"lr": run.optim.rate, "betas": (run.optim.beta1, run.optim.beta2), "eps": run.optim.eps}
+    return {"lr": run.optim.lr, "betas": (run.optim.beta1, run.optim.beta2), "eps": run.optim.eps}
 
 
 def by_torch(run, corpus, *, zero):

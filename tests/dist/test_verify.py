@@ -54,7 +54,7 @@ CASES = [
     ("norm_counted_twice", "tp=2", "tiny", "step 1: gradient norm"),
     ("loss_averaged_per_rank", "replicate=2", "tiny", "step 1: loss"),
     ("expert_left_out_of_the_norm", "shard=2,zero=3,ep=2", "tiny-moe", "step 1: gradient norm"),
-    ("microbatch_dropped", "replicate=2,accumulate=2", "tiny", "step 1: loss"),
+    ("microbatch_dropped", "replicate=2,grad_accum=2", "tiny", "step 1: loss"),
 ]
 
 
@@ -71,7 +71,7 @@ def test_a_run_file_is_proved_on_its_own_data(folder):
     (folder / "run.toml").write_text(
         'sequence = 32\nbatch = 4\n[arch]\npreset = "tiny"\n[data]\nsource = "text.txt"\n[optim]\nwarmup = 1\n'
     )
-    words = ["verify", "run.toml", "--plan", "shard=2,zero=3", "--plan", "accumulate=2", "--steps", "2"]
+    words = ["verify", "run.toml", "--plan", "shard=2,zero=3", "--plan", "grad_accum=2", "--steps", "2"]
     done = meshwright(*words, folder=folder)
     assert done.returncode == 0, done.stderr
     assert "2 of 2 plans equal" in done.stdout

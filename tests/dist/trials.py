@@ -27,10 +27,10 @@ WORDS = (
     "steps=4",
     "sequence=32",
     "batch=8",
-    "held.every=0",
+    "eval.every=0",
     "plan.precision=fp64",
     "optim.warmup=0",
-    "optim.rate=1e-2",
+    "optim.lr=1e-2",
 )
 
 

@@ -49,12 +49,12 @@ MEGATRON = {
     "whole scores": (small("math", shard=8, zero=1), 4.352),
     "whole scores, full recomputation": (small("math", replicate=8, recompute="full"), 2.360),
     "whole scores, three chunks a rank": (
-        small("math", replicate=2, pp=4, chunks=3, stages=(1,) * 12, schedule="interleaved", accumulate=4),
+        small("math", replicate=2, pp=4, chunks=3, stages=(1,) * 12, schedule="interleaved", grad_accum=4),
         3.840,
     ),
-    "7B over tp": (seven(tp=4, microbatch=2, accumulate=2), 54.192),
+    "7B over tp": (seven(tp=4, microbatch=2, grad_accum=2), 54.192),
     "7B in eight chunks a rank": (
-        seven(pp=4, chunks=8, stages=(1,) * 32, schedule="interleaved", microbatch=1, accumulate=4),
+        seven(pp=4, chunks=8, stages=(1,) * 32, schedule="interleaved", microbatch=1, grad_accum=4),
         56.335,
     ),
 }
@@ -72,10 +72,10 @@ def one(**plan: object) -> Job:
 
 # Of the first rank, on H100s.
 NANOTRON = {
-    "copies": (one(replicate=8, microbatch=1, accumulate=32), 36.7),
-    "zero 1": (one(shard=8, zero=1, microbatch=1, accumulate=32), 24.2),
-    "two sequences": (one(replicate=128, microbatch=2, accumulate=1), 48.5),
-    "four stages": (one(replicate=2, pp=4, stages=(5, 5, 5, 1), microbatch=1, accumulate=128), 20.8),
+    "copies": (one(replicate=8, microbatch=1, grad_accum=32), 36.7),
+    "zero 1": (one(shard=8, zero=1, microbatch=1, grad_accum=32), 24.2),
+    "two sequences": (one(replicate=128, microbatch=2, grad_accum=1), 48.5),
+    "four stages": (one(replicate=2, pp=4, stages=(5, 5, 5, 1), microbatch=1, grad_accum=128), 20.8),
 }
 
 
@@ -88,5 +88,5 @@ def test_runs_of_the_playbook_are_met_within_ten_percent(job, gib):
 def test_what_failed_there_does_not_fit_and_what_ran_does():
     # Of the same figure: eight sequences a microbatch failed, four ran.
     stages = {"shard": 4, "zero": 1, "pp": 2, "stages": (10, 6)}
-    assert not fits(one(microbatch=8, accumulate=8, **stages)).fits
-    assert fits(one(microbatch=4, accumulate=16, **stages)).fits
+    assert not fits(one(microbatch=8, grad_accum=8, **stages)).fits
+    assert fits(one(microbatch=4, grad_accum=16, **stages)).fits

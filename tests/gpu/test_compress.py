@@ -59,7 +59,7 @@ def step(model: nn.Sequential) -> tuple[list[Tensor], int]:
 
 @pytest.mark.parametrize("policy", ["none", "first-4", "full"])
 def test_the_host_gives_back_every_bit_in_every_step(policy):
-    plain, sent = wrapped(), wrapped(activations="host", recompute=policy)
+    plain, sent = wrapped(), wrapped(activation_offload=True, recompute=policy)
     for _ in range(4):  # pinned buffers and device memory are used again
         (theirs, _), (mine, _) = step(plain), step(sent)
         assert all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
@@ -69,10 +69,10 @@ def test_less_is_held():
     held = {}
     for name, fields in {
         "plain": {},
-        "host": {"activations": "host"},
-        "int8": {"compress": "int8"},
-        "fp8": {"compress": "fp8"},
-        "both": {"compress": "int8", "activations": "host"},
+        "host": {"activation_offload": True},
+        "int8": {"activation_quant": "int8"},
+        "fp8": {"activation_quant": "fp8"},
+        "both": {"activation_quant": "int8", "activation_offload": True},
     }.items():
         model = wrapped(**fields)
         step(model)  # gradients and workspaces are there
@@ -86,7 +86,7 @@ def test_less_is_held():
 
 
 def test_the_host_waits_for_nothing():
-    model = wrapped(compress="fp8", activations="host")
+    model = wrapped(activation_quant="fp8", activation_offload=True)
     for _ in range(3):
         step(model)
     x = torch.randn(ROWS, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -111,7 +111,13 @@ def seconds(model: nn.Sequential) -> float:
 
 def test_times_are_told():
     """No bound: a card's link to its host differs. The numbers are for docs/compress.md."""
-    kinds = ({}, {"recompute": "full"}, {"activations": "host"}, {"compress": "int8"}, {"compress": "fp8"})
+    kinds = (
+        {},
+        {"recompute": "full"},
+        {"activation_offload": True},
+        {"activation_quant": "int8"},
+        {"activation_quant": "fp8"},
+    )
     print({str(fields): f"{seconds(wrapped(**fields)) * 1e3:.2f} ms" for fields in kinds})
 
 
@@ -126,9 +132,13 @@ def test_codes_are_those_of_a_cpu(kind, dtype):
     assert mine.isclose(theirs, rtol=2.0**-22, atol=0).float().mean() > 0.999
 
 
-@pytest.mark.parametrize("kind", ["stochastic", "compensated"])
+@pytest.mark.parametrize("kind", ["none", "split"])
 def test_weights_in_bf16_move_as_on_a_cpu(kind):
-    words = ["plan.precision=bf16", f"optim.rounding={kind}"]
+    words = [
+        "plan.precision=bf16",
+        f"optim.master_weights={kind}",
+        f"optim.stochastic_rounding={str(kind == 'none').lower()}",
+    ]
     run = load.load(None, words, ranks=1).run
     torch.manual_seed(0)
     start = torch.randn(300, 1000).bfloat16()

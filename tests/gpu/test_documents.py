@@ -64,7 +64,7 @@ def test_training_is_the_plain_twins(folder, recompute, compiled):
         "sequence=256",
         "steps=8",
         "data.mask_documents=true",
-        "optim.rate=1e-3",
+        "optim.lr=1e-3",
     )
     device = torch.device("cuda", 0)
     plain, mine = (

@@ -92,7 +92,7 @@ def test_any_strides_will_do(dtype, strides):
 
 @NEEDS_FP8
 @pytest.mark.parametrize("dtype", LARGEST)
-@pytest.mark.parametrize("scaling", ["tensor", "row"])
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("shape", [(1, 1), (5, 37), (70, 130), (512, 4096), (100, 40000)])
 @pytest.mark.parametrize("strides", STRIDES)
@@ -111,13 +111,13 @@ def test_fp8_codes_are_the_twins_to_the_bit(shape, scaling, transposed, dtype, s
 def test_fp8_hides_nothing(bad):
     x = torch.randn(70, 130, device="cuda")
     x[1, 2] = bad
-    codes = quantize(x, torch.float8_e4m3fn, "row", transposed=True, kernels="fused")
+    codes = quantize(x, torch.float8_e4m3fn, "rowwise", transposed=True, kernels="fused")
     assert not (codes.values.float() * codes.scale)[1].isfinite().any()
     assert not (codes.transposed.float() * codes.transposed_scale)[2].isfinite().any()
 
 
 @NEEDS_FP8
-@pytest.mark.parametrize("scaling", ["tensor", "row"])
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
 def test_the_codes_are_operands_of_an_fp8_product(scaling):
     x, weight = draw((256, 512), torch.bfloat16, 1), draw((128, 512), torch.bfloat16, 2)
     left, right = (quantize(each, torch.float8_e4m3fn, scaling) for each in (x, weight))

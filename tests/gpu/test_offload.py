@@ -10,12 +10,12 @@ from meshwright.train.loop import train
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DEVICE = torch.device("cuda", 0)
-BF16 = ("plan.replicate=1", "plan.precision=bf16", "data.held_out=0.0", "optim.rate=1e-3")
+BF16 = ("plan.replicate=1", "plan.precision=bf16", "data.eval_fraction=0.0", "optim.lr=1e-3")
 WHERE = [("host", "host"), ("host", "device"), ("disk", "host"), ("disk", "device")]
 
 
 def make_state(folder, *words):
-    return made(make_run(folder, *BF16, *words, f"plan.offload_folder={folder}"), folder, DEVICE)
+    return made(make_run(folder, *BF16, *words, f"plan.optimizer_offload_folder={folder}"), folder, DEVICE)
 
 
 def losses(folder, *words):
@@ -28,7 +28,7 @@ def losses(folder, *words):
 
 
 def offloaded(place, update, states="fp32"):
-    return (f"plan.offload={place}", f"plan.offload_update={update}", f"optim.states={states}")
+    return (f"plan.optimizer_offload={place}", f"plan.optimizer_offload_update={update}", f"optim.state_dtype={states}")
 
 
 @pytest.mark.parametrize("states", ["fp32", "bf16"])
@@ -51,7 +51,7 @@ def test_the_device_holds_neither_masters_nor_moments(folder):
         gc.collect()  # what a test before this one left
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated(DEVICE)
-        run, _, state = make_state(folder, *words, f"plan.offload={place}")
+        run, _, state = make_state(folder, *words, f"plan.optimizer_offload={place}")
         held[place] = torch.cuda.memory_allocated(DEVICE) - before
         parameters = sum(weight.numel() for weight in state.chunks[0].parameters())
         state.loader.close()

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 
 def make_state(folder, *words):
-    run = make_run(folder, "steps=8", "data.held_out=0.0", "checkpoint.every=3", *words)
+    run = make_run(folder, "steps=8", "data.eval_fraction=0.0", "checkpoint.every=3", *words)
     return made(run, folder, torch.device("cuda", 0))
 
 

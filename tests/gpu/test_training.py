@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_the_loss_falls(folder, precision):
-    run = make_run(folder, f"plan.precision={precision}", "steps=20", "plan.accumulate=2")
+    run = make_run(folder, f"plan.precision={precision}", "steps=20", "plan.grad_accum=2")
     mesh = meshes.make(run.plan, torch.device("cuda", 0))
     state = build(run, make_corpus(run, folder), mesh)
     losses = [result.loss.item() for result in train(run, state, mesh) if isinstance(result, StepResult)]
@@ -29,7 +29,7 @@ def test_the_loss_falls(folder, precision):
 def test_recording_a_step_makes_the_host_wait_for_nothing(folder, precision):
     wide = ("arch.heads=4", "arch.kv_heads=2")  # heads for which there is attention within documents
     run = make_run(
-        folder, *wide, f"plan.precision={precision}", "steps=12", "data.held_out=0.0", "data.mask_documents=true"
+        folder, *wide, f"plan.precision={precision}", "steps=12", "data.eval_fraction=0.0", "data.mask_documents=true"
     )
     mesh = meshes.make(run.plan, torch.device("cuda", 0))
     state = build(run, make_corpus(run, folder), mesh)

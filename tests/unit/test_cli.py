@@ -56,7 +56,7 @@ def test_config_as_json(capsys):
 
 
 def test_bad_input_is_two_and_one_sentence_each(capsys):
-    assert main.main(["config", "show", "stepz=3", "optim.rate=fast"]) == 2
+    assert main.main(["config", "show", "stepz=3", "optim.lr=fast"]) == 2
     told = capsys.readouterr().err.splitlines()
     assert told[0] == "meshwright: 2 problems"
     assert len(told) == 3
@@ -86,8 +86,8 @@ def test_words_the_program_does_not_know_are_two(words, capsys):
 
 def test_a_setting_that_is_written_as_a_flag_is_shown_as_a_word(capsys):
     with pytest.raises(SystemExit):
-        main.main(["train", "--optim.rate=1e-3"])
-    assert "settings are words, such as optim.rate=1e-3" in capsys.readouterr().err
+        main.main(["train", "--optim.lr=1e-3"])
+    assert "settings are words, such as optim.lr=1e-3" in capsys.readouterr().err
 
 
 def test_training_without_torch_says_so_in_one_line(capsys, monkeypatch):

@@ -184,7 +184,7 @@ def test_the_costs_of_saving_are_the_records():
 ZERO = {  # a row of the table: the textbook's bytes for each parameter on eight ranks, and the plan
     "replicas": (16, {"replicate": 8}),
     "zero 1": (4 + 12 / 8, {"shard": 8, "zero": 1}),
-    "zero 1, accumulate = 8": (4 + 12 / 8, {"shard": 8, "zero": 1, "accumulate": 8}),
+    "zero 1, grad_accum = 8": (4 + 12 / 8, {"shard": 8, "zero": 1, "grad_accum": 8}),
     "zero 2": (2 + 14 / 8, {"shard": 8, "zero": 2}),
     "zero 3": (16 / 8, {"shard": 8, "zero": 3}),
 }
@@ -209,7 +209,7 @@ def rows_of_products() -> list[str]:
 def test_the_gigabytes_of_a_product_are_the_ledgers(row):
     words, *cells = (cell.strip(" `") for cell in row.strip("|").split("|"))
     overrides = [f"plan.{word}" for word in words.split()]
-    settings = ["arch.preset=llama3-8b", "plan.replicate=1", "plan.accumulate=8", "plan.precision=bf16"]
+    settings = ["arch.preset=llama3-8b", "plan.replicate=1", "plan.grad_accum=8", "plan.precision=bf16"]
     run = load.load(None, [*settings, *overrides, f"batch={8 * data_ranks(words)}"]).run
     lines = states(run.arch, run.plan)
     figures = [*(line.bytes for line in lines), total(lines)]
@@ -322,7 +322,7 @@ def test_the_answers_in_the_tutorial_are_the_planners(name, desk, capsys):
     page = ROOT / "docs" / "tutorial.md"
     command = re.search(rf"<!-- {name}: meshwright (.*) -->", page.read_text())
     assert command is not None
-    assert cli.main(shlex.split(command[1])) == 0
+    assert main.main(shlex.split(command[1])) == 0
     head = capsys.readouterr().out.split("\n\n")[:2]  # what was asked, and the table
     lines = [line.rstrip() for line in "\n\n".join(head).splitlines()]
     pages.agree(page, name, "\n".join(["```", *lines, "```"]))

@@ -17,8 +17,8 @@ from meshwright.spec.plan import Plan
 
 ARCH = preset("llama3-8b")
 WHOLE = count(ARCH)
-HOSTED = {"zero": 3, "offload_weights": True}
-OFFLOADED = {"shadow": True, "offload": "host"}
+HOSTED = {"zero": 3, "cpu_offload": True}
+OFFLOADED = {"bf16_params": True, "optimizer_offload": "host"}
 
 
 def job(machines: str = "1xh100", **fields: object) -> Job:
@@ -36,11 +36,11 @@ def host(asked: Job) -> dict[str, int]:
 
 def test_offloaded_states_are_twelve_bytes_a_parameter_or_six():
     assert host(job(**OFFLOADED))["states"] == 12 * WHOLE
-    assert host(msgspec.structs.replace(job(**OFFLOADED), states="bf16"))["states"] == 6 * WHOLE
+    assert host(msgspec.structs.replace(job(**OFFLOADED), state_dtype="bf16"))["states"] == 6 * WHOLE
 
 
 def test_a_disk_has_what_host_memory_has_not():
-    found = ledger(job(shadow=True, offload="disk", offload_host_bytes=10**10)).away
+    found = ledger(job(bf16_params=True, optimizer_offload="disk", optimizer_offload_host_bytes=10**10)).away
     near = {line.name: line.bytes for line in found.host}["states"]
     assert near == 10**10
     assert near + found.disk_bytes == 12 * WHOLE
@@ -48,7 +48,7 @@ def test_a_disk_has_what_host_memory_has_not():
 
 @pytest.mark.parametrize(("room", "word"), [("host_bytes", "host memory"), ("disk_bytes", "disk")])
 def test_a_place_that_is_too_small_is_named(room, word):
-    asked = job(shadow=True, offload="disk")
+    asked = job(bf16_params=True, optimizer_offload="disk")
     assert fits(asked).fits
     small = msgspec.structs.replace(asked.cluster, **{room: 1e9})
     found = fits(msgspec.structs.replace(asked, cluster=small))
@@ -64,7 +64,7 @@ def test_a_host_of_which_nobody_knows_is_not_called_too_small():
 
 
 def test_activations_travel_beyond_what_a_block_computes():
-    kept, sent = job(), job(activations="host")
+    kept, sent = job(), job(activation_offload=True)
     one = block(bench(kept), False)
     travels = moved_bytes(work_of(sent), block_kept(work_of(sent), False), False) / rate(sent.cluster.host)
     forward, backward = one.forward.seconds, one.seconds - one.forward.seconds
@@ -75,12 +75,14 @@ def test_activations_travel_beyond_what_a_block_computes():
 
 
 def test_a_slower_link_never_helps():
-    asked = job(activations="host")
+    asked = job(activation_offload=True)
     slow = msgspec.structs.replace(asked.cluster, host=msgspec.structs.replace(asked.cluster.host, bandwidth=8e9))
     assert price(msgspec.structs.replace(asked, cluster=slow)).seconds > price(asked).seconds
 
 
-@pytest.mark.parametrize("how", [{"activations": "host"}, {"compress": "int8"}, {"compress": "fp8"}])
+@pytest.mark.parametrize(
+    "how", [{"activation_offload": True}, {"activation_quant": "int8"}, {"activation_quant": "fp8"}]
+)
 @pytest.mark.parametrize("policy", ["none", "first-8", "full"])
 def test_what_holds_less_is_never_faster(how, policy):
     plain, helped = (job(recompute=policy, microbatch=8, **more) for more in ({}, how))
@@ -91,13 +93,15 @@ def test_what_holds_less_is_never_faster(how, policy):
 
 def test_an_update_is_as_slow_as_its_slowest_part():
     machines = cluster("1xh200")
-    by_device = Plan(microbatch=1, precision="bf16", shadow=True, offload="host", offload_update="device")
+    by_device = Plan(
+        microbatch=1, precision="bf16", bf16_params=True, optimizer_offload="host", optimizer_offload_update="device"
+    )
     seconds = offload_seconds(by_device, 1e9, machines, "fp32")
     assert seconds == pytest.approx(12e9 / (0.87 * 63e9))
     assert offload_seconds(by_device, 1e9, machines, "bf16") == pytest.approx(seconds / 2)
-    by_disk = msgspec.structs.replace(by_device, offload="disk")
+    by_disk = msgspec.structs.replace(by_device, optimizer_offload="disk")
     assert offload_seconds(by_disk, 1e9, machines, "fp32") == pytest.approx(24e9 / machines.disk_bandwidth)
-    half = msgspec.structs.replace(by_disk, offload_host_bytes=6 * 10**9)
+    half = msgspec.structs.replace(by_disk, optimizer_offload_host_bytes=6 * 10**9)
     assert offload_seconds(half, 1e9, machines, "fp32") == pytest.approx(12e9 / machines.disk_bandwidth)
 
 
@@ -125,21 +129,21 @@ def test_a_model_whose_weights_alone_are_too_large_fits_by_one_block():
 
 def test_hosted_weights_arrive_twice_and_their_gradients_leave_once_a_microbatch():
     machines, plan = cluster("8xh100"), msgspec.convert({"microbatch": 1, "precision": "bf16", **HOSTED}, Plan)
-    once = travels(plan, 1e9, machines, "master")
+    once = travels(plan, 1e9, machines, "fp32")
     assert once.arrive == pytest.approx(2 * once.leave) == pytest.approx(8e9 / rate(machines.host))
-    more = travels(msgspec.structs.replace(plan, accumulate=4), 1e9, machines, "master")
+    more = travels(msgspec.structs.replace(plan, grad_accum=4), 1e9, machines, "fp32")
     assert (more.arrive, more.leave, more.update) == (4 * once.arrive, 4 * once.leave, once.update)
-    copied = travels(msgspec.structs.replace(plan, accumulate=4, replicate=2), 1e9, machines, "master")
+    copied = travels(msgspec.structs.replace(plan, grad_accum=4, replicate=2), 1e9, machines, "fp32")
     assert copied.leave == once.leave, "sums over copies are made on the device"
 
 
 def test_ranks_that_share_weights_hide_their_arrival_and_a_lone_one_does_not():
     each = Travels(arrive=2.0, leave=1.0, update=0.5)
-    alone, shared = (Plan(microbatch=1, zero=3, shard=shard, offload_weights=True) for shard in (1, 2))
+    alone, shared = (Plan(microbatch=1, zero=3, shard=shard, cpu_offload=True) for shard in (1, 2))
     assert exposed_travels(each, alone, 100.0, 100.0) == 2.5
     assert exposed_travels(each, shared, 100.0, 100.0) == 0.5
     assert exposed_travels(each, shared, 0.25, 0.25) == 0.5 + 0.75 + 0.75
-    twice = msgspec.structs.replace(shared, accumulate=2)
+    twice = msgspec.structs.replace(shared, grad_accum=2)
     assert exposed_travels(each, twice, 100.0, 100.0) == 1.0, "the second gradient is added on the host"
 
 
@@ -160,12 +164,12 @@ def test_a_step_waits_for_the_update_elsewhere_and_not_for_one_here():
     [
         OFFLOADED,
         HOSTED,
-        {**HOSTED, "shard": 8, "accumulate": 4},
-        {**HOSTED, "replicate": 2, "shard": 4, "accumulate": 2},
-        {**OFFLOADED, "offload_update": "device", "accumulate": 4},
-        {"activations": "host", "recompute": "full"},
-        {"activations": "host", "pp": 4, "stages": (9, 9, 8, 6), "accumulate": 8, "schedule": "zb1p"},
-        {"activations": "host", "shard": 8, "zero": 3},
+        {**HOSTED, "shard": 8, "grad_accum": 4},
+        {**HOSTED, "replicate": 2, "shard": 4, "grad_accum": 2},
+        {**OFFLOADED, "optimizer_offload_update": "device", "grad_accum": 4},
+        {"activation_offload": True, "recompute": "full"},
+        {"activation_offload": True, "pp": 4, "stages": (9, 9, 8, 6), "grad_accum": 8, "schedule": "zb1p"},
+        {"activation_offload": True, "shard": 8, "zero": 3},
     ],
 )
 def test_the_bounds_hold_away_from_the_device_too(fields):
@@ -177,8 +181,8 @@ def test_the_bounds_hold_away_from_the_device_too(fields):
 
 def test_rounding_saves_bytes_and_without_its_kernel_costs_passes():
     for kernels in ("auto", "plain"):
-        master = job(shadow=True, kernels=kernels)
-        rounded = msgspec.structs.replace(master, rounding="compensated")
+        master = job(bf16_params=True, kernels=kernels)
+        rounded = msgspec.structs.replace(master, master_weights="split")
         dearer = share(price(rounded), "optimizer") > share(price(master), "optimizer")
         assert dearer is (kernels == "plain")
         assert ledger(rounded).allocated < ledger(master).allocated

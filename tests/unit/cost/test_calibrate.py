@@ -187,7 +187,7 @@ def test_the_price_uses_what_was_measured_on_the_cluster():
 def test_a_step_on_the_measured_card_is_within_its_interval():
     # results/gpu.json: sixteen layers of Llama 3 8B's shape, one H200, compiled, selective: 0.397 s.
     arch = msgspec.structs.replace(preset("llama3-8b"), layers=16)
-    plan = Plan(microbatch=1, precision="bf16", compile=True, shadow=True, recompute="selective")
+    plan = Plan(microbatch=1, precision="bf16", compile=True, bf16_params=True, recompute="selective")
     machines = measured(cluster("h200"), read_profile(PROFILE), stacks()["meshwright"])
     job = Job(arch=arch, plan=plan, sequence=8192, cluster=machines, stack=stacks()["meshwright"])
     assert price(job).seconds == pytest.approx(0.397, rel=0.06)

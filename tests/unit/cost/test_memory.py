@@ -24,14 +24,14 @@ def held(arch, plan: Plan, **place: int) -> dict[str, int]:
 
 
 def test_a_lone_rank_in_fp32_holds_sixteen_bytes_for_each_parameter():
-    lines = states(LLAMA, plan_of(precision="fp32", accumulate=8))
+    lines = states(LLAMA, plan_of(precision="fp32", grad_accum=8))
     assert total(lines) == 16 * count(LLAMA)
     assert held(LLAMA, plan_of(precision="fp32"))["gathered"] == 0
 
 
 def test_replicas_hold_a_narrow_copy_beside_everything_in_fp32():
     parameters = count(LLAMA)
-    assert held(LLAMA, plan_of(replicate=8, accumulate=4)) == {
+    assert held(LLAMA, plan_of(replicate=8, grad_accum=4)) == {
         "weights": 4 * parameters,
         "gradients": 4 * parameters,
         "moments": 8 * parameters,
@@ -49,7 +49,7 @@ def test_every_stage_of_zero_shares_out_sixteen_bytes(zero, ranks):
 
 
 def test_gradients_wait_whole_only_where_they_are_scattered_once():
-    waiting = {zero: held(LLAMA, plan_of(shard=8, zero=zero, accumulate=4))["waiting"] for zero in (1, 2, 3)}
+    waiting = {zero: held(LLAMA, plan_of(shard=8, zero=zero, grad_accum=4))["waiting"] for zero in (1, 2, 3)}
     assert waiting == {1: 4 * count(LLAMA) * 7 // 8, 2: 0, 3: 0}
     assert held(LLAMA, plan_of(shard=8, zero=1))["waiting"] == 0
 
@@ -68,7 +68,7 @@ def test_one_layer_has_no_next():
 
 def test_a_pipeline_keeps_gradients_whole_and_stages_gathered_whatever_zero_says():
     stages = balanced_stages(LLAMA, 4)
-    plans = [plan_of(pp=4, stages=stages, shard=2, zero=zero, accumulate=8) for zero in (1, 3)]
+    plans = [plan_of(pp=4, stages=stages, shard=2, zero=zero, grad_accum=8) for zero in (1, 3)]
     assert held(LLAMA, plans[0]) == held(LLAMA, plans[1])
     lines = held(LLAMA, plans[1])
     assert lines["gathered"] == lines["weights"]  # two bytes of each number, of which half rest here in four
@@ -78,7 +78,7 @@ def test_a_pipeline_keeps_gradients_whole_and_stages_gathered_whatever_zero_says
 def test_looped_stages_never_wait_together():
     # All backwards of a later stage come before those of an earlier one, so one stage waits while others are summed.
     stages = balanced_stages(LLAMA, 8)
-    shape = {"pp": 4, "chunks": 2, "stages": stages, "shard": 2, "zero": 1, "accumulate": 8}
+    shape = {"pp": 4, "chunks": 2, "stages": stages, "shard": 2, "zero": 1, "grad_accum": 8}
     looped, interleaved = (
         held(LLAMA, plan_of(schedule=schedule, **shape), pp=1)["waiting"] for schedule in ("looped", "interleaved")
     )
@@ -87,7 +87,7 @@ def test_looped_stages_never_wait_together():
 
 def test_split_backwards_leave_narrow_gradients_beside_the_wide_sum():
     stages = balanced_stages(LLAMA, 8)
-    shape = {"pp": 4, "chunks": 2, "stages": stages, "accumulate": 8}
+    shape = {"pp": 4, "chunks": 2, "stages": stages, "grad_accum": 8}
     whole, split = (held(LLAMA, plan_of(schedule=schedule, **shape), pp=1) for schedule in ("interleaved", "zb1p"))
     assert whole["waiting"] == 0  # nothing is sharded, so what waits is what remains
     assert 0 < split["waiting"] <= split["gradients"] // 2
@@ -101,7 +101,7 @@ def test_experts_over_ranks_gather_less_and_rest_alike():
 
 
 def test_every_line_says_why():
-    for fields in ({}, {"replicate": 2}, {"shard": 2, "zero": 3}, {"pp": 2, "stages": (3, 3), "accumulate": 4}):
+    for fields in ({}, {"replicate": 2}, {"shard": 2, "zero": 3}, {"pp": 2, "stages": (3, 3), "grad_accum": 4}):
         lines = states(TINY, plan_of(**fields))
         assert [line.name for line in lines] == ["weights", "gradients", "moments", "gathered", "waiting"]
         assert all(line.why and line.bytes >= 0 for line in lines)

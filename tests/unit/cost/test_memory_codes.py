@@ -32,10 +32,10 @@ ARCHS = {
 }
 ROUTED = msgspec.structs.replace(preset("tiny-moe"), layers=4, kv_heads=8)
 HOW: dict[str, dict[str, Any]] = {
-    "int8": {"compress": "int8"},
-    "fp8": {"compress": "fp8"},
-    "host": {"activations": "host"},
-    "codes on the host": {"activations": "host", "compress": "int8"},
+    "int8": {"activation_quant": "int8"},
+    "fp8": {"activation_quant": "fp8"},
+    "host": {"activation_offload": True},
+    "codes on the host": {"activation_offload": True, "activation_quant": "int8"},
 }
 SCALARS = 300  # bytes: the count of targets and the loss, and a scale for each of a block's seven products
 
@@ -94,21 +94,21 @@ def test_blocks_leave_and_send_exactly_what_is_said(arch, how, number, policy, s
 
 def _here(expected: Kept, how: dict[str, Any]) -> float:
     """Of what blocks send, the last two have not left when a forward ends."""
-    return expected.pair if "activations" in how else 0.0
+    return expected.pair if "activation_offload" in how else 0.0
 
 
 def test_of_many_blocks_two_are_on_the_device():
-    plan = Plan(microbatch=BATCH, precision="bf16", activations="host")
+    plan = Plan(microbatch=BATCH, precision="bf16", activation_offload="host")
     few, many = (said(msgspec.structs.replace(TINY, layers=layers), plan) for layers in (4, 40))
     assert few.pair == many.pair
     assert many.sent == 13 * few.sent  # the last block keeps its own: 39 blocks and 3
     assert said(msgspec.structs.replace(TINY, layers=1), plan).sent == 0
 
 
-@pytest.mark.parametrize("scaling", ["tensor", "row"])
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("arch", ARCHS.values(), ids=ARCHS)
 def test_fp8_products_keep_codes_of_inputs_and_weights(arch, scaling):
-    plan = Plan(microbatch=2, precision="fp8", scaling=scaling, kernels="plain")
+    plan = Plan(microbatch=2, precision="fp8", fp8_scaling=scaling, kernels="plain")
     expected = said(arch, plan, sequence=32)
     assert 0 <= alive_after_forward(arch, plan, sequence=32) - expected.activations - expected.logits <= SCALARS
 

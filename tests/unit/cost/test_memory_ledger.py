@@ -56,18 +56,18 @@ def real_peak(job: Job) -> int:
     tokens, targets = torch.randint(0, job.arch.vocab, (2, BATCH, SEQUENCE))
     positions, index = torch.arange(SEQUENCE).expand(BATCH, -1), torch.arange(BATCH * SEQUENCE).view(BATCH, -1)
     with Live([*model.parameters(), tokens, targets, positions, index]) as live:
-        for _ in range(job.plan.accumulate):
+        for _ in range(job.plan.grad_accum):
             token_loss_sum(model(tokens, positions, None, index), targets).backward()
     return live.peak
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("grad_accum", [1, 2])
 @pytest.mark.parametrize("policy", ["none", "full", "every-2", "selective"])
 @pytest.mark.parametrize(("vocab", "ffn"), [(509, 192), (64, 1024)])
-def test_the_peak_is_that_of_a_real_step(vocab, ffn, policy, accumulate):
+def test_the_peak_is_that_of_a_real_step(vocab, ffn, policy, grad_accum):
     arch = msgspec.structs.replace(GPT, layers=6, vocab=vocab, ffn=ffn)
     fields = {"microbatch": BATCH, "precision": "fp32", "kernels": "plain"}
-    job = job_of(arch, SEQUENCE, recompute=policy, accumulate=accumulate, **fields)
+    job = job_of(arch, SEQUENCE, recompute=policy, grad_accum=grad_accum, **fields)
     lines = lines_of(ledger(job))
     said = ledger(job).allocated - lines["weights"] - lines["moments"]
     # Which gradients of activations live together inside a block is an estimate: 5 % of so small a model's peak.
@@ -82,7 +82,7 @@ def test_the_three_totals_are_kept_apart():
 
 
 def test_the_first_pipeline_rank_holds_most_microbatches_and_the_last_has_the_logits():
-    job = job_of(pp=4, stages=(8, 8, 8, 8), accumulate=16, shard=8, zero=1)
+    job = job_of(pp=4, stages=(8, 8, 8, 8), grad_accum=16, shard=8, zero=1)
     first, last = (lines_of(ledger(job, {"pp": rank})) for rank in (0, 3))
     assert first["activations"] > 3 * last["activations"]
     assert first["logits"] == 0 < last["logits"]
@@ -90,7 +90,7 @@ def test_the_first_pipeline_rank_holds_most_microbatches_and_the_last_has_the_lo
 
 
 def test_a_large_vocabulary_makes_the_last_rank_the_fullest():
-    job = job_of(msgspec.structs.replace(LLAMA, vocab=2**20), 2048, pp=2, stages=(16, 16), accumulate=2)
+    job = job_of(msgspec.structs.replace(LLAMA, vocab=2**20), 2048, pp=2, stages=(16, 16), grad_accum=2)
     assert worst(job).role == "last"
     assert "loss" in worst(job).moment
 
@@ -135,7 +135,7 @@ def test_a_fit_says_how_much_is_left_and_why():
 
 
 def test_a_pipeline_with_idle_ranks_does_not_run():
-    idle = fits(job_of(pp=8, stages=(16, 16, 0, 0, 0, 0, 0, 0), accumulate=8, recompute="full", shard=8, zero=1))
+    idle = fits(job_of(pp=8, stages=(16, 16, 0, 0, 0, 0, 0, 0), grad_accum=8, recompute="full", shard=8, zero=1))
     assert not idle.fits
     assert "nothing to compute" in idle.why
 
@@ -152,7 +152,7 @@ def test_attention_that_exists_as_a_whole_costs_five_bytes_a_score():
 
 @pytest.mark.parametrize("name", list(stacks()))
 def test_every_stack_has_a_ledger_and_an_interval(name):
-    found = worst(job_of(stack=stacks()[name], shard=8, zero=1, tp=2, pp=2, stages=(16, 16), accumulate=8))
+    found = worst(job_of(stack=stacks()[name], shard=8, zero=1, tp=2, pp=2, stages=(16, 16), grad_accum=8))
     assert found.allocated > 0
     assert 0 < found.low < 1 < found.high
     assert found.reported in (found.allocated, found.reserved, found.shown)
@@ -171,7 +171,7 @@ def test_a_long_step_shows_a_pipeline_rank_nothing_that_a_settled_one_does_not(s
                 assert scenes(schedule, pp, chunks, rounds * pp, rank) == scenes(schedule, pp, chunks, few, rank)
             plan = {"pp": pp, "schedule": schedule, "chunks": chunks, "stages": (1,) * (pp * chunks)}
             arch = msgspec.structs.replace(LLAMA, layers=pp * chunks)
-            long, short = (job_of(arch, accumulate=count, **plan) for count in (rounds * pp, few))
+            long, short = (job_of(arch, grad_accum=count, **plan) for count in (rounds * pp, few))
             assert worst(long) == worst(short)
 
 
@@ -184,11 +184,11 @@ def test_only_whole_rounds_are_left_out():
 
 def test_a_shadow_stays_through_the_update_and_leaves_gradients_narrow():
     numbers = count(LLAMA)
-    found = {line.name: line.bytes for line in states(LLAMA, plan_of(shadow=True))}
+    found = {line.name: line.bytes for line in states(LLAMA, plan_of(bf16_params=True))}
     assert (found["weights"], found["gradients"], found["gathered"]) == (4 * numbers, 2 * numbers, 2 * numbers)
-    summed = {line.name: line.bytes for line in states(LLAMA, plan_of(shadow=True, accumulate=2))}
+    summed = {line.name: line.bytes for line in states(LLAMA, plan_of(bf16_params=True, grad_accum=2))}
     assert summed["gradients"] == 4 * numbers, "several microbatches are added up in fp32"
-    tiny = ledger(job_of(LLAMA, 8, shadow=True))  # so short a sequence that the update is the peak
+    tiny = ledger(job_of(LLAMA, 8, bf16_params=True))  # so short a sequence that the update is the peak
     assert tiny.moment == "the optimizer's step"
     assert lines_of(tiny)["gathered"] == 2 * numbers
 
@@ -196,7 +196,7 @@ def test_a_shadow_stays_through_the_update_and_leaves_gradients_narrow():
 def test_a_lone_rank_of_an_h200_holds_what_was_measured():
     # results/gpu.json: sixteen layers of Llama 3 8B's shape, compiled, selective, with a shadow: 79.4e9 bytes.
     arch = msgspec.structs.replace(LLAMA, layers=16)
-    found = ledger(job_of(arch, shadow=True, compile=True, recompute="selective"))
+    found = ledger(job_of(arch, bf16_params=True, compile=True, recompute="selective"))
     assert found.allocated == pytest.approx(79.37e9, rel=0.03)
 
 
@@ -219,7 +219,7 @@ def test_shared_experts_states_lie_on_the_ranks_that_have_copies_of_them():
 
 
 def test_between_the_halves_of_a_backward_only_the_logits_narrow_gradient_is_left():
-    job = job_of(pp=4, schedule="zb1p", stages=(9, 9, 8, 6), accumulate=8)
+    job = job_of(pp=4, schedule="zb1p", stages=(9, 9, 8, 6), grad_accum=8)
     found = {line.name: line.bytes for line in ledger(job, {"pp": 3}).lines}
     # One microbatch at its loss: log-probabilities, what left the stage, and two wide gradients; three between halves.
     assert found["logits"] == 8192 * LLAMA.vocab * (4 + 2 + 8 + 3 * 2)

@@ -43,7 +43,7 @@ def test_a_whole_row_needs_no_assumption():
     assert found.assumed == ()
     plan = found.job.plan
     assert (plan.tp, plan.pp, plan.shard, plan.replicate, plan.zero) == (4, 2, 8, 1, 1)
-    assert (plan.microbatch, plan.accumulate, plan.batch, plan.world) == (2, 16, 256, 64)
+    assert (plan.microbatch, plan.grad_accum, plan.batch, plan.world) == (2, 16, 256, 64)
     assert found.job.arch.mlp == "swiglu"
     assert not found.job.arch.tied
     assert found.job.cluster.network.name == "efa"
@@ -57,7 +57,7 @@ def test_empty_cells_are_filled_and_named():
     for column in ("vocab = 50257", "kv_heads = 96", "ffn_hidden = 49152", "zero_stage = 0", "sp = no", "flash = no"):
         assert column in told
     assert found.job.arch.vocab == 51_200  # 50,257 filled up to a multiple of 128 × 8
-    assert found.job.plan.accumulate == 48
+    assert found.job.plan.grad_accum == 48
     assert found.job.plan.data == 24
     assert count(found.job.arch) == pytest.approx(145.6e9, rel=0.002)
 
@@ -273,7 +273,7 @@ def test_batches_that_disagree_are_settled_by_the_global_one_and_told():
     assert any("grad_accum = 16" in each for each in found.assumed)
     ragged = job_of(LLAMA | {"micro_batch": "3", "grad_accum": ""})
     assert ragged.job is not None
-    assert ragged.job.plan.accumulate == 11  # 32 sequences of a rank in microbatches of 3
+    assert ragged.job.plan.grad_accum == 11  # 32 sequences of a rank in microbatches of 3
     assert any("global_batch = 264" in each for each in ragged.assumed)
     assert job(LLAMA, global_batch="1M tokens (1,048,576)", grad_accum="").plan.batch in (240, 256)
 

@@ -26,7 +26,7 @@ def job(model: str = "llama3-8b", **plan) -> Job:
     )
 
 
-@pytest.mark.parametrize("plan", [{}, {"pp": 4, "stages": (8, 8, 8, 8), "accumulate": 8}, {"shard": 8, "zero": 3}])
+@pytest.mark.parametrize("plan", [{}, {"pp": 4, "stages": (8, 8, 8, 8), "grad_accum": 8}, {"shard": 8, "zero": 3}])
 def test_every_entry_is_named_cited_and_finite(plan):
     entries = textbook.table(job(**plan))
     assert len({entry.name for entry in entries}) == len(entries) > 20

@@ -56,7 +56,7 @@ def jobs(draw) -> Job:
         arch=arch,
         schedule=schedule,
         chunks=chunks,
-        accumulate=accumulate,
+        grad_accum=accumulate,
         microbatch=draw(st.sampled_from([1, 4])),
         recompute=draw(st.sampled_from(["none", "full", "selective", "first-3"])),
         compile=draw(st.booleans()),
@@ -94,7 +94,7 @@ def test_the_ideal_share_is_the_utilization():
 
 
 def test_tokens_per_second_are_those_of_the_batch():
-    found = job(shard=8, zero=3, machines="8xh100", accumulate=2)
+    found = job(shard=8, zero=3, machines="8xh100", grad_accum=2)
     answer = price(found)
     assert answer.tokens_per_second_per_gpu == pytest.approx(16 * 4096 / answer.seconds / 8)
 
@@ -124,7 +124,7 @@ def test_tensor_parallelism_beyond_the_domain_is_dear():
 
 
 def test_more_microbatches_shrink_the_bubble():
-    few, many = (price(job(pp=4, accumulate=m, machines="4xh100")) for m in (4, 32))
+    few, many = (price(job(pp=4, grad_accum=m, machines="4xh100")) for m in (4, 32))
     assert share(few, "bubble") / few.seconds > 3 * share(many, "bubble") / many.seconds
 
 
@@ -138,7 +138,7 @@ def test_a_step_of_small_kernels_waits_for_the_host():
 
 def test_layers_send_what_the_traffic_of_a_step_says():
     """Bytes over tp of the priced layers are those of the trainer's own list, the loss's and the norms' sums apart."""
-    found = job(tp=4, machines="4xh100", accumulate=3)
+    found = job(tp=4, machines="4xh100", grad_accum=3)
     listed = [each for each in traffic(ARCH, found.plan, 4096) if each.axis == "tp" and each.kind != "all_reduce"]
     stream = 4096 * ARCH.hidden * 2
     in_layers = ARCH.layers * 8 * stream  # two gathers and two scatters, forward and backward
@@ -252,7 +252,7 @@ def test_a_short_pipeline_stands_for_a_deep_one(schedule):
 )
 def test_a_long_step_gathers_its_weights_as_its_traffic_says(schedule, chunks):
     """Seconds over shard are those of the whole step's list, though of it only the beginning is followed."""
-    found = job(pp=4, chunks=chunks, schedule=schedule, accumulate=24, shard=2, zero=1, machines="8xh100")
+    found = job(pp=4, chunks=chunks, schedule=schedule, grad_accum=24, shard=2, zero=1, machines="8xh100")
     silent = msgspec.structs.replace(found.stack.speed, overlap_shard=0.0)
     found = msgspec.structs.replace(found, stack=msgspec.structs.replace(found.stack, speed=silent))
     rank = max((0, 3), key=lambda pp: spent_on_shard(found, pp))

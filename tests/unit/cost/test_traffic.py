@@ -28,18 +28,18 @@ def total(collectives: Iterable[Collective], **fields: str) -> int:
 
 
 def test_one_rank_sends_nothing():
-    assert traffic(LLAMA, Plan(microbatch=1, accumulate=4), SEQUENCE) == ()
+    assert traffic(LLAMA, Plan(microbatch=1, grad_accum=4), SEQUENCE) == ()
 
 
 def test_replicas_add_up_every_gradient_once_a_step_in_fp32():
-    listed = traffic(LLAMA, Plan(replicate=8, microbatch=1, accumulate=4, precision="bf16"), SEQUENCE)
+    listed = traffic(LLAMA, Plan(replicate=8, microbatch=1, grad_accum=4, precision="bf16"), SEQUENCE)
     assert bytes_by_axis(listed) == {"replicate": 4 * count(LLAMA), "world": 24}
     assert sum(each.count for each in chosen(listed, axis="replicate")) == LLAMA.layers + 1
 
 
 @pytest.mark.parametrize(("zero", "gathers", "root_gathers", "scatters"), [(1, 1, 1, 1), (2, 1, 1, 4), (3, 8, 4, 4)])
 def test_each_stage_of_zero_gathers_and_scatters_its_share(zero, gathers, root_gathers, scatters):
-    plan = Plan(shard=8, zero=zero, microbatch=1, accumulate=4, precision="bf16")
+    plan = Plan(shard=8, zero=zero, microbatch=1, grad_accum=4, precision="bf16")
     listed = traffic(LLAMA, plan, SEQUENCE)
     root = sum(param.numel for param in params(LLAMA) if param.layer < 0)
     blocks = count(LLAMA) - root
@@ -69,7 +69,7 @@ def test_the_last_rank_of_tp_holds_the_short_end_of_an_odd_vocabulary():
 
 def test_tensor_parallelism_is_megatrons_four_pairs_a_layer():
     # Korthikanti et al. 2022: with the sequence split, two gathers and two scatters each way, of s · b · h numbers.
-    arch, plan = preset("llama2-7b"), Plan(tp=8, microbatch=2, accumulate=3, precision="bf16")
+    arch, plan = preset("llama2-7b"), Plan(tp=8, microbatch=2, grad_accum=3, precision="bf16")
     listed = traffic(arch, plan, 4096)
     (gather,) = chosen(listed, kind="all_gather", axis="tp")
     assert gather.bytes == 2 * 4096 * arch.hidden * 2
@@ -80,7 +80,7 @@ def test_tensor_parallelism_is_megatrons_four_pairs_a_layer():
 def test_the_gradient_of_a_norm_is_narrow_unless_it_waited_for_other_microbatches():
     sizes = {}
     for accumulate in (1, 2):
-        plan = Plan(tp=2, microbatch=1, accumulate=accumulate, precision="bf16")
+        plan = Plan(tp=2, microbatch=1, grad_accum=accumulate, precision="bf16")
         norms = [each for each in traffic(LLAMA, plan, SEQUENCE) if each.bytes in (2 * 4096, 4 * 4096)]
         sizes[accumulate] = {(each.kind, each.count, each.bytes) for each in norms}
     assert sizes == {
@@ -142,7 +142,7 @@ def pipeline(arch: Arch, **fields) -> Plan:
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2), ("zbv", 2), ("dualpipev", 2)])
 def test_every_boundary_between_ranks_is_crossed_once_each_way(schedule, chunks):
-    plan = pipeline(LLAMA, pp=4, schedule=schedule, chunks=chunks, microbatch=1, accumulate=8, precision="bf16")
+    plan = pipeline(LLAMA, pp=4, schedule=schedule, chunks=chunks, microbatch=1, grad_accum=8, precision="bf16")
     ranks = stage_ranks(schedule, 4, chunks)
     boundaries = sum(here != there for here, there in pairwise(ranks))
     sends = [
@@ -154,14 +154,14 @@ def test_every_boundary_between_ranks_is_crossed_once_each_way(schedule, chunks)
 
 def test_the_stages_of_a_pipeline_gather_the_whole_model_once_whatever_zero_says():
     for zero in (1, 2, 3):
-        plan = pipeline(LLAMA, pp=4, shard=2, zero=zero, microbatch=1, accumulate=8)
+        plan = pipeline(LLAMA, pp=4, shard=2, zero=zero, microbatch=1, grad_accum=8)
         listed = [each for rank in range(4) for each in traffic(LLAMA, plan, SEQUENCE, place={"pp": rank})]
         assert total(listed, kind="all_gather") == total(listed, kind="reduce_scatter") == 4 * count(LLAMA)
 
 
 def test_more_stages_than_are_held_gathered_are_gathered_again():
-    held = pipeline(LLAMA, pp=2, chunks=3, schedule="interleaved", shard=2, zero=3, microbatch=1, accumulate=8)
-    more = pipeline(LLAMA, pp=2, chunks=4, schedule="interleaved", shard=2, zero=3, microbatch=1, accumulate=8)
+    held = pipeline(LLAMA, pp=2, chunks=3, schedule="interleaved", shard=2, zero=3, microbatch=1, grad_accum=8)
+    more = pipeline(LLAMA, pp=2, chunks=4, schedule="interleaved", shard=2, zero=3, microbatch=1, grad_accum=8)
     once, often = (total(traffic(LLAMA, plan, SEQUENCE), kind="all_gather") for plan in (held, more))
     assert often > 2 * once
 
@@ -169,7 +169,7 @@ def test_more_stages_than_are_held_gathered_are_gathered_again():
 def test_a_tied_embedding_on_two_ranks_adds_up_its_gradients():
     arch = preset("gpt2")
     listed = [
-        chosen(traffic(arch, pipeline(arch, pp=3, microbatch=1, accumulate=4), 1024, place={"pp": rank}), axis="tied")
+        chosen(traffic(arch, pipeline(arch, pp=3, microbatch=1, grad_accum=4), 1024, place={"pp": rank}), axis="tied")
         for rank in range(3)
     ]
     assert [[each.bytes for each in ones] for ones in listed] == [
@@ -177,7 +177,7 @@ def test_a_tied_embedding_on_two_ranks_adds_up_its_gradients():
         [],
         [arch.vocab * arch.hidden * 4],
     ]
-    folded = pipeline(arch, pp=3, schedule="zbv", chunks=2, microbatch=1, accumulate=4)
+    folded = pipeline(arch, pp=3, schedule="zbv", chunks=2, microbatch=1, grad_accum=4)
     assert not chosen(traffic(arch, folded, 1024), axis="tied")  # both ends are on one rank
 
 
@@ -196,7 +196,7 @@ def plans(draw: st.DrawFn) -> Plan:
         cp_kind=draw(st.sampled_from(["ring", "ulysses"])),
         ep=draw(st.sampled_from([1, 2])),
         microbatch=draw(st.integers(1, 3)),
-        accumulate=draw(st.integers(1, 3)),
+        grad_accum=draw(st.integers(1, 3)),
         precision=draw(st.sampled_from(["fp32", "bf16", "fp64"])),
     )
     assume((plan.shards if zero else plan.copies) % plan.ep == 0)
@@ -221,7 +221,7 @@ def test_a_list_names_no_axis_of_one_rank_and_nothing_twice(plan):
 
 
 def test_a_deterministic_replica_sends_what_an_all_reduce_would():
-    plan = Plan(replicate=8, microbatch=1, accumulate=4, deterministic=True)
+    plan = Plan(replicate=8, microbatch=1, grad_accum=4, deterministic=True)
     listed = traffic(LLAMA, plan, SEQUENCE)
     gradients = [each for each in listed if each.axis == "replicate"]
     assert {each.kind for each in gradients} == {"all_to_all", "all_gather"}  # the two halves of an all-reduce
@@ -230,7 +230,7 @@ def test_a_deterministic_replica_sends_what_an_all_reduce_would():
 
 
 def test_deterministic_shards_give_away_each_gradient_once_and_gather_a_number_a_row():
-    plan = Plan(shard=8, zero=3, microbatch=1, accumulate=4, deterministic=True)
+    plan = Plan(shard=8, zero=3, microbatch=1, grad_accum=4, deterministic=True)
     listed = traffic(LLAMA, plan, SEQUENCE)
     usual = traffic(LLAMA, msgspec.structs.replace(plan, deterministic=False), SEQUENCE)
     assert total(listed, kind="all_to_all", axis="shard") == 4 * count(LLAMA)
@@ -242,7 +242,7 @@ def test_computing_anew_repeats_forwards_up_to_the_last_sum():
     arch = preset("tiny")  # six layers
     counts = {}
     for policy in ("none", "full", "every-4", "first-1", "selective"):
-        found = traffic(arch, Plan(tp=2, microbatch=1, accumulate=3, recompute=policy), 32)
+        found = traffic(arch, Plan(tp=2, microbatch=1, grad_accum=3, recompute=policy), 32)
         both = [each for each in found if each.axis == "tp" and each.bytes == 32 * arch.hidden * 4]
         counts[policy] = {each.kind: each.count // 3 for each in both}
     assert counts["none"] == counts["selective"] == {"all_gather": 26, "reduce_scatter": 26}

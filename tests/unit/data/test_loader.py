@@ -20,11 +20,11 @@ ENDS = 7  # in ragged corpora, tokens that divide by a number are turned into th
 # The same global batch of eight, split over ranks and microbatches in every way worth trying.
 PLANS = [
     Plan(microbatch=8),
-    Plan(microbatch=2, accumulate=4),
+    Plan(microbatch=2, grad_accum=4),
     Plan(microbatch=4, replicate=2),
-    Plan(microbatch=1, accumulate=4, replicate=2),
+    Plan(microbatch=1, grad_accum=4, replicate=2),
     Plan(microbatch=2, replicate=2, shard=2, zero=3),
-    Plan(microbatch=1, accumulate=2, shard=4, zero=1),
+    Plan(microbatch=1, grad_accum=2, shard=4, zero=1),
 ]
 
 
@@ -36,7 +36,7 @@ def cache(tmp_path) -> Path:
 @pytest.fixture
 def mixture(make_tokens) -> Data:
     first, second = make_tokens("a.bin", 3000), make_tokens("b.bin", 1500, 30_000)
-    return Data(mix=(Source(source=str(first), weight=3.0), Source(source=str(second))), held_out=0.1)
+    return Data(mix=(Source(source=str(first), weight=3.0), Source(source=str(second))), eval_fraction=0.1)
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def ragged(tmp_path) -> Data:
     stream[stream % 13 == 0] = ENDS
     stream[:1700].tofile(tmp_path / "a.bin")
     stream[1700:].tofile(tmp_path / "b.bin")
-    return Data(source=f"{tmp_path}/*.bin", end_token=ENDS, held_out=0.1)
+    return Data(source=f"{tmp_path}/*.bin", end_token=ENDS, eval_fraction=0.1)
 
 
 def corpus_of(run: Run, cache: Path) -> Corpus:
@@ -75,7 +75,7 @@ def rows(step: list[StepBatch]) -> list[tuple[list[int], ...]]:
 
 
 def test_a_first_look(make_run, make_tokens, cache):
-    run = make_run(Data(source=str(make_tokens("a.bin", 1000))), vocab=VOCAB, plan=Plan(microbatch=2, accumulate=2))
+    run = make_run(Data(source=str(make_tokens("a.bin", 1000))), vocab=VOCAB, plan=Plan(microbatch=2, grad_accum=2))
     ((step,),) = loaded(run, corpus_of(run, cache), range(5, 6))
     assert step.tokens == 4 * 16
     assert len(step.microbatches) == 2
@@ -148,7 +148,7 @@ def test_steps_may_be_taken_in_any_order(make_run, mixture, cache):
 
 
 def test_an_epoch_sees_every_training_sample_once_and_no_held_out_one(make_run, make_tokens, cache):
-    run = make_run(Data(source=str(make_tokens("a.bin", 1601)), held_out=0.2), vocab=VOCAB)
+    run = make_run(Data(source=str(make_tokens("a.bin", 1601)), eval_fraction=0.2), vocab=VOCAB)
     steps = loaded(run, corpus_of(run, cache), range(40))  # 80 training samples, two epochs in batches of 4
     first = [int(batch.tokens[row, 0]) for step in steps for batch in step[0].microbatches for row in range(4)]
     assert Counter(first[:80]) == Counter(range(0, 80 * 16, 16))
@@ -164,7 +164,7 @@ def test_token_indices_are_unique_in_all_of_training(make_run, make_tokens, cach
 
 
 def test_held_out_batches_come_in_order_and_again(make_run, make_tokens, cache):
-    run = make_run(Data(source=str(make_tokens("a.bin", 1601)), held_out=0.06), vocab=VOCAB, plan=PLANS[2])
+    run = make_run(Data(source=str(make_tokens("a.bin", 1601)), eval_fraction=0.06), vocab=VOCAB, plan=PLANS[2])
     corpus = corpus_of(run, cache)
     loaders = [Loader(corpus, run, rank, CPU) for rank in range(2)]
     held = [[row[0][0] // 16 for row in rows([loader.held(batch) for loader in loaders])] for batch in range(2)]
@@ -196,10 +196,10 @@ def test_a_held_out_batch_of_a_mixture_has_something_of_each(make_run, mixture, 
 
 
 def test_nothing_held_out_is_an_input_error(make_run, make_tokens, cache):
-    run = make_run(Data(source=str(make_tokens("a.bin", 200)), held_out=0.0), vocab=VOCAB)
+    run = make_run(Data(source=str(make_tokens("a.bin", 200)), eval_fraction=0.0), vocab=VOCAB)
     loader = Loader(corpus_of(run, cache), run, 0, CPU)
     assert not loader.holds_out
-    with pytest.raises(InputError, match=r"data\.held_out"):
+    with pytest.raises(InputError, match=r"data\.eval_fraction"):
         loader.held(0)
     loader.close()
 
@@ -208,7 +208,7 @@ def test_a_token_that_the_model_does_not_know_is_named_when_it_is_taken(make_run
     tokens = np.arange(70_000) % 100
     tokens[69_000] = 400  # behind what is looked at before the run
     tokens.astype("<u2").tofile(tmp_path / "a.bin")
-    run = make_run(Data(source=str(tmp_path / "a.bin"), held_out=0.0), sequence=1000, plan=Plan(microbatch=69))
+    run = make_run(Data(source=str(tmp_path / "a.bin"), eval_fraction=0.0), sequence=1000, plan=Plan(microbatch=69))
     loader = Loader(corpus_of(run, cache), run, 0, CPU)
     for _ in range(2):  # again and again, never a hang
         with pytest.raises(InputError, match=r"a\.bin holds token 400 at position 69000, and arch\.vocab is 300"):

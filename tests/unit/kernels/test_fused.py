@@ -45,7 +45,7 @@ def test_a_cut_vocabulary_is_lost_in_chunks_on_a_cpu_too():
     assert fused_kernels.has_loss(model)
 
 
-@pytest.mark.parametrize("words", [{"tp": 2, "kernels": "plain"}, {"tp": 2, "pp": 2, "accumulate": 2}], ids=str)
+@pytest.mark.parametrize("words", [{"tp": 2, "kernels": "plain"}, {"tp": 2, "pp": 2, "grad_accum": 2}], ids=str)
 def test_all_logits_exist_where_plain_kernels_are_asked_for_and_in_a_pipeline(words):
     assert wrapped(**words).loss is weighed_loss
 

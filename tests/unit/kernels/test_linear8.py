@@ -11,7 +11,7 @@ from torch import nn
 from meshwright.kernels import fp8
 from meshwright.kernels.fp8 import CODE, LARGEST_E4M3, Linear8, RowLinear8, codes, takes, turned
 
-SCALINGS = ("tensor", "row")
+SCALINGS = ("tensorwise", "rowwise")
 HALF_STEP = 2.0**-4  # of three bits, relative to a normal number
 FLOOR = 2.0**-10 / LARGEST_E4M3  # the smallest step of the type against the largest code, for numbers far below it
 
@@ -45,7 +45,7 @@ def test_zeros_stay_zeros_and_what_is_not_finite_is_seen(scaling):
 @settings(deadline=None, max_examples=10, derandomize=True)
 @given(st.tuples(st.integers(1, 70), st.integers(1, 70)), st.sampled_from(STRIDES))
 def test_the_turned_copy_is_the_transpose(shape, strides):
-    values = codes(draw(shape, torch.float32, 1, strides), "tensor")[0]
+    values = codes(draw(shape, torch.float32, 1, strides), "tensorwise")[0]
     copy = turned(values)
     assert copy.is_contiguous()
     assert torch.equal(copy.float(), values.float().t())

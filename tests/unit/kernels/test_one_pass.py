@@ -89,10 +89,10 @@ def test_a_gradient_that_is_not_finite_moves_nothing(narrow):
 @interpreted
 def test_a_weight_without_a_gradient_does_not_change_what_others_are_read_as():
     def moved(kernels: Kernels) -> list[Tensor]:
-        plan = Plan(microbatch=1, precision="bf16", shadow=True, accumulate=2, kernels=kernels)
+        plan = Plan(microbatch=1, precision="bf16", bf16_params=True, grad_accum=2, kernels=kernels)
         model = nn.ParameterDict({name: draw((32, 32), torch.float32, 1) for name in ("spare", "used")})
         precision.attach([model], plan)
-        optimizer = AdamW(Optim(rate=RATE, weight_decay=0.0), model.parameters(), plan)
+        optimizer = AdamW(Optim(lr=RATE, weight_decay=0.0), model.parameters(), plan)
         model["used"].grad = draw((32, 32), torch.float32, 2)
         one = torch.ones((), dtype=torch.float64)
         optimizer.step(RATE, Verdict(one, one, one, one))

@@ -14,7 +14,7 @@ ROUNDING = {torch.float8_e4m3fn: 2.0**-4, torch.float8_e5m2: 2.0**-3}
 # The smallest step of the type against the largest code, for numbers far below it.
 FLOOR = {torch.float8_e4m3fn: 2.0**-10 / 448, torch.float8_e5m2: 2.0**-17 / 57344}
 CARRY = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 4}  # codes of one exponent
-SCALINGS = ("tensor", "row")
+SCALINGS = ("tensorwise", "rowwise")
 
 
 def restored(values, scale):
@@ -37,8 +37,8 @@ def test_every_element_is_within_half_a_step(wide, dtype, scaling):
 @pytest.mark.parametrize("dtype", LARGEST)
 def test_the_largest_magnitude_is_the_largest_code(dtype):
     x = draw((9, 40), torch.float32, 1)
-    assert quantize(x, dtype, "tensor").values.float().abs().max() == LARGEST[dtype]
-    rows = quantize(x, dtype, "row").values.float().abs().amax(1)
+    assert quantize(x, dtype, "tensorwise").values.float().abs().max() == LARGEST[dtype]
+    rows = quantize(x, dtype, "rowwise").values.float().abs().amax(1)
     assert torch.equal(rows, torch.full((9,), LARGEST[dtype]))
 
 
@@ -65,7 +65,7 @@ def test_what_is_not_finite_is_not_hidden(scaling, transposed, bad, kernels):
 
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0)])
 def test_nothing_is_quantized_too(shape):
-    codes = quantize(torch.empty(shape), torch.float8_e4m3fn, "row", transposed=True)
+    codes = quantize(torch.empty(shape), torch.float8_e4m3fn, "rowwise", transposed=True)
     assert codes.transposed is not None
     assert (codes.values.shape, codes.transposed.shape) == (shape, shape[::-1])
 
@@ -101,7 +101,7 @@ def test_the_kernel_is_its_twin(shape, transposed, scaling, dtype):
 def test_a_row_beyond_the_registers_is_cast_in_tiles(monkeypatch):
     monkeypatch.setattr("meshwright.kernels.fp8.ROW_LIMIT", 100)
     x = draw((2, 150), torch.bfloat16, 1)
-    ours, theirs = (quantize(x, torch.float8_e4m3fn, "row", kernels=kernels) for kernels in ("fused", "plain"))
+    ours, theirs = (quantize(x, torch.float8_e4m3fn, "rowwise", kernels=kernels) for kernels in ("fused", "plain"))
     assert_same_codes(ours, theirs, torch.float8_e4m3fn)
 
 

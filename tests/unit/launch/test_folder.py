@@ -10,7 +10,7 @@ from meshwright.runtime.run_folder import Claim
 from meshwright.spec.problem import InputError
 
 RUN = load.load(None).run
-OTHER = load.load(None, ["seed=2", "optim.rate=0.5"]).run
+OTHER = load.load(None, ["seed=2", "optim.lr=0.5"]).run
 SUMMARY = Summary(
     step=1, first_loss=2.0, loss=1.0, held_out_loss=None, tokens_per_second=1.0, seconds_to_first_loss=1.0, seconds=2.0,
     peak_bytes=1, parameters=1, ranks=1, folder="x",
@@ -24,7 +24,7 @@ def claim(folder, run=RUN, **options):
 
 
 def test_the_same_mathematics_lives_in_the_same_folder():
-    assert folders.default(RUN) == folders.default(load.load(None, ["plan.accumulate=2", "log.every=3"]).run)
+    assert folders.default(RUN) == folders.default(load.load(None, ["plan.grad_accum=2", "log.every=3"]).run)
     assert folders.default(RUN) != folders.default(OTHER)
 
 
@@ -35,7 +35,7 @@ def test_a_claimed_folder_holds_the_run(tmp_path):
 
 def test_a_changed_plan_may_go_on_in_the_folder_but_other_mathematics_may_not(tmp_path):
     claim(tmp_path / "a")
-    claim(tmp_path / "a", load.load(None, ["plan.accumulate=2"]).run)
+    claim(tmp_path / "a", load.load(None, ["plan.grad_accum=2"]).run)
     with pytest.raises(InputError, match=r"optim\.rate 0\.002 there, 0\.5 here; seed 1 there, 2 here"):
         claim(tmp_path / "a", OTHER)
 
@@ -58,7 +58,7 @@ def test_what_an_unfinished_attempt_recorded_and_saved_is_kept_but_its_last_word
 
 
 def test_the_plan_before_is_kept_beside_the_plan_that_goes_on(tmp_path):
-    other = load.load(None, ["plan.accumulate=2"]).run
+    other = load.load(None, ["plan.grad_accum=2"]).run
     for run in (RUN, RUN, other, RUN):
         claim(tmp_path / "a", run)
     there = [load.load(tmp_path / "a" / name).run for name in ("run.1.toml", "run.2.toml", "run.toml")]

@@ -7,7 +7,7 @@ from meshwright.optim import host_memory
 from meshwright.spec.problem import InputError
 
 TINY = ("arch.preset=tiny", "plan.replicate=1", "plan.precision=bf16")
-HOSTED = ("plan.offload_weights=true", "plan.zero=3")
+HOSTED = ("plan.cpu_offload=true", "plan.zero=3")
 
 
 def make_run(*words):
@@ -37,7 +37,7 @@ def test_this_machine_has_some():
 
 @pytest.mark.parametrize(
     ("words", "width"),
-    [(("plan.offload=host",), 12), (("plan.offload=host", "optim.states=bf16"), 6)],
+    [(("plan.optimizer_offload=host",), 12), (("plan.optimizer_offload=host", "optim.state_dtype=bf16"), 6)],
 )
 def test_a_parameter_takes_12_bytes_or_6(words, width):
     assert host_memory.width(make_run(*words)) == width
@@ -46,19 +46,22 @@ def test_a_parameter_takes_12_bytes_or_6(words, width):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("optim.states=bf16",), "plan.offload = none keeps none"),
-        (("plan.offload=host", "plan.replicate=2"), "this plan has 2 ranks"),
-        (("plan.offload=host", "plan.tp=2"), "this plan has 2 ranks"),
-        (("plan.offload=host", "plan.deterministic=true"), "without plan.offload"),
-        (("plan.offload=host", "plan.shadow=false"), "plan.shadow = false keeps none"),
-        (("plan.offload=host", "optim.states=bf16", "plan.precision=fp16"), "plan.precision = fp16 has none"),
-        (("plan.offload=disk", "plan.offload_host_bytes=-1"), "is negative"),
-        (("plan.offload_weights=true",), "plan.zero = 0 keeps them all"),
-        (("plan.offload_weights=true", "plan.zero=2", "plan.shard=2"), "plan.zero = 2 keeps them all"),
-        ((*HOSTED, "plan.pp=2", "plan.accumulate=4"), "keeps whole stages gathered"),
-        ((*HOSTED, "plan.shadow=true"), "plan.shadow keeps a narrow copy"),
-        ((*HOSTED, "plan.offload=host"), "plan.offload = host moves some"),
-        ((*HOSTED, "plan.deterministic=true"), "without plan.offload_weights"),
+        (("optim.state_dtype=bf16",), "plan.optimizer_offload = none keeps none"),
+        (("plan.optimizer_offload=host", "plan.replicate=2"), "this plan has 2 ranks"),
+        (("plan.optimizer_offload=host", "plan.tp=2"), "this plan has 2 ranks"),
+        (("plan.optimizer_offload=host", "plan.deterministic=true"), "without plan.optimizer_offload"),
+        (("plan.optimizer_offload=host", "plan.bf16_params=false"), "plan.bf16_params = false keeps none"),
+        (
+            ("plan.optimizer_offload=host", "optim.state_dtype=bf16", "plan.precision=fp16"),
+            "plan.precision = fp16 has none",
+        ),
+        (("plan.optimizer_offload=disk", "plan.optimizer_offload_host_bytes=-1"), "is negative"),
+        (("plan.cpu_offload=true",), "plan.zero = 0 keeps them all"),
+        (("plan.cpu_offload=true", "plan.zero=2", "plan.shard=2"), "plan.zero = 2 keeps them all"),
+        ((*HOSTED, "plan.pp=2", "plan.grad_accum=4"), "keeps whole stages gathered"),
+        ((*HOSTED, "plan.bf16_params=true"), "plan.bf16_params keeps a narrow copy"),
+        ((*HOSTED, "plan.optimizer_offload=host"), "plan.optimizer_offload = host moves some"),
+        ((*HOSTED, "plan.deterministic=true"), "without plan.cpu_offload"),
     ],
 )
 def test_what_cannot_be_is_refused_with_a_remedy(words, told):
@@ -68,6 +71,6 @@ def test_what_cannot_be_is_refused_with_a_remedy(words, told):
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path):
-    run = make_run("plan.offload=disk")
+    run = make_run("plan.optimizer_offload=disk")
     with pytest.raises(InputError, match="no folder"):
         host_memory.check(run, [100], tmp_path / "nowhere")

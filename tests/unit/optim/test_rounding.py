@@ -21,7 +21,7 @@ from meshwright.optim.clip import Verdict
 from meshwright.spec.plan import Plan
 
 BF16 = Plan(microbatch=1, precision="bf16")
-ROUNDED = ("stochastic", "compensated")
+ROUNDED = ("none", "split")
 
 
 def verdict(factor: float = 1.0, finite: float = 1.0) -> Verdict:
@@ -70,7 +70,13 @@ def test_what_bf16_holds_is_not_moved_by_chance(value):
 
 
 def run_of(kind: str) -> Run:
-    words = ["arch.preset=tiny", "plan.precision=bf16", f"optim.rounding={kind}", "optim.weight_decay=0.1"]
+    words = [
+        "arch.preset=tiny",
+        "plan.precision=bf16",
+        f"optim.master_weights={kind}",
+        f"optim.stochastic_rounding={str(kind == 'none').lower()}",
+        "optim.weight_decay=0.1",
+    ]
     return load.load(None, words, ranks=1).run
 
 
@@ -84,7 +90,7 @@ def bag(kind: str, tensors: list[Tensor]) -> tuple[nn.ParameterDict, AdamW]:
 def test_compensated_weights_are_a_master_in_two_parts():
     torch.manual_seed(0)
     start = [torch.randn(70, 1000).bfloat16(), torch.randn(37).bfloat16()]  # more than one block, and a vector
-    ours, mine = bag("compensated", [tensor.clone() for tensor in start])
+    ours, mine = bag("split", [tensor.clone() for tensor in start])
     wide = [nn.Parameter(tensor.float()) for tensor in start]
     # The deterministic update takes the same operations one by one.
     theirs = AdamW(Optim(weight_decay=0.1), wide, Plan(microbatch=1, deterministic=True))
@@ -113,7 +119,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(kind):
 
 
 def test_draws_differ_from_step_to_step_and_from_weight_to_weight():
-    weights, optimizer = bag("stochastic", [torch.ones(64, 64).bfloat16(), torch.ones(64, 64).bfloat16()])
+    weights, optimizer = bag("none", [torch.ones(64, 64).bfloat16(), torch.ones(64, 64).bfloat16()])
     seen = []
     for _ in range(3):
         for weight in weights.values():
@@ -132,11 +138,11 @@ def test_weights_in_bf16_have_moments_in_fp32_and_no_master():
         assert optimizer.wide[0].data_ptr() == weights["w0"].data_ptr()
         assert optimizer.first[0].dtype == optimizer.second[0].dtype == torch.float32
     assert master_weights.weight_dtype(Optim(), BF16) == torch.float32
-    assert master_weights.weight_dtype(Optim(rounding="stochastic"), BF16) == torch.bfloat16
+    assert master_weights.weight_dtype(Optim(master_weights="none"), BF16) == torch.bfloat16
 
 
 def test_rounding_is_part_of_the_mathematics():
-    names = {digest(run_of(kind)) for kind in ("master", *ROUNDED)}
+    names = {digest(run_of(kind)) for kind in ("fp32", *ROUNDED)}
     assert len(names) == 3
 
 
@@ -159,9 +165,9 @@ def trained(kind: str) -> tuple[list[float], Tensor]:
     torch.manual_seed(0)
     model = Decoder(ARCH)
     fill_model(model, ARCH, 1)
-    model = model.bfloat16() if kind != "master" else model.bfloat16().float()  # all begin alike
+    model = model.bfloat16() if kind != "fp32" else model.bfloat16().float()  # all begin alike
     wide = [weight.detach().float().clone() for weight in model.parameters()]
-    run = run_of(kind if kind in ROUNDED else "master")
+    run = run_of(kind if kind in ROUNDED else "fp32")
     master_weights.attach([model], run)
     held = list(model.parameters()) if kind in ROUNDED else [nn.Parameter(weight.clone()) for weight in wide]
     optimizer = AdamW(msgspec.structs.replace(run.optim, weight_decay=0.0), held, BF16)
@@ -189,14 +195,14 @@ def trained(kind: str) -> tuple[list[float], Tensor]:
 
 def test_over_a_real_run_nearest_stalls_and_both_others_follow_fp32():
     torch.set_num_threads(1)
-    ends = {kind: trained(kind) for kind in ("master", "nearest", *ROUNDED)}
-    start = ends["master"][0][0]
+    ends = {kind: trained(kind) for kind in ("fp32", "nearest", *ROUNDED)}
+    start = ends["fp32"][0][0]
     gained = {kind: start - sum(losses[-20:]) / 20 for kind, (losses, _) in ends.items()}
-    travel = ends["master"][1]
+    travel = ends["fp32"][1]
     along = {kind: (torch.dot(moved, travel) / travel.square().sum()).item() for kind, (_, moved) in ends.items()}
     assert along["nearest"] < 0.5
-    assert along["stochastic"] == pytest.approx(1, abs=0.05)
-    assert along["compensated"] == pytest.approx(1, abs=0.02)
-    assert gained["nearest"] < 0.5 * gained["master"]
+    assert along["none"] == pytest.approx(1, abs=0.05)
+    assert along["split"] == pytest.approx(1, abs=0.02)
+    assert gained["nearest"] < 0.5 * gained["fp32"]
     for kind in ROUNDED:
-        assert gained[kind] == pytest.approx(gained["master"], rel=0.02)
+        assert gained[kind] == pytest.approx(gained["fp32"], rel=0.02)

@@ -7,7 +7,7 @@ from meshwright.optim.lr_schedule import learning_rate
 
 
 def rates(steps=100, **fields):
-    optim = Optim(rate=1.0, floor=0.1, **fields)
+    optim = Optim(lr=1.0, min_lr_ratio=0.1, **fields)
     return [learning_rate(optim, step, steps) for step in range(steps)]
 
 
@@ -30,7 +30,7 @@ def test_constant_is_constant():
 
 
 def test_wsd_is_stable_until_its_decay():
-    curve = rates(schedule="wsd", decay=0.25, warmup=5)
+    curve = rates(schedule="wsd", decay_fraction=0.25, warmup=5)
     assert set(curve[5:76]) == {1.0}
     assert curve[76] < 1.0
 

@@ -91,7 +91,7 @@ def test_a_line_of_the_table_that_fits_nothing_is_found():
 
 
 def test_a_stage_knows_its_blocks_and_its_ends():
-    plan = Plan(pp=3, stages=(3, 2, 1), microbatch=1, accumulate=3)
+    plan = Plan(pp=3, stages=(3, 2, 1), microbatch=1, grad_accum=3)
     assert [stage_of(plan, stage) for stage in range(3)] == [
         Stage(range(0, 3), True, False),
         Stage(range(3, 5), False, False),
@@ -119,7 +119,7 @@ def test_our_decoder_answers_like_anyone():
     assert DECODER.splits is not None
     assert DECODER.part is not None
     assert resolved(DECODER.splits(model), model).keys() == DECODER.splits(model).keys()  # every name is there
-    plan = Plan(pp=2, stages=(2, TINY.layers - 2), microbatch=1, accumulate=2)
+    plan = Plan(pp=2, stages=(2, TINY.layers - 2), microbatch=1, grad_accum=2)
     parts = [DECODER.part(copy.deepcopy(model), stage_of(plan, stage)) for stage in range(2)]
     held = sorted(name for part in parts for name, _ in part.named_parameters())
     assert held == sorted(param.name for param in params(TINY))

@@ -125,7 +125,7 @@ def gradients(model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_the_host_gives_back_every_bit(name, dtype, policy):
     loss, plain = gradients(decoder(name, dtype))
-    there, sent = gradients(decoder(name, dtype, activations="host", recompute=policy))
+    there, sent = gradients(decoder(name, dtype, activation_offload=True, recompute=policy))
     assert torch.equal(there, loss)
     assert sent.keys() == plain.keys()
     assert all(torch.equal(sent[weight], plain[weight]) for weight in plain)
@@ -141,7 +141,7 @@ ALLOWED = {"int8": (1.2e-2, 3e-2), "fp8": (2e-2, 8e-2)}
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_codes_leave_the_loss_and_move_the_gradient_a_little(kind, policy, dtype):
     loss, plain = gradients(decoder(dtype=dtype))
-    there, coded = gradients(decoder(dtype=dtype, compress=kind, recompute=policy))
+    there, coded = gradients(decoder(dtype=dtype, activation_quant=kind, recompute=policy))
     assert torch.equal(there, loss)
     apart = {name: (coded[name].double() - whole.double()).norm() for name, whole in plain.items()}
     whole = torch.stack(list(apart.values())).norm() / torch.stack([g.double().norm() for g in plain.values()]).norm()
@@ -151,8 +151,8 @@ def test_codes_leave_the_loss_and_move_the_gradient_a_little(kind, policy, dtype
 
 
 def test_codes_on_the_host_are_the_same_codes():
-    _, here = gradients(decoder(compress="int8"))
-    _, there = gradients(decoder(compress="int8", activations="host"))
+    _, here = gradients(decoder(activation_quant="int8"))
+    _, there = gradients(decoder(activation_quant="int8", activation_offload=True))
     assert all(torch.equal(here[name], there[name]) for name in here)
 
 
@@ -187,7 +187,7 @@ def plainly_kept() -> dict[int, Tensor]:
 
 def test_memory_is_kept_once_in_a_byte_for_each_number():
     whole = plainly_kept()
-    loss = forward(decoder(compress="int8"))
+    loss = forward(decoder(activation_quant="int8"))
     parts = [part for each in stored() for part in each.parts if isinstance(part, Tensor)]
     mine = sum(part.nbytes for part in parts)
     # Of our model in fp32, every large tensor that needs a gradient has 4 bytes a number: 1.03 of them stay.
@@ -199,7 +199,7 @@ def test_memory_is_kept_once_in_a_byte_for_each_number():
 
 
 def test_what_a_recomputed_block_keeps_is_its_input():
-    loss = forward(decoder(compress="int8", recompute="full"))
+    loss = forward(decoder(activation_quant="int8", recompute="full"))
     numbers = 8 * 64 * preset("tiny").hidden
     sizes = sorted(sum(part.nbytes for part in each.parts) for each in stored())  # pyright: ignore
     assert sizes == [numbers // GROUP * (GROUP + 4)] * LAYERS
@@ -207,7 +207,7 @@ def test_what_a_recomputed_block_keeps_is_its_input():
 
 
 def test_nothing_is_kept_where_nothing_learns():
-    model = decoder(compress="int8", activations="host")
+    model = decoder(activation_quant="int8", activation_offload=True)
     with torch.no_grad():
         forward(model)
     assert not stored()
@@ -218,7 +218,7 @@ def memory(**fields: Any) -> Memory:
 
 
 def test_weights_and_small_tensors_are_left_alone():
-    kept = memory(compress="int8")
+    kept = memory(activation_quant="int8")
     weight = nn.Parameter(torch.randn(256, 256))
     small = torch.randn(SMALL // 4 - 1)
     for tensor in (weight, weight.t(), weight.view(-1)[128:], small):
@@ -227,14 +227,14 @@ def test_weights_and_small_tensors_are_left_alone():
 
 
 def test_statistics_and_counts_stay_exact():
-    kept = Memory(Plan(microbatch=1, compress="fp8", kernels="plain"), NOBODY, 64 * SMALL, None)
+    kept = Memory(Plan(microbatch=1, activation_quant="fp8", kernels="plain"), NOBODY, 64 * SMALL, None)
     statistic, counts = torch.randn(SMALL), torch.arange(SMALL)
     assert kept.pack(statistic) is statistic
     assert kept.pack(counts) is counts
 
 
 def test_what_has_heads_is_kept_in_int8():
-    kept = memory(compress="fp8")
+    kept = memory(activation_quant="fp8")
     headed, flat = kept.pack(torch.randn(2, 4, 64, 64)), kept.pack(torch.randn(8, 64 * 64))
     assert isinstance(headed, Window)
     assert isinstance(flat, Window)
@@ -244,7 +244,7 @@ def test_what_has_heads_is_kept_in_int8():
 @pytest.mark.parametrize("kind", ["none", "int8"])
 def test_views_share_their_memory_and_come_back_as_they_were(kind):
     load = Load(Lane(torch.device("cpu")), None) if kind == "none" else None
-    kept = Memory(Plan(microbatch=1, compress=kind, kernels="plain"), NOBODY, 0, load)
+    kept = Memory(Plan(microbatch=1, activation_quant=kind, kernels="plain"), NOBODY, 0, load)
     merged = torch.randn(4, 128, 3 * 64)
     views = [*merged.split(64, dim=-1), merged.transpose(0, 1), merged.view(4, 128, 3, 64).transpose(1, 2)]
     packed = [kept.pack(view) for view in views]
@@ -257,7 +257,7 @@ def test_views_share_their_memory_and_come_back_as_they_were(kind):
 
 
 def test_memory_that_is_written_to_or_given_out_again_is_kept_anew():
-    kept = memory(compress="int8")
+    kept = memory(activation_quant="int8")
     first = torch.ones(SMALL)
     before = kept.pack(first)
     first.mul_(2)
@@ -270,7 +270,7 @@ def test_memory_that_is_written_to_or_given_out_again_is_kept_anew():
 
 def test_masks_are_packed_to_bits():
     mask = torch.rand(8, SMALL) > 0.5
-    window = memory(compress="int8").pack(mask)
+    window = memory(activation_quant="int8").pack(mask)
     assert isinstance(window, Window)
     assert window.stored.parts[0].nbytes == SMALL  # pyright: ignore
     assert torch.equal(unpack(window), mask)
@@ -348,7 +348,7 @@ def test_hooks_see_what_a_compiled_block_saves():
         for block in model if compiles else ():
             block.forward = torch.compile(block.forward, backend="aot_eager")
         anatomy = Anatomy(blocks=lambda whole: dict(whole.named_children()))
-        activation_offload.wrap(model, Plan(microbatch=1, compress="int8", kernels="plain"), CPU, anatomy)
+        activation_offload.wrap(model, Plan(microbatch=1, activation_quant="int8", kernels="plain"), CPU, anatomy)
         found.append(rows(model))
     (plain, size), (compiled, compiled_size) = found
     assert compiled_size > 0
@@ -369,26 +369,26 @@ def refusals(*words: str) -> list[str]:
 
 @pytest.mark.parametrize("policy", ["selective", "sqrt", "every-2"])
 def test_recomputation_that_keeps_things_elsewhere_is_refused(policy):
-    assert refusals("plan.compress=fp8", f"plan.recompute={policy}") == ["plan.compress"]
-    assert refusals("plan.activations=host", f"plan.recompute={policy}") == ["plan.activations"]
+    assert refusals("plan.activation_quant=fp8", f"plan.recompute={policy}") == ["plan.activation_quant"]
+    assert refusals("plan.activation_offload=true", f"plan.recompute={policy}") == ["plan.activation_offload"]
 
 
 def test_what_may_be_is_not_refused():
     for policy in ("none", "full", "first-2", "every-1"):
-        assert not refusals("plan.compress=int8", "plan.activations=host", f"plan.recompute={policy}")
+        assert not refusals("plan.activation_quant=int8", "plan.activation_offload=true", f"plan.recompute={policy}")
 
 
 def test_codes_are_refused_in_proofs_and_for_routes_that_would_change():
-    assert refusals("plan.compress=fp8", "plan.precision=fp64") == ["plan.compress"]
+    assert refusals("plan.activation_quant=fp8", "plan.precision=fp64") == ["plan.activation_quant"]
     mixture = ("arch.preset=tiny-moe", "plan.recompute=full")
-    assert refusals(*mixture, "plan.compress=fp8") == ["plan.compress"]
-    assert not refusals(*mixture, "plan.activations=host")
+    assert refusals(*mixture, "plan.activation_quant=fp8") == ["plan.activation_quant"]
+    assert not refusals(*mixture, "plan.activation_offload=true")
 
 
 def test_codes_are_mathematics_and_the_host_is_not():
     plain, coded, sent = (
         digest(load.load(None, ["plan.precision=bf16", word], ranks=1).run)
-        for word in ("plan.recompute=none", "plan.compress=int8", "plan.activations=host")
+        for word in ("plan.recompute=none", "plan.activation_quant=int8", "plan.activation_offload=true")
     )
     assert plain == sent != coded
 
@@ -397,7 +397,7 @@ def test_a_mask_of_documents_is_kept_as_it_is():
     arch = msgspec.structs.replace(preset("tiny"), layers=2)
     model = Decoder(arch)
     fill_model(model, arch, seed=1)
-    activation_offload.wrap(model, Plan(microbatch=1, compress="int8"), CPU, DECODER)
+    activation_offload.wrap(model, Plan(microbatch=1, activation_quant="int8"), CPU, DECODER)
     tokens, positions = torch.arange(256).view(2, 128) % 509, torch.arange(128).repeat(2, 1)
     documents = (torch.arange(128) // 50).repeat(2, 1)
     model(tokens, positions, documents).square().mean().backward()

@@ -78,7 +78,7 @@ def test_no_rows_fold_to_no_sums():
 
 def test_the_log_says_the_mode_and_its_buffers_or_nothing():
     model = torch.nn.Linear(10, 10, bias=False)
-    assert described(Plan(microbatch=2, accumulate=4), [model]) == []
-    (line,) = described(Plan(microbatch=2, accumulate=4, replicate=2, deterministic=True), [model])
+    assert described(Plan(microbatch=2, grad_accum=4), [model]) == []
+    (line,) = described(Plan(microbatch=2, grad_accum=4, replicate=2, deterministic=True), [model])
     assert "over 8 global microbatches of 2" in line
     assert "2 buffers of 400 bytes" in line

@@ -12,7 +12,7 @@ from meshwright.spec.plan import Plan, balanced_stages
 
 def job(**changes) -> Job:
     arch = preset("llama3-8b")
-    plan = Plan(pp=4, shard=2, zero=1, stages=balanced_stages(arch, 4), microbatch=1, accumulate=8, precision="bf16")
+    plan = Plan(pp=4, shard=2, zero=1, stages=balanced_stages(arch, 4), microbatch=1, grad_accum=8, precision="bf16")
     plan = msgspec.structs.replace(plan, **changes)
     return Job(arch=arch, plan=plan, sequence=4096, cluster=cluster("8xh100"), stack=stack_of("meshwright"))
 
@@ -27,7 +27,7 @@ def test_a_pipeline_is_drawn_at_the_seconds_it_is_priced_at():
 
 
 def test_of_a_long_step_the_first_rounds_are_drawn_and_said():
-    made = pipeline(job(accumulate=64))
+    made = pipeline(job(grad_accum=64))
     assert made is not None
     assert (made.shown, made.microbatches) == (8, 64)
     assert made.title.endswith("8 of 64 microbatches")

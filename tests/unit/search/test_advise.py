@@ -68,7 +68,7 @@ def test_what_fits_nowhere_waits_elsewhere():
     assert names(advice) == ["offload"]
     assert advice.found is not None
     assert advice.found.fit.fits
-    assert advice.found.plan.offload != "none"
+    assert advice.found.plan.optimizer_offload != "none"
 
 
 def test_what_fits_not_even_then_is_given_more_gpus():

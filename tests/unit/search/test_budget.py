@@ -14,11 +14,11 @@ from meshwright.spec.plan import Plan, balanced_stages
 from meshwright.spec.problem import InputError
 
 PLANS = {
-    "one": Plan(microbatch=2, precision="bf16", shadow=True),
+    "one": Plan(microbatch=2, precision="bf16", bf16_params=True),
     "shard": Plan(shard=8, zero=3, microbatch=2, precision="bf16"),
     "tp": Plan(tp=8, microbatch=4, precision="bf16"),
-    "1f1b": Plan(pp=4, shard=2, zero=1, microbatch=1, accumulate=8, precision="bf16"),
-    "zb1p": Plan(pp=2, microbatch=1, accumulate=8, precision="bf16", schedule="zb1p"),
+    "1f1b": Plan(pp=4, shard=2, zero=1, microbatch=1, grad_accum=8, precision="bf16"),
+    "zb1p": Plan(pp=2, microbatch=1, grad_accum=8, precision="bf16", schedule="zb1p"),
     "fp32": Plan(replicate=2, microbatch=4),
 }
 JOBS = [("tiny", name) for name in PLANS if name != "tp"] + [("gpt2", "one"), ("gpt2", "shard"), ("llama3-8b", "shard")]
@@ -77,7 +77,7 @@ def test_a_split_backward_leaves_nothing_to_choose():
     assert budget.fitting(asked, 80 * GIB).recompute == "none"
 
 
-@pytest.mark.parametrize("field", [{"compress": "int8"}, {"activations": "host"}])
+@pytest.mark.parametrize("field", [{"activation_quant": "int8"}, {"activation_offload": True}])
 def test_only_what_goes_with_the_rest_of_the_plan_is_chosen(field):
     asked = job("llama3-8b", "shard")
     asked = msgspec.structs.replace(asked, plan=msgspec.structs.replace(asked.plan, **field))
@@ -103,10 +103,10 @@ def test_when_nothing_fits_the_problem_says_the_least_and_what_would_help():
     (problem,) = raised.value.problems
     assert problem.key == "goal.memory_gib"
     assert f"{least / GIB:.2f} GiB" in problem.text
-    assert "plan.microbatch=1 plan.accumulate=4" in problem.remedy
+    assert "plan.microbatch=1 plan.grad_accum=4" in problem.remedy
     assert "plan.replicate=1 plan.shard=2 plan.zero=3" in problem.remedy
     # What is promised holds.
-    changed = msgspec.structs.replace(asked.plan, microbatch=1, accumulate=4)
+    changed = msgspec.structs.replace(asked.plan, microbatch=1, grad_accum=4)
     assert budget.choose(msgspec.structs.replace(asked, plan=changed), least - 1).ledger.shown < least
 
 

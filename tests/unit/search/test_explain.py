@@ -8,9 +8,9 @@ from meshwright.spec.plan import Plan
 from search.questions import question
 
 ASKED = question("llama3-8b", "8xh100", sequence=4096, batch=32)
-SHARDED = Plan(shard=8, zero=3, microbatch=2, accumulate=2, precision="bf16")
+SHARDED = Plan(shard=8, zero=3, microbatch=2, grad_accum=2, precision="bf16")
 PIPELINE = Plan(
-    pp=4, tp=2, stages=(8, 8, 8, 8), microbatch=1, accumulate=32, precision="bf16", recompute="full"
+    pp=4, tp=2, stages=(8, 8, 8, 8), microbatch=1, grad_accum=32, precision="bf16", recompute="full"
 )  # fmt: skip
 
 
@@ -45,8 +45,8 @@ def test_what_changes_no_mathematics_is_said_with_how_to_turn_it_off():
     compiled = msgspec.structs.replace(SHARDED, compile=True)
     assert "plan.compile=false" in why(priced(ASKED.job(compiled)))
     assert "plan.compile" not in why(priced(ASKED.job(SHARDED)))
-    alone = Plan(microbatch=1, precision="bf16", shadow=True)
-    assert "plan.shadow=false" in why(priced(question("gpt2", "1xh100", sequence=1024, batch=1).job(alone)))
+    alone = Plan(microbatch=1, precision="bf16", bf16_params=True)
+    assert "plan.bf16_params=false" in why(priced(question("gpt2", "1xh100", sequence=1024, batch=1).job(alone)))
 
 
 def test_a_schedule_that_cannot_be_compiled_is_beside_one_that_is():

@@ -42,16 +42,16 @@ def test_learned_positions_end_where_their_table_ends():
 
 
 def test_the_next_microbatch_does_not_fit():
-    asked = question("llama3-8b", "8xh100", sequence=4096, batch=32, recompute="none", activations="device")
+    asked = question("llama3-8b", "8xh100", sequence=4096, batch=32, recompute="none", activation_offload=False)
     found = largest_microbatch(asked)
     assert found is not None
     assert found.next_value == int(found.value) + 1
 
 
 def test_microbatches_are_as_many_as_are_fixed():
-    found = largest_microbatch(question("gpt2-xl", "8xh100", sequence=1024, batch=8, pp=2, accumulate=4))
+    found = largest_microbatch(question("gpt2-xl", "8xh100", sequence=1024, batch=8, pp=2, grad_accum=4))
     assert found is not None
-    assert (found.found.plan.pp, found.found.plan.accumulate) == (2, 4)
+    assert (found.found.plan.pp, found.found.plan.grad_accum) == (2, 4)
 
 
 def test_a_short_table_of_positions_is_used_whole():
@@ -63,7 +63,7 @@ def test_a_short_table_of_positions_is_used_whole():
     assert "positions" in found.end
 
 
-@pytest.mark.parametrize("fixed", [{"tp": 3}, {"tp": 0}, {"pp": 2, "schedule": "dualpipev", "accumulate": 1}])
+@pytest.mark.parametrize("fixed", [{"tp": 3}, {"tp": 0}, {"pp": 2, "schedule": "dualpipev", "grad_accum": 1}])
 def test_what_no_microbatch_is_legal_for_is_refused(fixed):
     with pytest.raises(InputError):
         largest_microbatch(question("llama3-8b", "8xh100", **fixed))

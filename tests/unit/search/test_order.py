@@ -35,7 +35,7 @@ def refitted(found: Found, asked: Question) -> Found:
 
 
 def plainer(plan: Plan) -> Plan:
-    return msgspec.structs.replace(plan, activations="device", compress="none")
+    return msgspec.structs.replace(plan, activation_offload=False, activation_quant="none")
 
 
 SMALL = [
@@ -165,7 +165,7 @@ def test_bounds_with_weights_are_never_above_the_price_of_any_split():
 
 def test_a_slow_network_is_seen_by_the_bound():
     asked = over(question("gpt2", "16xh100", sequence=1024, batch=64, pp=1, tp=1, cp=1), "16xh100", "10gbe")
-    group = next(group for group in groups(asked) if group.each.accumulate == 1).parts()[0]
+    group = next(group for group in groups(asked) if group.each.grad_accum == 1).parts()[0]
     assert bound_with_weights(group, 0.0) > 2 * bound(group)
 
 

@@ -13,7 +13,7 @@ from search.questions import question
 
 ASKED = question("llama3-8b", "8xh100", sequence=4096, batch=32)
 LARGE = question("llama3-70b", "8xh100", sequence=4096, batch=32)  # its narrow weights and gradients fill three cards
-SHARDED = Plan(shard=8, zero=3, microbatch=1, accumulate=4, precision="bf16")
+SHARDED = Plan(shard=8, zero=3, microbatch=1, grad_accum=4, precision="bf16")
 
 
 def test_gpu_counts_are_parts_of_a_node_and_then_nodes():
@@ -23,7 +23,7 @@ def test_gpu_counts_are_parts_of_a_node_and_then_nodes():
     assert all(after <= before * 1.15 for before, after in pairwise(counts[10:]))
 
 
-@pytest.mark.parametrize("asked", [msgspec.structs.replace(ASKED, fixed={"offload": "none"}), LARGE])
+@pytest.mark.parametrize("asked", [msgspec.structs.replace(ASKED, fixed={"optimizer_offload": "none"}), LARGE])
 def test_fewer_gpus_than_needed_are_too_few(asked):
     needed = gpus_needed(asked)
     assert needed is not None
@@ -39,7 +39,7 @@ def test_one_gpu_is_enough_if_states_live_elsewhere():
     assert needed is not None
     gpus, answer = needed
     assert gpus == 1
-    assert all(found.plan.offload != "none" for found in answer.found)
+    assert all(found.plan.optimizer_offload != "none" for found in answer.found)
 
 
 def test_duration_and_money():
@@ -64,7 +64,7 @@ def test_layers_add_up_to_the_model(model):
 
 
 def test_the_nearest_misses_lack_least_and_changes_fit():
-    asked = question("llama3-8b", "1xh100", sequence=4096, batch=8, offload="none")
+    asked = question("llama3-8b", "1xh100", sequence=4096, batch=8, optimizer_offload="none")
     assert not search(asked).found
     misses = nearest(asked)
     lacking = [-miss.fit.headroom_bytes for miss in misses]
@@ -82,7 +82,7 @@ def test_releasing_a_fixed_field_is_the_first_suggestion():
 
 
 def test_what_may_vary_may_need_fewer_gpus():
-    asked = question("llama-7b", "8xh100", sequence=64, batch=8, offload="none")
+    asked = question("llama-7b", "8xh100", sequence=64, batch=8, optimizer_offload="none")
     # Sixteen bytes of each parameter are more than this, the twelve of weights in bf16 alone are less.
     gpu = msgspec.structs.replace(asked.cluster.gpu, memory_bytes=100e9)
     asked = asked.on(msgspec.structs.replace(asked.cluster, gpu=gpu))

@@ -32,11 +32,11 @@ def every_spelling(asked: Question) -> set[Plan]:
                 continue
             plan = Plan(
                 pp=pp, replicate=replicate, shard=shard, zero=zero, cp=cp, cp_kind=kind, ep=ep, tp=tp,
-                schedule=schedule, chunks=chunks, microbatch=microbatch, accumulate=accumulate, precision="bf16",
+                schedule=schedule, chunks=chunks, microbatch=microbatch, grad_accum=accumulate, precision="bf16",
                 stages=balanced_stages(asked.arch, pp * chunks) if pp > 1 else (),
             )  # fmt: skip
-            for place in ("device", "host"):
-                both = (msgspec.structs.replace(plan, compile=each, activations=place) for each in (True, False))
+            for place in (False, True):
+                both = (msgspec.structs.replace(plan, compile=each, activation_offload=place) for each in (True, False))
                 found.update(list(islice((each for each in both if not problems(asked, each)), 1)))
     return found
 
@@ -48,15 +48,15 @@ def is_the_only_spelling(plan: Plan) -> bool:
         return False
     if plan.pp > 1:
         return plan.zero <= 1
-    return plan.zero != 2 or plan.accumulate > 1
+    return plan.zero != 2 or plan.grad_accum > 1
 
 
 @pytest.mark.parametrize("gpus", [1, 4])
 def test_weights_that_are_kept_in_host_memory_are_planned_with_zero_3(gpus):
-    asked = question("tiny", f"{gpus}xh100", batch=12, recompute="none", offload_weights=True)
+    asked = question("tiny", f"{gpus}xh100", batch=12, recompute="none", cpu_offload=True)
     found = list(plans(asked))
     assert found
-    assert {(plan.zero, plan.pp, plan.shadow, plan.offload) for plan in found} == {(3, 1, False, "none")}
+    assert {(plan.zero, plan.pp, plan.bf16_params, plan.optimizer_offload) for plan in found} == {(3, 1, False, "none")}
     assert not [plan for plan in found if problems(asked, plan)]
 
 
@@ -122,14 +122,14 @@ def test_policies_differ_from_each_other():
     words = ("none", "selective-16", "selective", "first-8", "first-16", "first-24", "sqrt", "full")
     assert tuple(each.recompute for each in found if not each.is_helped) == words
     sent = ("none", "first-8", "first-16", "first-24", "full")  # by operation, and of several blocks, is kept elsewhere
-    assert tuple(each.recompute for each in found if each.activations == "host") == sent
+    assert tuple(each.recompute for each in found if each.activation_offload) == sent
     assert len(found) == len(set(found)) == len(words) + len(sent)
 
 
 def test_a_field_that_no_level_chooses_is_carried_by_every_plan():
     assert {plan.kernels for plan in plans(question(kernels="plain"))} == {"plain"}
-    assert next(plans(question(shadow=True)), None) is None  # for one rank that shares nothing
-    assert all(plan.shadow for plan in plans(question(shadow=True, machines="1xh100")))
+    assert next(plans(question(bf16_params=True)), None) is None  # for one rank that shares nothing
+    assert all(plan.bf16_params for plan in plans(question(bf16_params=True, machines="1xh100")))
 
 
 def test_blocks_are_compiled_wherever_the_rules_let_them_be():
@@ -154,16 +154,16 @@ def test_nothing_is_compiled_for_what_torch_writes_no_kernels_for():
 
 @pytest.mark.parametrize(
     ("machines", "fixed", "kept"),
-    [("1xh100", {}, True), ("1xh100", {"shadow": False}, False), ("1xh100", {"deterministic": True}, False),
+    [("1xh100", {}, True), ("1xh100", {"bf16_params": False}, False), ("1xh100", {"deterministic": True}, False),
      ("2xh100", {}, False)],
 )  # fmt: skip
 def test_a_lone_rank_keeps_a_shadow(machines, fixed, kept):
-    assert {plan.shadow for plan in plans(question(machines=machines, **fixed))} == {kept}
+    assert {plan.bf16_params for plan in plans(question(machines=machines, **fixed))} == {kept}
 
 
 def test_a_lone_rank_in_full_precision_keeps_no_shadow():
     asked = msgspec.structs.replace(question(machines="1xh100"), precision="fp32")
-    assert {plan.shadow for plan in plans(asked)} == {False}
+    assert {plan.bf16_params for plan in plans(asked)} == {False}
 
 
 def test_fp8_is_as_the_rules_allow_it():
@@ -174,39 +174,39 @@ def test_fp8_is_as_the_rules_allow_it():
     assert not any(problems(asked, plan) for plan in ours)
 
 
-@pytest.mark.parametrize(("rounding", "states"), [("master", "fp32"), ("compensated", "fp32"), ("master", "bf16")])
+@pytest.mark.parametrize(("rounding", "states"), [("fp32", "fp32"), ("split", "fp32"), ("fp32", "bf16")])
 def test_nothing_is_offered_that_the_trainer_refuses(rounding, states):
-    asked = msgspec.structs.replace(question(machines="1xh100"), rounding=rounding, states=states)
+    asked = msgspec.structs.replace(question(machines="1xh100"), master_weights=rounding, state_dtype=states)
     ours = list(plans(asked))
     assert ours
     assert len(ours) == len(set(ours))
     assert not any(problems(asked, plan) for plan in ours)
-    away = {plan.offload for plan in ours}
-    assert away == {"master fp32": {"none", "host", "disk"}, "master bf16": {"host", "disk"}}.get(
+    away = {plan.optimizer_offload for plan in ours}
+    assert away == {"fp32 fp32": {"none", "host", "disk"}, "fp32 bf16": {"host", "disk"}}.get(
         f"{rounding} {states}", {"none"}
     )
 
 
 def test_several_ranks_offload_nothing():
-    assert {plan.offload for plan in plans(question(machines="2xh100"))} == {"none"}
-    assert next(plans(question(machines="2xh100", offload="host")), None) is None
+    assert {plan.optimizer_offload for plan in plans(question(machines="2xh100"))} == {"none"}
+    assert next(plans(question(machines="2xh100", optimizer_offload="host")), None) is None
 
 
 def test_a_host_of_which_nobody_knows_is_not_counted_on():
     asked = question(machines="1xh100")
     unknown = msgspec.structs.replace(asked.cluster, host_bytes=0.0, disk_bytes=0.0)
     found = list(plans(msgspec.structs.replace(asked, cluster=unknown)))
-    assert {(plan.offload, plan.activations) for plan in found} == {("none", "device")}
+    assert {(plan.optimizer_offload, plan.activation_offload) for plan in found} == {("none", False)}
 
 
 def test_codes_and_states_vary_only_when_allowed():
     asked = question(machines="1xh100")
-    assert {plan.compress for plan in plans(asked)} == {"none"}
+    assert {plan.activation_quant for plan in plans(asked)} == {"none"}
     free = msgspec.structs.replace(asked, vary=("precision", "optimizer"))
-    assert {plan.compress for plan in plans(free)} == {"none", "int8", "fp8"}
-    kinds = {(each.rounding, each.states) for each in variants(free) if each.precision == "bf16"}
-    assert kinds == {("master", "fp32"), ("stochastic", "fp32"), ("compensated", "fp32"), ("master", "bf16")}
-    assert {(each.rounding, each.states) for each in variants(asked)} == {("master", "fp32")}
+    assert {plan.activation_quant for plan in plans(free)} == {"none", "int8", "fp8"}
+    kinds = {(each.master_weights, each.state_dtype) for each in variants(free) if each.precision == "bf16"}
+    assert kinds == {("fp32", "fp32"), ("none", "fp32"), ("split", "fp32"), ("fp32", "bf16")}
+    assert {(each.master_weights, each.state_dtype) for each in variants(asked)} == {("fp32", "fp32")}
 
 
 @pytest.mark.parametrize(

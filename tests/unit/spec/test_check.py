@@ -22,7 +22,7 @@ WRONG = [
     (["plan.precision=fp8", "sequence=100", "batch=1"], "sums over the 100 tokens of a microbatch, no multiple of 16"),
     (["plan.deterministic=true", "plan.replicate=3", "batch=12"], "plan.replicate = 3 is not a power of two"),
     (["plan.deterministic=true", "plan.shard=6", "plan.zero=1", "batch=24"], "plan.shard = 6 is not a power of two"),
-    (["plan.deterministic=true", "plan.accumulate=3", "batch=12"], "plan.accumulate = 3 is not a power of two"),
+    (["plan.deterministic=true", "plan.grad_accum=3", "batch=12"], "plan.grad_accum = 3 is not a power of two"),
     (["plan.deterministic=true", "plan.tp=2"], "plan.tp = 2 adds up partial products"),
     (["plan.deterministic=true", "plan.cp=2"], "plan.cp = 2 adds up parts of a sequence"),
     (["plan.deterministic=true", "plan.pp=2"], "plan.pp = 2 adds them up itself"),
@@ -40,7 +40,7 @@ WRONG = [
     (["faults.grace_seconds=-1.0"], "faults.grace_seconds = -1.0 is out of range"),
     (["faults.spike=nan"], "faults.spike = nan is out of range"),
     (["faults.straggler=-1.0"], "faults.straggler = -1.0 is out of range"),
-    (["data.held_out=0.9"], "out of range"),
+    (["data.eval_fraction=0.9"], "out of range"),
     (["data.pack=documents", "data.mask_documents=true"], "has no meaning"),
     (['data.mix=[{source="a", weight=0.0}]'], "is not positive"),
     (['data.mix=[{source="a"}]', "data.source=b"], "data.source = b has no meaning beside data.mix"),
@@ -74,7 +74,7 @@ def test_experts_borrow_ranks_of_data_and_context(words):
 
 @pytest.mark.parametrize(
     "words",
-    [["plan.replicate=4", "plan.accumulate=2"], ["plan.replicate=2", "plan.shard=4", "plan.zero=3"], [*MIXTURE]],
+    [["plan.replicate=4", "plan.grad_accum=2"], ["plan.replicate=2", "plan.shard=4", "plan.zero=3"], [*MIXTURE]],
     ids=["replicate", "hybrid", "experts"],
 )
 def test_deterministic_sums_are_for_powers_of_two(words):

@@ -24,23 +24,23 @@ def test_without_a_file_it_is_the_default_run():
 
 def test_a_file_extends_another_and_the_command_line_has_the_last_word(tmp_path):
     (tmp_path / "base.toml").write_text(
-        'steps = 7\nsequence = 64\n[arch]\npreset = "tiny"\n[optim]\nrate = 0.5\nclip = 2.0\n'
+        'steps = 7\nsequence = 64\n[arch]\npreset = "tiny"\n[optim]\nlr = 0.5\ngrad_clip = 2.0\n'
     )
-    (tmp_path / "top.toml").write_text('extends = "base.toml"\nsequence = 128\n\n[optim]\nrate = 0.25\n')
-    loaded = load.load(tmp_path / "top.toml", ["optim.clip=0.125"])
+    (tmp_path / "top.toml").write_text('extends = "base.toml"\nsequence = 128\n\n[optim]\nlr = 0.25\n')
+    loaded = load.load(tmp_path / "top.toml", ["optim.grad_clip=0.125"])
     run = loaded.run
-    assert (run.steps, run.sequence, run.optim.rate, run.optim.clip) == (7, 128, 0.25, 0.125)
+    assert (run.steps, run.sequence, run.optim.lr, run.optim.grad_clip) == (7, 128, 0.25, 0.125)
     assert loaded.origins["steps"] == f"{tmp_path}/base.toml:1"
     assert loaded.origins["sequence"] == f"{tmp_path}/top.toml:2"
-    assert loaded.origins["optim.rate"] == f"{tmp_path}/top.toml:5"
-    assert loaded.origins["optim.clip"] == "command line"
+    assert loaded.origins["optim.lr"] == f"{tmp_path}/top.toml:5"
+    assert loaded.origins["optim.grad_clip"] == "command line"
     assert loaded.origins["arch.layers"] == "preset tiny"
     assert loaded.origins["arch.head_dim"] == "derived: hidden ÷ heads"
 
 
 def test_a_run_written_and_read_again_is_the_same(tmp_path):
     mix = '[{source="a", weight=2.0}, {source="b \\"x\\" \\n"}]'
-    run = load.load(None, [f"data.mix={mix}", "optim.rate=1e-7", 'log.writers=["wandb"]', "data.end_token=5"]).run
+    run = load.load(None, [f"data.mix={mix}", "optim.lr=1e-7", 'log.writers=["wandb"]', "data.end_token=5"]).run
     file = tmp_path / "run.toml"
     file.write_text(load.write(run))
     assert load.load(file).run == run
@@ -58,7 +58,7 @@ def test_every_problem_is_told_at_once():
     assert any("stepz is not a key; did you mean steps?" in line for line in told)
     assert any("did you mean 'cosine'?" in line for line in told)
     assert any('seed = "abc" should be a whole number' in line for line in told)
-    assert any("batch = 15 is not microbatch 7 × accumulate 1 × 2 data ranks" in line for line in told)
+    assert any("batch = 15 is not microbatch 7 × grad_accum 1 × 2 data ranks" in line for line in told)
     assert any("arch.hiden is not a key; did you mean arch.hidden?" in line for line in told)
     assert all(line.startswith("command line: ") for line in told)
 
@@ -66,7 +66,7 @@ def test_every_problem_is_told_at_once():
 def test_a_problem_names_its_file_and_line(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text('steps = 3\n\n[arch]\npreset = "tiny"\n\n[optim]\nlr = 3e-4\n')
-    assert problems(file=file) == [f"{file}:7: optim.lr is not a key; here it is called optim.rate"]
+    assert problems(file=file) == [f"{file}:7: optim.lr is not a key; here it is called optim.lr"]
 
 
 @pytest.mark.parametrize(("theirs", "ours"), schema.ELSEWHERE.items())
@@ -98,7 +98,7 @@ def test_one_wrong_letter_in_any_key_is_refused_with_a_suggestion(key):
         ("extends = 3", "is not a file name"),
         ('arch = "tiny"', "should be a table"),
         ('[arch]\npreset = "tiny"\n[data]\nmix = [{sauce = "x"}]', "data.mix.0.source is missing"),
-        ('[arch]\npreset = "tiny"\n[optim]\nrate = nan', "optim.rate = nan is out of range"),
+        ('[arch]\npreset = "tiny"\n[optim]\nlr = nan', "optim.lr = nan is out of range"),
         ('[arch]\npreset = "tiny"\nvocab = 1000000000000', "beyond any model"),
         ('steps = true\n[arch]\npreset = "tiny"', "steps = true should be a whole number"),
     ],
@@ -132,7 +132,7 @@ def test_ranks_that_are_not_the_plan_are_refused():
     ("words", "expected"),
     [
         ((), (2, 8, 1)),
-        (("plan.accumulate=4",), (2, 2, 4)),
+        (("plan.grad_accum=4",), (2, 2, 4)),
         (("plan.microbatch=2",), (2, 2, 4)),
         (("plan.shard=2", "plan.zero=3"), (1, 8, 1)),
         (("plan.replicate=1",), (1, 16, 1)),
@@ -140,7 +140,7 @@ def test_ranks_that_are_not_the_plan_are_refused():
 )
 def test_what_a_plan_leaves_open_follows_from_the_batch(words, expected):
     plan = load.load(None, ["batch=16", *words], default_ranks=2).run.plan
-    assert (plan.replicate, plan.microbatch, plan.accumulate) == expected
+    assert (plan.replicate, plan.microbatch, plan.grad_accum) == expected
     assert plan.batch == 16
 
 
@@ -155,7 +155,7 @@ def test_the_schema_accepts_what_the_loader_accepts():
     described = schema.json_schema()
     assert described["$defs"]["Run"]["properties"].keys() >= {"steps", "arch", "plan", "extends"}
     assert "preset" in described["$defs"]["Arch"]["properties"]
-    assert described["$defs"]["Init"]["properties"].keys() == {"from", "moments"}
+    assert described["$defs"]["Init"]["properties"].keys() == {"from", "optimizer_state"}
     msgspec.json.encode(described)
 
 

@@ -163,14 +163,14 @@ def test_a_v_has_two_chunks():
 
 def test_dualpipev_names_the_microbatches_and_the_ranks_that_work():
     (misfit,) = misfits("dualpipev", 4, 2, 7)
-    assert misfit.remedy == "set plan.accumulate to at least 8, or plan.pp to at most 3"
+    assert misfit.remedy == "set plan.grad_accum to at least 8, or plan.pp to at most 3"
     assert legal("dualpipev", 4, 2, 8) is None
     assert legal("dualpipev", 3, 2, 7) is None
 
 
 def test_all_misfits_are_told_at_once():
-    assert [misfit.key for misfit in misfits("dualpipev", 4, 1, 1)] == ["plan.chunks", "plan.accumulate"]
-    assert [misfit.key for misfit in misfits("1f1b", 0, -1, 0)] == ["plan.pp", "plan.chunks", "plan.accumulate"]
+    assert [misfit.key for misfit in misfits("dualpipev", 4, 1, 1)] == ["plan.chunks", "plan.grad_accum"]
+    assert [misfit.key for misfit in misfits("1f1b", 0, -1, 0)] == ["plan.pp", "plan.chunks", "plan.grad_accum"]
 
 
 # A validator that finds nothing proves nothing: each kind of fault is made once.

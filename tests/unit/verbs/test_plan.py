@@ -18,7 +18,7 @@ from meshwright.search.question import Question
 
 ALPACA = (
     "plan llama-7b --cluster 4xa100-80g --sequence 512 "
-    "plan.shard=4 plan.zero=3 plan.microbatch=4 plan.accumulate=8 --exact"
+    "plan.shard=4 plan.zero=3 plan.microbatch=4 plan.grad_accum=8 --exact"
 )
 SMALL = "plan llama3-8b --cluster 8xh100 --sequence 4096 --batch 32"
 KEYS = {
@@ -127,7 +127,9 @@ def test_layers_add_up_to_the_model(capsys):
 
 
 def test_how_many_gpus(capsys):
-    found = answer(capsys, "plan llama3-8b --cluster 8xh100 --sequence 4096 --batch 32 plan.offload=none --gpus-needed")
+    found = answer(
+        capsys, "plan llama3-8b --cluster 8xh100 --sequence 4096 --batch 32 plan.optimizer_offload=none --gpus-needed"
+    )
     assert found["gpus"] in (2, 4)  # 16 bytes of 8 billion parameters are 120 GiB: more than one card, and two suffice
     assert found["plans"][0]["fits"]
     assert "are needed at least" in told(capsys, "plan gpt2 --cluster 8xh100 --batch 8 --gpus-needed")
@@ -171,11 +173,11 @@ def test_nothing_fits_is_three_with_the_nearest_and_what_would(capsys):
 
 def test_a_written_run_says_what_the_planner_did_not_choose(capsys, tmp_path):
     file = tmp_path / "planned.toml"
-    text = told(capsys, SMALL, "optim.rate=1e-4", "--write", str(file))
+    text = told(capsys, SMALL, "optim.lr=1e-4", "--write", str(file))
     assert "steps = 100, data.source = stdlib, optim.warmup = 0" in text
-    assert "optim.rate" not in text.split("written:")[1]
+    assert "optim.lr" not in text.split("written:")[1]
     run = load.load(file).run
-    assert (run.steps, run.optim.rate, run.held.prompt) == (100, 1e-4, "")  # nothing of the default run
+    assert (run.steps, run.optim.lr, run.eval.prompt) == (100, 1e-4, "")  # nothing of the default run
 
 
 def test_weights_that_will_come_from_a_folder_need_not_be_there_to_plan(capsys, tmp_path):
@@ -272,19 +274,19 @@ def test_a_plan_is_compiled_unless_told_otherwise(capsys, tmp_path):
     assert load.load(file).run.plan.compile
     assert not any(plan["plan"]["compile"] for plan in answer(capsys, SMALL, "plan.compile=false")["plans"])
     alone = answer(capsys, "plan gpt2 --cluster 1xh200 --batch 8", "--write", str(file), "--force")["plans"][0]["plan"]
-    assert alone["shadow"]
-    assert load.load(file).run.plan.shadow
+    assert alone["bf16_params"]
+    assert load.load(file).run.plan.bf16_params
 
 
 def test_one_card_trains_what_it_cannot_hold_and_the_reason_is_told(capsys):
     text = told(capsys, "plan llama3-8b --cluster 1xh100 --sequence 4096 --batch 8")
-    assert " offload=host/" in text
+    assert " optimizer_offload=host/" in text
     assert "wide weights and moments live in host memory: host memory " in text
     assert "With all of it on the device this plan would need " in text
 
 
 def test_an_exact_plan_shows_what_lies_elsewhere(capsys):
-    words = "plan llama3-8b --cluster 1xh100 --sequence 4096 --batch 1 plan.offload=disk plan.activations=host --exact"
+    words = "plan llama3-8b --cluster 1xh100 --sequence 4096 --batch 1 plan.optimizer_offload=disk plan.activation_offload=true --exact"
     (found,) = answer(capsys, words)["plans"]
     assert found["disk_bytes"] == 12 * 8_030_261_248
     assert {line["name"] for line in found["host"]} == {"activations", "pieces"}

@@ -60,7 +60,7 @@ def test_sizes_say_what_was_chosen_and_assumed(capsys):
     assert (found["sequence"], found["precision"], found["assumed"]) == (4096, "bf16", ["precision = bf16"])
     assert found["batch"] == 8 * found["value"]
     assert found["next"] == found["value"] + 1
-    text = told(capsys, *words, "--batch", "32", "--gpus-needed", "--vary", "precision", "plan.offload=none")
+    text = told(capsys, *words, "--batch", "32", "--gpus-needed", "--vary", "precision", "plan.optimizer_offload=none")
     assert " precision=fp8 " in text
 
 
@@ -77,7 +77,7 @@ def test_the_largest_of_an_illegal_plan_is_refused(capsys, what):
 
 
 def test_where_nothing_fits_there_is_no_largest(capsys):
-    words = ["plan", "llama-7b", "--cluster", "1xa100-80g", "plan.offload=none", "--largest", "microbatch"]
+    words = ["plan", "llama-7b", "--cluster", "1xa100-80g", "plan.optimizer_offload=none", "--largest", "microbatch"]
     assert "no microbatch fits 1xa100-80g (sequence 2,048, llama-7b, bf16)" in told(capsys, *words, code=3)
 
 

@@ -27,7 +27,7 @@ def test_the_same_plan_has_the_mathematics_that_was_chosen(capsys):
     vary = ["plan.tp=1", "plan.pp=1", "plan.cp=1", "--vary", "optimizer", "--vary", "batch", "--vary", "precision"]
     found = answer(capsys, ASKED, *vary, "--what-if", "network=10gbe")  # one node: nothing changes
     base, same = found["base"], found["same_plan"]
-    assert (base["rounding"], base["batch"], base["plan"]["precision"]) != ("master", 64, "bf16")
+    assert (base["master_weights"], base["batch"], base["plan"]["precision"]) != ("fp32", 64, "bf16")
     assert same == base
     text = told(capsys, ASKED, *vary, "--what-if", "network=10gbe")
     assert f"batch={base['batch']}" in text
@@ -37,5 +37,5 @@ def test_the_same_plan_has_the_mathematics_that_was_chosen(capsys):
 def test_another_batch_takes_more_microbatches_of_the_same_size(capsys):
     found = answer(capsys, ASKED, "--what-if", "batch=128")
     base, same = found["base"]["plan"], found["same_plan"]["plan"]
-    assert same == base | {"accumulate": 2 * base["accumulate"]}
+    assert same == base | {"grad_accum": 2 * base["grad_accum"]}
     assert answer(capsys, ASKED, "--what-if", "batch=8", "plan.microbatch=8")["same_plan"] is None

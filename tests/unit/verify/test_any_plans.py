@@ -28,11 +28,11 @@ def test_even_stages_hold_every_layer_and_differ_by_one_at_most(layers, stages):
 
 def test_words_leave_the_precision_and_the_microbatch_open():
     assert plan_of("shard=2,zero=3") == Plan(shard=2, zero=3, microbatch=4, precision="fp64")
-    assert plan_of("replicate=2,accumulate=2").microbatch == 2
+    assert plan_of("replicate=2,grad_accum=2").microbatch == 2
 
 
 def test_a_pipeline_has_twice_as_many_microbatches_as_ranks():
-    assert plan_of("pp=2") == Plan(pp=2, stages=(2, 2), microbatch=2, accumulate=4, precision="fp64")
+    assert plan_of("pp=2") == Plan(pp=2, stages=(2, 2), microbatch=2, grad_accum=4, precision="fp64")
 
 
 def test_a_chunked_schedule_has_two_stages_a_rank():
@@ -50,10 +50,10 @@ BAD = [
     (["tp=two"], 'plan.tp = "two"'),
     (["tq=2"], "did you mean plan.tp?"),
     (["tp"], "is not field=value"),
-    (["replicate=3"], "batches of 8 rows are not microbatch 2 × accumulate 1 × 3 data ranks"),
-    (["pp=2,schedule=zbv,accumulate=2,chunks=4"], "plan.chunks"),
-    (["pp=8,accumulate=8"], "8 stages are more than the model's 4 blocks"),
-    ([Plan(pp=2, stages=(3, 2), microbatch=2, accumulate=4)], "is not 2 stages of 4 blocks in all"),
+    (["replicate=3"], "batches of 8 rows are not microbatch 2 × grad_accum 1 × 3 data ranks"),
+    (["pp=2,schedule=zbv,grad_accum=2,chunks=4"], "plan.chunks"),
+    (["pp=8,grad_accum=8"], "8 stages are more than the model's 4 blocks"),
+    ([Plan(pp=2, stages=(3, 2), microbatch=2, grad_accum=4)], "is not 2 stages of 4 blocks in all"),
     (["tp=2", "tp=2,precision=bf16"], "different precisions"),
     (["cp=2"], "plan.cp = 2 puts another attention into the model"),
     (["replicate=2,ep=2"], "plan.ep = 2 shares out the experts"),

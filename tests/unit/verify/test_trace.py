@@ -39,7 +39,7 @@ def traced(*words: str, rank: int | None = None) -> Trace:
         arch=run.arch,
         plan=run.plan,
         sequence=run.sequence,
-        rounding=run.optim.rounding,
+        master_weights=run.optim.master_weights,
         cluster=cluster("8xh100"),
         stack=stacks()["meshwright"],
     )
@@ -54,17 +54,17 @@ def traced(*words: str, rank: int | None = None) -> Trace:
         ("plan.shard=2", "plan.replicate=2", "plan.zero=2", "plan.microbatch=2"),
         ("plan.shard=4", "plan.zero=3", "plan.recompute=full"),
         ("plan.shard=4", "plan.zero=3", "plan.recompute=selective"),
-        ("plan.shard=4", "plan.zero=3", "plan.offload_weights=true"),
+        ("plan.shard=4", "plan.zero=3", "plan.cpu_offload=true"),
         ("plan.tp=2", "plan.shard=2", "plan.zero=3"),
         ("plan.cp=2", "plan.cp_kind=ulysses", "data.mask_documents=true"),
         ("plan.cp=2", "plan.cp_kind=ring"),
-        ("plan.pp=2", "plan.accumulate=4", "arch.tied=true"),
-        ("plan.pp=2", "plan.accumulate=4", "plan.schedule=zbv", "plan.shard=2", "plan.zero=1"),
+        ("plan.pp=2", "plan.grad_accum=4", "arch.tied=true"),
+        ("plan.pp=2", "plan.grad_accum=4", "plan.schedule=zbv", "plan.shard=2", "plan.zero=1"),
         (*MOE, "plan.shard=4", "plan.zero=3", "plan.ep=2"),
         (*MOE, "plan.tp=2"),
         ("plan.shard=2", "plan.zero=1", "plan.deterministic=true"),
-        ("plan.shard=2", "plan.zero=3", "plan.precision=bf16", "optim.rounding=compensated"),
-        ("plan.shard=2", "plan.zero=3", "plan.compress=int8", "plan.activations=host"),
+        ("plan.shard=2", "plan.zero=3", "plan.precision=bf16", "optim.master_weights=split"),
+        ("plan.shard=2", "plan.zero=3", "plan.activation_quant=int8", "plan.activation_offload=true"),
     ],
     ids=" ".join,
 )
@@ -87,7 +87,7 @@ def test_a_thousand_ranks_are_traced_as_one():
 
 
 def test_another_rank_of_a_pipeline_holds_something_else():
-    words = ("plan.pp=2", "plan.accumulate=4", "plan.shard=2", "plan.zero=1", "sequence=64", "arch.ffn=128")
+    words = ("plan.pp=2", "plan.grad_accum=4", "plan.shard=2", "plan.zero=1", "sequence=64", "arch.ffn=128")
     first, last = traced(*words, rank=0), traced(*words, rank=3)
     assert all(row.agrees for found in (first, last) for row in (*found.calls, *found.held[:-1]))
     assert first.held[0].traced != last.held[0].traced  # the last rank has the final norm

@@ -26,7 +26,7 @@ from meshwright.checkpoint import format, storage
 from meshwright.checkpoint import read as restore
 from meshwright.checkpoint.format import Slice
 from meshwright.checkpoint.read import StepReader
-from meshwright.checkpoint.state import Holding
+from meshwright.checkpoint.state import TensorShard
 from meshwright.config import load
 from meshwright.config.run import Run
 from meshwright.data.prepare import prepare
@@ -78,7 +78,7 @@ def disk_of(bytes_per_second: float) -> Iterator[None]:
 
 
 @contextmanager
-def alone(run: Run, folder: Path) -> Iterator[list[Holding]]:
+def alone(run: Run, folder: Path) -> Iterator[list[TensorShard]]:
     """One rank that trains and saves; then what it holds."""
     place = Place(
         rank=0, world=1, local_rank=0, local_world=1, address="", port=0, launcher="", threads=cores(),
@@ -109,7 +109,7 @@ def stalls(folder: Path, every: int) -> dict[str, float]:
     return {"step_seconds": step, "stall_seconds": stall, "stall_share_of_a_save_interval": stall / (every * step)}
 
 
-def loads(folder: Path, held: list[Holding], times: int, cold: bool) -> dict[str, float]:
+def loads(folder: Path, held: list[TensorShard], times: int, cold: bool) -> dict[str, float]:
     """A load with and without hashing, by turns."""
     seconds: dict[type[StepReader], list[float]] = {StepReader: [], Unchecked: []}
     work: dict[type[StepReader], list[float]] = {StepReader: [], Unchecked: []}  # of processors, whoever else is busy

@@ -20,7 +20,7 @@ import msgspec
 
 from meshwright.cost.job import Job
 from meshwright.cost.memory import fits, ledger
-from meshwright.hardware.stacks import Holding, stacks
+from meshwright.hardware.stacks import StackMemory, stacks
 from meshwright.published.rows import job_of
 
 GIB = 2**30
@@ -98,7 +98,7 @@ def _left_out(row: dict[str, str]) -> str:
     return ""
 
 
-def predicted(seen: Seen, holds: Holding | None = None) -> float:
+def predicted(seen: Seen, holds: StackMemory | None = None) -> float:
     """Bytes as the stack's own reports count them."""
     job = seen.job
     if holds is not None:
@@ -118,15 +118,15 @@ def score(errors: Sequence[float]) -> Score:
     )
 
 
-def errors(runs: Iterable[Seen], holds: Holding | None = None) -> list[float]:
+def errors(runs: Iterable[Seen], holds: StackMemory | None = None) -> list[float]:
     """Predicted ÷ measured − 1."""
     return [predicted(seen, holds) / seen.bytes - 1 for seen in runs]
 
 
-def fit(runs: Sequence[Seen], holds: Holding, names: Sequence[str]) -> Holding:
+def fit(runs: Sequence[Seen], holds: StackMemory, names: Sequence[str]) -> StackMemory:
     """Coordinate descent on the mean absolute relative error, each capped so that no single run leads."""
 
-    def loss(candidate: Holding) -> float:
+    def loss(candidate: StackMemory) -> float:
         return statistics.fmean(min(abs(error), 0.5) for error in errors(runs, candidate))
 
     best = loss(holds)

@@ -124,14 +124,14 @@ def loss_case(rows: int, vocab: int) -> Case:
 
 def update_case(kind: str, numbers: int, moved: int) -> Case:
     """AdamW of one tensor; `moved` bytes for each number. The twin is torch's own fused one, and what it lacks."""
-    groups: dict[int, adamw.Group] = {}
+    groups: dict[int, adamw.AdamWGroup] = {}
     zero, one = torch.zeros((), device="cuda"), torch.ones((), device="cuda")
-    moves = adamw.Moves(1e-4, 0.9, 0.95, 1e-8, one, one, one)
-    stream = adamw_bf16.Stream(1, 3, 5)
+    moves = adamw.AdamWTensors(1e-4, 0.9, 0.95, 1e-8, one, one, one)
+    stream = adamw_bf16.RoundingDraws(1, 3, 5)
 
-    def group(weight: Tensor, first: Tensor, second: Tensor, beside: Tensor) -> adamw.Group:
+    def group(weight: Tensor, first: Tensor, second: Tensor, beside: Tensor) -> adamw.AdamWGroup:
         if kind == "masters":
-            return adamw.Group([weight], [first], [second], [beside])
+            return adamw.AdamWGroup([weight], [first], [second], [beside])
         if kind == "low bits":
             return adamw_bf16.LowBits([weight], [beside.view(torch.int16)], [first], [second])
         return adamw_bf16.Drawn([weight], [first], [second], [stream])

@@ -41,7 +41,8 @@ WAYS = {
     "fp8 by tensor": "plan.precision=fp8",
     "fp8 by tensor, masters in halves, compiled": "plan.precision=fp8 plan.compile=true optim.master_weights=split",
     "fp8 by row": "plan.precision=fp8 plan.fp8_scaling=rowwise",
-    "bf16 weights, stochastic": "plan.precision=bf16 plan.bf16_params=false optim.master_weights=none optim.stochastic_rounding=true",
+    "bf16 weights, stochastic": "plan.precision=bf16 plan.bf16_params=false optim.master_weights=none "
+    "optim.stochastic_rounding=true",
     "bf16 weights, compensated": "plan.precision=bf16 plan.bf16_params=false optim.master_weights=split",
     "fp8 codes of activations": "plan.precision=bf16 plan.activation_quant=fp8",
 }

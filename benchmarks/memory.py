@@ -113,7 +113,8 @@ def promised(case: Case, device: str) -> dict[str, float]:
     words = [f"arch.preset={preset}", *words, "steps=1", *(f"plan.{word}" for word in case.plan.split(","))]
     run = load.load(None, words, default_ranks=1).run
     job = Job(
-        arch=run.arch, plan=run.plan, sequence=run.sequence, master_weights=run.optim.master_weights, state_dtype=run.optim.state_dtype,
+        arch=run.arch, plan=run.plan, sequence=run.sequence,
+        master_weights=run.optim.master_weights, state_dtype=run.optim.state_dtype,
         cluster=cluster_of_device(device, 1),
         stack=stacks()["meshwright"],
     )  # fmt: skip

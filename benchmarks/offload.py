@@ -6,7 +6,8 @@ disk. `--compare` runs the same without offload first, where that fits. On a CPU
 
     python benchmarks/offload.py llama3-8b plan.optimizer_offload=host --out results/offload-8b.json
     python benchmarks/offload.py llama3-8b arch.layers=90 plan.optimizer_offload=disk optim.state_dtype=bf16 \\
-        plan.optimizer_offload_update=device plan.optimizer_offload_host_bytes=90000000000 --out results/offload-20b.json
+        plan.optimizer_offload_update=device plan.optimizer_offload_host_bytes=90000000000 \\
+        --out results/offload-20b.json
 """
 
 import argparse
@@ -31,7 +32,7 @@ from meshwright.data.prepare import prepare
 from meshwright.hardware.cluster import peak_flops_per_second
 from meshwright.optim.adamw import AdamW
 from meshwright.optim.host_memory import free_host_bytes
-from meshwright.optim.offload import Offloaded
+from meshwright.optim.offload import OffloadedAdamW
 from meshwright.parallel.mesh import Mesh
 from meshwright.runtime.place import Place, cores
 from meshwright.spec.params import count
@@ -98,7 +99,7 @@ def steps(run: Run, state: State, mesh: Mesh) -> Iterator[Row]:
     for result in train(run, state, mesh):
         assert isinstance(result, StepResult)
         loss, now = result.loss.item(), time.perf_counter()
-        update = optimizer.update_seconds if isinstance(optimizer, Offloaded) else 0.0  # of the step before
+        update = optimizer.update_seconds if isinstance(optimizer, OffloadedAdamW) else 0.0  # of the step before
         row = Row(step=result.step, loss=loss, seconds=now - last, stall=optimizer.stall_seconds(), update=update)
         print(f"step {row.step}: {row.seconds:.3f} s, stalled {row.stall:.3f} s, update {row.update:.3f} s", flush=True)
         yield row
@@ -138,7 +139,7 @@ def summary(run: Run, device: torch.device, rows: list[Row]) -> dict[str, object
 
 def held(optimizer: AdamW) -> dict[str, object]:
     """What the states take, by where they are."""
-    if not isinstance(optimizer, Offloaded):
+    if not isinstance(optimizer, OffloadedAdamW):
         return {"host_state_bytes": 0, "disk_state_bytes": 0}
     files = optimizer.files
     return {

@@ -27,7 +27,7 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.runtime.place import Place, cores
 from meshwright.spec.params import count
 from meshwright.train.build import build
-from meshwright.train.log import Lines, Recorder
+from meshwright.train.log import PlainLines, Recorder
 from meshwright.train.loop import train
 from meshwright.train.world import world
 
@@ -40,7 +40,7 @@ WORDS = (
 def ours(run: Run, corpus: Corpus, mesh: Mesh, folder: Path) -> Iterator[None]:
     """The product's loop, with its records and lines."""
     state = build(run, corpus, mesh)
-    recorder = Recorder(run, mesh, folder, Lines(io.StringIO(), every=1))
+    recorder = Recorder(run, mesh, folder, PlainLines(io.StringIO(), every=1))
     for result in train(run, state, mesh):
         recorder.add(result)
         yield

@@ -17,7 +17,7 @@ from meshwright.cost.flops import step_flops
 from meshwright.cost.job import Job
 from meshwright.published import rows as price_table
 from meshwright.published.cells import number
-from meshwright.published.rows import GIB, Answer, Row, answered, job_of
+from meshwright.published.rows import GIB, Row, RowPrice, answered, job_of
 from meshwright.spec.problem import InputError
 
 RESULT = Path("results/accuracy.json")
@@ -33,7 +33,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
     row: Row
     job: Job | None
-    answer: Answer
+    answer: RowPrice
 
     @property
     def use(self) -> str:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from meshwright.parallel.model_spec import Anatomy, in_a_row
+from meshwright.parallel.model_spec import ModelSpec, sequential_stage
 from meshwright.verify import parity
 
 IGNORE = -100
@@ -51,9 +51,9 @@ def splits(model: nn.Module) -> dict[str, ParallelStyle]:
 
 
 # Its blocks are found by themselves: the longest nn.ModuleList is model.layers.
-LLAMA = Anatomy(
+LLAMA = ModelSpec(
     splits=splits,
-    part=partial(in_a_row, before=("model.embed_tokens",), after=("model.norm", "lm_head")),
+    part=partial(sequential_stage, before=("model.embed_tokens",), after=("model.norm", "lm_head")),
 )
 
 

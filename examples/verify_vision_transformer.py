@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from meshwright.parallel.model_spec import Anatomy, in_a_row
+from meshwright.parallel.model_spec import ModelSpec, sequential_stage
 from meshwright.verify import parity
 
 HIDDEN, HEAD_DIM, LAYERS, CLASSES = 32, 8, 4, 10
@@ -77,7 +77,7 @@ def splits(model: nn.Module) -> dict[str, ParallelStyle]:
     return {**into, "blocks.*.out": RowwiseParallel(), "blocks.*.down": RowwiseParallel()}
 
 
-ANATOMY = Anatomy(splits=splits, part=partial(in_a_row, before=("patches",), after=("head",)))
+ANATOMY = ModelSpec(splits=splits, part=partial(sequential_stage, before=("patches",), after=("head",)))
 
 
 def loss(scores: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:

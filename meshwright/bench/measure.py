@@ -78,7 +78,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     waterfall: Waterfall | None = None
 
 
-class Seen(NamedTuple):
+class RankMeasurement(NamedTuple):
     """What one rank saw of a run."""
 
     steps: list[float]  # seconds of those that count
@@ -101,7 +101,7 @@ def measure(place: Place, run: Run, cache: Path, folder: Path, traced: int) -> N
         numbers = torch.tensor([*seconds, marks[0][1] - began], dtype=torch.float64, device=mesh.device)
         dist.all_reduce(numbers, dist.ReduceOp.MAX)
         *steps, first = numbers.tolist()
-        seen = Seen(steps=steps[WARM_UP - 1 :], first=first, loss=marks[-1][2].loss.item(), before=before)
+        seen = RankMeasurement(steps=steps[WARM_UP - 1 :], first=first, loss=marks[-1][2].loss.item(), before=before)
         answer = _answer(run, mesh, seen)
         if traced:
             peak = peak_flops_per_second(answer.device, run.plan.precision)
@@ -157,7 +157,7 @@ def _largest(number: int, mesh: Mesh) -> int:
     return int(held.item())
 
 
-def _answer(run: Run, mesh: Mesh, seen: Seen) -> Measured:
+def _answer(run: Run, mesh: Mesh, seen: RankMeasurement) -> Measured:
     cuda = mesh.device.type == "cuda"
     allocated = _largest(peak_bytes(mesh.device) - (0 if cuda else seen.before), mesh)
     reserved = _largest(torch.cuda.max_memory_reserved(mesh.device) if cuda else 0, mesh)

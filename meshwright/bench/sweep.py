@@ -12,7 +12,7 @@ import msgspec
 from meshwright.config import load
 from meshwright.config.presets import run_file
 from meshwright.config.run import Run
-from meshwright.cost.calibrate import Machine, trainer
+from meshwright.cost.calibrate import PredictionSource, trainer
 from meshwright.cost.flops import hardware_flops, step_flops, utilization
 from meshwright.cost.memory import worst
 from meshwright.cost.step_time import price
@@ -26,7 +26,7 @@ PROBE = Remote("meshwright.bench.probe", "probe_ranks")
 LONGEST_PROBE = 1800.0  # seconds that a probe may take
 
 
-def promised(run: Run, found: dict[str, Any], here: Machine) -> dict[str, Any]:
+def promised(run: Run, found: dict[str, Any], here: PredictionSource) -> dict[str, Any]:
     """What the planner says of a run that was measured, and utilizations where the data sheet has no peak."""
     machines, source = here.of(found["device"], run.plan.world)
     if machines is None:
@@ -123,16 +123,16 @@ def runs(
     return made
 
 
-class Lab(msgspec.Struct, frozen=True, kw_only=True):
+class SweepSetup(msgspec.Struct, frozen=True, kw_only=True):
     """Where measurements are made, and how."""
 
     cache: Path
     folder: Path  # for tokens and traces
-    machine: Machine  # that promises are about
+    machine: PredictionSource  # that promises are about
     traced: int = 0  # steps at the end that are taken apart
 
 
-def sweep(planned: list[tuple[str, Run]], lab: Lab, told: Callable[[Row], None]) -> list[Row]:
+def sweep(planned: list[tuple[str, Run]], lab: SweepSetup, told: Callable[[Row], None]) -> list[Row]:
     """Measure every run; `told` hears each row as it falls."""
     feed(planned, lab)
     rows = []
@@ -146,14 +146,14 @@ def sweep(planned: list[tuple[str, Run]], lab: Lab, told: Callable[[Row], None])
     return rows
 
 
-def feed(planned: list[tuple[str, Run]], lab: Lab) -> None:
+def feed(planned: list[tuple[str, Run]], lab: SweepSetup) -> None:
     """Random tokens for the runs that have no data of their own."""
     lab.folder.mkdir(parents=True, exist_ok=True)
     if fed := [run for _, run in planned if run.data.source == str(lab.folder / TOKENS)]:
         _tokens(fed, lab.folder)
 
 
-def rank_row(name: str, run: Run, place: Place, lab: Lab) -> Row | None:
+def rank_row(name: str, run: Run, place: Place, lab: SweepSetup) -> Row | None:
     """Be one rank of a run that somebody else has launched; the first has the row."""
     mine = lab.folder / f"rank{place.rank}"
     mine.mkdir(parents=True, exist_ok=True)
@@ -161,7 +161,7 @@ def rank_row(name: str, run: Run, place: Place, lab: Lab) -> Row | None:
     return _read(name, run, mine, lab) if place.rank == 0 else None
 
 
-def _row(name: str, run: Run, place: Path, lab: Lab) -> Row:
+def _row(name: str, run: Run, place: Path, lab: SweepSetup) -> Row:
     try:
         run_ranks(MEASURE, run.plan.world, (run, lab.cache, place, lab.traced), LONGEST)
     except RuntimeError as error:
@@ -169,7 +169,7 @@ def _row(name: str, run: Run, place: Path, lab: Lab) -> Row:
     return _read(name, run, place, lab)
 
 
-def _read(name: str, run: Run, place: Path, lab: Lab) -> Row:
+def _read(name: str, run: Run, place: Path, lab: SweepSetup) -> Row:
     found = msgspec.json.decode((place / "measured.json").read_bytes())
     return Row(name=name, measured=found | promised(run, found, lab.machine))
 

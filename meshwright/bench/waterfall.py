@@ -26,7 +26,7 @@ KINDS = (
 )
 
 
-class Fall(msgspec.Struct, frozen=True, kw_only=True):
+class WaterfallBar(msgspec.Struct, frozen=True, kw_only=True):
     """One part of a step."""
 
     name: str
@@ -38,7 +38,7 @@ class Waterfall(msgspec.Struct, frozen=True, kw_only=True):
     """A step taken apart. The profiler slows it a little: shares, not seconds, are what to read."""
 
     step_seconds: float
-    shares: tuple[Fall, ...]
+    shares: tuple[WaterfallBar, ...]
     trace: str  # for Perfetto or chrome://tracing
 
 
@@ -61,7 +61,7 @@ def waterfall(
     return Waterfall(step_seconds=wall, shares=shares(_by_kind(seen, cuda, steps), ideal, wall), trace=str(trace))
 
 
-def shares(spent: Mapping[str, float], ideal: Mapping[str, float], wall: float) -> tuple[Fall, ...]:
+def shares(spent: Mapping[str, float], ideal: Mapping[str, float], wall: float) -> tuple[WaterfallBar, ...]:
     """The time by kind: what must be at the peak, what was above that, and when nothing ran."""
     parts: dict[str, float] = {}
     for kind, seconds in ideal.items():
@@ -71,7 +71,7 @@ def shares(spent: Mapping[str, float], ideal: Mapping[str, float], wall: float) 
     parts |= {kind: seconds for kind, seconds in spent.items() if kind not in ideal}
     parts["nothing running"] = max(wall - sum(parts.values()), 0.0)
     whole = sum(parts.values())
-    return tuple(Fall(name=name, seconds=value, share=value / whole) for name, value in parts.items())
+    return tuple(WaterfallBar(name=name, seconds=value, share=value / whole) for name, value in parts.items())
 
 
 def _by_kind(seen: profile, cuda: bool, steps: int) -> dict[str, float]:

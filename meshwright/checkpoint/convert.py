@@ -124,7 +124,7 @@ DTYPE_OF = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values(
 END_TOKENS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class ConvertReport(msgspec.Struct, frozen=True, kw_only=True):
     """What was converted and how it was checked."""
 
     kind_from: Kind
@@ -147,7 +147,7 @@ def convert(
     dtype: str | None = None,
     check_tokens: int = 64,
     shard_bytes: int = SHARD_BYTES,
-) -> Report:
+) -> ConvertReport:
     """Convert a model folder to the other kind; the target appears only when its logits are those of the source."""
     if found := list(_option_problems(dtype, check_tokens)):
         raise InputError(found)
@@ -245,7 +245,9 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
 
 
-def _compare(source: ModelFolder, written: ModelFolder, rounded: torch.dtype | None, check_tokens: int) -> Report:
+def _compare(
+    source: ModelFolder, written: ModelFolder, rounded: torch.dtype | None, check_tokens: int
+) -> ConvertReport:
     tokens = probe_tokens(source.arch, check_tokens)
     reference = logits(source, tokens, rounded)
     largest = _largest(reference, logits(written, tokens))
@@ -256,7 +258,7 @@ def _compare(source: ModelFolder, written: ModelFolder, rounded: torch.dtype | N
         ours = logits(theirs, tokens)  # of the same files: rounding to another dtype is not a difference
         largest = max(largest, _largest(ours, stock_logits(theirs.path, tokens)))
         judges = f"transformers {version} and {judges}"
-    return Report(
+    return ConvertReport(
         kind_from=source.kind,
         kind_to=written.kind,
         parameters=count(source.arch),

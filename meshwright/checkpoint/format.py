@@ -47,7 +47,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     streak: float  # finite steps since the loss scale last moved
 
 
-class Described(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class TensorDescription(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A whole tensor."""
 
     name: str
@@ -85,7 +85,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     plan: dict[str, Any]  # under which it was saved; any other may go on from it
     plan_sha256: str
     state: str  # the logical digest: the same for the same state under any plan
-    tensors: tuple[Described, ...]
+    tensors: tuple[TensorDescription, ...]
     chunks: tuple[Chunk, ...]
     slices: tuple[Slice, ...]
     sha256: str = ""  # of this manifest with this field empty
@@ -242,7 +242,7 @@ ALIGNMENT = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SlicePiece:
     """A slice that is about to be written: its numbers are in host memory."""
 
     name: str
@@ -282,7 +282,7 @@ class Writing:
     share: Share
 
 
-def write(disk: Disk, path: Path, pieces: Sequence[Piece], step: int) -> Writing:
+def write(disk: Disk, path: Path, pieces: Sequence[SlicePiece], step: int) -> Writing:
     """Write a chunk, hash what is written, then read it again from the disk and hash that."""
     head = header(pieces, step)
     whole, written, share = hashlib.sha256(), [], NOTHING
@@ -310,7 +310,7 @@ def write(disk: Disk, path: Path, pieces: Sequence[Piece], step: int) -> Writing
     return Writing(chunk, tuple(written), share)
 
 
-def header(pieces: Sequence[Piece], step: int) -> bytes:
+def header(pieces: Sequence[SlicePiece], step: int) -> bytes:
     """The head of a safetensors file, with its length before it and spaces up to a multiple of eight bytes."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt", "step": str(step)}}
     begin = 0

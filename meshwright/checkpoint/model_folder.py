@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from meshwright.config.huggingface import ARCH, PICKLES, TOKENIZER, Described, Kind, describe, family
+from meshwright.config.huggingface import ARCH, PICKLES, TOKENIZER, FolderDescription, Kind, describe, family
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import params
 from meshwright.spec.problem import InputError, Problem
@@ -203,7 +203,7 @@ Load = Callable[[str], Tensor]
 Shape = tuple[int, ...]
 
 
-class Stored(msgspec.Struct, frozen=True, kw_only=True):
+class StoredTensor(msgspec.Struct, frozen=True, kw_only=True):
     """One tensor in a file."""
 
     name: str
@@ -213,12 +213,12 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
     transposed: bool = False  # GPT-2 multiplies from the other side
 
 
-Layout = tuple[Stored, ...]
+Layout = tuple[StoredTensor, ...]
 
 
 def native(arch: Arch) -> Layout:
     """Our own files: every parameter as it is."""
-    return tuple(Stored(name=param.name, made_of=(param.name,)) for param in params(arch))
+    return tuple(StoredTensor(name=param.name, made_of=(param.name,)) for param in params(arch))
 
 
 def huggingface(arch: Arch, *, prefix: str | None = None, fused: bool = False) -> Layout:
@@ -244,7 +244,7 @@ def is_harmless(name: str, tied: bool) -> bool:
 HEAD = "lm_head.weight"
 
 
-def stored_shape(stored: Stored, shapes: dict[str, Shape]) -> Shape:
+def stored_shape(stored: StoredTensor, shapes: dict[str, Shape]) -> Shape:
     """The shape that a stored tensor must have, from those of our parameters."""
     parts = [shapes[name] if stored.expert is None else shapes[name][1:] for name in stored.made_of]
     shape = list(parts[0])
@@ -252,7 +252,7 @@ def stored_shape(stored: Stored, shapes: dict[str, Shape]) -> Shape:
     return tuple(reversed(shape)) if stored.transposed else tuple(shape)
 
 
-def store(stored: Stored, load: Load) -> Tensor:
+def store(stored: StoredTensor, load: Load) -> Tensor:
     """A stored tensor, made of our parameters."""
     parts = [load(name) if stored.expert is None else load(name)[stored.expert] for name in stored.made_of]
     whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim=stored.dim)
@@ -265,7 +265,7 @@ def restore(name: str, layout: Layout, shapes: dict[str, Shape], load: Load) -> 
     return pieces[0] if layout[0].expert is None else torch.stack(pieces)
 
 
-def _piece(name: str, stored: Stored, shapes: dict[str, Shape], load: Load) -> Tensor:
+def _piece(name: str, stored: StoredTensor, shapes: dict[str, Shape], load: Load) -> Tensor:
     whole = load(stored.name)
     whole = whole.T if stored.transposed else whole
     if len(stored.made_of) == 1:
@@ -274,60 +274,64 @@ def _piece(name: str, stored: Stored, shapes: dict[str, Shape], load: Load) -> T
     return whole.split(widths, dim=stored.dim)[stored.made_of.index(name)]
 
 
-def _gpt2(arch: Arch, prefix: str) -> Iterator[Stored]:
-    yield Stored(name=f"{prefix}wte.weight", made_of=("embed.weight",))
-    yield Stored(name=f"{prefix}wpe.weight", made_of=("positions.weight",))
+def _gpt2(arch: Arch, prefix: str) -> Iterator[StoredTensor]:
+    yield StoredTensor(name=f"{prefix}wte.weight", made_of=("embed.weight",))
+    yield StoredTensor(name=f"{prefix}wpe.weight", made_of=("positions.weight",))
     for layer in range(arch.layers):
         theirs, ours = f"{prefix}h.{layer}", f"blocks.{layer}"
         for kind in ("weight", "bias"):
             qkv = tuple(f"{ours}.attn.{part}.{kind}" for part in "qkv")
             turned = kind == "weight"
-            yield Stored(name=f"{theirs}.ln_1.{kind}", made_of=(f"{ours}.attn_norm.{kind}",))
-            yield Stored(name=f"{theirs}.attn.c_attn.{kind}", made_of=qkv, transposed=turned)
-            yield Stored(name=f"{theirs}.attn.c_proj.{kind}", made_of=(f"{ours}.attn.out.{kind}",), transposed=turned)
-            yield Stored(name=f"{theirs}.ln_2.{kind}", made_of=(f"{ours}.mlp_norm.{kind}",))
-            yield Stored(name=f"{theirs}.mlp.c_fc.{kind}", made_of=(f"{ours}.mlp.up.{kind}",), transposed=turned)
-            yield Stored(name=f"{theirs}.mlp.c_proj.{kind}", made_of=(f"{ours}.mlp.down.{kind}",), transposed=turned)
+            yield StoredTensor(name=f"{theirs}.ln_1.{kind}", made_of=(f"{ours}.attn_norm.{kind}",))
+            yield StoredTensor(name=f"{theirs}.attn.c_attn.{kind}", made_of=qkv, transposed=turned)
+            yield StoredTensor(
+                name=f"{theirs}.attn.c_proj.{kind}", made_of=(f"{ours}.attn.out.{kind}",), transposed=turned
+            )
+            yield StoredTensor(name=f"{theirs}.ln_2.{kind}", made_of=(f"{ours}.mlp_norm.{kind}",))
+            yield StoredTensor(name=f"{theirs}.mlp.c_fc.{kind}", made_of=(f"{ours}.mlp.up.{kind}",), transposed=turned)
+            yield StoredTensor(
+                name=f"{theirs}.mlp.c_proj.{kind}", made_of=(f"{ours}.mlp.down.{kind}",), transposed=turned
+            )
     for kind in ("weight", "bias"):
-        yield Stored(name=f"{prefix}ln_f.{kind}", made_of=(f"norm.{kind}",))
+        yield StoredTensor(name=f"{prefix}ln_f.{kind}", made_of=(f"norm.{kind}",))
     yield from _head(arch)
 
 
-def _llama(arch: Arch, prefix: str, fused: bool) -> Iterator[Stored]:
-    yield Stored(name=f"{prefix}embed_tokens.weight", made_of=("embed.weight",))
+def _llama(arch: Arch, prefix: str, fused: bool) -> Iterator[StoredTensor]:
+    yield StoredTensor(name=f"{prefix}embed_tokens.weight", made_of=("embed.weight",))
     for layer in range(arch.layers):
         theirs, ours = f"{prefix}layers.{layer}", f"blocks.{layer}"
-        yield Stored(name=f"{theirs}.input_layernorm.weight", made_of=(f"{ours}.attn_norm.weight",))
+        yield StoredTensor(name=f"{theirs}.input_layernorm.weight", made_of=(f"{ours}.attn_norm.weight",))
         for their, our in (("q_proj", "q"), ("k_proj", "k"), ("v_proj", "v"), ("o_proj", "out")):
-            yield Stored(name=f"{theirs}.self_attn.{their}.weight", made_of=(f"{ours}.attn.{our}.weight",))
-        yield Stored(name=f"{theirs}.post_attention_layernorm.weight", made_of=(f"{ours}.mlp_norm.weight",))
+            yield StoredTensor(name=f"{theirs}.self_attn.{their}.weight", made_of=(f"{ours}.attn.{our}.weight",))
+        yield StoredTensor(name=f"{theirs}.post_attention_layernorm.weight", made_of=(f"{ours}.mlp_norm.weight",))
         yield from _feed_forward(arch, theirs, ours, fused)
-    yield Stored(name=f"{prefix}norm.weight", made_of=("norm.weight",))
+    yield StoredTensor(name=f"{prefix}norm.weight", made_of=("norm.weight",))
     yield from _head(arch)
 
 
-def _feed_forward(arch: Arch, theirs: str, ours: str, fused: bool) -> Iterator[Stored]:
+def _feed_forward(arch: Arch, theirs: str, ours: str, fused: bool) -> Iterator[StoredTensor]:
     if arch.experts == 0:
         for part in ("gate", "up", "down"):
-            yield Stored(name=f"{theirs}.mlp.{part}_proj.weight", made_of=(f"{ours}.mlp.{part}.weight",))
+            yield StoredTensor(name=f"{theirs}.mlp.{part}_proj.weight", made_of=(f"{ours}.mlp.{part}.weight",))
         return
     router, experts = (f"{ours}.mlp.router.weight",), f"{ours}.mlp.experts"
     if fused:
-        yield Stored(name=f"{theirs}.mlp.gate.weight", made_of=router)
+        yield StoredTensor(name=f"{theirs}.mlp.gate.weight", made_of=router)
         gate_up = (f"{experts}.gate", f"{experts}.up")
-        yield Stored(name=f"{theirs}.mlp.experts.gate_up_proj", made_of=gate_up, dim=1)
-        yield Stored(name=f"{theirs}.mlp.experts.down_proj", made_of=(f"{experts}.down",))
+        yield StoredTensor(name=f"{theirs}.mlp.experts.gate_up_proj", made_of=gate_up, dim=1)
+        yield StoredTensor(name=f"{theirs}.mlp.experts.down_proj", made_of=(f"{experts}.down",))
         return
-    yield Stored(name=f"{theirs}.block_sparse_moe.gate.weight", made_of=router)
+    yield StoredTensor(name=f"{theirs}.block_sparse_moe.gate.weight", made_of=router)
     for their, our in (("w1", "gate"), ("w3", "up"), ("w2", "down")):
         for expert in range(arch.experts):  # inside: a stacked parameter is then read once for all its experts
             name = f"{theirs}.block_sparse_moe.experts.{expert}.{their}.weight"
-            yield Stored(name=name, made_of=(f"{experts}.{our}",), expert=expert)
+            yield StoredTensor(name=name, made_of=(f"{experts}.{our}",), expert=expert)
 
 
-def _head(arch: Arch) -> Iterator[Stored]:
+def _head(arch: Arch) -> Iterator[StoredTensor]:
     if not arch.tied:
-        yield Stored(name=HEAD, made_of=("head.weight",))
+        yield StoredTensor(name=HEAD, made_of=("head.weight",))
 
 
 MOST_PROBLEMS = 50  # a folder of another model differs in every tensor; the first lines say it
@@ -416,7 +420,7 @@ def _swap(stage: Path, target: Path) -> None:
     shutil.rmtree(old)
 
 
-def _checked(described: Described) -> ModelFolder:
+def _checked(described: FolderDescription) -> ModelFolder:
     path, arch = described.path, described.arch
     reader = Reader(path)
     layout = native(arch) if described.kind == "meshwright" else huggingface_of(arch, reader.names)

@@ -18,7 +18,7 @@ from meshwright.checkpoint import format, storage, write
 from meshwright.checkpoint import format as manifests
 from meshwright.checkpoint import slices as regions
 from meshwright.checkpoint.format import DTYPES, MANIFEST, Chunk, Manifest, Slice
-from meshwright.checkpoint.state import Holding
+from meshwright.checkpoint.state import TensorShard
 from meshwright.checkpoint.storage import READ_BYTES, CorruptError, Damage
 from meshwright.config.run import Run, digest
 from meshwright.parallel.mesh import Mesh
@@ -120,7 +120,7 @@ Say = Callable[[str], None]
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
-def newest(home: Path, run: Run | None, mesh: Mesh, holdings: Sequence[Holding], say: Say) -> Manifest | None:
+def newest(home: Path, run: Run | None, mesh: Mesh, holdings: Sequence[TensorShard], say: Say) -> Manifest | None:
     """Fill what this rank holds from the newest step that every rank can read whole; None if nothing was ever saved.
 
     Each step that fails is said loudly, then the one before is tried. If all fail, every rank raises. Without a run, a
@@ -148,7 +148,7 @@ def _before(home: Path, below: int) -> int:
     return max((step for step in format.present(home) if step < below), default=-1)
 
 
-def _tried(folder: Path, run: Run | None, holdings: Sequence[Holding]) -> tuple[Manifest | None, str | None]:
+def _tried(folder: Path, run: Run | None, holdings: Sequence[TensorShard]) -> tuple[Manifest | None, str | None]:
     try:
         with StepReader(folder) as reader:
             if run is not None:
@@ -172,7 +172,7 @@ def check_run(manifest: Manifest, folder: Path, run: Run) -> None:
         raise CorruptError([Damage(file=file, text=f"{progress.samples} samples are not those of its steps and seed")])
 
 
-def check_tensors(manifest: Manifest, folder: Path, holdings: Sequence[Holding]) -> None:
+def check_tensors(manifest: Manifest, folder: Path, holdings: Sequence[TensorShard]) -> None:
     """It must have this rank's tensors."""
     file = str(folder / MANIFEST)
     there = {tensor.name: (tensor.dtype, tensor.shape) for tensor in manifest.tensors}
@@ -183,7 +183,7 @@ def check_tensors(manifest: Manifest, folder: Path, holdings: Sequence[Holding])
 
 
 @torch.no_grad()
-def fill(reader: StepReader, holdings: Sequence[Holding]) -> None:
+def fill(reader: StepReader, holdings: Sequence[TensorShard]) -> None:
     """Copy into each holding what the slices have of it. A slice that fails leaves a mixture, to be filled again."""
     wanted = list(meetings(reader.manifest, holdings))
     contents = reader.slices(each for each, _ in wanted)
@@ -207,7 +207,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def meetings(manifest: Manifest, holdings: Sequence[Holding]) -> Iterator[tuple[Slice, Holding]]:
+def meetings(manifest: Manifest, holdings: Sequence[TensorShard]) -> Iterator[tuple[Slice, TensorShard]]:
     """Every slice with every holding that it has something of."""
     by_tensor: dict[str, list[Slice]] = {}
     for each in manifest.slices:

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint import slices as regions
-from meshwright.checkpoint.format import DTYPES, SLICE_BYTES, Piece
+from meshwright.checkpoint.format import DTYPES, SLICE_BYTES, SlicePiece
 from meshwright.checkpoint.slices import Region, Shape
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class TensorShard:
     """A part of a tensor in this rank's memory."""
 
     name: str
@@ -32,7 +32,7 @@ class Copies:
     `in_place` copies only what a device holds. Until the rest is written, it must not change.
     """
 
-    def __init__(self, holdings: Sequence[Holding], *, in_place: bool = False) -> None:
+    def __init__(self, holdings: Sequence[TensorShard], *, in_place: bool = False) -> None:
         self.holdings = [holding for holding in holdings if holding.writes and holding.tensor.numel()]
         self.in_place = in_place
         self.hosts: list[Tensor] = []
@@ -53,15 +53,15 @@ class Copies:
         for device in {holding.tensor.device for holding in self.holdings if holding.tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
 
-    def _stays(self, holding: Holding) -> bool:
+    def _stays(self, holding: TensorShard) -> bool:
         return self.in_place and not holding.tensor.is_cuda
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[SlicePiece]:
         """What was copied, in slices of bounded size."""
         for holding, host in zip(self.holdings, self.hosts, strict=True):
             for region in regions.pieces(holding.region, host.element_size(), SLICE_BYTES):
                 inside = regions.inside(region, holding.region)
-                yield Piece(holding.name, holding.shape, region, host[inside])
+                yield SlicePiece(holding.name, holding.shape, region, host[inside])
 
 
 def _room(tensor: Tensor) -> Tensor:

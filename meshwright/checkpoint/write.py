@@ -19,15 +19,15 @@ from meshwright.checkpoint.format import (
     ITEMSIZE,
     MANIFEST,
     Chunk,
-    Described,
     Manifest,
     Progress,
     Share,
     Slice,
+    TensorDescription,
     Writing,
     Written,
 )
-from meshwright.checkpoint.state import Copies, Holding
+from meshwright.checkpoint.state import Copies, TensorShard
 from meshwright.checkpoint.storage import CorruptError, Damage, Disk
 from meshwright.config.run import Run, digest
 from meshwright.parallel.mesh import Mesh
@@ -38,7 +38,7 @@ LOOK_SECONDS = 0.02
 PART_BYTES = format.BYTES_A_CHUNK
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
+class RankPart(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank has written."""
 
     progress: Progress
@@ -56,7 +56,7 @@ def leave_part(disk: Disk, stump: Path, rank: int, progress: Progress, writing: 
     chunk, slices, share = (None, (), format.NOTHING) if writing is None else (
         writing.chunk, writing.slices, writing.share,
     )  # fmt: skip
-    part = Part(progress=progress, chunk=chunk, slices=slices, share=share)
+    part = RankPart(progress=progress, chunk=chunk, slices=slices, share=share)
     storage.write_whole(disk, stump / part_name(rank), msgspec.json.encode(part))
 
 
@@ -64,9 +64,9 @@ def part_name(rank: int) -> str:
     return f"part.rank{rank}.json"
 
 
-def collect(stump: Path, world: int, abandoned: threading.Event) -> list[Part]:
+def collect(stump: Path, world: int, abandoned: threading.Event) -> list[RankPart]:
     """The parts of all ranks, once they are there."""
-    parts: list[Part] = []
+    parts: list[RankPart] = []
     while len(parts) < world:
         name = part_name(len(parts))
         if (stump / name).exists():
@@ -78,19 +78,19 @@ def collect(stump: Path, world: int, abandoned: threading.Event) -> list[Part]:
     return parts
 
 
-def _read_part(stump: Path, name: str) -> Part:
+def _read_part(stump: Path, name: str) -> RankPart:
     content = storage.read_small(stump, name, PART_BYTES)
     try:
-        return msgspec.json.decode(content, type=Part)
+        return msgspec.json.decode(content, type=RankPart)
     except msgspec.DecodeError as error:
         raise CorruptError([Damage(file=str(stump / name), text=f"is not a rank's note: {error}")]) from None
 
 
-def joined(parts: list[Part], run: str, plan: dict[str, Any]) -> Manifest:
+def joined(parts: list[RankPart], run: str, plan: dict[str, Any]) -> Manifest:
     """The manifest of all parts together."""
     progress = parts[0].progress
     assert all(part.progress == progress for part in parts), "all ranks save the same step"
-    whole = {each.name: Described(each.name, each.dtype, each.shape) for part in parts for each in part.slices}
+    whole = {each.name: TensorDescription(each.name, each.dtype, each.shape) for part in parts for each in part.slices}
     tensors = tuple(whole[name] for name in sorted(whole))
     numbers = {tensor.name: number for number, tensor in enumerate(tensors)}
     writers = [part for part in parts if part.chunk is not None]
@@ -176,7 +176,7 @@ class Saver:
     home: Path
     run: Run
     mesh: Mesh
-    holdings: Sequence[Holding]
+    holdings: Sequence[TensorShard]
     say: Say
     disk: Disk = field(default_factory=Disk)
     in_place: bool = False  # write from where the state lies, and wait: a copy of it would not fit in host memory

@@ -18,7 +18,7 @@ from meshwright.runtime.place import Place
 from meshwright.spec.problem import InputError, Problem
 
 if TYPE_CHECKING:
-    from meshwright.bench.sweep import Lab, Row
+    from meshwright.bench.sweep import Row, SweepSetup
 
 TRACED = 3  # steps that are taken apart
 SWEPT = 2  # ranks of --sweep's plans
@@ -77,7 +77,7 @@ def _planned(options: argparse.Namespace) -> list[tuple[str, Run]]:
     return sweep.runs(target, overrides, plans or [("", "")], steps, options.folder, words.say_to(options.json))
 
 
-def _lab(options: argparse.Namespace, here: Place | None, planned: list[tuple[str, Run]]) -> "Lab":
+def _lab(options: argparse.Namespace, here: Place | None, planned: list[tuple[str, Run]]) -> "SweepSetup":
     from meshwright.bench import sweep
     from meshwright.bench import sweep as promise
 
@@ -92,15 +92,15 @@ def _lab(options: argparse.Namespace, here: Place | None, planned: list[tuple[st
             return None
 
     given = read_profile(options.profile) if options.profile else None
-    return sweep.Lab(
+    return sweep.SweepSetup(
         cache=env.cache(),
         folder=options.folder,
-        machine=promise.Machine(given=given, probed=probed),
+        machine=promise.PredictionSource(given=given, probed=probed),
         traced=TRACED if options.waterfall else 0,
     )
 
 
-def _alone(planned: list[tuple[str, Run]], lab: "Lab", options: argparse.Namespace) -> int:
+def _alone(planned: list[tuple[str, Run]], lab: "SweepSetup", options: argparse.Namespace) -> int:
     """Start the ranks of every plan, one plan after another."""
     from meshwright.bench import sweep
 
@@ -110,7 +110,7 @@ def _alone(planned: list[tuple[str, Run]], lab: "Lab", options: argparse.Namespa
     return _answer(rows, options, say)
 
 
-def _rank(planned: list[tuple[str, Run]], here: Place, lab: "Lab", options: argparse.Namespace) -> int:
+def _rank(planned: list[tuple[str, Run]], here: Place, lab: "SweepSetup", options: argparse.Namespace) -> int:
     """Be one rank of the only plan, in a job that somebody else has launched."""
     from meshwright.bench import sweep
 

@@ -11,7 +11,7 @@ import msgspec
 from meshwright.cli import env
 from meshwright.cli import options as words
 from meshwright.cli.plan_tables import as_record, plan_heading
-from meshwright.cli.query import Put, put
+from meshwright.cli.query import PlanQuery, put
 from meshwright.config import load, presets, schema
 from meshwright.hardware.cluster import GIB, GIGA, TERA, cards, catalogue
 from meshwright.runtime.failure import Exit
@@ -141,7 +141,7 @@ def advice(options: argparse.Namespace) -> int:
     return Exit.DONE if found.found is not None else Exit.DOES_NOT_FIT
 
 
-def told(asked: Put, found: Advice) -> Iterator[str]:
+def told(asked: PlanQuery, found: Advice) -> Iterator[str]:
     """The way through the chart, as people read it."""
     yield from plan_heading(asked, asked.question)
     yield ""
@@ -175,7 +175,7 @@ def _toml(value: Any) -> str:
     return str(list(value)).replace(" ", "") if isinstance(value, tuple) else str(value)
 
 
-def record(asked: Put, found: Advice) -> dict[str, Any]:
+def record(asked: PlanQuery, found: Advice) -> dict[str, Any]:
     """The same, as scripts read it."""
     return {
         "model": asked.model,

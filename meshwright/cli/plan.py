@@ -15,7 +15,7 @@ from meshwright.cli import env
 from meshwright.cli import options as words
 from meshwright.cli import plan_tables as tables
 from meshwright.cli.plan_tables import as_record, found_words, plan_words
-from meshwright.cli.query import Put, described, flags, put
+from meshwright.cli.query import PlanQuery, described, flags, put
 from meshwright.config import check, load, presets
 from meshwright.config import load as resolve
 from meshwright.config.run import Run
@@ -23,10 +23,10 @@ from meshwright.cost.traffic import bytes_by_axis, traffic
 from meshwright.hardware.cluster import cluster
 from meshwright.report import plan_charts
 from meshwright.report.html import page
-from meshwright.report.plan_charts import GIB, Pictures, Point, Screen
+from meshwright.report.plan_charts import GIB, Pictures, Point, Terminal
 from meshwright.runtime.files import write_whole
 from meshwright.search import budget, explain, sizes
-from meshwright.search.best_first import Answer, Found, priced, search
+from meshwright.search.best_first import Candidate, SearchResult, priced, search
 from meshwright.search.explain import changes, nearest
 from meshwright.search.question import Question
 from meshwright.search.space import empty, problems
@@ -181,7 +181,7 @@ def _amount(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text!r} should be a number above 0, such as 1.5e12")
 
 
-def run_of(put: Put, found: Found) -> Run:
+def run_of(put: PlanQuery, found: Candidate) -> Run:
     """The run that trains by a plan, with what was asked."""
     asked = put.asked.run
     same = found.job.cluster == put.question.cluster
@@ -199,7 +199,7 @@ def run_of(put: Put, found: Found) -> Run:
     return run
 
 
-def left_open(put: Put, run: Run) -> list[str]:
+def left_open(put: PlanQuery, run: Run) -> list[str]:
     """Of what decides a training, that which nobody has stated, with the values that stand for it."""
     values = {
         "steps": run.steps,
@@ -232,14 +232,14 @@ def best(options: argparse.Namespace) -> int:
     return _told(options, asked, asked.question, answer)
 
 
-def announce(options: argparse.Namespace, asked: Put) -> None:
+def announce(options: argparse.Namespace, asked: PlanQuery) -> None:
     """What is asked, before it is answered: a person sees at once that the question was understood."""
     if not options.json:
         heading = words.wrapped(tables.plan_heading(asked, asked.question), words.room(sys.stdout))
         print(*heading, "", sep="\n", flush=True)
 
 
-def searched(question: Question, top: int) -> Answer:
+def searched(question: Question, top: int) -> SearchResult:
     """The best plans; a question that no plan can be legal for is refused with the rule that empties it."""
     answer = search(question, top)
     if answer.counts.legal == 0:
@@ -247,7 +247,7 @@ def searched(question: Question, top: int) -> Answer:
     return answer
 
 
-def _told(options: argparse.Namespace, asked: Put, question: Question, answer: Answer) -> int:
+def _told(options: argparse.Namespace, asked: PlanQuery, question: Question, answer: SearchResult) -> int:
     first = answer.found[0]
     job = first.job
     kinds = {"precision": job.plan.precision, "master_weights": job.master_weights, "state_dtype": job.state_dtype}
@@ -264,12 +264,12 @@ def _told(options: argparse.Namespace, asked: Put, question: Question, answer: A
     return 0
 
 
-def _span(options: argparse.Namespace, found: Found) -> sizes.Duration | None:
+def _span(options: argparse.Namespace, found: Candidate) -> sizes.Duration | None:
     """How long --tokens take."""
     return None if options.tokens is None else sizes.duration(found, options.tokens, options.dollars)
 
 
-def _written(options: argparse.Namespace, asked: Put, found: Found) -> list[str]:
+def _written(options: argparse.Namespace, asked: PlanQuery, found: Candidate) -> list[str]:
     """The plan in the file of --write, and what is to be done with it."""
     if not options.write:
         return []
@@ -283,7 +283,7 @@ def _written(options: argparse.Namespace, asked: Put, found: Found) -> list[str]
     return lines
 
 
-def answer_record(asked: Put, question: Question, answer: Answer) -> dict[str, Any]:
+def answer_record(asked: PlanQuery, question: Question, answer: SearchResult) -> dict[str, Any]:
     """The best plans, as scripts read them."""
     return {
         "model": asked.model,
@@ -298,7 +298,7 @@ def answer_record(asked: Put, question: Question, answer: Answer) -> dict[str, A
     }
 
 
-def nothing_fits(options: argparse.Namespace, asked: Put, answer: Answer) -> int:
+def nothing_fits(options: argparse.Namespace, asked: PlanQuery, answer: SearchResult) -> int:
     """The nearest misses and what would fit; the question has been announced."""
     misses, suggestions = nearest(asked.question), changes(asked.question)
     record = answer_record(asked, asked.question, answer) | {
@@ -314,7 +314,7 @@ def exact(options: argparse.Namespace) -> int:
     asked = put(options)
     plan, question = _stated(asked)
     found = priced(question.job(plan))
-    answer = Answer(found=(found,), counts=tables.Counts(legal=1, too_large={}, slower=0, priced=1))
+    answer = SearchResult(found=(found,), counts=tables.SearchCounts(legal=1, too_large={}, slower=0, priced=1))
     traffic = _traffic(question, plan)
     lines = [*tables.plan_heading(asked, question), f"plan: {plan_words(plan)}", "", *tables.ledger(found), ""]
     lines += [*tables.waterfall(found), "", "sent by the first rank in a step: " + _sent(traffic), explain.why(found)]
@@ -327,7 +327,7 @@ def exact(options: argparse.Namespace) -> int:
     return 0 if found.fit.fits else DOES_NOT_FIT
 
 
-def _stated(asked: Put) -> tuple[Plan, Question]:
+def _stated(asked: PlanQuery) -> tuple[Plan, Question]:
     """The plan of the command line and the file; a batch that nobody stated is the plan's own."""
     question = asked.question
     stated = asked.asked.in_file | asked.asked.on_command_line | {"precision": question.precision}
@@ -375,7 +375,7 @@ def textbook(options: argparse.Namespace) -> int:
     return 0
 
 
-def any_plan(options: argparse.Namespace, asked: Put) -> Found:
+def any_plan(options: argparse.Namespace, asked: PlanQuery) -> Candidate:
     """The plan that is stated, the best, or where nothing fits the nearest miss."""
     if options.exact:
         plan, question = _stated(asked)
@@ -468,7 +468,7 @@ def _check(options: argparse.Namespace) -> None:
         raise InputError([Problem("--chart is for people, and --json for programs", remedy)])
 
 
-def frugal(question: Question, first: Found) -> list[Found]:
+def frugal(question: Question, first: Candidate) -> list[Candidate]:
     """From the fastest plan on, the fastest in ever less memory: the front of memory and time, to a fifth."""
     found = [first]
     while len(found) < MOST_POINTS:
@@ -481,7 +481,7 @@ def frugal(question: Question, first: Found) -> list[Found]:
     return found
 
 
-def pictures(title: str, heading: Iterable[str], first: Found, others: Iterable[Found]) -> Pictures:
+def pictures(title: str, heading: Iterable[str], first: Candidate, others: Iterable[Candidate]) -> Pictures:
     """A plan's memory, seconds and pipeline, beside the other plans."""
     device = first.job.cluster.gpu.memory_bytes
     return Pictures(
@@ -495,7 +495,7 @@ def pictures(title: str, heading: Iterable[str], first: Found, others: Iterable[
     )
 
 
-def points(found: Iterable[Found]) -> list[Point]:
+def points(found: Iterable[Candidate]) -> list[Point]:
     """Plans as points, each once."""
     unique = {plan_words(each.plan): each for each in found}
     return [Point(label=label, gib=each.peak_bytes / GIB, seconds=each.price.seconds) for label, each in unique.items()]
@@ -504,4 +504,4 @@ def points(found: Iterable[Found]) -> list[Point]:
 def charts(drawn: Pictures) -> Iterator[str]:
     """For the terminal that this is, or plain for a pipe."""
     columns = shutil.get_terminal_size((100, 24)).columns
-    return plan_charts.charts(drawn, Screen(columns=columns, colour=env.colour(sys.stdout.isatty())))
+    return plan_charts.charts(drawn, Terminal(columns=columns, colour=env.colour(sys.stdout.isatty())))

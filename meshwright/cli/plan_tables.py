@@ -4,11 +4,11 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from meshwright.cli.query import Put
+from meshwright.cli.query import PlanQuery
 from meshwright.report.plan_charts import GIB
 from meshwright.search import explain
-from meshwright.search.best_first import TOLD_APART, Answer, Counts, Found
-from meshwright.search.explain import Beside, Change
+from meshwright.search.best_first import TOLD_APART, Candidate, SearchCounts, SearchResult
+from meshwright.search.explain import NeighbourPrice, SuggestedChange
 from meshwright.search.question import Question
 from meshwright.search.sizes import Duration, Layer
 from meshwright.spec.params import active, count
@@ -37,7 +37,7 @@ def plan_words(plan: Plan) -> str:
     return " ".join(used)
 
 
-def chosen(found: Found) -> dict[str, object]:
+def chosen(found: Candidate) -> dict[str, object]:
     """What a plan says of the mathematics, by the names of a question."""
     job = found.job
     return {
@@ -48,7 +48,7 @@ def chosen(found: Found) -> dict[str, object]:
     }
 
 
-def found_words(found: Found, asked: Question) -> str:
+def found_words(found: Candidate, asked: Question) -> str:
     """A plan, and what of the mathematics is not as it was asked."""
     other = [f"{name}={value}" for name, value in chosen(found).items() if value != getattr(asked, name)]
     return " ".join([plan_words(found.plan), *other])
@@ -79,7 +79,7 @@ def short(seconds: float) -> str:
     return f"{seconds:.3g}" if abs(seconds) < 1000 else f"{seconds:.0f}"
 
 
-def as_record(found: Found, why: str) -> dict[str, object]:
+def as_record(found: Candidate, why: str) -> dict[str, object]:
     """A plan as scripts read it."""
     price, ledger, fit = found.price, found.ledger, found.fit
     return {
@@ -122,7 +122,7 @@ LINES = {  # what a plan that does not fit has most of, as the counts name it
 PLACES = {"host": "host memory", "disk": "the disk"}  # outside the device, as the counts name them
 
 
-def plan_heading(put: Put, question: Question) -> Iterator[str]:
+def plan_heading(put: PlanQuery, question: Question) -> Iterator[str]:
     """What was asked."""
     held, used = count(question.arch), active(question.arch)
     size = f"{number(held)} parameters" + (f", {number(used)} active" if used != held else "")
@@ -149,7 +149,7 @@ def without_rate(question: Question) -> Iterator[str]:
         yield f"{gpu.name} has no {question.precision} in the catalogue: priced at the rate of what it has"
 
 
-def ranking(answer: Answer, asked: Question, columns: int | None = None) -> Iterator[str]:
+def ranking(answer: SearchResult, asked: Question, columns: int | None = None) -> Iterator[str]:
     """The best plans, best first; on a terminal with fewer columns than that takes, figures go below their plan."""
     plans = _distinct(answer, asked)
     width = max(map(len, [*plans, "plan"]))
@@ -173,7 +173,7 @@ def ranking(answer: Answer, asked: Question, columns: int | None = None) -> Iter
         yield f"The first {ties} lie within the interval of the best: measure before preferring one of them."
 
 
-def _distinct(answer: Answer, asked: Question) -> list[str]:
+def _distinct(answer: SearchResult, asked: Question) -> list[str]:
     """Plans in words, with what is mathematics where one of them has it otherwise than it was asked."""
     words = [plan_words(found.plan) for found in answer.found]
     kinds = [chosen(found) for found in answer.found]
@@ -183,7 +183,7 @@ def _distinct(answer: Answer, asked: Question) -> list[str]:
     return words
 
 
-def counted(counts: Counts) -> Iterator[str]:
+def counted(counts: SearchCounts) -> Iterator[str]:
     """What became of all plans."""
     yield f"{counts.legal:,} legal plans:"
     for line, plans in counts.too_large.items():
@@ -193,7 +193,7 @@ def counted(counts: Counts) -> Iterator[str]:
     yield f"{counts.priced:>12,}  priced in full"
 
 
-def neighbours(base: Found, others: Iterable[Beside]) -> Iterator[str]:
+def neighbours(base: Candidate, others: Iterable[NeighbourPrice]) -> Iterator[str]:
     """What each changed choice would cost."""
     others = list(others)
     width = max((len(each.change) for each in others), default=0)
@@ -205,7 +205,7 @@ def neighbours(base: Found, others: Iterable[Beside]) -> Iterator[str]:
         yield f"  {each.change:<{width}}  {short(each.seconds):>7} s  {change:>+7.1%}  {gib(each.peak_bytes):>6} GiB"
 
 
-def ledger(found: Found) -> Iterator[str]:
+def ledger(found: Candidate) -> Iterator[str]:
     """Every line of the fullest rank's memory, and the verdict."""
     memory = found.job.cluster.gpu.memory_bytes
     yield f"memory of the fullest rank ({found.ledger.role}), at {found.ledger.moment}:"
@@ -220,7 +220,7 @@ def ledger(found: Found) -> Iterator[str]:
     yield f"fits: {verdict}, {gib(abs(found.fit.headroom_bytes))} GiB {amount}{doubt}"
 
 
-def _away(found: Found) -> Iterator[str]:
+def _away(found: Candidate) -> Iterator[str]:
     """What lies outside the device, beside a GPU's share of its node."""
     cluster, away = found.job.cluster, found.ledger.away
     for place, lines, room in (("host", away.host, cluster.host_bytes), ("disk", away.disk, cluster.disk_bytes)):
@@ -232,7 +232,7 @@ def _away(found: Found) -> Iterator[str]:
             yield f"  {line.name:<12}{gib(line.bytes):>8} GiB  {line.why}"
 
 
-def waterfall(found: Found) -> Iterator[str]:
+def waterfall(found: Candidate) -> Iterator[str]:
     """Where the seconds go."""
     price = found.price
     yield (
@@ -243,7 +243,7 @@ def waterfall(found: Found) -> Iterator[str]:
         yield f"  {share.name:<12}{short(share.seconds):>8} s  {share.seconds / price.seconds:>6.1%}  {share.why}"
 
 
-def missed(misses: Iterable[Found], suggestions: Iterable[Change], asked: Question) -> Iterator[str]:
+def missed(misses: Iterable[Candidate], suggestions: Iterable[SuggestedChange], asked: Question) -> Iterator[str]:
     """What to do when nothing fits."""
     yield "Nothing fits. The nearest:"
     for found in misses:

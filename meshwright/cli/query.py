@@ -10,7 +10,7 @@ import msgspec
 from meshwright.cli import options as words
 from meshwright.config import load, presets
 from meshwright.config.huggingface import arch_of, describe, read_config
-from meshwright.config.load import Asked
+from meshwright.config.load import OpenRun
 from meshwright.cost.calibrate import measured
 from meshwright.hardware.cluster import Cluster, cluster
 from meshwright.hardware.profile import read_profile
@@ -27,17 +27,17 @@ GIB = 2.0**30
 TOKENS_OF_A_STEP = {False: 2**19, True: 2**22}  # a batch that nobody stated: what GPT-2's and Llama's trainings used
 
 
-class Put(msgspec.Struct, frozen=True, kw_only=True):
+class PlanQuery(msgspec.Struct, frozen=True, kw_only=True):
     """A question as it was put."""
 
     question: Question
-    asked: Asked
+    asked: OpenRun
     model: str  # as a person would name it
     machines: str  # likewise
     assumed: tuple[str, ...]  # what was not said
 
 
-def put(options: argparse.Namespace, arch: Arch | None = None) -> Put:
+def put(options: argparse.Namespace, arch: Arch | None = None) -> PlanQuery:
     """The question that the command line asks, with what was taken for granted; `arch` takes the place of the model."""
     target, overrides = words.target(options.words)
     asked, model = _asked(target, [*overrides, *flags(options)], arch)
@@ -64,10 +64,10 @@ def put(options: argparse.Namespace, arch: Arch | None = None) -> Put:
         limit_bytes=(asked.run.goal.memory_gib or math.inf) * GIB,
     )
     question = question.on(machines)
-    return Put(question=question, asked=asked, model=model, machines=text, assumed=tuple(assumed))
+    return PlanQuery(question=question, asked=asked, model=model, machines=text, assumed=tuple(assumed))
 
 
-def _asked(target: str | None, overrides: list[str], arch: Arch | None) -> tuple[Asked, str]:
+def _asked(target: str | None, overrides: list[str], arch: Arch | None) -> tuple[OpenRun, str]:
     if arch is not None:
         return load.ask(None, overrides, arch=arch), "a model"
     if target is None:
@@ -97,7 +97,7 @@ def flags(options: argparse.Namespace) -> list[str]:
     return [f"{name}={value}" for name in ("sequence", "batch") if (value := getattr(options, name)) is not None]
 
 
-def _machines(options: argparse.Namespace, asked: Asked) -> str:
+def _machines(options: argparse.Namespace, asked: OpenRun) -> str:
     text = options.cluster or asked.run.goal.cluster
     if not text:
         remedy = "add --cluster 64xh100, or [goal] cluster to the run file; `meshwright clusters` lists the cards"
@@ -105,7 +105,7 @@ def _machines(options: argparse.Namespace, asked: Asked) -> str:
     return text
 
 
-def _sizes(asked: Asked, gpus: int, assumed: list[str]) -> tuple[int, int]:
+def _sizes(asked: OpenRun, gpus: int, assumed: list[str]) -> tuple[int, int]:
     """Sequence and batch: as stated, or what such a model is usually trained with."""
     run, unsaid = asked.run, {key for key in ("sequence", "batch") if asked.origins.get(key) == load.UNSAID}
     sequence, batch = run.sequence, run.batch
@@ -124,7 +124,7 @@ def _shared(batch: int, gpus: int) -> int:
     return batch if batch % odd == 0 else odd << max((batch // odd).bit_length() - 1, 0)
 
 
-def _precision(asked: Asked, machines: Cluster, assumed: list[str]) -> Precision:
+def _precision(asked: OpenRun, machines: Cluster, assumed: list[str]) -> Precision:
     stated = asked.on_command_line.get("precision", asked.in_file.get("precision"))
     if stated is not None:
         return stated

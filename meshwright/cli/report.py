@@ -13,9 +13,9 @@ from meshwright.config.run import Goal
 from meshwright.report import run_text
 from meshwright.report import run_text as run_chart
 from meshwright.report import run_text as run_table
-from meshwright.report.plan_charts import Screen
-from meshwright.report.run_data import Facts, facts
-from meshwright.report.run_summary import Promised, Report, Steps, report, steps_of
+from meshwright.report.plan_charts import Terminal
+from meshwright.report.run_data import FolderFacts, facts
+from meshwright.report.run_summary import PredictedFigures, RunReport, Steps, report, steps_of
 from meshwright.runtime.files import refuse_existing, write_whole
 from meshwright.spec.problem import InputError
 
@@ -54,12 +54,12 @@ def _check(options: argparse.Namespace) -> None:
         refuse_existing(options.page, options.force)
 
 
-def _report(each: Facts, options: argparse.Namespace) -> Report:
+def _report(each: FolderFacts, options: argparse.Namespace) -> RunReport:
     measured = steps_of(each)
     return report(each, measured, _promised(each, measured, options))
 
 
-def _promised(each: Facts, steps: Steps | None, options: argparse.Namespace) -> Promised:
+def _promised(each: FolderFacts, steps: Steps | None, options: argparse.Namespace) -> PredictedFigures:
     """The planner's words about exactly this run; a reason where it has none."""
     from meshwright.hardware.profile import read_profile
     from meshwright.report.run_summary import Given, device_of, machines, promise, utilized
@@ -72,12 +72,14 @@ def _promised(each: Facts, steps: Steps | None, options: argparse.Namespace) -> 
     except InputError as error:
         if options.cluster or options.profile:
             raise
-        return Promised(why_not="; ".join(map(str, error.problems)))
+        return PredictedFigures(why_not="; ".join(map(str, error.problems)))
     job = msgspec.structs.replace(job_of(msgspec.structs.replace(run, goal=Goal())), cluster=found)
-    return Promised(promise=promise(job, device, source), utilized=utilized(job, device, steps) if steps else None)
+    return PredictedFigures(
+        promise=promise(job, device, source), utilized=utilized(job, device, steps) if steps else None
+    )
 
 
-def _lines(told: Report, found: Facts, screen: Screen | None) -> Iterator[str]:
+def _lines(told: RunReport, found: FolderFacts, screen: Terminal | None) -> Iterator[str]:
     """The sections of one run, and its loss drawn where a person looks at it."""
     yield from run_text.what_ran(told)
     yield ""
@@ -92,12 +94,12 @@ def _lines(told: Report, found: Facts, screen: Screen | None) -> Iterator[str]:
         yield from ("", *ranks)
 
 
-def _screen() -> Screen | None:
+def _screen() -> Terminal | None:
     """The terminal, None where output goes elsewhere."""
-    return Screen(columns=shutil.get_terminal_size((100, 24)).columns) if sys.stdout.isatty() else None
+    return Terminal(columns=shutil.get_terminal_size((100, 24)).columns) if sys.stdout.isatty() else None
 
 
-def _write_page(options: argparse.Namespace, found: list[Facts], reports: list[Report]) -> None:
+def _write_page(options: argparse.Namespace, found: list[FolderFacts], reports: list[RunReport]) -> None:
     from meshwright.report.run_charts import run_page
 
     write_whole(options.page, run_page(list(zip(found, reports, strict=True))), options.force)

@@ -14,16 +14,16 @@ from meshwright.cli import options as words
 from meshwright.config import check, load
 from meshwright.config.run import Run
 from meshwright.runtime import failure as verdict_file
-from meshwright.runtime.failure import Exit, Verdict
+from meshwright.runtime.failure import Exit, Failure
 from meshwright.runtime.files import teller
-from meshwright.runtime.place import ALONE, Order, Place
+from meshwright.runtime.place import ALONE, Place, RankSpec
 from meshwright.runtime.records import Summary
 from meshwright.search import budget
 from meshwright.spec.params import count
 from meshwright.spec.problem import InputError
 
 
-def examined(given: list[str], ranks: int | None, looks: bool = True) -> load.Loaded:
+def examined(given: list[str], ranks: int | None, looks: bool = True) -> load.LoadedRun:
     """The run of a verb's words. Of the ranks of one job, one looks at the data for all."""
     file, overrides = options.split(given)
     loaded, problems = load.examine(file, overrides, ranks=ranks, default_ranks=env.default_ranks())
@@ -38,7 +38,7 @@ def examined(given: list[str], ranks: int | None, looks: bool = True) -> load.Lo
 
 
 if TYPE_CHECKING:
-    from meshwright.runtime.ranks import Nursery
+    pass
 
 
 def add(verbs: words.Verbs) -> None:
@@ -69,7 +69,7 @@ def _launch(run: Run, options: argparse.Namespace) -> int:
     """Supervise the ranks of one machine, and make the tokens while their nursery imports torch."""
     from meshwright.data.prepare import prepare
     from meshwright.runtime import run_folder as folders
-    from meshwright.runtime.supervise import Asked, Supervisor
+    from meshwright.runtime.supervise import StopRequest, Supervisor
 
     say = _teller(options.json)
     folder = options.folder or folders.default(run)
@@ -84,7 +84,7 @@ def _launch(run: Run, options: argparse.Namespace) -> int:
     )
     try:
         prepare(run, env.cache(), say)
-        verdict = supervisor.supervise(Asked().listen())
+        verdict = supervisor.supervise(StopRequest().listen())
     except BaseException:
         supervisor.close()
         claim.abandon()
@@ -100,12 +100,12 @@ def _launch(run: Run, options: argparse.Namespace) -> int:
     return _tell_failure(verdict, options.json)
 
 
-def _nursery(run: Run, folder: Path, options: argparse.Namespace) -> Callable[[], "Nursery"]:
+def _nursery(run: Run, folder: Path, options: argparse.Namespace) -> Callable[[], "ForkServer"]:
     """How to make the process that ranks are forked from."""
-    from meshwright.runtime.ranks import Nursery
+    from meshwright.runtime.ranks import ForkServer
 
     people, environment = sys.stderr if options.json else sys.stdout, _environment(run, options)
-    return lambda: Nursery(environment, folder / "logs" / "nursery.txt", people.fileno())
+    return lambda: ForkServer(environment, folder / "logs" / "nursery.txt", people.fileno())
 
 
 def _environment(run: Run, options: argparse.Namespace) -> dict[str, str]:
@@ -115,13 +115,13 @@ def _environment(run: Run, options: argparse.Namespace) -> dict[str, str]:
     return {**defaults(run.plan.world), **env.of_ranks(options.debug)}
 
 
-def _order(run: Run, folder: Path, options: argparse.Namespace) -> Order:
+def _order(run: Run, folder: Path, options: argparse.Namespace) -> RankSpec:
     """What ranks are told, but for their place."""
     from meshwright.runtime import run_folder as folders
     from meshwright.runtime.failure import this_session
     from meshwright.runtime.ranks import threads
 
-    return Order(
+    return RankSpec(
         run=str(folder / folders.RUN),
         folder=str(folder),
         cache=str(env.cache()),
@@ -173,19 +173,19 @@ def _rank(run: Run, here: Place, options: argparse.Namespace) -> int:
     return code
 
 
-def _serve(run: Run, order: Order, machine: bool) -> int:
+def _serve(run: Run, order: RankSpec, machine: bool) -> int:
     from meshwright.train.rank import serve  # imports torch: the sidecar watches meanwhile
 
     return serve(order, run, machine)
 
 
-def _order_of(here: Place, folder: Path, options: argparse.Namespace) -> Order:
+def _order_of(here: Place, folder: Path, options: argparse.Namespace) -> RankSpec:
     """What a rank tells itself when somebody else has launched it."""
     from meshwright.runtime import run_folder as folders
     from meshwright.runtime.failure import session_above
 
     session = session_above()
-    return Order(
+    return RankSpec(
         run=str(folder / folders.RUN),
         folder=str(folder),
         cache=str(env.cache()),
@@ -227,7 +227,7 @@ def _tell(summary: Summary | None, machine: bool) -> None:
     teller(sys.stdout)("\n".join(lines))
 
 
-def _tell_failure(verdict: Verdict, machine: bool) -> int:
+def _tell_failure(verdict: Failure, machine: bool) -> int:
     """How a run ended that did not come to its end; what lay in a folder that was never begun is gone by now."""
     if not Path(verdict.details).exists():
         verdict = msgspec.structs.replace(verdict, details="")
@@ -237,7 +237,7 @@ def _tell_failure(verdict: Verdict, machine: bool) -> int:
     return verdict.code
 
 
-def _tell_program(verdict: Verdict | None, code: int) -> None:
+def _tell_program(verdict: Failure | None, code: int) -> None:
     """The same as one object; a rank that was asked to end has no verdict of its own."""
     told = {} if verdict is None else msgspec.to_builtins(verdict)
     told.pop("code", None)  # a script compares the exit code, which has its own name

@@ -11,12 +11,12 @@ from meshwright.cli import options as words
 from meshwright.cli import plan_tables as tables
 from meshwright.cli.plan import DOES_NOT_FIT, announce, answer_record, nothing_fits, searched, show
 from meshwright.cli.plan_tables import as_record, found_words, gib, short
-from meshwright.cli.query import Put, default_precision, put
+from meshwright.cli.query import PlanQuery, default_precision, put
 from meshwright.config import check, presets
-from meshwright.cost.step_time import Share
+from meshwright.cost.step_time import TimeShare
 from meshwright.hardware.cluster import cluster
 from meshwright.search import explain, sizes
-from meshwright.search.best_first import Answer, Found, priced
+from meshwright.search.best_first import Candidate, SearchResult, priced
 from meshwright.search.question import Question
 from meshwright.search.sizes import SHORTEST, Largest, largest_microbatch, largest_model, largest_sequence, layers
 from meshwright.search.space import NARROW, problems, refuse_empty
@@ -49,7 +49,7 @@ def what_if(options: argparse.Namespace) -> int:
     return 0 if then.found else DOES_NOT_FIT
 
 
-def _changed(options: argparse.Namespace, asked: Put) -> tuple[Question, list[str]]:
+def _changed(options: argparse.Namespace, asked: PlanQuery) -> tuple[Question, list[str]]:
     """The question after the change, held to the same rules, and what is assumed for it anew."""
     changes = _changes(options, asked)
     machines = changes.pop("cluster", asked.question.cluster)
@@ -67,7 +67,7 @@ def _changed(options: argparse.Namespace, asked: Put) -> tuple[Question, list[st
     return changed, assumed
 
 
-def _changes(options: argparse.Namespace, asked: Put) -> dict[str, Any]:
+def _changes(options: argparse.Namespace, asked: PlanQuery) -> dict[str, Any]:
     """The fields of the question that the what-ifs change."""
     words = [*([f"network={options.network}"] if options.network else []), *(options.what_if or ())]
     given = dict(word.split("=", 1) for word in words if "=" in word)
@@ -89,7 +89,7 @@ def _changes(options: argparse.Namespace, asked: Put) -> dict[str, Any]:
     return changes
 
 
-def _same(base: Found, question: Question, changed: Question) -> Found | None:
+def _same(base: Candidate, question: Question, changed: Question) -> Candidate | None:
     """The plan that was best, after the change; another batch takes more or fewer microbatches of the same size."""
     plan, job = base.plan, base.job
     batch = plan.batch if changed.batch == question.batch else changed.batch
@@ -104,12 +104,12 @@ def _same(base: Found, question: Question, changed: Question) -> Found | None:
     return None if problems(asked, plan) else priced(asked.job(plan))
 
 
-def _told(found: Found, asked: Question) -> str:
+def _told(found: Candidate, asked: Question) -> str:
     plan = found_words(found, asked)
     return f"{plan}: {short(found.price.seconds)} s a step, {gib(found.peak_bytes)} GiB"
 
 
-def _kept(base: Found, same: Found | None, question: Question) -> Iterator[str]:
+def _kept(base: Candidate, same: Candidate | None, question: Question) -> Iterator[str]:
     """What a change does to the plan that was best."""
     if same is None:
         yield "same plan: is not legal any more"
@@ -123,7 +123,7 @@ def _kept(base: Found, same: Found | None, question: Question) -> Iterator[str]:
     yield from _shifts(base, same)
 
 
-def _best(base: Found, changed: Question, then: Answer) -> Iterator[str]:
+def _best(base: Candidate, changed: Question, then: SearchResult) -> Iterator[str]:
     """What is best after the change."""
     if not then.found:
         yield "nothing fits then"
@@ -134,7 +134,7 @@ def _best(base: Found, changed: Question, then: Answer) -> Iterator[str]:
     yield explain.why(first)
 
 
-def _shifts(base: Found, other: Found) -> Iterator[str]:
+def _shifts(base: Candidate, other: Candidate) -> Iterator[str]:
     """The three shares of a step that changed most."""
     before = {share.name: share.seconds for share in base.price.waterfall}
     after = {share.name: share for share in other.price.waterfall}
@@ -146,7 +146,7 @@ def _shifts(base: Found, other: Found) -> Iterator[str]:
             yield f"           {'+' if change > 0 else '-'}{short(abs(change))} s {name}{why}"
 
 
-def _seconds(shares: dict[str, Share], name: str) -> float:
+def _seconds(shares: dict[str, TimeShare], name: str) -> float:
     return shares[name].seconds if name in shares else 0.0
 
 
@@ -208,7 +208,7 @@ def _refuse_stated(options: argparse.Namespace) -> None:
         raise InputError([Problem(f"--largest {what} looks for what {given} states", f"leave {given} out")])
 
 
-def _answered(asked: Put, what: str, found: Largest) -> Put:
+def _answered(asked: PlanQuery, what: str, found: Largest) -> PlanQuery:
     """The question with what was found in it: nothing of that was asked or assumed."""
     job, name = found.found.job, SOUGHT[what]
     value = {"arch": job.arch, "batch": job.plan.batch, "sequence": job.sequence}[name]
@@ -220,7 +220,7 @@ def _answered(asked: Put, what: str, found: Largest) -> Put:
     )
 
 
-def _none(options: argparse.Namespace, asked: Put) -> int:
+def _none(options: argparse.Namespace, asked: PlanQuery) -> int:
     """Nothing fits, whatever its size."""
     what, question = options.largest, asked.question
     least = {"sequence": f" of {SHORTEST:,} tokens"}.get(what, "")
@@ -232,7 +232,7 @@ def _none(options: argparse.Namespace, asked: Put) -> int:
     return DOES_NOT_FIT
 
 
-def _record(options: argparse.Namespace, asked: Put) -> dict[str, object]:
+def _record(options: argparse.Namespace, asked: PlanQuery) -> dict[str, object]:
     question = asked.question
     return {
         "largest": options.largest,

@@ -62,13 +62,13 @@ def _shadow(run: Run) -> Iterator[Problem]:
 def _rounding(run: Run) -> Iterator[Problem]:
     plan, master_weights = run.plan, run.optim.master_weights
     if run.optim.stochastic_rounding != (master_weights == "none"):
-        what = "optim.stochastic_rounding is how weights without masters take small updates, and optim.master_weights = none needs it"
+        what = "optim.stochastic_rounding goes with optim.master_weights = none, and one of the two is set alone"
         yield Problem(what, "set both, or neither", "optim.stochastic_rounding")
     if master_weights == "fp32":
         return
     if plan.precision not in ("bf16", "fp8"):
         yield Problem(
-            f"optim.master_weights = {master_weights} holds weights in bf16, and plan.precision = {plan.precision} is not bf16",
+            f"optim.master_weights = {master_weights} holds bf16 weights, and plan.precision = {plan.precision} is not bf16",
             "set plan.precision = bf16, or leave optim.master_weights out",
             "optim.master_weights",
         )
@@ -84,14 +84,14 @@ def _offload(run: Run) -> Iterator[Problem]:
     plan, states = run.plan, run.optim.state_dtype
     if plan.optimizer_offload == "none":
         if states == "bf16":
-            what = "optim.state_dtype = bf16 rounds states that are kept off the device, and plan.optimizer_offload = none keeps none"
+            what = "optim.state_dtype = bf16 needs offloaded optimizer states, and plan.optimizer_offload = none offloads none"
             yield Problem(
                 what, "set plan.optimizer_offload = host, or leave optim.state_dtype out", "optim.state_dtype"
             )
         return
     remedy = "leave plan.optimizer_offload out"
     if plan.world > 1:
-        what = f"plan.optimizer_offload moves the states of a rank that shares nothing, and this plan has {plan.world} ranks"
+        what = f"plan.optimizer_offload is for a single rank, and this plan has {plan.world} ranks"
         yield Problem(
             what, f"{remedy}: plan.zero = 1 to 3 shares them out over plan.shard ranks", "plan.optimizer_offload"
         )
@@ -105,7 +105,7 @@ def _offload(run: Run) -> Iterator[Problem]:
         what = f"optim.state_dtype = bf16 completes weights of bf16, and plan.precision = {plan.precision} has none"
         yield Problem(what, "set plan.precision = bf16, or leave optim.state_dtype out", "optim.state_dtype")
     if run.optim.master_weights != "fp32":
-        what = f"plan.optimizer_offload keeps what bf16 leaves out by itself, without optim.master_weights = {run.optim.master_weights}"
+        what = f"plan.optimizer_offload has its own masters, without optim.master_weights = {run.optim.master_weights}"
         yield Problem(what, "leave optim.master_weights out, or plan.optimizer_offload", "optim.master_weights")
     if plan.optimizer_offload_host_bytes < 0:
         what = f"plan.optimizer_offload_host_bytes = {plan.optimizer_offload_host_bytes} is negative"
@@ -129,7 +129,7 @@ def _offload_weights(run: Run) -> Iterator[Problem]:
         )
         yield Problem(what, "leave one of them out", "plan.bf16_params")
     if plan.optimizer_offload != "none":
-        what = f"plan.cpu_offload keeps every state in host memory, and plan.optimizer_offload = {plan.optimizer_offload} moves some"
+        what = f"plan.cpu_offload includes plan.optimizer_offload = {plan.optimizer_offload}: every state is in host memory"
         yield Problem(what, "leave one of them out: plan.optimizer_offload is for weights that fit on the device", key)
     if plan.deterministic:
         what = "plan.deterministic adds up gradients on the device by itself, without plan.cpu_offload"
@@ -310,7 +310,7 @@ def _kept(plan: Plan) -> Iterator[Problem]:
         )
     if plan.activation_quant != "none" and plan.precision == "fp64":
         yield Problem(
-            f"plan.activation_quant = {plan.activation_quant} changes the mathematics, and plan.precision = fp64 is for proofs",
+            f"plan.activation_quant = {plan.activation_quant} is not exact, and plan.precision = fp64 is for proofs",
             "leave plan.activation_quant out; plan.activation_offload = true saves as much and is exact",
             "plan.activation_quant",
         )

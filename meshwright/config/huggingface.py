@@ -343,7 +343,7 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".distcp")
 Kind = Literal["huggingface", "meshwright"]
 
 
-class Described(msgspec.Struct, frozen=True, kw_only=True):
+class FolderDescription(msgspec.Struct, frozen=True, kw_only=True):
     """What a folder says of itself."""
 
     path: Path  # where the files are: a run's are in its model/
@@ -357,12 +357,12 @@ class Described(msgspec.Struct, frozen=True, kw_only=True):
         return file if file.is_file() else None
 
 
-def describe(path: Path) -> Described:
+def describe(path: Path) -> FolderDescription:
     """A Hugging Face folder, one of ours, or a run that holds one."""
     if (path / ARCH).is_file():
-        return Described(path=path, kind="meshwright", arch=_read_arch(path / ARCH))
+        return FolderDescription(path=path, kind="meshwright", arch=_read_arch(path / ARCH))
     if (path / CONFIG).is_file():
-        return Described(path=path, kind="huggingface", arch=arch_of(read_config(path / CONFIG)))
+        return FolderDescription(path=path, kind="huggingface", arch=arch_of(read_config(path / CONFIG)))
     if (path / "model" / ARCH).is_file():
         return describe(path / "model")
     if (path / "run.toml").is_file():

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from meshwright.config import check, schema
-from meshwright.config.huggingface import Described, describe, shape_differences
+from meshwright.config.huggingface import FolderDescription, describe, shape_differences
 from meshwright.config.presets import complete, preset_names, preset_table, unknown_preset
 from meshwright.config.run import Run
 from meshwright.spec.arch import Arch
@@ -103,7 +103,9 @@ def resolve_arch(table: dict[str, Any], origins: Origins, *, ahead: bool = False
     return [*schema.missing(table["arch"], Arch, "arch.")]
 
 
-def _base(name: str | None, start: Described | None, table: dict[str, Any], stated: bool) -> tuple[dict[str, Any], str]:
+def _base(
+    name: str | None, start: FolderDescription | None, table: dict[str, Any], stated: bool
+) -> tuple[dict[str, Any], str]:
     """What an architecture begins from before its own keys: a preset, or the folder whose weights it takes."""
     if name is not None:
         return preset_table(name), f"preset {name}"
@@ -112,7 +114,7 @@ def _base(name: str | None, start: Described | None, table: dict[str, Any], stat
     return {}, ""
 
 
-def _described(table: dict[str, Any]) -> tuple[Described | None, list[Problem]]:
+def _described(table: dict[str, Any]) -> tuple[FolderDescription | None, list[Problem]]:
     folder = table.get("init", {}).get("from", "")
     if not folder:
         return None, []
@@ -202,14 +204,14 @@ DEEPEST = 16  # files that extend each other
 UNSAID = "not stated"  # the origin of what a question left open
 
 
-class Loaded(msgspec.Struct, frozen=True, kw_only=True):
+class LoadedRun(msgspec.Struct, frozen=True, kw_only=True):
     """A run and the origin of each of its values, by dotted key."""
 
     run: Run
     origins: Origins
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
+class OpenRun(msgspec.Struct, frozen=True, kw_only=True):
     """A run whose plan is still to be found, and the fields of a plan that were stated, by where they were."""
 
     run: Run  # with a plan of one rank in place of the one to be found
@@ -220,7 +222,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
 def load(
     file: Path | None, overrides: Iterable[str] = (), *, ranks: int | None = None, default_ranks: int = 1
-) -> Loaded:
+) -> LoadedRun:
     """The run that a file and a command line describe; without a file, the default run.
 
     `ranks` is what the user asked for, `default_ranks` what a plan without axes uses.
@@ -233,7 +235,7 @@ def load(
 
 def examine(
     file: Path | None, overrides: Iterable[str] = (), *, ranks: int | None = None, default_ranks: int = 1
-) -> tuple[Loaded | None, list[Problem]]:
+) -> tuple[LoadedRun | None, list[Problem]]:
     """Like `load`, but with all problems as values: the run without its unusable keys goes on to the other rules."""
     overrides = list(overrides)
     table, origins = _read(file) if file else _default(overrides)
@@ -246,12 +248,12 @@ def examine(
     if not incomplete:
         resolve_plan(table, origins, ranks, default_ranks)
         run = msgspec.convert(table, Run)
-        loaded = Loaded(run=run, origins=origins)
+        loaded = LoadedRun(run=run, origins=origins)
         found += [*rank_problems(run, ranks, origins), *init_problems(run), *check.problems(run)]
     return loaded, [placed(problem, origins) for problem in found]
 
 
-def ask(file: Path | None, overrides: Iterable[str] = (), *, arch: Arch | None = None) -> Asked:
+def ask(file: Path | None, overrides: Iterable[str] = (), *, arch: Arch | None = None) -> OpenRun:
     """The question that a file and a command line put: the mathematics is checked, and nothing of the plan decided.
 
     `arch` takes the place of the file's. A folder that the weights will come from need not be there yet, where the
@@ -272,7 +274,7 @@ def ask(file: Path | None, overrides: Iterable[str] = (), *, arch: Arch | None =
     if problems := [placed(problem, origins) for problem in check.problems(run)]:
         raise InputError(problems)
     written = {name: value for name, value in stated.items() if name not in said}
-    return Asked(run=run, in_file=written, on_command_line=said, origins=origins)
+    return OpenRun(run=run, in_file=written, on_command_line=said, origins=origins)
 
 
 def _open() -> tuple[dict[str, Any], Origins]:

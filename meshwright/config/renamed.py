@@ -1,4 +1,4 @@
-"""Keys that run files had before: refused with their new name where people write, translated in folders of earlier runs."""
+"""Former keys: refused with their new name where people write, translated in the folders of earlier runs."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -69,7 +69,7 @@ class Optim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     eps: float = 1e-8
     weight_decay: float = 0.1  # of matrices; vectors do not decay
     grad_clip: float = 1.0  # largest global gradient norm; 0: measured, never clipped
-    # bf16, with plan.optimizer_offload: moments rounded at random so that they are right on average; wide weights stay exact.
+    # bf16, with plan.optimizer_offload: moments by stochastic rounding; fp32 master weights stay exact.
     state_dtype: Literal["fp32", "bf16"] = "fp32"
     # What a weight in bf16 does with an update smaller than its last bit: a wide master takes it, chance rounds it, or
     # the sixteen bits that bf16 leaves out are kept beside it.

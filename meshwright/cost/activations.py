@@ -10,7 +10,7 @@ import msgspec
 from meshwright.cost.job import Job
 from meshwright.cost.rank_view import ITEM_BYTES, chunk_rows, has_chunks
 from meshwright.cost.traffic import slots
-from meshwright.hardware.stacks import Holding
+from meshwright.hardware.stacks import StackMemory
 from meshwright.spec.arch import Arch
 from meshwright.spec.plan import Plan, by_operation, runs
 
@@ -20,11 +20,11 @@ NARROW_PRECISIONS = ("bf16", "fp16", "fp8")
 NARROWEST_HEAD = 16  # for which there is attention by blocks
 
 
-class Work(msgspec.Struct, frozen=True, kw_only=True):
+class MicrobatchShape(msgspec.Struct, frozen=True, kw_only=True):
     """One microbatch of one rank."""
 
     arch: Arch
-    holds: Holding
+    holds: StackMemory
     whole: int  # positions of the microbatch that a rank's matrices see
     split: int  # positions it holds between matrices
     sequence: int  # keys that a query may meet
@@ -61,12 +61,12 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
         return (share * self.whole + (1 - share) * self.split) * self.arch.hidden * self.narrow
 
 
-def work_of(job: Job, fused_norm: bool = True) -> Work:
+def microbatch_shape(job: Job, fused_norm: bool = True) -> MicrobatchShape:
     """The work of a job's rank."""
     plan, stack = job.plan, job.stack
     whole = plan.microbatch * job.sequence // plan.cp
     narrow = ITEM_BYTES[plan.precision]
-    return Work(
+    return MicrobatchShape(
         arch=job.arch,
         holds=_fused(stack.holds) if plan.compile or _has_kernels(job) else stack.holds,
         compiled=plan.compile,
@@ -87,11 +87,11 @@ def work_of(job: Job, fused_norm: bool = True) -> Work:
         sent=plan.activation_offload,
         last_stays=plan.pp == 1,
         # A compiled block computes them anew; with a scale for every row the numbers themselves are kept.
-        codes=stack.name == OURS and plan.precision == "fp8" and plan.fp8_scaling == "tensor" and not plan.compile,
+        codes=stack.name == OURS and plan.precision == "fp8" and plan.fp8_scaling == "tensorwise" and not plan.compile,
     )
 
 
-def _fused(holds: Holding) -> Holding:
+def _fused(holds: StackMemory) -> StackMemory:
     """A compiled block, or one with kernels of ours, computes the gate's activation anew from the gate."""
     return msgspec.structs.replace(holds, gated_copies=min(holds.gated_copies, FUSED_COPIES))
 
@@ -122,7 +122,7 @@ def _chunk(job: Job) -> int:
     return min(chunk_rows(job.arch.vocab, plan), plan.microbatch * job.sequence // plan.cp)
 
 
-def _leaves(plan: Plan, holds: Holding) -> bool:
+def _leaves(plan: Plan, holds: StackMemory) -> bool:
     """Whether gathered tensors pile up. The bounds describe published runs: see docs/memory.md."""
     within = plan.tp < (holds.left_below_tp or plan.tp + 1) and plan.world < (holds.left_below_gpus or plan.world + 1)
     return plan.tp > 1 and within and plan.pp != holds.left_except_pp
@@ -138,12 +138,12 @@ INDEX = 8  # bytes of an index
 MASK = 1
 
 
-def mixture_kept(work: Work, norm: float) -> float:
+def mixture_kept(work: MicrobatchShape, norm: float) -> float:
     """Of one mixture layer, its norm included: the router's numbers, a row for every choice, and each expert's work."""
     return norm + _router(work) + _rows(work) + _shared(work)
 
 
-def _router(work: Work) -> float:
+def _router(work: MicrobatchShape) -> float:
     """A wide copy of the input where arithmetic is narrow, probabilities, their order, and the choices' numbers."""
     arch, tokens = work.arch, work.whole
     copied = work.narrow < work.wide
@@ -154,7 +154,7 @@ def _router(work: Work) -> float:
     return entering + scores + chosen + balance
 
 
-def _rows(work: Work) -> float:
+def _rows(work: MicrobatchShape) -> float:
     """A row of the input for every choice, what its expert keeps, and what it returns."""
     arch, rows = work.arch, rows_of(work)
     copies = work.holds.gated_copies if arch.mlp == "swiglu" else work.holds.plain_copies
@@ -162,7 +162,7 @@ def _rows(work: Work) -> float:
     return 2 * rows * arch.hidden * work.narrow + inside + rows * (2 * INDEX + work.wide)
 
 
-def _shared(work: Work) -> float:
+def _shared(work: MicrobatchShape) -> float:
     """Experts that every token passes through are one dense layer on the same input."""
     arch = work.arch
     if not arch.shared_experts:
@@ -174,7 +174,7 @@ def _shared(work: Work) -> float:
     return entering + copies * work.whole * width / work.tp * work.narrow
 
 
-def mixture_selected(work: Work) -> float:
+def mixture_selected(work: MicrobatchShape) -> float:
     """What the matrix products of a mixture layer return: scores, and of routed and shared experts each."""
     arch = work.arch
     gated = 2 if arch.mlp == "swiglu" else 1
@@ -184,7 +184,7 @@ def mixture_selected(work: Work) -> float:
     return work.whole * arch.experts * work.wide + (rows + shared) * work.narrow
 
 
-def rows_of(work: Work) -> int:
+def rows_of(work: MicrobatchShape) -> int:
     """Rows that a rank's experts get: as many as its tokens make, where routers share them out evenly."""
     arch = work.arch
     if arch.router == "expert_choice":
@@ -194,7 +194,7 @@ def rows_of(work: Work) -> int:
     return math.ceil(work.whole * kept / work.sequence)
 
 
-def _choices(work: Work) -> int:
+def _choices(work: MicrobatchShape) -> int:
     return work.arch.experts if work.arch.router == "expert_choice" else work.arch.top_k
 
 
@@ -204,7 +204,7 @@ STATISTIC = 1 / 16  # of a block's input: what has no more numbers is kept exact
 ATTENTION_PRODUCTS = 3  # that read the same input: queries, keys and values
 
 
-def as_kept(work: Work, mixture: bool, whole: float) -> float:
+def as_kept(work: MicrobatchShape, mixture: bool, whole: float) -> float:
     """Of a block that would keep so much, what it keeps: codes, and statistics as they are."""
     if not work.coded:
         return whole
@@ -212,12 +212,12 @@ def as_kept(work: Work, mixture: bool, whole: float) -> float:
     return whole - size + numbers * CODE
 
 
-def input_kept(work: Work) -> float:
+def input_kept(work: MicrobatchShape) -> float:
     """A block's input, which is all that one keeps that is computed anew."""
     return work.stream / work.narrow * CODE if work.coded else work.stream
 
 
-def small_kept(work: Work) -> float:
+def small_kept(work: MicrobatchShape) -> float:
     """Statistics of a block's norms and its attention, where they are below what is worth a message."""
     each = norm_statistics(work) / (2 if work.arch.norm == "layer" else 1)
     norms = 2 * norm_statistics(work) if each < SMALL else 0.0
@@ -225,38 +225,38 @@ def small_kept(work: Work) -> float:
     return norms + (exponents if exponents < SMALL else 0.0)
 
 
-def _exponents(work: Work) -> float:
+def _exponents(work: MicrobatchShape) -> float:
     """Numbers of attention's log-sum-exp."""
     return work.whole * work.arch.heads / work.tp if work.attention == "flash" else 0.0
 
 
-def decoding(work: Work) -> float:
+def decoding(work: MicrobatchShape) -> float:
     """The widest kept tensor while it is read from its codes: wide, and then as it was."""
     arch = work.arch
     width = max(arch.ffn, arch.q_width, arch.hidden * work.tp)
     return work.whole * width / work.tp * (work.wide + work.narrow) if work.coded else 0.0
 
 
-def norm_kept(work: Work) -> float:
+def norm_kept(work: MicrobatchShape) -> float:
     """A norm's input and its statistics; a norm made of several operations also keeps its input wide and scaled."""
     return norm_input(work) + norm_statistics(work)
 
 
-def norm_input(work: Work) -> float:
+def norm_input(work: MicrobatchShape) -> float:
     """Of a norm, what is as wide as the hidden states."""
     numbers = work.split * work.arch.hidden
     pieces = work.arch.norm == "rms" and not work.fused_norm
     return 2 * numbers * work.wide if pieces else numbers * work.narrow
 
 
-def norm_statistics(work: Work) -> float:
+def norm_statistics(work: MicrobatchShape) -> float:
     """Of a norm, one or two numbers for each position."""
     if work.arch.norm == "layer":
         return 2 * work.split * (work.wide if work.fused_norm else work.narrow)
     return work.split * work.wide
 
 
-def entering_kept(work: Work, products: int) -> float:
+def entering_kept(work: MicrobatchShape, products: int) -> float:
     """What some products read together: once, or as codes of each, with codes of their weights."""
     if not work.codes:
         return work.entering
@@ -266,12 +266,12 @@ def entering_kept(work: Work, products: int) -> float:
     return products * work.whole * arch.hidden + widths * arch.hidden
 
 
-def product_kept(work: Work, width: int, otherwise: float) -> float:
+def product_kept(work: MicrobatchShape, width: int, otherwise: float) -> float:
     """What the product back to the hidden width reads: as it is, or as codes, with codes of its weight."""
     return work.whole * width + width * work.arch.hidden if work.codes else otherwise
 
 
-def _codable(work: Work, mixture: bool) -> tuple[float, float]:
+def _codable(work: MicrobatchShape, mixture: bool) -> tuple[float, float]:
     """Numbers of a block that codes may stand for, and their bytes as they are."""
     arch, tp = work.arch, work.tp
     norms = 2 * norm_input(work)
@@ -297,7 +297,7 @@ def _codable(work: Work, mixture: bool) -> tuple[float, float]:
 MASK_BYTES = 1  # of a number in a dropout mask
 
 
-class Kept(msgspec.Struct, frozen=True, kw_only=True):
+class SavedActivations(msgspec.Struct, frozen=True, kw_only=True):
     """What one microbatch leaves in a run of layers, and what its backward adds for a while."""
 
     activations: float  # from the forward to the backward
@@ -314,7 +314,7 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @lru_cache(maxsize=4096)
-def kept(work: Work, mixtures: tuple[bool, ...], last: bool, policy: str) -> Kept:
+def saved_activations(work: MicrobatchShape, mixtures: tuple[bool, ...], last: bool, policy: str) -> SavedActivations:
     """Of a part of the model: `mixtures` tells for each of its layers whether it is one."""
     kinds = set(mixtures)
     whole = {mixture: block_kept(work, mixture) for mixture in kinds}
@@ -325,7 +325,7 @@ def kept(work: Work, mixtures: tuple[bool, ...], last: bool, policy: str) -> Kep
     selected = {mixture: _selected(work, mixture) for mixture in kinds} if by_operation(policy) else {}
     remaining = [sum(selected[mixtures[layer]] for layer in run) if selected else input_kept(work) for run in anew]
     alone = sum(blocks) - sum(blocks[layer] for run in anew for layer in run)
-    everything = Kept(
+    everything = SavedActivations(
         activations=alone + sum(remaining) + _rotation(work) + (_end(work) if last else 0.0),
         first_run=(remaining[0] if remaining else blocks[0] if blocks else 0.0) + _rotation(work),
         first_blocks=len(anew[0]) if anew else 1,
@@ -338,7 +338,7 @@ def kept(work: Work, mixtures: tuple[bool, ...], last: bool, policy: str) -> Kep
     return _sent(work, everything, blocks, policy) if work.sent else everything
 
 
-def _sent(work: Work, everything: Kept, blocks: list[float], policy: str) -> Kept:
+def _sent(work: MicrobatchShape, everything: SavedActivations, blocks: list[float], policy: str) -> SavedActivations:
     """The same when blocks send what they keep: at most two of them are on the device, whatever their number."""
     away = [moved_bytes(work, size, False) for size in blocks]
     for run in runs(policy, len(blocks)):
@@ -354,17 +354,17 @@ def _sent(work: Work, everything: Kept, blocks: list[float], policy: str) -> Kep
     )
 
 
-def moved_bytes(work: Work, size: float, anew: bool) -> float:
+def moved_bytes(work: MicrobatchShape, size: float, anew: bool) -> float:
     """Of a block that keeps so much, what goes to the host: small tensors stay."""
     return input_kept(work) if anew else size - small_kept(work)
 
 
-def block_kept(work: Work, mixture: bool) -> float:
+def block_kept(work: MicrobatchShape, mixture: bool) -> float:
     """Of one block, everything."""
     return attention_kept(work) + (mixture_kept(work, norm_kept(work)) if mixture else dense_kept(work))
 
 
-def attention_kept(work: Work) -> float:
+def attention_kept(work: MicrobatchShape) -> float:
     """The norm's input, the projections' input, queries, keys and values, and what attention returns."""
     arch = work.arch
     projected = work.whole * (arch.q_width + 2 * arch.kv_width) / work.tp * work.narrow
@@ -377,7 +377,7 @@ def attention_kept(work: Work) -> float:
     return norm_kept(work) + entering_kept(work, ATTENTION_PRODUCTS) + results + told + masks + more
 
 
-def dense_kept(work: Work) -> float:
+def dense_kept(work: MicrobatchShape) -> float:
     """The norm's input, the first matrices' input, and tensors as wide as the feed-forward layer."""
     arch, holds = work.arch, work.holds
     copies = holds.gated_copies if arch.mlp == "swiglu" else holds.plain_copies
@@ -387,7 +387,7 @@ def dense_kept(work: Work) -> float:
     return norm_kept(work) + entering_kept(work, 2 if arch.mlp == "swiglu" else 1) + inner + masks
 
 
-def _weights(work: Work) -> float:
+def _weights(work: MicrobatchShape) -> float:
     """Of attention's weights: their log-sum-exp, or where they exist as a whole themselves, and dropped out."""
     heads = work.arch.heads / work.tp
     if work.attention == "flash":
@@ -396,17 +396,17 @@ def _weights(work: Work) -> float:
     return work.whole * heads * work.sequence * each
 
 
-def _rotation(work: Work) -> float:
+def _rotation(work: MicrobatchShape) -> float:
     """Cosines and sines of every position, kept once for all layers of a part."""
     return work.whole * work.arch.head_dim * work.wide if work.arch.positions == "rope" else 0.0
 
 
-def _end(work: Work) -> float:
+def _end(work: MicrobatchShape) -> float:
     """The last norm and the input of the output projection."""
     return norm_kept(work) + work.entering
 
 
-def _selected(work: Work, mixture: bool) -> float:
+def _selected(work: MicrobatchShape, mixture: bool) -> float:
     """Of a block that is computed anew by operation: its input, and what products, attention and collectives return.
 
     Of one that is computed anew as a whole only its input is kept, and of a run of them that of the first.
@@ -418,21 +418,21 @@ def _selected(work: Work, mixture: bool) -> float:
     return work.stream + projected + _weights(work) + work.whole * arch.hidden * work.narrow + inner + gathered
 
 
-def _dense_selected(work: Work) -> float:
+def _dense_selected(work: MicrobatchShape) -> float:
     gated = 2 if work.arch.mlp == "swiglu" else 1
     # No gradient needs what the last product returns. The compiler knows that; torch's own policy keeps it.
     last = 0 if work.compiled else work.arch.hidden
     return work.whole * (gated * work.arch.ffn / work.tp + last) * work.narrow
 
 
-def passing(work: Work) -> float:
+def passing(work: MicrobatchShape) -> float:
     """Gradients alive at once inside a block: of its output and input, and of two tensors of the feed-forward width."""
     arch = work.arch
     width = max(arch.ffn, arch.q_width, arch.top_k * arch.expert_ffn)
     return (2 * work.whole * arch.hidden + 2 * work.whole * width / work.tp) * work.narrow
 
 
-def _products(work: Work) -> float:
+def _products(work: MicrobatchShape) -> float:
     """Gradients of what a block's matrices return: the weights' half of a split backward multiplies with them."""
     arch = work.arch
     gated = 2 if arch.mlp == "swiglu" else 1
@@ -440,14 +440,14 @@ def _products(work: Work) -> float:
     return work.whole * (widths / work.tp + 2 * arch.hidden) * work.narrow
 
 
-def _logits(work: Work) -> float:
+def _logits(work: MicrobatchShape) -> float:
     """Log-probabilities; of a loss in chunks the gradient of the projection, which the forward has made already."""
     if work.chunk:
         return work.vocab / work.tp * work.arch.hidden * work.narrow
     return work.whole * work.vocab / work.tp * work.wide
 
 
-def _loss(work: Work) -> float:
+def _loss(work: MicrobatchShape) -> float:
     """Beside the log-probabilities: their gradient and the logits' own, both wide before they are narrowed.
 
     Over cut logits torch writes the gradient out of three wide temporaries. In chunks there are a chunk's logits and,

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from meshwright.cost.kernels import Rates, flash_seconds, product_seconds, rates
-from meshwright.cost.network import Span, collective_seconds
+from meshwright.cost.network import GroupSpan, collective_seconds
 from meshwright.hardware.cluster import Cluster, Gpu, Link, catalogue, cluster_of_device, recognised
 from meshwright.hardware.profile import AttentionTime, CollectiveTime, ProductTime, Profile
 from meshwright.hardware.stacks import Efficiency, Stack, efficiency_of, stacks
@@ -175,7 +175,7 @@ def _link(cluster: Cluster, which: str, records: Sequence[CollectiveTime]) -> Li
         trial = msgspec.structs.replace(cluster, **{which: msgspec.structs.replace(link, **found)})
         errors = []
         for each in records:
-            over = Span(local=each.ranks // each.domains, domains=each.domains)
+            over = GroupSpan(local=each.ranks // each.domains, domains=each.domains)
             errors.append(math.log(collective_seconds(each.kind, each.bytes, over, trial) / each.seconds))
         return _mean_size(errors)
 
@@ -287,7 +287,7 @@ CPU = "cpu"  # as measurements and profiles name it
 Probed = Callable[[], Profile | None]  # asked only where the catalogue does not know the device
 
 
-class Machine(msgspec.Struct, frozen=True, kw_only=True):
+class PredictionSource(msgspec.Struct, frozen=True, kw_only=True):
     """Whom to believe about this machine: a profile that the user gave, else the catalogue, else a probe."""
 
     given: Profile | None

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from meshwright.runtime.records import AttemptRecord, EndRecord, EventRecord, HeldRecord, Record, StepRecord
+from meshwright.runtime.records import AttemptRecord, EndRecord, EvalRecord, EventRecord, Record, StepRecord
 
 BADPUT: tuple[str, ...] = ("start-up", "data", "checkpoint", "eval", "recovery", "lost work", "finish")
 
@@ -98,7 +98,7 @@ def _parts(record: Record, seconds: float, kept_until: int | None) -> Iterator[t
         yield "finish", seconds
     elif lost:
         yield "lost work", seconds
-    elif isinstance(record, HeldRecord):
+    elif isinstance(record, EvalRecord):
         yield "eval", seconds
     elif isinstance(record, StepRecord):
         data = min(record.data_seconds, seconds)

@@ -9,12 +9,12 @@ from meshwright.cost.job import Job
 from meshwright.cost.kernels import Rates, attention_flops, flash_seconds, moved_seconds, product_seconds, rates
 from meshwright.cost.network import axis_span, collective_seconds
 from meshwright.cost.traffic import Axis, Kind
-from meshwright.hardware.stacks import Efficiency, Speed, efficiency_of
+from meshwright.hardware.stacks import Efficiency, StackSpeed, efficiency_of
 from meshwright.spec.arch import Arch
 from meshwright.spec.plan import Plan
 
 
-class Terms(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class TimeTerms(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Seconds of one piece of work on one rank. Communication is what arithmetic does not hide."""
 
     products: float = 0.0
@@ -31,8 +31,8 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         work = self.products + self.attention + self.elementwise + self.launch
         return work + self.tp + self.cp + self.ep + self.link
 
-    def __add__(self, other: "Terms") -> "Terms":
-        return Terms(
+    def __add__(self, other: "TimeTerms") -> "TimeTerms":
+        return TimeTerms(
             products=self.products + other.products,
             attention=self.attention + other.attention,
             elementwise=self.elementwise + other.elementwise,
@@ -43,8 +43,8 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             link=self.link + other.link,
         )
 
-    def __mul__(self, times: float) -> "Terms":
-        return Terms(
+    def __mul__(self, times: float) -> "TimeTerms":
+        return TimeTerms(
             products=self.products * times,
             attention=self.attention * times,
             elementwise=self.elementwise * times,
@@ -56,31 +56,31 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         )
 
 
-NOTHING = Terms()
+NOTHING = TimeTerms()
 
 
-class Passes(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class PassTimes(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One microbatch through some part of the model."""
 
-    forward: Terms = NOTHING
-    again: Terms = NOTHING  # what the backward computes anew
-    input: Terms = NOTHING  # gradient of the part's input
-    weight: Terms = NOTHING  # gradients of its weights
+    forward: TimeTerms = NOTHING
+    again: TimeTerms = NOTHING  # what the backward computes anew
+    input: TimeTerms = NOTHING  # gradient of the part's input
+    weight: TimeTerms = NOTHING  # gradients of its weights
 
     @property
     def seconds(self) -> float:
         return self.forward.seconds + self.again.seconds + self.input.seconds + self.weight.seconds
 
-    def __add__(self, other: "Passes") -> "Passes":
-        return Passes(
+    def __add__(self, other: "PassTimes") -> "PassTimes":
+        return PassTimes(
             forward=self.forward + other.forward,
             again=self.again + other.again,
             input=self.input + other.input,
             weight=self.weight + other.weight,
         )
 
-    def __mul__(self, times: float) -> "Passes":
-        return Passes(
+    def __mul__(self, times: float) -> "PassTimes":
+        return PassTimes(
             forward=self.forward * times, again=self.again * times, input=self.input * times, weight=self.weight * times
         )
 
@@ -96,7 +96,7 @@ SELECTED = 0.5  # of all blocks, where a stack recomputes some of them and does 
 EMBEDDING_PASSES = 6  # of the hidden states, by the lookup, its dropout and the scattered gradient
 
 
-class Bench(msgspec.Struct, frozen=True, kw_only=True):
+class LayerModel(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a layer's time depends on, looked up once."""
 
     job: Job
@@ -115,7 +115,7 @@ class Bench(msgspec.Struct, frozen=True, kw_only=True):
         return self.job.plan
 
     @property
-    def speed(self) -> Speed:
+    def speed(self) -> StackSpeed:
         return self.job.stack.speed
 
     @property
@@ -133,7 +133,7 @@ class Bench(msgspec.Struct, frozen=True, kw_only=True):
         return collective_seconds(kind, size, axis_span(axis, self.plan, self.job.cluster), self.job.cluster)
 
 
-def bench(job: Job, efficiency: Efficiency | None = None) -> Bench:
+def layer_model(job: Job, efficiency: Efficiency | None = None) -> LayerModel:
     """What does not matter to a single layer is levelled, so that plans that differ in it share their layers' times.
 
     `efficiency` replaces what was measured on the cluster, which replaces the catalogue's entry.
@@ -151,7 +151,7 @@ def bench(job: Job, efficiency: Efficiency | None = None) -> Bench:
         precision=plan.precision,
         compile=plan.compile,
     )
-    return Bench(
+    return LayerModel(
         job=msgspec.structs.replace(job, plan=levelled, masked=False),
         rates=rates(job.cluster.gpu, reached, plan.precision),
         head=rates(job.cluster.gpu, reached, "bf16" if plan.precision == "fp8" else plan.precision),
@@ -172,7 +172,7 @@ def _host(job: Job) -> float:
 
 
 @lru_cache(maxsize=16384)
-def block(at: Bench, mixture: bool) -> Passes:
+def block(at: LayerModel, mixture: bool) -> PassTimes:
     """One layer without recomputation."""
     shapes = [*_attention_products(at), *(_mixture_products(at) if mixture else _dense_products(at))]
     forward, backward = _attention(at)
@@ -183,7 +183,7 @@ def block(at: Bench, mixture: bool) -> Passes:
     weights = sum(count * n * k for count, _, n, k in shapes)
     tp, cp, ep = _over_tp(at, products), _over_cp(at, forward), _over_ep(at, mixture, products)
     back_tp, back_cp = _over_tp(at, input_products), _over_cp(at, backward, back=True)
-    going = Terms(
+    going = TimeTerms(
         products=products,
         attention=forward,
         elementwise=moved_seconds(moved + casts, at.rates),
@@ -191,7 +191,7 @@ def block(at: Bench, mixture: bool) -> Passes:
         cp=cp,
         ep=ep,
     )
-    coming = Terms(
+    coming = TimeTerms(
         products=input_products,
         attention=backward,
         elementwise=moved_seconds(BACKWARD_BYTES * moved + back_casts, at.rates),
@@ -199,43 +199,43 @@ def block(at: Bench, mixture: bool) -> Passes:
         cp=back_cp,
         ep=ep,
     )
-    weight = Terms(
+    weight = TimeTerms(
         products=weight_products,
         elementwise=moved_seconds(weights * at.adding, at.rates),
     )
     return _launched(at, going, coming, weight)
 
 
-def _launched(at: Bench, going: Terms, coming: Terms, weight: Terms) -> Passes:
+def _launched(at: LayerModel, going: TimeTerms, coming: TimeTerms, weight: TimeTerms) -> PassTimes:
     """What the device waits for the host: each pass takes no less than its launches."""
     late = max(at.host - going.seconds, 0.0)
     late_back = max(at.host - coming.seconds - weight.seconds, 0.0)
-    return Passes(forward=going + Terms(launch=late), input=coming + Terms(launch=late_back), weight=weight)
+    return PassTimes(forward=going + TimeTerms(launch=late), input=coming + TimeTerms(launch=late_back), weight=weight)
 
 
-def _product(count: float, m: float, n: float, k: float, at: Bench) -> float:
+def _product(count: float, m: float, n: float, k: float, at: LayerModel) -> float:
     return count * product_seconds(m, n, k, at.rates) / at.speed.product
 
 
-def _head_product(m: float, n: float, k: float, at: Bench) -> float:
+def _head_product(m: float, n: float, k: float, at: LayerModel) -> float:
     return product_seconds(m, n, k, at.head) / at.speed.product
 
 
-def _attention_products(at: Bench) -> Iterator[tuple[float, float, float, float]]:
+def _attention_products(at: LayerModel) -> Iterator[tuple[float, float, float, float]]:
     """Count, m, n and k of the projections around attention, as tp cuts them."""
     arch, tp = at.arch, at.plan.tp
     yield 1, at.tokens, (arch.q_width + 2 * arch.kv_width) / tp, arch.hidden
     yield 1, at.tokens, arch.hidden, arch.q_width / tp
 
 
-def _dense_products(at: Bench, width: int = 0) -> Iterator[tuple[float, float, float, float]]:
+def _dense_products(at: LayerModel, width: int = 0) -> Iterator[tuple[float, float, float, float]]:
     arch, tp = at.arch, at.plan.tp
     inner = (width or arch.ffn) / tp
     yield 1, at.tokens, (2 if arch.mlp == "swiglu" else 1) * inner, arch.hidden
     yield 1, at.tokens, arch.hidden, inner
 
 
-def _mixture_products(at: Bench) -> Iterator[tuple[float, float, float, float]]:
+def _mixture_products(at: LayerModel) -> Iterator[tuple[float, float, float, float]]:
     """The router, the experts that a rank holds with a fair share of the rows, and those that all tokens pass."""
     arch, plan = at.arch, at.plan
     held = arch.experts / plan.ep
@@ -253,7 +253,7 @@ def chosen(arch: Arch) -> float:
     return arch.capacity if arch.router == "expert_choice" else arch.top_k
 
 
-def _attention(at: Bench) -> tuple[float, float]:
+def _attention(at: LayerModel) -> tuple[float, float]:
     """Forward and backward of attention itself."""
     arch, plan, sequence = at.arch, at.plan, at.job.sequence
     width = arch.q_width / plan.tp
@@ -266,7 +266,7 @@ def _attention(at: Bench) -> tuple[float, float]:
     return products + passes, 2 * products + BACKWARD_SCORES * passes
 
 
-def _between_bytes(at: Bench, mixture: bool) -> float:
+def _between_bytes(at: LayerModel, mixture: bool) -> float:
     """What element-wise kernels of a forward move: norms and sums, the rotation, the activation, the experts' rows."""
     arch, plan = at.arch, at.plan
     whole = NORMS_AND_SUMS * arch.hidden * at.between
@@ -280,7 +280,7 @@ def _between_bytes(at: Bench, mixture: bool) -> float:
     return at.fusion * at.rates.width * (whole + rotated + inner)
 
 
-def _cast_bytes(shapes: list[tuple[float, float, float, float]], at: Bench) -> tuple[float, float]:
+def _cast_bytes(shapes: list[tuple[float, float, float, float]], at: LayerModel) -> tuple[float, float]:
     """What making FP8 numbers for products moves, forward and backward."""
     if at.plan.precision != "fp8":
         return 0.0, 0.0
@@ -291,7 +291,7 @@ def _cast_bytes(shapes: list[tuple[float, float, float, float]], at: Bench) -> t
     return FP8_INPUT * inputs + FP8_OTHER * weights, FP8_OTHER * gradients + turned
 
 
-def _over_tp(at: Bench, hidden_by: float) -> float:
+def _over_tp(at: LayerModel, hidden_by: float) -> float:
     """Hidden states are gathered before and summed after attention and the feed-forward layer."""
     if at.plan.tp == 1:
         return 0.0
@@ -303,7 +303,7 @@ def _over_tp(at: Bench, hidden_by: float) -> float:
     return exposed(2 * each, hidden_by, at.speed.overlap_tp)
 
 
-def _over_cp(at: Bench, attention: float, back: bool = False) -> float:
+def _over_cp(at: LayerModel, attention: float, back: bool = False) -> float:
     """A ring hides behind attention as far as that goes; heads that change places are waited for."""
     plan, arch = at.plan, at.arch
     if plan.cp == 1:
@@ -315,7 +315,7 @@ def _over_cp(at: Bench, attention: float, back: bool = False) -> float:
     return sum(at.collective("all_to_all", "cp", size) for size in sizes)
 
 
-def _over_ep(at: Bench, mixture: bool, hidden_by: float) -> float:
+def _over_ep(at: LayerModel, mixture: bool, hidden_by: float) -> float:
     """Rows go to the experts' ranks and come back."""
     if at.plan.ep == 1 or not mixture:
         return 0.0
@@ -329,41 +329,43 @@ def exposed(communication: float, hidden_by: float, overlap: float) -> float:
 
 
 @lru_cache(maxsize=16384)
-def ends(at: Bench, first: bool, last: bool) -> Passes:
+def ends(at: LayerModel, first: bool, last: bool) -> PassTimes:
     """What is outside the blocks: the embedding of the first part, the projection and the loss of the last."""
-    found = Passes()
+    found = PassTimes()
     if first:
         moved = moved_seconds(EMBEDDING_PASSES / 2 * at.between * at.arch.hidden * at.rates.width, at.rates)
-        found += Passes(forward=Terms(elementwise=moved), weight=Terms(elementwise=moved))
+        found += PassTimes(forward=TimeTerms(elementwise=moved), weight=TimeTerms(elementwise=moved))
     return found + _projection(at) if last else found
 
 
-def _projection(at: Bench) -> Passes:
+def _projection(at: LayerModel) -> PassTimes:
     arch, plan = at.arch, at.plan
     vocab, size = arch.vocab / plan.tp, at.tokens * arch.hidden * at.rates.width
     logits = moved_seconds(at.tokens * vocab * WIDE * at.speed.logit_passes, at.rates)
     collected = at.collective("all_gather", "tp", size)
     kept = moved_seconds(vocab * arch.hidden * at.adding, at.rates)
-    return Passes(
-        forward=Terms(products=_head_product(at.tokens, vocab, arch.hidden, at), elementwise=logits / 3, tp=collected),
-        input=Terms(
+    return PassTimes(
+        forward=TimeTerms(
+            products=_head_product(at.tokens, vocab, arch.hidden, at), elementwise=logits / 3, tp=collected
+        ),
+        input=TimeTerms(
             products=_head_product(at.tokens, arch.hidden, vocab, at), elementwise=2 * logits / 3, tp=collected
         ),
-        weight=Terms(products=_head_product(vocab, arch.hidden, at.tokens, at), elementwise=kept),
+        weight=TimeTerms(products=_head_product(vocab, arch.hidden, at.tokens, at), elementwise=kept),
     )
 
 
-def again(at: Bench, mixture: bool, by_operation: bool) -> Terms:
+def again(at: LayerModel, mixture: bool, by_operation: bool) -> TimeTerms:
     """What one recomputed layer adds to its backward."""
     one = block(at, mixture).forward
     if not by_operation:
         return one if mixture or at.plan.compile or not at.speed.stops_early else _without_last(at, one)
     if at.speed.selective == "attention":
-        return Terms(attention=one.attention)
-    return one * SELECTED if at.speed.selective == "blocks" else Terms(elementwise=one.elementwise)
+        return TimeTerms(attention=one.attention)
+    return one * SELECTED if at.speed.selective == "blocks" else TimeTerms(elementwise=one.elementwise)
 
 
-def _without_last(at: Bench, whole: Terms) -> Terms:
+def _without_last(at: LayerModel, whole: TimeTerms) -> TimeTerms:
     """A layer's forward up to its last product, whose sum over tp is one of four collectives."""
     *_, last = _dense_products(at)
     products = whole.products - _product(*last, at)

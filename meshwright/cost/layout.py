@@ -14,7 +14,17 @@ import msgspec
 
 from meshwright.cost.activations import padded_vocab
 from meshwright.cost.job import Job, MasterWeights, StateDtype
-from meshwright.cost.rank_view import ITEM_BYTES, Group, Seat, grid, groups, local_shape, padded, placement, share
+from meshwright.cost.rank_view import (
+    ITEM_BYTES,
+    ParamGroup,
+    RankView,
+    grid,
+    groups,
+    local_shape,
+    padded,
+    placement,
+    share,
+)
 from meshwright.cost.traffic import IN_SIGHT
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import Param, Split, count, params
@@ -30,7 +40,7 @@ WIDE = 4  # bytes of a number in which updates are computed
 ROUNDING_COPIES = 8
 
 
-class Widths(msgspec.Struct, frozen=True, kw_only=True):
+class ParamBytes(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes that one parameter has of each kind."""
 
     weight: int  # on the device, where the optimizer or the arithmetic reads it
@@ -40,24 +50,24 @@ class Widths(msgspec.Struct, frozen=True, kw_only=True):
     away: int = 0  # off the device: wide weight and moments, or all of it
 
 
-def widths(plan: Plan, master_weights: MasterWeights = "fp32", states: StateDtype = "fp32") -> Widths:
+def widths(plan: Plan, master_weights: MasterWeights = "fp32", states: StateDtype = "fp32") -> ParamBytes:
     """Of our own trainer."""
     if plan.cpu_offload:
         # Sums over copies stay on the device until the last microbatch; nothing else does.
         near = widths(msgspec.structs.replace(plan, cpu_offload=False), master_weights, states)
         summed = (8 if plan.precision == "fp64" else WIDE) if plan.copies > 1 and plan.grad_accum > 1 else 0
         away = near.weight + near.gradient + near.moments + near.low
-        return Widths(weight=0, gradient=summed, moments=0, away=away)
+        return ParamBytes(weight=0, gradient=summed, moments=0, away=away)
     narrow, wide = ITEM_BYTES[plan.precision], 8 if plan.precision == "fp64" else WIDE
     once = plan.grad_accum == 1
     if plan.optimizer_offload != "none":
         away = HALVES if states == "bf16" else (1 + MOMENTS) * wide
-        return Widths(weight=narrow, gradient=narrow if once else wide, moments=0, away=away)
+        return ParamBytes(weight=narrow, gradient=narrow if once else wide, moments=0, away=away)
     if master_weights != "fp32":
         summed_wide = plan.bf16_params and not once  # a lone rank adds up wide; sharded gradients are as their weights
         low = 2 if master_weights == "split" else 0
-        return Widths(weight=narrow, gradient=wide if summed_wide else narrow, moments=MOMENTS * wide, low=low)
-    return Widths(weight=wide, gradient=narrow if plan.bf16_params and once else wide, moments=MOMENTS * wide)
+        return ParamBytes(weight=narrow, gradient=wide if summed_wide else narrow, moments=MOMENTS * wide, low=low)
+    return ParamBytes(weight=wide, gradient=narrow if plan.bf16_params and once else wide, moments=MOMENTS * wide)
 
 
 def shares_weights(plan: Plan, master_weights: MasterWeights = "fp32") -> bool:
@@ -101,7 +111,7 @@ Name = Literal[
 ]
 
 
-class Line(msgspec.Struct, frozen=True, kw_only=True):
+class LedgerEntry(msgspec.Struct, frozen=True, kw_only=True):
     """What one kind of thing takes. Entries add up to the most that a rank holds during a step."""
 
     name: Name
@@ -109,7 +119,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     why: str
 
 
-class Rest(msgspec.Struct, frozen=True, kw_only=True):
+class ResidentMemory(msgspec.Struct, frozen=True, kw_only=True):
     """The lines of a rank as most moments of a step have them; each moment says which it has otherwise."""
 
     lines: tuple[tuple[Name, float, str], ...]  # name, bytes, why
@@ -127,7 +137,7 @@ class Rest(msgspec.Struct, frozen=True, kw_only=True):
         return next(size for line, size, _ in self.lines if line == name)
 
 
-def total(lines: Iterable[Line]) -> int:
+def total(lines: Iterable[LedgerEntry]) -> int:
     """Bytes of all lines."""
     return sum(line.bytes for line in lines)
 
@@ -138,13 +148,13 @@ FIRST: Mapping[str, int] = {}  # the place of the first rank: every coordinate i
 
 def states(
     arch: Arch, plan: Plan, place: Mapping[str, int] = FIRST, master_weights: MasterWeights = "fp32"
-) -> tuple[Line, ...]:
+) -> tuple[LedgerEntry, ...]:
     """What one rank holds of the model, its gradient and its optimizer.
 
     `place`: the rank's coordinates on the plan's axes. Ranks differ by their pipeline stages and, where a dim does not
     divide evenly, by the length of their part.
     """
-    seat = Seat(arch=arch, plan=plan, sequence=0, place=place)  # states do not depend on the sequence
+    seat = RankView(arch=arch, plan=plan, sequence=0, place=place)  # states do not depend on the sequence
     held = tuple(groups(seat))
     stored = sum(_stored(group, seat) for group in held) // seat.wide
     updated = sum(_updated(group, seat) for group in held) // seat.wide
@@ -152,20 +162,20 @@ def states(
     width = widths(plan, master_weights)
     summed = stored * width.gradient
     gathered = 0 if shares_weights(plan, master_weights) else _gathered(held, seat)
-    low = (Line(name="master", bytes=updated * width.low, why=f"the bits that bf16 leaves out, {among}"),)
+    low = (LedgerEntry(name="master", bytes=updated * width.low, why=f"the bits that bf16 leaves out, {among}"),)
     return (
-        Line(name="weights", bytes=stored * width.weight, why=_why_weights(seat, width.weight, among)),
-        Line(name="gradients", bytes=summed, why=_why_gradients(seat, width.gradient, among)),
-        Line(name="moments", bytes=updated * width.moments, why=_why_moments(seat, among)),
+        LedgerEntry(name="weights", bytes=stored * width.weight, why=_why_weights(seat, width.weight, among)),
+        LedgerEntry(name="gradients", bytes=summed, why=_why_gradients(seat, width.gradient, among)),
+        LedgerEntry(name="moments", bytes=updated * width.moments, why=_why_moments(seat, among)),
         *(low if width.low else ()),
-        Line(name="gathered", bytes=gathered, why=_why_gathered(plan, master_weights)),
-        Line(name="waiting", bytes=max(_unsummed(held, seat) - summed, 0), why=_why_waiting(plan)),
+        LedgerEntry(name="gathered", bytes=gathered, why=_why_gathered(plan, master_weights)),
+        LedgerEntry(name="waiting", bytes=max(_unsummed(held, seat) - summed, 0), why=_why_waiting(plan)),
     )
 
 
 def hosted(
     arch: Arch, plan: Plan, place: Mapping[str, int] = FIRST, master_weights: MasterWeights = "fp32"
-) -> tuple[Line, ...]:
+) -> tuple[LedgerEntry, ...]:
     """Of them, what lies in host memory under `plan.cpu_offload`: what stays from step to step, and the sums."""
     if not plan.cpu_offload:
         return ()
@@ -173,18 +183,18 @@ def hosted(
     return tuple(line for line in beside if line.name in HOSTED and line.bytes)
 
 
-def _stored(group: Group, seat: Seat) -> int:
+def _stored(group: ParamGroup, seat: RankView) -> int:
     """A rank's shard as it is stored: every rank's is as long as the longest."""
     _, shards = grid(group, seat.plan)
     return group.count * sum(padded(local_shape(param, seat), shards) // shards for param in group.params) * seat.wide
 
 
-def _updated(group: Group, seat: Seat) -> int:
+def _updated(group: ParamGroup, seat: RankView) -> int:
     """A rank's shard without what fills it up: the optimizer sees no more."""
     return group.count * sum(_own(param, group, seat) for param in group.params) * seat.wide
 
 
-def _own(param: Param, group: Group, seat: Seat) -> int:
+def _own(param: Param, group: ParamGroup, seat: RankView) -> int:
     """Numbers of a weight that are this rank's."""
     shape, plan = local_shape(param, seat), seat.plan
     _, shards = grid(group, plan)
@@ -195,12 +205,12 @@ def _own(param: Param, group: Group, seat: Seat) -> int:
     return share(shape[0], shards, rank) * math.prod(shape[1:])
 
 
-def _whole(group: Group, seat: Seat) -> int:
+def _whole(group: ParamGroup, seat: RankView) -> int:
     """A group's gradient before it is scattered."""
     return group.count * sum(_unscattered(param, group, seat) for param in group.params) * seat.wide
 
 
-def _unscattered(param: Param, group: Group, seat: Seat) -> int:
+def _unscattered(param: Param, group: ParamGroup, seat: RankView) -> int:
     """Numbers of a weight's gradient as torch leaves it.
 
     That of an embedding that tp cuts is a window on rows for the whole vocabulary, unless it is copied: to be widened,
@@ -217,7 +227,7 @@ def _waits(plan: Plan) -> bool:
     return plan.pp > 1 or (plan.zero <= 1 and plan.grad_accum > 1)
 
 
-def _unsummed(held: Iterable[Group], seat: Seat) -> int:
+def _unsummed(held: Iterable[ParamGroup], seat: RankView) -> int:
     """The most that gradients take while a later microbatch will add to them."""
     if seat.plan.pp == 1:
         return sum(_whole(group, seat) for group in held) if _waits(seat.plan) else 0
@@ -274,7 +284,7 @@ def _waiting(schedule: Schedule, pp: int, chunks: int, microbatches: int, rank: 
     return frozenset(found)
 
 
-def _gathered(held: Iterable[Group], seat: Seat) -> int:
+def _gathered(held: Iterable[ParamGroup], seat: RankView) -> int:
     """The most that is gathered at one time, in the precision of the arithmetic; what is on its way is counted too."""
     plan = seat.plan
     if not _copies(plan):
@@ -288,7 +298,7 @@ def _gathered(held: Iterable[Group], seat: Seat) -> int:
 
 def gathered_outside(arch: Arch, plan: Plan, place: Mapping[str, int] = FIRST) -> int:
     """Bytes gathered of what is outside the blocks, which is all there is between a forward and its backward."""
-    seat = Seat(arch=arch, plan=plan, sequence=0, place=place)
+    seat = RankView(arch=arch, plan=plan, sequence=0, place=place)
     return sum(_once(group, seat) for group in groups(seat) if group.params[0].layer < 0) if _copies(plan) else 0
 
 
@@ -297,13 +307,13 @@ def _copies(plan: Plan) -> bool:
     return plan.world > 1 or plan.bf16_params or plan.cpu_offload or plan.precision in ("bf16", "fp16")
 
 
-def _once(group: Group, seat: Seat) -> int:
+def _once(group: ParamGroup, seat: RankView) -> int:
     """Bytes of one layer's group when it is gathered."""
     _, shards = grid(group, seat.plan)
     return sum(padded(local_shape(param, seat), shards) for param in group.params) * seat.narrow
 
 
-def _two_blocks(held: Iterable[Group], seat: Seat) -> int:
+def _two_blocks(held: Iterable[ParamGroup], seat: RankView) -> int:
     """What is outside the blocks, a block, and of the one before it what the backward has already asked for.
 
     Experts that have a group of their own are asked for after the rest of their block. What lies on one rank is copied
@@ -322,14 +332,14 @@ def _two_blocks(held: Iterable[Group], seat: Seat) -> int:
     return outside + max(dense[mixture] + experts[mixture] + more for mixture, more in zip(layers, ahead, strict=False))
 
 
-class _Instant(msgspec.Struct, frozen=True):
+class _GatheredStages(msgspec.Struct, frozen=True):
     """The stages of a pipeline rank that torch's runtime has asked for, and those of them it has also used."""
 
     asked: frozenset[int]
     used: frozenset[int]
 
 
-def _gathered_by_stages(held: Iterable[Group], seat: Seat) -> int:
+def _gathered_by_stages(held: Iterable[ParamGroup], seat: RankView) -> int:
     """At the fullest instant of a pipeline rank: what lies on several ranks is there from when it is asked for.
 
     The rest is copied when it is used.
@@ -345,29 +355,29 @@ def _gathered_by_stages(held: Iterable[Group], seat: Seat) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _instants(schedule: Schedule, pp: int, chunks: int, microbatches: int, rank: int) -> frozenset[_Instant]:
+def _instants(schedule: Schedule, pp: int, chunks: int, microbatches: int, rank: int) -> frozenset[_GatheredStages]:
     """Every state that a rank's stages are in during a step, when it holds the IN_SIGHT ones that it computes next."""
     stages = [action.stage for action in actions(schedule, pp, chunks, microbatches)[rank]]
     sights: list[list[int]] = [[]]
     for stage in reversed(stages):
         sights.append([stage, *(other for other in sights[-1] if other != stage)][:IN_SIGHT])
     used = frozenset[int]()
-    found = set[_Instant]()
+    found = set[_GatheredStages]()
     for stage, sight in zip(stages, reversed(sights), strict=False):
         asked = frozenset(sight)
         used = (used & asked) | {stage}
-        found.add(_Instant(asked, used))
+        found.add(_GatheredStages(asked, used))
     return frozenset(found)
 
 
-def _why_gradients(seat: Seat, width: int, among: str) -> str:
+def _why_gradients(seat: RankView, width: int, among: str) -> str:
     if seat.plan.cpu_offload:
         waits = f"{_name(width, seat.plan)}, {among}, until the last microbatch is summed over copies" if width else ""
         return waits or "each block's leaves for host memory when it is summed"
     return f"{_name(width, seat.plan)}, {among}, after the last backward"
 
 
-def _why_weights(seat: Seat, width: int, among: str) -> str:
+def _why_weights(seat: RankView, width: int, among: str) -> str:
     if seat.plan.cpu_offload:
         return "in host memory"
     if seat.plan.optimizer_offload != "none":
@@ -375,7 +385,7 @@ def _why_weights(seat: Seat, width: int, among: str) -> str:
     return f"{_name(width, seat.plan)}, {among}, filled up to equal parts"
 
 
-def _why_moments(seat: Seat, among: str) -> str:
+def _why_moments(seat: RankView, among: str) -> str:
     if seat.plan.cpu_offload:
         return "AdamW's two are in host memory"
     if seat.plan.optimizer_offload != "none":
@@ -411,7 +421,7 @@ def _name(size: int, plan: Plan) -> str:
     return {2: narrow, 4: "fp32", 8: "fp64"}[size]
 
 
-def sharded(job: Job, place: Mapping[str, int]) -> Rest:
+def sharded(job: Job, place: Mapping[str, int]) -> ResidentMemory:
     """Of our own trainer, and of others that shard as `fully_shard` does."""
     plan, holds = job.plan, job.stack.holds
     held = {line.name: line for line in states(job.arch, plan, place, job.master_weights)}
@@ -420,7 +430,7 @@ def sharded(job: Job, place: Mapping[str, int]) -> Rest:
     largest = largest_weight(job.arch) // plan.shards
     slots = slot_bytes(plan, largest, job.state_dtype)
     lines: list[tuple[Name, float, str]] = [(line.name, line.bytes, line.why) for line in held.values()]
-    return Rest(
+    return ResidentMemory(
         lines=(
             *lines,
             ("activations", 0, "what microbatches in flight have left for their backward"),
@@ -481,17 +491,17 @@ def _outside_sums(job: Job, place: Mapping[str, int]) -> float:
     return outside * (seat.narrow + seat.wide) + _leaving(job, outside, seat)
 
 
-def _unmoved(job: Job, seat: Seat) -> bool:
+def _unmoved(job: Job, seat: RankView) -> bool:
     """Whether gradients stay where autograd puts them: on a lone rank that computes with its own weights."""
     return job.plan.world == 1 and seat.narrow == seat.wide and not job.plan.cpu_offload
 
 
-def _leaving(job: Job, numbers: int, seat: Seat) -> int:
+def _leaving(job: Job, numbers: int, seat: RankView) -> int:
     """Of summed gradients on their way to host memory, this rank's part; elsewhere it is among the gradients."""
     return numbers * seat.wide // job.plan.shards if job.plan.cpu_offload else 0
 
 
-def _arriving(job: Job, largest: int, seat: Seat) -> int:
+def _arriving(job: Job, largest: int, seat: RankView) -> int:
     """A block's weights from host memory: this rank's part, narrowed for the gather, and of one weight the wide one."""
     if not job.plan.cpu_offload:
         return 0
@@ -499,9 +509,9 @@ def _arriving(job: Job, largest: int, seat: Seat) -> int:
     return weight + (largest * seat.narrow // job.plan.shards if job.plan.shards > 1 else 0)
 
 
-def _unsummed_shards(job: Job, place: Mapping[str, int]) -> tuple[int, int, Seat]:
+def _unsummed_shards(job: Job, place: Mapping[str, int]) -> tuple[int, int, RankView]:
     """Numbers in the largest block, and outside the blocks, before they are cut into shards."""
-    seat = Seat(arch=job.arch, plan=job.plan, sequence=0, place=place)
+    seat = RankView(arch=job.arch, plan=job.plan, sequence=0, place=place)
     blocks, outside = [0], 0
     for group in groups(seat):
         numbers = sum(math.prod(local_shape(param, seat)) for param in group.params)
@@ -520,7 +530,7 @@ def _reducing(job: Job, place: Mapping[str, int]) -> int:
     """
     if job.plan.bf16_params and job.plan.grad_accum == 1:
         return 0
-    seat = Seat(arch=job.arch, plan=job.plan, sequence=0, place=place)
+    seat = RankView(arch=job.arch, plan=job.plan, sequence=0, place=place)
     if _unmoved(job, seat):
         return 0
     if job.plan.bf16_params:
@@ -535,7 +545,7 @@ def _reducing(job: Job, place: Mapping[str, int]) -> int:
 BUFFERED_MOMENTS = 8.0  # bytes of a parameter's two, in fp32
 
 
-def buffered(job: Job, place: Mapping[str, int]) -> Rest:
+def buffered(job: Job, place: Mapping[str, int]) -> ResidentMemory:
     """Weights and one gradient buffer for the whole step; the optimizer's copy and moments, from zero 1 in shares."""
     holds, plan = job.stack.holds, job.plan
     rest, experts = parameters(job.arch, plan, padded_vocab(job), place.get("pp", 0))
@@ -547,7 +557,7 @@ def buffered(job: Job, place: Mapping[str, int]) -> Rest:
     summed = shared if plan.zero >= 2 else numbers
     moments = min(BUFFERED_MOMENTS, holds.optimizer_bytes)
     among = f"over {data} ranks" if plan.zero and data > 1 else "whole"
-    return Rest(
+    return ResidentMemory(
         lines=(
             ("weights", holds.weight_bytes * kept, f"{holds.weight_bytes:g} bytes a parameter"),
             ("master", (holds.optimizer_bytes - moments) * moved, f"the optimizer's fp32 copy, {among}"),
@@ -570,14 +580,14 @@ def buffered(job: Job, place: Mapping[str, int]) -> Rest:
 @lru_cache(maxsize=4096)
 def parameters(arch: Arch, plan: Plan, vocab: int, rank: int) -> tuple[int, int]:
     """Numbers in a rank's part of its weights, the vocabulary filled up; those of experts that ep shares out apart."""
-    seat = Seat(arch=arch, plan=plan, sequence=0, place={"pp": rank})
+    seat = RankView(arch=arch, plan=plan, sequence=0, place={"pp": rank})
     found = {False: 0, True: 0}
     for group in groups(seat):
         found[group.shared_by_ep] += group.count * sum(_numbers(param, seat, vocab) for param in group.params)
     return found[False], found[True]
 
 
-def _numbers(param: Param, seat: Seat, vocab: int) -> int:
+def _numbers(param: Param, seat: RankView, vocab: int) -> int:
     if param.layer < 0 and param.split in (Split.VOCAB, Split.COLUMN):
         return vocab // seat.plan.tp * param.shape[1]
     return math.prod(local_shape(param, seat))

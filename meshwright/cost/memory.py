@@ -12,9 +12,21 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from meshwright.cost.activations import Kept, Work, kept, work_of
+from meshwright.cost.activations import MicrobatchShape, SavedActivations, microbatch_shape, saved_activations
 from meshwright.cost.job import Job
-from meshwright.cost.layout import FIRST, PIECE, SLOTS, Line, Name, Rest, buffered, hosted, sharded, total, widths
+from meshwright.cost.layout import (
+    FIRST,
+    PIECE,
+    SLOTS,
+    LedgerEntry,
+    Name,
+    ResidentMemory,
+    buffered,
+    hosted,
+    sharded,
+    total,
+    widths,
+)
 from meshwright.cost.rank_view import placement
 from meshwright.hardware.stacks import GIB
 from meshwright.spec.params import count, params
@@ -25,7 +37,7 @@ STEADY: tuple[Schedule, ...] = ("1f1b", "interleaved", "zb1p", "zbv", "dualpipev
 ROUNDS = 4  # microbatches ÷ pp after which a further round shows a rank nothing new
 
 
-class Scene(msgspec.Struct, frozen=True):
+class InFlight(msgspec.Struct, frozen=True):
     """A rank in the middle of an action: what its forwards have left and its backwards not yet taken."""
 
     kind: Kind
@@ -49,34 +61,34 @@ def settled(schedule: Schedule, pp: int, microbatches: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def scenes(schedule: Schedule, pp: int, chunks: int, microbatches: int, rank: int) -> tuple[Scene, ...]:
+def scenes(schedule: Schedule, pp: int, chunks: int, microbatches: int, rank: int) -> tuple[InFlight, ...]:
     """Every different state of a rank during a step."""
     if pp == 1:
         return _alone(microbatches)
     held, halves = Counter[int](), Counter[int]()
     summing = frozenset[int]()
-    found: dict[Scene, None] = {}
+    found: dict[InFlight, None] = {}
     for action in actions(schedule, pp, chunks, microbatches)[rank]:
         stage, kind = action.stage, action.kind
         held[stage] += kind == "F"
         if kind in ("B", "W"):
             summing |= {stage}
-        found[Scene(kind, stage, tuple(sorted(held.items())), tuple(sorted(halves.items())), summing)] = None
+        found[InFlight(kind, stage, tuple(sorted(held.items())), tuple(sorted(halves.items())), summing)] = None
         held[stage] -= kind in ("B", "W")
         halves[stage] += (kind == "I") - (kind == "W")
     return _largest(found)
 
 
-def _alone(microbatches: int) -> tuple[Scene, ...]:
+def _alone(microbatches: int) -> tuple[InFlight, ...]:
     """One microbatch after another on a rank that holds the whole model."""
     before = frozenset({0}) if microbatches > 1 else frozenset[int]()
     one = ((0, 1),)
-    return Scene("F", 0, one, (), before), Scene("B", 0, one, (), frozenset({0}))
+    return InFlight("F", 0, one, (), before), InFlight("B", 0, one, (), frozenset({0}))
 
 
-def _largest(found: dict[Scene, None]) -> tuple[Scene, ...]:
+def _largest(found: dict[InFlight, None]) -> tuple[InFlight, ...]:
     """Of scenes that differ only in how many microbatches are held, those that no other exceeds in every stage."""
-    alike: dict[tuple[Kind, int, frozenset[int]], list[Scene]] = {}
+    alike: dict[tuple[Kind, int, frozenset[int]], list[InFlight]] = {}
     for scene in found:
         rivals = alike.setdefault((scene.kind, scene.stage, scene.summing), [])
         if not any(_covers(rival, scene) for rival in rivals):
@@ -85,7 +97,7 @@ def _largest(found: dict[Scene, None]) -> tuple[Scene, ...]:
     return tuple(scene for rivals in alike.values() for scene in rivals)
 
 
-def _covers(one: Scene, other: Scene) -> bool:
+def _covers(one: InFlight, other: InFlight) -> bool:
     """Whether one scene holds at least what the other does."""
     return _at_least(one.kept, other.kept) and _at_least(one.between, other.between)
 
@@ -99,42 +111,42 @@ Lines = dict[Name, float]
 BACKWARDS = ("B", "I")
 
 
-class Moment(msgspec.Struct, frozen=True, kw_only=True):
+class PeakMoment(msgspec.Struct, frozen=True, kw_only=True):
     """A time of the step by name, and what a rank holds then."""
 
     name: str
-    lines: tuple[Line, ...]
+    lines: tuple[LedgerEntry, ...]
     bytes: int
     sent: float  # to the host, by the microbatches in flight when most of it is there
 
 
-class _Rank(msgspec.Struct, frozen=True, kw_only=True):
+class _RankMoments(msgspec.Struct, frozen=True, kw_only=True):
     """One rank of a job, with what all moments of its step have in common."""
 
     job: Job
-    work: Work
-    rest: Rest
-    parts: Mapping[int, Kept]  # what a microbatch keeps, by stage
+    work: MicrobatchShape
+    rest: ResidentMemory
+    parts: Mapping[int, SavedActivations]  # what a microbatch keeps, by stage
     output: float  # of its logits, what torch's pipeline holds from the last stage's forward to its backward
     narrowed: float  # what is left of log-probabilities between the halves of a backward: the logits' gradient, narrow
     before: float  # logits of the microbatch before, where something still holds them
 
 
-class _Then(NamedTuple):
+class _Instant(NamedTuple):
     """A moment by what differs from rest, made into lines only if it is the peak."""
 
     words: str
-    scene: Scene | None
+    scene: InFlight | None
     changed: Lines
 
 
-def peak(job: Job, place: Mapping[str, int]) -> Moment:
+def peak(job: Job, place: Mapping[str, int]) -> PeakMoment:
     """The moment of the step in which a rank holds most."""
     rank = _rank(job, place)
     resting = {name: round(size) for name, size, _ in rank.rest.lines}
     total = sum(resting.values())
 
-    def held(then: _Then) -> int:
+    def held(then: _Instant) -> int:
         found = total
         for name, size in then.changed.items():
             found += round(size) - resting[name]
@@ -143,21 +155,22 @@ def peak(job: Job, place: Mapping[str, int]) -> Moment:
     moments = list(_moments(rank, place.get("pp", 0)))
     fullest = max(moments, key=held)
     lines = tuple(
-        Line(name=name, bytes=round(fullest.changed.get(name, size)), why=why) for name, size, why in rank.rest.lines
+        LedgerEntry(name=name, bytes=round(fullest.changed.get(name, size)), why=why)
+        for name, size, why in rank.rest.lines
     )
     sent = max((_sent(rank, then.scene) for then in moments), default=0.0) if rank.work.sent else 0.0
-    return Moment(name=_words(job, fullest), lines=lines, bytes=sum(line.bytes for line in lines), sent=sent)
+    return PeakMoment(name=_words(job, fullest), lines=lines, bytes=sum(line.bytes for line in lines), sent=sent)
 
 
-def _sent(rank: _Rank, scene: Scene | None) -> float:
+def _sent(rank: _RankMoments, scene: InFlight | None) -> float:
     return sum(rank.parts[stage].sent * count for stage, count in scene.kept) if scene else 0.0
 
 
-def _rank(job: Job, place: Mapping[str, int]) -> _Rank:
-    work, parts, holds = work_of(job), _parts(job, place.get("pp", 0)), job.stack.holds
+def _rank(job: Job, place: Mapping[str, int]) -> _RankMoments:
+    work, parts, holds = microbatch_shape(job), _parts(job, place.get("pp", 0)), job.stack.holds
     logits = sum(part.logits for part in parts.values())
     holds_output = job.plan.pp > 1 and holds.states != "buffers"
-    return _Rank(
+    return _RankMoments(
         job=job,
         work=work,
         rest=_rest(_layout(job), tuple(sorted(place.items()))),
@@ -168,24 +181,24 @@ def _rank(job: Job, place: Mapping[str, int]) -> _Rank:
     )
 
 
-def _moments(rank: _Rank, number: int) -> Iterator[_Then]:
+def _moments(rank: _RankMoments, number: int) -> Iterator[_Instant]:
     """Every moment that may be the peak of a rank."""
     plan = rank.job.plan
     grad_accum = settled(plan.schedule, plan.pp, plan.grad_accum)
     for scene in scenes(plan.schedule, plan.pp, plan.chunks, grad_accum, number):
         if scene.kind == "F":
-            yield _Then("the end of a forward", scene, _flying(rank, scene))
+            yield _Instant("the end of a forward", scene, _flying(rank, scene))
         elif scene.kind == "W":
-            yield _Then("the weights' half of a backward", scene, _flying(rank, scene))
+            yield _Instant("the weights' half of a backward", scene, _flying(rank, scene))
         else:
             yield from _backward(rank, scene)
     done: Lines = {} if rank.rest.buffered else {"waiting": 0, "buffers": 0}
     if not rank.rest.buffered and not plan.bf16_params:  # a shadow stays, to be written anew
         done["gathered"] = 0
-    yield _Then("the optimizer's step", None, {**done, "update": rank.rest.update})
+    yield _Instant("the optimizer's step", None, {**done, "update": rank.rest.update})
 
 
-def _backward(rank: _Rank, scene: Scene) -> Iterator[_Then]:
+def _backward(rank: _RankMoments, scene: InFlight) -> Iterator[_Instant]:
     """A backward's loss, its first block and its last: in between one thing shrinks while another grows."""
     plan, rest = rank.job.plan, rank.rest
     part, flying = rank.parts[scene.stage], _flying(rank, scene)
@@ -194,27 +207,27 @@ def _backward(rank: _Rank, scene: Scene) -> Iterator[_Then]:
     if part.logits:
         at_loss: Lines = {} if rest.buffered else {"gathered": rest.gathered_at_loss, "buffers": 0, **none}
         loss: Lines = {"logits": flying["logits"] + part.loss}
-        yield _Then("the loss", scene, flying | at_loss | loss)
+        yield _Instant("the loss", scene, flying | at_loss | loss)
     inside: Lines = {"recompute": part.anew, "backward": part.passing, "logits": flying["logits"] - part.logits}
     after = flying | inside
-    yield _Then("the first block of a backward", scene, after | none)
+    yield _Instant("the first block of a backward", scene, after | none)
     left = after["activations"] - part.activations - part.pair + part.first_run
     missing = 0.0 if summed_before else rest.block_share * part.first_blocks + rest.begin_share
     grown: Lines = {"activations": left, "gradients": rest.of("gradients") * max(1 - missing, 0)}
     if rest.gathered_at_end is not None:
         grown["gathered"] = rest.gathered_at_end
-    yield _Then("the last block of a backward", scene, after | grown)
+    yield _Instant("the last block of a backward", scene, after | grown)
     if rest.outside_sums:
         ended: Lines = {"activations": left - part.first_run, "recompute": 0, "backward": 0}
         sums: Lines = {"gathered": rest.outside, "buffers": rest.outside_sums}
-        yield _Then("the sum of what is outside the blocks", scene, after | ended | sums)
+        yield _Instant("the sum of what is outside the blocks", scene, after | ended | sums)
     if rank.job.arch.tied and plan.pp == 1:
         gone: Lines = {"activations": left - part.first_run, "recompute": 0}
         gone["backward"] = 2 * _table(rank.work)  # the lookup's gradient, and its sum with the projection's
-        yield _Then("the embedding's gradient", scene, after | gone)
+        yield _Instant("the embedding's gradient", scene, after | gone)
 
 
-def _flying(rank: _Rank, scene: Scene) -> Lines:
+def _flying(rank: _RankMoments, scene: InFlight) -> Lines:
     """What microbatches in flight have left on a rank."""
     parts = rank.parts
     activations = sum(parts[stage].activations * count for stage, count in scene.kept)
@@ -237,7 +250,7 @@ def _flying(rank: _Rank, scene: Scene) -> Lines:
     return found
 
 
-def _near(part: Kept, active: bool, microbatches: int) -> float:
+def _near(part: SavedActivations, active: bool, microbatches: int) -> float:
     """Of what blocks send to the host, the bytes still here, or here again.
 
     A stage at work has two blocks, and while it goes back the last one of a later forward, which has not left yet.
@@ -247,22 +260,22 @@ def _near(part: Kept, active: bool, microbatches: int) -> float:
     return part.pair + part.largest * (microbatches > 1) if active else part.largest
 
 
-def _table(work: Work) -> float:
+def _table(work: MicrobatchShape) -> float:
     """Bytes of a rank's part of the embedding in the precision of the arithmetic."""
     return work.vocab * work.arch.hidden / work.tp * work.narrow
 
 
-def _parts(job: Job, rank: int) -> dict[int, Kept]:
+def _parts(job: Job, rank: int) -> dict[int, SavedActivations]:
     """What a microbatch keeps in each stage on a rank."""
     arch, plan = job.arch, job.plan
     ranks = placement(plan)
     lengths = plan.stages if plan.pp > 1 else (arch.layers,)
-    work, last = work_of(job), len(ranks) - 1
+    work, last = microbatch_shape(job), len(ranks) - 1
     found = {}
     for stage, (length, end) in enumerate(zip(lengths, accumulate(lengths), strict=True)):
         if ranks[stage] == rank:
             mixtures = tuple(arch.is_mixture(layer) for layer in range(end - length, end))
-            found[stage] = kept(work, mixtures, stage == last, plan.recompute)
+            found[stage] = saved_activations(work, mixtures, stage == last, plan.recompute)
     return found
 
 
@@ -283,13 +296,13 @@ def _layout(job: Job) -> Job:
 
 
 @lru_cache(maxsize=4096)
-def _rest(job: Job, key: tuple[tuple[str, int], ...]) -> Rest:
+def _rest(job: Job, key: tuple[tuple[str, int], ...]) -> ResidentMemory:
     """What a rank holds whatever the moment."""
     place = dict(key)
     return buffered(job, place) if job.stack.holds.states == "buffers" else sharded(job, place)
 
 
-def _words(job: Job, then: _Then) -> str:
+def _words(job: Job, then: _Instant) -> str:
     """A moment with the stage and the microbatches in flight, where there are several."""
     if then.scene is None:
         return then.words
@@ -299,11 +312,11 @@ def _words(job: Job, then: _Then) -> str:
     return f"{then.words}, stage {then.scene.stage}, {flying} microbatch{'es' * (flying != 1)} in flight"
 
 
-class Away(msgspec.Struct, frozen=True, kw_only=True):
+class OffloadedMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Lines of one rank. They are compared with a GPU's share of its node."""
 
-    host: tuple[Line, ...] = ()
-    disk: tuple[Line, ...] = ()
+    host: tuple[LedgerEntry, ...] = ()
+    disk: tuple[LedgerEntry, ...] = ()
 
     @property
     def host_bytes(self) -> int:
@@ -314,39 +327,39 @@ class Away(msgspec.Struct, frozen=True, kw_only=True):
         return total(self.disk)
 
 
-NOWHERE = Away()
+NOWHERE = OffloadedMemory()
 
 
-def away(job: Job, sent: float, place: Mapping[str, int] = FIRST) -> Away:
+def away(job: Job, sent: float, place: Mapping[str, int] = FIRST) -> OffloadedMemory:
     """Of a rank whose microbatches in flight have sent so many bytes of activations."""
     host = list(hosted(job.arch, job.plan, place, job.master_weights))
-    disk: tuple[Line, ...] = ()
+    disk: tuple[LedgerEntry, ...] = ()
     if sent:
-        host.append(Line(name="activations", bytes=round(sent), why="what blocks keep for the backward"))
+        host.append(LedgerEntry(name="activations", bytes=round(sent), why="what blocks keep for the backward"))
     if job.plan.optimizer_offload != "none":
         near, far = _states(job)
         host += [line for line in (near, _pieces(job)) if line.bytes]
         disk = (far,) if far.bytes else ()
-    return Away(host=tuple(host), disk=disk)
+    return OffloadedMemory(host=tuple(host), disk=disk)
 
 
-def _states(job: Job) -> tuple[Line, Line]:
+def _states(job: Job) -> tuple[LedgerEntry, LedgerEntry]:
     """Wide weights and moments, in memory and in files."""
     width = widths(job.plan, states=job.state_dtype).away
     whole = count(job.arch) * width
     near = whole if job.plan.optimizer_offload == "host" else min(job.plan.optimizer_offload_host_bytes, whole)
     why = f"wide weights and moments, {width} bytes a parameter"
-    return Line(name="states", bytes=near, why=why), Line(name="states", bytes=whole - near, why=why)
+    return LedgerEntry(name="states", bytes=near, why=why), LedgerEntry(name="states", bytes=whole - near, why=why)
 
 
-def _pieces(job: Job) -> Line:
+def _pieces(job: Job) -> LedgerEntry:
     """Buffers of pieces on their way, none larger than the largest weight: as optim/host_memory.py counts them."""
     plan, wide = job.plan, 8 if job.plan.precision == "fp64" else 4
     fetched = widths(plan, states=job.state_dtype).away if plan.optimizer_offload == "disk" else 0
     travelling = 2 * wide if plan.optimizer_offload_update == "host" else 0
     largest = max(param.numel for param in params(job.arch))
     size = SLOTS * min(PIECE, largest) * (fetched + travelling)
-    return Line(name="pieces", bytes=size, why="buffers of states, gradients and weights on their way")
+    return LedgerEntry(name="pieces", bytes=size, why="buffers of states, gradients and weights on their way")
 
 
 Role = Literal["only", "first", "middle", "last"]
@@ -357,14 +370,14 @@ OUTSIDE_TORCH: tuple[Name, ...] = ("slack", "context")  # what torch's count of 
 class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank holds when it holds most."""
 
-    lines: tuple[Line, ...]
+    lines: tuple[LedgerEntry, ...]
     moment: str  # of the peak
     role: Role  # of the rank in the pipeline
     rank: int  # its place on the axis pp
     low: float  # what is measured ÷ what is said here, nine times in ten between these two
     high: float
     published: Literal["allocated", "reserved", "shown"]  # which number the stack's reports print
-    away: Away = NOWHERE  # what it keeps outside its device
+    away: OffloadedMemory = NOWHERE  # what it keeps outside its device
 
     @property
     def allocated(self) -> int:
@@ -401,8 +414,12 @@ def ledger(job: Job, place: Mapping[str, int] = FIRST) -> Ledger:
     job = as_held(job)
     fullest = peak(job, place)
     holds, rank = job.stack.holds, place.get("pp", 0)
-    slack = Line(name="slack", bytes=round(fullest.bytes * holds.slack), why="reserved by the allocator, not given out")
-    context = Line(name="context", bytes=round(holds.context_bytes), why="the device's context, collectives' channels")
+    slack = LedgerEntry(
+        name="slack", bytes=round(fullest.bytes * holds.slack), why="reserved by the allocator, not given out"
+    )
+    context = LedgerEntry(
+        name="context", bytes=round(holds.context_bytes), why="the device's context, collectives' channels"
+    )
     return Ledger(
         lines=(*fullest.lines, slack, context),
         moment=fullest.name,

@@ -10,7 +10,7 @@ from meshwright.hardware.cluster import Cluster, Link
 from meshwright.spec.plan import Plan
 
 
-class Span(msgspec.Struct, frozen=True, kw_only=True):
+class GroupSpan(msgspec.Struct, frozen=True, kw_only=True):
     """Where the ranks of a group sit: so many in each scale-up domain, in so many domains."""
 
     local: int
@@ -22,7 +22,7 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @lru_cache(maxsize=4096)
-def span(ranks: int, stride: int, domain: int, alone: bool = False) -> Span:
+def span(ranks: int, stride: int, domain: int, alone: bool = False) -> GroupSpan:
     """Ranks a stride apart, laid into domains in order: neighbours share one as long as it has room.
 
     Groups that do not fill domains evenly lie across their borders, unless one domain holds all of them (`alone`).
@@ -30,7 +30,7 @@ def span(ranks: int, stride: int, domain: int, alone: bool = False) -> Span:
     room = max(domain // stride, 1)
     is_inside = ranks <= room and (alone or _fills(ranks * stride, domain))
     local = ranks if is_inside else math.gcd(ranks, room)
-    return Span(local=local, domains=ranks // local)
+    return GroupSpan(local=local, domains=ranks // local)
 
 
 def _fills(extent: int, domain: int) -> bool:
@@ -38,7 +38,7 @@ def _fills(extent: int, domain: int) -> bool:
     return domain % extent == 0 or 2 ** (domain.bit_length() - 1) % extent == 0
 
 
-def axis_span(axis: Axis, plan: Plan, cluster: Cluster) -> Span:
+def axis_span(axis: Axis, plan: Plan, cluster: Cluster) -> GroupSpan:
     """The group of an axis. The plan's axes lie outermost to innermost as pp, replicate, shard, cp, tp.
 
     Of a pipeline in several domains some neighbours are in two, and the slowest message sets the pace of all.
@@ -77,7 +77,7 @@ def achieved(link: Link) -> float:
     return link.bandwidth * link.efficiency
 
 
-def collective_seconds(kind: Kind, size: float, over: Span, cluster: Cluster) -> float:
+def collective_seconds(kind: Kind, size: float, over: GroupSpan, cluster: Cluster) -> float:
     """One call; `size` are its bytes where the tensor is whole."""
     if over.ranks == 1:
         return 0.0
@@ -91,7 +91,7 @@ def collective_seconds(kind: Kind, size: float, over: Span, cluster: Cluster) ->
     return passes * share * size / bus_bandwidth(over, cluster) + _latency(passes, over, cluster)
 
 
-def bus_bandwidth(over: Span, cluster: Cluster) -> float:
+def bus_bandwidth(over: GroupSpan, cluster: Cluster) -> float:
     """Bytes a second that pass any rank of a ring: across domains it enters and leaves by every local rank's NIC."""
     inside = achieved(cluster.scale_up)
     outside = achieved(cluster.network) * over.local
@@ -100,7 +100,7 @@ def bus_bandwidth(over: Span, cluster: Cluster) -> float:
     return outside if over.local == 1 else min(inside, outside)
 
 
-def _latency(passes: int, over: Span, cluster: Cluster) -> float:
+def _latency(passes: int, over: GroupSpan, cluster: Cluster) -> float:
     """Hops of a ring through all domains; a sum of small tensors goes up and down a tree where that is shorter."""
     hops = over.domains - 1
     if passes > 1 and over.domains > 1:
@@ -108,7 +108,7 @@ def _latency(passes: int, over: Span, cluster: Cluster) -> float:
     return passes * (hops * cluster.network.latency + (over.local - 1) * cluster.scale_up.latency)
 
 
-def _exchange_seconds(size: float, over: Span, cluster: Cluster) -> float:
+def _exchange_seconds(size: float, over: GroupSpan, cluster: Cluster) -> float:
     """Every rank gives an equal part to every other; what leaves the domain goes through the rank's own NIC."""
     inside = size * (over.local - 1) / over.ranks / achieved(cluster.scale_up)
     outside = size * (over.ranks - over.local) / over.ranks / achieved(cluster.network)

@@ -17,7 +17,7 @@ CHUNK_BYTES = 2**31  # of logits in one chunk of the loss, as in kernels/cross_e
 CHUNK_ROWS = 1024  # its rows are a multiple of this
 
 
-class Seat(msgspec.Struct, frozen=True, kw_only=True):
+class RankView(msgspec.Struct, frozen=True, kw_only=True):
     """One rank of one plan, at work on one model."""
 
     arch: Arch
@@ -67,7 +67,7 @@ def chunk_rows(vocab: int, plan: Plan) -> int:
     return max(CHUNK_BYTES // row // CHUNK_ROWS, 1) * CHUNK_ROWS
 
 
-class Anew(msgspec.Struct, frozen=True, kw_only=True):
+class RecomputedBlocks(msgspec.Struct, frozen=True, kw_only=True):
     """Layers of a part that the backward computes anew."""
 
     runs: int  # those of one run are computed together
@@ -80,7 +80,7 @@ class Anew(msgspec.Struct, frozen=True, kw_only=True):
         return self.dense + self.mixtures
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
+class StageLayers(msgspec.Struct, frozen=True, kw_only=True):
     """A run of layers on a rank, one pipeline stage or the whole model."""
 
     stage: int
@@ -88,14 +88,14 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     mixtures: int  # layers with them
     first: bool  # begins the model: embedding and positions
     last: bool  # ends it: norm, projection, loss
-    anew: Anew  # of its layers, those that the backward computes once more
+    anew: RecomputedBlocks  # of its layers, those that the backward computes once more
 
     @property
     def layers(self) -> int:
         return self.dense + self.mixtures
 
 
-class Group(msgspec.Struct, frozen=True, kw_only=True):
+class ParamGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Weights that are gathered and whose gradients are summed by one call."""
 
     params: tuple[Param, ...]
@@ -109,14 +109,16 @@ def placement(plan: Plan) -> tuple[int, ...]:
     return stage_ranks(plan.schedule, plan.pp, plan.chunks) if plan.pp > 1 else (0,)
 
 
-def parts(seat: Seat) -> tuple[Part, ...]:
+def parts(seat: RankView) -> tuple[StageLayers, ...]:
     """The stages on this rank, in the order of the model."""
     lengths = seat.plan.stages if seat.plan.pp > 1 else (seat.arch.layers,)
     return _parts(seat.arch, lengths, placement(seat.plan), seat.at("pp"), seat.plan.recompute)
 
 
 @lru_cache(maxsize=4096)
-def _parts(arch: Arch, lengths: tuple[int, ...], ranks: tuple[int, ...], rank: int, recompute: str) -> tuple[Part, ...]:
+def _parts(
+    arch: Arch, lengths: tuple[int, ...], ranks: tuple[int, ...], rank: int, recompute: str
+) -> tuple[StageLayers, ...]:
     found = []
     for stage, (length, end) in enumerate(zip(lengths, accumulate(lengths), strict=True)):
         if ranks[stage] != rank:
@@ -124,7 +126,7 @@ def _parts(arch: Arch, lengths: tuple[int, ...], ranks: tuple[int, ...], rank: i
         layers = range(end - length, end)
         mixtures = sum(map(arch.is_mixture, layers)) if arch.experts else 0
         found.append(
-            Part(
+            StageLayers(
                 stage=stage,
                 dense=length - mixtures,
                 mixtures=mixtures,
@@ -136,39 +138,39 @@ def _parts(arch: Arch, lengths: tuple[int, ...], ranks: tuple[int, ...], rank: i
     return tuple(found)
 
 
-def _anew(arch: Arch, policy: str, layers: range) -> Anew:
+def _anew(arch: Arch, policy: str, layers: range) -> RecomputedBlocks:
     found = runs(policy, len(layers))
     mixtures = sum(arch.is_mixture(layers[number]) for run in found for number in run) if arch.experts else 0
     dense = sum(map(len, found)) - mixtures
-    return Anew(runs=len(found), dense=dense, mixtures=mixtures, by_operation=by_operation(policy))
+    return RecomputedBlocks(runs=len(found), dense=dense, mixtures=mixtures, by_operation=by_operation(policy))
 
 
-def groups(seat: Seat) -> Iterator[Group]:
+def groups(seat: RankView) -> Iterator[ParamGroup]:
     """The weights of a rank as they travel together: each block, under ep its experts apart, and all the rest."""
     return (group for part in parts(seat) for group in _groups(seat.arch, part, seat.plan.ep > 1))
 
 
 @lru_cache(maxsize=4096)
-def _groups(arch: Arch, part: Part, apart: bool) -> tuple[Group, ...]:
+def _groups(arch: Arch, part: StageLayers, apart: bool) -> tuple[ParamGroup, ...]:
     """The groups of one part; `apart`: its experts are one of their own."""
     found = []
     for mixture, count in ((False, part.dense), (True, part.mixtures)):
         block = _block(arch, mixture) if count else ()
         experts = tuple(param for param in block if param.expert and apart)
         rest = tuple(param for param in block if param not in experts)
-        found.append(Group(params=rest, stage=part.stage, count=count))
-        found.append(Group(params=experts, stage=part.stage, count=count, shared_by_ep=True))
-    found.append(Group(params=_outside(arch, part.first, part.last), stage=part.stage))
+        found.append(ParamGroup(params=rest, stage=part.stage, count=count))
+        found.append(ParamGroup(params=experts, stage=part.stage, count=count, shared_by_ep=True))
+    found.append(ParamGroup(params=_outside(arch, part.first, part.last), stage=part.stage))
     return tuple(group for group in found if group.params)
 
 
-def grid(group: Group, plan: Plan) -> tuple[int, int]:
+def grid(group: ParamGroup, plan: Plan) -> tuple[int, int]:
     """Ranks that hold the same shard of a group, and ranks that share one copy; ep takes its own out of those."""
     ep = plan.ep if group.shared_by_ep else 1
     return (plan.copies, plan.shards // ep) if plan.zero else (plan.copies // ep, 1)
 
 
-def local_shape(param: Param, seat: Seat) -> tuple[int, ...]:
+def local_shape(param: Param, seat: RankView) -> tuple[int, ...]:
     """A rank's part of a weight, gathered over shard: what tp and ep leave of it."""
     return cut_shape(param, (seat.plan.tp, seat.at("tp")), seat.plan.ep)
 

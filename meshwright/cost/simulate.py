@@ -28,7 +28,7 @@ def even_cost(stages: int, chunks: int = 1) -> StageCost:
     return StageCost(forward_seconds=ones, input_seconds=ones, weight_seconds=ones, activation=(1.0 / chunks,) * stages)
 
 
-class Slot(msgspec.Struct, frozen=True, gc=False):
+class TimelineSlot(msgspec.Struct, frozen=True, gc=False):
     """An action and when it runs, in seconds since the step began."""
 
     action: Action
@@ -46,7 +46,7 @@ class Peak(msgspec.Struct, frozen=True, gc=False):
 class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     """One training step of a pipeline in time."""
 
-    rows: tuple[tuple[Slot, ...], ...]  # of each rank, for a Gantt chart
+    rows: tuple[tuple[TimelineSlot, ...], ...]  # of each rank, for a Gantt chart
     peaks: tuple[Peak, ...]  # of each rank
 
     @property
@@ -78,7 +78,7 @@ def play(orders: Orders, placement: Sequence[int], cost: StageCost, send_seconds
     """
     seconds = _seconds(cost)
     ends: dict[Message, float] = {}
-    rows: list[list[Slot]] = [[] for _ in orders]
+    rows: list[list[TimelineSlot]] = [[] for _ in orders]
     clock = [0.0] * len(orders)
     for action, message in flow(orders, placement):
         stage, kind = action.stage, action.kind
@@ -88,7 +88,7 @@ def play(orders: Orders, placement: Sequence[int], cost: StageCost, send_seconds
             travel = send_seconds if placement[message[1]] != rank else 0.0
             start = max(start, ends[message] + travel)
         clock[rank] = end = start + seconds[kind][stage]
-        rows[rank].append(Slot(action, start, end))
+        rows[rank].append(TimelineSlot(action, start, end))
         if kind != "W":
             ends["F" if kind == "F" else "I", stage, action.microbatch] = end
     assert all(len(row) == len(order) for row, order in zip(rows, orders, strict=True)), "the orders deadlock"
@@ -171,7 +171,7 @@ def _seconds(cost: StageCost) -> dict[str, tuple[float, ...]]:
     return {"F": cost.forward_seconds, "B": whole, "I": cost.input_seconds, "W": cost.weight_seconds}
 
 
-def _peak(row: Sequence[Slot], cost: StageCost) -> Peak:
+def _peak(row: Sequence[TimelineSlot], cost: StageCost) -> Peak:
     """A forward takes its stage's activation, and the backward gives it back at its end, in parts when it is split."""
     freed_by = {"B": 1.0, "I": 1.0 - cost.kept_after_input, "W": cost.kept_after_input}
     held = 0.0

@@ -20,13 +20,13 @@ from meshwright.cost.flops import (
 )
 from meshwright.cost.job import Job
 from meshwright.cost.kernels import slowest
-from meshwright.cost.layer_time import SELECTED, Bench, Passes, again, bench, block, ends
+from meshwright.cost.layer_time import SELECTED, LayerModel, PassTimes, again, block, ends, layer_model
 from meshwright.cost.network import axis_span, collective_seconds
 from meshwright.cost.simulate import StageCost, makespan
 from meshwright.cost.weight_time import (
     NOTHING,
-    Away,
-    Behind,
+    OverlapWindow,
+    SavedElsewhere,
     WeightSeconds,
     away_of,
     least_seconds,
@@ -44,20 +44,20 @@ DRAINED = ("naive", "gpipe", "1f1b", "interleaved", "looped")  # a rank's last a
 class Stages(msgspec.Struct, frozen=True, kw_only=True):
     """One microbatch through each stage of the model, and what a message between them takes."""
 
-    passes: tuple[Passes, ...]
+    passes: tuple[PassTimes, ...]
     seconds: tuple[float, ...]  # of each stage's passes together
     send: float
     ranks: tuple[int, ...]  # of each stage
 
-    def of(self, rank: int) -> list[Passes]:
+    def of(self, rank: int) -> list[PassTimes]:
         """The passes through a rank's stages."""
         return [each for each, on in zip(self.passes, self.ranks, strict=True) if on == rank]
 
 
-Keep = tuple[str, Away]  # what the backward computes anew, and what becomes of what is kept
+Keep = tuple[str, SavedElsewhere]  # what the backward computes anew, and what becomes of what is kept
 
 
-class Kind(NamedTuple):
+class StageKind(NamedTuple):
     """What the time of a stage depends on."""
 
     dense: int  # layers without experts
@@ -66,7 +66,7 @@ class Kind(NamedTuple):
     last: bool
 
 
-def stages_of(at: Bench, job: Job) -> Stages:
+def stages_of(at: LayerModel, job: Job) -> Stages:
     """The stages of a job; a model without a pipeline is one."""
     plan = job.plan
     ranks = placed(plan.schedule, plan.pp, plan.chunks)
@@ -85,7 +85,7 @@ def lengths_of(job: Job) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=8192)
-def _timed(at: Bench, lengths: tuple[int, ...], ranks: tuple[int, ...], keep: Keep, send: float) -> Stages:
+def _timed(at: LayerModel, lengths: tuple[int, ...], ranks: tuple[int, ...], keep: Keep, send: float) -> Stages:
     """Most stages are alike, so each kind is timed once."""
     kinds, places = kinds_of(at.arch, lengths)
     timed = [stage_passes(at, kind.dense, kind.mixtures, keep) + ends(at, kind.first, kind.last) for kind in kinds]
@@ -99,26 +99,26 @@ def _timed(at: Bench, lengths: tuple[int, ...], ranks: tuple[int, ...], keep: Ke
 
 
 @lru_cache(maxsize=1024)
-def kinds_of(arch: Arch, lengths: tuple[int, ...]) -> tuple[tuple[Kind, ...], tuple[int, ...]]:
+def kinds_of(arch: Arch, lengths: tuple[int, ...]) -> tuple[tuple[StageKind, ...], tuple[int, ...]]:
     """The kinds of stage that there are, and for every stage the place of its kind among them."""
-    found: dict[Kind, int] = {}
+    found: dict[StageKind, int] = {}
     places, start, last = [], 0, len(lengths) - 1
     for stage, length in enumerate(lengths):
         mixtures = sum(map(arch.is_mixture, range(start, start + length))) if arch.experts else 0
-        kind = Kind(length - mixtures, mixtures, stage == 0, stage == last)
+        kind = StageKind(length - mixtures, mixtures, stage == 0, stage == last)
         places.append(found.setdefault(kind, len(found)))
         start += length
     return tuple(found), tuple(places)
 
 
 @lru_cache(maxsize=8192)
-def stage_passes(at: Bench, dense: int, mixtures: int, keep: Keep) -> Passes:
+def stage_passes(at: LayerModel, dense: int, mixtures: int, keep: Keep) -> PassTimes:
     """The blocks of a stage; of those that are computed anew, each kind has its fair share."""
     recompute, away = keep
     layers = dense + mixtures
     anew = sum(map(len, runs(recompute, layers))) / layers if layers else 0.0
     operations = by_operation(recompute)
-    total = Passes()
+    total = PassTimes()
     for mixture, count in ((False, dense), (True, mixtures)):
         if not count:
             continue
@@ -132,7 +132,7 @@ def stage_passes(at: Bench, dense: int, mixtures: int, keep: Keep) -> Passes:
 
 
 @lru_cache(maxsize=8192)
-def _kept_so(at: Bench, mixture: bool, away: Away, operations: bool | None) -> Passes:
+def _kept_so(at: LayerModel, mixture: bool, away: SavedElsewhere, operations: bool | None) -> PassTimes:
     """One block, which computes nothing anew (None), costly operations apart (True), or everything."""
     one = block(at, mixture)
     if operations is not None:
@@ -140,7 +140,7 @@ def _kept_so(at: Bench, mixture: bool, away: Away, operations: bool | None) -> P
     return with_away(at, away, mixture, one)
 
 
-def _send(at: Bench, job: Job) -> float:
+def _send(at: LayerModel, job: Job) -> float:
     """A message between stages: hidden states, or their gradient; where tp scatters it, each rank sends its part."""
     if job.plan.pp == 1:
         return 0.0
@@ -184,7 +184,7 @@ GUESSES = ("b200", "v100", "generic")  # entries of the catalogue that no measur
 GUESSED = 1.5  # the interval of such accelerators ÷ that of others
 
 
-class Share(msgspec.Struct, frozen=True, kw_only=True):
+class TimeShare(msgspec.Struct, frozen=True, kw_only=True):
     """A part of a step's seconds, and why it is spent. One below zero is saved."""
 
     name: str
@@ -201,13 +201,13 @@ class Price(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_second_per_gpu: float
     mfu: float  # model FLOPs utilization, 0 to 1
     hfu: float  # the same with what is computed anew
-    waterfall: tuple[Share, ...]  # adds up to the seconds
+    waterfall: tuple[TimeShare, ...]  # adds up to the seconds
 
 
-class Course(msgspec.Struct, frozen=True, kw_only=True):
+class StepTimeline(msgspec.Struct, frozen=True, kw_only=True):
     """A step's forwards and backwards: alike in plans that differ only in replicate, shard and zero."""
 
-    at: Bench
+    at: LayerModel
     stages: Stages
     pipeline: float  # seconds from the first forward to the last backward
     slower: float  # share of them by which the slowest accelerator is behind the mean
@@ -220,24 +220,24 @@ class Course(msgspec.Struct, frozen=True, kw_only=True):
 
 def price(job: Job, efficiency: Efficiency | None = None) -> Price:
     """Seconds of a step. `efficiency` replaces the cluster's own and the catalogue's, as `calibrated` gives it."""
-    return price_in(job, course(job, efficiency))
+    return price_in(job, step_timeline(job, efficiency))
 
 
-def course(job: Job, efficiency: Efficiency | None = None) -> Course:
+def step_timeline(job: Job, efficiency: Efficiency | None = None) -> StepTimeline:
     """The forwards and backwards of a step, played on a clock."""
-    at = bench(job, efficiency)
+    at = layer_model(job, efficiency)
     stages = stages_of(at, job)
-    return Course(
+    return StepTimeline(
         at=at, stages=stages, pipeline=pipeline_seconds(stages, job), slower=slowest(job.plan.world, at.rates)
     )
 
 
-def seconds_in(job: Job, known: Course) -> float:
+def seconds_in(job: Job, known: StepTimeline) -> float:
     """Seconds of a step whose forwards and backwards are known."""
     return known.working + _weights(job, known).seconds + job.stack.speed.step_seconds
 
 
-def price_in(job: Job, known: Course) -> Price:
+def price_in(job: Job, known: StepTimeline) -> Price:
     """The price of a step whose forwards and backwards are known."""
     plan, at = job.plan, known.at
     working = _mean(known.stages, plan.pp) * plan.grad_accum
@@ -255,20 +255,20 @@ def price_in(job: Job, known: Course) -> Price:
     )
 
 
-def _mean(stages: Stages, pp: int) -> Passes:
+def _mean(stages: Stages, pp: int) -> PassTimes:
     """The work of a microbatch on a rank, on average."""
-    total = Passes()
+    total = PassTimes()
     for each in stages.passes:
         total += each
     return total * (1 / pp)
 
 
-def _weights(job: Job, known: Course) -> WeightSeconds:
+def _weights(job: Job, known: StepTimeline) -> WeightSeconds:
     """Of the pipeline's two ends the one that waits longer: the middle has neither embedding nor projection."""
     found = []
     for rank in {0, job.plan.pp - 1}:
         mine = known.stages.of(rank)
-        behind = Behind(
+        behind = OverlapWindow(
             forward=sum(each.forward.seconds - each.forward.link for each in mine),
             backward=sum(each.seconds - each.forward.seconds - each.input.link for each in mine),
         )
@@ -294,7 +294,7 @@ def _done(job: Job) -> float:
     return step_flops(job.arch, job.sequence, batch) * (1 + anew / TRAINING)
 
 
-def _waterfall(job: Job, known: Course, working: Passes) -> Iterator[Share]:
+def _waterfall(job: Job, known: StepTimeline, working: PassTimes) -> Iterator[TimeShare]:
     """Where the seconds go, from the data sheet down; the mean rank's, so that the idle ones are the bubble."""
     at, pipeline, weights = known.at, known.pipeline, _weights(job, known)
     ideal = step_flops(job.arch, job.sequence, job.plan.batch) / job.plan.world / at.rates.peak
@@ -326,7 +326,7 @@ def _waterfall(job: Job, known: Course, working: Passes) -> Iterator[Share]:
         "offload": (weights.offload, "the step waits for states that live or are updated elsewhere"),
         "host": (job.stack.speed.step_seconds, "data, logging and launches once a step"),
     }
-    return (Share(name=name, seconds=spent, why=why) for name, (spent, why) in whys.items() if spent)
+    return (TimeShare(name=name, seconds=spent, why=why) for name, (spent, why) in whys.items() if spent)
 
 
 def _messages(job: Job, stages: Stages) -> float:
@@ -335,7 +335,7 @@ def _messages(job: Job, stages: Stages) -> float:
     return stages.send * (2 * (job.plan.pp - 1) + between * job.plan.grad_accum) if job.plan.pp > 1 else 0.0
 
 
-def _interval(job: Job, seconds: float, working: Passes) -> tuple[float, float]:
+def _interval(job: Job, seconds: float, working: PassTimes) -> tuple[float, float]:
     """What nine of ten fitted runs lie in; wider where less is known.
 
     That is over many domains, where the host decides, and on accelerators of which nothing was measured or fitted.
@@ -349,23 +349,23 @@ def _interval(job: Job, seconds: float, working: Passes) -> tuple[float, float]:
 
 def work_bound(job: Job, efficiency: Efficiency | None = None) -> float:
     """Without playing the schedule, and as if weights cost nothing: the same for every replicate, shard and zero."""
-    return _working(bench(job, efficiency), job) + job.stack.speed.step_seconds
+    return _working(layer_model(job, efficiency), job) + job.stack.speed.step_seconds
 
 
 def lower_bound(job: Job, efficiency: Efficiency | None = None) -> float:
     """Without playing the schedule, with what the first rank's weights cost at least, whatever is computed anew."""
-    at = bench(job, efficiency)
+    at = layer_model(job, efficiency)
     kinds, places = kinds_of(job.arch, lengths_of(job))
     ranks = placed(job.plan.schedule, job.plan.pp, job.plan.chunks)
     mine = [place for place, rank in zip(places, ranks, strict=True) if rank == 0]
     timed = [_seconds(at, kind, ("none", NOTHING)) for kind in kinds]
     forward = sum(timed[place][1] for place in mine)
-    behind = Behind(forward=forward, backward=sum(timed[place][0] for place in mine) - forward)
+    behind = OverlapWindow(forward=forward, backward=sum(timed[place][0] for place in mine) - forward)
     more, together = least_seconds(job, 0, at.rates, behind)
     return max(_working(at, job) + more, together) + job.stack.speed.step_seconds
 
 
-def _working(at: Bench, job: Job) -> float:
+def _working(at: LayerModel, job: Job) -> float:
     kinds, places = kinds_of(job.arch, lengths_of(job))
     keep = (job.plan.recompute, away_of(job.plan))
     timed = [_seconds(at, kind, keep) for kind in kinds]
@@ -374,7 +374,7 @@ def _working(at: Bench, job: Job) -> float:
 
 
 @lru_cache(maxsize=16384)
-def _seconds(at: Bench, kind: Kind, keep: Keep) -> tuple[float, float]:
+def _seconds(at: LayerModel, kind: StageKind, keep: Keep) -> tuple[float, float]:
     """One microbatch through a stage, and its forward alone."""
     recompute, away = keep
     outside = ends(at, kind.first, kind.last)
@@ -391,7 +391,7 @@ def _seconds(at: Bench, kind: Kind, keep: Keep) -> tuple[float, float]:
 
 
 @lru_cache(maxsize=16384)
-def _block_seconds(at: Bench, mixture: bool, operations: bool) -> tuple[float, float, float]:
+def _block_seconds(at: LayerModel, mixture: bool, operations: bool) -> tuple[float, float, float]:
     """A block without recomputation, its forward alone, and what recomputation adds."""
     one = block(at, mixture)
     return one.seconds, one.forward.seconds, again(at, mixture, operations).seconds

@@ -199,7 +199,7 @@ NOTICES: dict[str, str] = {
 }
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
+class TextbookEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One closed form with a job's numbers in it."""
 
     name: str
@@ -210,16 +210,16 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
 
 
-Form = Callable[[Job], Entry]
+Form = Callable[[Job], TextbookEntry]
 HOUR = 3600.0
 
 
-def table(job: Job) -> list[Entry]:
+def table(job: Job) -> list[TextbookEntry]:
     """Every closed form that says something about a job."""
     return [form(job) for name, form in FORMS.items() if name not in _silent(job)]
 
 
-def entry(name: str, job: Job) -> Entry:
+def entry(name: str, job: Job) -> TextbookEntry:
     """One closed form by its name."""
     return FORMS[name](job)
 
@@ -235,17 +235,17 @@ def _silent(job: Job) -> set[str]:
     return names
 
 
-def _entry(name: str, value: float, unit: str, formula: str, source: str) -> Entry:
-    return Entry(name=name, value=value, unit=unit, formula=formula, source=source, note=NOTICES.get(name, ""))
+def _entry(name: str, value: float, unit: str, formula: str, source: str) -> TextbookEntry:
+    return TextbookEntry(name=name, value=value, unit=unit, formula=formula, source=source, note=NOTICES.get(name, ""))
 
 
-def _parameters(job: Job) -> Entry:
+def _parameters(job: Job) -> TextbookEntry:
     arch = job.arch
     value = gpt_parameters(arch.layers, arch.hidden, arch.vocab, arch.context)
     return _entry("gpt-parameters", value, "parameters", "12·L·h²·(1 + 13/(12h) + (V + s)/(12·L·h))", MEGATRON)
 
 
-def _notes_parameters(job: Job) -> Entry:
+def _notes_parameters(job: Job) -> TextbookEntry:
     arch = job.arch
     value = notes_parameters(arch.layers, arch.hidden, arch.vocab)
     return _entry("notes-parameters", value, "parameters", "V·E + E + L·(8.5·E² + 2·E)", f"{NOTES} 004")
@@ -256,7 +256,7 @@ def _states(name: str, counting: States, formula: str, source: str) -> Form:
 
 
 def _zero(stage: int, formula: str) -> Form:
-    def filled(job: Job) -> Entry:
+    def filled(job: Job) -> TextbookEntry:
         value = zero_bytes(count(job.arch), job.plan.data, stage)  # pyright: ignore[reportArgumentType]
         return _entry(f"zero-{stage}", value, "bytes a rank", formula, ZERO)
 
@@ -264,7 +264,7 @@ def _zero(stage: int, formula: str) -> Form:
 
 
 def _activations(name: str, kind: str, formula: str, source: str = KORTHIKANTI) -> Form:
-    def filled(job: Job) -> Entry:
+    def filled(job: Job) -> TextbookEntry:
         arch, plan = job.arch, job.plan
         shape = (job.sequence, plan.microbatch, arch.hidden, arch.heads)
         value = arch.layers * activation_bytes(shape, plan.tp, kind)
@@ -273,50 +273,50 @@ def _activations(name: str, kind: str, formula: str, source: str = KORTHIKANTI) 
     return filled
 
 
-def _feed_forward(job: Job) -> Entry:
+def _feed_forward(job: Job) -> TextbookEntry:
     tokens = job.sequence * job.plan.microbatch
     value = feed_forward_bytes(job.arch.layers, 4 * job.arch.hidden, tokens)
     return _entry("feed-forward", value, "bytes", "2·L·(4·h)·tokens", f"{NOTES} 003")
 
 
-def _notes_memory(job: Job) -> Entry:
+def _notes_memory(job: Job) -> TextbookEntry:
     arch = job.arch
     shape = (job.sequence, arch.hidden, arch.heads, arch.layers)
     value = notes_memory(count(arch), job.plan.microbatch, shape, arch.vocab)
     return _entry("notes-memory", value, "bytes", "(4·P + 2·B·C·(2·V + l·(6e + h·C)))·2", f"{NOTES} 004")
 
 
-def _notes_model(job: Job) -> Entry:
+def _notes_model(job: Job) -> TextbookEntry:
     return _entry("notes-model-only", 8.0 * count(job.arch), "bytes", "4·P·2", f"{NOTES} 004")
 
 
-def _notes_total(job: Job) -> Entry:
+def _notes_total(job: Job) -> TextbookEntry:
     """Model, optimizer, gradients and activations, and a fifth more."""
     states = states_bytes(count(job.arch), "notes")
     value = (states + _activations("", "tensor", "")(job).value) * 1.2
     return _entry("notes-total", value, "bytes", "(20·P + s·b·h·L·(10 + 24/t + 5as/(ht))) · 1.2", f"{NOTES} 002")
 
 
-def _bubble(job: Job) -> Entry:
+def _bubble(job: Job) -> TextbookEntry:
     plan = job.plan
     value = bubble(plan.pp, plan.grad_accum, plan.chunks)
     return _entry("bubble", value, "of the step", "(p − 1)/(v·m + p − 1)", MEGATRON)
 
 
-def _bubble_over_ideal(job: Job) -> Entry:
+def _bubble_over_ideal(job: Job) -> TextbookEntry:
     plan = job.plan
     value = bubble_over_ideal(plan.pp, plan.grad_accum, plan.chunks)
     return _entry("bubble-over-ideal", value, "of the useful time", "(p − 1)/(v·m)", MEGATRON)
 
 
-def _sqrt(job: Job) -> Entry:
+def _sqrt(job: Job) -> TextbookEntry:
     segments = sqrt_segments(job.arch.layers)
     value = segment_memory(job.arch.layers, segments)
     return _entry("sqrt-recompute", value, "layers' activations", "C + ⌈L/C⌉ with C = √L", "Chen et al. 2016")
 
 
 def _recompute(name: str, keeps: bool, formula: str, source: str) -> Form:
-    def filled(job: Job) -> Entry:
+    def filled(job: Job) -> TextbookEntry:
         layers = job.arch.layers
         value = recompute_layers(layers, sqrt_segments(layers), keeps)
         return _entry(name, value, "layers computed anew", formula, source)
@@ -328,18 +328,18 @@ def _tokens(job: Job) -> float:
     return float(job.plan.batch * job.sequence)
 
 
-def _six(job: Job) -> Entry:
+def _six(job: Job) -> TextbookEntry:
     value = training_flops(active(job.arch), _tokens(job))
     return _entry("6nd", value, "FLOPs a step", "6·N·D", "Kaplan et al. 2020")
 
 
-def _palm(job: Job) -> Entry:
+def _palm(job: Job) -> TextbookEntry:
     arch = job.arch
     value = palm_flops_per_token(active(arch), arch.layers, arch.q_width, job.sequence) * _tokens(job)
     return _entry("palm-flops", value, "FLOPs a step", "(6·N + 12·L·H·Q·s)·D", PALM)
 
 
-def _megatron(job: Job) -> Entry:
+def _megatron(job: Job) -> TextbookEntry:
     arch = job.arch
     recompute = job.plan.recompute == "full"
     shape = (job.plan.batch, job.sequence, arch.layers, arch.hidden, arch.vocab)
@@ -347,22 +347,22 @@ def _megatron(job: Job) -> Entry:
     return _entry("megatron-flops", megatron_flops(shape, recompute), "FLOPs a step", formula, MEGATRON)
 
 
-def _traffic(job: Job) -> Entry:
+def _traffic(job: Job) -> TextbookEntry:
     value = ring_bytes(2.0 * count(job.arch), job.plan.data)
     return _entry("data-traffic", value, "bytes a rank sends", "2·(N − 1)/N · 2·P", ZERO)
 
 
-def _batch(job: Job) -> Entry:
+def _batch(job: Job) -> TextbookEntry:
     return _entry("batch", job.plan.batch, "sequences a step", "microbatch · grad_accum · data ranks", f"{NOTES} 002")
 
 
-def _interval(job: Job) -> Entry:
+def _interval(job: Job) -> TextbookEntry:
     """For a job whose node fails once in 50,000 hours of one GPU, saving in a minute."""
     value = checkpoint_interval(60.0, 50_000 * HOUR / job.cluster.gpus)
     return _entry("checkpoint-interval", value, "seconds", "√(2·δ·M)", "Young 1974, Daly 2006")
 
 
-def _goodput(job: Job) -> Entry:
+def _goodput(job: Job) -> TextbookEntry:
     failures = 50_000 * HOUR / job.cluster.gpus
     value = goodput(checkpoint_interval(60.0, failures), 60.0, 600.0, failures)
     return _entry("goodput", value, "of the time", "1 − δ/τ − (τ/2 + R)/M", "Young 1974, Daly 2006")

@@ -13,9 +13,9 @@ from typing import Literal
 import msgspec
 
 from meshwright.cost.rank_view import (
-    Group,
-    Part,
-    Seat,
+    ParamGroup,
+    RankView,
+    StageLayers,
     cut_shape,
     grid,
     groups,
@@ -70,7 +70,7 @@ DRAW = 4  # bytes of a router's random number
 COUNT = 8  # bytes of the number of an expert's rows
 
 
-def activation_traffic(seat: Seat) -> Iterator[Collective]:
+def activation_traffic(seat: RankView) -> Iterator[Collective]:
     """Everything that is sent because ranks share a sequence, a matrix, the experts or the layers."""
     for part in parts(seat):
         yield from _over_tp(part, seat)
@@ -81,7 +81,7 @@ def activation_traffic(seat: Seat) -> Iterator[Collective]:
         yield from _over_pp(part, seat)
 
 
-def _over_tp(part: Part, seat: Seat) -> Iterator[Collective]:
+def _over_tp(part: StageLayers, seat: RankView) -> Iterator[Collective]:
     """Hidden states are gathered before and summed and scattered after attention and the feed-forward layer.
 
     The backward mirrors it, so there are as many of the one as of the other; embedding and projection add half a pair
@@ -102,7 +102,7 @@ def _over_tp(part: Part, seat: Seat) -> Iterator[Collective]:
         yield Collective(kind=kind, axis="tp", count=count, bytes=seat.stream * seat.narrow)
 
 
-def _loss_over_tp(part: Part, seat: Seat) -> Iterator[Collective]:
+def _loss_over_tp(part: StageLayers, seat: RankView) -> Iterator[Collective]:
     """For every position the maximum of its logits, the sum of their exponentials, and the target's own.
 
     In chunks of positions, the last of which may be smaller.
@@ -116,13 +116,13 @@ def _loss_over_tp(part: Part, seat: Seat) -> Iterator[Collective]:
                 yield Collective(kind="all_reduce", axis="tp", count=count, bytes=numbers * seat.wide)
 
 
-def _attention_over_cp(part: Part, seat: Seat) -> Iterator[Collective]:
+def _attention_over_cp(part: StageLayers, seat: RankView) -> Iterator[Collective]:
     if seat.plan.cp > 1:
         times, anew = (layers * seat.plan.grad_accum for layers in (part.layers, part.anew.layers))
         yield from (_ring if seat.plan.cp_kind == "ring" else _ulysses)(times, anew, seat)
 
 
-def _ring(times: int, anew: int, seat: Seat) -> Iterator[Collective]:
+def _ring(times: int, anew: int, seat: RankView) -> Iterator[Collective]:
     """Keys and values go round forward and backward, and their gradients backward; the last of those is waited for."""
     plan = seat.plan
     numbers = 2 * plan.microbatch * seat.positions * seat.arch.kv_width // plan.tp
@@ -134,7 +134,7 @@ def _ring(times: int, anew: int, seat: Seat) -> Iterator[Collective]:
         yield Collective(kind="send", axis="cp", count=count, bytes=size, overlappable=overlappable)
 
 
-def _ulysses(times: int, anew: int, seat: Seat) -> Iterator[Collective]:
+def _ulysses(times: int, anew: int, seat: RankView) -> Iterator[Collective]:
     """Queries, keys and values change places before attention and its output after; gradients the other way."""
     arch, plan = seat.arch, seat.plan
     held = plan.microbatch * seat.positions
@@ -143,7 +143,7 @@ def _ulysses(times: int, anew: int, seat: Seat) -> Iterator[Collective]:
         yield Collective(kind="all_to_all", axis="cp", count=2 * times + anew, bytes=size)
 
 
-def _routers_over_cp(part: Part, seat: Seat) -> Iterator[Collective]:
+def _routers_over_cp(part: StageLayers, seat: RankView) -> Iterator[Collective]:
     """A router sees whole sequences: its logits are gathered, and going back their gradients summed and scattered."""
     if seat.plan.cp == 1:
         return
@@ -156,13 +156,13 @@ def _routers_over_cp(part: Part, seat: Seat) -> Iterator[Collective]:
         yield Collective(kind="all_gather", axis="cp", count=forward, bytes=tokens * DRAW)
 
 
-def _mixture_passes(part: Part, seat: Seat) -> tuple[int, int]:
+def _mixture_passes(part: StageLayers, seat: RankView) -> tuple[int, int]:
     """How often a step goes forward through layers with experts, and how often back."""
     times = seat.plan.grad_accum
     return (part.mixtures + part.anew.mixtures) * times, part.mixtures * times
 
 
-def _over_ep(part: Part, seat: Seat) -> Iterator[Collective]:
+def _over_ep(part: StageLayers, seat: RankView) -> Iterator[Collective]:
     """Each token's rows go to the experts' ranks and come back, and so do their gradients; first ranks tell how many.
 
     How many rows a rank gives to one exchange is up to the routers: what is listed is the mean over the ranks of ep.
@@ -175,7 +175,7 @@ def _over_ep(part: Part, seat: Seat) -> Iterator[Collective]:
     yield Collective(kind="all_to_all", axis="ep", count=2 * (forward + backward), bytes=size)
 
 
-def mean_rows(seat: Seat) -> int:
+def mean_rows(seat: RankView) -> int:
     """Copies of tokens that a rank hands to experts in one mixture layer and microbatch, at most, on average.
 
     Exact where no token can be dropped, and for expert choice, which fills every slot.
@@ -195,7 +195,7 @@ def slots(arch: Arch, choices: int, sequence: int) -> int:
     return min(sequence, math.ceil(arch.capacity * choices * sequence / arch.experts))
 
 
-def _over_pp(part: Part, seat: Seat) -> Iterator[Collective]:
+def _over_pp(part: StageLayers, seat: RankView) -> Iterator[Collective]:
     """A stage hands its output to the next and its input's gradient to the one before, where another rank has it."""
     ranks = placement(seat.plan)
     size = seat.stream // seat.plan.tp * seat.narrow
@@ -207,7 +207,7 @@ def _over_pp(part: Part, seat: Seat) -> Iterator[Collective]:
 IN_SIGHT = 3  # stages that torch's pipeline runtime holds gathered on a rank: those it computes next
 
 
-def weight_traffic(seat: Seat) -> Iterator[Collective]:
+def weight_traffic(seat: RankView) -> Iterator[Collective]:
     """Everything that is sent because several ranks hold, or share, a weight."""
     for group in groups(seat):
         yield from _over_shard(group, seat)
@@ -216,7 +216,7 @@ def weight_traffic(seat: Seat) -> Iterator[Collective]:
     yield from _over_tied(seat)
 
 
-def data_traffic(seat: Seat) -> Iterator[Collective]:
+def data_traffic(seat: RankView) -> Iterator[Collective]:
     """Of that, what is sent between ranks that see other data, and between tied copies."""
     for group in groups(seat):
         yield from _over_shard(group, seat)
@@ -257,7 +257,7 @@ def _fetches(schedule: Schedule, pp: int, chunks: int, microbatches: int, rank: 
     return counts
 
 
-def _numbers(group: Group, seat: Seat, shards: int) -> int:
+def _numbers(group: ParamGroup, seat: RankView, shards: int) -> int:
     return _travelling(group.params, (seat.plan.tp, seat.at("tp")), seat.plan.ep, shards)
 
 
@@ -267,7 +267,7 @@ def _travelling(weights: tuple[Param, ...], tp: tuple[int, int], ep: int, shards
     return sum(padded(cut_shape(param, tp, ep), shards) for param in weights)
 
 
-def _over_shard(group: Group, seat: Seat) -> Iterator[Collective]:
+def _over_shard(group: ParamGroup, seat: RankView) -> Iterator[Collective]:
     """Weights are gathered in the precision of the arithmetic, gradients summed in that of the weights."""
     _, shards = grid(group, seat.plan)
     if shards == 1:
@@ -280,7 +280,7 @@ def _over_shard(group: Group, seat: Seat) -> Iterator[Collective]:
     yield Collective(kind="reduce_scatter", axis=axis, count=count, bytes=size, overlappable=True)
 
 
-def _over_replicate(group: Group, seat: Seat) -> Iterator[Collective]:
+def _over_replicate(group: ParamGroup, seat: RankView) -> Iterator[Collective]:
     """Copies add up their shard of the gradient once a step, after the last microbatch."""
     copies, shards = grid(group, seat.plan)
     if copies == 1:
@@ -290,7 +290,7 @@ def _over_replicate(group: Group, seat: Seat) -> Iterator[Collective]:
     yield Collective(kind="all_reduce", axis=axis, count=group.count, bytes=size, overlappable=True)
 
 
-def _weights_over_tp(group: Group, seat: Seat) -> Iterator[Collective]:
+def _weights_over_tp(group: ParamGroup, seat: RankView) -> Iterator[Collective]:
     """A weight that all ranks of tp hold has seen a part of the sequence on each, so its gradients are added up."""
     plan = seat.plan
     if plan.tp == 1:
@@ -313,7 +313,7 @@ def _is_partial_over_tp(param: Param) -> bool:
     return param.split is Split.NONE and not param.name.endswith((".attn.out.bias", ".mlp.down.bias"))
 
 
-def _over_tied(seat: Seat) -> Iterator[Collective]:
+def _over_tied(seat: RankView) -> Iterator[Collective]:
     """The first and the last stage of a tied model each have an embedding; their gradients, sharded, are added up."""
     plan, ranks = seat.plan, placement(seat.plan)
     holds = any(part.first or part.last for part in parts(seat))
@@ -327,7 +327,7 @@ def _over_tied(seat: Seat) -> Iterator[Collective]:
 NUMBER = 8  # bytes: losses and squares are added in double precision
 
 
-def deterministic_traffic(seat: Seat) -> Iterator[Collective]:
+def deterministic_traffic(seat: RankView) -> Iterator[Collective]:
     """Everything: the mode has no axes but replicate and shard, so only weights, gradients and the verdict travel."""
     for group in groups(seat):
         yield from _deterministic_over_shard(group, seat)
@@ -340,12 +340,12 @@ def rows(size: int, shards: int) -> int:
     return math.ceil(size / shards)
 
 
-def _deterministic_numbers(group: Group, shards: int) -> int:
+def _deterministic_numbers(group: ParamGroup, shards: int) -> int:
     """In one rank's shard of a group, filled up; nothing but dim 0 is ever cut."""
     return sum(rows(param.shape[0], shards) * math.prod(param.shape[1:]) for param in group.params)
 
 
-def _deterministic_over_shard(group: Group, seat: Seat) -> Iterator[Collective]:
+def _deterministic_over_shard(group: ParamGroup, seat: RankView) -> Iterator[Collective]:
     """Weights are gathered as ever; each gradient changes hands once, whatever zero says."""
     plan = seat.plan
     if plan.shards == 1:
@@ -358,7 +358,7 @@ def _deterministic_over_shard(group: Group, seat: Seat) -> Iterator[Collective]:
     yield Collective(kind="all_to_all", axis="shard", count=group.count, bytes=size, overlappable=True)
 
 
-def _deterministic_over_replicate(group: Group, seat: Seat) -> Iterator[Collective]:
+def _deterministic_over_replicate(group: ParamGroup, seat: RankView) -> Iterator[Collective]:
     """Each replica adds up one part of the gradient and gives the sum to the others."""
     plan = seat.plan
     if plan.copies == 1:
@@ -368,7 +368,7 @@ def _deterministic_over_replicate(group: Group, seat: Seat) -> Iterator[Collecti
     yield Collective(kind="all_gather", axis="replicate", count=group.count, bytes=size, overlappable=True)
 
 
-def _deterministic_verdict(seat: Seat) -> Iterator[Collective]:
+def _deterministic_verdict(seat: RankView) -> Iterator[Collective]:
     """A loss and a wish to stop from every rank, and a sum of squares for every row of every weight."""
     plan = seat.plan
     if plan.world > 1:
@@ -388,7 +388,7 @@ def traffic(arch: Arch, plan: Plan, sequence: int, *, place: Mapping[str, int] =
     `place`: the rank's coordinates on the plan's axes. Ranks differ by their pipeline stages, and by the length of
     their part of an odd vocabulary.
     """
-    seat = Seat(arch=arch, plan=plan, sequence=sequence, place=place)
+    seat = RankView(arch=arch, plan=plan, sequence=sequence, place=place)
     if plan.deterministic:
         return merged(deterministic_traffic(seat))
     return merged(chain(weight_traffic(seat), activation_traffic(seat), _verdict(plan)))

@@ -5,16 +5,16 @@ from functools import lru_cache
 
 import msgspec
 
-from meshwright.cost.activations import CODE, Work, as_kept, block_kept, moved_bytes, work_of
+from meshwright.cost.activations import CODE, MicrobatchShape, as_kept, block_kept, microbatch_shape, moved_bytes
 from meshwright.cost.job import Job, MasterWeights, StateDtype
 from meshwright.cost.kernels import Rates, moved_seconds
-from meshwright.cost.layer_time import Bench, Passes, Terms, exposed
+from meshwright.cost.layer_time import LayerModel, PassTimes, TimeTerms, exposed
 from meshwright.cost.layout import widths
 from meshwright.cost.network import call_seconds, inside_seconds
-from meshwright.cost.rank_view import Seat, groups, local_shape
+from meshwright.cost.rank_view import RankView, groups, local_shape
 from meshwright.cost.traffic import IN_SIGHT, Collective, data_traffic
 from meshwright.hardware.cluster import Cluster, Link
-from meshwright.hardware.stacks import Speed, Stack
+from meshwright.hardware.stacks import Stack, StackSpeed
 from meshwright.spec.arch import Arch
 from meshwright.spec.plan import Plan
 
@@ -28,24 +28,24 @@ ROUNDED_BYTES = {"split": 26, "none": 22}  # of one parameter, read and written 
 PLAINLY_ROUNDED_BYTES = 230  # and by the operators of optim/master_weights.py
 
 
-class Away(msgspec.Struct, frozen=True, kw_only=True):
+class SavedElsewhere(msgspec.Struct, frozen=True, kw_only=True):
     """What a plan does with that which blocks keep."""
 
     activation_quant: str
     activation_offload: bool
 
 
-NOTHING = Away(activation_quant="none", activation_offload=False)
+NOTHING = SavedElsewhere(activation_quant="none", activation_offload=False)
 
 
-def away_of(plan: Plan) -> Away:
+def away_of(plan: Plan) -> SavedElsewhere:
     """Of a plan; where nothing is done, the same for all."""
     if plan.activation_quant == "none" and not plan.activation_offload:
         return NOTHING
-    return Away(activation_quant=plan.activation_quant, activation_offload=plan.activation_offload)
+    return SavedElsewhere(activation_quant=plan.activation_quant, activation_offload=plan.activation_offload)
 
 
-def with_away(at: Bench, kind: Away, mixture: bool, one: Passes) -> Passes:
+def with_away(at: LayerModel, kind: SavedElsewhere, mixture: bool, one: PassTimes) -> PassTimes:
     """A block's passes with codes made and read, and with what the link to the host takes longer than its arithmetic.
 
     A block that is computed anew keeps its input alone.
@@ -60,20 +60,22 @@ def with_away(at: Bench, kind: Away, mixture: bool, one: Passes) -> Passes:
     travels = moved_bytes(work, as_kept(work, mixture, whole), anew) / rate(at.job.cluster.host)
     back = one.again.seconds + one.input.seconds + one.weight.seconds
     going, coming = max(travels - one.forward.seconds, 0.0), max(travels - back, 0.0)
-    return msgspec.structs.replace(one, forward=one.forward + Terms(link=going), input=one.input + Terms(link=coming))
+    return msgspec.structs.replace(
+        one, forward=one.forward + TimeTerms(link=going), input=one.input + TimeTerms(link=coming)
+    )
 
 
-def _work(at: Bench, kind: Away) -> Work:
-    return msgspec.structs.replace(work_of(at.job), coded=kind.activation_quant != "none")
+def _work(at: LayerModel, kind: SavedElsewhere) -> MicrobatchShape:
+    return msgspec.structs.replace(microbatch_shape(at.job), coded=kind.activation_quant != "none")
 
 
-def _coded(at: Bench, kind: Away, one: Passes, numbers: float) -> Passes:
+def _coded(at: LayerModel, kind: SavedElsewhere, one: PassTimes, numbers: float) -> PassTimes:
     """What encoding and decoding move."""
     narrow = at.rates.width
     beside = (FP8_ENCODED, FP8_DECODED) if kind.activation_quant == "fp8" else (INT8_ENCODED, INT8_DECODED)
     encode, decode = (moved_seconds(numbers * (narrow + more + CODE - 1), at.rates) for more in beside)
     return msgspec.structs.replace(
-        one, forward=one.forward + Terms(elementwise=encode), input=one.input + Terms(elementwise=decode)
+        one, forward=one.forward + TimeTerms(elementwise=encode), input=one.input + TimeTerms(elementwise=decode)
     )
 
 
@@ -98,7 +100,7 @@ def offload_seconds(plan: Plan, numbers: float, cluster: Cluster, states: StateD
     return numbers * max(slowest, files)
 
 
-class Travels(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class HostTransfers(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Seconds of a step whose weights live in host memory, before arithmetic hides any."""
 
     arrive: float  # weights to the device
@@ -106,7 +108,7 @@ class Travels(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     update: float  # by the host, which has waited for the last gradient
 
 
-def travels(plan: Plan, numbers: float, cluster: Cluster, master_weights: MasterWeights) -> Travels:
+def travels(plan: Plan, numbers: float, cluster: Cluster, master_weights: MasterWeights) -> HostTransfers:
     """Of so many weights on a rank: every microbatch brings them twice, and takes their gradient away once.
 
     Sums over copies leave with the last microbatch only.
@@ -115,14 +117,14 @@ def travels(plan: Plan, numbers: float, cluster: Cluster, master_weights: Master
     link = rate(cluster.host)
     passes = PLAINLY_ROUNDED_BYTES if master_weights != "fp32" else HOST_BYTES
     sums = plan.grad_accum if plan.copies == 1 else 1
-    return Travels(
+    return HostTransfers(
         arrive=numbers * beside.weight * 2 * plan.grad_accum / link,
         leave=numbers * beside.gradient * sums / link,
         update=numbers * passes / (cluster.host_bandwidth * HOST_REACH),
     )
 
 
-def exposed_travels(each: Travels, plan: Plan, forward: float, backward: float) -> float:
+def exposed_travels(each: HostTransfers, plan: Plan, forward: float, backward: float) -> float:
     """What a step waits for, beside so much arithmetic of all its microbatches.
 
     Ranks that share weights fetch those of the next block meanwhile; what lies on one rank is fetched when it is used.
@@ -161,14 +163,14 @@ class WeightSeconds(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return self.shard + self.replicate + self.tied + self.optimizer + self.offload
 
 
-class Behind(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class OverlapWindow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Arithmetic of one microbatch that communication can hide behind."""
 
     forward: float
     backward: float
 
 
-class Sent(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class WeightTraffic(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Seconds that the weights of one rank take in a step, before anything hides them."""
 
     gather: float
@@ -186,7 +188,7 @@ class Sent(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return self.tied + self.optimizer + self.contended_shard + self.contended_copies
 
 
-def weight_seconds(job: Job, rank: int, at: Rates, behind: Behind) -> WeightSeconds:
+def weight_seconds(job: Job, rank: int, at: Rates, behind: OverlapWindow) -> WeightSeconds:
     """What weights cost the rank of a pipeline stage."""
     plan, speed = job.plan, job.stack.speed
     every = sent(job, rank, at)
@@ -204,7 +206,7 @@ def weight_seconds(job: Job, rank: int, at: Rates, behind: Behind) -> WeightSeco
     )
 
 
-def least_seconds(job: Job, rank: int, at: Rates, behind: Behind) -> tuple[float, float]:
+def least_seconds(job: Job, rank: int, at: Rates, behind: OverlapWindow) -> tuple[float, float]:
     """What weights add to a rank's work at least; and what its work and its weights take at least together.
 
     Gathers hide behind forwards, scatters behind backwards: together they hide no more than the rank works. Sums over
@@ -217,7 +219,7 @@ def least_seconds(job: Job, rank: int, at: Rates, behind: Behind) -> tuple[float
     return every.exposed + alone, every.exposed + together
 
 
-def sent(job: Job, rank: int, at: Rates) -> Sent:
+def sent(job: Job, rank: int, at: Rates) -> WeightTraffic:
     """The collectives and the update of a rank's weights; long steps of a pipeline gather in proportion."""
     plan = job.plan
     brief = _essence(plan)
@@ -227,7 +229,7 @@ def sent(job: Job, rank: int, at: Rates) -> Sent:
     return msgspec.structs.replace(found, gather=found.gather * (plan.grad_accum / brief.grad_accum))
 
 
-def _updated(job: Job, rank: int, found: Sent) -> Sent:
+def _updated(job: Job, rank: int, found: WeightTraffic) -> WeightTraffic:
     """The same with an update that rounds, or of states that are elsewhere."""
     plan, usual = job.plan, job.stack.speed.optimizer_bytes
     if plan.cpu_offload:
@@ -243,7 +245,7 @@ def _updated(job: Job, rank: int, found: Sent) -> Sent:
 
 
 @lru_cache(maxsize=16384)
-def _sent(arch: Arch, plan: Plan, rank: int, cluster: Cluster, stack: Stack, at: Rates) -> Sent:
+def _sent(arch: Arch, plan: Plan, rank: int, cluster: Cluster, stack: Stack, at: Rates) -> WeightTraffic:
     speed = stack.speed
     calls = [_as_sent(call, plan, speed) for call in _calls(arch, plan, rank)]
     timed = [(call, call_seconds(call, plan, cluster, speed.calls)) for call in calls]
@@ -255,7 +257,7 @@ def _sent(arch: Arch, plan: Plan, rank: int, cluster: Cluster, stack: Stack, at:
         inside = sum(inside_seconds(call, plan, cluster) for call in calls if call.axis in axes)
         return speed.contention * overlap * inside
 
-    return Sent(
+    return WeightTraffic(
         gather=sum(seconds for call, seconds in timed if call.axis in SHARDED and call.kind == "all_gather"),
         reduce=sum(seconds for call, seconds in timed if call.axis in SHARDED and call.kind == "reduce_scatter"),
         copies=sum(seconds for call, seconds in timed if call.axis in COPIED),
@@ -266,7 +268,7 @@ def _sent(arch: Arch, plan: Plan, rank: int, cluster: Cluster, stack: Stack, at:
     )
 
 
-def _exposed_shard(gather: float, reduce: float, plan: Plan, speed: Speed, behind: Behind) -> float:
+def _exposed_shard(gather: float, reduce: float, plan: Plan, speed: StackSpeed, behind: OverlapWindow) -> float:
     """Gathers run behind the forward and, where weights are given up between, the backward; scatters behind that."""
     each_time = plan.grad_accum if plan.pp == 1 else 1
     forwards = each_time if plan.zero == 3 else 1
@@ -277,7 +279,7 @@ def _exposed_shard(gather: float, reduce: float, plan: Plan, speed: Speed, behin
     )
 
 
-def _as_sent(call: Collective, plan: Plan, speed: Speed) -> Collective:
+def _as_sent(call: Collective, plan: Plan, speed: StackSpeed) -> Collective:
     """The same call in the widths of another stack."""
     if call.kind == "all_gather":
         narrow = 4 if plan.precision in ("fp32", "fp64") else 2
@@ -318,7 +320,7 @@ def _essence(plan: Plan) -> Plan:
 
 def _calls(arch: Arch, plan: Plan, rank: int) -> list[Collective]:
     """What the weights of a rank send over the data axes, and between tied copies."""
-    seat = Seat(arch=arch, plan=plan, sequence=1, place={"pp": rank})
+    seat = RankView(arch=arch, plan=plan, sequence=1, place={"pp": rank})
     return list(data_traffic(seat))
 
 
@@ -332,7 +334,7 @@ def held(arch: Arch, plan: Plan, rank: int) -> float:
 @lru_cache(maxsize=4096)
 def _numbers(arch: Arch, plan: Plan, rank: int) -> tuple[int, int]:
     """Numbers in a rank's weights before they are sharded: of those that ep shares out the second."""
-    seat = Seat(arch=arch, plan=plan, sequence=1, place={"pp": rank})
+    seat = RankView(arch=arch, plan=plan, sequence=1, place={"pp": rank})
     found = {False: 0, True: 0}
     for group in groups(seat):
         found[group.shared_by_ep] += group.count * sum(math.prod(local_shape(param, seat)) for param in group.params)

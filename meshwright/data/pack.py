@@ -45,8 +45,8 @@ class Packing(Protocol):
 def packing(tokens: Tokens, run: Run, end_token: int | None) -> Packing:
     """The samples of a stream of tokens, as a run wants them."""
     if run.data.pack == "documents":
-        return Documents(tokens, run.sequence, run.arch.vocab, 0 if end_token is None else end_token)
-    return Stream(tokens, run.sequence, run.arch.vocab, run.data.mask_documents)
+        return DocumentPacking(tokens, run.sequence, run.arch.vocab, 0 if end_token is None else end_token)
+    return StreamPacking(tokens, run.sequence, run.arch.vocab, run.data.mask_documents)
 
 
 def held_count(count: int, share: float) -> int:
@@ -57,7 +57,7 @@ def held_count(count: int, share: float) -> int:
 
 
 @dataclass(frozen=True)
-class Stream:
+class StreamPacking:
     """Windows of one long stream: sample i begins at token i · sequence. What is left at the end is dropped."""
 
     tokens: Tokens
@@ -105,7 +105,7 @@ class Stream:
 
 
 @dataclass(frozen=True)
-class Documents:
+class DocumentPacking:
     """A document a sample; a longer one is cut into several, a shorter one is padded."""
 
     tokens: Tokens

@@ -23,7 +23,7 @@ from meshwright.data import sources as source
 from meshwright.data.pack import packing
 from meshwright.data.shards import Tokens
 from meshwright.data.sources import Listing, ReadyKind, TextKind
-from meshwright.data.tokenize import Lexicon
+from meshwright.data.tokenize import TokenizerInfo
 from meshwright.runtime.files import require_folder
 from meshwright.spec.problem import InputError, Problem, mistake
 
@@ -151,7 +151,7 @@ def prepare(run: Run, folder: Path, say: Say) -> Corpus:
     return corpus
 
 
-def _lexicon(run: Run, texts: list[Listing], folder: Path, say: Say) -> Lexicon:
+def _lexicon(run: Run, texts: list[Listing], folder: Path, say: Say) -> TokenizerInfo:
     """The tokenizer that was named, or one trained on the text and kept in the cache."""
     if run.data.tokenizer == "train":
         settings = (run.arch.vocab, SAMPLE, SAMPLE_FILES)
@@ -161,7 +161,7 @@ def _lexicon(run: Run, texts: list[Listing], folder: Path, say: Say) -> Lexicon:
     else:
         file = tokenize.path(run.data.tokenizer)
         tokenizer = tokenize.load(file)
-    return Lexicon(file, tokenizer, tokenize.end_token(tokenizer, run.data.end_token))
+    return TokenizerInfo(file, tokenizer, tokenize.end_token(tokenizer, run.data.end_token))
 
 
 def _kept(file: Path) -> Tokenizer:
@@ -194,13 +194,13 @@ def _sample(texts: list[Listing]) -> Iterator[str]:
                 break
 
 
-def _tokenised(text: Listing, lexicon: Lexicon, folder: Path, say: Say) -> Tokens:
+def _tokenised(text: Listing, lexicon: TokenizerInfo, folder: Path, say: Say) -> Tokens:
     tokenizer = fingerprint([lexicon.file])
     name = digest("tokens", shards.VERSION, _content(text), tokenizer, lexicon.end_token)
     return shards.join([shards.open_folder(once(folder / name, partial(_tokenise, text, lexicon, say), say))])
 
 
-def _tokenise(text: Listing, lexicon: Lexicon, say: Say, folder: Path) -> None:
+def _tokenise(text: Listing, lexicon: TokenizerInfo, say: Say, folder: Path) -> None:
     say(f"tokenising {text.size / 1e6:.1f} MB of {text.source.source}")
     documents = tokenize.encode(lexicon, text.documents(), text.size if text.plain else 0, say)
     if not shards.write(folder, documents, lexicon.vocab, lexicon.end_token):

@@ -20,7 +20,7 @@ SAY_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Lexicon:
+class TokenizerInfo:
     """A tokenizer, where it is kept, and the token that closes a document."""
 
     file: Path
@@ -94,7 +94,9 @@ def end_token(tokenizer: Tokenizer, stated: int | None) -> int:
     return found
 
 
-def encode(lexicon: Lexicon, documents: Iterable[str], size: int, say: Callable[[str], None]) -> Iterator[np.ndarray]:
+def encode(
+    lexicon: TokenizerInfo, documents: Iterable[str], size: int, say: Callable[[str], None]
+) -> Iterator[np.ndarray]:
     """Every document as tokens with the end token behind; `size` is the text's length when known, else 0."""
     tokenizer = lexicon.tokenizer
     tokenizer.encode_special_tokens = True  # text that spells out a special token is text: nothing forges an end

@@ -46,7 +46,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     disk_bandwidth: float = DISK_BANDWIDTH
 
 
-class Way(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LinkEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A link inside a node. GB/s in one direction, microseconds."""
 
     bandwidth: float
@@ -68,12 +68,12 @@ class Catalogue(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Everything that can be named."""
 
     cards: dict[str, Card]
-    links: dict[str, Way]
+    links: dict[str, LinkEntry]
     networks: dict[str, Network]
 
     def with_entries(self, table: Mapping[str, Any]) -> "Catalogue":
         """This catalogue and a user's own entries, which win."""
-        kinds = {"cards": Card, "links": Way, "networks": Network}
+        kinds = {"cards": Card, "links": LinkEntry, "networks": Network}
         problems: list[Problem] = []
         merged: dict[str, dict[str, Any]] = {name: dict(getattr(self, name)) for name in kinds}
         for name, kind in kinds.items():
@@ -227,7 +227,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return -(-self.gpus // self.domain)
 
 
-class Machines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A cluster as a user writes it; what is left out is as in the card's usual node."""
 
     gpu: str
@@ -250,7 +250,7 @@ def cluster(text: str, *, network: str = "", gpus: int = 0) -> Cluster:
     count, domain, rest = _counted(text)
     if count == 0 or domain == 0:
         raise InputError([Problem(f"cluster = {schema.shown(text)} has no GPUs", "correct the count", "cluster")])
-    known, machines = catalogue(), Machines(gpu=rest)
+    known, machines = catalogue(), ClusterFile(gpu=rest)
     if rest.endswith(".toml"):
         known, machines = _read(Path(rest))
     given = {"gpus": gpus or count, "domain": domain, "network": network}
@@ -283,7 +283,7 @@ def peak_flops_per_second(device_name: str, precision: Precision) -> float | Non
 @cache
 def cards() -> tuple[Cluster, ...]:
     """One GPU of every card, each in its usual surroundings."""
-    return tuple(assembled(Machines(gpu=name), catalogue()) for name in catalogue().cards)
+    return tuple(assembled(ClusterFile(gpu=name), catalogue()) for name in catalogue().cards)
 
 
 def _counted(text: str) -> tuple[int | None, int | None, str]:
@@ -298,7 +298,7 @@ def _counted(text: str) -> tuple[int | None, int | None, str]:
     return int(first) * int(second), int(second), rest
 
 
-def _read(file: Path) -> tuple[Catalogue, Machines]:
+def _read(file: Path) -> tuple[Catalogue, ClusterFile]:
     try:
         if file.stat().st_size > LARGEST_FILE:
             raise InputError([Problem(f"{file} is larger than {LARGEST_FILE} bytes", "is it a cluster file?")])
@@ -312,22 +312,22 @@ def _read(file: Path) -> tuple[Catalogue, Machines]:
     return _understood(inner | {key: table[key] for key in ENTRIES & set(table)} if isinstance(inner, dict) else table)
 
 
-def _understood(table: Mapping[str, Any]) -> tuple[Catalogue, Machines]:
+def _understood(table: Mapping[str, Any]) -> tuple[Catalogue, ClusterFile]:
     """A user's own entries beside ours, and the machines."""
     entries = {key: table[key] for key in ENTRIES if isinstance(table.get(key), dict)}
     plain = {key: value for key, value in table.items() if key not in entries}
-    problems = [*schema.misfits(plain, Machines, "cluster."), *schema.missing(plain, Machines, "cluster.")]
-    problems += unmeasurable(plain, Machines, "cluster.")
+    problems = [*schema.misfits(plain, ClusterFile, "cluster."), *schema.missing(plain, ClusterFile, "cluster.")]
+    problems += unmeasurable(plain, ClusterFile, "cluster.")
     try:
         known = catalogue().with_entries(entries)
     except InputError as error:
         raise InputError([*problems, *error.problems]) from None
     if problems:
         raise InputError(problems)
-    return known, msgspec.convert(plain, Machines, strict=False)
+    return known, msgspec.convert(plain, ClusterFile, strict=False)
 
 
-def assembled(machines: Machines, known: Catalogue) -> Cluster:
+def assembled(machines: ClusterFile, known: Catalogue) -> Cluster:
     """The cluster of a user's words, with the catalogue's figures."""
     name = named(machines.gpu, known.cards)
     if name is None:
@@ -370,7 +370,7 @@ def _gpu(name: str, card: Card) -> Gpu:
     return Gpu(name=name, match=card.match, **memory, **peaks)
 
 
-def _link(name: str, links: Mapping[str, Way], problems: list[Problem]) -> Link | None:
+def _link(name: str, links: Mapping[str, LinkEntry], problems: list[Problem]) -> Link | None:
     way = links.get(name)
     if way is None:
         problems.append(unknown("link", name, links))
@@ -378,7 +378,7 @@ def _link(name: str, links: Mapping[str, Way], problems: list[Problem]) -> Link 
     return Link(name=name, bandwidth=way.bandwidth * GIGA, latency=way.latency * MICRO, efficiency=way.efficiency)
 
 
-def _copies(link: Link | None, links: Mapping[str, Way]) -> Link | None:
+def _copies(link: Link | None, links: Mapping[str, LinkEntry]) -> Link | None:
     """A link as copies to and from pinned memory use it."""
     return link and msgspec.structs.replace(link, efficiency=links[link.name].copies)
 

@@ -12,7 +12,7 @@ from meshwright.hardware.cluster import Gpu
 GIB = 2**30
 
 
-class Holding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StackMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The memory habits of one program. docs/memory.md says where each number comes from."""
 
     # fully_shard: fp32 weights lie in shards and a narrow copy is gathered for use.
@@ -45,7 +45,7 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     high: float = 1.05
 
 
-class Speed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StackSpeed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The habits of a training program that cost or save time. The defaults are an eager program's in torch."""
 
     # Kernels, beside those of the accelerator.
@@ -94,8 +94,8 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     sequence_parallel: bool = True  # with tp, what lies between matrices is split along the sequence
     attention: Literal["flash", "math"] = "flash"  # "math": the scores of a layer exist as a whole
     vocab_multiple: int = 1  # the vocabulary is filled up to a multiple of this times tp
-    holds: Holding = Holding()  # what it keeps in memory
-    speed: Speed = Speed()  # the table [NAME.speed]
+    holds: StackMemory = StackMemory()  # what it keeps in memory
+    speed: StackSpeed = StackSpeed()  # the table [NAME.speed]
 
 
 @cache

@@ -18,7 +18,7 @@ ALIGNED = 16  # elements; a tensor that is no multiple of it is read number by n
 
 
 @dataclass(frozen=True, slots=True)
-class Moves:
+class AdamWTensors:
     """What one update needs beside the tensors. Scalars are on the device: nothing here waits for it."""
 
     rate: float
@@ -30,7 +30,7 @@ class Moves:
     finite: Tensor  # 1 or 0: whether to move at all
 
 
-class Group:
+class AdamWGroup:
     """Tensors that are updated together: masters in fp32, their moments, and the narrow copies if there are any."""
 
     def __init__(
@@ -48,7 +48,7 @@ class Group:
         self.sizes = torch.tensor(sizes, dtype=torch.int64).to(device)
         self.fixed = _addresses([*masters, *first, *second, *(copies or masters)]).to(device)
 
-    def update(self, gradients: Sequence[Tensor], decay: float, moves: Moves) -> None:
+    def update(self, gradients: Sequence[Tensor], decay: float, moves: AdamWTensors) -> None:
         """Move every weight of the group."""
         given, addresses = self._given(gradients)
         _adamw[(len(self.owner),)](
@@ -68,7 +68,7 @@ class Group:
         return given, addresses
 
 
-def scalars(moves: Moves) -> Tensor:
+def scalars(moves: AdamWTensors) -> Tensor:
     """What a kernel reads of the moves: the gradient's factor, both corrections of a young mean, whether to move."""
     count = moves.count.double()
     corrections = (1 - moves.beta1**count, 1 - moves.beta2**count)
@@ -165,7 +165,7 @@ def _adamw(
         tl.store(copy, w.to(copy.dtype.element_ty), mask=inside)
 
 
-class Stream(NamedTuple):
+class RoundingDraws(NamedTuple):
     """Where a weight's draws begin: the hash's state of its first element, and an element's and an update's step."""
 
     state: int
@@ -173,7 +173,7 @@ class Stream(NamedTuple):
     update: int
 
 
-class LowBits(Group):
+class LowBits(AdamWGroup):
     """Weights in bf16 with the sixteen bits that these leave out beside them, as one fp32 number."""
 
     def __init__(
@@ -181,27 +181,33 @@ class LowBits(Group):
     ) -> None:
         super().__init__(weights, first, second, low)
 
-    def update(self, gradients: Sequence[Tensor], decay: float, moves: Moves) -> None:
+    def update(self, gradients: Sequence[Tensor], decay: float, moves: AdamWTensors) -> None:
         """Move every weight of the group."""
         _launch(self, gradients, decay, moves, None)
 
 
-class Drawn(Group):
+class Drawn(AdamWGroup):
     """Weights in bf16, each rounded up or down by a draw of its own."""
 
     def __init__(
-        self, weights: Sequence[Tensor], first: Sequence[Tensor], second: Sequence[Tensor], streams: Sequence[Stream]
+        self,
+        weights: Sequence[Tensor],
+        first: Sequence[Tensor],
+        second: Sequence[Tensor],
+        streams: Sequence[RoundingDraws],
     ) -> None:
         super().__init__(weights, first, second, [])
         by_field = [list(field) for field in zip(*streams, strict=True)]
         self.streams = torch.tensor(by_field, dtype=torch.int64).flatten().to(weights[0].device)
 
-    def update(self, gradients: Sequence[Tensor], decay: float, moves: Moves) -> None:
+    def update(self, gradients: Sequence[Tensor], decay: float, moves: AdamWTensors) -> None:
         """Move every weight of the group."""
         _launch(self, gradients, decay, moves, self.streams)
 
 
-def _launch(group: Group, gradients: Sequence[Tensor], decay: float, moves: Moves, streams: Tensor | None) -> None:
+def _launch(
+    group: AdamWGroup, gradients: Sequence[Tensor], decay: float, moves: AdamWTensors, streams: Tensor | None
+) -> None:
     given, addresses = group._given(gradients)
     _adamw_bf16[(len(group.owner),)](
         group.owner, group.start, group.sizes, group.fixed, addresses, scalars(moves), moves.count,

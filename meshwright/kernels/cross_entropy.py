@@ -203,7 +203,7 @@ ROWS = 1024  # a chunk's rows are a multiple of this: products like it
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class VocabShard:
     """The entries of the vocabulary whose logits a rank computes, and how it learns of the others'."""
 
     first: int  # its first entry
@@ -213,9 +213,9 @@ class Part:
     added: Callable[[Tensor], Tensor]  # sums over the ranks
 
 
-def whole(vocab: int) -> Part:
+def whole(vocab: int) -> VocabShard:
     """The part of a rank that has it all."""
-    return Part(first=0, largest=vocab, ranks=1, highest=lambda x: x, added=lambda x: x)
+    return VocabShard(first=0, largest=vocab, ranks=1, highest=lambda x: x, added=lambda x: x)
 
 
 def weighed_loss(
@@ -223,7 +223,7 @@ def weighed_loss(
     projection: Tensor,
     targets: Tensor,
     weight: Tensor,
-    part: Part | None = None,
+    part: VocabShard | None = None,
     kernels: Kernels = "auto",
 ) -> tuple[Tensor, Tensor]:
     """The sum of the cross-entropies of x @ projection.T (b, s, vocab) over the targets (b, s) that are not IGNORE.
@@ -248,7 +248,7 @@ class _Projected(torch.autograd.Function):
         projection: Tensor,
         targets: Tensor,
         weight: Tensor,
-        part: Part,
+        part: VocabShard,
         kernels: Kernels,
         trains: bool,
     ) -> tuple[Tensor, Tensor]:
@@ -305,7 +305,7 @@ class _Sum:
 
 
 def softmax_gradient(
-    logits: Tensor, targets: Tensor, weight: Tensor, part: Part, kernels: Kernels = "auto"
+    logits: Tensor, targets: Tensor, weight: Tensor, part: VocabShard, kernels: Kernels = "auto"
 ) -> tuple[Tensor, Tensor | None]:
     """Each row's loss; over its logits the loss's gradient times a weight is written, up to its factor (rows, 1).
 

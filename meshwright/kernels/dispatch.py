@@ -81,21 +81,21 @@ def refusal(reason: str) -> InputError:
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class KernelChoice:
     """What a whole run uses, and why where it is not the kernels."""
 
     kind: Literal["plain", "fused"]
     reason: str = ""
 
 
-def settle(kernels: Kernels, device: torch.device, dtype: torch.dtype = torch.float32) -> Settled:
+def settle(kernels: Kernels, device: torch.device, dtype: torch.dtype = torch.float32) -> KernelChoice:
     """Decide for a whole run, after a trial launch: a Triton that cannot compile is found before the first step."""
     if kernels == "plain":
-        return Settled("plain", 'plan.kernels is "plain"')
+        return KernelChoice("plain", 'plan.kernels is "plain"')
     reason = trial(device, dtype)
     if kernels == "fused" and reason:
         raise refusal(reason)
-    return Settled("plain", f"fused ones cannot run here: {reason}") if reason else Settled("fused")
+    return KernelChoice("plain", f"fused ones cannot run here: {reason}") if reason else KernelChoice("fused")
 
 
 @cache

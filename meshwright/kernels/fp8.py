@@ -42,18 +42,18 @@ def takes(linear: nn.Linear) -> bool:
     return linear.in_features % MULTIPLE == 0 and linear.out_features % MULTIPLE == 0
 
 
-class Linear8(nn.Linear):
+class Fp8Linear(nn.Linear):
     """A linear layer in FP8 with one scale for each tensor."""
 
     scaling: LinearScaling = "tensorwise"
 
     def forward(self, input: Tensor) -> Tensor:
         """The product in FP8, the bias in the precision of the input."""
-        y = _Linear8.apply(input.flatten(0, -2), self.weight, self.scaling).unflatten(0, input.shape[:-1])
+        y = _Fp8Linear.apply(input.flatten(0, -2), self.weight, self.scaling).unflatten(0, input.shape[:-1])
         return y if self.bias is None else y + self.bias
 
 
-class RowLinear8(Linear8):
+class RowwiseFp8Linear(Fp8Linear):
     """A linear layer in FP8 with a scale for each row of what is summed: closer, and slower."""
 
     scaling: LinearScaling = "rowwise"
@@ -82,7 +82,7 @@ def _times(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtyp
     return torch._scaled_mm(a[0], b[0].t(), scale_a=a[1], scale_b=b[1].t(), out_dtype=dtype, use_fast_accum=True)
 
 
-class _Linear8(torch.autograd.Function):
+class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, scaling: LinearScaling) -> Tensor:
         ctx.scaling = scaling
@@ -144,7 +144,7 @@ CAPABILITY = (8, 9)  # of the first GPUs with conversions to FP8
 
 
 @dataclass(frozen=True, slots=True)
-class Codes:
+class QuantizedTensor:
     """A matrix in FP8: values · scale is the matrix; so is transposed · transposed_scale, turned."""
 
     values: Tensor  # (rows, cols)
@@ -155,21 +155,21 @@ class Codes:
 
 def quantize(
     x: Tensor, dtype: torch.dtype, scaling: Scaling, transposed: bool = False, kernels: Kernels = "auto"
-) -> Codes:
+) -> QuantizedTensor:
     """A matrix as FP8 codes, the largest magnitude as the largest code; a NaN or infinity spoils all of its scale."""
     if _fits(x, kernels):
         return _quantize(as_rows(x), dtype, scaling, transposed)
     return reference(x, dtype, scaling, transposed)
 
 
-def reference(x: Tensor, dtype: torch.dtype, scaling: Scaling, transposed: bool) -> Codes:
+def reference(x: Tensor, dtype: torch.dtype, scaling: Scaling, transposed: bool) -> QuantizedTensor:
     """The codes by plain arithmetic, a pass for the maximum and one for the cast, for each copy."""
     values, scale = _cast(x, dtype, scaling)
     if not transposed:
-        return Codes(values, scale, None, None)
+        return QuantizedTensor(values, scale, None, None)
     if scaling == "tensor":
-        return Codes(values, scale, values.t().contiguous(), scale)
-    return Codes(values, scale, *_cast(x.t(), dtype, scaling))
+        return QuantizedTensor(values, scale, values.t().contiguous(), scale)
+    return QuantizedTensor(values, scale, *_cast(x.t(), dtype, scaling))
 
 
 def _cast(x: Tensor, dtype: torch.dtype, scaling: Scaling) -> tuple[Tensor, Tensor]:
@@ -195,13 +195,13 @@ def _fits(x: Tensor, kernels: Kernels) -> bool:
     return able
 
 
-def _quantize(x: Tensor, dtype: torch.dtype, scaling: Scaling, transposed: bool) -> Codes:
+def _quantize(x: Tensor, dtype: torch.dtype, scaling: Scaling, transposed: bool) -> QuantizedTensor:
     if scaling == "rowwise" and not transposed and x.shape[1] <= ROW_LIMIT:
         return _in_one_pass(x, dtype)
     return _in_two_passes(x, dtype, scaling, transposed)
 
 
-def _in_one_pass(x: Tensor, dtype: torch.dtype) -> Codes:
+def _in_one_pass(x: Tensor, dtype: torch.dtype) -> QuantizedTensor:
     """A scale a row needs that row alone: it is read once."""
     rows, cols = x.shape
     values = torch.empty((rows, cols), dtype=dtype, device=x.device)
@@ -212,10 +212,10 @@ def _in_one_pass(x: Tensor, dtype: torch.dtype) -> Codes:
         x, values, scale, rows, cols, x.stride(0),
         largest=LARGEST[dtype], least=LEAST, each=each, block=block, num_warps=warps(each * block),
     )  # fmt: skip
-    return Codes(values, scale, None, None)
+    return QuantizedTensor(values, scale, None, None)
 
 
-def _in_two_passes(x: Tensor, dtype: torch.dtype, scaling: Scaling, transposed: bool) -> Codes:
+def _in_two_passes(x: Tensor, dtype: torch.dtype, scaling: Scaling, transposed: bool) -> QuantizedTensor:
     """Tiles: the first pass finds every maximum, the second casts and writes both copies."""
     rows, cols = x.shape
     across, down = (rows, cols) if scaling == "rowwise" else (1, 0)
@@ -234,9 +234,9 @@ def _in_two_passes(x: Tensor, dtype: torch.dtype, scaling: Scaling, transposed: 
         largest=LARGEST[dtype], least=LEAST, side=SIDE, **kinds, num_warps=4,
     )  # fmt: skip
     if not transposed:
-        return Codes(values, scale[:, None], None, None)
+        return QuantizedTensor(values, scale[:, None], None, None)
     first = scale[:across, None]
-    return Codes(values, first, turned, scale[across:, None] if by_row else first)
+    return QuantizedTensor(values, first, turned, scale[across:, None] if by_row else first)
 
 
 @jit

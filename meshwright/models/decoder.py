@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.models.layers import Block, Mlp, norm, rotation, weighed_loss, wide
-from meshwright.models.moe import Mixture
+from meshwright.models.moe import MoELayer
 from meshwright.spec.arch import Arch
 
 # From the documents of all positions to what every layer's attention is told of them.
@@ -94,7 +94,7 @@ class Decoder(nn.Module):
 
 
 def _mlp(arch: Arch, layer: int) -> nn.Module:
-    return Mixture(arch, layer) if arch.is_mixture(layer) else Mlp(arch, arch.ffn)
+    return MoELayer(arch, layer) if arch.is_mixture(layer) else Mlp(arch, arch.ffn)
 
 
 def _as_they_are(documents: Tensor) -> Tensor:

@@ -159,7 +159,7 @@ def run_experts(experts: Experts, x: Tensor, counts: Tensor) -> Tensor:
     return experts(x, counts)
 
 
-class Mixture(nn.Module):
+class MoELayer(nn.Module):
     """A router, its experts, and the experts that every token passes through."""
 
     def __init__(self, arch: Arch, layer: int) -> None:
@@ -218,7 +218,7 @@ class Mixture(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class Dispatch:
     """The assignments of a batch sorted by expert, as rows; dropped ones come last or not at all."""
 
     assignment: Tensor  # (T,) the assignment of each row, counted over tokens and their k choices
@@ -228,13 +228,13 @@ class Order:
     counts: Tensor  # (experts,) rows of each expert
 
 
-def _sort(routing: Routing, experts: int) -> Order:
+def _sort(routing: Routing, experts: int) -> Dispatch:
     choices = routing.experts.shape[-1]
     expert, order = torch.where(routing.kept, routing.experts, experts).flatten().sort(stable=True)
     ends = torch.searchsorted(expert, torch.arange(experts, device=expert.device), right=True)
     place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     assignment = order[: routing.rows]
-    return Order(
+    return Dispatch(
         assignment=assignment,
         token=assignment // choices,
         row=place.clamp(max=routing.rows - 1).view(-1, choices),
@@ -243,14 +243,14 @@ def _sort(routing: Routing, experts: int) -> Order:
     )
 
 
-def _spread(tokens: Tensor, order: Order) -> Tensor:
+def _spread(tokens: Tensor, order: Dispatch) -> Tensor:
     """A copy of a token for each of its rows, (T, hidden)."""
     return _Spread.apply(tokens, order.token, order.row, order.kept)
 
 
-def _gather(rows: Tensor, order: Order) -> Tensor:
+def _gather(rows: Tensor, order: Dispatch) -> Tensor:
     """The sum of each token's rows, (tokens, hidden)."""
-    return _Gather.apply(rows, order.token, order.row, order.kept)
+    return _Collect.apply(rows, order.token, order.row, order.kept)
 
 
 def _sum_rows(rows: Tensor, places: Tensor, kept: Tensor) -> Tensor:
@@ -274,7 +274,7 @@ class _Spread(Function):
         return _sum_rows(grads[0], *ctx.saved_tensors).to(grads[0].dtype), None, None, None
 
 
-class _Gather(Function):
+class _Collect(Function):
     """The transpose of _Spread."""
 
     @staticmethod

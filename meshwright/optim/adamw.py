@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.config.run import Optim
-from meshwright.kernels.adamw import Group
+from meshwright.kernels.adamw import AdamWGroup
 from meshwright.kernels.dispatch import settle
 from meshwright.models.layers import wide as wide_type
-from meshwright.optim.clip import Verdict
+from meshwright.optim.clip import GradStats
 from meshwright.optim.master_weights import Update, at_once, beside, grouped, rounded
 from meshwright.parallel import precision
 from meshwright.parallel.mesh import local
@@ -67,13 +67,13 @@ class AdamW:
         """Give back what the optimizer has beside memory."""
 
     @torch.no_grad()
-    def step(self, rate: float, verdict: Verdict) -> None:
+    def step(self, rate: float, verdict: GradStats) -> None:
         """Update every weight, or none when the verdict says the gradient is not finite."""
         self.count += verdict.finite
         for decay, indices in self._groups().items():
             self.update(indices, rate, decay, verdict)
 
-    def _fused(self, indices: list[int], rate: float, decay: float, verdict: Verdict) -> None:
+    def _fused(self, indices: list[int], rate: float, decay: float, verdict: GradStats) -> None:
         gradients = [self._gradient(i) for i in indices]
         divisor = verdict.factor.reciprocal().float()
         if gradients[0].dtype == torch.float64:
@@ -103,7 +103,7 @@ class AdamW:
                 if weight.grad is not None:  # the kernel leaves gradients clipped, and this one was widened for it
                     weight.grad.copy_(gradient)
 
-    def _plain(self, indices: list[int], rate: float, decay: float, verdict: Verdict) -> None:
+    def _plain(self, indices: list[int], rate: float, decay: float, verdict: GradStats) -> None:
         """The same by operations that round once each, so that an element's bits do not depend on its neighbours.
 
         The fused kernel takes the ends of a tensor, which sharding moves, through other instructions than its middle.
@@ -138,12 +138,12 @@ class AdamW:
 def one_pass(optimizer: AdamW) -> Update:
     """The update by one kernel that also writes the narrow copies."""
 
-    def group(indices: list[int]) -> Group:
+    def group(indices: list[int]) -> AdamWGroup:
         weights = [optimizer.weights[i] for i in indices]
         copies = [weight.detach() for weight in weights] if precision.is_shadow(weights[0]) else []
         wide, first, second = (
             [held[i] for i in indices] for held in (optimizer.wide, optimizer.first, optimizer.second)
         )
-        return Group(wide, first, second, copies)
+        return AdamWGroup(wide, first, second, copies)
 
     return grouped(optimizer, group)

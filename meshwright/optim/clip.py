@@ -18,7 +18,7 @@ Measure = Callable[[Sequence[nn.Module], Tensor, Mesh, bool], tuple[Tensor, Tens
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class GradStats:
     """What all ranks agree on before an update. Device scalars: nothing here waits for the device."""
 
     loss: Tensor  # sum of token losses over the whole job
@@ -41,12 +41,12 @@ def measured(chunks: Sequence[nn.Module], loss_sum: Tensor, mesh: Mesh, asked: b
     return loss, square, stops
 
 
-def judge(loss: Tensor, square: Tensor, scale: Tensor, limit: float) -> Verdict:
+def grad_stats(loss: Tensor, square: Tensor, scale: Tensor, limit: float) -> GradStats:
     """The verdict over the job's loss and the gradient's square norm, which still has the loss scale in it."""
     norm = square.sqrt() / scale
     finite = norm.isfinite()
     shrink = (limit / norm.clamp(min=limit)) if limit > 0 else torch.ones_like(norm)
-    return Verdict(loss, norm, finite.double(), torch.where(finite, shrink / scale, 0.0))
+    return GradStats(loss, norm, finite.double(), torch.where(finite, shrink / scale, 0.0))
 
 
 def square_share(chunks: Iterable[nn.Module], mesh: Mesh) -> Tensor:

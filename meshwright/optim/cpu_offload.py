@@ -17,22 +17,22 @@ from torch.distributed.tensor import DTensor, Replicate
 from meshwright.config.run import Run
 from meshwright.optim import host_memory
 from meshwright.optim.adamw import AdamW
-from meshwright.optim.clip import Verdict
-from meshwright.optim.host_memory import Memory
+from meshwright.optim.clip import GradStats
+from meshwright.optim.host_memory import PinnedMemory
 from meshwright.parallel.mesh import Mesh, local
 from meshwright.spec.problem import InputError, Problem
 
 REMEDY = "use more ranks, whose hosts share the weights out by plan.shard, or leave plan.cpu_offload out"
 
 
-class Hosted(AdamW):
+class CpuOffloadAdamW(AdamW):
     """The same update by the host's own kernel, with all of this rank's threads."""
 
-    def __init__(self, run: Run, weights: Iterable[nn.Parameter], memory: Memory) -> None:
+    def __init__(self, run: Run, weights: Iterable[nn.Parameter], memory: PinnedMemory) -> None:
         super().__init__(run.optim, weights, msgspec.structs.replace(run.plan, kernels="plain"))
         self.memory = memory  # pinned for as long as this lives
 
-    def step(self, rate: float, verdict: Verdict) -> None:
+    def step(self, rate: float, verdict: GradStats) -> None:
         """Update every weight, or none when the verdict says the gradient is not finite.
 
         The host waits for the verdict, once a step: the norm is of all ranks' gradients, and no weight moves before it.
@@ -41,17 +41,17 @@ class Hosted(AdamW):
         super().step(rate, replace(verdict, factor=factor, finite=finite))
 
 
-def materialise(chunks: Sequence[nn.Module], run: Run, mesh: Mesh) -> Memory:
+def materialise(chunks: Sequence[nn.Module], run: Run, mesh: Mesh) -> PinnedMemory:
     """Give every weight of a rank memory on its host, and every buffer memory on its device."""
     check(bytes_needed(chunks, run))
-    memory = Memory(mesh.device.type == "cuda", remedy=REMEDY, key="plan.cpu_offload")
+    memory = PinnedMemory(mesh.device.type == "cuda", remedy=REMEDY, key="plan.cpu_offload")
     for chunk in chunks:
         chunk._apply(partial(_with_memory, memory, mesh.device))
         chunk.train()
     return memory
 
 
-def _with_memory(memory: Memory, device: torch.device, tensor: Tensor) -> Tensor:
+def _with_memory(memory: PinnedMemory, device: torch.device, tensor: Tensor) -> Tensor:
     if not isinstance(tensor, nn.Parameter):
         return torch.empty_like(tensor, device=device)
     empty = torch.empty_like(tensor, device="cpu")

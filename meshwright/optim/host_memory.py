@@ -22,7 +22,7 @@ from meshwright.spec.problem import InputError, Problem
 PAGE = 4096  # bytes: arrays begin on pages, as disks want them
 
 
-class Home(Protocol):
+class StateStorage(Protocol):
     """The states of one weight, as flat arrays of its elements."""
 
     @property
@@ -58,7 +58,7 @@ class InMemory:
         return None
 
 
-class Memory:
+class PinnedMemory:
     """Host memory by the page; for copies at full speed to a GPU it is pinned.
 
     Torch's own pinned memory comes in powers of two: states of 65 GiB would take 128.
@@ -103,7 +103,7 @@ def staging(size: int, dtypes: Sequence[torch.dtype], pinned: bool) -> list[Tens
     """Buffers that pieces pass through, each beginning on a page: few enough for torch's own pinned memory."""
     if pinned:
         return [torch.empty(size, dtype=dtype, pin_memory=True) for dtype in dtypes]
-    return Memory(pinned=False).take([size] * len(dtypes), dtypes)
+    return PinnedMemory(pinned=False).take([size] * len(dtypes), dtypes)
 
 
 def _unpin(addresses: list[int]) -> None:
@@ -193,7 +193,7 @@ def problems(run: Run, host_bytes: int, disk_bytes: int, folder: Path) -> Iterat
     have = free_host_bytes()
     if have is not None and host_bytes > have:
         yield Problem(
-            f"plan.optimizer_offload = {run.plan.optimizer_offload} needs {host_bytes:,} bytes of host memory, and {have:,} are free",
+            f"plan.optimizer_offload = {run.plan.optimizer_offload} needs {host_bytes:,} bytes of host RAM; {have:,} are free",
             _host_remedy(run),
             "plan.optimizer_offload",
         )
@@ -201,7 +201,8 @@ def problems(run: Run, host_bytes: int, disk_bytes: int, folder: Path) -> Iterat
     if disk_bytes > free:
         yield Problem(
             f"plan.optimizer_offload = disk needs {disk_bytes:,} bytes on the disk, and {folder} has {free:,} free",
-            "name another disk by plan.optimizer_offload_folder, keep more in memory by plan.optimizer_offload_host_bytes, or set "
+            "name another disk by plan.optimizer_offload_folder, keep more in host RAM by "
+            "plan.optimizer_offload_host_bytes, or set "
             "optim.state_dtype = bf16",
             "plan.optimizer_offload",
         )

@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from meshwright.config.run import Optim, Run
-from meshwright.kernels.adamw import Drawn, Group, LowBits, Moves, Stream
+from meshwright.kernels.adamw import AdamWGroup, AdamWTensors, Drawn, LowBits, RoundingDraws
 from meshwright.models.init import GOLDEN, key, signed, uniform
 from meshwright.optim import offload_update
-from meshwright.optim.clip import Verdict
+from meshwright.optim.clip import GradStats
 from meshwright.parallel import precision
 from meshwright.parallel.mesh import local
 from meshwright.spec.plan import Plan
@@ -27,14 +27,14 @@ from meshwright.spec.plan import Plan
 if TYPE_CHECKING:
     from meshwright.optim.adamw import AdamW
 
-Update = Callable[[list[int], float, float, Verdict], None]
+Update = Callable[[list[int], float, float, GradStats], None]
 
 
-def grouped(optimizer: "AdamW", make: Callable[[list[int]], Group]) -> Update:
+def grouped(optimizer: "AdamW", make: Callable[[list[int]], AdamWGroup]) -> Update:
     """The update of some of an optimizer's weights; `make` puts them together, once."""
-    groups: dict[tuple[int, ...], Group] = {}
+    groups: dict[tuple[int, ...], AdamWGroup] = {}
 
-    def update(indices: list[int], rate: float, decay: float, verdict: Verdict) -> None:
+    def update(indices: list[int], rate: float, decay: float, verdict: GradStats) -> None:
         key, optim = tuple(indices), optimizer.optim
         if key not in groups:
             groups[key] = make(indices)
@@ -43,7 +43,7 @@ def grouped(optimizer: "AdamW", make: Callable[[list[int]], Group]) -> Update:
         gradients = [
             local(torch.zeros_like(weight, dtype=given) if weight.grad is None else weight.grad) for weight in weights
         ]
-        moves = Moves(rate, optim.beta1, optim.beta2, optim.eps, optimizer.count, verdict.factor, verdict.finite)
+        moves = AdamWTensors(rate, optim.beta1, optim.beta2, optim.eps, optimizer.count, verdict.factor, verdict.finite)
         groups[key].update(gradients, decay, moves)
 
     return update
@@ -90,7 +90,7 @@ def rounded(optimizer: "AdamW") -> Update:
     """AdamW over weights in bf16: moments and arithmetic are fp32, block by block."""
     place = {"none": _by_chance, "split": _in_two_parts}[optimizer.optim.master_weights]
 
-    def update(indices: list[int], rate: float, decay: float, verdict: Verdict) -> None:
+    def update(indices: list[int], rate: float, decay: float, verdict: GradStats) -> None:
         move = _Move(optimizer, rate, decay, verdict)
         for i in indices:
             assert optimizer.wide[i].dtype == torch.bfloat16, "weights are made in bf16 when rounding says so"
@@ -104,7 +104,7 @@ def at_once(optimizer: "AdamW") -> Update:
     by_hand, by_kernel = rounded(optimizer), grouped(optimizer, partial(_group, optimizer))
     is_run = [_in_a_line(weight) for weight in optimizer.weights]
 
-    def update(indices: list[int], rate: float, decay: float, verdict: Verdict) -> None:
+    def update(indices: list[int], rate: float, decay: float, verdict: GradStats) -> None:
         for place, runs in ((by_kernel, True), (by_hand, False)):
             if chosen := [i for i in indices if is_run[i] is runs]:
                 place(chosen, rate, decay, verdict)
@@ -112,7 +112,7 @@ def at_once(optimizer: "AdamW") -> Update:
     return update
 
 
-def _group(optimizer: "AdamW", indices: list[int]) -> Group:
+def _group(optimizer: "AdamW", indices: list[int]) -> AdamWGroup:
     weights, first, second = (
         [held[i] for i in indices] for held in (optimizer.wide, optimizer.first, optimizer.second)
     )
@@ -122,12 +122,12 @@ def _group(optimizer: "AdamW", indices: list[int]) -> Group:
     return Drawn(weights, first, second, [_stream(weight) for weight in whole])
 
 
-def _stream(weight: Tensor) -> Stream:
+def _stream(weight: Tensor) -> RoundingDraws:
     """`uniform`'s states as the kernel walks over them."""
     begin = Elements(weight).begin()
     assert begin is not None, "only parts that lie in a line are given to the kernel"
     state = begin * GOLDEN + weight.draws + GOLDEN  # pyright: ignore[reportAttributeAccessIssue]
-    return Stream(signed(state), signed(GOLDEN), signed(STEP * GOLDEN))
+    return RoundingDraws(signed(state), signed(GOLDEN), signed(STEP * GOLDEN))
 
 
 def _in_a_line(weight: Tensor) -> bool:
@@ -137,7 +137,7 @@ def _in_a_line(weight: Tensor) -> bool:
 class _Move:
     """One update's arithmetic: the scalars, once."""
 
-    def __init__(self, optimizer: "AdamW", rate: float, decay: float, verdict: Verdict) -> None:
+    def __init__(self, optimizer: "AdamW", rate: float, decay: float, verdict: GradStats) -> None:
         self.optimizer, self.rate, self.decay = optimizer, rate, decay
         count, optim = optimizer.count.double(), optimizer.optim
         numbers = (verdict.factor, 1 - optim.beta1**count, 1 - optim.beta2**count)

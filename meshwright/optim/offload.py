@@ -19,15 +19,26 @@ from torch import Tensor, nn
 from meshwright.config.run import Run
 from meshwright.optim import offload_update
 from meshwright.optim.adamw import AdamW
-from meshwright.optim.clip import Verdict
-from meshwright.optim.host_memory import PAGE, Files, Home, InMemory, Memory, host_share, kinds, spread, staging, width
-from meshwright.optim.offload_update import AHEAD, SLOTS, Move, Piece, Span, Terms
+from meshwright.optim.clip import GradStats
+from meshwright.optim.host_memory import (
+    PAGE,
+    Files,
+    InMemory,
+    PinnedMemory,
+    StateStorage,
+    host_share,
+    kinds,
+    spread,
+    staging,
+    width,
+)
+from meshwright.optim.offload_update import AHEAD, SLOTS, Move, StatePiece, UpdateSpan, UpdateTerms
 from meshwright.parallel import optimizer_offload, precision
-from meshwright.parallel.optimizer_offload import Gates, Group, Lane, Mark, reached
+from meshwright.parallel.optimizer_offload import CopyStream, Gates, Mark, OffloadGroup, reached
 
 
 @dataclass
-class Slot:
+class StagingSlot:
     """The buffers of one piece on its way; some of them take turns."""
 
     room: list[Tensor]  # in host memory, for states that are fetched from a file
@@ -37,28 +48,28 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class PieceUpdate:
     """A piece with what is known of it at a step."""
 
-    piece: Piece
+    piece: StatePiece
     weight: Tensor  # the piece of the narrow weight, on the device
     gradient: Tensor  # flat, on the device
     decay: float
 
     @property
-    def span(self) -> Span:
-        return Span(self.piece.weight, self.piece.begin, self.decay)
+    def span(self) -> UpdateSpan:
+        return UpdateSpan(self.piece.weight, self.piece.begin, self.decay)
 
 
 class OnHost:
     """Gradients come to the host, which updates states where they lie, and narrow weights go back."""
 
     def __init__(self, device: torch.device, move: Move, halves: bool) -> None:
-        self.inward, self.outward = Lane(device), Lane(device)
+        self.inward, self.outward = CopyStream(device), CopyStream(device)
         self.device, self.move, self.halves = device, move, halves
 
     @property
-    def lanes(self) -> tuple[Lane, ...]:
+    def lanes(self) -> tuple[CopyStream, ...]:
         return self.inward, self.outward
 
     def near(
@@ -67,14 +78,14 @@ class OnHost:
         """Buffers for one piece."""
         return staging(size, [gradient, weight], pinned=self.device.type == "cuda")
 
-    def terms(self, terms: Terms) -> Terms | None:
+    def terms(self, terms: UpdateTerms) -> UpdateTerms | None:
         """The scalars where the update is computed, None if there is nothing to do. Waits for the verdict."""
         with self.inward.open():
             numbers = torch.stack([number.double() for number in (terms.count, terms.factor, terms.finite)]).cpu()
         count, factor, finite = numbers.unbind()
-        return Terms(terms.optim, terms.rate, count.float(), factor, finite) if finite.item() else None
+        return UpdateTerms(terms.optim, terms.rate, count.float(), factor, finite) if finite.item() else None
 
-    def begin(self, work: Work, slot: Slot) -> None:
+    def begin(self, work: PieceUpdate, slot: StagingSlot) -> None:
         """Let what the update reads be on its way."""
         size = len(work.weight)
         with self.inward.open():
@@ -84,7 +95,7 @@ class OnHost:
                 slot.near[1][:size].copy_(work.weight, non_blocking=True)
             slot.arrived = self.inward.mark()
 
-    def update(self, work: Work, held: Sequence[Tensor], slot: Slot, terms: Terms) -> Mark:
+    def update(self, work: PieceUpdate, held: Sequence[Tensor], slot: StagingSlot, terms: UpdateTerms) -> Mark:
         """Move a piece; returns when its narrow weight is on the device."""
         gradient, weight = (buffer[: len(work.weight)] for buffer in slot.near)
         reached(slot.arrived)
@@ -94,7 +105,7 @@ class OnHost:
             slot.left = self.outward.mark()
         return slot.left
 
-    def returned(self, slot: Slot) -> None:
+    def returned(self, slot: StagingSlot) -> None:
         """The states may be taken back: the host itself has written them."""
 
 
@@ -102,11 +113,11 @@ class OnDevice:
     """States come to the device and go back; gradients and narrow weights stay there."""
 
     def __init__(self, device: torch.device, move: Move) -> None:
-        self.inward, self.work, self.outward = Lane(device), Lane(device), Lane(device)
+        self.inward, self.work, self.outward = CopyStream(device), CopyStream(device), CopyStream(device)
         self.device, self.move = device, move
 
     @property
-    def lanes(self) -> tuple[Lane, ...]:
+    def lanes(self) -> tuple[CopyStream, ...]:
         return self.inward, self.work, self.outward
 
     def near(
@@ -115,14 +126,14 @@ class OnDevice:
         """Buffers for one piece."""
         return [torch.empty(size, dtype=dtype, device=self.device) for dtype in states]
 
-    def terms(self, terms: Terms) -> Terms | None:
+    def terms(self, terms: UpdateTerms) -> UpdateTerms | None:
         """The scalars are there already; the device itself leaves out an update whose gradient is not finite."""
         return terms
 
-    def begin(self, work: Work, slot: Slot) -> None:
+    def begin(self, work: PieceUpdate, slot: StagingSlot) -> None:
         """Nothing but the states travels, and they may still have to be fetched."""
 
-    def update(self, work: Work, held: Sequence[Tensor], slot: Slot, terms: Terms) -> Mark:
+    def update(self, work: PieceUpdate, held: Sequence[Tensor], slot: StagingSlot, terms: UpdateTerms) -> Mark:
         """Move a piece; returns when its narrow weight is there."""
         states = [buffer[: len(work.weight)] for buffer in slot.near]
         with self.inward.open():
@@ -141,7 +152,7 @@ class OnDevice:
             slot.left = self.outward.mark()
         return moved
 
-    def returned(self, slot: Slot) -> None:
+    def returned(self, slot: StagingSlot) -> None:
         """Wait until the states are back on the host."""
         reached(slot.left)
 
@@ -150,25 +161,25 @@ Site = OnHost | OnDevice
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class UpdateJob:
     """One update."""
 
-    terms: Terms
+    terms: UpdateTerms
     gradients: list[Tensor | None]
     ready: Mark  # the verdict and all gradients are there
 
 
-class Offloaded(AdamW):
+class OffloadedAdamW(AdamW):
     """The same update as AdamW's, of states in host memory or in files."""
 
-    def __init__(self, run: Run, groups: Sequence[Group], device: torch.device, folder: Path) -> None:
+    def __init__(self, run: Run, groups: Sequence[OffloadGroup], device: torch.device, folder: Path) -> None:
         self.optim, self.plan, self.device, self.groups = run.optim, run.plan, device, list(groups)
         self.kinds = kinds(run)
         self.weights = [weight for group in groups for weight in group.weights]
         self.sizes = [weight.numel() for weight in self.weights]
         self.pieces = self._pieces(groups)
         self.site = self._site()
-        self.memory = Memory(pinned=device.type == "cuda" and run.plan.optimizer_offload_update == "device")
+        self.memory = PinnedMemory(pinned=device.type == "cuda" and run.plan.optimizer_offload_update == "device")
         self.files = Files(folder) if run.plan.optimizer_offload == "disk" else None
         self.homes = self._homes(run)
         self._count = torch.zeros((), dtype=torch.float32, device=device)
@@ -181,7 +192,7 @@ class Offloaded(AdamW):
         self.update_seconds = 0.0  # of the last update, from the gradients' being there to the last state's being back
         self._number = {id(weight): number for number, weight in enumerate(self.weights)}
 
-    def _pieces(self, groups: Sequence[Group]) -> list[Piece]:
+    def _pieces(self, groups: Sequence[OffloadGroup]) -> list[StatePiece]:
         numbers = iter(range(len(self.weights)))
         sizes = [[(next(numbers), weight.numel()) for weight in group.weights] for group in groups]
         return offload_update.cut(sizes, offload_update.PIECE)
@@ -192,10 +203,10 @@ class Offloaded(AdamW):
             return OnDevice(self.device, move)
         return OnHost(self.device, move, halves=self.optim.state_dtype == "bf16")
 
-    def _homes(self, run: Run) -> list[Home]:
+    def _homes(self, run: Run) -> list[StateStorage]:
         dtypes = list(self.kinds.values())
         in_memory = spread([size * width(run) for size in self.sizes], host_share(run, sum(self.sizes)))
-        homes: list[Home] = []
+        homes: list[StateStorage] = []
         for size, near in zip(self.sizes, in_memory, strict=True):
             if near or self.files is None:
                 homes.append(InMemory(self.memory.take([size] * len(dtypes), dtypes)))
@@ -203,13 +214,13 @@ class Offloaded(AdamW):
                 homes.append(self.files.take(size, dtypes))
         return homes
 
-    def _slots(self) -> list[Slot]:
+    def _slots(self) -> list[StagingSlot]:
         largest = max((each.end - each.begin for each in self.pieces), default=1)
         dtypes = list(self.kinds.values())
         gradient = self.weights[0].dtype if self.plan.grad_accum == 1 else precision.weight_dtype(self.plan)
         pages = -(-largest // PAGE) * PAGE  # elements: whole pages of every type
         return [
-            Slot(
+            StagingSlot(
                 room=staging(pages, dtypes, self.memory.pinned) if self.files is not None else [],
                 near=self.site.near(largest, gradient, self.weights[0].dtype, dtypes),
             )
@@ -254,7 +265,7 @@ class Offloaded(AdamW):
         """The state of every weight, by its id and by kind; valid whenever no update is on its way."""
         return {id(weight): self._held(weight, home) for weight, home in zip(self.weights, self.homes, strict=True)}
 
-    def _held(self, weight: nn.Parameter, home: Home) -> dict[str, Tensor]:
+    def _held(self, weight: nn.Parameter, home: StateStorage) -> dict[str, Tensor]:
         arrays = dict(zip(self.kinds, (array.view(weight.shape) for array in home.arrays), strict=True))
         if "low" not in arrays:
             return arrays
@@ -262,14 +273,14 @@ class Offloaded(AdamW):
         return {"weight": weight.detach(), **arrays, "low": arrays["low"].view(torch.bfloat16)}
 
     @torch.no_grad()
-    def step(self, rate: float, verdict: Verdict) -> None:
+    def step(self, rate: float, verdict: GradStats) -> None:
         """Begin to update every weight; none is when the verdict says the gradient is not finite."""
         self._join()
         self._count += verdict.finite
         gradients = [weight.grad for weight in self.weights]
-        terms = Terms(self.optim, rate, self._count, verdict.factor, verdict.finite)
+        terms = UpdateTerms(self.optim, rate, self._count, verdict.factor, verdict.finite)
         self.gates.close()
-        self.running = self.threads.submit(self._run, Job(terms, gradients, optimizer_offload.here(self.device)))
+        self.running = self.threads.submit(self._run, UpdateJob(terms, gradients, optimizer_offload.here(self.device)))
 
     def settle(self) -> None:
         """Wait until the last update is whole, here and on the device."""
@@ -297,7 +308,7 @@ class Offloaded(AdamW):
             torch.cuda.current_stream(self.device).wait_event(self.ended)
 
     @torch.no_grad()
-    def _run(self, job: Job) -> None:
+    def _run(self, job: UpdateJob) -> None:
         began = time.perf_counter()
         try:
             for lane in self.site.lanes:
@@ -316,9 +327,9 @@ class Offloaded(AdamW):
         optimizer_offload.reached(self.ended)
         self.update_seconds = time.perf_counter() - began
 
-    def _pass_through(self, job: Job, terms: Terms) -> None:
+    def _pass_through(self, job: UpdateJob, terms: UpdateTerms) -> None:
         """All pieces, some ahead being fetched and some behind being kept."""
-        waiting: deque[tuple[Work, Slot, Future[list[Tensor]]]] = deque()
+        waiting: deque[tuple[PieceUpdate, StagingSlot, Future[list[Tensor]]]] = deque()
         writing: deque[Future[None]] = deque()
         for number, each in enumerate(self.pieces):
             if len(writing) > 1:  # the slot that comes next is the one whose states are being written longest
@@ -333,7 +344,7 @@ class Offloaded(AdamW):
         for write in writing:
             write.result()
 
-    def _work(self, each: Piece, job: Job) -> Work:
+    def _work(self, each: StatePiece, job: UpdateJob) -> PieceUpdate:
         weight, gradient = self.weights[each.weight], job.gradients[each.weight]
         inward = self.site.lanes[-2]  # whose work reads the gradient
         with inward.open():
@@ -343,15 +354,17 @@ class Offloaded(AdamW):
         if each.end == weight.numel():
             job.gradients[each.weight] = None  # its memory goes with its last piece
         decay = self.optim.weight_decay if weight.ndim >= 2 else 0.0
-        return Work(each, weight.detach().view(-1)[each.begin : each.end], flat, decay)
+        return PieceUpdate(each, weight.detach().view(-1)[each.begin : each.end], flat, decay)
 
-    def _fetch(self, each: Piece, slot: Slot) -> Future[list[Tensor]]:
+    def _fetch(self, each: StatePiece, slot: StagingSlot) -> Future[list[Tensor]]:
         home = self.homes[each.weight]
         if home.staged:
             return self.readers.submit(home.fetch, each.begin, each.end, slot.room)
         return _now(home.fetch(each.begin, each.end, slot.room))
 
-    def _move(self, work: Work, slot: Slot, fetched: Future[list[Tensor]], terms: Terms) -> Future[None]:
+    def _move(
+        self, work: PieceUpdate, slot: StagingSlot, fetched: Future[list[Tensor]], terms: UpdateTerms
+    ) -> Future[None]:
         held, each = fetched.result(), work.piece
         moved = self.site.update(work, held, slot, terms)
         if each.last:
@@ -359,7 +372,7 @@ class Offloaded(AdamW):
         home = self.homes[each.weight]
         return self.writers.submit(self._keep, home, each, slot) if home.staged else _now(None)
 
-    def _keep(self, home: Home, each: Piece, slot: Slot) -> None:
+    def _keep(self, home: StateStorage, each: StatePiece, slot: StagingSlot) -> None:
         self.site.returned(slot)
         home.keep(each.begin, each.end, slot.room)
 

@@ -25,7 +25,7 @@ LAST_SHIFT = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class UpdateTerms:
     """What one update needs beside the tensors; its scalars are where they are updated."""
 
     optim: Optim
@@ -36,7 +36,7 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class UpdateSpan:
     """Which elements of which weight are moved, and how fast they decay."""
 
     weight: int
@@ -44,7 +44,7 @@ class Span:
     decay: float
 
 
-Move = Callable[[Sequence[Tensor], Tensor, Tensor, Terms, Span], None]  # states, narrow weight, gradient
+Move = Callable[[Sequence[Tensor], Tensor, Tensor, UpdateTerms, UpdateSpan], None]  # states, narrow weight, gradient
 
 
 def choose(optim: Optim) -> Move:
@@ -52,7 +52,7 @@ def choose(optim: Optim) -> Move:
     return move_halves if optim.state_dtype == "bf16" else move_wide
 
 
-def move_wide(held: Sequence[Tensor], weight: Tensor, gradient: Tensor, terms: Terms, span: Span) -> None:
+def move_wide(held: Sequence[Tensor], weight: Tensor, gradient: Tensor, terms: UpdateTerms, span: UpdateSpan) -> None:
     """Wide weight and both moments in full width."""
     for part in _runs(weight):
         master, first, second = (state[part] for state in held)
@@ -60,7 +60,7 @@ def move_wide(held: Sequence[Tensor], weight: Tensor, gradient: Tensor, terms: T
         weight[part].copy_(master)
 
 
-def move_halves(held: Sequence[Tensor], weight: Tensor, gradient: Tensor, terms: Terms, span: Span) -> None:
+def move_halves(held: Sequence[Tensor], weight: Tensor, gradient: Tensor, terms: UpdateTerms, span: UpdateSpan) -> None:
     """The wide weight's lower half, and both moments in 16 bits."""
     for part in _runs(weight):
         low, first, second = (state[part] for state in held)
@@ -80,7 +80,7 @@ def _runs(weight: Tensor) -> list[slice]:
     return [slice(begin, min(begin + step, size)) for begin in range(0, size, step)]
 
 
-def adamw(master: Tensor, first: Tensor, second: Tensor, gradient: Tensor, terms: Terms, decay: float) -> None:
+def adamw(master: Tensor, first: Tensor, second: Tensor, gradient: Tensor, terms: UpdateTerms, decay: float) -> None:
     """Torch's own kernel, as without offload."""
     optim, divisor = terms.optim, terms.factor.reciprocal().float()
     if gradient.dtype == torch.float64:  # the kernel reads its divisor in fp32, too coarse for a proof
@@ -146,7 +146,7 @@ SLOTS = AHEAD + 2  # pieces on their way: one more is being updated, one is bein
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StatePiece:
     """A part of one weight, counted in its elements."""
 
     group: int
@@ -156,13 +156,13 @@ class Piece:
     last: bool  # of its group
 
 
-def cut(sizes: Sequence[Sequence[tuple[int, int]]], most: int) -> list[Piece]:
+def cut(sizes: Sequence[Sequence[tuple[int, int]]], most: int) -> list[StatePiece]:
     """All elements of all groups, of which each lists its weights by number and size, in their order."""
-    found: list[Piece] = []
+    found: list[StatePiece] = []
     for number, group in enumerate(sizes):
         parts = [(weight, *span) for weight, size in group for span in _spans(size, most)]
         for place, (weight, begin, end) in enumerate(parts):
-            found.append(Piece(number, weight, begin, end, place == len(parts) - 1))
+            found.append(StatePiece(number, weight, begin, end, place == len(parts) - 1))
     return found
 
 

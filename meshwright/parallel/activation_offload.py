@@ -24,13 +24,13 @@ from meshwright.kernels.dispatch import Kernels
 from meshwright.kernels.fp8 import LEAST, quantize
 from meshwright.models.layers import wide
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.model_spec import Absent, Anatomy
+from meshwright.parallel.model_spec import Absent, ModelSpec
 from meshwright.spec.plan import Plan
 
 WAITING = 1  # blocks whose tensors may still be leaving while a later one computes
 
 
-class Lane:
+class HostLane:
     """The way between a device and its host. Without streams, on a CPU, every copy is done when it is asked for."""
 
     def __init__(self, device: torch.device) -> None:
@@ -71,7 +71,7 @@ class Lane:
             torch.cuda.current_stream(self.stream.device).wait_event(event)
 
 
-class Sent:
+class OffloadedTensor:
     """One tensor: on the device still, on the host, or on the device again."""
 
     def __init__(self, tensor: Tensor, load: "Load") -> None:
@@ -89,15 +89,15 @@ class Sent:
 class Load:
     """What one forward of one block sent."""
 
-    def __init__(self, lane: Lane, before: "Load | None") -> None:
+    def __init__(self, lane: HostLane, before: "Load | None") -> None:
         self.lane, self.before = lane, before
-        self.sent: list[ref[Sent]] = []  # the graph holds them, and drops each when its backward is done
+        self.sent: list[ref[OffloadedTensor]] = []  # the graph holds them, and drops each when its backward is done
         self.event: torch.Event | None = None
         self.asked = False
 
-    def send(self, tensor: Tensor) -> Sent:
+    def send(self, tensor: Tensor) -> OffloadedTensor:
         """Let a tensor leave; it must not be written to any more."""
-        sent = Sent(tensor, self)
+        sent = OffloadedTensor(tensor, self)
         self.sent.append(ref(sent))
         return sent
 
@@ -135,7 +135,7 @@ class Load:
             sent.here = tensor
         self.event = self.lane.mark()
 
-    def _alive(self) -> list[Sent]:
+    def _alive(self) -> list[OffloadedTensor]:
         return [sent for each in self.sent if (sent := each()) is not None]
 
 
@@ -147,7 +147,7 @@ BYTE = 8  # truth values
 
 
 @dataclass(frozen=True, slots=True)
-class Coded:
+class QuantizedActivation:
     """A flat tensor as codes, and what it takes to read them."""
 
     kind: Kind
@@ -157,7 +157,7 @@ class Coded:
 
 
 @torch.no_grad()
-def encode(flat: Tensor, kind: Kind, kernels: Kernels = "auto") -> Coded:
+def encode(flat: Tensor, kind: Kind, kernels: Kernels = "auto") -> QuantizedActivation:
     """A flat tensor in the codes of a kind. A NaN or an infinity spoils its group, and is found by the step's norm."""
     if kind == "fp8":
         codes = quantize(_grouped(flat, GROUP), torch.float8_e4m3fn, "rowwise", kernels=kernels)
@@ -168,11 +168,11 @@ def encode(flat: Tensor, kind: Kind, kernels: Kernels = "auto") -> Coded:
         parts = (_packed(flat),)
     else:
         parts = (flat,)
-    return Coded(kind, parts, len(flat), flat.dtype)
+    return QuantizedActivation(kind, parts, len(flat), flat.dtype)
 
 
 @torch.no_grad()
-def decode(coded: Coded, parts: tuple[Tensor, ...]) -> Tensor:
+def decode(coded: QuantizedActivation, parts: tuple[Tensor, ...]) -> Tensor:
     """The flat tensor again, from its parts wherever they have been meanwhile."""
     if coded.kind == "whole":
         return parts[0]
@@ -223,12 +223,12 @@ HEADED = 4  # dims
 Forward = Callable[..., Any]
 
 
-def wrap(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: Anatomy) -> nn.Module:
+def wrap(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: ModelSpec) -> nn.Module:
     """Let every block keep what it saves as the plan says."""
     if plan.activation_quant == "none" and not plan.activation_offload:
         return model
     blocks = [block for block in anatomy.blocks(model).values() if not isinstance(block, Absent)]
-    keeper = Keeper(plan, Lane(mesh.device) if plan.activation_offload else None)
+    keeper = SavedTensorHooks(plan, HostLane(mesh.device) if plan.activation_offload else None)
     for number, block in enumerate(blocks):
         # Without a pipeline the backward of the last block comes at once: what it saves need not travel.
         stays = number == len(blocks) - 1 and plan.pp == 1
@@ -237,14 +237,19 @@ def wrap(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: Anatomy) -> nn.Modul
 
 
 def _kept(
-    keeper: "Keeper", block: nn.Module, forward: Forward, place: tuple[bool, bool], *arguments: Any, **words: Any
+    keeper: "SavedTensorHooks",
+    block: nn.Module,
+    forward: Forward,
+    place: tuple[bool, bool],
+    *arguments: Any,
+    **words: Any,
 ) -> Any:
     if not torch.is_grad_enabled():
         return forward(*arguments, **words)
     first, stays = place
     given = list(_tensors((arguments, words)))
     load = keeper.load(first, stays)
-    memory = Memory(keeper.plan, _untouched(block, given), _largest(given), load)
+    memory = SavedMemory(keeper.plan, _untouched(block, given), _largest(given), load)
     with saved_tensors_hooks(memory.pack, unpack):
         result = forward(*arguments, **words)
     if load is not None:
@@ -252,10 +257,10 @@ def _kept(
     return result
 
 
-class Keeper:
+class SavedTensorHooks:
     """What the blocks of one part of a model share: the way to the host, and whose turn was last."""
 
-    def __init__(self, plan: Plan, lane: Lane | None) -> None:
+    def __init__(self, plan: Plan, lane: HostLane | None) -> None:
         self.plan, self.lane = plan, lane
         self.last: Load | None = None
 
@@ -269,22 +274,24 @@ class Keeper:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class SavedTensor:
     """The memory of one or several saved tensors."""
 
-    coded: Coded
-    parts: tuple[Tensor | Sent, ...]
+    coded: QuantizedActivation
+    parts: tuple[Tensor | OffloadedTensor, ...]
 
     def flat(self) -> Tensor:
         """It again, as one line of numbers."""
-        return decode(self.coded, tuple(part.fetch() if isinstance(part, Sent) else part for part in self.parts))
+        return decode(
+            self.coded, tuple(part.fetch() if isinstance(part, OffloadedTensor) else part for part in self.parts)
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
     """A saved tensor: where it lies in its memory, and what was around it."""
 
-    stored: Stored
+    stored: SavedTensor
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
@@ -299,13 +306,13 @@ def unpack(saved: Tensor | Window) -> Tensor:
     return inner if saved.around is None else DTensor(inner, saved.around, requires_grad=False)  # pyright: ignore
 
 
-class Memory:
+class SavedMemory:
     """What one forward of one block saves, by the memory it lies in."""
 
     def __init__(self, plan: Plan, untouched: set[int], largest: int, load: Load | None) -> None:
         self.plan, self.untouched, self.load = plan, untouched, load
         self.least = largest * STATISTIC  # numbers of what may be made inexact
-        self.stored: dict[tuple[int, int, torch.dtype], tuple[StorageWeakRef, Stored]] = {}
+        self.stored: dict[tuple[int, int, torch.dtype], tuple[StorageWeakRef, SavedTensor]] = {}
 
     def pack(self, tensor: Tensor) -> Tensor | Window:
         """A tensor that an operation saves, as it is kept."""
@@ -331,7 +338,7 @@ class Memory:
             return "whole" if _is_bias(tensor) else "int8"
         return self.plan.activation_quant
 
-    def _stored(self, tensor: Tensor, kind: Kind) -> Stored:
+    def _stored(self, tensor: Tensor, kind: Kind) -> SavedTensor:
         storage = tensor.untyped_storage()
         key = (storage._cdata, tensor._version, tensor.dtype)
         known = self.stored.get(key)
@@ -341,13 +348,13 @@ class Memory:
         length = storage.nbytes() // tensor.element_size()
         coded = encode(tensor.detach().as_strided((length,), (1,), 0), kind, self.plan.kernels)
         parts = coded.parts if self.load is None else tuple(map(self.load.send, coded.parts))
-        stored = Stored(_without_parts(coded), parts)
+        stored = SavedTensor(_without_parts(coded), parts)
         self.stored[key] = StorageWeakRef(storage), stored
         return stored
 
 
-def _without_parts(coded: Coded) -> Coded:
-    return Coded(coded.kind, (), coded.length, coded.dtype)
+def _without_parts(coded: QuantizedActivation) -> QuantizedActivation:
+    return QuantizedActivation(coded.kind, (), coded.length, coded.dtype)
 
 
 def plain(tensor: Tensor) -> Tensor | None:

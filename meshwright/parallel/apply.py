@@ -17,11 +17,11 @@ from meshwright.parallel import (
     tensor,
 )
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.model_spec import Anatomy
+from meshwright.parallel.model_spec import ModelSpec
 from meshwright.spec.plan import Plan
 
 
-def apply(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: Anatomy) -> list[nn.Module]:
+def apply(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: ModelSpec) -> list[nn.Module]:
     """Turn a plain model into the chunks this rank runs."""
     chunks = pipeline.cut(model, plan, mesh, anatomy)  # first: everything after works on fewer layers
     for transform in (partial(tensor.split, anatomy=anatomy), expert.split, context.split):  # what a rank holds

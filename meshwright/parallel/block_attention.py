@@ -36,7 +36,7 @@ def join(parts: Sequence[Tensor], dim: int) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class AttentionBlock:
     """Queries and the keys and values they meet."""
 
     q: Tensor  # (b, heads, rows, head_dim)
@@ -46,8 +46,8 @@ class Block:
     same: Tensor | None  # (b, rows, columns), whether two positions are of one document; None: all are
 
 
-Forward = Callable[[Block], tuple[Tensor, Tensor]]
-Gradients = Callable[[Block, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+Forward = Callable[[AttentionBlock], tuple[Tensor, Tensor]]
+Gradients = Callable[[AttentionBlock, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 def meeting(rank: int, owner: int, held: int) -> tuple[slice, slice, bool]:
@@ -61,7 +61,7 @@ def meeting(rank: int, owner: int, held: int) -> tuple[slice, slice, bool]:
     return (both, early, False) if owner < rank else (late, both, False)
 
 
-def block_attention(block: Block) -> tuple[Tensor, Tensor]:
+def block_attention(block: AttentionBlock) -> tuple[Tensor, Tensor]:
     """Attention to one block alone, and the log of its weights' sum, (b, heads, rows), by which blocks are merged.
 
     A row that sees nothing has a sum so small that it counts for nothing; its output is finite.
@@ -70,7 +70,7 @@ def block_attention(block: Block) -> tuple[Tensor, Tensor]:
     return attend(block)
 
 
-def block_gradients(block: Block, out: Tensor, lse: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def block_gradients(block: AttentionBlock, out: Tensor, lse: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v through one block, given output and log-sum-exp over *all* blocks."""
     _, gradients = _kernel(block)
     return gradients(block, out, lse, grad)
@@ -83,7 +83,7 @@ def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
     lse.copy_(total)
 
 
-def plain(block: Block) -> tuple[Tensor, Tensor]:
+def plain(block: AttentionBlock) -> tuple[Tensor, Tensor]:
     """`block_attention` as written on paper; holds every weight of the block at once."""
     scores, v = _scores(block), block.v.to(wide(block.v))
     lse = scores.logsumexp(-1)
@@ -93,7 +93,7 @@ def plain(block: Block) -> tuple[Tensor, Tensor]:
     return _unfold(out, rows), _unfold(lse, rows)
 
 
-def plain_gradients(block: Block, out: Tensor, lse: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def plain_gradients(block: AttentionBlock, out: Tensor, lse: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`block_gradients` as written on paper; folded query heads sum their share of a key's gradient by themselves."""
     q, out, lse, grad = (_fold(x.to(wide(x)), block.k.shape[1]) for x in (block.q, out, lse, grad))
     k, v = block.k.to(wide(block.k)), block.v.to(wide(block.v))
@@ -102,13 +102,13 @@ def plain_gradients(block: Block, out: Tensor, lse: Tensor, grad: Tensor) -> tup
     return _unfold(slope @ k, block.q.shape[2]), slope.mT @ q, weights.mT @ grad
 
 
-def flash(block: Block) -> tuple[Tensor, Tensor]:
+def flash(block: AttentionBlock) -> tuple[Tensor, Tensor]:
     """`block_attention` by torch's flash kernel, which holds no weights."""
     out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(block.q, block.k, block.v, 0.0, block.causal)
     return out, lse
 
 
-def flash_gradients(block: Block, out: Tensor, lse: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def flash_gradients(block: AttentionBlock, out: Tensor, lse: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`block_gradients` by torch's flash kernel."""
     q, k, v = block.q, block.k, block.v
     seed = torch.empty(0, dtype=torch.int64, device=q.device)  # of dropout, which there is none of
@@ -117,7 +117,7 @@ def flash_gradients(block: Block, out: Tensor, lse: Tensor, grad: Tensor) -> tup
     )
 
 
-def cudnn(block: Block) -> tuple[Tensor, Tensor]:
+def cudnn(block: AttentionBlock) -> tuple[Tensor, Tensor]:
     """`block_attention` by cuDNN, on an H200 twice as fast as torch's flash kernel."""
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         block.q, block.k, block.v, None, True, 0.0, block.causal
@@ -125,7 +125,7 @@ def cudnn(block: Block) -> tuple[Tensor, Tensor]:
     return out, lse[..., 0]
 
 
-def cudnn_gradients(block: Block, out: Tensor, lse: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def cudnn_gradients(block: AttentionBlock, out: Tensor, lse: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`block_gradients` by cuDNN."""
     q, k, v = block.q, block.k, block.v
     seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout, which there is none of
@@ -135,7 +135,7 @@ def cudnn_gradients(block: Block, out: Tensor, lse: Tensor, grad: Tensor) -> tup
     )
 
 
-def efficient(block: Block) -> tuple[Tensor, Tensor]:
+def efficient(block: AttentionBlock) -> tuple[Tensor, Tensor]:
     """`block_attention` by torch's memory-efficient kernel, which takes masks and fp32 but no grouped heads."""
     k, v = (_repeated(x, block.q.shape[1]) for x in (block.k, block.v))
     out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
@@ -144,7 +144,7 @@ def efficient(block: Block) -> tuple[Tensor, Tensor]:
     return out, lse[..., : block.q.shape[2]]
 
 
-def efficient_gradients(block: Block, out: Tensor, lse: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def efficient_gradients(block: AttentionBlock, out: Tensor, lse: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`block_gradients` by torch's memory-efficient kernel."""
     k, v = (_repeated(x, block.q.shape[1]) for x in (block.k, block.v))
     out = out.transpose(1, 2).contiguous().transpose(1, 2)  # the kernel assumes this layout and does not ask
@@ -158,7 +158,7 @@ def efficient_gradients(block: Block, out: Tensor, lse: Tensor, grad: Tensor) ->
     return dq, dk, dv
 
 
-def _kernel(block: Block) -> tuple[Forward, Gradients]:
+def _kernel(block: AttentionBlock) -> tuple[Forward, Gradients]:
     """The fastest pair of functions that can do a block."""
     q, columns = block.q, block.k.shape[2]
     head_dim = q.shape[3]
@@ -177,11 +177,11 @@ def _cudnn_can(q: Tensor) -> bool:
     return hopper and q.shape[3] <= CUDNN_WIDEST and not torch.are_deterministic_algorithms_enabled()
 
 
-def _scale(block: Block) -> float:
+def _scale(block: AttentionBlock) -> float:
     return block.q.shape[3] ** -0.5
 
 
-def _scores(block: Block) -> Tensor:
+def _scores(block: AttentionBlock) -> Tensor:
     """Scaled products of queries and keys, minus infinity where unseen, (b, kv_heads, group · rows, columns)."""
     q, k = _fold(block.q.to(wide(block.q)), block.k.shape[1]), block.k.to(wide(block.k))
     scores = (q @ k.mT) * _scale(block)
@@ -195,7 +195,7 @@ def _scores(block: Block) -> Tensor:
     return grouped.flatten(2, 3)
 
 
-def _bias(block: Block) -> Tensor | None:
+def _bias(block: AttentionBlock) -> Tensor | None:
     """What the documents add to the scores: so little that no weight is left, yet finite, as rows may see nothing."""
     if block.same is None:
         return None

@@ -13,12 +13,12 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from meshwright.config.check import missing
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.model_spec import Absent, Anatomy
+from meshwright.parallel.model_spec import Absent, ModelSpec
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError
 
 
-def wrap(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: Anatomy) -> nn.Module:
+def wrap(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: ModelSpec) -> nn.Module:
     """Compile every block by itself: blocks are alike, so the first one's kernels serve them all."""
     if not plan.compile:
         return model

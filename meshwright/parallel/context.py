@@ -16,8 +16,16 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from meshwright.models.layers import Attend, Attention, causal_attention, wide
-from meshwright.models.moe import Mixture, Route, Routing
-from meshwright.parallel.block_attention import Block, block_attention, block_gradients, join, meeting, merge, take
+from meshwright.models.moe import MoELayer, Route, Routing
+from meshwright.parallel.block_attention import (
+    AttentionBlock,
+    block_attention,
+    block_gradients,
+    join,
+    meeting,
+    merge,
+    take,
+)
 from meshwright.parallel.collectives import gather
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec.arch import Arch
@@ -174,7 +182,7 @@ def _visits(own: Keys, ring: Ring) -> Iterator[tuple[int, Tensor]]:
     yield (ring.rank + 1) % ring.size, message
 
 
-def _met(q: Tensor, keys: Keys, owner: int, theirs: Tensor, ring: Ring) -> tuple[Block, slice, slice]:
+def _met(q: Tensor, keys: Keys, owner: int, theirs: Tensor, ring: Ring) -> tuple[AttentionBlock, slice, slice]:
     """This rank's queries and the keys and values of an owner that they see, and which of either these are."""
     rows, columns, causal = meeting(ring.rank, owner, q.shape[2])
     k, v = theirs[..., columns, :]
@@ -182,7 +190,7 @@ def _met(q: Tensor, keys: Keys, owner: int, theirs: Tensor, ring: Ring) -> tuple
     if keys.documents is not None:
         mine, others = (take(keys.documents, 1, ring.size, rank) for rank in (ring.rank, owner))
         same = mine[:, rows, None] == others[:, None, columns]
-    return Block(q[:, :, rows], k, v, causal, same), rows, columns
+    return AttentionBlock(q[:, :, rows], k, v, causal, same), rows, columns
 
 
 def _send(message: Tensor, group: dist.ProcessGroup) -> Arrival:
@@ -223,7 +231,7 @@ def split(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
     for module in model.modules():
         if isinstance(module, Attention):
             module.attend = attention(plan, group)
-        elif isinstance(module, Mixture):
+        elif isinstance(module, MoELayer):
             module.route = partial(route_whole, route=module.route, group=group)
     return model
 

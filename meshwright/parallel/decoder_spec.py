@@ -16,9 +16,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 from meshwright.models.decoder import Decoder
-from meshwright.models.moe import Mixture
+from meshwright.models.moe import MoELayer
 from meshwright.parallel import precision
-from meshwright.parallel.model_spec import Anatomy, Stage
+from meshwright.parallel.model_spec import ModelSpec, Stage
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import Split, params
 from meshwright.spec.plan import Plan
@@ -56,7 +56,7 @@ def part(model: nn.Module, stage: Stage) -> nn.Module:
     return decoder
 
 
-DECODER = Anatomy(blocks=blocks, splits=splits, part=part)
+DECODER = ModelSpec(blocks=blocks, splits=splits, part=part)
 
 
 def stream(arch: Arch, plan: Plan, tokens: Tensor, stage: int) -> Tensor:
@@ -83,7 +83,7 @@ def _styles(model: Decoder) -> Iterator[tuple[str, ParallelStyle]]:
             yield name, TiedNorm() if name == "norm" and ends_tied else _style(name, param.split)
     for name, block in model.blocks.items():
         yield f"blocks.{name}.attn", _gathered(3)
-        if not isinstance(block.mlp, Mixture):
+        if not isinstance(block.mlp, MoELayer):
             yield f"blocks.{name}.mlp", _gathered(2)
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from meshwright.models.moe import Experts, Mixture
+from meshwright.models.moe import Experts, MoELayer
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.tensor import hold_experts
 from meshwright.spec.plan import Plan
@@ -27,7 +27,7 @@ def split(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
         return model
     group = mesh.group("ep")
     for module in model.modules():
-        if isinstance(module, Mixture):
+        if isinstance(module, MoELayer):
             hold_experts(module.experts, mesh)
             module.run = partial(run_over_ranks, group=group)
     return model
@@ -51,7 +51,7 @@ def run_over_ranks(experts: Experts, x: Tensor, counts: Tensor, *, group: dist.P
 
 
 @dataclass(frozen=True, slots=True)
-class Journey:
+class ExpertRoute:
     """Where the rows of one mixture and microbatch go."""
 
     sent: list[int]  # rows to each rank of the group
@@ -61,14 +61,14 @@ class Journey:
     by_rank: Tensor  # (rows received,) and back
 
 
-def announced(counts: Tensor, group: dist.ProcessGroup) -> Journey:
+def announced(counts: Tensor, group: dist.ProcessGroup) -> ExpertRoute:
     """Tell every rank how many rows come to each of its experts. Waits for the device, once."""
     leaving = counts.view(group.size(), -1)  # (rank, expert it holds)
     coming = torch.empty_like(leaving)
     dist.all_to_all_single(coming, leaving, group=group)
     sent, received = torch.stack([leaving, coming]).cpu()
     by_expert = sorted_by_expert(coming, int(received.sum()))
-    return Journey(
+    return ExpertRoute(
         sent=sent.sum(1).tolist(),
         received=received.sum(1).tolist(),
         # On the host, where experts read it: on the device they would wait for the rows that are on their way.
@@ -87,7 +87,7 @@ def sorted_by_expert(coming: Tensor, rows: int) -> Tensor:
 
 def exchanged(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
     """The rows that all ranks sent here, in the order of ranks; going back, gradients return the way rows came."""
-    return _Exchange.apply(x, sent, received, group)
+    return _ExpertExchange.apply(x, sent, received, group)
 
 
 def permuted(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ def permuted(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
     return _Permute.apply(x, order, inverse)
 
 
-class _Exchange(Function):
+class _ExpertExchange(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
         ctx.sent, ctx.received, ctx.group = sent, received, group

@@ -12,11 +12,11 @@ from torch.distributed.tensor import Shard
 from meshwright.models.moe import Experts
 from meshwright.parallel import deterministic, precision
 from meshwright.parallel.mesh import Mesh, local
-from meshwright.parallel.model_spec import Anatomy, Blocks, with_weights
+from meshwright.parallel.model_spec import Blocks, ModelSpec, with_weights
 from meshwright.spec.plan import Plan, runs
 
 
-def wrap(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: Anatomy) -> nn.Module:
+def wrap(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: ModelSpec) -> nn.Module:
     """Each block gathers its weights before use and sums its gradients after.
 
     A lone rank whose weights already have the precision of the arithmetic does neither.

@@ -17,7 +17,7 @@ from meshwright.kernels.rope import rotate
 from meshwright.models.decoder import Decoder
 from meshwright.models.layers import Attend, Attention, Block, Mlp, causal_attention, rotate_both, weighed_loss
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.model_spec import Anatomy
+from meshwright.parallel.model_spec import ModelSpec
 from meshwright.parallel.precision import compute_dtype
 from meshwright.parallel.tensor import cut_loss
 from meshwright.spec.plan import Plan
@@ -59,7 +59,7 @@ FASTEST = (
 )
 
 
-def wrap(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: Anatomy) -> nn.Module:
+def wrap(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: ModelSpec) -> nn.Module:
     """Put kernels into our own decoder, on a GPU; anyone else's model and the CPU keep their arithmetic.
 
     Under tp the loss runs in chunks on every device, by kernels or by their plain twins: one path, proved in float64.

@@ -1,6 +1,6 @@
 """What a model says about itself so that it can be split: its blocks, its split table and its cut points.
 
-Copies, shards and precision need none of it. Whoever brings a model of their own brings an `Anatomy` for the rest.
+Copies, shards and precision need none of it. Whoever brings a model of their own brings an `ModelSpec` for the rest.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,7 +43,7 @@ def longest_list(model: nn.Module) -> Blocks:
 
 
 @dataclass(frozen=True, slots=True)
-class Anatomy:
+class ModelSpec:
     """The three answers. What is left out is refused by the plans that would need it."""
 
     # The units, in the order they run, that gather their weights by themselves; names are those of `named_modules`.
@@ -61,10 +61,10 @@ class Absent(nn.Module):
         return x
 
 
-def in_a_row(model: nn.Module, stage: Stage, before: Sequence[str], after: Sequence[str]) -> nn.Module:
+def sequential_stage(model: nn.Module, stage: Stage, before: Sequence[str], after: Sequence[str]) -> nn.Module:
     """The part of a model whose own forward runs the modules `before`, then its longest list, then those `after`.
 
-    Bind the names with `functools.partial` for `Anatomy.part`.
+    Bind the names with `functools.partial` for `ModelSpec.part`.
     """
     absent = [name for number, name in enumerate(longest_list(model)) if number not in stage.blocks]
     absent += () if stage.first else before
@@ -96,12 +96,12 @@ def _fits(name: str, pattern: str) -> bool:
     return len(words) == len(patterns) and all(map(fnmatchcase, words, patterns))
 
 
-def unanswered(anatomy: Anatomy, plan: Plan) -> Iterator[Problem]:
+def unanswered(anatomy: ModelSpec, plan: Plan) -> Iterator[Problem]:
     """What a plan asks of a model that its anatomy does not say."""
     without = "or spread its weights with plan.shard or plan.replicate, which need no answer"
     if plan.tp > 1 and anatomy.splits is None:
         what = f"plan.tp = {plan.tp} needs the model's split table, and its anatomy has no `splits`"
-        yield Problem(what, f"give Anatomy(splits=…), {without}", "plan.tp")
+        yield Problem(what, f"give ModelSpec(splits=…), {without}", "plan.tp")
     if plan.pp > 1 and anatomy.part is None:
         what = f"plan.pp = {plan.pp} needs the model's cut points, and its anatomy has no `part`"
-        yield Problem(what, f"give Anatomy(part=…), {without}", "plan.pp")
+        yield Problem(what, f"give ModelSpec(part=…), {without}", "plan.pp")

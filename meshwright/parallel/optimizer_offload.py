@@ -17,13 +17,13 @@ from torch import nn
 
 from meshwright.models.decoder import Decoder
 from meshwright.parallel import precision
-from meshwright.parallel.model_spec import Anatomy, with_weights
+from meshwright.parallel.model_spec import ModelSpec, with_weights
 from meshwright.spec.plan import Plan
 
 Mark = torch.cuda.Event | None  # a point in a queue; on a CPU whatever was asked for is done
 
 
-class Lane:
+class CopyStream:
     """A queue of work on the device beside the main one; on a CPU work is done when it is asked for."""
 
     def __init__(self, device: torch.device) -> None:
@@ -68,14 +68,14 @@ def here(device: torch.device) -> Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class OffloadGroup:
     """Weights that are moved together, and the module whose call needs them first."""
 
     door: nn.Module
     weights: list[nn.Parameter]
 
 
-def groups(model: nn.Module, anatomy: Anatomy) -> list[Group]:
+def groups(model: nn.Module, anatomy: ModelSpec) -> list[OffloadGroup]:
     """All weights of a model in the order in which a forward needs them; what is shared belongs to its first use."""
     blocks = list(with_weights(anatomy.blocks(model)))
     last = _last(model)
@@ -85,7 +85,7 @@ def groups(model: nn.Module, anatomy: Anatomy) -> list[Group]:
     if last:
         doors.append((last[0], [weight for module in last for weight in module.parameters()]))
     seen = set[int]()
-    return [Group(door, list(_unseen(weights, seen))) for door, weights in doors]
+    return [OffloadGroup(door, list(_unseen(weights, seen))) for door, weights in doors]
 
 
 def _last(model: nn.Module) -> list[nn.Module]:
@@ -122,7 +122,7 @@ def sum_wide(chunks: Iterable[nn.Module], plan: Plan) -> None:
 class Gates:
     """One gate a group: closed when an update begins, opened when the group's weights are moved."""
 
-    def __init__(self, groups: Sequence[Group], device: torch.device) -> None:
+    def __init__(self, groups: Sequence[OffloadGroup], device: torch.device) -> None:
         self.device = device
         self.gates: list[Future[Mark] | None] = [None] * len(groups)
         self.waits: list[tuple[Mark, Mark, float]] = []  # since the gates were closed: by both clocks

@@ -18,7 +18,7 @@ from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRun
 from meshwright.config.run import Run
 from meshwright.parallel import precision
 from meshwright.parallel.mesh import Mesh, local
-from meshwright.parallel.model_spec import Anatomy, stage_of
+from meshwright.parallel.model_spec import ModelSpec, stage_of
 from meshwright.spec.arch import Arch
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import actions, stage_ranks
@@ -28,7 +28,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]  # from a microbatch's outputs and tar
 Streams = Callable[[Tensor, int], Tensor]
 
 
-def cut(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: Anatomy) -> list[nn.Module]:
+def cut(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: ModelSpec) -> list[nn.Module]:
     """The stages that this rank runs, in the order of the model."""
     if plan.pp == 1:
         return [model]
@@ -45,7 +45,7 @@ def placement(plan: Plan) -> tuple[int, ...]:
     return stage_ranks(plan.schedule, plan.pp, plan.chunks)
 
 
-def part(model: nn.Module, plan: Plan, stage: int, anatomy: Anatomy) -> nn.Module:
+def part(model: nn.Module, plan: Plan, stage: int, anatomy: ModelSpec) -> nn.Module:
     """One stage of a plan, the model left as it is."""
     assert anatomy.part is not None, "refused before ranks start"
     return anatomy.part(copy.deepcopy(model), stage_of(plan, stage))

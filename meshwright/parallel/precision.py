@@ -6,16 +6,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from meshwright.kernels.fp8 import Linear8, RowLinear8, takes
+from meshwright.kernels.fp8 import Fp8Linear, RowwiseFp8Linear, takes
 from meshwright.parallel.mesh import Mesh, local
-from meshwright.parallel.model_spec import Anatomy
+from meshwright.parallel.model_spec import ModelSpec
 from meshwright.spec.plan import Plan
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-EIGHT = {"tensorwise": Linear8, "rowwise": RowLinear8}
+EIGHT = {"tensorwise": Fp8Linear, "rowwise": RowwiseFp8Linear}
 
 
-def wrap(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: Anatomy) -> nn.Module:
+def wrap(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: ModelSpec) -> nn.Module:
     """Let the linear layers of all blocks run in FP8, if the plan says so; what is outside the blocks stays wider."""
     if plan.precision != "fp8":
         return model

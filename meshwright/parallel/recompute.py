@@ -20,7 +20,7 @@ from torch.utils.checkpoint import (
 )
 
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.model_spec import Absent, Anatomy
+from meshwright.parallel.model_spec import Absent, ModelSpec
 from meshwright.spec.plan import Plan, by_operation, runs
 from meshwright.spec.problem import InputError, Problem
 
@@ -49,7 +49,7 @@ KEPT = {
 }
 
 
-def keep_costly(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: Anatomy) -> nn.Module:
+def keep_costly(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: ModelSpec) -> nn.Module:
     """Recomputation by operation: of the plan's blocks, let the backward compute anew all but the costly operations."""
     if by_operation(plan.recompute):
         blocks = _blocks(model, anatomy)
@@ -59,7 +59,7 @@ def keep_costly(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: Anatomy) -> n
     return model
 
 
-def keep_inputs(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: Anatomy) -> nn.Module:
+def keep_inputs(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: ModelSpec) -> nn.Module:
     """Recomputation by blocks: of the plan's runs of them, let the backward compute everything anew."""
     if by_operation(plan.recompute):
         return model
@@ -73,7 +73,7 @@ def keep_inputs(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: Anatomy) -> n
     return model
 
 
-def _blocks(model: nn.Module, anatomy: Anatomy) -> list[nn.Module]:
+def _blocks(model: nn.Module, anatomy: ModelSpec) -> list[nn.Module]:
     """Those that this (part of a) model has."""
     return [block for block in anatomy.blocks(model).values() if not isinstance(block, Absent)]
 
@@ -86,7 +86,7 @@ def _contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """Where the forward runs, and where it runs again."""
     first, again = create_selective_checkpoint_contexts(_policy)
     assert isinstance(again, _CachedTorchDispatchMode)
-    return first, Again(_policy, again.storage, allow_cache_entry_mutation=False)
+    return first, Recomputed(_policy, again.storage, allow_cache_entry_mutation=False)
 
 
 def _policy(context: Any, operator: Any, *arguments: Any, **words: Any) -> CheckpointPolicy:
@@ -97,7 +97,7 @@ def _is_kept(operator: Any) -> bool:
     return getattr(operator, "overloadpacket", operator) in KEPT  # operators of a higher order are of no packet
 
 
-class Again(_CachedTorchDispatchMode):
+class Recomputed(_CachedTorchDispatchMode):
     """Gives back what was kept, and asks nothing of the other operators.
 
     Torch wants to see the very same ones again. Experts that gather weights of their own do so in the forward, and
@@ -110,7 +110,7 @@ class Again(_CachedTorchDispatchMode):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-class Together:
+class RecomputedRun:
     """A run of blocks that are computed, and computed anew, as one: by the call of the last."""
 
     def __init__(self, calls: Sequence[Forward]) -> None:
@@ -151,7 +151,7 @@ def _between() -> Problem:
 
 def _together(blocks: list[nn.Module]) -> None:
     """Let a run know of the calls of its blocks."""
-    run = Together([partial(type(block).__call__, block) for block in blocks])
+    run = RecomputedRun([partial(type(block).__call__, block) for block in blocks])
     for number, block in enumerate(blocks):
         # Hooks of other transforms are part of a call, and must run when the block does. Only a class can say what a
         # call is; one serves all blocks of a kind, as the compiler takes another class for another block.

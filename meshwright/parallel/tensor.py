@@ -19,16 +19,16 @@ from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.nn.utils import stateless
 
 from meshwright.kernels import cross_entropy
-from meshwright.kernels.cross_entropy import Part
+from meshwright.kernels.cross_entropy import VocabShard
 from meshwright.kernels.dispatch import Kernels
-from meshwright.models.moe import Experts, Mixture
+from meshwright.models.moe import Experts, MoELayer
 from meshwright.parallel.collectives import gather, scatter
 from meshwright.parallel.mesh import Mesh, local
-from meshwright.parallel.model_spec import Anatomy, resolved
+from meshwright.parallel.model_spec import ModelSpec, resolved
 from meshwright.spec.plan import Plan
 
 
-def split_moe(layer: Mixture, plan: Plan, mesh: Mesh) -> None:
+def split_moe(layer: MoELayer, plan: Plan, mesh: Mesh) -> None:
     """Cut one mixture over tp, in place."""
     axis = mesh.dense["tp"]
     for module, name, weight in list(_outside_experts(layer)):
@@ -90,14 +90,14 @@ def _read_partial(weight: DTensor) -> Tensor:
     return weight.to_local(grad_placements=[Partial() if isinstance(placement, Replicate) else placement])
 
 
-def _outside_experts(layer: Mixture) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+def _outside_experts(layer: MoELayer) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
     for module in layer.modules():
         if not isinstance(module, Experts):
             for name, weight in module.named_parameters(recurse=False):
                 yield module, name, weight
 
 
-def _placement(name: str, module: nn.Module, layer: Mixture) -> Placement:
+def _placement(name: str, module: nn.Module, layer: MoELayer) -> Placement:
     shared = layer.shared
     if shared is None or module in (layer.router, layer.noise):
         return Replicate()
@@ -110,14 +110,14 @@ def _hold(module: nn.Module, name: str, weight: Tensor, axes: DeviceMesh, placem
     module.register_parameter(name, nn.Parameter(distribute_tensor(weight.data, axes, placements)))
 
 
-def split(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: Anatomy) -> nn.Module:
+def split(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: ModelSpec) -> nn.Module:
     """Cut every matrix as the model's split table says."""
     if plan.tp == 1:
         return model
     assert anatomy.splits is not None, "refused before ranks start"
     parallelize_module(model, mesh.dense["tp"], resolved(anatomy.splits(model), model))
     for module in model.modules():
-        if isinstance(module, Mixture):
+        if isinstance(module, MoELayer):
             split_moe(module, plan, mesh)
     return model
 
@@ -143,12 +143,12 @@ def cut_loss(
     return cross_entropy.weighed_loss(entering, projection.to_local(), targets, weight, part_of(projection), kernels)
 
 
-def part_of(projection: DTensor) -> Part:
+def part_of(projection: DTensor) -> VocabShard:
     """The entries of the vocabulary that this rank holds."""
     group = projection.device_mesh.get_group()
     vocab, ranks = len(projection), group.size()
     largest = -(-vocab // ranks)
-    return Part(
+    return VocabShard(
         first=min(group.rank() * largest, vocab),
         largest=largest,
         ranks=ranks,

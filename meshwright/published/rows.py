@@ -13,7 +13,7 @@ import msgspec
 from meshwright.cost.job import Job
 from meshwright.cost.memory import Ledger, fits, ledger
 from meshwright.cost.step_time import Price, price
-from meshwright.hardware.cluster import MOST_GPUS, Cluster, Machines, assembled, catalogue, recognised, unknown
+from meshwright.hardware.cluster import MOST_GPUS, Cluster, ClusterFile, assembled, catalogue, recognised, unknown
 from meshwright.hardware.stacks import Stack, stack_of
 from meshwright.published.arch import arch_of
 from meshwright.published.cells import Cells, ImpossibleError, RefusalError, holds
@@ -122,7 +122,7 @@ def cluster_of(cells: Cells, gpus: int) -> Cluster:
     return assembled(_machines(cells, name, gpus), known)
 
 
-def _machines(cells: Cells, name: str, gpus: int) -> Machines:
+def _machines(cells: Cells, name: str, gpus: int) -> ClusterFile:
     known = catalogue()
     card = known.cards[name]
     links = cells.row.get("interconnect", "")
@@ -133,7 +133,7 @@ def _machines(cells: Cells, name: str, gpus: int) -> Machines:
     if gpus > domain and not links:
         cells.note(f"interconnect = {network}, {gbit:g} Gb/s a GPU (the card's usual)")
     plain_pcie = "pcie" in links.lower() and "nvlink" not in links.lower()
-    return Machines(
+    return ClusterFile(
         gpu=name,
         gpus=gpus,
         domain=domain,
@@ -184,7 +184,7 @@ OUR_FAULTS = (ValueError, ArithmeticError, LookupError, AssertionError)
 Row = dict[str, str]
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class RowPrice(msgspec.Struct, frozen=True, kw_only=True):
     """What we say of one row. No figure where it is refused."""
 
     price: Price | None = None
@@ -209,14 +209,14 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
         return found | {column: f"{figure:.6g}" for column, figure in zip(ADDED[:7], figures, strict=True)}
 
 
-class Told(msgspec.Struct, frozen=True, kw_only=True):
+class PriceCounts(msgspec.Struct, frozen=True, kw_only=True):
     """What became of the rows of a table."""
 
     priced: int
     refused: int
 
 
-def price_file(source: Path, target: Path, say: Callable[[str], None]) -> Told:
+def price_file(source: Path, target: Path, say: Callable[[str], None]) -> PriceCounts:
     """Read a table of runs, write it back with the columns of `ADDED`."""
     rows, columns = read(source)
     answers: list[Row] = []
@@ -229,27 +229,27 @@ def price_file(source: Path, target: Path, say: Callable[[str], None]) -> Told:
             say(f"priced {number:,} of {len(rows):,} rows")
     write(target, [*(column for column in columns if column not in ADDED), *ADDED], answers)
     say(f"{len(rows) - refused:,} rows priced, {refused:,} refused with the reason, in {target}")
-    return Told(priced=len(rows) - refused, refused=refused)
+    return PriceCounts(priced=len(rows) - refused, refused=refused)
 
 
-def answered(row: Mapping[str, str]) -> Answer:
+def answered(row: Mapping[str, str]) -> RowPrice:
     """Our figures for one row."""
     assumed: tuple[str, ...] = ()
     try:
         found = job_of(row)
         assumed = found.assumed
         if found.job is None:
-            return Answer(refused=found.refused, assumed=assumed, fits=False if found.impossible else None)
+            return RowPrice(refused=found.refused, assumed=assumed, fits=False if found.impossible else None)
         return _figures(found, found.job, row)
     except OUR_FAULTS as error:  # one row that we get wrong should not cost the user the others
-        return Answer(refused=f"a fault of ours: {type(error).__name__}: {error}", assumed=assumed)
+        return RowPrice(refused=f"a fault of ours: {type(error).__name__}: {error}", assumed=assumed)
 
 
-def _figures(found: Priced, job: Job, row: Mapping[str, str]) -> Answer:
+def _figures(found: Priced, job: Job, row: Mapping[str, str]) -> RowPrice:
     kind = row.get("peak_mem_kind", "").lower()
     held, room = _memory(job, measured_rank(kind, job))
     memory = as_measured(held, kind)
-    return Answer(
+    return RowPrice(
         price=_price(job),
         memory_bytes=memory,
         low_bytes=memory * held.low,

@@ -5,7 +5,7 @@ from html import escape
 
 from meshwright.cost.simulate import Timeline
 from meshwright.report import svg
-from meshwright.report.plan_charts import Pictures, Point, Whole, short
+from meshwright.report.plan_charts import Pictures, Point, StackedBar, short
 
 STYLE = """\
 :root {
@@ -118,7 +118,7 @@ def section(title: str, drawn: str, below: str) -> Iterator[str]:
     yield "</section>"
 
 
-def parts_table(whole: Whole) -> str:
+def parts_table(whole: StackedBar) -> str:
     """The same numbers to read, with the reason of each."""
     rows = [(entry.name, f"{short(entry.value)} {whole.unit}", entry.why) for entry in whole.entries]
     rows.append(("in all", f"{short(whole.total)} {whole.unit}", ""))

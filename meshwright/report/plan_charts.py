@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from meshwright.cost.job import Job
-from meshwright.cost.layer_time import bench
+from meshwright.cost.layer_time import layer_model
 from meshwright.cost.memory import Ledger
 from meshwright.cost.simulate import StageCost, Timeline, play, render
 from meshwright.cost.step_time import Price, stages_of
@@ -16,7 +16,7 @@ from meshwright.spec.schedule import actions, stage_ranks
 GIB = 2**30
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
+class ChartEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A part of a whole. One below zero is taken off."""
 
     name: str
@@ -24,12 +24,12 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     why: str = ""
 
 
-class Whole(msgspec.Struct, frozen=True, kw_only=True):
+class StackedBar(msgspec.Struct, frozen=True, kw_only=True):
     """Parts that add up, and what there is room for."""
 
     title: str
     unit: str
-    entries: tuple[Entry, ...]
+    entries: tuple[ChartEntry, ...]
     limit: float | None = None  # None: there is none
     limit_name: str = ""
 
@@ -47,7 +47,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     front: bool = False  # no plan takes less time in as little memory
 
 
-class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
+class PipelineChart(msgspec.Struct, frozen=True, kw_only=True):
     """A step of a pipeline, or its beginning and end where it is long."""
 
     title: str
@@ -61,31 +61,33 @@ class Pictures(msgspec.Struct, frozen=True, kw_only=True):
 
     title: str
     heading: tuple[str, ...]
-    memory: Whole
-    time: Whole
+    memory: StackedBar
+    time: StackedBar
     points: tuple[Point, ...] = ()
     limit_gib: float = 0.0
-    pipeline: Pipeline | None = None
+    pipeline: PipelineChart | None = None
 
 
-def memory(ledger: Ledger, memory_bytes: float) -> Whole:
+def memory(ledger: Ledger, memory_bytes: float) -> StackedBar:
     """The ledger's lines beside the device's memory; empty ones are left out."""
     where = "a rank" if ledger.role == "only" else f"the {ledger.role} pipeline rank"
-    return Whole(
+    return StackedBar(
         title=f"Memory of {where} at its peak, {ledger.moment}",
         unit="GiB",
         entries=tuple(
-            Entry(name=line.name, value=line.bytes / GIB, why=line.why) for line in ledger.lines if line.bytes
+            ChartEntry(name=line.name, value=line.bytes / GIB, why=line.why) for line in ledger.lines if line.bytes
         ),
         limit=memory_bytes / GIB,
         limit_name="the device",
     )
 
 
-def seconds(price: Price) -> Whole:
+def seconds(price: Price) -> StackedBar:
     """The waterfall: from the data sheet's seconds to a step's."""
-    entries = (Entry(name=share.name, value=share.seconds, why=share.why) for share in price.waterfall)
-    return Whole(title="Where a step's seconds go", unit="s", entries=tuple(each for each in entries if each.value))
+    entries = (ChartEntry(name=share.name, value=share.seconds, why=share.why) for share in price.waterfall)
+    return StackedBar(
+        title="Where a step's seconds go", unit="s", entries=tuple(each for each in entries if each.value)
+    )
 
 
 def front(points: Iterable[Point]) -> tuple[Point, ...]:
@@ -130,7 +132,7 @@ ROWS = 14  # of the chart of plans
 IDLE_FIGURES = 36  # columns that a Gantt row takes beside its actions
 
 
-class Screen(msgspec.Struct, frozen=True, kw_only=True):
+class Terminal(msgspec.Struct, frozen=True, kw_only=True):
     """Where characters go."""
 
     columns: int = 100
@@ -141,7 +143,7 @@ class Screen(msgspec.Struct, frozen=True, kw_only=True):
         return min(max(self.columns, NARROWEST), WIDEST)
 
 
-def charts(pictures: Pictures, screen: Screen) -> Iterator[str]:
+def charts(pictures: Pictures, screen: Terminal) -> Iterator[str]:
     """All pictures of an answer, one below the other."""
     yield from cascade(pictures.memory, screen)
     yield ""
@@ -154,7 +156,7 @@ def charts(pictures: Pictures, screen: Screen) -> Iterator[str]:
         yield from gantt(pictures.pipeline, screen)
 
 
-def cascade(whole: Whole, screen: Screen) -> Iterator[str]:
+def cascade(whole: StackedBar, screen: Terminal) -> Iterator[str]:
     """A bar for each part, beginning where the one before ended, and one for the sum beside what there is room for."""
     room = screen.width - NAMES - FIGURES
     largest = max(whole.total, whole.limit or 0.0, _highest(whole))
@@ -168,7 +170,7 @@ def cascade(whole: Whole, screen: Screen) -> Iterator[str]:
     yield f"{'in all':<{NAMES}}{_limited(whole, scale, room)}{_sum(whole):>8}"
 
 
-def _highest(whole: Whole) -> float:
+def _highest(whole: StackedBar) -> float:
     """Where the cascade reaches farthest, before something is taken off again."""
     reached = highest = 0.0
     for entry in whole.entries:
@@ -177,11 +179,11 @@ def _highest(whole: Whole) -> float:
     return highest
 
 
-def _sum(whole: Whole) -> str:
+def _sum(whole: StackedBar) -> str:
     return f"{short(whole.total)}" + (f" of {short(whole.limit)}" if whole.limit else "")
 
 
-def _limited(whole: Whole, scale: float, room: int) -> str:
+def _limited(whole: StackedBar, scale: float, room: int) -> str:
     """The sum's bar, the free room dotted, and a mark at the limit."""
     cells = list(bar(0.0, whole.total * scale).ljust(room))
     if whole.limit:
@@ -205,14 +207,14 @@ def bar(start: float, end: float) -> str:
     return "".join(cells)
 
 
-def _coloured(painted: str, room: int, number: int, screen: Screen) -> str:
+def _coloured(painted: str, room: int, number: int, screen: Terminal) -> str:
     padded = painted[:room].ljust(room)
     if not screen.colour:
         return padded
     return f"\x1b[{COLOURS[number % len(COLOURS)]}m{padded}{RESET}"
 
 
-def plans(points: tuple[Point, ...], limit_gib: float, screen: Screen) -> Iterator[str]:
+def plans(points: tuple[Point, ...], limit_gib: float, screen: Terminal) -> Iterator[str]:
     """Plans by memory and seconds: numbers are those that nothing beats in both, dots the others."""
     left = 9
     room = screen.width - left - 2
@@ -256,7 +258,7 @@ def _scale_line(most: float, room: int) -> str:
     return "".join(cells).rstrip()
 
 
-def gantt(pipeline: Pipeline, screen: Screen) -> Iterator[str]:
+def gantt(pipeline: PipelineChart, screen: Terminal) -> Iterator[str]:
     """A line for each rank of a pipeline."""
     timeline = pipeline.timeline
     idle = f"{timeline.bubble:.1%} idle" if pipeline.shown == pipeline.microbatches else "longer steps idle less"
@@ -269,7 +271,7 @@ ROUNDS = 2  # microbatches ÷ pp that are drawn at most: the rest is more of the
 LEAST = 8  # and not fewer than this
 
 
-def pipeline(job: Job) -> Pipeline | None:
+def pipeline(job: Job) -> PipelineChart | None:
     """The Gantt chart of a job's pipeline; None where there is none."""
     plan = job.plan
     if plan.pp == 1:
@@ -278,12 +280,12 @@ def pipeline(job: Job) -> Pipeline | None:
     orders = actions(plan.schedule, plan.pp, plan.chunks, shown)
     cost, send = stage_cost(job)
     timeline = play(orders, stage_ranks(plan.schedule, plan.pp, plan.chunks), cost, send)
-    return Pipeline(title=_title(plan, shown), timeline=timeline, shown=shown, microbatches=plan.grad_accum)
+    return PipelineChart(title=_title(plan, shown), timeline=timeline, shown=shown, microbatches=plan.grad_accum)
 
 
 def stage_cost(job: Job) -> tuple[StageCost, float]:
     """What every stage takes for a microbatch, and a message between them."""
-    stages = stages_of(bench(job), job)
+    stages = stages_of(layer_model(job), job)
     blocked, travel = (stages.send, 0.0) if job.stack.speed.blocking_sends else (0.0, stages.send)
     cost = StageCost(
         forward_seconds=tuple(each.forward.seconds + blocked for each in stages.passes),

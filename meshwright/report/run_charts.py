@@ -7,9 +7,9 @@ import msgspec
 
 from meshwright.report import run_summary, run_text, svg
 from meshwright.report.html import document, parts_table, section, table
-from meshwright.report.plan_charts import Entry, Whole, short, ticks
-from meshwright.report.run_data import Facts, duration
-from meshwright.report.run_summary import Curve, HeldOut, Report
+from meshwright.report.plan_charts import ChartEntry, StackedBar, short, ticks
+from meshwright.report.run_data import FolderFacts, duration
+from meshwright.report.run_summary import Curve, EvalLoss, RunReport
 from meshwright.report.run_text import cells_of
 from meshwright.report.svg import LEFT, RIGHT, ROW, WIDTH
 
@@ -99,7 +99,7 @@ def pair_bars(drawn: Sequence[Pair]) -> str:
     return svg.drawing(WIDTH, len(drawn) * PAIR, "Promised and measured", "; ".join(told) + ".", parts)
 
 
-Shown = tuple[Facts, Report]
+Shown = tuple[FolderFacts, RunReport]
 
 
 def run_page(runs: Sequence[Shown]) -> str:
@@ -120,7 +120,7 @@ def _sections(runs: Sequence[Shown]) -> Iterator[str]:
         yield from _pictures(facts, report)
 
 
-def _pictures(facts: Facts, report: Report) -> Iterator[str]:
+def _pictures(facts: FolderFacts, report: RunReport) -> Iterator[str]:
     if compared := pairs(report):
         below = "".join(f"<p>{escape(line)}</p>" for line in run_text.reasons(report))
         yield from section("Promised and measured", pair_bars(compared), below)
@@ -135,7 +135,7 @@ def _pictures(facts: Facts, report: Report) -> Iterator[str]:
         yield _attempts(report)
 
 
-def pairs(report: Report) -> list[Pair]:
+def pairs(report: RunReport) -> list[Pair]:
     """Promises beside measurements, as bars."""
     return [
         Pair(
@@ -149,22 +149,22 @@ def pairs(report: Report) -> list[Pair]:
     ]
 
 
-def moments(report: Report) -> list[tuple[int, str]]:
+def moments(report: RunReport) -> list[tuple[int, str]]:
     """Steps at which something happened: an attempt that ended, an event."""
     ended = [(each.last_step, each.ended) for each in report.attempts if each.ended]
     return ended + [(each.step, each.text) for each in report.happened]
 
 
-def shares(report: Report) -> Whole:
+def shares(report: RunReport) -> StackedBar:
     """The wall time by what it was spent on."""
-    return Whole(
+    return StackedBar(
         title=f"Where the time went: {duration(report.wall_seconds)}",
         unit="s",
-        entries=tuple(Entry(name=part.name, value=part.seconds) for part in report.parts if part.seconds > 0),
+        entries=tuple(ChartEntry(name=part.name, value=part.seconds) for part in report.parts if part.seconds > 0),
     )
 
 
-def _held(report: Report) -> tuple[HeldOut, ...]:
+def _held(report: RunReport) -> tuple[EvalLoss, ...]:
     return report.losses.held_out if report.losses else ()
 
 
@@ -180,7 +180,7 @@ def _legend(drawn: Curve) -> str:
     return legend + table("what happened", ("step", "what"), [(f"{step:,}", what) for step, what in drawn.marks])
 
 
-def _attempts(report: Report) -> str:
+def _attempts(report: RunReport) -> str:
     rows = [
         (
             f"{each.session}.{each.number}",

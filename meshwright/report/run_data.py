@@ -15,14 +15,14 @@ from meshwright.config import load
 from meshwright.config.run import Run
 from meshwright.cost.goodput import kept
 from meshwright.runtime import failure
-from meshwright.runtime.failure import Verdict
+from meshwright.runtime.failure import Failure
 from meshwright.runtime.records import Record, StepRecord, read_line
 from meshwright.spec.problem import InputError, Problem
 
 NAME = "steps.rank*.jsonl"
 
 
-class Lines(msgspec.Struct, frozen=True, kw_only=True):
+class RankRecords(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's file as far as it can be read."""
 
     records: list[Record]
@@ -58,7 +58,7 @@ def rank_files(folder: Path) -> dict[int, Path]:
     return {int(rank): found[rank] for rank in sorted(filter(str.isdecimal, found), key=int)}
 
 
-def read(file: Path) -> Lines:
+def read(file: Path) -> RankRecords:
     """Every record of a file."""
     records: list[Record] = []
     damaged, cut = 0, False
@@ -70,7 +70,7 @@ def read(file: Path) -> Lines:
             records.append(read_line(text))
         except (msgspec.MsgspecError, AttributeError, TypeError):  # no JSON, no object, or none of ours
             damaged += 1
-    return Lines(records=records, damaged=damaged, cut=cut)
+    return RankRecords(records=records, damaged=damaged, cut=cut)
 
 
 def seen(rank: int, file: Path) -> RankSeen:
@@ -116,7 +116,7 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
     holds: bool | None  # whether it still does; None: it is on another machine, which cannot be asked
 
 
-class Told(msgspec.Struct, frozen=True, kw_only=True):
+class StandingEvidence(msgspec.Struct, frozen=True, kw_only=True):
     """What there is to judge by."""
 
     finished: bool  # there is a summary
@@ -125,7 +125,7 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
     patience: float  # seconds without a record after which a run that nobody can ask about is taken to have ended
     said_end: bool  # the last record says that the session is over
     made_all: bool  # the last record is of the last step
-    verdict: Verdict | None  # the last words of the first rank that failed
+    verdict: Failure | None  # the last words of the first rank that failed
     saved: tuple[int, ...] = ()  # steps that have a checkpoint
 
 
@@ -160,7 +160,7 @@ def _held(inode: int) -> bool | None:
     return any(field.endswith(f":{inode}") for row in rows for field in row.split())
 
 
-def standing(told: Told) -> Standing:
+def standing(told: StandingEvidence) -> Standing:
     """How a run stands, by the best witness there is: its summary, its lock, its last record's age, its last words."""
     if told.finished:
         return Standing(state="done", words="finished")
@@ -174,13 +174,13 @@ def standing(told: Told) -> Standing:
     return Standing(state="ended", words=f"{what}{when}", remedy=remedy, silent_seconds=silent)
 
 
-def _goes_on(told: Told) -> bool:
+def _goes_on(told: StandingEvidence) -> bool:
     if told.owner is not None and told.owner.holds is not None:
         return told.owner.holds
     return told.silent_seconds is not None and told.silent_seconds < told.patience and not told.said_end
 
 
-def _ending(told: Told) -> tuple[str, str]:
+def _ending(told: StandingEvidence) -> tuple[str, str]:
     """What ended a run, as far as anybody wrote it down, and what to do."""
     if told.verdict is not None:
         return f"ended early: {told.verdict.what}", told.verdict.remedy
@@ -194,7 +194,7 @@ def _ending(told: Told) -> tuple[str, str]:
     return "ended early without a word: its launcher or a rank was killed, or its machine is gone", _again(told)
 
 
-def _again(told: Told) -> str:
+def _again(told: StandingEvidence) -> str:
     where = f"goes on from step {told.saved[-1]:,}" if told.saved else "begins anew, since nothing was saved"
     return f"run the same command again: it {where}"
 
@@ -215,7 +215,7 @@ MOST_NAMED = 12  # runs of a folder of runs
 Value = TypeVar("Value")
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
+class FolderFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that the files say, before anything is concluded from it."""
 
     path: Path
@@ -227,28 +227,28 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     records: list[Record]
     kept: list[StepRecord]  # the steps that the weights went through
     ranks: tuple[RankSeen, ...]
-    verdicts: tuple[Verdict, ...]  # last words of ranks, the earliest first
-    ends: dict[str, Verdict]  # what ended attempts, by session and number
+    verdicts: tuple[Failure, ...]  # last words of ranks, the earliest first
+    ends: dict[str, Failure]  # what ended attempts, by session and number
     saved: tuple[int, ...]  # steps that have a checkpoint
     owner: Owner | None  # who holds the folder, or held it last
     silent_seconds: float | None  # since the last record was written, by this machine's clock
     notes: tuple[str, ...]  # what is missing or damaged
 
 
-def facts(path: Path) -> Facts:
+def facts(path: Path) -> FolderFacts:
     """Read a run's folder. What is no run folder is the user's mistake; what is damaged is noted, and left out."""
     _check(path)
     notes: list[str] = []
     run = _run(path / RUN, notes)
     files = rank_files(path)
     witness = min(files, default=None)
-    lines = read(files[witness]) if witness is not None else Lines(records=[])
+    lines = read(files[witness]) if witness is not None else RankRecords(records=[])
     steps = (record for record in lines.records if isinstance(record, StepRecord))
     ranks = tuple(summed(rank, steps) if rank == witness else seen(rank, file) for rank, file in files.items())
     changed = [file.name for file in earlier(path)]
     notes += [CHANGED.format(changed[-1])] if changed else []
     notes += _missing_records(run.plan.world, witness, ranks, lines)
-    return Facts(
+    return FolderFacts(
         path=path,
         run=run,
         changed=bool(changed),
@@ -306,7 +306,7 @@ def earlier(path: Path) -> list[Path]:
     return sorted(found, key=lambda file: int(file.name.split(".")[1]))
 
 
-def _missing_records(world: int, witness: int | None, ranks: tuple[RankSeen, ...], lines: Lines) -> list[str]:
+def _missing_records(world: int, witness: int | None, ranks: tuple[RankSeen, ...], lines: RankRecords) -> list[str]:
     """What the ranks' files leave open, a sentence each."""
     if witness is None:
         return ["there are no records (steps.rank*.jsonl): no rank has been ready for a step"]
@@ -345,7 +345,7 @@ def _is_finished(file: Path, notes: list[str]) -> bool:
     return True
 
 
-def _verdicts(path: Path, notes: list[str]) -> tuple[Verdict, ...]:
+def _verdicts(path: Path, notes: list[str]) -> tuple[Failure, ...]:
     try:
         return tuple(sorted(failure.read(path), key=lambda each: each.at))
     except (OSError, msgspec.MsgspecError) as error:
@@ -353,11 +353,11 @@ def _verdicts(path: Path, notes: list[str]) -> tuple[Verdict, ...]:
         return ()
 
 
-def _ends(path: Path, notes: list[str]) -> dict[str, Verdict]:
+def _ends(path: Path, notes: list[str]) -> dict[str, Failure]:
     """What the supervisor said when an attempt ended, by its session and number."""
     found = {}
     for file in sorted(path.glob("faults/ended-*.json"), key=lambda file: file.stat().st_mtime):
-        if told := _json(file, Verdict, notes, "what ended an attempt is not known"):
+        if told := _json(file, Failure, notes, "what ended an attempt is not known"):
             found[file.stem.removeprefix("ended-")] = told
     return found
 

@@ -12,7 +12,7 @@ import msgspec
 from meshwright.config import presets
 from meshwright.config.run import Goal
 from meshwright.cost import goodput
-from meshwright.cost.calibrate import CPU, Machine, measured, trainer
+from meshwright.cost.calibrate import CPU, PredictionSource, measured, trainer
 from meshwright.cost.flops import utilization
 from meshwright.cost.goodput import Account
 from meshwright.cost.job import Job
@@ -20,9 +20,9 @@ from meshwright.cost.memory import worst
 from meshwright.cost.step_time import price
 from meshwright.hardware.cluster import Cluster, catalogue, cluster, recognised
 from meshwright.hardware.profile import Profile
-from meshwright.report.run_data import Facts, RankSeen, Standing, Told, standing
-from meshwright.runtime.failure import Verdict
-from meshwright.runtime.records import AttemptRecord, EndRecord, EventRecord, HeldRecord, Record, StepRecord
+from meshwright.report.run_data import FolderFacts, RankSeen, Standing, StandingEvidence, standing
+from meshwright.runtime.failure import Failure
+from meshwright.runtime.records import AttemptRecord, EndRecord, EvalRecord, EventRecord, Record, StepRecord
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import count
 from meshwright.spec.problem import InputError, Problem
@@ -46,7 +46,7 @@ class Steps(msgspec.Struct, frozen=True, kw_only=True):
     peak_rank: int
 
 
-class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
+class EvalLoss(msgspec.Struct, frozen=True, kw_only=True):
     """A loss on what is never trained on."""
 
     step: int
@@ -62,7 +62,7 @@ class Losses(msgspec.Struct, frozen=True, kw_only=True):
     last_step: int
     mean: float  # of the last steps, those that are finite
     mean_of: int
-    held_out: tuple[HeldOut, ...]
+    held_out: tuple[EvalLoss, ...]
     skipped: int  # steps whose gradient was not finite: the weights were left alone
     spikes: int  # as the run itself saw them
 
@@ -123,22 +123,22 @@ def losses(records: Sequence[Record], kept: Sequence[StepRecord]) -> Losses | No
     )
 
 
-def held_out(records: Iterable[Record]) -> tuple[HeldOut, ...]:
+def held_out(records: Iterable[Record]) -> tuple[EvalLoss, ...]:
     """The newest held-out loss of each step that was kept."""
     found: dict[int, float] = {}
     for record in records:
         if isinstance(record, AttemptRecord):
             found = {step: loss for step, loss in found.items() if step <= record.step}
-        elif isinstance(record, HeldRecord):
+        elif isinstance(record, EvalRecord):
             found[record.step] = record.loss
-    return tuple(HeldOut(step=step, loss=loss) for step, loss in sorted(found.items()))
+    return tuple(EvalLoss(step=step, loss=loss) for step, loss in sorted(found.items()))
 
 
 GOOD = "goodput"
 LOST = "a rank was killed or failed, and the ranks were started again"
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
+class TimePart(msgspec.Struct, frozen=True, kw_only=True):
     """A share of the wall time."""
 
     name: str
@@ -159,7 +159,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     ended: str  # by what; empty: nothing says so
 
 
-class Happened(msgspec.Struct, frozen=True, kw_only=True):
+class RunEvent(msgspec.Struct, frozen=True, kw_only=True):
     """An event that the run recorded itself."""
 
     step: int
@@ -179,12 +179,12 @@ class Saves(msgspec.Struct, frozen=True, kw_only=True):
     newest: int | None  # step of the newest checkpoint in the folder
 
 
-def parts(account: Account) -> tuple[Part, ...]:
+def parts(account: Account) -> tuple[TimePart, ...]:
     """The shares, goodput first; none where no attempt was recorded."""
     if not account.wall:
         return ()
     seconds = {GOOD: account.good, **account.bad}
-    return tuple(Part(name=name, seconds=each, share=each / account.wall) for name, each in seconds.items())
+    return tuple(TimePart(name=name, seconds=each, share=each / account.wall) for name, each in seconds.items())
 
 
 def in_tenths(shares: Sequence[float]) -> list[float]:
@@ -198,7 +198,7 @@ def in_tenths(shares: Sequence[float]) -> list[float]:
     return [each / 10 for each in whole]
 
 
-def attempts(records: Iterable[Record], ends: Mapping[str, Verdict]) -> tuple[Attempt, ...]:
+def attempts(records: Iterable[Record], ends: Mapping[str, Failure]) -> tuple[Attempt, ...]:
     """Every start of the ranks, in order."""
     heads: list[AttemptRecord] = []
     lasts: list[Record] = []
@@ -229,7 +229,7 @@ def attempts(records: Iterable[Record], ends: Mapping[str, Verdict]) -> tuple[At
     return tuple(found)
 
 
-def _ended(head: AttemptRecord, last: Record, later: Sequence[AttemptRecord], ends: Mapping[str, Verdict]) -> str:
+def _ended(head: AttemptRecord, last: Record, later: Sequence[AttemptRecord], ends: Mapping[str, Failure]) -> str:
     if told := ends.get(f"{head.session}-{head.number}"):
         return told.what
     if isinstance(last, EndRecord):
@@ -254,7 +254,7 @@ def last_session(records: Sequence[Record]) -> Sequence[Record]:
     return records[first:]
 
 
-def happened(records: Iterable[Record]) -> tuple[Happened, ...]:
+def happened(records: Iterable[Record]) -> tuple[RunEvent, ...]:
     """The events, with the time since their session began."""
     sessions: dict[str, int] = {}
     head: AttemptRecord | None = None
@@ -265,7 +265,7 @@ def happened(records: Iterable[Record]) -> tuple[Happened, ...]:
             sessions.setdefault(head.session, len(sessions) + 1)
         elif isinstance(record, EventRecord):
             found.append(
-                Happened(
+                RunEvent(
                     step=record.step,
                     at=max(record.at - head.began, 0.0) if head else 0.0,
                     session=sessions[head.session] if head else 1,
@@ -296,7 +296,7 @@ class Given(msgspec.Struct, frozen=True, kw_only=True):
     profile: Profile | None = None
 
 
-class Promise(msgspec.Struct, frozen=True, kw_only=True):
+class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """What the planner says of a step."""
 
     source: str  # what it was made from
@@ -308,7 +308,7 @@ class Promise(msgspec.Struct, frozen=True, kw_only=True):
     peak_bytes: int | None  # of the fullest rank; None: what was measured is not comparable
 
 
-class Utilized(msgspec.Struct, frozen=True, kw_only=True):
+class PredictedUtilization(msgspec.Struct, frozen=True, kw_only=True):
     """How well the machines were used."""
 
     mfu: float
@@ -336,7 +336,7 @@ def machines(device: str, goal: Goal, ranks: int, given: Given) -> tuple[Cluster
     if not device:
         what = "nothing says on what this ran (env.json)"
         raise InputError([Problem(what, "name the machines with --cluster, or their profile with --profile")])
-    found, source = Machine(given=given.profile, probed=lambda: None).of(device, ranks)
+    found, source = PredictionSource(given=given.profile, probed=lambda: None).of(device, ranks)
     if found is None:
         raise InputError([_unknown(device, ranks)])
     return found, source if given.profile else f"{source}'s {found.gpu.name}"
@@ -360,11 +360,11 @@ def _unknown(device: str, ranks: int) -> Problem:
     return Problem(what, f"run there `meshwright bench --probe --ranks {ranks}`, and give --profile profile.json here")
 
 
-def promise(job: Job, device: str, source: str) -> Promise:
+def promise(job: Job, device: str, source: str) -> Prediction:
     """The planner's answer about exactly this job."""
     job = msgspec.structs.replace(job, stack=trainer(device))
     found = price(job)
-    return Promise(
+    return Prediction(
         source=source,
         seconds=found.seconds,
         low_seconds=found.low_seconds,
@@ -376,20 +376,20 @@ def promise(job: Job, device: str, source: str) -> Promise:
     )
 
 
-def utilized(job: Job, device: str, steps: Steps) -> Utilized | None:
+def utilized(job: Job, device: str, steps: Steps) -> PredictedUtilization | None:
     """Of what was measured; None where no peak is known."""
     peak = job.cluster.gpu.peak(job.plan.precision) * job.plan.world
     if not peak or not steps.seconds:
         return None
     known = recognised(device, catalogue().cards) is not None or job.cluster.gpu.name in catalogue().cards
-    return Utilized(mfu=utilization(steps.flops, steps.seconds, peak), of=SHEET if known else FASTEST)
+    return PredictedUtilization(mfu=utilization(steps.flops, steps.seconds, peak), of=SHEET if known else FASTEST)
 
 
 PATIENCE = 120.0  # seconds, and so many times the slowest step
 SLOWEST = 10.0
 
 
-class Ran(msgspec.Struct, frozen=True, kw_only=True):
+class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What ran, and on what."""
 
     name: str
@@ -404,36 +404,36 @@ class Ran(msgspec.Struct, frozen=True, kw_only=True):
     step: int  # that was reached
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     """Everything there is to tell of one run. What is not known is null."""
 
     kind: Literal["report"] = "report"
     folder: str
-    ran: Ran
+    ran: RunFacts
     standing: Standing
     steps: Steps | None
-    utilized: Utilized | None
-    promise: Promise | None
+    utilized: PredictedUtilization | None
+    promise: Prediction | None
     unpromised: str  # why nothing is promised
     losses: Losses | None
     wall_seconds: float
-    parts: tuple[Part, ...]
+    parts: tuple[TimePart, ...]
     attempts: tuple[Attempt, ...]
-    happened: tuple[Happened, ...]
+    happened: tuple[RunEvent, ...]
     saves: Saves
     ranks: tuple[RankSeen, ...]
     notes: tuple[str, ...]
 
 
-class Promised(msgspec.Struct, frozen=True, kw_only=True):
+class PredictedFigures(msgspec.Struct, frozen=True, kw_only=True):
     """The planner's part of a report."""
 
-    promise: Promise | None = None
-    utilized: Utilized | None = None
+    promise: Prediction | None = None
+    utilized: PredictedUtilization | None = None
     why_not: str = ""
 
 
-def steps_of(facts: Facts) -> Steps | None:
+def steps_of(facts: FolderFacts) -> Steps | None:
     """What was measured of the steps that were kept, and made as run.toml is now."""
     if not facts.changed:
         return steps(facts.records, facts.kept, facts.ranks)
@@ -441,10 +441,10 @@ def steps_of(facts: Facts) -> Steps | None:
     return steps(records, goodput.kept(records), facts.ranks)
 
 
-def report(facts: Facts, measured: Steps | None, promised: Promised) -> Report:
+def report(facts: FolderFacts, measured: Steps | None, promised: PredictedFigures) -> RunReport:
     """Everything that the files tell, beside what was promised."""
     kept, account = facts.kept, goodput.account(facts.records)
-    return Report(
+    return RunReport(
         folder=str(facts.path),
         ran=_ran(facts, kept[-1].step if kept else 0),
         standing=standing(_told(facts, measured)),
@@ -463,9 +463,9 @@ def report(facts: Facts, measured: Steps | None, promised: Promised) -> Report:
     )
 
 
-def _ran(facts: Facts, step: int) -> Ran:
+def _ran(facts: FolderFacts, step: int) -> RunFacts:
     run = facts.run
-    return Ran(
+    return RunFacts(
         name=run.name,
         model=model_words(run.arch),
         parameters=count(run.arch),
@@ -490,11 +490,11 @@ def model_words(arch: Arch) -> str:
     return known or f"{arch.layers} layers of {arch.hidden}{experts}, vocabulary of {arch.vocab:,}"
 
 
-def _told(facts: Facts, measured: Steps | None) -> Told:
+def _told(facts: FolderFacts, measured: Steps | None) -> StandingEvidence:
     """What there is to judge a run's standing by."""
     last = facts.records[-1] if facts.records else None
     ended = _end_of_last(facts)
-    return Told(
+    return StandingEvidence(
         finished=facts.finished,
         owner=facts.owner,
         silent_seconds=facts.silent_seconds,
@@ -506,7 +506,7 @@ def _told(facts: Facts, measured: Steps | None) -> Told:
     )
 
 
-def _end_of_last(facts: Facts) -> Verdict | None:
+def _end_of_last(facts: FolderFacts) -> Failure | None:
     """What ended the last attempt, if anybody saw it."""
     heads = [record for record in facts.records if isinstance(record, AttemptRecord)]
     return facts.ends.get(f"{heads[-1].session}-{heads[-1].number}") if heads else None
@@ -532,7 +532,7 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
         return [value for _, value in (*self.line, *self.points)]
 
 
-def loss_curve(kept: Sequence[StepRecord], held: Iterable[HeldOut], marks: Iterable[tuple[int, str]] = ()) -> Curve:
+def loss_curve(kept: Sequence[StepRecord], held: Iterable[EvalLoss], marks: Iterable[tuple[int, str]] = ()) -> Curve:
     """The loss of every step, and those on what is never trained on."""
     finite = [(float(step.step), step.loss) for step in kept if math.isfinite(step.loss)]
     return Curve(

@@ -4,9 +4,9 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean, median
 
-from meshwright.report.plan_charts import Screen, short
+from meshwright.report.plan_charts import Terminal, short
 from meshwright.report.run_data import duration
-from meshwright.report.run_summary import HeldOut, Losses, Report, in_tenths, thinned
+from meshwright.report.run_summary import EvalLoss, Losses, RunReport, in_tenths, thinned
 from meshwright.report.run_summary import loss_curve as series
 from meshwright.runtime.records import StepRecord
 
@@ -18,7 +18,7 @@ FULLER = 1.02  # × the emptiest rank's memory, from where on ranks are told apa
 TOLD = {"not-finite": "not finite", "spike": "spike", "straggler": "straggler", "replicas": "replicas"}
 
 
-def what_ran(report: Report) -> Iterator[str]:
+def what_ran(report: RunReport) -> Iterator[str]:
     """What, on what, how far, and how it stands."""
     ran, standing = report.ran, report.standing
     yield f"{plain(ran.name)} ({plain(report.folder)})"
@@ -33,7 +33,7 @@ def what_ran(report: Report) -> Iterator[str]:
     yield from (_line("note", plain(note)) for note in report.notes)
 
 
-def beside_promise(report: Report) -> Iterator[str]:
+def beside_promise(report: RunReport) -> Iterator[str]:
     """Each measurement beside its promise, and what that was made from."""
     if report.steps is None:
         yield "Promise and measurement: no step was recorded"
@@ -45,7 +45,7 @@ def beside_promise(report: Report) -> Iterator[str]:
     yield from (f"  {words}" for words in reasons(report))
 
 
-def reasons(report: Report) -> Iterator[str]:
+def reasons(report: RunReport) -> Iterator[str]:
     """What was counted, and what the promise was made from, or why there is none."""
     steps, promise = report.steps, report.promise
     if steps is None:
@@ -64,7 +64,7 @@ def reasons(report: Report) -> Iterator[str]:
         yield "memory: the whole process's, with Python and torch; the planner promises tensors alone"
 
 
-def comparisons(report: Report) -> list[tuple[str, float | None, float | None]]:
+def comparisons(report: RunReport) -> list[tuple[str, float | None, float | None]]:
     """What can be compared: a name with its unit, what was promised and what was measured."""
     steps, promise = report.steps, report.promise
     mfu = (promise.mfu if promise else None, report.utilized.mfu if report.utilized else None)
@@ -92,7 +92,7 @@ def difference(first: float | None, other: float | None) -> str:
     return f"{other / first - 1:+.1%}"
 
 
-def of_losses(report: Report) -> Iterator[str]:
+def of_losses(report: RunReport) -> Iterator[str]:
     """First, last, and what was remarkable."""
     found = report.losses
     if found is None:
@@ -118,7 +118,7 @@ def _held(found: Losses) -> str:
     return before + ", ".join(f"{loss_words(each.loss)} at step {each.step:,}" for each in shown_ones)
 
 
-def of_time(report: Report) -> Iterator[str]:
+def of_time(report: RunReport) -> Iterator[str]:
     """Shares that add up, attempts, events and saves."""
     if not report.parts:
         yield "Where the time went: no start was recorded, so nothing can be told"
@@ -136,7 +136,7 @@ def of_time(report: Report) -> Iterator[str]:
     yield from _events(report)
 
 
-def _attempts(report: Report) -> Iterator[str]:
+def _attempts(report: RunReport) -> Iterator[str]:
     if len(report.attempts) > 1:
         sessions = report.attempts[-1].session
         yield _line("attempts", f"{len(report.attempts)} in {sessions} session{'s' * (sessions > 1)}")
@@ -150,7 +150,7 @@ def _attempts(report: Report) -> Iterator[str]:
             yield f"    … {len(report.attempts) - MOST_ATTEMPTS} more (--json has all)"
 
 
-def _events(report: Report) -> Iterator[str]:
+def _events(report: RunReport) -> Iterator[str]:
     if report.happened:
         yield _line("events", str(len(report.happened)))
         for each in report.happened[:MOST_EVENTS]:
@@ -160,7 +160,7 @@ def _events(report: Report) -> Iterator[str]:
             yield f"    … {len(report.happened) - MOST_EVENTS} more (--json has all)"
 
 
-def of_ranks(report: Report) -> Iterator[str]:
+def of_ranks(report: RunReport) -> Iterator[str]:
     """Who waited, who was fullest, who held up the others; nothing where the records do not tell."""
     lines = []
     ranks = report.ranks
@@ -194,7 +194,7 @@ COLUMNS, WIDTH = 26, 22  # columns of the first and of every other cell
 Row = tuple[str, list[float | None]]
 
 
-def lines(reports: Sequence[Report]) -> Iterator[str]:
+def lines(reports: Sequence[RunReport]) -> Iterator[str]:
     """The table, and below it what is missing of which run."""
     for name, cells in cells_of(reports):
         yield f"{name:<{COLUMNS}}" + "".join(f"{_fitted(cell):>{WIDTH}}" for cell in cells).rstrip()
@@ -206,7 +206,7 @@ def lines(reports: Sequence[Report]) -> Iterator[str]:
     yield from (f"{plain(', '.join(folders))}: {plain(note)}" for note, folders in open_questions.items())
 
 
-def cells_of(reports: Sequence[Report]) -> Iterator[tuple[str, list[str]]]:
+def cells_of(reports: Sequence[RunReport]) -> Iterator[tuple[str, list[str]]]:
     """Every row: words as they are, figures with their difference to the first."""
     yield "", [plain(each.folder.rstrip("/").rpartition("/")[2]) for each in reports]
     yield "state", [each.standing.state for each in reports]
@@ -219,7 +219,7 @@ def cells_of(reports: Sequence[Report]) -> Iterator[tuple[str, list[str]]]:
             yield name, [_figure(name, first), *(_beside(name, first, other) for other in others)]
 
 
-def rows(reports: Sequence[Report]) -> Iterator[Row]:
+def rows(reports: Sequence[RunReport]) -> Iterator[Row]:
     """The figures by name; None where a run has none."""
     compared = [{name: (promised, measured) for name, promised, measured in comparisons(each)} for each in reports]
     for name in dict.fromkeys(name for each in compared for name in each):
@@ -256,7 +256,7 @@ LEFT = 10  # columns beside the picture
 LEAST = 3  # steps that are worth one
 
 
-def losses(kept: Sequence[StepRecord], held: Iterable[HeldOut], screen: Screen) -> Iterator[str]:
+def losses(kept: Sequence[StepRecord], held: Iterable[EvalLoss], screen: Terminal) -> Iterator[str]:
     """Steps to the right, the loss upwards; o is held-out. Nothing where there is too little to draw."""
     curve = series(kept, held)
     if len(curve.line) < LEAST:

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Iterator
 from html import escape
 from typing import Any
 
-from meshwright.cost.simulate import Slot
-from meshwright.report.plan_charts import Pipeline, Point, Whole, between, short, ticks
+from meshwright.cost.simulate import TimelineSlot
+from meshwright.report.plan_charts import PipelineChart, Point, StackedBar, between, short, ticks
 
 LETTER = 6.6  # pixels that a letter of 12-pixel text takes at most, on average: labels are placed by it
 
@@ -82,7 +82,7 @@ LANE = 26.0  # height of a rank's lane
 SMALLEST = 13.0  # pixels of an action that is still named
 
 
-def whole(picture: Whole) -> str:
+def whole(picture: StackedBar) -> str:
     """One stacked bar beside what there is room for, and below it each part where it lies in the stack."""
     largest = max([picture.total, picture.limit or 0.0, *(end for _, end in spans(picture))])
     scale = (WIDTH - LEFT - RIGHT) / largest if largest > 0 else 0.0
@@ -100,7 +100,7 @@ def whole(picture: Whole) -> str:
     return drawing(WIDTH, height, picture.title, _told(picture), parts)
 
 
-def spans(picture: Whole) -> list[tuple[float, float]]:
+def spans(picture: StackedBar) -> list[tuple[float, float]]:
     """Where each part begins and ends on the way to the sum; one below zero lies on those before it."""
     found, reached = [], 0.0
     for entry in picture.entries:
@@ -110,7 +110,7 @@ def spans(picture: Whole) -> list[tuple[float, float]]:
     return found
 
 
-def _stack(picture: Whole, scale: float) -> Iterator[str]:
+def _stack(picture: StackedBar, scale: float) -> Iterator[str]:
     yield text(LEFT - 10, BAR / 2 + 5, "in all", class_="name strong")
     reached = 0.0
     for number, entry in enumerate(picture.entries):
@@ -122,7 +122,7 @@ def _stack(picture: Whole, scale: float) -> Iterator[str]:
     yield text(WIDTH - RIGHT + 12, BAR / 2 + 5, words, class_="figure strong")
 
 
-def _limit(picture: Whole, scale: float) -> Iterator[str]:
+def _limit(picture: StackedBar, scale: float) -> Iterator[str]:
     if not picture.limit:
         return
     x = LEFT + picture.limit * scale
@@ -131,12 +131,12 @@ def _limit(picture: Whole, scale: float) -> Iterator[str]:
     yield text(x, BAR + 18, words, class_="limit-name")
 
 
-def _share(value: float, picture: Whole) -> str:
+def _share(value: float, picture: StackedBar) -> str:
     share = f" ({value / picture.total:.0%})" if picture.total else ""
     return f"{short(value)} {picture.unit}{share}"
 
 
-def _told(picture: Whole) -> str:
+def _told(picture: StackedBar) -> str:
     parts = ", ".join(f"{entry.name} {short(entry.value)}" for entry in picture.entries)
     room = f"; there is room for {short(picture.limit)}" if picture.limit else ""
     return f"{parts}; in all {short(picture.total)} {picture.unit}{room}."
@@ -212,7 +212,7 @@ def _axes(most_gib: float, seconds: tuple[float, float], right: float, bottom: f
     yield text(8, 12, "seconds a step", class_="tick")
 
 
-def gantt(pipeline: Pipeline) -> str:
+def gantt(pipeline: PipelineChart) -> str:
     """A lane for each rank, its actions in time."""
     timeline = pipeline.timeline
     is_whole = pipeline.shown == pipeline.microbatches  # else a beginning and an end alone, where most is idle
@@ -237,7 +237,7 @@ def gantt(pipeline: Pipeline) -> str:
     return drawing(WIDTH, bottom + 28, pipeline.title, told, parts)
 
 
-def _action(slot: Slot, x: float, y: float, width: float, second: bool) -> Iterator[str]:
+def _action(slot: TimelineSlot, x: float, y: float, width: float, second: bool) -> Iterator[str]:
     """A rectangle with its microbatch, where that has room; those of every second chunk are lighter."""
     action = slot.action
     words = f"{action}: {short(slot.start)} to {short(slot.end)} s"

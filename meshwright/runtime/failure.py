@@ -15,7 +15,7 @@ import msgspec
 from meshwright.runtime import hang as phases
 from meshwright.runtime import hang as stacks
 from meshwright.runtime.hang import Hang
-from meshwright.runtime.heartbeat import Seen
+from meshwright.runtime.heartbeat import RankStatus
 from meshwright.runtime.nodes import Lost
 from meshwright.runtime.ranks import tail
 
@@ -61,7 +61,7 @@ BROKEN = ("closed by peer", "reset by peer", "Broken pipe", "remote process exit
 WIDEST = 160  # characters of a line on the screen; all of it is in the file
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """The last thing on the screen of a failure."""
 
     kind: Kind
@@ -96,15 +96,15 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         return "\n".join(self.lines())
 
 
-class FaultError(RuntimeError):
+class FailureError(RuntimeError):
     """Something that ends a run with a verdict of its own."""
 
-    def __init__(self, verdict: Verdict) -> None:
+    def __init__(self, verdict: Failure) -> None:
         super().__init__(verdict.what)
         self.verdict = verdict
 
 
-def write(folder: Path, verdict: Verdict) -> None:
+def write(folder: Path, verdict: Failure) -> None:
     """A rank's last words, for whoever watches; a folder that was never made is left so."""
     if not folder.is_dir():
         return
@@ -114,9 +114,9 @@ def write(folder: Path, verdict: Verdict) -> None:
     temporary.replace(file)
 
 
-def read(folder: Path) -> list[Verdict]:
+def read(folder: Path) -> list[Failure]:
     """The last words of all ranks that had any."""
-    return [msgspec.json.decode(file.read_bytes(), type=Verdict) for file in folder.glob("failure.rank*.json")]
+    return [msgspec.json.decode(file.read_bytes(), type=Failure) for file in folder.glob("failure.rank*.json")]
 
 
 def of_code(code: int) -> Kind:
@@ -155,7 +155,7 @@ LIKELY = {
 }
 
 
-def of_exit(rank: int, code: int, seen: Seen | None, folder: Path) -> Verdict:
+def of_exit(rank: int, code: int, seen: RankStatus | None, folder: Path) -> Failure:
     """A rank that ended without words of its own."""
     kind: Kind = of_code(code)
     log = folder / "logs" / f"rank{rank}.txt"
@@ -164,7 +164,7 @@ def of_exit(rank: int, code: int, seen: Seen | None, folder: Path) -> Verdict:
         what, cause = f"rank {rank} was ended by signal {number.name}", LIKELY.get(number, "")
     else:
         what, cause = f"rank {rank} ended with exit code {code}", tail(log, 1)
-    return Verdict(
+    return Failure(
         kind=kind,
         code=Exit.RESUMABLE if kind == "killed" else code,
         what=what,
@@ -178,10 +178,10 @@ def of_exit(rank: int, code: int, seen: Seen | None, folder: Path) -> Verdict:
     )
 
 
-def of_nursery(words: str, folder: Path) -> Verdict:
+def of_nursery(words: str, folder: Path) -> Failure:
     """No rank could be started."""
     last = words.strip().splitlines()
-    return Verdict(
+    return Failure(
         kind="error",
         code=Exit.FAILED,
         what=f"the ranks could not be started: {last[-1] if last else 'no word of why'}",
@@ -196,7 +196,7 @@ def is_mismatch(rank: int, folder: Path) -> bool:
     return "preamble.length" in tail(folder / "logs" / f"rank{rank}.txt", 40)
 
 
-def of_hang(hang: Hang, seen: Mapping[int, Seen], words: Mapping[int, str], details: Path) -> Verdict:
+def of_hang(hang: Hang, seen: Mapping[int, RankStatus], words: Mapping[int, str], details: Path) -> Failure:
     """Ranks that hang: which, where, since when. The stack of a process that is stopped cannot be had."""
     one = seen[hang.ranks[0]]
     found = stacks.frames(words.get(one.rank, ""))
@@ -204,7 +204,7 @@ def of_hang(hang: Hang, seen: Mapping[int, Seen], words: Mapping[int, str], deta
     who = f"rank {one.rank}" if len(hang.ranks) == 1 else f"ranks {', '.join(map(str, hang.ranks))}"
     waiting = [rank for rank, other in seen.items() if other.beat.waiting and rank not in hang.ranks]
     others = f"; waiting for it: {_list(waiting)}" if waiting else ""
-    return Verdict(
+    return Failure(
         kind="hang",
         code=Exit.RESUMABLE,
         what=f"{who} {hang.reason}, in {phase} of step {one.beat.step + 1}{others}",
@@ -220,11 +220,11 @@ def of_hang(hang: Hang, seen: Mapping[int, Seen], words: Mapping[int, str], deta
     )
 
 
-def of_lost(lost: Lost, seen: Sequence[Seen], details: Path) -> Verdict:
+def of_lost(lost: Lost, seen: Sequence[RankStatus], details: Path) -> Failure:
     """Another machine that is gone: which, since when, and what the ranks here were doing."""
     steps = [one.beat.step for one in seen]
     moment = time.strftime("%H:%M:%S", time.localtime(time.time() - lost.seconds))
-    return Verdict(
+    return Failure(
         kind="killed",
         code=Exit.RESUMABLE,
         what=f"node {lost.node} {f'has ended: {lost.said}' if lost.said else 'is unreachable'}",
@@ -238,14 +238,14 @@ def of_lost(lost: Lost, seen: Sequence[Seen], details: Path) -> Verdict:
     )
 
 
-def keep_end(verdict: Verdict, folder: Path, attempt: str) -> None:
+def keep_end(verdict: Failure, folder: Path, attempt: str) -> None:
     """What ended an attempt, for whoever reads the run folder later; a disk that takes no more is no reason to stop."""
     with suppress(OSError):
         (folder / "faults").mkdir(exist_ok=True)
         (folder / "faults" / f"ended-{attempt}.json").write_bytes(msgspec.json.encode(verdict))
 
 
-def keep(verdict: Verdict, words: Mapping[int, str], details: Path) -> None:
+def keep(verdict: Failure, words: Mapping[int, str], details: Path) -> None:
     """The verdict and the stacks it rests on, for whoever wants to know more."""
     details.mkdir(parents=True, exist_ok=True)
     for rank, text in words.items():
@@ -253,7 +253,7 @@ def keep(verdict: Verdict, words: Mapping[int, str], details: Path) -> None:
     (details / "verdict.json").write_bytes(msgspec.json.format(msgspec.json.encode(verdict)) + b"\n")
 
 
-def place(one: Seen) -> str:
+def place(one: RankStatus) -> str:
     """Where a rank is: its machine, process, step and collective."""
     return (
         f"{socket.gethostname()}, process {one.beat.pid}, after step {one.beat.step}, "
@@ -261,7 +261,7 @@ def place(one: Seen) -> str:
     )
 
 
-def _cause(hang: Hang, one: Seen, phase: str) -> str:
+def _cause(hang: Hang, one: RankStatus, phase: str) -> str:
     if "stopped" in hang.reason:
         return "somebody stopped the process; `kill -CONT` would let it go on"
     if "lock" in hang.reason:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from meshwright.runtime.heartbeat import PHASES, Pulse, Seen
+from meshwright.runtime.heartbeat import PHASES, HeartbeatReader, RankStatus
 
 SAFETY = 5.0  # limit ÷ the longest stillness that turned out to be none
 BUSY = 4.0  # a rank that uses its processor may be still for so much longer
@@ -31,14 +31,14 @@ class Hang(msgspec.Struct, frozen=True, kw_only=True):
     limit: float
 
 
-class Judge:
+class HangDetector:
     """Learns how long each phase may be still, and accuses who is still for much longer."""
 
     def __init__(self, hang_seconds: float, world: int) -> None:
         self.hang_seconds = hang_seconds
         self.world = world  # ranks of the job; those of other machines are not seen
         self.longest: dict[str, float] = {}  # stillness by phase, "waiting" among them
-        self.last: dict[int, Seen] = {}
+        self.last: dict[int, RankStatus] = {}
         self.still_cpu: dict[int, float] = {}  # processor seconds when the stillness began
         self.all_wait = 0.0  # seconds for which everybody has been waiting
         self.forgiven = 0.0  # stillness before this moment does not count
@@ -47,7 +47,7 @@ class Judge:
         """New processes; what was learnt of their work stays."""
         self.last, self.still_cpu = {}, {}
 
-    def look(self, seen: Sequence[Seen], now: float) -> Hang | None:
+    def look(self, seen: Sequence[RankStatus], now: float) -> Hang | None:
         """One look at all ranks; an accusation when there is one to make."""
         if self.last and now - max(one.now for one in self.last.values()) > LATE_SECONDS:
             self.forgiven = now
@@ -56,11 +56,11 @@ class Judge:
         self.last = {one.rank: one for one in seen}
         return self._stuck(seen) or self._crossed(seen)
 
-    def still(self, one: Seen) -> float:
+    def still(self, one: RankStatus) -> float:
         """How long a rank has been where it is."""
         return one.now - max(one.still_since, self.forgiven)
 
-    def limit(self, one: Seen) -> float:
+    def limit(self, one: RankStatus) -> float:
         """How long it may be."""
         if one.state in STOPPED:
             return self.hang_seconds  # whatever it was doing
@@ -71,7 +71,7 @@ class Judge:
         learnt = SAFETY * self.longest.get(kind, 0.0)
         return max(least, learnt) * (BUSY if self._busy(one) else 1.0)
 
-    def _stuck(self, seen: Sequence[Seen]) -> Hang | None:
+    def _stuck(self, seen: Sequence[RankStatus]) -> Hang | None:
         """A rank that waits for nobody and does not move."""
         late = [one for one in seen if (one.silent or not one.beat.waiting) and self.still(one) > self.limit(one)]
         if not late:
@@ -79,7 +79,7 @@ class Judge:
         worst = max(late, key=self.still)
         return Hang(ranks=(worst.rank,), reason=reason(worst), seconds=self.still(worst), limit=self.limit(worst))
 
-    def _crossed(self, seen: Sequence[Seen]) -> Hang | None:
+    def _crossed(self, seen: Sequence[RankStatus]) -> Hang | None:
         """Everybody waits: somebody is in the wrong collective, or left one out."""
         if len(seen) < max(self.world, 2):
             return None  # the one that all wait for may be on another machine
@@ -92,7 +92,7 @@ class Judge:
         ranks, why = crossed(seen)
         return Hang(ranks=ranks, reason=why, seconds=min(map(self.still, seen)), limit=max(map(self.limit, seen)))
 
-    def _learn(self, one: Seen) -> None:
+    def _learn(self, one: RankStatus) -> None:
         before = self.last.get(one.rank)
         if before is None or before.beat.moved != one.beat.moved:
             self.still_cpu[one.rank] = one.cpu_seconds
@@ -100,12 +100,12 @@ class Judge:
             if before is not None and kind != "waiting" and before.beat.steps_here >= 2:
                 self.longest[kind] = max(self.longest.get(kind, 0.0), self.still(before))
 
-    def _busy(self, one: Seen) -> bool:
+    def _busy(self, one: RankStatus) -> bool:
         used = one.cpu_seconds - self.still_cpu.get(one.rank, one.cpu_seconds)
         return one.state in "RD" or used > BUSY_SHARE * max(one.now - one.still_since, 1.0)
 
 
-def crossed(seen: Sequence[Seen]) -> tuple[tuple[int, ...], str]:
+def crossed(seen: Sequence[RankStatus]) -> tuple[tuple[int, ...], str]:
     """Of ranks that all wait, the one that went on without the others, or waits where none ever did."""
     newest = [one for one in seen if one.beat.step == max(other.beat.step for other in seen)]
     if len(newest) < len(seen):  # nobody can finish a step whose last collective another has not entered
@@ -123,7 +123,7 @@ def crossed(seen: Sequence[Seen]) -> tuple[tuple[int, ...], str]:
     return tuple(one.rank for one in seen), "wait in different collectives"
 
 
-def reason(one: Seen) -> str:
+def reason(one: RankStatus) -> str:
     """What keeps a rank that waits for nobody."""
     if one.state in STOPPED:
         return "is stopped (SIGSTOP or a debugger)"
@@ -132,17 +132,17 @@ def reason(one: Seen) -> str:
     return "does not move"
 
 
-def _kind(one: Seen) -> str:
+def _kind(one: RankStatus) -> str:
     return "waiting" if one.beat.waiting and not one.silent else one.beat.phase
 
 
-def _passed(one: Seen, other: Seen) -> bool:
+def _passed(one: RankStatus, other: RankStatus) -> bool:
     """Further on in the program, with no more collectives behind it."""
     no_more = any(mine <= theirs for mine, theirs in zip(one.beat.counts, other.beat.counts, strict=False) if theirs)
     return no_more and _position(one) > _position(other)
 
 
-def _position(one: Seen) -> tuple[int, int]:
+def _position(one: RankStatus) -> tuple[int, int]:
     return one.beat.step, PHASES.index(one.beat.phase)
 
 
@@ -246,7 +246,7 @@ assert {phase for _, _, phase in ENCLOSING + INNERMOST} <= set(PHASES)
 PATIENCE_SECONDS = 0.3
 
 
-def capture(pulse: Pulse, seen: list[Seen]) -> dict[int, str]:
+def capture(pulse: HeartbeatReader, seen: list[RankStatus]) -> dict[int, str]:
     """What faulthandler writes for each rank; empty for one that is stopped."""
     sizes = {one.rank: _size(pulse.stack_file(one.rank)) for one in seen}
     for one in seen:
@@ -256,7 +256,7 @@ def capture(pulse: Pulse, seen: list[Seen]) -> dict[int, str]:
     return {one.rank: _since(pulse.stack_file(one.rank), sizes[one.rank]) for one in seen}
 
 
-def confirmed(pulse: Pulse, seen: list[Seen], ranks: tuple[int, ...]) -> bool:
+def confirmed(pulse: HeartbeatReader, seen: list[RankStatus], ranks: tuple[int, ...]) -> bool:
     """A second look before the accusation: who has moved meanwhile is slow, not hung.
 
     It comes before the signals, which wake some calls up.

@@ -72,7 +72,7 @@ TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 SILENT_SECONDS = 1.0  # without a heartbeat, which else comes twenty times a second
 
 
-class Seen(msgspec.Struct, frozen=True, kw_only=True):
+class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One rank at one look."""
 
     rank: int
@@ -91,7 +91,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
         return self.beat.tick if self.silent else self.beat.moved
 
 
-class Pulse:
+class HeartbeatReader:
     """The hearts of all ranks of a machine."""
 
     def __init__(self, folder: Path, ranks: list[int]) -> None:
@@ -99,7 +99,7 @@ class Pulse:
         self.ranks = ranks
         self.memories: dict[int, mmap.mmap] = {}
 
-    def look(self) -> list[Seen]:
+    def look(self) -> list[RankStatus]:
         """Everyone who has spoken."""
         return [seen for rank in self.ranks if (seen := self._look(rank)) is not None]
 
@@ -116,7 +116,7 @@ class Pulse:
     def stack_file(self, rank: int) -> Path:
         return self.folder / f"rank{rank}.stack"
 
-    def _look(self, rank: int) -> Seen | None:
+    def _look(self, rank: int) -> RankStatus | None:
         memory = self.memories.get(rank) or self._open(rank)
         if memory is None:
             return None
@@ -127,7 +127,7 @@ class Pulse:
         state, cpu_seconds = process(beat.pid)
         if state == "Z":
             self.memories.pop(rank).close()  # a successor makes a file of its own
-        return Seen(rank=rank, beat=beat, now=now, state=state, cpu_seconds=cpu_seconds)
+        return RankStatus(rank=rank, beat=beat, now=now, state=state, cpu_seconds=cpu_seconds)
 
     def _open(self, rank: int) -> mmap.mmap | None:
         file = self.folder / f"rank{rank}.beat"

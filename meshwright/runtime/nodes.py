@@ -48,7 +48,7 @@ class Lost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     said: str = ""  # its last words; empty: it went without any
 
 
-class Word(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class NodeMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What one watcher tells another."""
 
     node: Node
@@ -58,14 +58,14 @@ class Word(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     lost: Lost | None = None  # what the first machine knows of the others
 
 
-class Roll:
+class NodeList:
     """Who was heard, and when. Only who was heard once can be missed."""
 
     def __init__(self) -> None:
-        self.heard: dict[int, tuple[Word, float]] = {}
+        self.heard: dict[int, tuple[NodeMessage, float]] = {}
         self.looked: float | None = None
 
-    def hear(self, word: Word, now: float) -> bool:
+    def hear(self, word: NodeMessage, now: float) -> bool:
         """Whether it is news."""
         before = self.heard.get(word.node.first)
         if before is not None and word.number <= before[0].number:
@@ -94,7 +94,7 @@ class Nodes:
     def __init__(self, node: Node, address: str, port: int, folder: Path) -> None:
         self.node = node
         self.folder = folder
-        self.roll = Roll()
+        self.roll = NodeList()
         self.is_first = node.first == 0
         family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
         self.socket = socket.socket(family, socket.SOCK_DGRAM)
@@ -133,8 +133,8 @@ class Nodes:
 
     def _word(
         self, state: Literal["here", "done", "failed"] = "here", said: str = "", lost: Lost | None = None
-    ) -> Word:
-        return Word(node=self.node, number=time.monotonic_ns(), state=state, said=said, lost=lost)
+    ) -> NodeMessage:
+        return NodeMessage(node=self.node, number=time.monotonic_ns(), state=state, said=said, lost=lost)
 
     def _hear(self, now: float) -> None:
         for _ in range(MOST_AT_ONCE):
@@ -146,7 +146,7 @@ class Nodes:
             if word is not None and self.roll.hear(word, now) and self.is_first:
                 self.others[word.node.first] = source
 
-    def _send(self, word: Word) -> None:
+    def _send(self, word: NodeMessage) -> None:
         if not self.is_first and not self.roll.heard:
             self.key = read_key(self.folder)
         datagram = sealed(word, self.key)
@@ -156,7 +156,7 @@ class Nodes:
             except OSError:
                 continue  # the network is down: silence says so
 
-    def _send_surely(self, word: Word) -> None:
+    def _send_surely(self, word: NodeMessage) -> None:
         for _ in range(FAREWELLS):
             self._send(word)
             time.sleep(0.05)
@@ -179,13 +179,13 @@ def _is_number(address: str) -> bool:
     return True
 
 
-def sealed(word: Word, key: bytes) -> bytes:
+def sealed(word: NodeMessage, key: bytes) -> bytes:
     """A datagram: the digest, then the word."""
     content = msgspec.json.encode(word)
     return hmac.digest(key, content, hashlib.sha256) + content
 
 
-def opened(datagram: bytes, key: bytes) -> Word | None:
+def opened(datagram: bytes, key: bytes) -> NodeMessage | None:
     """The word in a datagram; None when it is not one of ours."""
     if not key or len(datagram) > MOST_BYTES:
         return None
@@ -193,7 +193,7 @@ def opened(datagram: bytes, key: bytes) -> Word | None:
     if not hmac.compare_digest(seal, hmac.digest(key, content, hashlib.sha256)):
         return None
     try:
-        return msgspec.json.decode(content, type=Word)
+        return msgspec.json.decode(content, type=NodeMessage)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 

@@ -155,7 +155,7 @@ def _integer(environment: Mapping[str, str], key: str) -> int:
 ALONE = Place(rank=0, world=1, local_rank=0, local_world=1, address="", port=0, launcher="meshwright")
 
 
-class Order(msgspec.Struct, frozen=True, kw_only=True):
+class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One rank of one attempt at a run."""
 
     run: str  # the run file

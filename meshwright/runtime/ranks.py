@@ -18,17 +18,17 @@ from typing import Any
 
 import msgspec
 
-from meshwright.runtime.place import Order, Place, cores, local
+from meshwright.runtime.place import Place, RankSpec, cores, local
 
 SET_CHILD_SUBREAPER = 36  # of Linux's prctl
 START_SECONDS = 300.0  # importing torch from a cold and crowded disk
 
 
-class NurseryError(RuntimeError):
+class ForkServerError(RuntimeError):
     """The nursery ended, or did not answer."""
 
 
-class Nursery:
+class ForkServer:
     """The process that ranks are forked from. It is started early, and imports torch while the launcher works."""
 
     def __init__(self, environment: Mapping[str, str], log: Path, stdout: int) -> None:
@@ -49,7 +49,7 @@ class Nursery:
         self.log = log
         self.closed = False
 
-    def start(self, orders: Sequence[Order]) -> list[int]:
+    def start(self, orders: Sequence[RankSpec]) -> list[int]:
         """Fork a rank for each order; their process numbers."""
         for order in orders:
             self._tell(msgspec.json.encode(order))
@@ -80,7 +80,7 @@ class Nursery:
             self.process.stdin.write(line + b"\n")
             self.process.stdin.flush()
         except BrokenPipeError:
-            raise NurseryError(self._last_words()) from None
+            raise ForkServerError(self._last_words()) from None
 
     def _answer(self, rank: int) -> int:
         text = b""
@@ -88,7 +88,7 @@ class Nursery:
             ready, _, _ = select.select([self.answers], [], [], START_SECONDS)
             letter = os.read(self.answers, 1) if ready else b""
             if not letter:
-                raise NurseryError(self._last_words())
+                raise ForkServerError(self._last_words())
             text += letter
         said, pid = (int(word) for word in text.split())
         assert said == rank, "orders are answered in turn"

@@ -25,7 +25,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     at: float = 0.0  # the machine's monotonic clock when the record was made
 
 
-class HeldRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="held"):
+class EvalRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="held"):
     """One held-out loss."""
 
     step: int
@@ -62,7 +62,7 @@ class EndRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag
     at: float
 
 
-Record = StepRecord | HeldRecord | AttemptRecord | EventRecord | EndRecord
+Record = StepRecord | EvalRecord | AttemptRecord | EventRecord | EndRecord
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,12 +20,12 @@ from meshwright.config.run import Run
 from meshwright.runtime import failure, run_folder
 from meshwright.runtime import failure as verdict_file
 from meshwright.runtime import hang as stacks
-from meshwright.runtime.failure import RESTARTABLE, Exit, Verdict, is_broken
-from meshwright.runtime.hang import Hang, Judge, crossed
-from meshwright.runtime.heartbeat import Pulse, Seen
+from meshwright.runtime.failure import RESTARTABLE, Exit, Failure, is_broken
+from meshwright.runtime.hang import Hang, HangDetector, crossed
+from meshwright.runtime.heartbeat import HeartbeatReader, RankStatus
 from meshwright.runtime.nodes import LOST_SECONDS, Lost, Node, Nodes
-from meshwright.runtime.place import Order, Place, local
-from meshwright.runtime.ranks import Nursery, NurseryError, Ranks
+from meshwright.runtime.place import Place, RankSpec, local
+from meshwright.runtime.ranks import ForkServer, ForkServerError, Ranks
 
 LOOK_SECONDS = 0.05
 WORDS_SECONDS = 5.0  # that a survivor may take to say what it did
@@ -34,13 +34,13 @@ INTERRUPTED = 2  # the second Ctrl-C does not wait for a save
 
 
 @dataclass
-class Asked:
+class StopRequest:
     """What people asked of the launcher: SIGTERM saves and ends, so does Ctrl-C, a second Ctrl-C just ends."""
 
     stop: bool = False
     interrupts: int = 0
 
-    def listen(self) -> "Asked":
+    def listen(self) -> "StopRequest":
         signal.signal(signal.SIGTERM, self._hear)
         signal.signal(signal.SIGINT, self._hear)
         return self
@@ -56,27 +56,27 @@ class Supervisor:
 
     run: Run
     folder: Path
-    nursery: Callable[[], Nursery]  # makes one, at the start and should it be lost
-    order: Order  # of rank 0; the others' differ in their place
+    nursery: Callable[[], ForkServer]  # makes one, at the start and should it be lost
+    order: RankSpec  # of rank 0; the others' differ in their place
     say: Callable[[str], None]
     wasted: int = 0  # attempts in a row that left no newer checkpoint
     number: int = 0
-    asked: Asked = field(default_factory=Asked)
-    judge: Judge = field(init=False)
+    asked: StopRequest = field(default_factory=StopRequest)
+    judge: HangDetector = field(init=False)
 
     def __post_init__(self) -> None:
-        self.judge = Judge(self.run.faults.hang_seconds, self.run.plan.world)
+        self.judge = HangDetector(self.run.faults.hang_seconds, self.run.plan.world)
         self.saved = newest_step(self.folder)
         run_folder.sweep()
         self.spare = self.nursery()
 
-    def supervise(self, asked: Asked) -> Verdict | None:
+    def supervise(self, asked: StopRequest) -> Failure | None:
         """Until the run is done (None), or cannot go on."""
         self.asked = asked
         while True:
             try:
                 verdict = self._attempt()
-            except NurseryError as error:
+            except ForkServerError as error:
                 return failure.of_nursery(str(error), self.folder)
             if verdict is not None and verdict.kind not in ("input", "stopped"):
                 failure.keep_end(verdict, self.folder, f"{self.order.session}-{self.number}")
@@ -95,7 +95,7 @@ class Supervisor:
         """Leave no process behind."""
         self.spare.close()
 
-    def _attempt(self) -> Verdict | None:
+    def _attempt(self) -> Failure | None:
         self.number += 1
         for file in self.folder.glob("failure.rank*.json"):
             file.unlink()
@@ -104,7 +104,7 @@ class Supervisor:
                 self.spare.close()
                 self.spare = self.nursery()
             ranks = Ranks(self.spare.start(self._orders(Path(meeting))))
-            pulse = Pulse(Path(meeting), list(range(self.run.plan.world)))
+            pulse = HeartbeatReader(Path(meeting), list(range(self.run.plan.world)))
             watch = Watch(ranks, pulse, self)
             try:
                 return watch.until_end()
@@ -113,7 +113,7 @@ class Supervisor:
                 pulse.close()
                 self.judge.forget()
 
-    def _orders(self, meeting: Path) -> list[Order]:
+    def _orders(self, meeting: Path) -> list[RankSpec]:
         world = self.run.plan.world
         logs = self.folder / "logs"
         logs.mkdir(exist_ok=True)
@@ -151,16 +151,16 @@ class Supervisor:
 class Watch:
     """One attempt, looked at twenty times a second."""
 
-    def __init__(self, ranks: Ranks, pulse: Pulse, supervisor: Supervisor) -> None:
+    def __init__(self, ranks: Ranks, pulse: HeartbeatReader, supervisor: Supervisor) -> None:
         self.ranks = ranks
         self.pulse = pulse
         self.supervisor = supervisor
         self.folder = supervisor.folder
-        self.seen: Mapping[int, Seen] = {}
+        self.seen: Mapping[int, RankStatus] = {}
         self.told = 0.0  # when the ranks were told to save and end
         self.rested = False
 
-    def until_end(self) -> Verdict | None:
+    def until_end(self) -> Failure | None:
         """Until all ranks have ended, or one has failed."""
         while True:
             codes = self.ranks.poll()
@@ -172,7 +172,7 @@ class Watch:
                 return verdict
             time.sleep(LOOK_SECONDS)
 
-    def _look(self) -> Verdict | None:
+    def _look(self) -> Failure | None:
         seen = self.pulse.look()
         self.seen = {one.rank: one for one in seen}
         if not self.rested and seen and min(one.beat.steps_here for one in seen) > 1:
@@ -181,19 +181,19 @@ class Watch:
         hang = self.supervisor.judge.look(seen, time.monotonic())
         return self._hang(hang, seen) if hang is not None else None
 
-    def _hang(self, hang: Hang, seen: list[Seen]) -> Verdict | None:
+    def _hang(self, hang: Hang, seen: list[RankStatus]) -> Failure | None:
         if not stacks.confirmed(self.pulse, seen, hang.ranks):
             return None
         return self._told(hang, stacks.capture(self.pulse, seen))
 
-    def _told(self, hang: Hang, words: Mapping[int, str]) -> Verdict:
+    def _told(self, hang: Hang, words: Mapping[int, str]) -> Failure:
         """The verdict, and the stacks it rests on, in the run folder."""
         details = self.folder / "faults" / f"hang-{self.supervisor.order.session}-{self.supervisor.number}"
         verdict = failure.of_hang(hang, self.seen, words, details)
         failure.keep(verdict, words, details)
         return verdict
 
-    def _failure(self) -> Verdict:
+    def _failure(self) -> Failure:
         """The first rank that failed. One killed from outside leaves no words, and is nobody's victim."""
         ended = {rank: code for rank, code in enumerate(self.ranks.poll()) if code}
         killed = [rank for rank, code in ended.items() if code < 0]
@@ -208,7 +208,7 @@ class Watch:
         rank, code = next((rank, code) for rank, code in enumerate(self.ranks.poll()) if code)
         return failure.of_exit(rank, code, self.seen.get(rank), self.folder)
 
-    def _mismatch(self, killed: list[int]) -> Verdict:
+    def _mismatch(self, killed: list[int]) -> Failure:
         """A collective broke because somebody was in another one; who died of it need not be who was wrong.
 
         Each survivor knows whether its own collectives were those of its last step. If all were, it was the dead one.
@@ -224,7 +224,7 @@ class Watch:
         hang = Hang(ranks=ranks, reason=why, seconds=0.0, limit=0.0)
         return self._told(hang, {each.rank: "".join(each.stack) for each in told if each.rank is not None})
 
-    def _heed(self) -> Verdict | None:
+    def _heed(self) -> Failure | None:
         """Pass on what people asked; enforce it when the time they gave is over."""
         asked, grace = self.supervisor.asked, self.supervisor.run.faults.grace_seconds
         if not asked.stop:
@@ -239,11 +239,11 @@ class Watch:
             return self._stopped(saved=False)
         return None
 
-    def _stopped(self, saved: bool = True) -> Verdict:
+    def _stopped(self, saved: bool = True) -> Failure:
         step = newest_step(self.folder)
         interrupted = self.supervisor.asked.interrupts > 0
         what = f"saved at step {step}" if saved and step >= 0 else "ended before a save was complete"
-        return Verdict(
+        return Failure(
             kind="stopped",
             code=Exit.INTERRUPTED if interrupted else Exit.PREEMPTED if saved else Exit.RESUMABLE,
             what=f"{'interrupted' if interrupted else 'asked to end'}: {what}",
@@ -273,7 +273,7 @@ STILL_SECONDS = 2.0  # without a move of any rank here: then a silent machine is
 DONE = b"."  # what the rank beside it says at its end; nothing: it was killed
 
 
-class Post(msgspec.Struct, frozen=True, kw_only=True):
+class SidecarSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What to watch."""
 
     beats: str
@@ -291,7 +291,7 @@ class Sidecar:
     def __init__(self, run: Run, place: Place, beats: Path, folder: Path) -> None:
         run_folder.sweep()
         first = place.rank - place.local_rank
-        post = Post(
+        post = SidecarSpec(
             beats=str(beats),
             folder=str(folder),
             ranks=list(range(first, first + place.local_world)),
@@ -314,7 +314,7 @@ class Sidecar:
         shutil.rmtree(self.beats, ignore_errors=True)
 
 
-def watch(post: Post, beside: int) -> Verdict | None:
+def watch(post: SidecarSpec, beside: int) -> Failure | None:
     """Until a rank of this machine hangs, another machine is lost, or the rank beside us closes its end of the pipe."""
     nodes = _nodes(post)
     try:
@@ -324,8 +324,8 @@ def watch(post: Post, beside: int) -> Verdict | None:
             nodes.close()
 
 
-def _watch(post: Post, beside: int, nodes: Nodes | None) -> Verdict | None:
-    pulse, judge = Pulse(Path(post.beats), post.ranks), Judge(post.hang_seconds, post.world)
+def _watch(post: SidecarSpec, beside: int, nodes: Nodes | None) -> Failure | None:
+    pulse, judge = HeartbeatReader(Path(post.beats), post.ranks), HangDetector(post.hang_seconds, post.world)
     while not select.select([beside], [], [], SIDECAR_LOOK_SECONDS)[0]:
         seen = [one for one in pulse.look() if one.state != "Z"]
         hang = judge.look(seen, time.monotonic())
@@ -336,12 +336,12 @@ def _watch(post: Post, beside: int, nodes: Nodes | None) -> Verdict | None:
     return _end(post, pulse, nodes, os.read(beside, 1) == DONE) if nodes is not None else None
 
 
-def is_still(seen: Sequence[Seen], now: float) -> bool:
+def is_still(seen: Sequence[RankStatus], now: float) -> bool:
     """Whether no rank here has moved for a while: they wait for whoever is missing."""
     return all(now - one.still_since > STILL_SECONDS for one in seen)
 
 
-def _nodes(post: Post) -> Nodes | None:
+def _nodes(post: SidecarSpec) -> Nodes | None:
     """The other machines, where there are any and they can be listened for."""
     if len(post.ranks) == post.world:
         return None
@@ -354,7 +354,7 @@ def _nodes(post: Post) -> Nodes | None:
         return None
 
 
-def _end(post: Post, pulse: Pulse, nodes: Nodes, told: bool) -> Verdict | None:
+def _end(post: SidecarSpec, pulse: HeartbeatReader, nodes: Nodes, told: bool) -> Failure | None:
     """The ranks here have ended: because another machine had, or by themselves, which the others are told."""
     if not told:
         nodes.leave(f"rank {post.ranks[0]} was killed")
@@ -370,7 +370,7 @@ def _end(post: Post, pulse: Pulse, nodes: Nodes, told: bool) -> Verdict | None:
     return None
 
 
-def _lose(post: Post, pulse: Pulse, nodes: Nodes, lost: Lost) -> Verdict:
+def _lose(post: SidecarSpec, pulse: HeartbeatReader, nodes: Nodes, lost: Lost) -> Failure:
     """Another machine is gone."""
     details = Path(post.folder) / "faults" / f"node-{time.time_ns()}"
     verdict = failure.of_lost(lost, pulse.look(), details)
@@ -379,7 +379,9 @@ def _lose(post: Post, pulse: Pulse, nodes: Nodes, lost: Lost) -> Verdict:
     return _leave(post, pulse, verdict)
 
 
-def _hang(post: Post, pulse: Pulse, nodes: Nodes | None, hang: Hang, seen: list[Seen]) -> Verdict:
+def _hang(
+    post: SidecarSpec, pulse: HeartbeatReader, nodes: Nodes | None, hang: Hang, seen: list[RankStatus]
+) -> Failure:
     """A rank of this machine hangs."""
     words = stacks.capture(pulse, seen)
     details = Path(post.folder) / "faults" / f"hang-{time.time_ns()}"
@@ -390,7 +392,7 @@ def _hang(post: Post, pulse: Pulse, nodes: Nodes | None, hang: Hang, seen: list[
     return _leave(post, pulse, verdict)
 
 
-def _leave(post: Post, pulse: Pulse, verdict: Verdict) -> Verdict:
+def _leave(post: SidecarSpec, pulse: HeartbeatReader, verdict: Failure) -> Failure:
     """Say it, and clear the way for a restart."""
     print(verdict, file=sys.stderr, flush=True)
     pulse.ask_to_leave()
@@ -405,4 +407,4 @@ def _leave(post: Post, pulse: Pulse, verdict: Verdict) -> Verdict:
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    watch(msgspec.json.decode(sys.argv[1], type=Post), sys.stdin.fileno())
+    watch(msgspec.json.decode(sys.argv[1], type=SidecarSpec), sys.stdin.fileno())

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from meshwright.search.best_first import Found, search
+from meshwright.search.best_first import Candidate, search
 from meshwright.search.explain import nearest
 from meshwright.search.question import Question
 from meshwright.search.sizes import gpus_needed, with_gpus
@@ -22,17 +22,17 @@ STATES = ("weights", "master", "gradients", "moments", "gathered", "waiting")
 TALK = ("tp", "cp", "ep", "pp", "bubble", "stragglers", "shard", "replicate", "tied")  # shares that one GPU has not
 
 
-def states_phrase(found: Found) -> float:
+def states_phrase(found: Candidate) -> float:
     return sum(line.bytes for line in found.ledger.lines if line.name in STATES)
 
 
-def traffic_phrase(found: Found) -> dict[str, float]:
+def traffic_phrase(found: Candidate) -> dict[str, float]:
     """Seconds that GPUs spend on one another."""
     shares = found.price.waterfall
     return {share.name: share.seconds for share in shares if share.name in TALK and share.seconds > 0}
 
 
-def cuts_phrase(found: Found) -> dict[str, bool]:
+def cuts_phrase(found: Candidate) -> dict[str, bool]:
     plan = found.plan
     return {
         "tensor parallelism": plan.tp > 1,
@@ -42,7 +42,7 @@ def cuts_phrase(found: Found) -> dict[str, bool]:
     }
 
 
-def per_token(found: Found) -> float:
+def per_token(found: Candidate) -> float:
     return found.seconds_per_token
 
 
@@ -50,16 +50,16 @@ def gib(size: float) -> str:
     return f"{size / GIB:.1f}"
 
 
-def headroom_phrase(found: Found) -> str:
+def headroom_phrase(found: Candidate) -> str:
     gpu = found.job.cluster.gpu.memory_bytes
     return f"{gib(found.peak_bytes)} of {gib(gpu)} GiB at {found.ledger.moment}"
 
 
-def time_phrase(found: Found) -> str:
+def time_phrase(found: Candidate) -> str:
     return f"{found.price.seconds:.3g} s a step"
 
 
-def plan_phrase(found: Found) -> str:
+def plan_phrase(found: Candidate) -> str:
     plan = found.plan
     anew = f", recompute={plan.recompute}" if plan.recompute != "none" else ""
     return f"{plan}" if plan.world > 1 else f"microbatch={plan.microbatch}{anew}"
@@ -78,7 +78,7 @@ NARROW: tuple[Precision, ...] = ("bf16", "fp16")
 SEVERAL = {*AXES, "ep", "zero", "schedule", "chunks", "stages", "grad_accum"}  # fields that say how GPUs share the work
 
 
-class Step(msgspec.Struct, frozen=True, kw_only=True):
+class ChartStep(msgspec.Struct, frozen=True, kw_only=True):
     """A question of the chart, its answer, and the numbers behind it."""
 
     question: str
@@ -91,16 +91,16 @@ class Leaf(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     text: str
-    found: Found | None = None  # the plan that does it
+    found: Candidate | None = None  # the plan that does it
     available: bool = True  # the trainer has it
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
     """The way through the chart, and where it ends."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[ChartStep, ...]
     leaves: tuple[Leaf, ...]  # what to do, first things first
-    found: Found | None  # the plan to use; None: nothing fits
+    found: Candidate | None  # the plan to use; None: nothing fits
 
 
 def advise(question: Question) -> Advice:
@@ -125,15 +125,15 @@ class _Walk:
         self.one = _one_gpu(self.question)
         self.gpus = question.cluster.gpus
         self.memory = question.cluster.gpu.memory_bytes
-        self.steps: list[Step] = []
+        self.steps: list[ChartStep] = []
         self.leaves: list[Leaf] = []
-        self.found: Found | None = None
+        self.found: Candidate | None = None
         self.alone = _best(self.one, {"recompute": "none"})
 
     def ask(self, question: str, answer: str, because: str) -> None:
-        self.steps.append(Step(question=question, answer=answer, because=because))
+        self.steps.append(ChartStep(question=question, answer=answer, because=because))
 
-    def do(self, name: str, text: str, found: Found | None = None, available: bool = True) -> None:
+    def do(self, name: str, text: str, found: Candidate | None = None, available: bool = True) -> None:
         self.leaves.append(Leaf(name=name, text=text, found=found, available=available))
         if found is not None:
             self.found = found
@@ -324,7 +324,7 @@ class _Walk:
         self.do("the search's plan", "what `meshwright plan` puts first", best)
 
 
-def _best(question: Question, fixed: dict[str, Any]) -> Found | None:
+def _best(question: Question, fixed: dict[str, Any]) -> Candidate | None:
     """The fastest plan with some fields given beside the user's own, which come first."""
     asked = msgspec.structs.replace(question, fixed=fixed | question.fixed)
     return next(iter(search(asked, top=1).found), None)

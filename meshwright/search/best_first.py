@@ -14,15 +14,24 @@ import msgspec
 
 from meshwright.cost.job import Job
 from meshwright.cost.memory import Fit, Ledger, fits
-from meshwright.cost.step_time import Course, Price, course, price, price_in, seconds_in
-from meshwright.search.bounds import STATES, Group, Room, bound, bound_of_policies, bound_with_weights, groups, lacking
+from meshwright.cost.step_time import Price, StepTimeline, price, price_in, seconds_in, step_timeline
+from meshwright.search.bounds import (
+    STATES,
+    MemoryBound,
+    PlanGroup,
+    bound,
+    bound_of_policies,
+    bound_with_weights,
+    groups,
+    lacking,
+)
 from meshwright.search.question import Question, variants
 from meshwright.spec.plan import AXES, Plan
 
 TOLD_APART = 0.02  # the same run measured twice differs by this much at best
 
 
-class Found(msgspec.Struct, frozen=True, kw_only=True):
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """A plan, its price and its ledger."""
 
     job: Job
@@ -53,7 +62,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
         return self.price.seconds / (self.plan.batch * self.job.sequence)
 
 
-class Counts(msgspec.Struct, frozen=True, kw_only=True):
+class SearchCounts(msgspec.Struct, frozen=True, kw_only=True):
     """What became of every legal plan: the parts add up to `legal`."""
 
     legal: int
@@ -66,22 +75,22 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.too_large.values())
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
     """The best plans that fit, best first, and what became of the others."""
 
-    found: tuple[Found, ...]
-    counts: Counts
+    found: tuple[Candidate, ...]
+    counts: SearchCounts
 
 
-def priced(job: Job) -> Found:
+def priced(job: Job) -> Candidate:
     """A plan, priced."""
-    return Found(job=job, price=price(job), fit=fit_of(job))
+    return Candidate(job=job, price=price(job), fit=fit_of(job))
 
 
 fit_of = lru_cache(maxsize=1024)(fits)  # asked once to prune, and again of a plan that is shown
 
 
-def rank(found: Found) -> tuple[int, int, float]:
+def rank(found: Candidate) -> tuple[int, int, float]:
     """By time for a token, as far as it can be told; then the simpler plan; then the one with more room."""
     return (notch(found.seconds_per_token), axes_used(found.plan), -found.fit.headroom_bytes)
 
@@ -102,23 +111,23 @@ def axes_used(plan: Plan) -> int:
 WORTH = 1.03  # of a bound: nearer ones are not worth waiting for
 
 
-def search(question: Question, top: int = 5) -> Answer:
+def search(question: Question, top: int = 5) -> SearchResult:
     """The best `top` plans, and what became of every other one."""
     work = _Work(top)
     for variant in variants(question):
-        room = Room(variant)
+        room = MemoryBound(variant)
         for group in groups(variant):
             work.begin(group, room)
     work.finish()
     return work.answer()
 
 
-class _Candidate(NamedTuple):
+class _BoundedGroup(NamedTuple):
     """A plan whose time is known, and whose ledger is made when its turn comes."""
 
     job: Job
-    group: Group
-    known: Course  # what it has in common with the others of its group
+    group: PlanGroup
+    known: StepTimeline  # what it has in common with the others of its group
 
 
 class _Work:
@@ -126,13 +135,13 @@ class _Work:
 
     def __init__(self, top: int) -> None:
         self.top = top
-        self.heap: list[tuple[float, int, Group | _Candidate, Room]] = []
+        self.heap: list[tuple[float, int, PlanGroup | _BoundedGroup, MemoryBound]] = []
         self.pushed = 0
-        self.best: list[tuple[tuple[int, int, float], int, Found]] = []
+        self.best: list[tuple[tuple[int, int, float], int, Candidate]] = []
         self.legal = self.priced = 0
         self.too_large: Counter[str] = Counter()
 
-    def begin(self, group: Group, room: Room) -> None:
+    def begin(self, group: PlanGroup, room: MemoryBound) -> None:
         """Count a group, and keep of it what the states of the model leave room for."""
         plans = group.plans_of_a_split
         self.legal += plans * len(group.splits)
@@ -142,7 +151,7 @@ class _Work:
             group = group._replace(splits=fitting)
             self.push(group, room, bound(group))
 
-    def push(self, item: Group | _Candidate, room: Room, seconds_per_token: float) -> None:
+    def push(self, item: PlanGroup | _BoundedGroup, room: MemoryBound, seconds_per_token: float) -> None:
         """Put something in its place by its time, or by the bound of its time."""
         self.pushed += 1  # equal bounds are opened in the order in which they came
         heapq.heappush(self.heap, (seconds_per_token, self.pushed, item, room))
@@ -155,7 +164,7 @@ class _Work:
         """Look at one after the other until no time that is left can win."""
         while self.heap and not self.hopeless(self.heap[0][0]):
             least, _, item, room = heapq.heappop(self.heap)
-            if isinstance(item, _Candidate):
+            if isinstance(item, _BoundedGroup):
                 self.weigh(item, room, least)
             elif item.order is None:
                 self.divide(item, room)
@@ -164,7 +173,7 @@ class _Work:
             else:
                 self.judge(item, room)
 
-    def divide(self, group: Group, room: Room) -> None:
+    def divide(self, group: PlanGroup, room: MemoryBound) -> None:
         """A group by schedules; policies that hold too much are counted out, and a schedule that has no other."""
         for part in group.parts():
             lines = room.obstacles(part)
@@ -175,7 +184,7 @@ class _Work:
                 part = part._replace(policies=tuple(policy for policy in rest if policy not in helps), helps=helps)
                 self.push(part, room, bound_of_policies(part))
 
-    def open(self, group: Group, room: Room, least: float) -> None:
+    def open(self, group: PlanGroup, room: MemoryBound, least: float) -> None:
         """A group of one schedule by policies, unless what weights cost sends it back to wait."""
         if not group.weighed and group.may_be_weighed:
             heavier = bound_with_weights(group, least * WORTH)
@@ -188,18 +197,18 @@ class _Work:
                 seconds = max(seconds, bound_with_weights(part, seconds * WORTH))
             self.push(part, room, seconds)
 
-    def judge(self, group: Group, room: Room) -> None:
+    def judge(self, group: PlanGroup, room: MemoryBound) -> None:
         """Time every split of a group: forwards and backwards are the same in all of them."""
-        known: Course | None = None
+        known: StepTimeline | None = None
         for layout in group.splits:
             job = group.question.job(group.plan(layout))
-            known = known or course(job)
+            known = known or step_timeline(job)
             seconds = seconds_in(job, known) / group.question.tokens
             self.priced += 1
             if not self.hopeless(seconds):
-                self.push(_Candidate(job, group, known), room, seconds)
+                self.push(_BoundedGroup(job, group, known), room, seconds)
 
-    def weigh(self, candidate: _Candidate, room: Room, seconds_per_token: float) -> None:
+    def weigh(self, candidate: _BoundedGroup, room: MemoryBound, seconds_per_token: float) -> None:
         """Keep a plan that fits, if it is among the best."""
         job, group, known = candidate
         at_best = (notch(seconds_per_token), axes_used(job.plan))
@@ -210,12 +219,12 @@ class _Work:
             self.priced -= 1
             self.help(group, job.plan, room)
             return
-        found = Found(job=job, price=price_in(job, known), fit=fit_of(job))
+        found = Candidate(job=job, price=price_in(job, known), fit=fit_of(job))
         self.best.append((rank(found), self.pushed, found))
         self.best.sort(key=lambda entry: entry[:2])
         del self.best[self.top :]
 
-    def help(self, group: Group, plan: Plan, room: Room) -> None:
+    def help(self, group: PlanGroup, plan: Plan, room: MemoryBound) -> None:
         """Of a plan that is too large, let those be looked at that hold less and do the same."""
         layout = next(layout for layout in group.splits if (layout.shard, layout.zero) == (plan.shard, plan.zero))
         for policy in group.helps:
@@ -223,8 +232,8 @@ class _Work:
                 part = group._replace(policy=policy, splits=(layout,))
                 self.push(part, room, bound(part))
 
-    def answer(self) -> Answer:
+    def answer(self) -> SearchResult:
         found = {line: plans for line, plans in self.too_large.most_common() if plans}
         slower = self.legal - self.priced - sum(found.values())
-        counts = Counts(legal=self.legal, too_large=found, slower=slower, priced=self.priced)
-        return Answer(found=tuple(found for _, _, found in self.best), counts=counts)
+        counts = SearchCounts(legal=self.legal, too_large=found, slower=slower, priced=self.priced)
+        return SearchResult(found=tuple(found for _, _, found in self.best), counts=counts)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from meshwright.cost.activations import Work, kept, work_of
+from meshwright.cost.activations import MicrobatchShape, microbatch_shape, saved_activations
 from meshwright.cost.job import Job
 from meshwright.cost.layout import widths as state_widths
 from meshwright.cost.memory import Ledger, overflows, settled, too_large
@@ -16,27 +16,27 @@ from meshwright.cost.step_time import lower_bound, work_bound
 from meshwright.cost.traffic import IN_SIGHT
 from meshwright.search import space
 from meshwright.search.question import Question
-from meshwright.search.space import Layout, Order, Policy, Round, homes, shadows
+from meshwright.search.space import AxesChoice, BatchChoice, PipelineChoice, Policy, homes, keeps_bf16_params
 from meshwright.spec.params import count, params
 from meshwright.spec.plan import Plan, balanced_stages
 from meshwright.spec.schedule import Schedule, stage_ranks
 
 
-class Group(NamedTuple):
+class PlanGroup(NamedTuple):
     """Plans that differ in how data is split, and, where they are None, in schedule and recomputation."""
 
     question: Question
-    splits: tuple[Layout, ...]  # alike but for replicate, shard and zero
-    each: Round
-    choices: tuple[tuple[Order, tuple[Policy, ...]], ...]  # schedules, and the policies of each
-    order: Order | None = None
+    splits: tuple[AxesChoice, ...]  # alike but for replicate, shard and zero
+    each: BatchChoice
+    choices: tuple[tuple[PipelineChoice, tuple[Policy, ...]], ...]  # schedules, and the policies of each
+    order: PipelineChoice | None = None
     policies: tuple[Policy, ...] = ()  # of a group of one schedule, those that may fit
     helps: tuple[Policy, ...] = ()  # further ones, whose turn comes when their plainer one turns out too large
     policy: Policy | None = None
     weighed: bool = False  # its bound has what weights cost in it
 
     @property
-    def decided_order(self) -> Order:
+    def decided_order(self) -> PipelineChoice:
         assert self.order is not None, "only a group of one schedule is asked"
         return self.order
 
@@ -55,20 +55,20 @@ class Group(NamedTuple):
         """Plans that differ in schedule and recomputation."""
         return sum(len(policies) for _, policies in self.choices)
 
-    def parts(self) -> list["Group"]:
+    def parts(self) -> list["PlanGroup"]:
         """The same plans with one more choice made: of the schedule, or of the policy."""
         if self.order is not None:
             return [self._replace(policy=policy) for policy in self.policies]
         return [self._replace(order=order, policies=policies) for order, policies in self.choices]
 
-    def plan(self, layout: Layout) -> Plan:
+    def plan(self, layout: AxesChoice) -> Plan:
         """The plan of one split."""
         return space.plan_of(self.question, layout, self.each, self.decided_order, self.decided_policy)
 
 
-def groups(question: Question) -> list[Group]:
+def groups(question: Question) -> list[PlanGroup]:
     """All plans of a question, by their axes and microbatches."""
-    alike: dict[tuple[object, ...], list[Layout]] = {}
+    alike: dict[tuple[object, ...], list[AxesChoice]] = {}
     for layout in space.layouts(question):
         alike.setdefault((layout.pp, layout.cp, layout.cp_kind, layout.ep, layout.tp), []).append(layout)
     found, choices = [], {}
@@ -79,11 +79,11 @@ def groups(question: Question) -> list[Group]:
             if key not in choices:
                 choices[key] = space.choices(question, layouts[0], each)
             if splits:
-                found.append(Group(question, splits, each, choices[key]))
+                found.append(PlanGroup(question, splits, each, choices[key]))
     return found
 
 
-def bound(group: Group) -> float:
+def bound(group: PlanGroup) -> float:
     """Seconds for a token that no plan of a group goes below, as if weights cost nothing.
 
     Before the schedule is known: the busiest rank of a pipeline has at least a fair share of the work on one rank.
@@ -91,20 +91,20 @@ def bound(group: Group) -> float:
     question, layout = group.question, group.splits[0]
     if group.order is None:
         alone = layout._replace(pp=1)
-        order = Order("1f1b", 1)
+        order = PipelineChoice("1f1b", 1)
         plan = space.plan_of(question, alone, group.each, order, Policy())
         return work_bound(question.job(plan)) / layout.pp / question.tokens
     return work_bound(question.job(_least_plan(group, layout))) / question.tokens
 
 
-def bound_of_policies(group: Group) -> float:
+def bound_of_policies(group: PlanGroup) -> float:
     """The bound of a group of one schedule; where all its policies send or code what is kept, with what that costs."""
     if not all(policy.is_helped for policy in group.policies):
         return bound(group)
     return min(bound(group._replace(policy=policy)) for policy in group.policies)
 
 
-def bound_with_weights(group: Group, enough: float) -> float:
+def bound_with_weights(group: PlanGroup, enough: float) -> float:
     """The same with what weights cost at least: of the splits of the data axes the cheapest, or one within `enough`.
 
     Sharing out the optimizer's states alone, as far as it goes, is cheapest most of the time.
@@ -118,7 +118,7 @@ def bound_with_weights(group: Group, enough: float) -> float:
     return least
 
 
-def _least_plan(group: Group, layout: Layout) -> Plan:
+def _least_plan(group: PlanGroup, layout: AxesChoice) -> Plan:
     """Before the policy is known: the plan in which nothing is done twice."""
     return space.plan_of(group.question, layout, group.each, group.decided_order, group.policy or Policy())
 
@@ -128,7 +128,7 @@ ACTIVATIONS = "activations"
 AT_ONCE = ("naive", "gpipe", "looped")  # their first backward comes when most is in flight, or little ever is
 
 
-class Room:
+class MemoryBound:
     """What is known of the memory that plans of one question need."""
 
     def __init__(self, question: Question) -> None:
@@ -140,39 +140,39 @@ class Room:
         self.wide, self.narrow = widths(question)
         self.states = {home: _widths(question, home) for home, _ in homes(question)}
         self.kept: dict[tuple[int, int, int, int, bool, Policy], tuple[float, float]] = {}
-        self.works: dict[tuple[int, int, int, Policy], Work] = {}
-        self.shortest: dict[tuple[int, Order], int] = {}
+        self.works: dict[tuple[int, int, int, Policy], MicrobatchShape] = {}
+        self.shortest: dict[tuple[int, PipelineChoice], int] = {}
         self.refused: dict[tuple[object, ...], tuple[int, str]] = {}  # microbatch and largest line
 
-    def may_hold(self, layout: Layout) -> bool:
+    def may_hold(self, layout: AxesChoice) -> bool:
         """Whether a layout's plans may fit."""
         return self.floor(layout) <= self.memory
 
-    def floor(self, layout: Layout) -> float:
+    def floor(self, layout: AxesChoice) -> float:
         """Bytes of a layout's fullest rank at least, at the update: ranks that share evenly hold the least."""
         return min((self._floor(layout, home) for home in self.states), default=0.0)
 
-    def _floor(self, layout: Layout, home: str) -> float:
+    def _floor(self, layout: AxesChoice, home: str) -> float:
         """The same with states in a given place."""
         each = self.states[home]
         copied = self._whole(layout) * self.narrow if layout.pp == 1 and self._copied(layout, home) else 0.0
-        shadow = self.narrow if shadows(self.question) and self._copied(layout, home) else 0
+        shadow = self.narrow if keeps_bf16_params(self.question) and self._copied(layout, home) else 0
         return max((each.held + each.gradient + shadow) * self._shard(layout), each.held * self._shard(layout) + copied)
 
-    def _shard(self, layout: Layout) -> float:
+    def _shard(self, layout: AxesChoice) -> float:
         """Numbers in a rank's part of the weights."""
         return self.numbers / (layout.pp * layout.tp * layout.shards)
 
-    def _whole(self, layout: Layout) -> float:
+    def _whole(self, layout: AxesChoice) -> float:
         """Weights that a rank computes with: of the routed experts only its own."""
         return (self.numbers - self.routed + self.routed / layout.ep) / (layout.pp * layout.tp)
 
-    def _copied(self, layout: Layout, home: str) -> bool:
+    def _copied(self, layout: AxesChoice, home: str) -> bool:
         """Whether the arithmetic reads a second copy of the weights for longer than a block takes."""
-        shared = shadows(self.question) and (home != "none" or self.question.master_weights != "fp32")
+        shared = keeps_bf16_params(self.question) and (home != "none" or self.question.master_weights != "fp32")
         return not shared and (layout.pp > 1 or (layout.zero < 3 and self.narrow < self.wide))
 
-    def _resting(self, layout: Layout, group: Group, home: str) -> float:
+    def _resting(self, layout: AxesChoice, group: PlanGroup, home: str) -> float:
         """Bytes at least that a rank holds beside the most activations.
 
         States; what the arithmetic reads, of a pipeline the stages in sight; and, when an earlier microbatch has left
@@ -188,14 +188,14 @@ class Room:
             resting += self._whole(layout) * self.wide
         return resting
 
-    def obstacle(self, group: Group) -> str | None:
+    def obstacle(self, group: PlanGroup) -> str | None:
         """What keeps every plan of a group from fitting, by the closed forms; None if something may fit.
 
         Of the splits of the data axes the one that shards most holds least.
         """
         return self.obstacles(group._replace(policies=(group.decided_policy,)))[0]
 
-    def obstacles(self, group: Group) -> list[str | None]:
+    def obstacles(self, group: PlanGroup) -> list[str | None]:
         """The same for each policy of a group of one schedule."""
         frugal, found = frugal_split(group), list[str | None]()
         resting = {home: self._resting(frugal, group, home) for home in self.states}
@@ -205,13 +205,13 @@ class Room:
             found.append(None if fits else STATES if still > live else ACTIVATIONS)
         return found
 
-    def least(self, group: Group) -> float:
+    def least(self, group: PlanGroup) -> float:
         """Bytes at least of the fullest rank of every plan of a group."""
         frugal, policy = frugal_split(group), group.decided_policy
         resting = self._resting(frugal, group, policy.optimizer_offload)
         return max(self._floor(frugal, policy.optimizer_offload), resting + self._live(group, policy))
 
-    def _live(self, group: Group, policy: Policy) -> float:
+    def _live(self, group: PlanGroup, policy: Policy) -> float:
         """Bytes at least that activations take on the first rank, when most microbatches are in flight there."""
         layout, order = group.splits[0], group.decided_order
         cut = (layout.pp, order)
@@ -230,21 +230,21 @@ class Room:
         Of the kind of layer that needs less; `last` if the projection follows them, whose logits are there before that.
         """
         work = self._work(tp, cp, microbatch, policy._replace(recompute="none"))
-        found = [kept(work, (mixture,) * layers, last, policy.recompute) for mixture in self.kinds]
+        found = [saved_activations(work, (mixture,) * layers, last, policy.recompute) for mixture in self.kinds]
         moments = [max(each.logits, each.anew + each.passing) + each.pair for each in found]
         return min(each.activations for each in found), min(moments)
 
-    def _work(self, tp: int, cp: int, microbatch: int, policy: Policy) -> Work:
+    def _work(self, tp: int, cp: int, microbatch: int, policy: Policy) -> MicrobatchShape:
         """Of a rank whose blocks are compiled, if they ever are: it keeps less."""
         key = (tp, cp, microbatch, policy)
         if key not in self.works:
             compiled = bool(self.question.fixed.get("compile", True))
             axes = {"tp": tp, "cp": cp, "microbatch": microbatch, **policy._asdict()}
             plan = Plan(**axes, precision=self.question.precision, compile=compiled)
-            self.works[key] = work_of(self.question.job(plan))
+            self.works[key] = microbatch_shape(self.question.job(plan))
         return self.works[key]
 
-    def too_large(self, group: Group) -> str | None:
+    def too_large(self, group: PlanGroup) -> str | None:
         """The largest line of a group of which nothing fits, None if something may.
 
         Where as many microbatches are followed, larger ones hold more.
@@ -267,12 +267,12 @@ def _given_out(question: Question) -> float:
     return (question.cluster.gpu.memory_bytes - holds.context_bytes) / (1 + holds.slack) - holds.workspace_bytes
 
 
-def frugal_split(group: Group) -> Layout:
+def frugal_split(group: PlanGroup) -> AxesChoice:
     """Of a group's splits of the data axes the one that holds least: it shards most."""
     return max(group.splits, key=lambda layout: (layout.zero, layout.shards))
 
 
-def _shortest(question: Question, pp: int, order: Order) -> int:
+def _shortest(question: Question, pp: int, order: PipelineChoice) -> int:
     """Layers of the shortest stage on the first rank."""
     if pp == 1:
         return question.arch.layers
@@ -329,7 +329,7 @@ class _Widths(NamedTuple):
 
 def _widths(question: Question, home: str) -> _Widths:
     """Of a rank whose states live in a given place."""
-    plan = Plan(microbatch=1, precision=question.precision, bf16_params=shadows(question))
+    plan = Plan(microbatch=1, precision=question.precision, bf16_params=keeps_bf16_params(question))
     plan = msgspec.structs.replace(plan, optimizer_offload=home, cpu_offload=question.fixed.get("cpu_offload", False))
     once = state_widths(plan, question.master_weights, question.state_dtype)
     more = state_widths(msgspec.structs.replace(plan, grad_accum=2), question.master_weights, question.state_dtype)

@@ -23,7 +23,7 @@ KEY = "goal.memory_gib"
 ORIGIN = f"derived: {KEY}"
 
 
-class Choice(msgspec.Struct, frozen=True, kw_only=True):
+class RecomputeChoice(msgspec.Struct, frozen=True, kw_only=True):
     """A way to compute anew, and what it comes to."""
 
     plan: Plan
@@ -41,7 +41,7 @@ def fitting(job: Job, size: float) -> Plan:
     return choose(job, size).plan
 
 
-def choose(job: Job, size: float, policies: Iterable[str] | None = None) -> Choice:
+def choose(job: Job, size: float, policies: Iterable[str] | None = None) -> RecomputeChoice:
     """The fastest of the policies (all there are, unless stated) that fits; an InputError if none does."""
     legal = [policy for policy in policies or _policies(job, size) if _is_legal(job, policy)]
     fit = [policy for policy in dict.fromkeys(legal) if _bytes(job, policy) <= size]
@@ -50,10 +50,10 @@ def choose(job: Job, size: float, policies: Iterable[str] | None = None) -> Choi
     best = min(fit, key=lambda policy: (_seconds(job, policy), _bytes(job, policy)))
     chosen, seconds = _under(job, best), _seconds(job, best)
     slowdown = seconds / _seconds(job, "none")
-    return Choice(plan=chosen.plan, ledger=worst(chosen), seconds=seconds, slowdown=slowdown)
+    return RecomputeChoice(plan=chosen.plan, ledger=worst(chosen), seconds=seconds, slowdown=slowdown)
 
 
-def resolved(loaded: load.Loaded) -> tuple[load.Loaded, Choice | None]:
+def resolved(loaded: load.LoadedRun) -> tuple[load.LoadedRun, RecomputeChoice | None]:
     """A run whose goal.memory_gib has become one of the plain policies; without such a goal, the run as it is.
 
     A policy that was stated is kept, and refused if it does not fit.
@@ -71,7 +71,7 @@ def resolved(loaded: load.Loaded) -> tuple[load.Loaded, Choice | None]:
     except InputError as error:
         raise InputError([load.placed(problem, origins) for problem in error.problems]) from None
     run = msgspec.structs.replace(run, plan=choice.plan)
-    return load.Loaded(run=run, origins=origins if stated else origins | {"plan.recompute": ORIGIN}), choice
+    return load.LoadedRun(run=run, origins=origins if stated else origins | {"plan.recompute": ORIGIN}), choice
 
 
 def job_of(run: Run) -> Job:
@@ -135,7 +135,7 @@ def _too_little(job: Job, size: float, policies: list[str]) -> Problem:
     return Problem(text, f"allow {_gib_up(found.shown)} GiB, or use {also}", KEY)
 
 
-def _stated(job: Job, size: float, other: Choice) -> Problem:
+def _stated(job: Job, size: float, other: RecomputeChoice) -> Problem:
     needed = _gib_up(_bytes(job, job.plan.recompute))
     text = f"plan.recompute = {job.plan.recompute} takes {needed} GiB, and {KEY} = {size / GIB:.4g}"
     return Problem(text, f"leave plan.recompute out; {other.plan.recompute} would be chosen", "plan.recompute")

@@ -6,11 +6,11 @@ from typing import Any
 import msgspec
 
 from meshwright.hardware.cluster import cards
-from meshwright.search.best_first import Answer, Found, fit_of, priced, search
-from meshwright.search.bounds import Group, Room, frugal_split, groups, largest
+from meshwright.search.best_first import Candidate, SearchResult, fit_of, priced, search
+from meshwright.search.bounds import MemoryBound, PlanGroup, frugal_split, groups, largest
 from meshwright.search.question import Question
 from meshwright.search.sizes import gpus_needed, largest_model, largest_sequence
-from meshwright.search.space import CHUNKS, SCHEDULES, Order, compiles, divisors, homes, problems
+from meshwright.search.space import CHUNKS, SCHEDULES, PipelineChoice, compiles, divisors, homes, problems
 from meshwright.spec.plan import Plan, balanced_stages
 from meshwright.spec.schedule import default_chunks
 
@@ -113,7 +113,7 @@ def _changed(question: Question, plan: Plan, name: str, value: Any, **others: An
     if changed.shard == 1 and changed.cp == 1 and changed.zero and name != "zero" and not changed.cpu_offload:
         changed = msgspec.structs.replace(changed, zero=0)
     if name in ("schedule", "pp") and plan.compile and "compile" not in question.fixed:
-        order = Order(changed.schedule, changed.chunks)
+        order = PipelineChoice(changed.schedule, changed.chunks)
         changed = msgspec.structs.replace(changed, compile=compiles(question, changed.pp, order))
     return _completed(question, changed, change)
 
@@ -140,7 +140,7 @@ LOSSES = 3  # of the waterfall that are named
 SMALL = 0.01  # of a step; smaller losses are not worth a word
 
 
-class Beside(msgspec.Struct, frozen=True, kw_only=True):
+class NeighbourPrice(msgspec.Struct, frozen=True, kw_only=True):
     """What one changed choice would cost, or why it cannot be."""
 
     change: str
@@ -151,7 +151,7 @@ class Beside(msgspec.Struct, frozen=True, kw_only=True):
     problem: str = ""  # why it is not legal, or does not fit
 
 
-def why(found: Found) -> str:
+def why(found: Candidate) -> str:
     """The waterfall and the ledger, in words."""
     price = found.price
     ideal = next((share.seconds for share in price.waterfall if share.name == "ideal"), 0.0)
@@ -163,7 +163,7 @@ def why(found: Found) -> str:
     return f"{text}. {room(found)}{elsewhere(found)}{unchanged(found.plan)}"
 
 
-def elsewhere(found: Found) -> str:
+def elsewhere(found: Candidate) -> str:
     """What waits outside the device, how much of its place that takes, and what would be without."""
     plan, away, cluster = found.plan, found.ledger.away, found.job.cluster
     if not (away.host or away.disk):
@@ -190,14 +190,14 @@ def unchanged(plan: Plan) -> str:
     """What was chosen beside the split and leaves the mathematics as it is, and how to have it otherwise."""
     said = {
         "compile": "blocks are compiled (plan.compile=false leaves them as they are)",
-        "bf16_params": "a narrow copy of the weights is kept beside the wide ones (plan.bf16_params=false casts them instead)",
+        "bf16_params": "a bf16 copy of the weights stays resident (plan.bf16_params=false casts them at each use)",
     }
     apart = plan.optimizer_offload == "none"  # offloaded states leave no wide weights to be beside
     chosen = [text for name, text in said.items() if getattr(plan, name) and (apart or name != "bf16_params")]
     return f" Without a change of the mathematics, {' and '.join(chosen)}." if chosen else ""
 
 
-def room(found: Found) -> str:
+def room(found: Candidate) -> str:
     """The ledger in a sentence."""
     ledger, fit = found.ledger, found.fit
     memory = found.job.cluster.gpu.memory_bytes / GIB
@@ -209,23 +209,23 @@ def room(found: Found) -> str:
     )
 
 
-def _lacking(found: Found) -> str:
+def _lacking(found: Candidate) -> str:
     if found.fit.headroom_bytes >= 0:
         return f"does not fit: {found.fit.why}"
     memory = found.job.cluster.gpu.memory_bytes / GIB
     return f"does not fit: {found.peak_bytes / GIB:.1f} of {memory:.1f} GiB, most of it {largest(found.ledger)}"
 
 
-def beside(question: Question, plan: Plan) -> list[Beside]:
+def beside(question: Question, plan: Plan) -> list[NeighbourPrice]:
     """What each neighbour of a plan would cost."""
     found = []
     for neighbour in neighbours(question, plan):
         if neighbour.plan is None:
-            found.append(Beside(change=neighbour.change, problem=neighbour.problem))
+            found.append(NeighbourPrice(change=neighbour.change, problem=neighbour.problem))
             continue
         other = priced(question.job(neighbour.plan))
         found.append(
-            Beside(
+            NeighbourPrice(
                 change=neighbour.change,
                 plan=neighbour.plan,
                 seconds=other.price.seconds,
@@ -237,7 +237,7 @@ def beside(question: Question, plan: Plan) -> list[Beside]:
     return found
 
 
-def ties(answer: Answer) -> int:
+def ties(answer: SearchResult) -> int:
     """How many of the best plans lie within the interval of the first: arithmetic alone cannot tell them apart."""
     if not answer.found:
         return 0
@@ -248,17 +248,17 @@ def ties(answer: Answer) -> int:
 TRIED = 12  # of the least by the closed form, whose ledgers are then made
 
 
-class Change(msgspec.Struct, frozen=True, kw_only=True):
+class SuggestedChange(msgspec.Struct, frozen=True, kw_only=True):
     """Something else to ask for, and the best plan it has."""
 
     change: str
-    found: Found
+    found: Candidate
 
 
-def nearest(question: Question, top: int = 3) -> list[Found]:
+def nearest(question: Question, top: int = 3) -> list[Candidate]:
     """The plans that lack least."""
-    room = Room(question)
-    least: dict[float, Group] = {}
+    room = MemoryBound(question)
+    least: dict[float, PlanGroup] = {}
     for group in groups(question):
         for order in group.parts():
             for part in order.parts():
@@ -267,9 +267,9 @@ def nearest(question: Question, top: int = 3) -> list[Found]:
     return sorted(tried, key=lambda found: -found.fit.headroom_bytes)[:top]
 
 
-def changes(question: Question, top: int = 3) -> list[Change]:
+def changes(question: Question, top: int = 3) -> list[SuggestedChange]:
     """The first few changes that let something fit: what was fixed, then machines, then the sequence."""
-    found: list[Change] = []
+    found: list[SuggestedChange] = []
     for attempt in (_released, _more, _larger, _shorter, _smaller):
         found += attempt(question)
         if len(found) >= top:
@@ -277,22 +277,22 @@ def changes(question: Question, top: int = 3) -> list[Change]:
     return found[:top]
 
 
-def _released(question: Question) -> Iterator[Change]:
+def _released(question: Question) -> Iterator[SuggestedChange]:
     for name, value in question.fixed.items():
         others = {key: kept for key, kept in question.fixed.items() if key != name}
         answer = search(msgspec.structs.replace(question, fixed=others), top=1)
         if answer.found:
-            yield Change(change=f"leave plan.{name} = {value} to the search", found=answer.found[0])
+            yield SuggestedChange(change=f"leave plan.{name} = {value} to the search", found=answer.found[0])
 
 
-def _more(question: Question) -> Iterator[Change]:
+def _more(question: Question) -> Iterator[SuggestedChange]:
     needed = gpus_needed(question)
     if needed is not None:
         gpus, answer = needed
-        yield Change(change=f"{gpus} of these GPUs", found=answer.found[0])
+        yield SuggestedChange(change=f"{gpus} of these GPUs", found=answer.found[0])
 
 
-def _larger(question: Question) -> Iterator[Change]:
+def _larger(question: Question) -> Iterator[SuggestedChange]:
     memory = question.cluster.gpu.memory_bytes
     if question.is_limited:  # no card lets more be used
         return
@@ -303,17 +303,17 @@ def _larger(question: Question) -> Iterator[Change]:
         machines = msgspec.structs.replace(card, gpus=question.cluster.gpus, name=name)
         answer = search(question.on(machines), top=1)
         if answer.found:
-            yield Change(change=f"{machines.name} instead", found=answer.found[0])
+            yield SuggestedChange(change=f"{machines.name} instead", found=answer.found[0])
             return
 
 
-def _shorter(question: Question) -> Iterator[Change]:
+def _shorter(question: Question) -> Iterator[SuggestedChange]:
     longest = largest_sequence(question)
     if longest is not None:
-        yield Change(change=f"a sequence of {longest.value}", found=longest.found)
+        yield SuggestedChange(change=f"a sequence of {longest.value}", found=longest.found)
 
 
-def _smaller(question: Question) -> Iterator[Change]:
+def _smaller(question: Question) -> Iterator[SuggestedChange]:
     largest = largest_model(question)
     if largest is not None:
-        yield Change(change=f"{largest.value} instead of this model", found=largest.found)
+        yield SuggestedChange(change=f"{largest.value} instead of this model", found=largest.found)

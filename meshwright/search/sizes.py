@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from meshwright.config import presets
-from meshwright.cost.activations import block_kept, work_of
+from meshwright.cost.activations import block_kept, microbatch_shape
 from meshwright.cost.layout import MOMENTS
-from meshwright.search.best_first import Answer, Found, search
+from meshwright.search.best_first import Candidate, SearchResult, search
 from meshwright.search.bounds import smallest_world, widths
 from meshwright.search.question import Question, variants
 from meshwright.search.space import empty, refuse_empty
@@ -25,7 +25,7 @@ class Largest(msgspec.Struct, frozen=True, kw_only=True):
     """The largest of something that fits, the plan that does it, and the next larger one, which does not."""
 
     value: int | str
-    found: Found
+    found: Candidate
     next_value: int | str | None = None  # None: nothing larger was tried
     end: str = ""  # why not, where there is a reason
 
@@ -67,7 +67,7 @@ def largest_sequence(question: Question) -> Largest | None:
     has_table = question.arch.positions == "learned"
     most = question.arch.context if has_table else MOST
 
-    def attempt(sequence: int) -> Found | None:
+    def attempt(sequence: int) -> Candidate | None:
         return _best(msgspec.structs.replace(question, sequence=sequence))
 
     found = _largest(attempt, start=min(SHORTEST, most), grain=SHORTEST, share=1 / 8, most=most)
@@ -76,12 +76,12 @@ def largest_sequence(question: Question) -> Largest | None:
     return msgspec.structs.replace(found, end="the table of learned positions ends there")
 
 
-def _best(question: Question) -> Found | None:
+def _best(question: Question) -> Candidate | None:
     return next(iter(search(question, top=1).found), None)
 
 
 def _largest(
-    attempt: Callable[[int], Found | None], start: int, grain: int, share: float, most: int = MOST
+    attempt: Callable[[int], Candidate | None], start: int, grain: int, share: float, most: int = MOST
 ) -> Largest | None:
     """The largest number that an attempt survives: doubled until one fails, then halved in between.
 
@@ -139,7 +139,7 @@ def gpu_counts(question: Question) -> Iterator[int]:
         nodes += max(1, 2 ** (nodes.bit_length() - 4))  # steps of an eighth at most: an answer is off by no more
 
 
-def gpus_needed(question: Question, top: int = 5) -> tuple[int, Answer] | None:
+def gpus_needed(question: Question, top: int = 5) -> tuple[int, SearchResult] | None:
     """The least number of these GPUs on which some plan fits, and the best plans there; None: none does."""
     least = min(smallest_world(variant) for variant in variants(with_gpus(question, 1)))
     for gpus in gpu_counts(question):
@@ -148,7 +148,7 @@ def gpus_needed(question: Question, top: int = 5) -> tuple[int, Answer] | None:
     return None
 
 
-def duration(found: Found, tokens: float, dollars_per_gpu_hour: float | None = None) -> Duration:
+def duration(found: Candidate, tokens: float, dollars_per_gpu_hour: float | None = None) -> Duration:
     """How long so many tokens take under a plan, interruptions not counted."""
     steps = math.ceil(tokens / (found.plan.batch * found.job.sequence))
     gpu_hours = steps * found.price.seconds * found.plan.world / HOUR
@@ -194,7 +194,7 @@ def _blocks(question: Question) -> Iterator[Layer]:
             parameters=sum(param.numel for param in mine),
             flops_per_token=sum(_flops(param, arch) for param in mine) + scores,
             state_bytes=_states(question, mine),
-            activation_bytes=block_kept(work_of(question.job(plan)), mixture),
+            activation_bytes=block_kept(microbatch_shape(question.job(plan)), mixture),
         )
 
 

@@ -19,7 +19,7 @@ from meshwright.spec.problem import InputError, Problem
 from meshwright.spec.schedule import Schedule, default_chunks, legal
 
 
-class Layout(NamedTuple):
+class AxesChoice(NamedTuple):
     """The axes of a plan."""
 
     pp: int
@@ -40,7 +40,7 @@ class Layout(NamedTuple):
         return self.shard * self.cp if self.zero else 1
 
 
-class Round(NamedTuple):
+class BatchChoice(NamedTuple):
     """How a data rank goes through its share of the batch."""
 
     microbatch: int
@@ -67,7 +67,7 @@ class Policy(NamedTuple):
         return self != self.plainer
 
 
-class Order(NamedTuple):
+class PipelineChoice(NamedTuple):
     """How a pipeline goes through its microbatches."""
 
     schedule: Schedule
@@ -82,7 +82,7 @@ UNCOMPILED = ("tpu", "trainium")  # accelerators that torch writes no kernels fo
 How = tuple[tuple[str, Any], ...]
 
 
-def compiles(question: Question, pp: int, order: Order) -> bool:
+def compiles(question: Question, pp: int, order: PipelineChoice) -> bool:
     """Whether blocks are compiled: as it is fixed, or wherever torch can, because it changes time and memory alone."""
     fixed = question.fixed.get("compile")
     if fixed is not None:
@@ -91,19 +91,19 @@ def compiles(question: Question, pp: int, order: Order) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _compilable(pp: int, order: Order) -> bool:
+def _compilable(pp: int, order: PipelineChoice) -> bool:
     plan = Plan(pp=pp, **order._asdict(), microbatch=1, compile=True)
     return next(check.how_blocks_run(plan), None) is None
 
 
-def shadows(question: Question) -> bool:
+def keeps_bf16_params(question: Question) -> bool:
     """Whether a narrow copy of the weights is kept: by one rank in low precision, as a run without a plan does."""
     fixed = question.fixed
     alone = question.cluster.gpus == 1 and not fixed.get("deterministic") and not fixed.get("cpu_offload")
     return fixed.get("bf16_params", alone and question.precision in NARROW)
 
 
-def policies(question: Question, pp: int, order: Order) -> tuple[Policy, ...]:
+def policies(question: Question, pp: int, order: PipelineChoice) -> tuple[Policy, ...]:
     """What may be computed anew under a schedule, what may be coded or sent away, and where states may live."""
     fixed = question.fixed
     partly = question.stack.speed.selective == "operations"  # others mean another thing by it, and by all blocks
@@ -144,7 +144,7 @@ def homes(question: Question) -> tuple[tuple[str, str], ...]:
             for update in (updates if fixed["optimizer_offload"] != "none" else updates[:1])
         )
     found = [("none", updates[0])] if question.state_dtype == "fp32" else []
-    bare = question.precision in NARROW and not shadows(question)
+    bare = question.precision in NARROW and not keeps_bf16_params(question)
     elsewhere = fixed.get("deterministic") or fixed.get("cpu_offload")
     if question.cluster.gpus > 1 or elsewhere or question.master_weights != "fp32" or bare:
         return tuple(found)
@@ -161,7 +161,7 @@ def _kept(words: tuple[str, ...], places: tuple[bool, ...], codes: tuple[str, ..
 
 
 @lru_cache(maxsize=4096)
-def _policies(arch: Arch, pp: int, order: Order, kept: tuple[Policy, ...], how: How) -> tuple[Policy, ...]:
+def _policies(arch: Arch, pp: int, order: PipelineChoice, kept: tuple[Policy, ...], how: How) -> tuple[Policy, ...]:
     return tuple(policy for policy in kept if _obeyed(arch, pp, order, policy, how))
 
 
@@ -175,7 +175,7 @@ def _words(blocks: int, partly: bool) -> tuple[str, ...]:
     return ("none", *some, "selective", *counted, *root, "full")
 
 
-def _obeyed(arch: Arch, pp: int, order: Order, policy: Policy, how: How) -> bool:
+def _obeyed(arch: Arch, pp: int, order: PipelineChoice, policy: Policy, how: How) -> bool:
     """Whether the rules let this policy and this schedule meet: asked of them, on a plan without other axes.
 
     `how`: what else is said of the way that blocks run.
@@ -210,7 +210,7 @@ def plans(question: Question) -> Iterator[Plan]:
                     yield plan_of(question, layout, each, order, policy)
 
 
-def plan_of(question: Question, layout: Layout, each: Round, order: Order, policy: Policy) -> Plan:
+def plan_of(question: Question, layout: AxesChoice, each: BatchChoice, order: PipelineChoice, policy: Policy) -> Plan:
     """The levels put together; layers are balanced over the stages unless these are given."""
     stages = ()
     if layout.pp > 1:
@@ -222,7 +222,11 @@ def plan_of(question: Question, layout: Layout, each: Round, order: Order, polic
         stages=stages,
         **policy._asdict(),
         precision=question.precision,
-        **{"compile": compiles(question, layout.pp, order), "bf16_params": shadows(question), **carried(question)},
+        **{
+            "compile": compiles(question, layout.pp, order),
+            "bf16_params": keeps_bf16_params(question),
+            **carried(question),
+        },
     )
 
 
@@ -231,7 +235,7 @@ def carried(question: Question) -> dict[str, Any]:
     return {name: value for name, value in question.fixed.items() if name not in CHOSEN}
 
 
-def layouts(question: Question) -> Iterator[Layout]:
+def layouts(question: Question) -> Iterator[AxesChoice]:
     """Every legal use of the GPUs by axes."""
     world = question.cluster.gpus
     for tp in _given(question, "tp", divisors(world)):
@@ -245,7 +249,7 @@ def layouts(question: Question) -> Iterator[Layout]:
                     yield from _data_axes(question, pp, cp, tp)
 
 
-def _data_axes(question: Question, pp: int, cp: int, tp: int) -> Iterator[Layout]:
+def _data_axes(question: Question, pp: int, cp: int, tp: int) -> Iterator[AxesChoice]:
     """The ranks that are left read different samples."""
     data = question.cluster.gpus // (pp * cp * tp)
     if question.batch % data:
@@ -255,7 +259,7 @@ def _data_axes(question: Question, pp: int, cp: int, tp: int) -> Iterator[Layout
             continue
         for zero in _zeros(question, pp, shard, cp):
             for kind in _kinds(question, cp, tp):
-                layout = Layout(pp, data // shard, shard, zero, cp, kind, 1, tp)
+                layout = AxesChoice(pp, data // shard, shard, zero, cp, kind, 1, tp)
                 if _carries(question, layout):
                     yield from (layout._replace(ep=ep) for ep in _expert_ranks(question, layout))
 
@@ -280,14 +284,14 @@ def _kinds(question: Question, cp: int, tp: int) -> Iterable[str]:
     return _given(question, "cp_kind", ("ring", "ulysses") if spread else ("ring",))
 
 
-def _expert_ranks(question: Question, layout: Layout) -> Iterable[int]:
+def _expert_ranks(question: Question, layout: AxesChoice) -> Iterable[int]:
     if question.arch.experts == 0:
         return _given(question, "ep", (1,))
     lenders = layout.shards if layout.zero else layout.replicate * layout.cp
     return _given(question, "ep", tuple(ep for ep in divisors(lenders) if question.arch.experts % ep == 0))
 
 
-def _carries(question: Question, layout: Layout) -> bool:
+def _carries(question: Question, layout: AxesChoice) -> bool:
     """Whether these axes may have the fields that every plan has: asked of the rules, where there are such fields."""
     usual = (
         question.master_weights == "fp32"
@@ -303,11 +307,11 @@ def _carries(question: Question, layout: Layout) -> bool:
     return False
 
 
-def rounds(question: Question, layout: Layout) -> Iterator[Round]:
+def rounds(question: Question, layout: AxesChoice) -> Iterator[BatchChoice]:
     """A data rank's share of the batch, in microbatches of every size that divides it."""
     share = question.batch // layout.data
     for microbatch in _given(question, "microbatch", divisors(share)):
-        each = Round(microbatch, share // microbatch)
+        each = BatchChoice(microbatch, share // microbatch)
         if question.fixed.get("grad_accum", each.grad_accum) != each.grad_accum:
             continue
         if question.fixed.get("deterministic") and not _power_of_two(each.grad_accum):
@@ -317,20 +321,22 @@ def rounds(question: Question, layout: Layout) -> Iterator[Round]:
         yield each
 
 
-def respelled(question: Question, layout: Layout, each: Round) -> bool:
+def respelled(question: Question, layout: AxesChoice, each: BatchChoice) -> bool:
     """With one microbatch a step, scattering every gradient (zero 2) and scattering it once (zero 1) are the same."""
     return layout.zero == 2 and each.grad_accum == 1 and "zero" not in question.fixed
 
 
-def orders(question: Question, layout: Layout, each: Round) -> tuple[Order, ...]:
+def orders(question: Question, layout: AxesChoice, each: BatchChoice) -> tuple[PipelineChoice, ...]:
     """Every schedule that can have these numbers."""
     if layout.pp == 1:
-        return (Order(question.fixed.get("schedule", "1f1b"), 1),)
+        return (PipelineChoice(question.fixed.get("schedule", "1f1b"), 1),)
     schedules = _given(question, "schedule", SCHEDULES)
     return _orders(schedules, _chunks(question, layout.pp), layout.pp, each.grad_accum)
 
 
-def choices(question: Question, layout: Layout, each: Round) -> tuple[tuple[Order, tuple[Policy, ...]], ...]:
+def choices(
+    question: Question, layout: AxesChoice, each: BatchChoice
+) -> tuple[tuple[PipelineChoice, tuple[Policy, ...]], ...]:
     """Every schedule and the policies it can have; of the layout only pp matters."""
     return tuple((order, policies(question, layout.pp, order)) for order in orders(question, layout, each))
 
@@ -346,8 +352,10 @@ def _chunks(question: Question, pp: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _orders(schedules: tuple[Schedule, ...], chunks: tuple[int, ...], pp: int, grad_accum: int) -> tuple[Order, ...]:
-    found = (Order(schedule, count) for schedule in schedules for count in chunks)
+def _orders(
+    schedules: tuple[Schedule, ...], chunks: tuple[int, ...], pp: int, grad_accum: int
+) -> tuple[PipelineChoice, ...]:
+    found = (PipelineChoice(schedule, count) for schedule in schedules for count in chunks)
     return tuple(order for order in found if legal(order.schedule, pp, order.chunks, grad_accum) is None)
 
 

@@ -14,12 +14,12 @@ from meshwright.data.loader import Loader
 from meshwright.data.prepare import Corpus
 from meshwright.models.decoder import Decoder
 from meshwright.models.init import fill, key
-from meshwright.models.moe import Mixture
+from meshwright.models.moe import MoELayer
 from meshwright.optim import cpu_offload as host_weights
 from meshwright.optim import host_memory, master_weights
 from meshwright.optim.adamw import AdamW
 from meshwright.optim.clip import LossScale
-from meshwright.optim.offload import Offloaded
+from meshwright.optim.offload import OffloadedAdamW
 from meshwright.parallel import optimizer_offload, precision
 from meshwright.parallel import precision as shadow
 from meshwright.parallel.apply import apply
@@ -59,7 +59,7 @@ def hosted(chunks: list[nn.Module], run: Run, mesh: Mesh) -> AdamW:
     """The same with all weights in host memory, each made on the device by itself."""
     memory = host_weights.materialise(chunks, run, mesh)
     _begin(chunks, run, mesh)
-    return host_weights.Hosted(run, [weight for chunk in chunks for weight in chunk.parameters()], memory)
+    return host_weights.CpuOffloadAdamW(run, [weight for chunk in chunks for weight in chunk.parameters()], memory)
 
 
 def _begin(chunks: list[nn.Module], run: Run, mesh: Mesh) -> None:
@@ -81,7 +81,7 @@ def offloaded(chunks: list[nn.Module], run: Run, mesh: Mesh, folder: Path | None
     optimizer_offload.sum_wide(chunks, run.plan)
     # Memory for them has made new parameters of the old.
     groups = [group for chunk in chunks for group in optimizer_offload.groups(chunk, DECODER)]
-    optimizer = Offloaded(run, groups, mesh.device, place)
+    optimizer = OffloadedAdamW(run, groups, mesh.device, place)
     for chunk in chunks:
         initialise(chunk, run, mesh.device, optimizer.begin)
     return optimizer
@@ -97,7 +97,7 @@ def initialise(
     folder = open_folder(Path(run.init.folder)) if run.init.folder else None
     table = {param.name: param for param in params(run.arch)}
     for name, module in chunk.named_modules():
-        if isinstance(module, Mixture):
+        if isinstance(module, MoELayer):
             module.key = key(run.seed, f"{name}.draws")
     for name, weight in chunk.named_parameters():
         held, region = local(weight.detach()), region_of(weight)

@@ -14,12 +14,12 @@ from meshwright.config.run import Run
 from meshwright.data.loader import Batch
 from meshwright.parallel.collectives import join
 from meshwright.parallel.mesh import Mesh, local
-from meshwright.runtime.failure import Exit, FaultError, Verdict
+from meshwright.runtime.failure import Exit, Failure, FailureError
 from meshwright.runtime.heartbeat import PHASES
 from meshwright.runtime.records import EventRecord, StepRecord
-from meshwright.train.heartbeat import SECONDS, Heart
+from meshwright.train.heartbeat import SECONDS, Heartbeat
 from meshwright.train.log import Recorder
-from meshwright.train.replica_check import Replicas, Witness
+from meshwright.train.replica_check import ReplicaCheck, Replicas
 from meshwright.train.state import State
 from meshwright.train.step import losses
 from meshwright.train.world import world_group
@@ -180,7 +180,7 @@ class Straggler(msgspec.Struct, frozen=True, kw_only=True):
 class Stragglers:
     """Gathers the ranks' own working times now and then; several looks in a row must agree."""
 
-    def __init__(self, limit: float, mesh: Mesh, heart: Heart) -> None:
+    def __init__(self, limit: float, mesh: Mesh, heart: Heartbeat) -> None:
         self.limit = limit
         self.mesh = mesh
         self.heart = heart
@@ -229,10 +229,10 @@ def straggler(work: list[list[float]], elapsed: float, limit: float) -> Straggle
     )
 
 
-class Faults:
+class FaultWatch:
     """Looks at each step once its numbers are on the host: on every rank at the same step, so that ranks may confer."""
 
-    def __init__(self, run: Run, state: State, mesh: Mesh, recorder: Recorder, heart: Heart) -> None:
+    def __init__(self, run: Run, state: State, mesh: Mesh, recorder: Recorder, heart: Heartbeat) -> None:
         self.run = run
         self.state = state
         self.mesh = mesh
@@ -240,7 +240,7 @@ class Faults:
         self.spikes = Spikes(run.faults.spike)
         self.stragglers = Stragglers(run.faults.straggler, mesh, heart)
         self.replicas = Replicas(run.faults.compare_every, state, mesh)
-        self.witness = Witness(run, state, mesh, recorder.folder)
+        self.witness = ReplicaCheck(run, state, mesh, recorder.folder)
         self.looked = state.step
         self.streak = 0  # steps in a row whose gradient was not finite
 
@@ -272,10 +272,10 @@ class Faults:
             text, rank = str(found), found.rank
         self._tell("not-finite", record.step, text, rank)
         if self.streak > self.run.faults.not_finite:
-            raise FaultError(self._verdict(record.step, text, rank))
+            raise FailureError(self._verdict(record.step, text, rank))
 
-    def _verdict(self, step: int, text: str, rank: int | None) -> Verdict:
-        return Verdict(
+    def _verdict(self, step: int, text: str, rank: int | None) -> Failure:
+        return Failure(
             kind="not-finite",
             code=Exit.NOT_FINITE,
             what=f"{self.streak} gradients in a row were not finite (faults.not_finite = {self.run.faults.not_finite})",

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from meshwright.runtime.place import Order
+from meshwright.runtime.place import RankSpec
 
 SET_PARENT_DEATH_SIGNAL, SET_NAME = 1, 15  # of Linux's prctl
 # What a rank imports on its way to the first step: had here, it need not be had again.
@@ -34,11 +34,11 @@ def main(answers: int) -> None:
             for name in LATER:
                 importlib.import_module(name)
             continue
-        order = msgspec.json.decode(line, type=Order)
+        order = msgspec.json.decode(line, type=RankSpec)
         os.write(answers, f"{order.place.rank} {fork(order, launcher)}\n".encode())
 
 
-def fork(order: Order, launcher: int) -> int:
+def fork(order: RankSpec, launcher: int) -> int:
     """A rank whose parent is the launcher: the process between them ends at once, and the launcher adopts."""
     reading, writing = os.pipe()
     if between := os.fork():
@@ -55,7 +55,7 @@ def fork(order: Order, launcher: int) -> int:
     return 0
 
 
-def _become(order: Order, launcher: int) -> None:
+def _become(order: RankSpec, launcher: int) -> None:
     """Be the rank, to the end of the process."""
     code = 1
     try:
@@ -76,7 +76,7 @@ def _become(order: Order, launcher: int) -> None:
         os._exit(code)  # what torch would do on the way out is not needed
 
 
-def _redirect(order: Order) -> None:
+def _redirect(order: RankSpec) -> None:
     log = os.open(order.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

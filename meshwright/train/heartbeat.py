@@ -28,7 +28,7 @@ SECONDS = 0.05  # between two looks
 STACK_SIGNAL = signal.SIGUSR1
 
 
-class Heart:
+class Heartbeat:
     """Beats until it is closed, or until the supervisor asks this process to leave."""
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -166,7 +166,7 @@ def _stack_on_signal(file: Path) -> TextIO:
 Operation = tuple[str, str, str, str]
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
+class RecorderEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One line of the recorder, as far as it is used."""
 
     profiling_name: str
@@ -180,19 +180,19 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
         return self.profiling_name, self.process_group[0], str(self.input_sizes), str(self.output_sizes)
 
 
-class Trace(msgspec.Struct, frozen=True, kw_only=True):
+class RecorderTrace(msgspec.Struct, frozen=True, kw_only=True):
     """What the recorder holds."""
 
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[RecorderEntry, ...] = ()
 
 
-def recorded() -> tuple[Entry, ...]:
+def recorded() -> tuple[RecorderEntry, ...]:
     """The last collectives, oldest first; none where the recorder is off (TORCH_FR_BUFFER_SIZE)."""
     dump = getattr(c10d, "_dump_fr_trace_json", None)
-    return msgspec.json.decode(dump(True, False), type=Trace).entries if dump is not None else ()
+    return msgspec.json.decode(dump(True, False), type=RecorderTrace).entries if dump is not None else ()
 
 
-def deviated(entries: Sequence[Entry], step_ends_ns: Sequence[int]) -> bool:
+def deviated(entries: Sequence[RecorderEntry], step_ends_ns: Sequence[int]) -> bool:
     """Whether the step under way began other collectives than the whole step before it, as far as it has come."""
     if len(step_ends_ns) < 2:
         return False

@@ -26,14 +26,14 @@ from meshwright.runtime.files import forsake
 from meshwright.runtime.records import (
     AttemptRecord,
     EndRecord,
+    EvalRecord,
     EventRecord,
-    HeldRecord,
     Record,
     StepRecord,
     line,
     read_line,
 )
-from meshwright.train.loop import HeldResult, StepResult
+from meshwright.train.loop import EvalResult, StepResult
 
 
 class RecordFile:
@@ -72,7 +72,7 @@ class Screen(Protocol):
 
     def say(self, text: str) -> None: ...
     def step(self, record: StepRecord, steps: int, peak_flops_per_second: float | None) -> None: ...
-    def held(self, record: HeldRecord) -> None: ...
+    def held(self, record: EvalRecord) -> None: ...
     def close(self) -> None: ...
 
 
@@ -80,7 +80,7 @@ def screen(stream: TextIO, every: int, quiet: bool = False) -> Screen:
     """The right screen for a stream."""
     if quiet:
         return Silent()
-    return Bar(stream, every) if stream.isatty() else Lines(stream, every)
+    return LiveBar(stream, every) if stream.isatty() else PlainLines(stream, every)
 
 
 def step_line(record: StepRecord, steps: int, peak_flops_per_second: float | None) -> str:
@@ -103,7 +103,7 @@ def step_line(record: StepRecord, steps: int, peak_flops_per_second: float | Non
     return "  ".join(words)
 
 
-def held_line(record: HeldRecord) -> str:
+def held_line(record: EvalRecord) -> str:
     """One held-out loss."""
     return f"held-out loss {record.loss:.4f} after step {record.step}"
 
@@ -125,14 +125,14 @@ class Silent:
     def step(self, record: StepRecord, steps: int, peak_flops_per_second: float | None) -> None:
         pass
 
-    def held(self, record: HeldRecord) -> None:
+    def held(self, record: EvalRecord) -> None:
         pass
 
     def close(self) -> None:
         pass
 
 
-class Lines:
+class PlainLines:
     """One plain line now and then, for pipes and logs."""
 
     def __init__(self, stream: TextIO, every: int) -> None:
@@ -147,7 +147,7 @@ class Lines:
         if record.step == 1 or record.step % self.every == 0 or record.step == steps or record.skipped:
             self.say(step_line(record, steps, peak_flops_per_second))
 
-    def held(self, record: HeldRecord) -> None:
+    def held(self, record: EvalRecord) -> None:
         self.say(held_line(record))
 
     def close(self) -> None:
@@ -164,7 +164,7 @@ class Lines:
             forsake(self.stream)
 
 
-class Bar(Lines):
+class LiveBar(PlainLines):
     """A bar that moves every step, above it the same lines as elsewhere."""
 
     def __init__(self, stream: TextIO, every: int) -> None:
@@ -209,7 +209,7 @@ def default_stream(machine: bool) -> TextIO:
 LONGEST_QUEUE = 10_000  # records a slow tracker may lag behind; later ones are dropped for it, never for the file
 LAST_SECONDS = 10.0  # a tracker may take at the end
 
-Measured = StepRecord | HeldRecord  # what has curves
+Measured = StepRecord | EvalRecord  # what has curves
 
 
 class Tracker(Protocol):
@@ -252,7 +252,7 @@ class Writer:
 
 def numbers(record: Measured) -> dict[str, float]:
     """What of a record is worth a curve."""
-    if isinstance(record, HeldRecord):
+    if isinstance(record, EvalRecord):
         return {"held_out_loss": record.loss}
     values = {key: float(value) for key, value in msgspec.to_builtins(record).items() if isinstance(value, int | float)}
     values.pop("step")
@@ -340,7 +340,7 @@ class Recorder:
     pending: deque[Pending] = field(default_factory=deque)
     records: list[StepRecord] = field(default_factory=list)
     added: int = 0  # the newest step that was handed in
-    last_held: HeldRecord | None = None
+    last_held: EvalRecord | None = None
 
     def __post_init__(self) -> None:
         file = self.folder / f"steps.rank{self.mesh.rank}.jsonl"
@@ -351,9 +351,9 @@ class Recorder:
         self.flops = step_flops(self.run.arch, self.run.sequence, self.run.batch)
         self.peak = peak_of(self.mesh, self.run)
 
-    def add(self, result: StepResult | HeldResult) -> None:
+    def add(self, result: StepResult | EvalResult) -> None:
         """Take a result; write the steps that have arrived."""
-        if isinstance(result, HeldResult):
+        if isinstance(result, EvalResult):
             self._write_arrived(all_of_them=True)
             self._write_held(result)
         else:
@@ -404,9 +404,9 @@ class Recorder:
         self._keep(record)
         self.screen.step(record, self.run.steps, self.peak)
 
-    def _write_held(self, result: HeldResult) -> None:
+    def _write_held(self, result: EvalResult) -> None:
         loss = result.loss.item()
-        self.last_held = HeldRecord(
+        self.last_held = EvalRecord(
             step=result.step, loss=loss, tokens=result.tokens, seconds=result.seconds, at=time.monotonic()
         )
         self._keep(self.last_held)
@@ -418,7 +418,7 @@ class Recorder:
         """On disk before anybody is told."""
         self.past.append(record)
         self.lines.write(line(record))
-        if isinstance(record, StepRecord | HeldRecord):
+        if isinstance(record, StepRecord | EvalRecord):
             for writer in self.writers:
                 writer.write(record)
 

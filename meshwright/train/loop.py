@@ -37,7 +37,7 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldResult:
+class EvalResult:
     """A held-out loss."""
 
     step: int  # after which it was taken
@@ -64,7 +64,7 @@ class StepResult:
 
 def train(
     run: Run, state: State, mesh: Mesh, folder: Path | None = None, stop: Stop | None = None
-) -> Iterator[StepResult | HeldResult]:
+) -> Iterator[StepResult | EvalResult]:
     """Run the plan. Yields one result a step, and held-out losses between; whoever iterates decides what to do.
 
     With a folder the state is saved there when it is due. When any rank is asked to stop, all save at the same step and
@@ -76,7 +76,7 @@ def train(
         state.optimizer.settle()  # whoever reads weights afterwards sees them moved
 
 
-def _steps(run: Run, state: State, mesh: Mesh, save: Save, stop: Stop) -> Iterator[StepResult | HeldResult]:
+def _steps(run: Run, state: State, mesh: Mesh, save: Save, stop: Stop) -> Iterator[StepResult | EvalResult]:
     forward_backward = choose(run, state.chunks, mesh)
     measure, stops = clip.choose(run.plan), Stops()
     if state.step == run.steps and is_due(run, state):  # gone on from the last step: only the ending was missing
@@ -87,7 +87,7 @@ def _steps(run: Run, state: State, mesh: Mesh, save: Save, stop: Stop) -> Iterat
         scale = state.scale.value
         loss_sum = forward_backward(batch, scale)
         loss, square, asked = measure(state.chunks, loss_sum, mesh, stop.asked)
-        verdict = clip.judge(loss, square, scale, run.optim.grad_clip)
+        verdict = clip.grad_stats(loss, square, scale, run.optim.grad_clip)
         rate = learning_rate(run.optim, state.step, run.steps)
         state.optimizer.step(rate, verdict)
         state.scale.update(verdict.finite)
@@ -117,7 +117,7 @@ def is_due(run: Run, state: State) -> bool:
     return state.step == run.steps or (run.eval.every > 0 and state.step % run.eval.every == 0)
 
 
-def held_out(run: Run, state: State, mesh: Mesh) -> HeldResult:
+def held_out(run: Run, state: State, mesh: Mesh) -> EvalResult:
     """The loss over samples that are never trained on, under the same plan."""
     start = time.perf_counter()
     sums: list[Tensor] = []  # of each global batch, this rank's part
@@ -131,7 +131,7 @@ def held_out(run: Run, state: State, mesh: Mesh) -> HeldResult:
             assert parts[-1] is not None, "the last microbatch completes the sum"
             sums.append(parts[-1] / run.plan.tp)
     loss = deterministic.total(torch.stack(sums), run.plan, mesh).sum() / tokens
-    return HeldResult(step=state.step, loss=loss, tokens=tokens, seconds=time.perf_counter() - start)
+    return EvalResult(step=state.step, loss=loss, tokens=tokens, seconds=time.perf_counter() - start)
 
 
 def balance(state: State) -> Tensor | None:

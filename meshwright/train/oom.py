@@ -12,8 +12,8 @@ from meshwright.cost.memory import Ledger, ledger, worst
 from meshwright.hardware.cluster import catalogue, cluster_of_device, recognised
 from meshwright.hardware.stacks import stacks
 from meshwright.parallel.mesh import local
-from meshwright.runtime.failure import Exit, FaultError, Verdict
-from meshwright.search.best_first import Found, fit_of, priced
+from meshwright.runtime.failure import Exit, Failure, FailureError
+from meshwright.search.best_first import Candidate, fit_of, priced
 from meshwright.search.explain import neighbours, smaller_microbatches
 from meshwright.search.question import Question
 from meshwright.spec.plan import Plan
@@ -24,7 +24,7 @@ STATES = ("weights", "master", "gradients", "moments")  # lines that are measure
 WANTED = 3
 
 
-class Change(msgspec.Struct, frozen=True, kw_only=True):
+class FittingChange(msgspec.Struct, frozen=True, kw_only=True):
     """One thing to change so that it fits."""
 
     change: str
@@ -41,14 +41,14 @@ def explaining(run: Run, device: torch.device, state: State | None = None) -> It
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise FaultError(explained(error, run, state, device)) from error
+        raise FailureError(explained(error, run, state, device)) from error
 
 
-def explained(error: Exception, run: Run, state: State | None, device: torch.device) -> Verdict:
+def explained(error: Exception, run: Run, state: State | None, device: torch.device) -> Failure:
     """The verdict on an allocation that failed. Of a device that the catalogue does not know, no more than that."""
     if device.type != "cuda" or recognised(torch.cuda.get_device_name(device), catalogue().cards) is None:
         remedy = "use a smaller plan.microbatch, plan.recompute=full, or more ranks with plan.zero=3"
-        return Verdict(kind="memory", code=Exit.DOES_NOT_FIT, what=f"out of memory: {error}", remedy=remedy)
+        return Failure(kind="memory", code=Exit.DOES_NOT_FIT, what=f"out of memory: {error}", remedy=remedy)
     question = question_of(run, torch.cuda.get_device_name(device))
     measured = {} if state is None or run.plan.cpu_offload else held(state)
     return verdict(question, run, measured, torch.cuda.max_memory_allocated(device), str(error))
@@ -94,12 +94,12 @@ def held(state: State) -> dict[str, int]:
     }
 
 
-def verdict(question: Question, run: Run, measured: Mapping[str, int], peak: int, words: str) -> Verdict:
+def verdict(question: Question, run: Run, measured: Mapping[str, int], peak: int, words: str) -> Failure:
     """What overran, measured beside predicted, and what to do about it."""
     predicted = ledger(question.job(run.plan))
     found = changes(question, run)
     room = question.cluster.gpu.memory_bytes
-    return Verdict(
+    return Failure(
         kind="memory",
         code=Exit.DOES_NOT_FIT,
         what=f"out of memory: {cause(predicted, measured, peak, room)}",
@@ -131,7 +131,7 @@ def overrun(predicted: Ledger, measured: Mapping[str, int], peak: int) -> tuple[
     return max(rows, key=lambda row: row[1] - row[2])
 
 
-def changes(question: Question, run: Run) -> list[Change]:
+def changes(question: Question, run: Run) -> list[FittingChange]:
     """Changes of the plan that fit: one thing before two, then the quickest; the mathematics stays."""
     now = priced(question.job(run.plan)).price.seconds
     one = _beside(question, run.plan)
@@ -139,12 +139,12 @@ def changes(question: Question, run: Run) -> list[Change]:
     if len(fitting) < WANTED:
         fitting += _fitting(question, _further(question, run.plan, one))
     return [
-        Change(change=change, peak_bytes=found.peak_bytes, cost=found.price.seconds / now)
+        FittingChange(change=change, peak_bytes=found.peak_bytes, cost=found.price.seconds / now)
         for change, found in fitting[:WANTED]
     ]
 
 
-def _fitting(question: Question, plans: Mapping[Plan, str]) -> list[tuple[str, Found]]:
+def _fitting(question: Question, plans: Mapping[Plan, str]) -> list[tuple[str, Candidate]]:
     """Those that fit, the quickest first."""
     found = [(change, priced(question.job(plan))) for plan, change in plans.items()]
     return sorted((pair for pair in found if pair[1].fit.fits), key=lambda pair: pair[1].price.seconds)

@@ -22,14 +22,14 @@ from meshwright.data.shards import Tokens
 from meshwright.parallel import compile, deterministic, fused_kernels
 from meshwright.parallel.mesh import Mesh
 from meshwright.runtime import failure
-from meshwright.runtime.failure import Exit, FaultError, Kind, Verdict, is_broken, of_code
-from meshwright.runtime.place import Order
+from meshwright.runtime.failure import Exit, Failure, FailureError, Kind, is_broken, of_code
+from meshwright.runtime.place import RankSpec
 from meshwright.runtime.records import AttemptRecord, Summary
 from meshwright.spec.params import count
 from meshwright.spec.problem import InputError, Problem
 from meshwright.train.build import build
-from meshwright.train.faults import Faults
-from meshwright.train.heartbeat import Heart, deviated, recorded
+from meshwright.train.faults import FaultWatch
+from meshwright.train.heartbeat import Heartbeat, deviated, recorded
 from meshwright.train.inject import inject
 from meshwright.train.log import Recorder, Screen, Writer, default_stream, peak_bytes, screen
 from meshwright.train.loop import StepResult, Stop, train
@@ -42,17 +42,17 @@ from meshwright.train.world import world
 AGAIN = "put it right and run the same command again: it goes on from the newest checkpoint"
 
 
-def verdict_of(error: Exception, order: Order, step: int, deviated: bool, begun: bool = True) -> Verdict:
+def verdict_of(error: Exception, order: RankSpec, step: int, deviated: bool, begun: bool = True) -> Failure:
     """The last words of a rank. `step` is −1 until the ranks stand ready; `begun`: they have made one since."""
-    if isinstance(error, FaultError):
+    if isinstance(error, FailureError):
         verdict = error.verdict
     else:
-        verdict = Verdict(kind="error", code=Exit.FAILED, what=_first_line(error))
+        verdict = Failure(kind="error", code=Exit.FAILED, what=_first_line(error))
         for kind, code, remedy in _known(error, order, begun and step >= 0):
-            verdict = Verdict(kind=kind, code=code, what=_first_line(error), remedy=remedy)
+            verdict = Failure(kind=kind, code=code, what=_first_line(error), remedy=remedy)
     return msgspec.structs.replace(
         verdict,
-        what=verdict.what if isinstance(error, FaultError) else f"rank {order.place.rank} failed: {verdict.what}",
+        what=verdict.what if isinstance(error, FailureError) else f"rank {order.place.rank} failed: {verdict.what}",
         where=verdict.where or _where(error, step),
         remedy=verdict.remedy or "see the traceback in the log",
         details=verdict.details or order.log or order.folder,
@@ -64,7 +64,7 @@ def verdict_of(error: Exception, order: Order, step: int, deviated: bool, begun:
     )
 
 
-def _known(error: Exception, order: Order, begun: bool) -> list[tuple[Kind, int, str]]:
+def _known(error: Exception, order: RankSpec, begun: bool) -> list[tuple[Kind, int, str]]:
     """Errors whose meaning is known: their kind, exit code and remedy."""
     if isinstance(error, CorruptError):
         return [("corrupt", Exit.CORRUPT, "restore the folder from a copy, or start anew with --fresh")]
@@ -152,10 +152,10 @@ OPENING = 16  # tokens that a sample without a prompt continues
 SETTLED = 3  # steps after which nothing new should have to be compiled
 
 
-def serve(order: Order, run: Run, machine: bool = False) -> int:
+def serve(order: RankSpec, run: Run, machine: bool = False) -> int:
     """Be one rank, and end with the exit code that says how it went. Last words are left in the run folder."""
     stop = Stop().listen()
-    heart = Heart(Path(order.beats), order.place.rank)
+    heart = Heartbeat(Path(order.beats), order.place.rank)
     try:
         view = screen(default_stream(machine), run.log.every, quiet=not order.speaks)
         summary = run_rank(run, order, view, heart, stop)
@@ -173,7 +173,7 @@ def serve(order: Order, run: Run, machine: bool = False) -> int:
     return Exit.DONE
 
 
-def run_rank(run: Run, order: Order, screen: Screen, heart: Heart, stop: Stop) -> Summary | None:
+def run_rank(run: Run, order: RankSpec, screen: Screen, heart: Heartbeat, stop: Stop) -> Summary | None:
     """Train to the last step, then leave a model, a sample and a summary; None when asked to end before."""
     ours = order.place.launcher == "meshwright"
     corpus = prepare(run, Path(order.cache), (lambda text: None) if ours else screen.say)
@@ -208,9 +208,9 @@ def run_rank(run: Run, order: Order, screen: Screen, heart: Heart, stop: Stop) -
             screen.close()
 
 
-def _train(state: State, recorder: Recorder, order: Order, heart: Heart, stop: Stop) -> None:
+def _train(state: State, recorder: Recorder, order: RankSpec, heart: Heartbeat, stop: Stop) -> None:
     run, mesh = recorder.run, recorder.mesh
-    faults = Faults(run, state, mesh, recorder, heart)
+    faults = FaultWatch(run, state, mesh, recorder, heart)
     inject(order.inject, run, state, mesh)
     heart.begins(state.step)
     recorder.begin(

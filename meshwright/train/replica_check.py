@@ -13,7 +13,7 @@ from torch import Tensor
 from meshwright.config.run import Run
 from meshwright.parallel.collectives import join
 from meshwright.parallel.mesh import Mesh, local
-from meshwright.runtime.failure import Exit, FaultError, Verdict
+from meshwright.runtime.failure import Exit, Failure, FailureError
 from meshwright.spec.plan import Plan
 from meshwright.train.state import State
 
@@ -40,9 +40,9 @@ class Replicas:
             self.equal_at = step
             return
         ranks = [dist.get_global_rank(self.group, number) for number in range(self.group.size())]
-        raise FaultError(self._verdict(rows, ranks, step))
+        raise FailureError(self._verdict(rows, ranks, step))
 
-    def _verdict(self, rows: list[list[int]], ranks: list[int], step: int) -> Verdict:
+    def _verdict(self, rows: list[list[int]], ranks: list[int], step: int) -> Failure:
         odd = odd_ones(rows)
         which = [ranks[number] for number in odd]
         names = [name for chunk in self.state.chunks for name, _ in chunk.named_parameters()]
@@ -53,7 +53,7 @@ class Replicas:
             if len(which) == 1
             else f"ranks {' and '.join(map(str, which))} differ"
         )
-        return Verdict(
+        return Failure(
             kind="replicas",
             code=Exit.HARDWARE,
             what=f"{who}: the {part} of {names[first % len(names)]} is not the same number",
@@ -96,7 +96,7 @@ PAIR = 2
 CLEARLY = 4.0  # times as far from the truth as the other: nearer ones may be where the disturbance has led them
 
 
-class Testimony(msgspec.Struct, frozen=True, kw_only=True):
+class ReplicaEvidence(msgspec.Struct, frozen=True, kw_only=True):
     """The first number in which two replicas differed, as one of them had it."""
 
     plan: Plan  # under another plan a rank holds other parts
@@ -105,7 +105,7 @@ class Testimony(msgspec.Struct, frozen=True, kw_only=True):
     value: float | None  # None: not finite
 
 
-class Witness:
+class ReplicaCheck:
     """Remembers, over a restart, who held what."""
 
     def __init__(self, run: Run, state: State, mesh: Mesh, folder: Path) -> None:
@@ -120,7 +120,7 @@ class Witness:
         pair = replicas.group.size() == PAIR
         try:
             replicas.look(step)
-        except FaultError:
+        except FailureError:
             if pair:
                 self._testify(replicas.group)
             raise
@@ -135,7 +135,9 @@ class Witness:
         number = first_odd(rows)
         element = first_difference(held[number].flatten().to(self.device), group)
         value = held[number].flatten()[element].item()
-        told = Testimony(plan=self.plan, tensor=number, element=element, value=value if math.isfinite(value) else None)
+        told = ReplicaEvidence(
+            plan=self.plan, tensor=number, element=element, value=value if math.isfinite(value) else None
+        )
         self.folder.mkdir(exist_ok=True)
         temporary = self._file(self.rank).with_suffix(".tmp")
         temporary.write_bytes(msgspec.json.encode(told))
@@ -155,10 +157,10 @@ class Witness:
             f"rank {ranks[1 - odd]} had {_shown(left[1 - odd])} and both have {truth:.9g} now"
         )
 
-    def _left(self, rank: int) -> Testimony | None:
+    def _left(self, rank: int) -> ReplicaEvidence | None:
         """What a rank left at this very step."""
         try:
-            return msgspec.json.decode(self._file(rank).read_bytes(), type=Testimony)
+            return msgspec.json.decode(self._file(rank).read_bytes(), type=ReplicaEvidence)
         except (OSError, msgspec.DecodeError):
             return None
 
@@ -184,5 +186,5 @@ def first_difference(flat: Tensor, group: dist.ProcessGroup) -> int:
     return begin
 
 
-def _shown(one: Testimony) -> str:
+def _shown(one: ReplicaEvidence) -> str:
     return "no number" if one.value is None else f"{one.value:.9g}"

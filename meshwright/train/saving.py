@@ -17,7 +17,7 @@ from meshwright.checkpoint import read as restoring
 from meshwright.checkpoint import slices as regions
 from meshwright.checkpoint.format import Manifest, Progress, Share, state_digest
 from meshwright.checkpoint.slices import writers
-from meshwright.checkpoint.state import Copies, Holding
+from meshwright.checkpoint.state import Copies, TensorShard
 from meshwright.checkpoint.write import Saver
 from meshwright.config.run import Run
 from meshwright.optim import host_memory
@@ -29,12 +29,12 @@ from meshwright.spec.problem import InputError, Problem
 from meshwright.train.state import State, owner_of, region_of
 
 
-def holdings(state: State, run: Run, mesh: Mesh) -> list[Holding]:
+def holdings(state: State, run: Run, mesh: Mesh) -> list[TensorShard]:
     """Every part that this rank has, and whether it is the one to write it."""
     return list(_holdings(state, run, mesh))
 
 
-def _holdings(state: State, run: Run, mesh: Mesh) -> Iterator[Holding]:
+def _holdings(state: State, run: Run, mesh: Mesh) -> Iterator[TensorShard]:
     owners = {param.name: owner_of(param, run.plan) for param in params(run.arch)}
     state.optimizer.settle()
     held, seen = state.optimizer.held(), set[str]()
@@ -45,7 +45,9 @@ def _holdings(state: State, run: Run, mesh: Mesh) -> Iterator[Holding]:
         copy, copies = standing(weight, mesh)
         for kind, tensor in held[id(weight)].items():
             writes = mine and chosen(run.arch, copies, tuple(held[id(weight)]))[f"{kind}/{name}"] == copy
-            yield Holding(f"{kind}/{name}", tuple(weight.shape), regions.region_of(region_of(weight)), tensor, writes)
+            yield TensorShard(
+                f"{kind}/{name}", tuple(weight.shape), regions.region_of(region_of(weight)), tensor, writes
+            )
 
 
 @cache
@@ -105,7 +107,7 @@ def restore(state: State, run: Run, mesh: Mesh, folder: Path, say: Say) -> Resto
 
 
 def follow(state: State, run: Run, mesh: Mesh, say: Say) -> None:
-    """A new phase with `init.optimizer_state`: AdamW goes on with what it had at the end of the run that this one is from."""
+    """A new phase with `init.optimizer_state`: the optimizer goes on with its state at the end of the earlier run."""
     if not run.init.optimizer_state:
         return
     home = format.home(Path(run.init.folder))
@@ -209,7 +211,7 @@ def saving(run: Run, state: State, mesh: Mesh, folder: Path | None) -> Iterator[
     saver.close()
 
 
-def lacks_room(held: list[Holding], mesh: Mesh, say: Say) -> bool:
+def lacks_room(held: list[TensorShard], mesh: Mesh, say: Say) -> bool:
     """Whether some rank's host cannot take a second copy of states that it holds already; what follows is said."""
     need, have, words = Copies(held).bytes, host_memory.free_host_bytes(), None
     if have is not None and need > have:

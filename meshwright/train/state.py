@@ -49,7 +49,7 @@ def region_of(weight: Tensor) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
-class Home(NamedTuple):
+class ParamLocation(NamedTuple):
     """Where a weight is."""
 
     name: str
@@ -57,9 +57,9 @@ class Home(NamedTuple):
     rank: int  # of the pipeline
 
 
-def homes(run: Run) -> list[Home]:
+def homes(run: Run) -> list[ParamLocation]:
     """Every weight in the order of the parameter table."""
-    return [Home(param.name, param.shape, owner_of(param, run.plan)) for param in params(run.arch)]
+    return [ParamLocation(param.name, param.shape, owner_of(param, run.plan)) for param in params(run.arch)]
 
 
 def weights(chunks: Sequence[nn.Module], run: Run, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
@@ -83,7 +83,7 @@ def gradient(weight: Tensor) -> Tensor:
 
 @torch.no_grad()
 def gathered(
-    chunks: Sequence[nn.Module], homes: Iterable[Home], mesh: Mesh, of: Callable[[Tensor], Tensor]
+    chunks: Sequence[nn.Module], homes: Iterable[ParamLocation], mesh: Mesh, of: Callable[[Tensor], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     """Something of every weight, in the order of its homes, on the CPU, at the first pipeline rank.
 
@@ -124,7 +124,7 @@ def _full(weight: Tensor) -> Tensor:
     return near.full_tensor()
 
 
-def _hand_over(whole: Tensor | None, home: Home, like: Tensor, mesh: Mesh) -> Tensor | None:
+def _hand_over(whole: Tensor | None, home: ParamLocation, like: Tensor, mesh: Mesh) -> Tensor | None:
     """From the owner's stage to the first, on every line of the pipeline."""
     group = mesh.group("pp")
     if whole is not None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from meshwright.config.run import Run
 from meshwright.data.loader import Batch, StepBatch
 from meshwright.models.layers import token_loss_sum
-from meshwright.models.moe import Mixture
+from meshwright.models.moe import MoELayer
 from meshwright.parallel import context, decoder_spec, fsdp, fused_kernels, tensor
 from meshwright.parallel.deterministic import Tree
 from meshwright.parallel.mesh import Mesh, local
@@ -152,6 +152,6 @@ def _share_weight(chunks: Sequence[nn.Module], weight: Tensor) -> Tensor:
     return weight
 
 
-def mixtures(model: nn.Module) -> Iterator[Mixture]:
+def mixtures(model: nn.Module) -> Iterator[MoELayer]:
     """The layers that route tokens to experts."""
-    return (module for module in model.modules() if isinstance(module, Mixture))
+    return (module for module in model.modules() if isinstance(module, MoELayer))

@@ -28,15 +28,15 @@ from meshwright.config.run import Run
 from meshwright.cost.traffic import Axis, Collective
 from meshwright.data.loader import Batch, StepBatch
 from meshwright.models.decoder import Decoder
-from meshwright.models.moe import Experts, Mixture, RunExperts
+from meshwright.models.moe import Experts, MoELayer, RunExperts
 from meshwright.optim import clip, master_weights
 from meshwright.optim.adamw import AdamW
 from meshwright.optim.clip import LossScale
 from meshwright.parallel import block_attention, expert, mesh, precision
 from meshwright.parallel.apply import apply
-from meshwright.parallel.block_attention import HALF, Block, Forward, Gradients
+from meshwright.parallel.block_attention import HALF, AttentionBlock, Forward, Gradients
 from meshwright.parallel.decoder_spec import DECODER
-from meshwright.parallel.expert import Journey, sorted_by_expert
+from meshwright.parallel.expert import ExpertRoute, sorted_by_expert
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec.plan import Plan
 from meshwright.train.step import ForwardBackward, choose
@@ -135,7 +135,7 @@ def stored(tensors: Iterable[Tensor | None]) -> int:
 @contextmanager
 def standing_in(chunks: Sequence[nn.Module]) -> Iterator[None]:
     """While it lasts, routers share their rows out evenly, and norms and a ring's attention are fused, as on a GPU."""
-    mixtures = [module for chunk in chunks for module in chunk.modules() if isinstance(module, Mixture)]
+    mixtures = [module for chunk in chunks for module in chunk.modules() if isinstance(module, MoELayer)]
     with ExitStack() as stack:
         for mixture in mixtures:
             run = partial(_run_evenly, mixture.run, mixture.arch.experts)
@@ -170,7 +170,7 @@ def _run_evenly(run: RunExperts, total: int, experts: Experts, x: Tensor, counts
     return run(experts, x, _real(even(len(x), total)))
 
 
-def _announced_evenly(counts: Tensor, group: dist.ProcessGroup) -> Journey:
+def _announced_evenly(counts: Tensor, group: dist.ProcessGroup) -> ExpertRoute:
     """What `announced` says when every rank sends what this one sends."""
     ranks = group.size()
     mine = counts.tolist()
@@ -183,7 +183,7 @@ def _announced_evenly(counts: Tensor, group: dist.ProcessGroup) -> Journey:
     received = [sum(held)] * ranks
     by_expert = sorted_by_expert(coming, sum(received))
     counted = _real([ranks * rows for rows in held])
-    return Journey(sent=sent, received=received, counts=counted, by_expert=by_expert, by_rank=by_expert.argsort())
+    return ExpertRoute(sent=sent, received=received, counts=counted, by_expert=by_expert, by_rank=by_expert.argsort())
 
 
 def _real(numbers: list[int]) -> Tensor:
@@ -213,18 +213,20 @@ class _FusedNorm(Function):
         return to_x, None, to_weight, None
 
 
-def _kernel(otherwise: Callable[[Block], tuple[Forward, Gradients]], block: Block) -> tuple[Forward, Gradients]:
+def _kernel(
+    otherwise: Callable[[AttentionBlock], tuple[Forward, Gradients]], block: AttentionBlock
+) -> tuple[Forward, Gradients]:
     """What flash kernels make of a block, where a GPU has them: results and no scores."""
     if block.q.dtype not in HALF or block.same is not None or block.q.shape[3] % 8:
         return otherwise(block)
     return _attend, _gradients
 
 
-def _attend(block: Block) -> tuple[Tensor, Tensor]:
+def _attend(block: AttentionBlock) -> tuple[Tensor, Tensor]:
     return torch.empty_like(block.q), block.q.new_empty(block.q.shape[:3], dtype=torch.float32)
 
 
-def _gradients(block: Block, out: Tensor, lse: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _gradients(block: AttentionBlock, out: Tensor, lse: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(block.q), torch.empty_like(block.k), torch.empty_like(block.v)
 
 
@@ -255,7 +257,7 @@ RATE = 1e-3  # of learning: any, the weights have no values
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class DryRunStep:
     """What a rank did and held in one step."""
 
     calls: Calls
@@ -278,7 +280,7 @@ def traceable(plan: Plan) -> Plan:
     return msgspec.structs.replace(plan, kernels="plain", compile=False, **here)
 
 
-def trace_step(run: Run, rank: int, collectives: Collectives) -> Seen:
+def trace_step(run: Run, rank: int, collectives: Collectives) -> DryRunStep:
     """The second step of a rank: what is made at first use is there, and what a step leaves behind too."""
     run = msgspec.structs.replace(run, plan=traceable(run.plan))
     with fake_world(run.plan, rank) as mesh, ExitStack() as stack:
@@ -296,7 +298,7 @@ def trace_step(run: Run, rank: int, collectives: Collectives) -> Seen:
         with observing() as calls:
             step.run_once()
         planned = collectives(mesh.place)
-        return Seen(
+        return DryRunStep(
             calls=Counter(calls),
             said=implied(planned, run.plan, mesh),
             axes=_axes(planned, run.plan, mesh),
@@ -341,7 +343,7 @@ class _Step:
         loss_sum = self.forward_backward(_batch(self.run), self.scale.value)
         self.live.phase = "the optimizer's step"
         loss, square, _ = self.measure(self.chunks, loss_sum, self.mesh, False)
-        verdict = clip.judge(loss, square, self.scale.value, self.run.optim.grad_clip)
+        verdict = clip.grad_stats(loss, square, self.scale.value, self.run.optim.grad_clip)
         self.optimizer.step(RATE, verdict)
         self.scale.update(verdict.finite)
 

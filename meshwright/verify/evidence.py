@@ -18,7 +18,7 @@ from meshwright.train.loop import StepResult, Stop, train
 from meshwright.train.saving import digest_of, restore
 from meshwright.train.state import gradients, weights
 from meshwright.train.world import world
-from meshwright.verify.prove import Planned, Verdict
+from meshwright.verify.prove import ParityResult, Planned
 from meshwright.verify.resume import DIGESTS
 
 # A gradient this small beside the whole is rounding: a key's bias, say, which softmax ignores. AdamW would scale it up
@@ -79,7 +79,7 @@ class Evidence:
         return tuple(whole)
 
 
-def compare(run: Planned, reference: Path, folder: Path, tolerance: float, seconds: float) -> Verdict:
+def compare(run: Planned, reference: Path, folder: Path, tolerance: float, seconds: float) -> ParityResult:
     """A plan's records beside the reference's."""
     theirs, ours = (_numbers(each) for each in (reference, folder))
     gradient = dict(_tensors(theirs.names, reference, folder, "gradients"))
@@ -94,7 +94,7 @@ def compare(run: Planned, reference: Path, folder: Path, tolerance: float, secon
     by_loss = [_relative(*pair) for pair in zip(ours.losses, theirs.losses, strict=True)]
     by_norm = [_relative(*pair) for pair in zip(ours.norms, theirs.norms, strict=True)]
     first = first_bad(by_loss, by_norm, by_gradient, by_weight, tolerance)
-    return Verdict(
+    return ParityResult(
         plan=str(run.plan),
         passed=first is None,
         loss_deviation=max(by_loss),

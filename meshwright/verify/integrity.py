@@ -14,7 +14,7 @@ from meshwright.config.huggingface import PICKLES, a_pickle
 from meshwright.spec.problem import InputError, Problem
 
 
-class ChunkVerdict(msgspec.Struct, frozen=True, kw_only=True):
+class ChunkIntegrity(msgspec.Struct, frozen=True, kw_only=True):
     """One file of a step."""
 
     file: str
@@ -22,26 +22,26 @@ class ChunkVerdict(msgspec.Struct, frozen=True, kw_only=True):
     sound: bool
 
 
-class StepVerdict(msgspec.Struct, frozen=True, kw_only=True):
+class StepIntegrity(msgspec.Struct, frozen=True, kw_only=True):
     """One saved step."""
 
     folder: str
     step: int | None  # None: the manifest cannot be read
     sound: bool
     state: str  # the logical digest that the manifest carries
-    chunks: tuple[ChunkVerdict, ...]
+    chunks: tuple[ChunkIntegrity, ...]
     damages: tuple[Damage, ...]
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class IntegrityReport(msgspec.Struct, frozen=True, kw_only=True):
     """Everything under a folder."""
 
     sound: bool
-    steps: tuple[StepVerdict, ...]
+    steps: tuple[StepIntegrity, ...]
     damages: tuple[Damage, ...]  # of what belongs to no step: the pointer
 
 
-def verify(path: Path, say: Callable[[str], None]) -> Verdict:
+def verify(path: Path, say: Callable[[str], None]) -> IntegrityReport:
     """Check one step, or all steps of a run folder."""
     found, home = find(path)
     verdicts = []
@@ -53,7 +53,9 @@ def verify(path: Path, say: Callable[[str], None]) -> Verdict:
     loose = tuple(_pointer(home, verdicts)) if home is not None else ()
     for damage in loose:
         say(str(damage))
-    return Verdict(sound=not loose and all(each.sound for each in verdicts), steps=tuple(verdicts), damages=loose)
+    return IntegrityReport(
+        sound=not loose and all(each.sound for each in verdicts), steps=tuple(verdicts), damages=loose
+    )
 
 
 def find(path: Path) -> tuple[list[Path], Path | None]:
@@ -78,7 +80,7 @@ def _nothing(path: Path) -> Problem:
     return Problem(f"{path} {what}", "give a run folder, or one of its checkpoints/step-N")
 
 
-def verify_step(folder: Path) -> StepVerdict:
+def verify_step(folder: Path) -> StepIntegrity:
     """Read every byte of a step."""
     try:
         with StepReader(folder) as reader, ThreadPoolExecutor(THREADS, "verify") as pool:
@@ -89,8 +91,8 @@ def verify_step(folder: Path) -> StepVerdict:
             found = [*_strays(folder, manifest), *(damage for each in damages for damage in each)]
     except CorruptError as error:
         damages = tuple(error.damages)
-        return StepVerdict(folder=str(folder), step=None, sound=False, state="", chunks=(), damages=damages)
-    return StepVerdict(
+        return StepIntegrity(folder=str(folder), step=None, sound=False, state="", chunks=(), damages=damages)
+    return StepIntegrity(
         folder=str(folder),
         step=manifest.progress.step,
         sound=not found,
@@ -100,8 +102,8 @@ def verify_step(folder: Path) -> StepVerdict:
     )
 
 
-def _verdict(chunk: Chunk, damages: list[Damage]) -> ChunkVerdict:
-    return ChunkVerdict(file=chunk.file, bytes=chunk.bytes, sound=not damages)
+def _verdict(chunk: Chunk, damages: list[Damage]) -> ChunkIntegrity:
+    return ChunkIntegrity(file=chunk.file, bytes=chunk.bytes, sound=not damages)
 
 
 def _chunk(reader: StepReader, number: int) -> Iterator[Damage]:
@@ -137,7 +139,7 @@ def _strays(folder: Path, manifest: Manifest) -> Iterator[Damage]:
             yield Damage(file=str(entry), text="is not in the manifest")
 
 
-def _pointer(home: Path, verdicts: list[StepVerdict]) -> Iterator[Damage]:
+def _pointer(home: Path, verdicts: list[StepIntegrity]) -> Iterator[Damage]:
     whole = [verdict for verdict in verdicts if verdict.sound]
     if whole:
         with StepReader(Path(whole[-1].folder)) as reader:
@@ -148,7 +150,7 @@ def _pointer(home: Path, verdicts: list[StepVerdict]) -> Iterator[Damage]:
         yield Damage(file=str(home / format.LATEST), text="points to a step, and none is there")
 
 
-def line(verdict: StepVerdict) -> str:
+def line(verdict: StepIntegrity) -> str:
     """One step, for a person."""
     if not verdict.sound:
         return f"{verdict.folder}: DAMAGED"

@@ -27,7 +27,7 @@ TOLERANCES: dict[Precision, tuple[float, str]] = {
 }
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class ParityResult(msgspec.Struct, frozen=True, kw_only=True):
     """One plan beside one process."""
 
     plan: str
@@ -50,7 +50,7 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
     tolerance: float
     reason: str
     torch: str
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[ParityResult, ...]
 
     @property
     def passed(self) -> bool:
@@ -65,7 +65,7 @@ def header(width: int) -> str:
     return f"{'plan':<{width}}  {'  '.join(f'{name:>8}' for name in COLUMNS)}"
 
 
-def line(verdict: Verdict, width: int) -> str:
+def line(verdict: ParityResult, width: int) -> str:
     """One plan."""
     numbers = (
         verdict.loss_deviation,
@@ -244,7 +244,7 @@ CERTIFICATE = "certificate.json"
 LONGEST = 600.0  # seconds that one plan may take
 
 
-def prove_all(jobs: list[Job], cache: Path, folder: Path, say: Callable[[str], None]) -> list[Verdict]:
+def prove_all(jobs: list[Job], cache: Path, folder: Path, say: Callable[[str], None]) -> list[ParityResult]:
     """Prove every job, saying each verdict as it falls, and leave the certificate in the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     write_ragged(folder / TEXT)
@@ -262,7 +262,7 @@ def prove_all(jobs: list[Job], cache: Path, folder: Path, say: Callable[[str], N
 
 
 def prove(
-    reference: Run, planned: list[tuple[str, Run]], cache: Path, folder: Path, told: Callable[[Verdict], None]
+    reference: Run, planned: list[tuple[str, Run]], cache: Path, folder: Path, told: Callable[[ParityResult], None]
 ) -> Certificate:
     """Compare every plan with one process; `told` hears each verdict as it falls."""
     tolerance, reason = TOLERANCES[reference.plan.precision]
@@ -291,8 +291,8 @@ def beside(
     planned: list[tuple[str, AnyPlanned]],
     work: tuple[Work, Any],
     folder: Path,
-    told: Callable[[Verdict], None],
-) -> list[Verdict]:
+    told: Callable[[ParityResult], None],
+) -> list[ParityResult]:
     """Run the reference once and each plan beside it; `work` is record(place, run, given, folder) and its `given`."""
     (record, given), judge = work, _work("judge")
     tolerance, _ = TOLERANCES[reference.plan.precision]
@@ -305,7 +305,7 @@ def beside(
         try:
             run_ranks(record, run.plan.world, (run, given, place), LONGEST)
             run_ranks(judge, 1, (run, base, place, tolerance, time.monotonic() - began), LONGEST)
-            verdict = msgspec.json.decode((place / "verdict.json").read_bytes(), type=Verdict)
+            verdict = msgspec.json.decode((place / "verdict.json").read_bytes(), type=ParityResult)
         except RankError as error:
             verdict = _failed(str(error), time.monotonic() - began)
         verdict = msgspec.structs.replace(verdict, plan=name)
@@ -316,9 +316,9 @@ def beside(
     return verdicts
 
 
-def _failed(error: str, seconds: float) -> Verdict:
+def _failed(error: str, seconds: float) -> ParityResult:
     far = float("inf")
-    return Verdict(
+    return ParityResult(
         plan="",
         passed=False,
         loss_deviation=far,

@@ -23,21 +23,21 @@ from meshwright.optim.adamw import AdamW
 from meshwright.parallel import pipeline, precision, tensor
 from meshwright.parallel.apply import apply
 from meshwright.parallel.mesh import Mesh, local
-from meshwright.parallel.model_spec import Anatomy, unanswered, unmatched
+from meshwright.parallel.model_spec import ModelSpec, unanswered, unmatched
 from meshwright.parallel.pipeline import Pipeline, Streams
 from meshwright.runtime.place import Place
 from meshwright.runtime.ranks import SERVER
 from meshwright.spec.plan import AXES, Plan, Precision
 from meshwright.spec.problem import InputError, Problem
 from meshwright.spec.schedule import default_chunks, misfits
-from meshwright.train.state import Home, gathered, gradient
+from meshwright.train.state import ParamLocation, gathered, gradient
 from meshwright.train.step import accumulated
 from meshwright.train.world import world
 from meshwright.verify.evidence import Evidence
-from meshwright.verify.prove import TOLERANCES, Verdict, beside, fields, header, line
+from meshwright.verify.prove import TOLERANCES, ParityResult, beside, fields, header, line
 
 
-def decided(plans: Sequence[str | Plan], rows: int, layers: int, anatomy: Anatomy) -> list[tuple[str, Plan]]:
+def decided(plans: Sequence[str | Plan], rows: int, layers: int, anatomy: ModelSpec) -> list[tuple[str, Plan]]:
     """Each plan by its name, complete; raises everything that is wrong with any of them."""
     tables = {str(plan): _table(plan, rows, layers) for plan in plans}
     problems = [problem for table in tables.values() for problem in schema.misfits(table, Plan, "plan.")]
@@ -149,7 +149,7 @@ class Subject:
 
     make_model: Callable[[], nn.Module]
     loss: Loss
-    anatomy: Anatomy
+    anatomy: ModelSpec
     folder: Path
     is_named: bool  # batches are dicts
 
@@ -202,7 +202,7 @@ def record(place: Place, trial: Trial, subject: Subject, folder: Path) -> None:
         model, batches = subject.model(plan, mesh.device), subject.batches(plan, mesh)
         homes, streams = homes_of(model, plan, subject.anatomy), streams_of(model, plan, subject.anatomy)
         chunks = apply(model, plan, mesh, subject.anatomy)
-        step = Step(chunks, plan, mesh, subject.loss, streams)
+        step = ModuleStep(chunks, plan, mesh, subject.loss, streams)
         optimizer = AdamW(OPTIM, chain.from_iterable(chunk.parameters() for chunk in chunks), plan)
         evidence, measure = Evidence(folder, mesh), clip.choose(plan)
         for batch in batches:
@@ -210,13 +210,13 @@ def record(place: Place, trial: Trial, subject: Subject, folder: Path) -> None:
             loss_sum, count = step(batch)
             loss, square, _ = measure(chunks, loss_sum, mesh, False)
             # Gradients are of the sum. Its divisor, known only now, is taken out as a loss scale would be.
-            verdict = clip.judge(loss, square, count, OPTIM.grad_clip)
+            verdict = clip.grad_stats(loss, square, count, OPTIM.grad_clip)
             optimizer.step(OPTIM.lr, verdict)
             evidence.step(loss / count, verdict.norm, gathered(chunks, homes, mesh, gradient))
         evidence.end(gathered(chunks, homes, mesh, lambda weight: weight))
 
 
-class Step:
+class ModuleStep:
     """Forward and backward of one rank's rows, in turn or through a pipeline. Microbatches are told by their rows."""
 
     def __init__(self, chunks: list[nn.Module], plan: Plan, mesh: Mesh, loss: Loss, streams: Streams) -> None:
@@ -261,17 +261,17 @@ def _rows(batch: Batch, rows: Tensor) -> Batch:
     return tuple(x[rows] for x in batch)
 
 
-def homes_of(model: nn.Module, plan: Plan, anatomy: Anatomy) -> list[Home]:
+def homes_of(model: nn.Module, plan: Plan, anatomy: ModelSpec) -> list[ParamLocation]:
     """The pipeline rank of every weight."""
     ranks = dict.fromkeys((name for name, _ in model.named_parameters()), 0)
     if plan.pp > 1:
         for stage, rank in enumerate(pipeline.placement(plan)):
             part = pipeline.part(model, plan, stage, anatomy)
             ranks |= dict.fromkeys((name for name, _ in part.named_parameters()), rank)
-    return [Home(name, tuple(weight.shape), ranks[name]) for name, weight in model.named_parameters()]
+    return [ParamLocation(name, tuple(weight.shape), ranks[name]) for name, weight in model.named_parameters()]
 
 
-def streams_of(model: nn.Module, plan: Plan, anatomy: Anatomy) -> Streams:
+def streams_of(model: nn.Module, plan: Plan, anatomy: ModelSpec) -> Streams:
     """What travels between the stages of a plain model, found by running it once."""
     parts = [pipeline.part(model, plan, stage, anatomy) for stage in range(len(plan.stages))]
     return partial(_stream, parts, plan)
@@ -293,9 +293,9 @@ def parity(
     batches: Sequence[Batch],
     loss: Loss,
     plans: Sequence[str | Plan],
-    anatomy: Anatomy | None = None,
+    anatomy: ModelSpec | None = None,
     say: Callable[[str], None] = lambda text: None,
-) -> list[Verdict]:
+) -> list[ParityResult]:
     """Train a model for one step a batch under each plan and in one process, and compare every number.
 
     - `make_model()` is called here once, for the first weights, and once on each rank, which takes over these.
@@ -309,7 +309,7 @@ def parity(
     The functions must be found by name in another process: defined at the top of a module, or of a script that calls
     this under `if __name__ == "__main__"`.
     """
-    anatomy = anatomy or Anatomy()
+    anatomy = anatomy or ModelSpec()
     _raise([*_unreachable(make_model, loss, anatomy), *_misshapen(batches)])
     model, rows = make_model(), len(next(iter(named(batches[0]).values())))
     made = decided(plans, rows, len(anatomy.blocks(model)), anatomy)
@@ -325,7 +325,7 @@ def parity(
         return beside(reference, planned, (record, subject), subject.folder, told)
 
 
-def _teller(names: list[str], reference: Trial, say: Callable[[str], None]) -> Callable[[Verdict], None]:
+def _teller(names: list[str], reference: Trial, say: Callable[[str], None]) -> Callable[[ParityResult], None]:
     width = max(map(len, names))
     tolerance, reason = TOLERANCES[reference.plan.precision]
     say(f"largest relative deviation from one process, {tolerance:.0e} allowed ({reason}):")
@@ -356,7 +356,7 @@ def _raise(problems: list[Problem]) -> None:
         raise InputError(problems)
 
 
-def _unreachable(make_model: Callable[..., Any], loss: Loss, anatomy: Anatomy) -> Iterator[Problem]:
+def _unreachable(make_model: Callable[..., Any], loss: Loss, anatomy: ModelSpec) -> Iterator[Problem]:
     """Functions that another process could not find by their name."""
     given = {
         "make_model": make_model,
@@ -385,7 +385,7 @@ def _misshapen(batches: Sequence[Batch]) -> Iterator[Problem]:
         yield Problem("the tensors of the batches have different numbers of rows", "give dim 0 the same size in all")
 
 
-def _unsplit(model: nn.Module, plans: list[Plan], anatomy: Anatomy) -> Iterator[Problem]:
+def _unsplit(model: nn.Module, plans: list[Plan], anatomy: ModelSpec) -> Iterator[Problem]:
     """Lines of a split table that would cut nothing, and so prove nothing."""
     if anatomy.splits is None or all(plan.tp == 1 for plan in plans):
         return
@@ -397,7 +397,7 @@ def _unsplit(model: nn.Module, plans: list[Plan], anatomy: Anatomy) -> Iterator[
         yield Problem("the split table is empty", "say which matrices plan.tp cuts, or leave plan.tp at 1")
 
 
-def _parted(model: nn.Module, name: str, plan: Plan, anatomy: Anatomy) -> Iterator[Problem]:
+def _parted(model: nn.Module, name: str, plan: Plan, anatomy: ModelSpec) -> Iterator[Problem]:
     """Cut points that lose a weight, or put it on two stages."""
     if plan.pp == 1:
         return

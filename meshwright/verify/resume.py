@@ -32,7 +32,7 @@ class Continuation(msgspec.Struct, frozen=True, kw_only=True):
     state: str  # the logical digest after the last step
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class ResumeReport(msgspec.Struct, frozen=True, kw_only=True):
     """A run that was stopped, beside one that was not."""
 
     passed: bool
@@ -71,7 +71,7 @@ def _plan(run: Run, parts: int, **axes: Any) -> Plan:
     return Plan(microbatch=microbatch, grad_accum=parts // data, precision=precision, deterministic=True, **axes)
 
 
-def prove(planned: list[Run], cache: Path, folder: Path, say: Callable[[str], None]) -> Verdict:
+def prove(planned: list[Run], cache: Path, folder: Path, say: Callable[[str], None]) -> ResumeReport:
     """Run without a stop, stop after a few steps, go on under each plan, and compare every step's digest."""
     shutil.rmtree(folder / "proof", ignore_errors=True)
     reference, stopped = (_fresh(folder / "proof" / name) for name in ("reference", "stopped"))
@@ -87,7 +87,7 @@ def prove(planned: list[Run], cache: Path, folder: Path, say: Callable[[str], No
         say(f"gone on under {run.plan}: {words}; digest {found[-1].state}")
     say(f"without a stop: digest {whole[STEPS]}")
     shutil.rmtree(folder / "proof")
-    return Verdict(
+    return ResumeReport(
         passed=all(each.passed for each in found),
         steps=STEPS,
         stopped_after=STOP,
@@ -98,7 +98,7 @@ def prove(planned: list[Run], cache: Path, folder: Path, say: Callable[[str], No
 
 def _driven(run: Run, cache: Path, folder: Path, until: int) -> dict[int, str]:
     """Go on in a folder until a step, and return the digest of every step from there."""
-    run_ranks(_Rank(), run.plan.world, (run, cache, folder, until), LONGEST)
+    run_ranks(_RankWork(), run.plan.world, (run, cache, folder, until), LONGEST)
     return msgspec.json.decode((folder / DIGESTS).read_bytes(), type=dict[int, str])
 
 
@@ -115,7 +115,7 @@ def _fresh(folder: Path) -> Path:
     return folder
 
 
-class _Rank:
+class _RankWork:
     """What each rank does: resolved there, so that this process need not import torch."""
 
     def __call__(self, *arguments: Any) -> None:

@@ -12,7 +12,7 @@ from meshwright.cost.layout import hosted, states, total
 from meshwright.cost.memory import Ledger, ledger, worst
 from meshwright.cost.traffic import Collective, Kind, traffic
 from meshwright.spec.plan import Plan
-from meshwright.verify.dry_run import Seen, trace_step, traceable
+from meshwright.verify.dry_run import DryRunStep, trace_step, traceable
 
 # The ledger knows a few moments of a step, the trace every operator in between: single buffers of one block, which
 # weigh little in a model of some size.
@@ -46,7 +46,7 @@ class ByteRow(msgspec.Struct, frozen=True, kw_only=True):
         return abs(self.traced - self.planned) <= self.tolerance * self.planned
 
 
-class Trace(msgspec.Struct, frozen=True, kw_only=True):
+class TraceReport(msgspec.Struct, frozen=True, kw_only=True):
     """A rank's step, planned and traced."""
 
     plan: str
@@ -64,7 +64,7 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
         return not self.refused and all(row.agrees for row in (*self.calls, *self.held))
 
 
-def trace(run: Run, job: Job, rank: int | None = None) -> Trace:
+def trace(run: Run, job: Job, rank: int | None = None) -> TraceReport:
     """One step of a rank, the fullest unless one is named. A step that cannot be traced is told as such."""
     plan = traceable(run.plan)
     plain = msgspec.structs.replace(job, plan=plan, state_dtype="fp32")
@@ -76,17 +76,17 @@ def trace(run: Run, job: Job, rank: int | None = None) -> Trace:
         seen = trace_step(run, rank, collectives)
     except (RuntimeError, NotImplementedError) as error:  # torch's words for an operator that needs values
         reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-        return Trace(**about, calls=(), held=(), moment="", phase="", refused=reason)
+        return TraceReport(**about, calls=(), held=(), moment="", phase="", refused=reason)
     said = ledger(plain, seen.place)
     held = tuple(_held(plain, plan, seen, said))
-    return Trace(**about, calls=tuple(_calls(seen)), held=held, moment=said.moment, phase=seen.phase)
+    return TraceReport(**about, calls=tuple(_calls(seen)), held=held, moment=said.moment, phase=seen.phase)
 
 
 def _collectives(run: Run, plan: Plan, place: dict[str, int]) -> tuple[Collective, ...]:
     return traffic(run.arch, plan, run.sequence, place=place)
 
 
-def _calls(seen: Seen) -> Iterator[CallRow]:
+def _calls(seen: DryRunStep) -> Iterator[CallRow]:
     """Every call that was planned or made."""
     for call in sorted(seen.calls.keys() | seen.said.keys()):
         yield CallRow(
@@ -98,7 +98,7 @@ def _calls(seen: Seen) -> Iterator[CallRow]:
         )
 
 
-def _held(job: Job, plan: Plan, seen: Seen, said: Ledger) -> Iterator[ByteRow]:
+def _held(job: Job, plan: Plan, seen: DryRunStep, said: Ledger) -> Iterator[ByteRow]:
     near, away = (of(job.arch, plan, seen.place, job.master_weights) for of in (states, hosted))
     planned = {line.name: line.bytes for line in (*near, *away)}
     for name in ("weights", "gradients", "moments"):
@@ -132,7 +132,7 @@ def notes(run: Run) -> Iterator[str]:
         yield "no gradient overflows here: the loss scale stays as it is"
 
 
-def lines(found: Trace) -> Iterator[str]:
+def lines(found: TraceReport) -> Iterator[str]:
     """A trace as people read it."""
     yield f"dry run of rank {found.rank} of {found.world}, one whole step on tensors without memory: {found.plan}"
     if found.refused:
@@ -156,7 +156,7 @@ def _call_lines(calls: tuple[CallRow, ...]) -> Iterator[str]:
         yield f"{row.kind:<16}{row.axis:<18}{row.bytes:>16,}{row.planned:>10,}{row.traced:>10,}{difference:>12}"
 
 
-def _byte_lines(found: Trace) -> Iterator[str]:
+def _byte_lines(found: TraceReport) -> Iterator[str]:
     yield f"{'bytes held':<16}{'planned':>22}{'traced':>22}{'difference':>12}"
     for row in found.held:
         difference = (

@@ -7,7 +7,7 @@ from pathlib import Path
 from meshwright.config import load
 from meshwright.runtime.records import AttemptRecord
 from meshwright.runtime.records import EndRecord
-from meshwright.runtime.records import HeldRecord
+from meshwright.runtime.records import EvalRecord
 from meshwright.runtime.records import Record
 from meshwright.runtime.records import StepRecord
 from meshwright.runtime.records import line
@@ -38,7 +38,7 @@ def usual(steps: int = 12) -> list[Record]:
     """Two seconds of start, then two steps a second, a held-out loss and a quarter of a second to finish."""
     made: list[Record] = [attempt(102.0), *(step(n, 102.0 + n / 2) for n in range(1, steps + 1))]
     end = 102.0 + steps / 2
-    made.append(HeldRecord(step=steps, loss=0.75, tokens=128, seconds=0.25, at=end + 0.25))
+    made.append(EvalRecord(step=steps, loss=0.75, tokens=128, seconds=0.25, at=end + 0.25))
     return [*made, EndRecord(step=steps, at=end + 0.5)]
 
 

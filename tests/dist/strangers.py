@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from meshwright.parallel.model_spec import Anatomy
+from meshwright.parallel.model_spec import ModelSpec
 from meshwright.parallel.model_spec import Stage
-from meshwright.parallel.model_spec import in_a_row
+from meshwright.parallel.model_spec import sequential_stage
 
 WIDTH = 8
 
@@ -74,10 +74,10 @@ def misnamed(model: nn.Module) -> dict[str, ParallelStyle]:
 
 def forgetful(model: nn.Module, stage: Stage) -> nn.Module:
     """Leaves what comes after the blocks to every stage."""
-    return in_a_row(model, stage, before=("begin",), after=())
+    return sequential_stage(model, stage, before=("begin",), after=())
 
 
-TOWER = Anatomy(splits=splits, part=partial(in_a_row, before=("begin",), after=("end",)))
+TOWER = ModelSpec(splits=splits, part=partial(sequential_stage, before=("begin",), after=("end",)))
 
 
 def loss(output: Tensor, batch: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -12,8 +12,8 @@ import strangers
 import torch
 from strangers import TOWER, Tied, Tower, averaged, batches, loss, plain
 
-from meshwright.parallel.model_spec import Anatomy
-from meshwright.parallel.model_spec import in_a_row
+from meshwright.parallel.model_spec import ModelSpec
+from meshwright.parallel.model_spec import sequential_stage
 from meshwright.config.check import missing
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError
@@ -91,7 +91,7 @@ def test_an_average_of_averages_is_caught():
 
 
 def test_a_plan_that_breaks_tells_its_own_words_and_the_others_go_on():
-    wrong = Anatomy(splits=strangers.half_a_table, part=TOWER.part)
+    wrong = ModelSpec(splits=strangers.half_a_table, part=TOWER.part)
     broken, whole = parity(Tower, batches(), loss, ["tp=2", "replicate=2"], wrong)
     assert not broken.passed
     assert "rank" in broken.error
@@ -114,19 +114,19 @@ def test_every_missing_answer_is_named_at_once():
 
 
 def test_parts_that_share_or_lose_a_weight_are_refused():
-    both = refused(Tower, batches(), loss, ["pp=2"], Anatomy(part=strangers.forgetful))
+    both = refused(Tower, batches(), loss, ["pp=2"], ModelSpec(part=strangers.forgetful))
     assert [problem.split(";")[0] for problem in both] == [
         "plan pp=2: 2 stages hold end.bias",
         "plan pp=2: 2 stages hold end.weight",
     ]
-    lost = Anatomy(part=partial(in_a_row, before=("begin", "end"), after=("end",)))
+    lost = ModelSpec(part=partial(sequential_stage, before=("begin", "end"), after=("end",)))
     assert "plan pp=2: no stage holds end.weight" in "\n".join(refused(Tower, batches(), loss, ["pp=2"], lost))
     (tied,) = refused(Tied, batches(), loss, ["pp=2"], TOWER)
     assert tied.startswith("plan pp=2: end.weight of a stage is in the whole model another weight, tied to it")
 
 
 def test_a_split_table_that_cuts_nothing_is_refused():
-    (problem,) = refused(Tower, batches(), loss, ["tp=2", "replicate=2"], Anatomy(splits=strangers.misnamed))
+    (problem,) = refused(Tower, batches(), loss, ["tp=2", "replicate=2"], ModelSpec(splits=strangers.misnamed))
     assert problem.startswith("no module is called layers.*.dwon, which the split table cuts")
 
 

@@ -6,7 +6,7 @@ from trials import CPU, Trial, corpus_file, deviation, drive, make_corpus, make_
 from worlds import world
 
 from meshwright.parallel import mesh as meshes
-from meshwright.parallel.activation_offload import Lane
+from meshwright.parallel.activation_offload import HostLane
 
 NOTHING = 1e-12  # the same plan computes the same sums; on a loaded machine some libraries choose another order
 
@@ -20,17 +20,17 @@ def folder(tmp_path):
 
 def sent_by(run, corpus, mesh) -> tuple[Trial, int]:
     """A run, and how many tensors it has sent to the host."""
-    departures, depart = [], Lane.depart
+    departures, depart = [], HostLane.depart
 
-    def counted(self: Lane, tensor: torch.Tensor) -> torch.Tensor:
+    def counted(self: HostLane, tensor: torch.Tensor) -> torch.Tensor:
         departures.append(tensor.nbytes)
         return depart(self, tensor)
 
-    Lane.depart = counted
+    HostLane.depart = counted
     try:
         return drive(run, corpus, mesh), len(departures)
     finally:
-        Lane.depart = depart
+        HostLane.depart = depart
 
 
 def compare(folder, plans, arch="tiny"):

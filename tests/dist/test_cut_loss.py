@@ -12,8 +12,8 @@ from worlds import world
 
 from meshwright.cost import rank_view
 from meshwright.cost.job import Job
-from meshwright.cost.activations import kept
-from meshwright.cost.activations import work_of
+from meshwright.cost.activations import saved_activations
+from meshwright.cost.activations import microbatch_shape
 from meshwright.kernels import cross_entropy
 from meshwright.parallel import mesh as meshes
 from meshwright.hardware.cluster import cluster
@@ -52,8 +52,8 @@ def test_a_forward_keeps_the_gradients_of_the_loss_and_no_logits(folder):  # noq
         run = make_run(folder, *SMALL, "plan.tp=2", *words)
         ours = stacks()["meshwright"]
         job = Job(arch=run.arch, plan=run.plan, sequence=run.sequence, cluster=cluster("8xh100"), stack=ours)
-        work = work_of(job, fused_norm=False)
-        said = kept(work, (False,) * run.arch.layers, True, "none")
+        work = microbatch_shape(job, fused_norm=False)
+        said = saved_activations(work, (False,) * run.arch.layers, True, "none")
         # Of an odd vocabulary one rank has half an entry more than the mean, the other half an entry less.
         odd = run.arch.hidden * work.narrow / 2
         seen = saved_for_backward(run, meshes.make(run.plan, CPU), folder)

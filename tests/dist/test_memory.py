@@ -23,14 +23,14 @@ from meshwright.cost.job import Job
 from meshwright.cost.layout import hosted
 from meshwright.cost.memory import ledger
 from meshwright.cost.layout import states
-from meshwright.cost.activations import kept
+from meshwright.cost.activations import saved_activations
 from meshwright.cost.layout import largest_weight
 from meshwright.cost.layout import PIECE
 from meshwright.cost.layout import SLOTS
 from meshwright.cost.layout import update_bytes
-from meshwright.cost.activations import work_of
+from meshwright.cost.activations import microbatch_shape
 from meshwright.optim import offload_update
-from meshwright.optim.offload import Offloaded
+from meshwright.optim.offload import OffloadedAdamW
 from meshwright.parallel import mesh as meshes
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.mesh import local
@@ -320,7 +320,7 @@ def test_states_that_live_elsewhere_take_the_bytes_that_are_said_there(folder, w
     choose(run, state.chunks, alone())(state.loader.take(0), state.scale.value)
     state.loader.close()
     optimizer = state.optimizer
-    assert isinstance(optimizer, Offloaded)
+    assert isinstance(optimizer, OffloadedAdamW)
     job = job_of(run)
     lines = {line.name: line.bytes for line in states(run.arch, run.plan)}
     weights = [weight for chunk in state.chunks for weight in chunk.parameters()]
@@ -398,10 +398,10 @@ def unexpected(folder: Path, words: tuple[str, ...]) -> list[str]:
     """Where a forward keeps other bytes than the ledger says."""
     run = make_run(folder, *SMALL, "plan.kernels=plain", *words)
     machines, ours = cluster("8xh100"), stacks()["meshwright"]
-    work = work_of(
+    work = microbatch_shape(
         Job(arch=run.arch, plan=run.plan, sequence=run.sequence, cluster=machines, stack=ours), fused_norm=False
     )
-    said = kept(work, (False,) * run.arch.layers, True, "none")
+    said = saved_activations(work, (False,) * run.arch.layers, True, "none")
     # Of an odd vocabulary one rank of tp has half an entry more than the mean, the other half an entry less.
     odd = work.whole * work.wide / 2 if run.plan.tp > 1 else 0
     seen = saved_for_backward(run, meshes.make(run.plan, CPU), folder)
@@ -448,8 +448,8 @@ def test_what_is_computed_anew_over_tp_is_not_kept(folder):
         whole = {line.name: line.bytes for line in states(run.arch, run.plan, mesh.place)}["gathered"]
         ours = stacks()["meshwright"]
         job = Job(arch=run.arch, plan=run.plan, sequence=run.sequence, cluster=cluster("8xh100"), stack=ours)
-        work = work_of(job, fused_norm=False)
-        said = kept(work, (False,) * run.arch.layers, True, policy)
+        work = microbatch_shape(job, fused_norm=False)
+        said = saved_activations(work, (False,) * run.arch.layers, True, policy)
         differ = alive_after_forward(run, mesh, folder) - whole - said.activations - said.logits
         # The last block's result lives on beside the wide copy that the norm after it keeps; and the vocabulary is odd.
         assert abs(differ - work.stream) <= work.whole * work.wide / 2 + 64, (policy, mesh.rank, differ)

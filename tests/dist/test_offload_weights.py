@@ -9,8 +9,8 @@ from trials import CPU, alone, corpus_file, deviation, drive, make_corpus, make_
 from worlds import world
 
 from meshwright.optim import clip
-from meshwright.optim.host_memory import Memory
-from meshwright.optim.cpu_offload import Hosted
+from meshwright.optim.host_memory import PinnedMemory
+from meshwright.optim.cpu_offload import CpuOffloadAdamW
 from meshwright.parallel import mesh as meshes
 from meshwright.parallel.mesh import local
 from meshwright.spec.problem import InputError
@@ -40,7 +40,7 @@ def compare(folder: Path, plan: tuple[str, ...], arch: str = "tiny") -> None:
     run = make_run(folder, *words, *HOSTED, *plan, arch=arch)
     corpus = make_corpus(run, folder)
     mine = drive(run, corpus, meshes.make(run.plan, CPU))
-    assert isinstance(mine.state.optimizer, Hosted)
+    assert isinstance(mine.state.optimizer, CpuOffloadAdamW)
     if dist.get_rank() > 0:
         return
     theirs = drive(make_run(folder, *words, "plan.replicate=1", arch=arch), corpus, alone())
@@ -108,7 +108,7 @@ def test_a_checkpoint_goes_on_with_and_without_it(folder, first):
     assert restored.step == 3
     list(train(runs[1], again, mesh))
     again.loader.close()
-    assert isinstance(again.optimizer, Hosted) != first
+    assert isinstance(again.optimizer, CpuOffloadAdamW) != first
     # The same sums in the same order: a checkpoint that lost a bit, or put it elsewhere, would be seen.
     assert digest_of(again, runs[1], mesh) == digest_of(whole, runs[0], mesh)
 
@@ -168,7 +168,7 @@ def test_the_norm_is_that_of_weights_on_the_device(folder):
     assert squares[0] == squares[1]
 
 
-class Pages(Memory):
+class Pages(PinnedMemory):
     """Memory by the page as a GPU has it, which nobody can pin here."""
 
     def __init__(self, pinned: bool, remedy: str, key: str) -> None:
@@ -189,7 +189,7 @@ def test_weights_stay_in_the_pages_that_they_are_given(folder):
         paged.setattr("meshwright.optim.cpu_offload.Memory", Pages)
         mine = drive(run, corpus, mesh)
     optimizer = mine.state.optimizer
-    assert isinstance(optimizer, Hosted)
+    assert isinstance(optimizer, CpuOffloadAdamW)
     # After steps that gathered from them and moved them: torch has put no copy in their place.
     places = {local(weight.detach()).untyped_storage().data_ptr(): weight for weight in optimizer.weights}
     even = {place for place, weight in places.items() if weight.shape[0] % 2 == 0}

@@ -17,7 +17,7 @@ from meshwright.parallel import mesh as meshes
 from meshwright.train.build import build
 from meshwright.train.saving import restore
 from meshwright.train.state import weights
-from meshwright.train.loop import HeldResult
+from meshwright.train.loop import EvalResult
 from meshwright.train.loop import train
 from meshwright.train.saving import digest_of
 from meshwright.train.loop import Stop
@@ -129,7 +129,7 @@ def test_gone_on_from_the_last_step_only_the_held_out_loss_is_made(folder):
     assert restored is not None
     assert restored.step == 6
     (again,) = train(run, state, mesh, folder / "run")
-    assert isinstance(again, HeldResult)
+    assert isinstance(again, EvalResult)
     assert again.loss.item() == last.loss.item()
     state.loader.close()
 

@@ -13,7 +13,7 @@ from meshwright.runtime.ranks import Remote
 from meshwright.runtime.ranks import run_ranks
 from meshwright.verify import prove
 from meshwright.verify.prove import TOLERANCES
-from meshwright.verify.prove import Verdict
+from meshwright.verify.prove import ParityResult
 from meshwright.verify.evidence import compare
 
 
@@ -38,7 +38,7 @@ def test_the_standard_set_for_eight_ranks_is_equal_to_one_process(folder):
     assert all(certificate["tolerance"] <= 1e-11 for certificate in certificates)
 
 
-def seeded(folder: Path, bug: str, plan: str, model: str) -> Verdict:
+def seeded(folder: Path, bug: str, plan: str, model: str) -> ParityResult:
     """A plan with a bug beside the true reference."""
     ((reference, [(_, run)]),) = prove.jobs(model, [], [plan], 2, folder)
     theirs, ours = folder / f"reference-{bug}", folder / f"plan-{bug}"

@@ -17,7 +17,7 @@ from meshwright.train.state import State
 from meshwright.train.build import build
 from meshwright.train.saving import restore
 from meshwright.train.state import weights
-from meshwright.train.loop import HeldResult
+from meshwright.train.loop import EvalResult
 from meshwright.train.loop import StepResult
 from meshwright.train.loop import train
 from meshwright.train.saving import digest_of
@@ -127,7 +127,7 @@ def drive(run: Run, corpus: Corpus, mesh: Mesh) -> Trial:
     results = list(train(run, state, mesh))
     state.loader.close()
     steps = [result for result in results if isinstance(result, StepResult)]
-    held = [result for result in results if isinstance(result, HeldResult)]
+    held = [result for result in results if isinstance(result, EvalResult)]
     return Trial(
         losses=[result.loss.item() for result in steps],
         norms=[result.norm.item() for result in steps],

@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from meshwright.config import load
 from meshwright.optim import master_weights
 from meshwright.optim.adamw import AdamW
-from meshwright.optim.clip import Verdict
+from meshwright.optim.clip import GradStats
 from meshwright.parallel import activation_offload, recompute
 from meshwright.parallel.activation_offload import decode, encode
-from meshwright.parallel.model_spec import Anatomy
+from meshwright.parallel.model_spec import ModelSpec
 from meshwright.spec.plan import Plan
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 BLOCKS, ROWS, WIDTH = 8, 8192, 1024
-ANATOMY = Anatomy(blocks=lambda whole: dict(whole.named_children()))
+ANATOMY = ModelSpec(blocks=lambda whole: dict(whole.named_children()))
 
 
 class Gate(nn.Module):
@@ -151,6 +151,6 @@ def test_weights_in_bf16_move_as_on_a_cpu(kind):
         one = torch.ones((), dtype=torch.float64, device=device)
         for gradient in gradients:
             weights["w"].grad = gradient.to(device)
-            optimizer.step(1e-3, Verdict(loss=one, norm=one, finite=one, factor=one))
+            optimizer.step(1e-3, GradStats(loss=one, norm=one, finite=one, factor=one))
         ends.append(weights["w"].detach().cpu())
     assert ends[0].eq(ends[1]).float().mean() > 0.999  # the same draws; a quotient may differ in its last bit

@@ -47,7 +47,7 @@ def _on_the_gpu(monkeypatch):
 
 
 def test_a_run_with_a_gpu_is_fused_by_itself():
-    assert dispatch.settle("auto", torch.device("cuda")) == dispatch.Settled("fused")
+    assert dispatch.settle("auto", torch.device("cuda")) == dispatch.KernelChoice("fused")
     assert dispatch.settle("auto", torch.device("cuda"), torch.float64).kind == "plain"
     assert dispatch.fused(torch.zeros(2, device="cuda"), "auto")
     assert not dispatch.fused(torch.zeros(2, device="cuda", dtype=torch.float64), "auto")

@@ -79,7 +79,7 @@ def test_chunks_and_one_pass_agree_with_the_plain_twin(monkeypatch):
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shapes", [((512, 384), (16,), (1000, 48)), ((7,), (33, 5))])
 def test_one_pass_updates_as_torch_does(narrow, shapes):
-    from meshwright.kernels.adamw import Group, Moves
+    from meshwright.kernels.adamw import AdamWGroup, AdamWTensors
 
     torch.manual_seed(2)
     masters = [torch.randn(shape, device="cuda") for shape in shapes]
@@ -87,13 +87,13 @@ def test_one_pass_updates_as_torch_does(narrow, shapes):
     optimizer = torch.optim.AdamW(twins, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
     first, second = ([torch.zeros_like(master) for master in masters] for _ in range(2))
     copies = [torch.empty_like(master, dtype=torch.bfloat16) for master in masters]
-    group = Group(masters, first, second, copies)
+    group = AdamWGroup(masters, first, second, copies)
     count, factor = torch.zeros((), device="cuda"), torch.tensor(0.5, device="cuda")
     for step in range(4):
         gradients = [torch.randn_like(master).to(narrow) for master in masters]
         finite = torch.tensor(float(step != 2), device="cuda")  # the third update is skipped
         count += finite
-        group.update(gradients, 0.1, Moves(1e-2, 0.9, 0.95, 1e-8, count, factor, finite))
+        group.update(gradients, 0.1, AdamWTensors(1e-2, 0.9, 0.95, 1e-8, count, factor, finite))
         if step != 2:
             for twin, gradient in zip(twins, gradients, strict=True):
                 twin.grad = gradient.float() * 0.5

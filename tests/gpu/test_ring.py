@@ -12,7 +12,7 @@ from worlds import world
 
 from meshwright.models.layers import causal_attention
 from meshwright.parallel import block_attention
-from meshwright.parallel.block_attention import Block, join, take
+from meshwright.parallel.block_attention import AttentionBlock, join, take
 from meshwright.parallel.context import Keys, Ring, ring_attention, ring_backward, ring_forward, ulysses_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -98,7 +98,7 @@ def test_a_kernel_is_plain_arithmetic(kernel, rows, columns, causal):
     attend, gradients = KERNELS[kernel]
     q, k, v, grad = draw(torch.bfloat16)
     # The queries are the later ones, cut out of a larger tensor, as a ring cuts them.
-    block = Block(q[:, :, -rows:], k[:, :, :columns], v[:, :, :columns], causal, None)
+    block = AttentionBlock(q[:, :, -rows:], k[:, :, :columns], v[:, :, :columns], causal, None)
     out, lse = block_attention.plain(block)
     mine = (*attend(block), *gradients(block, out.to(q.dtype), lse, grad[:, :, -rows:]))
     theirs = (out, lse, *block_attention.plain_gradients(block, out.to(q.dtype), lse, grad[:, :, -rows:]))
@@ -110,10 +110,10 @@ def test_each_kernel_is_used_where_it_can_be():
     q, k, v, _ = draw(torch.bfloat16)
     same = torch.ones(2, 512, 512, dtype=torch.bool, device="cuda")
     hopper = torch.cuda.get_device_capability() >= (9, 0)
-    assert block_attention._kernel(Block(q, k, v, True, None)) == KERNELS["cudnn" if hopper else "flash"]
-    assert block_attention._kernel(Block(q, k, v, True, same)) == KERNELS["efficient"]
-    assert block_attention._kernel(Block(q.float(), k.float(), v.float(), True, None)) == KERNELS["efficient"]
-    wide = Block(q.double(), k.double(), v.double(), True, same)
+    assert block_attention._kernel(AttentionBlock(q, k, v, True, None)) == KERNELS["cudnn" if hopper else "flash"]
+    assert block_attention._kernel(AttentionBlock(q, k, v, True, same)) == KERNELS["efficient"]
+    assert block_attention._kernel(AttentionBlock(q.float(), k.float(), v.float(), True, None)) == KERNELS["efficient"]
+    wide = AttentionBlock(q.double(), k.double(), v.double(), True, same)
     assert block_attention._kernel(wide) == (block_attention.plain, block_attention.plain_gradients)
 
 

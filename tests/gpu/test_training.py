@@ -8,7 +8,7 @@ from trials import make_corpus, make_run
 
 from meshwright.parallel import mesh as meshes
 from meshwright.train.build import build
-from meshwright.train.log import Lines, Recorder
+from meshwright.train.log import PlainLines, Recorder
 from meshwright.train.loop import StepResult, train
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -33,7 +33,7 @@ def test_recording_a_step_makes_the_host_wait_for_nothing(folder, precision):
     )
     mesh = meshes.make(run.plan, torch.device("cuda", 0))
     state = build(run, make_corpus(run, folder), mesh)
-    recorder = Recorder(run, mesh, folder, Lines(io.StringIO(), every=1))
+    recorder = Recorder(run, mesh, folder, PlainLines(io.StringIO(), every=1))
     for result in train(run, state, mesh):
         recorder.add(result)
         if isinstance(result, StepResult) and result.step == 4:

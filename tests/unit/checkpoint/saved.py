@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from meshwright.checkpoint.format import Progress
-from meshwright.checkpoint.state import Holding
+from meshwright.checkpoint.state import TensorShard
 from meshwright.checkpoint.storage import Disk
 from meshwright.checkpoint.write import Saver
 from meshwright.config import load
@@ -33,9 +33,9 @@ def tensors(step: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def holdings(held: dict[str, torch.Tensor]) -> list[Holding]:
+def holdings(held: dict[str, torch.Tensor]) -> list[TensorShard]:
     return [
-        Holding(name, tuple(tensor.shape), tuple((0, length) for length in tensor.shape), tensor, writes=True)
+        TensorShard(name, tuple(tensor.shape), tuple((0, length) for length in tensor.shape), tensor, writes=True)
         for name, tensor in held.items()
     ]
 

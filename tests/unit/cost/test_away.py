@@ -4,12 +4,12 @@ import msgspec
 import pytest
 
 from meshwright.config.presets import preset
-from meshwright.cost.activations import block_kept, moved_bytes, work_of
+from meshwright.cost.activations import block_kept, microbatch_shape, moved_bytes
 from meshwright.cost.job import Job
-from meshwright.cost.layer_time import bench, block
+from meshwright.cost.layer_time import block, layer_model
 from meshwright.cost.memory import fits, ledger
 from meshwright.cost.step_time import Price, lower_bound, price, work_bound
-from meshwright.cost.weight_time import Travels, exposed_travels, exposed_update, offload_seconds, rate, travels
+from meshwright.cost.weight_time import HostTransfers, exposed_travels, exposed_update, offload_seconds, rate, travels
 from meshwright.hardware.cluster import cluster
 from meshwright.hardware.stacks import stacks
 from meshwright.spec.params import count
@@ -65,8 +65,10 @@ def test_a_host_of_which_nobody_knows_is_not_called_too_small():
 
 def test_activations_travel_beyond_what_a_block_computes():
     kept, sent = job(), job(activation_offload=True)
-    one = block(bench(kept), False)
-    travels = moved_bytes(work_of(sent), block_kept(work_of(sent), False), False) / rate(sent.cluster.host)
+    one = block(layer_model(kept), False)
+    travels = moved_bytes(microbatch_shape(sent), block_kept(microbatch_shape(sent), False), False) / rate(
+        sent.cluster.host
+    )
     forward, backward = one.forward.seconds, one.seconds - one.forward.seconds
     expected = ARCH.layers * (max(travels - forward, 0) + max(travels - backward, 0))
     assert expected > 0
@@ -138,7 +140,7 @@ def test_hosted_weights_arrive_twice_and_their_gradients_leave_once_a_microbatch
 
 
 def test_ranks_that_share_weights_hide_their_arrival_and_a_lone_one_does_not():
-    each = Travels(arrive=2.0, leave=1.0, update=0.5)
+    each = HostTransfers(arrive=2.0, leave=1.0, update=0.5)
     alone, shared = (Plan(microbatch=1, zero=3, shard=shard, cpu_offload=True) for shard in (1, 2))
     assert exposed_travels(each, alone, 100.0, 100.0) == 2.5
     assert exposed_travels(each, shared, 100.0, 100.0) == 0.5

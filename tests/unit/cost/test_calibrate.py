@@ -15,7 +15,7 @@ from meshwright.cost.calibrate import (
 )
 from meshwright.cost.job import Job
 from meshwright.cost.kernels import flash_seconds, product_seconds, rates
-from meshwright.cost.network import Span, collective_seconds
+from meshwright.cost.network import GroupSpan, collective_seconds
 from meshwright.cost.step_time import lower_bound, price
 from meshwright.hardware.cluster import cluster
 from meshwright.hardware.profile import AttentionTime, CollectiveTime, ProductTime, Profile, read_profile
@@ -86,7 +86,7 @@ def test_times_of_the_host_say_nothing_of_the_device():
 def test_links_are_found_from_collectives():
     slow = msgspec.structs.replace(NODE.scale_up, latency=20e-6, efficiency=0.3)
     machine = msgspec.structs.replace(NODE, scale_up=slow)
-    over = Span(local=8, domains=1)
+    over = GroupSpan(local=8, domains=1)
     records = [
         CollectiveTime(
             kind="all_gather", ranks=8, bytes=size, seconds=collective_seconds("all_gather", size, over, machine)

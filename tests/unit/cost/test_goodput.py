@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.cost.goodput import account, first_loss_seconds, kept
-from meshwright.runtime.records import AttemptRecord, EndRecord, EventRecord, HeldRecord, StepRecord
+from meshwright.runtime.records import AttemptRecord, EndRecord, EvalRecord, EventRecord, StepRecord
 
 
 def attempt(at, step=0, session="a", began=0.0, number=1):
@@ -86,7 +86,7 @@ def test_every_second_is_counted_once(gaps, kinds):
             number += 1
             records.append(step(number, now, data=gap / 3, save=gap))
         elif kind == "held":
-            records.append(HeldRecord(step=number, loss=1.0, tokens=1, seconds=gap, at=now))
+            records.append(EvalRecord(step=number, loss=1.0, tokens=1, seconds=gap, at=now))
         elif kind == "event":
             records.append(EventRecord(step=number, what="spike", text="", at=now))
         else:

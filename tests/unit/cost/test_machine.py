@@ -4,7 +4,7 @@ import pytest
 from meshwright.config.presets import preset
 from meshwright.cost.calibrate import machine
 from meshwright.cost.job import Job
-from meshwright.cost.network import Span, collective_seconds
+from meshwright.cost.network import GroupSpan, collective_seconds
 from meshwright.cost.step_time import price
 from meshwright.hardware.profile import AttentionTime, CollectiveTime, ProductTime, Profile
 from meshwright.hardware.stacks import stacks
@@ -74,7 +74,7 @@ def test_its_collectives_are_its_links():
     found = machine(profile(*sums(1e-4, 1e9)), 2, OURS)
     for size in (1e3, 1e7):
         expected = 2e-4 + size / 1e9
-        seconds = collective_seconds("all_reduce", size, Span(local=2, domains=1), found)
+        seconds = collective_seconds("all_reduce", size, GroupSpan(local=2, domains=1), found)
         assert seconds == pytest.approx(expected, rel=0.05)  # the search's last steps are a fifth of a percent
     quick, slow = (price(job(profile(*sums(1e-4, rate)), replicate=2)).seconds for rate in (1e10, 1e7))
     assert slow > 1.5 * quick

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 
 from meshwright.config.presets import preset
-from meshwright.cost.layout import Line, states, total
+from meshwright.cost.layout import LedgerEntry, states, total
 from meshwright.spec.params import count, params
 from meshwright.spec.plan import Plan, balanced_stages
 
@@ -108,7 +108,7 @@ def test_every_line_says_why():
 
 
 def test_a_total_is_of_all_lines():
-    lines = [Line(name="weights", bytes=3, why="a"), Line(name="moments", bytes=4, why="b")]
+    lines = [LedgerEntry(name="weights", bytes=3, why="a"), LedgerEntry(name="moments", bytes=4, why="b")]
     assert total(lines) == 7
 
 

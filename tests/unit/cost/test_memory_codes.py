@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshwright.config.presets import preset
 from meshwright.cost import activations
-from meshwright.cost.activations import Kept, kept, work_of
+from meshwright.cost.activations import SavedActivations, microbatch_shape, saved_activations
 from meshwright.cost.job import Job
 from meshwright.hardware.cluster import cluster
 from meshwright.hardware.stacks import stacks
@@ -43,21 +43,21 @@ SCALARS = 300  # bytes: the count of targets and the loss, and a scale for each 
 @pytest.fixture
 def sent(monkeypatch) -> list[int]:
     """Bytes of every tensor that leaves for the host."""
-    found, depart = [], activation_offload.Lane.depart
+    found, depart = [], activation_offload.HostLane.depart
 
-    def counted(lane: activation_offload.Lane, tensor: Tensor) -> Tensor:
+    def counted(lane: activation_offload.HostLane, tensor: Tensor) -> Tensor:
         found.append(tensor.untyped_storage().nbytes())
         return depart(lane, tensor)
 
-    monkeypatch.setattr(activation_offload.Lane, "depart", counted)
+    monkeypatch.setattr(activation_offload.HostLane, "depart", counted)
     return found
 
 
-def said(arch: Arch, plan: Plan, sequence: int = SEQUENCE) -> Kept:
+def said(arch: Arch, plan: Plan, sequence: int = SEQUENCE) -> SavedActivations:
     ours = stacks()["meshwright"]
     job = Job(arch=arch, plan=plan, sequence=sequence, cluster=cluster("1xh100"), stack=ours)
-    work = work_of(job, fused_norm=False)  # as on a CPU
-    return kept(work, tuple(map(arch.is_mixture, range(arch.layers))), True, plan.recompute)
+    work = microbatch_shape(job, fused_norm=False)  # as on a CPU
+    return saved_activations(work, tuple(map(arch.is_mixture, range(arch.layers))), True, plan.recompute)
 
 
 def alive_after_forward(arch: Arch, plan: Plan, sequence: int = SEQUENCE) -> int:
@@ -92,7 +92,7 @@ def test_blocks_leave_and_send_exactly_what_is_said(arch, how, number, policy, s
     assert sum(sent) == expected.sent
 
 
-def _here(expected: Kept, how: dict[str, Any]) -> float:
+def _here(expected: SavedActivations, how: dict[str, Any]) -> float:
     """Of what blocks send, the last two have not left when a forward ends."""
     return expected.pair if "activation_offload" in how else 0.0
 

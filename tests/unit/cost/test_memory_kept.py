@@ -6,7 +6,7 @@ import torch
 from live import Live
 
 from meshwright.config.presets import preset
-from meshwright.cost.activations import Kept, kept, work_of
+from meshwright.cost.activations import SavedActivations, microbatch_shape, saved_activations
 from meshwright.cost.job import Job
 from meshwright.hardware.cluster import cluster
 from meshwright.hardware.stacks import stacks
@@ -39,12 +39,12 @@ def plan_of(precision: str, policy: str) -> Plan:
     return msgspec.convert({"microbatch": BATCH, "precision": precision, "recompute": policy, "kernels": "plain"}, Plan)
 
 
-def said(arch: Arch, plan: Plan, masked: bool = False) -> Kept:
+def said(arch: Arch, plan: Plan, masked: bool = False) -> SavedActivations:
     machines, ours = cluster("1xh100"), stacks()["meshwright"]
     job = Job(arch=arch, plan=plan, sequence=SEQUENCE, cluster=machines, stack=ours, masked=masked)
     # Torch has no fused norm of root mean squares for a CPU: there it keeps its input wide, and scaled.
-    work = work_of(job, fused_norm=False)
-    return kept(work, tuple(map(arch.is_mixture, range(arch.layers))), True, plan.recompute)
+    work = microbatch_shape(job, fused_norm=False)
+    return saved_activations(work, tuple(map(arch.is_mixture, range(arch.layers))), True, plan.recompute)
 
 
 def alive_after_forward(arch: Arch, plan: Plan, masked: bool = False) -> int:

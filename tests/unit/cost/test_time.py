@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from meshwright.config.presets import preset
 from meshwright.cost.job import Job
 from meshwright.cost.kernels import flash_seconds, peak_of, product_seconds, rates, slowest
-from meshwright.cost.layer_time import bench, block, ends, exposed
+from meshwright.cost.layer_time import block, ends, exposed, layer_model
 from meshwright.cost.network import call_seconds
 from meshwright.cost.simulate import StageCost, makespan, play
-from meshwright.cost.step_time import Price, course, lower_bound, price, price_in, seconds_in, work_bound
+from meshwright.cost.step_time import Price, lower_bound, price, price_in, seconds_in, step_timeline, work_bound
 from meshwright.cost.traffic import bytes_by_axis, traffic
 from meshwright.cost.weight_time import held
 from meshwright.hardware.cluster import cluster
-from meshwright.hardware.stacks import Speed, efficiencies, efficiency_of, stacks
+from meshwright.hardware.stacks import StackSpeed, efficiencies, efficiency_of, stacks
 from meshwright.spec.params import count
 from meshwright.spec.plan import Plan, balanced_stages
 from meshwright.spec.schedule import actions, legal, stage_ranks
@@ -70,8 +70,8 @@ def test_plans_that_differ_in_the_data_axes_alone_have_one_course(found):
     plan = found.plan
     other = msgspec.structs.replace(plan, replicate=plan.data, shard=1, zero=0)
     split = msgspec.structs.replace(found, plan=other)
-    assert price_in(split, course(found)) == price(split)
-    assert seconds_in(split, course(found)) == price(split).seconds
+    assert price_in(split, step_timeline(found)) == price(split)
+    assert seconds_in(split, step_timeline(found)) == price(split).seconds
 
 
 @given(jobs())
@@ -155,13 +155,13 @@ def test_a_rank_updates_its_part_of_the_weights():
 
 
 def test_pieces_of_a_layer_grow_with_its_tokens():
-    one, four = (block(bench(job(microbatch=m), efficiency_of(cluster("h100").gpu)), False) for m in (1, 4))
+    one, four = (block(layer_model(job(microbatch=m), efficiency_of(cluster("h100").gpu)), False) for m in (1, 4))
     for name in ("products", "attention", "elementwise"):
         assert getattr(four.forward, name) > 3 * getattr(one.forward, name)
 
 
 def test_only_the_ends_embed_and_predict():
-    at = bench(job(), efficiency_of(cluster("h100").gpu))
+    at = layer_model(job(), efficiency_of(cluster("h100").gpu))
     assert ends(at, first=False, last=False).seconds == 0
     assert ends(at, first=False, last=True).forward.products > 0
 
@@ -207,7 +207,7 @@ def test_every_card_finds_an_efficiency_and_the_longest_name_wins():
 
 def test_our_own_stack_is_as_the_h200_showed_it():
     mine = msgspec.to_builtins(stacks()["meshwright"].speed)
-    others = msgspec.to_builtins(Speed())
+    others = msgspec.to_builtins(StackSpeed())
     measured = {"attention": 1.75, "logit_passes": 1.5, "compiled": 0.37, "step_seconds": 0.5e-3, "spread": 0.25}
     assert mine == others | measured
 

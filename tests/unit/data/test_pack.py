@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.data.pack import IGNORE, Documents, Stream, held_count
+from meshwright.data.pack import IGNORE, DocumentPacking, StreamPacking, held_count
 from meshwright.data.shards import Shard, Tokens, join
 from meshwright.spec.problem import InputError
 
@@ -41,7 +41,7 @@ def plain_stream(tokens: Tokens, sequence: int, sample: int) -> tuple[list[int],
 @given(lengths=ragged, sequence=st.integers(1, 9), pieces=st.integers(1, 3))
 def test_masked_windows_equal_their_slow_twin(lengths, sequence, pieces):
     tokens = tokens_of(lengths, pieces)
-    stream = Stream(tokens, sequence, vocab=1000, mask=True)
+    stream = StreamPacking(tokens, sequence, vocab=1000, mask=True)
     arrays = stream.read(np.arange(stream.count))
     assert arrays.documents is not None
     for sample in range(stream.count):
@@ -53,7 +53,7 @@ def test_masked_windows_equal_their_slow_twin(lengths, sequence, pieces):
 @settings(deadline=None, derandomize=True, max_examples=60)
 @given(lengths=ragged, sequence=st.integers(1, 9), mask=st.booleans())
 def test_valid_counts_a_window_without_reading_it(lengths, sequence, mask):
-    stream = Stream(tokens_of(lengths), sequence, vocab=1000, mask=mask)
+    stream = StreamPacking(tokens_of(lengths), sequence, vocab=1000, mask=mask)
     samples = np.arange(stream.count)[::-1]
     assert np.array_equal(stream.valid(samples), (stream.read(samples).targets != IGNORE).sum(axis=1))
 
@@ -61,7 +61,7 @@ def test_valid_counts_a_window_without_reading_it(lengths, sequence, mask):
 @settings(deadline=None, derandomize=True, max_examples=60)
 @given(lengths=ragged, sequence=st.integers(1, 9))
 def test_valid_counts_a_document_without_reading_it(lengths, sequence):
-    documents = Documents(tokens_of(lengths), sequence, vocab=1000, fill=END)
+    documents = DocumentPacking(tokens_of(lengths), sequence, vocab=1000, fill=END)
     samples = np.arange(documents.count)[::-1]
     assert np.array_equal(documents.valid(samples), (documents.read(samples).targets != IGNORE).sum(axis=1))
 
@@ -70,7 +70,7 @@ def test_valid_counts_a_document_without_reading_it(lengths, sequence):
 @given(lengths=ragged, sequence=st.integers(1, 9))
 def test_documents_predict_every_token_but_the_first_of_each_document_once(lengths, sequence):
     tokens = tokens_of(lengths)
-    packed = Documents(tokens, sequence, vocab=1000, fill=END)
+    packed = DocumentPacking(tokens, sequence, vocab=1000, fill=END)
     arrays = packed.read(np.arange(packed.count))
     stream, firsts = tokens.read(0, tokens.total), np.concatenate([[0], tokens.ends[:-1]])
     assert np.array_equal(arrays.targets[arrays.targets != IGNORE], np.delete(stream, firsts))
@@ -79,7 +79,7 @@ def test_documents_predict_every_token_but_the_first_of_each_document_once(lengt
 
 
 def test_windows_without_mask_follow_one_another():
-    stream = Stream(tokens_of([10, 12]), 5, vocab=1000, mask=False)
+    stream = StreamPacking(tokens_of([10, 12]), 5, vocab=1000, mask=False)
     arrays = stream.read(np.array([0, 3]))
     assert stream.count == 4
     assert arrays.tokens.tolist() == [[0, 1, 2, 3, 4], [15, 16, 17, 18, 19]]
@@ -90,8 +90,8 @@ def test_windows_without_mask_follow_one_another():
 
 
 def test_a_stream_of_one_window_needs_one_token_more():
-    assert Stream(tokens_of([8]), 8, vocab=1000, mask=False).count == 0
-    assert Stream(tokens_of([9]), 8, vocab=1000, mask=False).count == 1
+    assert StreamPacking(tokens_of([8]), 8, vocab=1000, mask=False).count == 0
+    assert StreamPacking(tokens_of([9]), 8, vocab=1000, mask=False).count == 1
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_held_out_samples_are_a_share_and_at_least_one(count, share, held):
 def test_a_token_beyond_the_vocabulary_is_named_with_its_file():
     tokens = join([Shard(Path(f"{n}.bin"), np.arange(10, dtype=np.int32), np.zeros(0, np.int64)) for n in "ab"])
     tokens.shards[1].tokens[7] = 500
-    stream = Stream(tokens, 3, vocab=100, mask=False)
+    stream = StreamPacking(tokens, 3, vocab=100, mask=False)
     assert stream.read(np.array([0, 1, 2])).targets.max() == 9
     with pytest.raises(InputError, match=r"b\.bin holds token 500 at position 7, and arch\.vocab is 100"):
         stream.read(np.array([0, 5]))
@@ -114,4 +114,4 @@ def test_a_token_beyond_the_vocabulary_is_named_with_its_file():
 def test_a_negative_token_is_refused():
     tokens = join([Shard(Path("a.bin"), np.array([1, 2, -3, 4, 5], np.int32), np.zeros(0, np.int64))])
     with pytest.raises(InputError, match="token -3 at position 2"):
-        Stream(tokens, 4, vocab=100, mask=False).read(np.array([0]))
+        StreamPacking(tokens, 4, vocab=100, mask=False).read(np.array([0]))

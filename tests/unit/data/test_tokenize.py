@@ -3,7 +3,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from meshwright.data import tokenize
-from meshwright.data.tokenize import END, Lexicon, encode, end_token, entries, pieces, train
+from meshwright.data.tokenize import END, TokenizerInfo, encode, end_token, entries, pieces, train
 from meshwright.spec.problem import InputError
 
 TEXT = "".join(
@@ -11,15 +11,15 @@ TEXT = "".join(
 )
 
 
-def lexicon(tmp_path, texts: list[str], vocab: int = 320) -> Lexicon:
+def lexicon(tmp_path, texts: list[str], vocab: int = 320) -> TokenizerInfo:
     tokenizer = train(texts, vocab)
-    return Lexicon(tmp_path / "tokenizer.json", tokenizer, end_token(tokenizer, None))
+    return TokenizerInfo(tmp_path / "tokenizer.json", tokenizer, end_token(tokenizer, None))
 
 
 def silent(_: str) -> None: ...
 
 
-def encoded(lexicon: Lexicon, documents: list[str]) -> list[list[int]]:
+def encoded(lexicon: TokenizerInfo, documents: list[str]) -> list[list[int]]:
     return [array.tolist() for array in encode(lexicon, documents, 0, silent)]
 
 
@@ -110,6 +110,6 @@ def test_a_tokenizer_that_is_missing_or_broken_is_named(tmp_path):
 
 def test_wide_vocabularies_get_wide_tokens(tmp_path):
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 70_000}, unk_token="a"))
-    (tokens,) = encode(Lexicon(tmp_path, tokenizer, 0), ["b"], 0, silent)
+    (tokens,) = encode(TokenizerInfo(tmp_path, tokenizer, 0), ["b"], 0, silent)
     assert tokens.dtype == np.dtype("<u4")
     assert tokens.tolist() == [70_000, 0]

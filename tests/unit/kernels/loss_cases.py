@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from kernel_cases import STEP, assert_near
 from torch import Tensor
 
-from meshwright.kernels.cross_entropy import IGNORE, Part, softmax_gradient
+from meshwright.kernels.cross_entropy import IGNORE, VocabShard, softmax_gradient
 from meshwright.kernels.dispatch import Kernels
 
 WEIGHT = torch.tensor(0.25, dtype=torch.float64)
@@ -42,7 +42,7 @@ def in_parts(logits: Tensor, targets: Tensor, cuts: Sequence[int], kernels: Kern
             said: list[Tensor] = []
             pieces.append(_copy(logits)[:, first:end])
             answer = answering(told, said)
-            part = Part(first=first, largest=logits.shape[1], ranks=len(bounds), highest=answer, added=answer)
+            part = VocabShard(first=first, largest=logits.shape[1], ranks=len(bounds), highest=answer, added=answer)
             losses = gradient_over(pieces[-1], targets, part, kernels)
             heard.append(said)
         if among is not None:
@@ -51,7 +51,7 @@ def in_parts(logits: Tensor, targets: Tensor, cuts: Sequence[int], kernels: Kern
     return losses, torch.cat(pieces, 1)
 
 
-def gradient_over(logits: Tensor, targets: Tensor, part: Part, kernels: Kernels) -> Tensor:
+def gradient_over(logits: Tensor, targets: Tensor, part: VocabShard, kernels: Kernels) -> Tensor:
     """Each row's loss; over its logits the whole gradient, its factor brought in."""
     losses, factors = softmax_gradient(logits, targets, WEIGHT.to(logits.device), part, kernels)
     if factors is not None:

@@ -39,7 +39,7 @@ def test_a_run_on_a_cpu_is_told_why_it_is_plain():
 
 def test_a_run_that_asked_for_plain_is_told_so_and_nothing_is_tried():
     dispatch.trial.cache_clear()
-    assert dispatch.settle("plain", CPU) == dispatch.Settled("plain", 'plan.kernels is "plain"')
+    assert dispatch.settle("plain", CPU) == dispatch.KernelChoice("plain", 'plan.kernels is "plain"')
     assert dispatch.trial.cache_info().currsize == 0
 
 
@@ -71,7 +71,7 @@ def broken(monkeypatch):
 
 def test_a_compiler_that_fails_is_found_before_the_first_step(broken):
     reason = "fused ones cannot run here: a trial kernel failed (ptxas: not found)"
-    assert dispatch.settle("auto", CPU) == dispatch.Settled("plain", reason)
+    assert dispatch.settle("auto", CPU) == dispatch.KernelChoice("plain", reason)
     with pytest.raises(InputError, match="ptxas: not found") as error:
         dispatch.settle("fused", CPU)
     assert len(error.value.problems) == 1

@@ -10,7 +10,7 @@ from loss_cases import ROUNDING, WEIGHT, answering, assert_exact, gradient_over,
 
 from meshwright.kernels import cross_entropy
 from meshwright.kernels import cross_entropy as logits_kernels
-from meshwright.kernels.cross_entropy import IGNORE, Part, softmax_gradient, weighed_loss, whole
+from meshwright.kernels.cross_entropy import IGNORE, VocabShard, softmax_gradient, weighed_loss, whole
 
 KERNELS = ["plain", pytest.param("fused", marks=interpreted)]
 
@@ -146,7 +146,7 @@ def test_a_target_far_beneath_another_parts_logits_keeps_its_gradient(kernels):
         for first in (0, 20):
             said: list[torch.Tensor] = []
             answer = answering(told, said)
-            part = Part(first=first, largest=20, ranks=2, highest=answer, added=answer)
+            part = VocabShard(first=first, largest=20, ranks=2, highest=answer, added=answer)
             piece = logits[:, first : first + 20].clone()
             _, factors = softmax_gradient(piece, targets, weight, part, kernels)
             heard.append(said)

@@ -67,7 +67,7 @@ def test_the_line_says_why_there_are_none():
 @pytest.fixture
 def able(monkeypatch):
     """A machine whose trial succeeds."""
-    monkeypatch.setattr(fused_kernels, "settle", lambda *about: dispatch.Settled("fused"))
+    monkeypatch.setattr(fused_kernels, "settle", lambda *about: dispatch.KernelChoice("fused"))
 
 
 @pytest.mark.usefixtures("able")

@@ -9,7 +9,7 @@ from kernel_cases import STRIDES, TYPES, draw, interpreted
 from torch import nn
 
 from meshwright.kernels import fp8
-from meshwright.kernels.fp8 import CODE, LARGEST_E4M3, Linear8, RowLinear8, codes, takes, turned
+from meshwright.kernels.fp8 import CODE, LARGEST_E4M3, Fp8Linear, RowwiseFp8Linear, codes, takes, turned
 
 SCALINGS = ("tensorwise", "rowwise")
 HALF_STEP = 2.0**-4  # of three bits, relative to a normal number
@@ -62,7 +62,7 @@ def test_the_kernel_turns_any_shape(shape):
     assert torch.equal(copy, bits.t())
 
 
-@pytest.mark.parametrize("kind", [Linear8, RowLinear8])
+@pytest.mark.parametrize("kind", [Fp8Linear, RowwiseFp8Linear])
 def test_the_output_and_both_gradients_are_near_the_wide_ones(kind):
     layer = nn.Linear(64, 32, bias=True, dtype=torch.bfloat16)
     with torch.no_grad():

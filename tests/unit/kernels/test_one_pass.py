@@ -8,10 +8,10 @@ from kernel_cases import STEP, TYPES, assert_near, draw, interpreted
 from torch import Tensor, nn
 
 from meshwright.config.run import Optim
-from meshwright.kernels.adamw import BLOCK, Group, Moves
+from meshwright.kernels.adamw import BLOCK, AdamWGroup, AdamWTensors
 from meshwright.kernels.dispatch import Kernels
 from meshwright.optim.adamw import AdamW
-from meshwright.optim.clip import Verdict
+from meshwright.optim.clip import GradStats
 from meshwright.parallel import precision
 from meshwright.spec.plan import Plan
 
@@ -35,15 +35,15 @@ class Twin:
             self.masters[i] = self.masters[i] * (1 - RATE * DECAY) - RATE * move
 
 
-def moves(count: int, factor: float, finite: float = 1.0) -> Moves:
-    return Moves(RATE, BETA1, BETA2, EPS, *(torch.tensor(float(number)) for number in (count, factor, finite)))
+def moves(count: int, factor: float, finite: float = 1.0) -> AdamWTensors:
+    return AdamWTensors(RATE, BETA1, BETA2, EPS, *(torch.tensor(float(number)) for number in (count, factor, finite)))
 
 
-def group_of(shapes: Shapes, narrow: torch.dtype | None) -> Group:
+def group_of(shapes: Shapes, narrow: torch.dtype | None) -> AdamWGroup:
     masters = [draw(shape, torch.float32, seed) for seed, shape in enumerate(shapes)]
     first, second = ([torch.zeros_like(master) for master in masters] for _ in range(2))
     copies = [] if narrow is None else [torch.zeros_like(master, dtype=narrow) for master in masters]
-    return Group(masters, first, second, copies)
+    return AdamWGroup(masters, first, second, copies)
 
 
 @interpreted
@@ -95,7 +95,7 @@ def test_a_weight_without_a_gradient_does_not_change_what_others_are_read_as():
         optimizer = AdamW(Optim(lr=RATE, weight_decay=0.0), model.parameters(), plan)
         model["used"].grad = draw((32, 32), torch.float32, 2)
         one = torch.ones((), dtype=torch.float64)
-        optimizer.step(RATE, Verdict(one, one, one, one))
+        optimizer.step(RATE, GradStats(one, one, one, one))
         return [precision.wide(weight) for weight in model.values()]
 
     for mine, theirs in zip(moved("fused"), moved("plain"), strict=True):

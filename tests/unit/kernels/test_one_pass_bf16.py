@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from meshwright.config import load
 from meshwright.optim import master_weights, offload_update
 from meshwright.optim.adamw import AdamW
-from meshwright.optim.clip import Verdict
+from meshwright.optim.clip import GradStats
 
 SHAPES = ((40, 16), (7, 9), (33,), (3000,))
 
@@ -36,7 +36,7 @@ def moved(kind: str, way: str, finite: tuple[float, ...]) -> list[Tensor]:
         for weight in weights.values():
             weight.grad = torch.randn(weight.shape, generator=random).bfloat16().to(DEVICE)
         factor, one = (torch.tensor(number, dtype=torch.float64, device=DEVICE) for number in (0.5, 1.0))
-        optimizer.step(1e-2, Verdict(loss=one, norm=one, finite=one * moving, factor=factor))
+        optimizer.step(1e-2, GradStats(loss=one, norm=one, finite=one * moving, factor=factor))
     return [part for held in optimizer.held().values() for part in (_wide(held), held["first"], held["second"])]
 
 

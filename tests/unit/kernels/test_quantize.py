@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from kernel_cases import STRIDES, TYPES, draw, interpreted
 
 from meshwright.kernels import dispatch
-from meshwright.kernels.fp8 import LARGEST, Codes, quantize
+from meshwright.kernels.fp8 import LARGEST, QuantizedTensor, quantize
 
 # Half a step of the mantissa (3 bits and 2), relative to a normal number.
 ROUNDING = {torch.float8_e4m3fn: 2.0**-4, torch.float8_e5m2: 2.0**-3}
@@ -70,7 +70,7 @@ def test_nothing_is_quantized_too(shape):
     assert (codes.values.shape, codes.transposed.shape) == (shape, shape[::-1])
 
 
-def assert_same_codes(ours: Codes, theirs: Codes, dtype: torch.dtype) -> None:
+def assert_same_codes(ours: QuantizedTensor, theirs: QuantizedTensor, dtype: torch.dtype) -> None:
     assert torch.equal(ours.scale, theirs.scale)
     assert_same_bytes(ours.values, theirs.values, dtype)
     assert (ours.transposed is None) == (theirs.transposed is None)

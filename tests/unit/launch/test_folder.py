@@ -36,7 +36,7 @@ def test_a_claimed_folder_holds_the_run(tmp_path):
 def test_a_changed_plan_may_go_on_in_the_folder_but_other_mathematics_may_not(tmp_path):
     claim(tmp_path / "a")
     claim(tmp_path / "a", load.load(None, ["plan.grad_accum=2"]).run)
-    with pytest.raises(InputError, match=r"optim\.rate 0\.002 there, 0\.5 here; seed 1 there, 2 here"):
+    with pytest.raises(InputError, match=r"optim\.lr 0\.002 there, 0\.5 here; seed 1 there, 2 here"):
         claim(tmp_path / "a", OTHER)
 
 

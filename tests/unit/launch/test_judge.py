@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
-from meshwright.runtime.hang import BUSY, FIRST_SECONDS, LATE_SECONDS, Judge, crossed
-from meshwright.runtime.heartbeat import Beat, Seen
+from meshwright.runtime.hang import BUSY, FIRST_SECONDS, LATE_SECONDS, HangDetector, crossed
+from meshwright.runtime.heartbeat import Beat, RankStatus
 
 LIMIT = 5.0
 LOOK = 0.5
@@ -12,7 +12,7 @@ LOOK = 0.5
 
 def rank(number, **beat):
     beat = {"pid": 100 + number, "step": 9, "steps_here": 9, "phase": "forward", "counts": (50,), **beat}
-    return Seen(rank=number, beat=Beat(**beat), now=0.0)
+    return RankStatus(rank=number, beat=Beat(**beat), now=0.0)
 
 
 def watch(judge, ranks, seconds, start=100.0, cpu_share=0.0):
@@ -34,7 +34,7 @@ def watch(judge, ranks, seconds, start=100.0, cpu_share=0.0):
 
 
 def judge(world=2):
-    return Judge(LIMIT, world)
+    return HangDetector(LIMIT, world)
 
 
 def test_the_rank_that_does_not_wait_is_guilty_and_not_the_one_that_waits_for_it():

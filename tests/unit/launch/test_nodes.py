@@ -9,20 +9,30 @@ import time
 import pytest
 
 from meshwright.runtime import nodes, supervise
-from meshwright.runtime.heartbeat import Beat, Seen
-from meshwright.runtime.nodes import KEY, LATE_SECONDS, LOST_SECONDS, MOST_BYTES, Lost, Node, Nodes, Roll, Word
+from meshwright.runtime.heartbeat import Beat, RankStatus
+from meshwright.runtime.nodes import (
+    KEY,
+    LATE_SECONDS,
+    LOST_SECONDS,
+    MOST_BYTES,
+    Lost,
+    Node,
+    NodeList,
+    NodeMessage,
+    Nodes,
+)
 
 A, B = Node(first=0, ranks=4, host="a"), Node(first=4, ranks=4, host="b")
 SECRET = b"k" * 32
 
 
 def word(node=B, number=1, **rest):
-    return Word(node=node, number=number, **rest)
+    return NodeMessage(node=node, number=number, **rest)
 
 
 def watched(seconds, *words, start=100.0):
     """Look twice a second for some time after some words came."""
-    roll = Roll()
+    roll = NodeList()
     for each in words:
         roll.hear(each, start)
     found = None
@@ -55,14 +65,14 @@ def test_what_the_first_machine_knows_of_a_third_is_believed():
 
 
 def test_a_machine_that_slept_itself_misses_nobody():
-    roll = Roll()
+    roll = NodeList()
     roll.hear(word(), 100.0)
     assert roll.missing(100.5) is None
     assert roll.missing(101.0 + LATE_SECONDS + 3600) is None
 
 
 def test_a_datagram_that_comes_twice_is_heard_once():
-    roll = Roll()
+    roll = NodeList()
     assert roll.hear(word(number=7), 100.0)
     assert not roll.hear(word(number=7), 104.0)
     assert not roll.hear(word(number=6), 104.0)
@@ -93,7 +103,7 @@ def test_a_sealed_word_that_makes_no_sense_is_thrown_away(content):
 
 def test_the_longest_word_has_room_in_a_datagram():
     longest = Node(first=10**7, ranks=10**3, host="h" * 64)
-    full = Word(
+    full = NodeMessage(
         node=longest, number=2**63, state="failed", said="x" * nodes.MOST_TEXT,
         lost=Lost(node=longest, seconds=1 / 3, said="y" * nodes.MOST_TEXT),
     )  # fmt: skip
@@ -180,7 +190,7 @@ def test_a_farewell_tells_whether_the_work_was_done(pair):
 
 
 def seen(still_seconds):
-    return Seen(rank=0, beat=Beat(pid=1, tick=100.0, moved=100.0 - still_seconds), now=100.0)
+    return RankStatus(rank=0, beat=Beat(pid=1, tick=100.0, moved=100.0 - still_seconds), now=100.0)
 
 
 def test_a_silent_machine_is_no_fault_while_the_ranks_here_get_on():
@@ -190,14 +200,14 @@ def test_a_silent_machine_is_no_fault_while_the_ranks_here_get_on():
 
 
 def test_one_machine_listens_to_nobody(tmp_path):
-    post = supervise.Post(
+    post = supervise.SidecarSpec(
         beats=str(tmp_path), folder=str(tmp_path), ranks=[0, 1], world=2, hang_seconds=5.0, address="127.0.0.1", port=1
     )
     assert supervise._nodes(post) is None
 
 
 def test_an_address_that_is_not_ours_is_told_and_the_watch_goes_on(tmp_path, capfd):
-    post = supervise.Post(
+    post = supervise.SidecarSpec(
         beats=str(tmp_path), folder=str(tmp_path), ranks=[0], world=2, hang_seconds=5.0, address="203.0.113.9", port=9
     )
     assert supervise._nodes(post) is None
@@ -206,7 +216,7 @@ def test_an_address_that_is_not_ours_is_told_and_the_watch_goes_on(tmp_path, cap
 
 def test_a_watcher_ends_with_the_rank_beside_it_and_says_how(tmp_path):
     port = free_port()
-    post = supervise.Post(
+    post = supervise.SidecarSpec(
         beats=str(tmp_path), folder=str(tmp_path), ranks=[4], world=5, hang_seconds=5.0, address="127.0.0.1", port=port
     )
     first = Nodes(A, "127.0.0.1", port, tmp_path)

@@ -8,13 +8,15 @@ from meshwright.config.run import Faults
 from meshwright.runtime import failure
 from meshwright.runtime import failure as words
 from meshwright.runtime import hang as stacks
-from meshwright.runtime.failure import MEANING, Exit, Verdict, table
+from meshwright.runtime.failure import MEANING, Exit, Failure, table
 from meshwright.runtime.hang import Hang
-from meshwright.runtime.heartbeat import Beat, Seen, process
+from meshwright.runtime.heartbeat import Beat, RankStatus, process
 from meshwright.runtime.supervise import newest_step, set_aside
 
 SEEN = {
-    rank: Seen(rank=rank, beat=Beat(pid=7 + rank, step=3, phase="forward", waiting=rank == 0, counts=(4, 5)), now=1.0)
+    rank: RankStatus(
+        rank=rank, beat=Beat(pid=7 + rank, step=3, phase="forward", waiting=rank == 0, counts=(4, 5)), now=1.0
+    )
     for rank in (0, 1)
 }
 STACK = """Thread 0x1 (most recent call first):
@@ -31,7 +33,7 @@ Thread 0x3 (most recent call first):
 
 
 def test_a_verdict_has_six_lines_at_most_and_none_speaks_to_the_terminal():
-    everything = Verdict(
+    everything = Failure(
         kind="hang", code=11, what="w\x1b[31m\nx" * 99, where="a", since="b", cause="c", remedy="d", details="e"
     )
     lines = str(everything).splitlines()
@@ -67,7 +69,7 @@ def test_a_rank_without_words_is_told_by_its_exit(tmp_path, code, kind, told):
 
 
 def test_last_words_come_back(tmp_path):
-    verdict = Verdict(kind="data", code=11, what="gone", rank=3, at=5.0)
+    verdict = Failure(kind="data", code=11, what="gone", rank=3, at=5.0)
     words.write(tmp_path, verdict)
     assert words.read(tmp_path) == [verdict]
     words.write(tmp_path / "never made", verdict)
@@ -99,8 +101,8 @@ def test_the_kernel_is_asked_about_a_process(tmp_path):
 
 
 def test_verdicts_survive_json():
-    verdict = Verdict(kind="hang", code=11, what="x", stack=("a", "b"), good_until=3)
-    assert msgspec.json.decode(msgspec.json.encode(verdict), type=Verdict) == verdict
+    verdict = Failure(kind="hang", code=11, what="x", stack=("a", "b"), good_until=3)
+    assert msgspec.json.decode(msgspec.json.encode(verdict), type=Failure) == verdict
 
 
 PAGE = (Path(__file__).parents[3] / "docs" / "faults.md").read_text()

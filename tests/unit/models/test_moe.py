@@ -7,11 +7,11 @@ from torch import Tensor
 from meshwright.models.decoder import Decoder
 from meshwright.models.init import normal
 from meshwright.models.layers import token_loss_sum
-from meshwright.models.moe import ROUTERS, Experts, Mixture, carry, run_experts
+from meshwright.models.moe import ROUTERS, Experts, MoELayer, carry, run_experts
 from meshwright.spec.arch import Arch
 
 
-def layer_of(model: Decoder) -> Mixture:
+def layer_of(model: Decoder) -> MoELayer:
     return model.blocks["1"].mlp
 
 
@@ -26,7 +26,7 @@ def slow_expert(experts: Experts, expert: int, x: Tensor) -> Tensor:
     return experts.down[expert] @ inner
 
 
-def slow_logits(layer: Mixture, x: Tensor, index: Tensor) -> Tensor:
+def slow_logits(layer: MoELayer, x: Tensor, index: Tensor) -> Tensor:
     logits = x @ layer.router.weight.T
     if layer.noise is None:
         return logits
@@ -74,7 +74,7 @@ def test_four_sequences_at_once_are_four_one_by_one(mixture, build, batch):
         assert (parameter.grad - twin.grad).abs().max() < 1e-12, name
 
 
-def explicit_auxiliary(layer: Mixture, x: Tensor, index: Tensor) -> Tensor:
+def explicit_auxiliary(layer: MoELayer, x: Tensor, index: Tensor) -> Tensor:
     """The auxiliary losses of a layer's input by their definitions, summed over sequences."""
     arch = layer.arch
     logits = slow_logits(layer, x, index)
@@ -100,7 +100,7 @@ def test_the_auxiliary_gradient_is_that_of_the_explicit_loss(mixture, build, bat
             carried.blocks[str(layer)].mlp.loss_weight = torch.tensor(1 / 48, dtype=torch.float64)
             module = explicit.blocks[str(layer)].mlp
 
-            def add(module: Mixture, inputs: tuple, output: Tensor) -> None:
+            def add(module: MoELayer, inputs: tuple, output: Tensor) -> None:
                 weighted = module.arch
                 module.arch = mixture  # the twin computes without the losses; here they are wanted
                 terms.append(explicit_auxiliary(module, *inputs))

@@ -4,7 +4,7 @@ from torch import nn
 
 from meshwright.config.run import Optim
 from meshwright.optim.adamw import AdamW
-from meshwright.optim.clip import Verdict, square_norm
+from meshwright.optim.clip import GradStats, square_norm
 from meshwright.spec.plan import Plan
 
 FIXED = Plan(microbatch=1, deterministic=True)
@@ -14,7 +14,7 @@ def verdict(factor=1.0, finite=1.0):
     def number(value):
         return torch.tensor(value, dtype=torch.float64)
 
-    return Verdict(loss=number(0.0), norm=number(1.0), finite=number(finite), factor=number(factor))
+    return GradStats(loss=number(0.0), norm=number(1.0), finite=number(finite), factor=number(factor))
 
 
 def weights(dtype):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.optim.host_memory import PAGE, Files, InMemory, Memory, page_starts, spread
+from meshwright.optim.host_memory import PAGE, Files, InMemory, PinnedMemory, page_starts, spread
 from meshwright.optim.offload_update import cut
 
 DTYPES = [torch.int16, torch.bfloat16, torch.float32]
@@ -27,7 +27,7 @@ def test_what_stays_in_memory_is_spread_evenly():
 
 def test_arrays_begin_on_pages():
     assert page_starts([1, PAGE, PAGE + 1]) == [0, PAGE, 2 * PAGE, 4 * PAGE]
-    arrays = Memory(pinned=False).take([5, 3000, 7], DTYPES)
+    arrays = PinnedMemory(pinned=False).take([5, 3000, 7], DTYPES)
     assert [len(array) for array in arrays] == [5, 3000, 7]
     assert all(array.data_ptr() % PAGE == 0 for array in arrays)
     assert all(not array.view(torch.uint8).any() for array in arrays)
@@ -41,7 +41,7 @@ def test_pieces_cover_every_element_once_in_order():
 
 
 def test_memory_is_used_where_it_lies():
-    home = InMemory(Memory(pinned=False).take([100, 100], [torch.float32] * 2))
+    home = InMemory(PinnedMemory(pinned=False).take([100, 100], [torch.float32] * 2))
     (first, _) = home.fetch(10, 20, [])
     first.fill_(1.0)
     assert home.arrays[0].nonzero().flatten().tolist() == list(range(10, 20))
@@ -51,7 +51,7 @@ def test_a_file_gives_back_what_it_was_given_and_has_no_name(tmp_path):
     files = Files(tmp_path)
     home = files.take(10_000, DTYPES)
     assert os.listdir(tmp_path) == []
-    room = Memory(pinned=False).take([PAGE * 4] * 3, DTYPES)
+    room = PinnedMemory(pinned=False).take([PAGE * 4] * 3, DTYPES)
     for state in home.fetch(4096, 10_000, room):
         assert len(state) == 10_000 - 4096
         assert not state.any()

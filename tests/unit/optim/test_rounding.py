@@ -17,16 +17,16 @@ from meshwright.models.decoder import Decoder
 from meshwright.models.init import fill_model, key, uniform
 from meshwright.optim import master_weights, offload_update
 from meshwright.optim.adamw import AdamW
-from meshwright.optim.clip import Verdict
+from meshwright.optim.clip import GradStats
 from meshwright.spec.plan import Plan
 
 BF16 = Plan(microbatch=1, precision="bf16")
 ROUNDED = ("none", "split")
 
 
-def verdict(factor: float = 1.0, finite: float = 1.0) -> Verdict:
+def verdict(factor: float = 1.0, finite: float = 1.0) -> GradStats:
     zero, one, many = (torch.tensor(value, dtype=torch.float64) for value in (finite, factor, 1.0))
-    return Verdict(loss=many, norm=many, finite=zero, factor=one)
+    return GradStats(loss=many, norm=many, finite=zero, factor=one)
 
 
 def sixteen_bits(draws: Tensor) -> Tensor:

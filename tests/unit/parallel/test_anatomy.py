@@ -14,11 +14,11 @@ from meshwright.models.decoder import Decoder
 from meshwright.parallel.decoder_spec import DECODER
 from meshwright.parallel.model_spec import (
     Absent,
-    Anatomy,
+    ModelSpec,
     Stage,
-    in_a_row,
     longest_list,
     resolved,
+    sequential_stage,
     stage_of,
     unanswered,
     unmatched,
@@ -67,7 +67,7 @@ def test_a_list_may_be_the_model():
 def test_parts_in_a_row_are_the_model_and_share_no_weight(cut):
     model, x = Model(), torch.randn(2, 3)
     stages = [Stage(range(cut), True, False), Stage(range(cut, 5), False, True)]
-    parts = [in_a_row(copy.deepcopy(model), stage, before=("begin",), after=("end",)) for stage in stages]
+    parts = [sequential_stage(copy.deepcopy(model), stage, before=("begin",), after=("end",)) for stage in stages]
     names = [name for part in parts for name, _ in part.named_parameters()]
     assert sorted(names) == sorted(name for name, _ in model.named_parameters())
     assert torch.equal(parts[1](parts[0](x)), model(x))
@@ -102,14 +102,14 @@ def test_a_stage_knows_its_blocks_and_its_ends():
 @pytest.mark.parametrize(("axis", "answer"), [("tp", "splits"), ("pp", "part")])
 def test_a_plan_names_the_answer_it_misses(axis, answer):
     plan = Plan(microbatch=1, **{axis: 2})
-    (problem,) = unanswered(Anatomy(), plan)
+    (problem,) = unanswered(ModelSpec(), plan)
     assert f"plan.{axis} = 2 needs" in problem.text
     assert f"`{answer}`" in problem.text
     assert not list(unanswered(DECODER, plan))
 
 
 def test_copies_and_shards_ask_nothing():
-    assert not list(unanswered(Anatomy(), Plan(replicate=2, shard=2, zero=3, microbatch=1)))
+    assert not list(unanswered(ModelSpec(), Plan(replicate=2, shard=2, zero=3, microbatch=1)))
 
 
 def test_our_decoder_answers_like_anyone():

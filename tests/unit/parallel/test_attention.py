@@ -6,7 +6,7 @@ from torch import Tensor
 
 from meshwright.models.layers import causal_attention
 from meshwright.parallel.block_attention import (
-    Block,
+    AttentionBlock,
     balanced,
     block_attention,
     block_gradients,
@@ -94,14 +94,14 @@ def test_one_block_is_all_of_attention():
     documents = torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 2, 2]])
     for told in (None, documents):
         same = None if told is None else told[:, :, None] == told[:, None]
-        out, _ = block_attention(Block(q, k, v, True, same))
+        out, _ = block_attention(AttentionBlock(q, k, v, True, same))
         assert (out - causal_attention(q, k, v, told)).abs().max() < TOLERANCE
 
 
 def test_gradients_of_one_block_are_those_of_attention():
     inputs = [x.requires_grad_() for x in draw()]
     documents = torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 2, 2]])
-    block = Block(*inputs, True, documents[:, :, None] == documents[:, None])
+    block = AttentionBlock(*inputs, True, documents[:, :, None] == documents[:, None])
     grad = torch.randn_like(block.q)
     expected = torch.autograd.grad(causal_attention(*inputs, documents), inputs, grad)
     with torch.no_grad():
@@ -116,15 +116,15 @@ def test_blocks_merge_into_the_whole(cut):
     q, k, v = draw(columns=7)
     same = torch.rand(2, 5, 7) < 0.5
     same[..., 0] = True  # the first block must leave no row empty, as the own block of a rank does not
-    out, lse = plain(Block(q, k[:, :, :cut], v[:, :, :cut], False, same[..., :cut]))
-    merge(out, lse, *plain(Block(q, k[:, :, cut:], v[:, :, cut:], False, same[..., cut:])))
-    whole, whole_lse = plain(Block(q, k, v, False, same))
+    out, lse = plain(AttentionBlock(q, k[:, :, :cut], v[:, :, :cut], False, same[..., :cut]))
+    merge(out, lse, *plain(AttentionBlock(q, k[:, :, cut:], v[:, :, cut:], False, same[..., cut:])))
+    whole, whole_lse = plain(AttentionBlock(q, k, v, False, same))
     assert (out - whole).abs().max() < TOLERANCE
     assert (lse - whole_lse).abs().max() < TOLERANCE
 
 
 def test_merging_into_nothing_takes_the_block_as_it_is():
-    more, more_lse = plain(Block(*draw(), True, None))
+    more, more_lse = plain(AttentionBlock(*draw(), True, None))
     out, lse = torch.zeros_like(more), torch.full_like(more_lse, -torch.inf)
     merge(out, lse, more, more_lse)
     assert torch.equal(out, more)
@@ -133,9 +133,9 @@ def test_merging_into_nothing_takes_the_block_as_it_is():
 
 def test_a_row_that_sees_nothing_changes_nothing():
     q, k, v = draw()
-    out, lse = plain(Block(q, k, v, True, None))
+    out, lse = plain(AttentionBlock(q, k, v, True, None))
     before, before_lse = out.clone(), lse.clone()
-    empty, empty_lse = plain(Block(q, k, v, False, torch.zeros(2, 5, 5, dtype=torch.bool)))
+    empty, empty_lse = plain(AttentionBlock(q, k, v, False, torch.zeros(2, 5, 5, dtype=torch.bool)))
     assert empty.isfinite().all()
     merge(out, lse, empty, empty_lse)
     assert torch.equal(out, before)
@@ -144,8 +144,8 @@ def test_a_row_that_sees_nothing_changes_nothing():
 
 def test_a_row_that_sees_nothing_has_no_gradient():
     q, k, v = draw()
-    out, lse = plain(Block(q, k, v, True, None))  # what the row saw elsewhere
-    block = Block(q, k, v, False, torch.zeros(2, 5, 5, dtype=torch.bool))
+    out, lse = plain(AttentionBlock(q, k, v, True, None))  # what the row saw elsewhere
+    block = AttentionBlock(q, k, v, False, torch.zeros(2, 5, 5, dtype=torch.bool))
     for grad in block_gradients(block, out, lse, torch.randn_like(q)):
         assert grad.abs().max() == 0
 
@@ -153,9 +153,9 @@ def test_a_row_that_sees_nothing_has_no_gradient():
 def test_scores_too_large_for_an_exponential_are_merged():
     q, k, v = draw(b=1, heads=1, kv_heads=1, columns=2)
     k = torch.stack((k[:, :, 0] * 1e4, k[:, :, 1] * -1e4), dim=2)  # e^10000 is no float64
-    out, lse = plain(Block(q, k[:, :, :1], v[:, :, :1], False, None))
-    merge(out, lse, *plain(Block(q, k[:, :, 1:], v[:, :, 1:], False, None)))
-    whole, _ = plain(Block(q, k, v, False, None))
+    out, lse = plain(AttentionBlock(q, k[:, :, :1], v[:, :, :1], False, None))
+    merge(out, lse, *plain(AttentionBlock(q, k[:, :, 1:], v[:, :, 1:], False, None)))
+    whole, _ = plain(AttentionBlock(q, k, v, False, None))
     assert out.isfinite().all()
     assert (out - whole).abs().max() < TOLERANCE
 
@@ -163,7 +163,7 @@ def test_scores_too_large_for_an_exponential_are_merged():
 def test_low_precision_is_widened_and_float64_stays():
     for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
         q, k, v = (x.to(dtype) for x in draw())
-        block = Block(q, k, v, True, None)
+        block = AttentionBlock(q, k, v, True, None)
         out, lse = plain(block)
         grads = block_gradients(block, out, lse, torch.ones_like(q))
         assert {x.dtype for x in (out, lse, *grads)} == {expected}

@@ -22,18 +22,18 @@ from meshwright.parallel import activation_offload, recompute
 from meshwright.parallel.activation_offload import (
     GROUP,
     SMALL,
-    Lane,
+    HostLane,
     Load,
-    Memory,
-    Sent,
-    Stored,
+    OffloadedTensor,
+    SavedMemory,
+    SavedTensor,
     Window,
     decode,
     encode,
     unpack,
 )
 from meshwright.parallel.decoder_spec import DECODER
-from meshwright.parallel.model_spec import Anatomy
+from meshwright.parallel.model_spec import ModelSpec
 from meshwright.spec.plan import Plan
 
 CPU: Any = SimpleNamespace(device=torch.device("cpu"))  # all of a mesh that is asked for
@@ -156,9 +156,9 @@ def test_codes_on_the_host_are_the_same_codes():
     assert all(torch.equal(here[name], there[name]) for name in here)
 
 
-def stored() -> list[Stored]:
+def stored() -> list[SavedTensor]:
     gc.collect()
-    return [each for each in gc.get_objects() if type(each) is Stored]  # isinstance asks objects that warn
+    return [each for each in gc.get_objects() if type(each) is SavedTensor]  # isinstance asks objects that warn
 
 
 def plainly_kept() -> dict[int, Tensor]:
@@ -213,8 +213,8 @@ def test_nothing_is_kept_where_nothing_learns():
     assert not stored()
 
 
-def memory(**fields: Any) -> Memory:
-    return Memory(Plan(microbatch=1, kernels="plain", **fields), NOBODY, 0, None)
+def memory(**fields: Any) -> SavedMemory:
+    return SavedMemory(Plan(microbatch=1, kernels="plain", **fields), NOBODY, 0, None)
 
 
 def test_weights_and_small_tensors_are_left_alone():
@@ -227,7 +227,7 @@ def test_weights_and_small_tensors_are_left_alone():
 
 
 def test_statistics_and_counts_stay_exact():
-    kept = Memory(Plan(microbatch=1, activation_quant="fp8", kernels="plain"), NOBODY, 64 * SMALL, None)
+    kept = SavedMemory(Plan(microbatch=1, activation_quant="fp8", kernels="plain"), NOBODY, 64 * SMALL, None)
     statistic, counts = torch.randn(SMALL), torch.arange(SMALL)
     assert kept.pack(statistic) is statistic
     assert kept.pack(counts) is counts
@@ -243,8 +243,8 @@ def test_what_has_heads_is_kept_in_int8():
 
 @pytest.mark.parametrize("kind", ["none", "int8"])
 def test_views_share_their_memory_and_come_back_as_they_were(kind):
-    load = Load(Lane(torch.device("cpu")), None) if kind == "none" else None
-    kept = Memory(Plan(microbatch=1, activation_quant=kind, kernels="plain"), NOBODY, 0, load)
+    load = Load(HostLane(torch.device("cpu")), None) if kind == "none" else None
+    kept = SavedMemory(Plan(microbatch=1, activation_quant=kind, kernels="plain"), NOBODY, 0, load)
     merged = torch.randn(4, 128, 3 * 64)
     views = [*merged.split(64, dim=-1), merged.transpose(0, 1), merged.view(4, 128, 3, 64).transpose(1, 2)]
     packed = [kept.pack(view) for view in views]
@@ -276,7 +276,7 @@ def test_masks_are_packed_to_bits():
     assert torch.equal(unpack(window), mask)
 
 
-class Watched(Lane):
+class Watched(HostLane):
     """Tells what comes back, and in which order."""
 
     def __init__(self) -> None:
@@ -289,7 +289,7 @@ class Watched(Lane):
 
 
 def test_loads_leave_one_block_late_and_come_back_one_block_early():
-    lane, before, sent = Watched(), None, list[Sent]()
+    lane, before, sent = Watched(), None, list[OffloadedTensor]()
     for block in range(4):
         load = Load(lane, before)
         sent.append(load.send(torch.full((4,), float(block))))
@@ -347,7 +347,7 @@ def test_hooks_see_what_a_compiled_block_saves():
         model = nn.Sequential(Gate(), Gate())
         for block in model if compiles else ():
             block.forward = torch.compile(block.forward, backend="aot_eager")
-        anatomy = Anatomy(blocks=lambda whole: dict(whole.named_children()))
+        anatomy = ModelSpec(blocks=lambda whole: dict(whole.named_children()))
         activation_offload.wrap(model, Plan(microbatch=1, activation_quant="int8", kernels="plain"), CPU, anatomy)
         found.append(rows(model))
     (plain, size), (compiled, compiled_size) = found

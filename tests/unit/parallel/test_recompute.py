@@ -9,11 +9,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.config.presets import preset
-from meshwright.kernels.fp8 import Linear8
+from meshwright.kernels.fp8 import Fp8Linear
 from meshwright.models.decoder import Decoder
 from meshwright.parallel import recompute
 from meshwright.parallel.decoder_spec import DECODER
-from meshwright.parallel.model_spec import Absent, Anatomy
+from meshwright.parallel.model_spec import Absent, ModelSpec
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError
 
@@ -21,7 +21,7 @@ POLICIES = ["full", "selective", "selective-2", "every-2", "every-4", "first-2",
 NOBODY: Any = None  # one rank has no mesh
 
 
-def wrapped(model: nn.Module, policy: str, anatomy: Anatomy = DECODER) -> nn.Module:
+def wrapped(model: nn.Module, policy: str, anatomy: ModelSpec = DECODER) -> nn.Module:
     plan = Plan(microbatch=1, recompute=policy)
     model = recompute.keep_costly(model, plan, NOBODY, anatomy)
     return recompute.keep_inputs(model, plan, NOBODY, anatomy)
@@ -98,7 +98,7 @@ def test_a_block_that_draws_draws_the_same_again(policy):
     found = []
     for word in ("none", policy):
         torch.manual_seed(3)
-        model = wrapped(Dropping(), word, Anatomy())
+        model = wrapped(Dropping(), word, ModelSpec())
         model(torch.ones(5, 4)).sum().backward()
         found.append([weight.grad for weight in model.parameters()])
     assert all(map(torch.equal, *found))
@@ -126,8 +126,8 @@ class Overwriting(Dropping):
 @pytest.mark.parametrize("kind", [Meddling, Overwriting])
 def test_a_model_that_works_between_its_blocks_is_not_run_wrongly(kind):
     with pytest.raises(InputError, match=r"does something between its blocks; use plan\.recompute = full"):
-        wrapped(kind(), "every-2", Anatomy())(torch.ones(5, 4))
-    wrapped(kind(), "first-2", Anatomy())(torch.ones(5, 4)).sum().backward()  # each by itself: nothing to refuse
+        wrapped(kind(), "every-2", ModelSpec())(torch.ones(5, 4))
+    wrapped(kind(), "first-2", ModelSpec())(torch.ones(5, 4)).sum().backward()  # each by itself: nothing to refuse
 
 
 def test_blocks_of_other_stages_are_not_counted():
@@ -136,7 +136,7 @@ def test_blocks_of_other_stages_are_not_counted():
     calls = []
     model.layers[2].register_forward_pre_hook(lambda *_: calls.append(2))
     model.layers[3].register_forward_pre_hook(lambda *_: calls.append(3))
-    wrapped(model, "every-2", Anatomy())(torch.ones(5, 4)).sum().backward()
+    wrapped(model, "every-2", ModelSpec())(torch.ones(5, 4)).sum().backward()
     assert calls == [2, 3, 2, 3]  # hooks belong to a call, and run again with it
 
 
@@ -159,10 +159,10 @@ class Products(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("linear", [nn.Linear, Linear8])
+@pytest.mark.parametrize("linear", [nn.Linear, Fp8Linear])
 def test_by_operation_no_product_is_computed_anew(linear):
     block = nn.Sequential(linear(64, 64, bias=False), nn.SiLU(), linear(64, 64, bias=False)).bfloat16()
-    model = wrapped(nn.Sequential(block), "selective", Anatomy(blocks=lambda whole: dict(whole.named_children())))
+    model = wrapped(nn.Sequential(block), "selective", ModelSpec(blocks=lambda whole: dict(whole.named_children())))
     with Products() as seen:
         model(torch.randn(1, 32, 64, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
     assert seen.count == 6

@@ -2,12 +2,12 @@ from meshwright.cost.simulate import even_cost, play
 from meshwright.report.plan_charts import (
     NAMES,
     WIDEST,
-    Entry,
+    ChartEntry,
     Pictures,
-    Pipeline,
+    PipelineChart,
     Point,
-    Screen,
-    Whole,
+    StackedBar,
+    Terminal,
     bar,
     cascade,
     charts,
@@ -15,10 +15,10 @@ from meshwright.report.plan_charts import (
 )
 from meshwright.spec.schedule import actions, stage_ranks
 
-MEMORY = Whole(
+MEMORY = StackedBar(
     title="Memory",
     unit="GiB",
-    entries=(Entry(name="weights", value=20.0), Entry(name="moments", value=40.0)),
+    entries=(ChartEntry(name="weights", value=20.0), ChartEntry(name="moments", value=40.0)),
     limit=80.0,
     limit_name="the device",
 )
@@ -31,7 +31,7 @@ POINTS = (
 
 def pictures() -> Pictures:
     timeline = play(actions("1f1b", 4, 1, 8), stage_ranks("1f1b", 4, 1), even_cost(4))
-    pipeline = Pipeline(title="The pipeline", timeline=timeline, shown=8, microbatches=8)
+    pipeline = PipelineChart(title="The pipeline", timeline=timeline, shown=8, microbatches=8)
     return Pictures(
         title="t", heading=("h",), memory=MEMORY, time=MEMORY, points=POINTS, limit_gib=80.0, pipeline=pipeline
     )
@@ -45,7 +45,7 @@ def test_a_bar_is_as_long_as_its_value_to_an_eighth():
 
 
 def test_parts_begin_where_the_one_before_ended_and_the_sum_is_as_long_as_all():
-    _, weights, moments, total = cascade(MEMORY, Screen(columns=110))
+    _, weights, moments, total = cascade(MEMORY, Terminal(columns=110))
     room = 110 - NAMES - 16  # 80 columns for 80 GiB
     assert (weights.count("█"), moments.count("█"), total.count("█")) == (20, 40, 60)
     assert moments[NAMES : NAMES + 21] == " " * 20 + "█"
@@ -54,35 +54,37 @@ def test_parts_begin_where_the_one_before_ended_and_the_sum_is_as_long_as_all():
 
 
 def test_what_does_not_fit_goes_beyond_the_limit():
-    full = Whole(title="", unit="GiB", entries=(Entry(name="weights", value=100.0),), limit=80.0)
-    _, _, total = cascade(full, Screen(columns=110))
+    full = StackedBar(title="", unit="GiB", entries=(ChartEntry(name="weights", value=100.0),), limit=80.0)
+    _, _, total = cascade(full, Terminal(columns=110))
     assert total.count("█") == 80
     assert "100 of 80" in total
 
 
 def test_something_taken_off_is_drawn_back():
-    whole = Whole(title="", unit="s", entries=(Entry(name="ideal", value=8.0), Entry(name="saved", value=-4.0)))
-    _, ideal, saved, total = cascade(whole, Screen(columns=110))
+    whole = StackedBar(
+        title="", unit="s", entries=(ChartEntry(name="ideal", value=8.0), ChartEntry(name="saved", value=-4.0))
+    )
+    _, ideal, saved, total = cascade(whole, Terminal(columns=110))
     assert (ideal.count("█"), saved.count("█"), total.count("█")) == (80, 40, 40)
     assert "-4" in saved
 
 
 def test_plain_text_has_no_escapes_and_colour_has_them_closed():
-    plain = "\n".join(charts(pictures(), Screen(columns=100)))
+    plain = "\n".join(charts(pictures(), Terminal(columns=100)))
     assert "\x1b" not in plain
-    coloured = "\n".join(charts(pictures(), Screen(columns=100, colour=True)))
+    coloured = "\n".join(charts(pictures(), Terminal(columns=100, colour=True)))
     assert coloured.count("\x1b[0m") == coloured.count("\x1b[") / 2 > 0
 
 
 def test_no_drawn_line_is_wider_than_the_screen():
     for columns in (60, 80, 120, 500):
-        lines = [line for line in charts(pictures(), Screen(columns=columns)) if any(sign in line for sign in "█┤└·")]
+        lines = [line for line in charts(pictures(), Terminal(columns=columns)) if any(sign in line for sign in "█┤└·")]
         assert len(lines) > 20
         assert max(map(len, lines)) <= min(columns, WIDEST)
 
 
 def test_plans_that_nothing_beats_are_numbered_and_named():
-    text = "\n".join(plans(POINTS, 80.0, Screen(columns=100)))
+    text = "\n".join(plans(POINTS, 80.0, Terminal(columns=100)))
     assert "   1      10 GiB        4 s  one" in text
     assert "   2      60 GiB        2 s  other" in text
     assert "slow" not in text
@@ -90,6 +92,6 @@ def test_plans_that_nothing_beats_are_numbered_and_named():
 
 
 def test_a_pipeline_has_a_lane_for_each_rank():
-    text = "\n".join(charts(pictures(), Screen(columns=100)))
+    text = "\n".join(charts(pictures(), Terminal(columns=100)))
     assert all(f"rank {rank}" in text for rank in range(4))
     assert "27.3% idle" in text  # (p − 1) ÷ (m + p − 1)

@@ -11,19 +11,21 @@ from hypothesis import strategies as st
 from meshwright.cost.simulate import even_cost, play
 from meshwright.report import svg
 from meshwright.report.html import page
-from meshwright.report.plan_charts import Entry, Pictures, Pipeline, Point, Whole
+from meshwright.report.plan_charts import ChartEntry, Pictures, PipelineChart, Point, StackedBar
 from meshwright.report.svg import LETTER, fitted, uncovered
 from meshwright.spec.schedule import actions, default_chunks, stage_ranks
 
 EVIL = '<script>alert("1")</script>'
-MEMORY = Whole(
+MEMORY = StackedBar(
     title="Memory",
     unit="GiB",
-    entries=(Entry(name="weights", value=20.0, why="fp32"), Entry(name="moments", value=41.5)),
+    entries=(ChartEntry(name="weights", value=20.0, why="fp32"), ChartEntry(name="moments", value=41.5)),
     limit=80.0,
     limit_name="the device",
 )
-SECONDS = Whole(title="Time", unit="s", entries=(Entry(name="ideal", value=3.0), Entry(name="skipped", value=-0.5)))
+SECONDS = StackedBar(
+    title="Time", unit="s", entries=(ChartEntry(name="ideal", value=3.0), ChartEntry(name="skipped", value=-0.5))
+)
 POINTS = tuple(Point(label=f"plan {n}", gib=10.0 + n, seconds=9.0 - n, front=True) for n in range(4))
 
 
@@ -33,7 +35,7 @@ def timeline(schedule: str, pp: int = 4):
 
 
 def pictures(**changes) -> Pictures:
-    pipeline = Pipeline(title="The pipeline", timeline=timeline("zbv"), shown=8, microbatches=8)
+    pipeline = PipelineChart(title="The pipeline", timeline=timeline("zbv"), shown=8, microbatches=8)
     made = Pictures(
         title="llama on 8xh100",
         heading=("a batch",),
@@ -89,8 +91,8 @@ def test_a_page_stands_alone():
 
 
 def test_what_a_user_wrote_is_shown_as_text():
-    evil = Entry(name=EVIL, value=1.0, why=EVIL)
-    whole = Whole(title=EVIL, unit=EVIL, entries=(evil,), limit=2.0, limit_name=EVIL)
+    evil = ChartEntry(name=EVIL, value=1.0, why=EVIL)
+    whole = StackedBar(title=EVIL, unit=EVIL, entries=(evil,), limit=2.0, limit_name=EVIL)
     points = tuple(Point(label=EVIL, gib=gib, seconds=3.0 - gib, front=True) for gib in (1.0, 2.0))
     text = page(pictures(title=EVIL, heading=(EVIL,), memory=whole, time=whole, points=points))
     assert "script" not in tags(text).names
@@ -127,7 +129,7 @@ def test_something_taken_off_lies_on_what_was_before():
 
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "interleaved", "looped", "zb1p", "zbv", "dualpipev"])
 def test_no_two_actions_of_a_rank_overlap(schedule):
-    drawn = svg.gantt(Pipeline(title="x", timeline=timeline(schedule), shown=8, microbatches=8))
+    drawn = svg.gantt(PipelineChart(title="x", timeline=timeline(schedule), shown=8, microbatches=8))
     lanes: dict[float, list[tuple[float, float]]] = {}
     for rect in shapes(drawn, "rect"):
         if rect["class"].startswith("action"):

@@ -4,7 +4,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.report.plan_charts import Entry, Point, Whole, between, front, ticks
+from meshwright.report.plan_charts import ChartEntry, Point, StackedBar, between, front, ticks
 
 
 def test_the_front_is_what_nothing_beats_in_both():
@@ -45,5 +45,7 @@ def test_equal_seconds_still_span_something():
 
 
 def test_a_whole_is_the_sum_of_its_parts():
-    whole = Whole(title="", unit="s", entries=tuple(Entry(name="x", value=value) for value in (2.0, 1.5, -0.5)))
+    whole = StackedBar(
+        title="", unit="s", entries=tuple(ChartEntry(name="x", value=value) for value in (2.0, 1.5, -0.5))
+    )
     assert whole.total == 3.0

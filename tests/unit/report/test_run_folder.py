@@ -5,7 +5,7 @@ import pytest
 from folders import attempt, run_folder, step, usual
 
 from meshwright.report.run_data import facts
-from meshwright.runtime.failure import Verdict, write
+from meshwright.runtime.failure import Failure, write
 from meshwright.runtime.records import line
 from meshwright.spec.problem import InputError
 
@@ -107,7 +107,7 @@ def test_a_summary_of_a_run_that_ended_in_no_number_is_whole(tmp_path):
 def test_the_earliest_last_words_come_first(tmp_path):
     folder = run_folder(tmp_path / "run", finished=False)
     for rank, at in ((0, 2.0), (1, 1.0)):
-        write(folder, Verdict(kind="error", code=1, what=f"rank {rank} failed", rank=rank, at=at))
+        write(folder, Failure(kind="error", code=1, what=f"rank {rank} failed", rank=rank, at=at))
     assert [each.rank for each in facts(folder).verdicts] == [1, 0]
 
 

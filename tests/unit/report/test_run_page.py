@@ -7,15 +7,15 @@ import msgspec
 from folders import H100, attempt, run_folder, step
 
 from meshwright.report import run_charts, run_summary
-from meshwright.report.plan_charts import Screen
+from meshwright.report.plan_charts import Terminal
 from meshwright.report.run_charts import run_page
 from meshwright.report.run_data import facts
-from meshwright.report.run_summary import HeldOut, Promise, Promised, Utilized, report, steps_of
+from meshwright.report.run_summary import EvalLoss, PredictedFigures, PredictedUtilization, Prediction, report, steps_of
 from meshwright.report.run_text import losses as chart
 from meshwright.runtime.records import EventRecord
 
 EVIL = '<script>alert("1")</script>'
-PROMISE = Promise(
+PROMISE = Prediction(
     source="the catalogue's h100",
     seconds=0.4,
     low_seconds=0.3,
@@ -24,7 +24,7 @@ PROMISE = Promise(
     mfu=0.5,
     peak_bytes=2**30,
 )
-PROMISED = Promised(promise=PROMISE, utilized=Utilized(mfu=0.4, of="the data sheet's peak"))
+PROMISED = PredictedFigures(promise=PROMISE, utilized=PredictedUtilization(mfu=0.4, of="the data sheet's peak"))
 KILLED = [
     attempt(101.0),
     *(step(n, 101.0 + n) for n in range(1, 7)),
@@ -88,14 +88,16 @@ def test_several_runs_begin_with_a_table(tmp_path):
 
 
 def test_a_run_without_steps_has_a_page_without_pictures(tmp_path):
-    text = run_page([told(run_folder(tmp_path / "run", [], finished=False), Promised(why_not="nothing is known"))])
+    text = run_page(
+        [told(run_folder(tmp_path / "run", [], finished=False), PredictedFigures(why_not="nothing is known"))]
+    )
     assert 'role="img"' not in text
     assert "0 of 12" in text
 
 
 def test_curves_leave_out_what_is_no_number():
     kept = [step(n, n, loss=math.nan if n == 2 else 1.0) for n in range(1, 5)]
-    drawn = run_summary.loss_curve(kept, [HeldOut(step=4, loss=math.inf)])
+    drawn = run_summary.loss_curve(kept, [EvalLoss(step=4, loss=math.inf)])
     assert [at for at, _ in drawn.line] == [1.0, 3.0, 4.0]
     assert drawn.points == ()
     ElementTree.fromstring(run_charts.curve(drawn))
@@ -117,12 +119,12 @@ def test_one_step_can_be_drawn():
 
 def test_the_terminals_curve_is_as_wide_as_it_and_falls():
     kept = [step(n, n) for n in range(1, 500)]
-    lines = list(chart(kept, [HeldOut(step=400, loss=1.0)], Screen(columns=80)))
+    lines = list(chart(kept, [EvalLoss(step=400, loss=1.0)], Terminal(columns=80)))
     assert all(len(line) <= 80 for line in lines)
     assert lines[0].rstrip().endswith("┤·")
     assert sum("o" in line for line in lines[:-1]) == 1
     assert lines[-1].endswith("499 (o: held-out)")
-    assert list(chart(kept[:2], [], Screen())) == []
+    assert list(chart(kept[:2], [], Terminal())) == []
 
 
 def test_a_report_is_json_without_nan(tmp_path):

@@ -5,10 +5,10 @@ import platform
 import msgspec
 import pytest
 
-from meshwright.report.run_data import LOCKS, Owner, Told, duration, owner, standing
-from meshwright.runtime.failure import Verdict
+from meshwright.report.run_data import LOCKS, Owner, StandingEvidence, duration, owner, standing
+from meshwright.runtime.failure import Failure
 
-TOLD = Told(
+TOLD = StandingEvidence(
     finished=False, owner=None, silent_seconds=9.0, patience=120.0, said_end=False, made_all=False, verdict=None
 )
 HERE = Owner(process=7, host="vm", since="noon", holds=True)
@@ -39,7 +39,7 @@ def test_whom_nobody_can_ask_is_judged_by_its_last_record():
 
 def test_what_ended_a_run_is_said_as_far_as_anybody_wrote_it_down():
     long_ago = {"silent_seconds": 7200.0}
-    verdict = Verdict(kind="error", code=1, what="rank 3 failed", remedy="see the log")
+    verdict = Failure(kind="error", code=1, what="rank 3 failed", remedy="see the log")
     assert of(verdict=verdict, **long_ago).words == "ended early: rank 3 failed, 2.0 h ago"
     assert of(verdict=verdict, **long_ago).remedy == "see the log"
     assert of(**long_ago).remedy.endswith("it begins anew, since nothing was saved")

@@ -5,7 +5,7 @@ from folders import attempt, step, usual
 from meshwright.cost.goodput import kept
 from meshwright.report.run_data import summed
 from meshwright.report.run_summary import held_out, losses, steady, steps
-from meshwright.runtime.records import EventRecord, HeldRecord, StepRecord
+from meshwright.runtime.records import EvalRecord, EventRecord, StepRecord
 
 
 def of(records):
@@ -41,11 +41,11 @@ def test_losses_are_those_of_the_steps_that_were_kept():
         attempt(0.0),
         step(1, 1.0),
         step(2, 2.0, loss=99.0),
-        HeldRecord(step=2, loss=88.0, tokens=1, seconds=1.0),
+        EvalRecord(step=2, loss=88.0, tokens=1, seconds=1.0),
         attempt(5.0, step=1, number=2),
         step(2, 6.0, loss=math.nan, skipped=True),
         step(3, 7.0, loss=2.0),
-        HeldRecord(step=3, loss=1.5, tokens=1, seconds=1.0),
+        EvalRecord(step=3, loss=1.5, tokens=1, seconds=1.0),
         EventRecord(step=3, what="spike", text="high"),
     ]
     found = losses(records, kept(records))

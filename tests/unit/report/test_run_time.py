@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from meshwright.cost.goodput import account
 from meshwright.report import run_summary
-from meshwright.runtime.failure import Verdict
+from meshwright.runtime.failure import Failure
 from meshwright.runtime.records import EndRecord, EventRecord
 
 KILLED = [
@@ -41,7 +41,7 @@ def test_an_attempt_says_where_it_began_what_it_lost_and_what_ended_it():
 
 
 def test_the_supervisors_words_about_a_hang_are_told():
-    told = Verdict(kind="hang", code=11, what="rank 1 hangs in forward of step 7")
+    told = Failure(kind="hang", code=11, what="rank 1 hangs in forward of step 7")
     assert run_summary.attempts(KILLED, {"vm:7:1-1": told})[0].ended == told.what
 
 

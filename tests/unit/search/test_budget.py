@@ -118,7 +118,7 @@ def test_when_nothing_helps_it_says_so():
 WORDS = ["arch.preset=gpt2", "sequence=1024", "batch=64", "plan.precision=bf16"]
 
 
-def loaded(*words: str) -> load.Loaded:
+def loaded(*words: str) -> load.LoadedRun:
     return load.load(None, [*WORDS, *words], ranks=1)
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from meshwright.cost.memory import worst
 from meshwright.hardware.cluster import cluster
-from meshwright.search.best_first import TOLD_APART, Found, notch, priced, rank, search
-from meshwright.search.bounds import Group, Room, bound, bound_with_weights, frugal_split, groups, in_flight
+from meshwright.search.best_first import TOLD_APART, Candidate, notch, priced, rank, search
+from meshwright.search.bounds import MemoryBound, PlanGroup, bound, bound_with_weights, frugal_split, groups, in_flight
 from meshwright.search.question import Question
 from meshwright.search.space import Policy, plans
 from meshwright.spec.plan import Plan
@@ -17,7 +17,7 @@ from search.questions import question
 ROUNDING = 1 + 1e-9  # the same sums in another order
 
 
-def every(asked: Question) -> list[Found]:
+def every(asked: Question) -> list[Candidate]:
     """All plans of a question, priced one by one."""
     return [priced(asked.job(plan)) for plan in plans(asked)]
 
@@ -27,7 +27,7 @@ def with_memory(asked: Question, size: float) -> Question:
     return msgspec.structs.replace(asked, cluster=msgspec.structs.replace(asked.cluster, gpu=gpu))
 
 
-def refitted(found: Found, asked: Question) -> Found:
+def refitted(found: Candidate, asked: Question) -> Candidate:
     """The same plan on cards with another memory."""
     headroom = int(asked.cluster.gpu.memory_bytes) - found.peak_bytes
     fit = msgspec.structs.replace(found.fit, fits=headroom >= 0, headroom_bytes=headroom)
@@ -116,7 +116,7 @@ def test_a_batch_that_may_vary_is_judged_by_tokens():
     assert found.seconds_per_token <= fixed.seconds_per_token
 
 
-def sample(count: int, network: str = "") -> list[tuple[Question, Group]]:
+def sample(count: int, network: str = "") -> list[tuple[Question, PlanGroup]]:
     """Groups of one schedule and policy, of several models, with the random choice repeatable."""
     choose = random.Random(7)
     chosen = []
@@ -135,7 +135,7 @@ def sample(count: int, network: str = "") -> list[tuple[Question, Group]]:
 def test_the_closed_forms_are_never_above_the_ledger():
     for asked, group in sample(40):
         plan = group.plan(frugal_split(group))
-        assert Room(asked).least(group) <= worst(asked.job(plan)).allocated * ROUNDING, plan
+        assert MemoryBound(asked).least(group) <= worst(asked.job(plan)).allocated * ROUNDING, plan
 
 
 def test_no_split_of_the_data_axes_holds_less_than_the_frugal_one():

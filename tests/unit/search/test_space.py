@@ -8,7 +8,7 @@ from meshwright.config import check
 from meshwright.config.check import SPLIT_BACKWARD
 from meshwright.config.run import Run
 from meshwright.search.question import Question, variants
-from meshwright.search.space import CHUNKS, SCHEDULES, Order, empty, layouts, plans, policies, problems
+from meshwright.search.space import CHUNKS, SCHEDULES, PipelineChoice, empty, layouts, plans, policies, problems
 from meshwright.spec.plan import Plan, balanced_stages
 from search.questions import question
 
@@ -118,7 +118,7 @@ def test_deterministic_plans_are_those_the_rules_allow():
 
 def test_policies_differ_from_each_other():
     asked = question("llama3-8b", "8xh100", sequence=4096)
-    found = policies(asked, 1, Order("1f1b", 1))
+    found = policies(asked, 1, PipelineChoice("1f1b", 1))
     words = ("none", "selective-16", "selective", "first-8", "first-16", "first-24", "sqrt", "full")
     assert tuple(each.recompute for each in found if not each.is_helped) == words
     sent = ("none", "first-8", "first-16", "first-24", "full")  # by operation, and of several blocks, is kept elsewhere

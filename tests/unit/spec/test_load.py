@@ -65,8 +65,8 @@ def test_every_problem_is_told_at_once():
 
 def test_a_problem_names_its_file_and_line(tmp_path):
     file = tmp_path / "run.toml"
-    file.write_text('steps = 3\n\n[arch]\npreset = "tiny"\n\n[optim]\nlr = 3e-4\n')
-    assert problems(file=file) == [f"{file}:7: optim.lr is not a key; here it is called optim.lr"]
+    file.write_text('steps = 3\n\n[arch]\npreset = "tiny"\n\n[optim]\nrate = 3e-4\n')
+    assert problems(file=file) == [f"{file}:7: optim.rate has a new name; write optim.lr"]
 
 
 @pytest.mark.parametrize(("theirs", "ours"), schema.ELSEWHERE.items())

@@ -1,12 +1,12 @@
 import pytest
 
 from meshwright.hardware.cluster import peak_flops_per_second
-from meshwright.runtime.records import HeldRecord, StepRecord, line, read_line
+from meshwright.runtime.records import EvalRecord, StepRecord, line, read_line
 
 STEP = StepRecord(
     step=1, loss=2.0, norm=1.0, rate=1e-3, tokens=64, seconds=0.5, data_seconds=0.0, memory_bytes=1, flops=1e9
 )
-HELD = HeldRecord(step=1, loss=2.0, tokens=64, seconds=0.5)
+HELD = EvalRecord(step=1, loss=2.0, tokens=64, seconds=0.5)
 
 
 @pytest.mark.parametrize("record", [STEP, HELD])

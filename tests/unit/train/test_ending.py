@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from meshwright.runtime.failure import Exit
-from meshwright.runtime.place import ALONE, Order
+from meshwright.runtime.place import ALONE, RankSpec
 from meshwright.spec.problem import InputError, Problem
 from meshwright.train.rank import verdict_of
 
@@ -13,7 +13,7 @@ GONE = "pair.cc:537] Read error [10.77.0.2]:38590: Connection reset by peer. GLH
 
 def order(launcher):
     place = msgspec.structs.replace(ALONE, launcher=launcher)
-    return Order(run="run.toml", folder="run", cache="cache", session="s", place=place, began=0.0)
+    return RankSpec(run="run.toml", folder="run", cache="cache", session="s", place=place, began=0.0)
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "slurm"])

@@ -8,18 +8,18 @@ import threading
 import pytest
 import torch
 
-from meshwright.runtime.failure import FaultError, Verdict
+from meshwright.runtime.failure import Failure, FailureError
 from meshwright.runtime.heartbeat import PHASES
-from meshwright.runtime.place import Order
+from meshwright.runtime.place import RankSpec
 from meshwright.spec.problem import InputError, Problem
 from meshwright.train import world
 from meshwright.train.faults import Spikes, robust_z, straggler
-from meshwright.train.heartbeat import Entry, deviated
+from meshwright.train.heartbeat import RecorderEntry, deviated
 from meshwright.train.loop import Stop
 from meshwright.train.rank import verdict_of
 from meshwright.train.replica_check import bit_sum, odd_ones
 
-ORDER = Order(run="run.toml", folder="here", cache="", session="s", began=0.0)
+ORDER = RankSpec(run="run.toml", folder="here", cache="", session="s", began=0.0)
 
 
 def falling(seed, steps=400):
@@ -124,7 +124,7 @@ def test_ranks_agree_through_a_store_and_all_of_them_refuse(tmp_path):
 
 
 def entry(name, at, size=4):
-    return Entry(
+    return RecorderEntry(
         profiling_name=name, process_group=("0", "x"), input_sizes=[[size]], output_sizes=[[size]], time_created_ns=at
     )
 
@@ -144,7 +144,7 @@ def test_a_step_that_goes_as_the_last_one_went_has_not_deviated():
         (InputError([Problem("no such file", "name one")]), 5, 11),
         (torch.OutOfMemoryError("tried to allocate"), 5, 3),
         (ValueError("a bug"), 5, 1),
-        (FaultError(Verdict(kind="not-finite", code=13, what="six in a row")), 5, 13),
+        (FailureError(Failure(kind="not-finite", code=13, what="six in a row")), 5, 13),
     ],
 )
 def test_an_error_becomes_a_verdict_with_its_exit_code(error, step, code):

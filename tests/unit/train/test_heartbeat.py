@@ -9,8 +9,8 @@ import pytest
 from meshwright.runtime import hang
 from meshwright.runtime import heartbeat as beats
 from meshwright.runtime.hang import Frame
-from meshwright.runtime.heartbeat import Beat, Pulse
-from meshwright.train.heartbeat import Heart
+from meshwright.runtime.heartbeat import Beat, HeartbeatReader
+from meshwright.train.heartbeat import Heartbeat
 
 LOADER = Frame("/x/meshwright/data/loader.py", 75, "take")
 LOOP = Frame("/x/meshwright/train/loop.py", 70, "_steps")
@@ -25,7 +25,7 @@ DISPATCH = Frame("/t/torch/distributed/tensor/_dispatch.py", 150, "dispatch")
 
 @pytest.fixture
 def heart(tmp_path):
-    beating = Heart(tmp_path, 0)
+    beating = Heartbeat(tmp_path, 0)
     yield beating
     beating.close()
 
@@ -60,7 +60,7 @@ def test_a_held_out_loss_may_come_before_any_step(heart):
 
 
 def test_a_reader_sees_the_heart_beat_and_the_steps_go_by(heart, tmp_path):
-    pulse = Pulse(tmp_path, [0, 1])
+    pulse = HeartbeatReader(tmp_path, [0, 1])
     heart.begins(4)
     heart.did(5)
     (seen,) = pulse.look()  # rank 1 has not spoken
@@ -71,7 +71,7 @@ def test_a_reader_sees_the_heart_beat_and_the_steps_go_by(heart, tmp_path):
 
 
 def test_standing_still_is_seen_and_so_is_moving_on(heart, tmp_path):
-    pulse = Pulse(tmp_path, [0])
+    pulse = HeartbeatReader(tmp_path, [0])
     time.sleep(0.5)  # the main thread stands on this line
     still = pulse.look()[0]
     assert still.now - still.still_since > 0.2
@@ -80,7 +80,7 @@ def test_standing_still_is_seen_and_so_is_moving_on(heart, tmp_path):
 
 
 def test_the_stack_is_written_by_a_signal(heart, tmp_path):
-    pulse = Pulse(tmp_path, [0])
+    pulse = HeartbeatReader(tmp_path, [0])
     words = hang.capture(pulse, pulse.look())
     assert "capture" in [frame.name for frame in hang.frames(words[0])]
     pulse.close()
@@ -115,10 +115,10 @@ def test_the_supervisor_can_ask_a_process_to_leave(tmp_path):
 
     pid = os.fork()
     if pid == 0:
-        Heart(tmp_path, 0)
+        Heartbeat(tmp_path, 0)
         threading.Event().wait(60)
         os._exit(0)
-    pulse = Pulse(tmp_path, [0])
+    pulse = HeartbeatReader(tmp_path, [0])
     until(lambda: bool(pulse.look()))
     pulse.ask_to_leave()
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 11
@@ -126,7 +126,7 @@ def test_the_supervisor_can_ask_a_process_to_leave(tmp_path):
 
 
 def test_a_beat_that_never_came_is_nobody(tmp_path):
-    assert Pulse(tmp_path, [0]).look() == []
+    assert HeartbeatReader(tmp_path, [0]).look() == []
     (tmp_path / "rank0.beat").write_bytes(b"")
-    assert Pulse(tmp_path, [0]).look() == []
+    assert HeartbeatReader(tmp_path, [0]).look() == []
     assert msgspec.structs.replace(Beat(), step=1).pid == 0

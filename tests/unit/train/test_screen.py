@@ -2,8 +2,8 @@ import io
 
 import msgspec
 
-from meshwright.runtime.records import HeldRecord, StepRecord
-from meshwright.train.log import Bar, Lines, Silent, humane_flops, screen, step_line
+from meshwright.runtime.records import EvalRecord, StepRecord
+from meshwright.train.log import LiveBar, PlainLines, Silent, humane_flops, screen, step_line
 
 RECORD = StepRecord(
     step=10,
@@ -41,10 +41,10 @@ def test_a_skipped_step_says_so():
 def test_a_pipe_gets_plain_lines_at_most_every_few_steps():
     stream = io.StringIO()
     view = screen(stream, every=10)
-    assert type(view) is Lines
+    assert type(view) is PlainLines
     for step in range(1, 31):
         view.step(msgspec.structs.replace(RECORD, step=step), 30, None)
-    view.held(HeldRecord(step=30, loss=4.0, tokens=1, seconds=1.0))
+    view.held(EvalRecord(step=30, loss=4.0, tokens=1, seconds=1.0))
     lines = stream.getvalue().splitlines()
     assert [line.split()[1] for line in lines[:-1]] == ["1/30", "10/30", "20/30", "30/30"]
     assert lines[-1] == "held-out loss 4.0000 after step 30"
@@ -55,7 +55,7 @@ def test_a_terminal_gets_a_bar_that_ends_cleanly(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     stream = Terminal()
     view = screen(stream, every=1)
-    assert isinstance(view, Bar)
+    assert isinstance(view, LiveBar)
     view.say("building [bold]1[/bold]")
     view.step(RECORD, 100, None)
     view.close()
@@ -88,7 +88,7 @@ class Left(io.StringIO):
 
 def test_a_reader_that_leaves_is_not_told_and_nothing_fails():
     stream = Left()
-    view = Lines(stream, every=1)
+    view = PlainLines(stream, every=1)
     for step in range(1, 4):
         view.step(msgspec.structs.replace(RECORD, step=step), 3, None)
     view.close()

@@ -3,7 +3,7 @@ import threading
 import pytest
 
 from meshwright.config import load
-from meshwright.runtime.records import HeldRecord, StepRecord
+from meshwright.runtime.records import EvalRecord, StepRecord
 from meshwright.train import log as writers
 from meshwright.train.log import Writer, numbers
 
@@ -44,7 +44,7 @@ def test_a_tracker_gets_every_record(started):
     tracker = Kept()
     writer, said = started(tracker)
     writer.write(STEP)
-    writer.write(HeldRecord(step=3, loss=4.0, tokens=1, seconds=1.0))
+    writer.write(EvalRecord(step=3, loss=4.0, tokens=1, seconds=1.0))
     writer.close()
     assert tracker.finished
     assert said == []

@@ -286,7 +286,8 @@ def test_one_card_trains_what_it_cannot_hold_and_the_reason_is_told(capsys):
 
 
 def test_an_exact_plan_shows_what_lies_elsewhere(capsys):
-    words = "plan llama3-8b --cluster 1xh100 --sequence 4096 --batch 1 plan.optimizer_offload=disk plan.activation_offload=true --exact"
+    words = "plan llama3-8b --cluster 1xh100 --sequence 4096 --batch 1 --exact"
+    words += " plan.optimizer_offload=disk plan.activation_offload=true"
     (found,) = answer(capsys, words)["plans"]
     assert found["disk_bytes"] == 12 * 8_030_261_248
     assert {line["name"] for line in found["host"]} == {"activations", "pieces"}

@@ -7,7 +7,7 @@ import pytest
 from folders import H100, attempt, run_folder, step, usual
 
 from meshwright.cli import main
-from meshwright.runtime.failure import Verdict, write
+from meshwright.runtime.failure import Failure, write
 from meshwright.runtime.records import EndRecord, EventRecord, line
 
 
@@ -55,7 +55,7 @@ def test_a_run_on_a_cpu_says_why_nothing_is_promised(capsys, tmp_path):
 
 def test_a_run_that_died_says_by_what_and_what_to_do(capsys, tmp_path):
     folder = run_folder(tmp_path / "run", usual()[:5], finished=False)
-    write(folder, Verdict(kind="error", code=1, what="rank 1 failed: boom", remedy="see the log", rank=1))
+    write(folder, Failure(kind="error", code=1, what="rank 1 failed: boom", remedy="see the log", rank=1))
     (folder / "lock").write_text("process 1 on nowhere since noon")
     with (folder / "steps.rank0.jsonl").open("ab") as file:
         file.write(line(EndRecord(step=4, at=105.0)))

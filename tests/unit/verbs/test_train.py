@@ -7,7 +7,7 @@ import pytest
 from meshwright.cli import main, train
 from meshwright.config import load
 from meshwright.runtime import run_folder as folders
-from meshwright.runtime.failure import Verdict
+from meshwright.runtime.failure import Failure
 from meshwright.runtime.records import Summary
 from meshwright.runtime.run_folder import Claim
 
@@ -47,7 +47,7 @@ def test_a_restart_of_a_fresh_run_goes_on(finished, monkeypatch):
 
 
 def test_a_failure_is_one_object_for_a_program(tmp_path, capsys):
-    verdict = Verdict(kind="killed", code=11, what="rank 1 was killed", details=str(tmp_path / "gone"), step=7)
+    verdict = Failure(kind="killed", code=11, what="rank 1 was killed", details=str(tmp_path / "gone"), step=7)
     assert train._tell_failure(verdict, machine=True) == 11
     told = capsys.readouterr()
     answer = json.loads(told.out)
@@ -57,5 +57,5 @@ def test_a_failure_is_one_object_for_a_program(tmp_path, capsys):
 
 
 def test_a_stop_is_no_failure(capsys):
-    train._tell_failure(Verdict(kind="stopped", code=10, what="asked to end: saved at step 3"), machine=True)
+    train._tell_failure(Failure(kind="stopped", code=10, what="asked to end: saved at step 3"), machine=True)
     assert json.loads(capsys.readouterr().out)["state"] == "stopped"

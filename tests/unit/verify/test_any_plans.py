@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.parallel.decoder_spec import DECODER
-from meshwright.parallel.model_spec import Anatomy
+from meshwright.parallel.model_spec import ModelSpec
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError
 from meshwright.verify.prove_module import decided, even
@@ -42,7 +42,7 @@ def test_a_chunked_schedule_has_two_stages_a_rank():
 
 def test_a_whole_plan_is_taken_as_it_is():
     plan = Plan(replicate=2, microbatch=4, precision="bf16")
-    assert decided([plan], 8, 4, Anatomy()) == [(str(plan), plan)]
+    assert decided([plan], 8, 4, ModelSpec()) == [(str(plan), plan)]
 
 
 BAD = [
@@ -71,5 +71,5 @@ def test_what_is_wrong_is_said(plans, told):
 
 def test_the_problems_of_all_plans_are_said_at_once():
     with pytest.raises(InputError) as error:
-        decided(["replicate=3", "shard=2", "cp=2"], 8, 4, Anatomy())
+        decided(["replicate=3", "shard=2", "cp=2"], 8, 4, ModelSpec())
     assert len(error.value.problems) == 3

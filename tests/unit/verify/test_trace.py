@@ -14,8 +14,8 @@ from meshwright.cost.job import Job
 from meshwright.hardware.cluster import cluster
 from meshwright.hardware.stacks import stacks
 from meshwright.verify.collectives import Call
-from meshwright.verify.dry_run import Seen, even, following, stored, traceable
-from meshwright.verify.trace import Trace, _calls, lines, trace
+from meshwright.verify.dry_run import DryRunStep, even, following, stored, traceable
+from meshwright.verify.trace import TraceReport, _calls, lines, trace
 
 BASE = ("arch.preset=tiny", "arch.layers=4", "arch.hidden=256", "sequence=256", "batch=16", "plan.precision=bf16")
 MOE = ("arch.preset=tiny-moe",)
@@ -33,7 +33,7 @@ def make_run(*words: str) -> Run:
     return load.load(None, [*BASE, *words]).run
 
 
-def traced(*words: str, rank: int | None = None) -> Trace:
+def traced(*words: str, rank: int | None = None) -> TraceReport:
     run = make_run(*words)
     job = Job(
         arch=run.arch,
@@ -117,7 +117,7 @@ def test_a_step_that_cannot_be_traced_is_told_and_does_not_pass(monkeypatch):
 
 def test_a_call_that_was_not_planned_is_a_difference():
     call, ranks = Call("all_reduce", (0, 1), 64), (0, 1)
-    seen = Seen(Counter({call: 2}), Counter({call: 1}), {ranks: "shard"}, {}, {}, 0, "")
+    seen = DryRunStep(Counter({call: 2}), Counter({call: 1}), {ranks: "shard"}, {}, {}, 0, "")
     (row,) = _calls(seen)
     assert (row.axis, row.planned, row.traced, row.agrees) == ("shard", 1, 2, False)
 

@@ -38,7 +38,7 @@ def examined(given: list[str], ranks: int | None, looks: bool = True) -> load.Lo
 
 
 if TYPE_CHECKING:
-    pass
+    from meshwright.runtime.ranks import ForkServer
 
 
 def add(verbs: words.Verbs) -> None:

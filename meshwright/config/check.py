@@ -68,7 +68,7 @@ def _rounding(run: Run) -> Iterator[Problem]:
         return
     if plan.precision not in ("bf16", "fp8"):
         yield Problem(
-            f"optim.master_weights = {master_weights} holds bf16 weights, and plan.precision = {plan.precision} is not bf16",
+            f"optim.master_weights = {master_weights} holds bf16 weights, not plan.precision = {plan.precision}",
             "set plan.precision = bf16, or leave optim.master_weights out",
             "optim.master_weights",
         )
@@ -84,7 +84,7 @@ def _offload(run: Run) -> Iterator[Problem]:
     plan, states = run.plan, run.optim.state_dtype
     if plan.optimizer_offload == "none":
         if states == "bf16":
-            what = "optim.state_dtype = bf16 needs offloaded optimizer states, and plan.optimizer_offload = none offloads none"
+            what = "optim.state_dtype = bf16 is for offloaded states, and plan.optimizer_offload = none"
             yield Problem(
                 what, "set plan.optimizer_offload = host, or leave optim.state_dtype out", "optim.state_dtype"
             )
@@ -129,7 +129,7 @@ def _offload_weights(run: Run) -> Iterator[Problem]:
         )
         yield Problem(what, "leave one of them out", "plan.bf16_params")
     if plan.optimizer_offload != "none":
-        what = f"plan.cpu_offload includes plan.optimizer_offload = {plan.optimizer_offload}: every state is in host memory"
+        what = f"plan.cpu_offload includes plan.optimizer_offload = {plan.optimizer_offload}: all states are there"
         yield Problem(what, "leave one of them out: plan.optimizer_offload is for weights that fit on the device", key)
     if plan.deterministic:
         what = "plan.deterministic adds up gradients on the device by itself, without plan.cpu_offload"

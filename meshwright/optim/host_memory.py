@@ -193,7 +193,7 @@ def problems(run: Run, host_bytes: int, disk_bytes: int, folder: Path) -> Iterat
     have = free_host_bytes()
     if have is not None and host_bytes > have:
         yield Problem(
-            f"plan.optimizer_offload = {run.plan.optimizer_offload} needs {host_bytes:,} bytes of host RAM; {have:,} are free",
+            f"plan.optimizer_offload = {run.plan.optimizer_offload} needs {host_bytes:,} bytes of RAM; {have:,} free",
             _host_remedy(run),
             "plan.optimizer_offload",
         )

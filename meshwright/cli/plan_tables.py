@@ -12,9 +12,12 @@ from meshwright.search.explain import NeighbourPrice, SuggestedChange
 from meshwright.search.question import Question
 from meshwright.search.sizes import Duration, Layer
 from meshwright.spec.params import active, count
-from meshwright.spec.plan import AXES, Plan
+from meshwright.spec.plan import AXES, FIELDS, Plan
 
 UNITS = ((365 * 86400.0, "years"), (86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
+
+
+SAID_BEFORE = {"zero", "cp_kind", "schedule", "stages", "microbatch", "grad_accum", "precision", "kernels", *AXES, "ep"}
 
 
 def plan_words(plan: Plan) -> str:
@@ -27,13 +30,7 @@ def plan_words(plan: Plan) -> str:
     if plan.pp > 1:
         used.append(plan.schedule + (f"×{plan.chunks}" if plan.chunks > 1 else ""))
     used.append(f"microbatch={plan.microbatch}×{plan.grad_accum}")
-    used += [f"recompute={plan.recompute}"] * (plan.recompute != "none")
-    used += [f"activation_quant={plan.activation_quant}"] * (plan.activation_quant != "none")
-    used += ["activation_offload"] * (plan.activation_offload)
-    used += [f"optimizer_offload={plan.optimizer_offload}/{plan.optimizer_offload_update}"] * (
-        plan.optimizer_offload != "none"
-    )
-    used += [name for name in ("cpu_offload", "bf16_params", "compile", "deterministic") if getattr(plan, name)]
+    used += [text for field in FIELDS if field.name not in SAID_BEFORE and (text := field.text(plan))]
     return " ".join(used)
 
 

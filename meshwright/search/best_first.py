@@ -26,7 +26,7 @@ from meshwright.search.bounds import (
     lacking,
 )
 from meshwright.search.question import Question, variants
-from meshwright.spec.plan import AXES, Plan
+from meshwright.spec.plan import FIELDS, Plan
 
 TOLD_APART = 0.02  # the same run measured twice differs by this much at best
 
@@ -102,10 +102,7 @@ def notch(seconds: float) -> int:
 
 def axes_used(plan: Plan) -> int:
     """How much there is to understand in a plan: its axes, and whatever else is not as it would be on one GPU."""
-    axes = sum(getattr(plan, axis) > 1 for axis in (*AXES, "ep"))
-    moved = (plan.activation_offload) + (plan.activation_quant != "none")
-    moved += plan.optimizer_offload != "none" or plan.cpu_offload
-    return axes + (plan.chunks > 1) + (plan.recompute != "none") + moved
+    return sum(field.weighs and plan.uses(field.name) for field in FIELDS)
 
 
 WORTH = 1.03  # of a bound: nearer ones are not worth waiting for

@@ -295,7 +295,7 @@ def test_gradients_that_wait_for_copies_are_the_only_states_on_the_device(folder
 
 
 @pytest.mark.parametrize("rounding", ["none", "split"])
-@pytest.mark.parametrize("grad_accum", [(), TWICE])
+@pytest.mark.parametrize("accumulate", [(), TWICE])
 def test_a_lone_rank_whose_weights_are_rounded_computes_with_them_where_they_lie(folder, rounding, accumulate):
     run = make_run(folder, *SMALL, *BF16, *accumulate, f"optim.master_weights={rounding}", f"optim.stochastic_rounding={str(rounding == 'none').lower()}", "plan.replicate=1")
     seen, _ = measured(run, alone(), folder)

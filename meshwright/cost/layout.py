@@ -289,11 +289,9 @@ def _gathered(held: Iterable[ParamGroup], seat: RankView) -> int:
     plan = seat.plan
     if not _copies(plan):
         return 0
-    if plan.pp > 1:
-        return _gathered_by_stages(held, seat)
-    if plan.zero == 3:
-        return _two_blocks(held, seat)
-    return sum(group.count * _once(group, seat) for group in held)
+    if plan.zero < 3:  # of a pipeline too: no stage has its last backward before every other one has been used
+        return sum(group.count * _once(group, seat) for group in held)
+    return _gathered_by_stages(held, seat) if plan.pp > 1 else _two_blocks(held, seat)
 
 
 def gathered_outside(arch: Arch, plan: Plan, place: Mapping[str, int] = FIRST) -> int:
@@ -340,7 +338,7 @@ class _GatheredStages(msgspec.Struct, frozen=True):
 
 
 def _gathered_by_stages(held: Iterable[ParamGroup], seat: RankView) -> int:
-    """At the fullest instant of a pipeline rank: what lies on several ranks is there from when it is asked for.
+    """At the fullest instant of a pipeline rank under zero 3: what lies on several ranks is there when it is asked for.
 
     The rest is copied when it is used.
     """
@@ -400,8 +398,10 @@ def _home(plan: Plan) -> str:
 def _why_gathered(plan: Plan, master_weights: MasterWeights) -> str:
     if not _copies(plan) or shares_weights(plan, master_weights):
         return "nothing: the weights are used where they lie"
-    if plan.pp > 1:
+    if plan.pp > 1 and plan.zero == 3:
         return f"{plan.precision}, the stages that are computed next, of {placement(plan).count(0)} on a rank"
+    if plan.pp > 1:
+        return f"{plan.precision}, all stages of the rank until their last backward"
     if plan.bf16_params:
         return f"{plan.precision}, a shadow of the whole model"
     if plan.zero == 3:

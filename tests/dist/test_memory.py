@@ -50,6 +50,7 @@ TWICE = ("plan.grad_accum=2",)
 HOSTED = ("plan.zero=3", "plan.cpu_offload=true")
 FOUR_TIMES = ("plan.grad_accum=4", "arch.layers=4")
 DEEP = ("arch.layers=8",)
+FOUR_CHUNKS = ("plan.chunks=4", *FOUR_TIMES, *DEEP)
 MOE = ("arch.preset=tiny-moe",)
 GPT = (
     "arch.norm=layer",
@@ -104,7 +105,7 @@ TWO = {
         ("plan.pp=2", "plan.schedule=zb1p", *FOUR_TIMES, *BF16),
         ("plan.pp=2", "plan.schedule=zb1p", *FOUR_TIMES, *BF16, "optim.master_weights=split"),
         ("plan.pp=2", "plan.schedule=looped", *FOUR_TIMES),
-        ("plan.pp=2", "plan.schedule=interleaved", "plan.chunks=4", *FOUR_TIMES, *DEEP),
+        ("plan.pp=2", "plan.schedule=interleaved", *FOUR_CHUNKS),
     ],
 }
 FOUR = {
@@ -127,8 +128,15 @@ FOUR = {
         ("plan.pp=2", "plan.shard=2", "plan.zero=1", "plan.schedule=looped", *FOUR_TIMES, *BF16),
         ("plan.pp=2", "plan.shard=2", "plan.zero=3", "plan.schedule=zbv", *FOUR_TIMES, *BF16),
         ("plan.pp=2", "plan.shard=2", "plan.zero=2", "plan.ep=2", *FOUR_TIMES, *MOE),
-        # Of four stages torch holds three gathered.
-        ("plan.pp=2", "plan.shard=2", "plan.zero=3", "plan.schedule=interleaved", "plan.chunks=4", *FOUR_TIMES, *DEEP),
+    ],
+    # Of four stages torch holds three gathered: so under zero 3, and short of it all four.
+    "many chunks": [
+        ("plan.pp=2", "plan.shard=2", "plan.zero=3", "plan.schedule=interleaved", *FOUR_CHUNKS),
+        ("plan.pp=2", "plan.shard=2", "plan.zero=1", "plan.schedule=interleaved", *FOUR_CHUNKS, *BF16),
+        ("plan.pp=2", "plan.shard=2", "plan.zero=1", "plan.schedule=looped", *FOUR_CHUNKS, *GPT),
+        ("plan.pp=2", "plan.shard=2", "plan.zero=2", "plan.schedule=zb1p", *FOUR_CHUNKS, *BF16),
+        ("plan.pp=2", "plan.shard=2", "plan.zero=1", "plan.ep=2", "plan.schedule=interleaved", *FOUR_CHUNKS, *MOE),
+        ("plan.pp=2", "plan.replicate=2", "plan.schedule=interleaved", *FOUR_CHUNKS, *BF16),
     ],
 }
 
@@ -295,7 +303,7 @@ def test_gradients_that_wait_for_copies_are_the_only_states_on_the_device(folder
 
 
 @pytest.mark.parametrize("rounding", ["none", "split"])
-@pytest.mark.parametrize("grad_accum", [(), TWICE])
+@pytest.mark.parametrize("accumulate", [(), TWICE])
 def test_a_lone_rank_whose_weights_are_rounded_computes_with_them_where_they_lie(folder, rounding, accumulate):
     run = make_run(folder, *SMALL, *BF16, *accumulate, f"optim.master_weights={rounding}", f"optim.stochastic_rounding={str(rounding == 'none').lower()}", "plan.replicate=1")
     seen, _ = measured(run, alone(), folder)

@@ -75,6 +75,15 @@ def test_a_pipeline_keeps_gradients_whole_and_stages_gathered_whatever_zero_says
     assert lines["waiting"] == lines["gradients"]  # four bytes of each, beyond the half that remains
 
 
+@pytest.mark.parametrize("schedule", ["interleaved", "looped", "zb1p"])
+def test_with_many_chunks_zero_3_gathers_those_in_sight_and_the_others_all_of_them(schedule):
+    stages = balanced_stages(LLAMA, 32)  # one layer each, but for the first and the last rank's
+    shape = {"pp": 4, "chunks": 8, "stages": stages, "schedule": schedule, "shard": 2, "grad_accum": 8}
+    gathered = [held(LLAMA, plan_of(zero=zero, **shape), pp=1)["gathered"] for zero in (1, 2, 3)]
+    block = sum(param.numel for param in params(LLAMA) if param.layer == 0)
+    assert gathered == [2 * 8 * block, 2 * 8 * block, 2 * 3 * block]
+
+
 def test_looped_stages_never_wait_together():
     # All backwards of a later stage come before those of an earlier one, so one stage waits while others are summed.
     stages = balanced_stages(LLAMA, 8)

@@ -75,7 +75,7 @@ def memory(ledger: Ledger, memory_bytes: float) -> StackedBar:
         title=f"Memory of {where} at its peak, {ledger.moment}",
         unit="GiB",
         entries=tuple(
-            ChartEntry(name=line.name, value=line.bytes / GIB, why=line.why) for line in ledger.lines if line.bytes
+            ChartEntry(name=line.label, value=line.bytes / GIB, why=line.why) for line in ledger.lines if line.bytes
         ),
         limit=memory_bytes / GIB,
         limit_name="the device",
@@ -84,7 +84,7 @@ def memory(ledger: Ledger, memory_bytes: float) -> StackedBar:
 
 def seconds(price: Price) -> StackedBar:
     """The waterfall: from the data sheet's seconds to a step's."""
-    entries = (ChartEntry(name=share.name, value=share.seconds, why=share.why) for share in price.waterfall)
+    entries = (ChartEntry(name=share.label, value=share.seconds, why=share.why) for share in price.waterfall)
     return StackedBar(
         title="Where a step's seconds go", unit="s", entries=tuple(each for each in entries if each.value)
     )

@@ -18,7 +18,7 @@ from meshwright.search.space import refuse_empty, wants_pipeline
 from meshwright.spec.plan import AXES, Precision
 
 GIB = 2**30
-STATES = ("weights", "master", "gradients", "moments", "gathered", "waiting")
+STATES = ("weights", "master", "gradients", "moments", "all_gathered_params", "unreduced_grads")
 TALK = ("tp", "cp", "ep", "pp", "bubble", "stragglers", "shard", "replicate", "tied")  # shares that one GPU has not
 
 

@@ -128,7 +128,7 @@ def _too_little(job: Job, size: float, policies: list[str]) -> Problem:
     most = max(found.lines, key=lambda line: line.bytes)
     text = (
         f"{KEY} = {size / GIB:.4g} is too little for this plan: the least, with recompute = {least}, takes "
-        f"{_gib(found.shown)} GiB at {found.moment}, of which {most.name} {_gib(most.bytes)} GiB"
+        f"{_gib(found.shown)} GiB at {found.moment}, of which {most.label} {_gib(most.bytes)} GiB"
     )
     helps = [f"{words} ({_gib(needed)} GiB)" for words, needed in _helps(job) if needed <= size]
     also = " or ".join(helps) if helps else "more ranks to share the weights (plan.shard, plan.tp) or a smaller model"

@@ -72,7 +72,7 @@ def test_activations_travel_beyond_what_a_block_computes():
     forward, backward = one.forward.seconds, one.seconds - one.forward.seconds
     expected = ARCH.layers * (max(travels - forward, 0) + max(travels - backward, 0))
     assert expected > 0
-    assert share(price(sent), "link") == pytest.approx(expected)
+    assert share(price(sent), "host_transfer") == pytest.approx(expected)
     assert price(sent).seconds == pytest.approx(price(kept).seconds + expected, rel=0.02)  # stragglers wait too
 
 
@@ -114,8 +114,10 @@ def test_hosted_weights_take_sixteen_bytes_a_parameter_of_the_host_and_none_of_t
     # Vectors are the only ones that eight ranks could not share evenly, and here they can.
     assert host(asked) == {"weights": WHOLE // 2, "gradients": WHOLE // 2, "moments": WHOLE}
     plain = {line.name: line.bytes for line in ledger(job("8xh100", zero=3, shard=8)).lines}
-    assert near["gathered"] == plain["gathered"]
-    assert near["buffers"] > plain["buffers"], "weights that arrive and gradients that leave pass through the device"
+    assert near["all_gathered_params"] == plain["all_gathered_params"]
+    assert near["reduce_buffers"] > plain["reduce_buffers"], (
+        "weights that arrive and gradients that leave pass through the device"
+    )
 
 
 def test_a_model_whose_weights_alone_are_too_large_fits_by_one_block():

@@ -127,7 +127,7 @@ EIGHTHS = " ▏▎▍▌▋▊▉█"
 COLOURS = (34, 33, 32, 35, 36, 31, 94, 93, 92, 95)  # of the terminal's own palette, so readable on its background
 RESET = "\x1b[0m"
 NARROWEST, WIDEST = 48, 160
-NAMES, FIGURES = 14, 16  # columns beside a bar
+NAMES, FIGURES = 21, 16  # columns beside a bar
 ROWS = 14  # of the chart of plans
 IDLE_FIGURES = 36  # columns that a Gantt row takes beside its actions
 
@@ -167,7 +167,7 @@ def cascade(whole: StackedBar, screen: Terminal) -> Iterator[str]:
         start, end = end, end + entry.value
         painted = bar(min(start, end) * scale, max(start, end) * scale)
         yield f"{entry.name[: NAMES - 1]:<{NAMES}}{_coloured(painted, room, number, screen)}{short(entry.value):>8}"
-    yield f"{'in all':<{NAMES}}{_limited(whole, scale, room)}{_sum(whole):>8}"
+    yield f"{'total':<{NAMES}}{_limited(whole, scale, room)}{_sum(whole):>8}"
 
 
 def _highest(whole: StackedBar) -> float:

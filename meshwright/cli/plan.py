@@ -86,7 +86,7 @@ def _word(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-TEXT = "will it fit, which split is best, how fast, and why: answered by arithmetic, without a GPU"
+TEXT = "will it fit, which parallelism is best, how fast, and why: predicted without a GPU"
 
 
 def add(verbs: words.Verbs) -> None:

@@ -501,8 +501,8 @@ def _beyond(job: Job, found: Ledger) -> str:
         "disk": (found.away.disk, job.cluster.disk_bytes),
     }[where]
     said = ", ".join(f"{line.label} {line.bytes / GIB:.1f}" for line in lines)
-    place = "host RAM" if where == "host" else "the disk"
-    return f"{place} needs {total(lines) / GIB:.1f} GiB per GPU; {have / GIB:.1f} are there ({said})"
+    place = "host RAM" if where == "host" else "disk"
+    return f"needs {total(lines) / GIB:.1f} GiB of {place} per GPU; there are {have / GIB:.1f} ({said})"
 
 
 def _why(found: Ledger, headroom: int) -> str:
@@ -511,7 +511,7 @@ def _why(found: Ledger, headroom: int) -> str:
     where = f"the {found.role} pipeline rank" if found.role != "only" else "a rank"
     amount = f"{abs(headroom) / GIB:.1f} GiB {'of headroom' if headroom >= 0 else 'short'}"
     largest = f"the largest entry is {fullest.label}, {fullest.bytes / GIB:.1f} GiB"
-    return f"{where} peaks at {found.moment}, with {amount}; {largest}"
+    return f"{where} peaks at {found.moment}, {amount}; {largest}"
 
 
 def _role(rank: int, pp: int) -> Role:

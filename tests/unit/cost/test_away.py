@@ -46,7 +46,7 @@ def test_a_disk_has_what_host_memory_has_not():
     assert near + found.disk_bytes == 12 * WHOLE
 
 
-@pytest.mark.parametrize(("room", "word"), [("host_bytes", "host memory"), ("disk_bytes", "disk")])
+@pytest.mark.parametrize(("room", "word"), [("host_bytes", "host RAM"), ("disk_bytes", "disk")])
 def test_a_place_that_is_too_small_is_named(room, word):
     asked = job(bf16_params=True, optimizer_offload="disk")
     assert fits(asked).fits
@@ -128,7 +128,7 @@ def test_a_model_whose_weights_alone_are_too_large_fits_by_one_block():
     assert found.fits, found.why
     small = fits(msgspec.structs.replace(large, cluster=msgspec.structs.replace(roomy, host_bytes=1e12)))
     assert not small.fits
-    assert "host memory" in small.why
+    assert "host RAM" in small.why
 
 
 def test_hosted_weights_arrive_twice_and_their_gradients_leave_once_a_microbatch():

@@ -156,7 +156,7 @@ def test_a_rank_updates_its_part_of_the_weights():
 
 def test_pieces_of_a_layer_grow_with_its_tokens():
     one, four = (block(layer_model(job(microbatch=m), efficiency_of(cluster("h100").gpu)), False) for m in (1, 4))
-    for name in ("matmul", "attention", "elementwise"):
+    for name in ("products", "attention", "elementwise"):
         assert getattr(four.forward, name) > 3 * getattr(one.forward, name)
 
 

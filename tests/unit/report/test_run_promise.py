@@ -102,7 +102,7 @@ def test_a_device_without_a_data_sheet_is_used_by_its_fastest_product():
 
 
 def test_a_run_that_nobody_knows_the_machine_of_says_what_to_do():
-    with pytest.raises(InputError, match="no prediction: env.json does not name the device"):
+    with pytest.raises(InputError, match=r"no prediction: env\.json does not name the device"):
         machines("", Goal(), 2, Given())
     with pytest.raises(InputError, match="no prediction: unknown card Riva 128"):
         machines("Riva 128", Goal(), 2, Given())

@@ -44,12 +44,12 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ledger(self) -> Ledger:
-        """Of the fullest rank."""
+        """Of the most loaded rank."""
         return self.fit.ledger
 
     @property
     def peak_bytes(self) -> int:
-        """As the driver would show it."""
+        """As nvidia-smi would show it."""
         return self.ledger.shown
 
     @property
@@ -66,7 +66,7 @@ class SearchCounts(msgspec.Struct, frozen=True, kw_only=True):
     """What became of every legal plan: the parts add up to `legal`."""
 
     legal: int
-    too_large: dict[str, int]  # by the ledger line that is the largest in them
+    too_large: dict[str, int]  # by their largest ledger entry
     slower: int  # whose bound is above the time of the plans found
     priced: int
 

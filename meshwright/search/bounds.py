@@ -10,6 +10,7 @@ import msgspec
 
 from meshwright.cost.activations import MicrobatchShape, microbatch_shape, saved_activations
 from meshwright.cost.job import Job
+from meshwright.cost.layout import LedgerEntry
 from meshwright.cost.layout import widths as state_widths
 from meshwright.cost.memory import Ledger, overflows, settled, too_large
 from meshwright.cost.step_time import lower_bound, work_bound
@@ -301,12 +302,12 @@ def lacking(job: Job) -> str | None:
     found = too_large(job)
     if found is None:
         return None
-    return overflows(job, found) if found.shown <= job.cluster.gpu.memory_bytes else largest(found)
+    return overflows(job, found) if found.shown <= job.cluster.gpu.memory_bytes else largest(found).name
 
 
-def largest(ledger: Ledger) -> str:
+def largest(ledger: Ledger) -> LedgerEntry:
     """The line that takes most."""
-    return max(ledger.lines, key=lambda line: line.bytes).name
+    return max(ledger.lines, key=lambda line: line.bytes)
 
 
 def smallest_world(question: Question) -> float:

@@ -157,7 +157,7 @@ def problem(policy: str) -> Problem | None:
     remedy = f"use one of {', '.join(WORDS)}, every-K, first-K or selective-K with a whole K of at least 1"
     if near := difflib.get_close_matches(policy, (*WORDS, "every-2", "first-2", "selective-2"), 1):
         remedy = f"did you mean {near[0]}? {remedy}"
-    return Problem(f"plan.recompute = {policy!r} is not a way of computing anew", remedy, "plan.recompute")
+    return Problem(f"plan.recompute = {policy!r} is not a recompute policy", remedy, "plan.recompute")
 
 
 def by_operation(policy: str) -> bool:

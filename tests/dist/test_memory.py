@@ -241,8 +241,8 @@ def measured(run: Run, mesh: Mesh, folder: Path) -> tuple[dict[str, int], Watch]
         "weights": stored(weights),
         "gradients": gradients,
         "moments": stored([*state.optimizer.first, *state.optimizer.second]),
-        "gathered": watch.gathered,
-        "waiting": max(watch.gradients - gradients, 0),
+        "all_gathered_params": watch.gathered,
+        "unreduced_grads": max(watch.gradients - gradients, 0),
     }
     if low := stored(getattr(weight, "low_bits", None) for weight in weights):
         bytes_of["master"] = low
@@ -278,7 +278,7 @@ def test_a_lone_rank_uses_its_weights_where_they_lie(folder, plan):
     run = make_run(folder, *SMALL, *plan, "plan.replicate=1")
     seen, _ = measured(run, alone(), folder)
     assert seen == {line.name: line.bytes for line in states(run.arch, run.plan)}
-    assert seen["gathered"] == 0
+    assert seen["all_gathered_params"] == 0
 
 
 @pytest.mark.parametrize("words", [("plan.precision=fp32",), (*BF16, *TWICE)])
@@ -287,9 +287,9 @@ def test_a_lone_rank_whose_weights_are_in_host_memory_copies_one_block_at_a_time
     run = make_run(folder, *SMALL, *words, *HOSTED, "plan.replicate=1")
     seen, _ = measured(run, meshes.make(run.plan, CPU), folder)
     near = {line.name: line.bytes for line in states(run.arch, run.plan)}
-    assert near["weights"] == near["gradients"] == near["moments"] == near["waiting"] == 0
+    assert near["weights"] == near["gradients"] == near["moments"] == near["unreduced_grads"] == 0
     assert seen == near | {line.name: line.bytes for line in hosted(run.arch, run.plan)}
-    assert 0 < near["gathered"] < count(run.arch) * (2 if run.plan.precision == "bf16" else 4)
+    assert 0 < near["all_gathered_params"] < count(run.arch) * (2 if run.plan.precision == "bf16" else 4)
 
 
 @pytest.mark.parametrize("precision", [(), BF16])
@@ -334,7 +334,7 @@ def test_states_that_live_elsewhere_take_the_bytes_that_are_said_there(folder, w
     weights = [weight for chunk in state.chunks for weight in chunk.parameters()]
     assert stored(weights) == lines["weights"]
     assert stored(weight.grad for weight in weights) == lines["gradients"]
-    assert lines["moments"] == lines["gathered"] == 0
+    assert lines["moments"] == lines["all_gathered_params"] == 0
     near = [array for home in optimizer.homes for array in home.arrays]
     slots = [buffer for slot in optimizer.slots for buffer in slot.near]
     optimizer.close()
@@ -453,7 +453,7 @@ def test_what_is_computed_anew_over_tp_is_not_kept(folder):
     for policy in ("full", "selective", "selective-1", "every-2"):
         run = make_run(folder, *SMALL, "plan.kernels=plain", "plan.tp=2", *BF16, f"plan.recompute={policy}")
         mesh = meshes.make(run.plan, CPU)
-        whole = {line.name: line.bytes for line in states(run.arch, run.plan, mesh.place)}["gathered"]
+        whole = {line.name: line.bytes for line in states(run.arch, run.plan, mesh.place)}["all_gathered_params"]
         ours = stacks()["meshwright"]
         job = Job(arch=run.arch, plan=run.plan, sequence=run.sequence, cluster=cluster("8xh100"), stack=ours)
         work = microbatch_shape(job, fused_norm=False)

@@ -373,7 +373,9 @@ def textbook(options: argparse.Namespace) -> int:
     record = {"plan": msgspec.to_builtins(found.plan), "entries": msgspec.to_builtins(entries)}
     lines = [*tables.plan_heading(asked, asked.question), f"plan: {found_words(found, asked.question)}", ""]
     for entry in entries:
-        lines.append(f"{entry.name}: {entry.value:,.6g} {entry.unit}")
+        lines.append(f"{entry.name}: {entry.amount}")
+        if entry.misfit:
+            lines.append(f"    DOES NOT APPLY: {entry.misfit}")
         lines += [f"    {text}" for text in (entry.formula, entry.source, entry.note) if text]
     show(options, record, lines)
     return 0

@@ -12,6 +12,7 @@ import msgspec
 from meshwright.cli import env, options
 from meshwright.cli import options as words
 from meshwright.config import check, load
+from meshwright.config.huggingface import is_exportable
 from meshwright.config.run import Run
 from meshwright.runtime import failure as verdict_file
 from meshwright.runtime.failure import Exit, Failure
@@ -76,7 +77,7 @@ def _launch(run: Run, options: argparse.Namespace) -> int:
     claim = folders.Claim(folder, run, fresh=options.fresh)
     if claim.finished is not None:
         say(f"{folder} has finished this run; add --fresh to train it again")
-        _tell(claim.finished, options.json)
+        _tell(claim.finished, run, options.json)
         return Exit.DONE
     _announce(run, folder, say)
     supervisor = Supervisor(
@@ -93,7 +94,7 @@ def _launch(run: Run, options: argparse.Namespace) -> int:
         supervisor.close()
         claim.release()
     if verdict is None:
-        _tell(folders.read_summary(folder), options.json)
+        _tell(folders.read_summary(folder), run, options.json)
         return Exit.DONE
     if verdict.kind == "input":
         claim.abandon()
@@ -152,7 +153,7 @@ def _rank(run: Run, here: Place, options: argparse.Namespace) -> int:
         folders.check_owner(folder, run)
         if here.rank == 0:
             _teller(options.json)(f"{folder} has finished this run; add --fresh to train it again")
-            _tell(finished, options.json)
+            _tell(finished, run, options.json)
         return Exit.DONE
     if options.debug:
         env.debug()
@@ -167,7 +168,7 @@ def _rank(run: Run, here: Place, options: argparse.Namespace) -> int:
         if claim is not None:
             claim.release()
     if here.rank == 0 and code == Exit.DONE:
-        _tell(folders.read_summary(folder), options.json)
+        _tell(folders.read_summary(folder), run, options.json)
     elif here.rank == 0 and options.json:
         _tell_program(next((own for own in verdict_file.read(folder) if own.rank == 0), None), code)
     return code
@@ -199,7 +200,7 @@ def _order_of(here: Place, folder: Path, options: argparse.Namespace) -> RankSpe
     )
 
 
-def _tell(summary: Summary | None, machine: bool) -> None:
+def _tell(summary: Summary | None, run: Run, machine: bool) -> None:
     """How a run ended: one object for a program, a few lines and the sample for a person."""
     assert summary is not None, "a run that ends well leaves a summary"
     if machine:
@@ -218,12 +219,10 @@ def _tell(summary: Summary | None, machine: bool) -> None:
     ]
     if summary.sample:
         lines += ["  sample", *(f"    {line}" for line in summary.sample.splitlines())]
-    lines += [
-        "try next:",
-        "  meshwright train data.source='my/*.txt'          your own text",
-        f"  meshwright convert {summary.folder} my-model    a Hugging Face folder",
-        "  meshwright config show                            every setting and where it came from",
-    ]
+    lines += ["try next:", "  meshwright train data.source='my/*.txt'          your own text"]
+    if is_exportable(run.arch):
+        lines.append(f"  meshwright convert {summary.folder} my-model    a Hugging Face folder")
+    lines.append("  meshwright config show                            every setting and where it came from")
     teller(sys.stdout)("\n".join(lines))
 
 

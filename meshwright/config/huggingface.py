@@ -95,6 +95,11 @@ def family(arch: Arch) -> str:
     return "gpt2" if arch.norm == "layer" else "llama"
 
 
+def is_exportable(arch: Arch) -> bool:
+    """Whether stock transformers has a model that computes the same function, so that `convert` can write it."""
+    return not _beyond(arch, family(arch))
+
+
 def config_of(arch: Arch, dtype: str = "float32") -> dict[str, Any]:
     """A config.json with which stock transformers computes the same function."""
     kind = family(arch)

@@ -11,12 +11,18 @@ from typing import Literal
 import msgspec
 
 from meshwright.cost.job import Job
+from meshwright.spec.arch import Arch
 from meshwright.spec.params import active, count
 
 
 def gpt_parameters(layers: int, hidden: int, vocab: int, sequence: int) -> float:
     """12·L·h²·(1 + 13/(12h) + (V + s)/(12·L·h)): a GPT with biases, learned positions and a tied output."""
     return 12 * layers * hidden**2 * (1 + 13 / (12 * hidden) + (vocab + sequence) / (12 * layers * hidden))
+
+
+def untied_parameters(layers: int, hidden: int, vocab: int, sequence: int) -> float:
+    """The same with an output projection of its own and the norm before it: the GPT of the notes' worked example."""
+    return gpt_parameters(layers, hidden, vocab, sequence) + vocab * hidden + 2 * hidden
 
 
 def notes_parameters(layers: int, hidden: int, vocab: int) -> float:
@@ -31,7 +37,7 @@ STATES: dict[States, float] = {
     "notes": 20.0,  # 2 + 4 weight, 12 Adam with its master copy, 2 gradient: the master copy is counted twice
     "exact": 16.0,  # 2 weight, 2 gradient, 4 master, 8 moments
     "megatron": 18.0,  # the same with gradients summed in fp32
-    "bf16": 8.0,  # 2 weight, 2 gradient, 4 moments: everything narrow
+    "bf16": 8.0,  # 2 weight, 2 gradient, 4 moments: everything in bf16
 }
 
 
@@ -47,7 +53,7 @@ def zero_bytes(parameters: float, ranks: int, stage: Literal[0, 1, 2, 3]) -> flo
 
 
 def activation_bytes(shape: tuple[int, int, int, int], tp: int = 1, kind: str = "tensor") -> float:
-    """Activations of one layer, 2 bytes a number, for a shape (s, b, h, a).
+    """Activations of one layer, 2 bytes an element, for a shape (s, b, h, a).
 
     "tensor": sbh(10 + 24/t + 5as/(ht)). "sequence": sbh/t·(34 + 5as/h). "flash" and "selective": the same without the
     scores. "full": 2sbh, the layer's input alone.
@@ -68,7 +74,7 @@ def activation_bytes(shape: tuple[int, int, int, int], tp: int = 1, kind: str = 
 
 
 def feed_forward_bytes(layers: int, width: int, tokens: int) -> float:
-    """2·L·width·tokens: what the feed-forward layers keep at 2 bytes a number."""
+    """2·L·width·tokens: what the feed-forward layers keep at 2 bytes an element."""
     return 2.0 * layers * width * tokens
 
 
@@ -99,7 +105,7 @@ def sqrt_segments(layers: int) -> int:
 
 
 def recompute_layers(layers: int, segments: int, keeps_segment: bool) -> float:
-    """Layers computed anew in one backward.
+    """Layers recomputed in one backward.
 
     A segment that is kept while it is walked back costs one extra forward, L. One that keeps nothing inside computes
     each layer's input from the segment's: about L²/(2·C), which is L·√L/2 with √L segments.
@@ -157,16 +163,17 @@ ZERO = "Rajbhandari et al. 2020 (ZeRO)"
 PALM = "Chowdhery et al. 2022 (PaLM), appendix B"
 
 NOTICES: dict[str, str] = {
-    "gpt-parameters": "For a GPT with biases, learned positions and a tied output. The notes' first GPT has 147 "
-    "million only with an untied output projection; tied it has 116.6 million.",
+    "gpt-parameters": "For a GPT with biases, learned positions and a tied output; the last norm is left out.",
+    "gpt-parameters-untied": "The notes' first GPT has 147 million parameters (147,675,648) only with an untied output "
+    "projection; tied it has 116.6 million.",
     "notes-parameters": "All three counts of the notes fit it. They print 4,769,521,664 beside embed-dim 2048, and the "
     "number belongs to 4096; 2048 gives 1,243,910,144.",
-    "states-exact": "16 bytes with narrow gradients. Schemes differ: the notes count 8 (all bf16), 16 and 20.",
+    "states-exact": "16 bytes with bf16 gradients. Schemes differ: the notes count 8 (all bf16), 16 and 20.",
     "states-megatron": "Gradients are summed in fp32, so 18.",
     "states-notes": "Counts the fp32 master copy twice: once as (2 + 4) of the model, once inside Adam's 12. Exact is "
     "16, or 18 with fp32 gradients. For the notes' GPT it hides behind activations: 25.29 GB, against 24.70 and 24.99. "
     "That mixed precision takes more memory is true of these states alone: activations halve.",
-    "states-bf16": "Weights, gradients and moments all narrow: 10 billion parameters fill 80 GB with nothing else. "
+    "states-bf16": "Weights, gradients and moments all in bf16: 10 billion parameters fill 80 GB with nothing else. "
     "Updates smaller than a part in 256 of a weight are lost.",
     "zero-1": "4 × less is the limit for many ranks: 64 ranks save 3.8 ×.",
     "zero-2": "8 × less is the limit for many ranks: 64 ranks save 7.2 ×.",
@@ -175,7 +182,7 @@ NOTICES: dict[str, str] = {
     "activations": "The notes' text leaves out the 10, and their worked number needs it: 349,175,808 bytes a sample, "
     "301,989,888 without. Without flash attention; GELU, dropout and 4·h are assumed.",
     "activations-flash": "Without the scores, which flash attention never stores.",
-    "activations-selective": "Attention is computed anew from its inputs, with sequence parallelism.",
+    "activations-selective": "Attention is recomputed from its inputs, with sequence parallelism.",
     "activations-full": "Only the input of each layer; while one layer is walked back it is whole for a moment.",
     "feed-forward": "The notes take 4·h for Llama 3 405B and find 63.0 GiB; its real width, 53,248, gives 51.2 GiB.",
     "notes-memory": "What the notes call samples a second there (482,427 on one GPU) must be tokens, and 2.198 × on "
@@ -208,6 +215,13 @@ class TextbookEntry(msgspec.Struct, frozen=True, kw_only=True):
     formula: str
     source: str
     note: str = ""
+    misfit: str = ""  # why the form does not apply to this model; "": it does
+
+    @property
+    def amount(self) -> str:
+        """The value as people read it: counts in full, the rest to six digits."""
+        is_count = self.unit.startswith(("parameters", "bytes", "sequences"))
+        return f"{self.value:,.0f} {self.unit}" if is_count else f"{self.value:,.6g} {self.unit}"
 
 
 Form = Callable[[Job], TextbookEntry]
@@ -215,13 +229,47 @@ HOUR = 3600.0
 
 
 def table(job: Job) -> list[TextbookEntry]:
-    """Every closed form that says something about a job."""
-    return [form(job) for name, form in FORMS.items() if name not in _silent(job)]
+    """Every closed form that says something about a job; those made for another architecture are marked."""
+    return [entry(name, job) for name in FORMS if name not in _silent(job)]
 
 
 def entry(name: str, job: Job) -> TextbookEntry:
-    """One closed form by its name."""
-    return FORMS[name](job)
+    """One closed form by its name, marked where it does not apply to the model."""
+    found = FORMS[name](job)
+    if found.unit == "parameters":
+        misfit = _miscount(found.value, job.arch)
+    else:
+        misfit = "; ".join(ASSUMED[kind](job.arch) for kind in ASSUMES.get(name, ()) if ASSUMED[kind](job.arch))
+    return msgspec.structs.replace(found, misfit=misfit)
+
+
+def _miscount(counted: float, arch: Arch) -> str:
+    """Why a count is not of this model; the last norm, 2·h, is what a form may leave out."""
+    if abs(counted - count(arch)) <= 2 * arch.hidden:
+        return ""
+    return f"this model has {count(arch):,} parameters; the form is for another architecture"
+
+
+# What forms take for granted of a model, and what to say of one that is otherwise.
+ASSUMED: dict[str, Callable[[Arch], str]] = {
+    "4·h": lambda arch: "" if arch.ffn == 4 * arch.hidden else f"the feed-forward is {arch.ffn:,} wide, not 4·h",
+    "gelu": lambda arch: "the feed-forward is gated: three matrices, not two" if arch.mlp == "swiglu" else "",
+    "heads": lambda arch: (
+        f"{arch.kv_heads} heads of keys and values, not {arch.heads}" if arch.kv_heads != arch.heads else ""
+    ),
+    "dense": lambda arch: "feed-forwards are experts (MoE)" if arch.experts else "",
+}
+LAYER = ("4·h", "gelu", "heads", "dense")  # the layer of GPT-2 and GPT-3
+ASSUMES: dict[str, tuple[str, ...]] = {
+    "activations": LAYER,
+    "activations-sequence": LAYER,
+    "activations-flash": LAYER,
+    "activations-selective": LAYER,
+    "notes-total": LAYER,
+    "megatron-flops": LAYER,
+    "feed-forward": ("4·h", "dense"),
+    "notes-memory": ("dense",),
+}
 
 
 def _silent(job: Job) -> set[str]:
@@ -243,6 +291,13 @@ def _parameters(job: Job) -> TextbookEntry:
     arch = job.arch
     value = gpt_parameters(arch.layers, arch.hidden, arch.vocab, arch.context)
     return _entry("gpt-parameters", value, "parameters", "12·L·h²·(1 + 13/(12h) + (V + s)/(12·L·h))", MEGATRON)
+
+
+def _untied_parameters(job: Job) -> TextbookEntry:
+    arch = job.arch
+    value = untied_parameters(arch.layers, arch.hidden, arch.vocab, arch.context)
+    formula = "12·L·h²·(1 + 13/(12h) + (V + s)/(12·L·h)) + V·h + 2·h"
+    return _entry("gpt-parameters-untied", value, "parameters", formula, f"{NOTES} 002")
 
 
 def _notes_parameters(job: Job) -> TextbookEntry:
@@ -319,7 +374,7 @@ def _recompute(name: str, keeps: bool, formula: str, source: str) -> Form:
     def filled(job: Job) -> TextbookEntry:
         layers = job.arch.layers
         value = recompute_layers(layers, sqrt_segments(layers), keeps)
-        return _entry(name, value, "layers computed anew", formula, source)
+        return _entry(name, value, "layers recomputed", formula, source)
 
     return filled
 
@@ -370,6 +425,7 @@ def _goodput(job: Job) -> TextbookEntry:
 
 FORMS: dict[str, Form] = {
     "gpt-parameters": _parameters,
+    "gpt-parameters-untied": _untied_parameters,
     "notes-parameters": _notes_parameters,
     "states-exact": _states("states-exact", "exact", "(2 + 2 + 4 + 8)·P", ZERO),
     "states-megatron": _states("states-megatron", "megatron", "(2 + 4 + 4 + 8)·P", "Megatron-LM"),

@@ -1,4 +1,8 @@
-"""Softmax over the last dimension: one read and one write of every element, instead of eight movements."""
+"""Softmax over the last dimension: one read and one write of every element, instead of eight movements.
+
+Nothing in the trainer calls it: attention and cross-entropy have their own inside. It is kept as the lesson in kernel
+fusion that the notes give, with its test and its measured speed (docs/kernels.md).
+"""
 
 from typing import Any, Literal
 

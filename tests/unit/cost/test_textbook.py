@@ -73,3 +73,34 @@ def test_every_slip_of_the_notes_is_told_at_some_entry():
     ]  # fmt: skip
     assert [slip for slip in slips if slip not in told] == []
     assert set(NOTICES) <= set(textbook.FORMS)
+
+
+def test_the_notes_gpt_shows_its_147_7_million_parameters():
+    gpt1 = job("gpt1")
+    untied = textbook.entry("gpt-parameters-untied", gpt1)
+    assert (untied.value, untied.amount, untied.misfit) == (147_675_648, "147,675,648 parameters", "")
+    assert "this model has 147,675,648 parameters" in textbook.entry("gpt-parameters", gpt1).misfit
+    assert textbook.entry("gpt-parameters", job("gpt2")).misfit == ""
+    assert textbook.entry("notes-parameters", job("notes-194m")).misfit == ""
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "reason"),
+    [
+        ("llama3-8b", "feed-forward", "14,336 wide"),
+        ("llama3-8b", "activations", "gated"),
+        ("llama3-8b", "activations-selective", "8 heads of keys and values, not 32"),
+        ("mixtral-8x7b", "notes-memory", "MoE"),
+        ("llama3-8b", "notes-parameters", "8,030,261,248"),
+        ("llama3.1-8b", "gpt-parameters-untied", "8,030,261,248"),  # by chance within a five-thousandth
+    ],
+)
+def test_a_form_for_another_architecture_is_marked(model, name, reason):
+    assert reason in textbook.entry(name, job(model)).misfit
+
+
+def test_forms_that_ask_nothing_of_the_architecture_are_never_marked():
+    marked = {entry.name for entry in textbook.table(job("mixtral-8x7b", shard=8, zero=3)) if entry.misfit}
+    counts = {"gpt-parameters", "gpt-parameters-untied", "notes-parameters"}
+    assert marked == counts | set(textbook.ASSUMES)
+    assert {entry.name for entry in textbook.table(job("gpt2")) if entry.misfit} == counts - {"gpt-parameters"}

@@ -59,3 +59,15 @@ def test_a_failure_is_one_object_for_a_program(tmp_path, capsys):
 def test_a_stop_is_no_failure(capsys):
     train._tell_failure(Failure(kind="stopped", code=10, what="asked to end: saved at step 3"), machine=True)
     assert json.loads(capsys.readouterr().out)["state"] == "stopped"
+
+
+@pytest.mark.parametrize(("bias", "offered"), [("false", True), ("true", False)])
+def test_convert_is_offered_where_it_would_not_refuse(bias, offered, capsys):
+    """A Llama with biases is a run like any other, and has no place in a Hugging Face folder."""
+    run = load.load(None, ["arch.preset=tiny", f"arch.bias={bias}"]).run
+    summary = Summary(
+        step=1, first_loss=2.0, loss=1.0, held_out_loss=None, tokens_per_second=1.0, seconds_to_first_loss=1.0,
+        seconds=1.0, peak_bytes=1, parameters=1, ranks=1, folder="runs/here",
+    )  # fmt: skip
+    train._tell(summary, run, machine=False)
+    assert ("meshwright convert runs/here" in capsys.readouterr().out) is offered

@@ -171,9 +171,8 @@ def test_a_finished_run_is_recognised(tmp_path):
 def test_the_report_of_a_finished_run(capsys):
     assert main.main(["report", str(OLD / "finished"), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["ran"]["plan"] == (
-        "shard=2 zero=3 microbatch=2 grad_accum=2 precision=bf16 recompute=full activation_offload"
-    )
+    words = "shard=2 zero=3 microbatch=2 grad_accum=2 precision=bf16 recompute=full activation_offload"
+    assert set(told["ran"]["plan"].split()) == set(words.split())
     assert told["standing"]["state"] == "done"
     assert told["notes"] == []
     assert (told["losses"]["first"], told["losses"]["last"]) == (5.611077070236206, 5.53247606754303)
@@ -186,10 +185,9 @@ def test_the_report_of_a_finished_run(capsys):
 def test_the_report_of_a_stopped_run_and_of_both(capsys):
     assert main.main(["report", str(OLD / "stopped"), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["ran"]["plan"] == (
-        "microbatch=4 grad_accum=2 precision=bf16 recompute=first-1 activation_quant=int8 bf16_params "
-        "optimizer_offload=host optimizer_offload_update=device"
-    )
+    words = "microbatch=4 grad_accum=2 precision=bf16 recompute=first-1 activation_quant=int8 bf16_params"
+    offload = "optimizer_offload=host optimizer_offload_update=device"
+    assert set(told["ran"]["plan"].split()) == {*words.split(), *offload.split()}
     assert told["standing"]["remedy"] == "run the same command again: it goes on from step 4"
     assert told["notes"] == []
     assert main.main(["report", str(OLD / "finished"), str(OLD / "stopped")]) == 0

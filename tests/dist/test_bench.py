@@ -55,7 +55,7 @@ def test_a_step_stands_beside_what_the_profile_promises(probed):
     for row in json.loads(done.stdout):
         assert row["predicted_seconds"] > 0
         assert row["predicted_from"] == "the profile given"
-        assert row["mfu_of"] == "the fastest product measured"
+        assert row["mfu_of"] == "the fastest matmul measured"
         assert row["counted_flops_ratio"] == 1.0
         assert 0 < row["peak_allocated_bytes"] < 2**30, "what the process grew by, not torch itself"
     assert "peak GiB: by which a rank's process grew" in done.stderr

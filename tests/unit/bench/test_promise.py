@@ -54,7 +54,7 @@ def test_a_device_that_nobody_knows_is_promised_by_its_probe():
     assert found["predicted_bytes"] > 0
     assert found["predicted_from"] == "a quick probe of this machine"
     assert 0 < found["mfu"] < 1
-    assert found["mfu_of"] == "the fastest product measured"
+    assert found["mfu_of"] == "the fastest matmul measured"
 
 
 def test_nothing_is_promised_where_nothing_is_known():

@@ -120,8 +120,7 @@ def _ideal(run: Run, peak: float | None) -> dict[str, float]:
     whole = step_flops(run.arch, run.sequence, run.batch)
     attention = attention_flops(run.arch, run.sequence, run.batch)
     return {
-        kind: flops / peak / run.plan.world
-        for kind, flops in (("products", whole - attention), ("attention", attention))
+        kind: flops / peak / run.plan.world for kind, flops in (("matmul", whole - attention), ("attention", attention))
     }
 
 

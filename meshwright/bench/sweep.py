@@ -1,4 +1,4 @@
-"""Several plans measured one after another, each beside what the planner promised. No torch in this process."""
+"""Several plans measured one after another, each beside its prediction. No torch in this process."""
 
 import platform
 import shutil
@@ -26,16 +26,16 @@ PROBE = Remote("meshwright.bench.probe", "probe_ranks")
 LONGEST_PROBE = 1800.0  # seconds that a probe may take
 
 
-def promised(run: Run, found: dict[str, Any], here: PredictionSource) -> dict[str, Any]:
+def predicted(run: Run, found: dict[str, Any], here: PredictionSource) -> dict[str, Any]:
     """What the planner says of a run that was measured, and utilizations where the data sheet has no peak."""
     machines, source = here.of(found["device"], run.plan.world)
     if machines is None:
-        return {"predicted_seconds": None, "predicted_bytes": None, "promised_from": "", "mfu_of": ""}
+        return {"predicted_seconds": None, "predicted_bytes": None, "predicted_from": "", "mfu_of": ""}
     job = msgspec.structs.replace(job_of(run), cluster=machines, stack=trainer(found["device"]))
     answer = {
         "predicted_seconds": price(job).seconds,
         "predicted_bytes": worst(job).allocated,
-        "promised_from": source,
+        "predicted_from": source,
         "mfu_of": "the data sheet's peak" if found["mfu"] else "",
     }
     peak = machines.gpu.peak(run.plan.precision) * run.plan.world
@@ -48,7 +48,7 @@ def _utilized(run: Run, seconds: float, peak: float) -> dict[str, Any]:
     return {
         "mfu": utilization(step_flops(run.arch, run.sequence, run.batch), seconds, peak),
         "hfu": utilization(done, seconds, peak),
-        "mfu_of": "the fastest product measured",
+        "mfu_of": "the fastest matmul measured",
     }
 
 
@@ -68,7 +68,7 @@ def kept(cache: Path, ranks: int, say: Callable[[str], None]) -> Profile:
     """The quick probe of this machine with so many ranks: measured once for each torch, and kept."""
     target = cache / "profiles" / f"{platform.node()}-{ranks}-torch-{version('torch')}.json"
     if not target.exists():
-        say(f"measuring this machine once with {ranks} rank(s), for promises; kept in {target}")
+        say(f"measuring this machine once with {ranks} rank(s), to predict from; kept in {target}")
         return probe_here(ranks, True, target)
     return read_profile(target)
 
@@ -128,7 +128,7 @@ class SweepSetup(msgspec.Struct, frozen=True, kw_only=True):
 
     cache: Path
     folder: Path  # for tokens and traces
-    machine: PredictionSource  # that promises are about
+    machine: PredictionSource  # that predictions are about
     traced: int = 0  # steps at the end that are taken apart
 
 
@@ -171,7 +171,7 @@ def _row(name: str, run: Run, place: Path, lab: SweepSetup) -> Row:
 
 def _read(name: str, run: Run, place: Path, lab: SweepSetup) -> Row:
     found = msgspec.json.decode((place / "measured.json").read_bytes())
-    return Row(name=name, measured=found | promised(run, found, lab.machine))
+    return Row(name=name, measured=found | predicted(run, found, lab.machine))
 
 
 def _tokens(fed: list[Run], folder: Path) -> None:

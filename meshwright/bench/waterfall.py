@@ -1,4 +1,4 @@
-"""Where a step's time goes, from a profiler's trace: products at the peak rate first, then everything above that."""
+"""Where a step's time goes, from a profiler's trace: matmuls at the peak rate first, then everything above that."""
 
 import re
 import time
@@ -22,7 +22,7 @@ KINDS = (
         re.compile(r"nccl|gloo|c10d|all_?gather|reduce_?scatter|all_?reduce|all_?to_?all", re.IGNORECASE),
     ),
     ("copies", re.compile(r"memcpy|memset", re.IGNORECASE)),
-    ("products", re.compile(r"gemm|nvjet|cutlass|xmma|addmm|aten::mm|aten::bmm|scaled_mm|mkldnn", re.IGNORECASE)),
+    ("matmul", re.compile(r"gemm|nvjet|cutlass|xmma|addmm|aten::mm|aten::bmm|scaled_mm|mkldnn", re.IGNORECASE)),
 )
 
 
@@ -66,8 +66,8 @@ def shares(spent: Mapping[str, float], ideal: Mapping[str, float], wall: float) 
     parts: dict[str, float] = {}
     for kind, seconds in ideal.items():
         took = spent.get(kind, 0.0)
-        parts[f"{kind} at the peak"] = min(seconds, took)
-        parts[f"{kind} above that"] = max(took - seconds, 0.0)
+        parts[f"{kind} at peak"] = min(seconds, took)
+        parts[f"{kind} above peak"] = max(took - seconds, 0.0)
     parts |= {kind: seconds for kind, seconds in spent.items() if kind not in ideal}
     parts["nothing running"] = max(wall - sum(parts.values()), 0.0)
     whole = sum(parts.values())

@@ -20,7 +20,7 @@ from meshwright.checkpoint import slices as regions
 from meshwright.checkpoint.format import DTYPES, MANIFEST, Chunk, Manifest, Slice
 from meshwright.checkpoint.state import TensorShard
 from meshwright.checkpoint.storage import READ_BYTES, CorruptError, Damage
-from meshwright.config.run import Run, digest
+from meshwright.config.run import Run, digests
 from meshwright.parallel.mesh import Mesh
 
 THREADS = 4  # while some hash, others read: both leave Python to itself
@@ -165,8 +165,9 @@ def check_run(manifest: Manifest, folder: Path, run: Run) -> None:
     file = str(folder / MANIFEST)
     if folder.name != format.name(manifest.progress.step):
         raise CorruptError([Damage(file=file, text=f"is the manifest of step {manifest.progress.step}")])
-    if manifest.run != digest(run):
-        raise CorruptError([Damage(file=file, text=f"is of another run ({manifest.run}, not {digest(run)})")])
+    names = digests(run)
+    if manifest.run not in names:
+        raise CorruptError([Damage(file=file, text=f"is of another run ({manifest.run}, not {names[0]})")])
     progress = manifest.progress
     if (progress.seed, progress.samples) != (run.seed, progress.step * run.batch):
         raise CorruptError([Damage(file=file, text=f"{progress.samples} samples are not those of its steps and seed")])

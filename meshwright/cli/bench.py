@@ -1,4 +1,4 @@
-"""`meshwright bench`: a run's step measured beside its promise, several plans side by side, a device's own limits."""
+"""`meshwright bench`: a run's step against its prediction, several plans side by side, a device's own limits."""
 
 import argparse
 from collections.abc import Callable
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 TRACED = 3  # steps that are taken apart
 SWEPT = 2  # ranks of --sweep's plans
-COLUMNS = ("step s", "promised", "tokens/s", "MFU", "peak GiB", "promised", "first s")
+COLUMNS = ("s/step", "predicted", "tokens/s", "MFU", "peak GiB", "predicted", "first s")
 WIDTHS = (10, 10, 12, 7, 10, 10, 9)
 HEAD = f"{'plan':<26}" + "".join(f"{name:>{width}}" for name, width in zip(COLUMNS, WIDTHS, strict=True))
 
 
 def add(verbs: words.Verbs) -> None:
     """Say the verb's words."""
-    verb = words.verb(verbs, "bench", bench, "measure a step beside what was promised, or a device")
+    verb = words.verb(verbs, "bench", bench, "benchmark a step against the prediction, or probe a device")
     verb.add_argument("words", nargs="*", metavar="RUN.toml | MODEL | key=value", help=words.OVERRIDES)
     verb.add_argument(
         "--plan", action="append", default=[], help='a plan to measure; may be repeated: "shard=2,zero=3"'
@@ -38,17 +38,17 @@ def add(verbs: words.Verbs) -> None:
     verb.add_argument(
         "--ranks",
         type=words.count,
-        help="of --sweep's plans (default 2), or of --probe (default: one a GPU, else 2)",
+        help="of --sweep's plans (default 2), or of --probe (default: one per GPU, else 2)",
     )
     verb.add_argument("--steps", type=words.count, default=10, help="steps that count, after the warm-up (default 10)")
     verb.add_argument(
-        "--waterfall", action="store_true", help="take steps apart: where the time goes, from peak to achieved"
+        "--waterfall", action="store_true", help="profile steps: where the time goes, from peak to achieved"
     )
     verb.add_argument(
-        "--probe", action="store_true", help="measure products, attention, memory, collectives and the disk"
+        "--probe", action="store_true", help="measure matmuls, attention, memory, collectives and the disk"
     )
     verb.add_argument("--quick", action="store_true", help="with --probe: few and small shapes")
-    verb.add_argument("--profile", type=Path, help="a profile that promises are made from, as --probe wrote it")
+    verb.add_argument("--profile", type=Path, help="predict from this machine profile, as --probe wrote it")
     verb.add_argument("--out", type=Path, help="where the answer goes as JSON (of --probe: profile.json)")
     verb.add_argument("--folder", type=Path, default=Path("runs/bench"), help="for tokens and traces")
 
@@ -79,23 +79,23 @@ def _planned(options: argparse.Namespace) -> list[tuple[str, Run]]:
 
 def _lab(options: argparse.Namespace, here: Place | None, planned: list[tuple[str, Run]]) -> "SweepSetup":
     from meshwright.bench import sweep
-    from meshwright.bench import sweep as promise
+    from meshwright.bench import sweep as prediction
 
     most, say = max(run.plan.world for _, run in planned), words.say_to(options.json)
 
     def probed() -> Profile | None:
         """Ranks that somebody else launched hold the machine already: there a profile must be given."""
         try:
-            return promise.kept(env.cache(), most, say) if here is None else None
+            return prediction.kept(env.cache(), most, say) if here is None else None
         except RuntimeError as error:
-            say(f"nothing is promised: the probe failed: {str(error).strip().splitlines()[-1]}")
+            say(f"no prediction: the probe failed: {str(error).strip().splitlines()[-1]}")
             return None
 
     given = read_profile(options.profile) if options.profile else None
     return sweep.SweepSetup(
         cache=env.cache(),
         folder=options.folder,
-        machine=promise.PredictionSource(given=given, probed=probed),
+        machine=prediction.PredictionSource(given=given, probed=probed),
         traced=TRACED if options.waterfall else 0,
     )
 
@@ -144,12 +144,14 @@ def _notes(found: list[dict[str, Any]]) -> list[str]:
     if not found:
         return []
     lines = []
-    if source := found[0]["promised_from"]:
-        lines.append(f"promised from {source}")
+    if source := found[0]["predicted_from"]:
+        lines.append(f"predicted from {source}")
     if of := found[0]["mfu_of"]:
         lines.append(f"MFU: of {of}")
     if found[0]["device"] == "cpu":
-        lines.append("peak GiB: by which a rank's process grew since before it had a model; promised are tensors")
+        lines.append(
+            "peak GiB: how much a rank's process grew since before it had a model; the prediction is of tensors alone"
+        )
     return lines
 
 
@@ -157,15 +159,16 @@ def _line(row: "Row") -> str:
     found = row.measured
     if found is None:
         return f"{row.name:<26}could not be measured: {row.error}"
-    promised = f"{found['predicted_seconds']:>10.4f}" if found["predicted_seconds"] else f"{'–':>10}"
-    bytes_promised = f"{found['predicted_bytes'] / 2**30:>10.2f}" if found["predicted_bytes"] else f"{'–':>10}"
+    predicted = f"{found['predicted_seconds']:>10.4f}" if found["predicted_seconds"] else f"{'–':>10}"
+    bytes_predicted = f"{found['predicted_bytes'] / 2**30:>10.2f}" if found["predicted_bytes"] else f"{'–':>10}"
     mfu = f"{found['mfu']:>7.1%}" if found["mfu"] else f"{'–':>7}"
     falls = "".join(
         f"\n    {share['name']:<24}{share['seconds']:>10.4f} s{share['share']:>8.1%}" for share in _falls(found)
     )
+    measured = f"{found['step_seconds']:>10.4f}{predicted}{found['tokens_per_second']:>12,.0f}{mfu}"
     return (
-        f"{row.name or 'as given':<26}{found['step_seconds']:>10.4f}{promised}{found['tokens_per_second']:>12,.0f}{mfu}"
-        f"{found['peak_allocated_bytes'] / 2**30:>10.2f}{bytes_promised}{found['first_step_seconds']:>9.1f}{falls}"
+        f"{row.name or 'as given':<26}{measured}"
+        f"{found['peak_allocated_bytes'] / 2**30:>10.2f}{bytes_predicted}{found['first_step_seconds']:>9.1f}{falls}"
     )
 
 
@@ -192,15 +195,15 @@ def probe(options: argparse.Namespace) -> int:
         profile = read_profile(target)
     if options.json:
         print(msgspec.json.format(msgspec.json.encode(profile)).decode())
-    _tell(profile, target, words.say_to(options.json))
+    _report(profile, target, words.say_to(options.json))
     return 0
 
 
-def _tell(profile: Profile, target: Path, say: Callable[[str], None]) -> None:
+def _report(profile: Profile, target: Path, say: Callable[[str], None]) -> None:
     best = max(profile.products, key=lambda each: each.m * each.n * each.k / each.seconds)
     rate = 2 * best.m * best.n * best.k / best.seconds / 1e12
-    threads = f", {profile.threads} thread(s) a rank" if profile.threads else ""
-    say(f"{profile.device}{threads}: products up to {rate:.3g} TFLOP/s ({best.m} × {best.n} × {best.k}, {best.dtype}),")
+    threads = f", {profile.threads} thread(s) per rank" if profile.threads else ""
+    say(f"{profile.device}{threads}: matmul up to {rate:.3g} TFLOP/s ({best.m} × {best.n} × {best.k}, {best.dtype}),")
     say(f"copies {profile.copy_bandwidth / 1e9:.0f} GB/s, a launch {profile.launch_seconds * 1e6:.1f} µs")
     if profile.host_bandwidth:
         to_host, back = profile.host_bandwidth / 1e9, profile.to_device_bandwidth / 1e9
@@ -209,7 +212,7 @@ def _tell(profile: Profile, target: Path, say: Callable[[str], None]) -> None:
     say(f"disk: {written:.2f} GB/s written, {read:.2f} GB/s read")
     for line in collective_lines(profile):
         say(line)
-    say(f"in {target}; meshwright plan … --profile {target} prices with it")
+    say(f"written to {target}; predict with it: meshwright plan … --profile {target}")
 
 
 def collective_lines(profile: Profile) -> list[str]:

@@ -52,7 +52,7 @@ def clusters(options: argparse.Namespace) -> int:
         table = {"cards": cards(), "links": known.links, "networks": known.networks}
         print(msgspec.json.encode(table).decode())
         return 0
-    print(f"{'card':<18}{'GiB':>7}{'GB/s':>7}{'bf16':>7}{'fp8':>7}{'GPUs':>6}  {'link, GB/s':<22}network, Gb/s a GPU")
+    print(f"{'card':<18}{'GiB':>7}{'GB/s':>7}{'bf16':>7}{'fp8':>7}{'GPUs':>6}  {'link, GB/s':<22}network, Gb/s per GPU")
     for each in cards():
         gpu = each.gpu
         peaks = "".join(f"{peak / TERA:>7.0f}" if peak else f"{'–':>7}" for peak in (gpu.bf16 or gpu.fp16, gpu.fp8))
@@ -92,7 +92,7 @@ def config(options: argparse.Namespace) -> int:
 
 def add_convert(verbs: words.Verbs) -> None:
     """Say the verb's words."""
-    text = "turn a Hugging Face folder into ours, or a trained model into theirs"
+    text = "convert a Hugging Face folder to a Meshwright model, or a trained model to Hugging Face"
     verb = words.verb(verbs, "convert", convert, text)
     verb.add_argument("source", type=Path, help="a Hugging Face folder, or a run folder")
     verb.add_argument("target", type=Path, help="the folder to write")
@@ -115,7 +115,7 @@ def convert(options: argparse.Namespace) -> int:
     return 0
 
 
-TEXT = "what to do with a model and machines: too big, too slow, does it scale; answered by arithmetic"
+TEXT = "which technique a model needs on a cluster: too big, too slow, does it scale; predicted without a GPU"
 NOT_YET = "not in the trainer yet"
 
 
@@ -123,7 +123,9 @@ def add_advise(verbs: words.Verbs) -> None:
     """Say the verb's words."""
     verb = words.verb(verbs, "advise", advice, TEXT)
     target = "RUN.toml | MODEL | config.json | FOLDER | key=value"
-    verb.add_argument("words", nargs="*", metavar=target, help="plan.precision=fp32 and the like state what is decided")
+    verb.add_argument(
+        "words", nargs="*", metavar=target, help="plan.precision=fp32 and the like fix a field of the plan"
+    )
     verb.add_argument("--cluster", metavar="8xh100", help="the machines; a file of your own works too")
     verb.add_argument("--sequence", type=words.count, help="tokens of one sample")
     verb.add_argument("--batch", type=words.count, help="samples in one optimizer step, over the whole job")
@@ -137,11 +139,11 @@ def advice(options: argparse.Namespace) -> int:
     if options.json:
         print(msgspec.json.encode(record(asked, found)).decode())
     else:
-        print("\n".join(words.wrapped(told(asked, found), words.room(sys.stdout))))
+        print("\n".join(words.wrapped(advice_lines(asked, found), words.room(sys.stdout))))
     return Exit.DONE if found.found is not None else Exit.DOES_NOT_FIT
 
 
-def told(asked: PlanQuery, found: Advice) -> Iterator[str]:
+def advice_lines(asked: PlanQuery, found: Advice) -> Iterator[str]:
     """The way through the chart, as people read it."""
     yield from plan_heading(asked, asked.question)
     yield ""

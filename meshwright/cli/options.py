@@ -1,4 +1,4 @@
-"""Words that several verbs share: how they are read, and how people are told."""
+"""Arguments that several verbs share: how they are read, and where messages go."""
 
 import argparse
 import shutil
@@ -45,7 +45,7 @@ def count(text: str) -> int:
 
 
 def say_to(machine: bool) -> Callable[[str], None]:
-    """Where people are told: a program's answer has standard output to itself."""
+    """Where messages for people go: a program's answer has standard output to itself."""
     stream = sys.stderr if machine else sys.stdout
     return lambda text: print(text, file=stream, flush=True)
 
@@ -81,10 +81,10 @@ def told(error: Exception) -> str:
 
 
 def require_training() -> None:
-    """Planning needs nothing; training needs torch and its company."""
+    """Planning needs nothing; training needs torch and a few more packages."""
     from importlib.util import find_spec
 
     missing = [name for name in ("torch", "numpy", "tokenizers", "safetensors", "rich") if find_spec(name) is None]
     if missing:
         remedy = "run: pip install 'meshwright[train]'"
-        raise InputError([Problem(f"this needs what is not installed: {', '.join(missing)}", remedy)])
+        raise InputError([Problem(f"training needs packages that are not installed: {', '.join(missing)}", remedy)])

@@ -53,6 +53,7 @@ READ = {  # by the option that asks for the answer; the first that is given wins
 }
 OPTIONS = set(READ) - {"plan"} | ASKED | OFFERED | CHOSEN | SHOWN | {"rank", "out"}
 TOP = 5  # plans that are shown where nobody says how many
+LARGEST = ("model", "microbatch", "sequence")
 
 
 def asked_for(options: argparse.Namespace) -> str:
@@ -66,14 +67,13 @@ def refuse_unread(options: argparse.Namespace) -> None:
     read = READ[asked] - (CHOSEN if options.exact else set())
     unread = [name for name in vars(options) if name in OPTIONS - read - {asked} and _is_given(options, name)]
     if unread:
-        what = f"{_reader(options, asked)} does not read {' and '.join(map(_word, unread))}"
-        them = "it" if len(unread) == 1 else "them"
-        raise InputError([Problem(what, f"leave {them} out, or ask another time with {them}")])
+        what = f"{' and '.join(map(_word, unread))} cannot be combined with {_reader(options, asked)}"
+        raise InputError([Problem(what, f"leave {'it' if len(unread) == 1 else 'them'} out, or use two commands")])
 
 
 def _reader(options: argparse.Namespace, asked: str) -> str:
     if asked == "plan":
-        return "a search for plans"
+        return "a plan search"
     return _word(asked) + (" --exact" if options.exact and "exact" in READ[asked] else "")
 
 
@@ -86,7 +86,7 @@ def _word(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-TEXT = "will it fit, which split is best, how fast, and why: answered by arithmetic, without a GPU"
+TEXT = "will it fit, which parallelism is best, how fast, and why: predicted without a GPU"
 
 
 def add(verbs: words.Verbs) -> None:
@@ -98,28 +98,32 @@ def add(verbs: words.Verbs) -> None:
     verb.add_argument("--profile", metavar="FILE.json", help="as `meshwright bench --probe` measured them")
     verb.add_argument("--sequence", type=words.count, help="tokens of one sample")
     verb.add_argument("--batch", type=words.count, help="samples in one optimizer step, over the whole job")
-    verb.add_argument("--vary", action="append", choices=("precision", "optimizer", "batch"), help="may be chosen too")
+    verb.add_argument(
+        "--vary", action="append", choices=("precision", "optimizer", "batch"), help="also search over it"
+    )
     verb.add_argument("--top", type=words.count, default=TOP, help=f"how many plans to show (default {TOP})")
-    verb.add_argument("--write", metavar="RUN.toml", help="put the best plan into a run file")
+    verb.add_argument("--write", metavar="RUN.toml", help="write the best plan to a run file")
     verb.add_argument("--force", action="store_true", help="let --write and --page replace a file")
-    verb.add_argument("--tokens", type=_amount, help="also: how long for so many tokens, for example 1.5e12")
+    verb.add_argument("--tokens", type=_amount, help="also predict how long this many tokens take, for example 1.5e12")
     verb.add_argument("--dollars", type=_amount, help="a GPU-hour's price, for --tokens")
     questions = verb.add_argument_group("other questions").add_mutually_exclusive_group()
-    questions.add_argument("--gpus-needed", action="store_true", help="the least number of these GPUs")
-    questions.add_argument("--largest", choices=("model", "microbatch", "sequence"), help="that fits")
+    questions.add_argument("--gpus-needed", action="store_true", help="the smallest number of these GPUs that fits")
+    questions.add_argument("--largest", choices=LARGEST, help="the largest model, microbatch or sequence that fits")
     questions.add_argument(
         "--what-if", action="append", metavar="KEY=VALUE", help="network, cluster, sequence or batch"
     )
     questions.add_argument("--network", metavar="10gbe", help="what if the network between nodes were this one")
     questions.add_argument("--layers", action="store_true", help="parameters, FLOPs and bytes of each layer")
     questions.add_argument("--traffic", action="store_true", help="list the collectives that one rank issues")
-    questions.add_argument("--price", metavar="IN.csv", help="price a table of runs")
-    verb.add_argument("--exact", action="store_true", help="price the plan that is stated, and search for none")
-    verb.add_argument("--textbook", action="store_true", help="the closed forms of the literature beside it")
-    verb.add_argument("--chart", action="store_true", help="also draw memory, time, plans and pipeline here")
-    verb.add_argument("--page", metavar="FILE.html", help="also draw them on a page that works offline")
-    questions.add_argument("--trace", action="store_true", help="dry run: one rank takes a real step without memory")
-    verb.add_argument("--rank", type=_place, help="the rank that --trace follows (default: the fullest)")
+    questions.add_argument("--price", metavar="IN.csv", help="predict time and memory for a table of runs")
+    verb.add_argument("--exact", action="store_true", help="evaluate the stated plan only, without a search")
+    verb.add_argument("--textbook", action="store_true", help="also print the closed-form formulas of the literature")
+    verb.add_argument("--chart", action="store_true", help="also draw memory, time, plans and pipeline in the terminal")
+    verb.add_argument("--page", metavar="FILE.html", help="also draw them as one self-contained HTML page")
+    questions.add_argument(
+        "--trace", action="store_true", help="dry run: one rank executes a real step on fake tensors"
+    )
+    verb.add_argument("--rank", type=_place, help="the rank that --trace executes (default: the most loaded)")
     verb.add_argument("--out", metavar="OUT.csv", help="where --price writes")
 
 
@@ -127,7 +131,7 @@ def plan(options: argparse.Namespace) -> int:
     """The answer to whichever question was asked."""
     refuse_unread(options)
     if options.dollars is not None and options.tokens is None:
-        raise InputError([Problem("--dollars prices what --tokens takes", "add --tokens, for example 1.5e12")])
+        raise InputError([Problem("--dollars needs --tokens", "add --tokens, for example 1.5e12")])
     return _answer(options)(options)
 
 
@@ -160,7 +164,7 @@ def price_table(options: argparse.Namespace) -> int:
     from meshwright.published.rows import price_file
 
     if not options.out:
-        raise InputError([Problem("--price needs to know where to write", "add --out OUT.csv")])
+        raise InputError([Problem("--price needs --out", "add --out OUT.csv")])
     priced = price_file(Path(options.price), Path(options.out), words.say_to(options.json))
     if options.json:
         print(msgspec.json.encode({"out": options.out, **msgspec.to_builtins(priced)}).decode())
@@ -229,11 +233,11 @@ def best(options: argparse.Namespace) -> int:
     answer = searched(asked.question, options.top)
     if not answer.found:
         return nothing_fits(options, asked, answer)
-    return _told(options, asked, asked.question, answer)
+    return _report(options, asked, asked.question, answer)
 
 
 def announce(options: argparse.Namespace, asked: PlanQuery) -> None:
-    """What is asked, before it is answered: a person sees at once that the question was understood."""
+    """The query before its answer: a person sees at once that it was understood."""
     if not options.json:
         heading = words.wrapped(tables.plan_heading(asked, asked.question), words.room(sys.stdout))
         print(*heading, "", sep="\n", flush=True)
@@ -247,7 +251,7 @@ def searched(question: Question, top: int) -> SearchResult:
     return answer
 
 
-def _told(options: argparse.Namespace, asked: PlanQuery, question: Question, answer: SearchResult) -> int:
+def _report(options: argparse.Namespace, asked: PlanQuery, question: Question, answer: SearchResult) -> int:
     first = answer.found[0]
     job = first.job
     kinds = {"precision": job.plan.precision, "master_weights": job.master_weights, "state_dtype": job.state_dtype}
@@ -255,7 +259,7 @@ def _told(options: argparse.Namespace, asked: PlanQuery, question: Question, ans
     beside = explain.beside(chosen, first.plan)
     record = answer_record(asked, question, answer) | {"neighbours": msgspec.to_builtins(beside)}
     lines = [*tables.ranking(answer, question, words.room(sys.stdout)), "", *tables.counted(answer.counts), ""]
-    lines += [f"Why the first: {explain.why(first)}", "One choice changed:", *tables.neighbours(first, beside)]
+    lines += [f"Why the first: {explain.why(first)}", "Neighbouring plans:", *tables.neighbours(first, beside)]
     if span := _span(options, first):
         record["duration"] = msgspec.to_builtins(span)
         lines += ["", *tables.lasting(span)]
@@ -270,7 +274,7 @@ def _span(options: argparse.Namespace, found: Candidate) -> sizes.Duration | Non
 
 
 def _written(options: argparse.Namespace, asked: PlanQuery, found: Candidate) -> list[str]:
-    """The plan in the file of --write, and what is to be done with it."""
+    """The plan in the file of --write, and how to train it."""
     if not options.write:
         return []
     if not found.fit.fits:
@@ -279,7 +283,7 @@ def _written(options: argparse.Namespace, asked: PlanQuery, found: Candidate) ->
     write_whole(Path(options.write), load.write(run), options.force)
     lines = ["", f"written: {options.write} (train it with: meshwright train {options.write})"]
     if unsaid := left_open(asked, run):
-        lines += [f"not the planner's to choose, so set it there first: {', '.join(unsaid)}"]
+        lines += [f"set these in the file first, the planner does not choose them: {', '.join(unsaid)}"]
     return lines
 
 
@@ -317,7 +321,7 @@ def exact(options: argparse.Namespace) -> int:
     answer = SearchResult(found=(found,), counts=tables.SearchCounts(legal=1, too_large={}, slower=0, priced=1))
     traffic = _traffic(question, plan)
     lines = [*tables.plan_heading(asked, question), f"plan: {plan_words(plan)}", "", *tables.ledger(found), ""]
-    lines += [*tables.waterfall(found), "", "sent by the first rank in a step: " + _sent(traffic), explain.why(found)]
+    lines += [*tables.waterfall(found), "", "traffic of the first rank per step: " + _sent(traffic), explain.why(found)]
     record = answer_record(asked, question, answer) | {"traffic_bytes": traffic}
     if span := _span(options, found):
         record["duration"] = msgspec.to_builtins(span)
@@ -360,7 +364,7 @@ def _sent(traffic: dict[str, int]) -> str:
 
 
 def textbook(options: argparse.Namespace) -> int:
-    """The closed forms of the literature for the best plan, or for the plan that is stated."""
+    """The closed-form formulas of the literature for the best plan, or for the stated one."""
     from meshwright.cost.textbook import table
 
     asked = put(options)
@@ -396,9 +400,9 @@ def traced(options: argparse.Namespace) -> int:
         raise InputError([Problem(f"--rank {options.rank} is not one of {world} ranks", f"use 0 to {world - 1}")])
     from meshwright.verify.trace import lines, trace
 
-    told = trace(run_of(asked, found), found.job, options.rank)
-    show(options, {"agrees": told.agrees, **msgspec.to_builtins(told)}, lines(told))
-    return 0 if told.agrees else 1
+    traced = trace(run_of(asked, found), found.job, options.rank)
+    show(options, {"agrees": traced.agrees, **msgspec.to_builtins(traced)}, lines(traced))
+    return 0 if traced.agrees else 1
 
 
 def collectives(options: argparse.Namespace) -> int:
@@ -411,10 +415,10 @@ def collectives(options: argparse.Namespace) -> int:
         print(msgspec.json.encode(found).decode())
         return 0
     print(f"plan: {run.plan}")
-    print(f"{'kind':<16}{'axis':<18}{'calls':>8}{'bytes a call':>18}")
+    print(f"{'kind':<16}{'axis':<18}{'calls':>8}{'bytes/call':>18}")
     for each in found:
         print(f"{each.kind:<16}{each.axis:<18}{each.count:>8}{each.bytes:>18,}")
-    print("in all: " + (", ".join(f"{axis} {size:,}" for axis, size in bytes_by_axis(found).items()) or "nothing"))
+    print("total: " + (", ".join(f"{axis} {size:,}" for axis, size in bytes_by_axis(found).items()) or "nothing"))
     return 0
 
 
@@ -467,7 +471,7 @@ def drawn(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> None:
     if options.chart and options.json:
         remedy = "leave one of them out, or use --page"
-        raise InputError([Problem("--chart is for people, and --json for programs", remedy)])
+        raise InputError([Problem("--chart cannot be combined with --json", remedy)])
 
 
 def frugal(question: Question, first: Candidate) -> list[Candidate]:

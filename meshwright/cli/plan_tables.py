@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from meshwright.cli.query import PlanQuery
+from meshwright.cost.layout import LABELS
 from meshwright.report.plan_charts import GIB
 from meshwright.search import explain
 from meshwright.search.best_first import TOLD_APART, Candidate, SearchCounts, SearchResult
@@ -12,9 +13,12 @@ from meshwright.search.explain import NeighbourPrice, SuggestedChange
 from meshwright.search.question import Question
 from meshwright.search.sizes import Duration, Layer
 from meshwright.spec.params import active, count
-from meshwright.spec.plan import AXES, Plan
+from meshwright.spec.plan import AXES, FIELDS, Plan
 
 UNITS = ((365 * 86400.0, "years"), (86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
+
+
+SAID_BEFORE = {"zero", "cp_kind", "schedule", "stages", "microbatch", "grad_accum", "precision", "kernels", *AXES, "ep"}
 
 
 def plan_words(plan: Plan) -> str:
@@ -27,18 +31,12 @@ def plan_words(plan: Plan) -> str:
     if plan.pp > 1:
         used.append(plan.schedule + (f"×{plan.chunks}" if plan.chunks > 1 else ""))
     used.append(f"microbatch={plan.microbatch}×{plan.grad_accum}")
-    used += [f"recompute={plan.recompute}"] * (plan.recompute != "none")
-    used += [f"activation_quant={plan.activation_quant}"] * (plan.activation_quant != "none")
-    used += ["activation_offload"] * (plan.activation_offload)
-    used += [f"optimizer_offload={plan.optimizer_offload}/{plan.optimizer_offload_update}"] * (
-        plan.optimizer_offload != "none"
-    )
-    used += [name for name in ("cpu_offload", "bf16_params", "compile", "deterministic") if getattr(plan, name)]
+    used += [text for field in FIELDS if field.name not in SAID_BEFORE and (text := field.text(plan))]
     return " ".join(used)
 
 
 def chosen(found: Candidate) -> dict[str, object]:
-    """What a plan says of the mathematics, by the names of a question."""
+    """What a plan says of the numerics, by the names of a question."""
     job = found.job
     return {
         "batch": found.plan.batch,
@@ -49,7 +47,7 @@ def chosen(found: Candidate) -> dict[str, object]:
 
 
 def found_words(found: Candidate, asked: Question) -> str:
-    """A plan, and what of the mathematics is not as it was asked."""
+    """A plan, and which of the numerics are not as they were asked."""
     other = [f"{name}={value}" for name, value in chosen(found).items() if value != getattr(asked, name)]
     return " ".join([plan_words(found.plan), *other])
 
@@ -113,13 +111,32 @@ def as_record(found: Candidate, why: str) -> dict[str, object]:
     }
 
 
-LINES = {  # what a plan that does not fit has most of, as the counts name it
-    "states": "weights, gradients and moments",
-    "waiting": "gradients that wait for the last microbatch",
-    "gathered": "gathered weights",
-    "moments": "the optimizer's moments",
+LINES = LABELS | {  # the largest entry of a plan that does not fit, as the counts name it
+    "states": "weights, gradients and optimizer states",
+    "unreduced_grads": "unreduced gradients",
+    "moments": "optimizer states",
 }
-PLACES = {"host": "host memory", "disk": "the disk"}  # outside the device, as the counts name them
+PLACES = {"host": "host RAM", "disk": "disk"}  # outside the device, as the counts name them
+FABRICS = {  # links and networks by the beginning of their name in the catalogue
+    "nvlink": "NVLink",
+    "pcie": "PCIe",
+    "xgmi": "xGMI",
+    "ici": "ICI",
+    "neuronlink": "NeuronLink",
+    "ib": "InfiniBand",
+    "roce": "RoCE",
+    "efa": "EFA",
+    "ethernet": "Ethernet",
+}
+ENTRY = 22  # columns of a ledger entry's name
+SHARE = 15  # and of a share of the step
+
+
+def fabric(name: str) -> str:
+    """A link or a network as people call it."""
+    if name.endswith("gbe") and name[:-3].isdecimal():
+        return f"{name[:-3]} GbE"
+    return next((known for begin, known in FABRICS.items() if name.startswith(begin)), name)
 
 
 def plan_heading(put: PlanQuery, question: Question) -> Iterator[str]:
@@ -127,17 +144,18 @@ def plan_heading(put: PlanQuery, question: Question) -> Iterator[str]:
     held, used = count(question.arch), active(question.arch)
     size = f"{number(held)} parameters" + (f", {number(used)} active" if used != held else "")
     machines = question.cluster
-    links = f"{machines.domain} a domain over {machines.scale_up.name}, then {machines.network.name}"
-    yield f"{put.model} ({size}) on {machines.name} ({links})"
-    tokens = f"{question.tokens:,} tokens a step"
+    several = f"{machines.domain} GPUs per {fabric(machines.scale_up.name)} domain"
+    links = several if machines.domain > 1 else "1 GPU per node"
+    yield f"{put.model} ({size}) on {machines.name} ({links}, {fabric(machines.network.name)} between)"
+    tokens = f"{question.tokens:,} tokens/step"
     yield f"sequence {question.sequence:,}, batch {question.batch:,} ({tokens}), {question.precision}"
     if question.vary:
-        yield f"may be chosen too: {', '.join(question.vary)}"
+        yield f"also search over: {', '.join(question.vary)}"
     if question.is_limited:
-        yield f"of a GPU's memory {gib(question.limit_bytes)} GiB may be used (goal.memory_gib)"
+        yield f"memory limit: {gib(question.limit_bytes)} GiB per GPU (goal.memory_gib)"
     yield from without_rate(question)
     if machines.efficiency is not None:
-        yield f"priced with what was measured there ({machines.efficiency.name})"
+        yield f"predicted from a measured profile ({machines.efficiency.name})"
     if put.assumed:
         yield f"assumed: {', '.join(put.assumed)}"
 
@@ -146,14 +164,14 @@ def without_rate(question: Question) -> Iterator[str]:
     """A precision that the machines are not known to have."""
     gpu = question.cluster.gpu
     if not gpu.peak(question.precision):
-        yield f"{gpu.name} has no {question.precision} in the catalogue: priced at the rate of what it has"
+        yield f"{gpu.name} has no {question.precision} peak in the catalogue: predicted at the rate of what it has"
 
 
 def ranking(answer: SearchResult, asked: Question, columns: int | None = None) -> Iterator[str]:
     """The best plans, best first; on a terminal with fewer columns than that takes, figures go below their plan."""
     plans = _distinct(answer, asked)
     width = max(map(len, [*plans, "plan"]))
-    names = f"{'s a step':>8}  {'interval':>13}  {'tokens/s/GPU':>12}  {'MFU':>6}  {'GiB':>6}  {'spare':>7}"
+    names = f"{'s/step':>8}  {'interval':>13}  {'tokens/s/GPU':>12}  {'MFU':>6}  {'GiB':>6}  {'headroom':>9}"
     is_narrow = columns is not None and width + len(names) + 6 > columns
     between = f"\n{'':>4}" if is_narrow else "  "
     yield from f"{'':>2}  {'plan':<{width}}{between}{names}".splitlines()
@@ -163,18 +181,18 @@ def ranking(answer: SearchResult, asked: Question, columns: int | None = None) -
         figures = (
             f"{short(price.seconds):>8}  {interval:>13}  "
             f"{price.tokens_per_second_per_gpu:>12,.0f}  {price.mfu:>6.1%}  {gib(found.peak_bytes):>6}  "
-            f"{gib(found.fit.headroom_bytes):>6}{'?' if found.is_tight else ' '}"
+            f"{gib(found.fit.headroom_bytes):>8}{'?' if found.is_tight else ' '}"
         )
         yield from f"{place:>2}  {plan:<{width}}{between}{figures}".splitlines()
     if any(found.is_tight for found in answer.found):
-        yield "? The interval of its memory reaches beyond the card: try it before relying on it."
-    yield f"Times within {TOLD_APART:.0%} count as equal: the simpler plan is first, then the one with more to spare."
+        yield "? = within the error of the memory prediction: try it before relying on it."
+    yield f"Times within {TOLD_APART:.0%} count as equal: the simpler plan is first, then the one with more headroom."
     if (ties := explain.ties(answer)) > 1:
-        yield f"The first {ties} lie within the interval of the best: measure before preferring one of them."
+        yield f"The first {ties} lie within the interval of the best: measure before preferring one."
 
 
 def _distinct(answer: SearchResult, asked: Question) -> list[str]:
-    """Plans in words, with what is mathematics where one of them has it otherwise than it was asked."""
+    """Plans in words, with the numerics where one of them has them otherwise than asked."""
     words = [plan_words(found.plan) for found in answer.found]
     kinds = [chosen(found) for found in answer.found]
     for name in kinds[0] if kinds else ():
@@ -187,10 +205,11 @@ def counted(counts: SearchCounts) -> Iterator[str]:
     """What became of all plans."""
     yield f"{counts.legal:,} legal plans:"
     for line, plans in counts.too_large.items():
-        why = f"{PLACES[line]} is too small" if line in PLACES else f"most of it is {LINES.get(line, line)}"
+        largest = LINES.get(line, line.replace("_", " "))
+        why = f"too little {PLACES[line]}" if line in PLACES else f"the largest entry is {largest}"
         yield f"{plans:>12,}  do not fit: {why}"
-    yield f"{counts.slower:>12,}  are slower than the ones above, by their bound"
-    yield f"{counts.priced:>12,}  priced in full"
+    yield f"{counts.slower:>12,}  pruned by lower bound: slower than the ones above"
+    yield f"{counts.priced:>12,}  fully evaluated"
 
 
 def neighbours(base: Candidate, others: Iterable[NeighbourPrice]) -> Iterator[str]:
@@ -206,41 +225,43 @@ def neighbours(base: Candidate, others: Iterable[NeighbourPrice]) -> Iterator[st
 
 
 def ledger(found: Candidate) -> Iterator[str]:
-    """Every line of the fullest rank's memory, and the verdict."""
+    """Every entry of the most loaded rank's memory, and the verdict."""
     memory = found.job.cluster.gpu.memory_bytes
-    yield f"memory of the fullest rank ({found.ledger.role}), at {found.ledger.moment}:"
+    role = "" if found.ledger.role == "only" else f" ({found.ledger.role} pipeline rank)"
+    yield f"memory of the most loaded rank{role}, at {found.ledger.moment}:"
     for line in found.ledger.lines:
         if line.bytes:
-            yield f"  {line.name:<12}{gib(line.bytes):>8} GiB  {line.why}"
-    kinds = (("allocated", found.ledger.allocated), ("reserved", found.ledger.reserved), ("shown", found.ledger.shown))
+            yield f"  {line.label:<{ENTRY}}{gib(line.bytes):>8} GiB  {line.why}"
+    allocated, reserved, driver = found.ledger.allocated, found.ledger.reserved, found.ledger.shown
+    kinds = (("allocated", allocated), ("reserved", reserved), ("nvidia-smi", driver))
     yield "  " + ", ".join(f"{name} {gib(size)}" for name, size in kinds) + f" of {gib(memory)} GiB"
     yield from _away(found)
-    verdict, amount = "yes" if found.fit.fits else "no", "to spare" if found.fit.headroom_bytes >= 0 else "too many"
-    doubt = ", and the interval of the estimate reaches beyond the card" if found.is_tight else ""
+    verdict, amount = "yes" if found.fit.fits else "no", "headroom" if found.fit.headroom_bytes >= 0 else "short"
+    doubt = " (within the error of the prediction)" if found.is_tight else ""
     yield f"fits: {verdict}, {gib(abs(found.fit.headroom_bytes))} GiB {amount}{doubt}"
 
 
 def _away(found: Candidate) -> Iterator[str]:
-    """What lies outside the device, beside a GPU's share of its node."""
+    """What is offloaded, beside a GPU's share of its node."""
     cluster, away = found.job.cluster, found.ledger.away
     for place, lines, room in (("host", away.host, cluster.host_bytes), ("disk", away.disk, cluster.disk_bytes)):
         if not lines:
             continue
-        have = f"{gib(room)} GiB for each GPU" if room else "how much there is is not known"
-        yield f"{PLACES[place]} of this rank: {gib(sum(line.bytes for line in lines))} GiB ({have}):"
+        have = f"{gib(room)} there" if room else f"yours is unknown: set {place}_gib"
+        yield f"needs {gib(sum(line.bytes for line in lines))} GiB of {PLACES[place]} per GPU ({have}):"
         for line in lines:
-            yield f"  {line.name:<12}{gib(line.bytes):>8} GiB  {line.why}"
+            yield f"  {line.label:<{ENTRY}}{gib(line.bytes):>8} GiB  {line.why}"
 
 
 def waterfall(found: Candidate) -> Iterator[str]:
     """Where the seconds go."""
     price = found.price
     yield (
-        f"time: {short(price.seconds)} s a step ({short(price.low_seconds)} – {short(price.high_seconds)}), "
+        f"time: {short(price.seconds)} s/step ({short(price.low_seconds)} – {short(price.high_seconds)}), "
         f"{price.tokens_per_second_per_gpu:,.0f} tokens/s/GPU, MFU {price.mfu:.1%}, HFU {price.hfu:.1%}"
     )
     for share in price.waterfall:
-        yield f"  {share.name:<12}{short(share.seconds):>8} s  {share.seconds / price.seconds:>6.1%}  {share.why}"
+        yield f"  {share.label:<{SHARE}}{short(share.seconds):>8} s  {share.seconds / price.seconds:>6.1%}  {share.why}"
 
 
 def missed(misses: Iterable[Candidate], suggestions: Iterable[SuggestedChange], asked: Question) -> Iterator[str]:
@@ -250,9 +271,9 @@ def missed(misses: Iterable[Candidate], suggestions: Iterable[SuggestedChange], 
         yield f"  {plan_words(found.plan)}: {explain.room(found)}"
     yield "What would fit:"
     for each in suggestions:
-        price, spare = each.found.price, gib(each.found.fit.headroom_bytes)
+        price, headroom = each.found.price, gib(each.found.fit.headroom_bytes)
         plan = found_words(each.found, asked)
-        yield f"  {each.change}: {plan}, {short(price.seconds)} s a step, {spare} GiB to spare"
+        yield f"  {each.change}: {plan}, {short(price.seconds)} s/step, {headroom} GiB headroom"
 
 
 def lasting(span: Duration) -> Iterator[str]:
@@ -276,5 +297,5 @@ def layer_table(layers: tuple[Layer, ...]) -> Iterator[str]:
     total = sum(layer.count * layer.parameters for layer in layers)
     flops = sum(layer.count * layer.flops_per_token for layer in layers)
     states = sum(layer.count * layer.state_bytes for layer in layers)
-    kept = sum(layer.count * layer.activation_bytes for layer in layers)
-    yield f"{'in all':<26}{total:>18,}{number(flops):>14}{states / 2**30:>12.2f}{kept / 2**20:>26,.1f}"
+    saved = sum(layer.count * layer.activation_bytes for layer in layers)
+    yield f"{'total':<26}{total:>18,}{number(flops):>14}{states / 2**30:>12.2f}{saved / 2**20:>26,.1f}"

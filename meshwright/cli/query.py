@@ -82,7 +82,7 @@ def _asked(target: str | None, overrides: list[str], arch: Arch | None) -> tuple
         asked = load.ask(path, overrides)
         return asked, asked.run.name
     near = presets.unknown_preset(target).remedy
-    raise InputError([Problem(f"{target} is no model of the zoo and no file", near)])
+    raise InputError([Problem(f"{target} is neither a known model nor a file", near)])
 
 
 def described(path: Path) -> Arch | None:
@@ -101,7 +101,7 @@ def _machines(options: argparse.Namespace, asked: OpenRun) -> str:
     text = options.cluster or asked.run.goal.cluster
     if not text:
         remedy = "add --cluster 64xh100, or [goal] cluster to the run file; `meshwright clusters` lists the cards"
-        raise InputError([Problem("no machines are named", remedy)])
+        raise InputError([Problem("no cluster is named", remedy)])
     return text
 
 

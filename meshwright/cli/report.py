@@ -1,4 +1,4 @@
-"""`meshwright report`: what a run did, beside what was promised; from its folder alone, without torch."""
+"""`meshwright report`: what a run did beside the prediction; from its folder alone, without torch."""
 
 import argparse
 import shutil
@@ -15,23 +15,23 @@ from meshwright.report import run_text as run_chart
 from meshwright.report import run_text as run_table
 from meshwright.report.plan_charts import Terminal
 from meshwright.report.run_data import FolderFacts, facts
-from meshwright.report.run_summary import PredictedFigures, RunReport, Steps, report, steps_of
+from meshwright.report.run_summary import NO_PREDICTION, PredictedFigures, RunReport, Steps, report, steps_of
 from meshwright.runtime.files import refuse_existing, write_whole
 from meshwright.spec.problem import InputError
 
 
 def add(verbs: words.Verbs) -> None:
     """Say the verb's words."""
-    verb = words.verb(verbs, "report", tell, "show what runs did beside what was promised, from their folders")
+    verb = words.verb(verbs, "report", tell, "show what runs did beside the prediction, from their folders")
     verb.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="a run's folder; several are compared")
-    verb.add_argument("--profile", type=Path, help="a profile that promises are made from, as bench --probe wrote it")
-    verb.add_argument("--cluster", default="", help="the machines that promises are made for, like 8xh100")
-    verb.add_argument("--page", type=Path, metavar="FILE.html", help="draw it too, as one page that works offline")
+    verb.add_argument("--profile", type=Path, help="predict from this machine profile, as bench --probe wrote it")
+    verb.add_argument("--cluster", default="", help="the machines to predict for, like 8xh100")
+    verb.add_argument("--page", type=Path, metavar="FILE.html", help="also draw it as one self-contained HTML page")
     verb.add_argument("--force", action="store_true", help="replace a page that is there")
 
 
 def tell(options: argparse.Namespace) -> int:
-    """Read the folders and say what they tell."""
+    """Read the folders and report on them."""
     _check(options)
     found = [facts(folder) for folder in options.folders]
     reports = [_report(each, options) for each in found]
@@ -56,13 +56,13 @@ def _check(options: argparse.Namespace) -> None:
 
 def _report(each: FolderFacts, options: argparse.Namespace) -> RunReport:
     measured = steps_of(each)
-    return report(each, measured, _promised(each, measured, options))
+    return report(each, measured, _predicted(each, measured, options))
 
 
-def _promised(each: FolderFacts, steps: Steps | None, options: argparse.Namespace) -> PredictedFigures:
+def _predicted(each: FolderFacts, steps: Steps | None, options: argparse.Namespace) -> PredictedFigures:
     """The planner's words about exactly this run; a reason where it has none."""
     from meshwright.hardware.profile import read_profile
-    from meshwright.report.run_summary import Given, device_of, machines, promise, utilized
+    from meshwright.report.run_summary import Given, device_of, machines, predict, utilized
     from meshwright.search.budget import job_of
 
     run, device = each.run, device_of(each.environment)
@@ -72,25 +72,26 @@ def _promised(each: FolderFacts, steps: Steps | None, options: argparse.Namespac
     except InputError as error:
         if options.cluster or options.profile:
             raise
-        return PredictedFigures(why_not="; ".join(map(str, error.problems)))
+        why = "; ".join(map(str, error.problems))
+        return PredictedFigures(why_not=why if why.startswith(NO_PREDICTION) else f"{NO_PREDICTION}: {why}")
     job = msgspec.structs.replace(job_of(msgspec.structs.replace(run, goal=Goal())), cluster=found)
     return PredictedFigures(
-        promise=promise(job, device, source), utilized=utilized(job, device, steps) if steps else None
+        prediction=predict(job, device, source), utilized=utilized(job, device, steps) if steps else None
     )
 
 
-def _lines(told: RunReport, found: FolderFacts, screen: Terminal | None) -> Iterator[str]:
+def _lines(shown: RunReport, found: FolderFacts, screen: Terminal | None) -> Iterator[str]:
     """The sections of one run, and its loss drawn where a person looks at it."""
-    yield from run_text.what_ran(told)
+    yield from run_text.what_ran(shown)
     yield ""
-    yield from run_text.beside_promise(told)
+    yield from run_text.beside_prediction(shown)
     yield ""
-    yield from run_text.of_losses(told)
-    if screen is not None and told.losses is not None:
-        yield from run_chart.losses(found.kept, told.losses.held_out, screen)
+    yield from run_text.of_losses(shown)
+    if screen is not None and shown.losses is not None:
+        yield from run_chart.losses(found.kept, shown.losses.validation, screen)
     yield ""
-    yield from run_text.of_time(told)
-    if ranks := list(run_text.of_ranks(told)):
+    yield from run_text.of_time(shown)
+    if ranks := list(run_text.of_ranks(shown)):
         yield from ("", *ranks)
 
 

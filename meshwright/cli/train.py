@@ -50,8 +50,8 @@ def add(verbs: words.Verbs) -> None:
         "--ranks", type=words.count, help="processes to start (default: 2 on a CPU, else one for each GPU)"
     )
     verb.add_argument("--folder", type=Path, help="where the run lives (default: runs/NAME-DIGEST)")
-    verb.add_argument("--fresh", action="store_true", help="set an earlier run in the folder aside and start anew")
-    verb.add_argument("--debug", action="store_true", help="torch, NCCL and Gloo say everything they do, in logs/")
+    verb.add_argument("--fresh", action="store_true", help="set an earlier run in the folder aside and start over")
+    verb.add_argument("--debug", action="store_true", help="debug logging of torch, NCCL and Gloo, in logs/")
     verb.add_argument("--inject", default="", metavar="FAULT", help=argparse.SUPPRESS)  # for `rehearse`
 
 
@@ -67,7 +67,7 @@ def train(options: argparse.Namespace) -> int:
 
 
 def _launch(run: Run, options: argparse.Namespace) -> int:
-    """Supervise the ranks of one machine, and make the tokens while their nursery imports torch."""
+    """Supervise the ranks of one machine, and prepare the tokens while their fork server imports torch."""
     from meshwright.data.prepare import prepare
     from meshwright.runtime import run_folder as folders
     from meshwright.runtime.supervise import StopRequest, Supervisor
@@ -117,7 +117,7 @@ def _environment(run: Run, options: argparse.Namespace) -> dict[str, str]:
 
 
 def _order(run: Run, folder: Path, options: argparse.Namespace) -> RankSpec:
-    """What ranks are told, but for their place."""
+    """What ranks are given, but for their place."""
     from meshwright.runtime import run_folder as folders
     from meshwright.runtime.failure import this_session
     from meshwright.runtime.ranks import threads
@@ -148,7 +148,7 @@ def _rank(run: Run, here: Place, options: argparse.Namespace) -> int:
     from meshwright.runtime.supervise import Sidecar
 
     folder = options.folder or folders.default(run)
-    fresh = options.fresh and env.attempt() == 1  # a restart goes on with what it was asked to begin
+    fresh = options.fresh and env.attempt() == 1  # a restart resumes what it was asked to start
     if not fresh and (finished := folders.read_summary(folder)) is not None:
         folders.check_owner(folder, run)
         if here.rank == 0:
@@ -181,7 +181,7 @@ def _serve(run: Run, order: RankSpec, machine: bool) -> int:
 
 
 def _order_of(here: Place, folder: Path, options: argparse.Namespace) -> RankSpec:
-    """What a rank tells itself when somebody else has launched it."""
+    """What a rank is given when somebody else has launched it."""
     from meshwright.runtime import run_folder as folders
     from meshwright.runtime.failure import session_above
 
@@ -206,14 +206,14 @@ def _tell(summary: Summary | None, run: Run, machine: bool) -> None:
     if machine:
         teller(sys.stdout)(msgspec.json.encode(summary).decode())
         return
-    held = f", held-out {summary.held_out_loss:.4f}" if summary.held_out_loss is not None else ""
+    validation = f", validation {summary.held_out_loss:.4f}" if summary.held_out_loss is not None else ""
     lines = [
         "",
         f"done: {summary.step} steps in {summary.seconds:.0f} s on {summary.ranks} ranks",
-        f"  loss        {summary.first_loss:.4f} → {summary.loss:.4f}{held}",
+        f"  loss        {summary.first_loss:.4f} → {summary.loss:.4f}{validation}",
         f"  speed       {summary.tokens_per_second:,.0f} tokens/s",
         f"  first loss  after {summary.seconds_to_first_loss:.1f} s",
-        f"  memory      {summary.peak_bytes / 2**30:.2f} GiB at the peak of one rank",
+        f"  memory      {summary.peak_bytes / 2**30:.2f} GiB peak on one rank",
         f"  time        {_spent(summary)}",
         f"  folder      {summary.folder} (run.toml, steps.rank*.jsonl, model/)",
     ]
@@ -227,7 +227,7 @@ def _tell(summary: Summary | None, run: Run, machine: bool) -> None:
 
 
 def _tell_failure(verdict: Failure, machine: bool) -> int:
-    """How a run ended that did not come to its end; what lay in a folder that was never begun is gone by now."""
+    """How a run failed; what lay in a folder that was never begun is gone by now."""
     if not Path(verdict.details).exists():
         verdict = msgspec.structs.replace(verdict, details="")
     teller(sys.stderr)(str(verdict))
@@ -237,16 +237,16 @@ def _tell_failure(verdict: Failure, machine: bool) -> int:
 
 
 def _tell_program(verdict: Failure | None, code: int) -> None:
-    """The same as one object; a rank that was asked to end has no verdict of its own."""
-    told = {} if verdict is None else msgspec.to_builtins(verdict)
-    told.pop("code", None)  # a script compares the exit code, which has its own name
-    stopped = told.get("kind", "stopped") == "stopped"
-    answer = {"state": "stopped" if stopped else "failed", "exit_code": int(code), **told}
+    """The same as one object; a rank that was interrupted has no failure report of its own."""
+    failure = {} if verdict is None else msgspec.to_builtins(verdict)
+    failure.pop("code", None)  # a script compares the exit code, which has its own name
+    stopped = failure.get("kind", "stopped") == "stopped"
+    answer = {"state": "stopped" if stopped else "failed", "exit_code": int(code), **failure}
     teller(sys.stdout)(msgspec.json.encode(answer).decode())
 
 
 def _teller(machine: bool) -> Callable[[str], None]:
-    """Where people are told. Training goes on when they stop listening."""
+    """Where messages for people go. Training continues when nobody reads them."""
     return teller(sys.stderr if machine else sys.stdout)
 
 

@@ -1,4 +1,4 @@
-"""`meshwright verify`: a plan trains like one process, a stopped run goes on as if it never was, a save is whole."""
+"""`meshwright verify`: plans train like one process, resumed runs like unbroken ones, checkpoints are whole."""
 
 import argparse
 import sys
@@ -29,10 +29,13 @@ def add(verbs: words.Verbs) -> None:
     verb.add_argument("--steps", type=words.count, default=3, help="optimizer steps to compare (default 3)")
     verb.add_argument("--folder", type=Path, help="where the certificate goes (default: runs/verify-NAME)")
     verb.add_argument(
-        "--checkpoint", type=Path, metavar="DIR", help="instead: check every byte of a saved step, or of all of a run"
+        "--checkpoint",
+        type=Path,
+        metavar="DIR",
+        help="instead: verify the checksums of a checkpoint, or of all of a run",
     )
     verb.add_argument(
-        "--resume", metavar="RUN", help="instead: stop a short form of a run, go on, and compare to the last bit"
+        "--resume", metavar="RUN", help="instead: stop a short form of a run, resume it, and compare bitwise"
     )
 
 
@@ -88,7 +91,7 @@ def _checkpoint(options: argparse.Namespace) -> int:
 
 
 def _resume(options: argparse.Namespace) -> int:
-    """Exit 1 when a run that was stopped and went on differs from one that was not."""
+    """Exit 1 when a run that was stopped and resumed differs from one that was not."""
     from meshwright.verify import resume
 
     say = words.say_to(options.json)
@@ -107,15 +110,17 @@ FAULTS = ("kill", "term", "hang", "sleep", "lock", "data", "skip", "cross", "nan
 
 def add_rehearse(verbs: words.Verbs) -> None:
     """Say the verb's words."""
-    verb = words.verb(verbs, "rehearse", rehearse, "break a short copy of a run on purpose, and see it heal")
+    verb = words.verb(verbs, "rehearse", rehearse, "fault-injection rehearsal: kill a rank and check recovery")
     verb.add_argument("words", nargs="*", metavar="RUN.toml | key=value", help=words.OVERRIDES)
-    verb.add_argument("--fault", choices=FAULTS, default="kill", help="what to do to its last rank (default: kill)")
+    verb.add_argument(
+        "--fault", choices=FAULTS, default="kill", help="the fault to inject into its last rank (default: kill)"
+    )
     verb.add_argument("--ranks", type=words.count, help="processes to start (default: as train)")
-    verb.add_argument("--folder", type=Path, help="where the copies stay (default: a temporary place)")
+    verb.add_argument("--folder", type=Path, help="where the copies stay (default: a temporary folder)")
 
 
 def rehearse(options: argparse.Namespace) -> int:
-    """Exit 0 when the weights came out as if nothing had happened, 1 when not."""
+    """Exit 0 when the weights are those of a run without the fault, 1 when not."""
     words.require_training()
     run = examined(options.words, options.ranks).run
     from meshwright.verify.rehearse import rehearse as rehearsed
@@ -125,9 +130,9 @@ def rehearse(options: argparse.Namespace) -> int:
         result = rehearsed(run, options.fault, options.folder or Path(temporary), say)
     if options.json:
         print(msgspec.json.encode(result).decode(), flush=True)
-    weights = "the same weights, to the last bit" if result.same_weights else "OTHER WEIGHTS"
+    weights = "bitwise equal weights" if result.same_weights else "DIFFERENT WEIGHTS"
     say(
-        f"{result.fault}: training again after {result.recovery_seconds:.1f} s, "
-        f"{result.lost_steps} steps made again, {weights} (sha256 {result.digest[:16] or 'none'})"
+        f"{result.fault}: recovered after {result.recovery_seconds:.1f} s, "
+        f"{result.lost_steps} steps repeated, {weights} (sha256 {result.digest[:16] or 'none'})"
     )
     return Exit.DONE if result.same_weights else Exit.FAILED

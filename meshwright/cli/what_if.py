@@ -44,13 +44,17 @@ def what_if(options: argparse.Namespace) -> int:
         "counts": msgspec.to_builtins(then.counts),
     }
     lines = [f"assumed then: {', '.join(assumed)}"] if assumed else [*tables.without_rate(changed)]
-    lines += [f"now:       {_told(first, question)}", *_kept(first, same, question), *_best(first, changed, then)]
+    lines += [
+        f"now:       {_summary(first, question)}",
+        *_same_plan(first, same, question),
+        *_best(first, changed, then),
+    ]
     show(options, record, lines)
     return 0 if then.found else DOES_NOT_FIT
 
 
 def _changed(options: argparse.Namespace, asked: PlanQuery) -> tuple[Question, list[str]]:
-    """The question after the change, held to the same rules, and what is assumed for it anew."""
+    """The question after the change, held to the same rules, and what is assumed for it."""
     changes = _changes(options, asked)
     machines = changes.pop("cluster", asked.question.cluster)
     changed = msgspec.structs.replace(asked.question, **changes).on(machines)
@@ -73,7 +77,7 @@ def _changes(options: argparse.Namespace, asked: PlanQuery) -> dict[str, Any]:
     given = dict(word.split("=", 1) for word in words if "=" in word)
     changes: dict[str, Any] = {}
     remedy = "use network=, cluster=, sequence= or batch="
-    found = [Problem(f"--what-if {key} is not known", remedy) for key in given if key not in CHANGEABLE]
+    found = [Problem(f"--what-if {key} is unknown", remedy) for key in given if key not in CHANGEABLE]
     for key in ("sequence", "batch"):
         if key in given and not (given[key].isdecimal() and int(given[key])):
             found.append(Problem(f"--what-if {key}={given[key]} is not a count", "use a whole number of at least 1"))
@@ -104,20 +108,20 @@ def _same(base: Candidate, question: Question, changed: Question) -> Candidate |
     return None if problems(asked, plan) else priced(asked.job(plan))
 
 
-def _told(found: Candidate, asked: Question) -> str:
+def _summary(found: Candidate, asked: Question) -> str:
     plan = found_words(found, asked)
-    return f"{plan}: {short(found.price.seconds)} s a step, {gib(found.peak_bytes)} GiB"
+    return f"{plan}: {short(found.price.seconds)} s/step, {gib(found.peak_bytes)} GiB"
 
 
-def _kept(base: Candidate, same: Candidate | None, question: Question) -> Iterator[str]:
+def _same_plan(base: Candidate, same: Candidate | None, question: Question) -> Iterator[str]:
     """What a change does to the plan that was best."""
     if same is None:
-        yield "same plan: is not legal any more"
+        yield "same plan: no longer legal"
         return
     other = "" if same.plan == base.plan else f"{found_words(same, question)}: "
     verdict = "" if same.fit.fits else ", does not fit"
     yield (
-        f"same plan: {other}{short(same.price.seconds)} s a step "
+        f"same plan: {other}{short(same.price.seconds)} s/step "
         f"({same.price.seconds / base.price.seconds:.2f} ×), {gib(same.peak_bytes)} GiB{verdict}"
     )
     yield from _shifts(base, same)
@@ -129,7 +133,7 @@ def _best(base: Candidate, changed: Question, then: SearchResult) -> Iterator[st
         yield "nothing fits then"
         return
     first = then.found[0]
-    yield f"best then: {_told(first, changed)}"
+    yield f"best then: {_summary(first, changed)}"
     yield from _shifts(base, first)
     yield explain.why(first)
 
@@ -143,7 +147,8 @@ def _shifts(base: Candidate, other: Candidate) -> Iterator[str]:
         change = _seconds(after, name) - before.get(name, 0.0)
         if abs(change) >= explain.SMALL * base.price.seconds:
             why = f": {after[name].why}" if name in after else ""
-            yield f"           {'+' if change > 0 else '-'}{short(abs(change))} s {name}{why}"
+            label = name.replace("_", " ")
+            yield f"           {'+' if change > 0 else '-'}{short(abs(change))} s {label}{why}"
 
 
 def _seconds(shares: dict[str, TimeShare], name: str) -> float:
@@ -159,11 +164,11 @@ def gpus_needed(options: argparse.Namespace) -> int:
     needed = sizes.gpus_needed(asked.question, options.top)
     if needed is None:
         remedy = "fix less of the plan, or use a larger card or a shorter sequence"
-        raise InputError([Problem(f"no number of {asked.question.cluster.gpu.name} is enough", remedy)])
+        raise InputError([Problem(f"no number of {asked.question.cluster.gpu.name} GPUs is enough", remedy)])
     gpus, answer = needed
     question = sizes.with_gpus(asked.question, gpus)
     record = answer_record(asked, question, answer) | {"gpus": gpus}
-    lines = [f"{gpus} {question.cluster.gpu.name} are needed at least.", *tables.plan_heading(asked, question), ""]
+    lines = [f"At least {gpus} {question.cluster.gpu.name} are needed.", *tables.plan_heading(asked, question), ""]
     ranking = tables.ranking(answer, question, words.room(sys.stdout))
     show(options, record, [*lines, *ranking, "", explain.why(answer.found[0])])
     return 0
@@ -205,7 +210,7 @@ def _refuse_stated(options: argparse.Namespace) -> None:
         "microbatch": next((word for word in overrides if word.startswith("plan.microbatch=")), None),
     }[what]
     if given:
-        raise InputError([Problem(f"--largest {what} looks for what {given} states", f"leave {given} out")])
+        raise InputError([Problem(f"{given} cannot be combined with --largest {what}", f"leave {given} out")])
 
 
 def _answered(asked: PlanQuery, what: str, found: Largest) -> PlanQuery:

@@ -13,7 +13,7 @@ from meshwright.spec.problem import Problem
 from meshwright.spec.schedule import Schedule, misfits
 
 SPLIT_BACKWARD: tuple[Schedule, ...] = ("zb1p", "zbv", "dualpipev")  # for a block's input, and later for its weights
-FP8_MULTIPLE = 16  # of every dimension of a product, the summed one too
+FP8_MULTIPLE = 16  # of every dimension of a matmul, the reduced one too
 
 
 def _batch(run: Run) -> Iterator[Problem]:
@@ -30,32 +30,30 @@ def _batch(run: Run) -> Iterator[Problem]:
 def _precision(run: Run) -> Iterator[Problem]:
     plan = run.plan
     if plan.precision == "fp8" and plan.tp > 1:
-        what = f"plan.precision = fp8 multiplies whole matrices, and plan.tp = {plan.tp} cuts them"
+        what = f"plan.precision = fp8 has no tensor parallelism, and plan.tp = {plan.tp} shards the matmuls"
         yield Problem(what, "use plan.tp = 1 and plan.shard, or plan.precision = bf16", "plan.precision")
     if plan.precision == "fp8" and (tokens := plan.microbatch * run.sequence // plan.cp) % FP8_MULTIPLE:
-        what = f"plan.precision = fp8 sums over the {tokens} tokens of a microbatch, no multiple of {FP8_MULTIPLE}"
+        what = f"plan.precision = fp8 needs the {tokens} tokens of a microbatch to be a multiple of {FP8_MULTIPLE}"
         yield Problem(what, "use a sequence or a microbatch that makes it one, or plan.precision = bf16", "sequence")
     if plan.precision == "fp8" and plan.deterministic:
-        what = "plan.precision = fp8 finds its scales from whole tensors, and plan.deterministic cuts them otherwise"
+        what = "plan.precision = fp8 computes scales of whole tensors, and plan.deterministic splits them differently"
         yield Problem(what, "use plan.precision = bf16, or leave plan.deterministic out", "plan.precision")
 
 
-def _shadow(run: Run) -> Iterator[Problem]:
+def _bf16_params(run: Run) -> Iterator[Problem]:
     plan = run.plan
     if not plan.bf16_params:
         return
     remedy = "leave plan.bf16_params out"
     if plan.world > 1:
-        what = (
-            f"plan.bf16_params keeps a narrow copy on a rank that shares nothing, and this plan has {plan.world} ranks"
-        )
+        what = f"plan.bf16_params is for single-rank plans, and this plan has {plan.world} ranks"
         yield Problem(what, f"{remedy}: sharded weights are cast when they are gathered", "plan.bf16_params")
     if plan.precision in ("fp32", "fp64"):
-        what = f"plan.bf16_params is a narrow copy, and plan.precision = {plan.precision} is as wide as the weights"
+        what = f"plan.bf16_params is a bf16 copy, and plan.precision = {plan.precision} uses none"
         yield Problem(what, f"{remedy}, or set plan.precision = bf16", "plan.bf16_params")
     if plan.deterministic:
         yield Problem(
-            "plan.deterministic adds up gradients by itself, without plan.bf16_params", remedy, "plan.bf16_params"
+            "plan.deterministic accumulates gradients by itself, without plan.bf16_params", remedy, "plan.bf16_params"
         )
 
 
@@ -74,7 +72,7 @@ def _rounding(run: Run) -> Iterator[Problem]:
         )
     if plan.deterministic:
         yield Problem(
-            f"plan.deterministic adds up wide gradients, and optim.master_weights = {master_weights} has none",
+            f"plan.deterministic accumulates fp32 gradients, and optim.master_weights = {master_weights} has none",
             "leave one of them out",
             "optim.master_weights",
         )
@@ -93,46 +91,45 @@ def _offload(run: Run) -> Iterator[Problem]:
     if plan.world > 1:
         what = f"plan.optimizer_offload is for a single rank, and this plan has {plan.world} ranks"
         yield Problem(
-            what, f"{remedy}: plan.zero = 1 to 3 shares them out over plan.shard ranks", "plan.optimizer_offload"
+            what, f"{remedy}: plan.zero = 1 to 3 shards the states over plan.shard ranks", "plan.optimizer_offload"
         )
     if plan.deterministic:
-        what = "plan.deterministic adds up gradients and moves weights by itself, without plan.optimizer_offload"
+        what = "plan.deterministic accumulates gradients and moves weights by itself, without plan.optimizer_offload"
         yield Problem(what, f"{remedy}, or plan.deterministic", "plan.optimizer_offload")
     if plan.precision in ("bf16", "fp16", "fp8") and plan.world == 1 and not plan.bf16_params:
-        what = "plan.optimizer_offload leaves narrow weights on the device, and plan.bf16_params = false keeps none"
+        what = "plan.optimizer_offload needs bf16 parameters on the device: plan.bf16_params = false keeps none"
         yield Problem(what, "leave plan.bf16_params out", "plan.bf16_params")
     if states == "bf16" and plan.precision not in ("bf16", "fp8"):
-        what = f"optim.state_dtype = bf16 completes weights of bf16, and plan.precision = {plan.precision} has none"
+        what = f"optim.state_dtype = bf16 is for bf16 weights, and plan.precision = {plan.precision} has none"
         yield Problem(what, "set plan.precision = bf16, or leave optim.state_dtype out", "optim.state_dtype")
     if run.optim.master_weights != "fp32":
-        what = f"plan.optimizer_offload has its own masters, without optim.master_weights = {run.optim.master_weights}"
+        stated = f"optim.master_weights = {run.optim.master_weights}"
+        what = f"plan.optimizer_offload has its own master weights, without {stated}"
         yield Problem(what, "leave optim.master_weights out, or plan.optimizer_offload", "optim.master_weights")
     if plan.optimizer_offload_host_bytes < 0:
         what = f"plan.optimizer_offload_host_bytes = {plan.optimizer_offload_host_bytes} is negative"
         yield Problem(what, "use 0 to have every state on the disk", "plan.optimizer_offload_host_bytes")
 
 
-def _offload_weights(run: Run) -> Iterator[Problem]:
+def _cpu_offload(run: Run) -> Iterator[Problem]:
     plan, key = run.plan, "plan.cpu_offload"
     if not plan.cpu_offload:
         return
     remedy = "leave plan.cpu_offload out"
     if plan.zero != 3:
-        what = f"plan.cpu_offload gives a block's weights up after use, and plan.zero = {plan.zero} keeps them all"
+        what = f"plan.cpu_offload frees a block's weights after use, and plan.zero = {plan.zero} keeps them all"
         yield Problem(what, f"set plan.zero = 3, on one rank too, or {remedy}", "plan.zero")
     if plan.pp > 1:
-        what = f"plan.cpu_offload brings one block at a time, and plan.pp = {plan.pp} keeps whole stages gathered"
+        what = f"plan.cpu_offload fetches one block at a time, and plan.pp = {plan.pp} keeps whole stages all-gathered"
         yield Problem(what, f"set plan.pp = 1 and use plan.shard, or {remedy}", key)
     if plan.bf16_params:
-        what = (
-            "plan.bf16_params keeps a narrow copy of all weights on the device, and plan.cpu_offload keeps none there"
-        )
+        what = "plan.bf16_params keeps a bf16 copy of all weights on the device, and plan.cpu_offload keeps none there"
         yield Problem(what, "leave one of them out", "plan.bf16_params")
     if plan.optimizer_offload != "none":
         what = f"plan.cpu_offload includes plan.optimizer_offload = {plan.optimizer_offload}: all states are there"
         yield Problem(what, "leave one of them out: plan.optimizer_offload is for weights that fit on the device", key)
     if plan.deterministic:
-        what = "plan.deterministic adds up gradients on the device by itself, without plan.cpu_offload"
+        what = "plan.deterministic accumulates gradients on the device by itself, without plan.cpu_offload"
         yield Problem(what, "leave one of them out", key)
 
 
@@ -140,7 +137,7 @@ def _routes(run: Run) -> Iterator[Problem]:
     plan = run.plan
     if run.arch.experts and plan.activation_quant != "none" and plan.recompute != "none":
         yield Problem(
-            f"plan.recompute = {plan.recompute} would route tokens anew, and some to other experts: "
+            f"plan.recompute = {plan.recompute} would recompute the routing, and send some tokens to other experts: "
             f"plan.activation_quant = {plan.activation_quant} has rounded what the router reads",
             "leave one of them out, or use plan.activation_offload = true, which is exact",
             "plan.activation_quant",
@@ -167,7 +164,7 @@ def _tensor(run: Run) -> Iterator[Problem]:
     works = max(degree for degree in range(1, tp + 1) if all(width % degree == 0 for width in widths.values()))
     for name, width in widths.items():
         if width % tp:
-            what = f"arch.{name} = {width} cannot be shared by plan.tp = {tp} ranks"
+            what = f"arch.{name} = {width} cannot be sharded over plan.tp = {tp} ranks"
             yield Problem(
                 what, f"use plan.tp = {works}, and the other ranks for plan.shard or plan.replicate", "plan.tp"
             )
@@ -179,7 +176,7 @@ def _sequence(run: Run) -> Iterator[Problem]:
     if parts > 0 and run.sequence % parts:
         near = max(run.sequence // parts, 1) * parts
         what = (
-            f"sequence = {run.sequence} cannot be cut into {parts} equal slices for plan.cp = {cp} and plan.tp = {tp}"
+            f"sequence = {run.sequence} cannot be split into {parts} equal slices for plan.cp = {cp} and plan.tp = {tp}"
         )
         yield Problem(what, f"use a multiple of {parts}, such as {near}, or smaller plan.cp and plan.tp", "sequence")
 
@@ -208,7 +205,7 @@ def _pipeline(run: Run) -> Iterator[Problem]:
         what = f"plan.pp = {plan.pp} × plan.chunks = {plan.chunks} are more stages than arch.layers = {layers}"
         yield Problem(what, f"use plan.pp of at most {max(layers // max(plan.chunks, 1), 1)}", "plan.pp")
     elif len(plan.stages) != stages or sum(plan.stages) != layers or min(plan.stages, default=0) < 1:
-        what = f"plan.stages = {list(plan.stages)} is not {stages} stages of {layers} layers in all"
+        what = f"plan.stages = {list(plan.stages)} is not {stages} stages of {layers} layers in total"
         yield Problem(what, "leave plan.stages out to have the layers balanced", "plan.stages")
     for misfit in misfits(plan.schedule, plan.pp, plan.chunks, plan.grad_accum):
         yield Problem(misfit.text, misfit.remedy, misfit.key)
@@ -220,13 +217,13 @@ def _experts(run: Run) -> Iterator[Problem]:
         return
     if experts == 0:
         yield Problem(
-            f"plan.ep = {plan.ep} shares out experts, and this model has none",
+            f"plan.ep = {plan.ep} distributes experts, and this model has none",
             "leave plan.ep at 1, or state arch.experts",
             "plan.ep",
         )
     elif experts % plan.ep:
         yield Problem(
-            f"arch.experts = {experts} cannot be shared evenly by plan.ep = {plan.ep} ranks",
+            f"arch.experts = {experts} cannot be distributed evenly over plan.ep = {plan.ep} ranks",
             f"use a plan.ep that divides {experts}",
             "plan.ep",
         )
@@ -243,7 +240,7 @@ def _deterministic(run: Run) -> Iterator[Problem]:
     plan = run.plan
     if not plan.deterministic:
         return
-    for axis, sums in {"tp": "partial products", "cp": "parts of a sequence", "ep": "tokens of an expert"}.items():
+    for axis, sums in {"tp": "partial matmuls", "cp": "parts of a sequence", "ep": "tokens of an expert"}.items():
         if getattr(plan, axis) > 1:
             yield Problem(
                 f"plan.deterministic fixes the order of sums over microbatches, and plan.{axis} = "
@@ -284,7 +281,7 @@ def how_blocks_run(plan: Plan) -> Iterator[Problem]:
         # Right in float64 but for `selective`, which torch refuses; measured on the last of two stages: 11 forwards of
         # every block under full, 17 under every-2, where a whole backward takes 2.
         yield Problem(
-            f"plan.recompute = {plan.recompute} computes a block anew for every backward through it, and plan.schedule "
+            f"plan.recompute = {plan.recompute} recomputes a block for every backward through it, and plan.schedule "
             f"= {plan.schedule} goes back for the block's input and then for each of its weights",
             f"{near}, or leave plan.recompute out",
             "plan.recompute",
@@ -298,13 +295,14 @@ def how_blocks_run(plan: Plan) -> Iterator[Problem]:
 
 
 def _kept(plan: Plan) -> Iterator[Problem]:
-    """What happens to that which blocks keep for the backward."""
+    """What happens to saved activations."""
     said = {"activation_quant": plan.activation_quant} if plan.activation_quant != "none" else {}
     said |= {"activation_offload": plan.activation_offload} if plan.activation_offload else {}
     together = recompute.by_operation(plan.recompute) or any(len(run) > 1 for run in recompute.runs(plan.recompute, 4))
     for name, value in said.items() if together else ():
         yield Problem(
-            f"plan.{name} = {value} takes what a block keeps, and plan.recompute = {plan.recompute} keeps it elsewhere",
+            f"plan.{name} = {value} works on a block's saved activations, and plan.recompute = {plan.recompute} "
+            "has none of a block's own",
             "use plan.recompute = none, first-K or full",
             f"plan.{name}",
         )
@@ -317,7 +315,7 @@ def _kept(plan: Plan) -> Iterator[Problem]:
 
 
 PLAN_RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
-    _batch, _precision, _shadow, _rounding, _offload, _offload_weights, _zero, _tensor, _sequence, _ulysses, _pipeline,
+    _batch, _precision, _bf16_params, _rounding, _offload, _cpu_offload, _zero, _tensor, _sequence, _ulysses, _pipeline,
     _experts, _deterministic, _routes, _how_blocks_run,
 )  # fmt: skip
 
@@ -401,23 +399,23 @@ def _heads(run: Run) -> Iterator[Problem]:
         )
     if arch.kv_heads > 0 and arch.heads % arch.kv_heads:
         yield Problem(
-            f"arch.heads = {arch.heads} cannot share arch.kv_heads = {arch.kv_heads} evenly",
+            f"arch.heads = {arch.heads} cannot be divided by arch.kv_heads = {arch.kv_heads} evenly",
             "use a number of kv_heads that divides heads",
             "arch.kv_heads",
         )
     if arch.positions == "rope" and arch.head_dim % 2:
         yield Problem(
-            f"arch.head_dim = {arch.head_dim} is odd, and rotary positions turn pairs",
+            f"arch.head_dim = {arch.head_dim} is odd, and RoPE rotates pairs",
             "use an even head_dim, or other positions",
             "arch.head_dim",
         )
 
 
-def _mixture(run: Run) -> Iterator[Problem]:
+def _moe(run: Run) -> Iterator[Problem]:
     arch = run.arch
     if arch.experts <= 0:
         return
-    yield from _mixture_sizes(arch)
+    yield from _moe_sizes(arch)
     if arch.router in ("switch", "gshard", "expert_choice") and arch.capacity <= 0:
         yield Problem(
             f"arch.router = {arch.router} needs arch.capacity above 0",
@@ -426,7 +424,7 @@ def _mixture(run: Run) -> Iterator[Problem]:
         )
 
 
-def _mixture_sizes(arch: Arch) -> Iterator[Problem]:
+def _moe_sizes(arch: Arch) -> Iterator[Problem]:
     if arch.expert_ffn < 1:
         yield Problem("arch.expert_ffn is missing", "state the width inside one expert", "arch.expert_ffn")
     if arch.router != "expert_choice" and not 1 <= arch.top_k <= arch.experts:
@@ -493,7 +491,7 @@ def _packing(run: Run) -> Iterator[Problem]:
 
 
 def _mix(run: Run) -> Iterator[Problem]:
-    """In a mixture each source has its own settings, and those beside it would be read by nobody."""
+    """With several sources each has its own settings, and those beside them would be ignored."""
     usual = Data()
     for name in ("source", "format", "field"):
         if run.data.mix and (value := getattr(run.data, name)) != getattr(usual, name):
@@ -505,7 +503,7 @@ def _mix(run: Run) -> Iterator[Problem]:
 
 
 RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
-    _counts, _sizes, _heads, _mixture, _context, _rates, _packing, _mix, *PLAN_RULES,
+    _counts, _sizes, _heads, _moe, _context, _rates, _packing, _mix, *PLAN_RULES,
 )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import msgspec
 from meshwright.config import check, schema
 from meshwright.config.huggingface import FolderDescription, describe, shape_differences
 from meshwright.config.presets import complete, preset_names, preset_table, unknown_preset
+from meshwright.config.renamed import is_recorded, new_name, translated
 from meshwright.config.run import Run
 from meshwright.spec.arch import Arch
 from meshwright.spec.plan import AXES, balanced_stages
@@ -329,6 +330,8 @@ def _read(file: Path, depth: int = 0) -> tuple[dict[str, Any], Origins]:
     except tomllib.TOMLDecodeError as error:
         raise InputError([Problem(f"{file} is not TOML: {error}", "correct that line")]) from None
     origins = {key: f"{file}:{line}" for key, line in lines_of(text).items()}
+    if is_recorded(file):
+        table, origins = translated(table), {new_name(key) or key: where for key, where in origins.items()}
     parent = table.pop("extends", None)
     if parent is None:
         return table, origins

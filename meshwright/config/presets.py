@@ -53,7 +53,7 @@ def preset_table(name: str) -> dict[str, Any]:
 def unknown_preset(name: Any) -> Problem:
     near = difflib.get_close_matches(str(name), preset_names(), n=1, cutoff=0.4)
     remedy = f"did you mean {near[0]}?" if near else "`meshwright models` lists them"
-    return Problem(f"arch.preset = {schema.shown(name)} is not in the model zoo", remedy, "arch.preset")
+    return Problem(f"arch.preset = {schema.shown(name)} is not a known model", remedy, "arch.preset")
 
 
 def complete(arch: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from meshwright.config.renamed import former
 from meshwright.spec.arch import Arch
 from meshwright.spec.plan import Plan
 
@@ -140,18 +141,19 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 NOT_MATHEMATICS = ("name", "log", "eval", "checkpoint", "faults", "goal", "plan")
+# Choices that came later: one that is off is left unsaid, so that a run from before there was it keeps its name.
+UNSAID = {"optim": ("master_weights", "stochastic_rounding", "state_dtype"), "init": ("optimizer_state",)}
 
 
 def mathematics(run: Run) -> dict[str, Any]:
     """What decides the weights, whatever the plan: the part that must agree between two runs called the same."""
     values = msgspec.to_builtins(run)
     kept = {key: value for key, value in values.items() if key not in NOT_MATHEMATICS}
-    # What is off is left unsaid, so that a run from before there was such a choice keeps its name.
-    for name, usual in (("master_weights", "fp32"), ("stochastic_rounding", False), ("state_dtype", "fp32")):
-        if kept["optim"][name] == usual:
-            del kept["optim"][name]
-    if not run.init.optimizer_state:
-        del kept["init"]["optimizer_state"]
+    for table, names in UNSAID.items():
+        usual = {field.name: field.default for field in msgspec.structs.fields(getattr(run, table))}
+        for name in names:
+            if kept[table][name] == usual[name]:
+                del kept[table][name]
     if run.plan.precision == "fp8" and run.plan.fp8_scaling != "tensorwise":
         kept["fp8_scaling"] = run.plan.fp8_scaling
     if run.plan.activation_quant != "none":
@@ -161,4 +163,13 @@ def mathematics(run: Run) -> dict[str, Any]:
 
 def digest(run: Run) -> str:
     """A short name for the mathematics of a run."""
-    return hashlib.sha256(msgspec.json.encode(mathematics(run), order="deterministic")).hexdigest()[:8]
+    return _short(mathematics(run))
+
+
+def digests(run: Run) -> tuple[str, str]:
+    """The short name of a run, then the one it had before keys were renamed."""
+    return digest(run), _short(former(mathematics(run)))
+
+
+def _short(values: dict[str, Any]) -> str:
+    return hashlib.sha256(msgspec.json.encode(values, order="deterministic")).hexdigest()[:8]

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from meshwright.config.renamed import new_name
+from meshwright.config.renamed import new_words
 from meshwright.config.run import Run
 from meshwright.spec import plan
 from meshwright.spec.problem import Problem
@@ -70,7 +70,7 @@ def misfits(table: Mapping[str, Any], struct: type[msgspec.Struct] = Run, prefix
     for name, value in table.items():
         key = prefix + name
         if name not in fields:
-            yield unknown(key, [prefix + field for field in fields])
+            yield unknown(key, [prefix + field for field in fields], value)
         elif not is_struct(fields[name]):
             yield from _misfit(key, value, fields[name])
         elif isinstance(value, Mapping):
@@ -100,11 +100,11 @@ def missing(table: Mapping[str, Any], struct: type[msgspec.Struct], prefix: str)
             yield Problem(f"{key} is missing", f"give it {described(field.type)}", key)
 
 
-def unknown(key: str, siblings: list[str]) -> Problem:
+def unknown(key: str, siblings: list[str], value: Any = None) -> Problem:
     """What to say of a key that does not exist."""
     everything = list(every_key())
     last = key.rsplit(".", 1)[-1]
-    if new := new_name(key):
+    if new := new_words(key, value):
         return Problem(f"{key} has a new name", f"write {new}", key)
     if last in ELSEWHERE:
         return Problem(f"{key} is not a key", f"here it is called {ELSEWHERE[last]}", key)

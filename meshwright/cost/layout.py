@@ -95,20 +95,21 @@ Name = Literal[
     "master",
     "gradients",
     "moments",
-    "gathered",
-    "waiting",
+    "all_gathered_params",
+    "unreduced_grads",
     "update",
     "activations",
     "recompute",
-    "backward",
+    "activation_grads",
     "logits",
-    "buffers",
+    "reduce_buffers",
     "workspace",
-    "slack",
-    "context",
+    "allocator_cache",
+    "cuda_nccl_context",
     "states",
     "pieces",
 ]
+LABELS: Mapping[str, str] = {"all_gathered_params": "all-gathered params", "cuda_nccl_context": "CUDA+NCCL context"}
 
 
 class LedgerEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,6 +118,11 @@ class LedgerEntry(msgspec.Struct, frozen=True, kw_only=True):
     name: Name
     bytes: int
     why: str
+
+    @property
+    def label(self) -> str:
+        """The name as people read it."""
+        return LABELS.get(self.name, self.name.replace("_", " "))
 
 
 class ResidentMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -158,18 +164,22 @@ def states(
     held = tuple(groups(seat))
     stored = sum(_stored(group, seat) for group in held) // seat.wide
     updated = sum(_updated(group, seat) for group in held) // seat.wide
-    among = f"over {plan.shards} ranks" if plan.shards > 1 else "whole"
+    among = f"sharded over {plan.shards} ranks" if plan.shards > 1 else "not sharded"
     width = widths(plan, master_weights)
     summed = stored * width.gradient
     gathered = 0 if shares_weights(plan, master_weights) else _gathered(held, seat)
-    low = (LedgerEntry(name="master", bytes=updated * width.low, why=f"the bits that bf16 leaves out, {among}"),)
+    low = (
+        LedgerEntry(
+            name="master", bytes=updated * width.low, why=f"the 16 low bits of the fp32 master weights, {among}"
+        ),
+    )
     return (
         LedgerEntry(name="weights", bytes=stored * width.weight, why=_why_weights(seat, width.weight, among)),
         LedgerEntry(name="gradients", bytes=summed, why=_why_gradients(seat, width.gradient, among)),
         LedgerEntry(name="moments", bytes=updated * width.moments, why=_why_moments(seat, among)),
         *(low if width.low else ()),
-        LedgerEntry(name="gathered", bytes=gathered, why=_why_gathered(plan, master_weights)),
-        LedgerEntry(name="waiting", bytes=max(_unsummed(held, seat) - summed, 0), why=_why_waiting(plan)),
+        LedgerEntry(name="all_gathered_params", bytes=gathered, why=_why_gathered(plan, master_weights)),
+        LedgerEntry(name="unreduced_grads", bytes=max(_unsummed(held, seat) - summed, 0), why=_why_waiting(plan)),
     )
 
 
@@ -289,11 +299,9 @@ def _gathered(held: Iterable[ParamGroup], seat: RankView) -> int:
     plan = seat.plan
     if not _copies(plan):
         return 0
-    if plan.pp > 1:
-        return _gathered_by_stages(held, seat)
-    if plan.zero == 3:
-        return _two_blocks(held, seat)
-    return sum(group.count * _once(group, seat) for group in held)
+    if plan.zero < 3:  # of a pipeline too: no stage has its last backward before every other one has been used
+        return sum(group.count * _once(group, seat) for group in held)
+    return _gathered_by_stages(held, seat) if plan.pp > 1 else _two_blocks(held, seat)
 
 
 def gathered_outside(arch: Arch, plan: Plan, place: Mapping[str, int] = FIRST) -> int:
@@ -340,7 +348,7 @@ class _GatheredStages(msgspec.Struct, frozen=True):
 
 
 def _gathered_by_stages(held: Iterable[ParamGroup], seat: RankView) -> int:
-    """At the fullest instant of a pipeline rank: what lies on several ranks is there from when it is asked for.
+    """At the fullest instant of a pipeline rank under zero 3: what lies on several ranks is there when it is asked for.
 
     The rest is copied when it is used.
     """
@@ -372,8 +380,10 @@ def _instants(schedule: Schedule, pp: int, chunks: int, microbatches: int, rank:
 
 def _why_gradients(seat: RankView, width: int, among: str) -> str:
     if seat.plan.cpu_offload:
-        waits = f"{_name(width, seat.plan)}, {among}, until the last microbatch is summed over copies" if width else ""
-        return waits or "each block's leaves for host memory when it is summed"
+        waits = (
+            f"{_name(width, seat.plan)}, {among}, until the last microbatch is reduced over replicas" if width else ""
+        )
+        return waits or "each block's are offloaded to host memory once reduced"
     return f"{_name(width, seat.plan)}, {among}, after the last backward"
 
 
@@ -381,8 +391,8 @@ def _why_weights(seat: RankView, width: int, among: str) -> str:
     if seat.plan.cpu_offload:
         return "in host memory"
     if seat.plan.optimizer_offload != "none":
-        return f"{_name(width, seat.plan)}, {among}: the wide ones are in {_home(seat.plan)}"
-    return f"{_name(width, seat.plan)}, {among}, filled up to equal parts"
+        return f"{_name(width, seat.plan)}, {among}: the fp32 master weights are in {_home(seat.plan)}"
+    return f"{_name(width, seat.plan)}, {among}" + (", padded" if seat.plan.shards > 1 else "")
 
 
 def _why_moments(seat: RankView, among: str) -> str:
@@ -399,20 +409,22 @@ def _home(plan: Plan) -> str:
 
 def _why_gathered(plan: Plan, master_weights: MasterWeights) -> str:
     if not _copies(plan) or shares_weights(plan, master_weights):
-        return "nothing: the weights are used where they lie"
+        return "none: the weights are used in place"
+    if plan.pp > 1 and plan.zero == 3:
+        return f"{plan.precision}, the stages computed next, of {placement(plan).count(0)} on a rank"
     if plan.pp > 1:
-        return f"{plan.precision}, the stages that are computed next, of {placement(plan).count(0)} on a rank"
+        return f"{plan.precision}, all stages of the rank until their last backward"
     if plan.bf16_params:
-        return f"{plan.precision}, a shadow of the whole model"
+        return f"{plan.precision}, a resident copy of the whole model"
     if plan.zero == 3:
-        return f"{plan.precision}, what is outside the blocks, one block and the next"
+        return f"{plan.precision}, embedding and output, one block and the prefetched next one"
     return f"{plan.precision}, the whole model until the last backward"
 
 
 def _why_waiting(plan: Plan) -> str:
     if not _waits(plan):
-        return "nothing: every microbatch scatters its own gradient"
-    return "whole gradients until the last microbatch, beyond the shard that remains of them"
+        return "none: every microbatch reduce-scatters its gradients"
+    return "unsharded gradients accumulated until the last microbatch, beyond the shard that stays"
 
 
 def _name(size: int, plan: Plan) -> str:
@@ -425,7 +437,11 @@ def sharded(job: Job, place: Mapping[str, int]) -> ResidentMemory:
     """Of our own trainer, and of others that shard as `fully_shard` does."""
     plan, holds = job.plan, job.stack.holds
     held = {line.name: line for line in states(job.arch, plan, place, job.master_weights)}
-    outside = gathered_outside(job.arch, plan, place) if plan.zero == 3 and plan.pp == 1 else held["gathered"].bytes
+    outside = (
+        gathered_outside(job.arch, plan, place)
+        if plan.zero == 3 and plan.pp == 1
+        else held["all_gathered_params"].bytes
+    )
     updated = held["moments"].bytes / MOMENTS / (8 if plan.precision == "fp64" else 4)
     largest = largest_weight(job.arch) // plan.shards
     slots = slot_bytes(plan, largest, job.state_dtype)
@@ -433,13 +449,17 @@ def sharded(job: Job, place: Mapping[str, int]) -> ResidentMemory:
     return ResidentMemory(
         lines=(
             *lines,
-            ("activations", 0, "what microbatches in flight have left for their backward"),
-            ("recompute", 0, "the blocks that are computed anew together, beyond what was kept of them"),
-            ("backward", 0, "gradients of activations inside one block"),
+            ("activations", 0, "saved for the backward by the microbatches in flight"),
+            ("recompute", 0, "the blocks recomputed together, beyond what was saved of them"),
+            ("activation_grads", 0, "gradients of activations inside one block"),
             ("logits", 0, "log-probabilities, and at the loss their gradients"),
-            ("buffers", _reducing(job, place), "a block's gradient as it came, and wide for the sum over ranks"),
-            ("update", slots, "what the optimizer's step makes beside its states, and pieces of them on their way"),
-            ("workspace", holds.workspace_bytes, "of the device's libraries"),
+            (
+                "reduce_buffers",
+                _reducing(job, place),
+                "a block's gradients in the compute dtype, and in fp32 for the reduction",
+            ),
+            ("update", slots, "temporaries of the optimizer step, and pieces of offloaded states in transit"),
+            ("workspace", holds.workspace_bytes, "of cuBLAS and other libraries"),
         ),
         buffered=False,
         block_share=max(param_counts(job.arch)[0]) / count(job.arch),
@@ -556,21 +576,21 @@ def buffered(job: Job, place: Mapping[str, int]) -> ResidentMemory:
     kept = shared if plan.zero == 3 else numbers
     summed = shared if plan.zero >= 2 else numbers
     moments = min(BUFFERED_MOMENTS, holds.optimizer_bytes)
-    among = f"over {data} ranks" if plan.zero and data > 1 else "whole"
+    among = f"sharded over {data} ranks" if plan.zero and data > 1 else "not sharded"
     return ResidentMemory(
         lines=(
             ("weights", holds.weight_bytes * kept, f"{holds.weight_bytes:g} bytes a parameter"),
             ("master", (holds.optimizer_bytes - moments) * moved, f"the optimizer's fp32 copy, {among}"),
             ("gradients", holds.gradient_bytes * summed, f"one buffer, {holds.gradient_bytes:g} bytes a parameter"),
             ("moments", moments * moved, f"two in fp32, {among}"),
-            ("gathered", 0, "gathered inputs whose memory cannot be reused at once"),
-            ("activations", 0, "what microbatches in flight have left for their backward"),
-            ("recompute", 0, "the blocks that are computed anew together, beyond what was kept of them"),
-            ("backward", 0, "gradients of activations inside one block"),
+            ("all_gathered_params", 0, "all-gathered inputs whose memory cannot be reused at once"),
+            ("activations", 0, "saved for the backward by the microbatches in flight"),
+            ("recompute", 0, "the blocks recomputed together, beyond what was saved of them"),
+            ("activation_grads", 0, "gradients of activations inside one block"),
             ("logits", 0, "of the loss, forward and backward"),
-            ("buffers", holds.bucket_bytes * numbers * (data > 1), "what gradients are gathered in for their sum"),
-            ("update", 0, "what the optimizer's step makes beside its states"),
-            ("workspace", holds.workspace_bytes, "of the device's libraries"),
+            ("reduce_buffers", holds.bucket_bytes * numbers * (data > 1), "buckets in which gradients are reduced"),
+            ("update", 0, "temporaries of the optimizer step"),
+            ("workspace", holds.workspace_bytes, "of cuBLAS and other libraries"),
         ),
         buffered=True,
         update=holds.update_bytes * moved,

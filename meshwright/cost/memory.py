@@ -189,13 +189,13 @@ def _moments(rank: _RankMoments, number: int) -> Iterator[_Instant]:
         if scene.kind == "F":
             yield _Instant("the end of a forward", scene, _flying(rank, scene))
         elif scene.kind == "W":
-            yield _Instant("the weights' half of a backward", scene, _flying(rank, scene))
+            yield _Instant("the weight-gradient half of a backward", scene, _flying(rank, scene))
         else:
             yield from _backward(rank, scene)
-    done: Lines = {} if rank.rest.buffered else {"waiting": 0, "buffers": 0}
+    done: Lines = {} if rank.rest.buffered else {"unreduced_grads": 0, "reduce_buffers": 0}
     if not rank.rest.buffered and not plan.bf16_params:  # a shadow stays, to be written anew
-        done["gathered"] = 0
-    yield _Instant("the optimizer's step", None, {**done, "update": rank.rest.update})
+        done["all_gathered_params"] = 0
+    yield _Instant("the optimizer step", None, {**done, "update": rank.rest.update})
 
 
 def _backward(rank: _RankMoments, scene: InFlight) -> Iterator[_Instant]:
@@ -203,27 +203,29 @@ def _backward(rank: _RankMoments, scene: InFlight) -> Iterator[_Instant]:
     plan, rest = rank.job.plan, rank.rest
     part, flying = rank.parts[scene.stage], _flying(rank, scene)
     summed_before = plan.grad_accum > 1 or plan.pp > 1 or rest.buffered
-    none: Lines = {} if summed_before else {"gradients": 0, "waiting": 0}
+    none: Lines = {} if summed_before else {"gradients": 0, "unreduced_grads": 0}
     if part.logits:
-        at_loss: Lines = {} if rest.buffered else {"gathered": rest.gathered_at_loss, "buffers": 0, **none}
+        at_loss: Lines = (
+            {} if rest.buffered else {"all_gathered_params": rest.gathered_at_loss, "reduce_buffers": 0, **none}
+        )
         loss: Lines = {"logits": flying["logits"] + part.loss}
         yield _Instant("the loss", scene, flying | at_loss | loss)
-    inside: Lines = {"recompute": part.anew, "backward": part.passing, "logits": flying["logits"] - part.logits}
+    inside: Lines = {"recompute": part.anew, "activation_grads": part.passing, "logits": flying["logits"] - part.logits}
     after = flying | inside
     yield _Instant("the first block of a backward", scene, after | none)
     left = after["activations"] - part.activations - part.pair + part.first_run
     missing = 0.0 if summed_before else rest.block_share * part.first_blocks + rest.begin_share
     grown: Lines = {"activations": left, "gradients": rest.of("gradients") * max(1 - missing, 0)}
     if rest.gathered_at_end is not None:
-        grown["gathered"] = rest.gathered_at_end
+        grown["all_gathered_params"] = rest.gathered_at_end
     yield _Instant("the last block of a backward", scene, after | grown)
     if rest.outside_sums:
-        ended: Lines = {"activations": left - part.first_run, "recompute": 0, "backward": 0}
-        sums: Lines = {"gathered": rest.outside, "buffers": rest.outside_sums}
-        yield _Instant("the sum of what is outside the blocks", scene, after | ended | sums)
+        ended: Lines = {"activations": left - part.first_run, "recompute": 0, "activation_grads": 0}
+        sums: Lines = {"all_gathered_params": rest.outside, "reduce_buffers": rest.outside_sums}
+        yield _Instant("the reduction of embedding and output gradients", scene, after | ended | sums)
     if rank.job.arch.tied and plan.pp == 1:
         gone: Lines = {"activations": left - part.first_run, "recompute": 0}
-        gone["backward"] = 2 * _table(rank.work)  # the lookup's gradient, and its sum with the projection's
+        gone["activation_grads"] = 2 * _table(rank.work)  # the lookup's gradient, and its sum with the projection's
         yield _Instant("the embedding's gradient", scene, after | gone)
 
 
@@ -241,12 +243,12 @@ def _flying(rank: _RankMoments, scene: InFlight) -> Lines:
     )
     found: Lines = {"activations": activations, "logits": logits + rank.before}
     if rank.rest.buffered:
-        found["gathered"] = rank.work.left
+        found["all_gathered_params"] = rank.work.left
     else:
         if scene.kind not in BACKWARDS:
-            found["buffers"] = 0
+            found["reduce_buffers"] = 0
         if not scene.summing:
-            found["gradients"] = found["waiting"] = 0
+            found["gradients"] = found["unreduced_grads"] = 0
     return found
 
 
@@ -335,7 +337,9 @@ def away(job: Job, sent: float, place: Mapping[str, int] = FIRST) -> OffloadedMe
     host = list(hosted(job.arch, job.plan, place, job.master_weights))
     disk: tuple[LedgerEntry, ...] = ()
     if sent:
-        host.append(LedgerEntry(name="activations", bytes=round(sent), why="what blocks keep for the backward"))
+        host.append(
+            LedgerEntry(name="activations", bytes=round(sent), why="saved activations, offloaded until the backward")
+        )
     if job.plan.optimizer_offload != "none":
         near, far = _states(job)
         host += [line for line in (near, _pieces(job)) if line.bytes]
@@ -348,7 +352,7 @@ def _states(job: Job) -> tuple[LedgerEntry, LedgerEntry]:
     width = widths(job.plan, states=job.state_dtype).away
     whole = count(job.arch) * width
     near = whole if job.plan.optimizer_offload == "host" else min(job.plan.optimizer_offload_host_bytes, whole)
-    why = f"wide weights and moments, {width} bytes a parameter"
+    why = f"fp32 master weights and moments, {width} bytes per parameter"
     return LedgerEntry(name="states", bytes=near, why=why), LedgerEntry(name="states", bytes=whole - near, why=why)
 
 
@@ -359,12 +363,15 @@ def _pieces(job: Job) -> LedgerEntry:
     travelling = 2 * wide if plan.optimizer_offload_update == "host" else 0
     largest = max(param.numel for param in params(job.arch))
     size = SLOTS * min(PIECE, largest) * (fetched + travelling)
-    return LedgerEntry(name="pieces", bytes=size, why="buffers of states, gradients and weights on their way")
+    return LedgerEntry(name="pieces", bytes=size, why="transfer buffers of states, gradients and weights")
 
 
 Role = Literal["only", "first", "middle", "last"]
 WITHOUT_LAYERS = 2  # stages that the output projection and the loss can fill without a layer
-OUTSIDE_TORCH: tuple[Name, ...] = ("slack", "context")  # what torch's count of allocated bytes leaves out
+OUTSIDE_TORCH: tuple[Name, ...] = (
+    "allocator_cache",
+    "cuda_nccl_context",
+)  # what torch's count of allocated bytes leaves out
 
 
 class Ledger(msgspec.Struct, frozen=True, kw_only=True):
@@ -387,7 +394,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def reserved(self) -> int:
         """What it has taken from the device to give out: `torch.cuda.max_memory_reserved`."""
-        return total(line for line in self.lines if line.name != "context")
+        return total(line for line in self.lines if line.name != "cuda_nccl_context")
 
     @property
     def shown(self) -> int:
@@ -415,10 +422,14 @@ def ledger(job: Job, place: Mapping[str, int] = FIRST) -> Ledger:
     fullest = peak(job, place)
     holds, rank = job.stack.holds, place.get("pp", 0)
     slack = LedgerEntry(
-        name="slack", bytes=round(fullest.bytes * holds.slack), why="reserved by the allocator, not given out"
+        name="allocator_cache",
+        bytes=round(fullest.bytes * holds.slack),
+        why="reserved by PyTorch's caching allocator, not allocated",
     )
     context = LedgerEntry(
-        name="context", bytes=round(holds.context_bytes), why="the device's context, collectives' channels"
+        name="cuda_nccl_context",
+        bytes=round(holds.context_bytes),
+        why="outside PyTorch: the CUDA context and NCCL's channels",
     )
     return Ledger(
         lines=(*fullest.lines, slack, context),
@@ -489,17 +500,18 @@ def _beyond(job: Job, found: Ledger) -> str:
         "host": (found.away.host, job.cluster.host_bytes),
         "disk": (found.away.disk, job.cluster.disk_bytes),
     }[where]
-    said = ", ".join(f"{line.name} {line.bytes / GIB:.1f}" for line in lines)
-    place = "host memory" if where == "host" else "the disk"
-    return f"{place} has {have / GIB:.1f} GiB for a GPU, and {total(lines) / GIB:.1f} are needed: {said}"
+    said = ", ".join(f"{line.label} {line.bytes / GIB:.1f}" for line in lines)
+    place = "host RAM" if where == "host" else "disk"
+    return f"needs {total(lines) / GIB:.1f} GiB of {place} per GPU; there are {have / GIB:.1f} ({said})"
 
 
 def _why(found: Ledger, headroom: int) -> str:
     """The reason of a verdict about the device."""
     fullest = max(found.lines, key=lambda line: line.bytes)
     where = f"the {found.role} pipeline rank" if found.role != "only" else "a rank"
-    amount = f"{abs(headroom) / GIB:.1f} GiB {'left' if headroom >= 0 else 'too little'}"
-    return f"{where} peaks at {found.moment}, with {amount}; most is {fullest.name}, {fullest.bytes / GIB:.1f} GiB"
+    amount = f"{abs(headroom) / GIB:.1f} GiB {'of headroom' if headroom >= 0 else 'short'}"
+    largest = f"the largest entry is {fullest.label}, {fullest.bytes / GIB:.1f} GiB"
+    return f"{where} peaks at {found.moment}, {amount}; {largest}"
 
 
 def _role(rank: int, pp: int) -> Role:

@@ -191,6 +191,11 @@ class TimeShare(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     why: str
 
+    @property
+    def label(self) -> str:
+        """The name as people read it."""
+        return self.name.replace("_", " ")
+
 
 class Price(msgspec.Struct, frozen=True, kw_only=True):
     """What a step costs."""
@@ -304,29 +309,37 @@ def _waterfall(job: Job, known: StepTimeline, working: PassTimes) -> Iterator[Ti
     messages = min(max(idle, 0.0), _messages(job, known.stages))
     whys = {
         "ideal": (ideal, "the model's operations at the data sheet's peak"),
-        "products": (once.products - product_ideal, "matrix products of these shapes stay below the peak"),
+        "matmul": (once.products - product_ideal, _below_peak("matmuls", product_ideal, once.products)),
         "attention": (
             once.attention - (ideal - product_ideal),
-            "attention stays below the peak; below zero, a causal kernel skips more than that costs",
+            "attention runs below peak; negative where a causal kernel skips more than that costs",
         ),
-        "elementwise": (once.elementwise, "norms, activations, sums, losses: memory traffic between products"),
-        "launch": (once.launch, "the device waits for the host to start small kernels"),
-        "recompute": (working.again.seconds, "forwards that the backward does anew"),
-        "link": (once.link, "activations go to the host and come back, beyond what a block's arithmetic hides"),
-        "tp": (once.tp, "hidden states gathered and summed over tp"),
+        "elementwise": (once.elementwise, "norms, activations, residual adds, losses: memory traffic between matmuls"),
+        "launch": (once.launch, "the device waits for the host to launch small kernels"),
+        "recompute": (working.again.seconds, "forwards recomputed in the backward"),
+        "host_transfer": (once.link, "offloaded activations to the host and back, beyond what a block's compute hides"),
+        "tp": (once.tp, "hidden states all-gathered and reduce-scattered over tp"),
         "cp": (once.cp, "keys and values, or heads, exchanged over cp"),
-        "ep": (once.ep, "rows sent to their experts and back"),
-        "pp": (messages, "messages between stages that nobody can work behind"),
-        "bubble": (idle - messages, "ranks of the pipeline wait for their first and after their last microbatch"),
+        "ep": (once.ep, "tokens sent to their experts and back (all-to-all)"),
+        "pp": (messages, "sends between stages that no compute hides"),
+        "bubble": (idle - messages, "pipeline ranks idle before their first and after their last microbatch"),
         "stragglers": (pipeline * known.slower, "everyone waits for the slowest accelerator"),
-        "shard": (weights.shard, "sharded weights gathered and gradients scattered, beyond what arithmetic hides"),
-        "replicate": (weights.replicate, "gradients summed over copies, beyond what the backward hides"),
-        "tied": (weights.tied, "the two copies of a tied embedding add up their gradients"),
-        "optimizer": (weights.optimizer, "the update reads and writes every weight and its states"),
-        "offload": (weights.offload, "the step waits for states that live or are updated elsewhere"),
-        "host": (job.stack.speed.step_seconds, "data, logging and launches once a step"),
+        "shard": (
+            weights.shard,
+            "sharded weights all-gathered and gradients reduce-scattered, beyond what compute hides",
+        ),
+        "replicate": (weights.replicate, "gradients all-reduced over replicas, beyond what the backward hides"),
+        "tied": (weights.tied, "the two copies of a tied embedding all-reduce their gradients"),
+        "optimizer": (weights.optimizer, "the update reads and writes every weight and its optimizer states"),
+        "offload": (weights.offload, "the step waits for states that are offloaded, or updated on the host"),
+        "host_overhead": (job.stack.speed.step_seconds, "data, logging and launches once per step"),
     }
     return (TimeShare(name=name, seconds=spent, why=why) for name, (spent, why) in whys.items() if spent)
+
+
+def _below_peak(what: str, ideal: float, seconds: float) -> str:
+    """The share of the peak rate that operations reach, in words."""
+    return f"{what} reach {ideal / seconds:.0%} of peak at these shapes" if seconds > 0 else f"{what} at peak"
 
 
 def _messages(job: Job, stages: Stages) -> float:

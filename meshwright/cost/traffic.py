@@ -204,7 +204,7 @@ def _over_pp(part: StageLayers, seat: RankView) -> Iterator[Collective]:
             yield Collective(kind="send", axis="pp", count=seat.plan.grad_accum, bytes=size, overlappable=True)
 
 
-IN_SIGHT = 3  # stages that torch's pipeline runtime holds gathered on a rank: those it computes next
+IN_SIGHT = 3  # stages that torch's pipeline runtime holds gathered on a rank under zero 3: those it computes next
 
 
 def weight_traffic(seat: RankView) -> Iterator[Collective]:
@@ -227,13 +227,20 @@ def data_traffic(seat: RankView) -> Iterator[Collective]:
 def gathers(stage: int, plan: Plan, root: bool) -> int:
     """How often a step gathers a weight: once, and under zero 3 for every forward and every backward.
 
-    A pipeline keeps the weights of a stage gathered from one microbatch to the next. What is outside the blocks (the
+    A pipeline keeps also then the weights of the stages that a rank computes next. What is outside the blocks (the
     root) ends a forward and begins the backward, and is not gathered between.
     """
+    if plan.zero < 3:
+        return 1
     if plan.pp > 1:
         rank = placement(plan)[stage]
         return _fetches(plan.schedule, plan.pp, plan.chunks, plan.grad_accum, rank)[stage]
-    return plan.grad_accum * (1 if root else 2) if plan.zero == 3 else 1
+    return plan.grad_accum * (1 if root else 2)
+
+
+def stages_stay(plan: Plan) -> bool:
+    """Whether every stage of a pipeline rank, once gathered, stays so until its last backward."""
+    return plan.zero < 3 or plan.chunks <= IN_SIGHT
 
 
 def reductions(plan: Plan) -> int:

@@ -12,7 +12,7 @@ from meshwright.cost.layer_time import LayerModel, PassTimes, TimeTerms, exposed
 from meshwright.cost.layout import widths
 from meshwright.cost.network import call_seconds, inside_seconds
 from meshwright.cost.rank_view import RankView, groups, local_shape
-from meshwright.cost.traffic import IN_SIGHT, Collective, data_traffic
+from meshwright.cost.traffic import Collective, data_traffic, stages_stay
 from meshwright.hardware.cluster import Cluster, Link
 from meshwright.hardware.stacks import Stack, StackSpeed
 from meshwright.spec.arch import Arch
@@ -224,7 +224,7 @@ def sent(job: Job, rank: int, at: Rates) -> WeightTraffic:
     plan = job.plan
     brief = _essence(plan)
     found = _updated(job, rank, _sent(job.arch, brief, rank, job.cluster, job.stack, at))
-    if plan.chunks <= IN_SIGHT or plan.grad_accum == brief.grad_accum:
+    if stages_stay(plan) or plan.grad_accum == brief.grad_accum:
         return found
     return msgspec.structs.replace(found, gather=found.gather * (plan.grad_accum / brief.grad_accum))
 
@@ -292,10 +292,10 @@ def _as_sent(call: Collective, plan: Plan, speed: StackSpeed) -> Collective:
 def _essence(plan: Plan) -> Plan:
     """The plan without what weights do not notice, and of a long step of a pipeline its beginning.
 
-    A pipeline rank with few stages gathers each of them once, in whatever order and however many microbatches come.
+    A pipeline rank whose stages stay gathers each of them once, in whatever order and however many microbatches come.
     """
     grad_accum, schedule = plan.grad_accum, plan.schedule
-    if plan.pp > 1 and plan.chunks <= IN_SIGHT:
+    if plan.pp > 1 and stages_stay(plan):
         grad_accum = min(grad_accum, 2)
         schedule = "zbv" if schedule in V_SHAPED else "1f1b" if plan.chunks == 1 else "looped"
     elif plan.pp > 1:

@@ -161,7 +161,7 @@ def unknown(kind: str, text: str, names: Iterable[str]) -> Problem:
     near = difflib.get_close_matches(text.lower(), list(names), n=1, cutoff=0.4)
     remedy = f"did you mean {near[0]}? " if near else ""
     return Problem(
-        f"{schema.shown(text)} is no {kind} of the catalogue",
+        f"unknown {kind} {schema.shown(text)}",
         f"{remedy}`meshwright clusters` lists them, and a file of your own can add one",
     )
 

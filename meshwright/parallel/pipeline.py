@@ -1,8 +1,9 @@
 """Pipeline parallelism: layers cut into stages, run by torch's runtime in the order of our own schedules.
 
 A stage is the plain model without the layers of the others. What travels between stages is the residual stream of a
-microbatch; of our decoder, (b, s ÷ cp ÷ tp, hidden). Torch's runtime keeps a stage's weights gathered for the whole
-step and sums its gradients once, after the last microbatch, whatever `zero` says.
+microbatch; of our decoder, (b, s ÷ cp ÷ tp, hidden). A stage's weights are gathered once a step and stay until its last
+backward; under zero 3 a rank holds only the three stages gathered that it computes next, as torch's runtime has it.
+Gradients are summed once, after the last microbatch, whatever `zero` says.
 """
 
 import copy
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
+from torch.distributed.pipelining.schedules import RESHARD, UNSHARD, _Action, _PipelineScheduleRuntime
 
 from meshwright.config.run import Run
 from meshwright.parallel import precision
@@ -111,7 +112,27 @@ class Pipeline:
         runtime._prepare_schedule_with_comms(
             {rank: [_Action.from_str(str(action)) for action in order] for rank, order in enumerate(orders)}
         )
+        if self.plan.zero < 3:
+            lowered = runtime.pipeline_order_with_comms
+            runtime.pipeline_order_with_comms = {rank: _gathered_once(order) for rank, order in lowered.items()}
         return runtime
+
+
+def _gathered_once(order: Sequence[_Action]) -> list[_Action]:
+    """A rank's order with each stage unsharded before its first use and resharded after its last, not in between.
+
+    Torch's runtime holds three stages unsharded and takes no other number: with more on a rank it gathers them again
+    for every round of microbatches, which is what zero 3 pays to hold less, and no other stage of ZeRO.
+    """
+    first, last = dict[int, int](), dict[int, int]()
+    for place, action in enumerate(order):
+        if action.computation_type == UNSHARD:
+            first.setdefault(action.stage_index, place)
+        elif action.computation_type == RESHARD:
+            last[action.stage_index] = place
+    kept = {*first.values(), *last.values()}
+    moves = (UNSHARD, RESHARD)
+    return [action for place, action in enumerate(order) if place in kept or action.computation_type not in moves]
 
 
 def _meet_others_only(stage: PipelineStage) -> None:

@@ -62,7 +62,7 @@ def _job(cells: Cells) -> Job:
         cells.note("Muon priced as AdamW")
     if "(pure)" in cells.text("precision") and plan.zero == 0:
         narrow = msgspec.structs.replace(
-            stack.holds, state_dtype="buffers", weight_bytes=2.0, gradient_bytes=2.0, optimizer_bytes=4.0
+            stack.holds, states="buffers", weight_bytes=2.0, gradient_bytes=2.0, optimizer_bytes=4.0
         )  # weights, gradients and moments all in bf16, no master copy
         stack = msgspec.structs.replace(stack, holds=narrow)
     return Job(arch=arch, plan=plan, sequence=arch.context, cluster=cluster, stack=stack)

@@ -63,7 +63,7 @@ th, td { text-align: left; padding: .2rem .7rem .2rem 0; border-bottom: 1px soli
 """
 
 
-KINDS = {"F": "forward", "B": "backward", "I": "backward, its input's half", "W": "backward, its weights' half"}
+KINDS = {"F": "forward", "B": "backward", "I": "backward for the input", "W": "backward for the weights"}
 
 
 def page(pictures: Pictures) -> str:
@@ -121,8 +121,8 @@ def section(title: str, drawn: str, below: str) -> Iterator[str]:
 def parts_table(whole: StackedBar) -> str:
     """The same numbers to read, with the reason of each."""
     rows = [(entry.name, f"{short(entry.value)} {whole.unit}", entry.why) for entry in whole.entries]
-    rows.append(("in all", f"{short(whole.total)} {whole.unit}", ""))
-    return table("the numbers, with their reasons", ("part", whole.unit, "why"), rows)
+    rows.append(("total", f"{short(whole.total)} {whole.unit}", ""))
+    return table("the figures, with their reasons", ("part", whole.unit, "why"), rows)
 
 
 def _plans_table(points: tuple[Point, ...]) -> str:
@@ -131,7 +131,7 @@ def _plans_table(points: tuple[Point, ...]) -> str:
         (str(number), f"{short(point.gib)} GiB", f"{short(point.seconds)} s", point.label)
         for number, point in enumerate(best, 1)
     ]
-    return table("the numbered plans", ("", "memory", "a step", "plan"), rows, shown=True)
+    return table("the numbered plans", ("", "memory", "s/step", "plan"), rows, shown=True)
 
 
 def table(summary: str, heads: tuple[str, ...], rows: Sequence[tuple[str, ...]], shown: bool = False) -> str:

@@ -75,7 +75,7 @@ def memory(ledger: Ledger, memory_bytes: float) -> StackedBar:
         title=f"Memory of {where} at its peak, {ledger.moment}",
         unit="GiB",
         entries=tuple(
-            ChartEntry(name=line.name, value=line.bytes / GIB, why=line.why) for line in ledger.lines if line.bytes
+            ChartEntry(name=line.label, value=line.bytes / GIB, why=line.why) for line in ledger.lines if line.bytes
         ),
         limit=memory_bytes / GIB,
         limit_name="the device",
@@ -84,7 +84,7 @@ def memory(ledger: Ledger, memory_bytes: float) -> StackedBar:
 
 def seconds(price: Price) -> StackedBar:
     """The waterfall: from the data sheet's seconds to a step's."""
-    entries = (ChartEntry(name=share.name, value=share.seconds, why=share.why) for share in price.waterfall)
+    entries = (ChartEntry(name=share.label, value=share.seconds, why=share.why) for share in price.waterfall)
     return StackedBar(
         title="Where a step's seconds go", unit="s", entries=tuple(each for each in entries if each.value)
     )
@@ -127,7 +127,7 @@ EIGHTHS = " ▏▎▍▌▋▊▉█"
 COLOURS = (34, 33, 32, 35, 36, 31, 94, 93, 92, 95)  # of the terminal's own palette, so readable on its background
 RESET = "\x1b[0m"
 NARROWEST, WIDEST = 48, 160
-NAMES, FIGURES = 14, 16  # columns beside a bar
+NAMES, FIGURES = 21, 16  # columns beside a bar
 ROWS = 14  # of the chart of plans
 IDLE_FIGURES = 36  # columns that a Gantt row takes beside its actions
 
@@ -167,7 +167,7 @@ def cascade(whole: StackedBar, screen: Terminal) -> Iterator[str]:
         start, end = end, end + entry.value
         painted = bar(min(start, end) * scale, max(start, end) * scale)
         yield f"{entry.name[: NAMES - 1]:<{NAMES}}{_coloured(painted, room, number, screen)}{short(entry.value):>8}"
-    yield f"{'in all':<{NAMES}}{_limited(whole, scale, room)}{_sum(whole):>8}"
+    yield f"{'total':<{NAMES}}{_limited(whole, scale, room)}{_sum(whole):>8}"
 
 
 def _highest(whole: StackedBar) -> float:

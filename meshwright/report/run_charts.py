@@ -15,15 +15,15 @@ from meshwright.report.svg import LEFT, RIGHT, ROW, WIDTH
 
 HEIGHT = 300.0
 LEFT_EDGE, TOP, BELOW = 70.0, 24.0, 44.0  # margins of a curve
-PAIR = 2 * ROW + 14  # height of a promise and its measurement
+PAIR = 2 * ROW + 14  # height of a prediction and its measurement
 Place = Callable[[float], float]  # of a step or a value, in pixels
 
 
 class Pair(msgspec.Struct, frozen=True, kw_only=True):
-    """What was promised, and what was measured."""
+    """A predicted and a measured figure."""
 
     name: str
-    promised: float | None
+    predicted: float | None
     measured: float | None
     words: tuple[str, str]  # both as people read them
 
@@ -51,7 +51,7 @@ def curve(drawn: Curve) -> str:
     for step, value in drawn.points:
         inner = svg.element("title", escape(f"{drawn.points_name}, step {step:.0f}: {short(value)} {drawn.unit}"))
         parts.append(svg.element("circle", inner, cx=x(step), cy=y(value), r=3.0, class_="series-1"))
-    return svg.drawing(WIDTH, HEIGHT, drawn.title, _told(drawn), parts)
+    return svg.drawing(WIDTH, HEIGHT, drawn.title, _described(drawn), parts)
 
 
 def limits(values: Sequence[float]) -> tuple[float, float]:
@@ -72,7 +72,7 @@ def _grid(drawn: Curve, steps: tuple[float, float], values: tuple[float, float],
     yield svg.text(8, 14, drawn.unit or drawn.title, class_="tick")
 
 
-def _told(drawn: Curve) -> str:
+def _described(drawn: Curve) -> str:
     """The picture for those who cannot see it."""
     (first, began), (last, ended) = drawn.line[0], drawn.line[-1]
     words = f"{drawn.line_name}: {short(began)} at step {first:.0f}, {short(ended)} at step {last:.0f}"
@@ -84,19 +84,19 @@ def _told(drawn: Curve) -> str:
 def pair_bars(drawn: Sequence[Pair]) -> str:
     """Two bars for each figure, the longer one as long as there is room; each figure has its own scale."""
     room = WIDTH - LEFT - RIGHT
-    parts, told = [], []
+    parts, described = [], []
     for number, pair in enumerate(drawn):
         top = number * PAIR + 4
-        largest = max(pair.promised or 0.0, pair.measured or 0.0) or 1.0
+        largest = max(pair.predicted or 0.0, pair.measured or 0.0) or 1.0
         parts.append(svg.text(LEFT - 10, top + ROW + 4, svg.fitted(pair.name, LEFT - 20), class_="name"))
-        bars = ((pair.promised, "promised", "series-8"), (pair.measured, "measured", "series-0"))
+        bars = ((pair.predicted, "predicted", "series-8"), (pair.measured, "measured", "series-0"))
         for row, ((value, kind, colour), words) in enumerate(zip(bars, pair.words, strict=True)):
             y = top + row * ROW
             width = max((value or 0.0) / largest * room, 1.0)
             parts.append(svg.rect(LEFT, y + 3, width, ROW - 6, f"{pair.name}, {kind}: {words}", class_=colour))
             parts.append(svg.text(WIDTH - RIGHT + 12, y + ROW / 2 + 4, f"{words} {kind}", class_="figure"))
-        told.append(f"{pair.name}: {pair.words[0]} promised, {pair.words[1]} measured")
-    return svg.drawing(WIDTH, len(drawn) * PAIR, "Promised and measured", "; ".join(told) + ".", parts)
+        described.append(f"{pair.name}: {pair.words[0]} predicted, {pair.words[1]} measured")
+    return svg.drawing(WIDTH, len(drawn) * PAIR, "Predicted and measured", "; ".join(described) + ".", parts)
 
 
 Shown = tuple[FolderFacts, RunReport]
@@ -123,9 +123,12 @@ def _sections(runs: Sequence[Shown]) -> Iterator[str]:
 def _pictures(facts: FolderFacts, report: RunReport) -> Iterator[str]:
     if compared := pairs(report):
         below = "".join(f"<p>{escape(line)}</p>" for line in run_text.reasons(report))
-        yield from section("Promised and measured", pair_bars(compared), below)
+        yield from section("Predicted and measured", pair_bars(compared), below)
     marks = moments(report)
-    for drawn in (run_summary.loss_curve(facts.kept, _held(report), marks), run_summary.seconds(facts.kept, marks)):
+    for drawn in (
+        run_summary.loss_curve(facts.kept, _validation(report), marks),
+        run_summary.seconds(facts.kept, marks),
+    ):
         if drawn.line:
             yield from section(drawn.title, curve(drawn), _legend(drawn))
     if report.parts:
@@ -136,16 +139,16 @@ def _pictures(facts: FolderFacts, report: RunReport) -> Iterator[str]:
 
 
 def pairs(report: RunReport) -> list[Pair]:
-    """Promises beside measurements, as bars."""
+    """Predictions beside measurements, as bars."""
     return [
         Pair(
             name=name,
-            promised=promised,
+            predicted=predicted,
             measured=measured,
-            words=(run_text.shown(name, promised), run_text.shown(name, measured)),
+            words=(run_text.shown(name, predicted), run_text.shown(name, measured)),
         )
-        for name, promised, measured in run_text.comparisons(report)
-        if promised is not None and measured is not None
+        for name, predicted, measured in run_text.comparisons(report)
+        if predicted is not None and measured is not None
     ]
 
 
@@ -164,8 +167,8 @@ def shares(report: RunReport) -> StackedBar:
     )
 
 
-def _held(report: RunReport) -> tuple[EvalLoss, ...]:
-    return report.losses.held_out if report.losses else ()
+def _validation(report: RunReport) -> tuple[EvalLoss, ...]:
+    return report.losses.validation if report.losses else ()
 
 
 def _legend(drawn: Curve) -> str:
@@ -173,11 +176,11 @@ def _legend(drawn: Curve) -> str:
     if drawn.points:
         names.append(f'<li><i style="background: var(--s1)"></i>{escape(drawn.points_name)}</li>')
     if drawn.marks:
-        names.append('<li><i style="background: var(--strong)"></i>something happened: point at it</li>')
+        names.append('<li><i style="background: var(--strong)"></i>event (hover for details)</li>')
     legend = f'<ul class="legend">{"".join(names)}</ul>'
     if not drawn.marks:
         return legend
-    return legend + table("what happened", ("step", "what"), [(f"{step:,}", what) for step, what in drawn.marks])
+    return legend + table("events", ("step", "event"), [(f"{step:,}", what) for step, what in drawn.marks])
 
 
 def _attempts(report: RunReport) -> str:

@@ -125,7 +125,7 @@ class StandingEvidence(msgspec.Struct, frozen=True, kw_only=True):
     patience: float  # seconds without a record after which a run that nobody can ask about is taken to have ended
     said_end: bool  # the last record says that the session is over
     made_all: bool  # the last record is of the last step
-    verdict: Failure | None  # the last words of the first rank that failed
+    verdict: Failure | None  # the failure report of the first rank that failed
     saved: tuple[int, ...] = ()  # steps that have a checkpoint
 
 
@@ -160,43 +160,47 @@ def _held(inode: int) -> bool | None:
     return any(field.endswith(f":{inode}") for row in rows for field in row.split())
 
 
-def standing(told: StandingEvidence) -> Standing:
-    """How a run stands, by the best witness there is: its summary, its lock, its last record's age, its last words."""
-    if told.finished:
+def standing(evidence: StandingEvidence) -> Standing:
+    """How a run stands, by the best evidence there is: summary, lock, age of the last record, failure report."""
+    if evidence.finished:
         return Standing(state="done", words="finished")
-    silent = told.silent_seconds
-    if _goes_on(told):
+    silent = evidence.silent_seconds
+    if _is_running(evidence):
         last = "no record yet" if silent is None else f"last record {duration(silent)} ago"
-        by = "" if told.owner is None else f", process {told.owner.process} on {told.owner.host}"
-        return Standing(state="going", words=f"still going: {last}{by}", silent_seconds=silent)
+        by = "" if evidence.owner is None else f", process {evidence.owner.process} on {evidence.owner.host}"
+        return Standing(state="going", words=f"still running: {last}{by}", silent_seconds=silent)
     when = "" if silent is None else f", {duration(silent)} ago"
-    what, remedy = _ending(told)
+    what, remedy = _ending(evidence)
     return Standing(state="ended", words=f"{what}{when}", remedy=remedy, silent_seconds=silent)
 
 
-def _goes_on(told: StandingEvidence) -> bool:
-    if told.owner is not None and told.owner.holds is not None:
-        return told.owner.holds
-    return told.silent_seconds is not None and told.silent_seconds < told.patience and not told.said_end
+def _is_running(evidence: StandingEvidence) -> bool:
+    if evidence.owner is not None and evidence.owner.holds is not None:
+        return evidence.owner.holds
+    return evidence.silent_seconds is not None and evidence.silent_seconds < evidence.patience and not evidence.said_end
 
 
-def _ending(told: StandingEvidence) -> tuple[str, str]:
+def _ending(evidence: StandingEvidence) -> tuple[str, str]:
     """What ended a run, as far as anybody wrote it down, and what to do."""
-    if told.verdict is not None:
-        return f"ended early: {told.verdict.what}", told.verdict.remedy
-    if told.made_all:
-        return "all steps were made, but the run ended before its summary was written", _again(told)
-    if told.said_end:
-        saved = f", saved at step {told.saved[-1]}" if told.saved else ", and not saved"
-        return f"ended early: asked to end{saved}", _again(told)
-    if told.silent_seconds is None:
-        return "no step was made, and nobody is at work", _again(told)
-    return "ended early without a word: its launcher or a rank was killed, or its machine is gone", _again(told)
+    if evidence.verdict is not None:
+        return f"stopped early: {evidence.verdict.what}", evidence.verdict.remedy
+    if evidence.made_all:
+        return "all steps were made, but the run stopped before its summary was written", _resuming(evidence)
+    if evidence.said_end:
+        saved = f"checkpoint saved at step {evidence.saved[-1]}" if evidence.saved else "no checkpoint saved"
+        return f"stopped by SIGTERM, {saved}", _resuming(evidence)
+    if evidence.silent_seconds is None:
+        return "no step was made, and no process is running", _resuming(evidence)
+    return (
+        "stopped early without a failure report: its launcher or a rank was killed, or its machine is gone",
+        _resuming(evidence),
+    )
 
 
-def _again(told: StandingEvidence) -> str:
-    where = f"goes on from step {told.saved[-1]:,}" if told.saved else "begins anew, since nothing was saved"
-    return f"run the same command again: it {where}"
+def _resuming(evidence: StandingEvidence) -> str:
+    if evidence.saved:
+        return f"run the same command again to resume from step {evidence.saved[-1]:,}"
+    return "run the same command again: it starts over, since no checkpoint was saved"
 
 
 def duration(seconds: float) -> str:
@@ -208,7 +212,7 @@ def duration(seconds: float) -> str:
 
 
 RUN = "run.toml"
-REMEDY = "give the folder of a run: `meshwright train` says where it is, runs/NAME-DIGEST unless told otherwise"
+REMEDY = "give the folder of a run: `meshwright train` says where it is, runs/NAME-DIGEST by default"
 ELSEWHERE = ("init.from=", "init.optimizer_state=false")  # where the weights came from need not be there any more
 CHANGED = "{} shows that run.toml changed between sessions: steps of the last session are measured, memory of all"
 MOST_NAMED = 12  # runs of a folder of runs
@@ -227,7 +231,7 @@ class FolderFacts(msgspec.Struct, frozen=True, kw_only=True):
     records: list[Record]
     kept: list[StepRecord]  # the steps that the weights went through
     ranks: tuple[RankSeen, ...]
-    verdicts: tuple[Failure, ...]  # last words of ranks, the earliest first
+    verdicts: tuple[Failure, ...]  # failure reports of ranks, the earliest first
     ends: dict[str, Failure]  # what ended attempts, by session and number
     saved: tuple[int, ...]  # steps that have a checkpoint
     owner: Owner | None  # who holds the folder, or held it last
@@ -349,7 +353,7 @@ def _verdicts(path: Path, notes: list[str]) -> tuple[Failure, ...]:
     try:
         return tuple(sorted(failure.read(path), key=lambda each: each.at))
     except (OSError, msgspec.MsgspecError) as error:
-        notes.append(f"the last words of a rank (failure.rank*.json) are damaged: {error}")
+        notes.append(f"the failure report of a rank (failure.rank*.json) is damaged: {error}")
         return ()
 
 
@@ -357,8 +361,8 @@ def _ends(path: Path, notes: list[str]) -> dict[str, Failure]:
     """What the supervisor said when an attempt ended, by its session and number."""
     found = {}
     for file in sorted(path.glob("faults/ended-*.json"), key=lambda file: file.stat().st_mtime):
-        if told := _json(file, Failure, notes, "what ended an attempt is not known"):
-            found[file.stem.removeprefix("ended-")] = told
+        if failed := _json(file, Failure, notes, "what ended an attempt is not known"):
+            found[file.stem.removeprefix("ended-")] = failed
     return found
 
 

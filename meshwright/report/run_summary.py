@@ -28,7 +28,7 @@ from meshwright.spec.params import count
 from meshwright.spec.problem import InputError, Problem
 
 WARM_UP = (5, 1, 0)  # steps after a start that do not count, the first number that leaves half of them
-LAST = 20  # steps whose mean loss is told, or a tenth of them where they are few
+LAST = 20  # steps whose mean loss is reported, or a tenth of them where they are few
 
 
 class Steps(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,7 +42,7 @@ class Steps(msgspec.Struct, frozen=True, kw_only=True):
     tokens: float  # of a step, the median
     tokens_per_second: float  # those ÷ the median seconds
     flops: float  # the model's in one step, over the whole job
-    peak_bytes: int  # of the fullest rank
+    peak_bytes: int  # of the most loaded rank
     peak_rank: int
 
 
@@ -62,7 +62,7 @@ class Losses(msgspec.Struct, frozen=True, kw_only=True):
     last_step: int
     mean: float  # of the last steps, those that are finite
     mean_of: int
-    held_out: tuple[EvalLoss, ...]
+    validation: tuple[EvalLoss, ...]
     skipped: int  # steps whose gradient was not finite: the weights were left alone
     spikes: int  # as the run itself saw them
 
@@ -74,7 +74,7 @@ def steps(records: Iterable[Record], kept: Sequence[StepRecord], ranks: Sequence
         return None
     seconds = [step.seconds for step in counted]
     middle, tokens = median(seconds), median([step.tokens for step in counted])
-    fullest = max(ranks, key=lambda rank: rank.memory_bytes)
+    most_loaded = max(ranks, key=lambda rank: rank.memory_bytes)
     return Steps(
         counted=len(counted),
         left_out=len(kept) - len(counted),
@@ -84,8 +84,8 @@ def steps(records: Iterable[Record], kept: Sequence[StepRecord], ranks: Sequence
         tokens=tokens,
         tokens_per_second=tokens / middle if middle > 0 else math.nan,
         flops=counted[-1].flops,
-        peak_bytes=fullest.memory_bytes,
-        peak_rank=fullest.rank,
+        peak_bytes=most_loaded.memory_bytes,
+        peak_rank=most_loaded.rank,
     )
 
 
@@ -117,14 +117,14 @@ def losses(records: Sequence[Record], kept: Sequence[StepRecord]) -> Losses | No
         last_step=kept[-1].step,
         mean=fmean(finite) if finite else math.nan,
         mean_of=len(finite),
-        held_out=held_out(records),
+        validation=validation(records),
         skipped=sum(step.skipped for step in kept),
         spikes=sum(isinstance(record, EventRecord) and record.what == "spike" for record in records),
     )
 
 
-def held_out(records: Iterable[Record]) -> tuple[EvalLoss, ...]:
-    """The newest held-out loss of each step that was kept."""
+def validation(records: Iterable[Record]) -> tuple[EvalLoss, ...]:
+    """The newest validation loss of each step that was kept."""
     found: dict[int, float] = {}
     for record in records:
         if isinstance(record, AttemptRecord):
@@ -135,7 +135,7 @@ def held_out(records: Iterable[Record]) -> tuple[EvalLoss, ...]:
 
 
 GOOD = "goodput"
-LOST = "a rank was killed or failed, and the ranks were started again"
+LOST = "a rank was killed or failed, and the ranks were restarted"
 
 
 class TimePart(msgspec.Struct, frozen=True, kw_only=True):
@@ -171,7 +171,7 @@ class RunEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Saves(msgspec.Struct, frozen=True, kw_only=True):
-    """How long steps stood still for checkpoints."""
+    """How long saves paused training."""
 
     count: int
     seconds: float
@@ -230,13 +230,15 @@ def attempts(records: Iterable[Record], ends: Mapping[str, Failure]) -> tuple[At
 
 
 def _ended(head: AttemptRecord, last: Record, later: Sequence[AttemptRecord], ends: Mapping[str, Failure]) -> str:
-    if told := ends.get(f"{head.session}-{head.number}"):
-        return told.what
+    if failed := ends.get(f"{head.session}-{head.number}"):
+        return failed.what
     if isinstance(last, EndRecord):
-        return "asked to end" if later else ""
+        return "stopped by SIGTERM" if later else ""
     if not later:
         return ""
-    return LOST if later[0].session == head.session else "ended without a word; the same run was started again"
+    return (
+        LOST if later[0].session == head.session else "ended without a failure report; the same run was started again"
+    )
 
 
 def numbered(heads: Iterable[AttemptRecord]) -> dict[str, int]:
@@ -286,7 +288,8 @@ def saves(records: Iterable[Record], saved: Sequence[int]) -> Saves:
 
 
 DEVICE = re.compile(r"\d+ × (?P<name>.+), \S+")  # as env.json has it: "8 × NVIDIA H100 80GB HBM3, nccl"
-SHEET, FASTEST = "the data sheet's peak", "the fastest product measured"
+NO_PREDICTION = "no prediction"
+SHEET, FASTEST = "the data sheet's peak", "the fastest matmul measured"
 
 
 class Given(msgspec.Struct, frozen=True, kw_only=True):
@@ -305,7 +308,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     high_seconds: float
     tokens_per_second: float
     mfu: float | None
-    peak_bytes: int | None  # of the fullest rank; None: what was measured is not comparable
+    peak_bytes: int | None  # of the most loaded rank; None: what was measured is not comparable
 
 
 class PredictedUtilization(msgspec.Struct, frozen=True, kw_only=True):
@@ -325,7 +328,7 @@ def device_of(environment: Mapping[str, Any]) -> str:
 
 
 def machines(device: str, goal: Goal, ranks: int, given: Given) -> tuple[Cluster, str]:
-    """What a promise is made from: what the user says, else what the run was planned for, else the device's card."""
+    """What a prediction is made from: what the user says, else what the run was planned for, else the device's card."""
     if given.cluster:
         found = cluster(given.cluster, gpus=ranks)
         if given.profile is None:
@@ -334,7 +337,7 @@ def machines(device: str, goal: Goal, ranks: int, given: Given) -> tuple[Cluster
     if given.profile is None and (planned := _planned(device, goal, ranks)) is not None:
         return planned, f"the catalogue's {planned.gpu.name}, in the cluster of the run file"
     if not device:
-        what = "nothing says on what this ran (env.json)"
+        what = f"{NO_PREDICTION}: env.json does not name the device"
         raise InputError([Problem(what, "name the machines with --cluster, or their profile with --profile")])
     found, source = PredictionSource(given=given.profile, probed=lambda: None).of(device, ranks)
     if found is None:
@@ -356,12 +359,13 @@ def _planned(device: str, goal: Goal, ranks: int) -> Cluster | None:
 
 def _unknown(device: str, ranks: int) -> Problem:
     """A device that no data sheet describes."""
-    what = "no data sheet describes a CPU" if device == CPU else f"the catalogue does not have {device}"
-    return Problem(what, f"run there `meshwright bench --probe --ranks {ranks}`, and give --profile profile.json here")
+    what = f"{NO_PREDICTION} for CPUs" if device == CPU else f"{NO_PREDICTION}: unknown card {device}"
+    measure = f"measure this machine with `meshwright bench --probe --ranks {ranks}`"
+    return Problem(what, f"{measure}, then add --profile profile.json")
 
 
-def promise(job: Job, device: str, source: str) -> Prediction:
-    """The planner's answer about exactly this job."""
+def predict(job: Job, device: str, source: str) -> Prediction:
+    """The planner's prediction for exactly this job."""
     job = msgspec.structs.replace(job, stack=trainer(device))
     found = price(job)
     return Prediction(
@@ -405,7 +409,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything there is to tell of one run. What is not known is null."""
+    """Everything there is to report of one run. What is not known is null."""
 
     kind: Literal["report"] = "report"
     folder: str
@@ -413,8 +417,8 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     standing: Standing
     steps: Steps | None
     utilized: PredictedUtilization | None
-    promise: Prediction | None
-    unpromised: str  # why nothing is promised
+    prediction: Prediction | None
+    no_prediction: str  # why there is none
     losses: Losses | None
     wall_seconds: float
     parts: tuple[TimePart, ...]
@@ -428,7 +432,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
 class PredictedFigures(msgspec.Struct, frozen=True, kw_only=True):
     """The planner's part of a report."""
 
-    promise: Prediction | None = None
+    prediction: Prediction | None = None
     utilized: PredictedUtilization | None = None
     why_not: str = ""
 
@@ -441,17 +445,17 @@ def steps_of(facts: FolderFacts) -> Steps | None:
     return steps(records, goodput.kept(records), facts.ranks)
 
 
-def report(facts: FolderFacts, measured: Steps | None, promised: PredictedFigures) -> RunReport:
-    """Everything that the files tell, beside what was promised."""
+def report(facts: FolderFacts, measured: Steps | None, predicted: PredictedFigures) -> RunReport:
+    """Everything that the files say, beside the prediction."""
     kept, account = facts.kept, goodput.account(facts.records)
     return RunReport(
         folder=str(facts.path),
         ran=_ran(facts, kept[-1].step if kept else 0),
-        standing=standing(_told(facts, measured)),
+        standing=standing(_evidence(facts, measured)),
         steps=measured,
-        utilized=promised.utilized,
-        promise=promised.promise,
-        unpromised=promised.why_not,
+        utilized=predicted.utilized,
+        prediction=predicted.prediction,
+        no_prediction=predicted.why_not,
         losses=losses(facts.records, kept),
         wall_seconds=account.wall,
         parts=parts(account),
@@ -484,13 +488,13 @@ def _text(value: Any) -> str:
 
 
 def model_words(arch: Arch) -> str:
-    """A model by its name in the zoo, or by its shape."""
+    """A model by its name, or by its shape."""
     known = next((name for name in presets.preset_names() if presets.preset(name) == arch), None)
     experts = f", {arch.experts} experts" if arch.experts else ""
     return known or f"{arch.layers} layers of {arch.hidden}{experts}, vocabulary of {arch.vocab:,}"
 
 
-def _told(facts: FolderFacts, measured: Steps | None) -> StandingEvidence:
+def _evidence(facts: FolderFacts, measured: Steps | None) -> StandingEvidence:
     """What there is to judge a run's standing by."""
     last = facts.records[-1] if facts.records else None
     ended = _end_of_last(facts)
@@ -532,7 +536,9 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
         return [value for _, value in (*self.line, *self.points)]
 
 
-def loss_curve(kept: Sequence[StepRecord], held: Iterable[EvalLoss], marks: Iterable[tuple[int, str]] = ()) -> Curve:
+def loss_curve(
+    kept: Sequence[StepRecord], validation: Iterable[EvalLoss], marks: Iterable[tuple[int, str]] = ()
+) -> Curve:
     """The loss of every step, and those on what is never trained on."""
     finite = [(float(step.step), step.loss) for step in kept if math.isfinite(step.loss)]
     return Curve(
@@ -540,8 +546,8 @@ def loss_curve(kept: Sequence[StepRecord], held: Iterable[EvalLoss], marks: Iter
         unit="",
         line=tuple(thinned(finite, MOST, fmean)),
         line_name="training",
-        points=tuple((float(each.step), each.loss) for each in held if math.isfinite(each.loss)),
-        points_name="held-out",
+        points=tuple((float(each.step), each.loss) for each in validation if math.isfinite(each.loss)),
+        points_name="validation",
         marks=tuple(marks),
     )
 
@@ -551,7 +557,7 @@ def seconds(kept: Sequence[StepRecord], marks: Iterable[tuple[int, str]] = ()) -
     pairs = [(float(step.step), step.seconds) for step in kept]
     slow = thinned(pairs, MOST // 4, max) if len(pairs) > MOST else []
     return Curve(
-        title="Seconds a step",
+        title="Seconds per step",
         unit="s",
         line=tuple(thinned(pairs, MOST, median)),
         line_name="a step" if len(pairs) <= MOST else "median of neighbours",

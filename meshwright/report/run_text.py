@@ -12,10 +12,10 @@ from meshwright.runtime.records import StepRecord
 
 GIB = 2**30
 NAMES = 14  # columns of what a line is about
-MOST_EVENTS, MOST_ATTEMPTS, MOST_HELD = 12, 12, 6  # that are told one by one
+MOST_EVENTS, MOST_ATTEMPTS, MOST_EVALS = 12, 12, 6  # that are listed one by one
 LEAST_WAIT = 0.01  # share of its steps' time that a rank must have waited for data to be worth a line
-FULLER = 1.02  # × the emptiest rank's memory, from where on ranks are told apart
-TOLD = {"not-finite": "not finite", "spike": "spike", "straggler": "straggler", "replicas": "replicas"}
+FULLER = 1.02  # × the least loaded rank's memory, from where on ranks differ
+LABELS = {"not-finite": "not finite", "spike": "spike", "straggler": "straggler", "replicas": "replicas"}
 
 
 def what_ran(report: RunReport) -> Iterator[str]:
@@ -24,7 +24,7 @@ def what_ran(report: RunReport) -> Iterator[str]:
     yield f"{plain(ran.name)} ({plain(report.folder)})"
     yield _line("model", f"{ran.model}: {ran.parameters:,} parameters")
     yield _line("plan", ran.plan)
-    device = plain(ran.device) or f"{ran.ranks} × a device that nobody wrote down"
+    device = plain(ran.device) or f"{ran.ranks} × unknown device"
     yield _line("ran on", device + (f"; torch {plain(ran.torch)}" if ran.torch else ""))
     yield _line("steps", f"{ran.step:,} of {ran.steps:,}, {ran.tokens:,} tokens each")
     yield _line("state", plain(standing.words))
@@ -33,45 +33,49 @@ def what_ran(report: RunReport) -> Iterator[str]:
     yield from (_line("note", plain(note)) for note in report.notes)
 
 
-def beside_promise(report: RunReport) -> Iterator[str]:
-    """Each measurement beside its promise, and what that was made from."""
+def beside_prediction(report: RunReport) -> Iterator[str]:
+    """Each measurement beside its prediction, and what that was made from."""
     if report.steps is None:
-        yield "Promise and measurement: no step was recorded"
+        yield "Prediction and measurement: no step was recorded"
         return
-    yield f"{'Promise and measurement':<26}{'promised':>12}{'measured':>12}{'difference':>12}"
-    for name, promised, measured in comparisons(report):
-        told = [shown(name, value) for value in (promised, measured)]
-        yield f"  {name:<24}{told[0]:>12}{told[1]:>12}{difference(promised, measured):>12}".rstrip()
+    yield f"{'Prediction and measurement':<27}{'predicted':>11}{'measured':>12}{'difference':>12}"
+    for name, predicted, measured in comparisons(report):
+        figures = [shown(name, value) for value in (predicted, measured)]
+        yield f"  {name:<24}{figures[0]:>12}{figures[1]:>12}{difference(predicted, measured):>12}".rstrip()
     yield from (f"  {words}" for words in reasons(report))
 
 
 def reasons(report: RunReport) -> Iterator[str]:
-    """What was counted, and what the promise was made from, or why there is none."""
-    steps, promise = report.steps, report.promise
+    """What was counted, and what the prediction was made from, or why there is none."""
+    steps, prediction = report.steps, report.prediction
     if steps is None:
         return
     after = f", {steps.left_out} after a start left out" if steps.left_out else ""
     spread = f"{short(steps.quickest)} to {short(steps.slowest)} s"
     yield f"measured: the median of {steps.counted:,} steps{after}; quickest to slowest {spread}"
-    if promise is None:
-        yield f"nothing is promised: {report.unpromised}"
+    if prediction is None:
+        yield report.no_prediction
         return
-    interval = f"interval {short(promise.low_seconds)} to {short(promise.high_seconds)} s a step"
-    yield f"promised from {plain(promise.source)}: {interval}"
+    interval = f"interval {short(prediction.low_seconds)} to {short(prediction.high_seconds)} s/step"
+    yield f"predicted from {plain(prediction.source)}: {interval}"
     if report.utilized:
         yield f"MFU: of {report.utilized.of}"
-    if promise.peak_bytes is None:
-        yield "memory: the whole process's, with Python and torch; the planner promises tensors alone"
+    if prediction.peak_bytes is None:
+        yield "memory: of the whole process, with Python and torch; the prediction is of tensors alone"
 
 
 def comparisons(report: RunReport) -> list[tuple[str, float | None, float | None]]:
-    """What can be compared: a name with its unit, what was promised and what was measured."""
-    steps, promise = report.steps, report.promise
-    mfu = (promise.mfu if promise else None, report.utilized.mfu if report.utilized else None)
-    peak = promise.peak_bytes if promise else None
+    """What can be compared: a name with its unit, what was predicted and what was measured."""
+    steps, prediction = report.steps, report.prediction
+    mfu = (prediction.mfu if prediction else None, report.utilized.mfu if report.utilized else None)
+    peak = prediction.peak_bytes if prediction else None
     rows = [
-        ("seconds a step", promise.seconds if promise else None, steps.seconds if steps else None),
-        ("tokens/s", promise.tokens_per_second if promise else None, steps.tokens_per_second if steps else None),
+        ("s/step", prediction.seconds if prediction else None, steps.seconds if steps else None),
+        (
+            "tokens/s",
+            prediction.tokens_per_second if prediction else None,
+            steps.tokens_per_second if steps else None,
+        ),
         ("MFU %", *(value * 100 if value is not None else None for value in mfu)),
         ("peak GiB", peak / GIB if peak is not None else None, steps.peak_bytes / GIB if steps else None),
     ]
@@ -102,8 +106,8 @@ def of_losses(report: RunReport) -> Iterator[str]:
     yield _line("first", f"{loss_words(found.first)} at step {found.first_step:,}")
     over = f"; mean of the last {found.mean_of}: {found.mean:.4f}" if found.mean_of > 1 else ""
     yield _line("last", f"{loss_words(found.last)} at step {found.last_step:,}{over}")
-    if found.held_out:
-        yield _line("held-out", _held(found))
+    if found.validation:
+        yield _line("validation", _validation(found))
     yield _line("steps", f"{found.skipped} skipped (the gradient was not finite), {found.spikes} spikes")
 
 
@@ -112,26 +116,26 @@ def loss_words(loss: float) -> str:
     return f"{loss:.4f}" if math.isfinite(loss) else "not finite"
 
 
-def _held(found: Losses) -> str:
-    shown_ones = found.held_out[-MOST_HELD:]
-    before = f"… {len(found.held_out) - MOST_HELD} earlier, " if len(found.held_out) > MOST_HELD else ""
-    return before + ", ".join(f"{loss_words(each.loss)} at step {each.step:,}" for each in shown_ones)
+def _validation(found: Losses) -> str:
+    newest = found.validation[-MOST_EVALS:]
+    before = f"… {len(found.validation) - MOST_EVALS} earlier, " if len(found.validation) > MOST_EVALS else ""
+    return before + ", ".join(f"{loss_words(each.loss)} at step {each.step:,}" for each in newest)
 
 
 def of_time(report: RunReport) -> Iterator[str]:
     """Shares that add up, attempts, events and saves."""
     if not report.parts:
-        yield "Where the time went: no start was recorded, so nothing can be told"
+        yield "Where the time went: no start was recorded"
         return
     yield f"Where the time went: {duration(report.wall_seconds)} from start to last record"
     used = [part for part in report.parts if part.seconds > 0]
     for part, share in zip(used, in_tenths([part.share for part in used]), strict=True):
         yield f"  {part.name:<{NAMES}}{share:>6.1f} %{duration(part.seconds):>12}"
-    yield f"  {'in all':<{NAMES}}{100:>6.1f} %{duration(report.wall_seconds):>12}"
+    yield f"  {'total':<{NAMES}}{100:>6.1f} %{duration(report.wall_seconds):>12}"
     saves = report.saves
     newest = f"; newest checkpoint: step {saves.newest:,}" if saves.newest is not None else "; no checkpoint is there"
-    stood = f", steps stood still {duration(saves.seconds)} in all, {duration(saves.longest)} at most"
-    yield _line("saves", f"{saves.count}{stood if saves.count else ''}{newest}")
+    paused = f", paused training for {duration(saves.seconds)} in total, {duration(saves.longest)} at most"
+    yield _line("saves", f"{saves.count}{paused if saves.count else ''}{newest}")
     yield from _attempts(report)
     yield from _events(report)
 
@@ -155,13 +159,13 @@ def _events(report: RunReport) -> Iterator[str]:
         yield _line("events", str(len(report.happened)))
         for each in report.happened[:MOST_EVENTS]:
             when = f"step {each.step:,}, after {duration(each.at)}"
-            yield f"    {when}: {TOLD.get(each.what, each.what)}: {plain(each.text)}"
+            yield f"    {when}: {LABELS.get(each.what, each.what)}: {plain(each.text)}"
         if len(report.happened) > MOST_EVENTS:
             yield f"    … {len(report.happened) - MOST_EVENTS} more (--json has all)"
 
 
 def of_ranks(report: RunReport) -> Iterator[str]:
-    """Who waited, who was fullest, who held up the others; nothing where the records do not tell."""
+    """Which rank waited, which was most loaded, which was a straggler; nothing where the records do not say."""
     lines = []
     ranks = report.ranks
     slow = [each for each in report.happened if each.what == "straggler"]
@@ -169,12 +173,12 @@ def of_ranks(report: RunReport) -> Iterator[str]:
         waited = max(ranks, key=lambda rank: rank.data_seconds)
         if waited.data_seconds > LEAST_WAIT * report.steps.seconds * max(waited.steps, 1):
             usual = median([rank.data_seconds for rank in ranks])
-            told = f"rank {waited.rank} longest, {duration(waited.data_seconds)}; the median rank {duration(usual)}"
-            lines.append(_line("data", told))
+            waits = f"rank {waited.rank} waited longest, {duration(waited.data_seconds)}; median {duration(usual)}"
+            lines.append(_line("data", waits))
         full, empty = (pick(ranks, key=lambda rank: rank.memory_bytes) for pick in (max, min))
         if full.memory_bytes > FULLER * empty.memory_bytes:
-            told = f"rank {full.rank} fullest, {full.memory_bytes / GIB:.2f} GiB"
-            lines.append(_line("memory", f"{told}; rank {empty.rank} emptiest, {empty.memory_bytes / GIB:.2f} GiB"))
+            most = f"most loaded rank {full.rank}, {full.memory_bytes / GIB:.2f} GiB"
+            lines.append(_line("memory", f"{most}; least loaded rank {empty.rank}, {empty.memory_bytes / GIB:.2f} GiB"))
     lines += [_line("own work", plain(each.text)) for each in slow[-1:]]
     if lines:
         yield f"Ranks: records of {len(ranks)}"
@@ -200,7 +204,7 @@ def lines(reports: Sequence[RunReport]) -> Iterator[str]:
         yield f"{name:<{COLUMNS}}" + "".join(f"{_fitted(cell):>{WIDTH}}" for cell in cells).rstrip()
     open_questions: dict[str, list[str]] = {}
     for each in reports:
-        why = [f"nothing is promised: {each.unpromised}"] if each.unpromised else []
+        why = [each.no_prediction] if each.no_prediction else []
         for note in (*each.notes, *why):
             open_questions.setdefault(note, []).append(each.folder)
     yield from (f"{plain(', '.join(folders))}: {plain(note)}" for note, folders in open_questions.items())
@@ -221,14 +225,14 @@ def cells_of(reports: Sequence[RunReport]) -> Iterator[tuple[str, list[str]]]:
 
 def rows(reports: Sequence[RunReport]) -> Iterator[Row]:
     """The figures by name; None where a run has none."""
-    compared = [{name: (promised, measured) for name, promised, measured in comparisons(each)} for each in reports]
+    compared = [{name: (predicted, measured) for name, predicted, measured in comparisons(each)} for each in reports]
     for name in dict.fromkeys(name for each in compared for name in each):
         yield name, [each.get(name, (None, None))[1] for each in compared]
-        yield f"  promised {name}", [each.get(name, (None, None))[0] for each in compared]
+        yield f"  predicted {name}", [each.get(name, (None, None))[0] for each in compared]
     losses = [each.losses for each in reports]
     yield "last loss", [each.last if each else None for each in losses]
     yield "mean last loss", [each.mean if each else None for each in losses]
-    yield "held-out loss", [each.held_out[-1].loss if each and each.held_out else None for each in losses]
+    yield "validation loss", [each.validation[-1].loss if each and each.validation else None for each in losses]
     yield "steps skipped", [each.skipped if each else None for each in losses]
     yield "wall seconds", [each.wall_seconds or None for each in reports]
     yield "goodput %", [each.parts[0].share * 100 if each.parts else None for each in reports]
@@ -244,7 +248,7 @@ def _beside(name: str, first: float | None, other: float | None) -> str:
 def _figure(name: str, value: float | None) -> str:
     if value is None:
         return "–"
-    return loss_words(value) if "loss" in name else shown(name.removeprefix("  promised "), value)
+    return loss_words(value) if "loss" in name else shown(name.removeprefix("  predicted "), value)
 
 
 def _fitted(cell: str) -> str:
@@ -256,9 +260,9 @@ LEFT = 10  # columns beside the picture
 LEAST = 3  # steps that are worth one
 
 
-def losses(kept: Sequence[StepRecord], held: Iterable[EvalLoss], screen: Terminal) -> Iterator[str]:
-    """Steps to the right, the loss upwards; o is held-out. Nothing where there is too little to draw."""
-    curve = series(kept, held)
+def losses(kept: Sequence[StepRecord], validation: Iterable[EvalLoss], screen: Terminal) -> Iterator[str]:
+    """Steps to the right, the loss upwards; o is validation. Nothing where there is too little to draw."""
+    curve = series(kept, validation)
     if len(curve.line) < LEAST:
         return
     room = screen.width - LEFT - 2
@@ -275,5 +279,5 @@ def losses(kept: Sequence[StepRecord], held: Iterable[EvalLoss], screen: Termina
         mark = short(high) if number == 0 else short(low) if number == ROWS - 1 else ""
         yield f"{mark:>{LEFT - 1}} ┤{''.join(row)}".rstrip()
     yield f"{'':>{LEFT}}└{'─' * room}"
-    begin, end = f"step {kept[0].step:,}", f"{kept[-1].step:,}" + (" (o: held-out)" if curve.points else "")
+    begin, end = f"step {kept[0].step:,}", f"{kept[-1].step:,}" + (" (o: validation)" if curve.points else "")
     yield f"{'':>{LEFT}} {begin}{end:>{max(room - len(begin), len(end) + 1)}}"

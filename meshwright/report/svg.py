@@ -97,7 +97,7 @@ def whole(picture: StackedBar) -> str:
         parts.append(rect(LEFT + start * scale, y + 4, width, ROW - 8, words, class_=_series(number)))
         parts.append(text(WIDTH - RIGHT + 12, middle, _share(entry.value, picture), class_="figure"))
     height = top + len(picture.entries) * ROW + 8
-    return drawing(WIDTH, height, picture.title, _told(picture), parts)
+    return drawing(WIDTH, height, picture.title, _described(picture), parts)
 
 
 def spans(picture: StackedBar) -> list[tuple[float, float]]:
@@ -111,7 +111,7 @@ def spans(picture: StackedBar) -> list[tuple[float, float]]:
 
 
 def _stack(picture: StackedBar, scale: float) -> Iterator[str]:
-    yield text(LEFT - 10, BAR / 2 + 5, "in all", class_="name strong")
+    yield text(LEFT - 10, BAR / 2 + 5, "total", class_="name strong")
     reached = 0.0
     for number, entry in enumerate(picture.entries):
         if entry.value > 0:
@@ -136,10 +136,10 @@ def _share(value: float, picture: StackedBar) -> str:
     return f"{short(value)} {picture.unit}{share}"
 
 
-def _told(picture: StackedBar) -> str:
+def _described(picture: StackedBar) -> str:
     parts = ", ".join(f"{entry.name} {short(entry.value)}" for entry in picture.entries)
     room = f"; there is room for {short(picture.limit)}" if picture.limit else ""
-    return f"{parts}; in all {short(picture.total)} {picture.unit}{room}."
+    return f"{parts}; total {short(picture.total)} {picture.unit}{room}."
 
 
 def _series(number: int) -> str:
@@ -167,8 +167,8 @@ def plans(points: tuple[Point, ...], limit_gib: float) -> str:
         inner = element("title", escape(words))
         parts.append(element("circle", inner, cx=x, cy=y, r=5.0 if point.front else 3.0, class_=_dot(point)))
     parts += [text(x, y, name, class_="number") for name, x, y in labels([at(point) for point in best], bottom)]
-    told = "; ".join(f"{short(point.gib)} GiB in {short(point.seconds)} s: {point.label}" for point in best)
-    return drawing(WIDTH, PLOT, "Plans by memory and time", f"Beaten by none in both: {told}.", parts)
+    front = "; ".join(f"{short(point.gib)} GiB in {short(point.seconds)} s: {point.label}" for point in best)
+    return drawing(WIDTH, PLOT, "Plans by memory and time", f"Beaten by none in both: {front}.", parts)
 
 
 def labels(places: list[tuple[float, float]], lowest: float) -> list[tuple[str, float, float]]:
@@ -208,8 +208,8 @@ def _axes(most_gib: float, seconds: tuple[float, float], right: float, bottom: f
         y = bottom - (tick - low) / (high - low) * (bottom - 20)
         yield line(70, y, right, y, class_="grid")
         yield text(62, y + 4, short(tick), class_="tick end")
-    yield text(right, bottom + 34, "GiB on the fullest rank", class_="tick end")
-    yield text(8, 12, "seconds a step", class_="tick")
+    yield text(right, bottom + 34, "GiB on the most loaded rank", class_="tick end")
+    yield text(8, 12, "s/step", class_="tick")
 
 
 def gantt(pipeline: PipelineChart) -> str:
@@ -233,8 +233,8 @@ def gantt(pipeline: PipelineChart) -> str:
         parts.append(line(x, bottom, x, bottom + 5, class_="axis"))
         parts.append(text(x, bottom + 19, f"{short(tick)} s", class_="tick middle"))
     idle = f"{timeline.bubble:.1%} idle" if is_whole else "longer steps idle less"
-    told = f"{len(timeline.rows)} ranks, {short(timeline.seconds)} seconds, {idle}."
-    return drawing(WIDTH, bottom + 28, pipeline.title, told, parts)
+    summary = f"{len(timeline.rows)} ranks, {short(timeline.seconds)} seconds, {idle}."
+    return drawing(WIDTH, bottom + 28, pipeline.title, summary, parts)
 
 
 def _action(slot: TimelineSlot, x: float, y: float, width: float, second: bool) -> Iterator[str]:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from meshwright.config import load
-from meshwright.config.run import Run, digest, mathematics
+from meshwright.config.run import Run, digests, mathematics
 from meshwright.runtime.failure import process_name, this_session
 from meshwright.runtime.files import writing
 from meshwright.runtime.records import Summary
@@ -25,8 +25,12 @@ RUN, SUMMARY, LOCK = "run.toml", "summary.json", "lock"
 
 
 def default(run: Run) -> Path:
-    """Where a run lives if nobody says: the same mathematics always in the same folder, another in another."""
-    return Path("runs") / f"{run.name}-{digest(run)}"
+    """Where a run lives if nobody says: the same mathematics always in the same folder, another in another.
+
+    A folder that was named when keys had other names stays the run's.
+    """
+    now, before = (Path("runs") / f"{run.name}-{name}" for name in digests(run))
+    return before if before.exists() and not now.exists() else now
 
 
 class Claim:
@@ -58,7 +62,7 @@ class Claim:
         if self.finished is None:
             for words in folder.glob("failure.rank*.json"):
                 words.unlink()  # last words of an earlier attempt, which whoever watches would take for this one's
-            _write_run(folder, load.write(run))
+            _write_run(folder, run)
 
     def _set_aside(self) -> None:
         """Rename what is there, so that starting anew loses nothing. Whoever is at work in it keeps it."""
@@ -124,15 +128,15 @@ def read_summary(folder: Path) -> Summary | None:
         raise InputError([Problem(f"{file} is damaged: {error}", remedy)]) from None
 
 
-def _write_run(folder: Path, text: str) -> None:
+def _write_run(folder: Path, run: Run) -> None:
     """The run as it goes on; how it was before, under another plan for example, is kept under a number."""
     file = folder / RUN
-    if file.exists() and file.read_text(encoding="utf-8") != text:
+    if file.exists() and load.load(file).run != run:
         number = 1
         while (old := folder / f"run.{number}.toml").exists():
             number += 1
         file.rename(old)
-    _write(file, text)
+    _write(file, load.write(run))
 
 
 def _set_aside(folder: Path) -> None:

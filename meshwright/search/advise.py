@@ -18,7 +18,7 @@ from meshwright.search.space import refuse_empty, wants_pipeline
 from meshwright.spec.plan import AXES, Precision
 
 GIB = 2**30
-STATES = ("weights", "master", "gradients", "moments", "gathered", "waiting")
+STATES = ("weights", "master", "gradients", "moments", "all_gathered_params", "unreduced_grads")
 TALK = ("tp", "cp", "ep", "pp", "bubble", "stragglers", "shard", "replicate", "tied")  # shares that one GPU has not
 
 
@@ -52,17 +52,17 @@ def gib(size: float) -> str:
 
 def headroom_phrase(found: Candidate) -> str:
     gpu = found.job.cluster.gpu.memory_bytes
-    return f"{gib(found.peak_bytes)} of {gib(gpu)} GiB at {found.ledger.moment}"
+    return f"needs {gib(found.peak_bytes)} GiB of {gib(gpu)} at {found.ledger.moment}"
 
 
 def time_phrase(found: Candidate) -> str:
-    return f"{found.price.seconds:.3g} s a step"
+    return f"{found.price.seconds:.3g} s/step"
 
 
 def plan_phrase(found: Candidate) -> str:
     plan = found.plan
-    anew = f", recompute={plan.recompute}" if plan.recompute != "none" else ""
-    return f"{plan}" if plan.world > 1 else f"microbatch={plan.microbatch}{anew}"
+    recompute = f", recompute={plan.recompute}" if plan.recompute != "none" else ""
+    return f"{plan}" if plan.world > 1 else f"microbatch={plan.microbatch}{recompute}"
 
 
 DAY = 86_400.0  # seconds
@@ -71,9 +71,13 @@ BETTER = 0.95  # of the advised plan's seconds: what the whole search must reach
 HERE = {
     "optimizer_offload": "none",
     "activation_offload": False,
-}  # nothing waits elsewhere, until the chart asks for it
-PLAIN = {"tp": 1, "cp": 1, "pp": 1, "ep": 1}  # every GPU computes whole layers on samples of its own
-SHARED = ((1, "optimizer states"), (2, "optimizer states and gradients"), (3, "states, gradients and weights"))
+}  # nothing is offloaded, until the chart asks for it
+PLAIN = {"tp": 1, "cp": 1, "pp": 1, "ep": 1}  # data parallelism alone
+SHARED = (
+    (1, "optimizer states"),
+    (2, "optimizer states and gradients"),
+    (3, "optimizer states, gradients and parameters"),
+)
 NARROW: tuple[Precision, ...] = ("bf16", "fp16")
 SEVERAL = {*AXES, "ep", "zero", "schedule", "chunks", "stages", "grad_accum"}  # fields that say how GPUs share the work
 
@@ -144,12 +148,14 @@ class _Walk:
             self.ask(asked, "no", headroom_phrase(self.alone))
             rest = self.alone.plan.grad_accum
             if rest > 1:
-                text = f"{rest} microbatches of {self.alone.plan.microbatch} add up to the batch, one after another"
-                self.do("accumulation", text, self.alone)
+                text = (
+                    f"gradients of {rest} microbatches of {self.alone.plan.microbatch} are accumulated into the batch"
+                )
+                self.do("gradient accumulation", text, self.alone)
             return self.several
         misses = nearest(self.one, top=1)
         if not misses:
-            self.ask(asked, "taken as yes", "what is fixed leaves one GPU no plan")
+            self.ask(asked, "taken as yes", "the fixed fields leave no plan for one GPU")
             return self.several
         least = misses[0]
         self.ask(asked, "yes", f"even with {plan_phrase(least)}: {headroom_phrase(least)}")
@@ -157,21 +163,21 @@ class _Walk:
         named = "Are its weights, gradients and optimizer states alone too big?"
         taken = f"they take {gib(states)} of {gib(self.memory)} GiB"
         if states < self.memory:
-            self.ask(named, "no", f"{taken}, so activations are the rest")
+            self.ask(named, "no", f"{taken}; activations are the rest")
             return self.recompute
         self.ask(named, "yes", taken)
         return self.several
 
     def recompute(self) -> _Node:
-        """On one GPU: less is kept, and computed anew."""
+        """On one GPU: fewer activations are saved, and the others recomputed."""
         found = _best(self.one, {})
-        asked = "Does it fit when the backward computes activations anew?"
+        asked = "Does it fit with activation checkpointing (recompute)?"
         if found is None:
-            self.ask(asked, "no", "not even with all blocks computed anew")
+            self.ask(asked, "no", "not even with all blocks recomputed")
             return self.several
         self.ask(asked, "yes", f"recompute={found.plan.recompute}: {headroom_phrase(found)}")
         self.alone = found
-        self.do("recompute", "activations are dropped in the forward and computed anew in the backward", found)
+        self.do("recompute", "activation checkpointing: dropped in the forward, recomputed in the backward", found)
         return self.several
 
     def several(self) -> _Node | None:
@@ -185,13 +191,13 @@ class _Walk:
     def too_slow(self) -> _Node:
         assert self.alone is not None, "only what fits one GPU can be too slow there"
         day = DAY / per_token(self.alone)
-        because = f"it takes {time_phrase(self.alone)}, {day / 1e9:.3g} billion tokens a day, and more GPUs are there"
+        because = f"it takes {time_phrase(self.alone)}, {day / 1e9:.3g} billion tokens per day, and there are more GPUs"
         self.ask("Is one GPU too slow?", "taken as yes", because)
         return self.copies
 
     def copies(self) -> _Node:
         """DDP: the model fits one GPU, so each may have a copy."""
-        asked = "Does a copy of the model on every GPU (DDP) do?"
+        asked = "Does a replica of the model on every GPU (DDP) do?"
         fixed = {**PLAIN, "zero": 0}
         found = None if _against(self.question, fixed) else _best(self.question, fixed)
         if found is None:
@@ -204,36 +210,36 @@ class _Walk:
         self.ask(asked, "yes" if gain > 1 else "no", because)
         self.found = found
         if gain > 1:
-            self.do("DDP", "each GPU has a copy and its own samples, and gradients are summed", found)
+            self.do("DDP", "each GPU has a replica and its own samples; gradients are all-reduced", found)
         return self.scales
 
     def shards(self) -> _Node:
         """ZeRO 1 to 3, the least of them that fits, without recomputation and then with."""
         if against := _against(self.question, PLAIN):
-            self.ask("Does it fit with states shared out over all GPUs (ZeRO)?", "no", against)
+            self.ask("Does it fit with states sharded over all GPUs (ZeRO)?", "no", against)
             return self.split
         for recompute in ("none", None):
             for zero, what in SHARED:
                 fixed = {**PLAIN, "zero": zero} | ({} if recompute is None else {"recompute": recompute})
                 against = _against(self.question, {"zero": zero})
                 found = None if against else _best(self.question, fixed)
-                more = "" if recompute else ", with activations computed anew"
-                asked = f"Does it fit with {what} shared out (ZeRO-{zero}){more}?"
+                more = "" if recompute else ", with activations recomputed"
+                asked = f"Does it fit with {what} sharded (ZeRO-{zero}){more}?"
                 if found is None:
                     self.ask(asked, "no", against or _lack(self.question, fixed))
                     continue
                 self.ask(asked, "yes", f"{headroom_phrase(found)}; {time_phrase(found)}")
-                anew = "" if found.plan.recompute == "none" else f", recompute={found.plan.recompute}"
-                self.do(f"ZeRO-{zero}", f"{what} lie in shards over the GPUs{anew}", found)
+                recomputed = "" if found.plan.recompute == "none" else f", recompute={found.plan.recompute}"
+                self.do(f"ZeRO-{zero}", f"{what} are sharded over the GPUs{recomputed}", found)
                 return self.scales
         return self.split
 
     def split(self) -> _Node:
-        """Layers, matrices and sequences cut over GPUs."""
+        """Pipeline, tensor and context parallelism."""
         found = _best(self.question, {})
-        asked = "Does it fit when layers or matrices are cut over GPUs?"
+        asked = "Does it fit with tensor, pipeline or context parallelism?"
         if found is None:
-            self.ask(asked, "no", "no plan on these machines fits")
+            self.ask(asked, "no", "no plan fits this cluster")
             return self.offload
         self.ask(asked, "yes", f"{headroom_phrase(found)}; {time_phrase(found)}")
         cuts = [word for word, used in cuts_phrase(found).items() if used]
@@ -241,22 +247,22 @@ class _Walk:
         return self.scales
 
     def offload(self) -> _Node | None:
-        """Nothing fits: states or activations go to the host's memory or to a disk, or the model to more machines."""
+        """Nothing fits: states or activations are offloaded to host memory or a disk, or more GPUs are needed."""
         cluster = self.question.cluster
-        asked = "Does it fit when states or activations wait in the host's memory or on its disk?"
+        asked = "Does it fit with states or activations offloaded to host memory or disk?"
         found = _best(self.asked, {})
         if found is not None:
             away = found.ledger.away
-            room = f"{gib(away.host_bytes)} of {gib(cluster.host_bytes)} GiB of host memory for each GPU"
+            room = f"{gib(away.host_bytes)} of {gib(cluster.host_bytes)} GiB of host RAM per GPU"
             self.ask(asked, "yes", f"{headroom_phrase(found)}; {room}; {time_phrase(found)}")
-            self.do("offload", "what the device has no room for waits in the host's memory or on its disk", found)
+            self.do("offload", "what does not fit on the device is offloaded to host memory or disk", found)
             return self.low_precision
-        known = "not even then" if cluster.host_bytes else "nobody says how much memory its host has"
+        known = "not even then" if cluster.host_bytes else "its host RAM is unknown: set host_gib"
         self.ask(asked, "no", known)
         needed = gpus_needed(self.asked)
         if needed is not None:
             gpus, answer = needed
-            self.do("more GPUs", f"{gpus} of these are the least on which a plan fits", answer.found[0])
+            self.do("more GPUs", f"{gpus} of these are the smallest number that fits", answer.found[0])
         self.found = None  # neither those nor one GPU are the machines that were asked about
         return None
 
@@ -266,7 +272,7 @@ class _Walk:
         total = sum(talk.values()) / self.found.price.seconds
         most = max(talk, key=lambda name: talk[name], default="")
         worst = f"; most of the rest is {most}" if most else ""
-        asked = f"Does it scale (at least {SCALES:.0%} of the time not spent on one another)?"
+        asked = f"Does it scale (at least {SCALES:.0%} of the time not spent on communication and idling)?"
         because = f"{1 - total:.0%} of {time_phrase(self.found)}{worst}"
         if 1 - total >= SCALES:
             self.ask(asked, "yes", because)
@@ -277,7 +283,7 @@ class _Walk:
         return self.low_precision
 
     def _less_talk(self) -> None:
-        """Gradients and weights take longer to send than to compute."""
+        """Gradients and weights take longer to communicate than to compute."""
         double = msgspec.structs.replace(self.question, batch=2 * self.question.batch)
         assert self.found is not None, "asked of a plan only"
         plan = self.found.plan
@@ -285,9 +291,11 @@ class _Walk:
         found = _best(double, fixed)
         if found is not None and per_token(found) < per_token(self.found):
             gain = per_token(self.found) / per_token(found)
-            text = f"twice the batch by accumulation makes a token {gain:.2f} × as fast; it changes the mathematics"
-            self.leaves.append(Leaf(name="accumulation", text=text))
-        text = "gradients sent in low precision: half the bytes of what is summed over copies"
+            text = (
+                f"twice the batch by gradient accumulation makes a token {gain:.2f} × as fast; it changes the numerics"
+            )
+            self.leaves.append(Leaf(name="gradient accumulation", text=text))
+        text = "gradients communicated in low precision: half the bytes of the all-reduce"
         self.do("DDP with a low-precision hook", text, available=False)
         self.do("AdaScale", "the learning rate scaled for the larger batches of more GPUs", available=False)
 
@@ -310,18 +318,18 @@ class _Walk:
         return self.search
 
     def search(self) -> None:
-        """The chart knows a few plans, the search all of them."""
+        """The chart has a few plans, the search all of them."""
         best = _best(self.asked, {})
         here = self.found or self.alone
         if best is None or here is None:
             return
-        asked = "Does the search over all plans know a clearly faster one?"
+        asked = "Does a search over all plans find a clearly faster one?"
         if best.price.seconds > BETTER * here.price.seconds:
             self.ask(asked, "no", f"the best takes {time_phrase(best)}, this one {time_phrase(here)}")
             self.found = here
             return
         self.ask(asked, "yes", f"{plan_phrase(best)}: {time_phrase(best)} instead of {time_phrase(here)}")
-        self.do("the search's plan", "what `meshwright plan` puts first", best)
+        self.do("the search's plan", "the first of `meshwright plan`", best)
 
 
 def _best(question: Question, fixed: dict[str, Any]) -> Candidate | None:
@@ -339,7 +347,7 @@ def _one_gpu(question: Question) -> Question:
 
 
 def _against(question: Question, fixed: dict[str, Any]) -> str:
-    """What the user has fixed otherwise than a question of the chart would have it; empty: nothing."""
+    """Fields that the user has fixed to other values than a question of the chart needs; empty: none."""
     other = [name for name, value in question.fixed.items() if fixed.get(name, value) != value]
     if fixed.get("pp") == 1 and wants_pipeline(question):
         other += [name for name in ("schedule", "stages", "chunks") if name in question.fixed]

@@ -26,7 +26,7 @@ from meshwright.search.bounds import (
     lacking,
 )
 from meshwright.search.question import Question, variants
-from meshwright.spec.plan import AXES, Plan
+from meshwright.spec.plan import FIELDS, Plan
 
 TOLD_APART = 0.02  # the same run measured twice differs by this much at best
 
@@ -44,12 +44,12 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ledger(self) -> Ledger:
-        """Of the fullest rank."""
+        """Of the most loaded rank."""
         return self.fit.ledger
 
     @property
     def peak_bytes(self) -> int:
-        """As the driver would show it."""
+        """As nvidia-smi would show it."""
         return self.ledger.shown
 
     @property
@@ -66,7 +66,7 @@ class SearchCounts(msgspec.Struct, frozen=True, kw_only=True):
     """What became of every legal plan: the parts add up to `legal`."""
 
     legal: int
-    too_large: dict[str, int]  # by the ledger line that is the largest in them
+    too_large: dict[str, int]  # by their largest ledger entry
     slower: int  # whose bound is above the time of the plans found
     priced: int
 
@@ -102,10 +102,7 @@ def notch(seconds: float) -> int:
 
 def axes_used(plan: Plan) -> int:
     """How much there is to understand in a plan: its axes, and whatever else is not as it would be on one GPU."""
-    axes = sum(getattr(plan, axis) > 1 for axis in (*AXES, "ep"))
-    moved = (plan.activation_offload) + (plan.activation_quant != "none")
-    moved += plan.optimizer_offload != "none" or plan.cpu_offload
-    return axes + (plan.chunks > 1) + (plan.recompute != "none") + moved
+    return sum(field.weighs and plan.uses(field.name) for field in FIELDS)
 
 
 WORTH = 1.03  # of a bound: nearer ones are not worth waiting for

@@ -10,6 +10,7 @@ import msgspec
 
 from meshwright.cost.activations import MicrobatchShape, microbatch_shape, saved_activations
 from meshwright.cost.job import Job
+from meshwright.cost.layout import LedgerEntry
 from meshwright.cost.layout import widths as state_widths
 from meshwright.cost.memory import Ledger, overflows, settled, too_large
 from meshwright.cost.step_time import lower_bound, work_bound
@@ -175,13 +176,15 @@ class MemoryBound:
     def _resting(self, layout: AxesChoice, group: PlanGroup, home: str) -> float:
         """Bytes at least that a rank holds beside the most activations.
 
-        States; what the arithmetic reads, of a pipeline the stages in sight; and, when an earlier microbatch has left
-        one, the gradient: whole in a pipeline, where every stage has one once each rank has had two rounds.
+        States; what the arithmetic reads, in a pipeline under zero 3 the stages in sight; and, when an earlier
+        microbatch has left one, the gradient: whole in a pipeline, where every stage has one once each rank has had
+        two rounds.
         """
         order, grad_accum = group.decided_order, group.each.grad_accum
         resting = self.states[home].held * self._shard(layout)
         if self._copied(layout, home):
-            resting += self._whole(layout) * self.narrow * min(1, IN_SIGHT / order.chunks)
+            in_sight = min(1, IN_SIGHT / order.chunks) if layout.zero == 3 else 1
+            resting += self._whole(layout) * self.narrow * in_sight
         if layout.pp == 1 and grad_accum > 1:
             resting += self.states[home].summed * self._shard(layout)
         if layout.pp > 1 and order.schedule not in AT_ONCE and grad_accum >= 2 * layout.pp:
@@ -299,12 +302,12 @@ def lacking(job: Job) -> str | None:
     found = too_large(job)
     if found is None:
         return None
-    return overflows(job, found) if found.shown <= job.cluster.gpu.memory_bytes else largest(found)
+    return overflows(job, found) if found.shown <= job.cluster.gpu.memory_bytes else largest(found).name
 
 
-def largest(ledger: Ledger) -> str:
+def largest(ledger: Ledger) -> LedgerEntry:
     """The line that takes most."""
-    return max(ledger.lines, key=lambda line: line.bytes).name
+    return max(ledger.lines, key=lambda line: line.bytes)
 
 
 def smallest_world(question: Question) -> float:

@@ -1,4 +1,4 @@
-"""Recomputation by budget: of the ways to compute anew, the fastest whose fullest rank stays within given bytes."""
+"""Recomputation by budget: the fastest recompute policy whose most loaded rank stays within given bytes."""
 
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -24,15 +24,15 @@ ORIGIN = f"derived: {KEY}"
 
 
 class RecomputeChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """A way to compute anew, and what it comes to."""
+    """A recompute policy, and what it costs."""
 
     plan: Plan
-    ledger: Ledger  # of the fullest rank
+    ledger: Ledger  # of the most loaded rank
     seconds: float  # of a step, by the estimate
-    slowdown: float  # those ÷ what they would be if everything were kept
+    slowdown: float  # those ÷ what they would be without recomputation
 
     def __str__(self) -> str:
-        slower = f"{self.slowdown - 1:.1%} slower than keeping everything" if self.slowdown > 1 else "nothing is slower"
+        slower = f"{self.slowdown - 1:.1%} slower than without recomputation" if self.slowdown > 1 else "no slowdown"
         return f"recompute = {self.plan.recompute}: {_gib(self.ledger.shown)} GiB at {self.ledger.moment}; {slower}"
 
 
@@ -90,9 +90,9 @@ def job_of(run: Run) -> Job:
 
 
 def _policies(job: Job, size: float) -> Iterator[str]:
-    """Every way but those of first-K and selective-K that compute more anew than they must.
+    """Every policy but those of first-K and selective-K that recompute more than they must.
 
-    From K = 1 on, each further block that keeps less makes the fullest rank hold less: the least K that fits is found
+    From K = 1 on, each further block that saves less lowers the most loaded rank's peak: the least K that fits is found
     by halves.
     """
     yield from ALWAYS
@@ -113,7 +113,7 @@ def _under(job: Job, policy: str) -> Job:
 
 
 def _bytes(job: Job, policy: str) -> int:
-    """Of the fullest rank, as the driver would show it."""
+    """Of the most loaded rank, as nvidia-smi would show it."""
     return worst(_under(job, policy)).shown
 
 
@@ -127,22 +127,24 @@ def _too_little(job: Job, size: float, policies: list[str]) -> Problem:
     found = worst(_under(job, least))
     most = max(found.lines, key=lambda line: line.bytes)
     text = (
-        f"{KEY} = {size / GIB:.4g} is too little for this plan: the least, with recompute = {least}, takes "
-        f"{_gib(found.shown)} GiB at {found.moment}, of which {most.name} {_gib(most.bytes)} GiB"
+        f"{KEY} = {size / GIB:.4g} is too little for this plan: the smallest policy, recompute = {least}, needs "
+        f"{_gib(found.shown)} GiB at {found.moment}, of which {most.label} {_gib(most.bytes)} GiB"
     )
     helps = [f"{words} ({_gib(needed)} GiB)" for words, needed in _helps(job) if needed <= size]
-    also = " or ".join(helps) if helps else "more ranks to share the weights (plan.shard, plan.tp) or a smaller model"
+    also = (
+        " or ".join(helps) if helps else "more ranks to shard the weights over (plan.shard, plan.tp) or a smaller model"
+    )
     return Problem(text, f"allow {_gib_up(found.shown)} GiB, or use {also}", KEY)
 
 
 def _stated(job: Job, size: float, other: RecomputeChoice) -> Problem:
     needed = _gib_up(_bytes(job, job.plan.recompute))
-    text = f"plan.recompute = {job.plan.recompute} takes {needed} GiB, and {KEY} = {size / GIB:.4g}"
+    text = f"plan.recompute = {job.plan.recompute} needs {needed} GiB, and {KEY} = {size / GIB:.4g}"
     return Problem(text, f"leave plan.recompute out; {other.plan.recompute} would be chosen", "plan.recompute")
 
 
 def _helps(job: Job) -> Iterator[tuple[str, int]]:
-    """Other plans of the same ranks and batch that hold less, and their bytes when all is computed anew."""
+    """Other plans of the same ranks and batch that hold less, and their bytes when everything is recomputed."""
     plan = job.plan
     smaller = {"microbatch": 1, "grad_accum": plan.grad_accum * plan.microbatch}
     sharded = {"replicate": 1, "shard": plan.data, "zero": 3}

@@ -1,4 +1,4 @@
-"""Why a plan is what it is: its waterfall in words, what each neighbour would cost, what could not be told apart."""
+"""Why a plan is what it is: its waterfall in words, what each neighbour would cost, which plans are ties."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -51,7 +51,7 @@ def neighbours(question: Question, plan: Plan) -> Iterator[Neighbour]:
             plan.optimizer_offload_update,
         ) and home + plan.optimizer_offload != "nonenone":
             found = _changed(question, plan, "optimizer_offload", home, optimizer_offload_update=update)
-            words = f"{found.change}, updated by the {update}" if home != "none" else found.change
+            words = f"{found.change}, updated on the {update}" if home != "none" else found.change
             yield msgspec.structs.replace(found, change=words)
 
 
@@ -99,7 +99,7 @@ def _moved(question: Question, plan: Plan, axis: str, degree: int) -> Neighbour:
     for lender in ("shard", "replicate"):
         if getattr(plan, lender) % (degree // old) == 0:
             return _changed(question, plan, axis, degree, **{lender: getattr(plan, lender) * old // degree})
-    return Neighbour(change=f"{axis} {old} → {degree}", problem="no data axis has the ranks for it")
+    return Neighbour(change=f"{axis} {old} → {degree}", problem="no data-parallel axis has the ranks for it")
 
 
 def _said(value: Any) -> str:
@@ -122,7 +122,8 @@ def _completed(question: Question, plan: Plan, change: str) -> Neighbour:
     """The same batch in as many microbatches as it now takes, the same layers in as many stages."""
     share, rest = divmod(question.batch, plan.data)
     if rest or share % plan.microbatch:
-        what = f"batch {question.batch} is no multiple of {plan.data} data ranks × microbatch {plan.microbatch}"
+        per_rank = f"{plan.data} data-parallel ranks × microbatch {plan.microbatch}"
+        what = f"batch {question.batch} is not a multiple of {per_rank}"
         return Neighbour(change=change, problem=what)
     stages = plan.pp * plan.chunks
     plan = msgspec.structs.replace(plan, grad_accum=share // plan.microbatch)
@@ -157,55 +158,57 @@ def why(found: Candidate) -> str:
     ideal = next((share.seconds for share in price.waterfall if share.name == "ideal"), 0.0)
     losses = sorted((share for share in price.waterfall if share.name != "ideal"), key=lambda share: -share.seconds)
     named = [share for share in losses[:LOSSES] if share.seconds >= SMALL * price.seconds]
-    text = f"{ideal / price.seconds:.0%} of the step is the model's arithmetic at the data sheet's peak"
+    text = f"{ideal / price.seconds:.0%} of the step is the model's FLOPs at the data sheet's peak"
     for word, share in zip(("most is lost to", "then", "then"), named, strict=False):
-        text += f"; {word} {share.name} ({share.seconds / price.seconds:.0%}): {share.why}"
-    return f"{text}. {room(found)}{elsewhere(found)}{unchanged(found.plan)}"
+        text += f"; {word} {share.label} ({share.seconds / price.seconds:.0%}): {share.why}"
+    return f"{text}. {room(found)}{offloaded(found)}{unchanged(found.plan)}"
 
 
-def elsewhere(found: Candidate) -> str:
-    """What waits outside the device, how much of its place that takes, and what would be without."""
+def offloaded(found: Candidate) -> str:
+    """What is offloaded, how much of the host's memory and disk that takes, and what would be without."""
     plan, away, cluster = found.plan, found.ledger.away, found.job.cluster
     if not (away.host or away.disk):
         return ""
-    kept = {"host": "wide weights and moments live in host memory", "disk": "wide weights and moments live on a disk"}
-    said = [kept[plan.optimizer_offload]] if plan.optimizer_offload != "none" else []
-    said += ["weights, gradients and moments live in host memory"] if plan.cpu_offload else []
-    said += ["what blocks keep for the backward waits in host memory"] if plan.activation_offload else []
+    where = {"host": "host memory", "disk": "the disk"}
+    states = f"fp32 master weights and moments offloaded to {where.get(plan.optimizer_offload, '')}"
+    said = [states] if plan.optimizer_offload != "none" else []
+    said += ["weights, gradients and moments offloaded to host memory"] if plan.cpu_offload else []
+    said += ["saved activations offloaded to host memory"] if plan.activation_offload else []
     plain = msgspec.structs.replace(plan, optimizer_offload="none", cpu_offload=False, activation_offload=False)
     without = fit_of(msgspec.structs.replace(found.job, plan=plain, state_dtype="fp32"))
     need = (cluster.gpu.memory_bytes - without.headroom_bytes) / GIB
-    text = f" The mathematics is the same, and {' and '.join(said)}: "
-    text += _share("host memory", away.host_bytes, cluster.host_bytes)
-    text += _share(", the disk", away.disk_bytes, cluster.disk_bytes) if away.disk else ""
-    return f"{text}. With all of it on the device this plan would need {need:.1f} GiB there."
+    text = f" Numerics unchanged: {' and '.join(said)}; needs "
+    text += _share("host RAM", "host_gib", away.host_bytes, cluster.host_bytes)
+    text += f" and {_share('disk', 'disk_gib', away.disk_bytes, cluster.disk_bytes)}" if away.disk else ""
+    return f"{text}. Without offload this plan would need {need:.1f} GiB on the device."
 
 
-def _share(place: str, size: float, room: float) -> str:
-    """How much of a place a rank takes."""
-    return f"{place} {size / GIB:.1f} of {f'{room / GIB:.0f}' if room else 'an unknown number of'} GiB for a GPU"
+def _share(place: str, key: str, size: float, room: float) -> str:
+    """How much of the host's memory or disk a rank takes."""
+    have = f"{room / GIB:.0f} there" if room else f"yours is unknown: set {key}"
+    return f"{size / GIB:.1f} GiB of {place} per GPU ({have})"
 
 
 def unchanged(plan: Plan) -> str:
-    """What was chosen beside the split and leaves the mathematics as it is, and how to have it otherwise."""
+    """What was chosen beside the split and leaves the numerics unchanged, and how to turn it off."""
     said = {
-        "compile": "blocks are compiled (plan.compile=false leaves them as they are)",
-        "bf16_params": "a bf16 copy of the weights stays resident (plan.bf16_params=false casts them at each use)",
+        "compile": "torch.compile per block (plan.compile=false turns it off)",
+        "bf16_params": "a resident bf16 copy of the parameters (plan.bf16_params=false casts them at each use)",
     }
-    apart = plan.optimizer_offload == "none"  # offloaded states leave no wide weights to be beside
+    apart = plan.optimizer_offload == "none"  # offloaded states leave no fp32 weights to be beside
     chosen = [text for name, text in said.items() if getattr(plan, name) and (apart or name != "bf16_params")]
-    return f" Without a change of the mathematics, {' and '.join(chosen)}." if chosen else ""
+    return f" Numerics unchanged: {' and '.join(chosen)}." if chosen else ""
 
 
 def room(found: Candidate) -> str:
     """The ledger in a sentence."""
     ledger, fit = found.ledger, found.fit
     memory = found.job.cluster.gpu.memory_bytes / GIB
-    verdict = f"{abs(fit.headroom_bytes) / GIB:.1f} GiB {'to spare' if fit.headroom_bytes >= 0 else 'too many'}"
+    verdict = f"{abs(fit.headroom_bytes) / GIB:.1f} GiB {'headroom' if fit.headroom_bytes >= 0 else 'short'}"
     beyond = f" It does not fit: {fit.why}." if fit.headroom_bytes >= 0 and not fit.fits else ""
     return (
-        f"The fullest rank needs {memory - fit.headroom_bytes / GIB:.1f} of {memory:.1f} GiB, {verdict}; "
-        f"most of it is {largest(ledger)}, at {ledger.moment}.{beyond}"
+        f"The most loaded rank needs {memory - fit.headroom_bytes / GIB:.1f} GiB; the card has {memory:.1f} "
+        f"({verdict}). The largest entry is {largest(ledger).label}, at {ledger.moment}.{beyond}"
     )
 
 
@@ -213,7 +216,8 @@ def _lacking(found: Candidate) -> str:
     if found.fit.headroom_bytes >= 0:
         return f"does not fit: {found.fit.why}"
     memory = found.job.cluster.gpu.memory_bytes / GIB
-    return f"does not fit: {found.peak_bytes / GIB:.1f} of {memory:.1f} GiB, most of it {largest(found.ledger)}"
+    short = f"needs {found.peak_bytes / GIB:.1f} GiB; the card has {memory:.1f}"
+    return f"does not fit: {short}; the largest entry is {largest(found.ledger).label}"
 
 
 def beside(question: Question, plan: Plan) -> list[NeighbourPrice]:
@@ -238,7 +242,7 @@ def beside(question: Question, plan: Plan) -> list[NeighbourPrice]:
 
 
 def ties(answer: SearchResult) -> int:
-    """How many of the best plans lie within the interval of the first: arithmetic alone cannot tell them apart."""
+    """How many of the best plans lie within the interval of the first: the prediction alone cannot rank them."""
     if not answer.found:
         return 0
     first = answer.found[0].price
@@ -256,7 +260,7 @@ class SuggestedChange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def nearest(question: Question, top: int = 3) -> list[Candidate]:
-    """The plans that lack least."""
+    """The plans that miss by the least memory."""
     room = MemoryBound(question)
     least: dict[float, PlanGroup] = {}
     for group in groups(question):

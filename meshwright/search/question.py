@@ -25,11 +25,11 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     precision: Precision
     cluster: Cluster
     stack: Stack
-    masked: bool = False  # documents are told apart
+    masked: bool = False  # attention is masked at document boundaries
     master_weights: MasterWeights = "fp32"
     state_dtype: StateDtype = "fp32"
     fixed: dict[str, Any] = {}  # fields of the plan that are given, by name
-    vary: tuple[Vary, ...] = ()  # the mathematics that may be chosen too
+    vary: tuple[Vary, ...] = ()  # numerics to search over as well
     limit_bytes: float = math.inf  # of a GPU's memory that may be used; machines have no more than that
 
     @property
@@ -65,7 +65,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 def variants(question: Question) -> Iterator[Question]:
     """The question itself, and one for each other batch, precision and kind of states that it lets vary."""
     batches = (question.batch,)
-    if "batch" in question.vary:  # within a factor of two: farther, the learning rate would have to be found anew
+    if "batch" in question.vary:  # within a factor of two: farther, the learning rate would have to be tuned again
         batches = tuple(dict.fromkeys((question.batch, max(question.batch // 2, 1), question.batch * 2)))
     precisions = (question.precision,)
     if "precision" in question.vary:
@@ -78,7 +78,7 @@ def variants(question: Question) -> Iterator[Question]:
 
 
 def _optimizers(question: Question) -> Iterator[Question]:
-    """With wide weights and moments; with weights in bf16 alone; and, off the device, with moments of 16 bits."""
+    """With fp32 master weights and moments; with bf16 weights alone; and, offloaded, with moments of 16 bits."""
     yield question
     if question.precision not in ("bf16", "fp8"):
         return

@@ -31,7 +31,7 @@ class Largest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def largest_model(question: Question) -> Largest | None:
-    """Of the zoo, the largest model that can be trained on these machines."""
+    """The largest known model that can be trained on this cluster."""
     larger = None
     for name in sorted(presets.preset_names(), key=lambda name: (-count(presets.preset(name)), name)):
         arch = presets.preset(name)
@@ -171,7 +171,7 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
     parameters: int  # of one
     flops_per_token: float  # of one's forward
     state_bytes: float  # weights, gradients and moments of one, on one rank
-    activation_bytes: float  # that one keeps of one sequence, without recomputation
+    activation_bytes: float  # saved by one for one sequence, without recomputation
 
 
 def layers(question: Question) -> tuple[Layer, ...]:
@@ -181,20 +181,20 @@ def layers(question: Question) -> tuple[Layer, ...]:
 
 def _blocks(question: Question) -> Iterator[Layer]:
     arch = question.arch
-    for mixture in (False, True):
-        alike = [layer for layer in range(arch.layers) if arch.is_mixture(layer) is mixture]
+    for moe in (False, True):
+        alike = [layer for layer in range(arch.layers) if arch.is_mixture(layer) is moe]
         if not alike:
             continue
         mine = [param for param in params(arch) if param.layer == alike[0]]
         scores = 2 * 2 * arch.q_width * question.sequence
         plan = Plan(microbatch=1, precision=question.precision)
         yield Layer(
-            name="block with experts" if mixture else "block",
+            name="MoE block" if moe else "block",
             count=len(alike),
             parameters=sum(param.numel for param in mine),
             flops_per_token=sum(_flops(param, arch) for param in mine) + scores,
             state_bytes=_states(question, mine),
-            activation_bytes=block_kept(microbatch_shape(question.job(plan)), mixture),
+            activation_bytes=block_kept(microbatch_shape(question.job(plan)), moe),
         )
 
 
@@ -218,7 +218,7 @@ def _outside(question: Question, name: str, begins: tuple[str, ...]) -> Iterator
 
 
 def _flops(param: Param, arch: Arch) -> float:
-    """Of one token: a product for a matrix, of the experts only the chosen ones', nothing to speak of for a vector."""
+    """Of one token: a matmul for a matrix, of the experts only the chosen ones', nothing to speak of for a vector."""
     if len(param.shape) < 2:
         return 0.0
     return 2.0 * param.numel * (arch.top_k / arch.experts if param.expert else 1)

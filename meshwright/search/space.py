@@ -1,7 +1,8 @@
 """Every legal plan of a question, level by level: axes, then microbatches, then schedules, then recomputation.
 
 Legal is what the rules of config/check.py let pass; a test holds the two equal. Left out are other spellings of a
-plan that is there (see `_zeros`), and, of numbers that could be anything, all but a few (CHUNKS, FIRST_SHARES).
+plan that is there, zero 3 in pipelines (see `_zeros`), and, of numbers that could be anything, all but a few (CHUNKS,
+FIRST_SHARES).
 """
 
 import math
@@ -265,7 +266,10 @@ def _data_axes(question: Question, pp: int, cp: int, tp: int) -> Iterator[AxesCh
 
 
 def _zeros(question: Question, pp: int, shard: int, cp: int) -> tuple[int, ...]:
-    """Without ranks to shard over zero is 0; in a pipeline 1, 2 and 3 are the same, and 1 stands for them."""
+    """Without ranks to shard over zero is 0; in a pipeline 1 and 2 are the same, and 1 stands for them.
+
+    So are 3 and 1 up to IN_SIGHT chunks. With more, 3 holds less and gathers again for every round: only where fixed.
+    """
     possible = (1, 2, 3) if shard > 1 else (0, 1, 2, 3)
     if "zero" in question.fixed:
         return tuple(_given(question, "zero", possible))

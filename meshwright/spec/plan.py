@@ -17,6 +17,7 @@ from meshwright.spec.schedule import Schedule
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp64"]
 
 AXES = ("pp", "replicate", "shard", "cp", "tp")  # of the world, outermost to innermost: the chattiest are neighbours
+Affects = Literal["memory", "time", "numerics"]
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,28 +37,24 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     chunks: int = 1  # stages on each rank
     stages: tuple[int, ...] = ()  # layers of each stage, pp · chunks of them; empty when pp is 1
     microbatch: int  # sequences in one forward pass of one rank
-    grad_accum: int = 1  # forward and backward passes in one step
-    precision: Precision = "fp32"  # of the arithmetic; weights and their sums are held in fp32 (fp64 in proofs)
-    recompute: str = "none"  # what the backward computes anew: none, full, sqrt, selective, every-, first-, selective-K
-    activation_quant: Literal["none", "fp8", "int8"] = (
-        "none"  # what blocks keep for the backward, in eight bits: not exact
-    )
+    grad_accum: int = 1  # gradient accumulation: forward and backward passes in one step
+    precision: Precision = "fp32"  # of the arithmetic; master weights and gradient sums are fp32 (fp64 in proofs)
+    recompute: str = "none"  # activation checkpointing: none, full, sqrt, selective(-K), every-K, first-K
+    activation_quant: Literal["none", "fp8", "int8"] = "none"  # saved activations in eight bits: not exact
     activation_offload: bool = False  # saved activations wait for the backward in host memory
     fp8_scaling: Literal["tensorwise", "rowwise"] = "tensorwise"  # of fp8: what has a scale of its own
-    bf16_params: bool = (
-        False  # a narrow copy of the weights is kept beside the wide ones, by one rank that shares nothing
-    )
+    bf16_params: bool = False  # a resident bf16 copy of the parameters beside the fp32 master weights, on a single rank
     optimizer_offload: Literal["none", "host", "disk"] = (
-        "none"  # where one rank keeps wide weights and moments, if not beside it
+        "none"  # where a single rank keeps master weights and optimizer states, if not on the device
     )
     optimizer_offload_update: Literal["host", "device"] = (
-        "host"  # where they are updated; device: they travel there and back
+        "host"  # where they are updated; device: they are copied there and back
     )
-    optimizer_offload_host_bytes: int = 0  # of offload = disk: as much of them stays in host memory all the same
-    optimizer_offload_folder: str = ""  # of offload = disk: where its files lie; empty: in the run's folder
-    cpu_offload: bool = False  # weights, gradients and moments live in host memory; a block's come when it is used
+    optimizer_offload_host_bytes: int = 0  # of optimizer_offload = disk: as much of them stays in host memory
+    optimizer_offload_folder: str = ""  # of optimizer_offload = disk: where its files lie; empty: in the run's folder
+    cpu_offload: bool = False  # parameters, gradients and optimizer states live in host memory
     kernels: Literal["auto", "plain", "fused"] = "auto"  # hand-written ones; auto: where there is a GPU and Triton
-    compile: bool = False  # blocks are compiled by torch before the first step
+    compile: bool = False  # torch.compile of each block before the first step
     deterministic: bool = False  # sums in a fixed order: the same bits for every replicate · shard
 
     @property
@@ -90,36 +87,62 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Sequences in one optimizer step, over the whole job."""
         return self.microbatch * self.grad_accum * self.data
 
+    def uses(self, name: str) -> bool:
+        """Whether a field is set to something else than its neutral value."""
+        return getattr(self, name) != NEUTRAL[name]
+
     def __str__(self) -> str:
-        """The axes that are used, as a person would write them."""
-        used = [f"{name}={value}" for name in (*AXES, "ep") if (value := getattr(self, name)) > 1]
-        if self.zero:
-            used.append(f"zero={self.zero}")
-        if self.cp > 1:
-            used.append(f"cp_kind={self.cp_kind}")
-        if self.pp > 1:
-            used += [f"schedule={self.schedule}", f"stages={'+'.join(map(str, self.stages))}"]
-        used += [f"microbatch={self.microbatch}", f"grad_accum={self.grad_accum}", f"precision={self.precision}"]
-        if self.recompute != "none":
-            used.append(f"recompute={self.recompute}")
-        if self.activation_quant != "none":
-            used.append(f"activation_quant={self.activation_quant}")
-        if self.activation_offload:
-            used.append("activation_offload")
-        used += [name for name in ("bf16_params",) if getattr(self, name)]
-        if self.optimizer_offload != "none":
-            used.append(
-                f"optimizer_offload={self.optimizer_offload} optimizer_offload_update={self.optimizer_offload_update}"
-            )
-        if self.cpu_offload:
-            used.append("cpu_offload")
-        if self.kernels != "auto":
-            used.append(f"kernels={self.kernels}")
-        if self.compile:
-            used.append("compile")
-        if self.deterministic:
-            used.append("deterministic")
-        return " ".join(used)
+        """The plan as a person would write it: what is neutral is left out."""
+        return " ".join(text for field in FIELDS if (text := field.text(self)))
+
+
+class PlanField(msgspec.Struct, frozen=True):
+    """What is to be known of a field beside its type, its default (the neutral value) and its comment (the help).
+
+    Plan strings, table columns, the order of equally fast plans and the notes of a dry run are made from these.
+    """
+
+    name: str
+    affects: tuple[Affects, ...] = ("memory", "time")
+    shown: Literal["used", "always", "never"] = "used"  # in a line that says the plan
+    when: str = ""  # shown where another field than itself is used
+    weighs: bool = False  # one more thing to understand in a plan: of plans that are alike the one with fewer is first
+
+    def text(self, plan: Plan) -> str:
+        """How a plan says it: name=value, a flag by its name alone, "" where it is neutral."""
+        value = getattr(plan, self.name)
+        if self.shown == "never" or (self.shown == "used" and not plan.uses(self.when or self.name)):
+            return ""
+        if value is True:
+            return self.name
+        return f"{self.name}={'+'.join(map(str, value)) if isinstance(value, tuple) else value}"
+
+
+FIELDS = (
+    *(PlanField(axis, weighs=True) for axis in (*AXES, "ep")),
+    PlanField("zero"),
+    PlanField("cp_kind", affects=("time",), when="cp"),
+    PlanField("schedule", when="pp"),
+    PlanField("stages", when="pp"),
+    PlanField("microbatch", shown="always"),
+    PlanField("grad_accum", shown="always"),
+    PlanField("precision", affects=("memory", "time", "numerics"), shown="always"),
+    PlanField("recompute", weighs=True),
+    PlanField("activation_quant", affects=("memory", "time", "numerics"), weighs=True),
+    PlanField("activation_offload", weighs=True),
+    PlanField("optimizer_offload", weighs=True),
+    PlanField("optimizer_offload_update", affects=("time",), when="optimizer_offload"),
+    PlanField("cpu_offload", weighs=True),
+    PlanField("bf16_params"),
+    PlanField("kernels", affects=("time",)),
+    PlanField("compile"),
+    PlanField("deterministic", affects=("time", "numerics")),
+    PlanField("chunks", shown="never", weighs=True),  # the stages say it
+    PlanField("fp8_scaling", affects=("time", "numerics"), shown="never"),
+    PlanField("optimizer_offload_host_bytes", affects=("memory",), shown="never"),
+    PlanField("optimizer_offload_folder", affects=(), shown="never"),
+)
+NEUTRAL = {field.name: field.default for field in msgspec.structs.fields(Plan)}
 
 
 WORDS = ("none", "full", "selective", "sqrt")
@@ -134,7 +157,7 @@ def problem(policy: str) -> Problem | None:
     remedy = f"use one of {', '.join(WORDS)}, every-K, first-K or selective-K with a whole K of at least 1"
     if near := difflib.get_close_matches(policy, (*WORDS, "every-2", "first-2", "selective-2"), 1):
         remedy = f"did you mean {near[0]}? {remedy}"
-    return Problem(f"plan.recompute = {policy!r} is not a way of computing anew", remedy, "plan.recompute")
+    return Problem(f"plan.recompute = {policy!r} is not a recompute policy", remedy, "plan.recompute")
 
 
 def by_operation(policy: str) -> bool:

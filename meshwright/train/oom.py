@@ -116,7 +116,7 @@ def cause(predicted: Ledger, measured: Mapping[str, int], peak: int, room: float
         most = max(predicted.lines, key=lambda line: line.bytes)
         return (
             f"the plan needs {predicted.allocated / GIB:.1f} GiB of {room / GIB:.0f}, as predicted, "
-            f"{most.bytes / GIB:.1f} of them for {most.name}"
+            f"{most.bytes / GIB:.1f} of them for {most.label}"
         )
     name, here, there = overrun(predicted, measured, peak)
     return f"{name} took {here / GIB:.2f} GiB, {there / GIB:.2f} GiB were predicted"

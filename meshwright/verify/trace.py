@@ -106,28 +106,29 @@ def _held(job: Job, plan: Plan, seen: DryRunStep, said: Ledger) -> Iterator[Byte
     yield ByteRow(name="peak", planned=said.allocated + total(away), traced=seen.live_bytes, tolerance=PEAK_TOLERANCE)
 
 
+NOTES = {  # of a field that is used
+    "compile": "traced without the compiler, which cannot work on fake tensors: compiled blocks save less",
+    "activation_quant": "traced with saved activations as they are: quantized ones are not followed",
+    "activation_offload": "traced with saved activations on the device: copies on the host are not followed",
+    "optimizer_offload": "traced with all states on the device, and compared with the ledger of that",
+    "pp": "one rank of the pipeline was traced: its neighbours' messages arrive at once",
+    "cpu_offload": "a CPU's memory is the host's: the peak is that of the device with what lives in host memory",
+}
+
+
 def notes(run: Run) -> Iterator[str]:
     """What a trace leaves out or does otherwise, for this run."""
     plan = run.plan
-    yield "traced on a CPU's operators: workspaces, the allocator's slack and the device's context are not seen"
+    yield "traced on a CPU's operators: workspaces, the allocator's cache and the device's context are not seen"
     if plan.kernels != "plain":
         yield "traced with plain kernels, and compared with the ledger of plain kernels: Triton's need a GPU"
-    if plan.compile:
-        yield "traced without the compiler, which cannot work on fake tensors: compiled blocks keep less"
-    if plan.activation_quant != "none" or plan.activation_offload:
-        yield "traced with what blocks keep as it is and on the device: codes and copies on the host are not followed"
-    if plan.optimizer_offload != "none":
-        yield "traced with all states on the device, and compared with the ledger of that"
+    yield from (text for name, text in NOTES.items() if plan.uses(name))
     if run.optim.master_weights != "fp32":
         yield "the update of weights in bf16 is not traced: its collectives and states are"
     if run.arch.experts:
         yield "routers have no values to choose by: every expert gets an equal share of the rows, as the plan assumes"
     if plan.cp > 1 and plan.cp_kind == "ring" and (plan.precision in ("fp32", "fp64") or run.data.mask_documents):
         yield "on a CPU this ring's attention is made of plain operators, whose scores a GPU's kernel does not hold"
-    if plan.pp > 1:
-        yield "one rank of the pipeline was traced: its neighbours' messages arrive at once"
-    if plan.cpu_offload:
-        yield "a CPU's memory is the host's: the peak is that of the device with what lives in host memory"
     if plan.precision == "fp16":
         yield "no gradient overflows here: the loss scale stays as it is"
 

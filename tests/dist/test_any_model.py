@@ -139,7 +139,7 @@ CALLS = [
     ((Tower, batches(), loss, ["replicate=3"]), "batches of 8 rows are not"),
     ((Tower, batches(), loss, ["replcate=2"]), "did you mean plan.replicate?"),
     ((Tower, batches(), loss, ["shard=2"]), "shards nothing"),
-    ((Tower, batches(), loss, ["recompute=some"]), "plan.recompute = 'some' is not a way of computing anew"),
+    ((Tower, batches(), loss, ["recompute=some"]), "plan.recompute = 'some' is not a recompute policy"),
     ((Tower, batches(), loss, ["pp=2,schedule=zbv,compile=true"], TOWER), "needs its two halves"),
     ((Tower, batches(), loss, ["pp=8", "tp=2"], TOWER), "8 stages are more than the model's 4 blocks"),
 ]

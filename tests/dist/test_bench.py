@@ -54,7 +54,7 @@ def test_a_step_stands_beside_what_the_profile_promises(probed):
     assert done.returncode == 0, done.stderr
     for row in json.loads(done.stdout):
         assert row["predicted_seconds"] > 0
-        assert row["promised_from"] == "the profile given"
+        assert row["predicted_from"] == "the profile given"
         assert row["mfu_of"] == "the fastest product measured"
         assert row["counted_flops_ratio"] == 1.0
         assert 0 < row["peak_allocated_bytes"] < 2**30, "what the process grew by, not torch itself"

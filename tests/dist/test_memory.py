@@ -50,6 +50,7 @@ TWICE = ("plan.grad_accum=2",)
 HOSTED = ("plan.zero=3", "plan.cpu_offload=true")
 FOUR_TIMES = ("plan.grad_accum=4", "arch.layers=4")
 DEEP = ("arch.layers=8",)
+FOUR_CHUNKS = ("plan.chunks=4", *FOUR_TIMES, *DEEP)
 MOE = ("arch.preset=tiny-moe",)
 GPT = (
     "arch.norm=layer",
@@ -104,7 +105,7 @@ TWO = {
         ("plan.pp=2", "plan.schedule=zb1p", *FOUR_TIMES, *BF16),
         ("plan.pp=2", "plan.schedule=zb1p", *FOUR_TIMES, *BF16, "optim.master_weights=split"),
         ("plan.pp=2", "plan.schedule=looped", *FOUR_TIMES),
-        ("plan.pp=2", "plan.schedule=interleaved", "plan.chunks=4", *FOUR_TIMES, *DEEP),
+        ("plan.pp=2", "plan.schedule=interleaved", *FOUR_CHUNKS),
     ],
 }
 FOUR = {
@@ -127,8 +128,15 @@ FOUR = {
         ("plan.pp=2", "plan.shard=2", "plan.zero=1", "plan.schedule=looped", *FOUR_TIMES, *BF16),
         ("plan.pp=2", "plan.shard=2", "plan.zero=3", "plan.schedule=zbv", *FOUR_TIMES, *BF16),
         ("plan.pp=2", "plan.shard=2", "plan.zero=2", "plan.ep=2", *FOUR_TIMES, *MOE),
-        # Of four stages torch holds three gathered.
-        ("plan.pp=2", "plan.shard=2", "plan.zero=3", "plan.schedule=interleaved", "plan.chunks=4", *FOUR_TIMES, *DEEP),
+    ],
+    # Of four stages torch holds three gathered: so under zero 3, and short of it all four.
+    "many chunks": [
+        ("plan.pp=2", "plan.shard=2", "plan.zero=3", "plan.schedule=interleaved", *FOUR_CHUNKS),
+        ("plan.pp=2", "plan.shard=2", "plan.zero=1", "plan.schedule=interleaved", *FOUR_CHUNKS, *BF16),
+        ("plan.pp=2", "plan.shard=2", "plan.zero=1", "plan.schedule=looped", *FOUR_CHUNKS, *GPT),
+        ("plan.pp=2", "plan.shard=2", "plan.zero=2", "plan.schedule=zb1p", *FOUR_CHUNKS, *BF16),
+        ("plan.pp=2", "plan.shard=2", "plan.zero=1", "plan.ep=2", "plan.schedule=interleaved", *FOUR_CHUNKS, *MOE),
+        ("plan.pp=2", "plan.replicate=2", "plan.schedule=interleaved", *FOUR_CHUNKS, *BF16),
     ],
 }
 
@@ -233,8 +241,8 @@ def measured(run: Run, mesh: Mesh, folder: Path) -> tuple[dict[str, int], Watch]
         "weights": stored(weights),
         "gradients": gradients,
         "moments": stored([*state.optimizer.first, *state.optimizer.second]),
-        "gathered": watch.gathered,
-        "waiting": max(watch.gradients - gradients, 0),
+        "all_gathered_params": watch.gathered,
+        "unreduced_grads": max(watch.gradients - gradients, 0),
     }
     if low := stored(getattr(weight, "low_bits", None) for weight in weights):
         bytes_of["master"] = low
@@ -270,7 +278,7 @@ def test_a_lone_rank_uses_its_weights_where_they_lie(folder, plan):
     run = make_run(folder, *SMALL, *plan, "plan.replicate=1")
     seen, _ = measured(run, alone(), folder)
     assert seen == {line.name: line.bytes for line in states(run.arch, run.plan)}
-    assert seen["gathered"] == 0
+    assert seen["all_gathered_params"] == 0
 
 
 @pytest.mark.parametrize("words", [("plan.precision=fp32",), (*BF16, *TWICE)])
@@ -279,9 +287,9 @@ def test_a_lone_rank_whose_weights_are_in_host_memory_copies_one_block_at_a_time
     run = make_run(folder, *SMALL, *words, *HOSTED, "plan.replicate=1")
     seen, _ = measured(run, meshes.make(run.plan, CPU), folder)
     near = {line.name: line.bytes for line in states(run.arch, run.plan)}
-    assert near["weights"] == near["gradients"] == near["moments"] == near["waiting"] == 0
+    assert near["weights"] == near["gradients"] == near["moments"] == near["unreduced_grads"] == 0
     assert seen == near | {line.name: line.bytes for line in hosted(run.arch, run.plan)}
-    assert 0 < near["gathered"] < count(run.arch) * (2 if run.plan.precision == "bf16" else 4)
+    assert 0 < near["all_gathered_params"] < count(run.arch) * (2 if run.plan.precision == "bf16" else 4)
 
 
 @pytest.mark.parametrize("precision", [(), BF16])
@@ -295,7 +303,7 @@ def test_gradients_that_wait_for_copies_are_the_only_states_on_the_device(folder
 
 
 @pytest.mark.parametrize("rounding", ["none", "split"])
-@pytest.mark.parametrize("grad_accum", [(), TWICE])
+@pytest.mark.parametrize("accumulate", [(), TWICE])
 def test_a_lone_rank_whose_weights_are_rounded_computes_with_them_where_they_lie(folder, rounding, accumulate):
     run = make_run(folder, *SMALL, *BF16, *accumulate, f"optim.master_weights={rounding}", f"optim.stochastic_rounding={str(rounding == 'none').lower()}", "plan.replicate=1")
     seen, _ = measured(run, alone(), folder)
@@ -326,7 +334,7 @@ def test_states_that_live_elsewhere_take_the_bytes_that_are_said_there(folder, w
     weights = [weight for chunk in state.chunks for weight in chunk.parameters()]
     assert stored(weights) == lines["weights"]
     assert stored(weight.grad for weight in weights) == lines["gradients"]
-    assert lines["moments"] == lines["gathered"] == 0
+    assert lines["moments"] == lines["all_gathered_params"] == 0
     near = [array for home in optimizer.homes for array in home.arrays]
     slots = [buffer for slot in optimizer.slots for buffer in slot.near]
     optimizer.close()
@@ -445,7 +453,7 @@ def test_what_is_computed_anew_over_tp_is_not_kept(folder):
     for policy in ("full", "selective", "selective-1", "every-2"):
         run = make_run(folder, *SMALL, "plan.kernels=plain", "plan.tp=2", *BF16, f"plan.recompute={policy}")
         mesh = meshes.make(run.plan, CPU)
-        whole = {line.name: line.bytes for line in states(run.arch, run.plan, mesh.place)}["gathered"]
+        whole = {line.name: line.bytes for line in states(run.arch, run.plan, mesh.place)}["all_gathered_params"]
         ours = stacks()["meshwright"]
         job = Job(arch=run.arch, plan=run.plan, sequence=run.sequence, cluster=cluster("8xh100"), stack=ours)
         work = microbatch_shape(job, fused_norm=False)

@@ -94,4 +94,4 @@ def test_a_run_that_does_not_ask_keeps_its_name(tmp_path):
     from meshwright.config.run import mathematics
 
     corpus_file(tmp_path)
-    assert "moments" not in mathematics(make_run(tmp_path))["init"]
+    assert "optimizer_state" not in mathematics(make_run(tmp_path))["init"]

@@ -24,6 +24,13 @@ def test_uneven_stages(folder):  # noqa: F811
     compare(folder, (), ("plan.pp=3", "plan.stages=[3, 2, 1]", "plan.grad_accum=4"))
 
 
+@pytest.mark.parametrize(("zero", "schedule"), [(1, "interleaved"), (2, "zb1p"), (3, "looped")])
+@world(4)
+def test_more_stages_on_a_rank_than_torch_holds_gathered(folder, zero, schedule):  # noqa: F811
+    plan = ("plan.pp=2", "plan.shard=2", f"plan.zero={zero}", f"plan.schedule={schedule}", "plan.chunks=4")
+    compare(folder, ("arch.layers=8", "data.pack=documents"), (*plan, "plan.grad_accum=4"))
+
+
 @world(4)
 def test_documents_in_a_pipeline_of_shared_sequences(folder):  # noqa: F811
     compare(folder, ("data.mask_documents=true",), ("plan.pp=2", "plan.cp=2", "plan.grad_accum=4"))

@@ -17,7 +17,7 @@ def folder(tmp_path):
 
 
 # A mixture with several microbatches is left out: a router's choice may fall the other way by one unit of rounding.
-@pytest.mark.parametrize(("arch", "grad_accum"), [("tiny", 1), ("tiny", 2), ("tiny-moe", 1)])
+@pytest.mark.parametrize(("arch", "accumulate"), [("tiny", 1), ("tiny", 2), ("tiny-moe", 1)])
 @world(1)
 def test_a_shadow_changes_no_number(folder, arch, accumulate):
     words = ("plan.replicate=1", "plan.precision=bf16", f"plan.grad_accum={accumulate}")

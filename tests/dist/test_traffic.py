@@ -29,6 +29,7 @@ TWICE = ("plan.grad_accum=2",)
 HOSTED = ("plan.zero=3", "plan.cpu_offload=true")
 FOUR_TIMES = ("plan.grad_accum=4", "arch.layers=4")
 DEEP = ("arch.layers=8",)
+FOUR_CHUNKS = ("plan.chunks=4", *FOUR_TIMES, *DEEP)
 MASKED = ("data.mask_documents=true",)
 ODD_GPT = (*GPT, "arch.context=33")  # odd, so that a sharded table is padded
 MOE = ("arch.preset=tiny-moe",)
@@ -137,8 +138,16 @@ FOUR = {
         ("plan.pp=2", "plan.tp=2", "plan.schedule=zb1p", *FOUR_TIMES),
         ("plan.pp=2", "plan.shard=2", "plan.zero=2", "plan.ep=2", *FOUR_TIMES, *MOE),
         ("plan.pp=2", "plan.tp=2", "plan.schedule=interleaved", *FOUR_TIMES, *DEEP, "plan.recompute=sqrt"),
-        # Of four stages torch holds three gathered, so some are gathered more than once.
-        ("plan.pp=2", "plan.shard=2", "plan.zero=3", "plan.schedule=interleaved", "plan.chunks=4", *FOUR_TIMES, *DEEP),
+    ],
+    # Of four stages torch holds three gathered: under zero 3 some are gathered more than once, short of it none is.
+    "many chunks": [
+        ("plan.pp=2", "plan.shard=2", "plan.zero=3", "plan.schedule=interleaved", *FOUR_CHUNKS),
+        ("plan.pp=2", "plan.shard=2", "plan.zero=1", "plan.schedule=interleaved", *FOUR_CHUNKS, *BF16),
+        ("plan.pp=2", "plan.shard=2", "plan.zero=1", "plan.schedule=looped", *FOUR_CHUNKS, *GPT),
+        ("plan.pp=2", "plan.shard=2", "plan.zero=2", "plan.schedule=zb1p", *FOUR_CHUNKS),
+        ("plan.pp=2", "plan.shard=2", "plan.zero=1", "plan.ep=2", "plan.schedule=interleaved", *FOUR_CHUNKS, *MOE),
+        ("plan.pp=2", "plan.cp=2", "plan.zero=1", "plan.schedule=interleaved", *FOUR_CHUNKS),
+        ("plan.pp=2", "plan.replicate=2", "plan.schedule=interleaved", *FOUR_CHUNKS),
     ],
 }
 

@@ -86,8 +86,8 @@ def test_a_named_precision_is_used_on_both_sides(folder):
 
 
 BAD = [
-    (["--plan", "tp=3"], "arch.kv_heads = 4 cannot be shared by plan.tp = 3 ranks"),
-    (["--plan", "cp=4,tp=2", "sequence=24"], "cannot be cut into 16 equal slices"),
+    (["--plan", "tp=3"], "arch.kv_heads = 4 cannot be sharded over plan.tp = 3 ranks"),
+    (["--plan", "cp=4,tp=2", "sequence=24"], "cannot be split into 16 equal slices"),
     (["--plan", "tp"], "is not field=value"),
     (["--plan", "tq=2"], "did you mean plan.tp?"),
     ([], "no plan to prove"),

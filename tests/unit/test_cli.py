@@ -95,7 +95,7 @@ def test_training_without_torch_says_so_in_one_line(capsys, monkeypatch):
     assert main.main(["train"]) == 2
     told = capsys.readouterr().err
     assert told.splitlines() == [
-        "meshwright: this needs what is not installed: torch; run: pip install 'meshwright[train]'"
+        "meshwright: training needs packages that are not installed: torch; run: pip install 'meshwright[train]'"
     ]
 
 

@@ -6,20 +6,20 @@ from meshwright.bench.waterfall import shares
 from meshwright.config.presets import preset
 from meshwright.cost.flops import attention_flops, step_flops
 
-SPENT = {"products": 0.16, "attention": 0.08, "optimizer": 0.01}
+SPENT = {"matmul": 0.16, "attention": 0.08, "optimizer": 0.01}
 
 
 def test_products_and_attention_are_each_held_to_the_peak():
-    found = {part.name: part.seconds for part in shares(SPENT, {"products": 0.12, "attention": 0.05}, 0.27)}
+    found = {part.name: part.seconds for part in shares(SPENT, {"matmul": 0.12, "attention": 0.05}, 0.27)}
     assert found == pytest.approx(
         {
-            "products at the peak": 0.12, "products above that": 0.04, "attention at the peak": 0.05,
+            "matmul at peak": 0.12, "matmul above peak": 0.04, "attention at peak": 0.05,
             "attention above that": 0.03, "optimizer": 0.01, "nothing running": 0.02,
         }
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("ideal", [{}, {"products": 0.2, "attention": 0.01}, {"products": 0.1}])
+@pytest.mark.parametrize("ideal", [{}, {"matmul": 0.2, "attention": 0.01}, {"matmul": 0.1}])
 @pytest.mark.parametrize("wall", [0.2, 0.25, 0.4])  # kernels of a trace may end after the clock
 def test_shares_add_up_whatever_is_known_of_the_peak(ideal, wall):
     found = shares(SPENT, ideal, wall)

@@ -46,7 +46,7 @@ def test_a_disk_has_what_host_memory_has_not():
     assert near + found.disk_bytes == 12 * WHOLE
 
 
-@pytest.mark.parametrize(("room", "word"), [("host_bytes", "host memory"), ("disk_bytes", "disk")])
+@pytest.mark.parametrize(("room", "word"), [("host_bytes", "host RAM"), ("disk_bytes", "disk")])
 def test_a_place_that_is_too_small_is_named(room, word):
     asked = job(bf16_params=True, optimizer_offload="disk")
     assert fits(asked).fits
@@ -72,7 +72,7 @@ def test_activations_travel_beyond_what_a_block_computes():
     forward, backward = one.forward.seconds, one.seconds - one.forward.seconds
     expected = ARCH.layers * (max(travels - forward, 0) + max(travels - backward, 0))
     assert expected > 0
-    assert share(price(sent), "link") == pytest.approx(expected)
+    assert share(price(sent), "host_transfer") == pytest.approx(expected)
     assert price(sent).seconds == pytest.approx(price(kept).seconds + expected, rel=0.02)  # stragglers wait too
 
 
@@ -114,8 +114,10 @@ def test_hosted_weights_take_sixteen_bytes_a_parameter_of_the_host_and_none_of_t
     # Vectors are the only ones that eight ranks could not share evenly, and here they can.
     assert host(asked) == {"weights": WHOLE // 2, "gradients": WHOLE // 2, "moments": WHOLE}
     plain = {line.name: line.bytes for line in ledger(job("8xh100", zero=3, shard=8)).lines}
-    assert near["gathered"] == plain["gathered"]
-    assert near["buffers"] > plain["buffers"], "weights that arrive and gradients that leave pass through the device"
+    assert near["all_gathered_params"] == plain["all_gathered_params"]
+    assert near["reduce_buffers"] > plain["reduce_buffers"], (
+        "weights that arrive and gradients that leave pass through the device"
+    )
 
 
 def test_a_model_whose_weights_alone_are_too_large_fits_by_one_block():
@@ -126,7 +128,7 @@ def test_a_model_whose_weights_alone_are_too_large_fits_by_one_block():
     assert found.fits, found.why
     small = fits(msgspec.structs.replace(large, cluster=msgspec.structs.replace(roomy, host_bytes=1e12)))
     assert not small.fits
-    assert "host memory" in small.why
+    assert "host RAM" in small.why
 
 
 def test_hosted_weights_arrive_twice_and_their_gradients_leave_once_a_microbatch():

@@ -26,7 +26,7 @@ def held(arch, plan: Plan, **place: int) -> dict[str, int]:
 def test_a_lone_rank_in_fp32_holds_sixteen_bytes_for_each_parameter():
     lines = states(LLAMA, plan_of(precision="fp32", grad_accum=8))
     assert total(lines) == 16 * count(LLAMA)
-    assert held(LLAMA, plan_of(precision="fp32"))["gathered"] == 0
+    assert held(LLAMA, plan_of(precision="fp32"))["all_gathered_params"] == 0
 
 
 def test_replicas_hold_a_narrow_copy_beside_everything_in_fp32():
@@ -35,8 +35,8 @@ def test_replicas_hold_a_narrow_copy_beside_everything_in_fp32():
         "weights": 4 * parameters,
         "gradients": 4 * parameters,
         "moments": 8 * parameters,
-        "gathered": 2 * parameters,
-        "waiting": 0,
+        "all_gathered_params": 2 * parameters,
+        "unreduced_grads": 0,
     }
 
 
@@ -49,21 +49,21 @@ def test_every_stage_of_zero_shares_out_sixteen_bytes(zero, ranks):
 
 
 def test_gradients_wait_whole_only_where_they_are_scattered_once():
-    waiting = {zero: held(LLAMA, plan_of(shard=8, zero=zero, grad_accum=4))["waiting"] for zero in (1, 2, 3)}
+    waiting = {zero: held(LLAMA, plan_of(shard=8, zero=zero, grad_accum=4))["unreduced_grads"] for zero in (1, 2, 3)}
     assert waiting == {1: 4 * count(LLAMA) * 7 // 8, 2: 0, 3: 0}
-    assert held(LLAMA, plan_of(shard=8, zero=1))["waiting"] == 0
+    assert held(LLAMA, plan_of(shard=8, zero=1))["unreduced_grads"] == 0
 
 
 def test_zero_3_gathers_two_blocks_and_what_is_outside_them():
     block = sum(param.numel for param in params(LLAMA) if param.layer == 0)
     outside = sum(param.numel for param in params(LLAMA) if param.layer < 0)
-    assert held(LLAMA, plan_of(shard=8, zero=3))["gathered"] == 2 * (outside + 2 * block)
-    assert held(LLAMA, plan_of(shard=8, zero=2))["gathered"] == 2 * count(LLAMA)
+    assert held(LLAMA, plan_of(shard=8, zero=3))["all_gathered_params"] == 2 * (outside + 2 * block)
+    assert held(LLAMA, plan_of(shard=8, zero=2))["all_gathered_params"] == 2 * count(LLAMA)
 
 
 def test_one_layer_has_no_next():
     arch = msgspec.structs.replace(LLAMA, layers=1)
-    assert held(arch, plan_of(shard=8, zero=3))["gathered"] == 2 * count(arch)
+    assert held(arch, plan_of(shard=8, zero=3))["all_gathered_params"] == 2 * count(arch)
 
 
 def test_a_pipeline_keeps_gradients_whole_and_stages_gathered_whatever_zero_says():
@@ -71,8 +71,17 @@ def test_a_pipeline_keeps_gradients_whole_and_stages_gathered_whatever_zero_says
     plans = [plan_of(pp=4, stages=stages, shard=2, zero=zero, grad_accum=8) for zero in (1, 3)]
     assert held(LLAMA, plans[0]) == held(LLAMA, plans[1])
     lines = held(LLAMA, plans[1])
-    assert lines["gathered"] == lines["weights"]  # two bytes of each number, of which half rest here in four
-    assert lines["waiting"] == lines["gradients"]  # four bytes of each, beyond the half that remains
+    assert lines["all_gathered_params"] == lines["weights"]  # two bytes of each number, of which half rest here in four
+    assert lines["unreduced_grads"] == lines["gradients"]  # four bytes of each, beyond the half that remains
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "looped", "zb1p"])
+def test_with_many_chunks_zero_3_gathers_those_in_sight_and_the_others_all_of_them(schedule):
+    stages = balanced_stages(LLAMA, 32)  # one layer each, but for the first and the last rank's
+    shape = {"pp": 4, "chunks": 8, "stages": stages, "schedule": schedule, "shard": 2, "grad_accum": 8}
+    gathered = [held(LLAMA, plan_of(zero=zero, **shape), pp=1)["gathered"] for zero in (1, 2, 3)]
+    block = sum(param.numel for param in params(LLAMA) if param.layer == 0)
+    assert gathered == [2 * 8 * block, 2 * 8 * block, 2 * 3 * block]
 
 
 def test_looped_stages_never_wait_together():
@@ -80,7 +89,8 @@ def test_looped_stages_never_wait_together():
     stages = balanced_stages(LLAMA, 8)
     shape = {"pp": 4, "chunks": 2, "stages": stages, "shard": 2, "zero": 1, "grad_accum": 8}
     looped, interleaved = (
-        held(LLAMA, plan_of(schedule=schedule, **shape), pp=1)["waiting"] for schedule in ("looped", "interleaved")
+        held(LLAMA, plan_of(schedule=schedule, **shape), pp=1)["unreduced_grads"]
+        for schedule in ("looped", "interleaved")
     )
     assert looped < interleaved
 
@@ -89,21 +99,27 @@ def test_split_backwards_leave_narrow_gradients_beside_the_wide_sum():
     stages = balanced_stages(LLAMA, 8)
     shape = {"pp": 4, "chunks": 2, "stages": stages, "grad_accum": 8}
     whole, split = (held(LLAMA, plan_of(schedule=schedule, **shape), pp=1) for schedule in ("interleaved", "zb1p"))
-    assert whole["waiting"] == 0  # nothing is sharded, so what waits is what remains
-    assert 0 < split["waiting"] <= split["gradients"] // 2
-    assert held(LLAMA, plan_of(schedule="zb1p", precision="fp32", **shape), pp=1)["waiting"] == 0
+    assert whole["unreduced_grads"] == 0  # nothing is sharded, so what waits is what remains
+    assert 0 < split["unreduced_grads"] <= split["gradients"] // 2
+    assert held(LLAMA, plan_of(schedule="zb1p", precision="fp32", **shape), pp=1)["unreduced_grads"] == 0
 
 
 def test_experts_over_ranks_gather_less_and_rest_alike():
     without, with_ep = (held(MOE, plan_of(shard=4, zero=3, ep=ep)) for ep in (1, 2))
     assert with_ep["moments"] == without["moments"]
-    assert with_ep["gathered"] < without["gathered"]
+    assert with_ep["all_gathered_params"] < without["all_gathered_params"]
 
 
 def test_every_line_says_why():
     for fields in ({}, {"replicate": 2}, {"shard": 2, "zero": 3}, {"pp": 2, "stages": (3, 3), "grad_accum": 4}):
         lines = states(TINY, plan_of(**fields))
-        assert [line.name for line in lines] == ["weights", "gradients", "moments", "gathered", "waiting"]
+        assert [line.name for line in lines] == [
+            "weights",
+            "gradients",
+            "moments",
+            "all_gathered_params",
+            "unreduced_grads",
+        ]
         assert all(line.why and line.bytes >= 0 for line in lines)
 
 

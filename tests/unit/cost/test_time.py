@@ -46,7 +46,7 @@ def jobs(draw) -> Job:
     shard = draw(st.sampled_from([1, 4])) if zero else 1
     chunks, accumulate, schedule = 1, draw(st.sampled_from([1, 4, 8, 24])), "1f1b"
     if pp > 1:
-        schedule, chunks = draw(st.sampled_from(SCHEDULES)), draw(st.sampled_from([1, 2]))
+        schedule, chunks = draw(st.sampled_from(SCHEDULES)), draw(st.sampled_from([1, 2, 4, 8]))
         if legal(schedule, pp, chunks, accumulate):
             schedule, chunks = "1f1b", 1
     plan = {"pp": pp, "tp": tp, "cp": cp, "zero": zero, "shard": shard, "replicate": draw(st.sampled_from([1, 2]))}
@@ -86,6 +86,17 @@ def test_the_waterfall_adds_up_and_the_bound_holds(found):
     assert share(answer, "bubble") >= -1e-9
     named = [each.name for each in answer.waterfall]
     assert len(set(named)) == len(named)
+
+
+def test_short_of_zero_3_weights_cost_the_same_however_often_a_pipeline_returns_to_them():
+    shape = {"pp": 4, "chunks": 8, "schedule": "interleaved", "shard": 8, "machines": "8x4xh100"}
+    shards = {
+        (zero, accumulate): share(price(job(zero=zero, grad_accum=accumulate, **shape)), "shard")
+        for zero in (1, 2, 3)
+        for accumulate in (8, 64)
+    }
+    assert shards[1, 8] == shards[1, 64] == shards[2, 8] == shards[2, 64]
+    assert shards[3, 64] > shards[3, 8] > shards[1, 8]
 
 
 def test_the_ideal_share_is_the_utilization():

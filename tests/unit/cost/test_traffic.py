@@ -159,7 +159,16 @@ def test_the_stages_of_a_pipeline_gather_the_whole_model_once_whatever_zero_says
         assert total(listed, kind="all_gather") == total(listed, kind="reduce_scatter") == 4 * count(LLAMA)
 
 
-def test_more_stages_than_are_held_gathered_are_gathered_again():
+@pytest.mark.parametrize("schedule", ["interleaved", "looped", "zb1p"])
+@pytest.mark.parametrize("chunks", [3, 4, 8])
+@pytest.mark.parametrize("zero", [1, 2])
+def test_short_of_zero_3_they_do_in_however_many_chunks(zero, chunks, schedule):
+    plan = pipeline(LLAMA, pp=4, chunks=chunks, schedule=schedule, shard=2, zero=zero, microbatch=1, grad_accum=8)
+    listed = [each for rank in range(4) for each in traffic(LLAMA, plan, SEQUENCE, place={"pp": rank})]
+    assert total(listed, kind="all_gather") == total(listed, kind="reduce_scatter") == 4 * count(LLAMA)
+
+
+def test_under_zero_3_more_stages_than_are_held_gathered_are_gathered_again():
     held = pipeline(LLAMA, pp=2, chunks=3, schedule="interleaved", shard=2, zero=3, microbatch=1, grad_accum=8)
     more = pipeline(LLAMA, pp=2, chunks=4, schedule="interleaved", shard=2, zero=3, microbatch=1, grad_accum=8)
     once, often = (total(traffic(LLAMA, plan, SEQUENCE), kind="all_gather") for plan in (held, more))

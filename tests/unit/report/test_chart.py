@@ -45,8 +45,8 @@ def test_a_bar_is_as_long_as_its_value_to_an_eighth():
 
 
 def test_parts_begin_where_the_one_before_ended_and_the_sum_is_as_long_as_all():
-    _, weights, moments, total = cascade(MEMORY, Terminal(columns=110))
-    room = 110 - NAMES - 16  # 80 columns for 80 GiB
+    _, weights, moments, total = cascade(MEMORY, Terminal(columns=117))
+    room = 117 - NAMES - 16  # 80 columns for 80 GiB
     assert (weights.count("█"), moments.count("█"), total.count("█")) == (20, 40, 60)
     assert moments[NAMES : NAMES + 21] == " " * 20 + "█"
     assert total.index("▕") == NAMES + room - 1
@@ -55,7 +55,7 @@ def test_parts_begin_where_the_one_before_ended_and_the_sum_is_as_long_as_all():
 
 def test_what_does_not_fit_goes_beyond_the_limit():
     full = StackedBar(title="", unit="GiB", entries=(ChartEntry(name="weights", value=100.0),), limit=80.0)
-    _, _, total = cascade(full, Terminal(columns=110))
+    _, _, total = cascade(full, Terminal(columns=117))
     assert total.count("█") == 80
     assert "100 of 80" in total
 
@@ -64,7 +64,7 @@ def test_something_taken_off_is_drawn_back():
     whole = StackedBar(
         title="", unit="s", entries=(ChartEntry(name="ideal", value=8.0), ChartEntry(name="saved", value=-4.0))
     )
-    _, ideal, saved, total = cascade(whole, Terminal(columns=110))
+    _, ideal, saved, total = cascade(whole, Terminal(columns=117))
     assert (ideal.count("█"), saved.count("█"), total.count("█")) == (80, 40, 40)
     assert "-4" in saved
 

@@ -21,7 +21,9 @@ def test_a_pipeline_is_drawn_at_the_seconds_it_is_priced_at():
     made = pipeline(job())
     assert made is not None
     shares = {share.name: share.seconds for share in price(job()).waterfall}
-    outside = sum(shares.get(name, 0.0) for name in ("stragglers", "shard", "replicate", "tied", "optimizer", "host"))
+    outside = sum(
+        shares.get(name, 0.0) for name in ("stragglers", "shard", "replicate", "tied", "optimizer", "host_overhead")
+    )
     assert made.timeline.seconds == pytest.approx(price(job()).seconds - outside, rel=1e-6)
     assert (made.shown, made.microbatches) == (8, 8)
 

@@ -103,7 +103,7 @@ def test_what_a_user_wrote_is_shown_as_text():
 def test_pictures_tell_what_they_show_to_those_who_cannot_see():
     text = page(pictures())
     assert text.count('role="img"') == 4
-    assert "weights 20, moments 41.5; in all 61.5 GiB; there is room for 80" in text
+    assert "weights 20, moments 41.5; total 61.5 GiB; there is room for 80" in text
     assert "prefers-color-scheme: dark" in text
     assert 'lang="en"' in text
 

@@ -92,7 +92,7 @@ def test_small_files_that_are_damaged_are_noted(tmp_path):
     assert [note.split(" is damaged")[0].split(" are damaged")[0] for note in found.notes] == [
         "env.json",
         "summary.json",
-        "the last words of a rank (failure.rank*.json)",
+        "the failure report of a rank (failure.rank*.json)",
         "ended-a-1.json",
     ]
 

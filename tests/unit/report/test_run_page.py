@@ -15,7 +15,7 @@ from meshwright.report.run_text import losses as chart
 from meshwright.runtime.records import EventRecord
 
 EVIL = '<script>alert("1")</script>'
-PROMISE = Prediction(
+PREDICTION = Prediction(
     source="the catalogue's h100",
     seconds=0.4,
     low_seconds=0.3,
@@ -24,7 +24,7 @@ PROMISE = Prediction(
     mfu=0.5,
     peak_bytes=2**30,
 )
-PROMISED = PredictedFigures(promise=PROMISE, utilized=PredictedUtilization(mfu=0.4, of="the data sheet's peak"))
+PREDICTED = PredictedFigures(prediction=PREDICTION, utilized=PredictedUtilization(mfu=0.4, of="the data sheet's peak"))
 KILLED = [
     attempt(101.0),
     *(step(n, 101.0 + n) for n in range(1, 7)),
@@ -43,9 +43,9 @@ class Names(HTMLParser):
         self.names.append(tag)
 
 
-def told(folder, promised=PROMISED):
+def told(folder, predicted=PREDICTED):
     found = facts(folder)
-    return found, report(found, steps_of(found), promised)
+    return found, report(found, steps_of(found), predicted)
 
 
 def names(text: str) -> list[str]:
@@ -60,8 +60,8 @@ def test_a_page_stands_alone_and_shows_all_pictures(tmp_path):
     assert "script" not in names(text)
     assert not re.search(r"https?://|url\(|@import|src=|href=", text)
     assert text.count('role="img"') == 4
-    assert "seconds a step: 0.4 promised, 0.5 measured" in text
-    assert "held-out: 0.75" in text
+    assert "s/step: 0.4 predicted, 0.5 measured" in text
+    assert "validation: 0.75" in text
 
 
 def test_what_a_user_wrote_is_shown_as_text(tmp_path):
@@ -123,7 +123,7 @@ def test_the_terminals_curve_is_as_wide_as_it_and_falls():
     assert all(len(line) <= 80 for line in lines)
     assert lines[0].rstrip().endswith("┤·")
     assert sum("o" in line for line in lines[:-1]) == 1
-    assert lines[-1].endswith("499 (o: held-out)")
+    assert lines[-1].endswith("499 (o: validation)")
     assert list(chart(kept[:2], [], Terminal())) == []
 
 

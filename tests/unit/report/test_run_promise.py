@@ -8,7 +8,7 @@ from meshwright.cost.flops import step_flops
 from meshwright.cost.memory import worst
 from meshwright.cost.step_time import price
 from meshwright.hardware.profile import ProductTime, Profile
-from meshwright.report.run_summary import FASTEST, SHEET, Given, Steps, device_of, machines, promise, utilized
+from meshwright.report.run_summary import FASTEST, SHEET, Given, Steps, device_of, machines, predict, utilized
 from meshwright.search.budget import job_of
 from meshwright.spec.problem import InputError
 
@@ -53,20 +53,20 @@ def test_a_device_is_read_from_the_trainers_words():
     assert device_of({"device": "something else"}) == device_of({"device": 3}) == device_of({}) == ""
 
 
-def test_a_card_of_the_catalogue_is_promised_what_the_planner_says():
+def test_a_card_of_the_catalogue_is_predicted_by_the_planner():
     found, source = machines(NVIDIA, Goal(), 2, Given())
     assert (found.gpu.name, found.gpus) == ("h100", 2)
     assert source == "the catalogue's h100"
-    made = promise(job(found), NVIDIA, source)
+    made = predict(job(found), NVIDIA, source)
     assert made.seconds == price(job(found)).seconds
     assert made.low_seconds < made.seconds < made.high_seconds
     assert made.peak_bytes == worst(job(found)).allocated
     assert made.tokens_per_second == pytest.approx(RUN.tokens / made.seconds)
 
 
-def test_measured_as_promised_the_utilization_is_the_same():
+def test_measured_as_predicted_the_utilization_is_the_same():
     found, source = machines(NVIDIA, Goal(), 2, Given())
-    made = promise(job(found), NVIDIA, source)
+    made = predict(job(found), NVIDIA, source)
     seen = utilized(job(found), NVIDIA, measured(made.seconds))
     assert seen.mfu == pytest.approx(made.mfu)
     assert seen.of == SHEET
@@ -86,11 +86,11 @@ def test_what_the_user_names_comes_first():
     assert (found.gpu.name, found.gpus, source) == ("a100-80g", 2, "--cluster 8xa100-80g")
 
 
-def test_a_cpu_needs_a_profile_and_is_not_promised_memory():
-    with pytest.raises(InputError, match="no data sheet describes a CPU; run there `meshwright bench --probe"):
+def test_a_cpu_needs_a_profile_and_has_no_memory_prediction():
+    with pytest.raises(InputError, match="no prediction for CPUs; measure this machine with `meshwright bench --probe"):
         machines("cpu", Goal(), 2, Given())
     found, source = machines("cpu", Goal(), 2, Given(profile=PROFILE))
-    made = promise(job(found), "cpu", source)
+    made = predict(job(found), "cpu", source)
     assert (made.source, made.peak_bytes) == ("the profile given", None)
     assert utilized(job(found), "cpu", measured(1.0)) is None  # no product in bf16 was measured
 
@@ -102,9 +102,9 @@ def test_a_device_without_a_data_sheet_is_used_by_its_fastest_product():
 
 
 def test_a_run_that_nobody_knows_the_machine_of_says_what_to_do():
-    with pytest.raises(InputError, match="nothing says on what this ran"):
+    with pytest.raises(InputError, match=r"no prediction: env\.json does not name the device"):
         machines("", Goal(), 2, Given())
-    with pytest.raises(InputError, match="the catalogue does not have Riva 128"):
+    with pytest.raises(InputError, match="no prediction: unknown card Riva 128"):
         machines("Riva 128", Goal(), 2, Given())
 
 

@@ -25,8 +25,8 @@ def test_a_summary_is_the_end():
 def test_who_holds_the_folder_goes_on_however_long_it_is_silent():
     found = of(owner=HERE, silent_seconds=9000.0)
     assert found.state == "going"
-    assert found.words == "still going: last record 2.5 h ago, process 7 on vm"
-    assert of(owner=HERE, silent_seconds=None).words.startswith("still going: no record yet")
+    assert found.words == "still running: last record 2.5 h ago, process 7 on vm"
+    assert of(owner=HERE, silent_seconds=None).words.startswith("still running: no record yet")
     assert of(owner=msgspec.structs.replace(HERE, holds=False), silent_seconds=0.1).state == "ended"
 
 
@@ -40,13 +40,13 @@ def test_whom_nobody_can_ask_is_judged_by_its_last_record():
 def test_what_ended_a_run_is_said_as_far_as_anybody_wrote_it_down():
     long_ago = {"silent_seconds": 7200.0}
     verdict = Failure(kind="error", code=1, what="rank 3 failed", remedy="see the log")
-    assert of(verdict=verdict, **long_ago).words == "ended early: rank 3 failed, 2.0 h ago"
+    assert of(verdict=verdict, **long_ago).words == "stopped early: rank 3 failed, 2.0 h ago"
     assert of(verdict=verdict, **long_ago).remedy == "see the log"
-    assert of(**long_ago).remedy.endswith("it begins anew, since nothing was saved")
-    assert of(saved=(8,), **long_ago).remedy.endswith("it goes on from step 8")
-    assert "asked to end, saved at step 8" in of(said_end=True, saved=(4, 8), **long_ago).words
-    assert "asked to end, and not saved" in of(said_end=True, **long_ago).words
-    assert "without a word" in of(**long_ago).words
+    assert of(**long_ago).remedy.endswith("it starts over, since no checkpoint was saved")
+    assert of(saved=(8,), **long_ago).remedy.endswith("to resume from step 8")
+    assert "stopped by SIGTERM, checkpoint saved at step 8" in of(said_end=True, saved=(4, 8), **long_ago).words
+    assert "stopped by SIGTERM, no checkpoint saved" in of(said_end=True, **long_ago).words
+    assert "without a failure report" in of(**long_ago).words
     assert "before its summary" in of(made_all=True, **long_ago).words
     assert "no step was made" in of(silent_seconds=None).words
 

@@ -4,7 +4,7 @@ from folders import attempt, step, usual
 
 from meshwright.cost.goodput import kept
 from meshwright.report.run_data import summed
-from meshwright.report.run_summary import held_out, losses, steady, steps
+from meshwright.report.run_summary import losses, steady, steps, validation
 from meshwright.runtime.records import EvalRecord, EventRecord, StepRecord
 
 
@@ -28,7 +28,7 @@ def test_short_runs_leave_out_fewer():
     assert of([attempt(0.0)]) is None
 
 
-def test_the_median_is_what_a_step_takes_and_the_fullest_rank_is_named():
+def test_the_median_is_what_a_step_takes_and_the_most_loaded_rank_is_named():
     records = [attempt(0.0), *(step(n, n, seconds=s) for n, s in enumerate((1.0, 2.0, 4.0, 9.0), 1))]
     found = steps(records, kept(records), [summed(0, []), summed(3, [step(1, 1.0, memory_bytes=7)])])
     assert (found.seconds, found.quickest, found.slowest) == (4.0, 2.0, 9.0)
@@ -50,7 +50,7 @@ def test_losses_are_those_of_the_steps_that_were_kept():
     ]
     found = losses(records, kept(records))
     assert (found.first, found.last, found.last_step, found.skipped, found.spikes) == (6.0, 2.0, 3, 1, 1)
-    assert [(each.step, each.loss) for each in found.held_out] == [(3, 1.5)]
+    assert [(each.step, each.loss) for each in found.validation] == [(3, 1.5)]
     assert losses([], []) is None
 
 
@@ -62,5 +62,5 @@ def test_a_run_that_ends_in_no_number_has_no_mean():
     assert found.mean_of == 0
 
 
-def test_the_held_out_loss_of_a_whole_run():
-    assert [each.loss for each in held_out(usual())] == [0.75]
+def test_the_validation_loss_of_a_whole_run():
+    assert [each.loss for each in validation(usual())] == [0.75]

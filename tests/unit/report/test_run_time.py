@@ -51,8 +51,8 @@ def test_another_session_is_another_number():
     third = [attempt(9.0, step=1, session="vm:9:1", began=8.5)]
     found = run_summary.attempts([*stopped, *silent, *third], {})
     assert [each.session for each in found] == [1, 2, 3]
-    assert found[0].ended == "asked to end"
-    assert found[1].ended.startswith("ended without a word")
+    assert found[0].ended == "stopped by SIGTERM"
+    assert found[1].ended.startswith("ended without a failure report")
     assert [each.lost for each in found] == [0, 1, 0]
 
 

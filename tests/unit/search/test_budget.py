@@ -111,7 +111,7 @@ def test_when_nothing_fits_the_problem_says_the_least_and_what_would_help():
 
 
 def test_when_nothing_helps_it_says_so():
-    with pytest.raises(InputError, match="more ranks to share the weights"):
+    with pytest.raises(InputError, match="more ranks to shard the weights"):
         budget.choose(job("llama3-8b", "one"), 1 * GIB)
 
 

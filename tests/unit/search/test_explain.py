@@ -18,7 +18,7 @@ def test_why_names_the_largest_losses_and_the_memory():
     found = priced(ASKED.job(SHARDED))
     text = why(found)
     losses = sorted((share for share in found.price.waterfall if share.name != "ideal"), key=lambda each: -each.seconds)
-    assert losses[0].name in text
+    assert losses[0].label in text
     assert losses[0].why in text
     assert "GiB" in text
     assert found.ledger.moment in text

@@ -4,12 +4,14 @@ import statistics
 import msgspec
 import pytest
 
+from meshwright.config.presets import preset
 from meshwright.cost.memory import worst
 from meshwright.hardware.cluster import cluster
 from meshwright.search.best_first import TOLD_APART, Candidate, notch, priced, rank, search
 from meshwright.search.bounds import MemoryBound, PlanGroup, bound, bound_with_weights, frugal_split, groups, in_flight
 from meshwright.search.question import Question
 from meshwright.search.space import Policy, plans
+from meshwright.spec.params import count
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import actions
 from search.questions import question
@@ -136,6 +138,19 @@ def test_the_closed_forms_are_never_above_the_ledger():
     for asked, group in sample(40):
         plan = group.plan(frugal_split(group))
         assert MemoryBound(asked).least(group) <= worst(asked.job(plan)).allocated * ROUNDING, plan
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "looped", "zb1p"])
+def test_the_closed_form_of_many_chunks_counts_all_of_them_short_of_zero_3(schedule):
+    least = {}
+    fixed = {"pp": 4, "tp": 4, "cp": 1, "shard": 4, "schedule": schedule, "chunks": 8, "microbatch": 1}
+    for zero in (1, 2, 3):
+        asked = question("llama3-70b", "64xh100", sequence=8192, batch=64, zero=zero, **fixed)
+        (group,) = (part.parts()[0] for each in groups(asked) for part in each.parts())
+        least[zero] = MemoryBound(asked).least(group)
+        assert least[zero] <= worst(asked.job(group.plan(group.splits[0]))).allocated * ROUNDING
+    weights = 2 * count(preset("llama3-70b")) / (4 * 4)
+    assert least[1] - least[3] == least[2] - least[3] == pytest.approx(weights * (1 - 3 / 8))
 
 
 def test_no_split_of_the_data_axes_holds_less_than_the_frugal_one():

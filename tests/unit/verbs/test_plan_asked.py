@@ -23,7 +23,7 @@ def test_a_budget_of_memory_is_kept_to_and_kept(capsys, tmp_path):
     asked, written = tmp_path / "asked.toml", tmp_path / "written.toml"
     asked.write_text(LIMITED)
     text = told(capsys, "plan", str(asked), "--write", str(written))
-    assert "of a GPU's memory 40.0 GiB may be used (goal.memory_gib)" in text
+    assert "memory limit: 40.0 GiB per GPU (goal.memory_gib)" in text
     assert all(plan["peak_bytes"] <= 40 * GIB for plan in answer(capsys, "plan", str(asked))["plans"])
     loaded = load.load(written)
     assert (loaded.run.goal.memory_gib, loaded.run.goal.vary) == (40, ("batch",))
@@ -44,7 +44,7 @@ def test_what_was_chosen_beside_the_plan_is_said(capsys):
     words = ["plan", "llama3-8b", "--cluster", "8xh100", "--sequence", "4096", "--batch", "32", "--top", "1"]
     plain, varied = told(capsys, *words), told(capsys, *words, "--vary", "precision", "--vary", "batch")
     assert "precision=" not in plain
-    assert "may be chosen too: precision, batch" in varied
+    assert "also search over: precision, batch" in varied
     (row,) = (line for line in varied.splitlines() if line.startswith(" 1  "))
     assert " batch=64 precision=fp8 " in row
     found = answer(capsys, *words, "--vary", "batch")

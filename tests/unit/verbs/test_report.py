@@ -31,26 +31,26 @@ def test_a_finished_run_is_told_in_short_sections(capsys, tmp_path):
     assert re.search(r"ran on +2 × NVIDIA H100 80GB HBM3, nccl; torch 2.13.0", text)
     assert re.search(r"steps +12 of 12, 128 tokens each", text)
     assert re.search(r"state +finished", text)
-    assert re.search(r"seconds a step +0\.\d+ +0\.5 +\+[\d.]+%", text)
+    assert re.search(r"s/step +0\.\d+ +0\.5 +\+[\d.]+%", text)
     assert re.search(r"peak GiB +0\.\d+ +1 +\+[\d.]+%", text)
-    assert "promised from the catalogue's h100" in text
+    assert "predicted from the catalogue's h100" in text
     assert "MFU: of the data sheet's peak" in text
-    assert re.search(r"held-out +0.7500 at step 12", text)
+    assert re.search(r"validation +0.7500 at step 12", text)
     assert len(text.splitlines()) < 40
 
 
 def test_shares_of_the_time_add_up(capsys, tmp_path):
     text = told(capsys, run_folder(tmp_path / "run"))
     shares = dict(re.findall(r"^  ([a-z\- ]+?) +([\d.]+) %", text, re.MULTILINE))
-    assert shares.pop("in all") == "100.0"
+    assert shares.pop("total") == "100.0"
     assert sum(round(float(share) * 10) for share in shares.values()) == 1000
     assert shares == {"goodput": "70.6", "start-up": "23.5", "eval": "3.0", "finish": "2.9"}
 
 
-def test_a_run_on_a_cpu_says_why_nothing_is_promised(capsys, tmp_path):
+def test_a_run_on_a_cpu_says_why_there_is_no_prediction(capsys, tmp_path):
     text = told(capsys, run_folder(tmp_path / "run"))
-    assert "nothing is promised: no data sheet describes a CPU; run there `meshwright bench --probe --ranks 2`" in text
-    assert "promised from --cluster 2xh100" in told(capsys, tmp_path / "run", "--cluster", "2xh100")
+    assert "no prediction for CPUs; measure this machine with `meshwright bench --probe --ranks 2`" in text
+    assert "predicted from --cluster 2xh100" in told(capsys, tmp_path / "run", "--cluster", "2xh100")
 
 
 def test_a_run_that_died_says_by_what_and_what_to_do(capsys, tmp_path):
@@ -60,7 +60,7 @@ def test_a_run_that_died_says_by_what_and_what_to_do(capsys, tmp_path):
     with (folder / "steps.rank0.jsonl").open("ab") as file:
         file.write(line(EndRecord(step=4, at=105.0)))
     text = told(capsys, folder)
-    assert re.search(r"state +ended early: rank 1 failed: boom", text)
+    assert re.search(r"state +stopped early: rank 1 failed: boom", text)
     assert re.search(r"do +see the log", text)
     assert re.search(r"steps +4 of 12", text)
 
@@ -88,8 +88,8 @@ def test_ranks_are_told_apart_only_where_the_records_do(capsys, tmp_path):
     slow = [attempt(102.0), *(step(n, 102.0 + n / 2, data_seconds=0.25, memory_bytes=2**31) for n in range(1, 13))]
     (folder / "steps.rank1.jsonl").write_bytes(b"".join(map(line, slow)))
     text = told(capsys, folder)
-    assert "rank 1 longest, 3.0 s; the median rank 1.5 s" in text
-    assert "rank 1 fullest, 2.00 GiB; rank 0 emptiest, 1.00 GiB" in text
+    assert "rank 1 waited longest, 3.0 s; median 1.5 s" in text
+    assert "most loaded rank 1, 2.00 GiB; least loaded rank 0, 1.00 GiB" in text
 
 
 def test_what_is_missing_is_said_plainly(capsys, tmp_path):
@@ -99,17 +99,17 @@ def test_what_is_missing_is_said_plainly(capsys, tmp_path):
     text = told(capsys, folder)
     assert re.search(r"note +records of 1 of 2 ranks are missing: 1", text)
     assert re.search(r"note +env.json is missing", text)
-    assert "nothing is promised: nothing says on what this ran (env.json); name the machines with --cluster" in text
+    assert "no prediction: env.json does not name the device; name the machines with --cluster" in text
 
 
 def test_after_a_change_of_plan_the_last_session_is_measured(capsys, tmp_path):
     before = [attempt(102.0), *(step(n, 102.0 + n, seconds=1.0) for n in range(1, 7))]
     after = [attempt(7.0, step=6, session="vm:9:9", began=5.0), *(step(n, 1.0 + n) for n in range(7, 13))]
     folder = run_folder(tmp_path / "run", [*before, *after])
-    assert re.search(r"seconds a step +– +0.75$", told(capsys, folder), re.MULTILINE)
+    assert re.search(r"s/step +– +0.75$", told(capsys, folder), re.MULTILINE)
     (folder / "run.1.toml").write_text((folder / "run.toml").read_text())
     text = told(capsys, folder)
-    assert re.search(r"seconds a step +– +0.5$", text, re.MULTILINE)
+    assert re.search(r"s/step +– +0.5$", text, re.MULTILINE)
     assert "run.1.toml shows that run.toml changed between sessions" in text
     assert "mean of" not in text
     assert re.search(r"last +0.5000 at step 12", text)
@@ -132,9 +132,9 @@ def test_several_runs_are_one_table_with_differences_to_the_first(capsys, tmp_pa
     run_folder(tmp_path / "second", slower, finished=False)
     text = told(capsys, tmp_path / "first", tmp_path / "second")
     assert re.search(r"^ +first +second$", text.splitlines()[0])
-    assert re.search(r"^seconds a step +0.5 +1 \(\+100.0%\)", text, re.MULTILINE)
+    assert re.search(r"^s/step +0.5 +1 \(\+100.0%\)", text, re.MULTILINE)
     assert re.search(r"^tokens/s +256 +128 +\(-50.0%\)", text, re.MULTILINE)
-    assert re.search(r"^held-out loss +0.7500 +–", text, re.MULTILINE)
+    assert re.search(r"^validation loss +0.7500 +–", text, re.MULTILINE)
 
 
 def test_a_program_gets_one_object_or_a_list(capsys, tmp_path):
@@ -143,7 +143,7 @@ def test_a_program_gets_one_object_or_a_list(capsys, tmp_path):
     assert "NaN" not in text
     found = json.loads(text)
     assert found["losses"]["last"] is None
-    assert found["promise"]["seconds"] > 0
+    assert found["prediction"]["seconds"] > 0
     assert found["ran"]["ranks"] == 2
     assert [each["folder"] for each in json.loads(told(capsys, folder, folder, "--json"))] == [str(folder)] * 2
 

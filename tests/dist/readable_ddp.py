@@ -1,4 +1,4 @@
-"""Data parallelism in a page, for people who learn from it. Runs use `shard.py`, which composes with the other axes.
+"""Data parallelism in a page, for people who learn from it. Runs use `fully_shard`, which composes with the other axes.
 
 Every rank holds the whole model and computes the gradient of its own samples; the sum over ranks is the gradient of all
 of them. Two things make that fast: gradients travel in buckets, so that few large messages are sent instead of many

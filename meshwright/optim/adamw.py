@@ -10,7 +10,7 @@ from meshwright.kernels.adamw import AdamWGroup
 from meshwright.kernels.dispatch import settle
 from meshwright.models.layers import wide as wide_type
 from meshwright.optim.clip import GradStats
-from meshwright.optim.master_weights import Update, at_once, beside, grouped, rounded
+from meshwright.optim.master_weights import Update, at_once, beside, given, grouped, rounded
 from meshwright.parallel import precision
 from meshwright.parallel.mesh import local
 from meshwright.spec.plan import Plan
@@ -32,6 +32,7 @@ class AdamW:
         self.first = [torch.zeros_like(weight, dtype=wide_type(weight)) for weight in self.wide]
         self.second = [torch.zeros_like(moment) for moment in self.first]
         self.count = torch.zeros((), dtype=torch.float32, device=self.first[0].device)  # updates made, skips left out
+        self.missed = [0] * len(self.weights)  # of these, how many each weight had no gradient for
         self.update = self._choose(plan)
 
     def _choose(self, plan: Plan) -> Update:
@@ -68,12 +69,19 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, rate: float, verdict: GradStats) -> None:
-        """Update every weight, or none when the verdict says the gradient is not finite."""
-        self.count += verdict.finite
-        for decay, indices in self._groups().items():
-            self.update(indices, rate, decay, verdict)
+        """Update every weight that has a gradient, or none when the verdict says the gradient is not finite.
 
-    def _fused(self, indices: list[int], rate: float, decay: float, verdict: GradStats) -> None:
+        One without is as if this step had not been: it does not decay, nor do its moments.
+        """
+        self.count += verdict.finite
+        for (decay, missed), indices in self._groups().items():
+            self.update(indices, rate, decay, self.count - missed if missed else self.count, verdict)
+        idle = [i for i, weight in enumerate(self.weights) if weight.grad is None and weight.requires_grad]
+        if idle and verdict.finite:  # the host waits, but not for models that use all of their parameters
+            for i in idle:
+                self.missed[i] += 1
+
+    def _fused(self, indices: list[int], rate: float, decay: float, count: Tensor, verdict: GradStats) -> None:
         gradients = [self._gradient(i) for i in indices]
         divisor = verdict.factor.reciprocal().float()
         if gradients[0].dtype == torch.float64:
@@ -85,7 +93,7 @@ class AdamW:
             [self.first[i] for i in indices],
             [self.second[i] for i in indices],
             [],
-            [self.count] * len(indices),
+            [count] * len(indices),
             lr=rate,
             beta1=self.optim.beta1,
             beta2=self.optim.beta2,
@@ -103,12 +111,12 @@ class AdamW:
                 if weight.grad is not None:  # the kernel leaves gradients clipped, and this one was widened for it
                     weight.grad.copy_(gradient)
 
-    def _plain(self, indices: list[int], rate: float, decay: float, verdict: GradStats) -> None:
+    def _plain(self, indices: list[int], rate: float, decay: float, count: Tensor, verdict: GradStats) -> None:
         """The same by operations that round once each, so that an element's bits do not depend on its neighbours.
 
         The fused kernel takes the ends of a tensor, which sharding moves, through other instructions than its middle.
         """
-        beta1, beta2, count = self.optim.beta1, self.optim.beta2, self.count.double()
+        beta1, beta2, count = self.optim.beta1, self.optim.beta2, count.double()
         finite = verdict.finite > 0
         for i in indices:
             weight = self.wide[i]
@@ -124,14 +132,15 @@ class AdamW:
                 held.copy_(torch.where(finite, new, held))
 
     def _gradient(self, index: int) -> Tensor:
-        gradient = self.weights[index].grad
-        return torch.zeros_like(self.first[index]) if gradient is None else local(gradient).to(self.first[index].dtype)
+        return local(given(self.weights[index])).to(self.first[index].dtype)
 
-    def _groups(self) -> dict[float, list[int]]:
-        """Weights by their decay: matrices decay, vectors (norms, biases) do not."""
-        groups: dict[float, list[int]] = {}
+    def _groups(self) -> dict[tuple[float, int], list[int]]:
+        """Weights with a gradient, by their decay (matrices decay, vectors do not) and the updates they missed."""
+        groups: dict[tuple[float, int], list[int]] = {}
         for index, weight in enumerate(self.weights):
-            groups.setdefault(self.optim.weight_decay if weight.ndim >= 2 else 0.0, []).append(index)
+            if weight.grad is not None:
+                decay = self.optim.weight_decay if weight.ndim >= 2 else 0.0
+                groups.setdefault((decay, self.missed[index]), []).append(index)
         return groups
 
 

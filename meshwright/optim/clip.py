@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.parallel import deterministic
+from meshwright.parallel import deterministic, unused
 from meshwright.parallel.mesh import Mesh, copies, local
 from meshwright.spec.plan import Plan
 
@@ -33,11 +33,19 @@ def choose(plan: Plan) -> Measure:
 
 
 def measured(chunks: Sequence[nn.Module], loss_sum: Tensor, mesh: Mesh, asked: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """One collective of three numbers: the loss, the gradient's square norm, and how many ranks were asked to stop."""
+    """One collective of three numbers: the loss, the gradient's square norm, and how many ranks were asked to stop.
+
+    And one number a parameter of a model that may leave some out; what no rank used has no gradient after this.
+    """
     totals = torch.stack([loss_sum.double(), square_share(chunks, mesh), deterministic.flag(asked, mesh)])
+    used = unused.used_parameters(chunks)
+    if used is not None:
+        totals = torch.cat([totals, used.flags])
     if mesh.world > 1:
         dist.all_reduce(totals)
-    loss, square, stops = totals.unbind()
+    if used is not None:
+        used.drop_unused(totals[3:])
+    loss, square, stops = totals[:3].unbind()
     return loss, square, stops
 
 

@@ -27,23 +27,29 @@ from meshwright.spec.plan import Plan
 if TYPE_CHECKING:
     from meshwright.optim.adamw import AdamW
 
-Update = Callable[[list[int], float, float, GradStats], None]
+# Of some weights by their index, with the learning rate, the decay and the count of updates, this one included.
+Update = Callable[[list[int], float, float, Tensor, GradStats], None]
+GROUPS = 8  # that are remembered; there are two, unless a model leaves out other parameters in every step
+
+
+def given(weight: Tensor) -> Tensor:
+    """The gradient of a weight that has one."""
+    assert weight.grad is not None, "a weight without a gradient is not updated"
+    return weight.grad
 
 
 def grouped(optimizer: "AdamW", make: Callable[[list[int]], AdamWGroup]) -> Update:
     """The update of some of an optimizer's weights; `make` puts them together, once."""
     groups: dict[tuple[int, ...], AdamWGroup] = {}
 
-    def update(indices: list[int], rate: float, decay: float, verdict: GradStats) -> None:
+    def update(indices: list[int], rate: float, decay: float, count: Tensor, verdict: GradStats) -> None:
         key, optim = tuple(indices), optimizer.optim
         if key not in groups:
+            if len(groups) == GROUPS:
+                groups.clear()
             groups[key] = make(indices)
-        weights = [optimizer.weights[i] for i in indices]
-        given = next((weight.grad.dtype for weight in weights if weight.grad is not None), None)  # one kernel, one type
-        gradients = [
-            local(torch.zeros_like(weight, dtype=given) if weight.grad is None else weight.grad) for weight in weights
-        ]
-        moves = AdamWTensors(rate, optim.beta1, optim.beta2, optim.eps, optimizer.count, verdict.factor, verdict.finite)
+        gradients = [local(given(optimizer.weights[i])) for i in indices]
+        moves = AdamWTensors(rate, optim.beta1, optim.beta2, optim.eps, count, verdict.factor, verdict.finite)
         groups[key].update(gradients, decay, moves)
 
     return update
@@ -90,11 +96,11 @@ def rounded(optimizer: "AdamW") -> Update:
     """AdamW over weights in bf16: moments and arithmetic are fp32, block by block."""
     place = {"none": _by_chance, "split": _in_two_parts}[optimizer.optim.master_weights]
 
-    def update(indices: list[int], rate: float, decay: float, verdict: GradStats) -> None:
-        move = _Move(optimizer, rate, decay, verdict)
+    def update(indices: list[int], rate: float, decay: float, count: Tensor, verdict: GradStats) -> None:
+        move = _Move(optimizer, rate, decay, count, verdict)
         for i in indices:
             assert optimizer.wide[i].dtype == torch.bfloat16, "weights are made in bf16 when rounding says so"
-            place(optimizer.weights[i], optimizer.wide[i].view(-1), move.blocks(i), optimizer.count)
+            place(optimizer.weights[i], optimizer.wide[i].view(-1), move.blocks(i), count)
 
     return update
 
@@ -104,10 +110,10 @@ def at_once(optimizer: "AdamW") -> Update:
     by_hand, by_kernel = rounded(optimizer), grouped(optimizer, partial(_group, optimizer))
     is_run = [_in_a_line(weight) for weight in optimizer.weights]
 
-    def update(indices: list[int], rate: float, decay: float, verdict: GradStats) -> None:
+    def update(indices: list[int], rate: float, decay: float, count: Tensor, verdict: GradStats) -> None:
         for place, runs in ((by_kernel, True), (by_hand, False)):
             if chosen := [i for i in indices if is_run[i] is runs]:
-                place(chosen, rate, decay, verdict)
+                place(chosen, rate, decay, count, verdict)
 
     return update
 
@@ -137,9 +143,9 @@ def _in_a_line(weight: Tensor) -> bool:
 class _Move:
     """One update's arithmetic: the scalars, once."""
 
-    def __init__(self, optimizer: "AdamW", rate: float, decay: float, verdict: GradStats) -> None:
+    def __init__(self, optimizer: "AdamW", rate: float, decay: float, count: Tensor, verdict: GradStats) -> None:
         self.optimizer, self.rate, self.decay = optimizer, rate, decay
-        count, optim = optimizer.count.double(), optimizer.optim
+        count, optim = count.double(), optimizer.optim
         numbers = (verdict.factor, 1 - optim.beta1**count, 1 - optim.beta2**count)
         self.factor, self.bias1, self.bias2 = (number.float() for number in numbers)
         self.finite = verdict.finite > 0
@@ -148,8 +154,7 @@ class _Move:
         """Parts of a weight, each with the function from its wide numbers to where they move."""
         optimizer = self.optimizer
         first, second = optimizer.first[i].view(-1), optimizer.second[i].view(-1)
-        given = optimizer.weights[i].grad
-        gradient = torch.zeros_like(first) if given is None else local(given).reshape(-1)
+        gradient = local(given(optimizer.weights[i])).reshape(-1)
         block = CPU_BLOCK if first.device.type == "cpu" else DEVICE_BLOCK
         for start in range(0, len(first), block):
             part = slice(start, start + block)

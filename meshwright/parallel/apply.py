@@ -15,6 +15,7 @@ from meshwright.parallel import (
     precision,
     recompute,
     tensor,
+    unused,
 )
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.model_spec import ModelSpec
@@ -23,6 +24,7 @@ from meshwright.spec.plan import Plan
 
 def apply(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: ModelSpec) -> list[nn.Module]:
     """Turn a plain model into the chunks this rank runs."""
+    names = [name for name, _ in model.named_parameters()]
     chunks = pipeline.cut(model, plan, mesh, anatomy)  # first: everything after works on fewer layers
     for transform in (partial(tensor.split, anatomy=anatomy), expert.split, context.split):  # what a rank holds
         chunks = [transform(chunk, plan, mesh) for chunk in chunks]
@@ -38,4 +40,5 @@ def apply(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: ModelSpec) -> list[
     )
     for transform in how:
         chunks = [transform(chunk, plan, mesh, anatomy) for chunk in chunks]
-    return [fsdp.wrap(chunk, plan, mesh, anatomy) for chunk in chunks]  # last: it must see the final parameters
+    chunks = [fsdp.wrap(chunk, plan, mesh, anatomy) for chunk in chunks]  # last: it must see the final parameters
+    return unused.attach(chunks, names, plan, mesh, anatomy)

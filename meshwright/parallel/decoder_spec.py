@@ -56,7 +56,8 @@ def part(model: nn.Module, stage: Stage) -> nn.Module:
     return decoder
 
 
-DECODER = ModelSpec(blocks=blocks, splits=splits, part=part)
+# Every microbatch uses all parameters: an expert without tokens has a gradient, of zeros.
+DECODER = ModelSpec(blocks=blocks, splits=splits, part=part, find_unused_parameters=False)
 
 
 def stream(arch: Arch, plan: Plan, tokens: Tensor, stage: int) -> Tensor:

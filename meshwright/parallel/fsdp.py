@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -112,6 +113,19 @@ def sum_gradients(chunk: nn.Module, plan: Plan, last: bool) -> None:
         chunk.set_requires_all_reduce(last)
     else:
         chunk.set_requires_gradient_sync(last)
+
+
+def param_groups(module: nn.Module) -> list[Any]:
+    """The parameters that a sharded module gathers and reduces by itself: a list only in later versions of torch."""
+    state = fsdp_state(module)
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]
+
+
+def fsdp_state(module: nn.Module) -> Any:
+    """What `fully_shard` keeps of a module."""
+    assert isinstance(module, FSDPModule)
+    return module._get_fsdp_state()
 
 
 def release(chunk: nn.Module) -> None:

@@ -42,6 +42,11 @@ def longest_list(model: nn.Module) -> Blocks:
     return {".".join(filter(None, (name, key))): block for key, block in longest.named_children()}
 
 
+def one_unit(model: nn.Module) -> Blocks:
+    """No blocks: the weights of the whole model are gathered together."""
+    return {}
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """The three answers. What is left out is refused by the plans that would need it."""
@@ -52,6 +57,9 @@ class ModelSpec:
     splits: Callable[[nn.Module], Mapping[str, ParallelStyle]] | None = None
     # The model without what other pipeline stages have. It is given a copy to take apart; weights keep their names.
     part: Callable[[nn.Module, Stage], nn.Module] | None = None
+    # Whether the data decides which parameters a rank uses. Finding out costs one number a parameter in the all-reduce
+    # of the gradient's norm, and blocks must be called in their order, each at most once a forward.
+    find_unused_parameters: bool = True
 
 
 class Absent(nn.Module):

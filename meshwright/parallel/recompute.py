@@ -69,7 +69,7 @@ def keep_inputs(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: ModelSpec) ->
             block = blocks[run.start]
             block.forward = partial(_anew, block.forward, {})
         else:
-            _together([blocks[number] for number in run])
+            _together(model, [blocks[number] for number in run])
     return model
 
 
@@ -130,6 +130,11 @@ class RecomputedRun:
         given, self.given = self.given, []
         return checkpoint(self._chain, x, given, use_reentrant=False)
 
+    def ended(self, *call: Any) -> None:
+        """The model's forward is over: a run whose last block was not called has not been computed."""
+        if self.given:
+            raise InputError([_between()])
+
     def _chain(self, x: Any, given: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> Any:
         for call, (others, words) in zip(self.calls, given, strict=True):
             x = call(x, *others, **words)
@@ -143,15 +148,17 @@ def _mark(x: Tensor) -> tuple[Any, ...]:
 
 def _between() -> Problem:
     return Problem(
-        "plan.recompute computes several blocks anew together, and this model does something between its blocks",
+        "plan.recompute recomputes several blocks together, and this model leaves one of them out or does something "
+        "between its blocks",
         "use plan.recompute = full, which takes each block by itself",
         "plan.recompute",
     )
 
 
-def _together(blocks: list[nn.Module]) -> None:
+def _together(model: nn.Module, blocks: list[nn.Module]) -> None:
     """Let a run know of the calls of its blocks."""
     run = RecomputedRun([partial(type(block).__call__, block) for block in blocks])
+    model.register_forward_hook(run.ended)
     for number, block in enumerate(blocks):
         # Hooks of other transforms are part of a call, and must run when the block does. Only a class can say what a
         # call is; one serves all blocks of a kind, as the compiler takes another class for another block.

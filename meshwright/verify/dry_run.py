@@ -331,7 +331,7 @@ class _Step:
         self.weights = [weight for chunk in chunks for weight in chunk.parameters()]
         self.optimizer = AdamW(run.optim, self.weights, run.plan)
         if run.optim.master_weights != "fp32":  # by blocks that suit a cache: of large weights too many to follow
-            self.optimizer.update = lambda indices, rate, decay, verdict: None
+            self.optimizer.update = lambda indices, rate, decay, count, verdict: None
         self.scale = LossScale(run.plan, mesh.device)
         self.forward_backward = forward_backward
         self.measure = clip.choose(run.plan)

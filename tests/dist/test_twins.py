@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from readable_ddp import Replicated
 from test_data_parallel import TOLERANCE, folder  # noqa: F401
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -14,7 +15,6 @@ from meshwright.models.decoder import Decoder
 from meshwright.models.init import fill_model
 from meshwright.models.layers import token_loss_sum
 from meshwright.parallel import mesh as meshes
-from meshwright.parallel.replicate import Replicated
 from meshwright.train.state import weights
 
 WORDS = ("data.pack=documents", "steps=3", "optim.grad_clip=0.0", "optim.schedule=constant", "plan.grad_accum=2")

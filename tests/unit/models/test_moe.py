@@ -47,6 +47,18 @@ def test_a_mixture_is_the_gated_sum_of_its_experts(mixture, build):
     assert (layer(x, index) - expected).abs().max() < 1e-12
 
 
+def test_an_expert_without_tokens_has_a_gradient_of_zeros(mixture, build):
+    layer = layer_of(build(msgspec.structs.replace(mixture, balance_loss=0.0, z_loss=0.0)))
+    x, index = input_of_layer()
+    layer(x[:1, :1], index[:1, :1]).square().sum().backward()
+    for name, weight in layer.named_parameters():
+        assert weight.grad is not None, name
+    assert layer.experts.up.grad is not None
+    chosen = layer.experts.up.grad.flatten(1).any(1).sum()
+    # One token does not reach them all, unless it is they who choose.
+    assert chosen < mixture.experts or mixture.router == "expert_choice"
+
+
 def test_gradients_are_those_of_the_function(mixture, build):
     layer = layer_of(build(msgspec.structs.replace(mixture, balance_loss=0.0, z_loss=0.0)))
     x, index = input_of_layer()

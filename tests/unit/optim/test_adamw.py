@@ -44,6 +44,25 @@ def test_it_is_torchs_adamw_with_decay_on_matrices_only(dtype, deterministic):
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
+def test_a_weight_without_a_gradient_rests_as_torchs_does(deterministic):
+    ours, theirs = weights(torch.float64), weights(torch.float64)
+    mine = AdamW(Optim(weight_decay=0.3), ours, Plan(microbatch=1, deterministic=deterministic))
+    groups = [{"params": theirs[:1], "weight_decay": 0.3}, {"params": theirs[1:], "weight_decay": 0.0}]
+    torchs = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, lr=0.1)
+    # Which weights have a gradient, and whether it is finite: a step that nobody makes counts for nobody.
+    for used, finite in [((0, 1), True), ((1,), True), ((1,), False), ((), True), ((0, 1), True), ((0,), True)]:
+        for index, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            one.grad = torch.randn_like(one) if index in used else None
+            other.grad = None if one.grad is None else one.grad.clone()
+        mine.step(0.1, verdict(finite=float(finite)))
+        if finite:
+            torchs.step()
+    assert mine.missed == [2, 2]
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-13, atol=0)  # as above
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
 def test_a_gradient_that_is_not_finite_changes_nothing(deterministic):
     ours = weights(torch.float32)
     optimizer = AdamW(Optim(), ours, Plan(microbatch=1, deterministic=deterministic))

@@ -130,6 +130,21 @@ def test_a_model_that_works_between_its_blocks_is_not_run_wrongly(kind):
     wrapped(kind(), "first-2", ModelSpec())(torch.ones(5, 4)).sum().backward()  # each by itself: nothing to refuse
 
 
+class Leaving(Dropping):
+    """Never calls its last block, whose call would compute those before it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[:-1]:
+            x = layer(x)
+        return x
+
+
+def test_a_run_whose_last_block_is_not_called_is_not_passed_over():
+    with pytest.raises(InputError, match=r"leaves one of them out .* use plan\.recompute = full"):
+        wrapped(Leaving(), "every-2", ModelSpec())(torch.ones(5, 4))
+    wrapped(Leaving(), "full", ModelSpec())(torch.ones(5, 4)).sum().backward()
+
+
 def test_blocks_of_other_stages_are_not_counted():
     model = Dropping()
     model.layers[0] = model.layers[1] = Absent()

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from meshwright.bench.alpha_beta import algorithm_bandwidth, bus_bandwidth
-from meshwright.bench.sweep import PROBE, probe_here, probe_run
 from meshwright.cli import env
 from meshwright.cli import options as words
 from meshwright.config.run import Run
@@ -27,9 +25,9 @@ WIDTHS = (10, 10, 12, 7, 10, 10, 9)
 HEAD = f"{'plan':<26}" + "".join(f"{name:>{width}}" for name, width in zip(COLUMNS, WIDTHS, strict=True))
 
 
-def add(verbs: words.Verbs) -> None:
-    """Say the verb's words."""
-    verb = words.verb(verbs, "bench", bench, "benchmark a step against the prediction, or probe a device")
+def add(verb: argparse.ArgumentParser) -> None:
+    """The arguments of the verb."""
+    verb.set_defaults(verb=bench)
     verb.add_argument("words", nargs="*", metavar="RUN.toml | MODEL | key=value", help=words.OVERRIDES)
     verb.add_argument(
         "--plan", action="append", default=[], help='a plan to measure; may be repeated: "shard=2,zero=3"'
@@ -182,6 +180,8 @@ SMALL = 0.1e-3  # seconds below which microseconds read better
 
 def probe(options: argparse.Namespace) -> int:
     """Measure this machine, write its profile and say what it does."""
+    from meshwright.bench.sweep import PROBE, probe_here, probe_run
+
     target = options.out or Path("profile.json")
     if target.is_dir():
         raise InputError([Problem(f"{target} is a folder", "name a file with --out")])
@@ -226,6 +226,8 @@ def collective_lines(profile: Profile) -> list[str]:
 
 
 def _collective(time: CollectiveTime) -> str:
+    from meshwright.bench.alpha_beta import algorithm_bandwidth, bus_bandwidth
+
     bandwidths = f"{algorithm_bandwidth(time) / 1e9:>12.3f}{bus_bandwidth(time) / 1e9:>12.3f}"
     return f"{time.kind:<16}{time.ranks:>6}{_size(time.bytes):>10}{_seconds(time.seconds):>12}{bandwidths}"
 

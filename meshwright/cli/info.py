@@ -4,26 +4,25 @@ import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from meshwright.cli import env
 from meshwright.cli import options as words
-from meshwright.cli.plan_tables import as_record, plan_heading
-from meshwright.cli.query import PlanQuery, put
 from meshwright.config import load, presets, schema
-from meshwright.hardware.cluster import GIB, GIGA, TERA, cards, catalogue
 from meshwright.runtime.failure import Exit
-from meshwright.search import budget, explain
-from meshwright.search.advise import Advice, Leaf, advise
 from meshwright.spec.params import active, count
 from meshwright.spec.plan import Plan
 
+if TYPE_CHECKING:  # the verbs of this file use little of each other's, and import it when they run
+    from meshwright.cli.query import PlanQuery
+    from meshwright.search.advise import Advice, Leaf
 
-def add_models(verbs: words.Verbs) -> None:
-    """Say the verb's words."""
-    words.verb(verbs, "models", models, "list the model zoo")
+
+def add_models(verb: argparse.ArgumentParser) -> None:
+    """The arguments of the verb."""
+    verb.set_defaults(verb=models)
 
 
 def models(options: argparse.Namespace) -> int:
@@ -40,13 +39,15 @@ def models(options: argparse.Namespace) -> int:
     return 0
 
 
-def add_clusters(verbs: words.Verbs) -> None:
-    """Say the verb's words."""
-    words.verb(verbs, "clusters", clusters, "list the cards and networks that a cluster is made of")
+def add_clusters(verb: argparse.ArgumentParser) -> None:
+    """The arguments of the verb."""
+    verb.set_defaults(verb=clusters)
 
 
 def clusters(options: argparse.Namespace) -> int:
     """Every card in its usual node, and every network by name."""
+    from meshwright.hardware.cluster import GIB, GIGA, TERA, cards, catalogue
+
     known = catalogue()
     if options.json:
         table = {"cards": cards(), "links": known.links, "networks": known.networks}
@@ -66,9 +67,9 @@ def clusters(options: argparse.Namespace) -> int:
     return 0
 
 
-def add_config(verbs: words.Verbs) -> None:
-    """Say the verb's words."""
-    verb = words.verb(verbs, "config", config, "show a resolved run, or the schema of run files")
+def add_config(verb: argparse.ArgumentParser) -> None:
+    """The arguments of the verb."""
+    verb.set_defaults(verb=config)
     verb.add_argument("what", choices=("show", "schema"))
     verb.add_argument("words", nargs="*", metavar="RUN.toml | key=value", help=words.OVERRIDES)
     verb.add_argument("--ranks", type=words.count, help="as of train")
@@ -81,6 +82,8 @@ def config(options: argparse.Namespace) -> int:
         return 0
     file, overrides = words.split(options.words)
     loaded = load.load(file, overrides, ranks=options.ranks, default_ranks=env.default_ranks())
+    from meshwright.search import budget
+
     loaded, _ = budget.resolved(loaded)  # as train does
     if options.json:
         both = {"run": msgspec.to_builtins(loaded.run), "origins": loaded.origins}
@@ -90,10 +93,9 @@ def config(options: argparse.Namespace) -> int:
     return 0
 
 
-def add_convert(verbs: words.Verbs) -> None:
-    """Say the verb's words."""
-    text = "convert a Hugging Face folder to a Meshwright model, or a trained model to Hugging Face"
-    verb = words.verb(verbs, "convert", convert, text)
+def add_convert(verb: argparse.ArgumentParser) -> None:
+    """The arguments of the verb."""
+    verb.set_defaults(verb=convert)
     verb.add_argument("source", type=Path, help="a Hugging Face folder, or a run folder")
     verb.add_argument("target", type=Path, help="the folder to write")
     verb.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the written weights")
@@ -115,13 +117,12 @@ def convert(options: argparse.Namespace) -> int:
     return 0
 
 
-TEXT = "which technique a model needs on a cluster: too big, too slow, does it scale; predicted without a GPU"
 NOT_YET = "not in the trainer yet"
 
 
-def add_advise(verbs: words.Verbs) -> None:
-    """Say the verb's words."""
-    verb = words.verb(verbs, "advise", advice, TEXT)
+def add_advise(verb: argparse.ArgumentParser) -> None:
+    """The arguments of the verb."""
+    verb.set_defaults(verb=advice)
     target = "RUN.toml | MODEL | config.json | FOLDER | key=value"
     verb.add_argument(
         "words", nargs="*", metavar=target, help="plan.precision=fp32 and the like fix a field of the plan"
@@ -134,6 +135,9 @@ def add_advise(verbs: words.Verbs) -> None:
 
 def advice(options: argparse.Namespace) -> int:
     """Exit 3 when nothing fits."""
+    from meshwright.cli.query import put
+    from meshwright.search.advise import advise
+
     asked = put(options)
     found = advise(asked.question)
     if options.json:
@@ -143,8 +147,11 @@ def advice(options: argparse.Namespace) -> int:
     return Exit.DONE if found.found is not None else Exit.DOES_NOT_FIT
 
 
-def advice_lines(asked: PlanQuery, found: Advice) -> Iterator[str]:
+def advice_lines(asked: "PlanQuery", found: "Advice") -> Iterator[str]:
     """The way through the chart, as people read it."""
+    from meshwright.cli.plan_tables import plan_heading
+    from meshwright.search import explain
+
     yield from plan_heading(asked, asked.question)
     yield ""
     for number, step in enumerate(found.steps, 1):
@@ -177,8 +184,11 @@ def _toml(value: Any) -> str:
     return str(list(value)).replace(" ", "") if isinstance(value, tuple) else str(value)
 
 
-def record(asked: PlanQuery, found: Advice) -> dict[str, Any]:
+def record(asked: "PlanQuery", found: "Advice") -> dict[str, Any]:
     """The same, as scripts read it."""
+    from meshwright.cli.plan_tables import as_record
+    from meshwright.search import explain
+
     return {
         "model": asked.model,
         "cluster": asked.question.cluster.name,
@@ -192,6 +202,6 @@ def record(asked: PlanQuery, found: Advice) -> dict[str, Any]:
     }
 
 
-def _leaf(leaf: Leaf) -> dict[str, Any]:
+def _leaf(leaf: "Leaf") -> dict[str, Any]:
     seconds = leaf.found.price.seconds if leaf.found else None
     return {"name": leaf.name, "text": leaf.text, "available": leaf.available, "seconds": seconds}

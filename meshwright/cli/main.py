@@ -4,31 +4,45 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
+from typing import NamedTuple
 
 import msgspec
 
 from meshwright import __version__
-from meshwright.cli import bench, info, plan, report, train, verify
 from meshwright.cli import options as words
-from meshwright.config import schema
 from meshwright.runtime import failure
 from meshwright.runtime.failure import Exit
 from meshwright.runtime.place import PlaceError
 from meshwright.spec.problem import InputError, Problem
 
-VERBS = (
-    train.add,
-    plan.add,
-    info.add_advise,
-    verify.add,
-    verify.add_rehearse,
-    bench.add,
-    report.add,
-    info.add_models,
-    info.add_clusters,
-    info.add_config,
-    info.add_convert,
-)
+
+class Verb(NamedTuple):
+    """Where a verb is, and what it does in a line."""
+
+    module: str  # of this package
+    add: str  # its function that adds the verb's arguments to a parser
+    help: str
+
+
+# Only the module of the verb that is asked for is imported: help and a wrong word are answered at once.
+VERBS = {
+    "train": Verb("train", "add", "train a run file, or the default run"),
+    "plan": Verb("plan", "add", "will it fit, which parallelism is best, how fast, and why: predicted without a GPU"),
+    "advise": Verb(
+        "info", "add_advise", "which technique a model needs on a cluster: too big, too slow, does it scale"
+    ),
+    "verify": Verb("verify", "add", "prove that plans train like one process"),
+    "rehearse": Verb("verify", "add_rehearse", "fault-injection rehearsal: kill a rank and check recovery"),
+    "bench": Verb("bench", "add", "benchmark a step against the prediction, or a device"),
+    "report": Verb("report", "add", "show what runs did beside the prediction, from their folders"),
+    "models": Verb("info", "add_models", "list the known models"),
+    "clusters": Verb("info", "add_clusters", "list the cards and networks that a cluster is made of"),
+    "config": Verb("info", "add_config", "show a resolved run, or the schema of run files"),
+    "convert": Verb(
+        "info", "add_convert", "convert a Hugging Face folder to a Meshwright model, or a trained model to it"
+    ),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,6 +72,8 @@ def _answer(options: argparse.Namespace) -> int:
 
 def _unknown(flags: list[str], rest: list[str]) -> str:
     """A setting that was written as a flag is shown as the word that it is."""
+    from meshwright.config import schema
+
     key, _, value = flags[0].lstrip("-").partition("=")
     if not flags[0].startswith("-") or key not in schema.every_key():
         return f"unknown: {' '.join(flags)}"
@@ -68,6 +84,7 @@ def _unknown(flags: list[str], rest: list[str]) -> str:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The verb and its words."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
     parser = argparse.ArgumentParser(
         prog="meshwright",
         description="Plans, trains and proves large models across many GPUs.",
@@ -76,9 +93,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=f"meshwright {__version__}")
     verbs = parser.add_subparsers(metavar="verb", required=True)
-    for add in VERBS:
-        add(verbs)
-    options, rest = parser.parse_known_args(arguments)
+    chosen = next((word for word in given if not word.startswith("-")), "")
+    for name, verb in VERBS.items():
+        under = verbs.add_parser(name, help=verb.help, description=verb.help[0].upper() + verb.help[1:] + ".")
+        if name == chosen:
+            under.add_argument("--json", action="store_true", help="machine-readable output")
+            getattr(import_module(f"meshwright.cli.{verb.module}"), verb.add)(under)
+    options, rest = parser.parse_known_args(given)
     flags = [word for word in rest if word.startswith("-") or not hasattr(options, "words")]
     if flags:
         parser.error(_unknown(flags, rest))

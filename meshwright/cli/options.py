@@ -6,21 +6,11 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TextIO, TypeAlias
+from typing import TextIO
 
 from meshwright.spec.problem import InputError, Problem
 
 OVERRIDES = "dotted overrides in TOML syntax, for example steps=50 optim.lr=1e-3 data.source=my/*.txt"
-
-Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-
-
-def verb(verbs: Verbs, name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
-    """A parser for one verb, with what all have in common."""
-    parser = verbs.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-    parser.add_argument("--json", action="store_true", help="machine-readable output")
-    parser.set_defaults(verb=run)
-    return parser
 
 
 def split(words: list[str]) -> tuple[Path | None, list[str]]:

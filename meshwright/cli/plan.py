@@ -86,12 +86,9 @@ def _word(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-TEXT = "will it fit, which parallelism is best, how fast, and why: predicted without a GPU"
-
-
-def add(verbs: words.Verbs) -> None:
-    """Say the verb's words."""
-    verb = words.verb(verbs, "plan", plan, TEXT)
+def add(verb: argparse.ArgumentParser) -> None:
+    """The arguments of the verb."""
+    verb.set_defaults(verb=plan)
     target = "RUN.toml | MODEL | config.json | FOLDER | key=value"
     verb.add_argument("words", nargs="*", metavar=target, help="plan.tp=8 and the like fix a field of the plan")
     verb.add_argument("--cluster", metavar="64xh100", help="the machines; a file of your own works too")

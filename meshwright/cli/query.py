@@ -15,7 +15,7 @@ from meshwright.cost.calibrate import measured
 from meshwright.hardware.cluster import Cluster, cluster
 from meshwright.hardware.profile import read_profile
 from meshwright.hardware.stacks import stack_of
-from meshwright.search.question import Question
+from meshwright.search.question import Question, Vary
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import count
 from meshwright.spec.plan import Precision
@@ -40,12 +40,17 @@ class PlanQuery(msgspec.Struct, frozen=True, kw_only=True):
 def put(options: argparse.Namespace, arch: Arch | None = None) -> PlanQuery:
     """The question that the command line asks, with what was taken for granted; `arch` takes the place of the model."""
     target, overrides = words.target(options.words)
-    asked, model = _asked(target, [*overrides, *flags(options)], arch)
+    asked, model = open_run(target, [*overrides, *flags(options)], arch)
     text = _machines(options, asked)
-    stack = stack_of("meshwright")
     machines = cluster(text, network=asked.run.goal.network or "")
     if profile := getattr(options, "profile", None):
-        machines = measured(machines, read_profile(Path(profile)), stack)
+        machines = measured(machines, read_profile(Path(profile)), stack_of("meshwright"))
+    question, assumed = question_of(asked, machines, tuple(options.vary or ()) or asked.run.goal.vary)
+    return PlanQuery(question=question, asked=asked, model=model, machines=text, assumed=assumed)
+
+
+def question_of(asked: OpenRun, machines: Cluster, vary: tuple[Vary, ...]) -> tuple[Question, tuple[str, ...]]:
+    """What is to be searched for on given machines, and what was taken for granted."""
     assumed: list[str] = []
     sequence, batch = _sizes(asked, machines.gpus, assumed)
     fixed = asked.on_command_line | {key: asked.in_file[key] for key in ("deterministic",) if key in asked.in_file}
@@ -55,19 +60,19 @@ def put(options: argparse.Namespace, arch: Arch | None = None) -> PlanQuery:
         batch=batch,
         precision=_precision(asked, machines, assumed),
         cluster=machines,
-        stack=stack,
+        stack=stack_of("meshwright"),
         masked=asked.run.data.mask_documents,
         master_weights=asked.run.optim.master_weights,
         state_dtype=asked.run.optim.state_dtype,
         fixed=_plain(fixed),
-        vary=tuple(options.vary or ()) or asked.run.goal.vary,
+        vary=vary,
         limit_bytes=(asked.run.goal.memory_gib or math.inf) * GIB,
     )
-    question = question.on(machines)
-    return PlanQuery(question=question, asked=asked, model=model, machines=text, assumed=tuple(assumed))
+    return question.on(machines), tuple(assumed)
 
 
-def _asked(target: str | None, overrides: list[str], arch: Arch | None) -> tuple[OpenRun, str]:
+def open_run(target: str | None, overrides: list[str], arch: Arch | None) -> tuple[OpenRun, str]:
+    """The run of a model, a run file or a Hugging Face folder, its plan still to be found; and its name."""
     if arch is not None:
         return load.ask(None, overrides, arch=arch), "a model"
     if target is None:

@@ -20,9 +20,9 @@ from meshwright.runtime.files import refuse_existing, write_whole
 from meshwright.spec.problem import InputError
 
 
-def add(verbs: words.Verbs) -> None:
-    """Say the verb's words."""
-    verb = words.verb(verbs, "report", tell, "show what runs did beside the prediction, from their folders")
+def add(verb: argparse.ArgumentParser) -> None:
+    """The arguments of the verb."""
+    verb.set_defaults(verb=tell)
     verb.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="a run's folder; several are compared")
     verb.add_argument("--profile", type=Path, help="predict from this machine profile, as bench --probe wrote it")
     verb.add_argument("--cluster", default="", help="the machines to predict for, like 8xh100")

@@ -19,32 +19,30 @@ from meshwright.runtime.failure import Exit, Failure
 from meshwright.runtime.files import teller
 from meshwright.runtime.place import ALONE, Place, RankSpec
 from meshwright.runtime.records import Summary
-from meshwright.search import budget
 from meshwright.spec.params import count
 from meshwright.spec.problem import InputError
+
+if TYPE_CHECKING:
+    from meshwright.runtime.ranks import ForkServer
 
 
 def examined(given: list[str], ranks: int | None, looks: bool = True) -> load.LoadedRun:
     """The run of a verb's words. Of the ranks of one job, one looks at the data for all."""
     file, overrides = options.split(given)
     loaded, problems = load.examine(file, overrides, ranks=ranks, default_ranks=env.default_ranks())
-    if loaded is not None and looks:
+    if loaded is not None and not problems and looks:  # of data that the run may not mean there is nothing to say
         from meshwright.data import prepare
 
         found = [*prepare.problems(loaded.run), *check.missing(loaded.run.plan)]
-        problems += [load.placed(problem, loaded.origins) for problem in found]
+        problems = [load.placed(problem, loaded.origins) for problem in found]
     if loaded is None or problems:
         raise InputError(problems)
     return loaded
 
 
-if TYPE_CHECKING:
-    from meshwright.runtime.ranks import ForkServer
-
-
-def add(verbs: words.Verbs) -> None:
-    """Say the verb's words."""
-    verb = words.verb(verbs, "train", train, "train a run file, or the default run")
+def add(verb: argparse.ArgumentParser) -> None:
+    """The arguments of the verb."""
+    verb.set_defaults(verb=train)
     verb.add_argument("words", nargs="*", metavar="RUN.toml | key=value", help=words.OVERRIDES)
     verb.add_argument(
         "--ranks", type=words.count, help="processes to start (default: 2 on a CPU, else one for each GPU)"
@@ -60,7 +58,10 @@ def train(options: argparse.Namespace) -> int:
     words.require_training()
     here = env.here()
     ranks, is_first = (options.ranks, True) if here is None else (here.world, here.rank == 0)
-    loaded, choice = budget.resolved(examined(options.words, ranks, looks=is_first))
+    loaded = examined(options.words, ranks, looks=is_first)
+    from meshwright.search import budget  # not before the words are known to be right
+
+    loaded, choice = budget.resolved(loaded)
     if choice is not None and is_first:
         _teller(options.json)(f"goal.memory_gib = {loaded.run.goal.memory_gib:g}: {choice}")
     return _launch(loaded.run, options) if here is None else _rank(loaded.run, here, options)

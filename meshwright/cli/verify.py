@@ -17,9 +17,9 @@ from meshwright.runtime.files import require_folder
 from meshwright.spec.problem import InputError, Problem
 
 
-def add(verbs: words.Verbs) -> None:
-    """Say the verb's words."""
-    verb = words.verb(verbs, "verify", verify, "prove that plans train like one process")
+def add(verb: argparse.ArgumentParser) -> None:
+    """The arguments of the verb."""
+    verb.set_defaults(verb=verify)
     verb.add_argument("words", nargs="*", metavar="RUN.toml | MODEL | key=value", help=words.OVERRIDES)
     verb.add_argument(
         "--plan", action="append", default=[], help='for example "tp=2,pp=2,schedule=1f1b"; may be repeated'
@@ -108,9 +108,9 @@ def _resume(options: argparse.Namespace) -> int:
 FAULTS = ("kill", "term", "hang", "sleep", "lock", "data", "skip", "cross", "nan", "flip")
 
 
-def add_rehearse(verbs: words.Verbs) -> None:
-    """Say the verb's words."""
-    verb = words.verb(verbs, "rehearse", rehearse, "fault-injection rehearsal: kill a rank and check recovery")
+def add_rehearse(verb: argparse.ArgumentParser) -> None:
+    """The arguments of the verb."""
+    verb.set_defaults(verb=rehearse)
     verb.add_argument("words", nargs="*", metavar="RUN.toml | key=value", help=words.OVERRIDES)
     verb.add_argument(
         "--fault", choices=FAULTS, default="kill", help="the fault to inject into its last rank (default: kill)"

@@ -2,7 +2,6 @@
 
 import shutil
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, version
 
 from meshwright.config.run import Data, Run
 from meshwright.spec import plan as recompute
@@ -512,6 +511,8 @@ NAMES = ("g++", "clang++", "c++", "icpx")
 
 def compiles_doubles() -> bool:
     """Whether torch compiles attention in float64: 2.11 mixes it with fp32 on a CPU, and fails."""
+    from importlib.metadata import PackageNotFoundError, version  # which imports an e-mail parser
+
     try:
         major, minor = version("torch").split(".")[:2]
     except PackageNotFoundError:

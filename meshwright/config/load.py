@@ -5,7 +5,6 @@ import math
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -316,7 +315,7 @@ def write(run: Run, origins: Mapping[str, str] | None = None) -> str:
 
 
 def _default(overrides: list[str]) -> tuple[dict[str, Any], Origins]:
-    text = (resources.files("meshwright.config") / "default.toml").read_text()
+    text = Path(__file__).with_name("default.toml").read_text()
     table = tomllib.loads(text)
     if any(word.startswith("init.from=") for word in overrides):
         del table["arch"]  # the folder knows what it is

@@ -3,7 +3,6 @@
 import difflib
 import tomllib
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ def run_file(target: str | None) -> Path | None:
 
 @cache
 def _zoo() -> dict[str, dict[str, Any]]:
-    return tomllib.loads((resources.files("meshwright.config") / "presets.toml").read_text())
+    return tomllib.loads(Path(__file__).with_name("presets.toml").read_text())
 
 
 def preset_table(name: str) -> dict[str, Any]:

@@ -8,16 +8,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from meshwright.runtime import hang as phases
-from meshwright.runtime import hang as stacks
-from meshwright.runtime.hang import Hang
-from meshwright.runtime.heartbeat import RankStatus
-from meshwright.runtime.nodes import Lost
-from meshwright.runtime.ranks import tail
+if TYPE_CHECKING:  # exit codes are in every verb, what watches ranks only in those that start some
+    from meshwright.runtime.hang import Hang
+    from meshwright.runtime.heartbeat import RankStatus
+    from meshwright.runtime.nodes import Lost
 
 
 class Exit(IntEnum):
@@ -155,8 +153,10 @@ LIKELY = {
 }
 
 
-def of_exit(rank: int, code: int, seen: RankStatus | None, folder: Path) -> Failure:
+def of_exit(rank: int, code: int, seen: "RankStatus | None", folder: Path) -> Failure:
     """A rank that ended without words of its own."""
+    from meshwright.runtime.ranks import tail
+
     kind: Kind = of_code(code)
     log = folder / "logs" / f"rank{rank}.txt"
     if code < 0:
@@ -193,14 +193,18 @@ def of_nursery(words: str, folder: Path) -> Failure:
 
 def is_mismatch(rank: int, folder: Path) -> bool:
     """Whether a rank died of another's wrong collective: Gloo ends a process whose message has an unexpected length."""
+    from meshwright.runtime.ranks import tail
+
     return "preamble.length" in tail(folder / "logs" / f"rank{rank}.txt", 40)
 
 
-def of_hang(hang: Hang, seen: Mapping[int, RankStatus], words: Mapping[int, str], details: Path) -> Failure:
+def of_hang(hang: "Hang", seen: Mapping[int, "RankStatus"], words: Mapping[int, str], details: Path) -> Failure:
     """Ranks that hang: which, where, since when. The stack of a process that is stopped cannot be had."""
+    from meshwright.runtime.hang import doing, frames, shown
+
     one = seen[hang.ranks[0]]
-    found = stacks.frames(words.get(one.rank, ""))
-    phase = phases.doing(found, one.beat.phase).phase if found else one.beat.phase
+    found = frames(words.get(one.rank, ""))
+    phase = doing(found, one.beat.phase).phase if found else one.beat.phase
     who = f"rank {one.rank}" if len(hang.ranks) == 1 else f"ranks {', '.join(map(str, hang.ranks))}"
     waiting = [rank for rank, other in seen.items() if other.beat.waiting and rank not in hang.ranks]
     others = f"; waiting for it: {_list(waiting)}" if waiting else ""
@@ -208,7 +212,7 @@ def of_hang(hang: Hang, seen: Mapping[int, RankStatus], words: Mapping[int, str]
         kind="hang",
         code=Exit.RESUMABLE,
         what=f"{who} {hang.reason}, in {phase} of step {one.beat.step + 1}{others}",
-        where=f"{place(one)}; {stacks.shown(found) or STATES.get(one.state, 'no stack')}",
+        where=f"{place(one)}; {shown(found) or STATES.get(one.state, 'no stack')}",
         since=f"{hang.seconds:.1f} s ago; {hang.limit:.1f} s were allowed" if hang.limit else "just now",
         cause=_cause(hang, one, phase),
         remedy=AGAIN,
@@ -220,7 +224,7 @@ def of_hang(hang: Hang, seen: Mapping[int, RankStatus], words: Mapping[int, str]
     )
 
 
-def of_lost(lost: Lost, seen: Sequence[RankStatus], details: Path) -> Failure:
+def of_lost(lost: "Lost", seen: Sequence["RankStatus"], details: Path) -> Failure:
     """Another machine that is gone: which, since when, and what the ranks here were doing."""
     steps = [one.beat.step for one in seen]
     moment = time.strftime("%H:%M:%S", time.localtime(time.time() - lost.seconds))
@@ -253,7 +257,7 @@ def keep(verdict: Failure, words: Mapping[int, str], details: Path) -> None:
     (details / "verdict.json").write_bytes(msgspec.json.format(msgspec.json.encode(verdict)) + b"\n")
 
 
-def place(one: RankStatus) -> str:
+def place(one: "RankStatus") -> str:
     """Where a rank is: its machine, process, step and collective."""
     return (
         f"{socket.gethostname()}, process {one.beat.pid}, after step {one.beat.step}, "
@@ -261,7 +265,7 @@ def place(one: RankStatus) -> str:
     )
 
 
-def _cause(hang: Hang, one: RankStatus, phase: str) -> str:
+def _cause(hang: "Hang", one: "RankStatus", phase: str) -> str:
     if "stopped" in hang.reason:
         return "somebody stopped the process; `kill -CONT` would let it go on"
     if "lock" in hang.reason:

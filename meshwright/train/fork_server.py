@@ -28,6 +28,7 @@ def main(answers: int) -> None:
     _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     importlib.import_module("meshwright.train.rank")
+    importlib.import_module("meshwright.train.world").code()  # ranks run what is imported here, whatever becomes of it
     gc.freeze()  # so that children do not copy pages by counting references in them
     for line in sys.stdin.buffer:
         if line.strip() == b"rest":  # the ranks are at work: time to fetch what only restarts will use

@@ -37,7 +37,7 @@ from meshwright.train.oom import expected, explaining
 from meshwright.train.sample import continuation
 from meshwright.train.saving import restore
 from meshwright.train.state import State, weights
-from meshwright.train.world import world
+from meshwright.train.world import code, world
 
 AGAIN = "put it right and run the same command again: it goes on from the newest checkpoint"
 
@@ -155,6 +155,7 @@ SETTLED = 3  # steps after which nothing new should have to be compiled
 def serve(order: RankSpec, run: Run, machine: bool = False) -> int:
     """Be one rank, and end with the exit code that says how it went. Last words are left in the run folder."""
     stop = Stop().listen()
+    code()  # as it is now: the ranks compare it when they meet
     heart = Heartbeat(Path(order.beats), order.place.rank)
     try:
         view = screen(default_stream(machine), run.log.every, quiet=not order.speaks)

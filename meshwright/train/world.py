@@ -6,6 +6,7 @@ import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -28,7 +29,7 @@ def facts(run: Run) -> dict[str, str]:
     return {
         **{key: str(value) for key, value in _flat(msgspec.to_builtins(run))},
         "meshwright": __version__,
-        "code": CODE,
+        "code": code(),
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "default dtype": str(torch.get_default_dtype()),
@@ -60,6 +61,15 @@ def differences(said: list[dict[str, str]]) -> list[str]:
     return found[:MOST_NAMED]
 
 
+@cache
+def code() -> str:
+    """A short name for the source of this package as it was when this process, or the one it is forked from, began.
+
+    Whoever starts a rank asks at once: the files may change while data is prepared, and the modules in memory do not.
+    """
+    return code_digest(Path(__file__).parents[1])
+
+
 def code_digest(package: Path) -> str:
     """A short name for the source of the package."""
     digest = hashlib.sha256()
@@ -74,9 +84,6 @@ def _flat(values: dict[str, object], prefix: str = "") -> list[tuple[str, object
     for key, value in values.items():
         found += _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", value)]
     return found
-
-
-CODE = code_digest(Path(__file__).parents[1])  # as it is when it is imported; files may change later
 
 
 MEETING = timedelta(minutes=5)  # ranks import torch at different speeds on a crowded machine

@@ -33,6 +33,58 @@ assert not heavy, heavy
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
+def imported_by(words: list[str]) -> set[str]:
+    """The modules that a process has imported when it has answered."""
+    code = f"""
+import contextlib, io, sys
+from meshwright.cli.main import main
+with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+    main({words!r})
+print(*sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    return set(done.stdout.split())
+
+
+def under(package: str, modules: set[str]) -> set[str]:
+    return {name for name in modules if name == package or name.startswith(f"{package}.")}
+
+
+HEAVY = ("torch", "numpy", "rich", "tokenizers", "meshwright.search", "meshwright.cost", "meshwright.report")
+
+
+def test_help_imports_no_verb():
+    modules = imported_by(["--help"])
+    assert [
+        package for package in (*HEAVY, "meshwright.config", "meshwright.hardware") if under(package, modules)
+    ] == []
+    ours = under("meshwright.cli", modules)
+    assert ours == {"meshwright.cli", "meshwright.cli.main", "meshwright.cli.options"}
+
+
+@pytest.mark.parametrize(
+    "words", [["train", "stepz=3"], ["config", "show", "stepz=3"], ["verify", "stepz=3"]], ids=" ".join
+)
+def test_a_wrong_key_is_told_without_what_would_use_it(words):
+    modules = imported_by(words)
+    assert [package for package in (*HEAVY, "meshwright.hardware", "meshwright.data") if under(package, modules)] == []
+
+
+@pytest.mark.parametrize("verb", main.VERBS)
+def test_the_help_of_a_verb_imports_that_verb_alone(verb, capsys):
+    with pytest.raises(SystemExit) as left:
+        main.main([verb, "--help"])
+    assert left.value.code == 0
+    assert main.VERBS[verb].help[1:20] in capsys.readouterr().out
+    modules = imported_by([verb, "--help"])
+    assert not under("torch", modules) | under("numpy", modules)
+    others = {f"meshwright.cli.{other.module}" for other in main.VERBS.values()} - {
+        f"meshwright.cli.{main.VERBS[verb].module}"
+    }
+    shared = {"meshwright.cli.train"} if main.VERBS[verb].module == "verify" else set()  # reads runs as train does
+    assert modules & others == shared
+
+
 def test_models_are_a_json_array(capsys):
     assert main.main(["models", "--json"]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}

@@ -3,6 +3,7 @@
 import torch.distributed as dist
 
 from meshwright.runtime.place import Place
+from meshwright.train import world
 from meshwright.train.world import apart
 
 
@@ -20,3 +21,20 @@ def test_ranks_that_are_shown_one_gpu_each_do_not_share_it():
         False,
         False,
     ]
+
+
+def test_the_source_has_another_name_when_it_has_changed(tmp_path):
+    (tmp_path / "module.py").write_text("one = 1\n")
+    before = world.code_digest(tmp_path)
+    (tmp_path / "module.py").write_text("one = 2\n")
+    assert world.code_digest(tmp_path) != before
+
+
+def test_a_rank_names_its_source_once(monkeypatch):
+    monkeypatch.setattr(world, "code_digest", lambda package: next(names))
+    names = iter(("then", "now"))
+    world.code.cache_clear()
+    try:
+        assert (world.code(), world.code()) == ("then", "then")  # files may have changed: what runs has not
+    finally:
+        world.code.cache_clear()

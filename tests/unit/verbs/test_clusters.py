@@ -1,17 +1,13 @@
 """`meshwright clusters`: the catalogue for people and for programs."""
 
-import argparse
 import json
 
-from meshwright.cli import info
+from meshwright.cli import main
 from meshwright.hardware.cluster import catalogue
 
 
 def answer(capsys, *words: str) -> str:
-    parser = argparse.ArgumentParser()
-    info.add_clusters(parser.add_subparsers())
-    options = parser.parse_args(["clusters", *words])
-    assert options.verb(options) == 0
+    assert main.main(["clusters", *words]) == 0
     return capsys.readouterr().out
 
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from meshwright.config.run import Optim, Run
-from meshwright.kernels.adamw import AdamWGroup, AdamWTensors, Drawn, LowBits, RoundingDraws
+from meshwright.kernels.adamw import AdamWGroup, AdamWStep, BF16Group, RoundingDraws
 from meshwright.models.init import GOLDEN, key, signed, uniform
 from meshwright.optim import offload_update
 from meshwright.optim.clip import GradStats
@@ -43,7 +43,7 @@ def grouped(optimizer: "AdamW", make: Callable[[list[int]], AdamWGroup]) -> Upda
         gradients = [
             local(torch.zeros_like(weight, dtype=given) if weight.grad is None else weight.grad) for weight in weights
         ]
-        moves = AdamWTensors(rate, optim.beta1, optim.beta2, optim.eps, optimizer.count, verdict.factor, verdict.finite)
+        moves = AdamWStep(rate, optim.beta1, optim.beta2, optim.eps, optimizer.count, verdict.factor, verdict.finite)
         groups[key].update(gradients, decay, moves)
 
     return update
@@ -118,8 +118,8 @@ def _group(optimizer: "AdamW", indices: list[int]) -> AdamWGroup:
     )
     whole = [optimizer.weights[i] for i in indices]
     if optimizer.optim.master_weights == "split":
-        return LowBits(weights, [each.low_bits for each in whole], first, second)  # pyright: ignore[reportAttributeAccessIssue]
-    return Drawn(weights, first, second, [_stream(weight) for weight in whole])
+        return BF16Group(weights, first, second, low=[each.low_bits for each in whole])  # pyright: ignore[reportAttributeAccessIssue]
+    return BF16Group(weights, first, second, draws=[_stream(weight) for weight in whole])
 
 
 def _stream(weight: Tensor) -> RoundingDraws:

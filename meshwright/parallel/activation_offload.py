@@ -22,7 +22,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from meshwright.kernels.dispatch import Kernels
 from meshwright.kernels.fp8 import LEAST, quantize
-from meshwright.models.layers import wide
+from meshwright.models.layers import accum_dtype
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.model_spec import Absent, ModelSpec
 from meshwright.spec.plan import Plan
@@ -192,7 +192,7 @@ def _grouped(flat: Tensor, group: int) -> Tensor:
 
 def _int8(rows: Tensor) -> tuple[Tensor, Tensor]:
     least, most = torch.aminmax(rows, dim=1, keepdim=True)
-    amax = torch.maximum(-least, most).to(wide(rows))
+    amax = torch.maximum(-least, most).to(accum_dtype(rows))
     amax = amax.where(~(amax < LEAST), LEAST)  # a NaN stays
     # The scale is wide and has dims, so the product is wide without a wide copy of the rows.
     return (rows * (LARGEST / amax)).round_().to(torch.int8), (amax / LARGEST).to(torch.float32)

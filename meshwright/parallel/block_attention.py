@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshwright.models.layers import wide
+from meshwright.models.layers import accum_dtype
 
 HALF = (torch.bfloat16, torch.float16)
 FLASH_WIDEST = 256  # the largest head dimension of torch's flash kernel
@@ -85,7 +85,7 @@ def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
 
 def plain(block: AttentionBlock) -> tuple[Tensor, Tensor]:
     """`block_attention` as written on paper; holds every weight of the block at once."""
-    scores, v = _scores(block), block.v.to(wide(block.v))
+    scores, v = _scores(block), block.v.to(accum_dtype(block.v))
     lse = scores.logsumexp(-1)
     finite = lse.clamp(min=torch.finfo(lse.dtype).min)  # a row that sees nothing: -inf less -inf would be no number
     out = (scores - finite[..., None]).exp() @ v
@@ -95,8 +95,8 @@ def plain(block: AttentionBlock) -> tuple[Tensor, Tensor]:
 
 def plain_gradients(block: AttentionBlock, out: Tensor, lse: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`block_gradients` as written on paper; folded query heads sum their share of a key's gradient by themselves."""
-    q, out, lse, grad = (_fold(x.to(wide(x)), block.k.shape[1]) for x in (block.q, out, lse, grad))
-    k, v = block.k.to(wide(block.k)), block.v.to(wide(block.v))
+    q, out, lse, grad = (_fold(x.to(accum_dtype(x)), block.k.shape[1]) for x in (block.q, out, lse, grad))
+    k, v = block.k.to(accum_dtype(block.k)), block.v.to(accum_dtype(block.v))
     weights = (_scores(block) - lse[..., None]).exp()
     slope = weights * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * _scale(block)
     return _unfold(slope @ k, block.q.shape[2]), slope.mT @ q, weights.mT @ grad
@@ -154,7 +154,7 @@ def efficient_gradients(block: AttentionBlock, out: Tensor, lse: Tensor, grad: T
     dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
         grad, block.q, k, v, _bias(block), out, lse, seed, seed, 0.0, wanted, block.causal
     )
-    dk, dv = (x.unflatten(1, (block.k.shape[1], -1)).sum(2, dtype=wide(x)) for x in (dk, dv))
+    dk, dv = (x.unflatten(1, (block.k.shape[1], -1)).sum(2, dtype=accum_dtype(x)) for x in (dk, dv))
     return dq, dk, dv
 
 
@@ -183,7 +183,7 @@ def _scale(block: AttentionBlock) -> float:
 
 def _scores(block: AttentionBlock) -> Tensor:
     """Scaled products of queries and keys, minus infinity where unseen, (b, kv_heads, group · rows, columns)."""
-    q, k = _fold(block.q.to(wide(block.q)), block.k.shape[1]), block.k.to(wide(block.k))
+    q, k = _fold(block.q.to(accum_dtype(block.q)), block.k.shape[1]), block.k.to(accum_dtype(block.k))
     scores = (q @ k.mT) * _scale(block)
     rows = block.q.shape[2]
     grouped = scores.unflatten(2, (-1, rows))  # (b, kv_heads, group, rows, columns)

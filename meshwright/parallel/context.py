@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from meshwright.models.layers import Attend, Attention, causal_attention, wide
+from meshwright.models.layers import Attend, Attention, accum_dtype, causal_attention
 from meshwright.models.moe import MoELayer, Route, Routing
 from meshwright.parallel.block_attention import (
     AttentionBlock,
@@ -124,7 +124,7 @@ def ring_of(group: dist.ProcessGroup, device: torch.device) -> Ring:
 
 def ring_forward(q: Tensor, keys: Keys, ring: Ring) -> tuple[Tensor, Tensor]:
     """This rank's output and its log-sum-exp, both wide."""
-    out = torch.zeros_like(q, dtype=wide(q))
+    out = torch.zeros_like(q, dtype=accum_dtype(q))
     # Nothing is summed yet. The own block comes first, and there every row sees itself, so the sum is finite from then.
     lse = torch.full_like(out[..., 0], -torch.inf)
     for owner, theirs in _visits(keys, ring):
@@ -138,8 +138,8 @@ def ring_backward(
     q: Tensor, keys: Keys, out: Tensor, lse: Tensor, grad: Tensor, ring: Ring
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of this rank's q, k and v, wide; what other ranks' queries add to k and v comes round the ring."""
-    dq = torch.zeros_like(q, dtype=wide(q))
-    own = torch.zeros(2, *keys.k.shape, dtype=wide(q), device=q.device)
+    dq = torch.zeros_like(q, dtype=accum_dtype(q))
+    own = torch.zeros(2, *keys.k.shape, dtype=accum_dtype(q), device=q.device)
     arrival: Arrival = partial(torch.zeros_like, own)  # the first rank that keys visit begins their sum
     for owner, theirs in _visits(keys, ring):
         block, rows, columns = _met(q, keys, owner, theirs, ring)

@@ -140,7 +140,7 @@ def cut_loss(
         x = x.redistribute(placements=[Replicate()])
     # Each rank's gradient of x is the share of its entries.
     entering = x.to_local(grad_placements=[Partial()])
-    return cross_entropy.weighed_loss(entering, projection.to_local(), targets, weight, part_of(projection), kernels)
+    return cross_entropy.weighted_loss(entering, projection.to_local(), targets, weight, part_of(projection), kernels)
 
 
 def part_of(projection: DTensor) -> VocabShard:
@@ -152,11 +152,11 @@ def part_of(projection: DTensor) -> VocabShard:
         first=min(group.rank() * largest, vocab),
         largest=largest,
         ranks=ranks,
-        highest=partial(_over, group, dist.ReduceOp.MAX),
-        added=partial(_over, group, dist.ReduceOp.SUM),
+        max=partial(_all_reduce, group, dist.ReduceOp.MAX),
+        sum=partial(_all_reduce, group, dist.ReduceOp.SUM),
     )
 
 
-def _over(group: dist.ProcessGroup, kind: dist.ReduceOp.RedOpType, numbers: Tensor) -> Tensor:
-    dist.all_reduce(numbers, kind, group=group)
-    return numbers
+def _all_reduce(group: dist.ProcessGroup, kind: dist.ReduceOp.RedOpType, x: Tensor) -> Tensor:
+    dist.all_reduce(x, kind, group=group)
+    return x

@@ -8,7 +8,7 @@ from meshwright.config import presets
 from meshwright.kernels import dispatch
 from meshwright.kernels.cross_entropy import IGNORE
 from meshwright.models.decoder import Decoder
-from meshwright.models.layers import weighed_loss
+from meshwright.models.layers import weighted_loss
 from meshwright.parallel import fused_kernels
 from meshwright.parallel.decoder_spec import DECODER
 from meshwright.parallel.mesh import Mesh
@@ -34,7 +34,7 @@ def wrapped(**words) -> nn.Module:
 
 def test_one_rank_on_a_cpu_keeps_its_arithmetic():
     model = wrapped()
-    assert model.loss is weighed_loss
+    assert model.loss is weighted_loss
     assert not fused_kernels.has_loss(model)
 
 
@@ -47,7 +47,7 @@ def test_a_cut_vocabulary_is_lost_in_chunks_on_a_cpu_too():
 
 @pytest.mark.parametrize("words", [{"tp": 2, "kernels": "plain"}, {"tp": 2, "pp": 2, "grad_accum": 2}], ids=str)
 def test_all_logits_exist_where_plain_kernels_are_asked_for_and_in_a_pipeline(words):
-    assert wrapped(**words).loss is weighed_loss
+    assert wrapped(**words).loss is weighted_loss
 
 
 def test_kernels_that_cannot_run_are_refused_where_they_were_demanded():

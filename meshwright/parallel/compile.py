@@ -14,6 +14,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from meshwright.config.check import missing
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.model_spec import Absent, ModelSpec
+from meshwright.parallel.transforms import note
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError
 
@@ -29,6 +30,7 @@ def wrap(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: ModelSpec) -> nn.Mod
         if not isinstance(block, Absent):
             # The forward, not the call: hooks of other transforms (gathering weights) stay outside.
             block.forward = partial(_forward, torch.compile(block.forward))
+            note(block, "compiled")
     return model
 
 

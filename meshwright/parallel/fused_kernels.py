@@ -19,7 +19,7 @@ from meshwright.models.layers import Attend, Attention, Block, Mlp, apply_rope_q
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.model_spec import ModelSpec
 from meshwright.parallel.precision import compute_dtype
-from meshwright.parallel.tensor import cut_loss
+from meshwright.parallel.tensor import vocab_parallel_loss
 from meshwright.spec.plan import Plan
 
 # The kernels' names of the activations.
@@ -65,7 +65,7 @@ def wrap(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: ModelSpec) -> nn.Mod
     if not isinstance(model, Decoder) or plan.kernels == "plain":
         return model
     if plan.pp == 1 and plan.tp > 1:  # a pipeline's last stage hands all its logits over
-        model.loss = partial(cut_loss, kernels=settled.kind)
+        model.loss = partial(vocab_parallel_loss, kernels=settled.kind)
     if settled.kind == "plain" or mesh.device.type != "cuda":
         return model
     if plan.pp == 1 and plan.tp == 1:

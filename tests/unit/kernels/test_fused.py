@@ -12,7 +12,7 @@ from meshwright.models.layers import weighted_loss
 from meshwright.parallel import fused_kernels
 from meshwright.parallel.decoder_spec import DECODER
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.tensor import cut_loss
+from meshwright.parallel.tensor import vocab_parallel_loss
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError
 
@@ -40,7 +40,7 @@ def test_one_rank_on_a_cpu_keeps_its_arithmetic():
 
 def test_a_cut_vocabulary_is_lost_in_chunks_on_a_cpu_too():
     model = wrapped(tp=2)
-    assert model.loss.func is cut_loss
+    assert model.loss.func is vocab_parallel_loss
     assert model.loss.keywords == {"kernels": "plain"}
     assert fused_kernels.has_loss(model)
 

@@ -101,7 +101,7 @@ def compared(shape: Shape, mean: int) -> dict[str, Any]:
         "without documents": lambda q, k, v: fastest_attention(q, k, v, None),
         "dense mask": partial(causal_attention, documents=told),
         "flash, many lengths": partial(varlen, ends=ends, longest=int(ends.diff().max())),
-        "blocks": partial(document_attention.attention, seen=document_attention.blocks(told)),
+        "blocks": partial(document_attention.attention, mask=document_attention.build_mask(told)),
     }
     wanted = torch.randn_like(q)
     reference = causal_attention(q, k, v, told).detach()

@@ -67,11 +67,11 @@ def norm_case(kind: str, rows: int, cols: int) -> Case:
 
 def rope_case(batch: int, sequence: int, heads: tuple[int, int], head_dim: int) -> Case:
     angles = torch.randn(1, sequence, 1, head_dim // 2, device="cuda")
-    turn = angles.cos(), angles.sin()
+    table = angles.cos(), angles.sin()
     size = batch * sequence * sum(heads) * head_dim * 2
     return Case(
         f"rope {batch} × {sequence} × {heads[0]}+{heads[1]} × {head_dim}",
-        lambda q, k, way: rope.rotate(q, k, turn, way),
+        lambda q, k, way: rope.apply_rope(q, k, table, way),
         lambda: [normal(batch, sequence, count, head_dim) for count in heads], 2 * size, 2 * size,
     )  # fmt: skip
 
@@ -126,15 +126,15 @@ def update_case(kind: str, numbers: int, moved: int) -> Case:
     """AdamW of one tensor; `moved` bytes for each number. The twin is torch's own fused one, and what it lacks."""
     groups: dict[int, adamw.AdamWGroup] = {}
     zero, one = torch.zeros((), device="cuda"), torch.ones((), device="cuda")
-    moves = adamw.AdamWTensors(1e-4, 0.9, 0.95, 1e-8, one, one, one)
+    moves = adamw.AdamWStep(1e-4, 0.9, 0.95, 1e-8, one, one, one)
     stream = adamw_bf16.RoundingDraws(1, 3, 5)
 
     def group(weight: Tensor, first: Tensor, second: Tensor, beside: Tensor) -> adamw.AdamWGroup:
         if kind == "masters":
             return adamw.AdamWGroup([weight], [first], [second], [beside])
         if kind == "low bits":
-            return adamw_bf16.LowBits([weight], [beside.view(torch.int16)], [first], [second])
-        return adamw_bf16.Drawn([weight], [first], [second], [stream])
+            return adamw_bf16.BF16Group([weight], [first], [second], low=[beside.view(torch.int16)])
+        return adamw_bf16.BF16Group([weight], [first], [second], draws=[stream])
 
     def call(
         weight: Tensor, first: Tensor, second: Tensor, gradient: Tensor, beside: Tensor, way: dispatch.Kernels
@@ -197,13 +197,13 @@ def seconds(work: Callable[[], Any], times: int) -> float:
     torch.cuda.synchronize()
     again = replayed(work)
     taken = []
-    for turn in range(WARM_UP + times):
+    for table in range(WARM_UP + times):
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         began.record()
         again()
         ended.record()
         ended.synchronize()
-        if turn >= WARM_UP:
+        if table >= WARM_UP:
             taken.append(began.elapsed_time(ended) / 1e3)
     return statistics.median(taken)
 

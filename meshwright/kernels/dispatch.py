@@ -1,4 +1,4 @@
-"""Whether a fused kernel runs or its plain twin, and in what shape it is launched.
+"""Whether a fused Triton kernel runs or its plain PyTorch reference, and how it is launched.
 
 Triton is imported here and nowhere else. Where it is missing, kernels stay ordinary functions that nobody calls.
 """
@@ -23,7 +23,7 @@ try:  # by name, so that reading this file without Triton is no error either
 except ImportError:  # no wheel for this machine
     triton = tl = None
 
-# What a kernel's signature may name: where a tensor's elements begin (or None), a block of them, a compile-time number.
+# Types in a kernel's signature: a tensor's address (or None), a block of elements, a compile-time constant.
 if TYPE_CHECKING:
     Pointer = Any
     Values = Any
@@ -55,7 +55,7 @@ def fused(x: Tensor, kernels: Kernels, beside: Tensor | None = None) -> bool:
     """Whether to run the fused kernel on `x` and a second tensor like it; refuses "fused" where it cannot be."""
     if kernels == "plain":
         return False
-    reason = obstacle(x)
+    reason = unsupported(x)
     if beside is not None and (x.dtype, x.shape, x.device) != (beside.dtype, beside.shape, beside.device):
         reason = reason or "the two tensors differ in type, shape or device"
     if kernels == "fused" and reason:
@@ -64,7 +64,7 @@ def fused(x: Tensor, kernels: Kernels, beside: Tensor | None = None) -> bool:
     return not reason and x.numel() > 0 and (x.is_cuda or kernels == "fused")
 
 
-def obstacle(x: Tensor) -> str:
+def unsupported(x: Tensor) -> str:
     """Why no fused kernel can run on `x`; empty when one can."""
     if not x.is_cuda and not INTERPRETED:
         return "the tensors are not on a GPU"
@@ -82,7 +82,7 @@ def refusal(reason: str) -> InputError:
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """What a whole run uses, and why where it is not the kernels."""
+    """The kernels of a whole run, and the reason where they are the plain ones."""
 
     kind: Literal["plain", "fused"]
     reason: str = ""
@@ -100,9 +100,9 @@ def settle(kernels: Kernels, device: torch.device, dtype: torch.dtype = torch.fl
 
 @cache
 def trial(device: torch.device, dtype: torch.dtype) -> str:
-    """Launch the smallest kernel, once in a process for each device and type; why it could not be, or nothing."""
+    """Launch the smallest kernel, once in a process for each device and type; the reason if that fails, else empty."""
     x = torch.zeros(16, device=device, dtype=dtype)
-    if reason := obstacle(x):
+    if reason := unsupported(x):
         return reason
     try:
         _mark[(1,)](x, 16)
@@ -118,7 +118,7 @@ def _mark(x: Pointer, size: constexpr) -> None:
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """The last dimension as rows of neighbours: a view where strides allow, else a copy."""
+    """A matrix of contiguous rows along the last dimension: a view where strides allow, else a copy."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
@@ -134,12 +134,12 @@ def rows_each(block: int, rows: int, tile: int = TILE) -> int:
 
 
 def stride_step(*sizes: int) -> int:
-    """A power of two, 8 at most, that divides all sizes: a kernel that is told so loads as many elements at once."""
+    """A power of two, 8 at most, that divides all sizes, so that a kernel may load as many elements at once."""
     return math.gcd(8, *sizes)
 
 
 def warps(elements: int, each_thread: int = EACH_THREAD) -> int:
-    """Warps of a program over so many elements."""
+    """The warps of a program over so many elements."""
     return max(1, min(32, power(elements) // (32 * each_thread)))
 
 

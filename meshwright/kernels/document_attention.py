@@ -1,7 +1,7 @@
-"""Causal attention within documents: torch's FlexAttention, told which blocks of scores a document touches.
+"""Document masking by FlexAttention: causal attention within documents, with a sparse block mask.
 
-A mask of s × s would be written, read and kept by every layer: 64 MiB of a sample of 8,192 tokens, 16 GiB of one of
-131,072. Documents lie one behind another, so where each begins says all of it, and what lies outside is not computed.
+A dense mask of s × s would be written, read and saved by every layer: 64 MiB for a sample of 8,192 tokens, 16 GiB for
+one of 131,072. Packed documents are contiguous, so their starts define the mask, and masked blocks are not computed.
 """
 
 from functools import cache
@@ -12,47 +12,47 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 BLOCK = 128  # queries and keys of a block: what FlexAttention's kernels are made for
-NARROWEST = 16  # numbers of a head that they take
-TYPES = (torch.bfloat16, torch.float16)  # in which they were tried
+LEAST_HEAD_DIM = 16  # that they take
+TYPES = (torch.bfloat16, torch.float16)  # that they were tested in
 
 
 def takes(head_dim: int, dtype: torch.dtype) -> bool:
     """Whether there is a kernel for such heads; a dense mask serves the others."""
-    return head_dim >= NARROWEST and dtype in TYPES
+    return head_dim >= LEAST_HEAD_DIM and dtype in TYPES
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, seen: BlockMask) -> Tensor:
-    """Attention of every position to itself and earlier ones of its document, by the blocks that are seen.
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
+    """Attention of every position to itself and earlier ones of its document, by the blocks of the mask.
 
     q is (b, heads, s, head_dim), k and v are (b, kv_heads, s, head_dim).
     """
     attend = plain if torch.compiler.is_compiling() else _compiled()
-    return attend(q, k, v, seen)
+    return attend(q, k, v, mask)
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, seen: BlockMask) -> Tensor:
-    """What is compiled; left as it is, it computes the scores of all pairs of positions."""
-    found = flex_attention(q, k, v, block_mask=seen, enable_gqa=q.shape[1] != k.shape[1])
-    assert isinstance(found, Tensor), "no logarithms were asked for"
+def plain(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
+    """The function that is compiled; uncompiled it computes the scores of all pairs of positions."""
+    found = flex_attention(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+    assert isinstance(found, Tensor), "no log-sum-exp was requested"
     return found
 
 
 @cache
 def _compiled() -> Any:
-    """One kernel for each shape, faster than one for all; where that cannot be, an error and no slow way."""
+    """One kernel per shape, faster than one for all; an error where it cannot be compiled, and no slow fallback."""
     return torch.compile(plain, dynamic=False, fullgraph=True)
 
 
-def blocks(documents: Tensor) -> BlockMask:
-    """Which blocks of scores are computed, and which of them without a look at single positions.
+def build_mask(documents: Tensor) -> BlockMask:
+    """The block mask: which blocks of scores are computed, and which of them without masking single positions.
 
-    documents are (b, s) numbers, which change where a document ends. Queries see keys from the beginning of their
+    documents are (b, s) integers, which change where a document ends. Queries see keys from the beginning of their
     document on: a block of them from where its first document begins, and all of them from where its last one does. A
-    block that is cut short by the end of the sample is always looked at, as torch's own lists have it.
+    block that is cut short by the end of the sample is always masked, as in torch's own lists.
 
     Made once for all layers, and not by the compiler: it would choose strides that FlexAttention's kernels misread.
     """
-    begin = begins(documents)
+    begin = document_starts(documents)
     length = begin.shape[1]
     first = torch.arange(0, length, BLOCK, device=begin.device)  # position of each block
     last = first + BLOCK - 1
@@ -68,14 +68,14 @@ def blocks(documents: Tensor) -> BlockMask:
 
 
 def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of keys are chosen for each block of queries, and which, in their order; all heads alike."""
+    """The number of chosen key blocks for each query block, and their indices in order, the same for all heads."""
     order = chosen.int().argsort(dim=-1, descending=True, stable=True)
     return chosen.sum(-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None]
 
 
-def begins(documents: Tensor) -> Tensor:
+def document_starts(documents: Tensor) -> Tensor:
     """Where the document of each position begins, (b, s)."""
-    place = torch.arange(documents.shape[1], dtype=torch.int32, device=documents.device)
+    position = torch.arange(documents.shape[1], dtype=torch.int32, device=documents.device)
     is_first = torch.ones_like(documents, dtype=torch.bool)
     is_first[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    return torch.where(is_first, place, 0).cummax(dim=1).values
+    return torch.where(is_first, position, 0).cummax(dim=1).values

@@ -1,7 +1,8 @@
-"""Linear layers whose three products run in FP8: the output, the gradient of the input and that of the weight.
+"""FP8: linear layers whose three matmuls (output, input and weight gradient) run in it, and a quantization kernel.
 
-Scales are found anew for every product (no history of maxima). Finding and applying them is plain arithmetic, which the
-compiler fuses with what comes before; turning the codes is not, as the compiler's own kernels write columns slowly.
+Scaling is dynamic: every matmul has scales of its own operands, without a history of maxima. In linear layers finding
+and applying scales is plain arithmetic, which the compiler fuses with what comes before; transposing quantized values
+is a kernel, as the compiler's own write columns slowly. `quantize` is one kernel, for saved activations.
 """
 
 from dataclasses import dataclass
@@ -28,101 +29,106 @@ from meshwright.kernels.dispatch import (
     warps,
 )
 
-CODE = torch.float8_e4m3fn
-LARGEST_E4M3 = 448.0  # of its numbers
-LEAST_AMAX = 1e-12  # a maximum below counts as this
-MULTIPLE = 16  # of both dimensions: what FP8 products ask for
-TILE = 128
+Scaling = Literal["tensorwise", "rowwise"]
 
-LinearScaling = Literal["tensorwise", "rowwise"]
+E4M3 = torch.float8_e4m3fn  # of all three matmuls
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}  # finite values
+LEAST = 2.0**-80  # `quantize` takes an amax below for this, so that a scale and its inverse are normal floats
+LEAST_LINEAR = 1e-12  # and so does `quantize_linear`
+MULTIPLE = 16  # both dimensions of an FP8 matmul's operands are multiples of it
+TILE = 128  # rows and columns of a tile that is transposed
+SIDE = 64  # rows and columns of a tile that is cast: small enough for five programs' registers
+SQUARE, BROAD = (128, 128), (16, 1024)  # tiles for maxima: by row and column, and where only one maximum is sought
+CAPABILITY = (8, 9)  # of the first GPUs with conversions to FP8
 
 
 def takes(linear: nn.Linear) -> bool:
-    """Whether a layer's shape suits FP8 products."""
+    """Whether a layer's shape suits FP8 matmuls."""
     return linear.in_features % MULTIPLE == 0 and linear.out_features % MULTIPLE == 0
 
 
 class Fp8Linear(nn.Linear):
     """A linear layer in FP8 with one scale for each tensor."""
 
-    scaling: LinearScaling = "tensorwise"
+    scaling: Scaling = "tensorwise"
 
     def forward(self, input: Tensor) -> Tensor:
-        """The product in FP8, the bias in the precision of the input."""
+        """The matmul in FP8, the bias in the precision of the input."""
         y = _Fp8Linear.apply(input.flatten(0, -2), self.weight, self.scaling).unflatten(0, input.shape[:-1])
         return y if self.bias is None else y + self.bias
 
 
 class RowwiseFp8Linear(Fp8Linear):
-    """A linear layer in FP8 with a scale for each row of what is summed: closer, and slower."""
+    """A linear layer in FP8 with a scale for each row of both operands: more accurate, and slower."""
 
-    scaling: LinearScaling = "rowwise"
+    scaling: Scaling = "rowwise"
 
 
-def codes(x: Tensor, scaling: LinearScaling) -> tuple[Tensor, Tensor]:
-    """A matrix as FP8 numbers and what they are multiplied with.
+def quantize_linear(x: Tensor, scaling: Scaling) -> tuple[Tensor, Tensor]:
+    """A matrix in E4M3 and its inverse scales, as an FP8 matmul takes them.
 
-    Not by `quantize`, which divides where this multiplies with an inverse, and has another least maximum: of random
-    matrices in bf16, 43 % of the scales and 0.05 % of the codes come out otherwise.
+    Not by `quantize`, which divides where this multiplies by an inverse, and has another least amax: of random
+    matrices in bf16, 43 % of the scales and 0.05 % of the values come out otherwise.
     """
     amax = x.abs().amax() if scaling == "tensorwise" else x.abs().amax(dim=1, keepdim=True)
-    scale = LARGEST_E4M3 / amax.float().clamp(min=LEAST_AMAX)
-    return (x.float() * scale).clamp(-LARGEST_E4M3, LARGEST_E4M3).to(CODE), scale.reciprocal()
+    largest = LARGEST[E4M3]
+    scale = largest / amax.float().clamp(min=LEAST_LINEAR)
+    return (x.float() * scale).clamp(-largest, largest).to(E4M3), scale.reciprocal()
 
 
-def _turned_codes(x: Tensor, scaling: LinearScaling, known: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-    """The transposed matrix as FP8 numbers: of one scale, the numbers turned; else with scales of its own rows."""
+def _quantize_transposed(x: Tensor, scaling: Scaling, known: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    """The transposed matrix in E4M3: tensorwise the known values transposed, rowwise with scales of its own rows."""
     if known is not None:
-        return turned(known[0]), known[1]
-    return codes(x.t().contiguous(), scaling)
+        return transpose(known[0]), known[1]
+    return quantize_linear(x.t().contiguous(), scaling)
 
 
-def _times(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
-    """a @ b.T of codes, both with the summed dimension dense."""
+def _matmul(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+    """a @ b.T of quantized matrices, both with the summed dimension contiguous."""
     return torch._scaled_mm(a[0], b[0].t(), scale_a=a[1], scale_b=b[1].t(), out_dtype=dtype, use_fast_accum=True)
 
 
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, scaling: LinearScaling) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, scaling: Scaling) -> Tensor:
         ctx.scaling = scaling
-        x_codes, weight_codes = codes(x, scaling), codes(weight, scaling)
-        kept = (*x_codes, *weight_codes) if scaling == "tensorwise" else (x, weight)
-        ctx.save_for_backward(*kept)
-        return _times(x_codes, weight_codes, x.dtype)
+        x_fp8, weight_fp8 = quantize_linear(x, scaling), quantize_linear(weight, scaling)
+        saved = (*x_fp8, *weight_fp8) if scaling == "tensorwise" else (x, weight)
+        ctx.save_for_backward(*saved)
+        return _matmul(x_fp8, weight_fp8, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        gradient, scaling, kept = gradients[0], ctx.scaling, ctx.saved_tensors
-        of_x, of_weight = (kept[:2], kept[2:]) if scaling == "tensorwise" else (None, None)
-        g = codes(gradient, scaling)
-        to_x = _times(g, _turned_codes(kept[-1], scaling, of_weight), gradient.dtype)
-        g_turned = _turned_codes(gradient, scaling, g if scaling == "tensorwise" else None)
-        to_weight = _times(g_turned, _turned_codes(kept[0], scaling, of_x), gradient.dtype)
-        return to_x, to_weight, None
+        gradient, scaling, saved = gradients[0], ctx.scaling, ctx.saved_tensors
+        x_fp8, weight_fp8 = (saved[:2], saved[2:]) if scaling == "tensorwise" else (None, None)
+        g = quantize_linear(gradient, scaling)
+        dx = _matmul(g, _quantize_transposed(saved[-1], scaling, weight_fp8), gradient.dtype)
+        g_transposed = _quantize_transposed(gradient, scaling, g if scaling == "tensorwise" else None)
+        dweight = _matmul(g_transposed, _quantize_transposed(saved[0], scaling, x_fp8), gradient.dtype)
+        return dx, dweight, None
 
 
-@torch.library.custom_op("meshwright::turned", mutates_args=())
-def turned(x: Tensor) -> Tensor:
-    """The transpose of a matrix of FP8 numbers, dense."""
+@torch.library.custom_op("meshwright::transpose_fp8", mutates_args=())
+def transpose(x: Tensor) -> Tensor:
+    """The transpose of an FP8 matrix, contiguous."""
     bits = x.contiguous().view(torch.uint8)
     if not (x.is_cuda and triton_available()):
-        # A clone, as the turned view of a single row is dense already.
+        # A clone, as the transposed view of a single row is contiguous already.
         return bits.t().clone(memory_format=torch.contiguous_format).view(x.dtype)
     rows, columns = x.shape
     y = torch.empty(columns, rows, dtype=torch.uint8, device=x.device)
     grid = (triton.cdiv(rows, TILE), triton.cdiv(columns, TILE))
-    _turn[grid](bits, y, rows, columns, side=TILE, num_warps=8)
+    _transpose[grid](bits, y, rows, columns, side=TILE, num_warps=8)
     return y.view(x.dtype)
 
 
-@turned.register_fake
+@transpose.register_fake
 def _(x: Tensor) -> Tensor:
     return x.new_empty(x.shape[1], x.shape[0])
 
 
 @jit
-def _turn(x: Pointer, y: Pointer, rows: int, columns: int, side: constexpr) -> None:
+def _transpose(x: Pointer, y: Pointer, rows: int, columns: int, side: constexpr) -> None:
     i = tl.program_id(0) * side + tl.arange(0, side)
     j = tl.program_id(1) * side + tl.arange(0, side)
     tile = tl.load(
@@ -135,17 +141,9 @@ def _turn(x: Pointer, y: Pointer, rows: int, columns: int, side: constexpr) -> N
     )
 
 
-Scaling = Literal["tensorwise", "rowwise"]
-LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}  # finite codes
-LEAST = 2.0**-80  # an amax below counts as this, so that a scale and its inverse are normal numbers
-SIDE = 64  # rows and columns of a tile that is cast: small enough for five programs' registers
-SQUARE, BROAD = (128, 128), (16, 1024)  # tiles for maxima: along both ways, and where only one number is sought
-CAPABILITY = (8, 9)  # of the first GPUs with conversions to FP8
-
-
 @dataclass(frozen=True, slots=True)
 class QuantizedTensor:
-    """A matrix in FP8: values · scale is the matrix; so is transposed · transposed_scale, turned."""
+    """A matrix in FP8: values · scale is the matrix; so is transposed · transposed_scale, its transpose."""
 
     values: Tensor  # (rows, cols)
     scale: Tensor  # (1, 1), or (rows, 1)
@@ -156,31 +154,34 @@ class QuantizedTensor:
 def quantize(
     x: Tensor, dtype: torch.dtype, scaling: Scaling, transposed: bool = False, kernels: Kernels = "auto"
 ) -> QuantizedTensor:
-    """A matrix as FP8 codes, the largest magnitude as the largest code; a NaN or infinity spoils all of its scale."""
+    """A matrix in FP8, its largest magnitude as the largest finite value; a NaN or infinity spoils all of its scale."""
     if _fits(x, kernels):
-        return _quantize(as_rows(x), dtype, scaling, transposed)
+        rows = as_rows(x)
+        if scaling == "rowwise" and not transposed and rows.shape[1] <= ROW_LIMIT:
+            return _in_one_pass(rows, dtype)
+        return _in_two_passes(rows, dtype, scaling, transposed)
     return reference(x, dtype, scaling, transposed)
 
 
 def reference(x: Tensor, dtype: torch.dtype, scaling: Scaling, transposed: bool) -> QuantizedTensor:
-    """The codes by plain arithmetic, a pass for the maximum and one for the cast, for each copy."""
+    """Quantization by plain arithmetic: a pass for the maximum and one for the cast, for each copy."""
     values, scale = _cast(x, dtype, scaling)
     if not transposed:
         return QuantizedTensor(values, scale, None, None)
-    if scaling == "tensor":
+    if scaling == "tensorwise":
         return QuantizedTensor(values, scale, values.t().contiguous(), scale)
     return QuantizedTensor(values, scale, *_cast(x.t(), dtype, scaling))
 
 
 def _cast(x: Tensor, dtype: torch.dtype, scaling: Scaling) -> tuple[Tensor, Tensor]:
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
     if x.numel() == 0:
-        amax = wide.new_zeros((x.shape[0] if scaling == "rowwise" else 1, 1))
+        amax = x.new_zeros((x.shape[0] if scaling == "rowwise" else 1, 1))
     else:
-        amax = wide.abs().amax(1, keepdim=True) if scaling == "rowwise" else wide.abs().amax().reshape(1, 1)
+        amax = x.abs().amax(1, keepdim=True) if scaling == "rowwise" else x.abs().amax().reshape(1, 1)
     amax = amax.where(~(amax < LEAST), LEAST)  # a NaN stays
-    largest = torch.full_like(amax, LARGEST[dtype])  # a tensor: by a number a GPU divides as if by its inverse
-    return (wide * (largest / amax)).to(dtype).contiguous(), (amax / largest).to(torch.float32)
+    largest = torch.full_like(amax, LARGEST[dtype])  # a tensor: by a scalar a GPU divides as if by its inverse
+    return (x * (largest / amax)).to(dtype).contiguous(), (amax / largest).to(torch.float32)
 
 
 def _fits(x: Tensor, kernels: Kernels) -> bool:
@@ -195,14 +196,8 @@ def _fits(x: Tensor, kernels: Kernels) -> bool:
     return able
 
 
-def _quantize(x: Tensor, dtype: torch.dtype, scaling: Scaling, transposed: bool) -> QuantizedTensor:
-    if scaling == "rowwise" and not transposed and x.shape[1] <= ROW_LIMIT:
-        return _in_one_pass(x, dtype)
-    return _in_two_passes(x, dtype, scaling, transposed)
-
-
 def _in_one_pass(x: Tensor, dtype: torch.dtype) -> QuantizedTensor:
-    """A scale a row needs that row alone: it is read once."""
+    """Rowwise scales: each row is read once."""
     rows, cols = x.shape
     values = torch.empty((rows, cols), dtype=dtype, device=x.device)
     scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
@@ -216,13 +211,13 @@ def _in_one_pass(x: Tensor, dtype: torch.dtype) -> QuantizedTensor:
 
 
 def _in_two_passes(x: Tensor, dtype: torch.dtype, scaling: Scaling, transposed: bool) -> QuantizedTensor:
-    """Tiles: the first pass finds every maximum, the second casts and writes both copies."""
+    """The first pass over tiles finds every maximum, the second casts and writes both copies."""
     rows, cols = x.shape
     across, down = (rows, cols) if scaling == "rowwise" else (1, 0)
     amax = torch.zeros(across + (down if transposed else 0), dtype=torch.int32, device=x.device)
     scale = torch.empty(amax.shape, dtype=torch.float32, device=x.device)
     values = torch.empty((rows, cols), dtype=dtype, device=x.device)
-    turned = torch.empty((cols, rows), dtype=dtype, device=x.device) if transposed else None
+    transpose = torch.empty((cols, rows), dtype=dtype, device=x.device) if transposed else None
     by_row = scaling == "rowwise"
     kinds = {"by_row": by_row, "by_column": by_row and transposed}
     high, broad = SQUARE if by_row else BROAD
@@ -230,18 +225,18 @@ def _in_two_passes(x: Tensor, dtype: torch.dtype, scaling: Scaling, transposed: 
         x, amax, rows, cols, x.stride(0), high=high, broad=broad, **kinds, num_warps=8
     )
     _cast_tiles[(-(-rows // SIDE) * -(-cols // SIDE),)](
-        x, amax, values, turned, scale, rows, cols, x.stride(0),
+        x, amax, values, transpose, scale, rows, cols, x.stride(0),
         largest=LARGEST[dtype], least=LEAST, side=SIDE, **kinds, num_warps=4,
     )  # fmt: skip
     if not transposed:
         return QuantizedTensor(values, scale[:, None], None, None)
     first = scale[:across, None]
-    return QuantizedTensor(values, first, turned, scale[across:, None] if by_row else first)
+    return QuantizedTensor(values, first, transpose, scale[across:, None] if by_row else first)
 
 
 @jit
 def _bits(x: Values) -> Values:
-    """Magnitudes as integers: they sort like the numbers, and a NaN is above them all instead of being passed over."""
+    """Magnitudes as integers: they sort like the floats, and a NaN is above them all instead of being passed over."""
     return tl.abs(x.to(tl.float32)).to(tl.int32, bitcast=True)
 
 
@@ -253,7 +248,7 @@ def _amax(bits: Values, least: constexpr) -> Values:
 
 @jit
 def _inverse(amax: Values, largest: constexpr) -> Values:
-    return tl.div_rn(amax * 0.0 + largest, amax)  # rounded as the plain twin rounds it; a NaN stays
+    return tl.div_rn(amax * 0.0 + largest, amax)  # rounded as the reference rounds it; a NaN stays
 
 
 @jit
@@ -261,15 +256,15 @@ def _cast_rows(
     x: Pointer, values: Pointer, scale: Pointer,
     rows: int, cols: int, x_row: int, largest: constexpr, least: constexpr, each: constexpr, block: constexpr,
 ) -> None:  # fmt: skip
-    number = tl.program_id(0).to(tl.int64) * each + tl.arange(0, each)
-    row = number[:, None]
+    rows_here = tl.program_id(0).to(tl.int64) * each + tl.arange(0, each)
+    row = rows_here[:, None]
     col = tl.arange(0, block)[None, :]
     inside = (row < rows) & (col < cols)
-    wide = tl.load(x + row * x_row + col, mask=inside, other=0.0).to(tl.float32)
-    amax = _amax(tl.max(_bits(wide), axis=1), least)
-    tl.store(scale + number, tl.div_rn(amax, largest), mask=number < rows)
-    codes = wide * _inverse(amax, largest)[:, None]
-    tl.store(values + row * cols + col, codes.to(values.dtype.element_ty), mask=inside)
+    loaded = tl.load(x + row * x_row + col, mask=inside, other=0.0).to(tl.float32)
+    amax = _amax(tl.max(_bits(loaded), axis=1), least)
+    tl.store(scale + rows_here, tl.div_rn(amax, largest), mask=rows_here < rows)
+    quantized = loaded * _inverse(amax, largest)[:, None]
+    tl.store(values + row * cols + col, quantized.to(values.dtype.element_ty), mask=inside)
 
 
 @jit
@@ -292,7 +287,7 @@ def _maxima(
 
 @jit
 def _cast_tiles(
-    x: Pointer, amax: Pointer, values: Pointer, turned: Pointer, scale: Pointer,
+    x: Pointer, amax: Pointer, values: Pointer, transpose: Pointer, scale: Pointer,
     rows: int, cols: int, x_row: int,
     largest: constexpr, least: constexpr, by_row: constexpr, by_column: constexpr, side: constexpr,
 ) -> None:  # fmt: skip
@@ -300,20 +295,20 @@ def _cast_tiles(
     row = (tl.program_id(0) // parts).to(tl.int64) * side + tl.arange(0, side)
     col = (tl.program_id(0) % parts).to(tl.int64) * side + tl.arange(0, side)
     inside = (row[:, None] < rows) & (col[None, :] < cols)
-    wide = tl.load(x + row[:, None] * x_row + col[None, :], mask=inside, other=0.0).to(tl.float32)
+    loaded = tl.load(x + row[:, None] * x_row + col[None, :], mask=inside, other=0.0).to(tl.float32)
     if by_row:
         across = _amax(tl.load(amax + row, mask=row < rows, other=0), least)
         tl.store(scale + row, tl.div_rn(across, largest), mask=(row < rows) & (tl.program_id(0) % parts == 0))
-        codes = (wide * _inverse(across, largest)[:, None]).to(values.dtype.element_ty)
+        quantized = (loaded * _inverse(across, largest)[:, None]).to(values.dtype.element_ty)
     else:
         whole = _amax(tl.load(amax), least)
-        tl.store(scale, tl.div_rn(whole, largest))  # by every program, the same number
-        codes = (wide * _inverse(whole, largest)).to(values.dtype.element_ty)
-    tl.store(values + row[:, None] * cols + col[None, :], codes, mask=inside)
+        tl.store(scale, tl.div_rn(whole, largest))  # by every program, the same value
+        quantized = (loaded * _inverse(whole, largest)).to(values.dtype.element_ty)
+    tl.store(values + row[:, None] * cols + col[None, :], quantized, mask=inside)
     if by_column:
         down = _amax(tl.load(amax + rows + col, mask=col < cols, other=0), least)
         tl.store(scale + rows + col, tl.div_rn(down, largest), mask=(col < cols) & (tl.program_id(0) < parts))
-        codes = (wide * _inverse(down, largest)[None, :]).to(values.dtype.element_ty)
-    if turned is not None:
-        # Turned in registers first, so that neighbouring threads write neighbouring bytes.
-        tl.store(turned + col[:, None] * rows + row[None, :], tl.trans(codes), mask=tl.trans(inside))
+        quantized = (loaded * _inverse(down, largest)[None, :]).to(values.dtype.element_ty)
+    if transpose is not None:
+        # Transposed in registers first, so that neighbouring threads write neighbouring bytes.
+        tl.store(transpose + col[:, None] * rows + row[None, :], tl.trans(quantized), mask=tl.trans(inside))

@@ -14,11 +14,11 @@ BLOCK = 2048  # elements of a program: with three tensors at hand, 8 from each f
 
 
 def reference(x: Tensor, activation: Activation) -> Tensor:
-    """The activation in wide arithmetic, not rounded yet."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    """The activation in fp32, not rounded yet."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
     if activation == "silu":
-        return F.silu(wide)
-    return F.gelu(wide, approximate="tanh" if activation == "gelu_tanh" else "none")
+        return F.silu(x)
+    return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
 def activate(x: Tensor, activation: Activation, kernels: Kernels = "auto") -> Tensor:
@@ -95,7 +95,7 @@ class _Merged(torch.autograd.Function):
 
 
 def _flat(x: Tensor) -> Tensor:
-    """All elements as one row of neighbours: no program has less than a full block, the last apart."""
+    """All elements as one contiguous row, so that every program but the last has a full block."""
     return x.contiguous().view(1, -1)
 
 
@@ -148,7 +148,7 @@ def _backward(
 
 @jit
 def _activation(x: Values, activation: constexpr) -> Values:
-    """The activation and its derivative; what is not used costs nothing, the compiler drops it."""
+    """The activation and its derivative; the compiler drops what is not used."""
     if activation == "silu":
         part = tl.sigmoid(x)
         value = x * part

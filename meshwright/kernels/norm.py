@@ -21,24 +21,24 @@ from meshwright.kernels.dispatch import (
     warps,
 )
 
-# The backward holds a row's weights and their sums all along, so it has half as many threads as others for its
+# The backward holds a row's weights and their sums throughout, so it has half as many threads as others for its
 # registers, and copies the next rows into shared memory meanwhile.
 THREADS = 512  # of a multiprocessor
-SHARED = 96 * 1024  # bytes of one program at most; two find room
+SHARED = 96 * 1024  # bytes of one program at most; two fit
 # A short row is one warp's, so that no sum crosses warps: a fifth faster over rows of 768.
 WARP_ROW, WARP_TILE, WARP_EACH = 1024, 2048, 32  # elements of such a row, of a program, and of a thread
 BACKWARD_TILE = 1024  # elements of a program with several short rows, in the backward
 MOST_WARPS = 16  # of a forward: with more, long rows wait for each other
-LONG = 8192  # elements; the weights of a longer row find no room in registers beside it, and are read for each row
+LONG = 8192  # elements; the weights of a longer row do not fit into registers beside it, and are reloaded for each row
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool) -> Tensor:
-    """Normalization in wide arithmetic, rounded once; `centred` (layer norm) takes the mean away first."""
+    """Normalization in fp32, rounded once; `centred` (layer norm) subtracts the mean first."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    wide = x.to(dtype)
+    z = x.to(dtype)
     if centred:
-        wide = wide - wide.mean(-1, keepdim=True)
-    y = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.to(dtype)
+        z = z - z.mean(-1, keepdim=True)
+    y = z * (z.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.to(dtype)
     return (y if bias is None else y + bias.to(dtype)).to(x.dtype)
 
 
@@ -120,7 +120,7 @@ Affine = tuple[Tensor, Tensor | None]  # weight and bias
 
 
 def forward(x: Tensor, residual: Tensor | None, affine: Affine, eps: float, centred: bool) -> tuple[Tensor, Tensor]:
-    """The normalized tensor, and what was normalized: `x` itself where there is no residual."""
+    """The normalized tensor, and its input: `x` itself where there is no residual, else the sum."""
     weight, bias = affine
     rows, beside = as_rows(x), None if residual is None else as_rows(residual)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -160,7 +160,7 @@ def backward(
     _backward[(programs,)](
         rows, weight.contiguous(), dy, dtotal, dx, sums[0], None if bias is None else sums[1],
         count, cols, rows.stride(0), dy.stride(0), 0 if dtotal is None else dtotal.stride(0), eps, programs,
-        centred=centred, each=each, block=block, again=block > LONG,
+        centred=centred, each=each, block=block, reload=block > LONG,
         stages=1 if block > LONG else _stages(each * block, rows, dtotal), num_warps=width,
     )  # fmt: skip
     whole = sums.sum(1)
@@ -168,7 +168,7 @@ def backward(
 
 
 def _stages(elements: int, rows: Tensor, dtotal: Tensor | None) -> int:
-    """How many tiles are on their way at once, the one at work among them."""
+    """How many tiles the pipeline holds, the one being computed among them."""
     tile = elements * rows.element_size() * (2 if dtotal is None else 3)
     return min(3, 1 + SHARED // tile)
 
@@ -189,10 +189,10 @@ def _forward(
         # The sum is rounded before it is normalized, as it is where addition and norm are two operations.
         values = (values.to(tl.float32) + beside.to(tl.float32)).to(values.dtype)
         tl.store(total + row * cols + col, values, mask=inside)
-    wide = values.to(tl.float32)
+    z = values.to(tl.float32)
     if centred:
-        wide = tl.where(col < cols, wide - tl.sum(wide, axis=1)[:, None] / cols, 0.0)
-    out = wide * tl.rsqrt(tl.sum(wide * wide, axis=1)[:, None] / cols + eps) * scale
+        z = tl.where(col < cols, z - tl.sum(z, axis=1)[:, None] / cols, 0.0)
+    out = z * tl.rsqrt(tl.sum(z * z, axis=1)[:, None] / cols + eps) * scale
     if bias is not None:
         out += tl.load(bias + col, mask=col < cols, other=0.0).to(tl.float32)
     tl.store(y + row * cols + col, out, mask=inside)
@@ -202,7 +202,7 @@ def _forward(
 def _backward(
     total: Pointer, weight: Pointer, dy: Pointer, dtotal: Pointer, dx: Pointer, dweight: Pointer, dbias: Pointer,
     rows: int, cols: int, total_row: int, dy_row: int, dtotal_row: int, eps: float, programs: int,
-    centred: constexpr, each: constexpr, block: constexpr, again: constexpr, stages: constexpr,
+    centred: constexpr, each: constexpr, block: constexpr, reload: constexpr, stages: constexpr,
 ) -> None:  # fmt: skip
     program = tl.program_id(0)
     col = tl.arange(0, block)[None, :]
@@ -212,17 +212,17 @@ def _backward(
     for first in tl.range(program * each, rows, programs * each, num_stages=stages):
         row = (first + tl.arange(0, each))[:, None].to(tl.int64)
         inside = (row < rows) & (col < cols)
-        wide = tl.load(total + row * total_row + col, mask=inside, other=0.0).to(tl.float32)
+        z = tl.load(total + row * total_row + col, mask=inside, other=0.0).to(tl.float32)
         slope = tl.load(dy + row * dy_row + col, mask=inside, other=0.0).to(tl.float32)
-        if again:
+        if reload:
             scale = tl.load(weight + col, mask=col < cols, other=0.0).to(tl.float32)
-        through = slope  # replaced where the sum went on beside its norm; loaded early, as the others
+        through = slope  # replaced where the sum is used beside its norm; loaded early, like the others
         if dtotal is not None:
             through = tl.load(dtotal + row * dtotal_row + col, mask=inside, other=0.0).to(tl.float32)
         if centred:
-            wide = tl.where(col < cols, wide - tl.sum(wide, axis=1)[:, None] / cols, 0.0)
-        steep = tl.rsqrt(tl.sum(wide * wide, axis=1)[:, None] / cols + eps)
-        normal = wide * steep
+            z = tl.where(col < cols, z - tl.sum(z, axis=1)[:, None] / cols, 0.0)
+        steep = tl.rsqrt(tl.sum(z * z, axis=1)[:, None] / cols + eps)
+        normal = z * steep
         weight_sum += slope * normal
         if dbias is not None:
             bias_sum += slope
@@ -235,7 +235,7 @@ def _backward(
             out += through
         tl.store(dx + row * cols + col, out, mask=inside)
     place = program * cols + tl.arange(0, block)
-    kept = tl.arange(0, block) < cols
-    tl.store(dweight + place, tl.sum(weight_sum, axis=0), mask=kept)
+    exists = tl.arange(0, block) < cols
+    tl.store(dweight + place, tl.sum(weight_sum, axis=0), mask=exists)
     if dbias is not None:
-        tl.store(dbias + place, tl.sum(bias_sum, axis=0), mask=kept)
+        tl.store(dbias + place, tl.sum(bias_sum, axis=0), mask=exists)

@@ -1,7 +1,7 @@
-"""Softmax over the last dimension: one read and one write of every element, instead of eight movements.
+"""Softmax over the last dimension: one read and one write of every element, instead of eight.
 
-Nothing in the trainer calls it: attention and cross-entropy have their own inside. It is kept as the lesson in kernel
-fusion that the notes give, with its test and its measured speed (docs/kernels.md).
+Attention and the loss have fused kernels of their own, so no run uses this one: it is the smallest example of fusion,
+with its bytes counted.
 """
 
 from typing import Any, Literal
@@ -32,8 +32,8 @@ def reference(x: Tensor) -> Tensor:
     """Softmax as five operations, each of which reads and writes memory."""
     if x.numel() == 0:
         return x.clone()  # nothing has no maximum
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    shifted = wide - wide.amax(-1, keepdim=True)  # the largest exponent is 0, so nothing overflows
+    z = x.to(torch.promote_types(x.dtype, torch.float32))
+    shifted = z - z.amax(-1, keepdim=True)  # the largest exponent is 0, so nothing overflows
     numerator = shifted.exp()
     return (numerator / numerator.sum(-1, keepdim=True)).to(x.dtype)
 
@@ -44,7 +44,7 @@ def softmax(x: Tensor, kernels: Kernels = "auto") -> Tensor:
 
 
 def bytes_moved(kind: Literal["plain", "fused"], rows: int, cols: int, itemsize: int) -> int:
-    """Bytes that a forward reads and writes in device memory, nothing being kept in a cache between operations.
+    """Bytes that a forward reads and writes in device memory, with no cache between operations.
 
     Plain, by operation: maximum (read MN, write M), difference (MN + M, MN), exponential (MN, MN), sum (MN, M),
     quotient (MN + M, MN): 8MN + 4M elements. Fused: 2MN; a row beyond the registers is read a second time.

@@ -6,13 +6,13 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.models.layers import Block, Mlp, norm, rotation, weighed_loss, wide
+from meshwright.models.layers import Block, Mlp, accum_dtype, norm, rope_table, weighted_loss
 from meshwright.models.moe import MoELayer
 from meshwright.spec.arch import Arch
 
-# From the documents of all positions to what every layer's attention is told of them.
-Tell = Callable[[Tensor], Any]
-# From hidden states, a projection, targets and a weight to the sum of losses: times the weight, and as it is.
+# From the documents of all positions to the mask that every layer's attention gets.
+BuildMask = Callable[[Tensor], Any]
+# From hidden states, a projection, targets and a weight to the sum of losses: times the weight, and unweighted.
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -34,9 +34,9 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleDict({str(layer): Block(arch, _mlp(arch, layer)) for layer in range(arch.layers)})
         self.norm: nn.Module | None = norm(arch)
         self.head: nn.Linear | None = None if arch.tied else nn.Linear(arch.hidden, arch.vocab, bias=False)
-        self.loss: Loss = weighed_loss  # another function may be put here
-        self.tell: Tell = _as_they_are  # and here
-        self.also_elsewhere: frozenset[str] = frozenset()  # of a part: weights that another part holds too
+        self.loss: Loss = weighted_loss  # transforms may put other functions here
+        self.build_mask: BuildMask = _document_ids
+        self.tied_across_stages: frozenset[str] = frozenset()  # weights that another pipeline stage holds too
 
     def forward(
         self,
@@ -53,7 +53,7 @@ class Decoder(nn.Module):
         documents are those of all its positions. A part that does not begin the model is given hidden states
         (b, s, hidden) for tokens.
 
-        `wanted`, targets and a weight, asks for the sum of the token losses instead, times the weight and as it is:
+        `wanted`, targets and a weight, asks for the sum of the token losses instead, times the weight and unweighted:
         logits then need not all exist at one time.
         """
         x = self.hidden(tokens, positions, documents, index)
@@ -61,7 +61,7 @@ class Decoder(nn.Module):
 
     @property
     def projection(self) -> Tensor:
-        """The matrix that turns hidden states into logits; of the whole model, or its last part."""
+        """The output projection, from hidden states to logits, of the whole model or its last part."""
         owner = self.head if self.head is not None else self.embed
         assert owner is not None, "a part that does not end the model has none"
         return owner.weight
@@ -69,16 +69,16 @@ class Decoder(nn.Module):
     def hidden(
         self, tokens: Tensor, positions: Tensor, documents: Tensor | None = None, index: Tensor | None = None
     ) -> Tensor:
-        """Everything before the output projection."""
+        """The hidden states before the output projection."""
         x = self._begin(tokens, positions)
-        turn = rotation(self.arch, positions, wide(x)) if self.arch.positions == "rope" else None
-        told = None if documents is None else self.tell(documents)
+        rope = rope_table(self.arch, positions, accum_dtype(x)) if self.arch.positions == "rope" else None
+        mask = None if documents is None else self.build_mask(documents)
         for block in self.blocks.values():
-            x = block(x, turn, told, index)
+            x = block(x, rope, mask, index)
         return x if self.norm is None else self.norm(x)
 
     def project(self, x: Tensor) -> Tensor:
-        """The output projection."""
+        """The logits of hidden states; a part that does not end the model passes them through."""
         if self.norm is None:  # the end of a part, not of the model
             return x
         if self.head is not None:
@@ -97,5 +97,5 @@ def _mlp(arch: Arch, layer: int) -> nn.Module:
     return MoELayer(arch, layer) if arch.is_mixture(layer) else Mlp(arch, arch.ffn)
 
 
-def _as_they_are(documents: Tensor) -> Tensor:
+def _document_ids(documents: Tensor) -> Tensor:
     return documents

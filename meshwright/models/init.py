@@ -1,9 +1,9 @@
-"""Initial weights and keyed draws: pure functions of (seed, name, element index).
+"""Initial weights by a counter-based random generator: pure functions of (seed, name, element index).
 
-Every plan must begin with the same bits, whatever slice a rank holds, on whatever device, in whatever blocks. So a
-number is made by integer arithmetic from its own index alone, and rounded once.
+Every plan must begin with the same bits, whatever slice a rank holds, on whatever device, in whatever blocks. So an
+element is made by integer arithmetic from its own index alone, and rounded once.
 
-A normal number is the sum of eight 16-bit uniform numbers, centred and scaled to unit variance: excess kurtosis −0.15,
+A normal draw is the sum of eight 16-bit uniform ones, centred and scaled to unit variance: excess kurtosis −0.15,
 never beyond ±4.9. Box-Muller would be exactly normal, but log and cos differ in their last bit between vector and
 scalar code, so a slice of a tensor would not equal the slice made alone.
 """
@@ -35,12 +35,12 @@ DEVICE_BLOCK = 1 << 24  # an accelerator wants few launches; 0.4 GB while it wor
 
 
 def key(seed: int, name: str) -> int:
-    """The 64-bit key of a named stream of numbers."""
+    """The 64-bit key of a named sequence of draws."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little")
 
 
 def uniform(key: int, index: Tensor) -> Tensor:
-    """A float32 in [0, 1) for every int64 index; 24 bits, so the same number in every wider type."""
+    """A float32 in [0, 1) for every int64 index; 24 bits, so the same value in every wider type."""
     state = index * signed(GOLDEN) + signed(key + GOLDEN)
     return _logical_shift(_mixed(state), 40).to(torch.float32) * 2.0**-24
 
@@ -68,7 +68,7 @@ def initial(
 def fill(tensor: Tensor, param: Param, seed: int, region: Region | None = None) -> None:
     """Write the initial values of a parameter's region into a tensor of the region's shape.
 
-    Values are float32 numbers in every type: float64 holds them exactly, so a proof begins where the run begins.
+    Values are those of float32 in every type: float64 holds them exactly, so a proof begins where the run begins.
     """
     bounds = _bounds(param, region)
     assert tensor.shape == _shape(bounds), f"{param.name}: {tensor.shape} does not hold {bounds}"
@@ -87,7 +87,7 @@ def fill_model(model: nn.Module, arch: Arch, seed: int) -> None:
         fill(tensor, table[name], seed)
 
 
-def _fill_normal(tensor: Tensor, param: Param, stream: int, bounds: list[tuple[int, int]]) -> None:
+def _fill_normal(tensor: Tensor, param: Param, key: int, bounds: list[tuple[int, int]]) -> None:
     starts, length = _runs(param.shape, bounds, tensor.device)
     rows = tensor.view(len(starts), length)
     block = CPU_BLOCK if tensor.device.type == "cpu" else DEVICE_BLOCK
@@ -98,7 +98,7 @@ def _fill_normal(tensor: Tensor, param: Param, stream: int, bounds: list[tuple[i
     for row, column in _blocks(rows.shape, height, width):
         target = rows[row : row + height, column : column + width]
         counter = (starts[row : row + height, None] + column) * step + columns[: target.shape[1]]
-        target.copy_(_sum_of_eight(counter, stream).to(torch.float32).mul_(param.std / SPREAD))
+        target.copy_(_sum_of_eight(counter, key).to(torch.float32).mul_(param.std / SPREAD))
 
 
 def _blocks(shape: torch.Size, height: int, width: int) -> Iterator[tuple[int, int]]:
@@ -129,10 +129,10 @@ def _runs(shape: tuple[int, ...], bounds: list[tuple[int, int]], device: torch.d
     return (starts * shape[last] + start) * tail, (stop - start) * tail
 
 
-def _sum_of_eight(counter: Tensor, stream: int) -> Tensor:
+def _sum_of_eight(counter: Tensor, key: int) -> Tensor:
     """The eight 16-bit lanes of two hashes added up, centred. `counter` advances by 2 · GOLDEN per element."""
-    lanes = _pair_sums(_mixed(counter + signed(stream + GOLDEN)))
-    lanes.add_(_pair_sums(_mixed(counter + signed(stream + 2 * GOLDEN))))
+    lanes = _pair_sums(_mixed(counter + signed(key + GOLDEN)))
+    lanes.add_(_pair_sums(_mixed(counter + signed(key + 2 * GOLDEN))))
     return (lanes >> 32).add_(lanes.bitwise_and_(LOW)).sub_(CENTRE)
 
 

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.kernels.cross_entropy import IGNORE
+from meshwright.kernels.rope import Rope
 from meshwright.spec.arch import Arch
 
-Rotation = tuple[Tensor, Tensor]  # cosine and sine of every position's angles, (b, 1, s, head_dim ÷ 2)
-Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]  # the last: what the model tells of documents, or None
-Turn = Callable[[Tensor, Tensor, Rotation], tuple[Tensor, Tensor]]
+Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]  # queries, keys, values, and the document mask or None
+ApplyRope = Callable[[Tensor, Tensor, Rope], tuple[Tensor, Tensor]]
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": F.silu,
@@ -23,8 +23,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def wide(x: Tensor) -> torch.dtype:
-    """The type for arithmetic that low precision would spoil; float64 stays float64."""
+def accum_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of sums and exponentials that low precision would spoil: fp32, or fp64 where x is fp64."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -35,7 +35,7 @@ def norm(arch: Arch) -> nn.Module:
 
 
 def rope_frequencies(arch: Arch, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Radians each pair of a head turns per position, (head_dim ÷ 2,)."""
+    """The rotary frequencies: radians per position of each pair of a head, (head_dim ÷ 2,)."""
     exponents = torch.arange(0, arch.head_dim, 2, dtype=torch.int64, device=device).to(dtype) / arch.head_dim
     frequencies = 1.0 / arch.rope_theta**exponents
     if arch.rope_scaling == "linear":
@@ -46,33 +46,33 @@ def rope_frequencies(arch: Arch, dtype: torch.dtype, device: torch.device) -> Te
 
 
 def _llama3(arch: Arch, frequencies: Tensor) -> Tensor:
-    """Llama 3.1's scaling: slow pairs turn `rope_factor` times slower, fast ones as before, a ramp between them."""
-    turns = arch.rope_original * frequencies / (2 * math.pi)  # of a pair over the original context
-    fast = ((turns - arch.rope_low) / (arch.rope_high - arch.rope_low)).clamp(0, 1)
+    """Llama 3.1's scaling: low frequencies ÷ `rope_factor`, high ones unchanged, a ramp between them."""
+    rotations = arch.rope_original * frequencies / (2 * math.pi)  # of a pair over the original context
+    fast = ((rotations - arch.rope_low) / (arch.rope_high - arch.rope_low)).clamp(0, 1)
     return (1 - fast) * frequencies / arch.rope_factor + fast * frequencies
 
 
-def rotation(arch: Arch, positions: Tensor, dtype: torch.dtype) -> Rotation:
+def rope_table(arch: Arch, positions: Tensor, dtype: torch.dtype) -> Rope:
     """Cosines and sines for positions (b, s), with a dimension for the heads."""
     frequencies = rope_frequencies(arch, dtype, positions.device)
     angles = positions[:, None, :, None].to(dtype) * frequencies
     return angles.cos(), angles.sin()
 
 
-def rotate(x: Tensor, turn: Rotation) -> Tensor:
-    """Turn the pairs (i, i + head_dim ÷ 2) of every head: the layout of published Llama weights."""
-    cos, sin = turn  # wider than x in low precision, so the products are wide too
+def apply_rope(x: Tensor, rope: Rope) -> Tensor:
+    """Rotate the pairs (i, i + head_dim ÷ 2) of every head: the layout of published Llama weights."""
+    cos, sin = rope  # fp32 where x is of low precision, so that the arithmetic is fp32 too
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-def rotate_both(q: Tensor, k: Tensor, turn: Rotation) -> tuple[Tensor, Tensor]:
-    """Queries and keys, turned alike."""
-    return rotate(q, turn), rotate(k, turn)
+def apply_rope_qk(q: Tensor, k: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+    """RoPE on queries and keys."""
+    return apply_rope(q, rope), apply_rope(k, rope)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
-    """Attention of every position to itself and earlier ones, within its document where documents (b, s) are told."""
+    """Attention of every position to itself and earlier ones, within its document where documents (b, s) are given."""
     if documents is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     same = documents[:, None, :, None] == documents[:, None, None, :]
@@ -89,14 +89,14 @@ class Attention(nn.Module):
         self.k = nn.Linear(arch.hidden, arch.kv_width, bias=arch.bias)
         self.v = nn.Linear(arch.hidden, arch.kv_width, bias=arch.bias)
         self.out = nn.Linear(arch.q_width, arch.hidden, bias=arch.bias)
-        self.turn: Turn = rotate_both  # other functions may be put here
+        self.rope: ApplyRope = apply_rope_qk  # transforms may put other functions here
         self.attend: Attend = causal_attention
 
-    def forward(self, x: Tensor, turn: Rotation | None, documents: Any) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope | None, mask: Any) -> Tensor:
         q, k, v = (self.heads(project(x)) for project in (self.q, self.k, self.v))
-        if turn is not None:
-            q, k = self.turn(q, k, turn)
-        y = self.attend(q, k, v, documents)  # (b, heads, s, head_dim)
+        if rope is not None:
+            q, k = self.rope(q, k, rope)
+        y = self.attend(q, k, v, mask)  # (b, heads, s, head_dim)
         return self.out(y.transpose(1, 2).flatten(2))
 
     def heads(self, x: Tensor) -> Tensor:
@@ -112,14 +112,14 @@ class Mlp(nn.Module):
         self.gate = nn.Linear(arch.hidden, width, bias=arch.bias) if arch.mlp == "swiglu" else None
         self.up = nn.Linear(arch.hidden, width, bias=arch.bias)
         self.down = nn.Linear(width, arch.hidden, bias=arch.bias)
-        self.activate = ACTIVATIONS[arch.mlp]  # another function may be put here
+        self.activate = ACTIVATIONS[arch.mlp]  # transforms may put another function here
 
     def forward(self, x: Tensor, index: Tensor | None = None) -> Tensor:
         """`index` is for layers that route; a dense one treats every token alike."""
         return self.down(self.activate(self.up(x)) if self.gate is None else self.gated(self.gate(x), self.up(x)))
 
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
-        """One tensor as the gate of another; another function may be put here."""
+        """The gated product; transforms may put another function here."""
         return self.activate(gate) * up
 
 
@@ -133,24 +133,24 @@ class Block(nn.Module):
         self.mlp_norm = norm(arch)
         self.mlp = mlp
 
-    def forward(self, x: Tensor, turn: Rotation | None, documents: Any, index: Tensor | None) -> Tensor:
-        normed, x = self.add_and_norm(self.attn(self.attn_norm(x), turn, documents), x)
+    def forward(self, x: Tensor, rope: Rope | None, mask: Any, index: Tensor | None) -> Tensor:
+        normed, x = self.add_and_norm(self.attn(self.attn_norm(x), rope, mask), x)
         return x + self.mlp(normed, index)
 
     def add_and_norm(self, y: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of a sum, and the sum; another function may be put here."""
+        """The norm of a sum, and the sum; transforms may put another function here."""
         x = x + y
         return self.mlp_norm(x), x
 
 
-def weighed_loss(x: Tensor, projection: Tensor, targets: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum of the cross-entropies of x @ projection.T: times a weight, to be differentiated, and as it is."""
+def weighted_loss(x: Tensor, projection: Tensor, targets: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum of the cross-entropies of x @ projection.T: times a weight, to be differentiated, and unweighted."""
     total = token_loss_sum(F.linear(x, projection), targets)
     return total * weight.to(total.dtype), total
 
 
 def token_loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
-    """Sum of the cross-entropies of logits (b, s, vocab) over the targets (b, s) that are not IGNORE."""
-    # Widening inside the softmax spares a wide copy of the logits, the largest tensor of a step.
-    log_probabilities = F.log_softmax(logits.flatten(0, -2), dim=-1, dtype=wide(logits))
+    """The sum of the cross-entropies of logits (b, s, vocab) over the targets (b, s) that are not IGNORE."""
+    # The cast inside the softmax spares an fp32 copy of the logits, the largest tensor of a step.
+    log_probabilities = F.log_softmax(logits.flatten(0, -2), dim=-1, dtype=accum_dtype(logits))
     return F.nll_loss(log_probabilities, targets.flatten(), ignore_index=IGNORE, reduction="sum")

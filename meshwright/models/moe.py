@@ -1,4 +1,4 @@
-"""Mixture of experts: a feed-forward layer where a router sends each token to a few of many experts."""
+"""Mixture of experts (MoE): a feed-forward layer whose router sends each token to a few of many experts."""
 
 import math
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from meshwright.models.init import key, normal, uniform
-from meshwright.models.layers import ACTIVATIONS, Mlp, wide
+from meshwright.models.layers import ACTIVATIONS, Mlp, accum_dtype
 from meshwright.spec.arch import Arch
 
 
@@ -22,10 +22,10 @@ class Routing:
     experts: Tensor  # (b, s, k) int64
     gates: Tensor  # (b, s, k) weight of the expert's output; 0 where dropped
     kept: Tensor  # (b, s, k) false where the assignment was dropped
-    rows: int  # no more assignments than this can be kept: a bound known without asking the device
+    rows: int  # an upper bound of kept assignments, known without asking the device
     balance: Tensor  # (b,) E · Σ f · P of every sequence, 1 when experts share evenly
     z: Tensor  # (b,) mean squared log-sum-exp of every sequence
-    load: Tensor  # (experts,) share of all assignments that asked for each expert, before any was dropped
+    load: Tensor  # (experts,) share of all assignments for each expert, before any is dropped
 
 
 Route = Callable[[Tensor, Arch, Tensor | None], Routing]
@@ -126,7 +126,7 @@ def _asks(experts: Tensor, wanted: Tensor, count: int) -> Tensor:
 
 
 class Experts(nn.Module):
-    """Feed-forward networks of one shape, their weights stacked. Counted from the tensors, so the stack may be cut."""
+    """Feed-forward networks of one shape, weights stacked; counted from the tensors, so the stack may be sharded."""
 
     def __init__(self, arch: Arch) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ RunExperts = Callable[[Experts, Tensor, Tensor], Tensor]
 
 
 def run_experts(experts: Experts, x: Tensor, counts: Tensor) -> Tensor:
-    """All experts where they are: x (T, hidden) sorted by expert, counts (experts,) rows for each."""
+    """All experts on this rank: x (T, hidden) sorted by expert, counts (experts,) rows for each."""
     return experts(x, counts)
 
 
@@ -170,8 +170,8 @@ class MoELayer(nn.Module):
         self.experts = Experts(arch)
         self.shared = Mlp(arch, arch.shared_experts * arch.expert_ffn) if arch.shared_experts else None
 
-        self.key = key(0, f"blocks.{layer}.mlp.draws")  # of the router's draws; a run may put its own seed's here
-        self.route: Route = ROUTERS[arch.router]  # these two may be replaced
+        self.key = key(0, f"blocks.{layer}.mlp.draws")  # of the router's draws; a run puts its own seed's here
+        self.route: Route = ROUTERS[arch.router]  # transforms may replace these two
         self.run: RunExperts = run_experts
         # The auxiliary gradient's share of the loss: 1 ÷ the step's valid tokens, set by whoever divides the loss.
         self.loss_weight = torch.ones((), dtype=torch.float64, device="cpu")
@@ -188,8 +188,8 @@ class MoELayer(nn.Module):
         return carry(y, self._auxiliary(routing), self.loss_weight * self.share) if self._has_auxiliary else y
 
     def _logits(self, x: Tensor, index: Tensor | None) -> Tensor:
-        # In low precision logits collide and tokens flip between experts, so the router works wide (Fedus 2021, §2.4).
-        x = x.to(wide(x))
+        # In low precision logits collide and tokens flip between experts, so the router is fp32 (Fedus 2021, §2.4).
+        x = x.to(accum_dtype(x))
         logits = F.linear(x, self.router.weight.to(x.dtype))
         if self.noise is None or index is None:
             return logits
@@ -202,9 +202,9 @@ class MoELayer(nn.Module):
     def _mix(self, x: Tensor, routing: Routing) -> Tensor:
         tokens = x.flatten(0, 1)
         order = _sort(routing, self.arch.experts)
-        rows = self.run(self.experts, _spread(tokens, order), order.counts)
+        rows = self.run(self.experts, _dispatch(tokens, order), order.counts)
         gates = routing.gates.flatten()[order.assignment]
-        y = _gather(rows * gates[:, None], order).to(x.dtype).view_as(x)
+        y = _combine(rows * gates[:, None], order).to(x.dtype).view_as(x)
         return y if self.shared is None else y + self.shared(x)
 
     @property
@@ -212,7 +212,7 @@ class MoELayer(nn.Module):
         return self.arch.balance_loss != 0 or self.arch.z_loss != 0
 
     def _auxiliary(self, routing: Routing) -> Tensor:
-        """A sequence counts as often as it has positions, like the token losses beside which it stands."""
+        """The auxiliary loss, where a sequence counts as often as it has positions, like the token losses beside it."""
         per_sequence = self.arch.balance_loss * routing.balance + self.arch.z_loss * routing.z
         return per_sequence.sum() * routing.experts.shape[1]
 
@@ -243,26 +243,26 @@ def _sort(routing: Routing, experts: int) -> Dispatch:
     )
 
 
-def _spread(tokens: Tensor, order: Dispatch) -> Tensor:
+def _dispatch(tokens: Tensor, order: Dispatch) -> Tensor:
     """A copy of a token for each of its rows, (T, hidden)."""
-    return _Spread.apply(tokens, order.token, order.row, order.kept)
+    return _Dispatch.apply(tokens, order.token, order.row, order.kept)
 
 
-def _gather(rows: Tensor, order: Dispatch) -> Tensor:
+def _combine(rows: Tensor, order: Dispatch) -> Tensor:
     """The sum of each token's rows, (tokens, hidden)."""
-    return _Collect.apply(rows, order.token, order.row, order.kept)
+    return _Combine.apply(rows, order.token, order.row, order.kept)
 
 
 def _sum_rows(rows: Tensor, places: Tensor, kept: Tensor) -> Tensor:
     # Choice by choice, in a fixed order: atomic additions have none, and the last bits would differ from run to run.
-    total = rows.new_zeros(len(places), rows.shape[1], dtype=wide(rows))
+    total = rows.new_zeros(len(places), rows.shape[1], dtype=accum_dtype(rows))
     for place, held in zip(places.unbind(1), kept.unbind(1), strict=True):
         total = total + torch.where(held[:, None], rows[place], 0)
     return total
 
 
-class _Spread(Function):
-    """The transpose of _Gather: each is the other's gradient, so neither direction needs atomics."""
+class _Dispatch(Function):
+    """The transpose of `_Combine`: each is the other's gradient, so neither direction needs atomics."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, token: Tensor, row: Tensor, kept: Tensor) -> Tensor:
@@ -274,8 +274,8 @@ class _Spread(Function):
         return _sum_rows(grads[0], *ctx.saved_tensors).to(grads[0].dtype), None, None, None
 
 
-class _Collect(Function):
-    """The transpose of _Spread."""
+class _Combine(Function):
+    """The transpose of `_Dispatch`."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, token: Tensor, row: Tensor, kept: Tensor) -> Tensor:
@@ -289,7 +289,7 @@ class _Collect(Function):
 
 
 def carry(x: Tensor, auxiliary: Tensor, weight: Tensor) -> Tensor:
-    """x itself; going back, `auxiliary` receives the gradient `weight`, as if the loss held weight · auxiliary."""
+    """x itself; in the backward `auxiliary` gets the gradient `weight`, as if weight · auxiliary were in the loss."""
     return _Carry.apply(x, auxiliary, weight)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from meshwright.config.run import Optim
 from meshwright.kernels.adamw import AdamWGroup
 from meshwright.kernels.dispatch import settle
-from meshwright.models.layers import wide as wide_type
+from meshwright.models.layers import accum_dtype
 from meshwright.optim.clip import GradStats
 from meshwright.optim.master_weights import Update, at_once, beside, given, grouped, rounded
 from meshwright.parallel import precision
@@ -28,8 +28,8 @@ class AdamW:
     def __init__(self, optim: Optim, weights: Iterable[nn.Parameter], plan: Plan) -> None:
         self.optim = optim
         self.weights = list(weights)
-        self.wide = [precision.wide(weight) for weight in self.weights]
-        self.first = [torch.zeros_like(weight, dtype=wide_type(weight)) for weight in self.wide]
+        self.wide = [precision.master(weight) for weight in self.weights]
+        self.first = [torch.zeros_like(weight, dtype=accum_dtype(weight)) for weight in self.wide]
         self.second = [torch.zeros_like(moment) for moment in self.first]
         self.count = torch.zeros((), dtype=torch.float32, device=self.first[0].device)  # updates made, skips left out
         self.missed = [0] * len(self.weights)  # of these, how many each weight had no gradient for
@@ -106,7 +106,7 @@ class AdamW:
         )
         for i, gradient in zip(indices, gradients, strict=True):
             weight = self.weights[i]
-            if precision.is_shadow(weight):
+            if precision.has_master(weight):
                 weight.copy_(self.wide[i])
                 if weight.grad is not None:  # the kernel leaves gradients clipped, and this one was widened for it
                     weight.grad.copy_(gradient)
@@ -149,7 +149,7 @@ def one_pass(optimizer: AdamW) -> Update:
 
     def group(indices: list[int]) -> AdamWGroup:
         weights = [optimizer.weights[i] for i in indices]
-        copies = [weight.detach() for weight in weights] if precision.is_shadow(weights[0]) else []
+        copies = [weight.detach() for weight in weights] if precision.has_master(weights[0]) else []
         wide, first, second = (
             [held[i] for i in indices] for held in (optimizer.wide, optimizer.first, optimizer.second)
         )

@@ -61,7 +61,7 @@ def square_share(chunks: Iterable[nn.Module], mesh: Mesh) -> Tensor:
     """This rank's share of the square norm: what several ranks hold alike each of them counts in part."""
     groups: dict[int, list[Tensor]] = {}
     for chunk in chunks:
-        twice = getattr(chunk, "also_elsewhere", frozenset())
+        twice = getattr(chunk, "tied_across_stages", frozenset())
         for name, weight in chunk.named_parameters():
             if weight.grad is not None:
                 count = copies(weight, mesh) * (2 if name in twice else 1)

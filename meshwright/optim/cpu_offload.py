@@ -1,7 +1,7 @@
-"""AdamW whose weights live in host memory, with their gradients and moments: the device has only what is in use.
+"""CPU offload: weights, gradients and optimizer states in host memory, the device holds only what is in use.
 
-Torch brings a block's weights before they are used and takes its gradient away when it is summed; see
-`parallel/fsdp.py`. What is left for here is their memory, and the update, which is the host's.
+FSDP copies a block's weights to the device before use and its reduced gradient back; see `parallel/fsdp.py`. Here are
+their memory and the update, which runs on the host.
 """
 
 import math
@@ -20,22 +20,23 @@ from meshwright.optim.adamw import AdamW
 from meshwright.optim.clip import GradStats
 from meshwright.optim.host_memory import PinnedMemory
 from meshwright.parallel.mesh import Mesh, local
+from meshwright.parallel.transforms import note
 from meshwright.spec.problem import InputError, Problem
 
 REMEDY = "use more ranks, whose hosts share the weights out by plan.shard, or leave plan.cpu_offload out"
 
 
 class CpuOffloadAdamW(AdamW):
-    """The same update by the host's own kernel, with all of this rank's threads."""
+    """AdamW by torch's CPU kernel, with all of this rank's threads."""
 
     def __init__(self, run: Run, weights: Iterable[nn.Parameter], memory: PinnedMemory) -> None:
         super().__init__(run.optim, weights, msgspec.structs.replace(run.plan, kernels="plain"))
         self.memory = memory  # pinned for as long as this lives
 
     def step(self, rate: float, verdict: GradStats) -> None:
-        """Update every weight, or none when the verdict says the gradient is not finite.
+        """Update every weight, or none when the gradient is not finite.
 
-        The host waits for the verdict, once a step: the norm is of all ranks' gradients, and no weight moves before it.
+        The host waits once a step: no weight is updated before the norm over all ranks' gradients is known.
         """
         factor, finite = torch.stack([verdict.factor, verdict.finite]).cpu().unbind()
         super().step(rate, replace(verdict, factor=factor, finite=finite))
@@ -46,12 +47,13 @@ def materialise(chunks: Sequence[nn.Module], run: Run, mesh: Mesh) -> PinnedMemo
     check(bytes_needed(chunks, run))
     memory = PinnedMemory(mesh.device.type == "cuda", remedy=REMEDY, key="plan.cpu_offload")
     for chunk in chunks:
-        chunk._apply(partial(_with_memory, memory, mesh.device))
+        chunk._apply(partial(_allocated, memory, mesh.device))
         chunk.train()
+        note(chunk, "weights, gradients and optimizer states offloaded to host")
     return memory
 
 
-def _with_memory(memory: PinnedMemory, device: torch.device, tensor: Tensor) -> Tensor:
+def _allocated(memory: PinnedMemory, device: torch.device, tensor: Tensor) -> Tensor:
     if not isinstance(tensor, nn.Parameter):
         return torch.empty_like(tensor, device=device)
     empty = torch.empty_like(tensor, device="cpu")
@@ -63,14 +65,14 @@ def _with_memory(memory: PinnedMemory, device: torch.device, tensor: Tensor) -> 
 
 
 def _is_even(weight: DTensor) -> bool:
-    """Whether all ranks have equally much of a weight; torch fills up what is not, and moves it for that."""
+    """Whether all ranks have equal parts of a weight; torch pads others, and copies them for that."""
     axes = zip(weight.device_mesh.shape, weight.placements, strict=True)
     sharers = math.prod(size for size, placement in axes if not isinstance(placement, Replicate))
     return weight.to_local().numel() * sharers == weight.numel()
 
 
 def bytes_needed(chunks: Iterable[nn.Module], run: Run) -> int:
-    """What a rank's weights take of host memory: each with its gradient and two moments, and the bits beside it."""
+    """Host memory of a rank's weights, their gradients, both moments, and the low bits of split masters."""
     weights = [local(weight.detach()) for chunk in chunks for weight in chunk.parameters()]
     low = 2 if run.optim.master_weights == "split" else 0
     return sum(
@@ -80,7 +82,7 @@ def bytes_needed(chunks: Iterable[nn.Module], run: Run) -> int:
 
 
 def check(need: int) -> None:
-    """Refuse what this rank's host has no room for."""
+    """Refuse what does not fit into this rank's host memory."""
     have = host_memory.free_host_bytes()
     if have is not None and need > have:
         what = f"plan.cpu_offload needs {need:,} bytes of host memory for this rank, and {have:,} are free"

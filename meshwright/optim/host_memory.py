@@ -1,4 +1,4 @@
-"""Where the states of a weight live between updates: host memory, or a file."""
+"""Where offloaded optimizer states are stored: pinned host memory or files, and whether they fit."""
 
 import errno
 import mmap
@@ -27,39 +27,39 @@ class StateStorage(Protocol):
 
     @property
     def arrays(self) -> list[Tensor]:
-        """All elements, for whoever reads or writes them while no update is on its way."""
+        """All elements, to be read or written while no update is running."""
         ...
 
     @property
     def staged(self) -> bool:
-        """Whether they must be fetched into somebody's room first, and kept afterwards."""
+        """Whether they must be fetched into a staging buffer first, and stored afterwards."""
         ...
 
-    def fetch(self, begin: int, end: int, room: Sequence[Tensor]) -> list[Tensor]:
+    def fetch(self, begin: int, end: int, buffers: Sequence[Tensor]) -> list[Tensor]:
         """Some elements of every array, to be read and written in place."""
         ...
 
-    def keep(self, begin: int, end: int, held: Sequence[Tensor]) -> None:
-        """Take back what was fetched."""
+    def store(self, begin: int, end: int, held: Sequence[Tensor]) -> None:
+        """Write back what was fetched."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class InMemory:
-    """Arrays that may be used where they lie."""
+    """Arrays that are used in place."""
 
     arrays: list[Tensor]
     staged: bool = False
 
-    def fetch(self, begin: int, end: int, room: Sequence[Tensor]) -> list[Tensor]:
+    def fetch(self, begin: int, end: int, buffers: Sequence[Tensor]) -> list[Tensor]:
         return [array[begin:end] for array in self.arrays]
 
-    def keep(self, begin: int, end: int, held: Sequence[Tensor]) -> None:
+    def store(self, begin: int, end: int, held: Sequence[Tensor]) -> None:
         return None
 
 
 class PinnedMemory:
-    """Host memory by the page; for copies at full speed to a GPU it is pinned.
+    """Host memory by the page, pinned for copies at full speed to a GPU.
 
     Torch's own pinned memory comes in powers of two: states of 65 GiB would take 128.
     """
@@ -77,7 +77,7 @@ class PinnedMemory:
             weakref.finalize(self, _unpin, self.addresses)
 
     def take(self, sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-        """Arrays of so many elements each, beside each other."""
+        """Contiguous arrays of so many elements each."""
         widths = [size * dtype.itemsize for size, dtype in zip(sizes, dtypes, strict=True)]
         begins = page_starts(widths)
         memory = mmap.mmap(-1, max(begins.pop(), PAGE))
@@ -100,7 +100,7 @@ class PinnedMemory:
 
 
 def staging(size: int, dtypes: Sequence[torch.dtype], pinned: bool) -> list[Tensor]:
-    """Buffers that pieces pass through, each beginning on a page: few enough for torch's own pinned memory."""
+    """Staging buffers, each beginning on a page: few enough for torch's own pinned memory."""
     if pinned:
         return [torch.empty(size, dtype=dtype, pin_memory=True) for dtype in dtypes]
     return PinnedMemory(pinned=False).take([size] * len(dtypes), dtypes)
@@ -121,9 +121,9 @@ def page_starts(widths: Sequence[int]) -> list[int]:
 
 
 def spread(sizes: Sequence[int], host_bytes: int) -> list[bool]:
-    """Which of some homes are in host memory: about that much in all, evenly among the others, never more.
+    """Which weights' states are in host memory: at most that many bytes, evenly among those on disk.
 
-    Evenly, so that a disk has all the time of an update, not only its end.
+    Evenly, so that the disk is busy during the whole update, not only at its end.
     """
     total, seen, taken = sum(sizes), 0, 0
     chosen: list[bool] = []
@@ -137,7 +137,7 @@ def spread(sizes: Sequence[int], host_bytes: int) -> list[bool]:
 
 MEMINFO = Path("/proc/meminfo")
 GROUPS = Path("/sys/fs/cgroup")
-# By version of control groups: the limit, what is used, and where the part that would be given back is told.
+# By version of control groups: files of the limit, the use, the statistics, and there the reclaimable cache.
 GROUP_FILES = (
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
@@ -145,34 +145,34 @@ GROUP_FILES = (
 
 
 def kinds(run: Run) -> dict[str, torch.dtype]:
-    """What is kept of every weight off the device, by name."""
+    """The offloaded states of every weight: name and dtype."""
     if run.optim.state_dtype == "bf16":
         return {"low": torch.int16, "first": torch.bfloat16, "second": torch.bfloat16}
     return dict.fromkeys(("weight", "first", "second"), precision.weight_dtype(run.plan))
 
 
 def width(run: Run) -> int:
-    """Bytes of one parameter off the device."""
+    """Offloaded bytes per parameter."""
     return sum(dtype.itemsize for dtype in kinds(run).values())
 
 
 def host_share(run: Run, parameters: int) -> int:
-    """How much of the states may be in host memory."""
+    """Bytes of the states that may be in host memory."""
     return parameters * width(run) if run.plan.optimizer_offload == "host" else run.plan.optimizer_offload_host_bytes
 
 
-def on_the_way(run: Run, largest: int) -> int:
-    """Host memory for pieces on their way, none larger than the largest weight: gradients and weights, or states."""
+def staging_bytes(run: Run, largest: int) -> int:
+    """Host memory of the staging buffers: gradients and parameters, or states, of pieces in flight."""
     elements = offload_update.SLOTS * min(offload_update.PIECE, largest)
     fetched = width(run) if run.plan.optimizer_offload == "disk" else 0
-    travelling = 2 * precision.weight_dtype(run.plan).itemsize if run.plan.optimizer_offload_update == "host" else 0
-    return elements * (fetched + travelling)
+    copied = 2 * precision.weight_dtype(run.plan).itemsize if run.plan.optimizer_offload_update == "host" else 0
+    return elements * (fetched + copied)
 
 
 def check(run: Run, sizes: Sequence[int], folder: Path) -> None:
     """Refuse what does not fit, for weights of so many elements each."""
     if run.plan.optimizer_offload == "disk" and not folder.is_dir():
-        what = f"plan.optimizer_offload = disk is told to use {folder}, and there is no folder of that name"
+        what = f"plan.optimizer_offload = disk uses {folder}, and there is no folder of that name"
         raise InputError(
             [
                 Problem(
@@ -182,14 +182,14 @@ def check(run: Run, sizes: Sequence[int], folder: Path) -> None:
         )
     widths = [size * width(run) for size in sizes]
     near = spread(widths, host_share(run, sum(sizes)))
-    kept_bytes = sum(size for size, is_near in zip(widths, near, strict=True) if is_near)
-    host_bytes = kept_bytes + on_the_way(run, max(sizes, default=0))
-    if found := list(problems(run, host_bytes, sum(widths) - kept_bytes, folder)):
+    resident = sum(size for size, is_near in zip(widths, near, strict=True) if is_near)
+    host_bytes = resident + staging_bytes(run, max(sizes, default=0))
+    if found := list(problems(run, host_bytes, sum(widths) - resident, folder)):
         raise InputError(found)
 
 
 def problems(run: Run, host_bytes: int, disk_bytes: int, folder: Path) -> Iterator[Problem]:
-    """What is missing for states of so many bytes. Where there is no room to copy them, checkpoints do without."""
+    """What is missing for states of so many bytes; without room for a copy, checkpoints write in place."""
     have = free_host_bytes()
     if have is not None and host_bytes > have:
         yield Problem(
@@ -209,26 +209,26 @@ def problems(run: Run, host_bytes: int, disk_bytes: int, folder: Path) -> Iterat
 
 
 def _host_remedy(run: Run) -> str:
-    words = []
+    remedies = []
     if run.plan.optimizer_offload == "host":
-        words.append("set plan.optimizer_offload = disk")
+        remedies.append("set plan.optimizer_offload = disk")
     elif run.plan.optimizer_offload_host_bytes:
-        words.append("lower plan.optimizer_offload_host_bytes")
+        remedies.append("lower plan.optimizer_offload_host_bytes")
     if run.optim.state_dtype == "fp32":
-        words.append("set optim.state_dtype = bf16")
-    return ", or ".join(words or ["use a smaller model, or a machine with more memory"])
+        remedies.append("set optim.state_dtype = bf16")
+    return ", or ".join(remedies or ["use a smaller model, or a machine with more memory"])
 
 
 def free_disk_bytes(folder: Path) -> int:
-    """What may still be written there."""
+    """Bytes that may still be written there."""
     disk = os.statvfs(folder)
     return disk.f_bavail * disk.f_frsize
 
 
 def free_host_bytes(meminfo: Path = MEMINFO, groups: Path = GROUPS) -> int | None:
-    """What this process may still take: of the machine, and of its control group. None where nobody says."""
-    told = [free for free in (_of_machine(meminfo), *(_of_group(groups, files) for files in GROUP_FILES)) if free]
-    return min(told, default=None)
+    """Bytes this process may still take, of the machine and of its control group; None where unknown."""
+    known = [free for free in (_of_machine(meminfo), *(_of_group(groups, files) for files in GROUP_FILES)) if free]
+    return min(known, default=None)
 
 
 def _of_machine(meminfo: Path) -> int | None:
@@ -237,14 +237,14 @@ def _of_machine(meminfo: Path) -> int | None:
 
 
 def _of_group(groups: Path, files: tuple[str, str, str, str]) -> int | None:
-    limit_file, used_file, told_file, cached_name = files
+    limit_file, used_file, stat_file, cached_name = files
     try:
         limit, used = (groups / limit_file).read_text().strip(), int((groups / used_file).read_text())
     except (OSError, ValueError):
         return None
     if not limit.isdigit():  # "max": none
         return None
-    cached = _line(groups / told_file, cached_name + " ")
+    cached = _line(groups / stat_file, cached_name + " ")
     return max(int(limit) - used + (int(cached.split()[1]) if cached else 0), 1)
 
 
@@ -256,7 +256,7 @@ def _line(file: Path, beginning: str) -> str | None:
     return next((line for line in lines if line.startswith(beginning)), None)
 
 
-LARGEST = 1 << 30  # bytes of one call: Linux transfers at most 2 GiB − 4 KiB at a time
+LARGEST_TRANSFER = 1 << 30  # bytes of one call: Linux transfers at most 2 GiB − 4 KiB at a time
 DIRECT = getattr(os, "O_DIRECT", 0)
 Transfer = Callable[[int, Sequence[memoryview], int], int]
 
@@ -265,27 +265,27 @@ Transfer = Callable[[int, Sequence[memoryview], int], int]
 class OnDisk:
     """The states of one weight in a file."""
 
-    arrays: list[Tensor]  # the file as memory, for reading and writing without an update on its way
+    arrays: list[Tensor]  # the file as memory, while no update is running
     descriptor: int
     begins: list[int]  # of each array, in bytes
     staged: bool = True
 
-    def fetch(self, begin: int, end: int, room: Sequence[Tensor]) -> list[Tensor]:
-        """Read some elements of every array into room, which begins on a page."""
-        for array, start, target in zip(self.arrays, self.begins, room, strict=True):
+    def fetch(self, begin: int, end: int, buffers: Sequence[Tensor]) -> list[Tensor]:
+        """Read some elements of every array into buffers, which begin on a page."""
+        for array, start, target in zip(self.arrays, self.begins, buffers, strict=True):
             width = array.element_size()
             _all(os.preadv, self.descriptor, _bytes(target, (end - begin) * width), start + begin * width)
-        return [target[: end - begin] for target in room]
+        return [target[: end - begin] for target in buffers]
 
-    def keep(self, begin: int, end: int, held: Sequence[Tensor]) -> None:
-        """Write back what was read into room."""
+    def store(self, begin: int, end: int, held: Sequence[Tensor]) -> None:
+        """Write back what was read into buffers."""
         for array, start, source in zip(self.arrays, self.begins, held, strict=True):
             width = array.element_size()
             _all(os.pwritev, self.descriptor, _bytes(source, (end - begin) * width), start + begin * width)
 
 
 class Files:
-    """Room on a disk: one nameless file a weight."""
+    """Disk space: one unnamed file per weight."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -294,10 +294,10 @@ class Files:
         self.descriptors: list[int] = []
 
     def take(self, size: int, dtypes: Sequence[torch.dtype]) -> OnDisk:
-        """Arrays of so many elements; their room is reserved at once, so that no later write finds the disk full."""
+        """Arrays of so many elements; their space is allocated at once, so that no later write finds the disk full."""
         begins = page_starts([size * dtype.itemsize for dtype in dtypes])
         length = max(begins.pop(), PAGE)
-        descriptor = nameless(self.folder, self.direct)
+        descriptor = unnamed_file(self.folder, self.direct)
         self.descriptors.append(descriptor)
         os.posix_fallocate(descriptor, 0, length)
         self.bytes += length
@@ -309,27 +309,27 @@ class Files:
         return OnDisk(arrays, descriptor, begins)
 
     def close(self) -> None:
-        """Give the room back, once nobody reads the arrays any more."""
+        """Free the space, once nobody reads the arrays any more."""
         for descriptor in self.descriptors:
             os.close(descriptor)
         self.descriptors.clear()
 
 
-def nameless(folder: Path, flags: int = 0) -> int:
-    """A file that is gone when its last user is."""
+def unnamed_file(folder: Path, flags: int = 0) -> int:
+    """A file descriptor whose file vanishes when it is closed."""
     descriptor, name = tempfile.mkstemp(dir=folder, prefix=".states.")
     try:
-        again = os.open(name, os.O_RDWR | flags)
+        reopened = os.open(name, os.O_RDWR | flags)
     finally:
         os.unlink(name)
         os.close(descriptor)
-    return again
+    return reopened
 
 
 def _takes_direct(folder: Path) -> bool:
-    """Whether a file system lets its cache be passed by; some say so only when asked to write."""
+    """Whether a file system takes O_DIRECT; some refuse only at the first write."""
     try:
-        descriptor = nameless(folder, DIRECT)
+        descriptor = unnamed_file(folder, DIRECT)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
@@ -344,10 +344,10 @@ def _takes_direct(folder: Path) -> bool:
 
 
 def _bytes(tensor: Tensor, width: int) -> memoryview:
-    """The memory of a tensor's beginning, up to the end of a page: room has whole pages, and so has the file."""
+    """The memory of a tensor's beginning, up to the end of a page: buffers and files have whole pages."""
     whole = -(-width // PAGE) * PAGE
     memory = tensor.view(torch.uint8).numpy().data
-    assert len(memory) >= whole, "room is whole pages"
+    assert len(memory) >= whole, "buffers are whole pages"
     return memory[:whole]
 
 
@@ -355,7 +355,7 @@ def _all(call: Transfer, descriptor: int, memory: memoryview, begin: int) -> Non
     """Read or write all of it; a call may do a part, and one past the end of a file does nothing."""
     done = 0
     while done < len(memory):
-        count = call(descriptor, [memory[done : done + LARGEST]], begin + done)
+        count = call(descriptor, [memory[done : done + LARGEST_TRANSFER]], begin + done)
         if count <= 0:
-            raise OSError(errno.EIO, "the disk took or gave fewer bytes of offloaded states than it holds")
+            raise OSError(errno.EIO, "short read or write of offloaded optimizer states")
         done += count

@@ -1,8 +1,8 @@
-"""AdamW whose states live off the device: they are moved piece by piece, while the next forward has begun.
+"""Optimizer-state offload: AdamW whose states are in host memory or on disk, updated while the next forward runs.
 
-A step hands its gradients to a thread and returns. The thread goes through the pieces in the order in which a forward
-needs them: states two pieces ahead are being read, those behind are being written back, and a group's gate is opened
-when the last of its pieces is done.
+A step hands its gradients to a thread and returns. The thread updates the pieces in the order in which a forward needs
+them: states two pieces ahead are being read, those behind are being written back, and a group's gate opens when the
+last of its pieces is done.
 """
 
 import time
@@ -32,27 +32,28 @@ from meshwright.optim.host_memory import (
     staging,
     width,
 )
-from meshwright.optim.offload_update import AHEAD, SLOTS, Move, StatePiece, UpdateSpan, UpdateTerms
+from meshwright.optim.offload_update import AHEAD, SLOTS, PieceUpdater, StatePiece, UpdateSpan, UpdateTerms
 from meshwright.parallel import optimizer_offload, precision
 from meshwright.parallel.optimizer_offload import CopyStream, Gates, Mark, OffloadGroup, reached
+from meshwright.parallel.transforms import note
 
 
 @dataclass
 class StagingSlot:
-    """The buffers of one piece on its way; some of them take turns."""
+    """The staging buffers of one piece in flight."""
 
     room: list[Tensor]  # in host memory, for states that are fetched from a file
-    near: list[Tensor]  # where the update is computed: the states, or the gradient and the narrow weight
-    arrived: Mark = None  # what the update reads is there
-    left: Mark = None  # what the update made has gone out of the buffers
+    near: list[Tensor]  # where the update is computed: the states, or the gradient and the parameter
+    arrived: Mark = None  # the update's inputs are there
+    left: Mark = None  # the update's outputs have been copied out
 
 
 @dataclass(frozen=True, slots=True)
 class PieceUpdate:
-    """A piece with what is known of it at a step."""
+    """A piece with its parameter and gradient at a step."""
 
     piece: StatePiece
-    weight: Tensor  # the piece of the narrow weight, on the device
+    weight: Tensor  # the piece of the parameter, on the device
     gradient: Tensor  # flat, on the device
     decay: float
 
@@ -62,11 +63,11 @@ class PieceUpdate:
 
 
 class OnHost:
-    """Gradients come to the host, which updates states where they lie, and narrow weights go back."""
+    """The update on the host: gradients are copied to it, states are updated in place, parameters are copied back."""
 
-    def __init__(self, device: torch.device, move: Move, halves: bool) -> None:
+    def __init__(self, device: torch.device, update: PieceUpdater, split: bool) -> None:
         self.inward, self.outward = CopyStream(device), CopyStream(device)
-        self.device, self.move, self.halves = device, move, halves
+        self.device, self.update_piece, self.split = device, update, split
 
     @property
     def lanes(self) -> tuple[CopyStream, ...]:
@@ -79,42 +80,42 @@ class OnHost:
         return staging(size, [gradient, weight], pinned=self.device.type == "cuda")
 
     def terms(self, terms: UpdateTerms) -> UpdateTerms | None:
-        """The scalars where the update is computed, None if there is nothing to do. Waits for the verdict."""
+        """The scalars where the update is computed, None if there is nothing to do; waits for the gradient's norm."""
         with self.inward.open():
-            numbers = torch.stack([number.double() for number in (terms.count, terms.factor, terms.finite)]).cpu()
-        count, factor, finite = numbers.unbind()
+            scalars = torch.stack([scalar.double() for scalar in (terms.count, terms.factor, terms.finite)]).cpu()
+        count, factor, finite = scalars.unbind()
         return UpdateTerms(terms.optim, terms.rate, count.float(), factor, finite) if finite.item() else None
 
     def begin(self, work: PieceUpdate, slot: StagingSlot) -> None:
-        """Let what the update reads be on its way."""
+        """Start to copy the update's inputs."""
         size = len(work.weight)
         with self.inward.open():
             self.inward.wait(slot.left)
             slot.near[0][:size].copy_(work.gradient, non_blocking=True)
-            if self.halves:
+            if self.split:
                 slot.near[1][:size].copy_(work.weight, non_blocking=True)
             slot.arrived = self.inward.mark()
 
     def update(self, work: PieceUpdate, held: Sequence[Tensor], slot: StagingSlot, terms: UpdateTerms) -> Mark:
-        """Move a piece; returns when its narrow weight is on the device."""
+        """Update a piece; the mark is reached when its parameter is on the device."""
         gradient, weight = (buffer[: len(work.weight)] for buffer in slot.near)
         reached(slot.arrived)
-        self.move(held, weight, gradient, terms, work.span)
+        self.update_piece(held, weight, gradient, terms, work.span)
         with self.outward.open():
             work.weight.copy_(weight, non_blocking=True)
             slot.left = self.outward.mark()
         return slot.left
 
     def returned(self, slot: StagingSlot) -> None:
-        """The states may be taken back: the host itself has written them."""
+        """Nothing to wait for: the host itself has written the states."""
 
 
 class OnDevice:
-    """States come to the device and go back; gradients and narrow weights stay there."""
+    """The update on the device: states are copied to it and back; gradients and parameters stay there."""
 
-    def __init__(self, device: torch.device, move: Move) -> None:
+    def __init__(self, device: torch.device, update: PieceUpdater) -> None:
         self.inward, self.work, self.outward = CopyStream(device), CopyStream(device), CopyStream(device)
-        self.device, self.move = device, move
+        self.device, self.update_piece = device, update
 
     @property
     def lanes(self) -> tuple[CopyStream, ...]:
@@ -131,10 +132,10 @@ class OnDevice:
         return terms
 
     def begin(self, work: PieceUpdate, slot: StagingSlot) -> None:
-        """Nothing but the states travels, and they may still have to be fetched."""
+        """Nothing to copy yet: the states may still have to be fetched."""
 
     def update(self, work: PieceUpdate, held: Sequence[Tensor], slot: StagingSlot, terms: UpdateTerms) -> Mark:
-        """Move a piece; returns when its narrow weight is there."""
+        """Update a piece; the mark is reached when its parameter is written."""
         states = [buffer[: len(work.weight)] for buffer in slot.near]
         with self.inward.open():
             self.inward.wait(slot.left)
@@ -143,14 +144,14 @@ class OnDevice:
             slot.arrived = self.inward.mark()
         with self.work.open():
             self.work.wait(slot.arrived)
-            self.move(states, work.weight, work.gradient, terms, work.span)
-            moved = self.work.mark()
+            self.update_piece(states, work.weight, work.gradient, terms, work.span)
+            updated = self.work.mark()
         with self.outward.open():
-            self.outward.wait(moved)
+            self.outward.wait(updated)
             for state, target in zip(states, held, strict=True):
                 target.copy_(state, non_blocking=True)
             slot.left = self.outward.mark()
-        return moved
+        return updated
 
     def returned(self, slot: StagingSlot) -> None:
         """Wait until the states are back on the host."""
@@ -162,11 +163,11 @@ Site = OnHost | OnDevice
 
 @dataclass(frozen=True, slots=True)
 class UpdateJob:
-    """One update."""
+    """One step's gradients and scalars."""
 
     terms: UpdateTerms
     gradients: list[Tensor | None]
-    ready: Mark  # the verdict and all gradients are there
+    ready: Mark  # the norm and all gradients are there
 
 
 class OffloadedAdamW(AdamW):
@@ -181,15 +182,17 @@ class OffloadedAdamW(AdamW):
         self.site = self._site()
         self.memory = PinnedMemory(pinned=device.type == "cuda" and run.plan.optimizer_offload_update == "device")
         self.files = Files(folder) if run.plan.optimizer_offload == "disk" else None
-        self.homes = self._homes(run)
+        self.locations = self._locations(run)
         self._count = torch.zeros((), dtype=torch.float32, device=device)
         self.gates = Gates(groups, device)
+        for group in groups:
+            note(group.door, f"optimizer states offloaded to {run.plan.optimizer_offload}")
         self.slots = self._slots()
         self.threads = ThreadPoolExecutor(1, "update")
         self.readers, self.writers = ThreadPoolExecutor(AHEAD, "read"), ThreadPoolExecutor(SLOTS - AHEAD, "write")
         self.running: Future[None] | None = None
         self.ended: Mark = None
-        self.update_seconds = 0.0  # of the last update, from the gradients' being there to the last state's being back
+        self.update_seconds = 0.0  # of the last update, from the gradients' arrival to the last state's write
         self._number = {id(weight): number for number, weight in enumerate(self.weights)}
 
     def _pieces(self, groups: Sequence[OffloadGroup]) -> list[StatePiece]:
@@ -198,21 +201,21 @@ class OffloadedAdamW(AdamW):
         return offload_update.cut(sizes, offload_update.PIECE)
 
     def _site(self) -> OnHost | OnDevice:
-        move = offload_update.choose(self.optim)
+        update = offload_update.piece_update(self.optim)
         if self.plan.optimizer_offload_update == "device":
-            return OnDevice(self.device, move)
-        return OnHost(self.device, move, halves=self.optim.state_dtype == "bf16")
+            return OnDevice(self.device, update)
+        return OnHost(self.device, update, split=self.optim.state_dtype == "bf16")
 
-    def _homes(self, run: Run) -> list[StateStorage]:
+    def _locations(self, run: Run) -> list[StateStorage]:
         dtypes = list(self.kinds.values())
         in_memory = spread([size * width(run) for size in self.sizes], host_share(run, sum(self.sizes)))
-        homes: list[StateStorage] = []
+        locations: list[StateStorage] = []
         for size, near in zip(self.sizes, in_memory, strict=True):
             if near or self.files is None:
-                homes.append(InMemory(self.memory.take([size] * len(dtypes), dtypes)))
+                locations.append(InMemory(self.memory.take([size] * len(dtypes), dtypes)))
             else:
-                homes.append(self.files.take(size, dtypes))
-        return homes
+                locations.append(self.files.take(size, dtypes))
+        return locations
 
     def _slots(self) -> list[StagingSlot]:
         largest = max((each.end - each.begin for each in self.pieces), default=1)
@@ -228,21 +231,21 @@ class OffloadedAdamW(AdamW):
         ]
 
     @torch.no_grad()
-    def begin(self, weight: nn.Parameter, wide: Tensor) -> None:
-        """Take a weight's first value."""
-        home = self.homes[self._number[id(weight)]]
+    def begin(self, weight: nn.Parameter, value: Tensor) -> None:
+        """Take a weight's first value, in fp32."""
+        location = self.locations[self._number[id(weight)]]
         if self.optim.state_dtype == "bf16":
-            narrow, low = offload_update.split(wide.flatten())
-            weight.copy_(narrow.view(weight.shape))
-            home.arrays[0].copy_(low)
+            high, low = offload_update.split(value.flatten())
+            weight.copy_(high.view(weight.shape))
+            location.arrays[0].copy_(low)
         else:
-            weight.copy_(wide)
-            home.arrays[0].copy_(wide.flatten())
-            weight.master = home.arrays[0].view(weight.shape)  # pyright: ignore[reportAttributeAccessIssue]
+            weight.copy_(value)
+            location.arrays[0].copy_(value.flatten())
+            weight.master = location.arrays[0].view(weight.shape)  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
     def count(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Updates made, skips left out. Whoever asks sees the states after them."""
+        """Steps taken, skipped ones left out; waits for a running update."""
         self.settle()
         return self._count
 
@@ -258,23 +261,26 @@ class OffloadedAdamW(AdamW):
 
     def _shaped(self, kind: str) -> list[Tensor]:
         place = list(self.kinds).index(kind)
-        pairs = zip(self.homes, self.weights, strict=True)
-        return [home.arrays[place].view(weight.shape) for home, weight in pairs]
+        pairs = zip(self.locations, self.weights, strict=True)
+        return [location.arrays[place].view(weight.shape) for location, weight in pairs]
 
     def held(self) -> dict[int, dict[str, Tensor]]:
-        """The state of every weight, by its id and by kind; valid whenever no update is on its way."""
-        return {id(weight): self._held(weight, home) for weight, home in zip(self.weights, self.homes, strict=True)}
+        """The state of every weight, by its id and by kind; valid while no update is running."""
+        return {
+            id(weight): self._held(weight, location)
+            for weight, location in zip(self.weights, self.locations, strict=True)
+        }
 
-    def _held(self, weight: nn.Parameter, home: StateStorage) -> dict[str, Tensor]:
-        arrays = dict(zip(self.kinds, (array.view(weight.shape) for array in home.arrays), strict=True))
+    def _held(self, weight: nn.Parameter, location: StateStorage) -> dict[str, Tensor]:
+        arrays = dict(zip(self.kinds, (array.view(weight.shape) for array in location.arrays), strict=True))
         if "low" not in arrays:
             return arrays
-        # Of the wide weight the device has one half. The other is bits, under a type that checkpoints know.
+        # The device has the high half of the master weight; the low bits go under a dtype that checkpoints know.
         return {"weight": weight.detach(), **arrays, "low": arrays["low"].view(torch.bfloat16)}
 
     @torch.no_grad()
     def step(self, rate: float, verdict: GradStats) -> None:
-        """Begin to update every weight; none is when the verdict says the gradient is not finite."""
+        """Start to update every weight, or none when the gradient is not finite."""
         self._join()
         self._count += verdict.finite
         gradients = [weight.grad for weight in self.weights]
@@ -283,7 +289,7 @@ class OffloadedAdamW(AdamW):
         self.running = self.threads.submit(self._run, UpdateJob(terms, gradients, optimizer_offload.here(self.device)))
 
     def settle(self) -> None:
-        """Wait until the last update is whole, here and on the device."""
+        """Wait until the last update is complete, on the host and on the device."""
         self._join()
         optimizer_offload.reached(self.ended)
 
@@ -300,7 +306,7 @@ class OffloadedAdamW(AdamW):
             self.files.close()
 
     def _join(self) -> None:
-        """Wait until the last update is on its way as a whole; what the device does next follows it."""
+        """Wait until the last update is enqueued; later work on the device follows it."""
         running, self.running = self.running, None
         if running is not None:
             running.result()
@@ -316,9 +322,9 @@ class OffloadedAdamW(AdamW):
                 lane.wait(self.ended)
             terms = self.site.terms(job.terms)
             if terms is not None:
-                self._pass_through(job, terms)
+                self._update_all(job, terms)
             for number, gate in enumerate(self.gates.gates):
-                if gate is not None and not gate.done():  # nothing to move, or a group without weights
+                if gate is not None and not gate.done():  # nothing to update, or a group without weights
                     self.gates.open(number, None)
             self.ended = self.site.outward.mark()
         except BaseException as error:
@@ -327,8 +333,8 @@ class OffloadedAdamW(AdamW):
         optimizer_offload.reached(self.ended)
         self.update_seconds = time.perf_counter() - began
 
-    def _pass_through(self, job: UpdateJob, terms: UpdateTerms) -> None:
-        """All pieces, some ahead being fetched and some behind being kept."""
+    def _update_all(self, job: UpdateJob, terms: UpdateTerms) -> None:
+        """Update all pieces, fetching ahead and writing back behind."""
         waiting: deque[tuple[PieceUpdate, StagingSlot, Future[list[Tensor]]]] = deque()
         writing: deque[Future[None]] = deque()
         for number, each in enumerate(self.pieces):
@@ -338,9 +344,9 @@ class OffloadedAdamW(AdamW):
             self.site.begin(work, slot)
             waiting.append((work, slot, self._fetch(each, slot)))
             if len(waiting) > AHEAD:
-                writing.append(self._move(*waiting.popleft(), terms))
+                writing.append(self._update(*waiting.popleft(), terms))
         while waiting:
-            writing.append(self._move(*waiting.popleft(), terms))
+            writing.append(self._update(*waiting.popleft(), terms))
         for write in writing:
             write.result()
 
@@ -357,31 +363,31 @@ class OffloadedAdamW(AdamW):
         return PieceUpdate(each, weight.detach().view(-1)[each.begin : each.end], flat, decay)
 
     def _fetch(self, each: StatePiece, slot: StagingSlot) -> Future[list[Tensor]]:
-        home = self.homes[each.weight]
-        if home.staged:
-            return self.readers.submit(home.fetch, each.begin, each.end, slot.room)
-        return _now(home.fetch(each.begin, each.end, slot.room))
+        location = self.locations[each.weight]
+        if location.staged:
+            return self.readers.submit(location.fetch, each.begin, each.end, slot.room)
+        return _now(location.fetch(each.begin, each.end, slot.room))
 
-    def _move(
+    def _update(
         self, work: PieceUpdate, slot: StagingSlot, fetched: Future[list[Tensor]], terms: UpdateTerms
     ) -> Future[None]:
         held, each = fetched.result(), work.piece
-        moved = self.site.update(work, held, slot, terms)
+        updated = self.site.update(work, held, slot, terms)
         if each.last:
-            self.gates.open(each.group, moved)
-        home = self.homes[each.weight]
-        return self.writers.submit(self._keep, home, each, slot) if home.staged else _now(None)
+            self.gates.open(each.group, updated)
+        location = self.locations[each.weight]
+        return self.writers.submit(self._store, location, each, slot) if location.staged else _now(None)
 
-    def _keep(self, home: StateStorage, each: StatePiece, slot: StagingSlot) -> None:
+    def _store(self, location: StateStorage, each: StatePiece, slot: StagingSlot) -> None:
         self.site.returned(slot)
-        home.keep(each.begin, each.end, slot.room)
+        location.store(each.begin, each.end, slot.room)
 
 
 Value = TypeVar("Value")
 
 
 def _now(value: Value) -> Future[Value]:
-    """What needs no thread, as if one had done it."""
+    """A finished future of a value."""
     done: Future[Value] = Future()
     done.set_result(value)
     return done

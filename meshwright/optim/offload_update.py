@@ -1,11 +1,10 @@
-"""AdamW of one piece, wherever it lies: in full width, or with moments of 16 bits and a wide weight in two halves.
+"""AdamW on one piece of an offloaded weight: fp32 master and moments, or bf16 moments and a split master weight.
 
-A wide weight of 32 bits is the narrow weight that the device has, and what it lacks: `low`, the difference of the two
-as integers. The narrow weight is rounded to nearest, halves away from zero, so the difference always has room in 16
-bits, and nothing is lost.
+A split fp32 master weight is the bf16 parameter that the device has and `low`, their difference as integers. The
+parameter is rounded to nearest, ties away from zero, so the difference always fits into 16 bits and nothing is lost.
 
-Moments of 16 bits are rounded at random, up or down in proportion to what is cut off, so that they are right on
-average: rounded to nearest, a moment that changes by less than half a unit in a step would never change.
+bf16 moments are rounded stochastically, so that they are right on average: rounded to nearest, a moment that changes by
+less than half a unit in a step would never change.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from meshwright.config.run import Optim
 
-CPU_RUN = 1 << 20  # elements at a time on a CPU: what is made beside the states stays in its caches
+CPU_RUN = 1 << 20  # elements at a time on a CPU: temporaries stay in its caches
 
 # A weight's own draws differ from those of others and of other updates by these odd factors.
 OF_WEIGHT, OF_UPDATE = 0x632BE5AB, 0x9E3779B1
@@ -26,49 +25,49 @@ LAST_SHIFT = 16
 
 @dataclass(frozen=True, slots=True)
 class UpdateTerms:
-    """What one update needs beside the tensors; its scalars are where they are updated."""
+    """The hyperparameters and scalars of one step, on the device of the update."""
 
     optim: Optim
     rate: float
-    count: Tensor  # updates made, this one included
-    factor: Tensor  # what the gradient is multiplied with
-    finite: Tensor  # 1 or 0: whether to move at all
+    count: Tensor  # steps taken, this one included
+    factor: Tensor  # the gradient is multiplied by it
+    finite: Tensor  # 1 or 0: whether to update at all
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateSpan:
-    """Which elements of which weight are moved, and how fast they decay."""
+    """The elements of a weight that are updated, and their weight decay."""
 
     weight: int
     begin: int
     decay: float
 
 
-Move = Callable[[Sequence[Tensor], Tensor, Tensor, UpdateTerms, UpdateSpan], None]  # states, narrow weight, gradient
+PieceUpdater = Callable[[Sequence[Tensor], Tensor, Tensor, UpdateTerms, UpdateSpan], None]  # states, param, gradient
 
 
-def choose(optim: Optim) -> Move:
-    """How this run's states are moved."""
-    return move_halves if optim.state_dtype == "bf16" else move_wide
+def piece_update(optim: Optim) -> PieceUpdater:
+    """The update function of a run's state dtype."""
+    return update_bf16 if optim.state_dtype == "bf16" else update_fp32
 
 
-def move_wide(held: Sequence[Tensor], weight: Tensor, gradient: Tensor, terms: UpdateTerms, span: UpdateSpan) -> None:
-    """Wide weight and both moments in full width."""
+def update_fp32(held: Sequence[Tensor], weight: Tensor, gradient: Tensor, terms: UpdateTerms, span: UpdateSpan) -> None:
+    """Update an fp32 master weight and both fp32 moments, and copy the master to the parameter."""
     for part in _runs(weight):
         master, first, second = (state[part] for state in held)
         adamw(master, first, second, gradient[part].to(master.dtype), terms, span.decay)
         weight[part].copy_(master)
 
 
-def move_halves(held: Sequence[Tensor], weight: Tensor, gradient: Tensor, terms: UpdateTerms, span: UpdateSpan) -> None:
-    """The wide weight's lower half, and both moments in 16 bits."""
+def update_bf16(held: Sequence[Tensor], weight: Tensor, gradient: Tensor, terms: UpdateTerms, span: UpdateSpan) -> None:
+    """Update a split master weight and both bf16 moments."""
     for part in _runs(weight):
         low, first, second = (state[part] for state in held)
-        master, wide_first, wide_second = join(weight[part], low), first.float(), second.float()
-        adamw(master, wide_first, wide_second, gradient[part].float(), terms, span.decay)
+        master, fp32_first, fp32_second = join(weight[part], low), first.float(), second.float()
+        adamw(master, fp32_first, fp32_second, gradient[part].float(), terms, span.decay)
         drawn = draws(span.weight, span.begin + part.start, terms.count, len(low))
-        first.copy_(rounded(wide_first, drawn & 0xFFFF))
-        second.copy_(rounded(wide_second, (drawn >> 16) & 0xFFFF))
+        first.copy_(rounded(fp32_first, drawn & 0xFFFF))
+        second.copy_(rounded(fp32_second, (drawn >> 16) & 0xFFFF))
         high, rest = split(master)
         weight[part].copy_(high)
         low.copy_(rest)
@@ -105,7 +104,7 @@ def adamw(master: Tensor, first: Tensor, second: Tensor, gradient: Tensor, terms
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """A wide weight as the narrow one, and what that lacks."""
+    """An fp32 master weight as its bf16 parameter and its low bits."""
     bits = master.view(torch.int32)
     high = (bits + 0x8000) >> 16
     low = (bits - (high << 16)).to(torch.int16)
@@ -113,18 +112,18 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(weight: Tensor, low: Tensor) -> Tensor:
-    """The wide weight again, to the bit."""
+    """The fp32 master weight, exactly."""
     high = weight.view(torch.int16).to(torch.int32)
     return ((high << 16) + low.to(torch.int32)).view(torch.float32)
 
 
-def rounded(wide: Tensor, drawn: Tensor) -> Tensor:
-    """Numbers of 16 bits, each away from zero with the probability of what is cut off; `drawn` is of 16 bits."""
-    return ((wide.view(torch.int32) + drawn) >> 16).to(torch.int16).view(torch.bfloat16)
+def rounded(x: Tensor, drawn: Tensor) -> Tensor:
+    """Stochastic rounding to bf16: away from zero with the probability of the part cut off; `drawn` has 16 bits."""
+    return ((x.view(torch.int32) + drawn) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 def draws(weight: int, begin: int, count: Tensor, size: int) -> Tensor:
-    """32 bits for each element: a pure function of weight, element and update, so that a resumed run has the same."""
+    """32 random bits per element: a pure function of weight, element and update, so that a resumed run has the same."""
     state = torch.arange(size, dtype=torch.int32, device=count.device)
     state += count.to(torch.int32) * _signed(OF_UPDATE) + _signed(begin + (weight + 1) * OF_WEIGHT)
     for shift, factor in MIX:
@@ -142,7 +141,7 @@ def _signed(word: int) -> int:
 
 PIECE = 1 << 24  # elements: large enough for full speed of copies and disks, small enough to have several in memory
 AHEAD = 2  # pieces whose states are being read
-SLOTS = AHEAD + 2  # pieces on their way: one more is being updated, one is being written
+SLOTS = AHEAD + 2  # pieces in flight: one more is being updated, one is being written
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +156,7 @@ class StatePiece:
 
 
 def cut(sizes: Sequence[Sequence[tuple[int, int]]], most: int) -> list[StatePiece]:
-    """All elements of all groups, of which each lists its weights by number and size, in their order."""
+    """All elements of all groups as pieces in order, from each group's (index, size) of its weights."""
     found: list[StatePiece] = []
     for number, group in enumerate(sizes):
         parts = [(weight, *span) for weight, size in group for span in _spans(size, most)]

@@ -1,7 +1,7 @@
-"""What blocks keep for the backward, made smaller or sent to the host, by torch's hooks on saved tensors.
+"""Activation offload and quantization: blocks' saved activations go to host memory or 8 bits, by saved-tensor hooks.
 
-Weights are not touched, nor small tensors, nor what all blocks are handed alike (rotations, documents). Tensors that
-share memory are kept once, as they were before. docs/compress.md says what is exact and what is not.
+Weights, small tensors and arguments that all blocks share (RoPE table, document mask) are left alone. Tensors that
+share memory are saved once, as without hooks. docs/compress.md says what is exact and what is not.
 """
 
 from collections import deque
@@ -22,23 +22,24 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from meshwright.kernels.dispatch import Kernels
 from meshwright.kernels.fp8 import LEAST, quantize
-from meshwright.models.layers import wide
+from meshwright.models.layers import accum_dtype
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.model_spec import Absent, ModelSpec
+from meshwright.parallel.transforms import note
 from meshwright.spec.plan import Plan
 
-WAITING = 1  # blocks whose tensors may still be leaving while a later one computes
+WAITING = 1  # blocks whose tensors may still be copied out while a later one computes
 
 
 class HostLane:
-    """The way between a device and its host. Without streams, on a CPU, every copy is done when it is asked for."""
+    """A CUDA stream for copies between device and host; on a CPU every copy is done at once."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.leaving: deque[Load] = deque()  # those whose device memory is still held
+        self.leaving: deque[OffloadBatch] = deque()  # those whose device memory is still held
 
-    def depart(self, tensor: Tensor) -> Tensor:
-        """A copy on the host that will be whole when the stream gets there."""
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """A copy on the host, complete once the stream reaches it."""
         if self.stream is None:
             return tensor.clone()
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -47,12 +48,12 @@ class HostLane:
             host.copy_(tensor, non_blocking=True)
         return host
 
-    def arrive(self, hosts: list[Tensor]) -> list[Tensor]:
-        """Copies on the device that will be whole when the stream gets there."""
+    def to_device(self, hosts: list[Tensor]) -> list[Tensor]:
+        """Copies on the device, complete once the stream reaches them."""
         if self.stream is None:
             return [host.clone() for host in hosts]
         here = torch.cuda.current_stream(self.stream.device)
-        # The memory is the computing stream's, so that what is freed there is used again there without waiting.
+        # Memory of the compute stream, so that it is reused there without waiting once freed.
         devices = [torch.empty(host.shape, dtype=host.dtype, device=self.stream.device) for host in hosts]
         self.stream.wait_stream(here)
         with torch.cuda.stream(self.stream):
@@ -62,93 +63,93 @@ class HostLane:
         return devices
 
     def mark(self) -> torch.Event | None:
-        """Everything that was asked for until now."""
+        """An event after all copies so far."""
         return self.stream.record_event() if self.stream is not None else None
 
     def wait(self, event: torch.Event | None) -> None:
-        """Let the computing stream go on after what was marked; nobody waits on the host."""
+        """Let the compute stream wait for an event; the host does not wait."""
         if self.stream is not None and event is not None:
             torch.cuda.current_stream(self.stream.device).wait_event(event)
 
 
 class OffloadedTensor:
-    """One tensor: on the device still, on the host, or on the device again."""
+    """One saved tensor: still on the device, on the host, or back on the device."""
 
-    def __init__(self, tensor: Tensor, load: "Load") -> None:
+    def __init__(self, tensor: Tensor, batch: "OffloadBatch") -> None:
         self.here: Tensor | None = tensor
-        self.host = load.lane.depart(tensor)
-        self.load = load
+        self.host = batch.lane.to_host(tensor)
+        self.batch = batch
 
     def fetch(self) -> Tensor:
-        """The tensor, on the device and whole."""
-        self.load.back()
-        assert self.here is not None, "a load comes back whole"
+        """The tensor on the device."""
+        self.batch.restore()
+        assert self.here is not None, "a batch comes back whole"
         return self.here
 
 
-class Load:
-    """What one forward of one block sent."""
+class OffloadBatch:
+    """The tensors that one forward of one block offloads."""
 
-    def __init__(self, lane: HostLane, before: "Load | None") -> None:
+    def __init__(self, lane: HostLane, before: "OffloadBatch | None") -> None:
         self.lane, self.before = lane, before
-        self.sent: list[ref[OffloadedTensor]] = []  # the graph holds them, and drops each when its backward is done
+        self.tensors: list[ref[OffloadedTensor]] = []  # the graph holds them, and drops each when its backward is done
         self.event: torch.Event | None = None
-        self.asked = False
+        self.prefetched = False
 
-    def send(self, tensor: Tensor) -> OffloadedTensor:
-        """Let a tensor leave; it must not be written to any more."""
-        sent = OffloadedTensor(tensor, self)
-        self.sent.append(ref(sent))
-        return sent
+    def offload(self, tensor: Tensor) -> OffloadedTensor:
+        """Start to copy a tensor to the host; it must not be written to any more."""
+        offloaded = OffloadedTensor(tensor, self)
+        self.tensors.append(ref(offloaded))
+        return offloaded
 
-    def closed(self) -> None:
-        """The block is done: of those before it, all but the newest give up their memory once they have left."""
+    def close(self) -> None:
+        """End the block's forward: earlier batches but the newest free their device memory once copied."""
         self.event = self.lane.mark()
         self.lane.leaving.append(self)
         while len(self.lane.leaving) > WAITING:
-            self.lane.leaving.popleft().leave()
+            self.lane.leaving.popleft().free()
 
-    def leave(self) -> None:
-        """Nothing of it is on the device any more, as far as the computing stream can tell."""
+    def free(self) -> None:
+        """Free the device memory, after the copies in the order of the compute stream."""
         self.lane.wait(self.event)
-        for sent in self._alive():
-            sent.here = None
+        for offloaded in self._alive():
+            offloaded.here = None
 
-    def back(self) -> None:
-        """The backward is here: all of this load must be whole, and the one before it comes next."""
-        if not self.asked:
-            self.ask()
+    def restore(self) -> None:
+        """Wait for this batch in the backward, and prefetch the one before it."""
+        if not self.prefetched:
+            self.prefetch()
         self.lane.wait(self.event)
         if self.before is not None:
-            self.before.ask()
+            self.before.prefetch()
             self.before = None
 
-    def ask(self) -> None:
-        """Start to bring back what has left."""
-        if self.asked:
+    def prefetch(self) -> None:
+        """Start to copy back what is on the host."""
+        if self.prefetched:
             return
-        self.asked = True
+        self.prefetched = True
         if self in self.lane.leaving:
             self.lane.leaving.remove(self)
-        gone = [sent for sent in self._alive() if sent.here is None]
-        for sent, tensor in zip(gone, self.lane.arrive([sent.host for sent in gone]), strict=True):
-            sent.here = tensor
+        gone = [offloaded for offloaded in self._alive() if offloaded.here is None]
+        for offloaded, tensor in zip(gone, self.lane.to_device([offloaded.host for offloaded in gone]), strict=True):
+            offloaded.here = tensor
         self.event = self.lane.mark()
 
     def _alive(self) -> list[OffloadedTensor]:
-        return [sent for each in self.sent if (sent := each()) is not None]
+        return [offloaded for each in self.tensors if (offloaded := each()) is not None]
 
 
 Kind = Literal["fp8", "int8", "bits", "whole"]
 
-GROUP = 128  # neighbouring numbers that share a scale: four bytes of it are 3 % of their codes
-LARGEST = 127.0  # code of int8, both ways alike
-BYTE = 8  # truth values
+GROUP = 128  # neighbouring elements that share a scale: its four bytes are 3 % of their own
+LARGEST_INT8 = 127.0  # symmetric
+BYTE = 8  # bools
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedActivation:
-    """A flat tensor as codes, and what it takes to read them."""
+    """A flat tensor quantized, and what dequantization needs."""
 
     kind: Kind
     parts: tuple[Tensor, ...]
@@ -158,10 +159,10 @@ class QuantizedActivation:
 
 @torch.no_grad()
 def encode(flat: Tensor, kind: Kind, kernels: Kernels = "auto") -> QuantizedActivation:
-    """A flat tensor in the codes of a kind. A NaN or an infinity spoils its group, and is found by the step's norm."""
+    """Quantize a flat tensor; a NaN or an infinity spoils its group, and is found by the gradient norm."""
     if kind == "fp8":
-        codes = quantize(_grouped(flat, GROUP), torch.float8_e4m3fn, "rowwise", kernels=kernels)
-        parts = (codes.values, codes.scale)
+        fp8 = quantize(_grouped(flat, GROUP), torch.float8_e4m3fn, "rowwise", kernels=kernels)
+        parts = (fp8.values, fp8.scale)
     elif kind == "int8":
         parts = _int8(_grouped(flat, GROUP))
     elif kind == "bits":
@@ -172,30 +173,32 @@ def encode(flat: Tensor, kind: Kind, kernels: Kernels = "auto") -> QuantizedActi
 
 
 @torch.no_grad()
-def decode(coded: QuantizedActivation, parts: tuple[Tensor, ...]) -> Tensor:
-    """The flat tensor again, from its parts wherever they have been meanwhile."""
-    if coded.kind == "whole":
+def decode(quantized: QuantizedActivation, parts: tuple[Tensor, ...]) -> Tensor:
+    """Dequantize a flat tensor from its parts."""
+    if quantized.kind == "whole":
         return parts[0]
-    if coded.kind == "bits":
-        return _unpacked(parts[0])[: coded.length]
-    codes, scale = parts
-    scale = scale.to(torch.promote_types(coded.dtype, torch.float32))
-    numbers = codes * scale if coded.kind == "int8" else codes.to(scale.dtype).mul_(scale)  # fp8 has no arithmetic
-    return numbers.to(coded.dtype).flatten()[: coded.length]
+    if quantized.kind == "bits":
+        return _unpacked(parts[0])[: quantized.length]
+    values, scale = parts
+    scale = scale.to(torch.promote_types(quantized.dtype, torch.float32))
+    elements = (
+        values * scale if quantized.kind == "int8" else values.to(scale.dtype).mul_(scale)
+    )  # fp8 has no arithmetic
+    return elements.to(quantized.dtype).flatten()[: quantized.length]
 
 
 def _grouped(flat: Tensor, group: int) -> Tensor:
-    """Rows of neighbours, the last one filled up with zeros."""
+    """Groups of neighbours as rows, the last one padded with zeros."""
     lacking = -len(flat) % group
     return (F.pad(flat, (0, lacking)) if lacking else flat).view(-1, group)
 
 
 def _int8(rows: Tensor) -> tuple[Tensor, Tensor]:
     least, most = torch.aminmax(rows, dim=1, keepdim=True)
-    amax = torch.maximum(-least, most).to(wide(rows))
+    amax = torch.maximum(-least, most).to(accum_dtype(rows))
     amax = amax.where(~(amax < LEAST), LEAST)  # a NaN stays
-    # The scale is wide and has dims, so the product is wide without a wide copy of the rows.
-    return (rows * (LARGEST / amax)).round_().to(torch.int8), (amax / LARGEST).to(torch.float32)
+    # The scale is fp32 and has dims, so the result is fp32 without an fp32 copy of the rows.
+    return (rows * (LARGEST_INT8 / amax)).round_().to(torch.int8), (amax / LARGEST_INT8).to(torch.float32)
 
 
 def _packed(flat: Tensor) -> Tensor:
@@ -224,52 +227,55 @@ Forward = Callable[..., Any]
 
 
 def wrap(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: ModelSpec) -> nn.Module:
-    """Let every block keep what it saves as the plan says."""
+    """Offload or quantize what every block saves, as the plan says."""
     if plan.activation_quant == "none" and not plan.activation_offload:
         return model
     blocks = [block for block in anatomy.blocks(model).values() if not isinstance(block, Absent)]
-    keeper = SavedTensorHooks(plan, HostLane(mesh.device) if plan.activation_offload else None)
+    hooks = SavedTensorHooks(plan, HostLane(mesh.device) if plan.activation_offload else None)
+    form = "" if plan.activation_quant == "none" else f" in {plan.activation_quant}"
     for number, block in enumerate(blocks):
-        # Without a pipeline the backward of the last block comes at once: what it saves need not travel.
+        # Without a pipeline the backward of the last block follows at once: offloading would gain nothing.
         stays = number == len(blocks) - 1 and plan.pp == 1
-        block.forward = partial(_kept, keeper, block, block.forward, (number == 0, stays))
+        if how := form + (" on the host" if plan.activation_offload and not stays else ""):
+            note(block, f"saved activations{how}")
+        block.forward = partial(_with_hooks, hooks, block, block.forward, (number == 0, stays))
     return model
 
 
-def _kept(
-    keeper: "SavedTensorHooks",
+def _with_hooks(
+    hooks: "SavedTensorHooks",
     block: nn.Module,
     forward: Forward,
     place: tuple[bool, bool],
-    *arguments: Any,
-    **words: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     if not torch.is_grad_enabled():
-        return forward(*arguments, **words)
+        return forward(*args, **kwargs)
     first, stays = place
-    given = list(_tensors((arguments, words)))
-    load = keeper.load(first, stays)
-    memory = SavedMemory(keeper.plan, _untouched(block, given), _largest(given), load)
+    given = list(_tensors((args, kwargs)))
+    batch = hooks.batch(first, stays)
+    memory = SavedMemory(hooks.plan, _untouched(block, given), _largest(given), batch)
     with saved_tensors_hooks(memory.pack, unpack):
-        result = forward(*arguments, **words)
-    if load is not None:
-        load.closed()
+        result = forward(*args, **kwargs)
+    if batch is not None:
+        batch.close()
     return result
 
 
 class SavedTensorHooks:
-    """What the blocks of one part of a model share: the way to the host, and whose turn was last."""
+    """What the blocks of a chunk share: the copy stream, and the last block's batch."""
 
     def __init__(self, plan: Plan, lane: HostLane | None) -> None:
         self.plan, self.lane = plan, lane
-        self.last: Load | None = None
+        self.last: OffloadBatch | None = None
 
-    def load(self, first: bool, stays: bool) -> Load | None:
-        """Where a forward of a block puts what it saves; None: it stays on the device."""
+    def batch(self, first: bool, stays: bool) -> OffloadBatch | None:
+        """The batch of a block's forward; None where its tensors stay on the device."""
         if self.lane is None:
             return None
         before = None if first else self.last
-        self.last = None if stays else Load(self.lane, before)
+        self.last = None if stays else OffloadBatch(self.lane, before)
         return self.last
 
 
@@ -277,29 +283,29 @@ class SavedTensorHooks:
 class SavedTensor:
     """The memory of one or several saved tensors."""
 
-    coded: QuantizedActivation
+    quantized: QuantizedActivation
     parts: tuple[Tensor | OffloadedTensor, ...]
 
     def flat(self) -> Tensor:
-        """It again, as one line of numbers."""
+        """The flat tensor on the device."""
         return decode(
-            self.coded, tuple(part.fetch() if isinstance(part, OffloadedTensor) else part for part in self.parts)
+            self.quantized, tuple(part.fetch() if isinstance(part, OffloadedTensor) else part for part in self.parts)
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A saved tensor: where it lies in its memory, and what was around it."""
+    """A saved tensor as a view of its stored memory."""
 
     stored: SavedTensor
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
-    around: Any  # the layout over ranks of one that is spread over them
+    around: Any  # a DTensor's spec
 
 
 def unpack(saved: Tensor | Window) -> Tensor:
-    """A saved tensor as the backward wants it."""
+    """The saved tensor, for the backward."""
     if isinstance(saved, Tensor):
         return saved
     inner = saved.stored.flat().as_strided(saved.size, saved.stride, saved.offset)
@@ -307,22 +313,22 @@ def unpack(saved: Tensor | Window) -> Tensor:
 
 
 class SavedMemory:
-    """What one forward of one block saves, by the memory it lies in."""
+    """What one forward of one block saves, by storage."""
 
-    def __init__(self, plan: Plan, untouched: set[int], largest: int, load: Load | None) -> None:
-        self.plan, self.untouched, self.load = plan, untouched, load
-        self.least = largest * STATISTIC  # numbers of what may be made inexact
+    def __init__(self, plan: Plan, untouched: set[int], largest: int, batch: OffloadBatch | None) -> None:
+        self.plan, self.untouched, self.batch = plan, untouched, batch
+        self.least = largest * STATISTIC  # elements below which a tensor stays exact
         self.stored: dict[tuple[int, int, torch.dtype], tuple[StorageWeakRef, SavedTensor]] = {}
 
     def pack(self, tensor: Tensor) -> Tensor | Window:
-        """A tensor that an operation saves, as it is kept."""
+        """Store a tensor that an operation saves."""
         inner = plain(tensor)
         if inner is None or _is_weight(tensor) or inner.untyped_storage()._cdata in self.untouched:
             return tensor
         if inner.numel() * inner.element_size() < SMALL:
             return tensor
         kind = self._kind(inner)
-        if kind == "whole" and self.load is None:
+        if kind == "whole" and self.batch is None:
             return tensor
         around = tensor._spec if isinstance(tensor, DTensor) else None
         return Window(self._stored(inner, kind), inner.shape, inner.stride(), int(inner.storage_offset()), around)
@@ -346,19 +352,19 @@ class SavedMemory:
         if known is not None and not known[0].expired():
             return known[1]
         length = storage.nbytes() // tensor.element_size()
-        coded = encode(tensor.detach().as_strided((length,), (1,), 0), kind, self.plan.kernels)
-        parts = coded.parts if self.load is None else tuple(map(self.load.send, coded.parts))
-        stored = SavedTensor(_without_parts(coded), parts)
+        quantized = encode(tensor.detach().as_strided((length,), (1,), 0), kind, self.plan.kernels)
+        parts = quantized.parts if self.batch is None else tuple(map(self.batch.offload, quantized.parts))
+        stored = SavedTensor(_without_parts(quantized), parts)
         self.stored[key] = StorageWeakRef(storage), stored
         return stored
 
 
-def _without_parts(coded: QuantizedActivation) -> QuantizedActivation:
-    return QuantizedActivation(coded.kind, (), coded.length, coded.dtype)
+def _without_parts(quantized: QuantizedActivation) -> QuantizedActivation:
+    return QuantizedActivation(quantized.kind, (), quantized.length, quantized.dtype)
 
 
 def plain(tensor: Tensor) -> Tensor | None:
-    """The tensor that holds this rank's numbers; None for anything else that behaves like one."""
+    """The tensor that holds this rank's elements; None for other tensor-like objects."""
     if isinstance(tensor, DTensor):
         tensor = tensor._local_tensor
     if isinstance(tensor, AsyncCollectiveTensor):
@@ -367,23 +373,23 @@ def plain(tensor: Tensor) -> Tensor | None:
 
 
 def _is_bias(tensor: Tensor) -> bool:
-    """Attention's mask as it is added: one for all heads, and minus infinity where nobody looks, which has no code."""
+    """Attention's mask as it is added: one for all heads, and minus infinity where masked, which int8 cannot hold."""
     return tensor.shape[1] == 1 or tensor.stride(1) == 0
 
 
 def _is_weight(tensor: Tensor) -> bool:
-    """Weights gathered inside the block are not there when it begins."""
+    """Whether a tensor is a weight; those gathered inside the block do not exist when it begins."""
     return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
 
 
 def _untouched(block: nn.Module, given: Iterable[Tensor]) -> set[int]:
-    """Memory that outlives the block's graph anyway: weights, buffers, and arguments without a gradient."""
+    """Storages that outlive the block's graph anyway: weights, buffers, and arguments without a gradient."""
     lasting = [*block.parameters(), *block.buffers(), *(tensor for tensor in given if not tensor.requires_grad)]
     return {inner.untyped_storage()._cdata for tensor in lasting if (inner := plain(tensor)) is not None}
 
 
 def _largest(given: Iterable[Tensor]) -> int:
-    """Numbers of the hidden states that a block is given."""
+    """Elements of the hidden states that a block is given."""
     inner = (plain(tensor) for tensor in given if tensor.requires_grad)
     return max((tensor.numel() for tensor in inner if tensor is not None), default=0)
 

@@ -1,4 +1,4 @@
-"""Attention over a split sequence, the part that needs no group: who holds what, and one block of it at a time."""
+"""Blockwise attention for context parallelism: who holds which positions, one block of attention, and its merge."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshwright.models.layers import wide
+from meshwright.models.layers import accum_dtype
 
 HALF = (torch.bfloat16, torch.float16)
-FLASH_WIDEST = 256  # the largest head dimension of torch's flash kernel
-CUDNN_WIDEST = 128  # and of cuDNN's
+FLASH_HEAD_DIM = 256  # the largest head dimension of torch's flash kernel
+CUDNN_HEAD_DIM = 128  # and of cuDNN's
 PADDED = 32  # the memory-efficient kernel reads its log-sum-exp in groups of this many rows
 
 
@@ -85,9 +85,9 @@ def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
 
 def plain(block: AttentionBlock) -> tuple[Tensor, Tensor]:
     """`block_attention` as written on paper; holds every weight of the block at once."""
-    scores, v = _scores(block), block.v.to(wide(block.v))
+    scores, v = _scores(block), block.v.to(accum_dtype(block.v))
     lse = scores.logsumexp(-1)
-    finite = lse.clamp(min=torch.finfo(lse.dtype).min)  # a row that sees nothing: -inf less -inf would be no number
+    finite = lse.clamp(min=torch.finfo(lse.dtype).min)  # a row that sees nothing: -inf less -inf would be NaN
     out = (scores - finite[..., None]).exp() @ v
     rows = block.q.shape[2]
     return _unfold(out, rows), _unfold(lse, rows)
@@ -95,8 +95,8 @@ def plain(block: AttentionBlock) -> tuple[Tensor, Tensor]:
 
 def plain_gradients(block: AttentionBlock, out: Tensor, lse: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`block_gradients` as written on paper; folded query heads sum their share of a key's gradient by themselves."""
-    q, out, lse, grad = (_fold(x.to(wide(x)), block.k.shape[1]) for x in (block.q, out, lse, grad))
-    k, v = block.k.to(wide(block.k)), block.v.to(wide(block.v))
+    q, out, lse, grad = (_fold(x.to(accum_dtype(x)), block.k.shape[1]) for x in (block.q, out, lse, grad))
+    k, v = block.k.to(accum_dtype(block.k)), block.v.to(accum_dtype(block.v))
     weights = (_scores(block) - lse[..., None]).exp()
     slope = weights * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * _scale(block)
     return _unfold(slope @ k, block.q.shape[2]), slope.mT @ q, weights.mT @ grad
@@ -154,7 +154,7 @@ def efficient_gradients(block: AttentionBlock, out: Tensor, lse: Tensor, grad: T
     dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
         grad, block.q, k, v, _bias(block), out, lse, seed, seed, 0.0, wanted, block.causal
     )
-    dk, dv = (x.unflatten(1, (block.k.shape[1], -1)).sum(2, dtype=wide(x)) for x in (dk, dv))
+    dk, dv = (x.unflatten(1, (block.k.shape[1], -1)).sum(2, dtype=accum_dtype(x)) for x in (dk, dv))
     return dq, dk, dv
 
 
@@ -164,7 +164,7 @@ def _kernel(block: AttentionBlock) -> tuple[Forward, Gradients]:
     head_dim = q.shape[3]
     if not q.is_cuda or head_dim % 8 != 0 or q.dtype not in (*HALF, torch.float32):
         return plain, plain_gradients
-    if q.dtype in HALF and block.same is None and head_dim <= FLASH_WIDEST:
+    if q.dtype in HALF and block.same is None and head_dim <= FLASH_HEAD_DIM:
         return (cudnn, cudnn_gradients) if _cudnn_can(q) else (flash, flash_gradients)
     if columns % 8 == 0:  # the rows of a bias begin at multiples of 16 bytes
         return efficient, efficient_gradients
@@ -174,7 +174,7 @@ def _kernel(block: AttentionBlock) -> tuple[Forward, Gradients]:
 def _cudnn_can(q: Tensor) -> bool:
     hopper = torch.cuda.get_device_capability(q.device) >= (9, 0)
     # Its gradients are summed in any order, and no setting of ours changes that.
-    return hopper and q.shape[3] <= CUDNN_WIDEST and not torch.are_deterministic_algorithms_enabled()
+    return hopper and q.shape[3] <= CUDNN_HEAD_DIM and not torch.are_deterministic_algorithms_enabled()
 
 
 def _scale(block: AttentionBlock) -> float:
@@ -182,8 +182,8 @@ def _scale(block: AttentionBlock) -> float:
 
 
 def _scores(block: AttentionBlock) -> Tensor:
-    """Scaled products of queries and keys, minus infinity where unseen, (b, kv_heads, group · rows, columns)."""
-    q, k = _fold(block.q.to(wide(block.q)), block.k.shape[1]), block.k.to(wide(block.k))
+    """Scaled dot products of queries and keys, minus infinity where unseen, (b, kv_heads, group · rows, columns)."""
+    q, k = _fold(block.q.to(accum_dtype(block.q)), block.k.shape[1]), block.k.to(accum_dtype(block.k))
     scores = (q @ k.mT) * _scale(block)
     rows = block.q.shape[2]
     grouped = scores.unflatten(2, (-1, rows))  # (b, kv_heads, group, rows, columns)

@@ -1,4 +1,4 @@
-"""Compilation: each block's forward turned into fused kernels by torch, the first time it runs."""
+"""torch.compile per block, at its first forward."""
 
 import logging
 import threading
@@ -14,62 +14,66 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from meshwright.config.check import missing
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.model_spec import Absent, ModelSpec
+from meshwright.parallel.transforms import note
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError
 
 
 def wrap(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: ModelSpec) -> nn.Module:
-    """Compile every block by itself: blocks are alike, so the first one's kernels serve them all."""
+    """Compile every block separately: blocks are alike, so the first one's kernels serve them all."""
     if not plan.compile:
         return model
     if problems := list(missing(plan)):
         raise InputError(problems)
-    _settle(mesh.device)
+    _configure(mesh.device)
     for block in anatomy.blocks(model).values():
         if not isinstance(block, Absent):
-            # Not the call but the forward: what other transforms hang on a call (gathering weights) stays outside.
+            # The forward, not the call: hooks of other transforms (gathering weights) stay outside.
             block.forward = partial(_forward, torch.compile(block.forward))
+            note(block, "compiled")
     return model
 
 
-def _settle(device: torch.device) -> None:
-    """What torch's compiler starts beside itself, left out."""
+def _configure(device: torch.device) -> None:
+    """Keep torch's compiler from starting processes, warnings and progress bars of its own."""
     if device.type == "cpu":
         from torch._inductor import config as inductor
 
         # Each rank would have a pool of compilers, on cores that the ranks themselves fill.
         inductor.compile_threads = 1
-    # Selective recomputation is compiled, and torch warns whoever does that of operations in place. Blocks have none.
-    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_news)
+    # Torch warns that compiled selective recomputation mishandles operations in place. Blocks have none.
+    logging.getLogger("torch._higher_order_ops.wrap").addFilter(
+        lambda record: "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
+    )
     with suppress(ImportError):
         from tqdm import tqdm
 
-        # Tracing opens a bar that it never shows, with a semaphore of the system for a lock: a rank that is ended at
-        # once would leave it behind, and Python complains of that on the user's screen.
+        # Tracing makes a progress bar that it never shows, with a system semaphore for a lock: a rank that is killed
+        # would leak it, and Python warns of that on the user's screen.
         tqdm.set_lock(threading.RLock())
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
-
-
 def described() -> list[str]:
-    """What was compiled so far in this process, and where the compiler gave up; called when shapes have settled."""
+    """The graphs, recompiles and graph breaks of this process so far; called when shapes no longer change."""
     from torch._dynamo.convert_frame import FRAME_COMPILE_COUNTER
     from torch._dynamo.utils import counters
 
     graphs, breaks = counters["stats"]["unique_graphs"], counters["graph_break"]
-    again = sum(FRAME_COMPILE_COUNTER.values()) - len(FRAME_COMPILE_COUNTER)
-    told = f"compiled: {graphs} graphs, {again} of them because something had changed, {sum(breaks.values())} breaks"
-    return [told, *(f"a break, {count} times: {reason.splitlines()[0]}" for reason, count in breaks.most_common())]
+    recompiles = sum(FRAME_COMPILE_COUNTER.values()) - len(FRAME_COMPILE_COUNTER)
+    counts = ((graphs, "graph"), (recompiles, "recompile"), (sum(breaks.values()), "graph break"))
+    total = ", ".join(f"{count} {noun}{'' if count == 1 else 's'}" for count, noun in counts)
+    return [
+        f"torch.compile: {total}",
+        *(f"graph break, {count} times: {reason.splitlines()[0]}" for reason, count in breaks.most_common()),
+    ]
 
 
-def _forward(compiled: Any, *arguments: Any, **words: Any) -> Any:
-    return compiled(*map(_arrived, arguments), **{name: _arrived(value) for name, value in words.items()})
+def _forward(compiled: Any, *args: Any, **kwargs: Any) -> Any:
+    return compiled(*map(_arrived, args), **{name: _arrived(value) for name, value in kwargs.items()})
 
 
 def _arrived(value: Any) -> Any:
-    """A tensor still on its way from other ranks is waited for: torch's compiler would lose its gradient in silence."""
+    """Wait for a tensor still in flight from other ranks: torch's compiler would silently drop its gradient."""
     return _Arrived.apply(value) if isinstance(value, AsyncCollectiveTensor) else value
 
 

@@ -1,8 +1,8 @@
-"""Context parallelism: each rank holds two slices of every sequence, an early and a late one, and only attention talks.
+"""Context parallelism: each rank holds an early and a late slice of every sequence; only attention communicates.
 
 Everything but attention and routing looks at one position at a time, so a rank computes its own and nothing changes.
-Attention sees the whole sequence by `ring` (keys and values travel) or `ulysses` (heads change places); a router, which
-is defined per sequence, sees the gathered logits, which are small.
+Ring attention passes keys and values around; Ulysses exchanges sequence slices for heads. A router, which is defined
+per sequence, gets the all-gathered logits, which are small.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from meshwright.models.layers import Attend, Attention, causal_attention, wide
+from meshwright.models.layers import Attend, Attention, accum_dtype, causal_attention
 from meshwright.models.moe import MoELayer, Route, Routing
 from meshwright.parallel.block_attention import (
     AttentionBlock,
@@ -28,6 +28,7 @@ from meshwright.parallel.block_attention import (
 )
 from meshwright.parallel.collectives import gather
 from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.transforms import note
 from meshwright.spec.arch import Arch
 from meshwright.spec.plan import Plan
 
@@ -37,7 +38,7 @@ def ulysses_attention(
 ) -> Tensor:
     """Attention of this rank's queries to the whole sequence, by `attend` on whole sequences of heads ÷ cp heads.
 
-    Arguments are as in `ring.ring_attention`; heads and kv_heads are multiples of cp. Each rank takes part in
+    Arguments are as in `ring_attention`; heads and kv_heads are multiples of cp. Each rank takes part in
     - forward: one all-to-all of b · (heads + 2 · kv_heads) · (s ÷ cp) · head_dim · itemsize bytes and one of
       b · heads · (s ÷ cp) · head_dim · itemsize;
     - backward: the same two all-to-alls, in the other order.
@@ -96,7 +97,7 @@ class Ring:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """What is attended to: a rank's keys and values in the order of `attention.balanced`, and all ranks' documents."""
+    """A rank's keys and values in the order of `block_attention.balanced`, and all ranks' documents."""
 
     k: Tensor  # (b, kv_heads, s ÷ cp, head_dim)
     v: Tensor
@@ -104,13 +105,13 @@ class Keys:
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, group: dist.ProcessGroup) -> Tensor:
-    """Causal attention of this rank's queries to the whole sequence, within documents where they are told.
+    """Causal attention of this rank's queries to the whole sequence, within documents where these are given.
 
     q is (b, heads, s ÷ cp, head_dim), k and v are (b, kv_heads, s ÷ cp, head_dim), documents (b, s). Let kv be
     2 · b · kv_heads · (s ÷ cp) · head_dim. Each rank sends to the next
     - forward: cp − 1 messages of kv · itemsize bytes;
-    - backward: the same again, and cp − 1 of kv · max(itemsize, 4) bytes, by which gradients of k and v go home.
-    A message travels while a block is computed, but for the last of the backward.
+    - backward: the same again, and cp − 1 of kv · max(itemsize, 4) bytes, which return the gradients of k and v.
+    Messages overlap with the computation of a block, but for the last of the backward.
     """
     return _RingAttention.apply(q, k, v, documents, ring_of(group, q.device))
 
@@ -124,7 +125,7 @@ def ring_of(group: dist.ProcessGroup, device: torch.device) -> Ring:
 
 def ring_forward(q: Tensor, keys: Keys, ring: Ring) -> tuple[Tensor, Tensor]:
     """This rank's output and its log-sum-exp, both wide."""
-    out = torch.zeros_like(q, dtype=wide(q))
+    out = torch.zeros_like(q, dtype=accum_dtype(q))
     # Nothing is summed yet. The own block comes first, and there every row sees itself, so the sum is finite from then.
     lse = torch.full_like(out[..., 0], -torch.inf)
     for owner, theirs in _visits(keys, ring):
@@ -137,9 +138,9 @@ def ring_forward(q: Tensor, keys: Keys, ring: Ring) -> tuple[Tensor, Tensor]:
 def ring_backward(
     q: Tensor, keys: Keys, out: Tensor, lse: Tensor, grad: Tensor, ring: Ring
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of this rank's q, k and v, wide; what other ranks' queries add to k and v comes round the ring."""
-    dq = torch.zeros_like(q, dtype=wide(q))
-    own = torch.zeros(2, *keys.k.shape, dtype=wide(q), device=q.device)
+    """Gradients of this rank's q, k and v in fp32; other ranks' contributions to k and v come round the ring."""
+    dq = torch.zeros_like(q, dtype=accum_dtype(q))
+    own = torch.zeros(2, *keys.k.shape, dtype=accum_dtype(q), device=q.device)
     arrival: Arrival = partial(torch.zeros_like, own)  # the first rank that keys visit begins their sum
     for owner, theirs in _visits(keys, ring):
         block, rows, columns = _met(q, keys, owner, theirs, ring)
@@ -173,7 +174,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _visits(own: Keys, ring: Ring) -> Iterator[tuple[int, Tensor]]:
-    """Every rank's keys and values, stacked, with their owner, the own first; the next are on their way meanwhile."""
+    """Every rank's keys and values, stacked, with their owner, its own first; the next are received meanwhile."""
     message = torch.stack((own.k, own.v))
     for step in range(ring.size - 1):
         arrival = ring.exchange(message)
@@ -231,6 +232,7 @@ def split(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
     for module in model.modules():
         if isinstance(module, Attention):
             module.attend = attention(plan, group)
+            note(module, f"context parallel, {plan.cp_kind} over cp={plan.cp}")
         elif isinstance(module, MoELayer):
             module.route = partial(route_whole, route=module.route, group=group)
     return model

@@ -52,7 +52,7 @@ def part(model: nn.Module, stage: Stage) -> nn.Module:
         decoder.norm = None
         decoder.head = None
     if tied and (stage.first or stage.last):
-        decoder.also_elsewhere = frozenset({"embed.weight"})
+        decoder.tied_across_stages = frozenset({"embed.weight"})
     return decoder
 
 

@@ -92,7 +92,7 @@ def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def total(x: Tensor, plan: Plan, mesh: Mesh) -> Tensor:
-    """The sum over all ranks of a few numbers: by the tree if the plan asks for it, else as the library likes."""
+    """The sum over all ranks of a few elements: by the tree if the plan asks for it, else as the library likes."""
     if plan.deterministic:
         return over_world(x, mesh)
     if mesh.world > 1:
@@ -121,7 +121,7 @@ class GradientSum(ReduceScatter):
         self.replicas = replicas
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Room for a gradient, or for a shard of one."""
+        """Memory for a gradient, or for a shard of one."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -161,7 +161,7 @@ def pin(plan: Plan, device: torch.device) -> None:
     """Fix what else decides the bits of a microbatch. It stays fixed: a rank is a process of its own."""
     if not plan.deterministic:
         return
-    torch.set_num_threads(1)  # the number of threads decides where a product is cut
+    torch.set_num_threads(1)  # the number of threads decides how a matmul is split
     if device.type == "cuda":
         torch.use_deterministic_algorithms(True)
 
@@ -177,7 +177,7 @@ def measured(chunks: Sequence[nn.Module], loss_sum: Tensor, mesh: Mesh, asked: b
 
 
 def flag(raised: bool, mesh: Mesh) -> Tensor:
-    """One or zero where the verdict is made. Filled by the device: a copy from the host would wait for it."""
+    """One or zero on the device, filled there: a copy from the host would wait for it."""
     return torch.full((), float(raised), dtype=torch.float64, device=mesh.device)
 
 

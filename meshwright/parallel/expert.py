@@ -1,6 +1,6 @@
-"""Expert parallelism: each rank holds a few whole experts of every mixture, and rows travel to them and back.
+"""Expert parallelism: each rank holds a few whole experts of every MoE layer; all-to-alls dispatch and combine rows.
 
-The ranks of an ep group are borrowed from those that share or copy the dense weights, so each has tokens of its own.
+The ranks of an ep group are taken from those that shard or replicate the dense weights, so each has tokens of its own.
 A rank sends every row to the owner of its expert; the owner computes the rows of all ranks at once. An expert's
 gradient is therefore already the sum over its group, and only the ranks that hold the same expert add theirs to it.
 """
@@ -18,11 +18,12 @@ from torch.autograd import Function
 from meshwright.models.moe import Experts, MoELayer
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.tensor import hold_experts
+from meshwright.parallel.transforms import note
 from meshwright.spec.plan import Plan
 
 
 def split(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
-    """Give each rank its experts of every mixture, and every mixture a way to those of other ranks."""
+    """Give each rank its experts of every MoE layer, and route rows to those of other ranks."""
     if plan.ep == 1:
         return model
     group = mesh.group("ep")
@@ -30,6 +31,7 @@ def split(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
         if isinstance(module, MoELayer):
             hold_experts(module.experts, mesh)
             module.run = partial(run_over_ranks, group=group)
+            note(module.experts, f"expert parallel over ep={plan.ep}")
     return model
 
 
@@ -42,17 +44,17 @@ def run_over_ranks(experts: Experts, x: Tensor, counts: Tensor, *, group: dist.P
     - backward: the two of rows again, the gradients of what came back going first.
     What it receives for its own experts, and returns, the routers of all ranks decide. Nothing overlaps.
     """
-    journey = announced(counts, group)
-    rows = x[: sum(journey.sent)]  # dropped assignments lie past the last
-    arrived = exchanged(rows, journey.sent, journey.received, group)
-    y = experts(permuted(arrived, journey.by_expert, journey.by_rank), journey.counts)
-    returned = exchanged(permuted(y, journey.by_rank, journey.by_expert), journey.received, journey.sent, group)
+    route = announced(counts, group)
+    rows = x[: sum(route.sent)]  # dropped assignments lie past the last
+    arrived = exchanged(rows, route.sent, route.received, group)
+    y = experts(permuted(arrived, route.by_expert, route.by_rank), route.counts)
+    returned = exchanged(permuted(y, route.by_rank, route.by_expert), route.received, route.sent, group)
     return F.pad(returned, (0, 0, 0, len(x) - len(rows)))
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertRoute:
-    """Where the rows of one mixture and microbatch go."""
+    """Where the rows of one MoE layer and microbatch go."""
 
     sent: list[int]  # rows to each rank of the group
     received: list[int]  # rows from each
@@ -62,7 +64,7 @@ class ExpertRoute:
 
 
 def announced(counts: Tensor, group: dist.ProcessGroup) -> ExpertRoute:
-    """Tell every rank how many rows come to each of its experts. Waits for the device, once."""
+    """Exchange how many rows each rank sends to each expert; waits for the device, once."""
     leaving = counts.view(group.size(), -1)  # (rank, expert it holds)
     coming = torch.empty_like(leaving)
     dist.all_to_all_single(coming, leaving, group=group)
@@ -71,7 +73,7 @@ def announced(counts: Tensor, group: dist.ProcessGroup) -> ExpertRoute:
     return ExpertRoute(
         sent=sent.sum(1).tolist(),
         received=received.sum(1).tolist(),
-        # On the host, where experts read it: on the device they would wait for the rows that are on their way.
+        # On the host, where experts read it: on the device they would wait for the rows in flight.
         counts=received.sum(0),
         by_expert=by_expert,
         by_rank=by_expert.argsort(),
@@ -86,12 +88,12 @@ def sorted_by_expert(coming: Tensor, rows: int) -> Tensor:
 
 
 def exchanged(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    """The rows that all ranks sent here, in the order of ranks; going back, gradients return the way rows came."""
+    """The rows that all ranks sent here, in the order of ranks; in the backward gradients go the same way back."""
     return _ExpertExchange.apply(x, sent, received, group)
 
 
 def permuted(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    """The rows in another order. The gradient of plain indexing would add rows up, though no two meet."""
+    """The rows in another order; the gradient of plain indexing would need atomics, though no two rows meet."""
     return _Permute.apply(x, order, inverse)
 
 

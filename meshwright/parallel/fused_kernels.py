@@ -1,4 +1,4 @@
-"""Hand-written kernels put where plain arithmetic was: the loss with its projection, and the fastest attention."""
+"""Fused kernels in the place of plain PyTorch: linear cross-entropy, the fastest attention, RoPE, gates and norms."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -13,28 +13,25 @@ from meshwright.kernels import cross_entropy, document_attention
 from meshwright.kernels.dispatch import Kernels, settle
 from meshwright.kernels.gated import Activation, activate, gated
 from meshwright.kernels.norm import layer_norm_sum, rms_norm_sum
-from meshwright.kernels.rope import rotate
+from meshwright.kernels.rope import apply_rope
 from meshwright.models.decoder import Decoder
-from meshwright.models.layers import Attend, Attention, Block, Mlp, causal_attention, rotate_both, weighed_loss
+from meshwright.models.layers import Attend, Attention, Block, Mlp, apply_rope_qk, causal_attention, weighted_loss
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.model_spec import ModelSpec
 from meshwright.parallel.precision import compute_dtype
-from meshwright.parallel.tensor import cut_loss
+from meshwright.parallel.tensor import vocab_parallel_loss
 from meshwright.spec.plan import Plan
 
-NAMES: dict[str, Activation] = {
-    "swiglu": "silu",
-    "gelu": "gelu",
-    "gelu_tanh": "gelu_tanh",
-}  # the kernels' words for the activations
+# The kernels' names of the activations.
+NAMES: dict[str, Activation] = {"swiglu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
 
 
-def place(model: Decoder, kernels: Kernels = "auto") -> None:
-    """Give every block the kernels of its rotation, its gate, and its sum with the norm of it."""
+def fuse_blocks(model: Decoder, kernels: Kernels = "auto") -> None:
+    """Give every block the fused kernels of RoPE, its gate, and its residual sum with the norm."""
     name = NAMES[model.arch.mlp]
     for module in model.modules():
-        if isinstance(module, Attention) and module.turn is rotate_both:
-            module.turn = partial(rotate, kernels=kernels)
+        if isinstance(module, Attention) and module.rope is apply_rope_qk:
+            module.rope = partial(apply_rope, kernels=kernels)
         elif isinstance(module, Mlp):
             module.activate = partial(activate, activation=name, kernels=kernels)
             module.gated = partial(gated, activation=name, kernels=kernels)
@@ -44,9 +41,9 @@ def place(model: Decoder, kernels: Kernels = "auto") -> None:
 
 def _add_and_norm(norm: nn.Module, kernels: Kernels, y: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     if isinstance(norm, nn.RMSNorm):
-        assert norm.eps is not None, "our norms have one"
+        assert norm.eps is not None, "our norms have an eps"
         return rms_norm_sum(y, x, norm.weight, norm.eps, kernels)
-    assert isinstance(norm, nn.LayerNorm), f"a norm of an unknown kind: {type(norm).__name__}"
+    assert isinstance(norm, nn.LayerNorm), f"unknown norm: {type(norm).__name__}"
     return layer_norm_sum(y, x, norm.weight, norm.bias, norm.eps, kernels)
 
 
@@ -60,31 +57,31 @@ FASTEST = (
 
 
 def wrap(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: ModelSpec) -> nn.Module:
-    """Put kernels into our own decoder, on a GPU; anyone else's model and the CPU keep their arithmetic.
+    """Put fused kernels into our own decoder on a GPU; other models and the CPU run plain PyTorch.
 
-    Under tp the loss runs in chunks on every device, by kernels or by their plain twins: one path, proved in float64.
+    Under tp the loss is chunked on every device, by kernels or by their references: one path, proved in float64.
     """
     settled = settle(plan.kernels, mesh.device, compute_dtype(plan))
     if not isinstance(model, Decoder) or plan.kernels == "plain":
         return model
     if plan.pp == 1 and plan.tp > 1:  # a pipeline's last stage hands all its logits over
-        model.loss = partial(cut_loss, kernels=settled.kind)
+        model.loss = partial(vocab_parallel_loss, kernels=settled.kind)
     if settled.kind == "plain" or mesh.device.type != "cuda":
         return model
     if plan.pp == 1 and plan.tp == 1:
-        model.loss = cross_entropy.weighed_loss
+        model.loss = cross_entropy.weighted_loss
     for module in model.modules():
         if isinstance(module, Attention):
             module.attend = _fastest(module.attend)
     if plan.attends_whole and document_attention.takes(model.arch.head_dim, compute_dtype(plan)):
-        model.tell = document_attention.blocks
-    if not plan.compile and plan.tp == 1:  # the compiler fuses by itself; under tp, what a block adds up is cut
-        place(model)
+        model.build_mask = document_attention.build_mask
+    if not plan.compile and plan.tp == 1:  # the compiler fuses by itself; under tp the residual is sharded
+        fuse_blocks(model)
     return model
 
 
 def chosen(plan: Plan, device: torch.device, chunks: Iterable[nn.Module], one_pass: bool) -> str:
-    """Which kernels a run uses, or why it uses none: the same words for the screen and for the record."""
+    """Which kernels a run uses, or why it uses none, for the screen and the record."""
     settled = settle(plan.kernels, device, compute_dtype(plan))
     if settled.kind == "plain":
         return f"plain, because {settled.reason}"
@@ -93,7 +90,7 @@ def chosen(plan: Plan, device: torch.device, chunks: Iterable[nn.Module], one_pa
 
 
 def _fastest(attend: Attend) -> Attend:
-    """The same attention by the fastest kernels; a ring has its own."""
+    """The same attention by the fastest kernels; ring attention has its own."""
     if isinstance(attend, partial) and attend.keywords.get("attend") is causal_attention:
         return partial(attend, attend=fastest_attention)
     return fastest_attention if attend is causal_attention else attend
@@ -107,24 +104,24 @@ def _is_fastest(attend: Attend) -> bool:
 
 def _placed(chunks: Iterable[nn.Module]) -> list[str]:
     modules = [module for chunk in chunks for module in chunk.modules()]
-    told = ["the loss with its projection"] if any(has_loss(module) for module in modules) else []
+    found = ["the loss with its projection"] if any(has_loss(module) for module in modules) else []
     if any(isinstance(module, Attention) and _is_fastest(module.attend) for module in modules):
-        told.append("the fastest attention")
-    if any(isinstance(module, Attention) and module.turn is not rotate_both for module in modules):
-        told.append("rotations, gates and norms of sums")
-    return told
+        found.append("the fastest attention")
+    if any(isinstance(module, Attention) and module.rope is not apply_rope_qk for module in modules):
+        found.append("RoPE, gates and norms of sums")
+    return found
 
 
 def has_loss(model: nn.Module) -> bool:
     """Whether a model computes its loss without all its logits."""
-    return isinstance(model, Decoder) and model.loss is not weighed_loss
+    return isinstance(model, Decoder) and model.loss is not weighted_loss
 
 
-def fastest_attention(q: Tensor, k: Tensor, v: Tensor, told: BlockMask | Tensor | None) -> Tensor:
-    """Causal attention by the first of the kernels that takes the shape; within documents, by the blocks they touch."""
-    if isinstance(told, BlockMask):
-        return document_attention.attention(q, k, v, told)
-    if told is not None:
-        return causal_attention(q, k, v, told)
+def fastest_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor | None) -> Tensor:
+    """Causal attention by the fastest kernel that takes the shape; within documents, by the block mask."""
+    if isinstance(mask, BlockMask):
+        return document_attention.attention(q, k, v, mask)
+    if mask is not None:
+        return causal_attention(q, k, v, mask)
     with sdpa_kernel(list(FASTEST), set_priority=True):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])

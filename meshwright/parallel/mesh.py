@@ -1,4 +1,4 @@
-"""The ranks as a grid whose axes are the plan's."""
+"""The device mesh of a plan."""
 
 import math
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ EXPERT = ("pp", "replicate", "shard", "ep", "tp")
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """This rank's place in the grid, and the grid as the weights see it."""
+    """This rank's coordinates, and the meshes of dense and expert weights."""
 
     dense: DeviceMesh  # (pp, replicate, shard, tp): where cp is folded into shard, or into replicate if zero is 0
     expert: DeviceMesh  # (pp, replicate, shard, ep, tp): the same ranks, ep taken out of shard (or replicate)
@@ -34,13 +34,13 @@ class Mesh:
 
 
 def make(plan: Plan, device: torch.device) -> Mesh:
-    """The grid of a plan, over a process group that already stands."""
+    """The device meshes of a plan, over an initialised process group."""
     world, rank = dist.get_world_size(), dist.get_rank()
     assert world == plan.world, f"{world} ranks started for a plan of {plan.world}"
     expert = (plan.copies, plan.shards // plan.ep) if plan.zero else (plan.copies // plan.ep, 1)
     fine = init_device_mesh(device.type, tuple(getattr(plan, axis) for axis in AXES), mesh_dim_names=AXES)
     coordinate = fine.get_coordinate()
-    assert coordinate is not None, "every rank is in the grid"
+    assert coordinate is not None, "every rank is in the mesh"
     place: dict[str, int] = dict(zip(AXES, coordinate, strict=True))
     return Mesh(
         dense=init_device_mesh(device.type, (plan.pp, plan.copies, plan.shards, plan.tp), mesh_dim_names=DENSE),

@@ -1,7 +1,6 @@
-"""What runs beside the arithmetic when states are elsewhere: queues of copies, and gates that weights pass when moved.
+"""Overlap of an offloaded optimizer's update with the next forward: CUDA copy streams, and a gate per group of weights.
 
-An update goes on while the next forward has begun. Each part of the model waits, when it is called, for its own weights
-alone; how long it waited is measured.
+Each part of the model waits, when it is called, for the update of its own weights alone; the wait is measured.
 """
 
 import time
@@ -20,21 +19,21 @@ from meshwright.parallel import precision
 from meshwright.parallel.model_spec import ModelSpec, with_weights
 from meshwright.spec.plan import Plan
 
-Mark = torch.cuda.Event | None  # a point in a queue; on a CPU whatever was asked for is done
+Mark = torch.cuda.Event | None  # a point in a stream; None on a CPU, where work is done at once
 
 
 class CopyStream:
-    """A queue of work on the device beside the main one; on a CPU work is done when it is asked for."""
+    """A CUDA stream beside the main one; on a CPU work is done at once."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def open(self) -> AbstractContextManager[Any]:
-        """Work inside is put into this queue."""
+        """The context whose work goes to this stream."""
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def mark(self) -> Mark:
-        """The end of what is in this queue so far."""
+        """An event at the end of the stream so far."""
         if self.stream is None:
             return None
         event = torch.cuda.Event(enable_timing=True)
@@ -42,24 +41,24 @@ class CopyStream:
         return event
 
     def wait(self, mark: Mark) -> None:
-        """What follows in this queue follows that point; nobody else waits."""
+        """Let later work of this stream wait for an event."""
         if self.stream is not None and mark is not None:
             self.stream.wait_event(mark)
 
     def uses(self, tensor: torch.Tensor) -> None:
-        """The memory of a tensor of the main queue is not given away before this queue is done with it."""
+        """Keep the memory of a tensor of the main stream until this stream is done with it."""
         if self.stream is not None:
             tensor.record_stream(self.stream)
 
 
 def reached(mark: Mark) -> None:
-    """Let the host wait for a point."""
+    """Let the host wait for an event."""
     if mark is not None:
         mark.synchronize()
 
 
 def here(device: torch.device) -> Mark:
-    """A point in the main queue."""
+    """An event in the main stream."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event(enable_timing=True)
@@ -69,7 +68,7 @@ def here(device: torch.device) -> Mark:
 
 @dataclass(frozen=True, slots=True)
 class OffloadGroup:
-    """Weights that are moved together, and the module whose call needs them first."""
+    """Weights that are updated together, and the module whose call needs them first."""
 
     door: nn.Module
     weights: list[nn.Parameter]
@@ -89,7 +88,7 @@ def groups(model: nn.Module, anatomy: ModelSpec) -> list[OffloadGroup]:
 
 
 def _last(model: nn.Module) -> list[nn.Module]:
-    """What a decoder needs after all of its blocks: the norm, which is called, and the head, which may only be read."""
+    """The modules a decoder needs after its blocks: the norm, which is called, and the head, which may only be read."""
     if not isinstance(model, Decoder) or model.norm is None:
         return []
     return [module for module in (model.norm, model.head) if module is not None]
@@ -102,16 +101,16 @@ def _unseen(weights: Iterable[nn.Parameter], seen: set[int]) -> Iterator[nn.Para
             yield weight
 
 
-def narrow(chunks: Iterable[nn.Module], plan: Plan) -> None:
-    """Let weights that have no memory yet be as narrow as the arithmetic; the wide ones will be elsewhere."""
+def cast_params(chunks: Iterable[nn.Module], plan: Plan) -> None:
+    """Cast parameters on the meta device to the compute dtype; the master weights will be offloaded."""
     for chunk in chunks:
         for weight in chunk.parameters():
             assert weight.is_meta
             weight.data = weight.data.to(precision.compute_dtype(plan))
 
 
-def sum_wide(chunks: Iterable[nn.Module], plan: Plan) -> None:
-    """Let gradients of several microbatches be added up in full width."""
+def accumulate_fp32(chunks: Iterable[nn.Module], plan: Plan) -> None:
+    """Let gradients of several microbatches be accumulated in the master dtype."""
     if plan.grad_accum == 1:
         return
     for chunk in chunks:
@@ -120,7 +119,7 @@ def sum_wide(chunks: Iterable[nn.Module], plan: Plan) -> None:
 
 
 class Gates:
-    """One gate a group: closed when an update begins, opened when the group's weights are moved."""
+    """One gate per group: closed when an update begins, opened when the group's weights are updated."""
 
     def __init__(self, groups: Sequence[OffloadGroup], device: torch.device) -> None:
         self.device = device
@@ -131,25 +130,25 @@ class Gates:
             group.door.register_forward_pre_hook(partial(self._pass, number))
 
     def close(self) -> None:
-        """An update begins."""
+        """Close all gates: an update begins."""
         self.gates = [Future() for _ in self.gates]
         self.earlier, self.waits = self.waits, []
 
     def open(self, number: int, mark: Mark) -> None:
-        """A group's weights are moved, once the device has come to a point."""
+        """Open a group's gate: its weights are updated once the device reaches the mark."""
         gate = self.gates[number]
         if gate is not None:
             gate.set_result(mark)
 
     def fail(self, error: BaseException) -> None:
-        """Tell whoever waits that the update came to nothing."""
+        """Raise an update's error in whoever waits for it."""
         for gate in self.gates:
             if gate is not None and not gate.done():
                 gate.set_exception(error)
 
     def _pass(self, number: int, module: nn.Module, arguments: Any) -> None:
         gate = self.gates[number]
-        if gate is None:  # passed before in this step: another microbatch, or a block that is computed anew
+        if gate is None:  # passed before in this step: another microbatch, or a recomputed block
             return
         before, began = here(self.device), time.perf_counter()
         mark = gate.result()
@@ -159,7 +158,7 @@ class Gates:
         self.gates[number] = None
 
     def stall_seconds(self) -> float:
-        """How long the device stood at the gates in the last whole step. Waits for that step."""
+        """Seconds the device waited at the gates in the last whole step; waits for that step."""
         total = 0.0
         for before, after, seconds in self.earlier:
             if before is not None and after is not None:

@@ -181,7 +181,7 @@ def add_tied(chunks: Sequence[nn.Module], group: dist.ProcessGroup | None) -> No
         local(weight.grad)
         for chunk in chunks
         for name, weight in chunk.named_parameters()
-        if name in getattr(chunk, "also_elsewhere", ()) and weight.grad is not None
+        if name in getattr(chunk, "tied_across_stages", ()) and weight.grad is not None
     ]
     with torch.no_grad():
         if len(copies) == 2:  # both ends on one rank

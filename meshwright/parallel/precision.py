@@ -1,4 +1,7 @@
-"""Which numbers the arithmetic runs in. Weights live once, wide; a narrow copy is made when they are gathered."""
+"""Mixed precision: fp32 master weights, low-precision compute, FP8 linear layers.
+
+Without `plan.bf16_params` the parameters are the masters, and are cast when they are gathered.
+"""
 
 from collections.abc import Iterable
 
@@ -11,47 +14,49 @@ from meshwright.parallel.mesh import Mesh, local
 from meshwright.parallel.model_spec import ModelSpec
 from meshwright.spec.plan import Plan
 
-LOW = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-EIGHT = {"tensorwise": Fp8Linear, "rowwise": RowwiseFp8Linear}
+LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+FP8_LINEAR = {"tensorwise": Fp8Linear, "rowwise": RowwiseFp8Linear}
 
 
 def wrap(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: ModelSpec) -> nn.Module:
-    """Let the linear layers of all blocks run in FP8, if the plan says so; what is outside the blocks stays wider."""
+    """Let the linear layers of all blocks run in FP8 if the plan says so; those outside the blocks stay in bf16."""
     if plan.precision != "fp8":
         return model
     for block in anatomy.blocks(model).values():
         for module in block.modules():
             if type(module) is nn.Linear and takes(module):
-                module.__class__ = EIGHT[plan.fp8_scaling]
+                module.__class__ = FP8_LINEAR[plan.fp8_scaling]
     return model
 
 
 def is_low(plan: Plan) -> bool:
-    """Whether the arithmetic is narrower than the weights."""
-    return plan.precision in LOW
+    """Whether the compute dtype is of lower precision than the master weights."""
+    return plan.precision in LOW_PRECISION
 
 
 def weight_dtype(plan: Plan) -> torch.dtype:
-    """In which weights, gradients' sums and optimizer states are held."""
+    """The dtype of master weights, accumulated gradients and optimizer states."""
     return torch.float64 if plan.precision == "fp64" else torch.float32
 
 
 def compute_dtype(plan: Plan) -> torch.dtype:
-    """In which activations are."""
-    return LOW.get(plan.precision, weight_dtype(plan))
+    """The dtype of activations."""
+    return LOW_PRECISION.get(plan.precision, weight_dtype(plan))
 
 
 def policy(plan: Plan) -> MixedPrecisionPolicy:
-    """What gathered weights are cast to; gradients are summed over ranks and microbatches in fp32."""
+    """FSDP's dtypes: gathered weights in the compute dtype, gradients summed over ranks and microbatches in fp32."""
     if not is_low(plan):
         return MixedPrecisionPolicy()
-    # Blocks are handed rotary cosines and sines, which must stay wide, so inputs are not cast: the embedding's output
-    # already has the low precision of its weights.
-    return MixedPrecisionPolicy(param_dtype=LOW[plan.precision], reduce_dtype=torch.float32, cast_forward_inputs=False)
+    # Blocks get rotary cosines and sines, which must stay fp32, so inputs are not cast: the embedding's output already
+    # has the low precision of its weights.
+    return MixedPrecisionPolicy(
+        param_dtype=LOW_PRECISION[plan.precision], reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
 
 
 def attach(chunks: Iterable[nn.Module], plan: Plan) -> None:
-    """Let every weight be the narrow copy of a wide one, once it has its first value."""
+    """Make every parameter a bf16 copy of an fp32 master weight, once it has its first value."""
     if not plan.bf16_params:
         return
     for chunk in chunks:
@@ -62,20 +67,20 @@ def attach(chunks: Iterable[nn.Module], plan: Plan) -> None:
                 weight.grad_dtype = torch.float32
 
 
-def wide(weight: Tensor) -> Tensor:
-    """This rank's part of a weight as the optimizer moves it."""
+def master(weight: Tensor) -> Tensor:
+    """This rank's part of a weight as the optimizer updates it."""
     return getattr(weight, "master", local(weight.detach()))
 
 
-def is_shadow(weight: Tensor) -> bool:
-    """Whether a weight is the narrow copy of another."""
+def has_master(weight: Tensor) -> bool:
+    """Whether a parameter is the low-precision copy of a master weight."""
     return hasattr(weight, "master")
 
 
 @torch.no_grad()
 def refresh(chunks: Iterable[nn.Module]) -> None:
-    """Make the narrow copies anew after the wide weights were written to."""
+    """Recompute the low-precision copies after the master weights were written to."""
     for chunk in chunks:
         for weight in chunk.parameters():
-            if is_shadow(weight):
-                weight.copy_(wide(weight))
+            if has_master(weight):
+                weight.copy_(master(weight))

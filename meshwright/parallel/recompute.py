@@ -21,6 +21,7 @@ from torch.utils.checkpoint import (
 
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.model_spec import Absent, ModelSpec
+from meshwright.parallel.transforms import note
 from meshwright.spec.plan import Plan, by_operation, runs
 from meshwright.spec.problem import InputError, Problem
 
@@ -56,6 +57,7 @@ def keep_costly(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: ModelSpec) ->
         for run in runs(plan.recompute, len(blocks)):
             block = blocks[run.start]
             block.forward = partial(_anew, block.forward, {"context_fn": _contexts})
+            note(block, "recomputed but for matmuls, attention and collectives")
     return model
 
 
@@ -65,6 +67,8 @@ def keep_inputs(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: ModelSpec) ->
         return model
     blocks = _blocks(model, anatomy)
     for run in runs(plan.recompute, len(blocks)):
+        for number in run:
+            note(blocks[number], "recomputed" if len(run) == 1 else f"recomputed in a run of {len(run)}")
         if len(run) == 1:
             block = blocks[run.start]
             block.forward = partial(_anew, block.forward, {})

@@ -1,9 +1,9 @@
-"""Tensor parallelism: matrices cut by the model's split table, the loss over cut logits.
+"""Tensor and sequence parallelism: matrices sharded by the model's table, the loss over vocabulary-parallel logits.
 
-Of our decoder, a rank holds its part of the sequence between matrices, (b, s ÷ tp, hidden). It is gathered before a
-column-cut product and summed and scattered after the row-cut one: per layer two gathers and two scatters in the
-forward, and their mirror images in the backward. Logits stay cut by vocabulary; the loss needs only their maxima and
-sums, and its chunked form never has all of them.
+Between matrices a rank of our decoder holds its part of the sequence, (b, s ÷ tp, hidden): all-gathered before a
+column-parallel matmul, reduce-scattered after the row-parallel one. Per layer that is two of each in the forward, and
+their mirror images in the backward. Logits stay sharded by vocabulary; the loss needs only their maxima and sums, and
+its chunked form never has all of them.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,11 +25,12 @@ from meshwright.models.moe import Experts, MoELayer
 from meshwright.parallel.collectives import gather, scatter
 from meshwright.parallel.mesh import Mesh, local
 from meshwright.parallel.model_spec import ModelSpec, resolved
+from meshwright.parallel.transforms import note
 from meshwright.spec.plan import Plan
 
 
 def split_moe(layer: MoELayer, plan: Plan, mesh: Mesh) -> None:
-    """Cut one mixture over tp, in place."""
+    """Shard one MoE layer over tp, in place."""
     axis = mesh.dense["tp"]
     for module, name, weight in list(_outside_experts(layer)):
         _hold(module, name, weight, axis, [_placement(name, module, layer)])
@@ -68,7 +69,7 @@ def hold_experts(experts: Experts, mesh: Mesh) -> None:
 def reading_locally(
     module: nn.Module, read: Callable[[DTensor], Tensor], skip: nn.Module | None = None
 ) -> Iterator[None]:
-    """While it lasts, the module's weights are this rank's parts, as plain tensors."""
+    """A context where the module's weights are this rank's local tensors."""
     hidden = set() if skip is None else {id(weight) for weight in skip.parameters()}
     weights = {
         name: read(weight)
@@ -80,12 +81,12 @@ def reading_locally(
 
 
 def _read_own(weight: DTensor) -> Tensor:
-    """A part that nobody else holds: its gradient is complete."""
+    """A shard that no other rank holds: its gradient is complete."""
     return weight.to_local()
 
 
 def _read_partial(weight: DTensor) -> Tensor:
-    """A weight all ranks hold has a gradient that is a part of a sum; a cut one has its own."""
+    """A replicated weight has a partial gradient; a sharded one has its own."""
     (placement,) = weight.placements
     return weight.to_local(grad_placements=[Partial() if isinstance(placement, Replicate) else placement])
 
@@ -111,39 +112,45 @@ def _hold(module: nn.Module, name: str, weight: Tensor, axes: DeviceMesh, placem
 
 
 def split(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: ModelSpec) -> nn.Module:
-    """Cut every matrix as the model's split table says."""
+    """Shard every matrix as the model's table says."""
     if plan.tp == 1:
         return model
     assert anatomy.splits is not None, "refused before ranks start"
-    parallelize_module(model, mesh.dense["tp"], resolved(anatomy.splits(model), model))
+    table = resolved(anatomy.splits(model), model)
+    parallelize_module(model, mesh.dense["tp"], table)
+    for name, style in table.items():
+        note(model.get_submodule(name), f"{type(style).__name__} over tp={plan.tp}")
     for module in model.modules():
         if isinstance(module, MoELayer):
             split_moe(module, plan, mesh)
+            note(module, f"tensor parallel over tp={plan.tp}")
     return model
 
 
 def loss_context(plan: Plan) -> AbstractContextManager[Any]:
-    """Where a loss over cut logits is computed and differentiated."""
+    """The context where a loss over vocabulary-parallel logits is computed and differentiated."""
     return loss_parallel() if plan.tp > 1 else nullcontext()
 
 
-def cut_loss(
+def vocab_parallel_loss(
     x: Tensor, projection: Tensor, targets: Tensor, weight: Tensor, kernels: Kernels = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """The weighed loss of a projection cut by vocabulary: chunk by chunk, no rank ever having a whole row of logits.
+    """The weighted loss of a vocabulary-parallel projection, by chunks: no rank ever has a whole row of logits.
 
-    It sends what the loss over all logits sends, for each chunk.
+    Each chunk communicates what the loss over all logits does.
     """
     assert isinstance(x, DTensor)
     assert isinstance(projection, DTensor)
     if x.placements != (Replicate(),):  # a tied model's norm has gathered it already
         x = x.redistribute(placements=[Replicate()])
-    # Each rank's gradient of x is the share of its entries.
+    # Each rank's gradient of x is that of its own entries.
     entering = x.to_local(grad_placements=[Partial()])
-    return cross_entropy.weighed_loss(entering, projection.to_local(), targets, weight, part_of(projection), kernels)
+    return cross_entropy.weighted_loss(
+        entering, projection.to_local(), targets, weight, vocab_shard(projection), kernels
+    )
 
 
-def part_of(projection: DTensor) -> VocabShard:
+def vocab_shard(projection: DTensor) -> VocabShard:
     """The entries of the vocabulary that this rank holds."""
     group = projection.device_mesh.get_group()
     vocab, ranks = len(projection), group.size()
@@ -152,11 +159,11 @@ def part_of(projection: DTensor) -> VocabShard:
         first=min(group.rank() * largest, vocab),
         largest=largest,
         ranks=ranks,
-        highest=partial(_over, group, dist.ReduceOp.MAX),
-        added=partial(_over, group, dist.ReduceOp.SUM),
+        max=partial(_all_reduce, group, dist.ReduceOp.MAX),
+        sum=partial(_all_reduce, group, dist.ReduceOp.SUM),
     )
 
 
-def _over(group: dist.ProcessGroup, kind: dist.ReduceOp.RedOpType, numbers: Tensor) -> Tensor:
-    dist.all_reduce(numbers, kind, group=group)
-    return numbers
+def _all_reduce(group: dist.ProcessGroup, kind: dist.ReduceOp.RedOpType, x: Tensor) -> Tensor:
+    dist.all_reduce(x, kind, group=group)
+    return x

@@ -74,11 +74,11 @@ def offloaded(chunks: list[nn.Module], run: Run, mesh: Mesh, folder: Path | None
     place = Path(run.plan.optimizer_offload_folder or folder or tempfile.gettempdir())
     groups = [group for chunk in chunks for group in optimizer_offload.groups(chunk, DECODER)]
     host_memory.check(run, [weight.numel() for group in groups for weight in group.weights], place)
-    optimizer_offload.narrow(chunks, run.plan)
+    optimizer_offload.cast_params(chunks, run.plan)
     for chunk in chunks:
         chunk.to_empty(device=mesh.device)
         chunk.train()
-    optimizer_offload.sum_wide(chunks, run.plan)
+    optimizer_offload.accumulate_fp32(chunks, run.plan)
     # Memory for them has made new parameters of the old.
     groups = [group for chunk in chunks for group in optimizer_offload.groups(chunk, DECODER)]
     optimizer = OffloadedAdamW(run, groups, mesh.device, place)

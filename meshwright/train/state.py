@@ -73,7 +73,7 @@ def gradients(chunks: Sequence[nn.Module], run: Run, mesh: Mesh) -> Iterator[tup
 
 
 def _held(weight: Tensor) -> Tensor:
-    return precision.wide(weight) if precision.is_shadow(weight) else weight
+    return precision.master(weight) if precision.has_master(weight) else weight
 
 
 def gradient(weight: Tensor) -> Tensor:

@@ -20,17 +20,17 @@ def folder(tmp_path):
 
 def sent_by(run, corpus, mesh) -> tuple[Trial, int]:
     """A run, and how many tensors it has sent to the host."""
-    departures, depart = [], HostLane.depart
+    departures, to_host = [], HostLane.to_host
 
     def counted(self: HostLane, tensor: torch.Tensor) -> torch.Tensor:
         departures.append(tensor.nbytes)
-        return depart(self, tensor)
+        return to_host(self, tensor)
 
-    HostLane.depart = counted
+    HostLane.to_host = counted
     try:
         return drive(run, corpus, mesh), len(departures)
     finally:
-        HostLane.depart = depart
+        HostLane.to_host = to_host
 
 
 def compare(folder, plans, arch="tiny"):

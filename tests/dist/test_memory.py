@@ -335,7 +335,7 @@ def test_states_that_live_elsewhere_take_the_bytes_that_are_said_there(folder, w
     assert stored(weights) == lines["weights"]
     assert stored(weight.grad for weight in weights) == lines["gradients"]
     assert lines["moments"] == lines["all_gathered_params"] == 0
-    near = [array for home in optimizer.homes for array in home.arrays]
+    near = [array for home in optimizer.locations for array in home.arrays]
     slots = [buffer for slot in optimizer.slots for buffer in slot.near]
     optimizer.close()
     said = ledger(job).away

@@ -88,8 +88,8 @@ def test_some_states_stay_in_memory_beside_a_disk(folder):
     plain = trial(folder, *words)
     mixed = trial(folder, *words, *offloaded("disk", "host"), "plan.optimizer_offload_host_bytes=1000000")
     optimizer = mixed.state.optimizer
-    assert {home.staged for home in optimizer.homes} == {True, False}
-    assert sum(array.nbytes for home in optimizer.homes if not home.staged for array in home.arrays) <= 1_000_000
+    assert {home.staged for home in optimizer.locations} == {True, False}
+    assert sum(array.nbytes for home in optimizer.locations if not home.staged for array in home.arrays) <= 1_000_000
     assert all(torch.equal(mixed.weights[name], weight) for name, weight in plain.weights.items())
 
 

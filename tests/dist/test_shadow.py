@@ -37,5 +37,5 @@ def test_the_narrow_copy_follows_the_wide_weights(folder):
     trial = drive(run, make_corpus(run, folder), alone())
     for weight in trial.state.chunks[0].parameters():
         assert weight.dtype == torch.bfloat16
-        assert precision.wide(weight).dtype == torch.float32
-        assert torch.equal(weight, precision.wide(weight).bfloat16())
+        assert precision.master(weight).dtype == torch.float32
+        assert torch.equal(weight, precision.master(weight).bfloat16())

@@ -35,7 +35,7 @@ def test_the_loss_and_its_gradients_are_those_of_whole_logits(monkeypatch, rows,
     targets = torch.randint(0, vocab, (1, rows), device="cuda")
     targets[:, ::7] = cross_entropy.IGNORE
     weight = torch.tensor(0.01, device="cuda", dtype=torch.float64)
-    weighed, total = cross_entropy.weighed_loss(x, projection, targets, weight)
+    weighed, total = cross_entropy.weighted_loss(x, projection, targets, weight)
     (weighed * upstream).backward()
 
     exact_x, exact_projection = (each.detach().double().requires_grad_() for each in (x, projection))
@@ -69,7 +69,7 @@ def test_chunks_and_one_pass_agree_with_the_plain_twin(monkeypatch):
         projection = torch.randn(1000, 64, device="cuda", requires_grad=True)
         targets = torch.randint(0, 1000, (2, 200), device="cuda")
         weight = torch.tensor(0.5, device="cuda", dtype=torch.float64)
-        weighed, total = cross_entropy.weighed_loss(x, projection, targets, weight, kernels=kernels)
+        weighed, total = cross_entropy.weighted_loss(x, projection, targets, weight, kernels=kernels)
         (weighed * 3).backward()
         found.append((total, x.grad, projection.grad))
     # The same products of fp32, in the same order; exponentials and their sums differ in the last bits.
@@ -79,7 +79,7 @@ def test_chunks_and_one_pass_agree_with_the_plain_twin(monkeypatch):
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shapes", [((512, 384), (16,), (1000, 48)), ((7,), (33, 5))])
 def test_one_pass_updates_as_torch_does(narrow, shapes):
-    from meshwright.kernels.adamw import AdamWGroup, AdamWTensors
+    from meshwright.kernels.adamw import AdamWGroup, AdamWStep
 
     torch.manual_seed(2)
     masters = [torch.randn(shape, device="cuda") for shape in shapes]
@@ -93,7 +93,7 @@ def test_one_pass_updates_as_torch_does(narrow, shapes):
         gradients = [torch.randn_like(master).to(narrow) for master in masters]
         finite = torch.tensor(float(step != 2), device="cuda")  # the third update is skipped
         count += finite
-        group.update(gradients, 0.1, AdamWTensors(1e-2, 0.9, 0.95, 1e-8, count, factor, finite))
+        group.update(gradients, 0.1, AdamWStep(1e-2, 0.9, 0.95, 1e-8, count, factor, finite))
         if step != 2:
             for twin, gradient in zip(twins, gradients, strict=True):
                 twin.grad = gradient.float() * 0.5

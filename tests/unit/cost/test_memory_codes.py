@@ -49,7 +49,7 @@ def sent(monkeypatch) -> list[int]:
         found.append(tensor.untyped_storage().nbytes())
         return depart(lane, tensor)
 
-    monkeypatch.setattr(activation_offload.HostLane, "depart", counted)
+    monkeypatch.setattr(activation_offload.HostLane, "to_host", counted)
     return found
 
 

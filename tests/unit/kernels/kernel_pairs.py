@@ -68,15 +68,15 @@ def rope_pair(layout: str, heads: tuple[int, int], sizes: tuple[int, int, int], 
     batch, sequence, head_dim = sizes
     q, k = (draw((batch, sequence, count, head_dim), dtype, seed) for seed, count in enumerate(heads))
     angles = draw((1 if layout.endswith("one rotation") else batch, sequence, 1, head_dim // 2), torch.float32, 3)
-    turn = angles.cos(), angles.sin()
+    table = angles.cos(), angles.sin()
     if layout.startswith("positions first"):
-        return pair(lambda q, k, kernels: rope.rotate(q, k, turn, kernels), [q, k])
-    turned = turn[0].transpose(1, 2), turn[1].transpose(1, 2)
+        return pair(lambda q, k, kernels: rope.apply_rope(q, k, table, kernels), [q, k])
+    table_bshd = table[0].transpose(1, 2), table[1].transpose(1, 2)
     if layout.startswith("heads first, dense"):
         q, k = q.transpose(1, 2).contiguous(), k.transpose(1, 2).contiguous()
-        return pair(lambda q, k, kernels: rope.rotate(q, k, turned, kernels), [q, k])
+        return pair(lambda q, k, kernels: rope.apply_rope(q, k, table_bshd, kernels), [q, k])
     return pair(
-        lambda q, k, kernels: rope.rotate(q.transpose(1, 2), k.transpose(1, 2), turned, kernels),
+        lambda q, k, kernels: rope.apply_rope(q.transpose(1, 2), k.transpose(1, 2), table_bshd, kernels),
         [q, k],
     )
 

@@ -42,7 +42,7 @@ def in_parts(logits: Tensor, targets: Tensor, cuts: Sequence[int], kernels: Kern
             said: list[Tensor] = []
             pieces.append(_copy(logits)[:, first:end])
             answer = answering(told, said)
-            part = VocabShard(first=first, largest=logits.shape[1], ranks=len(bounds), highest=answer, added=answer)
+            part = VocabShard(first=first, largest=logits.shape[1], ranks=len(bounds), max=answer, sum=answer)
             losses = gradient_over(pieces[-1], targets, part, kernels)
             heard.append(said)
         if among is not None:

@@ -29,7 +29,7 @@ def test_what_cannot_be_fused_is_refused_in_one_sentence():
 
 @pytest.mark.skipif(ABLE, reason="the interpreter takes a CPU's tensors")
 def test_the_reason_on_a_cpu_is_the_cpu():
-    assert dispatch.obstacle(torch.zeros(2)) == "the tensors are not on a GPU"
+    assert dispatch.unsupported(torch.zeros(2)) == "the tensors are not on a GPU"
 
 
 def test_a_run_on_a_cpu_is_told_why_it_is_plain():
@@ -64,7 +64,7 @@ def broken(monkeypatch):
     dispatch.trial.cache_clear()
     kernel = Broken()
     monkeypatch.setattr(dispatch, "_mark", kernel)
-    monkeypatch.setattr(dispatch, "obstacle", lambda x: "")
+    monkeypatch.setattr(dispatch, "unsupported", lambda x: "")
     yield kernel
     dispatch.trial.cache_clear()
 

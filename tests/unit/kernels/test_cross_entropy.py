@@ -10,7 +10,7 @@ from loss_cases import ROUNDING, WEIGHT, answering, assert_exact, gradient_over,
 
 from meshwright.kernels import cross_entropy
 from meshwright.kernels import cross_entropy as logits_kernels
-from meshwright.kernels.cross_entropy import IGNORE, VocabShard, softmax_gradient, weighed_loss, whole
+from meshwright.kernels.cross_entropy import IGNORE, VocabShard, softmax_gradient, weighted_loss, whole
 
 KERNELS = ["plain", pytest.param("fused", marks=interpreted)]
 
@@ -97,7 +97,7 @@ def test_the_loss_and_its_gradients_are_those_of_whole_logits(kernels, sizes, x_
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cross_entropy, "ROWS", rows)  # with the next line: as many rows in a chunk
         patch.setattr(cross_entropy, "CHUNK_BYTES", 1)
-        weighed, total = weighed_loss(x, projection, targets, WEIGHT, kernels=kernels)
+        weighed, total = weighted_loss(x, projection, targets, WEIGHT, kernels=kernels)
         (weighed * 3).backward()
     leaves = [each.detach().double().requires_grad_() for each in (x, projection)]
     expected = F.cross_entropy(
@@ -120,16 +120,16 @@ def test_logits_of_one_chunk_exist_at_a_time(monkeypatch):
         "softmax_gradient",
         lambda logits, *rest: seen.append(tuple(logits.shape)) or softmax_gradient(logits, *rest),
     )
-    weighed_loss(draw((1, 10, 6), torch.float32, 1), draw((20, 6), torch.float32, 2), some_targets(10, 20), WEIGHT)
+    weighted_loss(draw((1, 10, 6), torch.float32, 1), draw((20, 6), torch.float32, 2), some_targets(10, 20), WEIGHT)
     assert seen == [(4, 20), (4, 20), (2, 20)]
 
 
 def test_without_gradients_nothing_is_multiplied_for_them(monkeypatch):
     x, projection = (draw(shape, torch.float32, 1).requires_grad_() for shape in ((1, 10, 6), (20, 6)))
     made = []
-    monkeypatch.setattr(cross_entropy._Sum, "add", lambda self, gradient, x: made.append(x))
+    monkeypatch.setattr(cross_entropy._GradientSum, "add", lambda self, gradient, x: made.append(x))
     with torch.no_grad():
-        weighed, _ = weighed_loss(x, projection, some_targets(10, 20), WEIGHT)
+        weighed, _ = weighted_loss(x, projection, some_targets(10, 20), WEIGHT)
     assert made == []
     assert not weighed.requires_grad
 
@@ -146,7 +146,7 @@ def test_a_target_far_beneath_another_parts_logits_keeps_its_gradient(kernels):
         for first in (0, 20):
             said: list[torch.Tensor] = []
             answer = answering(told, said)
-            part = VocabShard(first=first, largest=20, ranks=2, highest=answer, added=answer)
+            part = VocabShard(first=first, largest=20, ranks=2, max=answer, sum=answer)
             piece = logits[:, first : first + 20].clone()
             _, factors = softmax_gradient(piece, targets, weight, part, kernels)
             heard.append(said)
@@ -162,7 +162,7 @@ def test_a_target_far_beneath_another_parts_logits_keeps_its_gradient(kernels):
 def test_narrow_logits_give_a_wide_loss_and_narrow_gradients():
     x = draw((1, 10, 6), torch.bfloat16, 1).requires_grad_()
     projection = draw((20, 6), torch.bfloat16, 2).requires_grad_()
-    weighed, total = weighed_loss(x, projection, some_targets(10, 20), WEIGHT)
+    weighed, total = weighted_loss(x, projection, some_targets(10, 20), WEIGHT)
     weighed.backward()
     assert (total.dtype, weighed.dtype) == (torch.float32, torch.float32)
     assert x.grad is not None

@@ -7,7 +7,15 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from meshwright.config.presets import preset
 from meshwright.cost import activations
-from meshwright.kernels.document_attention import BLOCK, NARROWEST, TYPES, begins, blocks, plain, takes
+from meshwright.kernels.document_attention import (
+    BLOCK,
+    LEAST_HEAD_DIM,
+    TYPES,
+    build_mask,
+    document_starts,
+    plain,
+    takes,
+)
 from meshwright.models.decoder import Decoder
 from meshwright.models.layers import Attention, causal_attention
 from meshwright.parallel.precision import compute_dtype
@@ -48,7 +56,7 @@ class TestOfRandomDocuments:
     def test_a_document_begins_where_its_number_is_first_seen(self, length, many):
         documents = cut(length, many)
         wanted = (documents[:, :, None] == documents[:, None, :]).int().argmax(dim=2)
-        assert torch.equal(begins(documents).long(), wanted)
+        assert torch.equal(document_starts(documents).long(), wanted)
 
     def test_its_blocks_are_those_that_torch_finds_in_the_whole_mask(self, length, many):
         documents = cut(length, many)
@@ -57,7 +65,7 @@ class TestOfRandomDocuments:
             return (key <= query) & (documents[sample, query] == documents[sample, key])
 
         theirs = create_block_mask(sees, SAMPLES, None, length, length, device="cpu", BLOCK_SIZE=BLOCK)
-        mine = blocks(documents)
+        mine = build_mask(documents)
         assert lists(mine) == lists(theirs)
         assert mine.shape == theirs.shape
         for name in ("kv_num_blocks", "kv_indices", "full_q_num_blocks", "full_q_indices"):  # kernels count on strides
@@ -67,7 +75,7 @@ class TestOfRandomDocuments:
     def test_the_result_is_the_dense_masks(self, length, many):
         documents = cut(length, many)
         q, k, v = (torch.randn(SAMPLES, heads, length, 16, dtype=torch.float64) for heads in (4, 2, 2))
-        torch.testing.assert_close(plain(q, k, v, blocks(documents)), causal_attention(q, k, v, documents))
+        torch.testing.assert_close(plain(q, k, v, build_mask(documents)), causal_attention(q, k, v, documents))
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
@@ -78,7 +86,7 @@ def test_a_decoder_that_tells_blocks_computes_the_same_logits():
     positions = torch.arange(200).expand(SAMPLES, -1)
     with torch.no_grad():
         wanted = model(tokens, positions, cut(200, 4))
-        model.tell = blocks
+        model.build_mask = build_mask
         for module in model.modules():
             if isinstance(module, Attention):
                 module.attend = plain
@@ -86,7 +94,7 @@ def test_a_decoder_that_tells_blocks_computes_the_same_logits():
 
 
 def test_the_ledger_knows_which_heads_and_precisions_these_are():
-    assert activations.NARROWEST_HEAD == NARROWEST
+    assert activations.NARROWEST_HEAD == LEAST_HEAD_DIM
     plans = {
         precision: Plan(microbatch=1, precision=precision) for precision in ("bf16", "fp16", "fp8", "fp32", "fp64")
     }

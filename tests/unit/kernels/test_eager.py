@@ -21,7 +21,7 @@ def pair(kind: str, kernels: str) -> tuple[Decoder, Decoder]:
     plain = Decoder(arch)
     fill_model(plain, arch, seed=1)
     other = copy.deepcopy(plain)
-    fused_kernels.place(other, kernels)
+    fused_kernels.fuse_blocks(other, kernels)
     return plain, other
 
 

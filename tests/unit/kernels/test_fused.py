@@ -8,11 +8,11 @@ from meshwright.config import presets
 from meshwright.kernels import dispatch
 from meshwright.kernels.cross_entropy import IGNORE
 from meshwright.models.decoder import Decoder
-from meshwright.models.layers import weighed_loss
+from meshwright.models.layers import weighted_loss
 from meshwright.parallel import fused_kernels
 from meshwright.parallel.decoder_spec import DECODER
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.tensor import cut_loss
+from meshwright.parallel.tensor import vocab_parallel_loss
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError
 
@@ -34,20 +34,20 @@ def wrapped(**words) -> nn.Module:
 
 def test_one_rank_on_a_cpu_keeps_its_arithmetic():
     model = wrapped()
-    assert model.loss is weighed_loss
+    assert model.loss is weighted_loss
     assert not fused_kernels.has_loss(model)
 
 
 def test_a_cut_vocabulary_is_lost_in_chunks_on_a_cpu_too():
     model = wrapped(tp=2)
-    assert model.loss.func is cut_loss
+    assert model.loss.func is vocab_parallel_loss
     assert model.loss.keywords == {"kernels": "plain"}
     assert fused_kernels.has_loss(model)
 
 
 @pytest.mark.parametrize("words", [{"tp": 2, "kernels": "plain"}, {"tp": 2, "pp": 2, "grad_accum": 2}], ids=str)
 def test_all_logits_exist_where_plain_kernels_are_asked_for_and_in_a_pipeline(words):
-    assert wrapped(**words).loss is weighed_loss
+    assert wrapped(**words).loss is weighted_loss
 
 
 def test_kernels_that_cannot_run_are_refused_where_they_were_demanded():

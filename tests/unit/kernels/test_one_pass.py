@@ -8,7 +8,7 @@ from kernel_cases import STEP, TYPES, assert_near, draw, interpreted
 from torch import Tensor, nn
 
 from meshwright.config.run import Optim
-from meshwright.kernels.adamw import BLOCK, AdamWGroup, AdamWTensors
+from meshwright.kernels.adamw import BLOCK, AdamWGroup, AdamWStep
 from meshwright.kernels.dispatch import Kernels
 from meshwright.optim.adamw import AdamW
 from meshwright.optim.clip import GradStats
@@ -35,8 +35,8 @@ class Twin:
             self.masters[i] = self.masters[i] * (1 - RATE * DECAY) - RATE * move
 
 
-def moves(count: int, factor: float, finite: float = 1.0) -> AdamWTensors:
-    return AdamWTensors(RATE, BETA1, BETA2, EPS, *(torch.tensor(float(number)) for number in (count, factor, finite)))
+def moves(count: int, factor: float, finite: float = 1.0) -> AdamWStep:
+    return AdamWStep(RATE, BETA1, BETA2, EPS, *(torch.tensor(float(number)) for number in (count, factor, finite)))
 
 
 def group_of(shapes: Shapes, narrow: torch.dtype | None) -> AdamWGroup:
@@ -96,7 +96,7 @@ def test_a_weight_without_a_gradient_does_not_change_what_others_are_read_as():
         model["used"].grad = draw((32, 32), torch.float32, 2)
         one = torch.ones((), dtype=torch.float64)
         optimizer.step(RATE, GradStats(one, one, one, one))
-        return [precision.wide(weight) for weight in model.values()]
+        return [precision.master(weight) for weight in model.values()]
 
     for mine, theirs in zip(moved("fused"), moved("plain"), strict=True):
         assert_near(mine, theirs, STEP[torch.float32])

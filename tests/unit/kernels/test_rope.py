@@ -1,4 +1,4 @@
-"""Rotary positions: the twin is the model's own rotation, the kernel is the twin in every layout."""
+"""RoPE: the reference is the model's own, the kernel is the reference in every layout."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from kernel_cases import TYPES, assert_same, draw, interpreted
 from kernel_pairs import LAYOUTS, rope_pair
 
 from meshwright.config import presets
-from meshwright.kernels.rope import rotate
+from meshwright.kernels.rope import apply_rope
 from meshwright.models import layers
 
 
@@ -16,11 +16,11 @@ from meshwright.models import layers
 def test_the_plain_twin_is_the_models(dtype):
     arch = presets.preset("tiny")
     wide = torch.promote_types(dtype, torch.float32)
-    turn = layers.rotation(arch, torch.arange(6)[None].expand(2, 6), wide)
+    rope = layers.rope_table(arch, torch.arange(6)[None].expand(2, 6), wide)
     q, k = (draw((2, heads, 6, arch.head_dim), dtype, heads) for heads in (4, 2))
-    ours = rotate(q, k, turn, "plain")
-    assert torch.equal(ours[0], layers.rotate(q, turn))
-    assert torch.equal(ours[1], layers.rotate(k, turn))
+    ours = apply_rope(q, k, rope, "plain")
+    assert torch.equal(ours[0], layers.apply_rope(q, rope))
+    assert torch.equal(ours[1], layers.apply_rope(k, rope))
 
 
 def test_a_rotation_keeps_lengths():
@@ -52,6 +52,6 @@ def test_any_sizes_will_do(layout, heads, sizes, dtype):
 def test_slices_of_one_merged_projection_are_turned_where_they_lie():
     merged = draw((2, 5, 8, 16), torch.float32, 1)
     angles = draw((2, 5, 1, 8), torch.float32, 2)
-    turn = angles.cos(), angles.sin()
+    rope = angles.cos(), angles.sin()
     q, k = merged[:, :, :4], merged[:, :, 4:6]
-    torch.testing.assert_close(rotate(q, k, turn, "fused"), rotate(q, k, turn, "plain"))
+    torch.testing.assert_close(apply_rope(q, k, rope, "fused"), apply_rope(q, k, rope, "plain"))

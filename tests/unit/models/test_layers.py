@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from meshwright.models.layers import Attention, Mlp, causal_attention, norm, rope_frequencies, rotate, rotation
+from meshwright.models.layers import Attention, Mlp, apply_rope, causal_attention, norm, rope_frequencies, rope_table
 
 CPU = torch.device("cpu")
 
@@ -56,12 +56,12 @@ def test_another_attention_may_be_put_in(llama):
 
 
 def test_a_rotation_turns_pairs_half_a_head_apart(llama):
-    turn = rotation(llama, torch.tensor([[3]]), torch.float64)
+    rope = rope_table(llama, torch.tensor([[3]]), torch.float64)
     x = torch.zeros(1, 1, 1, 4, dtype=torch.float64)
     x[..., 1] = 1.0
     angle = 3 / math.sqrt(llama.rope_theta)  # the second of two pairs: theta^(-2/4) radians a position
     expected = torch.tensor([0, math.cos(angle), 0, math.sin(angle)], dtype=torch.float64)
-    assert (rotate(x, turn).flatten() - expected).abs().max() < 1e-15
+    assert (apply_rope(x, rope).flatten() - expected).abs().max() < 1e-15
 
 
 def test_linear_scaling_divides_every_frequency(llama):
@@ -93,11 +93,11 @@ def test_llama3_scaling_follows_its_rule(llama):
 def test_low_precision_is_rotated_wide(llama):
     positions = torch.tensor([[30_000]])
     x = torch.randn(1, 1, 1, 4, dtype=torch.bfloat16)
-    turned = rotate(x, rotation(llama, positions, torch.float32))
-    exact = rotate(x.double(), rotation(llama, positions, torch.float64))
-    assert turned.dtype == torch.bfloat16
+    rotated = apply_rope(x, rope_table(llama, positions, torch.float32))
+    exact = apply_rope(x.double(), rope_table(llama, positions, torch.float64))
+    assert rotated.dtype == torch.bfloat16
     # Half a bfloat16 step (2⁻⁹ of up to 4) beside the float32 angle's own error at 30,000 radians (0.002).
-    assert (turned.double() - exact).abs().max() < 0.02
+    assert (rotated.double() - exact).abs().max() < 0.02
 
 
 @pytest.mark.parametrize("kind", ["swiglu", "gelu", "gelu_tanh"])

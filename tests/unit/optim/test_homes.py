@@ -56,7 +56,7 @@ def test_a_file_gives_back_what_it_was_given_and_has_no_name(tmp_path):
         assert len(state) == 10_000 - 4096
         assert not state.any()
         state.copy_(torch.arange(len(state)).to(state.dtype))
-    home.keep(4096, 10_000, room)
+    home.store(4096, 10_000, room)
     for state in home.fetch(0, 4096, room):
         assert not state.any(), "a neighbour was written over"
     for array in home.arrays:  # the same through memory, as checkpoints see it

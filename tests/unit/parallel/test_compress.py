@@ -23,7 +23,7 @@ from meshwright.parallel.activation_offload import (
     GROUP,
     SMALL,
     HostLane,
-    Load,
+    OffloadBatch,
     OffloadedTensor,
     SavedMemory,
     SavedTensor,
@@ -238,12 +238,12 @@ def test_what_has_heads_is_kept_in_int8():
     headed, flat = kept.pack(torch.randn(2, 4, 64, 64)), kept.pack(torch.randn(8, 64 * 64))
     assert isinstance(headed, Window)
     assert isinstance(flat, Window)
-    assert (headed.stored.coded.kind, flat.stored.coded.kind) == ("int8", "fp8")
+    assert (headed.stored.quantized.kind, flat.stored.quantized.kind) == ("int8", "fp8")
 
 
 @pytest.mark.parametrize("kind", ["none", "int8"])
 def test_views_share_their_memory_and_come_back_as_they_were(kind):
-    load = Load(HostLane(torch.device("cpu")), None) if kind == "none" else None
+    load = OffloadBatch(HostLane(torch.device("cpu")), None) if kind == "none" else None
     kept = SavedMemory(Plan(microbatch=1, activation_quant=kind, kernels="plain"), NOBODY, 0, load)
     merged = torch.randn(4, 128, 3 * 64)
     views = [*merged.split(64, dim=-1), merged.transpose(0, 1), merged.view(4, 128, 3, 64).transpose(1, 2)]
@@ -283,17 +283,17 @@ class Watched(HostLane):
         super().__init__(torch.device("cpu"))
         self.fetched: list[float] = []
 
-    def arrive(self, hosts: list[Tensor]) -> list[Tensor]:
+    def to_device(self, hosts: list[Tensor]) -> list[Tensor]:
         self.fetched += [host[0].item() for host in hosts]
-        return super().arrive(hosts)
+        return super().to_device(hosts)
 
 
 def test_loads_leave_one_block_late_and_come_back_one_block_early():
     lane, before, sent = Watched(), None, list[OffloadedTensor]()
     for block in range(4):
-        load = Load(lane, before)
-        sent.append(load.send(torch.full((4,), float(block))))
-        load.closed()
+        load = OffloadBatch(lane, before)
+        sent.append(load.offload(torch.full((4,), float(block))))
+        load.close()
         before = load
         assert [each.here is None for each in sent] == [number < block for number in range(block + 1)]
     assert sent[3].fetch()[0] == 3
@@ -309,11 +309,11 @@ def test_loads_leave_one_block_late_and_come_back_one_block_early():
 
 def test_what_the_graph_has_dropped_is_not_fetched():
     lane = Watched()
-    first = Load(lane, None)
-    kept, dropped = first.send(torch.zeros(4)), first.send(torch.ones(4))
-    first.closed()
-    second = Load(lane, first)
-    second.closed()
+    first = OffloadBatch(lane, None)
+    kept, dropped = first.offload(torch.zeros(4)), first.offload(torch.ones(4))
+    first.close()
+    second = OffloadBatch(lane, first)
+    second.close()
     del dropped
     kept.fetch()
     assert lane.fetched == [0.0]

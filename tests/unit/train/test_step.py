@@ -108,7 +108,7 @@ def test_a_held_out_loss_has_no_more_logits_at_a_time_than_training(monkeypatch)
     model = Decoder(arch)
     plain = Decoder(arch)
     plain.load_state_dict(model.state_dict())
-    model.loss = cross_entropy.weighed_loss  # as on a GPU
+    model.loss = cross_entropy.weighted_loss  # as on a GPU
     tokens = torch.arange(64).view(2, 32) % arch.vocab
     positions = torch.arange(32).expand(2, 32)
     sample = Batch(tokens=tokens, targets=tokens, positions=positions, documents=None, index=positions)

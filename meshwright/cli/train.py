@@ -40,6 +40,8 @@ def examined(given: list[str], ranks: int | None, looks: bool = True) -> load.Lo
 if TYPE_CHECKING:
     from meshwright.runtime.ranks import ForkServer
 
+FORK_SERVER = "meshwright.train.fork_server"  # by name: the launcher never imports torch
+
 
 def add(verbs: words.Verbs) -> None:
     """Say the verb's words."""
@@ -105,7 +107,7 @@ def _nursery(run: Run, folder: Path, options: argparse.Namespace) -> Callable[[]
     from meshwright.runtime.ranks import ForkServer
 
     people, environment = sys.stderr if options.json else sys.stdout, _environment(run, options)
-    return lambda: ForkServer(environment, folder / "logs" / "nursery.txt", people.fileno())
+    return lambda: ForkServer(FORK_SERVER, environment, folder / "logs" / "nursery.txt", people.fileno())
 
 
 def _environment(run: Run, options: argparse.Namespace) -> dict[str, str]:

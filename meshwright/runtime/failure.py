@@ -12,10 +12,9 @@ from typing import Literal
 
 import msgspec
 
-from meshwright.runtime import hang as phases
 from meshwright.runtime import hang as stacks
 from meshwright.runtime.hang import Hang
-from meshwright.runtime.heartbeat import RankStatus
+from meshwright.runtime.heartbeat import PhaseTable, RankStatus
 from meshwright.runtime.nodes import Lost
 from meshwright.runtime.ranks import tail
 
@@ -196,11 +195,13 @@ def is_mismatch(rank: int, folder: Path) -> bool:
     return "preamble.length" in tail(folder / "logs" / f"rank{rank}.txt", 40)
 
 
-def of_hang(hang: Hang, seen: Mapping[int, RankStatus], words: Mapping[int, str], details: Path) -> Failure:
+def of_hang(
+    hang: Hang, seen: Mapping[int, RankStatus], words: Mapping[int, str], table: PhaseTable, details: Path
+) -> Failure:
     """Ranks that hang: which, where, since when. The stack of a process that is stopped cannot be had."""
     one = seen[hang.ranks[0]]
     found = stacks.frames(words.get(one.rank, ""))
-    phase = phases.doing(found, one.beat.phase).phase if found else one.beat.phase
+    phase = stacks.doing(found, table, one.beat.phase).phase if found else one.beat.phase
     who = f"rank {one.rank}" if len(hang.ranks) == 1 else f"ranks {', '.join(map(str, hang.ranks))}"
     waiting = [rank for rank, other in seen.items() if other.beat.waiting and rank not in hang.ranks]
     others = f"; waiting for it: {_list(waiting)}" if waiting else ""

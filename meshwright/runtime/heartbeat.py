@@ -5,6 +5,7 @@ import os
 import struct
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -17,6 +18,26 @@ LEAVE = struct.Struct("<Q")
 SIZE = HEAD.size + COUNTS.size + LEAVE.size
 AT_COUNTS = HEAD.size
 AT_LEAVE = AT_COUNTS + COUNTS.size
+
+
+class PhaseMark(NamedTuple):
+    """A phase, and the frames that mean it: part of a file's path, and a function ("": any)."""
+
+    file: str
+    function: str
+    phase: str
+
+
+class PhaseTable(msgspec.Struct, frozen=True):
+    """Which frames mean which phase, told by whoever owns the code that a rank runs; here nothing of it is known."""
+
+    enclosing: tuple[PhaseMark, ...] = ()  # what encloses other work, wherever in the stack it is: asked first
+    innermost: tuple[PhaseMark, ...] = ()  # what decides by itself, from the innermost frame outwards
+    outermost: tuple[PhaseMark, ...] = ()  # asked when nothing else said otherwise
+    waiting: tuple[tuple[str, str], ...] = ()  # file and function in which a rank waits for others, beside torch's own
+
+    def __post_init__(self) -> None:
+        assert {mark.phase for mark in self.enclosing + self.innermost + self.outermost} <= set(PHASES)
 
 
 class Beat(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,6 +137,10 @@ class HeartbeatReader:
     def stack_file(self, rank: int) -> Path:
         return self.folder / f"rank{rank}.stack"
 
+    def phase_table(self, rank: int) -> PhaseTable:
+        """What a rank said its frames mean."""
+        return msgspec.json.decode(phase_file(self.folder, rank).read_bytes(), type=PhaseTable)
+
     def _look(self, rank: int) -> RankStatus | None:
         memory = self.memories.get(rank) or self._open(rank)
         if memory is None:
@@ -136,6 +161,11 @@ class HeartbeatReader:
         with open(file, "r+b") as opened:
             self.memories[rank] = mmap.mmap(opened.fileno(), SIZE)
         return self.memories[rank]
+
+
+def phase_file(folder: Path, rank: int) -> Path:
+    """Where a rank says what its frames mean: there before its first heartbeat."""
+    return folder / f"rank{rank}.phases.json"
 
 
 def process(pid: int) -> tuple[str, float]:

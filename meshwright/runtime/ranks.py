@@ -29,15 +29,15 @@ class ForkServerError(RuntimeError):
 
 
 class ForkServer:
-    """The process that ranks are forked from. It is started early, and imports torch while the launcher works."""
+    """The process that ranks are forked from: `module`, started early; it imports torch while the launcher works."""
 
-    def __init__(self, environment: Mapping[str, str], log: Path, stdout: int) -> None:
+    def __init__(self, module: str, environment: Mapping[str, str], log: Path, stdout: int) -> None:
         adopt()
         self.answers, writing = os.pipe()
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "ab") as words:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "meshwright.train.fork_server", str(writing)],
+                [sys.executable, "-m", module, str(writing)],
                 env=dict(environment),
                 stdin=subprocess.PIPE,
                 stdout=stdout,
@@ -166,7 +166,6 @@ def tail(log: Path, lines: int = 12) -> str:
 
 Work = Callable[..., None]  # (place, *arguments), to be found by its name in a module
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["meshwright.train.build"])  # by name: this side never imports torch
 
 
 class RankError(RuntimeError):
@@ -185,6 +184,8 @@ class Remote:
 
 def run_ranks(work: Work, count: int, arguments: tuple[Any, ...], seconds: float) -> None:
     """Run `work` in so many processes that can meet; return when all are done, or raise what the first failure said."""
+    if isinstance(work, Remote):
+        SERVER.set_forkserver_preload([work.module])  # imported once, before the first fork
     with tempfile.TemporaryDirectory() as name:
         meeting = Path(name)
         processes = [

@@ -189,7 +189,7 @@ class Watch:
     def _told(self, hang: Hang, words: Mapping[int, str]) -> Failure:
         """The verdict, and the stacks it rests on, in the run folder."""
         details = self.folder / "faults" / f"hang-{self.supervisor.order.session}-{self.supervisor.number}"
-        verdict = failure.of_hang(hang, self.seen, words, details)
+        verdict = failure.of_hang(hang, self.seen, words, self.pulse.phase_table(hang.ranks[0]), details)
         failure.keep(verdict, words, details)
         return verdict
 
@@ -385,7 +385,8 @@ def _hang(
     """A rank of this machine hangs."""
     words = stacks.capture(pulse, seen)
     details = Path(post.folder) / "faults" / f"hang-{time.time_ns()}"
-    verdict = failure.of_hang(hang, {one.rank: one for one in seen}, words, details)
+    table = pulse.phase_table(hang.ranks[0])
+    verdict = failure.of_hang(hang, {one.rank: one for one in seen}, words, table, details)
     failure.keep(verdict, words, details)
     if nodes is not None:
         nodes.leave(verdict.what)

@@ -72,11 +72,11 @@ def train(
     """
     deterministic.pin(run.plan, mesh.device)
     with saving(run, state, mesh, folder) as save:
-        yield from _steps(run, state, mesh, save, stop or Stop())
+        yield from steps(run, state, mesh, save, stop or Stop())
         state.optimizer.settle()  # whoever reads weights afterwards sees them moved
 
 
-def _steps(run: Run, state: State, mesh: Mesh, save: Save, stop: Stop) -> Iterator[StepResult | EvalResult]:
+def steps(run: Run, state: State, mesh: Mesh, save: Save, stop: Stop) -> Iterator[StepResult | EvalResult]:
     forward_backward = choose(run, state.chunks, mesh)
     measure, stops = clip.choose(run.plan), Stops()
     if state.step == run.steps and is_due(run, state):  # gone on from the last step: only the ending was missing

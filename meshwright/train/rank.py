@@ -5,28 +5,36 @@ import platform
 import time
 import traceback
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright import __version__
+from meshwright import __version__, checkpoint, data, optim
+from meshwright.checkpoint import read
 from meshwright.checkpoint.model_folder import save_native
 from meshwright.checkpoint.storage import CorruptError
 from meshwright.config.run import Run
 from meshwright.cost import goodput
 from meshwright.data.prepare import Corpus, prepare
 from meshwright.data.shards import Tokens
-from meshwright.parallel import compile, deterministic, fused_kernels
+from meshwright.parallel import compile, context, deterministic, fused_kernels
 from meshwright.parallel.mesh import Mesh
 from meshwright.runtime import failure
 from meshwright.runtime.failure import Exit, Failure, FailureError, Kind, is_broken, of_code
+from meshwright.runtime.heartbeat import PhaseMark, PhaseTable
 from meshwright.runtime.place import RankSpec
 from meshwright.runtime.records import AttemptRecord, Summary
 from meshwright.spec.params import count
 from meshwright.spec.problem import InputError, Problem
+from meshwright.train import build as building
+from meshwright.train import loop, step
+from meshwright.train import world as meeting
 from meshwright.train.build import build
 from meshwright.train.faults import FaultWatch
 from meshwright.train.heartbeat import Heartbeat, deviated, recorded
@@ -155,7 +163,7 @@ SETTLED = 3  # steps after which nothing new should have to be compiled
 def serve(order: RankSpec, run: Run, machine: bool = False) -> int:
     """Be one rank, and end with the exit code that says how it went. Last words are left in the run folder."""
     stop = Stop().listen()
-    heart = Heartbeat(Path(order.beats), order.place.rank)
+    heart = Heartbeat(Path(order.beats), order.place.rank, phase_table())
     try:
         view = screen(default_stream(machine), run.log.every, quiet=not order.speaks)
         summary = run_rank(run, order, view, heart, stop)
@@ -171,6 +179,38 @@ def serve(order: RankSpec, run: Run, machine: bool = False) -> int:
     if order.place.rank == 0:
         _write(Path(order.folder) / SUMMARY, summary)
     return Exit.DONE
+
+
+def phase_table() -> PhaseTable:
+    """Which frames of a rank's stack mean which phase, for its heartbeat and for whoever asks why it hangs."""
+    return PhaseTable(
+        enclosing=(
+            _mark("eval", loop.held_out),
+            _mark("end", _finish),
+            _mark("start", building),
+            _mark("start", meeting),
+            _mark("start", read),
+            _mark("save", checkpoint),
+        ),
+        innermost=(
+            PhaseMark("torch/_dynamo/convert_frame.py", "", "compile"),
+            PhaseMark("torch/_inductor/", "", "compile"),
+            _mark("data", data),
+            PhaseMark("torch/autograd/graph.py", "_engine_run_backward", "backward"),
+            _mark("optimizer", optim),
+            _mark("forward", step),
+        ),
+        outermost=(_mark("forward", loop.steps),),
+        waiting=(_mark("", context.arrived)[:2],),
+    )
+
+
+def _mark(phase: str, owner: ModuleType | Callable[..., Any]) -> PhaseMark:
+    """A phase by the code that means it: a package, a module, or one function."""
+    if not isinstance(owner, ModuleType):
+        return PhaseMark(f"{owner.__module__.replace('.', '/')}.py", owner.__name__, phase)
+    is_package = hasattr(owner, "__path__")
+    return PhaseMark(owner.__name__.replace(".", "/") + ("/" if is_package else ".py"), "", phase)
 
 
 def run_rank(run: Run, order: RankSpec, screen: Screen, heart: Heartbeat, stop: Stop) -> Summary | None:

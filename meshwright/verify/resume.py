@@ -13,13 +13,14 @@ import msgspec
 from meshwright.config import check, load
 from meshwright.config.presets import preset_names
 from meshwright.config.run import Run
-from meshwright.runtime.ranks import run_ranks
+from meshwright.runtime.ranks import Remote, run_ranks
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError, Problem
 
 STEPS, STOP = 6, 3  # of a proof, and after which it is interrupted
 LONGEST = 600.0  # seconds that one run of a proof may take
 DIGESTS = "digests.json"
+DRIVE = Remote("meshwright.verify.evidence", "drive")  # by name: this process never imports torch
 SHORT = (f"steps={STEPS}", "eval.every=0", "eval.batches=1", "eval.sample_tokens=0", "checkpoint.every=0")
 
 
@@ -98,7 +99,7 @@ def prove(planned: list[Run], cache: Path, folder: Path, say: Callable[[str], No
 
 def _driven(run: Run, cache: Path, folder: Path, until: int) -> dict[int, str]:
     """Go on in a folder until a step, and return the digest of every step from there."""
-    run_ranks(_RankWork(), run.plan.world, (run, cache, folder, until), LONGEST)
+    run_ranks(DRIVE, run.plan.world, (run, cache, folder, until), LONGEST)
     return msgspec.json.decode((folder / DIGESTS).read_bytes(), type=dict[int, str])
 
 
@@ -113,12 +114,3 @@ def _compared(run: Run, whole: dict[int, str], continued: dict[int, str]) -> Con
 def _fresh(folder: Path) -> Path:
     folder.mkdir(parents=True)
     return folder
-
-
-class _RankWork:
-    """What each rank does: resolved there, so that this process need not import torch."""
-
-    def __call__(self, *arguments: Any) -> None:
-        from meshwright.verify import evidence
-
-        evidence.drive(*arguments)

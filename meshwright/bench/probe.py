@@ -19,8 +19,9 @@ from meshwright.bench.alpha_beta import fits
 from meshwright.bench.collectives import collective_times
 from meshwright.bench.measure import seconds_of
 from meshwright.config.run import Run
-from meshwright.hardware.profile import AttentionTime, ElementwiseTime, ProductTime, Profile, write_profile
+from meshwright.hardware.profile import AttentionTime, ElementwiseTime, ProductTime, Profile
 from meshwright.parallel.mesh import Mesh
+from meshwright.runtime.files import replace_file
 from meshwright.runtime.place import Place
 from meshwright.train.world import world
 
@@ -274,3 +275,9 @@ def _aloud(text: str) -> None:
 
 def _quietly(text: str) -> None:
     """Only one rank speaks."""
+
+
+def write_profile(profile: Profile, path: Path) -> None:
+    """Keep a profile as JSON that a person can read; nothing half-written is ever under its name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, msgspec.json.format(msgspec.json.encode(profile)) + b"\n")

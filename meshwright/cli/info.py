@@ -13,12 +13,13 @@ from meshwright.cli import options as words
 from meshwright.cli.plan_tables import as_record, plan_heading
 from meshwright.cli.query import PlanQuery, put
 from meshwright.config import load, presets, schema
-from meshwright.hardware.cluster import GIB, GIGA, TERA, cards, catalogue
+from meshwright.hardware.cluster import GIGA, TERA, cards, catalogue
 from meshwright.runtime.failure import Exit
 from meshwright.search import budget, explain
 from meshwright.search.advise import Advice, Leaf, advise
 from meshwright.spec.params import active, count
 from meshwright.spec.plan import Plan
+from meshwright.spec.units import GIB
 
 
 def add_models(verbs: words.Verbs) -> None:

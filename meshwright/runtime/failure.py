@@ -13,6 +13,7 @@ from typing import Literal
 import msgspec
 
 from meshwright.runtime import hang as stacks
+from meshwright.runtime.files import replace_file
 from meshwright.runtime.hang import Hang
 from meshwright.runtime.heartbeat import PhaseTable, RankStatus
 from meshwright.runtime.nodes import Lost
@@ -107,10 +108,7 @@ def write(folder: Path, verdict: Failure) -> None:
     """A rank's last words, for whoever watches; a folder that was never made is left so."""
     if not folder.is_dir():
         return
-    file = folder / f"failure.rank{verdict.rank}.json"
-    temporary = file.with_suffix(".tmp")
-    temporary.write_bytes(msgspec.json.encode(verdict))
-    temporary.replace(file)
+    replace_file(folder / f"failure.rank{verdict.rank}.json", msgspec.json.encode(verdict))
 
 
 def read(folder: Path) -> list[Failure]:

@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from meshwright.runtime.files import replace_file
+
 KEY = "nodes.key"
 KEY_BYTES = 32
 MOST_BYTES = 1200  # of a datagram: less than any network cuts
@@ -201,11 +203,7 @@ def opened(datagram: bytes, key: bytes) -> NodeMessage | None:
 def new_key(folder: Path) -> bytes:
     """A key for this attempt, which only this user can read."""
     key, file = secrets.token_bytes(KEY_BYTES), folder / KEY
-    temporary = file.with_suffix(".tmp")
-    temporary.unlink(missing_ok=True)
-    temporary.touch(mode=0o600)
-    temporary.write_bytes(key)
-    temporary.replace(file)
+    replace_file(file, key, mode=0o600)
     return key
 
 

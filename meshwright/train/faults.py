@@ -15,6 +15,7 @@ from meshwright.data.loader import Batch
 from meshwright.parallel.collectives import join
 from meshwright.parallel.mesh import Mesh, local
 from meshwright.runtime.failure import Exit, Failure, FailureError
+from meshwright.runtime.files import replace_file
 from meshwright.runtime.heartbeat import PHASES
 from meshwright.runtime.records import EventRecord, StepRecord
 from meshwright.train.heartbeat import SECONDS, Heartbeat
@@ -83,9 +84,7 @@ def save(culprit: Culprit, batch: Batch, folder: Path) -> None:
     file = _file(folder, culprit.step, culprit.rank or 0)
     file.parent.mkdir(parents=True, exist_ok=True)
     tensors = {"tokens": batch.tokens.cpu().contiguous(), "targets": batch.targets.cpu().contiguous()}
-    temporary = file.with_suffix(".tmp")
-    temporary.write_bytes(safetensors.torch.save(tensors))
-    temporary.replace(file)
+    replace_file(file, safetensors.torch.save(tensors))
     file.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(culprit)) + b"\n")
 
 

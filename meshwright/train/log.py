@@ -33,6 +33,7 @@ from meshwright.runtime.records import (
     line,
     read_line,
 )
+from meshwright.spec.units import GIB
 from meshwright.train.loop import EvalResult, StepResult
 
 
@@ -90,7 +91,7 @@ def step_line(record: StepRecord, steps: int, peak_flops_per_second: float | Non
         f"loss {record.loss:.4f}",
         f"norm {record.norm:.3f}",
         f"rate {record.rate:.2e}",
-        f"memory {record.memory_bytes / 2**30:.2f} GiB",
+        f"memory {record.memory_bytes / GIB:.2f} GiB",
         f"tokens/s {record.tokens / record.seconds:,.0f}",
         humane_flops(record.flops / record.seconds),
     ]

@@ -17,9 +17,9 @@ from meshwright.search.best_first import Candidate, fit_of, priced
 from meshwright.search.explain import neighbours, smaller_microbatches
 from meshwright.search.question import Question
 from meshwright.spec.plan import Plan
+from meshwright.spec.units import GIB
 from meshwright.train.state import State
 
-GIB = 2**30
 STATES = ("weights", "master", "gradients", "moments")  # lines that are measured by adding up tensors
 WANTED = 3
 

@@ -27,6 +27,7 @@ from meshwright.parallel import compile, context, deterministic, fused_kernels
 from meshwright.parallel.mesh import Mesh
 from meshwright.runtime import failure
 from meshwright.runtime.failure import Exit, Failure, FailureError, Kind, is_broken, of_code
+from meshwright.runtime.files import replace_file
 from meshwright.runtime.heartbeat import PhaseMark, PhaseTable
 from meshwright.runtime.place import RankSpec
 from meshwright.runtime.records import AttemptRecord, Summary
@@ -131,9 +132,7 @@ def check(run: Run, corpus: Corpus, folder: Path, writes: bool) -> None:
         if found := differences(there, here):
             raise InputError(found)
     elif writes:
-        temporary = file.with_suffix(".tmp")
-        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(here)) + b"\n")
-        temporary.replace(file)
+        _write(file, here)
 
 
 def fact(source: str, tokens: Tokens) -> Fact:
@@ -335,6 +334,4 @@ def _environment(mesh: Mesh) -> dict[str, str | None]:
 
 
 def _write(file: Path, value: object) -> None:
-    temporary = file.with_name(file.name + ".tmp")
-    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(value)) + b"\n")
-    temporary.replace(file)
+    replace_file(file, msgspec.json.format(msgspec.json.encode(value)) + b"\n")

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from meshwright.bench.sweep import promised, runs
+from meshwright.bench.sweep import predicted, runs
 from meshwright.cost.calibrate import PredictionSource
 from meshwright.hardware.profile import Profile
 
@@ -77,7 +77,7 @@ def promise(record: dict[str, Any], profile: Profile | None = None) -> dict[str,
     case = Case(**record["case"])
     target, *overrides = words_of(case)
     [(_, run)] = runs(target, overrides, [(case.plan, case.plan)], 12, Path(), print)
-    return promised(run, record["ours"], PredictionSource(given=profile, probed=lambda: None))
+    return predicted(run, record["ours"], PredictionSource(given=profile, probed=lambda: None))
 
 
 def promise_again(file: Path) -> None:

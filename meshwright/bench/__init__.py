@@ -1,1 +1,1 @@
-"""Measurements: single kernels, links, whole steps; each beside what the planner promised."""
+"""Measurements: single kernels, links, whole steps; each beside the planner's prediction."""

@@ -33,13 +33,13 @@ from meshwright.train.world import world
 
 
 def counted_flops(arch: Arch, sequence: int) -> int:
-    """Matrix products and attention of the forward and backward of one sequence.
+    """Matmuls and attention of the forward and backward of one sequence.
 
     Nothing is computed: tensors have shapes only, which takes as long for a large model as for a small one.
     """
     with torch.device("meta"):
         model, tokens = Decoder(arch), torch.zeros(1, sequence, dtype=torch.int64)
-    # Torch counts the products of plain attention, not those of its fast kernel for CPUs.
+    # Torch counts the matmuls of plain attention, not those of its fast kernel for CPUs.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(tokens, tokens).sum().backward()
     return counter.get_total_flops()
@@ -56,7 +56,7 @@ ANSWER = "measured.json"
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """One run's steps, over all ranks: the slowest rank's time, the fullest rank's memory."""
+    """One run's steps, over all ranks: the slowest rank's time, the most loaded rank's memory."""
 
     plan: str
     device: str

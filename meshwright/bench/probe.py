@@ -1,4 +1,4 @@
-"""What one device does at best: matrix products by shape, attention, memory traffic, launches, the way to its host."""
+"""What one device does at best: matmuls by shape, attention, memory traffic, launches, the way to its host."""
 
 import os
 import sys
@@ -37,7 +37,7 @@ LARGE = 2**30  # bytes: several times any cache
 
 def probe(device: torch.device, say: Callable[[str], None], *, quick: bool = False) -> Profile:
     """Measure one device. `quick` takes few and small shapes, for a look or a CPU."""
-    say("matrix products")
+    say("matmuls")
     products = tuple(_products(device, quick))
     say("attention")
     attention = tuple(_attention(device, quick))

@@ -1,4 +1,4 @@
-"""Several plans measured one after another, each beside what the planner promised. No torch in this process."""
+"""Several plans measured one after another, each beside the planner's prediction. No torch in this process."""
 
 import platform
 import shutil
@@ -26,7 +26,7 @@ PROBE = Remote("meshwright.bench.probe", "probe_ranks")
 LONGEST_PROBE = 1800.0  # seconds that a probe may take
 
 
-def promised(run: Run, found: dict[str, Any], here: PredictionSource) -> dict[str, Any]:
+def predicted(run: Run, found: dict[str, Any], here: PredictionSource) -> dict[str, Any]:
     """What the planner says of a run that was measured, and utilizations where the data sheet has no peak."""
     machines, source = here.of(found["device"], run.plan.world)
     if machines is None:
@@ -68,7 +68,7 @@ def kept(cache: Path, ranks: int, say: Callable[[str], None]) -> Profile:
     """The quick probe of this machine with so many ranks: measured once for each torch, and kept."""
     target = cache / "profiles" / f"{platform.node()}-{ranks}-torch-{version('torch')}.json"
     if not target.exists():
-        say(f"measuring this machine once with {ranks} rank(s), for promises; kept in {target}")
+        say(f"measuring this machine once with {ranks} rank(s), for predictions; kept in {target}")
         return probe_here(ranks, True, target)
     return read_profile(target)
 
@@ -128,7 +128,7 @@ class SweepSetup(msgspec.Struct, frozen=True, kw_only=True):
 
     cache: Path
     folder: Path  # for tokens and traces
-    machine: PredictionSource  # that promises are about
+    machine: PredictionSource  # that predictions are about
     traced: int = 0  # steps at the end that are taken apart
 
 
@@ -171,7 +171,7 @@ def _row(name: str, run: Run, place: Path, lab: SweepSetup) -> Row:
 
 def _read(name: str, run: Run, place: Path, lab: SweepSetup) -> Row:
     found = msgspec.json.decode((place / "measured.json").read_bytes())
-    return Row(name=name, measured=found | promised(run, found, lab.machine))
+    return Row(name=name, measured=found | predicted(run, found, lab.machine))
 
 
 def _tokens(fed: list[Run], folder: Path) -> None:

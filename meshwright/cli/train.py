@@ -68,7 +68,7 @@ def train(options: argparse.Namespace) -> int:
 
 
 def _launch(run: Run, options: argparse.Namespace) -> int:
-    """Supervise the ranks of one machine, and make the tokens while their nursery imports torch."""
+    """Supervise the ranks of one machine, and make the tokens while the fork server imports torch."""
     from meshwright.data.prepare import prepare
     from meshwright.runtime import run_folder as folders
     from meshwright.runtime.supervise import StopRequest, Supervisor
@@ -82,7 +82,11 @@ def _launch(run: Run, options: argparse.Namespace) -> int:
         return Exit.DONE
     _announce(run, folder, say)
     supervisor = Supervisor(
-        run=run, folder=folder, nursery=_nursery(run, folder, options), order=_order(run, folder, options), say=say
+        run=run,
+        folder=folder,
+        fork_server=_fork_server(run, folder, options),
+        order=_order(run, folder, options),
+        say=say,
     )
     try:
         prepare(run, env.cache(), say)
@@ -102,12 +106,12 @@ def _launch(run: Run, options: argparse.Namespace) -> int:
     return _tell_failure(verdict, options.json)
 
 
-def _nursery(run: Run, folder: Path, options: argparse.Namespace) -> Callable[[], "ForkServer"]:
+def _fork_server(run: Run, folder: Path, options: argparse.Namespace) -> Callable[[], "ForkServer"]:
     """How to make the process that ranks are forked from."""
     from meshwright.runtime.ranks import ForkServer
 
     people, environment = sys.stderr if options.json else sys.stdout, _environment(run, options)
-    return lambda: ForkServer(FORK_SERVER, environment, folder / "logs" / "nursery.txt", people.fileno())
+    return lambda: ForkServer(FORK_SERVER, environment, folder / "logs" / "fork_server.txt", people.fileno())
 
 
 def _environment(run: Run, options: argparse.Namespace) -> dict[str, str]:

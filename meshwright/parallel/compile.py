@@ -60,8 +60,14 @@ def described() -> list[str]:
 
     graphs, breaks = counters["stats"]["unique_graphs"], counters["graph_break"]
     again = sum(FRAME_COMPILE_COUNTER.values()) - len(FRAME_COMPILE_COUNTER)
-    told = f"compiled: {graphs} graphs, {again} of them because something had changed, {sum(breaks.values())} breaks"
-    return [told, *(f"a break, {count} times: {reason.splitlines()[0]}" for reason, count in breaks.most_common())]
+    stopped = sum(breaks.values())
+    counts = [_counted(graphs, "graph"), _counted(again, "recompile"), _counted(stopped, "graph break")]
+    told = f"torch.compile: {', '.join(counts)}"
+    return [told, *(f"graph break, {count} times: {reason.splitlines()[0]}" for reason, count in breaks.most_common())]
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _forward(compiled: Any, *arguments: Any, **words: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The one table of exit codes: what a script may rely on."""
+"""How runs fail: the table of exit codes, what a script may rely on, and the failure report of each kind of end."""
 
 import os
 import signal
@@ -40,8 +40,8 @@ MEANING = {
     Exit.FAILED: "failed: a rank's error, a check that did not hold, or a fault of ours",
     Exit.INPUT: "bad input: every problem is listed with its remedy",
     Exit.DOES_NOT_FIT: "the plan does not fit the memory there is",
-    Exit.PREEMPTED: "asked to end (SIGTERM), and saved: the same command goes on",
-    Exit.RESUMABLE: "ended by a fault (a killed or hung rank, data gone): the same command goes on",
+    Exit.PREEMPTED: "stopped by SIGTERM, checkpoint saved: run the same command again to resume",
+    Exit.RESUMABLE: "failed, resumable (a killed or hung rank, data gone): run the same command again to resume",
     Exit.CORRUPT: "a checkpoint is damaged, and there is no older one",
     Exit.NOT_FINITE: "too many gradients in a row were not finite",
     Exit.HARDWARE: "replicas disagree: suspected hardware",
@@ -97,7 +97,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FailureError(RuntimeError):
-    """Something that ends a run with a verdict of its own."""
+    """Something that ends a run with a failure report of its own."""
 
     def __init__(self, verdict: Failure) -> None:
         super().__init__(verdict.what)
@@ -105,14 +105,14 @@ class FailureError(RuntimeError):
 
 
 def write(folder: Path, verdict: Failure) -> None:
-    """A rank's last words, for whoever watches; a folder that was never made is left so."""
+    """A rank's failure report, for whoever watches; a folder that was never made is left so."""
     if not folder.is_dir():
         return
     replace_file(folder / f"failure.rank{verdict.rank}.json", msgspec.json.encode(verdict))
 
 
 def read(folder: Path) -> list[Failure]:
-    """The last words of all ranks that had any."""
+    """The failure reports of all ranks that left one."""
     return [msgspec.json.decode(file.read_bytes(), type=Failure) for file in folder.glob("failure.rank*.json")]
 
 
@@ -141,7 +141,7 @@ def _one_line(text: str) -> str:
     return plain if len(plain) <= WIDEST else plain[: WIDEST - 1] + "…"
 
 
-AGAIN = "run the same command again: it goes on from the newest checkpoint"
+AGAIN = "run the same command again to resume from the newest checkpoint"
 STATES = {"T": "state T (stopped)", "t": "state t (traced)", "Z": "state Z (gone)"}
 LIKELY = {
     signal.SIGKILL: "killed from outside: by a person, a scheduler, or the kernel for want of memory (see dmesg)",
@@ -175,7 +175,7 @@ def of_exit(rank: int, code: int, seen: RankStatus | None, folder: Path) -> Fail
     )
 
 
-def of_nursery(words: str, folder: Path) -> Failure:
+def of_fork_server(words: str, folder: Path) -> Failure:
     """No rank could be started."""
     last = words.strip().splitlines()
     return Failure(
@@ -184,7 +184,7 @@ def of_nursery(words: str, folder: Path) -> Failure:
         what=f"the ranks could not be started: {last[-1] if last else 'no word of why'}",
         where=f"{socket.gethostname()}, before the first step",
         remedy="see the log; `python -c 'import torch'` may tell as much",
-        details=str(folder / "logs" / "nursery.txt"),
+        details=str(folder / "logs" / "fork_server.txt"),
     )
 
 
@@ -245,7 +245,7 @@ def keep_end(verdict: Failure, folder: Path, attempt: str) -> None:
 
 
 def keep(verdict: Failure, words: Mapping[int, str], details: Path) -> None:
-    """The verdict and the stacks it rests on, for whoever wants to know more."""
+    """The failure report and the stacks it rests on, for whoever wants to know more."""
     details.mkdir(parents=True, exist_ok=True)
     for rank, text in words.items():
         (details / f"rank{rank}.txt").write_text(text or "no stack: the process is stopped, or gone\n")
@@ -262,7 +262,7 @@ def place(one: RankStatus) -> str:
 
 def _cause(hang: Hang, one: RankStatus, phase: str) -> str:
     if "stopped" in hang.reason:
-        return "somebody stopped the process; `kill -CONT` would let it go on"
+        return "somebody stopped the process; `kill -CONT` lets it continue"
     if "lock" in hang.reason:
         return "native code that holds Python's lock: an extension, or a call that never returns"
     if "collective" in hang.reason:

@@ -1,4 +1,4 @@
-"""Places that cannot be written to: told as mistakes before the work, and no reason to end it once it goes on."""
+"""Places that cannot be written to: told as mistakes before the work, and no reason to end it once it runs."""
 
 import os
 import tempfile

@@ -44,7 +44,7 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank last said. Times are of the machine's monotonic clock, which no one can set."""
 
     pid: int = 0  # 0: the rank has not spoken yet
-    tick: float = 0.0  # when its heart last beat; old while a thread holds Python's lock, or the process is stopped
+    tick: float = 0.0  # the last heartbeat; old while a thread holds Python's lock, or the process is stopped
     moved: float = 0.0  # when its main thread was last seen elsewhere than before
     step: int = 0  # steps done, those before a restart included
     restored: int = -1  # the step it began from; -1: not known yet
@@ -104,7 +104,7 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def silent(self) -> bool:
-        """The heart has stopped: the process is stopped, or somebody holds Python's lock."""
+        """The heartbeat has stopped: the process is stopped, or somebody holds Python's lock."""
         return self.beat.pid != 0 and self.now - self.beat.tick > SILENT_SECONDS
 
     @property
@@ -113,7 +113,7 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HeartbeatReader:
-    """The hearts of all ranks of a machine."""
+    """The heartbeats of all ranks of a machine."""
 
     def __init__(self, folder: Path, ranks: list[int]) -> None:
         self.folder = folder
@@ -125,7 +125,7 @@ class HeartbeatReader:
         return [seen for rank in self.ranks if (seen := self._look(rank)) is not None]
 
     def ask_to_leave(self) -> None:
-        """Hearts that still beat end their process, with the code of a fault that can be resumed from."""
+        """Ranks whose heartbeat still runs end their process, with the code of a fault that can be resumed from."""
         for memory in self.memories.values():
             LEAVE.pack_into(memory, AT_LEAVE, 1)
 

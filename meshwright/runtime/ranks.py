@@ -1,4 +1,4 @@
-"""Ranks of one machine: forked from a nursery that has torch, adopted by the launcher, ended together."""
+"""Ranks of one machine: forked from a fork server that has torch, adopted by the launcher, ended together."""
 
 import contextlib
 import ctypes
@@ -25,7 +25,7 @@ START_SECONDS = 300.0  # importing torch from a cold and crowded disk
 
 
 class ForkServerError(RuntimeError):
-    """The nursery ended, or did not answer."""
+    """The fork server ended, or did not answer."""
 
 
 class ForkServer:
@@ -80,7 +80,7 @@ class ForkServer:
             self.process.stdin.write(line + b"\n")
             self.process.stdin.flush()
         except BrokenPipeError:
-            raise ForkServerError(self._last_words()) from None
+            raise ForkServerError(self._log_tail()) from None
 
     def _answer(self, rank: int) -> int:
         text = b""
@@ -88,18 +88,18 @@ class ForkServer:
             ready, _, _ = select.select([self.answers], [], [], START_SECONDS)
             letter = os.read(self.answers, 1) if ready else b""
             if not letter:
-                raise ForkServerError(self._last_words())
+                raise ForkServerError(self._log_tail())
             text += letter
         said, pid = (int(word) for word in text.split())
         assert said == rank, "orders are answered in turn"
         return pid
 
-    def _last_words(self) -> str:
-        return tail(self.log) or f"the nursery ended with {self.process.poll()}; see {self.log}"
+    def _log_tail(self) -> str:
+        return tail(self.log) or f"the fork server ended with {self.process.poll()}; see {self.log}"
 
 
 def adopt() -> None:
-    """Let ranks, whose parent in the nursery ends at once, become children of this process."""
+    """Let ranks, whose parent in the fork server ends at once, become children of this process."""
     ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, 1)
 
 
@@ -140,7 +140,7 @@ def defaults(ranks: int) -> dict[str, str]:
         "OMP_NUM_THREADS": str(max(cores() // ranks, 1)),
         "GLOO_SOCKET_IFNAME": loopback,
         "TORCH_FR_BUFFER_SIZE": "2000",  # collectives remembered, to tell who left one out
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it a GPU's products refuse to be deterministic
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it a GPU's matmuls refuse to be deterministic
     }
 
 
@@ -169,7 +169,7 @@ SERVER = multiprocessing.get_context("forkserver")
 
 
 class RankError(RuntimeError):
-    """A rank failed: the first one's own words."""
+    """A rank failed: the first one's traceback."""
 
 
 class Remote:

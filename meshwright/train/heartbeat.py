@@ -1,4 +1,4 @@
-"""A rank's heart: a thread that looks where the main thread is and says so in shared memory, a few times a second.
+"""A rank's heartbeat: a thread that looks where the main thread is and says so in shared memory, a few times a second.
 
 Looking costs the main thread some microseconds each time; nothing is added to the work itself.
 """
@@ -48,7 +48,7 @@ class Heartbeat:
         self.step_ends_ns: deque[int] = deque(maxlen=2)  # by the clock of torch's flight recorder
         self.closed = threading.Event()
         self._publish(self.beat)
-        self.thread = threading.Thread(target=self._live, name="heart", daemon=True)
+        self.thread = threading.Thread(target=self._live, name="heartbeat", daemon=True)
         self.thread.start()
 
     def begins(self, step: int) -> None:
@@ -72,7 +72,7 @@ class Heartbeat:
         )
 
     def looked(self) -> None:
-        """A held-out loss was taken: its collectives belong to the step before, not to the next."""
+        """A validation loss was taken: its collectives belong to the step before, not to the next."""
         if self.step_ends_ns:  # a run that lacked only its ending makes no step here
             self.step_ends_ns[-1] = time.time_ns()
 

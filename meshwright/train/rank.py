@@ -48,11 +48,11 @@ from meshwright.train.saving import restore
 from meshwright.train.state import State, weights
 from meshwright.train.world import world
 
-AGAIN = "put it right and run the same command again: it goes on from the newest checkpoint"
+AGAIN = "fix it and run the same command again to resume from the newest checkpoint"
 
 
-def verdict_of(error: Exception, order: RankSpec, step: int, deviated: bool, begun: bool = True) -> Failure:
-    """The last words of a rank. `step` is −1 until the ranks stand ready; `begun`: they have made one since."""
+def failure_of(error: Exception, order: RankSpec, step: int, deviated: bool, begun: bool = True) -> Failure:
+    """The failure report of a rank. `step` is −1 until the ranks stand ready; `begun`: they have made one since."""
     if isinstance(error, FailureError):
         verdict = error.verdict
     else:
@@ -61,7 +61,10 @@ def verdict_of(error: Exception, order: RankSpec, step: int, deviated: bool, beg
             verdict = Failure(kind=kind, code=code, what=_first_line(error), remedy=remedy)
     return msgspec.structs.replace(
         verdict,
-        what=verdict.what if isinstance(error, FailureError) else f"rank {order.place.rank} failed: {verdict.what}",
+        # What the user is to put right before the start is no rank's failure.
+        what=verdict.what
+        if isinstance(error, FailureError) or verdict.kind == "input"
+        else f"rank {order.place.rank} failed: {verdict.what}",
         where=verdict.where or _where(error, step),
         remedy=verdict.remedy or "see the traceback in the log",
         details=verdict.details or order.log or order.folder,
@@ -76,14 +79,14 @@ def verdict_of(error: Exception, order: RankSpec, step: int, deviated: bool, beg
 def _known(error: Exception, order: RankSpec, begun: bool) -> list[tuple[Kind, int, str]]:
     """Errors whose meaning is known: their kind, exit code and remedy."""
     if isinstance(error, CorruptError):
-        return [("corrupt", Exit.CORRUPT, "restore the folder from a copy, or start anew with --fresh")]
+        return [("corrupt", Exit.CORRUPT, "restore the folder from a copy, or start over with --fresh")]
     if isinstance(error, torch.OutOfMemoryError):
         return [("memory", Exit.DOES_NOT_FIT, "use a smaller microbatch, recompute, or more shards")]
     if isinstance(error, InputError):
         remedy = "; ".join(problem.remedy for problem in error.problems)
         if not begun:
             return [("input", Exit.INPUT, remedy)]
-        return [(of_code(Exit.RESUMABLE), Exit.RESUMABLE, f"{remedy}; the same command then goes on")]
+        return [(of_code(Exit.RESUMABLE), Exit.RESUMABLE, f"{remedy}; then run the same command again to resume")]
     # Our own launcher sees who it was that left; of somebody else's we know only that a rank is gone.
     if order.place.launcher != "meshwright" and is_broken(str(error)):
         return [("killed", Exit.RESUMABLE, AGAIN)]
@@ -146,7 +149,7 @@ def fact(source: str, tokens: Tokens) -> Fact:
 
 def differences(there: list[Fact], here: list[Fact]) -> list[Problem]:
     """Sources that have changed."""
-    remedy = "put the data back as it was, or start anew with --fresh"
+    remedy = "put the data back as it was, or start over with --fresh"
     return [
         Problem(f"{new.source} has changed since the run began ({old.tokens} tokens then, {new.tokens} now)", remedy)
         for old, new in zip(there, here, strict=False)
@@ -160,7 +163,7 @@ SETTLED = 3  # steps after which nothing new should have to be compiled
 
 
 def serve(order: RankSpec, run: Run, machine: bool = False) -> int:
-    """Be one rank, and end with the exit code that says how it went. Last words are left in the run folder."""
+    """Be one rank, and end with the exit code that says how it went. A failure report is left in the run folder."""
     stop = Stop().listen()
     heart = Heartbeat(Path(order.beats), order.place.rank, phase_table())
     try:
@@ -170,7 +173,7 @@ def serve(order: RankSpec, run: Run, machine: bool = False) -> int:
         traceback.print_exc()
         step = heart.step if heart.restored >= 0 else -1
         odd = deviated(recorded(), heart.step_ends_ns)
-        last = verdict_of(error, order, step, odd, begun=heart.steps_here > 0)
+        last = failure_of(error, order, step, odd, begun=heart.steps_here > 0)
         failure.write(Path(order.folder), last)
         return last.code
     if summary is None:
@@ -184,7 +187,7 @@ def phase_table() -> PhaseTable:
     """Which frames of a rank's stack mean which phase, for its heartbeat and for whoever asks why it hangs."""
     return PhaseTable(
         enclosing=(
-            _mark("eval", loop.held_out),
+            _mark("eval", loop.evaluate),
             _mark("end", _finish),
             _mark("start", building),
             _mark("start", meeting),
@@ -213,7 +216,7 @@ def _mark(phase: str, owner: ModuleType | Callable[..., Any]) -> PhaseMark:
 
 
 def run_rank(run: Run, order: RankSpec, screen: Screen, heart: Heartbeat, stop: Stop) -> Summary | None:
-    """Train to the last step, then leave a model, a sample and a summary; None when asked to end before."""
+    """Train to the last step, then leave a model, a sample and a summary; None when stopped before."""
     ours = order.place.launcher == "meshwright"
     corpus = prepare(run, Path(order.cache), (lambda text: None) if ours else screen.say)
     folder = Path(order.folder)
@@ -311,7 +314,7 @@ def _finish(run: Run, state: State, mesh: Mesh, recorder: Recorder, corpus: Corp
 
 
 def _opening(state: State) -> Tensor:
-    """How a held-out sample begins, or the first one where none is held out."""
+    """How a validation sample begins, or the first training sample where there is none."""
     loader = state.loader
     return (loader.held(0) if loader.holds_out else loader.take(0)).microbatches[0].tokens[0, :OPENING]
 

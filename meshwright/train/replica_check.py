@@ -123,13 +123,13 @@ class ReplicaCheck:
             replicas.look(step)
         except FailureError:
             if pair:
-                self._testify(replicas.group)
+                self._leave_evidence(replicas.group)
             raise
         if not pair or not replicas.every or step % replicas.every:
             return None
         return self._recall(dist.get_process_group_ranks(replicas.group))
 
-    def _testify(self, group: dist.ProcessGroup) -> None:
+    def _leave_evidence(self, group: dist.ProcessGroup) -> None:
         held = compared(self.state)
         sums = torch.stack([bit_sum(tensor) for tensor in held]).to(self.device)
         rows = join(sums[None], 0, group).tolist()

@@ -6,7 +6,7 @@ import pytest
 
 from meshwright.bench import sweep
 from meshwright.bench.probe import write_profile
-from meshwright.bench.sweep import kept, promised
+from meshwright.bench.sweep import kept, predicted
 from meshwright.cost.calibrate import PredictionSource
 from meshwright.hardware.profile import AttentionTime, CollectiveTime, ProductTime, Profile
 from meshwright.spec.problem import InputError
@@ -50,7 +50,7 @@ def nobody() -> Profile:
 
 def test_a_device_that_nobody_knows_is_promised_by_its_probe():
     here = PredictionSource(given=None, probed=lambda: CPU)
-    found = promised(run_of("replicate=2"), seen("cpu"), here)
+    found = predicted(run_of("replicate=2"), seen("cpu"), here)
     assert found["predicted_seconds"] > 0
     assert found["predicted_bytes"] > 0
     assert found["promised_from"] == "a quick probe of this machine"
@@ -59,13 +59,13 @@ def test_a_device_that_nobody_knows_is_promised_by_its_probe():
 
 
 def test_nothing_is_promised_where_nothing_is_known():
-    found = promised(run_of("replicate=2"), seen("cpu"), PredictionSource(given=None, probed=lambda: None))
+    found = predicted(run_of("replicate=2"), seen("cpu"), PredictionSource(given=None, probed=lambda: None))
     assert found["predicted_seconds"] is None
     assert found["mfu_of"] == ""
 
 
 def test_a_card_of_the_catalogue_needs_no_probe():
-    found = promised(
+    found = predicted(
         run_of("precision=bf16"), seen("NVIDIA H100 80GB HBM3", 0.4), PredictionSource(given=None, probed=nobody)
     )
     assert found["promised_from"] == "the catalogue"
@@ -75,16 +75,16 @@ def test_a_card_of_the_catalogue_needs_no_probe():
 
 def test_a_profile_that_was_given_goes_first():
     here = PredictionSource(given=CPU, probed=nobody)
-    assert promised(run_of("replicate=2"), seen("cpu"), here)["promised_from"] == "the profile given"
+    assert predicted(run_of("replicate=2"), seen("cpu"), here)["promised_from"] == "the profile given"
     for other in ("NVIDIA H100 80GB HBM3", "a card that nobody knows"):
         with pytest.raises(InputError, match="measured on cpu"):
-            promised(run_of("replicate=2"), seen(other), here)
+            predicted(run_of("replicate=2"), seen(other), here)
 
 
 def test_messages_between_cpus_are_not_hidden():
     here = PredictionSource(given=CPU, probed=nobody)
-    alone, both = (promised(run_of(f"replicate={n}"), seen("cpu"), here)["predicted_seconds"] for n in (1, 2))
-    half = promised(run_of("replicate=1", "batch=2"), seen("cpu"), here)["predicted_seconds"]
+    alone, both = (predicted(run_of(f"replicate={n}"), seen("cpu"), here)["predicted_seconds"] for n in (1, 2))
+    half = predicted(run_of("replicate=1", "batch=2"), seen("cpu"), here)["predicted_seconds"]
     assert half < both < alone + half
 
 

@@ -19,7 +19,7 @@ STEP = Frame("/x/meshwright/train/step.py", 50, "accumulated")
 BACKWARD = Frame("/t/torch/autograd/graph.py", 9, "_engine_run_backward")
 ALL_REDUCE = Frame("/t/torch/distributed/distributed_c10d.py", 3000, "all_reduce")
 CLIP = Frame("/x/meshwright/optim/clip.py", 40, "measured")
-HELD = Frame("/x/meshwright/train/loop.py", 100, "held_out")
+EVALUATE = Frame("/x/meshwright/train/loop.py", 100, "evaluate")
 SAVE = Frame("/x/meshwright/checkpoint/write.py", 60, "save")
 ARRIVED = Frame("/x/meshwright/parallel/context.py", 205, "arrived")
 DISPATCH = Frame("/t/torch/distributed/tensor/_dispatch.py", 150, "dispatch")
@@ -107,7 +107,7 @@ def test_time_at_work_is_kept_by_phase(heart):
         ([BACKWARD, STEP, LOOP], "backward", False),
         ([ALL_REDUCE, BACKWARD, STEP, LOOP], "backward", True),
         ([ALL_REDUCE, CLIP, LOOP], "optimizer", True),
-        ([STEP, HELD, LOOP], "eval", False),
+        ([STEP, EVALUATE, LOOP], "eval", False),
         ([SAVE, LOOP], "save", False),
         ([DISPATCH, STEP, LOOP], "forward", False),
         ([], "eval", False),

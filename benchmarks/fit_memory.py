@@ -22,8 +22,8 @@ from meshwright.cost.job import Job
 from meshwright.cost.memory import fits, ledger
 from meshwright.hardware.stacks import StackMemory, stacks
 from meshwright.published.rows import job_of
+from meshwright.spec.units import GIB
 
-GIB = 2**30
 USES = ("memory-fit", "fit", "feasibility")
 # Runs that are another program: gradients checked against a second run, two models at a time.
 OTHER_PROGRAMS = ("reruns_resume_check_grads", "modelopt_distill")

@@ -17,8 +17,9 @@ from meshwright.cost.flops import step_flops
 from meshwright.cost.job import Job
 from meshwright.published import rows as price_table
 from meshwright.published.cells import number
-from meshwright.published.rows import GIB, Row, RowPrice, answered, job_of
+from meshwright.published.rows import Row, RowPrice, answered, job_of
 from meshwright.spec.problem import InputError
+from meshwright.spec.units import GIB
 
 RESULT = Path("results/accuracy.json")
 PAGE = Path("docs/accuracy.md")

@@ -1,6 +1,5 @@
 """The step of a run, measured: the trainer's own loop, driven by somebody who looks at the clock."""
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,7 @@ from meshwright.data.prepare import prepare
 from meshwright.hardware.cluster import peak_flops_per_second
 from meshwright.models.decoder import Decoder
 from meshwright.parallel.mesh import Mesh
+from meshwright.runtime.files import replace_file
 from meshwright.runtime.place import Place
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import count
@@ -33,13 +33,13 @@ from meshwright.train.world import world
 
 
 def counted_flops(arch: Arch, sequence: int) -> int:
-    """Matrix products and attention of the forward and backward of one sequence.
+    """Matmuls and attention of the forward and backward of one sequence.
 
     Nothing is computed: tensors have shapes only, which takes as long for a large model as for a small one.
     """
     with torch.device("meta"):
         model, tokens = Decoder(arch), torch.zeros(1, sequence, dtype=torch.int64)
-    # Torch counts the products of plain attention, not those of its fast kernel for CPUs.
+    # Torch counts the matmuls of plain attention, not those of its fast kernel for CPUs.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(tokens, tokens).sum().backward()
     return counter.get_total_flops()
@@ -56,7 +56,7 @@ ANSWER = "measured.json"
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """One run's steps, over all ranks: the slowest rank's time, the fullest rank's memory."""
+    """One run's steps, over all ranks: the slowest rank's time, the most loaded rank's memory."""
 
     plan: str
     device: str
@@ -224,6 +224,4 @@ LARGEST = 2**16  # tokens of two bytes; a larger vocabulary is used in part, whi
 def write_tokens(file: Path, vocab: int, count: int, seed: int = 1) -> None:
     """A shard of random tokens in nanoGPT's layout."""
     draws = np.random.default_rng(seed).integers(0, min(vocab, LARGEST), count, dtype=np.uint16)
-    temporary = file.with_suffix(f".{os.getpid()}.tmp")  # launched ranks may all write the same
-    draws.astype("<u2").tofile(temporary)
-    temporary.replace(file)
+    replace_file(file, draws.astype("<u2").tobytes())  # launched ranks may all write the same

@@ -1,4 +1,4 @@
-"""What one device does at best: matrix products by shape, attention, memory traffic, launches, the way to its host."""
+"""What one device does at best: matmuls by shape, attention, memory traffic, launches, the way to its host."""
 
 import os
 import sys
@@ -19,8 +19,9 @@ from meshwright.bench.alpha_beta import fits
 from meshwright.bench.collectives import collective_times
 from meshwright.bench.measure import seconds_of
 from meshwright.config.run import Run
-from meshwright.hardware.profile import AttentionTime, ElementwiseTime, ProductTime, Profile, write_profile
+from meshwright.hardware.profile import AttentionTime, ElementwiseTime, ProductTime, Profile
 from meshwright.parallel.mesh import Mesh
+from meshwright.runtime.files import replace_file
 from meshwright.runtime.place import Place
 from meshwright.train.world import world
 
@@ -36,7 +37,7 @@ LARGE = 2**30  # bytes: several times any cache
 
 def probe(device: torch.device, say: Callable[[str], None], *, quick: bool = False) -> Profile:
     """Measure one device. `quick` takes few and small shapes, for a look or a CPU."""
-    say("matrix products")
+    say("matmuls")
     products = tuple(_products(device, quick))
     say("attention")
     attention = tuple(_attention(device, quick))
@@ -274,3 +275,9 @@ def _aloud(text: str) -> None:
 
 def _quietly(text: str) -> None:
     """Only one rank speaks."""
+
+
+def write_profile(profile: Profile, path: Path) -> None:
+    """Keep a profile as JSON that a person can read; nothing half-written is ever under its name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, msgspec.json.format(msgspec.json.encode(profile)) + b"\n")

@@ -135,9 +135,9 @@ def faults(manifest: Manifest, content: bytes) -> Iterator[str]:
     if manifest.format != FORMAT:
         yield f"is of the format {manifest.format!r}, not {FORMAT!r}"
     if encode(manifest) != content:
-        yield "is not what was written: its sha256 does not fit"
+        yield "checksum mismatch (sha256): is not what was written"
     if manifest.plan_sha256 != sha256(msgspec.json.encode(manifest.plan)):
-        yield "the sha256 of its plan does not fit"
+        yield "checksum mismatch (sha256) of its plan"
     names = [tensor.name for tensor in manifest.tensors]
     if len(set(names)) < len(names):
         yield "a tensor is described twice"

@@ -69,7 +69,7 @@ class StepReader:
         except OSError as error:
             raise CorruptError([self._damage(each, f"cannot be read: {error.strerror}")]) from None
         if filled < len(content) or whole.hexdigest() != each.sha256:
-            raise CorruptError([self._damage(each, "is not what was written: the sha256 does not fit")])
+            raise CorruptError([self._damage(each, "checksum mismatch (sha256): is not what was written")])
         return content
 
     @contextmanager
@@ -110,7 +110,7 @@ def _check_header(descriptor: int, chunk: Chunk, file: str) -> None:
         text = f"has {size} bytes, not {chunk.bytes}"
         raise CorruptError([Damage(file=file, text=text, begin=min(size, chunk.bytes), end=max(size, chunk.bytes))])
     if manifests.sha256(storage.read_range(descriptor, 0, chunk.header_bytes)) != chunk.header_sha256:
-        text = "the header is not what was written: the sha256 does not fit"
+        text = "checksum mismatch (sha256): the header is not what was written"
         raise CorruptError([Damage(file=file, text=text, begin=0, end=chunk.header_bytes)])
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)

@@ -99,7 +99,11 @@ class Disk:
 
 
 def write_whole(disk: Disk, path: Path, content: bytes) -> None:
-    """A small file that is there whole or not at all, replacing an earlier one."""
+    """A small file that is there whole or not at all, replacing an earlier one.
+
+    Not runtime/files.py's `replace_file`: a save survives a loss of power, and the tests of faults break each operation
+    of its disk in turn.
+    """
     temporary = path.with_name(f".{path.name}.partial")
     disk.remove(temporary)
     disk.write(temporary, [content])

@@ -1,4 +1,4 @@
-"""Saving while training goes on: a copy to host memory, then a thread that writes, hashes and reads again."""
+"""Saving while training continues: a copy to host memory, then a thread that writes, hashes and reads again."""
 
 import secrets
 import threading
@@ -124,7 +124,7 @@ def commit(disk: Disk, stump: Path, whole: Manifest, ranks: int) -> str:
         disk.remove(stump / part_name(rank))
     disk.sync_folder(stump)
     written = format.read(stump)  # also checks that the slices cover every tensor exactly once
-    if target.exists():  # damaged, or it would have been gone on from
+    if target.exists():  # damaged, or it would have been resumed from
         format.discard(disk, home, whole.progress.step)
     disk.rename(stump, target)
     disk.sync_folder(home)
@@ -166,7 +166,7 @@ def first_words(text: str | None, mesh: Mesh) -> str | None:
 Say = Callable[[str], None]
 LONG_WAIT_SECONDS = 1.0  # that a step waits for the save before it: worth a word
 GRACE_SECONDS = 10.0  # for the parts of other ranks, when this one's training has failed
-FAILURES = (OSError, CorruptError, AbandonedError)  # of a save: training goes on
+FAILURES = (OSError, CorruptError, AbandonedError)  # of a save: training continues
 
 
 @dataclass
@@ -197,7 +197,7 @@ class Saver:
         self.told = False  # that saves come too fast
 
     def save(self, progress: Progress) -> float:
-        """Begin to save; returns the seconds that training stood still for it."""
+        """Begin to save; returns the seconds that it paused training."""
         began = time.perf_counter()
         self.settle()
         self._tell_of_waiting(progress.step, time.perf_counter() - began)
@@ -233,7 +233,7 @@ class Saver:
         words = words or joined
         if words is not None:
             self.say(
-                f"warning: {format.name(self.step)} was not saved ({words}); training goes on, and the newest good "
+                f"warning: {format.name(self.step)} was not saved ({words}); training continues, and the newest good "
                 f"step in {self.home} stays"
             )
         return words is None
@@ -296,4 +296,5 @@ def lack_of_room(run: Run, home: Path, disk: Disk) -> str | None:
     need, have = times * state_bytes(run), disk.free_bytes(home)
     if need <= have:
         return None
-    return f"checkpoints need {need:,} bytes ({times} of {state_bytes(run):,}), and {home} has {have:,} free"
+    needs = f"need {need:,} bytes ({times} of {state_bytes(run):,})"
+    return f"not enough disk for checkpoints: {needs}, free {have:,} in {home}"

@@ -46,7 +46,7 @@ def add_clusters(verb: argparse.ArgumentParser) -> None:
 
 def clusters(options: argparse.Namespace) -> int:
     """Every card in its usual node, and every network by name."""
-    from meshwright.hardware.cluster import GIB, GIGA, TERA, cards, catalogue
+    from meshwright.hardware.cluster import GIGA, TERA, cards, catalogue
 
     known = catalogue()
     if options.json:

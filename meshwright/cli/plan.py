@@ -23,7 +23,7 @@ from meshwright.cost.traffic import bytes_by_axis, traffic
 from meshwright.hardware.cluster import cluster
 from meshwright.report import plan_charts
 from meshwright.report.html import page
-from meshwright.report.plan_charts import GIB, Pictures, Point, Terminal
+from meshwright.report.plan_charts import Pictures, Point, Terminal
 from meshwright.runtime.files import write_whole
 from meshwright.search import budget, explain, sizes
 from meshwright.search.best_first import Candidate, SearchResult, priced, search
@@ -33,6 +33,7 @@ from meshwright.search.space import empty, problems
 from meshwright.spec.arch import Arch
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.units import GIB
 
 ASKED = {"cluster", "profile", "sequence", "batch"}  # what the question is about
 OFFERED = {"tokens", "dollars", "write", "force", "chart", "page"}  # what can be done with a plan

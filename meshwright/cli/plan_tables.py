@@ -6,7 +6,6 @@ import msgspec
 
 from meshwright.cli.query import PlanQuery
 from meshwright.cost.layout import LABELS
-from meshwright.report.plan_charts import GIB
 from meshwright.search import explain
 from meshwright.search.best_first import TOLD_APART, Candidate, SearchCounts, SearchResult
 from meshwright.search.explain import NeighbourPrice, SuggestedChange
@@ -14,6 +13,7 @@ from meshwright.search.question import Question
 from meshwright.search.sizes import Duration, Layer
 from meshwright.spec.params import active, count
 from meshwright.spec.plan import AXES, FIELDS, Plan
+from meshwright.spec.units import GIB
 
 UNITS = ((365 * 86400.0, "years"), (86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
 

@@ -20,10 +20,10 @@ from meshwright.spec.arch import Arch
 from meshwright.spec.params import count
 from meshwright.spec.plan import Precision
 from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.units import GIB
 
 LONGEST = 8192  # a sequence that nobody stated: the model's context, and no more than this
 LARGE = 10e9  # parameters
-GIB = 2.0**30
 TOKENS_OF_A_STEP = {False: 2**19, True: 2**22}  # a batch that nobody stated: what GPT-2's and Llama's trainings used
 
 

@@ -40,6 +40,9 @@ def examined(given: list[str], ranks: int | None, looks: bool = True) -> load.Lo
     return loaded
 
 
+FORK_SERVER = "meshwright.train.fork_server"  # by name: the launcher never imports torch
+
+
 def add(verb: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
     verb.set_defaults(verb=train)
@@ -82,7 +85,11 @@ def _launch(run: Run, options: argparse.Namespace) -> int:
         return Exit.DONE
     _announce(run, folder, say)
     supervisor = Supervisor(
-        run=run, folder=folder, nursery=_nursery(run, folder, options), order=_order(run, folder, options), say=say
+        run=run,
+        folder=folder,
+        fork_server=_fork_server(run, folder, options),
+        order=_order(run, folder, options),
+        say=say,
     )
     try:
         prepare(run, env.cache(), say)
@@ -102,12 +109,12 @@ def _launch(run: Run, options: argparse.Namespace) -> int:
     return _tell_failure(verdict, options.json)
 
 
-def _nursery(run: Run, folder: Path, options: argparse.Namespace) -> Callable[[], "ForkServer"]:
+def _fork_server(run: Run, folder: Path, options: argparse.Namespace) -> Callable[[], "ForkServer"]:
     """How to make the process that ranks are forked from."""
     from meshwright.runtime.ranks import ForkServer
 
     people, environment = sys.stderr if options.json else sys.stdout, _environment(run, options)
-    return lambda: ForkServer(environment, folder / "logs" / "nursery.txt", people.fileno())
+    return lambda: ForkServer(FORK_SERVER, environment, folder / "logs" / "fork_server.txt", people.fileno())
 
 
 def _environment(run: Run, options: argparse.Namespace) -> dict[str, str]:

@@ -28,10 +28,10 @@ from meshwright.cost.layout import (
     widths,
 )
 from meshwright.cost.rank_view import placement
-from meshwright.hardware.stacks import GIB
 from meshwright.spec.params import count, params
 from meshwright.spec.plan import Plan, by_operation
 from meshwright.spec.schedule import Kind, Schedule, actions
+from meshwright.spec.units import GIB
 
 STEADY: tuple[Schedule, ...] = ("1f1b", "interleaved", "zb1p", "zbv", "dualpipev")  # rounds in their middle are alike
 ROUNDS = 4  # microbatches ÷ pp after which a further round shows a rank nothing new

@@ -86,7 +86,9 @@ class Loader:
         kept = [number for number, count in enumerate(self.held_counts) if count]
         if not kept:
             raise mistake(
-                "no sample is held out", "set data.eval_fraction above 0, or use more data", "data.eval_fraction"
+                "there are no validation samples",
+                "set data.eval_fraction above 0, or use more data",
+                "data.eval_fraction",
             )
         indices = self._indices(batch)
         counts = tuple(self.held_counts[number] for number in kept)

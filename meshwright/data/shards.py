@@ -140,10 +140,10 @@ def open_folder(folder: Path) -> Shard:
         raise _broken(folder, "has no readable meta.json") from None
     if meta.version != VERSION:
         raise _broken(folder, f"was written as version {meta.version}, this is version {VERSION}")
-    for name, promised in (("tokens.bin", meta.tokens * dtype.itemsize), ("ends.bin", meta.documents * 8)):
+    for name, expected in (("tokens.bin", meta.tokens * dtype.itemsize), ("ends.bin", meta.documents * 8)):
         held = (folder / name).stat().st_size if (folder / name).exists() else 0
-        if held != promised:
-            raise _broken(folder, f"should hold {promised} bytes of {name} and holds {held}")
+        if held != expected:
+            raise _broken(folder, f"should hold {expected} bytes of {name} and holds {held}")
     return Shard(folder / "tokens.bin", mapped(folder / "tokens.bin", dtype), open_ends(folder))
 
 

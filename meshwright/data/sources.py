@@ -234,10 +234,10 @@ def _llmc(file: Path) -> Shard:
             f"{file} begins with {magic}, version {version}, which no known llm.c shard does",
             'write it again, or set data.format = "nanogpt" if it has no header',
         )
-    promised = LLMC_HEADER + count * dtype.itemsize
-    if size != promised:
+    expected = LLMC_HEADER + count * dtype.itemsize
+    if size != expected:
         raise mistake(
-            f"{file} promises {count} tokens, {promised} bytes with its header, and holds {size} bytes",
+            f"the header of {file} says {count} tokens, {expected} bytes with itself, and the file has {size} bytes",
             "fetch or write it again",
         )
     return Shard(file, mapped(file, dtype, LLMC_HEADER), NO_ENDS)
@@ -249,9 +249,9 @@ def _megatron(file: Path) -> Shard:
         raise mistake(f"{index} is missing beside {file.name}", "copy the .idx file that was written with it")
     dtype, sizes, documents = _index(index)
     bounds = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
-    held, promised = file.stat().st_size, int(bounds[-1]) * dtype.itemsize
-    if held != promised:
-        text = f"{index} promises {promised} bytes of tokens and {file.name} holds {held}"
+    held, expected = file.stat().st_size, int(bounds[-1]) * dtype.itemsize
+    if held != expected:
+        text = f"{index} says {expected} bytes of tokens, and {file.name} has {held}"
         raise mistake(text, "copy both files again")
     if np.any(np.diff(documents, prepend=0, append=len(sizes)) < 0):
         raise mistake(f"{index} names sequences that it does not hold", "copy both files again")
@@ -270,10 +270,11 @@ def _index(index: Path) -> tuple[np.dtype, np.ndarray, np.ndarray]:
         raise mistake(
             f"{index} is version {version} with tokens of type {code}, not version 1 with integers", "write it again"
         )
-    promised, held = start + sequences * 12 + documents * 8, index.stat().st_size
-    if promised != held:
+    expected, held = start + sequences * 12 + documents * 8, index.stat().st_size
+    if expected != held:
         raise mistake(
-            f"{index} promises {sequences} sequences, {promised} bytes, and holds {held} bytes", "copy both files again"
+            f"the header of {index} says {sequences} sequences, {expected} bytes, and the file has {held} bytes",
+            "copy both files again",
         )
     sizes = mapped(index, np.dtype("<i4"), start, sequences)
     # Between the two lie the byte positions of the sequences, which follow from the sizes.

@@ -15,6 +15,7 @@ import msgspec
 from meshwright.config import schema
 from meshwright.spec.plan import Precision
 from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.units import GIB
 
 # GB/s for one GPU, where nobody says: two channels of DDR4-3200, as in a desktop; an NVMe disk on four lanes of PCIe 3.
 HOST_BANDWIDTH = 51.2
@@ -170,7 +171,6 @@ if TYPE_CHECKING:
     from meshwright.hardware.stacks import Efficiency  # of a Gpu, so it imports this file
 
 GIGA, TERA = 1e9, 1e12
-GIB = 2.0**30
 MICRO = 1e-6
 GBIT = 1e9 / 8  # bytes
 ENTRIES = {"cards", "links", "networks"}  # tables of a file that add to the catalogue

@@ -111,11 +111,3 @@ def read_profile(path: Path) -> Profile:
     except msgspec.MsgspecError as error:
         remedy = "give a file that the probe wrote, or correct it"
         raise InputError([Problem(f"{path} is not a machine profile: {error}", remedy, "profile")]) from error
-
-
-def write_profile(profile: Profile, path: Path) -> None:
-    """Keep a profile as JSON that a person can read; nothing half-written is ever under its name."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(profile)) + b"\n")
-    temporary.replace(path)

@@ -9,8 +9,6 @@ import msgspec
 
 from meshwright.hardware.cluster import Gpu
 
-GIB = 2**30
-
 
 class StackMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The memory habits of one program. docs/memory.md says where each number comes from."""

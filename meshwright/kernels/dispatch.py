@@ -67,17 +67,17 @@ def fused(x: Tensor, kernels: Kernels, beside: Tensor | None = None) -> bool:
 def unsupported(x: Tensor) -> str:
     """Why no fused kernel can run on `x`; empty when one can."""
     if not x.is_cuda and not INTERPRETED:
-        return "the tensors are not on a GPU"
+        return "fused kernels need a GPU"
     if triton is None:
         return "Triton is not installed"
     if x.dtype not in FUSED_TYPES:
-        return f"there are none for {str(x.dtype).removeprefix('torch.')}"
+        return f"there are no fused kernels for {str(x.dtype).removeprefix('torch.')}"
     return ""
 
 
 def refusal(reason: str) -> InputError:
     """The sentence for a user who asked for fused kernels and cannot have them."""
-    return InputError([Problem(f'kernels = "fused", but fused kernels cannot run here: {reason}', REMEDY, "kernels")])
+    return InputError([Problem(f'kernels = "fused" cannot run here: {reason}', REMEDY, "kernels")])
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ def settle(kernels: Kernels, device: torch.device, dtype: torch.dtype = torch.fl
     reason = trial(device, dtype)
     if kernels == "fused" and reason:
         raise refusal(reason)
-    return KernelChoice("plain", f"fused ones cannot run here: {reason}") if reason else KernelChoice("fused")
+    return KernelChoice("plain", reason) if reason else KernelChoice("fused")
 
 
 @cache

@@ -5,7 +5,7 @@ Ring attention passes keys and values around; Ulysses exchanges sequence slices 
 per sequence, gets the all-gathered logits, which are small.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -203,25 +203,21 @@ def _send(message: Tensor, group: dist.ProcessGroup) -> Arrival:
             dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % size),
         ]
     )
-
-    def arrival() -> Tensor:
-        for work in works:
-            work.wait()
-        return received
-
-    return arrival
+    return partial(arrived, works, received)
 
 
 def _gather(message: Tensor, group: dist.ProcessGroup) -> Arrival:
     received = [torch.empty_like(message) for _ in range(group.size())]
     work = dist.all_gather(received, message, group=group, async_op=True)
+    assert work is not None
+    return partial(arrived, [work], received[group.rank() - 1])
 
-    def arrival() -> Tensor:
-        assert work is not None
+
+def arrived(works: Sequence[dist.Work], received: Tensor) -> Tensor:
+    """A message, once it is there: where a rank waits for its neighbour."""
+    for work in works:
         work.wait()
-        return received[group.rank() - 1]
-
-    return arrival
+    return received
 
 
 def split(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:

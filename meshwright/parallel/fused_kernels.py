@@ -84,7 +84,7 @@ def chosen(plan: Plan, device: torch.device, chunks: Iterable[nn.Module], one_pa
     """Which kernels a run uses, or why it uses none, for the screen and the record."""
     settled = settle(plan.kernels, device, compute_dtype(plan))
     if settled.kind == "plain":
-        return f"plain, because {settled.reason}"
+        return f"plain PyTorch ({settled.reason})"
     placed = [*_placed(chunks), *(["one-pass updates"] if one_pass else [])]
     return f"fused: {', '.join(placed)}" if placed else "fused, but this plan has no place for any"
 

@@ -1,7 +1,7 @@
 """A published run → a job that can be priced: the columns of docs/accuracy.md, blanks filled by documented defaults."""
 
 import csv
-import os
+import io
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
@@ -18,8 +18,10 @@ from meshwright.hardware.stacks import Stack, stack_of
 from meshwright.published.arch import arch_of
 from meshwright.published.cells import Cells, ImpossibleError, RefusalError, holds
 from meshwright.published.plan import degrees_of, is_early, plan_of
+from meshwright.runtime.files import replace_file
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.units import GIB
 
 NIC_WORDS = ("hdr", "ndr", "xdr", "edr", "per gpu", "per-gpu", "/gpu", "a gpu", "connectx", "cx-7", "cx7")
 GENERATIONS = {"hdr": 200.0, "ndr": 400.0, "xdr": 800.0}  # Gb/s of a link; EDR and Omni-Path have 100
@@ -177,7 +179,6 @@ ADDED: tuple[str, ...] = (
     "pred_iter_time_s", "pred_low_s", "pred_high_s", "pred_tokens_per_s_per_gpu",
     "pred_peak_mem_gib", "pred_low_mem_gib", "pred_high_mem_gib", "pred_fits", "refused", "assumed",
 )  # fmt: skip
-GIB = 2**30
 SAY_EVERY = 200  # rows
 OUR_FAULTS = (ValueError, ArithmeticError, LookupError, AssertionError)
 
@@ -321,14 +322,11 @@ def _rows(lines: TextIO, source: Path) -> Iterator[Row]:
 
 def write(target: Path, columns: list[str], rows: list[Row]) -> None:
     """A table on disk, whole or not at all."""
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    lines = io.StringIO()
+    writer = csv.DictWriter(lines, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
     try:
-        with partial.open("w", encoding="utf-8", newline="") as lines:
-            writer = csv.DictWriter(lines, columns, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
-        partial.replace(target)
+        replace_file(target, lines.getvalue().encode())
     except OSError as error:
         raise InputError([Problem(f"{target}: {error.strerror}", "name a file that can be written")]) from None
-    finally:
-        partial.unlink(missing_ok=True)

@@ -12,8 +12,7 @@ from meshwright.cost.simulate import StageCost, Timeline, play, render
 from meshwright.cost.step_time import Price, stages_of
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import actions, stage_ranks
-
-GIB = 2**30
+from meshwright.spec.units import GIB
 
 
 class ChartEntry(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,8 +9,8 @@ from meshwright.report.run_data import duration
 from meshwright.report.run_summary import EvalLoss, Losses, RunReport, in_tenths, thinned
 from meshwright.report.run_summary import loss_curve as series
 from meshwright.runtime.records import StepRecord
+from meshwright.spec.units import GIB
 
-GIB = 2**30
 NAMES = 14  # columns of what a line is about
 MOST_EVENTS, MOST_ATTEMPTS, MOST_EVALS = 12, 12, 6  # that are listed one by one
 LEAST_WAIT = 0.01  # share of its steps' time that a rank must have waited for data to be worth a line

@@ -1,4 +1,4 @@
-"""The one table of exit codes: what a script may rely on."""
+"""How runs fail: the table of exit codes, what a script may rely on, and the failure report of each kind of end."""
 
 import os
 import signal
@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from meshwright.runtime.files import replace_file
+
 if TYPE_CHECKING:  # exit codes are in every verb, what watches ranks only in those that start some
     from meshwright.runtime.hang import Hang
-    from meshwright.runtime.heartbeat import RankStatus
+    from meshwright.runtime.heartbeat import PhaseTable, RankStatus
     from meshwright.runtime.nodes import Lost
 
 
@@ -38,8 +40,8 @@ MEANING = {
     Exit.FAILED: "failed: a rank's error, a check that did not hold, or a fault of ours",
     Exit.INPUT: "bad input: every problem is listed with its remedy",
     Exit.DOES_NOT_FIT: "the plan does not fit the memory there is",
-    Exit.PREEMPTED: "asked to end (SIGTERM), and saved: the same command goes on",
-    Exit.RESUMABLE: "ended by a fault (a killed or hung rank, data gone): the same command goes on",
+    Exit.PREEMPTED: "stopped by SIGTERM, checkpoint saved: run the same command again to resume",
+    Exit.RESUMABLE: "failed, resumable (a killed or hung rank, data gone): run the same command again to resume",
     Exit.CORRUPT: "a checkpoint is damaged, and there is no older one",
     Exit.NOT_FINITE: "too many gradients in a row were not finite",
     Exit.HARDWARE: "replicas disagree: suspected hardware",
@@ -95,7 +97,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FailureError(RuntimeError):
-    """Something that ends a run with a verdict of its own."""
+    """Something that ends a run with a failure report of its own."""
 
     def __init__(self, verdict: Failure) -> None:
         super().__init__(verdict.what)
@@ -103,17 +105,14 @@ class FailureError(RuntimeError):
 
 
 def write(folder: Path, verdict: Failure) -> None:
-    """A rank's last words, for whoever watches; a folder that was never made is left so."""
+    """A rank's failure report, for whoever watches; a folder that was never made is left so."""
     if not folder.is_dir():
         return
-    file = folder / f"failure.rank{verdict.rank}.json"
-    temporary = file.with_suffix(".tmp")
-    temporary.write_bytes(msgspec.json.encode(verdict))
-    temporary.replace(file)
+    replace_file(folder / f"failure.rank{verdict.rank}.json", msgspec.json.encode(verdict))
 
 
 def read(folder: Path) -> list[Failure]:
-    """The last words of all ranks that had any."""
+    """The failure reports of all ranks that left one."""
     return [msgspec.json.decode(file.read_bytes(), type=Failure) for file in folder.glob("failure.rank*.json")]
 
 
@@ -142,7 +141,7 @@ def _one_line(text: str) -> str:
     return plain if len(plain) <= WIDEST else plain[: WIDEST - 1] + "…"
 
 
-AGAIN = "run the same command again: it goes on from the newest checkpoint"
+AGAIN = "run the same command again to resume from the newest checkpoint"
 STATES = {"T": "state T (stopped)", "t": "state t (traced)", "Z": "state Z (gone)"}
 LIKELY = {
     signal.SIGKILL: "killed from outside: by a person, a scheduler, or the kernel for want of memory (see dmesg)",
@@ -178,7 +177,7 @@ def of_exit(rank: int, code: int, seen: "RankStatus | None", folder: Path) -> Fa
     )
 
 
-def of_nursery(words: str, folder: Path) -> Failure:
+def of_fork_server(words: str, folder: Path) -> Failure:
     """No rank could be started."""
     last = words.strip().splitlines()
     return Failure(
@@ -187,7 +186,7 @@ def of_nursery(words: str, folder: Path) -> Failure:
         what=f"the ranks could not be started: {last[-1] if last else 'no word of why'}",
         where=f"{socket.gethostname()}, before the first step",
         remedy="see the log; `python -c 'import torch'` may tell as much",
-        details=str(folder / "logs" / "nursery.txt"),
+        details=str(folder / "logs" / "fork_server.txt"),
     )
 
 
@@ -198,13 +197,15 @@ def is_mismatch(rank: int, folder: Path) -> bool:
     return "preamble.length" in tail(folder / "logs" / f"rank{rank}.txt", 40)
 
 
-def of_hang(hang: "Hang", seen: Mapping[int, "RankStatus"], words: Mapping[int, str], details: Path) -> Failure:
+def of_hang(
+    hang: "Hang", seen: Mapping[int, "RankStatus"], words: Mapping[int, str], table: "PhaseTable", details: Path
+) -> Failure:
     """Ranks that hang: which, where, since when. The stack of a process that is stopped cannot be had."""
     from meshwright.runtime.hang import doing, frames, shown
 
     one = seen[hang.ranks[0]]
     found = frames(words.get(one.rank, ""))
-    phase = doing(found, one.beat.phase).phase if found else one.beat.phase
+    phase = doing(found, table, one.beat.phase).phase if found else one.beat.phase
     who = f"rank {one.rank}" if len(hang.ranks) == 1 else f"ranks {', '.join(map(str, hang.ranks))}"
     waiting = [rank for rank, other in seen.items() if other.beat.waiting and rank not in hang.ranks]
     others = f"; waiting for it: {_list(waiting)}" if waiting else ""
@@ -250,7 +251,7 @@ def keep_end(verdict: Failure, folder: Path, attempt: str) -> None:
 
 
 def keep(verdict: Failure, words: Mapping[int, str], details: Path) -> None:
-    """The verdict and the stacks it rests on, for whoever wants to know more."""
+    """The failure report and the stacks it rests on, for whoever wants to know more."""
     details.mkdir(parents=True, exist_ok=True)
     for rank, text in words.items():
         (details / f"rank{rank}.txt").write_text(text or "no stack: the process is stopped, or gone\n")
@@ -267,7 +268,7 @@ def place(one: "RankStatus") -> str:
 
 def _cause(hang: "Hang", one: "RankStatus", phase: str) -> str:
     if "stopped" in hang.reason:
-        return "somebody stopped the process; `kill -CONT` would let it go on"
+        return "somebody stopped the process; `kill -CONT` lets it continue"
     if "lock" in hang.reason:
         return "native code that holds Python's lock: an extension, or a call that never returns"
     if "collective" in hang.reason:

@@ -1,4 +1,4 @@
-"""Places that cannot be written to: told as mistakes before the work, and no reason to end it once it goes on."""
+"""Places that cannot be written to: told as mistakes before the work, and no reason to end it once it runs."""
 
 import os
 import tempfile
@@ -44,18 +44,26 @@ def refuse_existing(file: Path, force: bool) -> None:
         raise InputError([Problem(f"{file} exists", "add --force to replace it, or name another file")])
 
 
+def replace_file(file: Path, data: bytes, mode: int = 0o666) -> None:
+    """Write a file atomically: whoever reads it finds all of the old one or all of the new one."""
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")  # of this process: several may write the same
+    try:
+        temporary.unlink(missing_ok=True)
+        temporary.touch(mode)
+        temporary.write_bytes(data)
+        temporary.replace(file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def write_whole(file: Path, text: str, force: bool) -> None:
     """Put a text into a file, whole or not at all."""
     refuse_existing(file, force)
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(file)
+        replace_file(file, text.encode())
     except OSError as error:
         remedy = "name a file in a folder that can be written"
         raise InputError([Problem(f"{file}: {error.strerror}", remedy)]) from None
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def teller(stream: TextIO) -> Callable[[str], None]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from meshwright.runtime.heartbeat import PHASES, HeartbeatReader, RankStatus
+from meshwright.runtime.heartbeat import PHASES, HeartbeatReader, PhaseMark, PhaseTable, RankStatus
 
 SAFETY = 5.0  # limit ÷ the longest stillness that turned out to be none
 BUSY = 4.0  # a rank that uses its processor may be still for so much longer
@@ -20,6 +20,7 @@ LEAST_SECONDS = {"start": 300.0, "compile": 600.0, "end": 300.0, "save": 60.0, "
 LATE_SECONDS = 2.0  # between two looks of our own: then the machine slept, and no rank is to blame
 BUSY_SHARE = 0.2  # of one processor
 STOPPED = "Tt"
+PATIENCE_SECONDS = 0.3
 
 
 class Hang(msgspec.Struct, frozen=True, kw_only=True):
@@ -162,30 +163,9 @@ class Doing(NamedTuple):
     site: tuple[str, int]  # the innermost line of ours
 
 
-# Part of the file's path, function, phase. First what encloses other work, wherever in the stack it is; then, from the
-# innermost frame outwards, what decides by itself.
-ENCLOSING = (
-    ("meshwright/train/loop.py", "held_out", "eval"),
-    ("meshwright/train/rank.py", "_finish", "end"),
-    ("meshwright/train/build.py", "", "start"),
-    ("meshwright/train/world.py", "", "start"),
-    ("meshwright/train/world.py", "", "start"),
-    ("meshwright/checkpoint/read.py", "", "start"),
-    ("meshwright/checkpoint/", "", "save"),
-)
-INNERMOST = (
-    ("torch/_dynamo/convert_frame.py", "", "compile"),
-    ("torch/_inductor/", "", "compile"),
-    ("meshwright/data/", "", "data"),
-    ("torch/autograd/graph.py", "_engine_run_backward", "backward"),
-    ("meshwright/optim/", "", "optimizer"),
-    ("meshwright/optim/clip.py", "", "optimizer"),
-    ("meshwright/train/step.py", "", "forward"),
-)
-OUTERMOST = (("meshwright/train/loop.py", "_steps", "forward"),)  # the loop runs, and nothing above said otherwise
 BETWEEN = ("torch/_ops.py",)  # frames that a collective may have below its own
 ARITHMETIC = "torch/distributed/tensor/"  # dispatches, and computes
-WAITING = (("torch/distributed/", ""), ("torch/cuda/streams.py", ""), ("meshwright/parallel/context.py", "arrival"))
+WAITING = (("torch/distributed/", ""), ("torch/cuda/streams.py", ""))
 
 
 def of(running: FrameType | None) -> list[Frame]:
@@ -197,27 +177,27 @@ def of(running: FrameType | None) -> list[Frame]:
     return found
 
 
-def doing(stack: Sequence[Frame], before: str = "start") -> Doing:
+def doing(stack: Sequence[Frame], table: PhaseTable, before: str = "start") -> Doing:
     """The phase of a stack and whether it waits for others; what tells nothing leaves the phase as it was."""
-    around = {_marked(ENCLOSING, frame.file, frame.name) for frame in stack}
+    around = {_marked(table.enclosing, frame.file, frame.name) for frame in stack}
     phase = (
-        next((phase for _, _, phase in ENCLOSING if phase in around), "")
-        or next((phase for frame in stack if (phase := _marked(INNERMOST, frame.file, frame.name))), "")
-        or next((phase for frame in stack if (phase := _marked(OUTERMOST, frame.file, frame.name))), "")
+        next((mark.phase for mark in table.enclosing if mark.phase in around), "")
+        or next((phase for frame in stack if (phase := _marked(table.innermost, frame.file, frame.name))), "")
+        or next((phase for frame in stack if (phase := _marked(table.outermost, frame.file, frame.name))), "")
     )
     site = next(((frame.file, frame.line) for frame in stack if "/meshwright/" in frame.file), ("", 0))
-    return Doing(phase or before, is_waiting(stack), site)
+    return Doing(phase or before, is_waiting(stack, table), site)
 
 
-def is_waiting(stack: Iterable[Frame]) -> bool:
-    """Whether the innermost frame is a collective's, or the device's queue."""
+def is_waiting(stack: Iterable[Frame], table: PhaseTable) -> bool:
+    """Whether the innermost frame is a collective's, the device's queue, or one that the table names."""
     for frame in stack:
         if not any(part in frame.file for part in BETWEEN):
-            return ARITHMETIC not in frame.file and any(_is(frame, *mark) for mark in WAITING)
+            return ARITHMETIC not in frame.file and any(_is(frame, *mark) for mark in WAITING + table.waiting)
     return False
 
 
-def parse(text: str) -> list[Frame]:
+def frames(text: str) -> list[Frame]:
     """The main thread's stack in what faulthandler writes, innermost first."""
     found = []
     _, current, rest = text.rpartition("Current thread")
@@ -231,19 +211,13 @@ def parse(text: str) -> list[Frame]:
 
 
 @cache
-def _marked(marks: tuple[tuple[str, str, str], ...], file: str, name: str) -> str:
+def _marked(marks: tuple[PhaseMark, ...], file: str, name: str) -> str:
     """Remembered: the same few lines are looked at twenty times a second."""
     return next((phase for part, function, phase in marks if part in file and function in ("", name)), "")
 
 
 def _is(frame: Frame, file: str, name: str) -> bool:
     return file in frame.file and name in ("", frame.name)
-
-
-assert {phase for _, _, phase in ENCLOSING + INNERMOST} <= set(PHASES)
-
-
-PATIENCE_SECONDS = 0.3
 
 
 def capture(pulse: HeartbeatReader, seen: list[RankStatus]) -> dict[int, str]:
@@ -264,11 +238,6 @@ def confirmed(pulse: HeartbeatReader, seen: list[RankStatus], ranks: tuple[int, 
     time.sleep(PATIENCE_SECONDS)
     again = {one.rank: one.still_since for one in pulse.look()}
     return all(again.get(one.rank, 0.0) <= one.still_since for one in seen if one.rank in ranks)
-
-
-def frames(text: str) -> list[Frame]:
-    """The main thread's frames, innermost first."""
-    return parse(text)
 
 
 def shown(found: list[Frame], most: int = 3) -> str:

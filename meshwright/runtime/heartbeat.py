@@ -5,6 +5,7 @@ import os
 import struct
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -19,11 +20,31 @@ AT_COUNTS = HEAD.size
 AT_LEAVE = AT_COUNTS + COUNTS.size
 
 
+class PhaseMark(NamedTuple):
+    """A phase, and the frames that mean it: part of a file's path, and a function ("": any)."""
+
+    file: str
+    function: str
+    phase: str
+
+
+class PhaseTable(msgspec.Struct, frozen=True):
+    """Which frames mean which phase, told by whoever owns the code that a rank runs; here nothing of it is known."""
+
+    enclosing: tuple[PhaseMark, ...] = ()  # what encloses other work, wherever in the stack it is: asked first
+    innermost: tuple[PhaseMark, ...] = ()  # what decides by itself, from the innermost frame outwards
+    outermost: tuple[PhaseMark, ...] = ()  # asked when nothing else said otherwise
+    waiting: tuple[tuple[str, str], ...] = ()  # file and function in which a rank waits for others, beside torch's own
+
+    def __post_init__(self) -> None:
+        assert {mark.phase for mark in self.enclosing + self.innermost + self.outermost} <= set(PHASES)
+
+
 class Beat(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank last said. Times are of the machine's monotonic clock, which no one can set."""
 
     pid: int = 0  # 0: the rank has not spoken yet
-    tick: float = 0.0  # when its heart last beat; old while a thread holds Python's lock, or the process is stopped
+    tick: float = 0.0  # the last heartbeat; old while a thread holds Python's lock, or the process is stopped
     moved: float = 0.0  # when its main thread was last seen elsewhere than before
     step: int = 0  # steps done, those before a restart included
     restored: int = -1  # the step it began from; -1: not known yet
@@ -83,7 +104,7 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def silent(self) -> bool:
-        """The heart has stopped: the process is stopped, or somebody holds Python's lock."""
+        """The heartbeat has stopped: the process is stopped, or somebody holds Python's lock."""
         return self.beat.pid != 0 and self.now - self.beat.tick > SILENT_SECONDS
 
     @property
@@ -92,7 +113,7 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HeartbeatReader:
-    """The hearts of all ranks of a machine."""
+    """The heartbeats of all ranks of a machine."""
 
     def __init__(self, folder: Path, ranks: list[int]) -> None:
         self.folder = folder
@@ -104,7 +125,7 @@ class HeartbeatReader:
         return [seen for rank in self.ranks if (seen := self._look(rank)) is not None]
 
     def ask_to_leave(self) -> None:
-        """Hearts that still beat end their process, with the code of a fault that can be resumed from."""
+        """Ranks whose heartbeat still runs end their process, with the code of a fault that can be resumed from."""
         for memory in self.memories.values():
             LEAVE.pack_into(memory, AT_LEAVE, 1)
 
@@ -115,6 +136,10 @@ class HeartbeatReader:
 
     def stack_file(self, rank: int) -> Path:
         return self.folder / f"rank{rank}.stack"
+
+    def phase_table(self, rank: int) -> PhaseTable:
+        """What a rank said its frames mean."""
+        return msgspec.json.decode(phase_file(self.folder, rank).read_bytes(), type=PhaseTable)
 
     def _look(self, rank: int) -> RankStatus | None:
         memory = self.memories.get(rank) or self._open(rank)
@@ -136,6 +161,11 @@ class HeartbeatReader:
         with open(file, "r+b") as opened:
             self.memories[rank] = mmap.mmap(opened.fileno(), SIZE)
         return self.memories[rank]
+
+
+def phase_file(folder: Path, rank: int) -> Path:
+    """Where a rank says what its frames mean: there before its first heartbeat."""
+    return folder / f"rank{rank}.phases.json"
 
 
 def process(pid: int) -> tuple[str, float]:

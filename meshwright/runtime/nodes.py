@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from meshwright.runtime.files import replace_file
+
 KEY = "nodes.key"
 KEY_BYTES = 32
 MOST_BYTES = 1200  # of a datagram: less than any network cuts
@@ -23,7 +25,7 @@ MOST_AT_ONCE = 256  # datagrams taken at one look, so that a flood does not stop
 BEAT_SECONDS = 0.5
 LOST_SECONDS = 5.0  # ten datagrams in a row that did not come
 LATE_SECONDS = 2.0  # between two looks of our own: then it was this machine that slept
-FAREWELLS = 3  # any of them may get lost
+GOODBYES = 3  # any of them may get lost
 
 Address = tuple[Any, ...]  # as the family of the socket writes it
 
@@ -45,7 +47,7 @@ class Lost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     node: Node
     seconds: float  # since it was last heard
-    said: str = ""  # its last words; empty: it went without any
+    said: str = ""  # its failure report; empty: it went without any
 
 
 class NodeMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -122,7 +124,7 @@ class Nodes:
             self._send_surely(self._word(lost=lost))
 
     def leave(self, said: str = "") -> None:
-        """Say farewell: the work is done, or why it is not."""
+        """Say goodbye: the work is done, or why it is not."""
         self._send_surely(self._word(state="failed" if said else "done", said=said[:MOST_TEXT]))
 
     def close(self) -> None:
@@ -157,7 +159,7 @@ class Nodes:
                 continue  # the network is down: silence says so
 
     def _send_surely(self, word: NodeMessage) -> None:
-        for _ in range(FAREWELLS):
+        for _ in range(GOODBYES):
             self._send(word)
             time.sleep(0.05)
 
@@ -201,11 +203,7 @@ def opened(datagram: bytes, key: bytes) -> NodeMessage | None:
 def new_key(folder: Path) -> bytes:
     """A key for this attempt, which only this user can read."""
     key, file = secrets.token_bytes(KEY_BYTES), folder / KEY
-    temporary = file.with_suffix(".tmp")
-    temporary.unlink(missing_ok=True)
-    temporary.touch(mode=0o600)
-    temporary.write_bytes(key)
-    temporary.replace(file)
+    replace_file(file, key, mode=0o600)
     return key
 
 

@@ -1,4 +1,4 @@
-"""Ranks of one machine: forked from a nursery that has torch, adopted by the launcher, ended together."""
+"""Ranks of one machine: forked from a fork server that has torch, adopted by the launcher, ended together."""
 
 import contextlib
 import ctypes
@@ -25,19 +25,19 @@ START_SECONDS = 300.0  # importing torch from a cold and crowded disk
 
 
 class ForkServerError(RuntimeError):
-    """The nursery ended, or did not answer."""
+    """The fork server ended, or did not answer."""
 
 
 class ForkServer:
-    """The process that ranks are forked from. It is started early, and imports torch while the launcher works."""
+    """The process that ranks are forked from: `module`, started early; it imports torch while the launcher works."""
 
-    def __init__(self, environment: Mapping[str, str], log: Path, stdout: int) -> None:
+    def __init__(self, module: str, environment: Mapping[str, str], log: Path, stdout: int) -> None:
         adopt()
         self.answers, writing = os.pipe()
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "ab") as words:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "meshwright.train.fork_server", str(writing)],
+                [sys.executable, "-m", module, str(writing)],
                 env=dict(environment),
                 stdin=subprocess.PIPE,
                 stdout=stdout,
@@ -80,7 +80,7 @@ class ForkServer:
             self.process.stdin.write(line + b"\n")
             self.process.stdin.flush()
         except BrokenPipeError:
-            raise ForkServerError(self._last_words()) from None
+            raise ForkServerError(self._log_tail()) from None
 
     def _answer(self, rank: int) -> int:
         text = b""
@@ -88,18 +88,18 @@ class ForkServer:
             ready, _, _ = select.select([self.answers], [], [], START_SECONDS)
             letter = os.read(self.answers, 1) if ready else b""
             if not letter:
-                raise ForkServerError(self._last_words())
+                raise ForkServerError(self._log_tail())
             text += letter
         said, pid = (int(word) for word in text.split())
         assert said == rank, "orders are answered in turn"
         return pid
 
-    def _last_words(self) -> str:
-        return tail(self.log) or f"the nursery ended with {self.process.poll()}; see {self.log}"
+    def _log_tail(self) -> str:
+        return tail(self.log) or f"the fork server ended with {self.process.poll()}; see {self.log}"
 
 
 def adopt() -> None:
-    """Let ranks, whose parent in the nursery ends at once, become children of this process."""
+    """Let ranks, whose parent in the fork server ends at once, become children of this process."""
     ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, 1)
 
 
@@ -140,7 +140,7 @@ def defaults(ranks: int) -> dict[str, str]:
         "OMP_NUM_THREADS": str(max(cores() // ranks, 1)),
         "GLOO_SOCKET_IFNAME": loopback,
         "TORCH_FR_BUFFER_SIZE": "2000",  # collectives remembered, to tell who left one out
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it a GPU's products refuse to be deterministic
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it a GPU's matmuls refuse to be deterministic
     }
 
 
@@ -166,11 +166,10 @@ def tail(log: Path, lines: int = 12) -> str:
 
 Work = Callable[..., None]  # (place, *arguments), to be found by its name in a module
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["meshwright.train.build"])  # by name: this side never imports torch
 
 
 class RankError(RuntimeError):
-    """A rank failed: the first one's own words."""
+    """A rank failed: the first one's traceback."""
 
 
 class Remote:
@@ -185,6 +184,8 @@ class Remote:
 
 def run_ranks(work: Work, count: int, arguments: tuple[Any, ...], seconds: float) -> None:
     """Run `work` in so many processes that can meet; return when all are done, or raise what the first failure said."""
+    if isinstance(work, Remote):
+        SERVER.set_forkserver_preload([work.module])  # imported once, before the first fork
     with tempfile.TemporaryDirectory() as name:
         meeting = Path(name)
         processes = [

@@ -56,7 +56,7 @@ class Supervisor:
 
     run: Run
     folder: Path
-    nursery: Callable[[], ForkServer]  # makes one, at the start and should it be lost
+    fork_server: Callable[[], ForkServer]  # makes one, at the start and should it be lost
     order: RankSpec  # of rank 0; the others' differ in their place
     say: Callable[[str], None]
     wasted: int = 0  # attempts in a row that left no newer checkpoint
@@ -68,16 +68,16 @@ class Supervisor:
         self.judge = HangDetector(self.run.faults.hang_seconds, self.run.plan.world)
         self.saved = newest_step(self.folder)
         run_folder.sweep()
-        self.spare = self.nursery()
+        self.spare = self.fork_server()
 
     def supervise(self, asked: StopRequest) -> Failure | None:
-        """Until the run is done (None), or cannot go on."""
+        """Until the run is done (None), or cannot continue."""
         self.asked = asked
         while True:
             try:
                 verdict = self._attempt()
             except ForkServerError as error:
-                return failure.of_nursery(str(error), self.folder)
+                return failure.of_fork_server(str(error), self.folder)
             if verdict is not None and verdict.kind not in ("input", "stopped"):
                 failure.keep_end(verdict, self.folder, f"{self.order.session}-{self.number}")
             if verdict is not None and verdict.kind == "input" and self.number > 1:  # it was there when the run began
@@ -102,7 +102,7 @@ class Supervisor:
         with tempfile.TemporaryDirectory(prefix=run_folder.prefix()) as meeting:
             if not self.spare.is_alive():
                 self.spare.close()
-                self.spare = self.nursery()
+                self.spare = self.fork_server()
             ranks = Ranks(self.spare.start(self._orders(Path(meeting))))
             pulse = HeartbeatReader(Path(meeting), list(range(self.run.plan.world)))
             watch = Watch(ranks, pulse, self)
@@ -139,12 +139,12 @@ class Supervisor:
     def _budget(self) -> str:
         at = f"from step {self.saved}" if self.saved >= 0 else "from the beginning"
         charged = f"; {self.wasted} of {self.run.faults.restarts} attempts brought no newer checkpoint"
-        return f"nothing: starting again {at}{charged if self.wasted else ''}"
+        return f"nothing: restarting {at}{charged if self.wasted else ''}"
 
     def _gave_up(self) -> str:
         return (
             f"{self.run.faults.restarts} restarts in a row brought no newer checkpoint (faults.restarts): "
-            "find the cause; the same command then goes on"
+            "find the cause, then run the same command again to resume"
         )
 
 
@@ -187,9 +187,9 @@ class Watch:
         return self._told(hang, stacks.capture(self.pulse, seen))
 
     def _told(self, hang: Hang, words: Mapping[int, str]) -> Failure:
-        """The verdict, and the stacks it rests on, in the run folder."""
+        """The failure report, and the stacks it rests on, in the run folder."""
         details = self.folder / "faults" / f"hang-{self.supervisor.order.session}-{self.supervisor.number}"
-        verdict = failure.of_hang(hang, self.seen, words, details)
+        verdict = failure.of_hang(hang, self.seen, words, self.pulse.phase_table(hang.ranks[0]), details)
         failure.keep(verdict, words, details)
         return verdict
 
@@ -233,7 +233,7 @@ class Watch:
             self.told = time.monotonic()
             if all(one.beat.restored < 0 for one in self.seen.values()):
                 return self._stopped()  # no step was begun: there is nothing to save
-            self.supervisor.say(f"asked to end: saving at this step, within {grace:g} s")
+            self.supervisor.say(f"interrupted: saving a checkpoint, within {grace:g} s")
             self.ranks.signal(signal.SIGTERM)
         if asked.interrupts >= INTERRUPTED or time.monotonic() - self.told > grace:
             return self._stopped(saved=False)
@@ -242,11 +242,11 @@ class Watch:
     def _stopped(self, saved: bool = True) -> Failure:
         step = newest_step(self.folder)
         interrupted = self.supervisor.asked.interrupts > 0
-        what = f"saved at step {step}" if saved and step >= 0 else "ended before a save was complete"
+        what = f"checkpoint saved at step {step}" if saved and step >= 0 else "ended before a checkpoint was complete"
         return Failure(
             kind="stopped",
             code=Exit.INTERRUPTED if interrupted else Exit.PREEMPTED if saved else Exit.RESUMABLE,
-            what=f"{'interrupted' if interrupted else 'asked to end'}: {what}",
+            what=f"{'interrupted' if interrupted else 'stopped by SIGTERM'}, {what}",
             remedy=failure.AGAIN,
             details=str(self.folder),
             step=step,
@@ -254,7 +254,7 @@ class Watch:
 
 
 def set_aside(folder: Path, good_until: int) -> None:
-    """Rename checkpoints whose state is in doubt, so that no run goes on from them and nothing is lost."""
+    """Rename checkpoints whose state is in doubt, so that no run resumes from them and nothing is lost."""
     for entry in folder.glob("checkpoints/step-*"):
         number = entry.name.removeprefix("step-")
         if number.isdecimal() and int(number) > good_until:
@@ -268,7 +268,7 @@ def newest_step(folder: Path) -> int:
 
 
 SIDECAR_LOOK_SECONDS = 0.1
-LEAVE_SECONDS = 2.0  # for hearts that still beat to end their process
+LEAVE_SECONDS = 2.0  # for ranks whose heartbeat still runs to end their process
 STILL_SECONDS = 2.0  # without a move of any rank here: then a silent machine is missed, not merely unheard
 DONE = b"."  # what the rank beside it says at its end; nothing: it was killed
 
@@ -385,7 +385,8 @@ def _hang(
     """A rank of this machine hangs."""
     words = stacks.capture(pulse, seen)
     details = Path(post.folder) / "faults" / f"hang-{time.time_ns()}"
-    verdict = failure.of_hang(hang, {one.rank: one for one in seen}, words, details)
+    table = pulse.phase_table(hang.ranks[0])
+    verdict = failure.of_hang(hang, {one.rank: one for one in seen}, words, table, details)
     failure.keep(verdict, words, details)
     if nodes is not None:
         nodes.leave(verdict.what)

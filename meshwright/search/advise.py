@@ -16,8 +16,8 @@ from meshwright.search.question import Question
 from meshwright.search.sizes import gpus_needed, with_gpus
 from meshwright.search.space import refuse_empty, wants_pipeline
 from meshwright.spec.plan import AXES, Precision
+from meshwright.spec.units import GIB
 
-GIB = 2**30
 STATES = ("weights", "master", "gradients", "moments", "all_gathered_params", "unreduced_grads")
 TALK = ("tp", "cp", "ep", "pp", "bubble", "stragglers", "shard", "replicate", "tied")  # shares that one GPU has not
 

@@ -12,9 +12,10 @@ from meshwright.cost.job import Job
 from meshwright.cost.memory import Ledger, worst
 from meshwright.cost.step_time import price
 from meshwright.hardware.cluster import cluster
-from meshwright.hardware.stacks import GIB, stack_of
+from meshwright.hardware.stacks import stack_of
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.units import GIB
 
 ALWAYS = ("none", "selective", "sqrt", "full")
 COUNTED = ("selective", "first")  # of so many blocks

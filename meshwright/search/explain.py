@@ -13,6 +13,7 @@ from meshwright.search.sizes import gpus_needed, largest_model, largest_sequence
 from meshwright.search.space import CHUNKS, SCHEDULES, PipelineChoice, compiles, divisors, homes, problems
 from meshwright.spec.plan import Plan, balanced_stages
 from meshwright.spec.schedule import default_chunks
+from meshwright.spec.units import GIB
 
 
 class Neighbour(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,7 +137,6 @@ def _completed(question: Question, plan: Plan, change: str) -> Neighbour:
     return Neighbour(change=change, plan=plan)
 
 
-GIB = 2**30
 LOSSES = 3  # of the waterfall that are named
 SMALL = 0.01  # of a step; smaller losses are not worth a word
 

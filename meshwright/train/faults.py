@@ -15,6 +15,7 @@ from meshwright.data.loader import Batch
 from meshwright.parallel.collectives import join
 from meshwright.parallel.mesh import Mesh, local
 from meshwright.runtime.failure import Exit, Failure, FailureError
+from meshwright.runtime.files import replace_file
 from meshwright.runtime.heartbeat import PHASES
 from meshwright.runtime.records import EventRecord, StepRecord
 from meshwright.train.heartbeat import SECONDS, Heartbeat
@@ -83,9 +84,7 @@ def save(culprit: Culprit, batch: Batch, folder: Path) -> None:
     file = _file(folder, culprit.step, culprit.rank or 0)
     file.parent.mkdir(parents=True, exist_ok=True)
     tensors = {"tokens": batch.tokens.cpu().contiguous(), "targets": batch.targets.cpu().contiguous()}
-    temporary = file.with_suffix(".tmp")
-    temporary.write_bytes(safetensors.torch.save(tensors))
-    temporary.replace(file)
+    replace_file(file, safetensors.torch.save(tensors))
     file.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(culprit)) + b"\n")
 
 
@@ -240,7 +239,7 @@ class FaultWatch:
         self.spikes = Spikes(run.faults.spike)
         self.stragglers = Stragglers(run.faults.straggler, mesh, heart)
         self.replicas = Replicas(run.faults.compare_every, state, mesh)
-        self.witness = ReplicaCheck(run, state, mesh, recorder.folder)
+        self.replica_check = ReplicaCheck(run, state, mesh, recorder.folder)
         self.looked = state.step
         self.streak = 0  # steps in a row whose gradient was not finite
 
@@ -259,7 +258,7 @@ class FaultWatch:
             self._tell("spike", record.step, words)
         if found := self.stragglers.look(record.step):
             self._tell("straggler", record.step, str(found), found.rank)
-        if told := self.witness.look(self.replicas, record.step):
+        if told := self.replica_check.look(self.replicas, record.step):
             self._tell("replicas", record.step, told[1], told[0])
 
     def _not_finite(self, record: StepRecord) -> None:
@@ -282,7 +281,7 @@ class FaultWatch:
             where=text,
             since=f"step {step - self.streak + 1}",
             cause="a learning rate too high, a damaged weight, or data that the model cannot take",
-            remedy="lower optim.lr or mend the data; the same command goes on from the newest checkpoint",
+            remedy="lower optim.lr or fix the data; run the same command again to resume from the newest checkpoint",
             details=str(self.recorder.folder / "faults"),
             rank=rank,
             step=step,

@@ -1,4 +1,4 @@
-"""Where the ranks of one machine come from: a process that has torch already, and forks one whenever it is told to.
+"""Where the ranks of one machine come from: a process that has torch already, and forks one on request.
 
 It is the spare that makes a restart quick: a rank forked here is at work in a tenth of a second, one that must import
 torch in three. It never touches a GPU, so that its children may.

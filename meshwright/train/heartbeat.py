@@ -1,4 +1,4 @@
-"""A rank's heart: a thread that looks where the main thread is and says so in shared memory, a few times a second.
+"""A rank's heartbeat: a thread that looks where the main thread is and says so in shared memory, a few times a second.
 
 Looking costs the main thread some microseconds each time; nothing is added to the work itself.
 """
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from meshwright.runtime import hang
 from meshwright.runtime import heartbeat as beats
 from meshwright.runtime.failure import Exit
-from meshwright.runtime.heartbeat import MOST_GROUPS, PHASES, Beat
+from meshwright.runtime.heartbeat import MOST_GROUPS, PHASES, Beat, PhaseTable
 
 SECONDS = 0.05  # between two looks
 STACK_SIGNAL = signal.SIGUSR1
@@ -31,8 +31,10 @@ STACK_SIGNAL = signal.SIGUSR1
 class Heartbeat:
     """Beats until it is closed, or until the supervisor asks this process to leave."""
 
-    def __init__(self, folder: Path, rank: int) -> None:
+    def __init__(self, folder: Path, rank: int, table: PhaseTable) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        self.table = table
+        beats.phase_file(folder, rank).write_bytes(msgspec.json.encode(table))  # its readers wait for the first beat
         self.memory = _memory(folder / f"rank{rank}.beat")
         self.stack = _stack_on_signal(folder / f"rank{rank}.stack")
         now = time.monotonic()
@@ -46,7 +48,7 @@ class Heartbeat:
         self.step_ends_ns: deque[int] = deque(maxlen=2)  # by the clock of torch's flight recorder
         self.closed = threading.Event()
         self._publish(self.beat)
-        self.thread = threading.Thread(target=self._live, name="heart", daemon=True)
+        self.thread = threading.Thread(target=self._live, name="heartbeat", daemon=True)
         self.thread.start()
 
     def begins(self, step: int) -> None:
@@ -70,7 +72,7 @@ class Heartbeat:
         )
 
     def looked(self) -> None:
-        """A held-out loss was taken: its collectives belong to the step before, not to the next."""
+        """A validation loss was taken: its collectives belong to the step before, not to the next."""
         if self.step_ends_ns:  # a run that lacked only its ending makes no step here
             self.step_ends_ns[-1] = time.time_ns()
 
@@ -98,7 +100,7 @@ class Heartbeat:
 
     def _look(self) -> Beat:
         stack = hang.of(sys._current_frames().get(self.main))
-        seen = hang.doing(stack, self.beat.phase)
+        seen = hang.doing(stack, self.table, self.beat.phase)
         waiting = seen.waiting or (seen.phase == "backward" and self._device_thread_waits())
         last, now = self.beat, time.monotonic()
         counts = collectives() or last.counts
@@ -130,7 +132,7 @@ class Heartbeat:
     def _device_thread_waits(self) -> bool:
         """A GPU's backward runs in a thread of autograd's own, and so do the collectives in it."""
         others = [frame for number, frame in sys._current_frames().items() if number != self.main]
-        return any(hang.is_waiting(hang.of(frame)) for frame in others)
+        return any(hang.is_waiting(hang.of(frame), self.table) for frame in others)
 
 
 def collectives() -> tuple[int, ...]:

@@ -33,6 +33,7 @@ from meshwright.runtime.records import (
     line,
     read_line,
 )
+from meshwright.spec.units import GIB
 from meshwright.train.loop import EvalResult, StepResult
 
 
@@ -58,7 +59,7 @@ class RecordFile:
                 self.told = True
                 self.say(
                     f"warning: {self.file} cannot be written: {error.strerror}. "
-                    "Training goes on; records wait in memory until they can be"
+                    "Training continues; records wait in memory until they can be"
                 )
 
     def close(self) -> None:
@@ -90,7 +91,7 @@ def step_line(record: StepRecord, steps: int, peak_flops_per_second: float | Non
         f"loss {record.loss:.4f}",
         f"norm {record.norm:.3f}",
         f"rate {record.rate:.2e}",
-        f"memory {record.memory_bytes / 2**30:.2f} GiB",
+        f"memory {record.memory_bytes / GIB:.2f} GiB",
         f"tokens/s {record.tokens / record.seconds:,.0f}",
         humane_flops(record.flops / record.seconds),
     ]
@@ -104,8 +105,8 @@ def step_line(record: StepRecord, steps: int, peak_flops_per_second: float | Non
 
 
 def held_line(record: EvalRecord) -> str:
-    """One held-out loss."""
-    return f"held-out loss {record.loss:.4f} after step {record.step}"
+    """One validation loss."""
+    return f"validation loss {record.loss:.4f} after step {record.step}"
 
 
 def humane_flops(flops_per_second: float) -> str:
@@ -247,7 +248,7 @@ class Writer:
                 tracker.log(numbers(record), record.step)
             tracker.finish()
         except Exception as error:  # a tracker's trouble is not the run's
-            self.say(f"{self.name} stopped: {type(error).__name__}: {error}. Training goes on; records are on disk.")
+            self.say(f"{self.name} stopped: {type(error).__name__}: {error}. Training continues; records are on disk.")
 
 
 def numbers(record: Measured) -> dict[str, float]:
@@ -411,7 +412,7 @@ class Recorder:
         )
         self._keep(self.last_held)
         self.screen.held(self.last_held)
-        self.earlier = None  # the next step's clock starts after the held-out loss
+        self.earlier = None  # the next step's clock starts after the validation loss
         self.began = time.perf_counter()
 
     def _keep(self, record: Record) -> None:

@@ -38,7 +38,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
-    """A held-out loss."""
+    """A validation loss."""
 
     step: int  # after which it was taken
     loss: Tensor
@@ -59,28 +59,28 @@ class StepResult:
     rate: float
     tokens: int
     wait_seconds: float
-    save_seconds: float  # that training stood still for a save
+    save_seconds: float  # that a save paused training for
 
 
 def train(
     run: Run, state: State, mesh: Mesh, folder: Path | None = None, stop: Stop | None = None
 ) -> Iterator[StepResult | EvalResult]:
-    """Run the plan. Yields one result a step, and held-out losses between; whoever iterates decides what to do.
+    """Run the plan. Yields one result a step, and validation losses between; whoever iterates decides what to do.
 
     With a folder the state is saved there when it is due. When any rank is asked to stop, all save at the same step and
     this ends there, with `state.stopped`.
     """
     deterministic.pin(run.plan, mesh.device)
     with saving(run, state, mesh, folder) as save:
-        yield from _steps(run, state, mesh, save, stop or Stop())
+        yield from steps(run, state, mesh, save, stop or Stop())
         state.optimizer.settle()  # whoever reads weights afterwards sees them moved
 
 
-def _steps(run: Run, state: State, mesh: Mesh, save: Save, stop: Stop) -> Iterator[StepResult | EvalResult]:
+def steps(run: Run, state: State, mesh: Mesh, save: Save, stop: Stop) -> Iterator[StepResult | EvalResult]:
     forward_backward = choose(run, state.chunks, mesh)
     measure, stops = clip.choose(run.plan), Stops()
-    if state.step == run.steps and is_due(run, state):  # gone on from the last step: only the ending was missing
-        yield held_out(run, state, mesh)
+    if state.step == run.steps and is_due(run, state):  # resumed from the last step: only the ending was missing
+        yield evaluate(run, state, mesh)
     while state.step < run.steps and not state.stopped:
         state.optimizer.zero_grad()
         batch = state.loader.take(state.step)
@@ -107,17 +107,17 @@ def _steps(run: Run, state: State, mesh: Mesh, save: Save, stop: Stop) -> Iterat
             save_seconds=save_seconds,
         )
         if is_due(run, state) and not state.stopped:
-            yield held_out(run, state, mesh)
+            yield evaluate(run, state, mesh)
 
 
 def is_due(run: Run, state: State) -> bool:
-    """Whether a held-out loss follows this step; the last step always has one, if anything is held out."""
+    """Whether a validation loss follows this step; the last step always has one, if there are validation samples."""
     if not state.loader.holds_out:  # a share of the samples may still be none of them
         return False
     return state.step == run.steps or (run.eval.every > 0 and state.step % run.eval.every == 0)
 
 
-def held_out(run: Run, state: State, mesh: Mesh) -> EvalResult:
+def evaluate(run: Run, state: State, mesh: Mesh) -> EvalResult:
     """The loss over samples that are never trained on, under the same plan."""
     start = time.perf_counter()
     sums: list[Tensor] = []  # of each global batch, this rank's part

@@ -17,9 +17,9 @@ from meshwright.search.best_first import Candidate, fit_of, priced
 from meshwright.search.explain import neighbours, smaller_microbatches
 from meshwright.search.question import Question
 from meshwright.spec.plan import Plan
+from meshwright.spec.units import GIB
 from meshwright.train.state import State
 
-GIB = 2**30
 STATES = ("weights", "master", "gradients", "moments")  # lines that are measured by adding up tensors
 WANTED = 3
 
@@ -62,7 +62,7 @@ def expected(run: Run, device: torch.device) -> str:
 
 
 def peak_words(question: Question, run: Run) -> str:
-    """What the fullest rank is expected to hold, and whether it can."""
+    """What the most loaded rank is expected to hold, and whether it can."""
     peak, room = worst(question.job(run.plan)).allocated, question.cluster.gpu.memory_bytes
     words = f"{peak / GIB:.1f} of {room / GIB:.0f} GiB expected at the peak"
     return f"memory: {words}" if peak <= room else f"warning: {words}: this will not fit"

@@ -5,28 +5,37 @@ import platform
 import time
 import traceback
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright import __version__
+from meshwright import __version__, checkpoint, data, optim
+from meshwright.checkpoint import read
 from meshwright.checkpoint.model_folder import save_native
 from meshwright.checkpoint.storage import CorruptError
 from meshwright.config.run import Run
 from meshwright.cost import goodput
 from meshwright.data.prepare import Corpus, prepare
 from meshwright.data.shards import Tokens
-from meshwright.parallel import compile, deterministic, fused_kernels
+from meshwright.parallel import compile, context, deterministic, fused_kernels
 from meshwright.parallel.mesh import Mesh
 from meshwright.runtime import failure
 from meshwright.runtime.failure import Exit, Failure, FailureError, Kind, is_broken, of_code
+from meshwright.runtime.files import replace_file
+from meshwright.runtime.heartbeat import PhaseMark, PhaseTable
 from meshwright.runtime.place import RankSpec
 from meshwright.runtime.records import AttemptRecord, Summary
 from meshwright.spec.params import count
 from meshwright.spec.problem import InputError, Problem
+from meshwright.train import build as building
+from meshwright.train import loop, step
+from meshwright.train import world as meeting
 from meshwright.train.build import build
 from meshwright.train.faults import FaultWatch
 from meshwright.train.heartbeat import Heartbeat, deviated, recorded
@@ -39,11 +48,11 @@ from meshwright.train.saving import restore
 from meshwright.train.state import State, weights
 from meshwright.train.world import code, world
 
-AGAIN = "put it right and run the same command again: it goes on from the newest checkpoint"
+AGAIN = "fix it and run the same command again to resume from the newest checkpoint"
 
 
-def verdict_of(error: Exception, order: RankSpec, step: int, deviated: bool, begun: bool = True) -> Failure:
-    """The last words of a rank. `step` is −1 until the ranks stand ready; `begun`: they have made one since."""
+def failure_of(error: Exception, order: RankSpec, step: int, deviated: bool, begun: bool = True) -> Failure:
+    """The failure report of a rank. `step` is −1 until the ranks stand ready; `begun`: they have made one since."""
     if isinstance(error, FailureError):
         verdict = error.verdict
     else:
@@ -52,7 +61,10 @@ def verdict_of(error: Exception, order: RankSpec, step: int, deviated: bool, beg
             verdict = Failure(kind=kind, code=code, what=_first_line(error), remedy=remedy)
     return msgspec.structs.replace(
         verdict,
-        what=verdict.what if isinstance(error, FailureError) else f"rank {order.place.rank} failed: {verdict.what}",
+        # What the user is to put right before the start is no rank's failure.
+        what=verdict.what
+        if isinstance(error, FailureError) or verdict.kind == "input"
+        else f"rank {order.place.rank} failed: {verdict.what}",
         where=verdict.where or _where(error, step),
         remedy=verdict.remedy or "see the traceback in the log",
         details=verdict.details or order.log or order.folder,
@@ -67,14 +79,14 @@ def verdict_of(error: Exception, order: RankSpec, step: int, deviated: bool, beg
 def _known(error: Exception, order: RankSpec, begun: bool) -> list[tuple[Kind, int, str]]:
     """Errors whose meaning is known: their kind, exit code and remedy."""
     if isinstance(error, CorruptError):
-        return [("corrupt", Exit.CORRUPT, "restore the folder from a copy, or start anew with --fresh")]
+        return [("corrupt", Exit.CORRUPT, "restore the folder from a copy, or start over with --fresh")]
     if isinstance(error, torch.OutOfMemoryError):
         return [("memory", Exit.DOES_NOT_FIT, "use a smaller microbatch, recompute, or more shards")]
     if isinstance(error, InputError):
         remedy = "; ".join(problem.remedy for problem in error.problems)
         if not begun:
             return [("input", Exit.INPUT, remedy)]
-        return [(of_code(Exit.RESUMABLE), Exit.RESUMABLE, f"{remedy}; the same command then goes on")]
+        return [(of_code(Exit.RESUMABLE), Exit.RESUMABLE, f"{remedy}; then run the same command again to resume")]
     # Our own launcher sees who it was that left; of somebody else's we know only that a rank is gone.
     if order.place.launcher != "meshwright" and is_broken(str(error)):
         return [("killed", Exit.RESUMABLE, AGAIN)]
@@ -123,9 +135,7 @@ def check(run: Run, corpus: Corpus, folder: Path, writes: bool) -> None:
         if found := differences(there, here):
             raise InputError(found)
     elif writes:
-        temporary = file.with_suffix(".tmp")
-        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(here)) + b"\n")
-        temporary.replace(file)
+        _write(file, here)
 
 
 def fact(source: str, tokens: Tokens) -> Fact:
@@ -139,7 +149,7 @@ def fact(source: str, tokens: Tokens) -> Fact:
 
 def differences(there: list[Fact], here: list[Fact]) -> list[Problem]:
     """Sources that have changed."""
-    remedy = "put the data back as it was, or start anew with --fresh"
+    remedy = "put the data back as it was, or start over with --fresh"
     return [
         Problem(f"{new.source} has changed since the run began ({old.tokens} tokens then, {new.tokens} now)", remedy)
         for old, new in zip(there, here, strict=False)
@@ -153,10 +163,10 @@ SETTLED = 3  # steps after which nothing new should have to be compiled
 
 
 def serve(order: RankSpec, run: Run, machine: bool = False) -> int:
-    """Be one rank, and end with the exit code that says how it went. Last words are left in the run folder."""
+    """Be one rank, and end with the exit code that says how it went. A failure report is left in the run folder."""
     stop = Stop().listen()
     code()  # as it is now: the ranks compare it when they meet
-    heart = Heartbeat(Path(order.beats), order.place.rank)
+    heart = Heartbeat(Path(order.beats), order.place.rank, phase_table())
     try:
         view = screen(default_stream(machine), run.log.every, quiet=not order.speaks)
         summary = run_rank(run, order, view, heart, stop)
@@ -164,7 +174,7 @@ def serve(order: RankSpec, run: Run, machine: bool = False) -> int:
         traceback.print_exc()
         step = heart.step if heart.restored >= 0 else -1
         odd = deviated(recorded(), heart.step_ends_ns)
-        last = verdict_of(error, order, step, odd, begun=heart.steps_here > 0)
+        last = failure_of(error, order, step, odd, begun=heart.steps_here > 0)
         failure.write(Path(order.folder), last)
         return last.code
     if summary is None:
@@ -174,8 +184,40 @@ def serve(order: RankSpec, run: Run, machine: bool = False) -> int:
     return Exit.DONE
 
 
+def phase_table() -> PhaseTable:
+    """Which frames of a rank's stack mean which phase, for its heartbeat and for whoever asks why it hangs."""
+    return PhaseTable(
+        enclosing=(
+            _mark("eval", loop.evaluate),
+            _mark("end", _finish),
+            _mark("start", building),
+            _mark("start", meeting),
+            _mark("start", read),
+            _mark("save", checkpoint),
+        ),
+        innermost=(
+            PhaseMark("torch/_dynamo/convert_frame.py", "", "compile"),
+            PhaseMark("torch/_inductor/", "", "compile"),
+            _mark("data", data),
+            PhaseMark("torch/autograd/graph.py", "_engine_run_backward", "backward"),
+            _mark("optimizer", optim),
+            _mark("forward", step),
+        ),
+        outermost=(_mark("forward", loop.steps),),
+        waiting=(_mark("", context.arrived)[:2],),
+    )
+
+
+def _mark(phase: str, owner: ModuleType | Callable[..., Any]) -> PhaseMark:
+    """A phase by the code that means it: a package, a module, or one function."""
+    if not isinstance(owner, ModuleType):
+        return PhaseMark(f"{owner.__module__.replace('.', '/')}.py", owner.__name__, phase)
+    is_package = hasattr(owner, "__path__")
+    return PhaseMark(owner.__name__.replace(".", "/") + ("/" if is_package else ".py"), "", phase)
+
+
 def run_rank(run: Run, order: RankSpec, screen: Screen, heart: Heartbeat, stop: Stop) -> Summary | None:
-    """Train to the last step, then leave a model, a sample and a summary; None when asked to end before."""
+    """Train to the last step, then leave a model, a sample and a summary; None when stopped before."""
     ours = order.place.launcher == "meshwright"
     corpus = prepare(run, Path(order.cache), (lambda text: None) if ours else screen.say)
     folder = Path(order.folder)
@@ -273,7 +315,7 @@ def _finish(run: Run, state: State, mesh: Mesh, recorder: Recorder, corpus: Corp
 
 
 def _opening(state: State) -> Tensor:
-    """How a held-out sample begins, or the first one where none is held out."""
+    """How a validation sample begins, or the first training sample where there is none."""
     loader = state.loader
     return (loader.held(0) if loader.holds_out else loader.take(0)).microbatches[0].tokens[0, :OPENING]
 
@@ -296,6 +338,4 @@ def _environment(mesh: Mesh) -> dict[str, str | None]:
 
 
 def _write(file: Path, value: object) -> None:
-    temporary = file.with_name(file.name + ".tmp")
-    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(value)) + b"\n")
-    temporary.replace(file)
+    replace_file(file, msgspec.json.format(msgspec.json.encode(value)) + b"\n")

@@ -14,6 +14,7 @@ from meshwright.config.run import Run
 from meshwright.parallel.collectives import join
 from meshwright.parallel.mesh import Mesh, local
 from meshwright.runtime.failure import Exit, Failure, FailureError
+from meshwright.runtime.files import replace_file
 from meshwright.spec.plan import Plan
 from meshwright.train.state import State
 
@@ -122,13 +123,13 @@ class ReplicaCheck:
             replicas.look(step)
         except FailureError:
             if pair:
-                self._testify(replicas.group)
+                self._leave_evidence(replicas.group)
             raise
         if not pair or not replicas.every or step % replicas.every:
             return None
         return self._recall(dist.get_process_group_ranks(replicas.group))
 
-    def _testify(self, group: dist.ProcessGroup) -> None:
+    def _leave_evidence(self, group: dist.ProcessGroup) -> None:
         held = compared(self.state)
         sums = torch.stack([bit_sum(tensor) for tensor in held]).to(self.device)
         rows = join(sums[None], 0, group).tolist()
@@ -139,9 +140,7 @@ class ReplicaCheck:
             plan=self.plan, tensor=number, element=element, value=value if math.isfinite(value) else None
         )
         self.folder.mkdir(exist_ok=True)
-        temporary = self._file(self.rank).with_suffix(".tmp")
-        temporary.write_bytes(msgspec.json.encode(told))
-        temporary.replace(self._file(self.rank))
+        replace_file(self._file(self.rank), msgspec.json.encode(told))
 
     def _recall(self, ranks: list[int]) -> tuple[int | None, str] | None:
         told = [self._left(rank) for rank in ranks]

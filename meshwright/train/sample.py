@@ -19,7 +19,7 @@ from meshwright.train.step import evaluating, forward_only
 
 
 def continuation(chunks: Sequence[nn.Module], run: Run, tokenizer: Path, opening: Tensor, mesh: Mesh) -> str:
-    """The prompt, or the opening of a held-out sample, and what the model writes after it. All ranks must call it."""
+    """The prompt, or the opening of a validation sample, and what the model writes after it. All ranks must call it."""
     from tokenizers import Tokenizer
 
     words = Tokenizer.from_file(str(tokenizer))

@@ -1,4 +1,4 @@
-"""When a run saves, what of it, and what it goes on from."""
+"""When a run saves, what of it, and what it resumes from."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -77,7 +77,7 @@ def standing(weight: Tensor | nn.Parameter, mesh: Mesh) -> tuple[int, int]:
 
 Say = Callable[[str], None]
 SUMMARY = "summary.json"  # of a run that has ended
-Save = Callable[[State], float]  # asked after every step; returns the seconds that training stood still
+Save = Callable[[State], float]  # asked after every step; returns the seconds that it paused training
 
 
 class Restored(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,7 +102,7 @@ def restore(state: State, run: Run, mesh: Mesh, folder: Path, say: Say) -> Resto
     take_up(state, manifest)
     step = state.step
     seconds = time.perf_counter() - began
-    say(f"going on from step {step} ({format.name(step)}, saved under {plan_of(manifest)}): read in {seconds:.1f} s")
+    say(f"resuming from step {step} ({format.name(step)}, saved under {plan_of(manifest)}): read in {seconds:.1f} s")
     return Restored(step=step, folder=str(home / format.name(step)), state=manifest.state, seconds=seconds)
 
 

@@ -107,7 +107,7 @@ def _verdict(chunk: Chunk, damages: list[Damage]) -> ChunkIntegrity:
 
 
 def _chunk(reader: StepReader, number: int) -> Iterator[Damage]:
-    """What is wrong with one chunk; slice by slice only once its sha256 does not fit."""
+    """What is wrong with one chunk; slice by slice only once its checksum does not match."""
     chunk = reader.manifest.chunks[number]
     try:
         with reader.chunk(number) as descriptor:
@@ -116,7 +116,7 @@ def _chunk(reader: StepReader, number: int) -> Iterator[Damage]:
             damages = list(_slices(reader, number, descriptor))
     except CorruptError as error:
         damages = error.damages
-    text = "the sha256 of the file does not fit, though those of its slices do"
+    text = "checksum mismatch (sha256) of the file, though its slices match"
     yield from damages or [Damage(file=str(reader.folder / chunk.file), text=text)]
 
 

@@ -80,7 +80,7 @@ def line(verdict: ParityResult, width: int) -> str:
 TEXT = "ragged.jsonl"
 SCHEDULES = get_args(Schedule)
 
-# Every axis alone and the products that must hold. Dense plans are proved on `tiny` (grouped queries, an odd
+# Every axis alone and the combinations that must hold. Dense plans are proved on `tiny` (grouped queries, an odd
 # vocabulary), plans with experts on `tiny-moe`; both on documents of very different lengths.
 MATRIX = (
     "grad_accum=4",

@@ -35,7 +35,7 @@ FAULTS = {
     "flip": "flip::{step}:forward",
 }
 REFERENCE = {"nan": "inf::{step}"}  # the batch is passed over in both: one cannot train on it
-SEEN_AGAIN = (Exit.PREEMPTED, Exit.RESUMABLE, Exit.HARDWARE)  # codes after which the same command goes on
+SEEN_AGAIN = (Exit.PREEMPTED, Exit.RESUMABLE, Exit.HARDWARE)  # codes after which the same command resumes
 
 
 class Rehearsal(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""The proof that stopping changes nothing: a run, and the same run stopped and gone on with, to the last bit.
+"""The proof that stopping changes nothing: a run, and the same run stopped and resumed, to the last bit.
 
 In deterministic mode the proof holds across another number of replicas and shards too. No torch in this process.
 """
@@ -13,18 +13,19 @@ import msgspec
 from meshwright.config import check, load
 from meshwright.config.presets import preset_names
 from meshwright.config.run import Run
-from meshwright.runtime.ranks import run_ranks
+from meshwright.runtime.ranks import Remote, run_ranks
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError, Problem
 
 STEPS, STOP = 6, 3  # of a proof, and after which it is interrupted
 LONGEST = 600.0  # seconds that one run of a proof may take
 DIGESTS = "digests.json"
+DRIVE = Remote("meshwright.verify.evidence", "drive")  # by name: this process never imports torch
 SHORT = (f"steps={STEPS}", "eval.every=0", "eval.batches=1", "eval.sample_tokens=0", "checkpoint.every=0")
 
 
 class Continuation(msgspec.Struct, frozen=True, kw_only=True):
-    """One way of going on, beside the run that was never stopped."""
+    """One resumed run, beside the run that was never stopped."""
 
     plan: str
     passed: bool
@@ -72,7 +73,7 @@ def _plan(run: Run, parts: int, **axes: Any) -> Plan:
 
 
 def prove(planned: list[Run], cache: Path, folder: Path, say: Callable[[str], None]) -> ResumeReport:
-    """Run without a stop, stop after a few steps, go on under each plan, and compare every step's digest."""
+    """Run without a stop, stop after a few steps, resume under each plan, and compare every step's digest."""
     shutil.rmtree(folder / "proof", ignore_errors=True)
     reference, stopped = (_fresh(folder / "proof" / name) for name in ("reference", "stopped"))
     say(f"{STEPS} steps without a stop: {planned[0].plan}")
@@ -84,7 +85,7 @@ def prove(planned: list[Run], cache: Path, folder: Path, say: Callable[[str], No
         shutil.copytree(stopped, place)
         found.append(_compared(run, whole, _driven(run, cache, place, STEPS)))
         words = "the same bits" if found[-1].passed else f"DIFFERS from step {found[-1].first_difference}"
-        say(f"gone on under {run.plan}: {words}; digest {found[-1].state}")
+        say(f"resumed under {run.plan}: {words}; digest {found[-1].state}")
     say(f"without a stop: digest {whole[STEPS]}")
     shutil.rmtree(folder / "proof")
     return ResumeReport(
@@ -97,8 +98,8 @@ def prove(planned: list[Run], cache: Path, folder: Path, say: Callable[[str], No
 
 
 def _driven(run: Run, cache: Path, folder: Path, until: int) -> dict[int, str]:
-    """Go on in a folder until a step, and return the digest of every step from there."""
-    run_ranks(_RankWork(), run.plan.world, (run, cache, folder, until), LONGEST)
+    """Resume in a folder until a step, and return the digest of every step from there."""
+    run_ranks(DRIVE, run.plan.world, (run, cache, folder, until), LONGEST)
     return msgspec.json.decode((folder / DIGESTS).read_bytes(), type=dict[int, str])
 
 
@@ -113,12 +114,3 @@ def _compared(run: Run, whole: dict[int, str], continued: dict[int, str]) -> Con
 def _fresh(folder: Path) -> Path:
     folder.mkdir(parents=True)
     return folder
-
-
-class _RankWork:
-    """What each rank does: resolved there, so that this process need not import torch."""
-
-    def __call__(self, *arguments: Any) -> None:
-        from meshwright.verify import evidence
-
-        evidence.drive(*arguments)

@@ -86,7 +86,7 @@ def hand_over(folder, jobs, words, arch):
 
 @world(1)
 def go_on(folder, jobs, words, arch):
-    """Each job goes on from a save under a plan, and finds the losses of the run that never stopped."""
+    """Each job resumes from a save under a plan, and finds the losses of the run that never stopped."""
     expected = json.loads((folder / "losses.json").read_text())[2:]
     for plan, home in jobs:
         run = planned(folder, plan, words, arch)

@@ -1,4 +1,4 @@
-"""A run that was killed, from outside: the same command goes on, damage is named, and the bits are the same."""
+"""A run that was killed, from outside: the same command resumes, damage is named, and the bits are the same."""
 
 import json
 import shutil

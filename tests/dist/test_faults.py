@@ -77,7 +77,7 @@ def test_a_killed_rank_is_replaced_and_the_weights_are_the_same(user):
     assert done.returncode == 0, done.stderr
     told = verdict(done.stderr)
     assert told["what"] == "rank 1 was ended by signal SIGKILL"
-    assert told["do"] == "nothing: starting again from step 4"
+    assert told["do"] == "nothing: restarting from step 4"
     begun = [record.step for record in records(user / "killed") if isinstance(record, AttemptRecord)]
     assert begun == [0, 4]
     assert model_digest(user / "killed") == model_digest(user / "reference")
@@ -86,7 +86,7 @@ def test_a_killed_rank_is_replaced_and_the_weights_are_the_same(user):
     assert spent.bad["lost work"] > 0
 
 
-HANGS = [("lock", "Python's lock"), ("skip", "left out a collective")]  # a heart that stops, and one that goes on
+HANGS = [("lock", "Python's lock"), ("skip", "left out a collective")]  # a heartbeat that stops, and one that continues
 
 
 @pytest.mark.parametrize(("kind", "told"), HANGS, ids=[kind for kind, _ in HANGS])
@@ -108,10 +108,10 @@ def test_a_hang_names_the_guilty_rank_and_heals(user, kind, told):
 def test_sigterm_to_one_rank_saves_this_step_and_the_same_command_goes_on(user):
     first = train(user, "preempted", "--inject", "term:1:6:optimizer")
     assert first.returncode == 10, first.stderr
-    assert verdict(first.stderr)["what"] == "asked to end: saved at step 7"  # the next verdict has its wish in it
+    assert verdict(first.stderr)["what"] == "stopped by SIGTERM, checkpoint saved at step 7"  # the next verdict has its wish in it
     second = train(user, "preempted")
     assert second.returncode == 0, second.stderr
-    assert "going on from step 7" in second.stderr
+    assert "resuming from step 7" in second.stderr
     assert model_digest(user / "preempted") == model_digest(user / "reference")
 
 

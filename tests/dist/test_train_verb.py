@@ -195,7 +195,7 @@ def test_when_the_launcher_ends_its_ranks_do_too(text, number, code):
     launcher = start(text, "--folder", folder)
     wait_for_step(text / folder)
     ranks = children(launcher.pid)
-    assert len(ranks) == 3  # and the nursery that they were forked from
+    assert len(ranks) == 3  # and the fork server that they were forked from
     launcher.send_signal(number)
     _, errors = launcher.communicate(timeout=60)
     assert launcher.returncode == code

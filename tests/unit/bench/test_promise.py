@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from meshwright.bench import sweep
+from meshwright.bench.probe import write_profile
 from meshwright.bench.sweep import kept, predicted
 from meshwright.cost.calibrate import PredictionSource
-from meshwright.hardware.profile import AttentionTime, CollectiveTime, ProductTime, Profile, write_profile
+from meshwright.hardware.profile import AttentionTime, CollectiveTime, ProductTime, Profile
 from meshwright.spec.problem import InputError
 
 CPU = Profile(

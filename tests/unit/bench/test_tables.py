@@ -1,5 +1,6 @@
+from meshwright.bench.probe import write_profile
 from meshwright.cli.bench import collective_lines
-from meshwright.hardware.profile import CollectiveFit, CollectiveTime, Profile, read_profile, write_profile
+from meshwright.hardware.profile import CollectiveFit, CollectiveTime, Profile, read_profile
 
 TIMES = (
     CollectiveTime(kind="send", ranks=2, bytes=2**20, seconds=2e-3),

@@ -110,16 +110,16 @@ def cut_megatron(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("make", "kind", "words"),
     [
-        (broken_llmc, "llmc", "promises 5 tokens, 1034 bytes with its header, and holds 1030 bytes"),
+        (broken_llmc, "llmc", "says 5 tokens, 1034 bytes with itself, and the file has 1030 bytes"),
         (strange_llmc, "llmc", "begins with 20240520, version 9"),
         (short_llmc, "llmc", "holds 100 bytes, less than its header of 1024"),
         (odd_nanogpt, "nanogpt", "holds 3 bytes, an odd number"),
         (empty, "nanogpt", "is empty"),
         (lost_index, "megatron", "a.idx is missing beside a.bin"),
-        (cut_index, "megatron", "promises 1 sequences, 62 bytes, and holds 54 bytes"),
+        (cut_index, "megatron", "says 1 sequences, 62 bytes, and the file has 54 bytes"),
         (strange_index, "megatron", "does not begin as a Megatron index does"),
         (wild_index, "megatron", "names sequences that it does not hold"),
-        (cut_megatron, "megatron", "promises 6 bytes of tokens and a.bin holds 4"),
+        (cut_megatron, "megatron", "says 6 bytes of tokens, and a.bin has 4"),
     ],
 )
 def test_a_header_that_disagrees_with_its_file_is_refused(tmp_path, make, kind, words):

@@ -51,7 +51,7 @@ def test_all_logits_exist_where_plain_kernels_are_asked_for_and_in_a_pipeline(wo
 
 
 def test_kernels_that_cannot_run_are_refused_where_they_were_demanded():
-    with pytest.raises(InputError, match="the tensors are not on a GPU"):
+    with pytest.raises(InputError, match="fused kernels need a GPU"):
         wrapped(kernels="fused")
 
 
@@ -60,8 +60,8 @@ def line(one_pass: bool = False, **words) -> str:
 
 
 def test_the_line_says_why_there_are_none():
-    assert line() == "plain, because fused ones cannot run here: the tensors are not on a GPU"
-    assert line(kernels="plain") == 'plain, because plan.kernels is "plain"'
+    assert line() == "plain PyTorch (fused kernels need a GPU)"
+    assert line(kernels="plain") == 'plain PyTorch (plan.kernels is "plain")'
 
 
 @pytest.fixture

@@ -8,10 +8,11 @@ from meshwright.cost.job import Job
 from meshwright.cost.memory import worst
 from meshwright.cost.step_time import price
 from meshwright.hardware.cluster import cluster
-from meshwright.hardware.stacks import GIB, stack_of
+from meshwright.hardware.stacks import stack_of
 from meshwright.search import budget
 from meshwright.spec.plan import Plan, balanced_stages
 from meshwright.spec.problem import InputError
+from meshwright.spec.units import GIB
 
 PLANS = {
     "one": Plan(microbatch=2, precision="bf16", bf16_params=True),

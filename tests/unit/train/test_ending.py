@@ -6,7 +6,7 @@ import pytest
 from meshwright.runtime.failure import Exit
 from meshwright.runtime.place import ALONE, RankSpec
 from meshwright.spec.problem import InputError, Problem
-from meshwright.train.rank import verdict_of
+from meshwright.train.rank import failure_of
 
 GONE = "pair.cc:537] Read error [10.77.0.2]:38590: Connection reset by peer. GLHF!"
 
@@ -18,23 +18,23 @@ def order(launcher):
 
 @pytest.mark.parametrize("launcher", ["torchrun", "slurm"])
 def test_a_rank_that_was_left_alone_can_be_resumed(launcher):
-    verdict = verdict_of(RuntimeError(GONE), order(launcher), 7, deviated=False)
+    verdict = failure_of(RuntimeError(GONE), order(launcher), 7, deviated=False)
     assert (verdict.kind, verdict.code) == ("killed", Exit.RESUMABLE)
     assert "Connection reset by peer" in verdict.what
 
 
 def test_under_our_own_launcher_it_is_a_victim_and_another_rank_is_the_cause():
-    assert verdict_of(RuntimeError(GONE), order("meshwright"), 7, deviated=False).code == Exit.FAILED
+    assert failure_of(RuntimeError(GONE), order("meshwright"), 7, deviated=False).code == Exit.FAILED
 
 
 def test_an_error_of_its_own_cannot_be_resumed():
-    assert verdict_of(RuntimeError("injected"), order("torchrun"), 7, deviated=False).code == Exit.FAILED
+    assert failure_of(RuntimeError("injected"), order("torchrun"), 7, deviated=False).code == Exit.FAILED
 
 
 @pytest.mark.parametrize(("begun", "code"), [(False, Exit.INPUT), (True, Exit.RESUMABLE)])
 def test_a_mistake_that_shows_late_still_has_its_remedy(begun, code):
     mistake = InputError([Problem("token 400 is unknown", "use the right one"), Problem("too short", "add more")])
-    verdict = verdict_of(mistake, order("meshwright"), 0, deviated=False, begun=begun)
+    verdict = failure_of(mistake, order("meshwright"), 0, deviated=False, begun=begun)
     assert verdict.code == code
-    assert verdict.what == "rank 0 failed: token 400 is unknown; too short"
+    assert verdict.what == ("rank 0 failed: " if begun else "") + "token 400 is unknown; too short"
     assert verdict.remedy.startswith("use the right one; add more")

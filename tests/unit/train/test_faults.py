@@ -16,7 +16,7 @@ from meshwright.train import world
 from meshwright.train.faults import Spikes, robust_z, straggler
 from meshwright.train.heartbeat import RecorderEntry, deviated
 from meshwright.train.loop import Stop
-from meshwright.train.rank import verdict_of
+from meshwright.train.rank import failure_of
 from meshwright.train.replica_check import bit_sum, odd_ones
 
 ORDER = RankSpec(run="run.toml", folder="here", cache="", session="s", began=0.0)
@@ -151,7 +151,7 @@ def test_an_error_becomes_a_verdict_with_its_exit_code(error, step, code):
     try:
         raise error
     except Exception as caught:
-        verdict = verdict_of(caught, ORDER, step, deviated=False)
+        verdict = failure_of(caught, ORDER, step, deviated=False)
     assert verdict.code == code
     assert verdict.rank == 0
     assert verdict.lines()[0].startswith("what:")

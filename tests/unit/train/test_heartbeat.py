@@ -11,21 +11,23 @@ from meshwright.runtime import heartbeat as beats
 from meshwright.runtime.hang import Frame
 from meshwright.runtime.heartbeat import Beat, HeartbeatReader
 from meshwright.train.heartbeat import Heartbeat
+from meshwright.train.rank import phase_table
 
 LOADER = Frame("/x/meshwright/data/loader.py", 75, "take")
-LOOP = Frame("/x/meshwright/train/loop.py", 70, "_steps")
+LOOP = Frame("/x/meshwright/train/loop.py", 70, "steps")
 STEP = Frame("/x/meshwright/train/step.py", 50, "accumulated")
 BACKWARD = Frame("/t/torch/autograd/graph.py", 9, "_engine_run_backward")
 ALL_REDUCE = Frame("/t/torch/distributed/distributed_c10d.py", 3000, "all_reduce")
 CLIP = Frame("/x/meshwright/optim/clip.py", 40, "measured")
-HELD = Frame("/x/meshwright/train/loop.py", 100, "held_out")
+EVALUATE = Frame("/x/meshwright/train/loop.py", 100, "evaluate")
 SAVE = Frame("/x/meshwright/checkpoint/write.py", 60, "save")
+ARRIVED = Frame("/x/meshwright/parallel/context.py", 205, "arrived")
 DISPATCH = Frame("/t/torch/distributed/tensor/_dispatch.py", 150, "dispatch")
 
 
 @pytest.fixture
 def heart(tmp_path):
-    beating = Heartbeat(tmp_path, 0)
+    beating = Heartbeat(tmp_path, 0, phase_table())
     yield beating
     beating.close()
 
@@ -86,6 +88,12 @@ def test_the_stack_is_written_by_a_signal(heart, tmp_path):
     pulse.close()
 
 
+def test_a_reader_learns_from_the_rank_what_its_frames_mean(heart, tmp_path):
+    table = HeartbeatReader(tmp_path, [0]).phase_table(0)
+    assert table == phase_table()
+    assert hang.doing([ARRIVED, STEP, LOOP], table).waiting  # the ring's own wait, which torch's files do not show
+
+
 def test_time_at_work_is_kept_by_phase(heart):
     until(lambda: sum(heart.spent()[0]) > 0.2)
     assert sum(heart.spent()[1]) == 0.0  # it has waited for nobody
@@ -99,14 +107,14 @@ def test_time_at_work_is_kept_by_phase(heart):
         ([BACKWARD, STEP, LOOP], "backward", False),
         ([ALL_REDUCE, BACKWARD, STEP, LOOP], "backward", True),
         ([ALL_REDUCE, CLIP, LOOP], "optimizer", True),
-        ([STEP, HELD, LOOP], "eval", False),
+        ([STEP, EVALUATE, LOOP], "eval", False),
         ([SAVE, LOOP], "save", False),
         ([DISPATCH, STEP, LOOP], "forward", False),
         ([], "eval", False),
     ],
 )
 def test_a_stack_tells_the_phase_and_whether_it_waits(stack, phase, waiting):
-    seen = hang.doing(stack, before="eval")
+    seen = hang.doing(stack, phase_table(), before="eval")
     assert (seen.phase, seen.waiting) == (phase, waiting)
 
 
@@ -115,7 +123,7 @@ def test_the_supervisor_can_ask_a_process_to_leave(tmp_path):
 
     pid = os.fork()
     if pid == 0:
-        Heartbeat(tmp_path, 0)
+        Heartbeat(tmp_path, 0, phase_table())
         threading.Event().wait(60)
         os._exit(0)
     pulse = HeartbeatReader(tmp_path, [0])

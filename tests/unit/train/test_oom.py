@@ -7,7 +7,8 @@ import pytest
 from meshwright.config import load
 from meshwright.cost.memory import ledger
 from meshwright.runtime.failure import Exit
-from meshwright.train.oom import GIB, changes, overrun, peak_words, question_of, verdict
+from meshwright.spec.units import GIB
+from meshwright.train.oom import changes, overrun, peak_words, question_of, verdict
 
 WORDS = (
     "arch.preset=llama3-8b",

@@ -38,7 +38,7 @@ def test_what_a_full_disk_refuses_is_written_later_and_said_once(tmp_path):
         file.write(line)
     assert (tmp_path / "a").read_bytes() == b"one\ntw"
     (words,) = said
-    assert "No space left on device. Training goes on" in words
+    assert "No space left on device. Training continues" in words
     disk.room = 100
     file.write(b"four\n")
     file.close()

@@ -47,7 +47,7 @@ def test_a_pipe_gets_plain_lines_at_most_every_few_steps():
     view.held(EvalRecord(step=30, loss=4.0, tokens=1, seconds=1.0))
     lines = stream.getvalue().splitlines()
     assert [line.split()[1] for line in lines[:-1]] == ["1/30", "10/30", "20/30", "30/30"]
-    assert lines[-1] == "held-out loss 4.0000 after step 30"
+    assert lines[-1] == "validation loss 4.0000 after step 30"
     assert "\x1b" not in stream.getvalue()
 
 

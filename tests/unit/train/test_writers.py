@@ -58,7 +58,7 @@ def test_a_broken_tracker_says_so_once_and_stops_nobody(started):
     for _ in range(20):
         writer.write(STEP)
     writer.close()
-    assert said == ["test stopped: ConnectionError: the tracker is down. Training goes on; records are on disk."]
+    assert said == ["test stopped: ConnectionError: the tracker is down. Training continues; records are on disk."]
 
 
 def test_writing_never_waits_for_a_slow_tracker(started):

@@ -10,7 +10,7 @@ from meshwright.runtime import failure as words
 from meshwright.runtime import hang as stacks
 from meshwright.runtime.failure import MEANING, Exit, Failure, table
 from meshwright.runtime.hang import Hang
-from meshwright.runtime.heartbeat import Beat, RankStatus, process
+from meshwright.runtime.heartbeat import Beat, PhaseMark, PhaseTable, RankStatus, process
 from meshwright.runtime.supervise import newest_step, set_aside
 
 SEEN = {
@@ -19,6 +19,7 @@ SEEN = {
     )
     for rank in (0, 1)
 }
+TABLE = PhaseTable(innermost=(PhaseMark("meshwright/data/", "", "data"),))
 STACK = """Thread 0x1 (most recent call first):
   File "/x/meshwright/train/heartbeat.py", line 80 in _live
 
@@ -45,7 +46,7 @@ def test_a_verdict_has_six_lines_at_most_and_none_speaks_to_the_terminal():
 
 def test_a_hang_names_rank_phase_line_and_who_waits(tmp_path):
     hang = Hang(ranks=(1,), reason="does not move", seconds=6.0, limit=5.0)
-    verdict = failure.of_hang(hang, SEEN, {1: STACK}, tmp_path)
+    verdict = failure.of_hang(hang, SEEN, {1: STACK}, TABLE, tmp_path)
     assert verdict.rank == 1
     assert verdict.phase == "data"  # the stack knows better than the last heartbeat
     assert "loader.py:75 take" in verdict.where

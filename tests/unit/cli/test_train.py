@@ -57,7 +57,9 @@ def test_a_failure_is_one_object_for_a_program(tmp_path, capsys):
 
 
 def test_a_stop_is_no_failure(capsys):
-    train._tell_failure(Failure(kind="stopped", code=10, what="asked to end: saved at step 3"), machine=True)
+    train._tell_failure(
+        Failure(kind="stopped", code=10, what="stopped by SIGTERM, checkpoint saved at step 3"), machine=True
+    )
     assert json.loads(capsys.readouterr().out)["state"] == "stopped"
 
 

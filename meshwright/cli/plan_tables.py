@@ -111,7 +111,8 @@ def as_record(found: Candidate, why: str) -> dict[str, object]:
     }
 
 
-LINES = LABELS | {  # the largest entry of a plan that does not fit, as the counts name it
+LINES = {  # the largest entry of a plan that does not fit, as the counts name it
+    **LABELS,
     "states": "weights, gradients and optimizer states",
     "unreduced_grads": "unreduced gradients",
     "moments": "optimizer states",

@@ -14,6 +14,7 @@ from meshwright.config import load, presets, schema
 from meshwright.runtime.failure import Exit
 from meshwright.spec.params import active, count
 from meshwright.spec.plan import Plan
+from meshwright.spec.units import GIB
 
 if TYPE_CHECKING:  # the verbs of this file use little of each other's, and import it when they run
     from meshwright.cli.query import PlanQuery

@@ -14,8 +14,16 @@ STEP = re.compile(r"(?:StepResult|EvalResult) (\d): loss (\d+\.\d+)")
 PATIENCE = 600  # seconds: a time-out is for a hang, and this machine may be shared
 
 
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    """Tokens of the default run are made once for all tests here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 def output(words: list[str], folder: Path) -> str:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=PATIENCE, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -8,7 +8,6 @@ import pytest
 import meshwright
 from meshwright.cost.job import Job
 from meshwright.hardware.cluster import Cluster, cluster
-from meshwright.search.best_first import search as best_first
 from meshwright.spec.problem import InputError
 
 NAMES = {"Arch", "Plan", "Run", "Cluster", "load", "price", "search", "train", "parity"}
@@ -76,7 +75,6 @@ def test_a_search_is_the_planners():
     assert (
         meshwright.search(found[0].job.arch, "8xh100", "plan.precision=bf16", sequence=1024, batch=64, top=3) == found
     )
-    assert best_first.__module__ == "meshwright.search.best_first"
 
 
 def test_more_ranks_than_there_are_is_a_mistake_with_a_remedy():

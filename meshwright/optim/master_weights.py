@@ -94,7 +94,7 @@ def rounded(optimizer: "AdamW") -> Update:
     round_to = {"none": _stochastic, "split": _split}[optimizer.optim.master_weights]
 
     def update(indices: list[int], rate: float, decay: float, count: Tensor, verdict: GradStats) -> None:
-        step = _Step(optimizer, rate, decay, count, verdict)
+        step = _Bf16Update(optimizer, rate, decay, count, verdict)
         for i in indices:
             assert optimizer.wide[i].dtype == torch.bfloat16, "weights are made in bf16 when rounding says so"
             round_to(optimizer.weights[i], optimizer.wide[i].view(-1), step.blocks(i), count)
@@ -137,7 +137,7 @@ def _is_contiguous(weight: Tensor) -> bool:
     return not hasattr(weight, "draws") or Elements(weight).begin() is not None
 
 
-class _Step:
+class _Bf16Update:
     """One update's arithmetic, with its scalars computed once."""
 
     def __init__(self, optimizer: "AdamW", rate: float, decay: float, count: Tensor, verdict: GradStats) -> None:

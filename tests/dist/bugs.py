@@ -8,11 +8,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from meshwright.config.run import Run
 from meshwright.data.loader import Loader
 from meshwright.kernels.cross_entropy import IGNORE
 from meshwright.optim import clip
 from meshwright.runtime.place import Place
-from meshwright.config.run import Run
 from meshwright.verify import evidence
 
 

@@ -5,12 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from meshwright.config import load
-from meshwright.runtime.records import AttemptRecord
-from meshwright.runtime.records import EndRecord
-from meshwright.runtime.records import EvalRecord
-from meshwright.runtime.records import Record
-from meshwright.runtime.records import StepRecord
-from meshwright.runtime.records import line
+from meshwright.runtime.records import AttemptRecord, EndRecord, EvalRecord, Record, StepRecord, line
 
 CPU = "2 × CPU (1 threads), gloo"
 H100 = "2 × NVIDIA H100 80GB HBM3, nccl"

@@ -17,8 +17,7 @@ from typing import Any
 import msgspec
 
 from meshwright.config import schema
-from meshwright.config.run import Run
-from meshwright.config.run import Source
+from meshwright.config.run import Run, Source
 
 # What a field is that has no comment beside it, because to a reader of the code its name says it.
 SAID = {

@@ -12,9 +12,8 @@ import strangers
 import torch
 from strangers import TOWER, Tied, Tower, averaged, batches, loss, plain
 
-from meshwright.parallel.model_spec import ModelSpec
-from meshwright.parallel.model_spec import sequential_stage
 from meshwright.config.check import missing
+from meshwright.parallel.model_spec import ModelSpec, sequential_stage
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError
 from meshwright.verify import parity

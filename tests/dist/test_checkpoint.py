@@ -11,13 +11,11 @@ from trials import CPU, GPT, alone, corpus_file, make_corpus, make_run
 from worlds import start, world
 
 from meshwright.checkpoint import format as manifests
-from meshwright.parallel import mesh as meshes
 from meshwright.config.run import Run
+from meshwright.parallel import mesh as meshes
 from meshwright.train.build import build
-from meshwright.train.saving import restore
 from meshwright.train.loop import train
-from meshwright.train.saving import digest_of
-from meshwright.train.saving import saving
+from meshwright.train.saving import digest_of, restore, saving
 from meshwright.verify import integrity
 
 STEPS = ("steps=4", "checkpoint.every=2", "checkpoint.keep_last=9", "data.eval_fraction=0.0")

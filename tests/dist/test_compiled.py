@@ -8,9 +8,9 @@ from test_traffic import surprises
 from trials import CPU, alone, corpus_file, drive, make_corpus, make_run
 from worlds import world
 
+from meshwright.config.check import missing
 from meshwright.parallel import compile
 from meshwright.parallel import mesh as meshes
-from meshwright.config.check import missing
 from meshwright.spec.plan import Plan
 
 pytestmark = [

@@ -36,7 +36,9 @@ def sent_by(run, corpus, mesh) -> tuple[Trial, int]:
 def compare(folder, plans, arch="tiny"):
     for plan in plans:
         words = ("batch=16", *(f"plan.{word}" for word in plan.split(",")))
-        here, there = (make_run(folder, *words, f"plan.activation_offload={place}", arch=arch) for place in ("device", "host"))
+        here, there = (
+            make_run(folder, *words, f"plan.activation_offload={place}", arch=arch) for place in ("false", "true")
+        )
         corpus, mesh = make_corpus(here, folder), meshes.make(here.plan, CPU)
         theirs = drive(here, corpus, mesh)
         mine, sent = sent_by(there, corpus, mesh)

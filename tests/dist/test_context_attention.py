@@ -12,11 +12,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from worlds import world
 
-from meshwright.models.layers import Attend
-from meshwright.models.layers import causal_attention
+from meshwright.models.layers import Attend, causal_attention
 from meshwright.parallel.block_attention import take
-from meshwright.parallel.context import ring_attention
-from meshwright.parallel.context import ulysses_attention
+from meshwright.parallel.context import ring_attention, ulysses_attention
 
 KINDS = ("ring", "ulysses")
 SHAPES = {  # (b, heads, kv_heads, sequence, head_dim)

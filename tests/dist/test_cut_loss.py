@@ -11,13 +11,12 @@ from trials import CPU, make_run
 from worlds import world
 
 from meshwright.cost import rank_view
+from meshwright.cost.activations import microbatch_shape, saved_activations
 from meshwright.cost.job import Job
-from meshwright.cost.activations import saved_activations
-from meshwright.cost.activations import microbatch_shape
-from meshwright.kernels import cross_entropy
-from meshwright.parallel import mesh as meshes
 from meshwright.hardware.cluster import cluster
 from meshwright.hardware.stacks import stacks
+from meshwright.kernels import cross_entropy
+from meshwright.parallel import mesh as meshes
 
 ROWS = 48  # of 8 · 32: five chunks and a rest
 

@@ -8,11 +8,11 @@ import torch.distributed as dist
 from trials import CPU, alone, corpus_file, deviation, drive, make_corpus, make_run
 from worlds import world
 
-from meshwright.parallel import mesh as meshes
 from meshwright.optim import clip
+from meshwright.parallel import mesh as meshes
 from meshwright.train.build import build
-from meshwright.train.state import weights
 from meshwright.train.loop import train
+from meshwright.train.state import weights
 
 # float64 sums in another order: a few hundred terms of relative error 1e-16 each, through four AdamW steps.
 TOLERANCE = 1e-12

@@ -13,14 +13,10 @@ from worlds import start, world
 
 from meshwright.cost.traffic import traffic
 from meshwright.parallel import mesh as meshes
-from meshwright.parallel.deterministic import scattered
-from meshwright.parallel.deterministic import summed
-from meshwright.parallel.deterministic import tree_sum
+from meshwright.parallel.deterministic import scattered, summed, tree_sum
 from meshwright.train.build import build
 from meshwright.train.loop import train
-from meshwright.verify.collectives import differences
-from meshwright.verify.collectives import implied
-from meshwright.verify.collectives import observing
+from meshwright.verify.collectives import differences, implied, observing
 
 # One global microbatch is one sequence, so every plan below has the same eight of them in a step.
 WORDS = (

@@ -16,16 +16,12 @@ from torch.utils.checkpoint import checkpoint
 from trials import CPU, drive, make_corpus, make_run
 from worlds import world
 
-from meshwright.models.moe import Experts
-from meshwright.models.moe import RunExperts
-from meshwright.models.moe import run_experts
-from meshwright.parallel import mesh as meshes
-from meshwright.parallel.expert import run_over_ranks
-from meshwright.parallel.expert import sorted_by_expert
-from meshwright.parallel.mesh import copies
-from meshwright.parallel.mesh import local
-from meshwright.parallel.fsdp import even_dim
 from meshwright.config.presets import preset
+from meshwright.models.moe import Experts, RunExperts, run_experts
+from meshwright.parallel import mesh as meshes
+from meshwright.parallel.expert import run_over_ranks, sorted_by_expert
+from meshwright.parallel.fsdp import even_dim
+from meshwright.parallel.mesh import copies, local
 from meshwright.train.build import build
 from meshwright.train.state import region_of
 

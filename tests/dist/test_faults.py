@@ -17,10 +17,7 @@ from commands import SMALL, environment, meshwright, write_text
 
 from meshwright.cost.goodput import account
 from meshwright.runtime.failure import process_name
-from meshwright.runtime.records import AttemptRecord
-from meshwright.runtime.records import EventRecord
-from meshwright.runtime.records import StepRecord
-from meshwright.runtime.records import read_line
+from meshwright.runtime.records import AttemptRecord, EventRecord, StepRecord, read_line
 from meshwright.verify.rehearse import model_digest
 
 RUN = (
@@ -108,7 +105,9 @@ def test_a_hang_names_the_guilty_rank_and_heals(user, kind, told):
 def test_sigterm_to_one_rank_saves_this_step_and_the_same_command_goes_on(user):
     first = train(user, "preempted", "--inject", "term:1:6:optimizer")
     assert first.returncode == 10, first.stderr
-    assert verdict(first.stderr)["what"] == "stopped by SIGTERM, checkpoint saved at step 7"  # the next verdict has its wish in it
+    assert (
+        verdict(first.stderr)["what"] == "stopped by SIGTERM, checkpoint saved at step 7"
+    )  # the next verdict has its wish in it
     second = train(user, "preempted")
     assert second.returncode == 0, second.stderr
     assert "resuming from step 7" in second.stderr

@@ -19,30 +19,22 @@ from torch.distributed.tensor import DTensor
 from trials import CPU, alone, corpus_file, make_corpus, make_run
 from worlds import world
 
+from meshwright.config.run import Run
+from meshwright.cost.activations import microbatch_shape, saved_activations
 from meshwright.cost.job import Job
-from meshwright.cost.layout import hosted
+from meshwright.cost.layout import PIECE, SLOTS, hosted, largest_weight, states, update_bytes
 from meshwright.cost.memory import ledger
-from meshwright.cost.layout import states
-from meshwright.cost.activations import saved_activations
-from meshwright.cost.layout import largest_weight
-from meshwright.cost.layout import PIECE
-from meshwright.cost.layout import SLOTS
-from meshwright.cost.layout import update_bytes
-from meshwright.cost.activations import microbatch_shape
+from meshwright.hardware.cluster import cluster
+from meshwright.hardware.stacks import stacks
 from meshwright.optim import offload_update
 from meshwright.optim.offload import OffloadedAdamW
 from meshwright.parallel import mesh as meshes
-from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.mesh import local
+from meshwright.parallel.mesh import Mesh, local
 from meshwright.parallel.tensor import loss_context
 from meshwright.search.budget import job_of
-from meshwright.hardware.cluster import cluster
 from meshwright.spec.params import count
-from meshwright.config.run import Run
-from meshwright.hardware.stacks import stacks
 from meshwright.train.build import build
-from meshwright.train.step import choose
-from meshwright.train.step import losses
+from meshwright.train.step import choose, losses
 
 SMALL = ("arch.layers=3", "data.eval_fraction=0.0", "plan.precision=fp32")
 BF16 = ("plan.precision=bf16",)
@@ -305,7 +297,15 @@ def test_gradients_that_wait_for_copies_are_the_only_states_on_the_device(folder
 @pytest.mark.parametrize("rounding", ["none", "split"])
 @pytest.mark.parametrize("accumulate", [(), TWICE])
 def test_a_lone_rank_whose_weights_are_rounded_computes_with_them_where_they_lie(folder, rounding, accumulate):
-    run = make_run(folder, *SMALL, *BF16, *accumulate, f"optim.master_weights={rounding}", f"optim.stochastic_rounding={str(rounding == 'none').lower()}", "plan.replicate=1")
+    run = make_run(
+        folder,
+        *SMALL,
+        *BF16,
+        *accumulate,
+        f"optim.master_weights={rounding}",
+        f"optim.stochastic_rounding={str(rounding == 'none').lower()}",
+        "plan.replicate=1",
+    )
     seen, _ = measured(run, alone(), folder)
     assert seen == {line.name: line.bytes for line in states(run.arch, run.plan, master_weights=rounding)}
     assert seen["weights"] == 2 * count(run.arch)

@@ -1,8 +1,5 @@
 """A machine is lost: the other one says which and since when, leaves so that it can go on, and goes on alone."""
 
-import sys
-from pathlib import Path
-
 import pytest
 from commands import SMALL, environment, meshwright, script, write_text
 

@@ -6,10 +6,8 @@ from trials import alone, corpus_file, drive, make_corpus, make_run
 
 from meshwright.spec.problem import InputError
 from meshwright.train.build import build
-from meshwright.train.saving import restore
-from meshwright.train.loop import StepResult
-from meshwright.train.loop import train
-from meshwright.train.saving import digest_of
+from meshwright.train.loop import StepResult, train
+from meshwright.train.saving import digest_of, restore
 
 ONE = ("plan.replicate=1",)
 WHERE = [("host", "host"), ("host", "device"), ("disk", "host"), ("disk", "device")]
@@ -111,7 +109,9 @@ def test_a_gradient_that_is_not_finite_moves_nothing(folder):
 @pytest.mark.parametrize("states", ["fp32", "bf16"])
 def test_a_run_that_was_cut_short_goes_on_to_the_same_end(folder, place, states, copied, monkeypatch):
     words = (*ONE, "plan.precision=bf16", *offloaded(place, "host"), f"optim.state_dtype={states}", "steps=6")
-    run = make_run(folder, *words, "checkpoint.every=2", "data.eval_fraction=0.0", f"plan.optimizer_offload_folder={folder}")
+    run = make_run(
+        folder, *words, "checkpoint.every=2", "data.eval_fraction=0.0", f"plan.optimizer_offload_folder={folder}"
+    )
     corpus, mesh = make_corpus(run, folder), alone()
     whole = build(run, corpus, mesh)
     list(train(run, whole, mesh))
@@ -140,7 +140,9 @@ def test_a_run_that_was_cut_short_goes_on_to_the_same_end(folder, place, states,
 def test_nothing_is_left_on_the_disk(folder):
     states = folder / "states"
     states.mkdir()
-    run = make_run(folder, *ONE, "plan.precision=bf16", *offloaded("disk", "host"), f"plan.optimizer_offload_folder={states}")
+    run = make_run(
+        folder, *ONE, "plan.precision=bf16", *offloaded("disk", "host"), f"plan.optimizer_offload_folder={states}"
+    )
     trial_state = build(run, make_corpus(run, folder), alone())
     assert trial_state.optimizer.files.bytes >= 12 * sum(trial_state.optimizer.sizes)
     assert list(states.iterdir()) == []  # from the first moment: a kill leaves nothing either
@@ -148,7 +150,9 @@ def test_nothing_is_left_on_the_disk(folder):
 
 
 def test_a_failing_disk_is_told_by_the_next_step(folder, monkeypatch):
-    run = make_run(folder, *ONE, "plan.precision=bf16", *offloaded("disk", "host"), f"plan.optimizer_offload_folder={folder}")
+    run = make_run(
+        folder, *ONE, "plan.precision=bf16", *offloaded("disk", "host"), f"plan.optimizer_offload_folder={folder}"
+    )
     state = build(run, make_corpus(run, folder), alone())
 
     def full(*arguments):

@@ -9,17 +9,15 @@ from trials import CPU, alone, corpus_file, deviation, drive, make_corpus, make_
 from worlds import world
 
 from meshwright.optim import clip
-from meshwright.optim.host_memory import PinnedMemory
 from meshwright.optim.cpu_offload import CpuOffloadAdamW
+from meshwright.optim.host_memory import PinnedMemory
 from meshwright.parallel import mesh as meshes
 from meshwright.parallel.mesh import local
 from meshwright.spec.problem import InputError
 from meshwright.train.build import build
-from meshwright.train.saving import restore
+from meshwright.train.loop import StepResult, train
+from meshwright.train.saving import digest_of, restore
 from meshwright.train.state import weights
-from meshwright.train.loop import StepResult
-from meshwright.train.loop import train
-from meshwright.train.saving import digest_of
 
 # float64 sums in another order: a few hundred terms of relative error 1e-16 each, through four AdamW steps.
 TOLERANCE = 1e-12
@@ -54,7 +52,9 @@ def test_a_lone_rank_trains_the_same_model(folder, plan):
     compare(folder, ("plan.replicate=1", *plan))
 
 
-@pytest.mark.parametrize("plan", [(), TWICE, ("plan.activation_offload=true",)], ids=["plain", "accumulated", "activations"])
+@pytest.mark.parametrize(
+    "plan", [(), TWICE, ("plan.activation_offload=true",)], ids=["plain", "accumulated", "activations"]
+)
 @world(2)
 def test_two_ranks_that_share_the_weights_are_one_device(folder, plan):
     compare(folder, ("plan.shard=2", *plan))
@@ -79,7 +79,14 @@ def test_copies_of_shared_weights_are_one_device(folder):
 @pytest.mark.parametrize("rounding", ["fp32", "none", "split"])
 @world(2)
 def test_in_low_precision_no_bit_changes(folder, rounding):
-    words = ("plan.precision=bf16", "plan.shard=2", "plan.zero=3", f"optim.master_weights={rounding}", f"optim.stochastic_rounding={str(rounding == 'none').lower()}", "data.eval_fraction=0.0")
+    words = (
+        "plan.precision=bf16",
+        "plan.shard=2",
+        "plan.zero=3",
+        f"optim.master_weights={rounding}",
+        f"optim.stochastic_rounding={str(rounding == 'none').lower()}",
+        "data.eval_fraction=0.0",
+    )
     plain, hosted = (make_run(folder, *words, *more) for more in ((), ("plan.cpu_offload=true",)))
     corpus, mesh = make_corpus(plain, folder), meshes.make(plain.plan, CPU)
     theirs, mine = drive(plain, corpus, mesh), drive(hosted, corpus, mesh)
@@ -91,7 +98,14 @@ def test_in_low_precision_no_bit_changes(folder, rounding):
 @pytest.mark.parametrize("first", [True, False], ids=["from-hosted", "to-hosted"])
 @world(2)
 def test_a_checkpoint_goes_on_with_and_without_it(folder, first):
-    base = ("steps=6", "checkpoint.every=3", "data.eval_fraction=0.0", "plan.precision=fp32", "plan.shard=2", "plan.zero=3")
+    base = (
+        "steps=6",
+        "checkpoint.every=3",
+        "data.eval_fraction=0.0",
+        "plan.precision=fp32",
+        "plan.shard=2",
+        "plan.zero=3",
+    )
     runs = [make_run(folder, *base, f"plan.cpu_offload={str(hosted).lower()}") for hosted in (first, not first)]
     corpus, mesh = make_corpus(runs[0], folder), meshes.make(runs[0].plan, CPU)
     whole = build(runs[0], corpus, mesh)

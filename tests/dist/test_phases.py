@@ -8,9 +8,9 @@ from meshwright.checkpoint.model_folder import save_native
 from meshwright.parallel.mesh import local
 from meshwright.spec.problem import InputError
 from meshwright.train.build import build
+from meshwright.train.loop import train
 from meshwright.train.saving import restore
 from meshwright.train.state import weights
-from meshwright.train.loop import train
 
 FIRST = ("steps=4", "checkpoint.every=2", "plan.replicate=1", "data.eval_fraction=0.0")
 

@@ -13,14 +13,9 @@ from worlds import world
 
 from meshwright.checkpoint import format
 from meshwright.checkpoint.model_folder import save_native
-from meshwright.parallel import mesh as meshes
-from meshwright.train.build import build
-from meshwright.train.saving import restore
+from meshwright.train.loop import EvalResult, Stop, train
+from meshwright.train.saving import digest_of, restore
 from meshwright.train.state import weights
-from meshwright.train.loop import EvalResult
-from meshwright.train.loop import train
-from meshwright.train.saving import digest_of
-from meshwright.train.loop import Stop
 
 WORDS = ("steps=6", "checkpoint.every=0", "data.eval_fraction=0.0", "plan.precision=fp32")
 

@@ -10,14 +10,12 @@ from trials import CPU, alone, corpus_file, drive, make_corpus, make_run
 from worlds import world
 
 from meshwright.checkpoint import format as manifests
+from meshwright.config.run import Run
 from meshwright.parallel import mesh as meshes
 from meshwright.parallel.mesh import local
-from meshwright.config.run import Run
 from meshwright.train.build import build
-from meshwright.train.loop import StepResult
-from meshwright.train.loop import train
-from meshwright.train.saving import digest_of
-from meshwright.train.saving import restore
+from meshwright.train.loop import StepResult, train
+from meshwright.train.saving import digest_of, restore
 
 KINDS = ("none", "split")
 
@@ -31,7 +29,15 @@ def folder(tmp_path):
 
 def planned(folder: Path, kind: str, plan: str, *words: str) -> Run:
     fields = (f"plan.{word}" for word in plan.split(","))
-    return make_run(folder, "plan.precision=bf16", "optim.lr=1e-3", f"optim.master_weights={kind}", f"optim.stochastic_rounding={str(kind == 'none').lower()}", *fields, *words)
+    return make_run(
+        folder,
+        "plan.precision=bf16",
+        "optim.lr=1e-3",
+        f"optim.master_weights={kind}",
+        f"optim.stochastic_rounding={str(kind == 'none').lower()}",
+        *fields,
+        *words,
+    )
 
 
 def compare(folder: Path, kind: str, plans: tuple[str, ...]) -> None:

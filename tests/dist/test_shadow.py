@@ -21,7 +21,9 @@ def folder(tmp_path):
 @world(1)
 def test_a_shadow_changes_no_number(folder, arch, accumulate):
     words = ("plan.replicate=1", "plan.precision=bf16", f"plan.grad_accum={accumulate}")
-    with_shadow, without = (make_run(folder, *words, f"plan.bf16_params={value}", arch=arch) for value in ("true", "false"))
+    with_shadow, without = (
+        make_run(folder, *words, f"plan.bf16_params={value}", arch=arch) for value in ("true", "false")
+    )
     corpus = make_corpus(with_shadow, folder)
     mine, theirs = (drive(run, corpus, meshes.make(run.plan, CPU)) for run in (with_shadow, without))
     # Both paths make the same bf16 products, and sum and update in fp32, in another order. Adam divides a gradient by its

@@ -9,18 +9,13 @@ import torch.distributed as dist
 from trials import CPU, GPT, corpus_file, make_corpus, make_run
 from worlds import world
 
+from meshwright.config.run import Run
 from meshwright.cost.traffic import traffic
 from meshwright.parallel import mesh as meshes
 from meshwright.parallel.mesh import Mesh
-from meshwright.config.run import Run
 from meshwright.train.build import build
 from meshwright.train.loop import train
-from meshwright.verify.collectives import Call
-from meshwright.verify.collectives import Calls
-from meshwright.verify.collectives import differences
-from meshwright.verify.collectives import implied
-from meshwright.verify.collectives import observing
-from meshwright.verify.collectives import ranks_of
+from meshwright.verify.collectives import Call, Calls, differences, implied, observing, ranks_of
 from meshwright.verify.prove import SCHEDULES
 
 SMALL = ("arch.layers=2", "steps=2", "data.eval_fraction=0.0", "plan.precision=fp32")

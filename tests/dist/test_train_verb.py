@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from commands import SMALL, environment, meshwright
 
-from meshwright.runtime.records import StepRecord
-from meshwright.runtime.records import read_line
+from meshwright.runtime.records import StepRecord, read_line
 
 
 @pytest.fixture(scope="module")

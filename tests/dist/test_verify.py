@@ -8,13 +8,10 @@ import msgspec
 import pytest
 from commands import meshwright
 
-from meshwright.runtime.ranks import RankError
-from meshwright.runtime.ranks import Remote
-from meshwright.runtime.ranks import run_ranks
+from meshwright.runtime.ranks import RankError, Remote, run_ranks
 from meshwright.verify import prove
-from meshwright.verify.prove import TOLERANCES
-from meshwright.verify.prove import ParityResult
 from meshwright.verify.evidence import compare
+from meshwright.verify.prove import TOLERANCES, ParityResult
 
 
 @pytest.fixture(scope="module")

@@ -7,20 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.data.prepare import Corpus
-from meshwright.data.prepare import prepare
-from meshwright.parallel import mesh as meshes
-from meshwright.parallel.mesh import Mesh
 from meshwright.config import load
 from meshwright.config.run import Run
-from meshwright.train.state import State
+from meshwright.data.prepare import Corpus, prepare
+from meshwright.parallel import mesh as meshes
+from meshwright.parallel.mesh import Mesh
 from meshwright.train.build import build
-from meshwright.train.saving import restore
-from meshwright.train.state import weights
-from meshwright.train.loop import EvalResult
-from meshwright.train.loop import StepResult
-from meshwright.train.loop import train
-from meshwright.train.saving import digest_of
+from meshwright.train.loop import EvalResult, StepResult, train
+from meshwright.train.saving import digest_of, restore
+from meshwright.train.state import State, weights
 
 CPU = torch.device("cpu")
 WORDS = (

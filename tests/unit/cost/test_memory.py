@@ -79,7 +79,7 @@ def test_a_pipeline_keeps_gradients_whole_and_stages_gathered_whatever_zero_says
 def test_with_many_chunks_zero_3_gathers_those_in_sight_and_the_others_all_of_them(schedule):
     stages = balanced_stages(LLAMA, 32)  # one layer each, but for the first and the last rank's
     shape = {"pp": 4, "chunks": 8, "stages": stages, "schedule": schedule, "shard": 2, "grad_accum": 8}
-    gathered = [held(LLAMA, plan_of(zero=zero, **shape), pp=1)["gathered"] for zero in (1, 2, 3)]
+    gathered = [held(LLAMA, plan_of(zero=zero, **shape), pp=1)["all_gathered_params"] for zero in (1, 2, 3)]
     block = sum(param.numel for param in params(LLAMA) if param.layer == 0)
     assert gathered == [2 * 8 * block, 2 * 8 * block, 2 * 3 * block]
 

@@ -43,11 +43,11 @@ SCALARS = 300  # bytes: the count of targets and the loss, and a scale for each 
 @pytest.fixture
 def sent(monkeypatch) -> list[int]:
     """Bytes of every tensor that leaves for the host."""
-    found, depart = [], activation_offload.HostLane.depart
+    found, to_host = [], activation_offload.HostLane.to_host
 
     def counted(lane: activation_offload.HostLane, tensor: Tensor) -> Tensor:
         found.append(tensor.untyped_storage().nbytes())
-        return depart(lane, tensor)
+        return to_host(lane, tensor)
 
     monkeypatch.setattr(activation_offload.HostLane, "to_host", counted)
     return found

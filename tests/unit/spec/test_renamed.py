@@ -176,8 +176,8 @@ def test_the_report_of_a_finished_run(capsys):
     assert told["standing"]["state"] == "done"
     assert told["notes"] == []
     assert (told["losses"]["first"], told["losses"]["last"]) == (5.611077070236206, 5.53247606754303)
-    assert [each["step"] for each in told["losses"]["held_out"]] == [2, 4, 6]
-    assert told["losses"]["held_out"][-1]["loss"] == 5.531707048416138
+    assert [each["step"] for each in told["losses"]["validation"]] == [2, 4, 6]
+    assert told["losses"]["validation"][-1]["loss"] == 5.531707048416138
     assert told["saves"]["newest"] == 6
     assert [rank["steps"] for rank in told["ranks"]] == [6, 6]
 
@@ -188,7 +188,7 @@ def test_the_report_of_a_stopped_run_and_of_both(capsys):
     words = "microbatch=4 grad_accum=2 precision=bf16 recompute=first-1 activation_quant=int8 bf16_params"
     offload = "optimizer_offload=host optimizer_offload_update=device"
     assert set(told["ran"]["plan"].split()) == {*words.split(), *offload.split()}
-    assert told["standing"]["remedy"] == "run the same command again: it goes on from step 4"
+    assert told["standing"]["remedy"] == "run the same command again to resume from step 4"
     assert told["notes"] == []
     assert main.main(["report", str(OLD / "finished"), str(OLD / "stopped")]) == 0
     assert "4 of 12" in capsys.readouterr().out

@@ -123,7 +123,7 @@ def test_a_hugging_face_config_is_a_model(capsys, tmp_path):
 def test_layers_add_up_to_the_model(capsys):
     found = answer(capsys, "plan mixtral-8x7b --layers --cluster 8xh100 --sequence 4096")
     assert sum(layer["count"] * layer["parameters"] for layer in found["layers"]) == 46_702_792_704
-    assert "block with experts" in told(capsys, "plan mixtral-8x7b --layers --cluster 8xh100")
+    assert "MoE block" in told(capsys, "plan mixtral-8x7b --layers --cluster 8xh100")
 
 
 def test_how_many_gpus(capsys):

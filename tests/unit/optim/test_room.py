@@ -59,7 +59,7 @@ def test_a_parameter_takes_12_bytes_or_6(words, width):
         (("plan.cpu_offload=true",), "plan.zero = 0 keeps them all"),
         (("plan.cpu_offload=true", "plan.zero=2", "plan.shard=2"), "plan.zero = 2 keeps them all"),
         ((*HOSTED, "plan.pp=2", "plan.grad_accum=4"), "keeps whole stages all-gathered"),
-        ((*HOSTED, "plan.bf16_params=true"), "plan.bf16_params keeps a narrow copy"),
+        ((*HOSTED, "plan.bf16_params=true"), "plan.bf16_params keeps a bf16 copy"),
         ((*HOSTED, "plan.optimizer_offload=host"), "plan.cpu_offload includes plan.optimizer_offload = host"),
         ((*HOSTED, "plan.deterministic=true"), "without plan.cpu_offload"),
     ],

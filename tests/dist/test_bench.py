@@ -58,7 +58,7 @@ def test_a_step_stands_beside_what_the_profile_promises(probed):
         assert row["mfu_of"] == "the fastest matmul measured"
         assert row["counted_flops_ratio"] == 1.0
         assert 0 < row["peak_allocated_bytes"] < 2**30, "what the process grew by, not torch itself"
-    assert "peak GiB: by which a rank's process grew" in done.stderr
+    assert "peak GiB: how much a rank's process grew" in done.stderr
 
 
 def launched(*words: str, folder) -> list[subprocess.CompletedProcess[str]]:

@@ -51,7 +51,7 @@ def test_a_stopped_run_goes_on_by_words_of_today(old):
     Path("mine.toml").write_text(load.write(run))
     done = meshwright("train", "mine.toml", "--folder", "stopped", "--ranks", "1", folder=old)
     assert done.returncode == 0, done.stderr
-    assert "going on from step 4 (step-4, saved under one rank)" in done.stdout + done.stderr
+    assert "resuming from step 4 (step-4, saved under one rank)" in done.stdout + done.stderr
     made = steps(old / "stopped" / "steps.rank0.jsonl")
     assert list(made) == list(range(1, 13))
     assert made[5]["loss"] == pytest.approx(5.546797513961792, abs=TOLERANCE)

@@ -17,7 +17,7 @@ import msgspec
 from meshwright.config import load
 from meshwright.config.run import Run, digests, mathematics
 from meshwright.runtime.failure import process_name, this_session
-from meshwright.runtime.files import writing
+from meshwright.runtime.files import replace_file, writing
 from meshwright.runtime.records import Summary
 from meshwright.spec.problem import InputError, Problem
 
@@ -111,7 +111,7 @@ def check_owner(folder: Path, run: Run) -> None:
 
 def write_summary(folder: Path, summary: Summary) -> None:
     """The last thing a run writes: it is finished when this file is there."""
-    _write(folder / SUMMARY, msgspec.json.format(msgspec.json.encode(summary)).decode() + "\n")
+    replace_file(folder / SUMMARY, msgspec.json.format(msgspec.json.encode(summary)) + b"\n")
 
 
 def read_summary(folder: Path) -> Summary | None:
@@ -136,7 +136,7 @@ def _write_run(folder: Path, run: Run) -> None:
         while (old := folder / f"run.{number}.toml").exists():
             number += 1
         file.rename(old)
-    _write(file, load.write(run))
+    replace_file(file, load.write(run).encode())
 
 
 def _set_aside(folder: Path) -> None:
@@ -163,12 +163,6 @@ def _differences(there: Any, here: Any, prefix: str = "") -> list[str]:
             found += _differences(there.get(key), here.get(key), f"{prefix}{key}.")
         return sorted(found)
     return [] if there == here else [f"{prefix[:-1]} {there!r} there, {here!r} here"]
-
-
-def _write(file: Path, text: str) -> None:
-    temporary = file.with_name(file.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(file)
 
 
 OWNED = re.compile(r"meshwright-(?P<owner>(?P<host>.+):(?P<pid>\d+):\d+)(-\w+)?")

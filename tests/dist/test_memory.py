@@ -59,7 +59,7 @@ TWO = {
         ("plan.replicate=2", "plan.zero=3"),
         ("plan.replicate=2", *TWICE),
         ("plan.replicate=2", *BF16, *TWICE, *GPT),
-        ("plan.replicate=2", *BF16, *TWICE, "optim.master_weights=none optim.stochastic_rounding=true"),
+        ("plan.replicate=2", *BF16, *TWICE, "optim.master_weights=none", "optim.stochastic_rounding=true"),
     ],
     "shard": [
         ("plan.shard=2", "plan.zero=1", *TWICE, *BF16, "optim.master_weights=split"),

@@ -167,7 +167,7 @@ def test_a_failing_disk_is_told_by_the_next_step(folder, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("plan.optimizer_offload=host",), r"needs [\d,]+ bytes of host memory, and 1,000 are free"),
+        (("plan.optimizer_offload=host",), r"needs [\d,]+ bytes of RAM; 1,000 free"),
         (("plan.optimizer_offload=disk",), r"needs [\d,]+ bytes on the disk, and \S+ has 2,000 free"),
     ],
 )

@@ -200,7 +200,7 @@ def test_weights_stay_in_the_pages_that_they_are_given(folder):
     corpus, mesh = make_corpus(run, folder), meshes.make(run.plan, CPU)
     usual = drive(run, corpus, mesh)
     with pytest.MonkeyPatch.context() as paged:
-        paged.setattr("meshwright.optim.cpu_offload.Memory", Pages)
+        paged.setattr("meshwright.optim.cpu_offload.PinnedMemory", Pages)
         mine = drive(run, corpus, mesh)
     optimizer = mine.state.optimizer
     assert isinstance(optimizer, CpuOffloadAdamW)

@@ -24,7 +24,7 @@ def losses(folder, *words):
     return losses_of(*make_state(folder, *words))
 
 
-@pytest.mark.parametrize("grad_accum", [1, 2])
+@pytest.mark.parametrize("accumulate", [1, 2])
 def test_hosted_weights_train_the_same_model(folder, accumulate):
     words = ("plan.precision=bf16", "steps=30", f"plan.grad_accum={accumulate}")
     plain, moved = losses(folder, *words), losses(folder, *words, HOSTED)

@@ -1,4 +1,8 @@
-"""The numbers of one microbatch on one rank, from which every activation's size follows."""
+"""The activation policy: what blocks save for their backward, in how many bytes and where, and what they recompute.
+
+`activation_policy` reads the flags of a plan once, and what its stack means by them. The ledger, traffic, step time,
+FLOPs and explanations read that. The bytes follow from the numbers of one microbatch on one rank.
+"""
 
 import math
 from functools import lru_cache
@@ -8,16 +12,102 @@ from typing import Literal
 import msgspec
 
 from meshwright.cost.job import Job
-from meshwright.cost.rank_view import ITEM_BYTES, chunk_rows, has_chunks
-from meshwright.cost.traffic import slots
 from meshwright.hardware.stacks import StackMemory
 from meshwright.spec.arch import Arch
 from meshwright.spec.plan import Plan, by_operation, runs
 
+ITEM_BYTES = {"fp8": 2, "bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+CHUNK_BYTES = 2**31  # of logits in one chunk of the loss, as in kernels/cross_entropy.py
+CHUNK_ROWS = 1024  # its rows are a multiple of this
 FUSED_COPIES = 3.0  # of a gated layer: gate, up and their product
 OURS = "meshwright"  # the stack whose kernels are those of kernels/
 NARROW_PRECISIONS = ("bf16", "fp16", "fp8")
 NARROWEST_HEAD = 16  # for which there is attention by blocks
+
+
+class ActivationPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """What becomes of the activations that a block's backward needs."""
+
+    recompute: str = "none"  # which blocks are recomputed, as spec/plan.py reads it
+    # What `selective` recomputes: everything but costly operations, attention alone, or some blocks.
+    selective: Literal["operations", "attention", "blocks"] = "operations"
+    to_the_end: bool = False  # a recomputed block runs to its end; else it stops before its last product
+    compiled: bool = False  # blocks are, each by itself
+    quant: Literal["none", "fp8", "int8"] = "none"  # saved in eight bits
+    offload: bool = False  # saved in host memory
+
+    @property
+    def by_operation(self) -> bool:
+        """Whether a recomputed block saves what its costly operations return."""
+        return by_operation(self.recompute)
+
+    @property
+    def recomputes_attention(self) -> bool:
+        """Whether blocks recompute attention and nothing else: they save what fused attention saves."""
+        return self.by_operation and self.selective == "attention"
+
+    @property
+    def saves_plainly(self) -> bool:
+        """Whether what is saved stays on the device as it is."""
+        return self.quant == "none" and not self.offload
+
+    def runs(self, layers: int) -> tuple[range, ...]:
+        """Of so many layers of a stage, those that are recomputed, those of one run together."""
+        return runs(self.recompute, layers)
+
+    def share(self, layers: int) -> float:
+        """Of so many layers, the recomputed share."""
+        return sum(map(len, self.runs(layers))) / layers if layers else 0.0
+
+
+def activation_policy(job: Job) -> ActivationPolicy:
+    """What the blocks of a job do."""
+    plan, speed = job.plan, job.stack.speed
+    return _policy(
+        plan.recompute, plan.compile, plan.activation_quant, plan.activation_offload, speed.selective, speed.stops_early
+    )
+
+
+def policy_of(plan: Plan) -> ActivationPolicy:
+    """The same under our own trainer."""
+    return _policy(plan.recompute, plan.compile, plan.activation_quant, plan.activation_offload, "operations", True)
+
+
+@lru_cache(maxsize=1024)
+def _policy(
+    recompute: str,
+    compiled: bool,
+    quant: Literal["none", "fp8", "int8"],
+    offload: bool,
+    selective: Literal["operations", "attention", "blocks"],
+    stops_early: bool,
+) -> ActivationPolicy:
+    return ActivationPolicy(
+        recompute=recompute,
+        selective=selective,
+        to_the_end=compiled or not stops_early,
+        compiled=compiled,
+        quant=quant,
+        offload=offload,
+    )
+
+
+def has_chunks(plan: Plan) -> bool:
+    """Whether the loss computes some rows' logits at a time; a pipeline's last stage hands all of them over."""
+    return plan.pp == 1 and plan.kernels != "plain" and (plan.tp > 1 or plan.precision != "fp64")
+
+
+def chunk_rows(vocab: int, plan: Plan) -> int:
+    """Rows of a chunk: the largest part of the vocabulary decides, so that all ranks of tp have as many."""
+    row = math.ceil(vocab / plan.tp) * ITEM_BYTES[plan.precision]
+    return max(CHUNK_BYTES // row // CHUNK_ROWS, 1) * CHUNK_ROWS
+
+
+def slots(arch: Arch, choices: int, sequence: int) -> int:
+    """Tokens that one expert may take of a sequence; all of them when no capacity is set."""
+    if arch.capacity == 0:
+        return sequence
+    return min(sequence, math.ceil(arch.capacity * choices * sequence / arch.experts))
 
 
 class MicrobatchShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,13 +153,13 @@ class MicrobatchShape(msgspec.Struct, frozen=True, kw_only=True):
 
 def microbatch_shape(job: Job, fused_norm: bool = True) -> MicrobatchShape:
     """The work of a job's rank."""
-    plan, stack = job.plan, job.stack
+    plan, stack, policy = job.plan, job.stack, activation_policy(job)
     whole = plan.microbatch * job.sequence // plan.cp
     narrow = ITEM_BYTES[plan.precision]
     return MicrobatchShape(
         arch=job.arch,
-        holds=_fused(stack.holds) if plan.compile or _has_kernels(job) else stack.holds,
-        compiled=plan.compile,
+        holds=_fused(stack.holds) if policy.compiled or _has_kernels(job) else stack.holds,
+        compiled=policy.compiled,
         whole=whole,
         split=whole // plan.tp if stack.sequence_parallel else whole,
         sequence=job.sequence,
@@ -77,17 +167,20 @@ def microbatch_shape(job: Job, fused_norm: bool = True) -> MicrobatchShape:
         tp=plan.tp,
         narrow=narrow,
         wide=max(narrow, 4),
-        attention=stack.attention,
+        attention="flash" if policy.recomputes_attention else stack.attention,
         mask=plan.microbatch * job.sequence**2 if job.masked and _has_dense_mask(job) else 0,
         chunk=_chunk(job),
         left=stack.holds.gathered_left * whole * job.arch.hidden if _leaves(plan, stack.holds) else 0.0,
         out_copies=1 if job.arch.positions == "rope" or (plan.cp > 1 and plan.cp_kind == "ulysses") else 0,
         fused_norm=fused_norm,
-        coded=plan.activation_quant != "none",
-        sent=plan.activation_offload,
+        coded=policy.quant != "none",
+        sent=policy.offload,
         last_stays=plan.pp == 1,
         # A compiled block computes them anew; with a scale for every row the numbers themselves are kept.
-        codes=stack.name == OURS and plan.precision == "fp8" and plan.fp8_scaling == "tensorwise" and not plan.compile,
+        codes=stack.name == OURS
+        and plan.precision == "fp8"
+        and plan.fp8_scaling == "tensorwise"
+        and not policy.compiled,
     )
 
 

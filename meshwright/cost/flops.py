@@ -3,9 +3,10 @@
 from functools import cache
 from itertools import accumulate
 
+from meshwright.cost.activations import ActivationPolicy, policy_of
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import params
-from meshwright.spec.plan import Plan, by_operation, runs
+from meshwright.spec.plan import Plan
 
 TRAINING = 3  # one forward, and a backward of two products for each of its one
 
@@ -39,14 +40,19 @@ def hardware_flops(arch: Arch, plan: Plan, sequence: int, batch: int) -> float:
 
     Recomputation by operation keeps all matrix products, and so repeats none of these operations.
     """
-    if by_operation(plan.recompute):
+    return recomputed_flops(arch, plan, sequence, batch, policy_of(plan))
+
+
+def recomputed_flops(arch: Arch, plan: Plan, sequence: int, batch: int, policy: ActivationPolicy) -> float:
+    """The same where blocks recompute by a policy that may be another stack's."""
+    if policy.by_operation:
         return step_flops(arch, sequence, batch)
     anew = 0.0
     for stage in stage_layers(arch, plan):
-        for run in runs(plan.recompute, len(stage)):
+        for run in policy.runs(len(stage)):
             layers = [stage[number] for number in run]
             anew += sum(block_flops_per_token(arch, layer, sequence) for layer in layers)
-            anew -= 0 if plan.compile else _unneeded(arch, layers[-1])
+            anew -= 0 if policy.to_the_end else _unneeded(arch, layers[-1])
     return step_flops(arch, sequence, batch) + anew * sequence * batch
 
 

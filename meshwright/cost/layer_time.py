@@ -5,8 +5,10 @@ from functools import lru_cache
 
 import msgspec
 
+from meshwright.cost.activations import ActivationPolicy, activation_policy
 from meshwright.cost.job import Job
 from meshwright.cost.kernels import Rates, attention_flops, flash_seconds, moved_seconds, product_seconds, rates
+from meshwright.cost.layout import state_layout
 from meshwright.cost.network import axis_span, collective_seconds
 from meshwright.cost.traffic import Axis, Kind
 from meshwright.hardware.stacks import Efficiency, StackSpeed, efficiency_of
@@ -105,6 +107,7 @@ class LayerModel(msgspec.Struct, frozen=True, kw_only=True):
     tokens: float  # of one microbatch on one rank, whole over tp
     host: float  # seconds in which the host starts the forward of a layer
     adding: float  # bytes that adding one microbatch's gradient moves, for each weight
+    policy: ActivationPolicy  # levelled: what blocks recompute and save is priced apart
 
     @property
     def arch(self) -> Arch:
@@ -126,7 +129,7 @@ class LayerModel(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def fusion(self) -> float:
         """Bytes that element-wise kernels move, ÷ the least."""
-        return max(self.speed.elementwise * (self.speed.compiled if self.plan.compile else 1.0), 1.0)
+        return max(self.speed.elementwise * (self.speed.compiled if self.policy.compiled else 1.0), 1.0)
 
     def collective(self, kind: Kind, axis: Axis, size: float) -> float:
         """Seconds of one call on an axis of the plan."""
@@ -139,7 +142,7 @@ def layer_model(job: Job, efficiency: Efficiency | None = None) -> LayerModel:
     `efficiency` replaces what was measured on the cluster, which replaces the catalogue's entry.
     """
     reached = efficiency or job.cluster.efficiency or efficiency_of(job.cluster.gpu)
-    plan = job.plan
+    plan, policy = job.plan, activation_policy(job)
     levelled = Plan(
         tp=plan.tp,
         cp=plan.cp,
@@ -149,7 +152,7 @@ def layer_model(job: Job, efficiency: Efficiency | None = None) -> LayerModel:
         zero=1,
         microbatch=plan.microbatch,
         precision=plan.precision,
-        compile=plan.compile,
+        compile=policy.compiled,
     )
     return LayerModel(
         job=msgspec.structs.replace(job, plan=levelled, masked=False),
@@ -157,8 +160,8 @@ def layer_model(job: Job, efficiency: Efficiency | None = None) -> LayerModel:
         head=rates(job.cluster.gpu, reached, "bf16" if plan.precision == "fp8" else plan.precision),
         tokens=plan.microbatch * job.sequence / plan.cp,
         host=_host(job),
-        # A lone rank with a shadow leaves the gradient of its only microbatch where it came.
-        adding=0.0 if plan.bf16_params and plan.grad_accum == 1 else job.stack.speed.accumulate_bytes,
+        policy=activation_policy(msgspec.structs.replace(job, plan=levelled)),
+        adding=0.0 if state_layout(job).sums == "never" else job.stack.speed.accumulate_bytes,
     )
 
 
@@ -168,7 +171,7 @@ def _host(job: Job) -> float:
     whole = speed.layer_seconds + (plan.tp - 1) * speed.tp_seconds
     if plan.pp > 1 and plan.tp > 1 and plan.world > job.cluster.domain:
         whole += plan.tp * speed.tp_across_seconds
-    return whole * (speed.compiled_host if plan.compile else 1.0)
+    return whole * (speed.compiled_host if activation_policy(job).compiled else 1.0)
 
 
 @lru_cache(maxsize=16384)
@@ -359,10 +362,10 @@ def again(at: LayerModel, mixture: bool, by_operation: bool) -> TimeTerms:
     """What one recomputed layer adds to its backward."""
     one = block(at, mixture).forward
     if not by_operation:
-        return one if mixture or at.plan.compile or not at.speed.stops_early else _without_last(at, one)
-    if at.speed.selective == "attention":
+        return one if mixture or at.policy.to_the_end else _without_last(at, one)
+    if at.policy.selective == "attention":
         return TimeTerms(attention=one.attention)
-    return one * SELECTED if at.speed.selective == "blocks" else TimeTerms(elementwise=one.elementwise)
+    return one * SELECTED if at.policy.selective == "blocks" else TimeTerms(elementwise=one.elementwise)
 
 
 def _without_last(at: LayerModel, whole: TimeTerms) -> TimeTerms:

@@ -1,7 +1,8 @@
-"""Bytes of the model states that one rank of our trainer holds: weights, gradients, moments, and what a step adds.
+"""The state layout: in how many bytes, where and how long a rank holds weights, gradients and optimizer states.
 
-A test builds the real model, takes a step and finds exactly these bytes; docs/axes/shard.md has the formulas in words.
-Activations and the buffers of collectives are no part of it.
+`state_layout` reads the flags of a plan and the optimizer's keys once, into a table. The ledger, the time of an update,
+the bounds of the search, explanations and out-of-memory messages are functions of that table. A test builds the real
+model, takes a step and finds exactly these bytes; docs/axes/shard.md has the formulas in words.
 """
 
 import math
@@ -12,10 +13,9 @@ from typing import Literal
 
 import msgspec
 
-from meshwright.cost.activations import padded_vocab
+from meshwright.cost.activations import ITEM_BYTES, padded_vocab
 from meshwright.cost.job import Job, MasterWeights, StateDtype
 from meshwright.cost.rank_view import (
-    ITEM_BYTES,
     ParamGroup,
     RankView,
     grid,
@@ -28,68 +28,17 @@ from meshwright.cost.rank_view import (
 from meshwright.cost.traffic import IN_SIGHT
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import Param, Split, count, params
-from meshwright.spec.plan import Plan
+from meshwright.spec.plan import Plan, Precision
 from meshwright.spec.schedule import Schedule, actions
 
 MOMENTS = 2  # AdamW keeps a mean and a mean square of every gradient
-HALVES = 6  # states of 16 bits: what the narrow weight lacks, and both moments
+SIXTEEN_BIT_STATES = 6  # bytes: what the bf16 weight lacks of its master, and both moments
 PIECE, SLOTS = 1 << 24, 4  # elements that are moved together, and pieces on their way, as in optim/offload_update.py
-WIDE = 4  # bytes of a number in which updates are computed
-# Wide tensors of one piece alive at once while it is rounded: the gradient, the weight, both moments, what an update is
+# fp32 tensors of one piece alive at once while it is rounded: the gradient, the weight, both moments, what an update is
 # made of, and the draws. Counted in optim/master_weights.py and optim/offload_update.py.
-ROUNDING_COPIES = 8
+ROUNDING_COPIES, ROUNDING_BYTES = 8, 4
 
-
-class ParamBytes(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes that one parameter has of each kind."""
-
-    weight: int  # on the device, where the optimizer or the arithmetic reads it
-    gradient: int  # the sum over microbatches
-    moments: int  # both
-    low: int = 0  # the bits that a weight in bf16 leaves out, beside it
-    away: int = 0  # off the device: wide weight and moments, or all of it
-
-
-def widths(plan: Plan, master_weights: MasterWeights = "fp32", states: StateDtype = "fp32") -> ParamBytes:
-    """Of our own trainer."""
-    if plan.cpu_offload:
-        # Sums over copies stay on the device until the last microbatch; nothing else does.
-        near = widths(msgspec.structs.replace(plan, cpu_offload=False), master_weights, states)
-        summed = (8 if plan.precision == "fp64" else WIDE) if plan.copies > 1 and plan.grad_accum > 1 else 0
-        away = near.weight + near.gradient + near.moments + near.low
-        return ParamBytes(weight=0, gradient=summed, moments=0, away=away)
-    narrow, wide = ITEM_BYTES[plan.precision], 8 if plan.precision == "fp64" else WIDE
-    once = plan.grad_accum == 1
-    if plan.optimizer_offload != "none":
-        away = HALVES if states == "bf16" else (1 + MOMENTS) * wide
-        return ParamBytes(weight=narrow, gradient=narrow if once else wide, moments=0, away=away)
-    if master_weights != "fp32":
-        summed_wide = plan.bf16_params and not once  # a lone rank adds up wide; sharded gradients are as their weights
-        low = 2 if master_weights == "split" else 0
-        return ParamBytes(weight=narrow, gradient=wide if summed_wide else narrow, moments=MOMENTS * wide, low=low)
-    return ParamBytes(weight=wide, gradient=narrow if plan.bf16_params and once else wide, moments=MOMENTS * wide)
-
-
-def shares_weights(plan: Plan, master_weights: MasterWeights = "fp32") -> bool:
-    """Whether a lone rank computes with the very weights that it holds, narrow as they are."""
-    return plan.world == 1 and plan.bf16_params and (plan.optimizer_offload != "none" or master_weights != "fp32")
-
-
-def slot_bytes(plan: Plan, largest: int, states: StateDtype) -> int:
-    """Device memory for pieces of states on their way to an update there; none larger than the largest weight."""
-    if plan.optimizer_offload == "none" or plan.optimizer_offload_update == "host":
-        return 0
-    return SLOTS * min(PIECE, largest) * widths(plan, states=states).away
-
-
-def update_bytes(plan: Plan, largest: int, master_weights: MasterWeights, states: StateDtype) -> int:
-    """What rounding makes on the device while it goes through the pieces of a weight."""
-    if plan.cpu_offload:
-        return 0  # the host's affair
-    halves = plan.optimizer_offload != "none" and plan.optimizer_offload_update == "device" and states == "bf16"
-    return ROUNDING_COPIES * WIDE * min(PIECE, largest) if halves or master_weights != "fp32" else 0
-
-
+Home = Literal["device", "host", "disk"]
 Name = Literal[
     "weights",
     "master",
@@ -110,6 +59,114 @@ Name = Literal[
     "pieces",
 ]
 LABELS: Mapping[str, str] = {"all_gathered_params": "all-gathered params", "cuda_nccl_context": "CUDA+NCCL context"}
+FIRST: Mapping[str, int] = {}  # the place of the first rank: every coordinate is 0
+
+
+class StateRow(msgspec.Struct, frozen=True):
+    """One state of every parameter in a rank's shard; gradients live from the backward to the update, others always."""
+
+    name: Name
+    bytes: int  # of one parameter
+    home: Home = "device"
+
+
+class StateLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """What a plan's flags and the optimizer's keys mean for the states of a rank."""
+
+    rows: tuple[StateRow, ...]
+    narrow: int  # bytes of a number in the arithmetic
+    wide: int  # bytes of a number in sums and updates
+    # Which weights the arithmetic reads: those that are stored, a copy that is freed after use, or one that stays.
+    reads: Literal["stored", "gathered", "resident"]
+    # What adds a microbatch's gradients to a sum: nothing, as there is one; autograd, in place; or the trainer.
+    sums: Literal["never", "in_place", "by_param", "by_block"]
+    waits: bool  # unsharded gradients are kept from one microbatch to the next
+    update: Literal["device", "host"] = "device"  # where the optimizer's arithmetic runs
+    rounds: bool = False  # the update rounds weights or states to 16 bits
+    resident_states: int = 0  # bytes of states on disk that stay in host memory
+
+    def of(self, name: Name, home: Home = "device") -> int:
+        """Bytes of one state of a parameter in one place."""
+        return sum(row.bytes for row in self.rows if (row.name, row.home) == (name, home))
+
+    @property
+    def offloaded(self) -> StateRow | None:
+        """Master weights and optimizer states where a single rank keeps them outside its device."""
+        return next((row for row in self.rows if row.name == "states"), None)
+
+    @property
+    def hosted(self) -> bool:
+        """Whether weights, gradients and optimizer states all live in host memory."""
+        return any((row.name, row.home) == ("weights", "host") for row in self.rows)
+
+
+def state_layout(job: Job) -> StateLayout:
+    """The states of a job's rank."""
+    return layout_of(job.plan, job.master_weights, job.state_dtype)
+
+
+def layout_of(plan: Plan, master_weights: MasterWeights = "fp32", state_dtype: StateDtype = "fp32") -> StateLayout:
+    """The same of a plan and the optimizer's keys."""
+    return _layout(
+        plan.precision,
+        plan.bf16_params,
+        (plan.optimizer_offload, plan.optimizer_offload_update, plan.optimizer_offload_host_bytes),
+        plan.cpu_offload,
+        alone=plan.world == 1,
+        copied=plan.copies > 1,
+        several=plan.grad_accum > 1,
+        waits=plan.pp > 1 or (plan.zero <= 1 and plan.grad_accum > 1),
+        optim=(master_weights, state_dtype),
+    )
+
+
+@lru_cache(maxsize=1024)
+def _layout(
+    precision: Precision,
+    bf16_params: bool,
+    offload: tuple[Home | Literal["none"], Literal["device", "host"], int],
+    cpu_offload: bool,
+    *,
+    alone: bool,
+    copied: bool,
+    several: bool,
+    waits: bool,
+    optim: tuple[MasterWeights, StateDtype],
+) -> StateLayout:
+    """`alone`: on one rank; `copied`: gradients are summed over replicas; `several`: microbatches."""
+    home, update, resident_states = offload
+    master_weights, state_dtype = optim
+    narrow = ITEM_BYTES[precision]
+    wide = max(narrow, 4)
+    if home != "none":
+        away = SIXTEEN_BIT_STATES if state_dtype == "bf16" else (1 + MOMENTS) * wide
+        summed = wide if several else narrow
+        found = [StateRow("weights", narrow), StateRow("gradients", summed), StateRow("states", away, home)]
+    elif master_weights == "fp32":
+        summed = narrow if bf16_params and not several else wide
+        found = [StateRow("weights", wide), StateRow("gradients", summed), StateRow("moments", MOMENTS * wide)]
+    else:  # sharded gradients are as their weights; a lone rank adds up in fp32
+        summed = wide if bf16_params and several else narrow
+        low = [StateRow("master", 2)] if master_weights == "split" else []
+        found = [StateRow("weights", narrow), StateRow("gradients", summed), StateRow("moments", MOMENTS * wide), *low]
+    if cpu_offload:  # sums over replicas stay on the device until the last microbatch; nothing else does
+        found = [StateRow(row.name, row.bytes, "host") for row in found]
+        found += [StateRow("gradients", wide)] if copied and several else []
+    in_place = alone and bf16_params and (home != "none" or master_weights != "fp32")
+    gathers = not alone or bf16_params or cpu_offload or precision in ("bf16", "fp16")
+    unmoved = alone and narrow == wide and not cpu_offload
+    on_device = home == "none" or update == "device"
+    return StateLayout(
+        rows=tuple(found),
+        narrow=narrow,
+        wide=wide,
+        reads="stored" if in_place or not gathers else "resident" if bf16_params else "gathered",
+        sums=("by_param" if several else "never") if bf16_params else "in_place" if unmoved else "by_block",
+        waits=waits,
+        update="device" if on_device and not cpu_offload else "host",
+        rounds=master_weights != "fp32" or (home != "none" and on_device and state_dtype == "bf16"),
+        resident_states=resident_states if home == "disk" else 0,
+    )
 
 
 class LedgerEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,6 +191,7 @@ class ResidentMemory(msgspec.Struct, frozen=True, kw_only=True):
     block_share: float = 0.0  # of all gradients, a block's
     begin_share: float = 0.0  # and those that the backward makes last, before the blocks
     gathered_at_end: float | None = None  # when the last backward reaches the first block; None: as ever
+    copy_stays: bool = False  # the gathered copy is still there at the update, to be written anew
     outside: float = 0.0  # gathered, of what is outside the blocks: summed last
     outside_sums: float = 0.0  # its gradient as it came, and wide for the sum; 0: it is not summed as a whole
     update: float = 0.0  # what the optimizer's step makes beside its states
@@ -148,49 +206,81 @@ def total(lines: Iterable[LedgerEntry]) -> int:
     return sum(line.bytes for line in lines)
 
 
-HOSTED = ("weights", "gradients", "moments", "master")
-FIRST: Mapping[str, int] = {}  # the place of the first rank: every coordinate is 0
-
-
 def states(
-    arch: Arch, plan: Plan, place: Mapping[str, int] = FIRST, master_weights: MasterWeights = "fp32"
+    arch: Arch, plan: Plan, place: Mapping[str, int] = FIRST, layout: StateLayout | None = None
 ) -> tuple[LedgerEntry, ...]:
-    """What one rank holds of the model, its gradient and its optimizer.
+    """What one rank's device holds of the model, its gradient and its optimizer.
 
     `place`: the rank's coordinates on the plan's axes. Ranks differ by their pipeline stages and, where a dim does not
-    divide evenly, by the length of their part.
+    divide evenly, by the length of their part. `layout`: of AdamW with fp32 master weights, unless given.
     """
+    layout = layout or layout_of(plan)
     seat = RankView(arch=arch, plan=plan, sequence=0, place=place)  # states do not depend on the sequence
     held = tuple(groups(seat))
-    stored = sum(_stored(group, seat) for group in held) // seat.wide
-    updated = sum(_updated(group, seat) for group in held) // seat.wide
-    among = f"sharded over {plan.shards} ranks" if plan.shards > 1 else "not sharded"
-    width = widths(plan, master_weights)
-    summed = stored * width.gradient
-    gathered = 0 if shares_weights(plan, master_weights) else _gathered(held, seat)
-    low = (
-        LedgerEntry(
-            name="master", bytes=updated * width.low, why=f"the 16 low bits of the fp32 master weights, {among}"
-        ),
-    )
+    lines = _resident(layout, "device", held, seat)
+    summed = next(line.bytes for line in lines if line.name == "gradients")
+    waiting = max(_unsummed(held, seat, layout) - summed, 0)
     return (
-        LedgerEntry(name="weights", bytes=stored * width.weight, why=_why_weights(seat, width.weight, among)),
-        LedgerEntry(name="gradients", bytes=summed, why=_why_gradients(seat, width.gradient, among)),
-        LedgerEntry(name="moments", bytes=updated * width.moments, why=_why_moments(seat, among)),
-        *(low if width.low else ()),
-        LedgerEntry(name="all_gathered_params", bytes=gathered, why=_why_gathered(plan, master_weights)),
-        LedgerEntry(name="unreduced_grads", bytes=max(_unsummed(held, seat) - summed, 0), why=_why_waiting(plan)),
+        *lines,
+        LedgerEntry(name="all_gathered_params", bytes=_gathered(held, seat, layout), why=_why_gathered(plan, layout)),
+        LedgerEntry(
+            name="unreduced_grads",
+            bytes=waiting,
+            why="unsharded gradients accumulated until the last microbatch, beyond the shard that stays"
+            if layout.waits
+            else "none: every microbatch reduce-scatters its gradients",
+        ),
     )
 
 
 def hosted(
-    arch: Arch, plan: Plan, place: Mapping[str, int] = FIRST, master_weights: MasterWeights = "fp32"
+    arch: Arch, plan: Plan, place: Mapping[str, int] = FIRST, layout: StateLayout | None = None
 ) -> tuple[LedgerEntry, ...]:
-    """Of them, what lies in host memory under `plan.cpu_offload`: what stays from step to step, and the sums."""
-    if not plan.cpu_offload:
+    """What one rank's host holds of them where weights live there: what stays from step to step, and the sums."""
+    layout = layout or layout_of(plan)
+    if not layout.hosted:
         return ()
-    beside = states(arch, msgspec.structs.replace(plan, cpu_offload=False), place, master_weights)
-    return tuple(line for line in beside if line.name in HOSTED and line.bytes)
+    seat = RankView(arch=arch, plan=plan, sequence=0, place=place)
+    return tuple(line for line in _resident(layout, "host", tuple(groups(seat)), seat) if line.bytes)
+
+
+def _resident(layout: StateLayout, home: Home, held: tuple[ParamGroup, ...], seat: RankView) -> tuple[LedgerEntry, ...]:
+    """The rows of one home as bytes of a rank: weights and gradients padded, the others not."""
+    stored = sum(_stored(group, seat) for group in held) // seat.wide
+    updated = sum(_updated(group, seat) for group in held) // seat.wide
+    names: tuple[Name, ...] = ("weights", "gradients", "moments", *(("master",) if layout.of("master", home) else ()))
+    return tuple(
+        LedgerEntry(
+            name=name,
+            bytes=(stored if name in ("weights", "gradients") else updated) * layout.of(name, home),
+            why=_why(name, layout, home, seat.plan),
+        )
+        for name in names
+    )
+
+
+def _why(name: Name, layout: StateLayout, home: Home, plan: Plan) -> str:
+    """The dtype of a state, among how many ranks it is sharded, or where it is instead."""
+    among = f"sharded over {plan.shards} ranks" if plan.shards > 1 else "not sharded"
+    size = layout.of(name, home) // (MOMENTS if name == "moments" else 1)
+    dtype = {0: "", 2: plan.precision if plan.precision == "fp16" else "bf16", 4: "fp32", 8: "fp64"}[size]
+    elsewhere = layout.hosted and home == "device"
+    files = {"host": "host memory", "disk": "files"}.get(layout.offloaded.home if layout.offloaded else "", "")
+    if name == "master":
+        return f"the 16 low bits of the fp32 master weights, {among}"
+    if name == "gradients" and elsewhere:
+        waits = f"{dtype}, {among}, until the last microbatch is reduced over replicas"
+        return waits if size else "each block's are offloaded to host memory once reduced"
+    if name == "gradients":
+        return f"{dtype}, {among}, after the last backward"
+    if name == "moments":
+        kept = f"are in {files or 'host memory'}"
+        return f"AdamW's two {kept}" if elsewhere or files else f"AdamW's two, {dtype}, {among}"
+    if elsewhere:
+        return "in host memory"
+    if files:
+        return f"{dtype}, {among}: the fp32 master weights are in {files}"
+    return f"{dtype}, {among}" + (", padded" if plan.shards > 1 else "")
 
 
 def _stored(group: ParamGroup, seat: RankView) -> int:
@@ -232,15 +322,10 @@ def _unscattered(param: Param, group: ParamGroup, seat: RankView) -> int:
     return math.prod(local_shape(param, seat))
 
 
-def _waits(plan: Plan) -> bool:
-    """Whether whole gradients are kept from one microbatch to the next: up to zero 1, and in a pipeline always."""
-    return plan.pp > 1 or (plan.zero <= 1 and plan.grad_accum > 1)
-
-
-def _unsummed(held: Iterable[ParamGroup], seat: RankView) -> int:
+def _unsummed(held: Iterable[ParamGroup], seat: RankView, layout: StateLayout) -> int:
     """The most that gradients take while a later microbatch will add to them."""
     if seat.plan.pp == 1:
-        return sum(_whole(group, seat) for group in held) if _waits(seat.plan) else 0
+        return sum(_whole(group, seat) for group in held) if layout.waits else 0
     whole, shard = Counter[int](), Counter[int]()
     for group in held:
         whole[group.stage] += _whole(group, seat)
@@ -294,25 +379,35 @@ def _waiting(schedule: Schedule, pp: int, chunks: int, microbatches: int, rank: 
     return frozenset(found)
 
 
-def _gathered(held: Iterable[ParamGroup], seat: RankView) -> int:
+def _gathered(held: Iterable[ParamGroup], seat: RankView, layout: StateLayout) -> int:
     """The most that is gathered at one time, in the precision of the arithmetic; what is on its way is counted too."""
-    plan = seat.plan
-    if not _copies(plan):
+    if layout.reads == "stored":
         return 0
-    if plan.zero < 3:  # of a pipeline too: no stage has its last backward before every other one has been used
+    if seat.plan.zero < 3:  # of a pipeline too: no stage has its last backward before every other one has been used
         return sum(group.count * _once(group, seat) for group in held)
-    return _gathered_by_stages(held, seat) if plan.pp > 1 else _two_blocks(held, seat)
+    return _gathered_by_stages(held, seat) if seat.plan.pp > 1 else _two_blocks(held, seat)
 
 
-def gathered_outside(arch: Arch, plan: Plan, place: Mapping[str, int] = FIRST) -> int:
+def gathered_outside(arch: Arch, plan: Plan, layout: StateLayout, place: Mapping[str, int] = FIRST) -> int:
     """Bytes gathered of what is outside the blocks, which is all there is between a forward and its backward."""
+    if layout.reads == "stored":
+        return 0
     seat = RankView(arch=arch, plan=plan, sequence=0, place=place)
-    return sum(_once(group, seat) for group in groups(seat) if group.params[0].layer < 0) if _copies(plan) else 0
+    return sum(_once(group, seat) for group in groups(seat) if group.params[0].layer < 0)
 
 
-def _copies(plan: Plan) -> bool:
-    """Whether the arithmetic reads a copy of the weights: torch makes one even of weights that are whole already."""
-    return plan.world > 1 or plan.bf16_params or plan.cpu_offload or plan.precision in ("bf16", "fp16")
+def _why_gathered(plan: Plan, layout: StateLayout) -> str:
+    if layout.reads == "stored":
+        return "none: the weights are used in place"
+    if plan.pp > 1 and plan.zero == 3:
+        return f"{plan.precision}, the stages computed next, of {placement(plan).count(0)} on a rank"
+    if plan.pp > 1:
+        return f"{plan.precision}, all stages of the rank until their last backward"
+    if layout.reads == "resident":
+        return f"{plan.precision}, a resident copy of the whole model"
+    if plan.zero == 3:
+        return f"{plan.precision}, embedding and output, one block and the prefetched next one"
+    return f"{plan.precision}, the whole model until the last backward"
 
 
 def _once(group: ParamGroup, seat: RankView) -> int:
@@ -378,84 +473,26 @@ def _instants(schedule: Schedule, pp: int, chunks: int, microbatches: int, rank:
     return frozenset(found)
 
 
-def _why_gradients(seat: RankView, width: int, among: str) -> str:
-    if seat.plan.cpu_offload:
-        waits = (
-            f"{_name(width, seat.plan)}, {among}, until the last microbatch is reduced over replicas" if width else ""
-        )
-        return waits or "each block's are offloaded to host memory once reduced"
-    return f"{_name(width, seat.plan)}, {among}, after the last backward"
-
-
-def _why_weights(seat: RankView, width: int, among: str) -> str:
-    if seat.plan.cpu_offload:
-        return "in host memory"
-    if seat.plan.optimizer_offload != "none":
-        return f"{_name(width, seat.plan)}, {among}: the fp32 master weights are in {_home(seat.plan)}"
-    return f"{_name(width, seat.plan)}, {among}" + (", padded" if seat.plan.shards > 1 else "")
-
-
-def _why_moments(seat: RankView, among: str) -> str:
-    if seat.plan.cpu_offload:
-        return "AdamW's two are in host memory"
-    if seat.plan.optimizer_offload != "none":
-        return f"AdamW's two are in {_home(seat.plan)}"
-    return f"AdamW's two, {_name(seat.wide, seat.plan)}, {among}"
-
-
-def _home(plan: Plan) -> str:
-    return {"host": "host memory", "disk": "files", "none": "place"}[plan.optimizer_offload]
-
-
-def _why_gathered(plan: Plan, master_weights: MasterWeights) -> str:
-    if not _copies(plan) or shares_weights(plan, master_weights):
-        return "none: the weights are used in place"
-    if plan.pp > 1 and plan.zero == 3:
-        return f"{plan.precision}, the stages computed next, of {placement(plan).count(0)} on a rank"
-    if plan.pp > 1:
-        return f"{plan.precision}, all stages of the rank until their last backward"
-    if plan.bf16_params:
-        return f"{plan.precision}, a resident copy of the whole model"
-    if plan.zero == 3:
-        return f"{plan.precision}, embedding and output, one block and the prefetched next one"
-    return f"{plan.precision}, the whole model until the last backward"
-
-
-def _why_waiting(plan: Plan) -> str:
-    if not _waits(plan):
-        return "none: every microbatch reduce-scatters its gradients"
-    return "unsharded gradients accumulated until the last microbatch, beyond the shard that stays"
-
-
-def _name(size: int, plan: Plan) -> str:
-    """The numbers that have so many bytes."""
-    narrow = plan.precision if plan.precision in ("bf16", "fp16") else "bf16"
-    return {2: narrow, 4: "fp32", 8: "fp64"}[size]
-
-
 def sharded(job: Job, place: Mapping[str, int]) -> ResidentMemory:
     """Of our own trainer, and of others that shard as `fully_shard` does."""
-    plan, holds = job.plan, job.stack.holds
-    held = {line.name: line for line in states(job.arch, plan, place, job.master_weights)}
-    outside = (
-        gathered_outside(job.arch, plan, place)
-        if plan.zero == 3 and plan.pp == 1
-        else held["all_gathered_params"].bytes
-    )
-    updated = held["moments"].bytes / MOMENTS / (8 if plan.precision == "fp64" else 4)
+    plan, holds, layout = job.plan, job.stack.holds, state_layout(job)
+    seat = RankView(arch=job.arch, plan=plan, sequence=0, place=place)
+    lines = {line.name: line for line in states(job.arch, plan, place, layout)}
+    outside = gathered_outside(job.arch, plan, layout, place)
+    updated = sum(_updated(group, seat) for group in groups(seat)) // seat.wide if layout.of("moments") else 0
     largest = largest_weight(job.arch) // plan.shards
-    slots = slot_bytes(plan, largest, job.state_dtype)
-    lines: list[tuple[Name, float, str]] = [(line.name, line.bytes, line.why) for line in held.values()]
+    slots = slot_bytes(layout, largest)
+    found: list[tuple[Name, float, str]] = [(line.name, line.bytes, line.why) for line in lines.values()]
     return ResidentMemory(
         lines=(
-            *lines,
+            *found,
             ("activations", 0, "saved for the backward by the microbatches in flight"),
             ("recompute", 0, "the blocks recomputed together, beyond what was saved of them"),
             ("activation_grads", 0, "gradients of activations inside one block"),
             ("logits", 0, "log-probabilities, and at the loss their gradients"),
             (
                 "reduce_buffers",
-                _reducing(job, place),
+                _reduce_buffers(job, layout, seat),
                 "a block's gradients in the compute dtype, and in fp32 for the reduction",
             ),
             ("update", slots, "temporaries of the optimizer step, and pieces of offloaded states in transit"),
@@ -464,12 +501,24 @@ def sharded(job: Job, place: Mapping[str, int]) -> ResidentMemory:
         buffered=False,
         block_share=max(param_counts(job.arch)[0]) / count(job.arch),
         begin_share=param_counts(job.arch)[1] / count(job.arch),
-        gathered_at_loss=outside,
-        gathered_at_end=_left_at_end(job, place),
-        outside=gathered_outside(job.arch, plan, place),
-        outside_sums=_outside_sums(job, place),
-        update=holds.update_bytes * updated + slots + update_bytes(plan, largest, job.master_weights, job.state_dtype),
+        gathered_at_loss=outside if plan.zero == 3 and plan.pp == 1 else lines["all_gathered_params"].bytes,
+        gathered_at_end=_left_at_end(plan, layout, seat) if outside else None,
+        copy_stays=layout.reads == "resident",
+        outside=outside,
+        outside_sums=_outside_sums(plan, layout, seat),
+        update=holds.update_bytes * updated + slots + rounding_bytes(layout, largest),
     )
+
+
+def slot_bytes(layout: StateLayout, largest: int) -> int:
+    """Device memory for pieces of states on their way to an update there; none larger than the largest weight."""
+    row = layout.offloaded
+    return SLOTS * min(PIECE, largest) * row.bytes if row is not None and layout.update == "device" else 0
+
+
+def rounding_bytes(layout: StateLayout, largest: int) -> int:
+    """What rounding makes on the device while it goes through the pieces of a weight; none if the host does."""
+    return ROUNDING_COPIES * ROUNDING_BYTES * min(PIECE, largest) if layout.rounds and not layout.hosted else 0
 
 
 @cache
@@ -492,46 +541,25 @@ def param_counts(arch: Arch) -> tuple[tuple[int, ...], int]:
     return tuple(blocks[layer] for layer in range(arch.layers)), begin
 
 
-def _left_at_end(job: Job, place: Mapping[str, int]) -> float | None:
+def _left_at_end(plan: Plan, layout: StateLayout, seat: RankView) -> float | None:
     """Gathered weights when a lone backward reaches the first block: each block's go when its gradient is summed."""
-    plan = job.plan
-    if (
-        plan.zero == 3 or plan.bf16_params or plan.grad_accum > 1 or plan.pp > 1
-    ):  # a shadow stays, as between microbatches
-        return None
-    blocks, outside, seat = _unsummed_shards(job, place)
-    return (blocks + outside) * seat.narrow if gathered_outside(job.arch, plan, place) else None
+    if plan.zero == 3 or layout.reads == "resident" or plan.grad_accum > 1 or plan.pp > 1:
+        return None  # as ever
+    block, outside = _unsharded_numbers(seat)
+    return (block + outside) * seat.narrow
 
 
-def _outside_sums(job: Job, place: Mapping[str, int]) -> float:
+def _outside_sums(plan: Plan, layout: StateLayout, seat: RankView) -> float:
     """Of what is outside the blocks, the gradient as it came, and its copy in the precision of sums."""
-    _, outside, seat = _unsummed_shards(job, place)
-    if job.plan.bf16_params or job.plan.pp > 1 or _unmoved(job, seat):
+    if layout.sums != "by_block" or plan.pp > 1:
         return 0
-    return outside * (seat.narrow + seat.wide) + _leaving(job, outside, seat)
+    _, outside = _unsharded_numbers(seat)
+    leaving = outside * seat.wide // plan.shards if layout.hosted else 0
+    return outside * (seat.narrow + seat.wide) + leaving
 
 
-def _unmoved(job: Job, seat: RankView) -> bool:
-    """Whether gradients stay where autograd puts them: on a lone rank that computes with its own weights."""
-    return job.plan.world == 1 and seat.narrow == seat.wide and not job.plan.cpu_offload
-
-
-def _leaving(job: Job, numbers: int, seat: RankView) -> int:
-    """Of summed gradients on their way to host memory, this rank's part; elsewhere it is among the gradients."""
-    return numbers * seat.wide // job.plan.shards if job.plan.cpu_offload else 0
-
-
-def _arriving(job: Job, largest: int, seat: RankView) -> int:
-    """A block's weights from host memory: this rank's part, narrowed for the gather, and of one weight the wide one."""
-    if not job.plan.cpu_offload:
-        return 0
-    weight = largest_weight(job.arch) * seat.wide // job.plan.shards
-    return weight + (largest * seat.narrow // job.plan.shards if job.plan.shards > 1 else 0)
-
-
-def _unsummed_shards(job: Job, place: Mapping[str, int]) -> tuple[int, int, RankView]:
+def _unsharded_numbers(seat: RankView) -> tuple[int, int]:
     """Numbers in the largest block, and outside the blocks, before they are cut into shards."""
-    seat = RankView(arch=job.arch, plan=job.plan, sequence=0, place=place)
     blocks, outside = [0], 0
     for group in groups(seat):
         numbers = sum(math.prod(local_shape(param, seat)) for param in group.params)
@@ -539,27 +567,27 @@ def _unsummed_shards(job: Job, place: Mapping[str, int]) -> tuple[int, int, Rank
             blocks.append(numbers)
         else:
             outside += numbers
-    return max(blocks), outside, seat
+    return max(blocks), outside
 
 
-def _reducing(job: Job, place: Mapping[str, int]) -> int:
-    """The largest block's gradient as it came, and its copy in the precision of sums; a lone fp32 rank has neither.
+def _reduce_buffers(job: Job, layout: StateLayout, seat: RankView) -> int:
+    """The largest block's gradient as it came, and its copy in the precision of sums.
 
-    What is outside the blocks is summed last, so the output projection's gradient waits as it came. Beside a shadow
-    torch adds up weight by weight, and nothing at all if there is one microbatch.
+    What is outside the blocks is summed last, so the output projection's gradient waits as it came; a pipeline keeps
+    all gradients wide, among those that wait. To and from host memory travel this rank's part of the summed gradients,
+    and of a block's weights the part narrowed for the gather, with one of them as it is stored.
     """
-    if job.plan.bf16_params and job.plan.grad_accum == 1:
+    if layout.sums in ("never", "in_place"):
         return 0
-    seat = RankView(arch=job.arch, plan=job.plan, sequence=0, place=place)
-    if _unmoved(job, seat):
-        return 0
-    if job.plan.bf16_params:
+    if layout.sums == "by_param":
         largest = max(math.prod(local_shape(param, seat)) for group in groups(seat) for param in group.params)
         return largest * (seat.narrow + seat.wide)
-    largest, outside, _ = _unsummed_shards(job, place)
-    waits = outside if job.plan.pp == 1 else 0  # a pipeline keeps all gradients wide, among those that wait
-    moving = _leaving(job, largest, seat) + _arriving(job, largest, seat)
-    return largest * (seat.narrow + seat.wide) + waits * seat.narrow + moving
+    largest, outside = _unsharded_numbers(seat)
+    shards, moving = job.plan.shards, 0
+    if layout.hosted:
+        narrowed = largest * seat.narrow // shards if shards > 1 else 0
+        moving = largest * seat.wide // shards + largest_weight(job.arch) * seat.wide // shards + narrowed
+    return largest * (seat.narrow + seat.wide) + (outside * seat.narrow if job.plan.pp == 1 else 0) + moving
 
 
 BUFFERED_MOMENTS = 8.0  # bytes of a parameter's two, in fp32

@@ -12,7 +12,13 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from meshwright.cost.activations import MicrobatchShape, SavedActivations, microbatch_shape, saved_activations
+from meshwright.cost.activations import (
+    MicrobatchShape,
+    SavedActivations,
+    activation_policy,
+    microbatch_shape,
+    saved_activations,
+)
 from meshwright.cost.job import Job
 from meshwright.cost.layout import (
     FIRST,
@@ -23,13 +29,14 @@ from meshwright.cost.layout import (
     ResidentMemory,
     buffered,
     hosted,
+    largest_weight,
     sharded,
+    state_layout,
     total,
-    widths,
 )
 from meshwright.cost.rank_view import placement
-from meshwright.spec.params import count, params
-from meshwright.spec.plan import Plan, by_operation
+from meshwright.spec.params import count
+from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import Kind, Schedule, actions
 from meshwright.spec.units import GIB
 
@@ -193,7 +200,7 @@ def _moments(rank: _RankMoments, number: int) -> Iterator[_Instant]:
         else:
             yield from _backward(rank, scene)
     done: Lines = {} if rank.rest.buffered else {"unreduced_grads": 0, "reduce_buffers": 0}
-    if not rank.rest.buffered and not plan.bf16_params:  # a shadow stays, to be written anew
+    if not rank.rest.buffered and not rank.rest.copy_stays:
         done["all_gathered_params"] = 0
     yield _Instant("the optimizer step", None, {**done, "update": rank.rest.update})
 
@@ -272,12 +279,13 @@ def _parts(job: Job, rank: int) -> dict[int, SavedActivations]:
     arch, plan = job.arch, job.plan
     ranks = placement(plan)
     lengths = plan.stages if plan.pp > 1 else (arch.layers,)
-    work, last = microbatch_shape(job), len(ranks) - 1
+    work, policy, last = microbatch_shape(job), activation_policy(job), len(ranks) - 1
+    blocks = "none" if policy.recomputes_attention else policy.recompute
     found = {}
     for stage, (length, end) in enumerate(zip(lengths, accumulate(lengths), strict=True)):
         if ranks[stage] == rank:
             mixtures = tuple(arch.is_mixture(layer) for layer in range(end - length, end))
-            found[stage] = saved_activations(work, mixtures, stage == last, plan.recompute)
+            found[stage] = saved_activations(work, mixtures, stage == last, blocks)
     return found
 
 
@@ -334,36 +342,25 @@ NOWHERE = OffloadedMemory()
 
 def away(job: Job, sent: float, place: Mapping[str, int] = FIRST) -> OffloadedMemory:
     """Of a rank whose microbatches in flight have sent so many bytes of activations."""
-    host = list(hosted(job.arch, job.plan, place, job.master_weights))
-    disk: tuple[LedgerEntry, ...] = ()
+    layout = state_layout(job)
+    host, disk = list(hosted(job.arch, job.plan, place, layout)), []
     if sent:
-        host.append(
-            LedgerEntry(name="activations", bytes=round(sent), why="saved activations, offloaded until the backward")
-        )
-    if job.plan.optimizer_offload != "none":
-        near, far = _states(job)
-        host += [line for line in (near, _pieces(job)) if line.bytes]
-        disk = (far,) if far.bytes else ()
-    return OffloadedMemory(host=tuple(host), disk=disk)
-
-
-def _states(job: Job) -> tuple[LedgerEntry, LedgerEntry]:
-    """Wide weights and moments, in memory and in files."""
-    width = widths(job.plan, states=job.state_dtype).away
-    whole = count(job.arch) * width
-    near = whole if job.plan.optimizer_offload == "host" else min(job.plan.optimizer_offload_host_bytes, whole)
-    why = f"fp32 master weights and moments, {width} bytes per parameter"
-    return LedgerEntry(name="states", bytes=near, why=why), LedgerEntry(name="states", bytes=whole - near, why=why)
-
-
-def _pieces(job: Job) -> LedgerEntry:
-    """Buffers of pieces on their way, none larger than the largest weight: as optim/host_memory.py counts them."""
-    plan, wide = job.plan, 8 if job.plan.precision == "fp64" else 4
-    fetched = widths(plan, states=job.state_dtype).away if plan.optimizer_offload == "disk" else 0
-    travelling = 2 * wide if plan.optimizer_offload_update == "host" else 0
-    largest = max(param.numel for param in params(job.arch))
-    size = SLOTS * min(PIECE, largest) * (fetched + travelling)
-    return LedgerEntry(name="pieces", bytes=size, why="transfer buffers of states, gradients and weights")
+        why = "saved activations, offloaded until the backward"
+        host.append(LedgerEntry(name="activations", bytes=round(sent), why=why))
+    if (states := layout.offloaded) is not None:
+        whole = count(job.arch) * states.bytes
+        near = whole if states.home == "host" else min(layout.resident_states, whole)
+        why = f"fp32 master weights and moments, {states.bytes} bytes per parameter"
+        host.append(LedgerEntry(name="states", bytes=near, why=why))
+        disk.append(LedgerEntry(name="states", bytes=whole - near, why=why))
+        # Pieces on their way, as optim/host_memory.py counts them: from files, and gradients and weights to the host.
+        fetched = states.bytes if states.home == "disk" else 0
+        travelling = 2 * layout.wide if layout.update == "host" else 0
+        size = SLOTS * min(PIECE, largest_weight(job.arch)) * (fetched + travelling)
+        why = "transfer buffers of states, gradients and weights"
+        host.append(LedgerEntry(name="pieces", bytes=size, why=why))
+    near_lines, far_lines = (tuple(line for line in lines if line.bytes) for lines in (host, disk))
+    return OffloadedMemory(host=near_lines, disk=far_lines)
 
 
 Role = Literal["only", "first", "middle", "last"]
@@ -418,7 +415,6 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
 
 def ledger(job: Job, place: Mapping[str, int] = FIRST) -> Ledger:
     """The ledger of one rank, by its coordinates on the plan's axes."""
-    job = as_held(job)
     fullest = peak(job, place)
     holds, rank = job.stack.holds, place.get("pp", 0)
     slack = LedgerEntry(
@@ -441,14 +437,6 @@ def ledger(job: Job, place: Mapping[str, int] = FIRST) -> Ledger:
         published=holds.published,
         away=away(job, fullest.sent, place),
     )
-
-
-def as_held(job: Job) -> Job:
-    """A job whose stack means by `selective` that attention is computed anew: it keeps what fused attention keeps."""
-    if not by_operation(job.plan.recompute) or job.stack.speed.selective != "attention":
-        return job
-    stack = msgspec.structs.replace(job.stack, attention="flash")
-    return msgspec.structs.replace(job, stack=stack, plan=msgspec.structs.replace(job.plan, recompute="none"))
 
 
 def worst(job: Job) -> Ledger:

@@ -7,14 +7,11 @@ from itertools import accumulate
 
 import msgspec
 
+from meshwright.cost.activations import ITEM_BYTES, ActivationPolicy, chunk_rows, has_chunks, policy_of
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import Param, Split, params
-from meshwright.spec.plan import Plan, by_operation, runs
+from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import stage_ranks
-
-ITEM_BYTES = {"fp8": 2, "bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
-CHUNK_BYTES = 2**31  # of logits in one chunk of the loss, as in kernels/cross_entropy.py
-CHUNK_ROWS = 1024  # its rows are a multiple of this
 
 
 class RankView(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,17 +53,6 @@ class RankView(msgspec.Struct, frozen=True, kw_only=True):
         return min(chunk_rows(self.arch.vocab, self.plan), rows) if has_chunks(self.plan) else rows
 
 
-def has_chunks(plan: Plan) -> bool:
-    """Whether the loss computes some rows' logits at a time; a pipeline's last stage hands all of them over."""
-    return plan.pp == 1 and plan.kernels != "plain" and (plan.tp > 1 or plan.precision != "fp64")
-
-
-def chunk_rows(vocab: int, plan: Plan) -> int:
-    """Rows of a chunk: the largest part of the vocabulary decides, so that all ranks of tp have as many."""
-    row = math.ceil(vocab / plan.tp) * ITEM_BYTES[plan.precision]
-    return max(CHUNK_BYTES // row // CHUNK_ROWS, 1) * CHUNK_ROWS
-
-
 class RecomputedBlocks(msgspec.Struct, frozen=True, kw_only=True):
     """Layers of a part that the backward computes anew."""
 
@@ -74,6 +60,7 @@ class RecomputedBlocks(msgspec.Struct, frozen=True, kw_only=True):
     dense: int
     mixtures: int
     by_operation: bool  # what collectives returned is kept, where they return anything
+    to_the_end: bool  # even what nobody needs: the output of a run
 
     @property
     def layers(self) -> int:
@@ -112,12 +99,12 @@ def placement(plan: Plan) -> tuple[int, ...]:
 def parts(seat: RankView) -> tuple[StageLayers, ...]:
     """The stages on this rank, in the order of the model."""
     lengths = seat.plan.stages if seat.plan.pp > 1 else (seat.arch.layers,)
-    return _parts(seat.arch, lengths, placement(seat.plan), seat.at("pp"), seat.plan.recompute)
+    return _parts(seat.arch, lengths, placement(seat.plan), seat.at("pp"), policy_of(seat.plan))
 
 
 @lru_cache(maxsize=4096)
 def _parts(
-    arch: Arch, lengths: tuple[int, ...], ranks: tuple[int, ...], rank: int, recompute: str
+    arch: Arch, lengths: tuple[int, ...], ranks: tuple[int, ...], rank: int, policy: ActivationPolicy
 ) -> tuple[StageLayers, ...]:
     found = []
     for stage, (length, end) in enumerate(zip(lengths, accumulate(lengths), strict=True)):
@@ -132,17 +119,23 @@ def _parts(
                 mixtures=mixtures,
                 first=stage == 0,
                 last=stage == len(ranks) - 1,
-                anew=_anew(arch, recompute, layers),
+                anew=_anew(arch, policy, layers),
             )
         )
     return tuple(found)
 
 
-def _anew(arch: Arch, policy: str, layers: range) -> RecomputedBlocks:
-    found = runs(policy, len(layers))
+def _anew(arch: Arch, policy: ActivationPolicy, layers: range) -> RecomputedBlocks:
+    found = policy.runs(len(layers))
     mixtures = sum(arch.is_mixture(layers[number]) for run in found for number in run) if arch.experts else 0
     dense = sum(map(len, found)) - mixtures
-    return RecomputedBlocks(runs=len(found), dense=dense, mixtures=mixtures, by_operation=by_operation(policy))
+    return RecomputedBlocks(
+        runs=len(found),
+        dense=dense,
+        mixtures=mixtures,
+        by_operation=policy.by_operation,
+        to_the_end=policy.to_the_end,
+    )
 
 
 def groups(seat: RankView) -> Iterator[ParamGroup]:

@@ -10,11 +10,12 @@ from typing import NamedTuple
 
 import msgspec
 
+from meshwright.cost.activations import ActivationPolicy, activation_policy
 from meshwright.cost.flops import (
     TRAINING,
     attention_flops_per_token,
     forward_flops_per_token,
-    hardware_flops,
+    recomputed_flops,
     step_flops,
     utilization,
 )
@@ -24,18 +25,15 @@ from meshwright.cost.layer_time import SELECTED, LayerModel, PassTimes, again, b
 from meshwright.cost.network import axis_span, collective_seconds
 from meshwright.cost.simulate import StageCost, makespan
 from meshwright.cost.weight_time import (
-    NOTHING,
     OverlapWindow,
-    SavedElsewhere,
     WeightSeconds,
-    away_of,
     least_seconds,
     weight_seconds,
-    with_away,
+    with_policy,
 )
 from meshwright.hardware.stacks import Efficiency, efficiency_of
 from meshwright.spec.arch import Arch
-from meshwright.spec.plan import Plan, by_operation, runs
+from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import Schedule, stage_ranks
 
 DRAINED = ("naive", "gpipe", "1f1b", "interleaved", "looped")  # a rank's last action is its first stage's backward
@@ -54,9 +52,6 @@ class Stages(msgspec.Struct, frozen=True, kw_only=True):
         return [each for each, on in zip(self.passes, self.ranks, strict=True) if on == rank]
 
 
-Keep = tuple[str, SavedElsewhere]  # what the backward computes anew, and what becomes of what is kept
-
-
 class StageKind(NamedTuple):
     """What the time of a stage depends on."""
 
@@ -70,7 +65,7 @@ def stages_of(at: LayerModel, job: Job) -> Stages:
     """The stages of a job; a model without a pipeline is one."""
     plan = job.plan
     ranks = placed(plan.schedule, plan.pp, plan.chunks)
-    return _timed(at, lengths_of(job), ranks, (plan.recompute, away_of(plan)), _send(at, job))
+    return _timed(at, lengths_of(job), ranks, activation_policy(job), _send(at, job))
 
 
 @lru_cache(maxsize=1024)
@@ -85,10 +80,12 @@ def lengths_of(job: Job) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=8192)
-def _timed(at: LayerModel, lengths: tuple[int, ...], ranks: tuple[int, ...], keep: Keep, send: float) -> Stages:
+def _timed(
+    at: LayerModel, lengths: tuple[int, ...], ranks: tuple[int, ...], policy: ActivationPolicy, send: float
+) -> Stages:
     """Most stages are alike, so each kind is timed once."""
     kinds, places = kinds_of(at.arch, lengths)
-    timed = [stage_passes(at, kind.dense, kind.mixtures, keep) + ends(at, kind.first, kind.last) for kind in kinds]
+    timed = [stage_passes(at, kind.dense, kind.mixtures, policy) + ends(at, kind.first, kind.last) for kind in kinds]
     seconds = [passes.seconds for passes in timed]
     return Stages(
         passes=tuple([timed[place] for place in places]),
@@ -112,32 +109,29 @@ def kinds_of(arch: Arch, lengths: tuple[int, ...]) -> tuple[tuple[StageKind, ...
 
 
 @lru_cache(maxsize=8192)
-def stage_passes(at: LayerModel, dense: int, mixtures: int, keep: Keep) -> PassTimes:
+def stage_passes(at: LayerModel, dense: int, mixtures: int, policy: ActivationPolicy) -> PassTimes:
     """The blocks of a stage; of those that are computed anew, each kind has its fair share."""
-    recompute, away = keep
-    layers = dense + mixtures
-    anew = sum(map(len, runs(recompute, layers))) / layers if layers else 0.0
-    operations = by_operation(recompute)
+    anew, operations = policy.share(dense + mixtures), policy.by_operation
     total = PassTimes()
     for mixture, count in ((False, dense), (True, mixtures)):
         if not count:
             continue
-        if away == NOTHING:  # what is computed anew is all that blocks differ in
+        if policy.saves_plainly:  # what is computed anew is all that blocks differ in
             repeated = again(at, mixture, operations) * anew
             total += msgspec.structs.replace(block(at, mixture), again=repeated) * count
         else:
-            total += _kept_so(at, mixture, away, None) * (count * (1 - anew))
-            total += _kept_so(at, mixture, away, operations) * (count * anew)
+            total += _kept_so(at, mixture, policy, None) * (count * (1 - anew))
+            total += _kept_so(at, mixture, policy, operations) * (count * anew)
     return total
 
 
 @lru_cache(maxsize=8192)
-def _kept_so(at: LayerModel, mixture: bool, away: SavedElsewhere, operations: bool | None) -> PassTimes:
+def _kept_so(at: LayerModel, mixture: bool, policy: ActivationPolicy, operations: bool | None) -> PassTimes:
     """One block, which computes nothing anew (None), costly operations apart (True), or everything."""
     one = block(at, mixture)
     if operations is not None:
         one = msgspec.structs.replace(one, again=again(at, mixture, operations))
-    return with_away(at, away, mixture, one)
+    return with_policy(at, policy, mixture, one)
 
 
 def _send(at: LayerModel, job: Job) -> float:
@@ -290,12 +284,11 @@ def _products_share(arch: Arch, sequence: int) -> float:
 def _done(job: Job) -> float:
     """Operations of a step with those that are done anew, which stacks choose differently under one name."""
     plan, batch = job.plan, job.plan.batch
-    if not by_operation(plan.recompute):
-        to_the_end = plan.compile or not job.stack.speed.stops_early  # as what a compiler made is
-        counted = msgspec.structs.replace(plan, compile=to_the_end)
-        return hardware_flops(job.arch, counted, job.sequence, batch)
+    policy = activation_policy(job)
+    if not policy.by_operation:
+        return recomputed_flops(job.arch, plan, job.sequence, batch, policy)
     attention = 1 - _products_share(job.arch, job.sequence)
-    anew = {"operations": 0.0, "attention": attention, "blocks": SELECTED}[job.stack.speed.selective]
+    anew = {"operations": 0.0, "attention": attention, "blocks": SELECTED}[policy.selective]
     return step_flops(job.arch, job.sequence, batch) * (1 + anew / TRAINING)
 
 
@@ -371,7 +364,7 @@ def lower_bound(job: Job, efficiency: Efficiency | None = None) -> float:
     kinds, places = kinds_of(job.arch, lengths_of(job))
     ranks = placed(job.plan.schedule, job.plan.pp, job.plan.chunks)
     mine = [place for place, rank in zip(places, ranks, strict=True) if rank == 0]
-    timed = [_seconds(at, kind, ("none", NOTHING)) for kind in kinds]
+    timed = [_seconds(at, kind, ActivationPolicy()) for kind in kinds]
     forward = sum(timed[place][1] for place in mine)
     behind = OverlapWindow(forward=forward, backward=sum(timed[place][0] for place in mine) - forward)
     more, together = least_seconds(job, 0, at.rates, behind)
@@ -380,25 +373,24 @@ def lower_bound(job: Job, efficiency: Efficiency | None = None) -> float:
 
 def _working(at: LayerModel, job: Job) -> float:
     kinds, places = kinds_of(job.arch, lengths_of(job))
-    keep = (job.plan.recompute, away_of(job.plan))
-    timed = [_seconds(at, kind, keep) for kind in kinds]
+    policy = activation_policy(job)
+    timed = [_seconds(at, kind, policy) for kind in kinds]
     seconds, forwards = [timed[place][0] for place in places], [timed[place][1] for place in places]
     return least_pipeline(seconds, forwards, job.plan) * (1 + slowest(job.plan.world, at.rates))
 
 
 @lru_cache(maxsize=16384)
-def _seconds(at: LayerModel, kind: StageKind, keep: Keep) -> tuple[float, float]:
+def _seconds(at: LayerModel, kind: StageKind, policy: ActivationPolicy) -> tuple[float, float]:
     """One microbatch through a stage, and its forward alone."""
-    recompute, away = keep
     outside = ends(at, kind.first, kind.last)
-    if away != NOTHING:
-        passes = stage_passes(at, kind.dense, kind.mixtures, keep) + outside
+    if not policy.saves_plainly:
+        passes = stage_passes(at, kind.dense, kind.mixtures, policy) + outside
         return passes.seconds, passes.forward.seconds
-    whole, forward = outside.seconds, outside.forward.seconds
+    whole, forward, share = outside.seconds, outside.forward.seconds, policy.share(kind.dense + kind.mixtures)
     for mixture, count in ((False, kind.dense), (True, kind.mixtures)):
         if count:
-            once, going, anew = _block_seconds(at, mixture, by_operation(recompute))
-            whole += count * (once + anew * _share(recompute, kind.dense + kind.mixtures))
+            once, going, anew = _block_seconds(at, mixture, policy.by_operation)
+            whole += count * (once + anew * share)
             forward += count * going
     return whole, forward
 
@@ -408,9 +400,3 @@ def _block_seconds(at: LayerModel, mixture: bool, operations: bool) -> tuple[flo
     """A block without recomputation, its forward alone, and what recomputation adds."""
     one = block(at, mixture)
     return one.seconds, one.forward.seconds, again(at, mixture, operations).seconds
-
-
-@lru_cache(maxsize=1024)
-def _share(recompute: str, layers: int) -> float:
-    """Of so many layers, those that are computed anew."""
-    return sum(map(len, runs(recompute, layers))) / layers

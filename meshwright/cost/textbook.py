@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from meshwright.cost.activations import activation_policy
 from meshwright.cost.job import Job
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import active, count
@@ -396,7 +397,7 @@ def _palm(job: Job) -> TextbookEntry:
 
 def _megatron(job: Job) -> TextbookEntry:
     arch = job.arch
-    recompute = job.plan.recompute == "full"
+    recompute = activation_policy(job).recompute == "full"
     shape = (job.plan.batch, job.sequence, arch.layers, arch.hidden, arch.vocab)
     formula = "96·B·s·l·h²·(1 + s/(6h) + V/(16·l·h))" if recompute else "72·B·s·l·h²·(1 + s/(6h) + V/(12·l·h))"
     return _entry("megatron-flops", megatron_flops(shape, recompute), "FLOPs a step", formula, MEGATRON)

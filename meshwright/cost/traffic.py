@@ -12,6 +12,7 @@ from typing import Literal
 
 import msgspec
 
+from meshwright.cost.activations import slots
 from meshwright.cost.rank_view import (
     ParamGroup,
     RankView,
@@ -92,7 +93,7 @@ def _over_tp(part: StageLayers, seat: RankView) -> Iterator[Collective]:
         return
     once, anew = 4 * part.layers + part.first + part.last, part.anew
     gathers = scatters = 2 * anew.layers
-    if not seat.plan.compile:
+    if not anew.to_the_end:
         scatters -= anew.runs
     if anew.by_operation:
         gathers, scatters = anew.mixtures, 0
@@ -186,13 +187,6 @@ def mean_rows(seat: RankView) -> int:
     else:
         kept = min(seat.sequence * arch.top_k, arch.experts * slots(arch, arch.top_k, seat.sequence))
     return math.ceil(seat.plan.microbatch * kept / seat.plan.cp)
-
-
-def slots(arch: Arch, choices: int, sequence: int) -> int:
-    """Tokens that one expert may take of a sequence; all of them when no capacity is set."""
-    if arch.capacity == 0:
-        return sequence
-    return min(sequence, math.ceil(arch.capacity * choices * sequence / arch.experts))
 
 
 def _over_pp(part: StageLayers, seat: RankView) -> Iterator[Collective]:

@@ -5,11 +5,11 @@ from functools import lru_cache
 
 import msgspec
 
-from meshwright.cost.activations import CODE, MicrobatchShape, as_kept, block_kept, microbatch_shape, moved_bytes
-from meshwright.cost.job import Job, MasterWeights, StateDtype
+from meshwright.cost.activations import CODE, ActivationPolicy, as_kept, block_kept, microbatch_shape, moved_bytes
+from meshwright.cost.job import Job
 from meshwright.cost.kernels import Rates, moved_seconds
 from meshwright.cost.layer_time import LayerModel, PassTimes, TimeTerms, exposed
-from meshwright.cost.layout import widths
+from meshwright.cost.layout import SIXTEEN_BIT_STATES, StateLayout, state_layout
 from meshwright.cost.network import call_seconds, inside_seconds
 from meshwright.cost.rank_view import RankView, groups, local_shape
 from meshwright.cost.traffic import Collective, data_traffic, stages_stay
@@ -28,55 +28,29 @@ ROUNDED_BYTES = {"split": 26, "none": 22}  # of one parameter, read and written 
 PLAINLY_ROUNDED_BYTES = 230  # and by the operators of optim/master_weights.py
 
 
-class SavedElsewhere(msgspec.Struct, frozen=True, kw_only=True):
-    """What a plan does with that which blocks keep."""
+def with_policy(at: LayerModel, policy: ActivationPolicy, mixture: bool, one: PassTimes) -> PassTimes:
+    """A block's passes with eight-bit codes made and read, and with what the link to the host takes beyond arithmetic.
 
-    activation_quant: str
-    activation_offload: bool
-
-
-NOTHING = SavedElsewhere(activation_quant="none", activation_offload=False)
-
-
-def away_of(plan: Plan) -> SavedElsewhere:
-    """Of a plan; where nothing is done, the same for all."""
-    if plan.activation_quant == "none" and not plan.activation_offload:
-        return NOTHING
-    return SavedElsewhere(activation_quant=plan.activation_quant, activation_offload=plan.activation_offload)
-
-
-def with_away(at: LayerModel, kind: SavedElsewhere, mixture: bool, one: PassTimes) -> PassTimes:
-    """A block's passes with codes made and read, and with what the link to the host takes longer than its arithmetic.
-
-    A block that is computed anew keeps its input alone.
+    A block that is recomputed saves its input alone.
     """
-    if kind == NOTHING:
+    if policy.saves_plainly:
         return one
-    work, anew = _work(at, kind), one.again.seconds > 0
+    work = msgspec.structs.replace(microbatch_shape(at.job), coded=policy.quant != "none")
+    anew = one.again.seconds > 0
     whole = work.stream if anew else block_kept(work, mixture)
-    one = _coded(at, kind, one, whole / work.narrow) if kind.activation_quant != "none" else one
-    if not kind.activation_offload:
+    if policy.quant != "none":
+        beside = (FP8_ENCODED, FP8_DECODED) if policy.quant == "fp8" else (INT8_ENCODED, INT8_DECODED)
+        numbers = whole / work.narrow
+        encode, decode = (moved_seconds(numbers * (at.rates.width + more + CODE - 1), at.rates) for more in beside)
+        going, coming = TimeTerms(elementwise=encode), TimeTerms(elementwise=decode)
+        one = msgspec.structs.replace(one, forward=one.forward + going, input=one.input + coming)
+    if not policy.offload:
         return one
     travels = moved_bytes(work, as_kept(work, mixture, whole), anew) / rate(at.job.cluster.host)
     back = one.again.seconds + one.input.seconds + one.weight.seconds
-    going, coming = max(travels - one.forward.seconds, 0.0), max(travels - back, 0.0)
-    return msgspec.structs.replace(
-        one, forward=one.forward + TimeTerms(link=going), input=one.input + TimeTerms(link=coming)
-    )
-
-
-def _work(at: LayerModel, kind: SavedElsewhere) -> MicrobatchShape:
-    return msgspec.structs.replace(microbatch_shape(at.job), coded=kind.activation_quant != "none")
-
-
-def _coded(at: LayerModel, kind: SavedElsewhere, one: PassTimes, numbers: float) -> PassTimes:
-    """What encoding and decoding move."""
-    narrow = at.rates.width
-    beside = (FP8_ENCODED, FP8_DECODED) if kind.activation_quant == "fp8" else (INT8_ENCODED, INT8_DECODED)
-    encode, decode = (moved_seconds(numbers * (narrow + more + CODE - 1), at.rates) for more in beside)
-    return msgspec.structs.replace(
-        one, forward=one.forward + TimeTerms(elementwise=encode), input=one.input + TimeTerms(elementwise=decode)
-    )
+    going = TimeTerms(link=max(travels - one.forward.seconds, 0.0))
+    coming = TimeTerms(link=max(travels - back, 0.0))
+    return msgspec.structs.replace(one, forward=one.forward + going, input=one.input + coming)
 
 
 def rate(link: Link) -> float:
@@ -84,19 +58,20 @@ def rate(link: Link) -> float:
     return link.bandwidth * link.efficiency
 
 
-def offload_seconds(plan: Plan, numbers: float, cluster: Cluster, states: StateDtype) -> float:
+def offload_seconds(layout: StateLayout, numbers: float, cluster: Cluster) -> float:
     """An update of so many weights whose states are elsewhere: its slowest part, as all parts run at once."""
-    width, narrow = widths(plan, states=states), widths(plan, states=states).weight
-    link, files = rate(cluster.host), 0.0
-    if plan.optimizer_offload_update == "device":
-        slowest = width.away / link  # both ways at once
+    states, link, files = layout.offloaded, rate(cluster.host), 0.0
+    assert states is not None, "asked only of states that are elsewhere"
+    if layout.update == "device":
+        slowest = states.bytes / link  # both ways at once
     else:
-        travels = width.gradient + (narrow if states == "bf16" else 0)
-        passes = HALVES_HOST_BYTES if states == "bf16" else HOST_BYTES
+        halves = states.bytes == SIXTEEN_BIT_STATES
+        travels = layout.of("gradients") + (layout.of("weights") if halves else 0)
+        passes = HALVES_HOST_BYTES if halves else HOST_BYTES
         slowest = max(travels / link, passes / (cluster.host_bandwidth * HOST_REACH))
-    if plan.optimizer_offload == "disk":
-        far = max(1 - plan.optimizer_offload_host_bytes / (numbers * width.away), 0.0)
-        files = 2 * width.away * far / cluster.disk_bandwidth  # read and written
+    if states.home == "disk":
+        far = max(1 - layout.resident_states / (numbers * states.bytes), 0.0)
+        files = 2 * states.bytes * far / cluster.disk_bandwidth  # read and written
     return numbers * max(slowest, files)
 
 
@@ -108,18 +83,17 @@ class HostTransfers(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     update: float  # by the host, which has waited for the last gradient
 
 
-def travels(plan: Plan, numbers: float, cluster: Cluster, master_weights: MasterWeights) -> HostTransfers:
+def travels(plan: Plan, layout: StateLayout, numbers: float, cluster: Cluster) -> HostTransfers:
     """Of so many weights on a rank: every microbatch brings them twice, and takes their gradient away once.
 
     Sums over copies leave with the last microbatch only.
     """
-    beside = widths(msgspec.structs.replace(plan, cpu_offload=False), master_weights)
     link = rate(cluster.host)
-    passes = PLAINLY_ROUNDED_BYTES if master_weights != "fp32" else HOST_BYTES
+    passes = PLAINLY_ROUNDED_BYTES if layout.rounds else HOST_BYTES
     sums = plan.grad_accum if plan.copies == 1 else 1
     return HostTransfers(
-        arrive=numbers * beside.weight * 2 * plan.grad_accum / link,
-        leave=numbers * beside.gradient * sums / link,
+        arrive=numbers * layout.of("weights", "host") * 2 * plan.grad_accum / link,
+        leave=numbers * layout.of("gradients", "host") * sums / link,
         update=numbers * passes / (cluster.host_bandwidth * HOST_REACH),
     )
 
@@ -193,8 +167,8 @@ def weight_seconds(job: Job, rank: int, at: Rates, behind: OverlapWindow) -> Wei
     plan, speed = job.plan, job.stack.speed
     every = sent(job, rank, at)
     update = exposed_update(every.update, behind.forward, job.arch.layers) if every.update else 0.0
-    if plan.cpu_offload:
-        moved = travels(plan, held(job.arch, plan, rank), job.cluster, job.master_weights)
+    if (layout := state_layout(job)).hosted:
+        moved = travels(plan, layout, held(job.arch, plan, rank), job.cluster)
         update = exposed_travels(moved, plan, behind.forward * plan.grad_accum, behind.backward * plan.grad_accum)
     left = max(behind.backward - (every.reduce if plan.zero else 0.0), 0.0)
     return WeightSeconds(
@@ -231,17 +205,17 @@ def sent(job: Job, rank: int, at: Rates) -> WeightTraffic:
 
 def _updated(job: Job, rank: int, found: WeightTraffic) -> WeightTraffic:
     """The same with an update that rounds, or of states that are elsewhere."""
-    plan, usual = job.plan, job.stack.speed.optimizer_bytes
-    if plan.cpu_offload:
+    plan, layout = job.plan, state_layout(job)
+    if layout.hosted:
         return msgspec.structs.replace(found, optimizer=0.0)  # the host's
-    if plan.optimizer_offload != "none":
-        update = offload_seconds(plan, held(job.arch, plan, rank), job.cluster, job.state_dtype)
+    if layout.offloaded:
+        update = offload_seconds(layout, held(job.arch, plan, rank), job.cluster)
         return msgspec.structs.replace(found, optimizer=0.0, update=update)
     if job.master_weights == "fp32":
         return found
     plainly = plan.kernels == "plain" or plan.deterministic
     moved = PLAINLY_ROUNDED_BYTES if plainly else ROUNDED_BYTES[job.master_weights]
-    return msgspec.structs.replace(found, optimizer=found.optimizer / usual * moved)
+    return msgspec.structs.replace(found, optimizer=found.optimizer / job.stack.speed.optimizer_bytes * moved)
 
 
 @lru_cache(maxsize=16384)

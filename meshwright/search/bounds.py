@@ -10,8 +10,7 @@ import msgspec
 
 from meshwright.cost.activations import MicrobatchShape, microbatch_shape, saved_activations
 from meshwright.cost.job import Job
-from meshwright.cost.layout import LedgerEntry
-from meshwright.cost.layout import widths as state_widths
+from meshwright.cost.layout import LedgerEntry, state_layout
 from meshwright.cost.memory import Ledger, overflows, settled, too_large
 from meshwright.cost.step_time import lower_bound, work_bound
 from meshwright.cost.traffic import IN_SIGHT
@@ -170,8 +169,7 @@ class MemoryBound:
 
     def _copied(self, layout: AxesChoice, home: str) -> bool:
         """Whether the arithmetic reads a second copy of the weights for longer than a block takes."""
-        shared = keeps_bf16_params(self.question) and (home != "none" or self.question.master_weights != "fp32")
-        return not shared and (layout.pp > 1 or (layout.zero < 3 and self.narrow < self.wide))
+        return not self.states[home].in_place and (layout.pp > 1 or (layout.zero < 3 and self.narrow < self.wide))
 
     def _resting(self, layout: AxesChoice, group: PlanGroup, home: str) -> float:
         """Bytes at least that a rank holds beside the most activations.
@@ -328,15 +326,18 @@ class _Widths(NamedTuple):
     held: int
     gradient: int
     summed: int
+    in_place: bool  # the arithmetic reads the very bf16 weights that are held
 
 
 def _widths(question: Question, home: str) -> _Widths:
     """Of a rank whose states live in a given place."""
     plan = Plan(microbatch=1, precision=question.precision, bf16_params=keeps_bf16_params(question))
     plan = msgspec.structs.replace(plan, optimizer_offload=home, cpu_offload=question.fixed.get("cpu_offload", False))
-    once = state_widths(plan, question.master_weights, question.state_dtype)
-    more = state_widths(msgspec.structs.replace(plan, grad_accum=2), question.master_weights, question.state_dtype)
-    return _Widths(once.weight + once.moments + once.low, once.gradient, more.gradient)
+    once = state_layout(question.job(plan))
+    more = state_layout(question.job(msgspec.structs.replace(plan, grad_accum=2)))
+    held = once.of("weights") + once.of("moments") + once.of("master")
+    in_place = plan.bf16_params and once.reads == "stored"
+    return _Widths(held, once.of("gradients"), more.of("gradients"), in_place)
 
 
 def widths(question: Question) -> tuple[int, int]:

@@ -8,7 +8,7 @@ import msgspec
 
 from meshwright.config.run import Run
 from meshwright.cost.job import Job
-from meshwright.cost.layout import hosted, states, total
+from meshwright.cost.layout import hosted, state_layout, states, total
 from meshwright.cost.memory import Ledger, ledger, worst
 from meshwright.cost.traffic import Collective, Kind, traffic
 from meshwright.spec.plan import Plan
@@ -99,7 +99,7 @@ def _calls(seen: DryRunStep) -> Iterator[CallRow]:
 
 
 def _held(job: Job, plan: Plan, seen: DryRunStep, said: Ledger) -> Iterator[ByteRow]:
-    near, away = (of(job.arch, plan, seen.place, job.master_weights) for of in (states, hosted))
+    near, away = (of(job.arch, plan, seen.place, state_layout(job)) for of in (states, hosted))
     planned = {line.name: line.bytes for line in (*near, *away)}
     for name in ("weights", "gradients", "moments"):
         yield ByteRow(name=name, planned=planned[name], traced=seen.states[name], tolerance=0.0)

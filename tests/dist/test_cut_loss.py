@@ -10,7 +10,7 @@ from test_traffic import surprises
 from trials import CPU, make_run
 from worlds import world
 
-from meshwright.cost import rank_view
+from meshwright.cost import activations
 from meshwright.cost.activations import microbatch_shape, saved_activations
 from meshwright.cost.job import Job
 from meshwright.hardware.cluster import cluster
@@ -25,7 +25,7 @@ ROWS = 48  # of 8 · 32: five chunks and a rest
 def small_chunks() -> Iterator[None]:
     """The trainer's chunks and the planner's, both of a few rows."""
     with pytest.MonkeyPatch.context() as patch:
-        for place, name in ((cross_entropy, "ROWS"), (rank_view, "CHUNK_ROWS")):
+        for place, name in ((cross_entropy, "ROWS"), (activations, "CHUNK_ROWS")):
             patch.setattr(place, name, ROWS)
             patch.setattr(place, "CHUNK_BYTES", 1)
         yield

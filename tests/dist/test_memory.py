@@ -22,7 +22,7 @@ from worlds import world
 from meshwright.config.run import Run
 from meshwright.cost.activations import microbatch_shape, saved_activations
 from meshwright.cost.job import Job
-from meshwright.cost.layout import PIECE, SLOTS, hosted, largest_weight, states, update_bytes
+from meshwright.cost.layout import PIECE, SLOTS, hosted, largest_weight, layout_of, rounding_bytes, states
 from meshwright.cost.memory import ledger
 from meshwright.hardware.cluster import cluster
 from meshwright.hardware.stacks import stacks
@@ -246,7 +246,7 @@ def surprises(folder: Path, words: tuple[str, ...]) -> list[str]:
     run = make_run(folder, *SMALL, *words)
     mesh = meshes.make(run.plan, CPU)
     seen, _ = measured(run, mesh, folder)
-    of = (run.arch, run.plan, mesh.place, run.optim.master_weights)
+    of = (run.arch, run.plan, mesh.place, layout_of(run.plan, run.optim.master_weights))
     said = {line.name: line.bytes for line in (*states(*of), *hosted(*of))}  # a CPU's memory is the host's
     return [f"{run.plan}: {name} seen {seen[name]}, said {said[name]}" for name in said if seen[name] != said[name]]
 
@@ -307,7 +307,7 @@ def test_a_lone_rank_whose_weights_are_rounded_computes_with_them_where_they_lie
         "plan.replicate=1",
     )
     seen, _ = measured(run, alone(), folder)
-    assert seen == {line.name: line.bytes for line in states(run.arch, run.plan, master_weights=rounding)}
+    assert seen == {line.name: line.bytes for line in states(run.arch, run.plan, layout=layout_of(run.plan, rounding))}
     assert seen["weights"] == 2 * count(run.arch)
 
 
@@ -344,7 +344,7 @@ def test_states_that_live_elsewhere_take_the_bytes_that_are_said_there(folder, w
     assert bool(said.disk) == (run.plan.optimizer_offload == "disk")
     if run.plan.optimizer_offload_update == "device":
         on_device = {line.name: line.bytes for line in ledger(job).lines}["update"]
-        rounding = update_bytes(run.plan, largest_weight(run.arch), "fp32", run.optim.state_dtype)
+        rounding = rounding_bytes(layout_of(run.plan, "fp32", run.optim.state_dtype), largest_weight(run.arch))
         assert sum(buffer.nbytes for buffer in slots) in (on_device, on_device - rounding)
 
 

@@ -7,6 +7,7 @@ from meshwright.config.presets import preset
 from meshwright.cost.activations import block_kept, microbatch_shape, moved_bytes
 from meshwright.cost.job import Job
 from meshwright.cost.layer_time import block, layer_model
+from meshwright.cost.layout import layout_of
 from meshwright.cost.memory import fits, ledger
 from meshwright.cost.step_time import Price, lower_bound, price, work_bound
 from meshwright.cost.weight_time import HostTransfers, exposed_travels, exposed_update, offload_seconds, rate, travels
@@ -98,13 +99,13 @@ def test_an_update_is_as_slow_as_its_slowest_part():
     by_device = Plan(
         microbatch=1, precision="bf16", bf16_params=True, optimizer_offload="host", optimizer_offload_update="device"
     )
-    seconds = offload_seconds(by_device, 1e9, machines, "fp32")
+    seconds = offload_seconds(layout_of(by_device), 1e9, machines)
     assert seconds == pytest.approx(12e9 / (0.87 * 63e9))
-    assert offload_seconds(by_device, 1e9, machines, "bf16") == pytest.approx(seconds / 2)
+    assert offload_seconds(layout_of(by_device, state_dtype="bf16"), 1e9, machines) == pytest.approx(seconds / 2)
     by_disk = msgspec.structs.replace(by_device, optimizer_offload="disk")
-    assert offload_seconds(by_disk, 1e9, machines, "fp32") == pytest.approx(24e9 / machines.disk_bandwidth)
+    assert offload_seconds(layout_of(by_disk), 1e9, machines) == pytest.approx(24e9 / machines.disk_bandwidth)
     half = msgspec.structs.replace(by_disk, optimizer_offload_host_bytes=6 * 10**9)
-    assert offload_seconds(half, 1e9, machines, "fp32") == pytest.approx(12e9 / machines.disk_bandwidth)
+    assert offload_seconds(layout_of(half), 1e9, machines) == pytest.approx(12e9 / machines.disk_bandwidth)
 
 
 def test_hosted_weights_take_sixteen_bytes_a_parameter_of_the_host_and_none_of_the_device():
@@ -133,11 +134,13 @@ def test_a_model_whose_weights_alone_are_too_large_fits_by_one_block():
 
 def test_hosted_weights_arrive_twice_and_their_gradients_leave_once_a_microbatch():
     machines, plan = cluster("8xh100"), msgspec.convert({"microbatch": 1, "precision": "bf16", **HOSTED}, Plan)
-    once = travels(plan, 1e9, machines, "fp32")
+    once = travels(plan, layout_of(plan), 1e9, machines)
     assert once.arrive == pytest.approx(2 * once.leave) == pytest.approx(8e9 / rate(machines.host))
-    more = travels(msgspec.structs.replace(plan, grad_accum=4), 1e9, machines, "fp32")
+    several = msgspec.structs.replace(plan, grad_accum=4)
+    more = travels(several, layout_of(several), 1e9, machines)
     assert (more.arrive, more.leave, more.update) == (4 * once.arrive, 4 * once.leave, once.update)
-    copied = travels(msgspec.structs.replace(plan, grad_accum=4, replicate=2), 1e9, machines, "fp32")
+    replicated = msgspec.structs.replace(several, replicate=2)
+    copied = travels(replicated, layout_of(replicated), 1e9, machines)
     assert copied.leave == once.leave, "sums over copies are made on the device"
 
 

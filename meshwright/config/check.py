@@ -437,6 +437,15 @@ def _moe_sizes(arch: Arch) -> Iterator[Problem]:
         yield Problem(f"arch.router = {arch.router} chooses {fixed}", f"set arch.top_k = {fixed}", "arch.top_k")
 
 
+def _dropout(run: Run) -> Iterator[Problem]:
+    arch = run.arch
+    if not 0 <= arch.dropout < 1:
+        yield Problem(f"arch.dropout = {arch.dropout:g} is no probability", "use 0 up to below 1", "arch.dropout")
+    if arch.attention_dropout:
+        what = "arch.attention_dropout is not supported: its draws would differ from plan to plan in fused attention"
+        yield Problem(what, "leave it out, or use arch.dropout", "arch.attention_dropout")
+
+
 def _context(run: Run) -> Iterator[Problem]:
     if run.arch.positions == "learned" and run.sequence > run.arch.context:
         yield Problem(
@@ -502,7 +511,7 @@ def _mix(run: Run) -> Iterator[Problem]:
 
 
 RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
-    _counts, _sizes, _heads, _moe, _context, _rates, _packing, _mix, *PLAN_RULES,
+    _counts, _sizes, _heads, _moe, _dropout, _context, _rates, _packing, _mix, *PLAN_RULES,
 )  # fmt: skip
 
 

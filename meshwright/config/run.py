@@ -142,7 +142,11 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 NOT_MATHEMATICS = ("name", "log", "eval", "checkpoint", "faults", "goal", "plan")
 # Choices that came later: one that is off is left unsaid, so that a run from before there was it keeps its name.
-UNSAID = {"optim": ("master_weights", "stochastic_rounding", "state_dtype"), "init": ("optimizer_state",)}
+UNSAID = {
+    "arch": ("dropout", "attention_dropout"),
+    "optim": ("master_weights", "stochastic_rounding", "state_dtype"),
+    "init": ("optimizer_state",),
+}
 
 
 def mathematics(run: Run) -> dict[str, Any]:

@@ -89,6 +89,7 @@ class PassTimes(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 WIDE = 4  # bytes of a number where low precision would spoil it
 NORMS_AND_SUMS = 10  # of a layer's hidden states: two norms read and write, two sums read twice and write
+DROPOUT_BYTES = 100  # moved for each element by the operators of models/dropout.py: some fifteen passes of int32
 BACKWARD_BYTES = 2.0  # the backward of an element-wise operation reads its input and its gradient, and writes one
 BACKWARD_SCORES = 1.5  # scores are moved in the backward of unfused attention, ÷ its forward
 # Bytes moved to make an FP8 number. One of an input: two read, where the kernel that wrote them found the maximum, and
@@ -273,6 +274,8 @@ def _between_bytes(at: LayerModel, mixture: bool) -> float:
     """What element-wise kernels of a forward move: norms and sums, the rotation, the activation, the experts' rows."""
     arch, plan = at.arch, at.plan
     whole = NORMS_AND_SUMS * arch.hidden * at.between
+    if arch.dropout and not at.policy.compiled:  # the compiler draws where it adds
+        whole += 2 * DROPOUT_BYTES / at.rates.width / at.fusion * arch.hidden * at.between
     rotated = 2 * (arch.q_width + arch.kv_width) / plan.tp * at.tokens if arch.positions == "rope" else 0.0
     passes = 3 if arch.mlp == "swiglu" else 2
     if mixture:

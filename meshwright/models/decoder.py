@@ -6,6 +6,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.models.dropout import dropout
 from meshwright.models.layers import Block, Mlp, accum_dtype, norm, rope_table, weighted_loss
 from meshwright.models.moe import MoELayer
 from meshwright.spec.arch import Arch
@@ -31,6 +32,7 @@ class Decoder(nn.Module):
         self.positions: nn.Embedding | None = None
         if arch.positions == "learned":
             self.positions = nn.Embedding(arch.context, arch.hidden)
+        self.embed_dropout = dropout(arch.dropout)
         self.blocks = nn.ModuleDict({str(layer): Block(arch, _mlp(arch, layer)) for layer in range(arch.layers)})
         self.norm: nn.Module | None = norm(arch)
         self.head: nn.Linear | None = None if arch.tied else nn.Linear(arch.hidden, arch.vocab, bias=False)
@@ -49,9 +51,9 @@ class Decoder(nn.Module):
         """Logits (b, s, vocab) of the next token, or the hidden states of a part that does not end the model.
 
         All arguments are (b, s) integers: tokens, their positions within their documents, which document they are of
-        (None: one), and their index in the run (None: routers draw nothing). Where a sequence is split over ranks,
-        documents are those of all its positions. A part that does not begin the model is given hidden states
-        (b, s, hidden) for tokens.
+        (None: one), and their index in the run (None: routers and dropout draw nothing). Where a sequence is split
+        over ranks, documents are those of all its positions. A part that does not begin the model is given hidden
+        states (b, s, hidden) for tokens.
 
         `wanted`, targets and a weight, asks for the sum of the token losses instead, times the weight and unweighted:
         logits then need not all exist at one time.
@@ -70,7 +72,7 @@ class Decoder(nn.Module):
         self, tokens: Tensor, positions: Tensor, documents: Tensor | None = None, index: Tensor | None = None
     ) -> Tensor:
         """The hidden states before the output projection."""
-        x = self._begin(tokens, positions)
+        x = self._begin(tokens, positions, index)
         rope = rope_table(self.arch, positions, accum_dtype(x)) if self.arch.positions == "rope" else None
         mask = None if documents is None else self.build_mask(documents)
         for block in self.blocks.values():
@@ -85,12 +87,12 @@ class Decoder(nn.Module):
             return self.head(x)
         return x if self.embed is None else F.linear(x, self.embed.weight)
 
-    def _begin(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def _begin(self, tokens: Tensor, positions: Tensor, index: Tensor | None) -> Tensor:
         # The last part of a tied model holds an embedding too, so the input says what it is: hidden states are floats.
         if self.embed is None or tokens.is_floating_point():
             return tokens
         x = self.embed(tokens)
-        return x if self.positions is None else x + self.positions(positions)
+        return self.embed_dropout(x if self.positions is None else x + self.positions(positions), index)
 
 
 def _mlp(arch: Arch, layer: int) -> nn.Module:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from meshwright.kernels.cross_entropy import IGNORE
 from meshwright.kernels.rope import Rope
+from meshwright.models.dropout import dropout
 from meshwright.spec.arch import Arch
 
 Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]  # queries, keys, values, and the document mask or None
@@ -130,12 +131,15 @@ class Block(nn.Module):
         super().__init__()
         self.attn_norm = norm(arch)
         self.attn = Attention(arch)
+        self.attn_dropout = dropout(arch.dropout)
         self.mlp_norm = norm(arch)
         self.mlp = mlp
+        self.mlp_dropout = dropout(arch.dropout)
 
     def forward(self, x: Tensor, rope: Rope | None, mask: Any, index: Tensor | None) -> Tensor:
-        normed, x = self.add_and_norm(self.attn(self.attn_norm(x), rope, mask), x)
-        return x + self.mlp(normed, index)
+        attended = self.attn_dropout(self.attn(self.attn_norm(x), rope, mask), index)
+        normed, x = self.add_and_norm(attended, x)
+        return x + self.mlp_dropout(self.mlp(normed, index), index)
 
     def add_and_norm(self, y: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """The norm of a sum, and the sum; transforms may put another function here."""

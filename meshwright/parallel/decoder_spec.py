@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from meshwright.models.decoder import Decoder
+from meshwright.models.dropout import Dropout
 from meshwright.models.moe import MoELayer
 from meshwright.parallel import precision
 from meshwright.parallel.model_spec import ModelSpec, Stage
@@ -82,6 +83,7 @@ def _styles(model: Decoder) -> Iterator[tuple[str, ParallelStyle]]:
         name = param.name.removesuffix(".weight")
         if name in modules:
             yield name, TiedNorm() if name == "norm" and ends_tied else _style(name, param.split)
+    yield from ((name, SlicedIndex()) for name, module in modules.items() if isinstance(module, Dropout))
     for name, block in model.blocks.items():
         yield f"blocks.{name}.attn", _gathered(3)
         if not isinstance(block.mlp, MoELayer):
@@ -131,6 +133,18 @@ class TiedNorm(ParallelStyle):
 def _whole(module: nn.Module, arguments: Any, x: Tensor) -> Tensor:
     assert isinstance(x, DTensor)
     return x.redistribute(placements=[Replicate()])
+
+
+class SlicedIndex(ParallelStyle):
+    """Dropout of a rank's part of the sequence, keyed by the index of those tokens."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def sliced(module: nn.Module, arguments: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+            x, index = arguments
+            return x, None if index is None else index.chunk(device_mesh.size(), 1)[device_mesh.get_local_rank()]
+
+        module.register_forward_pre_hook(sliced)
+        return module
 
 
 class SlicedTable(ParallelStyle):

@@ -25,6 +25,8 @@ class Arch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     mlp: Literal["swiglu", "gelu", "gelu_tanh"] = "swiglu"
     bias: bool = False
     tied: bool = False  # the output projection is the embedding
+    dropout: float = 0.0  # of the embedding and of what is added to the residual stream, in training
+    attention_dropout: float = 0.0  # refused: attention's kernels cannot draw by token index
 
     rope_theta: float = 10_000.0
     rope_scaling: Literal["none", "linear", "llama3"] = "none"

@@ -13,6 +13,7 @@ from meshwright.config.run import Run
 from meshwright.data.loader import Loader
 from meshwright.data.prepare import Corpus
 from meshwright.models.decoder import Decoder
+from meshwright.models.dropout import Dropout
 from meshwright.models.init import fill, key
 from meshwright.models.moe import MoELayer
 from meshwright.optim import cpu_offload as host_weights
@@ -99,6 +100,8 @@ def initialise(
     for name, module in chunk.named_modules():
         if isinstance(module, MoELayer):
             module.key = key(run.seed, f"{name}.draws")
+        elif isinstance(module, Dropout):
+            module.begin(run.seed, name)
     for name, weight in chunk.named_parameters():
         held, region = local(weight.detach()), region_of(weight)
         dtype = held.dtype if take is None else precision.weight_dtype(run.plan)

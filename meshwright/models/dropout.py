@@ -1,0 +1,83 @@
+"""Dropout keyed by token index: what is dropped is a function of (seed, module, token, element) alone.
+
+So every plan drops the same elements, whatever part of a batch, of a sequence or of the layers a rank holds, and a
+recomputed block drops them again. No mask is saved: the backward draws it anew, from (b, s) integers.
+
+    y = x · keep / (1 − p)      keep = hash(seed, module, token, element) ≥ p
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from meshwright.models.init import GOLDEN, key, signed
+
+Drop = Callable[[Tensor, Tensor | None], Tensor]  # hidden states (b, s, hidden) and the index (b, s) of their tokens
+TOKEN_MIX = signed(0xBF58476D1CE4E5B9)  # splitmix64's first multiplier
+ELEMENT = 0x9E3779B1 - (1 << 32)  # 2³² ÷ the golden ratio, as int32: neighbouring elements are far apart
+MIX = ((16, 0x85EBCA6B - (1 << 32)), (13, 0xC2B2AE35 - (1 << 32)))  # murmur3's finalizer, shifts and multipliers
+BITS = 24  # of a draw
+
+
+def dropout(p: float) -> Drop:
+    """The dropout of an architecture at one place; without any, the identity."""
+    return Dropout(p) if p else keep_all
+
+
+def keep_all(x: Tensor, index: Tensor | None) -> Tensor:
+    """No dropout."""
+    return x
+
+
+class Dropout(nn.Module):
+    """Drops elements of hidden states in training; a run gives it the key of its seed and its name."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+        # A tensor, so that the compiled code of one block serves all of them.
+        self.register_buffer("key", torch.zeros((), dtype=torch.int64), persistent=False)
+
+    def begin(self, seed: int, name: str) -> None:
+        """Take the draws of a seed and a module's name."""
+        self.key.fill_(signed(key(seed, f"{name}.draws")))
+
+    def forward(self, x: Tensor, index: Tensor | None) -> Tensor:
+        """x (b, s, hidden); index (b, s) keys the draws, None (or evaluation) drops nothing."""
+        if index is None or not self.training:
+            return x
+        return _Dropped.apply(x, index, self.key, self.p)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p:g}"
+
+
+def kept(index: Tensor, key: Tensor, hidden: int, p: float) -> Tensor:
+    """Which of the elements (b, s, hidden) stay; 32-bit arithmetic, in place, so that little memory is taken."""
+    token = index * signed(GOLDEN) + key
+    token = (token ^ (token >> 32)) * TOKEN_MIX
+    draw = (token ^ (token >> 29)).to(torch.int32)[..., None] ^ (
+        torch.arange(hidden, dtype=torch.int32, device=index.device) * ELEMENT
+    )
+    for shift, multiplier in MIX:
+        draw ^= (draw >> shift) & ((1 << (32 - shift)) - 1)  # a shift that brings no copies of the sign
+        draw *= multiplier
+    draw ^= (draw >> 16) & 0xFFFF
+    return ((draw >> (32 - BITS)) & ((1 << BITS) - 1)) >= round(p * (1 << BITS))
+
+
+class _Dropped(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, key: Tensor, p: float) -> Tensor:
+        ctx.save_for_backward(index, key)
+        ctx.p = p
+        return torch.where(kept(index, key, x.shape[-1], p), x * (1 / (1 - p)), 0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        index, key = ctx.saved_tensors
+        (grad,) = grads
+        return torch.where(kept(index, key, grad.shape[-1], ctx.p), grad * (1 / (1 - ctx.p)), 0), None, None, None

@@ -1,4 +1,4 @@
-"""`meshwright models`: the model zoo."""
+"""The verbs that inform and convert: `meshwright models`, `clusters`, `config`, `convert` and `advise`."""
 
 import argparse
 import sys
@@ -18,7 +18,7 @@ from meshwright.spec.units import GIB
 
 if TYPE_CHECKING:  # the verbs of this file use little of each other's, and import it when they run
     from meshwright.cli.query import PlanQuery
-    from meshwright.search.advise import Advice, Leaf
+    from meshwright.search.advise import Advice
 
 
 def add_models(verb: argparse.ArgumentParser) -> None:
@@ -118,9 +118,6 @@ def convert(options: argparse.Namespace) -> int:
     return 0
 
 
-NOT_YET = "not in the trainer yet"
-
-
 def add_advise(verb: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
     verb.set_defaults(verb=advice)
@@ -141,10 +138,7 @@ def advice(options: argparse.Namespace) -> int:
 
     asked = put(options)
     found = advise(asked.question)
-    if options.json:
-        print(msgspec.json.encode(record(asked, found)).decode())
-    else:
-        print("\n".join(words.wrapped(advice_lines(asked, found), words.room(sys.stdout))))
+    words.show(options, record(asked, found), advice_lines(asked, found))
     return Exit.DONE if found.found is not None else Exit.DOES_NOT_FIT
 
 
@@ -161,7 +155,7 @@ def advice_lines(asked: "PlanQuery", found: "Advice") -> Iterator[str]:
     yield ""
     yield "Advice:" if found.leaves else "Advice: nothing to change"
     for leaf in found.leaves:
-        yield f"  {leaf.name}: {leaf.text}" + ("" if leaf.available else f" ({NOT_YET})")
+        yield f"  {leaf.name}: {leaf.text}" + ("" if leaf.available else " (not in the trainer yet)")
     yield ""
     if found.found is None:
         yield "No plan fits these machines."
@@ -172,17 +166,8 @@ def advice_lines(asked: "PlanQuery", found: "Advice") -> Iterator[str]:
 
 def overrides(plan: Plan) -> list[str]:
     """The words that state a plan, for `meshwright plan --exact` and `meshwright train`."""
-    plain = Plan(microbatch=0)
-    fields = {
-        name: getattr(plan, name) for name in Plan.__struct_fields__ if getattr(plan, name) != getattr(plain, name)
-    }
-    return [f"plan.{name}={_toml(value)}" for name, value in fields.items()]
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(list(value)).replace(" ", "") if isinstance(value, tuple) else str(value)
+    used = [name for name in Plan.__struct_fields__ if plan.uses(name)]
+    return [f"plan.{name}={words.toml(getattr(plan, name))}" for name in used]
 
 
 def record(asked: "PlanQuery", found: "Advice") -> dict[str, Any]:
@@ -190,6 +175,11 @@ def record(asked: "PlanQuery", found: "Advice") -> dict[str, Any]:
     from meshwright.cli.plan_tables import as_record
     from meshwright.search import explain
 
+    said = ("name", "text", "available")
+    leaves = [
+        {name: getattr(leaf, name) for name in said} | {"seconds": leaf.found and leaf.found.price.seconds}
+        for leaf in found.leaves
+    ]
     return {
         "model": asked.model,
         "cluster": asked.question.cluster.name,
@@ -197,12 +187,7 @@ def record(asked: "PlanQuery", found: "Advice") -> dict[str, Any]:
         "batch": asked.question.batch,
         "assumed": asked.assumed,
         "steps": msgspec.to_builtins(found.steps),
-        "leaves": [_leaf(leaf) for leaf in found.leaves],
+        "leaves": leaves,
         "plan": as_record(found.found, explain.why(found.found)) if found.found else None,
         "words": overrides(found.found.plan) if found.found else [],
     }
-
-
-def _leaf(leaf: "Leaf") -> dict[str, Any]:
-    seconds = leaf.found.price.seconds if leaf.found else None
-    return {"name": leaf.name, "text": leaf.text, "available": leaf.available, "seconds": seconds}

@@ -1,4 +1,4 @@
-"""The program: reads argv, runs one verb, tells its exit code."""
+"""The program: reads argv, runs one verb, returns its exit code."""
 
 import argparse
 import os
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from meshwright import __version__
-from meshwright.cli import options as words
+from meshwright.cli.options import sentences
 from meshwright.runtime import failure
 from meshwright.runtime.failure import Exit
 from meshwright.runtime.place import PlaceError
@@ -58,11 +58,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _answer(options: argparse.Namespace) -> int:
-    """Run the verb. A mistake is told to people, and to a program that asked for one JSON value."""
+    """Run the verb. A mistake is reported to people, and to a program that asked for one JSON value."""
     try:
         return options.verb(options)
     except (InputError, PlaceError) as error:
-        print(words.told(error), file=sys.stderr)
+        print(sentences(error), file=sys.stderr)
         if options.json:
             found = error.problems if isinstance(error, InputError) else [Problem(str(error), "")]
             answer = {"state": "failed", "exit_code": int(Exit.INPUT), "problems": found}

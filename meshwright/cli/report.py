@@ -11,8 +11,6 @@ import msgspec
 from meshwright.cli import options as words
 from meshwright.config.run import Goal
 from meshwright.report import run_text
-from meshwright.report import run_text as run_chart
-from meshwright.report import run_text as run_table
 from meshwright.report.plan_charts import Terminal
 from meshwright.report.run_data import FolderFacts, facts
 from meshwright.report.run_summary import NO_PREDICTION, PredictedFigures, RunReport, Steps, report, steps_of
@@ -32,31 +30,24 @@ def add(verb: argparse.ArgumentParser) -> None:
 
 def tell(options: argparse.Namespace) -> int:
     """Read the folders and report on them."""
-    _check(options)
-    found = [facts(folder) for folder in options.folders]
-    reports = [_report(each, options) for each in found]
     if options.page:
-        _write_page(options, found, reports)
-    if options.json:
-        answer = reports if len(reports) > 1 else reports[0]
-        print(msgspec.json.encode(answer).decode())
+        refuse_existing(options.page, options.force)  # before anything is read
+    found = [facts(folder) for folder in options.folders]
+    reports = []
+    for each in found:
+        measured = steps_of(each)
+        reports.append(report(each, measured, _predicted(each, measured, options)))
+    if options.page:
+        from meshwright.report.run_charts import run_page
+
+        write_whole(options.page, run_page(list(zip(found, reports, strict=True))), options.force)
+    if len(reports) > 1:
+        words.show(options, reports, run_text.lines(reports))
     else:
-        lines = run_table.lines(reports) if len(reports) > 1 else _lines(reports[0], found[0], _screen())
-        print("\n".join(words.wrapped(lines, words.room(sys.stdout))))
+        words.show(options, reports[0], _lines(reports[0], found[0]))
     if options.page:
         words.say_to(options.json)(f"page: {options.page}")
     return 0
-
-
-def _check(options: argparse.Namespace) -> None:
-    """What can be known to be wrong before anything is read."""
-    if options.page:
-        refuse_existing(options.page, options.force)
-
-
-def _report(each: FolderFacts, options: argparse.Namespace) -> RunReport:
-    measured = steps_of(each)
-    return report(each, measured, _predicted(each, measured, options))
 
 
 def _predicted(each: FolderFacts, steps: Steps | None, options: argparse.Namespace) -> PredictedFigures:
@@ -80,27 +71,17 @@ def _predicted(each: FolderFacts, steps: Steps | None, options: argparse.Namespa
     )
 
 
-def _lines(shown: RunReport, found: FolderFacts, screen: Terminal | None) -> Iterator[str]:
+def _lines(shown: RunReport, found: FolderFacts) -> Iterator[str]:
     """The sections of one run, and its loss drawn where a person looks at it."""
     yield from run_text.what_ran(shown)
     yield ""
     yield from run_text.beside_prediction(shown)
     yield ""
     yield from run_text.of_losses(shown)
-    if screen is not None and shown.losses is not None:
-        yield from run_chart.losses(found.kept, shown.losses.validation, screen)
+    if sys.stdout.isatty() and shown.losses is not None:
+        screen = Terminal(columns=shutil.get_terminal_size((100, 24)).columns)
+        yield from run_text.losses(found.kept, shown.losses.validation, screen)
     yield ""
     yield from run_text.of_time(shown)
     if ranks := list(run_text.of_ranks(shown)):
         yield from ("", *ranks)
-
-
-def _screen() -> Terminal | None:
-    """The terminal, None where output goes elsewhere."""
-    return Terminal(columns=shutil.get_terminal_size((100, 24)).columns) if sys.stdout.isatty() else None
-
-
-def _write_page(options: argparse.Namespace, found: list[FolderFacts], reports: list[RunReport]) -> None:
-    from meshwright.report.run_charts import run_page
-
-    write_whole(options.page, run_page(list(zip(found, reports, strict=True))), options.force)

@@ -15,9 +15,16 @@ from meshwright.cost.memory import Ledger, fits, ledger
 from meshwright.cost.step_time import Price, price
 from meshwright.hardware.cluster import MOST_GPUS, Cluster, ClusterFile, assembled, catalogue, recognised, unknown
 from meshwright.hardware.stacks import Stack, stack_of
-from meshwright.published.arch import arch_of
-from meshwright.published.cells import Cells, ImpossibleError, RefusalError, holds
-from meshwright.published.plan import degrees_of, is_early, plan_of
+from meshwright.published.columns import (
+    Cells,
+    ImpossibleError,
+    RefusalError,
+    arch_of,
+    degrees_of,
+    holds,
+    is_early,
+    plan_of,
+)
 from meshwright.runtime.files import replace_file
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError, Problem

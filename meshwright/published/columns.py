@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -13,12 +13,44 @@ from meshwright.spec.params import count
 from meshwright.spec.plan import Plan, Precision
 from meshwright.spec.schedule import Schedule, legal
 
+Zero = Literal[0, 1, 2, 3]
 NUMBER = re.compile(r"\d+(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|\.\d+")
 NEGATIVE = re.compile(r"-[\d.]")
 MOST = 1e9  # no count of any run
 LARGEST = 1e18  # no number of any run: of its parameters, or of its tokens
 SCALES = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
-NOTHING = {"", "-", "n/a", "na", "none", "null", "?", "unknown", "not stated"}
+GATED = ("llama", "mistral", "mixtral", "qwen", "deepseek", "gemma", "yi-", "olmo", "phi-3", "grok", "kimi", "gpt-oss")
+PLAIN = ("gpt", "mpt", "bloom", "opt", "turing", "mt-nlg", "megatron", "nemotron", "neox")
+# Vocabularies of models whose rows leave it out, the more special names first; the rest is GPT-2's.
+VOCABULARIES = {
+    "llama 3": 128_256, "llama3": 128_256, "llama-3": 128_256, "llama 4": 202_048, "llama4": 202_048,
+    "llama": 32_000, "mixtral": 32_000, "mistral": 32_000, "qwen": 151_936, "deepseek": 129_280,
+    "nemotron": 256_000, "gemma": 256_000, "bloom": 250_880, "mpt": 50_368, "gpt-oss": 201_088,
+}  # fmt: skip
+GPT2_VOCABULARY = 50_257
+HEADS = {"qwen3": 128, "qwen 3": 128, "deepseek": 128, "kimi": 128, "gpt-oss": 64, "gpt oss": 64}  # not hidden ÷ heads
+ASPECT = 128  # hidden ÷ layers where only a parameter count is given, as in the GPT-3 family
+NEAR = 0.15  # a parameter count that far from the cell's means that a width was the other kind of width
+# Words of a schedule's name, the more special first.
+SCHEDULES: dict[Schedule, tuple[str, ...]] = {
+    "dualpipev": ("dualpipe",),
+    "zbv": ("zb-v", "zbv", "zb v", "v-schedule", "v-half", "v-min"),
+    "zb1p": ("zb", "zero bubble", "zero-bubble"),
+    "looped": ("looped", "breadth"),
+    "gpipe": ("gpipe", "afab", "all-forward", "all forward"),
+    "interleaved": ("interleaved", "1f1b-i", "1f1bi", "vpp", "virtual"),
+}
+MOST_CHUNKS = 8  # of a rank, where an interleaved schedule does not say how many
+TAIL = 2  # ranks without a layer that nanotron can fill: the output projection, then the loss
+# ZeRO stages of stacks whose rows leave zero_stage blank.
+SHARDING: dict[str, Zero] = {"nvidia-nemo": 1, "composer-fsdp": 3, "torchtitan": 3, "pytorch-fsdp": 3}
+NODE = 8  # data ranks of a sharded run of which nothing else is known
+PRECISIONS: dict[Precision, tuple[str, ...]] = {
+    "fp8": ("fp8", "float8", "e4m3", "e5m2"),
+    "bf16": ("bf16", "bfloat16"),
+    "fp16": ("fp16", "float16", "half"),
+    "fp32": ("fp32", "float32", "tf32"),
+}
 
 
 class RefusalError(ValueError):
@@ -100,6 +132,24 @@ class Cells:
         found = re.search(rf"(?<![\w-]){re.escape(name)}(?:=([^,;]*))?(?=[,;\s]|$)", self.text("notes"))
         return (found[1] or "").strip() if found else None
 
+    def whole_argument(self, name: str) -> int | None:
+        """The same of an argument that is a whole number."""
+        found = self.argument(name)
+        return int(found) if found and found.isdigit() else None
+
+
+class Degrees(msgspec.Struct, frozen=True, kw_only=True):
+    """How the ranks are divided."""
+
+    tp: int
+    cp: int
+    pp: int
+    dp: int
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.cp * self.pp * self.dp
+
 
 def number(text: str) -> float | None:
     """The first number in a text, with the scale of a letter right behind it (52B is 52 billion)."""
@@ -116,32 +166,23 @@ def holds(text: str, words: Iterable[str]) -> bool:
     return any(word in text for word in words)
 
 
-GATED = ("llama", "mistral", "mixtral", "qwen", "deepseek", "gemma", "yi-", "olmo", "phi-3", "grok", "kimi", "gpt-oss")
-PLAIN = ("gpt", "mpt", "bloom", "opt", "turing", "mt-nlg", "megatron", "nemotron", "neox")
-# Vocabularies of models whose rows leave it out, the more special names first; the rest is GPT-2's.
-VOCABULARIES = {
-    "llama 3": 128_256, "llama3": 128_256, "llama-3": 128_256, "llama 4": 202_048, "llama4": 202_048,
-    "llama": 32_000, "mixtral": 32_000, "mistral": 32_000, "qwen": 151_936, "deepseek": 129_280,
-    "nemotron": 256_000, "gemma": 256_000, "bloom": 250_880, "mpt": 50_368, "gpt-oss": 201_088,
-}  # fmt: skip
-GPT2_VOCABULARY = 50_257
-HEADS = {"qwen3": 128, "qwen 3": 128, "deepseek": 128, "kimi": 128, "gpt-oss": 64, "gpt oss": 64}  # not hidden ÷ heads
-ASPECT = 128  # hidden ÷ layers where only a parameter count is given, as in the GPT-3 family
-NEAR = 0.15  # a parameter count that far from the cell's means that a width was the other kind of width
-
-
 def arch_of(cells: Cells, stack: Stack, tp: int) -> Arch:
     """The architecture that a row describes, its vocabulary filled up as the stack does."""
     gated = is_gated(cells)
     layers, hidden = _shape(cells)
     heads = cells.whole_or("heads", max(hidden // 128, 1), "hidden ÷ 128")
-    kv_heads = _kv_heads(cells, heads)
+    if cells.argument("multi-latent-attention") is not None or "deepseek" in cells.text("model_name"):
+        cells.note("latent attention priced as grouped-query attention with one pair of keys and values")
+        kv_heads = 1
+    else:
+        kv_heads = cells.whole_or("kv_heads", heads, "heads")
     sequence = sequence_of(cells)
     ffn = cells.whole("ffn_hidden") or cells.assume(
         "ffn_hidden", llama_width(hidden) if gated else 4 * hidden, "Llama's rule" if gated else "4 × hidden"
     )
+    multiple = cells.whole_argument("make-vocab-size-divisible-by")
     arch = Arch(
-        vocab=padded(_vocabulary(cells), _multiple(cells, stack), tp),
+        vocab=padded(_vocabulary(cells), stack.vocab_multiple if multiple is None else multiple, tp),
         layers=layers,
         hidden=hidden,
         heads=heads,
@@ -149,11 +190,8 @@ def arch_of(cells: Cells, stack: Stack, tp: int) -> Arch:
         head_dim=_head_dim(cells, hidden, heads),
         ffn=ffn,
         context=sequence,
-        norm=_norm(cells, gated),
-        positions=_positions(cells, gated),
         mlp="swiglu" if gated else "gelu",
-        bias=_bias(cells, gated),
-        tied=_tied(cells, gated),
+        **_style(cells, gated),
     )
     return _with_count(cells, _with_experts(cells, arch))
 
@@ -208,17 +246,10 @@ def _shape(cells: Cells) -> tuple[int, int]:
     return layers, hidden
 
 
-def _kv_heads(cells: Cells, heads: int) -> int:
-    if cells.argument("multi-latent-attention") is not None or "deepseek" in cells.text("model_name"):
-        cells.note("latent attention priced as grouped-query attention with one pair of keys and values")
-        return 1
-    return cells.whole_or("kv_heads", heads, "heads")
-
-
 def _head_dim(cells: Cells, hidden: int, heads: int) -> int:
-    stated = cells.argument("kv-channels")
-    if stated and stated.isdigit():
-        return int(stated)
+    stated = cells.whole_argument("kv-channels")
+    if stated is not None:
+        return stated
     for word, width in HEADS.items():
         if word in cells.text("model_name"):
             cells.note(f"heads of {width} (as models named {word} have)")
@@ -227,8 +258,7 @@ def _head_dim(cells: Cells, hidden: int, heads: int) -> int:
 
 
 def _vocabulary(cells: Cells) -> int:
-    found = cells.whole("vocab")
-    if found:
+    if found := cells.whole("vocab"):
         return found
     name = cells.text("model_name")
     for word, vocab in VOCABULARIES.items():
@@ -237,50 +267,34 @@ def _vocabulary(cells: Cells) -> int:
     return cells.assume("vocab", GPT2_VOCABULARY, "GPT-2's")
 
 
-def _multiple(cells: Cells, stack: Stack) -> int:
-    stated = cells.argument("make-vocab-size-divisible-by")
-    return int(stated) if stated and stated.isdigit() else stack.vocab_multiple
-
-
-def _norm(cells: Cells, gated: bool) -> Literal["rms", "layer"]:
+def _style(cells: Cells, gated: bool) -> dict[str, Any]:
+    """Norm, positions, bias and tied embeddings: by the launcher's arguments where notes list them, else by name."""
     if _has_arguments(cells):
-        return "rms" if cells.argument("normalization") == "rmsnorm" else "layer"
-    return "rms" if gated else "layer"
-
-
-def _positions(cells: Cells, gated: bool) -> Literal["rope", "learned", "none"]:
-    if _has_arguments(cells):
-        kind = cells.argument("position-embedding-type")
-        return "rope" if kind == "rope" else "none" if kind == "none" else "learned"
-    if holds(cells.text("model_name"), ("bloom",)):
-        return "none"  # a bias on the scores, which has no weights
-    return "rope" if gated or "nemotron" in cells.text("model_name") else "learned"
-
-
-def _bias(cells: Cells, gated: bool) -> bool:
-    if _has_arguments(cells):
-        return cells.argument("disable-bias-linear") is None
-    return not gated and "nemotron" not in cells.text("model_name")
-
-
-def _tied(cells: Cells, gated: bool) -> bool:
-    if _has_arguments(cells):
-        return cells.argument("untie-embeddings-and-output-weights") is None
-    notes = cells.text("notes")
-    if "untied" in notes:
-        return False
-    if "tied embedding" in notes or "gemma" in cells.text("model_name"):
-        return True
-    return not gated and "nemotron" not in cells.text("model_name")
+        positions = cells.argument("position-embedding-type")
+        return {
+            "norm": "rms" if cells.argument("normalization") == "rmsnorm" else "layer",
+            "positions": positions if positions in ("rope", "none") else "learned",
+            "bias": cells.argument("disable-bias-linear") is None,
+            "tied": cells.argument("untie-embeddings-and-output-weights") is None,
+        }
+    name, notes = cells.text("model_name"), cells.text("notes")
+    plain = not gated and "nemotron" not in name
+    return {
+        "norm": "rms" if gated else "layer",
+        # BLOOM has a bias on the scores, which has no weights.
+        "positions": "none" if "bloom" in name else "learned" if plain else "rope",
+        "bias": plain,
+        "tied": "untied" not in notes and ("tied embedding" in notes or "gemma" in name or plain),
+    }
 
 
 def _with_experts(cells: Cells, arch: Arch) -> Arch:
     experts = cells.whole("experts") or 0
     if experts < 2:
         return arch
-    stated = cells.argument("moe-ffn-hidden-size")
-    width = int(stated) if stated and stated.isdigit() else arch.ffn
-    shared = cells.argument("moe-shared-expert-intermediate-size")
+    stated = cells.whole_argument("moe-ffn-hidden-size")
+    width = arch.ffn if stated is None else stated
+    shared = cells.whole_argument("moe-shared-expert-intermediate-size")
     dense_first = re.match(r"\(\[0\]\*(\d+)", cells.argument("moe-layer-freq") or "")
     if dense_first:
         cells.note(f"the first {dense_first[1]} layers, dense in the source, priced as mixtures too")
@@ -291,7 +305,7 @@ def _with_experts(cells: Cells, arch: Arch) -> Arch:
         experts=experts,
         top_k=min(cells.whole_or("top_k", 2, "the usual number"), experts),
         expert_ffn=width,
-        shared_experts=round(int(shared) / width) if shared and shared.isdigit() else 0,
+        shared_experts=0 if shared is None else round(shared / width),
         balance_loss=0.01,
     )
 
@@ -324,33 +338,19 @@ def _with_expert_width(cells: Cells, arch: Arch, stated: float) -> Arch:
     return msgspec.structs.replace(arch, expert_ffn=width)
 
 
-# Words of a schedule's name, the more special first.
-SCHEDULES: tuple[tuple[Schedule, tuple[str, ...]], ...] = (
-    ("dualpipev", ("dualpipe",)),
-    ("zbv", ("zb-v", "zbv", "zb v", "v-schedule", "v-half", "v-min")),
-    ("zb1p", ("zb", "zero bubble", "zero-bubble")),
-    ("looped", ("looped", "breadth")),
-    ("gpipe", ("gpipe", "afab", "all-forward", "all forward")),
-    ("interleaved", ("interleaved", "1f1b-i", "1f1bi", "vpp", "virtual")),
-)
-MOST_CHUNKS = 8  # of a rank, where an interleaved schedule does not say how many
-TAIL = 2  # ranks without a layer that nanotron can fill: the output projection, then the loss
-
-
 def schedule_of(cells: Cells, layers: int, pp: int, microbatches: int) -> tuple[Schedule, int]:
     """The schedule and the stages of each rank."""
     if pp == 1:
         return "1f1b", 1
     text, chunks = cells.text("schedule"), cells.whole("interleave") or 1
-    schedule: Schedule = "1f1b"
-    for name, words in SCHEDULES:
-        if holds(text, words):
-            schedule = name
-            break
+    named: list[Schedule] = [name for name, words in SCHEDULES.items() if holds(text, words)]
+    schedule = named[0] if named else "1f1b"
     if schedule == "zb1p" and holds(text, ("2p", "h2")):
         cells.note("schedule = zb1p (one that holds twice as much and idles less is not known here)")
     if schedule == "interleaved" and chunks == 1 and not cells.whole("interleave"):
-        chunks = cells.assume("interleave", _usual_chunks(layers, pp), "stages as short as divides, at most 8 a rank")
+        # The embedding and the output projection may count as a layer each.
+        fitting = [n for n in range(2, MOST_CHUNKS + 1) if layers % (pp * n) == 0 or (layers + 2) % (pp * n) == 0]
+        chunks = cells.assume("interleave", max(fitting, default=1), "stages as short as divides, at most 8 a rank")
     if schedule == "1f1b" and chunks > 1:
         schedule = "interleaved"
     chunks = {"1f1b": 1, "gpipe": 1, "zbv": 2, "dualpipev": 2}.get(schedule, chunks)
@@ -359,12 +359,6 @@ def schedule_of(cells: Cells, layers: int, pp: int, microbatches: int) -> tuple[
             cells.note(f"schedule = 1f1b ({schedule} with {chunks} stages a rank does not go with the other numbers)")
         return "1f1b", 1
     return schedule, chunks
-
-
-def _usual_chunks(layers: int, pp: int) -> int:
-    """Stages of a rank where nobody says; the embedding and the output projection may count as a layer each."""
-    fitting = [n for n in range(2, MOST_CHUNKS + 1) if layers % (pp * n) == 0 or (layers + 2) % (pp * n) == 0]
-    return max(fitting, default=1)
 
 
 def stages_of(cells: Cells, arch: Arch, stack: Stack, pp: int, chunks: int) -> tuple[int, ...]:
@@ -410,39 +404,16 @@ def by_threshold(arch: Arch, pp: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-Zero = Literal[0, 1, 2, 3]
-
-# Where zero_stage is blank.
-SHARDING: dict[str, Zero] = {
-    "nvidia-nemo": 1,
-    "composer-fsdp": 3,
-    "torchtitan": 3,
-    "pytorch-fsdp": 3,
-}
-NODE = 8  # data ranks of a sharded run of which nothing else is known
-
-
-class Degrees(msgspec.Struct, frozen=True, kw_only=True):
-    """How the ranks are divided."""
-
-    tp: int
-    cp: int
-    pp: int
-    dp: int
-
-    @property
-    def world(self) -> int:
-        return self.tp * self.cp * self.pp * self.dp
-
-
 def degrees_of(cells: Cells) -> Degrees:
     """Degrees whose product is the number of GPUs."""
     tp, cp, pp = (cells.degree(name) for name in ("tp", "cp", "pp"))
     inner = tp * cp * pp
     gpus, dp = cells.whole("n_gpus"), cells.whole("dp")
     if gpus is None:
-        if dp is None:
-            dp = cells.assume("dp", _least_data(cells, cp), "the least that goes with the row")
+        if dp is None:  # as many as experts or, without a batch, shards need
+            sharded = NODE if cells.whole("zero_stage") and not cells.text("global_batch") else 1
+            least = max(-(-cells.degree("ep") // cp), sharded)
+            dp = cells.assume("dp", least, "the least that goes with the row")
         cells.note(f"n_gpus = {dp * inner} (tp × cp × pp × dp)")
         return Degrees(tp=tp, cp=cp, pp=pp, dp=dp)
     if gpus % inner:
@@ -450,12 +421,6 @@ def degrees_of(cells: Cells) -> Degrees:
     if dp is not None and dp * inner != gpus:
         cells.note(f"dp = {gpus // inner} (n_gpus ÷ tp ÷ cp ÷ pp; the column gives {dp})")
     return Degrees(tp=tp, cp=cp, pp=pp, dp=gpus // inner)
-
-
-def _least_data(cells: Cells, cp: int) -> int:
-    """Data ranks when neither they nor the GPUs are counted: as many as experts or, without a batch, shards need."""
-    sharded = NODE if cells.whole("zero_stage") and not cells.text("global_batch") else 1
-    return max(-(-cells.degree("ep") // cp), sharded)
 
 
 def plan_of(cells: Cells, arch: Arch, stack: Stack, degrees: Degrees, domain: int) -> Plan:
@@ -487,19 +452,14 @@ def plan_of(cells: Cells, arch: Arch, stack: Stack, degrees: Degrees, domain: in
 
 
 def precision_of(cells: Cells) -> Precision:
-    """The arithmetic of the matrix products."""
+    """The arithmetic of the matmuls."""
     text = cells.text("precision")
     if "fp4" in text:
         cells.note("fp4 priced as fp8")
         return "fp8"
-    if holds(text, ("fp8", "float8", "e4m3", "e5m2")):
-        return "fp8"
-    if holds(text, ("bf16", "bfloat16")):
-        return "bf16"
-    if holds(text, ("fp16", "float16", "half")):
-        return "fp16"
-    if holds(text, ("fp32", "float32", "tf32")):
-        return "fp32"
+    named: list[Precision] = [name for name, words in PRECISIONS.items() if holds(text, words)]
+    if named:
+        return named[0]
     default: Precision = "fp16" if "v100" in cells.text("gpu") else "bf16"
     cells.note(f"precision = {default} (the usual)")
     return default
@@ -508,7 +468,10 @@ def precision_of(cells: Cells) -> Precision:
 def _batches(cells: Cells, dp: int) -> tuple[int, int]:
     """Sequences of a microbatch, and microbatches of a step."""
     microbatch, grad_accum = cells.whole("micro_batch"), cells.whole("grad_accum")
-    batch = _batch(cells)
+    given = cells.number("global_batch")
+    if given and "tok" in cells.text("global_batch"):  # a source that counts tokens
+        given /= sequence_of(cells)
+    batch = round(given) if given else None
     if microbatch is None:
         microbatch = 1
         if batch and grad_accum:
@@ -528,23 +491,15 @@ def _batches(cells: Cells, dp: int) -> tuple[int, int]:
     return microbatch, found
 
 
-def _batch(cells: Cells) -> int | None:
-    """Sequences of a step, also where a source counts tokens."""
-    found = cells.number("global_batch")
-    if found and "tok" in cells.text("global_batch"):
-        found /= sequence_of(cells)
-    return round(found) if found else None
-
-
 def _sharding(cells: Cells, stack: Stack, degrees: Degrees, domain: int) -> tuple[Zero, int]:
     """The ZeRO stage, and over how many data ranks it shards."""
     text = cells.text("zero_stage")
     zero = _zero(cells, stack)
     if zero == 0 or degrees.dp * degrees.cp == 1:
         return 0, 1
-    instances = cells.argument("num-distributed-optimizer-instances")
-    if instances and instances.isdigit() and degrees.dp % int(instances) == 0:
-        return zero, degrees.dp // int(instances)
+    instances = cells.whole_argument("num-distributed-optimizer-instances")
+    if instances is not None and degrees.dp % instances == 0:
+        return zero, degrees.dp // instances
     if "hsdp" in text or "hybrid" in text:
         shard = math.gcd(degrees.dp, max(domain // (degrees.tp * degrees.cp), 1))
         cells.note(f"shard = {shard} (hybrid sharding inside a node)")

@@ -90,13 +90,14 @@ def bench(options: argparse.Namespace) -> int:
 
 def _setup(options: argparse.Namespace, here: Place | None, most: int) -> "SweepSetup":
     from meshwright.bench import sweep
+    from meshwright.cost.calibrate import PredictionSource
 
     say = words.say_to(options.json)
 
     def probed() -> Profile | None:
         """Ranks that somebody else launched hold the machine already: there a profile must be given."""
         try:
-            return sweep.kept(env.cache(), most, say) if here is None else None
+            return sweep.cached_probe(env.cache(), most, say) if here is None else None
         except RuntimeError as error:
             say(f"no prediction: the probe failed: {str(error).strip().splitlines()[-1]}")
             return None
@@ -105,7 +106,7 @@ def _setup(options: argparse.Namespace, here: Place | None, most: int) -> "Sweep
     return sweep.SweepSetup(
         cache=env.cache(),
         folder=options.folder,
-        machine=sweep.PredictionSource(given=given, probed=probed),
+        machine=PredictionSource(given=given, probed=probed),
         traced=TRACED if options.waterfall else 0,
     )
 

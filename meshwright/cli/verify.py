@@ -16,8 +16,6 @@ from meshwright.runtime.failure import Exit
 from meshwright.runtime.files import require_folder
 from meshwright.spec.problem import InputError, Problem
 
-FAULTS = ("kill", "term", "hang", "sleep", "lock", "data", "skip", "cross", "nan", "flip")
-
 
 def add(verb: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
@@ -104,6 +102,8 @@ def _resume(options: argparse.Namespace) -> int:
 
 def add_rehearse(verb: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
+    from meshwright.verify.rehearse import FAULTS
+
     verb.set_defaults(verb=rehearse)
     verb.add_argument("words", nargs="*", metavar="RUN.toml | key=value", help=words.OVERRIDES)
     verb.add_argument(

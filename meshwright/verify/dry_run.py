@@ -42,6 +42,22 @@ from meshwright.spec.plan import Plan
 from meshwright.train.step import ForwardBackward, choose
 from meshwright.verify.collectives import Calls, implied, observing, ranks_of
 
+RATE = 1e-3  # of learning: any, the weights have no values
+Collectives = Callable[[dict[str, int]], Sequence[Collective]]  # of the rank in some place
+
+
+@dataclass(frozen=True, slots=True)
+class DryRunStep:
+    """What a rank did and held in one step."""
+
+    calls: Calls
+    said: Calls  # the arithmetic's, with the ranks of this rank's axes
+    axes: dict[tuple[int, ...], str]  # ranks by the axis on which this one meets them
+    place: dict[str, int]  # this rank's, on each axis
+    states: dict[str, int]  # bytes: weights, gradients, moments
+    live_bytes: int  # at the peak
+    phase: str  # in which it was
+
 
 class Live(TorchDispatchMode):
     """Counts every storage that an operator returns, from its first sight to the death of its last tensor.
@@ -239,37 +255,9 @@ def fake_world(plan: Plan, rank: int) -> Iterator[Mesh]:
         yield mesh.make(plan, torch.device("cpu"))
     finally:
         dist.destroy_process_group()
-        _forget()
-
-
-def _forget() -> None:
-    """Empty what DTensor remembers of meshes: an equal one of the next world has other groups under the same names."""
-    debug._clear_sharding_prop_cache()
-    getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()  # which torch 2.11 may not have
-
-
-def fake_tensors() -> FakeTensorMode:
-    """While it lasts, tensors take no memory. The mesh and a model on meta, which hold none either, are let in."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-RATE = 1e-3  # of learning: any, the weights have no values
-
-
-@dataclass(frozen=True, slots=True)
-class DryRunStep:
-    """What a rank did and held in one step."""
-
-    calls: Calls
-    said: Calls  # the arithmetic's, with the ranks of this rank's axes
-    axes: dict[tuple[int, ...], str]  # ranks by the axis on which this one meets them
-    place: dict[str, int]  # this rank's, on each axis
-    states: dict[str, int]  # bytes: weights, gradients, moments
-    live_bytes: int  # at the peak
-    phase: str  # in which it was
-
-
-Collectives = Callable[[dict[str, int]], Sequence[Collective]]  # of the rank in some place
+        # What DTensor remembers of meshes: an equal one of the next world has other groups under the same names.
+        debug._clear_sharding_prop_cache()
+        getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()  # which torch 2.11 may not have
 
 
 def traceable(plan: Plan) -> Plan:
@@ -288,7 +276,8 @@ def trace_step(run: Run, rank: int, collectives: Collectives) -> DryRunStep:
             model = Decoder(run.arch).to(master_weights.weight_dtype(run.optim, run.plan))
         chunks = apply(model, run.plan, mesh, DECODER)
         forward_backward = choose(run, chunks, mesh)
-        stack.enter_context(fake_tensors())
+        # Tensors take no memory; the mesh and the model on meta, which hold none either, are let in.
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         live = stack.enter_context(following())
         stack.enter_context(standing_in(chunks))
         step = _Step(run, mesh, chunks, live, forward_backward)
@@ -358,11 +347,9 @@ class _Step:
 
 def _batch(run: Run) -> StepBatch:
     """Microbatches of the right shapes."""
-    return StepBatch(tuple(_microbatch(run) for _ in range(run.plan.grad_accum)), run.tokens, 0.0)
-
-
-def _microbatch(run: Run) -> Batch:
-    tokens, targets, positions, index, documents = (
-        torch.zeros(run.plan.microbatch, run.sequence, dtype=torch.int64) for _ in range(5)
-    )
-    return Batch(tokens, targets, positions, documents if run.data.mask_documents else None, index)
+    shape, microbatches = (run.plan.microbatch, run.sequence), []
+    for _ in range(run.plan.grad_accum):
+        tokens, targets, positions, index, documents = (torch.zeros(shape, dtype=torch.int64) for _ in range(5))
+        mask = documents if run.data.mask_documents else None
+        microbatches.append(Batch(tokens, targets, positions, mask, index))
+    return StepBatch(tuple(microbatches), run.tokens, 0.0)

@@ -27,9 +27,8 @@ WIDTHS = (10, 10, 12, 7, 10, 10, 9)
 HEAD = f"{'plan':<26}" + "".join(f"{name:>{width}}" for name, width in zip(COLUMNS, WIDTHS, strict=True))
 
 
-def add(verb: argparse.ArgumentParser) -> None:
+def add_bench(verb: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
-    verb.set_defaults(verb=bench)
     verb.add_argument("words", nargs="*", metavar="RUN.toml | MODEL | key=value", help=words.OVERRIDES)
     verb.add_argument(
         "--plan", action="append", default=[], help='a plan to measure; may be repeated: "shard=2,zero=3"'

@@ -21,11 +21,6 @@ if TYPE_CHECKING:  # the verbs of this file use little of each other's, and impo
     from meshwright.search.advise import Advice
 
 
-def add_models(verb: argparse.ArgumentParser) -> None:
-    """The arguments of the verb."""
-    verb.set_defaults(verb=models)
-
-
 def models(options: argparse.Namespace) -> int:
     """The model zoo."""
     models = [(name, presets.preset(name)) for name in presets.preset_names()]
@@ -38,11 +33,6 @@ def models(options: argparse.Namespace) -> int:
         shape = f"{arch.layers} × {arch.hidden}, {arch.heads}/{arch.kv_heads}, {arch.vocab:,}"
         print(f"{name:<16}{count(arch):>18,}{active(arch):>18,}  {shape}")
     return 0
-
-
-def add_clusters(verb: argparse.ArgumentParser) -> None:
-    """The arguments of the verb."""
-    verb.set_defaults(verb=clusters)
 
 
 def clusters(options: argparse.Namespace) -> int:
@@ -70,7 +60,6 @@ def clusters(options: argparse.Namespace) -> int:
 
 def add_config(verb: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
-    verb.set_defaults(verb=config)
     verb.add_argument("what", choices=("show", "schema"))
     verb.add_argument("words", nargs="*", metavar="RUN.toml | key=value", help=words.OVERRIDES)
     verb.add_argument("--ranks", type=words.count, help="as of train")
@@ -96,7 +85,6 @@ def config(options: argparse.Namespace) -> int:
 
 def add_convert(verb: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
-    verb.set_defaults(verb=convert)
     verb.add_argument("source", type=Path, help="a Hugging Face folder, or a run folder")
     verb.add_argument("target", type=Path, help="the folder to write")
     verb.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the written weights")
@@ -120,7 +108,6 @@ def convert(options: argparse.Namespace) -> int:
 
 def add_advise(verb: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
-    verb.set_defaults(verb=advice)
     target = "RUN.toml | MODEL | config.json | FOLDER | key=value"
     verb.add_argument(
         "words", nargs="*", metavar=target, help="plan.precision=fp32 and the like fix a field of the plan"
@@ -131,13 +118,13 @@ def add_advise(verb: argparse.ArgumentParser) -> None:
     verb.set_defaults(vary=None)
 
 
-def advice(options: argparse.Namespace) -> int:
+def advise(options: argparse.Namespace) -> int:
     """Exit 3 when nothing fits."""
     from meshwright.cli.query import put
-    from meshwright.search.advise import advise
+    from meshwright.search import advise as chart
 
     asked = put(options)
-    found = advise(asked.question)
+    found = chart.advise(asked.question)
     words.show(options, record(asked, found), advice_lines(asked, found))
     return Exit.DONE if found.found is not None else Exit.DOES_NOT_FIT
 

@@ -79,9 +79,8 @@ def _is_given(options: argparse.Namespace, name: str) -> bool:
     return value is not None and value is not False and (name != "top" or value != TOP)  # a rank may be 0
 
 
-def add(verb: argparse.ArgumentParser) -> None:
+def add_plan(verb: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
-    verb.set_defaults(verb=plan)
     target = "RUN.toml | MODEL | config.json | FOLDER | key=value"
     verb.add_argument("words", nargs="*", metavar=target, help="plan.tp=8 and the like fix a field of the plan")
     verb.add_argument("--cluster", metavar="64xh100", help="the machines; a file of your own works too")

@@ -10,17 +10,18 @@ import msgspec
 
 from meshwright.cli import options as words
 from meshwright.config.run import Goal
-from meshwright.report import run_text
+from meshwright.hardware.profile import read_profile
+from meshwright.report import run_summary, run_text
 from meshwright.report.plan_charts import Terminal
 from meshwright.report.run_data import FolderFacts, facts
-from meshwright.report.run_summary import NO_PREDICTION, PredictedFigures, RunReport, Steps, report, steps_of
+from meshwright.report.run_summary import NO_PREDICTION, Given, PredictedFigures, RunReport, Steps, steps_of
 from meshwright.runtime.files import refuse_existing, write_whole
+from meshwright.search.budget import job_of
 from meshwright.spec.problem import InputError
 
 
-def add(verb: argparse.ArgumentParser) -> None:
+def add_report(verb: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
-    verb.set_defaults(verb=tell)
     verb.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="a run's folder; several are compared")
     verb.add_argument("--profile", type=Path, help="predict from this machine profile, as bench --probe wrote it")
     verb.add_argument("--cluster", default="", help="the machines to predict for, like 8xh100")
@@ -28,7 +29,7 @@ def add(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--force", action="store_true", help="replace a page that is there")
 
 
-def tell(options: argparse.Namespace) -> int:
+def report(options: argparse.Namespace) -> int:
     """Read the folders and report on them."""
     if options.page:
         refuse_existing(options.page, options.force)  # before anything is read
@@ -36,7 +37,7 @@ def tell(options: argparse.Namespace) -> int:
     reports = []
     for each in found:
         measured = steps_of(each)
-        reports.append(report(each, measured, _predicted(each, measured, options)))
+        reports.append(run_summary.report(each, measured, _predicted(each, measured, options)))
     if options.page:
         from meshwright.report.run_charts import run_page
 
@@ -52,23 +53,18 @@ def tell(options: argparse.Namespace) -> int:
 
 def _predicted(each: FolderFacts, steps: Steps | None, options: argparse.Namespace) -> PredictedFigures:
     """The planner's words about exactly this run; a reason where it has none."""
-    from meshwright.hardware.profile import read_profile
-    from meshwright.report.run_summary import Given, device_of, machines, predict, utilized
-    from meshwright.search.budget import job_of
-
-    run, device = each.run, device_of(each.environment)
+    run, device = each.run, run_summary.device_of(each.environment)
     given = Given(cluster=options.cluster, profile=read_profile(options.profile) if options.profile else None)
     try:
-        found, source = machines(device, run.goal, run.plan.world, given)
+        found, source = run_summary.machines(device, run.goal, run.plan.world, given)
     except InputError as error:
         if options.cluster or options.profile:
             raise
         why = "; ".join(map(str, error.problems))
         return PredictedFigures(why_not=why if why.startswith(NO_PREDICTION) else f"{NO_PREDICTION}: {why}")
     job = msgspec.structs.replace(job_of(msgspec.structs.replace(run, goal=Goal())), cluster=found)
-    return PredictedFigures(
-        prediction=predict(job, device, source), utilized=utilized(job, device, steps) if steps else None
-    )
+    used = run_summary.utilized(job, device, steps) if steps else None
+    return PredictedFigures(prediction=run_summary.predict(job, device, source), utilized=used)
 
 
 def _lines(shown: RunReport, found: FolderFacts) -> Iterator[str]:

@@ -26,9 +26,8 @@ from meshwright.spec.units import GIB
 FORK_SERVER = "meshwright.train.fork_server"  # by name: the launcher never imports torch
 
 
-def add(verb: argparse.ArgumentParser) -> None:
+def add_train(verb: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
-    verb.set_defaults(verb=train)
     verb.add_argument("words", nargs="*", metavar="RUN.toml | key=value", help=words.OVERRIDES)
     verb.add_argument(
         "--ranks", type=words.count, help="processes to start (default: 2 on a CPU, else one for each GPU)"

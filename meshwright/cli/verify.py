@@ -17,9 +17,8 @@ from meshwright.runtime.files import require_folder
 from meshwright.spec.problem import InputError, Problem
 
 
-def add(verb: argparse.ArgumentParser) -> None:
+def add_verify(verb: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
-    verb.set_defaults(verb=verify)
     verb.add_argument("words", nargs="*", metavar="RUN.toml | MODEL | key=value", help=words.OVERRIDES)
     verb.add_argument(
         "--plan", action="append", default=[], help='for example "tp=2,pp=2,schedule=1f1b"; may be repeated'
@@ -104,7 +103,6 @@ def add_rehearse(verb: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
     from meshwright.verify.rehearse import FAULTS
 
-    verb.set_defaults(verb=rehearse)
     verb.add_argument("words", nargs="*", metavar="RUN.toml | key=value", help=words.OVERRIDES)
     verb.add_argument(
         "--fault", choices=FAULTS, default="kill", help="the fault to inject into its last rank (default: kill)"

@@ -235,15 +235,14 @@ def _kernel(
     """What flash kernels make of a block, where a GPU has them: results and no scores."""
     if block.q.dtype not in HALF or block.same is not None or block.q.shape[3] % 8:
         return otherwise(block)
-    return _attend, _gradients
 
+    def attend(block: AttentionBlock) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(block.q), block.q.new_empty(block.q.shape[:3], dtype=torch.float32)
 
-def _attend(block: AttentionBlock) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(block.q), block.q.new_empty(block.q.shape[:3], dtype=torch.float32)
+    def gradients(block: AttentionBlock, out: Tensor, lse: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.empty_like(block.q), torch.empty_like(block.k), torch.empty_like(block.v)
 
-
-def _gradients(block: AttentionBlock, out: Tensor, lse: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(block.q), torch.empty_like(block.k), torch.empty_like(block.v)
+    return attend, gradients
 
 
 @contextmanager
@@ -287,22 +286,18 @@ def trace_step(run: Run, rank: int, collectives: Collectives) -> DryRunStep:
         with observing() as calls:
             step.run_once()
         planned = collectives(mesh.place)
+        # Where two axes have the same ranks, the one that was planned names them; the world is the last resort.
+        named: list[Axis] = [each.axis for each in planned if each.axis != "world"]
+        axes: tuple[Axis, ...] = ("world", "pp", "cp", "tp", "shard", "replicate", *named)
         return DryRunStep(
             calls=Counter(calls),
             said=implied(planned, run.plan, mesh),
-            axes=_axes(planned, run.plan, mesh),
+            axes={ranks_of(axis, run.plan, mesh): axis for axis in axes},
             place=mesh.place,
             states=step.states(),
             live_bytes=live.peak,
             phase=live.peak_phase,
         )
-
-
-def _axes(planned: Sequence[Collective], plan: Plan, mesh: Mesh) -> dict[tuple[int, ...], str]:
-    """The names of groups of ranks; where two axes have the same ranks, the one that was planned."""
-    named: list[Axis] = [each.axis for each in planned if each.axis != "world"]  # the name of last resort
-    axes: tuple[Axis, ...] = ("world", "pp", "cp", "tp", "shard", "replicate", *named)
-    return {ranks_of(axis, plan, mesh): axis for axis in axes}
 
 
 class _Step:

@@ -115,18 +115,6 @@ class Planned(Protocol):
 AnyPlanned = TypeVar("AnyPlanned", bound=Planned)
 
 
-def header(width: int) -> str:
-    """The names of the columns: largest relative deviations."""
-    return f"{'plan':<{width}}  {'  '.join(f'{name:>8}' for name in QUANTITIES)}"
-
-
-def line(verdict: ParityResult, width: int) -> str:
-    """One plan."""
-    numbers = [getattr(verdict, f"{name}_deviation") for name in QUANTITIES]
-    words = "equal" if verdict.passed else f"DIFFERS: {verdict.first_bad or verdict.error.splitlines()[-1]}"
-    return f"{verdict.plan:<{width}}  {'  '.join(f'{number:8.1e}' for number in numbers)}   {words}"
-
-
 def matrix(ranks: int) -> list[str]:
     """The standard set for up to so many ranks; compiled plans only where there is a compiler that can do float64."""
     compiles = not any(check.missing(Plan(microbatch=1, compile=True))) and check.compiles_doubles()
@@ -233,35 +221,27 @@ def write_ragged(file: Path) -> None:
 
 
 def prove_all(jobs: list[Job], cache: Path, folder: Path, say: Callable[[str], None]) -> list[ParityResult]:
-    """Prove every job, saying each verdict as it falls, and leave the certificate in the folder."""
+    """Prove every job, saying each result as it is there, and leave the certificate in the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     write_ragged(folder / TEXT)
     width = max(len(name) for _, planned in jobs for name, _ in planned)
     certificates = []
     for reference, planned in jobs:
-        tolerance, reason = TOLERANCES[reference.plan.precision]
         say(f"{count(reference.arch):,} parameters, {reference.steps} steps of {reference.tokens} positions")
-        say(f"largest relative deviation from one process, {tolerance:.0e} allowed ({reason}):")
-        say(header(width))
-        certificates.append(prove(reference, planned, cache, folder, lambda verdict: say(line(verdict, width))))
+        tolerance, reason = TOLERANCES[reference.plan.precision]
+        certificates.append(
+            Certificate(
+                run=reference,
+                steps=reference.steps,
+                tolerance=tolerance,
+                reason=reason,
+                torch=version("torch"),
+                verdicts=tuple(beside(reference, planned, (RECORD, cache), folder, say, width)),
+            )
+        )
     text = msgspec.json.format(msgspec.json.encode(certificates), indent=2) + b"\n"
     (folder / CERTIFICATE).write_bytes(text)
     return [verdict for certificate in certificates for verdict in certificate.verdicts]
-
-
-def prove(
-    reference: Run, planned: list[tuple[str, Run]], cache: Path, folder: Path, told: Callable[[ParityResult], None]
-) -> Certificate:
-    """Compare every plan with one process; `told` hears each verdict as it falls."""
-    tolerance, reason = TOLERANCES[reference.plan.precision]
-    return Certificate(
-        run=reference,
-        steps=reference.steps,
-        tolerance=tolerance,
-        reason=reason,
-        torch=version("torch"),
-        verdicts=tuple(beside(reference, planned, (RECORD, cache), folder, told)),
-    )
 
 
 def beside(
@@ -269,11 +249,17 @@ def beside(
     planned: list[tuple[str, AnyPlanned]],
     work: tuple[Work, Any],
     folder: Path,
-    told: Callable[[ParityResult], None],
+    say: Callable[[str], None],
+    width: int,
 ) -> list[ParityResult]:
-    """Run the reference once and each plan beside it; `work` is record(place, run, given, folder) and its `given`."""
+    """Run the reference once and each plan beside it, and say each result in a table whose first column has a width.
+
+    `work` is record(place, run, given, folder) and its `given`.
+    """
     record, given = work
-    tolerance, _ = TOLERANCES[reference.plan.precision]
+    tolerance, reason = TOLERANCES[reference.plan.precision]
+    say(f"largest relative deviation from one process, {tolerance:.0e} allowed ({reason}):")
+    say(f"{'plan':<{width}}  {'  '.join(f'{name:>8}' for name in QUANTITIES)}")
     base = _fresh(folder / "reference")
     run_ranks(record, 1, (reference, given, base), LONGEST)
     verdicts = []
@@ -291,7 +277,9 @@ def beside(
         verdict = msgspec.structs.replace(verdict, plan=name)
         shutil.rmtree(place)
         verdicts.append(verdict)
-        told(verdict)
+        words = "equal" if verdict.passed else f"DIFFERS: {verdict.first_bad or verdict.error.splitlines()[-1]}"
+        deviations = [f"{getattr(verdict, f'{quantity}_deviation'):8.1e}" for quantity in QUANTITIES]
+        say(f"{name:<{width}}  {'  '.join(deviations)}   {words}")
     shutil.rmtree(base)
     return verdicts
 

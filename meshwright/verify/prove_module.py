@@ -27,14 +27,14 @@ from meshwright.parallel.model_spec import ModelSpec, unanswered, unmatched
 from meshwright.parallel.pipeline import Pipeline, Streams
 from meshwright.runtime.place import Place
 from meshwright.runtime.ranks import SERVER
-from meshwright.spec.plan import AXES, Plan, Precision
+from meshwright.spec.plan import AXES, Plan
 from meshwright.spec.problem import InputError, Problem
 from meshwright.spec.schedule import default_chunks, misfits
 from meshwright.train.state import ParamLocation, gathered, gradient
 from meshwright.train.step import accumulated
 from meshwright.train.world import world
 from meshwright.verify.evidence import Evidence
-from meshwright.verify.prove import TOLERANCES, ParityResult, beside, fields, header, line
+from meshwright.verify.prove import ParityResult, beside, fields
 
 Batch = tuple[Tensor, ...] | Mapping[str, Tensor]
 Loss = Callable[[Any, Any], tuple[Tensor, Tensor | int]]
@@ -103,11 +103,6 @@ def decided(plans: Sequence[str | Plan], rows: int, layers: int, anatomy: ModelS
     if problems:
         raise InputError(problems)
     return made
-
-
-def alone(rows: int, precision: Precision) -> Plan:
-    """One process, the whole batch at once: what every plan is compared with."""
-    return Plan(microbatch=rows, precision=precision)
 
 
 def even(layers: int, stages: int) -> tuple[int, ...]:
@@ -311,14 +306,10 @@ def parity(
     with tempfile.TemporaryDirectory() as name:
         subject = Subject(make_model, loss, anatomy, Path(name), isinstance(batches[0], Mapping))
         _write(model, batches, subject.folder)
-        reference = Trial(plan=alone(rows, made[0][1].precision))
+        reference = Trial(plan=Plan(microbatch=rows, precision=made[0][1].precision))
         planned = [(name, Trial(plan=plan)) for name, plan in made]
         width = max(len(name) for name, _ in made)
-        tolerance, reason = TOLERANCES[reference.plan.precision]
-        say(f"largest relative deviation from one process, {tolerance:.0e} allowed ({reason}):")
-        say(header(width))
-        work = (record, subject)
-        return beside(reference, planned, work, subject.folder, lambda verdict: say(line(verdict, width)))
+        return beside(reference, planned, (record, subject), subject.folder, say, width)
 
 
 def _write(model: nn.Module, batches: Sequence[Batch], folder: Path) -> None:

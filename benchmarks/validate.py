@@ -16,7 +16,7 @@ import msgspec
 from meshwright.cost.flops import step_flops
 from meshwright.cost.job import Job
 from meshwright.published import rows as price_table
-from meshwright.published.cells import number
+from meshwright.published.columns import number
 from meshwright.published.rows import Row, RowPrice, answered, job_of
 from meshwright.spec.problem import InputError
 from meshwright.spec.units import GIB

@@ -68,8 +68,9 @@ def _error(time: CollectiveTime, latency: float, slope: float) -> float:
 def _line(times: Sequence[CollectiveTime], weights: Sequence[float]) -> tuple[float, float]:
     """The two numbers of weighted least squares in relative error; neither is below zero, as no time is."""
     rows = [(weight, 1 / time.seconds, time.bytes / time.seconds) for weight, time in zip(weights, times, strict=True)]
-    aa, ab, bb = (sum(w * x * y for w, x, y in each) for each in _products(rows))
     a, b = sum(w * x for w, x, _ in rows), sum(w * y for w, _, y in rows)
+    aa, bb = sum(w * x * x for w, x, _ in rows), sum(w * y * y for w, _, y in rows)
+    ab = sum(w * x * y for w, x, y in rows)
     determinant = aa * bb - ab * ab
     latency, slope = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
     if latency <= 0:
@@ -78,9 +79,3 @@ def _line(times: Sequence[CollectiveTime], weights: Sequence[float]) -> tuple[fl
         largest = max(times, key=lambda time: time.bytes)
         return a / aa, largest.seconds / largest.bytes
     return latency, slope
-
-
-def _products(rows: list[tuple[float, float, float]]) -> Iterable[list[tuple[float, float, float]]]:
-    yield [(w, x, x) for w, x, _ in rows]
-    yield [(w, x, y) for w, x, y in rows]
-    yield [(w, y, y) for w, _, y in rows]

@@ -1,11 +1,10 @@
-"""The step of a run, measured: the trainer's own loop, driven by somebody who looks at the clock."""
+"""Measurements: a run's step, by the trainer's own loop and a clock; a single call's seconds; operations, counted."""
 
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright.bench.sweep import WARM_UP
+from meshwright.bench.sweep import MEASURED, WARM_UP
 from meshwright.bench.waterfall import Waterfall, waterfall
 from meshwright.config.run import Run
 from meshwright.cost.flops import attention_flops, hardware_flops, step_flops, utilization
@@ -31,28 +30,11 @@ from meshwright.train.log import peak_bytes
 from meshwright.train.loop import StepResult, train
 from meshwright.train.world import world
 
-
-def counted_flops(arch: Arch, sequence: int) -> int:
-    """Matmuls and attention of the forward and backward of one sequence.
-
-    Nothing is computed: tensors have shapes only, which takes as long for a large model as for a small one.
-    """
-    with torch.device("meta"):
-        model, tokens = Decoder(arch), torch.zeros(1, sequence, dtype=torch.int64)
-    # Torch counts the matmuls of plain attention, not those of its fast kernel for CPUs.
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model(tokens, tokens).sum().backward()
-    return counter.get_total_flops()
-
-
-def counted_ratio(arch: Arch, sequence: int) -> float | None:
-    """Operations counted ÷ operations by formula; None where experts choose by values, which shapes do not have."""
-    if arch.experts:
-        return None
-    return counted_flops(arch, sequence) / step_flops(arch, sequence, 1)
-
-
-ANSWER = "measured.json"
+KERNEL_WARM_UP = 3  # calls before the first that counts
+MOST_SECONDS = 0.2  # that one measurement may take once warm
+MOST_REPEATS = 50
+LARGEST = 2**16  # tokens of two bytes; a larger vocabulary is used in part, which costs the same
+Mark = tuple[torch.cuda.Event | None, float, StepResult]
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,15 +60,6 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     waterfall: Waterfall | None = None
 
 
-class RankMeasurement(NamedTuple):
-    """What one rank saw of a run."""
-
-    steps: list[float]  # seconds of those that count
-    first: float
-    loss: float
-    before: int  # bytes of the process's peak before there was a model
-
-
 def measure(place: Place, run: Run, cache: Path, folder: Path, traced: int) -> None:
     """Be one rank; the first leaves what all of them saw. The last `traced` steps are taken apart, and not timed."""
     with world(run, place) as mesh:
@@ -97,12 +70,9 @@ def measure(place: Place, run: Run, cache: Path, folder: Path, traced: int) -> N
         began = time.perf_counter()
         results = train(run, state, mesh)
         marks = list(_marks(islice(results, run.steps - traced), mesh))
-        seconds = _seconds(marks, mesh)
-        numbers = torch.tensor([*seconds, marks[0][1] - began], dtype=torch.float64, device=mesh.device)
-        dist.all_reduce(numbers, dist.ReduceOp.MAX)
-        *steps, first = numbers.tolist()
-        seen = RankMeasurement(steps=steps[WARM_UP - 1 :], first=first, loss=marks[-1][2].loss.item(), before=before)
-        answer = _answer(run, mesh, seen)
+        *steps, first = _largest([*_seconds(marks, mesh), marks[0][1] - began], mesh)
+        loss = marks[-1][2].loss.item()
+        answer = _answer(run, mesh, steps[WARM_UP - 1 :], first, loss, before)
         if traced:
             peak = peak_flops_per_second(answer.device, run.plan.precision)
             falls = waterfall(results, traced, mesh.device, _ideal(run, peak), folder / "trace.json")
@@ -110,21 +80,16 @@ def measure(place: Place, run: Run, cache: Path, folder: Path, traced: int) -> N
         state.loader.close()
         if mesh.rank == 0:
             answer = msgspec.structs.replace(answer, counted_flops_ratio=counted_ratio(run.arch, run.sequence))
-            (folder / ANSWER).write_bytes(msgspec.json.encode(answer))
+            (folder / MEASURED).write_bytes(msgspec.json.encode(answer))
 
 
 def _ideal(run: Run, peak: float | None) -> dict[str, float]:
     """Seconds of each kind of operation if every rank worked at the peak; nothing where that is not known."""
     if not peak:
         return {}
-    whole = step_flops(run.arch, run.sequence, run.batch)
     attention = attention_flops(run.arch, run.sequence, run.batch)
-    return {
-        kind: flops / peak / run.plan.world for kind, flops in (("matmul", whole - attention), ("attention", attention))
-    }
-
-
-Mark = tuple[torch.cuda.Event | None, float, StepResult]
+    flops = {"matmul": step_flops(run.arch, run.sequence, run.batch) - attention, "attention": attention}
+    return {kind: each / peak / run.plan.world for kind, each in flops.items()}
 
 
 def _marks(results: Iterator[object], mesh: Mesh) -> Iterator[Mark]:
@@ -149,19 +114,20 @@ def _seconds(marks: Sequence[Mark], mesh: Mesh) -> list[float]:
     return [earlier.elapsed_time(later) / 1000 for earlier, later in pairwise(events)]
 
 
-def _largest(number: int, mesh: Mesh) -> int:
-    """Over all ranks."""
-    held = torch.tensor([number], device=mesh.device)
+def _largest(numbers: Sequence[float], mesh: Mesh) -> list[float]:
+    """Each number over all ranks."""
+    held = torch.tensor(numbers, dtype=torch.float64, device=mesh.device)
     dist.all_reduce(held, dist.ReduceOp.MAX)
-    return int(held.item())
+    return held.tolist()
 
 
-def _answer(run: Run, mesh: Mesh, seen: RankMeasurement) -> Measured:
+def _answer(run: Run, mesh: Mesh, steps: list[float], first: float, loss: float, before: int) -> Measured:
+    """What all ranks saw; `before` is the peak of this process before it had a model."""
     cuda = mesh.device.type == "cuda"
-    allocated = _largest(peak_bytes(mesh.device) - (0 if cuda else seen.before), mesh)
-    reserved = _largest(torch.cuda.max_memory_reserved(mesh.device) if cuda else 0, mesh)
+    grown = peak_bytes(mesh.device) - (0 if cuda else before)
+    allocated, reserved = _largest([grown, torch.cuda.max_memory_reserved(mesh.device) if cuda else 0], mesh)
     device = torch.cuda.get_device_name(mesh.device) if cuda else "cpu"
-    seconds = statistics.median(seen.steps)
+    seconds = statistics.median(steps)
     peak = peak_flops_per_second(device, run.plan.precision)
     flops = step_flops(run.arch, run.sequence, run.batch)
     done = hardware_flops(run.arch, run.plan, run.sequence, run.batch)
@@ -173,21 +139,36 @@ def _answer(run: Run, mesh: Mesh, seen: RankMeasurement) -> Measured:
         sequence=run.sequence,
         batch=run.batch,
         step_seconds=seconds,
-        low_seconds=min(seen.steps),
-        high_seconds=max(seen.steps),
-        first_step_seconds=seen.first,
+        low_seconds=min(steps),
+        high_seconds=max(steps),
+        first_step_seconds=first,
         tokens_per_second=run.tokens / seconds,
         mfu=utilization(flops, seconds, peak * mesh.world) if peak else None,
         hfu=utilization(done, seconds, peak * mesh.world) if peak else None,
-        peak_allocated_bytes=allocated,
-        peak_reserved_bytes=reserved,
-        loss=seen.loss,
+        peak_allocated_bytes=int(allocated),
+        peak_reserved_bytes=int(reserved),
+        loss=loss,
     )
 
 
-KERNEL_WARM_UP = 3  # calls before the first that counts
-MOST_SECONDS = 0.2  # that one measurement may take once warm
-MOST_REPEATS = 50
+def counted_flops(arch: Arch, sequence: int) -> int:
+    """Matmuls and attention of the forward and backward of one sequence.
+
+    Nothing is computed: tensors have shapes only, which takes as long for a large model as for a small one.
+    """
+    with torch.device("meta"):
+        model, tokens = Decoder(arch), torch.zeros(1, sequence, dtype=torch.int64)
+    # Torch counts the matmuls of plain attention, not those of its fast kernel for CPUs.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(tokens, tokens).sum().backward()
+    return counter.get_total_flops()
+
+
+def counted_ratio(arch: Arch, sequence: int) -> float | None:
+    """Operations counted ÷ operations by formula; None where experts choose by values, which shapes do not have."""
+    if arch.experts:
+        return None
+    return counted_flops(arch, sequence) / step_flops(arch, sequence, 1)
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
@@ -201,7 +182,11 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
 
 def _timed(work: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
     if device.type != "cuda":
-        return [_by_host(work) for _ in range(repeats)]
+        times = [time.perf_counter()]
+        for _ in range(repeats):
+            work()
+            times.append(time.perf_counter())
+        return [later - earlier for earlier, later in pairwise(times)]
     torch.cuda.synchronize(device)
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
     marks[0].record()
@@ -210,15 +195,6 @@ def _timed(work: Callable[[], object], device: torch.device, repeats: int) -> li
         mark.record()
     torch.cuda.synchronize(device)
     return [earlier.elapsed_time(later) / 1000 for earlier, later in pairwise(marks)]
-
-
-def _by_host(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
-
-
-LARGEST = 2**16  # tokens of two bytes; a larger vocabulary is used in part, which costs the same
 
 
 def write_tokens(file: Path, vocab: int, count: int, seed: int = 1) -> None:

@@ -1,10 +1,12 @@
-"""What one device does at best: matmuls by shape, attention, memory traffic, launches, the way to its host."""
+"""What devices and the links between them do at best: matmuls, attention, memory, launches, disk, collectives."""
 
 import os
+import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -16,29 +18,70 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshwright.bench.alpha_beta import fits
-from meshwright.bench.collectives import collective_times
 from meshwright.bench.measure import seconds_of
+from meshwright.bench.waterfall import synchronize
 from meshwright.config.run import Run
-from meshwright.hardware.profile import AttentionTime, ElementwiseTime, ProductTime, Profile
+from meshwright.cost.traffic import Kind
+from meshwright.hardware.profile import AttentionTime, CollectiveTime, ElementwiseTime, ProductTime, Profile
+from meshwright.parallel.collectives import all_gather, reduce_scatter
 from meshwright.parallel.mesh import Mesh
 from meshwright.runtime.files import replace_file
 from meshwright.runtime.place import Place
+from meshwright.spec.units import GIB
 from meshwright.train.world import world
 
+KIB, MIB = 2**10, 2**20
+SIZES = tuple(KIB * 4**power for power in range(9))  # 1 KiB to 64 MiB
+QUICK = (KIB, 32 * KIB, MIB, 8 * MIB)
+WIDTH = 4  # bytes of an element
+WARM_UP = 2  # calls before the first that counts; connections are made by the first
+ROUNDS = 5  # whose median counts
+MOST_SECONDS = 0.05  # of one round
+MOST_CALLS = 200  # in one round
+ONCE = 0.5  # seconds: a call that takes longer is measured fewer times
+FEW_ROUNDS = 2
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-BACKENDS = {
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
-}
-LARGE = 2**30  # bytes: several times any cache
+BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION, "math": SDPBackend.MATH}
+LARGE = GIB  # several times any cache
+PIECE = 4 * MIB  # of one write
+FILE, QUICK_FILE = 512 * MIB, 64 * MIB  # bytes written to the disk
+
+
+def probe_ranks(place: Place, run: Run, quick: bool, target: Path) -> None:
+    """Be one rank of a probe; the first leaves the profile in `target`.
+
+    Devices are measured by all ranks at once, because that is how they work in training.
+    """
+    with world(run, place) as mesh:
+        say = partial(print, file=sys.stderr, flush=True) if mesh.rank == 0 else lambda text: None
+        dist.barrier()
+        profile = probe(mesh.device, say, quick=quick or mesh.device.type == "cpu")
+        if mesh.world == 1:
+            say("collectives are left out: one rank has nobody to send to")
+        elif mesh.device.type == "cuda" and dist.get_backend() != "nccl":
+            say("collectives are left out: ranks share a GPU, and NCCL wants one for each")
+        else:
+            say(f"collectives of {mesh.world} ranks by {dist.get_backend()}")
+            times = tuple(collective_times(mesh, place, quick))
+            profile = msgspec.structs.replace(profile, collectives=times, fits=fits(times))
+        if mesh.rank == 0:
+            say("the disk")
+            write, read = disk_bandwidths(target.parent, QUICK_FILE if quick else FILE)
+            found = {"disk_write_bandwidth": write, "disk_read_bandwidth": read, "ranks": mesh.world}
+            write_profile(msgspec.structs.replace(profile, **found), target)
+        dist.barrier()
+
+
+def write_profile(profile: Profile, path: Path) -> None:
+    """Keep a profile as JSON that a person can read; nothing half-written is ever under its name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, msgspec.json.format(msgspec.json.encode(profile)) + b"\n")
 
 
 def probe(device: torch.device, say: Callable[[str], None], *, quick: bool = False) -> Profile:
     """Measure one device. `quick` takes few and small shapes, for a look or a CPU."""
     say("matmuls")
-    products = tuple(_products(device, quick))
+    products = tuple(_matmuls(device, quick))
     say("attention")
     attention = tuple(_attention(device, quick))
     say("memory traffic, launches and the host link")
@@ -46,6 +89,8 @@ def probe(device: torch.device, say: Callable[[str], None], *, quick: bool = Fal
     copy = next(each for each in elementwise if each.kind == "copy")
     cuda = device.type == "cuda"
     to_host, to_device = _host_bandwidths(device) if cuda else (0.0, 0.0)
+    host_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = torch.cuda.get_device_properties(device).total_memory if cuda else host_memory
     return Profile(
         device=torch.cuda.get_device_name(device) if cuda else "cpu",
         torch=str(torch.__version__),
@@ -56,27 +101,22 @@ def probe(device: torch.device, say: Callable[[str], None], *, quick: bool = Fal
         launch_seconds=_launch(device),
         host_bandwidth=to_host,
         to_device_bandwidth=to_device,
-        memory_bytes=_memory_bytes(device),
+        memory_bytes=float(memory),
         threads=0 if cuda else torch.get_num_threads(),
     )
 
 
-def _shapes(quick: bool) -> Iterator[tuple[int, int, int]]:
+def _matmuls(device: torch.device, quick: bool) -> Iterator[ProductTime]:
     """Rows × columns × depth as models have them: tokens of a microbatch, widths, and widths cut by tp."""
-    if quick:
-        yield from product((64, 256, 1024), (64, 256, 1024), (64, 256, 1024))
-        return
-    yield from product((512, 2048, 8192, 16384), (512, 1024, 2048, 4096, 8192, 14336), (512, 2048, 4096, 8192))
-    yield from product((1024, 4096, 16384, 65536), (768, 1536, 2304, 3072), (768, 3072))
-    yield from product((2048, 8192, 16384), (32064, 50304, 128256), (2048, 4096))
-
-
-def _products(device: torch.device, quick: bool) -> Iterator[ProductTime]:
-    dtypes = ("bf16", "fp32") if device.type == "cuda" and not quick else ("fp32", "bf16")
-    for dtype in dtypes:
-        large = 512 if quick else 2048
-        shapes = _shapes(quick) if dtype == dtypes[0] else [(large, large, large)]
-        for m, n, k in shapes:
+    cuda, few = device.type == "cuda", (64, 256, 1024)
+    shapes = [*product(few, few, few)] if quick else [
+        *product((512, 2048, 8192, 16384), (512, 1024, 2048, 4096, 8192, 14336), (512, 2048, 4096, 8192)),
+        *product((1024, 4096, 16384, 65536), (768, 1536, 2304, 3072), (768, 3072)),
+        *product((2048, 8192, 16384), (32064, 50304, 128256), (2048, 4096)),
+    ]  # fmt: skip
+    usual, other = ("bf16", "fp32") if cuda and not quick else ("fp32", "bf16")
+    for dtype, measured in ((usual, shapes), (other, [(512,) * 3 if quick else (2048,) * 3])):
+        for m, n, k in measured:
             a = torch.randn(m, k, device=device, dtype=TYPES[dtype])
             b = torch.randn(n, k, device=device, dtype=TYPES[dtype])
             yield ProductTime(m=m, n=n, k=k, dtype=dtype, seconds=seconds_of(lambda a=a, b=b: a @ b.t(), device))
@@ -86,19 +126,14 @@ def _products(device: torch.device, quick: bool) -> Iterator[ProductTime]:
                 yield ProductTime(m=m, n=n, k=k, dtype=dtype, seconds=to_x, kind="input")
                 to_weight = seconds_of(lambda g=g, a=a: g.t() @ a, device)
                 yield ProductTime(m=m, n=n, k=k, dtype=dtype, seconds=to_weight, kind="weight")
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9) and not quick:
-        yield from _narrow_products(device)
+    if cuda and torch.cuda.get_device_capability(device) >= (8, 9) and not quick:
+        yield from _fp8_matmuls(device)
 
 
-def _narrow_products(device: torch.device) -> Iterator[ProductTime]:
+def _fp8_matmuls(device: torch.device) -> Iterator[ProductTime]:
     one = torch.ones((), device=device)
-    for m, n, k in (
-        (2048, 4096, 4096),
-        (8192, 4096, 4096),
-        (8192, 14336, 4096),
-        (8192, 4096, 14336),
-        (16384, 8192, 8192),
-    ):
+    wide = ((8192, 14336, 4096), (8192, 4096, 14336), (16384, 8192, 8192))
+    for m, n, k in ((2048, 4096, 4096), (8192, 4096, 4096), *wide):
         a = torch.randn(m, k, device=device).to(torch.float8_e4m3fn)
         b = torch.randn(n, k, device=device).to(torch.float8_e4m3fn)
 
@@ -170,15 +205,11 @@ def _elementwise(device: torch.device, quick: bool) -> Iterator[ElementwiseTime]
     }
     for kind, call in work.items():
         yield ElementwiseTime(kind=kind, bytes=moved, seconds=seconds_of(call, device))
-    yield _adamw(device, size // 4)
-
-
-def _adamw(device: torch.device, numbers: int) -> ElementwiseTime:
-    """Torch's own fused update: weight, gradient and two moments read, three of them written."""
-    weight = torch.nn.Parameter(torch.randn(numbers, device=device))
-    weight.grad = torch.randn_like(weight)
-    optimizer = torch.optim.AdamW([weight], fused=True)
-    return ElementwiseTime(kind="adamw", bytes=7 * 4 * numbers, seconds=seconds_of(optimizer.step, device))
+    # Torch's own fused update: weight, gradient and two moments read, three of them written.
+    updated = torch.nn.Parameter(torch.randn(size // 4, device=device))
+    updated.grad = torch.randn_like(updated)
+    optimizer = torch.optim.AdamW([updated], fused=True)
+    yield ElementwiseTime(kind="adamw", bytes=7 * 4 * (size // 4), seconds=seconds_of(optimizer.step, device))
 
 
 def _launch(device: torch.device) -> float:
@@ -187,14 +218,12 @@ def _launch(device: torch.device) -> float:
     times = 2000
     for _ in range(100):
         x.add_(1)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     began = time.perf_counter()
     for _ in range(times):
         x.add_(1)
     spent = time.perf_counter() - began
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     return spent / times
 
 
@@ -204,16 +233,6 @@ def _host_bandwidths(device: torch.device) -> tuple[float, float]:
     here = torch.empty(LARGE, dtype=torch.uint8, device=device)
     to_host = seconds_of(lambda: there.copy_(here, non_blocking=True), device)
     return LARGE / to_host, LARGE / seconds_of(lambda: here.copy_(there, non_blocking=True), device)
-
-
-def _memory_bytes(device: torch.device) -> float:
-    if device.type == "cuda":
-        return float(torch.cuda.get_device_properties(device).total_memory)
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-
-
-MIB = 2**20
-PIECE = 4 * MIB  # of one write
 
 
 def disk_bandwidths(folder: Path, size: int) -> tuple[float, float]:
@@ -236,48 +255,59 @@ def disk_bandwidths(folder: Path, size: int) -> tuple[float, float]:
         return size / written, size / (time.perf_counter() - began)
 
 
-FILE, QUICK_FILE = 512 * MIB, 64 * MIB  # bytes written to the disk
+def collective_times(mesh: Mesh, place: Place, quick: bool) -> Iterator[CollectiveTime]:
+    """Every collective at every size, as the slowest rank saw it. All ranks must ask at once."""
+    domains = max(place.world // max(place.local_world, 1), 1)
+    far = place.local_world if domains > 1 else 1  # the rank that messages go to: across nodes, where there are several
+    for size in QUICK if quick else SIZES:
+        elements = -(-size // WIDTH // mesh.world) * mesh.world  # a whole part for every rank
+        for kind, work in _calls(mesh, elements, far).items():
+            seconds, ranks, between = _seconds(work, mesh), mesh.world, domains
+            if kind == "send":  # there and back, between two
+                seconds, ranks, between = seconds / 2, 2, min(domains, 2)
+            yield CollectiveTime(kind=kind, ranks=ranks, bytes=elements * WIDTH, seconds=seconds, domains=between)
 
 
-def probe_ranks(place: Place, run: Run, quick: bool, target: Path) -> None:
-    """Be one rank of a probe; the first leaves the profile in `target`.
+def _calls(mesh: Mesh, elements: int, far: int) -> dict[Kind, Callable[[], object]]:
+    whole = torch.zeros(elements, device=mesh.device)
+    other, part = torch.zeros_like(whole), torch.zeros(elements // mesh.world, device=mesh.device)
 
-    Devices are measured by all ranks at once, because that is how they work in training.
-    """
-    with world(run, place) as mesh:
-        say = _aloud if mesh.rank == 0 else _quietly
-        dist.barrier()
-        profile = probe(mesh.device, say, quick=quick or mesh.device.type == "cpu")
-        profile = _with_collectives(profile, mesh, place, quick, say)
+    def there_and_back() -> None:
         if mesh.rank == 0:
-            say("the disk")
-            write, read = disk_bandwidths(target.parent, QUICK_FILE if quick else FILE)
-            found = {"disk_write_bandwidth": write, "disk_read_bandwidth": read, "ranks": mesh.world}
-            write_profile(msgspec.structs.replace(profile, **found), target)
-        dist.barrier()
+            dist.send(whole, far)
+            dist.recv(whole, far)
+        elif mesh.rank == far:
+            dist.recv(whole, 0)
+            dist.send(whole, 0)
+
+    return {
+        "all_reduce": lambda: dist.all_reduce(whole),
+        "all_gather": lambda: all_gather(whole, part),
+        "reduce_scatter": lambda: reduce_scatter(part, whole),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole),
+        "broadcast": lambda: dist.broadcast(whole, 0),
+        "send": there_and_back,
+    }
 
 
-def _with_collectives(profile: Profile, mesh: Mesh, place: Place, quick: bool, say: Callable[[str], None]) -> Profile:
-    if mesh.world == 1:
-        say("collectives are left out: one rank has nobody to send to")
-        return profile
-    if mesh.device.type == "cuda" and dist.get_backend() != "nccl":
-        say("collectives are left out: ranks share a GPU, and NCCL wants one for each")
-        return profile
-    say(f"collectives of {mesh.world} ranks by {dist.get_backend()}")
-    times = tuple(collective_times(mesh, place, quick))
-    return msgspec.structs.replace(profile, collectives=times, fits=fits(times))
+def _seconds(work: Callable[[], object], mesh: Mesh) -> float:
+    """The median over rounds of calls one after another, ÷ the calls of a round."""
+    for _ in range(WARM_UP):
+        work()
+    once = _round(work, 1, mesh)
+    calls = max(1, min(MOST_CALLS, int(MOST_SECONDS / once)))
+    rounds = FEW_ROUNDS if once > ONCE else ROUNDS
+    return statistics.median([_round(work, calls, mesh) for _ in range(rounds)])
 
 
-def _aloud(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _quietly(text: str) -> None:
-    """Only one rank speaks."""
-
-
-def write_profile(profile: Profile, path: Path) -> None:
-    """Keep a profile as JSON that a person can read; nothing half-written is ever under its name."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, msgspec.json.format(msgspec.json.encode(profile)) + b"\n")
+def _round(work: Callable[[], object], calls: int, mesh: Mesh) -> float:
+    """Seconds of one call on the slowest rank: the same number on all of them, who decide by it."""
+    dist.barrier()
+    synchronize(mesh.device)
+    began = time.perf_counter()
+    for _ in range(calls):
+        work()
+    synchronize(mesh.device)
+    spent = torch.tensor([(time.perf_counter() - began) / calls], dtype=torch.float64, device=mesh.device)
+    dist.all_reduce(spent, dist.ReduceOp.MAX)
+    return spent.item()

@@ -1,4 +1,4 @@
-"""Several plans measured one after another, each beside its prediction. No torch in this process."""
+"""Several plans measured one after another, each beside its prediction; and this machine's profile. No torch here."""
 
 import platform
 import shutil
@@ -23,59 +23,9 @@ from meshwright.search import budget
 from meshwright.search.budget import job_of
 
 PROBE = Remote("meshwright.bench.probe", "probe_ranks")
-LONGEST_PROBE = 1800.0  # seconds that a probe may take
-
-
-def predicted(run: Run, found: dict[str, Any], here: PredictionSource) -> dict[str, Any]:
-    """What the planner says of a run that was measured, and utilizations where the data sheet has no peak."""
-    machines, source = here.of(found["device"], run.plan.world)
-    if machines is None:
-        return {"predicted_seconds": None, "predicted_bytes": None, "predicted_from": "", "mfu_of": ""}
-    job = msgspec.structs.replace(job_of(run), cluster=machines, stack=trainer(found["device"]))
-    answer = {
-        "predicted_seconds": price(job).seconds,
-        "predicted_bytes": worst(job).allocated,
-        "predicted_from": source,
-        "mfu_of": "the data sheet's peak" if found["mfu"] else "",
-    }
-    peak = machines.gpu.peak(run.plan.precision) * run.plan.world
-    return answer if found["mfu"] or not peak else answer | _utilized(run, found["step_seconds"], peak)
-
-
-def _utilized(run: Run, seconds: float, peak: float) -> dict[str, Any]:
-    """Of a device that has no data sheet here."""
-    done = hardware_flops(run.arch, run.plan, run.sequence, run.batch)
-    return {
-        "mfu": utilization(step_flops(run.arch, run.sequence, run.batch), seconds, peak),
-        "hfu": utilization(done, seconds, peak),
-        "mfu_of": "the fastest matmul measured",
-    }
-
-
-def probe_here(ranks: int, quick: bool, target: Path) -> Profile:
-    """Measure this machine with so many local ranks, and keep the profile in `target`."""
-    run_ranks(PROBE, ranks, (probe_run(ranks), quick, target), LONGEST_PROBE)
-    return read_profile(target)
-
-
-def probe_run(ranks: int) -> Run:
-    """A run that is never trained: ranks meet over it."""
-    words = ["arch.preset=tiny", f"plan.replicate={ranks}", f"batch={ranks}"]
-    return load.load(None, words, ranks=None, default_ranks=1).run
-
-
-def kept(cache: Path, ranks: int, say: Callable[[str], None]) -> Profile:
-    """The quick probe of this machine with so many ranks: measured once for each torch, and kept."""
-    target = cache / "profiles" / f"{platform.node()}-{ranks}-torch-{version('torch')}.json"
-    if not target.exists():
-        say(f"measuring this machine once with {ranks} rank(s), to predict from; kept in {target}")
-        return probe_here(ranks, True, target)
-    return read_profile(target)
-
-
 WARM_UP = 5  # steps before the first that counts: compilation, autotuning, the allocator
-LONGEST = 1800.0  # seconds that one plan may take
-TOKENS = "tokens.bin"
+LONGEST = 1800.0  # seconds that one plan, or a probe, may take
+TOKENS, MEASURED = "tokens.bin", "measured.json"
 MEASURE = Remote("meshwright.bench.measure", "measure")
 FAMOUS = {  # the notes' table, as plans
     "one rank": "replicate=1",
@@ -94,6 +44,59 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
 
 
+class SweepSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """Where measurements are made, and how."""
+
+    cache: Path
+    folder: Path  # for tokens and traces
+    machine: PredictionSource  # that predictions are about
+    traced: int = 0  # steps at the end that are taken apart
+
+
+def predicted(run: Run, found: dict[str, Any], here: PredictionSource) -> dict[str, Any]:
+    """What the planner says of a run that was measured, and utilizations where the data sheet has no peak."""
+    machines, source = here.of(found["device"], run.plan.world)
+    if machines is None:
+        return {"predicted_seconds": None, "predicted_bytes": None, "predicted_from": "", "mfu_of": ""}
+    job = msgspec.structs.replace(job_of(run), cluster=machines, stack=trainer(found["device"]))
+    answer = {
+        "predicted_seconds": price(job).seconds,
+        "predicted_bytes": worst(job).allocated,
+        "predicted_from": source,
+        "mfu_of": "the data sheet's peak" if found["mfu"] else "",
+    }
+    peak = machines.gpu.peak(run.plan.precision) * run.plan.world
+    if found["mfu"] or not peak:
+        return answer
+    seconds, done = found["step_seconds"], hardware_flops(run.arch, run.plan, run.sequence, run.batch)
+    return answer | {
+        "mfu": utilization(step_flops(run.arch, run.sequence, run.batch), seconds, peak),
+        "hfu": utilization(done, seconds, peak),
+        "mfu_of": "the fastest matmul measured",
+    }
+
+
+def probe_here(ranks: int, quick: bool, target: Path) -> Profile:
+    """Measure this machine with so many local ranks, and keep the profile in `target`."""
+    run_ranks(PROBE, ranks, (probe_run(ranks), quick, target), LONGEST)
+    return read_profile(target)
+
+
+def probe_run(ranks: int) -> Run:
+    """A run that is never trained: ranks meet over it."""
+    words = ["arch.preset=tiny", f"plan.replicate={ranks}", f"batch={ranks}"]
+    return load.load(None, words, ranks=None, default_ranks=1).run
+
+
+def cached_probe(cache: Path, ranks: int, say: Callable[[str], None]) -> Profile:
+    """The quick probe of this machine with so many ranks: measured once for each torch, and kept."""
+    target = cache / "profiles" / f"{platform.node()}-{ranks}-torch-{version('torch')}.json"
+    if not target.exists():
+        say(f"measuring this machine once with {ranks} rank(s), to predict from; kept in {target}")
+        return probe_here(ranks, True, target)
+    return read_profile(target)
+
+
 def runs(
     target: str | None,
     overrides: list[str],
@@ -105,14 +108,8 @@ def runs(
     """A run for each plan. A model of the zoo is fed random tokens; a run file its own data."""
     file = run_file(target)
     words = [] if file else [f"arch.preset={target or 'tiny'}", f"data.source={folder / TOKENS}", "data.format=nanogpt"]
-    words += overrides
-    words += [
-        f"steps={steps + WARM_UP}",
-        "data.eval_fraction=0.0",
-        "eval.every=0",
-        "eval.sample_tokens=0",
-        "checkpoint.every=0",
-    ]
+    words += [*overrides, f"steps={steps + WARM_UP}", "data.eval_fraction=0.0", "eval.every=0"]
+    words += ["eval.sample_tokens=0", "checkpoint.every=0"]
     made = []
     for name, plan in plans:
         chosen = [f"plan.{word}" for word in plan.split(",") if word]
@@ -123,59 +120,42 @@ def runs(
     return made
 
 
-class SweepSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """Where measurements are made, and how."""
-
-    cache: Path
-    folder: Path  # for tokens and traces
-    machine: PredictionSource  # that predictions are about
-    traced: int = 0  # steps at the end that are taken apart
-
-
-def sweep(planned: list[tuple[str, Run]], lab: SweepSetup, told: Callable[[Row], None]) -> list[Row]:
-    """Measure every run; `told` hears each row as it falls."""
-    feed(planned, lab)
+def sweep(planned: list[tuple[str, Run]], setup: SweepSetup, report: Callable[[Row], None]) -> list[Row]:
+    """Measure every run; `report` hears each row as it is there."""
+    feed(planned, setup)
     rows = []
     for number, (name, run) in enumerate(planned):
-        place = lab.folder / f"plan{number}"
+        place = setup.folder / f"plan{number}"
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir()
-        row = _row(name, run, place, lab)
-        rows.append(row)
-        told(row)
+        try:
+            run_ranks(MEASURE, run.plan.world, (run, setup.cache, place, setup.traced), LONGEST)
+        except RuntimeError as error:
+            rows.append(Row(name=name, measured=None, error=str(error).strip().splitlines()[-1]))
+        else:
+            rows.append(_read(name, run, place, setup))
+        report(rows[-1])
     return rows
 
 
-def feed(planned: list[tuple[str, Run]], lab: SweepSetup) -> None:
+def feed(planned: list[tuple[str, Run]], setup: SweepSetup) -> None:
     """Random tokens for the runs that have no data of their own."""
-    lab.folder.mkdir(parents=True, exist_ok=True)
-    if fed := [run for _, run in planned if run.data.source == str(lab.folder / TOKENS)]:
-        _tokens(fed, lab.folder)
+    setup.folder.mkdir(parents=True, exist_ok=True)
+    if fed := [run for _, run in planned if run.data.source == str(setup.folder / TOKENS)]:
+        from meshwright.bench.measure import write_tokens
+
+        needed = max((run.steps + 1) * run.batch * (run.sequence + 1) for run in fed)
+        write_tokens(setup.folder / TOKENS, min(run.arch.vocab for run in fed), needed)
 
 
-def rank_row(name: str, run: Run, place: Place, lab: SweepSetup) -> Row | None:
+def rank_row(name: str, run: Run, place: Place, setup: SweepSetup) -> Row | None:
     """Be one rank of a run that somebody else has launched; the first has the row."""
-    mine = lab.folder / f"rank{place.rank}"
+    mine = setup.folder / f"rank{place.rank}"
     mine.mkdir(parents=True, exist_ok=True)
-    MEASURE(place, run, lab.cache, mine, lab.traced)
-    return _read(name, run, mine, lab) if place.rank == 0 else None
+    MEASURE(place, run, setup.cache, mine, setup.traced)
+    return _read(name, run, mine, setup) if place.rank == 0 else None
 
 
-def _row(name: str, run: Run, place: Path, lab: SweepSetup) -> Row:
-    try:
-        run_ranks(MEASURE, run.plan.world, (run, lab.cache, place, lab.traced), LONGEST)
-    except RuntimeError as error:
-        return Row(name=name, measured=None, error=str(error).strip().splitlines()[-1])
-    return _read(name, run, place, lab)
-
-
-def _read(name: str, run: Run, place: Path, lab: SweepSetup) -> Row:
-    found = msgspec.json.decode((place / "measured.json").read_bytes())
-    return Row(name=name, measured=found | predicted(run, found, lab.machine))
-
-
-def _tokens(fed: list[Run], folder: Path) -> None:
-    from meshwright.bench.measure import write_tokens
-
-    needed = max((run.steps + 1) * run.batch * (run.sequence + 1) for run in fed)
-    write_tokens(folder / TOKENS, min(run.arch.vocab for run in fed), needed)
+def _read(name: str, run: Run, place: Path, setup: SweepSetup) -> Row:
+    found = msgspec.json.decode((place / MEASURED).read_bytes())
+    return Row(name=name, measured=found | predicted(run, found, setup.machine))

@@ -2,6 +2,7 @@
 
 import re
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -17,10 +18,7 @@ KINDS = (
     ("optimizer", re.compile(r"adamw?|multi_tensor_apply.*adam", re.IGNORECASE)),
     ("norm of the gradient", re.compile(r"multi_tensor_apply|foreach_norm", re.IGNORECASE)),
     ("loss", re.compile(r"_loss_|cross_entropy|log_softmax|nll_loss", re.IGNORECASE)),
-    (
-        "communication",
-        re.compile(r"nccl|gloo|c10d|all_?gather|reduce_?scatter|all_?reduce|all_?to_?all", re.IGNORECASE),
-    ),
+    ("communication", re.compile(r"nccl|gloo|c10d|all_?(gather|reduce|to_?all)|reduce_?scatter", re.IGNORECASE)),
     ("copies", re.compile(r"memcpy|memset", re.IGNORECASE)),
     ("matmul", re.compile(r"gemm|nvjet|cutlass|xmma|addmm|aten::mm|aten::bmm|scaled_mm|mkldnn", re.IGNORECASE)),
 )
@@ -47,18 +45,21 @@ def waterfall(
 ) -> Waterfall:
     """Take some steps apart. `ideal`: seconds of the model's operations at the device's peak, as far as it is known."""
     cuda = device.type == "cuda"
-    activities = [ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]
-    with profile(activities=activities) as seen:
-        if cuda:
-            torch.cuda.synchronize(device)
+    with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as seen:
+        synchronize(device)
         began = time.perf_counter()
         for _ in islice(results, steps):
             pass
-        if cuda:
-            torch.cuda.synchronize(device)
+        synchronize(device)
         wall = (time.perf_counter() - began) / steps
     seen.export_chrome_trace(str(trace))
     return Waterfall(step_seconds=wall, shares=shares(_by_kind(seen, cuda, steps), ideal, wall), trace=str(trace))
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for what a device still has to do; a CPU has nothing outstanding."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def shares(spent: Mapping[str, float], ideal: Mapping[str, float], wall: float) -> tuple[WaterfallBar, ...]:
@@ -76,24 +77,21 @@ def shares(spent: Mapping[str, float], ideal: Mapping[str, float], wall: float) 
 
 def _by_kind(seen: profile, cuda: bool, steps: int) -> dict[str, float]:
     """Seconds of a step by what ran; kernels that run beside others are counted while nothing counted before runs."""
-    spent: dict[str, float] = {}
+    spent: dict[str, float] = defaultdict(float)
     if not cuda:
         for event in seen.key_averages():
-            spent[_kind(event.key)] = spent.get(_kind(event.key), 0.0) + event.self_cpu_time_total / 1e6 / steps
+            spent[_kind(event.key)] += event.self_cpu_time_total / 1e6 / steps
         return spent
-    events = [each for each in seen.events() or () if each.device_type == DeviceType.CUDA and _is_work(each.name)]
+    marks = ("ProfilerStep", "Command Buffer")  # around kernels and copies, which are what works
+    events = [each for each in seen.events() or () if each.device_type == DeviceType.CUDA]
+    events = [each for each in events if not each.name.startswith(marks)]
     busy = 0.0  # until when something runs
     for event in sorted(events, key=lambda each: each.time_range.start):
         start, end = event.time_range.start, event.time_range.end
         alone = max(end - max(start, busy), 0.0)
         busy = max(busy, end)
-        spent[_kind(event.name)] = spent.get(_kind(event.name), 0.0) + alone / 1e6 / steps
+        spent[_kind(event.name)] += alone / 1e6 / steps
     return spent
-
-
-def _is_work(name: str) -> bool:
-    """Whether a row of the device's time line is a kernel or a copy, and not a mark around some."""
-    return not name.startswith(("ProfilerStep", "Command Buffer"))
 
 
 def _kind(name: str) -> str:

@@ -1,33 +1,34 @@
 """`meshwright bench`: a run's step against its prediction, several plans side by side, a device's own limits."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from meshwright.cli import env
 from meshwright.cli import options as words
-from meshwright.config.run import Run
-from meshwright.hardware.profile import CollectiveFit, CollectiveTime, Profile, read_profile
+from meshwright.hardware.profile import Profile, read_profile
 from meshwright.runtime.files import require_file, require_folder
 from meshwright.runtime.place import Place
 from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.units import GIB
 
 if TYPE_CHECKING:
     from meshwright.bench.sweep import Row, SweepSetup
 
 TRACED = 3  # steps that are taken apart
 SWEPT = 2  # ranks of --sweep's plans
+UNITS = ((2**20, "MiB"), (2**10, "KiB"), (1, "B"))
+SMALL = 0.1e-3  # seconds below which microseconds read better
 COLUMNS = ("s/step", "predicted", "tokens/s", "MFU", "peak GiB", "predicted", "first s")
 WIDTHS = (10, 10, 12, 7, 10, 10, 9)
 HEAD = f"{'plan':<26}" + "".join(f"{name:>{width}}" for name, width in zip(COLUMNS, WIDTHS, strict=True))
 
 
-def add(verb: argparse.ArgumentParser) -> None:
+def add_bench(verb: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
-    verb.set_defaults(verb=bench)
     verb.add_argument("words", nargs="*", metavar="RUN.toml | MODEL | key=value", help=words.OVERRIDES)
     verb.add_argument(
         "--plan", action="append", default=[], help='a plan to measure; may be repeated: "shard=2,zero=3"'
@@ -59,32 +60,43 @@ def bench(options: argparse.Namespace) -> int:
     require_folder(options.folder, "name another --folder")
     if options.out:
         require_file(options.out, "name another --out")  # before minutes are spent on what could not be kept
-    here, planned = env.here(), _planned(options)
-    lab = _lab(options, here, planned)
-    return _alone(planned, lab, options) if here is None else _rank(planned, here, lab, options)
-
-
-def _planned(options: argparse.Namespace) -> list[tuple[str, Run]]:
     from meshwright.bench import sweep
 
+    say, here = words.say_to(options.json), env.here()
     target, overrides = words.target(options.words)
     plans = [(plan, plan) for plan in options.plan]
     if options.sweep:
         plans += [(name, plan.format(n=options.ranks or SWEPT)) for name, plan in sweep.FAMOUS.items()]
     steps = options.steps + (TRACED if options.waterfall else 0)
-    return sweep.runs(target, overrides, plans or [("", "")], steps, options.folder, words.say_to(options.json))
+    planned = sweep.runs(target, overrides, plans or [("", "")], steps, options.folder, say)
+    setup = _setup(options, here, max(run.plan.world for _, run in planned))
+    if here is None:
+        say(HEAD)
+        rows = sweep.sweep(planned, setup, lambda row: say(_line(row)))
+    else:  # one rank of the only plan, in a job that somebody else has launched
+        (name, run), *more = planned
+        if more or run.plan.world != here.world:
+            text = f"{here.launcher} started {here.world} ranks, which can measure one plan of as many"
+            raise InputError([Problem(text, "give one --plan of that world, and start the job once for each", "plan")])
+        sweep.feed(planned, setup)
+        row = sweep.rank_row(name, run, here, setup)
+        if row is None:
+            return 0
+        say(f"{HEAD}\n{_line(row)}")
+        rows = [row]
+    return _answer(rows, options, say)
 
 
-def _lab(options: argparse.Namespace, here: Place | None, planned: list[tuple[str, Run]]) -> "SweepSetup":
+def _setup(options: argparse.Namespace, here: Place | None, most: int) -> "SweepSetup":
     from meshwright.bench import sweep
-    from meshwright.bench import sweep as prediction
+    from meshwright.cost.calibrate import PredictionSource
 
-    most, say = max(run.plan.world for _, run in planned), words.say_to(options.json)
+    say = words.say_to(options.json)
 
     def probed() -> Profile | None:
         """Ranks that somebody else launched hold the machine already: there a profile must be given."""
         try:
-            return prediction.kept(env.cache(), most, say) if here is None else None
+            return sweep.cached_probe(env.cache(), most, say) if here is None else None
         except RuntimeError as error:
             say(f"no prediction: the probe failed: {str(error).strip().splitlines()[-1]}")
             return None
@@ -93,41 +105,21 @@ def _lab(options: argparse.Namespace, here: Place | None, planned: list[tuple[st
     return sweep.SweepSetup(
         cache=env.cache(),
         folder=options.folder,
-        machine=prediction.PredictionSource(given=given, probed=probed),
+        machine=PredictionSource(given=given, probed=probed),
         traced=TRACED if options.waterfall else 0,
     )
 
 
-def _alone(planned: list[tuple[str, Run]], lab: "SweepSetup", options: argparse.Namespace) -> int:
-    """Start the ranks of every plan, one plan after another."""
-    from meshwright.bench import sweep
-
-    say = words.say_to(options.json)
-    say(HEAD)
-    rows = sweep.sweep(planned, lab, lambda row: say(_line(row)))
-    return _answer(rows, options, say)
-
-
-def _rank(planned: list[tuple[str, Run]], here: Place, lab: "SweepSetup", options: argparse.Namespace) -> int:
-    """Be one rank of the only plan, in a job that somebody else has launched."""
-    from meshwright.bench import sweep
-
-    (name, run), *more = planned
-    if more or run.plan.world != here.world:
-        text = f"{here.launcher} started {here.world} ranks, which can measure one plan of as many"
-        raise InputError([Problem(text, "give one --plan of that world, and start the job once for each", "plan")])
-    sweep.feed(planned, lab)
-    row = sweep.rank_row(name, run, here, lab)
-    if row is None:
-        return 0
-    say = words.say_to(options.json)
-    say(f"{HEAD}\n{_line(row)}")
-    return _answer([row], options, say)
-
-
 def _answer(rows: "list[Row]", options: argparse.Namespace, say: Callable[[str], None]) -> int:
-    for line in _notes([row.measured for row in rows if row.measured]):
-        say(line)
+    """What the columns are made of, where that is not the same everywhere; then the rows, for programs."""
+    if found := next((row.measured for row in rows if row.measured), None):
+        if source := found["predicted_from"]:
+            say(f"predicted from {source}")
+        if of := found["mfu_of"]:
+            say(f"MFU: of {of}")
+        if found["device"] == "cpu":
+            grown = "how much a rank's process grew since before it had a model"
+            say(f"peak GiB: {grown}; the prediction is of tensors alone")
     answers = [{"name": row.name, **(row.measured or {}), "error": row.error} for row in rows]
     answer = answers[0] if len(answers) == 1 else answers
     if options.out:
@@ -137,45 +129,18 @@ def _answer(rows: "list[Row]", options: argparse.Namespace, say: Callable[[str],
     return 1 if any(row.error for row in rows) else 0
 
 
-def _notes(found: list[dict[str, Any]]) -> list[str]:
-    """What the columns are made of, where that is not the same everywhere."""
-    if not found:
-        return []
-    lines = []
-    if source := found[0]["predicted_from"]:
-        lines.append(f"predicted from {source}")
-    if of := found[0]["mfu_of"]:
-        lines.append(f"MFU: of {of}")
-    if found[0]["device"] == "cpu":
-        lines.append(
-            "peak GiB: how much a rank's process grew since before it had a model; the prediction is of tensors alone"
-        )
-    return lines
-
-
 def _line(row: "Row") -> str:
     found = row.measured
     if found is None:
         return f"{row.name:<26}could not be measured: {row.error}"
     predicted = f"{found['predicted_seconds']:>10.4f}" if found["predicted_seconds"] else f"{'–':>10}"
-    bytes_predicted = f"{found['predicted_bytes'] / 2**30:>10.2f}" if found["predicted_bytes"] else f"{'–':>10}"
+    bytes_predicted = f"{found['predicted_bytes'] / GIB:>10.2f}" if found["predicted_bytes"] else f"{'–':>10}"
     mfu = f"{found['mfu']:>7.1%}" if found["mfu"] else f"{'–':>7}"
-    falls = "".join(
-        f"\n    {share['name']:<24}{share['seconds']:>10.4f} s{share['share']:>8.1%}" for share in _falls(found)
-    )
-    measured = f"{found['step_seconds']:>10.4f}{predicted}{found['tokens_per_second']:>12,.0f}{mfu}"
-    return (
-        f"{row.name or 'as given':<26}{measured}"
-        f"{found['peak_allocated_bytes'] / 2**30:>10.2f}{bytes_predicted}{found['first_step_seconds']:>9.1f}{falls}"
-    )
-
-
-def _falls(found: dict[str, Any]) -> list[dict[str, Any]]:
-    return found["waterfall"]["shares"] if found.get("waterfall") else []
-
-
-UNITS = ((2**20, "MiB"), (2**10, "KiB"), (1, "B"))
-SMALL = 0.1e-3  # seconds below which microseconds read better
+    shares = found["waterfall"]["shares"] if found.get("waterfall") else []
+    falls = "".join(f"\n    {each['name']:<24}{each['seconds']:>10.4f} s{each['share']:>8.1%}" for each in shares)
+    time = f"{found['step_seconds']:>10.4f}{predicted}{found['tokens_per_second']:>12,.0f}{mfu}"
+    memory = f"{found['peak_allocated_bytes'] / GIB:>10.2f}{bytes_predicted}"
+    return f"{row.name or 'as given':<26}{time}{memory}{found['first_step_seconds']:>9.1f}{falls}"
 
 
 def probe(options: argparse.Namespace) -> int:
@@ -193,13 +158,9 @@ def probe(options: argparse.Namespace) -> int:
         if here.rank != 0:
             return 0
         profile = read_profile(target)
+    say = words.say_to(options.json)
     if options.json:
         print(msgspec.json.format(msgspec.json.encode(profile)).decode())
-    _report(profile, target, words.say_to(options.json))
-    return 0
-
-
-def _report(profile: Profile, target: Path, say: Callable[[str], None]) -> None:
     best = max(profile.products, key=lambda each: each.m * each.n * each.k / each.seconds)
     rate = 2 * best.m * best.n * best.k / best.seconds / 1e12
     threads = f", {profile.threads} thread(s) per rank" if profile.threads else ""
@@ -213,32 +174,25 @@ def _report(profile: Profile, target: Path, say: Callable[[str], None]) -> None:
     for line in collective_lines(profile):
         say(line)
     say(f"written to {target}; predict with it: meshwright plan … --profile {target}")
+    return 0
 
 
-def collective_lines(profile: Profile) -> list[str]:
+def collective_lines(profile: Profile) -> Iterator[str]:
     """Collectives as a table, and what was fitted to them."""
-    if not profile.collectives:
-        return []
-    head = f"{'collective':<16}{'ranks':>6}{'size':>10}{'time':>12}{'algbw GB/s':>12}{'busbw GB/s':>12}"
-    fitted = f"{'fitted':<16}{'ranks':>6}{'latency':>22}{'GB/s':>12}{'error':>12}"
-    ordered = sorted(profile.collectives, key=lambda each: (each.kind, each.bytes))
-    return [head, *map(_collective, ordered), fitted, *map(_fit, profile.fits)]
-
-
-def _collective(time: CollectiveTime) -> str:
     from meshwright.bench.alpha_beta import algorithm_bandwidth, bus_bandwidth
 
-    bandwidths = f"{algorithm_bandwidth(time) / 1e9:>12.3f}{bus_bandwidth(time) / 1e9:>12.3f}"
-    return f"{time.kind:<16}{time.ranks:>6}{_size(time.bytes):>10}{_seconds(time.seconds):>12}{bandwidths}"
-
-
-def _fit(fit: CollectiveFit) -> str:
-    return f"{fit.kind:<16}{fit.ranks:>6}{_seconds(fit.latency):>22}{fit.bandwidth / 1e9:>12.3f}{fit.error:>12.1%}"
-
-
-def _size(count: float) -> str:
-    unit, name = next((unit, name) for unit, name in UNITS if count >= unit)
-    return f"{count / unit:.4g} {name}"
+    if not profile.collectives:
+        return
+    yield f"{'collective':<16}{'ranks':>6}{'size':>10}{'time':>12}{'algbw GB/s':>12}{'busbw GB/s':>12}"
+    for each in sorted(profile.collectives, key=lambda each: (each.kind, each.bytes)):
+        unit, name = next((unit, name) for unit, name in UNITS if each.bytes >= unit)
+        bandwidths = f"{algorithm_bandwidth(each) / 1e9:>12.3f}{bus_bandwidth(each) / 1e9:>12.3f}"
+        size, seconds = f"{each.bytes / unit:.4g} {name}", _seconds(each.seconds)
+        yield f"{each.kind:<16}{each.ranks:>6}{size:>10}{seconds:>12}{bandwidths}"
+    yield f"{'fitted':<16}{'ranks':>6}{'latency':>22}{'GB/s':>12}{'error':>12}"
+    for fit in profile.fits:
+        bandwidth, error = f"{fit.bandwidth / 1e9:>12.3f}", f"{fit.error:>12.1%}"
+        yield f"{fit.kind:<16}{fit.ranks:>6}{_seconds(fit.latency):>22}{bandwidth}{error}"
 
 
 def _seconds(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""`meshwright models`: the model zoo."""
+"""The verbs that inform and convert: `meshwright models`, `clusters`, `config`, `convert` and `advise`."""
 
 import argparse
 import sys
@@ -18,12 +18,7 @@ from meshwright.spec.units import GIB
 
 if TYPE_CHECKING:  # the verbs of this file use little of each other's, and import it when they run
     from meshwright.cli.query import PlanQuery
-    from meshwright.search.advise import Advice, Leaf
-
-
-def add_models(verb: argparse.ArgumentParser) -> None:
-    """The arguments of the verb."""
-    verb.set_defaults(verb=models)
+    from meshwright.search.advise import Advice
 
 
 def models(options: argparse.Namespace) -> int:
@@ -38,11 +33,6 @@ def models(options: argparse.Namespace) -> int:
         shape = f"{arch.layers} × {arch.hidden}, {arch.heads}/{arch.kv_heads}, {arch.vocab:,}"
         print(f"{name:<16}{count(arch):>18,}{active(arch):>18,}  {shape}")
     return 0
-
-
-def add_clusters(verb: argparse.ArgumentParser) -> None:
-    """The arguments of the verb."""
-    verb.set_defaults(verb=clusters)
 
 
 def clusters(options: argparse.Namespace) -> int:
@@ -70,7 +60,6 @@ def clusters(options: argparse.Namespace) -> int:
 
 def add_config(verb: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
-    verb.set_defaults(verb=config)
     verb.add_argument("what", choices=("show", "schema"))
     verb.add_argument("words", nargs="*", metavar="RUN.toml | key=value", help=words.OVERRIDES)
     verb.add_argument("--ranks", type=words.count, help="as of train")
@@ -96,7 +85,6 @@ def config(options: argparse.Namespace) -> int:
 
 def add_convert(verb: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
-    verb.set_defaults(verb=convert)
     verb.add_argument("source", type=Path, help="a Hugging Face folder, or a run folder")
     verb.add_argument("target", type=Path, help="the folder to write")
     verb.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the written weights")
@@ -118,12 +106,8 @@ def convert(options: argparse.Namespace) -> int:
     return 0
 
 
-NOT_YET = "not in the trainer yet"
-
-
 def add_advise(verb: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
-    verb.set_defaults(verb=advice)
     target = "RUN.toml | MODEL | config.json | FOLDER | key=value"
     verb.add_argument(
         "words", nargs="*", metavar=target, help="plan.precision=fp32 and the like fix a field of the plan"
@@ -134,17 +118,14 @@ def add_advise(verb: argparse.ArgumentParser) -> None:
     verb.set_defaults(vary=None)
 
 
-def advice(options: argparse.Namespace) -> int:
+def advise(options: argparse.Namespace) -> int:
     """Exit 3 when nothing fits."""
     from meshwright.cli.query import put
-    from meshwright.search.advise import advise
+    from meshwright.search import advise as chart
 
     asked = put(options)
-    found = advise(asked.question)
-    if options.json:
-        print(msgspec.json.encode(record(asked, found)).decode())
-    else:
-        print("\n".join(words.wrapped(advice_lines(asked, found), words.room(sys.stdout))))
+    found = chart.advise(asked.question)
+    words.show(options, record(asked, found), advice_lines(asked, found))
     return Exit.DONE if found.found is not None else Exit.DOES_NOT_FIT
 
 
@@ -161,7 +142,7 @@ def advice_lines(asked: "PlanQuery", found: "Advice") -> Iterator[str]:
     yield ""
     yield "Advice:" if found.leaves else "Advice: nothing to change"
     for leaf in found.leaves:
-        yield f"  {leaf.name}: {leaf.text}" + ("" if leaf.available else f" ({NOT_YET})")
+        yield f"  {leaf.name}: {leaf.text}" + ("" if leaf.available else " (not in the trainer yet)")
     yield ""
     if found.found is None:
         yield "No plan fits these machines."
@@ -172,17 +153,8 @@ def advice_lines(asked: "PlanQuery", found: "Advice") -> Iterator[str]:
 
 def overrides(plan: Plan) -> list[str]:
     """The words that state a plan, for `meshwright plan --exact` and `meshwright train`."""
-    plain = Plan(microbatch=0)
-    fields = {
-        name: getattr(plan, name) for name in Plan.__struct_fields__ if getattr(plan, name) != getattr(plain, name)
-    }
-    return [f"plan.{name}={_toml(value)}" for name, value in fields.items()]
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(list(value)).replace(" ", "") if isinstance(value, tuple) else str(value)
+    used = [name for name in Plan.__struct_fields__ if plan.uses(name)]
+    return [f"plan.{name}={words.toml(getattr(plan, name))}" for name in used]
 
 
 def record(asked: "PlanQuery", found: "Advice") -> dict[str, Any]:
@@ -190,6 +162,11 @@ def record(asked: "PlanQuery", found: "Advice") -> dict[str, Any]:
     from meshwright.cli.plan_tables import as_record
     from meshwright.search import explain
 
+    said = ("name", "text", "available")
+    leaves = [
+        {name: getattr(leaf, name) for name in said} | {"seconds": leaf.found and leaf.found.price.seconds}
+        for leaf in found.leaves
+    ]
     return {
         "model": asked.model,
         "cluster": asked.question.cluster.name,
@@ -197,12 +174,7 @@ def record(asked: "PlanQuery", found: "Advice") -> dict[str, Any]:
         "batch": asked.question.batch,
         "assumed": asked.assumed,
         "steps": msgspec.to_builtins(found.steps),
-        "leaves": [_leaf(leaf) for leaf in found.leaves],
+        "leaves": leaves,
         "plan": as_record(found.found, explain.why(found.found)) if found.found else None,
         "words": overrides(found.found.plan) if found.found else [],
     }
-
-
-def _leaf(leaf: "Leaf") -> dict[str, Any]:
-    seconds = leaf.found.price.seconds if leaf.found else None
-    return {"name": leaf.name, "text": leaf.text, "available": leaf.available, "seconds": seconds}

@@ -1,4 +1,4 @@
-"""The program: reads argv, runs one verb, tells its exit code."""
+"""The program: reads argv, runs one verb, returns its exit code."""
 
 import argparse
 import os
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from meshwright import __version__
-from meshwright.cli import options as words
+from meshwright.cli.options import sentences
 from meshwright.runtime import failure
 from meshwright.runtime.failure import Exit
 from meshwright.runtime.place import PlaceError
@@ -18,30 +18,25 @@ from meshwright.spec.problem import InputError, Problem
 
 
 class Verb(NamedTuple):
-    """Where a verb is, and what it does in a line."""
+    """Where a verb is, and what it does: its module has a function of its name, and `add_NAME` for its arguments."""
 
     module: str  # of this package
-    add: str  # its function that adds the verb's arguments to a parser
     help: str
 
 
 # Only the module of the verb that is asked for is imported: help and a wrong word are answered at once.
 VERBS = {
-    "train": Verb("train", "add", "train a run file, or the default run"),
-    "plan": Verb("plan", "add", "will it fit, which parallelism is best, how fast, and why: predicted without a GPU"),
-    "advise": Verb(
-        "info", "add_advise", "which technique a model needs on a cluster: too big, too slow, does it scale"
-    ),
-    "verify": Verb("verify", "add", "prove that plans train like one process"),
-    "rehearse": Verb("verify", "add_rehearse", "fault-injection rehearsal: kill a rank and check recovery"),
-    "bench": Verb("bench", "add", "benchmark a step against the prediction, or a device"),
-    "report": Verb("report", "add", "show what runs did beside the prediction, from their folders"),
-    "models": Verb("info", "add_models", "list the known models"),
-    "clusters": Verb("info", "add_clusters", "list the cards and networks that a cluster is made of"),
-    "config": Verb("info", "add_config", "show a resolved run, or the schema of run files"),
-    "convert": Verb(
-        "info", "add_convert", "convert a Hugging Face folder to a Meshwright model, or a trained model to it"
-    ),
+    "train": Verb("train", "train a run file, or the default run"),
+    "plan": Verb("plan", "will it fit, which parallelism is best, how fast, and why: predicted without a GPU"),
+    "advise": Verb("info", "which technique a model needs on a cluster: too big, too slow, does it scale"),
+    "verify": Verb("verify", "prove that plans train like one process"),
+    "rehearse": Verb("verify", "fault-injection rehearsal: kill a rank and check recovery"),
+    "bench": Verb("bench", "benchmark a step against the prediction, or a device"),
+    "report": Verb("report", "show what runs did beside the prediction, from their folders"),
+    "models": Verb("info", "list the known models"),
+    "clusters": Verb("info", "list the cards and networks that a cluster is made of"),
+    "config": Verb("info", "show a resolved run, or the schema of run files"),
+    "convert": Verb("info", "convert a Hugging Face folder to a Meshwright model, or a trained model to it"),
 }
 
 
@@ -58,11 +53,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _answer(options: argparse.Namespace) -> int:
-    """Run the verb. A mistake is told to people, and to a program that asked for one JSON value."""
+    """Run the verb. A mistake is reported to people, and to a program that asked for one JSON value."""
     try:
         return options.verb(options)
     except (InputError, PlaceError) as error:
-        print(words.told(error), file=sys.stderr)
+        print(sentences(error), file=sys.stderr)
         if options.json:
             found = error.problems if isinstance(error, InputError) else [Problem(str(error), "")]
             answer = {"state": "failed", "exit_code": int(Exit.INPUT), "problems": found}
@@ -98,7 +93,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         under = verbs.add_parser(name, help=verb.help, description=verb.help[0].upper() + verb.help[1:] + ".")
         if name == chosen:
             under.add_argument("--json", action="store_true", help="machine-readable output")
-            getattr(import_module(f"meshwright.cli.{verb.module}"), verb.add)(under)
+            module = import_module(f"meshwright.cli.{verb.module}")
+            under.set_defaults(verb=getattr(module, name))
+            getattr(module, f"add_{name}", lambda parser: None)(under)
     options, rest = parser.parse_known_args(given)
     flags = [word for word in rest if word.startswith("-") or not hasattr(options, "words")]
     if flags:

@@ -6,7 +6,9 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import Any
+
+import msgspec
 
 from meshwright.spec.problem import InputError, Problem
 
@@ -40,9 +42,18 @@ def say_to(machine: bool) -> Callable[[str], None]:
     return lambda text: print(text, file=stream, flush=True)
 
 
-def room(stream: TextIO) -> int | None:
-    """Columns of a terminal; a pipe has as many as it takes."""
-    return shutil.get_terminal_size().columns if stream.isatty() else None
+def columns() -> int | None:
+    """Of the terminal that output goes to; a pipe has as many as it takes."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def show(options: argparse.Namespace, record: Any, lines: Iterable[str]) -> None:
+    """An answer, for a program or for a person."""
+    if options.json:
+        print(msgspec.json.encode(record).decode())
+        return
+    for line in wrapped(lines, columns()):
+        print(line)
 
 
 def wrapped(lines: Iterable[str], columns: int | None) -> Iterator[str]:
@@ -52,17 +63,18 @@ def wrapped(lines: Iterable[str], columns: int | None) -> Iterator[str]:
             yield line
             continue
         indent = line[: len(line) - len(line.lstrip())]
-        yield from textwrap.wrap(
-            line.strip(),
-            columns,
-            initial_indent=indent,
-            subsequent_indent=indent,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
+        wrapper = textwrap.TextWrapper(columns, indent, indent, break_long_words=False, break_on_hyphens=False)
+        yield from wrapper.wrap(line.strip())
 
 
-def told(error: Exception) -> str:
+def toml(value: Any) -> str:
+    """A value as an override states it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(list(value)).replace(" ", "") if isinstance(value, tuple) else str(value)
+
+
+def sentences(error: Exception) -> str:
     """A mistake, one sentence for each problem."""
     problems = [str(problem) for problem in error.problems] if isinstance(error, InputError) else [str(error)]
     if len(problems) == 1:

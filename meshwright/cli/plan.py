@@ -4,7 +4,7 @@ import argparse
 import math
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,23 +14,23 @@ import msgspec
 from meshwright.cli import env
 from meshwright.cli import options as words
 from meshwright.cli import plan_tables as tables
+from meshwright.cli.options import show
 from meshwright.cli.plan_tables import as_record, found_words, plan_words
 from meshwright.cli.query import PlanQuery, described, flags, put
 from meshwright.config import check, load, presets
-from meshwright.config import load as resolve
 from meshwright.config.run import Run
 from meshwright.cost.traffic import bytes_by_axis, traffic
 from meshwright.hardware.cluster import cluster
 from meshwright.report import plan_charts
 from meshwright.report.html import page
 from meshwright.report.plan_charts import Pictures, Point, Terminal
+from meshwright.runtime.failure import Exit
 from meshwright.runtime.files import write_whole
 from meshwright.search import budget, explain, sizes
-from meshwright.search.best_first import Candidate, SearchResult, priced, search
+from meshwright.search.best_first import Candidate, SearchCounts, SearchResult, priced, search
 from meshwright.search.explain import changes, nearest
 from meshwright.search.question import Question
 from meshwright.search.space import empty, problems
-from meshwright.spec.arch import Arch
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError, Problem
 from meshwright.spec.units import GIB
@@ -55,27 +55,23 @@ READ = {  # by the option that asks for the answer; the first that is given wins
 OPTIONS = set(READ) - {"plan"} | ASKED | OFFERED | CHOSEN | SHOWN | {"rank", "out"}
 TOP = 5  # plans that are shown where nobody says how many
 LARGEST = ("model", "microbatch", "sequence")
+DRAWN = 30  # of the best plans
+LESS = 0.8  # of the memory that the last plan of the front took: what the next may use
+MOST_POINTS = 8  # plans of the front that are searched for
+SLOWEST = 3.0  # × the fastest: who wants to save so much memory takes other machines
 
 
 def asked_for(options: argparse.Namespace) -> str:
-    """The option that says which answer is wanted; "plan" if none does."""
-    return next((name for name in READ if _is_given(options, name)), "plan")
-
-
-def refuse_unread(options: argparse.Namespace) -> None:
-    """Every option is read by the answer that is asked for."""
-    asked = asked_for(options)
+    """The option that says which answer is wanted; "plan" if none does. What that answer does not read is refused."""
+    asked = next((name for name in READ if _is_given(options, name)), "plan")
     read = READ[asked] - (CHOSEN if options.exact else set())
     unread = [name for name in vars(options) if name in OPTIONS - read - {asked} and _is_given(options, name)]
     if unread:
-        what = f"{' and '.join(map(_word, unread))} cannot be combined with {_reader(options, asked)}"
+        words = {name: f"--{name.replace('_', '-')}" for name in (*unread, asked)} | {"plan": "a plan search"}
+        reader = words[asked] + (" --exact" if options.exact and "exact" in READ[asked] else "")
+        what = f"{' and '.join(words[name] for name in unread)} cannot be combined with {reader}"
         raise InputError([Problem(what, f"leave {'it' if len(unread) == 1 else 'them'} out, or use two commands")])
-
-
-def _reader(options: argparse.Namespace, asked: str) -> str:
-    if asked == "plan":
-        return "a plan search"
-    return _word(asked) + (" --exact" if options.exact and "exact" in READ[asked] else "")
+    return asked
 
 
 def _is_given(options: argparse.Namespace, name: str) -> bool:
@@ -83,13 +79,8 @@ def _is_given(options: argparse.Namespace, name: str) -> bool:
     return value is not None and value is not False and (name != "top" or value != TOP)  # a rank may be 0
 
 
-def _word(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-def add(verb: argparse.ArgumentParser) -> None:
+def add_plan(verb: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
-    verb.set_defaults(verb=plan)
     target = "RUN.toml | MODEL | config.json | FOLDER | key=value"
     verb.add_argument("words", nargs="*", metavar=target, help="plan.tp=8 and the like fix a field of the plan")
     verb.add_argument("--cluster", metavar="64xh100", help="the machines; a file of your own works too")
@@ -127,34 +118,26 @@ def add(verb: argparse.ArgumentParser) -> None:
 
 def plan(options: argparse.Namespace) -> int:
     """The answer to whichever question was asked."""
-    refuse_unread(options)
-    if options.dollars is not None and options.tokens is None:
-        raise InputError([Problem("--dollars needs --tokens", "add --tokens, for example 1.5e12")])
-    return _answer(options)(options)
-
-
-def _answer(options: argparse.Namespace) -> Callable[[argparse.Namespace], int]:
-    asked = asked_for(options)
-    if asked == "price":
-        return price_table
-    if asked == "traffic":
-        return collectives
-    if asked == "trace":
-        return traced
-    if options.chart or options.page:
-        return drawn
     from meshwright.cli import what_if
 
-    return {
+    asked = asked_for(options)
+    if options.dollars is not None and options.tokens is None:
+        raise InputError([Problem("--dollars needs --tokens", "add --tokens, for example 1.5e12")])
+    drawing = options.chart or options.page
+    answers: dict[str, Callable[[argparse.Namespace], int]] = {
+        "traffic": collectives,
+        "price": price_table,
+        "trace": traced,
         "largest": what_if.largest,
         "gpus_needed": what_if.gpus_needed,
         "layers": what_if.layer_by_layer,
         "what_if": what_if.what_if,
         "network": what_if.what_if,
         "textbook": textbook,
-        "exact": exact,
-        "plan": best,
-    }[asked]
+        "exact": drawn if drawing else exact,
+        "plan": drawn if drawing else best,
+    }
+    return answers[asked](options)
 
 
 def price_table(options: argparse.Namespace) -> int:
@@ -201,43 +184,29 @@ def run_of(put: PlanQuery, found: Candidate) -> Run:
     return run
 
 
-def left_open(put: PlanQuery, run: Run) -> list[str]:
-    """Of what decides a training, that which nobody has stated, with the values that stand for it."""
-    values = {
-        "steps": run.steps,
-        "data.source": run.data.source,
-        "optim.lr": run.optim.lr,
-        "optim.warmup": run.optim.warmup,
-    }
-    return [f"{key} = {value}" for key, value in values.items() if key not in put.asked.origins]
-
-
-DOES_NOT_FIT = 3
-
-
-def show(options: argparse.Namespace, record: dict[str, Any], lines: Iterable[str]) -> None:
-    """An answer, for a program or for a person."""
-    if options.json:
-        print(msgspec.json.encode(record).decode())
-        return
-    for line in words.wrapped(lines, words.room(sys.stdout)):
-        print(line)
-
-
 def best(options: argparse.Namespace) -> int:
     """The ranked table; with --tokens also how long and how much, with --write also a run file."""
     asked = put(options)
     announce(options, asked)
-    answer = searched(asked.question, options.top)
+    question = asked.question
+    answer = searched(question, options.top)
     if not answer.found:
         return nothing_fits(options, asked, answer)
-    return _report(options, asked, asked.question, answer)
+    first = answer.found[0]
+    chosen = msgspec.structs.replace(question, **tables.chosen(first))
+    beside = explain.beside(chosen, first.plan)
+    record = answer_record(asked, question, answer) | {"neighbours": msgspec.to_builtins(beside)}
+    lines = [*tables.ranking(answer, question, words.columns()), "", *tables.counted(answer.counts), ""]
+    lines += [f"Why the first: {explain.why(first)}", "Neighbouring plans:", *tables.neighbours(first, beside)]
+    lines += _extras(options, asked, first, record)
+    show(options, record, lines)
+    return Exit.DONE
 
 
 def announce(options: argparse.Namespace, asked: PlanQuery) -> None:
     """The query before its answer: a person sees at once that it was understood."""
     if not options.json:
-        heading = words.wrapped(tables.plan_heading(asked, asked.question), words.room(sys.stdout))
+        heading = words.wrapped(tables.plan_heading(asked, asked.question), words.columns())
         print(*heading, "", sep="\n", flush=True)
 
 
@@ -249,39 +218,29 @@ def searched(question: Question, top: int) -> SearchResult:
     return answer
 
 
-def _report(options: argparse.Namespace, asked: PlanQuery, question: Question, answer: SearchResult) -> int:
-    first = answer.found[0]
-    job = first.job
-    kinds = {"precision": job.plan.precision, "master_weights": job.master_weights, "state_dtype": job.state_dtype}
-    chosen = msgspec.structs.replace(question, batch=job.plan.batch, **kinds)
-    beside = explain.beside(chosen, first.plan)
-    record = answer_record(asked, question, answer) | {"neighbours": msgspec.to_builtins(beside)}
-    lines = [*tables.ranking(answer, question, words.room(sys.stdout)), "", *tables.counted(answer.counts), ""]
-    lines += [f"Why the first: {explain.why(first)}", "Neighbouring plans:", *tables.neighbours(first, beside)]
-    if span := _span(options, first):
+def _extras(options: argparse.Namespace, asked: PlanQuery, found: Candidate, record: dict[str, Any]) -> list[str]:
+    """What --tokens and --write add to an answer: how long, and the plan in a file."""
+    lines: list[str] = []
+    if options.tokens is not None:
+        span = sizes.duration(found, options.tokens, options.dollars)
         record["duration"] = msgspec.to_builtins(span)
         lines += ["", *tables.lasting(span)]
-    lines += _written(options, asked, first)
-    show(options, record, lines)
-    return 0
-
-
-def _span(options: argparse.Namespace, found: Candidate) -> sizes.Duration | None:
-    """How long --tokens take."""
-    return None if options.tokens is None else sizes.duration(found, options.tokens, options.dollars)
-
-
-def _written(options: argparse.Namespace, asked: PlanQuery, found: Candidate) -> list[str]:
-    """The plan in the file of --write, and how to train it."""
     if not options.write:
-        return []
+        return lines
     if not found.fit.fits:
-        return ["", f"not written: {options.write}, because the plan does not fit"]
+        return [*lines, "", f"not written: {options.write}, because the plan does not fit"]
     run = run_of(asked, found)
     write_whole(Path(options.write), load.write(run), options.force)
-    lines = ["", f"written: {options.write} (train it with: meshwright train {options.write})"]
-    if unsaid := left_open(asked, run):
-        lines += [f"set these in the file first, the planner does not choose them: {', '.join(unsaid)}"]
+    lines += ["", f"written: {options.write} (train it with: meshwright train {options.write})"]
+    decisive = {
+        "steps": run.steps,
+        "data.source": run.data.source,
+        "optim.lr": run.optim.lr,
+        "optim.warmup": run.optim.warmup,
+    }
+    unsaid = [f"{key} = {value}" for key, value in decisive.items() if key not in asked.asked.origins]
+    if unsaid:
+        lines.append(f"set these in the file first, the planner does not choose them: {', '.join(unsaid)}")
     return lines
 
 
@@ -308,7 +267,7 @@ def nothing_fits(options: argparse.Namespace, asked: PlanQuery, answer: SearchRe
         "changes": [{"change": each.change, **as_record(each.found, explain.why(each.found))} for each in suggestions],
     }
     show(options, record, [*tables.missed(misses, suggestions, asked.question), "", *tables.counted(answer.counts)])
-    return DOES_NOT_FIT
+    return Exit.DOES_NOT_FIT
 
 
 def exact(options: argparse.Namespace) -> int:
@@ -316,17 +275,16 @@ def exact(options: argparse.Namespace) -> int:
     asked = put(options)
     plan, question = _stated(asked)
     found = priced(question.job(plan))
-    answer = SearchResult(found=(found,), counts=tables.SearchCounts(legal=1, too_large={}, slower=0, priced=1))
-    traffic = _traffic(question, plan)
+    answer = SearchResult(found=(found,), counts=SearchCounts(legal=1, too_large={}, slower=0, priced=1))
+    totals = bytes_by_axis(traffic(question.arch, plan, question.sequence))
+    sent = {str(axis): size for axis, size in totals.items()}
+    by_axis = ", ".join(f"{axis} {tables.gib(size)} GiB" for axis, size in sent.items()) or "nothing"
     lines = [*tables.plan_heading(asked, question), f"plan: {plan_words(plan)}", "", *tables.ledger(found), ""]
-    lines += [*tables.waterfall(found), "", "traffic of the first rank per step: " + _sent(traffic), explain.why(found)]
-    record = answer_record(asked, question, answer) | {"traffic_bytes": traffic}
-    if span := _span(options, found):
-        record["duration"] = msgspec.to_builtins(span)
-        lines += ["", *tables.lasting(span)]
-    lines += _written(options, asked, found)
+    lines += [*tables.waterfall(found), "", f"traffic of the first rank per step: {by_axis}", explain.why(found)]
+    record = answer_record(asked, question, answer) | {"traffic_bytes": sent}
+    lines += _extras(options, asked, found, record)
     show(options, record, lines)
-    return 0 if found.fit.fits else DOES_NOT_FIT
+    return Exit.DONE if found.fit.fits else Exit.DOES_NOT_FIT
 
 
 def _stated(asked: PlanQuery) -> tuple[Plan, Question]:
@@ -335,7 +293,7 @@ def _stated(asked: PlanQuery) -> tuple[Plan, Question]:
     stated = asked.asked.in_file | asked.asked.on_command_line | {"precision": question.precision}
     arch = msgspec.to_builtins(question.arch)
     table: dict[str, Any] = {"arch": arch, "batch": question.batch, "plan": stated}
-    resolve.resolve_plan(table, {}, question.cluster.gpus, question.cluster.gpus)
+    load.resolve_plan(table, {}, question.cluster.gpus, question.cluster.gpus)
     plan = msgspec.convert(table["plan"], Plan)
     if any(each.startswith("batch =") for each in asked.assumed):
         question = msgspec.structs.replace(question, batch=plan.batch)
@@ -348,17 +306,6 @@ def _stated(asked: PlanQuery) -> tuple[Plan, Question]:
     if question.limit_bytes < math.inf and "recompute" not in stated:  # as `train` chooses it
         plan = budget.fitting(question.job(plan), question.limit_bytes)
     return plan, question
-
-
-def _traffic(question: Question, plan: Plan) -> dict[str, int]:
-    from meshwright.cost.traffic import bytes_by_axis, traffic
-
-    totals = bytes_by_axis(traffic(question.arch, plan, question.sequence))
-    return {str(axis): size for axis, size in totals.items()}
-
-
-def _sent(traffic: dict[str, int]) -> str:
-    return ", ".join(f"{axis} {tables.gib(size)} GiB" for axis, size in traffic.items()) or "nothing"
 
 
 def textbook(options: argparse.Namespace) -> int:
@@ -409,15 +356,11 @@ def collectives(options: argparse.Namespace) -> int:
     ranks = cluster(options.cluster).gpus if options.cluster else 1  # of a plan that states no axis
     run = _run(target, [*overrides, *flags(options)], ranks)
     found = traffic(run.arch, run.plan, run.sequence)
-    if options.json:
-        print(msgspec.json.encode(found).decode())
-        return 0
-    print(f"plan: {run.plan}")
-    print(f"{'kind':<16}{'axis':<18}{'calls':>8}{'bytes/call':>18}")
-    for each in found:
-        print(f"{each.kind:<16}{each.axis:<18}{each.count:>8}{each.bytes:>18,}")
-    print("total: " + (", ".join(f"{axis} {size:,}" for axis, size in bytes_by_axis(found).items()) or "nothing"))
-    return 0
+    totals = ", ".join(f"{axis} {size:,}" for axis, size in bytes_by_axis(found).items())
+    lines = [f"plan: {run.plan}", f"{'kind':<16}{'axis':<18}{'calls':>8}{'bytes/call':>18}"]
+    lines += [f"{each.kind:<16}{each.axis:<18}{each.count:>8}{each.bytes:>18,}" for each in found]
+    show(options, found, [*lines, f"total: {totals or 'nothing'}"])
+    return Exit.DONE
 
 
 def _run(target: str | None, overrides: list[str], ranks: int) -> Run:
@@ -426,50 +369,43 @@ def _run(target: str | None, overrides: list[str], ranks: int) -> Run:
     if target in presets.preset_names():
         overrides = [f"arch.preset={target}", *overrides]
     elif target is not None and (arch := described(Path(target))):
-        overrides = [*_stated_run(arch), *overrides]
+        stated = [f"arch.{name}={words.toml(value)}" for name, value in msgspec.to_builtins(arch).items()]
+        overrides = [*stated, *overrides]
     elif target is not None:
         file = Path(target)
     return load.load(file, overrides, default_ranks=ranks).run
 
 
-def _stated_run(arch: Arch) -> list[str]:
-    """An architecture as the words that state it."""
-    return [f"arch.{name}={_toml(value)}" for name, value in msgspec.to_builtins(arch).items()]
-
-
-def _toml(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-LESS = 0.8  # of the memory that the last plan of the front took: what the next may use
-TRIED = 30  # of the best plans that are drawn
-MOST_POINTS = 8  # plans of the front that are searched for
-SLOWEST = 3.0  # × the fastest: who wants to save so much memory takes other machines
-
-
 def drawn(options: argparse.Namespace) -> int:
     """The answer as always, and then its pictures; those of the nearest miss where nothing fits."""
-    _check(options)
-    code = (exact if options.exact else best)(options)
-    asked = put(options)
-    first = any_plan(options, asked)
-    others = [] if options.exact else search(asked.question, TRIED).found
-    front = frugal(asked.question, first) if first.fit.fits and not options.exact else [first]
-    title = f"{asked.model} on {first.job.cluster.name}"
-    heading = [*tables.plan_heading(asked, asked.question), f"plan: {found_words(first, asked.question)}"]
-    made = pictures(title, heading, first, [*others, *front])
-    if options.chart:
-        print("\n".join(["", *charts(made)]))
-    if options.page:
-        write_whole(Path(options.page), page(made), options.force)
-        words.say_to(options.json)(f"page: {options.page}")
-    return code
-
-
-def _check(options: argparse.Namespace) -> None:
     if options.chart and options.json:
         remedy = "leave one of them out, or use --page"
         raise InputError([Problem("--chart cannot be combined with --json", remedy)])
+    code = (exact if options.exact else best)(options)
+    asked = put(options)
+    first = any_plan(options, asked)
+    others = [] if options.exact else search(asked.question, DRAWN).found
+    front = frugal(asked.question, first) if first.fit.fits and not options.exact else [first]
+    unique = {plan_words(each.plan): each for each in (first, *others, *front)}
+    points = [Point(label=name, gib=each.peak_bytes / GIB, seconds=each.price.seconds) for name, each in unique.items()]
+    device = first.job.cluster.gpu.memory_bytes
+    pictures = Pictures(
+        title=f"{asked.model} on {first.job.cluster.name}",
+        heading=(*tables.plan_heading(asked, asked.question), f"plan: {found_words(first, asked.question)}"),
+        memory=plan_charts.memory(first.ledger, device),
+        time=plan_charts.seconds(first.price),
+        points=plan_charts.front(points),
+        limit_gib=device / GIB,
+        pipeline=plan_charts.pipeline(first.job),
+    )
+    if options.chart:
+        columns = shutil.get_terminal_size((100, 24)).columns
+        screen = Terminal(columns=columns, colour=env.colour(sys.stdout.isatty()))
+        print("\n".join(["", *plan_charts.charts(pictures, screen)]))
+    if options.page:
+        write_whole(Path(options.page), page(pictures), options.force)
+        words.say_to(options.json)(f"page: {options.page}")
+    return code
 
 
 def frugal(question: Question, first: Candidate) -> list[Candidate]:
@@ -483,29 +419,3 @@ def frugal(question: Question, first: Candidate) -> list[Candidate]:
             break
         found += fastest
     return found
-
-
-def pictures(title: str, heading: Iterable[str], first: Candidate, others: Iterable[Candidate]) -> Pictures:
-    """A plan's memory, seconds and pipeline, beside the other plans."""
-    device = first.job.cluster.gpu.memory_bytes
-    return Pictures(
-        title=title,
-        heading=tuple(heading),
-        memory=plan_charts.memory(first.ledger, device),
-        time=plan_charts.seconds(first.price),
-        points=plan_charts.front(points([first, *others])),
-        limit_gib=device / GIB,
-        pipeline=plan_charts.pipeline(first.job),
-    )
-
-
-def points(found: Iterable[Candidate]) -> list[Point]:
-    """Plans as points, each once."""
-    unique = {plan_words(each.plan): each for each in found}
-    return [Point(label=label, gib=each.peak_bytes / GIB, seconds=each.price.seconds) for label, each in unique.items()]
-
-
-def charts(drawn: Pictures) -> Iterator[str]:
-    """For the terminal that this is, or plain for a pipe."""
-    columns = shutil.get_terminal_size((100, 24)).columns
-    return plan_charts.charts(drawn, Terminal(columns=columns, colour=env.colour(sys.stdout.isatty())))

@@ -1,11 +1,12 @@
-"""What `meshwright plan` prints for people."""
+"""What `meshwright plan` prints for people, and a plan as scripts read it."""
 
 from collections.abc import Iterable, Iterator
 
 import msgspec
 
 from meshwright.cli.query import PlanQuery
-from meshwright.cost.layout import LABELS
+from meshwright.cost.layout import LABELS, LedgerEntry
+from meshwright.report.plan_charts import short
 from meshwright.search import explain
 from meshwright.search.best_first import TOLD_APART, Candidate, SearchCounts, SearchResult
 from meshwright.search.explain import NeighbourPrice, SuggestedChange
@@ -16,8 +17,24 @@ from meshwright.spec.plan import AXES, FIELDS, Plan
 from meshwright.spec.units import GIB
 
 UNITS = ((365 * 86400.0, "years"), (86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
-
-
+LINES = {  # the largest entry of a plan that does not fit, as the counts name it
+    **LABELS,
+    "states": "weights, gradients and optimizer states",
+    "unreduced_grads": "unreduced gradients",
+    "moments": "optimizer states",
+}
+PLACES = {"host": "host RAM", "disk": "disk"}  # outside the device, as the counts name them
+FABRICS = {  # links and networks by the beginning of their name in the catalogue
+    "nvlink": "NVLink",
+    "pcie": "PCIe",
+    "xgmi": "xGMI",
+    "ici": "ICI",
+    "neuronlink": "NeuronLink",
+    "ib": "InfiniBand",
+    "roce": "RoCE",
+    "efa": "EFA",
+    "ethernet": "Ethernet",
+}
 SAID_BEFORE = {"zero", "cp_kind", "schedule", "stages", "microbatch", "grad_accum", "precision", "kernels", *AXES, "ep"}
 
 
@@ -72,11 +89,6 @@ def time(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} milliseconds"
 
 
-def short(seconds: float) -> str:
-    """Seconds to three digits, never as a power of ten."""
-    return f"{seconds:.3g}" if abs(seconds) < 1000 else f"{seconds:.0f}"
-
-
 def as_record(found: Candidate, why: str) -> dict[str, object]:
     """A plan as scripts read it."""
     price, ledger, fit = found.price, found.ledger, found.fit
@@ -109,28 +121,6 @@ def as_record(found: Candidate, why: str) -> dict[str, object]:
         "high_peak_bytes": round(found.peak_bytes * ledger.high),
         "why": why,
     }
-
-
-LINES = {  # the largest entry of a plan that does not fit, as the counts name it
-    **LABELS,
-    "states": "weights, gradients and optimizer states",
-    "unreduced_grads": "unreduced gradients",
-    "moments": "optimizer states",
-}
-PLACES = {"host": "host RAM", "disk": "disk"}  # outside the device, as the counts name them
-FABRICS = {  # links and networks by the beginning of their name in the catalogue
-    "nvlink": "NVLink",
-    "pcie": "PCIe",
-    "xgmi": "xGMI",
-    "ici": "ICI",
-    "neuronlink": "NeuronLink",
-    "ib": "InfiniBand",
-    "roce": "RoCE",
-    "efa": "EFA",
-    "ethernet": "Ethernet",
-}
-ENTRY = 22  # columns of a ledger entry's name
-SHARE = 15  # and of a share of the step
 
 
 def fabric(name: str) -> str:
@@ -230,28 +220,28 @@ def ledger(found: Candidate) -> Iterator[str]:
     memory = found.job.cluster.gpu.memory_bytes
     role = "" if found.ledger.role == "only" else f" ({found.ledger.role} pipeline rank)"
     yield f"memory of the most loaded rank{role}, at {found.ledger.moment}:"
-    for line in found.ledger.lines:
-        if line.bytes:
-            yield f"  {line.label:<{ENTRY}}{gib(line.bytes):>8} GiB  {line.why}"
+    yield from (_entry(line) for line in found.ledger.lines if line.bytes)
     allocated, reserved, driver = found.ledger.allocated, found.ledger.reserved, found.ledger.shown
     kinds = (("allocated", allocated), ("reserved", reserved), ("nvidia-smi", driver))
     yield "  " + ", ".join(f"{name} {gib(size)}" for name, size in kinds) + f" of {gib(memory)} GiB"
-    yield from _away(found)
+    yield from _offloaded(found)
     verdict, amount = "yes" if found.fit.fits else "no", "headroom" if found.fit.headroom_bytes >= 0 else "short"
     doubt = " (within the error of the prediction)" if found.is_tight else ""
     yield f"fits: {verdict}, {gib(abs(found.fit.headroom_bytes))} GiB {amount}{doubt}"
 
 
-def _away(found: Candidate) -> Iterator[str]:
+def _offloaded(found: Candidate) -> Iterator[str]:
     """What is offloaded, beside a GPU's share of its node."""
     cluster, away = found.job.cluster, found.ledger.away
     for place, lines, room in (("host", away.host, cluster.host_bytes), ("disk", away.disk, cluster.disk_bytes)):
-        if not lines:
-            continue
-        have = f"{gib(room)} there" if room else f"yours is unknown: set {place}_gib"
-        yield f"needs {gib(sum(line.bytes for line in lines))} GiB of {PLACES[place]} per GPU ({have}):"
-        for line in lines:
-            yield f"  {line.label:<{ENTRY}}{gib(line.bytes):>8} GiB  {line.why}"
+        if lines:
+            have = f"{gib(room)} there" if room else f"yours is unknown: set {place}_gib"
+            yield f"needs {gib(sum(line.bytes for line in lines))} GiB of {PLACES[place]} per GPU ({have}):"
+            yield from map(_entry, lines)
+
+
+def _entry(line: LedgerEntry) -> str:
+    return f"  {line.label:<22}{gib(line.bytes):>8} GiB  {line.why}"
 
 
 def waterfall(found: Candidate) -> Iterator[str]:
@@ -262,7 +252,7 @@ def waterfall(found: Candidate) -> Iterator[str]:
         f"{price.tokens_per_second_per_gpu:,.0f} tokens/s/GPU, MFU {price.mfu:.1%}, HFU {price.hfu:.1%}"
     )
     for share in price.waterfall:
-        yield f"  {share.label:<{SHARE}}{short(share.seconds):>8} s  {share.seconds / price.seconds:>6.1%}  {share.why}"
+        yield f"  {share.label:<15}{short(share.seconds):>8} s  {share.seconds / price.seconds:>6.1%}  {share.why}"
 
 
 def missed(misses: Iterable[Candidate], suggestions: Iterable[SuggestedChange], asked: Question) -> Iterator[str]:
@@ -293,10 +283,10 @@ def layer_table(layers: tuple[Layer, ...]) -> Iterator[str]:
     for layer in layers:
         yield (
             f"{layer.name:<20}{layer.count:>6}{layer.parameters:>18,}{number(layer.flops_per_token):>14}"
-            f"{layer.state_bytes / 2**30:>12.2f}{layer.activation_bytes / 2**20:>26,.1f}"
+            f"{layer.state_bytes / GIB:>12.2f}{layer.activation_bytes / 2**20:>26,.1f}"
         )
     total = sum(layer.count * layer.parameters for layer in layers)
     flops = sum(layer.count * layer.flops_per_token for layer in layers)
     states = sum(layer.count * layer.state_bytes for layer in layers)
     saved = sum(layer.count * layer.activation_bytes for layer in layers)
-    yield f"{'total':<26}{total:>18,}{number(flops):>14}{states / 2**30:>12.2f}{saved / 2**20:>26,.1f}"
+    yield f"{'total':<26}{total:>18,}{number(flops):>14}{states / GIB:>12.2f}{saved / 2**20:>26,.1f}"

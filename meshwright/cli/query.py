@@ -3,7 +3,6 @@
 import argparse
 import math
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -41,7 +40,10 @@ def put(options: argparse.Namespace, arch: Arch | None = None) -> PlanQuery:
     """The question that the command line asks, with what was taken for granted; `arch` takes the place of the model."""
     target, overrides = words.target(options.words)
     asked, model = open_run(target, [*overrides, *flags(options)], arch)
-    text = _machines(options, asked)
+    text = options.cluster or asked.run.goal.cluster
+    if not text:
+        remedy = "add --cluster 64xh100, or [goal] cluster to the run file; `meshwright clusters` lists the cards"
+        raise InputError([Problem("no cluster is named", remedy)])
     machines = cluster(text, network=asked.run.goal.network or "")
     if profile := getattr(options, "profile", None):
         machines = measured(machines, read_profile(Path(profile)), stack_of("meshwright"))
@@ -54,17 +56,21 @@ def question_of(asked: OpenRun, machines: Cluster, vary: tuple[Vary, ...]) -> tu
     assumed: list[str] = []
     sequence, batch = _sizes(asked, machines.gpus, assumed)
     fixed = asked.on_command_line | {key: asked.in_file[key] for key in ("deterministic",) if key in asked.in_file}
+    precision = asked.on_command_line.get("precision", asked.in_file.get("precision"))
+    if precision is None:
+        precision = default_precision(machines)
+        assumed.append(f"precision = {precision}")
     question = Question(
         arch=asked.run.arch,
         sequence=sequence,
         batch=batch,
-        precision=_precision(asked, machines, assumed),
+        precision=precision,
         cluster=machines,
         stack=stack_of("meshwright"),
         masked=asked.run.data.mask_documents,
         master_weights=asked.run.optim.master_weights,
         state_dtype=asked.run.optim.state_dtype,
-        fixed=_plain(fixed),
+        fixed={key: tuple(value) if key == "stages" else value for key, value in fixed.items() if key != "precision"},
         vary=vary,
         limit_bytes=(asked.run.goal.memory_gib or math.inf) * GIB,
     )
@@ -102,14 +108,6 @@ def flags(options: argparse.Namespace) -> list[str]:
     return [f"{name}={value}" for name in ("sequence", "batch") if (value := getattr(options, name)) is not None]
 
 
-def _machines(options: argparse.Namespace, asked: OpenRun) -> str:
-    text = options.cluster or asked.run.goal.cluster
-    if not text:
-        remedy = "add --cluster 64xh100, or [goal] cluster to the run file; `meshwright clusters` lists the cards"
-        raise InputError([Problem("no cluster is named", remedy)])
-    return text
-
-
 def _sizes(asked: OpenRun, gpus: int, assumed: list[str]) -> tuple[int, int]:
     """Sequence and batch: as stated, or what such a model is usually trained with."""
     run, unsaid = asked.run, {key for key in ("sequence", "batch") if asked.origins.get(key) == load.UNSAID}
@@ -118,24 +116,11 @@ def _sizes(asked: OpenRun, gpus: int, assumed: list[str]) -> tuple[int, int]:
         sequence = min(run.arch.context, LONGEST)
         assumed.append(f"sequence = {sequence}")
     if "batch" in unsaid:
-        batch = _shared(max(TOKENS_OF_A_STEP[count(run.arch) >= LARGE] // sequence, 1), gpus)
+        batch = max(TOKENS_OF_A_STEP[count(run.arch) >= LARGE] // sequence, 1)
+        odd = gpus // (gpus & -gpus)  # a number that the GPUs can share however many they are: 56 of 64 for 56
+        batch = batch if batch % odd == 0 else odd << max((batch // odd).bit_length() - 1, 0)
         assumed.append(f"batch = {batch}")
     return sequence, batch
-
-
-def _shared(batch: int, gpus: int) -> int:
-    """About so many samples, in a number that the GPUs can share however many of them there are: 56 of 64 for 56."""
-    odd = gpus // (gpus & -gpus)
-    return batch if batch % odd == 0 else odd << max((batch // odd).bit_length() - 1, 0)
-
-
-def _precision(asked: OpenRun, machines: Cluster, assumed: list[str]) -> Precision:
-    stated = asked.on_command_line.get("precision", asked.in_file.get("precision"))
-    if stated is not None:
-        return stated
-    precision = default_precision(machines)
-    assumed.append(f"precision = {precision}")
-    return precision
 
 
 def default_precision(machines: Cluster) -> Precision:
@@ -143,8 +128,3 @@ def default_precision(machines: Cluster) -> Precision:
     if machines.gpu.peak("bf16") > 0:
         return "bf16"
     return "fp16" if machines.gpu.peak("fp16") > 0 else "fp32"
-
-
-def _plain(fixed: dict[str, Any]) -> dict[str, Any]:
-    """Fields of the plan as its own values; the precision is the question's."""
-    return {key: tuple(value) if key == "stages" else value for key, value in fixed.items() if key != "precision"}

@@ -10,19 +10,18 @@ import msgspec
 
 from meshwright.cli import options as words
 from meshwright.config.run import Goal
-from meshwright.report import run_text
-from meshwright.report import run_text as run_chart
-from meshwright.report import run_text as run_table
+from meshwright.hardware.profile import read_profile
+from meshwright.report import run_summary, run_text
 from meshwright.report.plan_charts import Terminal
 from meshwright.report.run_data import FolderFacts, facts
-from meshwright.report.run_summary import NO_PREDICTION, PredictedFigures, RunReport, Steps, report, steps_of
+from meshwright.report.run_summary import NO_PREDICTION, Given, PredictedFigures, RunReport, Steps, steps_of
 from meshwright.runtime.files import refuse_existing, write_whole
+from meshwright.search.budget import job_of
 from meshwright.spec.problem import InputError
 
 
-def add(verb: argparse.ArgumentParser) -> None:
+def add_report(verb: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
-    verb.set_defaults(verb=tell)
     verb.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="a run's folder; several are compared")
     verb.add_argument("--profile", type=Path, help="predict from this machine profile, as bench --probe wrote it")
     verb.add_argument("--cluster", default="", help="the machines to predict for, like 8xh100")
@@ -30,77 +29,55 @@ def add(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--force", action="store_true", help="replace a page that is there")
 
 
-def tell(options: argparse.Namespace) -> int:
+def report(options: argparse.Namespace) -> int:
     """Read the folders and report on them."""
-    _check(options)
-    found = [facts(folder) for folder in options.folders]
-    reports = [_report(each, options) for each in found]
     if options.page:
-        _write_page(options, found, reports)
-    if options.json:
-        answer = reports if len(reports) > 1 else reports[0]
-        print(msgspec.json.encode(answer).decode())
+        refuse_existing(options.page, options.force)  # before anything is read
+    found = [facts(folder) for folder in options.folders]
+    reports = []
+    for each in found:
+        measured = steps_of(each)
+        reports.append(run_summary.report(each, measured, _predicted(each, measured, options)))
+    if options.page:
+        from meshwright.report.run_charts import run_page
+
+        write_whole(options.page, run_page(list(zip(found, reports, strict=True))), options.force)
+    if len(reports) > 1:
+        words.show(options, reports, run_text.lines(reports))
     else:
-        lines = run_table.lines(reports) if len(reports) > 1 else _lines(reports[0], found[0], _screen())
-        print("\n".join(words.wrapped(lines, words.room(sys.stdout))))
+        words.show(options, reports[0], _lines(reports[0], found[0]))
     if options.page:
         words.say_to(options.json)(f"page: {options.page}")
     return 0
 
 
-def _check(options: argparse.Namespace) -> None:
-    """What can be known to be wrong before anything is read."""
-    if options.page:
-        refuse_existing(options.page, options.force)
-
-
-def _report(each: FolderFacts, options: argparse.Namespace) -> RunReport:
-    measured = steps_of(each)
-    return report(each, measured, _predicted(each, measured, options))
-
-
 def _predicted(each: FolderFacts, steps: Steps | None, options: argparse.Namespace) -> PredictedFigures:
     """The planner's words about exactly this run; a reason where it has none."""
-    from meshwright.hardware.profile import read_profile
-    from meshwright.report.run_summary import Given, device_of, machines, predict, utilized
-    from meshwright.search.budget import job_of
-
-    run, device = each.run, device_of(each.environment)
+    run, device = each.run, run_summary.device_of(each.environment)
     given = Given(cluster=options.cluster, profile=read_profile(options.profile) if options.profile else None)
     try:
-        found, source = machines(device, run.goal, run.plan.world, given)
+        found, source = run_summary.machines(device, run.goal, run.plan.world, given)
     except InputError as error:
         if options.cluster or options.profile:
             raise
         why = "; ".join(map(str, error.problems))
         return PredictedFigures(why_not=why if why.startswith(NO_PREDICTION) else f"{NO_PREDICTION}: {why}")
     job = msgspec.structs.replace(job_of(msgspec.structs.replace(run, goal=Goal())), cluster=found)
-    return PredictedFigures(
-        prediction=predict(job, device, source), utilized=utilized(job, device, steps) if steps else None
-    )
+    used = run_summary.utilized(job, device, steps) if steps else None
+    return PredictedFigures(prediction=run_summary.predict(job, device, source), utilized=used)
 
 
-def _lines(shown: RunReport, found: FolderFacts, screen: Terminal | None) -> Iterator[str]:
+def _lines(shown: RunReport, found: FolderFacts) -> Iterator[str]:
     """The sections of one run, and its loss drawn where a person looks at it."""
     yield from run_text.what_ran(shown)
     yield ""
     yield from run_text.beside_prediction(shown)
     yield ""
     yield from run_text.of_losses(shown)
-    if screen is not None and shown.losses is not None:
-        yield from run_chart.losses(found.kept, shown.losses.validation, screen)
+    if sys.stdout.isatty() and shown.losses is not None:
+        screen = Terminal(columns=shutil.get_terminal_size((100, 24)).columns)
+        yield from run_text.losses(found.kept, shown.losses.validation, screen)
     yield ""
     yield from run_text.of_time(shown)
     if ranks := list(run_text.of_ranks(shown)):
         yield from ("", *ranks)
-
-
-def _screen() -> Terminal | None:
-    """The terminal, None where output goes elsewhere."""
-    return Terminal(columns=shutil.get_terminal_size((100, 24)).columns) if sys.stdout.isatty() else None
-
-
-def _write_page(options: argparse.Namespace, found: list[FolderFacts], reports: list[RunReport]) -> None:
-    from meshwright.report.run_charts import run_page
-
-    write_whole(options.page, run_page(list(zip(found, reports, strict=True))), options.force)

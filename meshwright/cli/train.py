@@ -5,47 +5,29 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import msgspec
 
-from meshwright.cli import env, options
+from meshwright.cli import env
 from meshwright.cli import options as words
 from meshwright.config import check, load
 from meshwright.config.huggingface import is_exportable
 from meshwright.config.run import Run
-from meshwright.runtime import failure as verdict_file
+from meshwright.runtime import failure
 from meshwright.runtime.failure import Exit, Failure
 from meshwright.runtime.files import teller
 from meshwright.runtime.place import ALONE, Place, RankSpec
 from meshwright.runtime.records import Summary
 from meshwright.spec.params import count
 from meshwright.spec.problem import InputError
-
-if TYPE_CHECKING:
-    from meshwright.runtime.ranks import ForkServer
-
-
-def examined(given: list[str], ranks: int | None, looks: bool = True) -> load.LoadedRun:
-    """The run of a verb's words. Of the ranks of one job, one looks at the data for all."""
-    file, overrides = options.split(given)
-    loaded, problems = load.examine(file, overrides, ranks=ranks, default_ranks=env.default_ranks())
-    if loaded is not None and not problems and looks:  # of data that the run may not mean there is nothing to say
-        from meshwright.data import prepare
-
-        found = [*prepare.problems(loaded.run), *check.missing(loaded.run.plan)]
-        problems = [load.placed(problem, loaded.origins) for problem in found]
-    if loaded is None or problems:
-        raise InputError(problems)
-    return loaded
-
+from meshwright.spec.units import GIB
 
 FORK_SERVER = "meshwright.train.fork_server"  # by name: the launcher never imports torch
 
 
-def add(verb: argparse.ArgumentParser) -> None:
+def add_train(verb: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
-    verb.set_defaults(verb=train)
     verb.add_argument("words", nargs="*", metavar="RUN.toml | key=value", help=words.OVERRIDES)
     verb.add_argument(
         "--ranks", type=words.count, help="processes to start (default: 2 on a CPU, else one for each GPU)"
@@ -70,30 +52,58 @@ def train(options: argparse.Namespace) -> int:
     return _launch(loaded.run, options) if here is None else _rank(loaded.run, here, options)
 
 
+def examined(given: list[str], ranks: int | None, looks: bool = True) -> load.LoadedRun:
+    """The run of a verb's words. Of the ranks of one job, one looks at the data for all."""
+    file, overrides = words.split(given)
+    loaded, problems = load.examine(file, overrides, ranks=ranks, default_ranks=env.default_ranks())
+    if loaded is not None and not problems and looks:  # of data that the run may not mean there is nothing to say
+        from meshwright.data import prepare
+
+        found = [*prepare.problems(loaded.run), *check.missing(loaded.run.plan)]
+        problems = [load.placed(problem, loaded.origins) for problem in found]
+    if loaded is None or problems:
+        raise InputError(problems)
+    return loaded
+
+
 def _launch(run: Run, options: argparse.Namespace) -> int:
     """Supervise the ranks of one machine, and prepare the tokens while their fork server imports torch."""
     from meshwright.data.prepare import prepare
+    from meshwright.runtime import ranks
     from meshwright.runtime import run_folder as folders
+    from meshwright.runtime.failure import this_session
     from meshwright.runtime.supervise import StopRequest, Supervisor
 
-    say = _teller(options.json)
+    say, world = _teller(options.json), run.plan.world
     folder = options.folder or folders.default(run)
     claim = folders.Claim(folder, run, fresh=options.fresh)
     if claim.finished is not None:
         say(f"{folder} has finished this run; add --fresh to train it again")
         _tell(claim.finished, run, options.json)
         return Exit.DONE
-    _announce(run, folder, say)
+    for warning in check.warnings(run):
+        say(f"warning: {warning}")
+    say(f"{run.name}: {run.steps} steps of {run.tokens:,} tokens, {count(run.arch):,} parameters; in {folder}")
+    say(f"plan: {run.plan}")
+    say(f"starting {world} ranks (or: torchrun --nproc-per-node {world} -m meshwright train …)")
+    environment = {**ranks.defaults(world), **env.of_ranks(options.debug)}  # what the user says comes last
+    people = sys.stderr if options.json else sys.stdout
+    log = folder / "logs" / "fork_server.txt"
     supervisor = Supervisor(
         run=run,
         folder=folder,
-        fork_server=_fork_server(run, folder, options),
-        order=_order(run, folder, options),
+        fork_server=lambda: ranks.ForkServer(FORK_SERVER, environment, log, people.fileno()),
+        order=_order(
+            folder,
+            options,
+            place=msgspec.structs.replace(ALONE, threads=ranks.threads(environment)),
+            session=this_session(),
+        ),
         say=say,
     )
     try:
         prepare(run, env.cache(), say)
-        verdict = supervisor.supervise(StopRequest().listen())
+        failed = supervisor.supervise(StopRequest().listen())
     except BaseException:
         supervisor.close()
         claim.abandon()
@@ -101,58 +111,26 @@ def _launch(run: Run, options: argparse.Namespace) -> int:
     finally:
         supervisor.close()
         claim.release()
-    if verdict is None:
+    if failed is None:
         _tell(folders.read_summary(folder), run, options.json)
         return Exit.DONE
-    if verdict.kind == "input":
+    if failed.kind == "input":
         claim.abandon()
-    return _tell_failure(verdict, options.json)
+    return _tell_failure(failed, options.json)
 
 
-def _fork_server(run: Run, folder: Path, options: argparse.Namespace) -> Callable[[], "ForkServer"]:
-    """How to make the process that ranks are forked from."""
-    from meshwright.runtime.ranks import ForkServer
-
-    people, environment = sys.stderr if options.json else sys.stdout, _environment(run, options)
-    return lambda: ForkServer(FORK_SERVER, environment, folder / "logs" / "fork_server.txt", people.fileno())
-
-
-def _environment(run: Run, options: argparse.Namespace) -> dict[str, str]:
-    """Of the ranks: what the user has not said is ours to choose."""
-    from meshwright.runtime.ranks import defaults
-
-    return {**defaults(run.plan.world), **env.of_ranks(options.debug)}
-
-
-def _order(run: Run, folder: Path, options: argparse.Namespace) -> RankSpec:
-    """What ranks are given, but for their place."""
+def _order(folder: Path, options: argparse.Namespace, **own: Any) -> RankSpec:
+    """What ranks are given; `own` is what differs between ours and those that somebody else launched."""
     from meshwright.runtime import run_folder as folders
-    from meshwright.runtime.failure import this_session
-    from meshwright.runtime.ranks import threads
 
-    return RankSpec(
-        run=str(folder / folders.RUN),
-        folder=str(folder),
-        cache=str(env.cache()),
-        session=this_session(),
-        place=msgspec.structs.replace(ALONE, threads=threads(_environment(run, options))),
-        began=env.BEGAN,
-        inject=options.inject,
-    )
-
-
-def _announce(run: Run, folder: Path, say: Callable[[str], None]) -> None:
-    for warning in check.warnings(run):
-        say(f"warning: {warning}")
-    world = run.plan.world
-    say(f"{run.name}: {run.steps} steps of {run.tokens:,} tokens, {count(run.arch):,} parameters; in {folder}")
-    say(f"plan: {run.plan}")
-    say(f"starting {world} ranks (or: torchrun --nproc-per-node {world} -m meshwright train …)")
+    run, cache = str(folder / folders.RUN), str(env.cache())
+    return RankSpec(run=run, folder=str(folder), cache=cache, began=env.BEGAN, inject=options.inject, **own)
 
 
 def _rank(run: Run, here: Place, options: argparse.Namespace) -> int:
     """Be one rank of a job that torchrun, Slurm or MPI started; a sidecar of the first one here watches them all."""
     from meshwright.runtime import run_folder as folders
+    from meshwright.runtime.failure import session_above
     from meshwright.runtime.supervise import Sidecar
 
     folder = options.folder or folders.default(run)
@@ -166,10 +144,15 @@ def _rank(run: Run, here: Place, options: argparse.Namespace) -> int:
     if options.debug:
         env.debug()
     claim = folders.Claim(folder, run, fresh=fresh) if here.rank == 0 else None
-    order = _order_of(here, folder, options)
-    sidecar = Sidecar(run, here, Path(order.beats), folder) if here.local_rank == 0 else None
+    session = session_above()
+    beats = Path(tempfile.gettempdir()) / f"meshwright-{session}"  # the folder is rank 0's to claim
+    about = {"place": here, "beats": str(beats), "speaks": here.rank == 0, "session": session}
+    order = _order(folder, options, attempt=env.attempt(), **about)
+    sidecar = Sidecar(run, here, beats, folder) if here.local_rank == 0 else None
     try:
-        code = _serve(run, order, options.json)
+        from meshwright.train.rank import serve  # imports torch: the sidecar watches meanwhile
+
+        code = serve(order, run, options.json)
     finally:
         if sidecar is not None:
             sidecar.close()
@@ -178,34 +161,8 @@ def _rank(run: Run, here: Place, options: argparse.Namespace) -> int:
     if here.rank == 0 and code == Exit.DONE:
         _tell(folders.read_summary(folder), run, options.json)
     elif here.rank == 0 and options.json:
-        _tell_program(next((own for own in verdict_file.read(folder) if own.rank == 0), None), code)
+        _tell_program(next((own for own in failure.read(folder) if own.rank == 0), None), code)
     return code
-
-
-def _serve(run: Run, order: RankSpec, machine: bool) -> int:
-    from meshwright.train.rank import serve  # imports torch: the sidecar watches meanwhile
-
-    return serve(order, run, machine)
-
-
-def _order_of(here: Place, folder: Path, options: argparse.Namespace) -> RankSpec:
-    """What a rank is given when somebody else has launched it."""
-    from meshwright.runtime import run_folder as folders
-    from meshwright.runtime.failure import session_above
-
-    session = session_above()
-    return RankSpec(
-        run=str(folder / folders.RUN),
-        folder=str(folder),
-        cache=str(env.cache()),
-        place=here,
-        beats=str(Path(tempfile.gettempdir()) / f"meshwright-{session}"),  # the folder is rank 0's to claim
-        speaks=here.rank == 0,
-        attempt=env.attempt(),
-        session=session,
-        began=env.BEGAN,
-        inject=options.inject,
-    )
 
 
 def _tell(summary: Summary | None, run: Run, machine: bool) -> None:
@@ -215,14 +172,16 @@ def _tell(summary: Summary | None, run: Run, machine: bool) -> None:
         teller(sys.stdout)(msgspec.json.encode(summary).decode())
         return
     validation = f", validation {summary.held_out_loss:.4f}" if summary.held_out_loss is not None else ""
+    bad = [f"{name} {share:.1%}" for name, share in summary.badput.items() if share >= 0.0005]  # else it shows as 0.0 %
+    attempts = f"; {summary.attempts} attempts" if summary.attempts > 1 else ""
     lines = [
         "",
         f"done: {summary.step} steps in {summary.seconds:.0f} s on {summary.ranks} ranks",
         f"  loss        {summary.first_loss:.4f} → {summary.loss:.4f}{validation}",
         f"  speed       {summary.tokens_per_second:,.0f} tokens/s",
         f"  first loss  after {summary.seconds_to_first_loss:.1f} s",
-        f"  memory      {summary.peak_bytes / 2**30:.2f} GiB peak on one rank",
-        f"  time        {_spent(summary)}",
+        f"  memory      {summary.peak_bytes / GIB:.2f} GiB peak on one rank",
+        f"  time        {', '.join([f'goodput {summary.goodput:.1%}', *bad])}{attempts}",
         f"  folder      {summary.folder} (run.toml, steps.rank*.jsonl, model/)",
     ]
     if summary.sample:
@@ -234,33 +193,25 @@ def _tell(summary: Summary | None, run: Run, machine: bool) -> None:
     teller(sys.stdout)("\n".join(lines))
 
 
-def _tell_failure(verdict: Failure, machine: bool) -> int:
+def _tell_failure(failed: Failure, machine: bool) -> int:
     """How a run failed; what lay in a folder that was never begun is gone by now."""
-    if not Path(verdict.details).exists():
-        verdict = msgspec.structs.replace(verdict, details="")
-    teller(sys.stderr)(str(verdict))
+    if not Path(failed.details).exists():
+        failed = msgspec.structs.replace(failed, details="")
+    teller(sys.stderr)(str(failed))
     if machine:
-        _tell_program(verdict, verdict.code)
-    return verdict.code
+        _tell_program(failed, failed.code)
+    return failed.code
 
 
-def _tell_program(verdict: Failure | None, code: int) -> None:
+def _tell_program(failed: Failure | None, code: int) -> None:
     """The same as one object; a rank that was interrupted has no failure report of its own."""
-    failure = {} if verdict is None else msgspec.to_builtins(verdict)
-    failure.pop("code", None)  # a script compares the exit code, which has its own name
-    stopped = failure.get("kind", "stopped") == "stopped"
-    answer = {"state": "stopped" if stopped else "failed", "exit_code": int(code), **failure}
+    report = {} if failed is None else msgspec.to_builtins(failed)
+    report.pop("code", None)  # a script compares the exit code, which has its own name
+    stopped = report.get("kind", "stopped") == "stopped"
+    answer = {"state": "stopped" if stopped else "failed", "exit_code": int(code), **report}
     teller(sys.stdout)(msgspec.json.encode(answer).decode())
 
 
 def _teller(machine: bool) -> Callable[[str], None]:
     """Where messages for people go. Training continues when nobody reads them."""
     return teller(sys.stderr if machine else sys.stdout)
-
-
-def _spent(summary: Summary) -> str:
-    """Goodput and badput; what is less than half a tenth of a percent goes unsaid."""
-    bad = [f"{name} {share:.1%}" for name, share in summary.badput.items() if share >= 0.0005]
-    return ", ".join([f"goodput {summary.goodput:.1%}", *bad]) + (
-        f"; {summary.attempts} attempts" if summary.attempts > 1 else ""
-    )

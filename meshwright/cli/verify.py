@@ -17,9 +17,8 @@ from meshwright.runtime.files import require_folder
 from meshwright.spec.problem import InputError, Problem
 
 
-def add(verb: argparse.ArgumentParser) -> None:
+def add_verify(verb: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
-    verb.set_defaults(verb=verify)
     verb.add_argument("words", nargs="*", metavar="RUN.toml | MODEL | key=value", help=words.OVERRIDES)
     verb.add_argument(
         "--plan", action="append", default=[], help='for example "tp=2,pp=2,schedule=1f1b"; may be repeated'
@@ -28,12 +27,8 @@ def add(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--ranks", type=words.count, default=4, help="the largest world of --matrix (default 4)")
     verb.add_argument("--steps", type=words.count, default=3, help="optimizer steps to compare (default 3)")
     verb.add_argument("--folder", type=Path, help="where the certificate goes (default: runs/verify-NAME)")
-    verb.add_argument(
-        "--checkpoint",
-        type=Path,
-        metavar="DIR",
-        help="instead: verify the checksums of a checkpoint, or of all of a run",
-    )
+    checksums = "instead: verify the checksums of a checkpoint, or of all of a run"
+    verb.add_argument("--checkpoint", type=Path, metavar="DIR", help=checksums)
     verb.add_argument(
         "--resume", metavar="RUN", help="instead: stop a short form of a run, resume it, and compare bitwise"
     )
@@ -66,11 +61,10 @@ def verify(options: argparse.Namespace) -> int:
 def _require(runs: list[Run], folder: Path, say: Callable[[str], None]) -> None:
     """Places to write to, and the data of runs that have their own: before the first rank starts."""
     from meshwright.data import prepare
-    from meshwright.data import prepare as cache
 
     require_folder(folder, "name another --folder")
     if not runs:
-        require_folder(env.cache(), cache.REMEDY)
+        require_folder(env.cache(), prepare.REMEDY)
     for run in runs:
         prepare.prepare(run, env.cache(), say)
 
@@ -83,7 +77,7 @@ def _checkpoint(options: argparse.Namespace) -> int:
     try:
         verdict = integrity.verify(options.checkpoint, words.say_to(options.json))
     except CorruptError as error:
-        print(words.told(error), file=sys.stderr)
+        print(words.sentences(error), file=sys.stderr)
         return CorruptError.code
     if options.json:
         print(msgspec.json.encode(verdict).decode())
@@ -105,12 +99,10 @@ def _resume(options: argparse.Namespace) -> int:
     return 0 if verdict.passed else 1
 
 
-FAULTS = ("kill", "term", "hang", "sleep", "lock", "data", "skip", "cross", "nan", "flip")
-
-
 def add_rehearse(verb: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
-    verb.set_defaults(verb=rehearse)
+    from meshwright.verify.rehearse import FAULTS
+
     verb.add_argument("words", nargs="*", metavar="RUN.toml | key=value", help=words.OVERRIDES)
     verb.add_argument(
         "--fault", choices=FAULTS, default="kill", help="the fault to inject into its last rank (default: kill)"

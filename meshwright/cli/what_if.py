@@ -1,7 +1,6 @@
-"""`meshwright plan --what-if`: the best plan as things are, and what a change would do to it."""
+"""`meshwright plan`'s other questions: what a change would do, how many GPUs, the largest that fits, layer by layer."""
 
 import argparse
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,20 +8,22 @@ import msgspec
 
 from meshwright.cli import options as words
 from meshwright.cli import plan_tables as tables
-from meshwright.cli.plan import DOES_NOT_FIT, announce, answer_record, nothing_fits, searched, show
+from meshwright.cli.options import show
+from meshwright.cli.plan import announce, answer_record, nothing_fits, searched
 from meshwright.cli.plan_tables import as_record, found_words, gib, short
 from meshwright.cli.query import PlanQuery, default_precision, put
 from meshwright.config import check, presets
-from meshwright.cost.step_time import TimeShare
 from meshwright.hardware.cluster import cluster
+from meshwright.runtime.failure import Exit
 from meshwright.search import explain, sizes
-from meshwright.search.best_first import Candidate, SearchResult, priced
+from meshwright.search.best_first import Candidate, priced
 from meshwright.search.question import Question
 from meshwright.search.sizes import SHORTEST, Largest, largest_microbatch, largest_model, largest_sequence, layers
 from meshwright.search.space import NARROW, problems, refuse_empty
 from meshwright.spec.problem import InputError, Problem
 
 CHANGEABLE = ("network", "cluster", "sequence", "batch")
+SOUGHT = {"model": "arch", "microbatch": "batch", "sequence": "sequence"}  # what of the question is not asked for
 
 
 def what_if(options: argparse.Namespace) -> int:
@@ -44,13 +45,21 @@ def what_if(options: argparse.Namespace) -> int:
         "counts": msgspec.to_builtins(then.counts),
     }
     lines = [f"assumed then: {', '.join(assumed)}"] if assumed else [*tables.without_rate(changed)]
-    lines += [
-        f"now:       {_summary(first, question)}",
-        *_same_plan(first, same, question),
-        *_best(first, changed, then),
-    ]
+    lines.append(f"now:       {_summary(first, question)}")
+    if same is None:
+        lines.append("same plan: no longer legal")
+    else:
+        other = "" if same.plan == first.plan else f"{found_words(same, question)}: "
+        seconds = f"{short(same.price.seconds)} s/step ({same.price.seconds / first.price.seconds:.2f} ×)"
+        misfit = "" if same.fit.fits else ", does not fit"
+        lines += [f"same plan: {other}{seconds}, {gib(same.peak_bytes)} GiB{misfit}", *_shifts(first, same)]
+    if not then.found:
+        lines.append("nothing fits then")
+    else:
+        after = then.found[0]
+        lines += [f"best then: {_summary(after, changed)}", *_shifts(first, after), explain.why(after)]
     show(options, record, lines)
-    return 0 if then.found else DOES_NOT_FIT
+    return Exit.DONE if then.found else Exit.DOES_NOT_FIT
 
 
 def _changed(options: argparse.Namespace, asked: PlanQuery) -> tuple[Question, list[str]]:
@@ -113,49 +122,15 @@ def _summary(found: Candidate, asked: Question) -> str:
     return f"{plan}: {short(found.price.seconds)} s/step, {gib(found.peak_bytes)} GiB"
 
 
-def _same_plan(base: Candidate, same: Candidate | None, question: Question) -> Iterator[str]:
-    """What a change does to the plan that was best."""
-    if same is None:
-        yield "same plan: no longer legal"
-        return
-    other = "" if same.plan == base.plan else f"{found_words(same, question)}: "
-    verdict = "" if same.fit.fits else ", does not fit"
-    yield (
-        f"same plan: {other}{short(same.price.seconds)} s/step "
-        f"({same.price.seconds / base.price.seconds:.2f} ×), {gib(same.peak_bytes)} GiB{verdict}"
-    )
-    yield from _shifts(base, same)
-
-
-def _best(base: Candidate, changed: Question, then: SearchResult) -> Iterator[str]:
-    """What is best after the change."""
-    if not then.found:
-        yield "nothing fits then"
-        return
-    first = then.found[0]
-    yield f"best then: {_summary(first, changed)}"
-    yield from _shifts(base, first)
-    yield explain.why(first)
-
-
 def _shifts(base: Candidate, other: Candidate) -> Iterator[str]:
     """The three shares of a step that changed most."""
-    before = {share.name: share.seconds for share in base.price.waterfall}
-    after = {share.name: share for share in other.price.waterfall}
-    names = sorted({*before, *after}, key=lambda name: -abs(_seconds(after, name) - before.get(name, 0.0)))
-    for name in names[:3]:
-        change = _seconds(after, name) - before.get(name, 0.0)
-        if abs(change) >= explain.SMALL * base.price.seconds:
-            why = f": {after[name].why}" if name in after else ""
-            label = name.replace("_", " ")
-            yield f"           {'+' if change > 0 else '-'}{short(abs(change))} s {label}{why}"
-
-
-def _seconds(shares: dict[str, TimeShare], name: str) -> float:
-    return shares[name].seconds if name in shares else 0.0
-
-
-SOUGHT = {"model": "arch", "microbatch": "batch", "sequence": "sequence"}  # what of the question is not asked for
+    before, after = ({share.name: share.seconds for share in each.price.waterfall} for each in (base, other))
+    reasons = {share.name: f": {share.why}" for share in other.price.waterfall}
+    change = {name: after.get(name, 0.0) - before.get(name, 0.0) for name in {*before, *after}}
+    for name in sorted(change, key=lambda name: -abs(change[name]))[:3]:
+        if abs(change[name]) >= explain.SMALL * base.price.seconds:
+            by = f"{'+' if change[name] > 0 else '-'}{short(abs(change[name]))} s"
+            yield f"           {by} {name.replace('_', ' ')}{reasons.get(name, '')}"
 
 
 def gpus_needed(options: argparse.Namespace) -> int:
@@ -169,15 +144,22 @@ def gpus_needed(options: argparse.Namespace) -> int:
     question = sizes.with_gpus(asked.question, gpus)
     record = answer_record(asked, question, answer) | {"gpus": gpus}
     lines = [f"At least {gpus} {question.cluster.gpu.name} are needed.", *tables.plan_heading(asked, question), ""]
-    ranking = tables.ranking(answer, question, words.room(sys.stdout))
+    ranking = tables.ranking(answer, question, words.columns())
     show(options, record, [*lines, *ranking, "", explain.why(answer.found[0])])
-    return 0
+    return Exit.DONE
 
 
 def largest(options: argparse.Namespace) -> int:
     """The largest model, microbatch or sequence that fits."""
     what = options.largest
-    _refuse_stated(options)
+    target, overrides = words.target(options.words)
+    stated = {
+        "model": target,
+        "sequence": options.sequence and f"--sequence {options.sequence}",
+        "microbatch": next((word for word in overrides if word.startswith("plan.microbatch=")), None),
+    }[what]
+    if stated:
+        raise InputError([Problem(f"{stated} cannot be combined with --largest {what}", f"leave {stated} out")])
     asked = put(options, presets.preset("llama3-8b") if what == "model" else None)
     ask = {"model": largest_model, "microbatch": largest_microbatch, "sequence": largest_sequence}[what]
     found = ask(asked.question)
@@ -185,32 +167,14 @@ def largest(options: argparse.Namespace) -> int:
         refuse_empty(asked.question)
         return _none(options, asked)
     asked = _answered(asked, what, found)
-    beyond = f"; {found.next_value} does not fit" if found.next_value is not None else ""
-    why = explain.why(found.found)
-    record = _record(options, asked) | {
-        "value": found.value,
-        "next": found.next_value,
-        "end": found.end,
-        "plans": [as_record(found.found, why)],
-    }
-    beyond = f"; {found.end}" if found.end else beyond
-    lines = [f"largest {what} on {asked.machines}: {found.value}{beyond}", *tables.plan_heading(asked, asked.question)]
-    lines += [f"plan: {found_words(found.found, asked.question)}", "", *tables.ledger(found.found), ""]
-    show(options, record, [*lines, *tables.waterfall(found.found)])
-    return 0
-
-
-def _refuse_stated(options: argparse.Namespace) -> None:
-    """What is sought cannot be given."""
-    target, overrides = words.target(options.words)
-    what = options.largest
-    given = {
-        "model": target,
-        "sequence": options.sequence and f"--sequence {options.sequence}",
-        "microbatch": next((word for word in overrides if word.startswith("plan.microbatch=")), None),
-    }[what]
-    if given:
-        raise InputError([Problem(f"{given} cannot be combined with --largest {what}", f"leave {given} out")])
+    beyond = found.end or (f"{found.next_value} does not fit" if found.next_value is not None else "")
+    plans = [as_record(found.found, explain.why(found.found))]
+    answer = {"value": found.value, "next": found.next_value, "end": found.end, "plans": plans}
+    lines = [f"largest {what} on {asked.machines}: {found.value}{f'; {beyond}' if beyond else ''}"]
+    lines += [*tables.plan_heading(asked, asked.question), f"plan: {found_words(found.found, asked.question)}", ""]
+    lines += [*tables.ledger(found.found), "", *tables.waterfall(found.found)]
+    show(options, _record(options, asked) | answer, lines)
+    return Exit.DONE
 
 
 def _answered(asked: PlanQuery, what: str, found: Largest) -> PlanQuery:
@@ -234,7 +198,7 @@ def _none(options: argparse.Namespace, asked: PlanQuery) -> int:
     record = _record(options, asked) | {"value": None, "next": None, "end": "", "plans": []}
     line = f"no {what}{least} fits {asked.machines} ({', '.join(others)}, {question.precision})"
     show(options, record, [line])
-    return DOES_NOT_FIT
+    return Exit.DOES_NOT_FIT
 
 
 def _record(options: argparse.Namespace, asked: PlanQuery) -> dict[str, object]:
@@ -256,4 +220,4 @@ def layer_by_layer(options: argparse.Namespace) -> int:
     record = {"model": asked.model, "sequence": asked.question.sequence, "layers": msgspec.to_builtins(table)}
     heading = f"{asked.model}, sequence {asked.question.sequence:,}, {asked.question.precision}"
     show(options, record, [heading, *tables.layer_table(table)])
-    return 0
+    return Exit.DONE

@@ -1,12 +1,12 @@
-"""A published run → a job that can be priced: the columns of docs/accuracy.md, blanks filled by documented defaults."""
+"""A table of published runs → jobs, priced: the columns of docs/accuracy.md, blanks filled by documented defaults."""
 
 import csv
 import io
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import Literal
 
 import msgspec
 
@@ -15,11 +15,17 @@ from meshwright.cost.memory import Ledger, fits, ledger
 from meshwright.cost.step_time import Price, price
 from meshwright.hardware.cluster import MOST_GPUS, Cluster, ClusterFile, assembled, catalogue, recognised, unknown
 from meshwright.hardware.stacks import Stack, stack_of
-from meshwright.published.arch import arch_of
-from meshwright.published.cells import Cells, ImpossibleError, RefusalError, holds
-from meshwright.published.plan import degrees_of, is_early, plan_of
+from meshwright.published.columns import (
+    Cells,
+    ImpossibleError,
+    RefusalError,
+    arch_of,
+    degrees_of,
+    holds,
+    is_early,
+    plan_of,
+)
 from meshwright.runtime.files import replace_file
-from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError, Problem
 from meshwright.spec.units import GIB
 
@@ -27,6 +33,15 @@ NIC_WORDS = ("hdr", "ndr", "xdr", "edr", "per gpu", "per-gpu", "/gpu", "a gpu", 
 GENERATIONS = {"hdr": 200.0, "ndr": 400.0, "xdr": 800.0}  # Gb/s of a link; EDR and Omni-Path have 100
 MARGIN = 0.1  # of the device: nobody fills the last tenth on purpose
 ADAPTERS = ("lora", "qlora", "dora", "peft")
+NEEDED = ("layers", "hidden", "seq_len", "gpu", "n_gpus")
+ADDED: tuple[str, ...] = (
+    "pred_iter_time_s", "pred_low_s", "pred_high_s", "pred_tokens_per_s_per_gpu",
+    "pred_peak_mem_gib", "pred_low_mem_gib", "pred_high_mem_gib", "pred_fits", "refused", "assumed",
+)  # fmt: skip
+SAY_EVERY = 200  # rows
+OUR_FAULTS = (ValueError, ArithmeticError, LookupError, AssertionError)
+
+Row = dict[str, str]
 
 
 class Priced(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +51,38 @@ class Priced(msgspec.Struct, frozen=True, kw_only=True):
     assumed: tuple[str, ...] = ()
     refused: str = ""
     impossible: bool = False  # such a plan cannot run, whether it was refused for that or priced all the same
+
+
+class RowPrice(msgspec.Struct, frozen=True, kw_only=True):
+    """What we say of one row. No figure where it is refused."""
+
+    price: Price | None = None
+    memory_bytes: float = 0.0
+    low_bytes: float = 0.0
+    high_bytes: float = 0.0
+    fits: bool | None = None
+    refused: str = ""
+    assumed: tuple[str, ...] = ()
+
+    def cells(self) -> Row:
+        """The columns that are added to the row."""
+        found: Row = dict.fromkeys(ADDED, "")
+        found["pred_fits"] = {None: "", True: "yes", False: "no"}[self.fits]
+        found["refused"], found["assumed"] = self.refused, "; ".join(self.assumed)
+        if self.price is None:
+            return found
+        figures = (
+            self.price.seconds, self.price.low_seconds, self.price.high_seconds, self.price.tokens_per_second_per_gpu,
+            self.memory_bytes / GIB, self.low_bytes / GIB, self.high_bytes / GIB,
+        )  # fmt: skip
+        return found | {column: f"{figure:.6g}" for column, figure in zip(ADDED[:7], figures, strict=True)}
+
+
+class PriceCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of the rows of a table."""
+
+    priced: int
+    refused: int
 
 
 def job_of(row: Mapping[str, str | None]) -> Priced:
@@ -56,8 +103,12 @@ def _job(cells: Cells) -> Job:
     arch = arch_of(cells, stack, degrees.tp)
     cluster = cluster_of(cells, degrees.world)
     plan = plan_of(cells, arch, stack, degrees, cluster.domain)
-    if is_early(cells, stack) and not cells.text("activation_ckpt"):
-        plan = _recomputed(cells, Job(arch=arch, plan=plan, sequence=arch.context, cluster=cluster, stack=stack))
+    job = Job(arch=arch, plan=plan, sequence=arch.context, cluster=cluster, stack=stack)
+    spare = MARGIN * cluster.gpu.memory_bytes
+    # An early run that does not say so recomputed everything where it would hardly have fitted otherwise.
+    if is_early(cells, stack) and not cells.text("activation_ckpt") and fits(job).headroom_bytes < spare:
+        cells.note("activation_ckpt = full after all (it would hardly fit otherwise)")
+        job = msgspec.structs.replace(job, plan=msgspec.structs.replace(plan, recompute="full"))
     if cells.text("offload") not in ("", "no", "none", "0", "false"):
         cells.note(f"offload of {cells.text('offload')} not priced")
     if cells.argument("optimizer") == "muon":
@@ -66,16 +117,8 @@ def _job(cells: Cells) -> Job:
         narrow = msgspec.structs.replace(
             stack.holds, states="buffers", weight_bytes=2.0, gradient_bytes=2.0, optimizer_bytes=4.0
         )  # weights, gradients and moments all in bf16, no master copy
-        stack = msgspec.structs.replace(stack, holds=narrow)
-    return Job(arch=arch, plan=plan, sequence=arch.context, cluster=cluster, stack=stack)
-
-
-def _recomputed(cells: Cells, job: Job) -> Plan:
-    """An early run that does not say so computed everything anew where it would hardly have fitted otherwise."""
-    if fits(job).headroom_bytes >= MARGIN * job.cluster.gpu.memory_bytes:
-        return job.plan
-    cells.note("activation_ckpt = full after all (it would hardly fit otherwise)")
-    return msgspec.structs.replace(job.plan, recompute="full")
+        job = msgspec.structs.replace(job, stack=msgspec.structs.replace(stack, holds=narrow))
+    return job
 
 
 def _stack(cells: Cells, tp: int) -> Stack:
@@ -121,36 +164,19 @@ def cluster_of(cells: Cells, gpus: int) -> Cluster:
         cells.note(f"gpu = {name} (recognised in {asked!r})")
     if gpus > MOST_GPUS:
         raise RefusalError(f"n_gpus = {gpus} is more than any cluster has")
-    return assembled(_machines(cells, name, gpus), known)
-
-
-def _machines(cells: Cells, name: str, gpus: int) -> ClusterFile:
-    known = catalogue()
-    card = known.cards[name]
-    links = cells.row.get("interconnect", "")
+    card, links = known.cards[name], cells.row.get("interconnect", "")
     node = cells.whole("gpus_per_node") or min(card.domain, 8)
-    domain = _domain(f"{cells.text('gpu')} {links.lower()}", node, card.domain)
+    rack = re.search(r"nvl\s?(\d+)", f"{cells.text('gpu')} {links.lower()}")
+    # GPUs behind one switch: a rack stays a rack, however many of its GPUs share a tray.
+    domain = int(rack[1]) if rack else card.domain if card.domain > 8 else node
     network = recognised(links, known.networks) or card.network
     gbit = _gbit(links, node) or card.network_gbit
     if gpus > domain and not links:
         cells.note(f"interconnect = {network}, {gbit:g} Gb/s a GPU (the card's usual)")
     plain_pcie = "pcie" in links.lower() and "nvlink" not in links.lower()
-    return ClusterFile(
-        gpu=name,
-        gpus=gpus,
-        domain=domain,
-        network=network,
-        network_gbit=gbit,
-        scale_up=card.host if plain_pcie and card.host.startswith("pcie") else card.scale_up,
-    )
-
-
-def _domain(text: str, node: int, usual: int) -> int:
-    """GPUs behind one switch: a rack stays a rack, however many of its GPUs share a tray."""
-    rack = re.search(r"nvl\s?(\d+)", text)
-    if rack:
-        return int(rack[1])
-    return usual if usual > 8 else node
+    scale_up = card.host if plain_pcie and card.host.startswith("pcie") else card.scale_up
+    machines = ClusterFile(gpu=name, gpus=gpus, domain=domain, network=network, network_gbit=gbit, scale_up=scale_up)
+    return assembled(machines, known)
 
 
 def _gbit(text: str, node: int) -> float | None:
@@ -158,63 +184,15 @@ def _gbit(text: str, node: int) -> float | None:
     several = re.search(r"(\d+)\s*[x×]\s*(?:[A-Za-z-]+\s+)*(\d+(?:\.\d+)?)\s*(?:Gb(?![a-z]*yte)|G\b|gbps|gbit)", text)
     if several:
         return float(several[1]) * float(several[2]) / node
-    single = re.search(r"(\d+(?:\.\d+)?)\s*([GT])b(?:ps|/s|it)?", text)
-    if single is None:
-        return _generation(text.lower(), node)
-    rate = float(single[1]) * (1000 if single[2] == "T" else 1)
-    return rate if holds(text.lower(), NIC_WORDS) else rate / node
-
-
-def _generation(text: str, node: int) -> float | None:
-    """The same where only the generation of the network is named, and perhaps how many links a node has."""
-    found = re.search(r"(?:(\d+)\s*[x×]?\s*)?\b(omni-?\s?path|opa|edr|hdr|ndr|xdr)\b", text)
+    if single := re.search(r"(\d+(?:\.\d+)?)\s*([GT])b(?:ps|/s|it)?", text):
+        rate = float(single[1]) * (1000 if single[2] == "T" else 1)
+        return rate if holds(text.lower(), NIC_WORDS) else rate / node
+    # Only the generation of the network is named, and perhaps how many links a node has.
+    found = re.search(r"(?:(\d+)\s*[x×]?\s*)?\b(omni-?\s?path|opa|edr|hdr|ndr|xdr)\b", text.lower())
     if found is None:
         return None
     rate = GENERATIONS.get(found[2], 100.0)
     return rate * int(found[1]) / node if found[1] else rate
-
-
-NEEDED = ("layers", "hidden", "seq_len", "gpu", "n_gpus")
-ADDED: tuple[str, ...] = (
-    "pred_iter_time_s", "pred_low_s", "pred_high_s", "pred_tokens_per_s_per_gpu",
-    "pred_peak_mem_gib", "pred_low_mem_gib", "pred_high_mem_gib", "pred_fits", "refused", "assumed",
-)  # fmt: skip
-SAY_EVERY = 200  # rows
-OUR_FAULTS = (ValueError, ArithmeticError, LookupError, AssertionError)
-
-Row = dict[str, str]
-
-
-class RowPrice(msgspec.Struct, frozen=True, kw_only=True):
-    """What we say of one row. No figure where it is refused."""
-
-    price: Price | None = None
-    memory_bytes: float = 0.0
-    low_bytes: float = 0.0
-    high_bytes: float = 0.0
-    fits: bool | None = None
-    refused: str = ""
-    assumed: tuple[str, ...] = ()
-
-    def cells(self) -> Row:
-        """The columns that are added to the row."""
-        found: Row = dict.fromkeys(ADDED, "")
-        found["pred_fits"] = {None: "", True: "yes", False: "no"}[self.fits]
-        found["refused"], found["assumed"] = self.refused, "; ".join(self.assumed)
-        if self.price is None:
-            return found
-        figures = (
-            self.price.seconds, self.price.low_seconds, self.price.high_seconds, self.price.tokens_per_second_per_gpu,
-            self.memory_bytes / GIB, self.low_bytes / GIB, self.high_bytes / GIB,
-        )  # fmt: skip
-        return found | {column: f"{figure:.6g}" for column, figure in zip(ADDED[:7], figures, strict=True)}
-
-
-class PriceCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of the rows of a table."""
-
-    priced: int
-    refused: int
 
 
 def price_file(source: Path, target: Path, say: Callable[[str], None]) -> PriceCounts:
@@ -238,26 +216,22 @@ def answered(row: Mapping[str, str]) -> RowPrice:
     assumed: tuple[str, ...] = ()
     try:
         found = job_of(row)
-        assumed = found.assumed
-        if found.job is None:
+        job, assumed = found.job, found.assumed
+        if job is None:
             return RowPrice(refused=found.refused, assumed=assumed, fits=False if found.impossible else None)
-        return _figures(found, found.job, row)
+        kind = row.get("peak_mem_kind", "").lower()
+        held, room = _memory(job, measured_rank(kind, job))
+        memory = as_measured(held, kind)
+        return RowPrice(
+            price=_price(job),
+            memory_bytes=memory,
+            low_bytes=memory * held.low,
+            high_bytes=memory * held.high,
+            fits=room and not found.impossible,
+            assumed=assumed,
+        )
     except OUR_FAULTS as error:  # one row that we get wrong should not cost the user the others
         return RowPrice(refused=f"a fault of ours: {type(error).__name__}: {error}", assumed=assumed)
-
-
-def _figures(found: Priced, job: Job, row: Mapping[str, str]) -> RowPrice:
-    kind = row.get("peak_mem_kind", "").lower()
-    held, room = _memory(job, measured_rank(kind, job))
-    memory = as_measured(held, kind)
-    return RowPrice(
-        price=_price(job),
-        memory_bytes=memory,
-        low_bytes=memory * held.low,
-        high_bytes=memory * held.high,
-        fits=room and not found.impossible,
-        assumed=found.assumed,
-    )
 
 
 @lru_cache(maxsize=4096)
@@ -267,13 +241,13 @@ def _price(job: Job) -> Price:
 
 @lru_cache(maxsize=4096)
 def _memory(job: Job, rank: int | None) -> tuple[Ledger, bool]:
-    """The ledger of a pipeline rank (None: the fullest), and whether the job fits."""
+    """The ledger of a pipeline rank (None: the most loaded), and whether the job fits."""
     fit = fits(job)
     return (fit.ledger if rank is None or fit.ledger.rank == rank else ledger(job, {"pp": rank})), fit.fits
 
 
 def measured_rank(kind: str, job: Job) -> int | None:
-    """The pipeline rank that a source measured: the first, the last, or None where it is not said: the fullest."""
+    """The pipeline rank that a source measured: the first, the last, or None where it is not said: the most loaded."""
     if "rank-0" in kind or "rank 0" in kind or (not kind and job.stack.name == "nanotron"):
         return 0
     return job.plan.pp - 1 if "last rank" in kind or "last pp" in kind else None
@@ -294,30 +268,22 @@ def read(source: Path) -> tuple[list[Row], list[str]]:
     """The rows and columns of a table."""
     try:
         with source.open(encoding="utf-8-sig", newline="") as lines:
-            return list(_rows(lines, source)), _columns(source)
+            reader = csv.DictReader(lines, strict=True)
+            columns = list(reader.fieldnames or [])
+            if missing := [column for column in NEEDED if column not in columns]:
+                what = f"{source} lacks the column{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
+                raise InputError([Problem(what, "docs/accuracy.md lists the columns that rows are read from")])
+            rows = []
+            for row in reader:
+                if None in row:
+                    what = f"{source}, line {reader.line_num}: more cells than the header has columns"
+                    raise InputError([Problem(what, "quote cells that hold commas")])
+                rows.append({column: value or "" for column, value in row.items()})
+            return rows, columns
     except OSError as error:
         raise InputError([Problem(f"{source}: {error.strerror}", "name a CSV file that can be read")]) from None
     except (UnicodeDecodeError, csv.Error) as error:
         raise InputError([Problem(f"{source} is not a CSV table: {error}", "save it as UTF-8 CSV")]) from None
-
-
-def _columns(source: Path) -> list[str]:
-    with source.open(encoding="utf-8-sig", newline="") as lines:
-        return next(csv.reader(lines), [])
-
-
-def _rows(lines: TextIO, source: Path) -> Iterator[Row]:
-    reader = csv.DictReader(lines, strict=True)
-    columns = reader.fieldnames or []
-    missing = [column for column in NEEDED if column not in columns]
-    if missing:
-        what = f"{source} lacks the column{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
-        raise InputError([Problem(what, "docs/accuracy.md lists the columns that rows are read from")])
-    for row in reader:
-        if None in row:
-            what = f"{source}, line {reader.line_num}: more cells than the header has columns"
-            raise InputError([Problem(what, "quote cells that hold commas")])
-        yield {column: value or "" for column, value in row.items()}
 
 
 def write(target: Path, columns: list[str], rows: list[Row]) -> None:

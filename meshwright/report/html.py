@@ -1,12 +1,12 @@
 """A page that stands alone: one file, no script, nothing fetched; light or dark as the reader has it."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 
-from meshwright.cost.simulate import Timeline
 from meshwright.report import svg
-from meshwright.report.plan_charts import Pictures, Point, StackedBar, short
+from meshwright.report.plan_charts import Pictures, StackedBar, short
 
+KINDS = {"F": "forward", "B": "backward", "I": "backward for the input", "W": "backward for the weights"}
 STYLE = """\
 :root {
   --paper: #ffffff; --ink: #1b1f24; --quiet: #57606a; --line: #d0d7de; --strong: #b42318; --idle: #eef1f4;
@@ -63,12 +63,26 @@ th, td { text-align: left; padding: .2rem .7rem .2rem 0; border-bottom: 1px soli
 """
 
 
-KINDS = {"F": "forward", "B": "backward", "I": "backward for the input", "W": "backward for the weights"}
-
-
 def page(pictures: Pictures) -> str:
     """The page of a plan."""
-    return document(pictures.title, pictures.heading, _sections(pictures))
+    wholes, points, pipeline = (pictures.memory, pictures.time), pictures.points, pictures.pipeline
+    sections = [section(whole.title, svg.whole(whole), parts_table(whole)) for whole in wholes]
+    if len(points) > 1:
+        best = enumerate((point for point in points if point.front), 1)
+        rows = [
+            (str(number), f"{short(each.gib)} GiB", f"{short(each.seconds)} s", each.label) for number, each in best
+        ]
+        below = table("the numbered plans", ("", "memory", "s/step", "plan"), rows, shown=True)
+        sections.append(section("Plans by memory and time", svg.plans(points, pictures.limit_gib), below))
+    if pipeline is not None:
+        slots = [slot for row in pipeline.timeline.rows for slot in row]
+        used = {slot.action.kind for slot in slots}
+        names = [f'<li><i class="{kind}"></i>{words}</li>' for kind, words in KINDS.items() if kind in used]
+        if any(slot.action.stage >= len(pipeline.timeline.rows) for slot in slots):
+            names.append("<li>a rank's second chunk is lighter</li>")
+        legend = f'<ul class="legend">{"".join(names)}<li>numbers are microbatches</li></ul>'
+        sections.append(section(pipeline.title, svg.gantt(pipeline), legend))
+    return document(pictures.title, pictures.heading, sections)
 
 
 def document(title: str, heading: Iterable[str], sections: Iterable[str]) -> str:
@@ -98,24 +112,9 @@ def document(title: str, heading: Iterable[str], sections: Iterable[str]) -> str
     )
 
 
-def _sections(pictures: Pictures) -> Iterator[str]:
-    yield from section(pictures.memory.title, svg.whole(pictures.memory), parts_table(pictures.memory))
-    yield from section(pictures.time.title, svg.whole(pictures.time), parts_table(pictures.time))
-    if len(pictures.points) > 1:
-        drawn = svg.plans(pictures.points, pictures.limit_gib)
-        yield from section("Plans by memory and time", drawn, _plans_table(pictures.points))
-    if pictures.pipeline is not None:
-        drawn = svg.gantt(pictures.pipeline)
-        yield from section(pictures.pipeline.title, drawn, _legend(pictures.pipeline.timeline))
-
-
-def section(title: str, drawn: str, below: str) -> Iterator[str]:
+def section(title: str, drawn: str, below: str) -> str:
     """A picture with its title above and its numbers below it."""
-    yield "<section>"
-    yield f"<h2>{escape(title)}</h2>"
-    yield f"<figure>{drawn}</figure>"
-    yield below
-    yield "</section>"
+    return f"<section>\n<h2>{escape(title)}</h2>\n<figure>{drawn}</figure>\n{below}\n</section>"
 
 
 def parts_table(whole: StackedBar) -> str:
@@ -125,27 +124,9 @@ def parts_table(whole: StackedBar) -> str:
     return table("the figures, with their reasons", ("part", whole.unit, "why"), rows)
 
 
-def _plans_table(points: tuple[Point, ...]) -> str:
-    best = [point for point in points if point.front]
-    rows = [
-        (str(number), f"{short(point.gib)} GiB", f"{short(point.seconds)} s", point.label)
-        for number, point in enumerate(best, 1)
-    ]
-    return table("the numbered plans", ("", "memory", "s/step", "plan"), rows, shown=True)
-
-
 def table(summary: str, heads: tuple[str, ...], rows: Sequence[tuple[str, ...]], shown: bool = False) -> str:
     """Numbers to read, opened by whoever wants them."""
     head = "".join(f'<th scope="col">{escape(word)}</th>' for word in heads)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     inner = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
     return f"<details{' open' if shown else ''}><summary>{escape(summary)}</summary>{inner}</details>"
-
-
-def _legend(timeline: Timeline) -> str:
-    slots = [slot for row in timeline.rows for slot in row]
-    used = {slot.action.kind for slot in slots}
-    names = [f'<li><i class="{kind}"></i>{words}</li>' for kind, words in KINDS.items() if kind in used]
-    if any(slot.action.stage >= len(timeline.rows) for slot in slots):
-        names.append("<li>a rank's second chunk is lighter</li>")
-    return f'<ul class="legend">{"".join(names)}<li>numbers are microbatches</li></ul>'

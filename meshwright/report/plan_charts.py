@@ -1,7 +1,8 @@
-"""What is drawn, apart from how: parts of a whole, plans by memory and time, a pipeline's step."""
+"""What is drawn of a plan, and how a terminal draws it: parts of a whole, plans by memory and time, a pipeline."""
 
 import math
 from collections.abc import Iterable, Iterator
+from itertools import accumulate, pairwise
 
 import msgspec
 
@@ -10,9 +11,17 @@ from meshwright.cost.layer_time import layer_model
 from meshwright.cost.memory import Ledger
 from meshwright.cost.simulate import StageCost, Timeline, play, render
 from meshwright.cost.step_time import Price, stages_of
-from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import actions, stage_ranks
 from meshwright.spec.units import GIB
+
+ROUNDS = 2  # microbatches ÷ pp of a pipeline that are drawn at most: the rest is more of the same
+LEAST = 8  # and not fewer than this
+EIGHTHS = " ▏▎▍▌▋▊▉█"
+COLOURS = (34, 33, 32, 35, 36, 31, 94, 93, 92, 95)  # of the terminal's own palette, so readable on its background
+NARROWEST, WIDEST = 48, 160  # columns
+NAMES, FIGURES = 21, 16  # columns beside a bar
+ROWS = 14  # of the chart of plans
+IDLE_FIGURES = 36  # columns that a Gantt row takes beside its actions
 
 
 class ChartEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +44,17 @@ class StackedBar(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def total(self) -> float:
         return math.fsum(entry.value for entry in self.entries)
+
+    @property
+    def spans(self) -> list[tuple[float, float]]:
+        """Where each part begins and ends on the way to the sum; one below zero lies on those before it."""
+        edges = [*accumulate((entry.value for entry in self.entries), initial=0.0)]
+        return [(min(pair), max(pair)) for pair in pairwise(edges)]
+
+    @property
+    def extent(self) -> float:
+        """What a scale must have room for: the sum, the limit, and the highest reach before something is taken off."""
+        return max([self.total, self.limit or 0.0, *(end for _, end in self.spans)])
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,10 +103,9 @@ def memory(ledger: Ledger, memory_bytes: float) -> StackedBar:
 
 def seconds(price: Price) -> StackedBar:
     """The waterfall: from the data sheet's seconds to a step's."""
-    entries = (ChartEntry(name=share.label, value=share.seconds, why=share.why) for share in price.waterfall)
-    return StackedBar(
-        title="Where a step's seconds go", unit="s", entries=tuple(each for each in entries if each.value)
-    )
+    shares = [share for share in price.waterfall if share.seconds]
+    entries = tuple(ChartEntry(name=share.label, value=share.seconds, why=share.why) for share in shares)
+    return StackedBar(title="Where a step's seconds go", unit="s", entries=entries)
 
 
 def front(points: Iterable[Point]) -> tuple[Point, ...]:
@@ -97,6 +116,31 @@ def front(points: Iterable[Point]) -> tuple[Point, ...]:
         fastest = min(fastest, point.seconds)
         found.append(msgspec.structs.replace(point, front=best))
     return tuple(found)
+
+
+def pipeline(job: Job) -> PipelineChart | None:
+    """The Gantt chart of a job's pipeline; None where there is none."""
+    plan = job.plan
+    if plan.pp == 1:
+        return None
+    shown = min(plan.grad_accum, max(ROUNDS * plan.pp, LEAST))
+    stages = stages_of(layer_model(job), job)
+    blocked, travel = (stages.send, 0.0) if job.stack.speed.blocking_sends else (0.0, stages.send)
+    cost = StageCost(
+        forward_seconds=tuple(each.forward.seconds + blocked for each in stages.passes),
+        input_seconds=tuple(each.again.seconds + each.input.seconds + blocked for each in stages.passes),
+        weight_seconds=tuple(each.weight.seconds for each in stages.passes),
+        activation=(1 / plan.chunks,) * len(stages.passes),  # in units of one microbatch on one rank
+    )
+    ranks = stage_ranks(plan.schedule, plan.pp, plan.chunks)
+    part = "" if shown == plan.grad_accum else f", {shown} of {plan.grad_accum} microbatches"
+    chunks = f" × {plan.chunks} chunks" if plan.chunks > 1 else ""
+    return PipelineChart(
+        title=f"The pipeline {plan.schedule}{chunks} over {plan.pp} ranks{part}",
+        timeline=play(actions(plan.schedule, plan.pp, plan.chunks, shown), ranks, cost, travel),
+        shown=shown,
+        microbatches=plan.grad_accum,
+    )
 
 
 def between(points: Iterable[Point]) -> tuple[float, float]:
@@ -120,15 +164,6 @@ def ticks(high: float, low: float = 0.0, most: int = 6) -> list[float]:
 def short(value: float) -> str:
     """Three digits, never a power of ten."""
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
-
-
-EIGHTHS = " ▏▎▍▌▋▊▉█"
-COLOURS = (34, 33, 32, 35, 36, 31, 94, 93, 92, 95)  # of the terminal's own palette, so readable on its background
-RESET = "\x1b[0m"
-NARROWEST, WIDEST = 48, 160
-NAMES, FIGURES = 21, 16  # columns beside a bar
-ROWS = 14  # of the chart of plans
-IDLE_FIGURES = 36  # columns that a Gantt row takes beside its actions
 
 
 class Terminal(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,40 +192,22 @@ def charts(pictures: Pictures, screen: Terminal) -> Iterator[str]:
 
 def cascade(whole: StackedBar, screen: Terminal) -> Iterator[str]:
     """A bar for each part, beginning where the one before ended, and one for the sum beside what there is room for."""
-    room = screen.width - NAMES - FIGURES
-    largest = max(whole.total, whole.limit or 0.0, _highest(whole))
-    scale = room / largest if largest > 0 else 0.0
+    room, total, limit = screen.width - NAMES - FIGURES, whole.total, whole.limit
+    scale = room / whole.extent if whole.extent > 0 else 0.0
     yield f"{whole.title} ({whole.unit})"
-    end = 0.0
-    for number, entry in enumerate(whole.entries):
-        start, end = end, end + entry.value
-        painted = bar(min(start, end) * scale, max(start, end) * scale)
-        yield f"{entry.name[: NAMES - 1]:<{NAMES}}{_coloured(painted, room, number, screen)}{short(entry.value):>8}"
-    yield f"{'total':<{NAMES}}{_limited(whole, scale, room)}{_sum(whole):>8}"
-
-
-def _highest(whole: StackedBar) -> float:
-    """Where the cascade reaches farthest, before something is taken off again."""
-    reached = highest = 0.0
-    for entry in whole.entries:
-        reached += entry.value
-        highest = max(highest, reached)
-    return highest
-
-
-def _sum(whole: StackedBar) -> str:
-    return f"{short(whole.total)}" + (f" of {short(whole.limit)}" if whole.limit else "")
-
-
-def _limited(whole: StackedBar, scale: float, room: int) -> str:
-    """The sum's bar, the free room dotted, and a mark at the limit."""
-    cells = list(bar(0.0, whole.total * scale).ljust(room))
-    if whole.limit:
-        edge = min(round(whole.limit * scale), room) - 1
-        for column in range(math.ceil(whole.total * scale), edge):
-            cells[column] = "·"
+    for number, (entry, (start, end)) in enumerate(zip(whole.entries, whole.spans, strict=True)):
+        painted = bar(start * scale, end * scale)[:room].ljust(room)
+        if screen.colour:
+            painted = f"\x1b[{COLOURS[number % len(COLOURS)]}m{painted}\x1b[0m"
+        yield f"{entry.name[: NAMES - 1]:<{NAMES}}{painted}{short(entry.value):>8}"
+    cells = list(bar(0.0, total * scale).ljust(room))
+    if limit:  # the free room is dotted, with a mark at its end
+        edge = min(round(limit * scale), room) - 1
+        free = range(math.ceil(total * scale), edge)
+        cells[free.start : free.stop] = "·" * len(free)
         cells[edge] = "▕" if cells[edge] in " ·" else cells[edge]
-    return "".join(cells)
+    of = f" of {short(limit)}" if limit else ""
+    yield f"{'total':<{NAMES}}{''.join(cells)}{short(total) + of:>8}"
 
 
 def bar(start: float, end: float) -> str:
@@ -204,13 +221,6 @@ def bar(start: float, end: float) -> str:
         else:
             cells.append(EIGHTHS[max(round(covered * 8), 1)])
     return "".join(cells)
-
-
-def _coloured(painted: str, room: int, number: int, screen: Terminal) -> str:
-    padded = painted[:room].ljust(room)
-    if not screen.colour:
-        return padded
-    return f"\x1b[{COLOURS[number % len(COLOURS)]}m{padded}{RESET}"
 
 
 def plans(points: tuple[Point, ...], limit_gib: float, screen: Terminal) -> Iterator[str]:
@@ -264,38 +274,3 @@ def gantt(pipeline: PipelineChart, screen: Terminal) -> Iterator[str]:
     yield f"{pipeline.title}: {short(timeline.seconds)} s, {idle}"
     yield from render(timeline, max(screen.width - IDLE_FIGURES, 20))
     yield "F forward, B backward, I and W its halves, · idle"
-
-
-ROUNDS = 2  # microbatches ÷ pp that are drawn at most: the rest is more of the same
-LEAST = 8  # and not fewer than this
-
-
-def pipeline(job: Job) -> PipelineChart | None:
-    """The Gantt chart of a job's pipeline; None where there is none."""
-    plan = job.plan
-    if plan.pp == 1:
-        return None
-    shown = min(plan.grad_accum, max(ROUNDS * plan.pp, LEAST))
-    orders = actions(plan.schedule, plan.pp, plan.chunks, shown)
-    cost, send = stage_cost(job)
-    timeline = play(orders, stage_ranks(plan.schedule, plan.pp, plan.chunks), cost, send)
-    return PipelineChart(title=_title(plan, shown), timeline=timeline, shown=shown, microbatches=plan.grad_accum)
-
-
-def stage_cost(job: Job) -> tuple[StageCost, float]:
-    """What every stage takes for a microbatch, and a message between them."""
-    stages = stages_of(layer_model(job), job)
-    blocked, travel = (stages.send, 0.0) if job.stack.speed.blocking_sends else (0.0, stages.send)
-    cost = StageCost(
-        forward_seconds=tuple(each.forward.seconds + blocked for each in stages.passes),
-        input_seconds=tuple(each.again.seconds + each.input.seconds + blocked for each in stages.passes),
-        weight_seconds=tuple(each.weight.seconds for each in stages.passes),
-        activation=(1 / job.plan.chunks,) * len(stages.passes),  # in units of one microbatch on one rank
-    )
-    return cost, travel
-
-
-def _title(plan: Plan, shown: int) -> str:
-    part = "" if shown == plan.grad_accum else f", {shown} of {plan.grad_accum} microbatches"
-    chunks = f" × {plan.chunks} chunks" if plan.chunks > 1 else ""
-    return f"The pipeline {plan.schedule}{chunks} over {plan.pp} ranks{part}"

@@ -19,7 +19,15 @@ from meshwright.runtime.failure import Failure
 from meshwright.runtime.records import Record, StepRecord, read_line
 from meshwright.spec.problem import InputError, Problem
 
-NAME = "steps.rank*.jsonl"
+RUN, NAME = "run.toml", "steps.rank*.jsonl"
+REMEDY = "give the folder of a run: `meshwright train` says where it is, runs/NAME-DIGEST by default"
+ELSEWHERE = ("init.from=", "init.optimizer_state=false")  # where the weights came from need not be there any more
+CHANGED = "{} shows that run.toml changed between sessions: steps of the last session are measured, memory of all"
+MOST_NAMED = 12  # runs of a folder of runs
+LOCKS = Path("/proc/locks")
+HELD_BY = re.compile(r"process (\d+) on (\S+) since (.+)")
+State = Literal["done", "going", "ended"]
+Value = TypeVar("Value")
 
 
 class RankRecords(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,71 +57,13 @@ class RankSeen(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int  # at the most
 
 
-_decoder = msgspec.json.Decoder(RankLine)
-
-
-def rank_files(folder: Path) -> dict[int, Path]:
-    """The files of records by rank, lowest first."""
-    found = {file.name.removeprefix("steps.rank").removesuffix(".jsonl"): file for file in folder.glob(NAME)}
-    return {int(rank): found[rank] for rank in sorted(filter(str.isdecimal, found), key=int)}
-
-
-def read(file: Path) -> RankRecords:
-    """Every record of a file."""
-    records: list[Record] = []
-    damaged, cut = 0, False
-    for text in _texts(file):
-        if not text.endswith(b"\n"):
-            cut = True
-            continue
-        try:
-            records.append(read_line(text))
-        except (msgspec.MsgspecError, AttributeError, TypeError):  # no JSON, no object, or none of ours
-            damaged += 1
-    return RankRecords(records=records, damaged=damaged, cut=cut)
-
-
-def seen(rank: int, file: Path) -> RankSeen:
-    """A rank's steps in sum; lines that are damaged are left out."""
-    return summed(rank, (line for line in _rank_lines(file) if line.kind == "step"))
-
-
-def summed(rank: int, steps: Iterable[RankLine | StepRecord]) -> RankSeen:
-    """Steps in sum."""
-    last, count, data_seconds, memory_bytes = 0, 0, 0.0, 0
-    for step in steps:
-        last, count = step.step, count + 1
-        data_seconds += step.data_seconds
-        memory_bytes = max(memory_bytes, step.memory_bytes)
-    return RankSeen(rank=rank, step=last, steps=count, data_seconds=data_seconds, memory_bytes=memory_bytes)
-
-
-def _rank_lines(file: Path) -> Iterator[RankLine]:
-    for text in _texts(file):
-        with contextlib.suppress(msgspec.MsgspecError):
-            yield _decoder.decode(text)
-
-
-def _texts(file: Path) -> Iterator[bytes]:
-    try:
-        with file.open("rb") as lines:
-            yield from lines
-    except OSError as error:
-        raise InputError([Problem(f"{file}: {error.strerror}", "make it readable, or report on a copy")]) from None
-
-
-State = Literal["done", "going", "ended"]
-LOCKS = Path("/proc/locks")
-HELD_BY = re.compile(r"process (\d+) on (\S+) since (.+)")
-
-
 class Owner(msgspec.Struct, frozen=True, kw_only=True):
     """Who claimed the folder last."""
 
     process: int
     host: str
     since: str
-    holds: bool | None  # whether it still does; None: it is on another machine, which cannot be asked
+    holds: bool | None  # whether it still does; None: its machine is another, or does not list its locks
 
 
 class StandingEvidence(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,87 +86,6 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     words: str
     remedy: str = ""
     silent_seconds: float | None = None  # since the last record
-
-
-def owner(lock: Path) -> Owner | None:
-    """Who holds the folder, or did last. The lock is not touched: a launcher must never be refused for a reader."""
-    try:
-        found = HELD_BY.match(lock.read_text(encoding="utf-8", errors="replace").strip())
-        inode = lock.stat().st_ino
-    except OSError:
-        return None
-    if found is None:
-        return None
-    here = found[2] == platform.node()
-    return Owner(process=int(found[1]), host=found[2], since=found[3], holds=_held(inode) if here else None)
-
-
-def _held(inode: int) -> bool | None:
-    """Whether somebody on this machine holds the lock of a file; None where the system does not list its locks."""
-    try:
-        rows = LOCKS.read_text().splitlines()
-    except OSError:
-        return None
-    return any(field.endswith(f":{inode}") for row in rows for field in row.split())
-
-
-def standing(evidence: StandingEvidence) -> Standing:
-    """How a run stands, by the best evidence there is: summary, lock, age of the last record, failure report."""
-    if evidence.finished:
-        return Standing(state="done", words="finished")
-    silent = evidence.silent_seconds
-    if _is_running(evidence):
-        last = "no record yet" if silent is None else f"last record {duration(silent)} ago"
-        by = "" if evidence.owner is None else f", process {evidence.owner.process} on {evidence.owner.host}"
-        return Standing(state="going", words=f"still running: {last}{by}", silent_seconds=silent)
-    when = "" if silent is None else f", {duration(silent)} ago"
-    what, remedy = _ending(evidence)
-    return Standing(state="ended", words=f"{what}{when}", remedy=remedy, silent_seconds=silent)
-
-
-def _is_running(evidence: StandingEvidence) -> bool:
-    if evidence.owner is not None and evidence.owner.holds is not None:
-        return evidence.owner.holds
-    return evidence.silent_seconds is not None and evidence.silent_seconds < evidence.patience and not evidence.said_end
-
-
-def _ending(evidence: StandingEvidence) -> tuple[str, str]:
-    """What ended a run, as far as anybody wrote it down, and what to do."""
-    if evidence.verdict is not None:
-        return f"stopped early: {evidence.verdict.what}", evidence.verdict.remedy
-    if evidence.made_all:
-        return "all steps were made, but the run stopped before its summary was written", _resuming(evidence)
-    if evidence.said_end:
-        saved = f"checkpoint saved at step {evidence.saved[-1]}" if evidence.saved else "no checkpoint saved"
-        return f"stopped by SIGTERM, {saved}", _resuming(evidence)
-    if evidence.silent_seconds is None:
-        return "no step was made, and no process is running", _resuming(evidence)
-    return (
-        "stopped early without a failure report: its launcher or a rank was killed, or its machine is gone",
-        _resuming(evidence),
-    )
-
-
-def _resuming(evidence: StandingEvidence) -> str:
-    if evidence.saved:
-        return f"run the same command again to resume from step {evidence.saved[-1]:,}"
-    return "run the same command again: it starts over, since no checkpoint was saved"
-
-
-def duration(seconds: float) -> str:
-    """A time in the unit in which it is at least one."""
-    for scale, unit in ((86400.0, "days"), (3600.0, "h"), (60.0, "min")):
-        if seconds >= scale:
-            return f"{seconds / scale:.1f} {unit}"
-    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
-
-
-RUN = "run.toml"
-REMEDY = "give the folder of a run: `meshwright train` says where it is, runs/NAME-DIGEST by default"
-ELSEWHERE = ("init.from=", "init.optimizer_state=false")  # where the weights came from need not be there any more
-CHANGED = "{} shows that run.toml changed between sessions: steps of the last session are measured, memory of all"
-MOST_NAMED = 12  # runs of a folder of runs
-Value = TypeVar("Value")
 
 
 class FolderFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -247,28 +116,141 @@ def facts(path: Path) -> FolderFacts:
     files = rank_files(path)
     witness = min(files, default=None)
     lines = read(files[witness]) if witness is not None else RankRecords(records=[])
-    steps = (record for record in lines.records if isinstance(record, StepRecord))
-    ranks = tuple(summed(rank, steps) if rank == witness else seen(rank, file) for rank, file in files.items())
+    own = [record for record in lines.records if isinstance(record, StepRecord)]
+    ranks = tuple(summed(rank, own if rank == witness else _rank_steps(file)) for rank, file in files.items())
     changed = [file.name for file in earlier(path)]
     notes += [CHANGED.format(changed[-1])] if changed else []
     notes += _missing_records(run.plan.world, witness, ranks, lines)
+    environment = _json(path / "env.json", dict[str, Any], notes, "device and torch are not known")
+    if finished := (path / "summary.json").exists():
+        _json(path / "summary.json", dict[str, Any], notes, "how it ended is read from the records")
+    saved = [entry.name.removeprefix("step-") for entry in path.glob("checkpoints/step-*")]
     return FolderFacts(
         path=path,
         run=run,
         changed=bool(changed),
-        environment=_json(path / "env.json", dict[str, Any], notes, "device and torch are not known") or {},
-        finished=_is_finished(path / "summary.json", notes),
+        environment=environment or {},
+        finished=finished,
         witness=witness,
         records=lines.records,
         kept=kept(lines.records),
         ranks=ranks,
         verdicts=_verdicts(path, notes),
         ends=_ends(path, notes),
-        saved=_saved(path),
+        saved=tuple(sorted(int(name) for name in saved if name.isdecimal())),
         owner=owner(path / "lock"),
         silent_seconds=max(time.time() - files[witness].stat().st_mtime, 0.0) if witness is not None else None,
         notes=tuple(notes),
     )
+
+
+def rank_files(folder: Path) -> dict[int, Path]:
+    """The files of records by rank, lowest first."""
+    found = {file.name.removeprefix("steps.rank").removesuffix(".jsonl"): file for file in folder.glob(NAME)}
+    return {int(rank): found[rank] for rank in sorted(filter(str.isdecimal, found), key=int)}
+
+
+def read(file: Path) -> RankRecords:
+    """Every record of a file."""
+    records: list[Record] = []
+    damaged, cut = 0, False
+    for text in _texts(file):
+        if not text.endswith(b"\n"):
+            cut = True
+            continue
+        try:
+            records.append(read_line(text))
+        except (msgspec.MsgspecError, AttributeError, TypeError):  # no JSON, no object, or none of ours
+            damaged += 1
+    return RankRecords(records=records, damaged=damaged, cut=cut)
+
+
+def summed(rank: int, steps: Iterable[RankLine | StepRecord]) -> RankSeen:
+    """Steps in sum."""
+    last, count, data_seconds, memory_bytes = 0, 0, 0.0, 0
+    for step in steps:
+        last, count = step.step, count + 1
+        data_seconds += step.data_seconds
+        memory_bytes = max(memory_bytes, step.memory_bytes)
+    return RankSeen(rank=rank, step=last, steps=count, data_seconds=data_seconds, memory_bytes=memory_bytes)
+
+
+def _rank_steps(file: Path) -> Iterator[RankLine]:
+    """The steps of a rank whose file is not read in full; lines that are damaged are left out."""
+    decoder = msgspec.json.Decoder(RankLine)
+    for text in _texts(file):
+        with contextlib.suppress(msgspec.MsgspecError):
+            if (line := decoder.decode(text)).kind == "step":
+                yield line
+
+
+def _texts(file: Path) -> Iterator[bytes]:
+    try:
+        with file.open("rb") as lines:
+            yield from lines
+    except OSError as error:
+        raise InputError([Problem(f"{file}: {error.strerror}", "make it readable, or report on a copy")]) from None
+
+
+def owner(lock: Path) -> Owner | None:
+    """Who holds the folder, or did last. The lock is not touched: a launcher must never be refused for a reader."""
+    try:
+        found = HELD_BY.match(lock.read_text(encoding="utf-8", errors="replace").strip())
+        inode = lock.stat().st_ino
+    except OSError:
+        return None
+    if found is None:
+        return None
+    holds = None
+    if found[2] == platform.node():
+        with contextlib.suppress(OSError):  # the system does not list its locks
+            rows = LOCKS.read_text().splitlines()
+            holds = any(field.endswith(f":{inode}") for row in rows for field in row.split())
+    return Owner(process=int(found[1]), host=found[2], since=found[3], holds=holds)
+
+
+def standing(evidence: StandingEvidence) -> Standing:
+    """How a run stands, by the best evidence there is: summary, lock, age of the last record, failure report."""
+    if evidence.finished:
+        return Standing(state="done", words="finished")
+    silent, owner = evidence.silent_seconds, evidence.owner
+    is_running = silent is not None and silent < evidence.patience and not evidence.said_end
+    if owner is not None and owner.holds is not None:
+        is_running = owner.holds
+    if is_running:
+        last = "no record yet" if silent is None else f"last record {duration(silent)} ago"
+        by = "" if owner is None else f", process {owner.process} on {owner.host}"
+        return Standing(state="going", words=f"still running: {last}{by}", silent_seconds=silent)
+    when = "" if silent is None else f", {duration(silent)} ago"
+    what, remedy = _ending(evidence)
+    return Standing(state="ended", words=f"{what}{when}", remedy=remedy, silent_seconds=silent)
+
+
+def _ending(evidence: StandingEvidence) -> tuple[str, str]:
+    """What ended a run, as far as anybody wrote it down, and what to do."""
+    if evidence.verdict is not None:
+        return f"stopped early: {evidence.verdict.what}", evidence.verdict.remedy
+    resuming, saved = "run the same command again: it starts over, since no checkpoint was saved", "no checkpoint saved"
+    if evidence.saved:
+        resuming = f"run the same command again to resume from step {evidence.saved[-1]:,}"
+        saved = f"checkpoint saved at step {evidence.saved[-1]}"
+    if evidence.made_all:
+        what = "all steps were made, but the run stopped before its summary was written"
+    elif evidence.said_end:
+        what = f"stopped by SIGTERM, {saved}"
+    elif evidence.silent_seconds is None:
+        what = "no step was made, and no process is running"
+    else:
+        what = "stopped early without a failure report: its launcher or a rank was killed, or its machine is gone"
+    return what, resuming
+
+
+def duration(seconds: float) -> str:
+    """A time in the unit in which it is at least one."""
+    for scale, unit in ((86400.0, "days"), (3600.0, "h"), (60.0, "min")):
+        if seconds >= scale:
+            return f"{seconds / scale:.1f} {unit}"
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def _check(path: Path) -> None:
@@ -330,23 +312,15 @@ def _missing_records(world: int, witness: int | None, ranks: tuple[RankSeen, ...
 
 def _json(file: Path, kind: type[Value], notes: list[str], without: str) -> Value | None:
     """A file of one value; None, with a note, where it cannot be had."""
-    consequence = f": {without}" if without else ""
     try:
         return msgspec.json.decode(file.read_bytes(), type=kind)
     except FileNotFoundError:
-        notes.append(f"{file.name} is missing{consequence}")
+        notes.append(f"{file.name} is missing: {without}")
     except OSError as error:
-        notes.append(f"{file.name} cannot be read ({error.strerror}){consequence}")
+        notes.append(f"{file.name} cannot be read ({error.strerror}): {without}")
     except msgspec.MsgspecError as error:
-        notes.append(f"{file.name} is damaged ({error}){consequence}")
+        notes.append(f"{file.name} is damaged ({error}): {without}")
     return None
-
-
-def _is_finished(file: Path, notes: list[str]) -> bool:
-    if not file.exists():
-        return False
-    _json(file, dict[str, Any], notes, "how it ended is read from the records")
-    return True
 
 
 def _verdicts(path: Path, notes: list[str]) -> tuple[Failure, ...]:
@@ -364,8 +338,3 @@ def _ends(path: Path, notes: list[str]) -> dict[str, Failure]:
         if failed := _json(file, Failure, notes, "what ended an attempt is not known"):
             found[file.stem.removeprefix("ended-")] = failed
     return found
-
-
-def _saved(path: Path) -> tuple[int, ...]:
-    names = [entry.name.removeprefix("step-") for entry in path.glob("checkpoints/step-*")]
-    return tuple(sorted(int(name) for name in names if name.isdecimal()))

@@ -29,6 +29,16 @@ from meshwright.spec.problem import InputError, Problem
 
 WARM_UP = (5, 1, 0)  # steps after a start that do not count, the first number that leaves half of them
 LAST = 20  # steps whose mean loss is reported, or a tenth of them where they are few
+LOST = "a rank was killed or failed, and the ranks were restarted"
+DEVICE = re.compile(r"\d+ × (?P<name>.+), \S+")  # as env.json has it: "8 × NVIDIA H100 80GB HBM3, nccl"
+NO_PREDICTION = "no prediction"
+SHEET, FASTEST = "the data sheet's peak", "the fastest matmul measured"
+PATIENCE, PATIENT_STEPS = (
+    120.0,
+    10.0,
+)  # seconds without a record, and times the slowest step, until a run counts as over
+MOST = 400  # points of a curve
+Pairs = list[tuple[float, float]]
 
 
 class Steps(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,6 +75,199 @@ class Losses(msgspec.Struct, frozen=True, kw_only=True):
     validation: tuple[EvalLoss, ...]
     skipped: int  # steps whose gradient was not finite: the weights were left alone
     spikes: int  # as the run itself saw them
+
+
+class TimePart(msgspec.Struct, frozen=True, kw_only=True):
+    """A share of the wall time."""
+
+    name: str
+    seconds: float
+    share: float
+
+
+class Attempt(msgspec.Struct, frozen=True, kw_only=True):
+    """From one start of the ranks to what ended it."""
+
+    session: int  # which launcher or job, from 1
+    number: int  # of the attempt in its session
+    first_step: int  # where it began
+    last_step: int  # as far as its records go
+    lost: int  # steps that a later start went back behind
+    at: float  # seconds from the session's beginning until the ranks stood ready
+    seconds: float  # from there to its last record
+    ended: str  # by what; empty: nothing says so
+
+
+class RunEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """An event that the run recorded itself."""
+
+    step: int
+    at: float  # seconds since its session began
+    session: int
+    what: str
+    text: str
+    rank: int | None
+
+
+class Saves(msgspec.Struct, frozen=True, kw_only=True):
+    """How long saves paused training."""
+
+    count: int
+    seconds: float
+    longest: float
+    newest: int | None  # step of the newest checkpoint in the folder
+
+
+class Given(msgspec.Struct, frozen=True, kw_only=True):
+    """What the user said about the machines."""
+
+    cluster: str = ""
+    profile: Profile | None = None
+
+
+class Prediction(msgspec.Struct, frozen=True, kw_only=True):
+    """What the planner says of a step."""
+
+    source: str  # what it was made from
+    seconds: float
+    low_seconds: float
+    high_seconds: float
+    tokens_per_second: float
+    mfu: float | None
+    peak_bytes: int | None  # of the most loaded rank; None: what was measured is not comparable
+
+
+class PredictedUtilization(msgspec.Struct, frozen=True, kw_only=True):
+    """How well the machines were used."""
+
+    mfu: float
+    of: str  # the peak it is a share of
+
+
+class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What ran, and on what."""
+
+    name: str
+    model: str
+    parameters: int
+    plan: str
+    ranks: int
+    device: str  # as env.json has it; empty: not known
+    torch: str
+    tokens: int  # positions in one step
+    steps: int  # that were asked for
+    step: int  # that was reached
+
+
+class RunReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything there is to report of one run. What is not known is null."""
+
+    kind: Literal["report"] = "report"
+    folder: str
+    ran: RunFacts
+    standing: Standing
+    steps: Steps | None
+    utilized: PredictedUtilization | None
+    prediction: Prediction | None
+    no_prediction: str  # why there is none
+    losses: Losses | None
+    wall_seconds: float
+    parts: tuple[TimePart, ...]
+    attempts: tuple[Attempt, ...]
+    happened: tuple[RunEvent, ...]
+    saves: Saves
+    ranks: tuple[RankSeen, ...]
+    notes: tuple[str, ...]
+
+
+class PredictedFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """The planner's part of a report."""
+
+    prediction: Prediction | None = None
+    utilized: PredictedUtilization | None = None
+    why_not: str = ""
+
+
+class Curve(msgspec.Struct, frozen=True, kw_only=True):
+    """Values over steps, with points and moments worth a mark."""
+
+    title: str
+    unit: str
+    line: tuple[tuple[float, float], ...]  # step and value
+    line_name: str
+    points: tuple[tuple[float, float], ...] = ()
+    points_name: str = ""
+    marks: tuple[tuple[int, str], ...] = ()  # a step, and what happened there
+
+    @property
+    def values(self) -> list[float]:
+        return [value for _, value in (*self.line, *self.points)]
+
+
+def report(facts: FolderFacts, measured: Steps | None, predicted: PredictedFigures) -> RunReport:
+    """Everything that the files say, beside the prediction."""
+    run, kept, account = facts.run, facts.kept, goodput.account(facts.records)
+    device, torch = (facts.environment.get(name) for name in ("device", "torch"))
+    return RunReport(
+        folder=str(facts.path),
+        ran=RunFacts(
+            name=run.name,
+            model=model_words(run.arch),
+            parameters=count(run.arch),
+            plan=str(run.plan),
+            ranks=run.plan.world,
+            device=device if isinstance(device, str) else "",
+            torch=torch if isinstance(torch, str) else "",
+            tokens=run.tokens,
+            steps=run.steps,
+            step=kept[-1].step if kept else 0,
+        ),
+        standing=standing(_evidence(facts, measured)),
+        steps=measured,
+        utilized=predicted.utilized,
+        prediction=predicted.prediction,
+        no_prediction=predicted.why_not,
+        losses=losses(facts.records, kept),
+        wall_seconds=account.wall,
+        parts=parts(account),
+        attempts=attempts(facts.records, facts.ends),
+        happened=happened(facts.records),
+        saves=saves(facts.records, facts.saved),
+        ranks=facts.ranks,
+        notes=facts.notes,
+    )
+
+
+def model_words(arch: Arch) -> str:
+    """A model by its name, or by its shape."""
+    known = next((name for name in presets.preset_names() if presets.preset(name) == arch), None)
+    experts = f", {arch.experts} experts" if arch.experts else ""
+    return known or f"{arch.layers} layers of {arch.hidden}{experts}, vocabulary of {arch.vocab:,}"
+
+
+def _evidence(facts: FolderFacts, measured: Steps | None) -> StandingEvidence:
+    """What there is to judge a run's standing by."""
+    last = facts.records[-1] if facts.records else None
+    heads = [record for record in facts.records if isinstance(record, AttemptRecord)]
+    ended = facts.ends.get(f"{heads[-1].session}-{heads[-1].number}") if heads else None
+    return StandingEvidence(
+        finished=facts.finished,
+        owner=facts.owner,
+        silent_seconds=facts.silent_seconds,
+        patience=max(PATIENCE, PATIENT_STEPS * measured.slowest if measured else 0.0),
+        said_end=isinstance(last, EndRecord),
+        made_all=last is not None and last.step >= facts.run.steps,
+        verdict=next(iter(facts.verdicts), ended),
+        saved=facts.saved,
+    )
+
+
+def steps_of(facts: FolderFacts) -> Steps | None:
+    """What was measured of the steps that were kept, and made as run.toml is now."""
+    if not facts.changed:
+        return steps(facts.records, facts.kept, facts.ranks)
+    records = last_session(facts.records)
+    return steps(records, goodput.kept(records), facts.ranks)
 
 
 def steps(records: Iterable[Record], kept: Sequence[StepRecord], ranks: Sequence[RankSeen]) -> Steps | None:
@@ -134,56 +337,11 @@ def validation(records: Iterable[Record]) -> tuple[EvalLoss, ...]:
     return tuple(EvalLoss(step=step, loss=loss) for step, loss in sorted(found.items()))
 
 
-GOOD = "goodput"
-LOST = "a rank was killed or failed, and the ranks were restarted"
-
-
-class TimePart(msgspec.Struct, frozen=True, kw_only=True):
-    """A share of the wall time."""
-
-    name: str
-    seconds: float
-    share: float
-
-
-class Attempt(msgspec.Struct, frozen=True, kw_only=True):
-    """From one start of the ranks to what ended it."""
-
-    session: int  # which launcher or job, from 1
-    number: int  # of the attempt in its session
-    first_step: int  # where it began
-    last_step: int  # as far as its records go
-    lost: int  # steps that a later start went back behind
-    at: float  # seconds from the session's beginning until the ranks stood ready
-    seconds: float  # from there to its last record
-    ended: str  # by what; empty: nothing says so
-
-
-class RunEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """An event that the run recorded itself."""
-
-    step: int
-    at: float  # seconds since its session began
-    session: int
-    what: str
-    text: str
-    rank: int | None
-
-
-class Saves(msgspec.Struct, frozen=True, kw_only=True):
-    """How long saves paused training."""
-
-    count: int
-    seconds: float
-    longest: float
-    newest: int | None  # step of the newest checkpoint in the folder
-
-
 def parts(account: Account) -> tuple[TimePart, ...]:
     """The shares, goodput first; none where no attempt was recorded."""
     if not account.wall:
         return ()
-    seconds = {GOOD: account.good, **account.bad}
+    seconds = {"goodput": account.good, **account.bad}
     return tuple(TimePart(name=name, seconds=each, share=each / account.wall) for name, each in seconds.items())
 
 
@@ -232,21 +390,19 @@ def attempts(records: Iterable[Record], ends: Mapping[str, Failure]) -> tuple[At
 def _ended(head: AttemptRecord, last: Record, later: Sequence[AttemptRecord], ends: Mapping[str, Failure]) -> str:
     if failed := ends.get(f"{head.session}-{head.number}"):
         return failed.what
-    if isinstance(last, EndRecord):
-        return "stopped by SIGTERM" if later else ""
     if not later:
         return ""
+    if isinstance(last, EndRecord):
+        return "stopped by SIGTERM"
     return (
         LOST if later[0].session == head.session else "ended without a failure report; the same run was started again"
     )
 
 
-def numbered(heads: Iterable[AttemptRecord]) -> dict[str, int]:
+def numbered(records: Iterable[Record]) -> dict[str, int]:
     """The sessions by number, from 1."""
-    found: dict[str, int] = {}
-    for head in heads:
-        found.setdefault(head.session, len(found) + 1)
-    return found
+    sessions = dict.fromkeys(record.session for record in records if isinstance(record, AttemptRecord))
+    return {session: number for number, session in enumerate(sessions, 1)}
 
 
 def last_session(records: Sequence[Record]) -> Sequence[Record]:
@@ -256,15 +412,13 @@ def last_session(records: Sequence[Record]) -> Sequence[Record]:
     return records[first:]
 
 
-def happened(records: Iterable[Record]) -> tuple[RunEvent, ...]:
+def happened(records: Sequence[Record]) -> tuple[RunEvent, ...]:
     """The events, with the time since their session began."""
-    sessions: dict[str, int] = {}
+    sessions, found = numbered(records), []
     head: AttemptRecord | None = None
-    found = []
     for record in records:
         if isinstance(record, AttemptRecord):
             head = record
-            sessions.setdefault(head.session, len(sessions) + 1)
         elif isinstance(record, EventRecord):
             found.append(
                 RunEvent(
@@ -282,40 +436,8 @@ def happened(records: Iterable[Record]) -> tuple[RunEvent, ...]:
 def saves(records: Iterable[Record], saved: Sequence[int]) -> Saves:
     """What saving cost, and the newest save there is."""
     stood = [record.save_seconds for record in records if isinstance(record, StepRecord) and record.save_seconds > 0]
-    return Saves(
-        count=len(stood), seconds=sum(stood), longest=max(stood, default=0.0), newest=saved[-1] if saved else None
-    )
-
-
-DEVICE = re.compile(r"\d+ × (?P<name>.+), \S+")  # as env.json has it: "8 × NVIDIA H100 80GB HBM3, nccl"
-NO_PREDICTION = "no prediction"
-SHEET, FASTEST = "the data sheet's peak", "the fastest matmul measured"
-
-
-class Given(msgspec.Struct, frozen=True, kw_only=True):
-    """What the user said about the machines."""
-
-    cluster: str = ""
-    profile: Profile | None = None
-
-
-class Prediction(msgspec.Struct, frozen=True, kw_only=True):
-    """What the planner says of a step."""
-
-    source: str  # what it was made from
-    seconds: float
-    low_seconds: float
-    high_seconds: float
-    tokens_per_second: float
-    mfu: float | None
-    peak_bytes: int | None  # of the most loaded rank; None: what was measured is not comparable
-
-
-class PredictedUtilization(msgspec.Struct, frozen=True, kw_only=True):
-    """How well the machines were used."""
-
-    mfu: float
-    of: str  # the peak it is a share of
+    newest = saved[-1] if saved else None
+    return Saves(count=len(stood), seconds=sum(stood), longest=max(stood, default=0.0), newest=newest)
 
 
 def device_of(environment: Mapping[str, Any]) -> str:
@@ -341,7 +463,9 @@ def machines(device: str, goal: Goal, ranks: int, given: Given) -> tuple[Cluster
         raise InputError([Problem(what, "name the machines with --cluster, or their profile with --profile")])
     found, source = PredictionSource(given=given.profile, probed=lambda: None).of(device, ranks)
     if found is None:
-        raise InputError([_unknown(device, ranks)])
+        what = f"{NO_PREDICTION} for CPUs" if device == CPU else f"{NO_PREDICTION}: unknown card {device}"
+        measure = f"measure this machine with `meshwright bench --probe --ranks {ranks}`"
+        raise InputError([Problem(what, f"{measure}, then add --profile profile.json")])
     return found, source if given.profile else f"{source}'s {found.gpu.name}"
 
 
@@ -355,13 +479,6 @@ def _planned(device: str, goal: Goal, ranks: int) -> Cluster | None:
     except InputError:  # a file of the user's own that is not here
         return None
     return found if found.gpu.name == card else None
-
-
-def _unknown(device: str, ranks: int) -> Problem:
-    """A device that no data sheet describes."""
-    what = f"{NO_PREDICTION} for CPUs" if device == CPU else f"{NO_PREDICTION}: unknown card {device}"
-    measure = f"measure this machine with `meshwright bench --probe --ranks {ranks}`"
-    return Problem(what, f"{measure}, then add --profile profile.json")
 
 
 def predict(job: Job, device: str, source: str) -> Prediction:
@@ -387,153 +504,6 @@ def utilized(job: Job, device: str, steps: Steps) -> PredictedUtilization | None
         return None
     known = recognised(device, catalogue().cards) is not None or job.cluster.gpu.name in catalogue().cards
     return PredictedUtilization(mfu=utilization(steps.flops, steps.seconds, peak), of=SHEET if known else FASTEST)
-
-
-PATIENCE = 120.0  # seconds, and so many times the slowest step
-SLOWEST = 10.0
-
-
-class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What ran, and on what."""
-
-    name: str
-    model: str
-    parameters: int
-    plan: str
-    ranks: int
-    device: str  # as env.json has it; empty: not known
-    torch: str
-    tokens: int  # positions in one step
-    steps: int  # that were asked for
-    step: int  # that was reached
-
-
-class RunReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything there is to report of one run. What is not known is null."""
-
-    kind: Literal["report"] = "report"
-    folder: str
-    ran: RunFacts
-    standing: Standing
-    steps: Steps | None
-    utilized: PredictedUtilization | None
-    prediction: Prediction | None
-    no_prediction: str  # why there is none
-    losses: Losses | None
-    wall_seconds: float
-    parts: tuple[TimePart, ...]
-    attempts: tuple[Attempt, ...]
-    happened: tuple[RunEvent, ...]
-    saves: Saves
-    ranks: tuple[RankSeen, ...]
-    notes: tuple[str, ...]
-
-
-class PredictedFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """The planner's part of a report."""
-
-    prediction: Prediction | None = None
-    utilized: PredictedUtilization | None = None
-    why_not: str = ""
-
-
-def steps_of(facts: FolderFacts) -> Steps | None:
-    """What was measured of the steps that were kept, and made as run.toml is now."""
-    if not facts.changed:
-        return steps(facts.records, facts.kept, facts.ranks)
-    records = last_session(facts.records)
-    return steps(records, goodput.kept(records), facts.ranks)
-
-
-def report(facts: FolderFacts, measured: Steps | None, predicted: PredictedFigures) -> RunReport:
-    """Everything that the files say, beside the prediction."""
-    kept, account = facts.kept, goodput.account(facts.records)
-    return RunReport(
-        folder=str(facts.path),
-        ran=_ran(facts, kept[-1].step if kept else 0),
-        standing=standing(_evidence(facts, measured)),
-        steps=measured,
-        utilized=predicted.utilized,
-        prediction=predicted.prediction,
-        no_prediction=predicted.why_not,
-        losses=losses(facts.records, kept),
-        wall_seconds=account.wall,
-        parts=parts(account),
-        attempts=attempts(facts.records, facts.ends),
-        happened=happened(facts.records),
-        saves=saves(facts.records, facts.saved),
-        ranks=facts.ranks,
-        notes=facts.notes,
-    )
-
-
-def _ran(facts: FolderFacts, step: int) -> RunFacts:
-    run = facts.run
-    return RunFacts(
-        name=run.name,
-        model=model_words(run.arch),
-        parameters=count(run.arch),
-        plan=str(run.plan),
-        ranks=run.plan.world,
-        device=_text(facts.environment.get("device")),
-        torch=_text(facts.environment.get("torch")),
-        tokens=run.tokens,
-        steps=run.steps,
-        step=step,
-    )
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else ""
-
-
-def model_words(arch: Arch) -> str:
-    """A model by its name, or by its shape."""
-    known = next((name for name in presets.preset_names() if presets.preset(name) == arch), None)
-    experts = f", {arch.experts} experts" if arch.experts else ""
-    return known or f"{arch.layers} layers of {arch.hidden}{experts}, vocabulary of {arch.vocab:,}"
-
-
-def _evidence(facts: FolderFacts, measured: Steps | None) -> StandingEvidence:
-    """What there is to judge a run's standing by."""
-    last = facts.records[-1] if facts.records else None
-    ended = _end_of_last(facts)
-    return StandingEvidence(
-        finished=facts.finished,
-        owner=facts.owner,
-        silent_seconds=facts.silent_seconds,
-        patience=max(PATIENCE, SLOWEST * measured.slowest if measured else 0.0),
-        said_end=isinstance(last, EndRecord),
-        made_all=last is not None and last.step >= facts.run.steps,
-        verdict=next(iter(facts.verdicts), ended),
-        saved=facts.saved,
-    )
-
-
-def _end_of_last(facts: FolderFacts) -> Failure | None:
-    """What ended the last attempt, if anybody saw it."""
-    heads = [record for record in facts.records if isinstance(record, AttemptRecord)]
-    return facts.ends.get(f"{heads[-1].session}-{heads[-1].number}") if heads else None
-
-
-MOST = 400  # points of a curve
-Pairs = list[tuple[float, float]]
-
-
-class Curve(msgspec.Struct, frozen=True, kw_only=True):
-    """Values over steps, with points and moments worth a mark."""
-
-    title: str
-    unit: str
-    line: tuple[tuple[float, float], ...]  # step and value
-    line_name: str
-    points: tuple[tuple[float, float], ...] = ()
-    points_name: str = ""
-    marks: tuple[tuple[int, str], ...] = ()  # a step, and what happened there
-
-    @property
-    def values(self) -> list[float]:
-        return [value for _, value in (*self.line, *self.points)]
 
 
 def loss_curve(

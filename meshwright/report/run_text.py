@@ -1,4 +1,4 @@
-"""A run's report in words, short sections one below the other: the same on a terminal and in a pipe."""
+"""A run's report in text: short sections one below the other, several runs as a table, the loss drawn."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -6,16 +6,18 @@ from statistics import fmean, median
 
 from meshwright.report.plan_charts import Terminal, short
 from meshwright.report.run_data import duration
-from meshwright.report.run_summary import EvalLoss, Losses, RunReport, in_tenths, thinned
-from meshwright.report.run_summary import loss_curve as series
+from meshwright.report.run_summary import EvalLoss, RunReport, in_tenths, loss_curve, thinned
 from meshwright.runtime.records import StepRecord
 from meshwright.spec.units import GIB
 
 NAMES = 14  # columns of what a line is about
-MOST_EVENTS, MOST_ATTEMPTS, MOST_EVALS = 12, 12, 6  # that are listed one by one
+MOST_LISTED, MOST_EVALS = 12, 6  # attempts and events, and validation losses, that are listed one by one
 LEAST_WAIT = 0.01  # share of its steps' time that a rank must have waited for data to be worth a line
+COLUMNS, WIDTH = 26, 22  # columns of a comparison: of the first and of every other cell
+ROWS, LEFT = 8, 10  # of the drawn loss, and columns beside it
+LEAST = 3  # steps that are worth drawing
 FULLER = 1.02  # × the least loaded rank's memory, from where on ranks differ
-LABELS = {"not-finite": "not finite", "spike": "spike", "straggler": "straggler", "replicas": "replicas"}
+LABELS = {"not-finite": "not finite"}  # of events whose name is not a word
 
 
 def what_ran(report: RunReport) -> Iterator[str]:
@@ -70,12 +72,8 @@ def comparisons(report: RunReport) -> list[tuple[str, float | None, float | None
     mfu = (prediction.mfu if prediction else None, report.utilized.mfu if report.utilized else None)
     peak = prediction.peak_bytes if prediction else None
     rows = [
-        ("s/step", prediction.seconds if prediction else None, steps.seconds if steps else None),
-        (
-            "tokens/s",
-            prediction.tokens_per_second if prediction else None,
-            steps.tokens_per_second if steps else None,
-        ),
+        ("s/step", prediction and prediction.seconds, steps and steps.seconds),
+        ("tokens/s", prediction and prediction.tokens_per_second, steps and steps.tokens_per_second),
         ("MFU %", *(value * 100 if value is not None else None for value in mfu)),
         ("peak GiB", peak / GIB if peak is not None else None, steps.peak_bytes / GIB if steps else None),
     ]
@@ -107,19 +105,15 @@ def of_losses(report: RunReport) -> Iterator[str]:
     over = f"; mean of the last {found.mean_of}: {found.mean:.4f}" if found.mean_of > 1 else ""
     yield _line("last", f"{loss_words(found.last)} at step {found.last_step:,}{over}")
     if found.validation:
-        yield _line("validation", _validation(found))
+        before = f"… {len(found.validation) - MOST_EVALS} earlier, " if len(found.validation) > MOST_EVALS else ""
+        newest = [f"{loss_words(each.loss)} at step {each.step:,}" for each in found.validation[-MOST_EVALS:]]
+        yield _line("validation", before + ", ".join(newest))
     yield _line("steps", f"{found.skipped} skipped (the gradient was not finite), {found.spikes} spikes")
 
 
 def loss_words(loss: float) -> str:
     """A loss as people read it."""
     return f"{loss:.4f}" if math.isfinite(loss) else "not finite"
-
-
-def _validation(found: Losses) -> str:
-    newest = found.validation[-MOST_EVALS:]
-    before = f"… {len(found.validation) - MOST_EVALS} earlier, " if len(found.validation) > MOST_EVALS else ""
-    return before + ", ".join(f"{loss_words(each.loss)} at step {each.step:,}" for each in newest)
 
 
 def of_time(report: RunReport) -> Iterator[str]:
@@ -136,32 +130,28 @@ def of_time(report: RunReport) -> Iterator[str]:
     newest = f"; newest checkpoint: step {saves.newest:,}" if saves.newest is not None else "; no checkpoint is there"
     paused = f", paused training for {duration(saves.seconds)} in total, {duration(saves.longest)} at most"
     yield _line("saves", f"{saves.count}{paused if saves.count else ''}{newest}")
-    yield from _attempts(report)
-    yield from _events(report)
+    if len(report.attempts) > 1:
+        yield from _attempts(report)
+    if report.happened:
+        yield _line("events", str(len(report.happened)))
+    for each in report.happened[:MOST_LISTED]:
+        when = f"step {each.step:,}, after {duration(each.at)}"
+        yield f"    {when}: {LABELS.get(each.what, each.what)}: {plain(each.text)}"
+    if len(report.happened) > MOST_LISTED:
+        yield f"    … {len(report.happened) - MOST_LISTED} more (--json has all)"
 
 
 def _attempts(report: RunReport) -> Iterator[str]:
-    if len(report.attempts) > 1:
-        sessions = report.attempts[-1].session
-        yield _line("attempts", f"{len(report.attempts)} in {sessions} session{'s' * (sessions > 1)}")
-        for each in report.attempts[:MOST_ATTEMPTS]:
-            lost = f", {each.lost} of them lost" if each.lost else ""
-            ended = f": {plain(each.ended)}" if each.ended else ""
-            steps = f"steps {each.first_step + 1:,} to {each.last_step:,} in {duration(each.seconds)}{lost}"
-            done = steps if each.last_step > each.first_step else "no step"
-            yield f"    {each.session}.{each.number}  ready after {duration(each.at)}, {done}{ended}"
-        if len(report.attempts) > MOST_ATTEMPTS:
-            yield f"    … {len(report.attempts) - MOST_ATTEMPTS} more (--json has all)"
-
-
-def _events(report: RunReport) -> Iterator[str]:
-    if report.happened:
-        yield _line("events", str(len(report.happened)))
-        for each in report.happened[:MOST_EVENTS]:
-            when = f"step {each.step:,}, after {duration(each.at)}"
-            yield f"    {when}: {LABELS.get(each.what, each.what)}: {plain(each.text)}"
-        if len(report.happened) > MOST_EVENTS:
-            yield f"    … {len(report.happened) - MOST_EVENTS} more (--json has all)"
+    sessions = report.attempts[-1].session
+    yield _line("attempts", f"{len(report.attempts)} in {sessions} session{'s' * (sessions > 1)}")
+    for each in report.attempts[:MOST_LISTED]:
+        lost = f", {each.lost} of them lost" if each.lost else ""
+        ended = f": {plain(each.ended)}" if each.ended else ""
+        steps = f"steps {each.first_step + 1:,} to {each.last_step:,} in {duration(each.seconds)}{lost}"
+        done = steps if each.last_step > each.first_step else "no step"
+        yield f"    {each.session}.{each.number}  ready after {duration(each.at)}, {done}{ended}"
+    if len(report.attempts) > MOST_LISTED:
+        yield f"    … {len(report.attempts) - MOST_LISTED} more (--json has all)"
 
 
 def of_ranks(report: RunReport) -> Iterator[str]:
@@ -194,18 +184,14 @@ def _line(name: str, text: str) -> str:
     return f"  {name:<{NAMES}}{text}"
 
 
-COLUMNS, WIDTH = 26, 22  # columns of the first and of every other cell
-Row = tuple[str, list[float | None]]
-
-
 def lines(reports: Sequence[RunReport]) -> Iterator[str]:
     """The table, and below it what is missing of which run."""
     for name, cells in cells_of(reports):
-        yield f"{name:<{COLUMNS}}" + "".join(f"{_fitted(cell):>{WIDTH}}" for cell in cells).rstrip()
+        fitted = [cell if len(cell) < WIDTH else f"…{cell[-(WIDTH - 2) :]}" for cell in cells]
+        yield f"{name:<{COLUMNS}}" + "".join(f"{cell:>{WIDTH}}" for cell in fitted).rstrip()
     open_questions: dict[str, list[str]] = {}
     for each in reports:
-        why = [each.no_prediction] if each.no_prediction else []
-        for note in (*each.notes, *why):
+        for note in filter(None, (*each.notes, each.no_prediction)):
             open_questions.setdefault(note, []).append(each.folder)
     yield from (f"{plain(', '.join(folders))}: {plain(note)}" for note, folders in open_questions.items())
 
@@ -220,10 +206,12 @@ def cells_of(reports: Sequence[RunReport]) -> Iterator[tuple[str, list[str]]]:
     for name, values in rows(reports):
         if any(value is not None for value in values):
             first, *others = values
-            yield name, [_figure(name, first), *(_beside(name, first, other) for other in others)]
+            apart = [(other, difference(first, other)) for other in others]
+            beside = [f"{_figure(name, other)} {f'({by})' if by else '':>9}" for other, by in apart]
+            yield name, [_figure(name, first), *beside]
 
 
-def rows(reports: Sequence[RunReport]) -> Iterator[Row]:
+def rows(reports: Sequence[RunReport]) -> Iterator[tuple[str, list[float | None]]]:
     """The figures by name; None where a run has none."""
     compared = [{name: (predicted, measured) for name, predicted, measured in comparisons(each)} for each in reports]
     for name in dict.fromkeys(name for each in compared for name in each):
@@ -239,30 +227,15 @@ def rows(reports: Sequence[RunReport]) -> Iterator[Row]:
     yield "attempts", [len(each.attempts) or None for each in reports]
 
 
-def _beside(name: str, first: float | None, other: float | None) -> str:
-    """A figure, and by how much it is above the first run's."""
-    apart = difference(first, other)
-    return f"{_figure(name, other)} {f'({apart})' if apart else '':>9}"
-
-
 def _figure(name: str, value: float | None) -> str:
     if value is None:
         return "–"
     return loss_words(value) if "loss" in name else shown(name.removeprefix("  predicted "), value)
 
 
-def _fitted(cell: str) -> str:
-    return cell if len(cell) < WIDTH else f"…{cell[-(WIDTH - 2) :]}"
-
-
-ROWS = 8
-LEFT = 10  # columns beside the picture
-LEAST = 3  # steps that are worth one
-
-
 def losses(kept: Sequence[StepRecord], validation: Iterable[EvalLoss], screen: Terminal) -> Iterator[str]:
     """Steps to the right, the loss upwards; o is validation. Nothing where there is too little to draw."""
-    curve = series(kept, validation)
+    curve = loss_curve(kept, validation)
     if len(curve.line) < LEAST:
         return
     room = screen.width - LEFT - 2

@@ -1,13 +1,20 @@
 """SVG by hand: few elements, every text and attribute escaped, nothing fetched from anywhere."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from html import escape
+from itertools import pairwise
 from typing import Any
 
-from meshwright.cost.simulate import TimelineSlot
 from meshwright.report.plan_charts import PipelineChart, Point, StackedBar, between, short, ticks
 
 LETTER = 6.6  # pixels that a letter of 12-pixel text takes at most, on average: labels are placed by it
+WIDTH = 920.0
+SERIES = 10  # colours of the page's style
+BAR, ROW = 34.0, 22.0  # heights
+LEFT, RIGHT = 150.0, 130.0  # margins of a bar
+PLOT = 340.0  # height of the chart of plans
+LANE = 26.0  # height of a rank's lane
+SMALLEST = 13.0  # pixels of an action that is still named
 
 
 def element(name: str, inner: str = "", **attributes: Any) -> str:
@@ -73,77 +80,32 @@ def uncovered(
     return y
 
 
-WIDTH = 920.0
-SERIES = 10  # colours of the page's style
-BAR, ROW = 34.0, 22.0  # heights
-LEFT, RIGHT = 150.0, 130.0  # margins of a bar
-PLOT = 340.0  # height of the chart of plans
-LANE = 26.0  # height of a rank's lane
-SMALLEST = 13.0  # pixels of an action that is still named
-
-
 def whole(picture: StackedBar) -> str:
     """One stacked bar beside what there is room for, and below it each part where it lies in the stack."""
-    largest = max([picture.total, picture.limit or 0.0, *(end for _, end in spans(picture))])
-    scale = (WIDTH - LEFT - RIGHT) / largest if largest > 0 else 0.0
-    parts = [*_stack(picture, scale), *_limit(picture, scale)]
-    top = BAR + 30
-    for number, (entry, (start, end)) in enumerate(zip(picture.entries, spans(picture), strict=True)):
-        y = top + number * ROW
-        middle = y + ROW / 2 + 4
-        parts.append(text(LEFT - 10, middle, fitted(entry.name, LEFT - 20), class_="name"))
-        words = f"{entry.name}: {short(entry.value)} {picture.unit}. {entry.why}"
+    total, limit, unit = picture.total, picture.limit, picture.unit
+    scale = (WIDTH - LEFT - RIGHT) / picture.extent if picture.extent > 0 else 0.0
+    stack, rows = [text(LEFT - 10, BAR / 2 + 5, "total", class_="name strong")], []
+    for number, (entry, (start, end)) in enumerate(zip(picture.entries, picture.spans, strict=True)):
+        x, y = LEFT + start * scale, BAR + 30 + number * ROW
+        words, colour = f"{entry.name}: {short(entry.value)} {unit}", f"series-{number % SERIES}"
+        if entry.value > 0:  # what is taken off is drawn over: the next part begins before the last one's end
+            stack.append(rect(x, 4, entry.value * scale, BAR - 8, words, class_=colour))
+        rows.append(text(LEFT - 10, y + ROW / 2 + 4, fitted(entry.name, LEFT - 20), class_="name"))
         width = max((end - start) * scale, 1.0)
-        parts.append(rect(LEFT + start * scale, y + 4, width, ROW - 8, words, class_=_series(number)))
-        parts.append(text(WIDTH - RIGHT + 12, middle, _share(entry.value, picture), class_="figure"))
-    height = top + len(picture.entries) * ROW + 8
-    return drawing(WIDTH, height, picture.title, _described(picture), parts)
-
-
-def spans(picture: StackedBar) -> list[tuple[float, float]]:
-    """Where each part begins and ends on the way to the sum; one below zero lies on those before it."""
-    found, reached = [], 0.0
-    for entry in picture.entries:
-        after = reached + entry.value
-        found.append((min(reached, after), max(reached, after)))
-        reached = after
-    return found
-
-
-def _stack(picture: StackedBar, scale: float) -> Iterator[str]:
-    yield text(LEFT - 10, BAR / 2 + 5, "total", class_="name strong")
-    reached = 0.0
-    for number, entry in enumerate(picture.entries):
-        if entry.value > 0:
-            words = f"{entry.name}: {short(entry.value)} {picture.unit}"
-            yield rect(LEFT + reached * scale, 4, entry.value * scale, BAR - 8, words, class_=_series(number))
-        reached += entry.value  # what is taken off is drawn over: the next part begins before the last one's end
-    words = f"{short(picture.total)}" + (f" of {short(picture.limit)}" if picture.limit else "") + f" {picture.unit}"
-    yield text(WIDTH - RIGHT + 12, BAR / 2 + 5, words, class_="figure strong")
-
-
-def _limit(picture: StackedBar, scale: float) -> Iterator[str]:
-    if not picture.limit:
-        return
-    x = LEFT + picture.limit * scale
-    yield line(x, 0, x, BAR + 4, class_="limit")
-    words = f"{picture.limit_name}: {short(picture.limit)} {picture.unit}"
-    yield text(x, BAR + 18, words, class_="limit-name")
-
-
-def _share(value: float, picture: StackedBar) -> str:
-    share = f" ({value / picture.total:.0%})" if picture.total else ""
-    return f"{short(value)} {picture.unit}{share}"
-
-
-def _described(picture: StackedBar) -> str:
-    parts = ", ".join(f"{entry.name} {short(entry.value)}" for entry in picture.entries)
-    room = f"; there is room for {short(picture.limit)}" if picture.limit else ""
-    return f"{parts}; total {short(picture.total)} {picture.unit}{room}."
-
-
-def _series(number: int) -> str:
-    return f"series-{number % SERIES}"
+        rows.append(rect(x, y + 4, width, ROW - 8, f"{words}. {entry.why}", class_=colour))
+        share = f" ({entry.value / total:.0%})" if total else ""
+        figure = f"{short(entry.value)} {unit}{share}"
+        rows.append(text(WIDTH - RIGHT + 12, y + ROW / 2 + 4, figure, class_="figure"))
+    words = short(total) + (f" of {short(limit)}" if limit else "") + f" {unit}"
+    stack.append(text(WIDTH - RIGHT + 12, BAR / 2 + 5, words, class_="figure strong"))
+    if limit:
+        x = LEFT + limit * scale
+        stack.append(line(x, 0, x, BAR + 4, class_="limit"))
+        stack.append(text(x, BAR + 18, f"{picture.limit_name}: {short(limit)} {unit}", class_="limit-name"))
+    described = ", ".join(f"{entry.name} {short(entry.value)}" for entry in picture.entries)
+    room = f"; there is room for {short(limit)}" if limit else ""
+    described += f"; total {short(total)} {unit}{room}."
+    return drawing(WIDTH, BAR + 38 + len(picture.entries) * ROW, picture.title, described, [*stack, *rows])
 
 
 def plans(points: tuple[Point, ...], limit_gib: float) -> str:
@@ -152,21 +114,35 @@ def plans(points: tuple[Point, ...], limit_gib: float) -> str:
     most_gib = max(limit_gib, *(point.gib for point in points)) * 1.05
     low, high = between(points)
 
-    def at(point: Point) -> tuple[float, float]:
-        return 70 + point.gib / most_gib * (right - 70), bottom - (point.seconds - low) / (high - low) * (bottom - 20)
+    def x(gib: float) -> float:
+        return 70 + gib / most_gib * (right - 70)
 
-    parts = list(_axes(most_gib, (low, high), right, bottom))
+    def y(seconds: float) -> float:
+        return bottom - (seconds - low) / (high - low) * (bottom - 20)
+
+    parts = []
+    for tick in ticks(most_gib, most=8):
+        parts.append(line(x(tick), 14, x(tick), bottom, class_="grid"))
+        parts.append(text(x(tick), bottom + 17, short(tick), class_="tick middle"))
+    for tick in ticks(high, low, most=5):
+        parts.append(line(70, y(tick), right, y(tick), class_="grid"))
+        parts.append(text(62, y(tick) + 4, short(tick), class_="tick end"))
+    parts.append(text(right, bottom + 34, "GiB on the most loaded rank", class_="tick end"))
+    parts.append(text(8, 12, "s/step", class_="tick"))
     if limit_gib:
-        x = 70 + limit_gib / most_gib * (right - 70)
-        parts += [line(x, 14, x, bottom, class_="limit"), text(x - 6, 24, "the device", class_="limit-name")]
+        edge = x(limit_gib)
+        parts += [line(edge, 14, edge, bottom, class_="limit"), text(edge - 6, 24, "the device", class_="limit-name")]
     best = [point for point in points if point.front]
-    parts.append(element("polyline", points=_steps([at(point) for point in best]), class_="front"))
+    places = [(x(point.gib), y(point.seconds)) for point in best]
+    # From plan to plan: with more memory nothing is won until the next.
+    steps = [corner for (_, before), (at, now) in pairwise(places) for corner in ((at, before), (at, now))]
+    path = " ".join(f"{left:.1f},{top:.1f}" for left, top in (*places[:1], *steps))
+    parts.append(element("polyline", points=path, class_="front"))
     for point in points:
-        x, y = at(point)
-        words = f"{point.label}: {short(point.gib)} GiB, {short(point.seconds)} s"
-        inner = element("title", escape(words))
-        parts.append(element("circle", inner, cx=x, cy=y, r=5.0 if point.front else 3.0, class_=_dot(point)))
-    parts += [text(x, y, name, class_="number") for name, x, y in labels([at(point) for point in best], bottom)]
+        inner = element("title", escape(f"{point.label}: {short(point.gib)} GiB, {short(point.seconds)} s"))
+        kind, radius = ("dot best", 5.0) if point.front else ("dot", 3.0)
+        parts.append(element("circle", inner, cx=x(point.gib), cy=y(point.seconds), r=radius, class_=kind))
+    parts += [text(left, top, name, class_="number") for name, left, top in labels(places, bottom)]
     front = "; ".join(f"{short(point.gib)} GiB in {short(point.seconds)} s: {point.label}" for point in best)
     return drawing(WIDTH, PLOT, "Plans by memory and time", f"Beaten by none in both: {front}.", parts)
 
@@ -174,46 +150,15 @@ def plans(points: tuple[Point, ...], limit_gib: float) -> str:
 def labels(places: list[tuple[float, float]], lowest: float) -> list[tuple[str, float, float]]:
     """A number for each place, beside it, where none lies on another."""
     found: list[tuple[str, float, float]] = []
-    taken: list[tuple[float, float, float]] = []
     for number, (x, y) in enumerate(places, 1):
-        name = str(number)
-        width = len(name) * LETTER
-        clear = uncovered(x + 8, y - 6, width, taken, 13.0, lowest)
-        taken.append((x + 8, clear, width))
-        found.append((name, x + 8, clear))
+        taken = [(left, top, len(name) * LETTER) for name, left, top in found]
+        clear = uncovered(x + 8, y - 6, len(str(number)) * LETTER, taken, 13.0, lowest)
+        found.append((str(number), x + 8, clear))
     return found
 
 
-def _dot(point: Point) -> str:
-    return "dot best" if point.front else "dot"
-
-
-def _steps(places: list[tuple[float, float]]) -> str:
-    """From plan to plan: with more memory nothing is won until the next."""
-    found = []
-    for number, (x, y) in enumerate(places):
-        if number:
-            found.append((x, places[number - 1][1]))
-        found.append((x, y))
-    return " ".join(f"{x:.1f},{y:.1f}" for x, y in found)
-
-
-def _axes(most_gib: float, seconds: tuple[float, float], right: float, bottom: float) -> Iterator[str]:
-    low, high = seconds
-    for tick in ticks(most_gib, most=8):
-        x = 70 + tick / most_gib * (right - 70)
-        yield line(x, 14, x, bottom, class_="grid")
-        yield text(x, bottom + 17, short(tick), class_="tick middle")
-    for tick in ticks(high, low, most=5):
-        y = bottom - (tick - low) / (high - low) * (bottom - 20)
-        yield line(70, y, right, y, class_="grid")
-        yield text(62, y + 4, short(tick), class_="tick end")
-    yield text(right, bottom + 34, "GiB on the most loaded rank", class_="tick end")
-    yield text(8, 12, "s/step", class_="tick")
-
-
 def gantt(pipeline: PipelineChart) -> str:
-    """A lane for each rank, its actions in time."""
+    """A lane for each rank, its actions in time, with their microbatch where that has room."""
     timeline = pipeline.timeline
     is_whole = pipeline.shown == pipeline.microbatches  # else a beginning and an end alone, where most is idle
     left, scale = 70.0, (WIDTH - 70 - 110) / timeline.seconds
@@ -223,8 +168,13 @@ def gantt(pipeline: PipelineChart) -> str:
         parts.append(text(left - 8, y + LANE / 2 + 4, f"rank {rank}", class_="tick end"))
         parts.append(rect(left, y + 3, timeline.seconds * scale, LANE - 6, class_="idle"))
         for slot in row:
-            second = slot.action.stage // len(timeline.rows) % 2 == 1
-            parts += _action(slot, left + slot.start * scale, y, (slot.end - slot.start) * scale, second)
+            action, x, width = slot.action, left + slot.start * scale, (slot.end - slot.start) * scale
+            lighter = " second" * (action.stage // len(timeline.rows) % 2)  # every second chunk
+            words = f"{action}: {short(slot.start)} to {short(slot.end)} s"
+            parts.append(rect(x, y + 3, width, LANE - 6, words, class_=f"action {action.kind}{lighter}"))
+            name = str(action.microbatch)
+            if width >= max(SMALLEST, len(name) * LETTER + 4):
+                parts.append(text(x + width / 2, y + LANE / 2 + 4, name, class_="action-name"))
         if is_whole:
             parts.append(text(WIDTH - 100, y + LANE / 2 + 4, f"{timeline.bubbles[rank]:.1%} idle", class_="tick"))
     bottom = len(timeline.rows) * LANE
@@ -235,13 +185,3 @@ def gantt(pipeline: PipelineChart) -> str:
     idle = f"{timeline.bubble:.1%} idle" if is_whole else "longer steps idle less"
     summary = f"{len(timeline.rows)} ranks, {short(timeline.seconds)} seconds, {idle}."
     return drawing(WIDTH, bottom + 28, pipeline.title, summary, parts)
-
-
-def _action(slot: TimelineSlot, x: float, y: float, width: float, second: bool) -> Iterator[str]:
-    """A rectangle with its microbatch, where that has room; those of every second chunk are lighter."""
-    action = slot.action
-    words = f"{action}: {short(slot.start)} to {short(slot.end)} s"
-    yield rect(x, y + 3, width, LANE - 6, words, class_=f"action {action.kind}{' second' * second}")
-    name = str(action.microbatch)
-    if width >= max(SMALLEST, len(name) * LETTER + 4):
-        yield text(x + width / 2, y + LANE / 2 + 4, name, class_="action-name")

@@ -23,39 +23,33 @@ Affects = Literal["memory", "time", "numerics"]
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One way of splitting the work. world = pp · replicate · shard · cp · tp."""
 
-    replicate: int = 1  # copies of the (sharded) weights; gradients are summed over them
-    shard: int = 1  # ranks that share one copy of the weights
-    zero: Literal[0, 1, 2, 3] = (
-        0  # what is sharded over shard · cp: 0 nothing, 1 states, 2 and gradients, 3 and weights
-    )
-    tp: int = 1  # ranks that share each matrix, with the sequence split between matrices
-    cp: int = 1  # ranks that share each sequence
-    cp_kind: Literal["ring", "ulysses"] = "ring"  # keys and values travel, or heads change places
-    ep: int = 1  # ranks that share the experts; borrowed from shard · cp, not a factor of the world
-    pp: int = 1  # ranks that share the layers
+    replicate: int = 1
+    shard: int = 1
+    zero: Literal[0, 1, 2, 3] = 0
+    tp: int = 1
+    cp: int = 1
+    cp_kind: Literal["ring", "ulysses"] = "ring"
+    ep: int = 1
+    pp: int = 1
     schedule: Schedule = "1f1b"
-    chunks: int = 1  # stages on each rank
-    stages: tuple[int, ...] = ()  # layers of each stage, pp · chunks of them; empty when pp is 1
-    microbatch: int  # sequences in one forward pass of one rank
-    grad_accum: int = 1  # gradient accumulation: forward and backward passes in one step
-    precision: Precision = "fp32"  # of the arithmetic; master weights and gradient sums are fp32 (fp64 in proofs)
-    recompute: str = "none"  # activation checkpointing: none, full, sqrt, selective(-K), every-K, first-K
-    activation_quant: Literal["none", "fp8", "int8"] = "none"  # saved activations in eight bits: not exact
-    activation_offload: bool = False  # saved activations wait for the backward in host memory
-    fp8_scaling: Literal["tensorwise", "rowwise"] = "tensorwise"  # of fp8: what has a scale of its own
-    bf16_params: bool = False  # a resident bf16 copy of the parameters beside the fp32 master weights, on a single rank
-    optimizer_offload: Literal["none", "host", "disk"] = (
-        "none"  # where a single rank keeps master weights and optimizer states, if not on the device
-    )
-    optimizer_offload_update: Literal["host", "device"] = (
-        "host"  # where they are updated; device: they are copied there and back
-    )
-    optimizer_offload_host_bytes: int = 0  # of optimizer_offload = disk: as much of them stays in host memory
-    optimizer_offload_folder: str = ""  # of optimizer_offload = disk: where its files lie; empty: in the run's folder
-    cpu_offload: bool = False  # parameters, gradients and optimizer states live in host memory
-    kernels: Literal["auto", "plain", "fused"] = "auto"  # hand-written ones; auto: where there is a GPU and Triton
-    compile: bool = False  # torch.compile of each block before the first step
-    deterministic: bool = False  # sums in a fixed order: the same bits for every replicate · shard
+    chunks: int = 1
+    stages: tuple[int, ...] = ()
+    microbatch: int
+    grad_accum: int = 1
+    precision: Precision = "fp32"
+    recompute: str = "none"
+    activation_quant: Literal["none", "fp8", "int8"] = "none"
+    activation_offload: bool = False
+    fp8_scaling: Literal["tensorwise", "rowwise"] = "tensorwise"
+    bf16_params: bool = False
+    optimizer_offload: Literal["none", "host", "disk"] = "none"
+    optimizer_offload_update: Literal["host", "device"] = "host"
+    optimizer_offload_host_bytes: int = 0
+    optimizer_offload_folder: str = ""
+    cpu_offload: bool = False
+    kernels: Literal["auto", "plain", "fused"] = "auto"
+    compile: bool = False
+    deterministic: bool = False
 
     @property
     def world(self) -> int:
@@ -97,12 +91,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class PlanField(msgspec.Struct, frozen=True):
-    """What is to be known of a field beside its type, its default (the neutral value) and its comment (the help).
+    """What is to be known of a field beside its type (the choices) and its default (the neutral value).
 
-    Plan strings, table columns, the order of equally fast plans and the notes of a dry run are made from these.
+    Plan strings, table columns, the order of equally fast plans and the section of docs/run-file.md are made of these.
     """
 
     name: str
+    help: str
     affects: tuple[Affects, ...] = ("memory", "time")
     shown: Literal["used", "always", "never"] = "used"  # in a line that says the plan
     when: str = ""  # shown where another field than itself is used
@@ -119,28 +114,66 @@ class PlanField(msgspec.Struct, frozen=True):
 
 
 FIELDS = (
-    *(PlanField(axis, weighs=True) for axis in (*AXES, "ep")),
-    PlanField("zero"),
-    PlanField("cp_kind", affects=("time",), when="cp"),
-    PlanField("schedule", when="pp"),
-    PlanField("stages", when="pp"),
-    PlanField("microbatch", shown="always"),
-    PlanField("grad_accum", shown="always"),
-    PlanField("precision", affects=("memory", "time", "numerics"), shown="always"),
-    PlanField("recompute", weighs=True),
-    PlanField("activation_quant", affects=("memory", "time", "numerics"), weighs=True),
-    PlanField("activation_offload", weighs=True),
-    PlanField("optimizer_offload", weighs=True),
-    PlanField("optimizer_offload_update", affects=("time",), when="optimizer_offload"),
-    PlanField("cpu_offload", weighs=True),
-    PlanField("bf16_params"),
-    PlanField("kernels", affects=("time",)),
-    PlanField("compile"),
-    PlanField("deterministic", affects=("time", "numerics")),
-    PlanField("chunks", shown="never", weighs=True),  # the stages say it
-    PlanField("fp8_scaling", affects=("time", "numerics"), shown="never"),
-    PlanField("optimizer_offload_host_bytes", affects=("memory",), shown="never"),
-    PlanField("optimizer_offload_folder", affects=(), shown="never"),
+    PlanField("pp", "ranks that share the layers", weighs=True),
+    PlanField("replicate", "copies of the (sharded) weights; gradients are summed over them", weighs=True),
+    PlanField("shard", "ranks that share one copy of the weights", weighs=True),
+    PlanField("cp", "ranks that share each sequence", weighs=True),
+    PlanField("tp", "ranks that share each matrix, with the sequence split between matrices", weighs=True),
+    PlanField("ep", "ranks that share the experts; borrowed from shard · cp, not a factor of the world", weighs=True),
+    PlanField("zero", "sharded over shard · cp: 0 nothing, 1 optimizer states, 2 and gradients, 3 and weights"),
+    PlanField("cp_kind", "keys and values travel, or heads change places", affects=("time",), when="cp"),
+    PlanField("schedule", "of a pipeline: the order of its forwards and backwards", when="pp"),
+    PlanField("stages", "layers of each stage, pp · chunks of them; empty when pp is 1", when="pp"),
+    PlanField("microbatch", "sequences in one forward pass of one rank", shown="always"),
+    PlanField("grad_accum", "gradient accumulation: forward and backward passes in one step", shown="always"),
+    PlanField(
+        "precision",
+        "of the arithmetic; master weights and gradient sums are fp32 (fp64 in proofs)",
+        affects=("memory", "time", "numerics"),
+        shown="always",
+    ),
+    PlanField("recompute", "activation checkpointing: none, full, sqrt, selective(-K), every-K, first-K", weighs=True),
+    PlanField(
+        "activation_quant",
+        "saved activations in eight bits: not exact",
+        affects=("memory", "time", "numerics"),
+        weighs=True,
+    ),
+    PlanField("activation_offload", "saved activations wait for the backward in host memory", weighs=True),
+    PlanField(
+        "optimizer_offload",
+        "where a single rank keeps master weights and optimizer states, if not on the device",
+        weighs=True,
+    ),
+    PlanField(
+        "optimizer_offload_update",
+        "where they are updated; device: they are copied there and back",
+        affects=("time",),
+        when="optimizer_offload",
+    ),
+    PlanField("cpu_offload", "parameters, gradients and optimizer states live in host memory", weighs=True),
+    PlanField("bf16_params", "a resident bf16 copy of the parameters beside the fp32 master weights, on a single rank"),
+    PlanField("kernels", "hand-written ones; auto: where there is a GPU and Triton", affects=("time",)),
+    PlanField("compile", "torch.compile of each block before the first step"),
+    PlanField(
+        "deterministic",
+        "sums in a fixed order: the same bits for every replicate · shard",
+        affects=("time", "numerics"),
+    ),
+    PlanField("chunks", "stages on each rank", shown="never", weighs=True),  # the stages say it
+    PlanField("fp8_scaling", "of fp8: what has a scale of its own", affects=("time", "numerics"), shown="never"),
+    PlanField(
+        "optimizer_offload_host_bytes",
+        "of optimizer_offload = disk: as much of them stays in host memory",
+        affects=("memory",),
+        shown="never",
+    ),
+    PlanField(
+        "optimizer_offload_folder",
+        "of optimizer_offload = disk: where its files lie; empty: in the run's folder",
+        affects=(),
+        shown="never",
+    ),
 )
 NEUTRAL = {field.name: field.default for field in msgspec.structs.fields(Plan)}
 

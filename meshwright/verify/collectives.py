@@ -126,21 +126,16 @@ class _Observer(TorchDispatchMode):
     def _count(self, operator: str, values: dict[str, Any]) -> None:
         assert operator in OPERATORS, f"{operator} is a collective that nobody counts"
         kind, whole = OPERATORS[operator]
-        ranks = _ranks(_group(values.get("process_group", values.get("group_name"))))
+        group = values["process_group" if "process_group" in values else "group_name"]  # itself, in a box, or its name
+        if isinstance(group, torch.ScriptObject):
+            group = dist.ProcessGroup.unbox(group)
+        elif not isinstance(group, dist.ProcessGroup):
+            group = _resolve_process_group(group)
+        ranks, tensors = _ranks(group), tree_leaves(values[whole])
         if len(ranks) > 1:
-            self.calls[Call(kind, ranks, _bytes(values[whole]))] += 1
-
-
-def _group(group: Any) -> dist.ProcessGroup:
-    """A process group from what an operator is given: its name, itself, or itself in a box."""
-    if isinstance(group, torch.ScriptObject):
-        return dist.ProcessGroup.unbox(group)
-    return group if isinstance(group, dist.ProcessGroup) else _resolve_process_group(group)
+            size = sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
+            self.calls[Call(kind, ranks, size)] += 1
 
 
 def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group))
-
-
-def _bytes(tensors: Any) -> int:
-    return sum(tensor.nbytes for tensor in tree_leaves(tensors) if isinstance(tensor, Tensor))

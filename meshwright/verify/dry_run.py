@@ -42,6 +42,22 @@ from meshwright.spec.plan import Plan
 from meshwright.train.step import ForwardBackward, choose
 from meshwright.verify.collectives import Calls, implied, observing, ranks_of
 
+RATE = 1e-3  # of learning: any, the weights have no values
+Collectives = Callable[[dict[str, int]], Sequence[Collective]]  # of the rank in some place
+
+
+@dataclass(frozen=True, slots=True)
+class DryRunStep:
+    """What a rank did and held in one step."""
+
+    calls: Calls
+    said: Calls  # the arithmetic's, with the ranks of this rank's axes
+    axes: dict[tuple[int, ...], str]  # ranks by the axis on which this one meets them
+    place: dict[str, int]  # this rank's, on each axis
+    states: dict[str, int]  # bytes: weights, gradients, moments
+    live_bytes: int  # at the peak
+    phase: str  # in which it was
+
 
 class Live(TorchDispatchMode):
     """Counts every storage that an operator returns, from its first sight to the death of its last tensor.
@@ -219,15 +235,14 @@ def _kernel(
     """What flash kernels make of a block, where a GPU has them: results and no scores."""
     if block.q.dtype not in HALF or block.same is not None or block.q.shape[3] % 8:
         return otherwise(block)
-    return _attend, _gradients
 
+    def attend(block: AttentionBlock) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(block.q), block.q.new_empty(block.q.shape[:3], dtype=torch.float32)
 
-def _attend(block: AttentionBlock) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(block.q), block.q.new_empty(block.q.shape[:3], dtype=torch.float32)
+    def gradients(block: AttentionBlock, out: Tensor, lse: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.empty_like(block.q), torch.empty_like(block.k), torch.empty_like(block.v)
 
-
-def _gradients(block: AttentionBlock, out: Tensor, lse: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(block.q), torch.empty_like(block.k), torch.empty_like(block.v)
+    return attend, gradients
 
 
 @contextmanager
@@ -239,37 +254,9 @@ def fake_world(plan: Plan, rank: int) -> Iterator[Mesh]:
         yield mesh.make(plan, torch.device("cpu"))
     finally:
         dist.destroy_process_group()
-        _forget()
-
-
-def _forget() -> None:
-    """Empty what DTensor remembers of meshes: an equal one of the next world has other groups under the same names."""
-    debug._clear_sharding_prop_cache()
-    getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()  # which torch 2.11 may not have
-
-
-def fake_tensors() -> FakeTensorMode:
-    """While it lasts, tensors take no memory. The mesh and a model on meta, which hold none either, are let in."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-RATE = 1e-3  # of learning: any, the weights have no values
-
-
-@dataclass(frozen=True, slots=True)
-class DryRunStep:
-    """What a rank did and held in one step."""
-
-    calls: Calls
-    said: Calls  # the arithmetic's, with the ranks of this rank's axes
-    axes: dict[tuple[int, ...], str]  # ranks by the axis on which this one meets them
-    place: dict[str, int]  # this rank's, on each axis
-    states: dict[str, int]  # bytes: weights, gradients, moments
-    live_bytes: int  # at the peak
-    phase: str  # in which it was
-
-
-Collectives = Callable[[dict[str, int]], Sequence[Collective]]  # of the rank in some place
+        # What DTensor remembers of meshes: an equal one of the next world has other groups under the same names.
+        debug._clear_sharding_prop_cache()
+        getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()  # which torch 2.11 may not have
 
 
 def traceable(plan: Plan) -> Plan:
@@ -288,7 +275,8 @@ def trace_step(run: Run, rank: int, collectives: Collectives) -> DryRunStep:
             model = Decoder(run.arch).to(master_weights.weight_dtype(run.optim, run.plan))
         chunks = apply(model, run.plan, mesh, DECODER)
         forward_backward = choose(run, chunks, mesh)
-        stack.enter_context(fake_tensors())
+        # Tensors take no memory; the mesh and the model on meta, which hold none either, are let in.
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         live = stack.enter_context(following())
         stack.enter_context(standing_in(chunks))
         step = _Step(run, mesh, chunks, live, forward_backward)
@@ -298,22 +286,18 @@ def trace_step(run: Run, rank: int, collectives: Collectives) -> DryRunStep:
         with observing() as calls:
             step.run_once()
         planned = collectives(mesh.place)
+        # Where two axes have the same ranks, the one that was planned names them; the world is the last resort.
+        named: list[Axis] = [each.axis for each in planned if each.axis != "world"]
+        axes: tuple[Axis, ...] = ("world", "pp", "cp", "tp", "shard", "replicate", *named)
         return DryRunStep(
             calls=Counter(calls),
             said=implied(planned, run.plan, mesh),
-            axes=_axes(planned, run.plan, mesh),
+            axes={ranks_of(axis, run.plan, mesh): axis for axis in axes},
             place=mesh.place,
             states=step.states(),
             live_bytes=live.peak,
             phase=live.peak_phase,
         )
-
-
-def _axes(planned: Sequence[Collective], plan: Plan, mesh: Mesh) -> dict[tuple[int, ...], str]:
-    """The names of groups of ranks; where two axes have the same ranks, the one that was planned."""
-    named: list[Axis] = [each.axis for each in planned if each.axis != "world"]  # the name of last resort
-    axes: tuple[Axis, ...] = ("world", "pp", "cp", "tp", "shard", "replicate", *named)
-    return {ranks_of(axis, plan, mesh): axis for axis in axes}
 
 
 class _Step:
@@ -358,11 +342,9 @@ class _Step:
 
 def _batch(run: Run) -> StepBatch:
     """Microbatches of the right shapes."""
-    return StepBatch(tuple(_microbatch(run) for _ in range(run.plan.grad_accum)), run.tokens, 0.0)
-
-
-def _microbatch(run: Run) -> Batch:
-    tokens, targets, positions, index, documents = (
-        torch.zeros(run.plan.microbatch, run.sequence, dtype=torch.int64) for _ in range(5)
-    )
-    return Batch(tokens, targets, positions, documents if run.data.mask_documents else None, index)
+    shape, microbatches = (run.plan.microbatch, run.sequence), []
+    for _ in range(run.plan.grad_accum):
+        tokens, targets, positions, index, documents = (torch.zeros(shape, dtype=torch.int64) for _ in range(5))
+        mask = documents if run.data.mask_documents else None
+        microbatches.append(Batch(tokens, targets, positions, mask, index))
+    return StepBatch(tuple(microbatches), run.tokens, 0.0)

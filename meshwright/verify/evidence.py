@@ -10,7 +10,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from meshwright.config.run import Run
-from meshwright.data.prepare import Corpus, prepare
+from meshwright.data.prepare import prepare
 from meshwright.parallel.mesh import Mesh
 from meshwright.runtime.place import Place
 from meshwright.train.build import build
@@ -38,16 +38,12 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True):
 def record(place: Place, run: Run, cache: Path, folder: Path) -> None:
     """Run to the last step as one rank; the first writes the losses, norms, first gradients and last weights."""
     with world(run, place) as mesh:
-        _drive(run, prepare(run, cache, lambda text: None), Evidence(folder, mesh), mesh)
-
-
-def _drive(run: Run, corpus: Corpus, evidence: "Evidence", mesh: Mesh) -> None:
-    state = build(run, corpus, mesh)
-    for result in train(run, state, mesh):
-        assert isinstance(result, StepResult), "nothing is held out in a proof"
-        evidence.step(result.loss, result.norm, gradients(state.chunks, run, mesh))
-    evidence.end(weights(state.chunks, run, mesh))
-    state.loader.close()
+        evidence, state = Evidence(folder, mesh), build(run, prepare(run, cache, lambda text: None), mesh)
+        for result in train(run, state, mesh):
+            assert isinstance(result, StepResult), "nothing is held out in a proof"
+            evidence.step(result.loss, result.norm, gradients(state.chunks, run, mesh))
+        evidence.end(weights(state.chunks, run, mesh))
+        state.loader.close()
 
 
 class Evidence:
@@ -81,7 +77,8 @@ class Evidence:
 
 def compare(run: Planned, reference: Path, folder: Path, tolerance: float, seconds: float) -> ParityResult:
     """A plan's records beside the reference's."""
-    theirs, ours = (_numbers(each) for each in (reference, folder))
+    files = (reference / "numbers.json", folder / "numbers.json")
+    theirs, ours = (msgspec.json.decode(file.read_bytes(), type=Numbers) for file in files)
     gradient = dict(_tensors(theirs.names, reference, folder, "gradients"))
     whole = torch.stack([other.norm() for other, _ in gradient.values()]).norm()
     idle = {name for name, (other, _) in gradient.items() if other.norm() <= NOTHING * whole}
@@ -133,10 +130,6 @@ def _relative(ours: float, theirs: float) -> float:
 def _far(theirs: Tensor, ours: Tensor, floor: Tensor) -> float:
     """The distance of two tensors beside the length of the reference."""
     return ((ours - theirs).norm() / torch.maximum(theirs.norm(), floor).clamp(min=1e-300)).item()
-
-
-def _numbers(folder: Path) -> Numbers:
-    return msgspec.json.decode((folder / "numbers.json").read_bytes(), type=Numbers)
 
 
 def _tensors(

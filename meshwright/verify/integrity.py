@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from meshwright.checkpoint import format, storage
-from meshwright.checkpoint.format import MANIFEST, Chunk, Manifest
+from meshwright.checkpoint.format import MANIFEST, Manifest
 from meshwright.checkpoint.read import THREADS, StepReader
 from meshwright.checkpoint.storage import CorruptError, Damage
 from meshwright.config.huggingface import PICKLES, a_pickle
@@ -44,18 +44,19 @@ class IntegrityReport(msgspec.Struct, frozen=True, kw_only=True):
 def verify(path: Path, say: Callable[[str], None]) -> IntegrityReport:
     """Check one step, or all steps of a run folder."""
     found, home = find(path)
-    verdicts = []
+    steps = []
     for folder in found:
-        verdicts.append(verify_step(folder))
-        say(line(verdicts[-1]))
-        for damage in verdicts[-1].damages:
+        step = verify_step(folder)
+        steps.append(step)
+        size = sum(chunk.bytes for chunk in step.chunks)
+        whole = f"{len(step.chunks)} chunks, {size:,} bytes, all sound; state {step.state}"
+        say(f"{step.folder}: {whole if step.sound else 'DAMAGED'}")
+        for damage in step.damages:
             say(f"  {damage}")
-    loose = tuple(_pointer(home, verdicts)) if home is not None else ()
+    loose = tuple(_pointer(home, steps)) if home is not None else ()
     for damage in loose:
         say(str(damage))
-    return IntegrityReport(
-        sound=not loose and all(each.sound for each in verdicts), steps=tuple(verdicts), damages=loose
-    )
+    return IntegrityReport(sound=not loose and all(each.sound for each in steps), steps=tuple(steps), damages=loose)
 
 
 def find(path: Path) -> tuple[list[Path], Path | None]:
@@ -69,15 +70,10 @@ def find(path: Path) -> tuple[list[Path], Path | None]:
     home = path if path.name == format.CHECKPOINTS else format.home(path)
     found = [home / format.name(step) for step in format.present(home)]
     if not found and not (home / format.LATEST).exists():
-        raise InputError([_nothing(path)])
+        what = "holds no checkpoint" if path.is_dir() else "is not a folder"
+        nothing = Problem(f"{path} {what}", "give a run folder, or one of its checkpoints/step-N")
+        raise InputError([a_pickle(path) if path.suffix in PICKLES else nothing])
     return found, home
-
-
-def _nothing(path: Path) -> Problem:
-    if path.suffix in PICKLES:
-        return a_pickle(path)
-    what = "holds no checkpoint" if path.is_dir() else "is not a folder"
-    return Problem(f"{path} {what}", "give a run folder, or one of its checkpoints/step-N")
 
 
 def verify_step(folder: Path) -> StepIntegrity:
@@ -85,9 +81,7 @@ def verify_step(folder: Path) -> StepIntegrity:
     try:
         with StepReader(folder) as reader, ThreadPoolExecutor(THREADS, "verify") as pool:
             manifest = reader.manifest
-            numbers = range(len(manifest.chunks))
-            damages = [list(found) for found in pool.map(lambda number: list(_chunk(reader, number)), numbers)]
-            chunks = tuple(map(_verdict, manifest.chunks, damages))
+            damages = list(pool.map(lambda number: _chunk(reader, number), range(len(manifest.chunks))))
             found = [*_strays(folder, manifest), *(damage for each in damages for damage in each)]
     except CorruptError as error:
         damages = tuple(error.damages)
@@ -97,36 +91,31 @@ def verify_step(folder: Path) -> StepIntegrity:
         step=manifest.progress.step,
         sound=not found,
         state=manifest.state,
-        chunks=chunks,
+        chunks=tuple(
+            ChunkIntegrity(file=chunk.file, bytes=chunk.bytes, sound=not each)
+            for chunk, each in zip(manifest.chunks, damages, strict=True)
+        ),
         damages=tuple(found),
     )
 
 
-def _verdict(chunk: Chunk, damages: list[Damage]) -> ChunkIntegrity:
-    return ChunkIntegrity(file=chunk.file, bytes=chunk.bytes, sound=not damages)
-
-
-def _chunk(reader: StepReader, number: int) -> Iterator[Damage]:
+def _chunk(reader: StepReader, number: int) -> list[Damage]:
     """What is wrong with one chunk; slice by slice only once its checksum does not match."""
-    chunk = reader.manifest.chunks[number]
+    chunk, damages = reader.manifest.chunks[number], []
     try:
         with reader.chunk(number) as descriptor:
             if storage.file_sha256(descriptor) == chunk.sha256:
-                return
-            damages = list(_slices(reader, number, descriptor))
+                return []
+            for each in reader.manifest.slices:
+                if each.chunk == number:
+                    try:
+                        reader.checked(each, descriptor)
+                    except CorruptError as error:
+                        damages += error.damages
     except CorruptError as error:
         damages = error.damages
     text = "checksum mismatch (sha256) of the file, though its slices match"
-    yield from damages or [Damage(file=str(reader.folder / chunk.file), text=text)]
-
-
-def _slices(reader: StepReader, number: int, descriptor: int) -> Iterator[Damage]:
-    for each in reader.manifest.slices:
-        if each.chunk == number:
-            try:
-                reader.checked(each, descriptor)
-            except CorruptError as error:
-                yield from error.damages
+    return damages or [Damage(file=str(reader.folder / chunk.file), text=text)]
 
 
 def _strays(folder: Path, manifest: Manifest) -> Iterator[Damage]:
@@ -139,20 +128,12 @@ def _strays(folder: Path, manifest: Manifest) -> Iterator[Damage]:
             yield Damage(file=str(entry), text="is not in the manifest")
 
 
-def _pointer(home: Path, verdicts: list[StepIntegrity]) -> Iterator[Damage]:
-    whole = [verdict for verdict in verdicts if verdict.sound]
+def _pointer(home: Path, steps: list[StepIntegrity]) -> Iterator[Damage]:
+    whole = [step for step in steps if step.sound]
     if whole:
         with StepReader(Path(whole[-1].folder)) as reader:
             fault = format.pointer_fault(home, reader.manifest.progress.step, reader.manifest.sha256)
         if fault is not None:
             yield fault
-    elif not verdicts:
+    elif not steps:
         yield Damage(file=str(home / format.LATEST), text="points to a step, and none is there")
-
-
-def line(verdict: StepIntegrity) -> str:
-    """One step, for a person."""
-    if not verdict.sound:
-        return f"{verdict.folder}: DAMAGED"
-    size = sum(chunk.bytes for chunk in verdict.chunks)
-    return f"{verdict.folder}: {len(verdict.chunks)} chunks, {size:,} bytes, all sound; state {verdict.state}"

@@ -4,6 +4,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, get_args
 
@@ -25,59 +26,10 @@ TOLERANCES: dict[Precision, tuple[float, str]] = {
     "bf16": (1e-1, "bf16 keeps 8 bits: 4e-3 a product"),
     "fp16": (3e-2, "fp16 keeps 11 bits: 5e-4 a product"),
 }
-
-
-class ParityResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One plan beside one process."""
-
-    plan: str
-    passed: bool
-    loss_deviation: float  # largest relative difference of a step's loss
-    norm_deviation: float  # of a step's gradient norm
-    gradient_deviation: float  # of a parameter's gradient at the first step
-    weight_deviation: float  # of a parameter's weight after the last step
-    first_bad: str | None  # the first step and quantity that left the tolerance
-    worst: str  # the parameter with the largest deviation
-    seconds: float
-    error: str = ""  # the plan did not run to its end
-
-
-class Certificate(msgspec.Struct, frozen=True, kw_only=True):
-    """Several plans beside one process, over the same mathematics."""
-
-    run: Run  # the reference
-    steps: int
-    tolerance: float
-    reason: str
-    torch: str
-    verdicts: tuple[ParityResult, ...]
-
-    @property
-    def passed(self) -> bool:
-        return all(verdict.passed for verdict in self.verdicts)
-
-
-COLUMNS = ("loss", "norm", "gradient", "weight")
-
-
-def header(width: int) -> str:
-    """The names of the columns: largest relative deviations."""
-    return f"{'plan':<{width}}  {'  '.join(f'{name:>8}' for name in COLUMNS)}"
-
-
-def line(verdict: ParityResult, width: int) -> str:
-    """One plan."""
-    numbers = (
-        verdict.loss_deviation,
-        verdict.norm_deviation,
-        verdict.gradient_deviation,
-        verdict.weight_deviation,
-    )
-    words = "equal" if verdict.passed else f"DIFFERS: {verdict.first_bad or verdict.error.splitlines()[-1]}"
-    return f"{verdict.plan:<{width}}  {'  '.join(f'{number:8.1e}' for number in numbers)}   {words}"
-
-
-TEXT = "ragged.jsonl"
+QUANTITIES = ("loss", "norm", "gradient", "weight")  # that are compared
+TEXT, CERTIFICATE = "ragged.jsonl", "certificate.json"
+LONGEST = 600.0  # seconds that one plan may take
+RECORD, JUDGE = (Remote("meshwright.verify.evidence", name) for name in ("record", "judge"))  # by name: they have torch
 SCHEDULES = get_args(Schedule)
 
 # Every axis alone and the combinations that must hold. Dense plans are proved on `tiny` (grouped queries, an odd
@@ -120,6 +72,47 @@ MATRIX = (
     "pp=2,schedule=zbv,shard=2,zero=3,tp=2",
     "replicate=2,shard=2,zero=3,tp=2",
 )
+Job = tuple[Run, list[tuple[str, Run]]]  # a reference, and each plan's words with its run
+
+
+class ParityResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One plan beside one process."""
+
+    plan: str
+    passed: bool
+    loss_deviation: float  # largest relative difference of a step's loss
+    norm_deviation: float  # of a step's gradient norm
+    gradient_deviation: float  # of a parameter's gradient at the first step
+    weight_deviation: float  # of a parameter's weight after the last step
+    first_bad: str | None  # the first step and quantity that left the tolerance
+    worst: str  # the parameter with the largest deviation
+    seconds: float
+    error: str = ""  # the plan did not run to its end
+
+
+class Certificate(msgspec.Struct, frozen=True, kw_only=True):
+    """Several plans beside one process, over the same mathematics."""
+
+    run: Run  # the reference
+    steps: int
+    tolerance: float
+    reason: str
+    torch: str
+    verdicts: tuple[ParityResult, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(verdict.passed for verdict in self.verdicts)
+
+
+class Planned(Protocol):
+    """Anything that a plan runs."""
+
+    @property
+    def plan(self) -> Plan: ...
+
+
+AnyPlanned = TypeVar("AnyPlanned", bound=Planned)
 
 
 def matrix(ranks: int) -> list[str]:
@@ -128,13 +121,16 @@ def matrix(ranks: int) -> list[str]:
     return [plan for plan in MATRIX if world(plan) <= ranks and (compiles or "compile" not in fields(plan))]
 
 
-Job = tuple[Run, list[tuple[str, Run]]]  # a reference, and each plan's words with its run
-
-
 def jobs(target: str | None, overrides: list[str], plans: list[str], steps: int, folder: Path) -> list[Job]:
     """Everything to be proved, each part beside its own reference. Nothing is written yet."""
     made = []
-    for model, group in by_model(target, plans):
+    with_experts = [plan for plan in plans if _number(fields(plan), "ep") > 1]
+    dense = [plan for plan in plans if plan not in with_experts]
+    # Unless something is named, plans with experts are proved on a model that has some.
+    groups = [("tiny", dense), ("tiny-moe", with_experts)] if target is None else [(target, plans)]
+    for model, group in groups:
+        if not group:
+            continue
         reference, planned = runs(model, overrides, group, steps, folder / TEXT)
         if problems := [problem for run in planned for problem in check.missing(run.plan)]:
             raise InputError(problems[:1])  # the same for every plan
@@ -142,22 +138,12 @@ def jobs(target: str | None, overrides: list[str], plans: list[str], steps: int,
     return made
 
 
-def by_model(target: str | None, plans: list[str]) -> list[tuple[str | None, list[str]]]:
-    """Plans by what they are proved on: unless something is named, those with experts need a model that has some."""
-    if target is not None:
-        return [(target, plans)]
-    with_experts = [plan for plan in plans if _number(fields(plan), "ep") > 1]
-    dense = [plan for plan in plans if plan not in with_experts]
-    return [(model, group) for model, group in (("tiny", dense), ("tiny-moe", with_experts)) if group]
-
-
 def fields(plan: str) -> dict[str, str]:
     """The words of "tp=2,pp=2,schedule=1f1b"."""
     words = [word.strip() for word in plan.split(",") if word.strip()]
     if bad := [word for word in words if "=" not in word]:
-        raise InputError(
-            [Problem(f"{word!r} of --plan {plan!r} is not field=value", "write tp=2,shard=2") for word in bad]
-        )
+        what = f"of --plan {plan!r} is not field=value"
+        raise InputError([Problem(f"{word!r} {what}", "write tp=2,shard=2") for word in bad])
     return dict(word.removeprefix("plan.").split("=", 1) for word in words)
 
 
@@ -168,20 +154,14 @@ def world(plan: str) -> int:
 
 def runs(target: str | None, overrides: list[str], plans: list[str], steps: int, text: Path) -> tuple[Run, list[Run]]:
     """The reference and a run for each plan, all of one mathematics: a run file's, or a preset's on ragged text."""
-    file, words = _mathematics(target, overrides, plans, text)
+    file = run_file(target)
+    words = list(overrides) if file else [*_ragged(target or "tiny", plans, text), *overrides]
     words += [f"steps={steps}", "data.eval_fraction=0.0", "eval.every=0", "eval.sample_tokens=0"]
     words = [word for word in words if not word.startswith("plan.")]
     precision = _precision(plans, overrides)
     reference = load.load(file, [*words, *_words({"precision": precision, "grad_accum": "1"})], ranks=1).run
     planned = [load.load(file, [*words, *_words({"precision": precision, **_resolved(plan)})]).run for plan in plans]
     return reference, planned
-
-
-def _mathematics(
-    target: str | None, overrides: list[str], plans: list[str], text: Path
-) -> tuple[Path | None, list[str]]:
-    file = run_file(target)
-    return (file, list(overrides)) if file else (None, [*_ragged(target or "tiny", plans, text), *overrides])
 
 
 def _precision(plans: list[str], overrides: list[str]) -> str:
@@ -240,50 +220,28 @@ def write_ragged(file: Path) -> None:
             lines.write(msgspec.json.encode({"text": " ".join(words)}).decode() + "\n")
 
 
-CERTIFICATE = "certificate.json"
-LONGEST = 600.0  # seconds that one plan may take
-
-
 def prove_all(jobs: list[Job], cache: Path, folder: Path, say: Callable[[str], None]) -> list[ParityResult]:
-    """Prove every job, saying each verdict as it falls, and leave the certificate in the folder."""
+    """Prove every job, saying each result as it is there, and leave the certificate in the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     write_ragged(folder / TEXT)
     width = max(len(name) for _, planned in jobs for name, _ in planned)
     certificates = []
     for reference, planned in jobs:
-        tolerance, reason = TOLERANCES[reference.plan.precision]
         say(f"{count(reference.arch):,} parameters, {reference.steps} steps of {reference.tokens} positions")
-        say(f"largest relative deviation from one process, {tolerance:.0e} allowed ({reason}):")
-        say(header(width))
-        certificates.append(prove(reference, planned, cache, folder, lambda verdict: say(line(verdict, width))))
+        tolerance, reason = TOLERANCES[reference.plan.precision]
+        certificates.append(
+            Certificate(
+                run=reference,
+                steps=reference.steps,
+                tolerance=tolerance,
+                reason=reason,
+                torch=version("torch"),
+                verdicts=tuple(beside(reference, planned, (RECORD, cache), folder, say, width)),
+            )
+        )
     text = msgspec.json.format(msgspec.json.encode(certificates), indent=2) + b"\n"
     (folder / CERTIFICATE).write_bytes(text)
     return [verdict for certificate in certificates for verdict in certificate.verdicts]
-
-
-def prove(
-    reference: Run, planned: list[tuple[str, Run]], cache: Path, folder: Path, told: Callable[[ParityResult], None]
-) -> Certificate:
-    """Compare every plan with one process; `told` hears each verdict as it falls."""
-    tolerance, reason = TOLERANCES[reference.plan.precision]
-    return Certificate(
-        run=reference,
-        steps=reference.steps,
-        tolerance=tolerance,
-        reason=reason,
-        torch=_torch_version(),
-        verdicts=tuple(beside(reference, planned, (_work("record"), cache), folder, told)),
-    )
-
-
-class Planned(Protocol):
-    """Anything that a plan runs."""
-
-    @property
-    def plan(self) -> Plan: ...
-
-
-AnyPlanned = TypeVar("AnyPlanned", bound=Planned)
 
 
 def beside(
@@ -291,11 +249,17 @@ def beside(
     planned: list[tuple[str, AnyPlanned]],
     work: tuple[Work, Any],
     folder: Path,
-    told: Callable[[ParityResult], None],
+    say: Callable[[str], None],
+    width: int,
 ) -> list[ParityResult]:
-    """Run the reference once and each plan beside it; `work` is record(place, run, given, folder) and its `given`."""
-    (record, given), judge = work, _work("judge")
-    tolerance, _ = TOLERANCES[reference.plan.precision]
+    """Run the reference once and each plan beside it, and say each result in a table whose first column has a width.
+
+    `work` is record(place, run, given, folder) and its `given`.
+    """
+    record, given = work
+    tolerance, reason = TOLERANCES[reference.plan.precision]
+    say(f"largest relative deviation from one process, {tolerance:.0e} allowed ({reason}):")
+    say(f"{'plan':<{width}}  {'  '.join(f'{name:>8}' for name in QUANTITIES)}")
     base = _fresh(folder / "reference")
     run_ranks(record, 1, (reference, given, base), LONGEST)
     verdicts = []
@@ -304,45 +268,23 @@ def beside(
         began = time.monotonic()
         try:
             run_ranks(record, run.plan.world, (run, given, place), LONGEST)
-            run_ranks(judge, 1, (run, base, place, tolerance, time.monotonic() - began), LONGEST)
+            run_ranks(JUDGE, 1, (run, base, place, tolerance, time.monotonic() - began), LONGEST)
             verdict = msgspec.json.decode((place / "verdict.json").read_bytes(), type=ParityResult)
         except RankError as error:
-            verdict = _failed(str(error), time.monotonic() - began)
+            far = {f"{quantity}_deviation": math.inf for quantity in QUANTITIES}
+            spent = {"seconds": time.monotonic() - began, "error": str(error)}
+            verdict = ParityResult(plan=name, passed=False, first_bad=None, worst="", **far, **spent)
         verdict = msgspec.structs.replace(verdict, plan=name)
         shutil.rmtree(place)
         verdicts.append(verdict)
-        told(verdict)
+        words = "equal" if verdict.passed else f"DIFFERS: {verdict.first_bad or verdict.error.splitlines()[-1]}"
+        deviations = [f"{getattr(verdict, f'{quantity}_deviation'):8.1e}" for quantity in QUANTITIES]
+        say(f"{name:<{width}}  {'  '.join(deviations)}   {words}")
     shutil.rmtree(base)
     return verdicts
-
-
-def _failed(error: str, seconds: float) -> ParityResult:
-    far = float("inf")
-    return ParityResult(
-        plan="",
-        passed=False,
-        loss_deviation=far,
-        norm_deviation=far,
-        gradient_deviation=far,
-        weight_deviation=far,
-        first_bad=None,
-        worst="",
-        seconds=seconds,
-        error=error,
-    )
 
 
 def _fresh(folder: Path) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     return folder
-
-
-def _work(name: str) -> Work:
-    return Remote("meshwright.verify.evidence", name)
-
-
-def _torch_version() -> str:
-    from importlib.metadata import version
-
-    return version("torch")

@@ -27,109 +27,14 @@ from meshwright.parallel.model_spec import ModelSpec, unanswered, unmatched
 from meshwright.parallel.pipeline import Pipeline, Streams
 from meshwright.runtime.place import Place
 from meshwright.runtime.ranks import SERVER
-from meshwright.spec.plan import AXES, Plan, Precision
+from meshwright.spec.plan import AXES, Plan
 from meshwright.spec.problem import InputError, Problem
 from meshwright.spec.schedule import default_chunks, misfits
 from meshwright.train.state import ParamLocation, gathered, gradient
 from meshwright.train.step import accumulated
 from meshwright.train.world import world
 from meshwright.verify.evidence import Evidence
-from meshwright.verify.prove import TOLERANCES, ParityResult, beside, fields, header, line
-
-
-def decided(plans: Sequence[str | Plan], rows: int, layers: int, anatomy: ModelSpec) -> list[tuple[str, Plan]]:
-    """Each plan by its name, complete; raises everything that is wrong with any of them."""
-    tables = {str(plan): _table(plan, rows, layers) for plan in plans}
-    problems = [problem for table in tables.values() for problem in schema.misfits(table, Plan, "plan.")]
-    if problems:
-        raise InputError(problems)
-    made = [(name, msgspec.convert(table, Plan)) for name, table in tables.items()]
-    for name, plan in made:
-        found = [*_shape(plan, rows, layers), *unanswered(anatomy, plan), *_beyond(plan)]
-        found += [*how_blocks_run(plan), *check.missing(plan)]
-        problems += [msgspec.structs.replace(problem, where=f"plan {name}") for problem in found]
-    if len({plan.precision for _, plan in made}) > 1:
-        problems.append(Problem("the plans name different precisions", "prove one precision at a time"))
-    if not made:
-        problems.append(Problem("there is no plan to prove", 'name some, such as "shard=2,zero=3"'))
-    if problems:
-        raise InputError(problems)
-    return made
-
-
-def alone(rows: int, precision: Precision) -> Plan:
-    """One process, the whole batch at once: what every plan is compared with."""
-    return Plan(microbatch=rows, precision=precision)
-
-
-def even(layers: int, stages: int) -> tuple[int, ...]:
-    """Layers of each stage, the first ones longer by one where they cannot be alike."""
-    return tuple(layers // stages + (stage < layers % stages) for stage in range(stages))
-
-
-def _table(plan: str | Plan, rows: int, layers: int) -> dict[str, Any]:
-    """A plan's fields, with what its words leave open: a pipeline has twice as many microbatches as ranks."""
-    if isinstance(plan, Plan):
-        return msgspec.structs.asdict(plan)
-    given: dict[str, Any] = {key: _value(text) for key, text in {"precision": "fp64", **fields(plan)}.items()}
-    pp, data = _count(given, "pp"), _count(given, "replicate") * _count(given, "shard")
-    given.setdefault("grad_accum", 2 * pp if pp > 1 else 1)
-    given.setdefault("microbatch", max(rows // (data * _count(given, "grad_accum")), 1))
-    if pp > 1:
-        given.setdefault("chunks", default_chunks(given.get("schedule", "1f1b")))
-        given.setdefault("stages", even(layers, pp * _count(given, "chunks")))
-    return given
-
-
-def _value(text: str) -> Any:
-    """A word of a plan as a run file would hold it."""
-    return int(text) if text.isdecimal() else {"true": True, "false": False}.get(text, text)
-
-
-def _count(given: dict[str, Any], key: str) -> int:
-    """A count, or one where what stands there is none; the rules say so."""
-    value = given.get(key, 1)
-    return value if isinstance(value, int) and value > 0 else 1
-
-
-def _shape(plan: Plan, rows: int, layers: int) -> Iterator[Problem]:
-    """A plan beside the batch and the model's blocks."""
-    for name in (*AXES, "ep", "chunks", "microbatch", "grad_accum"):
-        if (value := getattr(plan, name)) < 1:
-            yield Problem(f"plan.{name} = {value} is not a count", "use whole numbers of at least 1", f"plan.{name}")
-    if plan.batch != rows:
-        parts = f"microbatch {plan.microbatch} × grad_accum {plan.grad_accum} × {plan.data} data ranks"
-        remedy = f"use batches of a multiple of {plan.data * plan.grad_accum} rows"
-        yield Problem(f"batches of {rows} rows are not {parts}", remedy, "plan.microbatch")
-    if plan.zero == 0 and plan.shard > 1:
-        yield Problem(f"plan.shard = {plan.shard} with plan.zero = 0 shards nothing", "set plan.zero to 1, 2 or 3")
-    if plan.pp > 1:
-        yield from _pipeline(plan, layers)
-
-
-def _pipeline(plan: Plan, layers: int) -> Iterator[Problem]:
-    stages = plan.pp * plan.chunks
-    if stages > layers:
-        yield Problem(f"{stages} stages are more than the model's {layers} blocks", f"use at most {layers} stages")
-    elif len(plan.stages) != stages or sum(plan.stages) != layers or min(plan.stages) < 1:
-        what = f"plan.stages = {list(plan.stages)} is not {stages} stages of {layers} blocks in all"
-        yield Problem(what, "leave plan.stages out to have the blocks shared evenly", "plan.stages")
-    for misfit in misfits(plan.schedule, plan.pp, plan.chunks, plan.grad_accum):
-        yield Problem(misfit.text, misfit.remedy, misfit.key)
-
-
-def _beyond(plan: Plan) -> Iterator[Problem]:
-    """What no answer of an anatomy can give: it takes the layers of our own decoder."""
-    if plan.cp > 1:
-        what = f"plan.cp = {plan.cp} puts another attention into the model, which only meshwright's own layers let it"
-        yield Problem(what, "leave plan.cp at 1, or share the work of a long sequence with plan.tp", "plan.cp")
-    if plan.ep > 1:
-        what = f"plan.ep = {plan.ep} shares out the experts of a mixture, which only meshwright's own layers let it"
-        yield Problem(what, "leave plan.ep at 1, or cut the experts with plan.tp and a split table", "plan.ep")
-    if plan.deterministic:
-        what = "plan.deterministic fixes the order of sums over the ranks of meshwright's own trainer"
-        yield Problem(what, "leave it out: parity allows for rounding", "plan.deterministic")
-
+from meshwright.verify.prove import ParityResult, beside, fields
 
 Batch = tuple[Tensor, ...] | Mapping[str, Tensor]
 Loss = Callable[[Any, Any], tuple[Tensor, Tensor | int]]
@@ -172,22 +77,101 @@ class Subject:
             steps.setdefault(int(step), {})[name] = (
                 mine.to(precision.compute_dtype(plan)) if mine.is_floating_point() else mine
             )
-        return [self._as_given(steps[step]) for step in sorted(steps)]
+        given: list[Batch] = []
+        for _, tensors in sorted(steps.items()):  # in the order that keys begin with: the file does not keep it
+            keys = sorted(tensors, key=lambda key: int(key.partition(".")[0]))
+            ordered = {key.partition(".")[2]: tensors[key] for key in keys}
+            given.append(ordered if self.is_named else tuple(ordered.values()))
+        return given
 
-    def _as_given(self, tensors: dict[str, Tensor]) -> Batch:
-        """In the order in which it was given, which the file does not keep: the keys begin with it."""
-        ordered = {key.partition(".")[2]: tensors[key] for key in sorted(tensors, key=_position)}
-        return ordered if self.is_named else tuple(ordered.values())
+
+def decided(plans: Sequence[str | Plan], rows: int, layers: int, anatomy: ModelSpec) -> list[tuple[str, Plan]]:
+    """Each plan by its name, complete; raises everything that is wrong with any of them."""
+    tables = {str(plan): _table(plan, rows, layers) for plan in plans}
+    problems = [problem for table in tables.values() for problem in schema.misfits(table, Plan, "plan.")]
+    if problems:
+        raise InputError(problems)
+    made = [(name, msgspec.convert(table, Plan)) for name, table in tables.items()]
+    for name, plan in made:
+        found = [*_shape(plan, rows, layers), *unanswered(anatomy, plan), *_beyond(plan)]
+        found += [*how_blocks_run(plan), *check.missing(plan)]
+        problems += [msgspec.structs.replace(problem, where=f"plan {name}") for problem in found]
+    if len({plan.precision for _, plan in made}) > 1:
+        problems.append(Problem("the plans name different precisions", "prove one precision at a time"))
+    if not made:
+        problems.append(Problem("there is no plan to prove", 'name some, such as "shard=2,zero=3"'))
+    if problems:
+        raise InputError(problems)
+    return made
+
+
+def even(layers: int, stages: int) -> tuple[int, ...]:
+    """Layers of each stage, the first ones longer by one where they cannot be alike."""
+    return tuple(layers // stages + (stage < layers % stages) for stage in range(stages))
+
+
+def _table(plan: str | Plan, rows: int, layers: int) -> dict[str, Any]:
+    """A plan's fields, with what its words leave open: a pipeline has twice as many microbatches as ranks."""
+    if isinstance(plan, Plan):
+        return msgspec.structs.asdict(plan)
+    given: dict[str, Any] = {"precision": "fp64", **fields(plan)}
+    for key, text in given.items():  # as a run file would hold it
+        given[key] = int(text) if text.isdecimal() else {"true": True, "false": False}.get(text, text)
+    pp, data = _count(given, "pp"), _count(given, "replicate") * _count(given, "shard")
+    given.setdefault("grad_accum", 2 * pp if pp > 1 else 1)
+    given.setdefault("microbatch", max(rows // (data * _count(given, "grad_accum")), 1))
+    if pp > 1:
+        given.setdefault("chunks", default_chunks(given.get("schedule", "1f1b")))
+        given.setdefault("stages", even(layers, pp * _count(given, "chunks")))
+    return given
+
+
+def _count(given: dict[str, Any], key: str) -> int:
+    """A count, or one where what stands there is none; the rules say so."""
+    value = given.get(key, 1)
+    return value if isinstance(value, int) and value > 0 else 1
+
+
+def _shape(plan: Plan, rows: int, layers: int) -> Iterator[Problem]:
+    """A plan beside the batch and the model's blocks."""
+    for name in (*AXES, "ep", "chunks", "microbatch", "grad_accum"):
+        if (value := getattr(plan, name)) < 1:
+            yield Problem(f"plan.{name} = {value} is not a count", "use whole numbers of at least 1", f"plan.{name}")
+    if plan.batch != rows:
+        parts = f"microbatch {plan.microbatch} × grad_accum {plan.grad_accum} × {plan.data} data ranks"
+        remedy = f"use batches of a multiple of {plan.data * plan.grad_accum} rows"
+        yield Problem(f"batches of {rows} rows are not {parts}", remedy, "plan.microbatch")
+    if plan.zero == 0 and plan.shard > 1:
+        yield Problem(f"plan.shard = {plan.shard} with plan.zero = 0 shards nothing", "set plan.zero to 1, 2 or 3")
+    if plan.pp == 1:
+        return
+    stages = plan.pp * plan.chunks
+    if stages > layers:
+        yield Problem(f"{stages} stages are more than the model's {layers} blocks", f"use at most {layers} stages")
+    elif len(plan.stages) != stages or sum(plan.stages) != layers or min(plan.stages) < 1:
+        what = f"plan.stages = {list(plan.stages)} is not {stages} stages of {layers} blocks in all"
+        yield Problem(what, "leave plan.stages out to have the blocks shared evenly", "plan.stages")
+    for misfit in misfits(plan.schedule, plan.pp, plan.chunks, plan.grad_accum):
+        yield Problem(misfit.text, misfit.remedy, misfit.key)
+
+
+def _beyond(plan: Plan) -> Iterator[Problem]:
+    """What no answer of an anatomy can give: it takes the layers of our own decoder."""
+    if plan.cp > 1:
+        what = f"plan.cp = {plan.cp} puts another attention into the model, which only meshwright's own layers let it"
+        yield Problem(what, "leave plan.cp at 1, or share the work of a long sequence with plan.tp", "plan.cp")
+    if plan.ep > 1:
+        what = f"plan.ep = {plan.ep} shares out the experts of a mixture, which only meshwright's own layers let it"
+        yield Problem(what, "leave plan.ep at 1, or cut the experts with plan.tp and a split table", "plan.ep")
+    if plan.deterministic:
+        what = "plan.deterministic fixes the order of sums over the ranks of meshwright's own trainer"
+        yield Problem(what, "leave it out: parity allows for rounding", "plan.deterministic")
 
 
 def named(batch: Batch) -> dict[str, Tensor]:
     """A batch's tensors by position and name."""
     pairs = batch.items() if isinstance(batch, Mapping) else ((str(number), x) for number, x in enumerate(batch))
     return {f"{position}.{name}": x for position, (name, x) in enumerate(pairs)}
-
-
-def _position(key: str) -> int:
-    return int(key.partition(".")[0])
 
 
 def state_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -246,19 +230,17 @@ class ModuleStep:
         return loss, loss
 
     def _loss_sum(self, outputs: Any, rows: Tensor) -> Tensor:
-        total, count = self.loss(outputs, _rows(self.batch, rows))
+        if isinstance(self.batch, Mapping):
+            cut = {name: x[rows] for name, x in self.batch.items()}
+        else:
+            cut = tuple(x[rows] for x in self.batch)
+        total, count = self.loss(outputs, cut)
         self.count += count
         return local(total)
 
 
 def _first(batch: Batch) -> Tensor:
     return next(iter(batch.values())) if isinstance(batch, Mapping) else batch[0]
-
-
-def _rows(batch: Batch, rows: Tensor) -> Batch:
-    if isinstance(batch, Mapping):
-        return {name: x[rows] for name, x in batch.items()}
-    return tuple(x[rows] for x in batch)
 
 
 def homes_of(model: nn.Module, plan: Plan, anatomy: ModelSpec) -> list[ParamLocation]:
@@ -274,18 +256,19 @@ def homes_of(model: nn.Module, plan: Plan, anatomy: ModelSpec) -> list[ParamLoca
 def streams_of(model: nn.Module, plan: Plan, anatomy: ModelSpec) -> Streams:
     """What travels between the stages of a plain model, found by running it once."""
     parts = [pipeline.part(model, plan, stage, anatomy) for stage in range(len(plan.stages))]
-    return partial(_stream, parts, plan)
 
+    @torch.no_grad()
+    def stream(x: Tensor, stage: int) -> Tensor:
+        if stage == 0:
+            return x
+        hidden = x.to(precision.weight_dtype(plan)) if x.is_floating_point() else x
+        for part in parts[:stage]:
+            hidden = part(hidden)
+        is_input, dtype = stage < len(parts), precision.compute_dtype(plan)
+        device = x.device if is_input else "meta"
+        return torch.empty(hidden.shape, dtype=dtype, device=device, requires_grad=is_input)
 
-@torch.no_grad()
-def _stream(parts: list[nn.Module], plan: Plan, x: Tensor, stage: int) -> Tensor:
-    if stage == 0:
-        return x
-    wide = x.to(precision.weight_dtype(plan)) if x.is_floating_point() else x
-    for part in parts[:stage]:
-        wide = part(wide)
-    device = x.device if stage < len(parts) else "meta"
-    return torch.empty(wide.shape, dtype=precision.compute_dtype(plan), device=device, requires_grad=stage < len(parts))
+    return stream
 
 
 def parity(
@@ -315,22 +298,18 @@ def parity(
     made = decided(plans, rows, len(anatomy.blocks(model)), anatomy)
     parted = [problem for name, plan in made for problem in _parted(model, name, plan, anatomy)]
     _raise([*_unsplit(model, [plan for _, plan in made], anatomy), *parted])
-    SERVER.set_forkserver_preload(["meshwright.verify.prove_module", *_imported_by(make_model)])
+    # What the function's own module took names from is imported once, before ranks are forked.
+    own = getattr(make_model, "__module__", None) or "__main__"
+    modules = {getattr(value, "__module__", None) for value in vars(sys.modules[own]).values()}
+    preload = sorted(name for name in modules if isinstance(name, str) and name not in ("__main__", own))
+    SERVER.set_forkserver_preload(["meshwright.verify.prove_module", *preload])
     with tempfile.TemporaryDirectory() as name:
         subject = Subject(make_model, loss, anatomy, Path(name), isinstance(batches[0], Mapping))
         _write(model, batches, subject.folder)
-        reference = Trial(plan=alone(rows, made[0][1].precision))
+        reference = Trial(plan=Plan(microbatch=rows, precision=made[0][1].precision))
         planned = [(name, Trial(plan=plan)) for name, plan in made]
-        told = _teller([name for name, _ in made], reference, say)
-        return beside(reference, planned, (record, subject), subject.folder, told)
-
-
-def _teller(names: list[str], reference: Trial, say: Callable[[str], None]) -> Callable[[ParityResult], None]:
-    width = max(map(len, names))
-    tolerance, reason = TOLERANCES[reference.plan.precision]
-    say(f"largest relative deviation from one process, {tolerance:.0e} allowed ({reason}):")
-    say(header(width))
-    return lambda verdict: say(line(verdict, width))
+        width = max(len(name) for name, _ in made)
+        return beside(reference, planned, (record, subject), subject.folder, say, width)
 
 
 def _write(model: nn.Module, batches: Sequence[Batch], folder: Path) -> None:
@@ -342,13 +321,6 @@ def _write(model: nn.Module, batches: Sequence[Batch], folder: Path) -> None:
         for name, tensor in named(batch).items()
     }
     safetensors.torch.save_file(tensors, folder / BATCHES)
-
-
-def _imported_by(function: Callable[..., Any]) -> list[str]:
-    """The modules that a function's own module took names from: imported once, before ranks are forked."""
-    own = getattr(function, "__module__", None) or "__main__"
-    names = {getattr(value, "__module__", None) for value in vars(sys.modules[own]).values()}
-    return sorted(name for name in names if isinstance(name, str) and name not in ("__main__", own))
 
 
 def _raise(problems: list[Problem]) -> None:

@@ -20,6 +20,7 @@ STEPS, SAVE_EVERY, FAULT_STEP = 12, 4, 7
 COPY = "rehearsal.toml"  # the short run; beside it a folder for each copy
 LAST_LINES = 5  # of a run that failed by itself
 SECONDS = 600.0  # for one of the runs
+REPORTED = ("what:", "where:", "since:", "cause:", "do:", "details:", "warning")  # lines that report a fault
 
 # What is injected and in which phase, and what the reference for it leaves out as well.
 FAULTS = {
@@ -97,7 +98,7 @@ def _train(file: Path, folder: Path, injected: str, say: Say, fresh: bool) -> tu
     command += ["--inject", injected, *(["--fresh"] if fresh else [])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
     for line in done.stderr.splitlines():
-        if line.startswith(VERDICT_LINES) or line.startswith("warning"):
+        if line.startswith(REPORTED):
             say(f"  {line}")
     return done.returncode, done.stderr
 
@@ -109,21 +110,17 @@ def _refusal(which: str, code: int, said: str) -> InputError:
     return InputError([Problem(text, "put that right; with --folder the logs are kept")])
 
 
-VERDICT_LINES = ("what:", "where:", "since:", "cause:", "do:", "details:")
-
-
 def _judged(fault: str, folder: Path, codes: tuple[int, ...], words: str) -> Rehearsal:
     records = [read_line(line) for line in (folder / fault / "steps.rank0.jsonl").read_bytes().splitlines()]
     seconds, lost = recovery(records)
     digest, reference = (model_digest(folder / name) for name in (fault, "undisturbed"))
-    told = tuple(line for line in words.splitlines() if line.startswith((*VERDICT_LINES, "warning")))
     return Rehearsal(
         fault=fault,
         recovery_seconds=seconds,
         lost_steps=lost,
         same_weights=codes[-1] == Exit.DONE and digest == reference != "",
         exit_codes=codes,
-        verdict=told,
+        verdict=tuple(line for line in words.splitlines() if line.startswith(REPORTED)),
         digest=digest,
         reference=reference,
     )

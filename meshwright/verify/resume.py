@@ -45,7 +45,11 @@ class ResumeReport(msgspec.Struct, frozen=True, kw_only=True):
 
 def runs(target: str | None, overrides: list[str], folder: Path) -> list[Run]:
     """A short form of a run under deterministic plans of several degrees; the first is the one that is stopped."""
-    file, words = _file(target)
+    file, words = None, []
+    if target in preset_names():
+        words = [f"arch.preset={target}"]
+    elif target is not None:
+        file = Path(target) / "run.toml" if Path(target).is_dir() else Path(target)
     run = load.load(file, [*words, *overrides, *SHORT], default_ranks=1).run
     parts = next(count for count in (4, 2, 1) if run.batch % count == 0)  # global microbatches, the same in all plans
     if parts == 1:
@@ -59,13 +63,6 @@ def runs(target: str | None, overrides: list[str], folder: Path) -> list[Run]:
     return planned
 
 
-def _file(target: str | None) -> tuple[Path | None, list[str]]:
-    if target is None or target in preset_names():
-        return None, [] if target is None else [f"arch.preset={target}"]
-    path = Path(target)
-    return (path / "run.toml" if path.is_dir() else path), []
-
-
 def _plan(run: Run, parts: int, **axes: Any) -> Plan:
     data = axes.get("replicate", 1) * axes.get("shard", 1)
     microbatch, precision = run.batch // parts, run.plan.precision
@@ -74,20 +71,33 @@ def _plan(run: Run, parts: int, **axes: Any) -> Plan:
 
 def prove(planned: list[Run], cache: Path, folder: Path, say: Callable[[str], None]) -> ResumeReport:
     """Run without a stop, stop after a few steps, resume under each plan, and compare every step's digest."""
-    shutil.rmtree(folder / "proof", ignore_errors=True)
-    reference, stopped = (_fresh(folder / "proof" / name) for name in ("reference", "stopped"))
+    proof = folder / "proof"
+    shutil.rmtree(proof, ignore_errors=True)
+    reference, stopped = proof / "reference", proof / "stopped"
+    for place in (reference, stopped):
+        place.mkdir(parents=True)
     say(f"{STEPS} steps without a stop: {planned[0].plan}")
     whole = _driven(planned[0], cache, reference, STEPS)
     say(f"stopped after step {STOP}, the state saved; digest {_driven(planned[0], cache, stopped, STOP)[STOP]}")
     found = []
     for number, run in enumerate(planned):
-        place = folder / "proof" / f"continued{number}"
+        place = proof / f"continued{number}"
         shutil.copytree(stopped, place)
-        found.append(_compared(run, whole, _driven(run, cache, place, STEPS)))
+        continued = _driven(run, cache, place, STEPS)
+        wanted = {step: digest for step, digest in whole.items() if step > STOP}
+        wrong = [step for step, digest in wanted.items() if continued.get(step) != digest]
+        found.append(
+            Continuation(
+                plan=str(run.plan),
+                passed=not wrong and continued.keys() == wanted.keys(),
+                first_difference=min(wrong, default=None),
+                state=continued.get(STEPS, ""),
+            )
+        )
         words = "the same bits" if found[-1].passed else f"DIFFERS from step {found[-1].first_difference}"
         say(f"resumed under {run.plan}: {words}; digest {found[-1].state}")
     say(f"without a stop: digest {whole[STEPS]}")
-    shutil.rmtree(folder / "proof")
+    shutil.rmtree(proof)
     return ResumeReport(
         passed=all(each.passed for each in found),
         steps=STEPS,
@@ -101,16 +111,3 @@ def _driven(run: Run, cache: Path, folder: Path, until: int) -> dict[int, str]:
     """Resume in a folder until a step, and return the digest of every step from there."""
     run_ranks(DRIVE, run.plan.world, (run, cache, folder, until), LONGEST)
     return msgspec.json.decode((folder / DIGESTS).read_bytes(), type=dict[int, str])
-
-
-def _compared(run: Run, whole: dict[int, str], continued: dict[int, str]) -> Continuation:
-    wanted = {step: digest for step, digest in whole.items() if step > STOP}
-    wrong = [step for step, digest in wanted.items() if continued.get(step) != digest]
-    last = continued.get(STEPS, "")
-    passed = not wrong and continued.keys() == wanted.keys()
-    return Continuation(plan=str(run.plan), passed=passed, first_difference=min(wrong, default=None), state=last)
-
-
-def _fresh(folder: Path) -> Path:
-    folder.mkdir(parents=True)
-    return folder

@@ -1,7 +1,6 @@
 """The dry run: one rank of any world takes a real step on tensors without memory, beside what was planned for it."""
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Literal
 
 import msgspec
@@ -10,13 +9,21 @@ from meshwright.config.run import Run
 from meshwright.cost.job import Job
 from meshwright.cost.layout import hosted, state_layout, states, total
 from meshwright.cost.memory import Ledger, ledger, worst
-from meshwright.cost.traffic import Collective, Kind, traffic
+from meshwright.cost.traffic import Kind, traffic
 from meshwright.spec.plan import Plan
 from meshwright.verify.dry_run import DryRunStep, trace_step, traceable
 
 # The ledger knows a few moments of a step, the trace every operator in between: single buffers of one block, which
 # weigh little in a model of some size.
 PEAK_TOLERANCE = 0.10
+NOTES = {  # of a field that is used
+    "compile": "traced without the compiler, which cannot work on fake tensors: compiled blocks save less",
+    "activation_quant": "traced with saved activations as they are: quantized ones are not followed",
+    "activation_offload": "traced with saved activations on the device: copies on the host are not followed",
+    "optimizer_offload": "traced with all states on the device, and compared with the ledger of that",
+    "pp": "one rank of the pipeline was traced: its neighbours' messages arrive at once",
+    "cpu_offload": "a CPU's memory is the host's: the peak is that of the device with what lives in host memory",
+}
 
 
 class CallRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,19 +78,14 @@ def trace(run: Run, job: Job, rank: int | None = None) -> TraceReport:
     if rank is None:
         rank = worst(plain).rank * (plan.world // plan.pp)  # pp is the outermost axis
     about = {"plan": str(run.plan), "rank": rank, "world": plan.world, "notes": tuple(notes(run))}
-    collectives = partial(_collectives, run, plan)
     try:
-        seen = trace_step(run, rank, collectives)
+        seen = trace_step(run, rank, lambda place: traffic(run.arch, plan, run.sequence, place=place))
     except (RuntimeError, NotImplementedError) as error:  # torch's words for an operator that needs values
         reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         return TraceReport(**about, calls=(), held=(), moment="", phase="", refused=reason)
     said = ledger(plain, seen.place)
     held = tuple(_held(plain, plan, seen, said))
     return TraceReport(**about, calls=tuple(_calls(seen)), held=held, moment=said.moment, phase=seen.phase)
-
-
-def _collectives(run: Run, plan: Plan, place: dict[str, int]) -> tuple[Collective, ...]:
-    return traffic(run.arch, plan, run.sequence, place=place)
 
 
 def _calls(seen: DryRunStep) -> Iterator[CallRow]:
@@ -104,16 +106,6 @@ def _held(job: Job, plan: Plan, seen: DryRunStep, said: Ledger) -> Iterator[Byte
     for name in ("weights", "gradients", "moments"):
         yield ByteRow(name=name, planned=planned[name], traced=seen.states[name], tolerance=0.0)
     yield ByteRow(name="peak", planned=said.allocated + total(away), traced=seen.live_bytes, tolerance=PEAK_TOLERANCE)
-
-
-NOTES = {  # of a field that is used
-    "compile": "traced without the compiler, which cannot work on fake tensors: compiled blocks save less",
-    "activation_quant": "traced with saved activations as they are: quantized ones are not followed",
-    "activation_offload": "traced with saved activations on the device: copies on the host are not followed",
-    "optimizer_offload": "traced with all states on the device, and compared with the ledger of that",
-    "pp": "one rank of the pipeline was traced: its neighbours' messages arrive at once",
-    "cpu_offload": "a CPU's memory is the host's: the peak is that of the device with what lives in host memory",
-}
 
 
 def notes(run: Run) -> Iterator[str]:
@@ -139,30 +131,25 @@ def lines(found: TraceReport) -> Iterator[str]:
     if found.refused:
         yield f"could not be traced: {found.refused}"
     else:
-        yield from _call_lines(found.calls)
-        yield from _byte_lines(found)
+        yield from _tables(found)
     yield "what to know:"
     yield from (f"  {note}" for note in found.notes)
     if not found.refused:
         yield "the trainer does what was planned" if found.agrees else "the trainer does not do what was planned"
 
 
-def _call_lines(calls: tuple[CallRow, ...]) -> Iterator[str]:
-    if not calls:
+def _tables(found: TraceReport) -> Iterator[str]:
+    if found.calls:
+        yield f"{'collective':<16}{'axis':<18}{'bytes a call':>16}{'planned':>10}{'traced':>10}{'difference':>12}"
+    else:
         yield "collectives: none, planned or traced"
-        return
-    yield f"{'collective':<16}{'axis':<18}{'bytes a call':>16}{'planned':>10}{'traced':>10}{'difference':>12}"
-    for row in calls:
+    for row in found.calls:
         difference = "–" if row.agrees else f"{row.traced - row.planned:+,}"
         yield f"{row.kind:<16}{row.axis:<18}{row.bytes:>16,}{row.planned:>10,}{row.traced:>10,}{difference:>12}"
-
-
-def _byte_lines(found: TraceReport) -> Iterator[str]:
     yield f"{'bytes held':<16}{'planned':>22}{'traced':>22}{'difference':>12}"
     for row in found.held:
-        difference = (
-            "–" if row.traced == row.planned else f"{row.traced / row.planned - 1:+.2%}" if row.planned else "new"
-        )
+        difference = f"{row.traced / row.planned - 1:+.2%}" if row.planned else "new"
+        difference = "–" if row.traced == row.planned else difference
         allowed = "" if not row.tolerance else f"  ({row.tolerance:.0%} allowed)"
         wrong = "" if row.agrees else "  !"
         yield f"{row.name:<16}{row.planned:>22,}{row.traced:>22,}{difference:>12}{allowed}{wrong}"

@@ -18,6 +18,7 @@ import msgspec
 
 from meshwright.config import schema
 from meshwright.config.run import Run, Source
+from meshwright.spec.plan import FIELDS, Plan
 
 # What a field is that has no comment beside it, because to a reader of the code its name says it.
 SAID = {
@@ -55,7 +56,6 @@ SAID = {
     "eval.temperature": "of the continuation",
     "log.writers": "trackers",
     "goal.cluster": "the machines to plan for, such as `64xh100`",
-    "plan.schedule": "of a pipeline: the order of its forwards and backwards",
 }
 DERIVED = {  # keys that have no default, or another one than their type's, and where the value comes from
     "arch.kv_heads": "heads",
@@ -109,17 +109,19 @@ def _plainly(comment: str) -> str:
 
 
 def _table(struct: type[msgspec.Struct], prefix: str) -> Iterator[str]:
-    yield "| key | value | default | meaning |"
-    yield "|---|---|---|---|"
+    affects = {field.name: ", ".join(field.affects) for field in FIELDS} if struct is Plan else {}
+    yield "| key | value | default |" + (" affects |" if affects else "") + " meaning |"
+    yield "|---|---|---|---|" + ("---|" if affects else "")
     extra = "extends" if not prefix else "preset" if prefix == "arch." else ""
     if extra:
         yield f"| `{extra}` | a string | | {SAID[prefix + extra]} |"
-    comments = commented(struct)
+    comments = {field.name: field.help for field in FIELDS} if struct is Plan else commented(struct)
     for field in msgspec.structs.fields(struct):
         if not schema.is_struct(field.type):
             key = prefix + field.encode_name
             meaning = _plainly(comments.get(field.name) or SAID[key])
-            cells = (f"`{field.encode_name}`", schema.described(field.type), _default(field, key), meaning)
+            about = (f"`{field.encode_name}`", schema.described(field.type), _default(field, key))
+            cells = (*about, *([affects[field.name]] if affects else []), meaning)
             yield f"| {' | '.join(cells)} |"
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from meshwright.bench import sweep
 from meshwright.bench.probe import write_profile
-from meshwright.bench.sweep import kept, predicted
+from meshwright.bench.sweep import cached_probe, predicted
 from meshwright.cost.calibrate import PredictionSource
 from meshwright.hardware.profile import AttentionTime, CollectiveTime, ProductTime, Profile
 from meshwright.spec.problem import InputError
@@ -100,5 +100,5 @@ def test_a_recompute_budget_becomes_a_policy_as_in_training():
 def test_a_machine_that_was_measured_is_not_measured_again(tmp_path):
     write_profile(CPU, tmp_path / "profiles" / f"{platform.node()}-2-torch-{version('torch')}.json")
     said: list[str] = []
-    assert kept(tmp_path, 2, said.append) == CPU
+    assert cached_probe(tmp_path, 2, said.append) == CPU
     assert not said

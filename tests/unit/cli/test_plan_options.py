@@ -13,7 +13,7 @@ ASKED = "plan gpt2 --cluster 8xh100 --sequence 1024 --batch 64"
 
 def test_the_table_knows_every_option():
     parser = argparse.ArgumentParser()
-    plan.add(parser)
+    plan.add_plan(parser)
     known = vars(parser.parse_args([]))
     assert set(known) - {"json", "verb", "words"} == plan_options.OPTIONS
 

@@ -7,9 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.published import rows as price_table
-from meshwright.published.arch import llama_width, padded
-from meshwright.published.cells import Cells, number
-from meshwright.published.plan import by_threshold, even
+from meshwright.published.columns import Cells, by_threshold, even, llama_width, number, padded
 from meshwright.published.rows import ADDED, answered, as_measured, job_of, measured_rank, price_file
 from meshwright.spec.params import count
 from meshwright.spec.problem import InputError

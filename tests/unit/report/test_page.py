@@ -124,7 +124,7 @@ def test_the_stack_is_as_wide_as_its_parts_and_ends_where_the_sum_does():
 
 
 def test_something_taken_off_lies_on_what_was_before():
-    assert svg.spans(SECONDS) == [(0.0, 3.0), (2.5, 3.0)]
+    assert SECONDS.spans == [(0.0, 3.0), (2.5, 3.0)]
 
 
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "interleaved", "looped", "zb1p", "zbv", "dualpipev"])

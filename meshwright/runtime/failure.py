@@ -15,8 +15,7 @@ import msgspec
 from meshwright.runtime.files import replace_file
 
 if TYPE_CHECKING:  # exit codes are in every verb, what watches ranks only in those that start some
-    from meshwright.runtime.hang import Hang
-    from meshwright.runtime.heartbeat import PhaseTable, RankStatus
+    from meshwright.runtime.heartbeat import Hang, PhaseTable, RankStatus
     from meshwright.runtime.nodes import Lost
 
 
@@ -201,7 +200,7 @@ def of_hang(
     hang: "Hang", seen: Mapping[int, "RankStatus"], words: Mapping[int, str], table: "PhaseTable", details: Path
 ) -> Failure:
     """Ranks that hang: which, where, since when. The stack of a process that is stopped cannot be had."""
-    from meshwright.runtime.hang import doing, frames, shown
+    from meshwright.runtime.heartbeat import doing, frames, shown
 
     one = seen[hang.ranks[0]]
     found = frames(words.get(one.rank, ""))

@@ -19,10 +19,9 @@ import msgspec
 from meshwright.config.run import Run
 from meshwright.runtime import failure, run_folder
 from meshwright.runtime import failure as verdict_file
-from meshwright.runtime import hang as stacks
+from meshwright.runtime import heartbeat as stacks
 from meshwright.runtime.failure import RESTARTABLE, Exit, Failure, is_broken
-from meshwright.runtime.hang import Hang, HangDetector, crossed
-from meshwright.runtime.heartbeat import HeartbeatReader, RankStatus
+from meshwright.runtime.heartbeat import Hang, HangDetector, HeartbeatReader, RankStatus, crossed
 from meshwright.runtime.nodes import LOST_SECONDS, Lost, Node, Nodes
 from meshwright.runtime.place import Place, RankSpec, local
 from meshwright.runtime.ranks import ForkServer, ForkServerError, Ranks

@@ -19,7 +19,6 @@ import msgspec
 import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 
-from meshwright.runtime import hang
 from meshwright.runtime import heartbeat as beats
 from meshwright.runtime.failure import Exit
 from meshwright.runtime.heartbeat import MOST_GROUPS, PHASES, Beat, PhaseTable
@@ -41,7 +40,7 @@ class Heartbeat:
         self.beat = Beat(pid=os.getpid(), tick=now, moved=now)
         self.work, self.wait = [0.0] * len(PHASES), [0.0] * len(PHASES)
         self.main = threading.get_ident()
-        self.before: list[hang.Frame] = []
+        self.before: list[beats.Frame] = []
         self.site = ("", 0)
         self.known: set[tuple[str, int]] = set()  # lines that the main thread was at, and left again
         self.step, self.steps_here, self.restored = 0, 0, -1
@@ -99,8 +98,8 @@ class Heartbeat:
         self.memory[: len(packed)] = packed
 
     def _look(self) -> Beat:
-        stack = hang.of(sys._current_frames().get(self.main))
-        seen = hang.doing(stack, self.table, self.beat.phase)
+        stack = beats.stack_of(sys._current_frames().get(self.main))
+        seen = beats.doing(stack, self.table, self.beat.phase)
         waiting = seen.waiting or (seen.phase == "backward" and self._device_thread_waits())
         last, now = self.beat, time.monotonic()
         counts = collectives() or last.counts
@@ -132,7 +131,7 @@ class Heartbeat:
     def _device_thread_waits(self) -> bool:
         """A GPU's backward runs in a thread of autograd's own, and so do the collectives in it."""
         others = [frame for number, frame in sys._current_frames().items() if number != self.main]
-        return any(hang.is_waiting(hang.of(frame), self.table) for frame in others)
+        return any(beats.is_waiting(beats.stack_of(frame), self.table) for frame in others)
 
 
 def collectives() -> tuple[int, ...]:

@@ -43,9 +43,9 @@ from meshwright.train.inject import inject
 from meshwright.train.log import Recorder, Screen, Writer, default_stream, peak_bytes, screen
 from meshwright.train.loop import StepResult, Stop, train
 from meshwright.train.oom import expected, explaining
-from meshwright.train.sample import continuation
 from meshwright.train.saving import restore
 from meshwright.train.state import State, weights
+from meshwright.train.step import continuation
 from meshwright.train.world import code, world
 
 AGAIN = "fix it and run the same command again to resume from the newest checkpoint"

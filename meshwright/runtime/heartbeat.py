@@ -150,10 +150,13 @@ class HeartbeatReader:
         return msgspec.json.decode(phase_file(self.folder, rank).read_bytes(), type=PhaseTable)
 
     def _look(self, rank: int) -> RankStatus | None:
-        memory = self.memories.get(rank) or self._open(rank)
-        if memory is None:
-            return None
-        beat = unpack(bytes(memory))
+        file = self.folder / f"rank{rank}.beat"
+        if rank not in self.memories:
+            if not file.exists() or file.stat().st_size < SIZE:
+                return None
+            with open(file, "r+b") as opened:
+                self.memories[rank] = mmap.mmap(opened.fileno(), SIZE)
+        beat = unpack(bytes(self.memories[rank]))
         if not beat.pid:
             return None
         now = time.monotonic()
@@ -161,14 +164,6 @@ class HeartbeatReader:
         if state == "Z":
             self.memories.pop(rank).close()  # a successor makes a file of its own
         return RankStatus(rank=rank, beat=beat, now=now, state=state, cpu_seconds=cpu_seconds)
-
-    def _open(self, rank: int) -> mmap.mmap | None:
-        file = self.folder / f"rank{rank}.beat"
-        if not file.exists() or file.stat().st_size < SIZE:
-            return None
-        with open(file, "r+b") as opened:
-            self.memories[rank] = mmap.mmap(opened.fileno(), SIZE)
-        return self.memories[rank]
 
 
 def phase_file(folder: Path, rank: int) -> Path:
@@ -226,7 +221,11 @@ class HangDetector:
         if self.last and now - max(one.now for one in self.last.values()) > LATE_SECONDS:
             self.forgiven = now
         for one in seen:
-            self._learn(one)
+            before = self.last.get(one.rank)
+            if before is None or before.beat.moved != one.beat.moved:
+                self.still_cpu[one.rank] = one.cpu_seconds
+                if before is not None and _kind(before) != "waiting" and before.beat.steps_here >= 2:
+                    self.longest[_kind(before)] = max(self.longest.get(_kind(before), 0.0), self.still(before))
         self.last = {one.rank: one for one in seen}
         return self._stuck(seen) or self._crossed(seen)
 
@@ -243,7 +242,9 @@ class HangDetector:
         if kind not in LEAST_SECONDS and one.beat.steps_here < 2:
             least = max(least, FIRST_SECONDS)
         learnt = SAFETY * self.longest.get(kind, 0.0)
-        return max(least, learnt) * (BUSY if self._busy(one) else 1.0)
+        used = one.cpu_seconds - self.still_cpu.get(one.rank, one.cpu_seconds)
+        is_busy = one.state in "RD" or used > BUSY_SHARE * max(one.now - one.still_since, 1.0)
+        return max(least, learnt) * (BUSY if is_busy else 1.0)
 
     def _stuck(self, seen: Sequence[RankStatus]) -> Hang | None:
         """A rank that waits for nobody and does not move."""
@@ -265,18 +266,6 @@ class HangDetector:
             return None
         ranks, why = crossed(seen)
         return Hang(ranks=ranks, reason=why, seconds=min(map(self.still, seen)), limit=max(map(self.limit, seen)))
-
-    def _learn(self, one: RankStatus) -> None:
-        before = self.last.get(one.rank)
-        if before is None or before.beat.moved != one.beat.moved:
-            self.still_cpu[one.rank] = one.cpu_seconds
-            kind = "" if before is None else _kind(before)
-            if before is not None and kind != "waiting" and before.beat.steps_here >= 2:
-                self.longest[kind] = max(self.longest.get(kind, 0.0), self.still(before))
-
-    def _busy(self, one: RankStatus) -> bool:
-        used = one.cpu_seconds - self.still_cpu.get(one.rank, one.cpu_seconds)
-        return one.state in "RD" or used > BUSY_SHARE * max(one.now - one.still_since, 1.0)
 
 
 def crossed(seen: Sequence[RankStatus]) -> tuple[tuple[int, ...], str]:
@@ -336,7 +325,7 @@ class Doing(NamedTuple):
     site: tuple[str, int]  # the innermost line of ours
 
 
-BETWEEN = ("torch/_ops.py",)  # frames that a collective may have below its own
+BETWEEN = "torch/_ops.py"  # a frame that a collective may have below its own
 ARITHMETIC = "torch/distributed/tensor/"  # dispatches, and computes
 WAITING = (("torch/distributed/", ""), ("torch/cuda/streams.py", ""))
 
@@ -365,8 +354,10 @@ def doing(stack: Sequence[Frame], table: PhaseTable, before: str = "start") -> D
 def is_waiting(stack: Iterable[Frame], table: PhaseTable) -> bool:
     """Whether the innermost frame is a collective's, the device's queue, or one that the table names."""
     for frame in stack:
-        if not any(part in frame.file for part in BETWEEN):
-            return ARITHMETIC not in frame.file and any(_is(frame, *mark) for mark in WAITING + table.waiting)
+        if BETWEEN not in frame.file:
+            return ARITHMETIC not in frame.file and any(
+                file in frame.file and name in ("", frame.name) for file, name in WAITING + table.waiting
+            )
     return False
 
 
@@ -389,18 +380,15 @@ def _marked(marks: tuple[PhaseMark, ...], file: str, name: str) -> str:
     return next((phase for part, function, phase in marks if part in file and function in ("", name)), "")
 
 
-def _is(frame: Frame, file: str, name: str) -> bool:
-    return file in frame.file and name in ("", frame.name)
-
-
 def capture(pulse: HeartbeatReader, seen: list[RankStatus]) -> dict[int, str]:
     """What faulthandler writes for each rank; empty for one that is stopped."""
-    sizes = {one.rank: _size(pulse.stack_file(one.rank)) for one in seen}
+    sizes = {one.rank: len(_content(pulse.stack_file(one.rank))) for one in seen}
     for one in seen:
         if one.state not in "TtZ":
             os.kill(one.beat.pid, signal.SIGUSR1)
     time.sleep(PATIENCE_SECONDS)
-    return {one.rank: _since(pulse.stack_file(one.rank), sizes[one.rank]) for one in seen}
+    new = {one.rank: _content(pulse.stack_file(one.rank))[sizes[one.rank] :] for one in seen}
+    return {rank: words.decode(errors="replace") for rank, words in new.items()}
 
 
 def confirmed(pulse: HeartbeatReader, seen: list[RankStatus], ranks: tuple[int, ...]) -> bool:
@@ -419,9 +407,5 @@ def shown(found: list[Frame], most: int = 3) -> str:
     return " ← ".join(f"{Path(frame.file).name}:{frame.line} {frame.name}" for frame in [*found[:1], *ours][:most])
 
 
-def _size(file: Path) -> int:
-    return file.stat().st_size if file.exists() else 0
-
-
-def _since(file: Path, start: int) -> str:
-    return file.read_bytes()[start:].decode(errors="replace") if file.exists() else ""
+def _content(file: Path) -> bytes:
+    return file.read_bytes() if file.exists() else b""

@@ -32,7 +32,8 @@ class ForkServer:
     """The process that ranks are forked from: `module`, started early; it imports torch while the launcher works."""
 
     def __init__(self, module: str, environment: Mapping[str, str], log: Path, stdout: int) -> None:
-        adopt()
+        # Ranks, whose parent in the fork server ends at once, become children of this process.
+        ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, 1)
         self.answers, writing = os.pipe()
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "ab") as words:
@@ -96,11 +97,6 @@ class ForkServer:
 
     def _log_tail(self) -> str:
         return tail(self.log) or f"the fork server ended with {self.process.poll()}; see {self.log}"
-
-
-def adopt() -> None:
-    """Let ranks, whose parent in the fork server ends at once, become children of this process."""
-    ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, 1)
 
 
 class Ranks:
@@ -229,11 +225,8 @@ def _raise_first(meeting: Path, codes: list[int | None], seconds: float) -> None
         raise RankError(failures[0].read_text())
     undone = [rank for rank in range(len(codes)) if not (meeting / f"done.{rank}").exists()]
     if undone:
-        ends = [_ended(codes[rank]) for rank in undone]
+        ends = [
+            f"ended by {signal.Signals(-code).name}" if code and code < 0 else f"exit code {code}"
+            for code in (codes[rank] for rank in undone)
+        ]
         raise RankError(f"ranks {undone} did not finish within {seconds:.0f} s: {', '.join(ends)}")
-
-
-def _ended(code: int | None) -> str:
-    if code is not None and code < 0:
-        return f"ended by {signal.Signals(-code).name}"
-    return f"exit code {code}"

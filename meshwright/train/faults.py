@@ -3,6 +3,7 @@
 import math
 import time
 from collections import deque
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -14,8 +15,8 @@ from meshwright.config.run import Run
 from meshwright.data.loader import Batch
 from meshwright.parallel.collectives import join
 from meshwright.parallel.mesh import Mesh, local
-from meshwright.runtime.failure import Exit, Failure, FailureError
-from meshwright.runtime.files import replace_file
+from meshwright.runtime.failure import AGAIN, Exit, Failure, FailureError
+from meshwright.runtime.files import replace_file, replace_json
 from meshwright.runtime.heartbeat import PHASES
 from meshwright.runtime.records import EventRecord, StepRecord
 from meshwright.train.heartbeat import SECONDS, Heartbeat
@@ -26,6 +27,18 @@ from meshwright.train.step import losses
 from meshwright.train.world import world_group
 
 NONE = -1
+# Spikes. The scale is that of the median absolute deviation to the standard deviation, for a normal distribution.
+SCALE = 1.4826
+WINDOW, ENOUGH = 64, 16  # steps that are looked back on; fewer than enough say nothing
+# The least spread that is believed. A loss on a plateau deviates by less than it may jump for no reason; norms, as
+# logarithms, jump more.
+LEAST_LOSS_SHARE, LEAST_LOG_NORM = 0.02, 0.35
+# Stragglers.
+EVERY = 5  # steps between two looks
+IN_A_ROW = 3  # looks that must agree: a burst of five steps is over before the third
+LEAST_SECONDS = 0.5  # a look over less would see only chance
+NOISE = 2.5  # deviations of sampled time that are chance
+STEP_PHASES = ("data", "forward", "backward", "optimizer")
 
 
 class Culprit(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,15 +63,17 @@ class Culprit(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+@torch.no_grad()
 def culprit(run: Run, state: State, mesh: Mesh, step: int, folder: Path) -> Culprit:
     """Compute the step's losses again, one microbatch at a time. All ranks must ask; healthy steps never do."""
     parameter = first_parameter(state)
     microbatches = state.loader.take(step - 1).microbatches
     bad = NONE
     if run.plan.pp == 1:  # under a pipeline a microbatch has no rank of its own
-        found = [number for number, batch in enumerate(microbatches) if not _finite(run, state, mesh, batch)]
+        loss_of = partial(losses, state.chunks[0], run.plan, mesh, torch.ones((), device=mesh.device))
+        found = [number for number, batch in enumerate(microbatches) if not loss_of(batch)[1].isfinite().item()]
         bad = found[0] if found else NONE
-    samples = _samples(microbatches[bad], run) if bad != NONE else ()
+    samples = tuple((microbatches[bad].index[:, 0] // run.sequence).tolist()) if bad != NONE else ()
     first, last = (samples[0], samples[-1]) if samples else (NONE, NONE)
     row = torch.tensor([[bad, first, last]], dtype=torch.int64, device=mesh.device)
     rows = join(row, 0, world_group()).tolist() if mesh.world > 1 else row.tolist()
@@ -85,7 +100,7 @@ def save(culprit: Culprit, batch: Batch, folder: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     tensors = {"tokens": batch.tokens.cpu().contiguous(), "targets": batch.targets.cpu().contiguous()}
     replace_file(file, safetensors.torch.save(tensors))
-    file.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(culprit)) + b"\n")
+    replace_json(file.with_suffix(".json"), culprit)
 
 
 def first_parameter(state: State) -> str:
@@ -97,26 +112,8 @@ def first_parameter(state: State) -> str:
     return ""
 
 
-@torch.no_grad()
-def _finite(run: Run, state: State, mesh: Mesh, batch: Batch) -> bool:
-    weight = torch.ones((), device=mesh.device)
-    _, loss = losses(state.chunks[0], run.plan, mesh, weight, batch)
-    return bool(loss.isfinite().item())
-
-
-def _samples(batch: Batch, run: Run) -> tuple[int, ...]:
-    return tuple((batch.index[:, 0] // run.sequence).tolist())
-
-
 def _file(folder: Path, step: int, rank: int) -> Path:
     return folder / "faults" / f"not-finite-step{step}-rank{rank}.safetensors"
-
-
-SCALE = 1.4826  # of the median absolute deviation to the standard deviation, for a normal distribution
-WINDOW, ENOUGH = 64, 16  # steps that are looked back on; fewer than enough say nothing
-# The least spread that is believed. A loss on a plateau deviates by less than it may jump for no reason; norms, as
-# logarithms, jump more.
-LEAST_LOSS_SHARE, LEAST_LOG_NORM = 0.02, 0.35
 
 
 class Spikes:
@@ -154,13 +151,6 @@ def robust_z(values: list[float], new: float, least: float) -> float:
     return (new - middle) / max(spread, least)
 
 
-EVERY = 5  # steps between two looks
-IN_A_ROW = 3  # looks that must agree: a burst of five steps is over before the third
-LEAST_SECONDS = 0.5  # a look over less would see only chance
-NOISE = 2.5  # deviations of sampled time that are chance
-STEP_PHASES = ("data", "forward", "backward", "optimizer")
-
-
 class Straggler(msgspec.Struct, frozen=True, kw_only=True):
     """One rank that holds up the others."""
 
@@ -193,22 +183,19 @@ class Stragglers:
             return None
         spent = self.heart.spent()
         mine = [[new - old for new, old in zip(*pair, strict=True)] for pair in zip(spent, self.before, strict=True)]
-        work, elapsed = self._gathered(mine)
+        row = torch.tensor([*mine[0], sum(map(sum, mine))], dtype=torch.float64, device=self.mesh.device)
+        rows = join(row[None], 0, world_group()).tolist()
+        elapsed = min(one[-1] for one in rows)
         if elapsed < LEAST_SECONDS:
             return None  # look again when there is more to see
         self.before = spent
-        found = straggler(work, elapsed, self.limit)
+        found = straggler([one[:-1] for one in rows], elapsed, self.limit)
         self.suspects.append(found.rank if found is not None else None)
         if found is None or self.suspects.count(found.rank) < IN_A_ROW:
             self.named = self.named if found is not None else None
             return None
-        told, self.named = self.named == found.rank, found.rank
-        return None if told else found  # once, until it has caught up
-
-    def _gathered(self, mine: list[list[float]]) -> tuple[list[list[float]], float]:
-        row = torch.tensor([*mine[0], sum(map(sum, mine))], dtype=torch.float64, device=self.mesh.device)
-        rows = join(row[None], 0, world_group()).tolist()
-        return [one[:-1] for one in rows], min(one[-1] for one in rows)
+        is_known, self.named = self.named == found.rank, found.rank
+        return None if is_known else found  # once, until it has caught up
 
 
 def straggler(work: list[list[float]], elapsed: float, limit: float) -> Straggler | None:
@@ -258,33 +245,33 @@ class FaultWatch:
             self._tell("spike", record.step, words)
         if found := self.stragglers.look(record.step):
             self._tell("straggler", record.step, str(found), found.rank)
-        if told := self.replica_check.look(self.replicas, record.step):
-            self._tell("replicas", record.step, told[1], told[0])
+        if seen := self.replica_check.look(self.replicas, record.step):
+            self._tell("replicas", record.step, seen[1], seen[0])
 
     def _not_finite(self, record: StepRecord) -> None:
         """The first of a row is looked into; too long a row ends the run."""
         self.streak += 1
-        text = "the gradient is not finite again"
-        rank = None
+        step, limit, folder = record.step, self.run.faults.not_finite, self.recorder.folder
+        text, rank = "the gradient is not finite again", None
         if self.streak == 1:
-            found = culprit(self.run, self.state, self.mesh, record.step, self.recorder.folder)
+            found = culprit(self.run, self.state, self.mesh, step, folder)
             text, rank = str(found), found.rank
-        self._tell("not-finite", record.step, text, rank)
-        if self.streak > self.run.faults.not_finite:
-            raise FailureError(self._verdict(record.step, text, rank))
-
-    def _verdict(self, step: int, text: str, rank: int | None) -> Failure:
-        return Failure(
-            kind="not-finite",
-            code=Exit.NOT_FINITE,
-            what=f"{self.streak} gradients in a row were not finite (faults.not_finite = {self.run.faults.not_finite})",
-            where=text,
-            since=f"step {step - self.streak + 1}",
-            cause="a learning rate too high, a damaged weight, or data that the model cannot take",
-            remedy="lower optim.lr or fix the data; run the same command again to resume from the newest checkpoint",
-            details=str(self.recorder.folder / "faults"),
-            rank=rank,
-            step=step,
+        self._tell("not-finite", step, text, rank)
+        if self.streak <= limit:
+            return
+        raise FailureError(
+            Failure(
+                kind="not-finite",
+                code=Exit.NOT_FINITE,
+                what=f"{self.streak} gradients in a row were not finite (faults.not_finite = {limit})",
+                where=text,
+                since=f"step {step - self.streak + 1}",
+                cause="a learning rate too high, a damaged weight, or data that the model cannot take",
+                remedy=f"lower optim.lr or fix the data; {AGAIN}",
+                details=str(folder / "faults"),
+                rank=rank,
+                step=step,
+            )
         )
 
     def _tell(self, what: str, step: int, text: str, rank: int | None = None) -> None:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.checkpoint import model_folder
-from meshwright.checkpoint.model_folder import DTYPES, SHARD_BYTES, ModelFolder, open_folder, staged, write_arch
+from meshwright.checkpoint.model_folder import SHARD_BYTES, ModelFolder, open_folder, staged, write_arch
+from meshwright.checkpoint.state import TORCH_DTYPES
 from meshwright.config.huggingface import CONFIG, TOKENIZER, Kind, config_of
 from meshwright.models.decoder import Decoder
 from meshwright.spec.arch import Arch
@@ -120,7 +121,7 @@ CARRIED = (
     "chat_template.jinja",
     "generation_config.json",
 )
-DTYPE_OF = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
+DTYPE_OF = {str(dtype).removeprefix("torch."): dtype for dtype in TORCH_DTYPES.values()}
 END_TOKENS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
 
 

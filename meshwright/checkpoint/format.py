@@ -15,25 +15,31 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import torch
-from torch import Tensor
 
-from meshwright.checkpoint import slices as regions
 from meshwright.checkpoint import storage
-from meshwright.checkpoint.slices import Region, Shape
+from meshwright.checkpoint.state import (
+    SLICE_BYTES,
+    TORCH_DTYPES,
+    Region,
+    Shape,
+    SlicePiece,
+    region_shape,
+    region_size,
+    region_text,
+    tiling_fault,
+)
 from meshwright.checkpoint.storage import CorruptError, Damage, Disk
 from meshwright.config.run import Checkpoint
 
 FORMAT = "meshwright checkpoint 1"
 MANIFEST = "manifest.json"
 CHUNK = re.compile(r"chunk\.rank\d{1,7}\.safetensors")
-ITEMSIZE = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
+ITEMSIZE = {name: dtype.itemsize for name, dtype in TORCH_DTYPES.items()}
 
 # A chunk of the largest models describes some thousand slices in a few hundred bytes each. Whoever sends a larger
 # manifest with few chunks is refused before a byte is read.
 BYTES_A_CHUNK = 4 * 2**20
 HEADER_BYTES = 100 * 10**6  # as in other readers of safetensors
-SLICE_BYTES = 32 * 2**20  # no slice is larger, so that checking one takes little memory
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -167,7 +173,7 @@ def _slice_faults(manifest: Manifest) -> Iterator[str]:
             yield "a slice is of a tensor or in a chunk that is not listed"
             return
         tensor = manifest.tensors[each.tensor]
-        if each.end - each.begin != regions.size(each.region) * ITEMSIZE.get(tensor.dtype, 0):
+        if each.end - each.begin != region_size(each.region) * ITEMSIZE.get(tensor.dtype, 0):
             yield f"a slice of {tensor.name} has {each.end - each.begin} bytes, which is not its size"
         if each.end - each.begin > SLICE_BYTES:
             yield f"a slice of {tensor.name} has {each.end - each.begin} bytes, more than {SLICE_BYTES}"
@@ -176,7 +182,7 @@ def _slice_faults(manifest: Manifest) -> Iterator[str]:
     for chunk, held in zip(manifest.chunks, by_chunk, strict=True):
         yield from _chunk_tiling(chunk, held)
     for tensor, held in zip(manifest.tensors, by_tensor, strict=True):
-        if math.prod(tensor.shape) and (fault := regions.tiling_fault(tensor.shape, held)):
+        if math.prod(tensor.shape) and (fault := tiling_fault(tensor.shape, held)):
             yield f"tensor {tensor.name}: {fault}"
 
 
@@ -236,29 +242,7 @@ def _weights(key: str, begin: int, end: int) -> np.ndarray:
     return (state ^ (state >> LAST_SHIFT)) | np.uint64(1)
 
 
-DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 ALIGNMENT = 8
-
-
-@dataclass(frozen=True, slots=True)
-class SlicePiece:
-    """A slice that is about to be written: its numbers are in host memory."""
-
-    name: str
-    shape: Shape  # of the whole tensor
-    region: Region
-    tensor: Tensor  # what is inside the region
-
-    @property
-    def dtype(self) -> str:
-        return DTYPES[self.tensor.dtype]
-
-    @property
-    def bits(self) -> np.ndarray:
-        """The numbers as unsigned integers."""
-        whole = self.tensor.contiguous().view(INTEGERS[self.tensor.element_size()]).numpy()
-        return whole.view(f"u{self.tensor.element_size()}")
 
 
 class Written(msgspec.Struct, frozen=True, kw_only=True):
@@ -316,8 +300,8 @@ def header(pieces: Sequence[SlicePiece], step: int) -> bytes:
     begin = 0
     for piece in pieces:
         end = begin + piece.tensor.nbytes
-        shape = regions.shape_of(piece.region)
-        entries[piece.name + regions.text(piece.region)] = {
+        shape = region_shape(piece.region)
+        entries[piece.name + region_text(piece.region)] = {
             "dtype": piece.dtype,
             "shape": shape,
             "data_offsets": (begin, end),

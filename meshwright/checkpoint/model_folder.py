@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from meshwright.checkpoint.state import TORCH_DTYPES
 from meshwright.config.huggingface import ARCH, PICKLES, TOKENIZER, FolderDescription, Kind, describe, family
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import params
@@ -24,7 +25,6 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
 INDEX_BYTES = 100 * 10**6  # half a million tensors; the largest public index has a tenth of it
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class Index(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +73,7 @@ class Reader:
             held = set(opened.keys())
             for name in held if names is None else held.intersection(names):
                 head = opened.get_slice(name)
-                self._heads[name] = (file, tuple(head.get_shape()), DTYPES.get(head.get_dtype()))
+                self._heads[name] = (file, tuple(head.get_shape()), TORCH_DTYPES.get(head.get_dtype()))
         except FileNotFoundError:
             yield Problem(f"{path} is missing, though {INDEX} names it", "copy the folder again, with all its shards")
             return

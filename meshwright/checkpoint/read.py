@@ -16,15 +16,15 @@ import torch
 
 from meshwright.checkpoint import format, storage, write
 from meshwright.checkpoint import format as manifests
-from meshwright.checkpoint import slices as regions
-from meshwright.checkpoint.format import DTYPES, MANIFEST, Chunk, Manifest, Slice
-from meshwright.checkpoint.state import TensorShard
+from meshwright.checkpoint.format import MANIFEST, Chunk, Manifest, Slice
+from meshwright.checkpoint.state import TORCH_DTYPES, TensorShard, inside, overlap, region_shape, region_text
 from meshwright.checkpoint.storage import READ_BYTES, CorruptError, Damage
 from meshwright.config.run import Run, digests
 from meshwright.parallel.mesh import Mesh
 
 THREADS = 4  # while some hash, others read: both leave Python to itself
 MOST_OPEN = 64  # chunks at a time, more than are ever at work; systems allow a process about a thousand files
+Say = Callable[[str], None]
 
 
 class StepReader:
@@ -98,7 +98,7 @@ class StepReader:
         return Damage(
             file=str(self.folder / self.manifest.chunks[each.chunk].file),
             text=text,
-            tensor=self.manifest.tensors[each.tensor].name + regions.text(each.region),
+            tensor=self.manifest.tensors[each.tensor].name + region_text(each.region),
             begin=each.begin,
             end=each.end,
         )
@@ -114,10 +114,6 @@ def _check_header(descriptor: int, chunk: Chunk, file: str) -> None:
         raise CorruptError([Damage(file=file, text=text, begin=0, end=chunk.header_bytes)])
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-
-
-Say = Callable[[str], None]
-TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 def newest(home: Path, run: Run | None, mesh: Mesh, holdings: Sequence[TensorShard], say: Say) -> Manifest | None:
@@ -190,11 +186,11 @@ def fill(reader: StepReader, holdings: Sequence[TensorShard]) -> None:
     contents = reader.slices(each for each, _ in wanted)
     with _one_thread():
         for (each, holding), (_, content) in zip(wanted, contents, strict=True):
-            both = regions.overlap(each.region, holding.region)
+            both = overlap(each.region, holding.region)
             assert both is not None
-            whole = torch.frombuffer(content, dtype=TORCH_DTYPES[holding.dtype]).view(regions.shape_of(each.region))
-            part = whole[regions.inside(both, each.region)]
-            holding.tensor[regions.inside(both, holding.region)].copy_(part)
+            whole = torch.frombuffer(content, dtype=TORCH_DTYPES[holding.dtype]).view(region_shape(each.region))
+            part = whole[inside(both, each.region)]
+            holding.tensor[inside(both, holding.region)].copy_(part)
 
 
 @contextmanager
@@ -215,7 +211,7 @@ def meetings(manifest: Manifest, holdings: Sequence[TensorShard]) -> Iterator[tu
         by_tensor.setdefault(manifest.tensors[each.tensor].name, []).append(each)
     for holding in holdings:
         for each in by_tensor.get(holding.name, ()):
-            if regions.overlap(each.region, holding.region) is not None:
+            if overlap(each.region, holding.region) is not None:
                 yield each, holding
 
 

@@ -24,10 +24,10 @@ from meshwright.parallel import optimizer_offload, precision
 from meshwright.parallel import precision as shadow
 from meshwright.parallel.apply import apply
 from meshwright.parallel.decoder_spec import DECODER
-from meshwright.parallel.mesh import Mesh, local
+from meshwright.parallel.mesh import Mesh, local, region_of
 from meshwright.spec.params import params
 from meshwright.train.saving import restore as restore
-from meshwright.train.state import State, region_of
+from meshwright.train.state import State
 
 
 def build(run: Run, corpus: Corpus, mesh: Mesh, folder: Path | None = None) -> State:

@@ -14,19 +14,17 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from meshwright.checkpoint import format, write
 from meshwright.checkpoint import read as restoring
-from meshwright.checkpoint import slices as regions
 from meshwright.checkpoint.format import Manifest, Progress, Share, state_digest
-from meshwright.checkpoint.slices import writers
-from meshwright.checkpoint.state import Copies, TensorShard
+from meshwright.checkpoint.state import Copies, TensorShard, writers
 from meshwright.checkpoint.write import Saver
 from meshwright.config.run import Run
 from meshwright.optim import host_memory
 from meshwright.parallel import precision
-from meshwright.parallel.mesh import DENSE, EXPERT, Mesh
+from meshwright.parallel.mesh import DENSE, EXPERT, Mesh, region_of
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import params
 from meshwright.spec.problem import InputError, Problem
-from meshwright.train.state import State, owner_of, region_of
+from meshwright.train.state import State, owner_of
 
 
 def holdings(state: State, run: Run, mesh: Mesh) -> list[TensorShard]:
@@ -43,11 +41,10 @@ def _holdings(state: State, run: Run, mesh: Mesh) -> Iterator[TensorShard]:
         mine = owners[name] == mesh.place["pp"] and name not in seen
         seen.add(name)
         copy, copies = standing(weight, mesh)
+        region = tuple((part.start, part.stop) for part in region_of(weight))
         for kind, tensor in held[id(weight)].items():
             writes = mine and chosen(run.arch, copies, tuple(held[id(weight)]))[f"{kind}/{name}"] == copy
-            yield TensorShard(
-                f"{kind}/{name}", tuple(weight.shape), regions.region_of(region_of(weight)), tensor, writes
-            )
+            yield TensorShard(f"{kind}/{name}", tuple(weight.shape), region, tensor, writes)
 
 
 @cache

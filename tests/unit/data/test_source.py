@@ -59,7 +59,8 @@ def test_megatron_files_are_found_by_their_prefix(tmp_path):
 
 def test_documents_come_in_the_order_of_files(library):
     (library / "g.txt.gz").unlink()
-    assert list(listing(Source(source=str(library))).documents()) == ["this is a.md", "this is b.txt", "this is deep/er/c.py"]
+    documents = list(listing(Source(source=str(library))).documents())
+    assert documents == ["this is a.md", "this is b.txt", "this is deep/er/c.py"]
 
 
 def test_the_library_of_python_is_a_bounded_source_without_tests():

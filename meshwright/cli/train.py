@@ -40,7 +40,7 @@ def examined(given: list[str], ranks: int | None, looks: bool = True) -> load.Lo
     return loaded
 
 
-FORK_SERVER = "meshwright.train.fork_server"  # by name: the launcher never imports torch
+RANK = "meshwright.train.rank"  # by name: the launcher never imports torch
 
 
 def add(verb: argparse.ArgumentParser) -> None:
@@ -114,7 +114,7 @@ def _fork_server(run: Run, folder: Path, options: argparse.Namespace) -> Callabl
     from meshwright.runtime.ranks import ForkServer
 
     people, environment = sys.stderr if options.json else sys.stdout, _environment(run, options)
-    return lambda: ForkServer(FORK_SERVER, environment, folder / "logs" / "fork_server.txt", people.fileno())
+    return lambda: ForkServer(RANK, environment, folder / "logs" / "fork_server.txt", people.fileno())
 
 
 def _environment(run: Run, options: argparse.Namespace) -> dict[str, str]:

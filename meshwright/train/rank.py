@@ -1,6 +1,7 @@
 """One rank of a run: from meeting the others to the last file, or to the report of what failed."""
 
 import hashlib
+import importlib
 import platform
 import time
 import traceback
@@ -18,6 +19,7 @@ from meshwright import __version__, checkpoint, data, optim
 from meshwright.checkpoint import read
 from meshwright.checkpoint.model_folder import save_native
 from meshwright.checkpoint.storage import CorruptError
+from meshwright.config.load import load
 from meshwright.config.run import Run
 from meshwright.cost import goodput
 from meshwright.data.prepare import Corpus, prepare
@@ -53,6 +55,17 @@ OPENING = 16  # tokens that a sample without a prompt continues
 SETTLED = 3  # steps after which nothing new should have to be compiled
 FILE = "data.json"  # in the run folder: what the data was when the run began
 WINDOWS, WINDOW = 64, 256  # places of a source that are looked at, and tokens at each
+
+
+def serve_order(order: RankSpec) -> int:
+    """Be the rank of an order, whose run is in a file."""
+    return serve(order, load(Path(order.run)).run)
+
+
+def fetch_rest() -> None:
+    """Import what a rank imports on its way to the first step: forked from here, it need not do so again."""
+    for name in ("torch._dynamo", "torch.fx.experimental.symbolic_shapes", "safetensors.torch", "tokenizers"):
+        importlib.import_module(name)
 
 
 def serve(order: RankSpec, run: Run, machine: bool = False) -> int:

@@ -74,7 +74,7 @@ class Copies:
         return sum(holding.tensor.nbytes for holding in self.holdings if not self._stays(holding))
 
     def take(self) -> None:
-        """Copy everything; when this returns, training may go on."""
+        """Copy everything; when this returns, training may continue."""
         self.hosts = self.hosts or [
             holding.tensor if self._stays(holding) else _room(holding.tensor) for holding in self.holdings
         ]

@@ -115,7 +115,7 @@ def read_summary(folder: Path) -> Summary | None:
         lost = {name: math.nan for name in ("first_loss", "loss") if values.get(name, 0.0) is None}
         return msgspec.convert(values | lost, Summary)
     except msgspec.DecodeError as error:
-        remedy = "delete it to go on from the newest checkpoint, or add --fresh to set the run aside"
+        remedy = "delete it to resume from the newest checkpoint, or add --fresh to set the run aside"
         raise InputError([Problem(f"{file} is damaged: {error}", remedy)]) from None
 
 

@@ -70,26 +70,21 @@ def in_pipeline(
     pipeline: Pipeline, chunks: Sequence[nn.Module], plan: Plan, mesh: Mesh, batch: StepBatch, scale: Tensor
 ) -> Tensor:
     """All microbatches through the stages, in the order of the plan's schedule; the divisor is the same."""
-    weight = _share_weight(chunks, scale / batch.tokens)
-    whole = _joined(batch.microbatches)
+    weight, each = _share_weight(chunks, scale / batch.tokens), batch.microbatches
+    documents = [microbatch.documents for microbatch in each if microbatch.documents is not None]
+    whole = Batch(  # torch's runtime cuts it apart again
+        tokens=torch.cat([microbatch.tokens for microbatch in each]),
+        targets=torch.cat([microbatch.targets for microbatch in each]),
+        positions=torch.cat([microbatch.positions for microbatch in each]),
+        documents=torch.cat(documents) if documents else None,
+        index=torch.cat([microbatch.index for microbatch in each]),
+    )
     with tensor.loss_context(plan):
         targets = context.cut(plan, mesh)(whole.targets)
-        words = arguments(plan, mesh, whole)
-        tokens = words.pop("tokens")
+        kwargs = arguments(plan, mesh, whole)
+        tokens = kwargs.pop("tokens")
         assert tokens is not None
-        return pipeline.step(tokens, words, targets, weight) / plan.tp
-
-
-def _joined(microbatches: Sequence[Batch]) -> Batch:
-    """Several microbatches as one; torch's runtime cuts them apart again."""
-    documents = [microbatch.documents for microbatch in microbatches if microbatch.documents is not None]
-    return Batch(
-        tokens=torch.cat([microbatch.tokens for microbatch in microbatches]),
-        targets=torch.cat([microbatch.targets for microbatch in microbatches]),
-        positions=torch.cat([microbatch.positions for microbatch in microbatches]),
-        documents=torch.cat(documents) if documents else None,
-        index=torch.cat([microbatch.index for microbatch in microbatches]),
-    )
+        return pipeline.step(tokens, kwargs, targets, weight) / plan.tp
 
 
 def losses(model: nn.Module, plan: Plan, mesh: Mesh, weight: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:

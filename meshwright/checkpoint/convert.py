@@ -80,15 +80,6 @@ def _load(model: Decoder, folder: ModelFolder, rounded: torch.dtype | None) -> N
     model.load_state_dict(values, strict=False, assign=True)
 
 
-def stock_version() -> str | None:
-    """The version of transformers, if it is installed and works."""
-    try:
-        import transformers
-    except ImportError:  # its own missing dependencies included
-        return None
-    return transformers.__version__
-
-
 def fits_memory(parameters: int) -> bool:
     """Whether transformers, which holds the whole model, can hold it in float32 here."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -232,7 +223,10 @@ def _compare(
     reference = logits(source, tokens, rounded)
     largest = _largest(reference, logits(written, tokens))
     judges = f"meshwright in float32 on {tokens.shape[1]} tokens"
-    version = stock_version()
+    try:
+        from transformers import __version__ as version
+    except ImportError:  # its own missing dependencies included
+        version = None
     if version is not None and fits_memory(count(source.arch)):
         theirs = source if source.kind == "huggingface" else written
         ours = logits(theirs, tokens)  # of the same files: rounding to another dtype is not a difference

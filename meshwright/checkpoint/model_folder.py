@@ -33,6 +33,15 @@ SHARD_BYTES = 5 * 10**9
 INDEX_BYTES = 100 * 10**6  # half a million tensors; the largest public index has a tenth of it
 HEAD = "lm_head.weight"
 HARMLESS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # masks and frequencies that old versions stored
+# Of each block of GPT-2: its name, our parameters, and whether it multiplies from the other side.
+GPT2_BLOCK = (
+    ("ln_1", ("attn_norm",), False),
+    ("attn.c_attn", ("attn.q", "attn.k", "attn.v"), True),
+    ("attn.c_proj", ("attn.out",), True),
+    ("ln_2", ("mlp_norm",), False),
+    ("mlp.c_fc", ("mlp.up",), True),
+    ("mlp.c_proj", ("mlp.down",), True),
+)
 MOST_PROBLEMS = 50  # a folder of another model differs in every tensor; the first lines say it
 
 
@@ -252,18 +261,10 @@ def _gpt2(arch: Arch, prefix: str) -> Iterator[StoredTensor]:
     for layer in range(arch.layers):
         theirs, ours = f"{prefix}h.{layer}", f"blocks.{layer}"
         for kind in ("weight", "bias"):
-            qkv = tuple(f"{ours}.attn.{part}.{kind}" for part in "qkv")
-            turned = kind == "weight"
-            yield StoredTensor(name=f"{theirs}.ln_1.{kind}", made_of=(f"{ours}.attn_norm.{kind}",))
-            yield StoredTensor(name=f"{theirs}.attn.c_attn.{kind}", made_of=qkv, transposed=turned)
-            yield StoredTensor(
-                name=f"{theirs}.attn.c_proj.{kind}", made_of=(f"{ours}.attn.out.{kind}",), transposed=turned
-            )
-            yield StoredTensor(name=f"{theirs}.ln_2.{kind}", made_of=(f"{ours}.mlp_norm.{kind}",))
-            yield StoredTensor(name=f"{theirs}.mlp.c_fc.{kind}", made_of=(f"{ours}.mlp.up.{kind}",), transposed=turned)
-            yield StoredTensor(
-                name=f"{theirs}.mlp.c_proj.{kind}", made_of=(f"{ours}.mlp.down.{kind}",), transposed=turned
-            )
+            for name, parts, is_transposed in GPT2_BLOCK:
+                made_of = tuple(f"{ours}.{part}.{kind}" for part in parts)
+                turned = is_transposed and kind == "weight"
+                yield StoredTensor(name=f"{theirs}.{name}.{kind}", made_of=made_of, transposed=turned)
     for kind in ("weight", "bias"):
         yield StoredTensor(name=f"{prefix}ln_f.{kind}", made_of=(f"norm.{kind}",))
     yield from _head(arch)

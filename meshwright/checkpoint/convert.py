@@ -6,16 +6,17 @@ import shutil
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor, nn
 
 from meshwright.checkpoint import model_folder
-from meshwright.checkpoint.model_folder import DTYPES, SHARD_BYTES, ModelFolder, open_folder, staged, write_arch
+from meshwright.checkpoint.model_folder import SHARD_BYTES, ModelFolder, open_folder, staged, write_arch
+from meshwright.checkpoint.state import TORCH_DTYPES
 from meshwright.config.huggingface import CONFIG, TOKENIZER, Kind, config_of
 from meshwright.models.decoder import Decoder
+from meshwright.runtime.files import replace_json
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import count
 from meshwright.spec.problem import InputError, Problem
@@ -27,6 +28,15 @@ SEED = 20_170_612  # any constant: the same tokens for every check
 # layers of 32 to GPT-2's 12 of 768, the difference was 0 to 0.73 of that. Four times leaves room for trained models,
 # whose few large activations round worse, and still catches the wrong kind of GELU.
 ROUNDING = 4 * 2.0**-24
+
+# Files about text rather than weights, carried as they are in both directions.
+CARRIED = (
+    *(TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
+    *("tokenizer.model", "chat_template.jinja", "generation_config.json"),
+)
+DTYPE_OF = {str(dtype).removeprefix("torch."): dtype for dtype in TORCH_DTYPES.values()}
+END_TOKENS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
+Say = Callable[[str], None]
 
 
 class MismatchError(RuntimeError):
@@ -70,15 +80,6 @@ def _load(model: Decoder, folder: ModelFolder, rounded: torch.dtype | None) -> N
     model.load_state_dict(values, strict=False, assign=True)
 
 
-def stock_version() -> str | None:
-    """The version of transformers, if it is installed and works."""
-    try:
-        import transformers
-    except ImportError:  # its own missing dependencies included
-        return None
-    return transformers.__version__
-
-
 def fits_memory(parameters: int) -> bool:
     """Whether transformers, which holds the whole model, can hold it in float32 here."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -106,24 +107,6 @@ def stock_logits(path: Path, tokens: Tensor) -> Tensor:
         logging.enable_progress_bar()
 
 
-Say = Callable[[str], None]
-
-# Files about text rather than weights, carried as they are in both directions.
-CARRIED = (
-    TOKENIZER,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "generation_config.json",
-)
-DTYPE_OF = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
-END_TOKENS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
-
-
 class ConvertReport(msgspec.Struct, frozen=True, kw_only=True):
     """What was converted and how it was checked."""
 
@@ -149,7 +132,12 @@ def convert(
     shard_bytes: int = SHARD_BYTES,
 ) -> ConvertReport:
     """Convert a model folder to the other kind; the target appears only when its logits are those of the source."""
-    if found := list(_option_problems(dtype, check_tokens)):
+    found = []
+    if dtype is not None and dtype not in DTYPE_OF:
+        found.append(Problem(f"dtype = {dtype} is not a type for weights", f"use {', '.join(DTYPE_OF)}", "dtype"))
+    if check_tokens < 1:
+        found.append(Problem(f"check_tokens = {check_tokens} checks nothing", "use at least 1", "check_tokens"))
+    if found:
         raise InputError(found)
     rounded = None if dtype is None else DTYPE_OF[dtype]
     folder = open_folder(source)
@@ -169,13 +157,6 @@ def convert(
     return report
 
 
-def _option_problems(dtype: str | None, check_tokens: int) -> Iterator[Problem]:
-    if dtype is not None and dtype not in DTYPE_OF:
-        yield Problem(f"dtype = {dtype} is not a type for weights", f"use {', '.join(DTYPE_OF)}", "dtype")
-    if check_tokens < 1:
-        yield Problem(f"check_tokens = {check_tokens} checks nothing", "use at least 1", "check_tokens")
-
-
 def _write_native(stage: Path, folder: ModelFolder, rounded: torch.dtype | None, shard_bytes: int) -> None:
     write_arch(stage, folder.arch)
     model_folder.write(stage, _stored(folder, model_folder.native(folder.arch), rounded), shard_bytes)
@@ -190,8 +171,10 @@ def _write_huggingface(stage: Path, folder: ModelFolder, rounded: torch.dtype | 
     if folder.tokenizer is not None:
         end = _end_token(folder.tokenizer)
         config["eos_token_id"] = None if end is None else end.id
-        _describe_tokenizer(stage / "tokenizer_config.json", folder.arch, end)
-    _write_json(stage / CONFIG, config)
+        if not (description := stage / "tokenizer_config.json").exists():  # the least with which AutoTokenizer opens it
+            described = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": folder.arch.context}
+            replace_json(description, described | ({} if end is None else {"eos_token": end.content}))
+    replace_json(stage / CONFIG, config)
 
 
 def _stored(
@@ -233,18 +216,6 @@ def _end_token(tokenizer: Path) -> AddedToken | None:
     return next((by_content[content] for content in END_TOKENS if content in by_content), None)
 
 
-def _describe_tokenizer(path: Path, arch: Arch, end: AddedToken | None) -> None:
-    """The least with which AutoTokenizer opens a tokenizer.json, unless the source had its own description."""
-    if path.exists():
-        return
-    described = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": arch.context}
-    _write_json(path, described | ({} if end is None else {"eos_token": end.content}))
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
-
-
 def _compare(
     source: ModelFolder, written: ModelFolder, rounded: torch.dtype | None, check_tokens: int
 ) -> ConvertReport:
@@ -252,7 +223,10 @@ def _compare(
     reference = logits(source, tokens, rounded)
     largest = _largest(reference, logits(written, tokens))
     judges = f"meshwright in float32 on {tokens.shape[1]} tokens"
-    version = stock_version()
+    try:
+        from transformers import __version__ as version
+    except ImportError:  # its own missing dependencies included
+        version = None
     if version is not None and fits_memory(count(source.arch)):
         theirs = source if source.kind == "huggingface" else written
         ours = logits(theirs, tokens)  # of the same files: rounding to another dtype is not a difference

@@ -1,39 +1,58 @@
-"""The manifest of one saved step: what is saved, where each slice lies, and the digests that everything must have.
+"""A saved step on disk: chunks of slices in safetensors files, a manifest, and the pointer to the newest step.
 
-A manifest is canonical: decoded and encoded again it is the same bytes. So nothing can hide in it that the decoder
-would pass over, a key that comes twice for example. It ends with its own sha256.
+The manifest says where each slice lies and has the digests that everything must have. It is canonical: decoded and
+encoded again it is the same bytes. So nothing can hide in it that the decoder would pass over, a key that comes twice
+for example. It ends with its own sha256. The logical digest of a state is a sum over its elements, each weighed by a
+hash of its name and index: the same under every plan, and every rank adds its own part.
 """
 
 import hashlib
 import math
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
-import torch
-from torch import Tensor
 
-from meshwright.checkpoint import slices as regions
 from meshwright.checkpoint import storage
-from meshwright.checkpoint.slices import Region, Shape
+from meshwright.checkpoint.state import (
+    SLICE_BYTES,
+    TORCH_DTYPES,
+    Region,
+    Shape,
+    SlicePiece,
+    region_shape,
+    region_size,
+    region_text,
+    tiling_fault,
+)
 from meshwright.checkpoint.storage import CorruptError, Damage, Disk
 from meshwright.config.run import Checkpoint
 
 FORMAT = "meshwright checkpoint 1"
-MANIFEST = "manifest.json"
+MANIFEST, CHECKPOINTS, LATEST = "manifest.json", "checkpoints", "latest"
 CHUNK = re.compile(r"chunk\.rank\d{1,7}\.safetensors")
-ITEMSIZE = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
+STEP = re.compile(r"step-(0|[1-9]\d{0,17})")
+POINTER = re.compile(rb"step-(0|[1-9]\d{0,17})\n([0-9a-f]{64})\n")
+POINTER_BYTES = 200
+ALIGNMENT = 8
+ITEMSIZE = {name: dtype.itemsize for name, dtype in TORCH_DTYPES.items()}
 
 # A chunk of the largest models describes some thousand slices in a few hundred bytes each. Whoever sends a larger
 # manifest with few chunks is refused before a byte is read.
 BYTES_A_CHUNK = 4 * 2**20
 HEADER_BYTES = 100 * 10**6  # as in other readers of safetensors
-SLICE_BYTES = 32 * 2**20  # no slice is larger, so that checking one takes little memory
+
+# The logical digest: two sums modulo 2⁶⁴, whose weights are those of splitmix64 (Steele, Lea and Flood 2014).
+LANES = 2
+WORD = 2**64
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+MIX = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB)))
+LAST_SHIFT = np.uint64(31)
+Share = tuple[int, ...]  # one number a lane
+NOTHING: Share = (0,) * LANES
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -81,8 +100,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     format: str
     progress: Progress
-    run: str  # the digest of the run's mathematics, which must be the same to go on
-    plan: dict[str, Any]  # under which it was saved; any other may go on from it
+    run: str  # the digest of the run's mathematics, which must be the same to resume
+    plan: dict[str, Any]  # under which it was saved; any other may resume from it
     plan_sha256: str
     state: str  # the logical digest: the same for the same state under any plan
     tensors: tuple[TensorDescription, ...]
@@ -167,7 +186,7 @@ def _slice_faults(manifest: Manifest) -> Iterator[str]:
             yield "a slice is of a tensor or in a chunk that is not listed"
             return
         tensor = manifest.tensors[each.tensor]
-        if each.end - each.begin != regions.size(each.region) * ITEMSIZE.get(tensor.dtype, 0):
+        if each.end - each.begin != region_size(each.region) * ITEMSIZE.get(tensor.dtype, 0):
             yield f"a slice of {tensor.name} has {each.end - each.begin} bytes, which is not its size"
         if each.end - each.begin > SLICE_BYTES:
             yield f"a slice of {tensor.name} has {each.end - each.begin} bytes, more than {SLICE_BYTES}"
@@ -176,7 +195,7 @@ def _slice_faults(manifest: Manifest) -> Iterator[str]:
     for chunk, held in zip(manifest.chunks, by_chunk, strict=True):
         yield from _chunk_tiling(chunk, held)
     for tensor, held in zip(manifest.tensors, by_tensor, strict=True):
-        if math.prod(tensor.shape) and (fault := regions.tiling_fault(tensor.shape, held)):
+        if math.prod(tensor.shape) and (fault := tiling_fault(tensor.shape, held)):
             yield f"tensor {tensor.name}: {fault}"
 
 
@@ -192,22 +211,16 @@ def _chunk_tiling(chunk: Chunk, held: list[Slice]) -> Iterator[str]:
         yield f"{chunk.file}: bytes {end}–{chunk.bytes} belong to no slice"
 
 
-LANES = 2
-WORD = 2**64
-
-# splitmix64 (Steele, Lea and Flood 2014)
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-MIX = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB)))
-LAST_SHIFT = np.uint64(31)
-
-Share = tuple[int, ...]  # one number a lane
-NOTHING: Share = (0,) * LANES
-
-
 def slice_share(name: str, region: Region, bits: np.ndarray) -> Share:
     """What a slice contributes; bits are its elements as unsigned integers, in the shape of the region."""
-    wide = bits.astype(np.uint64)
-    return tuple(_lane(f"{name}/{lane}", region, wide) for lane in range(LANES))
+    lanes, wide = [], bits.astype(np.uint64)
+    for lane in range(LANES):
+        key, total = f"{name}/{lane}", wide
+        # An element's weight is the product of one odd number a dim: as good here, and a pass costs one product each.
+        for dim in reversed(range(len(region))):
+            total = total @ _weights(f"{key}/{dim}", *region[dim])
+        lanes.append(int(total) * (int(_weights(key, 0, 1)[0])) % WORD)
+    return tuple(lanes)
 
 
 def add(one: Share, other: Share) -> Share:
@@ -220,13 +233,6 @@ def digest_text(total: Share) -> str:
     return "".join(f"{lane:016x}" for lane in total)
 
 
-def _lane(key: str, region: Region, bits: np.ndarray) -> int:
-    # The weight of an element is the product of one odd number a dim: as good here, and a pass costs one product each.
-    for dim in reversed(range(len(region))):
-        bits = bits @ _weights(f"{key}/{dim}", *region[dim])
-    return int(bits) * (int(_weights(key, 0, 1)[0])) % WORD
-
-
 def _weights(key: str, begin: int, end: int) -> np.ndarray:
     """Odd numbers, each a pure function of the key and its index."""
     start = np.uint64(int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little"))
@@ -234,31 +240,6 @@ def _weights(key: str, begin: int, end: int) -> np.ndarray:
     for shift, factor in MIX:
         state = (state ^ (state >> shift)) * factor
     return (state ^ (state >> LAST_SHIFT)) | np.uint64(1)
-
-
-DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
-ALIGNMENT = 8
-
-
-@dataclass(frozen=True, slots=True)
-class SlicePiece:
-    """A slice that is about to be written: its numbers are in host memory."""
-
-    name: str
-    shape: Shape  # of the whole tensor
-    region: Region
-    tensor: Tensor  # what is inside the region
-
-    @property
-    def dtype(self) -> str:
-        return DTYPES[self.tensor.dtype]
-
-    @property
-    def bits(self) -> np.ndarray:
-        """The numbers as unsigned integers."""
-        whole = self.tensor.contiguous().view(INTEGERS[self.tensor.element_size()]).numpy()
-        return whole.view(f"u{self.tensor.element_size()}")
 
 
 class Written(msgspec.Struct, frozen=True, kw_only=True):
@@ -273,17 +254,11 @@ class Written(msgspec.Struct, frozen=True, kw_only=True):
     sha256: str
 
 
-@dataclass(frozen=True, slots=True)
-class Writing:
-    """A chunk on disk, its slices, and what they contribute to the state's digest."""
+def write(disk: Disk, path: Path, pieces: Sequence[SlicePiece], step: int) -> tuple[Chunk, tuple[Written, ...], Share]:
+    """Write a chunk, hash what is written, then read it again from the disk and hash that.
 
-    chunk: Chunk
-    slices: tuple[Written, ...]
-    share: Share
-
-
-def write(disk: Disk, path: Path, pieces: Sequence[SlicePiece], step: int) -> Writing:
-    """Write a chunk, hash what is written, then read it again from the disk and hash that."""
+    Returns the chunk, its slices, and what they contribute to the state's digest.
+    """
     head = header(pieces, step)
     whole, written, share = hashlib.sha256(), [], NOTHING
 
@@ -305,9 +280,11 @@ def write(disk: Disk, path: Path, pieces: Sequence[SlicePiece], step: int) -> Wr
 
     disk.write(path, blocks())
     size = written[-1].end if written else len(head)
-    chunk = Chunk(path.name, size, whole.hexdigest(), len(head), hashlib.sha256(head).hexdigest())
-    read_again(disk, path, chunk)
-    return Writing(chunk, tuple(written), share)
+    with storage.opened(path.parent, path.name) as descriptor:
+        disk.forget_cache(descriptor)
+        if storage.file_sha256(descriptor) != whole.hexdigest():
+            raise CorruptError([Damage(file=str(path), text="reads differently from what was just written")])
+    return Chunk(path.name, size, whole.hexdigest(), len(head), sha256(head)), tuple(written), share
 
 
 def header(pieces: Sequence[SlicePiece], step: int) -> bytes:
@@ -316,30 +293,12 @@ def header(pieces: Sequence[SlicePiece], step: int) -> bytes:
     begin = 0
     for piece in pieces:
         end = begin + piece.tensor.nbytes
-        shape = regions.shape_of(piece.region)
-        entries[piece.name + regions.text(piece.region)] = {
-            "dtype": piece.dtype,
-            "shape": shape,
-            "data_offsets": (begin, end),
-        }
+        entry = {"dtype": piece.dtype, "shape": region_shape(piece.region), "data_offsets": (begin, end)}
+        entries[piece.name + region_text(piece.region)] = entry
         begin = end
     text = msgspec.json.encode(entries)
     text += b" " * (-len(text) % ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
-
-
-def read_again(disk: Disk, path: Path, chunk: Chunk) -> None:
-    """What the disk gives back must be what was given to it."""
-    with storage.opened(path.parent, path.name) as descriptor:
-        disk.forget_cache(descriptor)
-        if storage.file_sha256(descriptor) != chunk.sha256:
-            raise CorruptError([Damage(file=str(path), text="reads differently from what was just written")])
-
-
-CHECKPOINTS, LATEST = "checkpoints", "latest"
-STEP = re.compile(r"step-(0|[1-9]\d{0,17})")
-POINTER = re.compile(rb"step-(0|[1-9]\d{0,17})\n([0-9a-f]{64})\n")
-POINTER_BYTES = 200
 
 
 def home(folder: Path) -> Path:
@@ -373,9 +332,8 @@ def pointed(home: Path) -> tuple[int, str] | None:
         return None
     found = POINTER.fullmatch(storage.read_small(home, LATEST, POINTER_BYTES))
     if found is None:
-        raise CorruptError(
-            [Damage(file=str(home / LATEST), text="does not name a step and the sha256 of its manifest")]
-        )
+        text = "does not name a step and the sha256 of its manifest"
+        raise CorruptError([Damage(file=str(home / LATEST), text=text)])
     return int(found[1]), found[2].decode()
 
 
@@ -399,13 +357,6 @@ def superfluous(steps: list[int], setting: Checkpoint) -> list[int]:
     """Which steps may go once the newest of them is known to be good."""
     others = steps[: -setting.keep_last]
     return [step for step in others if not setting.keep_every or step % setting.keep_every]
-
-
-def thin(disk: Disk, home: Path, setting: Checkpoint) -> None:
-    """Remove what may go, now that the newest step is known to be good. What cannot be removed stays for later."""
-    with suppress(OSError):
-        for step in superfluous(present(home), setting):
-            discard(disk, home, step)
 
 
 def discard(disk: Disk, home: Path, step: int) -> None:

@@ -1,4 +1,9 @@
-"""Model folders: a Hugging Face model, or what a run of ours leaves, read by the names of spec/params.py."""
+"""Model folders: a Hugging Face model, or what a run of ours leaves, read by the names of spec/params.py.
+
+A layout says which stored tensors our parameters are: GPT-2 stores q, k and v as one matrix and multiplies from the
+other side, Mixtral stores each expert apart. A folder is checked whole before a tensor is read, and written whole or
+not at all.
+"""
 
 import secrets
 import shutil
@@ -15,7 +20,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from meshwright.config.huggingface import ARCH, PICKLES, TOKENIZER, FolderDescription, Kind, describe, family
+from meshwright.checkpoint.state import TORCH_DTYPES
+from meshwright.config.huggingface import ARCH, PICKLES, TOKENIZER, Kind, describe, family
+from meshwright.runtime.files import replace_file, replace_json
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import params
 from meshwright.spec.problem import InputError, Problem
@@ -24,7 +31,18 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
 INDEX_BYTES = 100 * 10**6  # half a million tensors; the largest public index has a tenth of it
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+HEAD = "lm_head.weight"
+HARMLESS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # masks and frequencies that old versions stored
+# Of each block of GPT-2: its name, our parameters, and whether it multiplies from the other side.
+GPT2_BLOCK = (
+    ("ln_1", ("attn_norm",), False),
+    ("attn.c_attn", ("attn.q", "attn.k", "attn.v"), True),
+    ("attn.c_proj", ("attn.out",), True),
+    ("ln_2", ("mlp_norm",), False),
+    ("mlp.c_fc", ("mlp.up",), True),
+    ("mlp.c_proj", ("mlp.down",), True),
+)
+MOST_PROBLEMS = 50  # a folder of another model differs in every tensor; the first lines say it
 
 
 class Index(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +91,7 @@ class Reader:
             held = set(opened.keys())
             for name in held if names is None else held.intersection(names):
                 head = opened.get_slice(name)
-                self._heads[name] = (file, tuple(head.get_shape()), DTYPES.get(head.get_dtype()))
+                self._heads[name] = (file, tuple(head.get_shape()), TORCH_DTYPES.get(head.get_dtype()))
         except FileNotFoundError:
             yield Problem(f"{path} is missing, though {INDEX} names it", "copy the folder again, with all its shards")
             return
@@ -107,9 +125,11 @@ def write(
         for number, name in enumerate(_shard_names(len(sizes))):
             made[number] = made[number].rename(folder / name)
         if len(sizes) > 1:  # last: whoever finds an index finds all its shards
-            made.append(folder / f".{INDEX}.partial")
-            made[-1].write_bytes(_index(sizes))
-            made[-1].rename(folder / INDEX)
+            files = _shard_names(len(sizes))
+            weight_map = {name: file for file, shard in zip(files, sizes, strict=True) for name in shard}
+            index = Index(weight_map=weight_map, metadata={"total_size": sum(sum(shard.values()) for shard in sizes)})
+            content = msgspec.json.format(msgspec.json.encode(index, order="sorted"), indent=2) + b"\n"
+            replace_file(folder / INDEX, content)
     except BaseException:
         for path in made:
             path.unlink(missing_ok=True)
@@ -124,15 +144,11 @@ def _shards(tensors: Iterable[tuple[str, Tensor]], limit_bytes: int) -> Iterator
             yield shard
             shard, room = {}, limit_bytes
         assert name not in shard, f"{name} came twice"
-        shard[name] = _owned(tensor)
+        plain = tensor.detach().cpu().contiguous()
+        # Safetensors refuses views that share their memory.
+        shard[name] = plain if plain.untyped_storage().nbytes() == plain.nbytes else plain.clone()
         room -= tensor.nbytes
     yield shard
-
-
-def _owned(tensor: Tensor) -> Tensor:
-    """A tensor alone in its memory: safetensors refuses views that share it."""
-    plain = tensor.detach().cpu().contiguous()
-    return plain if plain.untyped_storage().nbytes() == plain.nbytes else plain.clone()
 
 
 def _shard_names(count: int) -> list[str]:
@@ -141,50 +157,34 @@ def _shard_names(count: int) -> list[str]:
     return [f"model-{number + 1:05}-of-{count:05}.safetensors" for number in range(count)]
 
 
-def _index(sizes: list[dict[str, int]]) -> bytes:
-    files = _shard_names(len(sizes))
-    weight_map = {name: file for file, shard in zip(files, sizes, strict=True) for name in shard}
-    index = Index(weight_map=weight_map, metadata={"total_size": sum(sum(shard.values()) for shard in sizes)})
-    return msgspec.json.format(msgspec.json.encode(index, order="sorted"), indent=2) + b"\n"
-
-
 def _files(folder: Path) -> dict[str, list[str] | None]:
     """The weight files of a folder and the tensors that each should hold."""
     if (folder / SINGLE).is_file():
         return {SINGLE: None}
-    if not (folder / INDEX).is_file():
+    path = folder / INDEX
+    if not path.is_file():
         raise InputError([_no_weights(folder)])
-    index = _read_index(folder / INDEX)
-    files: dict[str, list[str] | None] = {}
-    for name, file in index.weight_map.items():
-        names = files.setdefault(file, [])
-        assert names is not None
-        names.append(name)
-    if strange := [file for file in files if not _is_plain(file)]:
-        raise InputError([_outside(folder / INDEX, file) for file in strange])
-    return files
-
-
-def _is_plain(file: str) -> bool:
-    return file.endswith(".safetensors") and not set(file) & set("/\\\0:") and not file.startswith(".")
-
-
-def _read_index(path: Path) -> Index:
     try:
         if (size := path.stat().st_size) > INDEX_BYTES:
             raise InputError([_damaged(path, f"{size} bytes are more than {INDEX_BYTES}")])
-        return msgspec.json.decode(path.read_bytes(), type=Index)
+        index = msgspec.json.decode(path.read_bytes(), type=Index)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError([_damaged(path, str(error))]) from None
+    files: dict[str, list[str]] = {}
+    for name, file in index.weight_map.items():
+        files.setdefault(file, []).append(name)
+    problems = []
+    for file in files:
+        if not file.endswith(".safetensors") or set(file) & set("/\\\0:") or file.startswith("."):
+            text = f"{path} places tensors in {file!r}, which is not a .safetensors file of the folder itself"
+            problems.append(Problem(text, "do not trust this folder"))
+    if problems:
+        raise InputError(problems)
+    return dict(files)
 
 
 def _damaged(path: Path, reason: str) -> Problem:
     return Problem(f"{path} cannot be used: {reason}", "copy the file again from where it came")
-
-
-def _outside(path: Path, file: str) -> Problem:
-    text = f"{path} places tensors in {file!r}, which is not a .safetensors file of the folder itself"
-    return Problem(text, "do not trust this folder")
 
 
 def _no_weights(folder: Path) -> Problem:
@@ -228,22 +228,6 @@ def huggingface(arch: Arch, *, prefix: str | None = None, fused: bool = False) -
     return tuple(_llama(arch, "model." if prefix is None else prefix, fused))
 
 
-def huggingface_of(arch: Arch, names: frozenset[str]) -> Layout:
-    """The layout that a folder uses: files of a bare model lack the prefix, and experts come apart or fused."""
-    embed = "wte.weight" if family(arch) == "gpt2" else "embed_tokens.weight"
-    prefix = "" if embed in names else None
-    fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in names)
-    return huggingface(arch, prefix=prefix, fused=fused)
-
-
-def is_harmless(name: str, tied: bool) -> bool:
-    """Whether a tensor beyond the layout changes nothing: masks and frequencies that old versions stored."""
-    return name.endswith((".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")) or (tied and name == HEAD)
-
-
-HEAD = "lm_head.weight"
-
-
 def stored_shape(stored: StoredTensor, shapes: dict[str, Shape]) -> Shape:
     """The shape that a stored tensor must have, from those of our parameters."""
     parts = [shapes[name] if stored.expert is None else shapes[name][1:] for name in stored.made_of]
@@ -261,17 +245,14 @@ def store(stored: StoredTensor, load: Load) -> Tensor:
 
 def restore(name: str, layout: Layout, shapes: dict[str, Shape], load: Load) -> Tensor:
     """Our parameter, taken out of the stored tensors that hold it."""
-    pieces = [_piece(name, stored, shapes, load) for stored in layout]
+    pieces = []
+    for stored in layout:
+        whole = load(stored.name)
+        whole = whole.T if stored.transposed else whole
+        widths = [shapes[part][stored.dim] for part in stored.made_of]
+        is_whole = len(stored.made_of) == 1
+        pieces.append(whole if is_whole else whole.split(widths, dim=stored.dim)[stored.made_of.index(name)])
     return pieces[0] if layout[0].expert is None else torch.stack(pieces)
-
-
-def _piece(name: str, stored: StoredTensor, shapes: dict[str, Shape], load: Load) -> Tensor:
-    whole = load(stored.name)
-    whole = whole.T if stored.transposed else whole
-    if len(stored.made_of) == 1:
-        return whole
-    widths = [shapes[part][stored.dim] for part in stored.made_of]
-    return whole.split(widths, dim=stored.dim)[stored.made_of.index(name)]
 
 
 def _gpt2(arch: Arch, prefix: str) -> Iterator[StoredTensor]:
@@ -280,18 +261,10 @@ def _gpt2(arch: Arch, prefix: str) -> Iterator[StoredTensor]:
     for layer in range(arch.layers):
         theirs, ours = f"{prefix}h.{layer}", f"blocks.{layer}"
         for kind in ("weight", "bias"):
-            qkv = tuple(f"{ours}.attn.{part}.{kind}" for part in "qkv")
-            turned = kind == "weight"
-            yield StoredTensor(name=f"{theirs}.ln_1.{kind}", made_of=(f"{ours}.attn_norm.{kind}",))
-            yield StoredTensor(name=f"{theirs}.attn.c_attn.{kind}", made_of=qkv, transposed=turned)
-            yield StoredTensor(
-                name=f"{theirs}.attn.c_proj.{kind}", made_of=(f"{ours}.attn.out.{kind}",), transposed=turned
-            )
-            yield StoredTensor(name=f"{theirs}.ln_2.{kind}", made_of=(f"{ours}.mlp_norm.{kind}",))
-            yield StoredTensor(name=f"{theirs}.mlp.c_fc.{kind}", made_of=(f"{ours}.mlp.up.{kind}",), transposed=turned)
-            yield StoredTensor(
-                name=f"{theirs}.mlp.c_proj.{kind}", made_of=(f"{ours}.mlp.down.{kind}",), transposed=turned
-            )
+            for name, parts, is_transposed in GPT2_BLOCK:
+                made_of = tuple(f"{ours}.{part}.{kind}" for part in parts)
+                turned = is_transposed and kind == "weight"
+                yield StoredTensor(name=f"{theirs}.{name}.{kind}", made_of=made_of, transposed=turned)
     for kind in ("weight", "bias"):
         yield StoredTensor(name=f"{prefix}ln_f.{kind}", made_of=(f"norm.{kind}",))
     yield from _head(arch)
@@ -334,9 +307,6 @@ def _head(arch: Arch) -> Iterator[StoredTensor]:
         yield StoredTensor(name=HEAD, made_of=("head.weight",))
 
 
-MOST_PROBLEMS = 50  # a folder of another model differs in every tensor; the first lines say it
-
-
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
     """A checked folder: every parameter is there with its shape. Data is read tensor by tensor."""
@@ -359,21 +329,36 @@ class ModelFolder:
     def tensor(self, name: str) -> Tensor:
         """A parameter by our name, in our layout."""
         value = restore(name, self.layouts[name], self.shapes, self.reader.load)
-        if name == "embed.weight":
-            self._refuse_untied_head(value)
-        return value
-
-    def _refuse_untied_head(self, embed: Tensor) -> None:
-        """Some tied models store the head as well; it must then be the embedding."""
+        # Some tied models store the head as well; it must then be the embedding.
         tied_head = self.kind == "huggingface" and self.arch.tied and HEAD in self.reader.names
-        if tied_head and not torch.equal(self.reader.load(HEAD), embed):
+        if name == "embed.weight" and tied_head and not torch.equal(self.reader.load(HEAD), value):
             text = f"{self.path}: {HEAD} is not the embedding, though config.json says tie_word_embeddings"
             raise InputError([Problem(text, "set tie_word_embeddings to false in config.json", "tie_word_embeddings")])
+        return value
 
 
 def open_folder(path: Path) -> ModelFolder:
     """Open a Hugging Face folder, one of ours, or a run that holds one; checks all names and shapes, reads no data."""
-    return _checked(describe(path))
+    described = describe(path)
+    path, arch = described.path, described.arch
+    reader = Reader(path)
+    if described.kind == "meshwright":
+        layout = native(arch)
+    else:  # files of a bare model lack the prefix, and experts come apart or fused
+        embed = "wte.weight" if family(arch) == "gpt2" else "embed_tokens.weight"
+        fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in reader.names)
+        layout = huggingface(arch, prefix="" if embed in reader.names else None, fused=fused)
+    shapes = {param.name: param.shape for param in params(arch)}
+    found = list(islice(_mismatches(reader, layout, shapes, arch.tied), MOST_PROBLEMS + 1))
+    if len(found) > MOST_PROBLEMS:
+        found[MOST_PROBLEMS:] = [Problem(f"{path} differs in still more tensors", "see the lines above")]
+    if found:
+        raise InputError(found)
+    layouts: dict[str, Layout] = dict.fromkeys(shapes, ())
+    for stored in layout:
+        for name in stored.made_of:
+            layouts[name] += (stored,)
+    return ModelFolder(path, described.kind, arch, described.tokenizer, reader, layouts, shapes)
 
 
 def save_native(folder: Path, arch: Arch, tensors: Iterable[tuple[str, Tensor]], tokenizer: Path | None) -> None:
@@ -388,7 +373,7 @@ def save_native(folder: Path, arch: Arch, tensors: Iterable[tuple[str, Tensor]],
 
 def write_arch(folder: Path, arch: Arch) -> None:
     """Say what a native folder's weights are of."""
-    (folder / ARCH).write_bytes(msgspec.json.format(msgspec.json.encode(arch), indent=2) + b"\n")
+    replace_json(folder / ARCH, arch)
 
 
 @contextmanager
@@ -405,36 +390,14 @@ def staged(target: Path, *, replace: bool = False) -> Iterator[Path]:
         raise InputError([Problem(text, "choose a folder that you may write to")]) from None
     try:
         yield stage
-        _swap(stage, target)
+        old = stage.with_suffix(".old")
+        if is_replaced := target.exists():
+            target.rename(old)
+        stage.rename(target)
+        if is_replaced:
+            shutil.rmtree(old)
     finally:
         shutil.rmtree(stage, ignore_errors=True)
-
-
-def _swap(stage: Path, target: Path) -> None:
-    if not target.exists():
-        stage.rename(target)
-        return
-    old = stage.with_suffix(".old")
-    target.rename(old)
-    stage.rename(target)
-    shutil.rmtree(old)
-
-
-def _checked(described: FolderDescription) -> ModelFolder:
-    path, arch = described.path, described.arch
-    reader = Reader(path)
-    layout = native(arch) if described.kind == "meshwright" else huggingface_of(arch, reader.names)
-    shapes = {param.name: param.shape for param in params(arch)}
-    found = list(islice(_mismatches(reader, layout, shapes, arch.tied), MOST_PROBLEMS + 1))
-    if len(found) > MOST_PROBLEMS:
-        found[MOST_PROBLEMS:] = [Problem(f"{path} differs in still more tensors", "see the lines above")]
-    if found:
-        raise InputError(found)
-    layouts: dict[str, Layout] = dict.fromkeys(shapes, ())
-    for stored in layout:
-        for name in stored.made_of:
-            layouts[name] += (stored,)
-    return ModelFolder(path, described.kind, arch, described.tokenizer, reader, layouts, shapes)
 
 
 def _mismatches(reader: Reader, layout: Layout, shapes: dict[str, Shape], tied: bool) -> Iterator[Problem]:
@@ -449,5 +412,5 @@ def _mismatches(reader: Reader, layout: Layout, shapes: dict[str, Shape], tied: 
             supported = "use weights in float64, float32, bfloat16 or float16"
             yield Problem(f"{reader.folder}: {stored.name} is not stored as floats of 16 bits or more", supported)
     for name in sorted(reader.names - {stored.name for stored in layout}):
-        if not is_harmless(name, tied):
+        if not (name.endswith(HARMLESS) or (tied and name == HEAD)):
             yield Problem(f"{reader.folder} holds {name}, which the model has no place for", remedy)

@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,16 +14,15 @@ import numpy as np
 import torch
 
 from meshwright.checkpoint import format, storage, write
-from meshwright.checkpoint import format as manifests
-from meshwright.checkpoint import slices as regions
-from meshwright.checkpoint.format import DTYPES, MANIFEST, Chunk, Manifest, Slice
-from meshwright.checkpoint.state import TensorShard
+from meshwright.checkpoint.format import MANIFEST, Manifest, Slice
+from meshwright.checkpoint.state import TORCH_DTYPES, TensorShard, inside, overlap, region_shape, region_text
 from meshwright.checkpoint.storage import READ_BYTES, CorruptError, Damage
 from meshwright.config.run import Run, digests
 from meshwright.parallel.mesh import Mesh
 
 THREADS = 4  # while some hash, others read: both leave Python to itself
 MOST_OPEN = 64  # chunks at a time, more than are ever at work; systems allow a process about a thousand files
+Say = Callable[[str], None]
 
 
 class StepReader:
@@ -32,7 +30,7 @@ class StepReader:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.manifest: Manifest = manifests.read(folder)
+        self.manifest: Manifest = format.read(folder)
         self._open: OrderedDict[int, tuple[AbstractContextManager[int], int]] = OrderedDict()  # chunk -> descriptor
 
     def __enter__(self) -> "StepReader":
@@ -76,8 +74,16 @@ class StepReader:
     def chunk(self, number: int) -> Iterator[int]:
         """A chunk, open for reading, whose size and header are those that were written."""
         chunk = self.manifest.chunks[number]
+        file = str(self.folder / chunk.file)
         with storage.opened(self.folder, chunk.file) as descriptor:
-            _check_header(descriptor, chunk, str(self.folder / chunk.file))
+            if (size := storage.size_of(descriptor)) != chunk.bytes:
+                text, begin, end = f"has {size} bytes, not {chunk.bytes}", *sorted((size, chunk.bytes))
+                raise CorruptError([Damage(file=file, text=text, begin=begin, end=end)])
+            if format.sha256(storage.read_range(descriptor, 0, chunk.header_bytes)) != chunk.header_sha256:
+                text = "checksum mismatch (sha256): the header is not what was written"
+                raise CorruptError([Damage(file=file, text=text, begin=0, end=chunk.header_bytes)])
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
             yield descriptor
 
     def _chunk(self, number: int) -> int:
@@ -98,26 +104,10 @@ class StepReader:
         return Damage(
             file=str(self.folder / self.manifest.chunks[each.chunk].file),
             text=text,
-            tensor=self.manifest.tensors[each.tensor].name + regions.text(each.region),
+            tensor=self.manifest.tensors[each.tensor].name + region_text(each.region),
             begin=each.begin,
             end=each.end,
         )
-
-
-def _check_header(descriptor: int, chunk: Chunk, file: str) -> None:
-    size = storage.size_of(descriptor)
-    if size != chunk.bytes:
-        text = f"has {size} bytes, not {chunk.bytes}"
-        raise CorruptError([Damage(file=file, text=text, begin=min(size, chunk.bytes), end=max(size, chunk.bytes))])
-    if manifests.sha256(storage.read_range(descriptor, 0, chunk.header_bytes)) != chunk.header_sha256:
-        text = "checksum mismatch (sha256): the header is not what was written"
-        raise CorruptError([Damage(file=file, text=text, begin=0, end=chunk.header_bytes)])
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-
-
-Say = Callable[[str], None]
-TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 def newest(home: Path, run: Run | None, mesh: Mesh, holdings: Sequence[TensorShard], say: Say) -> Manifest | None:
@@ -127,25 +117,20 @@ def newest(home: Path, run: Run | None, mesh: Mesh, holdings: Sequence[TensorSha
     step of any run will do that has the tensors.
     """
     seen: list[str] = []
-    below = sys.maxsize if run is None else run.steps + 1
-    while (step := write.number_of_first(_before(home, below), mesh)) >= 0:
+    steps = [step for step in format.present(home) if run is None or step <= run.steps]
+    while (step := write.number_of_first(steps.pop() if steps else -1, mesh)) >= 0:
         manifest, words = _tried(home / format.name(step), run, holdings)
         words = write.first_words(words, mesh)
         if words is None:
             assert manifest is not None
-            _tell_pointer(home, manifest, say)
+            if fault := format.pointer_fault(home, manifest.progress.step, manifest.sha256):
+                say(f"warning: {fault}")
             return manifest
         say(f"warning: {format.name(step)} cannot be used: {words}")
         seen.append(words)
-        below = step
     if seen:
         raise CorruptError([Damage(file=str(home), text=f"no step in it can be used: {'; '.join(seen)}")])
     return None
-
-
-def _before(home: Path, below: int) -> int:
-    """The newest step before another, −1 if there is none."""
-    return max((step for step in format.present(home) if step < below), default=-1)
 
 
 def _tried(folder: Path, run: Run | None, holdings: Sequence[TensorShard]) -> tuple[Manifest | None, str | None]:
@@ -162,13 +147,11 @@ def _tried(folder: Path, run: Run | None, holdings: Sequence[TensorShard]) -> tu
 
 def check_run(manifest: Manifest, folder: Path, run: Run) -> None:
     """A step must be of this run."""
-    file = str(folder / MANIFEST)
-    if folder.name != format.name(manifest.progress.step):
-        raise CorruptError([Damage(file=file, text=f"is the manifest of step {manifest.progress.step}")])
-    names = digests(run)
+    file, progress, names = str(folder / MANIFEST), manifest.progress, digests(run)
+    if folder.name != format.name(progress.step):
+        raise CorruptError([Damage(file=file, text=f"is the manifest of step {progress.step}")])
     if manifest.run not in names:
         raise CorruptError([Damage(file=file, text=f"is of another run ({manifest.run}, not {names[0]})")])
-    progress = manifest.progress
     if (progress.seed, progress.samples) != (run.seed, progress.step * run.batch):
         raise CorruptError([Damage(file=file, text=f"{progress.samples} samples are not those of its steps and seed")])
 
@@ -190,11 +173,11 @@ def fill(reader: StepReader, holdings: Sequence[TensorShard]) -> None:
     contents = reader.slices(each for each, _ in wanted)
     with _one_thread():
         for (each, holding), (_, content) in zip(wanted, contents, strict=True):
-            both = regions.overlap(each.region, holding.region)
+            both = overlap(each.region, holding.region)
             assert both is not None
-            whole = torch.frombuffer(content, dtype=TORCH_DTYPES[holding.dtype]).view(regions.shape_of(each.region))
-            part = whole[regions.inside(both, each.region)]
-            holding.tensor[regions.inside(both, holding.region)].copy_(part)
+            whole = torch.frombuffer(content, dtype=TORCH_DTYPES[holding.dtype]).view(region_shape(each.region))
+            part = whole[inside(both, each.region)]
+            holding.tensor[inside(both, holding.region)].copy_(part)
 
 
 @contextmanager
@@ -215,11 +198,5 @@ def meetings(manifest: Manifest, holdings: Sequence[TensorShard]) -> Iterator[tu
         by_tensor.setdefault(manifest.tensors[each.tensor].name, []).append(each)
     for holding in holdings:
         for each in by_tensor.get(holding.name, ()):
-            if regions.overlap(each.region, holding.region) is not None:
+            if overlap(each.region, holding.region) is not None:
                 yield each, holding
-
-
-def _tell_pointer(home: Path, manifest: Manifest, say: Say) -> None:
-    fault = format.pointer_fault(home, manifest.progress.step, manifest.sha256)
-    if fault is not None:
-        say(f"warning: {fault}")

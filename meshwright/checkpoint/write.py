@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,6 @@ from meshwright.checkpoint.format import (
     Share,
     Slice,
     TensorDescription,
-    Writing,
     Written,
 )
 from meshwright.checkpoint.state import Copies, TensorShard
@@ -34,8 +34,11 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.spec.params import count
 from meshwright.spec.problem import InputError, Problem
 
+Say = Callable[[str], None]
 LOOK_SECONDS = 0.02
-PART_BYTES = format.BYTES_A_CHUNK
+MOST_BYTES = 2000  # of a rank's message
+LONG_WAIT_SECONDS = 1.0  # that a step waits for the save before it: worth a word
+GRACE_SECONDS = 10.0  # for the parts of other ranks, when this one's training has failed
 
 
 class RankPart(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,13 +54,7 @@ class AbandonedError(RuntimeError):
     """Some rank will not deliver its part."""
 
 
-def leave_part(disk: Disk, stump: Path, rank: int, progress: Progress, writing: Writing | None) -> None:
-    """Tell rank 0 that this rank's chunk is written, flushed and read again."""
-    chunk, slices, share = (None, (), format.NOTHING) if writing is None else (
-        writing.chunk, writing.slices, writing.share,
-    )  # fmt: skip
-    part = RankPart(progress=progress, chunk=chunk, slices=slices, share=share)
-    storage.write_whole(disk, stump / part_name(rank), msgspec.json.encode(part))
+FAILURES = (OSError, CorruptError, AbandonedError)  # of a save: training continues
 
 
 def part_name(rank: int) -> str:
@@ -70,20 +67,16 @@ def collect(stump: Path, world: int, abandoned: threading.Event) -> list[RankPar
     while len(parts) < world:
         name = part_name(len(parts))
         if (stump / name).exists():
-            parts.append(_read_part(stump, name))
+            content = storage.read_small(stump, name, format.BYTES_A_CHUNK)
+            try:
+                parts.append(msgspec.json.decode(content, type=RankPart))
+            except msgspec.DecodeError as error:
+                raise CorruptError([Damage(file=str(stump / name), text=f"is not a rank's note: {error}")]) from None
         elif abandoned.is_set():
             raise AbandonedError(f"rank {len(parts)} did not write its part")
         else:
             time.sleep(LOOK_SECONDS)
     return parts
-
-
-def _read_part(stump: Path, name: str) -> RankPart:
-    content = storage.read_small(stump, name, PART_BYTES)
-    try:
-        return msgspec.json.decode(content, type=RankPart)
-    except msgspec.DecodeError as error:
-        raise CorruptError([Damage(file=str(stump / name), text=f"is not a rank's note: {error}")]) from None
 
 
 def joined(parts: list[RankPart], run: str, plan: dict[str, Any]) -> Manifest:
@@ -134,16 +127,13 @@ def commit(disk: Disk, stump: Path, whole: Manifest, ranks: int) -> str:
     return written.sha256
 
 
-MOST_BYTES = 2000  # of somebody's words
-
-
 def number_of_first(number: int, mesh: Mesh) -> int:
     """Rank 0's number, on every rank."""
     if mesh.world == 1:
         return number
-    told = torch.tensor(number, dtype=torch.int64, device=mesh.device)
-    dist.broadcast(told, src=0)
-    return int(told.item())
+    agreed = torch.tensor(number, dtype=torch.int64, device=mesh.device)
+    dist.broadcast(agreed, src=0)
+    return int(agreed.item())
 
 
 def first_words(text: str | None, mesh: Mesh) -> str | None:
@@ -161,12 +151,6 @@ def first_words(text: str | None, mesh: Mesh) -> str | None:
         words[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(mesh.device) if mine else 0
     dist.broadcast(words, src=rank)
     return f"rank {rank}: " + bytes(words.tolist()).rstrip(b"\0").decode(errors="replace")
-
-
-Say = Callable[[str], None]
-LONG_WAIT_SECONDS = 1.0  # that a step waits for the save before it: worth a word
-GRACE_SECONDS = 10.0  # for the parts of other ranks, when this one's training has failed
-FAILURES = (OSError, CorruptError, AbandonedError)  # of a save: training continues
 
 
 @dataclass
@@ -194,13 +178,19 @@ class Saver:
         self.writing: Future[None] | None = None  # this rank's part
         self.joining: Future[None] | None = None  # rank 0: the whole
         self.step = -1  # the last one that was begun
-        self.told = False  # that saves come too fast
+        self.warned = False  # that saves come too fast
 
     def save(self, progress: Progress) -> float:
         """Begin to save; returns the seconds that it paused training."""
         began = time.perf_counter()
         self.settle()
-        self._tell_of_waiting(progress.step, time.perf_counter() - began)
+        waited = time.perf_counter() - began
+        if waited > LONG_WAIT_SECONDS and not self.warned:
+            self.warned = True
+            self.say(
+                f"warning: step {progress.step} waited {waited:.1f} s for {format.name(self.step)} to reach the disk, "
+                f"which is slower than saves come; raise checkpoint.every"
+            )
         self.copies.take()
         self.step = progress.step
         stump = self.home / f".{format.name(progress.step)}.{self.attempt:08x}.partial"
@@ -210,15 +200,6 @@ class Saver:
         if self.in_place or not self.run.checkpoint.asynchronous:
             self.settle()
         return time.perf_counter() - began
-
-    def _tell_of_waiting(self, step: int, seconds: float) -> None:
-        """Saves that come faster than the disk takes them hold training up, unlike others: said once."""
-        if seconds > LONG_WAIT_SECONDS and not self.told:
-            self.told = True
-            self.say(
-                f"warning: step {step} waited {seconds:.1f} s for {format.name(self.step)} to reach the disk, which is "
-                f"slower than saves come; raise checkpoint.every"
-            )
 
     def settle(self) -> bool:
         """Wait until the last save is committed or given up, on all ranks alike; whether it is there."""
@@ -250,13 +231,15 @@ class Saver:
         self.threads.shutdown()
 
     def _write(self, stump: Path, progress: Progress) -> None:
-        """This rank's part."""
+        """This rank's part; its note tells rank 0 that the chunk is written, flushed and read again."""
         rank, pieces = self.mesh.rank, list(self.copies.pieces())
         self.disk.make_folder(stump)
         file = stump / f"chunk.rank{rank}.safetensors"
         try:
-            writing = format.write(self.disk, file, pieces, progress.step) if pieces else None
-            leave_part(self.disk, stump, rank, progress, writing)
+            nothing = (None, (), format.NOTHING)
+            chunk, slices, share = format.write(self.disk, file, pieces, progress.step) if pieces else nothing
+            note = msgspec.json.encode(RankPart(progress=progress, chunk=chunk, slices=slices, share=share))
+            storage.write_whole(self.disk, stump / part_name(rank), note)
         except OSError:
             file.unlink(missing_ok=True)  # at once: on a full disk others need the room
             raise
@@ -270,7 +253,9 @@ class Saver:
         except FAILURES:
             self.disk.remove(stump)
             raise
-        format.thin(self.disk, self.home, self.run.checkpoint)
+        with suppress(OSError):  # what cannot be removed stays for later
+            for step in format.superfluous(format.present(self.home), self.run.checkpoint):
+                format.discard(self.disk, self.home, step)
 
 
 def _failure(future: Future[None]) -> str | None:

@@ -23,7 +23,7 @@ from meshwright.spec.params import count
 from meshwright.spec.problem import InputError
 from meshwright.spec.units import GIB
 
-FORK_SERVER = "meshwright.train.fork_server"  # by name: the launcher never imports torch
+RANK = "meshwright.train.rank"  # by name: the launcher never imports torch
 
 
 def add_train(verb: argparse.ArgumentParser) -> None:
@@ -92,7 +92,7 @@ def _launch(run: Run, options: argparse.Namespace) -> int:
     supervisor = Supervisor(
         run=run,
         folder=folder,
-        fork_server=lambda: ranks.ForkServer(FORK_SERVER, environment, log, people.fileno()),
+        fork_server=lambda: ranks.ForkServer(RANK, environment, log, people.fileno()),
         order=_order(
             folder,
             options,

@@ -121,11 +121,10 @@ class Loader:
         """Count the whole batch, read this rank's part of it."""
         valid = sum(int(each.valid(samples[sources == number]).sum()) for number, each in enumerate(self.packings))
         arrays = self._read(sources[self.mine], samples[self.mine])
-        masked = arrays.documents is not None
         return Rows(
             tokens=self._host(arrays.tokens),
             targets=self._host(arrays.targets),
-            positions=self._host(arrays.positions) if masked else None,
+            positions=self._host(arrays.positions) if arrays.documents is not None else None,
             documents=self._host(arrays.documents) if arrays.documents is not None else None,
             starts=self._host(indices[self.mine] * self.run.sequence),
             valid=valid,

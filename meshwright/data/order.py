@@ -18,7 +18,8 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 ÷ the golden ratio, the stride o
 def shuffled(indices: np.ndarray, count: int, key: int | np.ndarray) -> np.ndarray:
     """Where a permutation of `count` things puts each index; a key for all of them, or one for each."""
     assert not indices.size or (indices.min() >= 0 and indices.max() < count), "else the walk below might not end"
-    left_bits, right_bits = _halves(count)
+    bits = max(count - 1, 1).bit_length()
+    left_bits, right_bits = bits // 2, bits - bits // 2
     keys = np.broadcast_to(np.asarray(key, np.uint64), indices.shape)
     values = _feistel(indices.astype(np.uint64), left_bits, right_bits, keys)
     # The network permutes a power of two less than twice the count. Whoever lands outside walks on along its cycle,
@@ -33,7 +34,7 @@ def shuffled(indices: np.ndarray, count: int, key: int | np.ndarray) -> np.ndarr
 def locate(
     indices: np.ndarray, seed: int, counts: tuple[int, ...], weights: tuple[float, ...]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Source and sample of each global index: sources mixed by weight, each shuffled anew in every epoch of its own."""
+    """Source and sample of each global index: sources mixed by weight, each reshuffled in every epoch of its own."""
     sources, ordinals = mixed(indices, root(seed, "mixture"), weights)
     samples = np.empty_like(ordinals)
     for source, count in enumerate(counts):
@@ -87,11 +88,6 @@ def root(seed: int, purpose: str) -> int:
 def keys(root: int, numbers: np.ndarray) -> np.ndarray:
     """The outputs of splitmix64 at the given places of the stream that begins at `root`."""
     return _mix(np.uint64(root) + (numbers.astype(np.uint64) + np.uint64(1)) * GOLDEN)
-
-
-def _halves(count: int) -> tuple[int, int]:
-    bits = max(count - 1, 1).bit_length()
-    return bits // 2, bits - bits // 2
 
 
 def _feistel(values: np.ndarray, left_bits: int, right_bits: int, keys: np.ndarray) -> np.ndarray:

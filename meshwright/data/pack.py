@@ -81,7 +81,11 @@ class StreamPacking:
         places = np.broadcast_to(np.arange(self.sequence), tokens.shape)
         if not self.mask:
             return Arrays(tokens, targets, places, None)
-        row, cut = self._cuts(samples)
+        # Row and column at which a new document begins; a column of `sequence` lies just behind the sample.
+        first, last = self._ends(samples)
+        row = np.repeat(np.arange(len(samples)), last - first)
+        within = np.arange(len(row)) - np.repeat(np.cumsum(last - first) - (last - first), last - first)
+        cut = self.tokens.ends[first[row] + within] - samples[row] * self.sequence
         targets[row, cut - 1] = IGNORE
         begins = np.zeros((len(samples), self.sequence + 1), np.int64)
         begins[row, cut] = cut
@@ -95,13 +99,6 @@ class StreamPacking:
             return np.zeros_like(samples), np.zeros_like(samples)
         first = np.searchsorted(self.tokens.ends, samples * self.sequence, side="right")
         return first, np.searchsorted(self.tokens.ends, (samples + 1) * self.sequence, side="right")
-
-    def _cuts(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Row and column at which a new document begins; a column of `sequence` lies just behind the sample."""
-        first, last = self._ends(samples)
-        row = np.repeat(np.arange(len(samples)), last - first)
-        within = np.arange(len(row)) - np.repeat(np.cumsum(last - first) - (last - first), last - first)
-        return row, self.tokens.ends[first[row] + within] - samples[row] * self.sequence
 
 
 @dataclass(frozen=True)

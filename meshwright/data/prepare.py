@@ -5,21 +5,15 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import cast
 
 import msgspec
 import numpy as np
-from tokenizers import Tokenizer
 
 from meshwright.config.run import Data, Run, Source
-from meshwright.data import shards, tokenize
-from meshwright.data import sources as ready
-from meshwright.data import sources as records
-from meshwright.data import sources as source
+from meshwright.data import shards, sources, tokenize
 from meshwright.data.pack import packing
 from meshwright.data.shards import Tokens
 from meshwright.data.sources import Listing, ReadyKind, TextKind
@@ -27,8 +21,12 @@ from meshwright.data.tokenize import TokenizerInfo
 from meshwright.runtime.files import require_folder
 from meshwright.spec.problem import InputError, Problem, mistake
 
+Say = Callable[[str], None]
 REMEDY = "set XDG_CACHE_HOME to a folder that can be written"
 SMALL = 64 << 20  # bytes of files that are told apart by their content; larger ones by name, size and time of change
+SAMPLE = 2_000_000  # characters to train a tokenizer on; of Python's library, twice as many save 1 % of the tokens
+SAMPLE_FILES = 256  # files they are taken from
+LOOKED_AT = 1 << 16  # tokens of a ready source that are held against the vocabulary before the run
 
 try:
     import fcntl
@@ -36,16 +34,29 @@ except ImportError:  # not POSIX: whoever comes at the same time works too, and 
     fcntl = None
 
 
-def once(folder: Path, make: Callable[[Path], None], say: Callable[[str], None]) -> Path:
+def once(folder: Path, make: Callable[[Path], None], say: Say) -> Path:
     """The folder, which `make` has filled: by this process, or by another one that was first."""
     if folder.is_dir():
         return folder
     require_folder(folder.parent, REMEDY)
-    with _alone(folder, say) as alone:
-        if not folder.is_dir():
-            if alone:
-                _remove_leftovers(folder)
-            _publish(folder, make)
+    # Closing the file releases the lock, and so does the end of the process.
+    with folder.with_name(f".{folder.name}.lock").open("a") as lock:
+        is_alone = _lock(lock.fileno(), say)
+        if folder.is_dir():
+            return folder
+        if is_alone:  # only the holder of the lock may say that whoever left these was killed
+            for leftover in folder.parent.glob(f".{folder.name}.*.part"):
+                shutil.rmtree(leftover, ignore_errors=True)
+        hidden = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.part")
+        hidden.mkdir()
+        try:
+            make(hidden)
+            os.rename(hidden, folder)  # in one step: what has the name is whole
+        except OSError:
+            if not folder.is_dir():  # else someone was faster where there are no locks, and theirs is as good
+                raise
+        finally:
+            shutil.rmtree(hidden, ignore_errors=True)
     return folder
 
 
@@ -63,35 +74,8 @@ def fingerprint(files: list[Path]) -> str:
     return digest([hashlib.sha256(file.read_bytes()).hexdigest() for file in files])
 
 
-def _publish(folder: Path, make: Callable[[Path], None]) -> None:
-    """Fill a hidden folder, then give it its name in one step: what has the name is whole."""
-    hidden = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.part")
-    hidden.mkdir()
-    try:
-        make(hidden)
-        try:
-            os.rename(hidden, folder)
-        except OSError:
-            if not folder.is_dir():  # else someone was faster where there are no locks, and theirs is as good
-                raise
-    finally:
-        shutil.rmtree(hidden, ignore_errors=True)
-
-
-def _remove_leftovers(folder: Path) -> None:
-    """What a killed process left behind; only the holder of the lock may say that it was killed."""
-    for leftover in folder.parent.glob(f".{folder.name}.*.part"):
-        shutil.rmtree(leftover, ignore_errors=True)
-
-
-@contextmanager
-def _alone(folder: Path, say: Callable[[str], None]) -> Iterator[bool]:
-    """One process at a time; yields False where the system or the file system has no locks."""
-    with folder.with_name(f".{folder.name}.lock").open("a") as lock:
-        yield _lock(lock.fileno(), say)  # closing the file releases it, and so does the end of the process
-
-
-def _lock(descriptor: int, say: Callable[[str], None]) -> bool:
+def _lock(descriptor: int, say: Say) -> bool:
+    """Wait for the lock; False where the system or the file system has none."""
     if fcntl is None:
         return False
     try:
@@ -105,12 +89,6 @@ def _lock(descriptor: int, say: Callable[[str], None]) -> bool:
     return True
 
 
-Say = Callable[[str], None]
-SAMPLE = 2_000_000  # characters to train a tokenizer on; of Python's library, twice as many save 1 % of the tokens
-SAMPLE_FILES = 256  # files they are taken from
-LOOKED_AT = 1 << 16  # tokens of a ready source that are held against the vocabulary before the run
-
-
 @dataclass(frozen=True, slots=True)
 class Corpus:
     """All the tokens of a run."""
@@ -122,21 +100,27 @@ class Corpus:
 
 def problems(run: Run) -> list[Problem]:
     """What is wrong with the data of a run, as far as can be told in a moment."""
-    if found := source.problems(run.data):
+    if found := sources.problems(run.data):
         return found  # what follows needs sources that can be opened
-    listings = [source.listing(one) for one in run.data.sources]
-    return [
-        *_tokenizer_problems(run, listings),
-        *_end_problems(run),
-        *(problem for each in listings for problem in (_token_problems if each.ready else _text_problems)(run, each)),
-    ]
+    listings = [sources.listing(one) for one in run.data.sources]
+    found, end = _tokenizer_problems(run, listings), run.data.end_token
+    if end is not None and not 0 <= end < run.arch.vocab:
+        text = f"data.end_token = {end} is not a token below arch.vocab = {run.arch.vocab}"
+        found.append(Problem(text, f"use 0 to {run.arch.vocab - 1}", "data.end_token"))
+    for each in listings:
+        if each.ready:
+            found += _token_problems(run, each)
+        # Too short whatever the tokenizer: no token is less than a byte, and a document adds its end.
+        elif each.plain and each.size + len(each.files) <= run.sequence and run.data.pack != "documents":
+            found.append(_too_short(run, each.source, f"{each.size} bytes"))
+    return found
 
 
 def prepare(run: Run, folder: Path, say: Say) -> Corpus:
     """The corpus of a run. Any number of processes may ask at once: one works, the others wait and find it ready."""
     if found := problems(run):
         raise InputError(found)
-    listings = [source.listing(one) for one in run.data.sources]
+    listings = [sources.listing(one) for one in run.data.sources]
     if all(each.ready for each in listings):
         named = None if run.data.tokenizer == "train" else tokenize.path(run.data.tokenizer)
         corpus = Corpus(tuple(_with_ends(run, each, folder, say) for each in listings), run.data.end_token, named)
@@ -147,35 +131,37 @@ def prepare(run: Run, folder: Path, say: Say) -> Corpus:
             for each in listings
         )
         corpus = Corpus(opened, lexicon.end_token, lexicon.file)
-    _refuse_short(run, corpus)
+    short = [
+        _too_short(run, one, f"{tokens.total} tokens")
+        for one, tokens in zip(run.data.sources, corpus.sources, strict=True)
+        if packing(tokens, run, corpus.end_token).count == 0
+    ]
+    if short:
+        raise InputError(short)
     return corpus
 
 
 def _lexicon(run: Run, texts: list[Listing], folder: Path, say: Say) -> TokenizerInfo:
     """The tokenizer that was named, or one trained on the text and kept in the cache."""
+    vocab = run.arch.vocab
+
+    def train(made: Path) -> None:
+        say(f"training a tokenizer of {vocab} entries")
+        tokenize.train(_sample(texts), vocab).save(str(made / "tokenizer.json"))
+
     if run.data.tokenizer == "train":
-        settings = (run.arch.vocab, SAMPLE, SAMPLE_FILES)
+        settings = (vocab, SAMPLE, SAMPLE_FILES)
         name = digest("tokenizer", shards.VERSION, settings, [_content(each) for each in texts])
-        file = once(folder / name, partial(_train, texts, run.arch.vocab, say), say) / "tokenizer.json"
-        tokenizer = _kept(file)
+        file = once(folder / name, train, say) / "tokenizer.json"
+        try:
+            tokenizer = tokenize.load(file)
+        except InputError:
+            what = f"{file}, which was trained here, is damaged"
+            raise mistake(what, f"delete {file.parent}: it is made again", "data.tokenizer") from None
     else:
         file = tokenize.path(run.data.tokenizer)
         tokenizer = tokenize.load(file)
     return TokenizerInfo(file, tokenizer, tokenize.end_token(tokenizer, run.data.end_token))
-
-
-def _kept(file: Path) -> Tokenizer:
-    """A tokenizer of our own, from the cache."""
-    try:
-        return tokenize.load(file)
-    except InputError:
-        what = f"{file}, which was trained here, is damaged"
-        raise mistake(what, f"delete {file.parent}: it is made again", "data.tokenizer") from None
-
-
-def _train(texts: list[Listing], vocab: int, say: Say, folder: Path) -> None:
-    say(f"training a tokenizer of {vocab} entries")
-    tokenize.train(_sample(texts), vocab).save(str(folder / "tokenizer.json"))
 
 
 def _sample(texts: list[Listing]) -> Iterator[str]:
@@ -186,7 +172,7 @@ def _sample(texts: list[Listing]) -> Iterator[str]:
     left = SAMPLE
     for number, (file, kind, field) in enumerate(found):
         share = left // (len(found) - number)
-        for text in records.read_records(file, cast(TextKind, kind), field):
+        for text in sources.read_records(file, cast(TextKind, kind), field):
             part = text[:share]
             yield part
             share, left = share - len(part), left - len(part)
@@ -195,16 +181,14 @@ def _sample(texts: list[Listing]) -> Iterator[str]:
 
 
 def _tokenised(text: Listing, lexicon: TokenizerInfo, folder: Path, say: Say) -> Tokens:
-    tokenizer = fingerprint([lexicon.file])
-    name = digest("tokens", shards.VERSION, _content(text), tokenizer, lexicon.end_token)
-    return shards.join([shards.open_folder(once(folder / name, partial(_tokenise, text, lexicon, say), say))])
+    def write(made: Path) -> None:
+        say(f"tokenising {text.size / 1e6:.1f} MB of {text.source.source}")
+        documents = tokenize.encode(lexicon, text.documents(), text.size if text.plain else 0, say)
+        if not shards.write(made, documents, lexicon.vocab, lexicon.end_token):
+            raise mistake(f"{text.source.source} holds no text", "name files with content", "data.source")
 
-
-def _tokenise(text: Listing, lexicon: TokenizerInfo, say: Say, folder: Path) -> None:
-    say(f"tokenising {text.size / 1e6:.1f} MB of {text.source.source}")
-    documents = tokenize.encode(lexicon, text.documents(), text.size if text.plain else 0, say)
-    if not shards.write(folder, documents, lexicon.vocab, lexicon.end_token):
-        raise mistake(f"{text.source.source} holds no text", "name files with content", "data.source")
+    name = digest("tokens", shards.VERSION, _content(text), fingerprint([lexicon.file]), lexicon.end_token)
+    return shards.join([shards.open_folder(once(folder / name, write, say))])
 
 
 def _with_ends(run: Run, tokens: Listing, folder: Path, say: Say) -> Tokens:
@@ -223,23 +207,12 @@ def _with_ends(run: Run, tokens: Listing, folder: Path, say: Say) -> Tokens:
 
 
 def _opened(tokens: Listing) -> Tokens:
-    return shards.join(ready.read_tokens(file, cast(ReadyKind, kind)) for file, kind in tokens.kinds.items())
+    return shards.join(sources.read_tokens(file, cast(ReadyKind, kind)) for file, kind in tokens.kinds.items())
 
 
 def _content(listing: Listing) -> tuple[str, str, list[str]]:
     """What decides the documents of a source: its bytes and how they are read, not its name."""
     return fingerprint(listing.files), listing.source.field, list(listing.kinds.values())
-
-
-def _refuse_short(run: Run, corpus: Corpus) -> None:
-    counts = [packing(tokens, run, corpus.end_token).count for tokens in corpus.sources]
-    short = [
-        _too_short(run, one, f"{tokens.total} tokens")
-        for one, tokens, count in zip(run.data.sources, corpus.sources, counts, strict=True)
-        if count == 0
-    ]
-    if short:
-        raise InputError(short)
 
 
 def _tokenizer_problems(run: Run, listings: list[Listing]) -> list[Problem]:
@@ -272,14 +245,6 @@ def _file_problems(run: Run, encodes: bool) -> list[Problem]:
     return []
 
 
-def _end_problems(run: Run) -> list[Problem]:
-    end = run.data.end_token
-    if end is None or 0 <= end < run.arch.vocab:
-        return []
-    text = f"data.end_token = {end} is not a token below arch.vocab = {run.arch.vocab}"
-    return [Problem(text, f"use 0 to {run.arch.vocab - 1}", "data.end_token")]
-
-
 def _token_problems(run: Run, tokens: Listing) -> list[Problem]:
     opened, end, name = _opened(tokens), run.data.end_token, tokens.source.source
     looked_at = opened.read(0, min(LOOKED_AT, opened.total)).astype(np.int64)
@@ -296,14 +261,6 @@ def _token_problems(run: Run, tokens: Listing) -> list[Problem]:
     if opened.total <= run.sequence and run.data.pack == "stream":
         found.append(_too_short(run, tokens.source, f"{opened.total} tokens"))
     return found
-
-
-def _text_problems(run: Run, text: Listing) -> list[Problem]:
-    """Too short whatever the tokenizer: no token is less than a byte, and a document adds its end."""
-    most = text.size + len(text.files)
-    if not text.plain or most > run.sequence or run.data.pack == "documents":
-        return []
-    return [_too_short(run, text.source, f"{text.size} bytes")]
 
 
 def _too_short(run: Run, one: Source, size: str) -> Problem:

@@ -1,4 +1,8 @@
-"""Where documents come from: files, folders, globs, or the standard library of the running Python."""
+"""Where documents come from: files, folders, globs, or the standard library of the running Python.
+
+Text, JSON lines and Parquet hold documents; nanoGPT's, llm.c's, Megatron's and our own binary files hold tokens. A file
+that cannot be read is an InputError that names it.
+"""
 
 import codecs
 import difflib
@@ -24,20 +28,44 @@ from meshwright.data.shards import NO_ENDS, Shard, closed, mapped, open_folder
 from meshwright.spec.problem import InputError, Problem, mistake
 
 TextKind = Literal["text", "jsonl", "parquet"]
+ReadyKind = Literal["nanogpt", "llmc", "megatron", "folder"]  # folder: our own
+Kind = TextKind | ReadyKind
+
 BLOCK = 1 << 20  # bytes read at a time
 ZSTD_WINDOW = 1 << 31  # what `zstd --long=31` may ask for
+LLMC_HEADER = 1024  # bytes: 256 int32
+LLMC_DTYPE = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}  # (magic, version); 7 is Llama 3's
+MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
+MEGATRON_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, entries of the document index
+MEGATRON_DTYPE = {3: np.dtype("<i2"), 4: np.dtype("<i4"), 5: np.dtype("<i8"), 8: np.dtype("<u2")}
+
+PACKED = (".gz", ".zst", ".zstd")
+PROSE = (".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".org", ".adoc", ".html", ".htm", ".xml")
+CODE = (
+    *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".java", ".js", ".jsx", ".ts", ".tsx", ".css"),
+    *(".rs", ".go", ".rb", ".pl", ".lua", ".jl", ".r", ".scala", ".kt", ".swift", ".cs", ".sh", ".sql", ".toml"),
+)
+ENDINGS: dict[str, tuple[str, ...]] = {
+    "text": PROSE + CODE,
+    "jsonl": (".jsonl", ".ndjson", ".json.gz", ".json.zst"),  # a plain .json is rarely one object a line
+    "parquet": (".parquet",),
+    "ready": (".bin",),
+}
+CHECKED = 100  # text files of a source whose beginning is read before a run starts; of tokens, all headers are
+STDLIB_BYTES = 4_000_000
+NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
 
 
 def read_records(file: Path, kind: TextKind, field: str) -> Iterator[str]:
     """The documents of a file, in its order; empty ones are left out."""
     match kind:
         case "text":
-            documents = _text(file)
+            documents = iter([_decoded(file, b"".join(_blocks(file)), whole=True)])
         case "jsonl":
             documents = _json_lines(file, field)
         case "parquet":
             documents = _parquet(file, field)
-    return (document for document in documents if document)
+    yield from filter(None, documents)
 
 
 def record_problems(file: Path, kind: TextKind, field: str) -> list[Problem]:
@@ -53,18 +81,12 @@ def record_problems(file: Path, kind: TextKind, field: str) -> list[Problem]:
     return []
 
 
-def _text(file: Path) -> Iterator[str]:
-    yield _decoded(file, b"".join(_blocks(file)), whole=True)
-
-
 def _decoded(file: Path, data: bytes, whole: bool) -> str:
     try:
         text = codecs.getincrementaldecoder("utf-8")().decode(data, final=whole)
     except UnicodeDecodeError as error:
-        byte = data[error.start]
-        raise mistake(
-            f"{file} is not UTF-8: byte 0x{byte:02x} at offset {error.start}", "convert it to UTF-8, or leave it out"
-        ) from None
+        what = f"{file} is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}"
+        raise mistake(what, "convert it to UTF-8, or leave it out") from None
     return text.removeprefix("\ufeff")  # the byte order mark some editors write
 
 
@@ -180,15 +202,6 @@ def _reading(file: Path) -> Iterator[None]:
         raise mistake(f"{file} cannot be read: {error.strerror or error}", "check the path and the disk") from None
 
 
-ReadyKind = Literal["nanogpt", "llmc", "megatron", "folder"]  # folder: our own
-
-LLMC_HEADER = 1024  # bytes: 256 int32
-LLMC_DTYPE = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}  # (magic, version); 7 is Llama 3's
-MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
-MEGATRON_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, entries of the document index
-MEGATRON_DTYPE = {3: np.dtype("<i2"), 4: np.dtype("<i4"), 5: np.dtype("<i8"), 8: np.dtype("<u2")}
-
-
 def kind(file: Path) -> ReadyKind:
     """Who wrote a .bin file, by what lies beside it and how it begins."""
     if file.name == "tokens.bin" and (file.parent / "meta.json").exists():
@@ -209,18 +222,14 @@ def read_tokens(file: Path, kind: ReadyKind) -> Shard:
         case "folder":
             return open_folder(file.parent)
         case "nanogpt":
-            return _nanogpt(file)
+            if (size := file.stat().st_size) % 2:
+                what = f"{file} holds {size} bytes, an odd number, and its tokens have 2 bytes each"
+                raise mistake(what, "write it again")
+            return Shard(file, mapped(file, np.dtype("<u2")), NO_ENDS)
         case "llmc":
             return _llmc(file)
         case "megatron":
             return _megatron(file)
-
-
-def _nanogpt(file: Path) -> Shard:
-    size = file.stat().st_size
-    if size % 2:
-        raise mistake(f"{file} holds {size} bytes, an odd number, and its tokens have 2 bytes each", "write it again")
-    return Shard(file, mapped(file, np.dtype("<u2")), NO_ENDS)
 
 
 def _llmc(file: Path) -> Shard:
@@ -230,16 +239,12 @@ def _llmc(file: Path) -> Shard:
     magic, version, count = np.fromfile(file, "<i4", 3).tolist()
     dtype = LLMC_DTYPE.get((magic, version))
     if dtype is None:
-        raise mistake(
-            f"{file} begins with {magic}, version {version}, which no known llm.c shard does",
-            'write it again, or set data.format = "nanogpt" if it has no header',
-        )
+        what = f"{file} begins with {magic}, version {version}, which no known llm.c shard does"
+        raise mistake(what, 'write it again, or set data.format = "nanogpt" if it has no header')
     expected = LLMC_HEADER + count * dtype.itemsize
     if size != expected:
-        raise mistake(
-            f"the header of {file} says {count} tokens, {expected} bytes with itself, and the file has {size} bytes",
-            "fetch or write it again",
-        )
+        what = f"the header of {file} says {count} tokens, {expected} bytes with itself, and the file has {size} bytes"
+        raise mistake(what, "fetch or write it again")
     return Shard(file, mapped(file, dtype, LLMC_HEADER), NO_ENDS)
 
 
@@ -251,8 +256,7 @@ def _megatron(file: Path) -> Shard:
     bounds = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
     held, expected = file.stat().st_size, int(bounds[-1]) * dtype.itemsize
     if held != expected:
-        text = f"{index} says {expected} bytes of tokens, and {file.name} has {held}"
-        raise mistake(text, "copy both files again")
+        raise mistake(f"{index} says {expected} bytes of tokens, and {file.name} has {held}", "copy both files again")
     if np.any(np.diff(documents, prepend=0, append=len(sizes)) < 0):
         raise mistake(f"{index} names sequences that it does not hold", "copy both files again")
     return Shard(file, mapped(file, dtype), closed(bounds[documents], int(bounds[-1])))
@@ -267,37 +271,15 @@ def _index(index: Path) -> tuple[np.dtype, np.ndarray, np.ndarray]:
         raise mistake(f"{index} does not begin as a Megatron index does", "copy both files again")
     _, version, code, sequences, documents = MEGATRON_HEADER.unpack(head)
     if version != 1 or code not in MEGATRON_DTYPE:
-        raise mistake(
-            f"{index} is version {version} with tokens of type {code}, not version 1 with integers", "write it again"
-        )
+        what = f"{index} is version {version} with tokens of type {code}, not version 1 with integers"
+        raise mistake(what, "write it again")
     expected, held = start + sequences * 12 + documents * 8, index.stat().st_size
     if expected != held:
-        raise mistake(
-            f"the header of {index} says {sequences} sequences, {expected} bytes, and the file has {held} bytes",
-            "copy both files again",
-        )
+        what = f"the header of {index} says {sequences} sequences, {expected} bytes, and the file has {held} bytes"
+        raise mistake(what, "copy both files again")
     sizes = mapped(index, np.dtype("<i4"), start, sequences)
     # Between the two lie the byte positions of the sequences, which follow from the sizes.
     return MEGATRON_DTYPE[code], sizes, mapped(index, np.dtype("<i8"), start + sequences * 12, documents)
-
-
-Kind = TextKind | ReadyKind
-
-PACKED = (".gz", ".zst", ".zstd")
-PROSE = (".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".org", ".adoc", ".html", ".htm", ".xml")
-CODE = (
-    *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".java", ".js", ".jsx", ".ts", ".tsx", ".css"),
-    *(".rs", ".go", ".rb", ".pl", ".lua", ".jl", ".r", ".scala", ".kt", ".swift", ".cs", ".sh", ".sql", ".toml"),
-)
-ENDINGS: dict[str, tuple[str, ...]] = {
-    "text": PROSE + CODE,
-    "jsonl": (".jsonl", ".ndjson", ".json.gz", ".json.zst"),  # a plain .json is rarely one object a line
-    "parquet": (".parquet",),
-    "ready": (".bin",),
-}
-CHECKED = 100  # text files of a source whose beginning is read before a run starts; of tokens, all headers are
-STDLIB_BYTES = 4_000_000
-NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,7 +329,7 @@ def files(source: Source) -> list[Path]:
     found = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
     if found := [file for file in found if file.is_file() and not _beside(file)]:
         return found
-    near = _nearest(path)
+    near = next(parent for parent in path.absolute().parents if parent.is_dir())
     raise mistake(
         f"no file matches {source.source}",
         f"the nearest folder that exists is {near}; name a file, a folder or a glob such as {near}/*.txt",
@@ -360,32 +342,23 @@ def listing(source: Source) -> Listing:
     tokens = [file for file, kind in found.kinds.items() if kind in get_args(ReadyKind)]
     if tokens and not found.ready:
         text = next(file for file in found.files if file not in tokens)
-        raise mistake(
-            f"{source.source} mixes text ({text}) and ready tokens ({tokens[0]})",
-            "name them as two sources under data.mix",
-        )
+        what = f"{source.source} mixes text ({text}) and ready tokens ({tokens[0]})"
+        raise mistake(what, "name them as two sources under data.mix")
     return found
-
-
-def documents(source: Source) -> Iterator[str]:
-    """Every document of a text source, in the order of its files."""
-    return listing(source).documents()
 
 
 def problems(data: Data) -> list[Problem]:
     """What is wrong with the sources, as far as a look at the beginning of their files tells."""
-    key = "data.mix" if data.mix else "data.source"
-    found = [(problem, source) for source in data.sources for problem in _problems(source)]
-    told = [_of_entry(problem, source) if data.mix else problem for problem, source in found]
-    return [problem if problem.key else msgspec.structs.replace(problem, key=key) for problem in told]
-
-
-def _of_entry(problem: Problem, source: Source) -> Problem:
-    """In a mixture the settings of a source are those of its entry."""
-    remedy = re.sub(r"\bdata\.(source|format|field)\b", r"\1", problem.remedy)
-    if remedy == problem.remedy:
-        return problem
-    return msgspec.structs.replace(problem, remedy=f"{remedy}, in the entry of data.mix for {source.source}")
+    found = []
+    for source in data.sources:
+        for problem in _problems(source):
+            remedy = problem.remedy
+            # In a mixture the settings of a source are those of its entry.
+            if data.mix and (changed := re.sub(r"\bdata\.(source|format|field)\b", r"\1", remedy)) != remedy:
+                remedy = f"{changed}, in the entry of data.mix for {source.source}"
+            key = problem.key or ("data.mix" if data.mix else "data.source")
+            found.append(msgspec.structs.replace(problem, remedy=remedy, key=key))
+    return found
 
 
 def _problems(source: Source) -> list[Problem]:
@@ -458,10 +431,6 @@ def _beside(file: Path) -> bool:
     if file.suffix == ".idx":
         return file.with_suffix(".bin").exists()
     return file.name in ("meta.json", "ends.bin") and (file.parent / "tokens.bin").exists()
-
-
-def _nearest(path: Path) -> Path:
-    return next(parent for parent in path.absolute().parents if parent.is_dir())
 
 
 def _stdlib() -> list[Path]:

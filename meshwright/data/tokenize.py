@@ -103,7 +103,7 @@ def encode(
     dtype = token_dtype(lexicon.vocab)
     end = np.array([lexicon.end_token], dtype)
     parts: list[np.ndarray] = []
-    for batch in _told(_batches(documents), size, say):
+    for batch in _announced(_batches(documents), size, say):
         encodings = tokenizer.encode_batch_fast([text for text, _ in batch], add_special_tokens=False)
         for encoding, (_, last) in zip(encodings, batch, strict=True):
             parts.append(np.array(encoding.ids, dtype))
@@ -120,17 +120,14 @@ def pieces(document: str) -> Iterator[tuple[str, bool]]:
     """
     start = 0
     while len(document) - start > PIECE:
-        stop = _cut(document, start + PIECE // 2, start + PIECE)
+        low, high = start + PIECE // 2, start + PIECE
+        at = document.rfind("\n", low, high)
+        while at > low and (document[at - 1].isspace() or document[at + 1].isspace()):
+            at = document.rfind("\n", low, at)
+        stop = at + 1 if at > low else high
         yield document[start:stop], False
         start = stop
     yield document[start:], True
-
-
-def _cut(document: str, low: int, high: int) -> int:
-    at = document.rfind("\n", low, high)
-    while at > low and (document[at - 1].isspace() or document[at + 1].isspace()):
-        at = document.rfind("\n", low, at)
-    return at + 1 if at > low else high
 
 
 def _batches(documents: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:
@@ -146,15 +143,15 @@ def _batches(documents: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:
         yield batch
 
 
-def _told(
+def _announced(
     batches: Iterator[list[tuple[str, bool]]], size: int, say: Callable[[str], None]
 ) -> Iterator[list[tuple[str, bool]]]:
     """The batches as they are, with word of how far they have come every second or so."""
     whole = f" of {size / 1e6:.0f}" if size else ""
-    done, told = 0, time.monotonic()
+    done, said = 0, time.monotonic()
     for batch in batches:
         yield batch
         done += sum(len(text) for text, _ in batch)
-        if time.monotonic() - told > SAY_SECONDS:
+        if time.monotonic() - said > SAY_SECONDS:
             say(f"tokenising {done / 1e6:.0f}{whole} MB")
-            told = time.monotonic()
+            said = time.monotonic()

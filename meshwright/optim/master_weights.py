@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from meshwright.config.run import Optim, Run
 from meshwright.kernels.adamw import AdamWGroup, AdamWStep, BF16Group, RoundingDraws
@@ -21,7 +19,7 @@ from meshwright.models.init import GOLDEN, key, signed, uniform
 from meshwright.optim import offload_update
 from meshwright.optim.clip import GradStats
 from meshwright.parallel import precision
-from meshwright.parallel.mesh import local
+from meshwright.parallel.mesh import local, region_of
 from meshwright.spec.plan import Plan
 
 if TYPE_CHECKING:
@@ -195,11 +193,8 @@ class Elements:
 
     def __init__(self, weight: Tensor) -> None:
         self.device = local(weight.detach()).device
-        self.shape, self.corner = tuple(weight.shape), (0,) * weight.ndim
-        if isinstance(weight, DTensor):
-            self.shape, self.corner = compute_local_shape_and_global_offset(
-                weight.shape, weight.device_mesh, weight.placements
-            )
+        region = region_of(weight)
+        self.shape, self.corner = tuple(part.stop - part.start for part in region), tuple(part.start for part in region)
         self.whole = tuple(weight.shape)
 
     def begin(self) -> int | None:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from meshwright.spec.plan import AXES, Plan
 
@@ -57,6 +58,14 @@ def make(plan: Plan, device: torch.device) -> Mesh:
 def local(tensor: Tensor) -> Tensor:
     """The part of a tensor that this rank holds; a plain tensor is held whole."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def region_of(tensor: Tensor) -> tuple[slice, ...]:
+    """Which part of the whole tensor this rank holds, as an index into it."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
 def copies(weight: Tensor, mesh: Mesh) -> int:

@@ -1,4 +1,8 @@
-"""How runs fail: the table of exit codes, what a script may rely on, and the failure report of each kind of end."""
+"""How runs fail: exit codes, which scripts may rely on, and a failure report for each kind of end.
+
+A report says what failed, where, since when, the likely cause and what to do. A rank that fails leaves its own; the
+supervisor writes those of ranks that are killed or hang, and of machines that are gone.
+"""
 
 import os
 import signal
@@ -12,11 +16,10 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from meshwright.runtime.files import replace_file
+from meshwright.runtime.files import replace_file, replace_json
 
 if TYPE_CHECKING:  # exit codes are in every verb, what watches ranks only in those that start some
-    from meshwright.runtime.hang import Hang
-    from meshwright.runtime.heartbeat import PhaseTable, RankStatus
+    from meshwright.runtime.heartbeat import Hang, PhaseTable, RankStatus
     from meshwright.runtime.nodes import Lost
 
 
@@ -59,6 +62,15 @@ RESTARTABLE: tuple[Kind, ...] = ("killed", "hang")  # the rest would only happen
 # What Gloo, NCCL and sockets say when the other side is gone.
 BROKEN = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited", "Connection refused")
 WIDEST = 160  # characters of a line on the screen; all of it is in the file
+AGAIN = "run the same command again to resume from the newest checkpoint"
+STATES = {"T": "state T (stopped)", "t": "state t (traced)", "Z": "state Z (gone)"}
+LIKELY = {
+    signal.SIGKILL: "killed from outside: by a person, a scheduler, or the kernel for want of memory (see dmesg)",
+    signal.SIGSEGV: "a fault in native code",
+    signal.SIGBUS: "a file that was mapped became shorter (data?), or memory is faulty",
+    signal.SIGABRT: "native code gave up; its words are in the log",
+    signal.SIGTERM: "ended before it could listen",
+}
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,15 +94,9 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
     def lines(self) -> list[str]:
         """What, where, since when, likely cause, what to do, where the details are."""
-        named = {
-            "what": self.what,
-            "where": self.where,
-            "since": self.since,
-            "cause": self.cause,
-            "do": self.remedy,
-            "details": self.details,
-        }
-        return [f"{name + ':':<9}{_one_line(text)}" for name, text in named.items() if text]
+        texts = (self.what, self.where, self.since, self.cause, self.remedy, self.details)
+        named = zip(("what", "where", "since", "cause", "do", "details"), texts, strict=True)
+        return [f"{name + ':':<9}{_one_line(text)}" for name, text in named if text]
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
@@ -106,9 +112,8 @@ class FailureError(RuntimeError):
 
 def write(folder: Path, verdict: Failure) -> None:
     """A rank's failure report, for whoever watches; a folder that was never made is left so."""
-    if not folder.is_dir():
-        return
-    replace_file(folder / f"failure.rank{verdict.rank}.json", msgspec.json.encode(verdict))
+    if folder.is_dir():
+        replace_file(folder / f"failure.rank{verdict.rank}.json", msgspec.json.encode(verdict))
 
 
 def read(folder: Path) -> list[Failure]:
@@ -139,17 +144,6 @@ def _one_line(text: str) -> str:
     """No line may be mistaken for two, and none may speak to the terminal."""
     plain = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
     return plain if len(plain) <= WIDEST else plain[: WIDEST - 1] + "…"
-
-
-AGAIN = "run the same command again to resume from the newest checkpoint"
-STATES = {"T": "state T (stopped)", "t": "state t (traced)", "Z": "state Z (gone)"}
-LIKELY = {
-    signal.SIGKILL: "killed from outside: by a person, a scheduler, or the kernel for want of memory (see dmesg)",
-    signal.SIGSEGV: "a fault in native code",
-    signal.SIGBUS: "a file that was mapped became shorter (data?), or memory is faulty",
-    signal.SIGABRT: "native code gave up; its words are in the log",
-    signal.SIGTERM: "ended before it could listen",
-}
 
 
 def of_exit(rank: int, code: int, seen: "RankStatus | None", folder: Path) -> Failure:
@@ -201,21 +195,22 @@ def of_hang(
     hang: "Hang", seen: Mapping[int, "RankStatus"], words: Mapping[int, str], table: "PhaseTable", details: Path
 ) -> Failure:
     """Ranks that hang: which, where, since when. The stack of a process that is stopped cannot be had."""
-    from meshwright.runtime.hang import doing, frames, shown
+    from meshwright.runtime.heartbeat import doing, frames, shown
 
     one = seen[hang.ranks[0]]
     found = frames(words.get(one.rank, ""))
     phase = doing(found, table, one.beat.phase).phase if found else one.beat.phase
     who = f"rank {one.rank}" if len(hang.ranks) == 1 else f"ranks {', '.join(map(str, hang.ranks))}"
     waiting = [rank for rank, other in seen.items() if other.beat.waiting and rank not in hang.ranks]
-    others = f"; waiting for it: {_list(waiting)}" if waiting else ""
+    them = f"rank {waiting[0]}" if len(waiting) == 1 else f"{len(waiting)} ranks"
+    others = f"; waiting for it: {them}" if waiting else ""
     return Failure(
         kind="hang",
         code=Exit.RESUMABLE,
         what=f"{who} {hang.reason}, in {phase} of step {one.beat.step + 1}{others}",
         where=f"{place(one)}; {shown(found) or STATES.get(one.state, 'no stack')}",
         since=f"{hang.seconds:.1f} s ago; {hang.limit:.1f} s were allowed" if hang.limit else "just now",
-        cause=_cause(hang, one, phase),
+        cause=_cause(hang, phase),
         remedy=AGAIN,
         details=str(details),
         rank=one.rank,
@@ -255,7 +250,7 @@ def keep(verdict: Failure, words: Mapping[int, str], details: Path) -> None:
     details.mkdir(parents=True, exist_ok=True)
     for rank, text in words.items():
         (details / f"rank{rank}.txt").write_text(text or "no stack: the process is stopped, or gone\n")
-    (details / "verdict.json").write_bytes(msgspec.json.format(msgspec.json.encode(verdict)) + b"\n")
+    replace_json(details / "verdict.json", verdict)
 
 
 def place(one: "RankStatus") -> str:
@@ -266,7 +261,7 @@ def place(one: "RankStatus") -> str:
     )
 
 
-def _cause(hang: "Hang", one: "RankStatus", phase: str) -> str:
+def _cause(hang: "Hang", phase: str) -> str:
     if "stopped" in hang.reason:
         return "somebody stopped the process; `kill -CONT` lets it continue"
     if "lock" in hang.reason:
@@ -274,10 +269,6 @@ def _cause(hang: "Hang", one: "RankStatus", phase: str) -> str:
     if "collective" in hang.reason:
         return "the ranks' programs differ: a branch that only some of them take"
     return "the data source does not answer" if phase == "data" else "the line above never returns"
-
-
-def _list(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks"
 
 
 def process_name(pid: int) -> str:

@@ -1,4 +1,4 @@
-"""Places that cannot be written to: told as mistakes before the work, and no reason to end it once it runs."""
+"""Writing files: atomically; what cannot be written is a mistake before the work, and no reason to end it later."""
 
 import os
 import tempfile
@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
+
+import msgspec
 
 from meshwright.spec.problem import InputError, Problem
 
@@ -54,6 +56,11 @@ def replace_file(file: Path, data: bytes, mode: int = 0o666) -> None:
         temporary.replace(file)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def replace_json(file: Path, value: object) -> None:
+    """The same with a value as JSON that people can read."""
+    replace_file(file, msgspec.json.format(msgspec.json.encode(value)) + b"\n")
 
 
 def write_whole(file: Path, text: str, force: bool) -> None:

@@ -9,6 +9,7 @@ import hmac
 import secrets
 import socket
 import time
+from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Literal
@@ -104,7 +105,8 @@ class Nodes:
         self.others: dict[int, Address] = {}  # first rank -> where its datagrams come from
         if self.is_first:
             self.socket.bind(listening(address, place))
-            self.key = new_key(folder)
+            self.key = secrets.token_bytes(KEY_BYTES)  # of this attempt
+            replace_file(folder / KEY, self.key, mode=0o600)
         else:
             self.others[0] = place
             self.key = b""  # read until the first machine is heard: an earlier attempt may have left its own
@@ -150,7 +152,8 @@ class Nodes:
 
     def _send(self, word: NodeMessage) -> None:
         if not self.is_first and not self.roll.heard:
-            self.key = read_key(self.folder)
+            with suppress(OSError):  # the first machine may not have written it yet
+                self.key = (self.folder / KEY).read_bytes()[:KEY_BYTES]
         datagram = sealed(word, self.key)
         for place in self.others.values() if self.key else ():
             try:
@@ -198,18 +201,3 @@ def opened(datagram: bytes, key: bytes) -> NodeMessage | None:
         return msgspec.json.decode(content, type=NodeMessage)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-
-
-def new_key(folder: Path) -> bytes:
-    """A key for this attempt, which only this user can read."""
-    key, file = secrets.token_bytes(KEY_BYTES), folder / KEY
-    replace_file(file, key, mode=0o600)
-    return key
-
-
-def read_key(folder: Path) -> bytes:
-    """The first machine's key; empty while there is none."""
-    try:
-        return (folder / KEY).read_bytes()[:KEY_BYTES]
-    except OSError:
-        return b""

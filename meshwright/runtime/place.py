@@ -39,9 +39,8 @@ DIALECTS = (
     ),
     ("mpi", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
-
-
 STORE = "MESHWRIGHT_STORE"  # set by our own launcher, beside torchrun's names
+THREADS = "OMP_NUM_THREADS"  # else a rank takes an equal share of the cores
 
 
 def place(environment: Mapping[str, str]) -> Place | None:
@@ -55,7 +54,8 @@ def place(environment: Mapping[str, str]) -> Place | None:
         ranks = _integer(environment, world)
         local = _integer(environment, local_rank) if local_rank in environment else number
         beside = _slurm_tasks(environment) if launcher == "slurm" else None
-        beside = beside or _local_world(environment, local_world, ranks)
+        beside = beside or (_integer(environment, local_world) if local_world in environment else ranks)
+        threads = _integer(environment, THREADS) if THREADS in environment else cores() // max(beside, 1)
         store = environment.get(STORE, "")
         address, port = ("", 0) if store else _rendezvous(environment, launcher, ranks)
         return Place(
@@ -66,14 +66,16 @@ def place(environment: Mapping[str, str]) -> Place | None:
             address=address,
             port=port,
             launcher="meshwright" if store else launcher,
-            threads=_threads(environment, beside),
+            threads=max(threads, 1),
             store=store,
         )
     return None
 
 
 def _rendezvous(environment: Mapping[str, str], launcher: str, world: int) -> tuple[str, int]:
-    port = _integer(environment, "MASTER_PORT") if "MASTER_PORT" in environment else _port_of_job(environment)
+    # All ranks of a Slurm job derive the same port, and two jobs on one node rarely share it.
+    derived = 20_000 + int(environment.get("SLURM_JOB_ID", "9500")) % 20_000
+    port = _integer(environment, "MASTER_PORT") if "MASTER_PORT" in environment else derived
     if "MASTER_ADDR" in environment:
         return environment["MASTER_ADDR"], port
     if launcher == "slurm" and (nodes := environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_NODELIST"))):
@@ -81,13 +83,6 @@ def _rendezvous(environment: Mapping[str, str], launcher: str, world: int) -> tu
     if world == 1:
         return "127.0.0.1", port
     raise PlaceError(f"{launcher} gave a rank but no MASTER_ADDR: export the host name of rank 0 as MASTER_ADDR")
-
-
-def _threads(environment: Mapping[str, str], local_world: int) -> int:
-    """An equal share of the cores, unless the user has said otherwise."""
-    if "OMP_NUM_THREADS" in environment:
-        return max(_integer(environment, "OMP_NUM_THREADS"), 1)
-    return max(cores() // max(local_world, 1), 1)
 
 
 def local(rank: int, world: int, store: Path, threads: int) -> Place:
@@ -112,11 +107,6 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-def _port_of_job(environment: Mapping[str, str]) -> int:
-    """A port that all ranks of a Slurm job derive alike, and two jobs on one node rarely share."""
-    return 20_000 + int(environment.get("SLURM_JOB_ID", "9500")) % 20_000
-
-
 def first_host(nodes: str) -> str:
     """The first host of a Slurm node list: node[07-12,20] is node07."""
     head, bracket, rest = nodes.partition("[")
@@ -124,12 +114,7 @@ def first_host(nodes: str) -> str:
         return nodes.split(",")[0]
     if "," in head:
         return head.split(",")[0]
-    first = rest.split("]")[0].split(",")[0].split("-")[0]
-    return head + first
-
-
-def _local_world(environment: Mapping[str, str], key: str, world: int) -> int:
-    return _integer(environment, key) if key in environment else world
+    return head + rest.split("]")[0].split(",")[0].split("-")[0]
 
 
 def _slurm_tasks(environment: Mapping[str, str]) -> int | None:

@@ -1,7 +1,14 @@
-"""Ranks of one machine: forked from a fork server that has torch, adopted by the launcher, ended together."""
+"""Starting the ranks of one machine: forked from a process that has torch already, and ended together.
+
+`run_ranks` calls a function on every rank and returns when all are done: proofs, benchmarks and tests. A `ForkServer`
+starts ranks that are supervised: their launcher adopts them, watches them and starts others in their place. It is the
+spare that makes a restart quick: a rank forked there is at work in a tenth of a second, one that must import torch in
+three. It never touches a GPU, so that its children may.
+"""
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import multiprocessing
 import os
@@ -20,8 +27,10 @@ import msgspec
 
 from meshwright.runtime.place import Place, RankSpec, cores, local
 
-SET_CHILD_SUBREAPER = 36  # of Linux's prctl
+SET_PARENT_DEATH_SIGNAL, SET_NAME, SET_CHILD_SUBREAPER = 1, 15, 36  # of Linux's prctl
 START_SECONDS = 300.0  # importing torch from a cold and crowded disk
+SERVER = multiprocessing.get_context("forkserver")
+Work = Callable[..., None]  # (place, *arguments), to be found by its name in a module
 
 
 class ForkServerError(RuntimeError):
@@ -29,15 +38,20 @@ class ForkServerError(RuntimeError):
 
 
 class ForkServer:
-    """The process that ranks are forked from: `module`, started early; it imports torch while the launcher works."""
+    """The process that ranks are forked from, started early; it imports `module` while the launcher works.
+
+    The module has code(), the name of the source as it is now, serve_order(order), which is a rank from beginning to
+    end, and fetch_rest(), called when ranks are at work: it imports what only restarts will use.
+    """
 
     def __init__(self, module: str, environment: Mapping[str, str], log: Path, stdout: int) -> None:
-        adopt()
+        # Ranks, whose parent in the fork server ends at once, become children of this process.
+        ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, 1)
         self.answers, writing = os.pipe()
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "ab") as words:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", module, str(writing)],
+                [sys.executable, "-m", "meshwright.runtime.ranks", module, str(writing)],
                 env=dict(environment),
                 stdin=subprocess.PIPE,
                 stdout=stdout,
@@ -98,11 +112,6 @@ class ForkServer:
         return tail(self.log) or f"the fork server ended with {self.process.poll()}; see {self.log}"
 
 
-def adopt() -> None:
-    """Let ranks, whose parent in the fork server ends at once, become children of this process."""
-    ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, 1)
-
-
 class Ranks:
     """The processes of one attempt."""
 
@@ -131,6 +140,68 @@ class Ranks:
         for rank, pid in enumerate(self.pids):
             if self.codes[rank] is None:
                 self.codes[rank] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def serve_orders(module: str, answers: int) -> None:
+    """Be the fork server: read orders from standard input until it closes; answer each with the process's number."""
+    launcher = os.getppid()
+    _die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ranks = importlib.import_module(module)
+    ranks.code()  # remembered: ranks run what is imported here, whatever becomes of the files
+    gc.freeze()  # so that children do not copy pages by counting references in them
+    for line in sys.stdin.buffer:
+        if line.strip() == b"rest":
+            ranks.fetch_rest()
+            continue
+        order = msgspec.json.decode(line, type=RankSpec)
+        os.write(answers, f"{order.place.rank} {_fork(ranks.serve_order, order, launcher)}\n".encode())
+
+
+def _fork(serve: Callable[[RankSpec], int], order: RankSpec, launcher: int) -> int:
+    """A rank whose parent is the launcher: the process between them ends at once, and the launcher adopts."""
+    reading, writing = os.pipe()
+    if between := os.fork():
+        os.close(writing)
+        os.waitpid(between, 0)
+        with open(reading, "rb") as said:
+            return int(said.read())
+    if pid := os.fork():
+        os.write(writing, str(pid).encode())
+        os._exit(0)
+    os.close(reading)
+    os.close(writing)
+    code = 1
+    try:
+        while os.getppid() != launcher:  # the signal below follows the parent of the moment
+            if os.getppid() == 1:
+                os._exit(1)  # the launcher is gone
+            time.sleep(0.001)
+        _die_with_parent()
+        ctypes.CDLL(None).prctl(SET_NAME, f"rank{order.place.rank}".encode(), 0, 0, 0)  # for `ps` and `top`
+        _redirect(order)
+        code = serve(order)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)  # what torch would do on the way out is not needed
+
+
+def _redirect(order: RankSpec) -> None:
+    log = os.open(order.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(log, 2)
+    if not order.speaks:
+        os.dup2(log, 1)
+    os.close(log)
+    os.close(nothing)
+    print(f"attempt {order.attempt}, process {os.getpid()}", file=sys.stderr, flush=True)
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel to end this process when its parent is gone, however that went."""
+    ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def defaults(ranks: int) -> dict[str, str]:
@@ -162,10 +233,6 @@ def gpus(environment: Mapping[str, str]) -> int:
 def tail(log: Path, lines: int = 12) -> str:
     """The last lines of a log."""
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:]) if log.exists() else ""
-
-
-Work = Callable[..., None]  # (place, *arguments), to be found by its name in a module
-SERVER = multiprocessing.get_context("forkserver")
 
 
 class RankError(RuntimeError):
@@ -229,11 +296,13 @@ def _raise_first(meeting: Path, codes: list[int | None], seconds: float) -> None
         raise RankError(failures[0].read_text())
     undone = [rank for rank in range(len(codes)) if not (meeting / f"done.{rank}").exists()]
     if undone:
-        ends = [_ended(codes[rank]) for rank in undone]
+        ends = [
+            f"ended by {signal.Signals(-code).name}" if code and code < 0 else f"exit code {code}"
+            for code in (codes[rank] for rank in undone)
+        ]
         raise RankError(f"ranks {undone} did not finish within {seconds:.0f} s: {', '.join(ends)}")
 
 
-def _ended(code: int | None) -> str:
-    if code is not None and code < 0:
-        return f"ended by {signal.Signals(-code).name}"
-    return f"exit code {code}"
+if __name__ == "__main__":
+    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).parent]
+    serve_orders(sys.argv[1], int(sys.argv[2]))

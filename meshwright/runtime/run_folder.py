@@ -9,6 +9,8 @@ import shutil
 import socket
 import tempfile
 import time
+from contextlib import nullcontext
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import msgspec
 from meshwright.config import load
 from meshwright.config.run import Run, digests, mathematics
 from meshwright.runtime.failure import process_name, this_session
-from meshwright.runtime.files import replace_file, writing
+from meshwright.runtime.files import replace_file, replace_json, writing
 from meshwright.runtime.records import Summary
 from meshwright.spec.problem import InputError, Problem
 
@@ -39,7 +41,17 @@ class Claim:
     def __init__(self, folder: Path, run: Run, *, fresh: bool = False) -> None:
         self.folder = folder
         with writing(folder, "name another --folder"):
-            self._take(run, fresh)
+            if fresh:
+                self._set_aside()
+            check_owner(folder, run)
+            self._made = not folder.exists()
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = self._locked()
+            self.finished = read_summary(folder)
+            if self.finished is None:
+                for report in folder.glob("failure.rank*.json"):
+                    report.unlink()  # of an earlier attempt, which whoever watches would take for this one's
+                _write_run(folder, run)
 
     def release(self) -> None:
         """Let the next one in."""
@@ -50,27 +62,16 @@ class Claim:
         if self._made and not any(self.folder.glob("steps.rank*.jsonl")):
             shutil.rmtree(self.folder)
 
-    def _take(self, run: Run, fresh: bool) -> None:
-        folder = self.folder
-        if fresh:
-            self._set_aside()
-        check_owner(folder, run)
-        self._made = not folder.exists()
-        folder.mkdir(parents=True, exist_ok=True)
-        self._lock = self._locked()
-        self.finished = read_summary(folder)
-        if self.finished is None:
-            for words in folder.glob("failure.rank*.json"):
-                words.unlink()  # last words of an earlier attempt, which whoever watches would take for this one's
-            _write_run(folder, run)
-
     def _set_aside(self) -> None:
-        """Rename what is there, so that starting anew loses nothing. Whoever is at work in it keeps it."""
-        if not (self.folder / LOCK).is_file():
-            _set_aside(self.folder)
+        """Rename what is there, so that starting over loses nothing. Whoever is at work in it keeps it."""
+        folder = self.folder
+        if not folder.exists():
             return
-        with self._locked():
-            _set_aside(self.folder)
+        with self._locked() if (folder / LOCK).is_file() else nullcontext():
+            if not (folder / RUN).is_file() and not _names(folder) <= {LOCK}:
+                what = f"{folder} is not a run folder, so --fresh leaves it alone"
+                raise InputError([Problem(what, "name another --folder")])
+            folder.rename(_unused(folder.parent, f"{folder.name}.{{}}"))
 
     def _locked(self) -> Any:
         lock = open(self.folder / LOCK, "a+")  # noqa: SIM115 - held for as long as the run
@@ -78,11 +79,9 @@ class Claim:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             lock.seek(0)
-            owner = lock.read().strip() or "another process"
+            what = f"{self.folder} is in use by {lock.read().strip() or 'another process'}"
             lock.close()
-            raise InputError(
-                [Problem(f"{self.folder} is in use by {owner}", "wait for it, or name another --folder")]
-            ) from None
+            raise InputError([Problem(what, "wait for it, or name another --folder")]) from None
         lock.truncate(0)
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         lock.write(f"process {os.getpid()} on {platform.node()} since {since}")
@@ -96,22 +95,14 @@ def check_owner(folder: Path, run: Run) -> None:
         return
     if not (folder / RUN).is_file():
         raise InputError([Problem(f"{folder} holds other files", "name an empty --folder")])
-    there = load.load(folder / RUN).run
-    differences = _differences(mathematics(there), mathematics(run))
-    if differences:
-        raise InputError(
-            [
-                Problem(
-                    f"{folder} belongs to another run ({'; '.join(differences)})",
-                    "name another --folder, or add --fresh to set that run aside and start anew",
-                )
-            ]
-        )
+    if found := _differences(mathematics(load.load(folder / RUN).run), mathematics(run)):
+        remedy = "name another --folder, or add --fresh to set that run aside and start anew"
+        raise InputError([Problem(f"{folder} belongs to another run ({'; '.join(found)})", remedy)])
 
 
 def write_summary(folder: Path, summary: Summary) -> None:
     """The last thing a run writes: it is finished when this file is there."""
-    replace_file(folder / SUMMARY, msgspec.json.format(msgspec.json.encode(summary)) + b"\n")
+    replace_json(folder / SUMMARY, summary)
 
 
 def read_summary(folder: Path) -> Summary | None:
@@ -124,32 +115,21 @@ def read_summary(folder: Path) -> Summary | None:
         lost = {name: math.nan for name in ("first_loss", "loss") if values.get(name, 0.0) is None}
         return msgspec.convert(values | lost, Summary)
     except msgspec.DecodeError as error:
-        remedy = "delete it to go on from the newest checkpoint, or add --fresh to set the run aside"
+        remedy = "delete it to resume from the newest checkpoint, or add --fresh to set the run aside"
         raise InputError([Problem(f"{file} is damaged: {error}", remedy)]) from None
 
 
 def _write_run(folder: Path, run: Run) -> None:
-    """The run as it goes on; how it was before, under another plan for example, is kept under a number."""
+    """The run as it continues; how it was before, under another plan for example, is kept under a number."""
     file = folder / RUN
     if file.exists() and load.load(file).run != run:
-        number = 1
-        while (old := folder / f"run.{number}.toml").exists():
-            number += 1
-        file.rename(old)
+        file.rename(_unused(folder, "run.{}.toml"))
     replace_file(file, load.write(run).encode())
 
 
-def _set_aside(folder: Path) -> None:
-    if not folder.exists():
-        return
-    if not (folder / RUN).is_file() and not _names(folder) <= {LOCK}:
-        raise InputError(
-            [Problem(f"{folder} is not a run folder, so --fresh leaves it alone", "name another --folder")]
-        )
-    number = 1
-    while (old := folder.with_name(f"{folder.name}.{number}")).exists():
-        number += 1
-    folder.rename(old)
+def _unused(folder: Path, name: str) -> Path:
+    """A name with the first number that none in the folder has."""
+    return next(path for number in count(1) if not (path := folder / name.format(number)).exists())
 
 
 def _names(folder: Path) -> set[str]:
@@ -175,15 +155,13 @@ def prefix() -> str:
 
 def sweep(folder: Path | None = None) -> list[Path]:
     """Remove what processes of this machine and user have left that were killed; what was removed."""
-    found = [entry for entry in (folder or Path(tempfile.gettempdir())).glob("meshwright-*") if _is_left(entry)]
-    for entry in found:
-        shutil.rmtree(entry, ignore_errors=True)  # another launcher may be at it too
+    found = []
+    for entry in (folder or Path(tempfile.gettempdir())).glob("meshwright-*"):
+        name = OWNED.fullmatch(entry.name)
+        if name is None or name["host"] != socket.gethostname() or entry.is_symlink() or not entry.is_dir():
+            continue
+        # A number is given to another process one day; together with when that began it is not.
+        if entry.lstat().st_uid == os.geteuid() and process_name(int(name["pid"])) != name["owner"]:
+            shutil.rmtree(entry, ignore_errors=True)  # another launcher may be at it too
+            found.append(entry)
     return found
-
-
-def _is_left(entry: Path) -> bool:
-    """A number is given to another process one day; together with when that began it is not."""
-    name = OWNED.fullmatch(entry.name)
-    if name is None or name["host"] != socket.gethostname() or entry.is_symlink() or not entry.is_dir():
-        return False
-    return entry.lstat().st_uid == os.geteuid() and process_name(int(name["pid"])) != name["owner"]

@@ -1,4 +1,8 @@
-"""The supervisor of one machine's ranks: outside the collectives, so that it sees who is missing from them."""
+"""The supervisor of one machine's ranks: outside the collectives, so that it sees who is missing from them.
+
+`Supervisor` starts ranks of its own and restarts them. Ranks that torchrun or Slurm has started get a `Sidecar`: a
+process beside the first rank of each machine that watches, says what it sees and clears the way for a restart.
+"""
 
 import os
 import select
@@ -17,12 +21,9 @@ from types import FrameType
 import msgspec
 
 from meshwright.config.run import Run
-from meshwright.runtime import failure, run_folder
-from meshwright.runtime import failure as verdict_file
-from meshwright.runtime import hang as stacks
+from meshwright.runtime import failure, heartbeat, run_folder
 from meshwright.runtime.failure import RESTARTABLE, Exit, Failure, is_broken
-from meshwright.runtime.hang import Hang, HangDetector, crossed
-from meshwright.runtime.heartbeat import HeartbeatReader, RankStatus
+from meshwright.runtime.heartbeat import Hang, HangDetector, HeartbeatReader, RankStatus, crossed
 from meshwright.runtime.nodes import LOST_SECONDS, Lost, Node, Nodes
 from meshwright.runtime.place import Place, RankSpec, local
 from meshwright.runtime.ranks import ForkServer, ForkServerError, Ranks
@@ -78,18 +79,29 @@ class Supervisor:
                 verdict = self._attempt()
             except ForkServerError as error:
                 return failure.of_fork_server(str(error), self.folder)
-            if verdict is not None and verdict.kind not in ("input", "stopped"):
+            if verdict is None:
+                return None
+            if verdict.kind not in ("input", "stopped"):
                 failure.keep_end(verdict, self.folder, f"{self.order.session}-{self.number}")
-            if verdict is not None and verdict.kind == "input" and self.number > 1:  # it was there when the run began
+            if verdict.kind == "input" and self.number > 1:  # it was there when the run began
                 verdict = msgspec.structs.replace(verdict, kind="data", code=Exit.RESUMABLE)
-            if verdict is not None and verdict.good_until is not None:
+            if verdict.good_until is not None:
                 set_aside(self.folder, verdict.good_until)
-            if verdict is None or verdict.kind not in RESTARTABLE or self.asked.stop:
+            if verdict.kind not in RESTARTABLE or self.asked.stop:
                 return verdict
-            self._count()
+            before, self.saved = self.saved, newest_step(self.folder)
+            # Only an attempt that left no newer checkpoint is charged.
+            self.wasted = 0 if self.saved > before else self.wasted + 1
             if self.wasted > self.run.faults.restarts:
-                return msgspec.structs.replace(verdict, remedy=self._gave_up())
-            self.say(str(msgspec.structs.replace(verdict, remedy=self._budget())))
+                remedy = (
+                    f"{self.run.faults.restarts} restarts in a row brought no newer checkpoint (faults.restarts): "
+                    "find the cause, then run the same command again to resume"
+                )
+                return msgspec.structs.replace(verdict, remedy=remedy)
+            at = f"from step {self.saved}" if self.saved >= 0 else "from the beginning"
+            charged = f"; {self.wasted} of {self.run.faults.restarts} attempts brought no newer checkpoint"
+            remedy = f"nothing: restarting {at}{charged if self.wasted else ''}"
+            self.say(str(msgspec.structs.replace(verdict, remedy=remedy)))
 
     def close(self) -> None:
         """Leave no process behind."""
@@ -105,9 +117,8 @@ class Supervisor:
                 self.spare = self.fork_server()
             ranks = Ranks(self.spare.start(self._orders(Path(meeting))))
             pulse = HeartbeatReader(Path(meeting), list(range(self.run.plan.world)))
-            watch = Watch(ranks, pulse, self)
             try:
-                return watch.until_end()
+                return Watch(ranks, pulse, self).until_end()
             finally:
                 ranks.end()
                 pulse.close()
@@ -130,23 +141,6 @@ class Supervisor:
             for rank in range(world)
         ]
 
-    def _count(self) -> None:
-        """Only an attempt that left no newer checkpoint is charged."""
-        saved = newest_step(self.folder)
-        self.wasted = 0 if saved > self.saved else self.wasted + 1
-        self.saved = saved
-
-    def _budget(self) -> str:
-        at = f"from step {self.saved}" if self.saved >= 0 else "from the beginning"
-        charged = f"; {self.wasted} of {self.run.faults.restarts} attempts brought no newer checkpoint"
-        return f"nothing: restarting {at}{charged if self.wasted else ''}"
-
-    def _gave_up(self) -> str:
-        return (
-            f"{self.run.faults.restarts} restarts in a row brought no newer checkpoint (faults.restarts): "
-            "find the cause, then run the same command again to resume"
-        )
-
 
 class Watch:
     """One attempt, looked at twenty times a second."""
@@ -157,7 +151,7 @@ class Watch:
         self.supervisor = supervisor
         self.folder = supervisor.folder
         self.seen: Mapping[int, RankStatus] = {}
-        self.told = 0.0  # when the ranks were told to save and end
+        self.stopping_since = 0.0  # when the ranks were asked to save and end
         self.rested = False
 
     def until_end(self) -> Failure | None:
@@ -179,14 +173,11 @@ class Watch:
             self.supervisor.spare.rest()
             self.rested = True
         hang = self.supervisor.judge.look(seen, time.monotonic())
-        return self._hang(hang, seen) if hang is not None else None
-
-    def _hang(self, hang: Hang, seen: list[RankStatus]) -> Failure | None:
-        if not stacks.confirmed(self.pulse, seen, hang.ranks):
+        if hang is None or not heartbeat.confirmed(self.pulse, seen, hang.ranks):
             return None
-        return self._told(hang, stacks.capture(self.pulse, seen))
+        return self._hang(hang, heartbeat.capture(self.pulse, seen))
 
-    def _told(self, hang: Hang, words: Mapping[int, str]) -> Failure:
+    def _hang(self, hang: Hang, words: Mapping[int, str]) -> Failure:
         """The failure report, and the stacks it rests on, in the run folder."""
         details = self.folder / "faults" / f"hang-{self.supervisor.order.session}-{self.supervisor.number}"
         verdict = failure.of_hang(hang, self.seen, words, self.pulse.phase_table(hang.ranks[0]), details)
@@ -202,9 +193,8 @@ class Watch:
         if killed:
             return failure.of_exit(killed[0], ended[killed[0]], self.seen.get(killed[0]), self.folder)
         time.sleep(FALL_SECONDS)
-        told = verdict_file.read(self.folder)
-        if told:
-            return min(told, key=lambda verdict: verdict.at)
+        if reports := failure.read(self.folder):
+            return min(reports, key=lambda report: report.at)
         rank, code = next((rank, code) for rank, code in enumerate(self.ranks.poll()) if code)
         return failure.of_exit(rank, code, self.seen.get(rank), self.folder)
 
@@ -216,26 +206,26 @@ class Watch:
         deadline = time.monotonic() + WORDS_SECONDS
         while None in self.ranks.poll() and time.monotonic() < deadline:
             time.sleep(LOOK_SECONDS)
-        told = verdict_file.read(self.folder)
-        ranks = tuple(sorted(each.rank for each in told if each.deviated and each.rank is not None)) or tuple(killed)
-        if not told:
+        reports = {report.rank: report for report in failure.read(self.folder) if report.rank is not None}
+        ranks = tuple(sorted(rank for rank, report in reports.items() if report.deviated)) or tuple(killed)
+        if not reports:
             ranks, _ = crossed(list(self.seen.values()))
         why = "left out a collective, or is in another than the others"
         hang = Hang(ranks=ranks, reason=why, seconds=0.0, limit=0.0)
-        return self._told(hang, {each.rank: "".join(each.stack) for each in told if each.rank is not None})
+        return self._hang(hang, {rank: "".join(report.stack) for rank, report in reports.items()})
 
     def _heed(self) -> Failure | None:
         """Pass on what people asked; enforce it when the time they gave is over."""
         asked, grace = self.supervisor.asked, self.supervisor.run.faults.grace_seconds
         if not asked.stop:
             return None
-        if not self.told:
-            self.told = time.monotonic()
+        if not self.stopping_since:
+            self.stopping_since = time.monotonic()
             if all(one.beat.restored < 0 for one in self.seen.values()):
                 return self._stopped()  # no step was begun: there is nothing to save
             self.supervisor.say(f"interrupted: saving a checkpoint, within {grace:g} s")
             self.ranks.signal(signal.SIGTERM)
-        if asked.interrupts >= INTERRUPTED or time.monotonic() - self.told > grace:
+        if asked.interrupts >= INTERRUPTED or time.monotonic() - self.stopping_since > grace:
             return self._stopped(saved=False)
         return None
 
@@ -317,23 +307,19 @@ class Sidecar:
 def watch(post: SidecarSpec, beside: int) -> Failure | None:
     """Until a rank of this machine hangs, another machine is lost, or the rank beside us closes its end of the pipe."""
     nodes = _nodes(post)
+    pulse, judge = HeartbeatReader(Path(post.beats), post.ranks), HangDetector(post.hang_seconds, post.world)
     try:
-        return _watch(post, beside, nodes)
+        while not select.select([beside], [], [], SIDECAR_LOOK_SECONDS)[0]:
+            seen = [one for one in pulse.look() if one.state != "Z"]
+            hang = judge.look(seen, time.monotonic())
+            if hang is not None and heartbeat.confirmed(pulse, seen, hang.ranks):
+                return _hang(post, pulse, nodes, hang, seen)
+            if nodes is not None and (lost := nodes.look(time.monotonic())) and is_still(seen, time.monotonic()):
+                return _lose(post, pulse, nodes, lost)
+        return _end(post, pulse, nodes, os.read(beside, 1) == DONE) if nodes is not None else None
     finally:
         if nodes is not None:
             nodes.close()
-
-
-def _watch(post: SidecarSpec, beside: int, nodes: Nodes | None) -> Failure | None:
-    pulse, judge = HeartbeatReader(Path(post.beats), post.ranks), HangDetector(post.hang_seconds, post.world)
-    while not select.select([beside], [], [], SIDECAR_LOOK_SECONDS)[0]:
-        seen = [one for one in pulse.look() if one.state != "Z"]
-        hang = judge.look(seen, time.monotonic())
-        if hang is not None and stacks.confirmed(pulse, seen, hang.ranks):
-            return _hang(post, pulse, nodes, hang, seen)
-        if nodes is not None and (lost := nodes.look(time.monotonic())) and is_still(seen, time.monotonic()):
-            return _lose(post, pulse, nodes, lost)
-    return _end(post, pulse, nodes, os.read(beside, 1) == DONE) if nodes is not None else None
 
 
 def is_still(seen: Sequence[RankStatus], now: float) -> bool:
@@ -354,19 +340,19 @@ def _nodes(post: SidecarSpec) -> Nodes | None:
         return None
 
 
-def _end(post: SidecarSpec, pulse: HeartbeatReader, nodes: Nodes, told: bool) -> Failure | None:
+def _end(post: SidecarSpec, pulse: HeartbeatReader, nodes: Nodes, said_so: bool) -> Failure | None:
     """The ranks here have ended: because another machine had, or by themselves, which the others are told."""
-    if not told:
+    if not said_so:
         nodes.leave(f"rank {post.ranks[0]} was killed")
         return None
-    said = [verdict for verdict in verdict_file.read(Path(post.folder)) if verdict.rank in post.ranks]
-    broken = bool(said) and all(is_broken(verdict.what) for verdict in said)
+    said = [report for report in failure.read(Path(post.folder)) if report.rank in post.ranks]
+    broken = bool(said) and all(is_broken(report.what) for report in said)
     deadline = time.monotonic() + LOST_SECONDS + STILL_SECONDS
     while broken and time.monotonic() < deadline:
         if (lost := nodes.look(time.monotonic())) is not None:
             return _lose(post, pulse, nodes, lost)
         time.sleep(SIDECAR_LOOK_SECONDS)
-    nodes.leave(min(said, key=lambda verdict: verdict.at).what if said else "")
+    nodes.leave(min(said, key=lambda report: report.at).what if said else "")
     return None
 
 
@@ -383,7 +369,7 @@ def _hang(
     post: SidecarSpec, pulse: HeartbeatReader, nodes: Nodes | None, hang: Hang, seen: list[RankStatus]
 ) -> Failure:
     """A rank of this machine hangs."""
-    words = stacks.capture(pulse, seen)
+    words = heartbeat.capture(pulse, seen)
     details = Path(post.folder) / "faults" / f"hang-{time.time_ns()}"
     table = pulse.phase_table(hang.ranks[0])
     verdict = failure.of_hang(hang, {one.rank: one for one in seen}, words, table, details)

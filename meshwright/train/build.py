@@ -22,13 +22,12 @@ from meshwright.optim.adamw import AdamW
 from meshwright.optim.clip import LossScale
 from meshwright.optim.offload import OffloadedAdamW
 from meshwright.parallel import optimizer_offload, precision
-from meshwright.parallel import precision as shadow
 from meshwright.parallel.apply import apply
 from meshwright.parallel.decoder_spec import DECODER
-from meshwright.parallel.mesh import Mesh, local
+from meshwright.parallel.mesh import Mesh, local, region_of
 from meshwright.spec.params import params
 from meshwright.train.saving import restore as restore
-from meshwright.train.state import State, region_of
+from meshwright.train.state import State
 
 
 def build(run: Run, corpus: Corpus, mesh: Mesh, folder: Path | None = None) -> State:
@@ -52,7 +51,7 @@ def beside(chunks: list[nn.Module], run: Run, mesh: Mesh) -> AdamW:
         chunk.to_empty(device=mesh.device)
         chunk.train()
     _begin(chunks, run, mesh)
-    shadow.attach(chunks, run.plan)
+    precision.attach(chunks, run.plan)
     return AdamW(run.optim, [weight for chunk in chunks for weight in chunk.parameters()], run.plan)
 
 

@@ -1,31 +1,55 @@
-"""What a rank watches for in its own numbers while it trains."""
+"""What a rank watches for in its own numbers while it trains.
+
+Gradients that are not finite, traced to a microbatch; spikes of loss and norm; stragglers; and silent corruption: ranks
+that hold the same weights compare them, bit by bit, as sums.
+"""
 
 import math
+import platform
 import time
-from collections import deque
+from collections import Counter, deque
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 import msgspec
 import safetensors.torch
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from meshwright.config.run import Run
 from meshwright.data.loader import Batch
 from meshwright.parallel.collectives import join
 from meshwright.parallel.mesh import Mesh, local
-from meshwright.runtime.failure import Exit, Failure, FailureError
-from meshwright.runtime.files import replace_file
+from meshwright.runtime.failure import AGAIN, Exit, Failure, FailureError
+from meshwright.runtime.files import replace_file, replace_json
 from meshwright.runtime.heartbeat import PHASES
 from meshwright.runtime.records import EventRecord, StepRecord
+from meshwright.spec.plan import Plan
 from meshwright.train.heartbeat import SECONDS, Heartbeat
 from meshwright.train.log import Recorder
-from meshwright.train.replica_check import ReplicaCheck, Replicas
 from meshwright.train.state import State
 from meshwright.train.step import losses
 from meshwright.train.world import world_group
 
 NONE = -1
+# Spikes. The scale is that of the median absolute deviation to the standard deviation, for a normal distribution.
+SCALE = 1.4826
+WINDOW, ENOUGH = 64, 16  # steps that are looked back on; fewer than enough say nothing
+# The least spread that is believed. A loss on a plateau deviates by less than it may jump for no reason; norms, as
+# logarithms, jump more.
+LEAST_LOSS_SHARE, LEAST_LOG_NORM = 0.02, 0.35
+# Stragglers.
+EVERY = 5  # steps between two looks
+IN_A_ROW = 3  # looks that must agree: a burst of five steps is over before the third
+LEAST_SECONDS = 0.5  # a look over less would see only chance
+NOISE = 2.5  # deviations of sampled time that are chance
+STEP_PHASES = ("data", "forward", "backward", "optimizer")
+# Replicas.
+WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}  # by bytes of an element
+PAIR = 2
+CLEARLY = 4.0  # times as far from the truth as the other: nearer ones may be where the disturbance has led them
 
 
 class Culprit(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,15 +74,17 @@ class Culprit(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+@torch.no_grad()
 def culprit(run: Run, state: State, mesh: Mesh, step: int, folder: Path) -> Culprit:
     """Compute the step's losses again, one microbatch at a time. All ranks must ask; healthy steps never do."""
     parameter = first_parameter(state)
     microbatches = state.loader.take(step - 1).microbatches
     bad = NONE
     if run.plan.pp == 1:  # under a pipeline a microbatch has no rank of its own
-        found = [number for number, batch in enumerate(microbatches) if not _finite(run, state, mesh, batch)]
+        loss_of = partial(losses, state.chunks[0], run.plan, mesh, torch.ones((), device=mesh.device))
+        found = [number for number, batch in enumerate(microbatches) if not loss_of(batch)[1].isfinite().item()]
         bad = found[0] if found else NONE
-    samples = _samples(microbatches[bad], run) if bad != NONE else ()
+    samples = tuple((microbatches[bad].index[:, 0] // run.sequence).tolist()) if bad != NONE else ()
     first, last = (samples[0], samples[-1]) if samples else (NONE, NONE)
     row = torch.tensor([[bad, first, last]], dtype=torch.int64, device=mesh.device)
     rows = join(row, 0, world_group()).tolist() if mesh.world > 1 else row.tolist()
@@ -85,7 +111,7 @@ def save(culprit: Culprit, batch: Batch, folder: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     tensors = {"tokens": batch.tokens.cpu().contiguous(), "targets": batch.targets.cpu().contiguous()}
     replace_file(file, safetensors.torch.save(tensors))
-    file.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(culprit)) + b"\n")
+    replace_json(file.with_suffix(".json"), culprit)
 
 
 def first_parameter(state: State) -> str:
@@ -97,26 +123,8 @@ def first_parameter(state: State) -> str:
     return ""
 
 
-@torch.no_grad()
-def _finite(run: Run, state: State, mesh: Mesh, batch: Batch) -> bool:
-    weight = torch.ones((), device=mesh.device)
-    _, loss = losses(state.chunks[0], run.plan, mesh, weight, batch)
-    return bool(loss.isfinite().item())
-
-
-def _samples(batch: Batch, run: Run) -> tuple[int, ...]:
-    return tuple((batch.index[:, 0] // run.sequence).tolist())
-
-
 def _file(folder: Path, step: int, rank: int) -> Path:
     return folder / "faults" / f"not-finite-step{step}-rank{rank}.safetensors"
-
-
-SCALE = 1.4826  # of the median absolute deviation to the standard deviation, for a normal distribution
-WINDOW, ENOUGH = 64, 16  # steps that are looked back on; fewer than enough say nothing
-# The least spread that is believed. A loss on a plateau deviates by less than it may jump for no reason; norms, as
-# logarithms, jump more.
-LEAST_LOSS_SHARE, LEAST_LOG_NORM = 0.02, 0.35
 
 
 class Spikes:
@@ -154,13 +162,6 @@ def robust_z(values: list[float], new: float, least: float) -> float:
     return (new - middle) / max(spread, least)
 
 
-EVERY = 5  # steps between two looks
-IN_A_ROW = 3  # looks that must agree: a burst of five steps is over before the third
-LEAST_SECONDS = 0.5  # a look over less would see only chance
-NOISE = 2.5  # deviations of sampled time that are chance
-STEP_PHASES = ("data", "forward", "backward", "optimizer")
-
-
 class Straggler(msgspec.Struct, frozen=True, kw_only=True):
     """One rank that holds up the others."""
 
@@ -193,22 +194,19 @@ class Stragglers:
             return None
         spent = self.heart.spent()
         mine = [[new - old for new, old in zip(*pair, strict=True)] for pair in zip(spent, self.before, strict=True)]
-        work, elapsed = self._gathered(mine)
+        row = torch.tensor([*mine[0], sum(map(sum, mine))], dtype=torch.float64, device=self.mesh.device)
+        rows = join(row[None], 0, world_group()).tolist()
+        elapsed = min(one[-1] for one in rows)
         if elapsed < LEAST_SECONDS:
             return None  # look again when there is more to see
         self.before = spent
-        found = straggler(work, elapsed, self.limit)
+        found = straggler([one[:-1] for one in rows], elapsed, self.limit)
         self.suspects.append(found.rank if found is not None else None)
         if found is None or self.suspects.count(found.rank) < IN_A_ROW:
             self.named = self.named if found is not None else None
             return None
-        told, self.named = self.named == found.rank, found.rank
-        return None if told else found  # once, until it has caught up
-
-    def _gathered(self, mine: list[list[float]]) -> tuple[list[list[float]], float]:
-        row = torch.tensor([*mine[0], sum(map(sum, mine))], dtype=torch.float64, device=self.mesh.device)
-        rows = join(row[None], 0, world_group()).tolist()
-        return [one[:-1] for one in rows], min(one[-1] for one in rows)
+        is_known, self.named = self.named == found.rank, found.rank
+        return None if is_known else found  # once, until it has caught up
 
 
 def straggler(work: list[list[float]], elapsed: float, limit: float) -> Straggler | None:
@@ -226,6 +224,170 @@ def straggler(work: list[list[float]], elapsed: float, limit: float) -> Straggle
     return Straggler(
         rank=rank, phase=PHASES[worst], ratio=totals[rank] / max(usual, SECONDS), cost=min(excess / elapsed, 1.0)
     )
+
+
+class Replicas:
+    """Compares the weights and moments of the replicas every so many steps."""
+
+    def __init__(self, every: int, state: State, mesh: Mesh) -> None:
+        self.every = every
+        self.state = state
+        self.mesh = mesh
+        self.group = mesh.dense["replicate"].get_group()
+        self.equal_at = state.step
+
+    def look(self, step: int) -> None:
+        """Raise when they differ. All ranks must ask at the same steps."""
+        if not self.every or step % self.every or self.group.size() == 1:
+            return
+        sums = torch.stack([bit_sum(tensor) for tensor in compared(self.state)])
+        rows = join(sums[None].to(self.mesh.device), 0, self.group).tolist()
+        if all(row == rows[0] for row in rows):
+            self.equal_at = step
+            return
+        ranks = [dist.get_global_rank(self.group, number) for number in range(self.group.size())]
+        raise FailureError(self._verdict(rows, ranks, step))
+
+    def _verdict(self, rows: list[list[int]], ranks: list[int], step: int) -> Failure:
+        odd = odd_ones(rows)
+        which = [ranks[number] for number in odd]
+        names = [name for chunk in self.state.chunks for name, _ in chunk.named_parameters()]
+        first = first_odd(rows)
+        part = ("weight", "first moment", "second moment")[first // len(names)]
+        who = (
+            f"rank {which[0]} differs from its replicas"
+            if len(which) == 1
+            else f"ranks {' and '.join(map(str, which))} differ"
+        )
+        return Failure(
+            kind="replicas",
+            code=Exit.HARDWARE,
+            what=f"{who}: the {part} of {names[first % len(names)]} is not the same number",
+            where=f"{platform.node()}, seen after step {step}",
+            since=f"after step {self.equal_at}, when all were equal",
+            cause="a bit changed in memory or arithmetic: suspect the device of that rank",
+            remedy="take the device out, and run the same command again; checkpoints in doubt are set aside",
+            good_until=self.equal_at,
+            rank=which[0],
+            step=step,
+        )
+
+
+def compared(state: State) -> list[Tensor]:
+    """What replicas hold alike: the weights, then their first, then their second moments."""
+    optimizer = state.optimizer
+    return [*(local(weight.detach()) for weight in optimizer.weights), *optimizer.first, *optimizer.second]
+
+
+def first_odd(rows: list[list[int]]) -> int:
+    """The first column of several rows whose numbers are not all the same."""
+    return next(number for number, column in enumerate(zip(*rows, strict=True)) if len(set(column)) > 1)
+
+
+def bit_sum(tensor: Tensor) -> Tensor:
+    """A sum that any single changed bit changes: of the elements' bits, as whole numbers that may wrap."""
+    return tensor.contiguous().view(WORDS[tensor.element_size()]).sum(dtype=torch.int64)
+
+
+def odd_ones(rows: list[list[int]]) -> list[int]:
+    """Which of several equal rows are not: those outside the majority; all of them where there is none."""
+    votes = Counter(tuple(row) for row in rows)
+    (usual, most), *_ = votes.most_common()
+    if most * 2 <= len(rows):
+        return list(range(len(rows)))
+    return [number for number, row in enumerate(rows) if tuple(row) != usual]
+
+
+class ReplicaEvidence(msgspec.Struct, frozen=True, kw_only=True):
+    """The first number in which two replicas differed, as one of them had it."""
+
+    plan: Plan  # under another plan a rank holds other parts
+    tensor: int  # of the weights, then the first, then the second moments
+    element: int
+    value: float | None  # None: not finite
+
+
+class ReplicaCheck:
+    """Remembers, over a restart, who held what."""
+
+    def __init__(self, run: Run, state: State, mesh: Mesh, folder: Path) -> None:
+        self.plan = run.plan
+        self.state = state
+        self.rank = mesh.rank
+        self.device = mesh.device
+        self.folder = folder / "faults"
+
+    def look(self, replicas: Replicas, step: int) -> tuple[int | None, str] | None:
+        """Compare the replicas: leave what this rank has if they differ; tell who erred if they once differed here."""
+        pair = replicas.group.size() == PAIR
+        try:
+            replicas.look(step)
+        except FailureError:
+            if pair:
+                self._leave_evidence(replicas.group)
+            raise
+        if not pair or not replicas.every or step % replicas.every:
+            return None
+        return self._recall(dist.get_process_group_ranks(replicas.group))
+
+    def _leave_evidence(self, group: dist.ProcessGroup) -> None:
+        held = compared(self.state)
+        sums = torch.stack([bit_sum(tensor) for tensor in held]).to(self.device)
+        rows = join(sums[None], 0, group).tolist()
+        number = first_odd(rows)
+        element = first_difference(held[number].flatten().to(self.device), group)
+        value = held[number].flatten()[element].item()
+        told = ReplicaEvidence(
+            plan=self.plan, tensor=number, element=element, value=value if math.isfinite(value) else None
+        )
+        self.folder.mkdir(exist_ok=True)
+        replace_file(self._file(self.rank), msgspec.json.encode(told))
+
+    def _recall(self, ranks: list[int]) -> tuple[int | None, str] | None:
+        told = [self._left(rank) for rank in ranks]
+        if any(one is None or one.plan != self.plan for one in told):
+            return None
+        left = [one for one in told if one is not None]
+        truth = compared(self.state)[left[0].tensor].flatten()[left[0].element].item()
+        odd = wrong([one.value for one in left], truth)
+        if odd is None:
+            return None, "made again, this step does not tell which of the replicas that differed was wrong"
+        return ranks[odd], (
+            f"made again, this step shows that rank {ranks[odd]} was wrong: it had {_shown(left[odd])} where "
+            f"rank {ranks[1 - odd]} had {_shown(left[1 - odd])} and both have {truth:.9g} now"
+        )
+
+    def _left(self, rank: int) -> ReplicaEvidence | None:
+        """What a rank left at this very step."""
+        try:
+            return msgspec.json.decode(self._file(rank).read_bytes(), type=ReplicaEvidence)
+        except (OSError, msgspec.DecodeError):
+            return None
+
+    def _file(self, rank: int) -> Path:
+        return self.folder / f"replicas-step{self.state.step}-rank{rank}.json"
+
+
+def wrong(values: list[float | None], truth: float) -> int | None:
+    """Which of two is clearly further from the truth; None if neither is."""
+    one, other = (math.inf if value is None else abs(value - truth) for value in values)
+    if one > CLEARLY * other:
+        return 0
+    return 1 if other > CLEARLY * one else None
+
+
+def first_difference(flat: Tensor, group: dist.ProcessGroup) -> int:
+    """The first element that is not the same on all ranks, found by halves: sums travel, not the tensor."""
+    begin, end = 0, len(flat)
+    while end - begin > 1:
+        middle = (begin + end) // 2
+        sums = join(bit_sum(flat[begin:middle])[None], 0, group).tolist()
+        begin, end = (middle, end) if len(set(sums)) == 1 else (begin, middle)
+    return begin
+
+
+def _shown(one: ReplicaEvidence) -> str:
+    return "no number" if one.value is None else f"{one.value:.9g}"
 
 
 class FaultWatch:
@@ -258,33 +420,33 @@ class FaultWatch:
             self._tell("spike", record.step, words)
         if found := self.stragglers.look(record.step):
             self._tell("straggler", record.step, str(found), found.rank)
-        if told := self.replica_check.look(self.replicas, record.step):
-            self._tell("replicas", record.step, told[1], told[0])
+        if seen := self.replica_check.look(self.replicas, record.step):
+            self._tell("replicas", record.step, seen[1], seen[0])
 
     def _not_finite(self, record: StepRecord) -> None:
         """The first of a row is looked into; too long a row ends the run."""
         self.streak += 1
-        text = "the gradient is not finite again"
-        rank = None
+        step, limit, folder = record.step, self.run.faults.not_finite, self.recorder.folder
+        text, rank = "the gradient is not finite again", None
         if self.streak == 1:
-            found = culprit(self.run, self.state, self.mesh, record.step, self.recorder.folder)
+            found = culprit(self.run, self.state, self.mesh, step, folder)
             text, rank = str(found), found.rank
-        self._tell("not-finite", record.step, text, rank)
-        if self.streak > self.run.faults.not_finite:
-            raise FailureError(self._verdict(record.step, text, rank))
-
-    def _verdict(self, step: int, text: str, rank: int | None) -> Failure:
-        return Failure(
-            kind="not-finite",
-            code=Exit.NOT_FINITE,
-            what=f"{self.streak} gradients in a row were not finite (faults.not_finite = {self.run.faults.not_finite})",
-            where=text,
-            since=f"step {step - self.streak + 1}",
-            cause="a learning rate too high, a damaged weight, or data that the model cannot take",
-            remedy="lower optim.lr or fix the data; run the same command again to resume from the newest checkpoint",
-            details=str(self.recorder.folder / "faults"),
-            rank=rank,
-            step=step,
+        self._tell("not-finite", step, text, rank)
+        if self.streak <= limit:
+            return
+        raise FailureError(
+            Failure(
+                kind="not-finite",
+                code=Exit.NOT_FINITE,
+                what=f"{self.streak} gradients in a row were not finite (faults.not_finite = {limit})",
+                where=text,
+                since=f"step {step - self.streak + 1}",
+                cause="a learning rate too high, a damaged weight, or data that the model cannot take",
+                remedy=f"lower optim.lr or fix the data; {AGAIN}",
+                details=str(folder / "faults"),
+                rank=rank,
+                step=step,
+            )
         )
 
     def _tell(self, what: str, step: int, text: str, rank: int | None = None) -> None:

@@ -13,13 +13,12 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import msgspec
 import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 
-from meshwright.runtime import hang
 from meshwright.runtime import heartbeat as beats
 from meshwright.runtime.failure import Exit
 from meshwright.runtime.heartbeat import MOST_GROUPS, PHASES, Beat, PhaseTable
@@ -36,12 +35,14 @@ class Heartbeat:
         self.table = table
         beats.phase_file(folder, rank).write_bytes(msgspec.json.encode(table))  # its readers wait for the first beat
         self.memory = _memory(folder / f"rank{rank}.beat")
-        self.stack = _stack_on_signal(folder / f"rank{rank}.stack")
+        # A signal writes the stacks to a file. Its handler runs below Python: it works while the lock is held.
+        self.stack = open(folder / f"rank{rank}.stack", "w")  # noqa: SIM115 - open until the process ends
+        faulthandler.register(STACK_SIGNAL, file=self.stack, all_threads=True)
         now = time.monotonic()
         self.beat = Beat(pid=os.getpid(), tick=now, moved=now)
         self.work, self.wait = [0.0] * len(PHASES), [0.0] * len(PHASES)
         self.main = threading.get_ident()
-        self.before: list[hang.Frame] = []
+        self.before: list[beats.Frame] = []
         self.site = ("", 0)
         self.known: set[tuple[str, int]] = set()  # lines that the main thread was at, and left again
         self.step, self.steps_here, self.restored = 0, 0, -1
@@ -61,15 +62,9 @@ class Heartbeat:
         self.step = step
         self.steps_here += 1
         self.step_ends_ns.append(time.time_ns())
-        self._publish(
-            msgspec.structs.replace(
-                self.beat,
-                step=step,
-                restored=self.restored,
-                steps_here=self.steps_here,
-                counts=collectives() or self.beat.counts,
-            )
-        )
+        counts = collectives() or self.beat.counts
+        here = {"step": step, "restored": self.restored, "steps_here": self.steps_here, "counts": counts}
+        self._publish(msgspec.structs.replace(self.beat, **here))
 
     def looked(self) -> None:
         """A validation loss was taken: its collectives belong to the step before, not to the next."""
@@ -99,8 +94,8 @@ class Heartbeat:
         self.memory[: len(packed)] = packed
 
     def _look(self) -> Beat:
-        stack = hang.of(sys._current_frames().get(self.main))
-        seen = hang.doing(stack, self.table, self.beat.phase)
+        stack = beats.stack_of(sys._current_frames().get(self.main))
+        seen = beats.doing(stack, self.table, self.beat.phase)
         waiting = seen.waiting or (seen.phase == "backward" and self._device_thread_waits())
         last, now = self.beat, time.monotonic()
         counts = collectives() or last.counts
@@ -108,7 +103,11 @@ class Heartbeat:
         if progress and seen.site != self.site:
             self.known.add(self.site)
         self.before, self.site = stack, seen.site
-        self._spend(PHASES.index(seen.phase), waiting, now - last.tick)
+        # A look that came late was held up by the rank itself: it was stopped, or at work under Python's lock.
+        phase, seconds = PHASES.index(seen.phase), now - last.tick
+        waited = min(seconds, 2 * SECONDS) if waiting else 0.0
+        self.wait[phase] += waited
+        self.work[phase] += seconds - waited
         self.beat = msgspec.structs.replace(
             last,
             tick=now,
@@ -123,16 +122,10 @@ class Heartbeat:
         )
         return self.beat
 
-    def _spend(self, phase: int, waiting: bool, seconds: float) -> None:
-        """A look that came late was held up by the rank itself: it was stopped, or at work under Python's lock."""
-        waited = min(seconds, 2 * SECONDS) if waiting else 0.0
-        self.wait[phase] += waited
-        self.work[phase] += seconds - waited
-
     def _device_thread_waits(self) -> bool:
         """A GPU's backward runs in a thread of autograd's own, and so do the collectives in it."""
         others = [frame for number, frame in sys._current_frames().items() if number != self.main]
-        return any(hang.is_waiting(hang.of(frame), self.table) for frame in others)
+        return any(beats.is_waiting(beats.stack_of(frame), self.table) for frame in others)
 
 
 def collectives() -> tuple[int, ...]:
@@ -157,17 +150,6 @@ def _memory(file: Path) -> mmap.mmap:
     return memory
 
 
-def _stack_on_signal(file: Path) -> TextIO:
-    """Let a signal write the stacks to a file. The handler runs below Python: it works while the lock is held."""
-    stack = open(file, "w")  # noqa: SIM115 - open until the process ends
-    faulthandler.register(STACK_SIGNAL, file=stack, all_threads=True)
-    return stack
-
-
-# What matters of an operation: its name, its group, and the sizes it sends and gets.
-Operation = tuple[str, str, str, str]
-
-
 class RecorderEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One line of the recorder, as far as it is used."""
 
@@ -178,7 +160,8 @@ class RecorderEntry(msgspec.Struct, frozen=True, kw_only=True):
     time_created_ns: int
 
     @property
-    def operation(self) -> Operation:
+    def operation(self) -> tuple[str, str, str, str]:
+        """What matters of it: its name, its group, and the sizes it sends and gets."""
         return self.profiling_name, self.process_group[0], str(self.input_sizes), str(self.output_sizes)
 
 

@@ -23,7 +23,7 @@ from meshwright.parallel.mesh import Mesh, local
 from meshwright.train.state import State
 
 FOREVER = 1e6  # seconds
-Act = Callable[[], None]
+Act = Callable[[], object]
 
 
 class Injection(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +55,7 @@ def inject(words: str, run: Run, state: State, mesh: Mesh) -> None:
 
 def when(injection: Injection, state: State, act: Act) -> None:
     """Act once, in the phase and step of the injection."""
-    once = _once(lambda: state.step + 1 >= injection.step, act)
+    once = _once(injection, state, act)
     match injection.phase:
         case "start":
             act()
@@ -77,11 +77,11 @@ def when(injection: Injection, state: State, act: Act) -> None:
             raise ValueError(f"no fault can be injected in {other}")
 
 
-def _once(due: Callable[[], bool], act: Act) -> Act:
+def _once(injection: Injection, state: State, act: Act) -> Act:
     done = threading.Event()
 
     def once() -> None:
-        if due() and not done.is_set():
+        if state.step + 1 >= injection.step and not done.is_set():
             done.set()
             act()
 
@@ -91,9 +91,9 @@ def _once(due: Callable[[], bool], act: Act) -> Act:
 def _before(owner: Any, name: str, act: Act) -> None:
     original = getattr(owner, name)
 
-    def both(*arguments: Any, **named: Any) -> Any:
+    def both(*args: Any, **kwargs: Any) -> Any:
         act()
-        return original(*arguments, **named)
+        return original(*args, **kwargs)
 
     setattr(owner, name, both)
 
@@ -104,32 +104,36 @@ def _on_gradient(output: Any, act: Act) -> None:
         first.register_hook(lambda gradient: act())
 
 
-def _does(act: Act) -> Callable[[Injection, Run, State, Mesh], None]:
-    return lambda injection, run, state, mesh: when(injection, state, act)
+def _does(act: Callable[[State, Mesh], object]) -> Callable[[Injection, Run, State, Mesh], None]:
+    return lambda injection, run, state, mesh: when(injection, state, lambda: act(state, mesh))
 
 
-def _fail(error: Exception) -> Act:
-    def act() -> None:
+def _signal(number: signal.Signals) -> Callable[[Injection, Run, State, Mesh], None]:
+    return _does(lambda state, mesh: os.kill(os.getpid(), number))
+
+
+def _sleep(seconds: float) -> Callable[[Injection, Run, State, Mesh], None]:
+    return _does(lambda state, mesh: time.sleep(seconds))
+
+
+def _fail(error: Exception) -> Callable[[Injection, Run, State, Mesh], None]:
+    def act(state: State, mesh: Mesh) -> None:
         raise error
 
-    return act
+    return _does(act)
 
 
-def _hold_lock() -> None:
+def _hold_lock(state: State, mesh: Mesh) -> None:
     """Sleep in native code without letting go of Python's lock."""
     library = ctypes.PyDLL(None)
     while True:
         library.usleep(3_000_000_000)
 
 
-def _block_worker(injection: Injection, run: Run, state: State, mesh: Mesh) -> None:
+def _block_worker(state: State, mesh: Mesh) -> None:
     """The loader's thread waits for what never comes; what it had read ahead is used up first."""
-
-    def act() -> None:
-        state.loader.reader.submit(threading.Event().wait)
-        state.loader.ahead.clear()
-
-    when(injection, state, act)
+    state.loader.reader.submit(threading.Event().wait)
+    state.loader.ahead.clear()
 
 
 def _cut(injection: Injection, run: Run, state: State, mesh: Mesh) -> None:
@@ -149,22 +153,18 @@ def _skip(injection: Injection, run: Run, state: State, mesh: Mesh) -> None:
     """Leave out one collective that the others take part in."""
     original, done = dist.all_reduce, threading.Event()
 
-    def all_reduce(*arguments: Any, **named: Any) -> Any:
+    def all_reduce(*args: Any, **kwargs: Any) -> Any:
         if state.step + 1 >= injection.step and not done.is_set():
             done.set()
             return None
-        return original(*arguments, **named)
+        return original(*args, **kwargs)
 
     dist.all_reduce = all_reduce
 
 
-def _cross(injection: Injection, run: Run, state: State, mesh: Mesh) -> None:
+def _cross(state: State, mesh: Mesh) -> None:
     """Be in a collective that nobody else is in."""
-
-    def act() -> None:
-        dist.broadcast(torch.zeros(8, device=mesh.device), src=0)
-
-    when(injection, state, act)
+    dist.broadcast(torch.zeros(8, device=mesh.device), src=0)
 
 
 def _poison(factor: float) -> Callable[[Injection, Run, State, Mesh], None]:
@@ -174,11 +174,11 @@ def _poison(factor: float) -> Callable[[Injection, Run, State, Mesh], None]:
         sample = (injection.step - 1) * run.batch + state.loader.mine.start
         hot = threading.Event()
 
-        def before(module: nn.Module, arguments: Any, named: dict[str, Any]) -> None:
-            there = (named["index"][:, 0] // run.sequence == sample).any().item()
+        def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            there = (kwargs["index"][:, 0] // run.sequence == sample).any().item()
             hot.set() if there and module.training else hot.clear()
 
-        def after(module: nn.Module, arguments: Any, output: Any) -> Any:
+        def after(module: nn.Module, args: Any, output: Any) -> Any:
             if not hot.is_set():
                 return output
             return tuple(one * factor for one in output) if isinstance(output, tuple) else output * factor
@@ -189,25 +189,21 @@ def _poison(factor: float) -> Callable[[Injection, Run, State, Mesh], None]:
     return arrange
 
 
-def _flip(injection: Injection, run: Run, state: State, mesh: Mesh) -> None:
+def _flip(state: State, mesh: Mesh) -> None:
     """One bit of one weight of this rank."""
-
-    def act() -> None:
-        weight = local(state.optimizer.weights[0].detach()).flatten()
-        bits = weight[:1].view(torch.uint8)
-        bits[2] ^= 0x40
-
-    when(injection, state, act)
+    weight = local(state.optimizer.weights[0].detach()).flatten()
+    bits = weight[:1].view(torch.uint8)
+    bits[2] ^= 0x40
 
 
 def _slow(injection: Injection, run: Run, state: State, mesh: Mesh) -> None:
     """Several times as slow from that step on: each forward is followed by as long a sleep."""
     began = [0.0]
 
-    def before(module: nn.Module, arguments: Any) -> None:
+    def before(module: nn.Module, args: Any) -> None:
         began[0] = time.perf_counter()
 
-    def after(module: nn.Module, arguments: Any, output: Any) -> None:
+    def after(module: nn.Module, args: Any, output: Any) -> None:
         if state.step + 1 >= injection.step:
             time.sleep(max(3 * (time.perf_counter() - began[0]), 0.1))
 
@@ -216,21 +212,21 @@ def _slow(injection: Injection, run: Run, state: State, mesh: Mesh) -> None:
 
 
 KINDS: dict[str, Callable[[Injection, Run, State, Mesh], None]] = {
-    "kill": _does(lambda: os.kill(os.getpid(), signal.SIGKILL)),
+    "kill": _signal(signal.SIGKILL),
     "cut": _cut,
-    "term": _does(lambda: os.kill(os.getpid(), signal.SIGTERM)),
-    "hang": _does(lambda: os.kill(os.getpid(), signal.SIGSTOP)),
-    "sleep": _does(lambda: time.sleep(FOREVER)),
+    "term": _signal(signal.SIGTERM),
+    "hang": _signal(signal.SIGSTOP),
+    "sleep": _sleep(FOREVER),
     "lock": _does(_hold_lock),
-    "data": _block_worker,
+    "data": _does(_block_worker),
     "skip": _skip,
-    "cross": _cross,
+    "cross": _does(_cross),
     "nan": _poison(float("nan")),
     "inf": _poison(float("inf")),
     "spike": _poison(1000.0),
-    "flip": _flip,
+    "flip": _does(_flip),
     "slow": _slow,
-    "pause": _does(lambda: time.sleep(20.0)),  # slow, not hung: a save, or a first step
-    "error": _does(_fail(RuntimeError("injected"))),
-    "memory": _does(_fail(torch.OutOfMemoryError("injected: tried to allocate 1 TiB"))),
+    "pause": _sleep(20.0),  # slow, not hung: a save, or a first step
+    "error": _fail(RuntimeError("injected")),
+    "memory": _fail(torch.OutOfMemoryError("injected: tried to allocate 1 TiB")),
 }

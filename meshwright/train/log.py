@@ -1,6 +1,7 @@
 """Results become records: JSON lines on disk are the truth, screens and trackers are their readers."""
 
 import contextlib
+import importlib
 import os
 import queue
 import resource
@@ -10,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -35,6 +37,11 @@ from meshwright.runtime.records import (
 )
 from meshwright.spec.units import GIB
 from meshwright.train.loop import EvalResult, StepResult
+
+MOST_PENDING = 2  # steps whose numbers may still be on their way from the device
+LONGEST_QUEUE = 10_000  # records a slow tracker may lag behind; later ones are dropped for it, never for the file
+LAST_SECONDS = 10.0  # a tracker may take at the end
+Curve = StepRecord | EvalRecord  # what a tracker plots
 
 
 class RecordFile:
@@ -68,20 +75,9 @@ class RecordFile:
         self.stream.close()
 
 
-class Screen(Protocol):
-    """Somewhere to say things."""
-
-    def say(self, text: str) -> None: ...
-    def step(self, record: StepRecord, steps: int, peak_flops_per_second: float | None) -> None: ...
-    def held(self, record: EvalRecord) -> None: ...
-    def close(self) -> None: ...
-
-
-def screen(stream: TextIO, every: int, quiet: bool = False) -> Screen:
-    """The right screen for a stream."""
-    if quiet:
-        return Silent()
-    return LiveBar(stream, every) if stream.isatty() else PlainLines(stream, every)
+def screen(stream: TextIO, every: int, quiet: bool = False) -> "PlainLines":
+    """The right screen for a stream; ranks other than the first are quiet."""
+    return LiveBar(stream, every) if stream.isatty() and not quiet else PlainLines(stream, every, quiet)
 
 
 def step_line(record: StepRecord, steps: int, peak_flops_per_second: float | None) -> str:
@@ -104,11 +100,6 @@ def step_line(record: StepRecord, steps: int, peak_flops_per_second: float | Non
     return "  ".join(words)
 
 
-def held_line(record: EvalRecord) -> str:
-    """One validation loss."""
-    return f"validation loss {record.loss:.4f} after step {record.step}"
-
-
 def humane_flops(flops_per_second: float) -> str:
     """A rate in the unit that keeps it between 1 and 1000."""
     for unit, size in (("PFLOP/s", 1e15), ("TFLOP/s", 1e12)):
@@ -117,29 +108,13 @@ def humane_flops(flops_per_second: float) -> str:
     return f"{flops_per_second / 1e9:.1f} GFLOP/s"
 
 
-class Silent:
-    """Ranks other than the first."""
-
-    def say(self, text: str) -> None:
-        pass
-
-    def step(self, record: StepRecord, steps: int, peak_flops_per_second: float | None) -> None:
-        pass
-
-    def held(self, record: EvalRecord) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
 class PlainLines:
     """One plain line now and then, for pipes and logs."""
 
-    def __init__(self, stream: TextIO, every: int) -> None:
+    def __init__(self, stream: TextIO, every: int, unheard: bool = False) -> None:
         self.stream = stream
         self.every = every
-        self.unheard = False
+        self.unheard = unheard
 
     def say(self, text: str) -> None:
         self._tell(lambda: print(text, file=self.stream, flush=True))
@@ -149,7 +124,7 @@ class PlainLines:
             self.say(step_line(record, steps, peak_flops_per_second))
 
     def held(self, record: EvalRecord) -> None:
-        self.say(held_line(record))
+        self.say(f"validation loss {record.loss:.4f} after step {record.step}")
 
     def close(self) -> None:
         self._tell(self.stream.flush)
@@ -207,12 +182,6 @@ def default_stream(machine: bool) -> TextIO:
     return sys.stderr if machine else sys.stdout
 
 
-LONGEST_QUEUE = 10_000  # records a slow tracker may lag behind; later ones are dropped for it, never for the file
-LAST_SECONDS = 10.0  # a tracker may take at the end
-
-Measured = StepRecord | EvalRecord  # what has curves
-
-
 class Tracker(Protocol):
     """What a tracker must be able to do."""
 
@@ -226,11 +195,11 @@ class Writer:
     def __init__(self, name: str, run: Run, folder: Path, say: Callable[[str], None]) -> None:
         self.name = name
         self.say = say
-        self.records: queue.Queue[Measured | None] = queue.Queue(LONGEST_QUEUE)
+        self.records: queue.Queue[Curve | None] = queue.Queue(LONGEST_QUEUE)
         self.thread = threading.Thread(target=self._serve, args=(run, folder), name=f"writer-{name}", daemon=True)
         self.thread.start()
 
-    def write(self, record: Measured) -> None:
+    def write(self, record: Curve) -> None:
         """Hand over a record; never waits."""
         with contextlib.suppress(queue.Full):
             self.records.put_nowait(record)
@@ -251,7 +220,7 @@ class Writer:
             self.say(f"{self.name} stopped: {type(error).__name__}: {error}. Training continues; records are on disk.")
 
 
-def numbers(record: Measured) -> dict[str, float]:
+def numbers(record: Curve) -> dict[str, float]:
     """What of a record is worth a curve."""
     if isinstance(record, EvalRecord):
         return {"held_out_loss": record.loss}
@@ -278,10 +247,10 @@ class TensorBoard:
 
 
 class Wandb:
-    """W&B, and Trackio, which speaks the same words."""
+    """W&B, and Trackio, which has the same functions."""
 
-    def __init__(self, module: Any, run: Run) -> None:
-        self.module = module
+    def __init__(self, module: str, run: Run, folder: Path) -> None:
+        self.module = importlib.import_module(module)
         self.module.init(project="meshwright", name=run.name, config=msgspec.to_builtins(run))
 
     def log(self, values: dict[str, float], step: int) -> None:
@@ -291,26 +260,11 @@ class Wandb:
         self.module.finish()
 
 
-def _wandb(run: Run, folder: Path) -> Tracker:
-    import wandb  # pyright: ignore[reportMissingImports]
-
-    return Wandb(wandb, run)
-
-
-def _trackio(run: Run, folder: Path) -> Tracker:
-    import trackio  # pyright: ignore[reportMissingImports]
-
-    return Wandb(trackio, run)
-
-
 TRACKERS: dict[str, Callable[[Run, Path], Tracker]] = {
     "tensorboard": TensorBoard,
-    "wandb": _wandb,
-    "trackio": _trackio,
+    "wandb": partial(Wandb, "wandb"),
+    "trackio": partial(Wandb, "trackio"),
 }
-
-
-MOST_PENDING = 2  # steps whose numbers may still be on their way from the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,12 +276,6 @@ class Pending:
     ready: torch.cuda.Event | None
     at: float
 
-    def seconds_since(self, earlier: "Pending | None", began: float) -> float:
-        """Between two steps: by the device's clock where the device works on its own."""
-        if earlier is not None and self.ready is not None and earlier.ready is not None:
-            return earlier.ready.elapsed_time(self.ready) / 1000
-        return self.at - (earlier.at if earlier else began)
-
 
 @dataclass
 class Recorder:
@@ -336,7 +284,7 @@ class Recorder:
     run: Run
     mesh: Mesh
     folder: Path
-    screen: Screen
+    screen: PlainLines
     writers: Sequence[Writer] = ()
     pending: deque[Pending] = field(default_factory=deque)
     records: list[StepRecord] = field(default_factory=list)
@@ -354,13 +302,23 @@ class Recorder:
 
     def add(self, result: StepResult | EvalResult) -> None:
         """Take a result; write the steps that have arrived."""
-        if isinstance(result, EvalResult):
-            self._write_arrived(all_of_them=True)
-            self._write_held(result)
-        else:
+        if isinstance(result, StepResult):
             self.pending.append(_fetch(result))
             self.added = result.step
             self._write_arrived()
+            return
+        self._write_arrived(all_of_them=True)
+        self.last_held = EvalRecord(
+            step=result.step,
+            loss=result.loss.item(),
+            tokens=result.tokens,
+            seconds=result.seconds,
+            at=time.monotonic(),
+        )
+        self._keep(self.last_held)
+        self.screen.held(self.last_held)
+        self.earlier = None  # the next step's clock starts after the validation loss
+        self.began = time.perf_counter()
 
     def begin(self, attempt: AttemptRecord) -> None:
         """The ranks stand ready."""
@@ -390,30 +348,14 @@ class Recorder:
             writer.close()
 
     def _write_arrived(self, all_of_them: bool = False) -> None:
-        while self.pending and (all_of_them or self._has_arrived(self.pending[0])):
-            self._write(self.pending.popleft())
-
-    def _has_arrived(self, step: Pending) -> bool:
-        return step.ready is None or step.ready.query() or len(self.pending) > MOST_PENDING
-
-    def _write(self, step: Pending) -> None:
-        if step.ready is not None:
-            step.ready.synchronize()  # of that step only; later ones go on
-        record = self._record(step)
-        self.earlier = step
-        self.records.append(record)
-        self._keep(record)
-        self.screen.step(record, self.run.steps, self.peak)
-
-    def _write_held(self, result: EvalResult) -> None:
-        loss = result.loss.item()
-        self.last_held = EvalRecord(
-            step=result.step, loss=loss, tokens=result.tokens, seconds=result.seconds, at=time.monotonic()
-        )
-        self._keep(self.last_held)
-        self.screen.held(self.last_held)
-        self.earlier = None  # the next step's clock starts after the validation loss
-        self.began = time.perf_counter()
+        while self.pending:
+            ready = self.pending[0].ready
+            if not (all_of_them or ready is None or ready.query() or len(self.pending) > MOST_PENDING):
+                return
+            record = self._record(self.pending.popleft())
+            self.records.append(record)
+            self._keep(record)
+            self.screen.step(record, self.run.steps, self.peak)
 
     def _keep(self, record: Record) -> None:
         """On disk before anybody is told."""
@@ -424,15 +366,21 @@ class Recorder:
                 writer.write(record)
 
     def _record(self, step: Pending) -> StepRecord:
+        if step.ready is not None:
+            step.ready.synchronize()  # of that step only; later ones continue
         loss, norm, finite, loss_scale, balance = step.numbers.tolist()
-        result = step.result
+        result, earlier, self.earlier = step.result, self.earlier, step
+        if earlier is not None and step.ready is not None and earlier.ready is not None:
+            seconds = earlier.ready.elapsed_time(step.ready) / 1000  # by the device's clock: it works on its own
+        else:
+            seconds = step.at - (earlier.at if earlier else self.began)
         return StepRecord(
             step=result.step,
             loss=loss,
             norm=norm,
             rate=result.rate,
             tokens=result.tokens,
-            seconds=step.seconds_since(self.earlier, self.began),
+            seconds=seconds,
             data_seconds=result.wait_seconds,
             memory_bytes=peak_bytes(self.mesh.device),
             flops=self.flops,

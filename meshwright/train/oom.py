@@ -137,7 +137,13 @@ def changes(question: Question, run: Run) -> list[FittingChange]:
     one = _beside(question, run.plan)
     fitting = _fitting(question, one)
     if len(fitting) < WANTED:
-        fitting += _fitting(question, _further(question, run.plan, one))
+        two = {
+            further: f"{change} and {second}"
+            for first, change in one.items()
+            for further, second in _beside(question, first).items()
+            if further not in one and further != run.plan
+        }
+        fitting += _fitting(question, two)
     return [
         FittingChange(change=change, peak_bytes=found.peak_bytes, cost=found.price.seconds / now)
         for change, found in fitting[:WANTED]
@@ -157,16 +163,6 @@ def _beside(question: Question, plan: Plan) -> dict[Plan, str]:
         if each.plan is not None and fit_of(question.job(each.plan)).fits:
             return beside | {each.plan: each.change}
     return beside
-
-
-def _further(question: Question, plan: Plan, beside: Mapping[Plan, str]) -> dict[Plan, str]:
-    """Plans with two things changed."""
-    return {
-        further: f"{change} and {second}"
-        for first, change in beside.items()
-        for further, second in _beside(question, first).items()
-        if further not in beside and further != plan
-    }
 
 
 def _bytes(tensors: list[Tensor]) -> int:

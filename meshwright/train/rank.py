@@ -1,6 +1,7 @@
-"""One rank of a run, from meeting the others to the last file."""
+"""One rank of a run: from meeting the others to the last file, or to the report of what failed."""
 
 import hashlib
+import importlib
 import platform
 import time
 import traceback
@@ -13,12 +14,12 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from meshwright import __version__, checkpoint, data, optim
 from meshwright.checkpoint import read
 from meshwright.checkpoint.model_folder import save_native
 from meshwright.checkpoint.storage import CorruptError
+from meshwright.config.load import load
 from meshwright.config.run import Run
 from meshwright.cost import goodput
 from meshwright.data.prepare import Corpus, prepare
@@ -26,11 +27,12 @@ from meshwright.data.shards import Tokens
 from meshwright.parallel import compile, context, deterministic, fused_kernels
 from meshwright.parallel.mesh import Mesh
 from meshwright.runtime import failure
-from meshwright.runtime.failure import Exit, Failure, FailureError, Kind, is_broken, of_code
-from meshwright.runtime.files import replace_file
+from meshwright.runtime.failure import Exit, Failure, FailureError, Kind, is_broken
+from meshwright.runtime.files import replace_json
 from meshwright.runtime.heartbeat import PhaseMark, PhaseTable
 from meshwright.runtime.place import RankSpec
 from meshwright.runtime.records import AttemptRecord, Summary
+from meshwright.runtime.run_folder import write_summary
 from meshwright.spec.params import count
 from meshwright.spec.problem import InputError, Problem
 from meshwright.train import build as building
@@ -40,126 +42,30 @@ from meshwright.train.build import build
 from meshwright.train.faults import FaultWatch
 from meshwright.train.heartbeat import Heartbeat, deviated, recorded
 from meshwright.train.inject import inject
-from meshwright.train.log import Recorder, Screen, Writer, default_stream, peak_bytes, screen
+from meshwright.train.log import PlainLines, Recorder, Writer, default_stream, peak_bytes, screen
 from meshwright.train.loop import StepResult, Stop, train
 from meshwright.train.oom import expected, explaining
-from meshwright.train.sample import continuation
 from meshwright.train.saving import restore
 from meshwright.train.state import State, weights
+from meshwright.train.step import continuation
 from meshwright.train.world import code, world
 
 AGAIN = "fix it and run the same command again to resume from the newest checkpoint"
-
-
-def failure_of(error: Exception, order: RankSpec, step: int, deviated: bool, begun: bool = True) -> Failure:
-    """The failure report of a rank. `step` is −1 until the ranks stand ready; `begun`: they have made one since."""
-    if isinstance(error, FailureError):
-        verdict = error.verdict
-    else:
-        verdict = Failure(kind="error", code=Exit.FAILED, what=_first_line(error))
-        for kind, code, remedy in _known(error, order, begun and step >= 0):
-            verdict = Failure(kind=kind, code=code, what=_first_line(error), remedy=remedy)
-    return msgspec.structs.replace(
-        verdict,
-        # What the user is to put right before the start is no rank's failure.
-        what=verdict.what
-        if isinstance(error, FailureError) or verdict.kind == "input"
-        else f"rank {order.place.rank} failed: {verdict.what}",
-        where=verdict.where or _where(error, step),
-        remedy=verdict.remedy or "see the traceback in the log",
-        details=verdict.details or order.log or order.folder,
-        rank=order.place.rank,
-        step=step if step >= 0 else None,
-        stack=tuple(traceback.format_exception(error)),
-        deviated=deviated,
-        at=time.time(),
-    )
-
-
-def _known(error: Exception, order: RankSpec, begun: bool) -> list[tuple[Kind, int, str]]:
-    """Errors whose meaning is known: their kind, exit code and remedy."""
-    if isinstance(error, CorruptError):
-        return [("corrupt", Exit.CORRUPT, "restore the folder from a copy, or start over with --fresh")]
-    if isinstance(error, torch.OutOfMemoryError):
-        return [("memory", Exit.DOES_NOT_FIT, "use a smaller microbatch, recompute, or more shards")]
-    if isinstance(error, InputError):
-        remedy = "; ".join(problem.remedy for problem in error.problems)
-        if not begun:
-            return [("input", Exit.INPUT, remedy)]
-        return [(of_code(Exit.RESUMABLE), Exit.RESUMABLE, f"{remedy}; then run the same command again to resume")]
-    # Our own launcher sees who it was that left; of somebody else's we know only that a rank is gone.
-    if order.place.launcher != "meshwright" and is_broken(str(error)):
-        return [("killed", Exit.RESUMABLE, AGAIN)]
-    if isinstance(error, OSError) and _in_data(error):
-        return [(of_code(Exit.RESUMABLE), Exit.RESUMABLE, AGAIN)]
-    return []
-
-
-def _in_data(error: Exception) -> bool:
-    frames = traceback.extract_tb(error.__traceback__)
-    return any("/meshwright/data/" in Path(frame.filename).as_posix() for frame in frames)
-
-
-def _first_line(error: Exception) -> str:
-    if isinstance(error, InputError):
-        return "; ".join(problem.text for problem in error.problems)
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
-
-
-def _where(error: Exception, step: int) -> str:
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/meshwright/" in frame.filename]
-    line = f"; {Path(frames[-1].filename).name}:{frames[-1].lineno} {frames[-1].name}" if frames else ""
-    when = f"after step {step}" if step >= 0 else "before the first step"
-    return f"{platform.node()}, {when}{line}"
-
-
-FILE = "data.json"
-WINDOWS, WINDOW = 64, 256  # places that are looked at, and tokens at each
-
-
-class Fact(msgspec.Struct, frozen=True, kw_only=True):
-    """What is remembered of one source."""
-
-    source: str
-    tokens: int
-    digest: str
-
-
-def check(run: Run, corpus: Corpus, folder: Path, writes: bool) -> None:
-    """Refuse data that is not what the run began with; the first attempt remembers it."""
-    here = [fact(one.source, tokens) for one, tokens in zip(run.data.sources, corpus.sources, strict=True)]
-    file = folder / FILE
-    if file.exists():
-        there = msgspec.json.decode(file.read_bytes(), type=list[Fact])
-        if found := differences(there, here):
-            raise InputError(found)
-    elif writes:
-        _write(file, here)
-
-
-def fact(source: str, tokens: Tokens) -> Fact:
-    """How many tokens, and a digest of some of them."""
-    digest = hashlib.sha256()
-    for number in range(WINDOWS):
-        start = number * max(tokens.total - WINDOW, 0) // max(WINDOWS - 1, 1)
-        digest.update(tokens.read(start, min(WINDOW, tokens.total)).tobytes())
-    return Fact(source=source, tokens=tokens.total, digest=digest.hexdigest()[:16])
-
-
-def differences(there: list[Fact], here: list[Fact]) -> list[Problem]:
-    """Sources that have changed."""
-    remedy = "put the data back as it was, or start over with --fresh"
-    return [
-        Problem(f"{new.source} has changed since the run began ({old.tokens} tokens then, {new.tokens} now)", remedy)
-        for old, new in zip(there, here, strict=False)
-        if (old.tokens, old.digest) != (new.tokens, new.digest)
-    ]
-
-
-SUMMARY = "summary.json"
 OPENING = 16  # tokens that a sample without a prompt continues
 SETTLED = 3  # steps after which nothing new should have to be compiled
+FILE = "data.json"  # in the run folder: what the data was when the run began
+WINDOWS, WINDOW = 64, 256  # places of a source that are looked at, and tokens at each
+
+
+def serve_order(order: RankSpec) -> int:
+    """Be the rank of an order, whose run is in a file."""
+    return serve(order, load(Path(order.run)).run)
+
+
+def fetch_rest() -> None:
+    """Import what a rank imports on its way to the first step: forked from here, it need not do so again."""
+    for name in ("torch._dynamo", "torch.fx.experimental.symbolic_shapes", "safetensors.torch", "tokenizers"):
+        importlib.import_module(name)
 
 
 def serve(order: RankSpec, run: Run, machine: bool = False) -> int:
@@ -180,43 +86,11 @@ def serve(order: RankSpec, run: Run, machine: bool = False) -> int:
     if summary is None:
         return Exit.PREEMPTED if stop.saved else Exit.RESUMABLE  # a save that failed lost steps, not the run
     if order.place.rank == 0:
-        _write(Path(order.folder) / SUMMARY, summary)
+        write_summary(Path(order.folder), summary)
     return Exit.DONE
 
 
-def phase_table() -> PhaseTable:
-    """Which frames of a rank's stack mean which phase, for its heartbeat and for whoever asks why it hangs."""
-    return PhaseTable(
-        enclosing=(
-            _mark("eval", loop.evaluate),
-            _mark("end", _finish),
-            _mark("start", building),
-            _mark("start", meeting),
-            _mark("start", read),
-            _mark("save", checkpoint),
-        ),
-        innermost=(
-            PhaseMark("torch/_dynamo/convert_frame.py", "", "compile"),
-            PhaseMark("torch/_inductor/", "", "compile"),
-            _mark("data", data),
-            PhaseMark("torch/autograd/graph.py", "_engine_run_backward", "backward"),
-            _mark("optimizer", optim),
-            _mark("forward", step),
-        ),
-        outermost=(_mark("forward", loop.steps),),
-        waiting=(_mark("", context.arrived)[:2],),
-    )
-
-
-def _mark(phase: str, owner: ModuleType | Callable[..., Any]) -> PhaseMark:
-    """A phase by the code that means it: a package, a module, or one function."""
-    if not isinstance(owner, ModuleType):
-        return PhaseMark(f"{owner.__module__.replace('.', '/')}.py", owner.__name__, phase)
-    is_package = hasattr(owner, "__path__")
-    return PhaseMark(owner.__name__.replace(".", "/") + ("/" if is_package else ".py"), "", phase)
-
-
-def run_rank(run: Run, order: RankSpec, screen: Screen, heart: Heartbeat, stop: Stop) -> Summary | None:
+def run_rank(run: Run, order: RankSpec, screen: PlainLines, heart: Heartbeat, stop: Stop) -> Summary | None:
     """Train to the last step, then leave a model, a sample and a summary; None when stopped before."""
     ours = order.place.launcher == "meshwright"
     corpus = prepare(run, Path(order.cache), (lambda text: None) if ours else screen.say)
@@ -231,10 +105,11 @@ def run_rank(run: Run, order: RankSpec, screen: Screen, heart: Heartbeat, stop: 
         restore(state, run, mesh, folder, screen.say)
         kernels = fused_kernels.chosen(run.plan, mesh.device, state.chunks, state.optimizer.is_one_pass)
         if mesh.rank == 0:
-            _write(folder / "env.json", {**_environment(mesh), "kernels": kernels})
+            replace_json(folder / "env.json", environment(mesh, kernels))
         for line in (*deterministic.described(run.plan, state.chunks), f"kernels: {kernels}"):
             screen.say(line)
-        recorder = Recorder(run, mesh, folder, screen, _writers(run, mesh, folder, screen))
+        trackers = run.log.writers if mesh.rank == 0 else ()
+        recorder = Recorder(run, mesh, folder, screen, [Writer(name, run, folder, screen.say) for name in trackers])
         try:
             with explaining(run, mesh.device, state):
                 _train(state, recorder, order, heart, stop)
@@ -270,20 +145,12 @@ def _train(state: State, recorder: Recorder, order: RankSpec, heart: Heartbeat, 
                 recorder.screen.say(line)
 
 
-def described(mesh: Mesh) -> str:
-    """The devices of a run in words."""
-    name = (
-        torch.cuda.get_device_name(mesh.device)
-        if mesh.device.type == "cuda"
-        else f"CPU ({torch.get_num_threads()} threads)"
-    )
-    return f"{mesh.world} × {name}, {dist.get_backend()}"
-
-
 def _finish(run: Run, state: State, mesh: Mesh, recorder: Recorder, corpus: Corpus) -> Summary:
-    sample = ""
+    sample, loader = "", state.loader
     if run.eval.sample_tokens and corpus.tokenizer is not None:
-        sample = continuation(state.chunks, run, corpus.tokenizer, _opening(state), mesh)
+        # How a validation sample begins, or the first training sample where there is none.
+        first = (loader.held(0) if loader.holds_out else loader.take(0)).microbatches[0].tokens[0]
+        sample = continuation(state.chunks, run, corpus.tokenizer, first[:OPENING], mesh)
     peak = torch.tensor(peak_bytes(mesh.device), device=mesh.device)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     whole = weights(state.chunks, run, mesh)
@@ -314,17 +181,17 @@ def _finish(run: Run, state: State, mesh: Mesh, recorder: Recorder, corpus: Corp
     )
 
 
-def _opening(state: State) -> Tensor:
-    """How a validation sample begins, or the first training sample where there is none."""
-    loader = state.loader
-    return (loader.held(0) if loader.holds_out else loader.take(0)).microbatches[0].tokens[0, :OPENING]
+def described(mesh: Mesh) -> str:
+    """The devices of a run in words."""
+    name = (
+        torch.cuda.get_device_name(mesh.device)
+        if mesh.device.type == "cuda"
+        else f"CPU ({torch.get_num_threads()} threads)"
+    )
+    return f"{mesh.world} × {name}, {dist.get_backend()}"
 
 
-def _writers(run: Run, mesh: Mesh, folder: Path, screen: Screen) -> list[Writer]:
-    return [Writer(name, run, folder, screen.say) for name in run.log.writers] if mesh.rank == 0 else []
-
-
-def _environment(mesh: Mesh) -> dict[str, str | None]:
+def environment(mesh: Mesh, kernels: str) -> dict[str, str | None]:
     """What else the numbers depend on, beside the run file."""
     return {
         "meshwright": __version__,
@@ -334,8 +201,128 @@ def _environment(mesh: Mesh) -> dict[str, str | None]:
         "platform": platform.platform(),
         "host": platform.node(),
         "device": described(mesh),
+        "kernels": kernels,
     }
 
 
-def _write(file: Path, value: object) -> None:
-    replace_file(file, msgspec.json.format(msgspec.json.encode(value)) + b"\n")
+def phase_table() -> PhaseTable:
+    """Which frames of a rank's stack mean which phase, for its heartbeat and for whoever asks why it hangs."""
+    return PhaseTable(
+        enclosing=(
+            _mark("eval", loop.evaluate),
+            _mark("end", _finish),
+            _mark("start", building),
+            _mark("start", meeting),
+            _mark("start", read),
+            _mark("save", checkpoint),
+        ),
+        innermost=(
+            PhaseMark("torch/_dynamo/convert_frame.py", "", "compile"),
+            PhaseMark("torch/_inductor/", "", "compile"),
+            _mark("data", data),
+            PhaseMark("torch/autograd/graph.py", "_engine_run_backward", "backward"),
+            _mark("optimizer", optim),
+            _mark("forward", step),
+        ),
+        outermost=(_mark("forward", loop.steps),),
+        waiting=(_mark("", context.arrived)[:2],),
+    )
+
+
+def _mark(phase: str, owner: ModuleType | Callable[..., Any]) -> PhaseMark:
+    """A phase by the code that means it: a package, a module, or one function."""
+    if not isinstance(owner, ModuleType):
+        return PhaseMark(f"{owner.__module__.replace('.', '/')}.py", owner.__name__, phase)
+    is_package = hasattr(owner, "__path__")
+    return PhaseMark(owner.__name__.replace(".", "/") + ("/" if is_package else ".py"), "", phase)
+
+
+def failure_of(error: Exception, order: RankSpec, step: int, deviated: bool, begun: bool = True) -> Failure:
+    """The failure report of a rank. `step` is −1 until the ranks stand ready; `begun`: they have made one since."""
+    if isinstance(error, FailureError):
+        report, who = error.verdict, ""
+    else:
+        kind, code, remedy = _meaning(error, order, begun and step >= 0)
+        report = Failure(kind=kind, code=code, what=_first_line(error), remedy=remedy)
+        # What the user is to put right before the start is no rank's failure.
+        who = "" if kind == "input" else f"rank {order.place.rank} failed: "
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/meshwright/" in frame.filename]
+    line = f"; {Path(frames[-1].filename).name}:{frames[-1].lineno} {frames[-1].name}" if frames else ""
+    when = f"after step {step}" if step >= 0 else "before the first step"
+    return msgspec.structs.replace(
+        report,
+        what=f"{who}{report.what}",
+        where=report.where or f"{platform.node()}, {when}{line}",
+        remedy=report.remedy or "see the traceback in the log",
+        details=report.details or order.log or order.folder,
+        rank=order.place.rank,
+        step=step if step >= 0 else None,
+        stack=tuple(traceback.format_exception(error)),
+        deviated=deviated,
+        at=time.time(),
+    )
+
+
+def _meaning(error: Exception, order: RankSpec, begun: bool) -> tuple[Kind, int, str]:
+    """What an error means, as far as is known: its kind, exit code and remedy."""
+    if isinstance(error, CorruptError):
+        return "corrupt", Exit.CORRUPT, "restore the folder from a copy, or start over with --fresh"
+    if isinstance(error, torch.OutOfMemoryError):
+        return "memory", Exit.DOES_NOT_FIT, "use a smaller microbatch, recompute, or more shards"
+    if isinstance(error, InputError):
+        remedy = "; ".join(problem.remedy for problem in error.problems)
+        if not begun:
+            return "input", Exit.INPUT, remedy
+        return "data", Exit.RESUMABLE, f"{remedy}; then run the same command again to resume"
+    # Our own launcher sees who it was that left; of somebody else's we know only that a rank is gone.
+    if order.place.launcher != "meshwright" and is_broken(str(error)):
+        return "killed", Exit.RESUMABLE, AGAIN
+    files = [Path(frame.filename).as_posix() for frame in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, OSError) and any("/meshwright/data/" in file for file in files):
+        return "data", Exit.RESUMABLE, AGAIN
+    return "error", Exit.FAILED, ""
+
+
+def _first_line(error: Exception) -> str:
+    if isinstance(error, InputError):
+        return "; ".join(problem.text for problem in error.problems)
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+class Fact(msgspec.Struct, frozen=True, kw_only=True):
+    """What is remembered of one source."""
+
+    source: str
+    tokens: int
+    digest: str
+
+
+def check(run: Run, corpus: Corpus, folder: Path, writes: bool) -> None:
+    """Refuse data that is not what the run began with; the first attempt remembers it."""
+    here = [fact(one.source, tokens) for one, tokens in zip(run.data.sources, corpus.sources, strict=True)]
+    file = folder / FILE
+    if file.exists():
+        if found := differences(msgspec.json.decode(file.read_bytes(), type=list[Fact]), here):
+            raise InputError(found)
+    elif writes:
+        replace_json(file, here)
+
+
+def fact(source: str, tokens: Tokens) -> Fact:
+    """How many tokens, and a digest of some of them."""
+    digest = hashlib.sha256()
+    for number in range(WINDOWS):
+        start = number * max(tokens.total - WINDOW, 0) // max(WINDOWS - 1, 1)
+        digest.update(tokens.read(start, min(WINDOW, tokens.total)).tobytes())
+    return Fact(source=source, tokens=tokens.total, digest=digest.hexdigest()[:16])
+
+
+def differences(there: list[Fact], here: list[Fact]) -> list[Problem]:
+    """Sources that have changed."""
+    remedy = "put the data back as it was, or start over with --fresh"
+    return [
+        Problem(f"{new.source} has changed since the run began ({old.tokens} tokens then, {new.tokens} now)", remedy)
+        for old, new in zip(there, here, strict=False)
+        if (old.tokens, old.digest) != (new.tokens, new.digest)
+    ]

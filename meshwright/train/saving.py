@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -14,40 +15,38 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from meshwright.checkpoint import format, write
 from meshwright.checkpoint import read as restoring
-from meshwright.checkpoint import slices as regions
-from meshwright.checkpoint.format import Manifest, Progress, Share, state_digest
-from meshwright.checkpoint.slices import writers
-from meshwright.checkpoint.state import Copies, TensorShard
+from meshwright.checkpoint.format import Manifest, Progress, state_digest
+from meshwright.checkpoint.state import Copies, TensorShard, writers
 from meshwright.checkpoint.write import Saver
 from meshwright.config.run import Run
 from meshwright.optim import host_memory
 from meshwright.parallel import precision
-from meshwright.parallel.mesh import DENSE, EXPERT, Mesh
+from meshwright.parallel.mesh import DENSE, EXPERT, Mesh, region_of
+from meshwright.runtime.run_folder import SUMMARY
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import params
 from meshwright.spec.problem import InputError, Problem
-from meshwright.train.state import State, owner_of, region_of
+from meshwright.train.state import State, owner_of
+
+Say = Callable[[str], None]
+Save = Callable[[State], float]  # asked after every step; returns the seconds that it paused training
 
 
 def holdings(state: State, run: Run, mesh: Mesh) -> list[TensorShard]:
     """Every part that this rank has, and whether it is the one to write it."""
-    return list(_holdings(state, run, mesh))
-
-
-def _holdings(state: State, run: Run, mesh: Mesh) -> Iterator[TensorShard]:
     owners = {param.name: owner_of(param, run.plan) for param in params(run.arch)}
     state.optimizer.settle()
-    held, seen = state.optimizer.held(), set[str]()
+    held, seen, found = state.optimizer.held(), set[str](), list[TensorShard]()
     for name, weight in (pair for chunk in state.chunks for pair in chunk.named_parameters()):
         # A tied embedding may be on two stages, which hold the same numbers: the first has it to write.
         mine = owners[name] == mesh.place["pp"] and name not in seen
         seen.add(name)
         copy, copies = standing(weight, mesh)
+        region = tuple((part.start, part.stop) for part in region_of(weight))
         for kind, tensor in held[id(weight)].items():
             writes = mine and chosen(run.arch, copies, tuple(held[id(weight)]))[f"{kind}/{name}"] == copy
-            yield TensorShard(
-                f"{kind}/{name}", tuple(weight.shape), regions.region_of(region_of(weight)), tensor, writes
-            )
+            found.append(TensorShard(f"{kind}/{name}", tuple(weight.shape), region, tensor, writes))
+    return found
 
 
 @cache
@@ -62,9 +61,8 @@ def standing(weight: Tensor | nn.Parameter, mesh: Mesh) -> tuple[int, int]:
     if not isinstance(weight, DTensor):
         return mesh.rank, mesh.world
     names = weight.device_mesh.mesh_dim_names or ()
-    cut = {
-        name for name, placement in zip(names, weight.placements, strict=True) if not isinstance(placement, Replicate)
-    }
+    axes_of = zip(names, weight.placements, strict=True)
+    cut = {name for name, placement in axes_of if not isinstance(placement, Replicate)}
     grid, axes = (mesh.expert, EXPERT) if "ep" in names else (mesh.dense, DENSE)
     place = grid.get_coordinate()
     assert place is not None, "every rank is in the grid"
@@ -75,13 +73,8 @@ def standing(weight: Tensor | nn.Parameter, mesh: Mesh) -> tuple[int, int]:
     return copy, copies
 
 
-Say = Callable[[str], None]
-SUMMARY = "summary.json"  # of a run that has ended
-Save = Callable[[State], float]  # asked after every step; returns the seconds that it paused training
-
-
 class Restored(msgspec.Struct, frozen=True, kw_only=True):
-    """From where a run goes on."""
+    """What a run resumes from."""
 
     step: int
     folder: str
@@ -99,53 +92,38 @@ def restore(state: State, run: Run, mesh: Mesh, folder: Path, say: Say) -> Resto
         follow(state, run, mesh, say)
         return None
     precision.refresh(state.chunks)
-    take_up(state, manifest)
-    step = state.step
+    # Samples and draws need no more than these counters: they follow from the seed and the step.
+    saved = manifest.progress
+    step = state.step = saved.step
+    state.optimizer.count.fill_(saved.updates)
+    state.scale.value.fill_(saved.loss_scale)
+    state.scale.streak.fill_(saved.streak)
     seconds = time.perf_counter() - began
     say(f"resuming from step {step} ({format.name(step)}, saved under {plan_of(manifest)}): read in {seconds:.1f} s")
     return Restored(step=step, folder=str(home / format.name(step)), state=manifest.state, seconds=seconds)
 
 
 def follow(state: State, run: Run, mesh: Mesh, say: Say) -> None:
-    """A new phase with `init.optimizer_state`: the optimizer goes on with its state at the end of the earlier run."""
+    """A new phase with `init.optimizer_state`: the optimizer begins with its state at the end of the earlier run."""
     if not run.init.optimizer_state:
         return
     home = format.home(Path(run.init.folder))
     moments = [holding for holding in holdings(state, run, mesh) if holding.name.startswith(("first/", "second/"))]
     manifest = restoring.newest(home, None, mesh, moments, say)
     if manifest is None:
-        what = f"{home} holds no checkpoint to take the moments from"
-        raise InputError(
-            [Problem(what, "leave init.optimizer_state out, or name a run's folder", "init.optimizer_state")]
-        )
+        what, remedy = f"{home} holds no checkpoint to take the moments from", "leave init.optimizer_state out"
+        raise InputError([Problem(what, f"{remedy}, or name a run's folder", "init.optimizer_state")])
     saved = manifest.progress.step
-    if (last := _last_step(Path(run.init.folder))) not in (None, saved):
+    try:  # after which step the weights of a finished run were left
+        last = msgspec.json.decode((Path(run.init.folder) / SUMMARY).read_bytes(), type=dict[str, Any]).get("step")
+    except (OSError, msgspec.DecodeError):
+        last = None
+    if last not in (None, saved):
         what = f"the weights of {run.init.folder} are of step {last}, and its newest moments of {saved}"
         remedy = f"leave init.optimizer_state out, or train that run with a checkpoint.every that divides {last}"
         raise InputError([Problem(what, remedy, "init.optimizer_state")])
     state.optimizer.count.fill_(manifest.progress.updates)
     say(f"moments from step {saved} of {run.init.folder}")
-
-
-class _Ended(msgspec.Struct):
-    step: int
-
-
-def _last_step(folder: Path) -> int | None:
-    """After which step the weights of a finished run were left, None if it does not say."""
-    try:
-        return msgspec.json.decode((folder / SUMMARY).read_bytes(), type=_Ended).step
-    except (OSError, msgspec.DecodeError):
-        return None
-
-
-def take_up(state: State, manifest: Manifest) -> None:
-    """The counters of a save. Samples and draws need no more: they follow from the seed and the step."""
-    progress = manifest.progress
-    state.step = progress.step
-    state.optimizer.count.fill_(progress.updates)
-    state.scale.value.fill_(progress.loss_scale)
-    state.scale.streak.fill_(progress.streak)
 
 
 def progress(state: State, run: Run) -> Progress:
@@ -166,15 +144,12 @@ def digest_of(state: State, run: Run, mesh: Mesh) -> str:
     copies.take()
     for piece in copies.pieces():
         share = format.add(share, format.slice_share(piece.name, piece.region, piece.bits))
-    return state_digest(progress(state, run), format.digest_text(_added(share, mesh)))
-
-
-def _added(share: Share, mesh: Mesh) -> Share:
-    """Every rank's contribution together. Halves of words travel, whose sums have room in an int64."""
+    # Halves of words travel, whose sums over the ranks have room in an int64.
     halves = torch.tensor([[lane >> 32, lane % 2**32] for lane in share], dtype=torch.int64, device=mesh.device)
     if mesh.world > 1:
         dist.all_reduce(halves)
-    return tuple(((high << 32) + low) % format.WORD for high, low in halves.tolist())
+    total = tuple(((high << 32) + low) % format.WORD for high, low in halves.tolist())
+    return state_digest(progress(state, run), format.digest_text(total))
 
 
 def plan_of(manifest: Manifest) -> str:
@@ -191,8 +166,8 @@ def saving(run: Run, state: State, mesh: Mesh, folder: Path | None) -> Iterator[
         yield lambda state: 0.0
         return
     held = holdings(state, run, mesh)
-    away = run.plan.optimizer_offload != "none" or run.plan.cpu_offload
-    in_place = away and lacks_room(held, mesh, state.say)
+    is_offloaded = run.plan.optimizer_offload != "none" or run.plan.cpu_offload
+    in_place = is_offloaded and lacks_room(held, mesh, state.say)
     saver = Saver(format.home(folder), run, mesh, held, state.say, in_place=in_place)
 
     def save(state: State) -> float:

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from meshwright.config.run import Run
 from meshwright.data.loader import Loader
@@ -39,14 +38,6 @@ class State:
     stopped: bool = False  # asked to, before the last step
     saved: bool = True  # and what was done until then is on the disk
     say: Callable[[str], None] = to_stderr  # that a save has failed
-
-
-def region_of(weight: Tensor) -> tuple[slice, ...]:
-    """Which part of the whole weight this rank holds."""
-    if not isinstance(weight, DTensor):
-        return tuple(slice(0, size) for size in weight.shape)
-    shape, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
-    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
 class ParamLocation(NamedTuple):

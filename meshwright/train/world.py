@@ -21,7 +21,8 @@ from meshwright.runtime.place import Place
 from meshwright.spec.problem import InputError, Problem
 
 KEY = "agreement"
-MOST_NAMED = 6
+MOST_NAMED = 6  # differences between ranks
+MEETING = timedelta(minutes=5)  # ranks import torch at different speeds on a crowded machine
 
 
 def facts(run: Run) -> dict[str, str]:
@@ -86,9 +87,6 @@ def _flat(values: dict[str, object], prefix: str = "") -> list[tuple[str, object
     return found
 
 
-MEETING = timedelta(minutes=5)  # ranks import torch at different speeds on a crowded machine
-
-
 def device_of(place: Place) -> torch.device:
     """The accelerator of this rank, or the CPU where there is none."""
     if not torch.cuda.is_available():
@@ -121,7 +119,12 @@ def world(run: Run, place: Place, attempt: int = 1) -> Iterator[Mesh]:
     A store may outlive an attempt, torchrun's does: the words of one that failed must not be taken for this one's.
     """
     device = device_of(place)
-    store = dist.PrefixStore(f"attempt{attempt}", _store(place))
+    meeting = (
+        dist.FileStore(place.store, place.world)  # ranks of one machine meet in a file: nothing listens
+        if place.store
+        else dist.TCPStore(place.address, place.port, place.world, is_master=place.rank == 0, timeout=MEETING)
+    )
+    store = dist.PrefixStore(f"attempt{attempt}", meeting)
     backend = backend_of(place, device, store)
     _check_device(run, device, backend)
     if device.type == "cuda":
@@ -150,12 +153,6 @@ def world_group() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None, "the ranks have met"
     return group
-
-
-def _store(place: Place) -> dist.Store:
-    if place.store:  # ranks of one machine meet in a file: nothing listens
-        return dist.FileStore(place.store, place.world)
-    return dist.TCPStore(place.address, place.port, place.world, is_master=place.rank == 0, timeout=MEETING)
 
 
 def _check_device(run: Run, device: torch.device, backend: str) -> None:

@@ -21,9 +21,8 @@ from meshwright.models.moe import Experts, RunExperts, run_experts
 from meshwright.parallel import mesh as meshes
 from meshwright.parallel.expert import run_over_ranks, sorted_by_expert
 from meshwright.parallel.fsdp import even_dim
-from meshwright.parallel.mesh import copies, local
+from meshwright.parallel.mesh import copies, local, region_of
 from meshwright.train.build import build
-from meshwright.train.state import region_of
 
 SMALL = ("data.pack=documents", "arch.layers=2")
 HIDDEN = preset("tiny-moe").hidden

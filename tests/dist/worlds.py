@@ -3,20 +3,17 @@
 import faulthandler
 import functools
 import importlib.util
-import multiprocessing
 import os
-import signal
 import sys
-import tempfile
-import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-SERVER = multiprocessing.get_context("forkserver")
+from meshwright.runtime.place import Place
+from meshwright.runtime.ranks import SERVER, RankError, run_ranks
+
 # Imported once by the server that ranks are forked from: a rank then starts in a tenth of a second, not in three.
 SERVER.set_forkserver_preload(["torch._dynamo", "torch.fx.experimental.symbolic_shapes", "meshwright.verify.evidence"])
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -37,65 +34,22 @@ def world(ranks: int, seconds: float = 60.0) -> Callable[[Callable[..., None]], 
 
 def start(ranks: int, file: Path, name: str, arguments: dict[str, Any], seconds: float) -> None:
     """Start, wait, clean up, and fail with the first rank's own words."""
-    with tempfile.TemporaryDirectory() as folder:
-        meeting = Path(folder)
-        processes = [
-            SERVER.Process(target=_rank, args=(rank, ranks, meeting, file, name, arguments), daemon=True)
-            for rank in range(ranks)
-        ]
-        for process in processes:
-            process.start()
-        deadline = time.monotonic() + seconds
-        while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
-            if any(process.exitcode not in (None, 0) for process in processes):
-                time.sleep(0.5)  # the victims of the first failure fall soon after it
-                break
-            time.sleep(0.01)
-        late = [rank for rank, process in enumerate(processes) if process.is_alive()]
-        words = _words(meeting)
-        _end(processes, meeting)
-        if words:
-            pytest.fail(words, pytrace=False)
-        codes = [process.exitcode for process in processes]
-        if late:
-            stacks = "\n".join(file.read_text() for file in sorted(meeting.glob("stack.*")))
-            pytest.fail(f"ranks {late} were still running after {seconds:g} s\n{stacks}", pytrace=False)
-        assert codes == [0] * ranks, f"exit codes {codes}"
+    try:
+        run_ranks(_rank, ranks, (file, name, arguments, seconds), seconds)
+    except RankError as error:
+        pytest.fail(str(error), pytrace=False)
 
 
-def _words(meeting: Path) -> str:
-    failures = sorted(meeting.glob("failure.*"), key=lambda file: file.stat().st_mtime_ns)
-    return failures[0].read_text() if failures else ""
-
-
-def _end(processes: list[Any], meeting: Path) -> None:
-    """Every process gone before the test returns; one that hangs leaves its stack."""
-    for process in processes:
-        if process.is_alive():
-            os.kill(process.pid, signal.SIGUSR1)
-    time.sleep(0.2 if any(process.is_alive() for process in processes) else 0)
-    for process in processes:
-        process.kill()
-        process.join()
-
-
-def _rank(rank: int, ranks: int, meeting: Path, file: Path, name: str, arguments: dict[str, Any]) -> None:
+def _rank(place: Place, file: Path, name: str, arguments: dict[str, Any], seconds: float) -> None:
     import torch
     import torch.distributed as dist
 
-    stack = open(meeting / f"stack.{rank}", "w")  # noqa: SIM115 - open until the process ends
-    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
+    faulthandler.dump_traceback_later(0.95 * seconds)  # to standard error, should it hang
     torch.set_num_threads(1)
-    try:
-        store = dist.FileStore(str(meeting / "store"), ranks)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-        _body(file, name)(**arguments)
-        dist.destroy_process_group()
-    except BaseException:
-        text = f"rank {rank} of {ranks}:\n{traceback.format_exc()}"
-        (meeting / f"failure.{rank}").write_text(text)
-        sys.stdout.flush()
-        os._exit(1)
+    store = dist.FileStore(place.store, place.world)
+    dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world)
+    _body(file, name)(**arguments)
+    dist.destroy_process_group()
 
 
 def _body(file: Path, name: str) -> Callable[..., None]:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.checkpoint import format, slices
+from meshwright.checkpoint import format, state
 
 QUICK = settings(max_examples=60, deadline=None, derandomize=True)
 
@@ -27,20 +27,20 @@ def cut(draw):
 @QUICK
 def test_pieces_tile_their_region_and_keep_their_size(case, limit):
     shape, grid = case
-    pieces = [piece for region in grid for piece in slices.pieces(region, 4, limit)]
-    assert slices.tiling_fault(shape, pieces) is None
-    assert all(slices.size(piece) * 4 <= max(limit, 4) for piece in pieces)
+    pieces = [piece for region in grid for piece in state.region_pieces(region, 4, limit)]
+    assert state.tiling_fault(shape, pieces) is None
+    assert all(state.region_size(piece) * 4 <= max(limit, 4) for piece in pieces)
 
 
 @given(cut())
 @QUICK
 def test_a_hole_and_an_overlap_are_faults(case):
     shape, grid = case
-    assert slices.tiling_fault(shape, grid) is None
-    assert slices.tiling_fault(shape, grid[1:]) == "a part of it is in no slice"
-    assert slices.tiling_fault(shape, [*grid, grid[0]]) == "slices overlap"
+    assert state.tiling_fault(shape, grid) is None
+    assert state.tiling_fault(shape, grid[1:]) == "a part of it is in no slice"
+    assert state.tiling_fault(shape, [*grid, grid[0]]) == "slices overlap"
     outside = tuple((begin, end + shape[0]) for begin, end in grid[0])
-    assert slices.tiling_fault(shape, [outside]) == "a slice reaches outside"
+    assert state.tiling_fault(shape, [outside]) == "a slice reaches outside"
 
 
 @given(cut(), cut())
@@ -51,18 +51,18 @@ def test_what_two_grids_share_covers_each_once(one, other):
     theirs = [region[: len(shape)] for region in other[1]]
     whole = tuple((0, length) for length in shape)
     times = np.zeros(shape, dtype=int)
-    for left in {slices.overlap(region, whole) for region in mine} - {None}:
-        for right in {slices.overlap(region, whole) for region in theirs} - {None}:
-            both = slices.overlap(left, right)
+    for left in {state.overlap(region, whole) for region in mine} - {None}:
+        for right in {state.overlap(region, whole) for region in theirs} - {None}:
+            both = state.overlap(left, right)
             if both is not None:
-                times[slices.inside(both, whole)] += 1
+                times[state.inside(both, whole)] += 1
     assert (times == 1).all()
 
 
 @pytest.mark.parametrize("copies", [1, 2, 7])
 def test_equal_holders_share_the_writing(copies):
     sizes = [(7 * number) % 50 + 1 for number in range(200)]
-    chosen = slices.writers(sizes, copies)
+    chosen = state.writers(sizes, copies)
     loads = [sum(size for size, writer in zip(sizes, chosen, strict=True) if writer == each) for each in range(copies)]
     assert sum(loads) == sum(sizes)
     assert max(loads) - min(loads) <= max(sizes)
@@ -96,5 +96,5 @@ def test_a_fingerprint_sees_every_flipped_bit_another_name_and_another_place(bit
 
 
 def test_an_empty_region_has_no_pieces():
-    assert list(slices.pieces(((3, 3), (0, 4)), 4, 100)) == []
-    assert slices.size(()) == math.prod(()) == 1
+    assert list(state.region_pieces(((3, 3), (0, 4)), 4, 100)) == []
+    assert state.region_size(()) == math.prod(()) == 1

@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.config.run import Data, Source
 from meshwright.data import sources
-from meshwright.data.sources import STDLIB_BYTES, documents, files, listing
+from meshwright.data.sources import STDLIB_BYTES, files, listing
 from meshwright.spec.problem import InputError
 
 
@@ -59,7 +59,8 @@ def test_megatron_files_are_found_by_their_prefix(tmp_path):
 
 def test_documents_come_in_the_order_of_files(library):
     (library / "g.txt.gz").unlink()
-    assert list(documents(Source(source=str(library)))) == ["this is a.md", "this is b.txt", "this is deep/er/c.py"]
+    documents = list(listing(Source(source=str(library))).documents())
+    assert documents == ["this is a.md", "this is b.txt", "this is deep/er/c.py"]
 
 
 def test_the_library_of_python_is_a_bounded_source_without_tests():
@@ -87,7 +88,7 @@ def test_endings_tell_the_kind(tmp_path, name, kind):
 
 def test_a_stated_format_wins(tmp_path):
     (tmp_path / "corpus").write_text('{"text": "x"}')
-    assert list(documents(Source(source=str(tmp_path / "corpus"), format="jsonl"))) == ["x"]
+    assert list(listing(Source(source=str(tmp_path / "corpus"), format="jsonl")).documents()) == ["x"]
 
 
 def test_a_good_source_has_no_problems(library):

@@ -3,8 +3,7 @@
 import msgspec
 import pytest
 
-from meshwright.runtime.hang import BUSY, FIRST_SECONDS, LATE_SECONDS, HangDetector, crossed
-from meshwright.runtime.heartbeat import Beat, RankStatus
+from meshwright.runtime.heartbeat import BUSY, FIRST_SECONDS, LATE_SECONDS, Beat, HangDetector, RankStatus, crossed
 
 LIMIT = 5.0
 LOOK = 0.5

@@ -7,10 +7,9 @@ import pytest
 from meshwright.config.run import Faults
 from meshwright.runtime import failure
 from meshwright.runtime import failure as words
-from meshwright.runtime import hang as stacks
+from meshwright.runtime import heartbeat as stacks
 from meshwright.runtime.failure import MEANING, Exit, Failure, table
-from meshwright.runtime.hang import Hang
-from meshwright.runtime.heartbeat import Beat, PhaseMark, PhaseTable, RankStatus, process
+from meshwright.runtime.heartbeat import Beat, Hang, PhaseMark, PhaseTable, RankStatus, process
 from meshwright.runtime.supervise import newest_step, set_aside
 
 SEEN = {

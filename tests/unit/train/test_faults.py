@@ -13,11 +13,10 @@ from meshwright.runtime.heartbeat import PHASES
 from meshwright.runtime.place import RankSpec
 from meshwright.spec.problem import InputError, Problem
 from meshwright.train import world
-from meshwright.train.faults import Spikes, robust_z, straggler
+from meshwright.train.faults import Spikes, bit_sum, odd_ones, robust_z, straggler
 from meshwright.train.heartbeat import RecorderEntry, deviated
 from meshwright.train.loop import Stop
 from meshwright.train.rank import failure_of
-from meshwright.train.replica_check import bit_sum, odd_ones
 
 ORDER = RankSpec(run="run.toml", folder="here", cache="", session="s", began=0.0)
 

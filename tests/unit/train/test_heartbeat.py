@@ -6,10 +6,8 @@ import time
 import msgspec
 import pytest
 
-from meshwright.runtime import hang
 from meshwright.runtime import heartbeat as beats
-from meshwright.runtime.hang import Frame
-from meshwright.runtime.heartbeat import Beat, HeartbeatReader
+from meshwright.runtime.heartbeat import Beat, Frame, HeartbeatReader
 from meshwright.train.heartbeat import Heartbeat
 from meshwright.train.rank import phase_table
 
@@ -83,15 +81,15 @@ def test_standing_still_is_seen_and_so_is_moving_on(heart, tmp_path):
 
 def test_the_stack_is_written_by_a_signal(heart, tmp_path):
     pulse = HeartbeatReader(tmp_path, [0])
-    words = hang.capture(pulse, pulse.look())
-    assert "capture" in [frame.name for frame in hang.frames(words[0])]
+    words = beats.capture(pulse, pulse.look())
+    assert "capture" in [frame.name for frame in beats.frames(words[0])]
     pulse.close()
 
 
 def test_a_reader_learns_from_the_rank_what_its_frames_mean(heart, tmp_path):
     table = HeartbeatReader(tmp_path, [0]).phase_table(0)
     assert table == phase_table()
-    assert hang.doing([ARRIVED, STEP, LOOP], table).waiting  # the ring's own wait, which torch's files do not show
+    assert beats.doing([ARRIVED, STEP, LOOP], table).waiting  # the ring's own wait, which torch's files do not show
 
 
 def test_time_at_work_is_kept_by_phase(heart):
@@ -114,7 +112,7 @@ def test_time_at_work_is_kept_by_phase(heart):
     ],
 )
 def test_a_stack_tells_the_phase_and_whether_it_waits(stack, phase, waiting):
-    seen = hang.doing(stack, phase_table(), before="eval")
+    seen = beats.doing(stack, phase_table(), before="eval")
     assert (seen.phase, seen.waiting) == (phase, waiting)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from meshwright.train.sample import draw
+from meshwright.train.step import draw
 
 LOGITS = torch.tensor([1.0, 3.0, -2.0])
 

@@ -1,6 +1,6 @@
 """Who of two was wrong, from what both had and what they have now."""
 
-from meshwright.train.replica_check import wrong
+from meshwright.train.faults import wrong
 
 
 def test_the_one_that_is_far_from_the_truth_was_wrong_though_both_were_disturbed():

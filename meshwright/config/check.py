@@ -2,10 +2,10 @@
 
 import shutil
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 
 from meshwright.config.run import Data, Run
 from meshwright.spec import plan as recompute
-from meshwright.spec.arch import Arch
 from meshwright.spec.plan import AXES, Plan
 from meshwright.spec.problem import InputError as InputError
 from meshwright.spec.problem import Problem
@@ -13,6 +13,39 @@ from meshwright.spec.schedule import Schedule, misfits
 
 SPLIT_BACKWARD: tuple[Schedule, ...] = ("zb1p", "zbv", "dualpipev")  # for a block's input, and later for its weights
 FP8_MULTIPLE = 16  # of every dimension of a matmul, the reduced one too
+POSITIVE = (
+    "steps", "sequence", "batch", "plan.microbatch", "plan.grad_accum", *(f"plan.{axis}" for axis in AXES), "plan.ep",
+    "plan.chunks", "log.every", "eval.batches", "checkpoint.keep_last",
+)  # fmt: skip
+NATURAL = (
+    "seed", "eval.every", "checkpoint.every", "checkpoint.keep_every", "eval.sample_tokens", "optim.warmup",
+    "faults.restarts", "faults.not_finite", "faults.compare_every", "arch.experts", "arch.shared_experts",
+)  # fmt: skip
+ARCH_COUNTS = ("vocab", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "context", "moe_every")
+ARCH_LIMIT = 10**9  # no dimension of any model; stops a typing slip before it asks for the memory
+SEEDS = 2**63  # what fits a signed word, in which seeds travel and are kept
+COMPILERS = ("g++", "clang++", "c++", "icpx")
+
+
+def problems(run: Run) -> list[Problem]:
+    """Everything that is wrong with a run, in the order of the rules."""
+    return [problem for rule in RULES for problem in rule(run)]
+
+
+def warnings(run: Run) -> list[str]:
+    """What is allowed but should be known before it is believed."""
+    notes = []
+    if run.arch.experts and run.arch.router == "expert_choice":
+        notes.append(
+            "arch.router = expert_choice: an expert picks its tokens among the whole sequence, so a token's output "
+            "depends on later tokens. The training loss is optimistic and generation will not match it."
+        )
+    if run.arch.experts and run.arch.router == "gshard":
+        notes.append(
+            "arch.router = gshard: first choices are served before any second one, so a later token can take the slot "
+            "of an earlier one's second expert. Generation may differ slightly from training; more capacity lessens it."
+        )
+    return notes
 
 
 def _batch(run: Run) -> Iterator[Problem]:
@@ -263,16 +296,12 @@ def _deterministic(run: Run) -> Iterator[Problem]:
             )
 
 
-def _how_blocks_run(run: Run) -> Iterator[Problem]:
-    return how_blocks_run(run.plan)
-
-
 def how_blocks_run(plan: Plan) -> Iterator[Problem]:
-    """Recomputation and compilation, for any model."""
+    """Recomputation, saved activations and compilation, for any model."""
     if (wrong := recompute.problem(plan.recompute)) is not None:
         yield wrong
         return
-    yield from _kept(plan)
+    yield from _saved_activations(plan)
     if plan.pp <= 1 or plan.schedule not in SPLIT_BACKWARD:
         return
     near = f"use plan.schedule = {'1f1b' if plan.chunks == 1 else 'interleaved'}, whose backwards are whole"
@@ -293,8 +322,7 @@ def how_blocks_run(plan: Plan) -> Iterator[Problem]:
         )
 
 
-def _kept(plan: Plan) -> Iterator[Problem]:
-    """What happens to saved activations."""
+def _saved_activations(plan: Plan) -> Iterator[Problem]:
     said = {"activation_quant": plan.activation_quant} if plan.activation_quant != "none" else {}
     said |= {"activation_offload": plan.activation_offload} if plan.activation_offload else {}
     together = recompute.by_operation(plan.recompute) or any(len(run) > 1 for run in recompute.runs(plan.recompute, 4))
@@ -313,76 +341,15 @@ def _kept(plan: Plan) -> Iterator[Problem]:
         )
 
 
-PLAN_RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
-    _batch, _precision, _bf16_params, _rounding, _offload, _cpu_offload, _zero, _tensor, _sequence, _ulysses, _pipeline,
-    _experts, _deterministic, _routes, _how_blocks_run,
-)  # fmt: skip
-
-
-def problems(run: Run) -> list[Problem]:
-    """Everything that is wrong with a run, in the order of the rules."""
-    return [problem for rule in RULES for problem in rule(run)]
-
-
-def warnings(run: Run) -> list[str]:
-    """What is allowed but should be known before it is believed."""
-    notes = []
-    if run.arch.experts and run.arch.router == "expert_choice":
-        notes.append(
-            "arch.router = expert_choice: an expert picks its tokens among the whole sequence, so a token's output "
-            "depends on later tokens. The training loss is optimistic and generation will not match it."
-        )
-    if run.arch.experts and run.arch.router == "gshard":
-        notes.append(
-            "arch.router = gshard: first choices are served before any second one, so a later token can take the slot "
-            "of an earlier one's second expert. Generation may differ slightly from training; more capacity lessens it."
-        )
-    return notes
-
-
 def _counts(run: Run) -> Iterator[Problem]:
-    positive = {
-        "steps": run.steps,
-        "sequence": run.sequence,
-        "batch": run.batch,
-        "plan.microbatch": run.plan.microbatch,
-        "plan.grad_accum": run.plan.grad_accum,
-        **{f"plan.{axis}": getattr(run.plan, axis) for axis in (*AXES, "ep", "chunks")},
-        "plan.ep": run.plan.ep,
-        "log.every": run.log.every,
-        "eval.batches": run.eval.batches,
-        "checkpoint.keep_last": run.checkpoint.keep_last,
-        **{f"arch.{name}": getattr(run.arch, name) for name in ARCH_COUNTS},
-    }
-    for key, value in positive.items():
-        if value < 1:
+    for key in (*POSITIVE, *(f"arch.{name}" for name in ARCH_COUNTS)):
+        if (value := attrgetter(key)(run)) < 1:
             yield Problem(f"{key} = {value} is not a count", f"give {key} a whole number of at least 1", key)
-    natural = {
-        "seed": run.seed,
-        "eval.every": run.eval.every,
-        "checkpoint.every": run.checkpoint.every,
-        "checkpoint.keep_every": run.checkpoint.keep_every,
-        "eval.sample_tokens": run.eval.sample_tokens,
-        "optim.warmup": run.optim.warmup,
-        "faults.restarts": run.faults.restarts,
-        "faults.not_finite": run.faults.not_finite,
-        "faults.compare_every": run.faults.compare_every,
-        "arch.experts": run.arch.experts,
-        "arch.shared_experts": run.arch.shared_experts,
-    }
-    for key, value in natural.items():
-        if value < 0:
+    for key in NATURAL:
+        if (value := attrgetter(key)(run)) < 0:
             yield Problem(f"{key} = {value} is negative", f"give {key} a whole number of at least 0", key)
     if run.seed >= SEEDS:
         yield Problem(f"seed = {run.seed} has more than 63 bits", f"use 0 to {SEEDS - 1}", "seed")
-
-
-ARCH_COUNTS = ("vocab", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "context", "moe_every")
-SEEDS = 2**63  # what fits a signed word, in which seeds travel and are kept
-ARCH_LIMIT = 10**9  # no dimension of any model; stops a typing slip before it asks for the memory
-
-
-def _sizes(run: Run) -> Iterator[Problem]:
     for name in ARCH_COUNTS:
         if (value := getattr(run.arch, name)) > ARCH_LIMIT:
             yield Problem(f"arch.{name} = {value} is beyond any model", f"use at most {ARCH_LIMIT}", f"arch.{name}")
@@ -414,16 +381,6 @@ def _moe(run: Run) -> Iterator[Problem]:
     arch = run.arch
     if arch.experts <= 0:
         return
-    yield from _moe_sizes(arch)
-    if arch.router in ("switch", "gshard", "expert_choice") and arch.capacity <= 0:
-        yield Problem(
-            f"arch.router = {arch.router} needs arch.capacity above 0",
-            "set arch.capacity = 1.25, or use the topk router, which drops nothing",
-            "arch.capacity",
-        )
-
-
-def _moe_sizes(arch: Arch) -> Iterator[Problem]:
     if arch.expert_ffn < 1:
         yield Problem("arch.expert_ffn is missing", "state the width inside one expert", "arch.expert_ffn")
     if arch.router != "expert_choice" and not 1 <= arch.top_k <= arch.experts:
@@ -435,6 +392,9 @@ def _moe_sizes(arch: Arch) -> Iterator[Problem]:
     fixed = {"switch": 1, "gshard": 2}.get(arch.router)
     if fixed is not None and arch.top_k != fixed:
         yield Problem(f"arch.router = {arch.router} chooses {fixed}", f"set arch.top_k = {fixed}", "arch.top_k")
+    if arch.router in ("switch", "gshard", "expert_choice") and arch.capacity <= 0:
+        what = f"arch.router = {arch.router} needs arch.capacity above 0"
+        yield Problem(what, "set arch.capacity = 1.25, or use the topk router, which drops nothing", "arch.capacity")
 
 
 def _dropout(run: Run) -> Iterator[Problem]:
@@ -489,33 +449,21 @@ def _rates(run: Run) -> Iterator[Problem]:
             )
 
 
-def _packing(run: Run) -> Iterator[Problem]:
+def _data(run: Run) -> Iterator[Problem]:
     if run.data.pack == "documents" and run.data.mask_documents:
         yield Problem(
             "data.mask_documents = true has no meaning for data.pack = documents, where a sample is one document",
             "leave one of them out",
             "data.mask_documents",
         )
-
-
-def _mix(run: Run) -> Iterator[Problem]:
-    """With several sources each has its own settings, and those beside them would be ignored."""
-    usual = Data()
-    for name in ("source", "format", "field"):
-        if run.data.mix and (value := getattr(run.data, name)) != getattr(usual, name):
+    # With several sources each has its own settings, and those beside them would be ignored.
+    for name in ("source", "format", "field") if run.data.mix else ():
+        if (value := getattr(run.data, name)) != getattr(Data(), name):
             yield Problem(
                 f"data.{name} = {value} has no meaning beside data.mix, whose entries have their own {name}",
                 f"set {name} in the entries of data.mix, and leave data.{name} out",
                 f"data.{name}",
             )
-
-
-RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
-    _counts, _sizes, _heads, _moe, _dropout, _context, _rates, _packing, _mix, *PLAN_RULES,
-)  # fmt: skip
-
-
-NAMES = ("g++", "clang++", "c++", "icpx")
 
 
 def compiles_doubles() -> bool:
@@ -531,9 +479,18 @@ def compiles_doubles() -> bool:
 
 def missing(plan: Plan, find: Callable[[str], str | None] = shutil.which) -> Iterator[Problem]:
     """Torch turns blocks into C++ (on CPUs) or into Triton kernels whose start is C (on GPUs)."""
-    if plan.compile and not any(map(find, NAMES)):
+    if plan.compile and not any(map(find, COMPILERS)):
         yield Problem(
             "plan.compile needs a C++ compiler, and this machine has none",
             "install one (apt-get install g++), or leave plan.compile out",
             "plan.compile",
         )
+
+
+PLAN_RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
+    _batch, _precision, _bf16_params, _rounding, _offload, _cpu_offload, _zero, _tensor, _sequence, _ulysses, _pipeline,
+    _experts, _deterministic, _routes, lambda run: how_blocks_run(run.plan),
+)  # fmt: skip
+RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
+    _counts, _heads, _moe, _dropout, _context, _rates, _data, *PLAN_RULES,
+)  # fmt: skip

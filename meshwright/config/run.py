@@ -23,7 +23,7 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Some text or ready tokens, and how much of the diet they are."""
+    """Some text or tokenized shards, and their weight in the data mix."""
 
     source: str  # a file, a folder or a glob; "stdlib": the Python standard library's own source
     weight: float = 1.0
@@ -42,7 +42,7 @@ class Data(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     end_token: int | None = None  # closes a document; None: the tokenizer's own. Ready shards must say it to be masked
     pack: Literal["stream", "documents"] = "stream"  # windows of one long stream, or a document (or part) a sample
     mask_documents: bool = False  # stream only: no attention and no prediction across a document's end
-    eval_fraction: float = 0.01  # share of the samples that is never trained on
+    eval_fraction: float = 0.01  # share of the samples held out for the validation loss
 
     @property
     def sources(self) -> tuple[Source, ...]:
@@ -52,12 +52,12 @@ class Data(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class Init(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"folder": "from"}):
     """Where the weights begin."""
 
-    folder: str = ""  # a Hugging Face folder or a finished run's; empty: random, from the seed
+    folder: str = ""  # a Hugging Face folder or the folder of a finished run; empty: random, from the seed
     optimizer_state: bool = False  # and the optimizer's state, from that run's newest checkpoint
 
 
 class Optim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How weights move."""
+    """The optimizer and its learning rate."""
 
     name: Literal["adamw"] = "adamw"
     lr: float = 3e-4  # the peak learning rate
@@ -72,24 +72,24 @@ class Optim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     grad_clip: float = 1.0  # largest global gradient norm; 0: measured, never clipped
     # bf16, with plan.optimizer_offload: moments by stochastic rounding; fp32 master weights stay exact.
     state_dtype: Literal["fp32", "bf16"] = "fp32"
-    # What a weight in bf16 does with an update smaller than its last bit: a wide master takes it, chance rounds it, or
-    # the sixteen bits that bf16 leaves out are kept beside it.
+    # What keeps an update smaller than the last bit of a bf16 weight: an fp32 master weight; a split one, whose 16 low
+    # bits are beside the bf16 ones; or none, with stochastic rounding.
     master_weights: Literal["fp32", "split", "none"] = "fp32"
-    stochastic_rounding: bool = False  # of updates to weights without a master: right on average
+    stochastic_rounding: bool = False  # of bf16 weights without master weights: right on average
 
 
 class Eval(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The held-out loss and the sample at the end."""
+    """The validation loss, and the text generated at the end."""
 
-    every: int = 100  # steps between held-out losses; 0: only at the end
-    batches: int = 4  # global batches in one held-out loss
-    sample_tokens: int = 120  # tokens of the continuation at the end; 0: none
-    prompt: str = ""  # what it continues; empty: the beginning of a held-out document
+    every: int = 100  # steps between validation losses; 0: only at the end
+    batches: int = 4  # global batches in one validation loss
+    sample_tokens: int = 120  # tokens generated at the end; 0: none
+    prompt: str = ""  # what they continue; empty: the beginning of a validation document
     temperature: float = 0.8
 
 
 class Log(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is said while training. Records on disk are always whole."""
+    """What is printed while training. Records on disk are always complete."""
 
     every: int = 10  # steps between printed lines
     writers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
@@ -141,8 +141,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 NOT_MATHEMATICS = ("name", "log", "eval", "checkpoint", "faults", "goal", "plan")
-# Choices that came later: one that is off is left unsaid, so that a run from before there was it keeps its name.
-UNSAID = {
+# Keys that were added later: a default value is left out, so that the digest of an earlier run stays what it was.
+ADDED_LATER = {
     "arch": ("dropout", "attention_dropout"),
     "optim": ("master_weights", "stochastic_rounding", "state_dtype"),
     "init": ("optimizer_state",),
@@ -150,30 +150,28 @@ UNSAID = {
 
 
 def mathematics(run: Run) -> dict[str, Any]:
-    """What decides the weights, whatever the plan: the part that must agree between two runs called the same."""
-    values = msgspec.to_builtins(run)
-    kept = {key: value for key, value in values.items() if key not in NOT_MATHEMATICS}
-    for table, names in UNSAID.items():
-        usual = {field.name: field.default for field in msgspec.structs.fields(getattr(run, table))}
+    """What decides the weights, whatever the plan: what two runs must agree in for one to resume the other."""
+    values = {key: value for key, value in msgspec.to_builtins(run).items() if key not in NOT_MATHEMATICS}
+    for table, names in ADDED_LATER.items():
+        defaults = {field.name: field.default for field in msgspec.structs.fields(getattr(run, table))}
         for name in names:
-            if kept[table][name] == usual[name]:
-                del kept[table][name]
+            if values[table][name] == defaults[name]:
+                del values[table][name]
     if run.plan.precision == "fp8" and run.plan.fp8_scaling != "tensorwise":
-        kept["fp8_scaling"] = run.plan.fp8_scaling
+        values["fp8_scaling"] = run.plan.fp8_scaling
     if run.plan.activation_quant != "none":
-        kept["activation_quant"] = run.plan.activation_quant
-    return kept | {"precision": run.plan.precision}
+        values["activation_quant"] = run.plan.activation_quant
+    return values | {"precision": run.plan.precision}
 
 
 def digest(run: Run) -> str:
     """A short name for the mathematics of a run."""
-    return _short(mathematics(run))
+    return digests(run)[0]
 
 
 def digests(run: Run) -> tuple[str, str]:
-    """The short name of a run, then the one it had before keys were renamed."""
-    return digest(run), _short(former(mathematics(run)))
-
-
-def _short(values: dict[str, Any]) -> str:
-    return hashlib.sha256(msgspec.json.encode(values, order="deterministic")).hexdigest()[:8]
+    """The digest of a run, then the one it had before keys were renamed."""
+    values = mathematics(run)
+    texts = (msgspec.json.encode(each, order="deterministic") for each in (values, former(values)))
+    today, before = (hashlib.sha256(text).hexdigest()[:8] for text in texts)
+    return today, before

@@ -36,7 +36,7 @@ class Arch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     rope_original: int = 8192  # llama3: the context before scaling
 
     experts: int = 0  # 0: every feed-forward layer is dense
-    moe_every: int = 1  # layer i is a mixture when (i + 1) divides by this
+    moe_every: int = 1  # layer i is an MoE layer when this divides i + 1
     expert_ffn: int = 0  # width inside one expert
     shared_experts: int = 0  # experts that every token passes through, beside the routed ones
     top_k: int = 0

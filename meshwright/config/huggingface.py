@@ -1,5 +1,6 @@
-"""Hugging Face's config.json ↔ Arch. What one side cannot say is refused by name; nothing is dropped in silence.
+"""Model folders: what ours and Hugging Face's say of their architecture, and Hugging Face's config.json ↔ Arch.
 
+What one side cannot say is refused by name; nothing is dropped in silence.
 Ignored on purpose: token ids, caches and initial spreads, which are not the model, and dropout and router jitter, which
 are noise of somebody's training.
 """
@@ -15,8 +16,12 @@ from meshwright.config.run import Run
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import params
 from meshwright.spec.plan import Plan
-from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.problem import InputError, Problem, mistake
 
+ARCH = "arch.json"
+CONFIG = "config.json"
+TOKENIZER = "tokenizer.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".distcp")
 CONFIG_BYTES = 10 * 10**6  # the largest public config.json is a few hundred kilobytes
 LAYER_LIMIT = 10_000  # ten times the deepest model known; a parameter table is built from this number
 EXPERT_LIMIT = 100_000  # of all layers together: four times the most known; a list of tensors is built from this number
@@ -45,20 +50,84 @@ PLAIN: dict[str, dict[str, Any]] = {
 CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "mixtral": "MixtralForCausalLM"}
 
 
+Kind = Literal["huggingface", "meshwright"]
+
+
+class FolderDescription(msgspec.Struct, frozen=True, kw_only=True):
+    """What a folder says of itself."""
+
+    path: Path  # where the files are: a run's are in its model/
+    kind: Kind
+    arch: Arch
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """The tokenizer that travels with the weights, if one does."""
+        file = self.path / TOKENIZER
+        return file if file.is_file() else None
+
+
+def describe(path: Path) -> FolderDescription:
+    """A Hugging Face folder, one of ours, or a run that holds one."""
+    if (path / ARCH).is_file():
+        return FolderDescription(path=path, kind="meshwright", arch=_read_arch(path / ARCH))
+    if (path / CONFIG).is_file():
+        return FolderDescription(path=path, kind="huggingface", arch=arch_of(read_config(path / CONFIG)))
+    if (path / "model" / ARCH).is_file():
+        return describe(path / "model")
+    if (path / "run.toml").is_file():
+        raise mistake(f"{path} is a run that has no model yet", "finish the run: it then writes model/")
+    if path.suffix in PICKLES:
+        raise InputError([a_pickle(path)])
+    what = f"holds neither {CONFIG} nor {ARCH}" if path.is_dir() else "is not a folder"
+    raise mistake(f"{path} {what}", "give the folder of a Hugging Face model or of a finished run")
+
+
+def a_pickle(path: Path) -> Problem:
+    """Why a file of another program is not read, and how its owner can have it read."""
+    return Problem(
+        f"{path} is a pickle: loading one runs its code, so that is never done here",
+        "if you trust it, convert it elsewhere:\n"
+        "    import torch, safetensors.torch\n"
+        f"    safetensors.torch.save_file(torch.load({str(path)!r}, weights_only=True), 'model.safetensors')",
+    )
+
+
+def shape_differences(there: Arch, here: Arch) -> list[str]:
+    """Why the weights of one architecture do not fit another; empty when they do.
+
+    Fields that no weight's shape depends on (rotary scaling, losses, the context of rotary positions) may differ.
+    """
+    if [(p.name, p.shape) for p in params(there)] == [(p.name, p.shape) for p in params(here)]:
+        return []
+    old, new = msgspec.to_builtins(there), msgspec.to_builtins(here)
+    return [f"arch.{name} is {old[name]} there and {new[name]} here" for name in old if old[name] != new[name]]
+
+
+def _read_arch(path: Path) -> Arch:
+    try:
+        arch = msgspec.convert(read_config(path), Arch)
+    except msgspec.ValidationError as error:
+        raise mistake(f"{path}: {error}", "convert or save the model again") from None
+    if found := arch_problems(arch):
+        raise InputError([msgspec.structs.replace(problem, where=str(path)) for problem in found])
+    return arch
+
+
 def read_config(path: Path) -> dict[str, Any]:
     """The object in a config.json, which may come from anyone."""
     remedy = "give the folder of a Hugging Face model, with its own config.json"
     try:
         size = path.stat().st_size
         if size > CONFIG_BYTES:
-            raise InputError([Problem(f"{path} has {size} bytes, more than {CONFIG_BYTES}", remedy)])
+            raise mistake(f"{path} has {size} bytes, more than {CONFIG_BYTES}", remedy)
         config = msgspec.json.decode(path.read_bytes())
     except OSError as error:
-        raise InputError([Problem(f"{path} cannot be read: {error.strerror}", remedy)]) from None
+        raise mistake(f"{path} cannot be read: {error.strerror}", remedy) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InputError([Problem(f"{path} is not JSON: {error}", remedy)]) from None
+        raise mistake(f"{path} is not JSON: {error}", remedy) from None
     if not isinstance(config, dict):
-        raise InputError([Problem(f"{path} is not a JSON object", remedy)])
+        raise mistake(f"{path} is not a JSON object", remedy)
     return config
 
 
@@ -166,16 +235,15 @@ class _Keys:
 
 
 def _unsupported(key: str, value: Any, supported: str) -> Problem:
-    what = f"lacks {key}" if value is REQUIRED else f"says {key} = {_short(value)}, which is not supported"
-    return Problem(f"config.json {what}", f"supported: {supported}", key)
-
-
-def _short(value: Any) -> str:
+    remedy = f"supported: {supported}"
+    if value is REQUIRED:
+        return Problem(f"config.json lacks {key}", remedy, key)
     try:
         text = msgspec.json.encode(value).decode()
     except (TypeError, ValueError, OverflowError, RecursionError):
         text = f"({type(value).__name__})"
-    return text if len(text) <= 60 else f"{text[:60]}…"
+    text = text if len(text) <= 60 else f"{text[:60]}…"
+    return Problem(f"config.json says {key} = {text}, which is not supported", remedy, key)
 
 
 def _gpt2(keys: _Keys) -> Arch:
@@ -204,7 +272,12 @@ def _llama(keys: _Keys, kind: str) -> Arch:
     kv_null = keys.config.get("num_key_value_heads", absent["num_key_value_heads"]) is None
     ffn, context = keys.count("intermediate_size"), keys.count("max_position_embeddings")
     keys.choice("hidden_act", {"silu": "silu", "swish": "silu"}, "silu")
-    _full_attention(keys, absent, context)
+    window = keys.config.get("sliding_window", absent["sliding_window"])
+    if window is not None and keys.count("sliding_window", window) < context:
+        keys.refuse("sliding_window", window, f"null, or at least max_position_embeddings = {context}")
+    kinds = keys.config.get("layer_types")
+    if kinds is not None and not (isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds)):
+        keys.refuse("layer_types", kinds, "full_attention in every layer")
     return Arch(
         vocab=keys.count("vocab_size"),
         layers=keys.count("num_hidden_layers", high=LAYER_LIMIT),
@@ -217,20 +290,11 @@ def _llama(keys: _Keys, kind: str) -> Arch:
         norm_eps=keys.number("rms_norm_eps", absent["rms_norm_eps"]),
         tied=keys.flag("tie_word_embeddings", False),
         **_rope(keys, absent, context),
-        **(_mixture(keys, ffn) if kind == "mixtral" else {}),
+        **(_moe(keys, ffn) if kind == "mixtral" else {}),
     )
 
 
-def _full_attention(keys: _Keys, absent: dict[str, Any], context: int) -> None:
-    window = keys.config.get("sliding_window", absent["sliding_window"])
-    if window is not None and keys.count("sliding_window", window) < context:
-        keys.refuse("sliding_window", window, f"null, or at least max_position_embeddings = {context}")
-    kinds = keys.config.get("layer_types")
-    if kinds is not None and not (isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds)):
-        keys.refuse("layer_types", kinds, "full_attention in every layer")
-
-
-def _mixture(keys: _Keys, ffn: int) -> dict[str, Any]:
+def _moe(keys: _Keys, ffn: int) -> dict[str, Any]:
     return {
         "experts": keys.count("num_local_experts", 8, high=LAYER_LIMIT),
         "expert_ffn": ffn,
@@ -279,6 +343,11 @@ def _gpt2_config(arch: Arch) -> dict[str, Any]:
 
 
 def _llama_config(arch: Arch) -> dict[str, Any]:
+    scaling: dict[str, Any] = {"rope_type": arch.rope_scaling, "factor": arch.rope_factor}
+    if arch.rope_scaling == "llama3":
+        scaling["low_freq_factor"] = arch.rope_low
+        scaling["high_freq_factor"] = arch.rope_high
+        scaling["original_max_position_embeddings"] = arch.rope_original
     config = {
         "num_hidden_layers": arch.layers,
         "hidden_size": arch.hidden,
@@ -290,7 +359,8 @@ def _llama_config(arch: Arch) -> dict[str, Any]:
         "rms_norm_eps": arch.norm_eps,
         "hidden_act": "silu",
         "rope_theta": arch.rope_theta,
-        "rope_scaling": _rope_scaling(arch),  # transformers 5 reads this form of 4 too; 4 does not read that of 5
+        # transformers 5 reads this form of 4 too; 4 does not read that of 5
+        "rope_scaling": None if arch.rope_scaling == "none" else scaling,
     }
     if arch.experts == 0:
         return config | {"attention_bias": False, "mlp_bias": False}
@@ -303,17 +373,6 @@ def _llama_config(arch: Arch) -> dict[str, Any]:
         "router_aux_loss_coef": arch.balance_loss,
         "router_z_loss_coef": arch.z_loss,
     }
-
-
-def _rope_scaling(arch: Arch) -> dict[str, Any] | None:
-    if arch.rope_scaling == "none":
-        return None
-    scaling: dict[str, Any] = {"rope_type": arch.rope_scaling, "factor": arch.rope_factor}
-    if arch.rope_scaling == "llama3":
-        scaling["low_freq_factor"] = arch.rope_low
-        scaling["high_freq_factor"] = arch.rope_high
-        scaling["original_max_position_embeddings"] = arch.rope_original
-    return scaling
 
 
 def _beyond(arch: Arch, kind: str) -> list[Problem]:
@@ -338,72 +397,3 @@ def _beyond(arch: Arch, kind: str) -> list[Problem]:
         text = f"arch.heads = {arch.heads} does not divide arch.hidden = {arch.hidden}"
         found.append(Problem(text, "a Hugging Face llama model must divide evenly", "arch.heads"))
     return found
-
-
-ARCH = "arch.json"
-CONFIG = "config.json"
-TOKENIZER = "tokenizer.json"
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".distcp")
-
-Kind = Literal["huggingface", "meshwright"]
-
-
-class FolderDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """What a folder says of itself."""
-
-    path: Path  # where the files are: a run's are in its model/
-    kind: Kind
-    arch: Arch
-
-    @property
-    def tokenizer(self) -> Path | None:
-        """The tokenizer that travels with the weights, if one does."""
-        file = self.path / TOKENIZER
-        return file if file.is_file() else None
-
-
-def describe(path: Path) -> FolderDescription:
-    """A Hugging Face folder, one of ours, or a run that holds one."""
-    if (path / ARCH).is_file():
-        return FolderDescription(path=path, kind="meshwright", arch=_read_arch(path / ARCH))
-    if (path / CONFIG).is_file():
-        return FolderDescription(path=path, kind="huggingface", arch=arch_of(read_config(path / CONFIG)))
-    if (path / "model" / ARCH).is_file():
-        return describe(path / "model")
-    if (path / "run.toml").is_file():
-        raise InputError([Problem(f"{path} is a run that has no model yet", "finish the run: it then writes model/")])
-    if path.suffix in PICKLES:
-        raise InputError([a_pickle(path)])
-    what = f"holds neither {CONFIG} nor {ARCH}" if path.is_dir() else "is not a folder"
-    raise InputError([Problem(f"{path} {what}", "give the folder of a Hugging Face model or of a finished run")])
-
-
-def a_pickle(path: Path) -> Problem:
-    """Why a file of another program is not read, and how its owner can have it read."""
-    return Problem(
-        f"{path} is a pickle: loading one runs its code, so that is never done here",
-        "if you trust it, convert it elsewhere:\n"
-        "    import torch, safetensors.torch\n"
-        f"    safetensors.torch.save_file(torch.load({str(path)!r}, weights_only=True), 'model.safetensors')",
-    )
-
-
-def shape_differences(there: Arch, here: Arch) -> list[str]:
-    """Why the weights of one architecture do not fit another; empty when they do.
-
-    Fields that no weight's shape depends on (rotary scaling, losses, the context of rotary positions) may differ.
-    """
-    if [(p.name, p.shape) for p in params(there)] == [(p.name, p.shape) for p in params(here)]:
-        return []
-    old, new = msgspec.to_builtins(there), msgspec.to_builtins(here)
-    return [f"arch.{name} is {old[name]} there and {new[name]} here" for name in old if old[name] != new[name]]
-
-
-def _read_arch(path: Path) -> Arch:
-    try:
-        arch = msgspec.convert(read_config(path), Arch)
-    except msgspec.ValidationError as error:
-        raise InputError([Problem(f"{path}: {error}", "convert or save the model again")]) from None
-    if found := arch_problems(arch):
-        raise InputError([msgspec.structs.replace(problem, where=str(path)) for problem in found])
-    return arch

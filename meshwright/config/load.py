@@ -1,207 +1,39 @@
-"""TOML and overrides → Run, strictly; Run → TOML. Every value remembers where it came from."""
+"""TOML and overrides → Run, strictly; Run → TOML. Every value remembers where it came from.
+
+A file (and those it extends), then the command line, make one nested table of what was stated. Keys and values are
+checked by the schema, `[arch]` and `[plan]` completed, and the rules between fields asked; problems are collected.
+"""
 
 import json
 import math
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from meshwright.config import check, schema
-from meshwright.config.huggingface import FolderDescription, describe, shape_differences
+from meshwright.config.huggingface import describe, shape_differences
 from meshwright.config.presets import complete, preset_names, preset_table, unknown_preset
 from meshwright.config.renamed import is_recorded, new_name, translated
 from meshwright.config.run import Run
 from meshwright.spec.arch import Arch
 from meshwright.spec.plan import AXES, balanced_stages
-from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.problem import InputError, Problem, mistake
 from meshwright.spec.schedule import default_chunks
-
-_KEY = re.compile(r"""^\s*(?P<key>[A-Za-z0-9_.\-"' ]+?)\s*=""")
-_TABLE = re.compile(r"^\s*\[\[?\s*(?P<table>[^\[\]]+?)\s*\]")
-
-
-def dumps(table: Mapping[str, Any], remarks: Mapping[str, str] | None = None) -> str:
-    """Nested plain values as TOML. A remark on a dotted key becomes the comment behind it."""
-    lines = _section(table, "", remarks or {})
-    return "\n".join(lines).strip() + "\n"
-
-
-def _section(table: Mapping[str, Any], prefix: str, remarks: Mapping[str, str]) -> list[str]:
-    lines = []
-    for key, value in table.items():
-        if value is None or isinstance(value, Mapping) or _is_tables(value):
-            continue
-        text = f"{key} = {_value(value)}"
-        remark = remarks.get(prefix + key)
-        lines.append(f"{text:<32}  # {remark}" if remark else text)
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            lines += ["", f"[{prefix}{key}]", *_section(value, f"{prefix}{key}.", remarks)]
-        elif _is_tables(value):
-            for entry in value:
-                lines += ["", f"[[{prefix}{key}]]", *_section(entry, f"{prefix}{key}.", remarks)]
-    return lines
-
-
-def _is_tables(value: Any) -> bool:
-    return isinstance(value, list | tuple) and bool(value) and all(isinstance(entry, Mapping) for entry in value)
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int | float):
-        return repr(value)
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return "[" + ", ".join(_value(entry) for entry in value) + "]"
-
-
-def lines_of(text: str) -> dict[str, int]:
-    """The line of every dotted key. Good enough to point at; the parser is tomllib."""
-    found: dict[str, int] = {}
-    prefix = ""
-    for number, line in enumerate(text.splitlines(), start=1):
-        if table := _TABLE.match(line):
-            prefix = _plain(table["table"]) + "."
-            found.setdefault(prefix[:-1], number)
-        elif key := _KEY.match(line):
-            found.setdefault(prefix + _plain(key["key"]), number)
-    return found
-
-
-def _plain(key: str) -> str:
-    return ".".join(part.strip().strip("\"'") for part in key.split("."))
-
-
-Origins = dict[str, str]  # by dotted key
-
-
-def resolve_arch(table: dict[str, Any], origins: Origins, *, ahead: bool = False) -> list[Problem]:
-    """Complete table["arch"] in place. `ahead` of time a folder may be missing, unless the architecture is in it."""
-    stated = table.get("arch", {})
-    name = stated.pop("preset", None)
-    if name is not None and not (isinstance(name, str) and name in preset_names()):
-        return [unknown_preset(name)]
-    start, problems = _described(table)
-    if problems and not (ahead and (name is not None or stated)):
-        return problems
-    base, origin = _base(name, start, table, bool(stated))
-    if not base and not stated:
-        remedy = 'begin with [arch] preset = "gpt2"; `meshwright models` lists them'
-        return [Problem("the run does not say what to train: arch is missing", remedy, "arch")]
-    origins |= {f"arch.{key}": origin for key in base if key not in stated}
-    table["arch"], derived = complete(base | stated)
-    origins |= {f"arch.{key}": reason for key, reason in derived.items()}
-    if start is not None and start.tokenizer is not None and "tokenizer" not in table.setdefault("data", {}):
-        table["data"]["tokenizer"] = str(start.tokenizer)
-        origins["data.tokenizer"] = "derived: init.from"
-    return [*schema.missing(table["arch"], Arch, "arch.")]
-
-
-def _base(
-    name: str | None, start: FolderDescription | None, table: dict[str, Any], stated: bool
-) -> tuple[dict[str, Any], str]:
-    """What an architecture begins from before its own keys: a preset, or the folder whose weights it takes."""
-    if name is not None:
-        return preset_table(name), f"preset {name}"
-    if start is not None and not stated:
-        return msgspec.to_builtins(start.arch), f"folder {table['init']['from']}"
-    return {}, ""
-
-
-def _described(table: dict[str, Any]) -> tuple[FolderDescription | None, list[Problem]]:
-    folder = table.get("init", {}).get("from", "")
-    if not folder:
-        return None, []
-    try:
-        return describe(Path(folder)), []
-    except InputError as error:
-        return None, [msgspec.structs.replace(problem, key="init.from") for problem in error.problems]
-
-
-def init_problems(run: Run) -> list[Problem]:
-    """Weights that a run begins from must fit it."""
-    if not run.init.folder:
-        what = "init.optimizer_state takes the moments of the run in init.from, and none is named"
-        return (
-            [Problem(what, "name one, or leave init.optimizer_state out", "init.optimizer_state")]
-            if run.init.optimizer_state
-            else []
-        )
-    differences = shape_differences(describe(Path(run.init.folder)).arch, run.arch)
-    text = f"the weights in {run.init.folder} are of another shape: {'; '.join(differences)}"
-    remedy = "leave arch out to take the folder's, or begin from another folder"
-    return [Problem(text, remedy, "init.from")] if differences else []
-
-
-def resolve_plan(table: dict[str, Any], origins: Origins, ranks: int | None, default_ranks: int) -> None:
-    """Decide what the plan leaves open: spare ranks replicate, a rank's share of the batch is one microbatch, …"""
-    plan = table.setdefault("plan", {})
-    axes = [plan.get(axis, 1) for axis in AXES if axis != "replicate"]
-    if "replicate" not in plan:
-        others = max(math.prod(axes), 1)
-        world = ranks if ranks is not None else default_ranks if others == 1 else others
-        plan["replicate"] = max(world // others, 1)
-        origins["plan.replicate"] = "derived: ranks" if others == 1 else "derived: ranks ÷ the other axes"
-    data = max(plan["replicate"] * plan.get("shard", 1), 1)
-    share = max(table.get("batch", _default_of("batch")) // data, 1)
-    if "microbatch" not in plan:
-        plan["microbatch"] = max(share // max(plan.get("grad_accum", 1), 1), 1)
-        origins["plan.microbatch"] = "derived: batch ÷ data ranks ÷ grad_accum"
-    elif "grad_accum" not in plan:
-        plan["grad_accum"] = max(share // max(plan["microbatch"], 1), 1)
-        origins["plan.grad_accum"] = "derived: batch ÷ data ranks ÷ microbatch"
-    if plan.get("pp", 1) > 1:
-        _resolve_pipeline(table, plan, origins)
-    alone = math.prod([plan["replicate"], *axes]) == 1
-    alone = alone and not plan.get("deterministic", False) and not plan.get("cpu_offload", False)
-    if "bf16_params" not in plan and alone and plan.get("precision") in ("bf16", "fp16", "fp8"):
-        plan["bf16_params"] = True
-        origins["plan.bf16_params"] = "derived: one rank in low precision"
-
-
-def _resolve_pipeline(table: dict[str, Any], plan: dict[str, Any], origins: Origins) -> None:
-    if "chunks" not in plan:
-        plan["chunks"] = default_chunks(plan.get("schedule", "1f1b"))
-        origins["plan.chunks"] = "derived: schedule"
-    if "stages" not in plan:
-        arch = msgspec.convert(table["arch"], Arch)
-        plan["stages"] = list(balanced_stages(arch, plan["pp"] * plan["chunks"]))
-        origins["plan.stages"] = "derived: balanced"
-
-
-def _default_of(name: str) -> Any:
-    return next(field.default for field in msgspec.structs.fields(Run) if field.name == name)
-
-
-def rank_problems(run: Run, ranks: int | None, origins: Origins) -> list[Problem]:
-    """The ranks that were asked for must be the plan's."""
-    if ranks is None or ranks == run.plan.world:
-        return []
-    plan = run.plan
-    if origins.get("plan.replicate", "").startswith("derived"):
-        others = [f"{axis} {getattr(plan, axis)}" for axis in AXES if axis != "replicate" and getattr(plan, axis) > 1]
-        each = plan.world // plan.replicate
-        some = f"{each}, {2 * each} or {3 * each}"
-        return [Problem(f"{ranks} ranks are no multiple of {' × '.join(others)} = {each}", f"start {some} ranks")]
-    axes = [f"{axis} {getattr(plan, axis)}" for axis in AXES if getattr(plan, axis) > 1] or ["replicate 1"]
-    return [
-        Problem(
-            f"the plan needs {' × '.join(axes)} = {plan.world} ranks, not {ranks}",
-            f"start {plan.world} ranks, or leave plan.replicate out",
-            "plan.replicate",
-        )
-    ]
-
 
 LARGEST_FILE = 1_000_000  # bytes; no run file written by a person comes near
 DEEPEST = 16  # files that extend each other
 UNSAID = "not stated"  # the origin of what a question left open
+DEFAULT_BATCH = next(field.default for field in msgspec.structs.fields(Run) if field.name == "batch")
+_KEY = re.compile(r"""^\s*(?P<key>[A-Za-z0-9_.\-"' ]+?)\s*=""")
+_TABLE = re.compile(r"^\s*\[\[?\s*(?P<table>[^\[\]]+?)\s*\]")
+
+Table = dict[str, Any]  # a run file as tomllib reads it
+Origins = dict[str, str]  # by dotted key
 
 
 class LoadedRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -239,9 +71,7 @@ def examine(
     """Like `load`, but with all problems as values: the run without its unusable keys goes on to the other rules."""
     overrides = list(overrides)
     table, origins = _read(file) if file else _default(overrides)
-    found = [*_apply(overrides, table, origins), *schema.misfits(_without_preset(table))]
-    for problem in found:
-        _drop(table, problem.key)
+    found = _override(table, origins, overrides)
     incomplete = resolve_arch(table, origins)
     found += incomplete
     loaded = None
@@ -249,7 +79,7 @@ def examine(
         resolve_plan(table, origins, ranks, default_ranks)
         run = msgspec.convert(table, Run)
         loaded = LoadedRun(run=run, origins=origins)
-        found += [*rank_problems(run, ranks, origins), *init_problems(run), *check.problems(run)]
+        found += [*_rank_problems(run, ranks, origins), *_init_problems(run), *check.problems(run)]
     return loaded, [placed(problem, origins) for problem in found]
 
 
@@ -259,87 +89,92 @@ def ask(file: Path | None, overrides: Iterable[str] = (), *, arch: Arch | None =
     `arch` takes the place of the file's. A folder that the weights will come from need not be there yet, where the
     architecture is stated.
     """
-    table, origins = _read(file) if file else _open()
+    table, origins = _read(file) if file else ({}, {"sequence": UNSAID, "batch": UNSAID})
     if arch is not None:
         table["arch"] = msgspec.to_builtins(arch)
-    found = [*_apply(overrides, table, origins), *schema.misfits(_without_preset(table))]
-    for problem in found:
-        _drop(table, problem.key)
-    incomplete = resolve_arch(table, origins, ahead=True)
-    if found or incomplete:
-        raise InputError([placed(problem, origins) for problem in (*found, *incomplete)])
+    found = _override(table, origins, overrides)
+    found += resolve_arch(table, origins, ahead=True)
+    if found:
+        raise InputError([placed(problem, origins) for problem in found])
     stated = table.pop("plan", {})
-    said = {name: value for name, value in stated.items() if origins.get(f"plan.{name}") == "command line"}
-    run = msgspec.convert(table | {"plan": _alone(table, stated)}, Run)
+    run = msgspec.convert(table | {"plan": _single_rank_plan(table, stated)}, Run)
     if problems := [placed(problem, origins) for problem in check.problems(run)]:
         raise InputError(problems)
-    written = {name: value for name, value in stated.items() if name not in said}
-    return OpenRun(run=run, in_file=written, on_command_line=said, origins=origins)
+    overridden = {name: value for name, value in stated.items() if origins.get(f"plan.{name}") == "command line"}
+    written = {name: value for name, value in stated.items() if name not in overridden}
+    return OpenRun(run=run, in_file=written, on_command_line=overridden, origins=origins)
 
 
-def _open() -> tuple[dict[str, Any], Origins]:
-    """Where nothing is stated yet."""
-    return {}, {"sequence": UNSAID, "batch": UNSAID}
-
-
-def _alone(table: dict[str, Any], stated: dict[str, Any]) -> dict[str, Any]:
-    """A plan of one rank, for the rules that need one."""
-    batch = table.get("batch", next(field.default for field in msgspec.structs.fields(Run) if field.name == "batch"))
-    optim = table.get("optim", {})
-    is_narrow = optim.get("master_weights", "fp32") != "fp32" or optim.get("state_dtype", "fp32") != "fp32"
-    alone = {"microbatch": batch, "precision": stated.get("precision", "bf16" if is_narrow else "fp32")}
-    if "optimizer_offload" in stated:  # narrow weights stay on the device, where there are any
-        alone |= {
-            "optimizer_offload": stated["optimizer_offload"],
-            "bf16_params": alone["precision"] in ("bf16", "fp16", "fp8"),
-        }
-    return alone
-
-
-def _drop(table: dict[str, Any], key: str) -> None:
-    """Take an unusable key out, so that the rest can still be judged."""
-    *sections, last = key.split(".")
-    for section in sections:
-        if not isinstance(table.get(section), dict):
-            last = section  # a list of tables, or a value where a table should be: the whole of it goes
-            break
-        table = table[section]
-    table.pop(last, None)
+def placed(problem: Problem, origins: Mapping[str, str]) -> Problem:
+    """A problem with the place where its key was written."""
+    where = problem.where
+    key = problem.key
+    while not where and key:
+        where = origins.get(key, "")
+        key = key.rpartition(".")[0]
+    return msgspec.structs.replace(problem, where=where)
 
 
 def write(run: Run, origins: Mapping[str, str] | None = None) -> str:
     """A run as TOML, each value with its origin behind it if origins are given."""
-    table = msgspec.to_builtins(run)
-    remarks = {key: (origins or {}).get(key, "default") for key in schema.every_key()} if origins is not None else {}
-    return dumps(table, remarks)
+    remarks = {} if origins is None else {key: origins.get(key, "default") for key in schema.every_key()}
+    return "\n".join(_section(msgspec.to_builtins(run), "", remarks)).strip() + "\n"
 
 
-def _default(overrides: list[str]) -> tuple[dict[str, Any], Origins]:
+def _section(table: Mapping[str, Any], prefix: str, remarks: Mapping[str, str]) -> list[str]:
+    lines = []
+    for key, value in table.items():
+        if value is None or isinstance(value, Mapping) or _is_tables(value):
+            continue
+        text = f"{key} = {_value(value)}"
+        remark = remarks.get(prefix + key)
+        lines.append(f"{text:<32}  # {remark}" if remark else text)
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            lines += ["", f"[{prefix}{key}]", *_section(value, f"{prefix}{key}.", remarks)]
+        elif _is_tables(value):
+            for entry in value:
+                lines += ["", f"[[{prefix}{key}]]", *_section(entry, f"{prefix}{key}.", remarks)]
+    return lines
+
+
+def _is_tables(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(entry, Mapping) for entry in value)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return "[" + ", ".join(_value(entry) for entry in value) + "]"
+
+
+def _default(overrides: list[str]) -> tuple[Table, Origins]:
     text = Path(__file__).with_name("default.toml").read_text()
     table = tomllib.loads(text)
     if any(word.startswith("init.from=") for word in overrides):
         del table["arch"]  # the folder knows what it is
-    return table, dict.fromkeys(lines_of(text), "default run")
+    return table, dict.fromkeys(_lines(text), "default run")
 
 
-def _read(file: Path, depth: int = 0) -> tuple[dict[str, Any], Origins]:
+def _read(file: Path, depth: int = 0) -> tuple[Table, Origins]:
     text = _text(file)
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise InputError([Problem(f"{file} is not TOML: {error}", "correct that line")]) from None
-    origins = {key: f"{file}:{line}" for key, line in lines_of(text).items()}
+        raise mistake(f"{file} is not TOML: {error}", "correct that line") from None
+    origins = {key: f"{file}:{line}" for key, line in _lines(text).items()}
     if is_recorded(file):
         table, origins = translated(table), {new_name(key) or key: where for key, where in origins.items()}
     parent = table.pop("extends", None)
     if parent is None:
         return table, origins
     if not isinstance(parent, str) or depth >= DEEPEST:
-        what = (
-            f"extends = {schema.shown(parent)} is not a file name"
-            if depth < DEEPEST
-            else "extends goes round in a circle"
-        )
+        not_a_name = f"extends = {schema.shown(parent)} is not a file name"
+        what = not_a_name if depth < DEEPEST else "extends goes round in a circle"
         raise InputError([Problem(what, "name one other run file", "extends", origins["extends"])])
     base, base_origins = _read(file.parent / parent, depth + 1)
     return _merged(base, table), base_origins | origins
@@ -348,17 +183,34 @@ def _read(file: Path, depth: int = 0) -> tuple[dict[str, Any], Origins]:
 def _text(file: Path) -> str:
     try:
         if file.stat().st_size > LARGEST_FILE:
-            raise InputError([Problem(f"{file} is larger than {LARGEST_FILE} bytes", "is it a run file?")])
+            raise mistake(f"{file} is larger than {LARGEST_FILE} bytes", "is it a run file?")
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise InputError([Problem(f"{file} is not UTF-8 text (byte {error.start})", "is it a run file?")]) from None
+        raise mistake(f"{file} is not UTF-8 text (byte {error.start})", "is it a run file?") from None
     except OSError as error:
         if str(file) in preset_names():
-            raise InputError([Problem(f"{file} is a model, not a run file", f"write arch.preset={file}")]) from None
-        raise InputError([Problem(f"{file}: {error.strerror}", "name a run file that can be read")]) from None
+            raise mistake(f"{file} is a model, not a run file", f"write arch.preset={file}") from None
+        raise mistake(f"{file}: {error.strerror}", "name a run file that can be read") from None
 
 
-def _merged(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
+def _lines(text: str) -> dict[str, int]:
+    """The line of every dotted key. Good enough to point at; the parser is tomllib."""
+    found: dict[str, int] = {}
+    prefix = ""
+    for number, line in enumerate(text.splitlines(), start=1):
+        if table := _TABLE.match(line):
+            prefix = _plain(table["table"]) + "."
+            found.setdefault(prefix[:-1], number)
+        elif key := _KEY.match(line):
+            found.setdefault(prefix + _plain(key["key"]), number)
+    return found
+
+
+def _plain(key: str) -> str:
+    return ".".join(part.strip().strip("\"'") for part in key.split("."))
+
+
+def _merged(base: Table, top: Table) -> Table:
     both = dict(base)
     for key, value in top.items():
         under = both.get(key)
@@ -366,7 +218,18 @@ def _merged(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
     return both
 
 
-def _apply(overrides: Iterable[str], table: dict[str, Any], origins: Origins) -> Iterable[Problem]:
+def _override(table: Table, origins: Origins, overrides: Iterable[str]) -> list[Problem]:
+    """Put key=value words into a table, and take out what no run has, so that the rest can still be checked."""
+    found = [*_apply(overrides, table, origins)]
+    arch = table.get("arch")
+    without_preset = {key: value for key, value in arch.items() if key != "preset"} if isinstance(arch, dict) else arch
+    found += schema.misfits(table if arch is None else table | {"arch": without_preset})
+    for problem in found:
+        _drop(table, problem.key)
+    return found
+
+
+def _apply(overrides: Iterable[str], table: Table, origins: Origins) -> Iterator[Problem]:
     """Put key=value words into the table; what is not such a word is a problem."""
     known = schema.every_key()
     for word in overrides:
@@ -380,35 +243,125 @@ def _apply(overrides: Iterable[str], table: dict[str, Any], origins: Origins) ->
             inner = inner.setdefault(section, {})
             if not isinstance(inner, dict):
                 break
-        if isinstance(inner, dict):
-            inner[last] = _override(text, known.get(key))
-            origins[key] = "command line"
-        else:
+        if not isinstance(inner, dict):
             yield schema.unknown(key, list(known))
+            continue
+        origins[key] = "command line"
+        inner[last] = text
+        if known.get(key) is not str or text.startswith(('"', "'")):
+            with suppress(tomllib.TOMLDecodeError):  # plain words stay as they are
+                inner[last] = tomllib.loads(f"value = {text}")["value"]
 
 
-def _override(text: str, kind: Any) -> Any:
-    """The value of an override: TOML where it is TOML, else the plain words."""
-    if kind is str and not text.startswith(('"', "'")):
-        return text
+def _drop(table: Table, key: str) -> None:
+    *sections, last = key.split(".")
+    for section in sections:
+        if not isinstance(table.get(section), dict):
+            last = section  # a list of tables, or a value where a table should be: the whole of it goes
+            break
+        table = table[section]
+    table.pop(last, None)
+
+
+def resolve_arch(table: Table, origins: Origins, *, ahead: bool = False) -> list[Problem]:
+    """Complete table["arch"] in place. `ahead` of time a folder may be missing, unless the architecture is in it."""
+    stated = table.get("arch", {})
+    name = stated.pop("preset", None)
+    if name is not None and not (isinstance(name, str) and name in preset_names()):
+        return [unknown_preset(name)]
+    folder, start = table.get("init", {}).get("from", ""), None
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
+        start = describe(Path(folder)) if folder else None
+    except InputError as error:
+        if not (ahead and (name is not None or stated)):
+            return [msgspec.structs.replace(problem, key="init.from") for problem in error.problems]
+    base, origin = {}, ""  # what an architecture begins from before its own keys: a preset, or the folder of weights
+    if name is not None:
+        base, origin = preset_table(name), f"preset {name}"
+    elif start is not None and not stated:
+        base, origin = msgspec.to_builtins(start.arch), f"folder {folder}"
+    if not base and not stated:
+        remedy = 'begin with [arch] preset = "gpt2"; `meshwright models` lists them'
+        return [Problem("the run does not say what to train: arch is missing", remedy, "arch")]
+    origins |= {f"arch.{key}": origin for key in base if key not in stated}
+    table["arch"], derived = complete(base | stated)
+    origins |= {f"arch.{key}": reason for key, reason in derived.items()}
+    if start is not None and start.tokenizer is not None and "tokenizer" not in table.setdefault("data", {}):
+        table["data"]["tokenizer"] = str(start.tokenizer)
+        origins["data.tokenizer"] = "derived: init.from"
+    return [*schema.missing(table["arch"], Arch, "arch.")]
 
 
-def _without_preset(table: dict[str, Any]) -> dict[str, Any]:
-    arch = table.get("arch")
-    if not isinstance(arch, dict):
-        return table
-    return table | {"arch": {key: value for key, value in arch.items() if key != "preset"}}
+def resolve_plan(table: Table, origins: Origins, ranks: int | None, default_ranks: int) -> None:
+    """Decide what the plan leaves open: spare ranks replicate, a rank's share of the batch is one microbatch, …"""
+    plan = table.setdefault("plan", {})
+    axes = [plan.get(axis, 1) for axis in AXES if axis != "replicate"]
+    if "replicate" not in plan:
+        others = max(math.prod(axes), 1)
+        world = ranks if ranks is not None else default_ranks if others == 1 else others
+        plan["replicate"] = max(world // others, 1)
+        origins["plan.replicate"] = "derived: ranks" if others == 1 else "derived: ranks ÷ the other axes"
+    data = max(plan["replicate"] * plan.get("shard", 1), 1)
+    share = max(table.get("batch", DEFAULT_BATCH) // data, 1)
+    if "microbatch" not in plan:
+        plan["microbatch"] = max(share // max(plan.get("grad_accum", 1), 1), 1)
+        origins["plan.microbatch"] = "derived: batch ÷ data ranks ÷ grad_accum"
+    elif "grad_accum" not in plan:
+        plan["grad_accum"] = max(share // max(plan["microbatch"], 1), 1)
+        origins["plan.grad_accum"] = "derived: batch ÷ data ranks ÷ microbatch"
+    if plan.get("pp", 1) > 1:
+        _resolve_pipeline(table, plan, origins)
+    alone = math.prod([plan["replicate"], *axes]) == 1
+    alone = alone and not plan.get("deterministic", False) and not plan.get("cpu_offload", False)
+    if "bf16_params" not in plan and alone and plan.get("precision") in ("bf16", "fp16", "fp8"):
+        plan["bf16_params"] = True
+        origins["plan.bf16_params"] = "derived: one rank in low precision"
 
 
-def placed(problem: Problem, origins: Mapping[str, str]) -> Problem:
-    """A problem with the place where its key was written."""
-    where = problem.where
-    key = problem.key
-    while not where and key:
-        where = origins.get(key, "")
-        key = key.rpartition(".")[0]
-    return msgspec.structs.replace(problem, where=where)
+def _resolve_pipeline(table: Table, plan: dict[str, Any], origins: Origins) -> None:
+    if "chunks" not in plan:
+        plan["chunks"] = default_chunks(plan.get("schedule", "1f1b"))
+        origins["plan.chunks"] = "derived: schedule"
+    if "stages" not in plan:
+        arch = msgspec.convert(table["arch"], Arch)
+        plan["stages"] = list(balanced_stages(arch, plan["pp"] * plan["chunks"]))
+        origins["plan.stages"] = "derived: balanced"
+
+
+def _single_rank_plan(table: Table, stated: dict[str, Any]) -> dict[str, Any]:
+    """A plan of one rank, for the rules that need one."""
+    optim = table.get("optim", {})
+    is_bf16 = optim.get("master_weights", "fp32") != "fp32" or optim.get("state_dtype", "fp32") != "fp32"
+    precision = stated.get("precision", "bf16" if is_bf16 else "fp32")
+    plan = {"microbatch": table.get("batch", DEFAULT_BATCH), "precision": precision}
+    if "optimizer_offload" in stated:  # a low-precision copy stays on the device, where there is one
+        plan["optimizer_offload"] = stated["optimizer_offload"]
+        plan["bf16_params"] = precision in ("bf16", "fp16", "fp8")
+    return plan
+
+
+def _init_problems(run: Run) -> list[Problem]:
+    """Weights that a run begins from must fit it."""
+    if not run.init.folder:
+        what = "init.optimizer_state takes the moments of the run in init.from, and none is named"
+        found = Problem(what, "name one, or leave init.optimizer_state out", "init.optimizer_state")
+        return [found] if run.init.optimizer_state else []
+    differences = shape_differences(describe(Path(run.init.folder)).arch, run.arch)
+    text = f"the weights in {run.init.folder} are of another shape: {'; '.join(differences)}"
+    remedy = "leave arch out to take the folder's, or begin from another folder"
+    return [Problem(text, remedy, "init.from")] if differences else []
+
+
+def _rank_problems(run: Run, ranks: int | None, origins: Origins) -> list[Problem]:
+    """The ranks that were asked for must be the plan's."""
+    plan = run.plan
+    if ranks is None or ranks == plan.world:
+        return []
+    used = {axis: f"{axis} {getattr(plan, axis)}" for axis in AXES if getattr(plan, axis) > 1}
+    if origins.get("plan.replicate", "").startswith("derived"):
+        others = " × ".join(text for axis, text in used.items() if axis != "replicate")
+        each = plan.world // plan.replicate
+        some = f"{each}, {2 * each} or {3 * each}"
+        return [Problem(f"{ranks} ranks are no multiple of {others} = {each}", f"start {some} ranks")]
+    what = f"the plan needs {' × '.join(used.values()) or 'replicate 1'} = {plan.world} ranks, not {ranks}"
+    return [Problem(what, f"start {plan.world} ranks, or leave plan.replicate out", "plan.replicate")]

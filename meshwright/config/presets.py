@@ -10,7 +10,7 @@ import msgspec
 
 from meshwright.config import schema
 from meshwright.spec.arch import Arch
-from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.problem import InputError, Problem, mistake
 
 
 def preset(name: str) -> Arch:
@@ -20,9 +20,8 @@ def preset(name: str) -> Arch:
     return msgspec.convert(complete(preset_table(name))[0], Arch)
 
 
-@cache
 def preset_names() -> tuple[str, ...]:
-    """The model zoo."""
+    """The names of the model zoo."""
     return tuple(_zoo())
 
 
@@ -32,9 +31,7 @@ def run_file(target: str | None) -> Path | None:
         return None
     if not Path(target).is_file():
         known = ", ".join(preset_names()[:4])
-        raise InputError(
-            [Problem(f"{target!r} is neither a run file nor a model", f"name a .toml, or one of {known} …")]
-        )
+        raise mistake(f"{target!r} is neither a run file nor a model", f"name a .toml, or one of {known} …")
     return Path(target)
 
 

@@ -4,7 +4,7 @@ import difflib
 import types
 import typing
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import msgspec
 
@@ -80,8 +80,8 @@ def misfits(table: Mapping[str, Any], struct: type[msgspec.Struct] = Run, prefix
 
 
 def _misfit(key: str, value: Any, kind: Any) -> Iterator[Problem]:
-    item = _item_struct(kind)
-    if item is not None and isinstance(value, list) and all(isinstance(entry, Mapping) for entry in value):
+    item = next(iter(typing.get_args(kind)), None)
+    if is_struct(item) and isinstance(value, list) and all(isinstance(entry, Mapping) for entry in value):
         for number, entry in enumerate(value):
             yield from misfits(entry, item, f"{key}.{number}.")
             yield from missing(entry, item, f"{key}.{number}.")
@@ -89,7 +89,10 @@ def _misfit(key: str, value: Any, kind: Any) -> Iterator[Problem]:
     try:
         msgspec.convert(value, kind)
     except msgspec.ValidationError:
-        yield Problem(f"{key} = {shown(value)} should be {described(kind)}", _remedy(value, kind), key)
+        choices = [choice for choice in _choices(kind) if isinstance(choice, str)]
+        near = difflib.get_close_matches(value, choices, n=1, cutoff=0.4) if isinstance(value, str) else []
+        remedy = f"did you mean {near[0]!r}?" if near else "correct the value"
+        yield Problem(f"{key} = {shown(value)} should be {described(kind)}", remedy, key)
 
 
 def missing(table: Mapping[str, Any], struct: type[msgspec.Struct], prefix: str) -> Iterator[Problem]:
@@ -101,28 +104,18 @@ def missing(table: Mapping[str, Any], struct: type[msgspec.Struct], prefix: str)
 
 
 def unknown(key: str, siblings: list[str], value: Any = None) -> Problem:
-    """What to say of a key that does not exist."""
+    """The problem of a key that does not exist, with the key that was meant."""
     everything = list(every_key())
     last = key.rsplit(".", 1)[-1]
     if new := new_words(key, value):
         return Problem(f"{key} has a new name", f"write {new}", key)
     if last in ELSEWHERE:
         return Problem(f"{key} is not a key", f"here it is called {ELSEWHERE[last]}", key)
-    near = difflib.get_close_matches(key, siblings, n=1, cutoff=0.6) or [
-        other for other in everything if other.rsplit(".", 1)[-1] == last
-    ]
+    near = difflib.get_close_matches(key, siblings, n=1, cutoff=0.6)
+    near = near or [other for other in everything if other.rsplit(".", 1)[-1] == last]
     near = near or difflib.get_close_matches(key, everything, n=1, cutoff=0.6)
     remedy = f"did you mean {near[0]}?" if near else "`meshwright config schema` lists every key"
     return Problem(f"{key} is not a key", remedy, key)
-
-
-def _remedy(value: Any, kind: Any) -> str:
-    choices = [choice for choice in _choices(kind) if isinstance(choice, str)]
-    if isinstance(value, str) and choices:
-        near = difflib.get_close_matches(value, choices, n=1, cutoff=0.4)
-        if near:
-            return f"did you mean {near[0]!r}?"
-    return "correct the value"
 
 
 def described(kind: Any) -> str:
@@ -157,13 +150,9 @@ def json_schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Meshwright run file", **schema}
 
 
-def is_struct(kind: Any) -> bool:
+def is_struct(kind: Any) -> TypeGuard[type[msgspec.Struct]]:
+    """Whether a type is that of a table."""
     return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
-
-
-def _item_struct(kind: Any) -> type[msgspec.Struct] | None:
-    arguments = typing.get_args(kind)
-    return arguments[0] if typing.get_origin(kind) is tuple and is_struct(arguments[0]) else None
 
 
 def _choices(kind: Any) -> tuple[Any, ...]:

@@ -25,8 +25,8 @@ from meshwright.config import load
 from meshwright.config.run import Run
 from meshwright.models.decoder import Decoder
 from meshwright.parallel.apply import apply
-from meshwright.parallel.decoder_spec import DECODER
 from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.model_spec import DECODER
 from meshwright.runtime.place import Place
 from meshwright.spec.params import count
 from meshwright.train.build import initialise

@@ -20,7 +20,7 @@ from meshwright.optim.adamw import AdamW
 from meshwright.optim.clip import GradStats
 from meshwright.optim.host_memory import PinnedMemory
 from meshwright.parallel.mesh import Mesh, local
-from meshwright.parallel.transforms import note
+from meshwright.parallel.model_spec import note
 from meshwright.spec.problem import InputError, Problem
 
 REMEDY = "use more ranks, whose hosts share the weights out by plan.shard, or leave plan.cpu_offload out"

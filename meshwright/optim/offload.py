@@ -34,8 +34,8 @@ from meshwright.optim.host_memory import (
 )
 from meshwright.optim.offload_update import AHEAD, SLOTS, PieceUpdater, StatePiece, UpdateSpan, UpdateTerms
 from meshwright.parallel import optimizer_offload, precision
+from meshwright.parallel.model_spec import note
 from meshwright.parallel.optimizer_offload import CopyStream, Gates, Mark, OffloadGroup, reached
-from meshwright.parallel.transforms import note
 
 
 @dataclass

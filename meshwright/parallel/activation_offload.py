@@ -5,8 +5,8 @@ share memory are saved once, as without hooks. docs/compress.md says what is exa
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 from weakref import ref
@@ -24,11 +24,24 @@ from meshwright.kernels.dispatch import Kernels
 from meshwright.kernels.fp8 import LEAST, quantize
 from meshwright.models.layers import accum_dtype
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.model_spec import Absent, ModelSpec
-from meshwright.parallel.transforms import note
+from meshwright.parallel.model_spec import ModelSpec, note, present_blocks
 from meshwright.spec.plan import Plan
 
+Kind = Literal["fp8", "int8", "bits", "whole"]
+Forward = Callable[..., Any]
+
 WAITING = 1  # blocks whose tensors may still be copied out while a later one computes
+GROUP = 128  # neighbouring elements that share a scale: its four bytes are 3 % of their own
+LARGEST_INT8 = 127.0  # symmetric
+BYTE = 8  # bools
+SMALL = 64 * 1024  # bytes; a smaller tensor is not worth its launches
+# Log-sum-exps and norms' statistics are a head's or a row's width below activations, and exponents: an error there is
+# an error of everything they scale. What has no more than this share of a block's input is one of them: heads of 16 and
+# wider.
+STATISTIC = 1 / 16
+# Queries, keys, values and attention's result are saved with a dimension for the heads. The backward puts them through
+# an exponential again: in fp8, with 3 bits behind the first, a weight's gradient was off by 15 %, in int8 by 2 %.
+HEADED = 4  # dims
 
 
 class HostLane:
@@ -140,13 +153,6 @@ class OffloadBatch:
         return [offloaded for each in self.tensors if (offloaded := each()) is not None]
 
 
-Kind = Literal["fp8", "int8", "bits", "whole"]
-
-GROUP = 128  # neighbouring elements that share a scale: its four bytes are 3 % of their own
-LARGEST_INT8 = 127.0  # symmetric
-BYTE = 8  # bools
-
-
 @dataclass(frozen=True, slots=True)
 class QuantizedActivation:
     """A flat tensor quantized, and what dequantization needs."""
@@ -181,9 +187,8 @@ def decode(quantized: QuantizedActivation, parts: tuple[Tensor, ...]) -> Tensor:
         return _unpacked(parts[0])[: quantized.length]
     values, scale = parts
     scale = scale.to(torch.promote_types(quantized.dtype, torch.float32))
-    elements = (
-        values * scale if quantized.kind == "int8" else values.to(scale.dtype).mul_(scale)
-    )  # fp8 has no arithmetic
+    # fp8 has no arithmetic.
+    elements = values * scale if quantized.kind == "int8" else values.to(scale.dtype).mul_(scale)
     return elements.to(quantized.dtype).flatten()[: quantized.length]
 
 
@@ -214,23 +219,11 @@ def _unpacked(packed: Tensor) -> Tensor:
     return ((packed[:, None] >> bits) & 1).to(torch.bool).flatten()
 
 
-SMALL = 64 * 1024  # bytes; a smaller tensor is not worth its launches
-# Log-sum-exps and norms' statistics are a head's or a row's width below activations, and exponents: an error there is
-# an error of everything they scale. What has no more than this share of a block's input is one of them: heads of 16 and
-# wider.
-STATISTIC = 1 / 16
-# Queries, keys, values and attention's result are saved with a dimension for the heads. The backward puts them through
-# an exponential again: in fp8, with 3 bits behind the first, a weight's gradient was off by 15 %, in int8 by 2 %.
-HEADED = 4  # dims
-
-Forward = Callable[..., Any]
-
-
 def wrap(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: ModelSpec) -> nn.Module:
     """Offload or quantize what every block saves, as the plan says."""
     if plan.activation_quant == "none" and not plan.activation_offload:
         return model
-    blocks = [block for block in anatomy.blocks(model).values() if not isinstance(block, Absent)]
+    blocks = present_blocks(model, anatomy)
     hooks = SavedTensorHooks(plan, HostLane(mesh.device) if plan.activation_offload else None)
     form = "" if plan.activation_quant == "none" else f" in {plan.activation_quant}"
     for number, block in enumerate(blocks):
@@ -254,8 +247,13 @@ def _with_hooks(
         return forward(*args, **kwargs)
     first, stays = place
     given = list(_tensors((args, kwargs)))
+    differentiable = [inner for tensor in given if tensor.requires_grad and (inner := plain(tensor)) is not None]
+    largest = max((tensor.numel() for tensor in differentiable), default=0)  # the hidden states
+    # What outlives the block's graph anyway: weights, buffers, and arguments without a gradient.
+    lasting = [*block.parameters(), *block.buffers(), *(tensor for tensor in given if not tensor.requires_grad)]
+    untouched = {inner.untyped_storage()._cdata for tensor in lasting if (inner := plain(tensor)) is not None}
     batch = hooks.batch(first, stays)
-    memory = SavedMemory(hooks.plan, _untouched(block, given), _largest(given), batch)
+    memory = SavedMemory(hooks.plan, untouched, largest, batch)
     with saved_tensors_hooks(memory.pack, unpack):
         result = forward(*args, **kwargs)
     if batch is not None:
@@ -283,14 +281,13 @@ class SavedTensorHooks:
 class SavedTensor:
     """The memory of one or several saved tensors."""
 
-    quantized: QuantizedActivation
+    quantized: QuantizedActivation  # without its parts
     parts: tuple[Tensor | OffloadedTensor, ...]
 
     def flat(self) -> Tensor:
         """The flat tensor on the device."""
-        return decode(
-            self.quantized, tuple(part.fetch() if isinstance(part, OffloadedTensor) else part for part in self.parts)
-        )
+        parts = (part.fetch() if isinstance(part, OffloadedTensor) else part for part in self.parts)
+        return decode(self.quantized, tuple(parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +320,9 @@ class SavedMemory:
     def pack(self, tensor: Tensor) -> Tensor | Window:
         """Store a tensor that an operation saves."""
         inner = plain(tensor)
-        if inner is None or _is_weight(tensor) or inner.untyped_storage()._cdata in self.untouched:
+        # Weights that are gathered inside the block do not exist when it begins.
+        is_weight = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+        if inner is None or is_weight or inner.untyped_storage()._cdata in self.untouched:
             return tensor
         if inner.numel() * inner.element_size() < SMALL:
             return tensor
@@ -341,7 +340,9 @@ class SavedMemory:
         if not tensor.is_floating_point() or tensor.numel() <= self.least:
             return "whole"
         if tensor.dim() == HEADED:
-            return "whole" if _is_bias(tensor) else "int8"
+            # Attention's additive mask: one for all heads, and minus infinity where masked, which int8 cannot hold.
+            is_bias = tensor.shape[1] == 1 or tensor.stride(1) == 0
+            return "whole" if is_bias else "int8"
         return self.plan.activation_quant
 
     def _stored(self, tensor: Tensor, kind: Kind) -> SavedTensor:
@@ -354,13 +355,9 @@ class SavedMemory:
         length = storage.nbytes() // tensor.element_size()
         quantized = encode(tensor.detach().as_strided((length,), (1,), 0), kind, self.plan.kernels)
         parts = quantized.parts if self.batch is None else tuple(map(self.batch.offload, quantized.parts))
-        stored = SavedTensor(_without_parts(quantized), parts)
+        stored = SavedTensor(replace(quantized, parts=()), parts)
         self.stored[key] = StorageWeakRef(storage), stored
         return stored
-
-
-def _without_parts(quantized: QuantizedActivation) -> QuantizedActivation:
-    return QuantizedActivation(quantized.kind, (), quantized.length, quantized.dtype)
 
 
 def plain(tensor: Tensor) -> Tensor | None:
@@ -370,28 +367,6 @@ def plain(tensor: Tensor) -> Tensor | None:
     if isinstance(tensor, AsyncCollectiveTensor):
         tensor = tensor.trigger_wait()  # the operation that saves it has waited already
     return tensor if type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided else None
-
-
-def _is_bias(tensor: Tensor) -> bool:
-    """Attention's mask as it is added: one for all heads, and minus infinity where masked, which int8 cannot hold."""
-    return tensor.shape[1] == 1 or tensor.stride(1) == 0
-
-
-def _is_weight(tensor: Tensor) -> bool:
-    """Whether a tensor is a weight; those gathered inside the block do not exist when it begins."""
-    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
-
-
-def _untouched(block: nn.Module, given: Iterable[Tensor]) -> set[int]:
-    """Storages that outlive the block's graph anyway: weights, buffers, and arguments without a gradient."""
-    lasting = [*block.parameters(), *block.buffers(), *(tensor for tensor in given if not tensor.requires_grad)]
-    return {inner.untyped_storage()._cdata for tensor in lasting if (inner := plain(tensor)) is not None}
-
-
-def _largest(given: Iterable[Tensor]) -> int:
-    """Elements of the hidden states that a block is given."""
-    inner = (plain(tensor) for tensor in given if tensor.requires_grad)
-    return max((tensor.numel() for tensor in inner if tensor is not None), default=0)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

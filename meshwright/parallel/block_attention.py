@@ -1,4 +1,4 @@
-"""Blockwise attention for context parallelism: who holds which positions, one block of attention, and its merge."""
+"""Blockwise attention for context parallelism: the positions of each rank, attention to one block, merging blocks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,29 +15,29 @@ PADDED = 32  # the memory-efficient kernel reads its log-sum-exp in groups of th
 
 
 def balanced(sequence: int, cp: int, rank: int) -> Tensor:
-    """Positions a rank holds: of 2 · cp equal slices the one at `rank` and its mirror image, an early and a late one.
+    """A rank's positions: of 2 · cp equal slices the one at `rank` and its mirror image, an early and a late one.
 
-    A late slice attends to much and an early one to little; every such pair has the same causal work.
+    A late slice attends to many keys and an early one to few; every such pair has the same causal work.
     """
     return take(torch.arange(sequence), 0, cp, rank)
 
 
 def take(x: Tensor, dim: int, cp: int, rank: int) -> Tensor:
-    """What a rank holds of a tensor whose dimension `dim` is the whole sequence."""
+    """A rank's positions of a tensor whose dimension `dim` is the whole sequence."""
     assert x.shape[dim] % (2 * cp) == 0, f"{x.shape[dim]} positions in {2 * cp} slices"
     slices = x.chunk(2 * cp, dim)
     return torch.cat((slices[rank], slices[-1 - rank]), dim)
 
 
 def join(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """The whole sequence in order from what each rank holds of it; undoes `take`."""
+    """The whole sequence in order from each rank's positions; undoes `take`."""
     halves = [part.chunk(2, dim) for part in parts]
     return torch.cat([early for early, _ in halves] + [late for _, late in reversed(halves)], dim)
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionBlock:
-    """Queries and the keys and values they meet."""
+    """Queries, and the keys and values that they attend to."""
 
     q: Tensor  # (b, heads, rows, head_dim)
     k: Tensor  # (b, kv_heads, columns, head_dim)
@@ -51,9 +51,9 @@ Gradients = Callable[[AttentionBlock, Tensor, Tensor, Tensor], tuple[Tensor, Ten
 
 
 def meeting(rank: int, owner: int, held: int) -> tuple[slice, slice, bool]:
-    """Which of a rank's `held` queries see which of an owner's keys, and whether causality cuts within the block.
+    """Which of a rank's `held` queries see which of an owner's keys, and whether the block itself is causal.
 
-    Of four pairs of slices those in the future are left out; what remains is one rectangle, full but for the own keys.
+    Of four pairs of slices those in the future are masked; what remains is one rectangle, full but for own keys.
     """
     early, late, both = slice(0, held // 2), slice(held // 2, held), slice(0, held)
     if owner == rank:
@@ -62,9 +62,9 @@ def meeting(rank: int, owner: int, held: int) -> tuple[slice, slice, bool]:
 
 
 def block_attention(block: AttentionBlock) -> tuple[Tensor, Tensor]:
-    """Attention to one block alone, and the log of its weights' sum, (b, heads, rows), by which blocks are merged.
+    """Attention to one block alone, and its log-sum-exp, (b, heads, rows), by which blocks are merged.
 
-    A row that sees nothing has a sum so small that it counts for nothing; its output is finite.
+    A row that is masked everywhere has a negligible sum and a finite output.
     """
     attend, _ = _kernel(block)
     return attend(block)
@@ -77,24 +77,24 @@ def block_gradients(block: AttentionBlock, out: Tensor, lse: Tensor, grad: Tenso
 
 
 def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
-    """Add one block's result to a running one, in place: both are averages, weighed by their sums."""
+    """Merge one block's output into a running one, in place: both are averages, weighted by their sums."""
     total = torch.logaddexp(lse, more_lse)
     out.mul_((lse - total).exp()[..., None]).add_(more * (more_lse - total).exp()[..., None])
     lse.copy_(total)
 
 
 def plain(block: AttentionBlock) -> tuple[Tensor, Tensor]:
-    """`block_attention` as written on paper; holds every weight of the block at once."""
+    """The reference of `block_attention`; materializes the block's scores."""
     scores, v = _scores(block), block.v.to(accum_dtype(block.v))
     lse = scores.logsumexp(-1)
-    finite = lse.clamp(min=torch.finfo(lse.dtype).min)  # a row that sees nothing: -inf less -inf would be NaN
+    finite = lse.clamp(min=torch.finfo(lse.dtype).min)  # a row masked everywhere: -inf less -inf would be NaN
     out = (scores - finite[..., None]).exp() @ v
     rows = block.q.shape[2]
     return _unfold(out, rows), _unfold(lse, rows)
 
 
 def plain_gradients(block: AttentionBlock, out: Tensor, lse: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`block_gradients` as written on paper; folded query heads sum their share of a key's gradient by themselves."""
+    """The reference of `block_gradients`; grouped query heads sum into their key head."""
     q, out, lse, grad = (_fold(x.to(accum_dtype(x)), block.k.shape[1]) for x in (block.q, out, lse, grad))
     k, v = block.k.to(accum_dtype(block.k)), block.v.to(accum_dtype(block.v))
     weights = (_scores(block) - lse[..., None]).exp()
@@ -103,7 +103,7 @@ def plain_gradients(block: AttentionBlock, out: Tensor, lse: Tensor, grad: Tenso
 
 
 def flash(block: AttentionBlock) -> tuple[Tensor, Tensor]:
-    """`block_attention` by torch's flash kernel, which holds no weights."""
+    """`block_attention` by torch's flash kernel, which materializes no scores."""
     out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(block.q, block.k, block.v, 0.0, block.causal)
     return out, lse
 
@@ -159,7 +159,7 @@ def efficient_gradients(block: AttentionBlock, out: Tensor, lse: Tensor, grad: T
 
 
 def _kernel(block: AttentionBlock) -> tuple[Forward, Gradients]:
-    """The fastest pair of functions that can do a block."""
+    """The fastest kernels that take a block."""
     q, columns = block.q, block.k.shape[2]
     head_dim = q.shape[3]
     if not q.is_cuda or head_dim % 8 != 0 or q.dtype not in (*HALF, torch.float32):
@@ -182,7 +182,7 @@ def _scale(block: AttentionBlock) -> float:
 
 
 def _scores(block: AttentionBlock) -> Tensor:
-    """Scaled dot products of queries and keys, minus infinity where unseen, (b, kv_heads, group · rows, columns)."""
+    """Scaled dot products of queries and keys, minus infinity where masked, (b, kv_heads, group · rows, columns)."""
     q, k = _fold(block.q.to(accum_dtype(block.q)), block.k.shape[1]), block.k.to(accum_dtype(block.k))
     scores = (q @ k.mT) * _scale(block)
     rows = block.q.shape[2]
@@ -196,7 +196,7 @@ def _scores(block: AttentionBlock) -> Tensor:
 
 
 def _bias(block: AttentionBlock) -> Tensor | None:
-    """What the documents add to the scores: so little that no weight is left, yet finite, as rows may see nothing."""
+    """The document mask as a bias on the scores: very low, yet finite, as a row may be masked everywhere."""
     if block.same is None:
         return None
     lowest = torch.finfo(block.q.dtype).min / 2

@@ -1,4 +1,4 @@
-"""Collectives that autograd can follow: gathering and summing-and-scattering along a dim are each other's gradient."""
+"""Differentiable collectives: all-gather and reduce-scatter are each other's gradient, an all-to-all is its own."""
 
 from collections.abc import Callable
 from typing import Any
@@ -38,6 +38,16 @@ def sum_parts(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     return part.movedim(0, dim)
 
 
+def all_to_all(
+    x: Tensor, group: dist.ProcessGroup, sent: list[int] | None = None, received: list[int] | None = None
+) -> Tensor:
+    """What each rank sends of dim 0, in the order of ranks: equal parts, or `sent` rows to and `received` from each.
+
+    Going back, gradients go the same way back.
+    """
+    return _AllToAll.apply(x, group, sent, received)
+
+
 class _Gather(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -58,3 +68,18 @@ class _Scatter(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         return join(grads[0], ctx.dim, ctx.group), None, None
+
+
+class _AllToAll(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, group: dist.ProcessGroup, sent: list[int] | None, received: list[int] | None
+    ) -> Tensor:
+        ctx.group, ctx.sent, ctx.received = group, sent, received
+        arrived = x.new_empty(len(x) if received is None else sum(received), *x.shape[1:])
+        dist.all_to_all_single(arrived, x.contiguous(), received, sent, group=group)
+        return arrived
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return all_to_all(grads[0], ctx.group, ctx.received, ctx.sent), None, None, None

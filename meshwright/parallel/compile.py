@@ -13,8 +13,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from meshwright.config.check import missing
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.model_spec import Absent, ModelSpec
-from meshwright.parallel.transforms import note
+from meshwright.parallel.model_spec import ModelSpec, note, present_blocks
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError
 
@@ -26,11 +25,10 @@ def wrap(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: ModelSpec) -> nn.Mod
     if problems := list(missing(plan)):
         raise InputError(problems)
     _configure(mesh.device)
-    for block in anatomy.blocks(model).values():
-        if not isinstance(block, Absent):
-            # The forward, not the call: hooks of other transforms (gathering weights) stay outside.
-            block.forward = partial(_forward, torch.compile(block.forward))
-            note(block, "compiled")
+    for block in present_blocks(model, anatomy):
+        # The forward, not the call: hooks of other transforms (gathering weights) stay outside.
+        block.forward = partial(_forward, torch.compile(block.forward))
+        note(block, "compiled")
     return model
 
 

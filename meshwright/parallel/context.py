@@ -26,11 +26,50 @@ from meshwright.parallel.block_attention import (
     merge,
     take,
 )
-from meshwright.parallel.collectives import gather
+from meshwright.parallel.collectives import all_to_all, gather
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.transforms import note
+from meshwright.parallel.model_spec import note
 from meshwright.spec.arch import Arch
 from meshwright.spec.plan import Plan
+
+
+def split(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
+    """Put an attention over split sequences into every layer, and a router that sees whole ones."""
+    if plan.cp == 1:
+        return model
+    group = mesh.group("cp")
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.attend = (
+                partial(ring_attention, group=group)
+                if plan.cp_kind == "ring"
+                else partial(ulysses_attention, group=group, attend=causal_attention)
+            )
+            note(module, f"context parallel, {plan.cp_kind} over cp={plan.cp}")
+        elif isinstance(module, MoELayer):
+            module.route = partial(route_whole, route=module.route, group=group)
+    return model
+
+
+def cut(plan: Plan, mesh: Mesh) -> Callable[[Tensor], Tensor]:
+    """What this rank holds of a (b, sequence) tensor."""
+    if plan.cp == 1:
+        return lambda x: x
+    return lambda x: take(x, 1, plan.cp, mesh.place["cp"])
+
+
+def route_whole(logits: Tensor, arch: Arch, draw: Tensor | None, *, route: Route, group: dist.ProcessGroup) -> Routing:
+    """Route whole sequences on every rank, then keep this rank's positions.
+
+    Each rank weighs the per-sequence losses by its own positions, so that together they count every position once.
+    """
+    rank, ranks = group.rank(), group.size()
+    whole = join(gather(logits, 1, group).chunk(ranks, 1), 1)
+    with torch.no_grad():
+        draws = None if draw is None else join(gather(draw, 1, group).chunk(ranks, 1), 1)
+    routing = route(whole, arch, draws)
+    mine = {name: take(getattr(routing, name), 1, ranks, rank) for name in ("experts", "gates", "kept")}
+    return replace(routing, **mine, rows=min(routing.rows, mine["experts"].numel()))
 
 
 def ulysses_attention(
@@ -47,40 +86,13 @@ def ulysses_attention(
     cp = group.size()
     assert q.shape[1] % cp == 0, f"{q.shape[1]} heads over {cp} ranks"
     assert k.shape[1] % cp == 0, f"{k.shape[1]} key heads over {cp} ranks"
-    out = attend(*_heads_of_all_slices(q, k, v, group), documents)
-    slices = torch.stack([take(out, 2, cp, rank) for rank in range(cp)])
-    return _exchanged(slices, group).movedim(0, 1).flatten(1, 2)
-
-
-def _heads_of_all_slices(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """This rank's heads of q, k and v over the whole sequence, in its order, by one exchange."""
-    cp = group.size()
+    # This rank's heads of q, k and v over the whole sequence, in its order.
     shares = [x.unflatten(1, (cp, -1)) for x in (q, k, v)]
-    received = _exchanged(torch.cat(shares, dim=2).movedim(1, 0), group)  # (slices of a rank, b, heads, s ÷ cp, d)
+    received = all_to_all(torch.cat(shares, dim=2).movedim(1, 0), group)  # (slices of a rank, b, heads, s ÷ cp, d)
     q, k, v = join(received.unbind(), dim=2).split([share.shape[2] for share in shares], dim=1)
-    return q, k, v
-
-
-def _exchanged(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Part i of the first dimension goes to rank i, and what rank i sent becomes part i."""
-    return _Exchange.apply(x, group)
-
-
-class _Exchange(torch.autograd.Function):
-    """An all-to-all of equal parts; its gradient is the same exchange."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        x = x.contiguous()
-        received = torch.empty_like(x)
-        dist.all_to_all_single(received, x, group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (grad,) = grads
-        return _exchanged(grad, ctx.group), None
+    out = attend(q, k, v, documents)
+    slices = torch.stack([take(out, 2, cp, rank) for rank in range(cp)])
+    return all_to_all(slices, group).movedim(0, 1).flatten(1, 2)
 
 
 Arrival = Callable[[], Tensor]  # waits for a message and gives it
@@ -113,18 +125,15 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, gr
     - backward: the same again, and cp − 1 of kv · max(itemsize, 4) bytes, which return the gradients of k and v.
     Messages overlap with the computation of a block, but for the last of the backward.
     """
-    return _RingAttention.apply(q, k, v, documents, ring_of(group, q.device))
-
-
-def ring_of(group: dist.ProcessGroup, device: torch.device) -> Ring:
-    """The ring of a group; Gloo cannot send from a GPU, so there each exchange is an all-gather: cp times the bytes."""
+    # Gloo cannot send from a GPU, so there each exchange is an all-gather: cp times the bytes.
     backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
-    pass_on = _gather if device.type == "cuda" and backends.get("cuda") == "gloo" else _send
-    return Ring(rank=group.rank(), size=group.size(), exchange=lambda message: pass_on(message, group))
+    exchange = _gather if q.is_cuda and backends.get("cuda") == "gloo" else _send
+    ring = Ring(rank=group.rank(), size=group.size(), exchange=partial(exchange, group=group))
+    return _RingAttention.apply(q, k, v, documents, ring)
 
 
 def ring_forward(q: Tensor, keys: Keys, ring: Ring) -> tuple[Tensor, Tensor]:
-    """This rank's output and its log-sum-exp, both wide."""
+    """This rank's output and its log-sum-exp, both in fp32."""
     out = torch.zeros_like(q, dtype=accum_dtype(q))
     # Nothing is summed yet. The own block comes first, and there every row sees itself, so the sum is finite from then.
     lse = torch.full_like(out[..., 0], -torch.inf)
@@ -145,12 +154,12 @@ def ring_backward(
     for owner, theirs in _visits(keys, ring):
         block, rows, columns = _met(q, keys, owner, theirs, ring)
         parts = block_gradients(block, out[:, :, rows], lse[:, :, rows], grad[:, :, rows])
-        passing = own if owner == ring.rank else arrival()
+        sums = own if owner == ring.rank else arrival()
         dq[:, :, rows] += parts[0]
-        passing[0, :, :, columns] += parts[1]
-        passing[1, :, :, columns] += parts[2]
+        sums[0, :, :, columns] += parts[1]
+        sums[1, :, :, columns] += parts[2]
         if owner != ring.rank:
-            arrival = ring.exchange(passing)
+            arrival = ring.exchange(sums)
     dk, dv = own + arrival()
     return dq, dk, dv
 
@@ -218,45 +227,3 @@ def arrived(works: Sequence[dist.Work], received: Tensor) -> Tensor:
     for work in works:
         work.wait()
     return received
-
-
-def split(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
-    """Put an attention over split sequences into every layer, and a router that sees whole ones."""
-    if plan.cp == 1:
-        return model
-    group = mesh.group("cp")
-    for module in model.modules():
-        if isinstance(module, Attention):
-            module.attend = attention(plan, group)
-            note(module, f"context parallel, {plan.cp_kind} over cp={plan.cp}")
-        elif isinstance(module, MoELayer):
-            module.route = partial(route_whole, route=module.route, group=group)
-    return model
-
-
-def attention(plan: Plan, group: dist.ProcessGroup) -> Attend:
-    """The attention of a plan."""
-    if plan.cp_kind == "ring":
-        return partial(ring_attention, group=group)
-    return partial(ulysses_attention, group=group, attend=causal_attention)
-
-
-def cut(plan: Plan, mesh: Mesh) -> Callable[[Tensor], Tensor]:
-    """What this rank holds of a (b, sequence) tensor."""
-    if plan.cp == 1:
-        return lambda x: x
-    return lambda x: take(x, 1, plan.cp, mesh.place["cp"])
-
-
-def route_whole(logits: Tensor, arch: Arch, draw: Tensor | None, *, route: Route, group: dist.ProcessGroup) -> Routing:
-    """Route whole sequences on every rank, then keep this rank's positions.
-
-    Each rank weighs the per-sequence losses by its own positions, so that together they count every position once.
-    """
-    rank, ranks = group.rank(), group.size()
-    whole = join(gather(logits, 1, group).chunk(ranks, 1), 1)
-    with torch.no_grad():
-        draws = None if draw is None else join(gather(draw, 1, group).chunk(ranks, 1), 1)
-    routing = route(whole, arch, draws)
-    mine = {name: take(getattr(routing, name), 1, ranks, rank) for name in ("experts", "gates", "kept")}
-    return replace(routing, **mine, rows=min(routing.rows, mine["experts"].numel()))

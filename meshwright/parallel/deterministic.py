@@ -1,7 +1,7 @@
-"""Deterministic mode: sums whose order belongs to the run, not to the number of ranks or to a library.
+"""Deterministic mode: reductions in an order that does not depend on the number of ranks or on a library.
 
-Gradients and losses are added as one binary tree over the global microbatches of a step. A rank's microbatches are
-neighbours, so each rank adds up a subtree of its own, then ranks that share weights, then replicas.
+Gradients and losses are summed by one binary tree over the global microbatches of a step. A rank's microbatches are
+neighbours, so each rank sums a subtree of its own, then ranks that shard the weights, then replicas.
 """
 
 import math
@@ -22,9 +22,9 @@ from meshwright.spec.plan import Plan
 
 
 class Tree:
-    """A sum of terms that come one by one, added as a binary tree over neighbours.
+    """A running sum by a binary tree over neighbours.
 
-    Like the bits of a counter: two terms make a pair, two pairs a four. At most log₂ of the terms are held.
+    Like the bits of a counter: two terms make a pair, two pairs a four. It buffers at most log₂ of the terms.
     """
 
     def __init__(self, terms: int) -> None:
@@ -34,14 +34,15 @@ class Tree:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the last sum is complete and the next has not begun."""
+        """Whether no sum is under way."""
         return self.seen == 0
 
     def add(self, term: Tensor) -> Tensor | None:
-        """Take the next term, which stays as it is; returns the sum with the last one, and is empty again."""
+        """Add the next term, which is not written to; with the last one, return the sum and begin again."""
         self.seen += 1
         last = self.seen == self.terms
-        pairs = len(self.parts) if last else _trailing_zeros(self.seen)
+        trailing_zeros = (self.seen & -self.seen).bit_length() - 1
+        pairs = len(self.parts) if last else trailing_zeros
         for _ in range(pairs):
             term = self.parts.pop().add_(term)
         if last:
@@ -49,10 +50,6 @@ class Tree:
             return term
         self.parts.append(term if pairs else term.clone())
         return None
-
-
-def _trailing_zeros(number: int) -> int:
-    return (number & -number).bit_length() - 1
 
 
 def tree_sum(terms: Tensor) -> Tensor:
@@ -63,9 +60,9 @@ def tree_sum(terms: Tensor) -> Tensor:
 
 
 def fold(x: Tensor) -> Tensor:
-    """The sum over the last dim, which is overwritten: the back half is added to the front half until one is left.
+    """The sum over the last dim, in place: the second half is added to the first until one element is left.
 
-    Additions element by element round alike on every device; a library's sum chooses its order by the shape.
+    Elementwise additions round alike on every device; a library's sum chooses its order by the shape.
     """
     while (length := x.shape[-1]) > 1:
         half = (length + 1) // 2
@@ -75,7 +72,7 @@ def fold(x: Tensor) -> Tensor:
 
 
 def scattered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's part of the sum over ranks: all parts of it are sent here, and added here as a tree."""
+    """A reduce-scatter by an all-to-all of the parts, and `tree_sum` of those received."""
     if group.size() == 1:
         return x
     parts = torch.empty_like(x)
@@ -84,7 +81,7 @@ def scattered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The whole sum over ranks. Each adds up a part and gives it to all, so it sends no more than an all-reduce."""
+    """An all-reduce as `scattered` and an all-gather: as many bytes as a library's."""
     if group.size() == 1:
         return x
     padded = F.pad(x, (0, -x.numel() % group.size()))
@@ -92,7 +89,7 @@ def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def total(x: Tensor, plan: Plan, mesh: Mesh) -> Tensor:
-    """The sum over all ranks of a few elements: by the tree if the plan asks for it, else as the library likes."""
+    """An all-reduce of a few elements over all ranks: by the tree in this mode, else by the library."""
     if plan.deterministic:
         return over_world(x, mesh)
     if mesh.world > 1:
@@ -101,18 +98,18 @@ def total(x: Tensor, plan: Plan, mesh: Mesh) -> Tensor:
 
 
 def over_world(x: Tensor, mesh: Mesh) -> Tensor:
-    """The sum over all ranks, added by each of them as the same tree."""
+    """The sum over all ranks: an all-gather, and the same tree on each rank."""
     if mesh.world == 1:
         return x
     everyone = dist.group.WORLD
-    assert everyone is not None, "ranks have met"
+    assert everyone is not None, "the process group is initialized"
     return tree_sum(join(x[None], 0, everyone))
 
 
 class GradientSum(ReduceScatter):
-    """How one group of weights adds up its gradients, in the place of torch's reduce-scatter and all-reduce.
+    """The gradient reduction of one FSDP group, in the place of torch's reduce-scatter and all-reduce.
 
-    Torch hands over every microbatch's gradient, laid out by shards. It goes no further than this rank until the last.
+    Torch calls it with every microbatch's gradient, laid out by shards. Only the last call communicates.
     """
 
     def __init__(self, plan: Plan, replicas: dist.ProcessGroup) -> None:
@@ -121,22 +118,22 @@ class GradientSum(ReduceScatter):
         self.replicas = replicas
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for a gradient, or for a shard of one."""
+        """The buffer of a gradient, or of a shard of one."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """Add up over microbatches, then over the ranks that share the weights."""
+        """Sum over microbatches, then over the ranks that shard the weights."""
         whole = self.tree.add(input_tensor)
         if whole is None:
-            output_tensor.zero_()  # torch adds up what it is given over microbatches: nothing, until the last
+            output_tensor.zero_()  # torch accumulates what it gets over microbatches: nothing, until the last
         else:
             output_tensor.copy_(scattered(whole, group))
 
     def over_replicas(self, gradient: Tensor) -> None:
-        """Add up over replicas what this rank holds."""
-        if self.shards == 1:  # torch has nothing to scatter and did not call: the microbatches meet here
+        """Sum this rank's shard over replicas."""
+        if self.shards == 1:  # without shards torch calls no reduce-scatter: microbatches are summed here
             whole = self.tree.add(gradient)
             gradient.copy_(torch.zeros_like(gradient) if whole is None else whole)
         if self.tree.is_empty:
@@ -146,7 +143,7 @@ class GradientSum(ReduceScatter):
 
 
 def attach(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
-    """Have a sharded model add up its gradients in the tree."""
+    """Let a sharded model reduce its gradients by the tree."""
     if not plan.deterministic:
         return model
     for module in model.modules():
@@ -158,7 +155,7 @@ def attach(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
 
 
 def pin(plan: Plan, device: torch.device) -> None:
-    """Fix what else decides the bits of a microbatch. It stays fixed: a rank is a process of its own."""
+    """Fix what else the bits of a microbatch depend on, for the rest of this process."""
     if not plan.deterministic:
         return
     torch.set_num_threads(1)  # the number of threads decides how a matmul is split
@@ -167,49 +164,43 @@ def pin(plan: Plan, device: torch.device) -> None:
 
 
 def measured(chunks: Sequence[nn.Module], loss_sum: Tensor, mesh: Mesh, asked: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The job's sum of losses and the gradient's square norm, the same bits under every plan of this mode.
-
-    Third, how many ranks were asked to stop.
-    """
+    """The job's sum of losses, the gradient's square norm, both the same bits under every plan, and stop requests."""
     weights = [weight for chunk in chunks for weight in chunk.parameters()]
     loss, stops = over_world(torch.stack([loss_sum.double(), flag(asked, mesh)]), mesh).unbind()
     return loss, square_norm(weights), stops
 
 
 def flag(raised: bool, mesh: Mesh) -> Tensor:
-    """One or zero on the device, filled there: a copy from the host would wait for it."""
+    """One or zero on the device, filled there: a copy from the host would synchronize."""
     return torch.full((), float(raised), dtype=torch.float64, device=mesh.device)
 
 
 def square_norm(weights: Sequence[Tensor]) -> Tensor:
     """The sum of squares of all gradients, in float64.
 
-    Shards are cut along dim 0 only, so a row is always whole on some rank: each is folded where it is, the sums of
-    rows are gathered (8 bytes a row) and folded on every rank alike.
+    Weights are sharded along dim 0 only, so every row is whole on some rank: each is folded there, the sums of rows are
+    all-gathered (8 bytes a row) and folded on every rank alike.
     """
     first = weights[0]
     assert isinstance(first, DTensor)
     shards = first.device_mesh.size()
     lengths = [math.ceil(len(weight) / shards) for weight in weights]
-    mine = torch.cat([_padded(row_squares(weight), length) for weight, length in zip(weights, lengths, strict=True)])
+    squares = zip(map(row_squares, weights), lengths, strict=True)
+    mine = torch.cat([F.pad(rows, (0, length - len(rows))) for rows, length in squares])
     rows = join(mine[None], 0, first.device_mesh.get_group()) if shards > 1 else mine[None]
     parts = zip(weights, rows.split(lengths, dim=1), strict=True)
     return fold(torch.stack([fold(part.flatten()[: len(weight)]) for weight, part in parts]))
 
 
 def row_squares(weight: Tensor) -> Tensor:
-    """The sum of squares of each row of the gradient that this rank holds; a row is what one index of dim 0 leaves."""
+    """The sums of squares of this rank's rows of a gradient; a row is what one index of dim 0 leaves."""
     gradient = local(torch.zeros_like(weight) if weight.grad is None else weight.grad)
     squares = gradient.double().square()
     return fold(squares.flatten(1)) if squares.dim() > 1 else squares
 
 
-def _padded(rows: Tensor, length: int) -> Tensor:
-    return F.pad(rows, (0, length - len(rows)))
-
-
 def described(plan: Plan, chunks: Sequence[nn.Module]) -> list[str]:
-    """What this mode does and costs, a line for the log; none when it is off."""
+    """A line for the log about what this mode does and costs; none when it is off."""
     if not plan.deterministic:
         return []
     buffers = plan.grad_accum.bit_length() - 1

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from meshwright.models.moe import Experts, MoELayer
+from meshwright.parallel.collectives import all_to_all
 from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.model_spec import note
 from meshwright.parallel.tensor import hold_experts
-from meshwright.parallel.transforms import note
 from meshwright.spec.plan import Plan
 
 
@@ -46,9 +47,9 @@ def run_over_ranks(experts: Experts, x: Tensor, counts: Tensor, *, group: dist.P
     """
     route = announced(counts, group)
     rows = x[: sum(route.sent)]  # dropped assignments lie past the last
-    arrived = exchanged(rows, route.sent, route.received, group)
+    arrived = all_to_all(rows, group, route.sent, route.received)
     y = experts(permuted(arrived, route.by_expert, route.by_rank), route.counts)
-    returned = exchanged(permuted(y, route.by_rank, route.by_expert), route.received, route.sent, group)
+    returned = all_to_all(permuted(y, route.by_rank, route.by_expert), group, route.received, route.sent)
     return F.pad(returned, (0, 0, 0, len(x) - len(rows)))
 
 
@@ -87,27 +88,9 @@ def sorted_by_expert(coming: Tensor, rows: int) -> Tensor:
     return expert.repeat_interleave(coming.flatten(), output_size=rows).argsort(stable=True)
 
 
-def exchanged(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    """The rows that all ranks sent here, in the order of ranks; in the backward gradients go the same way back."""
-    return _ExpertExchange.apply(x, sent, received, group)
-
-
 def permuted(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
     """The rows in another order; the gradient of plain indexing would need atomics, though no two rows meet."""
     return _Permute.apply(x, order, inverse)
-
-
-class _ExpertExchange(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        arrived = x.new_empty(sum(received), *x.shape[1:])
-        dist.all_to_all_single(arrived, x.contiguous(), received, sent, group=group)
-        return arrived
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return exchanged(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None
 
 
 class _Permute(Function):

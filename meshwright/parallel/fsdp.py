@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,20 +17,22 @@ from meshwright.spec.plan import Plan, runs
 
 
 def wrap(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: ModelSpec) -> nn.Module:
-    """Each block gathers its weights before use and sums its gradients after.
-
-    A lone rank whose weights already have the precision of the arithmetic does neither.
-    """
-    if _stays_whole(plan):
+    """Let each block all-gather its weights before use and reduce its gradients after."""
+    # A lone rank's arithmetic may read the very weights that the optimizer updates, or their bf16 copy.
+    by_itself = plan.bf16_params or not precision.is_low(plan)
+    if plan.world == 1 and by_itself and not plan.deterministic and not plan.cpu_offload:
         return model
-    again = plan.zero == 3 and plan.pp == 1  # gathered weights are dropped after the forward and gathered again
+    reshard = plan.zero == 3 and plan.pp == 1  # weights are freed after the forward and gathered again
+    # Pinned, so that a GPU can read the host's memory itself.
+    offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if plan.cpu_offload else OffloadPolicy()
     for module, grid in [*_sharers(anatomy.blocks(model), plan, mesh), (model, mesh.dense)]:
         fully_shard(
             module,
-            mesh=grid["shard"] if plan.deterministic else weight_axes(grid),
+            # Without replicas one axis only, so that no all-reduce over one rank is issued.
+            mesh=grid["shard"] if plan.deterministic or grid["replicate"].size() == 1 else grid["replicate", "shard"],
             mp_policy=precision.policy(plan),
-            offload_policy=_home(plan, mesh),
-            reshard_after_forward=again and module is not model,  # what is outside the blocks is used again at once
+            offload_policy=offload,
+            reshard_after_forward=reshard and module is not model,  # what is outside the blocks is used again at once
             # The deterministic norm is folded row by row, so no row is cut.
             shard_placement_fn=None if plan.deterministic else partial(even_dim, ranks=grid["shard"].size()),
         )
@@ -40,35 +41,22 @@ def wrap(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: ModelSpec) -> nn.Mod
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    _look_ahead(list(with_weights(anatomy.blocks(model))), plan, mesh)
+    _prefetch(list(with_weights(anatomy.blocks(model))), plan, mesh)
     return deterministic.attach(model, plan, mesh)
 
 
-def _stays_whole(plan: Plan) -> bool:
-    """Whether the arithmetic reads the very weights that the optimizer moves, or their shadow."""
-    by_itself = plan.bf16_params or not precision.is_low(plan)
-    return plan.world == 1 and by_itself and not plan.deterministic and not plan.cpu_offload
+def _prefetch(blocks: list[nn.Module], plan: Plan, mesh: Mesh) -> None:
+    """Prefetch each block's weights while the one before it computes; in the backward torch does so by itself.
 
-
-def _home(plan: Plan, mesh: Mesh) -> OffloadPolicy:
-    """Where weights and their gradients live: beside the arithmetic, or in host memory that a GPU can read itself."""
-    return CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if plan.cpu_offload else OffloadPolicy()
-
-
-def _look_ahead(blocks: list[nn.Module], plan: Plan, mesh: Mesh) -> None:
-    """Gather each block's weights while the one before it computes; going back torch does so by itself.
-
-    Runs of blocks that are computed anew call their blocks twice, and would gather ahead twice.
+    Runs of blocks that are recomputed call their blocks twice, and would prefetch twice.
     """
     if plan.shards == 1 or plan.pp > 1 or any(len(run) > 1 for run in runs(plan.recompute, len(blocks))):
         return
-    for block, following in pairwise(blocks):
-        assert isinstance(block, FSDPModule)
-        assert isinstance(following, FSDPModule)
+    sharded = [block for block in blocks if isinstance(block, FSDPModule)]
+    for block, following in pairwise(sharded):
         block.set_modules_to_forward_prefetch([following])
     if mesh.device.type == "cpu":  # without streams of its own a gather runs beside others only if nobody waits for it
-        for block in blocks:
-            assert isinstance(block, FSDPModule)
+        for block in sharded:
             block._set_unshard_async_op(True)
 
 
@@ -93,39 +81,21 @@ def even_dim(weight: nn.Parameter, ranks: int) -> Shard | None:
     return next((Shard(dim) for dim, size in enumerate(local(weight).shape) if size % ranks == 0), None)
 
 
-def weight_axes(mesh: DeviceMesh) -> DeviceMesh:
-    """The axes that share or copy weights; without copies only the first, so that no sum over one rank is issued."""
-    return mesh["shard"] if mesh["replicate"].size() == 1 else mesh["replicate", "shard"]
-
-
 def sum_gradients(chunk: nn.Module, plan: Plan, last: bool) -> None:
-    """Say before a microbatch whether its backward is the one that communicates.
+    """Set before a microbatch whether its backward is the one that communicates.
 
-    Up to zero 1 gradients wait whole on each rank for the last microbatch; from zero 2 on each microbatch scatters
-    its own, and only the sum over replicas waits. Short of zero 3, weights stay gathered until then.
+    Up to zero 1 unreduced gradients wait on each rank for the last microbatch; from zero 2 on each microbatch
+    reduce-scatters its own, and only the all-reduce over replicas waits. Short of zero 3 weights stay gathered.
     """
     if not isinstance(chunk, FSDPModule):
         return
     chunk.set_reshard_after_backward(last or plan.zero == 3)
     if plan.deterministic:
-        return  # every microbatch hands over its gradient, and the tree keeps it on this rank until the last
+        return  # every microbatch passes on its gradient, and the tree keeps it on this rank until the last
     if plan.zero >= 2:
         chunk.set_requires_all_reduce(last)
     else:
         chunk.set_requires_gradient_sync(last)
-
-
-def param_groups(module: nn.Module) -> list[Any]:
-    """The parameters that a sharded module gathers and reduces by itself: a list only in later versions of torch."""
-    state = fsdp_state(module)
-    groups = getattr(state, "_fsdp_param_groups", None)
-    return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]
-
-
-def fsdp_state(module: nn.Module) -> Any:
-    """What `fully_shard` keeps of a module."""
-    assert isinstance(module, FSDPModule)
-    return module._get_fsdp_state()
 
 
 def release(chunk: nn.Module) -> None:

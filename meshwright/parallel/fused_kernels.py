@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +23,40 @@ from meshwright.parallel.precision import compute_dtype
 from meshwright.parallel.tensor import vocab_parallel_loss
 from meshwright.spec.plan import Plan
 
+# By measurement on an H200 (results/profile-h200.json): cuDNN takes 0.5 to 0.6 of flash's time on every shape there.
+FASTEST = (
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+)
 # The kernels' names of the activations.
 NAMES: dict[str, Activation] = {"swiglu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
+
+
+def wrap(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: ModelSpec) -> nn.Module:
+    """Put fused kernels into our own decoder on a GPU; other models and the CPU run plain PyTorch.
+
+    Under tp the loss is chunked on every device, by kernels or by their references: one path, proved in float64.
+    """
+    choice = settle(plan.kernels, mesh.device, compute_dtype(plan))
+    if not isinstance(model, Decoder) or plan.kernels == "plain":
+        return model
+    if plan.pp == 1 and plan.tp > 1:  # a pipeline's last stage hands all its logits over
+        model.loss = partial(vocab_parallel_loss, kernels=choice.kind)
+    if choice.kind == "plain" or mesh.device.type != "cuda":
+        return model
+    if plan.pp == 1 and plan.tp == 1:
+        model.loss = cross_entropy.weighted_loss
+    for module in model.modules():
+        if isinstance(module, Attention) and _whole_attention(module.attend) is causal_attention:
+            bound = isinstance(module.attend, partial)
+            module.attend = partial(cast(Any, module.attend), attend=fastest_attention) if bound else fastest_attention
+    if plan.attends_whole and document_attention.takes(model.arch.head_dim, compute_dtype(plan)):
+        model.build_mask = document_attention.build_mask
+    if not plan.compile and plan.tp == 1:  # the compiler fuses by itself; under tp the residual is sharded
+        fuse_blocks(model)
+    return model
 
 
 def fuse_blocks(model: Decoder, kernels: Kernels = "auto") -> None:
@@ -47,69 +80,26 @@ def _add_and_norm(norm: nn.Module, kernels: Kernels, y: Tensor, x: Tensor) -> tu
     return layer_norm_sum(y, x, norm.weight, norm.bias, norm.eps, kernels)
 
 
-# By measurement on an H200 (results/profile-h200.json): cuDNN takes 0.5 to 0.6 of flash's time on every shape there.
-FASTEST = (
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-)
-
-
-def wrap(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: ModelSpec) -> nn.Module:
-    """Put fused kernels into our own decoder on a GPU; other models and the CPU run plain PyTorch.
-
-    Under tp the loss is chunked on every device, by kernels or by their references: one path, proved in float64.
-    """
-    settled = settle(plan.kernels, mesh.device, compute_dtype(plan))
-    if not isinstance(model, Decoder) or plan.kernels == "plain":
-        return model
-    if plan.pp == 1 and plan.tp > 1:  # a pipeline's last stage hands all its logits over
-        model.loss = partial(vocab_parallel_loss, kernels=settled.kind)
-    if settled.kind == "plain" or mesh.device.type != "cuda":
-        return model
-    if plan.pp == 1 and plan.tp == 1:
-        model.loss = cross_entropy.weighted_loss
-    for module in model.modules():
-        if isinstance(module, Attention):
-            module.attend = _fastest(module.attend)
-    if plan.attends_whole and document_attention.takes(model.arch.head_dim, compute_dtype(plan)):
-        model.build_mask = document_attention.build_mask
-    if not plan.compile and plan.tp == 1:  # the compiler fuses by itself; under tp the residual is sharded
-        fuse_blocks(model)
-    return model
-
-
 def chosen(plan: Plan, device: torch.device, chunks: Iterable[nn.Module], one_pass: bool) -> str:
     """Which kernels a run uses, or why it uses none, for the screen and the record."""
-    settled = settle(plan.kernels, device, compute_dtype(plan))
-    if settled.kind == "plain":
-        return f"plain PyTorch ({settled.reason})"
-    placed = [*_placed(chunks), *(["one-pass updates"] if one_pass else [])]
-    return f"fused: {', '.join(placed)}" if placed else "fused, but this plan has no place for any"
-
-
-def _fastest(attend: Attend) -> Attend:
-    """The same attention by the fastest kernels; ring attention has its own."""
-    if isinstance(attend, partial) and attend.keywords.get("attend") is causal_attention:
-        return partial(attend, attend=fastest_attention)
-    return fastest_attention if attend is causal_attention else attend
-
-
-def _is_fastest(attend: Attend) -> bool:
-    return attend is fastest_attention or (
-        isinstance(attend, partial) and attend.keywords.get("attend") is fastest_attention
-    )
-
-
-def _placed(chunks: Iterable[nn.Module]) -> list[str]:
+    choice = settle(plan.kernels, device, compute_dtype(plan))
+    if choice.kind == "plain":
+        return f"plain PyTorch ({choice.reason})"
     modules = [module for chunk in chunks for module in chunk.modules()]
-    found = ["the loss with its projection"] if any(has_loss(module) for module in modules) else []
-    if any(isinstance(module, Attention) and _is_fastest(module.attend) for module in modules):
-        found.append("the fastest attention")
-    if any(isinstance(module, Attention) and module.rope is not apply_rope_qk for module in modules):
-        found.append("RoPE, gates and norms of sums")
-    return found
+    attentions = [module for module in modules if isinstance(module, Attention)]
+    placed = {
+        "the loss with its projection": any(map(has_loss, modules)),
+        "the fastest attention": any(_whole_attention(each.attend) is fastest_attention for each in attentions),
+        "RoPE, gates and norms of sums": any(each.rope is not apply_rope_qk for each in attentions),
+        "one-pass updates": one_pass,
+    }
+    names = ", ".join(name for name, is_used in placed.items() if is_used)
+    return f"fused: {names}" if names else "fused, but this plan has no place for any"
+
+
+def _whole_attention(attend: Attend) -> Attend:
+    """The attention on whole sequences: that of Ulysses is bound to it, ring attention has none."""
+    return attend.keywords.get("attend", attend) if isinstance(attend, partial) else attend
 
 
 def has_loss(model: nn.Module) -> bool:

@@ -1,21 +1,36 @@
 """What a model says about itself so that it can be split: its blocks, its split table and its cut points.
 
-Copies, shards and precision need none of it. Whoever brings a model of their own brings an `ModelSpec` for the rest.
+Copies, shards and precision need none of it. Whoever brings a model of their own brings an `ModelSpec` for the rest;
+`DECODER` is that of our own: blocks by layer, matrices sharded as the parameter table says, stages by deletion.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
-from torch import nn
-from torch.distributed.tensor.parallel import ParallelStyle
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 
+from meshwright.models.decoder import Decoder
+from meshwright.models.dropout import Dropout
+from meshwright.models.moe import MoELayer
+from meshwright.spec.params import Split, params
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import Problem
 
 Blocks = Mapping[str, nn.Module]
+SEQUENCE = Shard(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +80,7 @@ class ModelSpec:
 class Absent(nn.Module):
     """Stands where a module was that another stage has; its first argument passes through."""
 
-    def forward(self, x: Any, *others: Any, **words: Any) -> Any:
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         return x
 
 
@@ -80,6 +95,11 @@ def sequential_stage(model: nn.Module, stage: Stage, before: Sequence[str], afte
     for name in absent:
         model.set_submodule(name, Absent())
     return model
+
+
+def present_blocks(model: nn.Module, anatomy: ModelSpec) -> list[nn.Module]:
+    """The blocks that a (part of a) model has."""
+    return [block for block in anatomy.blocks(model).values() if not isinstance(block, Absent)]
 
 
 def with_weights(blocks: Blocks) -> Iterator[nn.Module]:
@@ -113,3 +133,125 @@ def unanswered(anatomy: ModelSpec, plan: Plan) -> Iterator[Problem]:
     if plan.pp > 1 and anatomy.part is None:
         what = f"plan.pp = {plan.pp} needs the model's cut points, and its anatomy has no `part`"
         yield Problem(what, f"give ModelSpec(part=…), {without}", "plan.pp")
+
+
+def note(module: nn.Module, transform: str) -> None:
+    """Show what a transform did to a module when the model is printed.
+
+    Sharding needs no note, as `fully_shard` renames classes (`FSDPBlock`), nor does FP8, whose layers are `Fp8Linear`.
+    """
+    # Text, not a function of the module: a reference to itself would keep its weights until a garbage collection.
+    module.extra_repr = partial(str, ", ".join(filter(None, (module.extra_repr(), transform))))
+
+
+def _decoder_blocks(model: nn.Module) -> Blocks:
+    """The layers, under their names in the whole model."""
+    return {f"blocks.{name}": block for name, block in cast(Decoder, model).blocks.items()}
+
+
+def _decoder_splits(model: nn.Module) -> dict[str, ParallelStyle]:
+    """How each module is sharded. MoE layers are sharded as a whole, beside this table."""
+    decoder = cast(Decoder, model)
+    modules = dict(decoder.named_modules())
+    ends_tied = decoder.head is None and decoder.embed is not None and decoder.norm is not None
+    table: dict[str, ParallelStyle] = {}
+    for param in params(decoder.arch):
+        name = param.name.removesuffix(".weight")
+        in_moe = param.layer >= 0 and decoder.arch.is_mixture(param.layer) and name.split(".")[2] == "mlp"
+        if param.name.endswith(".weight") and name in modules and not in_moe:
+            table[name] = TiedNorm() if name == "norm" and ends_tied else _style(name, param.split)
+    table |= {name: SlicedIndex() for name, module in modules.items() if isinstance(module, Dropout)}
+    for name, block in decoder.blocks.items():
+        table[f"blocks.{name}.attn"] = _gathered(3)
+        if not isinstance(block.mlp, MoELayer):
+            table[f"blocks.{name}.mlp"] = _gathered(2)
+    return table
+
+
+def _style(name: str, split: Split) -> ParallelStyle:
+    if name == "embed":
+        return RowwiseParallel(input_layouts=Replicate(), output_layouts=SEQUENCE)
+    if name == "head":
+        return ColwiseParallel(input_layouts=SEQUENCE, output_layouts=Shard(-1), use_local_output=False)
+    if name == "positions":
+        return SlicedTable()
+    return {
+        Split.COLUMN: ColwiseParallel(),
+        Split.ROW: RowwiseParallel(output_layouts=SEQUENCE),
+        Split.NONE: SequenceParallel(),
+    }[split]
+
+
+def _gathered(arguments: int) -> PrepareModuleInput:
+    """The whole sequence for a module whose first argument is hidden states."""
+    rest = (None,) * (arguments - 1)
+    return PrepareModuleInput(input_layouts=(SEQUENCE, *rest), desired_input_layouts=(Replicate(), *rest))
+
+
+def _decoder_part(model: nn.Module, stage: Stage) -> nn.Module:
+    """One stage; the last one of a tied model projects with a copy of the embedding."""
+    decoder = cast(Decoder, model)
+    tied = decoder.arch.tied
+    for layer in list(decoder.blocks):
+        if int(layer) not in stage.blocks:
+            del decoder.blocks[layer]
+    if not stage.first:
+        decoder.positions = None
+        if not (stage.last and tied):
+            decoder.embed = None
+    if not stage.last:
+        decoder.norm = None
+        decoder.head = None
+    if tied and (stage.first or stage.last):
+        decoder.tied_across_stages = frozenset({"embed.weight"})
+    return decoder
+
+
+# Every microbatch uses all parameters: an expert without tokens has a gradient, of zeros.
+DECODER = ModelSpec(blocks=_decoder_blocks, splits=_decoder_splits, part=_decoder_part, find_unused_parameters=False)
+
+
+class TiedNorm(ParallelStyle):
+    """A norm of a rank's part of the sequence, and then the whole sequence.
+
+    A tied model projects with the embedding itself, which is no module that could ask for it.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module = SequenceParallel()._apply(module, device_mesh)
+        module.register_forward_hook(lambda module, args, x: x.redistribute(placements=[Replicate()]))
+        return module
+
+
+class SlicedIndex(ParallelStyle):
+    """Dropout of a rank's part of the sequence, keyed by the index of those tokens."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def sliced(module: nn.Module, args: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+            x, index = args
+            return x, None if index is None else index.chunk(device_mesh.size(), 1)[device_mesh.get_local_rank()]
+
+        module.register_forward_pre_hook(sliced)
+        return module
+
+
+class SlicedTable(ParallelStyle):
+    """A table that every rank holds whole and looks up for its part of the sequence only."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        inward: Any = self._slice_input  # torch's annotations forget that these return what they made
+        outward: Any = self._to_local
+        return distribute_module(module, device_mesh, self._hold_whole, inward, outward)
+
+    @staticmethod
+    def _hold_whole(name: str, module: nn.Module, axis: DeviceMesh) -> None:
+        for key, weight in list(module.named_parameters(recurse=False)):
+            module.register_parameter(key, nn.Parameter(distribute_tensor(weight.data, axis, [Replicate()])))
+
+    @staticmethod
+    def _slice_input(module: nn.Module, args: tuple[Tensor, ...], axis: DeviceMesh) -> tuple[Tensor, ...]:
+        return (DTensor.from_local(args[0], axis, [Replicate()]).redistribute(placements=[SEQUENCE]),)
+
+    @staticmethod
+    def _to_local(module: nn.Module, output: Any, axis: DeviceMesh) -> Tensor:
+        return output.to_local()

@@ -1,9 +1,9 @@
 """Pipeline parallelism: layers cut into stages, run by torch's runtime in the order of our own schedules.
 
-A stage is the plain model without the layers of the others. What travels between stages is the residual stream of a
-microbatch; of our decoder, (b, s ÷ cp ÷ tp, hidden). A stage's weights are gathered once a step and stay until its last
+A stage is the plain model without the layers of the others. Stages send each other the hidden states of a microbatch;
+of our decoder, (b, s ÷ cp ÷ tp, hidden). A stage's weights are all-gathered once a step and stay until its last
 backward; under zero 3 a rank holds only the three stages gathered that it computes next, as torch's runtime has it.
-Gradients are summed once, after the last microbatch, whatever `zero` says.
+Gradients are reduced once, after the last microbatch, whatever `zero` says.
 """
 
 import copy
@@ -52,6 +52,18 @@ def part(model: nn.Module, plan: Plan, stage: int, anatomy: ModelSpec) -> nn.Mod
     return anatomy.part(copy.deepcopy(model), stage_of(plan, stage))
 
 
+def stage_input(arch: Arch, plan: Plan, tokens: Tensor, stage: int) -> Tensor:
+    """What a stage of our decoder is sent for a microbatch, or what leaves the last one, without its elements."""
+    if stage == 0:
+        return tokens
+    batch, positions = tokens.shape
+    dtype = precision.compute_dtype(plan)
+    if stage == len(plan.stages):
+        return torch.empty(batch, positions, arch.vocab, dtype=dtype, device="meta")
+    shape = (batch, positions // plan.tp, arch.hidden)
+    return torch.empty(shape, dtype=dtype, device=tokens.device, requires_grad=True)
+
+
 class Pipeline:
     """A step of the pipeline: all microbatches through all stages, in the order of the plan's schedule."""
 
@@ -70,13 +82,13 @@ class Pipeline:
         self.total = torch.zeros((), dtype=torch.float64, device=mesh.device)
         self.runtime: _PipelineScheduleRuntime | None = None
 
-    def step(self, x: Tensor, words: dict[str, Any], targets: Tensor, weight: Tensor) -> Tensor:
+    def step(self, x: Tensor, kwargs: dict[str, Any], targets: Tensor, weight: Tensor) -> Tensor:
         """Forward and backward of one step's microbatches, joined along dim 0; returns this rank's sum of losses."""
         self.weight = weight
         self.total = torch.zeros_like(self.total)
         if self.runtime is None:
             self.runtime = self._build(x[: self.plan.microbatch])
-        given = {name: value for name, value in words.items() if value is not None}  # torch 2.11 trips over None
+        given = {name: value for name, value in kwargs.items() if value is not None}  # torch 2.11 trips over None
         self.runtime.step(x, target=targets, losses=[], return_outputs=False, **given)
         add_tied(self.chunks, self.tied)
         return self.total
@@ -141,19 +153,19 @@ def _meet_others_only(stage: PipelineStage) -> None:
     stage._get_init_p2p_neighbors_ops = lambda: [hello for hello in greetings() if hello.peer != dist.get_rank()]
 
 
-def relay(chunks: Sequence[nn.Module], run: Run, mesh: Mesh, words: dict[str, Any]) -> Tensor | None:
+def relay(chunks: Sequence[nn.Module], run: Run, mesh: Mesh, kwargs: dict[str, Any]) -> Tensor | None:
     """A forward without a backward, stage after stage; the rank of the last stage gets the output, the others None."""
     plan, group = run.plan, mesh.group("pp")
     ranks, mine = placement(plan), dict(zip(my_stages(plan, mesh), chunks, strict=True))
-    x = words.pop("tokens")
-    stream = (x.shape[0], x.shape[1] // plan.tp, run.arch.hidden)
+    x = kwargs.pop("tokens")
+    hidden = (x.shape[0], x.shape[1] // plan.tp, run.arch.hidden)
     for stage, rank in enumerate(ranks):
         if stage not in mine:
             continue
         if stage > 0 and ranks[stage - 1] != rank:
-            x = torch.empty(stream, dtype=precision.compute_dtype(plan), device=mesh.device)
+            x = torch.empty(hidden, dtype=precision.compute_dtype(plan), device=mesh.device)
             dist.recv(x, group=group, group_src=ranks[stage - 1])
-        x = mine[stage](x, **words)
+        x = mine[stage](x, **kwargs)
         if stage + 1 < len(ranks) and ranks[stage + 1] != rank:
             dist.send(x.contiguous(), group=group, group_dst=ranks[stage + 1])
     return x if len(ranks) - 1 in mine else None
@@ -164,10 +176,9 @@ def tied_group(arch: Arch, plan: Plan, mesh: Mesh) -> dist.ProcessGroup | None:
     ranks = placement(plan)
     if not arch.tied or ranks[0] == ranks[-1]:
         return None
-    lines = mesh.fine.mesh.movedim(0, -1).reshape(-1, plan.pp)  # one pipeline a row
     mine = None
-    for line in lines.tolist():
-        pair = [line[ranks[0]], line[ranks[-1]]]
+    for pipeline in mesh.fine.mesh.movedim(0, -1).reshape(-1, plan.pp).tolist():
+        pair = [pipeline[ranks[0]], pipeline[ranks[-1]]]
         group = dist.new_group(pair)
         if mesh.rank in pair:
             assert isinstance(group, dist.ProcessGroup)

@@ -24,16 +24,32 @@ from meshwright.kernels.dispatch import Kernels
 from meshwright.models.moe import Experts, MoELayer
 from meshwright.parallel.collectives import gather, scatter
 from meshwright.parallel.mesh import Mesh, local
-from meshwright.parallel.model_spec import ModelSpec, resolved
-from meshwright.parallel.transforms import note
+from meshwright.parallel.model_spec import ModelSpec, note, resolved
 from meshwright.spec.plan import Plan
+
+
+def split(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: ModelSpec) -> nn.Module:
+    """Shard every matrix as the model's table says."""
+    if plan.tp == 1:
+        return model
+    assert anatomy.splits is not None, "refused before ranks start"
+    table = resolved(anatomy.splits(model), model)
+    parallelize_module(model, mesh.dense["tp"], table)
+    for name, style in table.items():
+        note(model.get_submodule(name), f"{type(style).__name__} over tp={plan.tp}")
+    for module in model.modules():
+        if isinstance(module, MoELayer):
+            split_moe(module, plan, mesh)
+            note(module, f"tensor parallel over tp={plan.tp}")
+    return model
 
 
 def split_moe(layer: MoELayer, plan: Plan, mesh: Mesh) -> None:
     """Shard one MoE layer over tp, in place."""
-    axis = mesh.dense["tp"]
-    for module, name, weight in list(_outside_experts(layer)):
-        _hold(module, name, weight, axis, [_placement(name, module, layer)])
+    for module in layer.modules():
+        for name, weight in list(module.named_parameters(recurse=False)):
+            if not isinstance(module, Experts):
+                _hold(module, name, weight, mesh.dense["tp"], [_placement(name, module, layer)])
     hold_experts(layer.experts, mesh)
     layer.share /= plan.tp
     group = mesh.group("tp")
@@ -59,7 +75,7 @@ def hold_experts(experts: Experts, mesh: Mesh) -> None:
     compute = experts.forward
 
     def forward(x: Tensor, counts: Tensor) -> Tensor:
-        with reading_locally(experts, _read_own):
+        with reading_locally(experts, DTensor.to_local):  # no other rank has these, so a gradient is complete
             return compute(x, counts)
 
     experts.forward = forward
@@ -80,22 +96,10 @@ def reading_locally(
         yield
 
 
-def _read_own(weight: DTensor) -> Tensor:
-    """A shard that no other rank holds: its gradient is complete."""
-    return weight.to_local()
-
-
 def _read_partial(weight: DTensor) -> Tensor:
     """A replicated weight has a partial gradient; a sharded one has its own."""
     (placement,) = weight.placements
     return weight.to_local(grad_placements=[Partial() if isinstance(placement, Replicate) else placement])
-
-
-def _outside_experts(layer: MoELayer) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    for module in layer.modules():
-        if not isinstance(module, Experts):
-            for name, weight in module.named_parameters(recurse=False):
-                yield module, name, weight
 
 
 def _placement(name: str, module: nn.Module, layer: MoELayer) -> Placement:
@@ -109,22 +113,6 @@ def _placement(name: str, module: nn.Module, layer: MoELayer) -> Placement:
 
 def _hold(module: nn.Module, name: str, weight: Tensor, axes: DeviceMesh, placements: list[Any]) -> None:
     module.register_parameter(name, nn.Parameter(distribute_tensor(weight.data, axes, placements)))
-
-
-def split(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: ModelSpec) -> nn.Module:
-    """Shard every matrix as the model's table says."""
-    if plan.tp == 1:
-        return model
-    assert anatomy.splits is not None, "refused before ranks start"
-    table = resolved(anatomy.splits(model), model)
-    parallelize_module(model, mesh.dense["tp"], table)
-    for name, style in table.items():
-        note(model.get_submodule(name), f"{type(style).__name__} over tp={plan.tp}")
-    for module in model.modules():
-        if isinstance(module, MoELayer):
-            split_moe(module, plan, mesh)
-            note(module, f"tensor parallel over tp={plan.tp}")
-    return model
 
 
 def loss_context(plan: Plan) -> AbstractContextManager[Any]:
@@ -145,23 +133,16 @@ def vocab_parallel_loss(
         x = x.redistribute(placements=[Replicate()])
     # Each rank's gradient of x is that of its own entries.
     entering = x.to_local(grad_placements=[Partial()])
-    return cross_entropy.weighted_loss(
-        entering, projection.to_local(), targets, weight, vocab_shard(projection), kernels
-    )
-
-
-def vocab_shard(projection: DTensor) -> VocabShard:
-    """The entries of the vocabulary that this rank holds."""
-    group = projection.device_mesh.get_group()
-    vocab, ranks = len(projection), group.size()
-    largest = -(-vocab // ranks)
-    return VocabShard(
+    group, vocab = projection.device_mesh.get_group(), len(projection)
+    largest = -(-vocab // group.size())
+    shard = VocabShard(
         first=min(group.rank() * largest, vocab),
         largest=largest,
-        ranks=ranks,
+        ranks=group.size(),
         max=partial(_all_reduce, group, dist.ReduceOp.MAX),
         sum=partial(_all_reduce, group, dist.ReduceOp.SUM),
     )
+    return cross_entropy.weighted_loss(entering, projection.to_local(), targets, weight, shard, kernels)
 
 
 def _all_reduce(group: dist.ProcessGroup, kind: dist.ReduceOp.RedOpType, x: Tensor) -> Tensor:

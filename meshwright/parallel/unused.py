@@ -16,11 +16,10 @@ from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from meshwright.parallel.fsdp import fsdp_state, param_groups
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.model_spec import ModelSpec, with_weights
 from meshwright.spec.plan import Plan, runs
-from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.problem import mistake
 
 
 def attach(
@@ -141,7 +140,14 @@ class BlockOrder:
         if self.backward:  # recomputed
             return
         if number <= self.turn:
-            raise InputError([_out_of_turn(self.names[id(block)])])
+            name = self.names[id(block)]
+            raise mistake(
+                f"{name} is called twice in a forward, or after a later block: ranks that leave it out could not tell "
+                "when",
+                "if all ranks call the same blocks and use all parameters, say so by "
+                "ModelSpec(find_unused_parameters=False); else make the model one unit by ModelSpec(blocks=one_unit)",
+                "plan.shard",
+            )
         self._leave_out(number)
         self.turn = number
 
@@ -153,7 +159,9 @@ class BlockOrder:
         for number in range(self.turn + 1, until):
             block, state = self.blocks[number], self.states[number]
             if self.several:
-                raise InputError([_in_a_run(self.names[id(block)])])
+                name = self.names[id(block)]
+                what = f"plan.recompute recomputes several blocks together, and a rank's data leaves {name} out"
+                raise mistake(what, "use plan.recompute = full, which takes each block by itself", "plan.recompute")
             state._pre_forward(block, (), {})
             state._post_forward(block, (), None)
 
@@ -184,29 +192,23 @@ class BlockOrder:
         assert to <= self.turn, "blocks go back in the reverse of their order"
         while self.turn > to:
             if self.turn < len(self.blocks):
-                self._reduce(self.blocks[self.turn])
+                for group in param_groups(self.blocks[self.turn]):
+                    # Left out, or none of its inputs has a gradient.
+                    if group._training_state != TrainingState.POST_BACKWARD:
+                        group.post_backward()
             self.turn -= 1
             if self.turn > to:
                 self.pre_backward[self.turn](None)
 
-    def _reduce(self, block: nn.Module) -> None:
-        for group in param_groups(block):
-            if group._training_state != TrainingState.POST_BACKWARD:  # left out, or none of its inputs has a gradient
-                group.post_backward()
+
+def param_groups(module: nn.Module) -> list[Any]:
+    """The parameters that a sharded module gathers and reduces by itself: a list only in later versions of torch."""
+    state = fsdp_state(module)
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]
 
 
-def _out_of_turn(name: str) -> Problem:
-    return Problem(
-        f"{name} is called twice in a forward, or after a later block: ranks that leave it out could not tell when",
-        "if all ranks call the same blocks and use all parameters, say so by ModelSpec(find_unused_parameters=False); "
-        "else make the model one unit by ModelSpec(blocks=one_unit)",
-        "plan.shard",
-    )
-
-
-def _in_a_run(name: str) -> Problem:
-    return Problem(
-        f"plan.recompute recomputes several blocks together, and a rank's data leaves {name} out",
-        "use plan.recompute = full, which takes each block by itself",
-        "plan.recompute",
-    )
+def fsdp_state(module: nn.Module) -> Any:
+    """What `fully_shard` keeps of a module."""
+    assert isinstance(module, FSDPModule)
+    return module._get_fsdp_state()

@@ -23,8 +23,8 @@ from meshwright.optim.clip import LossScale
 from meshwright.optim.offload import OffloadedAdamW
 from meshwright.parallel import optimizer_offload, precision
 from meshwright.parallel.apply import apply
-from meshwright.parallel.decoder_spec import DECODER
 from meshwright.parallel.mesh import Mesh, local, region_of
+from meshwright.parallel.model_spec import DECODER
 from meshwright.spec.params import params
 from meshwright.train.saving import restore as restore
 from meshwright.train.state import State

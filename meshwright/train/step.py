@@ -16,12 +16,12 @@ from meshwright.config.run import Run
 from meshwright.data.loader import Batch, StepBatch
 from meshwright.models.layers import token_loss_sum
 from meshwright.models.moe import MoELayer
-from meshwright.parallel import context, decoder_spec, fsdp, fused_kernels, tensor
+from meshwright.parallel import context, fsdp, fused_kernels, tensor
 from meshwright.parallel.block_attention import join
 from meshwright.parallel.collectives import gather
 from meshwright.parallel.deterministic import Tree
 from meshwright.parallel.mesh import Mesh, local
-from meshwright.parallel.pipeline import Pipeline, placement, relay, tied_group
+from meshwright.parallel.pipeline import Pipeline, placement, relay, stage_input, tied_group
 from meshwright.spec.plan import Plan
 
 Microbatch = TypeVar("Microbatch")
@@ -32,7 +32,7 @@ def choose(run: Run, chunks: Sequence[nn.Module], mesh: Mesh) -> ForwardBackward
     """How this plan runs the microbatches of a step: from a batch and the loss scale to this rank's sum of losses."""
     if run.plan.pp == 1:
         return partial(in_turn, chunks[0], run.plan, mesh)
-    streams = partial(decoder_spec.stream, run.arch, run.plan)
+    streams = partial(stage_input, run.arch, run.plan)
     pipeline = Pipeline(chunks, run.plan, mesh, loss_sum, streams, tied_group(run.arch, run.plan, mesh))
     return partial(in_pipeline, pipeline, chunks, run.plan, mesh)
 

@@ -35,9 +35,9 @@ from meshwright.optim.clip import LossScale
 from meshwright.parallel import block_attention, expert, mesh, precision
 from meshwright.parallel.apply import apply
 from meshwright.parallel.block_attention import HALF, AttentionBlock, Forward, Gradients
-from meshwright.parallel.decoder_spec import DECODER
 from meshwright.parallel.expert import ExpertRoute, sorted_by_expert
 from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.model_spec import DECODER
 from meshwright.spec.plan import Plan
 from meshwright.train.step import ForwardBackward, choose
 from meshwright.verify.collectives import Calls, implied, observing, ranks_of

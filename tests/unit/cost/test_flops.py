@@ -16,7 +16,7 @@ from meshwright.cost.flops import (
 )
 from meshwright.models.decoder import Decoder
 from meshwright.parallel import recompute
-from meshwright.parallel.decoder_spec import DECODER
+from meshwright.parallel.model_spec import DECODER
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import count
 from meshwright.spec.plan import Plan

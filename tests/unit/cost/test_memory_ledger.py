@@ -15,7 +15,7 @@ from meshwright.hardware.cluster import cluster
 from meshwright.hardware.stacks import Stack, stacks
 from meshwright.models.decoder import Decoder
 from meshwright.models.layers import token_loss_sum
-from meshwright.parallel.decoder_spec import DECODER
+from meshwright.parallel.model_spec import DECODER
 from meshwright.parallel.recompute import keep_costly, keep_inputs
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import count, params

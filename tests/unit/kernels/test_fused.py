@@ -10,8 +10,8 @@ from meshwright.kernels.cross_entropy import IGNORE
 from meshwright.models.decoder import Decoder
 from meshwright.models.layers import weighted_loss
 from meshwright.parallel import fused_kernels
-from meshwright.parallel.decoder_spec import DECODER
 from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.model_spec import DECODER
 from meshwright.parallel.tensor import vocab_parallel_loss
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError

@@ -11,8 +11,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from meshwright.config.presets import preset
 from meshwright.models.decoder import Decoder
-from meshwright.parallel.decoder_spec import DECODER
 from meshwright.parallel.model_spec import (
+    DECODER,
     Absent,
     ModelSpec,
     Stage,

@@ -32,8 +32,7 @@ from meshwright.parallel.activation_offload import (
     encode,
     unpack,
 )
-from meshwright.parallel.decoder_spec import DECODER
-from meshwright.parallel.model_spec import ModelSpec
+from meshwright.parallel.model_spec import DECODER, ModelSpec
 from meshwright.spec.plan import Plan
 
 CPU: Any = SimpleNamespace(device=torch.device("cpu"))  # all of a mesh that is asked for

@@ -8,7 +8,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from meshwright.models.decoder import Decoder
 from meshwright.parallel import mesh as meshes
 from meshwright.parallel.apply import apply
-from meshwright.parallel.decoder_spec import DECODER
+from meshwright.parallel.model_spec import DECODER
 from meshwright.spec.arch import Arch
 from meshwright.spec.plan import Plan
 

@@ -12,8 +12,7 @@ from meshwright.config.presets import preset
 from meshwright.kernels.fp8 import Fp8Linear
 from meshwright.models.decoder import Decoder
 from meshwright.parallel import recompute
-from meshwright.parallel.decoder_spec import DECODER
-from meshwright.parallel.model_spec import Absent, ModelSpec
+from meshwright.parallel.model_spec import DECODER, Absent, ModelSpec
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError
 

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.parallel.decoder_spec import DECODER
-from meshwright.parallel.model_spec import ModelSpec
+from meshwright.parallel.model_spec import DECODER, ModelSpec
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError
 from meshwright.verify.prove_module import decided, even

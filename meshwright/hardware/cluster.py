@@ -1,4 +1,8 @@
-"""Clusters as data: accelerators, the nodes they sit in and the links between them."""
+"""Clusters as data: accelerators, the nodes they sit in and the links between them.
+
+A catalogue of cards, links and networks comes with the program, and a user's file may add to it; "64xh100" or a file
+then names a `Cluster` in SI units.
+"""
 
 import difflib
 import math
@@ -14,158 +18,8 @@ import msgspec
 
 from meshwright.config import schema
 from meshwright.spec.plan import Precision
-from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.problem import InputError, Problem, mistake
 from meshwright.spec.units import GIB
-
-# GB/s for one GPU, where nobody says: two channels of DDR4-3200, as in a desktop; an NVMe disk on four lanes of PCIe 3.
-HOST_BANDWIDTH = 51.2
-DISK_BANDWIDTH = 3.0
-POSITIVE = frozenset(
-    ("memory_gib", "bandwidth", "domain", "efficiency", "copies", "network_gbit", "host_bandwidth", "disk_bandwidth")
-)
-
-
-class Card(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One kind of accelerator and the node it usually sits in. GiB, GB/s, dense TFLOP/s, Gb/s."""
-
-    match: tuple[str, ...] = ()
-    memory_gib: float
-    bandwidth: float
-    fp32: float = 0.0
-    tf32: float = 0.0
-    bf16: float = 0.0
-    fp16: float = 0.0
-    fp8: float = 0.0
-    domain: int = 8
-    scale_up: str = "pcie4"
-    host: str = "pcie4"
-    network: str = "ethernet"
-    network_gbit: float = 1.25  # of one GPU
-    host_gib: float = 0.0  # of one GPU
-    host_bandwidth: float = HOST_BANDWIDTH
-    disk_gib: float = 0.0
-    disk_bandwidth: float = DISK_BANDWIDTH
-
-
-class LinkEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A link inside a node. GB/s in one direction, microseconds."""
-
-    bandwidth: float
-    latency: float
-    efficiency: float = 0.75
-    copies: float = 0.87  # of the bandwidth, what a copy from or to pinned memory of the host reaches
-
-
-class Network(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A link between nodes. Gb/s of one node; 0: as fast as the card's usual one."""
-
-    match: tuple[str, ...] = ()
-    gbit: float = 0.0
-    latency: float
-    efficiency: float = 0.75
-
-
-class Catalogue(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that can be named."""
-
-    cards: dict[str, Card]
-    links: dict[str, LinkEntry]
-    networks: dict[str, Network]
-
-    def with_entries(self, table: Mapping[str, Any]) -> "Catalogue":
-        """This catalogue and a user's own entries, which win."""
-        kinds = {"cards": Card, "links": LinkEntry, "networks": Network}
-        problems: list[Problem] = []
-        merged: dict[str, dict[str, Any]] = {name: dict(getattr(self, name)) for name in kinds}
-        for name, kind in kinds.items():
-            for key, entry in table.get(name, {}).items():
-                found = _misfits(entry, kind, f"{name}.{key}.")
-                problems += found
-                if not found:
-                    merged[name][key] = msgspec.convert(entry, kind, strict=False)
-        if problems:
-            raise InputError(problems)
-        return Catalogue(**merged)
-
-
-def _misfits(entry: Any, kind: type[msgspec.Struct], prefix: str) -> list[Problem]:
-    if not isinstance(entry, Mapping):
-        key = prefix.rstrip(".")
-        return [Problem(f"{key} = {schema.shown(entry)} should be a table", f"write [{key}] above its keys", key)]
-    found = [*schema.misfits(entry, kind, prefix), *schema.missing(entry, kind, prefix)]
-    return found + unmeasurable(entry, kind, prefix, POSITIVE)
-
-
-def unmeasurable(
-    entry: Mapping[str, Any], kind: type[msgspec.Struct], prefix: str, positive: frozenset[str] = frozenset()
-) -> list[Problem]:
-    """Numbers that no machine has: not finite, below 0, or 0 where something must be."""
-    found = []
-    for key in (each for each in kind.__struct_fields__ if each in entry):
-        value = entry[key]
-        if not isinstance(value, int | float):
-            continue
-        least = "above 0" if key in positive else "at least 0"
-        if not math.isfinite(value):
-            found.append(Problem(f"{prefix}{key} = {value} must be finite", "correct the value", prefix + key))
-        elif value < 0 or (value == 0 and key in positive):
-            found.append(Problem(f"{prefix}{key} = {value} must be {least}", "correct the value", prefix + key))
-    return found
-
-
-@cache
-def catalogue() -> Catalogue:
-    """What comes with the program."""
-    text = (resources.files("meshwright.hardware") / "clusters.toml").read_text(encoding="utf-8")
-    return msgspec.convert(tomllib.loads(text), Catalogue)
-
-
-def words(text: str) -> frozenset[str]:
-    """A card's name as words: "NVIDIA A100-SXM4-80GB" is a100, sxm, 80g (and nvidia)."""
-    found = re.findall(r"[a-z0-9]+", text.lower())
-    return frozenset(_word(word) for word in found)
-
-
-def _word(word: str) -> str:
-    size = re.fullmatch(r"(\d+)gi?b?", word)
-    if size:
-        return f"{size[1]}g"
-    return "sxm" if re.fullmatch(r"sxm[345]", word) else word
-
-
-Entry = TypeVar("Entry", Card, Network)
-
-
-def named(text: str, entries: Mapping[str, Entry]) -> str | None:
-    """The entry whose name or match is exactly these words."""
-    asked = words(text)
-    for name, entry in entries.items():
-        if asked == words(name) or any(asked == words(match) for match in entry.match):
-            return name
-    return None
-
-
-def recognised(text: str, entries: Mapping[str, Entry]) -> str | None:
-    """The entry whose match a longer name holds; the most words win, then the order of the file."""
-    asked = words(text)
-    best, best_words = None, 0
-    for name, entry in entries.items():
-        for match in (name, *entry.match):
-            needed = words(match)
-            if needed <= asked and len(needed) > best_words:
-                best, best_words = name, len(needed)
-    return best
-
-
-def unknown(kind: str, text: str, names: Iterable[str]) -> Problem:
-    """What to say of a name that is not in the catalogue."""
-    near = difflib.get_close_matches(text.lower(), list(names), n=1, cutoff=0.4)
-    remedy = f"did you mean {near[0]}? " if near else ""
-    return Problem(
-        f"unknown {kind} {schema.shown(text)}",
-        f"{remedy}`meshwright clusters` lists them, and a file of your own can add one",
-    )
-
 
 if TYPE_CHECKING:
     from meshwright.hardware.stacks import Efficiency  # of a Gpu, so it imports this file
@@ -176,6 +30,12 @@ GBIT = 1e9 / 8  # bytes
 ENTRIES = {"cards", "links", "networks"}  # tables of a file that add to the catalogue
 LARGEST_FILE = 1_000_000  # bytes; no cluster file written by a person comes near
 MOST_GPUS = 1_000_000  # no cluster is larger
+# GB/s for one GPU, where nobody says: two channels of DDR4-3200, as in a desktop; an NVMe disk on four lanes of PCIe 3.
+HOST_BANDWIDTH = 51.2
+DISK_BANDWIDTH = 3.0
+POSITIVE = frozenset(
+    ("memory_gib", "bandwidth", "domain", "efficiency", "copies", "network_gbit", "host_bandwidth", "disk_bandwidth")
+)
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -245,11 +105,144 @@ class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     memory_gib: float = 0.0  # where it differs from the catalogue's
 
 
+class Card(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One kind of accelerator and the node it usually sits in. GiB, GB/s, dense TFLOP/s, Gb/s."""
+
+    match: tuple[str, ...] = ()
+    memory_gib: float
+    bandwidth: float
+    fp32: float = 0.0
+    tf32: float = 0.0
+    bf16: float = 0.0
+    fp16: float = 0.0
+    fp8: float = 0.0
+    domain: int = 8
+    scale_up: str = "pcie4"
+    host: str = "pcie4"
+    network: str = "ethernet"
+    network_gbit: float = 1.25  # of one GPU
+    host_gib: float = 0.0  # of one GPU
+    host_bandwidth: float = HOST_BANDWIDTH
+    disk_gib: float = 0.0
+    disk_bandwidth: float = DISK_BANDWIDTH
+
+
+class LinkEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A link inside a node. GB/s in one direction, microseconds."""
+
+    bandwidth: float
+    latency: float
+    efficiency: float = 0.75
+    copies: float = 0.87  # of the bandwidth, what a copy from or to pinned memory of the host reaches
+
+
+class Network(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A link between nodes. Gb/s of one node; 0: as fast as the card's usual one."""
+
+    match: tuple[str, ...] = ()
+    gbit: float = 0.0
+    latency: float
+    efficiency: float = 0.75
+
+
+class Catalogue(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that can be named."""
+
+    cards: dict[str, Card]
+    links: dict[str, LinkEntry]
+    networks: dict[str, Network]
+
+    def with_entries(self, table: Mapping[str, Any]) -> "Catalogue":
+        """This catalogue and a user's own entries, which win."""
+        kinds = {"cards": Card, "links": LinkEntry, "networks": Network}
+        problems: list[Problem] = []
+        merged: dict[str, dict[str, Any]] = {name: dict(getattr(self, name)) for name in kinds}
+        for name, kind in kinds.items():
+            for key, entry in table.get(name, {}).items():
+                place, prefix = f"{name}.{key}", f"{name}.{key}."
+                if not isinstance(entry, Mapping):
+                    what = f"{place} = {schema.shown(entry)} should be a table"
+                    problems.append(Problem(what, f"write [{place}] above its keys", place))
+                    continue
+                found = [*schema.misfits(entry, kind, prefix), *schema.missing(entry, kind, prefix)]
+                found += unmeasurable(entry, kind, prefix, POSITIVE)
+                problems += found
+                if not found:
+                    merged[name][key] = msgspec.convert(entry, kind, strict=False)
+        if problems:
+            raise InputError(problems)
+        return Catalogue(**merged)
+
+
+def unmeasurable(
+    entry: Mapping[str, Any], kind: type[msgspec.Struct], prefix: str, positive: frozenset[str] = frozenset()
+) -> list[Problem]:
+    """Numbers that no machine has: not finite, below 0, or 0 where something must be."""
+    found = []
+    for key in (each for each in kind.__struct_fields__ if each in entry):
+        value = entry[key]
+        if not isinstance(value, int | float):
+            continue
+        least = "above 0" if key in positive else "at least 0"
+        if not math.isfinite(value):
+            found.append(Problem(f"{prefix}{key} = {value} must be finite", "correct the value", prefix + key))
+        elif value < 0 or (value == 0 and key in positive):
+            found.append(Problem(f"{prefix}{key} = {value} must be {least}", "correct the value", prefix + key))
+    return found
+
+
+@cache
+def catalogue() -> Catalogue:
+    """What comes with the program."""
+    text = (resources.files("meshwright.hardware") / "clusters.toml").read_text(encoding="utf-8")
+    return msgspec.convert(tomllib.loads(text), Catalogue)
+
+
+def words(text: str) -> frozenset[str]:
+    """A card's name as words: "NVIDIA A100-SXM4-80GB" is a100, sxm, 80g (and nvidia)."""
+    plain = (re.sub(r"^(\d+)gi?b?$", r"\1g", word) for word in re.findall(r"[a-z0-9]+", text.lower()))
+    return frozenset(re.sub(r"^sxm[345]$", "sxm", word) for word in plain)
+
+
+Entry = TypeVar("Entry", Card, Network)
+
+
+def named(text: str, entries: Mapping[str, Entry]) -> str | None:
+    """The entry whose name or match is exactly these words."""
+    asked = words(text)
+    for name, entry in entries.items():
+        if asked == words(name) or any(asked == words(match) for match in entry.match):
+            return name
+    return None
+
+
+def recognised(text: str, entries: Mapping[str, Entry]) -> str | None:
+    """The entry whose match a longer name holds; the most words win, then the order of the file."""
+    asked = words(text)
+    best, best_words = None, 0
+    for name, entry in entries.items():
+        for match in (name, *entry.match):
+            needed = words(match)
+            if needed <= asked and len(needed) > best_words:
+                best, best_words = name, len(needed)
+    return best
+
+
+def unknown(kind: str, text: str, names: Iterable[str]) -> Problem:
+    """What to say of a name that is not in the catalogue."""
+    near = difflib.get_close_matches(text.lower(), list(names), n=1, cutoff=0.4)
+    remedy = f"did you mean {near[0]}? " if near else ""
+    return Problem(
+        f"unknown {kind} {schema.shown(text)}",
+        f"{remedy}`meshwright clusters` lists them, and a file of your own can add one",
+    )
+
+
 def cluster(text: str, *, network: str = "", gpus: int = 0) -> Cluster:
     """The cluster of "64xh100", "2x8xh100" (nodes × GPUs × card), "h100", or a TOML file, also "16xmine.toml"."""
     count, domain, rest = _counted(text)
     if count == 0 or domain == 0:
-        raise InputError([Problem(f"cluster = {schema.shown(text)} has no GPUs", "correct the count", "cluster")])
+        raise mistake(f"cluster = {schema.shown(text)} has no GPUs", "correct the count", "cluster")
     known, machines = catalogue(), ClusterFile(gpu=rest)
     if rest.endswith(".toml"):
         known, machines = _read(Path(rest))
@@ -291,7 +284,7 @@ def _counted(text: str) -> tuple[int | None, int | None, str]:
     parts = re.fullmatch(r"(?:(\d+)\s*[x×*]\s*)?(?:(\d+)\s*[x×*]\s*)?(.+)", text.strip(), re.IGNORECASE)
     if parts is None:
         remedy = "write a count and a card, like 64xh100"
-        raise InputError([Problem(f"cluster = {schema.shown(text)} says nothing", remedy, "cluster")])
+        raise mistake(f"cluster = {schema.shown(text)} says nothing", remedy, "cluster")
     first, second, rest = parts.groups()
     if second is None:
         return int(first) if first else None, None, rest
@@ -301,13 +294,13 @@ def _counted(text: str) -> tuple[int | None, int | None, str]:
 def _read(file: Path) -> tuple[Catalogue, ClusterFile]:
     try:
         if file.stat().st_size > LARGEST_FILE:
-            raise InputError([Problem(f"{file} is larger than {LARGEST_FILE} bytes", "is it a cluster file?")])
+            raise mistake(f"{file} is larger than {LARGEST_FILE} bytes", "is it a cluster file?")
         table = tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         remedy = "name a cluster file that can be read"
-        raise InputError([Problem(f"{file}: {error.strerror}", remedy, "cluster")]) from None
+        raise mistake(f"{file}: {error.strerror}", remedy, "cluster") from None
     except ValueError as error:  # not UTF-8, or not TOML
-        raise InputError([Problem(f"{file} is not TOML: {error}", "correct that line", "cluster")]) from None
+        raise mistake(f"{file} is not TOML: {error}", "correct that line", "cluster") from None
     inner = table.get("cluster")
     return _understood(inner | {key: table[key] for key in ENTRIES & set(table)} if isinstance(inner, dict) else table)
 
@@ -343,9 +336,11 @@ def assembled(machines: ClusterFile, known: Catalogue) -> Cluster:
     gbit = machines.network_gbit or card.network_gbit
     network = _network(machines.network or card.network, known.networks, gbit, max(domain, 1), problems)
     scale_up = _link(machines.scale_up or card.scale_up, known.links, problems)
-    host = _copies(_link(machines.host or card.host, known.links, problems), known.links)
+    host = _link(machines.host or card.host, known.links, problems)
     if problems or network is None or scale_up is None or host is None:
         raise InputError(problems)
+    # As copies to and from pinned memory use it.
+    host = msgspec.structs.replace(host, efficiency=known.links[host.name].copies)
     gpu = _gpu(name, card)
     if machines.memory_gib:
         gpu = msgspec.structs.replace(gpu, memory_bytes=machines.memory_gib * GIB)
@@ -376,11 +371,6 @@ def _link(name: str, links: Mapping[str, LinkEntry], problems: list[Problem]) ->
         problems.append(unknown("link", name, links))
         return None
     return Link(name=name, bandwidth=way.bandwidth * GIGA, latency=way.latency * MICRO, efficiency=way.efficiency)
-
-
-def _copies(link: Link | None, links: Mapping[str, LinkEntry]) -> Link | None:
-    """A link as copies to and from pinned memory use it."""
-    return link and msgspec.structs.replace(link, efficiency=links[link.name].copies)
 
 
 def _network(

@@ -5,13 +5,13 @@ from typing import Literal
 
 import msgspec
 
-from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.problem import mistake
 
-Pass = Literal["forward", "input", "weight"]  # of a product: x·W, the gradient of x, the gradient of W
+Pass = Literal["forward", "input", "weight"]  # of a matmul: x·W, the gradient of x, the gradient of W
 
 
 class ProductTime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One matrix product, (m, k) times (k, n)."""
+    """One matmul, (m, k) times (k, n)."""
 
     m: int
     n: int
@@ -107,7 +107,7 @@ def read_profile(path: Path) -> Profile:
     try:
         return msgspec.json.decode(path.read_bytes(), type=Profile)
     except FileNotFoundError as error:
-        raise InputError([Problem(f"there is no profile {path}", "measure one first", "profile")]) from error
+        raise mistake(f"there is no profile {path}", "measure one first", "profile") from error
     except msgspec.MsgspecError as error:
         remedy = "give a file that the probe wrote, or correct it"
-        raise InputError([Problem(f"{path} is not a machine profile: {error}", remedy, "profile")]) from error
+        raise mistake(f"{path} is not a machine profile: {error}", remedy, "profile") from error

@@ -19,6 +19,8 @@ from torch import Tensor
 from meshwright.kernels.dispatch import Kernels, Pointer, Values, constexpr, fused, jit, tl, triton
 
 IGNORE = -100  # a target that is not predicted
+CHUNK_BYTES = 2**31  # of logits that exist at one time
+ROWS = 1024  # a chunk's rows are a multiple of this: matmuls run faster
 LAUNCH = {"block": 4096, "num_warps": 4}  # along a row; the fastest of seven on an H200
 # Exponents above a row's reference before it is raised: bf16 holds exp(30) as well as 1.
 REACH = 30.0
@@ -196,10 +198,6 @@ def _loss_gradient(
         p = tl.exp(x - top) * share
         p = tl.where(start + at == target - first, p - scale, p)
         tl.store(here + start + at, p.to(here.dtype.element_ty), mask=inside)
-
-
-CHUNK_BYTES = 2**31  # of logits that exist at one time
-ROWS = 1024  # a chunk's rows are a multiple of this: matmuls run faster
 
 
 @dataclass(frozen=True, slots=True)

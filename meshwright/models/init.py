@@ -10,7 +10,7 @@ scalar code, so a slice of a tensor would not equal the slice made alone.
 
 import hashlib
 import math
-from collections.abc import Iterator
+from itertools import product
 
 import torch
 from torch import Tensor, nn
@@ -95,14 +95,10 @@ def _fill_normal(tensor: Tensor, param: Param, key: int, bounds: list[tuple[int,
     height = block // width
     step = signed(2 * GOLDEN)
     columns = torch.arange(width, device=tensor.device) * step
-    for row, column in _blocks(rows.shape, height, width):
+    for row, column in product(range(0, len(starts), height), range(0, length, width)):
         target = rows[row : row + height, column : column + width]
         counter = (starts[row : row + height, None] + column) * step + columns[: target.shape[1]]
         target.copy_(_sum_of_eight(counter, key).to(torch.float32).mul_(param.std / SPREAD))
-
-
-def _blocks(shape: torch.Size, height: int, width: int) -> Iterator[tuple[int, int]]:
-    return ((row, column) for row in range(0, shape[0], height) for column in range(0, shape[1], width))
 
 
 def _bounds(param: Param, region: Region | None) -> list[tuple[int, int]]:

@@ -185,7 +185,11 @@ class MoELayer(nn.Module):
         if self.training:
             self.statistics = torch.cat([routing.balance.mean()[None], routing.load]).detach()
         y = self._mix(x, routing)
-        return carry(y, self._auxiliary(routing), self.loss_weight * self.share) if self._has_auxiliary else y
+        if self.arch.balance_loss == 0 and self.arch.z_loss == 0:
+            return y
+        # A sequence counts as often as it has positions, like the token losses beside it.
+        per_sequence = self.arch.balance_loss * routing.balance + self.arch.z_loss * routing.z
+        return carry(y, per_sequence.sum() * x.shape[1], self.loss_weight * self.share)
 
     def _logits(self, x: Tensor, index: Tensor | None) -> Tensor:
         # In low precision logits collide and tokens flip between experts, so the router is fp32 (Fedus 2021, §2.4).
@@ -200,21 +204,12 @@ class MoELayer(nn.Module):
         return uniform(self.key, index) if self.arch.router == "gshard" and index is not None else None
 
     def _mix(self, x: Tensor, routing: Routing) -> Tensor:
-        tokens = x.flatten(0, 1)
         order = _sort(routing, self.arch.experts)
-        rows = self.run(self.experts, _dispatch(tokens, order), order.counts)
+        dispatched = _Dispatch.apply(x.flatten(0, 1), order.token, order.row, order.kept)
+        rows = self.run(self.experts, dispatched, order.counts)
         gates = routing.gates.flatten()[order.assignment]
-        y = _combine(rows * gates[:, None], order).to(x.dtype).view_as(x)
+        y = _Combine.apply(rows * gates[:, None], order.token, order.row, order.kept).to(x.dtype).view_as(x)
         return y if self.shared is None else y + self.shared(x)
-
-    @property
-    def _has_auxiliary(self) -> bool:
-        return self.arch.balance_loss != 0 or self.arch.z_loss != 0
-
-    def _auxiliary(self, routing: Routing) -> Tensor:
-        """The auxiliary loss, where a sequence counts as often as it has positions, like the token losses beside it."""
-        per_sequence = self.arch.balance_loss * routing.balance + self.arch.z_loss * routing.z
-        return per_sequence.sum() * routing.experts.shape[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,16 +238,6 @@ def _sort(routing: Routing, experts: int) -> Dispatch:
     )
 
 
-def _dispatch(tokens: Tensor, order: Dispatch) -> Tensor:
-    """A copy of a token for each of its rows, (T, hidden)."""
-    return _Dispatch.apply(tokens, order.token, order.row, order.kept)
-
-
-def _combine(rows: Tensor, order: Dispatch) -> Tensor:
-    """The sum of each token's rows, (tokens, hidden)."""
-    return _Combine.apply(rows, order.token, order.row, order.kept)
-
-
 def _sum_rows(rows: Tensor, places: Tensor, kept: Tensor) -> Tensor:
     # Choice by choice, in a fixed order: atomic additions have none, and the last bits would differ from run to run.
     total = rows.new_zeros(len(places), rows.shape[1], dtype=accum_dtype(rows))
@@ -262,7 +247,10 @@ def _sum_rows(rows: Tensor, places: Tensor, kept: Tensor) -> Tensor:
 
 
 class _Dispatch(Function):
-    """The transpose of `_Combine`: each is the other's gradient, so neither direction needs atomics."""
+    """A copy of a token for each of its rows, (T, hidden): the transpose of `_Combine`.
+
+    Each is the other's gradient, so neither direction needs atomics.
+    """
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, token: Tensor, row: Tensor, kept: Tensor) -> Tensor:
@@ -275,7 +263,7 @@ class _Dispatch(Function):
 
 
 class _Combine(Function):
-    """The transpose of `_Dispatch`."""
+    """The sum of each token's rows, (tokens, hidden): the transpose of `_Dispatch`."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, token: Tensor, row: Tensor, kept: Tensor) -> Tensor:

@@ -97,17 +97,11 @@ def _rounding(run: Run) -> Iterator[Problem]:
     if master_weights == "fp32":
         return
     if plan.precision not in ("bf16", "fp8"):
-        yield Problem(
-            f"optim.master_weights = {master_weights} holds bf16 weights, not plan.precision = {plan.precision}",
-            "set plan.precision = bf16, or leave optim.master_weights out",
-            "optim.master_weights",
-        )
+        what = f"optim.master_weights = {master_weights} holds bf16 weights, not plan.precision = {plan.precision}"
+        yield Problem(what, "set plan.precision = bf16, or leave optim.master_weights out", "optim.master_weights")
     if plan.deterministic:
-        yield Problem(
-            f"plan.deterministic accumulates fp32 gradients, and optim.master_weights = {master_weights} has none",
-            "leave one of them out",
-            "optim.master_weights",
-        )
+        what = f"plan.deterministic accumulates fp32 gradients, and optim.master_weights = {master_weights} has none"
+        yield Problem(what, "leave one of them out", "optim.master_weights")
 
 
 def _offload(run: Run) -> Iterator[Problem]:
@@ -179,11 +173,8 @@ def _routes(run: Run) -> Iterator[Problem]:
 def _zero(run: Run) -> Iterator[Problem]:
     plan = run.plan
     if plan.zero == 0 and plan.shard > 1:
-        yield Problem(
-            f"plan.shard = {plan.shard} with plan.zero = 0 shards nothing",
-            f"set plan.zero = 1, 2 or 3, or use plan.replicate = {plan.shard}",
-            "plan.zero",
-        )
+        what = f"plan.shard = {plan.shard} with plan.zero = 0 shards nothing"
+        yield Problem(what, f"set plan.zero = 1, 2 or 3, or use plan.replicate = {plan.shard}", "plan.zero")
 
 
 def _tensor(run: Run) -> Iterator[Problem]:
@@ -239,8 +230,7 @@ def _pipeline(run: Run) -> Iterator[Problem]:
     elif len(plan.stages) != stages or sum(plan.stages) != layers or min(plan.stages, default=0) < 1:
         what = f"plan.stages = {list(plan.stages)} is not {stages} stages of {layers} layers in total"
         yield Problem(what, "leave plan.stages out to have the layers balanced", "plan.stages")
-    for misfit in misfits(plan.schedule, plan.pp, plan.chunks, plan.grad_accum):
-        yield Problem(misfit.text, misfit.remedy, misfit.key)
+    yield from misfits(plan.schedule, plan.pp, plan.chunks, plan.grad_accum)
 
 
 def _experts(run: Run) -> Iterator[Problem]:
@@ -248,24 +238,15 @@ def _experts(run: Run) -> Iterator[Problem]:
     if plan.ep <= 1:
         return
     if experts == 0:
-        yield Problem(
-            f"plan.ep = {plan.ep} distributes experts, and this model has none",
-            "leave plan.ep at 1, or state arch.experts",
-            "plan.ep",
-        )
+        what = f"plan.ep = {plan.ep} distributes experts, and this model has none"
+        yield Problem(what, "leave plan.ep at 1, or state arch.experts", "plan.ep")
     elif experts % plan.ep:
-        yield Problem(
-            f"arch.experts = {experts} cannot be distributed evenly over plan.ep = {plan.ep} ranks",
-            f"use a plan.ep that divides {experts}",
-            "plan.ep",
-        )
+        what = f"arch.experts = {experts} cannot be distributed evenly over plan.ep = {plan.ep} ranks"
+        yield Problem(what, f"use a plan.ep that divides {experts}", "plan.ep")
     lenders, axes = (plan.shards, "shard · cp") if plan.zero else (plan.copies, "replicate · cp")
     if lenders % plan.ep:
-        yield Problem(
-            f"plan.ep = {plan.ep} borrows its ranks from {axes} = {lenders}, which it does not divide",
-            f"use a plan.ep that divides {lenders}, or another plan.{axes.split()[0]}",
-            "plan.ep",
-        )
+        what = f"plan.ep = {plan.ep} borrows its ranks from {axes} = {lenders}, which it does not divide"
+        yield Problem(what, f"use a plan.ep that divides {lenders}, or another plan.{axes.split()[0]}", "plan.ep")
 
 
 def _deterministic(run: Run) -> Iterator[Problem]:
@@ -315,11 +296,8 @@ def how_blocks_run(plan: Plan) -> Iterator[Problem]:
             "plan.recompute",
         )
     if plan.compile:
-        yield Problem(
-            f"plan.compile makes one backward of a block, and plan.schedule = {plan.schedule} needs its two halves",
-            f"{near}, or leave plan.compile out",
-            "plan.compile",
-        )
+        what = f"plan.compile makes one backward of a block, and plan.schedule = {plan.schedule} needs its two halves"
+        yield Problem(what, f"{near}, or leave plan.compile out", "plan.compile")
 
 
 def _saved_activations(plan: Plan) -> Iterator[Problem]:
@@ -358,23 +336,14 @@ def _counts(run: Run) -> Iterator[Problem]:
 def _heads(run: Run) -> Iterator[Problem]:
     arch = run.arch
     if arch.heads > 0 and arch.hidden % arch.heads and arch.head_dim == arch.hidden // arch.heads:
-        yield Problem(
-            f"arch.hidden = {arch.hidden} does not divide into arch.heads = {arch.heads}",
-            f"use a multiple of {arch.heads}, or state arch.head_dim",
-            "arch.heads",
-        )
+        what = f"arch.hidden = {arch.hidden} does not divide into arch.heads = {arch.heads}"
+        yield Problem(what, f"use a multiple of {arch.heads}, or state arch.head_dim", "arch.heads")
     if arch.kv_heads > 0 and arch.heads % arch.kv_heads:
-        yield Problem(
-            f"arch.heads = {arch.heads} cannot be divided by arch.kv_heads = {arch.kv_heads} evenly",
-            "use a number of kv_heads that divides heads",
-            "arch.kv_heads",
-        )
+        what = f"arch.heads = {arch.heads} cannot be divided by arch.kv_heads = {arch.kv_heads} evenly"
+        yield Problem(what, "use a number of kv_heads that divides heads", "arch.kv_heads")
     if arch.positions == "rope" and arch.head_dim % 2:
-        yield Problem(
-            f"arch.head_dim = {arch.head_dim} is odd, and RoPE rotates pairs",
-            "use an even head_dim, or other positions",
-            "arch.head_dim",
-        )
+        what = f"arch.head_dim = {arch.head_dim} is odd, and RoPE rotates pairs"
+        yield Problem(what, "use an even head_dim, or other positions", "arch.head_dim")
 
 
 def _moe(run: Run) -> Iterator[Problem]:
@@ -384,11 +353,8 @@ def _moe(run: Run) -> Iterator[Problem]:
     if arch.expert_ffn < 1:
         yield Problem("arch.expert_ffn is missing", "state the width inside one expert", "arch.expert_ffn")
     if arch.router != "expert_choice" and not 1 <= arch.top_k <= arch.experts:
-        yield Problem(
-            f"arch.top_k = {arch.top_k} cannot be chosen among arch.experts = {arch.experts}",
-            f"use 1 to {arch.experts}",
-            "arch.top_k",
-        )
+        what = f"arch.top_k = {arch.top_k} cannot be chosen among arch.experts = {arch.experts}"
+        yield Problem(what, f"use 1 to {arch.experts}", "arch.top_k")
     fixed = {"switch": 1, "gshard": 2}.get(arch.router)
     if fixed is not None and arch.top_k != fixed:
         yield Problem(f"arch.router = {arch.router} chooses {fixed}", f"set arch.top_k = {fixed}", "arch.top_k")
@@ -408,11 +374,8 @@ def _dropout(run: Run) -> Iterator[Problem]:
 
 def _context(run: Run) -> Iterator[Problem]:
     if run.arch.positions == "learned" and run.sequence > run.arch.context:
-        yield Problem(
-            f"sequence = {run.sequence} is longer than the {run.arch.context} learned positions",
-            f"use a sequence of at most {run.arch.context}, or set arch.context",
-            "sequence",
-        )
+        what = f"sequence = {run.sequence} is longer than the {run.arch.context} learned positions"
+        yield Problem(what, f"use a sequence of at most {run.arch.context}, or set arch.context", "sequence")
 
 
 def _rates(run: Run) -> Iterator[Problem]:
@@ -442,28 +405,19 @@ def _rates(run: Run) -> Iterator[Problem]:
             yield Problem(f"optim.{name} = {getattr(optim, name)} is out of range", "use 0 to below 1", f"optim.{name}")
     for source in run.data.mix:
         if not 0 < source.weight < 1e9:
-            yield Problem(
-                f"data.mix: the weight {source.weight} of {source.source} is not positive",
-                "use a number above 0",
-                "data.mix",
-            )
+            what = f"data.mix: the weight {source.weight} of {source.source} is not positive"
+            yield Problem(what, "use a number above 0", "data.mix")
 
 
 def _data(run: Run) -> Iterator[Problem]:
     if run.data.pack == "documents" and run.data.mask_documents:
-        yield Problem(
-            "data.mask_documents = true has no meaning for data.pack = documents, where a sample is one document",
-            "leave one of them out",
-            "data.mask_documents",
-        )
+        what = "data.mask_documents = true has no meaning for data.pack = documents, where a sample is one document"
+        yield Problem(what, "leave one of them out", "data.mask_documents")
     # With several sources each has its own settings, and those beside them would be ignored.
     for name in ("source", "format", "field") if run.data.mix else ():
         if (value := getattr(run.data, name)) != getattr(Data(), name):
-            yield Problem(
-                f"data.{name} = {value} has no meaning beside data.mix, whose entries have their own {name}",
-                f"set {name} in the entries of data.mix, and leave data.{name} out",
-                f"data.{name}",
-            )
+            what = f"data.{name} = {value} has no meaning beside data.mix, whose entries have their own {name}"
+            yield Problem(what, f"set {name} in the entries of data.mix, and leave data.{name} out", f"data.{name}")
 
 
 def compiles_doubles() -> bool:
@@ -480,11 +434,8 @@ def compiles_doubles() -> bool:
 def missing(plan: Plan, find: Callable[[str], str | None] = shutil.which) -> Iterator[Problem]:
     """Torch turns blocks into C++ (on CPUs) or into Triton kernels whose start is C (on GPUs)."""
     if plan.compile and not any(map(find, COMPILERS)):
-        yield Problem(
-            "plan.compile needs a C++ compiler, and this machine has none",
-            "install one (apt-get install g++), or leave plan.compile out",
-            "plan.compile",
-        )
+        what = "plan.compile needs a C++ compiler, and this machine has none"
+        yield Problem(what, "install one (apt-get install g++), or leave plan.compile out", "plan.compile")
 
 
 PLAN_RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (

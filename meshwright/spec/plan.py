@@ -18,6 +18,10 @@ Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp64"]
 
 AXES = ("pp", "replicate", "shard", "cp", "tp")  # of the world, outermost to innermost: the chattiest are neighbours
 Affects = Literal["memory", "time", "numerics"]
+# Recompute policies.
+WORDS = ("none", "full", "selective", "sqrt")
+COUNTED = re.compile(r"(every|first|selective)-([1-9][0-9]{0,8})")
+PATTERN = f"^({'|'.join(WORDS)}|{COUNTED.pattern})$"  # for whoever checks a run file by its schema
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -178,13 +182,8 @@ FIELDS = (
 NEUTRAL = {field.name: field.default for field in msgspec.structs.fields(Plan)}
 
 
-WORDS = ("none", "full", "selective", "sqrt")
-COUNTED = re.compile(r"(every|first|selective)-([1-9][0-9]{0,8})")
-PATTERN = f"^({'|'.join(WORDS)}|{COUNTED.pattern})$"  # for whoever checks a run file by its schema
-
-
 def problem(policy: str) -> Problem | None:
-    """What is wrong with a word, if anything."""
+    """What is wrong with a recompute policy, if anything."""
     if policy in WORDS or COUNTED.fullmatch(policy):
         return None
     remedy = f"use one of {', '.join(WORDS)}, every-K, first-K or selective-K with a whole K of at least 1"
@@ -194,16 +193,16 @@ def problem(policy: str) -> Problem | None:
 
 
 def by_operation(policy: str) -> bool:
-    """Whether a block keeps what its costly operations return, and computes anew only the others."""
+    """Whether a block saves what its costly operations return, and recomputes only the others."""
     return policy.startswith("selective")
 
 
 @lru_cache(maxsize=1024)
 def runs(policy: str, blocks: int) -> tuple[range, ...]:
-    """Which blocks of a stage (or of a model without stages) are computed anew, those of one run together.
+    """Which blocks of a stage (or of a model without stages) are recomputed, those of one run together.
 
-    Of a run only its input is kept from the forward to the backward. What is in no run keeps everything. Under
-    `selective` each block is a run of its own, of which `by_operation` keeps more; under `selective-K` the first are.
+    Of a run only its input is saved for the backward; of a block in no run, everything. Under `selective` each block is
+    a run of its own, of which `by_operation` saves more; under `selective-K` the first are.
     """
     assert problem(policy) is None, "refused before ranks start"
     if policy == "none":
@@ -230,38 +229,27 @@ def balanced_stages(arch: Arch, stages: int) -> tuple[int, ...]:
     """
     if not 1 <= stages <= arch.layers:
         return (0,) * stages  # refused by the rules, with the reason
-    costs = [_layer_cost(arch, layer) for layer in range(arch.layers)]
+    costs = [0] * arch.layers
+    for param in params(arch):
+        if param.layer >= 0:
+            active = param.numel * arch.top_k // arch.experts if param.expert and arch.top_k else param.numel
+            costs[param.layer] += active
     costs[-1] += arch.vocab * arch.hidden
     return _even(costs, stages, _least_bound(costs, stages))
-
-
-def _layer_cost(arch: Arch, layer: int) -> int:
-    total = 0
-    for param in params(arch):
-        if param.layer == layer:
-            total += param.numel * arch.top_k // arch.experts if param.expert and arch.top_k else param.numel
-    return total
 
 
 def _least_bound(costs: list[int], stages: int) -> int:
     """The smallest cost that no stage needs to exceed, by bisection."""
     low, high = max(costs), sum(costs)
     while low < high:
-        middle = (low + high) // 2
-        if _stages_needed(costs, middle) <= stages:
-            high = middle
-        else:
-            low = middle + 1
+        bound = (low + high) // 2
+        needed, spent = 1, 0
+        for cost in costs:
+            if spent + cost > bound:
+                needed, spent = needed + 1, 0
+            spent += cost
+        low, high = (low, bound) if needed <= stages else (bound + 1, high)
     return low
-
-
-def _stages_needed(costs: list[int], bound: int) -> int:
-    needed, spent = 1, 0
-    for cost in costs:
-        if spent + cost > bound:
-            needed, spent = needed + 1, 0
-        spent += cost
-    return needed
 
 
 def _even(costs: list[int], stages: int, bound: int) -> tuple[int, ...]:

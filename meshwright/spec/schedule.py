@@ -1,13 +1,14 @@
 """Pipeline schedules as data: for every rank the actions it takes, in order. Priced, drawn and executed by others."""
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from itertools import chain, product
 from typing import Literal, cast
 
 import msgspec
 
+from meshwright.spec.problem import Problem
+
+Schedule = Literal["naive", "gpipe", "1f1b", "interleaved", "looped", "zb1p", "zbv", "dualpipev"]
 Kind = Literal["F", "B", "I", "W"]
 
 
@@ -24,6 +25,8 @@ class Action(msgspec.Struct, frozen=True, gc=False):
 
 
 Order = tuple[Action, ...]
+Orders = tuple[Order, ...]  # one of each rank
+Message = tuple[Literal["F", "I"], int, int]  # what a stage hands on for a microbatch: its output, its input's gradient
 Visit = tuple[int, int]  # a stage and a microbatch that passes it
 
 
@@ -186,11 +189,6 @@ def _phrases(rank: int, pp: int, phrases: Sequence[tuple[int, str]]) -> Order:
     return tuple(order)
 
 
-Schedule = Literal["naive", "gpipe", "1f1b", "interleaved", "looped", "zb1p", "zbv", "dualpipev"]
-Orders = tuple[Order, ...]  # one of each rank
-Message = tuple[Literal["F", "I"], int, int]  # what a stage hands on for a microbatch: its output, its input's gradient
-
-
 class _Rule(msgspec.Struct, frozen=True, kw_only=True):
     """How a schedule is made and what it needs."""
 
@@ -210,26 +208,8 @@ _RULES: dict[Schedule, _Rule] = {
     "looped": _Rule(order=looped, least_chunks=2, instead="gpipe"),
     "zb1p": _Rule(order=zb1p),
     "zbv": _Rule(order=zbv, least_chunks=2, most_chunks=2, v_shaped=True, instead="zb1p"),
-    "dualpipev": _Rule(
-        order=dualpipev,
-        least_chunks=2,
-        most_chunks=2,
-        least_rounds=2,
-        v_shaped=True,
-        instead="zb1p",
-    ),
+    "dualpipev": _Rule(order=dualpipev, least_chunks=2, most_chunks=2, least_rounds=2, v_shaped=True, instead="zb1p"),
 }
-
-
-class Misfit(msgspec.Struct, frozen=True):
-    """Why a schedule cannot have these numbers, what to do, and the key to look at."""
-
-    text: str
-    remedy: str
-    key: str
-
-    def __str__(self) -> str:
-        return f"{self.text}; {self.remedy}"
 
 
 def default_chunks(schedule: Schedule) -> int:
@@ -259,41 +239,31 @@ def legal(schedule: Schedule, pp: int, chunks: int, microbatches: int) -> str | 
     return "\n".join(map(str, misfits(schedule, pp, chunks, microbatches))) or None
 
 
-def misfits(schedule: Schedule, pp: int, chunks: int, microbatches: int) -> list[Misfit]:
+def misfits(schedule: Schedule, pp: int, chunks: int, microbatches: int) -> list[Problem]:
     """Everything that keeps a schedule from these numbers."""
     counts = {"plan.pp": pp, "plan.chunks": chunks, "plan.grad_accum": microbatches}
-    wrong = [
-        Misfit(f"{key} = {value} is not a count", f"give {key} a whole number of at least 1", key)
+    found = [
+        Problem(f"{key} = {value} is not a count", f"give {key} a whole number of at least 1", key)
         for key, value in counts.items()
         if value < 1
     ]
-    return wrong or [*_chunk_misfits(schedule, chunks), *_microbatch_misfits(schedule, pp, microbatches)]
-
-
-def _chunk_misfits(schedule: Schedule, chunks: int) -> Iterator[Misfit]:
+    if found:
+        return found
     rule = _RULES[schedule]
-    if rule.least_chunks <= chunks <= (rule.most_chunks or chunks):
-        return
-    allowed = f"exactly {rule.least_chunks}" if rule.most_chunks else f"at least {rule.least_chunks}"
-    other = f", or plan.schedule = {rule.instead}" if rule.instead else ""
-    yield Misfit(
-        f"plan.chunks = {chunks}, and plan.schedule = {schedule} needs {allowed} on each rank",
-        f"set plan.chunks = {rule.least_chunks}{other}",
-        "plan.chunks",
-    )
-
-
-def _microbatch_misfits(schedule: Schedule, pp: int, microbatches: int) -> Iterator[Misfit]:
-    rounds = _RULES[schedule].least_rounds
-    if microbatches >= rounds * pp:
-        return
-    fewer = f", or plan.pp to at most {microbatches // rounds}" if microbatches >= rounds else ""
-    yield Misfit(
-        f"plan.schedule = {schedule} needs {rounds} microbatches for each of plan.pp = {pp} ranks to fill its V, "
-        f"and plan.grad_accum = {microbatches} is fewer",
-        f"set plan.grad_accum to at least {rounds * pp}{fewer}",
-        "plan.grad_accum",
-    )
+    if not rule.least_chunks <= chunks <= (rule.most_chunks or chunks):
+        allowed = f"exactly {rule.least_chunks}" if rule.most_chunks else f"at least {rule.least_chunks}"
+        other = f", or plan.schedule = {rule.instead}" if rule.instead else ""
+        what = f"plan.chunks = {chunks}, and plan.schedule = {schedule} needs {allowed} on each rank"
+        found.append(Problem(what, f"set plan.chunks = {rule.least_chunks}{other}", "plan.chunks"))
+    rounds = rule.least_rounds
+    if microbatches < rounds * pp:
+        fewer = f", or plan.pp to at most {microbatches // rounds}" if microbatches >= rounds else ""
+        what = (
+            f"plan.schedule = {schedule} needs {rounds} microbatches for each of plan.pp = {pp} ranks to fill its V, "
+            f"and plan.grad_accum = {microbatches} is fewer"
+        )
+        found.append(Problem(what, f"set plan.grad_accum to at least {rounds * pp}{fewer}", "plan.grad_accum"))
+    return found
 
 
 def flow(orders: Orders, placement: Sequence[int]) -> Iterator[tuple[Action, Message | None]]:
@@ -328,41 +298,3 @@ def awaited(action: Action, last: int) -> Message | None:
     if action.kind != "W" and action.stage < last:
         return ("I", action.stage + 1, action.microbatch)
     return None
-
-
-def validate(orders: Orders, placement: Sequence[int]) -> list[str]:
-    """Everything that keeps orders from being one training step: nothing, for those of `actions`."""
-    return [*_misplaced(orders, placement), *_incomplete(orders, len(placement)), *_stuck(orders, placement)]
-
-
-def _misplaced(orders: Orders, placement: Sequence[int]) -> Iterator[str]:
-    for rank, order in enumerate(orders):
-        for action in order:
-            if placement[action.stage] != rank:
-                yield f"rank {rank} runs {action}, and stage {action.stage} is on rank {placement[action.stage]}"
-
-
-def _incomplete(orders: Orders, stages: int) -> Iterator[str]:
-    """Every stage takes every microbatch forward once and then back once, whole or in halves."""
-    kinds: dict[tuple[int, int], str] = {}
-    for action in chain.from_iterable(orders):
-        visit = (action.stage, action.microbatch)
-        kinds[visit] = kinds.get(visit, "") + action.kind
-    microbatches = 1 + max((microbatch for _, microbatch in kinds), default=0)
-    for stage, microbatch in product(range(stages), range(microbatches)):
-        taken = kinds.get((stage, microbatch), "nothing")
-        if taken not in ("FB", "FIW"):
-            yield f"stage {stage} takes microbatch {microbatch} through {taken}, not FB or FIW"
-
-
-def _stuck(orders: Orders, placement: Sequence[int]) -> Iterator[str]:
-    """The action that each rank of a deadlock never gets to."""
-    ran = Counter(placement[action.stage] for action, _ in flow(orders, placement))
-    for rank, order in enumerate(orders):
-        if ran[rank] < len(order):
-            yield f"rank {rank} waits forever at {order[ran[rank]]}"
-
-
-def to_csv(orders: Orders) -> str:
-    """Orders as the compute-only file that torch.distributed.pipelining loads: a line a rank, 0F0,0F1,0B0."""
-    return "".join(",".join(map(str, order)) + "\n" for order in orders)

@@ -1,5 +1,7 @@
 import re
-from itertools import pairwise, product
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import chain, pairwise, product
 from typing import get_args
 
 import pytest
@@ -10,6 +12,7 @@ from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from meshwright.spec.schedule import (
     Action,
+    Orders,
     Schedule,
     actions,
     default_chunks,
@@ -17,9 +20,46 @@ from meshwright.spec.schedule import (
     legal,
     misfits,
     stage_ranks,
-    to_csv,
-    validate,
 )
+
+
+def validate(orders: Orders, placement: Sequence[int]) -> list[str]:
+    """Everything that keeps orders from being one training step: nothing, for those of `actions`."""
+    return [*_misplaced(orders, placement), *_incomplete(orders, len(placement)), *_stuck(orders, placement)]
+
+
+def _misplaced(orders: Orders, placement: Sequence[int]) -> Iterator[str]:
+    for rank, order in enumerate(orders):
+        for action in order:
+            if placement[action.stage] != rank:
+                yield f"rank {rank} runs {action}, and stage {action.stage} is on rank {placement[action.stage]}"
+
+
+def _incomplete(orders: Orders, stages: int) -> Iterator[str]:
+    """Every stage takes every microbatch forward once and then back once, whole or in halves."""
+    kinds: dict[tuple[int, int], str] = {}
+    for action in chain.from_iterable(orders):
+        visit = (action.stage, action.microbatch)
+        kinds[visit] = kinds.get(visit, "") + action.kind
+    microbatches = 1 + max((microbatch for _, microbatch in kinds), default=0)
+    for stage, microbatch in product(range(stages), range(microbatches)):
+        taken = kinds.get((stage, microbatch), "nothing")
+        if taken not in ("FB", "FIW"):
+            yield f"stage {stage} takes microbatch {microbatch} through {taken}, not FB or FIW"
+
+
+def _stuck(orders: Orders, placement: Sequence[int]) -> Iterator[str]:
+    """The action that each rank of a deadlock never gets to."""
+    ran = Counter(placement[action.stage] for action, _ in flow(orders, placement))
+    for rank, order in enumerate(orders):
+        if ran[rank] < len(order):
+            yield f"rank {rank} waits forever at {order[ran[rank]]}"
+
+
+def to_csv(orders: Orders) -> str:
+    """Orders as the compute-only file that torch.distributed.pipelining loads: a line a rank, 0F0,0F1,0B0."""
+    return "".join(",".join(map(str, order)) + "\n" for order in orders)
+
 
 ALL = get_args(Schedule)
 TORCH_NAMES = {

@@ -52,7 +52,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     fp8: float = 0.0
 
     def peak(self, precision: Precision) -> float:
-        """Operations a second of matrix products; 0 where the device has no such arithmetic or no figure is known."""
+        """Operations a second of matmuls; 0 where the device has no such arithmetic or no figure is known."""
         return {"fp32": self.fp32, "bf16": self.bf16, "fp16": self.fp16, "fp8": self.fp8}.get(precision, 0.0)
 
 

@@ -13,8 +13,8 @@ from meshwright.hardware.cluster import Gpu
 class StackMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The memory habits of one program. docs/memory.md says where each number comes from."""
 
-    # fully_shard: fp32 weights lie in shards and a narrow copy is gathered for use.
-    # buffers: narrow weights lie whole beside a whole gradient buffer; from zero 1 only the optimizer is shared out.
+    # fully_shard: fp32 weights are sharded, and all-gathered in the compute dtype for use.
+    # buffers: bf16 weights beside a gradient buffer, neither sharded; from zero 1 only the optimizer states are.
     states: Literal["fully_shard", "buffers"] = "fully_shard"
     weight_bytes: float = 2.0  # buffers only, of each parameter: what the arithmetic reads
     gradient_bytes: float = 4.0  # buffers only: the sum of its gradients
@@ -30,9 +30,9 @@ class StackMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     gated_copies: float = 4.0  # tensors as wide as a gated layer that are kept: gate, its silu, up, their product
     plain_copies: float = 2.0  # the same without a gate: before and after the activation
     more_hidden: float = 0.0  # bytes × hidden that a token of a layer keeps beyond the formula, split over tp
-    dropout: bool = False  # masks are kept, one byte a number
+    dropout: bool = False  # masks are saved, one byte an element
     chunked_loss: bool = False  # the loss's kernel computes some rows' logits at a time, where a rank has whole rows
-    logits_bytes: float = 0.0  # of each logit at the loss's peak; 0: twice the wide and once the narrow number
+    logits_bytes: float = 0.0  # of each logit at the loss's peak; 0: two in fp32 and one in the compute dtype
     logits_left: float = 0.0  # of each logit of the microbatch before, which something still holds
 
     workspace_bytes: float = 0.0  # of libraries, inside what torch counts as allocated
@@ -47,9 +47,9 @@ class StackSpeed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The habits of a training program that cost or save time. The defaults are an eager program's in torch."""
 
     # Kernels, beside those of the accelerator.
-    product: float = 1.0  # speed of matrix products ÷ the accelerator's own figure
+    product: float = 1.0  # speed of matmuls ÷ the accelerator's own figure
     attention: float = 1.0  # speed of fused attention ÷ the accelerator's own figure
-    elementwise: float = 2.7  # bytes that kernels between products move ÷ the least that perfect fusion needs
+    elementwise: float = 2.7  # bytes that kernels between matmuls move ÷ the least that perfect fusion needs
     compiled: float = 0.45  # of that, what is left where blocks are compiled
     score_passes: float = 10.0  # times that unfused attention reads or writes its scores in a forward
     logit_passes: float = 12.0  # times that the loss and its gradient read or write the logits in fp32
@@ -67,14 +67,14 @@ class StackSpeed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     calls: float = 1.0  # collectives in which a layer's weights travel; each costs its latency
     accumulate_bytes: float = 10.0  # that adding one microbatch's gradient moves, for each weight
     optimizer_bytes: float = 30.0  # that one update moves, for each weight: gradient, master and moments
-    selective: Literal["operations", "attention", "blocks"] = "operations"  # what `recompute = selective` does anew
-    stops_early: bool = True  # of a block that is computed anew, the last product is left out: nobody asks for it
+    selective: Literal["operations", "attention", "blocks"] = "operations"  # what `recompute = selective` recomputes
+    stops_early: bool = True  # of a recomputed block the last matmul is left out: its result is not needed
 
     # Overlap: the share of communication that runs beside arithmetic, where there is enough of it.
     overlap_shard: float = 1.0  # gathers and scatters of sharded weights
     overlap_replicate: float = 1.0  # sums over copies, behind the last backward
     contention: float = 0.7  # what arithmetic loses beside it, ÷ the time of its bytes over the scale-up link
-    overlap_tp: float = 0.0  # gathers and scatters of hidden states, behind the products that they feed
+    overlap_tp: float = 0.0  # gathers and scatters of hidden states, behind the matmuls that they feed
     overlap_ep: float = 0.0
     blocking_sends: bool = False  # a stage waits for its message to have arrived before it goes on
     scattered_sends: bool = True  # each rank of tp sends its part of a message, not all of it
@@ -89,7 +89,7 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     name: str
     match: tuple[str, ...] = ()  # words in the name that a publication gives
 
-    sequence_parallel: bool = True  # with tp, what lies between matrices is split along the sequence
+    sequence_parallel: bool = True  # with tp, activations between matmuls are sharded along the sequence
     attention: Literal["flash", "math"] = "flash"  # "math": the scores of a layer exist as a whole
     vocab_multiple: int = 1  # the vocabulary is filled up to a multiple of this times tp
     holds: StackMemory = StackMemory()  # what it keeps in memory
@@ -120,9 +120,9 @@ class Efficiency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     name: str
     match: tuple[str, ...] = ()  # beginnings of the accelerators' names in the catalogue
-    product: float  # share of the peak that large matrix products reach
+    product: float  # share of the peak that large matmuls reach
     product_fp8: float = 0.0  # the same in fp8, which falls further behind its peak; 0: like the others
-    wave: float  # outputs of a product that take no less time than none: half a wave of tiles
+    wave: float  # outputs of a matmul that take no less time than none: half a wave of tiles
     depth: float  # and terms of its sums: filling and draining a tile
     attention_forward: float  # share of the peak that fused causal attention reaches, long sequences, heads of 128
     attention_backward: float

@@ -187,10 +187,7 @@ def _cast(x: Tensor, dtype: torch.dtype, scaling: Scaling) -> tuple[Tensor, Tens
 def _fits(x: Tensor, kernels: Kernels) -> bool:
     if not fused(x, kernels):
         return False
-    able = True
-    if x.is_cuda:
-        gpu = torch.cuda.get_device_properties(x.device)
-        able = (gpu.major, gpu.minor) >= CAPABILITY
+    able = not x.is_cuda or torch.cuda.get_device_capability(x.device) >= CAPABILITY
     if not able and kernels == "fused":
         raise refusal("this GPU has no FP8")
     return able

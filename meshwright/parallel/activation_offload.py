@@ -231,34 +231,8 @@ def wrap(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: ModelSpec) -> nn.Mod
         stays = number == len(blocks) - 1 and plan.pp == 1
         if how := form + (" on the host" if plan.activation_offload and not stays else ""):
             note(block, f"saved activations{how}")
-        block.forward = partial(_with_hooks, hooks, block, block.forward, (number == 0, stays))
+        block.forward = partial(hooks.run, block, block.forward, (number == 0, stays))
     return model
-
-
-def _with_hooks(
-    hooks: "SavedTensorHooks",
-    block: nn.Module,
-    forward: Forward,
-    place: tuple[bool, bool],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    first, stays = place
-    given = list(_tensors((args, kwargs)))
-    differentiable = [inner for tensor in given if tensor.requires_grad and (inner := plain(tensor)) is not None]
-    largest = max((tensor.numel() for tensor in differentiable), default=0)  # the hidden states
-    # What outlives the block's graph anyway: weights, buffers, and arguments without a gradient.
-    lasting = [*block.parameters(), *block.buffers(), *(tensor for tensor in given if not tensor.requires_grad)]
-    untouched = {inner.untyped_storage()._cdata for tensor in lasting if (inner := plain(tensor)) is not None}
-    batch = hooks.batch(first, stays)
-    memory = SavedMemory(hooks.plan, untouched, largest, batch)
-    with saved_tensors_hooks(memory.pack, unpack):
-        result = forward(*args, **kwargs)
-    if batch is not None:
-        batch.close()
-    return result
 
 
 class SavedTensorHooks:
@@ -268,13 +242,26 @@ class SavedTensorHooks:
         self.plan, self.lane = plan, lane
         self.last: OffloadBatch | None = None
 
-    def batch(self, first: bool, stays: bool) -> OffloadBatch | None:
-        """The batch of a block's forward; None where its tensors stay on the device."""
-        if self.lane is None:
-            return None
-        before = None if first else self.last
-        self.last = None if stays else OffloadBatch(self.lane, before)
-        return self.last
+    def run(self, block: nn.Module, forward: Forward, place: tuple[bool, bool], *args: Any, **kwargs: Any) -> Any:
+        """A block's forward; `place`: whether it is the first, and whether its tensors stay on the device."""
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        given = list(_tensors((args, kwargs)))
+        differentiable = [inner for tensor in given if tensor.requires_grad and (inner := plain(tensor)) is not None]
+        largest = max((tensor.numel() for tensor in differentiable), default=0)  # the hidden states
+        # What outlives the block's graph anyway: weights, buffers, and arguments without a gradient.
+        lasting = [*block.parameters(), *block.buffers(), *(tensor for tensor in given if not tensor.requires_grad)]
+        untouched = {inner.untyped_storage()._cdata for tensor in lasting if (inner := plain(tensor)) is not None}
+        first, stays = place
+        batch = None
+        if self.lane is not None:
+            batch = None if stays else OffloadBatch(self.lane, None if first else self.last)
+            self.last = batch
+        with saved_tensors_hooks(SavedMemory(self.plan, untouched, largest, batch).pack, unpack):
+            result = forward(*args, **kwargs)
+        if batch is not None:
+            batch.close()
+        return result
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,8 @@ def apply(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: ModelSpec) -> list[
     chunks = pipeline.cut(model, plan, mesh, anatomy)  # first: everything after works on fewer layers
     for transform in (partial(tensor.split, anatomy=anatomy), expert.split, context.split):  # what a rank holds
         chunks = [transform(chunk, plan, mesh) for chunk in chunks]
-    # How it runs. What is chosen by operation the compiler must see; whole blocks are computed anew as it made them.
-    # What either leaves for the backward is then compressed or sent away: outermost, to see all of it.
+    # How it runs. The compiler must see selective recomputation; whole blocks are recomputed as it compiled them. What
+    # either saves for the backward is then quantized or offloaded: outermost, to see all of it.
     how = (
         precision.wrap,
         fused_kernels.wrap,

@@ -1,7 +1,7 @@
 """Dropout keyed by token index: what is dropped is a function of (seed, module, token, element) alone.
 
 So every plan drops the same elements, whatever part of a batch, of a sequence or of the layers a rank holds, and a
-recomputed block drops them again. No mask is saved: the backward draws it anew, from (b, s) integers.
+recomputed block drops them again. No mask is saved: the backward draws it again, from (b, s) integers.
 
     y = x · keep / (1 − p)      keep = hash(seed, module, token, element) ≥ p
 """
@@ -34,6 +34,8 @@ def keep_all(x: Tensor, index: Tensor | None) -> Tensor:
 
 class Dropout(nn.Module):
     """Drops elements of hidden states in training; a run gives it the key of its seed and its name."""
+
+    key: Tensor
 
     def __init__(self, p: float) -> None:
         super().__init__()

@@ -22,6 +22,6 @@ def test_off_is_identity():
 
 
 def test_a_rank_without_a_compiler_says_so(monkeypatch):
-    monkeypatch.setattr(check, "NAMES", ("no-such-compiler",))
+    monkeypatch.setattr(check, "COMPILERS", ("no-such-compiler",))
     with pytest.raises(InputError, match="needs a C\\+\\+ compiler"):
         compile.wrap(nn.Linear(2, 2), Plan(microbatch=1, compile=True), NOBODY, ModelSpec())

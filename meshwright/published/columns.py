@@ -10,7 +10,7 @@ import msgspec
 from meshwright.hardware.stacks import Stack
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import count
-from meshwright.spec.plan import Plan, Precision
+from meshwright.spec.plan import Plan, Precision, even_stages
 from meshwright.spec.schedule import Schedule, legal
 
 Zero = Literal[0, 1, 2, 3]
@@ -368,24 +368,18 @@ def stages_of(cells: Cells, arch: Arch, stack: Stack, pp: int, chunks: int) -> t
         return ()
     first, last = (cells.argument(f"decoder-{end}-pipeline-num-layers") for end in ("first", "last"))
     if first and last and chunks == 1 and pp > 2:
-        return (int(first), *even(layers - int(first) - int(last), pp - 2), int(last))
+        return (int(first), *even_stages(layers - int(first) - int(last), pp - 2), int(last))
     if stack.name == "nanotron" and chunks == 1:
         found = by_threshold(arch, pp)
         if found.count(0) > TAIL:
             cells.cannot_run(f"nanotron's cut leaves {found.count(0) - TAIL} of pp = {pp} ranks with nothing to hold")
         return found
     if layers % stages == 0:
-        return even(layers, stages)
+        return even_stages(layers, stages)
     if (layers + 2) % stages == 0:
         each = (layers + 2) // stages  # the embedding and the output projection each count as a layer
         return (each - 1, *([each] * (stages - 2)), each - 1)
-    return even(layers, stages)
-
-
-def even(layers: int, stages: int) -> tuple[int, ...]:
-    """Layers over stages; what is left over goes to the earlier ones."""
-    each, over = divmod(layers, stages)
-    return tuple(each + (stage < over) for stage in range(stages))
+    return even_stages(layers, stages)
 
 
 def by_threshold(arch: Arch, pp: int) -> tuple[int, ...]:

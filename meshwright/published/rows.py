@@ -42,6 +42,7 @@ SAY_EVERY = 200  # rows
 OUR_FAULTS = (ValueError, ArithmeticError, LookupError, AssertionError)
 
 Row = dict[str, str]
+_cached_price = lru_cache(maxsize=4096)(price)
 
 
 class Priced(msgspec.Struct, frozen=True, kw_only=True):
@@ -223,7 +224,7 @@ def answered(row: Mapping[str, str]) -> RowPrice:
         held, room = _memory(job, measured_rank(kind, job))
         memory = as_measured(held, kind)
         return RowPrice(
-            price=_price(job),
+            price=_cached_price(job),
             memory_bytes=memory,
             low_bytes=memory * held.low,
             high_bytes=memory * held.high,
@@ -232,11 +233,6 @@ def answered(row: Mapping[str, str]) -> RowPrice:
         )
     except OUR_FAULTS as error:  # one row that we get wrong should not cost the user the others
         return RowPrice(refused=f"a fault of ours: {type(error).__name__}: {error}", assumed=assumed)
-
-
-@lru_cache(maxsize=4096)
-def _price(job: Job) -> Price:
-    return price(job)
 
 
 @lru_cache(maxsize=4096)

@@ -220,6 +220,12 @@ def _cut(blocks: int, length: int) -> tuple[range, ...]:
     return tuple(range(start, min(start + length, blocks)) for start in range(0, blocks, length))
 
 
+def even_stages(layers: int, stages: int) -> tuple[int, ...]:
+    """Layers over stages; what is left over goes to the earlier ones."""
+    each, over = divmod(layers, stages)
+    return tuple(each + (stage < over) for stage in range(stages))
+
+
 @cache
 def balanced_stages(arch: Arch, stages: int) -> tuple[int, ...]:
     """Layers of each stage such that the costliest stage costs least, and the others are as even as they can be.

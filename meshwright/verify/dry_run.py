@@ -63,7 +63,7 @@ class Live(TorchDispatchMode):
     """Counts every storage that an operator returns, from its first sight to the death of its last tensor.
 
     Views share a storage and are counted once. Storages that are resized in place, as `fully_shard` does with gathered
-    weights, are no operator's result: `following` has them told.
+    weights, are no operator's result: `following` reports them.
     """
 
     def __init__(self) -> None:

@@ -27,7 +27,7 @@ from meshwright.parallel.model_spec import ModelSpec, unanswered, unmatched
 from meshwright.parallel.pipeline import Pipeline, Streams
 from meshwright.runtime.place import Place
 from meshwright.runtime.ranks import SERVER
-from meshwright.spec.plan import AXES, Plan
+from meshwright.spec.plan import AXES, Plan, even_stages
 from meshwright.spec.problem import InputError, Problem
 from meshwright.spec.schedule import default_chunks, misfits
 from meshwright.train.state import ParamLocation, gathered, gradient
@@ -105,11 +105,6 @@ def decided(plans: Sequence[str | Plan], rows: int, layers: int, anatomy: ModelS
     return made
 
 
-def even(layers: int, stages: int) -> tuple[int, ...]:
-    """Layers of each stage, the first ones longer by one where they cannot be alike."""
-    return tuple(layers // stages + (stage < layers % stages) for stage in range(stages))
-
-
 def _table(plan: str | Plan, rows: int, layers: int) -> dict[str, Any]:
     """A plan's fields, with what its words leave open: a pipeline has twice as many microbatches as ranks."""
     if isinstance(plan, Plan):
@@ -122,7 +117,7 @@ def _table(plan: str | Plan, rows: int, layers: int) -> dict[str, Any]:
     given.setdefault("microbatch", max(rows // (data * _count(given, "grad_accum")), 1))
     if pp > 1:
         given.setdefault("chunks", default_chunks(given.get("schedule", "1f1b")))
-        given.setdefault("stages", even(layers, pp * _count(given, "chunks")))
+        given.setdefault("stages", even_stages(layers, pp * _count(given, "chunks")))
     return given
 
 
@@ -201,7 +196,7 @@ def record(place: Place, trial: Trial, subject: Subject, folder: Path) -> None:
 
 
 class ModuleStep:
-    """Forward and backward of one rank's rows, in turn or through a pipeline. Microbatches are told by their rows."""
+    """Forward and backward of one rank's rows, in turn or through a pipeline. Microbatches are known by their rows."""
 
     def __init__(self, chunks: list[nn.Module], plan: Plan, mesh: Mesh, loss: Loss, streams: Streams) -> None:
         self.model, self.plan, self.mesh, self.loss = chunks[0], plan, mesh, loss

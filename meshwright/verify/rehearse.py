@@ -47,7 +47,7 @@ class Rehearsal(msgspec.Struct, frozen=True, kw_only=True):
     lost_steps: int  # that had to be made again
     same_weights: bool  # as a run that nobody disturbed
     exit_codes: tuple[int, ...]  # one for each time the command was given
-    verdict: tuple[str, ...]  # the lines that told of the fault
+    verdict: tuple[str, ...]  # the lines that reported the fault
     digest: str  # sha256 of the model that came out
     reference: str  # and of the undisturbed one
 
@@ -104,7 +104,7 @@ def _train(file: Path, folder: Path, injected: str, say: Say, fresh: bool) -> tu
 
 
 def _refusal(which: str, code: int, said: str) -> InputError:
-    """Nothing can be told of a fault when the run fails by itself."""
+    """A run that fails by itself says nothing of a fault."""
     lines = [" ".join(line.split()) for line in said.splitlines() if line.strip() and not line.startswith("details:")]
     text = f"{which} ended with exit code {code}: {' | '.join(lines[-LAST_LINES:])}"
     return InputError([Problem(text, "put that right; with --folder the logs are kept")])

@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.published import rows as price_table
-from meshwright.published.columns import Cells, by_threshold, even, llama_width, number, padded
+from meshwright.published.columns import Cells, by_threshold, llama_width, number, padded
 from meshwright.published.rows import ADDED, answered, as_measured, job_of, measured_rank, price_file
 from meshwright.spec.params import count
+from meshwright.spec.plan import even_stages
 from meshwright.spec.problem import InputError
 
 LLAMA = {
@@ -292,7 +293,7 @@ def test_an_argument_is_a_whole_word_of_the_notes():
 @given(layers=st.integers(2, 126), pp=st.integers(2, 32))
 @settings(max_examples=50, deadline=None, derandomize=True)
 def test_every_cut_holds_every_layer_once(layers, pp):
-    assert sum(even(layers, pp)) == layers
+    assert sum(even_stages(layers, pp)) == layers
     arch = job(LLAMA, layers=str(max(layers, 2))).arch
     assert sum(by_threshold(arch, pp)) == arch.layers
 

@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.parallel.model_spec import DECODER, ModelSpec
-from meshwright.spec.plan import Plan
+from meshwright.spec.plan import Plan, even_stages
 from meshwright.spec.problem import InputError
-from meshwright.verify.prove_module import decided, even
+from meshwright.verify.prove_module import decided
 
 
 def plan_of(words: str, rows: int = 8, layers: int = 4) -> Plan:
@@ -19,7 +19,7 @@ def plan_of(words: str, rows: int = 8, layers: int = 4) -> Plan:
 @given(layers=st.integers(1, 40), stages=st.integers(1, 12))
 @settings(max_examples=40, deadline=None, derandomize=True)
 def test_even_stages_hold_every_layer_and_differ_by_one_at_most(layers, stages):
-    made = even(layers, stages)
+    made = even_stages(layers, stages)
     assert len(made) == stages
     assert sum(made) == layers
     assert max(made) - min(made) <= 1

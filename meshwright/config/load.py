@@ -127,7 +127,7 @@ def _described(table: dict[str, Any]) -> tuple[FolderDescription | None, list[Pr
 def init_problems(run: Run) -> list[Problem]:
     """Weights that a run begins from must fit it."""
     if not run.init.folder:
-        what = "init.optimizer_state takes the moments of the run in init.from, and none is named"
+        what = "init.optimizer_state takes the optimizer state of the run in init.from, and none is named"
         return (
             [Problem(what, "name one, or leave init.optimizer_state out", "init.optimizer_state")]
             if run.init.optimizer_state

@@ -90,7 +90,7 @@ def held(state: State) -> dict[str, int]:
     return {
         "weights": _bytes(weights),
         "gradients": _bytes(gradients),
-        "moments": _bytes([*state.optimizer.first, *state.optimizer.second]),
+        "moments": sum(_bytes(tensors) for tensors in state.optimizer.states().values()),
     }
 
 

@@ -1,6 +1,6 @@
 """The optimizer as the trainer, checkpoints, replica checks, messages and proofs see it, and the rule it applies.
 
-A rule is one optimizer's arithmetic by elements (`optim/adamw.py`). A form is where weights and states
+A rule is one optimizer's arithmetic by elements (`optim/adamw.py`, `optim/sgd.py`). A form is where weights and states
 are: beside each other (`optim/resident.py`), all on the host (`optim/cpu_offload.py`), the states elsewhere
 (`optim/offload.py`). Every form takes every rule; what both towers know of an optimizer is in `spec/optimizers.py`.
 """

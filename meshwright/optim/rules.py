@@ -5,8 +5,9 @@ from collections.abc import Callable
 from meshwright.config.run import Optim
 from meshwright.optim.adamw import AdamWRule
 from meshwright.optim.interface import UpdateRule
+from meshwright.optim.sgd import SGDRule
 
-RULES: dict[str, Callable[[Optim], UpdateRule]] = {"adamw": AdamWRule}
+RULES: dict[str, Callable[[Optim], UpdateRule]] = {"adamw": AdamWRule, "sgd": SGDRule}
 
 
 def rule_of(optim: Optim) -> UpdateRule:

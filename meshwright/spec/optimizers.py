@@ -68,7 +68,17 @@ ADAMW = OptimizerSpec(
     bf16_state_bytes=80,  # some twenty passes of four bytes
 )
 
-OPTIMIZERS: Mapping[str, OptimizerSpec] = {each.name: each for each in (ADAMW,)}
+SGD = OptimizerSpec(
+    name="sgd",
+    label="SGD with momentum",
+    states=(StateTensor(name="momentum", label="momentum"),),
+    keys=("momentum", "nesterov"),
+    flops=7,  # two more with nesterov
+    rounded_bytes=134,  # AdamW's, less 96 of its nine further operators and of its second state
+    bf16_state_bytes=56,  # some fourteen passes: AdamW's, less those that widen, move and round a second state
+)
+
+OPTIMIZERS: Mapping[str, OptimizerSpec] = {each.name: each for each in (ADAMW, SGD)}
 
 
 def saved_by(kinds: Iterable[str]) -> OptimizerSpec | None:

@@ -35,12 +35,14 @@ class OptimizerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str  # optim.name
     label: str
+    held: str  # its states, in a ledger's words
     states: tuple[StateTensor, ...]
     takes: Takes = "all"
     collectives: tuple[str, ...] = ()  # that its update issues: one by elements needs none
     keys: tuple[str, ...]  # of [optim], those that only it reads
     flops: int  # of one parameter's update, by operations that round once each
     # Bytes of one parameter that unfused operators move, temporaries included. Between them the states are the least.
+    has_kernel: bool = False  # of ours, in kernels/, that reads and writes everything once
     rounded_bytes: float  # without an fp32 master weight: widened, updated, rounded by optim/master_weights.py
     bf16_state_bytes: float  # with bf16 states, by the host in optim/offload_update.py; most of it stays in its caches
 
@@ -61,9 +63,11 @@ class OptimizerSpec(msgspec.Struct, frozen=True, kw_only=True):
 ADAMW = OptimizerSpec(
     name="adamw",
     label="AdamW",
+    held="AdamW's two",
     states=(StateTensor(name="first", label="first moment"), StateTensor(name="second", label="second moment")),
     keys=("beta1", "beta2", "eps"),
     flops=16,
+    has_kernel=True,
     rounded_bytes=230,
     bf16_state_bytes=80,  # some twenty passes of four bytes
 )
@@ -71,6 +75,7 @@ ADAMW = OptimizerSpec(
 SGD = OptimizerSpec(
     name="sgd",
     label="SGD with momentum",
+    held="SGD's momentum",
     states=(StateTensor(name="momentum", label="momentum"),),
     keys=("momentum", "nesterov"),
     flops=7,  # two more with nesterov

@@ -80,6 +80,7 @@ def question_of(run: Run, device_name: str) -> Question:
         masked=run.data.mask_documents,
         master_weights=run.optim.master_weights,
         state_dtype=run.optim.state_dtype,
+        optimizer=run.optim.name,
     )
 
 

@@ -30,9 +30,9 @@ from meshwright.config.run import Run
 from meshwright.cost.flops import step_flops, utilization
 from meshwright.data.prepare import prepare
 from meshwright.hardware.cluster import peak_flops_per_second
-from meshwright.optim.adamw import AdamW
 from meshwright.optim.host_memory import free_host_bytes
-from meshwright.optim.offload import OffloadedAdamW
+from meshwright.optim.interface import Optimizer
+from meshwright.optim.offload import OffloadedOptimizer
 from meshwright.parallel.mesh import Mesh
 from meshwright.runtime.place import Place, cores
 from meshwright.spec.params import count
@@ -99,7 +99,7 @@ def steps(run: Run, state: State, mesh: Mesh) -> Iterator[Row]:
     for result in train(run, state, mesh):
         assert isinstance(result, StepResult)
         loss, now = result.loss.item(), time.perf_counter()
-        update = optimizer.update_seconds if isinstance(optimizer, OffloadedAdamW) else 0.0  # of the step before
+        update = optimizer.update_seconds if isinstance(optimizer, OffloadedOptimizer) else 0.0  # of the step before
         row = Row(step=result.step, loss=loss, seconds=now - last, stall=optimizer.stall_seconds(), update=update)
         print(f"step {row.step}: {row.seconds:.3f} s, stalled {row.stall:.3f} s, update {row.update:.3f} s", flush=True)
         yield row
@@ -137,9 +137,9 @@ def summary(run: Run, device: torch.device, rows: list[Row]) -> dict[str, object
     }
 
 
-def held(optimizer: AdamW) -> dict[str, object]:
+def held(optimizer: Optimizer) -> dict[str, object]:
     """What the states take, by where they are."""
-    if not isinstance(optimizer, OffloadedAdamW):
+    if not isinstance(optimizer, OffloadedOptimizer):
         return {"host_state_bytes": 0, "disk_state_bytes": 0}
     files = optimizer.files
     return {

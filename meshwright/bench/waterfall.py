@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 # The first pattern that fits a kernel's name says what it is; what fits none is element-wise.
 KINDS = (
     ("attention", re.compile(r"sdpa|flash|fmha|attention", re.IGNORECASE)),
-    ("optimizer", re.compile(r"adamw?|multi_tensor_apply.*adam", re.IGNORECASE)),
+    ("optimizer", re.compile(r"adamw?|sgd", re.IGNORECASE)),
     ("norm of the gradient", re.compile(r"multi_tensor_apply|foreach_norm", re.IGNORECASE)),
     ("loss", re.compile(r"_loss_|cross_entropy|log_softmax|nll_loss", re.IGNORECASE)),
     ("communication", re.compile(r"nccl|gloo|c10d|all_?(gather|reduce|to_?all)|reduce_?scatter", re.IGNORECASE)),

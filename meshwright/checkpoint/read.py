@@ -19,6 +19,8 @@ from meshwright.checkpoint.state import TORCH_DTYPES, TensorShard, inside, overl
 from meshwright.checkpoint.storage import READ_BYTES, CorruptError, Damage
 from meshwright.config.run import Run, digests
 from meshwright.parallel.mesh import Mesh
+from meshwright.spec.optimizers import saved_by
+from meshwright.spec.problem import InputError, Problem
 
 THREADS = 4  # while some hash, others read: both leave Python to itself
 MOST_OPEN = 64  # chunks at a time, more than are ever at work; systems allow a process about a thousand files
@@ -136,6 +138,7 @@ def newest(home: Path, run: Run | None, mesh: Mesh, holdings: Sequence[TensorSha
 def _tried(folder: Path, run: Run | None, holdings: Sequence[TensorShard]) -> tuple[Manifest | None, str | None]:
     try:
         with StepReader(folder) as reader:
+            check_optimizer(reader.manifest, folder, holdings)
             if run is not None:
                 check_run(reader.manifest, folder, run)
             check_tensors(reader.manifest, folder, holdings)
@@ -143,6 +146,16 @@ def _tried(folder: Path, run: Run | None, holdings: Sequence[TensorShard]) -> tu
             return reader.manifest, None
     except CorruptError as error:
         return None, str(error)
+
+
+def check_optimizer(manifest: Manifest, folder: Path, holdings: Sequence[TensorShard]) -> None:
+    """Its optimizer states must be of the kinds that this rank holds; else no step of the run can be used."""
+    saved = saved_by(tensor.name.partition("/")[0] for tensor in manifest.tensors)
+    here = saved_by(holding.name.partition("/")[0] for holding in holdings)
+    if saved is not None and here is not None and saved != here:
+        what = f"{folder} was saved by {saved.label}, whose states {here.label} cannot use"
+        remedy = f"set optim.name = {saved.name}, or start another run from its weights by init.from"
+        raise InputError([Problem(what, remedy, "optim.name")])
 
 
 def check_run(manifest: Manifest, folder: Path, run: Run) -> None:

@@ -31,6 +31,7 @@ from meshwright.checkpoint.state import Copies, TensorShard
 from meshwright.checkpoint.storage import CorruptError, Damage, Disk
 from meshwright.config.run import Run, digest
 from meshwright.parallel.mesh import Mesh
+from meshwright.spec.optimizers import OPTIMIZERS
 from meshwright.spec.params import count
 from meshwright.spec.problem import InputError, Problem
 
@@ -268,9 +269,9 @@ def _failure(future: Future[None]) -> str | None:
 
 
 def state_bytes(run: Run) -> int:
-    """One saved step: every weight and both of its moments."""
+    """One saved step: every weight and its optimizer states."""
     width = ITEMSIZE["F64" if run.plan.precision == "fp64" else "F32"]
-    return 3 * count(run.arch) * width
+    return (width + OPTIMIZERS[run.optim.name].state_bytes(width)) * count(run.arch)
 
 
 def lack_of_room(run: Run, home: Path, disk: Disk) -> str | None:

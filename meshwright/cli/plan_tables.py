@@ -112,6 +112,7 @@ def as_record(found: Candidate, why: str) -> dict[str, object]:
         "disk": msgspec.to_builtins(ledger.away.disk),
         "master_weights": found.job.master_weights,
         "state_dtype": found.job.state_dtype,
+        "optimizer": found.job.optimizer,
         "moment": ledger.moment,
         "role": ledger.role,
         "waterfall": msgspec.to_builtins(price.waterfall),

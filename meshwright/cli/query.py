@@ -70,6 +70,7 @@ def question_of(asked: OpenRun, machines: Cluster, vary: tuple[Vary, ...]) -> tu
         masked=asked.run.data.mask_documents,
         master_weights=asked.run.optim.master_weights,
         state_dtype=asked.run.optim.state_dtype,
+        optimizer=asked.run.optim.name,
         fixed={key: tuple(value) if key == "stages" else value for key, value in fixed.items() if key != "precision"},
         vary=vary,
         limit_bytes=(asked.run.goal.memory_gib or math.inf) * GIB,

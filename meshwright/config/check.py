@@ -4,8 +4,9 @@ import shutil
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 
-from meshwright.config.run import Data, Run
+from meshwright.config.run import Data, Optim, Run
 from meshwright.spec import plan as recompute
+from meshwright.spec.optimizers import OPTIMIZERS
 from meshwright.spec.plan import AXES, Plan
 from meshwright.spec.problem import InputError as InputError
 from meshwright.spec.problem import Problem
@@ -403,10 +404,26 @@ def _rates(run: Run) -> Iterator[Problem]:
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(optim, name) < 1:
             yield Problem(f"optim.{name} = {getattr(optim, name)} is out of range", "use 0 to below 1", f"optim.{name}")
+    if not 0 < optim.momentum < 1:  # torch's fused kernel has no momentum of 0
+        what = f"optim.momentum = {optim.momentum} is out of range"
+        yield Problem(what, "use above 0 to below 1", "optim.momentum")
     for source in run.data.mix:
         if not 0 < source.weight < 1e9:
             what = f"data.mix: the weight {source.weight} of {source.source} is not positive"
             yield Problem(what, "use a number above 0", "data.mix")
+
+
+def _optimizer(run: Run) -> Iterator[Problem]:
+    """What only another optimizer reads would be ignored."""
+    usual, chosen = Optim(), OPTIMIZERS[run.optim.name]
+    for other in OPTIMIZERS.values():
+        for name in other.keys:
+            if name not in chosen.keys and getattr(run.optim, name) != getattr(usual, name):
+                yield Problem(
+                    f"optim.{name} is for {other.label}, and optim.name = {chosen.name}",
+                    f"leave optim.{name} out, or set optim.name = {other.name}",
+                    f"optim.{name}",
+                )
 
 
 def _data(run: Run) -> Iterator[Problem]:
@@ -443,5 +460,5 @@ PLAN_RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
     _experts, _deterministic, _routes, lambda run: how_blocks_run(run.plan),
 )  # fmt: skip
 RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
-    _counts, _heads, _moe, _dropout, _context, _rates, _data, *PLAN_RULES,
+    _counts, _heads, _moe, _dropout, _context, _rates, _optimizer, _data, *PLAN_RULES,
 )  # fmt: skip

@@ -343,7 +343,7 @@ def _single_rank_plan(table: Table, stated: dict[str, Any]) -> dict[str, Any]:
 def _init_problems(run: Run) -> list[Problem]:
     """Weights that a run begins from must fit it."""
     if not run.init.folder:
-        what = "init.optimizer_state takes the moments of the run in init.from, and none is named"
+        what = "init.optimizer_state takes the optimizer state of the run in init.from, and none is named"
         found = Problem(what, "name one, or leave init.optimizer_state out", "init.optimizer_state")
         return [found] if run.init.optimizer_state else []
     differences = shape_differences(describe(Path(run.init.folder)).arch, run.arch)

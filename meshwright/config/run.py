@@ -59,7 +59,7 @@ class Init(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class Optim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The optimizer and its learning rate."""
 
-    name: Literal["adamw"] = "adamw"
+    name: Literal["adamw", "sgd"] = "adamw"
     lr: float = 3e-4  # the peak learning rate
     schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
     warmup: int = 0  # steps of linear rise
@@ -68,9 +68,11 @@ class Optim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
-    weight_decay: float = 0.1  # of matrices; vectors do not decay
+    momentum: float = 0.9  # sgd only: the share of the buffer that stays
+    nesterov: bool = False  # sgd only: the buffer as it will be, after one more step of momentum
+    weight_decay: float = 0.1  # of matrices, vectors do not decay; by sgd added to the gradient, by adamw apart from it
     grad_clip: float = 1.0  # largest global gradient norm; 0: measured, never clipped
-    # bf16, with plan.optimizer_offload: moments by stochastic rounding; fp32 master weights stay exact.
+    # bf16, with plan.optimizer_offload: states by stochastic rounding; fp32 master weights stay exact.
     state_dtype: Literal["fp32", "bf16"] = "fp32"
     # What keeps an update smaller than the last bit of a bf16 weight: an fp32 master weight; a split one, whose 16 low
     # bits are beside the bf16 ones; or none, with stochastic rounding.
@@ -144,7 +146,7 @@ NOT_MATHEMATICS = ("name", "log", "eval", "checkpoint", "faults", "goal", "plan"
 # Keys that were added later: a default value is left out, so that the digest of an earlier run stays what it was.
 ADDED_LATER = {
     "arch": ("dropout", "attention_dropout"),
-    "optim": ("master_weights", "stochastic_rounding", "state_dtype"),
+    "optim": ("master_weights", "stochastic_rounding", "state_dtype", "momentum", "nesterov"),
     "init": ("optimizer_state",),
 }
 

@@ -24,3 +24,4 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     masked: bool = False  # documents are told apart
     master_weights: MasterWeights = "fp32"
     state_dtype: StateDtype = "fp32"
+    optimizer: str = "adamw"  # optim.name, as spec/optimizers.py describes it

@@ -27,16 +27,16 @@ from meshwright.cost.rank_view import (
 )
 from meshwright.cost.traffic import IN_SIGHT
 from meshwright.spec.arch import Arch
+from meshwright.spec.optimizers import ADAMW, OPTIMIZERS, OptimizerSpec
 from meshwright.spec.params import Param, Split, count, params
 from meshwright.spec.plan import Plan, Precision
 from meshwright.spec.schedule import Schedule, actions
 
-MOMENTS = 2  # AdamW keeps a mean and a mean square of every gradient
-SIXTEEN_BIT_STATES = 6  # bytes: what the bf16 weight lacks of its master, and both moments
 PIECE, SLOTS = 1 << 24, 4  # elements that are moved together, and pieces on their way, as in optim/offload_update.py
-# fp32 tensors of one piece alive at once while it is rounded: the gradient, the weight, both moments, what an update is
-# made of, and the draws. Counted in optim/master_weights.py and optim/offload_update.py.
-ROUNDING_COPIES, ROUNDING_BYTES = 8, 4
+# fp32 tensors of one piece alive at once while it is rounded, beside its states: the gradient, the weight, what an
+# update is made of, and the draws. Counted in optim/master_weights.py and optim/offload_update.py.
+ROUNDING_COPIES, ROUNDING_BYTES = 6, 4
+LOW_BYTES = 2  # what a bf16 weight lacks of its fp32 master
 
 Home = Literal["device", "host", "disk"]
 Name = Literal[
@@ -84,6 +84,7 @@ class StateLayout(msgspec.Struct, frozen=True, kw_only=True):
     update: Literal["device", "host"] = "device"  # where the optimizer's arithmetic runs
     rounds: bool = False  # the update rounds weights or states to 16 bits
     resident_states: int = 0  # bytes of states on disk that stay in host memory
+    optimizer: OptimizerSpec = ADAMW
 
     def of(self, name: Name, home: Home = "device") -> int:
         """Bytes of one state of a parameter in one place."""
@@ -102,10 +103,12 @@ class StateLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 def state_layout(job: Job) -> StateLayout:
     """The states of a job's rank."""
-    return layout_of(job.plan, job.master_weights, job.state_dtype)
+    return layout_of(job.plan, job.master_weights, job.state_dtype, job.optimizer)
 
 
-def layout_of(plan: Plan, master_weights: MasterWeights = "fp32", state_dtype: StateDtype = "fp32") -> StateLayout:
+def layout_of(
+    plan: Plan, master_weights: MasterWeights = "fp32", state_dtype: StateDtype = "fp32", optimizer: str = "adamw"
+) -> StateLayout:
     """The same of a plan and the optimizer's keys."""
     return _layout(
         plan.precision,
@@ -116,7 +119,7 @@ def layout_of(plan: Plan, master_weights: MasterWeights = "fp32", state_dtype: S
         copied=plan.copies > 1,
         several=plan.grad_accum > 1,
         waits=plan.pp > 1 or (plan.zero <= 1 and plan.grad_accum > 1),
-        optim=(master_weights, state_dtype),
+        optim=(master_weights, state_dtype, optimizer),
     )
 
 
@@ -131,24 +134,26 @@ def _layout(
     copied: bool,
     several: bool,
     waits: bool,
-    optim: tuple[MasterWeights, StateDtype],
+    optim: tuple[MasterWeights, StateDtype, str],
 ) -> StateLayout:
     """`alone`: on one rank; `copied`: gradients are summed over replicas; `several`: microbatches."""
     home, update, resident_states = offload
-    master_weights, state_dtype = optim
+    master_weights, state_dtype, optimizer = optim
+    spec = OPTIMIZERS[optimizer]
     narrow = ITEM_BYTES[precision]
     wide = max(narrow, 4)
+    kept = StateRow("moments", spec.state_bytes(wide))
     if home != "none":
-        away = SIXTEEN_BIT_STATES if state_dtype == "bf16" else (1 + MOMENTS) * wide
+        away = LOW_BYTES + spec.state_bytes(2) if state_dtype == "bf16" else wide + kept.bytes
         summed = wide if several else narrow
         found = [StateRow("weights", narrow), StateRow("gradients", summed), StateRow("states", away, home)]
     elif master_weights == "fp32":
         summed = narrow if bf16_params and not several else wide
-        found = [StateRow("weights", wide), StateRow("gradients", summed), StateRow("moments", MOMENTS * wide)]
+        found = [StateRow("weights", wide), StateRow("gradients", summed), kept]
     else:  # sharded gradients are as their weights; a lone rank adds up in fp32
         summed = wide if bf16_params and several else narrow
-        low = [StateRow("master", 2)] if master_weights == "split" else []
-        found = [StateRow("weights", narrow), StateRow("gradients", summed), StateRow("moments", MOMENTS * wide), *low]
+        low = [StateRow("master", LOW_BYTES)] if master_weights == "split" else []
+        found = [StateRow("weights", narrow), StateRow("gradients", summed), kept, *low]
     if cpu_offload:  # sums over replicas stay on the device until the last microbatch; nothing else does
         found = [StateRow(row.name, row.bytes, "host") for row in found]
         found += [StateRow("gradients", wide)] if copied and several else []
@@ -166,6 +171,7 @@ def _layout(
         update="device" if on_device and not cpu_offload else "host",
         rounds=master_weights != "fp32" or (home != "none" and on_device and state_dtype == "bf16"),
         resident_states=resident_states if home == "disk" else 0,
+        optimizer=spec,
     )
 
 
@@ -262,7 +268,8 @@ def _resident(layout: StateLayout, home: Home, held: tuple[ParamGroup, ...], sea
 def _why(name: Name, layout: StateLayout, home: Home, plan: Plan) -> str:
     """The dtype of a state, among how many ranks it is sharded, or where it is instead."""
     among = f"sharded over {plan.shards} ranks" if plan.shards > 1 else "not sharded"
-    size = layout.of(name, home) // (MOMENTS if name == "moments" else 1)
+    spec = layout.optimizer
+    size = layout.of(name, home) // (len(spec.states) if name == "moments" else 1)
     dtype = {0: "", 2: plan.precision if plan.precision == "fp16" else "bf16", 4: "fp32", 8: "fp64"}[size]
     elsewhere = layout.hosted and home == "device"
     files = {"host": "host memory", "disk": "files"}.get(layout.offloaded.home if layout.offloaded else "", "")
@@ -274,8 +281,8 @@ def _why(name: Name, layout: StateLayout, home: Home, plan: Plan) -> str:
     if name == "gradients":
         return f"{dtype}, {among}, after the last backward"
     if name == "moments":
-        kept = f"are in {files or 'host memory'}"
-        return f"AdamW's two {kept}" if elsewhere or files else f"AdamW's two, {dtype}, {among}"
+        kept = f"{'are' if len(spec.states) > 1 else 'is'} in {files or 'host memory'}"
+        return f"{spec.held} {kept}" if elsewhere or files else f"{spec.held}, {dtype}, {among}"
     if elsewhere:
         return "in host memory"
     if files:
@@ -518,7 +525,8 @@ def slot_bytes(layout: StateLayout, largest: int) -> int:
 
 def rounding_bytes(layout: StateLayout, largest: int) -> int:
     """What rounding makes on the device while it goes through the pieces of a weight; none if the host does."""
-    return ROUNDING_COPIES * ROUNDING_BYTES * min(PIECE, largest) if layout.rounds and not layout.hosted else 0
+    copies = ROUNDING_COPIES + len(layout.optimizer.states)
+    return copies * ROUNDING_BYTES * min(PIECE, largest) if layout.rounds and not layout.hosted else 0
 
 
 @cache
@@ -590,9 +598,6 @@ def _reduce_buffers(job: Job, layout: StateLayout, seat: RankView) -> int:
     return largest * (seat.narrow + seat.wide) + (outside * seat.narrow if job.plan.pp == 1 else 0) + moving
 
 
-BUFFERED_MOMENTS = 8.0  # bytes of a parameter's two, in fp32
-
-
 def buffered(job: Job, place: Mapping[str, int]) -> ResidentMemory:
     """Weights and one gradient buffer for the whole step; the optimizer's copy and moments, from zero 1 in shares."""
     holds, plan = job.stack.holds, job.plan
@@ -603,14 +608,15 @@ def buffered(job: Job, place: Mapping[str, int]) -> ResidentMemory:
     moved = shared if plan.zero else numbers
     kept = shared if plan.zero == 3 else numbers
     summed = shared if plan.zero >= 2 else numbers
-    moments = min(BUFFERED_MOMENTS, holds.optimizer_bytes)
+    spec, usual = OPTIMIZERS[job.optimizer], min(ADAMW.state_bytes(4), holds.optimizer_bytes)
+    moments = usual * len(spec.states) / len(ADAMW.states)  # a stack's figures are of AdamW
     among = f"sharded over {data} ranks" if plan.zero and data > 1 else "not sharded"
     return ResidentMemory(
         lines=(
             ("weights", holds.weight_bytes * kept, f"{holds.weight_bytes:g} bytes a parameter"),
-            ("master", (holds.optimizer_bytes - moments) * moved, f"the optimizer's fp32 copy, {among}"),
+            ("master", (holds.optimizer_bytes - usual) * moved, f"the optimizer's fp32 copy, {among}"),
             ("gradients", holds.gradient_bytes * summed, f"one buffer, {holds.gradient_bytes:g} bytes a parameter"),
-            ("moments", moments * moved, f"two in fp32, {among}"),
+            ("moments", moments * moved, f"{spec.held}, in fp32, {among}"),
             ("all_gathered_params", 0, "all-gathered inputs whose memory cannot be reused at once"),
             ("activations", 0, "saved for the backward by the microbatches in flight"),
             ("recompute", 0, "the blocks recomputed together, beyond what was saved of them"),

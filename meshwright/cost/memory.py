@@ -350,7 +350,7 @@ def away(job: Job, sent: float, place: Mapping[str, int] = FIRST) -> OffloadedMe
     if (states := layout.offloaded) is not None:
         whole = count(job.arch) * states.bytes
         near = whole if states.home == "host" else min(layout.resident_states, whole)
-        why = f"fp32 master weights and moments, {states.bytes} bytes per parameter"
+        why = f"fp32 master weights and optimizer states, {states.bytes} bytes per parameter"
         host.append(LedgerEntry(name="states", bytes=near, why=why))
         disk.append(LedgerEntry(name="states", bytes=whole - near, why=why))
         # Pieces on their way, as optim/host_memory.py counts them: from files, and gradients and weights to the host.

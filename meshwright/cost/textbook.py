@@ -13,6 +13,7 @@ import msgspec
 from meshwright.cost.activations import activation_policy
 from meshwright.cost.job import Job
 from meshwright.spec.arch import Arch
+from meshwright.spec.optimizers import ADAMW, OPTIMIZERS, OptimizerSpec
 from meshwright.spec.params import active, count
 
 
@@ -32,24 +33,26 @@ def notes_parameters(layers: int, hidden: int, vocab: int) -> float:
 
 
 States = Literal["fp32", "notes", "exact", "megatron", "bf16"]
-# Bytes of a parameter, its gradient and its optimizer's state under Adam, by who counts.
-STATES: dict[States, float] = {
-    "fp32": 16.0,  # 4 weight, 4 gradient, 8 moments
-    "notes": 20.0,  # 2 + 4 weight, 12 Adam with its master copy, 2 gradient: the master copy is counted twice
-    "exact": 16.0,  # 2 weight, 2 gradient, 4 master, 8 moments
-    "megatron": 18.0,  # the same with gradients summed in fp32
-    "bf16": 8.0,  # 2 weight, 2 gradient, 4 moments: everything in bf16
+# Bytes of a parameter and its gradient, then of an element of each of the optimizer's states, by who counts.
+STATES: dict[States, tuple[float, int]] = {
+    "fp32": (8.0, 4),  # 4 weight, 4 gradient
+    "notes": (12.0, 4),  # 2 + 4 weight, 4 master copy, counted twice, 2 gradient
+    "exact": (8.0, 4),  # 2 weight, 2 gradient, 4 master
+    "megatron": (10.0, 4),  # the same with gradients summed in fp32
+    "bf16": (4.0, 2),  # 2 weight, 2 gradient: everything in bf16
 }
 
 
-def states_bytes(parameters: float, counting: States = "exact") -> float:
-    """Model states under Adam, without sharding."""
-    return parameters * STATES[counting]
+def states_bytes(parameters: float, counting: States = "exact", optimizer: OptimizerSpec = ADAMW) -> float:
+    """Model states without sharding: under Adam 16, 20, 16, 18 and 8 bytes a parameter."""
+    fixed, width = STATES[counting]
+    return parameters * (fixed + optimizer.state_bytes(width))
 
 
-def zero_bytes(parameters: float, ranks: int, stage: Literal[0, 1, 2, 3]) -> float:
-    """Model states of one rank under ZeRO: 16, 4 + 12/N, 2 + 14/N, 16/N bytes a parameter."""
-    each = {0: 16.0, 1: 4 + 12 / ranks, 2: 2 + 14 / ranks, 3: 16 / ranks}[stage]
+def zero_bytes(parameters: float, ranks: int, stage: Literal[0, 1, 2, 3], optimizer: OptimizerSpec = ADAMW) -> float:
+    """Model states of one rank under ZeRO: 4 + K, 4 + K/N, 2 + (2 + K)/N, (4 + K)/N bytes each; Adam's K is 12."""
+    kept = 4.0 + optimizer.state_bytes(4)
+    each = {0: 4 + kept, 1: 4 + kept / ranks, 2: 2 + (2 + kept) / ranks, 3: (4 + kept) / ranks}[stage]
     return parameters * each
 
 
@@ -308,13 +311,22 @@ def _notes_parameters(job: Job) -> TextbookEntry:
 
 
 def _states(name: str, counting: States, formula: str, source: str) -> Form:
-    return lambda job: _entry(name, states_bytes(count(job.arch), counting), "bytes", formula, source)
+    def filled(job: Job) -> TextbookEntry:
+        spec = OPTIMIZERS[job.optimizer]
+        kept = spec.state_bytes(STATES[counting][1])
+        value = states_bytes(count(job.arch), counting, spec)
+        return _entry(name, value, "bytes", formula.format(states=kept, with_master=4 + kept), source)
+
+    return filled
 
 
 def _zero(stage: int, formula: str) -> Form:
     def filled(job: Job) -> TextbookEntry:
-        value = zero_bytes(count(job.arch), job.plan.data, stage)  # pyright: ignore[reportArgumentType]
-        return _entry(f"zero-{stage}", value, "bytes a rank", formula, ZERO)
+        spec = OPTIMIZERS[job.optimizer]
+        kept = 4 + spec.state_bytes(4)
+        value = zero_bytes(count(job.arch), job.plan.data, stage, spec)  # pyright: ignore[reportArgumentType]
+        words = formula.format(kept=kept, with_grads=2 + kept, whole=4 + kept)
+        return _entry(f"zero-{stage}", value, "bytes a rank", words, ZERO)
 
     return filled
 
@@ -348,9 +360,11 @@ def _notes_model(job: Job) -> TextbookEntry:
 
 def _notes_total(job: Job) -> TextbookEntry:
     """Model, optimizer, gradients and activations, and a fifth more."""
-    states = states_bytes(count(job.arch), "notes")
+    states = states_bytes(count(job.arch), "notes", OPTIMIZERS[job.optimizer])
     value = (states + _activations("", "tensor", "")(job).value) * 1.2
-    return _entry("notes-total", value, "bytes", "(20·P + s·b·h·L·(10 + 24/t + 5as/(ht))) · 1.2", f"{NOTES} 002")
+    each = states_bytes(1, "notes", OPTIMIZERS[job.optimizer])
+    formula = f"({each:g}·P + s·b·h·L·(10 + 24/t + 5as/(ht))) · 1.2"
+    return _entry("notes-total", value, "bytes", formula, f"{NOTES} 002")
 
 
 def _bubble(job: Job) -> TextbookEntry:
@@ -428,13 +442,13 @@ FORMS: dict[str, Form] = {
     "gpt-parameters": _parameters,
     "gpt-parameters-untied": _untied_parameters,
     "notes-parameters": _notes_parameters,
-    "states-exact": _states("states-exact", "exact", "(2 + 2 + 4 + 8)·P", ZERO),
-    "states-megatron": _states("states-megatron", "megatron", "(2 + 4 + 4 + 8)·P", "Megatron-LM"),
-    "states-notes": _states("states-notes", "notes", "(2 + 4 + 12 + 2)·P", f"{NOTES} 002"),
-    "states-bf16": _states("states-bf16", "bf16", "(2 + 2 + 4)·P", f"{NOTES} 003"),
-    "zero-1": _zero(1, "(4 + 12/N)·P"),
-    "zero-2": _zero(2, "(2 + 14/N)·P"),
-    "zero-3": _zero(3, "16/N·P"),
+    "states-exact": _states("states-exact", "exact", "(2 + 2 + 4 + {states})·P", ZERO),
+    "states-megatron": _states("states-megatron", "megatron", "(2 + 4 + 4 + {states})·P", "Megatron-LM"),
+    "states-notes": _states("states-notes", "notes", "(2 + 4 + {with_master} + 2)·P", f"{NOTES} 002"),
+    "states-bf16": _states("states-bf16", "bf16", "(2 + 2 + {states})·P", f"{NOTES} 003"),
+    "zero-1": _zero(1, "(4 + {kept}/N)·P"),
+    "zero-2": _zero(2, "(2 + {with_grads}/N)·P"),
+    "zero-3": _zero(3, "{whole}/N·P"),
     "activations": _activations("activations", "tensor", "s·b·h·(10 + 24/t + 5as/(ht))"),
     "activations-sequence": _activations("activations-sequence", "sequence", "s·b·h/t·(34 + 5as/h)"),
     "activations-flash": _activations("activations-flash", "flash", "s·b·h·(10 + 24/t)"),

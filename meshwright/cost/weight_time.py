@@ -9,23 +9,23 @@ from meshwright.cost.activations import CODE, ActivationPolicy, as_kept, block_k
 from meshwright.cost.job import Job
 from meshwright.cost.kernels import Rates, moved_seconds
 from meshwright.cost.layer_time import LayerModel, PassTimes, TimeTerms, exposed
-from meshwright.cost.layout import SIXTEEN_BIT_STATES, StateLayout, state_layout
+from meshwright.cost.layout import LOW_BYTES, StateLayout, state_layout
 from meshwright.cost.network import call_seconds, inside_seconds
 from meshwright.cost.rank_view import RankView, groups, local_shape
 from meshwright.cost.traffic import Collective, data_traffic, stages_stay
 from meshwright.hardware.cluster import Cluster, Link
 from meshwright.hardware.stacks import Stack, StackSpeed
 from meshwright.spec.arch import Arch
+from meshwright.spec.optimizers import ADAMW
 from meshwright.spec.plan import Plan
 
 # Bytes beside the numbers themselves, for each: what the operators of parallel/activation_offload.py read and write.
 FP8_ENCODED, FP8_DECODED = 1.0, 17.0  # one kernel; codes widened, scaled and narrowed
 INT8_ENCODED, INT8_DECODED = 17.0, 9.0  # extremes, a wide product, its rounding; a wide product, narrowed
-HOST_BYTES = 28  # a parameter of an update by the host reads and writes of its memory: states, gradient, weight
-HALVES_HOST_BYTES = 80  # with states of 16 bits: some twenty passes of four bytes, most of them in its caches
+# Of one parameter, what an update reads and writes beside the optimizer's states, which are in spec/optimizers.py.
+HOST_BYTES = 12  # by the host: the gradient read, the master read and written, the weight written
 HOST_REACH = 0.7  # of its memory's bandwidth, what the host's update reaches: a guess
-ROUNDED_BYTES = {"split": 26, "none": 22}  # of one parameter, read and written by kernels/adamw.py
-PLAINLY_ROUNDED_BYTES = 230  # and by the operators of optim/master_weights.py
+ROUNDED_BYTES = {"split": 10, "none": 6}  # by one kernel of ours: the gradient, the weight and its low bits, if any
 
 
 def with_policy(at: LayerModel, policy: ActivationPolicy, mixture: bool, one: PassTimes) -> PassTimes:
@@ -65,9 +65,10 @@ def offload_seconds(layout: StateLayout, numbers: float, cluster: Cluster) -> fl
     if layout.update == "device":
         slowest = states.bytes / link  # both ways at once
     else:
-        halves = states.bytes == SIXTEEN_BIT_STATES
+        spec = layout.optimizer
+        halves = states.bytes == LOW_BYTES + spec.state_bytes(2)
         travels = layout.of("gradients") + (layout.of("weights") if halves else 0)
-        passes = HALVES_HOST_BYTES if halves else HOST_BYTES
+        passes = spec.bf16_state_bytes if halves else HOST_BYTES + spec.moved_bytes(4)
         slowest = max(travels / link, passes / (cluster.host_bandwidth * HOST_REACH))
     if states.home == "disk":
         far = max(1 - layout.resident_states / (numbers * states.bytes), 0.0)
@@ -89,7 +90,8 @@ def travels(plan: Plan, layout: StateLayout, numbers: float, cluster: Cluster) -
     Sums over copies leave with the last microbatch only.
     """
     link = rate(cluster.host)
-    passes = PLAINLY_ROUNDED_BYTES if layout.rounds else HOST_BYTES
+    spec = layout.optimizer
+    passes = spec.rounded_bytes if layout.rounds else HOST_BYTES + spec.moved_bytes(4)
     sums = plan.grad_accum if plan.copies == 1 else 1
     return HostTransfers(
         arrive=numbers * layout.of("weights", "host") * 2 * plan.grad_accum / link,
@@ -211,11 +213,14 @@ def _updated(job: Job, rank: int, found: WeightTraffic) -> WeightTraffic:
     if layout.offloaded:
         update = offload_seconds(layout, held(job.arch, plan, rank), job.cluster)
         return msgspec.structs.replace(found, optimizer=0.0, update=update)
-    if job.master_weights == "fp32":
-        return found
-    plainly = plan.kernels == "plain" or plan.deterministic
-    moved = PLAINLY_ROUNDED_BYTES if plainly else ROUNDED_BYTES[job.master_weights]
-    return msgspec.structs.replace(found, optimizer=found.optimizer / job.stack.speed.optimizer_bytes * moved)
+    spec, usual = layout.optimizer, job.stack.speed.optimizer_bytes
+    if job.master_weights == "fp32":  # a stack's figure is of AdamW
+        moved = usual - ADAMW.moved_bytes(4) + spec.moved_bytes(4)
+    elif plan.kernels == "plain" or plan.deterministic or not spec.has_kernel:
+        moved = spec.rounded_bytes
+    else:
+        moved = ROUNDED_BYTES[job.master_weights] + spec.moved_bytes(4)
+    return found if moved == usual else msgspec.structs.replace(found, optimizer=found.optimizer / usual * moved)
 
 
 @lru_cache(maxsize=16384)

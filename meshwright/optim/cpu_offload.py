@@ -15,19 +15,21 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from meshwright.config.run import Run
+from meshwright.models.layers import accum_dtype
 from meshwright.optim import host_memory
-from meshwright.optim.adamw import AdamW
 from meshwright.optim.clip import GradStats
 from meshwright.optim.host_memory import PinnedMemory
+from meshwright.optim.resident import ResidentOptimizer
 from meshwright.parallel.mesh import Mesh, local
 from meshwright.parallel.model_spec import note
+from meshwright.spec.optimizers import OPTIMIZERS
 from meshwright.spec.problem import InputError, Problem
 
 REMEDY = "use more ranks, whose hosts share the weights out by plan.shard, or leave plan.cpu_offload out"
 
 
-class CpuOffloadAdamW(AdamW):
-    """AdamW by torch's CPU kernel, with all of this rank's threads."""
+class CpuOffloadOptimizer(ResidentOptimizer):
+    """The update by torch's CPU kernel, with all of this rank's threads."""
 
     def __init__(self, run: Run, weights: Iterable[nn.Parameter], memory: PinnedMemory) -> None:
         super().__init__(run.optim, weights, msgspec.structs.replace(run.plan, kernels="plain"))
@@ -72,11 +74,11 @@ def _is_even(weight: DTensor) -> bool:
 
 
 def bytes_needed(chunks: Iterable[nn.Module], run: Run) -> int:
-    """Host memory of a rank's weights, their gradients, both moments, and the low bits of split masters."""
+    """Host memory of a rank's weights, their gradients, optimizer states, and the low bits of split masters."""
     weights = [local(weight.detach()) for chunk in chunks for weight in chunk.parameters()]
-    low = 2 if run.optim.master_weights == "split" else 0
+    low, spec = 2 if run.optim.master_weights == "split" else 0, OPTIMIZERS[run.optim.name]
     return sum(
-        weight.numel() * (2 * weight.itemsize + 2 * torch.promote_types(weight.dtype, torch.float32).itemsize + low)
+        weight.numel() * (2 * weight.itemsize + spec.state_bytes(accum_dtype(weight).itemsize) + low)
         for weight in weights
     )
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from meshwright.config.run import Run
 from meshwright.optim import offload_update
 from meshwright.parallel import precision
+from meshwright.spec.optimizers import OPTIMIZERS
 from meshwright.spec.problem import InputError, Problem
 
 PAGE = 4096  # bytes: arrays begin on pages, as disks want them
@@ -146,9 +147,10 @@ GROUP_FILES = (
 
 def kinds(run: Run) -> dict[str, torch.dtype]:
     """The offloaded states of every weight: name and dtype."""
+    names = OPTIMIZERS[run.optim.name].state_names
     if run.optim.state_dtype == "bf16":
-        return {"low": torch.int16, "first": torch.bfloat16, "second": torch.bfloat16}
-    return dict.fromkeys(("weight", "first", "second"), precision.weight_dtype(run.plan))
+        return {"low": torch.int16, **dict.fromkeys(names, torch.bfloat16)}
+    return dict.fromkeys(("weight", *names), precision.weight_dtype(run.plan))
 
 
 def width(run: Run) -> int:

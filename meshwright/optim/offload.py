@@ -1,4 +1,4 @@
-"""Optimizer-state offload: AdamW whose states are in host memory or on disk, updated while the next forward runs.
+"""Optimizer-state offload: states in host memory or on disk, updated while the next forward runs.
 
 A step hands its gradients to a thread and returns. The thread updates the pieces in the order in which a forward needs
 them: states two pieces ahead are being read, those behind are being written back, and a group's gate opens when the
@@ -7,9 +7,9 @@ last of its pieces is done.
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from meshwright.config.run import Run
 from meshwright.optim import offload_update
-from meshwright.optim.adamw import AdamW
 from meshwright.optim.clip import GradStats
 from meshwright.optim.host_memory import (
     PAGE,
@@ -32,7 +31,9 @@ from meshwright.optim.host_memory import (
     staging,
     width,
 )
-from meshwright.optim.offload_update import AHEAD, SLOTS, PieceUpdater, StatePiece, UpdateSpan, UpdateTerms
+from meshwright.optim.interface import Optimizer, UpdateTerms
+from meshwright.optim.offload_update import AHEAD, SLOTS, PieceUpdater, StatePiece, UpdateSpan
+from meshwright.optim.rules import rule_of
 from meshwright.parallel import optimizer_offload, precision
 from meshwright.parallel.model_spec import note
 from meshwright.parallel.optimizer_offload import CopyStream, Gates, Mark, OffloadGroup, reached
@@ -84,7 +85,7 @@ class OnHost:
         with self.inward.open():
             scalars = torch.stack([scalar.double() for scalar in (terms.count, terms.factor, terms.finite)]).cpu()
         count, factor, finite = scalars.unbind()
-        return UpdateTerms(terms.optim, terms.rate, count.float(), factor, finite) if finite.item() else None
+        return replace(terms, count=count.float(), factor=factor, finite=finite) if finite.item() else None
 
     def begin(self, work: PieceUpdate, slot: StagingSlot) -> None:
         """Start to copy the update's inputs."""
@@ -170,11 +171,12 @@ class UpdateJob:
     ready: Mark  # the norm and all gradients are there
 
 
-class OffloadedAdamW(AdamW):
-    """The same update as AdamW's, of states in host memory or in files."""
+class OffloadedOptimizer(Optimizer):
+    """The same update of states in host memory or in files."""
 
     def __init__(self, run: Run, groups: Sequence[OffloadGroup], device: torch.device, folder: Path) -> None:
-        self.optim, self.plan, self.device, self.groups = run.optim, run.plan, device, list(groups)
+        super().__init__(run.optim)
+        self.plan, self.device, self.groups = run.plan, device, list(groups)
         self.kinds = kinds(run)
         self.weights = [weight for group in groups for weight in group.weights]
         self.sizes = [weight.numel() for weight in self.weights]
@@ -201,7 +203,7 @@ class OffloadedAdamW(AdamW):
         return offload_update.cut(sizes, offload_update.PIECE)
 
     def _site(self) -> OnHost | OnDevice:
-        update = offload_update.piece_update(self.optim)
+        update = offload_update.piece_update(rule_of(self.optim))
         if self.plan.optimizer_offload_update == "device":
             return OnDevice(self.device, update)
         return OnHost(self.device, update, split=self.optim.state_dtype == "bf16")
@@ -244,25 +246,15 @@ class OffloadedAdamW(AdamW):
             weight.master = location.arrays[0].view(weight.shape)  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
-    def count(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Steps taken, skipped ones left out; waits for a running update."""
+    def count(self) -> Tensor:
+        """Updates made, skipped ones left out; waits for a running update."""
         self.settle()
         return self._count
 
-    @property
-    def first(self) -> list[Tensor]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """First moments."""
-        return self._shaped("first")
-
-    @property
-    def second(self) -> list[Tensor]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Second moments."""
-        return self._shaped("second")
-
-    def _shaped(self, kind: str) -> list[Tensor]:
-        place = list(self.kinds).index(kind)
-        pairs = zip(self.locations, self.weights, strict=True)
-        return [location.arrays[place].view(weight.shape) for location, weight in pairs]
+    def states(self) -> Mapping[str, list[Tensor]]:
+        """Its state tensors by name, each in the order of the weights; valid while no update is running."""
+        held = list(self.held().values())
+        return {name: [kinds[name] for kinds in held] for name in self.spec.state_names}
 
     def held(self) -> dict[int, dict[str, Tensor]]:
         """The state of every weight, by its id and by kind; valid while no update is running."""
@@ -284,7 +276,7 @@ class OffloadedAdamW(AdamW):
         self._join()
         self._count += verdict.finite
         gradients = [weight.grad for weight in self.weights]
-        terms = UpdateTerms(self.optim, rate, self._count, verdict.factor, verdict.finite)
+        terms = UpdateTerms(rate, 0.0, self._count, verdict.factor, verdict.finite)  # each piece has its own decay
         self.gates.close()
         self.running = self.threads.submit(self._run, UpdateJob(terms, gradients, optimizer_offload.here(self.device)))
 
@@ -359,8 +351,7 @@ class OffloadedAdamW(AdamW):
             flat = flat.detach().reshape(-1)[each.begin : each.end]
         if each.end == weight.numel():
             job.gradients[each.weight] = None  # its memory goes with its last piece
-        decay = self.optim.weight_decay if weight.ndim >= 2 else 0.0
-        return PieceUpdate(each, weight.detach().view(-1)[each.begin : each.end], flat, decay)
+        return PieceUpdate(each, weight.detach().view(-1)[each.begin : each.end], flat, self.decay_of(weight))
 
     def _fetch(self, each: StatePiece, slot: StagingSlot) -> Future[list[Tensor]]:
         location = self.locations[each.weight]

@@ -1,19 +1,20 @@
-"""AdamW on one piece of an offloaded weight: fp32 master and moments, or bf16 moments and a split master weight.
+"""The update of one piece of an offloaded weight: fp32 master and states, or bf16 states and a split master weight.
 
 A split fp32 master weight is the bf16 parameter that the device has and `low`, their difference as integers. The
 parameter is rounded to nearest, ties away from zero, so the difference always fits into 16 bits and nothing is lost.
 
-bf16 moments are rounded stochastically, so that they are right on average: rounded to nearest, a moment that changes by
-less than half a unit in a step would never change.
+bf16 states are rounded stochastically, so that they are right on average: rounded to nearest, one that changes by less
+than half a unit in a step would never change.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from meshwright.config.run import Optim
+from meshwright.optim.interface import UpdateRule, UpdateTerms
 
 CPU_RUN = 1 << 20  # elements at a time on a CPU: temporaries stay in its caches
 
@@ -21,17 +22,7 @@ CPU_RUN = 1 << 20  # elements at a time on a CPU: temporaries stay in its caches
 OF_WEIGHT, OF_UPDATE = 0x632BE5AB, 0x9E3779B1
 MIX = ((16, 0x7FEB352D), (15, 0x846CA68B))  # a 32-bit hash of few biases (Wellons 2018)
 LAST_SHIFT = 16
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateTerms:
-    """The hyperparameters and scalars of one step, on the device of the update."""
-
-    optim: Optim
-    rate: float
-    count: Tensor  # steps taken, this one included
-    factor: Tensor  # the gradient is multiplied by it
-    finite: Tensor  # 1 or 0: whether to update at all
+DRAWN = (0, 16)  # where each state has its 16 bits in a draw of 32: room for two states
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,28 +37,34 @@ class UpdateSpan:
 PieceUpdater = Callable[[Sequence[Tensor], Tensor, Tensor, UpdateTerms, UpdateSpan], None]  # states, param, gradient
 
 
-def piece_update(optim: Optim) -> PieceUpdater:
-    """The update function of a run's state dtype."""
-    return update_bf16 if optim.state_dtype == "bf16" else update_fp32
+def piece_update(rule: UpdateRule) -> PieceUpdater:
+    """The update function of a rule, for the state dtype of its run."""
+    return partial(update_bf16 if rule.optim.state_dtype == "bf16" else update_fp32, rule)
 
 
-def update_fp32(held: Sequence[Tensor], weight: Tensor, gradient: Tensor, terms: UpdateTerms, span: UpdateSpan) -> None:
-    """Update an fp32 master weight and both fp32 moments, and copy the master to the parameter."""
+def update_fp32(
+    rule: UpdateRule, held: Sequence[Tensor], weight: Tensor, gradient: Tensor, terms: UpdateTerms, span: UpdateSpan
+) -> None:
+    """Update an fp32 master weight and its fp32 states, and copy the master to the parameter."""
+    terms = replace(terms, decay=span.decay)
     for part in _runs(weight):
-        master, first, second = (state[part] for state in held)
-        adamw(master, first, second, gradient[part].to(master.dtype), terms, span.decay)
+        master, *states = (state[part] for state in held)
+        rule.fused([master], [gradient[part].to(master.dtype)], [[state] for state in states], terms)
         weight[part].copy_(master)
 
 
-def update_bf16(held: Sequence[Tensor], weight: Tensor, gradient: Tensor, terms: UpdateTerms, span: UpdateSpan) -> None:
-    """Update a split master weight and both bf16 moments."""
+def update_bf16(
+    rule: UpdateRule, held: Sequence[Tensor], weight: Tensor, gradient: Tensor, terms: UpdateTerms, span: UpdateSpan
+) -> None:
+    """Update a split master weight and its bf16 states."""
+    terms = replace(terms, decay=span.decay)
     for part in _runs(weight):
-        low, first, second = (state[part] for state in held)
-        master, fp32_first, fp32_second = join(weight[part], low), first.float(), second.float()
-        adamw(master, fp32_first, fp32_second, gradient[part].float(), terms, span.decay)
+        low, *states = (state[part] for state in held)
+        master, fp32_states = join(weight[part], low), [state.float() for state in states]
+        rule.fused([master], [gradient[part].float()], [[state] for state in fp32_states], terms)
         drawn = draws(span.weight, span.begin + part.start, terms.count, len(low))
-        first.copy_(rounded(fp32_first, drawn & 0xFFFF))
-        second.copy_(rounded(fp32_second, (drawn >> 16) & 0xFFFF))
+        for shift, state, new in zip(DRAWN[: len(states)], states, fp32_states, strict=True):
+            state.copy_(rounded(new, (drawn >> shift) & 0xFFFF))
         high, rest = split(master)
         weight[part].copy_(high)
         low.copy_(rest)
@@ -77,30 +74,6 @@ def _runs(weight: Tensor) -> list[slice]:
     size = len(weight)
     step = CPU_RUN if weight.device.type == "cpu" else max(size, 1)
     return [slice(begin, min(begin + step, size)) for begin in range(0, size, step)]
-
-
-def adamw(master: Tensor, first: Tensor, second: Tensor, gradient: Tensor, terms: UpdateTerms, decay: float) -> None:
-    """Torch's own kernel, as without offload."""
-    optim, divisor = terms.optim, terms.factor.reciprocal().float()
-    if gradient.dtype == torch.float64:  # the kernel reads its divisor in fp32, too coarse for a proof
-        gradient, divisor = gradient * terms.factor, None
-    torch._fused_adamw_(
-        [master],
-        [gradient],
-        [first],
-        [second],
-        [],
-        [terms.count],
-        lr=terms.rate,
-        beta1=optim.beta1,
-        beta2=optim.beta2,
-        weight_decay=decay,
-        eps=optim.eps,
-        amsgrad=False,
-        maximize=False,
-        grad_scale=divisor,
-        found_inf=(1.0 - terms.finite).float(),
-    )
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:

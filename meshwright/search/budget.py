@@ -87,6 +87,7 @@ def job_of(run: Run) -> Job:
         masked=run.data.mask_documents,
         master_weights=run.optim.master_weights,
         state_dtype=run.optim.state_dtype,
+        optimizer=run.optim.name,
     )
 
 

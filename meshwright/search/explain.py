@@ -170,9 +170,9 @@ def offloaded(found: Candidate) -> str:
     if not (away.host or away.disk):
         return ""
     where = {"host": "host memory", "disk": "the disk"}
-    states = f"fp32 master weights and moments offloaded to {where.get(plan.optimizer_offload, '')}"
+    states = f"fp32 master weights and optimizer states offloaded to {where.get(plan.optimizer_offload, '')}"
     said = [states] if plan.optimizer_offload != "none" else []
-    said += ["weights, gradients and moments offloaded to host memory"] if plan.cpu_offload else []
+    said += ["weights, gradients and optimizer states offloaded to host memory"] if plan.cpu_offload else []
     said += ["saved activations offloaded to host memory"] if plan.activation_offload else []
     plain = msgspec.structs.replace(plan, optimizer_offload="none", cpu_offload=False, activation_offload=False)
     without = fit_of(msgspec.structs.replace(found.job, plan=plain, state_dtype="fp32"))

@@ -28,6 +28,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     masked: bool = False  # attention is masked at document boundaries
     master_weights: MasterWeights = "fp32"
     state_dtype: StateDtype = "fp32"
+    optimizer: str = "adamw"
     fixed: dict[str, Any] = {}  # fields of the plan that are given, by name
     vary: tuple[Vary, ...] = ()  # numerics to search over as well
     limit_bytes: float = math.inf  # of a GPU's memory that may be used; machines have no more than that
@@ -59,6 +60,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
             masked=self.masked,
             master_weights=self.master_weights,
             state_dtype=self.state_dtype,
+            optimizer=self.optimizer,
         )
 
 
@@ -78,7 +80,10 @@ def variants(question: Question) -> Iterator[Question]:
 
 
 def _optimizers(question: Question) -> Iterator[Question]:
-    """With fp32 master weights and moments; with bf16 weights alone; and, offloaded, with moments of 16 bits."""
+    """The forms of its optimizer: fp32 master weights; bf16 weights alone; and, offloaded, states of 16 bits.
+
+    Never another optimizer, which would learn by other rates: that is for the user to choose.
+    """
     yield question
     if question.precision not in ("bf16", "fp8"):
         return

@@ -7,12 +7,12 @@ import msgspec
 
 from meshwright.config import presets
 from meshwright.cost.activations import block_kept, microbatch_shape
-from meshwright.cost.layout import MOMENTS
 from meshwright.search.best_first import Candidate, SearchResult, search
 from meshwright.search.bounds import smallest_world, widths
 from meshwright.search.question import Question, variants
 from meshwright.search.space import empty, refuse_empty
 from meshwright.spec.arch import Arch
+from meshwright.spec.optimizers import OPTIMIZERS
 from meshwright.spec.params import Param, count, params
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError
@@ -225,4 +225,5 @@ def _flops(param: Param, arch: Arch) -> float:
 
 
 def _states(question: Question, mine: list[Param]) -> float:
-    return (1 + 1 + MOMENTS) * widths(question)[0] * sum(param.numel for param in mine)
+    width = widths(question)[0]
+    return (2 * width + OPTIMIZERS[question.optimizer].state_bytes(width)) * sum(param.numel for param in mine)

@@ -18,9 +18,10 @@ from meshwright.models.init import fill, key
 from meshwright.models.moe import MoELayer
 from meshwright.optim import cpu_offload as host_weights
 from meshwright.optim import host_memory, master_weights
-from meshwright.optim.adamw import AdamW
 from meshwright.optim.clip import LossScale
-from meshwright.optim.offload import OffloadedAdamW
+from meshwright.optim.interface import Optimizer
+from meshwright.optim.offload import OffloadedOptimizer
+from meshwright.optim.resident import ResidentOptimizer
 from meshwright.parallel import optimizer_offload, precision
 from meshwright.parallel.apply import apply
 from meshwright.parallel.mesh import Mesh, local, region_of
@@ -45,21 +46,21 @@ def build(run: Run, corpus: Corpus, mesh: Mesh, folder: Path | None = None) -> S
     )
 
 
-def beside(chunks: list[nn.Module], run: Run, mesh: Mesh) -> AdamW:
+def beside(chunks: list[nn.Module], run: Run, mesh: Mesh) -> Optimizer:
     """Memory and first values for all weights, and an optimizer with its states beside them."""
     for chunk in chunks:
         chunk.to_empty(device=mesh.device)
         chunk.train()
     _begin(chunks, run, mesh)
     precision.attach(chunks, run.plan)
-    return AdamW(run.optim, [weight for chunk in chunks for weight in chunk.parameters()], run.plan)
+    return ResidentOptimizer(run.optim, [weight for chunk in chunks for weight in chunk.parameters()], run.plan)
 
 
-def hosted(chunks: list[nn.Module], run: Run, mesh: Mesh) -> AdamW:
+def hosted(chunks: list[nn.Module], run: Run, mesh: Mesh) -> Optimizer:
     """The same with all weights in host memory, each made on the device by itself."""
     memory = host_weights.materialise(chunks, run, mesh)
     _begin(chunks, run, mesh)
-    return host_weights.CpuOffloadAdamW(run, [weight for chunk in chunks for weight in chunk.parameters()], memory)
+    return host_weights.CpuOffloadOptimizer(run, [weight for chunk in chunks for weight in chunk.parameters()], memory)
 
 
 def _begin(chunks: list[nn.Module], run: Run, mesh: Mesh) -> None:
@@ -69,7 +70,7 @@ def _begin(chunks: list[nn.Module], run: Run, mesh: Mesh) -> None:
         initialise(chunk, run, mesh.device, master_weights.begin if run.optim.master_weights == "split" else None)
 
 
-def offloaded(chunks: list[nn.Module], run: Run, mesh: Mesh, folder: Path | None) -> AdamW:
+def offloaded(chunks: list[nn.Module], run: Run, mesh: Mesh, folder: Path | None) -> Optimizer:
     """The same with its states elsewhere: no more than one weight is ever wide on the device."""
     place = Path(run.plan.optimizer_offload_folder or folder or tempfile.gettempdir())
     groups = [group for chunk in chunks for group in optimizer_offload.groups(chunk, DECODER)]
@@ -81,7 +82,7 @@ def offloaded(chunks: list[nn.Module], run: Run, mesh: Mesh, folder: Path | None
     optimizer_offload.accumulate_fp32(chunks, run.plan)
     # Memory for them has made new parameters of the old.
     groups = [group for chunk in chunks for group in optimizer_offload.groups(chunk, DECODER)]
-    optimizer = OffloadedAdamW(run, groups, mesh.device, place)
+    optimizer = OffloadedOptimizer(run, groups, mesh.device, place)
     for chunk in chunks:
         initialise(chunk, run, mesh.device, optimizer.begin)
     return optimizer

@@ -9,6 +9,7 @@ import platform
 import time
 from collections import Counter, deque
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from statistics import median
 
@@ -227,7 +228,7 @@ def straggler(work: list[list[float]], elapsed: float, limit: float) -> Straggle
 
 
 class Replicas:
-    """Compares the weights and moments of the replicas every so many steps."""
+    """Compares the weights and optimizer states of the replicas every so many steps."""
 
     def __init__(self, every: int, state: State, mesh: Mesh) -> None:
         self.every = every
@@ -253,7 +254,7 @@ class Replicas:
         which = [ranks[number] for number in odd]
         names = [name for chunk in self.state.chunks for name, _ in chunk.named_parameters()]
         first = first_odd(rows)
-        part = ("weight", "first moment", "second moment")[first // len(names)]
+        part = ("weight", *(state.label for state in self.state.optimizer.spec.states))[first // len(names)]
         who = (
             f"rank {which[0]} differs from its replicas"
             if len(which) == 1
@@ -274,9 +275,9 @@ class Replicas:
 
 
 def compared(state: State) -> list[Tensor]:
-    """What replicas hold alike: the weights, then their first, then their second moments."""
-    optimizer = state.optimizer
-    return [*(local(weight.detach()) for weight in optimizer.weights), *optimizer.first, *optimizer.second]
+    """What replicas hold alike: the weights, then each optimizer state of all of them."""
+    weights = [local(weight.detach()) for weight in state.optimizer.weights]
+    return [*weights, *chain.from_iterable(state.optimizer.states().values())]
 
 
 def first_odd(rows: list[list[int]]) -> int:
@@ -302,7 +303,7 @@ class ReplicaEvidence(msgspec.Struct, frozen=True, kw_only=True):
     """The first number in which two replicas differed, as one of them had it."""
 
     plan: Plan  # under another plan a rank holds other parts
-    tensor: int  # of the weights, then the first, then the second moments
+    tensor: int  # of the weights, then of each optimizer state
     element: int
     value: float | None  # None: not finite
 

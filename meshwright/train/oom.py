@@ -80,6 +80,7 @@ def question_of(run: Run, device_name: str) -> Question:
         masked=run.data.mask_documents,
         master_weights=run.optim.master_weights,
         state_dtype=run.optim.state_dtype,
+        optimizer=run.optim.name,
     )
 
 
@@ -90,7 +91,7 @@ def held(state: State) -> dict[str, int]:
     return {
         "weights": _bytes(weights),
         "gradients": _bytes(gradients),
-        "moments": _bytes([*state.optimizer.first, *state.optimizer.second]),
+        "moments": sum(_bytes(tensors) for tensors in state.optimizer.states().values()),
     }
 
 

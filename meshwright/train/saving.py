@@ -108,10 +108,11 @@ def follow(state: State, run: Run, mesh: Mesh, say: Say) -> None:
     if not run.init.optimizer_state:
         return
     home = format.home(Path(run.init.folder))
-    moments = [holding for holding in holdings(state, run, mesh) if holding.name.startswith(("first/", "second/"))]
-    manifest = restoring.newest(home, None, mesh, moments, say)
+    kinds = state.optimizer.spec.state_names
+    states = [holding for holding in holdings(state, run, mesh) if holding.name.partition("/")[0] in kinds]
+    manifest = restoring.newest(home, None, mesh, states, say)
     if manifest is None:
-        what, remedy = f"{home} holds no checkpoint to take the moments from", "leave init.optimizer_state out"
+        what, remedy = f"{home} holds no checkpoint to take the optimizer state from", "leave init.optimizer_state out"
         raise InputError([Problem(what, f"{remedy}, or name a run's folder", "init.optimizer_state")])
     saved = manifest.progress.step
     try:  # after which step the weights of a finished run were left
@@ -119,11 +120,11 @@ def follow(state: State, run: Run, mesh: Mesh, say: Say) -> None:
     except (OSError, msgspec.DecodeError):
         last = None
     if last not in (None, saved):
-        what = f"the weights of {run.init.folder} are of step {last}, and its newest moments of {saved}"
+        what = f"the weights of {run.init.folder} are of step {last}, and its newest optimizer state of {saved}"
         remedy = f"leave init.optimizer_state out, or train that run with a checkpoint.every that divides {last}"
         raise InputError([Problem(what, remedy, "init.optimizer_state")])
     state.optimizer.count.fill_(manifest.progress.updates)
-    say(f"moments from step {saved} of {run.init.folder}")
+    say(f"optimizer state from step {saved} of {run.init.folder}")
 
 
 def progress(state: State, run: Run) -> Progress:

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.config.run import Run
 from meshwright.data.loader import Loader
-from meshwright.optim.adamw import AdamW
 from meshwright.optim.clip import LossScale
+from meshwright.optim.interface import Optimizer
 from meshwright.parallel import precision
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pipeline import placement
@@ -31,7 +31,7 @@ class State:
     """Everything that changes from step to step."""
 
     chunks: list[nn.Module]
-    optimizer: AdamW
+    optimizer: Optimizer
     loader: Loader
     scale: LossScale
     step: int = 0

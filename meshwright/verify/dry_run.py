@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 from unittest.mock import patch
 
@@ -30,8 +31,8 @@ from meshwright.data.loader import Batch, StepBatch
 from meshwright.models.decoder import Decoder
 from meshwright.models.moe import Experts, MoELayer, RunExperts
 from meshwright.optim import clip, master_weights
-from meshwright.optim.adamw import AdamW
 from meshwright.optim.clip import LossScale
+from meshwright.optim.resident import ResidentOptimizer
 from meshwright.parallel import block_attention, expert, mesh, precision
 from meshwright.parallel.apply import apply
 from meshwright.parallel.block_attention import HALF, AttentionBlock, Forward, Gradients
@@ -54,7 +55,7 @@ class DryRunStep:
     said: Calls  # the arithmetic's, with the ranks of this rank's axes
     axes: dict[tuple[int, ...], str]  # ranks by the axis on which this one meets them
     place: dict[str, int]  # this rank's, on each axis
-    states: dict[str, int]  # bytes: weights, gradients, moments
+    states: dict[str, int]  # bytes: weights, gradients, optimizer states
     live_bytes: int  # at the peak
     phase: str  # in which it was
 
@@ -313,9 +314,9 @@ class _Step:
         precision.attach(chunks, run.plan)
         master_weights.attach(chunks, run)
         self.weights = [weight for chunk in chunks for weight in chunk.parameters()]
-        self.optimizer = AdamW(run.optim, self.weights, run.plan)
+        self.optimizer = ResidentOptimizer(run.optim, self.weights, run.plan)
         if run.optim.master_weights != "fp32":  # by blocks that suit a cache: of large weights too many to follow
-            self.optimizer.update = lambda indices, rate, decay, count, verdict: None
+            self.optimizer.update = lambda indices, terms: None
         self.scale = LossScale(run.plan, mesh.device)
         self.forward_backward = forward_backward
         self.measure = clip.choose(run.plan)
@@ -336,7 +337,7 @@ class _Step:
         return {
             "weights": stored(self.optimizer.wide),
             "gradients": stored(weight.grad for weight in self.weights),
-            "moments": stored([*self.optimizer.first, *self.optimizer.second]),
+            "moments": stored(chain.from_iterable(self.optimizer.states().values())),
         }
 
 

@@ -21,7 +21,7 @@ from meshwright.spec.schedule import Schedule
 
 # precision -> largest relative deviation that rounding explains, and why.
 TOLERANCES: dict[Precision, tuple[float, str]] = {
-    "fp64": (1e-11, "float64 sums in another order: 1e-16 a term, some thousands of terms, a few AdamW steps"),
+    "fp64": (1e-11, "float64 sums in another order: 1e-16 a term, some thousands of terms, a few updates"),
     "fp32": (2e-3, "fp32 sums in another order: 1e-7 a term, and AdamW divides small gradients by their own size"),
     "bf16": (1e-1, "bf16 keeps 8 bits: 4e-3 a product"),
     "fp16": (3e-2, "fp16 keeps 11 bits: 5e-4 a product"),

@@ -19,7 +19,7 @@ from meshwright.config import check, schema
 from meshwright.config.check import how_blocks_run
 from meshwright.config.run import Optim, Run
 from meshwright.optim import clip
-from meshwright.optim.adamw import AdamW
+from meshwright.optim.resident import ResidentOptimizer
 from meshwright.parallel import pipeline, precision, tensor
 from meshwright.parallel.apply import apply
 from meshwright.parallel.mesh import Mesh, local
@@ -182,7 +182,7 @@ def record(place: Place, trial: Trial, subject: Subject, folder: Path) -> None:
         homes, streams = homes_of(model, plan, subject.anatomy), streams_of(model, plan, subject.anatomy)
         chunks = apply(model, plan, mesh, subject.anatomy)
         step = ModuleStep(chunks, plan, mesh, subject.loss, streams)
-        optimizer = AdamW(OPTIM, chain.from_iterable(chunk.parameters() for chunk in chunks), plan)
+        optimizer = ResidentOptimizer(OPTIM, chain.from_iterable(chunk.parameters() for chunk in chunks), plan)
         evidence, measure = Evidence(folder, mesh), clip.choose(plan)
         for batch in batches:
             optimizer.zero_grad()

@@ -4,6 +4,7 @@ import gc
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from meshwright.cost.memory import ledger
 from meshwright.hardware.cluster import cluster
 from meshwright.hardware.stacks import stacks
 from meshwright.optim import offload_update
-from meshwright.optim.offload import OffloadedAdamW
+from meshwright.optim.offload import OffloadedOptimizer
 from meshwright.parallel import mesh as meshes
 from meshwright.parallel.mesh import Mesh, local
 from meshwright.parallel.tensor import loss_context
@@ -38,6 +39,7 @@ from meshwright.train.step import choose, losses
 
 SMALL = ("arch.layers=3", "data.eval_fraction=0.0", "plan.precision=fp32")
 BF16 = ("plan.precision=bf16",)
+SGD = ("optim.name=sgd",)
 TWICE = ("plan.grad_accum=2",)
 HOSTED = ("plan.zero=3", "plan.cpu_offload=true")
 FOUR_TIMES = ("plan.grad_accum=4", "arch.layers=4")
@@ -70,6 +72,8 @@ TWO = {
         ("plan.shard=2", "plan.zero=3", *TWICE, *BF16),
         ("plan.shard=2", "plan.zero=3", "plan.precision=fp64", *GPT),
         ("plan.shard=2", "plan.zero=3", *MOE, "arch.moe_every=2", *BF16),
+        ("plan.shard=2", "plan.zero=3", *TWICE, *BF16, *SGD),
+        ("plan.shard=2", "plan.zero=1", *BF16, "optim.master_weights=split", *SGD),
     ],
     "hosted": [
         ("plan.shard=2", *HOSTED, *TWICE, *BF16),
@@ -77,6 +81,7 @@ TWO = {
         ("plan.shard=2", *HOSTED, *BF16, "optim.master_weights=split", *GPT),
         ("plan.shard=2", "plan.ep=2", *HOSTED, *MOE, *BF16),
         ("plan.replicate=2", *HOSTED),
+        ("plan.shard=2", *HOSTED, *BF16, *SGD),
     ],
     "tp": [
         ("plan.tp=2",),
@@ -232,7 +237,7 @@ def measured(run: Run, mesh: Mesh, folder: Path) -> tuple[dict[str, int], Watch]
     bytes_of = {
         "weights": stored(weights),
         "gradients": gradients,
-        "moments": stored([*state.optimizer.first, *state.optimizer.second]),
+        "moments": stored(chain.from_iterable(state.optimizer.states().values())),
         "all_gathered_params": watch.gathered,
         "unreduced_grads": max(watch.gradients - gradients, 0),
     }
@@ -246,7 +251,7 @@ def surprises(folder: Path, words: tuple[str, ...]) -> list[str]:
     run = make_run(folder, *SMALL, *words)
     mesh = meshes.make(run.plan, CPU)
     seen, _ = measured(run, mesh, folder)
-    of = (run.arch, run.plan, mesh.place, layout_of(run.plan, run.optim.master_weights))
+    of = (run.arch, run.plan, mesh.place, layout_of(run.plan, run.optim.master_weights, optimizer=run.optim.name))
     said = {line.name: line.bytes for line in (*states(*of), *hosted(*of))}  # a CPU's memory is the host's
     return [f"{run.plan}: {name} seen {seen[name]}, said {said[name]}" for name in said if seen[name] != said[name]]
 
@@ -317,6 +322,8 @@ OFFLOADED = [
     (*BF16, "plan.optimizer_offload=host", "plan.optimizer_offload_update=device", *TWICE),
     (*BF16, "plan.optimizer_offload=host", "plan.optimizer_offload_update=device", "optim.state_dtype=bf16"),
     (*BF16, "plan.optimizer_offload=disk"),
+    (*BF16, "plan.optimizer_offload=host", *SGD),
+    (*BF16, "plan.optimizer_offload=host", "plan.optimizer_offload_update=device", "optim.state_dtype=bf16", *SGD),
     (*BF16, "plan.optimizer_offload=disk", "plan.optimizer_offload_update=device", "optim.state_dtype=bf16", *TWICE),
 ]
 
@@ -328,7 +335,7 @@ def test_states_that_live_elsewhere_take_the_bytes_that_are_said_there(folder, w
     choose(run, state.chunks, alone())(state.loader.take(0), state.scale.value)
     state.loader.close()
     optimizer = state.optimizer
-    assert isinstance(optimizer, OffloadedAdamW)
+    assert isinstance(optimizer, OffloadedOptimizer)
     job = job_of(run)
     lines = {line.name: line.bytes for line in states(run.arch, run.plan)}
     weights = [weight for chunk in state.chunks for weight in chunk.parameters()]
@@ -344,7 +351,7 @@ def test_states_that_live_elsewhere_take_the_bytes_that_are_said_there(folder, w
     assert bool(said.disk) == (run.plan.optimizer_offload == "disk")
     if run.plan.optimizer_offload_update == "device":
         on_device = {line.name: line.bytes for line in ledger(job).lines}["update"]
-        rounding = rounding_bytes(layout_of(run.plan, "fp32", run.optim.state_dtype), largest_weight(run.arch))
+        rounding = rounding_bytes(layout_of(run.plan, "fp32", run.optim.state_dtype, run.optim.name), largest_weight(run.arch))
         assert sum(buffer.nbytes for buffer in slots) in (on_device, on_device - rounding)
 
 

@@ -9,7 +9,7 @@ from trials import CPU, alone, corpus_file, deviation, drive, make_corpus, make_
 from worlds import world
 
 from meshwright.optim import clip
-from meshwright.optim.cpu_offload import CpuOffloadAdamW
+from meshwright.optim.cpu_offload import CpuOffloadOptimizer
 from meshwright.optim.host_memory import PinnedMemory
 from meshwright.parallel import mesh as meshes
 from meshwright.parallel.mesh import local
@@ -38,7 +38,7 @@ def compare(folder: Path, plan: tuple[str, ...], arch: str = "tiny") -> None:
     run = make_run(folder, *words, *HOSTED, *plan, arch=arch)
     corpus = make_corpus(run, folder)
     mine = drive(run, corpus, meshes.make(run.plan, CPU))
-    assert isinstance(mine.state.optimizer, CpuOffloadAdamW)
+    assert isinstance(mine.state.optimizer, CpuOffloadOptimizer)
     if dist.get_rank() > 0:
         return
     theirs = drive(make_run(folder, *words, "plan.replicate=1", arch=arch), corpus, alone())
@@ -122,7 +122,7 @@ def test_a_checkpoint_goes_on_with_and_without_it(folder, first):
     assert restored.step == 3
     list(train(runs[1], again, mesh))
     again.loader.close()
-    assert isinstance(again.optimizer, CpuOffloadAdamW) != first
+    assert isinstance(again.optimizer, CpuOffloadOptimizer) != first
     # The same sums in the same order: a checkpoint that lost a bit, or put it elsewhere, would be seen.
     assert digest_of(again, runs[1], mesh) == digest_of(whole, runs[0], mesh)
 
@@ -203,7 +203,7 @@ def test_weights_stay_in_the_pages_that_they_are_given(folder):
         paged.setattr("meshwright.optim.cpu_offload.PinnedMemory", Pages)
         mine = drive(run, corpus, mesh)
     optimizer = mine.state.optimizer
-    assert isinstance(optimizer, CpuOffloadAdamW)
+    assert isinstance(optimizer, CpuOffloadOptimizer)
     # After steps that gathered from them and moved them: torch has put no copy in their place.
     places = {local(weight.detach()).untyped_storage().data_ptr(): weight for weight in optimizer.weights}
     even = {place for place, weight in places.items() if weight.shape[0] % 2 == 0}

@@ -72,9 +72,9 @@ def test_a_new_run_begins_from_a_finished_one_with_its_optimizer_state(old):
     run = load.load(None, [*words, "steps=2", "sequence=32", "batch=8", "seed=4"], ranks=1).run
     state, said = build(run, make_corpus(run, old), alone()), list[str]()
     assert restore(state, run, alone(), old / "next", said.append) is None
-    assert said == ["moments from step 6 of finished"]
+    assert said == ["optimizer state from step 6 of finished"]
     assert state.optimizer.count.item() == 6.0
-    assert all(moment.any() for moment in (*state.optimizer.first, *state.optimizer.second))
+    assert all(moment.any() for moment in (moment for moments in state.optimizer.states().values() for moment in moments))
     first = next(iter(train(run, state, alone())))
     state.loader.close()
     assert isinstance(first, StepResult)

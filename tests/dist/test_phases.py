@@ -39,11 +39,11 @@ def begun(folder, *words):
 def test_the_moments_follow_into_a_longer_sequence(phase):
     folder, before = phase
     run, after, said = begun(folder, "init.optimizer_state=true")
-    assert said == [f"moments from step 4 of {folder}/first"]
+    assert said == [f"optimizer state from step 4 of {folder}/first"]
     assert after.step == 0
     assert after.optimizer.count.item() == 4.0
     for kind in ("first", "second"):
-        pairs = zip(getattr(after.optimizer, kind), getattr(before.optimizer, kind), strict=True)
+        pairs = zip(after.optimizer.states()[kind], before.optimizer.states()[kind], strict=True)
         assert all(torch.equal(one, other) and other.any() for one, other in pairs)
     pairs = zip(after.optimizer.weights, before.optimizer.weights, strict=True)
     assert all(torch.equal(local(one.detach()), local(other.detach())) for one, other in pairs)
@@ -62,14 +62,14 @@ def test_unless_they_are_asked_to_they_begin_anew(phase):
     _, after, said = begun(folder)
     assert said == []
     assert after.optimizer.count.item() == 0.0
-    assert not any(moment.any() for moment in after.optimizer.first)
+    assert not any(moment.any() for moment in after.optimizer.states()["first"])
     after.loader.close()
 
 
 def test_without_a_checkpoint_the_wish_is_refused(phase):
     folder, _ = phase
     (folder / "first" / "checkpoints").rename(folder / "elsewhere")
-    with pytest.raises(InputError, match="holds no checkpoint to take the moments from"):
+    with pytest.raises(InputError, match="holds no checkpoint to take the optimizer state from"):
         begun(folder, "init.optimizer_state=true")
 
 
@@ -80,7 +80,7 @@ def test_moments_are_of_the_same_step_as_the_weights(phase, step, fits):
     if fits:
         begun(folder, "init.optimizer_state=true")[1].loader.close()
         return
-    with pytest.raises(InputError, match="are of step 5, and its newest moments of 4"):
+    with pytest.raises(InputError, match="are of step 5, and its newest optimizer state of 4"):
         begun(folder, "init.optimizer_state=true")
 
 

@@ -16,7 +16,7 @@ from worlds import world
 from meshwright.config.check import missing
 from meshwright.config.run import Optim
 from meshwright.optim import clip
-from meshwright.optim.adamw import AdamW
+from meshwright.optim.resident import ResidentOptimizer
 from meshwright.parallel import mesh as meshes
 from meshwright.parallel.apply import apply
 from meshwright.parallel.model_spec import ModelSpec, one_unit
@@ -53,7 +53,7 @@ def ours(plan: Plan, anatomy: ModelSpec) -> tuple[dict[str, Tensor], list[float]
     homes, streams = homes_of(model, plan, anatomy), streams_of(model, plan, anatomy)
     chunks = apply(model, plan, mesh, anatomy)
     step = ModuleStep(chunks, plan, mesh, loss, streams)
-    optimizer = AdamW(OPTIM, chain.from_iterable(chunk.parameters() for chunk in chunks), plan)
+    optimizer = ResidentOptimizer(OPTIM, chain.from_iterable(chunk.parameters() for chunk in chunks), plan)
     measure, norms = clip.choose(plan), []
     for batch in mine(plan, mesh.data_rank):
         optimizer.zero_grad()

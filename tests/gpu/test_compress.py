@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from meshwright.config import load
 from meshwright.optim import master_weights
-from meshwright.optim.adamw import AdamW
 from meshwright.optim.clip import GradStats
+from meshwright.optim.resident import ResidentOptimizer
 from meshwright.parallel import activation_offload, recompute
 from meshwright.parallel.activation_offload import decode, encode
 from meshwright.parallel.model_spec import ModelSpec
@@ -147,7 +147,7 @@ def test_weights_in_bf16_move_as_on_a_cpu(kind):
     for device in ("cpu", "cuda"):
         weights = nn.ParameterDict({"w": nn.Parameter(start.clone().to(device))})
         master_weights.attach([weights], run)
-        optimizer = AdamW(run.optim, weights.values(), run.plan)
+        optimizer = ResidentOptimizer(run.optim, weights.values(), run.plan)
         one = torch.ones((), dtype=torch.float64, device=device)
         for gradient in gradients:
             weights["w"].grad = gradient.to(device)

@@ -281,7 +281,7 @@ def test_a_plan_is_compiled_unless_told_otherwise(capsys, tmp_path):
 def test_one_card_trains_what_it_cannot_hold_and_the_reason_is_told(capsys):
     text = told(capsys, "plan llama3-8b --cluster 1xh100 --sequence 4096 --batch 8")
     assert " optimizer_offload=host optimizer_offload_update=" in text
-    assert "fp32 master weights and moments offloaded to host memory; needs " in text
+    assert "fp32 master weights and optimizer states offloaded to host memory; needs " in text
     assert "Without offload this plan would need " in text
 
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from meshwright.config.run import Optim
 from meshwright.kernels.adamw import BLOCK, AdamWGroup, AdamWStep
 from meshwright.kernels.dispatch import Kernels
-from meshwright.optim.adamw import AdamW
 from meshwright.optim.clip import GradStats
+from meshwright.optim.resident import ResidentOptimizer
 from meshwright.parallel import precision
 from meshwright.spec.plan import Plan
 
@@ -92,7 +92,7 @@ def test_a_weight_without_a_gradient_does_not_change_what_others_are_read_as():
         plan = Plan(microbatch=1, precision="bf16", bf16_params=True, grad_accum=2, kernels=kernels)
         model = nn.ParameterDict({name: draw((32, 32), torch.float32, 1) for name in ("spare", "used")})
         precision.attach([model], plan)
-        optimizer = AdamW(Optim(lr=RATE, weight_decay=0.0), model.parameters(), plan)
+        optimizer = ResidentOptimizer(Optim(lr=RATE, weight_decay=0.0), model.parameters(), plan)
         model["used"].grad = draw((32, 32), torch.float32, 2)
         one = torch.ones((), dtype=torch.float64)
         optimizer.step(RATE, GradStats(one, one, one, one))

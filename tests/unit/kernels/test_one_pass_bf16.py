@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from meshwright.config import load
 from meshwright.optim import master_weights, offload_update
-from meshwright.optim.adamw import AdamW
 from meshwright.optim.clip import GradStats
+from meshwright.optim.resident import ResidentOptimizer
 
 SHAPES = ((40, 16), (7, 9), (33,), (3000,))
 
@@ -30,7 +30,7 @@ def moved(kind: str, way: str, finite: tuple[float, ...]) -> list[Tensor]:
         {f"w{i}": nn.Parameter(torch.randn(shape, generator=random).bfloat16()) for i, shape in enumerate(SHAPES)}
     ).to(DEVICE)
     master_weights.attach([weights], run)
-    optimizer = AdamW(run.optim, weights.values(), run.plan)
+    optimizer = ResidentOptimizer(run.optim, weights.values(), run.plan)
     optimizer.update = {"plain": master_weights.rounded, "fused": master_weights.at_once}[way](optimizer)
     for moving in finite:
         for weight in weights.values():

@@ -3,8 +3,8 @@ import torch
 from torch import nn
 
 from meshwright.config.run import Optim
-from meshwright.optim.adamw import AdamW
 from meshwright.optim.clip import GradStats, square_norm
+from meshwright.optim.resident import ResidentOptimizer
 from meshwright.spec.plan import Plan
 
 FIXED = Plan(microbatch=1, deterministic=True)
@@ -27,7 +27,7 @@ def weights(dtype):
 def test_it_is_torchs_adamw_with_decay_on_matrices_only(dtype, deterministic):
     ours, theirs = weights(dtype), weights(dtype)
     optim = Optim(beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.3)
-    mine = AdamW(optim, ours, Plan(microbatch=1, deterministic=deterministic))
+    mine = ResidentOptimizer(optim, ours, Plan(microbatch=1, deterministic=deterministic))
     groups = [{"params": theirs[:1], "weight_decay": 0.3}, {"params": theirs[1:], "weight_decay": 0.0}]
     torchs = torch.optim.AdamW(groups, betas=(0.8, 0.9), eps=1e-6, lr=1.0)
     for step in range(5):
@@ -46,7 +46,7 @@ def test_it_is_torchs_adamw_with_decay_on_matrices_only(dtype, deterministic):
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_weight_without_a_gradient_rests_as_torchs_does(deterministic):
     ours, theirs = weights(torch.float64), weights(torch.float64)
-    mine = AdamW(Optim(weight_decay=0.3), ours, Plan(microbatch=1, deterministic=deterministic))
+    mine = ResidentOptimizer(Optim(weight_decay=0.3), ours, Plan(microbatch=1, deterministic=deterministic))
     groups = [{"params": theirs[:1], "weight_decay": 0.3}, {"params": theirs[1:], "weight_decay": 0.0}]
     torchs = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, lr=0.1)
     # Which weights have a gradient, and whether it is finite: a step that nobody makes counts for nobody.
@@ -65,13 +65,13 @@ def test_a_weight_without_a_gradient_rests_as_torchs_does(deterministic):
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_gradient_that_is_not_finite_changes_nothing(deterministic):
     ours = weights(torch.float32)
-    optimizer = AdamW(Optim(), ours, Plan(microbatch=1, deterministic=deterministic))
+    optimizer = ResidentOptimizer(Optim(), ours, Plan(microbatch=1, deterministic=deterministic))
     before = [weight.detach().clone() for weight in ours]
     for weight in ours:
         weight.grad = torch.full_like(weight, float("nan"))
     optimizer.step(0.1, verdict(factor=0.0, finite=0.0))
     assert all(torch.equal(weight, old) for weight, old in zip(ours, before, strict=True))
-    assert all(moment.eq(0).all() for moment in optimizer.first + optimizer.second)
+    assert all(moment.eq(0).all() for index in range(len(ours)) for moment in optimizer.states_of(index))
     assert optimizer.count == 0
 
 
@@ -81,14 +81,17 @@ def test_when_deterministic_a_part_moves_as_it_does_in_the_whole(dtype, rows):
     torch.manual_seed(0)
     whole = nn.Parameter(torch.randn(23, 7, dtype=dtype))
     parts = [nn.Parameter(part.clone()) for part in whole.detach().split(rows)]
-    one, several = AdamW(Optim(), [whole], FIXED), AdamW(Optim(), parts, FIXED)
+    one, several = ResidentOptimizer(Optim(), [whole], FIXED), ResidentOptimizer(Optim(), parts, FIXED)
     for _ in range(10):
         whole.grad = torch.randn_like(whole)
         for part, gradient in zip(parts, whole.grad.split(rows), strict=True):
             part.grad = gradient.clone()
         one.step(0.1, verdict(0.3))
         several.step(0.1, verdict(0.3))
-    for mine, theirs in ((parts, [whole]), (several.first, one.first), (several.second, one.second)):
+    for mine, theirs in (
+        (parts, [whole]),
+        *((several.states()[kind], one.states()[kind]) for kind in ("first", "second")),
+    ):
         assert torch.equal(torch.cat([part.detach() for part in mine]), theirs[0].detach())
 
 

@@ -16,8 +16,8 @@ from meshwright.config.run import Optim, Run, digest
 from meshwright.models.decoder import Decoder
 from meshwright.models.init import fill_model, key, uniform
 from meshwright.optim import master_weights, offload_update
-from meshwright.optim.adamw import AdamW
 from meshwright.optim.clip import GradStats
+from meshwright.optim.resident import ResidentOptimizer
 from meshwright.spec.plan import Plan
 
 BF16 = Plan(microbatch=1, precision="bf16")
@@ -80,11 +80,11 @@ def run_of(kind: str) -> Run:
     return load.load(None, words, ranks=1).run
 
 
-def bag(kind: str, tensors: list[Tensor]) -> tuple[nn.ParameterDict, AdamW]:
+def bag(kind: str, tensors: list[Tensor]) -> tuple[nn.ParameterDict, ResidentOptimizer]:
     run = run_of(kind)
     weights = nn.ParameterDict({f"w{number}": nn.Parameter(tensor) for number, tensor in enumerate(tensors)})
     master_weights.attach([weights], run)
-    return weights, AdamW(run.optim, weights.values(), BF16)
+    return weights, ResidentOptimizer(run.optim, weights.values(), BF16)
 
 
 def test_compensated_weights_are_a_master_in_two_parts():
@@ -93,7 +93,7 @@ def test_compensated_weights_are_a_master_in_two_parts():
     ours, mine = bag("split", [tensor.clone() for tensor in start])
     wide = [nn.Parameter(tensor.float()) for tensor in start]
     # The deterministic update takes the same operations one by one.
-    theirs = AdamW(Optim(weight_decay=0.1), wide, Plan(microbatch=1, deterministic=True))
+    theirs = ResidentOptimizer(Optim(weight_decay=0.1), wide, Plan(microbatch=1, deterministic=True))
     for step in range(5):
         for one, other in zip(ours.values(), wide, strict=True):
             gradient = torch.randn(one.shape).bfloat16()
@@ -110,10 +110,10 @@ def test_a_gradient_that_is_not_finite_changes_nothing(kind):
     weights, optimizer = bag(kind, [torch.randn(50, 7).bfloat16()])
     weights["w0"].grad = torch.randn(50, 7).bfloat16()
     optimizer.step(1e-3, verdict())
-    before = [weights["w0"].detach().clone(), optimizer.first[0].clone(), optimizer.second[0].clone()]
+    before = [held.clone() for held in (weights["w0"].detach(), *optimizer.states_of(0))]
     weights["w0"].grad = torch.full((50, 7), float("nan"), dtype=torch.bfloat16)
     optimizer.step(1e-3, verdict(factor=0.0, finite=0.0))
-    after = [weights["w0"].detach(), optimizer.first[0], optimizer.second[0]]
+    after = [weights["w0"].detach(), *optimizer.states_of(0)]
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
     assert optimizer.count == 1
 
@@ -136,7 +136,7 @@ def test_weights_in_bf16_have_moments_in_fp32_and_no_master():
     for kind in ROUNDED:
         weights, optimizer = bag(kind, [torch.randn(8, 8).bfloat16()])
         assert optimizer.wide[0].data_ptr() == weights["w0"].data_ptr()
-        assert optimizer.first[0].dtype == optimizer.second[0].dtype == torch.float32
+        assert {state.dtype for state in optimizer.states_of(0)} == {torch.float32}
     assert master_weights.weight_dtype(Optim(), BF16) == torch.float32
     assert master_weights.weight_dtype(Optim(master_weights="none"), BF16) == torch.bfloat16
 
@@ -170,7 +170,7 @@ def trained(kind: str) -> tuple[list[float], Tensor]:
     run = run_of(kind if kind in ROUNDED else "fp32")
     master_weights.attach([model], run)
     held = list(model.parameters()) if kind in ROUNDED else [nn.Parameter(weight.clone()) for weight in wide]
-    optimizer = AdamW(msgspec.structs.replace(run.optim, weight_decay=0.0), held, BF16)
+    optimizer = ResidentOptimizer(msgspec.structs.replace(run.optim, weight_decay=0.0), held, BF16)
     windows, losses = batches(), []
     positions = torch.arange(32).expand(4, 32)
     for step in range(STEPS):

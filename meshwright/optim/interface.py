@@ -1,0 +1,120 @@
+"""The optimizer as the trainer, checkpoints, replica checks, messages and proofs see it, and the rule it applies.
+
+A rule is one optimizer's arithmetic by elements (`optim/adamw.py`, `optim/sgd.py`). A form is where weights and states
+are: beside each other (`optim/resident.py`), all on the host (`optim/cpu_offload.py`), the states elsewhere
+(`optim/offload.py`). Every form takes every rule; what both towers know of an optimizer is in `spec/optimizers.py`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.config.run import Optim
+from meshwright.optim.clip import GradStats
+from meshwright.spec.optimizers import OPTIMIZERS
+
+if TYPE_CHECKING:
+    from meshwright.optim.resident import ResidentOptimizer
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateTerms:
+    """The scalars of one update; tensors are on the device of the update, so that nothing waits for it."""
+
+    rate: float
+    decay: float
+    count: Tensor  # updates made, this one included
+    factor: Tensor  # the gradient is multiplied by it
+    finite: Tensor  # 1 or 0: whether to update at all
+
+
+Update = Callable[[list[int], UpdateTerms], None]  # of some weights, by their index
+# From a weight, its gradient as it came and its states, all of one dtype, to the new weight and states.
+Arithmetic = Callable[[Tensor, Tensor, Sequence[Tensor]], tuple[Tensor, Sequence[Tensor]]]
+
+
+class UpdateRule(Protocol):
+    """One optimizer's arithmetic; where weights and states are is not its affair."""
+
+    optim: Optim
+
+    def fused(
+        self,
+        weights: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        states: Sequence[Sequence[Tensor]],
+        terms: UpdateTerms,
+    ) -> None:
+        """Update weights and states in place by torch's kernel; gradients are left multiplied by the factor."""
+        ...
+
+    def arithmetic(self, terms: UpdateTerms, dtype: torch.dtype) -> Arithmetic:
+        """The same by operations that round once each, with the scalars made once.
+
+        An element's bits then do not depend on its neighbours, which sharding moves: fused kernels take the ends of a
+        tensor through other instructions than its middle.
+        """
+        ...
+
+    def one_pass(self, optimizer: "ResidentOptimizer") -> Update | None:
+        """The same by one kernel of ours that also writes the low-precision copies; None where there is none."""
+        ...
+
+
+def scaled(gradients: Sequence[Tensor], terms: UpdateTerms) -> tuple[Sequence[Tensor], Tensor | None]:
+    """Gradients and the divisor that torch's fused kernels take; they read it in fp32, too coarse for float64."""
+    if gradients[0].dtype == torch.float64:
+        return torch._foreach_mul(list(gradients), terms.factor), None
+    return gradients, terms.factor.reciprocal().float()
+
+
+class Optimizer(ABC):
+    """An optimizer of this rank's parts of the weights, in some form."""
+
+    weights: list[nn.Parameter]
+    is_one_pass = False  # whether one kernel of ours makes the update
+
+    def __init__(self, optim: Optim) -> None:
+        self.optim, self.spec = optim, OPTIMIZERS[optim.name]
+
+    @property
+    @abstractmethod
+    def count(self) -> Tensor:
+        """Updates made, skipped ones left out."""
+
+    @abstractmethod
+    def states(self) -> Mapping[str, list[Tensor]]:
+        """Its state tensors by name, each in the order of the weights; valid while no update is running."""
+
+    @abstractmethod
+    def held(self) -> dict[int, dict[str, Tensor]]:
+        """The state of every weight, by its id and by kind: what a checkpoint saves from and restores into."""
+
+    @abstractmethod
+    def step(self, rate: float, verdict: GradStats) -> None:
+        """Update every weight that has a gradient, or none when the verdict says the gradient is not finite."""
+
+    def zero_grad(self) -> None:
+        """Forget the gradient, and its memory."""
+        for weight in self.weights:
+            weight.grad = None
+
+    def settle(self) -> None:
+        """Wait until no update is on its way."""
+        return None  # none ever is, unless states are elsewhere
+
+    def stall_seconds(self) -> float:
+        """How long the device has waited for states that are elsewhere."""
+        return 0.0
+
+    def close(self) -> None:
+        """Give back what the optimizer has beside memory."""
+        return None
+
+    def decay_of(self, weight: Tensor) -> float:
+        """Matrices decay, vectors do not."""
+        return self.optim.weight_decay if weight.ndim >= 2 else 0.0

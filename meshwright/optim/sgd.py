@@ -1,0 +1,68 @@
+"""SGD with momentum, as torch.optim.SGD: coupled weight decay, heavy-ball (Polyak 1964) or Nesterov's (1983) momentum.
+
+    g ← g + λw,  b ← μb + g,  w ← w − η · b, or with optim.nesterov  w ← w − η · (g + μb)
+
+The buffer begins at zero, so the first step has b = g, and a weight that a step leaves out keeps its buffer as it is.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from meshwright.config.run import Optim
+from meshwright.optim.interface import Arithmetic, Update, UpdateTerms, scaled
+
+if TYPE_CHECKING:
+    from meshwright.optim.resident import ResidentOptimizer
+
+
+class SGDRule:
+    """The update of SGD with momentum."""
+
+    def __init__(self, optim: Optim) -> None:
+        self.optim = optim
+
+    def fused(
+        self,
+        weights: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        states: Sequence[Sequence[Tensor]],
+        terms: UpdateTerms,
+    ) -> None:
+        """By torch's kernel."""
+        (momentum,) = states
+        gradients, divisor = scaled(gradients, terms)
+        torch._fused_sgd_(
+            list(weights),
+            list(gradients),
+            list(momentum),
+            weight_decay=terms.decay,
+            momentum=self.optim.momentum,
+            lr=terms.rate,
+            dampening=0.0,
+            nesterov=self.optim.nesterov,
+            maximize=False,
+            is_first_step=False,  # which would only spare reading a buffer of zeros
+            grad_scale=divisor,
+            found_inf=(1.0 - terms.finite).float(),
+        )
+
+    def arithmetic(self, terms: UpdateTerms, dtype: torch.dtype) -> Arithmetic:
+        """By operations that round once each."""
+        factor, momentum, nesterov = terms.factor.to(dtype), self.optim.momentum, self.optim.nesterov
+
+        def updated(weight: Tensor, gradient: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
+            gradient = gradient * factor
+            if terms.decay:
+                gradient = gradient + weight * terms.decay
+            buffer = states[0] * momentum + gradient
+            move = gradient + buffer * momentum if nesterov else buffer
+            return weight - move * terms.rate, (buffer,)
+
+        return updated
+
+    def one_pass(self, optimizer: "ResidentOptimizer") -> Update | None:
+        """There is no kernel of ours: torch's fused one reads and writes everything once already."""
+        return None

@@ -1,4 +1,4 @@
-"""The program as a user runs it: a process, its exit code, what it printed."""
+"""The program as a user runs it: its words, its exit code, what it printed."""
 
 import importlib.util
 import os
@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import forked
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 SMALL = ("arch.preset=tiny", "sequence=32", "batch=4", "steps=3", "eval.batches=1", "eval.sample_tokens=4")
@@ -14,7 +16,7 @@ SMALL = ("arch.preset=tiny", "sequence=32", "batch=4", "steps=3", "eval.batches=
 
 def environment(folder: Path, **extra: str) -> dict[str, str]:
     """A user's environment with a cache of its own and nothing of the test run's."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "OMPI", "OMP_"))}
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "OMPI"))}
     return kept | {"XDG_CACHE_HOME": str(folder / "cache"), "COLUMNS": "100"} | extra
 
 
@@ -35,14 +37,6 @@ def write_text(folder: Path) -> None:
     (folder / "my" / "text.txt").write_text("\n".join(lines))
 
 
-def meshwright(*words: str, folder: Path, seconds: float = 120, **extra: str) -> subprocess.CompletedProcess[str]:
+def meshwright(*words: str, folder: Path, **extra: str) -> subprocess.CompletedProcess[str]:
     """Run the program in a folder and wait for it."""
-    return subprocess.run(
-        [sys.executable, "-m", "meshwright", *words],
-        cwd=folder,
-        env=environment(folder, **extra),
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-        check=False,
-    )
+    return forked.run(words, folder, environment(folder, **extra))

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from trials import CPU, Trial, corpus_file, deviation, drive, make_corpus, make_run
+from trials import Trial, corpus_file, deviation, drive, make_corpus, make_run, mesh_of
 from worlds import world
 
-from meshwright.parallel import mesh as meshes
 from meshwright.parallel.activation_offload import HostLane
 
 NOTHING = 1e-12  # the same plan computes the same sums; on a loaded machine some libraries choose another order
@@ -39,7 +38,7 @@ def compare(folder, plans, arch="tiny"):
         here, there = (
             make_run(folder, *words, f"plan.activation_offload={place}", arch=arch) for place in ("false", "true")
         )
-        corpus, mesh = make_corpus(here, folder), meshes.make(here.plan, CPU)
+        corpus, mesh = make_corpus(here, folder), mesh_of(here.plan)
         theirs = drive(here, corpus, mesh)
         mine, sent = sent_by(there, corpus, mesh)
         assert sent > 0, plan
@@ -53,30 +52,30 @@ def test_one_rank_sends_and_fetches(folder):
     compare(folder, ("replicate=1", "grad_accum=2", "recompute=first-3"))
 
 
-@world(2, seconds=150)
+@world(2)
 def test_the_host_is_exact_under_every_axis(folder):
     axes = ("shard=2,zero=3", "shard=2,zero=3,recompute=full", "tp=2", "tp=2,recompute=first-3", "cp=2")
     compare(folder, (*axes, "cp=2,cp_kind=ulysses"))
 
 
-@world(2, seconds=150)
+@world(2)
 def test_the_host_is_exact_in_a_pipeline(folder):
     schedules = ("1f1b", "zb1p", "zbv")
     compare(folder, [f"pp=2,grad_accum=4,schedule={schedule}" for schedule in schedules])
 
 
-@world(2, seconds=150)
+@world(2)
 def test_the_host_is_exact_for_experts(folder):
     compare(folder, ("shard=2,zero=3,ep=2", "shard=2,zero=3,ep=2,recompute=full"), arch="tiny-moe")
 
 
-@world(2, seconds=150)
+@world(2)
 def test_codes_work_where_weights_are_cut_and_gathered(folder):
     for plan in ("replicate=2", "shard=2,zero=3", "shard=2,zero=3,recompute=full", "tp=2", "pp=2,grad_accum=2"):
         words = ("batch=16", "plan.precision=fp32", *(f"plan.{word}" for word in plan.split(",")))
         plain, coded = (make_run(folder, *words, f"plan.activation_quant={kind}") for kind in ("none", "int8"))
         corpus = make_corpus(plain, folder)
-        theirs, mine = (drive(run, corpus, meshes.make(run.plan, CPU)) for run in (plain, coded))
+        theirs, mine = (drive(run, corpus, mesh_of(run.plan)) for run in (plain, coded))
         assert mine.losses[0] == theirs.losses[0], "the forward is not touched"
         assert mine.norms[0] != theirs.norms[0], "the gradient is"
         # int8 moves this model's gradient by 2e-3 to 1e-2; four large steps later the loss by less.

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from trials import CPU, alone, corpus_file, deviation, digest_before_the_cut, drive, make_corpus, make_run, made
+from trials import CPU, alone, corpus_file, deviation, digest_before_the_cut, drive, made, make_corpus, make_run
 from worlds import world
 
 from meshwright.checkpoint.model_folder import save_native
@@ -45,7 +45,8 @@ def folder(tmp_path):
 def compare(folder: Path, plans: tuple[tuple[str, ...], ...], arch: str = "tiny") -> None:
     """Plans beside one process over the same mathematics."""
     corpus = make_corpus(make_run(folder, *SGD, arch=arch), folder)
-    one = drive(make_run(folder, *SGD, "plan.replicate=1", arch=arch), corpus, alone()) if dist.get_rank() == 0 else None
+    alike = make_run(folder, *SGD, "plan.replicate=1", arch=arch)
+    one = drive(alike, corpus, alone()) if dist.get_rank() == 0 else None
     for plan in plans:
         run = make_run(folder, *SGD, *plan, arch=arch)
         mine = drive(run, corpus, meshes.make(run.plan, CPU))

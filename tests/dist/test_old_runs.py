@@ -1,4 +1,4 @@
-"""Run folders of version 0.1.0 (tests/data/old_runs), whose keys had other names: gone on with, converted, begun from."""
+"""Run folders of version 0.1.0 (tests/data/old_runs), whose keys had other names: resumed, converted, begun from."""
 
 import json
 import shutil

@@ -26,8 +26,9 @@ def test_a_shadow_changes_no_number(folder, arch, accumulate):
     )
     corpus = make_corpus(with_shadow, folder)
     mine, theirs = (drive(run, corpus, meshes.make(run.plan, CPU)) for run in (with_shadow, without))
-    # Both paths make the same bf16 products, and sum and update in fp32, in another order. Adam divides a gradient by its
-    # own size, so an element whose gradient nearly vanishes moves visibly; a whole weight by far less than one bf16 unit.
+    # Both paths make the same bf16 products, and sum and update in fp32, in another order. Adam divides a gradient by
+    # its own size, so an element whose gradient nearly vanishes moves visibly; a whole weight by far less than one bf16
+    # unit.
     assert mine.losses == pytest.approx(theirs.losses, rel=1e-5)
     for name, weight in theirs.weights.items():
         assert (mine.weights[name] - weight).norm() <= 2**-10 * weight.norm(), name

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from waiting import HANG
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 SMALL = ("arch.preset=tiny", "sequence=32", "batch=4", "steps=3", "eval.batches=1", "eval.sample_tokens=4")
@@ -35,7 +37,7 @@ def write_text(folder: Path) -> None:
     (folder / "my" / "text.txt").write_text("\n".join(lines))
 
 
-def meshwright(*words: str, folder: Path, seconds: float = 120, **extra: str) -> subprocess.CompletedProcess[str]:
+def meshwright(*words: str, folder: Path, **extra: str) -> subprocess.CompletedProcess[str]:
     """Run the program in a folder and wait for it."""
     return subprocess.run(
         [sys.executable, "-m", "meshwright", *words],
@@ -43,6 +45,6 @@ def meshwright(*words: str, folder: Path, seconds: float = 120, **extra: str) ->
         env=environment(folder, **extra),
         capture_output=True,
         text=True,
-        timeout=seconds,
+        timeout=HANG,
         check=False,
     )

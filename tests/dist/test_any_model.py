@@ -11,6 +11,7 @@ import pytest
 import strangers
 import torch
 from strangers import TOWER, Tied, Tower, averaged, batches, loss, plain
+from waiting import HANG
 
 from meshwright.config.check import missing
 from meshwright.parallel.model_spec import ModelSpec, sequential_stage
@@ -28,7 +29,7 @@ def test_an_example_proves_its_plans(example, tmp_path):
         pytest.importorskip("transformers")
     words = [sys.executable, str(EXAMPLES / f"{example}.py")]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=environment)
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=HANG, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert [line.split()[0] for line in lines[2:]] == ["shard=2,zero=3", "tp=2", "pp=2,schedule=1f1b"]
@@ -39,7 +40,7 @@ def test_an_example_proves_its_plans(example, tmp_path):
 
 def test_the_package_is_imported_without_torch():
     words = [sys.executable, "-c", "import sys, meshwright.verify; sys.exit('torch' in sys.modules)"]
-    assert subprocess.run(words, timeout=60).returncode == 0
+    assert subprocess.run(words, timeout=HANG).returncode == 0
 
 
 def test_a_model_that_says_nothing_is_copied_and_sharded():

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from commands import environment, meshwright
+from waiting import HANG
 
 from meshwright.hardware.profile import read_profile
 
@@ -77,7 +78,7 @@ def launched(*words: str, folder) -> list[subprocess.CompletedProcess[str]]:
         for rank in range(2)
     ]  # fmt: skip
     try:
-        said = [rank.communicate(timeout=120) for rank in ranks]
+        said = [rank.communicate(timeout=HANG) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -96,7 +96,7 @@ def go_on(folder, jobs, words, arch):
 
 
 def ranks(count: int, name: str, **arguments) -> None:
-    start(count, Path(__file__), name, arguments, seconds=240)
+    start(count, Path(__file__), name, arguments)
 
 
 def only_middle(home: Path) -> Path:

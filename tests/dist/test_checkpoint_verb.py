@@ -5,11 +5,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from commands import environment, meshwright
+from waiting import is_running, until
 
 WORDS = (
     "train", "arch.preset=tiny", "arch.layers=2", "sequence=32", "batch=4", "steps=80", "eval.batches=1",
@@ -39,13 +39,11 @@ def kill_after(folder: Path, name: str, saves: int) -> None:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    deadline = time.monotonic() + 90
-    while len(list((folder / name / "checkpoints").glob("step-*"))) < saves:
-        assert time.monotonic() < deadline, "nothing was saved"
-        time.sleep(0.01)
+    until(lambda: len(list((folder / name / "checkpoints").glob("step-*"))) >= saves, "nothing was saved")
+    ranks = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
     launcher.send_signal(signal.SIGKILL)
     launcher.wait()
-    time.sleep(1)  # its ranks end with it
+    until(lambda: not any(map(is_running, ranks)), "a rank outlived its launcher")
     assert not (folder / name / "summary.json").exists(), "it was done before it was killed"
 
 

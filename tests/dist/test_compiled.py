@@ -31,7 +31,7 @@ def folder(tmp_path_factory):
     return path
 
 
-@world(2, seconds=240)
+@world(2)
 def test_compiled_ranks_train_like_one_process_and_send_what_the_plan_implies(folder):
     run, reference = make_run(folder, *PLAN), make_run(folder, *SMALL)
     one = drive(run, make_corpus(run, Path(folder)), meshes.make(run.plan, CPU))
@@ -45,7 +45,7 @@ def test_compiled_ranks_train_like_one_process_and_send_what_the_plan_implies(fo
     assert not surprises(Path(folder), PLAN)
 
 
-@world(1, seconds=240)
+@world(1)
 def test_blocks_that_are_computed_anew_together_share_their_kernels(folder):
     words = ("arch.layers=6", "steps=1", "data.eval_fraction=0.0", "plan.recompute=every-2", "plan.compile=true")
     run = make_run(folder, *words)

@@ -53,24 +53,24 @@ def test_one_rank_sends_and_fetches(folder):
     compare(folder, ("replicate=1", "grad_accum=2", "recompute=first-3"))
 
 
-@world(2, seconds=150)
+@world(2)
 def test_the_host_is_exact_under_every_axis(folder):
     axes = ("shard=2,zero=3", "shard=2,zero=3,recompute=full", "tp=2", "tp=2,recompute=first-3", "cp=2")
     compare(folder, (*axes, "cp=2,cp_kind=ulysses"))
 
 
-@world(2, seconds=150)
+@world(2)
 def test_the_host_is_exact_in_a_pipeline(folder):
     schedules = ("1f1b", "zb1p", "zbv")
     compare(folder, [f"pp=2,grad_accum=4,schedule={schedule}" for schedule in schedules])
 
 
-@world(2, seconds=150)
+@world(2)
 def test_the_host_is_exact_for_experts(folder):
     compare(folder, ("shard=2,zero=3,ep=2", "shard=2,zero=3,ep=2,recompute=full"), arch="tiny-moe")
 
 
-@world(2, seconds=150)
+@world(2)
 def test_codes_work_where_weights_are_cut_and_gathered(folder):
     for plan in ("replicate=2", "shard=2,zero=3", "shard=2,zero=3,recompute=full", "tp=2", "pp=2,grad_accum=2"):
         words = ("batch=16", "plan.precision=fp32", *(f"plan.{word}" for word in plan.split(",")))

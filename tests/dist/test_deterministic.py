@@ -66,7 +66,7 @@ def leave_bits(folder, plans, words, arch):
 def bits(folder: Path, ranks: int, plans: tuple[str, ...], *words: str, arch: str = "tiny") -> dict[str, dict]:
     """What the plans for a number of ranks compute, to the last bit."""
     arguments = {"folder": folder, "plans": plans, "words": words, "arch": arch}
-    start(ranks, Path(__file__), "leave_bits", arguments, seconds=120)
+    start(ranks, Path(__file__), "leave_bits", arguments)
     return {plan: json.loads((folder / f"{plan}.bits").read_text()) for plan in plans}
 
 

@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import HANG
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SHORT = ("price_a_plan", "search_plans", "train_steps", "prove_a_module")
 STEP = re.compile(r"(?:StepResult|EvalResult) (\d): loss (\d+\.\d+)")
-PATIENCE = 600  # seconds: a time-out is for a hang, and this machine may be shared
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -24,7 +24,7 @@ def cache(tmp_path_factory):
 
 def output(words: list[str], folder: Path) -> str:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=PATIENCE, env=environment)
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=HANG, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -9,11 +9,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
 from commands import SMALL, environment, meshwright, write_text
+from waiting import HANG, until
 
 from meshwright.cost.goodput import account
 from meshwright.runtime.failure import process_name
@@ -175,10 +175,7 @@ def test_a_power_cut_costs_one_interval_at_most(user):
         stderr=subprocess.DEVNULL,
     )
     file = user / "cut" / "steps.rank0.jsonl"
-    deadline = time.monotonic() + 90
-    while not (file.exists() and file.read_bytes().count(b"\n") > 6):
-        assert time.monotonic() < deadline, "no steps were made"
-        time.sleep(0.05)
+    until(lambda: file.exists() and file.read_bytes().count(b"\n") > 6, "no steps were made")
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
     left = f"meshwright-{process_name(launcher.pid)}-*"
     for pid in [launcher.pid, *map(int, children)]:
@@ -194,11 +191,9 @@ def test_a_power_cut_costs_one_interval_at_most(user):
         stderr=subprocess.STDOUT,
         text=True,
     )
-    while file.read_bytes().count(b'"kind":"attempt"') < 2:
-        assert time.monotonic() < deadline, "it did not go on"
-        time.sleep(0.05)
+    until(lambda: file.read_bytes().count(b'"kind":"attempt"') >= 2, "it did not go on")
     again.send_signal(signal.SIGTERM)
-    assert again.wait(timeout=60) == 10
+    assert again.wait(timeout=HANG) == 10
     begun = [record.step for record in records(user / "cut") if isinstance(record, AttemptRecord)]
     assert begun[0] == 0
     assert not list(Path(tempfile.gettempdir()).glob(left))

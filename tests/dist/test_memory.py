@@ -257,14 +257,14 @@ def surprises(folder: Path, words: tuple[str, ...]) -> list[str]:
 
 
 @pytest.mark.parametrize("plans", TWO.values(), ids=TWO)
-@world(2, seconds=240)
+@world(2)
 def test_two_ranks_hold_what_the_plan_implies(folder, plans):
     told = [text for words in plans for text in surprises(folder, words)]
     assert not told, "\n".join(told)
 
 
 @pytest.mark.parametrize("plans", FOUR.values(), ids=FOUR)
-@world(4, seconds=240)
+@world(4)
 def test_four_ranks_hold_what_the_plan_implies(folder, plans):
     told = [text for words in plans for text in surprises(folder, words)]
     assert not told, "\n".join(told)
@@ -425,7 +425,7 @@ def unexpected(folder: Path, words: tuple[str, ...]) -> list[str]:
 
 
 @pytest.mark.parametrize("plans", KEPT.values(), ids=KEPT)
-@world(2, seconds=240)
+@world(2)
 def test_a_forward_keeps_what_the_ledger_says(folder, plans):
     told = [text for words in plans for text in unexpected(folder, words)]
     assert not told, "\n".join(told)
@@ -455,7 +455,7 @@ def alive_after_forward(run: Run, mesh: Mesh, folder: Path) -> int:
     return held
 
 
-@world(2, seconds=240)
+@world(2)
 def test_what_is_computed_anew_over_tp_is_not_kept(folder):
     for policy in ("full", "selective", "selective-1", "every-2"):
         run = make_run(folder, *SMALL, "plan.kernels=plain", "plan.tp=2", *BF16, f"plan.recompute={policy}")

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 from commands import environment
+from waiting import HANG
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 # A block that needs a machine or minutes which a test has not is marked on the line before, with the reason.
 BLOCK = re.compile(r"(^<!-- not run by the tests: [^\n]+ -->\n)?^```(sh|toml)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-HANG = 600  # seconds: no command takes a tenth of that on two quiet cores
 
 
 def blocks(page: Path, kind: str) -> list[str]:

@@ -63,14 +63,14 @@ def test_accumulation_rounds_alike(folder, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@world(2, seconds=120)
+@world(2)
 def test_every_axis_rounds_alike(folder, kind):
     axes = ("replicate=2", "shard=2,zero=1", "shard=2,zero=3", "tp=2", "cp=2", "pp=2,schedule=1f1b,grad_accum=4")
     compare(folder, kind, axes)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@world(4, seconds=120)
+@world(4)
 def test_axes_together_round_alike(folder, kind):
     compare(folder, kind, ("shard=2,zero=3,tp=2",))
 

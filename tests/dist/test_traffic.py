@@ -190,13 +190,13 @@ def surprises(folder: Path, words: tuple[str, ...]) -> list[str]:
 
 
 @pytest.mark.parametrize("plans", TWO.values(), ids=TWO)
-@world(2, seconds=240)
+@world(2)
 def test_two_ranks_send_what_the_plan_implies(folder, plans):
     assert not [text for words in plans for text in surprises(folder, words)]
 
 
 @pytest.mark.parametrize("plans", FOUR.values(), ids=FOUR)
-@world(4, seconds=240)
+@world(4)
 def test_four_ranks_send_what_the_plan_implies(folder, plans):
     assert not [text for words in plans for text in surprises(folder, words)]
 

@@ -5,11 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from commands import SMALL, environment, meshwright
+from waiting import HANG, is_running, until
 
 from meshwright.runtime.records import StepRecord, read_line
 
@@ -97,7 +97,7 @@ def test_a_reader_that_leaves_does_not_end_training(text):
     assert training.stdout is not None
     assert "3 steps" in training.stdout.readline()
     training.stdout.close()
-    assert training.wait(60) == 0
+    assert training.wait(HANG) == 0
     assert (text / "unheard" / "summary.json").exists()
 
 
@@ -124,7 +124,7 @@ def test_torchrun_starts_the_same_run(text):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "meshwright"]
     command += [*small(text), "--json", "--folder", "torchrun"]
     done = subprocess.run(
-        command, cwd=text, env=environment(text), capture_output=True, text=True, timeout=120, check=False
+        command, cwd=text, env=environment(text), capture_output=True, text=True, timeout=HANG, check=False
     )
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout.splitlines()[-1])
@@ -180,12 +180,9 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def wait_for_step(folder: Path, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
+def wait_for_step(folder: Path) -> None:
     file = folder / "steps.rank0.jsonl"
-    while not (file.exists() and file.stat().st_size):
-        assert time.monotonic() < deadline, "no step was made"
-        time.sleep(0.05)
+    until(lambda: file.exists() and file.stat().st_size, "no step was made")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 10), (signal.SIGKILL, -9)])
@@ -196,15 +193,12 @@ def test_when_the_launcher_ends_its_ranks_do_too(text, number, code):
     ranks = children(launcher.pid)
     assert len(ranks) == 3  # and the fork server that they were forked from
     launcher.send_signal(number)
-    _, errors = launcher.communicate(timeout=60)
+    _, errors = launcher.communicate(timeout=HANG)
     assert launcher.returncode == code
     saved = (text / folder / "checkpoints").exists()
     assert saved == (number != signal.SIGKILL)
     assert ("saved at step" in errors) == saved
-    deadline = time.monotonic() + 10
-    while any(Path(f"/proc/{rank}").exists() for rank in ranks) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not [rank for rank in ranks if Path(f"/proc/{rank}").exists()]
+    until(lambda: not any(map(is_running, ranks)), "a rank outlived its launcher")
 
 
 def rank_of(launcher: int, rank: int) -> int:
@@ -217,12 +211,10 @@ def test_a_killed_rank_is_named_and_replaced(text):
     wait_for_step(text / "killed")
     killed = rank_of(launcher.pid, 1)
     os.kill(killed, signal.SIGKILL)
-    deadline = time.monotonic() + 60
-    while (text / "killed" / "steps.rank0.jsonl").read_bytes().count(b'"kind":"attempt"') < 2:
-        assert time.monotonic() < deadline, "training did not go on"
-        time.sleep(0.05)
+    file = text / "killed" / "steps.rank0.jsonl"
+    until(lambda: file.read_bytes().count(b'"kind":"attempt"') >= 2, "training did not go on")
     launcher.terminate()
-    said, _ = launcher.communicate(timeout=60)
+    said, _ = launcher.communicate(timeout=HANG)
     assert launcher.returncode == 10
     assert "what:    rank 1 was ended by signal SIGKILL" in said
     assert f"process {killed}" in said
@@ -235,7 +227,7 @@ def test_a_second_launcher_on_one_folder_is_refused_by_name(text):
     assert second.returncode == 2
     assert f"in use by process {launcher.pid}" in second.stderr
     launcher.terminate()
-    launcher.communicate(timeout=60)
+    launcher.communicate(timeout=HANG)
 
 
 def test_trackers_several_at_once_never_stop_training(text):

@@ -137,12 +137,12 @@ def compare(plans: list[str]) -> None:
     assert_equal(f"{words} as one unit", ours(plan, ModelSpec(blocks=one_unit)), reference)
 
 
-@world(2, seconds=240)
+@world(2)
 def test_two_ranks_train_like_torchs_own():
     compare(TWO)
 
 
-@world(4, seconds=240)
+@world(4)
 def test_four_ranks_train_like_torchs_own():
     compare(FOUR)
 

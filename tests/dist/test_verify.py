@@ -7,6 +7,7 @@ import bugs
 import msgspec
 import pytest
 from commands import meshwright
+from waiting import HANG
 
 from meshwright.runtime.ranks import RankError, Remote, run_ranks
 from meshwright.verify import prove
@@ -22,7 +23,7 @@ def folder(tmp_path_factory):
 
 
 def test_the_standard_set_for_eight_ranks_is_equal_to_one_process(folder):
-    done = meshwright("verify", "--matrix", "--ranks", "8", "--json", folder=folder, seconds=420)
+    done = meshwright("verify", "--matrix", "--ranks", "8", "--json", folder=folder)
     verdicts = json.loads(done.stdout)
     bad = [verdict for verdict in verdicts if not verdict["passed"]]
     assert not bad, msgspec.json.encode(bad).decode()
@@ -41,8 +42,8 @@ def seeded(folder: Path, bug: str, plan: str, model: str) -> ParityResult:
     theirs, ours = folder / f"reference-{bug}", folder / f"plan-{bug}"
     for each in (theirs, ours):
         each.mkdir()
-    run_ranks(Remote("meshwright.verify.evidence", "record"), 1, (reference, folder / "cache", theirs), 60)
-    run_ranks(bugs.record, run.plan.world, (run, folder / "cache", ours, bug), 60)
+    run_ranks(Remote("meshwright.verify.evidence", "record"), 1, (reference, folder / "cache", theirs), HANG)
+    run_ranks(bugs.record, run.plan.world, (run, folder / "cache", ours, bug), HANG)
     return compare(run, theirs, ours, TOLERANCES["fp64"][0], 0.0)
 
 
@@ -94,7 +95,7 @@ BAD = [
 
 @pytest.mark.parametrize(("words", "told"), BAD, ids=[told for _, told in BAD])
 def test_what_cannot_be_proved_is_refused_before_a_rank_starts(tmp_path, words, told):
-    done = meshwright("verify", *words, folder=tmp_path, seconds=20)
+    done = meshwright("verify", *words, folder=tmp_path)
     assert done.returncode == 2
     assert told in done.stderr
     assert "Traceback" not in done.stderr
@@ -102,5 +103,5 @@ def test_what_cannot_be_proved_is_refused_before_a_rank_starts(tmp_path, words, 
 
 
 def test_a_rank_that_fails_brings_all_down_with_its_own_words():
-    with pytest.raises(RankError, match="(?s)rank 1: .*broken on purpose"):
-        run_ranks(bugs.fail_on_one, 2, (), 60)
+    with pytest.raises(RankError, match=r"(?s)rank 1: .*broken on purpose"):
+        run_ranks(bugs.fail_on_one, 2, (), HANG)

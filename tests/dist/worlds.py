@@ -10,41 +10,42 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import HANG
 
 from meshwright.runtime.place import Place
 from meshwright.runtime.ranks import SERVER, RankError, run_ranks
 
 # Imported once by the server that ranks are forked from: a rank then starts in a tenth of a second, not in three.
-SERVER.set_forkserver_preload(["torch._dynamo", "torch.fx.experimental.symbolic_shapes", "meshwright.verify.evidence"])
+SERVER.set_forkserver_preload(["meshwright.verify.evidence", "meshwright.train.rank", "pytest"])
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
-def world(ranks: int, seconds: float = 60.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def world(ranks: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run a test in `ranks` processes that can already speak to each other."""
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(body)
         def test(**arguments: Any) -> None:
-            start(ranks, Path(body.__code__.co_filename), body.__name__, arguments, seconds)
+            start(ranks, Path(body.__code__.co_filename), body.__name__, arguments)
 
         return test
 
     return decorate
 
 
-def start(ranks: int, file: Path, name: str, arguments: dict[str, Any], seconds: float) -> None:
+def start(ranks: int, file: Path, name: str, arguments: dict[str, Any]) -> None:
     """Start, wait, clean up, and fail with the first rank's own words."""
     try:
-        run_ranks(_rank, ranks, (file, name, arguments, seconds), seconds)
+        run_ranks(_rank, ranks, (file, name, arguments), HANG)
     except RankError as error:
         pytest.fail(str(error), pytrace=False)
 
 
-def _rank(place: Place, file: Path, name: str, arguments: dict[str, Any], seconds: float) -> None:
+def _rank(place: Place, file: Path, name: str, arguments: dict[str, Any]) -> None:
     import torch
     import torch.distributed as dist
 
-    faulthandler.dump_traceback_later(0.95 * seconds)  # to standard error, should it hang
+    faulthandler.dump_traceback_later(0.95 * HANG)  # to standard error, should it hang
     torch.set_num_threads(1)
     store = dist.FileStore(place.store, place.world)
     dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from waiting import HANG
 
 from checkpoint import saved
 from meshwright.checkpoint import format, read
@@ -191,7 +192,7 @@ class Slow(Disk):
         self.go = threading.Event()
 
     def write_block(self, descriptor, block):
-        assert self.go.wait(30)
+        assert self.go.wait(HANG)
         super().write_block(descriptor, block)
 
 

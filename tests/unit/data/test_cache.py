@@ -2,10 +2,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from waiting import HANG, until
 
 from meshwright.data import prepare
 from meshwright.data.prepare import fingerprint, once
@@ -21,23 +21,18 @@ def make(folder):
     (folder / "half").write_text("half")
     with open(sys.argv[2], "a") as log:
         log.write("made\\n")
-    time.sleep(float(sys.argv[3]))
+    while not Path(sys.argv[3]).exists():
+        time.sleep(0.01)
     (folder / "whole").write_text("whole")
 
-print((once(Path(sys.argv[1]), make, print) / "whole").read_text())
+print((once(Path(sys.argv[1]), make, lambda text: print(text, flush=True)) / "whole").read_text())
 """
 
 
-def worker(folder: Path, log: Path, seconds: float) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", WORKER, str(folder), str(log), str(seconds)]
+def worker(folder: Path) -> subprocess.Popen[str]:
+    """Makes a folder, and says so in a log; it is not done before there is a file `go`."""
+    command = [sys.executable, "-c", WORKER, *(str(folder / name) for name in ("made", "log", "go"))]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-
-
-def wait_for(log: Path) -> None:
-    limit = time.monotonic() + 20
-    while not log.exists() and time.monotonic() < limit:
-        time.sleep(0.01)
-    assert log.exists()
 
 
 def silent(_: str) -> None: ...
@@ -48,18 +43,20 @@ def fill(folder: Path) -> None:
 
 
 def test_one_of_many_processes_works_and_all_find_it_ready(tmp_path):
-    workers = [worker(tmp_path / "made", tmp_path / "log", 0.5) for _ in range(4)]
-    said = [each.communicate(timeout=30)[0].splitlines() for each in workers]
-    assert [lines[-1] for lines in said] == ["whole"] * 4
+    first = worker(tmp_path)
+    until((tmp_path / "log").exists, "nobody works")
+    others = [worker(tmp_path) for _ in range(3)]
+    assert [other.stdout.readline().startswith("waiting") for other in others if other.stdout] == [True] * 3
+    (tmp_path / "go").touch()
+    assert [each.communicate(timeout=HANG)[0].splitlines()[-1] for each in (first, *others)] == ["whole"] * 4
     assert (tmp_path / "log").read_text() == "made\n"
-    assert sum(lines[0].startswith("waiting") for lines in said) >= 1  # whoever came while the first one worked
 
 
 def test_a_killed_writer_leaves_nothing_that_looks_ready(tmp_path):
-    killed = worker(tmp_path / "made", tmp_path / "log", 60)
-    wait_for(tmp_path / "log")
+    killed = worker(tmp_path)
+    until((tmp_path / "log").exists, "nobody works")
     os.kill(killed.pid, signal.SIGKILL)
-    killed.communicate(timeout=10)
+    killed.communicate(timeout=HANG)
     assert not (tmp_path / "made").exists()
     assert once(tmp_path / "made", fill, silent) == tmp_path / "made"
     assert [file.name for file in (tmp_path / "made").iterdir()] == ["whole"]

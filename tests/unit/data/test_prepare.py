@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from waiting import HANG
 
 from meshwright.config.run import Data, Init, Source
 from meshwright.data import prepare as module
@@ -215,7 +216,7 @@ def test_two_processes_prepare_at_once_and_one_of_them_works(text, cache, make_r
         worker.stdin.write(run)
         worker.stdin.close()
         worker.stdin = None
-    said = [worker.communicate(timeout=60)[0].split() for worker in workers]
+    said = [worker.communicate(timeout=HANG)[0].split() for worker in workers]
     totals, worked, torch = zip(*said, strict=True)
     assert len(set(totals)) == 1
     assert sorted(worked) == [b"0", b"0", b"1"]

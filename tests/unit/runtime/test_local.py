@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 
 import pytest
+from waiting import HANG, until
 
 from meshwright.runtime import ranks as local
 from meshwright.runtime.ranks import Ranks
@@ -17,11 +18,8 @@ def forked(work):
     return pid
 
 
-def wait(ranks, seconds=10.0):
-    deadline = time.monotonic() + seconds
-    while None in ranks.poll():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+def wait(ranks):
+    until(lambda: None not in ranks.poll(), "a rank does not end")
     return ranks.codes
 
 
@@ -33,7 +31,7 @@ def test_exit_codes_are_told_and_signals_are_below_zero():
 
 
 def test_ending_leaves_nobody():
-    pids = [forked(lambda: time.sleep(60) or 0) for _ in range(2)]
+    pids = [forked(lambda: time.sleep(HANG) or 0) for _ in range(2)]
     os.kill(pids[1], signal.SIGSTOP)  # a stopped process too
     ranks = Ranks(pids)
     assert ranks.poll() == [None, None]
@@ -43,9 +41,8 @@ def test_ending_leaves_nobody():
 
 
 def test_a_signal_goes_to_those_who_are_left():
-    ranks = Ranks([forked(lambda: 0), forked(lambda: time.sleep(60) or 0)])
-    while ranks.poll()[0] is None:
-        time.sleep(0.01)
+    ranks = Ranks([forked(lambda: 0), forked(lambda: time.sleep(HANG) or 0)])
+    until(lambda: ranks.poll()[0] is not None, "a rank does not end")
     ranks.signal(signal.SIGTERM)
     assert wait(ranks) == [0, -15]
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from waiting import HANG
 
 from meshwright.runtime.files import require_file, require_folder, teller
 from meshwright.spec.problem import InputError
@@ -45,4 +46,4 @@ def test_a_reader_that_leaves_does_not_change_the_exit_code():
     talking.stdout.close()
     assert talking.stdin is not None
     talking.stdin.close()
-    assert talking.wait(30) == 7
+    assert talking.wait(HANG) == 7

@@ -5,6 +5,7 @@ import time
 
 import msgspec
 import pytest
+from waiting import HANG, until
 
 from meshwright.runtime import heartbeat as beats
 from meshwright.runtime.heartbeat import Beat, Frame, HeartbeatReader
@@ -28,13 +29,6 @@ def heart(tmp_path):
     beating = Heartbeat(tmp_path, 0, phase_table())
     yield beating
     beating.close()
-
-
-def until(condition, seconds=20.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_record_comes_back_as_it_was_packed():
@@ -65,8 +59,8 @@ def test_a_reader_sees_the_heart_beat_and_the_steps_go_by(heart, tmp_path):
     heart.did(5)
     (seen,) = pulse.look()  # rank 1 has not spoken
     assert (seen.beat.step, seen.beat.restored) == (5, 4)
-    until(lambda: pulse.look()[0].beat.tick > seen.beat.tick)
-    assert not pulse.look()[0].silent
+    until(lambda: pulse.look()[0].beat.tick > seen.beat.tick, "the heart does not beat")
+    until(lambda: not pulse.look()[0].silent, "a heart that beats is called silent")
     pulse.close()
 
 
@@ -75,7 +69,7 @@ def test_standing_still_is_seen_and_so_is_moving_on(heart, tmp_path):
     time.sleep(0.5)  # the main thread stands on this line
     still = pulse.look()[0]
     assert still.now - still.still_since > 0.2
-    until(lambda: pulse.look()[0].beat.moved > still.beat.moved)
+    until(lambda: pulse.look()[0].beat.moved > still.beat.moved, "moving on is not seen")
     pulse.close()
 
 
@@ -93,7 +87,7 @@ def test_a_reader_learns_from_the_rank_what_its_frames_mean(heart, tmp_path):
 
 
 def test_time_at_work_is_kept_by_phase(heart):
-    until(lambda: sum(heart.spent()[0]) > 0.2)
+    until(lambda: sum(heart.spent()[0]) > 0.2, "no time was spent")
     assert sum(heart.spent()[1]) == 0.0  # it has waited for nobody
 
 
@@ -122,10 +116,10 @@ def test_the_supervisor_can_ask_a_process_to_leave(tmp_path):
     pid = os.fork()
     if pid == 0:
         Heartbeat(tmp_path, 0, phase_table())
-        threading.Event().wait(60)
+        threading.Event().wait(HANG)
         os._exit(0)
     pulse = HeartbeatReader(tmp_path, [0])
-    until(lambda: bool(pulse.look()))
+    until(pulse.look, "the heart does not beat")
     pulse.ask_to_leave()
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 11
     pulse.close()

@@ -1,4 +1,4 @@
-"""The program as a user runs it: a process, its exit code, what it printed."""
+"""The program as a user runs it: its words, its exit code, what it printed."""
 
 import importlib.util
 import os
@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from waiting import HANG
+import forked
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -16,7 +16,7 @@ SMALL = ("arch.preset=tiny", "sequence=32", "batch=4", "steps=3", "eval.batches=
 
 def environment(folder: Path, **extra: str) -> dict[str, str]:
     """A user's environment with a cache of its own and nothing of the test run's."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "OMPI", "OMP_"))}
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "OMPI"))}
     return kept | {"XDG_CACHE_HOME": str(folder / "cache"), "COLUMNS": "100"} | extra
 
 
@@ -39,12 +39,4 @@ def write_text(folder: Path) -> None:
 
 def meshwright(*words: str, folder: Path, **extra: str) -> subprocess.CompletedProcess[str]:
     """Run the program in a folder and wait for it."""
-    return subprocess.run(
-        [sys.executable, "-m", "meshwright", *words],
-        cwd=folder,
-        env=environment(folder, **extra),
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-        check=False,
-    )
+    return forked.run(words, folder, environment(folder, **extra))

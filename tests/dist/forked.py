@@ -1,0 +1,121 @@
+"""The program in a process that was forked from one that has torch: importing it takes longer than most runs here.
+
+The verb, its launcher, its fork server and its ranks are the processes that a user has, each with its own parent; only
+the interpreter that a new process would begin with is a copy. Tests of how processes begin and end start real ones.
+"""
+
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import IO, Any
+
+from waiting import HANG
+from worlds import SERVER
+
+FORK_SERVER = "meshwright.train.fork_server"
+
+
+def run(words: Sequence[str], folder: Path, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    """`python -m meshwright WORDS` in a folder, to its end."""
+    with tempfile.TemporaryDirectory() as name:
+        output, errors = Path(name) / "output", Path(name) / "errors"
+        process = SERVER.Process(target=_program, args=(list(words), folder, dict(environment), output, errors))
+        process.start()
+        process.join(HANG)
+        process.kill()
+        process.join()
+        assert process.exitcode is not None
+        said = [file.read_text() if file.exists() else "" for file in (output, errors)]
+        return subprocess.CompletedProcess(list(words), process.exitcode, *said)
+
+
+def _program(words: list[str], folder: Path, environment: dict[str, str], output: Path, errors: Path) -> None:
+    with open(output, "wb") as out, open(errors, "wb") as err:
+        _take_over(environment, (os.devnull, out.fileno(), err.fileno()))
+    os.chdir(folder)
+    sys.argv[1:] = words
+    ranks: Any = import_module("meshwright.runtime.ranks")
+    ranks.SERVER = multiprocessing.get_context("fork")
+    ranks.subprocess.Popen = _start
+    runpy.run_module("meshwright", run_name="__main__", alter_sys=True)
+
+
+def _take_over(environment: Mapping[str, str], files: tuple[str | int, int, int]) -> None:
+    """Be as a new process is: its environment, its standard files, no signal heeded."""
+    os.environ.clear()
+    os.environ.update(environment)
+    for number, file in enumerate(files):
+        opened = os.open(file, os.O_RDONLY) if isinstance(file, str) else file
+        os.dup2(opened, number)
+    modes = ({"mode": "r"}, {"mode": "w"}, {"mode": "w", "buffering": 1})
+    # Closed by nobody: the objects that these replace may go at any time.
+    sys.stdin, sys.stdout, sys.stderr = (os.fdopen(n, **mode, closefd=False) for n, mode in enumerate(modes))
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+NEW_PROCESS = subprocess.Popen
+
+
+def _start(command: list[str], **options: Any) -> Any:
+    """In the place of a new process: a fork, if it is the fork server that is started."""
+    if command[1:3] == ["-m", FORK_SERVER]:
+        return _Forked(command, **options)
+    return NEW_PROCESS(command, **options)
+
+
+class _Forked:
+    """What is used of a `Popen`."""
+
+    def __init__(
+        self, command: list[str], *, env: dict[str, str], stdin: int, stdout: int, stderr: IO[bytes],
+        pass_fds: tuple[int], start_new_session: bool,
+    ) -> None:  # fmt: skip
+        assert stdin == subprocess.PIPE
+        reading, writing = os.pipe()
+        self.code: int | None = None
+        self.pid = os.fork()
+        if not self.pid:
+            self._become(command, env, (reading, stdout, stderr.fileno()), pass_fds, start_new_session)
+        os.close(reading)
+        self.stdin = open(writing, "wb")  # noqa: SIM115 - whoever has it closes it
+
+    @staticmethod
+    def _become(
+        command: list[str], env: dict[str, str], files: tuple[int, int, int], kept: tuple[int], own_session: bool
+    ) -> None:
+        try:
+            if own_session:
+                os.setsid()
+            duplicates = [os.dup(file) for file in files]
+            _take_over(env, (duplicates[0], duplicates[1], duplicates[2]))
+            (answers,) = kept
+            os.closerange(3, answers)
+            os.closerange(answers + 1, os.sysconf("SC_OPEN_MAX"))
+            import_module(FORK_SERVER).main(int(command[-1]))
+            os._exit(0)
+        finally:
+            os._exit(1)
+
+    def poll(self) -> int | None:
+        return self._wait(os.WNOHANG)
+
+    def wait(self) -> int | None:
+        return self._wait(0)
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def _wait(self, how: int) -> int | None:
+        if self.code is None:
+            found, status = os.waitpid(self.pid, how)
+            self.code = os.waitstatus_to_exitcode(status) if found else None
+        return self.code

@@ -30,8 +30,10 @@ def slow_normal(stream: int, index: int) -> float:
 
 
 def test_the_hash_is_splitmix64():
-    # The first outputs of the published generator for the seed 0.
-    assert [splitmix64(n * 0x9E3779B97F4A7C15) for n in (1, 2)] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]
+    # The first outputs of the published generator for the seed 0, of which a uniform number has the first 24 bits.
+    published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]
+    assert [splitmix64(n * 0x9E3779B97F4A7C15) for n in (1, 2)] == published
+    assert uniform(0, torch.arange(2)).tolist() == [(word >> 40) / 2**24 for word in published]
 
 
 def test_a_normal_number_is_the_sum_of_eight_uniform_ones():

@@ -21,7 +21,7 @@ def test_experts_in_the_middle_of_a_pipeline(folder, schedule):  # noqa: F811
 
 @world(3)
 def test_uneven_stages(folder):  # noqa: F811
-    compare(folder, (), ("plan.pp=3", "plan.stages=[3, 2, 1]", "plan.grad_accum=4"))
+    compare(folder, ("arch.layers=6",), ("plan.pp=3", "plan.stages=[3, 2, 1]", "plan.grad_accum=4"))
 
 
 @pytest.mark.parametrize(("zero", "schedule"), [(1, "interleaved"), (2, "zb1p"), (3, "looped")])

@@ -18,11 +18,14 @@ from meshwright.train.saving import digest_of, restore
 from meshwright.train.state import State, weights
 
 CPU = torch.device("cpu")
+# A first block, a last one and two between them: as many as two stages of two chunks need. Who wants more says so.
 WORDS = (
+    "arch.layers=4",
     "steps=4",
     "sequence=32",
     "batch=8",
     "eval.every=0",
+    "eval.batches=1",
     "plan.precision=fp64",
     "optim.warmup=0",
     "optim.lr=1e-2",

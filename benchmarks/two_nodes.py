@@ -105,7 +105,7 @@ def lose(here: Machines, how: str, words: list[str], folder: Path, environment: 
     ranks = [here.start(number, 2, command, folder, environment) for number in (0, 1)]
     try:
         wait_for(lambda: len(list(folder.glob("run/checkpoints/step-*"))) > 0, "a saved step")
-        time.sleep(1.0)  # in the middle of the work
+        time.sleep(0.2)  # in the middle of the work
         lost_at = time.monotonic()
         if how == "kill":
             os.killpg(ranks[1].pid, signal.SIGKILL)

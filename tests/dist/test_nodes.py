@@ -8,7 +8,7 @@ from meshwright.verify.rehearse import model_digest
 GIVEN_UP = 200.0  # seconds: a collective would wait for the lost machine for five minutes
 
 RUN = [
-    *SMALL, "steps=150", "data.source=my/*.txt", "checkpoint.every=10", "eval.every=0",
+    *SMALL, "arch.layers=3", "steps=80", "data.source=my/*.txt", "checkpoint.every=10", "eval.every=0",
     "plan.deterministic=true", "plan.microbatch=1",
 ]  # fmt: skip
 

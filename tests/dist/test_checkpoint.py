@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from trials import CPU, GPT, alone, corpus_file, make_corpus, make_run
+from trials import GPT, alone, corpus_file, make_corpus, make_run, mesh_of
 from worlds import start, world
 
 from meshwright.checkpoint import format as manifests
 from meshwright.config.run import Run
-from meshwright.parallel import mesh as meshes
 from meshwright.train.build import build
 from meshwright.train.loop import train
 from meshwright.train.saving import digest_of, restore, saving
@@ -49,7 +48,7 @@ def planned(folder: Path, plan: str, words: tuple[str, ...], arch: str) -> Run:
 
 
 def state_of(folder: Path, run: Run):
-    mesh = meshes.make(run.plan, CPU) if dist.get_world_size() > 1 else alone()
+    mesh = mesh_of(run.plan) if dist.get_world_size() > 1 else alone()
     return build(run, make_corpus(run, folder), mesh), mesh
 
 

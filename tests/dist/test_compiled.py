@@ -5,12 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 from test_traffic import surprises
-from trials import CPU, alone, corpus_file, drive, make_corpus, make_run
+from trials import alone, corpus_file, drive, make_corpus, make_run, mesh_of
 from worlds import world
 
 from meshwright.config.check import missing
 from meshwright.parallel import compile
-from meshwright.parallel import mesh as meshes
 from meshwright.spec.plan import Plan
 
 pytestmark = [
@@ -34,7 +33,7 @@ def folder(tmp_path_factory):
 @world(2)
 def test_compiled_ranks_train_like_one_process_and_send_what_the_plan_implies(folder):
     run, reference = make_run(folder, *PLAN), make_run(folder, *SMALL)
-    one = drive(run, make_corpus(run, Path(folder)), meshes.make(run.plan, CPU))
+    one = drive(run, make_corpus(run, Path(folder)), mesh_of(run.plan))
     other = drive(reference, make_corpus(reference, Path(folder)), alone())
     # Fused kernels add in another order, as ranks do: 1e-16 a term, and AdamW divides small gradients by their size.
     assert one.losses == pytest.approx(other.losses, rel=1e-12)
@@ -49,7 +48,7 @@ def test_compiled_ranks_train_like_one_process_and_send_what_the_plan_implies(fo
 def test_blocks_that_are_computed_anew_together_share_their_kernels(folder):
     words = ("arch.layers=6", "steps=1", "data.eval_fraction=0.0", "plan.recompute=every-2", "plan.compile=true")
     run = make_run(folder, *words)
-    drive(run, make_corpus(run, Path(folder)), meshes.make(run.plan, CPU))
+    drive(run, make_corpus(run, Path(folder)), mesh_of(run.plan))
     told = compile.described()[0]
     # The first block's input needs no gradient of its own, a second graph; three runs of two blocks add none.
     assert ", 0 graph breaks" in told

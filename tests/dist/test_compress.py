@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from trials import CPU, Trial, corpus_file, deviation, drive, make_corpus, make_run
+from trials import Trial, corpus_file, deviation, drive, make_corpus, make_run, mesh_of
 from worlds import world
 
-from meshwright.parallel import mesh as meshes
 from meshwright.parallel.activation_offload import HostLane
 
 NOTHING = 1e-12  # the same plan computes the same sums; on a loaded machine some libraries choose another order
@@ -39,7 +38,7 @@ def compare(folder, plans, arch="tiny"):
         here, there = (
             make_run(folder, *words, f"plan.activation_offload={place}", arch=arch) for place in ("false", "true")
         )
-        corpus, mesh = make_corpus(here, folder), meshes.make(here.plan, CPU)
+        corpus, mesh = make_corpus(here, folder), mesh_of(here.plan)
         theirs = drive(here, corpus, mesh)
         mine, sent = sent_by(there, corpus, mesh)
         assert sent > 0, plan
@@ -76,7 +75,7 @@ def test_codes_work_where_weights_are_cut_and_gathered(folder):
         words = ("batch=16", "plan.precision=fp32", *(f"plan.{word}" for word in plan.split(",")))
         plain, coded = (make_run(folder, *words, f"plan.activation_quant={kind}") for kind in ("none", "int8"))
         corpus = make_corpus(plain, folder)
-        theirs, mine = (drive(run, corpus, meshes.make(run.plan, CPU)) for run in (plain, coded))
+        theirs, mine = (drive(run, corpus, mesh_of(run.plan)) for run in (plain, coded))
         assert mine.losses[0] == theirs.losses[0], "the forward is not touched"
         assert mine.norms[0] != theirs.norms[0], "the gradient is"
         # int8 moves this model's gradient by 2e-3 to 1e-2; four large steps later the loss by less.

@@ -7,7 +7,7 @@ import pytest
 from test_data_parallel import compare, folder  # noqa: F401
 from test_memory import SMALL, saved_for_backward
 from test_traffic import surprises
-from trials import CPU, make_run
+from trials import make_run, mesh_of
 from worlds import world
 
 from meshwright.cost import activations
@@ -16,7 +16,6 @@ from meshwright.cost.job import Job
 from meshwright.hardware.cluster import cluster
 from meshwright.hardware.stacks import stacks
 from meshwright.kernels import cross_entropy
-from meshwright.parallel import mesh as meshes
 
 ROWS = 48  # of 8 · 32: five chunks and a rest
 
@@ -55,5 +54,5 @@ def test_a_forward_keeps_the_gradients_of_the_loss_and_no_logits(folder):  # noq
         said = saved_activations(work, (False,) * run.arch.layers, True, "none")
         # Of an odd vocabulary one rank has half an entry more than the mean, the other half an entry less.
         odd = run.arch.hidden * work.narrow / 2
-        seen = saved_for_backward(run, meshes.make(run.plan, CPU), folder)
+        seen = saved_for_backward(run, mesh_of(run.plan), folder)
         assert abs(seen - said.activations - said.logits) == odd, words

@@ -5,11 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from trials import CPU, alone, corpus_file, deviation, drive, make_corpus, make_run
+from trials import alone, corpus_file, deviation, drive, make_corpus, make_run, mesh_of
 from worlds import world
 
 from meshwright.optim import clip
-from meshwright.parallel import mesh as meshes
 from meshwright.train.build import build
 from meshwright.train.loop import train
 from meshwright.train.state import weights
@@ -30,7 +29,7 @@ def compare(folder: Path, words: tuple[str, ...], plan: tuple[str, ...], arch: s
     run = make_run(folder, *words, *plan, arch=arch)
     reference = make_run(folder, *words, "plan.replicate=1", arch=arch)
     corpus = make_corpus(run, folder)
-    mine = drive(run, corpus, meshes.make(run.plan, CPU))
+    mine = drive(run, corpus, mesh_of(run.plan))
     if dist.get_rank() > 0:
         return
     theirs = drive(reference, corpus, alone())
@@ -79,8 +78,8 @@ def test_low_precision_follows_the_wide_run(folder, precision):
     low = make_run(folder, *words, f"plan.precision={precision}")
     wide = make_run(folder, *words, "plan.precision=fp32")
     corpus = make_corpus(low, folder)
-    mine = drive(low, corpus, meshes.make(low.plan, CPU))
-    theirs = drive(wide, corpus, meshes.make(wide.plan, CPU))
+    mine = drive(low, corpus, mesh_of(low.plan))
+    theirs = drive(wide, corpus, mesh_of(wide.plan))
     assert {weight.dtype for weight in mine.weights.values()} == {torch.float32}
     assert all(flag == 1.0 for flag in mine.finite)
     # bf16 keeps 8 bits: a loss of about 6 read to 0.4 % each, over eight steps of it.
@@ -91,7 +90,7 @@ def test_low_precision_follows_the_wide_run(folder, precision):
 @world(2)
 def test_an_overflow_on_one_rank_skips_the_step_on_both_and_halves_the_scale(folder, plan):
     run = make_run(folder, *plan, "plan.precision=fp16", "steps=3", "data.eval_fraction=0.0")
-    mesh = meshes.make(run.plan, CPU)
+    mesh = mesh_of(run.plan)
     state = build(run, make_corpus(run, folder), mesh)
     (model,) = state.chunks
     before = {name: weight.clone() for name, weight in weights([model], run, mesh)}

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from trials import CPU, corpus_file, drive, make_corpus, make_run
+from trials import corpus_file, drive, make_corpus, make_run, mesh_of
 from worlds import start, world
 
 from meshwright.cost.traffic import traffic
-from meshwright.parallel import mesh as meshes
 from meshwright.parallel.deterministic import scattered, summed, tree_sum
 from meshwright.train.build import build
 from meshwright.train.loop import train
@@ -51,7 +50,7 @@ def leave_bits(folder, plans, words, arch):
     """Run each plan on as many ranks as have been started, and leave all its bits in a file of the folder."""
     for plan in plans:
         run = make_run(folder, *WORDS, *words, *(f"plan.{word}" for word in plan.split(",")), arch=arch)
-        trial = drive(run, make_corpus(run, folder), meshes.make(run.plan, CPU))
+        trial = drive(run, make_corpus(run, folder), mesh_of(run.plan))
         bits = {
             "weights": digest(trial.weights),
             "losses": [value.hex() for value in trial.losses],
@@ -121,7 +120,7 @@ def test_a_step_sends_what_the_arithmetic_says(folder, arch):
     for plan in ("replicate=4", "shard=4,zero=1", "shard=4,zero=3", "replicate=2,shard=2,zero=2"):
         words = ("plan.deterministic=true", *(f"plan.{word}" for word in plan.split(",")), "plan.precision=bf16")
         run = make_run(folder, *WORDS, *words, "steps=1", "data.eval_fraction=0.0", arch=arch)
-        mesh = meshes.make(run.plan, CPU)
+        mesh = mesh_of(run.plan)
         state = build(run, make_corpus(run, folder), mesh)
         with observing() as seen:
             list(train(run, state, mesh))

@@ -13,12 +13,11 @@ from test_data_parallel import compare, folder  # noqa: F401
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from trials import CPU, drive, make_corpus, make_run
+from trials import drive, make_corpus, make_run, mesh_of
 from worlds import world
 
 from meshwright.config.presets import preset
 from meshwright.models.moe import Experts, RunExperts, run_experts
-from meshwright.parallel import mesh as meshes
 from meshwright.parallel.expert import run_over_ranks, sorted_by_expert
 from meshwright.parallel.fsdp import even_dim
 from meshwright.parallel.mesh import copies, local, region_of
@@ -210,7 +209,7 @@ def test_experts_that_do_not_come_out_even_are_cut_inside(folder, plan):  # noqa
 @world(4)
 def test_what_ranks_hold_is_every_expert_once(folder, plan, experts):  # noqa: F811
     run = make_run(folder, *SMALL, *COMPOSED[plan], f"arch.experts={experts}", arch="tiny-moe")
-    mesh = meshes.make(run.plan, CPU)
+    mesh = mesh_of(run.plan)
     state = build(run, make_corpus(run, folder), mesh)
     state.loader.close()
     for name, weight in state.chunks[0].named_parameters():
@@ -226,7 +225,7 @@ def test_what_ranks_hold_is_every_expert_once(folder, plan, experts):  # noqa: F
 def test_low_precision_follows_the_wide_run(folder):  # noqa: F811
     words = (*SMALL, "plan.shard=2", "plan.ep=2", "plan.zero=3", "steps=8")
     low, wide = (make_run(folder, *words, f"plan.precision={name}", arch="tiny-moe") for name in ("bf16", "fp32"))
-    mine, theirs = (drive(run, make_corpus(run, folder), meshes.make(run.plan, CPU)) for run in (low, wide))
+    mine, theirs = (drive(run, make_corpus(run, folder), mesh_of(run.plan)) for run in (low, wide))
     # bf16 keeps 8 bits: a loss of about 6 read to 0.4 % each, over eight steps of it.
     assert mine.losses == pytest.approx(theirs.losses, rel=2e-2)
 

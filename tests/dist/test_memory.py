@@ -17,7 +17,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
-from trials import CPU, alone, corpus_file, make_corpus, make_run
+from trials import alone, corpus_file, make_corpus, make_run, mesh_of
 from worlds import world
 
 from meshwright.config.run import Run
@@ -29,7 +29,6 @@ from meshwright.hardware.cluster import cluster
 from meshwright.hardware.stacks import stacks
 from meshwright.optim import offload_update
 from meshwright.optim.offload import OffloadedOptimizer
-from meshwright.parallel import mesh as meshes
 from meshwright.parallel.mesh import Mesh, local
 from meshwright.parallel.tensor import loss_context
 from meshwright.search.budget import job_of
@@ -249,7 +248,7 @@ def measured(run: Run, mesh: Mesh, folder: Path) -> tuple[dict[str, int], Watch]
 def surprises(folder: Path, words: tuple[str, ...]) -> list[str]:
     """Where a real step differs from the arithmetic."""
     run = make_run(folder, *SMALL, *words)
-    mesh = meshes.make(run.plan, CPU)
+    mesh = mesh_of(run.plan)
     seen, _ = measured(run, mesh, folder)
     of = (run.arch, run.plan, mesh.place, layout_of(run.plan, run.optim.master_weights, optimizer=run.optim.name))
     said = {line.name: line.bytes for line in (*states(*of), *hosted(*of))}  # a CPU's memory is the host's
@@ -282,7 +281,7 @@ def test_a_lone_rank_uses_its_weights_where_they_lie(folder, plan):
 @world(1)
 def test_a_lone_rank_whose_weights_are_in_host_memory_copies_one_block_at_a_time(folder, words):
     run = make_run(folder, *SMALL, *words, *HOSTED, "plan.replicate=1")
-    seen, _ = measured(run, meshes.make(run.plan, CPU), folder)
+    seen, _ = measured(run, mesh_of(run.plan), folder)
     near = {line.name: line.bytes for line in states(run.arch, run.plan)}
     assert near["weights"] == near["gradients"] == near["moments"] == near["unreduced_grads"] == 0
     assert seen == near | {line.name: line.bytes for line in hosted(run.arch, run.plan)}
@@ -293,7 +292,7 @@ def test_a_lone_rank_whose_weights_are_in_host_memory_copies_one_block_at_a_time
 @world(2)
 def test_gradients_that_wait_for_copies_are_the_only_states_on_the_device(folder, precision):
     run = make_run(folder, *SMALL, *precision, "plan.replicate=2", *HOSTED, *TWICE)
-    _, watch = measured(run, meshes.make(run.plan, CPU), folder)
+    _, watch = measured(run, mesh_of(run.plan), folder)
     near = {line.name: line.bytes for line in states(run.arch, run.plan)}
     assert near["gradients"] == watch.partial > 0
     assert near["weights"] == near["moments"] == 0
@@ -364,7 +363,7 @@ def test_zero_3_never_gathers_more_than_two_blocks_and_zero_2_all_of_them(folder
     blocks = {}
     for zero in (2, 3):
         run = make_run(folder, *SMALL, "arch.layers=6", "plan.shard=2", f"plan.zero={zero}", *TWICE)
-        blocks[zero] = measured(run, meshes.make(run.plan, CPU), folder)[1].blocks
+        blocks[zero] = measured(run, mesh_of(run.plan), folder)[1].blocks
     assert blocks == {2: 6, 3: 2}
 
 
@@ -419,7 +418,7 @@ def unexpected(folder: Path, words: tuple[str, ...]) -> list[str]:
     said = saved_activations(work, (False,) * run.arch.layers, True, "none")
     # Of an odd vocabulary one rank of tp has half an entry more than the mean, the other half an entry less.
     odd = work.whole * work.wide / 2 if run.plan.tp > 1 else 0
-    seen = saved_for_backward(run, meshes.make(run.plan, CPU), folder)
+    seen = saved_for_backward(run, mesh_of(run.plan), folder)
     differ = seen - said.activations - said.logits
     return [] if abs(differ) == odd else [f"{run.plan}: seen {seen}, differs by {differ}"]
 
@@ -459,7 +458,7 @@ def alive_after_forward(run: Run, mesh: Mesh, folder: Path) -> int:
 def test_what_is_computed_anew_over_tp_is_not_kept(folder):
     for policy in ("full", "selective", "selective-1", "every-2"):
         run = make_run(folder, *SMALL, "plan.kernels=plain", "plan.tp=2", *BF16, f"plan.recompute={policy}")
-        mesh = meshes.make(run.plan, CPU)
+        mesh = mesh_of(run.plan)
         whole = {line.name: line.bytes for line in states(run.arch, run.plan, mesh.place)}["all_gathered_params"]
         ours = stacks()["meshwright"]
         job = Job(arch=run.arch, plan=run.plan, sequence=run.sequence, cluster=cluster("8xh100"), stack=ours)

@@ -5,13 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from trials import CPU, alone, corpus_file, deviation, drive, make_corpus, make_run
+from trials import alone, corpus_file, deviation, drive, make_corpus, make_run, mesh_of
 from worlds import world
 
 from meshwright.optim import clip
 from meshwright.optim.cpu_offload import CpuOffloadOptimizer
 from meshwright.optim.host_memory import PinnedMemory
-from meshwright.parallel import mesh as meshes
 from meshwright.parallel.mesh import local
 from meshwright.spec.problem import InputError
 from meshwright.train.build import build
@@ -37,7 +36,7 @@ def compare(folder: Path, plan: tuple[str, ...], arch: str = "tiny") -> None:
     words = ("data.pack=documents",)
     run = make_run(folder, *words, *HOSTED, *plan, arch=arch)
     corpus = make_corpus(run, folder)
-    mine = drive(run, corpus, meshes.make(run.plan, CPU))
+    mine = drive(run, corpus, mesh_of(run.plan))
     assert isinstance(mine.state.optimizer, CpuOffloadOptimizer)
     if dist.get_rank() > 0:
         return
@@ -88,7 +87,7 @@ def test_in_low_precision_no_bit_changes(folder, rounding):
         "data.eval_fraction=0.0",
     )
     plain, hosted = (make_run(folder, *words, *more) for more in ((), ("plan.cpu_offload=true",)))
-    corpus, mesh = make_corpus(plain, folder), meshes.make(plain.plan, CPU)
+    corpus, mesh = make_corpus(plain, folder), mesh_of(plain.plan)
     theirs, mine = drive(plain, corpus, mesh), drive(hosted, corpus, mesh)
     # The same kernels on the same tensors: only where they live differs, and on a CPU that is one place.
     assert mine.losses == theirs.losses
@@ -107,7 +106,7 @@ def test_a_checkpoint_goes_on_with_and_without_it(folder, first):
         "plan.zero=3",
     )
     runs = [make_run(folder, *base, f"plan.cpu_offload={str(hosted).lower()}") for hosted in (first, not first)]
-    corpus, mesh = make_corpus(runs[0], folder), meshes.make(runs[0].plan, CPU)
+    corpus, mesh = make_corpus(runs[0], folder), mesh_of(runs[0].plan)
     whole = build(runs[0], corpus, mesh)
     list(train(runs[0], whole, mesh))
     whole.loader.close()
@@ -131,7 +130,7 @@ def test_a_checkpoint_goes_on_with_and_without_it(folder, first):
 def test_a_save_without_room_for_a_copy_is_written_from_the_weights_by_all_ranks(folder):
     words = ("steps=2", "checkpoint.every=2", "data.eval_fraction=0.0", "plan.precision=fp32", "plan.shard=2", *HOSTED)
     run = make_run(folder, *words)
-    corpus, mesh, said = make_corpus(run, folder), meshes.make(run.plan, CPU), []
+    corpus, mesh, said = make_corpus(run, folder), mesh_of(run.plan), []
     state = build(run, corpus, mesh)
     state.say = said.append
     with pytest.MonkeyPatch.context() as small:
@@ -150,7 +149,7 @@ def test_a_save_without_room_for_a_copy_is_written_from_the_weights_by_all_ranks
 @world(2)
 def test_a_gradient_that_is_not_finite_moves_nothing_on_either_rank(folder):
     run = make_run(folder, "plan.precision=fp16", "plan.shard=2", *HOSTED, "steps=2", "data.eval_fraction=0.0")
-    mesh = meshes.make(run.plan, CPU)
+    mesh = mesh_of(run.plan)
     state = build(run, make_corpus(run, folder), mesh)
     before = {name: weight.clone() for name, weight in weights(state.chunks, run, mesh)}
     spoil = state.chunks[0].register_forward_hook(
@@ -174,7 +173,7 @@ def test_the_norm_is_that_of_weights_on_the_device(folder):
     squares = []
     for words in (("plan.zero=3", "plan.precision=bf16", "plan.bf16_params=false"), ("plan.precision=bf16", *HOSTED)):
         run = make_run(folder, "plan.replicate=1", "steps=1", "data.eval_fraction=0.0", *words)
-        mesh = meshes.make(run.plan, CPU)
+        mesh = mesh_of(run.plan)
         state = build(run, make_corpus(run, folder), mesh)
         list(train(run, state, mesh))
         state.loader.close()
@@ -197,7 +196,7 @@ class Pages(PinnedMemory):
 def test_weights_stay_in_the_pages_that_they_are_given(folder):
     words = ("plan.shard=2", *HOSTED, "data.eval_fraction=0.0", "plan.precision=fp32")
     run = make_run(folder, *words)
-    corpus, mesh = make_corpus(run, folder), meshes.make(run.plan, CPU)
+    corpus, mesh = make_corpus(run, folder), mesh_of(run.plan)
     usual = drive(run, corpus, mesh)
     with pytest.MonkeyPatch.context() as paged:
         paged.setattr("meshwright.optim.cpu_offload.PinnedMemory", Pages)
@@ -219,4 +218,4 @@ def test_too_little_room_is_refused_before_the_first_step(folder):
     with pytest.MonkeyPatch.context() as small:
         small.setattr("meshwright.optim.host_memory.free_host_bytes", lambda: 1000)
         with pytest.raises(InputError, match=r"needs [\d,]+ bytes of host memory for this rank, and 1,000 are free"):
-            build(run, make_corpus(run, folder), meshes.make(run.plan, CPU))
+            build(run, make_corpus(run, folder), mesh_of(run.plan))

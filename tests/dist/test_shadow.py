@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from trials import CPU, alone, corpus_file, drive, make_corpus, make_run
+from trials import alone, corpus_file, drive, make_corpus, make_run, mesh_of
 from worlds import world
 
-from meshwright.parallel import mesh as meshes
 from meshwright.parallel import precision
 
 
@@ -25,7 +24,7 @@ def test_a_shadow_changes_no_number(folder, arch, accumulate):
         make_run(folder, *words, f"plan.bf16_params={value}", arch=arch) for value in ("true", "false")
     )
     corpus = make_corpus(with_shadow, folder)
-    mine, theirs = (drive(run, corpus, meshes.make(run.plan, CPU)) for run in (with_shadow, without))
+    mine, theirs = (drive(run, corpus, mesh_of(run.plan)) for run in (with_shadow, without))
     # Both paths make the same bf16 products, and sum and update in fp32, in another order. Adam divides a gradient by
     # its own size, so an element whose gradient nearly vanishes moves visibly; a whole weight by far less than one bf16
     # unit.

@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from trials import CPU, GPT, corpus_file, make_corpus, make_run
+from trials import GPT, corpus_file, make_corpus, make_run, mesh_of
 from worlds import world
 
 from meshwright.config.run import Run
 from meshwright.cost.traffic import traffic
-from meshwright.parallel import mesh as meshes
 from meshwright.parallel.mesh import Mesh
 from meshwright.train.build import build
 from meshwright.train.loop import train
@@ -183,7 +182,7 @@ def level(seen: Calls, run: Run, mesh: Mesh) -> Calls:
 def surprises(folder: Path, words: tuple[str, ...]) -> list[str]:
     """Where a real step differs from the arithmetic."""
     run = make_run(folder, *SMALL, *words)
-    mesh = meshes.make(run.plan, CPU)
+    mesh = mesh_of(run.plan)
     said = traffic(run.arch, run.plan, run.sequence, place=mesh.place)
     seen = level(second_step(run, mesh, folder), run, mesh)
     return [f"{run.plan}: {text}" for text in differences(seen, implied(said, run.plan, mesh))]

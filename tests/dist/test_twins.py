@@ -7,14 +7,13 @@ from readable_ddp import Replicated
 from test_data_parallel import TOLERANCE, folder  # noqa: F401
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
-from trials import CPU, drive, make_corpus, make_run
+from trials import CPU, drive, make_corpus, make_run, mesh_of
 from worlds import world
 
 from meshwright.data.loader import Loader
 from meshwright.models.decoder import Decoder
 from meshwright.models.init import fill_model
 from meshwright.models.layers import token_loss_sum
-from meshwright.parallel import mesh as meshes
 from meshwright.train.state import weights
 
 WORDS = ("data.pack=documents", "steps=3", "optim.grad_clip=0.0", "optim.schedule=constant", "plan.grad_accum=2")
@@ -91,7 +90,7 @@ def test_the_product_torch_and_a_page_of_code_agree(folder, plan):  # noqa: F811
     zero = "plan.zero=1" in plan
     run = make_run(folder, *WORDS, *plan, *(("optim.weight_decay=0.0",) if zero else ()))
     corpus = make_corpus(run, folder)
-    mesh = meshes.make(run.plan, CPU)
+    mesh = mesh_of(run.plan)
     trial = drive(run, corpus, mesh)
     ours = dict(weights(trial.state.chunks, run, mesh))
     assert far(ours, by_torch(run, corpus, zero=zero)) < TOLERANCE

@@ -10,14 +10,13 @@ from readable_ddp import Replicated
 from strangers import FORKS, Forked, Forks, Looped, Short, Tower, batches, forked_batches, loss, signed_batches
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from trials import CPU
+from trials import mesh_of
 from worlds import world
 
 from meshwright.config.check import missing
 from meshwright.config.run import Optim
 from meshwright.optim import clip
 from meshwright.optim.resident import ResidentOptimizer
-from meshwright.parallel import mesh as meshes
 from meshwright.parallel.apply import apply
 from meshwright.parallel.model_spec import ModelSpec, one_unit
 from meshwright.spec.plan import Plan
@@ -49,7 +48,7 @@ def mine(plan: Plan, part: int) -> list[Batch]:
 
 def ours(plan: Plan, anatomy: ModelSpec) -> tuple[dict[str, Tensor], list[float]]:
     """Weights after the last step, and the gradient's norm of each."""
-    mesh, model = meshes.make(plan, CPU), plain()
+    mesh, model = mesh_of(plan), plain()
     homes, streams = homes_of(model, plan, anatomy), streams_of(model, plan, anatomy)
     chunks = apply(model, plan, mesh, anatomy)
     step = ModuleStep(chunks, plan, mesh, loss, streams)
@@ -165,7 +164,7 @@ def test_a_model_that_uses_everything_pays_one_number_a_parameter_in_the_norms_r
 
 def collectives(plan: Plan, anatomy: ModelSpec) -> Calls:
     """Of the second step of a model that uses everything."""
-    mesh = meshes.make(plan, CPU)
+    mesh = mesh_of(plan)
     model = Tower().double()
     streams = streams_of(model, plan, anatomy)
     chunks = apply(model, plan, mesh, anatomy)

@@ -12,12 +12,14 @@ from meshwright.config.run import Run
 from meshwright.data.prepare import Corpus, prepare
 from meshwright.parallel import mesh as meshes
 from meshwright.parallel.mesh import Mesh
+from meshwright.spec.plan import Plan
 from meshwright.train.build import build
 from meshwright.train.loop import EvalResult, StepResult, train
 from meshwright.train.saving import digest_of, restore
 from meshwright.train.state import State, weights
 
 CPU = torch.device("cpu")
+MESHES: dict[tuple[int, ...], Mesh] = {}  # by the shape of a plan; of this process, whose ranks meet once
 # A first block, a last one and two between them: as many as two stages of two chunks need. Who wants more says so.
 WORDS = (
     "arch.layers=4",
@@ -81,6 +83,14 @@ def made(run: Run, folder: Path, device: torch.device) -> tuple[Run, Mesh, State
     """A run that has not begun, with its ranks and its state."""
     mesh = meshes.make(run.plan, device)
     return run, mesh, build(run, make_corpus(run, folder), mesh)
+
+
+def mesh_of(plan: Plan) -> Mesh:
+    """The device meshes of a plan, made once for all of its shape: a group of Gloo's polls for as long as it lives."""
+    shape = (*(getattr(plan, axis) for axis in meshes.AXES), plan.ep, plan.zero > 0)
+    if shape not in MESHES:
+        MESHES[shape] = meshes.make(plan, CPU)
+    return MESHES[shape]
 
 
 def losses_of(run: Run, mesh: Mesh, state: State) -> list[float]:

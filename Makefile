@@ -3,16 +3,17 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# Files beside each other: ranks often wait, for each other or for a clock, and three keep two cores busy.
-BESIDE := -n 3 --dist loadscope --no-loadscope-reorder
+# Files beside each other: ranks often wait, for each other or for a clock, and four keep two cores busy.
+BESIDE := -n 4 --dist loadscope --no-loadscope-reorder
 
 .PHONY: train test check lint types docs unit bench validate prove setup clean
 
 train: $(READY)
 	$(BIN)/meshwright train
 
-test: check
-	$(BIN)/python -m pytest $(BESIDE) tests --ignore tests/unit
+# One session for all tests: the short ones fill the gaps that the long ones leave.
+test: lint types docs
+	$(BIN)/python -m pytest $(BESIDE) tests
 
 check: lint types docs unit
 

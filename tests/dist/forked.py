@@ -19,8 +19,6 @@ from typing import IO, Any
 from waiting import HANG
 from worlds import SERVER
 
-FORK_SERVER = "meshwright.train.fork_server"
-
 
 def run(words: Sequence[str], folder: Path, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
     """`python -m meshwright WORDS` in a folder, to its end."""
@@ -65,10 +63,8 @@ NEW_PROCESS = subprocess.Popen
 
 
 def _start(command: list[str], **options: Any) -> Any:
-    """In the place of a new process: a fork, if it is the fork server that is started."""
-    if command[1:3] == ["-m", FORK_SERVER]:
-        return _Forked(command, **options)
-    return NEW_PROCESS(command, **options)
+    """In the place of a new process: a fork, if it is the fork server that is started, which answers in a pipe."""
+    return _Forked(command, **options) if "pass_fds" in options else NEW_PROCESS(command, **options)
 
 
 class _Forked:
@@ -78,31 +74,29 @@ class _Forked:
         self, command: list[str], *, env: dict[str, str], stdin: int, stdout: int, stderr: IO[bytes],
         pass_fds: tuple[int], start_new_session: bool,
     ) -> None:  # fmt: skip
+        assert command[:2] == [sys.executable, "-m"]
         assert stdin == subprocess.PIPE
+        assert start_new_session
         reading, writing = os.pipe()
         self.code: int | None = None
         self.pid = os.fork()
         if not self.pid:
-            self._become(command, env, (reading, stdout, stderr.fileno()), pass_fds, start_new_session)
+            self._become(command[2:], env, (reading, stdout, stderr.fileno()), pass_fds[0])
         os.close(reading)
         self.stdin = open(writing, "wb")  # noqa: SIM115 - whoever has it closes it
 
     @staticmethod
-    def _become(
-        command: list[str], env: dict[str, str], files: tuple[int, int, int], kept: tuple[int], own_session: bool
-    ) -> None:
+    def _become(command: list[str], env: dict[str, str], files: tuple[int, int, int], answers: int) -> None:
         try:
-            if own_session:
-                os.setsid()
-            duplicates = [os.dup(file) for file in files]
-            _take_over(env, (duplicates[0], duplicates[1], duplicates[2]))
-            (answers,) = kept
+            os.setsid()
+            first, second, third = (os.dup(file) for file in files)
+            _take_over(env, (first, second, third))
             os.closerange(3, answers)
             os.closerange(answers + 1, os.sysconf("SC_OPEN_MAX"))
-            import_module(FORK_SERVER).main(int(command[-1]))
-            os._exit(0)
+            sys.argv[:] = command
+            runpy.run_module(command[0], run_name="__main__", alter_sys=True)
         finally:
-            os._exit(1)
+            os._exit(1)  # its end is to be killed
 
     def poll(self) -> int | None:
         return self._wait(os.WNOHANG)

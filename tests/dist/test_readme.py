@@ -2,10 +2,12 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 from commands import environment
 from waiting import HANG
@@ -33,16 +35,22 @@ def test_every_command_of_the_page_works(page, tmp_path):
     programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     commands = [line for block in blocks(page, "sh") for line in block.splitlines() if line.strip()]
     assert len(commands) >= 3
-    for command in commands:
-        done = subprocess.run(
-            ["bash", "-c", command],
-            cwd=tmp_path,
-            env=environment(tmp_path, PATH=programs),
-            capture_output=True,
-            text=True,
-            timeout=HANG,
-            check=False,
-        )
+    assert not [command for command in commands if re.search(r"[|&;<>$`]", command)], "not for a shell alone"
+    for number, command in enumerate(commands):
+        program, *words = shlex.split(command, comments=True)
+        around = environment(tmp_path, PATH=programs)
+        if number > 0 and program == "meshwright":  # the first shows that the program is where a shell finds it
+            done = forked.run(words, tmp_path, around)
+        else:
+            done = subprocess.run(
+                ["bash", "-c", command],
+                cwd=tmp_path,
+                env=around,
+                capture_output=True,
+                text=True,
+                timeout=HANG,
+                check=False,
+            )
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 

@@ -104,7 +104,11 @@ class Nodes:
         self.socket.setblocking(False)
         self.others: dict[int, Address] = {}  # first rank -> where its datagrams come from
         if self.is_first:
-            self.socket.bind(listening(address, place))
+            try:
+                self.socket.bind(listening(address, place))
+            except OSError:
+                self.socket.close()
+                raise
             self.key = secrets.token_bytes(KEY_BYTES)  # of this attempt
             replace_file(folder / KEY, self.key, mode=0o600)
         else:

@@ -16,7 +16,7 @@ from meshwright.runtime.place import Place
 from meshwright.runtime.ranks import SERVER, RankError, run_ranks
 
 # Imported once by the server that ranks are forked from: a rank then starts in a tenth of a second, not in three.
-SERVER.set_forkserver_preload(["meshwright.verify.evidence", "meshwright.train.rank", "pytest"])
+SERVER.set_forkserver_preload(["meshwright.verify.evidence", "meshwright.train.rank", "pytest", "hypothesis"])
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 

@@ -350,9 +350,8 @@ def test_states_that_live_elsewhere_take_the_bytes_that_are_said_there(folder, w
     assert bool(said.disk) == (run.plan.optimizer_offload == "disk")
     if run.plan.optimizer_offload_update == "device":
         on_device = {line.name: line.bytes for line in ledger(job).lines}["update"]
-        rounding = rounding_bytes(
-            layout_of(run.plan, "fp32", run.optim.state_dtype, run.optim.name), largest_weight(run.arch)
-        )
+        layout = layout_of(run.plan, "fp32", run.optim.state_dtype, run.optim.name)
+        rounding = rounding_bytes(layout, largest_weight(run.arch))
         assert sum(buffer.nbytes for buffer in slots) in (on_device, on_device - rounding)
 
 

@@ -74,9 +74,7 @@ def test_a_new_run_begins_from_a_finished_one_with_its_optimizer_state(old):
     assert restore(state, run, alone(), old / "next", said.append) is None
     assert said == ["optimizer state from step 6 of finished"]
     assert state.optimizer.count.item() == 6.0
-    assert all(
-        moment.any() for moment in (moment for moments in state.optimizer.states().values() for moment in moments)
-    )
+    assert all(moment.any() for moments in state.optimizer.states().values() for moment in moments)
     first = next(iter(train(run, state, alone())))
     state.loader.close()
     assert isinstance(first, StepResult)

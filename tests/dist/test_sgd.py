@@ -5,11 +5,21 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from trials import CPU, alone, corpus_file, deviation, digest_before_the_cut, drive, made, make_corpus, make_run
+from trials import (
+    CPU,
+    alone,
+    corpus_file,
+    deviation,
+    digest_before_the_cut,
+    drive,
+    made,
+    make_corpus,
+    make_run,
+    mesh_of,
+)
 from worlds import world
 
 from meshwright.checkpoint.model_folder import save_native
-from meshwright.parallel import mesh as meshes
 from meshwright.spec.problem import InputError
 from meshwright.train.build import build
 from meshwright.train.loop import train
@@ -45,23 +55,23 @@ def folder(tmp_path):
 def compare(folder: Path, plans: tuple[tuple[str, ...], ...], arch: str = "tiny") -> None:
     """Plans beside one process over the same mathematics."""
     corpus = make_corpus(make_run(folder, *SGD, arch=arch), folder)
-    alike = make_run(folder, *SGD, "plan.replicate=1", arch=arch)
-    one = drive(alike, corpus, alone()) if dist.get_rank() == 0 else None
+    reference = make_run(folder, *SGD, "plan.replicate=1", arch=arch)
+    one = drive(reference, corpus, alone()) if dist.get_rank() == 0 else None
     for plan in plans:
         run = make_run(folder, *SGD, *plan, arch=arch)
-        mine = drive(run, corpus, meshes.make(run.plan, CPU))
+        mine = drive(run, corpus, mesh_of(run.plan))
         assert tuple(mine.state.optimizer.states()) == ("momentum",)
         if one is not None:
             assert deviation(mine, one) < TOLERANCE, f"{run.plan}: losses {mine.losses} beside {one.losses}"
             assert one.losses[-1] < one.losses[0]
 
 
-@world(2, seconds=240)
+@world(2)
 def test_two_ranks_are_one_device(folder):
     compare(folder, TWO)
 
 
-@world(4, seconds=240)
+@world(4)
 def test_four_ranks_are_one_device(folder):
     compare(folder, FOUR)
     compare(folder, (("plan.shard=4", "plan.zero=2", "plan.ep=2", "plan.grad_accum=2"),), arch="tiny-moe")
@@ -108,7 +118,7 @@ def test_every_precision_of_weights_and_states_learns_as_fp32_does(folder):
 SAVED = (*SGD, "steps=6", "checkpoint.every=2", "plan.precision=fp64")
 
 
-@world(2, seconds=120)
+@world(2)
 def test_a_checkpoint_resumes_under_another_plan_and_never_under_another_optimizer(folder):
     run, mesh, state = made(make_run(folder, *SAVED, "plan.shard=2", "plan.zero=3"), folder, CPU)
     digest = digest_before_the_cut(run, mesh, state, folder / "run")

@@ -178,7 +178,8 @@ def ranking(answer: SearchResult, asked: Question, columns: int | None = None) -
         yield from f"{place:>2}  {plan:<{width}}{between}{figures}".splitlines()
     if any(found.is_tight for found in answer.found):
         yield "? = within the error of the memory prediction: try it before relying on it."
-    yield f"Times within {TOLD_APART:.0%} count as equal: the simpler plan is first, then the one with more headroom."
+    equal = f"Times within {TOLD_APART:.0%} count as equal"
+    yield f"{equal}: plans that fit with a margin are first, then the simpler, then those with more headroom."
     if (ties := explain.ties(answer)) > 1:
         yield f"The first {ties} lie within the interval of the best: measure before preferring one."
 

@@ -90,19 +90,24 @@ def priced(job: Job) -> Candidate:
 fit_of = lru_cache(maxsize=1024)(fits)  # asked once to prune, and again of a plan that is shown
 
 
-def rank(found: Candidate) -> tuple[int, int, float]:
-    """By time for a token, as far as it can be told; then the simpler plan; then the one with more room."""
-    return (notch(found.seconds_per_token), axes_used(found.plan), -found.fit.headroom_bytes)
+Rank = tuple[int, bool, tuple[int, int], float]
 
 
-def notch(seconds: float) -> int:
-    """Times in steps of TOLD_APART: those on one step are alike."""
-    return math.floor(math.log(seconds) / math.log1p(TOLD_APART)) if seconds > 0 else -(10**6)
+def rank(found: Candidate, fastest: float) -> Rank:
+    """By time for a token, as far as it can be told; safe plans first, then the simpler, then those with more room.
+    """
+    notch_of = notch(found.seconds_per_token, fastest)
+    return (notch_of, found.is_tight, complexity(found.plan), -found.fit.headroom_bytes)
 
 
-def axes_used(plan: Plan) -> int:
-    """How much there is to understand in a plan: its axes, and whatever else is not as it would be on one GPU."""
-    return sum(field.weighs and plan.uses(field.name) for field in FIELDS)
+def notch(seconds: float, fastest: float) -> int:
+    """Times above the fastest plan's in steps of TOLD_APART: those on one step are alike."""
+    return max(math.floor(math.log(seconds / fastest) / math.log1p(TOLD_APART)), 0)
+
+
+def complexity(plan: Plan) -> tuple[int, int]:
+    """How much there is to understand in a plan: what is not as it would be on one GPU, and how much is sharded."""
+    return sum(field.weighs and plan.uses(field.name) for field in FIELDS), plan.zero
 
 
 WORTH = 1.03  # of a bound: nearer ones are not worth waiting for
@@ -132,9 +137,10 @@ class _Work:
 
     def __init__(self, top: int) -> None:
         self.top = top
+        self.fastest = math.inf  # seconds for a token of the first plan that fits: times come in ascending order
         self.heap: list[tuple[float, int, PlanGroup | _BoundedGroup, MemoryBound]] = []
         self.pushed = 0
-        self.best: list[tuple[tuple[int, int, float], int, Candidate]] = []
+        self.best: list[tuple[Rank, int, Candidate]] = []
         self.legal = self.priced = 0
         self.too_large: Counter[str] = Counter()
 
@@ -155,7 +161,7 @@ class _Work:
 
     def hopeless(self, seconds_per_token: float) -> bool:
         """Whether nothing that takes so long can still be among the best."""
-        return len(self.best) == self.top and notch(seconds_per_token) > self.best[-1][0][0]
+        return len(self.best) == self.top and notch(seconds_per_token, self.fastest) > self.best[-1][0][0]
 
     def finish(self) -> None:
         """Look at one after the other until no time that is left can win."""
@@ -208,16 +214,18 @@ class _Work:
     def weigh(self, candidate: _BoundedGroup, room: MemoryBound, seconds_per_token: float) -> None:
         """Keep a plan that fits, if it is among the best."""
         job, group, known = candidate
-        at_best = (notch(seconds_per_token), axes_used(job.plan))
-        if len(self.best) == self.top and at_best > self.best[-1][0][:2]:
-            return
+        if len(self.best) == self.top:
+            at_best = (notch(seconds_per_token, self.fastest), False, complexity(job.plan))
+            if at_best > self.best[-1][0][:3]:
+                return
         if line := room.too_large(group) or lacking(job):
             self.too_large[line] += 1
             self.priced -= 1
             self.help(group, job.plan, room)
             return
         found = Candidate(job=job, price=price_in(job, known), fit=fit_of(job))
-        self.best.append((rank(found), self.pushed, found))
+        self.fastest = min(self.fastest, found.seconds_per_token)
+        self.best.append((rank(found, self.fastest), self.pushed, found))
         self.best.sort(key=lambda entry: entry[:2])
         del self.best[self.top :]
 

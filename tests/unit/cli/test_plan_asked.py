@@ -47,7 +47,7 @@ def test_what_was_chosen_beside_the_plan_is_said(capsys):
     assert "also search over: precision, batch" in varied
     (row,) = (line for line in varied.splitlines() if line.startswith(" 1  "))
     assert " batch=64 precision=fp8 " in row
-    found = answer(capsys, *words, "--vary", "batch")
+    found = answer(capsys, *words, "--vary", "precision", "--vary", "batch")
     assert (found["batch"], found["plans"][0]["batch"]) == (32, 64)
 
 

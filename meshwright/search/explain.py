@@ -1,17 +1,20 @@
 """Why a plan is what it is: its waterfall in words, what each neighbour would cost, which plans are ties."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
 
+from meshwright.cost.activations import activation_policy
+from meshwright.cost.job import Job
+from meshwright.cost.layout import state_layout
 from meshwright.hardware.cluster import cards
 from meshwright.search.best_first import Candidate, SearchResult, fit_of, priced, search
 from meshwright.search.bounds import MemoryBound, PlanGroup, frugal_split, groups, largest
 from meshwright.search.question import Question
 from meshwright.search.sizes import gpus_needed, largest_model, largest_sequence
 from meshwright.search.space import CHUNKS, SCHEDULES, PipelineChoice, compiles, divisors, homes, problems
-from meshwright.spec.plan import Plan, balanced_stages
+from meshwright.spec.plan import AXES, FIELDS, Plan, balanced_stages
 from meshwright.spec.schedule import default_chunks
 from meshwright.spec.units import GIB
 
@@ -25,35 +28,21 @@ class Neighbour(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def neighbours(question: Question, plan: Plan) -> Iterator[Neighbour]:
-    """Each way to change one choice of a plan, whether or not it is legal."""
-    for axis in ("tp", "pp", "cp"):
-        degree = getattr(plan, axis)
-        for other in (degree // 2, degree * 2):
-            if other >= 1 and (degree % 2 == 0 or other > degree):
-                yield _moved(question, plan, axis, other)
-    yield from _zeros(question, plan)
-    for other in (plan.microbatch // 2, plan.microbatch * 2):
-        if other >= 1:
-            yield _changed(question, plan, "microbatch", other)
-    for policy in ("none", "selective", "full"):
-        if policy != plan.recompute:
-            yield _changed(question, plan, "recompute", policy)
-    if plan.pp > 1:
-        yield from _schedules(question, plan)
-    if plan.compile:
-        yield _changed(question, plan, "compile", False)
-    if plan.cp > 1:
-        yield _changed(question, plan, "cp_kind", "ring" if plan.cp_kind == "ulysses" else "ulysses")
-    if question.cluster.host_bytes:
-        yield _changed(question, plan, "activation_offload", not plan.activation_offload)
-    for home, update in homes(question) if plan.world == 1 else ():
-        if (home, update) != (
-            plan.optimizer_offload,
-            plan.optimizer_offload_update,
-        ) and home + plan.optimizer_offload != "nonenone":
-            found = _changed(question, plan, "optimizer_offload", home, optimizer_offload_update=update)
-            words = f"{found.change}, updated on the {update}" if home != "none" else found.change
-            yield msgspec.structs.replace(found, change=words)
+    """Each way to change one choice of a plan, whether or not it is legal, field by field."""
+    for field in FIELDS:
+        if field.when and not plan.uses(field.when):
+            continue
+        if field.name in OWN_WAYS:
+            yield from OWN_WAYS[field.name](question, plan)
+        value = getattr(plan, field.name)
+        if field.halves:
+            change, odd = (_moved, value % 2) if field.name in AXES else (_changed, 0)
+            for other in (value * 2,) if odd else (value // 2, value * 2):
+                if other >= 1:
+                    yield change(question, plan, field.name, other)
+        for other in field.others:
+            if other != value:
+                yield _changed(question, plan, field.name, other)
 
 
 def smaller_microbatches(question: Question, plan: Plan) -> Iterator[Neighbour]:
@@ -89,6 +78,30 @@ def _schedules(question: Question, plan: Plan) -> Iterator[Neighbour]:
     for chunks in CHUNKS:
         if chunks > 1 and plan.chunks > 1 and chunks in (plan.chunks // 2, plan.chunks * 2):
             yield _changed(question, plan, "chunks", chunks)
+
+
+def _activations(question: Question, plan: Plan) -> Iterator[Neighbour]:
+    """A host whose memory nobody tells is not counted on."""
+    if question.cluster.host_bytes:
+        yield _changed(question, plan, "activation_offload", not plan.activation_offload)
+
+
+def _states(question: Question, plan: Plan) -> Iterator[Neighbour]:
+    """Where a single rank may keep its optimizer states, and who updates them there."""
+    here = (plan.optimizer_offload, plan.optimizer_offload_update)
+    for home, update in homes(question) if plan.world == 1 else ():
+        if (home, update) != here and (home, here[0]) != ("none", "none"):
+            found = _changed(question, plan, "optimizer_offload", home, optimizer_offload_update=update)
+            words = f"{found.change}, updated on the {update}" if home != "none" else found.change
+            yield msgspec.structs.replace(found, change=words)
+
+
+OWN_WAYS: Mapping[str, Callable[[Question, Plan], Iterator[Neighbour]]] = {
+    "zero": _zeros,
+    "schedule": _schedules,
+    "activation_offload": _activations,
+    "optimizer_offload": _states,
+}
 
 
 def _moved(question: Question, plan: Plan, axis: str, degree: int) -> Neighbour:
@@ -161,19 +174,20 @@ def why(found: Candidate) -> str:
     text = f"{ideal / price.seconds:.0%} of the step is the model's FLOPs at the data sheet's peak"
     for word, share in zip(("most is lost to", "then", "then"), named, strict=False):
         text += f"; {word} {share.label} ({share.seconds / price.seconds:.0%}): {share.why}"
-    return f"{text}. {room(found)}{offloaded(found)}{unchanged(found.plan)}"
+    return f"{text}. {room(found)}{offloaded(found)}{unchanged(found.job)}"
 
 
 def offloaded(found: Candidate) -> str:
     """What is offloaded, how much of the host's memory and disk that takes, and what would be without."""
-    plan, away, cluster = found.plan, found.ledger.away, found.job.cluster
+    layout, plan, away, cluster = state_layout(found.job), found.plan, found.ledger.away, found.job.cluster
     if not (away.host or away.disk):
         return ""
-    where = {"host": "host memory", "disk": "the disk"}
-    states = f"fp32 master weights and optimizer states offloaded to {where.get(plan.optimizer_offload, '')}"
-    said = [states] if plan.optimizer_offload != "none" else []
-    said += ["weights, gradients and optimizer states offloaded to host memory"] if plan.cpu_offload else []
-    said += ["saved activations offloaded to host memory"] if plan.activation_offload else []
+    said = []
+    if layout.offloaded:
+        where = {"host": "host memory", "disk": "the disk"}[layout.offloaded.home]
+        said.append(f"fp32 master weights and optimizer states offloaded to {where}")
+    said += ["weights, gradients and optimizer states offloaded to host memory"] if layout.hosted else []
+    said += ["saved activations offloaded to host memory"] if activation_policy(found.job).offload else []
     plain = msgspec.structs.replace(plan, optimizer_offload="none", cpu_offload=False, activation_offload=False)
     without = fit_of(msgspec.structs.replace(found.job, plan=plain, state_dtype="fp32"))
     need = (cluster.gpu.memory_bytes - without.headroom_bytes) / GIB
@@ -189,14 +203,13 @@ def _share(place: str, key: str, size: float, room: float) -> str:
     return f"{size / GIB:.1f} GiB of {place} per GPU ({have})"
 
 
-def unchanged(plan: Plan) -> str:
+def unchanged(job: Job) -> str:
     """What was chosen beside the split and leaves the numerics unchanged, and how to turn it off."""
-    said = {
-        "compile": "torch.compile per block (plan.compile=false turns it off)",
-        "bf16_params": "a resident bf16 copy of the parameters (plan.bf16_params=false casts them at each use)",
-    }
-    apart = plan.optimizer_offload == "none"  # offloaded states leave no fp32 weights to be beside
-    chosen = [text for name, text in said.items() if getattr(plan, name) and (apart or name != "bf16_params")]
+    chosen = []
+    if activation_policy(job).compiled:
+        chosen.append("torch.compile per block (plan.compile=false turns it off)")
+    if state_layout(job).reads == "resident":
+        chosen.append("a resident bf16 copy of the parameters (plan.bf16_params=false casts them at each use)")
     return f" Numerics unchanged: {' and '.join(chosen)}." if chosen else ""
 
 

@@ -15,7 +15,7 @@ from meshwright.config import check
 from meshwright.config.run import Optim, Run
 from meshwright.search.question import Question, variants
 from meshwright.spec.arch import Arch
-from meshwright.spec.plan import AXES, Plan, balanced_stages
+from meshwright.spec.plan import AXES, FIELDS, Plan, balanced_stages
 from meshwright.spec.problem import InputError, Problem
 from meshwright.spec.schedule import Schedule, default_chunks, legal
 
@@ -190,11 +190,7 @@ def _obeyed(arch: Arch, pp: int, order: PipelineChoice, policy: Policy, how: How
 
 
 CHUNKS = (1, 2, 4, 8)  # stages on a rank; more only add messages
-CHOSEN = {
-    "pp", "replicate", "shard", "zero", "cp", "cp_kind", "ep", "tp", "microbatch", "grad_accum", "schedule", "chunks",
-    "stages", "recompute", "precision", "activation_offload", "activation_quant", "optimizer_offload",
-    "optimizer_offload_update",
-}  # fmt: skip
+CHOSEN = {field.name for field in FIELDS if field.searched}
 SCHEDULES = cast("tuple[Schedule, ...]", get_args(Schedule))
 
 Choice = TypeVar("Choice")

@@ -97,7 +97,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class PlanField(msgspec.Struct, frozen=True):
     """What is to be known of a field beside its type (the choices) and its default (the neutral value).
 
-    Plan strings, table columns, the order of equally fast plans and the section of docs/run-file.md are made of these.
+    Plan strings, table columns, the order of equally fast plans, what the search chooses, a plan's neighbours and the
+    section of docs/run-file.md are made of these.
     """
 
     name: str
@@ -106,6 +107,9 @@ class PlanField(msgspec.Struct, frozen=True):
     shown: Literal["used", "always", "never"] = "used"  # in a line that says the plan
     when: str = ""  # shown where another field than itself is used
     weighs: bool = False  # one more thing to understand in a plan: of plans that are alike the one with fewer is first
+    searched: bool = True  # the search chooses it where it is not fixed
+    halves: bool = False  # a neighbour of a plan has half of it, or twice as much
+    others: tuple[str | bool, ...] = ()  # what a neighbour may have instead
 
     def text(self, plan: Plan) -> str:
         """How a plan says it: name=value, a flag by its name alone, "" where it is neutral."""
@@ -118,17 +122,23 @@ class PlanField(msgspec.Struct, frozen=True):
 
 
 FIELDS = (
-    PlanField("pp", "ranks that share the layers", weighs=True),
+    PlanField("pp", "ranks that share the layers", weighs=True, halves=True),
     PlanField("replicate", "copies of the (sharded) weights; gradients are summed over them", weighs=True),
     PlanField("shard", "ranks that share one copy of the weights", weighs=True),
-    PlanField("cp", "ranks that share each sequence", weighs=True),
-    PlanField("tp", "ranks that share each matrix, with the sequence split between matrices", weighs=True),
+    PlanField("cp", "ranks that share each sequence", weighs=True, halves=True),
+    PlanField("tp", "ranks that share each matrix, with the sequence split between matrices", weighs=True, halves=True),
     PlanField("ep", "ranks that share the experts; borrowed from shard · cp, not a factor of the world", weighs=True),
     PlanField("zero", "sharded over shard · cp: 0 nothing, 1 optimizer states, 2 and gradients, 3 and weights"),
-    PlanField("cp_kind", "keys and values travel, or heads change places", affects=("time",), when="cp"),
+    PlanField(
+        "cp_kind",
+        "keys and values travel, or heads change places",
+        affects=("time",),
+        when="cp",
+        others=("ring", "ulysses"),
+    ),
     PlanField("schedule", "of a pipeline: the order of its forwards and backwards", when="pp"),
     PlanField("stages", "layers of each stage, pp · chunks of them; empty when pp is 1", when="pp"),
-    PlanField("microbatch", "sequences in one forward pass of one rank", shown="always"),
+    PlanField("microbatch", "sequences in one forward pass of one rank", shown="always", halves=True),
     PlanField("grad_accum", "gradient accumulation: forward and backward passes in one step", shown="always"),
     PlanField(
         "precision",
@@ -136,7 +146,12 @@ FIELDS = (
         affects=("memory", "time", "numerics"),
         shown="always",
     ),
-    PlanField("recompute", "activation checkpointing: none, full, sqrt, selective(-K), every-K, first-K", weighs=True),
+    PlanField(
+        "recompute",
+        "activation checkpointing: none, full, sqrt, selective(-K), every-K, first-K",
+        weighs=True,
+        others=("none", "selective", "full"),
+    ),
     PlanField(
         "activation_quant",
         "saved activations in eight bits: not exact",
@@ -155,28 +170,46 @@ FIELDS = (
         affects=("time",),
         when="optimizer_offload",
     ),
-    PlanField("cpu_offload", "parameters, gradients and optimizer states live in host memory", weighs=True),
-    PlanField("bf16_params", "a resident bf16 copy of the parameters beside the fp32 master weights, on a single rank"),
-    PlanField("kernels", "hand-written ones; auto: where there is a GPU and Triton", affects=("time",)),
-    PlanField("compile", "torch.compile of each block before the first step"),
+    PlanField(
+        "cpu_offload",
+        "parameters, gradients and optimizer states live in host memory",
+        weighs=True,
+        searched=False,
+    ),
+    PlanField(
+        "bf16_params",
+        "a resident bf16 copy of the parameters beside the fp32 master weights, on a single rank",
+        searched=False,
+    ),
+    PlanField("kernels", "hand-written ones; auto: where there is a GPU and Triton", affects=("time",), searched=False),
+    PlanField("compile", "torch.compile of each block before the first step", searched=False, others=(False,)),
     PlanField(
         "deterministic",
         "sums in a fixed order: the same bits for every replicate · shard",
         affects=("time", "numerics"),
+        searched=False,
     ),
     PlanField("chunks", "stages on each rank", shown="never", weighs=True),  # the stages say it
-    PlanField("fp8_scaling", "of fp8: what has a scale of its own", affects=("time", "numerics"), shown="never"),
+    PlanField(
+        "fp8_scaling",
+        "of fp8: what has a scale of its own",
+        affects=("time", "numerics"),
+        shown="never",
+        searched=False,
+    ),
     PlanField(
         "optimizer_offload_host_bytes",
         "of optimizer_offload = disk: as much of them stays in host memory",
         affects=("memory",),
         shown="never",
+        searched=False,
     ),
     PlanField(
         "optimizer_offload_folder",
         "of optimizer_offload = disk: where its files lie; empty: in the run's folder",
         affects=(),
         shown="never",
+        searched=False,
     ),
 )
 NEUTRAL = {field.name: field.default for field in msgspec.structs.fields(Plan)}

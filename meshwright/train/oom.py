@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from meshwright.config.run import Run
+from meshwright.cost.layout import state_layout
 from meshwright.cost.memory import Ledger, ledger, worst
 from meshwright.hardware.cluster import catalogue, cluster_of_device, recognised
 from meshwright.hardware.stacks import stacks
@@ -50,7 +51,8 @@ def explained(error: Exception, run: Run, state: State | None, device: torch.dev
         remedy = "use a smaller plan.microbatch, plan.recompute=full, or more ranks with plan.zero=3"
         return Failure(kind="memory", code=Exit.DOES_NOT_FIT, what=f"out of memory: {error}", remedy=remedy)
     question = question_of(run, torch.cuda.get_device_name(device))
-    measured = {} if state is None or run.plan.cpu_offload else held(state)
+    on_device = not state_layout(question.job(run.plan)).hosted
+    measured = held(state) if state is not None and on_device else {}
     return verdict(question, run, measured, torch.cuda.max_memory_allocated(device), str(error))
 
 

@@ -12,7 +12,7 @@ def user(tmp_path_factory):
     """A user's folder with one run: ten steps, saved every four, rank 1 killed in the seventh."""
     folder = tmp_path_factory.mktemp("user")
     write_text(folder)
-    words = [*SMALL, "steps=10", "data.source=my/*.txt", "checkpoint.every=4"]
+    words = [*SMALL, "steps=10", "data.source=my/*.txt", "checkpoint.every=4", "checkpoint.async=false"]
     done = meshwright("train", *words, "--folder", "killed", "--inject", "kill:1:7:backward", folder=folder)
     assert done.returncode == 0, done.stderr
     return folder

@@ -14,10 +14,9 @@ from meshwright.spec.plan import FIELDS, Plan
 
 PACKAGE = Path(__file__).parents[2] / "meshwright"
 FILES = sorted(PACKAGE.rglob("*.py"))
-# How many files may read an optional field of a plan as plan.FIELD. Eight is the aim; what is above it is being
-# brought down by the tables of cost/layout.py and cost/activations.py, and may never grow.
+# How many files may read an optional field of a plan as plan.FIELD. In the paper tower that is cost/layout.py or
+# cost/activations.py, whose tables everybody else reads.
 READERS = 8
-ABOVE = {"optimizer_offload": 12, "cpu_offload": 11, "compile": 10, "deterministic": 9, "recompute": 13}
 OPTIONAL = (
     "recompute", "activation_quant", "activation_offload", "fp8_scaling", "bf16_params", "optimizer_offload",
     "optimizer_offload_update", "optimizer_offload_host_bytes", "optimizer_offload_folder", "cpu_offload", "kernels",
@@ -25,7 +24,6 @@ OPTIONAL = (
 )  # fmt: skip
 SMALL = 60  # lines: a module below that only one other imports is a fragment of the other
 COMPLEXITY = 10
-TOO_COMPLEX = {("search/explain.py", "neighbours")}  # one line for each kind of change; it may not grow others
 
 
 def name_of(file: Path) -> str:
@@ -60,7 +58,7 @@ def reads(tree: ast.Module, field: str) -> bool:
 def test_few_files_read_an_optional_field_of_a_plan(field):
     readers = [name for name, tree in trees().items() if reads(tree, field)]
     assert readers, "a field that nobody reads is dead"
-    assert len(readers) <= ABOVE.get(field, READERS), readers
+    assert len(readers) <= READERS, readers
 
 
 def test_every_field_of_a_plan_is_described_once():
@@ -97,4 +95,4 @@ def test_functions_are_simple():
         (str(Path(each["filename"]).relative_to(PACKAGE)), each["message"].split("`")[1])
         for each in msgspec.json.decode(answer.stdout)
     }
-    assert found <= TOO_COMPLEX, found - TOO_COMPLEX
+    assert not found

@@ -31,7 +31,7 @@ def moved(kind: str, way: str, finite: tuple[float, ...]) -> list[Tensor]:
     ).to(DEVICE)
     master_weights.attach([weights], run)
     optimizer = ResidentOptimizer(run.optim, weights.values(), run.plan)
-    optimizer.update = {"plain": master_weights.rounded, "fused": master_weights.at_once}[way](optimizer)
+    optimizer.update = {"plain": master_weights.rounded, "fused": optimizer.rule.one_pass}[way](optimizer)
     for moving in finite:
         for weight in weights.values():
             weight.grad = torch.randn(weight.shape, generator=random).bfloat16().to(DEVICE)

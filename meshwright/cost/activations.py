@@ -176,7 +176,7 @@ def microbatch_shape(job: Job, fused_norm: bool = True) -> MicrobatchShape:
         coded=policy.quant != "none",
         sent=policy.offload,
         last_stays=plan.pp == 1,
-        # A compiled block computes them anew; with a scale for every row the numbers themselves are kept.
+        # A compiled block recomputes them; with a scale for every row the numbers themselves are kept.
         codes=stack.name == OURS
         and plan.precision == "fp8"
         and plan.fp8_scaling == "tensorwise"
@@ -185,7 +185,7 @@ def microbatch_shape(job: Job, fused_norm: bool = True) -> MicrobatchShape:
 
 
 def _fused(holds: StackMemory) -> StackMemory:
-    """A compiled block, or one with kernels of ours, computes the gate's activation anew from the gate."""
+    """A compiled block, or one with kernels of ours, recomputes the gate's activation from the gate."""
     return msgspec.structs.replace(holds, gated_copies=min(holds.gated_copies, FUSED_COPIES))
 
 
@@ -306,7 +306,7 @@ def as_kept(work: MicrobatchShape, mixture: bool, whole: float) -> float:
 
 
 def input_kept(work: MicrobatchShape) -> float:
-    """A block's input, which is all that one keeps that is computed anew."""
+    """A block's input, which is all that one keeps that is recomputed."""
     return work.stream / work.narrow * CODE if work.coded else work.stream
 
 
@@ -395,9 +395,9 @@ class SavedActivations(msgspec.Struct, frozen=True, kw_only=True):
 
     activations: float  # from the forward to the backward
     first_run: float  # of them, what is left when the backward reaches the first blocks
-    first_blocks: int  # which it computes anew together
-    anew: float  # of the run of blocks that is computed anew, while it is
-    passing: float  # gradients of activations inside one block
+    first_blocks: int  # which it recomputes together
+    recomputed: float  # of the run of blocks that is recomputed, while it is
+    activation_grads: float  # gradients of activations inside one block
     between: float  # between the halves of a split backward, gradients that those of the weights still need
     logits: float  # log-probabilities, from the forward to the backward
     loss: float  # what the loss's gradient adds to them for a moment
@@ -413,17 +413,19 @@ def saved_activations(work: MicrobatchShape, mixtures: tuple[bool, ...], last: b
     whole = {mixture: block_kept(work, mixture) for mixture in kinds}
     each = {mixture: as_kept(work, mixture, size) for mixture, size in whole.items()}
     blocks = [each[mixture] for mixture in mixtures]
-    anew = runs(policy, len(blocks))
-    inside = [sum(whole[mixtures[layer]] for layer in run) for run in anew]
+    recomputed = runs(policy, len(blocks))
+    inside = [sum(whole[mixtures[layer]] for layer in run) for run in recomputed]
     selected = {mixture: _selected(work, mixture) for mixture in kinds} if by_operation(policy) else {}
-    remaining = [sum(selected[mixtures[layer]] for layer in run) if selected else input_kept(work) for run in anew]
-    alone = sum(blocks) - sum(blocks[layer] for run in anew for layer in run)
+    remaining = [
+        sum(selected[mixtures[layer]] for layer in run) if selected else input_kept(work) for run in recomputed
+    ]
+    alone = sum(blocks) - sum(blocks[layer] for run in recomputed for layer in run)
     everything = SavedActivations(
         activations=alone + sum(remaining) + _rotation(work) + (_end(work) if last else 0.0),
         first_run=(remaining[0] if remaining else blocks[0] if blocks else 0.0) + _rotation(work),
-        first_blocks=len(anew[0]) if anew else 1,
-        anew=max((size - left for size, left in zip(inside, remaining, strict=True)), default=0.0),
-        passing=passing(work) + decoding(work),
+        first_blocks=len(recomputed[0]) if recomputed else 1,
+        recomputed=max((size - left for size, left in zip(inside, remaining, strict=True)), default=0.0),
+        activation_grads=_activation_grads(work) + decoding(work),
         between=len(blocks) * _products(work),
         logits=_logits(work) if last else 0.0,
         loss=_loss(work) if last else 0.0,
@@ -447,9 +449,9 @@ def _sent(work: MicrobatchShape, everything: SavedActivations, blocks: list[floa
     )
 
 
-def moved_bytes(work: MicrobatchShape, size: float, anew: bool) -> float:
+def moved_bytes(work: MicrobatchShape, size: float, recomputed: bool) -> float:
     """Of a block that keeps so much, what goes to the host: small tensors stay."""
-    return input_kept(work) if anew else size - small_kept(work)
+    return input_kept(work) if recomputed else size - small_kept(work)
 
 
 def block_kept(work: MicrobatchShape, mixture: bool) -> float:
@@ -500,9 +502,9 @@ def _end(work: MicrobatchShape) -> float:
 
 
 def _selected(work: MicrobatchShape, mixture: bool) -> float:
-    """Of a block that is computed anew by operation: its input, and what products, attention and collectives return.
+    """Of a block that is recomputed by operation: its input, and what products, attention and collectives return.
 
-    Of one that is computed anew as a whole only its input is kept, and of a run of them that of the first.
+    Of one that is recomputed as a whole only its input is kept, and of a run of them that of the first.
     """
     arch = work.arch
     projected = work.whole * (2 * arch.q_width + 2 * arch.kv_width) / work.tp * work.narrow  # and attention's result
@@ -518,7 +520,7 @@ def _dense_selected(work: MicrobatchShape) -> float:
     return work.whole * (gated * work.arch.ffn / work.tp + last) * work.narrow
 
 
-def passing(work: MicrobatchShape) -> float:
+def _activation_grads(work: MicrobatchShape) -> float:
     """Gradients alive at once inside a block: of its output and input, and of two tensors of the feed-forward width."""
     arch = work.arch
     width = max(arch.ffn, arch.q_width, arch.top_k * arch.expert_ffn)

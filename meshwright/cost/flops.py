@@ -36,7 +36,7 @@ def attention_flops(arch: Arch, sequence: int, batch: int) -> float:
 
 
 def hardware_flops(arch: Arch, plan: Plan, sequence: int, batch: int) -> float:
-    """What the machines do in one optimizer step: the model's operations, and those that the backward does anew.
+    """What the machines do in one optimizer step: the model's operations, and those that the backward recomputes.
 
     Recomputation by operation keeps all matrix products, and so repeats none of these operations.
     """
@@ -47,13 +47,13 @@ def recomputed_flops(arch: Arch, plan: Plan, sequence: int, batch: int, policy: 
     """The same where blocks recompute by a policy that may be another stack's."""
     if policy.by_operation:
         return step_flops(arch, sequence, batch)
-    anew = 0.0
+    recomputed = 0.0
     for stage in stage_layers(arch, plan):
         for run in policy.runs(len(stage)):
             layers = [stage[number] for number in run]
-            anew += sum(block_flops_per_token(arch, layer, sequence) for layer in layers)
-            anew -= 0 if policy.to_the_end else _unneeded(arch, layers[-1])
-    return step_flops(arch, sequence, batch) + anew * sequence * batch
+            recomputed += sum(block_flops_per_token(arch, layer, sequence) for layer in layers)
+            recomputed -= 0 if policy.to_the_end else _unneeded(arch, layers[-1])
+    return step_flops(arch, sequence, batch) + recomputed * sequence * batch
 
 
 def stage_layers(arch: Arch, plan: Plan) -> list[range]:

@@ -65,25 +65,28 @@ class PassTimes(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One microbatch through some part of the model."""
 
     forward: TimeTerms = NOTHING
-    again: TimeTerms = NOTHING  # what the backward computes anew
+    recompute: TimeTerms = NOTHING  # what the backward recomputes
     input: TimeTerms = NOTHING  # gradient of the part's input
     weight: TimeTerms = NOTHING  # gradients of its weights
 
     @property
     def seconds(self) -> float:
-        return self.forward.seconds + self.again.seconds + self.input.seconds + self.weight.seconds
+        return self.forward.seconds + self.recompute.seconds + self.input.seconds + self.weight.seconds
 
     def __add__(self, other: "PassTimes") -> "PassTimes":
         return PassTimes(
             forward=self.forward + other.forward,
-            again=self.again + other.again,
+            recompute=self.recompute + other.recompute,
             input=self.input + other.input,
             weight=self.weight + other.weight,
         )
 
     def __mul__(self, times: float) -> "PassTimes":
         return PassTimes(
-            forward=self.forward * times, again=self.again * times, input=self.input * times, weight=self.weight * times
+            forward=self.forward * times,
+            recompute=self.recompute * times,
+            input=self.input * times,
+            weight=self.weight * times,
         )
 
 
@@ -361,7 +364,7 @@ def _projection(at: LayerModel) -> PassTimes:
     )
 
 
-def again(at: LayerModel, mixture: bool, by_operation: bool) -> TimeTerms:
+def recomputed_terms(at: LayerModel, mixture: bool, by_operation: bool) -> TimeTerms:
     """What one recomputed layer adds to its backward."""
     one = block(at, mixture).forward
     if not by_operation:

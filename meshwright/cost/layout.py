@@ -197,7 +197,7 @@ class ResidentMemory(msgspec.Struct, frozen=True, kw_only=True):
     block_share: float = 0.0  # of all gradients, a block's
     begin_share: float = 0.0  # and those that the backward makes last, before the blocks
     gathered_at_end: float | None = None  # when the last backward reaches the first block; None: as ever
-    copy_stays: bool = False  # the gathered copy is still there at the update, to be written anew
+    copy_stays: bool = False  # the gathered copy is still there at the update, to be rewritten
     outside: float = 0.0  # gathered, of what is outside the blocks: summed last
     outside_sums: float = 0.0  # its gradient as it came, and wide for the sum; 0: it is not summed as a whole
     update: float = 0.0  # what the optimizer's step makes beside its states
@@ -221,14 +221,14 @@ def states(
     divide evenly, by the length of their part. `layout`: of AdamW with fp32 master weights, unless given.
     """
     layout = layout or layout_of(plan)
-    seat = RankView(arch=arch, plan=plan, sequence=0, place=place)  # states do not depend on the sequence
-    held = tuple(groups(seat))
-    lines = _resident(layout, "device", held, seat)
+    view = RankView(arch=arch, plan=plan, sequence=0, place=place)  # states do not depend on the sequence
+    held = tuple(groups(view))
+    lines = _resident(layout, "device", held, view)
     summed = next(line.bytes for line in lines if line.name == "gradients")
-    waiting = max(_unsummed(held, seat, layout) - summed, 0)
+    waiting = max(_unsummed(held, view, layout) - summed, 0)
     return (
         *lines,
-        LedgerEntry(name="all_gathered_params", bytes=_gathered(held, seat, layout), why=_why_gathered(plan, layout)),
+        LedgerEntry(name="all_gathered_params", bytes=_gathered(held, view, layout), why=_why_gathered(plan, layout)),
         LedgerEntry(
             name="unreduced_grads",
             bytes=waiting,
@@ -246,20 +246,20 @@ def hosted(
     layout = layout or layout_of(plan)
     if not layout.hosted:
         return ()
-    seat = RankView(arch=arch, plan=plan, sequence=0, place=place)
-    return tuple(line for line in _resident(layout, "host", tuple(groups(seat)), seat) if line.bytes)
+    view = RankView(arch=arch, plan=plan, sequence=0, place=place)
+    return tuple(line for line in _resident(layout, "host", tuple(groups(view)), view) if line.bytes)
 
 
-def _resident(layout: StateLayout, home: Home, held: tuple[ParamGroup, ...], seat: RankView) -> tuple[LedgerEntry, ...]:
+def _resident(layout: StateLayout, home: Home, held: tuple[ParamGroup, ...], view: RankView) -> tuple[LedgerEntry, ...]:
     """The rows of one home as bytes of a rank: weights and gradients padded, the others not."""
-    stored = sum(_stored(group, seat) for group in held) // seat.wide
-    updated = sum(_updated(group, seat) for group in held) // seat.wide
+    stored = sum(_stored(group, view) for group in held) // view.wide
+    updated = sum(_updated(group, view) for group in held) // view.wide
     names: tuple[Name, ...] = ("weights", "gradients", "moments", *(("master",) if layout.of("master", home) else ()))
     return tuple(
         LedgerEntry(
             name=name,
             bytes=(stored if name in ("weights", "gradients") else updated) * layout.of(name, home),
-            why=_why(name, layout, home, seat.plan),
+            why=_why(name, layout, home, view.plan),
         )
         for name in names
     )
@@ -290,58 +290,58 @@ def _why(name: Name, layout: StateLayout, home: Home, plan: Plan) -> str:
     return f"{dtype}, {among}" + (", padded" if plan.shards > 1 else "")
 
 
-def _stored(group: ParamGroup, seat: RankView) -> int:
+def _stored(group: ParamGroup, view: RankView) -> int:
     """A rank's shard as it is stored: every rank's is as long as the longest."""
-    _, shards = grid(group, seat.plan)
-    return group.count * sum(padded(local_shape(param, seat), shards) // shards for param in group.params) * seat.wide
+    _, shards = grid(group, view.plan)
+    return group.count * sum(padded(local_shape(param, view), shards) // shards for param in group.params) * view.wide
 
 
-def _updated(group: ParamGroup, seat: RankView) -> int:
+def _updated(group: ParamGroup, view: RankView) -> int:
     """A rank's shard without what fills it up: the optimizer sees no more."""
-    return group.count * sum(_own(param, group, seat) for param in group.params) * seat.wide
+    return group.count * sum(_own(param, group, view) for param in group.params) * view.wide
 
 
-def _own(param: Param, group: ParamGroup, seat: RankView) -> int:
+def _own(param: Param, group: ParamGroup, view: RankView) -> int:
     """Numbers of a weight that are this rank's."""
-    shape, plan = local_shape(param, seat), seat.plan
+    shape, plan = local_shape(param, view), view.plan
     _, shards = grid(group, plan)
     if len(shape) == 3 and any(size % shards == 0 for size in shape):
         return math.prod(shape) // shards
-    rank = seat.at("shard") * plan.cp + seat.at("cp") if plan.zero else 0
+    rank = view.at("shard") * plan.cp + view.at("cp") if plan.zero else 0
     rank //= plan.ep if group.shared_by_ep and plan.zero else 1
     return share(shape[0], shards, rank) * math.prod(shape[1:])
 
 
-def _whole(group: ParamGroup, seat: RankView) -> int:
+def _whole(group: ParamGroup, view: RankView) -> int:
     """A group's gradient before it is scattered."""
-    return group.count * sum(_unscattered(param, group, seat) for param in group.params) * seat.wide
+    return group.count * sum(_unscattered(param, group, view) for param in group.params) * view.wide
 
 
-def _unscattered(param: Param, group: ParamGroup, seat: RankView) -> int:
+def _unscattered(param: Param, group: ParamGroup, view: RankView) -> int:
     """Numbers of a weight's gradient as torch leaves it.
 
     That of an embedding that tp cuts is a window on rows for the whole vocabulary, unless it is copied: to be widened,
     or to add the gradient of a tied projection.
     """
-    projects = seat.arch.tied and group.stage == len(placement(seat.plan)) - 1
-    if param.split is Split.VOCAB and seat.narrow == seat.wide and not projects:
+    projects = view.arch.tied and group.stage == len(placement(view.plan)) - 1
+    if param.split is Split.VOCAB and view.narrow == view.wide and not projects:
         return param.numel
-    return math.prod(local_shape(param, seat))
+    return math.prod(local_shape(param, view))
 
 
-def _unsummed(held: Iterable[ParamGroup], seat: RankView, layout: StateLayout) -> int:
+def _unsummed(held: Iterable[ParamGroup], view: RankView, layout: StateLayout) -> int:
     """The most that gradients take while a later microbatch will add to them."""
-    if seat.plan.pp == 1:
-        return sum(_whole(group, seat) for group in held) if layout.waits else 0
+    if view.plan.pp == 1:
+        return sum(_whole(group, view) for group in held) if layout.waits else 0
     whole, shard = Counter[int](), Counter[int]()
     for group in held:
-        whole[group.stage] += _whole(group, seat)
-        shard[group.stage] += _stored(group, seat)
+        whole[group.stage] += _whole(group, view)
+        shard[group.stage] += _stored(group, view)
     return max(
         sum(whole[stage] for stage in then.wide)
-        + sum(whole[stage] for stage in then.narrow) * seat.narrow // seat.wide
+        + sum(whole[stage] for stage in then.narrow) * view.narrow // view.wide
         + sum(shard[stage] for stage in then.summed)
-        for then in _waiting(*_order(seat.plan), seat.at("pp"), seat.narrow < seat.wide)
+        for then in _waiting(*_order(view.plan), view.at("pp"), view.narrow < view.wide)
     )
 
 
@@ -386,21 +386,21 @@ def _waiting(schedule: Schedule, pp: int, chunks: int, microbatches: int, rank: 
     return frozenset(found)
 
 
-def _gathered(held: Iterable[ParamGroup], seat: RankView, layout: StateLayout) -> int:
+def _gathered(held: Iterable[ParamGroup], view: RankView, layout: StateLayout) -> int:
     """The most that is gathered at one time, in the precision of the arithmetic; what is on its way is counted too."""
     if layout.reads == "stored":
         return 0
-    if seat.plan.zero < 3:  # of a pipeline too: no stage has its last backward before every other one has been used
-        return sum(group.count * _once(group, seat) for group in held)
-    return _gathered_by_stages(held, seat) if seat.plan.pp > 1 else _two_blocks(held, seat)
+    if view.plan.zero < 3:  # of a pipeline too: no stage has its last backward before every other one has been used
+        return sum(group.count * _once(group, view) for group in held)
+    return _gathered_by_stages(held, view) if view.plan.pp > 1 else _two_blocks(held, view)
 
 
 def gathered_outside(arch: Arch, plan: Plan, layout: StateLayout, place: Mapping[str, int] = FIRST) -> int:
     """Bytes gathered of what is outside the blocks, which is all there is between a forward and its backward."""
     if layout.reads == "stored":
         return 0
-    seat = RankView(arch=arch, plan=plan, sequence=0, place=place)
-    return sum(_once(group, seat) for group in groups(seat) if group.params[0].layer < 0)
+    view = RankView(arch=arch, plan=plan, sequence=0, place=place)
+    return sum(_once(group, view) for group in groups(view) if group.params[0].layer < 0)
 
 
 def _why_gathered(plan: Plan, layout: StateLayout) -> str:
@@ -417,13 +417,13 @@ def _why_gathered(plan: Plan, layout: StateLayout) -> str:
     return f"{plan.precision}, the whole model until the last backward"
 
 
-def _once(group: ParamGroup, seat: RankView) -> int:
+def _once(group: ParamGroup, view: RankView) -> int:
     """Bytes of one layer's group when it is gathered."""
-    _, shards = grid(group, seat.plan)
-    return sum(padded(local_shape(param, seat), shards) for param in group.params) * seat.narrow
+    _, shards = grid(group, view.plan)
+    return sum(padded(local_shape(param, view), shards) for param in group.params) * view.narrow
 
 
-def _two_blocks(held: Iterable[ParamGroup], seat: RankView) -> int:
+def _two_blocks(held: Iterable[ParamGroup], view: RankView) -> int:
     """What is outside the blocks, a block, and of the one before it what the backward has already asked for.
 
     Experts that have a group of their own are asked for after the rest of their block. What lies on one rank is copied
@@ -433,12 +433,12 @@ def _two_blocks(held: Iterable[ParamGroup], seat: RankView) -> int:
     for group in held:
         layer = group.params[0].layer
         if layer < 0:
-            outside += _once(group, seat)
+            outside += _once(group, view)
         else:
             kind = experts if group.shared_by_ep else dense
-            kind[seat.arch.is_mixture(layer)] += _once(group, seat)
-    layers = [seat.arch.is_mixture(layer) for layer in range(seat.arch.layers)]
-    ahead = [0, *(dense[mixture] if seat.plan.shards > 1 else 0 for mixture in layers)]
+            kind[view.arch.is_mixture(layer)] += _once(group, view)
+    layers = [view.arch.is_mixture(layer) for layer in range(view.arch.layers)]
+    ahead = [0, *(dense[mixture] if view.plan.shards > 1 else 0 for mixture in layers)]
     return outside + max(dense[mixture] + experts[mixture] + more for mixture, more in zip(layers, ahead, strict=False))
 
 
@@ -449,18 +449,18 @@ class _GatheredStages(msgspec.Struct, frozen=True):
     used: frozenset[int]
 
 
-def _gathered_by_stages(held: Iterable[ParamGroup], seat: RankView) -> int:
+def _gathered_by_stages(held: Iterable[ParamGroup], view: RankView) -> int:
     """At the fullest instant of a pipeline rank under zero 3: what lies on several ranks is there when it is asked for.
 
     The rest is copied when it is used.
     """
     asked, used = Counter[int](), Counter[int]()
     for group in held:
-        _, shards = grid(group, seat.plan)
-        (asked if shards > 1 else used)[group.stage] += group.count * _once(group, seat)
+        _, shards = grid(group, view.plan)
+        (asked if shards > 1 else used)[group.stage] += group.count * _once(group, view)
     return max(
         sum(asked[stage] for stage in instant.asked) + sum(used[stage] for stage in instant.used)
-        for instant in _instants(*_order(seat.plan), seat.at("pp"))
+        for instant in _instants(*_order(view.plan), view.at("pp"))
     )
 
 
@@ -483,10 +483,10 @@ def _instants(schedule: Schedule, pp: int, chunks: int, microbatches: int, rank:
 def sharded(job: Job, place: Mapping[str, int]) -> ResidentMemory:
     """Of our own trainer, and of others that shard as `fully_shard` does."""
     plan, holds, layout = job.plan, job.stack.holds, state_layout(job)
-    seat = RankView(arch=job.arch, plan=plan, sequence=0, place=place)
+    view = RankView(arch=job.arch, plan=plan, sequence=0, place=place)
     lines = {line.name: line for line in states(job.arch, plan, place, layout)}
     outside = gathered_outside(job.arch, plan, layout, place)
-    updated = sum(_updated(group, seat) for group in groups(seat)) // seat.wide if layout.of("moments") else 0
+    updated = sum(_updated(group, view) for group in groups(view)) // view.wide if layout.of("moments") else 0
     largest = largest_weight(job.arch) // plan.shards
     slots = slot_bytes(layout, largest)
     found: list[tuple[Name, float, str]] = [(line.name, line.bytes, line.why) for line in lines.values()]
@@ -499,7 +499,7 @@ def sharded(job: Job, place: Mapping[str, int]) -> ResidentMemory:
             ("logits", 0, "log-probabilities, and at the loss their gradients"),
             (
                 "reduce_buffers",
-                _reduce_buffers(job, layout, seat),
+                _reduce_buffers(job, layout, view),
                 "a block's gradients in the compute dtype, and in fp32 for the reduction",
             ),
             ("update", slots, "temporaries of the optimizer step, and pieces of offloaded states in transit"),
@@ -509,10 +509,10 @@ def sharded(job: Job, place: Mapping[str, int]) -> ResidentMemory:
         block_share=max(param_counts(job.arch)[0]) / count(job.arch),
         begin_share=param_counts(job.arch)[1] / count(job.arch),
         gathered_at_loss=outside if plan.zero == 3 and plan.pp == 1 else lines["all_gathered_params"].bytes,
-        gathered_at_end=_left_at_end(plan, layout, seat) if outside else None,
+        gathered_at_end=_left_at_end(plan, layout, view) if outside else None,
         copy_stays=layout.reads == "resident",
         outside=outside,
-        outside_sums=_outside_sums(plan, layout, seat),
+        outside_sums=_outside_sums(plan, layout, view),
         update=holds.update_bytes * updated + slots + rounding_bytes(layout, largest),
     )
 
@@ -549,28 +549,28 @@ def param_counts(arch: Arch) -> tuple[tuple[int, ...], int]:
     return tuple(blocks[layer] for layer in range(arch.layers)), begin
 
 
-def _left_at_end(plan: Plan, layout: StateLayout, seat: RankView) -> float | None:
+def _left_at_end(plan: Plan, layout: StateLayout, view: RankView) -> float | None:
     """Gathered weights when a lone backward reaches the first block: each block's go when its gradient is summed."""
     if plan.zero == 3 or layout.reads == "resident" or plan.grad_accum > 1 or plan.pp > 1:
         return None  # as ever
-    block, outside = _unsharded_numbers(seat)
-    return (block + outside) * seat.narrow
+    block, outside = _unsharded_numbers(view)
+    return (block + outside) * view.narrow
 
 
-def _outside_sums(plan: Plan, layout: StateLayout, seat: RankView) -> float:
+def _outside_sums(plan: Plan, layout: StateLayout, view: RankView) -> float:
     """Of what is outside the blocks, the gradient as it came, and its copy in the precision of sums."""
     if layout.sums != "by_block" or plan.pp > 1:
         return 0
-    _, outside = _unsharded_numbers(seat)
-    leaving = outside * seat.wide // plan.shards if layout.hosted else 0
-    return outside * (seat.narrow + seat.wide) + leaving
+    _, outside = _unsharded_numbers(view)
+    leaving = outside * view.wide // plan.shards if layout.hosted else 0
+    return outside * (view.narrow + view.wide) + leaving
 
 
-def _unsharded_numbers(seat: RankView) -> tuple[int, int]:
+def _unsharded_numbers(view: RankView) -> tuple[int, int]:
     """Numbers in the largest block, and outside the blocks, before they are cut into shards."""
     blocks, outside = [0], 0
-    for group in groups(seat):
-        numbers = sum(math.prod(local_shape(param, seat)) for param in group.params)
+    for group in groups(view):
+        numbers = sum(math.prod(local_shape(param, view)) for param in group.params)
         if group.params[0].layer >= 0:
             blocks.append(numbers)
         else:
@@ -578,7 +578,7 @@ def _unsharded_numbers(seat: RankView) -> tuple[int, int]:
     return max(blocks), outside
 
 
-def _reduce_buffers(job: Job, layout: StateLayout, seat: RankView) -> int:
+def _reduce_buffers(job: Job, layout: StateLayout, view: RankView) -> int:
     """The largest block's gradient as it came, and its copy in the precision of sums.
 
     What is outside the blocks is summed last, so the output projection's gradient waits as it came; a pipeline keeps
@@ -588,14 +588,14 @@ def _reduce_buffers(job: Job, layout: StateLayout, seat: RankView) -> int:
     if layout.sums in ("never", "in_place"):
         return 0
     if layout.sums == "by_param":
-        largest = max(math.prod(local_shape(param, seat)) for group in groups(seat) for param in group.params)
-        return largest * (seat.narrow + seat.wide)
-    largest, outside = _unsharded_numbers(seat)
+        largest = max(math.prod(local_shape(param, view)) for group in groups(view) for param in group.params)
+        return largest * (view.narrow + view.wide)
+    largest, outside = _unsharded_numbers(view)
     shards, moving = job.plan.shards, 0
     if layout.hosted:
-        narrowed = largest * seat.narrow // shards if shards > 1 else 0
-        moving = largest * seat.wide // shards + largest_weight(job.arch) * seat.wide // shards + narrowed
-    return largest * (seat.narrow + seat.wide) + (outside * seat.narrow if job.plan.pp == 1 else 0) + moving
+        narrowed = largest * view.narrow // shards if shards > 1 else 0
+        moving = largest * view.wide // shards + largest_weight(job.arch) * view.wide // shards + narrowed
+    return largest * (view.narrow + view.wide) + (outside * view.narrow if job.plan.pp == 1 else 0) + moving
 
 
 def buffered(job: Job, place: Mapping[str, int]) -> ResidentMemory:
@@ -634,14 +634,14 @@ def buffered(job: Job, place: Mapping[str, int]) -> ResidentMemory:
 @lru_cache(maxsize=4096)
 def parameters(arch: Arch, plan: Plan, vocab: int, rank: int) -> tuple[int, int]:
     """Numbers in a rank's part of its weights, the vocabulary filled up; those of experts that ep shares out apart."""
-    seat = RankView(arch=arch, plan=plan, sequence=0, place={"pp": rank})
+    view = RankView(arch=arch, plan=plan, sequence=0, place={"pp": rank})
     found = {False: 0, True: 0}
-    for group in groups(seat):
-        found[group.shared_by_ep] += group.count * sum(_numbers(param, seat, vocab) for param in group.params)
+    for group in groups(view):
+        found[group.shared_by_ep] += group.count * sum(_numbers(param, view, vocab) for param in group.params)
     return found[False], found[True]
 
 
-def _numbers(param: Param, seat: RankView, vocab: int) -> int:
+def _numbers(param: Param, view: RankView, vocab: int) -> int:
     if param.layer < 0 and param.split in (Split.VOCAB, Split.COLUMN):
-        return vocab // seat.plan.tp * param.shape[1]
-    return math.prod(local_shape(param, seat))
+        return vocab // view.plan.tp * param.shape[1]
+    return math.prod(local_shape(param, view))

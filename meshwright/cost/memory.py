@@ -217,7 +217,11 @@ def _backward(rank: _RankMoments, scene: InFlight) -> Iterator[_Instant]:
         )
         loss: Lines = {"logits": flying["logits"] + part.loss}
         yield _Instant("the loss", scene, flying | at_loss | loss)
-    inside: Lines = {"recompute": part.anew, "activation_grads": part.passing, "logits": flying["logits"] - part.logits}
+    inside: Lines = {
+        "recompute": part.recomputed,
+        "activation_grads": part.activation_grads,
+        "logits": flying["logits"] - part.logits,
+    }
     after = flying | inside
     yield _Instant("the first block of a backward", scene, after | none)
     left = after["activations"] - part.activations - part.pair + part.first_run

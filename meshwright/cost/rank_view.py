@@ -54,7 +54,7 @@ class RankView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecomputedBlocks(msgspec.Struct, frozen=True, kw_only=True):
-    """Layers of a part that the backward computes anew."""
+    """Layers of a part that the backward recomputes."""
 
     runs: int  # those of one run are computed together
     dense: int
@@ -75,7 +75,7 @@ class StageLayers(msgspec.Struct, frozen=True, kw_only=True):
     mixtures: int  # layers with them
     first: bool  # begins the model: embedding and positions
     last: bool  # ends it: norm, projection, loss
-    anew: RecomputedBlocks  # of its layers, those that the backward computes once more
+    recomputed: RecomputedBlocks  # of its layers, those that the backward computes once more
 
     @property
     def layers(self) -> int:
@@ -96,10 +96,10 @@ def placement(plan: Plan) -> tuple[int, ...]:
     return stage_ranks(plan.schedule, plan.pp, plan.chunks) if plan.pp > 1 else (0,)
 
 
-def parts(seat: RankView) -> tuple[StageLayers, ...]:
+def parts(view: RankView) -> tuple[StageLayers, ...]:
     """The stages on this rank, in the order of the model."""
-    lengths = seat.plan.stages if seat.plan.pp > 1 else (seat.arch.layers,)
-    return _parts(seat.arch, lengths, placement(seat.plan), seat.at("pp"), policy_of(seat.plan))
+    lengths = view.plan.stages if view.plan.pp > 1 else (view.arch.layers,)
+    return _parts(view.arch, lengths, placement(view.plan), view.at("pp"), policy_of(view.plan))
 
 
 @lru_cache(maxsize=4096)
@@ -119,13 +119,13 @@ def _parts(
                 mixtures=mixtures,
                 first=stage == 0,
                 last=stage == len(ranks) - 1,
-                anew=_anew(arch, policy, layers),
+                recomputed=_recomputed(arch, policy, layers),
             )
         )
     return tuple(found)
 
 
-def _anew(arch: Arch, policy: ActivationPolicy, layers: range) -> RecomputedBlocks:
+def _recomputed(arch: Arch, policy: ActivationPolicy, layers: range) -> RecomputedBlocks:
     found = policy.runs(len(layers))
     mixtures = sum(arch.is_mixture(layers[number]) for run in found for number in run) if arch.experts else 0
     dense = sum(map(len, found)) - mixtures
@@ -138,9 +138,9 @@ def _anew(arch: Arch, policy: ActivationPolicy, layers: range) -> RecomputedBloc
     )
 
 
-def groups(seat: RankView) -> Iterator[ParamGroup]:
+def groups(view: RankView) -> Iterator[ParamGroup]:
     """The weights of a rank as they travel together: each block, under ep its experts apart, and all the rest."""
-    return (group for part in parts(seat) for group in _groups(seat.arch, part, seat.plan.ep > 1))
+    return (group for part in parts(view) for group in _groups(view.arch, part, view.plan.ep > 1))
 
 
 @lru_cache(maxsize=4096)
@@ -163,9 +163,9 @@ def grid(group: ParamGroup, plan: Plan) -> tuple[int, int]:
     return (plan.copies, plan.shards // ep) if plan.zero else (plan.copies // ep, 1)
 
 
-def local_shape(param: Param, seat: RankView) -> tuple[int, ...]:
+def local_shape(param: Param, view: RankView) -> tuple[int, ...]:
     """A rank's part of a weight, gathered over shard: what tp and ep leave of it."""
-    return cut_shape(param, (seat.plan.tp, seat.at("tp")), seat.plan.ep)
+    return cut_shape(param, (view.plan.tp, view.at("tp")), view.plan.ep)
 
 
 def cut_shape(param: Param, tp: tuple[int, int], ep: int) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from meshwright.cost.flops import (
 )
 from meshwright.cost.job import Job
 from meshwright.cost.kernels import slowest
-from meshwright.cost.layer_time import SELECTED, LayerModel, PassTimes, again, block, ends, layer_model
+from meshwright.cost.layer_time import SELECTED, LayerModel, PassTimes, block, ends, layer_model, recomputed_terms
 from meshwright.cost.network import axis_span, collective_seconds
 from meshwright.cost.simulate import StageCost, makespan
 from meshwright.cost.weight_time import (
@@ -110,27 +110,27 @@ def kinds_of(arch: Arch, lengths: tuple[int, ...]) -> tuple[tuple[StageKind, ...
 
 @lru_cache(maxsize=8192)
 def stage_passes(at: LayerModel, dense: int, mixtures: int, policy: ActivationPolicy) -> PassTimes:
-    """The blocks of a stage; of those that are computed anew, each kind has its fair share."""
-    anew, operations = policy.share(dense + mixtures), policy.by_operation
+    """The blocks of a stage; of those that are recomputed, each kind has its fair share."""
+    recomputed, operations = policy.share(dense + mixtures), policy.by_operation
     total = PassTimes()
     for mixture, count in ((False, dense), (True, mixtures)):
         if not count:
             continue
-        if policy.saves_plainly:  # what is computed anew is all that blocks differ in
-            repeated = again(at, mixture, operations) * anew
-            total += msgspec.structs.replace(block(at, mixture), again=repeated) * count
+        if policy.saves_plainly:  # what is recomputed is all that blocks differ in
+            repeated = recomputed_terms(at, mixture, operations) * recomputed
+            total += msgspec.structs.replace(block(at, mixture), recompute=repeated) * count
         else:
-            total += _kept_so(at, mixture, policy, None) * (count * (1 - anew))
-            total += _kept_so(at, mixture, policy, operations) * (count * anew)
+            total += _kept_so(at, mixture, policy, None) * (count * (1 - recomputed))
+            total += _kept_so(at, mixture, policy, operations) * (count * recomputed)
     return total
 
 
 @lru_cache(maxsize=8192)
 def _kept_so(at: LayerModel, mixture: bool, policy: ActivationPolicy, operations: bool | None) -> PassTimes:
-    """One block, which computes nothing anew (None), costly operations apart (True), or everything."""
+    """One block, which recomputes nothing (None), costly operations apart (True), or everything."""
     one = block(at, mixture)
     if operations is not None:
-        one = msgspec.structs.replace(one, again=again(at, mixture, operations))
+        one = msgspec.structs.replace(one, recompute=recomputed_terms(at, mixture, operations))
     return with_policy(at, policy, mixture, one)
 
 
@@ -165,7 +165,7 @@ def pipeline_seconds(stages: Stages, job: Job) -> float:
     forwards = [each.forward.seconds for each in stages.passes]
     cost = StageCost(
         forward_seconds=tuple(each + blocked for each in forwards),
-        input_seconds=tuple(each.again.seconds + each.input.seconds + blocked for each in stages.passes),
+        input_seconds=tuple(each.recompute.seconds + each.input.seconds + blocked for each in stages.passes),
         weight_seconds=tuple(each.weight.seconds for each in stages.passes),
         activation=(0.0,) * len(stages.passes),
     )
@@ -199,7 +199,7 @@ class Price(msgspec.Struct, frozen=True, kw_only=True):
     high_seconds: float
     tokens_per_second_per_gpu: float
     mfu: float  # model FLOPs utilization, 0 to 1
-    hfu: float  # the same with what is computed anew
+    hfu: float  # the same with what is recomputed
     waterfall: tuple[TimeShare, ...]  # adds up to the seconds
 
 
@@ -282,14 +282,14 @@ def _products_share(arch: Arch, sequence: int) -> float:
 
 
 def _done(job: Job) -> float:
-    """Operations of a step with those that are done anew, which stacks choose differently under one name."""
+    """Operations of a step with those that are recomputed, which stacks choose differently under one name."""
     plan, batch = job.plan, job.plan.batch
     policy = activation_policy(job)
     if not policy.by_operation:
         return recomputed_flops(job.arch, plan, job.sequence, batch, policy)
     attention = 1 - _products_share(job.arch, job.sequence)
-    anew = {"operations": 0.0, "attention": attention, "blocks": SELECTED}[policy.selective]
-    return step_flops(job.arch, job.sequence, batch) * (1 + anew / TRAINING)
+    recomputed = {"operations": 0.0, "attention": attention, "blocks": SELECTED}[policy.selective]
+    return step_flops(job.arch, job.sequence, batch) * (1 + recomputed / TRAINING)
 
 
 def _waterfall(job: Job, known: StepTimeline, working: PassTimes) -> Iterator[TimeShare]:
@@ -309,7 +309,7 @@ def _waterfall(job: Job, known: StepTimeline, working: PassTimes) -> Iterator[Ti
         ),
         "elementwise": (once.elementwise, "norms, activations, residual adds, losses: memory traffic between matmuls"),
         "launch": (once.launch, "the device waits for the host to launch small kernels"),
-        "recompute": (working.again.seconds, "forwards recomputed in the backward"),
+        "recompute": (working.recompute.seconds, "forwards recomputed in the backward"),
         "host_transfer": (once.link, "offloaded activations to the host and back, beyond what a block's compute hides"),
         "tp": (once.tp, "hidden states all-gathered and reduce-scattered over tp"),
         "cp": (once.cp, "keys and values, or heads, exchanged over cp"),
@@ -359,7 +359,7 @@ def work_bound(job: Job, efficiency: Efficiency | None = None) -> float:
 
 
 def lower_bound(job: Job, efficiency: Efficiency | None = None) -> float:
-    """Without playing the schedule, with what the first rank's weights cost at least, whatever is computed anew."""
+    """Without playing the schedule, with what the first rank's weights cost at least, whatever is recomputed."""
     at = layer_model(job, efficiency)
     kinds, places = kinds_of(job.arch, lengths_of(job))
     ranks = placed(job.plan.schedule, job.plan.pp, job.plan.chunks)
@@ -389,8 +389,8 @@ def _seconds(at: LayerModel, kind: StageKind, policy: ActivationPolicy) -> tuple
     whole, forward, share = outside.seconds, outside.forward.seconds, policy.share(kind.dense + kind.mixtures)
     for mixture, count in ((False, kind.dense), (True, kind.mixtures)):
         if count:
-            once, going, anew = _block_seconds(at, mixture, policy.by_operation)
-            whole += count * (once + anew * share)
+            once, going, recomputed = _block_seconds(at, mixture, policy.by_operation)
+            whole += count * (once + recomputed * share)
             forward += count * going
     return whole, forward
 
@@ -399,4 +399,4 @@ def _seconds(at: LayerModel, kind: StageKind, policy: ActivationPolicy) -> tuple
 def _block_seconds(at: LayerModel, mixture: bool, operations: bool) -> tuple[float, float, float]:
     """A block without recomputation, its forward alone, and what recomputation adds."""
     one = block(at, mixture)
-    return one.seconds, one.forward.seconds, again(at, mixture, operations).seconds
+    return one.seconds, one.forward.seconds, recomputed_terms(at, mixture, operations).seconds

@@ -71,151 +71,151 @@ DRAW = 4  # bytes of a router's random number
 COUNT = 8  # bytes of the number of an expert's rows
 
 
-def activation_traffic(seat: RankView) -> Iterator[Collective]:
+def activation_traffic(view: RankView) -> Iterator[Collective]:
     """Everything that is sent because ranks share a sequence, a matrix, the experts or the layers."""
-    for part in parts(seat):
-        yield from _over_tp(part, seat)
-        yield from _loss_over_tp(part, seat)
-        yield from _attention_over_cp(part, seat)
-        yield from _routers_over_cp(part, seat)
-        yield from _over_ep(part, seat)
-        yield from _over_pp(part, seat)
+    for part in parts(view):
+        yield from _over_tp(part, view)
+        yield from _loss_over_tp(part, view)
+        yield from _attention_over_cp(part, view)
+        yield from _routers_over_cp(part, view)
+        yield from _over_ep(part, view)
+        yield from _over_pp(part, view)
 
 
-def _over_tp(part: StageLayers, seat: RankView) -> Iterator[Collective]:
+def _over_tp(part: StageLayers, view: RankView) -> Iterator[Collective]:
     """Hidden states are gathered before and summed and scattered after attention and the feed-forward layer.
 
     The backward mirrors it, so there are as many of the one as of the other; embedding and projection add half a pair
-    each way. Of layers computed anew the last sum is not needed: it is the output of their run. What a compiler made
+    each way. Of layers recomputed the last sum is not needed: it is the output of their run. What a compiler made
     is computed to its end all the same.
     """
-    if seat.plan.tp == 1:
+    if view.plan.tp == 1:
         return
-    once, anew = 4 * part.layers + part.first + part.last, part.anew
-    gathers = scatters = 2 * anew.layers
-    if not anew.to_the_end:
-        scatters -= anew.runs
-    if anew.by_operation:
-        gathers, scatters = anew.mixtures, 0
+    once, recomputed = 4 * part.layers + part.first + part.last, part.recomputed
+    gathers = scatters = 2 * recomputed.layers
+    if not recomputed.to_the_end:
+        scatters -= recomputed.runs
+    if recomputed.by_operation:
+        gathers, scatters = recomputed.mixtures, 0
     repeated: tuple[tuple[Kind, int], ...] = (("all_gather", gathers), ("reduce_scatter", scatters))
     for kind, more in repeated:
-        count = seat.plan.grad_accum * (once + more)
-        yield Collective(kind=kind, axis="tp", count=count, bytes=seat.stream * seat.narrow)
+        count = view.plan.grad_accum * (once + more)
+        yield Collective(kind=kind, axis="tp", count=count, bytes=view.stream * view.narrow)
 
 
-def _loss_over_tp(part: StageLayers, seat: RankView) -> Iterator[Collective]:
+def _loss_over_tp(part: StageLayers, view: RankView) -> Iterator[Collective]:
     """For every position the maximum of its logits, the sum of their exponentials, and the target's own.
 
     In chunks of positions, the last of which may be smaller.
     """
-    if seat.plan.tp > 1 and part.last:
-        rows = seat.loss_rows
-        chunks, rest = divmod(seat.plan.microbatch * seat.positions, rows)
+    if view.plan.tp > 1 and part.last:
+        rows = view.loss_rows
+        chunks, rest = divmod(view.plan.microbatch * view.positions, rows)
         for numbers, times in ((rows, chunks), (rest, 1)):
             if numbers:
-                count = 3 * seat.plan.grad_accum * times
-                yield Collective(kind="all_reduce", axis="tp", count=count, bytes=numbers * seat.wide)
+                count = 3 * view.plan.grad_accum * times
+                yield Collective(kind="all_reduce", axis="tp", count=count, bytes=numbers * view.wide)
 
 
-def _attention_over_cp(part: StageLayers, seat: RankView) -> Iterator[Collective]:
-    if seat.plan.cp > 1:
-        times, anew = (layers * seat.plan.grad_accum for layers in (part.layers, part.anew.layers))
-        yield from (_ring if seat.plan.cp_kind == "ring" else _ulysses)(times, anew, seat)
+def _attention_over_cp(part: StageLayers, view: RankView) -> Iterator[Collective]:
+    if view.plan.cp > 1:
+        times, recomputed = (layers * view.plan.grad_accum for layers in (part.layers, part.recomputed.layers))
+        yield from (_ring if view.plan.cp_kind == "ring" else _ulysses)(times, recomputed, view)
 
 
-def _ring(times: int, anew: int, seat: RankView) -> Iterator[Collective]:
+def _ring(times: int, recomputed: int, view: RankView) -> Iterator[Collective]:
     """Keys and values go round forward and backward, and their gradients backward; the last of those is waited for."""
-    plan = seat.plan
-    numbers = 2 * plan.microbatch * seat.positions * seat.arch.kv_width // plan.tp
+    plan = view.plan
+    numbers = 2 * plan.microbatch * view.positions * view.arch.kv_width // plan.tp
     for count, size, overlappable in (
-        ((2 * times + anew) * (plan.cp - 1), numbers * seat.narrow, True),
-        (times * (plan.cp - 2), numbers * seat.wide, True),
-        (times, numbers * seat.wide, False),
+        ((2 * times + recomputed) * (plan.cp - 1), numbers * view.narrow, True),
+        (times * (plan.cp - 2), numbers * view.wide, True),
+        (times, numbers * view.wide, False),
     ):
         yield Collective(kind="send", axis="cp", count=count, bytes=size, overlappable=overlappable)
 
 
-def _ulysses(times: int, anew: int, seat: RankView) -> Iterator[Collective]:
+def _ulysses(times: int, recomputed: int, view: RankView) -> Iterator[Collective]:
     """Queries, keys and values change places before attention and its output after; gradients the other way."""
-    arch, plan = seat.arch, seat.plan
-    held = plan.microbatch * seat.positions
+    arch, plan = view.arch, view.plan
+    held = plan.microbatch * view.positions
     for width in (arch.q_width + 2 * arch.kv_width, arch.q_width):
-        size = held * width // plan.tp * seat.narrow
-        yield Collective(kind="all_to_all", axis="cp", count=2 * times + anew, bytes=size)
+        size = held * width // plan.tp * view.narrow
+        yield Collective(kind="all_to_all", axis="cp", count=2 * times + recomputed, bytes=size)
 
 
-def _routers_over_cp(part: StageLayers, seat: RankView) -> Iterator[Collective]:
+def _routers_over_cp(part: StageLayers, view: RankView) -> Iterator[Collective]:
     """A router sees whole sequences: its logits are gathered, and going back their gradients summed and scattered."""
-    if seat.plan.cp == 1:
+    if view.plan.cp == 1:
         return
-    forward, backward = _mixture_passes(part, seat)
-    tokens = seat.plan.microbatch * seat.sequence
+    forward, backward = _mixture_passes(part, view)
+    tokens = view.plan.microbatch * view.sequence
     passes: tuple[tuple[Kind, int], ...] = (("all_gather", forward), ("reduce_scatter", backward))
     for kind, count in passes:
-        yield Collective(kind=kind, axis="cp", count=count, bytes=tokens * seat.arch.experts * seat.wide)
-    if seat.arch.router == "gshard":
+        yield Collective(kind=kind, axis="cp", count=count, bytes=tokens * view.arch.experts * view.wide)
+    if view.arch.router == "gshard":
         yield Collective(kind="all_gather", axis="cp", count=forward, bytes=tokens * DRAW)
 
 
-def _mixture_passes(part: StageLayers, seat: RankView) -> tuple[int, int]:
+def _mixture_passes(part: StageLayers, view: RankView) -> tuple[int, int]:
     """How often a step goes forward through layers with experts, and how often back."""
-    times = seat.plan.grad_accum
-    return (part.mixtures + part.anew.mixtures) * times, part.mixtures * times
+    times = view.plan.grad_accum
+    return (part.mixtures + part.recomputed.mixtures) * times, part.mixtures * times
 
 
-def _over_ep(part: StageLayers, seat: RankView) -> Iterator[Collective]:
+def _over_ep(part: StageLayers, view: RankView) -> Iterator[Collective]:
     """Each token's rows go to the experts' ranks and come back, and so do their gradients; first ranks tell how many.
 
     How many rows a rank gives to one exchange is up to the routers: what is listed is the mean over the ranks of ep.
     """
-    if seat.plan.ep == 1:
+    if view.plan.ep == 1:
         return
-    forward, backward = _mixture_passes(part, seat)
-    yield Collective(kind="all_to_all", axis="ep", count=forward, bytes=seat.arch.experts * COUNT)
-    size = mean_rows(seat) * seat.arch.hidden * seat.narrow
+    forward, backward = _mixture_passes(part, view)
+    yield Collective(kind="all_to_all", axis="ep", count=forward, bytes=view.arch.experts * COUNT)
+    size = mean_rows(view) * view.arch.hidden * view.narrow
     yield Collective(kind="all_to_all", axis="ep", count=2 * (forward + backward), bytes=size)
 
 
-def mean_rows(seat: RankView) -> int:
+def mean_rows(view: RankView) -> int:
     """Copies of tokens that a rank hands to experts in one mixture layer and microbatch, at most, on average.
 
     Exact where no token can be dropped, and for expert choice, which fills every slot.
     """
-    arch = seat.arch
+    arch = view.arch
     if arch.router == "expert_choice":
-        kept = arch.experts * slots(arch, 1, seat.sequence)
+        kept = arch.experts * slots(arch, 1, view.sequence)
     else:
-        kept = min(seat.sequence * arch.top_k, arch.experts * slots(arch, arch.top_k, seat.sequence))
-    return math.ceil(seat.plan.microbatch * kept / seat.plan.cp)
+        kept = min(view.sequence * arch.top_k, arch.experts * slots(arch, arch.top_k, view.sequence))
+    return math.ceil(view.plan.microbatch * kept / view.plan.cp)
 
 
-def _over_pp(part: StageLayers, seat: RankView) -> Iterator[Collective]:
+def _over_pp(part: StageLayers, view: RankView) -> Iterator[Collective]:
     """A stage hands its output to the next and its input's gradient to the one before, where another rank has it."""
-    ranks = placement(seat.plan)
-    size = seat.stream // seat.plan.tp * seat.narrow
+    ranks = placement(view.plan)
+    size = view.stream // view.plan.tp * view.narrow
     for neighbour in (part.stage + 1, part.stage - 1):
         if 0 <= neighbour < len(ranks) and ranks[neighbour] != ranks[part.stage]:
-            yield Collective(kind="send", axis="pp", count=seat.plan.grad_accum, bytes=size, overlappable=True)
+            yield Collective(kind="send", axis="pp", count=view.plan.grad_accum, bytes=size, overlappable=True)
 
 
 IN_SIGHT = 3  # stages that torch's pipeline runtime holds gathered on a rank under zero 3: those it computes next
 
 
-def weight_traffic(seat: RankView) -> Iterator[Collective]:
+def weight_traffic(view: RankView) -> Iterator[Collective]:
     """Everything that is sent because several ranks hold, or share, a weight."""
-    for group in groups(seat):
-        yield from _over_shard(group, seat)
-        yield from _over_replicate(group, seat)
-        yield from _weights_over_tp(group, seat)
-    yield from _over_tied(seat)
+    for group in groups(view):
+        yield from _over_shard(group, view)
+        yield from _over_replicate(group, view)
+        yield from _weights_over_tp(group, view)
+    yield from _over_tied(view)
 
 
-def data_traffic(seat: RankView) -> Iterator[Collective]:
+def data_traffic(view: RankView) -> Iterator[Collective]:
     """Of that, what is sent between ranks that see other data, and between tied copies."""
-    for group in groups(seat):
-        yield from _over_shard(group, seat)
-        yield from _over_replicate(group, seat)
-    yield from _over_tied(seat)
+    for group in groups(view):
+        yield from _over_shard(group, view)
+        yield from _over_replicate(group, view)
+    yield from _over_tied(view)
 
 
 def gathers(stage: int, plan: Plan, root: bool) -> int:
@@ -258,8 +258,8 @@ def _fetches(schedule: Schedule, pp: int, chunks: int, microbatches: int, rank: 
     return counts
 
 
-def _numbers(group: ParamGroup, seat: RankView, shards: int) -> int:
-    return _travelling(group.params, (seat.plan.tp, seat.at("tp")), seat.plan.ep, shards)
+def _numbers(group: ParamGroup, view: RankView, shards: int) -> int:
+    return _travelling(group.params, (view.plan.tp, view.at("tp")), view.plan.ep, shards)
 
 
 @lru_cache(maxsize=16384)
@@ -268,37 +268,37 @@ def _travelling(weights: tuple[Param, ...], tp: tuple[int, int], ep: int, shards
     return sum(padded(cut_shape(param, tp, ep), shards) for param in weights)
 
 
-def _over_shard(group: ParamGroup, seat: RankView) -> Iterator[Collective]:
+def _over_shard(group: ParamGroup, view: RankView) -> Iterator[Collective]:
     """Weights are gathered in the precision of the arithmetic, gradients summed in that of the weights."""
-    _, shards = grid(group, seat.plan)
+    _, shards = grid(group, view.plan)
     if shards == 1:
         return
     axis: Axis = "expert_shard" if group.shared_by_ep else "shard"
-    numbers = _numbers(group, seat, shards)
-    count, size = group.count * gathers(group.stage, seat.plan, root=group.params[0].layer < 0), numbers * seat.narrow
+    numbers = _numbers(group, view, shards)
+    count, size = group.count * gathers(group.stage, view.plan, root=group.params[0].layer < 0), numbers * view.narrow
     yield Collective(kind="all_gather", axis=axis, count=count, bytes=size, overlappable=True)
-    count, size = group.count * reductions(seat.plan), numbers * seat.wide
+    count, size = group.count * reductions(view.plan), numbers * view.wide
     yield Collective(kind="reduce_scatter", axis=axis, count=count, bytes=size, overlappable=True)
 
 
-def _over_replicate(group: ParamGroup, seat: RankView) -> Iterator[Collective]:
+def _over_replicate(group: ParamGroup, view: RankView) -> Iterator[Collective]:
     """Copies add up their shard of the gradient once a step, after the last microbatch."""
-    copies, shards = grid(group, seat.plan)
+    copies, shards = grid(group, view.plan)
     if copies == 1:
         return
     axis: Axis = "expert_replicate" if group.shared_by_ep else "replicate"
-    size = _numbers(group, seat, shards) // shards * seat.wide
+    size = _numbers(group, view, shards) // shards * view.wide
     yield Collective(kind="all_reduce", axis=axis, count=group.count, bytes=size, overlappable=True)
 
 
-def _weights_over_tp(group: ParamGroup, seat: RankView) -> Iterator[Collective]:
+def _weights_over_tp(group: ParamGroup, view: RankView) -> Iterator[Collective]:
     """A weight that all ranks of tp hold has seen a part of the sequence on each, so its gradients are added up."""
-    plan = seat.plan
+    plan = view.plan
     if plan.tp == 1:
         return
     # What waits for the last microbatch waits in fp32; the gradient of one microbatch is as narrow as its weight was.
     waited = plan.pp > 1 or (plan.grad_accum > 1 and reductions(plan) == 1)
-    size = seat.wide if waited else seat.narrow
+    size = view.wide if waited else view.narrow
     for param in group.params:
         if _is_partial_over_tp(param):
             count = group.count * reductions(plan)
@@ -314,26 +314,26 @@ def _is_partial_over_tp(param: Param) -> bool:
     return param.split is Split.NONE and not param.name.endswith((".attn.out.bias", ".mlp.down.bias"))
 
 
-def _over_tied(seat: RankView) -> Iterator[Collective]:
+def _over_tied(view: RankView) -> Iterator[Collective]:
     """The first and the last stage of a tied model each have an embedding; their gradients, sharded, are added up."""
-    plan, ranks = seat.plan, placement(seat.plan)
-    holds = any(part.first or part.last for part in parts(seat))
-    if not seat.arch.tied or not holds or ranks[0] == ranks[-1]:
+    plan, ranks = view.plan, placement(view.plan)
+    holds = any(part.first or part.last for part in parts(view))
+    if not view.arch.tied or not holds or ranks[0] == ranks[-1]:
         return
-    rows, *rest = local_shape(params(seat.arch)[0], seat)
-    mine = share(rows, plan.shards, seat.at("shard") * plan.cp + seat.at("cp") if plan.zero else 0)
-    yield Collective(kind="all_reduce", axis="tied", count=1, bytes=mine * math.prod(rest) * seat.wide)
+    rows, *rest = local_shape(params(view.arch)[0], view)
+    mine = share(rows, plan.shards, view.at("shard") * plan.cp + view.at("cp") if plan.zero else 0)
+    yield Collective(kind="all_reduce", axis="tied", count=1, bytes=mine * math.prod(rest) * view.wide)
 
 
 NUMBER = 8  # bytes: losses and squares are added in double precision
 
 
-def deterministic_traffic(seat: RankView) -> Iterator[Collective]:
+def deterministic_traffic(view: RankView) -> Iterator[Collective]:
     """Everything: the mode has no axes but replicate and shard, so only weights, gradients and the verdict travel."""
-    for group in groups(seat):
-        yield from _deterministic_over_shard(group, seat)
-        yield from _deterministic_over_replicate(group, seat)
-    yield from _deterministic_verdict(seat)
+    for group in groups(view):
+        yield from _deterministic_over_shard(group, view)
+        yield from _deterministic_over_replicate(group, view)
+    yield from _deterministic_verdict(view)
 
 
 def rows(size: int, shards: int) -> int:
@@ -346,36 +346,36 @@ def _deterministic_numbers(group: ParamGroup, shards: int) -> int:
     return sum(rows(param.shape[0], shards) * math.prod(param.shape[1:]) for param in group.params)
 
 
-def _deterministic_over_shard(group: ParamGroup, seat: RankView) -> Iterator[Collective]:
+def _deterministic_over_shard(group: ParamGroup, view: RankView) -> Iterator[Collective]:
     """Weights are gathered as ever; each gradient changes hands once, whatever zero says."""
-    plan = seat.plan
+    plan = view.plan
     if plan.shards == 1:
         return
     numbers = _deterministic_numbers(group, plan.shards) * plan.shards
     count = group.count * gathers(group.stage, plan, root=group.params[0].layer < 0)
-    size = numbers * seat.narrow
+    size = numbers * view.narrow
     yield Collective(kind="all_gather", axis="shard", count=count, bytes=size, overlappable=True)
-    size = numbers * seat.wide
+    size = numbers * view.wide
     yield Collective(kind="all_to_all", axis="shard", count=group.count, bytes=size, overlappable=True)
 
 
-def _deterministic_over_replicate(group: ParamGroup, seat: RankView) -> Iterator[Collective]:
+def _deterministic_over_replicate(group: ParamGroup, view: RankView) -> Iterator[Collective]:
     """Each replica adds up one part of the gradient and gives the sum to the others."""
-    plan = seat.plan
+    plan = view.plan
     if plan.copies == 1:
         return
-    size = math.ceil(_deterministic_numbers(group, plan.shards) / plan.copies) * plan.copies * seat.wide
+    size = math.ceil(_deterministic_numbers(group, plan.shards) / plan.copies) * plan.copies * view.wide
     yield Collective(kind="all_to_all", axis="replicate", count=group.count, bytes=size, overlappable=True)
     yield Collective(kind="all_gather", axis="replicate", count=group.count, bytes=size, overlappable=True)
 
 
-def _deterministic_verdict(seat: RankView) -> Iterator[Collective]:
+def _deterministic_verdict(view: RankView) -> Iterator[Collective]:
     """A loss and a wish to stop from every rank, and a sum of squares for every row of every weight."""
-    plan = seat.plan
+    plan = view.plan
     if plan.world > 1:
         yield Collective(kind="all_gather", axis="world", count=1, bytes=plan.world * 2 * NUMBER)
     if plan.shards > 1:
-        size = sum(rows(param.shape[0], plan.shards) for param in params(seat.arch)) * plan.shards * NUMBER
+        size = sum(rows(param.shape[0], plan.shards) for param in params(view.arch)) * plan.shards * NUMBER
         yield Collective(kind="all_gather", axis="shard", count=1, bytes=size)
 
 
@@ -389,10 +389,10 @@ def traffic(arch: Arch, plan: Plan, sequence: int, *, place: Mapping[str, int] =
     `place`: the rank's coordinates on the plan's axes. Ranks differ by their pipeline stages, and by the length of
     their part of an odd vocabulary.
     """
-    seat = RankView(arch=arch, plan=plan, sequence=sequence, place=place)
+    view = RankView(arch=arch, plan=plan, sequence=sequence, place=place)
     if plan.deterministic:
-        return merged(deterministic_traffic(seat))
-    return merged(chain(weight_traffic(seat), activation_traffic(seat), _verdict(plan)))
+        return merged(deterministic_traffic(view))
+    return merged(chain(weight_traffic(view), activation_traffic(view), _verdict(plan)))
 
 
 def bytes_by_axis(collectives: Iterable[Collective]) -> dict[Axis, int]:

@@ -36,8 +36,8 @@ def with_policy(at: LayerModel, policy: ActivationPolicy, mixture: bool, one: Pa
     if policy.saves_plainly:
         return one
     work = msgspec.structs.replace(microbatch_shape(at.job), coded=policy.quant != "none")
-    anew = one.again.seconds > 0
-    whole = work.stream if anew else block_kept(work, mixture)
+    recomputed = one.recompute.seconds > 0
+    whole = work.stream if recomputed else block_kept(work, mixture)
     if policy.quant != "none":
         beside = (FP8_ENCODED, FP8_DECODED) if policy.quant == "fp8" else (INT8_ENCODED, INT8_DECODED)
         numbers = whole / work.narrow
@@ -46,8 +46,8 @@ def with_policy(at: LayerModel, policy: ActivationPolicy, mixture: bool, one: Pa
         one = msgspec.structs.replace(one, forward=one.forward + going, input=one.input + coming)
     if not policy.offload:
         return one
-    travels = moved_bytes(work, as_kept(work, mixture, whole), anew) / rate(at.job.cluster.host)
-    back = one.again.seconds + one.input.seconds + one.weight.seconds
+    travels = moved_bytes(work, as_kept(work, mixture, whole), recomputed) / rate(at.job.cluster.host)
+    back = one.recompute.seconds + one.input.seconds + one.weight.seconds
     going = TimeTerms(link=max(travels - one.forward.seconds, 0.0))
     coming = TimeTerms(link=max(travels - back, 0.0))
     return msgspec.structs.replace(one, forward=one.forward + going, input=one.input + coming)
@@ -299,8 +299,8 @@ def _essence(plan: Plan) -> Plan:
 
 def _calls(arch: Arch, plan: Plan, rank: int) -> list[Collective]:
     """What the weights of a rank send over the data axes, and between tied copies."""
-    seat = RankView(arch=arch, plan=plan, sequence=1, place={"pp": rank})
-    return list(data_traffic(seat))
+    view = RankView(arch=arch, plan=plan, sequence=1, place={"pp": rank})
+    return list(data_traffic(view))
 
 
 def held(arch: Arch, plan: Plan, rank: int) -> float:
@@ -313,8 +313,8 @@ def held(arch: Arch, plan: Plan, rank: int) -> float:
 @lru_cache(maxsize=4096)
 def _numbers(arch: Arch, plan: Plan, rank: int) -> tuple[int, int]:
     """Numbers in a rank's weights before they are sharded: of those that ep shares out the second."""
-    seat = RankView(arch=arch, plan=plan, sequence=1, place={"pp": rank})
+    view = RankView(arch=arch, plan=plan, sequence=1, place={"pp": rank})
     found = {False: 0, True: 0}
-    for group in groups(seat):
-        found[group.shared_by_ep] += group.count * sum(math.prod(local_shape(param, seat)) for param in group.params)
+    for group in groups(view):
+        found[group.shared_by_ep] += group.count * sum(math.prod(local_shape(param, view)) for param in group.params)
     return found[False], found[True]

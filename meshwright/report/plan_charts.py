@@ -128,7 +128,7 @@ def pipeline(job: Job) -> PipelineChart | None:
     blocked, travel = (stages.send, 0.0) if job.stack.speed.blocking_sends else (0.0, stages.send)
     cost = StageCost(
         forward_seconds=tuple(each.forward.seconds + blocked for each in stages.passes),
-        input_seconds=tuple(each.again.seconds + each.input.seconds + blocked for each in stages.passes),
+        input_seconds=tuple(each.recompute.seconds + each.input.seconds + blocked for each in stages.passes),
         weight_seconds=tuple(each.weight.seconds for each in stages.passes),
         activation=(1 / plan.chunks,) * len(stages.passes),  # in units of one microbatch on one rank
     )

@@ -232,7 +232,7 @@ class MemoryBound:
         """
         work = self._work(tp, cp, microbatch, policy._replace(recompute="none"))
         found = [saved_activations(work, (mixture,) * layers, last, policy.recompute) for mixture in self.kinds]
-        moments = [max(each.logits, each.anew + each.passing) + each.pair for each in found]
+        moments = [max(each.logits, each.recomputed + each.activation_grads) + each.pair for each in found]
         return min(each.activations for each in found), min(moments)
 
     def _work(self, tp: int, cp: int, microbatch: int, policy: Policy) -> MicrobatchShape:

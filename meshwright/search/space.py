@@ -75,7 +75,7 @@ class PipelineChoice(NamedTuple):
     chunks: int
 
 
-FIRST_SHARES = (0.25, 0.5, 0.75)  # of a stage's blocks that "first-K" computes anew
+FIRST_SHARES = (0.25, 0.5, 0.75)  # of a stage's blocks that "first-K" recomputes
 SELECTIVE_SHARE = 0.5  # of those that "selective-K" does
 NARROW = ("bf16", "fp16", "fp8")
 UNCOMPILED = ("tpu", "trainium")  # accelerators that torch writes no kernels for
@@ -105,7 +105,7 @@ def keeps_bf16_params(question: Question) -> bool:
 
 
 def policies(question: Question, pp: int, order: PipelineChoice) -> tuple[Policy, ...]:
-    """What may be computed anew under a schedule, what may be coded or sent away, and where states may live."""
+    """What may be recomputed under a schedule, what may be coded or sent away, and where states may live."""
     fixed = question.fixed
     partly = question.stack.speed.selective == "operations"  # others mean another thing by it, and by all blocks
     blocks = -(-question.arch.layers // (pp * order.chunks))

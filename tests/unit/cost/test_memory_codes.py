@@ -135,4 +135,4 @@ def test_codes_and_the_host_hold_less_and_need_a_moment_s_room():
     )
     assert coded.activations < plain.activations
     assert away_.activations + away_.pair < plain.activations
-    assert coded.passing > plain.passing
+    assert coded.activation_grads > plain.activation_grads

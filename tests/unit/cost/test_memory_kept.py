@@ -117,7 +117,7 @@ def test_proofs_in_fp64_keep_twice_what_fp32_does():
 def test_recomputation_keeps_less_and_needs_the_rest_for_a_while(policy):
     everything, less = said(TINY, plan_of("bf16", "none")), said(TINY, plan_of("bf16", policy))
     assert less.activations < everything.activations
-    assert less.activations + less.anew <= everything.activations
+    assert less.activations + less.recomputed <= everything.activations
 
 
 def test_runs_of_the_square_root_of_the_layers_hold_least_together():
@@ -125,6 +125,6 @@ def test_runs_of_the_square_root_of_the_layers_hold_least_together():
     totals = {}
     for policy in ("full", "every-4", "sqrt", "every-32"):
         found = said(deep, plan_of("bf16", policy))
-        totals[policy] = found.activations + found.anew
+        totals[policy] = found.activations + found.recomputed
     assert min(totals, key=lambda policy: totals[policy]) in ("full", "every-4", "sqrt")
     assert totals["every-32"] > totals["sqrt"]

@@ -1,8 +1,10 @@
-"""From what was measured on a machine to the efficiencies that its plans are priced with."""
+"""From what was measured on a machine to the efficiencies that its plans are priced with.
+
+Each constant is the one of least misfit: the mean of |log(predicted ÷ measured)| over the records that it explains.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import msgspec
 
@@ -15,50 +17,92 @@ from meshwright.spec.plan import Precision
 from meshwright.spec.problem import InputError, Problem
 
 STARTED = 1.5  # a product that takes less than so many times the quickest one shows the host's time, not its own
+
 LEAST_RECORDS = 3  # fewer say nothing about three constants
+
 FINEST_STEP = 0.002  # relative: where a search stops
+
 MOST_ROUNDS = 60  # of a search; each looks at every constant
+
 WORTH = 1e-4  # relative: a smaller gain is not one, or a search would creep
+
 LARGEST_SHARE = 1.0  # of a data sheet's figure
+
+CPU = "cpu"  # as measurements and profiles name it
+
+
+class PredictionSource(msgspec.Struct, frozen=True, kw_only=True):
+    """Whom to believe about this machine: a profile that the user gave, else the catalogue, else a probe."""
+
+    given: Profile | None
+    probed: Callable[[], Profile | None]  # asked only where the catalogue does not know the device
+
+    def of(self, device: str, gpus: int) -> tuple[Cluster | None, str]:
+        """The cluster that runs are priced on, and what is known of it from where."""
+        stack, known = stacks()["meshwright"], recognised(device, catalogue().cards) is not None
+        if self.given is not None and known:
+            return measured(cluster_of_device(device, gpus), self.given, stack), "the profile given"
+        if self.given is not None and self.given.device != device:
+            what = f"the profile was measured on {self.given.device}, and this machine has {device}"
+            raise InputError([Problem(what, "measure it with meshwright bench --probe", "profile")])
+        if self.given is not None:
+            return machine(self.given, gpus, stack), "the profile given"
+        if known:
+            return cluster_of_device(device, gpus), "the catalogue"
+        profile = self.probed()
+        return (None, "") if profile is None else (machine(profile, gpus, stack), "a quick probe of this machine")
 
 
 def measured(cluster: Cluster, profile: Profile, stack: Stack) -> Cluster:
     """The cluster as its own probe found it: its links, and its kernels as a training program uses them.
 
-    The program takes the fastest attention there is. Its own factor on attention, which tells it apart from the
-    catalogue's plain kernel, is in that already.
+    The program takes the fastest attention there is. Times of one card say nothing of another; whose name is not in
+    the catalogue, the user knows.
     """
-    if problem := _other_card(cluster.gpu, profile):
-        raise InputError([problem])
+    known = catalogue().cards
+    if cluster.gpu.name in known and recognised(profile.device, known) != cluster.gpu.name:
+        what = f"the profile was measured on {profile.device}, and the cluster has {cluster.gpu.name}"
+        raise InputError([Problem(what, "name the cards that were measured, or measure these", "profile")])
     usual, backend = cluster.efficiency or efficiency_of(cluster.gpu), fastest(profile.attention)
     found = calibrated(usual, cluster.gpu, profile, backend)
     if backend:
-        own = stack.speed.attention
-        forward, backward = found.attention_forward / own, found.attention_backward / own
-        found = msgspec.structs.replace(found, attention_forward=forward, attention_backward=backward)
+        found = _without_factor(found, stack)
     if found.product != usual.product:  # else it is still the catalogue's entry where it matters most
         found = msgspec.structs.replace(found, name=profile.device)
     return msgspec.structs.replace(calibrated_cluster(cluster, profile), efficiency=None if found == usual else found)
 
 
-def _other_card(gpu: Gpu, profile: Profile) -> Problem | None:
-    """Times of one card say nothing of another; whose name is not in the catalogue, the user knows."""
-    known = catalogue().cards
-    if gpu.name not in known or recognised(profile.device, known) == gpu.name:
-        return None
-    what = f"the profile was measured on {profile.device}, and the cluster has {gpu.name}"
-    return Problem(what, "name the cards that were measured, or measure these", "profile")
+def machine(profile: Profile, gpus: int, stack: Stack) -> Cluster:
+    """The cluster that a profile alone describes.
 
-
-def fastest(records: Sequence[AttentionTime]) -> str:
-    """The backend whose attention took least, on the shapes that all of them were measured on; "" if none was."""
-    times: dict[str, dict[tuple[int, ...], float]] = {}
-    for each in records:
-        shape = (each.batch, each.heads, each.kv_heads, each.sequence, each.head_dim)
-        times.setdefault(each.backend, {})[shape] = each.forward_seconds + each.backward_seconds
-    times = {backend: found for backend, found in times.items() if len(found) >= LEAST_RECORDS}
-    alike = set.intersection(*(set(found) for found in times.values())) if times else set()
-    return min(times, key=lambda backend: sum(times[backend][shape] for shape in alike), default="")
+    Its peaks are the fastest products measured, so what is priced as a share of a peak is a share of those.
+    """
+    if not (profile.products and profile.copy_bandwidth):
+        remedy = "measure it with meshwright bench --probe"
+        raise InputError([Problem("the profile has no products or no copy", remedy, "profile")])
+    gpu = Gpu(
+        name=profile.device,
+        match=(),
+        memory_bytes=profile.memory_bytes,
+        bandwidth=profile.copy_bandwidth,
+        fp32=_fastest_product(profile, "fp32"),
+        bf16=_fastest_product(profile, "bf16"),
+        fp16=_fastest_product(profile, "fp16"),
+        fp8=_fastest_product(profile, "fp8"),
+    )
+    domains = max((each.domains for each in profile.collectives), default=1)
+    link = _first_guess(profile)
+    bare = Cluster(
+        name=f"{gpus}x{profile.device}",
+        gpu=gpu,
+        gpus=gpus,
+        domain=max(profile.ranks // domains, 1) if domains > 1 else gpus,
+        scale_up=link,
+        network=link,
+        host=Link(name="host", bandwidth=profile.host_bandwidth or profile.copy_bandwidth, latency=0.0),
+        efficiency=_efficiency(profile, gpu, stack),
+    )
+    return calibrated_cluster(bare, profile)
 
 
 def calibrated(
@@ -69,10 +113,12 @@ def calibrated(
     `backend`: whose times stand for fused attention, as the profile names it. `precision`: of the products that
     decide; two bytes wide on a GPU, fp32 on a CPU.
     """
-    found = _with_memory(efficiency, gpu, profile)
+    found = efficiency
+    if profile.copy_bandwidth:
+        found = msgspec.structs.replace(found, memory=min(profile.copy_bandwidth / gpu.bandwidth, LARGEST_SHARE))
     deciding = ("fp32",) if precision == "fp32" else ("bf16", "fp16")
     found = _with_products(found, gpu, [each for each in profile.products if each.dtype in deciding], precision)
-    found = _with_fp8(found, gpu, [each for each in profile.products if each.dtype == "fp8"])
+    found = _with_products(found, gpu, [each for each in profile.products if each.dtype == "fp8"], "fp8")
     return _with_attention(found, gpu, [each for each in profile.attention if each.backend == backend], precision)
 
 
@@ -91,6 +137,26 @@ def calibrated_cluster(cluster: Cluster, profile: Profile) -> Cluster:
     return found
 
 
+def fastest(records: Sequence[AttentionTime]) -> str:
+    """The backend whose attention took least, on the shapes that all of them were measured on; "" if none was."""
+    times: dict[str, dict[tuple[int, ...], float]] = {}
+    for each in records:
+        shape = (each.batch, each.heads, each.kv_heads, each.sequence, each.head_dim)
+        times.setdefault(each.backend, {})[shape] = each.forward_seconds + each.backward_seconds
+    times = {backend: found for backend, found in times.items() if len(found) >= LEAST_RECORDS}
+    alike = set.intersection(*(set(found) for found in times.values())) if times else set()
+    return min(times, key=lambda backend: sum(times[backend][shape] for shape in alike), default="")
+
+
+def trainer(device: str) -> Stack:
+    """Our trainer; on a CPU nothing of a message is free, since the cores that compute also carry it."""
+    stack = stacks()["meshwright"]
+    if device != CPU:
+        return stack
+    speed = msgspec.structs.replace(stack.speed, overlap_shard=0.0, overlap_replicate=0.0)
+    return msgspec.structs.replace(stack, speed=speed)
+
+
 def product_errors(records: Sequence[ProductTime], at: Rates) -> list[float]:
     """Predicted ÷ measured, as logarithms."""
     return [math.log(_product(each, at) / each.seconds) for each in records]
@@ -102,6 +168,31 @@ def beyond_launch(records: Sequence[ProductTime]) -> list[ProductTime]:
     return [each for each in records if each.seconds > STARTED * quickest]
 
 
+def least(
+    misfit: Callable[[Mapping[str, float]], float],
+    start: Mapping[str, float],
+    most: Mapping[str, float] | None = None,
+    least_value: Mapping[str, float] | None = None,
+) -> dict[str, float]:
+    """Positive constants of least misfit: each is tried larger and smaller in turn, by steps that shrink on failure."""
+    best, found = misfit(start), dict(start)
+    steps = dict.fromkeys(found, 0.5)
+    for _ in range(MOST_ROUNDS):
+        if max(steps.values()) <= FINEST_STEP:
+            break
+        for name, step in steps.items():
+            for factor in (1 + step, 1 / (1 + step)):
+                value = min(found[name] * factor, (most or {}).get(name, math.inf))
+                value = max(value, (least_value or {}).get(name, 0.0))
+                trial = {**found, name: value}
+                if value != found[name] and (error := misfit(trial)) < best * (1 - WORTH):
+                    best, found = error, trial
+                    break
+            else:
+                steps[name] = step / 2
+    return found
+
+
 def _product(record: ProductTime, at: Rates) -> float:
     """The gradient of an input sums over n, that of a weight over m."""
     m, n, k = record.m, record.n, record.k
@@ -109,37 +200,22 @@ def _product(record: ProductTime, at: Rates) -> float:
     return product_seconds(m, n, k, at)
 
 
-def _with_memory(efficiency: Efficiency, gpu: Gpu, profile: Profile) -> Efficiency:
-    if not profile.copy_bandwidth:
-        return efficiency
-    share = min(profile.copy_bandwidth / gpu.bandwidth, LARGEST_SHARE)
-    return msgspec.structs.replace(efficiency, memory=share)
-
-
 def _with_products(
     efficiency: Efficiency, gpu: Gpu, records: Sequence[ProductTime], precision: Precision
 ) -> Efficiency:
-    kept = beyond_launch(records)
-    if len(kept) < LEAST_RECORDS:
+    """Of matmuls the share of the peak and what tiles cost; of those in fp8 the share alone."""
+    kept, in_fp8 = beyond_launch(records), precision == "fp8"
+    if len(kept) < LEAST_RECORDS or (in_fp8 and not gpu.fp8):
         return efficiency
 
     def misfit(found: Mapping[str, float]) -> float:
         return _mean_size(product_errors(kept, _rates(efficiency, gpu, precision, found)))
 
     start = {"product": efficiency.product, "wave": efficiency.wave, "depth": efficiency.depth}
-    return msgspec.structs.replace(efficiency, **least(misfit, start, {"product": LARGEST_SHARE}))
-
-
-def _with_fp8(efficiency: Efficiency, gpu: Gpu, records: Sequence[ProductTime]) -> Efficiency:
-    kept = beyond_launch(records)
-    if len(kept) < LEAST_RECORDS or not gpu.fp8:
-        return efficiency
-
-    def misfit(found: Mapping[str, float]) -> float:
-        return _mean_size(product_errors(kept, _rates(efficiency, gpu, "fp8", found)))
-
-    start = {"product_fp8": efficiency.product_fp8 or efficiency.product}
-    return msgspec.structs.replace(efficiency, **least(misfit, start, {"product_fp8": LARGEST_SHARE}))
+    if in_fp8:
+        start = {"product_fp8": efficiency.product_fp8 or efficiency.product}
+    most = {"product": LARGEST_SHARE, "product_fp8": LARGEST_SHARE}
+    return msgspec.structs.replace(efficiency, **least(misfit, start, most))
 
 
 def _with_attention(
@@ -187,92 +263,33 @@ def _mean_size(errors: Sequence[float]) -> float:
     return sum(map(abs, errors)) / len(errors)
 
 
-def least(
-    misfit: Callable[[Mapping[str, float]], float],
-    start: Mapping[str, float],
-    most: Mapping[str, float] | None = None,
-    least_value: Mapping[str, float] | None = None,
-) -> dict[str, float]:
-    """Positive constants of least misfit: each is tried larger and smaller in turn, by steps that shrink on failure."""
-    best, found = misfit(start), dict(start)
-    steps = dict.fromkeys(found, 0.5)
-    for _ in range(MOST_ROUNDS):
-        if max(steps.values()) <= FINEST_STEP:
-            break
-        for name, step in steps.items():
-            for factor in (1 + step, 1 / (1 + step)):
-                value = min(found[name] * factor, (most or {}).get(name, math.inf))
-                value = max(value, (least_value or {}).get(name, 0.0))
-                trial = {**found, name: value}
-                if value != found[name] and (error := misfit(trial)) < best * (1 - WORTH):
-                    best, found = error, trial
-                    break
-            else:
-                steps[name] = step / 2
-    return found
-
-
-def machine(profile: Profile, gpus: int, stack: Stack) -> Cluster:
-    """The cluster that a profile alone describes.
-
-    Its peaks are the fastest products measured, so what is priced as a share of a peak is a share of those.
-    """
-    if problem := _says_nothing(profile):
-        raise InputError([problem])
-    gpu = _device(profile)
-    domains = max((each.domains for each in profile.collectives), default=1)
-    link = _first_guess(profile)
-    bare = Cluster(
-        name=f"{gpus}x{profile.device}",
-        gpu=gpu,
-        gpus=gpus,
-        domain=max(profile.ranks // domains, 1) if domains > 1 else gpus,
-        scale_up=link,
-        network=link,
-        host=Link(name="host", bandwidth=profile.host_bandwidth or profile.copy_bandwidth, latency=0.0),
-        efficiency=_efficiency(profile, gpu, stack),
-    )
-    return calibrated_cluster(bare, profile)
-
-
-def _device(profile: Profile) -> Gpu:
-    return Gpu(
-        name=profile.device,
-        match=(),
-        memory_bytes=profile.memory_bytes,
-        bandwidth=profile.copy_bandwidth,
-        fp32=_fastest_product(profile, "fp32"),
-        bf16=_fastest_product(profile, "bf16"),
-        fp16=_fastest_product(profile, "fp16"),
-        fp8=_fastest_product(profile, "fp8"),
-    )
+def _without_factor(efficiency: Efficiency, stack: Stack) -> Efficiency:
+    """What is measured has the stack's own factor on attention in it, which tells it apart from a plain kernel."""
+    own = stack.speed.attention
+    forward, backward = efficiency.attention_forward / own, efficiency.attention_backward / own
+    return msgspec.structs.replace(efficiency, attention_forward=forward, attention_backward=backward)
 
 
 def _efficiency(profile: Profile, gpu: Gpu, stack: Stack) -> Efficiency:
-    """What its kernels reach; the stack's own factor on attention is in the measured times already."""
-    start = Efficiency(name=profile.device, **_begun(profile))
+    """What the kernels of an unknown device reach: a search from guesses, which stay where nothing was measured."""
+    start = Efficiency(
+        name=profile.device,
+        product=1.0,
+        wave=1e3,
+        depth=10.0,
+        attention_forward=0.5,
+        attention_backward=0.5,
+        attention_sequence=100.0,
+        memory=1.0,
+        kernel_seconds=profile.launch_seconds,
+    )
     found = calibrated(start, gpu, profile, fastest(profile.attention), "fp32" if profile.threads else "bf16")
-    own = stack.speed.attention
-    forward, backward = found.attention_forward / own, found.attention_backward / own
-    return msgspec.structs.replace(found, attention_forward=forward, attention_backward=backward)
-
-
-def _says_nothing(profile: Profile) -> Problem | None:
-    if profile.products and profile.copy_bandwidth:
-        return None
-    return Problem("the profile has no products or no copy", "measure it with meshwright bench --probe", "profile")
+    return _without_factor(found, stack)
 
 
 def _fastest_product(profile: Profile, dtype: str) -> float:
     """Operations a second; 0 where none was measured."""
     return max((2 * e.m * e.n * e.k / e.seconds for e in profile.products if e.dtype == dtype), default=0.0)
-
-
-def _begun(profile: Profile) -> dict[str, Any]:
-    """Where the search for the constants of an unknown device begins, and where what was not measured stays."""
-    shares = {"product": 1.0, "attention_forward": 0.5, "attention_backward": 0.5, "memory": 1.0}
-    shapes = {"wave": 1e3, "depth": 10.0, "attention_sequence": 100.0}
-    return {**shares, **shapes, "kernel_seconds": profile.launch_seconds}
 
 
 def _first_guess(profile: Profile) -> Link:
@@ -281,43 +298,3 @@ def _first_guess(profile: Profile) -> Link:
     bandwidth = max((each.bytes / each.seconds for each in times), default=profile.copy_bandwidth)
     latency = min((each.seconds for each in times), default=profile.launch_seconds)
     return Link(name="measured", bandwidth=2 * bandwidth, latency=latency, efficiency=0.5)
-
-
-CPU = "cpu"  # as measurements and profiles name it
-Probed = Callable[[], Profile | None]  # asked only where the catalogue does not know the device
-
-
-class PredictionSource(msgspec.Struct, frozen=True, kw_only=True):
-    """Whom to believe about this machine: a profile that the user gave, else the catalogue, else a probe."""
-
-    given: Profile | None
-    probed: Probed
-
-    def of(self, device: str, gpus: int) -> tuple[Cluster | None, str]:
-        """The cluster that runs are priced on, and what is known of it from where."""
-        stack, known = stacks()["meshwright"], recognised(device, catalogue().cards) is not None
-        if self.given is not None and known:
-            return measured(cluster_of_device(device, gpus), self.given, stack), "the profile given"
-        if self.given is not None:
-            return machine(_same(self.given, device), gpus, stack), "the profile given"
-        if known:
-            return cluster_of_device(device, gpus), "the catalogue"
-        profile = self.probed()
-        return (None, "") if profile is None else (machine(profile, gpus, stack), "a quick probe of this machine")
-
-
-def _same(profile: Profile, device: str) -> Profile:
-    """Times of one device say nothing of another."""
-    if profile.device != device:
-        what = f"the profile was measured on {profile.device}, and this machine has {device}"
-        raise InputError([Problem(what, "measure it with meshwright bench --probe", "profile")])
-    return profile
-
-
-def trainer(device: str) -> Stack:
-    """Our trainer; on a CPU nothing of a message is free, since the cores that compute also carry it."""
-    stack = stacks()["meshwright"]
-    if device != CPU:
-        return stack
-    speed = msgspec.structs.replace(stack.speed, overlap_shard=0.0, overlap_replicate=0.0)
-    return msgspec.structs.replace(stack, speed=speed)

@@ -1,19 +1,57 @@
-"""Seconds of one microbatch in one layer, in the embedding and in the projection: kernels, launches, collectives."""
+"""Seconds of one microbatch in one layer, in the embedding and in the projection.
+
+    forward   = matmuls + attention + element-wise traffic + exposed collectives of tp, cp and ep + launches
+    backward  = the same for the gradient of the input, matmuls for those of the weights, and what is recomputed
+    quantized = + the traffic of encoding and decoding;  offloaded = + what the host link takes beyond a pass
+
+Kernels are timed in cost/kernels.py, collectives in cost/network.py; a stack's factors are in hardware/stacks.
+"""
 
 from collections.abc import Iterator
 from functools import lru_cache
 
 import msgspec
 
-from meshwright.cost.activations import ActivationPolicy, activation_policy
+from meshwright.cost.activations import (
+    CODE,
+    ActivationPolicy,
+    activation_policy,
+    as_kept,
+    block_kept,
+    microbatch_shape,
+    moved_bytes,
+)
 from meshwright.cost.job import Job
 from meshwright.cost.kernels import Rates, attention_flops, flash_seconds, moved_seconds, product_seconds, rates
 from meshwright.cost.layout import state_layout
-from meshwright.cost.network import axis_span, collective_seconds
+from meshwright.cost.network import achieved, axis_span, collective_seconds
 from meshwright.cost.traffic import Axis, Kind
 from meshwright.hardware.stacks import Efficiency, StackSpeed, efficiency_of
 from meshwright.spec.arch import Arch
 from meshwright.spec.plan import Plan
+
+WIDE = 4  # bytes of a number where low precision would spoil it
+
+NORMS_AND_SUMS = 10  # of a layer's hidden states: two norms read and write, two sums read twice and write
+
+DROPOUT_BYTES = 100  # moved for each element by the operators of models/dropout.py: some fifteen passes of int32
+
+BACKWARD_BYTES = 2.0  # the backward of an element-wise operation reads its input and its gradient, and writes one
+
+BACKWARD_SCORES = 1.5  # scores are moved in the backward of unfused attention, ÷ its forward
+
+# Bytes moved to make an FP8 number. One of an input: two read, where the kernel that wrote them found the maximum, and
+# one written. Of a weight or a gradient: read once more, for the maximum. Those that the backward wants turned: again.
+FP8_INPUT, FP8_OTHER, FP8_TURNED = 3, 5, 2
+
+# Bytes that quantizing an element moves beside the element and its code, encoded and decoded, by the operators of
+# parallel/activation_offload.py. fp8: one kernel; codes widened, scaled and narrowed. int8: extremes, a wide product,
+# its rounding; a wide product, narrowed.
+QUANTIZED_BYTES = {"fp8": (1.0, 17.0), "int8": (17.0, 9.0)}
+
+SELECTED = 0.5  # of all blocks, where a stack recomputes some of them and does not say how many
+
+EMBEDDING_PASSES = 6  # of the hidden states, by the lookup, its dropout and the scattered gradient
 
 
 class TimeTerms(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -90,18 +128,6 @@ class PassTimes(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         )
 
 
-WIDE = 4  # bytes of a number where low precision would spoil it
-NORMS_AND_SUMS = 10  # of a layer's hidden states: two norms read and write, two sums read twice and write
-DROPOUT_BYTES = 100  # moved for each element by the operators of models/dropout.py: some fifteen passes of int32
-BACKWARD_BYTES = 2.0  # the backward of an element-wise operation reads its input and its gradient, and writes one
-BACKWARD_SCORES = 1.5  # scores are moved in the backward of unfused attention, ÷ its forward
-# Bytes moved to make an FP8 number. One of an input: two read, where the kernel that wrote them found the maximum, and
-# one written. Of a weight or a gradient: read once more, for the maximum. Those that the backward wants turned: again.
-FP8_INPUT, FP8_OTHER, FP8_TURNED = 3, 5, 2
-SELECTED = 0.5  # of all blocks, where a stack recomputes some of them and does not say how many
-EMBEDDING_PASSES = 6  # of the hidden states, by the lookup, its dropout and the scattered gradient
-
-
 class LayerModel(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a layer's time depends on, looked up once."""
 
@@ -146,7 +172,11 @@ def layer_model(job: Job, efficiency: Efficiency | None = None) -> LayerModel:
     `efficiency` replaces what was measured on the cluster, which replaces the catalogue's entry.
     """
     reached = efficiency or job.cluster.efficiency or efficiency_of(job.cluster.gpu)
-    plan, policy = job.plan, activation_policy(job)
+    plan, speed, policy = job.plan, job.stack.speed, activation_policy(job)
+    # Some stacks are late with the collectives of tp, and later where messages of a pipeline cross the network.
+    host = speed.layer_seconds + (plan.tp - 1) * speed.tp_seconds
+    if plan.pp > 1 and plan.tp > 1 and plan.world > job.cluster.domain:
+        host += plan.tp * speed.tp_across_seconds
     levelled = Plan(
         tp=plan.tp,
         cp=plan.cp,
@@ -163,19 +193,10 @@ def layer_model(job: Job, efficiency: Efficiency | None = None) -> LayerModel:
         rates=rates(job.cluster.gpu, reached, plan.precision),
         head=rates(job.cluster.gpu, reached, "bf16" if plan.precision == "fp8" else plan.precision),
         tokens=plan.microbatch * job.sequence / plan.cp,
-        host=_host(job),
+        host=host * (speed.compiled_host if policy.compiled else 1.0),
         policy=activation_policy(msgspec.structs.replace(job, plan=levelled)),
-        adding=0.0 if state_layout(job).sums == "never" else job.stack.speed.accumulate_bytes,
+        adding=0.0 if state_layout(job).sums == "never" else speed.accumulate_bytes,
     )
-
-
-def _host(job: Job) -> float:
-    """Some stacks are late with the collectives of tp, and later where messages of a pipeline cross the network."""
-    plan, speed = job.plan, job.stack.speed
-    whole = speed.layer_seconds + (plan.tp - 1) * speed.tp_seconds
-    if plan.pp > 1 and plan.tp > 1 and plan.world > job.cluster.domain:
-        whole += plan.tp * speed.tp_across_seconds
-    return whole * (speed.compiled_host if activation_policy(job).compiled else 1.0)
 
 
 @lru_cache(maxsize=16384)
@@ -188,44 +209,91 @@ def block(at: LayerModel, mixture: bool) -> PassTimes:
     weight_products = sum(_product(count, n, k, m, at) for count, m, n, k in shapes)
     moved, (casts, back_casts) = _between_bytes(at, mixture), _cast_bytes(shapes, at)
     weights = sum(count * n * k for count, _, n, k in shapes)
-    tp, cp, ep = _over_tp(at, products), _over_cp(at, forward), _over_ep(at, mixture, products)
-    back_tp, back_cp = _over_tp(at, input_products), _over_cp(at, backward, back=True)
+    ep = _over_ep(at, products) if mixture else 0.0
     going = TimeTerms(
         products=products,
         attention=forward,
         elementwise=moved_seconds(moved + casts, at.rates),
-        tp=tp,
-        cp=cp,
+        tp=_over_tp(at, products),
+        cp=_over_cp(at, forward),
         ep=ep,
     )
     coming = TimeTerms(
         products=input_products,
         attention=backward,
         elementwise=moved_seconds(BACKWARD_BYTES * moved + back_casts, at.rates),
-        tp=back_tp,
-        cp=back_cp,
+        tp=_over_tp(at, input_products),
+        cp=_over_cp(at, backward, back=True),
         ep=ep,
     )
-    weight = TimeTerms(
-        products=weight_products,
-        elementwise=moved_seconds(weights * at.adding, at.rates),
-    )
-    return _launched(at, going, coming, weight)
-
-
-def _launched(at: LayerModel, going: TimeTerms, coming: TimeTerms, weight: TimeTerms) -> PassTimes:
-    """What the device waits for the host: each pass takes no less than its launches."""
+    weight = TimeTerms(products=weight_products, elementwise=moved_seconds(weights * at.adding, at.rates))
+    # The device waits for the host: each pass takes no less than its launches.
     late = max(at.host - going.seconds, 0.0)
     late_back = max(at.host - coming.seconds - weight.seconds, 0.0)
     return PassTimes(forward=going + TimeTerms(launch=late), input=coming + TimeTerms(launch=late_back), weight=weight)
 
 
+@lru_cache(maxsize=16384)
+def ends(at: LayerModel, first: bool, last: bool) -> PassTimes:
+    """What is outside the blocks: the embedding of the first part, the projection and the loss of the last."""
+    found = PassTimes()
+    if first:
+        moved = moved_seconds(EMBEDDING_PASSES / 2 * at.between * at.arch.hidden * at.rates.width, at.rates)
+        found += PassTimes(forward=TimeTerms(elementwise=moved), weight=TimeTerms(elementwise=moved))
+    return found + _projection(at) if last else found
+
+
+def recomputed_terms(at: LayerModel, mixture: bool, by_operation: bool) -> TimeTerms:
+    """What one recomputed layer adds to its backward."""
+    one = block(at, mixture).forward
+    if not by_operation and (mixture or at.policy.to_the_end):
+        return one
+    if not by_operation:  # up to the last product, whose sum over tp is one of four collectives
+        *_, last = _dense_products(at)
+        return msgspec.structs.replace(one, products=one.products - _product(*last, at), tp=one.tp * 3 / 4)
+    if at.policy.selective == "attention":
+        return TimeTerms(attention=one.attention)
+    return one * SELECTED if at.policy.selective == "blocks" else TimeTerms(elementwise=one.elementwise)
+
+
+def with_policy(at: LayerModel, policy: ActivationPolicy, mixture: bool, one: PassTimes) -> PassTimes:
+    """A block's passes with activations quantized and read back, and what the host link takes beyond arithmetic.
+
+    A block that is recomputed saves its input alone.
+    """
+    if policy.saves_plainly:
+        return one
+    work = msgspec.structs.replace(microbatch_shape(at.job), quantized=policy.quant != "none")
+    recomputed = one.recompute.seconds > 0
+    whole = work.stream if recomputed else block_kept(work, mixture)
+    if policy.quant != "none":
+        encode, decode = (
+            moved_seconds(whole / work.narrow * (at.rates.width + more + CODE - 1), at.rates)
+            for more in QUANTIZED_BYTES[policy.quant]
+        )
+        going, coming = TimeTerms(elementwise=encode), TimeTerms(elementwise=decode)
+        one = msgspec.structs.replace(one, forward=one.forward + going, input=one.input + coming)
+    if not policy.offload:
+        return one
+    travels = moved_bytes(work, as_kept(work, mixture, whole), recomputed) / achieved(at.job.cluster.host)
+    back = one.recompute.seconds + one.input.seconds + one.weight.seconds
+    going = TimeTerms(link=max(travels - one.forward.seconds, 0.0))
+    coming = TimeTerms(link=max(travels - back, 0.0))
+    return msgspec.structs.replace(one, forward=one.forward + going, input=one.input + coming)
+
+
+def exposed(communication: float, hidden_by: float, overlap: float) -> float:
+    """What is left of communication when a share of it runs beside arithmetic, as far as there is any."""
+    return communication - min(overlap * communication, hidden_by)
+
+
+def chosen(arch: Arch) -> float:
+    """Experts that work on a token, on average."""
+    return arch.capacity if arch.router == "expert_choice" else arch.top_k
+
+
 def _product(count: float, m: float, n: float, k: float, at: LayerModel) -> float:
     return count * product_seconds(m, n, k, at.rates) / at.speed.product
-
-
-def _head_product(m: float, n: float, k: float, at: LayerModel) -> float:
-    return product_seconds(m, n, k, at.head) / at.speed.product
 
 
 def _attention_products(at: LayerModel) -> Iterator[tuple[float, float, float, float]]:
@@ -253,11 +321,6 @@ def _mixture_products(at: LayerModel) -> Iterator[tuple[float, float, float, flo
     yield held, rows, arch.hidden, inner
     if arch.shared_experts:
         yield from _dense_products(at, arch.shared_experts * arch.expert_ffn)
-
-
-def chosen(arch: Arch) -> float:
-    """Experts that work on a token, on average."""
-    return arch.capacity if arch.router == "expert_choice" else arch.top_k
 
 
 def _attention(at: LayerModel) -> tuple[float, float]:
@@ -324,27 +387,12 @@ def _over_cp(at: LayerModel, attention: float, back: bool = False) -> float:
     return sum(at.collective("all_to_all", "cp", size) for size in sizes)
 
 
-def _over_ep(at: LayerModel, mixture: bool, hidden_by: float) -> float:
+def _over_ep(at: LayerModel, hidden_by: float) -> float:
     """Rows go to the experts' ranks and come back."""
-    if at.plan.ep == 1 or not mixture:
+    if at.plan.ep == 1:
         return 0.0
     size = at.tokens / at.plan.tp * chosen(at.arch) * at.arch.hidden * at.rates.width
     return exposed(2 * at.collective("all_to_all", "ep", size), hidden_by, at.speed.overlap_ep)
-
-
-def exposed(communication: float, hidden_by: float, overlap: float) -> float:
-    """What is left of communication when a share of it runs beside arithmetic, as far as there is any."""
-    return communication - min(overlap * communication, hidden_by)
-
-
-@lru_cache(maxsize=16384)
-def ends(at: LayerModel, first: bool, last: bool) -> PassTimes:
-    """What is outside the blocks: the embedding of the first part, the projection and the loss of the last."""
-    found = PassTimes()
-    if first:
-        moved = moved_seconds(EMBEDDING_PASSES / 2 * at.between * at.arch.hidden * at.rates.width, at.rates)
-        found += PassTimes(forward=TimeTerms(elementwise=moved), weight=TimeTerms(elementwise=moved))
-    return found + _projection(at) if last else found
 
 
 def _projection(at: LayerModel) -> PassTimes:
@@ -364,18 +412,5 @@ def _projection(at: LayerModel) -> PassTimes:
     )
 
 
-def recomputed_terms(at: LayerModel, mixture: bool, by_operation: bool) -> TimeTerms:
-    """What one recomputed layer adds to its backward."""
-    one = block(at, mixture).forward
-    if not by_operation:
-        return one if mixture or at.policy.to_the_end else _without_last(at, one)
-    if at.policy.selective == "attention":
-        return TimeTerms(attention=one.attention)
-    return one * SELECTED if at.policy.selective == "blocks" else TimeTerms(elementwise=one.elementwise)
-
-
-def _without_last(at: LayerModel, whole: TimeTerms) -> TimeTerms:
-    """A layer's forward up to its last product, whose sum over tp is one of four collectives."""
-    *_, last = _dense_products(at)
-    products = whole.products - _product(*last, at)
-    return msgspec.structs.replace(whole, products=products, tp=whole.tp * 3 / 4)
+def _head_product(m: float, n: float, k: float, at: LayerModel) -> float:
+    return product_seconds(m, n, k, at.head) / at.speed.product

@@ -1,8 +1,15 @@
 """The state layout: in how many bytes, where and how long a rank holds weights, gradients and optimizer states.
 
-`state_layout` reads the flags of a plan and the optimizer's keys once, into a table. The ledger, the time of an update,
-the bounds of the search, explanations and out-of-memory messages are functions of that table. A test builds the real
-model, takes a step and finds exactly these bytes; docs/axes/shard.md has the formulas in words.
+`state_layout` reads the flags of a plan and the optimizer's keys once, into a table; the ledger, the time of an update,
+the bounds of the search, explanations and out-of-memory messages are functions of that table. For a rank:
+
+    weights, gradients     = elements of its shard, padded to equal parts × bytes of the row
+    master, moments        = elements of its shard × bytes of the row
+    all-gathered params    = whole model, or under ZeRO-3 what is outside the blocks and two of them × compute dtype
+    unreduced gradients    = unsharded gradients that wait for the last microbatch, beyond the shard
+    reduce buffers         = a block's gradient as it came, and its copy in fp32
+
+A test builds the real model, takes a step and finds exactly these bytes; docs/axes/shard.md has the formulas in words.
 """
 
 import math
@@ -25,20 +32,23 @@ from meshwright.cost.rank_view import (
     placement,
     share,
 )
-from meshwright.cost.traffic import IN_SIGHT
+from meshwright.cost.traffic import FIRST, in_sight
 from meshwright.spec.arch import Arch
 from meshwright.spec.optimizers import ADAMW, OPTIMIZERS, OptimizerSpec
-from meshwright.spec.params import Param, Split, count, params
+from meshwright.spec.params import Split, count, params
 from meshwright.spec.plan import Plan, Precision
 from meshwright.spec.schedule import Schedule, actions
 
 PIECE, SLOTS = 1 << 24, 4  # elements that are moved together, and pieces on their way, as in optim/offload_update.py
+
 # fp32 tensors of one piece alive at once while it is rounded, beside its states: the gradient, the weight, what an
 # update is made of, and the draws. Counted in optim/master_weights.py and optim/offload_update.py.
 ROUNDING_COPIES, ROUNDING_BYTES = 6, 4
+
 LOW_BYTES = 2  # what a bf16 weight lacks of its fp32 master
 
 Home = Literal["device", "host", "disk"]
+
 Name = Literal[
     "weights",
     "master",
@@ -58,8 +68,15 @@ Name = Literal[
     "states",
     "pieces",
 ]
+
 LABELS: Mapping[str, str] = {"all_gathered_params": "all-gathered params", "cuda_nccl_context": "CUDA+NCCL context"}
-FIRST: Mapping[str, int] = {}  # the place of the first rank: every coordinate is 0
+
+# What the moments of a step put in their place.
+IN_FLIGHT: tuple[tuple[Name, float, str], ...] = (
+    ("activations", 0, "saved for the backward by the microbatches in flight"),
+    ("recompute", 0, "the blocks recomputed together, beyond what was saved of them"),
+    ("activation_grads", 0, "gradients of activations inside one block"),
+)
 
 
 class StateRow(msgspec.Struct, frozen=True):
@@ -99,6 +116,38 @@ class StateLayout(msgspec.Struct, frozen=True, kw_only=True):
     def hosted(self) -> bool:
         """Whether weights, gradients and optimizer states all live in host memory."""
         return any((row.name, row.home) == ("weights", "host") for row in self.rows)
+
+
+class LedgerEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """What one kind of thing takes. Entries add up to the most that a rank holds during a step."""
+
+    name: Name
+    bytes: int
+    why: str
+
+    @property
+    def label(self) -> str:
+        """The name as people read it."""
+        return label_of(self.name)
+
+
+class ResidentMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """The lines of a rank as most moments of a step have them; each moment says which it has otherwise."""
+
+    lines: tuple[tuple[Name, float, str], ...]  # name, bytes, why
+    buffered: bool  # gradients are there from the first moment on
+    gathered_at_loss: float = 0.0
+    block_share: float = 0.0  # of all gradients, a block's
+    begin_share: float = 0.0  # and those that the backward makes last, before the blocks
+    gathered_at_end: float | None = None  # when the last backward reaches the first block; None: as ever
+    copy_stays: bool = False  # the gathered copy is still there at the update, to be rewritten
+    outside: float = 0.0  # gathered, of what is outside the blocks: summed last
+    outside_sums: float = 0.0  # its gradient as it came, and wide for the sum; 0: it is not summed as a whole
+    update: float = 0.0  # what the optimizer's step makes beside its states
+
+    def of(self, name: Name) -> float:
+        """Bytes of one line."""
+        return next(size for line, size, _ in self.lines if line == name)
 
 
 def state_layout(job: Job) -> StateLayout:
@@ -175,36 +224,9 @@ def _layout(
     )
 
 
-class LedgerEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """What one kind of thing takes. Entries add up to the most that a rank holds during a step."""
-
-    name: Name
-    bytes: int
-    why: str
-
-    @property
-    def label(self) -> str:
-        """The name as people read it."""
-        return LABELS.get(self.name, self.name.replace("_", " "))
-
-
-class ResidentMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """The lines of a rank as most moments of a step have them; each moment says which it has otherwise."""
-
-    lines: tuple[tuple[Name, float, str], ...]  # name, bytes, why
-    buffered: bool  # gradients are there from the first moment on
-    gathered_at_loss: float = 0.0
-    block_share: float = 0.0  # of all gradients, a block's
-    begin_share: float = 0.0  # and those that the backward makes last, before the blocks
-    gathered_at_end: float | None = None  # when the last backward reaches the first block; None: as ever
-    copy_stays: bool = False  # the gathered copy is still there at the update, to be rewritten
-    outside: float = 0.0  # gathered, of what is outside the blocks: summed last
-    outside_sums: float = 0.0  # its gradient as it came, and wide for the sum; 0: it is not summed as a whole
-    update: float = 0.0  # what the optimizer's step makes beside its states
-
-    def of(self, name: Name) -> float:
-        """Bytes of one line."""
-        return next(size for line, size, _ in self.lines if line == name)
+def label_of(name: str) -> str:
+    """The name of a part of a ledger or a waterfall as people read it."""
+    return LABELS.get(name, name.replace("_", " "))
 
 
 def total(lines: Iterable[LedgerEntry]) -> int:
@@ -250,10 +272,125 @@ def hosted(
     return tuple(line for line in _resident(layout, "host", tuple(groups(view)), view) if line.bytes)
 
 
+def sharded(job: Job, place: Mapping[str, int]) -> ResidentMemory:
+    """Of our own trainer, and of others that shard as `fully_shard` does."""
+    plan, holds, layout = job.plan, job.stack.holds, state_layout(job)
+    view = RankView(arch=job.arch, plan=plan, sequence=0, place=place)
+    lines = {line.name: line for line in states(job.arch, plan, place, layout)}
+    outside = 0  # gathered of what is outside the blocks: all there is between a forward and its backward
+    if layout.reads != "stored":
+        outside = sum(_gathered_once(group, view) for group in groups(view) if group.params[0].layer < 0)
+    block, beside = _unsharded_elements(view)
+    # Gathered weights when a lone backward reaches the first block: each block's go when its gradient is summed.
+    keeps_all = plan.zero == 3 or layout.reads == "resident" or plan.grad_accum > 1 or plan.pp > 1
+    outside_sums = 0  # the gradient as it came, its copy in the precision of sums, and the part that leaves
+    if layout.sums == "by_block" and plan.pp == 1:
+        leaving = beside * view.wide // plan.shards if layout.hosted else 0
+        outside_sums = beside * (view.narrow + view.wide) + leaving
+    updated = sum(_updated(group, view) for group in groups(view)) if layout.of("moments") else 0
+    largest = largest_weight(job.arch) // plan.shards
+    slots = 0  # for pieces of states on their way to an update on the device
+    if (row := layout.offloaded) is not None and layout.update == "device":
+        slots = SLOTS * min(PIECE, largest) * row.bytes
+    buffers = _reduce_buffers(job, layout, view)
+    return ResidentMemory(
+        lines=(
+            *((line.name, line.bytes, line.why) for line in lines.values()),
+            *IN_FLIGHT,
+            ("logits", 0, "log-probabilities, and at the loss their gradients"),
+            ("reduce_buffers", buffers, "a block's gradients in the compute dtype, and in fp32 for the reduction"),
+            ("update", slots, "temporaries of the optimizer step, and pieces of offloaded states in transit"),
+            ("workspace", holds.workspace_bytes, "of cuBLAS and other libraries"),
+        ),
+        buffered=False,
+        block_share=max(param_counts(job.arch)[0]) / count(job.arch),
+        begin_share=param_counts(job.arch)[1] / count(job.arch),
+        gathered_at_loss=outside if plan.zero == 3 and plan.pp == 1 else lines["all_gathered_params"].bytes,
+        gathered_at_end=(block + beside) * view.narrow if outside and not keeps_all else None,
+        copy_stays=layout.reads == "resident",
+        outside=outside,
+        outside_sums=outside_sums,
+        update=holds.update_bytes * updated + slots + rounding_bytes(layout, largest),
+    )
+
+
+def buffered(job: Job, place: Mapping[str, int]) -> ResidentMemory:
+    """Weights and one gradient buffer for the whole step; the optimizer's copy and moments, from zero 1 in shares."""
+    holds, plan = job.stack.holds, job.plan
+    rest, experts = parameters(job.arch, plan, padded_vocab(job), place.get("pp", 0))
+    numbers = rest + experts
+    data = plan.replicate * plan.shard * plan.cp
+    shared = rest / data + experts / max(data // plan.ep, 1)  # an expert's copies are on fewer ranks
+    moved = shared if plan.zero else numbers
+    kept = shared if plan.zero == 3 else numbers
+    summed = shared if plan.zero >= 2 else numbers
+    spec, usual = OPTIMIZERS[job.optimizer], min(ADAMW.state_bytes(4), holds.optimizer_bytes)
+    moments = usual * len(spec.states) / len(ADAMW.states)  # a stack's figures are of AdamW
+    among = f"sharded over {data} ranks" if plan.zero and data > 1 else "not sharded"
+    return ResidentMemory(
+        lines=(
+            ("weights", holds.weight_bytes * kept, f"{holds.weight_bytes:g} bytes a parameter"),
+            ("master", (holds.optimizer_bytes - usual) * moved, f"the optimizer's fp32 copy, {among}"),
+            ("gradients", holds.gradient_bytes * summed, f"one buffer, {holds.gradient_bytes:g} bytes a parameter"),
+            ("moments", moments * moved, f"{spec.held}, in fp32, {among}"),
+            ("all_gathered_params", 0, "all-gathered inputs whose memory cannot be reused at once"),
+            *IN_FLIGHT,
+            ("logits", 0, "of the loss, forward and backward"),
+            ("reduce_buffers", holds.bucket_bytes * numbers * (data > 1), "buckets in which gradients are reduced"),
+            ("update", 0, "temporaries of the optimizer step"),
+            ("workspace", holds.workspace_bytes, "of cuBLAS and other libraries"),
+        ),
+        buffered=True,
+        update=holds.update_bytes * moved,
+    )
+
+
+@lru_cache(maxsize=4096)
+def parameters(arch: Arch, plan: Plan, vocab: int, rank: int) -> tuple[int, int]:
+    """Elements of a rank's weights before they are sharded, those of experts that ep shares out apart.
+
+    `vocab`: entries of a padded vocabulary; 0: as the model has it.
+    """
+    view = RankView(arch=arch, plan=plan, sequence=0, place={"pp": rank})
+    found = {False: 0, True: 0}
+    for group in groups(view):
+        for param in group.params:
+            in_vocab = vocab and param.layer < 0 and param.split in (Split.VOCAB, Split.COLUMN)
+            elements = vocab // plan.tp * param.shape[1] if in_vocab else math.prod(local_shape(param, view))
+            found[group.shared_by_ep] += group.count * elements
+    return found[False], found[True]
+
+
+@cache
+def largest_weight(arch: Arch) -> int:
+    """Numbers of the largest weight."""
+    return max(param.numel for param in params(arch))
+
+
+@cache
+def param_counts(arch: Arch) -> tuple[tuple[int, ...], int]:
+    """Parameters of each block, and of what is before the blocks and nowhere else."""
+    blocks = Counter[int]()
+    for param in params(arch):
+        blocks[param.layer] += param.numel
+    begin = sum(
+        param.numel
+        for param in params(arch)
+        if param.name.startswith("positions") or (param.name.startswith("embed") and not arch.tied)
+    )
+    return tuple(blocks[layer] for layer in range(arch.layers)), begin
+
+
+def rounding_bytes(layout: StateLayout, largest: int) -> int:
+    """What rounding makes on the device while it goes through the pieces of a weight; none if the host does."""
+    copies = ROUNDING_COPIES + len(layout.optimizer.states)
+    return copies * ROUNDING_BYTES * min(PIECE, largest) if layout.rounds and not layout.hosted else 0
+
+
 def _resident(layout: StateLayout, home: Home, held: tuple[ParamGroup, ...], view: RankView) -> tuple[LedgerEntry, ...]:
     """The rows of one home as bytes of a rank: weights and gradients padded, the others not."""
-    stored = sum(_stored(group, view) for group in held) // view.wide
-    updated = sum(_updated(group, view) for group in held) // view.wide
+    stored = sum(_stored(group, view) for group in held)
+    updated = sum(_updated(group, view) for group in held)
     names: tuple[Name, ...] = ("weights", "gradients", "moments", *(("master",) if layout.of("master", home) else ()))
     return tuple(
         LedgerEntry(
@@ -291,63 +428,52 @@ def _why(name: Name, layout: StateLayout, home: Home, plan: Plan) -> str:
 
 
 def _stored(group: ParamGroup, view: RankView) -> int:
-    """A rank's shard as it is stored: every rank's is as long as the longest."""
+    """Elements of a rank's shard as it is stored: every rank's is as long as the longest."""
     _, shards = grid(group, view.plan)
-    return group.count * sum(padded(local_shape(param, view), shards) // shards for param in group.params) * view.wide
+    return group.count * sum(padded(local_shape(param, view), shards) // shards for param in group.params)
 
 
 def _updated(group: ParamGroup, view: RankView) -> int:
-    """A rank's shard without what fills it up: the optimizer sees no more."""
-    return group.count * sum(_own(param, group, view) for param in group.params) * view.wide
-
-
-def _own(param: Param, group: ParamGroup, view: RankView) -> int:
-    """Numbers of a weight that are this rank's."""
-    shape, plan = local_shape(param, view), view.plan
-    _, shards = grid(group, plan)
-    if len(shape) == 3 and any(size % shards == 0 for size in shape):
-        return math.prod(shape) // shards
+    """Elements of a rank's shard without its padding: the optimizer sees no more."""
+    plan, (_, shards), found = view.plan, grid(group, view.plan), 0
     rank = view.at("shard") * plan.cp + view.at("cp") if plan.zero else 0
     rank //= plan.ep if group.shared_by_ep and plan.zero else 1
-    return share(shape[0], shards, rank) * math.prod(shape[1:])
+    for param in group.params:
+        shape = local_shape(param, view)
+        if len(shape) == 3 and any(size % shards == 0 for size in shape):
+            found += math.prod(shape) // shards
+        else:
+            found += share(shape[0], shards, rank) * math.prod(shape[1:])
+    return group.count * found
 
 
-def _whole(group: ParamGroup, view: RankView) -> int:
-    """A group's gradient before it is scattered."""
-    return group.count * sum(_unscattered(param, group, view) for param in group.params) * view.wide
+def _unsummed(held: Iterable[ParamGroup], view: RankView, layout: StateLayout) -> int:
+    """The most bytes that gradients take while a later microbatch will add to them."""
+    if view.plan.pp == 1:
+        return sum(_unscattered(group, view) for group in held) * view.wide if layout.waits else 0
+    whole, shard = Counter[int](), Counter[int]()
+    for group in held:
+        whole[group.stage] += _unscattered(group, view)
+        shard[group.stage] += _stored(group, view)
+    return max(
+        (sum(whole[stage] for stage in then.wide) + sum(shard[stage] for stage in then.summed)) * view.wide
+        + sum(whole[stage] for stage in then.narrow) * view.narrow
+        for then in _waiting(*_order(view.plan), view.at("pp"), view.narrow < view.wide)
+    )
 
 
-def _unscattered(param: Param, group: ParamGroup, view: RankView) -> int:
-    """Numbers of a weight's gradient as torch leaves it.
+def _unscattered(group: ParamGroup, view: RankView) -> int:
+    """Elements of a group's gradient before it is scattered, as torch leaves it.
 
     That of an embedding that tp cuts is a window on rows for the whole vocabulary, unless it is copied: to be widened,
     or to add the gradient of a tied projection.
     """
     projects = view.arch.tied and group.stage == len(placement(view.plan)) - 1
-    if param.split is Split.VOCAB and view.narrow == view.wide and not projects:
-        return param.numel
-    return math.prod(local_shape(param, view))
-
-
-def _unsummed(held: Iterable[ParamGroup], view: RankView, layout: StateLayout) -> int:
-    """The most that gradients take while a later microbatch will add to them."""
-    if view.plan.pp == 1:
-        return sum(_whole(group, view) for group in held) if layout.waits else 0
-    whole, shard = Counter[int](), Counter[int]()
-    for group in held:
-        whole[group.stage] += _whole(group, view)
-        shard[group.stage] += _stored(group, view)
-    return max(
-        sum(whole[stage] for stage in then.wide)
-        + sum(whole[stage] for stage in then.narrow) * view.narrow // view.wide
-        + sum(shard[stage] for stage in then.summed)
-        for then in _waiting(*_order(view.plan), view.at("pp"), view.narrow < view.wide)
+    windows = view.narrow == view.wide and not projects
+    return group.count * sum(
+        param.numel if param.split is Split.VOCAB and windows else math.prod(local_shape(param, view))
+        for param in group.params
     )
-
-
-def _order(plan: Plan) -> tuple[Schedule, int, int, int]:
-    """What decides the order of a pipeline's actions."""
-    return plan.schedule, plan.pp, plan.chunks, plan.grad_accum
 
 
 class _Waiting(msgspec.Struct, frozen=True):
@@ -386,21 +512,18 @@ def _waiting(schedule: Schedule, pp: int, chunks: int, microbatches: int, rank: 
     return frozenset(found)
 
 
+def _order(plan: Plan) -> tuple[Schedule, int, int, int]:
+    """What decides the order of a pipeline's actions."""
+    return plan.schedule, plan.pp, plan.chunks, plan.grad_accum
+
+
 def _gathered(held: Iterable[ParamGroup], view: RankView, layout: StateLayout) -> int:
     """The most that is gathered at one time, in the precision of the arithmetic; what is on its way is counted too."""
     if layout.reads == "stored":
         return 0
     if view.plan.zero < 3:  # of a pipeline too: no stage has its last backward before every other one has been used
-        return sum(group.count * _once(group, view) for group in held)
+        return sum(group.count * _gathered_once(group, view) for group in held)
     return _gathered_by_stages(held, view) if view.plan.pp > 1 else _two_blocks(held, view)
-
-
-def gathered_outside(arch: Arch, plan: Plan, layout: StateLayout, place: Mapping[str, int] = FIRST) -> int:
-    """Bytes gathered of what is outside the blocks, which is all there is between a forward and its backward."""
-    if layout.reads == "stored":
-        return 0
-    view = RankView(arch=arch, plan=plan, sequence=0, place=place)
-    return sum(_once(group, view) for group in groups(view) if group.params[0].layer < 0)
 
 
 def _why_gathered(plan: Plan, layout: StateLayout) -> str:
@@ -417,7 +540,7 @@ def _why_gathered(plan: Plan, layout: StateLayout) -> str:
     return f"{plan.precision}, the whole model until the last backward"
 
 
-def _once(group: ParamGroup, view: RankView) -> int:
+def _gathered_once(group: ParamGroup, view: RankView) -> int:
     """Bytes of one layer's group when it is gathered."""
     _, shards = grid(group, view.plan)
     return sum(padded(local_shape(param, view), shards) for param in group.params) * view.narrow
@@ -433,20 +556,13 @@ def _two_blocks(held: Iterable[ParamGroup], view: RankView) -> int:
     for group in held:
         layer = group.params[0].layer
         if layer < 0:
-            outside += _once(group, view)
+            outside += _gathered_once(group, view)
         else:
             kind = experts if group.shared_by_ep else dense
-            kind[view.arch.is_mixture(layer)] += _once(group, view)
+            kind[view.arch.is_mixture(layer)] += _gathered_once(group, view)
     layers = [view.arch.is_mixture(layer) for layer in range(view.arch.layers)]
     ahead = [0, *(dense[mixture] if view.plan.shards > 1 else 0 for mixture in layers)]
     return outside + max(dense[mixture] + experts[mixture] + more for mixture, more in zip(layers, ahead, strict=False))
-
-
-class _GatheredStages(msgspec.Struct, frozen=True):
-    """The stages of a pipeline rank that torch's runtime has asked for, and those of them it has also used."""
-
-    asked: frozenset[int]
-    used: frozenset[int]
 
 
 def _gathered_by_stages(held: Iterable[ParamGroup], view: RankView) -> int:
@@ -457,125 +573,25 @@ def _gathered_by_stages(held: Iterable[ParamGroup], view: RankView) -> int:
     asked, used = Counter[int](), Counter[int]()
     for group in held:
         _, shards = grid(group, view.plan)
-        (asked if shards > 1 else used)[group.stage] += group.count * _once(group, view)
+        (asked if shards > 1 else used)[group.stage] += group.count * _gathered_once(group, view)
     return max(
-        sum(asked[stage] for stage in instant.asked) + sum(used[stage] for stage in instant.used)
-        for instant in _instants(*_order(view.plan), view.at("pp"))
+        sum(asked[stage] for stage in stages) + sum(used[stage] for stage in computed)
+        for stages, computed in _instants(*_order(view.plan), view.at("pp"))
     )
 
 
 @lru_cache(maxsize=4096)
-def _instants(schedule: Schedule, pp: int, chunks: int, microbatches: int, rank: int) -> frozenset[_GatheredStages]:
-    """Every state that a rank's stages are in during a step, when it holds the IN_SIGHT ones that it computes next."""
-    stages = [action.stage for action in actions(schedule, pp, chunks, microbatches)[rank]]
-    sights: list[list[int]] = [[]]
-    for stage in reversed(stages):
-        sights.append([stage, *(other for other in sights[-1] if other != stage)][:IN_SIGHT])
+def _instants(
+    schedule: Schedule, pp: int, chunks: int, microbatches: int, rank: int
+) -> frozenset[tuple[frozenset[int], frozenset[int]]]:
+    """Every state of a pipeline rank during a step: stages that torch's runtime has asked for, and also used."""
     used = frozenset[int]()
-    found = set[_GatheredStages]()
-    for stage, sight in zip(stages, reversed(sights), strict=False):
+    found = set[tuple[frozenset[int], frozenset[int]]]()
+    for sight in in_sight(schedule, pp, chunks, microbatches, rank):
         asked = frozenset(sight)
-        used = (used & asked) | {stage}
-        found.add(_GatheredStages(asked, used))
+        used = (used & asked) | {sight[0]}
+        found.add((asked, used))
     return frozenset(found)
-
-
-def sharded(job: Job, place: Mapping[str, int]) -> ResidentMemory:
-    """Of our own trainer, and of others that shard as `fully_shard` does."""
-    plan, holds, layout = job.plan, job.stack.holds, state_layout(job)
-    view = RankView(arch=job.arch, plan=plan, sequence=0, place=place)
-    lines = {line.name: line for line in states(job.arch, plan, place, layout)}
-    outside = gathered_outside(job.arch, plan, layout, place)
-    updated = sum(_updated(group, view) for group in groups(view)) // view.wide if layout.of("moments") else 0
-    largest = largest_weight(job.arch) // plan.shards
-    slots = slot_bytes(layout, largest)
-    found: list[tuple[Name, float, str]] = [(line.name, line.bytes, line.why) for line in lines.values()]
-    return ResidentMemory(
-        lines=(
-            *found,
-            ("activations", 0, "saved for the backward by the microbatches in flight"),
-            ("recompute", 0, "the blocks recomputed together, beyond what was saved of them"),
-            ("activation_grads", 0, "gradients of activations inside one block"),
-            ("logits", 0, "log-probabilities, and at the loss their gradients"),
-            (
-                "reduce_buffers",
-                _reduce_buffers(job, layout, view),
-                "a block's gradients in the compute dtype, and in fp32 for the reduction",
-            ),
-            ("update", slots, "temporaries of the optimizer step, and pieces of offloaded states in transit"),
-            ("workspace", holds.workspace_bytes, "of cuBLAS and other libraries"),
-        ),
-        buffered=False,
-        block_share=max(param_counts(job.arch)[0]) / count(job.arch),
-        begin_share=param_counts(job.arch)[1] / count(job.arch),
-        gathered_at_loss=outside if plan.zero == 3 and plan.pp == 1 else lines["all_gathered_params"].bytes,
-        gathered_at_end=_left_at_end(plan, layout, view) if outside else None,
-        copy_stays=layout.reads == "resident",
-        outside=outside,
-        outside_sums=_outside_sums(plan, layout, view),
-        update=holds.update_bytes * updated + slots + rounding_bytes(layout, largest),
-    )
-
-
-def slot_bytes(layout: StateLayout, largest: int) -> int:
-    """Device memory for pieces of states on their way to an update there; none larger than the largest weight."""
-    row = layout.offloaded
-    return SLOTS * min(PIECE, largest) * row.bytes if row is not None and layout.update == "device" else 0
-
-
-def rounding_bytes(layout: StateLayout, largest: int) -> int:
-    """What rounding makes on the device while it goes through the pieces of a weight; none if the host does."""
-    copies = ROUNDING_COPIES + len(layout.optimizer.states)
-    return copies * ROUNDING_BYTES * min(PIECE, largest) if layout.rounds and not layout.hosted else 0
-
-
-@cache
-def largest_weight(arch: Arch) -> int:
-    """Numbers of the largest weight."""
-    return max(param.numel for param in params(arch))
-
-
-@cache
-def param_counts(arch: Arch) -> tuple[tuple[int, ...], int]:
-    """Parameters of each block, and of what is before the blocks and nowhere else."""
-    blocks = Counter[int]()
-    for param in params(arch):
-        blocks[param.layer] += param.numel
-    begin = sum(
-        param.numel
-        for param in params(arch)
-        if param.name.startswith("positions") or (param.name.startswith("embed") and not arch.tied)
-    )
-    return tuple(blocks[layer] for layer in range(arch.layers)), begin
-
-
-def _left_at_end(plan: Plan, layout: StateLayout, view: RankView) -> float | None:
-    """Gathered weights when a lone backward reaches the first block: each block's go when its gradient is summed."""
-    if plan.zero == 3 or layout.reads == "resident" or plan.grad_accum > 1 or plan.pp > 1:
-        return None  # as ever
-    block, outside = _unsharded_numbers(view)
-    return (block + outside) * view.narrow
-
-
-def _outside_sums(plan: Plan, layout: StateLayout, view: RankView) -> float:
-    """Of what is outside the blocks, the gradient as it came, and its copy in the precision of sums."""
-    if layout.sums != "by_block" or plan.pp > 1:
-        return 0
-    _, outside = _unsharded_numbers(view)
-    leaving = outside * view.wide // plan.shards if layout.hosted else 0
-    return outside * (view.narrow + view.wide) + leaving
-
-
-def _unsharded_numbers(view: RankView) -> tuple[int, int]:
-    """Numbers in the largest block, and outside the blocks, before they are cut into shards."""
-    blocks, outside = [0], 0
-    for group in groups(view):
-        numbers = sum(math.prod(local_shape(param, view)) for param in group.params)
-        if group.params[0].layer >= 0:
-            blocks.append(numbers)
-        else:
-            outside += numbers
-    return max(blocks), outside
 
 
 def _reduce_buffers(job: Job, layout: StateLayout, view: RankView) -> int:
@@ -590,7 +606,7 @@ def _reduce_buffers(job: Job, layout: StateLayout, view: RankView) -> int:
     if layout.sums == "by_param":
         largest = max(math.prod(local_shape(param, view)) for group in groups(view) for param in group.params)
         return largest * (view.narrow + view.wide)
-    largest, outside = _unsharded_numbers(view)
+    largest, outside = _unsharded_elements(view)
     shards, moving = job.plan.shards, 0
     if layout.hosted:
         narrowed = largest * view.narrow // shards if shards > 1 else 0
@@ -598,50 +614,13 @@ def _reduce_buffers(job: Job, layout: StateLayout, view: RankView) -> int:
     return largest * (view.narrow + view.wide) + (outside * view.narrow if job.plan.pp == 1 else 0) + moving
 
 
-def buffered(job: Job, place: Mapping[str, int]) -> ResidentMemory:
-    """Weights and one gradient buffer for the whole step; the optimizer's copy and moments, from zero 1 in shares."""
-    holds, plan = job.stack.holds, job.plan
-    rest, experts = parameters(job.arch, plan, padded_vocab(job), place.get("pp", 0))
-    numbers = rest + experts
-    data = plan.replicate * plan.shard * plan.cp
-    shared = rest / data + experts / max(data // plan.ep, 1)  # an expert's copies are on fewer ranks
-    moved = shared if plan.zero else numbers
-    kept = shared if plan.zero == 3 else numbers
-    summed = shared if plan.zero >= 2 else numbers
-    spec, usual = OPTIMIZERS[job.optimizer], min(ADAMW.state_bytes(4), holds.optimizer_bytes)
-    moments = usual * len(spec.states) / len(ADAMW.states)  # a stack's figures are of AdamW
-    among = f"sharded over {data} ranks" if plan.zero and data > 1 else "not sharded"
-    return ResidentMemory(
-        lines=(
-            ("weights", holds.weight_bytes * kept, f"{holds.weight_bytes:g} bytes a parameter"),
-            ("master", (holds.optimizer_bytes - usual) * moved, f"the optimizer's fp32 copy, {among}"),
-            ("gradients", holds.gradient_bytes * summed, f"one buffer, {holds.gradient_bytes:g} bytes a parameter"),
-            ("moments", moments * moved, f"{spec.held}, in fp32, {among}"),
-            ("all_gathered_params", 0, "all-gathered inputs whose memory cannot be reused at once"),
-            ("activations", 0, "saved for the backward by the microbatches in flight"),
-            ("recompute", 0, "the blocks recomputed together, beyond what was saved of them"),
-            ("activation_grads", 0, "gradients of activations inside one block"),
-            ("logits", 0, "of the loss, forward and backward"),
-            ("reduce_buffers", holds.bucket_bytes * numbers * (data > 1), "buckets in which gradients are reduced"),
-            ("update", 0, "temporaries of the optimizer step"),
-            ("workspace", holds.workspace_bytes, "of cuBLAS and other libraries"),
-        ),
-        buffered=True,
-        update=holds.update_bytes * moved,
-    )
-
-
-@lru_cache(maxsize=4096)
-def parameters(arch: Arch, plan: Plan, vocab: int, rank: int) -> tuple[int, int]:
-    """Numbers in a rank's part of its weights, the vocabulary filled up; those of experts that ep shares out apart."""
-    view = RankView(arch=arch, plan=plan, sequence=0, place={"pp": rank})
-    found = {False: 0, True: 0}
+def _unsharded_elements(view: RankView) -> tuple[int, int]:
+    """Numbers in the largest block, and outside the blocks, before they are cut into shards."""
+    blocks, outside = [0], 0
     for group in groups(view):
-        found[group.shared_by_ep] += group.count * sum(_numbers(param, view, vocab) for param in group.params)
-    return found[False], found[True]
-
-
-def _numbers(param: Param, view: RankView, vocab: int) -> int:
-    if param.layer < 0 and param.split in (Split.VOCAB, Split.COLUMN):
-        return vocab // view.plan.tp * param.shape[1]
-    return math.prod(local_shape(param, view))
+        numbers = sum(math.prod(local_shape(param, view)) for param in group.params)
+        if group.params[0].layer >= 0:
+            blocks.append(numbers)
+        else:
+            outside += numbers
+    return max(blocks), outside

@@ -1,7 +1,12 @@
 """The ledger: every byte a rank holds at the peak of a step, by line, and the moment of that peak.
 
+    rank   = states + all-gathered and unreduced tensors (cost/layout.py)
+           + microbatches in flight × saved activations (cost/activations.py) + what the moment adds
+    device = rank at its peak + allocator cache + CUDA and NCCL context
+
 A step is a few moments: the loss of a microbatch, the first and the last block of its backward, the optimizer's step.
-Each holds other things, so the peak is the largest of their sums, not the sum of what is largest.
+Each holds other things, so the peak is the largest of their sums, not the sum of what is largest. Which microbatches
+are in flight is read off the schedule, action by action.
 """
 
 from collections import Counter
@@ -21,7 +26,6 @@ from meshwright.cost.activations import (
 )
 from meshwright.cost.job import Job
 from meshwright.cost.layout import (
-    FIRST,
     PIECE,
     SLOTS,
     LedgerEntry,
@@ -35,13 +39,83 @@ from meshwright.cost.layout import (
     total,
 )
 from meshwright.cost.rank_view import placement
+from meshwright.cost.traffic import FIRST
 from meshwright.spec.params import count
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import Kind, Schedule, actions
 from meshwright.spec.units import GIB
 
 STEADY: tuple[Schedule, ...] = ("1f1b", "interleaved", "zb1p", "zbv", "dualpipev")  # rounds in their middle are alike
+
 ROUNDS = 4  # microbatches ÷ pp after which a further round shows a rank nothing new
+
+WITHOUT_LAYERS = 2  # stages that the output projection and the loss can fill without a layer
+
+OUTSIDE_TORCH = ("allocator_cache", "cuda_nccl_context")  # what torch's count of allocated bytes leaves out
+
+Role = Literal["only", "first", "middle", "last"]
+
+Lines = dict[Name, float]
+
+
+class OffloadedMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Lines of one rank. They are compared with a GPU's share of its node."""
+
+    host: tuple[LedgerEntry, ...] = ()
+    disk: tuple[LedgerEntry, ...] = ()
+
+    @property
+    def host_bytes(self) -> int:
+        return total(self.host)
+
+    @property
+    def disk_bytes(self) -> int:
+        return total(self.disk)
+
+
+NOWHERE = OffloadedMemory()
+
+
+class Ledger(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank holds when it holds most."""
+
+    lines: tuple[LedgerEntry, ...]
+    moment: str  # of the peak
+    role: Role  # of the rank in the pipeline
+    rank: int  # its place on the axis pp
+    low: float  # what is measured ÷ what is said here, nine times in ten between these two
+    high: float
+    published: Literal["allocated", "reserved", "shown"]  # which number the stack's reports print
+    away: OffloadedMemory = NOWHERE  # what it keeps outside its device
+
+    @property
+    def allocated(self) -> int:
+        """What torch's allocator gives out at most: `torch.cuda.max_memory_allocated`."""
+        return total(line for line in self.lines if line.name not in OUTSIDE_TORCH)
+
+    @property
+    def reserved(self) -> int:
+        """What it has taken from the device to give out: `torch.cuda.max_memory_reserved`."""
+        return total(line for line in self.lines if line.name != "cuda_nccl_context")
+
+    @property
+    def shown(self) -> int:
+        """What nvidia-smi shows: with the device's context and the buffers of collectives."""
+        return total(self.lines)
+
+    @property
+    def reported(self) -> int:
+        """The number that the stack's own reports print."""
+        return int(getattr(self, self.published))
+
+
+class Fit(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether a job's fullest rank has room."""
+
+    fits: bool
+    headroom_bytes: int  # what is left of the device; what lacks, when negative
+    ledger: Ledger  # of the fullest rank
+    why: str  # the reason, in a sentence
 
 
 class InFlight(msgspec.Struct, frozen=True):
@@ -53,69 +127,12 @@ class InFlight(msgspec.Struct, frozen=True):
     between: tuple[tuple[int, int], ...]  # of each stage, those of them between the halves of their backward
     summing: frozenset[int]  # stages whose gradients exist
 
-
-def settled(schedule: Schedule, pp: int, microbatches: int) -> int:
-    """The least number of microbatches in which a rank goes through every state of so many.
-
-    Without a pipeline the second is like all that follow. Orders in rounds of pp microbatches differ in their last one
-    when it is short, so only whole rounds are left out.
-    """
-    if pp == 1:
-        return min(microbatches, 2)
-    if schedule not in STEADY or microbatches % pp:
-        return microbatches
-    return min(microbatches, ROUNDS * pp)
-
-
-@lru_cache(maxsize=4096)
-def scenes(schedule: Schedule, pp: int, chunks: int, microbatches: int, rank: int) -> tuple[InFlight, ...]:
-    """Every different state of a rank during a step."""
-    if pp == 1:
-        return _alone(microbatches)
-    held, halves = Counter[int](), Counter[int]()
-    summing = frozenset[int]()
-    found: dict[InFlight, None] = {}
-    for action in actions(schedule, pp, chunks, microbatches)[rank]:
-        stage, kind = action.stage, action.kind
-        held[stage] += kind == "F"
-        if kind in ("B", "W"):
-            summing |= {stage}
-        found[InFlight(kind, stage, tuple(sorted(held.items())), tuple(sorted(halves.items())), summing)] = None
-        held[stage] -= kind in ("B", "W")
-        halves[stage] += (kind == "I") - (kind == "W")
-    return _largest(found)
-
-
-def _alone(microbatches: int) -> tuple[InFlight, ...]:
-    """One microbatch after another on a rank that holds the whole model."""
-    before = frozenset({0}) if microbatches > 1 else frozenset[int]()
-    one = ((0, 1),)
-    return InFlight("F", 0, one, (), before), InFlight("B", 0, one, (), frozenset({0}))
-
-
-def _largest(found: dict[InFlight, None]) -> tuple[InFlight, ...]:
-    """Of scenes that differ only in how many microbatches are held, those that no other exceeds in every stage."""
-    alike: dict[tuple[Kind, int, frozenset[int]], list[InFlight]] = {}
-    for scene in found:
-        rivals = alike.setdefault((scene.kind, scene.stage, scene.summing), [])
-        if not any(_covers(rival, scene) for rival in rivals):
-            rivals[:] = [rival for rival in rivals if not _covers(scene, rival)]
-            rivals.append(scene)
-    return tuple(scene for rivals in alike.values() for scene in rivals)
-
-
-def _covers(one: InFlight, other: InFlight) -> bool:
-    """Whether one scene holds at least what the other does."""
-    return _at_least(one.kept, other.kept) and _at_least(one.between, other.between)
-
-
-def _at_least(one: tuple[tuple[int, int], ...], other: tuple[tuple[int, int], ...]) -> bool:
-    counts = dict(one)
-    return all(counts.get(stage, 0) >= count for stage, count in other)
-
-
-Lines = dict[Name, float]
-BACKWARDS = ("B", "I")
+    def covers(self, other: "InFlight") -> bool:
+        """Whether this holds at least what another scene does."""
+        kept, between = dict(self.kept), dict(self.between)
+        return all(kept.get(stage, 0) >= count for stage, count in other.kept) and all(
+            between.get(stage, 0) >= count for stage, count in other.between
+        )
 
 
 class PeakMoment(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,7 +141,155 @@ class PeakMoment(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     lines: tuple[LedgerEntry, ...]
     bytes: int
-    sent: float  # to the host, by the microbatches in flight when most of it is there
+    offloaded: float  # to the host, by the microbatches in flight when most of it is there
+
+
+def ledger(job: Job, place: Mapping[str, int] = FIRST) -> Ledger:
+    """The ledger of one rank, by its coordinates on the plan's axes."""
+    fullest = peak(job, place)
+    holds, rank = job.stack.holds, place.get("pp", 0)
+    role = "only" if job.plan.pp == 1 else "first" if rank == 0 else "last" if rank == job.plan.pp - 1 else "middle"
+    slack = LedgerEntry(
+        name="allocator_cache",
+        bytes=round(fullest.bytes * holds.slack),
+        why="reserved by PyTorch's caching allocator, not allocated",
+    )
+    context = LedgerEntry(
+        name="cuda_nccl_context",
+        bytes=round(holds.context_bytes),
+        why="outside PyTorch: the CUDA context and NCCL's channels",
+    )
+    return Ledger(
+        lines=(*fullest.lines, slack, context),
+        moment=fullest.name,
+        role=role,
+        rank=rank,
+        low=holds.low,
+        high=holds.high,
+        published=holds.published,
+        away=_offloaded(job, fullest.offloaded, place),
+    )
+
+
+def worst(job: Job) -> Ledger:
+    """The ledger of the fullest pipeline rank."""
+    return max((_ledger(job, rank) for rank in _rivals(job.plan)), key=lambda found: found.allocated)
+
+
+def too_large(job: Job) -> Ledger | None:
+    """The ledger of the first rank found that has not enough memory, None if every one has."""
+    found = (_ledger(job, rank) for rank in _rivals(job.plan))
+    return next((each for each in found if each.shown > job.cluster.gpu.memory_bytes or overflows(job, each)), None)
+
+
+def fits(job: Job) -> Fit:
+    """Whether what the driver would show of the fullest rank is within the device's memory, and every rank has work."""
+    found = worst(job)
+    headroom = int(job.cluster.gpu.memory_bytes) - found.shown
+    idle = job.plan.stages.count(0) > WITHOUT_LAYERS
+    fullest = found
+    if found.away.host and job.plan.pp > 1:
+        fullest = max((_ledger(job, rank) for rank in _rivals(job.plan)), key=lambda each: each.away.host_bytes)
+    beyond = _beyond(job, fullest)
+    why = "some pipeline ranks would have nothing to compute" if idle else beyond or _why(found, headroom)
+    return Fit(fits=headroom >= 0 and not idle and not beyond, headroom_bytes=headroom, ledger=found, why=why)
+
+
+def overflows(job: Job, found: Ledger) -> str:
+    """The place outside the device in which a rank has too little room, "" if there is none or nobody knows."""
+    if 0 < job.cluster.host_bytes < found.away.host_bytes:
+        return "host"
+    return "disk" if 0 < job.cluster.disk_bytes < found.away.disk_bytes else ""
+
+
+@lru_cache(maxsize=4096)
+def _ledger(job: Job, rank: int) -> Ledger:
+    return ledger(job, {"pp": rank})
+
+
+def _rivals(plan: Plan) -> list[int]:
+    """Pipeline ranks that may be the fullest: both ends, and of those with equally long stages the first."""
+    ranks = placement(plan)
+    found: dict[tuple[int, ...], int] = {}
+    for rank in range(1, plan.pp - 1):
+        mine = tuple(length for length, owner in zip(plan.stages, ranks, strict=True) if owner == rank)
+        found.setdefault(mine, rank)
+    return sorted({0, plan.pp - 1, *found.values()})
+
+
+def _beyond(job: Job, found: Ledger) -> str:
+    """What lacks outside the device, "" if nothing does."""
+    where = overflows(job, found)
+    if not where:
+        return ""
+    on_host = where == "host"
+    lines, have = (found.away.host, job.cluster.host_bytes) if on_host else (found.away.disk, job.cluster.disk_bytes)
+    said = ", ".join(f"{line.label} {line.bytes / GIB:.1f}" for line in lines)
+    place = "host RAM" if on_host else "disk"
+    return f"needs {total(lines) / GIB:.1f} GiB of {place} per GPU; there are {have / GIB:.1f} ({said})"
+
+
+def _why(found: Ledger, headroom: int) -> str:
+    """Why the device has, or has not, enough memory."""
+    fullest = max(found.lines, key=lambda line: line.bytes)
+    where = f"the {found.role} pipeline rank" if found.role != "only" else "a rank"
+    amount = f"{abs(headroom) / GIB:.1f} GiB {'of headroom' if headroom >= 0 else 'short'}"
+    largest = f"the largest entry is {fullest.label}, {fullest.bytes / GIB:.1f} GiB"
+    return f"{where} peaks at {found.moment}, {amount}; {largest}"
+
+
+def _offloaded(job: Job, activations: float, place: Mapping[str, int] = FIRST) -> OffloadedMemory:
+    """Of a rank whose microbatches in flight have offloaded so many bytes of activations."""
+    layout = state_layout(job)
+    host, disk = list(hosted(job.arch, job.plan, place, layout)), []
+    if activations:
+        why = "saved activations, offloaded until the backward"
+        host.append(LedgerEntry(name="activations", bytes=round(activations), why=why))
+    if (states := layout.offloaded) is not None:
+        whole = count(job.arch) * states.bytes
+        near = whole if states.home == "host" else min(layout.resident_states, whole)
+        why = f"fp32 master weights and optimizer states, {states.bytes} bytes per parameter"
+        host.append(LedgerEntry(name="states", bytes=near, why=why))
+        disk.append(LedgerEntry(name="states", bytes=whole - near, why=why))
+        # Pieces on their way, as optim/host_memory.py counts them: from files, and gradients and weights to the host.
+        fetched = states.bytes if states.home == "disk" else 0
+        travelling = 2 * layout.wide if layout.update == "host" else 0
+        size = SLOTS * min(PIECE, largest_weight(job.arch)) * (fetched + travelling)
+        why = "transfer buffers of states, gradients and weights"
+        host.append(LedgerEntry(name="pieces", bytes=size, why=why))
+    near_lines, far_lines = (tuple(line for line in lines if line.bytes) for lines in (host, disk))
+    return OffloadedMemory(host=near_lines, disk=far_lines)
+
+
+def peak(job: Job, place: Mapping[str, int]) -> PeakMoment:
+    """The moment of the step in which a rank holds most."""
+    rank = _rank_moments(job, place)
+    resting = {name: round(size) for name, size, _ in rank.rest.lines}
+    total = sum(resting.values())
+
+    def held(then: _Instant) -> int:
+        found = total
+        for name, size in then.changed.items():
+            found += round(size) - resting[name]
+        return found
+
+    moments = list(_moments(rank, place.get("pp", 0)))
+    fullest = max(moments, key=held)
+    lines = tuple(
+        LedgerEntry(name=name, bytes=round(fullest.changed.get(name, size)), why=why)
+        for name, size, why in rank.rest.lines
+    )
+    offloaded = max(
+        (
+            sum(rank.parts[stage].offloaded * count for stage, count in then.scene.kept)
+            for then in moments
+            if rank.work.offloads and then.scene
+        ),
+        default=0.0,
+    )
+    return PeakMoment(
+        name=_moment_words(job, fullest), lines=lines, bytes=sum(line.bytes for line in lines), offloaded=offloaded
+    )
 
 
 class _RankMoments(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,45 +312,57 @@ class _Instant(NamedTuple):
     changed: Lines
 
 
-def peak(job: Job, place: Mapping[str, int]) -> PeakMoment:
-    """The moment of the step in which a rank holds most."""
-    rank = _rank(job, place)
-    resting = {name: round(size) for name, size, _ in rank.rest.lines}
-    total = sum(resting.values())
-
-    def held(then: _Instant) -> int:
-        found = total
-        for name, size in then.changed.items():
-            found += round(size) - resting[name]
-        return found
-
-    moments = list(_moments(rank, place.get("pp", 0)))
-    fullest = max(moments, key=held)
-    lines = tuple(
-        LedgerEntry(name=name, bytes=round(fullest.changed.get(name, size)), why=why)
-        for name, size, why in rank.rest.lines
-    )
-    sent = max((_sent(rank, then.scene) for then in moments), default=0.0) if rank.work.sent else 0.0
-    return PeakMoment(name=_words(job, fullest), lines=lines, bytes=sum(line.bytes for line in lines), sent=sent)
-
-
-def _sent(rank: _RankMoments, scene: InFlight | None) -> float:
-    return sum(rank.parts[stage].sent * count for stage, count in scene.kept) if scene else 0.0
-
-
-def _rank(job: Job, place: Mapping[str, int]) -> _RankMoments:
+def _rank_moments(job: Job, place: Mapping[str, int]) -> _RankMoments:
     work, parts, holds = microbatch_shape(job), _parts(job, place.get("pp", 0)), job.stack.holds
     logits = sum(part.logits for part in parts.values())
     holds_output = job.plan.pp > 1 and holds.states != "buffers"
     return _RankMoments(
         job=job,
         work=work,
-        rest=_rest(_layout(job), tuple(sorted(place.items()))),
+        rest=_resident(_state_job(job), tuple(sorted(place.items()))),
         parts=parts,
         output=work.narrow / work.wide if holds_output else 0.0,
         narrowed=work.narrow / work.wide,
         before=logits / work.wide * holds.logits_left if job.plan.grad_accum > 1 else 0.0,
     )
+
+
+def _state_job(job: Job) -> Job:
+    """The job without what no state depends on, so that jobs that differ in it alone are counted once."""
+    plan = job.plan
+    grad_accum = settled(plan.schedule, plan.pp, plan.grad_accum)
+    plan = msgspec.structs.replace(
+        plan,
+        microbatch=1,
+        grad_accum=grad_accum,
+        recompute="none",
+        kernels="auto",
+        activation_quant="none",
+        activation_offload=False,
+    )
+    return msgspec.structs.replace(job, plan=plan, sequence=0)
+
+
+@lru_cache(maxsize=4096)
+def _resident(job: Job, key: tuple[tuple[str, int], ...]) -> ResidentMemory:
+    """What a rank holds whatever the moment."""
+    place = dict(key)
+    return buffered(job, place) if job.stack.holds.states == "buffers" else sharded(job, place)
+
+
+def _parts(job: Job, rank: int) -> dict[int, SavedActivations]:
+    """What a microbatch keeps in each stage on a rank."""
+    arch, plan = job.arch, job.plan
+    ranks = placement(plan)
+    lengths = plan.stages if plan.pp > 1 else (arch.layers,)
+    work, policy, last = microbatch_shape(job), activation_policy(job), len(ranks) - 1
+    blocks = "none" if policy.recomputes_attention else policy.recompute
+    found = {}
+    for stage, (length, end) in enumerate(zip(lengths, accumulate(lengths), strict=True)):
+        if ranks[stage] == rank:
+            mixtures = tuple(arch.is_mixture(layer) for layer in range(end - length, end))
+            found[stage] = saved_activations(work, mixtures, stage == last, blocks)
+    return found
 
 
 def _moments(rank: _RankMoments, number: int) -> Iterator[_Instant]:
@@ -235,8 +412,9 @@ def _backward(rank: _RankMoments, scene: InFlight) -> Iterator[_Instant]:
         sums: Lines = {"all_gathered_params": rest.outside, "reduce_buffers": rest.outside_sums}
         yield _Instant("the reduction of embedding and output gradients", scene, after | ended | sums)
     if rank.job.arch.tied and plan.pp == 1:
+        table = rank.work.vocab * rank.work.arch.hidden / rank.work.tp * rank.work.narrow
         gone: Lines = {"activations": left - part.first_run, "recompute": 0}
-        gone["activation_grads"] = 2 * _table(rank.work)  # the lookup's gradient, and its sum with the projection's
+        gone["activation_grads"] = 2 * table  # the lookup's gradient, and its sum with the projection's
         yield _Instant("the embedding's gradient", scene, after | gone)
 
 
@@ -244,8 +422,14 @@ def _flying(rank: _RankMoments, scene: InFlight) -> Lines:
     """What microbatches in flight have left on a rank."""
     parts = rank.parts
     activations = sum(parts[stage].activations * count for stage, count in scene.kept)
-    activations += sum((parts[stage].between + parts[stage].sent) * count for stage, count in scene.between)
-    activations += sum(_near(parts[stage], stage == scene.stage, count) for stage, count in scene.kept)
+    activations += sum((parts[stage].between + parts[stage].offloaded) * count for stage, count in scene.between)
+    # Of offloaded activations some are still here, or here again: a stage at work has two blocks, and while it goes
+    # back the last one of a later forward, which has not left yet.
+    activations += sum(
+        parts[stage].pair + parts[stage].largest * (held > 1) if stage == scene.stage else parts[stage].largest
+        for stage, held in scene.kept
+        if held
+    )
     halved = dict(scene.between)
     logits = sum(
         parts[stage].logits
@@ -256,67 +440,14 @@ def _flying(rank: _RankMoments, scene: InFlight) -> Lines:
     if rank.rest.buffered:
         found["all_gathered_params"] = rank.work.left
     else:
-        if scene.kind not in BACKWARDS:
+        if scene.kind not in ("B", "I"):
             found["reduce_buffers"] = 0
         if not scene.summing:
             found["gradients"] = found["unreduced_grads"] = 0
     return found
 
 
-def _near(part: SavedActivations, active: bool, microbatches: int) -> float:
-    """Of what blocks send to the host, the bytes still here, or here again.
-
-    A stage at work has two blocks, and while it goes back the last one of a later forward, which has not left yet.
-    """
-    if not microbatches:
-        return 0.0
-    return part.pair + part.largest * (microbatches > 1) if active else part.largest
-
-
-def _table(work: MicrobatchShape) -> float:
-    """Bytes of a rank's part of the embedding in the precision of the arithmetic."""
-    return work.vocab * work.arch.hidden / work.tp * work.narrow
-
-
-def _parts(job: Job, rank: int) -> dict[int, SavedActivations]:
-    """What a microbatch keeps in each stage on a rank."""
-    arch, plan = job.arch, job.plan
-    ranks = placement(plan)
-    lengths = plan.stages if plan.pp > 1 else (arch.layers,)
-    work, policy, last = microbatch_shape(job), activation_policy(job), len(ranks) - 1
-    blocks = "none" if policy.recomputes_attention else policy.recompute
-    found = {}
-    for stage, (length, end) in enumerate(zip(lengths, accumulate(lengths), strict=True)):
-        if ranks[stage] == rank:
-            mixtures = tuple(arch.is_mixture(layer) for layer in range(end - length, end))
-            found[stage] = saved_activations(work, mixtures, stage == last, blocks)
-    return found
-
-
-def _layout(job: Job) -> Job:
-    """The job without what no state depends on, so that jobs that differ in it alone are counted once."""
-    plan = job.plan
-    grad_accum = settled(plan.schedule, plan.pp, plan.grad_accum)
-    plan = msgspec.structs.replace(
-        plan,
-        microbatch=1,
-        grad_accum=grad_accum,
-        recompute="none",
-        kernels="auto",
-        activation_quant="none",
-        activation_offload=False,
-    )
-    return msgspec.structs.replace(job, plan=plan, sequence=0)
-
-
-@lru_cache(maxsize=4096)
-def _rest(job: Job, key: tuple[tuple[str, int], ...]) -> ResidentMemory:
-    """What a rank holds whatever the moment."""
-    place = dict(key)
-    return buffered(job, place) if job.stack.holds.states == "buffers" else sharded(job, place)
-
-
-def _words(job: Job, then: _Instant) -> str:
+def _moment_words(job: Job, then: _Instant) -> str:
     """A moment with the stage and the microbatches in flight, where there are several."""
     if then.scene is None:
         return then.words
@@ -326,197 +457,42 @@ def _words(job: Job, then: _Instant) -> str:
     return f"{then.words}, stage {then.scene.stage}, {flying} microbatch{'es' * (flying != 1)} in flight"
 
 
-class OffloadedMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Lines of one rank. They are compared with a GPU's share of its node."""
-
-    host: tuple[LedgerEntry, ...] = ()
-    disk: tuple[LedgerEntry, ...] = ()
-
-    @property
-    def host_bytes(self) -> int:
-        return total(self.host)
-
-    @property
-    def disk_bytes(self) -> int:
-        return total(self.disk)
-
-
-NOWHERE = OffloadedMemory()
-
-
-def away(job: Job, sent: float, place: Mapping[str, int] = FIRST) -> OffloadedMemory:
-    """Of a rank whose microbatches in flight have sent so many bytes of activations."""
-    layout = state_layout(job)
-    host, disk = list(hosted(job.arch, job.plan, place, layout)), []
-    if sent:
-        why = "saved activations, offloaded until the backward"
-        host.append(LedgerEntry(name="activations", bytes=round(sent), why=why))
-    if (states := layout.offloaded) is not None:
-        whole = count(job.arch) * states.bytes
-        near = whole if states.home == "host" else min(layout.resident_states, whole)
-        why = f"fp32 master weights and optimizer states, {states.bytes} bytes per parameter"
-        host.append(LedgerEntry(name="states", bytes=near, why=why))
-        disk.append(LedgerEntry(name="states", bytes=whole - near, why=why))
-        # Pieces on their way, as optim/host_memory.py counts them: from files, and gradients and weights to the host.
-        fetched = states.bytes if states.home == "disk" else 0
-        travelling = 2 * layout.wide if layout.update == "host" else 0
-        size = SLOTS * min(PIECE, largest_weight(job.arch)) * (fetched + travelling)
-        why = "transfer buffers of states, gradients and weights"
-        host.append(LedgerEntry(name="pieces", bytes=size, why=why))
-    near_lines, far_lines = (tuple(line for line in lines if line.bytes) for lines in (host, disk))
-    return OffloadedMemory(host=near_lines, disk=far_lines)
-
-
-Role = Literal["only", "first", "middle", "last"]
-WITHOUT_LAYERS = 2  # stages that the output projection and the loss can fill without a layer
-OUTSIDE_TORCH: tuple[Name, ...] = (
-    "allocator_cache",
-    "cuda_nccl_context",
-)  # what torch's count of allocated bytes leaves out
-
-
-class Ledger(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank holds when it holds most."""
-
-    lines: tuple[LedgerEntry, ...]
-    moment: str  # of the peak
-    role: Role  # of the rank in the pipeline
-    rank: int  # its place on the axis pp
-    low: float  # what is measured ÷ what is said here, nine times in ten between these two
-    high: float
-    published: Literal["allocated", "reserved", "shown"]  # which number the stack's reports print
-    away: OffloadedMemory = NOWHERE  # what it keeps outside its device
-
-    @property
-    def allocated(self) -> int:
-        """What torch's allocator gives out at most: `torch.cuda.max_memory_allocated`."""
-        return total(line for line in self.lines if line.name not in OUTSIDE_TORCH)
-
-    @property
-    def reserved(self) -> int:
-        """What it has taken from the device to give out: `torch.cuda.max_memory_reserved`."""
-        return total(line for line in self.lines if line.name != "cuda_nccl_context")
-
-    @property
-    def shown(self) -> int:
-        """What nvidia-smi shows: with the device's context and the buffers of collectives."""
-        return total(self.lines)
-
-    @property
-    def reported(self) -> int:
-        """The number that the stack's own reports print."""
-        return int(getattr(self, self.published))
-
-
-class Fit(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether a job's fullest rank has room."""
-
-    fits: bool
-    headroom_bytes: int  # what is left of the device; what lacks, when negative
-    ledger: Ledger  # of the fullest rank
-    why: str  # the reason, in a sentence
-
-
-def ledger(job: Job, place: Mapping[str, int] = FIRST) -> Ledger:
-    """The ledger of one rank, by its coordinates on the plan's axes."""
-    fullest = peak(job, place)
-    holds, rank = job.stack.holds, place.get("pp", 0)
-    slack = LedgerEntry(
-        name="allocator_cache",
-        bytes=round(fullest.bytes * holds.slack),
-        why="reserved by PyTorch's caching allocator, not allocated",
-    )
-    context = LedgerEntry(
-        name="cuda_nccl_context",
-        bytes=round(holds.context_bytes),
-        why="outside PyTorch: the CUDA context and NCCL's channels",
-    )
-    return Ledger(
-        lines=(*fullest.lines, slack, context),
-        moment=fullest.name,
-        role=_role(rank, job.plan.pp),
-        rank=rank,
-        low=holds.low,
-        high=holds.high,
-        published=holds.published,
-        away=away(job, fullest.sent, place),
-    )
-
-
-def worst(job: Job) -> Ledger:
-    """The ledger of the fullest pipeline rank."""
-    return max((_ledger(job, rank) for rank in _rivals(job.plan)), key=lambda found: found.allocated)
-
-
-def too_large(job: Job) -> Ledger | None:
-    """The ledger of the first rank found that has not enough memory, None if every one has."""
-    found = (_ledger(job, rank) for rank in _rivals(job.plan))
-    return next((each for each in found if each.shown > job.cluster.gpu.memory_bytes or overflows(job, each)), None)
-
-
-def overflows(job: Job, found: Ledger) -> str:
-    """The place outside the device in which a rank has too little room, "" if there is none or nobody knows."""
-    if 0 < job.cluster.host_bytes < found.away.host_bytes:
-        return "host"
-    return "disk" if 0 < job.cluster.disk_bytes < found.away.disk_bytes else ""
-
-
 @lru_cache(maxsize=4096)
-def _ledger(job: Job, rank: int) -> Ledger:
-    return ledger(job, {"pp": rank})
-
-
-def fits(job: Job) -> Fit:
-    """Whether what the driver would show of the fullest rank is within the device's memory, and every rank has work."""
-    found = worst(job)
-    headroom = int(job.cluster.gpu.memory_bytes) - found.shown
-    idle = job.plan.stages.count(0) > WITHOUT_LAYERS
-    beyond = _beyond(job, _fullest_away(job, found))
-    why = "some pipeline ranks would have nothing to compute" if idle else beyond or _why(found, headroom)
-    return Fit(fits=headroom >= 0 and not idle and not beyond, headroom_bytes=headroom, ledger=found, why=why)
-
-
-def _fullest_away(job: Job, found: Ledger) -> Ledger:
-    """Of a pipeline's ranks the one that sends most to its host."""
-    if not found.away.host or job.plan.pp == 1:
-        return found
-    return max((_ledger(job, rank) for rank in _rivals(job.plan)), key=lambda each: each.away.host_bytes)
-
-
-def _beyond(job: Job, found: Ledger) -> str:
-    """What lacks outside the device, "" if nothing does."""
-    where = overflows(job, found)
-    if not where:
-        return ""
-    lines, have = {
-        "host": (found.away.host, job.cluster.host_bytes),
-        "disk": (found.away.disk, job.cluster.disk_bytes),
-    }[where]
-    said = ", ".join(f"{line.label} {line.bytes / GIB:.1f}" for line in lines)
-    place = "host RAM" if where == "host" else "disk"
-    return f"needs {total(lines) / GIB:.1f} GiB of {place} per GPU; there are {have / GIB:.1f} ({said})"
-
-
-def _why(found: Ledger, headroom: int) -> str:
-    """The reason of a verdict about the device."""
-    fullest = max(found.lines, key=lambda line: line.bytes)
-    where = f"the {found.role} pipeline rank" if found.role != "only" else "a rank"
-    amount = f"{abs(headroom) / GIB:.1f} GiB {'of headroom' if headroom >= 0 else 'short'}"
-    largest = f"the largest entry is {fullest.label}, {fullest.bytes / GIB:.1f} GiB"
-    return f"{where} peaks at {found.moment}, {amount}; {largest}"
-
-
-def _role(rank: int, pp: int) -> Role:
+def scenes(schedule: Schedule, pp: int, chunks: int, microbatches: int, rank: int) -> tuple[InFlight, ...]:
+    """Every different state of a rank during a step."""
     if pp == 1:
-        return "only"
-    return "first" if rank == 0 else "last" if rank == pp - 1 else "middle"
+        before = frozenset({0}) if microbatches > 1 else frozenset[int]()
+        one = ((0, 1),)
+        return InFlight("F", 0, one, (), before), InFlight("B", 0, one, (), frozenset({0}))
+    held, halves = Counter[int](), Counter[int]()
+    summing = frozenset[int]()
+    found: dict[InFlight, None] = {}
+    for action in actions(schedule, pp, chunks, microbatches)[rank]:
+        stage, kind = action.stage, action.kind
+        held[stage] += kind == "F"
+        if kind in ("B", "W"):
+            summing |= {stage}
+        found[InFlight(kind, stage, tuple(sorted(held.items())), tuple(sorted(halves.items())), summing)] = None
+        held[stage] -= kind in ("B", "W")
+        halves[stage] += (kind == "I") - (kind == "W")
+    # Of scenes that differ only in how many microbatches are held, those that no other exceeds in every stage.
+    alike: dict[tuple[Kind, int, frozenset[int]], list[InFlight]] = {}
+    for scene in found:
+        rivals = alike.setdefault((scene.kind, scene.stage, scene.summing), [])
+        if not any(rival.covers(scene) for rival in rivals):
+            rivals[:] = [rival for rival in rivals if not scene.covers(rival)]
+            rivals.append(scene)
+    return tuple(scene for rivals in alike.values() for scene in rivals)
 
 
-def _rivals(plan: Plan) -> list[int]:
-    """Pipeline ranks that may be the fullest: both ends, and of those with equally long stages the first."""
-    ranks = placement(plan)
-    found: dict[tuple[int, ...], int] = {}
-    for rank in range(1, plan.pp - 1):
-        mine = tuple(length for length, owner in zip(plan.stages, ranks, strict=True) if owner == rank)
-        found.setdefault(mine, rank)
-    return sorted({0, plan.pp - 1, *found.values()})
+def settled(schedule: Schedule, pp: int, microbatches: int) -> int:
+    """The least number of microbatches in which a rank goes through every state of so many.
+
+    Without a pipeline the second is like all that follow. Orders in rounds of pp microbatches differ in their last one
+    when it is short, so only whole rounds are left out.
+    """
+    if pp == 1:
+        return min(microbatches, 2)
+    if schedule not in STEADY or microbatches % pp:
+        return microbatches
+    return min(microbatches, ROUNDS * pp)

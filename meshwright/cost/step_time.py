@@ -1,5 +1,9 @@
 """Seconds of one step of a plan, with an interval, and where they go: a waterfall from the data sheet to what is left.
 
+    step = pipeline × (1 + stragglers) + exposed weights (cost/weight_time.py) + host overhead
+
+`pipeline` is a schedule played on a clock (cost/simulate.py) with the passes of each stage, which are its layers'
+(cost/layer_time.py); without stages it is their sum for every microbatch. Bounds for the search leave the playing out.
 docs/time.md has every term in words.
 """
 
@@ -21,22 +25,32 @@ from meshwright.cost.flops import (
 )
 from meshwright.cost.job import Job
 from meshwright.cost.kernels import slowest
-from meshwright.cost.layer_time import SELECTED, LayerModel, PassTimes, block, ends, layer_model, recomputed_terms
-from meshwright.cost.network import axis_span, collective_seconds
-from meshwright.cost.simulate import StageCost, makespan
-from meshwright.cost.weight_time import (
-    OverlapWindow,
-    WeightSeconds,
-    least_seconds,
-    weight_seconds,
+from meshwright.cost.layer_time import (
+    SELECTED,
+    LayerModel,
+    PassTimes,
+    block,
+    ends,
+    layer_model,
+    recomputed_terms,
     with_policy,
 )
+from meshwright.cost.layout import label_of
+from meshwright.cost.network import axis_span, collective_seconds
+from meshwright.cost.simulate import StageCost, makespan
+from meshwright.cost.weight_time import OverlapWindow, WeightSeconds, least_seconds, weight_seconds
 from meshwright.hardware.stacks import Efficiency, efficiency_of
 from meshwright.spec.arch import Arch
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import Schedule, stage_ranks
 
 DRAINED = ("naive", "gpipe", "1f1b", "interleaved", "looped")  # a rank's last action is its first stage's backward
+
+WIDER = 0.1  # by which each doubling of the domains widens the interval, as a share
+
+GUESSES = ("b200", "v100", "generic")  # entries of the catalogue that no measurement stands behind
+
+GUESSED = 1.5  # the interval of such accelerators ÷ that of others
 
 
 class Stages(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,11 +75,109 @@ class StageKind(NamedTuple):
     last: bool
 
 
+class StepTimeline(msgspec.Struct, frozen=True, kw_only=True):
+    """A step's forwards and backwards: alike in plans that differ only in replicate, shard and zero."""
+
+    at: LayerModel
+    stages: Stages
+    pipeline: float  # seconds from the first forward to the last backward
+    slower: float  # share of them by which the slowest accelerator is behind the mean
+
+    @property
+    def working(self) -> float:
+        """With the wait for the slowest."""
+        return self.pipeline + self.pipeline * self.slower
+
+
+class TimeShare(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of a step's seconds, and why it is spent. One below zero is saved."""
+
+    name: str
+    seconds: float
+    why: str
+
+    @property
+    def label(self) -> str:
+        """The name as people read it."""
+        return label_of(self.name)
+
+
+class Price(msgspec.Struct, frozen=True, kw_only=True):
+    """What a step costs."""
+
+    seconds: float
+    low_seconds: float
+    high_seconds: float
+    tokens_per_second_per_gpu: float
+    mfu: float  # model FLOPs utilization, 0 to 1
+    hfu: float  # the same with what is recomputed
+    waterfall: tuple[TimeShare, ...]  # adds up to the seconds
+
+
+def price(job: Job, efficiency: Efficiency | None = None) -> Price:
+    """Seconds of a step. `efficiency` replaces the cluster's own and the catalogue's, as `calibrated` gives it."""
+    return price_in(job, step_timeline(job, efficiency))
+
+
+def step_timeline(job: Job, efficiency: Efficiency | None = None) -> StepTimeline:
+    """The forwards and backwards of a step, played on a clock."""
+    at = layer_model(job, efficiency)
+    stages = stages_of(at, job)
+    return StepTimeline(
+        at=at, stages=stages, pipeline=pipeline_seconds(stages, job), slower=slowest(job.plan.world, at.rates)
+    )
+
+
+def seconds_in(job: Job, known: StepTimeline) -> float:
+    """Seconds of a step whose forwards and backwards are known."""
+    return known.working + _weights(job, known).seconds + job.stack.speed.step_seconds
+
+
+def price_in(job: Job, known: StepTimeline) -> Price:
+    """The price of a step whose forwards and backwards are known."""
+    plan, at = job.plan, known.at
+    working = sum(known.stages.passes, PassTimes()) * (1 / plan.pp) * plan.grad_accum  # of the mean rank
+    seconds = seconds_in(job, known)
+    low, high = _interval(job, seconds, working)
+    ideal = step_flops(job.arch, job.sequence, plan.batch) / plan.world
+    return Price(
+        seconds=seconds,
+        low_seconds=low,
+        high_seconds=high,
+        tokens_per_second_per_gpu=plan.batch * job.sequence / seconds / plan.world,
+        mfu=utilization(ideal, seconds, at.rates.peak),
+        hfu=utilization(_done(job) / plan.world, seconds, at.rates.peak),
+        waterfall=tuple(_waterfall(job, known, working)),
+    )
+
+
+def work_bound(job: Job, efficiency: Efficiency | None = None) -> float:
+    """Without playing the schedule, and as if weights cost nothing: the same for every replicate, shard and zero."""
+    return _working(layer_model(job, efficiency), job) + job.stack.speed.step_seconds
+
+
+def lower_bound(job: Job, efficiency: Efficiency | None = None) -> float:
+    """Without playing the schedule, with what the first rank's weights cost at least, whatever is recomputed."""
+    at = layer_model(job, efficiency)
+    kinds, places = kinds_of(job.arch, lengths_of(job))
+    ranks = placed(job.plan.schedule, job.plan.pp, job.plan.chunks)
+    mine = [place for place, rank in zip(places, ranks, strict=True) if rank == 0]
+    timed = [_seconds(at, kind, ActivationPolicy()) for kind in kinds]
+    forward = sum(timed[place][1] for place in mine)
+    behind = OverlapWindow(forward=forward, backward=sum(timed[place][0] for place in mine) - forward)
+    more, together = least_seconds(job, 0, at.rates, behind)
+    return max(_working(at, job) + more, together) + job.stack.speed.step_seconds
+
+
 def stages_of(at: LayerModel, job: Job) -> Stages:
     """The stages of a job; a model without a pipeline is one."""
     plan = job.plan
     ranks = placed(plan.schedule, plan.pp, plan.chunks)
-    return _timed(at, lengths_of(job), ranks, activation_policy(job), _send(at, job))
+    send = 0.0
+    if plan.pp > 1:  # hidden states, or their gradient; where tp scatters them, each rank sends its part
+        size = at.tokens * at.arch.hidden * at.rates.width / (plan.tp if at.speed.scattered_sends else 1)
+        send = collective_seconds("send", size, axis_span("pp", plan, job.cluster), job.cluster)
+    return _timed(at, lengths_of(job), ranks, activation_policy(job), send)
 
 
 @lru_cache(maxsize=1024)
@@ -134,28 +246,6 @@ def _kept_so(at: LayerModel, mixture: bool, policy: ActivationPolicy, operations
     return with_policy(at, policy, mixture, one)
 
 
-def _send(at: LayerModel, job: Job) -> float:
-    """A message between stages: hidden states, or their gradient; where tp scatters it, each rank sends its part."""
-    if job.plan.pp == 1:
-        return 0.0
-    size = at.tokens * at.arch.hidden * at.rates.width / (job.plan.tp if at.speed.scattered_sends else 1)
-    return collective_seconds("send", size, axis_span("pp", job.plan, job.cluster), job.cluster)
-
-
-def least_pipeline(seconds: Sequence[float], forwards: Sequence[float], plan: Plan) -> float:
-    """The busiest rank's work, and what must come before the first of it and after the last; from stages' seconds."""
-    ranks = placed(plan.schedule, plan.pp, plan.chunks)
-    busy = [0.0] * plan.pp
-    for each, rank in zip(seconds, ranks, strict=True):
-        busy[rank] += each
-    first = seconds if plan.schedule in DRAINED else forwards
-    least = before = 0.0
-    for stage in range(plan.pp):  # the first stage that each rank holds
-        least = max(least, before + busy[ranks[stage]] * plan.grad_accum)
-        before += first[stage]
-    return least
-
-
 def pipeline_seconds(stages: Stages, job: Job) -> float:
     """From the first forward to the last backward."""
     plan = job.plan
@@ -173,93 +263,18 @@ def pipeline_seconds(stages: Stages, job: Job) -> float:
     return max(played, least_pipeline(stages.seconds, forwards, plan))
 
 
-WIDER = 0.1  # by which each doubling of the domains widens the interval, as a share
-GUESSES = ("b200", "v100", "generic")  # entries of the catalogue that no measurement stands behind
-GUESSED = 1.5  # the interval of such accelerators ÷ that of others
-
-
-class TimeShare(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of a step's seconds, and why it is spent. One below zero is saved."""
-
-    name: str
-    seconds: float
-    why: str
-
-    @property
-    def label(self) -> str:
-        """The name as people read it."""
-        return self.name.replace("_", " ")
-
-
-class Price(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step costs."""
-
-    seconds: float
-    low_seconds: float
-    high_seconds: float
-    tokens_per_second_per_gpu: float
-    mfu: float  # model FLOPs utilization, 0 to 1
-    hfu: float  # the same with what is recomputed
-    waterfall: tuple[TimeShare, ...]  # adds up to the seconds
-
-
-class StepTimeline(msgspec.Struct, frozen=True, kw_only=True):
-    """A step's forwards and backwards: alike in plans that differ only in replicate, shard and zero."""
-
-    at: LayerModel
-    stages: Stages
-    pipeline: float  # seconds from the first forward to the last backward
-    slower: float  # share of them by which the slowest accelerator is behind the mean
-
-    @property
-    def working(self) -> float:
-        """With the wait for the slowest."""
-        return self.pipeline + self.pipeline * self.slower
-
-
-def price(job: Job, efficiency: Efficiency | None = None) -> Price:
-    """Seconds of a step. `efficiency` replaces the cluster's own and the catalogue's, as `calibrated` gives it."""
-    return price_in(job, step_timeline(job, efficiency))
-
-
-def step_timeline(job: Job, efficiency: Efficiency | None = None) -> StepTimeline:
-    """The forwards and backwards of a step, played on a clock."""
-    at = layer_model(job, efficiency)
-    stages = stages_of(at, job)
-    return StepTimeline(
-        at=at, stages=stages, pipeline=pipeline_seconds(stages, job), slower=slowest(job.plan.world, at.rates)
-    )
-
-
-def seconds_in(job: Job, known: StepTimeline) -> float:
-    """Seconds of a step whose forwards and backwards are known."""
-    return known.working + _weights(job, known).seconds + job.stack.speed.step_seconds
-
-
-def price_in(job: Job, known: StepTimeline) -> Price:
-    """The price of a step whose forwards and backwards are known."""
-    plan, at = job.plan, known.at
-    working = _mean(known.stages, plan.pp) * plan.grad_accum
-    seconds = seconds_in(job, known)
-    low, high = _interval(job, seconds, working)
-    ideal = step_flops(job.arch, job.sequence, plan.batch) / plan.world
-    return Price(
-        seconds=seconds,
-        low_seconds=low,
-        high_seconds=high,
-        tokens_per_second_per_gpu=plan.batch * job.sequence / seconds / plan.world,
-        mfu=utilization(ideal, seconds, at.rates.peak),
-        hfu=utilization(_done(job) / plan.world, seconds, at.rates.peak),
-        waterfall=tuple(_waterfall(job, known, working)),
-    )
-
-
-def _mean(stages: Stages, pp: int) -> PassTimes:
-    """The work of a microbatch on a rank, on average."""
-    total = PassTimes()
-    for each in stages.passes:
-        total += each
-    return total * (1 / pp)
+def least_pipeline(seconds: Sequence[float], forwards: Sequence[float], plan: Plan) -> float:
+    """The busiest rank's work, and what must come before the first of it and after the last; from stages' seconds."""
+    ranks = placed(plan.schedule, plan.pp, plan.chunks)
+    busy = [0.0] * plan.pp
+    for each, rank in zip(seconds, ranks, strict=True):
+        busy[rank] += each
+    first = seconds if plan.schedule in DRAINED else forwards
+    least = before = 0.0
+    for stage in range(plan.pp):  # the first stage that each rank holds
+        least = max(least, before + busy[ranks[stage]] * plan.grad_accum)
+        before += first[stage]
+    return least
 
 
 def _weights(job: Job, known: StepTimeline) -> WeightSeconds:
@@ -275,23 +290,6 @@ def _weights(job: Job, known: StepTimeline) -> WeightSeconds:
     return max(found, key=lambda each: each.seconds)
 
 
-@lru_cache(maxsize=1024)
-def _products_share(arch: Arch, sequence: int) -> float:
-    """Of the model's operations, those of products with weights; attention's are the rest."""
-    return 1 - attention_flops_per_token(arch, sequence) / forward_flops_per_token(arch, sequence)
-
-
-def _done(job: Job) -> float:
-    """Operations of a step with those that are recomputed, which stacks choose differently under one name."""
-    plan, batch = job.plan, job.plan.batch
-    policy = activation_policy(job)
-    if not policy.by_operation:
-        return recomputed_flops(job.arch, plan, job.sequence, batch, policy)
-    attention = 1 - _products_share(job.arch, job.sequence)
-    recomputed = {"operations": 0.0, "attention": attention, "blocks": SELECTED}[policy.selective]
-    return step_flops(job.arch, job.sequence, batch) * (1 + recomputed / TRAINING)
-
-
 def _waterfall(job: Job, known: StepTimeline, working: PassTimes) -> Iterator[TimeShare]:
     """Where the seconds go, from the data sheet down; the mean rank's, so that the idle ones are the bubble."""
     at, pipeline, weights = known.at, known.pipeline, _weights(job, known)
@@ -299,10 +297,14 @@ def _waterfall(job: Job, known: StepTimeline, working: PassTimes) -> Iterator[Ti
     product_ideal = ideal * _products_share(job.arch, job.sequence)
     once = working.forward + working.input + working.weight
     idle = pipeline - working.seconds
-    messages = min(max(idle, 0.0), _messages(job, known.stages))
+    # Sends on the critical path: of the first microbatch down and the last one up; in between one each way blocks.
+    blocking = (2 if job.stack.speed.blocking_sends else 1) * job.plan.grad_accum
+    sends = known.stages.send * (2 * (job.plan.pp - 1) + blocking) if job.plan.pp > 1 else 0.0
+    messages = min(max(idle, 0.0), sends)
+    reached = f"matmuls reach {product_ideal / once.products:.0%} of peak at these shapes" if once.products > 0 else ""
     whys = {
         "ideal": (ideal, "the model's operations at the data sheet's peak"),
-        "matmul": (once.products - product_ideal, _below_peak("matmuls", product_ideal, once.products)),
+        "matmul": (once.products - product_ideal, reached or "matmuls at peak"),
         "attention": (
             once.attention - (ideal - product_ideal),
             "attention runs below peak; negative where a causal kernel skips more than that costs",
@@ -330,15 +332,21 @@ def _waterfall(job: Job, known: StepTimeline, working: PassTimes) -> Iterator[Ti
     return (TimeShare(name=name, seconds=spent, why=why) for name, (spent, why) in whys.items() if spent)
 
 
-def _below_peak(what: str, ideal: float, seconds: float) -> str:
-    """The share of the peak rate that operations reach, in words."""
-    return f"{what} reach {ideal / seconds:.0%} of peak at these shapes" if seconds > 0 else f"{what} at peak"
+@lru_cache(maxsize=1024)
+def _products_share(arch: Arch, sequence: int) -> float:
+    """Of the model's operations, those of products with weights; attention's are the rest."""
+    return 1 - attention_flops_per_token(arch, sequence) / forward_flops_per_token(arch, sequence)
 
 
-def _messages(job: Job, stages: Stages) -> float:
-    """Sends on the critical path: of the first microbatch down and the last one up; in between one each way blocks."""
-    between = 2 if job.stack.speed.blocking_sends else 1
-    return stages.send * (2 * (job.plan.pp - 1) + between * job.plan.grad_accum) if job.plan.pp > 1 else 0.0
+def _done(job: Job) -> float:
+    """Operations of a step with those that are recomputed, which stacks choose differently under one name."""
+    plan, batch = job.plan, job.plan.batch
+    policy = activation_policy(job)
+    if not policy.by_operation:
+        return recomputed_flops(job.arch, plan, job.sequence, batch, policy)
+    attention = 1 - _products_share(job.arch, job.sequence)
+    recomputed = {"operations": 0.0, "attention": attention, "blocks": SELECTED}[policy.selective]
+    return step_flops(job.arch, job.sequence, batch) * (1 + recomputed / TRAINING)
 
 
 def _interval(job: Job, seconds: float, working: PassTimes) -> tuple[float, float]:
@@ -351,24 +359,6 @@ def _interval(job: Job, seconds: float, working: PassTimes) -> tuple[float, floa
     guessed = (job.cluster.efficiency or efficiency_of(job.cluster.gpu)).name in GUESSES
     width = job.stack.speed.spread * (1 + WIDER * math.log2(domains)) * (1 + late) * (GUESSED if guessed else 1)
     return seconds / (1 + width), seconds * (1 + width)
-
-
-def work_bound(job: Job, efficiency: Efficiency | None = None) -> float:
-    """Without playing the schedule, and as if weights cost nothing: the same for every replicate, shard and zero."""
-    return _working(layer_model(job, efficiency), job) + job.stack.speed.step_seconds
-
-
-def lower_bound(job: Job, efficiency: Efficiency | None = None) -> float:
-    """Without playing the schedule, with what the first rank's weights cost at least, whatever is recomputed."""
-    at = layer_model(job, efficiency)
-    kinds, places = kinds_of(job.arch, lengths_of(job))
-    ranks = placed(job.plan.schedule, job.plan.pp, job.plan.chunks)
-    mine = [place for place, rank in zip(places, ranks, strict=True) if rank == 0]
-    timed = [_seconds(at, kind, ActivationPolicy()) for kind in kinds]
-    forward = sum(timed[place][1] for place in mine)
-    behind = OverlapWindow(forward=forward, backward=sum(timed[place][0] for place in mine) - forward)
-    more, together = least_seconds(job, 0, at.rates, behind)
-    return max(_working(at, job) + more, together) + job.stack.speed.step_seconds
 
 
 def _working(at: LayerModel, job: Job) -> float:

@@ -6,7 +6,7 @@ are what papers, talks and notes quote. Each entry says where it comes from and 
 
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -228,30 +228,43 @@ class TextbookEntry(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.value:,.0f} {self.unit}" if is_count else f"{self.value:,.6g} {self.unit}"
 
 
-Form = Callable[[Job], TextbookEntry]
 HOUR = 3600.0
+FAILURE_HOURS = 50_000  # of one GPU
+SAVE_SECONDS, RESTART_SECONDS = 60.0, 600.0
+
+
+class Form(NamedTuple):
+    """A closed form of a job; `formula` may name sizes of the optimizer's states, as `_sizes` has them."""
+
+    value: Callable[[Job], float]
+    unit: str
+    formula: str
+    source: str
 
 
 def table(job: Job) -> list[TextbookEntry]:
     """Every closed form that says something about a job; those made for another architecture are marked."""
-    return [entry(name, job) for name in FORMS if name not in _silent(job)]
+    silent = ("bubble", "bubble-over-ideal") if job.plan.pp == 1 else ()
+    silent += ("zero-1", "zero-2", "zero-3", "data-traffic") if job.plan.data == 1 else ()
+    return [entry(name, job) for name in FORMS if name not in silent]
 
 
 def entry(name: str, job: Job) -> TextbookEntry:
     """One closed form by its name, marked where it does not apply to the model."""
-    found = FORMS[name](job)
-    if found.unit == "parameters":
-        misfit = _miscount(found.value, job.arch)
-    else:
-        misfit = "; ".join(ASSUMED[kind](job.arch) for kind in ASSUMES.get(name, ()) if ASSUMED[kind](job.arch))
-    return msgspec.structs.replace(found, misfit=misfit)
-
-
-def _miscount(counted: float, arch: Arch) -> str:
-    """Why a count is not of this model; the last norm, 2·h, is what a form may leave out."""
-    if abs(counted - count(arch)) <= 2 * arch.hidden:
-        return ""
-    return f"this model has {count(arch):,} parameters; the form is for another architecture"
+    form, arch = FORMS[name], job.arch
+    value = form.value(job)
+    misfit = "; ".join(said for kind in ASSUMES.get(name, ()) if (said := ASSUMED[kind](arch)))
+    if form.unit == "parameters" and abs(value - count(arch)) > 2 * arch.hidden:  # a form may leave the last norm out
+        misfit = f"this model has {count(arch):,} parameters; the form is for another architecture"
+    return TextbookEntry(
+        name=name,
+        value=value,
+        unit=form.unit,
+        formula=form.formula.format(**_sizes(job)),
+        source=form.source,
+        note=NOTICES.get(name, ""),
+        misfit=misfit,
+    )
 
 
 # What forms take for granted of a model, and what to say of one that is otherwise.
@@ -276,198 +289,160 @@ ASSUMES: dict[str, tuple[str, ...]] = {
 }
 
 
-def _silent(job: Job) -> set[str]:
-    """Forms that would say nothing: of pipelines without stages, of sharding without ranks to share."""
-    plan = job.plan
-    names = set()
-    if plan.pp == 1:
-        names |= {"bubble", "bubble-over-ideal"}
-    if plan.data == 1:
-        names |= {"zero-1", "zero-2", "zero-3", "data-traffic"}
-    return names
+def _sizes(job: Job) -> dict[str, str]:
+    """What formulas name: bytes of optimizer states, alone and with others, and factors of Megatron's FLOPs."""
+    spec = OPTIMIZERS[job.optimizer]
+    states = spec.state_bytes(4)
+    sizes = {"states": states, "states16": spec.state_bytes(2), "master": 4 + states, "grads": 6 + states}
+    megatron = {"whole": 96, "head": 16} if _recomputes(job) else {"whole": 72, "head": 12}
+    sizes |= {"all": 8 + states, "notes": states_bytes(1, "notes", spec), **megatron}
+    return {name: f"{size:g}" for name, size in sizes.items()}
 
 
-def _entry(name: str, value: float, unit: str, formula: str, source: str) -> TextbookEntry:
-    return TextbookEntry(name=name, value=value, unit=unit, formula=formula, source=source, note=NOTICES.get(name, ""))
+def _recomputes(job: Job) -> bool:
+    return activation_policy(job).recompute == "full"
 
 
-def _parameters(job: Job) -> TextbookEntry:
-    arch = job.arch
-    value = gpt_parameters(arch.layers, arch.hidden, arch.vocab, arch.context)
-    return _entry("gpt-parameters", value, "parameters", "12·L·h²·(1 + 13/(12h) + (V + s)/(12·L·h))", MEGATRON)
+def _states(counting: States, formula: str, source: str) -> Form:
+    def value(job: Job) -> float:
+        return states_bytes(count(job.arch), counting, OPTIMIZERS[job.optimizer])
+
+    return Form(value, "bytes", formula, source)
 
 
-def _untied_parameters(job: Job) -> TextbookEntry:
-    arch = job.arch
-    value = untied_parameters(arch.layers, arch.hidden, arch.vocab, arch.context)
-    formula = "12·L·h²·(1 + 13/(12h) + (V + s)/(12·L·h)) + V·h + 2·h"
-    return _entry("gpt-parameters-untied", value, "parameters", formula, f"{NOTES} 002")
+def _zero(stage: Literal[1, 2, 3], formula: str) -> Form:
+    def value(job: Job) -> float:
+        return zero_bytes(count(job.arch), job.plan.data, stage, OPTIMIZERS[job.optimizer])
+
+    return Form(value, "bytes a rank", formula, ZERO)
 
 
-def _notes_parameters(job: Job) -> TextbookEntry:
-    arch = job.arch
-    value = notes_parameters(arch.layers, arch.hidden, arch.vocab)
-    return _entry("notes-parameters", value, "parameters", "V·E + E + L·(8.5·E² + 2·E)", f"{NOTES} 004")
+def _activations(kind: str, formula: str) -> Form:
+    def value(job: Job) -> float:
+        shape = (job.sequence, job.plan.microbatch, job.arch.hidden, job.arch.heads)
+        return job.arch.layers * activation_bytes(shape, job.plan.tp, kind)
+
+    return Form(value, "bytes", f"L · {formula}", KORTHIKANTI)
 
 
-def _states(name: str, counting: States, formula: str, source: str) -> Form:
-    def filled(job: Job) -> TextbookEntry:
-        spec = OPTIMIZERS[job.optimizer]
-        kept = spec.state_bytes(STATES[counting][1])
-        value = states_bytes(count(job.arch), counting, spec)
-        return _entry(name, value, "bytes", formula.format(states=kept, with_master=4 + kept), source)
+def _recompute(keeps_segment: bool, formula: str, source: str) -> Form:
+    def value(job: Job) -> float:
+        return recompute_layers(job.arch.layers, sqrt_segments(job.arch.layers), keeps_segment)
 
-    return filled
+    return Form(value, "layers recomputed", formula, source)
 
 
-def _zero(stage: int, formula: str) -> Form:
-    def filled(job: Job) -> TextbookEntry:
-        spec = OPTIMIZERS[job.optimizer]
-        kept = 4 + spec.state_bytes(4)
-        value = zero_bytes(count(job.arch), job.plan.data, stage, spec)  # pyright: ignore[reportArgumentType]
-        words = formula.format(kept=kept, with_grads=2 + kept, whole=4 + kept)
-        return _entry(f"zero-{stage}", value, "bytes a rank", words, ZERO)
-
-    return filled
-
-
-def _activations(name: str, kind: str, formula: str, source: str = KORTHIKANTI) -> Form:
-    def filled(job: Job) -> TextbookEntry:
-        arch, plan = job.arch, job.plan
-        shape = (job.sequence, plan.microbatch, arch.hidden, arch.heads)
-        value = arch.layers * activation_bytes(shape, plan.tp, kind)
-        return _entry(name, value, "bytes", f"L · {formula}", source)
-
-    return filled
-
-
-def _feed_forward(job: Job) -> TextbookEntry:
-    tokens = job.sequence * job.plan.microbatch
-    value = feed_forward_bytes(job.arch.layers, 4 * job.arch.hidden, tokens)
-    return _entry("feed-forward", value, "bytes", "2·L·(4·h)·tokens", f"{NOTES} 003")
-
-
-def _notes_memory(job: Job) -> TextbookEntry:
-    arch = job.arch
-    shape = (job.sequence, arch.hidden, arch.heads, arch.layers)
-    value = notes_memory(count(arch), job.plan.microbatch, shape, arch.vocab)
-    return _entry("notes-memory", value, "bytes", "(4·P + 2·B·C·(2·V + l·(6e + h·C)))·2", f"{NOTES} 004")
-
-
-def _notes_model(job: Job) -> TextbookEntry:
-    return _entry("notes-model-only", 8.0 * count(job.arch), "bytes", "4·P·2", f"{NOTES} 004")
-
-
-def _notes_total(job: Job) -> TextbookEntry:
-    """Model, optimizer, gradients and activations, and a fifth more."""
-    states = states_bytes(count(job.arch), "notes", OPTIMIZERS[job.optimizer])
-    value = (states + _activations("", "tensor", "")(job).value) * 1.2
-    each = states_bytes(1, "notes", OPTIMIZERS[job.optimizer])
-    formula = f"({each:g}·P + s·b·h·L·(10 + 24/t + 5as/(ht))) · 1.2"
-    return _entry("notes-total", value, "bytes", formula, f"{NOTES} 002")
-
-
-def _bubble(job: Job) -> TextbookEntry:
-    plan = job.plan
-    value = bubble(plan.pp, plan.grad_accum, plan.chunks)
-    return _entry("bubble", value, "of the step", "(p − 1)/(v·m + p − 1)", MEGATRON)
-
-
-def _bubble_over_ideal(job: Job) -> TextbookEntry:
-    plan = job.plan
-    value = bubble_over_ideal(plan.pp, plan.grad_accum, plan.chunks)
-    return _entry("bubble-over-ideal", value, "of the useful time", "(p − 1)/(v·m)", MEGATRON)
-
-
-def _sqrt(job: Job) -> TextbookEntry:
-    segments = sqrt_segments(job.arch.layers)
-    value = segment_memory(job.arch.layers, segments)
-    return _entry("sqrt-recompute", value, "layers' activations", "C + ⌈L/C⌉ with C = √L", "Chen et al. 2016")
-
-
-def _recompute(name: str, keeps: bool, formula: str, source: str) -> Form:
-    def filled(job: Job) -> TextbookEntry:
-        layers = job.arch.layers
-        value = recompute_layers(layers, sqrt_segments(layers), keeps)
-        return _entry(name, value, "layers recomputed", formula, source)
-
-    return filled
+def _dims(job: Job) -> tuple[int, int, int]:
+    return job.arch.layers, job.arch.hidden, job.arch.vocab
 
 
 def _tokens(job: Job) -> float:
     return float(job.plan.batch * job.sequence)
 
 
-def _six(job: Job) -> TextbookEntry:
-    value = training_flops(active(job.arch), _tokens(job))
-    return _entry("6nd", value, "FLOPs a step", "6·N·D", "Kaplan et al. 2020")
+def _failure_seconds(job: Job) -> float:
+    return FAILURE_HOURS * HOUR / job.cluster.gpus
 
 
-def _palm(job: Job) -> TextbookEntry:
+def _notes_memory(job: Job) -> float:
     arch = job.arch
-    value = palm_flops_per_token(active(arch), arch.layers, arch.q_width, job.sequence) * _tokens(job)
-    return _entry("palm-flops", value, "FLOPs a step", "(6·N + 12·L·H·Q·s)·D", PALM)
+    shape = (job.sequence, arch.hidden, arch.heads, arch.layers)
+    return notes_memory(count(arch), job.plan.microbatch, shape, arch.vocab)
 
 
-def _megatron(job: Job) -> TextbookEntry:
+def _notes_total(job: Job) -> float:
+    """Model, optimizer, gradients and activations, and a fifth more."""
+    return (FORMS["states-notes"].value(job) + FORMS["activations"].value(job)) * 1.2
+
+
+def _palm(job: Job) -> float:
     arch = job.arch
-    recompute = activation_policy(job).recompute == "full"
-    shape = (job.plan.batch, job.sequence, arch.layers, arch.hidden, arch.vocab)
-    formula = "96·B·s·l·h²·(1 + s/(6h) + V/(16·l·h))" if recompute else "72·B·s·l·h²·(1 + s/(6h) + V/(12·l·h))"
-    return _entry("megatron-flops", megatron_flops(shape, recompute), "FLOPs a step", formula, MEGATRON)
+    return palm_flops_per_token(active(arch), arch.layers, arch.q_width, job.sequence) * _tokens(job)
 
 
-def _traffic(job: Job) -> TextbookEntry:
-    value = ring_bytes(2.0 * count(job.arch), job.plan.data)
-    return _entry("data-traffic", value, "bytes a rank sends", "2·(N − 1)/N · 2·P", ZERO)
+def _megatron(job: Job) -> float:
+    shape = (job.plan.batch, job.sequence, *_dims(job))
+    return megatron_flops(shape, _recomputes(job))
 
 
-def _batch(job: Job) -> TextbookEntry:
-    return _entry("batch", job.plan.batch, "sequences a step", "microbatch · grad_accum · data ranks", f"{NOTES} 002")
-
-
-def _interval(job: Job) -> TextbookEntry:
-    """For a job whose node fails once in 50,000 hours of one GPU, saving in a minute."""
-    value = checkpoint_interval(60.0, 50_000 * HOUR / job.cluster.gpus)
-    return _entry("checkpoint-interval", value, "seconds", "√(2·δ·M)", "Young 1974, Daly 2006")
-
-
-def _goodput(job: Job) -> TextbookEntry:
-    failures = 50_000 * HOUR / job.cluster.gpus
-    value = goodput(checkpoint_interval(60.0, failures), 60.0, 600.0, failures)
-    return _entry("goodput", value, "of the time", "1 − δ/τ − (τ/2 + R)/M", "Young 1974, Daly 2006")
+def _goodput(job: Job) -> float:
+    failures = _failure_seconds(job)
+    return goodput(checkpoint_interval(SAVE_SECONDS, failures), SAVE_SECONDS, RESTART_SECONDS, failures)
 
 
 FORMS: dict[str, Form] = {
-    "gpt-parameters": _parameters,
-    "gpt-parameters-untied": _untied_parameters,
-    "notes-parameters": _notes_parameters,
-    "states-exact": _states("states-exact", "exact", "(2 + 2 + 4 + {states})·P", ZERO),
-    "states-megatron": _states("states-megatron", "megatron", "(2 + 4 + 4 + {states})·P", "Megatron-LM"),
-    "states-notes": _states("states-notes", "notes", "(2 + 4 + {with_master} + 2)·P", f"{NOTES} 002"),
-    "states-bf16": _states("states-bf16", "bf16", "(2 + 2 + {states})·P", f"{NOTES} 003"),
-    "zero-1": _zero(1, "(4 + {kept}/N)·P"),
-    "zero-2": _zero(2, "(2 + {with_grads}/N)·P"),
-    "zero-3": _zero(3, "{whole}/N·P"),
-    "activations": _activations("activations", "tensor", "s·b·h·(10 + 24/t + 5as/(ht))"),
-    "activations-sequence": _activations("activations-sequence", "sequence", "s·b·h/t·(34 + 5as/h)"),
-    "activations-flash": _activations("activations-flash", "flash", "s·b·h·(10 + 24/t)"),
-    "activations-selective": _activations("activations-selective", "selective", "s·b·h·34/t"),
-    "activations-full": _activations("activations-full", "full", "2·s·b·h"),
-    "feed-forward": _feed_forward,
-    "notes-memory": _notes_memory,
-    "notes-model-only": _notes_model,
-    "notes-total": _notes_total,
-    "sqrt-recompute": _sqrt,
-    "recompute-once": _recompute("recompute-once", True, "L", f"{NOTES} 002"),
-    "recompute-each": _recompute("recompute-each", False, "L²/(2·C) with C = √L", f"{NOTES} 003"),
-    "bubble": _bubble,
-    "bubble-over-ideal": _bubble_over_ideal,
-    "batch": _batch,
-    "6nd": _six,
-    "palm-flops": _palm,
-    "megatron-flops": _megatron,
-    "data-traffic": _traffic,
-    "checkpoint-interval": _interval,
-    "goodput": _goodput,
+    "gpt-parameters": Form(
+        lambda job: gpt_parameters(*_dims(job), job.arch.context),
+        "parameters",
+        "12·L·h²·(1 + 13/(12h) + (V + s)/(12·L·h))",
+        MEGATRON,
+    ),
+    "gpt-parameters-untied": Form(
+        lambda job: untied_parameters(*_dims(job), job.arch.context),
+        "parameters",
+        "12·L·h²·(1 + 13/(12h) + (V + s)/(12·L·h)) + V·h + 2·h",
+        f"{NOTES} 002",
+    ),
+    "notes-parameters": Form(
+        lambda job: notes_parameters(*_dims(job)), "parameters", "V·E + E + L·(8.5·E² + 2·E)", f"{NOTES} 004"
+    ),
+    "states-exact": _states("exact", "(2 + 2 + 4 + {states})·P", ZERO),
+    "states-megatron": _states("megatron", "(2 + 4 + 4 + {states})·P", "Megatron-LM"),
+    "states-notes": _states("notes", "(2 + 4 + {master} + 2)·P", f"{NOTES} 002"),
+    "states-bf16": _states("bf16", "(2 + 2 + {states16})·P", f"{NOTES} 003"),
+    "zero-1": _zero(1, "(4 + {master}/N)·P"),
+    "zero-2": _zero(2, "(2 + {grads}/N)·P"),
+    "zero-3": _zero(3, "{all}/N·P"),
+    "activations": _activations("tensor", "s·b·h·(10 + 24/t + 5as/(ht))"),
+    "activations-sequence": _activations("sequence", "s·b·h/t·(34 + 5as/h)"),
+    "activations-flash": _activations("flash", "s·b·h·(10 + 24/t)"),
+    "activations-selective": _activations("selective", "s·b·h·34/t"),
+    "activations-full": _activations("full", "2·s·b·h"),
+    "feed-forward": Form(
+        lambda job: feed_forward_bytes(job.arch.layers, 4 * job.arch.hidden, job.sequence * job.plan.microbatch),
+        "bytes",
+        "2·L·(4·h)·tokens",
+        f"{NOTES} 003",
+    ),
+    "notes-memory": Form(_notes_memory, "bytes", "(4·P + 2·B·C·(2·V + l·(6e + h·C)))·2", f"{NOTES} 004"),
+    "notes-model-only": Form(lambda job: 8.0 * count(job.arch), "bytes", "4·P·2", f"{NOTES} 004"),
+    "notes-total": Form(_notes_total, "bytes", "({notes}·P + s·b·h·L·(10 + 24/t + 5as/(ht))) · 1.2", f"{NOTES} 002"),
+    "sqrt-recompute": Form(
+        lambda job: segment_memory(job.arch.layers, sqrt_segments(job.arch.layers)),
+        "layers' activations",
+        "C + ⌈L/C⌉ with C = √L",
+        "Chen et al. 2016",
+    ),
+    "recompute-once": _recompute(True, "L", f"{NOTES} 002"),
+    "recompute-each": _recompute(False, "L²/(2·C) with C = √L", f"{NOTES} 003"),
+    "bubble": Form(
+        lambda job: bubble(job.plan.pp, job.plan.grad_accum, job.plan.chunks),
+        "of the step",
+        "(p − 1)/(v·m + p − 1)",
+        MEGATRON,
+    ),
+    "bubble-over-ideal": Form(
+        lambda job: bubble_over_ideal(job.plan.pp, job.plan.grad_accum, job.plan.chunks),
+        "of the useful time",
+        "(p − 1)/(v·m)",
+        MEGATRON,
+    ),
+    "batch": Form(
+        lambda job: job.plan.batch, "sequences a step", "microbatch · grad_accum · data ranks", f"{NOTES} 002"
+    ),
+    "6nd": Form(
+        lambda job: training_flops(active(job.arch), _tokens(job)), "FLOPs a step", "6·N·D", "Kaplan et al. 2020"
+    ),
+    "palm-flops": Form(_palm, "FLOPs a step", "(6·N + 12·L·H·Q·s)·D", PALM),
+    "megatron-flops": Form(_megatron, "FLOPs a step", "{whole}·B·s·l·h²·(1 + s/(6h) + V/({head}·l·h))", MEGATRON),
+    "data-traffic": Form(
+        lambda job: ring_bytes(2.0 * count(job.arch), job.plan.data), "bytes a rank sends", "2·(N − 1)/N · 2·P", ZERO
+    ),
+    "checkpoint-interval": Form(
+        lambda job: checkpoint_interval(SAVE_SECONDS, _failure_seconds(job)),
+        "seconds",
+        "√(2·δ·M)",
+        "Young 1974, Daly 2006",
+    ),
+    "goodput": Form(_goodput, "of the time", "1 − δ/τ − (τ/2 + R)/M", "Young 1974, Daly 2006"),
 }

@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from meshwright.cost.activations import slots
+from meshwright.cost.activations import rows_per_sequence
 from meshwright.cost.rank_view import (
     ParamGroup,
     RankView,
@@ -37,6 +37,12 @@ Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send
 # are what ep leaves of those. `tied` are the two pipeline ranks that hold a tied embedding.
 Axis = Literal["replicate", "shard", "expert_replicate", "expert_shard", "tp", "cp", "ep", "pp", "tied", "world"]
 
+IN_SIGHT = 3  # stages that torch's pipeline runtime holds gathered on a rank under zero 3: those it computes next
+DRAW_BYTES = 4  # of a router's random number
+COUNT_BYTES = 8  # of the number of an expert's rows
+DOUBLE = 8  # bytes: losses and squares are added in double precision
+FIRST: Mapping[str, int] = {}  # the place of the first rank: every coordinate is 0
+
 
 class Collective(msgspec.Struct, frozen=True, kw_only=True):
     """Calls of one kind and size that one rank makes in one step, among the ranks of one axis.
@@ -58,6 +64,28 @@ class Collective(msgspec.Struct, frozen=True, kw_only=True):
         return self.count * self.bytes
 
 
+def traffic(arch: Arch, plan: Plan, sequence: int, *, place: Mapping[str, int] = FIRST) -> tuple[Collective, ...]:
+    """What one rank sends in one step of training, validation losses left out.
+
+    `place`: the rank's coordinates on the plan's axes. Ranks differ by their pipeline stages, and by the length of
+    their part of an odd vocabulary.
+    """
+    view = RankView(arch=arch, plan=plan, sequence=sequence, place=place)
+    if plan.deterministic:
+        return merged(_deterministic_traffic(view))
+    # All ranks agree on the step's loss, the gradient's square norm and how many must stop before anyone updates.
+    agreed = [Collective(kind="all_reduce", axis="world", count=int(plan.world > 1), bytes=3 * DOUBLE)]
+    return merged(chain(_weight_traffic(view), _activation_traffic(view), agreed))
+
+
+def bytes_by_axis(collectives: Iterable[Collective]) -> dict[Axis, int]:
+    """Bytes of all calls on each axis."""
+    totals: dict[Axis, int] = {}
+    for each in collectives:
+        totals[each.axis] = totals.get(each.axis, 0) + each.total_bytes
+    return totals
+
+
 def merged(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
     """One entry for calls that differ in nothing, in the order in which they first come."""
     counts: dict[Collective, int] = {}
@@ -67,16 +95,13 @@ def merged(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
     return tuple(msgspec.structs.replace(alike, count=count) for alike, count in counts.items() if count > 0)
 
 
-DRAW = 4  # bytes of a router's random number
-COUNT = 8  # bytes of the number of an expert's rows
-
-
-def activation_traffic(view: RankView) -> Iterator[Collective]:
+def _activation_traffic(view: RankView) -> Iterator[Collective]:
     """Everything that is sent because ranks share a sequence, a matrix, the experts or the layers."""
     for part in parts(view):
         yield from _over_tp(part, view)
         yield from _loss_over_tp(part, view)
-        yield from _attention_over_cp(part, view)
+        if view.plan.cp > 1:
+            yield from (_ring if view.plan.cp_kind == "ring" else _ulysses)(part, view)
         yield from _routers_over_cp(part, view)
         yield from _over_ep(part, view)
         yield from _over_pp(part, view)
@@ -117,15 +142,10 @@ def _loss_over_tp(part: StageLayers, view: RankView) -> Iterator[Collective]:
                 yield Collective(kind="all_reduce", axis="tp", count=count, bytes=numbers * view.wide)
 
 
-def _attention_over_cp(part: StageLayers, view: RankView) -> Iterator[Collective]:
-    if view.plan.cp > 1:
-        times, recomputed = (layers * view.plan.grad_accum for layers in (part.layers, part.recomputed.layers))
-        yield from (_ring if view.plan.cp_kind == "ring" else _ulysses)(times, recomputed, view)
-
-
-def _ring(times: int, recomputed: int, view: RankView) -> Iterator[Collective]:
+def _ring(part: StageLayers, view: RankView) -> Iterator[Collective]:
     """Keys and values go round forward and backward, and their gradients backward; the last of those is waited for."""
     plan = view.plan
+    times, recomputed = (layers * plan.grad_accum for layers in (part.layers, part.recomputed.layers))
     numbers = 2 * plan.microbatch * view.positions * view.arch.kv_width // plan.tp
     for count, size, overlappable in (
         ((2 * times + recomputed) * (plan.cp - 1), numbers * view.narrow, True),
@@ -135,13 +155,13 @@ def _ring(times: int, recomputed: int, view: RankView) -> Iterator[Collective]:
         yield Collective(kind="send", axis="cp", count=count, bytes=size, overlappable=overlappable)
 
 
-def _ulysses(times: int, recomputed: int, view: RankView) -> Iterator[Collective]:
+def _ulysses(part: StageLayers, view: RankView) -> Iterator[Collective]:
     """Queries, keys and values change places before attention and its output after; gradients the other way."""
     arch, plan = view.arch, view.plan
-    held = plan.microbatch * view.positions
+    times = plan.grad_accum * (2 * part.layers + part.recomputed.layers)
     for width in (arch.q_width + 2 * arch.kv_width, arch.q_width):
-        size = held * width // plan.tp * view.narrow
-        yield Collective(kind="all_to_all", axis="cp", count=2 * times + recomputed, bytes=size)
+        size = plan.microbatch * view.positions * width // plan.tp * view.narrow
+        yield Collective(kind="all_to_all", axis="cp", count=times, bytes=size)
 
 
 def _routers_over_cp(part: StageLayers, view: RankView) -> Iterator[Collective]:
@@ -154,7 +174,7 @@ def _routers_over_cp(part: StageLayers, view: RankView) -> Iterator[Collective]:
     for kind, count in passes:
         yield Collective(kind=kind, axis="cp", count=count, bytes=tokens * view.arch.experts * view.wide)
     if view.arch.router == "gshard":
-        yield Collective(kind="all_gather", axis="cp", count=forward, bytes=tokens * DRAW)
+        yield Collective(kind="all_gather", axis="cp", count=forward, bytes=tokens * DRAW_BYTES)
 
 
 def _mixture_passes(part: StageLayers, view: RankView) -> tuple[int, int]:
@@ -166,27 +186,16 @@ def _mixture_passes(part: StageLayers, view: RankView) -> tuple[int, int]:
 def _over_ep(part: StageLayers, view: RankView) -> Iterator[Collective]:
     """Each token's rows go to the experts' ranks and come back, and so do their gradients; first ranks tell how many.
 
-    How many rows a rank gives to one exchange is up to the routers: what is listed is the mean over the ranks of ep.
+    How many rows a rank gives to one exchange is up to the routers: what is listed is the mean over the ranks of ep,
+    exact where no token can be dropped, and for expert choice, which fills every slot.
     """
     if view.plan.ep == 1:
         return
     forward, backward = _mixture_passes(part, view)
-    yield Collective(kind="all_to_all", axis="ep", count=forward, bytes=view.arch.experts * COUNT)
-    size = mean_rows(view) * view.arch.hidden * view.narrow
+    yield Collective(kind="all_to_all", axis="ep", count=forward, bytes=view.arch.experts * COUNT_BYTES)
+    rows = math.ceil(view.plan.microbatch * rows_per_sequence(view.arch, view.sequence) / view.plan.cp)
+    size = rows * view.arch.hidden * view.narrow
     yield Collective(kind="all_to_all", axis="ep", count=2 * (forward + backward), bytes=size)
-
-
-def mean_rows(view: RankView) -> int:
-    """Copies of tokens that a rank hands to experts in one mixture layer and microbatch, at most, on average.
-
-    Exact where no token can be dropped, and for expert choice, which fills every slot.
-    """
-    arch = view.arch
-    if arch.router == "expert_choice":
-        kept = arch.experts * slots(arch, 1, view.sequence)
-    else:
-        kept = min(view.sequence * arch.top_k, arch.experts * slots(arch, arch.top_k, view.sequence))
-    return math.ceil(view.plan.microbatch * kept / view.plan.cp)
 
 
 def _over_pp(part: StageLayers, view: RankView) -> Iterator[Collective]:
@@ -198,10 +207,7 @@ def _over_pp(part: StageLayers, view: RankView) -> Iterator[Collective]:
             yield Collective(kind="send", axis="pp", count=view.plan.grad_accum, bytes=size, overlappable=True)
 
 
-IN_SIGHT = 3  # stages that torch's pipeline runtime holds gathered on a rank under zero 3: those it computes next
-
-
-def weight_traffic(view: RankView) -> Iterator[Collective]:
+def _weight_traffic(view: RankView) -> Iterator[Collective]:
     """Everything that is sent because several ranks hold, or share, a weight."""
     for group in groups(view):
         yield from _over_shard(group, view)
@@ -244,27 +250,30 @@ def reductions(plan: Plan) -> int:
 
 @lru_cache(maxsize=1024)
 def _fetches(schedule: Schedule, pp: int, chunks: int, microbatches: int, rank: int) -> Counter[int]:
-    """How often a pipeline rank gathers each of its stages, when it holds the IN_SIGHT ones that it computes next."""
-    stages = [action.stage for action in actions(schedule, pp, chunks, microbatches)[rank]]
-    ahead: list[int] = []
-    sights = []
-    for stage in reversed(stages):
-        ahead = [stage, *(other for other in ahead if other != stage)][:IN_SIGHT]
-        sights.append(ahead)
+    """How often a pipeline rank gathers each of its stages, when it holds those in sight."""
     counts, held = Counter[int](), list[int]()
-    for sight in reversed(sights):
+    for sight in in_sight(schedule, pp, chunks, microbatches, rank):
         counts.update(stage for stage in sight if stage not in held)
         held = sight
     return counts
 
 
-def _numbers(group: ParamGroup, view: RankView, shards: int) -> int:
-    return _travelling(group.params, (view.plan.tp, view.at("tp")), view.plan.ep, shards)
+def in_sight(schedule: Schedule, pp: int, chunks: int, microbatches: int, rank: int) -> list[list[int]]:
+    """At each action of a pipeline rank, the IN_SIGHT stages that it computes next, its own first."""
+    sights, ahead = list[list[int]](), list[int]()
+    for action in reversed(actions(schedule, pp, chunks, microbatches)[rank]):
+        ahead = [action.stage, *(other for other in ahead if other != action.stage)][:IN_SIGHT]
+        sights.append(ahead)
+    return sights[::-1]
+
+
+def _elements(group: ParamGroup, view: RankView, shards: int) -> int:
+    return _gathered(group.params, (view.plan.tp, view.at("tp")), view.plan.ep, shards)
 
 
 @lru_cache(maxsize=16384)
-def _travelling(weights: tuple[Param, ...], tp: tuple[int, int], ep: int, shards: int) -> int:
-    """Numbers of some weights that travel when they are gathered; `tp`: its ranks, and which of them."""
+def _gathered(weights: tuple[Param, ...], tp: tuple[int, int], ep: int, shards: int) -> int:
+    """Elements of some weights when they are gathered, padding included; `tp`: its ranks, and which of them."""
     return sum(padded(cut_shape(param, tp, ep), shards) for param in weights)
 
 
@@ -274,7 +283,7 @@ def _over_shard(group: ParamGroup, view: RankView) -> Iterator[Collective]:
     if shards == 1:
         return
     axis: Axis = "expert_shard" if group.shared_by_ep else "shard"
-    numbers = _numbers(group, view, shards)
+    numbers = _elements(group, view, shards)
     count, size = group.count * gathers(group.stage, view.plan, root=group.params[0].layer < 0), numbers * view.narrow
     yield Collective(kind="all_gather", axis=axis, count=count, bytes=size, overlappable=True)
     count, size = group.count * reductions(view.plan), numbers * view.wide
@@ -287,12 +296,16 @@ def _over_replicate(group: ParamGroup, view: RankView) -> Iterator[Collective]:
     if copies == 1:
         return
     axis: Axis = "expert_replicate" if group.shared_by_ep else "replicate"
-    size = _numbers(group, view, shards) // shards * view.wide
+    size = _elements(group, view, shards) // shards * view.wide
     yield Collective(kind="all_reduce", axis=axis, count=group.count, bytes=size, overlappable=True)
 
 
 def _weights_over_tp(group: ParamGroup, view: RankView) -> Iterator[Collective]:
-    """A weight that all ranks of tp hold has seen a part of the sequence on each, so its gradients are added up."""
+    """A weight that all ranks of tp hold has seen a part of the sequence on each, so its gradients are added up.
+
+    The bias after a row-cut matmul in a dense layer is the exception: it meets the gathered gradient. In a mixture,
+    where every gradient is a part of a sum, there is none.
+    """
     plan = view.plan
     if plan.tp == 1:
         return
@@ -300,18 +313,9 @@ def _weights_over_tp(group: ParamGroup, view: RankView) -> Iterator[Collective]:
     waited = plan.pp > 1 or (plan.grad_accum > 1 and reductions(plan) == 1)
     size = view.wide if waited else view.narrow
     for param in group.params:
-        if _is_partial_over_tp(param):
+        if param.split is Split.NONE and not param.name.endswith((".attn.out.bias", ".mlp.down.bias")):
             count = group.count * reductions(plan)
             yield Collective(kind="all_reduce", axis="tp", count=count, bytes=param.numel * size)
-
-
-def _is_partial_over_tp(param: Param) -> bool:
-    """Whether each rank of tp computes a part of a gradient that belongs to all of them.
-
-    The bias after a row-cut product in a dense layer is the exception: it meets the gathered gradient. In a mixture,
-    where every gradient is a part of a sum, there is none.
-    """
-    return param.split is Split.NONE and not param.name.endswith((".attn.out.bias", ".mlp.down.bias"))
 
 
 def _over_tied(view: RankView) -> Iterator[Collective]:
@@ -325,15 +329,18 @@ def _over_tied(view: RankView) -> Iterator[Collective]:
     yield Collective(kind="all_reduce", axis="tied", count=1, bytes=mine * math.prod(rest) * view.wide)
 
 
-NUMBER = 8  # bytes: losses and squares are added in double precision
-
-
-def deterministic_traffic(view: RankView) -> Iterator[Collective]:
-    """Everything: the mode has no axes but replicate and shard, so only weights, gradients and the verdict travel."""
+def _deterministic_traffic(view: RankView) -> Iterator[Collective]:
+    """Everything: the mode has no axes but replicate and shard, so only weights, gradients and statistics travel."""
+    plan = view.plan
     for group in groups(view):
         yield from _deterministic_over_shard(group, view)
         yield from _deterministic_over_replicate(group, view)
-    yield from _deterministic_verdict(view)
+    # A loss and a wish to stop from every rank, and a sum of squares for every row of every weight.
+    if plan.world > 1:
+        yield Collective(kind="all_gather", axis="world", count=1, bytes=plan.world * 2 * DOUBLE)
+    if plan.shards > 1:
+        size = sum(rows(param.shape[0], plan.shards) for param in params(view.arch)) * plan.shards * DOUBLE
+        yield Collective(kind="all_gather", axis="shard", count=1, bytes=size)
 
 
 def rows(size: int, shards: int) -> int:
@@ -367,43 +374,3 @@ def _deterministic_over_replicate(group: ParamGroup, view: RankView) -> Iterator
     size = math.ceil(_deterministic_numbers(group, plan.shards) / plan.copies) * plan.copies * view.wide
     yield Collective(kind="all_to_all", axis="replicate", count=group.count, bytes=size, overlappable=True)
     yield Collective(kind="all_gather", axis="replicate", count=group.count, bytes=size, overlappable=True)
-
-
-def _deterministic_verdict(view: RankView) -> Iterator[Collective]:
-    """A loss and a wish to stop from every rank, and a sum of squares for every row of every weight."""
-    plan = view.plan
-    if plan.world > 1:
-        yield Collective(kind="all_gather", axis="world", count=1, bytes=plan.world * 2 * NUMBER)
-    if plan.shards > 1:
-        size = sum(rows(param.shape[0], plan.shards) for param in params(view.arch)) * plan.shards * NUMBER
-        yield Collective(kind="all_gather", axis="shard", count=1, bytes=size)
-
-
-VERDICT = 3 * 8  # bytes, in double precision: the step's loss, the gradient's square norm, how many ranks must stop
-FIRST: Mapping[str, int] = {}  # the place of the first rank: every coordinate is 0
-
-
-def traffic(arch: Arch, plan: Plan, sequence: int, *, place: Mapping[str, int] = FIRST) -> tuple[Collective, ...]:
-    """What one rank sends in one step of training, held-out losses left out.
-
-    `place`: the rank's coordinates on the plan's axes. Ranks differ by their pipeline stages, and by the length of
-    their part of an odd vocabulary.
-    """
-    view = RankView(arch=arch, plan=plan, sequence=sequence, place=place)
-    if plan.deterministic:
-        return merged(deterministic_traffic(view))
-    return merged(chain(weight_traffic(view), activation_traffic(view), _verdict(plan)))
-
-
-def bytes_by_axis(collectives: Iterable[Collective]) -> dict[Axis, int]:
-    """Bytes of all calls on each axis."""
-    totals: dict[Axis, int] = {}
-    for each in collectives:
-        totals[each.axis] = totals.get(each.axis, 0) + each.total_bytes
-    return totals
-
-
-def _verdict(plan: Plan) -> Iterator[Collective]:
-    """All ranks agree on the loss, the norm and whether to stop before anyone moves a weight."""
-    if plan.world > 1:
-        yield Collective(kind="all_reduce", axis="world", count=1, bytes=VERDICT)

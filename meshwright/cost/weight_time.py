@@ -1,127 +1,43 @@
-"""Seconds that weights cost a step: gathered, their gradients summed, and updated."""
+"""Seconds that weights cost a step: all-gathered, their gradients reduced, and updated.
 
-import math
+    shard     = all-gathers beyond the forward + reduce-scatters beyond the backward
+    replicate = all-reduces beyond what the backward leaves
+    optimizer = bytes of weights, gradients and states read and written ÷ the memory's bandwidth
+    offload   = the slowest of link, host and disk, beyond the arithmetic it runs beside
+
+What is beyond arithmetic is cost/layer_time.py's `exposed`, with the share of overlap that a stack reaches.
+"""
+
 from functools import lru_cache
 
 import msgspec
 
-from meshwright.cost.activations import CODE, ActivationPolicy, as_kept, block_kept, microbatch_shape, moved_bytes
 from meshwright.cost.job import Job
 from meshwright.cost.kernels import Rates, moved_seconds
-from meshwright.cost.layer_time import LayerModel, PassTimes, TimeTerms, exposed
-from meshwright.cost.layout import LOW_BYTES, StateLayout, state_layout
-from meshwright.cost.network import call_seconds, inside_seconds
-from meshwright.cost.rank_view import RankView, groups, local_shape
+from meshwright.cost.layer_time import exposed
+from meshwright.cost.layout import LOW_BYTES, StateLayout, parameters, state_layout
+from meshwright.cost.network import achieved, call_seconds, inside_seconds
+from meshwright.cost.rank_view import RankView
 from meshwright.cost.traffic import Collective, data_traffic, stages_stay
-from meshwright.hardware.cluster import Cluster, Link
+from meshwright.hardware.cluster import Cluster
 from meshwright.hardware.stacks import Stack, StackSpeed
 from meshwright.spec.arch import Arch
 from meshwright.spec.optimizers import ADAMW
 from meshwright.spec.plan import Plan
 
-# Bytes beside the numbers themselves, for each: what the operators of parallel/activation_offload.py read and write.
-FP8_ENCODED, FP8_DECODED = 1.0, 17.0  # one kernel; codes widened, scaled and narrowed
-INT8_ENCODED, INT8_DECODED = 17.0, 9.0  # extremes, a wide product, its rounding; a wide product, narrowed
 # Of one parameter, what an update reads and writes beside the optimizer's states, which are in spec/optimizers.py.
 HOST_BYTES = 12  # by the host: the gradient read, the master read and written, the weight written
+
 HOST_REACH = 0.7  # of its memory's bandwidth, what the host's update reaches: a guess
+
 ROUNDED_BYTES = {"split": 10, "none": 6}  # by one kernel of ours: the gradient, the weight and its low bits, if any
 
-
-def with_policy(at: LayerModel, policy: ActivationPolicy, mixture: bool, one: PassTimes) -> PassTimes:
-    """A block's passes with eight-bit codes made and read, and with what the link to the host takes beyond arithmetic.
-
-    A block that is recomputed saves its input alone.
-    """
-    if policy.saves_plainly:
-        return one
-    work = msgspec.structs.replace(microbatch_shape(at.job), coded=policy.quant != "none")
-    recomputed = one.recompute.seconds > 0
-    whole = work.stream if recomputed else block_kept(work, mixture)
-    if policy.quant != "none":
-        beside = (FP8_ENCODED, FP8_DECODED) if policy.quant == "fp8" else (INT8_ENCODED, INT8_DECODED)
-        numbers = whole / work.narrow
-        encode, decode = (moved_seconds(numbers * (at.rates.width + more + CODE - 1), at.rates) for more in beside)
-        going, coming = TimeTerms(elementwise=encode), TimeTerms(elementwise=decode)
-        one = msgspec.structs.replace(one, forward=one.forward + going, input=one.input + coming)
-    if not policy.offload:
-        return one
-    travels = moved_bytes(work, as_kept(work, mixture, whole), recomputed) / rate(at.job.cluster.host)
-    back = one.recompute.seconds + one.input.seconds + one.weight.seconds
-    going = TimeTerms(link=max(travels - one.forward.seconds, 0.0))
-    coming = TimeTerms(link=max(travels - back, 0.0))
-    return msgspec.structs.replace(one, forward=one.forward + going, input=one.input + coming)
-
-
-def rate(link: Link) -> float:
-    """Bytes a second of a large copy."""
-    return link.bandwidth * link.efficiency
-
-
-def offload_seconds(layout: StateLayout, numbers: float, cluster: Cluster) -> float:
-    """An update of so many weights whose states are elsewhere: its slowest part, as all parts run at once."""
-    states, link, files = layout.offloaded, rate(cluster.host), 0.0
-    assert states is not None, "asked only of states that are elsewhere"
-    if layout.update == "device":
-        slowest = states.bytes / link  # both ways at once
-    else:
-        spec = layout.optimizer
-        halves = states.bytes == LOW_BYTES + spec.state_bytes(2)
-        travels = layout.of("gradients") + (layout.of("weights") if halves else 0)
-        passes = spec.bf16_state_bytes if halves else HOST_BYTES + spec.moved_bytes(4)
-        slowest = max(travels / link, passes / (cluster.host_bandwidth * HOST_REACH))
-    if states.home == "disk":
-        far = max(1 - layout.resident_states / (numbers * states.bytes), 0.0)
-        files = 2 * states.bytes * far / cluster.disk_bandwidth  # read and written
-    return numbers * max(slowest, files)
-
-
-class HostTransfers(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Seconds of a step whose weights live in host memory, before arithmetic hides any."""
-
-    arrive: float  # weights to the device
-    leave: float  # gradients to the host
-    update: float  # by the host, which has waited for the last gradient
-
-
-def travels(plan: Plan, layout: StateLayout, numbers: float, cluster: Cluster) -> HostTransfers:
-    """Of so many weights on a rank: every microbatch brings them twice, and takes their gradient away once.
-
-    Sums over copies leave with the last microbatch only.
-    """
-    link = rate(cluster.host)
-    spec = layout.optimizer
-    passes = spec.rounded_bytes if layout.rounds else HOST_BYTES + spec.moved_bytes(4)
-    sums = plan.grad_accum if plan.copies == 1 else 1
-    return HostTransfers(
-        arrive=numbers * layout.of("weights", "host") * 2 * plan.grad_accum / link,
-        leave=numbers * layout.of("gradients", "host") * sums / link,
-        update=numbers * passes / (cluster.host_bandwidth * HOST_REACH),
-    )
-
-
-def exposed_travels(each: HostTransfers, plan: Plan, forward: float, backward: float) -> float:
-    """What a step waits for, beside so much arithmetic of all its microbatches.
-
-    Ranks that share weights fetch those of the next block meanwhile; what lies on one rank is fetched when it is used.
-    A gradient that is added to an earlier one on the host is waited for.
-    """
-    half = each.arrive / 2
-    leave = each.leave if plan.grad_accum == 1 or plan.copies > 1 else each.leave / plan.grad_accum
-    always = each.leave - leave + each.update
-    if plan.shards == 1:
-        return always + each.arrive + max(leave - backward, 0.0)
-    return always + max(half - forward, 0.0) + max(half - backward, leave - backward, 0.0)  # both ways at once
-
-
-def exposed_update(update: float, forward: float, layers: int) -> float:
-    """What the next forward waits: it begins when the first block is moved, and ends after the last one is."""
-    return max(update - forward * (1 - 1 / layers), update / layers)
-
-
 ROUNDS = 8  # of a pipeline, that its weights are followed through; longer steps go on in proportion
+
 SHARDED = ("shard", "expert_shard")
+
 COPIED = ("replicate", "expert_replicate")
+
 V_SHAPED = ("zbv", "dualpipev")  # stages go down the ranks and up again
 
 
@@ -162,6 +78,14 @@ class WeightTraffic(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     def exposed(self) -> float:
         """What nothing can hide."""
         return self.tied + self.optimizer + self.contended_shard + self.contended_copies
+
+
+class HostTransfers(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Seconds of a step whose weights live in host memory, before arithmetic hides any."""
+
+    arrive: float  # weights to the device
+    leave: float  # gradients to the host
+    update: float  # by the host, which has waited for the last gradient
 
 
 def weight_seconds(job: Job, rank: int, at: Rates, behind: OverlapWindow) -> WeightSeconds:
@@ -226,7 +150,8 @@ def _updated(job: Job, rank: int, found: WeightTraffic) -> WeightTraffic:
 @lru_cache(maxsize=16384)
 def _sent(arch: Arch, plan: Plan, rank: int, cluster: Cluster, stack: Stack, at: Rates) -> WeightTraffic:
     speed = stack.speed
-    calls = [_as_sent(call, plan, speed) for call in _calls(arch, plan, rank)]
+    view = RankView(arch=arch, plan=plan, sequence=1, place={"pp": rank})
+    calls = [_as_sent(call, plan, speed) for call in data_traffic(view)]
     timed = [(call, call_seconds(call, plan, cluster, speed.calls)) for call in calls]
 
     def contended(axes: tuple[str, ...], overlap: float) -> float:
@@ -244,17 +169,6 @@ def _sent(arch: Arch, plan: Plan, rank: int, cluster: Cluster, stack: Stack, at:
         optimizer=moved_seconds(held(arch, plan, rank) * speed.optimizer_bytes, at),
         contended_shard=contended(SHARDED, speed.overlap_shard),
         contended_copies=contended(COPIED, speed.overlap_replicate),
-    )
-
-
-def _exposed_shard(gather: float, reduce: float, plan: Plan, speed: StackSpeed, behind: OverlapWindow) -> float:
-    """Gathers run behind the forward and, where weights are given up between, the backward; scatters behind that."""
-    each_time = plan.grad_accum if plan.pp == 1 else 1
-    forwards = each_time if plan.zero == 3 else 1
-    backwards = each_time if plan.zero >= 2 else 1
-    early = gather / 2 if plan.zero == 3 and plan.pp == 1 else gather
-    return exposed(early, behind.forward * forwards, speed.overlap_shard) + exposed(
-        gather - early + reduce, behind.backward * backwards, speed.overlap_shard
     )
 
 
@@ -297,24 +211,72 @@ def _essence(plan: Plan) -> Plan:
     )
 
 
-def _calls(arch: Arch, plan: Plan, rank: int) -> list[Collective]:
-    """What the weights of a rank send over the data axes, and between tied copies."""
-    view = RankView(arch=arch, plan=plan, sequence=1, place={"pp": rank})
-    return list(data_traffic(view))
+def _exposed_shard(gather: float, reduce: float, plan: Plan, speed: StackSpeed, behind: OverlapWindow) -> float:
+    """Gathers run behind the forward and, where weights are given up between, the backward; scatters behind that."""
+    each_time = plan.grad_accum if plan.pp == 1 else 1
+    forwards = each_time if plan.zero == 3 else 1
+    backwards = each_time if plan.zero >= 2 else 1
+    early = gather / 2 if plan.zero == 3 and plan.pp == 1 else gather
+    return exposed(early, behind.forward * forwards, speed.overlap_shard) + exposed(
+        gather - early + reduce, behind.backward * backwards, speed.overlap_shard
+    )
+
+
+def offload_seconds(layout: StateLayout, numbers: float, cluster: Cluster) -> float:
+    """An update of so many weights whose states are elsewhere: its slowest part, as all parts run at once."""
+    states, link, files = layout.offloaded, achieved(cluster.host), 0.0
+    assert states is not None, "asked only of states that are elsewhere"
+    if layout.update == "device":
+        slowest = states.bytes / link  # both ways at once
+    else:
+        spec = layout.optimizer
+        halves = states.bytes == LOW_BYTES + spec.state_bytes(2)
+        travels = layout.of("gradients") + (layout.of("weights") if halves else 0)
+        passes = spec.bf16_state_bytes if halves else HOST_BYTES + spec.moved_bytes(4)
+        slowest = max(travels / link, passes / (cluster.host_bandwidth * HOST_REACH))
+    if states.home == "disk":
+        far = max(1 - layout.resident_states / (numbers * states.bytes), 0.0)
+        files = 2 * states.bytes * far / cluster.disk_bandwidth  # read and written
+    return numbers * max(slowest, files)
+
+
+def exposed_update(update: float, forward: float, layers: int) -> float:
+    """What the next forward waits: it begins when the first block is moved, and ends after the last one is."""
+    return max(update - forward * (1 - 1 / layers), update / layers)
+
+
+def travels(plan: Plan, layout: StateLayout, numbers: float, cluster: Cluster) -> HostTransfers:
+    """Of so many weights on a rank: every microbatch brings them twice, and takes their gradient away once.
+
+    Sums over copies leave with the last microbatch only.
+    """
+    link = achieved(cluster.host)
+    spec = layout.optimizer
+    passes = spec.rounded_bytes if layout.rounds else HOST_BYTES + spec.moved_bytes(4)
+    sums = plan.grad_accum if plan.copies == 1 else 1
+    return HostTransfers(
+        arrive=numbers * layout.of("weights", "host") * 2 * plan.grad_accum / link,
+        leave=numbers * layout.of("gradients", "host") * sums / link,
+        update=numbers * passes / (cluster.host_bandwidth * HOST_REACH),
+    )
+
+
+def exposed_travels(each: HostTransfers, plan: Plan, forward: float, backward: float) -> float:
+    """What a step waits for, beside so much arithmetic of all its microbatches.
+
+    Ranks that share weights fetch those of the next block meanwhile; what lies on one rank is fetched when it is used.
+    A gradient that is added to an earlier one on the host is waited for.
+    """
+    half = each.arrive / 2
+    leave = each.leave if plan.grad_accum == 1 or plan.copies > 1 else each.leave / plan.grad_accum
+    always = each.leave - leave + each.update
+    if plan.shards == 1:
+        return always + each.arrive + max(leave - backward, 0.0)
+    return always + max(half - forward, 0.0) + max(half - backward, leave - backward, 0.0)  # both ways at once
 
 
 def held(arch: Arch, plan: Plan, rank: int) -> float:
     """Weights that a rank updates."""
     alike = msgspec.structs.replace(plan, replicate=1, shard=plan.data, zero=1)  # for every split of the data axes
-    rest, experts = _numbers(arch, alike, rank)
+    rest, experts = parameters(arch, alike, 0, rank)
     return rest / plan.shards + experts / (max(plan.shards // plan.ep, 1) if plan.zero else 1)
-
-
-@lru_cache(maxsize=4096)
-def _numbers(arch: Arch, plan: Plan, rank: int) -> tuple[int, int]:
-    """Numbers in a rank's weights before they are sharded: of those that ep shares out the second."""
-    view = RankView(arch=arch, plan=plan, sequence=1, place={"pp": rank})
-    found = {False: 0, True: 0}
-    for group in groups(view):
-        found[group.shared_by_ep] += group.count * sum(math.prod(local_shape(param, view)) for param in group.params)
-    return found[False], found[True]

@@ -9,8 +9,9 @@ from meshwright.cost.job import Job
 from meshwright.cost.layer_time import block, layer_model
 from meshwright.cost.layout import layout_of
 from meshwright.cost.memory import fits, ledger
+from meshwright.cost.network import achieved
 from meshwright.cost.step_time import Price, lower_bound, price, work_bound
-from meshwright.cost.weight_time import HostTransfers, exposed_travels, exposed_update, offload_seconds, rate, travels
+from meshwright.cost.weight_time import HostTransfers, exposed_travels, exposed_update, offload_seconds, travels
 from meshwright.hardware.cluster import cluster
 from meshwright.hardware.stacks import stacks
 from meshwright.spec.params import count
@@ -67,7 +68,7 @@ def test_a_host_of_which_nobody_knows_is_not_called_too_small():
 def test_activations_travel_beyond_what_a_block_computes():
     kept, sent = job(), job(activation_offload=True)
     one = block(layer_model(kept), False)
-    travels = moved_bytes(microbatch_shape(sent), block_kept(microbatch_shape(sent), False), False) / rate(
+    travels = moved_bytes(microbatch_shape(sent), block_kept(microbatch_shape(sent), False), False) / achieved(
         sent.cluster.host
     )
     forward, backward = one.forward.seconds, one.seconds - one.forward.seconds
@@ -135,7 +136,7 @@ def test_a_model_whose_weights_alone_are_too_large_fits_by_one_block():
 def test_hosted_weights_arrive_twice_and_their_gradients_leave_once_a_microbatch():
     machines, plan = cluster("8xh100"), msgspec.convert({"microbatch": 1, "precision": "bf16", **HOSTED}, Plan)
     once = travels(plan, layout_of(plan), 1e9, machines)
-    assert once.arrive == pytest.approx(2 * once.leave) == pytest.approx(8e9 / rate(machines.host))
+    assert once.arrive == pytest.approx(2 * once.leave) == pytest.approx(8e9 / achieved(machines.host))
     several = msgspec.structs.replace(plan, grad_accum=4)
     more = travels(several, layout_of(several), 1e9, machines)
     assert (more.arrive, more.leave, more.update) == (4 * once.arrive, 4 * once.leave, once.update)

@@ -89,7 +89,7 @@ def test_blocks_leave_and_send_exactly_what_is_said(arch, how, number, policy, s
     expected = said(arch, plan)
     here = alive_after_forward(arch, plan) - sum(sent)
     assert 0 <= here - expected.activations - expected.logits - _here(expected, how) <= SCALARS
-    assert sum(sent) == expected.sent
+    assert sum(sent) == expected.offloaded
 
 
 def _here(expected: SavedActivations, how: dict[str, Any]) -> float:
@@ -101,8 +101,8 @@ def test_of_many_blocks_two_are_on_the_device():
     plan = Plan(microbatch=BATCH, precision="bf16", activation_offload="host")
     few, many = (said(msgspec.structs.replace(TINY, layers=layers), plan) for layers in (4, 40))
     assert few.pair == many.pair
-    assert many.sent == 13 * few.sent  # the last block keeps its own: 39 blocks and 3
-    assert said(msgspec.structs.replace(TINY, layers=1), plan).sent == 0
+    assert many.offloaded == 13 * few.offloaded  # the last block keeps its own: 39 blocks and 3
+    assert said(msgspec.structs.replace(TINY, layers=1), plan).offloaded == 0
 
 
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
@@ -120,7 +120,7 @@ def test_what_a_mixture_keeps_and_sends_is_nearly_said(how, sent):
     here = alive_after_forward(ROUTED, plan) - sum(sent)
     # Small tensors of a router stay on the device and are said to be sent: 5 % in a model as small as this.
     assert here == pytest.approx(expected.activations + expected.logits + _here(expected, how), rel=0.05)
-    assert sum(sent) == pytest.approx(expected.sent, rel=0.1)
+    assert sum(sent) == pytest.approx(expected.offloaded, rel=0.1)
 
 
 def test_the_constants_are_the_trainer_s():

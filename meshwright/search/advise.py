@@ -19,66 +19,27 @@ from meshwright.spec.plan import AXES, Precision
 from meshwright.spec.units import GIB
 
 STATES = ("weights", "master", "gradients", "moments", "all_gathered_params", "unreduced_grads")
+
 TALK = ("tp", "cp", "ep", "pp", "bubble", "stragglers", "shard", "replicate", "tied")  # shares that one GPU has not
 
-
-def states_phrase(found: Candidate) -> float:
-    return sum(line.bytes for line in found.ledger.lines if line.name in STATES)
-
-
-def traffic_phrase(found: Candidate) -> dict[str, float]:
-    """Seconds that GPUs spend on one another."""
-    shares = found.price.waterfall
-    return {share.name: share.seconds for share in shares if share.name in TALK and share.seconds > 0}
-
-
-def cuts_phrase(found: Candidate) -> dict[str, bool]:
-    plan = found.plan
-    return {
-        "tensor parallelism": plan.tp > 1,
-        "pipeline": plan.pp > 1,
-        "context parallelism": plan.cp > 1,
-        "recompute": plan.recompute != "none",
-    }
-
-
-def per_token(found: Candidate) -> float:
-    return found.seconds_per_token
-
-
-def gib(size: float) -> str:
-    return f"{size / GIB:.1f}"
-
-
-def headroom_phrase(found: Candidate) -> str:
-    gpu = found.job.cluster.gpu.memory_bytes
-    return f"needs {gib(found.peak_bytes)} GiB of {gib(gpu)} at {found.ledger.moment}"
-
-
-def time_phrase(found: Candidate) -> str:
-    return f"{found.price.seconds:.3g} s/step"
-
-
-def plan_phrase(found: Candidate) -> str:
-    plan = found.plan
-    recompute = f", recompute={plan.recompute}" if plan.recompute != "none" else ""
-    return f"{plan}" if plan.world > 1 else f"microbatch={plan.microbatch}{recompute}"
-
-
 DAY = 86_400.0  # seconds
+
 SCALES = 0.8  # of the GPUs' time that is not spent waiting for one another: less, and adding GPUs pays badly
+
 BETTER = 0.95  # of the advised plan's seconds: what the whole search must reach to be preferred
-HERE = {
-    "optimizer_offload": "none",
-    "activation_offload": False,
-}  # nothing is offloaded, until the chart asks for it
+
+HERE = {"optimizer_offload": "none", "activation_offload": False}  # nothing is offloaded, until the chart asks for it
+
 PLAIN = {"tp": 1, "cp": 1, "pp": 1, "ep": 1}  # data parallelism alone
+
 SHARED = (
     (1, "optimizer states"),
     (2, "optimizer states and gradients"),
     (3, "optimizer states, gradients and parameters"),
 )
+
 NARROW: tuple[Precision, ...] = ("bf16", "fp16")
+
 SEVERAL = {*AXES, "ep", "zero", "schedule", "chunks", "stages", "grad_accum"}  # fields that say how GPUs share the work
 
 
@@ -148,9 +109,8 @@ class _Walk:
             self.ask(asked, "no", headroom_phrase(self.alone))
             rest = self.alone.plan.grad_accum
             if rest > 1:
-                text = (
-                    f"gradients of {rest} microbatches of {self.alone.plan.microbatch} are accumulated into the batch"
-                )
+                size = self.alone.plan.microbatch
+                text = f"gradients of {rest} microbatches of {size} are accumulated into the batch"
                 self.do("gradient accumulation", text, self.alone)
             return self.several
         misses = nearest(self.one, top=1)
@@ -159,7 +119,7 @@ class _Walk:
             return self.several
         least = misses[0]
         self.ask(asked, "yes", f"even with {plan_phrase(least)}: {headroom_phrase(least)}")
-        states = states_phrase(least)
+        states = sum(line.bytes for line in least.ledger.lines if line.name in STATES)
         named = "Are its weights, gradients and optimizer states alone too big?"
         taken = f"they take {gib(states)} of {gib(self.memory)} GiB"
         if states < self.memory:
@@ -190,7 +150,7 @@ class _Walk:
 
     def too_slow(self) -> _Node:
         assert self.alone is not None, "only what fits one GPU can be too slow there"
-        day = DAY / per_token(self.alone)
+        day = DAY / self.alone.seconds_per_token
         because = f"it takes {time_phrase(self.alone)}, {day / 1e9:.3g} billion tokens per day, and there are more GPUs"
         self.ask("Is one GPU too slow?", "taken as yes", because)
         return self.copies
@@ -205,7 +165,7 @@ class _Walk:
             self.ask(asked, "it cannot", _against(self.question, fixed) or lack)
             return self.shards
         assert self.alone is not None, "only what fits one GPU is copied"
-        gain = per_token(self.alone) / per_token(found)
+        gain = self.alone.seconds_per_token / found.seconds_per_token
         because = f"{time_phrase(found)}, {gain:.1f} × as fast as one GPU; {headroom_phrase(found)}"
         self.ask(asked, "yes" if gain > 1 else "no", because)
         self.found = found
@@ -242,8 +202,18 @@ class _Walk:
             self.ask(asked, "no", "no plan fits this cluster")
             return self.offload
         self.ask(asked, "yes", f"{headroom_phrase(found)}; {time_phrase(found)}")
-        cuts = [word for word, used in cuts_phrase(found).items() if used]
-        self.do(" and ".join(cuts) or "ZeRO", "each GPU holds a part of the model", found)
+        plan = found.plan
+        cuts = {
+            "tensor parallelism": plan.tp > 1,
+            "pipeline": plan.pp > 1,
+            "context parallelism": plan.cp > 1,
+            "recompute": plan.recompute != "none",
+        }
+        self.do(
+            " and ".join(name for name, used in cuts.items() if used) or "ZeRO",
+            "each GPU holds a part of the model",
+            found,
+        )
         return self.scales
 
     def offload(self) -> _Node | None:
@@ -268,7 +238,8 @@ class _Walk:
 
     def scales(self) -> _Node:
         assert self.found is not None, "asked of a plan only"
-        talk = traffic_phrase(self.found)
+        shares = self.found.price.waterfall
+        talk = {share.name: share.seconds for share in shares if share.name in TALK and share.seconds > 0}
         total = sum(talk.values()) / self.found.price.seconds
         most = max(talk, key=lambda name: talk[name], default="")
         worst = f"; most of the rest is {most}" if most else ""
@@ -289,11 +260,10 @@ class _Walk:
         plan = self.found.plan
         fixed = {"replicate": plan.replicate, "shard": plan.shard, "zero": plan.zero, **PLAIN}
         found = _best(double, fixed)
-        if found is not None and per_token(found) < per_token(self.found):
-            gain = per_token(self.found) / per_token(found)
-            text = (
-                f"twice the batch by gradient accumulation makes a token {gain:.2f} × as fast; it changes the numerics"
-            )
+        if found is not None and found.seconds_per_token < self.found.seconds_per_token:
+            gain = self.found.seconds_per_token / found.seconds_per_token
+            faster = f"makes a token {gain:.2f} × as fast; it changes the numerics"
+            text = f"twice the batch by gradient accumulation {faster}"
             self.leaves.append(Leaf(name="gradient accumulation", text=text))
         text = "gradients communicated in low precision: half the bytes of the all-reduce"
         self.do("DDP with a low-precision hook", text, available=False)
@@ -351,11 +321,11 @@ def _against(question: Question, fixed: dict[str, Any]) -> str:
     other = [name for name, value in question.fixed.items() if fixed.get(name, value) != value]
     if fixed.get("pp") == 1 and wants_pipeline(question):
         other += [name for name in ("schedule", "stages", "chunks") if name in question.fixed]
-    stated = [f"plan.{name} = {_said(question.fixed[name])}" for name in other]
+    stated = [f"plan.{name} = {_value(question.fixed[name])}" for name in other]
     return f"{' and '.join(stated)} {'is' if len(stated) == 1 else 'are'} fixed" if stated else ""
 
 
-def _said(value: Any) -> str:
+def _value(value: Any) -> str:
     return str(list(value) if isinstance(value, tuple) else value)
 
 
@@ -364,3 +334,22 @@ def _lack(question: Question, fixed: dict[str, Any]) -> str:
     misses = nearest(msgspec.structs.replace(question, fixed=fixed | question.fixed), top=1)
     none = f"batch {question.batch} over {question.cluster.gpus} GPUs has no such plan"
     return headroom_phrase(misses[0]) if misses else none
+
+
+def headroom_phrase(found: Candidate) -> str:
+    gpu = found.job.cluster.gpu.memory_bytes
+    return f"needs {gib(found.peak_bytes)} GiB of {gib(gpu)} at {found.ledger.moment}"
+
+
+def time_phrase(found: Candidate) -> str:
+    return f"{found.price.seconds:.3g} s/step"
+
+
+def plan_phrase(found: Candidate) -> str:
+    plan = found.plan
+    recompute = f", recompute={plan.recompute}" if plan.recompute != "none" else ""
+    return f"{plan}" if plan.world > 1 else f"microbatch={plan.microbatch}{recompute}"
+
+
+def gib(size: float) -> str:
+    return f"{size / GIB:.1f}"

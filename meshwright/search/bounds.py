@@ -1,6 +1,7 @@
-"""Whether plans fit: closed forms below the ledger for whole groups, the ledger for what they let pass.
+"""Bounds for whole groups of plans: a time that none goes below, and memory that none holds less than.
 
-A closed form costs a few microseconds where the ledger costs a thousand, and sends most plans of a large model away.
+A closed form costs a few microseconds where the ledger costs a thousand, and sends most plans of a large model away;
+the ledger judges what it lets pass.
 """
 
 from functools import lru_cache
@@ -20,6 +21,12 @@ from meshwright.search.space import AxesChoice, BatchChoice, PipelineChoice, Pol
 from meshwright.spec.params import count, params
 from meshwright.spec.plan import Plan, balanced_stages
 from meshwright.spec.schedule import Schedule, stage_ranks
+
+STATES = "states"  # weights, gradients and moments, as the closed form knows them
+
+ACTIVATIONS = "activations"
+
+AT_ONCE = ("naive", "gpipe", "looped")  # their first backward comes when most is in flight, or little ever is
 
 
 class PlanGroup(NamedTuple):
@@ -47,7 +54,7 @@ class PlanGroup(NamedTuple):
 
     @property
     def may_be_weighed(self) -> bool:
-        """Whether what weights cost bounds every policy: not where states may be elsewhere, nor beside codes."""
+        """Whether what weights cost bounds every policy: not where states are offloaded or activations quantized."""
         return all((each.activation_quant, each.optimizer_offload) == ("none", "none") for each in self.policies)
 
     @property
@@ -98,7 +105,7 @@ def bound(group: PlanGroup) -> float:
 
 
 def bound_of_policies(group: PlanGroup) -> float:
-    """The bound of a group of one schedule; where all its policies send or code what is kept, with what that costs."""
+    """The bound of a group of one schedule; where all its policies offload or quantize, with what that costs."""
     if not all(policy.is_helped for policy in group.policies):
         return bound(group)
     return min(bound(group._replace(policy=policy)) for policy in group.policies)
@@ -119,13 +126,8 @@ def bound_with_weights(group: PlanGroup, enough: float) -> float:
 
 
 def _least_plan(group: PlanGroup, layout: AxesChoice) -> Plan:
-    """Before the policy is known: the plan in which nothing is done twice."""
+    """Before the policy is known: the plan in which nothing is recomputed."""
     return space.plan_of(group.question, layout, group.each, group.decided_order, group.policy or Policy())
-
-
-STATES = "states"  # weights, gradients and moments, as the closed form knows them
-ACTIVATIONS = "activations"
-AT_ONCE = ("naive", "gpipe", "looped")  # their first backward comes when most is in flight, or little ever is
 
 
 class MemoryBound:
@@ -133,7 +135,9 @@ class MemoryBound:
 
     def __init__(self, question: Question) -> None:
         self.question = question
-        self.memory = _given_out(question)
+        holds = question.stack.holds  # torch can give out what the context and the allocator's cache leave
+        given_out = (question.cluster.gpu.memory_bytes - holds.context_bytes) / (1 + holds.slack)
+        self.memory = given_out - holds.workspace_bytes
         self.numbers = count(question.arch)
         self.routed = sum(param.numel for param in params(question.arch) if param.expert)
         self.kinds = sorted({question.arch.is_mixture(layer) for layer in range(question.arch.layers)})
@@ -262,37 +266,9 @@ class MemoryBound:
         return found
 
 
-def _given_out(question: Question) -> float:
-    """Bytes that torch can give out: the device's, less its context and what the allocator only reserves."""
-    holds = question.stack.holds
-    return (question.cluster.gpu.memory_bytes - holds.context_bytes) / (1 + holds.slack) - holds.workspace_bytes
-
-
 def frugal_split(group: PlanGroup) -> AxesChoice:
     """Of a group's splits of the data axes the one that holds least: it shards most."""
     return max(group.splits, key=lambda layout: (layout.zero, layout.shards))
-
-
-def _shortest(question: Question, pp: int, order: PipelineChoice) -> int:
-    """Layers of the shortest stage on the first rank."""
-    if pp == 1:
-        return question.arch.layers
-    stages = question.fixed.get("stages") or balanced_stages(question.arch, pp * order.chunks)
-    ranks = stage_ranks(order.schedule, pp, order.chunks)
-    return min(length for length, rank in zip(stages, ranks, strict=True) if rank == 0)
-
-
-@lru_cache(maxsize=4096)
-def in_flight(schedule: Schedule, pp: int, chunks: int, microbatches: int) -> int:
-    """Forwards at least, of single stages, that the first rank of a pipeline has done when its next backward begins."""
-    if pp == 1 or schedule == "naive":
-        return 1
-    every = microbatches * chunks
-    if schedule in ("gpipe", "looped"):
-        return every
-    if schedule == "interleaved":
-        return min(every, (chunks - 1) * pp + 2 * (pp - 1) + 1)
-    return min(every, pp * chunks)
 
 
 def lacking(job: Job) -> str | None:
@@ -320,6 +296,33 @@ def smallest_world(question: Question) -> float:
     return (each.held + each.gradient) * numbers / memory
 
 
+def widths(question: Question) -> tuple[int, int]:
+    """Bytes of a number as it is held, and as it is computed with."""
+    return (8, 8) if question.precision == "fp64" else (4, 4 if question.precision == "fp32" else 2)
+
+
+@lru_cache(maxsize=4096)
+def in_flight(schedule: Schedule, pp: int, chunks: int, microbatches: int) -> int:
+    """Forwards at least, of single stages, that the first rank of a pipeline has done when its next backward begins."""
+    if pp == 1 or schedule == "naive":
+        return 1
+    every = microbatches * chunks
+    if schedule in ("gpipe", "looped"):
+        return every
+    if schedule == "interleaved":
+        return min(every, (chunks - 1) * pp + 2 * (pp - 1) + 1)
+    return min(every, pp * chunks)
+
+
+def _shortest(question: Question, pp: int, order: PipelineChoice) -> int:
+    """Layers of the shortest stage on the first rank."""
+    if pp == 1:
+        return question.arch.layers
+    stages = question.fixed.get("stages") or balanced_stages(question.arch, pp * order.chunks)
+    ranks = stage_ranks(order.schedule, pp, order.chunks)
+    return min(length for length, rank in zip(stages, ranks, strict=True) if rank == 0)
+
+
 class _Widths(NamedTuple):
     """Bytes of a parameter: states, and its gradient after one microbatch and after several."""
 
@@ -338,8 +341,3 @@ def _widths(question: Question, home: str) -> _Widths:
     held = once.of("weights") + once.of("moments") + once.of("master")
     in_place = plan.bf16_params and once.reads == "stored"
     return _Widths(held, once.of("gradients"), more.of("gradients"), in_place)
-
-
-def widths(question: Question) -> tuple[int, int]:
-    """Bytes of a number as it is held, and as it is computed with."""
-    return (8, 8) if question.precision == "fp64" else (4, 4 if question.precision == "fp32" else 2)

@@ -18,10 +18,12 @@ from meshwright.spec.problem import InputError, Problem
 from meshwright.spec.units import GIB
 
 ALWAYS = ("none", "selective", "sqrt", "full")
+
 COUNTED = ("selective", "first")  # of so many blocks
+
 ANY_CARD = "h100"  # where nobody says which: bytes are the same on all, and more work takes longer on all
+
 KEY = "goal.memory_gib"
-ORIGIN = f"derived: {KEY}"
 
 
 class RecomputeChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,7 +46,7 @@ def fitting(job: Job, size: float) -> Plan:
 
 def choose(job: Job, size: float, policies: Iterable[str] | None = None) -> RecomputeChoice:
     """The fastest of the policies (all there are, unless stated) that fits; an InputError if none does."""
-    legal = [policy for policy in policies or _policies(job, size) if _is_legal(job, policy)]
+    legal = [policy for policy in policies or _policies(job, size) if not any(how_blocks_run(_under(job, policy).plan))]
     fit = [policy for policy in dict.fromkeys(legal) if _bytes(job, policy) <= size]
     if not fit:
         raise InputError([_too_little(job, size, legal or [job.plan.recompute])])
@@ -67,12 +69,17 @@ def resolved(loaded: load.LoadedRun) -> tuple[load.LoadedRun, RecomputeChoice | 
     try:
         if stated and _bytes(job, run.plan.recompute) > size:
             other = choose(job, size)  # or the problem that none fits
-            raise InputError([_stated(job, size, other)])
+            needed = _gib_up(_bytes(job, run.plan.recompute))
+            text = f"plan.recompute = {run.plan.recompute} needs {needed} GiB, and {KEY} = {size / GIB:.4g}"
+            remedy = f"leave plan.recompute out; {other.plan.recompute} would be chosen"
+            raise InputError([Problem(text, remedy, "plan.recompute")])
         choice = choose(job, size, [run.plan.recompute] if stated else None)
     except InputError as error:
         raise InputError([load.placed(problem, origins) for problem in error.problems]) from None
     run = msgspec.structs.replace(run, plan=choice.plan)
-    return load.LoadedRun(run=run, origins=origins if stated else origins | {"plan.recompute": ORIGIN}), choice
+    return load.LoadedRun(
+        run=run, origins=origins if stated else origins | {"plan.recompute": f"derived: {KEY}"}
+    ), choice
 
 
 def job_of(run: Run) -> Job:
@@ -106,10 +113,6 @@ def _policies(job: Job, size: float) -> Iterator[str]:
         yield f"{word}-{low}"
 
 
-def _is_legal(job: Job, policy: str) -> bool:
-    return not any(how_blocks_run(_under(job, policy).plan))
-
-
 def _under(job: Job, policy: str) -> Job:
     return msgspec.structs.replace(job, plan=msgspec.structs.replace(job.plan, recompute=policy))
 
@@ -133,16 +136,8 @@ def _too_little(job: Job, size: float, policies: list[str]) -> Problem:
         f"{_gib(found.shown)} GiB at {found.moment}, of which {most.label} {_gib(most.bytes)} GiB"
     )
     helps = [f"{words} ({_gib(needed)} GiB)" for words, needed in _helps(job) if needed <= size]
-    also = (
-        " or ".join(helps) if helps else "more ranks to shard the weights over (plan.shard, plan.tp) or a smaller model"
-    )
+    also = " or ".join(helps) or "more ranks to shard the weights over (plan.shard, plan.tp) or a smaller model"
     return Problem(text, f"allow {_gib_up(found.shown)} GiB, or use {also}", KEY)
-
-
-def _stated(job: Job, size: float, other: RecomputeChoice) -> Problem:
-    needed = _gib_up(_bytes(job, job.plan.recompute))
-    text = f"plan.recompute = {job.plan.recompute} needs {needed} GiB, and {KEY} = {size / GIB:.4g}"
-    return Problem(text, f"leave plan.recompute out; {other.plan.recompute} would be chosen", "plan.recompute")
 
 
 def _helps(job: Job) -> Iterator[tuple[str, int]]:

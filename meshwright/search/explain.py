@@ -1,6 +1,10 @@
-"""Why a plan is what it is: its waterfall in words, what each neighbour would cost, which plans are ties."""
+"""Why a plan is what it is: its waterfall and ledger in words, what each neighbour would cost, which plans are ties.
+
+Where nothing fits: the plans that miss by the least memory, and what else to ask for.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -18,6 +22,12 @@ from meshwright.spec.plan import AXES, FIELDS, Plan, balanced_stages
 from meshwright.spec.schedule import default_chunks
 from meshwright.spec.units import GIB
 
+LOSSES = 3  # of the waterfall that are named
+
+SMALL = 0.01  # of a step; smaller losses are not worth a word
+
+TRIED = 12  # of the least by the closed form, whose ledgers are then made
+
 
 class Neighbour(msgspec.Struct, frozen=True, kw_only=True):
     """A plan that differs in one choice, or why there is none."""
@@ -25,6 +35,116 @@ class Neighbour(msgspec.Struct, frozen=True, kw_only=True):
     change: str  # as a person would say it: "tp 8 → 4"
     plan: Plan | None = None
     problem: str = ""
+
+
+class NeighbourPrice(msgspec.Struct, frozen=True, kw_only=True):
+    """What one changed choice would cost, or why it cannot be."""
+
+    change: str
+    plan: Plan | None = None
+    seconds: float = 0.0
+    peak_bytes: float = 0.0
+    fits: bool = False
+    problem: str = ""  # why it is not legal, or does not fit
+
+
+class SuggestedChange(msgspec.Struct, frozen=True, kw_only=True):
+    """Something else to ask for, and the best plan it has."""
+
+    change: str
+    found: Candidate
+
+
+def why(found: Candidate) -> str:
+    """The waterfall and the ledger, in words."""
+    price = found.price
+    ideal = next((share.seconds for share in price.waterfall if share.name == "ideal"), 0.0)
+    losses = sorted((share for share in price.waterfall if share.name != "ideal"), key=lambda share: -share.seconds)
+    named = [share for share in losses[:LOSSES] if share.seconds >= SMALL * price.seconds]
+    text = f"{ideal / price.seconds:.0%} of the step is the model's FLOPs at the data sheet's peak"
+    for word, share in zip(("most is lost to", "then", "then"), named, strict=False):
+        text += f"; {word} {share.label} ({share.seconds / price.seconds:.0%}): {share.why}"
+    return f"{text}. {room(found)}{offloaded(found)}{unchanged(found.job)}"
+
+
+def room(found: Candidate) -> str:
+    """The ledger in a sentence."""
+    ledger, fit = found.ledger, found.fit
+    memory = found.job.cluster.gpu.memory_bytes / GIB
+    left = f"{abs(fit.headroom_bytes) / GIB:.1f} GiB {'headroom' if fit.headroom_bytes >= 0 else 'short'}"
+    beyond = f" It does not fit: {fit.why}." if fit.headroom_bytes >= 0 and not fit.fits else ""
+    return (
+        f"The most loaded rank needs {memory - fit.headroom_bytes / GIB:.1f} GiB; the card has {memory:.1f} "
+        f"({left}). The largest entry is {largest(ledger).label}, at {ledger.moment}.{beyond}"
+    )
+
+
+def offloaded(found: Candidate) -> str:
+    """What is offloaded, how much of the host's memory and disk that takes, and what would be without."""
+    layout, plan, away, cluster = state_layout(found.job), found.plan, found.ledger.away, found.job.cluster
+    if not (away.host or away.disk):
+        return ""
+    said = []
+    if layout.offloaded:
+        where = {"host": "host memory", "disk": "the disk"}[layout.offloaded.home]
+        said.append(f"fp32 master weights and optimizer states offloaded to {where}")
+    said += ["weights, gradients and optimizer states offloaded to host memory"] if layout.hosted else []
+    said += ["saved activations offloaded to host memory"] if activation_policy(found.job).offload else []
+    plain = msgspec.structs.replace(plan, optimizer_offload="none", cpu_offload=False, activation_offload=False)
+    without = fit_of(msgspec.structs.replace(found.job, plan=plain, state_dtype="fp32"))
+    need = (cluster.gpu.memory_bytes - without.headroom_bytes) / GIB
+    text = f" Numerics unchanged: {' and '.join(said)}; needs "
+    text += _share("host RAM", "host_gib", away.host_bytes, cluster.host_bytes)
+    text += f" and {_share('disk', 'disk_gib', away.disk_bytes, cluster.disk_bytes)}" if away.disk else ""
+    return f"{text}. Without offload this plan would need {need:.1f} GiB on the device."
+
+
+def _share(place: str, key: str, size: float, room: float) -> str:
+    """How much of the host's memory or disk a rank takes."""
+    have = f"{room / GIB:.0f} there" if room else f"yours is unknown: set {key}"
+    return f"{size / GIB:.1f} GiB of {place} per GPU ({have})"
+
+
+def unchanged(job: Job) -> str:
+    """What was chosen beside the split and leaves the numerics unchanged, and how to turn it off."""
+    chosen = []
+    if activation_policy(job).compiled:
+        chosen.append("torch.compile per block (plan.compile=false turns it off)")
+    if state_layout(job).reads == "resident":
+        chosen.append("a resident bf16 copy of the parameters (plan.bf16_params=false casts them at each use)")
+    return f" Numerics unchanged: {' and '.join(chosen)}." if chosen else ""
+
+
+def ties(answer: SearchResult) -> int:
+    """How many of the best plans lie within the interval of the first: the prediction alone cannot rank them."""
+    if not answer.found:
+        return 0
+    first = answer.found[0].price
+    return sum(found.price.seconds <= first.high_seconds for found in answer.found)
+
+
+def beside(question: Question, plan: Plan) -> list[NeighbourPrice]:
+    """What each neighbour of a plan would cost."""
+    return [_neighbour_price(question, neighbour) for neighbour in neighbours(question, plan)]
+
+
+def _neighbour_price(question: Question, neighbour: Neighbour) -> NeighbourPrice:
+    if neighbour.plan is None:
+        return NeighbourPrice(change=neighbour.change, problem=neighbour.problem)
+    found = priced(question.job(neighbour.plan))
+    problem = "" if found.fit.fits else f"does not fit: {found.fit.why}"
+    if found.fit.headroom_bytes < 0:
+        memory = found.job.cluster.gpu.memory_bytes / GIB
+        short = f"needs {found.peak_bytes / GIB:.1f} GiB; the card has {memory:.1f}"
+        problem = f"does not fit: {short}; the largest entry is {largest(found.ledger).label}"
+    return NeighbourPrice(
+        change=neighbour.change,
+        plan=neighbour.plan,
+        seconds=found.price.seconds,
+        peak_bytes=found.peak_bytes,
+        fits=found.fit.fits,
+        problem=problem,
+    )
 
 
 def neighbours(question: Question, plan: Plan) -> Iterator[Neighbour]:
@@ -116,11 +236,6 @@ def _moved(question: Question, plan: Plan, axis: str, degree: int) -> Neighbour:
     return Neighbour(change=f"{axis} {old} → {degree}", problem="no data-parallel axis has the ranks for it")
 
 
-def _said(value: Any) -> str:
-    """A value as run files have it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def _changed(question: Question, plan: Plan, name: str, value: Any, **others: Any) -> Neighbour:
     change = f"{name} {_said(getattr(plan, name))} → {_said(value)}"
     changed = msgspec.structs.replace(plan, **{name: value}, **others)
@@ -132,13 +247,17 @@ def _changed(question: Question, plan: Plan, name: str, value: Any, **others: An
     return _completed(question, changed, change)
 
 
+def _said(value: Any) -> str:
+    """A value as run files have it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def _completed(question: Question, plan: Plan, change: str) -> Neighbour:
     """The same batch in as many microbatches as it now takes, the same layers in as many stages."""
     share, rest = divmod(question.batch, plan.data)
     if rest or share % plan.microbatch:
         per_rank = f"{plan.data} data-parallel ranks × microbatch {plan.microbatch}"
-        what = f"batch {question.batch} is not a multiple of {per_rank}"
-        return Neighbour(change=change, problem=what)
+        return Neighbour(change=change, problem=f"batch {question.batch} is not a multiple of {per_rank}")
     stages = plan.pp * plan.chunks
     plan = msgspec.structs.replace(plan, grad_accum=share // plan.microbatch)
     if plan.pp == 1:
@@ -148,128 +267,6 @@ def _completed(question: Question, plan: Plan, change: str) -> Neighbour:
     if found := problems(question, plan):
         return Neighbour(change=change, problem=found[0].text)
     return Neighbour(change=change, plan=plan)
-
-
-LOSSES = 3  # of the waterfall that are named
-SMALL = 0.01  # of a step; smaller losses are not worth a word
-
-
-class NeighbourPrice(msgspec.Struct, frozen=True, kw_only=True):
-    """What one changed choice would cost, or why it cannot be."""
-
-    change: str
-    plan: Plan | None = None
-    seconds: float = 0.0
-    peak_bytes: float = 0.0
-    fits: bool = False
-    problem: str = ""  # why it is not legal, or does not fit
-
-
-def why(found: Candidate) -> str:
-    """The waterfall and the ledger, in words."""
-    price = found.price
-    ideal = next((share.seconds for share in price.waterfall if share.name == "ideal"), 0.0)
-    losses = sorted((share for share in price.waterfall if share.name != "ideal"), key=lambda share: -share.seconds)
-    named = [share for share in losses[:LOSSES] if share.seconds >= SMALL * price.seconds]
-    text = f"{ideal / price.seconds:.0%} of the step is the model's FLOPs at the data sheet's peak"
-    for word, share in zip(("most is lost to", "then", "then"), named, strict=False):
-        text += f"; {word} {share.label} ({share.seconds / price.seconds:.0%}): {share.why}"
-    return f"{text}. {room(found)}{offloaded(found)}{unchanged(found.job)}"
-
-
-def offloaded(found: Candidate) -> str:
-    """What is offloaded, how much of the host's memory and disk that takes, and what would be without."""
-    layout, plan, away, cluster = state_layout(found.job), found.plan, found.ledger.away, found.job.cluster
-    if not (away.host or away.disk):
-        return ""
-    said = []
-    if layout.offloaded:
-        where = {"host": "host memory", "disk": "the disk"}[layout.offloaded.home]
-        said.append(f"fp32 master weights and optimizer states offloaded to {where}")
-    said += ["weights, gradients and optimizer states offloaded to host memory"] if layout.hosted else []
-    said += ["saved activations offloaded to host memory"] if activation_policy(found.job).offload else []
-    plain = msgspec.structs.replace(plan, optimizer_offload="none", cpu_offload=False, activation_offload=False)
-    without = fit_of(msgspec.structs.replace(found.job, plan=plain, state_dtype="fp32"))
-    need = (cluster.gpu.memory_bytes - without.headroom_bytes) / GIB
-    text = f" Numerics unchanged: {' and '.join(said)}; needs "
-    text += _share("host RAM", "host_gib", away.host_bytes, cluster.host_bytes)
-    text += f" and {_share('disk', 'disk_gib', away.disk_bytes, cluster.disk_bytes)}" if away.disk else ""
-    return f"{text}. Without offload this plan would need {need:.1f} GiB on the device."
-
-
-def _share(place: str, key: str, size: float, room: float) -> str:
-    """How much of the host's memory or disk a rank takes."""
-    have = f"{room / GIB:.0f} there" if room else f"yours is unknown: set {key}"
-    return f"{size / GIB:.1f} GiB of {place} per GPU ({have})"
-
-
-def unchanged(job: Job) -> str:
-    """What was chosen beside the split and leaves the numerics unchanged, and how to turn it off."""
-    chosen = []
-    if activation_policy(job).compiled:
-        chosen.append("torch.compile per block (plan.compile=false turns it off)")
-    if state_layout(job).reads == "resident":
-        chosen.append("a resident bf16 copy of the parameters (plan.bf16_params=false casts them at each use)")
-    return f" Numerics unchanged: {' and '.join(chosen)}." if chosen else ""
-
-
-def room(found: Candidate) -> str:
-    """The ledger in a sentence."""
-    ledger, fit = found.ledger, found.fit
-    memory = found.job.cluster.gpu.memory_bytes / GIB
-    verdict = f"{abs(fit.headroom_bytes) / GIB:.1f} GiB {'headroom' if fit.headroom_bytes >= 0 else 'short'}"
-    beyond = f" It does not fit: {fit.why}." if fit.headroom_bytes >= 0 and not fit.fits else ""
-    return (
-        f"The most loaded rank needs {memory - fit.headroom_bytes / GIB:.1f} GiB; the card has {memory:.1f} "
-        f"({verdict}). The largest entry is {largest(ledger).label}, at {ledger.moment}.{beyond}"
-    )
-
-
-def _lacking(found: Candidate) -> str:
-    if found.fit.headroom_bytes >= 0:
-        return f"does not fit: {found.fit.why}"
-    memory = found.job.cluster.gpu.memory_bytes / GIB
-    short = f"needs {found.peak_bytes / GIB:.1f} GiB; the card has {memory:.1f}"
-    return f"does not fit: {short}; the largest entry is {largest(found.ledger).label}"
-
-
-def beside(question: Question, plan: Plan) -> list[NeighbourPrice]:
-    """What each neighbour of a plan would cost."""
-    found = []
-    for neighbour in neighbours(question, plan):
-        if neighbour.plan is None:
-            found.append(NeighbourPrice(change=neighbour.change, problem=neighbour.problem))
-            continue
-        other = priced(question.job(neighbour.plan))
-        found.append(
-            NeighbourPrice(
-                change=neighbour.change,
-                plan=neighbour.plan,
-                seconds=other.price.seconds,
-                peak_bytes=other.peak_bytes,
-                fits=other.fit.fits,
-                problem="" if other.fit.fits else _lacking(other),
-            )
-        )
-    return found
-
-
-def ties(answer: SearchResult) -> int:
-    """How many of the best plans lie within the interval of the first: the prediction alone cannot rank them."""
-    if not answer.found:
-        return 0
-    first = answer.found[0].price
-    return sum(found.price.seconds <= first.high_seconds for found in answer.found)
-
-
-TRIED = 12  # of the least by the closed form, whose ledgers are then made
-
-
-class SuggestedChange(msgspec.Struct, frozen=True, kw_only=True):
-    """Something else to ask for, and the best plan it has."""
-
-    change: str
-    found: Candidate
 
 
 def nearest(question: Question, top: int = 3) -> list[Candidate]:
@@ -285,31 +282,26 @@ def nearest(question: Question, top: int = 3) -> list[Candidate]:
 
 
 def changes(question: Question, top: int = 3) -> list[SuggestedChange]:
-    """The first few changes that let something fit: what was fixed, then machines, then the sequence."""
-    found: list[SuggestedChange] = []
-    for attempt in (_released, _more, _larger, _shorter, _smaller):
-        found += attempt(question)
-        if len(found) >= top:
-            break
-    return found[:top]
+    """The first few changes that let something fit: what was fixed, then machines, then the sequence and the model."""
+    return list(islice(_changes(question), top))
 
 
-def _released(question: Question) -> Iterator[SuggestedChange]:
+def _changes(question: Question) -> Iterator[SuggestedChange]:
     for name, value in question.fixed.items():
         others = {key: kept for key, kept in question.fixed.items() if key != name}
-        answer = search(msgspec.structs.replace(question, fixed=others), top=1)
-        if answer.found:
-            yield SuggestedChange(change=f"leave plan.{name} = {value} to the search", found=answer.found[0])
-
-
-def _more(question: Question) -> Iterator[SuggestedChange]:
-    needed = gpus_needed(question)
-    if needed is not None:
+        for found in search(msgspec.structs.replace(question, fixed=others), top=1).found:
+            yield SuggestedChange(change=f"leave plan.{name} = {value} to the search", found=found)
+    if (needed := gpus_needed(question)) is not None:
         gpus, answer = needed
         yield SuggestedChange(change=f"{gpus} of these GPUs", found=answer.found[0])
+    yield from _larger_cards(question)
+    if (longest := largest_sequence(question)) is not None:
+        yield SuggestedChange(change=f"a sequence of {longest.value}", found=longest.found)
+    if (model := largest_model(question)) is not None:
+        yield SuggestedChange(change=f"{model.value} instead of this model", found=model.found)
 
 
-def _larger(question: Question) -> Iterator[SuggestedChange]:
+def _larger_cards(question: Question) -> Iterator[SuggestedChange]:
     memory = question.cluster.gpu.memory_bytes
     if question.is_limited:  # no card lets more be used
         return
@@ -322,15 +314,3 @@ def _larger(question: Question) -> Iterator[SuggestedChange]:
         if answer.found:
             yield SuggestedChange(change=f"{machines.name} instead", found=answer.found[0])
             return
-
-
-def _shorter(question: Question) -> Iterator[SuggestedChange]:
-    longest = largest_sequence(question)
-    if longest is not None:
-        yield SuggestedChange(change=f"a sequence of {longest.value}", found=longest.found)
-
-
-def _smaller(question: Question) -> Iterator[SuggestedChange]:
-    largest = largest_model(question)
-    if largest is not None:
-        yield SuggestedChange(change=f"{largest.value} instead of this model", found=largest.found)

@@ -1,4 +1,7 @@
-"""The largest model, microbatch or sequence that some machines can train."""
+"""What some machines can train, and what it takes: the largest model, microbatch or sequence, and the fewest GPUs.
+
+Also how long some tokens take under a plan, and the model layer by layer.
+"""
 
 import math
 from collections.abc import Callable, Iterator
@@ -18,7 +21,12 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError
 
 SHORTEST = 1024  # a sequence; shorter ones are not looked for
+
 MOST = 2**40
+
+MOST_GPUS = 131_072  # beyond, no number is looked for
+
+HOUR = 3600.0
 
 
 class Largest(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,6 +36,29 @@ class Largest(msgspec.Struct, frozen=True, kw_only=True):
     found: Candidate
     next_value: int | str | None = None  # None: nothing larger was tried
     end: str = ""  # why not, where there is a reason
+
+
+class Duration(msgspec.Struct, frozen=True, kw_only=True):
+    """How long some tokens take and what they cost."""
+
+    tokens: float
+    steps: int
+    seconds: float
+    low_seconds: float
+    high_seconds: float
+    gpu_hours: float
+    dollars: float | None  # None: no price was given
+
+
+class Layer(msgspec.Struct, frozen=True, kw_only=True):
+    """One layer, or several alike."""
+
+    name: str
+    count: int = 1
+    parameters: int  # of one
+    flops_per_token: float  # of one's forward
+    state_bytes: float  # weights, gradients and moments of one, on one rank
+    activation_bytes: float  # saved by one for one sequence, without recomputation
 
 
 def largest_model(question: Question) -> Largest | None:
@@ -76,6 +107,78 @@ def largest_sequence(question: Question) -> Largest | None:
     return msgspec.structs.replace(found, end="the table of learned positions ends there")
 
 
+def gpus_needed(question: Question, top: int = 5) -> tuple[int, SearchResult] | None:
+    """The least number of these GPUs on which some plan fits, and the best plans there; None: none does."""
+    least = min(smallest_world(variant) for variant in variants(with_gpus(question, 1)))
+    for gpus in gpu_counts(question):
+        if gpus >= least and (answer := search(with_gpus(question, gpus), top)).found:
+            return gpus, answer
+    return None
+
+
+def gpu_counts(question: Question) -> Iterator[int]:
+    """Numbers of GPUs that one can have: parts of a node that divide it, then whole nodes, ever coarser."""
+    domain = question.cluster.domain
+    yield from (part for part in range(1, domain) if domain % part == 0)
+    nodes = 1
+    while nodes * domain <= MOST_GPUS:
+        yield nodes * domain
+        nodes += max(1, 2 ** (nodes.bit_length() - 4))  # steps of an eighth at most: an answer is off by no more
+
+
+def with_gpus(question: Question, gpus: int) -> Question:
+    """The same question for another number of the same GPUs."""
+    machines = msgspec.structs.replace(question.cluster, gpus=gpus, name=f"{gpus}x{question.cluster.gpu.name}")
+    return msgspec.structs.replace(question, cluster=machines)
+
+
+def duration(found: Candidate, tokens: float, dollars_per_gpu_hour: float | None = None) -> Duration:
+    """How long so many tokens take under a plan, interruptions not counted."""
+    steps = math.ceil(tokens / (found.plan.batch * found.job.sequence))
+    gpu_hours = steps * found.price.seconds * found.plan.world / HOUR
+    return Duration(
+        tokens=tokens,
+        steps=steps,
+        seconds=steps * found.price.seconds,
+        low_seconds=steps * found.price.low_seconds,
+        high_seconds=steps * found.price.high_seconds,
+        gpu_hours=gpu_hours,
+        dollars=None if dollars_per_gpu_hour is None else gpu_hours * dollars_per_gpu_hour,
+    )
+
+
+def layers(question: Question) -> tuple[Layer, ...]:
+    """The model from its embedding to its output, layers alike in one line."""
+    arch, wide = question.arch, widths(question)[0]
+    state_bytes = 2 * wide + OPTIMIZERS[question.optimizer].state_bytes(wide)
+    work = microbatch_shape(question.job(Plan(microbatch=1, precision=question.precision)))
+
+    def layer(name: str, mine: list[Param], flops: float, activation_bytes: float, alike: int = 1) -> Layer:
+        parameters = sum(param.numel for param in mine)
+        return Layer(
+            name=name,
+            count=alike,
+            parameters=parameters,
+            flops_per_token=flops,
+            state_bytes=state_bytes * parameters,
+            activation_bytes=activation_bytes,
+        )
+
+    def outside(*begins: str) -> list[Param]:
+        return [param for param in params(arch) if param.layer < 0 and param.name.startswith(begins)]
+
+    found = [layer("embedding", outside("embed.", "positions."), 0.0, 0.0)]
+    for moe in (False, True):
+        alike = [number for number in range(arch.layers) if arch.is_mixture(number) is moe]
+        if alike:
+            mine = [param for param in params(arch) if param.layer == alike[0]]
+            flops = sum(_flops(param, arch) for param in mine) + 2 * 2 * arch.q_width * question.sequence
+            found.append(layer("MoE block" if moe else "block", mine, flops, block_kept(work, moe), len(alike)))
+    logits = question.sequence * arch.vocab * wide
+    flops = 2.0 * arch.vocab * arch.hidden  # tied or not, it is multiplied
+    return (*found, layer("output", outside("norm.", "head."), flops, logits))
+
+
 def _best(question: Question) -> Candidate | None:
     return next(iter(search(question, top=1).found), None)
 
@@ -107,123 +210,8 @@ def _largest(
     return Largest(value=low, found=best, next_value=high or None)
 
 
-MOST_GPUS = 131_072  # beyond, no number is looked for
-HOUR = 3600.0
-
-
-class Duration(msgspec.Struct, frozen=True, kw_only=True):
-    """How long some tokens take and what they cost."""
-
-    tokens: float
-    steps: int
-    seconds: float
-    low_seconds: float
-    high_seconds: float
-    gpu_hours: float
-    dollars: float | None  # None: no price was given
-
-
-def with_gpus(question: Question, gpus: int) -> Question:
-    """The same question for another number of the same GPUs."""
-    machines = msgspec.structs.replace(question.cluster, gpus=gpus, name=f"{gpus}x{question.cluster.gpu.name}")
-    return msgspec.structs.replace(question, cluster=machines)
-
-
-def gpu_counts(question: Question) -> Iterator[int]:
-    """Numbers of GPUs that one can have: parts of a node that divide it, then whole nodes, ever coarser."""
-    domain = question.cluster.domain
-    yield from (part for part in range(1, domain) if domain % part == 0)
-    nodes = 1
-    while nodes * domain <= MOST_GPUS:
-        yield nodes * domain
-        nodes += max(1, 2 ** (nodes.bit_length() - 4))  # steps of an eighth at most: an answer is off by no more
-
-
-def gpus_needed(question: Question, top: int = 5) -> tuple[int, SearchResult] | None:
-    """The least number of these GPUs on which some plan fits, and the best plans there; None: none does."""
-    least = min(smallest_world(variant) for variant in variants(with_gpus(question, 1)))
-    for gpus in gpu_counts(question):
-        if gpus >= least and (answer := search(with_gpus(question, gpus), top)).found:
-            return gpus, answer
-    return None
-
-
-def duration(found: Candidate, tokens: float, dollars_per_gpu_hour: float | None = None) -> Duration:
-    """How long so many tokens take under a plan, interruptions not counted."""
-    steps = math.ceil(tokens / (found.plan.batch * found.job.sequence))
-    gpu_hours = steps * found.price.seconds * found.plan.world / HOUR
-    return Duration(
-        tokens=tokens,
-        steps=steps,
-        seconds=steps * found.price.seconds,
-        low_seconds=steps * found.price.low_seconds,
-        high_seconds=steps * found.price.high_seconds,
-        gpu_hours=gpu_hours,
-        dollars=None if dollars_per_gpu_hour is None else gpu_hours * dollars_per_gpu_hour,
-    )
-
-
-class Layer(msgspec.Struct, frozen=True, kw_only=True):
-    """One layer, or several alike."""
-
-    name: str
-    count: int = 1
-    parameters: int  # of one
-    flops_per_token: float  # of one's forward
-    state_bytes: float  # weights, gradients and moments of one, on one rank
-    activation_bytes: float  # saved by one for one sequence, without recomputation
-
-
-def layers(question: Question) -> tuple[Layer, ...]:
-    """The model from its embedding to its output, layers alike in one line."""
-    return (*_outside(question, "embedding", ("embed.", "positions.")), *_blocks(question), *_output(question))
-
-
-def _blocks(question: Question) -> Iterator[Layer]:
-    arch = question.arch
-    for moe in (False, True):
-        alike = [layer for layer in range(arch.layers) if arch.is_mixture(layer) is moe]
-        if not alike:
-            continue
-        mine = [param for param in params(arch) if param.layer == alike[0]]
-        scores = 2 * 2 * arch.q_width * question.sequence
-        plan = Plan(microbatch=1, precision=question.precision)
-        yield Layer(
-            name="MoE block" if moe else "block",
-            count=len(alike),
-            parameters=sum(param.numel for param in mine),
-            flops_per_token=sum(_flops(param, arch) for param in mine) + scores,
-            state_bytes=_states(question, mine),
-            activation_bytes=block_kept(microbatch_shape(question.job(plan)), moe),
-        )
-
-
-def _output(question: Question) -> Iterator[Layer]:
-    arch = question.arch
-    for layer in _outside(question, "output", ("norm.", "head.")):
-        logits = question.sequence * arch.vocab * widths(question)[0]
-        flops = 2.0 * arch.vocab * arch.hidden  # tied or not, it is multiplied
-        yield msgspec.structs.replace(layer, flops_per_token=flops, activation_bytes=logits)
-
-
-def _outside(question: Question, name: str, begins: tuple[str, ...]) -> Iterator[Layer]:
-    mine = [param for param in params(question.arch) if param.layer < 0 and param.name.startswith(begins)]
-    yield Layer(
-        name=name,
-        parameters=sum(param.numel for param in mine),
-        flops_per_token=0.0,
-        state_bytes=_states(question, mine),
-        activation_bytes=0.0,
-    )
-
-
 def _flops(param: Param, arch: Arch) -> float:
     """Of one token: a matmul for a matrix, of the experts only the chosen ones', nothing to speak of for a vector."""
     if len(param.shape) < 2:
         return 0.0
     return 2.0 * param.numel * (arch.top_k / arch.experts if param.expert else 1)
-
-
-def _states(question: Question, mine: list[Param]) -> float:
-    width = widths(question)[0]
-    return (2 * width + OPTIMIZERS[question.optimizer].state_bytes(width)) * sum(param.numel for param in mine)

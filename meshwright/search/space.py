@@ -2,7 +2,7 @@
 
 Legal is what the rules of config/check.py let pass; a test holds the two equal. Left out are other spellings of a
 plan that is there, zero 3 in pipelines (see `_zeros`), and, of numbers that could be anything, all but a few (CHUNKS,
-FIRST_SHARES).
+FIRST_SHARES). Where nothing is legal, `empty` says which rule emptied the question.
 """
 
 import math
@@ -18,6 +18,26 @@ from meshwright.spec.arch import Arch
 from meshwright.spec.plan import AXES, FIELDS, Plan, balanced_stages
 from meshwright.spec.problem import InputError, Problem
 from meshwright.spec.schedule import Schedule, default_chunks, legal
+
+FIRST_SHARES = (0.25, 0.5, 0.75)  # of a stage's blocks that "first-K" recomputes
+
+SELECTIVE_SHARE = 0.5  # of those that "selective-K" does
+
+NARROW = ("bf16", "fp16", "fp8")
+
+UNCOMPILED = ("tpu", "trainium")  # accelerators that torch writes no kernels for
+
+CHUNKS = (1, 2, 4, 8)  # stages on a rank; more only add messages
+
+CHOSEN = {field.name for field in FIELDS if field.searched}
+
+SCHEDULES = cast("tuple[Schedule, ...]", get_args(Schedule))
+
+LAYOUTS_TRIED = 2000  # plans that are asked for their problems; the nearest to legal speaks for all
+
+How = tuple[tuple[str, Any], ...]
+
+Choice = TypeVar("Choice")
 
 
 class AxesChoice(NamedTuple):
@@ -48,8 +68,15 @@ class BatchChoice(NamedTuple):
     grad_accum: int
 
 
+class PipelineChoice(NamedTuple):
+    """How a pipeline goes through its microbatches."""
+
+    schedule: Schedule
+    chunks: int
+
+
 class Policy(NamedTuple):
-    """What becomes of that which blocks keep for the backward, and where states live."""
+    """What becomes of the activations that blocks save for the backward, and where states live."""
 
     recompute: str = "none"
     activation_offload: bool = False
@@ -59,141 +86,13 @@ class Policy(NamedTuple):
 
     @property
     def plainer(self) -> "Policy":
-        """The same with what is kept as it is, on the device: never slower."""
+        """The same with activations saved as they are, on the device: never slower."""
         return self._replace(activation_offload=False, activation_quant="none")
 
     @property
     def is_helped(self) -> bool:
-        """Whether something is sent or coded to hold less."""
+        """Whether something is offloaded or quantized to hold less."""
         return self != self.plainer
-
-
-class PipelineChoice(NamedTuple):
-    """How a pipeline goes through its microbatches."""
-
-    schedule: Schedule
-    chunks: int
-
-
-FIRST_SHARES = (0.25, 0.5, 0.75)  # of a stage's blocks that "first-K" recomputes
-SELECTIVE_SHARE = 0.5  # of those that "selective-K" does
-NARROW = ("bf16", "fp16", "fp8")
-UNCOMPILED = ("tpu", "trainium")  # accelerators that torch writes no kernels for
-
-How = tuple[tuple[str, Any], ...]
-
-
-def compiles(question: Question, pp: int, order: PipelineChoice) -> bool:
-    """Whether blocks are compiled: as it is fixed, or wherever torch can, because it changes time and memory alone."""
-    fixed = question.fixed.get("compile")
-    if fixed is not None:
-        return fixed
-    return not question.cluster.gpu.name.startswith(UNCOMPILED) and _compilable(pp, order)
-
-
-@lru_cache(maxsize=1024)
-def _compilable(pp: int, order: PipelineChoice) -> bool:
-    plan = Plan(pp=pp, **order._asdict(), microbatch=1, compile=True)
-    return next(check.how_blocks_run(plan), None) is None
-
-
-def keeps_bf16_params(question: Question) -> bool:
-    """Whether a narrow copy of the weights is kept: by one rank in low precision, as a run without a plan does."""
-    fixed = question.fixed
-    alone = question.cluster.gpus == 1 and not fixed.get("deterministic") and not fixed.get("cpu_offload")
-    return fixed.get("bf16_params", alone and question.precision in NARROW)
-
-
-def policies(question: Question, pp: int, order: PipelineChoice) -> tuple[Policy, ...]:
-    """What may be recomputed under a schedule, what may be coded or sent away, and where states may live."""
-    fixed = question.fixed
-    partly = question.stack.speed.selective == "operations"  # others mean another thing by it, and by all blocks
-    blocks = -(-question.arch.layers // (pp * order.chunks))
-    words = (fixed["recompute"],) if "recompute" in fixed else _words(blocks, partly)
-    how = (("compile", compiles(question, pp, order)),)
-    plain = _policies(question.arch, pp, order, _kept(words, _activations(question), _codes(question)), how)
-    return tuple(
-        policy._replace(optimizer_offload=home, optimizer_offload_update=update)
-        for policy in plain
-        for home, update in homes(question)
-    )
-
-
-def _activations(question: Question) -> tuple[bool, ...]:
-    """Where activations may wait: a host whose memory nobody tells is not counted on."""
-    if "activation_offload" in question.fixed:
-        return (question.fixed["activation_offload"],)
-    return (False, True) if question.cluster.host_bytes else (False,)
-
-
-def _codes(question: Question) -> tuple[str, ...]:
-    """Codes change the mathematics as a low precision does, and may vary with it."""
-    if "activation_quant" in question.fixed:
-        return (question.fixed["activation_quant"],)
-    if "precision" not in question.vary or question.precision == "fp64":
-        return ("none",)
-    return ("none", "int8", *(("fp8",) if question.cluster.gpu.fp8 else ()))
-
-
-def homes(question: Question) -> tuple[tuple[str, str], ...]:
-    """Where a lone rank's states may live, and who updates them there; several ranks share them out instead."""
-    fixed = question.fixed
-    updates = (fixed["optimizer_offload_update"],) if "optimizer_offload_update" in fixed else ("host", "device")
-    if "optimizer_offload" in fixed:
-        return tuple(
-            (fixed["optimizer_offload"], update)
-            for update in (updates if fixed["optimizer_offload"] != "none" else updates[:1])
-        )
-    found = [("none", updates[0])] if question.state_dtype == "fp32" else []
-    bare = question.precision in NARROW and not keeps_bf16_params(question)
-    elsewhere = fixed.get("deterministic") or fixed.get("cpu_offload")
-    if question.cluster.gpus > 1 or elsewhere or question.master_weights != "fp32" or bare:
-        return tuple(found)
-    if question.cluster.host_bytes:
-        found += [("host", update) for update in updates]
-    if question.cluster.disk_bytes:
-        found.append(("disk", updates[0]))
-    return tuple(found)
-
-
-@lru_cache(maxsize=256)
-def _kept(words: tuple[str, ...], places: tuple[bool, ...], codes: tuple[str, ...]) -> tuple[Policy, ...]:
-    return tuple(Policy(word, place, code) for word in words for place in places for code in codes)
-
-
-@lru_cache(maxsize=4096)
-def _policies(arch: Arch, pp: int, order: PipelineChoice, kept: tuple[Policy, ...], how: How) -> tuple[Policy, ...]:
-    return tuple(policy for policy in kept if _obeyed(arch, pp, order, policy, how))
-
-
-@lru_cache(maxsize=256)
-def _words(blocks: int, partly: bool) -> tuple[str, ...]:
-    """The policies that differ from each other on so many blocks; by operation in some of them if it can be."""
-    first = {max(round(share * blocks), 1) for share in FIRST_SHARES}
-    root = ("sqrt",) if round(blocks**0.5) > 1 else ()  # else each block by itself, which is "full"
-    some = (f"selective-{max(round(SELECTIVE_SHARE * blocks), 1)}",) if partly and blocks > 1 else ()
-    counted = (f"first-{count}" for count in sorted(first) if count < blocks)
-    return ("none", *some, "selective", *counted, *root, "full")
-
-
-def _obeyed(arch: Arch, pp: int, order: PipelineChoice, policy: Policy, how: How) -> bool:
-    """Whether the rules let this policy and this schedule meet: asked of them, on a plan without other axes.
-
-    `how`: what else is said of the way that blocks run.
-    """
-    grad_accum = 2 * pp
-    stages = balanced_stages(arch, pp * order.chunks) if pp > 1 else ()
-    pipeline = {"pp": pp, "stages": stages, **order._asdict()}
-    plan = Plan(**pipeline, microbatch=1, grad_accum=grad_accum, **policy._asdict(), **dict(how))
-    run = Run(arch=arch, plan=plan, batch=grad_accum, sequence=1)
-    return not any(problem for rule in check.PLAN_RULES for problem in rule(run))
-
-
-CHUNKS = (1, 2, 4, 8)  # stages on a rank; more only add messages
-CHOSEN = {field.name for field in FIELDS if field.searched}
-SCHEDULES = cast("tuple[Schedule, ...]", get_args(Schedule))
-
-Choice = TypeVar("Choice")
 
 
 def plans(question: Question) -> Iterator[Plan]:
@@ -234,16 +133,158 @@ def carried(question: Question) -> dict[str, Any]:
 
 def layouts(question: Question) -> Iterator[AxesChoice]:
     """Every legal use of the GPUs by axes."""
-    world = question.cluster.gpus
+    world, arch = question.cluster.gpus, question.arch
+    widths = (arch.heads, arch.kv_heads, arch.ffn, *((arch.expert_ffn,) if arch.experts else ()))
     for tp in _given(question, "tp", divisors(world)):
-        if not _splits(question.arch, tp) or question.sequence % tp:
+        if any(width % tp for width in (*widths, question.sequence)):
             continue
         for cp in _given(question, "cp", divisors(world // tp)):
             if cp > 1 and question.sequence % (2 * cp * tp):
                 continue
             for pp in _given(question, "pp", divisors(world // tp // cp)):
-                if pp <= question.arch.layers and not (pp == 1 and wants_pipeline(question)):
+                if pp <= arch.layers and not (pp == 1 and wants_pipeline(question)):
                     yield from _data_axes(question, pp, cp, tp)
+
+
+def rounds(question: Question, layout: AxesChoice) -> Iterator[BatchChoice]:
+    """A data rank's share of the batch, in microbatches of every size that divides it."""
+    share = question.batch // layout.data
+    for microbatch in _given(question, "microbatch", divisors(share)):
+        each = BatchChoice(microbatch, share // microbatch)
+        if question.fixed.get("grad_accum", each.grad_accum) != each.grad_accum:
+            continue
+        if question.fixed.get("deterministic") and each.grad_accum & (each.grad_accum - 1):
+            continue
+        if question.precision == "fp8" and microbatch * question.sequence // layout.cp % check.FP8_MULTIPLE:
+            continue
+        yield each
+
+
+def respelled(question: Question, layout: AxesChoice, each: BatchChoice) -> bool:
+    """With one microbatch a step, scattering every gradient (zero 2) and scattering it once (zero 1) are the same."""
+    return layout.zero == 2 and each.grad_accum == 1 and "zero" not in question.fixed
+
+
+def orders(question: Question, layout: AxesChoice, each: BatchChoice) -> tuple[PipelineChoice, ...]:
+    """Every schedule that can have these numbers."""
+    if layout.pp == 1:
+        return (PipelineChoice(question.fixed.get("schedule", "1f1b"), 1),)
+    schedules = _given(question, "schedule", SCHEDULES)
+    return _orders(schedules, _chunks(question, layout.pp), layout.pp, each.grad_accum)
+
+
+def choices(
+    question: Question, layout: AxesChoice, each: BatchChoice
+) -> tuple[tuple[PipelineChoice, tuple[Policy, ...]], ...]:
+    """Every schedule and the policies it can have; of the layout only pp matters."""
+    return tuple((order, policies(question, layout.pp, order)) for order in orders(question, layout, each))
+
+
+def policies(question: Question, pp: int, order: PipelineChoice) -> tuple[Policy, ...]:
+    """What may be recomputed under a schedule, quantized or offloaded, and where states may live."""
+    fixed = question.fixed
+    partly = question.stack.speed.selective == "operations"  # others mean another thing by it, and by all blocks
+    blocks = -(-question.arch.layers // (pp * order.chunks))
+    words = (fixed["recompute"],) if "recompute" in fixed else _words(blocks, partly)
+    how = (("compile", compiles(question, pp, order)),)
+    kept = tuple(product(words, _offloads(question), _quantizations(question)))
+    plain = _policies(question.arch, pp, order, kept, how)
+    return tuple(
+        policy._replace(optimizer_offload=home, optimizer_offload_update=update)
+        for policy in plain
+        for home, update in homes(question)
+    )
+
+
+def homes(question: Question) -> tuple[tuple[str, str], ...]:
+    """Where a lone rank's states may live, and who updates them there; several ranks share them out instead."""
+    fixed = question.fixed
+    updates = (fixed["optimizer_offload_update"],) if "optimizer_offload_update" in fixed else ("host", "device")
+    if "optimizer_offload" in fixed:
+        return tuple(
+            (fixed["optimizer_offload"], update)
+            for update in (updates if fixed["optimizer_offload"] != "none" else updates[:1])
+        )
+    found = [("none", updates[0])] if question.state_dtype == "fp32" else []
+    bare = question.precision in NARROW and not keeps_bf16_params(question)
+    elsewhere = fixed.get("deterministic") or fixed.get("cpu_offload")
+    if question.cluster.gpus > 1 or elsewhere or question.master_weights != "fp32" or bare:
+        return tuple(found)
+    if question.cluster.host_bytes:
+        found += [("host", update) for update in updates]
+    if question.cluster.disk_bytes:
+        found.append(("disk", updates[0]))
+    return tuple(found)
+
+
+def compiles(question: Question, pp: int, order: PipelineChoice) -> bool:
+    """Whether blocks are compiled: as it is fixed, or wherever torch can, because it changes time and memory alone."""
+    fixed = question.fixed.get("compile")
+    if fixed is not None:
+        return fixed
+    return not question.cluster.gpu.name.startswith(UNCOMPILED) and _compilable(pp, order)
+
+
+def keeps_bf16_params(question: Question) -> bool:
+    """Whether a narrow copy of the weights is kept: by one rank in low precision, as a run without a plan does."""
+    fixed = question.fixed
+    alone = question.cluster.gpus == 1 and not fixed.get("deterministic") and not fixed.get("cpu_offload")
+    return fixed.get("bf16_params", alone and question.precision in NARROW)
+
+
+def problems(question: Question, plan: Plan) -> list[Problem]:
+    """What the rules say of a plan."""
+    kept = question.master_weights
+    optim = Optim(master_weights=kept, stochastic_rounding=kept == "none", state_dtype=question.state_dtype)
+    run = Run(arch=question.arch, plan=plan, batch=question.batch, sequence=question.sequence, optim=optim)
+    return [problem for rule in check.PLAN_RULES for problem in rule(run)]
+
+
+def wants_pipeline(question: Question) -> bool:
+    """Whether stages or a schedule that are asked for would be lost on a plan without a pipeline."""
+    fixed = question.fixed
+    return bool(fixed.get("stages")) or fixed.get("chunks", 1) > 1 or ("schedule" in fixed and "pp" not in fixed)
+
+
+def refuse_empty(question: Question) -> None:
+    """Nothing, if some plan is legal; else what is wrong is raised."""
+    if all(next(plans(variant), None) is None for variant in variants(question)):
+        raise InputError(empty(question))
+
+
+def empty(question: Question) -> list[Problem]:
+    """What is wrong with the plan that breaks the fewest rules."""
+    fixed, gpus = question.fixed, question.cluster.gpus
+    taken = math.prod(fixed.get(axis, 1) for axis in AXES)
+    if taken < 1 or gpus % taken:
+        axes = [axis for axis in AXES if fixed.get(axis, 1) != 1]
+        product_of = " × ".join(f"plan.{axis} {fixed[axis]}" for axis in axes)
+        stated = f"plan.{axes[0]}" if len(axes) == 1 else product_of
+        return [Problem(f"{stated} = {taken} does not divide {gpus} GPUs", "fix other numbers, or take other machines")]
+    if problem := _batch_problem(question) or _stages_problem(question):
+        return [problem]
+    spread = _spread(question)
+    if wants_pipeline(question):
+        spread = [plan for plan in spread if plan.pp > 1]
+        if not spread:
+            return [_no_pipeline(question)]
+    simplest = sorted(spread, key=lambda plan: plan.tp * plan.cp * plan.pp)[:LAYOUTS_TRIED]
+    return min((problems(question, plan) for plan in simplest), key=len, default=[]) or [
+        Problem("no plan has all the fields that are fixed", "leave one of them to the search", "plan")
+    ]
+
+
+@lru_cache(maxsize=4096)
+def divisors(number: int) -> tuple[int, ...]:
+    small = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
+    return tuple(small + [number // each for each in reversed(small) if each * each != number])
+
+
+def _given(question: Question, name: str, choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
+    """The choices, or of them the one that is fixed."""
+    if name not in question.fixed:
+        return choices
+    return tuple(choice for choice in choices if choice == question.fixed[name])
 
 
 def _data_axes(question: Question, pp: int, cp: int, tp: int) -> Iterator[AxesChoice]:
@@ -307,40 +348,6 @@ def _carries(question: Question, layout: AxesChoice) -> bool:
     return False
 
 
-def rounds(question: Question, layout: AxesChoice) -> Iterator[BatchChoice]:
-    """A data rank's share of the batch, in microbatches of every size that divides it."""
-    share = question.batch // layout.data
-    for microbatch in _given(question, "microbatch", divisors(share)):
-        each = BatchChoice(microbatch, share // microbatch)
-        if question.fixed.get("grad_accum", each.grad_accum) != each.grad_accum:
-            continue
-        if question.fixed.get("deterministic") and not _power_of_two(each.grad_accum):
-            continue
-        if question.precision == "fp8" and microbatch * question.sequence // layout.cp % check.FP8_MULTIPLE:
-            continue
-        yield each
-
-
-def respelled(question: Question, layout: AxesChoice, each: BatchChoice) -> bool:
-    """With one microbatch a step, scattering every gradient (zero 2) and scattering it once (zero 1) are the same."""
-    return layout.zero == 2 and each.grad_accum == 1 and "zero" not in question.fixed
-
-
-def orders(question: Question, layout: AxesChoice, each: BatchChoice) -> tuple[PipelineChoice, ...]:
-    """Every schedule that can have these numbers."""
-    if layout.pp == 1:
-        return (PipelineChoice(question.fixed.get("schedule", "1f1b"), 1),)
-    schedules = _given(question, "schedule", SCHEDULES)
-    return _orders(schedules, _chunks(question, layout.pp), layout.pp, each.grad_accum)
-
-
-def choices(
-    question: Question, layout: AxesChoice, each: BatchChoice
-) -> tuple[tuple[PipelineChoice, tuple[Policy, ...]], ...]:
-    """Every schedule and the policies it can have; of the layout only pp matters."""
-    return tuple((order, policies(question, layout.pp, order)) for order in orders(question, layout, each))
-
-
 def _chunks(question: Question, pp: int) -> tuple[int, ...]:
     """Stages on a rank: as many as given, or as the given stages make, or a few numbers that the layers allow."""
     chunks = (question.fixed["chunks"],) if "chunks" in question.fixed else CHUNKS
@@ -359,75 +366,58 @@ def _orders(
     return tuple(order for order in found if legal(order.schedule, pp, order.chunks, grad_accum) is None)
 
 
-def problems(question: Question, plan: Plan) -> list[Problem]:
-    """What the rules say of a plan."""
-    kept = question.master_weights
-    optim = Optim(master_weights=kept, stochastic_rounding=kept == "none", state_dtype=question.state_dtype)
-    run = Run(arch=question.arch, plan=plan, batch=question.batch, sequence=question.sequence, optim=optim)
-    return [problem for rule in check.PLAN_RULES for problem in rule(run)]
+def _offloads(question: Question) -> tuple[bool, ...]:
+    """Where activations may wait: a host whose memory nobody tells is not counted on."""
+    if "activation_offload" in question.fixed:
+        return (question.fixed["activation_offload"],)
+    return (False, True) if question.cluster.host_bytes else (False,)
 
 
-def _given(question: Question, name: str, choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
-    """The choices, or of them the one that is fixed."""
-    if name not in question.fixed:
-        return choices
-    return tuple(choice for choice in choices if choice == question.fixed[name])
+def _quantizations(question: Question) -> tuple[str, ...]:
+    """Eight bits change the numerics as a low precision does, and may vary with it."""
+    if "activation_quant" in question.fixed:
+        return (question.fixed["activation_quant"],)
+    if "precision" not in question.vary or question.precision == "fp64":
+        return ("none",)
+    return ("none", "int8", *(("fp8",) if question.cluster.gpu.fp8 else ()))
 
 
-def wants_pipeline(question: Question) -> bool:
-    """Whether stages or a schedule that are asked for would be lost on a plan without a pipeline."""
-    fixed = question.fixed
-    return bool(fixed.get("stages")) or fixed.get("chunks", 1) > 1 or ("schedule" in fixed and "pp" not in fixed)
-
-
-def _splits(arch: Arch, tp: int) -> bool:
-    """Whether every matrix can be shared by so many ranks."""
-    widths = (arch.heads, arch.kv_heads, arch.ffn, *((arch.expert_ffn,) if arch.experts else ()))
-    return all(width % tp == 0 for width in widths)
+@lru_cache(maxsize=256)
+def _words(blocks: int, partly: bool) -> tuple[str, ...]:
+    """The policies that differ from each other on so many blocks; by operation in some of them if it can be."""
+    first = {max(round(share * blocks), 1) for share in FIRST_SHARES}
+    root = ("sqrt",) if round(blocks**0.5) > 1 else ()  # else each block by itself, which is "full"
+    some = (f"selective-{max(round(SELECTIVE_SHARE * blocks), 1)}",) if partly and blocks > 1 else ()
+    counted = (f"first-{count}" for count in sorted(first) if count < blocks)
+    return ("none", *some, "selective", *counted, *root, "full")
 
 
 @lru_cache(maxsize=4096)
-def divisors(number: int) -> tuple[int, ...]:
-    small = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
-    return tuple(small + [number // each for each in reversed(small) if each * each != number])
+def _policies(
+    arch: Arch, pp: int, order: PipelineChoice, kept: tuple[tuple[str, bool, str], ...], how: How
+) -> tuple[Policy, ...]:
+    """Those that the rules let meet a schedule: asked of them, on a plan without other axes.
+
+    `how`: what else is said of the way that blocks run.
+    """
+    stages = balanced_stages(arch, pp * order.chunks) if pp > 1 else ()
+    pipeline = {"pp": pp, "stages": stages, **order._asdict()}
+
+    def is_legal(policy: Policy) -> bool:
+        plan = Plan(**pipeline, microbatch=1, grad_accum=2 * pp, **policy._asdict(), **dict(how))
+        run = Run(arch=arch, plan=plan, batch=2 * pp, sequence=1)
+        return not any(problem for rule in check.PLAN_RULES for problem in rule(run))
+
+    return tuple(policy for each in kept if is_legal(policy := Policy(*each)))
 
 
-def _power_of_two(number: int) -> bool:
-    return number & (number - 1) == 0
+@lru_cache(maxsize=1024)
+def _compilable(pp: int, order: PipelineChoice) -> bool:
+    plan = Plan(pp=pp, **order._asdict(), microbatch=1, compile=True)
+    return next(check.how_blocks_run(plan), None) is None
 
 
-LAYOUTS_TRIED = 2000  # plans that are asked for their problems; the nearest to legal speaks for all
-
-
-def refuse_empty(question: Question) -> None:
-    """Nothing, if some plan is legal; else what is wrong is raised."""
-    if all(next(plans(variant), None) is None for variant in variants(question)):
-        raise InputError(empty(question))
-
-
-def empty(question: Question) -> list[Problem]:
-    """What is wrong with the plan that breaks the fewest rules."""
-    fixed, gpus = question.fixed, question.cluster.gpus
-    taken = math.prod(fixed.get(axis, 1) for axis in AXES)
-    if taken < 1 or gpus % taken:
-        axes = [axis for axis in AXES if fixed.get(axis, 1) != 1]
-        product_of = " × ".join(f"plan.{axis} {fixed[axis]}" for axis in axes)
-        stated = f"plan.{axes[0]}" if len(axes) == 1 else product_of
-        return [Problem(f"{stated} = {taken} does not divide {gpus} GPUs", "fix other numbers, or take other machines")]
-    if problem := _batch(question) or _stages(question):
-        return [problem]
-    spread = _spread(question)
-    if wants_pipeline(question):
-        spread = [plan for plan in spread if plan.pp > 1]
-        if not spread:
-            return [_no_pipeline(question)]
-    simplest = sorted(spread, key=lambda plan: plan.tp * plan.cp * plan.pp)[:LAYOUTS_TRIED]
-    return min((problems(question, plan) for plan in simplest), key=len, default=[]) or [
-        Problem("no plan has all the fields that are fixed", "leave one of them to the search", "plan")
-    ]
-
-
-def _batch(question: Question) -> Problem | None:
+def _batch_problem(question: Question) -> Problem | None:
     """A batch that the fixed microbatches do not divide, or that no number of data ranks divides."""
     fixed, batch = question.fixed, question.batch
     part = math.prod(fixed.get(name, 1) for name in ("microbatch", "grad_accum", "replicate", "shard"))
@@ -438,7 +428,7 @@ def _batch(question: Question) -> Problem | None:
     return None
 
 
-def _stages(question: Question) -> Problem | None:
+def _stages_problem(question: Question) -> Problem | None:
     """Stages that do not add up to the model."""
     stages, layers = question.fixed.get("stages", ()), question.arch.layers
     if not stages or (sum(stages) == layers and min(stages) >= 1):
@@ -465,21 +455,16 @@ def _spread(question: Question) -> list[Plan]:
     for degrees in product(*axes):
         if math.prod(degrees) != gpus:
             continue
-        values = dict(zip(AXES, degrees, strict=True))
+        values: dict[str, Any] = dict(zip(AXES, degrees, strict=True))
         data = values["replicate"] * values["shard"]
         microbatch = fixed.get("microbatch") or max(question.batch // data // fixed.get("grad_accum", 1), 1)
         grad_accum = fixed.get("grad_accum") or max(question.batch // data // microbatch, 1)
         values |= {"zero": int(values["shard"] > 1), "microbatch": microbatch, "grad_accum": grad_accum}
-        plans.append(_plan(question, values | {key: value for key, value in fixed.items() if key not in AXES}))
+        values |= {key: value for key, value in fixed.items() if key not in AXES}
+        if values["pp"] > 1 and (stages := values.get("stages")):
+            values = {"chunks": max(len(stages) // values["pp"], 1)} | values
+        elif values["pp"] > 1:
+            chunks = values.get("chunks") or default_chunks(values.get("schedule", "1f1b"))
+            values |= {"chunks": chunks, "stages": balanced_stages(question.arch, values["pp"] * chunks)}
+        plans.append(Plan(**values, precision=question.precision))
     return plans
-
-
-def _plan(question: Question, values: dict[str, Any]) -> Plan:
-    stages = values.get("stages")
-    if values["pp"] > 1 and stages:
-        values = {"chunks": max(len(stages) // values["pp"], 1)} | values
-    elif values["pp"] > 1:
-        schedule = str(values.get("schedule", "1f1b"))
-        chunks = values.get("chunks") or default_chunks(schedule)  # pyright: ignore[reportArgumentType]
-        values = values | {"chunks": chunks, "stages": balanced_stages(question.arch, values["pp"] * chunks)}
-    return Plan(**values, precision=question.precision)  # pyright: ignore[reportArgumentType]

@@ -283,8 +283,8 @@ def saved_activations(work: MicrobatchShape, mixtures: tuple[bool, ...], last: b
     )
     if not work.offloads:
         return everything
-    again = {layer for run in recomputed for layer in run}
-    moved = [moved_bytes(work, size, layer in again) for layer, size in enumerate(blocks)]
+    repeated = {layer for run in recomputed for layer in run}
+    moved = [moved_bytes(work, size, layer in repeated) for layer, size in enumerate(blocks)]
     return msgspec.structs.replace(
         everything,
         activations=everything.activations - sum(moved),

@@ -4,6 +4,7 @@ from functools import cache
 from itertools import accumulate
 
 from meshwright.cost.activations import ActivationPolicy, policy_of
+from meshwright.cost.rank_view import stage_lengths
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import params
 from meshwright.spec.plan import Plan
@@ -48,18 +49,14 @@ def recomputed_flops(arch: Arch, plan: Plan, sequence: int, batch: int, policy: 
     if policy.by_operation:
         return step_flops(arch, sequence, batch)
     recomputed = 0.0
-    for stage in stage_layers(arch, plan):
+    lengths = stage_lengths(arch, plan)
+    for length, end in zip(lengths, accumulate(lengths), strict=True):
+        stage = range(end - length, end)
         for run in policy.runs(len(stage)):
             layers = [stage[number] for number in run]
             recomputed += sum(block_flops_per_token(arch, layer, sequence) for layer in layers)
             recomputed -= 0 if policy.to_the_end else _unneeded(arch, layers[-1])
     return step_flops(arch, sequence, batch) + recomputed * sequence * batch
-
-
-def stage_layers(arch: Arch, plan: Plan) -> list[range]:
-    """The layers of each pipeline stage; without a pipeline there is one."""
-    lengths = plan.stages if plan.pp > 1 else (arch.layers,)
-    return [range(end - length, end) for length, end in zip(lengths, accumulate(lengths), strict=True)]
 
 
 @cache

@@ -38,7 +38,7 @@ from meshwright.cost.layout import (
     state_layout,
     total,
 )
-from meshwright.cost.rank_view import placement
+from meshwright.cost.rank_view import placement, stage_lengths
 from meshwright.cost.traffic import FIRST
 from meshwright.spec.params import count
 from meshwright.spec.plan import Plan
@@ -354,7 +354,7 @@ def _parts(job: Job, rank: int) -> dict[int, SavedActivations]:
     """What a microbatch keeps in each stage on a rank."""
     arch, plan = job.arch, job.plan
     ranks = placement(plan)
-    lengths = plan.stages if plan.pp > 1 else (arch.layers,)
+    lengths = stage_lengths(arch, plan)
     work, policy, last = microbatch_shape(job), activation_policy(job), len(ranks) - 1
     blocks = "none" if policy.recomputes_attention else policy.recompute
     found = {}

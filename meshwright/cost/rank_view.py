@@ -11,7 +11,7 @@ from meshwright.cost.activations import ITEM_BYTES, ActivationPolicy, chunk_rows
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import Param, Split, params
 from meshwright.spec.plan import Plan
-from meshwright.spec.schedule import stage_ranks
+from meshwright.spec.schedule import Schedule, stage_ranks
 
 
 class RankView(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,12 +93,22 @@ class ParamGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 def placement(plan: Plan) -> tuple[int, ...]:
     """The pipeline rank of each stage."""
-    return stage_ranks(plan.schedule, plan.pp, plan.chunks) if plan.pp > 1 else (0,)
+    return _placement(plan.schedule, plan.pp, plan.chunks)
+
+
+@lru_cache(maxsize=1024)
+def _placement(schedule: Schedule, pp: int, chunks: int) -> tuple[int, ...]:
+    return stage_ranks(schedule, pp, chunks) if pp > 1 else (0,)
+
+
+def stage_lengths(arch: Arch, plan: Plan) -> tuple[int, ...]:
+    """Layers of each stage; a model without a pipeline is one."""
+    return plan.stages if plan.pp > 1 else (arch.layers,)
 
 
 def parts(view: RankView) -> tuple[StageLayers, ...]:
     """The stages on this rank, in the order of the model."""
-    lengths = view.plan.stages if view.plan.pp > 1 else (view.arch.layers,)
+    lengths = stage_lengths(view.arch, view.plan)
     return _parts(view.arch, lengths, placement(view.plan), view.at("pp"), policy_of(view.plan))
 
 
@@ -112,6 +122,10 @@ def _parts(
             continue
         layers = range(end - length, end)
         mixtures = sum(map(arch.is_mixture, layers)) if arch.experts else 0
+        runs = policy.runs(length)
+        recomputed_mixtures = (
+            sum(arch.is_mixture(layers[number]) for run in runs for number in run) if arch.experts else 0
+        )
         found.append(
             StageLayers(
                 stage=stage,
@@ -119,23 +133,16 @@ def _parts(
                 mixtures=mixtures,
                 first=stage == 0,
                 last=stage == len(ranks) - 1,
-                recomputed=_recomputed(arch, policy, layers),
+                recomputed=RecomputedBlocks(
+                    runs=len(runs),
+                    dense=sum(map(len, runs)) - recomputed_mixtures,
+                    mixtures=recomputed_mixtures,
+                    by_operation=policy.by_operation,
+                    to_the_end=policy.to_the_end,
+                ),
             )
         )
     return tuple(found)
-
-
-def _recomputed(arch: Arch, policy: ActivationPolicy, layers: range) -> RecomputedBlocks:
-    found = policy.runs(len(layers))
-    mixtures = sum(arch.is_mixture(layers[number]) for run in found for number in run) if arch.experts else 0
-    dense = sum(map(len, found)) - mixtures
-    return RecomputedBlocks(
-        runs=len(found),
-        dense=dense,
-        mixtures=mixtures,
-        by_operation=policy.by_operation,
-        to_the_end=policy.to_the_end,
-    )
 
 
 def groups(view: RankView) -> Iterator[ParamGroup]:

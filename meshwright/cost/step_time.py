@@ -37,12 +37,12 @@ from meshwright.cost.layer_time import (
 )
 from meshwright.cost.layout import label_of
 from meshwright.cost.network import axis_span, collective_seconds
+from meshwright.cost.rank_view import placement, stage_lengths
 from meshwright.cost.simulate import StageCost, makespan
 from meshwright.cost.weight_time import OverlapWindow, WeightSeconds, least_seconds, weight_seconds
 from meshwright.hardware.stacks import Efficiency, efficiency_of
 from meshwright.spec.arch import Arch
 from meshwright.spec.plan import Plan
-from meshwright.spec.schedule import Schedule, stage_ranks
 
 DRAINED = ("naive", "gpipe", "1f1b", "interleaved", "looped")  # a rank's last action is its first stage's backward
 
@@ -159,8 +159,8 @@ def work_bound(job: Job, efficiency: Efficiency | None = None) -> float:
 def lower_bound(job: Job, efficiency: Efficiency | None = None) -> float:
     """Without playing the schedule, with what the first rank's weights cost at least, whatever is recomputed."""
     at = layer_model(job, efficiency)
-    kinds, places = kinds_of(job.arch, lengths_of(job))
-    ranks = placed(job.plan.schedule, job.plan.pp, job.plan.chunks)
+    kinds, places = kinds_of(job.arch, stage_lengths(job.arch, job.plan))
+    ranks = placement(job.plan)
     mine = [place for place, rank in zip(places, ranks, strict=True) if rank == 0]
     timed = [_seconds(at, kind, ActivationPolicy()) for kind in kinds]
     forward = sum(timed[place][1] for place in mine)
@@ -172,23 +172,11 @@ def lower_bound(job: Job, efficiency: Efficiency | None = None) -> float:
 def stages_of(at: LayerModel, job: Job) -> Stages:
     """The stages of a job; a model without a pipeline is one."""
     plan = job.plan
-    ranks = placed(plan.schedule, plan.pp, plan.chunks)
     send = 0.0
     if plan.pp > 1:  # hidden states, or their gradient; where tp scatters them, each rank sends its part
         size = at.tokens * at.arch.hidden * at.rates.width / (plan.tp if at.speed.scattered_sends else 1)
         send = collective_seconds("send", size, axis_span("pp", plan, job.cluster), job.cluster)
-    return _timed(at, lengths_of(job), ranks, activation_policy(job), send)
-
-
-@lru_cache(maxsize=1024)
-def placed(schedule: Schedule, pp: int, chunks: int) -> tuple[int, ...]:
-    """The pipeline rank of each stage."""
-    return stage_ranks(schedule, pp, chunks) if pp > 1 else (0,)
-
-
-def lengths_of(job: Job) -> tuple[int, ...]:
-    """Layers of each stage."""
-    return job.plan.stages if job.plan.pp > 1 else (job.arch.layers,)
+    return _timed(at, stage_lengths(job.arch, plan), placement(plan), activation_policy(job), send)
 
 
 @lru_cache(maxsize=8192)
@@ -265,7 +253,7 @@ def pipeline_seconds(stages: Stages, job: Job) -> float:
 
 def least_pipeline(seconds: Sequence[float], forwards: Sequence[float], plan: Plan) -> float:
     """The busiest rank's work, and what must come before the first of it and after the last; from stages' seconds."""
-    ranks = placed(plan.schedule, plan.pp, plan.chunks)
+    ranks = placement(plan)
     busy = [0.0] * plan.pp
     for each, rank in zip(seconds, ranks, strict=True):
         busy[rank] += each
@@ -362,7 +350,7 @@ def _interval(job: Job, seconds: float, working: PassTimes) -> tuple[float, floa
 
 
 def _working(at: LayerModel, job: Job) -> float:
-    kinds, places = kinds_of(job.arch, lengths_of(job))
+    kinds, places = kinds_of(job.arch, stage_lengths(job.arch, job.plan))
     policy = activation_policy(job)
     timed = [_seconds(at, kind, policy) for kind in kinds]
     seconds, forwards = [timed[place][0] for place in places], [timed[place][1] for place in places]

@@ -52,11 +52,11 @@ class ActivationPolicy(msgspec.Struct, frozen=True, kw_only=True):
         return self.quant == "none" and not self.offload
 
     def runs(self, layers: int) -> tuple[range, ...]:
-        """Of so many layers of a stage, those that are recomputed, those of one run together."""
+        """The recomputed ones among so many layers of a stage, those of one run together."""
         return runs(self.recompute, layers)
 
     def share(self, layers: int) -> float:
-        """Of so many layers, the recomputed share."""
+        """The recomputed share of so many layers."""
         return sum(map(len, self.runs(layers))) / layers if layers else 0.0
 
 
@@ -232,7 +232,7 @@ MASK = 1
 
 
 def mixture_kept(work: MicrobatchShape, norm: float) -> float:
-    """Of one mixture layer, its norm included: the router's numbers, a row for every choice, and each expert's work."""
+    """What an MoE layer and its norm save: the router's elements, a row for every choice, and each expert's work."""
     return norm + _router(work) + _rows(work) + _shared(work)
 
 
@@ -298,7 +298,7 @@ ATTENTION_PRODUCTS = 3  # that read the same input: queries, keys and values
 
 
 def as_kept(work: MicrobatchShape, mixture: bool, whole: float) -> float:
-    """Of a block that would keep so much, what it keeps: codes, and statistics as they are."""
+    """What a block saves that would save so much unquantized: quantized elements, and statistics as they are."""
     if not work.coded:
         return whole
     numbers, size = _codable(work, mixture)
@@ -336,14 +336,14 @@ def norm_kept(work: MicrobatchShape) -> float:
 
 
 def norm_input(work: MicrobatchShape) -> float:
-    """Of a norm, what is as wide as the hidden states."""
+    """What a norm saves that has the shape of the hidden states."""
     numbers = work.split * work.arch.hidden
     pieces = work.arch.norm == "rms" and not work.fused_norm
     return 2 * numbers * work.wide if pieces else numbers * work.narrow
 
 
 def norm_statistics(work: MicrobatchShape) -> float:
-    """Of a norm, one or two numbers for each position."""
+    """A norm's statistics: one or two elements for each position."""
     if work.arch.norm == "layer":
         return 2 * work.split * (work.wide if work.fused_norm else work.narrow)
     return work.split * work.wide
@@ -408,7 +408,7 @@ class SavedActivations(msgspec.Struct, frozen=True, kw_only=True):
 
 @lru_cache(maxsize=4096)
 def saved_activations(work: MicrobatchShape, mixtures: tuple[bool, ...], last: bool, policy: str) -> SavedActivations:
-    """Of a part of the model: `mixtures` tells for each of its layers whether it is one."""
+    """What a part of the model saves; `mixtures` says for each of its layers whether it is an MoE layer."""
     kinds = set(mixtures)
     whole = {mixture: block_kept(work, mixture) for mixture in kinds}
     each = {mixture: as_kept(work, mixture, size) for mixture, size in whole.items()}
@@ -448,12 +448,12 @@ def _sent(work: MicrobatchShape, everything: SavedActivations, blocks: list[floa
 
 
 def moved_bytes(work: MicrobatchShape, size: float, anew: bool) -> float:
-    """Of a block that keeps so much, what goes to the host: small tensors stay."""
+    """What goes to the host of a block that saves so much: small tensors stay."""
     return input_kept(work) if anew else size - small_kept(work)
 
 
 def block_kept(work: MicrobatchShape, mixture: bool) -> float:
-    """Of one block, everything."""
+    """Everything that one block saves."""
     return attention_kept(work) + (mixture_kept(work, norm_kept(work)) if mixture else dense_kept(work))
 
 
@@ -481,7 +481,7 @@ def dense_kept(work: MicrobatchShape) -> float:
 
 
 def _weights(work: MicrobatchShape) -> float:
-    """Of attention's weights: their log-sum-exp, or where they exist as a whole themselves, and dropped out."""
+    """Attention's weights as saved: their log-sum-exp, or where they exist as a whole themselves, and dropped out."""
     heads = work.arch.heads / work.tp
     if work.attention == "flash":
         return work.whole * heads * work.wide
@@ -500,7 +500,7 @@ def _end(work: MicrobatchShape) -> float:
 
 
 def _selected(work: MicrobatchShape, mixture: bool) -> float:
-    """Of a block that is computed anew by operation: its input, and what products, attention and collectives return.
+    """What a selectively recomputed block saves: its input, and what matmuls, attention and collectives return.
 
     Of one that is computed anew as a whole only its input is kept, and of a run of them that of the first.
     """

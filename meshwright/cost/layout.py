@@ -481,7 +481,7 @@ def _instants(schedule: Schedule, pp: int, chunks: int, microbatches: int, rank:
 
 
 def sharded(job: Job, place: Mapping[str, int]) -> ResidentMemory:
-    """Of our own trainer, and of others that shard as `fully_shard` does."""
+    """What our own trainer holds, and others that shard as `fully_shard` does."""
     plan, holds, layout = job.plan, job.stack.holds, state_layout(job)
     seat = RankView(arch=job.arch, plan=plan, sequence=0, place=place)
     lines = {line.name: line for line in states(job.arch, plan, place, layout)}
@@ -558,7 +558,7 @@ def _left_at_end(plan: Plan, layout: StateLayout, seat: RankView) -> float | Non
 
 
 def _outside_sums(plan: Plan, layout: StateLayout, seat: RankView) -> float:
-    """Of what is outside the blocks, the gradient as it came, and its copy in the precision of sums."""
+    """The gradient of what is outside the blocks as it came, and its copy in the precision of sums."""
     if layout.sums != "by_block" or plan.pp > 1:
         return 0
     _, outside = _unsharded_numbers(seat)

@@ -94,7 +94,7 @@ def _alone(microbatches: int) -> tuple[InFlight, ...]:
 
 
 def _largest(found: dict[InFlight, None]) -> tuple[InFlight, ...]:
-    """Of scenes that differ only in how many microbatches are held, those that no other exceeds in every stage."""
+    """Among scenes that differ only in how many microbatches are held, those that no other exceeds in every stage."""
     alike: dict[tuple[Kind, int, frozenset[int]], list[InFlight]] = {}
     for scene in found:
         rivals = alike.setdefault((scene.kind, scene.stage, scene.summing), [])
@@ -260,7 +260,7 @@ def _flying(rank: _RankMoments, scene: InFlight) -> Lines:
 
 
 def _near(part: SavedActivations, active: bool, microbatches: int) -> float:
-    """Of what blocks send to the host, the bytes still here, or here again.
+    """The bytes still here, or here again, of what blocks send to the host.
 
     A stage at work has two blocks, and while it goes back the last one of a later forward, which has not left yet.
     """
@@ -341,7 +341,7 @@ NOWHERE = OffloadedMemory()
 
 
 def away(job: Job, sent: float, place: Mapping[str, int] = FIRST) -> OffloadedMemory:
-    """Of a rank whose microbatches in flight have sent so many bytes of activations."""
+    """What a rank keeps off its device whose microbatches in flight have sent so many bytes of activations."""
     layout = state_layout(job)
     host, disk = list(hosted(job.arch, job.plan, place, layout)), []
     if sent:
@@ -473,7 +473,7 @@ def fits(job: Job) -> Fit:
 
 
 def _fullest_away(job: Job, found: Ledger) -> Ledger:
-    """Of a pipeline's ranks the one that sends most to its host."""
+    """The pipeline rank that sends most to its host."""
     if not found.away.host or job.plan.pp == 1:
         return found
     return max((_ledger(job, rank) for rank in _rivals(job.plan)), key=lambda each: each.away.host_bytes)

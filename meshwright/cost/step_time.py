@@ -263,7 +263,7 @@ def _mean(stages: Stages, pp: int) -> PassTimes:
 
 
 def _weights(job: Job, known: StepTimeline) -> WeightSeconds:
-    """Of the pipeline's two ends the one that waits longer: the middle has neither embedding nor projection."""
+    """The pipeline's end that waits longer: the middle has neither embedding nor projection."""
     found = []
     for rank in {0, job.plan.pp - 1}:
         mine = known.stages.of(rank)
@@ -277,7 +277,7 @@ def _weights(job: Job, known: StepTimeline) -> WeightSeconds:
 
 @lru_cache(maxsize=1024)
 def _products_share(arch: Arch, sequence: int) -> float:
-    """Of the model's operations, those of products with weights; attention's are the rest."""
+    """The share of matmuls with weights in the model's operations; attention's are the rest."""
     return 1 - attention_flops_per_token(arch, sequence) / forward_flops_per_token(arch, sequence)
 
 

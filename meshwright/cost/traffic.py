@@ -54,7 +54,7 @@ class Collective(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total_bytes(self) -> int:
-        """Of all calls."""
+        """Bytes of all calls."""
         return self.count * self.bytes
 
 
@@ -211,7 +211,7 @@ def weight_traffic(seat: RankView) -> Iterator[Collective]:
 
 
 def data_traffic(seat: RankView) -> Iterator[Collective]:
-    """Of that, what is sent between ranks that see other data, and between tied copies."""
+    """What is sent of that between ranks that see other data, and between tied copies."""
     for group in groups(seat):
         yield from _over_shard(group, seat)
         yield from _over_replicate(group, seat)
@@ -337,7 +337,7 @@ def deterministic_traffic(seat: RankView) -> Iterator[Collective]:
 
 
 def rows(size: int, shards: int) -> int:
-    """Of a dim 0 of some size, those that every rank makes room for."""
+    """The rows of a dim 0 of some size that every rank makes room for."""
     return math.ceil(size / shards)
 
 

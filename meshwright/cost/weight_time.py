@@ -85,7 +85,7 @@ class HostTransfers(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 def travels(plan: Plan, layout: StateLayout, numbers: float, cluster: Cluster) -> HostTransfers:
-    """Of so many weights on a rank: every microbatch brings them twice, and takes their gradient away once.
+    """Host transfers of so many weights on a rank: each microbatch brings them twice, and takes their gradient once.
 
     Sums over copies leave with the last microbatch only.
     """

@@ -236,7 +236,7 @@ class MemoryBound:
         return min(each.activations for each in found), min(moments)
 
     def _work(self, tp: int, cp: int, microbatch: int, policy: Policy) -> MicrobatchShape:
-        """Of a rank whose blocks are compiled, if they ever are: it keeps less."""
+        """A rank's microbatch, compiled if it ever is: compiled blocks save less."""
         key = (tp, cp, microbatch, policy)
         if key not in self.works:
             compiled = bool(self.question.fixed.get("compile", True))
@@ -269,7 +269,7 @@ def _given_out(question: Question) -> float:
 
 
 def frugal_split(group: PlanGroup) -> AxesChoice:
-    """Of a group's splits of the data axes the one that holds least: it shards most."""
+    """A group's split of the data axes that holds least: it shards most."""
     return max(group.splits, key=lambda layout: (layout.zero, layout.shards))
 
 
@@ -330,7 +330,7 @@ class _Widths(NamedTuple):
 
 
 def _widths(question: Question, home: str) -> _Widths:
-    """Of a rank whose states live in a given place."""
+    """The widths of a rank whose states live in a given place."""
     plan = Plan(microbatch=1, precision=question.precision, bf16_params=keeps_bf16_params(question))
     plan = msgspec.structs.replace(plan, optimizer_offload=home, cpu_offload=question.fixed.get("cpu_offload", False))
     once = state_layout(question.job(plan))

@@ -405,11 +405,11 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fit(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether a job's fullest rank has room."""
+    """Whether a job's most loaded rank has room."""
 
     fits: bool
     headroom_bytes: int  # what is left of the device; what lacks, when negative
-    ledger: Ledger  # of the fullest rank
+    ledger: Ledger  # of the most loaded rank
     why: str  # the reason, in a sentence
 
 
@@ -440,7 +440,7 @@ def ledger(job: Job, place: Mapping[str, int] = FIRST) -> Ledger:
 
 
 def worst(job: Job) -> Ledger:
-    """The ledger of the fullest pipeline rank."""
+    """The ledger of the most loaded pipeline rank."""
     return max((_ledger(job, rank) for rank in _rivals(job.plan)), key=lambda found: found.allocated)
 
 
@@ -463,7 +463,7 @@ def _ledger(job: Job, rank: int) -> Ledger:
 
 
 def fits(job: Job) -> Fit:
-    """Whether what the driver would show of the fullest rank is within the device's memory, and every rank has work."""
+    """Whether what nvidia-smi would show of the most loaded rank fits its device, and every rank has work."""
     found = worst(job)
     headroom = int(job.cluster.gpu.memory_bytes) - found.shown
     idle = job.plan.stages.count(0) > WITHOUT_LAYERS
@@ -509,7 +509,7 @@ def _role(rank: int, pp: int) -> Role:
 
 
 def _rivals(plan: Plan) -> list[int]:
-    """Pipeline ranks that may be the fullest: both ends, and of those with equally long stages the first."""
+    """Pipeline ranks that may be the most loaded: both ends, and of those with equally long stages the first."""
     ranks = placement(plan)
     found: dict[tuple[int, ...], int] = {}
     for rank in range(1, plan.pp - 1):

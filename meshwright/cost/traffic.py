@@ -384,7 +384,7 @@ FIRST: Mapping[str, int] = {}  # the place of the first rank: every coordinate i
 
 
 def traffic(arch: Arch, plan: Plan, sequence: int, *, place: Mapping[str, int] = FIRST) -> tuple[Collective, ...]:
-    """What one rank sends in one step of training, held-out losses left out.
+    """What one rank sends in one step of training, validation losses left out.
 
     `place`: the rank's coordinates on the plan's axes. Ranks differ by their pipeline stages, and by the length of
     their part of an odd vocabulary.

@@ -149,7 +149,7 @@ class MemoryBound:
         return self.floor(layout) <= self.memory
 
     def floor(self, layout: AxesChoice) -> float:
-        """Bytes of a layout's fullest rank at least, at the update: ranks that share evenly hold the least."""
+        """Bytes of a layout's most loaded rank at least, at the update: ranks that share evenly hold the least."""
         return min((self._floor(layout, home) for home in self.states), default=0.0)
 
     def _floor(self, layout: AxesChoice, home: str) -> float:
@@ -207,7 +207,7 @@ class MemoryBound:
         return found
 
     def least(self, group: PlanGroup) -> float:
-        """Bytes at least of the fullest rank of every plan of a group."""
+        """Bytes at least of the most loaded rank of every plan of a group."""
         frugal, policy = frugal_split(group), group.decided_policy
         resting = self._resting(frugal, group, policy.optimizer_offload)
         return max(self._floor(frugal, policy.optimizer_offload), resting + self._live(group, policy))

@@ -154,11 +154,11 @@ def parity(
     batches: "Sequence[Batch]",
     loss: "Loss",
     plans: Sequence[str | Plan],
-    anatomy: "ModelSpec | None" = None,
+    model_spec: "ModelSpec | None" = None,
     say: Say = _silent,
 ) -> "list[ParityResult]":
     """Train a module under each plan and in one process, and compare every number: `meshwright.verify.parity`."""
     words.require_training()
     from meshwright.verify import parity
 
-    return parity(make_model, batches, loss, plans, anatomy, say)
+    return parity(make_model, batches, loss, plans, model_spec, say)

@@ -78,6 +78,7 @@ def test_a_model_that_works_between_its_blocks_cannot_recompute_several_together
 
 
 def test_a_named_precision_is_used_on_both_sides():
+    torch.manual_seed(0)  # from some weights a gradient is so small that bf16 turns its sign, and AdamW's step with it
     (verdict,) = parity(Tower, batches(), loss, ["shard=2,zero=3,precision=bf16"], TOWER)
     assert verdict.passed, verdict
     assert verdict.weight_deviation > 1e-9  # it is not secretly float64

@@ -116,7 +116,7 @@ def simulated(plan: Plan) -> Timeline:
 
 
 def measured(plan: Plan, mesh: Mesh, steps: int) -> list[tuple[float, list[float]]]:
-    """Of every step after the first: its seconds, and the share of them that each rank idles."""
+    """Every step after the first: its seconds, and the share of them that each rank idles."""
     spans: Spans = []
     chunks = [Stage(THIRD / plan.chunks, spans) for _ in my_stages(plan, mesh)]
     pipeline = Pipeline(chunks, plan, mesh, lambda outputs, targets: outputs.sum(), stream)

@@ -24,7 +24,7 @@ RESULT = Path(__file__).parents[1] / "results" / "documents.json"
 
 
 class Shape(NamedTuple):
-    """Of queries; and how many heads keys and values have."""
+    """A shape of queries, and how many heads keys and values have."""
 
     samples: int
     heads: int

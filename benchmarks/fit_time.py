@@ -172,7 +172,7 @@ def spread(every: Sequence[Run], found: Mapping[str, float]) -> float:
 
 
 def bound(name: str, bounds: Mapping[str, float]) -> float:
-    """Of a constant: its own, that of all with its name, or none."""
+    """The bound of a constant: its own, that of all with its name, or none."""
     return bounds.get(name) or bounds.get(name.split(".")[1], 0.0)
 
 

@@ -89,7 +89,7 @@ def spans(trace: profile, name: str) -> list[Span]:
 
 
 def measured(model: nn.Module, run: Run, steps: int) -> dict[str, float]:
-    """Of some forwards the median of the hidden share, and the gathers seen in one."""
+    """The median of the hidden share of some forwards, and the gathers seen in one."""
     tokens = torch.arange(2 * run.sequence).view(2, -1) % run.arch.vocab
     positions = torch.arange(run.sequence).expand(2, -1)
     shares, gathers = [], []

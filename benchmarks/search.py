@@ -95,7 +95,7 @@ def _command_seconds(number: int) -> float:
 def table(record: dict[str, Any]) -> str:
     """The record as a page shows it."""
     lines = [
-        "| model | GPUs | legal plans | do not fit | slower by their bound | priced in full | seconds of a processor |",
+        "| model | GPUs | legal plans | do not fit | pruned by lower bound | fully evaluated | CPU seconds |",
         "|---|---|--:|--:|--:|--:|--:|",
     ]
     for row in record["rows"]:

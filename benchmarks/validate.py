@@ -155,7 +155,7 @@ def judged(runs: list[Run]) -> Accuracy:
 
 
 def time_errors(name: str, runs: list[Run]) -> list[Error]:
-    """Of one source; of ultrascale also the rows that are not latency-bound."""
+    """The errors of one source, and for ultrascale of the rows that are not latency-bound."""
     found = [time_error(name, runs, _why_no_time)]
     if name == "ultrascale_playbook":
         found.append(time_error(f"{name}, MFU ≥ {LEAST_MFU:g} %", runs, _why_slow))
@@ -210,7 +210,7 @@ def constant_mfu(runs: list[Run]) -> list[float]:
 
 
 def memory_errors(name: str, runs: list[Run]) -> list[Error]:
-    """Of one source, and of its parts that are told apart."""
+    """The errors of one source, and of its parts that are reported apart."""
     parts: dict[str, Callable[[Run], bool]] = {name: lambda run: True}
     if name == "ultrascale_playbook":
         parts[f"{name}, MFU ≥ {LEAST_MFU:g} %"] = lambda run: (run.mfu or 0) >= LEAST_MFU

@@ -7,6 +7,6 @@ PLAN = ["plan.shard=64", "plan.zero=3", "plan.precision=bf16"]
 
 run = meshwright.load(None, *MODEL, *PLAN, ranks=64)
 found = meshwright.price(run, "64xh100")
-print(f"{run.plan}: {found.price.seconds:.2f} s a step, MFU {found.price.mfu:.0%}, fits: {found.fit.fits}")
+print(f"{run.plan}: {found.price.seconds:.2f} s/step, MFU {found.price.mfu:.0%}, fits: {found.fit.fits}")
 for entry in found.ledger.lines:
     print(f"{entry.name:<32}{entry.bytes / 2**30:8.2f} GiB")

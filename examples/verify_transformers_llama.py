@@ -38,7 +38,7 @@ def only_logits(module: nn.Module, arguments: Any, output: Any) -> Tensor:
     return output.logits.clone()
 
 
-def splits(model: nn.Module) -> dict[str, ParallelStyle]:
+def tp_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     """Heads and hidden units over ranks; the residual stream, norms and embeddings stay whole on each."""
     into, out_of = ColwiseParallel(), RowwiseParallel()
     return {
@@ -52,8 +52,8 @@ def splits(model: nn.Module) -> dict[str, ParallelStyle]:
 
 # Its blocks are found by themselves: the longest nn.ModuleList is model.layers.
 LLAMA = ModelSpec(
-    splits=splits,
-    part=partial(sequential_stage, before=("model.embed_tokens",), after=("model.norm", "lm_head")),
+    tp_plan=tp_plan,
+    stage_fn=partial(sequential_stage, before=("model.embed_tokens",), after=("model.norm", "lm_head")),
 )
 
 

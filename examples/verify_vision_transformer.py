@@ -71,13 +71,13 @@ class VisionTransformer(nn.Module):
         return self.head(x)
 
 
-def splits(model: nn.Module) -> dict[str, ParallelStyle]:
+def tp_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     """Heads and hidden units over ranks; all else stays whole on each."""
     into = {f"blocks.*.{name}": ColwiseParallel() for name in ("q", "k", "v", "up")}
     return {**into, "blocks.*.out": RowwiseParallel(), "blocks.*.down": RowwiseParallel()}
 
 
-ANATOMY = ModelSpec(splits=splits, part=partial(sequential_stage, before=("patches",), after=("head",)))
+VIT = ModelSpec(tp_plan=tp_plan, stage_fn=partial(sequential_stage, before=("patches",), after=("head",)))
 
 
 def loss(scores: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
@@ -96,7 +96,7 @@ PLANS = ["shard=2,zero=3", "tp=2", "pp=2,schedule=1f1b"]
 
 
 def main() -> None:
-    verdicts = parity(VisionTransformer, [batch(step) for step in range(3)], loss, PLANS, ANATOMY, print)
+    verdicts = parity(VisionTransformer, [batch(step) for step in range(3)], loss, PLANS, VIT, print)
     if not all(verdict.passed for verdict in verdicts):
         raise SystemExit(1)
 

@@ -51,7 +51,7 @@ def load(file: str | Path | None = None, *overrides: str, ranks: int | None = No
 
 
 def price(run: "Run | Job", cluster: "Cluster | str | None" = None) -> "Candidate":
-    """One plan: `.price` has its seconds and MFU, `.ledger` the memory of its fullest rank, `.fit` whether it fits.
+    """One plan: `.price` has its seconds and MFU, `.ledger` the memory of its most loaded rank, `.fit` whether it fits.
 
     The machines are a `Cluster` or words like "64xh100" (a card alone stands for as many as the plan has ranks); unless
     stated, those of the run's goal, and an H100 for each rank where it names none.
@@ -107,7 +107,7 @@ def search(
 
 
 def train(run: Run, folder: str | Path | None = None, say: Say = _silent) -> "Iterator[StepResult | EvalResult]":
-    """Train by iterating: every step's result, and held-out losses between.
+    """Train by iterating: every step's result, and validation losses between.
 
     In one process, such as a notebook's, or as each rank of a job that torchrun, Slurm or MPI started. Data is
     prepared, the ranks meet, and part however the iteration ends. With a folder the state is saved there when it is
@@ -154,11 +154,11 @@ def parity(
     batches: "Sequence[Batch]",
     loss: "Loss",
     plans: Sequence[str | Plan],
-    anatomy: "ModelSpec | None" = None,
+    model_spec: "ModelSpec | None" = None,
     say: Say = _silent,
 ) -> "list[ParityResult]":
     """Train a module under each plan and in one process, and compare every number: `meshwright.verify.parity`."""
     words.require_training()
     from meshwright.verify import parity
 
-    return parity(make_model, batches, loss, plans, anatomy, say)
+    return parity(make_model, batches, loss, plans, model_spec, say)

@@ -177,7 +177,7 @@ def read_into(descriptor: int, begin: int, room: memoryview) -> int:
 
 
 def file_sha256(descriptor: int) -> str:
-    """Of a whole open file."""
+    """The sha256 of a whole open file."""
     whole, buffer, begin = hashlib.sha256(), memoryview(bytearray(READ_BYTES)), 0
     while count := read_into(descriptor, begin, buffer):
         whole.update(buffer[:count])

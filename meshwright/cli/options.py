@@ -43,7 +43,7 @@ def say_to(machine: bool) -> Callable[[str], None]:
 
 
 def columns() -> int | None:
-    """Of the terminal that output goes to; a pipe has as many as it takes."""
+    """The columns of the terminal that output goes to; None for a pipe, which has as many as it takes."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 

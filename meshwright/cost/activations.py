@@ -65,11 +65,11 @@ class ActivationPolicy(msgspec.Struct, frozen=True, kw_only=True):
         return self.quant == "none" and not self.offload
 
     def runs(self, layers: int) -> tuple[range, ...]:
-        """Of so many layers of a stage, those that are recomputed, those of one run together."""
+        """The recomputed ones among so many layers of a stage, those of one run together."""
         return runs(self.recompute, layers)
 
     def share(self, layers: int) -> float:
-        """Of so many layers, the recomputed share."""
+        """The recomputed share of so many layers."""
         return sum(map(len, self.runs(layers))) / layers if layers else 0.0
 
 
@@ -257,7 +257,7 @@ def rows_per_sequence(arch: Arch, sequence: int) -> int:
 
 @lru_cache(maxsize=4096)
 def saved_activations(work: MicrobatchShape, mixtures: tuple[bool, ...], last: bool, policy: str) -> SavedActivations:
-    """Of a part of the model: `mixtures` tells for each of its layers whether it is one."""
+    """What a part of the model saves; `mixtures` says for each of its layers whether it is an MoE layer."""
     kinds = set(mixtures)
     whole = {mixture: block_kept(work, mixture) for mixture in kinds}
     each = {mixture: as_kept(work, mixture, size) for mixture, size in whole.items()}

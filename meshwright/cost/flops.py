@@ -22,7 +22,7 @@ def forward_flops_per_token(arch: Arch, sequence: int) -> float:
 
 
 def attention_flops_per_token(arch: Arch, sequence: int) -> float:
-    """Of these, attention's: scores, and values by them."""
+    """Attention's share of these: scores, and values by them."""
     return 2 * 2 * arch.layers * arch.q_width * sequence
 
 
@@ -68,7 +68,7 @@ def block_flops_per_token(arch: Arch, layer: int, sequence: int) -> float:
 
 
 def _unneeded(arch: Arch, layer: int) -> float:
-    """Of a run that ends with this layer: its last product is its output, which the backward does not ask for.
+    """What need not be recomputed of a run that ends with this layer: its last matmul, as the backward needs no output.
 
     A mixture ends with its shared experts, and then only if no loss of its own comes after them. What a compiler made
     is computed to its end.

@@ -110,11 +110,11 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fit(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether a job's fullest rank has room."""
+    """Whether a job's most loaded rank has room."""
 
     fits: bool
     headroom_bytes: int  # what is left of the device; what lacks, when negative
-    ledger: Ledger  # of the fullest rank
+    ledger: Ledger  # of the most loaded rank
     why: str  # the reason, in a sentence
 
 
@@ -172,7 +172,7 @@ def ledger(job: Job, place: Mapping[str, int] = FIRST) -> Ledger:
 
 
 def worst(job: Job) -> Ledger:
-    """The ledger of the fullest pipeline rank."""
+    """The ledger of the most loaded pipeline rank."""
     return max((_ledger(job, rank) for rank in _rivals(job.plan)), key=lambda found: found.allocated)
 
 
@@ -208,7 +208,7 @@ def _ledger(job: Job, rank: int) -> Ledger:
 
 
 def _rivals(plan: Plan) -> list[int]:
-    """Pipeline ranks that may be the fullest: both ends, and of those with equally long stages the first."""
+    """Pipeline ranks that may be the most loaded: both ends, and of those with equally long stages the first."""
     ranks = placement(plan)
     found: dict[tuple[int, ...], int] = {}
     for rank in range(1, plan.pp - 1):

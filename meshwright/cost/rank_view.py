@@ -28,7 +28,7 @@ class RankView(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def positions(self) -> int:
-        """Of every sequence, those that this rank's cp slice holds."""
+        """Positions of every sequence in this rank's cp slice."""
         return self.sequence // self.plan.cp
 
     @property

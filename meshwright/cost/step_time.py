@@ -266,7 +266,7 @@ def least_pipeline(seconds: Sequence[float], forwards: Sequence[float], plan: Pl
 
 
 def _weights(job: Job, known: StepTimeline) -> WeightSeconds:
-    """Of the pipeline's two ends the one that waits longer: the middle has neither embedding nor projection."""
+    """The pipeline's end that waits longer: the middle has neither embedding nor projection."""
     found = []
     for rank in {0, job.plan.pp - 1}:
         mine = known.stages.of(rank)

@@ -60,7 +60,7 @@ class Collective(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total_bytes(self) -> int:
-        """Of all calls."""
+        """Bytes of all calls."""
         return self.count * self.bytes
 
 
@@ -344,7 +344,7 @@ def _deterministic_traffic(view: RankView) -> Iterator[Collective]:
 
 
 def rows(size: int, shards: int) -> int:
-    """Of a dim 0 of some size, those that every rank makes room for."""
+    """The rows of a dim 0 of some size that every rank makes room for."""
     return math.ceil(size / shards)
 
 

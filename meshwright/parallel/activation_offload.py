@@ -219,11 +219,11 @@ def _unpacked(packed: Tensor) -> Tensor:
     return ((packed[:, None] >> bits) & 1).to(torch.bool).flatten()
 
 
-def wrap(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: ModelSpec) -> nn.Module:
+def wrap(model: nn.Module, plan: Plan, mesh: Mesh, model_spec: ModelSpec) -> nn.Module:
     """Offload or quantize what every block saves, as the plan says."""
     if plan.activation_quant == "none" and not plan.activation_offload:
         return model
-    blocks = present_blocks(model, anatomy)
+    blocks = present_blocks(model, model_spec)
     hooks = SavedTensorHooks(plan, HostLane(mesh.device) if plan.activation_offload else None)
     form = "" if plan.activation_quant == "none" else f" in {plan.activation_quant}"
     for number, block in enumerate(blocks):

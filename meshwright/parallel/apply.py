@@ -22,11 +22,11 @@ from meshwright.parallel.model_spec import ModelSpec
 from meshwright.spec.plan import Plan
 
 
-def apply(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: ModelSpec) -> list[nn.Module]:
+def apply(model: nn.Module, plan: Plan, mesh: Mesh, model_spec: ModelSpec) -> list[nn.Module]:
     """Turn a plain model into the chunks this rank runs."""
     names = [name for name, _ in model.named_parameters()]
-    chunks = pipeline.cut(model, plan, mesh, anatomy)  # first: everything after works on fewer layers
-    for transform in (partial(tensor.split, anatomy=anatomy), expert.split, context.split):  # what a rank holds
+    chunks = pipeline.cut(model, plan, mesh, model_spec)  # first: everything after works on fewer layers
+    for transform in (partial(tensor.split, model_spec=model_spec), expert.split, context.split):  # what a rank holds
         chunks = [transform(chunk, plan, mesh) for chunk in chunks]
     # How it runs. The compiler must see selective recomputation; whole blocks are recomputed as it compiled them. What
     # either saves for the backward is then quantized or offloaded: outermost, to see all of it.
@@ -39,6 +39,6 @@ def apply(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: ModelSpec) -> list[
         activation_offload.wrap,
     )
     for transform in how:
-        chunks = [transform(chunk, plan, mesh, anatomy) for chunk in chunks]
-    chunks = [fsdp.wrap(chunk, plan, mesh, anatomy) for chunk in chunks]  # last: it must see the final parameters
-    return unused.attach(chunks, names, plan, mesh, anatomy)
+        chunks = [transform(chunk, plan, mesh, model_spec) for chunk in chunks]
+    chunks = [fsdp.wrap(chunk, plan, mesh, model_spec) for chunk in chunks]  # last: it must see the final parameters
+    return unused.attach(chunks, names, plan, mesh, model_spec)

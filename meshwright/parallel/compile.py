@@ -18,14 +18,14 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError
 
 
-def wrap(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: ModelSpec) -> nn.Module:
+def wrap(model: nn.Module, plan: Plan, mesh: Mesh, model_spec: ModelSpec) -> nn.Module:
     """Compile every block separately: blocks are alike, so the first one's kernels serve them all."""
     if not plan.compile:
         return model
     if problems := list(missing(plan)):
         raise InputError(problems)
     _configure(mesh.device)
-    for block in present_blocks(model, anatomy):
+    for block in present_blocks(model, model_spec):
         # The forward, not the call: hooks of other transforms (gathering weights) stay outside.
         block.forward = partial(_forward, torch.compile(block.forward))
         note(block, "compiled")

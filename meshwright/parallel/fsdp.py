@@ -16,7 +16,7 @@ from meshwright.parallel.model_spec import Blocks, ModelSpec, with_weights
 from meshwright.spec.plan import Plan, runs
 
 
-def wrap(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: ModelSpec) -> nn.Module:
+def wrap(model: nn.Module, plan: Plan, mesh: Mesh, model_spec: ModelSpec) -> nn.Module:
     """Let each block all-gather its weights before use and reduce its gradients after."""
     # A lone rank's arithmetic may read the very weights that the optimizer updates, or their bf16 copy.
     by_itself = plan.bf16_params or not precision.is_low(plan)
@@ -25,7 +25,7 @@ def wrap(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: ModelSpec) -> nn.Mod
     reshard = plan.zero == 3 and plan.pp == 1  # weights are freed after the forward and gathered again
     # Pinned, so that a GPU can read the host's memory itself.
     offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if plan.cpu_offload else OffloadPolicy()
-    for module, grid in [*_sharers(anatomy.blocks(model), plan, mesh), (model, mesh.dense)]:
+    for module, grid in [*_sharers(model_spec.blocks(model), plan, mesh), (model, mesh.dense)]:
         fully_shard(
             module,
             # Without replicas one axis only, so that no all-reduce over one rank is issued.
@@ -41,7 +41,7 @@ def wrap(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: ModelSpec) -> nn.Mod
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    _prefetch(list(with_weights(anatomy.blocks(model))), plan, mesh)
+    _prefetch(list(with_weights(model_spec.blocks(model))), plan, mesh)
     return deterministic.attach(model, plan, mesh)
 
 

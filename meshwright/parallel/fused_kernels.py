@@ -34,7 +34,7 @@ FASTEST = (
 NAMES: dict[str, Activation] = {"swiglu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
 
 
-def wrap(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: ModelSpec) -> nn.Module:
+def wrap(model: nn.Module, plan: Plan, mesh: Mesh, model_spec: ModelSpec) -> nn.Module:
     """Put fused kernels into our own decoder on a GPU; other models and the CPU run plain PyTorch.
 
     Under tp the loss is chunked on every device, by kernels or by their references: one path, proved in float64.

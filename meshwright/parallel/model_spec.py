@@ -1,6 +1,6 @@
 """What a model says about itself so that it can be split: its blocks, its split table and its cut points.
 
-Copies, shards and precision need none of it. Whoever brings a model of their own brings an `ModelSpec` for the rest;
+Copies, shards and precision need none of it. Whoever brings a model of their own brings a `ModelSpec` for the rest;
 `DECODER` is that of our own: blocks by layer, matrices sharded as the parameter table says, stages by deletion.
 """
 
@@ -69,9 +69,9 @@ class ModelSpec:
     # The units, in the order they run, that gather their weights by themselves; names are those of `named_modules`.
     blocks: Callable[[nn.Module], Blocks] = longest_list
     # How tensor parallelism cuts each module: torch's own styles by name, where * stands for one word of a name.
-    splits: Callable[[nn.Module], Mapping[str, ParallelStyle]] | None = None
+    tp_plan: Callable[[nn.Module], Mapping[str, ParallelStyle]] | None = None
     # The model without what other pipeline stages have. It is given a copy to take apart; weights keep their names.
-    part: Callable[[nn.Module, Stage], nn.Module] | None = None
+    stage_fn: Callable[[nn.Module, Stage], nn.Module] | None = None
     # Whether the data decides which parameters a rank uses. Finding out costs one number a parameter in the all-reduce
     # of the gradient's norm, and blocks must be called in their order, each at most once a forward.
     find_unused_parameters: bool = True
@@ -87,7 +87,7 @@ class Absent(nn.Module):
 def sequential_stage(model: nn.Module, stage: Stage, before: Sequence[str], after: Sequence[str]) -> nn.Module:
     """The part of a model whose own forward runs the modules `before`, then its longest list, then those `after`.
 
-    Bind the names with `functools.partial` for `ModelSpec.part`.
+    Bind the names with `functools.partial` for `ModelSpec.stage_fn`.
     """
     absent = [name for number, name in enumerate(longest_list(model)) if number not in stage.blocks]
     absent += () if stage.first else before
@@ -97,9 +97,9 @@ def sequential_stage(model: nn.Module, stage: Stage, before: Sequence[str], afte
     return model
 
 
-def present_blocks(model: nn.Module, anatomy: ModelSpec) -> list[nn.Module]:
+def present_blocks(model: nn.Module, model_spec: ModelSpec) -> list[nn.Module]:
     """The blocks that a (part of a) model has."""
-    return [block for block in anatomy.blocks(model).values() if not isinstance(block, Absent)]
+    return [block for block in model_spec.blocks(model).values() if not isinstance(block, Absent)]
 
 
 def with_weights(blocks: Blocks) -> Iterator[nn.Module]:
@@ -124,15 +124,15 @@ def _fits(name: str, pattern: str) -> bool:
     return len(words) == len(patterns) and all(map(fnmatchcase, words, patterns))
 
 
-def unanswered(anatomy: ModelSpec, plan: Plan) -> Iterator[Problem]:
-    """What a plan asks of a model that its anatomy does not say."""
+def unanswered(model_spec: ModelSpec, plan: Plan) -> Iterator[Problem]:
+    """What a plan asks of a model that its ModelSpec does not say."""
     without = "or spread its weights with plan.shard or plan.replicate, which need no answer"
-    if plan.tp > 1 and anatomy.splits is None:
-        what = f"plan.tp = {plan.tp} needs the model's split table, and its anatomy has no `splits`"
-        yield Problem(what, f"give ModelSpec(splits=…), {without}", "plan.tp")
-    if plan.pp > 1 and anatomy.part is None:
-        what = f"plan.pp = {plan.pp} needs the model's cut points, and its anatomy has no `part`"
-        yield Problem(what, f"give ModelSpec(part=…), {without}", "plan.pp")
+    if plan.tp > 1 and model_spec.tp_plan is None:
+        what = f"plan.tp = {plan.tp} needs the model's split table, and its ModelSpec has no `tp_plan`"
+        yield Problem(what, f"give ModelSpec(tp_plan=…), {without}", "plan.tp")
+    if plan.pp > 1 and model_spec.stage_fn is None:
+        what = f"plan.pp = {plan.pp} needs the model's cut points, and its ModelSpec has no `stage_fn`"
+        yield Problem(what, f"give ModelSpec(stage_fn=…), {without}", "plan.pp")
 
 
 def note(module: nn.Module, transform: str) -> None:
@@ -149,7 +149,7 @@ def _decoder_blocks(model: nn.Module) -> Blocks:
     return {f"blocks.{name}": block for name, block in cast(Decoder, model).blocks.items()}
 
 
-def _decoder_splits(model: nn.Module) -> dict[str, ParallelStyle]:
+def _decoder_tp_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     """How each module is sharded. MoE layers are sharded as a whole, beside this table."""
     decoder = cast(Decoder, model)
     modules = dict(decoder.named_modules())
@@ -188,7 +188,7 @@ def _gathered(arguments: int) -> PrepareModuleInput:
     return PrepareModuleInput(input_layouts=(SEQUENCE, *rest), desired_input_layouts=(Replicate(), *rest))
 
 
-def _decoder_part(model: nn.Module, stage: Stage) -> nn.Module:
+def _decoder_stage(model: nn.Module, stage: Stage) -> nn.Module:
     """One stage; the last one of a tied model projects with a copy of the embedding."""
     decoder = cast(Decoder, model)
     tied = decoder.arch.tied
@@ -208,7 +208,9 @@ def _decoder_part(model: nn.Module, stage: Stage) -> nn.Module:
 
 
 # Every microbatch uses all parameters: an expert without tokens has a gradient, of zeros.
-DECODER = ModelSpec(blocks=_decoder_blocks, splits=_decoder_splits, part=_decoder_part, find_unused_parameters=False)
+DECODER = ModelSpec(
+    blocks=_decoder_blocks, tp_plan=_decoder_tp_plan, stage_fn=_decoder_stage, find_unused_parameters=False
+)
 
 
 class TiedNorm(ParallelStyle):

@@ -74,9 +74,9 @@ class OffloadGroup:
     weights: list[nn.Parameter]
 
 
-def groups(model: nn.Module, anatomy: ModelSpec) -> list[OffloadGroup]:
+def groups(model: nn.Module, model_spec: ModelSpec) -> list[OffloadGroup]:
     """All weights of a model in the order in which a forward needs them; what is shared belongs to its first use."""
-    blocks = list(with_weights(anatomy.blocks(model)))
+    blocks = list(with_weights(model_spec.blocks(model)))
     last = _last(model)
     later = {id(weight) for module in (*blocks, *last) for weight in module.parameters()}
     first = [weight for weight in model.parameters() if id(weight) not in later]

@@ -29,11 +29,11 @@ Loss = Callable[[Tensor, Tensor], Tensor]  # from a microbatch's outputs and tar
 Streams = Callable[[Tensor, int], Tensor]
 
 
-def cut(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: ModelSpec) -> list[nn.Module]:
+def cut(model: nn.Module, plan: Plan, mesh: Mesh, model_spec: ModelSpec) -> list[nn.Module]:
     """The stages that this rank runs, in the order of the model."""
     if plan.pp == 1:
         return [model]
-    return [part(model, plan, stage, anatomy) for stage in my_stages(plan, mesh)]
+    return [part(model, plan, stage, model_spec) for stage in my_stages(plan, mesh)]
 
 
 def my_stages(plan: Plan, mesh: Mesh) -> list[int]:
@@ -46,10 +46,10 @@ def placement(plan: Plan) -> tuple[int, ...]:
     return stage_ranks(plan.schedule, plan.pp, plan.chunks)
 
 
-def part(model: nn.Module, plan: Plan, stage: int, anatomy: ModelSpec) -> nn.Module:
+def part(model: nn.Module, plan: Plan, stage: int, model_spec: ModelSpec) -> nn.Module:
     """One stage of a plan, the model left as it is."""
-    assert anatomy.part is not None, "refused before ranks start"
-    return anatomy.part(copy.deepcopy(model), stage_of(plan, stage))
+    assert model_spec.stage_fn is not None, "refused before ranks start"
+    return model_spec.stage_fn(copy.deepcopy(model), stage_of(plan, stage))
 
 
 def stage_input(arch: Arch, plan: Plan, tokens: Tensor, stage: int) -> Tensor:

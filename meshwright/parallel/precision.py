@@ -18,11 +18,11 @@ LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfl
 FP8_LINEAR = {"tensorwise": Fp8Linear, "rowwise": RowwiseFp8Linear}
 
 
-def wrap(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: ModelSpec) -> nn.Module:
+def wrap(model: nn.Module, plan: Plan, mesh: Mesh, model_spec: ModelSpec) -> nn.Module:
     """Let the linear layers of all blocks run in FP8 if the plan says so; those outside the blocks stay in bf16."""
     if plan.precision != "fp8":
         return model
-    for block in anatomy.blocks(model).values():
+    for block in model_spec.blocks(model).values():
         for module in block.modules():
             if type(module) is nn.Linear and takes(module):
                 module.__class__ = FP8_LINEAR[plan.fp8_scaling]

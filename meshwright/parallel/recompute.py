@@ -49,10 +49,10 @@ SAVED = {
 }
 
 
-def keep_costly(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: ModelSpec) -> nn.Module:
+def keep_costly(model: nn.Module, plan: Plan, mesh: Mesh, model_spec: ModelSpec) -> nn.Module:
     """Recomputation by operation: the backward recomputes all of a block but its costly operations."""
     if by_operation(plan.recompute):
-        blocks = present_blocks(model, anatomy)
+        blocks = present_blocks(model, model_spec)
         for run in runs(plan.recompute, len(blocks)):
             block = blocks[run.start]
             block.forward = partial(_checkpointed, block.forward, {"context_fn": _contexts})
@@ -60,11 +60,11 @@ def keep_costly(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: ModelSpec) ->
     return model
 
 
-def keep_inputs(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: ModelSpec) -> nn.Module:
+def keep_inputs(model: nn.Module, plan: Plan, mesh: Mesh, model_spec: ModelSpec) -> nn.Module:
     """Recomputation by blocks: the backward recomputes the plan's runs of them from their inputs."""
     if by_operation(plan.recompute):
         return model
-    blocks = present_blocks(model, anatomy)
+    blocks = present_blocks(model, model_spec)
     for run in runs(plan.recompute, len(blocks)):
         for number in run:
             note(blocks[number], "recomputed" if len(run) == 1 else f"recomputed in a run of {len(run)}")

@@ -28,12 +28,12 @@ from meshwright.parallel.model_spec import ModelSpec, note, resolved
 from meshwright.spec.plan import Plan
 
 
-def split(model: nn.Module, plan: Plan, mesh: Mesh, anatomy: ModelSpec) -> nn.Module:
+def split(model: nn.Module, plan: Plan, mesh: Mesh, model_spec: ModelSpec) -> nn.Module:
     """Shard every matrix as the model's table says."""
     if plan.tp == 1:
         return model
-    assert anatomy.splits is not None, "refused before ranks start"
-    table = resolved(anatomy.splits(model), model)
+    assert model_spec.tp_plan is not None, "refused before ranks start"
+    table = resolved(model_spec.tp_plan(model), model)
     parallelize_module(model, mesh.dense["tp"], table)
     for name, style in table.items():
         note(model.get_submodule(name), f"{type(style).__name__} over tp={plan.tp}")

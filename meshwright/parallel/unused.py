@@ -23,15 +23,15 @@ from meshwright.spec.problem import mistake
 
 
 def attach(
-    chunks: list[nn.Module], names: Sequence[str], plan: Plan, mesh: Mesh, anatomy: ModelSpec
+    chunks: list[nn.Module], names: Sequence[str], plan: Plan, mesh: Mesh, model_spec: ModelSpec
 ) -> list[nn.Module]:
     """Let the sharded chunks of a model, whose parameters have these names, find those that ranks do not use."""
-    if not anatomy.find_unused_parameters or plan.copies * plan.shards == 1:
+    if not model_spec.find_unused_parameters or plan.copies * plan.shards == 1:
         return chunks
     for chunk in chunks:
         chunk.parameter_usage = Usage(chunk, names, mesh.device)  # pyright: ignore[reportArgumentType]
         if plan.pp == 1:  # a pipeline's runtime gathers and reduces whole stages, whatever is called in them
-            BlockOrder(chunk, plan, anatomy)
+            BlockOrder(chunk, plan, model_spec)
     return chunks
 
 
@@ -116,8 +116,8 @@ class BlockOrder:
     are called on nothing.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, anatomy: ModelSpec) -> None:
-        named = anatomy.blocks(model)
+    def __init__(self, model: nn.Module, plan: Plan, model_spec: ModelSpec) -> None:
+        named = model_spec.blocks(model)
         self.blocks = list(with_weights(named))
         self.names = {id(block): name for name, block in named.items()}
         self.several = any(len(run) > 1 for run in runs(plan.recompute, len(self.blocks)))

@@ -271,7 +271,7 @@ def steps_of(facts: FolderFacts) -> Steps | None:
 
 
 def steps(records: Iterable[Record], kept: Sequence[StepRecord], ranks: Sequence[RankSeen]) -> Steps | None:
-    """Of the steps that were kept; None where none was made."""
+    """The steps that were kept, as one value; None where none was made."""
     counted = steady(records, kept)
     if not counted:
         return None
@@ -308,7 +308,7 @@ def steady(records: Iterable[Record], kept: Sequence[StepRecord]) -> list[StepRe
 
 
 def losses(records: Sequence[Record], kept: Sequence[StepRecord]) -> Losses | None:
-    """Of the steps that were kept; None where none was made."""
+    """The losses of the steps that were kept; None where none was made."""
     if not kept:
         return None
     tail = kept[-min(LAST, max(len(kept) // 10, 1)) :]
@@ -498,7 +498,7 @@ def predict(job: Job, device: str, source: str) -> Prediction:
 
 
 def utilized(job: Job, device: str, steps: Steps) -> PredictedUtilization | None:
-    """Of what was measured; None where no peak is known."""
+    """The utilization that was measured; None where no peak is known."""
     peak = job.cluster.gpu.peak(job.plan.precision) * job.plan.world
     if not peak or not steps.seconds:
         return None

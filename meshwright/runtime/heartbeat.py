@@ -269,7 +269,7 @@ class HangDetector:
 
 
 def crossed(seen: Sequence[RankStatus]) -> tuple[tuple[int, ...], str]:
-    """Of ranks that all wait, the one that went on without the others, or waits where none ever did."""
+    """The one among ranks that all wait that went on without the others, or waits where none ever did."""
     newest = [one for one in seen if one.beat.step == max(other.beat.step for other in seen)]
     if len(newest) < len(seen):  # nobody can finish a step whose last collective another has not entered
         return tuple(one.rank for one in newest), "left out a collective that the others wait in"

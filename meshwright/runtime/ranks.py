@@ -216,7 +216,7 @@ def defaults(ranks: int) -> dict[str, str]:
 
 
 def threads(environment: Mapping[str, str]) -> int:
-    """Of a rank's arithmetic, as its environment has them; of a list, which is by depth, the first."""
+    """The threads of a rank's arithmetic, as its environment has them; the first of a list, which is by depth."""
     first = environment.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return max(int(first), 1) if first.isdecimal() else 1
 

@@ -26,7 +26,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
 
 
 class EvalRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="held"):
-    """One held-out loss."""
+    """One validation loss."""
 
     step: int
     loss: float

@@ -44,7 +44,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ledger(self) -> Ledger:
-        """Of the most loaded rank."""
+        """The ledger of the most loaded rank."""
         return self.fit.ledger
 
     @property
@@ -229,7 +229,7 @@ class _Work:
         del self.best[self.top :]
 
     def help(self, group: PlanGroup, plan: Plan, room: MemoryBound) -> None:
-        """Of a plan that is too large, let those be looked at that hold less and do the same."""
+        """Open the plans that do the same as one that is too large, and hold less."""
         layout = next(layout for layout in group.splits if (layout.shard, layout.zero) == (plan.shard, plan.zero))
         for policy in group.helps:
             if policy.plainer == group.policy:

@@ -153,7 +153,7 @@ class MemoryBound:
         return self.floor(layout) <= self.memory
 
     def floor(self, layout: AxesChoice) -> float:
-        """Bytes of a layout's fullest rank at least, at the update: ranks that share evenly hold the least."""
+        """Bytes of a layout's most loaded rank at least, at the update: ranks that share evenly hold the least."""
         return min((self._floor(layout, home) for home in self.states), default=0.0)
 
     def _floor(self, layout: AxesChoice, home: str) -> float:
@@ -211,7 +211,7 @@ class MemoryBound:
         return found
 
     def least(self, group: PlanGroup) -> float:
-        """Bytes at least of the fullest rank of every plan of a group."""
+        """Bytes at least of the most loaded rank of every plan of a group."""
         frugal, policy = frugal_split(group), group.decided_policy
         resting = self._resting(frugal, group, policy.optimizer_offload)
         return max(self._floor(frugal, policy.optimizer_offload), resting + self._live(group, policy))
@@ -240,7 +240,7 @@ class MemoryBound:
         return min(each.activations for each in found), min(moments)
 
     def _work(self, tp: int, cp: int, microbatch: int, policy: Policy) -> MicrobatchShape:
-        """Of a rank whose blocks are compiled, if they ever are: it keeps less."""
+        """A rank's microbatch, compiled if it ever is: compiled blocks save less."""
         key = (tp, cp, microbatch, policy)
         if key not in self.works:
             compiled = bool(self.question.fixed.get("compile", True))
@@ -267,7 +267,7 @@ class MemoryBound:
 
 
 def frugal_split(group: PlanGroup) -> AxesChoice:
-    """Of a group's splits of the data axes the one that holds least: it shards most."""
+    """A group's split of the data axes that holds least: it shards most."""
     return max(group.splits, key=lambda layout: (layout.zero, layout.shards))
 
 
@@ -333,7 +333,7 @@ class _Widths(NamedTuple):
 
 
 def _widths(question: Question, home: str) -> _Widths:
-    """Of a rank whose states live in a given place."""
+    """The widths of a rank whose states live in a given place."""
     plan = Plan(microbatch=1, precision=question.precision, bf16_params=keeps_bf16_params(question))
     plan = msgspec.structs.replace(plan, optimizer_offload=home, cpu_offload=question.fixed.get("cpu_offload", False))
     once = state_layout(question.job(plan))

@@ -118,7 +118,7 @@ def _under(job: Job, policy: str) -> Job:
 
 
 def _bytes(job: Job, policy: str) -> int:
-    """Of the most loaded rank, as nvidia-smi would show it."""
+    """Bytes of the most loaded rank, as nvidia-smi would show them."""
     return worst(_under(job, policy)).shown
 
 

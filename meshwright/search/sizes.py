@@ -211,7 +211,7 @@ def _largest(
 
 
 def _flops(param: Param, arch: Arch) -> float:
-    """Of one token: a matmul for a matrix, of the experts only the chosen ones', nothing to speak of for a vector."""
+    """FLOPs of one token: a matmul for a matrix, the chosen experts' alone, nothing to speak of for a vector."""
     if len(param.shape) < 2:
         return 0.0
     return 2.0 * param.numel * (arch.top_k / arch.experts if param.expert else 1)

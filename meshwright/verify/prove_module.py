@@ -54,7 +54,7 @@ class Subject:
 
     make_model: Callable[[], nn.Module]
     loss: Loss
-    anatomy: ModelSpec
+    model_spec: ModelSpec
     folder: Path
     is_named: bool  # batches are dicts
 
@@ -85,7 +85,7 @@ class Subject:
         return given
 
 
-def decided(plans: Sequence[str | Plan], rows: int, layers: int, anatomy: ModelSpec) -> list[tuple[str, Plan]]:
+def decided(plans: Sequence[str | Plan], rows: int, layers: int, model_spec: ModelSpec) -> list[tuple[str, Plan]]:
     """Each plan by its name, complete; raises everything that is wrong with any of them."""
     tables = {str(plan): _table(plan, rows, layers) for plan in plans}
     problems = [problem for table in tables.values() for problem in schema.misfits(table, Plan, "plan.")]
@@ -93,7 +93,7 @@ def decided(plans: Sequence[str | Plan], rows: int, layers: int, anatomy: ModelS
         raise InputError(problems)
     made = [(name, msgspec.convert(table, Plan)) for name, table in tables.items()]
     for name, plan in made:
-        found = [*_shape(plan, rows, layers), *unanswered(anatomy, plan), *_beyond(plan)]
+        found = [*_shape(plan, rows, layers), *unanswered(model_spec, plan), *_beyond(plan)]
         found += [*how_blocks_run(plan), *check.missing(plan)]
         problems += [msgspec.structs.replace(problem, where=f"plan {name}") for problem in found]
     if len({plan.precision for _, plan in made}) > 1:
@@ -151,7 +151,7 @@ def _shape(plan: Plan, rows: int, layers: int) -> Iterator[Problem]:
 
 
 def _beyond(plan: Plan) -> Iterator[Problem]:
-    """What no answer of an anatomy can give: it takes the layers of our own decoder."""
+    """What no answer of a model spec can give: it takes the layers of our own decoder."""
     if plan.cp > 1:
         what = f"plan.cp = {plan.cp} puts another attention into the model, which only meshwright's own layers let it"
         yield Problem(what, "leave plan.cp at 1, or share the work of a long sequence with plan.tp", "plan.cp")
@@ -179,8 +179,8 @@ def record(place: Place, trial: Trial, subject: Subject, folder: Path) -> None:
     plan = trial.plan
     with world(cast(Run, trial), place) as mesh:  # of a run, only the plan is read there
         model, batches = subject.model(plan, mesh.device), subject.batches(plan, mesh)
-        homes, streams = homes_of(model, plan, subject.anatomy), streams_of(model, plan, subject.anatomy)
-        chunks = apply(model, plan, mesh, subject.anatomy)
+        homes, streams = homes_of(model, plan, subject.model_spec), streams_of(model, plan, subject.model_spec)
+        chunks = apply(model, plan, mesh, subject.model_spec)
         step = ModuleStep(chunks, plan, mesh, subject.loss, streams)
         optimizer = ResidentOptimizer(OPTIM, chain.from_iterable(chunk.parameters() for chunk in chunks), plan)
         evidence, measure = Evidence(folder, mesh), clip.choose(plan)
@@ -238,19 +238,19 @@ def _first(batch: Batch) -> Tensor:
     return next(iter(batch.values())) if isinstance(batch, Mapping) else batch[0]
 
 
-def homes_of(model: nn.Module, plan: Plan, anatomy: ModelSpec) -> list[ParamLocation]:
+def homes_of(model: nn.Module, plan: Plan, model_spec: ModelSpec) -> list[ParamLocation]:
     """The pipeline rank of every weight."""
     ranks = dict.fromkeys((name for name, _ in model.named_parameters()), 0)
     if plan.pp > 1:
         for stage, rank in enumerate(pipeline.placement(plan)):
-            part = pipeline.part(model, plan, stage, anatomy)
+            part = pipeline.part(model, plan, stage, model_spec)
             ranks |= dict.fromkeys((name for name, _ in part.named_parameters()), rank)
     return [ParamLocation(name, tuple(weight.shape), ranks[name]) for name, weight in model.named_parameters()]
 
 
-def streams_of(model: nn.Module, plan: Plan, anatomy: ModelSpec) -> Streams:
+def streams_of(model: nn.Module, plan: Plan, model_spec: ModelSpec) -> Streams:
     """What travels between the stages of a plain model, found by running it once."""
-    parts = [pipeline.part(model, plan, stage, anatomy) for stage in range(len(plan.stages))]
+    parts = [pipeline.part(model, plan, stage, model_spec) for stage in range(len(plan.stages))]
 
     @torch.no_grad()
     def stream(x: Tensor, stage: int) -> Tensor:
@@ -271,7 +271,7 @@ def parity(
     batches: Sequence[Batch],
     loss: Loss,
     plans: Sequence[str | Plan],
-    anatomy: ModelSpec | None = None,
+    model_spec: ModelSpec | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[ParityResult]:
     """Train a model for one step a batch under each plan and in one process, and compare every number.
@@ -282,24 +282,24 @@ def parity(
     - `loss(output, batch)` returns the sum of the losses of a batch's rows, and how many there are: what is trained is
       the sum over all rows of a step ÷ the count over all.
     - `plans` are words like "shard=2,zero=3" or whole values, all of one precision: float64 unless stated.
-    - `anatomy` holds the model's answers; without, it can be copied and sharded only.
+    - `model_spec` holds the model's answers; without, it can be copied and sharded only.
 
     The functions must be found by name in another process: defined at the top of a module, or of a script that calls
     this under `if __name__ == "__main__"`.
     """
-    anatomy = anatomy or ModelSpec()
-    _raise([*_unreachable(make_model, loss, anatomy), *_misshapen(batches)])
+    model_spec = model_spec or ModelSpec()
+    _raise([*_unreachable(make_model, loss, model_spec), *_misshapen(batches)])
     model, rows = make_model(), len(next(iter(named(batches[0]).values())))
-    made = decided(plans, rows, len(anatomy.blocks(model)), anatomy)
-    parted = [problem for name, plan in made for problem in _parted(model, name, plan, anatomy)]
-    _raise([*_unsplit(model, [plan for _, plan in made], anatomy), *parted])
+    made = decided(plans, rows, len(model_spec.blocks(model)), model_spec)
+    parted = [problem for name, plan in made for problem in _parted(model, name, plan, model_spec)]
+    _raise([*_unsplit(model, [plan for _, plan in made], model_spec), *parted])
     # What the function's own module took names from is imported once, before ranks are forked.
     own = getattr(make_model, "__module__", None) or "__main__"
     modules = {getattr(value, "__module__", None) for value in vars(sys.modules[own]).values()}
     preload = sorted(name for name in modules if isinstance(name, str) and name not in ("__main__", own))
     SERVER.set_forkserver_preload(["meshwright.verify.prove_module", *preload])
     with tempfile.TemporaryDirectory() as name:
-        subject = Subject(make_model, loss, anatomy, Path(name), isinstance(batches[0], Mapping))
+        subject = Subject(make_model, loss, model_spec, Path(name), isinstance(batches[0], Mapping))
         _write(model, batches, subject.folder)
         reference = Trial(plan=Plan(microbatch=rows, precision=made[0][1].precision))
         planned = [(name, Trial(plan=plan)) for name, plan in made]
@@ -323,14 +323,14 @@ def _raise(problems: list[Problem]) -> None:
         raise InputError(problems)
 
 
-def _unreachable(make_model: Callable[..., Any], loss: Loss, anatomy: ModelSpec) -> Iterator[Problem]:
+def _unreachable(make_model: Callable[..., Any], loss: Loss, model_spec: ModelSpec) -> Iterator[Problem]:
     """Functions that another process could not find by their name."""
     given = {
         "make_model": make_model,
         "loss": loss,
-        "anatomy.blocks": anatomy.blocks,
-        "anatomy.splits": anatomy.splits,
-        "anatomy.part": anatomy.part,
+        "model_spec.blocks": model_spec.blocks,
+        "model_spec.tp_plan": model_spec.tp_plan,
+        "model_spec.stage_fn": model_spec.stage_fn,
     }
     for name, function in given.items():
         inner = function.func if isinstance(function, partial) else function
@@ -352,11 +352,11 @@ def _misshapen(batches: Sequence[Batch]) -> Iterator[Problem]:
         yield Problem("the tensors of the batches have different numbers of rows", "give dim 0 the same size in all")
 
 
-def _unsplit(model: nn.Module, plans: list[Plan], anatomy: ModelSpec) -> Iterator[Problem]:
+def _unsplit(model: nn.Module, plans: list[Plan], model_spec: ModelSpec) -> Iterator[Problem]:
     """Lines of a split table that would cut nothing, and so prove nothing."""
-    if anatomy.splits is None or all(plan.tp == 1 for plan in plans):
+    if model_spec.tp_plan is None or all(plan.tp == 1 for plan in plans):
         return
-    table = anatomy.splits(model)
+    table = model_spec.tp_plan(model)
     for pattern in unmatched(table, model):
         what = f"no module is called {pattern}, which the split table cuts"
         yield Problem(what, "use names of model.named_modules()", "plan.tp")
@@ -364,11 +364,11 @@ def _unsplit(model: nn.Module, plans: list[Plan], anatomy: ModelSpec) -> Iterato
         yield Problem("the split table is empty", "say which matrices plan.tp cuts, or leave plan.tp at 1")
 
 
-def _parted(model: nn.Module, name: str, plan: Plan, anatomy: ModelSpec) -> Iterator[Problem]:
+def _parted(model: nn.Module, name: str, plan: Plan, model_spec: ModelSpec) -> Iterator[Problem]:
     """Cut points that lose a weight, or put it on two stages."""
     if plan.pp == 1:
         return
-    parts = [pipeline.part(model, plan, stage, anatomy) for stage in range(len(plan.stages))]
+    parts = [pipeline.part(model, plan, stage, model_spec) for stage in range(len(plan.stages))]
     held = [weight for each in parts for weight, _ in each.named_parameters()]
     whole = [weight for weight, _ in model.named_parameters()]
     where = f"plan {name}"

@@ -139,7 +139,7 @@ class Forks(Tower):
         self.layers = nn.ModuleList(Fork() for _ in range(4))
 
 
-def forks_splits(model: nn.Module) -> dict[str, ParallelStyle]:
+def forks_tp_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     return {"layers.*.up.*": ColwiseParallel(), "layers.*.down.*": RowwiseParallel()}
 
 
@@ -188,7 +188,7 @@ def signed_batches() -> list[tuple[Tensor, Tensor, Tensor]]:
     ]
 
 
-def splits(model: nn.Module) -> dict[str, ParallelStyle]:
+def tp_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     return {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}
 
 
@@ -201,8 +201,8 @@ def forgetful(model: nn.Module, stage: Stage) -> nn.Module:
     return sequential_stage(model, stage, before=("begin",), after=())
 
 
-FORKS = ModelSpec(splits=forks_splits, part=partial(sequential_stage, before=("begin",), after=("end",)))
-TOWER = ModelSpec(splits=splits, part=partial(sequential_stage, before=("begin",), after=("end",)))
+FORKS = ModelSpec(tp_plan=forks_tp_plan, stage_fn=partial(sequential_stage, before=("begin",), after=("end",)))
+TOWER = ModelSpec(tp_plan=tp_plan, stage_fn=partial(sequential_stage, before=("begin",), after=("end",)))
 
 
 def loss(output: Tensor, batch: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -66,7 +66,7 @@ def test_a_stranger_is_computed_anew_and_compiled(monkeypatch):
     if not any(missing(Plan(microbatch=1, compile=True))):
         plans.append("shard=2,zero=3,compile=true")
     images = [vision.batch(step) for step in range(2)]
-    verdicts = parity(vision.VisionTransformer, images, vision.loss, plans, vision.ANATOMY)
+    verdicts = parity(vision.VisionTransformer, images, vision.loss, plans, vision.VIT)
     assert [verdict.first_bad or verdict.error for verdict in verdicts] == [""] * len(plans)
     assert max(verdict.gradient_deviation for verdict in verdicts) < 1e-12
 
@@ -78,6 +78,7 @@ def test_a_model_that_works_between_its_blocks_cannot_recompute_several_together
 
 
 def test_a_named_precision_is_used_on_both_sides():
+    torch.manual_seed(0)  # from some weights a gradient is so small that bf16 turns its sign, and AdamW's step with it
     (verdict,) = parity(Tower, batches(), loss, ["shard=2,zero=3,precision=bf16"], TOWER)
     assert verdict.passed, verdict
     assert verdict.weight_deviation > 1e-9  # it is not secretly float64
@@ -91,7 +92,7 @@ def test_an_average_of_averages_is_caught():
 
 
 def test_a_plan_that_breaks_tells_its_own_words_and_the_others_go_on():
-    wrong = ModelSpec(splits=strangers.half_a_table, part=TOWER.part)
+    wrong = ModelSpec(tp_plan=strangers.half_a_table, stage_fn=TOWER.stage_fn)
     broken, whole = parity(Tower, batches(), loss, ["tp=2", "replicate=2"], wrong)
     assert not broken.passed
     assert "rank" in broken.error
@@ -114,19 +115,19 @@ def test_every_missing_answer_is_named_at_once():
 
 
 def test_parts_that_share_or_lose_a_weight_are_refused():
-    both = refused(Tower, batches(), loss, ["pp=2"], ModelSpec(part=strangers.forgetful))
+    both = refused(Tower, batches(), loss, ["pp=2"], ModelSpec(stage_fn=strangers.forgetful))
     assert [problem.split(";")[0] for problem in both] == [
         "plan pp=2: 2 stages hold end.bias",
         "plan pp=2: 2 stages hold end.weight",
     ]
-    lost = ModelSpec(part=partial(sequential_stage, before=("begin", "end"), after=("end",)))
+    lost = ModelSpec(stage_fn=partial(sequential_stage, before=("begin", "end"), after=("end",)))
     assert "plan pp=2: no stage holds end.weight" in "\n".join(refused(Tower, batches(), loss, ["pp=2"], lost))
     (tied,) = refused(Tied, batches(), loss, ["pp=2"], TOWER)
     assert tied.startswith("plan pp=2: end.weight of a stage is in the whole model another weight, tied to it")
 
 
 def test_a_split_table_that_cuts_nothing_is_refused():
-    (problem,) = refused(Tower, batches(), loss, ["tp=2", "replicate=2"], ModelSpec(splits=strangers.misnamed))
+    (problem,) = refused(Tower, batches(), loss, ["tp=2", "replicate=2"], ModelSpec(tp_plan=strangers.misnamed))
     assert problem.startswith("no module is called layers.*.dwon, which the split table cuts")
 
 

@@ -46,11 +46,11 @@ def mine(plan: Plan, part: int) -> list[Batch]:
     return [tuple(x.double()[part * rows :][:rows] for x in batch) for batch in forked_batches()]
 
 
-def ours(plan: Plan, anatomy: ModelSpec) -> tuple[dict[str, Tensor], list[float]]:
+def ours(plan: Plan, model_spec: ModelSpec) -> tuple[dict[str, Tensor], list[float]]:
     """Weights after the last step, and the gradient's norm of each."""
     mesh, model = mesh_of(plan), plain()
-    homes, streams = homes_of(model, plan, anatomy), streams_of(model, plan, anatomy)
-    chunks = apply(model, plan, mesh, anatomy)
+    homes, streams = homes_of(model, plan, model_spec), streams_of(model, plan, model_spec)
+    chunks = apply(model, plan, mesh, model_spec)
     step = ModuleStep(chunks, plan, mesh, loss, streams)
     optimizer = ResidentOptimizer(OPTIM, chain.from_iterable(chunk.parameters() for chunk in chunks), plan)
     measure, norms = clip.choose(plan), []
@@ -162,12 +162,12 @@ def test_a_model_that_uses_everything_pays_one_number_a_parameter_in_the_norms_r
         assert asking - plainly == Counter({wider: 1}), words
 
 
-def collectives(plan: Plan, anatomy: ModelSpec) -> Calls:
+def collectives(plan: Plan, model_spec: ModelSpec) -> Calls:
     """Of the second step of a model that uses everything."""
     mesh = mesh_of(plan)
     model = Tower().double()
-    streams = streams_of(model, plan, anatomy)
-    chunks = apply(model, plan, mesh, anatomy)
+    streams = streams_of(model, plan, model_spec)
+    chunks = apply(model, plan, mesh, model_spec)
     step, measure = ModuleStep(chunks, plan, mesh, loss, streams), clip.choose(plan)
     for batch in batches():
         mine = tuple(x.double()[mesh.data_rank * ROWS // 2 :][: ROWS // 2] for x in batch)
@@ -196,8 +196,8 @@ def test_blocks_that_are_called_twice_are_refused_unless_all_ranks_call_them_ali
     (refused,) = parity(Looped, batches(), loss, ["shard=2,zero=3"])
     assert "layers.0 is called twice in a forward, or after a later block" in refused.error
     assert "ModelSpec(find_unused_parameters=False)" in refused.error
-    for anatomy in (ModelSpec(find_unused_parameters=False), ModelSpec(blocks=one_unit)):
-        (verdict,) = parity(Looped, batches(), loss, ["shard=2,zero=3"], anatomy)
+    for model_spec in (ModelSpec(find_unused_parameters=False), ModelSpec(blocks=one_unit)):
+        (verdict,) = parity(Looped, batches(), loss, ["shard=2,zero=3"], model_spec)
         assert verdict.passed, verdict
 
 

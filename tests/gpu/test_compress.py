@@ -20,7 +20,7 @@ from meshwright.spec.plan import Plan
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 BLOCKS, ROWS, WIDTH = 8, 8192, 1024
-ANATOMY = ModelSpec(blocks=lambda whole: dict(whole.named_children()))
+CHILDREN = ModelSpec(blocks=lambda whole: dict(whole.named_children()))
 
 
 class Gate(nn.Module):
@@ -39,8 +39,8 @@ def wrapped(**fields: Any) -> nn.Sequential:
     with torch.device("cuda"):
         model = nn.Sequential(*(Gate() for _ in range(BLOCKS))).bfloat16()
     plan, mesh = Plan(microbatch=1, **fields), SimpleNamespace(device=torch.device("cuda", 0))
-    model = recompute.keep_inputs(model, plan, mesh, ANATOMY)  # pyright: ignore
-    return activation_offload.wrap(model, plan, mesh, ANATOMY)  # pyright: ignore
+    model = recompute.keep_inputs(model, plan, mesh, CHILDREN)  # pyright: ignore
+    return activation_offload.wrap(model, plan, mesh, CHILDREN)  # pyright: ignore
 
 
 def step(model: nn.Sequential) -> tuple[list[Tensor], int]:

@@ -346,8 +346,8 @@ def test_hooks_see_what_a_compiled_block_saves():
         model = nn.Sequential(Gate(), Gate())
         for block in model if compiles else ():
             block.forward = torch.compile(block.forward, backend="aot_eager")
-        anatomy = ModelSpec(blocks=lambda whole: dict(whole.named_children()))
-        activation_offload.wrap(model, Plan(microbatch=1, activation_quant="int8", kernels="plain"), CPU, anatomy)
+        model_spec = ModelSpec(blocks=lambda whole: dict(whole.named_children()))
+        activation_offload.wrap(model, Plan(microbatch=1, activation_quant="int8", kernels="plain"), CPU, model_spec)
         found.append(rows(model))
     (plain, size), (compiled, compiled_size) = found
     assert compiled_size > 0

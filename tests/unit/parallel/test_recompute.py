@@ -20,10 +20,10 @@ POLICIES = ["full", "selective", "selective-2", "every-2", "every-4", "first-2",
 NOBODY: Any = None  # one rank has no mesh
 
 
-def wrapped(model: nn.Module, policy: str, anatomy: ModelSpec = DECODER) -> nn.Module:
+def wrapped(model: nn.Module, policy: str, model_spec: ModelSpec = DECODER) -> nn.Module:
     plan = Plan(microbatch=1, recompute=policy)
-    model = recompute.keep_costly(model, plan, NOBODY, anatomy)
-    return recompute.keep_inputs(model, plan, NOBODY, anatomy)
+    model = recompute.keep_costly(model, plan, NOBODY, model_spec)
+    return recompute.keep_inputs(model, plan, NOBODY, model_spec)
 
 
 def decoder(policy: str, name: str = "tiny", dtype: torch.dtype = torch.float32) -> nn.Module:

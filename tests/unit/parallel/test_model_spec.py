@@ -99,7 +99,7 @@ def test_a_stage_knows_its_blocks_and_its_ends():
     ]
 
 
-@pytest.mark.parametrize(("axis", "answer"), [("tp", "splits"), ("pp", "part")])
+@pytest.mark.parametrize(("axis", "answer"), [("tp", "tp_plan"), ("pp", "stage_fn")])
 def test_a_plan_names_the_answer_it_misses(axis, answer):
     plan = Plan(microbatch=1, **{axis: 2})
     (problem,) = unanswered(ModelSpec(), plan)
@@ -116,10 +116,10 @@ def test_our_decoder_answers_like_anyone():
     with torch.device("meta"):
         model = Decoder(TINY)
     assert list(DECODER.blocks(model)) == [f"blocks.{layer}" for layer in range(TINY.layers)]
-    assert DECODER.splits is not None
-    assert DECODER.part is not None
-    assert resolved(DECODER.splits(model), model).keys() == DECODER.splits(model).keys()  # every name is there
+    assert DECODER.tp_plan is not None
+    assert DECODER.stage_fn is not None
+    assert resolved(DECODER.tp_plan(model), model).keys() == DECODER.tp_plan(model).keys()  # every name is there
     plan = Plan(pp=2, stages=(2, TINY.layers - 2), microbatch=1, grad_accum=2)
-    parts = [DECODER.part(copy.deepcopy(model), stage_of(plan, stage)) for stage in range(2)]
+    parts = [DECODER.stage_fn(copy.deepcopy(model), stage_of(plan, stage)) for stage in range(2)]
     held = sorted(name for part in parts for name, _ in part.named_parameters())
     assert held == sorted(param.name for param in params(TINY))

@@ -94,8 +94,7 @@ Rank = tuple[int, bool, tuple[int, int], float]
 
 
 def rank(found: Candidate, fastest: float) -> Rank:
-    """By time for a token, as far as it can be told; safe plans first, then the simpler, then those with more room.
-    """
+    """By time for a token, as far as it can be told; safe plans first, then the simpler, then those with more room."""
     notch_of = notch(found.seconds_per_token, fastest)
     return (notch_of, found.is_tight, complexity(found.plan), -found.fit.headroom_bytes)
 

@@ -58,7 +58,11 @@ Name = Literal[
     "states",
     "pieces",
 ]
-LABELS: Mapping[str, str] = {"all_gathered_params": "all-gathered params", "cuda_nccl_context": "CUDA+NCCL context"}
+LABELS: Mapping[str, str] = {  # those of names that are not the words themselves
+    "moments": "optimizer states",  # of any optimizer: SGD has a momentum instead
+    "all_gathered_params": "all-gathered params",
+    "cuda_nccl_context": "CUDA+NCCL context",
+}
 FIRST: Mapping[str, int] = {}  # the place of the first rank: every coordinate is 0
 
 

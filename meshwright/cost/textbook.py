@@ -310,12 +310,18 @@ def _notes_parameters(job: Job) -> TextbookEntry:
     return _entry("notes-parameters", value, "parameters", "V·E + E + L·(8.5·E² + 2·E)", f"{NOTES} 004")
 
 
+def _noted_of_adam(entry: TextbookEntry, spec: OptimizerSpec) -> TextbookEntry:
+    """The notes' numbers are Adam's, whatever the optimizer."""
+    return entry if spec == ADAMW else msgspec.structs.replace(entry, note=f"With Adam: {entry.note}")
+
+
 def _states(name: str, counting: States, formula: str, source: str) -> Form:
     def filled(job: Job) -> TextbookEntry:
         spec = OPTIMIZERS[job.optimizer]
         kept = spec.state_bytes(STATES[counting][1])
         value = states_bytes(count(job.arch), counting, spec)
-        return _entry(name, value, "bytes", formula.format(states=kept, with_master=4 + kept), source)
+        entry = _entry(name, value, "bytes", formula.format(states=kept, with_master=4 + kept), source)
+        return _noted_of_adam(entry, spec)
 
     return filled
 
@@ -326,7 +332,7 @@ def _zero(stage: int, formula: str) -> Form:
         kept = 4 + spec.state_bytes(4)
         value = zero_bytes(count(job.arch), job.plan.data, stage, spec)  # pyright: ignore[reportArgumentType]
         words = formula.format(kept=kept, with_grads=2 + kept, whole=4 + kept)
-        return _entry(f"zero-{stage}", value, "bytes a rank", words, ZERO)
+        return _noted_of_adam(_entry(f"zero-{stage}", value, "bytes a rank", words, ZERO), spec)
 
     return filled
 

@@ -21,7 +21,6 @@ LINES = {  # the largest entry of a plan that does not fit, as the counts name i
     **LABELS,
     "states": "weights, gradients and optimizer states",
     "unreduced_grads": "unreduced gradients",
-    "moments": "optimizer states",
 }
 PLACES = {"host": "host RAM", "disk": "disk"}  # outside the device, as the counts name them
 FABRICS = {  # links and networks by the beginning of their name in the catalogue

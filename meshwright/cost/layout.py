@@ -69,7 +69,11 @@ Name = Literal[
     "pieces",
 ]
 
-LABELS: Mapping[str, str] = {"all_gathered_params": "all-gathered params", "cuda_nccl_context": "CUDA+NCCL context"}
+LABELS: Mapping[str, str] = {  # those of names that are not the words themselves
+    "moments": "optimizer states",  # of any optimizer: SGD has a momentum instead
+    "all_gathered_params": "all-gathered params",
+    "cuda_nccl_context": "CUDA+NCCL context",
+}
 
 # What the moments of a step put in their place.
 IN_FLIGHT: tuple[tuple[Name, float, str], ...] = (

@@ -256,13 +256,16 @@ def entry(name: str, job: Job) -> TextbookEntry:
     misfit = "; ".join(said for kind in ASSUMES.get(name, ()) if (said := ASSUMED[kind](arch)))
     if form.unit == "parameters" and abs(value - count(arch)) > 2 * arch.hidden:  # a form may leave the last norm out
         misfit = f"this model has {count(arch):,} parameters; the form is for another architecture"
+    note = NOTICES.get(name, "")
+    if name.startswith(("states", "zero-")) and job.optimizer != "adamw":
+        note = f"With Adam: {note}"
     return TextbookEntry(
         name=name,
         value=value,
         unit=form.unit,
         formula=form.formula.format(**_sizes(job)),
         source=form.source,
-        note=NOTICES.get(name, ""),
+        note=note,
         misfit=misfit,
     )
 

@@ -137,8 +137,8 @@ class Block(nn.Module):
         self.mlp_dropout = dropout(arch.dropout)
 
     def forward(self, x: Tensor, rope: Rope | None, mask: Any, index: Tensor | None) -> Tensor:
-        attended = self.attn_dropout(self.attn(self.attn_norm(x), rope, mask), index)
-        normed, x = self.add_and_norm(attended, x)
+        # No name for what attention returns: it would live on beside the MLP.
+        normed, x = self.add_and_norm(self.attn_dropout(self.attn(self.attn_norm(x), rope, mask), index), x)
         return x + self.mlp_dropout(self.mlp(normed, index), index)
 
     def add_and_norm(self, y: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:

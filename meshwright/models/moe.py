@@ -205,8 +205,10 @@ class MoELayer(nn.Module):
 
     def _mix(self, x: Tensor, routing: Routing) -> Tensor:
         order = _sort(routing, self.arch.experts)
-        dispatched = _Dispatch.apply(x.flatten(0, 1), order.token, order.row, order.kept)
-        rows = self.run(self.experts, dispatched, order.counts)
+        # No name for the experts' input: it would live on until the rows are combined.
+        rows = self.run(
+            self.experts, _Dispatch.apply(x.flatten(0, 1), order.token, order.row, order.kept), order.counts
+        )
         gates = routing.gates.flatten()[order.assignment]
         y = _Combine.apply(rows * gates[:, None], order.token, order.row, order.kept).to(x.dtype).view_as(x)
         return y if self.shared is None else y + self.shared(x)

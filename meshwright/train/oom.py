@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from meshwright.config.run import Run
-from meshwright.cost.layout import state_layout
+from meshwright.cost.layout import LABELS, StateLayout, state_layout
 from meshwright.cost.memory import Ledger, ledger, worst
 from meshwright.hardware.cluster import catalogue, cluster_of_device, recognised
 from meshwright.hardware.stacks import stacks
+from meshwright.parallel import precision
 from meshwright.parallel.mesh import local
 from meshwright.runtime.failure import Exit, Failure, FailureError
 from meshwright.search.best_first import Candidate, fit_of, priced
@@ -51,8 +52,7 @@ def explained(error: Exception, run: Run, state: State | None, device: torch.dev
         remedy = "use a smaller plan.microbatch, plan.recompute=full, or more ranks with plan.zero=3"
         return Failure(kind="memory", code=Exit.DOES_NOT_FIT, what=f"out of memory: {error}", remedy=remedy)
     question = question_of(run, torch.cuda.get_device_name(device))
-    on_device = not state_layout(question.job(run.plan)).hosted
-    measured = held(state) if state is not None and on_device else {}
+    measured = held(state, state_layout(question.job(run.plan))) if state is not None else {}
     return verdict(question, run, measured, torch.cuda.max_memory_allocated(device), str(error))
 
 
@@ -86,13 +86,16 @@ def question_of(run: Run, device_name: str) -> Question:
     )
 
 
-def held(state: State) -> dict[str, int]:
-    """Bytes that this rank holds between steps, by line of the ledger."""
-    weights = [local(weight.detach()) for weight in state.optimizer.weights]
-    gradients = [local(weight.grad) for weight in state.optimizer.weights if weight.grad is not None]
-    return {
-        "weights": _bytes(weights),
-        "gradients": _bytes(gradients),
+def held(state: State, layout: StateLayout) -> dict[str, int]:
+    """Bytes that this rank's device holds between steps, by line of the ledger."""
+    if layout.hosted:
+        return {}
+    weights = state.optimizer.weights
+    found = {"gradients": _bytes([local(weight.grad) for weight in weights if weight.grad is not None])}
+    if layout.offloaded:  # with the master weights
+        return found | {"weights": _bytes([local(weight.detach()) for weight in weights])}
+    return found | {
+        "weights": _bytes([precision.master(weight) for weight in weights]),
         "moments": sum(_bytes(tensors) for tensors in state.optimizer.states().values()),
     }
 
@@ -122,7 +125,7 @@ def cause(predicted: Ledger, measured: Mapping[str, int], peak: int, room: float
             f"{most.bytes / GIB:.1f} of them for {most.label}"
         )
     name, here, there = overrun(predicted, measured, peak)
-    return f"{name} took {here / GIB:.2f} GiB, {there / GIB:.2f} GiB were predicted"
+    return f"{LABELS.get(name, name)} took {here / GIB:.2f} GiB, {there / GIB:.2f} GiB were predicted"
 
 
 def overrun(predicted: Ledger, measured: Mapping[str, int], peak: int) -> tuple[str, int, int]:

@@ -7,7 +7,7 @@ import msgspec
 
 from meshwright.config.run import Run
 from meshwright.cost.job import Job
-from meshwright.cost.layout import hosted, state_layout, states, total
+from meshwright.cost.layout import LABELS, hosted, state_layout, states, total
 from meshwright.cost.memory import Ledger, ledger, worst
 from meshwright.cost.traffic import Kind, traffic
 from meshwright.spec.plan import Plan
@@ -152,5 +152,5 @@ def _tables(found: TraceReport) -> Iterator[str]:
         difference = "–" if row.traced == row.planned else difference
         allowed = "" if not row.tolerance else f"  ({row.tolerance:.0%} allowed)"
         wrong = "" if row.agrees else "  !"
-        yield f"{row.name:<16}{row.planned:>22,}{row.traced:>22,}{difference:>12}{allowed}{wrong}"
+        yield f"{LABELS.get(row.name, row.name):<16}{row.planned:>22,}{row.traced:>22,}{difference:>12}{allowed}{wrong}"
     yield f"the peak was planned at {found.moment}, and traced in {found.phase}"

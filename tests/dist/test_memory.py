@@ -23,7 +23,7 @@ from worlds import world
 from meshwright.config.run import Run
 from meshwright.cost.activations import microbatch_shape, saved_activations
 from meshwright.cost.job import Job
-from meshwright.cost.layout import PIECE, SLOTS, hosted, largest_weight, layout_of, rounding_bytes, states
+from meshwright.cost.layout import PIECE, SLOTS, hosted, largest_weight, layout_of, rounding_bytes, state_layout, states
 from meshwright.cost.memory import ledger
 from meshwright.hardware.cluster import cluster
 from meshwright.hardware.stacks import stacks
@@ -33,6 +33,7 @@ from meshwright.parallel.mesh import Mesh, local
 from meshwright.parallel.tensor import loss_context
 from meshwright.search.budget import job_of
 from meshwright.spec.params import count
+from meshwright.train import oom
 from meshwright.train.build import build
 from meshwright.train.step import choose, losses
 
@@ -315,6 +316,19 @@ def test_a_lone_rank_whose_weights_are_rounded_computes_with_them_where_they_lie
     assert seen["weights"] == 2 * count(run.arch)
 
 
+@pytest.mark.parametrize("words", [(), SGD])
+def test_out_of_memory_measures_the_lines_of_the_ledger(folder, words):
+    run = make_run(folder, *SMALL, *BF16, "plan.bf16_params=true", "plan.replicate=1", *words)
+    state = build(run, make_corpus(run, folder), alone())
+    choose(run, state.chunks, alone())(state.loader.take(0), state.scale.value)
+    state.loader.close()
+    layout = state_layout(job_of(run))
+    said = {line.name: line.bytes for line in states(run.arch, run.plan, layout=layout)}
+    assert oom.held(state, layout) == {name: said[name] for name in ("weights", "gradients", "moments")}
+    assert said["weights"] == 4 * count(run.arch)
+    assert said["moments"] == (4 if words else 8) * count(run.arch)
+
+
 OFFLOADED = [
     ("plan.precision=fp32", "plan.optimizer_offload=host"),
     (*BF16, "plan.optimizer_offload=host"),
@@ -341,6 +355,7 @@ def test_states_that_live_elsewhere_take_the_bytes_that_are_said_there(folder, w
     assert stored(weights) == lines["weights"]
     assert stored(weight.grad for weight in weights) == lines["gradients"]
     assert lines["moments"] == lines["all_gathered_params"] == 0
+    assert oom.held(state, state_layout(job)) == {name: lines[name] for name in ("weights", "gradients")}
     near = [array for home in optimizer.locations for array in home.arrays]
     slots = [buffer for slot in optimizer.slots for buffer in slot.near]
     optimizer.close()

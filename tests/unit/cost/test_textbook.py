@@ -2,6 +2,7 @@
 
 import math
 
+import msgspec
 import pytest
 
 from meshwright.config import presets
@@ -54,6 +55,14 @@ def test_values_are_those_of_the_job():
     assert textbook.entry("states-megatron", found).value == 18 * parameters
     assert textbook.entry("6nd", found).value == 6 * parameters * 8 * 2 * 4096
     assert textbook.entry("batch", found).value == 16
+
+
+def test_what_is_said_of_adams_bytes_is_said_to_be_of_adam():
+    shared = job(shard=4, zero=3)
+    other = msgspec.structs.replace(shared, optimizer="sgd")
+    assert textbook.entry("states-exact", other).value == 12 * count(shared.arch)
+    for name in ("states-exact", "states-megatron", "states-bf16", "zero-1", "zero-2", "zero-3"):
+        assert textbook.entry(name, other).note == f"With Adam: {textbook.entry(name, shared).note}"
 
 
 def test_the_closed_form_of_flops_is_near_the_exact_count():

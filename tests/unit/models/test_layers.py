@@ -1,11 +1,21 @@
 import math
+import weakref
 
 import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
 
-from meshwright.models.layers import Attention, Mlp, apply_rope, causal_attention, norm, rope_frequencies, rope_table
+from meshwright.models.layers import (
+    Attention,
+    Block,
+    Mlp,
+    apply_rope,
+    causal_attention,
+    norm,
+    rope_frequencies,
+    rope_table,
+)
 
 CPU = torch.device("cpu")
 
@@ -53,6 +63,14 @@ def test_another_attention_may_be_put_in(llama):
     attention = Attention(llama)
     attention.attend = lambda q, k, v, documents: torch.zeros_like(q)
     assert attention(torch.randn(1, 3, 16), None, None).abs().max() == 0
+
+
+def test_what_attention_returns_is_freed_before_the_mlp(llama):
+    block, returned = Block(llama, Mlp(llama, llama.ffn)), []
+    block.attn.register_forward_hook(lambda module, arguments, y: returned.append(weakref.ref(y)))
+    block.mlp.register_forward_pre_hook(lambda module, arguments: returned.append(returned[0]()))
+    block(torch.randn(1, 3, 16), rope_table(llama, torch.arange(3)[None], torch.float32), None, None)
+    assert returned[1] is None
 
 
 def test_a_rotation_turns_pairs_half_a_head_apart(llama):

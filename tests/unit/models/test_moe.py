@@ -1,9 +1,12 @@
+import weakref
+
 import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.models import moe
 from meshwright.models.decoder import Decoder
 from meshwright.models.init import normal
 from meshwright.models.layers import token_loss_sum
@@ -32,6 +35,25 @@ def slow_logits(layer: MoELayer, x: Tensor, index: Tensor) -> Tensor:
         return logits
     numbers = [[[normal(layer.key, i * 4 + expert) for expert in range(4)] for i in row] for row in index]
     return logits + torch.tensor(numbers, dtype=x.dtype) * F.softplus(x @ layer.noise.weight.T)
+
+
+def test_the_experts_input_is_freed_before_their_output_is_combined(mixture, build, monkeypatch):
+    layer, given = layer_of(build(mixture)), []
+
+    def run(experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
+        given.append(weakref.ref(rows))
+        return run_experts(experts, rows, counts)
+
+    def combined(rows: Tensor, places: Tensor, kept: Tensor) -> Tensor:
+        given.append(given[0]())
+        return sum_rows(rows, places, kept)
+
+    sum_rows = moe._sum_rows
+    monkeypatch.setattr(moe, "_sum_rows", combined)
+    layer.run = run
+    with torch.no_grad():  # else the graph has it, as the ledger knows
+        layer(*input_of_layer())
+    assert given[1] is None
 
 
 def test_a_mixture_is_the_gated_sum_of_its_experts(mixture, build):

@@ -8,7 +8,7 @@ from meshwright.config import load
 from meshwright.cost.memory import ledger
 from meshwright.runtime.failure import Exit
 from meshwright.spec.units import GIB
-from meshwright.train.oom import changes, overrun, peak_words, question_of, verdict
+from meshwright.train.oom import cause, changes, overrun, peak_words, question_of, verdict
 
 WORDS = (
     "arch.preset=llama3-8b",
@@ -69,6 +69,12 @@ def test_the_line_that_overran_is_named_beside_its_prediction(question, run):
     name, here, there = overrun(predicted, as_said, peak)
     assert name == "what a step needs for itself"
     assert here - there == 7 * GIB
+
+
+def test_the_states_of_any_optimizer_have_one_name(question, run):
+    predicted = ledger(question.job(run.plan))
+    told = cause(predicted, {"moments": 2 * predicted.allocated}, 2 * predicted.allocated, 1e18)
+    assert told.startswith("optimizer states took ")
 
 
 def test_the_verdict_has_six_lines_and_the_code_of_a_plan_that_does_not_fit(question, run):

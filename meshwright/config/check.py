@@ -303,7 +303,7 @@ def how_blocks_run(plan: Plan) -> Iterator[Problem]:
 
 def _saved_activations(plan: Plan) -> Iterator[Problem]:
     said = {"activation_quant": plan.activation_quant} if plan.activation_quant != "none" else {}
-    said |= {"activation_offload": plan.activation_offload} if plan.activation_offload else {}
+    said |= {"activation_offload": "true"} if plan.activation_offload else {}
     together = recompute.by_operation(plan.recompute) or any(len(run) > 1 for run in recompute.runs(plan.recompute, 4))
     for name, value in said.items() if together else ():
         yield Problem(

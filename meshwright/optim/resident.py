@@ -88,15 +88,19 @@ class ResidentOptimizer(Optimizer):
                 self.missed[i] += 1
 
     def _fused(self, indices: list[int], terms: UpdateTerms) -> None:
-        gradients = [self._gradient(i) for i in indices]
+        weights, wide = ([held[i] for i in indices] for held in (self.weights, self.wide))
+        gradients = [local(given(weight)) for weight in weights]
         states = [[tensors[i] for i in indices] for tensors in self._states.values()]
-        self.rule.fused([self.wide[i] for i in indices], gradients, states, terms)
-        for i, gradient in zip(indices, gradients, strict=True):
-            weight = self.weights[i]
-            if precision.has_master(weight):
-                weight.copy_(self.wide[i])
-                if weight.grad is not None:  # the kernel leaves gradients clipped, and this one was widened for it
-                    weight.grad.copy_(gradient)
+        widened = gradients
+        if any(each.dtype != accum_dtype(held) for each, held in zip(gradients, wide, strict=True)):
+            # Together: a few launches, however many weights there are.
+            widened = [torch.empty_like(each, dtype=accum_dtype(each)) for each in wide]
+            torch._foreach_copy_(widened, gradients)
+        self.rule.fused(wide, widened, states, terms)
+        if precision.has_master(weights[0]):  # all weights have a bf16 copy, or none has
+            torch._foreach_copy_(weights, wide)
+            if widened is not gradients:  # the kernel leaves its gradients clipped
+                torch._foreach_copy_(gradients, widened)
 
     def _plain(self, indices: list[int], terms: UpdateTerms) -> None:
         finite = terms.finite > 0

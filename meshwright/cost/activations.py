@@ -248,11 +248,8 @@ def padded_vocab(job: Job) -> int:
 
 def rows_per_sequence(arch: Arch, sequence: int) -> int:
     """Copies of a sequence's tokens that experts take at most; all that routers make when no capacity is set."""
-    choices = 1 if arch.router == "expert_choice" else arch.top_k
-    slots = sequence
-    if arch.capacity:
-        slots = min(sequence, math.ceil(arch.capacity * choices * sequence / arch.experts))
-    return arch.experts * slots if arch.router == "expert_choice" else min(sequence * choices, arch.experts * slots)
+    every = arch.experts * arch.expert_slots(sequence)
+    return every if arch.router == "expert_choice" else min(sequence * arch.top_k, every)
 
 
 @lru_cache(maxsize=4096)

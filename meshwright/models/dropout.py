@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from meshwright.models.init import GOLDEN, key, signed
+from meshwright.models.init import GOLDEN, key, logical_shift, mixed, signed
 
 Drop = Callable[[Tensor, Tensor | None], Tensor]  # hidden states (b, s, hidden) and the index (b, s) of their tokens
 TOKEN_MIX = signed(0xBF58476D1CE4E5B9)  # splitmix64's first multiplier
-ELEMENT = 0x9E3779B1 - (1 << 32)  # 2³² ÷ the golden ratio, as int32: neighbouring elements are far apart
-MIX = ((16, 0x85EBCA6B - (1 << 32)), (13, 0xC2B2AE35 - (1 << 32)))  # murmur3's finalizer, shifts and multipliers
+ELEMENT = signed(0x9E3779B1, 32)  # 2³² ÷ the golden ratio: neighbouring elements are far apart
+MIX, LAST_SHIFT = ((16, 0x85EBCA6B), (13, 0xC2B2AE35)), 16  # murmur3's finalizer
 BITS = 24  # of a draw
 
 
@@ -64,11 +64,7 @@ def kept(index: Tensor, key: Tensor, hidden: int, p: float) -> Tensor:
     draw = (token ^ (token >> 29)).to(torch.int32)[..., None] ^ (
         torch.arange(hidden, dtype=torch.int32, device=index.device) * ELEMENT
     )
-    for shift, multiplier in MIX:
-        draw ^= (draw >> shift) & ((1 << (32 - shift)) - 1)  # a shift that brings no copies of the sign
-        draw *= multiplier
-    draw ^= (draw >> 16) & 0xFFFF
-    return ((draw >> (32 - BITS)) & ((1 << BITS) - 1)) >= round(p * (1 << BITS))
+    return logical_shift(mixed(draw, MIX, LAST_SHIFT), 32 - BITS) >= round(p * (1 << BITS))
 
 
 class _Dropped(Function):

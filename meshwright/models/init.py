@@ -22,7 +22,8 @@ Region = tuple[slice, ...]
 
 # splitmix64 (Steele, Lea and Flood 2014): a counter stepped by GOLDEN, then mixed.
 GOLDEN = 0x9E3779B97F4A7C15
-MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+Mix = tuple[tuple[int, int], ...]  # shifts, and the odd factors that follow them
+MIX: Mix = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 LAST_SHIFT = 31
 
 PAIRS = 0x0000FFFF0000FFFF  # every second 16-bit lane
@@ -42,7 +43,7 @@ def key(seed: int, name: str) -> int:
 def uniform(key: int, index: Tensor) -> Tensor:
     """A float32 in [0, 1) for every int64 index; 24 bits, so the same value in every wider type."""
     state = index * signed(GOLDEN) + signed(key + GOLDEN)
-    return _logical_shift(_mixed(state), 40).to(torch.float32) * 2.0**-24
+    return logical_shift(mixed(state), 40).to(torch.float32) * 2.0**-24
 
 
 def normal(key: int, index: Tensor) -> Tensor:
@@ -127,8 +128,8 @@ def _runs(shape: tuple[int, ...], bounds: list[tuple[int, int]], device: torch.d
 
 def _sum_of_eight(counter: Tensor, key: int) -> Tensor:
     """The eight 16-bit lanes of two hashes added up, centred. `counter` advances by 2 · GOLDEN per element."""
-    lanes = _pair_sums(_mixed(counter + signed(key + GOLDEN)))
-    lanes.add_(_pair_sums(_mixed(counter + signed(key + 2 * GOLDEN))))
+    lanes = _pair_sums(mixed(counter + signed(key + GOLDEN)))
+    lanes.add_(_pair_sums(mixed(counter + signed(key + 2 * GOLDEN))))
     return (lanes >> 32).add_(lanes.bitwise_and_(LOW)).sub_(CENTRE)
 
 
@@ -138,18 +139,19 @@ def _pair_sums(lanes: Tensor) -> Tensor:
     return lanes.bitwise_and_(PAIRS).add_(odd)
 
 
-def _mixed(state: Tensor) -> Tensor:
-    """The splitmix64 hash of every state. Overwrites its argument."""
-    for shift, factor in MIX:
-        state.bitwise_xor_(_logical_shift(state, shift)).mul_(signed(factor))
-    return state.bitwise_xor_(_logical_shift(state, LAST_SHIFT))
+def mixed(state: Tensor, mix: Mix = MIX, last_shift: int = LAST_SHIFT) -> Tensor:
+    """The hash of every state, an int64 by splitmix64 unless another mix is given. Overwrites its argument."""
+    for shift, factor in mix:
+        state.bitwise_xor_(logical_shift(state, shift)).mul_(signed(factor, 8 * state.itemsize))
+    return state.bitwise_xor_(logical_shift(state, last_shift))
 
 
-def _logical_shift(word: Tensor, bits: int) -> Tensor:
-    """Shift right without the sign: torch's shift of int64 repeats it."""
-    return (word >> bits).bitwise_and_((1 << (64 - bits)) - 1)
+def logical_shift(word: Tensor, bits: int) -> Tensor:
+    """Shift right without the sign: torch's shift repeats it."""
+    return (word >> bits).bitwise_and_((1 << (8 * word.itemsize - bits)) - 1)
 
 
-def signed(word: int) -> int:
-    """An integer modulo 2⁶⁴ as torch's int64 holds it."""
-    return (word + (1 << 63)) % (1 << 64) - (1 << 63)
+def signed(word: int, bits: int = 64) -> int:
+    """An integer modulo 2⁶⁴, or another power, as torch's int64, or another type, holds it."""
+    half = 1 << (bits - 1)
+    return (word + half) % (2 * half) - half

@@ -1,6 +1,5 @@
 """Mixture of experts (MoE): a feed-forward layer whose router sends each token to a few of many experts."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -34,14 +33,14 @@ Route = Callable[[Tensor, Arch, Tensor | None], Routing]
 def top_k(logits: Tensor, arch: Arch, draw: Tensor | None) -> Routing:
     """The k most probable experts, their probabilities renormalized (Mixtral; with noisy logits, Shazeer 2017)."""
     probabilities, gates, experts = _best(logits, arch.top_k)
-    kept = _served(experts, torch.ones_like(experts, dtype=torch.bool), arch, slots(arch, logits.shape[1]))
+    kept = _served(experts, torch.ones_like(experts, dtype=torch.bool), arch, arch.expert_slots(logits.shape[1]))
     return _routing(logits, probabilities, experts, gates / gates.sum(-1, keepdim=True), kept, arch)
 
 
 def switch(logits: Tensor, arch: Arch, draw: Tensor | None) -> Routing:
     """The most probable expert, its output scaled by its probability (Fedus 2021)."""
     probabilities, gates, experts = _best(logits, 1)
-    kept = _served(experts, torch.ones_like(experts, dtype=torch.bool), arch, slots(arch, logits.shape[1]))
+    kept = _served(experts, torch.ones_like(experts, dtype=torch.bool), arch, arch.expert_slots(logits.shape[1]))
     return _routing(logits, probabilities, experts, gates, kept, arch)
 
 
@@ -54,7 +53,7 @@ def gshard(logits: Tensor, arch: Arch, draw: Tensor | None) -> Routing:
         wanted[..., 1] = 2 * gates[..., 1] > draw
     # All first choices are served before any second one, so here a later token may take an earlier one's slot.
     by_choice = experts.transpose(1, 2), wanted.transpose(1, 2)
-    kept = _served(*by_choice, arch, slots(arch, logits.shape[1])).transpose(1, 2)
+    kept = _served(*by_choice, arch, arch.expert_slots(logits.shape[1])).transpose(1, 2)
     return _routing(logits, probabilities, experts, gates, kept, arch)
 
 
@@ -62,7 +61,7 @@ def expert_choice(logits: Tensor, arch: Arch, draw: Tensor | None) -> Routing:
     """Each expert takes the tokens of the sequence that want it most (Zhou 2022). Looks at later tokens."""
     probabilities = logits.softmax(-1)
     ranked = probabilities.argsort(dim=1, descending=True, stable=True)  # per expert, best token first
-    chosen = ranked[:, : slots(arch, logits.shape[1])]
+    chosen = ranked[:, : arch.expert_slots(logits.shape[1])]
     kept = torch.zeros_like(probabilities, dtype=torch.bool).scatter(1, chosen, True)
     experts = torch.arange(arch.experts, device=logits.device).expand_as(logits)
     return _routing(logits, probabilities, experts, probabilities, kept, arch)
@@ -75,14 +74,6 @@ ROUTERS: dict[str, Route] = {
     "gshard": gshard,
     "expert_choice": expert_choice,
 }
-
-
-def slots(arch: Arch, positions: int) -> int:
-    """Tokens one expert may take of a sequence; all of them when no capacity is set."""
-    if arch.capacity == 0:
-        return positions
-    choices = 1 if arch.router == "expert_choice" else arch.top_k
-    return min(positions, math.ceil(arch.capacity * choices * positions / arch.experts))
 
 
 def _best(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -113,7 +104,7 @@ def _routing(
         experts=experts,
         gates=gates * kept,
         kept=kept,
-        rows=batch * min(positions * choices, arch.experts * slots(arch, positions)),
+        rows=batch * min(positions * choices, arch.experts * arch.expert_slots(positions)),
         balance=arch.experts * (share * probabilities.mean(1)).sum(-1),
         z=logits.logsumexp(-1).square().mean(1),
         load=share.mean(0),

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from meshwright.config.run import Optim
 from meshwright.kernels.adamw import AdamWGroup, AdamWStep, BF16Group
-from meshwright.optim.interface import Arithmetic, Update, UpdateTerms, scaled
+from meshwright.optim.interface import Arithmetic, Update, UpdateRule, UpdateTerms, scaled
 from meshwright.optim.master_weights import given, is_contiguous, low_bits, rounded, rounding_draws
 from meshwright.parallel import precision
 from meshwright.parallel.mesh import local
@@ -22,11 +21,8 @@ if TYPE_CHECKING:
 GROUPS = 8  # that are remembered; there are two, unless a model leaves out other parameters in every step
 
 
-class AdamWRule:
+class AdamWRule(UpdateRule):
     """The update of AdamW."""
-
-    def __init__(self, optim: Optim) -> None:
-        self.optim = optim
 
     def fused(
         self,

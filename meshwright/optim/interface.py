@@ -8,7 +8,7 @@ are: beside each other (`optim/resident.py`), all on the host (`optim/cpu_offloa
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -37,11 +37,13 @@ Update = Callable[[list[int], UpdateTerms], None]  # of some weights, by their i
 Arithmetic = Callable[[Tensor, Tensor, Sequence[Tensor]], tuple[Tensor, Sequence[Tensor]]]
 
 
-class UpdateRule(Protocol):
+class UpdateRule(ABC):
     """One optimizer's arithmetic; where weights and states are is not its affair."""
 
-    optim: Optim
+    def __init__(self, optim: Optim) -> None:
+        self.optim = optim
 
+    @abstractmethod
     def fused(
         self,
         weights: Sequence[Tensor],
@@ -50,19 +52,18 @@ class UpdateRule(Protocol):
         terms: UpdateTerms,
     ) -> None:
         """Update weights and states in place by torch's kernel; gradients are left multiplied by the factor."""
-        ...
 
+    @abstractmethod
     def arithmetic(self, terms: UpdateTerms, dtype: torch.dtype) -> Arithmetic:
         """The same by operations that round once each, with the scalars made once.
 
         An element's bits then do not depend on its neighbours, which sharding moves: fused kernels take the ends of a
         tensor through other instructions than its middle.
         """
-        ...
 
     def one_pass(self, optimizer: "ResidentOptimizer") -> Update | None:
         """The same by one kernel of ours that also writes the low-precision copies; None where there is none."""
-        ...
+        return None
 
 
 def scaled(gradients: Sequence[Tensor], terms: UpdateTerms) -> tuple[Sequence[Tensor], Tensor | None]:

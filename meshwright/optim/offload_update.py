@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from meshwright.models.init import mixed, signed
 from meshwright.optim.interface import UpdateRule, UpdateTerms
 
 CPU_RUN = 1 << 20  # elements at a time on a CPU: temporaries stay in its caches
@@ -98,18 +99,8 @@ def rounded(x: Tensor, drawn: Tensor) -> Tensor:
 def draws(weight: int, begin: int, count: Tensor, size: int) -> Tensor:
     """32 random bits per element: a pure function of weight, element and update, so that a resumed run has the same."""
     state = torch.arange(size, dtype=torch.int32, device=count.device)
-    state += count.to(torch.int32) * _signed(OF_UPDATE) + _signed(begin + (weight + 1) * OF_WEIGHT)
-    for shift, factor in MIX:
-        state.bitwise_xor_(_logical_shift(state, shift)).mul_(_signed(factor))
-    return state.bitwise_xor_(_logical_shift(state, LAST_SHIFT))
-
-
-def _logical_shift(word: Tensor, bits: int) -> Tensor:
-    return (word >> bits).bitwise_and_((1 << (32 - bits)) - 1)
-
-
-def _signed(word: int) -> int:
-    return (word + (1 << 31)) % (1 << 32) - (1 << 31)
+    state += count.to(torch.int32) * signed(OF_UPDATE, 32) + signed(begin + (weight + 1) * OF_WEIGHT, 32)
+    return mixed(state, MIX, LAST_SHIFT)
 
 
 PIECE = 1 << 24  # elements: large enough for full speed of copies and disks, small enough to have several in memory

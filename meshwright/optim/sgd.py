@@ -6,23 +6,15 @@ The buffer begins at zero, so the first step has b = g, and a weight that a step
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from meshwright.config.run import Optim
-from meshwright.optim.interface import Arithmetic, Update, UpdateTerms, scaled
-
-if TYPE_CHECKING:
-    from meshwright.optim.resident import ResidentOptimizer
+from meshwright.optim.interface import Arithmetic, UpdateRule, UpdateTerms, scaled
 
 
-class SGDRule:
-    """The update of SGD with momentum."""
-
-    def __init__(self, optim: Optim) -> None:
-        self.optim = optim
+class SGDRule(UpdateRule):
+    """The update of SGD with momentum; torch's fused kernel moves no more than one of ours would."""
 
     def fused(
         self,
@@ -62,7 +54,3 @@ class SGDRule:
             return weight - move * terms.rate, (buffer,)
 
         return updated
-
-    def one_pass(self, optimizer: "ResidentOptimizer") -> Update | None:
-        """There is no kernel of ours: torch's fused one reads and writes everything once already."""
-        return None

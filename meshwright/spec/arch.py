@@ -1,5 +1,6 @@
 """What a decoder is made of, as one flat frozen value."""
 
+import math
 from typing import Literal
 
 import msgspec
@@ -48,6 +49,13 @@ class Arch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def is_mixture(self, layer: int) -> bool:
         """Whether a layer routes its tokens to experts."""
         return self.experts > 0 and (layer + 1) % self.moe_every == 0
+
+    def expert_slots(self, sequence: int) -> int:
+        """Tokens that one expert may take of a sequence; all of them when no capacity is set."""
+        if self.capacity == 0:
+            return sequence
+        choices = 1 if self.router == "expert_choice" else self.top_k
+        return min(sequence, math.ceil(self.capacity * choices * sequence / self.experts))
 
     @property
     def mixture_layers(self) -> int:

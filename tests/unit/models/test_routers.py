@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.models.moe import ROUTERS, slots
+from meshwright.models.moe import ROUTERS
 from meshwright.spec.arch import Arch
 
 Kept = dict[tuple[int, int], float]  # (token, expert) -> gate
@@ -84,7 +84,7 @@ def test_each_router_does_as_its_slow_twin(mixture):
     logits, draw = logits_and_draw(mixture)
     routing = ROUTERS[mixture.router](logits, mixture, draw)
     for sequence, probabilities in enumerate(logits.softmax(-1).tolist()):
-        expected = SLOW[mixture.router](probabilities, mixture, slots(mixture, 11), draw[sequence].tolist())
+        expected = SLOW[mixture.router](probabilities, mixture, mixture.expert_slots(11), draw[sequence].tolist())
         kept = routing.kept[sequence].nonzero().tolist()
         found = {
             (token, int(routing.experts[sequence, token, choice])): float(routing.gates[sequence, token, choice])
@@ -101,17 +101,17 @@ def test_capacity_drops_what_finds_no_slot(mixture):
     for sequence in range(3):
         taken = routing.experts[sequence][routing.kept[sequence]].bincount(minlength=4)
         if mixture.router == "expert_choice":
-            assert taken.tolist() == [slots(mixture, 11)] * 4
-        assert taken.max() <= slots(mixture, 11)
+            assert taken.tolist() == [mixture.expert_slots(11)] * 4
+        assert taken.max() <= mixture.expert_slots(11)
     dropped = (~routing.kept).sum()
     assert (dropped > 0) == (mixture.capacity > 0)
 
 
 def test_slots_are_a_fair_share_times_capacity(topk):
-    assert slots(topk, 10) == 10  # no capacity: nothing is dropped
+    assert topk.expert_slots(10) == 10  # no capacity: nothing is dropped
     for capacity, expected in [(1.0, 5), (1.25, 7), (0.5, 3), (9.0, 10)]:
         arch = msgspec.structs.replace(topk, capacity=capacity)
-        assert slots(arch, 10) == expected == min(10, math.ceil(capacity * 2 * 10 / 4))
+        assert arch.expert_slots(10) == expected == min(10, math.ceil(capacity * 2 * 10 / 4))
 
 
 def test_without_a_draw_the_second_expert_is_always_asked(topk):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from meshwright.bench.measure import seconds_of
-from meshwright.kernels import document_attention
+from meshwright.kernels import attention
 from meshwright.models.layers import causal_attention
 from meshwright.parallel.fused_kernels import fastest_attention
 
@@ -101,7 +101,7 @@ def compared(shape: Shape, mean: int) -> dict[str, Any]:
         "without documents": lambda q, k, v: fastest_attention(q, k, v, None),
         "dense mask": partial(causal_attention, documents=told),
         "flash, many lengths": partial(varlen, ends=ends, longest=int(ends.diff().max())),
-        "blocks": partial(document_attention.attention, mask=document_attention.build_mask(told)),
+        "blocks": partial(attention.document_attention, mask=attention.build_mask(told)),
     }
     wanted = torch.randn_like(q)
     reference = causal_attention(q, k, v, told).detach()

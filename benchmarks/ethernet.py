@@ -20,9 +20,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from meshwright.bench.alpha_beta import fitted_seconds
 from meshwright.bench.sweep import FAMOUS
 from meshwright.config import load
+from meshwright.cost.calibrate import fitted_seconds
 from meshwright.cost.traffic import traffic
 from meshwright.hardware.profile import CollectiveFit, Profile, read_profile
 from meshwright.spec.params import count

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch._functorch import config as functorch
 
-from meshwright.kernels import adamw, cross_entropy, dispatch, fp8, gated, norm, rope, softmax
+from meshwright.kernels import adamw, attention, cross_entropy, dispatch, fp8, gated, norm, softmax
 from meshwright.kernels import adamw as adamw_bf16
 
 SETS = 2  # of tensors that a graph walks over, each beyond any cache
@@ -71,7 +71,7 @@ def rope_case(batch: int, sequence: int, heads: tuple[int, int], head_dim: int) 
     size = batch * sequence * sum(heads) * head_dim * 2
     return Case(
         f"rope {batch} × {sequence} × {heads[0]}+{heads[1]} × {head_dim}",
-        lambda q, k, way: rope.apply_rope(q, k, table, way),
+        lambda q, k, way: attention.apply_rope(q, k, table, way),
         lambda: [normal(batch, sequence, count, head_dim) for count in heads], 2 * size, 2 * size,
     )  # fmt: skip
 

@@ -17,14 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from meshwright.bench.alpha_beta import fits
-from meshwright.bench.measure import seconds_of
-from meshwright.bench.waterfall import synchronize
+from meshwright.bench.measure import seconds_of, synchronize
 from meshwright.config.run import Run
+from meshwright.cost.calibrate import fits
 from meshwright.cost.traffic import Kind
 from meshwright.hardware.profile import AttentionTime, CollectiveTime, ElementwiseTime, ProductTime, Profile
-from meshwright.parallel.collectives import all_gather, reduce_scatter
-from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.mesh import Mesh, all_gather, reduce_scatter
 from meshwright.runtime.files import replace_file
 from meshwright.runtime.place import Place
 from meshwright.spec.units import GIB

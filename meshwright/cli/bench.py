@@ -179,7 +179,7 @@ def probe(options: argparse.Namespace) -> int:
 
 def collective_lines(profile: Profile) -> Iterator[str]:
     """Collectives as a table, and what was fitted to them."""
-    from meshwright.bench.alpha_beta import algorithm_bandwidth, bus_bandwidth
+    from meshwright.cost.calibrate import algorithm_bandwidth, bus_bandwidth
 
     if not profile.collectives:
         return

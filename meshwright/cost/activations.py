@@ -216,7 +216,7 @@ def microbatch_shape(job: Job, fused_norm: bool = True) -> MicrobatchShape:
 def _has_dense_mask(job: Job) -> bool:
     """Whether attention within documents reads a mask of all pairs; a ring meets them piece by piece.
 
-    On a GPU kernels of ours need none, in the precisions and for the heads of kernels/document_attention.py.
+    On a GPU kernels of ours need none, in the precisions and for the heads of kernels/attention.py.
     """
     plan = job.plan
     by_blocks = job.stack.name == OURS and plan.kernels != "plain" and plan.precision in NARROW_PRECISIONS

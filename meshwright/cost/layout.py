@@ -22,16 +22,7 @@ import msgspec
 
 from meshwright.cost.activations import ITEM_BYTES, padded_vocab
 from meshwright.cost.job import Job, MasterWeights, StateDtype
-from meshwright.cost.rank_view import (
-    ParamGroup,
-    RankView,
-    grid,
-    groups,
-    local_shape,
-    padded,
-    placement,
-    share,
-)
+from meshwright.cost.rank_view import ParamGroup, RankView, grid, groups, local_shape, padded, placement, share
 from meshwright.cost.traffic import FIRST, in_sight
 from meshwright.spec.arch import Arch
 from meshwright.spec.optimizers import ADAMW, OPTIMIZERS, OptimizerSpec
@@ -39,10 +30,10 @@ from meshwright.spec.params import Split, count, params
 from meshwright.spec.plan import Plan, Precision
 from meshwright.spec.schedule import Schedule, actions
 
-PIECE, SLOTS = 1 << 24, 4  # elements that are moved together, and pieces on their way, as in optim/offload_update.py
+PIECE, SLOTS = 1 << 24, 4  # elements that are moved together, and pieces on their way, as in optim/offload.py
 
 # fp32 tensors of one piece alive at once while it is rounded, beside its states: the gradient, the weight, what an
-# update is made of, and the draws. Counted in optim/master_weights.py and optim/offload_update.py.
+# update is made of, and the draws. Counted in optim/master_weights.py and optim/offload.py.
 ROUNDING_COPIES, ROUNDING_BYTES = 6, 4
 
 LOW_BYTES = 2  # what a bf16 weight lacks of its fp32 master

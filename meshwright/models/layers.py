@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.kernels.attention import Rope
 from meshwright.kernels.cross_entropy import IGNORE
-from meshwright.kernels.rope import Rope
 from meshwright.models.dropout import dropout
 from meshwright.spec.arch import Arch
 

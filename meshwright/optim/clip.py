@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.parallel import deterministic, unused
+from meshwright.parallel import deterministic, fsdp
 from meshwright.parallel.mesh import Mesh, copies, local
 from meshwright.spec.plan import Plan
 
@@ -38,7 +38,7 @@ def measured(chunks: Sequence[nn.Module], loss_sum: Tensor, mesh: Mesh, asked: b
     And one number a parameter of a model that may leave some out; what no rank used has no gradient after this.
     """
     totals = torch.stack([loss_sum.double(), square_share(chunks, mesh), deterministic.flag(asked, mesh)])
-    used = unused.used_parameters(chunks)
+    used = fsdp.used_parameters(chunks)
     if used is not None:
         totals = torch.cat([totals, used.flags])
     if mesh.world > 1:

@@ -15,10 +15,14 @@ import torch
 from torch import Tensor
 
 from meshwright.config.run import Run
-from meshwright.optim import offload_update
 from meshwright.parallel import precision
 from meshwright.spec.optimizers import OPTIMIZERS
 from meshwright.spec.problem import InputError, Problem
+
+PIECE = 1 << 24  # elements: large enough for full speed of copies and disks, small enough to have several in memory
+AHEAD = 2  # pieces whose states are being read
+SLOTS = AHEAD + 2  # pieces in flight: one more is being updated, one is being written
+
 
 PAGE = 4096  # bytes: arrays begin on pages, as disks want them
 
@@ -165,7 +169,7 @@ def host_share(run: Run, parameters: int) -> int:
 
 def staging_bytes(run: Run, largest: int) -> int:
     """Host memory of the staging buffers: gradients and parameters, or states, of pieces in flight."""
-    elements = offload_update.SLOTS * min(offload_update.PIECE, largest)
+    elements = SLOTS * min(PIECE, largest)
     fetched = width(run) if run.plan.optimizer_offload == "disk" else 0
     copied = 2 * precision.weight_dtype(run.plan).itemsize if run.plan.optimizer_offload_update == "host" else 0
     return elements * (fetched + copied)

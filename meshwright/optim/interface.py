@@ -1,10 +1,11 @@
-"""The optimizer as the trainer, checkpoints, replica checks, messages and proofs see it, and the rule it applies.
+"""The optimizer as the trainer, checkpoints, replica checks, messages and proofs see it, its rule and learning rate.
 
 A rule is one optimizer's arithmetic by elements (`optim/adamw.py`, `optim/sgd.py`). A form is where weights and states
-are: beside each other (`optim/resident.py`), all on the host (`optim/cpu_offload.py`), the states elsewhere
+are: beside each other, on the device or on the host (`optim/resident.py`), or the states elsewhere
 (`optim/offload.py`). Every form takes every rule; what both towers know of an optimizer is in `spec/optimizers.py`.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -119,3 +120,26 @@ class Optimizer(ABC):
     def decay_of(self, weight: Tensor) -> float:
         """Matrices decay, vectors do not."""
         return self.optim.weight_decay if weight.ndim >= 2 else 0.0
+
+
+def learning_rate(optim: Optim, step: int, steps: int) -> float:
+    """The rate of step 0 … steps − 1."""
+    if step < optim.warmup:
+        return optim.lr * (step + 1) / (optim.warmup + 1)
+    return optim.lr * _shape(optim, step, steps)
+
+
+def _shape(optim: Optim, step: int, steps: int) -> float:
+    """The rate ÷ the highest rate, once warm."""
+    if optim.schedule == "constant":
+        return 1.0
+    start = optim.warmup
+    if optim.schedule == "wsd":  # warm-up, stable, decay
+        start = max(start, steps - math.ceil(optim.decay_fraction * steps))
+    done = _clamp((step - start) / max(steps - 1 - start, 1))
+    remaining = (1 + math.cos(math.pi * done)) / 2 if optim.schedule == "cosine" else 1 - done
+    return optim.min_lr_ratio + (1 - optim.min_lr_ratio) * remaining
+
+
+def _clamp(share: float) -> float:
+    return min(max(share, 0.0), 1.0)

@@ -1,8 +1,8 @@
 """Weights in bf16 without fp32 master weights: stochastic rounding, or split master weights.
 
 Rounded to nearest, an update smaller than the last bit would be lost, however often it came. Stochastic rounding takes
-it with the probability of its share, so that it arrives on average. Split master weights hold the 16 low bits beside
-the bf16 weight: together they are exactly an fp32 master weight.
+it with the probability of its share, so that it arrives on average. A split fp32 master weight is the bf16 parameter
+and `low`, their difference as integers: rounded to nearest, ties away from zero, it always fits into 16 bits.
 """
 
 import math
@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from meshwright.config.run import Optim, Run
 from meshwright.kernels.adamw import RoundingDraws
-from meshwright.models.init import GOLDEN, key, signed, uniform
-from meshwright.optim import offload_update
+from meshwright.models.init import GOLDEN, key, mixed, signed, uniform
 from meshwright.optim.interface import Arithmetic, Update, UpdateTerms
 from meshwright.parallel import precision
 from meshwright.parallel.mesh import local, region_of
@@ -27,6 +26,10 @@ if TYPE_CHECKING:
 SIXTEEN_BITS = 1 << 16  # values of the bits that fp32 has beyond bf16
 STEP = 1 << 40  # elements that a weight may have before its draws of one step meet those of the next
 CPU_BLOCK, DEVICE_BLOCK = 1 << 16, 1 << 24  # elements at a time: their fp32 copies stay in cache, or small
+# A weight's own draws differ from those of others and of other updates by these odd factors.
+OF_WEIGHT, OF_UPDATE = 0x632BE5AB, 0x9E3779B1
+MIX = ((16, 0x7FEB352D), (15, 0x846CA68B))  # a 32-bit hash of few biases (Wellons 2018)
+LAST_SHIFT = 16
 
 
 def given(weight: Tensor) -> Tensor:
@@ -53,7 +56,7 @@ def attach(chunks: Iterable[nn.Module], run: Run) -> None:
 
 def begin(weight: nn.Parameter, value: Tensor) -> None:
     """Write an fp32 value into a split weight."""
-    high, low = offload_update.split(value)
+    high, low = split(value)
     local(weight.detach()).copy_(high)
     low_bits(weight).copy_(low)
 
@@ -128,13 +131,13 @@ def _stochastic(weight: Tensor, flat: Tensor, blocks: Blocks, count: Tensor) -> 
     for part, updated in blocks:
         index = at.indices(part.start, min(part.stop, len(flat)))
         draws = uniform(weight.draws, index + count.long() * STEP)  # pyright: ignore[reportAttributeAccessIssue]
-        flat[part] = offload_update.rounded(updated(flat[part].float()), (draws * SIXTEEN_BITS).to(torch.int32))
+        flat[part] = round_stochastic(updated(flat[part].float()), (draws * SIXTEEN_BITS).to(torch.int32))
 
 
 def _split(weight: Tensor, flat: Tensor, blocks: Blocks, count: Tensor) -> None:
     low = low_bits(weight).view(-1)
     for part, updated in blocks:
-        flat[part], low[part] = offload_update.split(updated(offload_update.join(flat[part], low[part])))
+        flat[part], low[part] = split(updated(join(flat[part], low[part])))
 
 
 class Elements:
@@ -162,3 +165,29 @@ class Elements:
             index += (left % length + corner) * stride
             left, stride = left // length, stride * whole
         return index
+
+
+def split(master: Tensor) -> tuple[Tensor, Tensor]:
+    """An fp32 master weight as its bf16 parameter and its low bits."""
+    bits = master.view(torch.int32)
+    high = (bits + 0x8000) >> 16
+    low = (bits - (high << 16)).to(torch.int16)
+    return high.to(torch.int16).view(torch.bfloat16), low
+
+
+def join(weight: Tensor, low: Tensor) -> Tensor:
+    """The fp32 master weight, exactly."""
+    high = weight.view(torch.int16).to(torch.int32)
+    return ((high << 16) + low.to(torch.int32)).view(torch.float32)
+
+
+def round_stochastic(x: Tensor, drawn: Tensor) -> Tensor:
+    """Stochastic rounding to bf16: away from zero with the probability of the part cut off; `drawn` has 16 bits."""
+    return ((x.view(torch.int32) + drawn) >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+def rounding_bits(weight: int, begin: int, count: Tensor, size: int) -> Tensor:
+    """32 random bits per element: a pure function of weight, element and update, so that a resumed run has the same."""
+    state = torch.arange(size, dtype=torch.int32, device=count.device)
+    state += count.to(torch.int32) * signed(OF_UPDATE, 32) + signed(begin + (weight + 1) * OF_WEIGHT, 32)
+    return mixed(state, MIX, LAST_SHIFT)

@@ -2,14 +2,16 @@
 
 A step hands its gradients to a thread and returns. The thread updates the pieces in the order in which a forward needs
 them: states two pieces ahead are being read, those behind are being written back, and a group's gate opens when the
-last of its pieces is done.
+last of its pieces is done. A piece has fp32 master and states, or a split master weight and bf16 states, which are
+rounded stochastically: rounded to nearest, one that changes by less than half a unit in a step would never change.
 """
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,10 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.config.run import Run
-from meshwright.optim import offload_update
+from meshwright.optim import host_memory, master_weights
 from meshwright.optim.clip import GradStats
 from meshwright.optim.host_memory import (
+    AHEAD,
     PAGE,
+    SLOTS,
     Files,
     InMemory,
     PinnedMemory,
@@ -31,12 +35,92 @@ from meshwright.optim.host_memory import (
     staging,
     width,
 )
-from meshwright.optim.interface import Optimizer, UpdateTerms
-from meshwright.optim.offload_update import AHEAD, SLOTS, PieceUpdater, StatePiece, UpdateSpan
-from meshwright.optim.rules import rule_of
+from meshwright.optim.interface import Optimizer, UpdateRule, UpdateTerms
+from meshwright.optim.master_weights import join, round_stochastic, rounding_bits, split
+from meshwright.optim.resident import rule_of
 from meshwright.parallel import optimizer_offload, precision
 from meshwright.parallel.model_spec import note
 from meshwright.parallel.optimizer_offload import CopyStream, Gates, Mark, OffloadGroup, reached
+
+CPU_RUN = 1 << 20  # elements at a time on a CPU: temporaries stay in its caches
+
+DRAWN = (0, 16)  # where each state has its 16 bits in a draw of 32: room for two states
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateSpan:
+    """The elements of a weight that are updated, and their weight decay."""
+
+    weight: int
+    begin: int
+    decay: float
+
+
+PieceUpdater = Callable[[Sequence[Tensor], Tensor, Tensor, UpdateTerms, UpdateSpan], None]  # states, param, gradient
+
+
+def piece_update(rule: UpdateRule) -> PieceUpdater:
+    """The update function of a rule, for the state dtype of its run."""
+    return partial(update_bf16 if rule.optim.state_dtype == "bf16" else update_fp32, rule)
+
+
+def update_fp32(
+    rule: UpdateRule, held: Sequence[Tensor], weight: Tensor, gradient: Tensor, terms: UpdateTerms, span: UpdateSpan
+) -> None:
+    """Update an fp32 master weight and its fp32 states, and copy the master to the parameter."""
+    terms = replace(terms, decay=span.decay)
+    for part in _runs(weight):
+        master, *states = (state[part] for state in held)
+        rule.fused([master], [gradient[part].to(master.dtype)], [[state] for state in states], terms)
+        weight[part].copy_(master)
+
+
+def update_bf16(
+    rule: UpdateRule, held: Sequence[Tensor], weight: Tensor, gradient: Tensor, terms: UpdateTerms, span: UpdateSpan
+) -> None:
+    """Update a split master weight and its bf16 states."""
+    terms = replace(terms, decay=span.decay)
+    for part in _runs(weight):
+        low, *states = (state[part] for state in held)
+        master, fp32_states = join(weight[part], low), [state.float() for state in states]
+        rule.fused([master], [gradient[part].float()], [[state] for state in fp32_states], terms)
+        drawn = rounding_bits(span.weight, span.begin + part.start, terms.count, len(low))
+        for shift, state, new in zip(DRAWN[: len(states)], states, fp32_states, strict=True):
+            state.copy_(round_stochastic(new, (drawn >> shift) & 0xFFFF))
+        high, rest = split(master)
+        weight[part].copy_(high)
+        low.copy_(rest)
+
+
+def _runs(weight: Tensor) -> list[slice]:
+    size = len(weight)
+    step = CPU_RUN if weight.device.type == "cpu" else max(size, 1)
+    return [slice(begin, min(begin + step, size)) for begin in range(0, size, step)]
+
+
+@dataclass(frozen=True, slots=True)
+class StatePiece:
+    """A part of one weight, counted in its elements."""
+
+    group: int
+    weight: int
+    begin: int
+    end: int
+    last: bool  # of its group
+
+
+def cut(sizes: Sequence[Sequence[tuple[int, int]]], most: int) -> list[StatePiece]:
+    """All elements of all groups as pieces in order, from each group's (index, size) of its weights."""
+    found: list[StatePiece] = []
+    for number, group in enumerate(sizes):
+        parts = [(weight, *span) for weight, size in group for span in _spans(size, most)]
+        for place, (weight, begin, end) in enumerate(parts):
+            found.append(StatePiece(number, weight, begin, end, place == len(parts) - 1))
+    return found
+
+
+def _spans(size: int, most: int) -> Iterator[tuple[int, int]]:
+    return ((begin, min(begin + most, size)) for begin in range(0, size, most))
 
 
 @dataclass
@@ -200,10 +284,10 @@ class OffloadedOptimizer(Optimizer):
     def _pieces(self, groups: Sequence[OffloadGroup]) -> list[StatePiece]:
         numbers = iter(range(len(self.weights)))
         sizes = [[(next(numbers), weight.numel()) for weight in group.weights] for group in groups]
-        return offload_update.cut(sizes, offload_update.PIECE)
+        return cut(sizes, host_memory.PIECE)
 
     def _site(self) -> OnHost | OnDevice:
-        update = offload_update.piece_update(rule_of(self.optim))
+        update = piece_update(rule_of(self.optim))
         if self.plan.optimizer_offload_update == "device":
             return OnDevice(self.device, update)
         return OnHost(self.device, update, split=self.optim.state_dtype == "bf16")
@@ -237,7 +321,7 @@ class OffloadedOptimizer(Optimizer):
         """Take a weight's first value, in fp32."""
         location = self.locations[self._number[id(weight)]]
         if self.optim.state_dtype == "bf16":
-            high, low = offload_update.split(value.flatten())
+            high, low = master_weights.split(value.flatten())
             weight.copy_(high.view(weight.shape))
             location.arrays[0].copy_(low)
         else:

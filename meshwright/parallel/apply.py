@@ -15,7 +15,6 @@ from meshwright.parallel import (
     precision,
     recompute,
     tensor,
-    unused,
 )
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.model_spec import ModelSpec
@@ -41,4 +40,4 @@ def apply(model: nn.Module, plan: Plan, mesh: Mesh, model_spec: ModelSpec) -> li
     for transform in how:
         chunks = [transform(chunk, plan, mesh, model_spec) for chunk in chunks]
     chunks = [fsdp.wrap(chunk, plan, mesh, model_spec) for chunk in chunks]  # last: it must see the final parameters
-    return unused.attach(chunks, names, plan, mesh, model_spec)
+    return fsdp.find_unused(chunks, names, plan, mesh, model_spec)

@@ -16,8 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 
-from meshwright.parallel.collectives import join
-from meshwright.parallel.mesh import Mesh, local
+from meshwright.parallel.mesh import Mesh, join, local
 from meshwright.spec.plan import Plan
 
 

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from meshwright.models.moe import Experts, MoELayer
-from meshwright.parallel.collectives import all_to_all
-from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.mesh import Mesh, all_to_all
 from meshwright.parallel.model_spec import note
 from meshwright.parallel.tensor import hold_experts
 from meshwright.spec.plan import Plan

@@ -1,12 +1,23 @@
-"""Replication and sharding of weights by one path, torch's `fully_shard` over the axes (replicate, shard)."""
+"""Replication and sharding of weights by one path, torch's `fully_shard` over the axes (replicate, shard).
 
-from collections.abc import Iterator
+Ranks whose data takes different branches of a model leave parameters unused, as under DDP's `find_unused_parameters`.
+Collectives need every rank, and in one order. A rank that leaves a block out all-gathers its weights and reduces its
+gradient nevertheless, at the block's turn; a parameter without a gradient is reduced as zeros. Which parameters a rank
+used travels with the gradient's norm, one number each: what no rank used in a step has no gradient and is not updated.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import Shard
 
 from meshwright.models.moe import Experts
@@ -14,6 +25,7 @@ from meshwright.parallel import deterministic, precision
 from meshwright.parallel.mesh import Mesh, local
 from meshwright.parallel.model_spec import Blocks, ModelSpec, with_weights
 from meshwright.spec.plan import Plan, runs
+from meshwright.spec.problem import mistake
 
 
 def wrap(model: nn.Module, plan: Plan, mesh: Mesh, model_spec: ModelSpec) -> nn.Module:
@@ -103,3 +115,195 @@ def release(chunk: nn.Module) -> None:
     for module in chunk.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def find_unused(
+    chunks: list[nn.Module], names: Sequence[str], plan: Plan, mesh: Mesh, model_spec: ModelSpec
+) -> list[nn.Module]:
+    """Let the sharded chunks of a model, whose parameters have these names, find those that ranks do not use."""
+    if not model_spec.find_unused_parameters or plan.copies * plan.shards == 1:
+        return chunks
+    for chunk in chunks:
+        chunk.parameter_usage = Usage(chunk, names, mesh.device)  # pyright: ignore[reportArgumentType]
+        if plan.pp == 1:  # a pipeline's runtime gathers and reduces whole stages, whatever is called in them
+            BlockOrder(chunk, plan, model_spec)
+    return chunks
+
+
+@dataclass(frozen=True, slots=True)
+class UsedParameters:
+    """What this rank used in a step."""
+
+    flags: Tensor  # 1 for every parameter that got a gradient here, in the order of the whole model; else 0
+    left_out: list[tuple[int, nn.Parameter]]  # those that got none, by their place in it
+
+    def drop_unused(self, counts: Tensor) -> None:
+        """Take away the zeros that stand for the gradient of what no rank used, by the sum of all ranks' flags.
+
+        The host waits for the sum only where this rank left something out: what it used, somebody used.
+        """
+        if self.left_out:
+            ranks = counts.tolist()
+            for place, weight in self.left_out:
+                if ranks[place] == 0:
+                    weight.grad = None
+
+
+def used_parameters(chunks: Sequence[nn.Module]) -> UsedParameters | None:
+    """What a rank's chunks used since this was last asked; None if the model is known to use everything."""
+    usages = [getattr(chunk, "parameter_usage", None) for chunk in chunks]
+    steps = [usage.take() for usage in usages if isinstance(usage, Usage)]
+    if not steps:
+        return None
+    flags = torch.stack([step.flags for step in steps]).sum(0) if len(steps) > 1 else steps[0].flags
+    return UsedParameters(flags, [each for step in steps for each in step.left_out])
+
+
+class Usage:
+    """Which parameters of a chunk got a gradient on this rank in a step; the others are reduced as zeros."""
+
+    def __init__(self, chunk: nn.Module, names: Sequence[str], device: torch.device) -> None:
+        self.chunk = chunk
+        self.places = {name: place for place, name in enumerate(names)}
+        held = {name for name, _ in chunk.named_parameters()}
+        self.held = torch.tensor([float(name in held) for name in names], dtype=torch.float64, device=device)
+        self.used: set[int] = set()
+        for module in chunk.modules():
+            if isinstance(module, FSDPModule):
+                for group in param_groups(module):
+                    group.post_backward = partial(self._post_backward, group, group.post_backward)
+
+    def _post_backward(self, group: Any, post_backward: Callable[[], None], *unused: Any) -> None:
+        if group.reduce_grads:
+            self._complete(group.fsdp_params)
+        post_backward()
+
+    def _complete(self, weights: Iterable[Any]) -> None:
+        """Give every weight of a group a gradient, all of one type."""
+        for weight in weights:
+            weight.accumulate_unsharded_grad_if_needed()
+        accumulated = any(weight.unsharded_accumulated_grad is not None for weight in weights)
+        for weight in weights:
+            if accumulated:  # in the type of the reduction, unlike what has its first gradient only now
+                weight.to_accumulated_grad_if_needed()
+            if weight.unsharded_accumulated_grad is not None or weight.unsharded_param.grad is not None:
+                self.used.add(id(weight.sharded_param))
+            elif weight.unsharded_param.requires_grad:
+                weight.unsharded_param.grad = torch.zeros_like(weight.unsharded_param)
+                if accumulated:
+                    weight.to_accumulated_grad_if_needed()
+
+    def take(self) -> UsedParameters:
+        """What was used since this was last called."""
+        trained = [(name, weight) for name, weight in self.chunk.named_parameters() if weight.requires_grad]
+        left_out = [(self.places[name], weight) for name, weight in trained if id(weight) not in self.used]
+        self.used.clear()
+        flags = self.held.clone()
+        if left_out:
+            flags[[place for place, _ in left_out]] = 0.0
+        return UsedParameters(flags, left_out)
+
+
+class BlockOrder:
+    """One order for all ranks in which blocks are gathered and reduced: as listed, and going back the reverse.
+
+    A rank calls those blocks that it needs, each at most once a forward. Before a later one is called, those between
+    are called on nothing.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, model_spec: ModelSpec) -> None:
+        named = model_spec.blocks(model)
+        self.blocks = list(with_weights(named))
+        self.names = {id(block): name for name, block in named.items()}
+        self.several = any(len(run) > 1 for run in runs(plan.recompute, len(self.blocks)))
+        self.turn = -1  # the block whose turn it is; before the first, -1 going forward and their number going back
+        self.backward = False
+        model.register_forward_pre_hook(self._begin, prepend=True)  # ahead of torch's own hooks
+        model.register_forward_hook(self._end, prepend=True)
+        self.states = [fsdp_state(block) for block in self.blocks]
+        self.pre_backward = [state._pre_backward for state in self.states]
+        for number, (block, state) in enumerate(zip(self.blocks, self.states, strict=True)):
+            block.register_forward_pre_hook(partial(self._called, number), prepend=True)
+            state._pre_backward = partial(self._pre_backward, number)
+        root = fsdp_state(model)
+        root._pre_backward = partial(self._root_pre_backward, root._pre_backward)
+
+    def _begin(self, model: nn.Module, arguments: Any) -> None:
+        self.turn, self.backward = -1, False
+
+    def _called(self, number: int, block: nn.Module, arguments: Any) -> None:
+        if self.backward:  # recomputed
+            return
+        if number <= self.turn:
+            name = self.names[id(block)]
+            raise mistake(
+                f"{name} is called twice in a forward, or after a later block: ranks that leave it out could not tell "
+                "when",
+                "if all ranks call the same blocks and use all parameters, say so by "
+                "ModelSpec(find_unused_parameters=False); else make the model one unit by ModelSpec(blocks=one_unit)",
+                "plan.shard",
+            )
+        self._leave_out(number)
+        self.turn = number
+
+    def _end(self, model: nn.Module, arguments: Any, output: Any) -> None:
+        self._leave_out(len(self.blocks))
+
+    def _leave_out(self, until: int) -> None:
+        """Gather and drop the weights of blocks that are not called."""
+        for number in range(self.turn + 1, until):
+            block, state = self.blocks[number], self.states[number]
+            if self.several:
+                name = self.names[id(block)]
+                what = f"plan.recompute recomputes several blocks together, and a rank's data leaves {name} out"
+                raise mistake(what, "use plan.recompute = full, which takes each block by itself", "plan.recompute")
+            state._pre_forward(block, (), {})
+            state._post_forward(block, (), None)
+
+    def _root_pre_backward(self, pre_backward: Callable[[Tensor], Tensor], gradient: Tensor) -> Tensor:
+        self._go_back()
+        return pre_backward(gradient)
+
+    def _pre_backward(self, number: int, gradient: Tensor) -> Tensor:
+        self._go_back()
+        self._pass_turn(number)
+        return self.pre_backward[number](gradient)
+
+    def _go_back(self) -> None:
+        """Begin a backward, if none has begun. What is outside of blocks is reduced after them, by torch's callback."""
+        if not self.backward:
+            self.turn, self.backward = len(self.blocks), True
+            Variable._execution_engine.queue_callback(self._finish)
+
+    def _finish(self) -> None:
+        self._pass_turn(-1)
+        self.backward = False
+
+    def _pass_turn(self, to: int) -> None:
+        """Reduce the gradients of all blocks after one.
+
+        Their backward is over: of the operations that it could take next, autograd takes the one that was done last.
+        """
+        assert to <= self.turn, "blocks go back in the reverse of their order"
+        while self.turn > to:
+            if self.turn < len(self.blocks):
+                for group in param_groups(self.blocks[self.turn]):
+                    # Left out, or none of its inputs has a gradient.
+                    if group._training_state != TrainingState.POST_BACKWARD:
+                        group.post_backward()
+            self.turn -= 1
+            if self.turn > to:
+                self.pre_backward[self.turn](None)
+
+
+def param_groups(module: nn.Module) -> list[Any]:
+    """The parameters that a sharded module gathers and reduces by itself: a list only in later versions of torch."""
+    state = fsdp_state(module)
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]
+
+
+def fsdp_state(module: nn.Module) -> Any:
+    """What `fully_shard` keeps of a module."""
+    assert isinstance(module, FSDPModule)
+    return module._get_fsdp_state()

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask
 
-from meshwright.kernels import cross_entropy, document_attention
+from meshwright.kernels import attention, cross_entropy
+from meshwright.kernels.attention import apply_rope
 from meshwright.kernels.dispatch import Kernels, settle
 from meshwright.kernels.gated import Activation, activate, gated
 from meshwright.kernels.norm import layer_norm_sum, rms_norm_sum
-from meshwright.kernels.rope import apply_rope
 from meshwright.models.decoder import Decoder
 from meshwright.models.layers import Attend, Attention, Block, Mlp, apply_rope_qk, causal_attention, weighted_loss
 from meshwright.parallel.mesh import Mesh
@@ -52,8 +52,8 @@ def wrap(model: nn.Module, plan: Plan, mesh: Mesh, model_spec: ModelSpec) -> nn.
         if isinstance(module, Attention) and _whole_attention(module.attend) is causal_attention:
             bound = isinstance(module.attend, partial)
             module.attend = partial(cast(Any, module.attend), attend=fastest_attention) if bound else fastest_attention
-    if plan.attends_whole and document_attention.takes(model.arch.head_dim, compute_dtype(plan)):
-        model.build_mask = document_attention.build_mask
+    if plan.attends_whole and attention.takes_documents(model.arch.head_dim, compute_dtype(plan)):
+        model.build_mask = attention.build_mask
     if not plan.compile and plan.tp == 1:  # the compiler fuses by itself; under tp the residual is sharded
         fuse_blocks(model)
     return model
@@ -110,7 +110,7 @@ def has_loss(model: nn.Module) -> bool:
 def fastest_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor | None) -> Tensor:
     """Causal attention by the fastest kernel that takes the shape; within documents, by the block mask."""
     if isinstance(mask, BlockMask):
-        return document_attention.attention(q, k, v, mask)
+        return attention.document_attention(q, k, v, mask)
     if mask is not None:
         return causal_attention(q, k, v, mask)
     with sdpa_kernel(list(FASTEST), set_priority=True):

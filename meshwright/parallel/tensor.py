@@ -22,8 +22,7 @@ from meshwright.kernels import cross_entropy
 from meshwright.kernels.cross_entropy import VocabShard
 from meshwright.kernels.dispatch import Kernels
 from meshwright.models.moe import Experts, MoELayer
-from meshwright.parallel.collectives import gather, scatter
-from meshwright.parallel.mesh import Mesh, local
+from meshwright.parallel.mesh import Mesh, gather, local, scatter
 from meshwright.parallel.model_spec import ModelSpec, note, resolved
 from meshwright.spec.plan import Plan
 

@@ -44,7 +44,7 @@ class OptimizerSpec(msgspec.Struct, frozen=True, kw_only=True):
     # Bytes of one parameter that unfused operators move, temporaries included. Between them the states are the least.
     has_kernel: bool = False  # of ours, in kernels/, that reads and writes everything once
     rounded_bytes: float  # without an fp32 master weight: widened, updated, rounded by optim/master_weights.py
-    bf16_state_bytes: float  # with bf16 states, by the host in optim/offload_update.py; most of it stays in its caches
+    bf16_state_bytes: float  # with bf16 states, by the host in optim/offload.py; most of it stays in its caches
 
     @property
     def state_names(self) -> tuple[str, ...]:

@@ -16,12 +16,11 @@ from meshwright.models.decoder import Decoder
 from meshwright.models.dropout import Dropout
 from meshwright.models.init import fill, key
 from meshwright.models.moe import MoELayer
-from meshwright.optim import cpu_offload as host_weights
 from meshwright.optim import host_memory, master_weights
 from meshwright.optim.clip import LossScale
 from meshwright.optim.interface import Optimizer
 from meshwright.optim.offload import OffloadedOptimizer
-from meshwright.optim.resident import ResidentOptimizer
+from meshwright.optim.resident import CpuOffloadOptimizer, ResidentOptimizer, materialise
 from meshwright.parallel import optimizer_offload, precision
 from meshwright.parallel.apply import apply
 from meshwright.parallel.mesh import Mesh, local, region_of
@@ -58,9 +57,9 @@ def beside(chunks: list[nn.Module], run: Run, mesh: Mesh) -> Optimizer:
 
 def hosted(chunks: list[nn.Module], run: Run, mesh: Mesh) -> Optimizer:
     """The same with all weights in host memory, each made on the device by itself."""
-    memory = host_weights.materialise(chunks, run, mesh)
+    memory = materialise(chunks, run, mesh)
     _begin(chunks, run, mesh)
-    return host_weights.CpuOffloadOptimizer(run, [weight for chunk in chunks for weight in chunk.parameters()], memory)
+    return CpuOffloadOptimizer(run, [weight for chunk in chunks for weight in chunk.parameters()], memory)
 
 
 def _begin(chunks: list[nn.Module], run: Run, mesh: Mesh) -> None:

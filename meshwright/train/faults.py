@@ -21,8 +21,7 @@ from torch import Tensor
 
 from meshwright.config.run import Run
 from meshwright.data.loader import Batch
-from meshwright.parallel.collectives import join
-from meshwright.parallel.mesh import Mesh, local
+from meshwright.parallel.mesh import Mesh, join, local
 from meshwright.runtime.failure import AGAIN, Exit, Failure, FailureError
 from meshwright.runtime.files import replace_file, replace_json
 from meshwright.runtime.heartbeat import PHASES

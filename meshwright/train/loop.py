@@ -12,7 +12,7 @@ from torch import Tensor
 
 from meshwright.config.run import Run
 from meshwright.optim import clip
-from meshwright.optim.lr_schedule import learning_rate
+from meshwright.optim.interface import learning_rate
 from meshwright.parallel import deterministic
 from meshwright.parallel.mesh import Mesh
 from meshwright.train.saving import Save, Stops, saving

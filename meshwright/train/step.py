@@ -17,10 +17,9 @@ from meshwright.data.loader import Batch, StepBatch
 from meshwright.models.layers import token_loss_sum
 from meshwright.models.moe import MoELayer
 from meshwright.parallel import context, fsdp, fused_kernels, tensor
-from meshwright.parallel.block_attention import join
-from meshwright.parallel.collectives import gather
+from meshwright.parallel.context import join
 from meshwright.parallel.deterministic import Tree
-from meshwright.parallel.mesh import Mesh, local
+from meshwright.parallel.mesh import Mesh, gather, local
 from meshwright.parallel.pipeline import Pipeline, placement, relay, stage_input, tied_group
 from meshwright.spec.plan import Plan
 

@@ -1,17 +1,358 @@
 """The dry run: one rank of any world takes a real step on tensors without memory, beside what was planned for it."""
 
-from collections.abc import Iterator
-from typing import Literal
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any, Literal
+from unittest.mock import patch
 
 import msgspec
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.autograd import Function
+from torch.distributed.tensor import DTensor, _redistribute, debug
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwright.config.run import Run
 from meshwright.cost.job import Job
 from meshwright.cost.layout import LABELS, hosted, state_layout, states, total
 from meshwright.cost.memory import Ledger, ledger, worst
-from meshwright.cost.traffic import Kind, traffic
+from meshwright.cost.traffic import Axis, Collective, Kind, traffic
+from meshwright.data.loader import Batch, StepBatch
+from meshwright.models.decoder import Decoder
+from meshwright.models.moe import Experts, MoELayer, RunExperts
+from meshwright.optim import clip, master_weights
+from meshwright.optim.clip import LossScale
+from meshwright.optim.resident import ResidentOptimizer
+from meshwright.parallel import context, expert, mesh, precision
+from meshwright.parallel.apply import apply
+from meshwright.parallel.context import HALF, AttentionBlock, Forward, Gradients
+from meshwright.parallel.expert import ExpertRoute, sorted_by_expert
+from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.model_spec import DECODER
 from meshwright.spec.plan import Plan
-from meshwright.verify.dry_run import DryRunStep, trace_step, traceable
+from meshwright.train.step import ForwardBackward, choose
+from meshwright.verify.collectives import Calls, implied, observing, ranks_of
+
+RATE = 1e-3  # of learning: any, the weights have no values
+Collectives = Callable[[dict[str, int]], Sequence[Collective]]  # of the rank in some place
+
+
+@dataclass(frozen=True, slots=True)
+class DryRunStep:
+    """What a rank did and held in one step."""
+
+    calls: Calls
+    said: Calls  # the arithmetic's, with the ranks of this rank's axes
+    axes: dict[tuple[int, ...], str]  # ranks by the axis on which this one meets them
+    place: dict[str, int]  # this rank's, on each axis
+    states: dict[str, int]  # bytes: weights, gradients, optimizer states
+    live_bytes: int  # at the peak
+    phase: str  # in which it was
+
+
+class Live(TorchDispatchMode):
+    """Counts every storage that an operator returns, from its first sight to the death of its last tensor.
+
+    Views share a storage and are counted once. Storages that are resized in place, as `fully_shard` does with gathered
+    weights, are no operator's result: `following` reports them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+        self.peak = 0
+        self.peak_phase = ""
+        self.phase = ""  # what the step is doing, as whoever drives it says
+        self.asking = 0  # calls by which DTensor asks for the shape of a whole result: such tensors are on no GPU
+        self._sizes: Any = WeakIdKeyDictionary()  # bytes counted of each storage, in a box that its end can read
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # let it become operators on this rank's parts first
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.device.type != "meta":
+                self.see(tensor.untyped_storage())
+        return result
+
+    def see(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage as large as it is now."""
+        box = self._sizes.get(storage)
+        if box is None:
+            if self.asking:
+                return
+            box = self._sizes[storage] = [0]
+            weakref.finalize(storage, self._gone, box)
+        self._changed(storage.nbytes() - box[0])
+        box[0] = storage.nbytes()
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """The same, of one that was seen before; others are no tensor of the step."""
+        if storage in self._sizes:
+            self.see(storage)
+
+    def _gone(self, box: list[int]) -> None:
+        self._changed(-box[0])
+        box[0] = 0
+
+    def _changed(self, size: int) -> None:
+        self.bytes += size
+        if self.bytes > self.peak:
+            self.peak, self.peak_phase = self.bytes, self.phase
+
+
+@contextmanager
+def following() -> Iterator[Live]:
+    """While it lasts, what comes into being is counted until it is gone."""
+    live, resize, shape = Live(), torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+        result = resize(storage, size)
+        live.resized(storage)
+        return result
+
+    def shape_of_whole(*arguments: Any) -> Any:
+        live.asking += 1
+        try:
+            return shape(*arguments)
+        finally:
+            live.asking -= 1
+
+    with (
+        # No operator of torch's tells that memory is given back this way.
+        patch.object(torch.UntypedStorage, "resize_", resize_),
+        patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", shape_of_whole),
+        live,
+    ):
+        yield live
+
+
+def stored(tensors: Iterable[Tensor | None]) -> int:
+    """Bytes of the storages behind tensors, which several may share."""
+    storages = {}
+    for tensor in tensors:
+        if tensor is not None:
+            held = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            storages[held.untyped_storage()._cdata] = held.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+@contextmanager
+def standing_in(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """While it lasts, routers share their rows out evenly, and norms and a ring's attention are fused, as on a GPU."""
+    mixtures = [module for chunk in chunks for module in chunk.modules() if isinstance(module, MoELayer)]
+    with ExitStack() as stack:
+        for mixture in mixtures:
+            run = partial(_run_evenly, mixture.run, mixture.arch.experts)
+            stack.enter_context(patch.object(mixture, "run", run))
+        stack.enter_context(patch.object(expert, "announced", _announced_evenly))
+        stack.enter_context(patch.object(context, "_kernel", partial(_kernel, context._kernel)))
+        stack.enter_context(patch.object(F, "rms_norm", _rms_norm))
+        # parallel/recompute.py compares addresses, which are all the same here.
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        yield
+
+
+class Voting(TorchDispatchMode):
+    """Before its first step torch's pipeline asks whether every stage's input is described: they are, and 1 says so."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1
+        return func(*args, **(kwargs or {}))
+
+
+def even(rows: int, parts: int) -> list[int]:
+    """Rows shared out, the first parts having one more where they do not divide."""
+    return [rows // parts + (part < rows % parts) for part in range(parts)]
+
+
+def _run_evenly(run: RunExperts, total: int, experts: Experts, x: Tensor, counts: Tensor) -> Tensor:
+    """The same experts, each with its even part of the rows instead of what the router chose."""
+    return run(experts, x, _real(even(len(x), total)))
+
+
+def _announced_evenly(counts: Tensor, group: dist.ProcessGroup) -> ExpertRoute:
+    """What `announced` says when every rank sends what this one sends."""
+    ranks = group.size()
+    mine = counts.tolist()
+    each = len(mine) // ranks  # experts of a rank
+    leaving = torch.empty(ranks, each, dtype=torch.int64)
+    coming = torch.empty_like(leaving)
+    dist.all_to_all_single(coming, leaving, group=group)
+    sent = [sum(mine[rank * each : (rank + 1) * each]) for rank in range(ranks)]
+    held = mine[dist.get_rank(group) * each :][:each]  # from every rank as many as from this one
+    received = [sum(held)] * ranks
+    by_expert = sorted_by_expert(coming, sum(received))
+    counted = _real([ranks * rows for rows in held])
+    return ExpertRoute(sent=sent, received=received, counts=counted, by_expert=by_expert, by_rank=by_expert.argsort())
+
+
+def _real(numbers: list[int]) -> Tensor:
+    """A tensor that has values even here."""
+    with unset_fake_temporarily():
+        return torch.tensor(numbers, dtype=torch.int64)
+
+
+def _rms_norm(x: Tensor, normalized_shape: Sequence[int], weight: Tensor, eps: float | None = None) -> Tensor:
+    return _FusedNorm.apply(x, list(normalized_shape), weight, eps)
+
+
+class _FusedNorm(Function):
+    """Root-mean-square norm by the operators that a GPU has as kernels; on a CPU torch computes them piecemeal."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: list[int], weight: Tensor, eps: float | None) -> Tensor:
+        y, scale = torch.ops.aten._fused_rms_norm(x, shape, weight, eps)
+        ctx.shape = shape
+        ctx.save_for_backward(x, scale, weight)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, Tensor, None]:
+        x, scale, weight = ctx.saved_tensors
+        to_x, to_weight = torch.ops.aten._fused_rms_norm_backward(grads[0], x, ctx.shape, scale, weight, [True, True])
+        return to_x, None, to_weight, None
+
+
+def _kernel(
+    otherwise: Callable[[AttentionBlock], tuple[Forward, Gradients]], block: AttentionBlock
+) -> tuple[Forward, Gradients]:
+    """What flash kernels make of a block, where a GPU has them: results and no scores."""
+    if block.q.dtype not in HALF or block.same is not None or block.q.shape[3] % 8:
+        return otherwise(block)
+
+    def attend(block: AttentionBlock) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(block.q), block.q.new_empty(block.q.shape[:3], dtype=torch.float32)
+
+    def gradients(block: AttentionBlock, out: Tensor, lse: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.empty_like(block.q), torch.empty_like(block.k), torch.empty_like(block.v)
+
+    return attend, gradients
+
+
+@contextmanager
+def fake_world(plan: Plan, rank: int) -> Iterator[Mesh]:
+    """The mesh of one rank; its collectives return at once, and no other rank exists."""
+    assert not dist.is_initialized(), "a real world would be taken for the fake one"
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.world)
+    try:
+        yield mesh.make(plan, torch.device("cpu"))
+    finally:
+        dist.destroy_process_group()
+        # What DTensor remembers of meshes: an equal one of the next world has other groups under the same names.
+        debug._clear_sharding_prop_cache()
+        getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()  # which torch 2.11 may not have
+
+
+def traceable(plan: Plan) -> Plan:
+    """The plan as it can be traced: by plain kernels, not compiled (torch's compiler ends the process here), with all
+    that it keeps on the device and as it is.
+    """
+    here = {"activation_quant": "none", "activation_offload": False, "optimizer_offload": "none"}
+    return msgspec.structs.replace(plan, kernels="plain", compile=False, **here)
+
+
+def trace_step(run: Run, rank: int, collectives: Collectives) -> DryRunStep:
+    """The second step of a rank: what is made at first use is there, and what a step leaves behind too."""
+    run = msgspec.structs.replace(run, plan=traceable(run.plan))
+    with fake_world(run.plan, rank) as mesh, ExitStack() as stack:
+        with torch.device("meta"):
+            model = Decoder(run.arch).to(master_weights.weight_dtype(run.optim, run.plan))
+        chunks = apply(model, run.plan, mesh, DECODER)
+        forward_backward = choose(run, chunks, mesh)
+        # Tensors take no memory; the mesh and the model on meta, which hold none either, are let in.
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        live = stack.enter_context(following())
+        stack.enter_context(standing_in(chunks))
+        step = _Step(run, mesh, chunks, live, forward_backward)
+        with Voting():
+            step.run_once()
+        live.peak = live.bytes
+        with observing() as calls:
+            step.run_once()
+        planned = collectives(mesh.place)
+        # Where two axes have the same ranks, the one that was planned names them; the world is the last resort.
+        named: list[Axis] = [each.axis for each in planned if each.axis != "world"]
+        axes: tuple[Axis, ...] = ("world", "pp", "cp", "tp", "shard", "replicate", *named)
+        return DryRunStep(
+            calls=Counter(calls),
+            said=implied(planned, run.plan, mesh),
+            axes={ranks_of(axis, run.plan, mesh): axis for axis in axes},
+            place=mesh.place,
+            states=step.states(),
+            live_bytes=live.peak,
+            phase=live.peak_phase,
+        )
+
+
+class _Step:
+    """The trainer's own step, with a batch that has no content."""
+
+    def __init__(
+        self, run: Run, mesh: Mesh, chunks: list[nn.Module], live: Live, forward_backward: ForwardBackward
+    ) -> None:
+        self.run, self.mesh, self.chunks, self.live = run, mesh, chunks, live
+        for chunk in chunks:
+            chunk.to_empty(device=mesh.device)
+            chunk.train()
+        precision.attach(chunks, run.plan)
+        master_weights.attach(chunks, run)
+        self.weights = [weight for chunk in chunks for weight in chunk.parameters()]
+        self.optimizer = ResidentOptimizer(run.optim, self.weights, run.plan)
+        if run.optim.master_weights != "fp32":  # by blocks that suit a cache: of large weights too many to follow
+            self.optimizer.update = lambda indices, terms: None
+        self.scale = LossScale(run.plan, mesh.device)
+        self.forward_backward = forward_backward
+        self.measure = clip.choose(run.plan)
+
+    def run_once(self) -> None:
+        """As train/loop.py has it."""
+        self.optimizer.zero_grad()
+        self.live.phase = "forward and backward"
+        loss_sum = self.forward_backward(_batch(self.run), self.scale.value)
+        self.live.phase = "the optimizer's step"
+        loss, square, _ = self.measure(self.chunks, loss_sum, self.mesh, False)
+        verdict = clip.grad_stats(loss, square, self.scale.value, self.run.optim.grad_clip)
+        self.optimizer.step(RATE, verdict)
+        self.scale.update(verdict.finite)
+
+    def states(self) -> dict[str, int]:
+        """Bytes of what stays from step to step, and of the gradients, which are there until the next begins."""
+        return {
+            "weights": stored(self.optimizer.wide),
+            "gradients": stored(weight.grad for weight in self.weights),
+            "moments": stored(chain.from_iterable(self.optimizer.states().values())),
+        }
+
+
+def _batch(run: Run) -> StepBatch:
+    """Microbatches of the right shapes."""
+    shape, microbatches = (run.plan.microbatch, run.sequence), []
+    for _ in range(run.plan.grad_accum):
+        tokens, targets, positions, index, documents = (torch.zeros(shape, dtype=torch.int64) for _ in range(5))
+        mask = documents if run.data.mask_documents else None
+        microbatches.append(Batch(tokens, targets, positions, mask, index))
+    return StepBatch(tuple(microbatches), run.tokens, 0.0)
+
 
 # The ledger knows a few moments of a step, the trace every operator in between: single buffers of one block, which
 # weigh little in a model of some size.

@@ -13,8 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from worlds import world
 
 from meshwright.models.layers import Attend, causal_attention
-from meshwright.parallel.block_attention import take
-from meshwright.parallel.context import ring_attention, ulysses_attention
+from meshwright.parallel.context import ring_attention, take, ulysses_attention
 
 KINDS = ("ring", "ulysses")
 SHAPES = {  # (b, heads, kv_heads, sequence, head_dim)

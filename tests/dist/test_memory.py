@@ -27,7 +27,7 @@ from meshwright.cost.layout import PIECE, SLOTS, hosted, largest_weight, layout_
 from meshwright.cost.memory import ledger
 from meshwright.hardware.cluster import cluster
 from meshwright.hardware.stacks import stacks
-from meshwright.optim import offload_update
+from meshwright.optim import host_memory
 from meshwright.optim.offload import OffloadedOptimizer
 from meshwright.parallel.mesh import Mesh, local
 from meshwright.parallel.tensor import loss_context
@@ -371,7 +371,7 @@ def test_states_that_live_elsewhere_take_the_bytes_that_are_said_there(folder, w
 
 
 def test_the_pieces_of_the_ledger_are_the_optimizer_s():
-    assert (PIECE, SLOTS) == (offload_update.PIECE, offload_update.SLOTS)
+    assert (PIECE, SLOTS) == (host_memory.PIECE, host_memory.SLOTS)
 
 
 @world(2)

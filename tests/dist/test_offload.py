@@ -17,7 +17,7 @@ WHERE = [("host", "host"), ("host", "device"), ("disk", "host"), ("disk", "devic
 def folder(tmp_path, monkeypatch):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a kernel shared by threads takes the ends of their shares through other instructions
-    monkeypatch.setattr("meshwright.optim.offload_update.PIECE", 4096)
+    monkeypatch.setattr("meshwright.optim.host_memory.PIECE", 4096)
     corpus_file(tmp_path)
     make_corpus(make_run(tmp_path), tmp_path)
     yield tmp_path

@@ -9,8 +9,8 @@ from trials import alone, corpus_file, deviation, drive, make_corpus, make_run, 
 from worlds import world
 
 from meshwright.optim import clip
-from meshwright.optim.cpu_offload import CpuOffloadOptimizer
 from meshwright.optim.host_memory import PinnedMemory
+from meshwright.optim.resident import CpuOffloadOptimizer
 from meshwright.parallel.mesh import local
 from meshwright.spec.problem import InputError
 from meshwright.train.build import build
@@ -199,7 +199,7 @@ def test_weights_stay_in_the_pages_that_they_are_given(folder):
     corpus, mesh = make_corpus(run, folder), mesh_of(run.plan)
     usual = drive(run, corpus, mesh)
     with pytest.MonkeyPatch.context() as paged:
-        paged.setattr("meshwright.optim.cpu_offload.PinnedMemory", Pages)
+        paged.setattr("meshwright.optim.resident.PinnedMemory", Pages)
         mine = drive(run, corpus, mesh)
     optimizer = mine.state.optimizer
     assert isinstance(optimizer, CpuOffloadOptimizer)

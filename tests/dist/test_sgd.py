@@ -80,7 +80,7 @@ def test_four_ranks_are_one_device(folder):
 @pytest.mark.parametrize(("place", "update"), [("host", "device"), ("disk", "host")])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_offloaded_states_change_no_bit(folder, place, update, precision, monkeypatch):
-    monkeypatch.setattr("meshwright.optim.offload_update.PIECE", 4096)
+    monkeypatch.setattr("meshwright.optim.host_memory.PIECE", 4096)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a kernel shared by threads takes the ends of their shares through other instructions
     words = (*SGD, "plan.replicate=1", f"plan.precision={precision}")

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from trials import losses_of, made, make_run
 
-from meshwright.kernels.document_attention import attention, build_mask
+from meshwright.kernels.attention import build_mask, document_attention
 from meshwright.models.layers import causal_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -35,7 +35,7 @@ def test_it_is_the_dense_masks_in_fp64(shape, mean, dtype, tolerance):
     torch.manual_seed(1)
     tensors, documents = draw(*shape, dtype), cut(shape[0], shape[3], mean)
     wide = [x.detach().double().requires_grad_() for x in tensors]
-    found, wanted = attention(*tensors, build_mask(documents)), causal_attention(*wide, documents)
+    found, wanted = document_attention(*tensors, build_mask(documents)), causal_attention(*wide, documents)
     weights = torch.randn_like(found)
     pairs = zip(
         (found, *torch.autograd.grad(found, tensors, weights)),
@@ -51,7 +51,7 @@ def test_its_memory_grows_with_the_length_and_not_its_square():
     tensors, documents = draw(1, 2, 1, length, 64, torch.bfloat16), cut(1, length, 4096)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    attention(*tensors, build_mask(documents)).sum().backward()
+    document_attention(*tensors, build_mask(documents)).sum().backward()
     assert torch.cuda.max_memory_allocated() - before < 2**28
 
 

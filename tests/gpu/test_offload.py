@@ -34,7 +34,7 @@ def offloaded(place, update, states="fp32"):
 @pytest.mark.parametrize("states", ["fp32", "bf16"])
 @pytest.mark.parametrize(("place", "update"), WHERE)
 def test_offloaded_states_train_the_same_model(folder, monkeypatch, place, update, states):
-    monkeypatch.setattr("meshwright.optim.offload_update.PIECE", 4096)  # several pieces a weight
+    monkeypatch.setattr("meshwright.optim.host_memory.PIECE", 4096)  # several pieces a weight
     plain, _ = losses(folder, "steps=30")
     moved, stall = losses(folder, "steps=30", *offloaded(place, update, states))
     assert plain[-1] < plain[0] - 1

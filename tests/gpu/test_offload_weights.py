@@ -6,7 +6,7 @@ import pytest
 import torch
 from trials import assert_it_goes_on, digest_before_the_cut, losses_of, made, make_run
 
-from meshwright.optim.cpu_offload import CpuOffloadOptimizer
+from meshwright.optim.resident import CpuOffloadOptimizer
 from meshwright.parallel.mesh import local
 from meshwright.train.loop import train
 from meshwright.train.state import weights

@@ -11,9 +11,18 @@ from torch import Tensor
 from worlds import world
 
 from meshwright.models.layers import causal_attention
-from meshwright.parallel import block_attention
-from meshwright.parallel.block_attention import AttentionBlock, join, take
-from meshwright.parallel.context import Keys, Ring, ring_attention, ring_backward, ring_forward, ulysses_attention
+from meshwright.parallel import context
+from meshwright.parallel.context import (
+    AttentionBlock,
+    Keys,
+    Ring,
+    join,
+    ring_attention,
+    ring_backward,
+    ring_forward,
+    take,
+    ulysses_attention,
+)
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -86,9 +95,9 @@ def test_a_ring_of_kernels_is_attention_over_the_whole(cp, told, dtype):
 
 
 KERNELS = {
-    "flash": (block_attention.flash, block_attention.flash_gradients),
-    "cudnn": (block_attention.cudnn, block_attention.cudnn_gradients),
-    "efficient": (block_attention.efficient, block_attention.efficient_gradients),
+    "flash": (context.flash, context.flash_gradients),
+    "cudnn": (context.cudnn, context.cudnn_gradients),
+    "efficient": (context.efficient, context.efficient_gradients),
 }
 
 
@@ -99,9 +108,9 @@ def test_a_kernel_is_plain_arithmetic(kernel, rows, columns, causal):
     q, k, v, grad = draw(torch.bfloat16)
     # The queries are the later ones, cut out of a larger tensor, as a ring cuts them.
     block = AttentionBlock(q[:, :, -rows:], k[:, :, :columns], v[:, :, :columns], causal, None)
-    out, lse = block_attention.plain(block)
+    out, lse = context.plain(block)
     mine = (*attend(block), *gradients(block, out.to(q.dtype), lse, grad[:, :, -rows:]))
-    theirs = (out, lse, *block_attention.plain_gradients(block, out.to(q.dtype), lse, grad[:, :, -rows:]))
+    theirs = (out, lse, *context.plain_gradients(block, out.to(q.dtype), lse, grad[:, :, -rows:]))
     for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), mine, theirs, strict=True):
         assert (x - y).norm() <= TOLERANCE[torch.bfloat16] * y.norm(), name
 
@@ -110,11 +119,11 @@ def test_each_kernel_is_used_where_it_can_be():
     q, k, v, _ = draw(torch.bfloat16)
     same = torch.ones(2, 512, 512, dtype=torch.bool, device="cuda")
     hopper = torch.cuda.get_device_capability() >= (9, 0)
-    assert block_attention._kernel(AttentionBlock(q, k, v, True, None)) == KERNELS["cudnn" if hopper else "flash"]
-    assert block_attention._kernel(AttentionBlock(q, k, v, True, same)) == KERNELS["efficient"]
-    assert block_attention._kernel(AttentionBlock(q.float(), k.float(), v.float(), True, None)) == KERNELS["efficient"]
+    assert context._kernel(AttentionBlock(q, k, v, True, None)) == KERNELS["cudnn" if hopper else "flash"]
+    assert context._kernel(AttentionBlock(q, k, v, True, same)) == KERNELS["efficient"]
+    assert context._kernel(AttentionBlock(q.float(), k.float(), v.float(), True, None)) == KERNELS["efficient"]
     wide = AttentionBlock(q.double(), k.double(), v.double(), True, same)
-    assert block_attention._kernel(wide) == (block_attention.plain, block_attention.plain_gradients)
+    assert context._kernel(wide) == (context.plain, context.plain_gradients)
 
 
 def test_no_kernel_holds_the_weights_of_a_block():

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.bench.alpha_beta import algorithm_bandwidth, bus_bandwidth, bus_share, fit, fits, fitted_seconds
+from meshwright.cost.calibrate import algorithm_bandwidth, bus_bandwidth, bus_share, fit, fits, fitted_seconds
 from meshwright.hardware.profile import CollectiveTime
 
 SIZES = [1024 * 4**power for power in range(9)]

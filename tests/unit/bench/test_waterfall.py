@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwright.bench.waterfall import shares
+from meshwright.bench.measure import shares
 from meshwright.config.presets import preset
 from meshwright.cost.flops import attention_flops, step_flops
 

@@ -8,7 +8,7 @@ import torch
 from kernel_cases import draw
 from torch import Tensor
 
-from meshwright.kernels import gated, norm, rope, softmax
+from meshwright.kernels import attention, gated, norm, softmax
 
 EPS = 1e-5
 Shape = tuple[int, ...]
@@ -70,13 +70,13 @@ def rope_pair(layout: str, heads: tuple[int, int], sizes: tuple[int, int, int], 
     angles = draw((1 if layout.endswith("one rotation") else batch, sequence, 1, head_dim // 2), torch.float32, 3)
     table = angles.cos(), angles.sin()
     if layout.startswith("positions first"):
-        return pair(lambda q, k, kernels: rope.apply_rope(q, k, table, kernels), [q, k])
+        return pair(lambda q, k, kernels: attention.apply_rope(q, k, table, kernels), [q, k])
     table_bshd = table[0].transpose(1, 2), table[1].transpose(1, 2)
     if layout.startswith("heads first, dense"):
         q, k = q.transpose(1, 2).contiguous(), k.transpose(1, 2).contiguous()
-        return pair(lambda q, k, kernels: rope.apply_rope(q, k, table_bshd, kernels), [q, k])
+        return pair(lambda q, k, kernels: attention.apply_rope(q, k, table_bshd, kernels), [q, k])
     return pair(
-        lambda q, k, kernels: rope.apply_rope(q.transpose(1, 2), k.transpose(1, 2), table_bshd, kernels),
+        lambda q, k, kernels: attention.apply_rope(q.transpose(1, 2), k.transpose(1, 2), table_bshd, kernels),
         [q, k],
     )
 

@@ -7,14 +7,14 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from meshwright.config.presets import preset
 from meshwright.cost import activations
-from meshwright.kernels.document_attention import (
+from meshwright.kernels.attention import (
     BLOCK,
     LEAST_HEAD_DIM,
     TYPES,
     build_mask,
     document_starts,
-    plain,
-    takes,
+    takes_documents,
+    uncompiled,
 )
 from meshwright.models.decoder import Decoder
 from meshwright.models.layers import Attention, causal_attention
@@ -75,7 +75,7 @@ class TestOfRandomDocuments:
     def test_the_result_is_the_dense_masks(self, length, many):
         documents = cut(length, many)
         q, k, v = (torch.randn(SAMPLES, heads, length, 16, dtype=torch.float64) for heads in (4, 2, 2))
-        torch.testing.assert_close(plain(q, k, v, build_mask(documents)), causal_attention(q, k, v, documents))
+        torch.testing.assert_close(uncompiled(q, k, v, build_mask(documents)), causal_attention(q, k, v, documents))
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
@@ -89,7 +89,7 @@ def test_a_decoder_that_tells_blocks_computes_the_same_logits():
         model.build_mask = build_mask
         for module in model.modules():
             if isinstance(module, Attention):
-                module.attend = plain
+                module.attend = uncompiled
         torch.testing.assert_close(model(tokens, positions, cut(200, 4)), wanted)
 
 
@@ -103,6 +103,6 @@ def test_the_ledger_knows_which_heads_and_precisions_these_are():
 
 
 def test_heads_too_narrow_and_wide_numbers_keep_the_dense_mask():
-    assert takes(16, torch.bfloat16)
-    assert not takes(8, torch.bfloat16)
-    assert not takes(16, torch.float32)
+    assert takes_documents(16, torch.bfloat16)
+    assert not takes_documents(8, torch.bfloat16)
+    assert not takes_documents(16, torch.float32)

@@ -6,7 +6,7 @@ from kernel_cases import DEVICE, interpreted
 from torch import Tensor, nn
 
 from meshwright.config import load
-from meshwright.optim import master_weights, offload_update
+from meshwright.optim import master_weights
 from meshwright.optim.clip import GradStats
 from meshwright.optim.resident import ResidentOptimizer
 
@@ -42,7 +42,7 @@ def moved(kind: str, way: str, finite: tuple[float, ...]) -> list[Tensor]:
 
 def _wide(held: dict[str, Tensor]) -> Tensor:
     """The number that a weight and its low bits are together."""
-    return offload_update.join(held["weight"], held["low"].view(torch.int16)) if "low" in held else held["weight"]
+    return master_weights.join(held["weight"], held["low"].view(torch.int16)) if "low" in held else held["weight"]
 
 
 @interpreted

@@ -8,7 +8,7 @@ from kernel_cases import TYPES, assert_same, draw, interpreted
 from kernel_pairs import LAYOUTS, rope_pair
 
 from meshwright.config import presets
-from meshwright.kernels.rope import apply_rope
+from meshwright.kernels.attention import apply_rope
 from meshwright.models import layers
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.optim.host_memory import PAGE, Files, InMemory, PinnedMemory, page_starts, spread
-from meshwright.optim.offload_update import cut
+from meshwright.optim.offload import cut
 
 DTYPES = [torch.int16, torch.bfloat16, torch.float32]
 

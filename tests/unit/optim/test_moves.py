@@ -6,10 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.config.run import Optim
-from meshwright.optim import offload_update
+from meshwright.optim import offload
 from meshwright.optim.interface import UpdateTerms
-from meshwright.optim.offload_update import UpdateSpan, draws, join, rounded, split
-from meshwright.optim.rules import rule_of
+from meshwright.optim.master_weights import join, round_stochastic, rounding_bits, split
+from meshwright.optim.offload import UpdateSpan
+from meshwright.optim.resident import rule_of
 
 RULE = rule_of(Optim())
 
@@ -50,16 +51,16 @@ def test_the_narrow_half_is_the_nearest_number():
 def test_random_rounding_is_right_on_average_and_leaves_narrow_numbers_alone():
     count = torch.tensor(7.0)
     wide = torch.full((1 << 18,), 1.001)
-    narrow = rounded(wide, draws(3, 0, count, len(wide)) & 0xFFFF)
+    narrow = round_stochastic(wide, rounding_bits(3, 0, count, len(wide)) & 0xFFFF)
     assert sorted(set(narrow.tolist())) == [1.0, 1.0078125]
     # The mean of 2¹⁸ choices between neighbours 2⁻⁷ apart spreads by at most 2⁻⁷ ÷ 2 ÷ 2⁹; four times that is allowed.
     assert narrow.double().mean().item() == pytest.approx(wide[0].item(), abs=4 * 2.0**-17)
     exact = torch.randn(1000).bfloat16()
-    assert torch.equal(rounded(exact.float(), draws(3, 0, count, 1000) & 0xFFFF), exact)
+    assert torch.equal(round_stochastic(exact.float(), rounding_bits(3, 0, count, 1000) & 0xFFFF), exact)
 
 
 def test_the_upper_bits_of_a_draw_are_as_even_as_the_lower():
-    drawn = draws(0, 0, torch.tensor(1.0), 1 << 18)
+    drawn = rounding_bits(0, 0, torch.tensor(1.0), 1 << 18)
     for lane in (drawn & 0xFFFF, (drawn >> 16) & 0xFFFF):
         counts = torch.bincount(lane.long() >> 8, minlength=256).double()
         # Of 256 bins with 1024 each, the sum of squared deviations ÷ 1024 is 255 ± 22.6: five times that is allowed.
@@ -67,10 +68,10 @@ def test_the_upper_bits_of_a_draw_are_as_even_as_the_lower():
 
 
 def test_draws_differ_by_weight_element_and_update_and_do_not_depend_on_the_cut():
-    one = draws(0, 0, torch.tensor(1.0), 100)
-    assert torch.equal(one[40:], draws(0, 40, torch.tensor(1.0), 60))
-    assert (one == draws(1, 0, torch.tensor(1.0), 100)).sum() == 0
-    assert (one == draws(0, 0, torch.tensor(2.0), 100)).sum() == 0
+    one = rounding_bits(0, 0, torch.tensor(1.0), 100)
+    assert torch.equal(one[40:], rounding_bits(0, 40, torch.tensor(1.0), 60))
+    assert (one == rounding_bits(1, 0, torch.tensor(1.0), 100)).sum() == 0
+    assert (one == rounding_bits(0, 0, torch.tensor(2.0), 100)).sum() == 0
 
 
 def test_a_moment_that_decays_slowly_goes_on_decaying_in_16_bits():
@@ -79,7 +80,7 @@ def test_a_moment_that_decays_slowly_goes_on_decaying_in_16_bits():
     held = [torch.zeros(size, dtype=torch.int16), *(torch.full((size,), 1.0).bfloat16() for _ in range(2))]
     weight, gradient = torch.zeros(size).bfloat16(), torch.zeros(size).bfloat16()
     for step in range(steps):
-        offload_update.update_bf16(rule, held, weight, gradient, terms(step + 1.0), UpdateSpan(0, 0, 0.0))
+        offload.update_bf16(rule, held, weight, gradient, terms(step + 1.0), UpdateSpan(0, 0, 0.0))
     # Rounded to nearest it would never leave 1: a thousandth is less than half of bf16's last bit. The mean of 4096
     # moments, each off by a walk of 300 steps of at most 2⁻⁸, spreads by less than 2⁻⁸ · √300 ÷ 64 = 0.001.
     assert held[2].float().mean().item() == pytest.approx(beta2**steps, abs=0.004)
@@ -93,8 +94,8 @@ def test_an_update_in_halves_moves_the_wide_weight_as_the_wide_one_does(size):
     weight, low = split(master)
     halves = [low, torch.zeros(size).bfloat16(), torch.zeros(size).bfloat16()]
     narrow = weight.clone()
-    offload_update.update_fp32(RULE, wide, narrow, gradient, terms(), UpdateSpan(0, 0, 0.1))
-    offload_update.update_bf16(RULE, halves, weight, gradient, terms(), UpdateSpan(0, 0, 0.1))
+    offload.update_fp32(RULE, wide, narrow, gradient, terms(), UpdateSpan(0, 0, 0.1))
+    offload.update_bf16(RULE, halves, weight, gradient, terms(), UpdateSpan(0, 0, 0.1))
     assert torch.equal(
         join(weight, halves[0]), wide[0]
     )  # the first update starts from moments of zero, which are exact
@@ -107,5 +108,5 @@ def test_an_update_that_is_left_out_leaves_every_bit():
     before = [weight.clone(), *(state.clone() for state in held)]
     bad = terms(factor=0.0, finite=0.0)
     gradient = torch.full((1000,), float("nan")).bfloat16()
-    offload_update.update_bf16(RULE, held, weight, gradient, bad, UpdateSpan(0, 0, 0.1))
+    offload.update_bf16(RULE, held, weight, gradient, bad, UpdateSpan(0, 0, 0.1))
     assert all(torch.equal(now, then) for now, then in zip([weight, *held], before, strict=True))

@@ -15,7 +15,7 @@ from meshwright.config.presets import preset
 from meshwright.config.run import Optim, Run, digest
 from meshwright.models.decoder import Decoder
 from meshwright.models.init import fill_model, key, uniform
-from meshwright.optim import master_weights, offload_update
+from meshwright.optim import master_weights
 from meshwright.optim.clip import GradStats
 from meshwright.optim.resident import ResidentOptimizer
 from meshwright.spec.plan import Plan
@@ -44,8 +44,8 @@ LARGE = 2.0**126  # far above any weight; the very largest fp32 numbers have no 
 @settings(deadline=None, max_examples=100, derandomize=True)
 def test_what_was_split_is_joined_bit_by_bit(values):
     wide = torch.tensor(values, dtype=torch.float32)
-    narrow, low = offload_update.split(wide)
-    assert torch.equal(bits(offload_update.join(narrow, low)), bits(wide))
+    narrow, low = master_weights.split(wide)
+    assert torch.equal(bits(master_weights.join(narrow, low)), bits(wide))
     # The nearest: torch's own rounding differs at ties alone, which are as far from both.
     assert torch.equal((narrow.double() - wide.double()).abs(), (wide.bfloat16().double() - wide.double()).abs())
 
@@ -53,7 +53,7 @@ def test_what_was_split_is_joined_bit_by_bit(values):
 def test_chance_rounds_to_a_neighbour_and_is_right_on_average():
     wide = torch.tensor([1.0 + 2**-9, -1.0 - 2**-9, 3.14159, -0.01234, 1e-20]).repeat_interleave(20_000)
     draws = uniform(key(1, "draws"), torch.arange(len(wide)))
-    narrow = offload_update.rounded(wide, sixteen_bits(draws)).float()
+    narrow = master_weights.round_stochastic(wide, sixteen_bits(draws)).float()
     down = (bits(wide) & -65536).view(torch.float32)
     up = ((bits(wide) & -65536) + 65536).view(torch.float32)
     assert ((narrow == down) | (narrow == up)).all()
@@ -66,7 +66,9 @@ def test_chance_rounds_to_a_neighbour_and_is_right_on_average():
 @pytest.mark.parametrize("value", [0.0, 1.0, -2.5, 2.0**-130])
 def test_what_bf16_holds_is_not_moved_by_chance(value):
     wide = torch.full((1000,), value)
-    assert torch.equal(offload_update.rounded(wide, sixteen_bits(torch.linspace(0, 1 - 2**-24, 1000))).float(), wide)
+    assert torch.equal(
+        master_weights.round_stochastic(wide, sixteen_bits(torch.linspace(0, 1 - 2**-24, 1000))).float(), wide
+    )
 
 
 def run_of(kind: str) -> Run:
@@ -102,7 +104,7 @@ def test_compensated_weights_are_a_master_in_two_parts():
         theirs.step(1e-4 / (step + 1), verdict(0.5))
     for one, other in zip(ours.values(), wide, strict=True):
         low = mine.held()[id(one)]["low"].view(torch.int16)
-        assert torch.equal(offload_update.join(one.detach(), low), other.detach())
+        assert torch.equal(master_weights.join(one.detach(), low), other.detach())
 
 
 @pytest.mark.parametrize("kind", ROUNDED)

@@ -3,7 +3,7 @@ from itertools import pairwise
 import pytest
 
 from meshwright.config.run import Optim
-from meshwright.optim.lr_schedule import learning_rate
+from meshwright.optim.interface import learning_rate
 
 
 def rates(steps=100, **fields):

@@ -7,12 +7,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.config import load
 from meshwright.config.run import Optim, digest, mathematics
-from meshwright.optim import master_weights, offload_update
+from meshwright.optim import master_weights, offload
 from meshwright.optim.clip import GradStats
 from meshwright.optim.interface import UpdateTerms
-from meshwright.optim.offload_update import UpdateSpan, join, split
-from meshwright.optim.resident import ResidentOptimizer
-from meshwright.optim.rules import RULES, rule_of
+from meshwright.optim.master_weights import join, split
+from meshwright.optim.offload import UpdateSpan
+from meshwright.optim.resident import RULES, ResidentOptimizer, rule_of
 from meshwright.spec.optimizers import OPTIMIZERS, saved_by
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError
@@ -118,8 +118,8 @@ def test_a_piece_with_a_bf16_state_moves_as_one_with_an_fp32_state_does():
     wide, narrow = [master.clone(), torch.zeros(5000)], torch.empty(5000).bfloat16()
     weight, low = split(master)
     halves = [low, torch.zeros(5000).bfloat16()]
-    offload_update.update_fp32(rule, wide, narrow, gradient, scalars, UpdateSpan(0, 0, 0.1))
-    offload_update.update_bf16(rule, halves, weight, gradient, scalars, UpdateSpan(0, 0, 0.1))
+    offload.update_fp32(rule, wide, narrow, gradient, scalars, UpdateSpan(0, 0, 0.1))
+    offload.update_bf16(rule, halves, weight, gradient, scalars, UpdateSpan(0, 0, 0.1))
     assert torch.equal(join(weight, halves[0]), wide[0])  # the first update starts from a state of zero, which is exact
     # Stochastic rounding goes to one of two neighbours: off by less than one unit of bf16's eight bits.
     torch.testing.assert_close(halves[1].float(), wide[1], rtol=2**-7, atol=0)

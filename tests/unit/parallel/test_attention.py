@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from meshwright.models.layers import causal_attention
-from meshwright.parallel.block_attention import (
+from meshwright.parallel.context import (
     AttentionBlock,
     balanced,
     block_attention,

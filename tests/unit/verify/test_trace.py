@@ -14,8 +14,7 @@ from meshwright.cost.job import Job
 from meshwright.hardware.cluster import cluster
 from meshwright.hardware.stacks import stacks
 from meshwright.verify.collectives import Call
-from meshwright.verify.dry_run import DryRunStep, even, following, stored, traceable
-from meshwright.verify.trace import TraceReport, _calls, lines, trace
+from meshwright.verify.trace import DryRunStep, TraceReport, _calls, even, following, lines, stored, trace, traceable
 
 BASE = ("arch.preset=tiny", "arch.layers=4", "arch.hidden=256", "sequence=256", "batch=16", "plan.precision=bf16")
 MOE = ("arch.preset=tiny-moe",)

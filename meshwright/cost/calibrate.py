@@ -19,17 +19,11 @@ from meshwright.spec.plan import Precision
 from meshwright.spec.problem import InputError, Problem
 
 STARTED = 1.5  # a product that takes less than so many times the quickest one shows the host's time, not its own
-
 LEAST_RECORDS = 3  # fewer say nothing about three constants
-
 FINEST_STEP = 0.002  # relative: where a search stops
-
 MOST_ROUNDS = 60  # of a search; each looks at every constant
-
 WORTH = 1e-4  # relative: a smaller gain is not one, or a search would creep
-
 LARGEST_SHARE = 1.0  # of a data sheet's figure
-
 CPU = "cpu"  # as measurements and profiles name it
 
 

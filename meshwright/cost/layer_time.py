@@ -31,26 +31,18 @@ from meshwright.spec.arch import Arch
 from meshwright.spec.plan import Plan
 
 WIDE = 4  # bytes of a number where low precision would spoil it
-
 NORMS_AND_SUMS = 10  # of a layer's hidden states: two norms read and write, two sums read twice and write
-
 DROPOUT_BYTES = 100  # moved for each element by the operators of models/dropout.py: some fifteen passes of int32
-
 BACKWARD_BYTES = 2.0  # the backward of an element-wise operation reads its input and its gradient, and writes one
-
 BACKWARD_SCORES = 1.5  # scores are moved in the backward of unfused attention, ÷ its forward
-
 # Bytes moved to make an FP8 number. One of an input: two read, where the kernel that wrote them found the maximum, and
 # one written. Of a weight or a gradient: read once more, for the maximum. Those that the backward wants turned: again.
 FP8_INPUT, FP8_OTHER, FP8_TURNED = 3, 5, 2
-
 # Bytes that quantizing an element moves beside the element and its code, encoded and decoded, by the operators of
 # parallel/activation_offload.py. fp8: one kernel; codes widened, scaled and narrowed. int8: extremes, a wide product,
 # its rounding; a wide product, narrowed.
 QUANTIZED_BYTES = {"fp8": (1.0, 17.0), "int8": (17.0, 9.0)}
-
 SELECTED = 0.5  # of all blocks, where a stack recomputes some of them and does not say how many
-
 EMBEDDING_PASSES = 6  # of the hidden states, by the lookup, its dropout and the scattered gradient
 
 

@@ -31,11 +31,9 @@ from meshwright.spec.plan import Plan, Precision
 from meshwright.spec.schedule import Schedule, actions
 
 PIECE, SLOTS = 1 << 24, 4  # elements that are moved together, and pieces on their way, as in optim/offload.py
-
 # fp32 tensors of one piece alive at once while it is rounded, beside its states: the gradient, the weight, what an
 # update is made of, and the draws. Counted in optim/master_weights.py and optim/offload.py.
 ROUNDING_COPIES, ROUNDING_BYTES = 6, 4
-
 LOW_BYTES = 2  # what a bf16 weight lacks of its fp32 master
 
 Home = Literal["device", "host", "disk"]

@@ -46,11 +46,8 @@ from meshwright.spec.schedule import Kind, Schedule, actions
 from meshwright.spec.units import GIB
 
 STEADY: tuple[Schedule, ...] = ("1f1b", "interleaved", "zb1p", "zbv", "dualpipev")  # rounds in their middle are alike
-
 ROUNDS = 4  # microbatches ÷ pp after which a further round shows a rank nothing new
-
 WITHOUT_LAYERS = 2  # stages that the output projection and the loss can fill without a layer
-
 OUTSIDE_TORCH = ("allocator_cache", "cuda_nccl_context")  # what torch's count of allocated bytes leaves out
 
 Role = Literal["only", "first", "middle", "last"]

@@ -28,14 +28,10 @@ def span(ranks: int, stride: int, domain: int, alone: bool = False) -> GroupSpan
     Groups that do not fill domains evenly lie across their borders, unless one domain holds all of them (`alone`).
     """
     room = max(domain // stride, 1)
-    is_inside = ranks <= room and (alone or _fills(ranks * stride, domain))
+    extent, fullest = ranks * stride, 2 ** (domain.bit_length() - 1)  # of 72 ranks 64 are used
+    is_inside = ranks <= room and (alone or domain % extent == 0 or fullest % extent == 0)
     local = ranks if is_inside else math.gcd(ranks, room)
     return GroupSpan(local=local, domains=ranks // local)
-
-
-def _fills(extent: int, domain: int) -> bool:
-    """Whether groups of an extent divide a domain, or the largest power of two in it: of 72 ranks 64 are used so."""
-    return domain % extent == 0 or 2 ** (domain.bit_length() - 1) % extent == 0
 
 
 def axis_span(axis: Axis, plan: Plan, cluster: Cluster) -> GroupSpan:
@@ -52,24 +48,21 @@ def axis_span(axis: Axis, plan: Plan, cluster: Cluster) -> GroupSpan:
 
 def _reach(axis: Axis, plan: Plan) -> tuple[int, int]:
     """How many ranks an axis has, and how far apart they are."""
-    inner = plan.cp * plan.tp if plan.zero == 0 else plan.shards * plan.tp
     if axis == "tp":  # the commonest, by far
         return plan.tp, 1
+    inner = plan.shards * plan.tp
+    expert_copies = plan.copies if plan.zero else max(plan.copies // plan.ep, 1)
     return {
         "cp": (plan.cp, plan.tp),
         "ep": (plan.ep, plan.tp),
         "shard": (plan.shards, plan.tp),
         "replicate": (plan.copies, plan.tp if plan.zero == 0 else inner),
         "expert_shard": (max(plan.shards // plan.ep, 1), plan.tp * plan.ep),
-        "expert_replicate": (_expert_copies(plan), plan.tp * plan.ep if plan.zero == 0 else inner),
+        "expert_replicate": (expert_copies, plan.tp * plan.ep if plan.zero == 0 else inner),
         "pp": (2, plan.world // plan.pp),
         "tied": (2, plan.world // plan.pp * max(plan.pp - 1, 1)),
         "world": (plan.world, 1),
     }[axis]
-
-
-def _expert_copies(plan: Plan) -> int:
-    return plan.copies if plan.zero else max(plan.copies // plan.ep, 1)
 
 
 def achieved(link: Link) -> float:

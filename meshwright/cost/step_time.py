@@ -45,11 +45,8 @@ from meshwright.spec.arch import Arch
 from meshwright.spec.plan import Plan
 
 DRAINED = ("naive", "gpipe", "1f1b", "interleaved", "looped")  # a rank's last action is its first stage's backward
-
 WIDER = 0.1  # by which each doubling of the domains widens the interval, as a share
-
 GUESSES = ("b200", "v100", "generic")  # entries of the catalogue that no measurement stands behind
-
 GUESSED = 1.5  # the interval of such accelerators ÷ that of others
 
 

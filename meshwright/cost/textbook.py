@@ -165,7 +165,6 @@ MEGATRON = "Narayanan et al. 2021 (Megatron-LM)"
 KORTHIKANTI = "Korthikanti et al. 2022"
 ZERO = "Rajbhandari et al. 2020 (ZeRO)"
 PALM = "Chowdhery et al. 2022 (PaLM), appendix B"
-
 NOTICES: dict[str, str] = {
     "gpt-parameters": "For a GPT with biases, learned positions and a tied output; the last norm is left out.",
     "gpt-parameters-untied": "The notes' first GPT has 147 million parameters (147,675,648) only with an untied output "

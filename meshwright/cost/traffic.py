@@ -71,11 +71,11 @@ def traffic(arch: Arch, plan: Plan, sequence: int, *, place: Mapping[str, int] =
     their part of an odd vocabulary.
     """
     view = RankView(arch=arch, plan=plan, sequence=sequence, place=place)
-    if plan.deterministic:
-        return merged(_deterministic_traffic(view))
+    if plan.deterministic:  # no axes but replicate and shard: only weights, gradients and statistics travel
+        return merged(chain(weight_traffic(view), _deterministic_statistics(view)))
     # All ranks agree on the step's loss, the gradient's square norm and how many must stop before anyone updates.
     agreed = [Collective(kind="all_reduce", axis="world", count=int(plan.world > 1), bytes=3 * DOUBLE)]
-    return merged(chain(_weight_traffic(view), _activation_traffic(view), agreed))
+    return merged(chain(weight_traffic(view), _activation_traffic(view), agreed))
 
 
 def bytes_by_axis(collectives: Iterable[Collective]) -> dict[Axis, int]:
@@ -207,20 +207,16 @@ def _over_pp(part: StageLayers, view: RankView) -> Iterator[Collective]:
             yield Collective(kind="send", axis="pp", count=view.plan.grad_accum, bytes=size, overlappable=True)
 
 
-def _weight_traffic(view: RankView) -> Iterator[Collective]:
-    """Everything that is sent because several ranks hold, or share, a weight."""
+def weight_traffic(view: RankView, over_tp: bool = True) -> Iterator[Collective]:
+    """Everything that is sent because several ranks hold, or share, a weight.
+
+    Without tp: between ranks that see other data, and between tied copies.
+    """
     for group in groups(view):
         yield from _over_shard(group, view)
         yield from _over_replicate(group, view)
-        yield from _weights_over_tp(group, view)
-    yield from _over_tied(view)
-
-
-def data_traffic(view: RankView) -> Iterator[Collective]:
-    """Of that, what is sent between ranks that see other data, and between tied copies."""
-    for group in groups(view):
-        yield from _over_shard(group, view)
-        yield from _over_replicate(group, view)
+        if over_tp:
+            yield from _weights_over_tp(group, view)
     yield from _over_tied(view)
 
 
@@ -268,6 +264,8 @@ def in_sight(schedule: Schedule, pp: int, chunks: int, microbatches: int, rank: 
 
 
 def _elements(group: ParamGroup, view: RankView, shards: int) -> int:
+    if view.plan.deterministic:  # nothing but dim 0 is ever cut
+        return sum(rows(param.shape[0], shards) * shards * math.prod(param.shape[1:]) for param in group.params)
     return _gathered(group.params, (view.plan.tp, view.at("tp")), view.plan.ep, shards)
 
 
@@ -278,7 +276,10 @@ def _gathered(weights: tuple[Param, ...], tp: tuple[int, int], ep: int, shards: 
 
 
 def _over_shard(group: ParamGroup, view: RankView) -> Iterator[Collective]:
-    """Weights are gathered in the precision of the arithmetic, gradients summed in that of the weights."""
+    """Weights are gathered in the precision of the arithmetic, gradients summed in that of the weights.
+
+    In deterministic mode each gradient changes hands once, whatever zero says.
+    """
     _, shards = grid(group, view.plan)
     if shards == 1:
         return
@@ -286,18 +287,26 @@ def _over_shard(group: ParamGroup, view: RankView) -> Iterator[Collective]:
     numbers = _elements(group, view, shards)
     count, size = group.count * gathers(group.stage, view.plan, root=group.params[0].layer < 0), numbers * view.narrow
     yield Collective(kind="all_gather", axis=axis, count=count, bytes=size, overlappable=True)
-    count, size = group.count * reductions(view.plan), numbers * view.wide
-    yield Collective(kind="reduce_scatter", axis=axis, count=count, bytes=size, overlappable=True)
+    kind, times = ("all_to_all", 1) if view.plan.deterministic else ("reduce_scatter", reductions(view.plan))
+    size = numbers * view.wide
+    yield Collective(kind=kind, axis=axis, count=group.count * times, bytes=size, overlappable=True)
 
 
 def _over_replicate(group: ParamGroup, view: RankView) -> Iterator[Collective]:
-    """Copies add up their shard of the gradient once a step, after the last microbatch."""
+    """Copies add up their shard of the gradient once a step, after the last microbatch.
+
+    In deterministic mode each of them adds up one part and gives the sum to the others.
+    """
     copies, shards = grid(group, view.plan)
     if copies == 1:
         return
     axis: Axis = "expert_replicate" if group.shared_by_ep else "replicate"
-    size = _elements(group, view, shards) // shards * view.wide
-    yield Collective(kind="all_reduce", axis=axis, count=group.count, bytes=size, overlappable=True)
+    numbers = _elements(group, view, shards) // shards
+    kinds: tuple[Kind, ...] = ("all_reduce",)
+    if view.plan.deterministic:
+        numbers, kinds = math.ceil(numbers / copies) * copies, ("all_to_all", "all_gather")
+    for kind in kinds:
+        yield Collective(kind=kind, axis=axis, count=group.count, bytes=numbers * view.wide, overlappable=True)
 
 
 def _weights_over_tp(group: ParamGroup, view: RankView) -> Iterator[Collective]:
@@ -329,13 +338,9 @@ def _over_tied(view: RankView) -> Iterator[Collective]:
     yield Collective(kind="all_reduce", axis="tied", count=1, bytes=mine * math.prod(rest) * view.wide)
 
 
-def _deterministic_traffic(view: RankView) -> Iterator[Collective]:
-    """Everything: the mode has no axes but replicate and shard, so only weights, gradients and statistics travel."""
+def _deterministic_statistics(view: RankView) -> Iterator[Collective]:
+    """A loss and a wish to stop from every rank, and a sum of squares for every row of every weight."""
     plan = view.plan
-    for group in groups(view):
-        yield from _deterministic_over_shard(group, view)
-        yield from _deterministic_over_replicate(group, view)
-    # A loss and a wish to stop from every rank, and a sum of squares for every row of every weight.
     if plan.world > 1:
         yield Collective(kind="all_gather", axis="world", count=1, bytes=plan.world * 2 * DOUBLE)
     if plan.shards > 1:
@@ -346,31 +351,3 @@ def _deterministic_traffic(view: RankView) -> Iterator[Collective]:
 def rows(size: int, shards: int) -> int:
     """The rows of a dim 0 of some size that every rank makes room for."""
     return math.ceil(size / shards)
-
-
-def _deterministic_numbers(group: ParamGroup, shards: int) -> int:
-    """In one rank's shard of a group, filled up; nothing but dim 0 is ever cut."""
-    return sum(rows(param.shape[0], shards) * math.prod(param.shape[1:]) for param in group.params)
-
-
-def _deterministic_over_shard(group: ParamGroup, view: RankView) -> Iterator[Collective]:
-    """Weights are gathered as ever; each gradient changes hands once, whatever zero says."""
-    plan = view.plan
-    if plan.shards == 1:
-        return
-    numbers = _deterministic_numbers(group, plan.shards) * plan.shards
-    count = group.count * gathers(group.stage, plan, root=group.params[0].layer < 0)
-    size = numbers * view.narrow
-    yield Collective(kind="all_gather", axis="shard", count=count, bytes=size, overlappable=True)
-    size = numbers * view.wide
-    yield Collective(kind="all_to_all", axis="shard", count=group.count, bytes=size, overlappable=True)
-
-
-def _deterministic_over_replicate(group: ParamGroup, view: RankView) -> Iterator[Collective]:
-    """Each replica adds up one part of the gradient and gives the sum to the others."""
-    plan = view.plan
-    if plan.copies == 1:
-        return
-    size = math.ceil(_deterministic_numbers(group, plan.shards) / plan.copies) * plan.copies * view.wide
-    yield Collective(kind="all_to_all", axis="replicate", count=group.count, bytes=size, overlappable=True)
-    yield Collective(kind="all_gather", axis="replicate", count=group.count, bytes=size, overlappable=True)

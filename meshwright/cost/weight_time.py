@@ -18,7 +18,7 @@ from meshwright.cost.layer_time import exposed
 from meshwright.cost.layout import LOW_BYTES, StateLayout, parameters, state_layout
 from meshwright.cost.network import achieved, call_seconds, inside_seconds
 from meshwright.cost.rank_view import RankView
-from meshwright.cost.traffic import Collective, data_traffic, stages_stay
+from meshwright.cost.traffic import Collective, stages_stay, weight_traffic
 from meshwright.hardware.cluster import Cluster
 from meshwright.hardware.stacks import Stack, StackSpeed
 from meshwright.spec.arch import Arch
@@ -27,17 +27,11 @@ from meshwright.spec.plan import Plan
 
 # Of one parameter, what an update reads and writes beside the optimizer's states, which are in spec/optimizers.py.
 HOST_BYTES = 12  # by the host: the gradient read, the master read and written, the weight written
-
 HOST_REACH = 0.7  # of its memory's bandwidth, what the host's update reaches: a guess
-
 ROUNDED_BYTES = {"split": 10, "none": 6}  # by one kernel of ours: the gradient, the weight and its low bits, if any
-
 ROUNDS = 8  # of a pipeline, that its weights are followed through; longer steps go on in proportion
-
 SHARDED = ("shard", "expert_shard")
-
 COPIED = ("replicate", "expert_replicate")
-
 V_SHAPED = ("zbv", "dualpipev")  # stages go down the ranks and up again
 
 
@@ -151,7 +145,7 @@ def _updated(job: Job, rank: int, found: WeightTraffic) -> WeightTraffic:
 def _sent(arch: Arch, plan: Plan, rank: int, cluster: Cluster, stack: Stack, at: Rates) -> WeightTraffic:
     speed = stack.speed
     view = RankView(arch=arch, plan=plan, sequence=1, place={"pp": rank})
-    calls = [_as_sent(call, plan, speed) for call in data_traffic(view)]
+    calls = [_as_sent(call, plan, speed) for call in weight_traffic(view, over_tp=False)]
     timed = [(call, call_seconds(call, plan, cluster, speed.calls)) for call in calls]
 
     def contended(axes: tuple[str, ...], overlap: float) -> float:

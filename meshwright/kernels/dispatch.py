@@ -35,7 +35,6 @@ else:
 INTERPRETED = bool(triton is not None and triton.knobs.runtime.interpret)  # kernels run in Python, on CPU tensors
 FUSED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 REMEDY = 'set plan.kernels to "plain" or "auto"'
-
 ROW_LIMIT = 32768  # elements of a row that one program holds in registers: 32 for each of 1024 threads
 TILE = 4096  # elements of a program that has several short rows, or a part of a long one
 EACH_THREAD = 16  # elements: two 128-bit loads of a 16-bit type, enough in flight to cover the memory's latency

@@ -2,10 +2,9 @@
 
 Scaling is dynamic: every matmul has scales of its own operands, without a history of maxima. In linear layers finding
 and applying scales is plain arithmetic, which the compiler fuses with what comes before; transposing quantized values
-is a kernel, as the compiler's own write columns slowly. `quantize` is one kernel, for saved activations.
+is a kernel, as the compiler's own write columns slowly. `quantize` is one kernel, for saved activations: rows in E4M3.
 """
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -31,14 +30,12 @@ from meshwright.kernels.dispatch import (
 
 Scaling = Literal["tensorwise", "rowwise"]
 
-E4M3 = torch.float8_e4m3fn  # of all three matmuls
-LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}  # finite values
+E4M3 = torch.float8_e4m3fn
+LARGEST = 448.0  # of its finite values
 LEAST = 2.0**-80  # `quantize` takes an amax below for this, so that a scale and its inverse are normal floats
 LEAST_LINEAR = 1e-12  # and so does `quantize_linear`
 MULTIPLE = 16  # both dimensions of an FP8 matmul's operands are multiples of it
 TILE = 128  # rows and columns of a tile that is transposed
-SIDE = 64  # rows and columns of a tile that is cast: small enough for five programs' registers
-SQUARE, BROAD = (128, 128), (16, 1024)  # tiles for maxima: by row and column, and where only one maximum is sought
 CAPABILITY = (8, 9)  # of the first GPUs with conversions to FP8
 
 
@@ -71,9 +68,8 @@ def quantize_linear(x: Tensor, scaling: Scaling) -> tuple[Tensor, Tensor]:
     matrices in bf16, 43 % of the scales and 0.05 % of the values come out otherwise.
     """
     amax = x.abs().amax() if scaling == "tensorwise" else x.abs().amax(dim=1, keepdim=True)
-    largest = LARGEST[E4M3]
-    scale = largest / amax.float().clamp(min=LEAST_LINEAR)
-    return (x.float() * scale).clamp(-largest, largest).to(E4M3), scale.reciprocal()
+    scale = LARGEST / amax.float().clamp(min=LEAST_LINEAR)
+    return (x.float() * scale).clamp(-LARGEST, LARGEST).to(E4M3), scale.reciprocal()
 
 
 def _quantize_transposed(x: Tensor, scaling: Scaling, known: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
@@ -141,47 +137,33 @@ def _transpose(x: Pointer, y: Pointer, rows: int, columns: int, side: constexpr)
     )
 
 
-@dataclass(frozen=True, slots=True)
-class QuantizedTensor:
-    """A matrix in FP8: values · scale is the matrix; so is transposed · transposed_scale, its transpose."""
+def quantize(x: Tensor, kernels: Kernels = "auto") -> tuple[Tensor, Tensor]:
+    """A matrix in E4M3 and the scale of each row, (rows, 1), by which its largest magnitude is the largest value.
 
-    values: Tensor  # (rows, cols)
-    scale: Tensor  # (1, 1), or (rows, 1)
-    transposed: Tensor | None  # (cols, rows)
-    transposed_scale: Tensor | None  # (1, 1), or (cols, 1)
-
-
-def quantize(
-    x: Tensor, dtype: torch.dtype, scaling: Scaling, transposed: bool = False, kernels: Kernels = "auto"
-) -> QuantizedTensor:
-    """A matrix in FP8, its largest magnitude as the largest finite value; a NaN or infinity spoils all of its scale."""
-    if _fits(x, kernels):
-        rows = as_rows(x)
-        if scaling == "rowwise" and not transposed and rows.shape[1] <= ROW_LIMIT:
-            return _in_one_pass(rows, dtype)
-        return _in_two_passes(rows, dtype, scaling, transposed)
-    return reference(x, dtype, scaling, transposed)
+    A NaN or an infinity spoils its row.
+    """
+    if not _fits(x, kernels):
+        return reference(x)
+    x = as_rows(x)
+    rows, cols = x.shape
+    values = torch.empty((rows, cols), dtype=E4M3, device=x.device)
+    scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
+    block = power(cols)
+    each = rows_each(block, rows)
+    _cast_rows[(-(-rows // each),)](
+        x, values, scale, rows, cols, x.stride(0),
+        largest=LARGEST, least=LEAST, each=each, block=block, num_warps=warps(each * block),
+    )  # fmt: skip
+    return values, scale
 
 
-def reference(x: Tensor, dtype: torch.dtype, scaling: Scaling, transposed: bool) -> QuantizedTensor:
-    """Quantization by plain arithmetic: a pass for the maximum and one for the cast, for each copy."""
-    values, scale = _cast(x, dtype, scaling)
-    if not transposed:
-        return QuantizedTensor(values, scale, None, None)
-    if scaling == "tensorwise":
-        return QuantizedTensor(values, scale, values.t().contiguous(), scale)
-    return QuantizedTensor(values, scale, *_cast(x.t(), dtype, scaling))
-
-
-def _cast(x: Tensor, dtype: torch.dtype, scaling: Scaling) -> tuple[Tensor, Tensor]:
+def reference(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantization by plain arithmetic: a pass for the maxima and one for the cast."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
-    if x.numel() == 0:
-        amax = x.new_zeros((x.shape[0] if scaling == "rowwise" else 1, 1))
-    else:
-        amax = x.abs().amax(1, keepdim=True) if scaling == "rowwise" else x.abs().amax().reshape(1, 1)
+    amax = x.abs().amax(1, keepdim=True) if x.numel() else x.new_zeros((x.shape[0], 1))
     amax = amax.where(~(amax < LEAST), LEAST)  # a NaN stays
-    largest = torch.full_like(amax, LARGEST[dtype])  # a tensor: by a scalar a GPU divides as if by its inverse
-    return (x * (largest / amax)).to(dtype).contiguous(), (amax / largest).to(torch.float32)
+    largest = torch.full_like(amax, LARGEST)  # a tensor: by a scalar a GPU divides as if by its inverse
+    return (x * (largest / amax)).to(E4M3).contiguous(), (amax / largest).to(torch.float32)
 
 
 def _fits(x: Tensor, kernels: Kernels) -> bool:
@@ -190,45 +172,7 @@ def _fits(x: Tensor, kernels: Kernels) -> bool:
     able = not x.is_cuda or torch.cuda.get_device_capability(x.device) >= CAPABILITY
     if not able and kernels == "fused":
         raise refusal("this GPU has no FP8")
-    return able
-
-
-def _in_one_pass(x: Tensor, dtype: torch.dtype) -> QuantizedTensor:
-    """Rowwise scales: each row is read once."""
-    rows, cols = x.shape
-    values = torch.empty((rows, cols), dtype=dtype, device=x.device)
-    scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
-    block = power(cols)
-    each = rows_each(block, rows)
-    _cast_rows[(-(-rows // each),)](
-        x, values, scale, rows, cols, x.stride(0),
-        largest=LARGEST[dtype], least=LEAST, each=each, block=block, num_warps=warps(each * block),
-    )  # fmt: skip
-    return QuantizedTensor(values, scale, None, None)
-
-
-def _in_two_passes(x: Tensor, dtype: torch.dtype, scaling: Scaling, transposed: bool) -> QuantizedTensor:
-    """The first pass over tiles finds every maximum, the second casts and writes both copies."""
-    rows, cols = x.shape
-    across, down = (rows, cols) if scaling == "rowwise" else (1, 0)
-    amax = torch.zeros(across + (down if transposed else 0), dtype=torch.int32, device=x.device)
-    scale = torch.empty(amax.shape, dtype=torch.float32, device=x.device)
-    values = torch.empty((rows, cols), dtype=dtype, device=x.device)
-    transpose = torch.empty((cols, rows), dtype=dtype, device=x.device) if transposed else None
-    by_row = scaling == "rowwise"
-    kinds = {"by_row": by_row, "by_column": by_row and transposed}
-    high, broad = SQUARE if by_row else BROAD
-    _maxima[(-(-rows // high) * -(-cols // broad),)](
-        x, amax, rows, cols, x.stride(0), high=high, broad=broad, **kinds, num_warps=8
-    )
-    _cast_tiles[(-(-rows // SIDE) * -(-cols // SIDE),)](
-        x, amax, values, transpose, scale, rows, cols, x.stride(0),
-        largest=LARGEST[dtype], least=LEAST, side=SIDE, **kinds, num_warps=4,
-    )  # fmt: skip
-    if not transposed:
-        return QuantizedTensor(values, scale[:, None], None, None)
-    first = scale[:across, None]
-    return QuantizedTensor(values, first, transpose, scale[across:, None] if by_row else first)
+    return able and x.shape[1] <= ROW_LIMIT
 
 
 @jit
@@ -262,50 +206,3 @@ def _cast_rows(
     tl.store(scale + rows_here, tl.div_rn(amax, largest), mask=rows_here < rows)
     quantized = loaded * _inverse(amax, largest)[:, None]
     tl.store(values + row * cols + col, quantized.to(values.dtype.element_ty), mask=inside)
-
-
-@jit
-def _maxima(
-    x: Pointer, amax: Pointer, rows: int, cols: int, x_row: int,
-    by_row: constexpr, by_column: constexpr, high: constexpr, broad: constexpr,
-) -> None:  # fmt: skip
-    parts = tl.cdiv(cols, broad)
-    row = (tl.program_id(0) // parts).to(tl.int64) * high + tl.arange(0, high)
-    col = (tl.program_id(0) % parts) * broad + tl.arange(0, broad)
-    inside = (row[:, None] < rows) & (col[None, :] < cols)
-    bits = _bits(tl.load(x + row[:, None] * x_row + col[None, :], mask=inside, other=0.0))
-    if by_row:
-        tl.atomic_max(amax + row, tl.max(bits, axis=1), mask=row < rows, sem="relaxed")
-    else:
-        tl.atomic_max(amax, tl.max(tl.max(bits, axis=1), axis=0), sem="relaxed")
-    if by_column:
-        tl.atomic_max(amax + rows + col, tl.max(bits, axis=0), mask=col < cols, sem="relaxed")
-
-
-@jit
-def _cast_tiles(
-    x: Pointer, amax: Pointer, values: Pointer, transpose: Pointer, scale: Pointer,
-    rows: int, cols: int, x_row: int,
-    largest: constexpr, least: constexpr, by_row: constexpr, by_column: constexpr, side: constexpr,
-) -> None:  # fmt: skip
-    parts = tl.cdiv(cols, side)
-    row = (tl.program_id(0) // parts).to(tl.int64) * side + tl.arange(0, side)
-    col = (tl.program_id(0) % parts).to(tl.int64) * side + tl.arange(0, side)
-    inside = (row[:, None] < rows) & (col[None, :] < cols)
-    loaded = tl.load(x + row[:, None] * x_row + col[None, :], mask=inside, other=0.0).to(tl.float32)
-    if by_row:
-        across = _amax(tl.load(amax + row, mask=row < rows, other=0), least)
-        tl.store(scale + row, tl.div_rn(across, largest), mask=(row < rows) & (tl.program_id(0) % parts == 0))
-        quantized = (loaded * _inverse(across, largest)[:, None]).to(values.dtype.element_ty)
-    else:
-        whole = _amax(tl.load(amax), least)
-        tl.store(scale, tl.div_rn(whole, largest))  # by every program, the same value
-        quantized = (loaded * _inverse(whole, largest)).to(values.dtype.element_ty)
-    tl.store(values + row[:, None] * cols + col[None, :], quantized, mask=inside)
-    if by_column:
-        down = _amax(tl.load(amax + rows + col, mask=col < cols, other=0), least)
-        tl.store(scale + rows + col, tl.div_rn(down, largest), mask=(col < cols) & (tl.program_id(0) < parts))
-        quantized = (loaded * _inverse(down, largest)[None, :]).to(values.dtype.element_ty)
-    if transpose is not None:
-        # Transposed in registers first, so that neighbouring threads write neighbouring bytes.
-        tl.store(transpose + col[:, None] * rows + row[None, :], tl.trans(quantized), mask=tl.trans(inside))

@@ -1,4 +1,4 @@
-"""Activations of a feed-forward layer: alone, times a second projection, or from both projections in one tensor."""
+"""Activations of a feed-forward layer: alone, or times a second projection."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -23,7 +23,7 @@ def reference(x: Tensor, activation: Activation) -> Tensor:
 
 def activate(x: Tensor, activation: Activation, kernels: Kernels = "auto") -> Tensor:
     """silu, gelu or its tanh form of every element."""
-    return _Activate.apply(x, activation) if fused(x, kernels) else reference(x, activation).to(x.dtype)
+    return _Gated.apply(x, None, activation) if fused(x, kernels) else reference(x, activation).to(x.dtype)
 
 
 def gated(gate: Tensor, up: Tensor, activation: Activation = "silu", kernels: Kernels = "auto") -> Tensor:
@@ -33,80 +33,31 @@ def gated(gate: Tensor, up: Tensor, activation: Activation = "silu", kernels: Ke
     return (reference(gate, activation) * up).to(up.dtype)
 
 
-def merged(both: Tensor, activation: Activation = "silu", kernels: Kernels = "auto") -> Tensor:
-    """activation(gate) · up, where the last dimension is the gate followed by up, (…, 2 · ffn)."""
-    if fused(both, kernels):
-        return _Merged.apply(both, activation)
-    gate, up = both.chunk(2, dim=-1)
-    return gated(gate, up, activation, "plain")
-
-
-class _Activate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, activation: Activation) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.activation = activation
-        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        _launch(_forward, [_flat(x), None, _flat(y)], activation)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (x,) = ctx.saved_tensors
-        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        _launch(_backward, [_flat(x), None, _flat(dy), _flat(dx), None], ctx.activation)
-        return dx, None
-
-
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor | None, activation: Activation) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.activation = activation
         y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-        _launch(_forward, _alike(gate, up, y), activation)
+        _launch(_forward, [gate, up, y], activation)
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         gate, up = ctx.saved_tensors
-        dgate, dup = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (gate, up))
-        _launch(_backward, _alike(gate, up, dy, dgate, dup), ctx.activation)
+        dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+        dup = None if up is None else torch.empty_like(dgate)
+        _launch(_backward, [gate, up, dy, dgate, dup], ctx.activation)
         return dgate, dup, None
 
 
-class _Merged(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, both: Tensor, activation: Activation) -> Tensor:
-        ctx.save_for_backward(both)
-        ctx.activation = activation
-        gate, up = as_rows(both).chunk(2, dim=-1)
-        y = torch.empty((*both.shape[:-1], gate.shape[-1]), dtype=both.dtype, device=both.device)
-        _launch(_forward, [gate, up, as_rows(y)], activation)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (both,) = ctx.saved_tensors
-        gate, up = as_rows(both).chunk(2, dim=-1)
-        dboth = torch.empty(both.shape, dtype=both.dtype, device=both.device)
-        _launch(_backward, [gate, up, as_rows(dy), *as_rows(dboth).chunk(2, dim=-1)], ctx.activation)
-        return dboth, None
-
-
-def _flat(x: Tensor) -> Tensor:
-    """All elements as one contiguous row, so that every program but the last has a full block."""
-    return x.contiguous().view(1, -1)
-
-
-def _alike(*tensors: Tensor) -> list[Tensor]:
-    """The tensors as one row each where all are dense, else as rows."""
-    dense = all(x.is_contiguous() for x in tensors)
-    return [_flat(x) if dense else as_rows(x) for x in tensors]
-
-
 def _launch(kernel: Any, tensors: Sequence[Tensor | None], activation: Activation) -> None:
-    """Start one program for every block of every row."""
+    """Start one program for every block of every row; where all tensors are dense their elements are one row.
+
+    Then every program but the last has a full block.
+    """
+    dense = all(x is None or x.is_contiguous() for x in tensors)
+    tensors = [x if x is None else x.view(1, -1) if dense else as_rows(x) for x in tensors]
     rows, cols = next(x.shape for x in tensors if x is not None)
     block = min(BLOCK, power(cols))
     parts = -(-cols // block)

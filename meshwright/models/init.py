@@ -25,12 +25,10 @@ GOLDEN = 0x9E3779B97F4A7C15
 Mix = tuple[tuple[int, int], ...]  # shifts, and the odd factors that follow them
 MIX: Mix = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 LAST_SHIFT = 31
-
 PAIRS = 0x0000FFFF0000FFFF  # every second 16-bit lane
 LOW = 0x00000000FFFFFFFF
 CENTRE = 8 * 65535 // 2
 SPREAD = math.sqrt(8 * (65536**2 - 1) / 12)  # standard deviation of the sum of eight
-
 CPU_BLOCK = 1 << 15  # the two or three int64 words at work per element stay in a core's second-level cache
 DEVICE_BLOCK = 1 << 24  # an accelerator wants few launches; 0.4 GB while it works
 

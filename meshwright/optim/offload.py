@@ -43,7 +43,6 @@ from meshwright.parallel.model_spec import note
 from meshwright.parallel.optimizer_offload import CopyStream, Gates, Mark, OffloadGroup, reached
 
 CPU_RUN = 1 << 20  # elements at a time on a CPU: temporaries stay in its caches
-
 DRAWN = (0, 16)  # where each state has its 16 bits in a draw of 32: room for two states
 
 

@@ -167,8 +167,7 @@ class QuantizedActivation:
 def encode(flat: Tensor, kind: Kind, kernels: Kernels = "auto") -> QuantizedActivation:
     """Quantize a flat tensor; a NaN or an infinity spoils its group, and is found by the gradient norm."""
     if kind == "fp8":
-        fp8 = quantize(_grouped(flat, GROUP), torch.float8_e4m3fn, "rowwise", kernels=kernels)
-        parts = (fp8.values, fp8.scale)
+        parts = quantize(_grouped(flat, GROUP), kernels)
     elif kind == "int8":
         parts = _int8(_grouped(flat, GROUP))
     elif kind == "bits":

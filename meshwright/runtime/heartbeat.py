@@ -19,7 +19,6 @@ import msgspec
 
 PHASES = ("start", "data", "forward", "backward", "optimizer", "save", "eval", "compile", "end")
 MOST_GROUPS = 32  # process groups whose collectives are counted
-
 HEAD = struct.Struct("<QQQqqQQII")
 COUNTS = struct.Struct(f"<{MOST_GROUPS}Q")
 LEAVE = struct.Struct("<Q")

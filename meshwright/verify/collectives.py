@@ -30,7 +30,6 @@ class Call(NamedTuple):
 Calls = Counter[Call]
 
 RESULT = "result"  # stands for what an operator returns, among its arguments' names
-
 # Operators by name, with the argument that holds the whole tensor. The first are torch.distributed's own, the others
 # the functional ones that DTensor uses.
 OPERATORS: Mapping[str, tuple[Kind, str]] = {

@@ -31,7 +31,6 @@ TEXT, CERTIFICATE = "ragged.jsonl", "certificate.json"
 LONGEST = 600.0  # seconds that one plan may take
 RECORD, JUDGE = (Remote("meshwright.verify.evidence", name) for name in ("record", "judge"))  # by name: they have torch
 SCHEDULES = get_args(Schedule)
-
 # Every axis alone and the combinations that must hold. Dense plans are proved on `tiny` (grouped queries, an odd
 # vocabulary), plans with experts on `tiny-moe`; both on documents of very different lengths.
 MATRIX = (

@@ -21,7 +21,6 @@ COPY = "rehearsal.toml"  # the short run; beside it a folder for each copy
 LAST_LINES = 5  # of a run that failed by itself
 SECONDS = 600.0  # for one of the runs
 REPORTED = ("what:", "where:", "since:", "cause:", "do:", "details:", "warning")  # lines that report a fault
-
 # What is injected and in which phase, and what the reference for it leaves out as well.
 FAULTS = {
     "kill": "kill::{step}:backward",

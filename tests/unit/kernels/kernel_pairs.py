@@ -51,15 +51,12 @@ NORMS = ("rms", "layer", "layer, no bias", "rms of a sum", "layer of a sum")
 
 def gate_pair(kind: str, activation: gated.Activation, shape: Shape, dtype: torch.dtype, strides: str) -> Pair:
     x, up = draw(shape, dtype, 1, strides), draw(shape, dtype, 2)
-    if kind == "merged":
-        both = draw((*shape[:-1], 2 * shape[-1]), dtype, 1, strides)
-        return pair(lambda both, kernels: gated.merged(both, activation, kernels), [both])
     if kind == "gated":
         return pair(lambda x, up, kernels: gated.gated(x, up, activation, kernels), [x, up])
     return pair(lambda x, kernels: gated.activate(x, activation, kernels), [x])
 
 
-GATES = ("alone", "gated", "merged")
+GATES = ("alone", "gated")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 

@@ -1,4 +1,4 @@
-"""Activations: the twin is torch's, the kernel is the twin, from two tensors or one merged."""
+"""Activations: the twin is torch's, the kernel is the twin."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kernel_cases import SHAPES, STRIDES, TYPES, assert_same, draw, interpreted
 from kernel_pairs import ACTIVATIONS, GATES, gate_pair
 
-from meshwright.kernels.gated import activate, gated, merged
+from meshwright.kernels.gated import activate, gated
 from meshwright.spec.problem import InputError
 
 TORCHS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
@@ -20,7 +20,6 @@ def test_the_plain_twin_is_torchs(activation):
     expected = TORCHS[activation](gate)
     torch.testing.assert_close(activate(gate, activation), expected)
     torch.testing.assert_close(gated(gate, up, activation), expected * up)
-    torch.testing.assert_close(merged(torch.cat((gate, up), -1), activation), expected * up)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -31,9 +30,9 @@ def test_the_product_is_rounded_once(dtype):
 
 
 def test_nothing_is_activated_too():
-    both = torch.empty(0, 8, requires_grad=True)
-    merged(both).sum().backward()
-    assert both.grad is not None
+    x = torch.empty(0, 8, requires_grad=True)
+    gated(x, x).sum().backward()
+    assert x.grad is not None
 
 
 @interpreted

@@ -304,7 +304,8 @@ def _over_replicate(group: ParamGroup, view: RankView) -> Iterator[Collective]:
     numbers = _elements(group, view, shards) // shards
     kinds: tuple[Kind, ...] = ("all_reduce",)
     if view.plan.deterministic:
-        numbers, kinds = math.ceil(numbers / copies) * copies, ("all_to_all", "all_gather")
+        numbers = math.ceil(numbers / copies) * copies
+        kinds = ("all_to_all", "all_gather")
     for kind in kinds:
         yield Collective(kind=kind, axis=axis, count=group.count, bytes=numbers * view.wide, overlappable=True)
 

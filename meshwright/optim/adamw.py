@@ -3,14 +3,14 @@
 m ← β₁m + (1 − β₁)g,  v ← β₂v + (1 − β₂)g²,  w ← (1 − ηλ)w − η · m/(1 − β₁ᵗ) / (√(v/(1 − β₂ᵗ)) + ε)
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from meshwright.kernels.adamw import AdamWGroup, AdamWStep, BF16Group
-from meshwright.optim.interface import Arithmetic, Update, UpdateRule, UpdateTerms, scaled
+from meshwright.optim.interface import Arithmetic, Tensors, Update, UpdateRule, UpdateTerms, scaled
 from meshwright.optim.master_weights import given, is_contiguous, low_bits, rounded, rounding_draws
 from meshwright.parallel import precision
 from meshwright.parallel.mesh import local
@@ -24,40 +24,23 @@ GROUPS = 8  # that are remembered; there are two, unless a model leaves out othe
 class AdamWRule(UpdateRule):
     """The update of AdamW."""
 
-    def fused(
-        self,
-        weights: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        states: Sequence[Sequence[Tensor]],
-        terms: UpdateTerms,
-    ) -> None:
+    def fused(self, weights: Tensors, gradients: Tensors, states: Sequence[Tensors], terms: UpdateTerms) -> None:
         """By torch's kernel."""
         first, second = states
         gradients, divisor = scaled(gradients, terms)
         torch._fused_adamw_(
-            list(weights),
-            list(gradients),
-            list(first),
-            list(second),
-            [],
-            [terms.count] * len(weights),
-            lr=terms.rate,
-            beta1=self.optim.beta1,
-            beta2=self.optim.beta2,
-            weight_decay=terms.decay,
-            eps=self.optim.eps,
-            amsgrad=False,
-            maximize=False,
-            grad_scale=divisor,
-            found_inf=(1.0 - terms.finite).float(),
-        )
+            list(weights), list(gradients), list(first), list(second), [], [terms.count] * len(weights),
+            lr=terms.rate, beta1=self.optim.beta1, beta2=self.optim.beta2, weight_decay=terms.decay,
+            eps=self.optim.eps, amsgrad=False, maximize=False,
+            grad_scale=divisor, found_inf=(1.0 - terms.finite).float(),
+        )  # fmt: skip
 
     def arithmetic(self, terms: UpdateTerms, dtype: torch.dtype) -> Arithmetic:
         """By operations that round once each."""
         beta1, beta2, eps, count = self.optim.beta1, self.optim.beta2, self.optim.eps, terms.count.double()
         factor, bias1, bias2 = (scalar.to(dtype) for scalar in (terms.factor, 1 - beta1**count, 1 - beta2**count))
 
-        def updated(weight: Tensor, gradient: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
+        def updated(weight: Tensor, gradient: Tensor, states: Tensors) -> tuple[Tensor, Tensors]:
             gradient = gradient * factor
             first = states[0] * beta1 + gradient * (1 - beta1)
             second = states[1] * beta2 + gradient.square() * (1 - beta2)
@@ -67,58 +50,41 @@ class AdamWRule(UpdateRule):
         return updated
 
     def one_pass(self, optimizer: "ResidentOptimizer") -> Update | None:
-        """By kernels/adamw.py."""
-        if self.optim.master_weights == "fp32":
-            return _grouped(optimizer, lambda indices: _master_group(optimizer, indices))
-        return _bf16_pass(optimizer)
+        """By kernels/adamw.py; bf16 weights that are not contiguous, whose draws have no step, by plain operations."""
+        groups: dict[tuple[int, ...], AdamWGroup] = {}
+        optim = self.optim
+
+        def by_kernel(indices: list[int], terms: UpdateTerms) -> None:
+            """One launch; the group of these weights is made once."""
+            key = tuple(indices)
+            if key not in groups:
+                if len(groups) == GROUPS:
+                    groups.clear()
+                groups[key] = _group(optimizer, indices)
+            gradients = [local(given(optimizer.weights[i])) for i in indices]
+            step = AdamWStep(terms.rate, optim.beta1, optim.beta2, optim.eps, terms.count, terms.factor, terms.finite)
+            groups[key].update(gradients, terms.decay, step)
+
+        if optim.master_weights == "fp32":
+            return by_kernel
+        plain, contiguous = rounded(optimizer), [is_contiguous(weight) for weight in optimizer.weights]
+
+        def update(indices: list[int], terms: UpdateTerms) -> None:
+            for run, wanted in ((by_kernel, True), (plain, False)):
+                if chosen := [i for i in indices if contiguous[i] is wanted]:
+                    run(chosen, terms)
+
+        return update
 
 
-def _grouped(optimizer: "ResidentOptimizer", make: Callable[[list[int]], AdamWGroup]) -> Update:
-    """The update of some of an optimizer's weights by one launch; `make` builds their group, once."""
-    groups: dict[tuple[int, ...], AdamWGroup] = {}
-    optim = optimizer.optim
-
-    def update(indices: list[int], terms: UpdateTerms) -> None:
-        key = tuple(indices)
-        if key not in groups:
-            if len(groups) == GROUPS:
-                groups.clear()
-            groups[key] = make(indices)
-        gradients = [local(given(optimizer.weights[i])) for i in indices]
-        step = AdamWStep(terms.rate, optim.beta1, optim.beta2, optim.eps, terms.count, terms.factor, terms.finite)
-        groups[key].update(gradients, terms.decay, step)
-
-    return update
-
-
-def _master_group(optimizer: "ResidentOptimizer", indices: list[int]) -> AdamWGroup:
+def _group(optimizer: "ResidentOptimizer", indices: list[int]) -> AdamWGroup:
+    """Some weights as they are updated, their moments, and what their form has beside them."""
     weights = [optimizer.weights[i] for i in indices]
-    copies = [weight.detach() for weight in weights] if precision.has_master(weights[0]) else []
-    return AdamWGroup(*_tensors(optimizer, indices), copies)
-
-
-def _bf16_pass(optimizer: "ResidentOptimizer") -> Update:
-    """Weights in bf16; those whose part is not contiguous, so that draws have no step, by plain operations."""
-    plain, by_kernel = rounded(optimizer), _grouped(optimizer, lambda indices: _bf16_group(optimizer, indices))
-    contiguous = [is_contiguous(weight) for weight in optimizer.weights]
-
-    def update(indices: list[int], terms: UpdateTerms) -> None:
-        for run, wanted in ((by_kernel, True), (plain, False)):
-            if chosen := [i for i in indices if contiguous[i] is wanted]:
-                run(chosen, terms)
-
-    return update
-
-
-def _bf16_group(optimizer: "ResidentOptimizer", indices: list[int]) -> AdamWGroup:
-    whole, tensors = [optimizer.weights[i] for i in indices], _tensors(optimizer, indices)
+    states = optimizer.states().values()
+    masters, first, second = ([held[i] for i in indices] for held in (optimizer.wide, *states))
     if optimizer.optim.master_weights == "split":
-        return BF16Group(*tensors, low=[low_bits(weight) for weight in whole])
-    return BF16Group(*tensors, draws=[rounding_draws(weight) for weight in whole])
-
-
-def _tensors(optimizer: "ResidentOptimizer", indices: list[int]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Some weights as they are updated, their first and their second moments."""
-    states = optimizer.states()
-    weights, first, second = ([held[i] for i in indices] for held in (optimizer.wide, *states.values()))
-    return weights, first, second
+        return BF16Group(masters, first, second, low=[low_bits(weight) for weight in weights])
+    if optimizer.optim.master_weights == "none":
+        return BF16Group(masters, first, second, draws=[rounding_draws(weight) for weight in weights])
+    copies = [weight.detach() for weight in weights] if precision.has_master(weights[0]) else []
+    return AdamWGroup(masters, first, second, copies)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from meshwright.config.run import Run
 from meshwright.parallel import precision
 from meshwright.spec.optimizers import OPTIMIZERS
-from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.problem import InputError, Problem, mistake
 
 PIECE = 1 << 24  # elements: large enough for full speed of copies and disks, small enough to have several in memory
 AHEAD = 2  # pieces whose states are being read
@@ -27,31 +27,9 @@ SLOTS = AHEAD + 2  # pieces in flight: one more is being updated, one is being w
 PAGE = 4096  # bytes: arrays begin on pages, as disks want them
 
 
-class StateStorage(Protocol):
-    """The states of one weight, as flat arrays of its elements."""
-
-    @property
-    def arrays(self) -> list[Tensor]:
-        """All elements, to be read or written while no update is running."""
-        ...
-
-    @property
-    def staged(self) -> bool:
-        """Whether they must be fetched into a staging buffer first, and stored afterwards."""
-        ...
-
-    def fetch(self, begin: int, end: int, buffers: Sequence[Tensor]) -> list[Tensor]:
-        """Some elements of every array, to be read and written in place."""
-        ...
-
-    def store(self, begin: int, end: int, held: Sequence[Tensor]) -> None:
-        """Write back what was fetched."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class InMemory:
-    """Arrays that are used in place."""
+    """The states of one weight as flat arrays of its elements, which are used in place."""
 
     arrays: list[Tensor]
     staged: bool = False
@@ -100,7 +78,7 @@ class PinnedMemory:
         result = runtime.cudaHostRegister(whole.data_ptr(), len(whole), 0)
         if int(result):
             what = f"the GPU's driver would not pin {len(whole):,} bytes of host memory (CUDA error {int(result)})"
-            raise InputError([Problem(what, self.remedy, self.key)])
+            raise mistake(what, self.remedy, self.key)
         self.addresses.append(whole.data_ptr())
 
 
@@ -179,13 +157,8 @@ def check(run: Run, sizes: Sequence[int], folder: Path) -> None:
     """Refuse what does not fit, for weights of so many elements each."""
     if run.plan.optimizer_offload == "disk" and not folder.is_dir():
         what = f"plan.optimizer_offload = disk uses {folder}, and there is no folder of that name"
-        raise InputError(
-            [
-                Problem(
-                    what, "make it, or name another by plan.optimizer_offload_folder", "plan.optimizer_offload_folder"
-                )
-            ]
-        )
+        key = "plan.optimizer_offload_folder"
+        raise mistake(what, f"make it, or name another by {key}", key)
     widths = [size * width(run) for size in sizes]
     near = spread(widths, host_share(run, sum(sizes)))
     resident = sum(size for size, is_near in zip(widths, near, strict=True) if is_near)
@@ -198,9 +171,16 @@ def problems(run: Run, host_bytes: int, disk_bytes: int, folder: Path) -> Iterat
     """What is missing for states of so many bytes; without room for a copy, checkpoints write in place."""
     have = free_host_bytes()
     if have is not None and host_bytes > have:
+        remedies = []
+        if run.plan.optimizer_offload == "host":
+            remedies.append("set plan.optimizer_offload = disk")
+        elif run.plan.optimizer_offload_host_bytes:
+            remedies.append("lower plan.optimizer_offload_host_bytes")
+        if run.optim.state_dtype == "fp32":
+            remedies.append("set optim.state_dtype = bf16")
         yield Problem(
             f"plan.optimizer_offload = {run.plan.optimizer_offload} needs {host_bytes:,} bytes of RAM; {have:,} free",
-            _host_remedy(run),
+            ", or ".join(remedies or ["use a smaller model, or a machine with more memory"]),
             "plan.optimizer_offload",
         )
     free = free_disk_bytes(folder) if disk_bytes else 0
@@ -208,21 +188,9 @@ def problems(run: Run, host_bytes: int, disk_bytes: int, folder: Path) -> Iterat
         yield Problem(
             f"plan.optimizer_offload = disk needs {disk_bytes:,} bytes on the disk, and {folder} has {free:,} free",
             "name another disk by plan.optimizer_offload_folder, keep more in host RAM by "
-            "plan.optimizer_offload_host_bytes, or set "
-            "optim.state_dtype = bf16",
+            "plan.optimizer_offload_host_bytes, or set optim.state_dtype = bf16",
             "plan.optimizer_offload",
         )
-
-
-def _host_remedy(run: Run) -> str:
-    remedies = []
-    if run.plan.optimizer_offload == "host":
-        remedies.append("set plan.optimizer_offload = disk")
-    elif run.plan.optimizer_offload_host_bytes:
-        remedies.append("lower plan.optimizer_offload_host_bytes")
-    if run.optim.state_dtype == "fp32":
-        remedies.append("set optim.state_dtype = bf16")
-    return ", or ".join(remedies or ["use a smaller model, or a machine with more memory"])
 
 
 def free_disk_bytes(folder: Path) -> int:
@@ -233,13 +201,9 @@ def free_disk_bytes(folder: Path) -> int:
 
 def free_host_bytes(meminfo: Path = MEMINFO, groups: Path = GROUPS) -> int | None:
     """Bytes this process may still take, of the machine and of its control group; None where unknown."""
-    known = [free for free in (_of_machine(meminfo), *(_of_group(groups, files) for files in GROUP_FILES)) if free]
-    return min(known, default=None)
-
-
-def _of_machine(meminfo: Path) -> int | None:
     line = _line(meminfo, "MemAvailable:")
-    return int(line.split()[1]) * 1024 if line else None
+    machine = int(line.split()[1]) * 1024 if line else None
+    return min(filter(None, (machine, *(_of_group(groups, files) for files in GROUP_FILES))), default=None)
 
 
 def _of_group(groups: Path, files: tuple[str, str, str, str]) -> int | None:
@@ -269,7 +233,7 @@ Transfer = Callable[[int, Sequence[memoryview], int], int]
 
 @dataclass(frozen=True, slots=True)
 class OnDisk:
-    """The states of one weight in a file."""
+    """The states of one weight in a file: fetched into a staging buffer for an update, and stored afterwards."""
 
     arrays: list[Tensor]  # the file as memory, while no update is running
     descriptor: int
@@ -288,6 +252,9 @@ class OnDisk:
         for array, start, source in zip(self.arrays, self.begins, held, strict=True):
             width = array.element_size()
             _all(os.pwritev, self.descriptor, _bytes(source, (end - begin) * width), start + begin * width)
+
+
+StateStorage = InMemory | OnDisk
 
 
 class Files:

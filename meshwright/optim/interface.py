@@ -33,9 +33,10 @@ class UpdateTerms:
     finite: Tensor  # 1 or 0: whether to update at all
 
 
+Tensors = Sequence[Tensor]
 Update = Callable[[list[int], UpdateTerms], None]  # of some weights, by their index
 # From a weight, its gradient as it came and its states, all of one dtype, to the new weight and states.
-Arithmetic = Callable[[Tensor, Tensor, Sequence[Tensor]], tuple[Tensor, Sequence[Tensor]]]
+Arithmetic = Callable[[Tensor, Tensor, Tensors], tuple[Tensor, Tensors]]
 
 
 class UpdateRule(ABC):
@@ -45,13 +46,7 @@ class UpdateRule(ABC):
         self.optim = optim
 
     @abstractmethod
-    def fused(
-        self,
-        weights: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        states: Sequence[Sequence[Tensor]],
-        terms: UpdateTerms,
-    ) -> None:
+    def fused(self, weights: Tensors, gradients: Tensors, states: Sequence[Tensors], terms: UpdateTerms) -> None:
         """Update weights and states in place by torch's kernel; gradients are left multiplied by the factor."""
 
     @abstractmethod
@@ -67,7 +62,7 @@ class UpdateRule(ABC):
         return None
 
 
-def scaled(gradients: Sequence[Tensor], terms: UpdateTerms) -> tuple[Sequence[Tensor], Tensor | None]:
+def scaled(gradients: Tensors, terms: UpdateTerms) -> tuple[Tensors, Tensor | None]:
     """Gradients and the divisor that torch's fused kernels take; they read it in fp32, too coarse for float64."""
     if gradients[0].dtype == torch.float64:
         return torch._foreach_mul(list(gradients), terms.factor), None
@@ -136,10 +131,6 @@ def _shape(optim: Optim, step: int, steps: int) -> float:
     start = optim.warmup
     if optim.schedule == "wsd":  # warm-up, stable, decay
         start = max(start, steps - math.ceil(optim.decay_fraction * steps))
-    done = _clamp((step - start) / max(steps - 1 - start, 1))
+    done = min(max((step - start) / max(steps - 1 - start, 1), 0.0), 1.0)
     remaining = (1 + math.cos(math.pi * done)) / 2 if optim.schedule == "cosine" else 1 - done
     return optim.min_lr_ratio + (1 - optim.min_lr_ratio) * remaining
-
-
-def _clamp(share: float) -> float:
-    return min(max(share, 0.0), 1.0)

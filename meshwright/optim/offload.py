@@ -8,7 +8,7 @@ rounded stochastically: rounded to nearest, one that changes by less than half a
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.config.run import Run
-from meshwright.optim import host_memory, master_weights
+from meshwright.optim import host_memory
 from meshwright.optim.clip import GradStats
 from meshwright.optim.host_memory import (
     AHEAD,
@@ -35,7 +35,7 @@ from meshwright.optim.host_memory import (
     staging,
     width,
 )
-from meshwright.optim.interface import Optimizer, UpdateRule, UpdateTerms
+from meshwright.optim.interface import Optimizer, Tensors, UpdateRule, UpdateTerms
 from meshwright.optim.master_weights import join, round_stochastic, rounding_bits, split
 from meshwright.optim.resident import rule_of
 from meshwright.parallel import optimizer_offload, precision
@@ -44,57 +44,6 @@ from meshwright.parallel.optimizer_offload import CopyStream, Gates, Mark, Offlo
 
 CPU_RUN = 1 << 20  # elements at a time on a CPU: temporaries stay in its caches
 DRAWN = (0, 16)  # where each state has its 16 bits in a draw of 32: room for two states
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateSpan:
-    """The elements of a weight that are updated, and their weight decay."""
-
-    weight: int
-    begin: int
-    decay: float
-
-
-PieceUpdater = Callable[[Sequence[Tensor], Tensor, Tensor, UpdateTerms, UpdateSpan], None]  # states, param, gradient
-
-
-def piece_update(rule: UpdateRule) -> PieceUpdater:
-    """The update function of a rule, for the state dtype of its run."""
-    return partial(update_bf16 if rule.optim.state_dtype == "bf16" else update_fp32, rule)
-
-
-def update_fp32(
-    rule: UpdateRule, held: Sequence[Tensor], weight: Tensor, gradient: Tensor, terms: UpdateTerms, span: UpdateSpan
-) -> None:
-    """Update an fp32 master weight and its fp32 states, and copy the master to the parameter."""
-    terms = replace(terms, decay=span.decay)
-    for part in _runs(weight):
-        master, *states = (state[part] for state in held)
-        rule.fused([master], [gradient[part].to(master.dtype)], [[state] for state in states], terms)
-        weight[part].copy_(master)
-
-
-def update_bf16(
-    rule: UpdateRule, held: Sequence[Tensor], weight: Tensor, gradient: Tensor, terms: UpdateTerms, span: UpdateSpan
-) -> None:
-    """Update a split master weight and its bf16 states."""
-    terms = replace(terms, decay=span.decay)
-    for part in _runs(weight):
-        low, *states = (state[part] for state in held)
-        master, fp32_states = join(weight[part], low), [state.float() for state in states]
-        rule.fused([master], [gradient[part].float()], [[state] for state in fp32_states], terms)
-        drawn = rounding_bits(span.weight, span.begin + part.start, terms.count, len(low))
-        for shift, state, new in zip(DRAWN[: len(states)], states, fp32_states, strict=True):
-            state.copy_(round_stochastic(new, (drawn >> shift) & 0xFFFF))
-        high, rest = split(master)
-        weight[part].copy_(high)
-        low.copy_(rest)
-
-
-def _runs(weight: Tensor) -> list[slice]:
-    size = len(weight)
-    step = CPU_RUN if weight.device.type == "cpu" else max(size, 1)
-    return [slice(begin, min(begin + step, size)) for begin in range(0, size, step)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,18 +57,49 @@ class StatePiece:
     last: bool  # of its group
 
 
+PieceUpdater = Callable[[Tensors, Tensor, Tensor, UpdateTerms, StatePiece], None]  # states, parameter, gradient
+
+
+def update_fp32(
+    rule: UpdateRule, held: Tensors, weight: Tensor, gradient: Tensor, terms: UpdateTerms, piece: StatePiece
+) -> None:
+    """Update an fp32 master weight and its fp32 states, and copy the master to the parameter."""
+    for part in _runs(weight):
+        master, *states = (state[part] for state in held)
+        rule.fused([master], [gradient[part].to(master.dtype)], [[state] for state in states], terms)
+        weight[part].copy_(master)
+
+
+def update_bf16(
+    rule: UpdateRule, held: Tensors, weight: Tensor, gradient: Tensor, terms: UpdateTerms, piece: StatePiece
+) -> None:
+    """Update a split master weight and its bf16 states."""
+    for part in _runs(weight):
+        low, *states = (state[part] for state in held)
+        master, fp32_states = join(weight[part], low), [state.float() for state in states]
+        rule.fused([master], [gradient[part].float()], [[state] for state in fp32_states], terms)
+        drawn = rounding_bits(piece.weight, piece.begin + part.start, terms.count, len(low))
+        for shift, state, new in zip(DRAWN[: len(states)], states, fp32_states, strict=True):
+            state.copy_(round_stochastic(new, (drawn >> shift) & 0xFFFF))
+        high, rest = split(master)
+        weight[part].copy_(high)
+        low.copy_(rest)
+
+
+def _runs(weight: Tensor) -> list[slice]:
+    size = len(weight)
+    step = CPU_RUN if weight.device.type == "cpu" else max(size, 1)
+    return [slice(begin, min(begin + step, size)) for begin in range(0, size, step)]
+
+
 def cut(sizes: Sequence[Sequence[tuple[int, int]]], most: int) -> list[StatePiece]:
     """All elements of all groups as pieces in order, from each group's (index, size) of its weights."""
     found: list[StatePiece] = []
     for number, group in enumerate(sizes):
-        parts = [(weight, *span) for weight, size in group for span in _spans(size, most)]
-        for place, (weight, begin, end) in enumerate(parts):
-            found.append(StatePiece(number, weight, begin, end, place == len(parts) - 1))
+        parts = [(weight, size, begin) for weight, size in group for begin in range(0, size, most)]
+        for place, (weight, size, begin) in enumerate(parts):
+            found.append(StatePiece(number, weight, begin, min(begin + most, size), place == len(parts) - 1))
     return found
-
-
-def _spans(size: int, most: int) -> Iterator[tuple[int, int]]:
-    return ((begin, min(begin + most, size)) for begin in range(0, size, most))
 
 
 @dataclass
@@ -140,10 +120,6 @@ class PieceUpdate:
     weight: Tensor  # the piece of the parameter, on the device
     gradient: Tensor  # flat, on the device
     decay: float
-
-    @property
-    def span(self) -> UpdateSpan:
-        return UpdateSpan(self.piece.weight, self.piece.begin, self.decay)
 
 
 class OnHost:
@@ -180,11 +156,11 @@ class OnHost:
                 slot.near[1][:size].copy_(work.weight, non_blocking=True)
             slot.arrived = self.inward.mark()
 
-    def update(self, work: PieceUpdate, held: Sequence[Tensor], slot: StagingSlot, terms: UpdateTerms) -> Mark:
+    def update(self, work: PieceUpdate, held: Tensors, slot: StagingSlot, terms: UpdateTerms) -> Mark:
         """Update a piece; the mark is reached when its parameter is on the device."""
         gradient, weight = (buffer[: len(work.weight)] for buffer in slot.near)
         reached(slot.arrived)
-        self.update_piece(held, weight, gradient, terms, work.span)
+        self.update_piece(held, weight, gradient, replace(terms, decay=work.decay), work.piece)
         with self.outward.open():
             work.weight.copy_(weight, non_blocking=True)
             slot.left = self.outward.mark()
@@ -218,7 +194,7 @@ class OnDevice:
     def begin(self, work: PieceUpdate, slot: StagingSlot) -> None:
         """Nothing to copy yet: the states may still have to be fetched."""
 
-    def update(self, work: PieceUpdate, held: Sequence[Tensor], slot: StagingSlot, terms: UpdateTerms) -> Mark:
+    def update(self, work: PieceUpdate, held: Tensors, slot: StagingSlot, terms: UpdateTerms) -> Mark:
         """Update a piece; the mark is reached when its parameter is written."""
         states = [buffer[: len(work.weight)] for buffer in slot.near]
         with self.inward.open():
@@ -228,7 +204,7 @@ class OnDevice:
             slot.arrived = self.inward.mark()
         with self.work.open():
             self.work.wait(slot.arrived)
-            self.update_piece(states, work.weight, work.gradient, terms, work.span)
+            self.update_piece(states, work.weight, work.gradient, replace(terms, decay=work.decay), work.piece)
             updated = self.work.mark()
         with self.outward.open():
             self.outward.wait(updated)
@@ -263,8 +239,14 @@ class OffloadedOptimizer(Optimizer):
         self.kinds = kinds(run)
         self.weights = [weight for group in groups for weight in group.weights]
         self.sizes = [weight.numel() for weight in self.weights]
-        self.pieces = self._pieces(groups)
-        self.site = self._site()
+        numbers = iter(range(len(self.weights)))
+        sizes = [[(next(numbers), weight.numel()) for weight in group.weights] for group in groups]
+        self.pieces = cut(sizes, host_memory.PIECE)
+        update = partial(update_bf16 if run.optim.state_dtype == "bf16" else update_fp32, rule_of(run.optim))
+        if run.plan.optimizer_offload_update == "device":
+            self.site = OnDevice(device, update)
+        else:
+            self.site = OnHost(device, update, split=run.optim.state_dtype == "bf16")
         self.memory = PinnedMemory(pinned=device.type == "cuda" and run.plan.optimizer_offload_update == "device")
         self.files = Files(folder) if run.plan.optimizer_offload == "disk" else None
         self.locations = self._locations(run)
@@ -279,17 +261,6 @@ class OffloadedOptimizer(Optimizer):
         self.ended: Mark = None
         self.update_seconds = 0.0  # of the last update, from the gradients' arrival to the last state's write
         self._number = {id(weight): number for number, weight in enumerate(self.weights)}
-
-    def _pieces(self, groups: Sequence[OffloadGroup]) -> list[StatePiece]:
-        numbers = iter(range(len(self.weights)))
-        sizes = [[(next(numbers), weight.numel()) for weight in group.weights] for group in groups]
-        return cut(sizes, host_memory.PIECE)
-
-    def _site(self) -> OnHost | OnDevice:
-        update = piece_update(rule_of(self.optim))
-        if self.plan.optimizer_offload_update == "device":
-            return OnDevice(self.device, update)
-        return OnHost(self.device, update, split=self.optim.state_dtype == "bf16")
 
     def _locations(self, run: Run) -> list[StateStorage]:
         dtypes = list(self.kinds.values())
@@ -320,7 +291,7 @@ class OffloadedOptimizer(Optimizer):
         """Take a weight's first value, in fp32."""
         location = self.locations[self._number[id(weight)]]
         if self.optim.state_dtype == "bf16":
-            high, low = master_weights.split(value.flatten())
+            high, low = split(value.flatten())
             weight.copy_(high.view(weight.shape))
             location.arrays[0].copy_(low)
         else:

@@ -29,7 +29,7 @@ from meshwright.parallel.mesh import Mesh, local
 from meshwright.parallel.model_spec import note
 from meshwright.spec.optimizers import OPTIMIZERS
 from meshwright.spec.plan import Plan
-from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.problem import mistake
 
 RULES: dict[str, Callable[[Optim], UpdateRule]] = {"adamw": AdamWRule, "sgd": SGDRule}
 
@@ -129,12 +129,10 @@ class ResidentOptimizer(Optimizer):
         rules = {dtype: self.rule.arithmetic(terms, dtype) for dtype in {self.wide[i].dtype for i in indices}}
         for i in indices:
             weight, states = self.wide[i], self.states_of(i)
-            moved, updated = rules[weight.dtype](weight, self._gradient(i), states)
+            gradient = local(given(self.weights[i])).to(accum_dtype(weight))
+            moved, updated = rules[weight.dtype](weight, gradient, states)
             for held, new in ((weight, moved), *zip(states, updated, strict=True)):
                 held.copy_(torch.where(finite, new, held))
-
-    def _gradient(self, index: int) -> Tensor:
-        return local(given(self.weights[index])).to(accum_dtype(self.wide[index]))
 
     def _groups(self) -> dict[tuple[float, int], list[int]]:
         """Weights with a gradient, by their decay and the updates they missed."""
@@ -165,8 +163,11 @@ class CpuOffloadOptimizer(ResidentOptimizer):
 
 
 def materialise(chunks: Sequence[nn.Module], run: Run, mesh: Mesh) -> PinnedMemory:
-    """Give every weight of a rank memory on its host, and every buffer memory on its device."""
-    check_host_memory(bytes_needed(chunks, run))
+    """Give every weight of a rank memory on its host, if there is enough, and every buffer memory on its device."""
+    need, have = bytes_needed(chunks, run), host_memory.free_host_bytes()
+    if have is not None and need > have:
+        what = f"plan.cpu_offload needs {need:,} bytes of host memory for this rank, and {have:,} are free"
+        raise mistake(what, REMEDY, "plan.cpu_offload")
     memory = PinnedMemory(mesh.device.type == "cuda", remedy=REMEDY, key="plan.cpu_offload")
     for chunk in chunks:
         chunk._apply(partial(_allocated, memory, mesh.device))
@@ -195,17 +196,6 @@ def _is_even(weight: DTensor) -> bool:
 
 def bytes_needed(chunks: Iterable[nn.Module], run: Run) -> int:
     """Host memory of a rank's weights, their gradients, optimizer states, and the low bits of split masters."""
-    weights = [local(weight.detach()) for chunk in chunks for weight in chunk.parameters()]
-    low, spec = 2 if run.optim.master_weights == "split" else 0, OPTIMIZERS[run.optim.name]
-    return sum(
-        weight.numel() * (2 * weight.itemsize + spec.state_bytes(accum_dtype(weight).itemsize) + low)
-        for weight in weights
-    )
-
-
-def check_host_memory(need: int) -> None:
-    """Refuse what does not fit into this rank's host memory."""
-    have = host_memory.free_host_bytes()
-    if have is not None and need > have:
-        what = f"plan.cpu_offload needs {need:,} bytes of host memory for this rank, and {have:,} are free"
-        raise InputError([Problem(what, REMEDY, "plan.cpu_offload")])
+    weights = (local(weight.detach()) for chunk in chunks for weight in chunk.parameters())
+    low, states = 2 if run.optim.master_weights == "split" else 0, OPTIMIZERS[run.optim.name].state_bytes
+    return sum(each.numel() * (2 * each.itemsize + states(accum_dtype(each).itemsize) + low) for each in weights)

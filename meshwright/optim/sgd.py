@@ -10,42 +10,29 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from meshwright.optim.interface import Arithmetic, UpdateRule, UpdateTerms, scaled
+from meshwright.optim.interface import Arithmetic, Tensors, UpdateRule, UpdateTerms, scaled
 
 
 class SGDRule(UpdateRule):
     """The update of SGD with momentum; torch's fused kernel moves no more than one of ours would."""
 
-    def fused(
-        self,
-        weights: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        states: Sequence[Sequence[Tensor]],
-        terms: UpdateTerms,
-    ) -> None:
+    def fused(self, weights: Tensors, gradients: Tensors, states: Sequence[Tensors], terms: UpdateTerms) -> None:
         """By torch's kernel."""
         (momentum,) = states
         gradients, divisor = scaled(gradients, terms)
         torch._fused_sgd_(
-            list(weights),
-            list(gradients),
-            list(momentum),
-            weight_decay=terms.decay,
-            momentum=self.optim.momentum,
-            lr=terms.rate,
-            dampening=0.0,
-            nesterov=self.optim.nesterov,
-            maximize=False,
+            list(weights), list(gradients), list(momentum),
+            weight_decay=terms.decay, momentum=self.optim.momentum, lr=terms.rate, dampening=0.0,
+            nesterov=self.optim.nesterov, maximize=False,
             is_first_step=False,  # which would only spare reading a buffer of zeros
-            grad_scale=divisor,
-            found_inf=(1.0 - terms.finite).float(),
-        )
+            grad_scale=divisor, found_inf=(1.0 - terms.finite).float(),
+        )  # fmt: skip
 
     def arithmetic(self, terms: UpdateTerms, dtype: torch.dtype) -> Arithmetic:
         """By operations that round once each."""
         factor, momentum, nesterov = terms.factor.to(dtype), self.optim.momentum, self.optim.nesterov
 
-        def updated(weight: Tensor, gradient: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
+        def updated(weight: Tensor, gradient: Tensor, states: Tensors) -> tuple[Tensor, Tensors]:
             gradient = gradient * factor
             if terms.decay:
                 gradient = gradient + weight * terms.decay

@@ -29,6 +29,68 @@ CUDNN_HEAD_DIM = 128  # and of cuDNN's
 PADDED = 32  # the memory-efficient kernel reads its log-sum-exp in groups of this many rows
 
 
+def split(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
+    """Put an attention over split sequences into every layer, and a router that sees whole ones."""
+    if plan.cp == 1:
+        return model
+    group = mesh.group("cp")
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.attend = (
+                partial(ring_attention, group=group)
+                if plan.cp_kind == "ring"
+                else partial(ulysses_attention, group=group, attend=causal_attention)
+            )
+            note(module, f"context parallel, {plan.cp_kind} over cp={plan.cp}")
+        elif isinstance(module, MoELayer):
+            module.route = partial(route_whole, route=module.route, group=group)
+    return model
+
+
+def cut(plan: Plan, mesh: Mesh) -> Callable[[Tensor], Tensor]:
+    """What this rank holds of a (b, sequence) tensor."""
+    if plan.cp == 1:
+        return lambda x: x
+    return lambda x: take(x, 1, plan.cp, mesh.place["cp"])
+
+
+def route_whole(logits: Tensor, arch: Arch, draw: Tensor | None, *, route: Route, group: dist.ProcessGroup) -> Routing:
+    """Route whole sequences on every rank, then keep this rank's positions.
+
+    Each rank weighs the per-sequence losses by its own positions, so that together they count every position once.
+    """
+    rank, ranks = group.rank(), group.size()
+    whole = join(gather(logits, 1, group).chunk(ranks, 1), 1)
+    with torch.no_grad():
+        draws = None if draw is None else join(gather(draw, 1, group).chunk(ranks, 1), 1)
+    routing = route(whole, arch, draws)
+    mine = {name: take(getattr(routing, name), 1, ranks, rank) for name in ("experts", "gates", "kept")}
+    return replace(routing, **mine, rows=min(routing.rows, mine["experts"].numel()))
+
+
+def ulysses_attention(
+    q: Tensor, k: Tensor, v: Tensor, documents: Any, group: dist.ProcessGroup, attend: Attend
+) -> Tensor:
+    """Attention of this rank's queries to the whole sequence, by `attend` on whole sequences of heads ÷ cp heads.
+
+    Arguments are as in `ring_attention`; heads and kv_heads are multiples of cp. Each rank takes part in
+    - forward: one all-to-all of b · (heads + 2 · kv_heads) · (s ÷ cp) · head_dim · itemsize bytes and one of
+      b · heads · (s ÷ cp) · head_dim · itemsize;
+    - backward: the same two all-to-alls, in the other order.
+    Of an all-to-all's bytes a rank keeps one part in cp. Nothing overlaps.
+    """
+    cp = group.size()
+    assert q.shape[1] % cp == 0, f"{q.shape[1]} heads over {cp} ranks"
+    assert k.shape[1] % cp == 0, f"{k.shape[1]} key heads over {cp} ranks"
+    # This rank's heads of q, k and v over the whole sequence, in its order.
+    shares = [x.unflatten(1, (cp, -1)) for x in (q, k, v)]
+    received = all_to_all(torch.cat(shares, dim=2).movedim(1, 0), group)  # (slices of a rank, b, heads, s ÷ cp, d)
+    q, k, v = join(received.unbind(), dim=2).split([share.shape[2] for share in shares], dim=1)
+    out = attend(q, k, v, documents)
+    slices = torch.stack([take(out, 2, cp, rank) for rank in range(cp)])
+    return all_to_all(slices, group).movedim(0, 1).flatten(1, 2)
+
+
 def balanced(sequence: int, cp: int, rank: int) -> Tensor:
     """A rank's positions: of 2 · cp equal slices the one at `rank` and its mirror image, an early and a late one.
 
@@ -81,14 +143,12 @@ def block_attention(block: AttentionBlock) -> tuple[Tensor, Tensor]:
 
     A row that is masked everywhere has a negligible sum and a finite output.
     """
-    attend, _ = _kernel(block)
-    return attend(block)
+    return _kernel(block)[0](block)
 
 
 def block_gradients(block: AttentionBlock, out: Tensor, lse: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v through one block, given output and log-sum-exp over *all* blocks."""
-    _, gradients = _kernel(block)
-    return gradients(block, out, lse, grad)
+    return _kernel(block)[1](block, out, lse, grad)
 
 
 def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
@@ -231,68 +291,6 @@ def _unfold(x: Tensor, rows: int) -> Tensor:
 
 def _repeated(x: Tensor, heads: int) -> Tensor:
     return x.repeat_interleave(heads // x.shape[1], dim=1)
-
-
-def split(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
-    """Put an attention over split sequences into every layer, and a router that sees whole ones."""
-    if plan.cp == 1:
-        return model
-    group = mesh.group("cp")
-    for module in model.modules():
-        if isinstance(module, Attention):
-            module.attend = (
-                partial(ring_attention, group=group)
-                if plan.cp_kind == "ring"
-                else partial(ulysses_attention, group=group, attend=causal_attention)
-            )
-            note(module, f"context parallel, {plan.cp_kind} over cp={plan.cp}")
-        elif isinstance(module, MoELayer):
-            module.route = partial(route_whole, route=module.route, group=group)
-    return model
-
-
-def cut(plan: Plan, mesh: Mesh) -> Callable[[Tensor], Tensor]:
-    """What this rank holds of a (b, sequence) tensor."""
-    if plan.cp == 1:
-        return lambda x: x
-    return lambda x: take(x, 1, plan.cp, mesh.place["cp"])
-
-
-def route_whole(logits: Tensor, arch: Arch, draw: Tensor | None, *, route: Route, group: dist.ProcessGroup) -> Routing:
-    """Route whole sequences on every rank, then keep this rank's positions.
-
-    Each rank weighs the per-sequence losses by its own positions, so that together they count every position once.
-    """
-    rank, ranks = group.rank(), group.size()
-    whole = join(gather(logits, 1, group).chunk(ranks, 1), 1)
-    with torch.no_grad():
-        draws = None if draw is None else join(gather(draw, 1, group).chunk(ranks, 1), 1)
-    routing = route(whole, arch, draws)
-    mine = {name: take(getattr(routing, name), 1, ranks, rank) for name in ("experts", "gates", "kept")}
-    return replace(routing, **mine, rows=min(routing.rows, mine["experts"].numel()))
-
-
-def ulysses_attention(
-    q: Tensor, k: Tensor, v: Tensor, documents: Any, group: dist.ProcessGroup, attend: Attend
-) -> Tensor:
-    """Attention of this rank's queries to the whole sequence, by `attend` on whole sequences of heads ÷ cp heads.
-
-    Arguments are as in `ring_attention`; heads and kv_heads are multiples of cp. Each rank takes part in
-    - forward: one all-to-all of b · (heads + 2 · kv_heads) · (s ÷ cp) · head_dim · itemsize bytes and one of
-      b · heads · (s ÷ cp) · head_dim · itemsize;
-    - backward: the same two all-to-alls, in the other order.
-    Of an all-to-all's bytes a rank keeps one part in cp. Nothing overlaps.
-    """
-    cp = group.size()
-    assert q.shape[1] % cp == 0, f"{q.shape[1]} heads over {cp} ranks"
-    assert k.shape[1] % cp == 0, f"{k.shape[1]} key heads over {cp} ranks"
-    # This rank's heads of q, k and v over the whole sequence, in its order.
-    shares = [x.unflatten(1, (cp, -1)) for x in (q, k, v)]
-    received = all_to_all(torch.cat(shares, dim=2).movedim(1, 0), group)  # (slices of a rank, b, heads, s ÷ cp, d)
-    q, k, v = join(received.unbind(), dim=2).split([share.shape[2] for share in shares], dim=1)
-    out = attend(q, k, v, documents)
-    slices = torch.stack([take(out, 2, cp, rank) for rank in range(cp)])
-    return all_to_all(slices, group).movedim(0, 1).flatten(1, 2)
 
 
 Arrival = Callable[[], Tensor]  # waits for a message and gives it

@@ -28,13 +28,8 @@ class Tree:
 
     def __init__(self, terms: int) -> None:
         self.terms = terms
-        self.seen = 0
+        self.seen = 0  # of the sum under way
         self.parts: list[Tensor] = []
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no sum is under way."""
-        return self.seen == 0
 
     def add(self, term: Tensor) -> Tensor | None:
         """Add the next term, which is not written to; with the last one, return the sum and begin again."""
@@ -135,7 +130,7 @@ class GradientSum(ReduceScatter):
         if self.shards == 1:  # without shards torch calls no reduce-scatter: microbatches are summed here
             whole = self.tree.add(gradient)
             gradient.copy_(torch.zeros_like(gradient) if whole is None else whole)
-        if self.tree.is_empty:
+        if self.tree.seen == 0:
             # Torch adds this to the zeros of earlier microbatches, if there were any; so does the zero here, always,
             # because a negative zero would not survive it.
             gradient.copy_(summed(gradient, self.replicas) + 0.0)
@@ -184,14 +179,14 @@ def square_norm(weights: Sequence[Tensor]) -> Tensor:
     assert isinstance(first, DTensor)
     shards = first.device_mesh.size()
     lengths = [math.ceil(len(weight) / shards) for weight in weights]
-    squares = zip(map(row_squares, weights), lengths, strict=True)
+    squares = zip(map(_row_squares, weights), lengths, strict=True)
     mine = torch.cat([F.pad(rows, (0, length - len(rows))) for rows, length in squares])
     rows = join(mine[None], 0, first.device_mesh.get_group()) if shards > 1 else mine[None]
     parts = zip(weights, rows.split(lengths, dim=1), strict=True)
     return fold(torch.stack([fold(part.flatten()[: len(weight)]) for weight, part in parts]))
 
 
-def row_squares(weight: Tensor) -> Tensor:
+def _row_squares(weight: Tensor) -> Tensor:
     """The sums of squares of this rank's rows of a gradient; a row is what one index of dim 0 leaves."""
     gradient = local(torch.zeros_like(weight) if weight.grad is None else weight.grad)
     squares = gradient.double().square()

@@ -6,7 +6,7 @@ gradient nevertheless, at the block's turn; a parameter without a gradient is re
 used travels with the gradient's norm, one number each: what no rank used in a step has no gradient and is not updated.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -174,12 +174,8 @@ class Usage:
                     group.post_backward = partial(self._post_backward, group, group.post_backward)
 
     def _post_backward(self, group: Any, post_backward: Callable[[], None], *unused: Any) -> None:
-        if group.reduce_grads:
-            self._complete(group.fsdp_params)
-        post_backward()
-
-    def _complete(self, weights: Iterable[Any]) -> None:
-        """Give every weight of a group a gradient, all of one type."""
+        """Give every weight of a group a gradient, all of one type, before they are reduced."""
+        weights = group.fsdp_params if group.reduce_grads else []
         for weight in weights:
             weight.accumulate_unsharded_grad_if_needed()
         accumulated = any(weight.unsharded_accumulated_grad is not None for weight in weights)
@@ -192,6 +188,7 @@ class Usage:
                 weight.unsharded_param.grad = torch.zeros_like(weight.unsharded_param)
                 if accumulated:
                     weight.to_accumulated_grad_if_needed()
+        post_backward()
 
     def take(self) -> UsedParameters:
         """What was used since this was last called."""
@@ -235,10 +232,9 @@ class BlockOrder:
         if self.backward:  # recomputed
             return
         if number <= self.turn:
-            name = self.names[id(block)]
             raise mistake(
-                f"{name} is called twice in a forward, or after a later block: ranks that leave it out could not tell "
-                "when",
+                f"{self.names[id(block)]} is called twice in a forward, or after a later block: ranks that leave it "
+                "out could not tell when",
                 "if all ranks call the same blocks and use all parameters, say so by "
                 "ModelSpec(find_unused_parameters=False); else make the model one unit by ModelSpec(blocks=one_unit)",
                 "plan.shard",

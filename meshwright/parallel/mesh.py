@@ -92,12 +92,12 @@ reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None
 
 def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """The parts of all ranks, joined along a dim; going back, gradients are summed and each rank gets its part."""
-    return _Gather.apply(x, dim, group)
+    return _GatherOrScatter.apply(x, dim, group, True)
 
 
 def scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """The sum over all ranks, of which each gets its part along a dim; going back, the parts are joined."""
-    return _Scatter.apply(x, dim, group)
+    return _GatherOrScatter.apply(x, dim, group, False)
 
 
 def join(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -126,26 +126,15 @@ def all_to_all(
     return _AllToAll.apply(x, group, sent, received)
 
 
-class _Gather(Function):
+class _GatherOrScatter(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return join(x, dim, group)
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup, gathers: bool) -> Tensor:
+        ctx.dim, ctx.group, ctx.gathers = dim, group, gathers
+        return (join if gathers else sum_parts)(x, dim, group)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return sum_parts(grads[0], ctx.dim, ctx.group), None, None
-
-
-class _Scatter(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return sum_parts(x, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return join(grads[0], ctx.dim, ctx.group), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return (sum_parts if ctx.gathers else join)(grads[0], ctx.dim, ctx.group), None, None, None
 
 
 class _AllToAll(Function):

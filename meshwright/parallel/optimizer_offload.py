@@ -4,7 +4,7 @@ Each part of the model waits, when it is called, for the update of its own weigh
 """
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -77,28 +77,19 @@ class OffloadGroup:
 def groups(model: nn.Module, model_spec: ModelSpec) -> list[OffloadGroup]:
     """All weights of a model in the order in which a forward needs them; what is shared belongs to its first use."""
     blocks = list(with_weights(model_spec.blocks(model)))
-    last = _last(model)
+    last: list[nn.Module] = []
+    if isinstance(model, Decoder) and model.norm is not None:  # which is called; the head may only be read
+        last = [module for module in (model.norm, model.head) if module is not None]
     later = {id(weight) for module in (*blocks, *last) for weight in module.parameters()}
     first = [weight for weight in model.parameters() if id(weight) not in later]
     doors = [(model, first), *((block, list(block.parameters())) for block in blocks)]
     if last:
         doors.append((last[0], [weight for module in last for weight in module.parameters()]))
-    seen = set[int]()
-    return [OffloadGroup(door, list(_unseen(weights, seen))) for door, weights in doors]
-
-
-def _last(model: nn.Module) -> list[nn.Module]:
-    """The modules a decoder needs after its blocks: the norm, which is called, and the head, which may only be read."""
-    if not isinstance(model, Decoder) or model.norm is None:
-        return []
-    return [module for module in (model.norm, model.head) if module is not None]
-
-
-def _unseen(weights: Iterable[nn.Parameter], seen: set[int]) -> Iterator[nn.Parameter]:
-    for weight in weights:
-        if id(weight) not in seen:
-            seen.add(id(weight))
-            yield weight
+    found, seen = [], set[int]()
+    for door, weights in doors:
+        found.append(OffloadGroup(door, [weight for weight in weights if id(weight) not in seen]))
+        seen |= set(map(id, weights))
+    return found
 
 
 def cast_params(chunks: Iterable[nn.Module], plan: Plan) -> None:

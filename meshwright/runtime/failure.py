@@ -62,6 +62,15 @@ RESTARTABLE: tuple[Kind, ...] = ("killed", "hang")  # the rest would only happen
 # What Gloo, NCCL and sockets say when the other side is gone.
 BROKEN = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited", "Connection refused")
 WIDEST = 160  # characters of a line on the screen; all of it is in the file
+KINDS: dict[int, Kind] = {  # by a rank's exit code
+    Exit.INPUT: "input",
+    Exit.DOES_NOT_FIT: "memory",
+    Exit.PREEMPTED: "stopped",
+    Exit.RESUMABLE: "data",
+    Exit.CORRUPT: "corrupt",
+    Exit.NOT_FINITE: "not-finite",
+    Exit.HARDWARE: "replicas",
+}
 AGAIN = "run the same command again to resume from the newest checkpoint"
 STATES = {"T": "state T (stopped)", "t": "state t (traced)", "Z": "state Z (gone)"}
 LIKELY = {
@@ -121,20 +130,6 @@ def read(folder: Path) -> list[Failure]:
     return [msgspec.json.decode(file.read_bytes(), type=Failure) for file in folder.glob("failure.rank*.json")]
 
 
-def of_code(code: int) -> Kind:
-    """What kind of ending an exit code means."""
-    kinds: dict[int, Kind] = {
-        Exit.INPUT: "input",
-        Exit.DOES_NOT_FIT: "memory",
-        Exit.PREEMPTED: "stopped",
-        Exit.RESUMABLE: "data",
-        Exit.CORRUPT: "corrupt",
-        Exit.NOT_FINITE: "not-finite",
-        Exit.HARDWARE: "replicas",
-    }
-    return "killed" if code < 0 else kinds.get(code, "error")
-
-
 def is_broken(text: str) -> bool:
     """Whether words are those of a rank that others left alone in a collective."""
     return any(word in text for word in BROKEN)
@@ -150,7 +145,7 @@ def of_exit(rank: int, code: int, seen: "RankStatus | None", folder: Path) -> Fa
     """A rank that ended without words of its own."""
     from meshwright.runtime.ranks import tail
 
-    kind: Kind = of_code(code)
+    kind: Kind = "killed" if code < 0 else KINDS.get(code, "error")
     log = folder / "logs" / f"rank{rank}.txt"
     if code < 0:
         number = signal.Signals(-code)

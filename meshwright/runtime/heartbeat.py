@@ -275,7 +275,7 @@ def crossed(seen: Sequence[RankStatus]) -> tuple[tuple[int, ...], str]:
     novel = [one for one in seen if one.beat.novel]
     if novel and len(novel) < len(seen):
         return tuple(one.rank for one in novel), "is in another collective than the others"
-    skipped = [one for one in seen if any(_passed(one, other) for other in seen)]
+    skipped = [one for one in seen if any(_has_passed(one, other) for other in seen)]
     if skipped and len(skipped) < len(seen):
         return tuple(one.rank for one in skipped), "left out a collective that the others wait in"
     totals = [sum(one.beat.counts) for one in seen]
@@ -298,14 +298,11 @@ def _kind(one: RankStatus) -> str:
     return "waiting" if one.beat.waiting and not one.silent else one.beat.phase
 
 
-def _passed(one: RankStatus, other: RankStatus) -> bool:
+def _has_passed(one: RankStatus, other: RankStatus) -> bool:
     """Further on in the program, with no more collectives behind it."""
     no_more = any(mine <= theirs for mine, theirs in zip(one.beat.counts, other.beat.counts, strict=False) if theirs)
-    return no_more and _position(one) > _position(other)
-
-
-def _position(one: RankStatus) -> tuple[int, int]:
-    return one.beat.step, PHASES.index(one.beat.phase)
+    mine, theirs = ((each.beat.step, PHASES.index(each.beat.phase)) for each in (one, other))
+    return no_more and mine > theirs
 
 
 class Frame(NamedTuple):

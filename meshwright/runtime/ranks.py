@@ -226,8 +226,7 @@ def gpus(environment: Mapping[str, str]) -> int:
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
-    devices = os.listdir("/dev") if os.path.isdir("/dev") else []
-    return len([name for name in devices if name.removeprefix("nvidia").isdecimal() and name != "nvidia"])
+    return len([path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal()])
 
 
 def tail(log: Path, lines: int = 12) -> str:
@@ -263,8 +262,13 @@ def run_ranks(work: Work, count: int, arguments: tuple[Any, ...], seconds: float
         ]
         for process in processes:
             process.start()
+        deadline = time.monotonic() + seconds
         try:
-            _watch(processes, time.monotonic() + seconds)
+            while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
+                if any(process.exitcode not in (None, 0) for process in processes):
+                    time.sleep(0.3)  # the victims of the first failure fall soon after it
+                    break
+                time.sleep(0.01)
         finally:
             for process in processes:
                 process.kill()
@@ -280,14 +284,6 @@ def _begin(work: Work, place: Place, arguments: tuple[Any, ...], meeting: Path) 
         os._exit(1)
     (meeting / f"done.{place.rank}").touch()
     os._exit(0)  # what torch would do on the way out is not needed
-
-
-def _watch(processes: list[Any], deadline: float) -> None:
-    while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
-        if any(process.exitcode not in (None, 0) for process in processes):
-            time.sleep(0.3)  # the victims of the first failure fall soon after it
-            return
-        time.sleep(0.01)
 
 
 def _raise_first(meeting: Path, codes: list[int | None], seconds: float) -> None:

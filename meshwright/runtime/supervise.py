@@ -178,11 +178,8 @@ class Watch:
         return self._hang(hang, heartbeat.capture(self.pulse, seen))
 
     def _hang(self, hang: Hang, words: Mapping[int, str]) -> Failure:
-        """The failure report, and the stacks it rests on, in the run folder."""
-        details = self.folder / "faults" / f"hang-{self.supervisor.order.session}-{self.supervisor.number}"
-        verdict = failure.of_hang(hang, self.seen, words, self.pulse.phase_table(hang.ranks[0]), details)
-        failure.keep(verdict, words, details)
-        return verdict
+        attempt = f"{self.supervisor.order.session}-{self.supervisor.number}"
+        return report_hang(hang, self.seen, words, self.pulse, self.folder / "faults" / f"hang-{attempt}")
 
     def _failure(self) -> Failure:
         """The first rank that failed. One killed from outside leaves no words, and is nobody's victim."""
@@ -241,6 +238,15 @@ class Watch:
             details=str(self.folder),
             step=step,
         )
+
+
+def report_hang(
+    hang: Hang, seen: Mapping[int, RankStatus], words: Mapping[int, str], pulse: HeartbeatReader, details: Path
+) -> Failure:
+    """The failure report, and the stacks it rests on, in the run folder."""
+    verdict = failure.of_hang(hang, seen, words, pulse.phase_table(hang.ranks[0]), details)
+    failure.keep(verdict, words, details)
+    return verdict
 
 
 def set_aside(folder: Path, good_until: int) -> None:
@@ -369,11 +375,8 @@ def _hang(
     post: SidecarSpec, pulse: HeartbeatReader, nodes: Nodes | None, hang: Hang, seen: list[RankStatus]
 ) -> Failure:
     """A rank of this machine hangs."""
-    words = heartbeat.capture(pulse, seen)
-    details = Path(post.folder) / "faults" / f"hang-{time.time_ns()}"
-    table = pulse.phase_table(hang.ranks[0])
-    verdict = failure.of_hang(hang, {one.rank: one for one in seen}, words, table, details)
-    failure.keep(verdict, words, details)
+    details, words = Path(post.folder) / "faults" / f"hang-{time.time_ns()}", heartbeat.capture(pulse, seen)
+    verdict = report_hang(hang, {one.rank: one for one in seen}, words, pulse, details)
     if nodes is not None:
         nodes.leave(verdict.what)
     return _leave(post, pulse, verdict)

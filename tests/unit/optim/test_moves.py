@@ -9,15 +9,16 @@ from meshwright.config.run import Optim
 from meshwright.optim import offload
 from meshwright.optim.interface import UpdateTerms
 from meshwright.optim.master_weights import join, round_stochastic, rounding_bits, split
-from meshwright.optim.offload import UpdateSpan
+from meshwright.optim.offload import StatePiece
 from meshwright.optim.resident import rule_of
 
 RULE = rule_of(Optim())
+PIECE = StatePiece(group=0, weight=0, begin=0, end=0, last=True)
 
 
-def terms(count=1.0, factor=1.0, finite=1.0):
+def terms(count=1.0, factor=1.0, finite=1.0, decay=0.0):
     numbers = (torch.tensor(value, dtype=torch.float64) for value in (factor, finite))
-    return UpdateTerms(1e-2, 0.0, torch.tensor(count), *numbers)
+    return UpdateTerms(1e-2, decay, torch.tensor(count), *numbers)
 
 
 @given(st.lists(st.integers(0, 0x7F7FFFFF), min_size=1, max_size=50), st.booleans())
@@ -80,7 +81,7 @@ def test_a_moment_that_decays_slowly_goes_on_decaying_in_16_bits():
     held = [torch.zeros(size, dtype=torch.int16), *(torch.full((size,), 1.0).bfloat16() for _ in range(2))]
     weight, gradient = torch.zeros(size).bfloat16(), torch.zeros(size).bfloat16()
     for step in range(steps):
-        offload.update_bf16(rule, held, weight, gradient, terms(step + 1.0), UpdateSpan(0, 0, 0.0))
+        offload.update_bf16(rule, held, weight, gradient, terms(step + 1.0), PIECE)
     # Rounded to nearest it would never leave 1: a thousandth is less than half of bf16's last bit. The mean of 4096
     # moments, each off by a walk of 300 steps of at most 2⁻⁸, spreads by less than 2⁻⁸ · √300 ÷ 64 = 0.001.
     assert held[2].float().mean().item() == pytest.approx(beta2**steps, abs=0.004)
@@ -94,8 +95,8 @@ def test_an_update_in_halves_moves_the_wide_weight_as_the_wide_one_does(size):
     weight, low = split(master)
     halves = [low, torch.zeros(size).bfloat16(), torch.zeros(size).bfloat16()]
     narrow = weight.clone()
-    offload.update_fp32(RULE, wide, narrow, gradient, terms(), UpdateSpan(0, 0, 0.1))
-    offload.update_bf16(RULE, halves, weight, gradient, terms(), UpdateSpan(0, 0, 0.1))
+    offload.update_fp32(RULE, wide, narrow, gradient, terms(decay=0.1), PIECE)
+    offload.update_bf16(RULE, halves, weight, gradient, terms(decay=0.1), PIECE)
     assert torch.equal(
         join(weight, halves[0]), wide[0]
     )  # the first update starts from moments of zero, which are exact
@@ -106,7 +107,7 @@ def test_an_update_that_is_left_out_leaves_every_bit():
     weight, low = split(torch.randn(1000))
     held = [low, torch.randn(1000).bfloat16(), torch.rand(1000).bfloat16()]
     before = [weight.clone(), *(state.clone() for state in held)]
-    bad = terms(factor=0.0, finite=0.0)
+    bad = terms(factor=0.0, finite=0.0, decay=0.1)
     gradient = torch.full((1000,), float("nan")).bfloat16()
-    offload.update_bf16(RULE, held, weight, gradient, bad, UpdateSpan(0, 0, 0.1))
+    offload.update_bf16(RULE, held, weight, gradient, bad, PIECE)
     assert all(torch.equal(now, then) for now, then in zip([weight, *held], before, strict=True))

@@ -11,12 +11,13 @@ from meshwright.optim import master_weights, offload
 from meshwright.optim.clip import GradStats
 from meshwright.optim.interface import UpdateTerms
 from meshwright.optim.master_weights import join, split
-from meshwright.optim.offload import UpdateSpan
+from meshwright.optim.offload import StatePiece
 from meshwright.optim.resident import RULES, ResidentOptimizer, rule_of
 from meshwright.spec.optimizers import OPTIMIZERS, saved_by
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError
 
+PIECE = StatePiece(group=0, weight=0, begin=0, end=0, last=True)
 PLANS = [Plan(microbatch=1, deterministic=deterministic) for deterministic in (False, True)]
 # The same formula in another order of operations: a few units in the last place of numbers around one.
 CLOSE = {torch.float32: 1e-6, torch.float64: 1e-14}
@@ -113,13 +114,13 @@ def test_split_master_weights_are_fp32_ones_in_two_parts():
 def test_a_piece_with_a_bf16_state_moves_as_one_with_an_fp32_state_does():
     torch.manual_seed(1)
     rule = rule_of(Optim(name="sgd"))
-    scalars = UpdateTerms(1e-2, 0.0, torch.tensor(1.0), *(torch.tensor(1.0, dtype=torch.float64) for _ in range(2)))
+    scalars = UpdateTerms(1e-2, 0.1, torch.tensor(1.0), *(torch.tensor(1.0, dtype=torch.float64) for _ in range(2)))
     master, gradient = torch.randn(5000), torch.randn(5000).bfloat16()
     wide, narrow = [master.clone(), torch.zeros(5000)], torch.empty(5000).bfloat16()
     weight, low = split(master)
     halves = [low, torch.zeros(5000).bfloat16()]
-    offload.update_fp32(rule, wide, narrow, gradient, scalars, UpdateSpan(0, 0, 0.1))
-    offload.update_bf16(rule, halves, weight, gradient, scalars, UpdateSpan(0, 0, 0.1))
+    offload.update_fp32(rule, wide, narrow, gradient, scalars, PIECE)
+    offload.update_bf16(rule, halves, weight, gradient, scalars, PIECE)
     assert torch.equal(join(weight, halves[0]), wide[0])  # the first update starts from a state of zero, which is exact
     # Stochastic rounding goes to one of two neighbours: off by less than one unit of bf16's eight bits.
     torch.testing.assert_close(halves[1].float(), wide[1], rtol=2**-7, atol=0)

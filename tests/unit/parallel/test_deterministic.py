@@ -35,7 +35,7 @@ def test_terms_that_come_one_by_one_are_added_as_the_tree(count):
     tree = Tree(count)
     for _ in range(2):  # a finished tree begins anew
         assert torch.equal(added(tree, terms), halves(terms))
-        assert tree.is_empty
+        assert tree.seen == 0
 
 
 def test_the_tree_is_not_the_sum_from_left_to_right():

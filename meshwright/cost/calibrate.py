@@ -10,8 +10,7 @@ from itertools import groupby
 
 import msgspec
 
-from meshwright.cost.kernels import Rates, flash_seconds, product_seconds, rates
-from meshwright.cost.network import GroupSpan, collective_seconds
+from meshwright.cost.primitives import GroupSpan, Rates, collective_seconds, flash_seconds, product_seconds, rates
 from meshwright.hardware.cluster import Cluster, Gpu, Link, catalogue, cluster_of_device, recognised
 from meshwright.hardware.profile import AttentionTime, CollectiveFit, CollectiveTime, ProductTime, Profile
 from meshwright.hardware.stacks import Efficiency, Stack, efficiency_of, stacks

@@ -4,7 +4,7 @@
     backward  = the same for the gradient of the input, matmuls for those of the weights, and what is recomputed
     quantized = + the traffic of encoding and decoding;  offloaded = + what the host link takes beyond a pass
 
-Kernels are timed in cost/kernels.py, collectives in cost/network.py; a stack's factors are in hardware/stacks.
+Kernels and collectives are timed in cost/primitives.py; a stack's factors are in hardware/stacks.
 """
 
 from collections.abc import Iterator
@@ -22,9 +22,18 @@ from meshwright.cost.activations import (
     moved_bytes,
 )
 from meshwright.cost.job import Job
-from meshwright.cost.kernels import Rates, attention_flops, flash_seconds, moved_seconds, product_seconds, rates
 from meshwright.cost.layout import state_layout
-from meshwright.cost.network import achieved, axis_span, collective_seconds
+from meshwright.cost.primitives import (
+    Rates,
+    achieved,
+    attention_flops,
+    axis_span,
+    collective_seconds,
+    flash_seconds,
+    moved_seconds,
+    product_seconds,
+    rates,
+)
 from meshwright.cost.traffic import Axis, Kind
 from meshwright.hardware.stacks import Efficiency, StackSpeed, efficiency_of
 from meshwright.spec.arch import Arch

@@ -24,7 +24,6 @@ from meshwright.cost.flops import (
     utilization,
 )
 from meshwright.cost.job import Job
-from meshwright.cost.kernels import slowest
 from meshwright.cost.layer_time import (
     SELECTED,
     LayerModel,
@@ -36,7 +35,7 @@ from meshwright.cost.layer_time import (
     with_policy,
 )
 from meshwright.cost.layout import label_of
-from meshwright.cost.network import axis_span, collective_seconds
+from meshwright.cost.primitives import axis_span, collective_seconds, slowest
 from meshwright.cost.rank_view import placement, stage_lengths
 from meshwright.cost.simulate import StageCost, makespan
 from meshwright.cost.weight_time import OverlapWindow, WeightSeconds, least_seconds, weight_seconds

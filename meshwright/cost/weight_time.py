@@ -13,10 +13,9 @@ from functools import lru_cache
 import msgspec
 
 from meshwright.cost.job import Job
-from meshwright.cost.kernels import Rates, moved_seconds
 from meshwright.cost.layer_time import exposed
 from meshwright.cost.layout import LOW_BYTES, StateLayout, parameters, state_layout
-from meshwright.cost.network import achieved, call_seconds, inside_seconds
+from meshwright.cost.primitives import Rates, achieved, call_seconds, inside_seconds, moved_seconds
 from meshwright.cost.rank_view import RankView
 from meshwright.cost.traffic import Collective, stages_stay, weight_traffic
 from meshwright.hardware.cluster import Cluster

@@ -9,7 +9,7 @@ from meshwright.cost.job import Job
 from meshwright.cost.layer_time import block, layer_model
 from meshwright.cost.layout import layout_of
 from meshwright.cost.memory import fits, ledger
-from meshwright.cost.network import achieved
+from meshwright.cost.primitives import achieved
 from meshwright.cost.step_time import Price, lower_bound, price, work_bound
 from meshwright.cost.weight_time import HostTransfers, exposed_travels, exposed_update, offload_seconds, travels
 from meshwright.hardware.cluster import cluster

@@ -14,8 +14,7 @@ from meshwright.cost.calibrate import (
     product_errors,
 )
 from meshwright.cost.job import Job
-from meshwright.cost.kernels import flash_seconds, product_seconds, rates
-from meshwright.cost.network import GroupSpan, collective_seconds
+from meshwright.cost.primitives import GroupSpan, collective_seconds, flash_seconds, product_seconds, rates
 from meshwright.cost.step_time import lower_bound, price
 from meshwright.hardware.cluster import cluster
 from meshwright.hardware.profile import AttentionTime, CollectiveTime, ProductTime, Profile, read_profile

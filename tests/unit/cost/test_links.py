@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.cost.network import (
+from meshwright.cost.primitives import (
     GroupSpan,
     axis_span,
     bus_bandwidth,

@@ -4,7 +4,7 @@ import pytest
 from meshwright.config.presets import preset
 from meshwright.cost.calibrate import machine
 from meshwright.cost.job import Job
-from meshwright.cost.network import GroupSpan, collective_seconds
+from meshwright.cost.primitives import GroupSpan, collective_seconds
 from meshwright.cost.step_time import price
 from meshwright.hardware.profile import AttentionTime, CollectiveTime, ProductTime, Profile
 from meshwright.hardware.stacks import stacks

@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 
 from meshwright.config.presets import preset
 from meshwright.cost.job import Job
-from meshwright.cost.kernels import flash_seconds, peak_of, product_seconds, rates, slowest
 from meshwright.cost.layer_time import block, ends, exposed, layer_model
-from meshwright.cost.network import call_seconds
+from meshwright.cost.primitives import call_seconds, flash_seconds, peak_of, product_seconds, rates, slowest
 from meshwright.cost.simulate import StageCost, makespan, play
 from meshwright.cost.step_time import Price, lower_bound, price, price_in, seconds_in, step_timeline, work_bound
 from meshwright.cost.traffic import bytes_by_axis, traffic

@@ -1,6 +1,7 @@
 """From what was measured on a machine to the efficiencies that its plans are priced with.
 
 Each constant is the one of least misfit: the mean of |log(predicted ÷ measured)| over the records that it explains.
+Collectives are also told as numbers of their own: bandwidths as nccl-tests define them, latency (α) and bandwidth (β).
 """
 
 import math
@@ -23,6 +24,9 @@ FINEST_STEP = 0.002  # relative: where a search stops
 MOST_ROUNDS = 60  # of a search; each looks at every constant
 WORTH = 1e-4  # relative: a smaller gain is not one, or a search would creep
 LARGEST_SHARE = 1.0  # of a data sheet's figure
+ROUNDS = 30  # of reweighting; ten settle it
+OUTLIER = 0.05  # relative: errors beyond it count by their size, not by their square
+LEAST_SIZES = 2  # a line needs two points
 CPU = "cpu"  # as measurements and profiles name it
 
 
@@ -80,13 +84,16 @@ def machine(profile: Profile, gpus: int, stack: Stack) -> Cluster:
         match=(),
         memory_bytes=profile.memory_bytes,
         bandwidth=profile.copy_bandwidth,
-        fp32=_fastest_product(profile, "fp32"),
-        bf16=_fastest_product(profile, "bf16"),
-        fp16=_fastest_product(profile, "fp16"),
-        fp8=_fastest_product(profile, "fp8"),
+        **{dtype: _fastest_product(profile, dtype) for dtype in ("fp32", "bf16", "fp16", "fp8")},
     )
     domains = max((each.domains for each in profile.collectives), default=1)
-    link = _first_guess(profile)
+    times = profile.collectives
+    link = Link(  # as fast as the fastest collective and as quick as the quickest; what it reaches is fitted later
+        name="measured",
+        bandwidth=2 * max((each.bytes / each.seconds for each in times), default=profile.copy_bandwidth),
+        latency=min((each.seconds for each in times), default=profile.launch_seconds),
+        efficiency=0.5,
+    )
     bare = Cluster(
         name=f"{gpus}x{profile.device}",
         gpu=gpu,
@@ -285,19 +292,6 @@ def _efficiency(profile: Profile, gpu: Gpu, stack: Stack) -> Efficiency:
 def _fastest_product(profile: Profile, dtype: str) -> float:
     """Operations a second; 0 where none was measured."""
     return max((2 * e.m * e.n * e.k / e.seconds for e in profile.products if e.dtype == dtype), default=0.0)
-
-
-def _first_guess(profile: Profile) -> Link:
-    """A link as fast as the fastest collective and as quick as the quickest; what it reaches is fitted later."""
-    times = profile.collectives
-    bandwidth = max((each.bytes / each.seconds for each in times), default=profile.copy_bandwidth)
-    latency = min((each.seconds for each in times), default=profile.launch_seconds)
-    return Link(name="measured", bandwidth=2 * bandwidth, latency=latency, efficiency=0.5)
-
-
-ROUNDS = 30  # of reweighting; ten settle it
-OUTLIER = 0.05  # relative: errors beyond it count by their size, not by their square
-LEAST_SIZES = 2  # a line needs two points
 
 
 def algorithm_bandwidth(time: CollectiveTime) -> float:

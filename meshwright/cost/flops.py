@@ -18,7 +18,11 @@ def forward_flops_per_token(arch: Arch, sequence: int) -> float:
 
     Counting attention in full is the convention of torchtitan, nanoGPT and Megatron, so that utilizations compare.
     """
-    return 2 * _multiplied(arch) + attention_flops_per_token(arch, sequence)
+    weights = float(arch.vocab * arch.hidden)  # the output projection, tied or not; tables are looked up
+    for param in params(arch):
+        if param.name not in ("embed.weight", "positions.weight", "head.weight") and len(param.shape) >= 2:
+            weights += param.numel * _share(arch) if param.expert else param.numel
+    return 2 * weights + attention_flops_per_token(arch, sequence)
 
 
 def attention_flops_per_token(arch: Arch, sequence: int) -> float:
@@ -83,16 +87,6 @@ def _unneeded(arch: Arch, layer: int) -> float:
 def utilization(flops: float, seconds: float, peak_flops_per_second: float) -> float:
     """0 to 1. Of the model's FLOPs, recomputation not counted, it is the MFU; of `hardware_flops` the HFU."""
     return flops / (seconds * peak_flops_per_second)
-
-
-def _multiplied(arch: Arch) -> float:
-    """Weights that one token is multiplied with: tables are looked up, and of the experts only the chosen work."""
-    total = float(arch.vocab * arch.hidden)  # the output projection, tied or not
-    for param in params(arch):
-        if param.name in ("embed.weight", "positions.weight", "head.weight") or len(param.shape) < 2:
-            continue
-        total += param.numel * _share(arch) if param.expert else param.numel
-    return total
 
 
 def _share(arch: Arch) -> float:

@@ -260,7 +260,17 @@ def _offloaded(job: Job, activations: float, place: Mapping[str, int] = FIRST) -
 
 def peak(job: Job, place: Mapping[str, int]) -> PeakMoment:
     """The moment of the step in which a rank holds most."""
-    rank = _rank_moments(job, place)
+    work, parts, holds = microbatch_shape(job), _parts(job, place.get("pp", 0)), job.stack.holds
+    logits = sum(part.logits for part in parts.values())
+    rank = _RankMoments(
+        job=job,
+        work=work,
+        rest=_resident(_state_job(job), tuple(sorted(place.items()))),
+        parts=parts,
+        output=work.narrow / work.wide if job.plan.pp > 1 and holds.states != "buffers" else 0.0,
+        narrowed=work.narrow / work.wide,
+        before=logits / work.wide * holds.logits_left if job.plan.grad_accum > 1 else 0.0,
+    )
     resting = {name: round(size) for name, size, _ in rank.rest.lines}
     total = sum(resting.values())
 
@@ -307,21 +317,6 @@ class _Instant(NamedTuple):
     words: str
     scene: InFlight | None
     changed: Lines
-
-
-def _rank_moments(job: Job, place: Mapping[str, int]) -> _RankMoments:
-    work, parts, holds = microbatch_shape(job), _parts(job, place.get("pp", 0)), job.stack.holds
-    logits = sum(part.logits for part in parts.values())
-    holds_output = job.plan.pp > 1 and holds.states != "buffers"
-    return _RankMoments(
-        job=job,
-        work=work,
-        rest=_resident(_state_job(job), tuple(sorted(place.items()))),
-        parts=parts,
-        output=work.narrow / work.wide if holds_output else 0.0,
-        narrowed=work.narrow / work.wide,
-        before=logits / work.wide * holds.logits_left if job.plan.grad_accum > 1 else 0.0,
-    )
 
 
 def _state_job(job: Job) -> Job:

@@ -134,12 +134,17 @@ def price_in(job: Job, known: StepTimeline) -> Price:
     plan, at = job.plan, known.at
     working = sum(known.stages.passes, PassTimes()) * (1 / plan.pp) * plan.grad_accum  # of the mean rank
     seconds = seconds_in(job, known)
-    low, high = _interval(job, seconds, working)
+    # Nine of ten fitted runs lie in the interval. It is wider where less is known: over many domains, where the host
+    # decides, and on accelerators of which nothing was measured or fitted.
+    domains = max(plan.world / job.cluster.domain, 1.0)
+    late = (working.forward.launch + working.input.launch) / seconds
+    guessed = (job.cluster.efficiency or efficiency_of(job.cluster.gpu)).name in GUESSES
+    width = job.stack.speed.spread * (1 + WIDER * math.log2(domains)) * (1 + late) * (GUESSED if guessed else 1)
     ideal = step_flops(job.arch, job.sequence, plan.batch) / plan.world
     return Price(
         seconds=seconds,
-        low_seconds=low,
-        high_seconds=high,
+        low_seconds=seconds / (1 + width),
+        high_seconds=seconds * (1 + width),
         tokens_per_second_per_gpu=plan.batch * job.sequence / seconds / plan.world,
         mfu=utilization(ideal, seconds, at.rates.peak),
         hfu=utilization(_done(job) / plan.world, seconds, at.rates.peak),
@@ -331,18 +336,6 @@ def _done(job: Job) -> float:
     attention = 1 - _products_share(job.arch, job.sequence)
     recomputed = {"operations": 0.0, "attention": attention, "blocks": SELECTED}[policy.selective]
     return step_flops(job.arch, job.sequence, batch) * (1 + recomputed / TRAINING)
-
-
-def _interval(job: Job, seconds: float, working: PassTimes) -> tuple[float, float]:
-    """What nine of ten fitted runs lie in; wider where less is known.
-
-    That is over many domains, where the host decides, and on accelerators of which nothing was measured or fitted.
-    """
-    domains = max(job.plan.world / job.cluster.domain, 1.0)
-    late = (working.forward.launch + working.input.launch) / seconds
-    guessed = (job.cluster.efficiency or efficiency_of(job.cluster.gpu)).name in GUESSES
-    width = job.stack.speed.spread * (1 + WIDER * math.log2(domains)) * (1 + late) * (GUESSED if guessed else 1)
-    return seconds / (1 + width), seconds * (1 + width)
 
 
 def _working(at: LayerModel, job: Job) -> float:

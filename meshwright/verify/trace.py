@@ -46,6 +46,17 @@ from meshwright.spec.plan import Plan
 from meshwright.train.step import ForwardBackward, choose
 from meshwright.verify.collectives import Calls, implied, observing, ranks_of
 
+# The ledger knows a few moments of a step, the trace every operator in between: single buffers of one block, which
+# weigh little in a model of some size.
+PEAK_TOLERANCE = 0.10
+NOTES = {  # of a field that is used
+    "compile": "traced without the compiler, which cannot work on fake tensors: compiled blocks save less",
+    "activation_quant": "traced with saved activations as they are: quantized ones are not followed",
+    "activation_offload": "traced with saved activations on the device: copies on the host are not followed",
+    "optimizer_offload": "traced with all states on the device, and compared with the ledger of that",
+    "pp": "one rank of the pipeline was traced: its neighbours' messages arrive at once",
+    "cpu_offload": "a CPU's memory is the host's: the peak is that of the device with what lives in host memory",
+}
 RATE = 1e-3  # of learning: any, the weights have no values
 Collectives = Callable[[dict[str, int]], Sequence[Collective]]  # of the rank in some place
 
@@ -354,19 +365,6 @@ def _batch(run: Run) -> StepBatch:
     return StepBatch(tuple(microbatches), run.tokens, 0.0)
 
 
-# The ledger knows a few moments of a step, the trace every operator in between: single buffers of one block, which
-# weigh little in a model of some size.
-PEAK_TOLERANCE = 0.10
-NOTES = {  # of a field that is used
-    "compile": "traced without the compiler, which cannot work on fake tensors: compiled blocks save less",
-    "activation_quant": "traced with saved activations as they are: quantized ones are not followed",
-    "activation_offload": "traced with saved activations on the device: copies on the host are not followed",
-    "optimizer_offload": "traced with all states on the device, and compared with the ledger of that",
-    "pp": "one rank of the pipeline was traced: its neighbours' messages arrive at once",
-    "cpu_offload": "a CPU's memory is the host's: the peak is that of the device with what lives in host memory",
-}
-
-
 class CallRow(msgspec.Struct, frozen=True, kw_only=True):
     """Collectives of one kind and size among the same ranks."""
 
@@ -424,21 +422,19 @@ def trace(run: Run, job: Job, rank: int | None = None) -> TraceReport:
     except (RuntimeError, NotImplementedError) as error:  # torch's words for an operator that needs values
         reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         return TraceReport(**about, calls=(), held=(), moment="", phase="", refused=reason)
-    said = ledger(plain, seen.place)
-    held = tuple(_held(plain, plan, seen, said))
-    return TraceReport(**about, calls=tuple(_calls(seen)), held=held, moment=said.moment, phase=seen.phase)
-
-
-def _calls(seen: DryRunStep) -> Iterator[CallRow]:
-    """Every call that was planned or made."""
-    for call in sorted(seen.calls.keys() | seen.said.keys()):
-        yield CallRow(
+    calls = tuple(
+        CallRow(
             kind=call.kind,
             axis=seen.axes.get(call.ranks, f"{len(call.ranks)} ranks"),
             bytes=call.bytes,
             planned=seen.said[call],
             traced=seen.calls[call],
         )
+        for call in sorted(seen.calls.keys() | seen.said.keys())
+    )
+    said = ledger(plain, seen.place)
+    held = tuple(_held(plain, plan, seen, said))
+    return TraceReport(**about, calls=calls, held=held, moment=said.moment, phase=seen.phase)
 
 
 def _held(job: Job, plan: Plan, seen: DryRunStep, said: Ledger) -> Iterator[ByteRow]:

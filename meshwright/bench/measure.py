@@ -163,8 +163,7 @@ def measure(place: Place, run: Run, cache: Path, folder: Path, traced: int) -> N
         loss = marks[-1][2].loss.item()
         answer = _answer(run, mesh, steps[WARM_UP - 1 :], first, loss, before)
         if traced:
-            peak = peak_flops_per_second(answer.device, run.plan.precision)
-            falls = waterfall(results, traced, mesh.device, _ideal(run, peak), folder / "trace.json")
+            falls = waterfall(results, traced, mesh.device, _ideal(run, answer.device), folder / "trace.json")
             answer = msgspec.structs.replace(answer, waterfall=falls)
         state.loader.close()
         if mesh.rank == 0:
@@ -172,8 +171,9 @@ def measure(place: Place, run: Run, cache: Path, folder: Path, traced: int) -> N
             (folder / MEASURED).write_bytes(msgspec.json.encode(answer))
 
 
-def _ideal(run: Run, peak: float | None) -> dict[str, float]:
+def _ideal(run: Run, device: str) -> dict[str, float]:
     """Seconds of each kind of operation if every rank worked at the peak; nothing where that is not known."""
+    peak = peak_flops_per_second(device, run.plan.precision)
     if not peak:
         return {}
     attention = attention_flops(run.arch, run.sequence, run.batch)

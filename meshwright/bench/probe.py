@@ -23,7 +23,7 @@ from meshwright.cost.calibrate import fits
 from meshwright.cost.traffic import Kind
 from meshwright.hardware.profile import AttentionTime, CollectiveTime, ElementwiseTime, ProductTime, Profile
 from meshwright.parallel.mesh import Mesh, all_gather, reduce_scatter
-from meshwright.runtime.files import replace_file
+from meshwright.runtime.files import replace_json
 from meshwright.runtime.place import Place
 from meshwright.spec.units import GIB
 from meshwright.train.world import world
@@ -73,7 +73,7 @@ def probe_ranks(place: Place, run: Run, quick: bool, target: Path) -> None:
 def write_profile(profile: Profile, path: Path) -> None:
     """Keep a profile as JSON that a person can read; nothing half-written is ever under its name."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, msgspec.json.format(msgspec.json.encode(profile)) + b"\n")
+    replace_json(path, profile)
 
 
 def probe(device: torch.device, say: Callable[[str], None], *, quick: bool = False) -> Profile:

@@ -9,6 +9,8 @@ Kernels and collectives are timed in cost/primitives.py; a stack's factors are i
 
 from collections.abc import Iterator
 from functools import lru_cache
+from operator import add
+from typing import NamedTuple
 
 import msgspec
 
@@ -55,7 +57,7 @@ SELECTED = 0.5  # of all blocks, where a stack recomputes some of them and does 
 EMBEDDING_PASSES = 6  # of the hidden states, by the lookup, its dropout and the scattered gradient
 
 
-class TimeTerms(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class TimeTerms(NamedTuple):
     """Seconds of one piece of work on one rank. Communication is what arithmetic does not hide."""
 
     products: float = 0.0
@@ -72,35 +74,17 @@ class TimeTerms(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         work = self.products + self.attention + self.elementwise + self.launch
         return work + self.tp + self.cp + self.ep + self.link
 
-    def __add__(self, other: "TimeTerms") -> "TimeTerms":
-        return TimeTerms(
-            products=self.products + other.products,
-            attention=self.attention + other.attention,
-            elementwise=self.elementwise + other.elementwise,
-            tp=self.tp + other.tp,
-            cp=self.cp + other.cp,
-            ep=self.ep + other.ep,
-            launch=self.launch + other.launch,
-            link=self.link + other.link,
-        )
+    def __add__(self, other: "TimeTerms") -> "TimeTerms":  # pyright: ignore[reportIncompatibleMethodOverride]
+        return TimeTerms(*map(add, self, other))
 
-    def __mul__(self, times: float) -> "TimeTerms":
-        return TimeTerms(
-            products=self.products * times,
-            attention=self.attention * times,
-            elementwise=self.elementwise * times,
-            tp=self.tp * times,
-            cp=self.cp * times,
-            ep=self.ep * times,
-            launch=self.launch * times,
-            link=self.link * times,
-        )
+    def __mul__(self, times: float) -> "TimeTerms":  # pyright: ignore[reportIncompatibleMethodOverride]
+        return TimeTerms(*[each * times for each in self])
 
 
 NOTHING = TimeTerms()
 
 
-class PassTimes(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class PassTimes(NamedTuple):
     """One microbatch through some part of the model."""
 
     forward: TimeTerms = NOTHING
@@ -112,21 +96,11 @@ class PassTimes(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     def seconds(self) -> float:
         return self.forward.seconds + self.recompute.seconds + self.input.seconds + self.weight.seconds
 
-    def __add__(self, other: "PassTimes") -> "PassTimes":
-        return PassTimes(
-            forward=self.forward + other.forward,
-            recompute=self.recompute + other.recompute,
-            input=self.input + other.input,
-            weight=self.weight + other.weight,
-        )
+    def __add__(self, other: "PassTimes") -> "PassTimes":  # pyright: ignore[reportIncompatibleMethodOverride]
+        return PassTimes(*map(add, self, other))
 
-    def __mul__(self, times: float) -> "PassTimes":
-        return PassTimes(
-            forward=self.forward * times,
-            recompute=self.recompute * times,
-            input=self.input * times,
-            weight=self.weight * times,
-        )
+    def __mul__(self, times: float) -> "PassTimes":  # pyright: ignore[reportIncompatibleMethodOverride]
+        return PassTimes(*[each * times for each in self])
 
 
 class LayerModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -251,7 +225,7 @@ def recomputed_terms(at: LayerModel, mixture: bool, by_operation: bool) -> TimeT
         return one
     if not by_operation:  # up to the last product, whose sum over tp is one of four collectives
         *_, last = _dense_products(at)
-        return msgspec.structs.replace(one, products=one.products - _product(*last, at), tp=one.tp * 3 / 4)
+        return one._replace(products=one.products - _product(*last, at), tp=one.tp * 3 / 4)
     if at.policy.selective == "attention":
         return TimeTerms(attention=one.attention)
     return one * SELECTED if at.policy.selective == "blocks" else TimeTerms(elementwise=one.elementwise)
@@ -273,14 +247,14 @@ def with_policy(at: LayerModel, policy: ActivationPolicy, mixture: bool, one: Pa
             for more in QUANTIZED_BYTES[policy.quant]
         )
         going, coming = TimeTerms(elementwise=encode), TimeTerms(elementwise=decode)
-        one = msgspec.structs.replace(one, forward=one.forward + going, input=one.input + coming)
+        one = one._replace(forward=one.forward + going, input=one.input + coming)
     if not policy.offload:
         return one
     travels = moved_bytes(work, as_kept(work, mixture, whole), recomputed) / achieved(at.job.cluster.host)
     back = one.recompute.seconds + one.input.seconds + one.weight.seconds
     going = TimeTerms(link=max(travels - one.forward.seconds, 0.0))
     coming = TimeTerms(link=max(travels - back, 0.0))
-    return msgspec.structs.replace(one, forward=one.forward + going, input=one.input + coming)
+    return one._replace(forward=one.forward + going, input=one.input + coming)
 
 
 def exposed(communication: float, hidden_by: float, overlap: float) -> float:

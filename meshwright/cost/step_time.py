@@ -219,7 +219,7 @@ def stage_passes(at: LayerModel, dense: int, mixtures: int, policy: ActivationPo
             continue
         if policy.saves_plainly:  # what is recomputed is all that blocks differ in
             repeated = recomputed_terms(at, mixture, operations) * recomputed
-            total += msgspec.structs.replace(block(at, mixture), recompute=repeated) * count
+            total += block(at, mixture)._replace(recompute=repeated) * count
         else:
             total += _kept_so(at, mixture, policy, None) * (count * (1 - recomputed))
             total += _kept_so(at, mixture, policy, operations) * (count * recomputed)
@@ -231,7 +231,7 @@ def _kept_so(at: LayerModel, mixture: bool, policy: ActivationPolicy, operations
     """One block, which recomputes nothing (None), costly operations apart (True), or everything."""
     one = block(at, mixture)
     if operations is not None:
-        one = msgspec.structs.replace(one, recompute=recomputed_terms(at, mixture, operations))
+        one = one._replace(recompute=recomputed_terms(at, mixture, operations))
     return with_policy(at, policy, mixture, one)
 
 

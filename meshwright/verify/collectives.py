@@ -111,9 +111,7 @@ class _Observer(TorchDispatchMode):
         """Torch would run compiled blocks uncompiled beside a mode that does not say this."""
         return True
 
-    def __torch_dispatch__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # let it become operators on this rank's parts first
         result = func(*args, **(kwargs or {}))

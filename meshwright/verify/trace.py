@@ -90,9 +90,7 @@ class Live(TorchDispatchMode):
         self.asking = 0  # calls by which DTensor asks for the shape of a whole result: such tensors are on no GPU
         self._sizes: Any = WeakIdKeyDictionary()  # bytes counted of each storage, in a box that its end can read
 
-    def __torch_dispatch__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # let it become operators on this rank's parts first
         result = func(*args, **(kwargs or {}))
@@ -183,9 +181,7 @@ def standing_in(chunks: Sequence[nn.Module]) -> Iterator[None]:
 class Voting(TorchDispatchMode):
     """Before its first step torch's pipeline asks whether every stage's input is described: they are, and 1 says so."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return 1
         return func(*args, **(kwargs or {}))

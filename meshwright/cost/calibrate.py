@@ -79,12 +79,17 @@ def machine(profile: Profile, gpus: int, stack: Stack) -> Cluster:
     if not (profile.products and profile.copy_bandwidth):
         remedy = "measure it with meshwright bench --probe"
         raise InputError([Problem("the profile has no products or no copy", remedy, "profile")])
+
+    def fastest_product(dtype: str) -> float:
+        """Operations a second; 0 where none was measured."""
+        return max((2 * e.m * e.n * e.k / e.seconds for e in profile.products if e.dtype == dtype), default=0.0)
+
     gpu = Gpu(
         name=profile.device,
         match=(),
         memory_bytes=profile.memory_bytes,
         bandwidth=profile.copy_bandwidth,
-        **{dtype: _fastest_product(profile, dtype) for dtype in ("fp32", "bf16", "fp16", "fp8")},
+        **{dtype: fastest_product(dtype) for dtype in ("fp32", "bf16", "fp16", "fp8")},
     )
     domains = max((each.domains for each in profile.collectives), default=1)
     times = profile.collectives
@@ -287,11 +292,6 @@ def _efficiency(profile: Profile, gpu: Gpu, stack: Stack) -> Efficiency:
     )
     found = calibrated(start, gpu, profile, fastest(profile.attention), "fp32" if profile.threads else "bf16")
     return _without_factor(found, stack)
-
-
-def _fastest_product(profile: Profile, dtype: str) -> float:
-    """Operations a second; 0 where none was measured."""
-    return max((2 * e.m * e.n * e.k / e.seconds for e in profile.products if e.dtype == dtype), default=0.0)
 
 
 def algorithm_bandwidth(time: CollectiveTime) -> float:

@@ -177,7 +177,12 @@ def layer_model(job: Job, efficiency: Efficiency | None = None) -> LayerModel:
 @lru_cache(maxsize=16384)
 def block(at: LayerModel, mixture: bool) -> PassTimes:
     """One layer without recomputation."""
-    shapes = [*_attention_products(at), *(_mixture_products(at) if mixture else _dense_products(at))]
+    arch, tp = at.arch, at.plan.tp
+    shapes: list[tuple[float, float, float, float]] = [  # count, m, n and k of products, as tp cuts them
+        (1, at.tokens, (arch.q_width + 2 * arch.kv_width) / tp, arch.hidden),
+        (1, at.tokens, arch.hidden, arch.q_width / tp),
+        *(_mixture_products(at) if mixture else _dense_products(at)),
+    ]
     forward, backward = _attention(at)
     products = sum(_product(count, m, n, k, at) for count, m, n, k in shapes)
     input_products = sum(_product(count, m, k, n, at) for count, m, n, k in shapes)
@@ -269,13 +274,6 @@ def chosen(arch: Arch) -> float:
 
 def _product(count: float, m: float, n: float, k: float, at: LayerModel) -> float:
     return count * product_seconds(m, n, k, at.rates) / at.speed.product
-
-
-def _attention_products(at: LayerModel) -> Iterator[tuple[float, float, float, float]]:
-    """Count, m, n and k of the projections around attention, as tp cuts them."""
-    arch, tp = at.arch, at.plan.tp
-    yield 1, at.tokens, (arch.q_width + 2 * arch.kv_width) / tp, arch.hidden
-    yield 1, at.tokens, arch.hidden, arch.q_width / tp
 
 
 def _dense_products(at: LayerModel, width: int = 0) -> Iterator[tuple[float, float, float, float]]:

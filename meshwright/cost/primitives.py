@@ -163,11 +163,17 @@ def collective_seconds(kind: Kind, size: float, over: GroupSpan, cluster: Cluste
     if kind == "send":
         link = cluster.network if over.domains > 1 else cluster.scale_up
         return link.latency + size / achieved(link)
-    if kind == "all_to_all":
-        return _exchange_seconds(size, over, cluster)
-    passes = 2 if kind == "all_reduce" else 1
+    if kind == "all_to_all":  # an equal part for every other; what leaves the domain goes through the rank's own NIC
+        inside = size * (over.local - 1) / over.ranks / achieved(cluster.scale_up)
+        outside = size * (over.ranks - over.local) / over.ranks / achieved(cluster.network)
+        latency = cluster.network.latency if over.domains > 1 else cluster.scale_up.latency
+        return max(inside, outside) + latency
+    passes, hops = 2 if kind == "all_reduce" else 1, over.domains - 1
+    if passes > 1 and over.domains > 1:  # a sum of small tensors goes up and down a tree where that is shorter
+        hops = min(hops, math.ceil(math.log2(over.domains)))
+    latency = passes * (hops * cluster.network.latency + (over.local - 1) * cluster.scale_up.latency)
     share = (over.ranks - 1) / over.ranks
-    return passes * share * size / bus_bandwidth(over, cluster) + _latency(passes, over, cluster)
+    return passes * share * size / bus_bandwidth(over, cluster) + latency
 
 
 def bus_bandwidth(over: GroupSpan, cluster: Cluster) -> float:
@@ -177,22 +183,6 @@ def bus_bandwidth(over: GroupSpan, cluster: Cluster) -> float:
     if over.domains == 1:
         return inside
     return outside if over.local == 1 else min(inside, outside)
-
-
-def _latency(passes: int, over: GroupSpan, cluster: Cluster) -> float:
-    """Hops of a ring through all domains; a sum of small tensors goes up and down a tree where that is shorter."""
-    hops = over.domains - 1
-    if passes > 1 and over.domains > 1:
-        hops = min(hops, math.ceil(math.log2(over.domains)))
-    return passes * (hops * cluster.network.latency + (over.local - 1) * cluster.scale_up.latency)
-
-
-def _exchange_seconds(size: float, over: GroupSpan, cluster: Cluster) -> float:
-    """Every rank gives an equal part to every other; what leaves the domain goes through the rank's own NIC."""
-    inside = size * (over.local - 1) / over.ranks / achieved(cluster.scale_up)
-    outside = size * (over.ranks - over.local) / over.ranks / achieved(cluster.network)
-    latency = cluster.network.latency if over.domains > 1 else cluster.scale_up.latency
-    return max(inside, outside) + latency
 
 
 def call_seconds(call: Collective, plan: Plan, cluster: Cluster, parts: float = 1.0) -> float:

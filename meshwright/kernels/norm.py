@@ -156,21 +156,16 @@ def backward(
     width = warps(each * block, WARP_EACH) if block <= WARP_ROW else warps(each * block)
     programs = min(-(-count // each), processors(rows) * max(1, THREADS // (32 * width)))
     dx = torch.empty(total.shape, dtype=total.dtype, device=total.device)
+    tile = each * block * rows.element_size() * (2 if dtotal is None else 3)
     sums = torch.empty((1 if bias is None else 2, programs, cols), dtype=torch.float32, device=total.device)
     _backward[(programs,)](
         rows, weight.contiguous(), dy, dtotal, dx, sums[0], None if bias is None else sums[1],
         count, cols, rows.stride(0), dy.stride(0), 0 if dtotal is None else dtotal.stride(0), eps, programs,
         centred=centred, each=each, block=block, reload=block > LONG,
-        stages=1 if block > LONG else _stages(each * block, rows, dtotal), num_warps=width,
+        stages=1 if block > LONG else min(3, 1 + SHARED // tile), num_warps=width,  # tiles in flight, this one too
     )  # fmt: skip
     whole = sums.sum(1)
     return dx, whole[0].to(weight.dtype), None if bias is None else whole[1].to(bias.dtype)
-
-
-def _stages(elements: int, rows: Tensor, dtotal: Tensor | None) -> int:
-    """How many tiles the pipeline holds, the one being computed among them."""
-    tile = elements * rows.element_size() * (2 if dtotal is None else 3)
-    return min(3, 1 + SHARED // tile)
 
 
 @jit

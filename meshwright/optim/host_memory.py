@@ -145,14 +145,6 @@ def host_share(run: Run, parameters: int) -> int:
     return parameters * width(run) if run.plan.optimizer_offload == "host" else run.plan.optimizer_offload_host_bytes
 
 
-def staging_bytes(run: Run, largest: int) -> int:
-    """Host memory of the staging buffers: gradients and parameters, or states, of pieces in flight."""
-    elements = SLOTS * min(PIECE, largest)
-    fetched = width(run) if run.plan.optimizer_offload == "disk" else 0
-    copied = 2 * precision.weight_dtype(run.plan).itemsize if run.plan.optimizer_offload_update == "host" else 0
-    return elements * (fetched + copied)
-
-
 def check(run: Run, sizes: Sequence[int], folder: Path) -> None:
     """Refuse what does not fit, for weights of so many elements each."""
     if run.plan.optimizer_offload == "disk" and not folder.is_dir():
@@ -162,7 +154,10 @@ def check(run: Run, sizes: Sequence[int], folder: Path) -> None:
     widths = [size * width(run) for size in sizes]
     near = spread(widths, host_share(run, sum(sizes)))
     resident = sum(size for size, is_near in zip(widths, near, strict=True) if is_near)
-    host_bytes = resident + staging_bytes(run, max(sizes, default=0))
+    # Staging buffers: gradients and parameters, or states, of pieces in flight.
+    fetched = width(run) if run.plan.optimizer_offload == "disk" else 0
+    copied = 2 * precision.weight_dtype(run.plan).itemsize if run.plan.optimizer_offload_update == "host" else 0
+    host_bytes = resident + SLOTS * min(PIECE, max(sizes, default=0)) * (fetched + copied)
     if found := list(problems(run, host_bytes, sum(widths) - resident, folder)):
         raise InputError(found)
 

@@ -240,16 +240,13 @@ def _kernel(block: AttentionBlock) -> tuple[Forward, Gradients]:
     if not q.is_cuda or head_dim % 8 != 0 or q.dtype not in (*HALF, torch.float32):
         return plain, plain_gradients
     if q.dtype in HALF and block.same is None and head_dim <= FLASH_HEAD_DIM:
-        return (cudnn, cudnn_gradients) if _cudnn_can(q) else (flash, flash_gradients)
+        hopper = torch.cuda.get_device_capability(q.device) >= (9, 0)
+        # cuDNN's gradients are summed in any order, and no setting of ours changes that.
+        by_cudnn = hopper and head_dim <= CUDNN_HEAD_DIM and not torch.are_deterministic_algorithms_enabled()
+        return (cudnn, cudnn_gradients) if by_cudnn else (flash, flash_gradients)
     if columns % 8 == 0:  # the rows of a bias begin at multiples of 16 bytes
         return efficient, efficient_gradients
     return plain, plain_gradients
-
-
-def _cudnn_can(q: Tensor) -> bool:
-    hopper = torch.cuda.get_device_capability(q.device) >= (9, 0)
-    # Its gradients are summed in any order, and no setting of ours changes that.
-    return hopper and q.shape[3] <= CUDNN_HEAD_DIM and not torch.are_deterministic_algorithms_enabled()
 
 
 def _scale(block: AttentionBlock) -> float:

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -241,19 +241,11 @@ class SlicedTable(ParallelStyle):
     """A table that every rank holds whole and looks up for its part of the sequence only."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        inward: Any = self._slice_input  # torch's annotations forget that these return what they made
-        outward: Any = self._to_local
-        return distribute_module(module, device_mesh, self._hold_whole, inward, outward)
+        def sliced(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return (DTensor.from_local(args[0], device_mesh, [Replicate()]).redistribute(placements=[SEQUENCE]),)
 
-    @staticmethod
-    def _hold_whole(name: str, module: nn.Module, axis: DeviceMesh) -> None:
         for key, weight in list(module.named_parameters(recurse=False)):
-            module.register_parameter(key, nn.Parameter(distribute_tensor(weight.data, axis, [Replicate()])))
-
-    @staticmethod
-    def _slice_input(module: nn.Module, args: tuple[Tensor, ...], axis: DeviceMesh) -> tuple[Tensor, ...]:
-        return (DTensor.from_local(args[0], axis, [Replicate()]).redistribute(placements=[SEQUENCE]),)
-
-    @staticmethod
-    def _to_local(module: nn.Module, output: Any, axis: DeviceMesh) -> Tensor:
-        return output.to_local()
+            module.register_parameter(key, nn.Parameter(distribute_tensor(weight.data, device_mesh, [Replicate()])))
+        module.register_forward_pre_hook(sliced)
+        module.register_forward_hook(lambda module, args, output: output.to_local())
+        return module

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -20,6 +20,7 @@ from meshwright.spec.plan import AXES, Plan
 
 DENSE = ("pp", "replicate", "shard", "tp")
 EXPERT = ("pp", "replicate", "shard", "ep", "tp")
+Groups = dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]  # by an axis and the first ranks along it
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +46,14 @@ def make(plan: Plan, device: torch.device) -> Mesh:
     world, rank = dist.get_world_size(), dist.get_rank()
     assert world == plan.world, f"{world} ranks started for a plan of {plan.world}"
     expert = (plan.copies, plan.shards // plan.ep) if plan.zero else (plan.copies // plan.ep, 1)
-    fine = init_device_mesh(device.type, tuple(getattr(plan, axis) for axis in AXES), mesh_dim_names=AXES)
+    groups: Groups = {}
+    fine = _device_mesh(device, AXES, tuple(getattr(plan, axis) for axis in AXES), groups)
     coordinate = fine.get_coordinate()
     assert coordinate is not None, "every rank is in the mesh"
     place: dict[str, int] = dict(zip(AXES, coordinate, strict=True))
     return Mesh(
-        dense=init_device_mesh(device.type, (plan.pp, plan.copies, plan.shards, plan.tp), mesh_dim_names=DENSE),
-        expert=init_device_mesh(device.type, (plan.pp, *expert, plan.ep, plan.tp), mesh_dim_names=EXPERT),
+        dense=_device_mesh(device, DENSE, (plan.pp, plan.copies, plan.shards, plan.tp), groups),
+        expert=_device_mesh(device, EXPERT, (plan.pp, *expert, plan.ep, plan.tp), groups),
         fine=fine,
         device=device,
         rank=rank,
@@ -59,6 +61,34 @@ def make(plan: Plan, device: torch.device) -> Mesh:
         data_rank=place["replicate"] * plan.shard + place["shard"],
         place=place,
     )
+
+
+def _device_mesh(device: torch.device, axes: tuple[str, ...], shape: tuple[int, ...], groups: Groups) -> DeviceMesh:
+    """A mesh of all ranks, as `init_device_mesh` makes it but for its groups, which meshes of one plan share."""
+    ranks = torch.arange(math.prod(shape)).reshape(shape)
+    mine = [_group(axis, ranks.movedim(dim, -1).flatten(0, -2).tolist(), groups) for dim, axis in enumerate(axes)]
+    return DeviceMesh.from_group(mine, device.type, ranks, mesh_dim_names=axes)
+
+
+def _group(axis: str, rows: list[list[int]], groups: Groups) -> dist.ProcessGroup:
+    """This rank's group of those that an axis has: made once, for it costs threads, sockets and time to start.
+
+    Two axes over the same ranks have each a group of its own, since they may be at work at the same time; those of
+    one rank have nothing to send.
+    """
+    world = dist.group.WORLD
+    assert world is not None, "the ranks have met"
+    if len(rows) == 1:
+        return world
+    key = (axis if len(rows[0]) > 1 else "alone", tuple(rows[0]))
+    if key not in groups:
+        if world.bound_device_id is None:
+            made, _ = dist.new_subgroups_by_enumeration(rows, group_desc=f"mesh_{key[0]}")
+        else:  # NCCL: every group of the axis in one call
+            made = dist.split_group(world, rows, group_desc=f"mesh_{key[0]}")
+        assert isinstance(made, dist.ProcessGroup), "every rank is in a row"
+        groups[key] = made
+    return groups[key]
 
 
 def local(tensor: Tensor) -> Tensor:

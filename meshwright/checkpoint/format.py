@@ -30,11 +30,14 @@ from meshwright.checkpoint.state import (
 )
 from meshwright.checkpoint.storage import CorruptError, Damage, Disk
 from meshwright.config.run import Checkpoint
+from meshwright.config.weights import CHECKPOINTS, MANIFEST
+from meshwright.config.weights import STEP as STEP
+from meshwright.config.weights import present as present
+from meshwright.config.weights import step_name as name
 
 FORMAT = "meshwright checkpoint 1"
-MANIFEST, CHECKPOINTS, LATEST = "manifest.json", "checkpoints", "latest"
+LATEST = "latest"
 CHUNK = re.compile(r"chunk\.rank\d{1,7}\.safetensors")
-STEP = re.compile(r"step-(0|[1-9]\d{0,17})")
 POINTER = re.compile(rb"step-(0|[1-9]\d{0,17})\n([0-9a-f]{64})\n")
 POINTER_BYTES = 200
 ALIGNMENT = 8
@@ -307,18 +310,6 @@ def home(folder: Path) -> Path:
     if path.is_symlink():
         raise CorruptError([Damage(file=str(path), text="is a link, and a run writes only inside its own folder")])
     return path
-
-
-def name(step: int) -> str:
-    """The folder of a step."""
-    return f"step-{step}"
-
-
-def present(home: Path) -> list[int]:
-    """The steps that have a folder, oldest first; whether they are whole is another question."""
-    if not home.is_dir():
-        return []
-    return sorted(int(found[1]) for entry in home.iterdir() if (found := STEP.fullmatch(entry.name)))
 
 
 def point(disk: Disk, home: Path, step: int, digest: str) -> None:

@@ -344,9 +344,9 @@ def pointer_fault(home: Path, newest: int, digest: str) -> Damage | None:
     return None
 
 
-def superfluous(steps: list[int], setting: Checkpoint) -> list[int]:
+def superfluous(steps: list[int], setting: Checkpoint, best: int | None = None) -> list[int]:
     """Which steps may go once the newest of them is known to be good."""
-    others = steps[: -setting.keep_last]
+    others = [step for step in steps[: -setting.keep_last] if step != best]
     return [step for step in others if not setting.keep_every or step % setting.keep_every]
 
 

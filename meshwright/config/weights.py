@@ -3,6 +3,7 @@
 import math
 import re
 import tomllib
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -90,14 +91,15 @@ def present(home: Path) -> list[int]:
     return sorted(int(found[1]) for entry in home.iterdir() if (found := STEP.fullmatch(entry.name)))
 
 
-def best_step(run: Path) -> int | None:
-    """The saved step with the lowest validation loss by the run's own records, None where none has one."""
+def best_step(run: Path, steps: Iterable[int]) -> int | None:
+    """Of some steps the one with the lowest validation loss by the run's own records, None where none has one."""
     losses: dict[int, float] = {}
-    if (records := run / RECORDS).is_file():
-        lines = [line for line in records.read_bytes().splitlines() if b'"held"' in line and line.endswith(b"}")]
-        for one in (msgspec.json.decode(line, type=ValidationLine) for line in lines):
-            losses[one.step] = math.inf if one.loss is None else one.loss  # the last of a step is that of its weights
-    known = [step for step in present(run / CHECKPOINTS) if losses.get(step, math.inf) < math.inf]
+    with suppress(FileNotFoundError), open(run / RECORDS, "rb") as lines:
+        for line in lines:
+            if b'"held"' in line and line.endswith(b"}\n"):
+                one = msgspec.json.decode(line, type=ValidationLine)
+                losses[one.step] = math.inf if one.loss is None else one.loss  # the last of a step is of its weights
+    known = [step for step in steps if losses.get(step, math.inf) < math.inf]
     return min(known, key=lambda step: losses[step], default=None)
 
 
@@ -114,7 +116,7 @@ def _of_run(run: Path, word: str) -> FolderDescription:
             raise mistake(what, "wait for its first checkpoint (checkpoint.every), or for its end")
         return _checkpoint(run, steps[-1])
     if word == BEST:
-        if (step := best_step(run)) is None:
+        if (step := best_step(run, steps)) is None:
             what = f"no saved step of {run} has a validation loss ({_listed(steps, last)})"
             raise mistake(
                 what, "name a step as RUN@STEP; checkpoint.every as a multiple of eval.every saves such steps"

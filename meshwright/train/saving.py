@@ -166,7 +166,7 @@ def saving(run: Run, state: State, mesh: Mesh, folder: Path | None) -> Iterator[
     held = holdings(state, run, mesh)
     is_offloaded = run.plan.optimizer_offload != "none" or run.plan.cpu_offload
     in_place = is_offloaded and lacks_room(held, mesh, state.say)
-    saver = Saver(format.home(folder), run, mesh, held, state.say, in_place=in_place)
+    saver = Saver(format.home(folder), run, mesh, held, state.say, in_place=in_place, begun=state.step)
 
     def save(state: State) -> float:
         if not (state.stopped or is_due(run, state.step)):
@@ -200,7 +200,8 @@ def lacks_room(held: list[TensorShard], mesh: Mesh, say: Say) -> bool:
 
 def is_due(run: Run, step: int) -> bool:
     """Whether the state after this step is saved."""
-    return run.checkpoint.every > 0 and step % run.checkpoint.every == 0
+    every = run.checkpoint.every
+    return every > 0 and (step % every == 0 or step == run.steps)  # from the last one a longer run goes on
 
 
 class Stops:

@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -49,6 +49,11 @@ def _configure(device: torch.device) -> None:
         # Tracing makes a progress bar that it never shows, with a system semaphore for a lock: a rank that is killed
         # would leak it, and Python warns of that on the user's screen.
         tqdm.set_lock(threading.RLock())
+
+
+def suspended(plan: Plan) -> AbstractContextManager[Any]:
+    """A context where compiled blocks run as they are written: for a few forwards of other shapes."""
+    return torch.compiler.set_stance("force_eager") if plan.compile else nullcontext()
 
 
 def described() -> list[str]:

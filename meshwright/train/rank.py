@@ -46,9 +46,9 @@ from meshwright.train.inject import inject
 from meshwright.train.log import PlainLines, Recorder, Writer, default_stream, peak_bytes, screen
 from meshwright.train.loop import StepResult, Stop, train
 from meshwright.train.oom import expected, explaining
+from meshwright.train.sample import closing_sample
 from meshwright.train.saving import restore
 from meshwright.train.state import State, weights
-from meshwright.train.step import continuation
 from meshwright.train.world import code, world
 
 AGAIN = "fix it and run the same command again to resume from the newest checkpoint"
@@ -151,7 +151,7 @@ def _finish(run: Run, state: State, mesh: Mesh, recorder: Recorder, corpus: Corp
     if run.eval.sample_tokens and corpus.tokenizer is not None:
         # How a validation sample begins, or the first training sample where there is none.
         first = (loader.held(0) if loader.holds_out else loader.take(0)).microbatches[0].tokens[0]
-        sample = continuation(state.chunks, run, corpus.tokenizer, first[:OPENING], mesh)
+        sample = closing_sample(state.chunks, run, corpus, first[:OPENING], mesh)
     peak = torch.tensor(peak_bytes(mesh.device), device=mesh.device)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     whole = weights(state.chunks, run, mesh)

@@ -1,0 +1,62 @@
+"""The text at the end of a run: one sampler with a KV cache, the same text under every plan."""
+
+from pathlib import Path
+
+import pytest
+from trials import GPT, alone, corpus_file, make_corpus, make_run, mesh_of
+from worlds import world
+
+from meshwright.config.check import missing
+from meshwright.parallel.mesh import Mesh
+from meshwright.spec.plan import Plan
+from meshwright.train.build import build
+from meshwright.train.sample import closing_sample
+
+# From 9 tokens to 49, where a sequence has 32: the text outgrows its window, and then once more.
+SAMPLE = ("eval.sample_tokens=40", "eval.prompt=word1 and 4 word2", "arch.layers=2")
+PLANS = {
+    "tiny": [("plan.shard=4", "plan.zero=3"), ("plan.tp=2", "plan.cp=2"), ("plan.pp=2", "plan.tp=2"), ("plan.tp=4",)],
+    "tiny-moe": [("plan.tp=2", "plan.cp=2"), ("plan.shard=4", "plan.ep=2", "plan.zero=2")],
+}
+
+
+if not any(missing(Plan(microbatch=1, compile=True))):  # nothing is compiled for a sample: its shapes are its own
+    PLANS["tiny"].append(("plan.tp=2", "plan.replicate=2", "plan.compile=true"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("sample")
+    corpus_file(path)
+    make_corpus(make_run(path), path)
+    return path
+
+
+def text(folder: Path, mesh: Mesh | None, arch: str, *words: str) -> str:
+    run = make_run(folder, *SAMPLE, *words, arch=arch)
+    corpus, mesh = make_corpus(run, folder), mesh or mesh_of(run.plan)
+    state = build(run, corpus, mesh)
+    try:
+        return closing_sample(state.chunks, run, corpus, state.loader.held(0).microbatches[0].tokens[0][:16], mesh)
+    finally:
+        state.loader.close()
+
+
+@pytest.mark.parametrize(
+    ("arch", "shape"), [("tiny", ()), ("tiny", GPT), ("tiny-moe", ())], ids=["llama", "gpt", "moe"]
+)
+@world(4)
+def test_every_plan_writes_the_text_of_one_device(folder, arch, shape):
+    expected = text(folder, alone(), arch, *shape)
+    assert expected.startswith("word1 and 4 word2")
+    assert len(expected) > 2 * len("word1 and 4 word2"), expected  # no end of a document was drawn early
+    for plan in PLANS[arch]:
+        assert text(folder, None, arch, *shape, *plan) == expected, plan
+
+
+def test_a_text_that_nobody_prompts_goes_on_from_the_data(folder):
+    expected = text(folder, alone(), "tiny", "eval.prompt=")
+    assert len(expected) > 40, expected
+    assert expected != text(folder, alone(), "tiny", "eval.prompt=", "seed=2")
+    greedy = [text(folder, alone(), "tiny", "eval.temperature=0.0", f"eval.sample_tokens={count}") for count in (5, 40)]
+    assert greedy[1].startswith(greedy[0])

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.problem import InputError, Problem, install_command
 
 OVERRIDES = "dotted overrides in TOML syntax, for example steps=50 optim.lr=1e-3 data.source=my/*.txt"
 
@@ -88,5 +88,5 @@ def require_training() -> None:
 
     missing = [name for name in ("torch", "numpy", "tokenizers", "safetensors", "rich") if find_spec(name) is None]
     if missing:
-        remedy = "run: pip install 'meshwright[train]'"
-        raise InputError([Problem(f"training needs packages that are not installed: {', '.join(missing)}", remedy)])
+        what = f"training needs packages that are not installed: {', '.join(missing)}"
+        raise InputError([Problem(what, f"run: {install_command('train')}")])

@@ -25,7 +25,7 @@ import numpy as np
 
 from meshwright.config.run import Data, Source
 from meshwright.data.shards import NO_ENDS, Shard, closed, mapped, open_folder
-from meshwright.spec.problem import InputError, Problem, mistake
+from meshwright.spec.problem import InputError, Problem, install_command, mistake
 
 TextKind = Literal["text", "jsonl", "parquet"]
 ReadyKind = Literal["nanogpt", "llmc", "megatron", "folder"]  # folder: our own
@@ -132,7 +132,7 @@ def _parquet(file: Path, field: str) -> Iterator[str]:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise mistake(f"{file} needs pyarrow to be read", "run: pip install 'meshwright[parquet]'") from None
+        raise mistake(f"{file} needs pyarrow to be read", f"run: {install_command('parquet')}") from None
     try:
         with _reading(file), pyarrow.parquet.ParquetFile(file) as table:
             if field not in table.schema_arrow.names:
@@ -173,7 +173,7 @@ def _unpacked(file: Path, stream: IO[bytes]) -> Iterator[bytes]:
     try:
         import zstandard
     except ImportError:
-        raise mistake(f"{file} needs zstandard to be read", "run: pip install 'meshwright[zstd]'") from None
+        raise mistake(f"{file} needs zstandard to be read", f"run: {install_command('zstd')}") from None
     unpacker = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW)
     frame, inside = unpacker.decompressobj(), False
     try:

@@ -58,11 +58,12 @@ def _answer(options: argparse.Namespace) -> int:
         return options.verb(options)
     except (InputError, PlaceError) as error:
         print(sentences(error), file=sys.stderr)
+        is_input = isinstance(error, InputError)
+        found, code = (error.problems, error.exit_code) if is_input else ([Problem(str(error), "")], Exit.INPUT)
         if options.json:
-            found = error.problems if isinstance(error, InputError) else [Problem(str(error), "")]
-            answer = {"state": "failed", "exit_code": int(Exit.INPUT), "problems": found}
+            answer = {"state": "failed", "exit_code": int(code), "problems": found}
             print(msgspec.json.encode(answer).decode())
-        return Exit.INPUT
+        return code
 
 
 def _unknown(flags: list[str], given: list[str], known: list[str]) -> str:

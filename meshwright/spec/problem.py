@@ -20,7 +20,9 @@ class Problem(msgspec.Struct, frozen=True):
 
 
 class InputError(ValueError):
-    """What the user gave cannot be used. Ends a command with exit code 2 and the problems on the screen."""
+    """What the user gave cannot be used. Ends a command with its exit code and the problems on the screen."""
+
+    exit_code = 2
 
     def __init__(self, problems: list[Problem]) -> None:
         super().__init__("\n".join(str(problem) for problem in problems))

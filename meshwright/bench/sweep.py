@@ -104,8 +104,10 @@ def runs(
     steps: int,
     folder: Path,
     say: Callable[[str], None],
+    *,
+    ranks: int | None = None,
 ) -> list[tuple[str, Run]]:
-    """A run for each plan. A model of the zoo is fed random tokens; a run file its own data."""
+    """A run for each plan, of so many ranks if stated. A model of the zoo is fed random tokens; a run file its data."""
     file = run_file(target)
     words = [] if file else [f"arch.preset={target or 'tiny'}", f"data.source={folder / TOKENS}", "data.format=nanogpt"]
     words += [*overrides, f"steps={steps + WARM_UP}", "data.eval_fraction=0.0", "eval.every=0"]
@@ -113,7 +115,7 @@ def runs(
     made = []
     for name, plan in plans:
         chosen = [f"plan.{word}" for word in plan.split(",") if word]
-        loaded, choice = budget.resolved(load.load(file, [*words, *chosen], ranks=None, default_ranks=1))
+        loaded, choice = budget.resolved(load.load(file, [*words, *chosen], ranks=ranks, default_ranks=1))
         if choice is not None:
             say(f"{name or 'as given'}: goal.memory_gib = {loaded.run.goal.memory_gib:g}: {choice}")
         made.append((name, loaded.run))

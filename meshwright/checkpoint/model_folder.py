@@ -22,15 +22,13 @@ from torch import Tensor
 
 from meshwright.checkpoint.read import StepWeights
 from meshwright.checkpoint.state import TORCH_DTYPES
-from meshwright.config.huggingface import ARCH, PICKLES, TOKENIZER, family
+from meshwright.config.huggingface import ARCH, INDEX, SINGLE, TOKENIZER, family, no_weights
 from meshwright.config.weights import Kind, describe
 from meshwright.runtime.files import replace_file, replace_json
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import params
 from meshwright.spec.problem import InputError, Problem
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
 INDEX_BYTES = 100 * 10**6  # half a million tensors; the largest public index has a tenth of it
 HEAD = "lm_head.weight"
@@ -165,7 +163,7 @@ def _files(folder: Path) -> dict[str, list[str] | None]:
         return {SINGLE: None}
     path = folder / INDEX
     if not path.is_file():
-        raise InputError([_no_weights(folder)])
+        raise InputError([no_weights(folder)])
     try:
         if (size := path.stat().st_size) > INDEX_BYTES:
             raise InputError([_damaged(path, f"{size} bytes are more than {INDEX_BYTES}")])
@@ -187,18 +185,6 @@ def _files(folder: Path) -> dict[str, list[str] | None]:
 
 def _damaged(path: Path, reason: str) -> Problem:
     return Problem(f"{path} cannot be used: {reason}", "copy the file again from where it came")
-
-
-def _no_weights(folder: Path) -> Problem:
-    pickles = sorted(path.name for path in folder.glob("*") if path.suffix in PICKLES)
-    if not pickles:
-        return Problem(f"{folder} holds neither {SINGLE} nor {INDEX}", "give the folder of a model")
-    return Problem(
-        f"{folder} holds its weights only in {pickles[0]}, a pickle: loading one runs its code, so that is never done",
-        "if you trust it, convert it once with transformers:\n"
-        "    from transformers import AutoModelForCausalLM as Model\n"
-        f"    Model.from_pretrained({str(folder)!r}).save_pretrained({str(folder) + '-safetensors'!r})",
-    )
 
 
 Load = Callable[[str], Tensor]

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from meshwright.checkpoint import format, storage
 from meshwright.checkpoint.format import (
     FORMAT,
-    ITEMSIZE,
     MANIFEST,
     Chunk,
     Manifest,
@@ -33,8 +32,7 @@ from meshwright.checkpoint.storage import CorruptError, Damage, Disk
 from meshwright.config.run import Run, digest
 from meshwright.config.weights import best_step
 from meshwright.parallel.mesh import Mesh
-from meshwright.spec.optimizers import OPTIMIZERS
-from meshwright.spec.params import count
+from meshwright.runtime.run_folder import state_bytes
 from meshwright.spec.problem import InputError, Problem
 
 Say = Callable[[str], None]
@@ -280,12 +278,6 @@ def _failure(future: Future[None]) -> str | None:
     except FAILURES as error:
         return error.strerror or str(error) if isinstance(error, OSError) else str(error)
     return None
-
-
-def state_bytes(run: Run) -> int:
-    """One saved step: every weight and its optimizer states."""
-    width = ITEMSIZE["F64" if run.plan.precision == "fp64" else "F32"]
-    return (width + OPTIMIZERS[run.optim.name].state_bytes(width)) * count(run.arch)
 
 
 def lack_of_room(run: Run, home: Path, disk: Disk) -> str | None:

@@ -37,7 +37,7 @@ def add_bench(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--ranks",
         type=words.count,
-        help="of --sweep's plans (default 2), or of --probe (default: one per GPU, else 2)",
+        help="of a plan (default: its own or 1), of --sweep's (default 2), of --probe (default: one per GPU, else 2)",
     )
     verb.add_argument("--steps", type=words.count, default=10, help="steps that count, after the warm-up (default 10)")
     verb.add_argument(
@@ -68,7 +68,8 @@ def bench(options: argparse.Namespace) -> int:
     if options.sweep:
         plans += [(name, plan.format(n=options.ranks or SWEPT)) for name, plan in sweep.FAMOUS.items()]
     steps = options.steps + (TRACED if options.waterfall else 0)
-    planned = sweep.runs(target, overrides, plans or [("", "")], steps, options.folder, say)
+    ranks = None if options.sweep else options.ranks  # whose plans have them already
+    planned = sweep.runs(target, overrides, plans or [("", "")], steps, options.folder, say, ranks=ranks)
     setup = _setup(options, here, max(run.plan.world for _, run in planned))
     if here is None:
         say(HEAD)

@@ -23,9 +23,16 @@ def here() -> Place | None:
 
 def default_ranks() -> int:
     """One for each GPU, or two on a CPU."""
-    from meshwright.runtime.ranks import gpus
+    from meshwright.runtime.machine import gpus
 
     return gpus(os.environ) or 2
+
+
+def gpu_names() -> list[str]:
+    """The GPUs of this machine that ranks may use, as their driver names them."""
+    from meshwright.runtime import machine
+
+    return machine.gpu_names(os.environ)
 
 
 def attempt() -> int:

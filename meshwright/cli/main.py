@@ -60,23 +60,44 @@ def _answer(options: argparse.Namespace) -> int:
         return options.verb(options)
     except (InputError, PlaceError) as error:
         print(sentences(error), file=sys.stderr)
+        is_input = isinstance(error, InputError)
+        found, code = (error.problems, error.exit_code) if is_input else ([Problem(str(error), "")], Exit.INPUT)
         if options.json:
-            found = error.problems if isinstance(error, InputError) else [Problem(str(error), "")]
-            answer = {"state": "failed", "exit_code": int(Exit.INPUT), "problems": found}
+            answer = {"state": "failed", "exit_code": int(code), "problems": found}
             print(msgspec.json.encode(answer).decode())
-        return Exit.INPUT
+        return code
 
 
-def _unknown(flags: list[str], rest: list[str]) -> str:
-    """A setting that was written as a flag is shown as the word that it is."""
+def _unknown(flags: list[str], given: list[str], known: list[str]) -> str:
+    """A flag that was mistyped, or a setting that was written as one and is shown as the word that it is."""
+    from difflib import get_close_matches
+
     from meshwright.config import schema
 
-    key, _, value = flags[0].lstrip("-").partition("=")
-    if not flags[0].startswith("-") or key not in schema.every_key():
-        return f"unknown: {' '.join(flags)}"
-    behind = rest[rest.index(flags[0]) + 1 :]
-    value = value or (behind[0] if behind and "=" not in behind[0] else "…")
-    return f"{flags[0]} is not a flag: settings are words, such as {key}={value}"
+    if not flags[0].startswith("-"):
+        return f"unknown: {' '.join(flags)}; leave it out, or see `--help`"
+    flag, _, value = flags[0].partition("=")
+    name = flag.lstrip("-").replace("-", "_")
+    near = get_close_matches(flag, known, n=1, cutoff=0.8)
+    if key := schema.meant(name):
+        behind = given[given.index(flags[0]) + 1 :]
+        value = value or (behind[0] if behind and "=" not in behind[0] and behind[0][0] != "-" else "…")
+        return f"{flag} is not a flag: settings are words, such as {key}={value}"
+    if near:
+        return f"{flag} is not a flag; did you mean {near[0]}?"
+    remedy = schema.ADVICE.get(schema.topic(name)) or "`--help` lists the flags, `meshwright config schema` every key"
+    return f"{flag} is not a flag; {remedy}"
+
+
+def _unknown_verb(word: str) -> str:
+    """A verb that was mistyped, or a run file without one."""
+    from difflib import get_close_matches
+
+    if word.endswith(".toml") or "=" in word:
+        return f"{word} is not a verb; write: meshwright train {word}"
+    near = get_close_matches(word.lower(), VERBS, n=1, cutoff=0.5)
+    remedy = f"did you mean {near[0]}?" if near else f"use one of {', '.join(VERBS)}"
+    return f"{word} is not a verb; {remedy}"
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -91,6 +112,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"meshwright {__version__}")
     verbs = parser.add_subparsers(metavar="verb", required=True)
     chosen = next((word for word in given if not word.startswith("-")), "")
+    if chosen and chosen not in VERBS:
+        parser.error(_unknown_verb(chosen))
     for name, verb in VERBS.items():
         under = verbs.add_parser(name, help=verb.help, description=verb.help[0].upper() + verb.help[1:] + ".")
         if name == chosen:
@@ -101,7 +124,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options, rest = parser.parse_known_args(given)
     flags = [word for word in rest if word.startswith("-") or not hasattr(options, "words")]
     if flags:
-        parser.error(_unknown(flags, rest))
+        parser.error(_unknown(flags, given, list(verbs.choices[chosen]._option_string_actions)))
     if rest:
         options.words += rest  # key=value words after a flag
     return options

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from meshwright.runtime.failure import Exit
-from meshwright.spec.problem import InputError, Problem, mistake
+from meshwright.spec.problem import InputError, Problem, install_command, mistake
 
 if TYPE_CHECKING:  # imported by the verbs that use them
     import torch
@@ -94,8 +94,8 @@ def require_training() -> None:
 
     missing = [name for name in ("torch", "numpy", "tokenizers", "safetensors", "rich") if find_spec(name) is None]
     if missing:
-        remedy = "run: pip install 'meshwright[train]'"
-        raise InputError([Problem(f"training needs packages that are not installed: {', '.join(missing)}", remedy)])
+        what = f"training needs packages that are not installed: {', '.join(missing)}"
+        raise InputError([Problem(what, f"run: {install_command('train')}")])
 
 
 def add_device(verb: argparse.ArgumentParser) -> None:

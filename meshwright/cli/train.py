@@ -57,9 +57,12 @@ def examined(given: list[str], ranks: int | None, looks: bool = True) -> load.Lo
     file, overrides = words.split(given)
     loaded, problems = load.examine(file, overrides, ranks=ranks, default_ranks=env.default_ranks())
     if loaded is not None and not problems and looks:  # of data that the run may not mean there is nothing to say
+        from meshwright.cli import preflight
         from meshwright.data import prepare
 
-        found = [*prepare.problems(loaded.run), *check.missing(loaded.run.plan)]
+        run = loaded.run
+        found = [*preflight.problems(run, env.gpu_names(), is_asked=ranks is not None)]
+        found += [*prepare.problems(run), *check.missing(run.plan)]
         problems = [load.placed(problem, loaded.origins) for problem in found]
     if loaded is None or problems:
         raise InputError(problems)
@@ -68,7 +71,7 @@ def examined(given: list[str], ranks: int | None, looks: bool = True) -> load.Lo
 
 def _launch(run: Run, options: argparse.Namespace) -> int:
     """Supervise the ranks of one machine, and prepare the tokens while their fork server imports torch."""
-    from meshwright.data.prepare import prepare
+    from meshwright.data.prepare import described, prepare
     from meshwright.runtime import ranks
     from meshwright.runtime import run_folder as folders
     from meshwright.runtime.failure import this_session
@@ -76,6 +79,10 @@ def _launch(run: Run, options: argparse.Namespace) -> int:
 
     say, world = _teller(options.json), run.plan.world
     folder = options.folder or folders.default(run)
+    if options.fresh or not (folder / folders.SUMMARY).exists():  # what has finished is only shown
+        from meshwright.cli import preflight
+
+        preflight.require_room(run, folder, env.gpu_names())
     claim = folders.Claim(folder, run, fresh=options.fresh)
     if claim.finished is not None:
         say(f"{folder} has finished this run; add --fresh to train it again")
@@ -102,7 +109,8 @@ def _launch(run: Run, options: argparse.Namespace) -> int:
         say=say,
     )
     try:
-        prepare(run, env.cache(), say)
+        for line in described(run, prepare(run, env.cache(), say)):
+            say(line)
         failed = supervisor.supervise(StopRequest().listen())
     except BaseException:
         supervisor.close()

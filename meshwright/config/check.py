@@ -1,5 +1,6 @@
 """Every rule between fields of a run. All problems are found at once, each with its remedy."""
 
+import math
 import shutil
 from collections.abc import Callable, Iterator
 from operator import attrgetter
@@ -24,6 +25,7 @@ NATURAL = (
 )  # fmt: skip
 ARCH_COUNTS = ("vocab", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "context", "moe_every")
 ARCH_LIMIT = 10**9  # no dimension of any model; stops a typing slip before it asks for the memory
+VOCAB_LIMIT = 10**7  # the largest public vocabularies have a million entries
 SEEDS = 2**63  # what fits a signed word, in which seeds travel and are kept
 COMPILERS = ("g++", "clang++", "c++", "icpx")
 
@@ -51,13 +53,20 @@ def warnings(run: Run) -> list[str]:
 
 def _batch(run: Run) -> Iterator[Problem]:
     plan = run.plan
-    if plan.batch != run.batch:
-        yield Problem(
-            f"batch = {run.batch} is not microbatch {plan.microbatch} × grad_accum {plan.grad_accum} × "
-            f"{plan.data} data ranks = {plan.batch}",
-            f"set batch = {plan.batch}, or a microbatch and grad_accum whose product is batch ÷ {plan.data}",
-            "batch",
-        )
+    if plan.batch == run.batch or min(plan.batch, run.batch) < 1:  # a count below 1 has a rule of its own
+        return
+    share, rest = divmod(run.batch, plan.data)
+    wanted = f"batch = {(share + 1) * plan.data} with " if rest else ""
+    share += bool(rest)
+    micro = math.gcd(share, plan.microbatch)
+    if micro < plan.microbatch and share % plan.grad_accum == 0:
+        micro = share // plan.grad_accum
+    yield Problem(
+        f"batch = {run.batch} is not microbatch {plan.microbatch} × grad_accum {plan.grad_accum} × "
+        f"{plan.data} data ranks = {plan.batch}",
+        f"set batch = {plan.batch}, or {wanted}plan.microbatch = {micro} and plan.grad_accum = {share // micro}",
+        "batch",
+    )
 
 
 def _precision(run: Run) -> Iterator[Problem]:
@@ -330,8 +339,9 @@ def _counts(run: Run) -> Iterator[Problem]:
     if run.seed >= SEEDS:
         yield Problem(f"seed = {run.seed} has more than 63 bits", f"use 0 to {SEEDS - 1}", "seed")
     for name in ARCH_COUNTS:
-        if (value := getattr(run.arch, name)) > ARCH_LIMIT:
-            yield Problem(f"arch.{name} = {value} is beyond any model", f"use at most {ARCH_LIMIT}", f"arch.{name}")
+        limit = VOCAB_LIMIT if name == "vocab" else ARCH_LIMIT
+        if (value := getattr(run.arch, name)) > limit:
+            yield Problem(f"arch.{name} = {value} is beyond any model", f"use at most {limit}", f"arch.{name}")
 
 
 def _heads(run: Run) -> Iterator[Problem]:

@@ -21,6 +21,8 @@ from meshwright.spec.problem import InputError, Problem, mistake
 ARCH = "arch.json"
 CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".distcp")
 CONFIG_BYTES = 10 * 10**6  # the largest public config.json is a few hundred kilobytes
 LAYER_LIMIT = 10_000  # ten times the deepest model known; a parameter table is built from this number
@@ -58,6 +60,54 @@ def a_pickle(path: Path) -> Problem:
         "    import torch, safetensors.torch\n"
         f"    safetensors.torch.save_file(torch.load({str(path)!r}, weights_only=True), 'model.safetensors')",
     )
+
+
+def no_weights(folder: Path) -> Problem:
+    """Why a folder's weights are not read: there are none, or only pickles."""
+    pickles = sorted(path.name for path in folder.glob("*") if path.suffix in PICKLES)
+    if not pickles:
+        return Problem(f"{folder} holds neither {SINGLE} nor {INDEX}", "give the folder of a model")
+    return Problem(
+        f"{folder} holds its weights only in {pickles[0]}, a pickle: loading one runs its code, so that is never done",
+        "if you trust it, convert it once with transformers:\n"
+        "    from transformers import AutoModelForCausalLM as Model\n"
+        f"    Model.from_pretrained({str(folder)!r}).save_pretrained({str(folder) + '-safetensors'!r})",
+    )
+
+
+def weight_problems(folder: Path) -> list[Problem]:
+    """What is wrong with the weights of a model folder, as far as names, sizes and headers tell; without torch."""
+    index, files = folder / INDEX, [SINGLE]
+    if not (folder / SINGLE).is_file():
+        if not index.is_file():
+            return [no_weights(folder)]
+        files = sorted({str(file) for file in read_config(index).get("weight_map", {}).values()})
+    found = []
+    for path in (folder / file for file in files):
+        if not path.is_file():
+            found.append(
+                Problem(f"{path} is missing, though {INDEX} names it", "copy the folder again, with all shards")
+            )
+        elif why := _damage(path):
+            found.append(Problem(f"{path} cannot be used: {why}", "copy the file again from where it came"))
+    return found
+
+
+def _damage(path: Path) -> str:
+    """Why a safetensors file is not whole, "" if it is: a length, a JSON header of that length, and the tensors."""
+    try:
+        with path.open("rb") as file:
+            size, length = path.stat().st_size, int.from_bytes(file.read(8), "little")
+            if length > size - 8:
+                return "it does not begin with the header of a safetensors file"
+            header = msgspec.json.decode(file.read(length), type=dict[str, dict[str, Any]])
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    except OSError as error:
+        return error.strerror or str(error)
+    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, IndexError, TypeError):
+        return "it does not begin with the header of a safetensors file"
+    expected = 8 + length + max(ends, default=0)
+    return "" if size == expected else f"it has {size} bytes, and its header says {expected}"
 
 
 def shape_differences(there: Arch, here: Arch) -> list[str]:

@@ -8,6 +8,7 @@ import json
 import math
 import re
 import tomllib
+import typing
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -29,7 +30,9 @@ from meshwright.spec.schedule import default_chunks
 LARGEST_FILE = 1_000_000  # bytes; no run file written by a person comes near
 DEEPEST = 16  # files that extend each other
 UNSAID = "not stated"  # the origin of what a question left open
+OWN_DATA = ("data.source", "data.mix", "init.from")  # stated: the text is not the default run's
 DEFAULT_BATCH = next(field.default for field in msgspec.structs.fields(Run) if field.name == "batch")
+WARMUP = 22  # of so many steps one warms up, as in the default run
 _KEY = re.compile(r"""^\s*(?P<key>[A-Za-z0-9_.\-"' ]+?)\s*=""")
 _TABLE = re.compile(r"^\s*\[\[?\s*(?P<table>[^\[\]]+?)\s*\]")
 
@@ -73,6 +76,8 @@ def examine(
     overrides = list(overrides)
     table, origins = _read(file) if file else _default(overrides)
     found = _override(table, origins, overrides)
+    if file is None:
+        _fit_to_own_text(table, origins)
     incomplete = resolve_arch(table, origins)
     found += incomplete
     loaded = None
@@ -161,12 +166,23 @@ def _default(overrides: list[str]) -> tuple[Table, Origins]:
     return table, dict.fromkeys(_lines(text), "default run")
 
 
+def _fit_to_own_text(table: Table, origins: Origins) -> None:
+    """Of the default run, take away what was chosen for its own text: the sample's prompt, and the warm-up's length."""
+    if all(origins.get(key) != "command line" for key in OWN_DATA) or table.get("data", {}).get("source") == "stdlib":
+        return
+    if origins.get("eval.prompt") == "default run":
+        del table["eval"]["prompt"], origins["eval.prompt"]
+    if origins.get("optim.warmup") == "default run":
+        table["optim"]["warmup"] = max(table.get("steps", 0) // WARMUP, 0)
+        origins["optim.warmup"] = f"derived: steps ÷ {WARMUP}"
+
+
 def _read(file: Path, depth: int = 0) -> tuple[Table, Origins]:
     text = _text(file)
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise mistake(f"{file} is not TOML: {error}", "correct that line") from None
+        raise mistake(f"{file} is not TOML: {error}", _toml_remedy(text, str(error))) from None
     origins = {key: f"{file}:{line}" for key, line in _lines(text).items()}
     if is_recorded(file):
         table, origins = translated(table), {new_name(key) or key: where for key, where in origins.items()}
@@ -192,6 +208,18 @@ def _text(file: Path) -> str:
         if str(file) in preset_names():
             raise mistake(f"{file} is a model, not a run file", f"write arch.preset={file}") from None
         raise mistake(f"{file}: {error.strerror}", "name a run file that can be read") from None
+
+
+def _toml_remedy(text: str, error: str) -> str:
+    """What to write on the line that the parser stopped at."""
+    place, lines = re.search(r"line (\d+)", error), text.splitlines()
+    line = lines[int(place[1]) - 1].strip() if place and int(place[1]) <= len(lines) else ""
+    value = line.partition("=")[2].partition("#")[0].strip()
+    if value.lower() in ("true", "false"):
+        return f"write {value.lower()} for {value}"
+    if re.fullmatch(r"[A-Za-z_./*][\w./*-]*", value):
+        return f'write strings in quotes: "{value}"'
+    return f"correct that line: {line}" if line else "correct that line"
 
 
 def _lines(text: str) -> dict[str, int]:
@@ -248,10 +276,19 @@ def _apply(overrides: Iterable[str], table: Table, origins: Origins) -> Iterator
             yield schema.unknown(key, list(known))
             continue
         origins[key] = "command line"
-        inner[last] = text
-        if known.get(key) is not str or text.startswith(('"', "'")):
-            with suppress(tomllib.TOMLDecodeError):  # plain words stay as they are
-                inner[last] = tomllib.loads(f"value = {text}")["value"]
+        inner[last] = _worth(text, known.get(key))
+
+
+def _worth(text: str, kind: Any) -> Any:
+    """The value of a key=value word: TOML, a plain word as it is, True as Python writes it, and a list without []."""
+    if kind is str and not text.startswith(('"', "'")):
+        return text
+    if kind is bool and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    is_list = typing.get_origin(kind) is tuple and not text.startswith("[")
+    with suppress(tomllib.TOMLDecodeError):
+        return tomllib.loads(f"value = [{text}]" if is_list else f"value = {text}")["value"]
+    return [word.strip() for word in text.split(",")] if is_list else text
 
 
 def _drop(table: Table, key: str) -> None:

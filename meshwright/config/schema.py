@@ -19,6 +19,7 @@ ELSEWHERE = {
     "max_lr": "optim.lr",
     "min_lr": "optim.min_lr_ratio",
     "max_norm": "optim.grad_clip",
+    "max_grad_norm": "optim.grad_clip",
     "warmup_steps": "optim.warmup",
     "max_steps": "steps",
     "max_iters": "steps",
@@ -49,6 +50,17 @@ ELSEWHERE = {
     "model": "arch.preset",
     "eval_interval": "eval.every",
     "log_interval": "log.every",
+}
+# What other tools have a key for and we have none: how it is done here, with the page that says more.
+ADVICE = {
+    "messages": "write every sample as one text, in the field data.field: docs/fine-tune.md#your-data",
+    "lora": "adapters are not offered, all weights are trained: docs/fine-tune.md#what-is-not-there",
+    "epochs": "set steps = epochs × steps per epoch, which `train` prints before it begins: docs/run-file.md#epochs",
+}
+TOPICS = {
+    "messages": ("messages", "conversations", "chat_template", "instruction", "prompt_template"),
+    "lora": ("lora", "qlora", "peft", "adapter", "lora_rank", "lora_r", "lora_alpha", "lora_dropout"),
+    "epochs": ("epochs", "epoch", "num_epochs", "max_epochs", "num_train_epochs", "n_epochs"),
 }
 EXTRA = {"extends": str, "arch.preset": str}  # understood by the loader, gone from the run it makes
 
@@ -89,10 +101,28 @@ def _misfit(key: str, value: Any, kind: Any) -> Iterator[Problem]:
     try:
         msgspec.convert(value, kind)
     except msgspec.ValidationError:
-        choices = [choice for choice in _choices(kind) if isinstance(choice, str)]
-        near = difflib.get_close_matches(value, choices, n=1, cutoff=0.4) if isinstance(value, str) else []
-        remedy = f"did you mean {near[0]!r}?" if near else "correct the value"
-        yield Problem(f"{key} = {shown(value)} should be {described(kind)}", remedy, key)
+        yield Problem(f"{key} = {shown(value)} should be {described(kind)}", _correction(key, value, kind), key)
+
+
+def _correction(key: str, value: Any, kind: Any) -> str:
+    """What to write instead of a value that its key cannot take."""
+    is_list = typing.get_origin(kind) is tuple
+    if is_list and isinstance(value, str) and value in _choices(kind):
+        return f'write {key} = ["{value}"]'
+    words = [word for word in (value if isinstance(value, list) else [value]) if isinstance(word, str)]
+    choices = [choice for choice in _choices(kind) if isinstance(choice, str)]
+    for word in words:
+        if word not in choices and (near := difflib.get_close_matches(word.lower(), choices, n=1, cutoff=0.4)):
+            return f"did you mean {near[0]!r}?"
+    if bool in (kind, *typing.get_args(kind)):
+        return f"write {key} = true or {key} = false"
+    if int in (kind, *typing.get_args(kind)) and isinstance(value, float) and value.is_integer():
+        return f"write {key} = {int(value)}"
+    if kind in (int, float):
+        return "write it in digits, without a unit" if isinstance(value, str) else "write one number"
+    if is_list:
+        return f"write a list, as in {key} = [ … ]"
+    return f'write a string, as in {key} = "…"' if kind is str else "use one of them"
 
 
 def missing(table: Mapping[str, Any], struct: type[msgspec.Struct], prefix: str) -> Iterator[Problem]:
@@ -111,11 +141,26 @@ def unknown(key: str, siblings: list[str], value: Any = None) -> Problem:
         return Problem(f"{key} has a new name", f"write {new}", key)
     if last in ELSEWHERE:
         return Problem(f"{key} is not a key", f"here it is called {ELSEWHERE[last]}", key)
+    if about := topic(last):
+        return Problem(f"{key} is not a key", ADVICE[about], key)
     near = difflib.get_close_matches(key, siblings, n=1, cutoff=0.6)
     near = near or [other for other in everything if other.rsplit(".", 1)[-1] == last]
     near = near or difflib.get_close_matches(key, everything, n=1, cutoff=0.6)
     remedy = f"did you mean {near[0]}?" if near else "`meshwright config schema` lists every key"
     return Problem(f"{key} is not a key", remedy, key)
+
+
+def topic(word: str) -> str:
+    """Which ADVICE a word of another tool asks for, "" if none."""
+    return next((topic for topic, words in TOPICS.items() if word in words), "")
+
+
+def meant(word: str) -> str:
+    """The key that a word stands for: itself, what it is called here, or the only one that ends so; else ""."""
+    keys = every_key()
+    ends = [key for key in keys if key.rsplit(".", 1)[-1] == word]
+    found = word if word in keys else ELSEWHERE.get(word) or new_words(word, None)
+    return found or (ends[0] if len(ends) == 1 else "")
 
 
 def described(kind: Any) -> str:

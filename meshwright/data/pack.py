@@ -35,6 +35,11 @@ class Packing(Protocol):
     @property
     def count(self) -> int: ...
 
+    @property
+    def predicted(self) -> int:
+        """Targets of all samples together that are not filler."""
+        ...
+
     def valid(self, samples: np.ndarray) -> np.ndarray:
         """How many targets of each sample are not IGNORE."""
         ...
@@ -68,6 +73,10 @@ class StreamPacking:
     @property
     def count(self) -> int:
         return max(self.tokens.total - 1, 0) // self.sequence
+
+    @property
+    def predicted(self) -> int:
+        return self.count * self.sequence
 
     def valid(self, samples: np.ndarray) -> np.ndarray:
         first, last = self._ends(samples)
@@ -113,6 +122,10 @@ class DocumentPacking:
     @property
     def count(self) -> int:
         return int(self.lasts[-1]) if len(self.lasts) else 0
+
+    @property
+    def predicted(self) -> int:
+        return int(self.tokens.ends[-1]) - len(self.tokens.ends) if len(self.tokens.ends) else 0
 
     @cached_property
     def lasts(self) -> np.ndarray:

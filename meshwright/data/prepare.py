@@ -4,6 +4,7 @@ import hashlib
 import os
 import shutil
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +14,8 @@ import msgspec
 import numpy as np
 
 from meshwright.config.run import Data, Run, Source
-from meshwright.data import shards, sources, tokenize
-from meshwright.data.pack import packing
+from meshwright.data import order, shards, sources, tokenize
+from meshwright.data.pack import held_count, packing
 from meshwright.data.shards import Tokens
 from meshwright.data.sources import Listing, ReadyKind, TextKind
 from meshwright.data.tokenize import TokenizerInfo
@@ -26,6 +27,7 @@ REMEDY = "set XDG_CACHE_HOME to a folder that can be written"
 SMALL = 64 << 20  # bytes of files that are told apart by their content; larger ones by name, size and time of change
 SAMPLE = 2_000_000  # characters to train a tokenizer on; of Python's library, twice as many save 1 % of the tokens
 SAMPLE_FILES = 256  # files they are taken from
+MUCH_FILLER = 0.5  # share of the samples from which on another packing is advised
 LOOKED_AT = 1 << 16  # tokens of a ready source that are held against the vocabulary before the run
 
 try:
@@ -139,6 +141,35 @@ def prepare(run: Run, folder: Path, say: Say) -> Corpus:
     if short:
         raise InputError(short)
     return corpus
+
+
+def described(run: Run, corpus: Corpus) -> Iterator[str]:
+    """The data in a line for each source, and a warning where most of it is filler."""
+    packings = [packing(tokens, run, corpus.end_token) for tokens in corpus.sources]
+    slots = order.slots(tuple(one.weight for one in run.data.sources))
+    for one, each, share in zip(run.data.sources, packings, slots / sum(slots), strict=True):
+        held = held_count(each.count, run.data.eval_fraction)
+        filler = 1 - each.predicted / (each.count * run.sequence)
+        epoch = (each.count - held) / (run.batch * share)  # steps
+        samples = f"{each.count:,} samples of {run.sequence} ({held:,} for validation, {filler:.0%} filler)"
+        epochs = f"{epoch:,.4g} steps per epoch, {run.steps} steps are {run.steps / epoch:.3g}"
+        yield f"data: {_files(one)}; {each.tokens.total:,} tokens, {samples}; {epochs}"
+        if filler > MUCH_FILLER:
+            yield (
+                f"warning: {filler:.0%} of {one.source} is filler, computed and not learnt from: data.pack=stream with "
+                f"data.mask_documents=true lays several documents in a sample, or use a shorter sequence"
+            )
+
+
+def _files(source: Source) -> str:
+    """The files of a source that are read, and those of its folder that are not, by their endings."""
+
+    def counted(found: Counter[str]) -> str:
+        return ", ".join(f"{count:,} {ending}" for ending, count in found.most_common())
+
+    left = sources.left_out(source)
+    read = counted(sources.endings(sources.files(source)))
+    return f"{source.source}: {read} read" + (f", left out: {counted(left)}" if left else "")
 
 
 def _lexicon(run: Run, texts: list[Listing], folder: Path, say: Say) -> TokenizerInfo:

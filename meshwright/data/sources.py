@@ -14,7 +14,8 @@ import re
 import struct
 import sysconfig
 import zlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +25,9 @@ import msgspec
 import numpy as np
 
 from meshwright.config.run import Data, Source
+from meshwright.config.schema import ADVICE, topic
 from meshwright.data.shards import NO_ENDS, Shard, closed, mapped, open_folder
-from meshwright.spec.problem import InputError, Problem, mistake
+from meshwright.spec.problem import InputError, Problem, install_command, mistake
 
 TextKind = Literal["text", "jsonl", "parquet"]
 ReadyKind = Literal["nanogpt", "llmc", "megatron", "folder"]  # folder: our own
@@ -121,10 +123,10 @@ def _line_problem(place: str, line: bytes, field: str) -> Problem:
 
 def _field_problem(place: str, field: str, fields: list[str]) -> Problem:
     near = difflib.get_close_matches(field, fields, n=1)
-    return Problem(
-        f"{place} has no field {field!r}, only {', '.join(fields) or 'nothing'}",
-        f'set data.field = "{near[0]}"' if near else "set data.field to the one that holds the text",
-    )
+    remedy = f'set data.field = "{near[0]}"' if near else "set data.field to the one that holds the text"
+    if not near and any(topic(name) == "messages" for name in fields):
+        remedy = ADVICE["messages"]
+    return Problem(f"{place} has no field {field!r}, only {', '.join(fields) or 'nothing'}", remedy)
 
 
 def _parquet(file: Path, field: str) -> Iterator[str]:
@@ -132,7 +134,7 @@ def _parquet(file: Path, field: str) -> Iterator[str]:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise mistake(f"{file} needs pyarrow to be read", "run: pip install 'meshwright[parquet]'") from None
+        raise mistake(f"{file} needs pyarrow to be read", f"run: {install_command('parquet')}") from None
     try:
         with _reading(file), pyarrow.parquet.ParquetFile(file) as table:
             if field not in table.schema_arrow.names:
@@ -173,7 +175,7 @@ def _unpacked(file: Path, stream: IO[bytes]) -> Iterator[bytes]:
     try:
         import zstandard
     except ImportError:
-        raise mistake(f"{file} needs zstandard to be read", "run: pip install 'meshwright[zstd]'") from None
+        raise mistake(f"{file} needs zstandard to be read", f"run: {install_command('zstd')}") from None
     unpacker = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW)
     frame, inside = unpacker.decompressobj(), False
     try:
@@ -336,6 +338,19 @@ def files(source: Source) -> list[Path]:
     )
 
 
+def left_out(source: Source) -> Counter[str]:
+    """Files of a source that is a folder and are not read, by their endings; hidden ones apart."""
+    path = Path(source.source).expanduser()
+    if source.source == "stdlib" or not path.is_dir():
+        return Counter()
+    return endings(file for file in set(_below(path)) - set(files(source)) if not _beside(file))
+
+
+def endings(files: Iterable[Path]) -> Counter[str]:
+    """How many files there are of each ending."""
+    return Counter(sorted(file.suffix.lower() or "without ending" for file in files))
+
+
 def listing(source: Source) -> Listing:
     """The files of a source with their kinds; InputError when it has none, or both text and tokens."""
     found = Listing(source, {file: _kind(file, source) for file in files(source)})
@@ -412,10 +427,7 @@ def _family(file: Path) -> str:
 def _folder(folder: Path, source: Source) -> list[Path]:
     """All files below a folder that its format, or any format, knows by their ending; hidden ones are left out."""
     known = {source.format} & set(ENDINGS) or (set(ENDINGS) if source.format == "auto" else {"ready"})
-    every: list[Path] = []
-    for place, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        every += [Path(place, name) for name in names if not name.startswith(".")]
+    every = _below(folder)
     if found := sorted(file for file in every if _family(file) in known and not _beside(file)):
         return found
     if not every:
@@ -424,6 +436,15 @@ def _folder(folder: Path, source: Source) -> list[Path]:
         f"none of the {len(every)} file(s) below {folder} has a known ending",
         f'name them by a glob, such as "{folder}/**/*", and set data.format',
     )
+
+
+def _below(folder: Path) -> list[Path]:
+    """All files below a folder that are not hidden."""
+    every: list[Path] = []
+    for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        every += [Path(place, name) for name in names if not name.startswith(".")]
+    return every
 
 
 def _beside(file: Path) -> bool:

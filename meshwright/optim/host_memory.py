@@ -16,6 +16,7 @@ from torch import Tensor
 
 from meshwright.config.run import Run
 from meshwright.parallel import precision
+from meshwright.runtime.machine import free_host_bytes
 from meshwright.spec.optimizers import OPTIMIZERS
 from meshwright.spec.problem import InputError, Problem, mistake
 
@@ -118,15 +119,6 @@ def spread(sizes: Sequence[int], host_bytes: int) -> list[bool]:
     return chosen
 
 
-MEMINFO = Path("/proc/meminfo")
-GROUPS = Path("/sys/fs/cgroup")
-# By version of control groups: files of the limit, the use, the statistics, and there the reclaimable cache.
-GROUP_FILES = (
-    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
-)
-
-
 def kinds(run: Run) -> dict[str, torch.dtype]:
     """The offloaded states of every weight: name and dtype."""
     names = OPTIMIZERS[run.optim.name].state_names
@@ -192,33 +184,6 @@ def free_disk_bytes(folder: Path) -> int:
     """Bytes that may still be written there."""
     disk = os.statvfs(folder)
     return disk.f_bavail * disk.f_frsize
-
-
-def free_host_bytes(meminfo: Path = MEMINFO, groups: Path = GROUPS) -> int | None:
-    """Bytes this process may still take, of the machine and of its control group; None where unknown."""
-    line = _line(meminfo, "MemAvailable:")
-    machine = int(line.split()[1]) * 1024 if line else None
-    return min(filter(None, (machine, *(_of_group(groups, files) for files in GROUP_FILES))), default=None)
-
-
-def _of_group(groups: Path, files: tuple[str, str, str, str]) -> int | None:
-    limit_file, used_file, stat_file, cached_name = files
-    try:
-        limit, used = (groups / limit_file).read_text().strip(), int((groups / used_file).read_text())
-    except (OSError, ValueError):
-        return None
-    if not limit.isdigit():  # "max": none
-        return None
-    cached = _line(groups / stat_file, cached_name + " ")
-    return max(int(limit) - used + (int(cached.split()[1]) if cached else 0), 1)
-
-
-def _line(file: Path, beginning: str) -> str | None:
-    try:
-        lines = file.read_text().splitlines()
-    except OSError:
-        return None
-    return next((line for line in lines if line.startswith(beginning)), None)
 
 
 LARGEST_TRANSFER = 1 << 30  # bytes of one call: Linux transfers at most 2 GiB − 4 KiB at a time

@@ -105,7 +105,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
         """What, where, since when, likely cause, what to do, where the details are."""
         texts = (self.what, self.where, self.since, self.cause, self.remedy, self.details)
         named = zip(("what", "where", "since", "cause", "do", "details"), texts, strict=True)
-        return [f"{name + ':':<9}{_one_line(text)}" for name, text in named if text]
+        widest = {"do": len(self.remedy)}  # one that is cut off is none: it may be a command
+        return [f"{name + ':':<9}{_one_line(text, widest.get(name, WIDEST))}" for name, text in named if text]
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
@@ -135,10 +136,10 @@ def is_broken(text: str) -> bool:
     return any(word in text for word in BROKEN)
 
 
-def _one_line(text: str) -> str:
+def _one_line(text: str, widest: int) -> str:
     """No line may be mistaken for two, and none may speak to the terminal."""
     plain = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
-    return plain if len(plain) <= WIDEST else plain[: WIDEST - 1] + "…"
+    return plain if len(plain) <= widest else plain[: widest - 1] + "…"
 
 
 def of_exit(rank: int, code: int, seen: "RankStatus | None", folder: Path) -> Failure:

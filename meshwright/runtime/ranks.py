@@ -221,14 +221,6 @@ def threads(environment: Mapping[str, str]) -> int:
     return max(int(first), 1) if first.isdecimal() else 1
 
 
-def gpus(environment: Mapping[str, str]) -> int:
-    """GPUs that ranks of this machine may use, counted without torch."""
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
-    return len([path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal()])
-
-
 def tail(log: Path, lines: int = 12) -> str:
     """The last lines of a log."""
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:]) if log.exists() else ""

@@ -22,6 +22,8 @@ from meshwright.config.weights import RUN, SUMMARY
 from meshwright.runtime.failure import process_name, this_session
 from meshwright.runtime.files import replace_file, replace_json, writing
 from meshwright.runtime.records import Summary
+from meshwright.spec.optimizers import OPTIMIZERS
+from meshwright.spec.params import count as count_parameters
 from meshwright.spec.problem import InputError, Problem
 
 LOCK = "lock"
@@ -99,6 +101,27 @@ def check_owner(folder: Path, run: Run) -> None:
     if found := _differences(mathematics(load.load(folder / RUN).run), mathematics(run)):
         remedy = "name another --folder, or add --fresh to set that run aside and start anew"
         raise InputError([Problem(f"{folder} belongs to another run ({'; '.join(found)})", remedy)])
+
+
+def state_bytes(run: Run) -> int:
+    """One saved step: every weight and its optimizer states."""
+    width = 8 if run.plan.precision == "fp64" else 4
+    return (width + OPTIMIZERS[run.optim.name].state_bytes(width)) * count_parameters(run.arch)
+
+
+def checkpoint_problems(run: Run, folder: Path) -> list[Problem]:
+    """Whether the disk can take the checkpoints that a run keeps, beside those it has, and one while it is written."""
+    wish, size = run.checkpoint, state_bytes(run)
+    saves = run.steps // wish.every if wish.every else 1
+    kept = wish.keep_last + (run.steps // wish.keep_every if wish.keep_every else 0)
+    present = len(list(folder.glob("checkpoints/step-*")))
+    times = max(min(saves, kept + 1) - present, min(saves, 1))
+    place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    need, free = times * size, shutil.disk_usage(place).free
+    if need <= free:
+        return []
+    what = f"not enough disk for checkpoints: need {need:,} bytes ({times} of {size:,}), free {free:,} in {place}"
+    return [Problem(what, "free some, name a --folder on another disk, or lower checkpoint.keep_last", "checkpoint")]
 
 
 def write_summary(folder: Path, summary: Summary) -> None:

@@ -11,8 +11,9 @@ from meshwright.config.run import Run
 from meshwright.cost.job import Job
 from meshwright.cost.memory import Ledger, worst
 from meshwright.cost.step_time import price
-from meshwright.hardware.cluster import cluster
+from meshwright.hardware.cluster import Cluster, cluster
 from meshwright.hardware.stacks import stack_of
+from meshwright.search.question import Question
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError, Problem
 from meshwright.spec.units import GIB
@@ -89,6 +90,22 @@ def job_of(run: Run) -> Job:
         arch=run.arch,
         plan=run.plan,
         sequence=run.sequence,
+        cluster=machines,
+        stack=stack_of("meshwright"),
+        masked=run.data.mask_documents,
+        master_weights=run.optim.master_weights,
+        state_dtype=run.optim.state_dtype,
+        optimizer=run.optim.name,
+    )
+
+
+def question_of(run: Run, machines: Cluster) -> Question:
+    """What the planner would have been asked for this run, on given machines."""
+    return Question(
+        arch=run.arch,
+        sequence=run.sequence,
+        batch=run.batch,
+        precision=run.plan.precision,
         cluster=machines,
         stack=stack_of("meshwright"),
         masked=run.data.mask_documents,

@@ -41,6 +41,8 @@ from meshwright.train.loop import EvalResult, StepResult
 MOST_PENDING = 2  # steps whose numbers may still be on their way from the device
 LONGEST_QUEUE = 10_000  # records a slow tracker may lag behind; later ones are dropped for it, never for the file
 LAST_SECONDS = 10.0  # a tracker may take at the end
+WIDTH = 80  # columns of a step's line
+PACE = 0.1  # the weight of the newest step in the pace that the time left is reckoned by
 Curve = StepRecord | EvalRecord  # what a tracker plots
 
 
@@ -80,24 +82,51 @@ def screen(stream: TextIO, every: int, quiet: bool = False) -> "PlainLines":
     return LiveBar(stream, every) if stream.isatty() and not quiet else PlainLines(stream, every, quiet)
 
 
-def step_line(record: StepRecord, steps: int, peak_flops_per_second: float | None) -> str:
-    """One step in the field's usual order. Utilization only where the device's peak is known."""
-    words = [
-        f"step {record.step}/{steps}",
-        f"loss {record.loss:.4f}",
-        f"norm {record.norm:.3f}",
-        f"rate {record.rate:.2e}",
-        f"memory {record.memory_bytes / GIB:.2f} GiB",
-        f"tokens/s {record.tokens / record.seconds:,.0f}",
-        humane_flops(record.flops / record.seconds),
-    ]
-    if peak_flops_per_second:
-        words.append(f"MFU {utilization(record.flops, record.seconds, peak_flops_per_second):.1%}")
-    if record.balance is not None:
-        words.append(f"balance {record.balance:.3f}")
+def step_line(
+    record: StepRecord, steps: int, peak_flops_per_second: float | None, seconds_left: float | None = None
+) -> str:
+    """One step in the field's usual order, in at most WIDTH columns. Utilization where the device's peak is known."""
+    begin = [f"step {record.step}/{steps}", f"loss {record.loss:.4f}"]
     if record.skipped:
-        words.append(f"skipped: the gradient is not finite (loss scale {record.loss_scale:g})")
-    return "  ".join(words)
+        return "  ".join([*begin, f"skipped: gradient not finite (loss scale {record.loss_scale:.4g})"])
+    rate = record.flops / record.seconds
+    mfu = f"MFU {utilization(record.flops, record.seconds, peak_flops_per_second or 1):.1%}"
+    words = {
+        "norm": f"norm {record.norm:.3f}",
+        "lr": f"lr {record.rate:.1e}",
+        "balance": f"balance {record.balance:.2f}" if record.balance is not None else "",
+        "memory": f"{record.memory_bytes / GIB:.1f} GiB",
+        "tokens": f"{humane(record.tokens / record.seconds)} tok/s",
+        "flops": mfu if peak_flops_per_second else humane_flops(rate),
+        "left": f"ETA {duration(seconds_left)}" if seconds_left else "",
+    }
+    # What is too long is left out: first FLOP/s without a peak to hold them against, then what hardly changes.
+    text = ""
+    for name in ("", *(("memory", "flops") if peak_flops_per_second else ("flops", "memory")), "lr", "balance"):
+        words[name] = ""
+        text = "  ".join(filter(None, [*begin, *words.values()]))
+        if len(text) <= WIDTH:
+            break
+    return text
+
+
+def humane(number: float) -> str:
+    """A count in three digits or so."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e4)):
+        if number >= size:
+            return f"{number / min(size, 1e3 if unit == 'k' else size):.3g}{unit}"
+    return f"{number:,.0f}"
+
+
+def duration(seconds: float) -> str:
+    """A time in its two largest units."""
+    minutes = int(seconds) // 60
+    if minutes < 1:
+        return f"{int(seconds)} s"
+    if minutes < 60:
+        return f"{minutes} min"
+    hours = minutes // 60
+    return f"{hours} h {minutes % 60:02} min" if hours < 24 else f"{hours // 24} d {hours % 24} h"
 
 
 def humane_flops(flops_per_second: float) -> str:
@@ -115,13 +144,19 @@ class PlainLines:
         self.stream = stream
         self.every = every
         self.unheard = unheard
+        self.pace: float | None = None  # seconds per step; the first one pays for warming up and does not count
+        self.seen = 0
 
     def say(self, text: str) -> None:
         self._tell(lambda: print(text, file=self.stream, flush=True))
 
     def step(self, record: StepRecord, steps: int, peak_flops_per_second: float | None) -> None:
+        self.seen += 1
+        if self.seen > 1:
+            self.pace = record.seconds if self.pace is None else self.pace + PACE * (record.seconds - self.pace)
         if record.step == 1 or record.step % self.every == 0 or record.step == steps or record.skipped:
-            self.say(step_line(record, steps, peak_flops_per_second))
+            left = None if self.pace is None else self.pace * (steps - record.step)
+            self.say(step_line(record, steps, peak_flops_per_second, left))
 
     def held(self, record: EvalRecord) -> None:
         self.say(f"validation loss {record.loss:.4f} after step {record.step}")

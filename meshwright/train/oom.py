@@ -11,10 +11,10 @@ from meshwright.config.run import Run
 from meshwright.cost.layout import LABELS, StateLayout, state_layout
 from meshwright.cost.memory import Ledger, ledger, worst
 from meshwright.hardware.cluster import catalogue, cluster_of_device, recognised
-from meshwright.hardware.stacks import stacks
 from meshwright.parallel import precision
 from meshwright.parallel.mesh import local
 from meshwright.runtime.failure import Exit, Failure, FailureError
+from meshwright.search import budget
 from meshwright.search.best_first import Candidate, fit_of, priced
 from meshwright.search.explain import neighbours, smaller_microbatches
 from meshwright.search.question import Question
@@ -72,18 +72,7 @@ def peak_words(question: Question, run: Run) -> str:
 
 def question_of(run: Run, device_name: str) -> Question:
     """What the planner would have been asked for this run, on cards as their driver names them."""
-    return Question(
-        arch=run.arch,
-        sequence=run.sequence,
-        batch=run.batch,
-        precision=run.plan.precision,
-        cluster=cluster_of_device(device_name, run.plan.world),
-        stack=stacks()["meshwright"],
-        masked=run.data.mask_documents,
-        master_weights=run.optim.master_weights,
-        state_dtype=run.optim.state_dtype,
-        optimizer=run.optim.name,
-    )
+    return budget.question_of(run, cluster_of_device(device_name, run.plan.world))
 
 
 def held(state: State, layout: StateLayout) -> dict[str, int]:

@@ -24,6 +24,7 @@ from meshwright.config.load import load
 from meshwright.config.run import Run
 from meshwright.cost import goodput
 from meshwright.data.prepare import Corpus, prepare
+from meshwright.data.prepare import described as described_data
 from meshwright.data.shards import Tokens
 from meshwright.parallel import compile, context, deterministic, fused_kernels
 from meshwright.parallel.mesh import Mesh
@@ -95,6 +96,8 @@ def run_rank(run: Run, order: RankSpec, screen: PlainLines, heart: Heartbeat, st
     """Train to the last step, then leave a model, a sample and a summary; None when stopped before."""
     ours = order.place.launcher == "meshwright"
     corpus = prepare(run, Path(order.cache), (lambda text: None) if ours else screen.say)
+    for line in () if ours else described_data(run, corpus):
+        screen.say(line)
     folder = Path(order.folder)
     check(run, corpus, folder, writes=order.place.rank == 0)
     with world(run, order.place, order.attempt) as mesh:

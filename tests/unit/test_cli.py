@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from meshwright.cli import main
+from meshwright.spec.problem import install_words
 
 QUICK = [
     ["--help"],
@@ -146,9 +147,23 @@ def test_training_without_torch_says_so_in_one_line(capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "torch" else object())
     assert main.main(["train"]) == 2
     told = capsys.readouterr().err
-    assert told.splitlines() == [
-        "meshwright: training needs packages that are not installed: torch; run: pip install 'meshwright[train]'"
-    ]
+    (line,) = told.splitlines()
+    assert line.startswith("meshwright: training needs packages that are not installed: torch; run: pip install ")
+    assert line.endswith("[train]'")
+
+
+ORIGINS = [
+    ({}, "pip install 'meshwright[train]'"),
+    ({"url": "file:///home/me/a%20clone", "dir_info": {"editable": True}}, "pip install -e '/home/me/a clone[train]'"),
+    ({"url": "file:///home/me/clone", "dir_info": {}}, "pip install '/home/me/clone[train]'"),
+    ({"url": "file:///m.whl", "archive_info": {}}, "pip install 'meshwright[train] @ file:///m.whl'"),
+    ({"url": "https://a/m.git", "vcs_info": {"vcs": "git"}}, "pip install 'meshwright[train] @ git+https://a/m.git'"),
+]
+
+
+@pytest.mark.parametrize(("origin", "command"), ORIGINS, ids=[command for _, command in ORIGINS])
+def test_an_extra_is_installed_from_where_the_package_came(origin, command):
+    assert install_words("train", origin) == command
 
 
 def test_a_reader_that_leaves_is_no_error():

@@ -97,6 +97,16 @@ def test_a_recompute_budget_becomes_a_policy_as_in_training():
         run_of("replicate=1", "goal.memory_gib=0.001")
 
 
+def test_ranks_are_obeyed_or_refused():
+    def worlds(plan: str, ranks: int | None) -> int:
+        words = ("tiny", ["batch=8"], [("", plan)], 2, Path("somewhere"), print)
+        return sweep.runs(*words, ranks=ranks)[0][1].plan.world
+
+    assert (worlds("", None), worlds("", 4), worlds("shard=2,zero=3", 4)) == (1, 4, 4)
+    with pytest.raises(InputError, match="3 ranks are no multiple of shard 2"):
+        worlds("shard=2,zero=3", 3)
+
+
 def test_a_machine_that_was_measured_is_not_measured_again(tmp_path):
     write_profile(CPU, tmp_path / "profiles" / f"{platform.node()}-2-torch-{version('torch')}.json")
     said: list[str] = []

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from meshwright.config import check, load
@@ -89,3 +91,20 @@ def test_expert_choice_is_allowed_with_its_warning():
     (warning,) = check.warnings(load.load(None, words).run)
     assert "depends on later tokens" in warning
     assert check.warnings(load.load(None).run) == []
+
+
+BATCHES = [
+    (["batch=7"], 2), (["batch=7", "plan.microbatch=2"], 2), (["batch=9", "plan.grad_accum=4"], 2),
+    (["batch=8", "plan.microbatch=3"], 2), (["batch=12", "plan.microbatch=5", "plan.grad_accum=7"], 3),
+    (["batch=1000000007", "plan.microbatch=999999937"], 8), (["batch=3"], 4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "ranks"), BATCHES, ids=str)
+def test_every_remedy_for_a_batch_is_a_possible_one(words, ranks):
+    _, (problem,) = load.examine(None, words, ranks=ranks)
+    for remedy in problem.remedy.removeprefix("set ").split(", or "):
+        said = [f"{key}={value}" for key, value in re.findall(r"([\w.]+) = (\d+)", remedy)]
+        assert said
+        _, found = load.examine(None, [*words, *said], ranks=ranks)
+        assert not found, remedy

@@ -1,4 +1,5 @@
 import tomllib
+from operator import attrgetter
 
 import msgspec
 import pytest
@@ -162,3 +163,34 @@ def test_the_schema_accepts_what_the_loader_accepts():
 def test_every_default_is_what_the_types_say():
     table = tomllib.loads(load.write(load.load(None).run))
     assert msgspec.convert(table, Run) == load.load(None).run
+
+
+@pytest.mark.parametrize(
+    ("word", "key", "value"),
+    [
+        ("log.writers=wandb", "log.writers", ("wandb",)),
+        ("log.writers=wandb,tensorboard", "log.writers", ("wandb", "tensorboard")),
+        ("plan.compile=True", "plan.compile", True),
+        ("plan.compile=FALSE", "plan.compile", False),
+        ("goal.vary=batch", "goal.vary", ("batch",)),
+    ],
+)
+def test_values_are_taken_as_people_write_them(word, key, value):
+    assert attrgetter(key)(load.load(None, [word]).run) == value
+
+
+def test_a_list_of_numbers_needs_no_brackets():
+    words = ["arch.layers=4", "plan.pp=2", "plan.stages=1,3"]
+    assert load.load(None, words).run.plan.stages == (1, 3)
+
+
+def test_what_the_default_run_chose_for_its_own_text_does_not_reach_others():
+    """The prompt is Python, and 20 steps of warm-up are more than a short run has."""
+    default = load.load(None, ["steps=44"])
+    assert (default.run.eval.prompt, default.run.optim.warmup) == ("    def __init__(self", 20)
+    own = load.load(None, ["steps=44", "data.source=my/*.txt"])
+    assert (own.run.eval.prompt, own.run.optim.warmup) == ("", 2)
+    assert own.origins["optim.warmup"] == "derived: steps ÷ 22"
+    assert load.load(None, ["data.source=my/*.txt"]).run.optim.warmup == 20
+    stated = load.load(None, ["data.source=my/*.txt", "optim.warmup=7", "eval.prompt=Once"]).run
+    assert (stated.eval.prompt, stated.optim.warmup) == ("Once", 7)

@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from waiting import HANG
 from meshwright.config.run import Data, Init, Source
 from meshwright.data import prepare as module
 from meshwright.data import tokenize
-from meshwright.data.prepare import prepare, problems
+from meshwright.data.prepare import described, prepare, problems
 from meshwright.data.sources import listing
 from meshwright.spec.problem import InputError
 
@@ -230,3 +231,48 @@ def test_tokens_beyond_16_bits_are_kept(tmp_path, cache, make_run):
     (tmp_path / "a.bin").write_bytes(header.tobytes() + tokens.tobytes())
     corpus = prepare(make_run(Data(source=str(tmp_path / "a.bin")), vocab=80_000), cache, silent)
     assert corpus.sources[0].read(0, 3).tolist() == [70_000, 1, 2]
+
+
+def line_of(run, cache: Path) -> str:
+    (line, *warnings) = described(run, prepare(run, cache, silent))
+    assert not warnings
+    return line
+
+
+def test_one_line_says_what_is_read_and_what_is_left_out(text, cache, make_run):
+    for name in ("table.csv", "letter.docx", "other.DOCX", "LICENSE", ".hidden.csv"):
+        (text / name).write_text(STORY)
+    run = make_run(Data(source=str(text)))
+    line = line_of(run, cache)
+    assert f"data: {text}: 5 .txt read, left out: 2 .docx, 1 .csv, 1 without ending; " in line
+    tokens = prepare(run, cache, silent).sources[0].total
+    samples = (tokens - 1) // run.sequence
+    assert f"{tokens:,} tokens, {samples} samples of {run.sequence} (1 for validation, 0% filler)" in line
+    assert f"{(samples - 1) / run.batch:.4g} steps per epoch, {run.steps} steps are " in line
+
+
+def test_files_that_are_named_leave_nothing_out(text, cache, make_run):
+    (text / "table.csv").write_text(STORY)
+    assert "left out" not in line_of(make_run(Data(source=f"{text}/*.txt")), cache)
+
+
+def test_filler_is_told_with_what_to_use_instead(tmp_path, cache, make_run):
+    (tmp_path / "answers.jsonl").write_text('{"text": "yes"}\n' * 40)
+    run = make_run(Data(source=str(tmp_path / "answers.jsonl"), pack="documents"))
+    corpus = prepare(run, cache, silent)
+    line, warning = described(run, corpus)
+    predicted = (corpus.sources[0].total - 40) / 40
+    assert f"{1 - predicted / run.sequence:.0%} filler" in line
+    assert warning.startswith(f"warning: {1 - predicted / run.sequence:.0%} of ")
+    assert "data.pack=stream with data.mask_documents=true" in warning
+    assert "warning" not in "".join(described(make_run(Data(source=str(tmp_path / "answers.jsonl"))), corpus))
+
+
+def test_every_source_of_a_mix_has_a_line_and_an_epoch_of_its_own(text, cache, make_run):
+    mix = (Source(source=str(text), weight=3.0), Source(source="stdlib", weight=1.0))
+    run = make_run(Data(mix=mix))
+    ours, theirs = described(run, prepare(run, cache, silent))
+    assert "5 .txt read" in ours
+    assert re.search(r"data: stdlib: \d+ .py read; ", theirs)
+    samples = int(re.findall(r"([\d,]+) samples", ours)[0].replace(",", ""))
+    assert f"{(samples - 1) / (run.batch * 0.75):,.4g} steps per epoch" in ours

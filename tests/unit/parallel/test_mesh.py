@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright.spec.plan import Plan
-from meshwright.verify.dry_run import fake_world
+from meshwright.verify.trace import fake_world
 
 # With the groups that are made besides the world's own: one for each axis of several ranks, and that of one rank.
 PLANS = [

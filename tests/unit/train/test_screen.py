@@ -1,9 +1,10 @@
 import io
 
 import msgspec
+import pytest
 
 from meshwright.runtime.records import EvalRecord, StepRecord
-from meshwright.train.log import LiveBar, PlainLines, humane_flops, screen, step_line
+from meshwright.train.log import LiveBar, PlainLines, duration, humane, humane_flops, screen, step_line
 
 RECORD = StepRecord(
     step=10,
@@ -25,9 +26,49 @@ class Terminal(io.StringIO):
 
 def test_a_step_line_holds_the_usual_fields_in_the_usual_order():
     line = step_line(RECORD, 100, peak_flops_per_second=10e12)
-    assert line == (
-        "step 10/100  loss 5.2014  norm 2.100  rate 3.00e-04  memory 1.00 GiB  tokens/s 8,192  1.00 TFLOP/s  MFU 10.0%"
-    )
+    assert line == "step 10/100  loss 5.2014  norm 2.100  lr 3.0e-04  8,192 tok/s  MFU 10.0%"
+    line = step_line(msgspec.structs.replace(RECORD, tokens=10**6), 100, None, seconds_left=45.0)
+    assert line == "step 10/100  loss 5.2014  norm 2.100  lr 3.0e-04  1.0 GiB  2M tok/s  ETA 45 s"
+
+
+@pytest.mark.parametrize("seconds_left", [None, 45.0, 4e6])
+@pytest.mark.parametrize("peak", [None, 9.89e17])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"step": 99_999, "loss": 11.2345, "norm": 1234.5, "tokens": 16_000_000, "flops": 4e20, "memory_bytes": 2**36},
+        {"step": 99_999, "balance": 12.345, "norm": 1e-9, "tokens": 3, "memory_bytes": 191 << 30},
+        {"step": 99_999, "skipped": True, "loss": float("nan"), "norm": float("inf"), "loss_scale": 2.0**-24},
+    ],
+)
+def test_a_step_line_fits_80_columns(fields, peak, seconds_left):
+    line = step_line(msgspec.structs.replace(RECORD, **fields), 100_000, peak, seconds_left)
+    assert len(line) <= 80
+    assert ("ETA" in line) is (seconds_left is not None and "skipped" not in fields)
+
+
+def test_the_time_left_is_told_in_plain_lines_from_the_second_step_on():
+    stream = io.StringIO()
+    view = PlainLines(stream, every=1)
+    for step, seconds in enumerate((30.0, 2.0, 2.0), start=1):
+        view.step(msgspec.structs.replace(RECORD, step=step, seconds=seconds), 100, None)
+    first, second, third = stream.getvalue().splitlines()
+    assert "ETA" not in first
+    assert second.endswith("ETA 3 min")
+    assert third.endswith("ETA 3 min")  # 97 steps of 2 s: the first, which warmed up, does not count
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(59, "59 s"), (3599, "59 min"), (3700, "1 h 01 min"), (90_000, "1 d 1 h")]
+)
+def test_times_are_in_their_two_largest_units(seconds, text):
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(("number", "text"), [(8192, "8,192"), (12_345, "12.3k"), (2e6, "2M"), (3.21e9, "3.21G")])
+def test_counts_have_three_digits_or_so(number, text):
+    assert humane(number) == text
 
 
 def test_without_a_known_peak_no_utilization_is_guessed():

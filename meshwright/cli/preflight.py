@@ -1,0 +1,112 @@
+"""What is looked at before ranks start: the machines, the weights, the trackers, the disk and the memory."""
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import msgspec
+
+from meshwright.cli import options as words
+from meshwright.config.huggingface import describe, weight_problems
+from meshwright.config.run import Run
+from meshwright.cost.calibrate import trainer
+from meshwright.cost.memory import fits, ledger
+from meshwright.hardware.cluster import catalogue, cluster, cluster_of_device, recognised
+from meshwright.runtime.failure import Exit
+from meshwright.runtime.machine import free_host_bytes
+from meshwright.runtime.run_folder import checkpoint_problems
+from meshwright.search import budget
+from meshwright.search.best_first import search
+from meshwright.search.question import Question
+from meshwright.spec.plan import Plan
+from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.units import GIB
+
+
+class ShortageError(InputError):
+    """A run needs more memory than there is."""
+
+    exit_code = Exit.DOES_NOT_FIT
+
+
+def problems(run: Run, gpus: list[str], is_asked: bool) -> Iterator[Problem]:
+    """What is wrong with a run on this machine, whose GPUs the driver names so; the user may ask for its ranks here."""
+    if not is_asked:
+        yield from _devices(run, gpus)
+    if run.init.folder:
+        start = describe(Path(run.init.folder))
+        yield from (msgspec.structs.replace(each, key="init.from") for each in weight_problems(start.path))
+    for name in run.log.writers:
+        if find_spec(name) is None:
+            what = f"log.writers names {name}, which is not installed"
+            yield Problem(what, f"run: pip install {name}, or leave it out of log.writers", "log.writers")
+
+
+def _devices(run: Run, gpus: list[str]) -> Iterator[Problem]:
+    """Where goal.cluster names other machines, a plan made for them is not started on this one by mistake."""
+    if not run.goal.cluster:
+        return
+    wanted, ranks = cluster(run.goal.cluster).gpu.name, run.plan.world
+    cards = {recognised(name, catalogue().cards) for name in gpus}
+    if len(gpus) >= ranks and cards <= {wanted, None}:  # a card that nobody knows may be the right one
+        return
+    here = f"{len(gpus)} × {gpus[0]}" if gpus else "no GPU"
+    yield Problem(
+        f"the plan is for {ranks} × {wanted} (goal.cluster = {run.goal.cluster}), and this machine has {here}",
+        f"start it there (docs/many-machines.md), or add --ranks {ranks} to start its ranks here all the same",
+        "goal.cluster",
+    )
+
+
+def require_room(run: Run, folder: Path, gpus: list[str]) -> None:
+    """Refuse a run that needs more memory than there is, or whose checkpoints the disk cannot take."""
+    free = free_host_bytes()
+    if gpus:
+        _require_devices(run, gpus[0], free)
+    elif free is not None:
+        _require_host(run, free)
+    if found := checkpoint_problems(run, folder):
+        raise InputError(found)
+
+
+def _require_devices(run: Run, device: str, free: int | None) -> None:
+    """Hold the most loaded rank against its GPU, and what it offloads against its share of the host's memory."""
+    if recognised(device, catalogue().cards) is None:
+        return
+    world = run.plan.world
+    machines = msgspec.structs.replace(cluster_of_device(device, world), host_bytes=(free or 0) / world)
+    question = budget.question_of(run, machines)
+    found = fits(question.job(run.plan)).ledger
+    room, away = machines.gpu.memory_bytes, found.away.host_bytes * world
+    if found.allocated * found.low > room:
+        raise _shortage(run, f"{found.allocated / GIB:.1f} GiB; {device} has {room / GIB:.1f}", question)
+    if free is not None and away > free:
+        raise _shortage(run, f"{away / GIB:.1f} GiB of host RAM; {free / GIB:.1f} are free", question)
+
+
+def _require_host(run: Run, free: int) -> None:
+    """Without a GPU all ranks share the host's memory; tensors alone are counted."""
+    world, pp = run.plan.world, run.plan.pp
+    machines = cluster(budget.ANY_CARD, gpus=world)  # bytes are the same on all
+    share = msgspec.structs.replace(machines.gpu, memory_bytes=free / world)
+    machines = msgspec.structs.replace(machines, gpu=share, host_bytes=1.0, disk_bytes=1.0)  # nothing to offload to
+    stack = trainer("cpu")
+    tensors = msgspec.structs.replace(stack.holds, context_bytes=0.0, slack=0.0)
+    question = budget.question_of(run, machines)
+    question = msgspec.structs.replace(question, stack=msgspec.structs.replace(stack, holds=tensors))
+    stages = [ledger(question.job(run.plan), {"pp": rank}) for rank in range(pp)]
+    needed = sum(stage.allocated + stage.away.host_bytes for stage in stages) * world // pp
+    if needed * stages[0].low > free:
+        raise _shortage(run, f"{needed / GIB:.1f} GiB for {world} rank(s); {free / GIB:.1f} are free here", question)
+
+
+def _shortage(run: Run, needs: str, question: Question) -> ShortageError:
+    """What lacks, and the best plan of as many ranks that fits."""
+    kept = {name: getattr(run.plan, name) for name in ("compile", "deterministic")}  # neither needs less memory
+    found = search(msgspec.structs.replace(question, fixed=kept), 1).found
+    remedy = "no plan of as many ranks fits: use a smaller model, a shorter sequence, or more machines"
+    if found:
+        names = [name for name in Plan.__struct_fields__ if getattr(found[0].plan, name) != getattr(run.plan, name)]
+        remedy = " ".join(f"plan.{name}={words.toml(getattr(found[0].plan, name))}" for name in names)
+        remedy = f"this plan fits: {remedy}"
+    return ShortageError([Problem(f"the run does not fit: it needs {needs}", remedy, "plan")])

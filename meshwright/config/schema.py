@@ -89,8 +89,8 @@ def _misfit(key: str, value: Any, kind: Any) -> Iterator[Problem]:
     try:
         msgspec.convert(value, kind)
     except msgspec.ValidationError:
-        choices = [choice for choice in _choices(kind) if isinstance(choice, str)]
-        near = difflib.get_close_matches(value, choices, n=1, cutoff=0.4) if isinstance(value, str) else []
+        named = [choice for choice in choices(kind) if isinstance(choice, str)]
+        near = difflib.get_close_matches(value, named, n=1, cutoff=0.4) if isinstance(value, str) else []
         remedy = f"did you mean {near[0]!r}?" if near else "correct the value"
         yield Problem(f"{key} = {shown(value)} should be {described(kind)}", remedy, key)
 
@@ -114,7 +114,7 @@ def unknown(key: str, siblings: list[str], value: Any = None) -> Problem:
     near = difflib.get_close_matches(key, siblings, n=1, cutoff=0.6)
     near = near or [other for other in everything if other.rsplit(".", 1)[-1] == last]
     near = near or difflib.get_close_matches(key, everything, n=1, cutoff=0.6)
-    remedy = f"did you mean {near[0]}?" if near else "`meshwright config schema` lists every key"
+    remedy = f"did you mean {' or '.join(near)}?" if near else "`meshwright config schema` lists every key"
     return Problem(f"{key} is not a key", remedy, key)
 
 
@@ -155,7 +155,8 @@ def is_struct(kind: Any) -> TypeGuard[type[msgspec.Struct]]:
     return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
 
 
-def _choices(kind: Any) -> tuple[Any, ...]:
+def choices(kind: Any) -> tuple[Any, ...]:
+    """The values of a type that has few; empty for others."""
     if typing.get_origin(kind) is Literal:
         return typing.get_args(kind)
-    return tuple(choice for part in typing.get_args(kind) for choice in _choices(part))
+    return tuple(choice for part in typing.get_args(kind) for choice in choices(part))

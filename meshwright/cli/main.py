@@ -36,6 +36,7 @@ VERBS = {
     "models": Verb("info", "list the known models"),
     "clusters": Verb("info", "list the cards and networks that a cluster is made of"),
     "config": Verb("info", "show a resolved run, or the schema of run files"),
+    "cache": Verb("cache", "show what is kept from one run to the next, or empty it"),
     "convert": Verb("info", "convert a Hugging Face folder to a Meshwright model, or a trained model to it"),
 }
 

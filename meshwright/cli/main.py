@@ -38,6 +38,8 @@ VERBS = {
     "models": Verb("info", "list the known models"),
     "clusters": Verb("info", "list the cards and networks that a cluster is made of"),
     "config": Verb("info", "show a resolved run, or the schema of run files"),
+    "cache": Verb("cache", "show what is kept from one run to the next, or empty it"),
+    "completion": Verb("completion", "print a script that completes words for bash, zsh or fish"),
     "convert": Verb("info", "convert a Hugging Face folder to a Meshwright model, or a trained model to it"),
 }
 
@@ -100,6 +102,14 @@ def _unknown_verb(word: str) -> str:
     return f"{word} is not a verb; {remedy}"
 
 
+def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
+    """Give a verb's parser its arguments, and the function that answers."""
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+    module = import_module(f"meshwright.cli.{VERBS[name].module}")
+    parser.set_defaults(verb=getattr(module, name))
+    getattr(module, f"add_{name}", lambda parser: None)(parser)
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The verb and its words."""
     given = sys.argv[1:] if arguments is None else list(arguments)
@@ -117,10 +127,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     for name, verb in VERBS.items():
         under = verbs.add_parser(name, help=verb.help, description=verb.help[0].upper() + verb.help[1:] + ".")
         if name == chosen:
-            under.add_argument("--json", action="store_true", help="machine-readable output")
-            module = import_module(f"meshwright.cli.{verb.module}")
-            under.set_defaults(verb=getattr(module, name))
-            getattr(module, f"add_{name}", lambda parser: None)(under)
+            add_arguments(under, name)
     options, rest = parser.parse_known_args(given)
     flags = [word for word in rest if word.startswith("-") or not hasattr(options, "words")]
     if flags:

@@ -13,19 +13,22 @@ from meshwright.config.run import Goal
 from meshwright.hardware.profile import read_profile
 from meshwright.report import run_summary, run_text
 from meshwright.report.plan_charts import Terminal
-from meshwright.report.run_data import FolderFacts, facts
+from meshwright.report.run_data import FolderFacts, facts, runs_in
 from meshwright.report.run_summary import NO_PREDICTION, Given, PredictedFigures, RunReport, Steps, steps_of
 from meshwright.runtime.files import refuse_existing, write_whole
 from meshwright.search.budget import job_of
-from meshwright.spec.problem import InputError
+from meshwright.spec.problem import InputError, Problem
 
 
 def add_report(verb: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
-    verb.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="a run's folder; several are compared")
+    folders = "a run's folder, several to compare, or a folder of runs for a table of them, newest first"
+    verb.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help=folders)
     verb.add_argument("--profile", type=Path, help="predict from this machine profile, as bench --probe wrote it")
     verb.add_argument("--cluster", default="", help="the machines to predict for, like 8xh100")
     verb.add_argument("--page", type=Path, metavar="FILE.html", help="also draw it as one self-contained HTML page")
+    smooth = "of the page's loss curves: weight of their moving average, 0 (as measured) to below 1; default: 0.6"
+    verb.add_argument("--smooth", type=_weight, default=0.6, metavar="WEIGHT", help=smooth)
     verb.add_argument("--force", action="store_true", help="replace a page that is there")
 
 
@@ -33,38 +36,71 @@ def report(options: argparse.Namespace) -> int:
     """Read the folders and report on them."""
     if options.page:
         refuse_existing(options.page, options.force)  # before anything is read
-    found = [facts(folder) for folder in options.folders]
-    reports = []
-    for each in found:
-        measured = steps_of(each)
-        reports.append(run_summary.report(each, measured, _predicted(each, measured, options)))
+    within = [(folder, runs_in(folder)) for folder in options.folders]
+    several = any(inside for _, inside in within)
+    found, unreadable = _read([run for folder, inside in within for run in inside or [folder]], several)
+    given = Given(cluster=options.cluster, profile=read_profile(options.profile) if options.profile else None)
+    runs = [(each, reported(each, given)) for each in found]
     if options.page:
         from meshwright.report.run_charts import run_page
 
-        write_whole(options.page, run_page(list(zip(found, reports, strict=True))), options.force)
-    if len(reports) > 1:
+        write_whole(options.page, run_page(runs, options.smooth), options.force)
+    reports = [shown for _, shown in runs]
+    if several:
+        words.show(options, reports, run_text.overview(reports, words.columns()))
+    elif len(reports) > 1:
         words.show(options, reports, run_text.lines(reports))
     else:
         words.show(options, reports[0], _lines(reports[0], found[0]))
+    for problem in unreadable:
+        print(f"left out: {run_text.plain(problem)}", file=sys.stderr)
     if options.page:
         words.say_to(options.json)(f"page: {options.page}")
     return 0
 
 
-def _predicted(each: FolderFacts, steps: Steps | None, options: argparse.Namespace) -> PredictedFigures:
+def _weight(text: str) -> float:
+    """A share of what is smoothed."""
+    if not 0 <= (weight := float(text)) < 1:
+        raise argparse.ArgumentTypeError("from 0 to below 1")
+    return weight
+
+
+def _read(folders: list[Path], several: bool) -> tuple[list[FolderFacts], list[str]]:
+    """The folders, newest first where they are a folder's; there one that cannot be read is said, and left out."""
+    if not several:
+        return [facts(folder) for folder in folders], []
+    found, unreadable = [], []
+    for folder in folders:
+        try:
+            found.append(facts(folder))
+        except InputError as error:
+            unreadable += map(str, error.problems)
+    if not found:
+        raise InputError([Problem(text, "") for text in unreadable])
+    return sorted(found, key=lambda each: each.updated, reverse=True), unreadable
+
+
+def reported(each: FolderFacts, given: Given) -> RunReport:
+    """One run beside the prediction for its machines, or for those that are stated."""
+    measured = steps_of(each)
+    return run_summary.report(each, measured, _predicted(each, measured, given))
+
+
+def _predicted(each: FolderFacts, steps: Steps | None, given: Given) -> PredictedFigures:
     """The planner's words about exactly this run; a reason where it has none."""
     run, device = each.run, run_summary.device_of(each.environment)
-    given = Given(cluster=options.cluster, profile=read_profile(options.profile) if options.profile else None)
     try:
         found, source = run_summary.machines(device, run.goal, run.plan.world, given)
     except InputError as error:
-        if options.cluster or options.profile:
+        if given != Given():
             raise
         why = "; ".join(map(str, error.problems))
         return PredictedFigures(why_not=why if why.startswith(NO_PREDICTION) else f"{NO_PREDICTION}: {why}")
     job = msgspec.structs.replace(job_of(msgspec.structs.replace(run, goal=Goal())), cluster=found)
-    used = run_summary.utilized(job, device, steps) if steps else None
-    return PredictedFigures(prediction=run_summary.predict(job, device, source), utilized=used)
+    prediction = run_summary.predict(job, device, source)
+    used = run_summary.utilized(job, device, steps) if steps and prediction.here else None
+    return PredictedFigures(prediction=prediction, utilized=used)
 
 
 def _lines(shown: RunReport, found: FolderFacts) -> Iterator[str]:

@@ -107,12 +107,12 @@ def _misfit(key: str, value: Any, kind: Any) -> Iterator[Problem]:
 def _correction(key: str, value: Any, kind: Any) -> str:
     """What to write instead of a value that its key cannot take."""
     is_list = typing.get_origin(kind) is tuple
-    if is_list and isinstance(value, str) and value in _choices(kind):
+    if is_list and isinstance(value, str) and value in choices(kind):
         return f'write {key} = ["{value}"]'
     words = [word for word in (value if isinstance(value, list) else [value]) if isinstance(word, str)]
-    choices = [choice for choice in _choices(kind) if isinstance(choice, str)]
+    named = [choice for choice in choices(kind) if isinstance(choice, str)]
     for word in words:
-        if word not in choices and (near := difflib.get_close_matches(word.lower(), choices, n=1, cutoff=0.4)):
+        if word not in named and (near := difflib.get_close_matches(word.lower(), named, n=1, cutoff=0.4)):
             return f"did you mean {near[0]!r}?"
     if bool in (kind, *typing.get_args(kind)):
         return f"write {key} = true or {key} = false"
@@ -146,7 +146,7 @@ def unknown(key: str, siblings: list[str], value: Any = None) -> Problem:
     near = difflib.get_close_matches(key, siblings, n=1, cutoff=0.6)
     near = near or [other for other in everything if other.rsplit(".", 1)[-1] == last]
     near = near or difflib.get_close_matches(key, everything, n=1, cutoff=0.6)
-    remedy = f"did you mean {near[0]}?" if near else "`meshwright config schema` lists every key"
+    remedy = f"did you mean {' or '.join(near)}?" if near else "`meshwright config schema` lists every key"
     return Problem(f"{key} is not a key", remedy, key)
 
 
@@ -200,7 +200,8 @@ def is_struct(kind: Any) -> TypeGuard[type[msgspec.Struct]]:
     return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
 
 
-def _choices(kind: Any) -> tuple[Any, ...]:
+def choices(kind: Any) -> tuple[Any, ...]:
+    """The values of a type that has few; empty for others."""
     if typing.get_origin(kind) is Literal:
         return typing.get_args(kind)
-    return tuple(choice for part in typing.get_args(kind) for choice in _choices(part))
+    return tuple(choice for part in typing.get_args(kind) for choice in choices(part))

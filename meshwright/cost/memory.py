@@ -40,6 +40,7 @@ from meshwright.cost.layout import (
 )
 from meshwright.cost.rank_view import placement, stage_lengths
 from meshwright.cost.traffic import FIRST
+from meshwright.spec.notebook import html_table
 from meshwright.spec.params import count
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import Kind, Schedule, actions
@@ -104,6 +105,12 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     def reported(self) -> int:
         """The number that the stack's own reports print."""
         return int(getattr(self, self.published))
+
+    def _repr_html_(self) -> str:
+        rows = [(line.label, f"{line.bytes / GIB:.2f}", line.why) for line in self.lines if line.bytes]
+        low, high = (self.shown * bound / GIB for bound in (self.low, self.high))
+        rows.append(("total", f"{self.shown / GIB:.2f}", f"{low:.2f} to {high:.2f} GiB, nine times in ten"))
+        return html_table(f"memory of the most loaded rank, {self.moment}", ("part", "GiB", "why"), rows)
 
 
 class Fit(msgspec.Struct, frozen=True, kw_only=True):

@@ -42,6 +42,8 @@ th, td { text-align: left; padding: .2rem .7rem .2rem 0; border-bottom: 1px soli
 .grid { stroke: var(--line); stroke-width: 1; }
 .axis { stroke: var(--quiet); }
 .front { fill: none; stroke: var(--s0); stroke-width: 1.5; }
+.faint { fill: none; stroke-width: 1; opacity: .3; }
+pre { padding: .6rem; background: var(--idle); font: 13px/1.4 ui-monospace, monospace; white-space: pre-wrap; }
 .dot { fill: var(--quiet); opacity: .6; }
 .best { fill: var(--s0); opacity: 1; }
 .number { font-weight: 600; }

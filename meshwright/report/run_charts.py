@@ -1,47 +1,65 @@
-"""The page of a run, or of several below each other: the report's words, and its pictures."""
+"""The page of a run, or of several with their losses on one chart: words, pictures, sample and run file."""
 
 from collections.abc import Iterator, Sequence
 from html import escape
+
+import msgspec
 
 from meshwright.report import run_summary, run_text, svg
 from meshwright.report.html import document, parts_table, section, table
 from meshwright.report.plan_charts import ChartEntry, StackedBar, short, ticks
 from meshwright.report.run_data import FolderFacts, duration
 from meshwright.report.run_summary import Curve, RunReport
-from meshwright.report.svg import LEFT, RIGHT, ROW, WIDTH
+from meshwright.report.svg import LEFT, RIGHT, ROW, SERIES, WIDTH
 
 HEIGHT = 300.0
 LEFT_EDGE, TOP, BELOW = 70.0, 24.0, 44.0  # margins of a curve
 PAIR = 2 * ROW + 14  # height of a prediction and its measurement
+SMOOTH = 0.6  # the weight of the moving average: what TensorBoard begins with
+Runs = Sequence[tuple[FolderFacts, RunReport]]
 
 
-def run_page(runs: Sequence[tuple[FolderFacts, RunReport]]) -> str:
-    """The whole page; several runs begin with a table of them."""
+def run_page(runs: Runs, weight: float = SMOOTH) -> str:
+    """The whole page; several runs begin with a table of them, and their losses on one chart."""
     title = ", ".join(dict.fromkeys(report.ran.name for _, report in runs))
     if len(runs) == 1:
         facts, report = runs[0]
-        return document(title, list(run_text.what_ran(report))[1:], _sections(facts, report))
+        return document(title, list(run_text.what_ran(report))[1:], _sections(facts, report, weight))
     (_, names), *rows = run_text.cells_of([report for _, report in runs])
-    body = [(name, *cells) for name, cells in rows]
-    sections = [table("the runs side by side", ("", *names), body, shown=True)]
-    for facts, report in runs:
-        sections.append(f"<h1>{escape(report.ran.name)}</h1>")
-        sections += [f"<p>{escape(line)}</p>" for line in run_text.what_ran(report)]
-        sections += _sections(facts, report)
+    sections = [
+        table("the runs", run_text.HEADS, [run_text.overview_row(report) for _, report in runs], shown=True),
+        table("the runs side by side", ("", *names), [(name, *cells) for name, cells in rows]),
+    ]
+    losses = [
+        msgspec.structs.replace(curve, line_name=name)
+        for name, run in zip(names, runs, strict=True)
+        if (curve := _loss(*run)).line
+    ]
+    if losses:
+        sections.append(section("Loss", chart(losses, weight), _legend(losses, weight)))
+    for name, (facts, report) in zip(names, runs, strict=True):
+        inner = "".join(
+            (*(f"<p>{escape(line)}</p>" for line in run_text.what_ran(report)), *_sections(facts, report, weight))
+        )
+        sections.append(f"<details><summary>{escape(name)}</summary>{inner}</details>")
     return document(title, [f"{len(runs)} runs"], sections)
 
 
-def _sections(facts: FolderFacts, report: RunReport) -> Iterator[str]:
-    """The pictures of one run."""
+def _loss(facts: FolderFacts, report: RunReport) -> Curve:
+    return run_summary.loss_curve(facts.kept, report.losses.validation if report.losses else ())
+
+
+def _sections(facts: FolderFacts, report: RunReport, weight: float) -> Iterator[str]:
+    """The pictures of one run, what its model wrote, and its run file."""
     if any(None not in row for row in run_text.comparisons(report)):
         below = "".join(f"<p>{escape(line)}</p>" for line in run_text.reasons(report))
         yield section("Predicted and measured", pair_bars(report), below)
     marks = [(each.last_step, each.ended) for each in report.attempts if each.ended]
     marks += [(each.step, each.text) for each in report.happened]
-    validation = report.losses.validation if report.losses else ()
-    for drawn in (run_summary.loss_curve(facts.kept, validation, marks), run_summary.seconds(facts.kept, marks)):
+    for drawn, smooth in ((_loss(facts, report), weight), (run_summary.seconds(facts.kept), 0.0)):
         if drawn.line:
-            yield section(drawn.title, curve(drawn), _legend(drawn))
+            marked = [msgspec.structs.replace(drawn, marks=tuple(marks))]
+            yield section(drawn.title, chart(marked, smooth), _legend(marked, smooth))
     if report.parts:
         entries = tuple(ChartEntry(name=part.name, value=part.seconds) for part in report.parts if part.seconds > 0)
         spent = StackedBar(title=f"Where the time went: {duration(report.wall_seconds)}", unit="s", entries=entries)
@@ -60,6 +78,9 @@ def _sections(facts: FolderFacts, report: RunReport) -> Iterator[str]:
             for each in report.attempts
         ]
         yield table("every start of the ranks", heads, rows)
+    if report.sample:
+        yield f"<section><h2>Sample</h2><pre>{escape(run_text.visible(report.sample))}</pre></section>"
+    yield f"<details><summary>run.toml</summary><pre>{escape(run_text.visible(facts.text))}</pre></details>"
 
 
 def pair_bars(report: RunReport) -> str:
@@ -83,12 +104,15 @@ def pair_bars(report: RunReport) -> str:
     return svg.drawing(WIDTH, top - 4, "Predicted and measured", "; ".join(described) + ".", parts)
 
 
-def curve(drawn: Curve) -> str:
-    """A line over steps, points beside it, and a mark wherever something happened."""
+def chart(curves: Sequence[Curve], weight: float = 0.0) -> str:
+    """Lines over steps on one pair of axes, points beside them, and a mark wherever something happened.
+
+    With a weight each line is drawn smoothed, over itself as it was, faint.
+    """
     right, bottom = WIDTH - 30, HEIGHT - BELOW
-    steps = [step for step, _ in (*drawn.line, *drawn.points)]
+    steps = [step for each in curves for step, _ in (*each.line, *each.points)]
     first, last = min(steps), max([*steps, min(steps) + 1])
-    low, high = limits(drawn.values)
+    low, high = limits([value for each in curves for value in each.values])
 
     def x(step: float) -> float:
         return LEFT_EDGE + (step - first) / (last - first) * (right - LEFT_EDGE)
@@ -96,6 +120,11 @@ def curve(drawn: Curve) -> str:
     def y(value: float) -> float:
         return bottom - (value - low) / (high - low) * (bottom - TOP)
 
+    def path(pairs: Sequence[tuple[float, float]], **attributes: str) -> str:
+        places = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in pairs)
+        return svg.element("polyline", points=places, **attributes)
+
+    title, unit = curves[0].title, curves[0].unit
     parts = []
     for tick in ticks(high, low, most=5):
         parts.append(svg.line(LEFT_EDGE, y(tick), right, y(tick), class_="grid"))
@@ -103,17 +132,28 @@ def curve(drawn: Curve) -> str:
     whole = [tick for tick in ticks(last, first, most=8) if tick == round(tick)]
     parts += [svg.text(x(tick), bottom + 17, f"{tick:,.0f}", class_="tick middle") for tick in whole]
     parts.append(svg.text(right, bottom + 36, "step", class_="tick end"))
-    parts.append(svg.text(8, 14, drawn.unit or drawn.title, class_="tick"))
-    for step, what in drawn.marks:
+    parts.append(svg.text(8, 14, unit or title, class_="tick"))
+    for step, what in (mark for each in curves for mark in each.marks):
         inner = svg.element("title", escape(f"step {step}: {what}"))
         place = min(max(x(step), LEFT_EDGE), right)
         parts.append(svg.element("line", inner, x1=place, y1=TOP, x2=place, y2=bottom, class_="limit"))
-    places = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in drawn.line)
-    parts.append(svg.element("polyline", points=places, class_="front"))
-    for step, value in drawn.points:
-        inner = svg.element("title", escape(f"{drawn.points_name}, step {step:.0f}: {short(value)} {drawn.unit}"))
-        parts.append(svg.element("circle", inner, cx=x(step), cy=y(value), r=3.0, class_="series-1"))
-    return svg.drawing(WIDTH, HEIGHT, drawn.title, _described(drawn), parts)
+    if weight:
+        parts += [path(each.line, class_="faint", style=_stroke(number)) for number, each in enumerate(curves)]
+    for number, each in enumerate(curves):
+        line = run_summary.smoothed(each.line, weight) if weight else each.line
+        parts.append(path(line, class_="front", style=_stroke(number)))
+        for step, value in each.points:
+            words = f"{each.points_name}, step {step:.0f}: {short(value)} {unit}"
+            inner = svg.element("title", escape(f"{each.line_name}: {words}" if len(curves) > 1 else words))
+            colour = f"series-{number % SERIES if len(curves) > 1 else 1}"
+            parts.append(svg.element("circle", inner, cx=x(step), cy=y(value), r=3.0, class_=colour))
+    return svg.drawing(WIDTH, HEIGHT, title, " ".join(map(_described, curves)), parts)
+
+
+def _stroke(number: int) -> str:
+    """The colour of a line; where there are more lines than colours, the next ones are dashed."""
+    dashes = f"; stroke-dasharray: {6 * (number // SERIES)} 3" if number >= SERIES else ""
+    return f"stroke: var(--s{number % SERIES}){dashes}"
 
 
 def limits(values: Sequence[float]) -> tuple[float, float]:
@@ -132,12 +172,18 @@ def _described(drawn: Curve) -> str:
     return words + (points if drawn.points else "") + (f"; {marks}" if marks else "") + "."
 
 
-def _legend(drawn: Curve) -> str:
-    names = [f'<li><i style="background: var(--s0)"></i>{escape(drawn.line_name)}</li>']
-    if drawn.points:
-        names.append(f'<li><i style="background: var(--s1)"></i>{escape(drawn.points_name)}</li>')
-    events = ""
-    if drawn.marks:
-        names.append('<li><i style="background: var(--strong)"></i>event (hover for details)</li>')
-        events = table("events", ("step", "event"), [(f"{step:,}", what) for step, what in drawn.marks])
-    return f'<ul class="legend">{"".join(names)}</ul>{events}'
+def _legend(curves: Sequence[Curve], weight: float) -> str:
+    """What is drawn how, and below it the events to read."""
+    names = [
+        f'<li><i style="background: var(--s{number % SERIES})"></i>{escape(each.line_name)}</li>'
+        for number, each in enumerate(curves)
+    ]
+    points = sorted({each.points_name for each in curves if each.points})
+    if len(curves) == 1:
+        names += [f'<li><i style="background: var(--s1)"></i>{escape(name)}</li>' for name in points]
+    else:
+        names += [f"<li>points: {escape(name)}</li>" for name in points]
+    names += [f"<li>faint: as measured; strong: its moving average (--smooth {weight:g})</li>"] if weight else []
+    events = [(f"{step:,}", what) for each in curves for step, what in each.marks]
+    names += ['<li><i style="background: var(--strong)"></i>event (hover for details)</li>'] if events else []
+    return f'<ul class="legend">{"".join(names)}</ul>{table("events", ("step", "event"), events) if events else ""}'

@@ -23,7 +23,6 @@ RUN, NAME = "run.toml", "steps.rank*.jsonl"
 REMEDY = "give the folder of a run: `meshwright train` says where it is, runs/NAME-DIGEST by default"
 ELSEWHERE = ("init.from=", "init.optimizer_state=false")  # where the weights came from need not be there any more
 CHANGED = "{} shows that run.toml changed between sessions: steps of the last session are measured, memory of all"
-MOST_NAMED = 12  # runs of a folder of runs
 LOCKS = Path("/proc/locks")
 HELD_BY = re.compile(r"process (\d+) on (\S+) since (.+)")
 State = Literal["done", "going", "ended"]
@@ -93,6 +92,9 @@ class FolderFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     path: Path
     run: Run
+    text: str  # of run.toml
+    sample: str  # what the trained model wrote, as its summary has it; empty: there is none
+    updated: float  # when the last record was written, or run.toml where there is none: seconds since the epoch
     changed: bool  # between sessions: the plan may have been another before
     environment: dict[str, Any]  # of env.json; empty where there is none
     finished: bool  # there is a summary, which is the last thing that a run writes
@@ -112,7 +114,7 @@ def facts(path: Path) -> FolderFacts:
     """Read a run's folder. What is no run folder is the user's mistake; what is damaged is noted, and left out."""
     _check(path)
     notes: list[str] = []
-    run = _run(path / RUN, notes)
+    run, text = _run(path / RUN, notes)
     files = rank_files(path)
     witness = min(files, default=None)
     lines = read(files[witness]) if witness is not None else RankRecords(records=[])
@@ -122,12 +124,17 @@ def facts(path: Path) -> FolderFacts:
     notes += [CHANGED.format(changed[-1])] if changed else []
     notes += _missing_records(run.plan.world, witness, ranks, lines)
     environment = _json(path / "env.json", dict[str, Any], notes, "device and torch are not known")
+    summary: dict[str, Any] = {}
     if finished := (path / "summary.json").exists():
-        _json(path / "summary.json", dict[str, Any], notes, "how it ended is read from the records")
+        summary = _json(path / "summary.json", dict[str, Any], notes, "how it ended is read from the records") or {}
+    updated = (files[witness] if witness is not None else path / RUN).stat().st_mtime
     saved = [entry.name.removeprefix("step-") for entry in path.glob("checkpoints/step-*")]
     return FolderFacts(
         path=path,
         run=run,
+        text=text,
+        sample=sample if isinstance(sample := summary.get("sample"), str) else "",
+        updated=updated,
         changed=bool(changed),
         environment=environment or {},
         finished=finished,
@@ -139,9 +146,16 @@ def facts(path: Path) -> FolderFacts:
         ends=_ends(path, notes),
         saved=tuple(sorted(int(name) for name in saved if name.isdecimal())),
         owner=owner(path / "lock"),
-        silent_seconds=max(time.time() - files[witness].stat().st_mtime, 0.0) if witness is not None else None,
+        silent_seconds=max(time.time() - updated, 0.0) if witness is not None else None,
         notes=tuple(notes),
     )
+
+
+def runs_in(path: Path) -> list[Path]:
+    """The folders of a folder of runs; none where it is a run's folder itself, or holds no run."""
+    inside = sorted(entry.parent for entry in path.glob(f"*/{RUN}"))
+    is_run = (path / RUN).is_file() and (rank_files(path) or (path / "logs").exists())
+    return [] if is_run else inside
 
 
 def rank_files(folder: Path) -> dict[int, Path]:
@@ -259,20 +273,17 @@ def _check(path: Path) -> None:
     if not path.is_dir():
         remedy = f"give its folder, {path.parent}" if (path.parent / RUN).is_file() else REMEDY
         raise InputError([Problem(f"{path} is a file", remedy)])
-    inside = sorted(entry.parent.name for entry in path.glob(f"*/{RUN}"))
-    is_run = (path / RUN).is_file()
-    if inside and not (is_run and (rank_files(path) or (path / "logs").exists())):
-        named = ", ".join(inside[:MOST_NAMED]) + (f" and {len(inside) - MOST_NAMED} more" * (len(inside) > MOST_NAMED))
-        raise InputError([Problem(f"{path} is a folder of runs: {named}", f"name one: {path / inside[0]}")])
-    if not is_run:
+    if not (path / RUN).is_file():
         what = "is empty" if not any(path.iterdir()) else f"is not a run's folder: it has no {RUN}"
         raise InputError([Problem(f"{path} {what}", REMEDY)])
 
 
-def _run(file: Path, notes: list[str]) -> Run:
-    """The run as it was decided. What today's rules would refuse was run all the same, and is only noted."""
+def _run(file: Path, notes: list[str]) -> tuple[Run, str]:
+    """The run as it was decided, and the text of its file. What today's rules would refuse was run, and is noted."""
+    text = ""
     try:
-        tomllib.loads(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
+        tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         older = [each.name for each in earlier(file.parent)]
         remedy = "restore it from a copy" + (f"; {older[-1]} beside it is how it was before" if older else "")
@@ -283,7 +294,7 @@ def _run(file: Path, notes: list[str]) -> Run:
     if loaded is None:
         raise InputError(problems)
     notes += [problem.text for problem in problems]
-    return loaded.run
+    return loaded.run, text
 
 
 def earlier(path: Path) -> list[Path]:

@@ -24,6 +24,7 @@ from meshwright.report.run_data import FolderFacts, RankSeen, Standing, Standing
 from meshwright.runtime.failure import Failure
 from meshwright.runtime.records import AttemptRecord, EndRecord, EvalRecord, EventRecord, Record, StepRecord
 from meshwright.spec.arch import Arch
+from meshwright.spec.notebook import html_table
 from meshwright.spec.params import count
 from meshwright.spec.problem import InputError, Problem
 
@@ -73,6 +74,7 @@ class Losses(msgspec.Struct, frozen=True, kw_only=True):
     mean: float  # of the last steps, those that are finite
     mean_of: int
     validation: tuple[EvalLoss, ...]
+    best: EvalLoss | None  # the lowest of them
     skipped: int  # steps whose gradient was not finite: the weights were left alone
     spikes: int  # as the run itself saw them
 
@@ -135,6 +137,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_second: float
     mfu: float | None
     peak_bytes: int | None  # of the most loaded rank; None: what was measured is not comparable
+    here: bool = True  # for the machines that the run ran on, as far as anybody knows
 
 
 class PredictedUtilization(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,6 +160,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int  # positions in one step
     steps: int  # that were asked for
     step: int  # that was reached
+    data: str  # what it learnt from
 
 
 class RunReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,6 +168,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: Literal["report"] = "report"
     folder: str
+    updated: float  # when the last record was written: seconds since the epoch
     ran: RunFacts
     standing: Standing
     steps: Steps | None
@@ -178,6 +183,17 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     saves: Saves
     ranks: tuple[RankSeen, ...]
     notes: tuple[str, ...]
+    sample: str  # what the trained model wrote
+
+    def _repr_html_(self) -> str:
+        from meshwright.report import run_text  # which is made of this module's values
+
+        ran = zip(run_text.HEADS, run_text.overview_row(self), strict=True)
+        compared = (
+            (name, f"{run_text.shown(name, measured)} (predicted {run_text.shown(name, predicted)})")
+            for name, predicted, measured in run_text.comparisons(self)
+        )
+        return html_table(f"report on {self.folder}", ("", ""), {**dict(ran), **dict(compared)}.items())
 
 
 class PredictedFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -210,6 +226,7 @@ def report(facts: FolderFacts, measured: Steps | None, predicted: PredictedFigur
     device, torch = (facts.environment.get(name) for name in ("device", "torch"))
     return RunReport(
         folder=str(facts.path),
+        updated=facts.updated,
         ran=RunFacts(
             name=run.name,
             model=model_words(run.arch),
@@ -221,6 +238,7 @@ def report(facts: FolderFacts, measured: Steps | None, predicted: PredictedFigur
             tokens=run.tokens,
             steps=run.steps,
             step=kept[-1].step if kept else 0,
+            data=" + ".join(f"{each.weight:g} × {each.source}" for each in run.data.mix) or run.data.source,
         ),
         standing=standing(_evidence(facts, measured)),
         steps=measured,
@@ -235,6 +253,7 @@ def report(facts: FolderFacts, measured: Steps | None, predicted: PredictedFigur
         saves=saves(facts.records, facts.saved),
         ranks=facts.ranks,
         notes=facts.notes,
+        sample=facts.sample,
     )
 
 
@@ -313,6 +332,7 @@ def losses(records: Sequence[Record], kept: Sequence[StepRecord]) -> Losses | No
         return None
     tail = kept[-min(LAST, max(len(kept) // 10, 1)) :]
     finite = [step.loss for step in tail if math.isfinite(step.loss)]
+    evals = validation(records)
     return Losses(
         first=kept[0].loss,
         first_step=kept[0].step,
@@ -320,7 +340,8 @@ def losses(records: Sequence[Record], kept: Sequence[StepRecord]) -> Losses | No
         last_step=kept[-1].step,
         mean=fmean(finite) if finite else math.nan,
         mean_of=len(finite),
-        validation=validation(records),
+        validation=evals,
+        best=min((each for each in evals if math.isfinite(each.loss)), key=lambda each: each.loss, default=None),
         skipped=sum(step.skipped for step in kept),
         spikes=sum(isinstance(record, EventRecord) and record.what == "spike" for record in records),
     )
@@ -494,7 +515,14 @@ def predict(job: Job, device: str, source: str) -> Prediction:
         mfu=found.mfu if job.cluster.gpu.peak(job.plan.precision) else None,
         # A process on a CPU holds Python and torch as well, which the ledger of tensors knows nothing of.
         peak_bytes=None if device == CPU else worst(job).allocated,
+        here=_ran_on(device, job.cluster),
     )
+
+
+def _ran_on(device: str, machines: Cluster) -> bool:
+    """Whether a prediction may be held against the run: not one for other machines than it ran on."""
+    card, name = recognised(device, catalogue().cards), machines.gpu.name
+    return name == card or name not in catalogue().cards or (card is None and device != CPU)
 
 
 def utilized(job: Job, device: str, steps: Steps) -> PredictedUtilization | None:
@@ -506,9 +534,7 @@ def utilized(job: Job, device: str, steps: Steps) -> PredictedUtilization | None
     return PredictedUtilization(mfu=utilization(steps.flops, steps.seconds, peak), of=SHEET if known else FASTEST)
 
 
-def loss_curve(
-    kept: Sequence[StepRecord], validation: Iterable[EvalLoss], marks: Iterable[tuple[int, str]] = ()
-) -> Curve:
+def loss_curve(kept: Sequence[StepRecord], validation: Iterable[EvalLoss]) -> Curve:
     """The loss of every step, and those on what is never trained on."""
     finite = [(float(step.step), step.loss) for step in kept if math.isfinite(step.loss)]
     return Curve(
@@ -518,11 +544,19 @@ def loss_curve(
         line_name="training",
         points=tuple((float(each.step), each.loss) for each in validation if math.isfinite(each.loss)),
         points_name="validation",
-        marks=tuple(marks),
     )
 
 
-def seconds(kept: Sequence[StepRecord], marks: Iterable[tuple[int, str]] = ()) -> Curve:
+def smoothed(pairs: Sequence[tuple[float, float]], weight: float) -> Pairs:
+    """The exponential moving average: each point counts `weight` times as much as the one after it."""
+    found, total, of = [], 0.0, 0.0
+    for step, value in pairs:
+        total, of = weight * total + value, weight * of + 1.0
+        found.append((step, total / of))
+    return found
+
+
+def seconds(kept: Sequence[StepRecord]) -> Curve:
     """The seconds of every step: their median as a line, the slowest of each neighbourhood as points."""
     pairs = [(float(step.step), step.seconds) for step in kept]
     slow = thinned(pairs, MOST // 4, max) if len(pairs) > MOST else []
@@ -533,7 +567,6 @@ def seconds(kept: Sequence[StepRecord], marks: Iterable[tuple[int, str]] = ()) -
         line_name="a step" if len(pairs) <= MOST else "median of neighbours",
         points=tuple(slow),
         points_name="slowest of neighbours",
-        marks=tuple(marks),
     )
 
 

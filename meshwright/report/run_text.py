@@ -1,6 +1,7 @@
 """A run's report in text: short sections one below the other, several runs as a table, the loss drawn."""
 
 import math
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean, median
 
@@ -17,6 +18,18 @@ COLUMNS, WIDTH = 26, 22  # columns of a comparison: of the first and of every ot
 ROWS, LEFT = 8, 10  # of the drawn loss, and columns beside it
 LEAST = 3  # steps that are worth drawing
 FULLER = 1.02  # × the least loaded rank's memory, from where on ranks differ
+LEAST_COUNTED = 5  # steps of a run from where on their median says how fast it is
+HEADS = ("run", "model", "steps", "last loss", "best validation", "tokens/s", "MFU %", "state", "last record", "plan")
+NARROW = (
+    "plan",
+    "model",
+    "MFU %",
+    "last record",
+    "best validation",
+)  # columns that a narrow terminal lacks, first to go
+LEAST_PLAN = 20  # letters of a plan that are worth showing
+LONGEST = {"run": 28, "model": 24, "state": 28}  # letters of a cell; plans stand last, as long as there is room
+STATES = {"done": "finished", "going": "running"}
 LABELS = {"not-finite": "not finite"}  # of events whose name is not a word
 
 
@@ -43,7 +56,8 @@ def beside_prediction(report: RunReport) -> Iterator[str]:
     yield f"{'Prediction and measurement':<27}{'predicted':>11}{'measured':>12}{'difference':>12}"
     for name, predicted, measured in comparisons(report):
         figures = [shown(name, value) for value in (predicted, measured)]
-        yield f"  {name:<24}{figures[0]:>12}{figures[1]:>12}{difference(predicted, measured):>12}".rstrip()
+        apart = difference(predicted, measured) if comparable(report, name) else ""
+        yield f"  {name:<24}{figures[0]:>12}{figures[1]:>12}{apart:>12}".rstrip()
     yield from (f"  {words}" for words in reasons(report))
 
 
@@ -60,10 +74,20 @@ def reasons(report: RunReport) -> Iterator[str]:
         return
     interval = f"interval {short(prediction.low_seconds)} to {short(prediction.high_seconds)} s/step"
     yield f"predicted from {plain(prediction.source)}: {interval}"
+    if not prediction.here:
+        yield "difference: none, since the prediction is for other machines than the run ran on"
+    elif steps.counted < LEAST_COUNTED:
+        yield f"difference: of memory alone, since fewer than {LEAST_COUNTED} steps were measured"
     if report.utilized:
         yield f"MFU: of {report.utilized.of}"
     if prediction.peak_bytes is None:
         yield "memory: of the whole process, with Python and torch; the prediction is of tensors alone"
+
+
+def comparable(report: RunReport, name: str) -> bool:
+    """Whether a measurement may be held against its prediction: by machines, and by enough steps."""
+    enough = report.steps is not None and report.steps.counted >= LEAST_COUNTED
+    return report.prediction is not None and report.prediction.here and (enough or name == "peak GiB")
 
 
 def comparisons(report: RunReport) -> list[tuple[str, float | None, float | None]]:
@@ -88,10 +112,13 @@ def shown(name: str, value: float | None) -> str:
 
 
 def difference(first: float | None, other: float | None) -> str:
-    """By how much the other is above the first."""
+    """By how much the other is above the first, in percent; where that would be many times as much, the factor."""
     if first is None or other is None or not first or other != other or first != first:
         return ""
-    return f"{other / first - 1:+.1%}"
+    ratio = other / first
+    if not 0.1 < ratio < 10:
+        return f"{ratio:.3g}×"
+    return f"{ratio - 1:+.1%}".replace("-0.0%", "+0.0%")
 
 
 def of_losses(report: RunReport) -> Iterator[str]:
@@ -175,6 +202,14 @@ def of_ranks(report: RunReport) -> Iterator[str]:
         yield from lines
 
 
+def visible(text: str) -> str:
+    """Lines as they are, but what would speak to a terminal, or not be seen, by its escape: the words of a model."""
+    return "".join(
+        letter if letter.isprintable() or letter == "\n" else letter.encode("unicode_escape").decode()
+        for letter in text.replace("\t", "    ")
+    )
+
+
 def plain(text: str) -> str:
     """One line, and nothing that speaks to the terminal: folders and names are other people's words."""
     return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
@@ -197,7 +232,7 @@ def lines(reports: Sequence[RunReport]) -> Iterator[str]:
 
 
 def cells_of(reports: Sequence[RunReport]) -> Iterator[tuple[str, list[str]]]:
-    """Every row: words as they are, figures with their difference to the first."""
+    """Every row: words as they are, figures with their difference to the first, where both are of the same kind."""
     yield "", [plain(each.folder.rstrip("/").rpartition("/")[2]) for each in reports]
     yield "state", [each.standing.state for each in reports]
     yield "parameters", [f"{each.ran.parameters:,}" for each in reports]
@@ -205,10 +240,31 @@ def cells_of(reports: Sequence[RunReport]) -> Iterator[tuple[str, list[str]]]:
     yield "steps", [f"{each.ran.step:,} of {each.ran.steps:,}" for each in reports]
     for name, values in rows(reports):
         if any(value is not None for value in values):
-            first, *others = values
-            apart = [(other, difference(first, other)) for other in others]
-            beside = [f"{_figure(name, other)} {f'({by})' if by else '':>9}" for other, by in apart]
-            yield name, [_figure(name, first), *beside]
+            apart = [_apart(name, (reports[0], values[0]), other) for other in zip(reports, values, strict=True)]
+            beside = [f"{_figure(name, value)} {by:>9}" for value, by in zip(values[1:], apart[1:], strict=True)]
+            yield name, [_figure(name, values[0]), *beside]
+
+
+def _apart(name: str, first: tuple[RunReport, float | None], other: tuple[RunReport, float | None]) -> str:
+    """The difference of two runs, in brackets; "" where it would mean nothing.
+
+    Counts and shares have none. A loss is held against another of the same data after as many steps, seconds and memory
+    of a step against those of an equally large model and batch, and a whole run's time against that of as many steps.
+    """
+    (one, before), (two, now) = first, other
+    if before is None or now is None or name in ("steps skipped", "goodput %", "attempts"):
+        return ""
+    as_far, as_large = one.ran.step == two.ran.step, one.ran.parameters == two.ran.parameters
+    if "loss" in name:
+        apart = f"{now - before:+.4f}"
+        return f"({apart})" if as_far and one.ran.data == two.ran.data and math.isfinite(now - before) else ""
+    alike = as_large and (one.ran.tokens == two.ran.tokens or name.endswith(("tokens/s", "MFU %")))
+    if name == "wall seconds":
+        alike = alike and as_far
+    elif not name.startswith("  predicted") and name != "peak GiB":
+        alike = alike and all(each.steps and each.steps.counted >= LEAST_COUNTED for each in (one, two))
+    by = difference(before, now) if alike else ""
+    return f"({by})" if by else ""
 
 
 def rows(reports: Sequence[RunReport]) -> Iterator[tuple[str, list[float | None]]]:
@@ -221,6 +277,7 @@ def rows(reports: Sequence[RunReport]) -> Iterator[tuple[str, list[float | None]
     yield "last loss", [each.last if each else None for each in losses]
     yield "mean last loss", [each.mean if each else None for each in losses]
     yield "validation loss", [each.validation[-1].loss if each and each.validation else None for each in losses]
+    yield "best validation loss", [each.best.loss if each and each.best else None for each in losses]
     yield "steps skipped", [each.skipped if each else None for each in losses]
     yield "wall seconds", [each.wall_seconds or None for each in reports]
     yield "goodput %", [each.parts[0].share * 100 if each.parts else None for each in reports]
@@ -231,6 +288,51 @@ def _figure(name: str, value: float | None) -> str:
     if value is None:
         return "–"
     return loss_words(value) if "loss" in name else shown(name.removeprefix("  predicted "), value)
+
+
+def overview(reports: Sequence[RunReport], columns: int | None) -> Iterator[str]:
+    """A line for each run of a folder of runs; a narrow terminal is spared the columns that matter least."""
+    rows = [dict(zip(HEADS, overview_row(each), strict=True)) for each in reports]
+    cut = [{name: _cut(text, LONGEST.get(name)) for name, text in row.items()} for row in rows]
+    widths = {name: max(len(name), *(len(row[name]) for row in cut)) for name in HEADS}
+    left_out = []
+    while columns and len(left_out) < len(NARROW) and sum(widths.values()) + 2 * len(widths) - 2 > columns:
+        if not left_out:  # the plan may be cut before it goes
+            widths["plan"] -= min(sum(widths.values()) + 2 * len(widths) - 2 - columns, widths["plan"])
+            if widths["plan"] >= LEAST_PLAN:
+                break
+        left_out.append(NARROW[len(left_out)])
+        del widths[left_out[-1]]
+    for row in ({name: name for name in HEADS}, *cut):
+        yield "  ".join(f"{_cut(row[name], width):{_side(name)}{width}}" for name, width in widths.items()).rstrip()
+    if left_out:
+        yield f"too narrow for {', '.join(left_out)}: a wider terminal, a pipe or --page shows them"
+
+
+def overview_row(report: RunReport) -> tuple[str, ...]:
+    """A run in a line, by HEADS."""
+    ran, standing, losses, steps = report.ran, report.standing, report.losses, report.steps
+    best = losses.best if losses else None
+    return (
+        plain(report.folder.rstrip("/").rpartition("/")[2]),
+        ran.model,
+        f"{ran.step:,} of {ran.steps:,}",
+        loss_words(losses.last) if losses else "–",
+        f"{best.loss:.4f}" if best else "–",
+        shown("tokens/s", steps.tokens_per_second if steps else None),
+        shown("MFU %", report.utilized.mfu * 100 if report.utilized else None),
+        STATES.get(standing.state) or plain(standing.words.partition(",")[0]),
+        time.strftime("%Y-%m-%d %H:%M", time.localtime(report.updated)),
+        ran.plan,
+    )
+
+
+def _side(name: str) -> str:
+    return "<" if name in ("run", "model", "state", "plan") else ">"
+
+
+def _cut(text: str, letters: int | None) -> str:
+    return text if letters is None or len(text) <= letters else f"{text[: letters - 1]}…"
 
 
 def losses(kept: Sequence[StepRecord], validation: Iterable[EvalLoss], screen: Terminal) -> Iterator[str]:

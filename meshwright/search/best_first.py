@@ -26,7 +26,9 @@ from meshwright.search.bounds import (
     lacking,
 )
 from meshwright.search.question import Question, variants
+from meshwright.spec.notebook import html_table
 from meshwright.spec.plan import FIELDS, Plan
+from meshwright.spec.units import GIB
 
 TOLD_APART = 0.02  # the same run measured twice differs by this much at best
 
@@ -60,6 +62,30 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def seconds_per_token(self) -> float:
         return self.price.seconds / (self.plan.batch * self.job.sequence)
+
+    def _repr_html_(self) -> str:
+        return Candidates((self,))._repr_html_() + self.ledger._repr_html_()
+
+
+class Candidates(tuple[Candidate, ...]):
+    """Plans beside each other, which a notebook shows as a table."""
+
+    def _repr_html_(self) -> str:
+        heads = ("plan", "s/step", "tokens/s", "MFU", "GiB per GPU", "headroom GiB", "fits")
+        return html_table(f"{len(self)} plans" if len(self) != 1 else "1 plan", heads, map(_cells, self))
+
+
+def _cells(each: Candidate) -> tuple[str, ...]:
+    price, fit = each.price, each.fit
+    return (
+        str(each.plan),
+        f"{price.seconds:.3g} ({price.low_seconds:.3g} to {price.high_seconds:.3g})",
+        f"{price.tokens_per_second_per_gpu * each.plan.world:,.0f}",
+        f"{price.mfu:.1%}" if price.mfu else "–",
+        f"{each.peak_bytes / GIB:.1f}",
+        f"{fit.headroom_bytes / GIB:.1f}",
+        "yes" if fit.fits else f"no: {fit.why}",
+    )
 
 
 class SearchCounts(msgspec.Struct, frozen=True, kw_only=True):

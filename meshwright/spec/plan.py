@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from meshwright.spec.arch import Arch
+from meshwright.spec.notebook import html_table
 from meshwright.spec.params import params
 from meshwright.spec.problem import Problem
 from meshwright.spec.schedule import Schedule
@@ -92,6 +93,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def __str__(self) -> str:
         """The plan as a person would write it: what is neutral is left out."""
         return " ".join(text for field in FIELDS if (text := field.text(self)))
+
+    def _repr_html_(self) -> str:
+        used = [field for field in FIELDS if self.uses(field.name) or field.shown == "always"]
+        rows = [(field.name, str(getattr(self, field.name)), field.help) for field in used]
+        return html_table(f"plan of {self.world} ranks", ("field", "value", "meaning"), rows)
 
 
 class PlanField(msgspec.Struct, frozen=True):

@@ -18,7 +18,7 @@ from commands import script
 from meshwright.cli import env, main
 from meshwright.cli.options import target as target_of
 from meshwright.cli.query import put
-from meshwright.config import load, presets, schema
+from meshwright.config import explain, load, presets, schema
 from meshwright.config.huggingface import config_of
 from meshwright.config.run import Run, Source
 from meshwright.cost.layout import states, total
@@ -93,7 +93,7 @@ def resolve(words: list[str]) -> None:
         if options.price is None and options.largest != "model":
             assert put(options).question
         return
-    if words[0] in ("train", "config", "plan"):
+    if words[0] in ("train", "plan") or words[:2] == ["config", "show"]:
         target, overrides = target_of(options.words)
         if target in presets.preset_names():
             target, overrides = None, [f"arch.preset={target}", *overrides]
@@ -235,9 +235,9 @@ def test_every_key_of_a_run_file_is_on_its_page():
 
 
 def test_no_key_is_explained_twice():
-    commented = {key for key in pages.SAID if _comment(key)}
+    commented = {key for key in explain.SAID if _comment(key)}
     assert not commented, "these have a comment now: take them out of SAID"
-    assert set(pages.SAID) | set(pages.DERIVED) <= {*schema.every_key(), *(f"data.mix.{name}" for name in MIX)}
+    assert set(explain.SAID) | set(explain.DERIVED) <= {*schema.every_key(), *(f"data.mix.{name}" for name in MIX)}
 
 
 MIX = [field.encode_name for field in msgspec.structs.fields(Source)]
@@ -250,7 +250,7 @@ def _comment(key: str) -> str:
     for section in sections:
         kind = next(field.type for field in msgspec.structs.fields(struct) if field.encode_name == section)
         struct = Source if section == "mix" else kind
-    return pages.commented(struct).get(name, "")
+    return explain.commented(struct).get(name, "")
 
 
 def named_files(page: str) -> list[str]:

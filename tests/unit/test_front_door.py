@@ -1,4 +1,4 @@
-"""`import meshwright`: nine names, imported when they are used, whatever else was imported before."""
+"""`import meshwright`: ten names, imported when they are used, whatever else was imported before."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ from meshwright.cost.job import Job
 from meshwright.hardware.cluster import Cluster, cluster
 from meshwright.spec.problem import InputError
 
-NAMES = {"Arch", "Plan", "Run", "Cluster", "load", "price", "search", "train", "parity"}
+NAMES = {"Arch", "Plan", "Run", "Cluster", "load", "price", "report", "search", "train", "parity"}
 WORDS = ("arch.preset=gpt2", "sequence=1024", "batch=8", "plan.shard=8", "plan.zero=3", "plan.precision=bf16")
 
 
@@ -25,8 +25,8 @@ before = set(sys.modules)
 import meshwright
 new = {name for name in set(sys.modules) - before if name.startswith("meshwright") or name == "typing"}
 assert new == {"meshwright"}, new
-from meshwright import Arch, Cluster, Plan, Run, load, parity, price, search, train
-assert callable(train) and callable(search) and callable(parity)
+from meshwright import Arch, Cluster, Plan, Run, load, parity, price, report, search, train
+assert callable(train) and callable(search) and callable(parity) and callable(report)
 assert "torch" not in sys.modules and "numpy" not in sys.modules
 """)
 

@@ -1,12 +1,16 @@
 import json
+import os
 import re
 import subprocess
 import sys
 
+import msgspec
 import pytest
 from folders import H100, attempt, run_folder, step, usual
 
 from meshwright.cli import main
+from meshwright.report.run_summary import RunReport
+from meshwright.report.run_text import HEADS, difference, overview
 from meshwright.runtime.failure import Failure, write
 from meshwright.runtime.records import EndRecord, EventRecord, line
 
@@ -31,8 +35,8 @@ def test_a_finished_run_is_told_in_short_sections(capsys, tmp_path):
     assert re.search(r"ran on +2 × NVIDIA H100 80GB HBM3, nccl; torch 2.13.0", text)
     assert re.search(r"steps +12 of 12, 128 tokens each", text)
     assert re.search(r"state +finished", text)
-    assert re.search(r"s/step +0\.\d+ +0\.5 +\+[\d.]+%", text)
-    assert re.search(r"peak GiB +0\.\d+ +1 +\+[\d.]+%", text)
+    assert re.search(r"s/step +0\.\d+ +0\.5 +[\d.]+×", text)
+    assert re.search(r"peak GiB +0\.\d+ +1 +[\d.]+×", text)
     assert "predicted from the catalogue's h100" in text
     assert "MFU: of the data sheet's peak" in text
     assert re.search(r"validation +0.7500 at step 12", text)
@@ -166,8 +170,98 @@ def test_machines_that_are_wrong_are_one_sentence(capsys, tmp_path, words):
 
 def test_bad_folders_are_one_sentence_with_the_remedy(capsys, tmp_path):
     assert "there is no folder" in refused(capsys, tmp_path / "none")
-    run_folder(tmp_path / "runs" / "mine")
-    assert f"is a folder of runs: mine; name one: {tmp_path / 'runs' / 'mine'}" in refused(capsys, tmp_path / "runs")
+    (tmp_path / "empty").mkdir()
+    assert "is empty; give the folder of a run" in refused(capsys, tmp_path / "empty")
+    with pytest.raises(SystemExit):
+        main.main(["report", str(tmp_path), "--smooth", "1"])
+    assert "from 0 to below 1" in capsys.readouterr().err
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """A folder of runs: one finished, one cut short, one damaged, and something else."""
+    old = run_folder(tmp_path / "runs" / "old", device=H100)
+    for file in old.glob("steps.rank*"):
+        os.utime(file, (1e9, 1e9))
+    cut = run_folder(tmp_path / "runs" / "cut", usual()[:4], "steps=3000", finished=False)
+    with (cut / "steps.rank0.jsonl").open("ab") as file:
+        file.write(line(EndRecord(step=3, at=105.0)))
+    (run_folder(tmp_path / "runs" / "bad") / "run.toml").write_text("steps = = 3")
+    (tmp_path / "runs" / "notes").mkdir()
+    return tmp_path / "runs"
+
+
+def test_a_folder_of_runs_is_a_table_newest_first(capsys, runs):
+    assert main.main(["report", str(runs)]) == 0
+    said = capsys.readouterr()
+    heads, cut, old = said.out.splitlines()
+    assert [head for head in HEADS if head not in heads] == []
+    assert re.match(
+        r"cut +tiny +3 of 3,000 +2.0000 +– +256 +– +stopped by SIGTERM +\d{4}-\d\d-\d\d \d\d:\d\d +replicate=2", cut
+    )
+    assert re.match(r"old +tiny +12 of 12 +0.5000 +0.7500 +256 +[\d.e-]+ +finished +2001-09-09 ", old)
+    (left_out,) = said.err.splitlines()
+    assert left_out.startswith("left out: ")
+    assert "bad/run.toml is damaged" in left_out
+
+
+def test_a_folder_of_runs_for_a_program_and_as_a_page(capsys, runs, tmp_path):
+    found = json.loads(told(capsys, runs, "--json"))
+    assert [each["ran"]["step"] for each in found] == [3, 12]
+    assert [each["losses"]["best"] for each in found] == [None, {"step": 12, "loss": 0.75}]
+    assert found[0]["updated"] > found[1]["updated"] == 1e9
+    told(capsys, runs, "--page", tmp_path / "page.html", "--smooth", "0.8")
+    assert "(--smooth 0.8)" in (tmp_path / "page.html").read_text()
+
+
+def test_a_folder_of_damaged_runs_alone_is_a_mistake(capsys, tmp_path):
+    (run_folder(tmp_path / "runs" / "bad") / "run.toml").write_text("steps = = 3")
+    assert "bad/run.toml is damaged" in refused(capsys, tmp_path / "runs")
+
+
+@pytest.mark.parametrize("columns", [60, 80, 140])
+def test_a_terminal_is_not_overflowed_by_the_table(capsys, runs, columns):
+    assert main.main(["report", str(runs), "--json"]) == 0
+    found = msgspec.json.decode(capsys.readouterr().out, type=list[RunReport], strict=False)
+    lines = list(overview(found, columns))
+    assert all(len(each) <= columns for each in lines if not each.startswith("too narrow"))
+    assert ("too narrow for plan" in lines[-1]) == (columns < 140)
+    assert all(re.match(r"(cut|old) .* of ", each) for each in lines[1:3])
+
+
+def test_differences_are_shown_where_they_mean_something(capsys, tmp_path):
+    killed = [attempt(101.0), *usual()[1:7], attempt(110.0, step=4, number=2), *usual()[5:]]
+    run_folder(tmp_path / "whole")
+    run_folder(tmp_path / "killed", killed)
+    run_folder(tmp_path / "cut", usual()[:4], finished=False)
+    run_folder(tmp_path / "large", None, "arch.layers=8")
+    run_folder(tmp_path / "other", None, "data.source=mine.txt")
+    names = ("whole", "killed", "cut", "large", "other")
+    rows = {}
+    for each in told(capsys, *(tmp_path / name for name in names)).splitlines()[1:]:
+        rows[each[:26].strip()] = [each[26 + 22 * number : 48 + 22 * number] for number in range(5)]
+    shown = {name: "".join("×" if "(" in cell else "." for cell in cells) for name, cells in rows.items()}
+    assert shown["attempts"] == shown["goodput %"] == shown["steps skipped"] == "....."
+    assert shown["last loss"] == ".×.×."  # after as many steps, on the same data
+    assert shown["tokens/s"] == shown["s/step"] == ".×..×"  # of as many steps, and of the same size
+    assert shown["peak GiB"] == ".××.×"
+    assert "(+0.0000)" in rows["last loss"][1]
+
+
+def test_a_prediction_for_other_machines_is_not_held_against_the_run(capsys, tmp_path):
+    text = told(capsys, run_folder(tmp_path / "run"), "--cluster", "2xh100")
+    assert re.search(r"s/step +\S+ +0.5$", text, re.MULTILINE)
+    assert "difference: none, since the prediction is for other machines than the run ran on" in text
+    short = told(capsys, run_folder(tmp_path / "short", usual()[:4], device=H100))
+    assert re.search(r"s/step +\S+ +0.5$", short, re.MULTILINE)
+    assert "difference: of memory alone, since fewer than 5 steps were measured" in short
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "said"), [(1, 12, "12×"), (10, 0.5, "0.05×"), (2, 1.9999, "+0.0%"), (0, 1, "")]
+)
+def test_a_difference_is_a_percentage_or_a_factor(first, other, said):
+    assert difference(first, other) == said
 
 
 def test_nothing_heavy_is_imported(tmp_path):

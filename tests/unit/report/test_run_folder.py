@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from folders import attempt, run_folder, step, usual
 
-from meshwright.report.run_data import facts
+from meshwright.report.run_data import facts, runs_in
 from meshwright.runtime.failure import Failure, write
 from meshwright.runtime.records import line
 from meshwright.spec.problem import InputError
@@ -138,9 +138,8 @@ def test_what_is_no_run_folder_is_refused_with_a_remedy(tmp_path):
     assert f"{tmp_path} is empty;" in refused(tmp_path)
     run_folder(tmp_path / "runs" / "second")
     run_folder(tmp_path / "runs" / "first")
-    assert refused(tmp_path / "runs") == (
-        f"{tmp_path / 'runs'} is a folder of runs: first, second; name one: {tmp_path / 'runs' / 'first'}"
-    )
+    assert runs_in(tmp_path / "runs") == [tmp_path / "runs" / "first", tmp_path / "runs" / "second"]
+    assert runs_in(tmp_path / "runs" / "first") == []
     assert refused(tmp_path / "runs" / "first" / "run.toml").endswith(f"give its folder, {tmp_path / 'runs' / 'first'}")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "file").touch()

@@ -1,9 +1,11 @@
+import json
 import math
 import re
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import msgspec
+import pytest
 from folders import H100, attempt, run_folder, step
 
 from meshwright.report import run_charts, run_summary
@@ -84,7 +86,42 @@ def test_several_runs_begin_with_a_table(tmp_path):
     runs = [told(run_folder(tmp_path / name)) for name in ("first", "second")]
     text = run_page(runs)
     assert "the runs side by side" in text
-    assert text.count('role="img"') == 8
+    assert text.count('role="img"') == 9  # four of each run, and the losses of both on one
+
+
+def test_losses_of_several_runs_are_one_chart_smoothed_over_what_was_measured(tmp_path):
+    runs = [told(run_folder(tmp_path / name)) for name in ("first", "second", "third")]
+    overlay = run_page(runs, 0.5).partition("<h2>Loss</h2>")[2].partition("</section>")[0]
+    assert overlay.count('class="faint"') == overlay.count('class="front"') == 3
+    assert {f"stroke: var(--s{number})" for number in range(3)} <= set(re.findall(r'style="([^"]+)"', overlay))
+    assert re.findall(r"</i>(\w+)</li>", overlay) == ["first", "second", "third"]
+    assert "faint: as measured; strong: its moving average (--smooth 0.5)" in overlay
+    assert overlay.count("<circle") == 3
+    assert 'class="faint"' not in run_page(runs, 0.0)
+
+
+def test_more_runs_than_colours_are_told_apart_by_dashes(tmp_path):
+    kept = [step(n, n) for n in range(1, 5)]
+    drawn = run_charts.chart([run_summary.loss_curve(kept, [])] * 21)
+    styles = re.findall(r'style="([^"]+)"', drawn)
+    assert len(styles) == len(set(styles)) == 21
+    ElementTree.fromstring(drawn)
+
+
+def test_a_moving_average_begins_at_the_first_value_and_keeps_a_constant():
+    assert run_summary.smoothed([(1.0, 4.0), (2.0, 1.0)], 0.5) == [(1.0, 4.0), (2.0, 2.0)]  # (4 · 0.5 + 1) ÷ 1.5
+    assert run_summary.smoothed([(float(n), 2.0) for n in range(9)], 0.9)[-1][1] == pytest.approx(2.0)
+
+
+def test_the_run_file_and_the_sample_are_on_the_page_and_speak_to_nobody(tmp_path):
+    folder = run_folder(tmp_path / "run", None, f"name='{EVIL}'")
+    said = {"state": "done", "sample": "def f():\n\treturn \x1b[31m<b>\x00\ud7ff"}
+    (folder / "summary.json").write_text(json.dumps(said))
+    text = run_page([told(folder)])
+    assert "<pre>def f():\n    return \\x1b[31m&lt;b&gt;\\x00" in text
+    assert "[optim]" in text
+    assert "<script" not in text
+    assert not re.search(r"[\x00-\x08\x0b-\x1f]", text)
 
 
 def test_a_run_without_steps_has_a_page_without_pictures(tmp_path):
@@ -100,7 +137,7 @@ def test_curves_leave_out_what_is_no_number():
     drawn = run_summary.loss_curve(kept, [EvalLoss(step=4, loss=math.inf)])
     assert [at for at, _ in drawn.line] == [1.0, 3.0, 4.0]
     assert drawn.points == ()
-    ElementTree.fromstring(run_charts.curve(drawn))
+    ElementTree.fromstring(run_charts.chart([drawn]))
 
 
 def test_a_million_steps_are_a_few_hundred_points():
@@ -112,7 +149,7 @@ def test_a_million_steps_are_a_few_hundred_points():
 
 
 def test_one_step_can_be_drawn():
-    ElementTree.fromstring(run_charts.curve(run_summary.seconds([step(1, 1.0)])))
+    ElementTree.fromstring(run_charts.chart([run_summary.seconds([step(1, 1.0)])]))
     low, high = run_charts.limits([0.0])
     assert low < high
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from meshwright.kernels.experts import Dispatch, combine_rows, dispatch_rows, grouped_matmul
 from meshwright.models.init import key, normal, uniform
 from meshwright.models.layers import ACTIVATIONS, Mlp, accum_dtype
 from meshwright.spec.arch import Arch
@@ -125,24 +127,46 @@ class Experts(nn.Module):
         self.gate = nn.Parameter(torch.empty(arch.experts, *inward)) if arch.mlp == "swiglu" else None
         self.up = nn.Parameter(torch.empty(arch.experts, *inward))
         self.down = nn.Parameter(torch.empty(arch.experts, *outward))
-        self.activate = ACTIVATIONS[arch.mlp]
+        self.drops = arch.capacity > 0 or arch.router == "gshard"  # there may be rows past the last expert's
+        self.activate = ACTIVATIONS[arch.mlp]  # transforms may put other functions here
+        self.compute: RunExperts = one_by_one
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """Rows sorted by expert, counts (experts,) of them for each, through their experts; zeros past the last."""
-        sizes = counts.tolist()
-        *slices, rest = x.split([*sizes, len(x) - sum(sizes)])
-        # Unbound once: the gradient is one stack, where indexing would add up a whole stack per expert.
-        gates = [None] * len(sizes) if self.gate is None else self.gate.unbind()
-        weights = zip(slices, gates, self.up.unbind(), self.down.unbind(), strict=True)
-        return torch.cat([*(self._one(*each) for each in weights), torch.zeros_like(rest)])
+        return self.compute(self, x, counts)
 
-    def _one(self, x: Tensor, gate: Tensor | None, up: Tensor, down: Tensor) -> Tensor:
-        inner = F.linear(x, up)
-        inner = self.activate(inner) if gate is None else self.activate(F.linear(x, gate)) * inner
-        return F.linear(inner, down)
+    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        """The gated product; transforms may put another function here."""
+        return self.activate(gate) * up
 
 
 RunExperts = Callable[[Experts, Tensor, Tensor], Tensor]
+
+
+def one_by_one(experts: Experts, x: Tensor, counts: Tensor) -> Tensor:
+    """Each expert on its segment of the rows, whose sizes the host asks for."""
+    sizes = counts.tolist()
+    *segments, rest = x.split([*sizes, len(x) - sum(sizes)])
+    # Unbound once: the gradient is one stack, where indexing would add up a whole stack per expert.
+    gates = [None] * len(sizes) if experts.gate is None else experts.gate.unbind()
+    results: list[Tensor] = []
+    for rows, gate, up, down in zip(segments, gates, experts.up.unbind(), experts.down.unbind(), strict=True):
+        inner = F.linear(rows, up)
+        inner = experts.activate(inner) if gate is None else experts.gated(F.linear(rows, gate), inner)
+        results.append(F.linear(inner, down))
+    return torch.cat([*results, torch.zeros_like(rest)])
+
+
+def grouped(experts: Experts, x: Tensor, counts: Tensor) -> Tensor:
+    """All experts by grouped matmuls (MegaBlocks, Gale 2022); the host does not learn how many rows each has."""
+    ends = counts.to(x.device, non_blocking=True).cumsum(0, dtype=torch.int32)
+    inner = grouped_matmul(x, experts.up, ends)
+    if experts.gate is None:
+        inner = experts.activate(inner)
+    else:
+        inner = experts.gated(grouped_matmul(x, experts.gate, ends), inner)
+    y = grouped_matmul(inner, experts.down, ends)
+    return torch.where(torch.arange(len(y), device=y.device)[:, None] < ends[-1], y, 0) if experts.drops else y
 
 
 def run_experts(experts: Experts, x: Tensor, counts: Tensor) -> Tensor:
@@ -162,8 +186,10 @@ class MoELayer(nn.Module):
         self.shared = Mlp(arch, arch.shared_experts * arch.expert_ffn) if arch.shared_experts else None
 
         self.key = key(0, f"blocks.{layer}.mlp.draws")  # of the router's draws; a run puts its own seed's here
-        self.route: Route = ROUTERS[arch.router]  # transforms may replace these two
+        self.route: Route = ROUTERS[arch.router]  # transforms may replace these four
         self.run: RunExperts = run_experts
+        self.dispatch = partial(dispatch_rows, kernels="plain")
+        self.combine = partial(combine_rows, kernels="plain")
         # The auxiliary gradient's share of the loss: 1 ÷ the step's valid tokens, set by whoever divides the loss.
         self.loss_weight = torch.ones((), dtype=torch.float64, device="cpu")
         self.share = 1.0  # of the auxiliary gradient: 1 ÷ ranks that each inject it for the same tokens
@@ -197,23 +223,9 @@ class MoELayer(nn.Module):
     def _mix(self, x: Tensor, routing: Routing) -> Tensor:
         order = _sort(routing, self.arch.experts)
         # No name for the experts' input: it would live on until the rows are combined.
-        rows = self.run(
-            self.experts, _Dispatch.apply(x.flatten(0, 1), order.token, order.row, order.kept), order.counts
-        )
-        gates = routing.gates.flatten()[order.assignment]
-        y = _Combine.apply(rows * gates[:, None], order.token, order.row, order.kept).to(x.dtype).view_as(x)
+        rows = self.run(self.experts, self.dispatch(x.flatten(0, 1), order), order.counts)
+        y = self.combine(rows, routing.gates.flatten(0, 1), order).view_as(x)
         return y if self.shared is None else y + self.shared(x)
-
-
-@dataclass(frozen=True, slots=True)
-class Dispatch:
-    """The assignments of a batch sorted by expert, as rows; dropped ones come last or not at all."""
-
-    assignment: Tensor  # (T,) the assignment of each row, counted over tokens and their k choices
-    token: Tensor  # (T,) the token of each row
-    row: Tensor  # (tokens, k) the row of each assignment
-    kept: Tensor  # (tokens, k)
-    counts: Tensor  # (experts,) rows of each expert
 
 
 def _sort(routing: Routing, experts: int) -> Dispatch:
@@ -229,44 +241,6 @@ def _sort(routing: Routing, experts: int) -> Dispatch:
         kept=routing.kept.flatten(0, 1),
         counts=ends.diff(prepend=ends.new_zeros(1)),
     )
-
-
-def _sum_rows(rows: Tensor, places: Tensor, kept: Tensor) -> Tensor:
-    # Choice by choice, in a fixed order: atomic additions have none, and the last bits would differ from run to run.
-    total = rows.new_zeros(len(places), rows.shape[1], dtype=accum_dtype(rows))
-    for place, held in zip(places.unbind(1), kept.unbind(1), strict=True):
-        total = total + torch.where(held[:, None], rows[place], 0)
-    return total
-
-
-class _Dispatch(Function):
-    """A copy of a token for each of its rows, (T, hidden): the transpose of `_Combine`.
-
-    Each is the other's gradient, so neither direction needs atomics.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, token: Tensor, row: Tensor, kept: Tensor) -> Tensor:
-        ctx.save_for_backward(row, kept)
-        return tokens[token]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _sum_rows(grads[0], *ctx.saved_tensors).to(grads[0].dtype), None, None, None
-
-
-class _Combine(Function):
-    """The sum of each token's rows, (tokens, hidden): the transpose of `_Dispatch`."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, token: Tensor, row: Tensor, kept: Tensor) -> Tensor:
-        ctx.save_for_backward(token)
-        return _sum_rows(rows, row, kept)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        (token,) = ctx.saved_tensors
-        return grads[0][token], None, None, None
 
 
 def carry(x: Tensor, auxiliary: Tensor, weight: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Fused kernels in the place of plain PyTorch: linear cross-entropy, the fastest attention, RoPE, gates and norms."""
+"""Fused kernels in the place of plain PyTorch: linear cross-entropy, attention, experts, RoPE, gates and norms."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -13,10 +13,12 @@ from torch.nn.attention.flex_attention import BlockMask
 from meshwright.kernels import attention, cross_entropy
 from meshwright.kernels.attention import apply_rope
 from meshwright.kernels.dispatch import Kernels, settle
+from meshwright.kernels.experts import combine_rows, dispatch_rows, takes_grouped
 from meshwright.kernels.gated import Activation, activate, gated
 from meshwright.kernels.norm import layer_norm_sum, rms_norm_sum
 from meshwright.models.decoder import Decoder
 from meshwright.models.layers import Attend, Attention, Block, Mlp, apply_rope_qk, causal_attention, weighted_loss
+from meshwright.models.moe import Experts, MoELayer, grouped
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.model_spec import ModelSpec
 from meshwright.parallel.precision import compute_dtype
@@ -54,9 +56,18 @@ def wrap(model: nn.Module, plan: Plan, mesh: Mesh, model_spec: ModelSpec) -> nn.
             module.attend = partial(cast(Any, module.attend), attend=fastest_attention) if bound else fastest_attention
     if plan.attends_whole and attention.takes_documents(model.arch.head_dim, compute_dtype(plan)):
         model.build_mask = attention.build_mask
+    group_experts(model, plan, mesh)
     if not plan.compile and plan.tp == 1:  # the compiler fuses by itself; under tp the residual is sharded
         fuse_blocks(model)
     return model
+
+
+def group_experts(model: Decoder, plan: Plan, mesh: Mesh) -> None:
+    """Let grouped matmuls compute all experts of a layer at once, where this GPU has them."""
+    if takes_grouped(mesh.device, compute_dtype(plan), model.arch.hidden, model.arch.expert_ffn // plan.tp):
+        for module in model.modules():
+            if isinstance(module, Experts):
+                module.compute = grouped
 
 
 def fuse_blocks(model: Decoder, kernels: Kernels = "auto") -> None:
@@ -65,9 +76,12 @@ def fuse_blocks(model: Decoder, kernels: Kernels = "auto") -> None:
     for module in model.modules():
         if isinstance(module, Attention) and module.rope is apply_rope_qk:
             module.rope = partial(apply_rope, kernels=kernels)
-        elif isinstance(module, Mlp):
+        elif isinstance(module, (Mlp, Experts)):
             module.activate = partial(activate, activation=name, kernels=kernels)
             module.gated = partial(gated, activation=name, kernels=kernels)
+        elif isinstance(module, MoELayer):
+            module.dispatch = partial(dispatch_rows, kernels=kernels)
+            module.combine = partial(combine_rows, kernels=kernels)
         elif isinstance(module, Block):
             module.add_and_norm = partial(_add_and_norm, module.mlp_norm, kernels)
 
@@ -90,6 +104,7 @@ def chosen(plan: Plan, device: torch.device, chunks: Iterable[nn.Module], one_pa
     placed = {
         "the loss with its projection": any(map(has_loss, modules)),
         "the fastest attention": any(_whole_attention(each.attend) is fastest_attention for each in attentions),
+        "grouped matmuls of experts": any(isinstance(each, Experts) and each.compute is grouped for each in modules),
         "RoPE, gates and norms of sums": any(each.rope is not apply_rope_qk for each in attentions),
         "one-pass updates": one_pass,
     }

@@ -19,6 +19,7 @@ from kernel_pairs import (
     gate_pair,
     norm_pair,
     rope_pair,
+    row_pair,
     softmax_pair,
 )  # fmt: skip
 
@@ -70,6 +71,14 @@ def test_norms(kind, shape, dtype):
 def test_gates(kind, shape, dtype):
     for activation in ACTIVATIONS:
         assert_same(*gate_pair(kind, activation, shape, dtype, "dense"))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("share", [1.0, 0.6, 0.0])
+@pytest.mark.parametrize("sizes", [(7, 3, 20), (300, 8, 2048)])
+@pytest.mark.parametrize("kind", ["dispatched", "combined"])
+def test_rows_of_experts(kind, sizes, share, dtype):
+    assert_same(*row_pair(kind, sizes, share, dtype))
 
 
 @pytest.mark.parametrize("dtype", TYPES)

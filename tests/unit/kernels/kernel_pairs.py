@@ -4,11 +4,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+import kernel_cases
 import torch
 from kernel_cases import draw
 from torch import Tensor
 
-from meshwright.kernels import attention, gated, norm, softmax
+from meshwright.kernels import attention, experts, gated, norm, softmax
 
 EPS = 1e-5
 Shape = tuple[int, ...]
@@ -79,3 +80,22 @@ def rope_pair(layout: str, heads: tuple[int, int], sizes: tuple[int, int, int], 
 
 
 LAYOUTS = ("positions first", "heads first", "heads first, dense", "positions first, one rotation")
+
+
+def row_pair(kind: str, sizes: tuple[int, int, int], share: float, dtype: torch.dtype) -> Pair:
+    """Tokens, choices and hidden elements; of the assignments this share is kept, and the others' rows come last."""
+    tokens, choices, hidden = sizes
+    kept = torch.rand(tokens, choices, generator=torch.Generator().manual_seed(5)) < share
+    place = torch.randperm(tokens * choices, generator=torch.Generator().manual_seed(6))
+    row = torch.where(kept.flatten(), place, place + tokens * choices).argsort().argsort().view(tokens, choices)
+    assignment = row.flatten().argsort()
+    tensors = assignment, assignment // choices, row, kept, torch.zeros(1)
+    order = experts.Dispatch(*(x.to(kernel_cases.DEVICE) for x in tensors))
+    if kind == "dispatched":
+        return pair(lambda x, kernels: experts.dispatch_rows(x, order, kernels), [draw((tokens, hidden), dtype, 1)])
+    gates = draw((tokens, choices), torch.float32, 2) * order.kept
+    used = torch.arange(tokens * choices, device=gates.device)[:, None] < order.kept.sum()  # others have no gradient
+    return pair(
+        lambda rows, gates, kernels: experts.combine_rows(torch.where(used, rows, 0), gates, order, kernels),
+        [draw((tokens * choices, hidden), dtype, 1), gates],
+    )

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.models import moe
+from meshwright.kernels import experts as kernels
 from meshwright.models.decoder import Decoder
 from meshwright.models.init import normal
 from meshwright.models.layers import token_loss_sum
@@ -48,8 +48,8 @@ def test_the_experts_input_is_freed_before_their_output_is_combined(mixture, bui
         given.append(given[0]())
         return sum_rows(rows, places, kept)
 
-    sum_rows = moe._sum_rows
-    monkeypatch.setattr(moe, "_sum_rows", combined)
+    sum_rows = kernels.sum_rows
+    monkeypatch.setattr(kernels, "sum_rows", combined)
     layer.run = run
     with torch.no_grad():  # else the graph has it, as the ledger knows
         layer(*input_of_layer())

@@ -7,8 +7,9 @@ from pathlib import Path
 import msgspec
 
 from meshwright.cli import options as words
-from meshwright.config.huggingface import describe, weight_problems
+from meshwright.config.huggingface import weight_problems
 from meshwright.config.run import Run
+from meshwright.config.weights import describe
 from meshwright.cost.calibrate import trainer
 from meshwright.cost.memory import fits, ledger
 from meshwright.hardware.cluster import catalogue, cluster, cluster_of_device, recognised
@@ -33,8 +34,8 @@ def problems(run: Run, gpus: list[str], is_asked: bool) -> Iterator[Problem]:
     """What is wrong with a run on this machine, whose GPUs the driver names so; the user may ask for its ranks here."""
     if not is_asked:
         yield from _devices(run, gpus)
-    if run.init.folder:
-        start = describe(Path(run.init.folder))
+    # A saved step is verified as it is read.
+    if run.init.folder and (start := describe(run.init.folder)).kind != "checkpoint":
         yield from (msgspec.structs.replace(each, key="init.from") for each in weight_problems(start.path))
     for name in run.log.writers:
         if find_spec(name) is None:

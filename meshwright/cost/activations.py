@@ -38,15 +38,19 @@ SMALL = 64 * 1024  # bytes below which a tensor is left as it is
 STATISTIC = 1 / 16  # of a block's input: what has no more elements is kept exact
 
 
+Quant = Literal["none", "fp8", "int8"]
+Selective = Literal["operations", "attention", "blocks"]
+
+
 class ActivationPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """What becomes of the activations that a block's backward needs."""
 
     recompute: str = "none"  # which blocks are recomputed, as spec/plan.py reads it
     # What `selective` recomputes: everything but costly operations, attention alone, or some blocks.
-    selective: Literal["operations", "attention", "blocks"] = "operations"
+    selective: Selective = "operations"
     to_the_end: bool = False  # a recomputed block runs to its end; else it stops before its last matmul
     compiled: bool = False  # blocks are, each by itself
-    quant: Literal["none", "fp8", "int8"] = "none"  # saved in eight bits
+    quant: Quant = "none"  # saved in eight bits
     offload: bool = False  # saved in host memory
 
     @property
@@ -147,25 +151,17 @@ class SavedActivations(msgspec.Struct, frozen=True, kw_only=True):
 
 def activation_policy(job: Job) -> ActivationPolicy:
     """What the blocks of a job do."""
-    plan, speed = job.plan, job.stack.speed
-    return _policy(
-        plan.recompute, plan.compile, plan.activation_quant, plan.activation_offload, speed.selective, speed.stops_early
-    )
+    return policy_of(job.plan, job.stack.speed.selective, job.stack.speed.stops_early)
 
 
-def policy_of(plan: Plan) -> ActivationPolicy:
-    """The same under our own trainer."""
-    return _policy(plan.recompute, plan.compile, plan.activation_quant, plan.activation_offload, "operations", True)
+def policy_of(plan: Plan, selective: Selective = "operations", stops_early: bool = True) -> ActivationPolicy:
+    """The same of a plan, under our own trainer unless another's habits are given."""
+    return _policy(plan.recompute, plan.compile, plan.activation_quant, plan.activation_offload, selective, stops_early)
 
 
 @lru_cache(maxsize=1024)
 def _policy(
-    recompute: str,
-    compiled: bool,
-    quant: Literal["none", "fp8", "int8"],
-    offload: bool,
-    selective: Literal["operations", "attention", "blocks"],
-    stops_early: bool,
+    recompute: str, compiled: bool, quant: Quant, offload: bool, selective: Selective, stops_early: bool
 ) -> ActivationPolicy:
     return ActivationPolicy(
         recompute=recompute,

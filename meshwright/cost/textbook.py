@@ -65,16 +65,9 @@ def activation_bytes(shape: tuple[int, int, int, int], tp: int = 1, kind: str = 
     sequence, microbatch, hidden, heads = shape
     tokens = sequence * microbatch * hidden
     scores = 5 * heads * sequence / hidden
-    return (
-        tokens
-        * {
-            "tensor": 10 + 24 / tp + scores / tp,
-            "sequence": (34 + scores) / tp,
-            "flash": 10 + 24 / tp,
-            "selective": 34 / tp,
-            "full": 2.0,
-        }[kind]
-    )
+    kinds = {"tensor": 10 + 24 / tp + scores / tp, "sequence": (34 + scores) / tp, "flash": 10 + 24 / tp}
+    kinds |= {"selective": 34 / tp, "full": 2.0}
+    return tokens * kinds[kind]
 
 
 def feed_forward_bytes(layers: int, width: int, tokens: int) -> float:
@@ -133,11 +126,9 @@ def palm_flops_per_token(parameters: float, layers: int, width: int, sequence: i
 def megatron_flops(shape: tuple[int, int, int, int, int], recompute: bool = True) -> float:
     """96·B·s·l·h²·(1 + s/(6h) + V/(16·l·h)) of a step, for a shape (B, s, l, h, V); 72 and V/12 without recomputing."""
     batch, sequence, layers, hidden, vocab = shape
-    whole = 96 if recompute else 72
-    head = 16 if recompute else 12
-    return (
-        whole * batch * sequence * layers * hidden**2 * (1 + sequence / (6 * hidden) + vocab / (head * layers * hidden))
-    )
+    whole, head = (96, 16) if recompute else (72, 12)
+    share = 1 + sequence / (6 * hidden) + vocab / (head * layers * hidden)
+    return whole * batch * sequence * layers * hidden**2 * share
 
 
 def training_seconds(tokens: float, parameters: float, gpus: int, flops_per_second: float) -> float:

@@ -221,15 +221,6 @@ class OnDevice:
 Site = OnHost | OnDevice
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateJob:
-    """One step's gradients and scalars."""
-
-    terms: UpdateTerms
-    gradients: list[Tensor | None]
-    ready: Mark  # the norm and all gradients are there
-
-
 class OffloadedOptimizer(Optimizer):
     """The same update of states in host memory or in files."""
 
@@ -332,7 +323,7 @@ class OffloadedOptimizer(Optimizer):
         gradients = [weight.grad for weight in self.weights]
         terms = UpdateTerms(rate, 0.0, self._count, verdict.factor, verdict.finite)  # each piece has its own decay
         self.gates.close()
-        self.running = self.threads.submit(self._run, UpdateJob(terms, gradients, optimizer_offload.here(self.device)))
+        self.running = self.threads.submit(self._run, terms, gradients, optimizer_offload.here(self.device))
 
     def settle(self) -> None:
         """Wait until the last update is complete, on the host and on the device."""
@@ -360,15 +351,15 @@ class OffloadedOptimizer(Optimizer):
             torch.cuda.current_stream(self.device).wait_event(self.ended)
 
     @torch.no_grad()
-    def _run(self, job: UpdateJob) -> None:
+    def _run(self, terms: UpdateTerms, gradients: list[Tensor | None], ready: Mark) -> None:
+        """One step's update, once the norm and all gradients are there (`ready`)."""
         began = time.perf_counter()
         try:
             for lane in self.site.lanes:
-                lane.wait(job.ready)
+                lane.wait(ready)
                 lane.wait(self.ended)
-            terms = self.site.terms(job.terms)
-            if terms is not None:
-                self._update_all(job, terms)
+            if (here := self.site.terms(terms)) is not None:
+                self._update_all(gradients, here)
             for number, gate in enumerate(self.gates.gates):
                 if gate is not None and not gate.done():  # nothing to update, or a group without weights
                     self.gates.open(number, None)
@@ -379,14 +370,14 @@ class OffloadedOptimizer(Optimizer):
         optimizer_offload.reached(self.ended)
         self.update_seconds = time.perf_counter() - began
 
-    def _update_all(self, job: UpdateJob, terms: UpdateTerms) -> None:
+    def _update_all(self, gradients: list[Tensor | None], terms: UpdateTerms) -> None:
         """Update all pieces, fetching ahead and writing back behind."""
         waiting: deque[tuple[PieceUpdate, StagingSlot, Future[list[Tensor]]]] = deque()
         writing: deque[Future[None]] = deque()
         for number, each in enumerate(self.pieces):
             if len(writing) > 1:  # the slot that comes next is the one whose states are being written longest
                 writing.popleft().result()
-            slot, work = self.slots[number % SLOTS], self._work(each, job)
+            slot, work = self.slots[number % SLOTS], self._work(each, gradients)
             self.site.begin(work, slot)
             waiting.append((work, slot, self._fetch(each, slot)))
             if len(waiting) > AHEAD:
@@ -396,15 +387,15 @@ class OffloadedOptimizer(Optimizer):
         for write in writing:
             write.result()
 
-    def _work(self, each: StatePiece, job: UpdateJob) -> PieceUpdate:
-        weight, gradient = self.weights[each.weight], job.gradients[each.weight]
+    def _work(self, each: StatePiece, gradients: list[Tensor | None]) -> PieceUpdate:
+        weight, gradient = self.weights[each.weight], gradients[each.weight]
         inward = self.site.lanes[-2]  # whose work reads the gradient
         with inward.open():
             flat = torch.zeros_like(weight) if gradient is None else gradient
             inward.uses(flat)
             flat = flat.detach().reshape(-1)[each.begin : each.end]
         if each.end == weight.numel():
-            job.gradients[each.weight] = None  # its memory goes with its last piece
+            gradients[each.weight] = None  # its memory goes with its last piece
         return PieceUpdate(each, weight.detach().view(-1)[each.begin : each.end], flat, self.decay_of(weight))
 
     def _fetch(self, each: StatePiece, slot: StagingSlot) -> Future[list[Tensor]]:
@@ -421,11 +412,12 @@ class OffloadedOptimizer(Optimizer):
         if each.last:
             self.gates.open(each.group, updated)
         location = self.locations[each.weight]
-        return self.writers.submit(self._store, location, each, slot) if location.staged else _now(None)
 
-    def _store(self, location: StateStorage, each: StatePiece, slot: StagingSlot) -> None:
-        self.site.returned(slot)
-        location.store(each.begin, each.end, slot.room)
+        def store() -> None:
+            self.site.returned(slot)
+            location.store(each.begin, each.end, slot.room)
+
+        return self.writers.submit(store) if location.staged else _now(None)
 
 
 Value = TypeVar("Value")

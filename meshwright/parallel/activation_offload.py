@@ -155,10 +155,10 @@ class OffloadBatch:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedActivation:
-    """A flat tensor quantized, and what dequantization needs."""
+    """A flat tensor quantized, and what dequantization needs: the memory of one or several saved tensors."""
 
     kind: Kind
-    parts: tuple[Tensor, ...]
+    parts: tuple[Tensor | OffloadedTensor, ...]
     length: int
     dtype: torch.dtype
 
@@ -178,8 +178,9 @@ def encode(flat: Tensor, kind: Kind, kernels: Kernels = "auto") -> QuantizedActi
 
 
 @torch.no_grad()
-def decode(quantized: QuantizedActivation, parts: tuple[Tensor, ...]) -> Tensor:
-    """Dequantize a flat tensor from its parts."""
+def decode(quantized: QuantizedActivation) -> Tensor:
+    """The flat tensor, dequantized on the device."""
+    parts = [part.fetch() if isinstance(part, OffloadedTensor) else part for part in quantized.parts]
     if quantized.kind == "whole":
         return parts[0]
     if quantized.kind == "bits":
@@ -264,23 +265,10 @@ class SavedTensorHooks:
 
 
 @dataclass(frozen=True, slots=True)
-class SavedTensor:
-    """The memory of one or several saved tensors."""
-
-    quantized: QuantizedActivation  # without its parts
-    parts: tuple[Tensor | OffloadedTensor, ...]
-
-    def flat(self) -> Tensor:
-        """The flat tensor on the device."""
-        parts = (part.fetch() if isinstance(part, OffloadedTensor) else part for part in self.parts)
-        return decode(self.quantized, tuple(parts))
-
-
-@dataclass(frozen=True, slots=True)
 class Window:
     """A saved tensor as a view of its stored memory."""
 
-    stored: SavedTensor
+    stored: QuantizedActivation
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
@@ -291,7 +279,7 @@ def unpack(saved: Tensor | Window) -> Tensor:
     """The saved tensor, for the backward."""
     if isinstance(saved, Tensor):
         return saved
-    inner = saved.stored.flat().as_strided(saved.size, saved.stride, saved.offset)
+    inner = decode(saved.stored).as_strided(saved.size, saved.stride, saved.offset)
     return inner if saved.around is None else DTensor(inner, saved.around, requires_grad=False)  # pyright: ignore
 
 
@@ -301,7 +289,7 @@ class SavedMemory:
     def __init__(self, plan: Plan, untouched: set[int], largest: int, batch: OffloadBatch | None) -> None:
         self.plan, self.untouched, self.batch = plan, untouched, batch
         self.least = largest * STATISTIC  # elements below which a tensor stays exact
-        self.stored: dict[tuple[int, int, torch.dtype], tuple[StorageWeakRef, SavedTensor]] = {}
+        self.stored: dict[tuple[int, int, torch.dtype], tuple[StorageWeakRef, QuantizedActivation]] = {}
 
     def pack(self, tensor: Tensor) -> Tensor | Window:
         """Store a tensor that an operation saves."""
@@ -331,7 +319,7 @@ class SavedMemory:
             return "whole" if is_bias else "int8"
         return self.plan.activation_quant
 
-    def _stored(self, tensor: Tensor, kind: Kind) -> SavedTensor:
+    def _stored(self, tensor: Tensor, kind: Kind) -> QuantizedActivation:
         storage = tensor.untyped_storage()
         key = (storage._cdata, tensor._version, tensor.dtype)
         known = self.stored.get(key)
@@ -339,9 +327,10 @@ class SavedMemory:
         if known is not None and not known[0].expired():
             return known[1]
         length = storage.nbytes() // tensor.element_size()
-        quantized = encode(tensor.detach().as_strided((length,), (1,), 0), kind, self.plan.kernels)
-        parts = quantized.parts if self.batch is None else tuple(map(self.batch.offload, quantized.parts))
-        stored = SavedTensor(replace(quantized, parts=()), parts)
+        stored = encode(tensor.detach().as_strided((length,), (1,), 0), kind, self.plan.kernels)
+        if self.batch is not None:
+            parts = (self.batch.offload(part) for part in stored.parts if isinstance(part, Tensor))
+            stored = replace(stored, parts=tuple(parts))
         self.stored[key] = StorageWeakRef(storage), stored
         return stored
 

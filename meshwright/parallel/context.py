@@ -91,16 +91,12 @@ def ulysses_attention(
     return all_to_all(slices, group).movedim(0, 1).flatten(1, 2)
 
 
-def balanced(sequence: int, cp: int, rank: int) -> Tensor:
-    """A rank's positions: of 2 · cp equal slices the one at `rank` and its mirror image, an early and a late one.
-
-    A late slice attends to many keys and an early one to few; every such pair has the same causal work.
-    """
-    return take(torch.arange(sequence), 0, cp, rank)
-
-
 def take(x: Tensor, dim: int, cp: int, rank: int) -> Tensor:
-    """A rank's positions of a tensor whose dimension `dim` is the whole sequence."""
+    """A rank's positions of a tensor whose dimension `dim` is the whole sequence.
+
+    Of 2 · cp equal slices the one at `rank` and its mirror image: a late slice attends to many keys and an early one to
+    few, and every such pair has the same causal work.
+    """
     assert x.shape[dim] % (2 * cp) == 0, f"{x.shape[dim]} positions in {2 * cp} slices"
     slices = x.chunk(2 * cp, dim)
     return torch.cat((slices[rank], slices[-1 - rank]), dim)
@@ -304,7 +300,7 @@ class Ring:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """A rank's keys and values in the order of `balanced`, and all ranks' documents."""
+    """A rank's keys and values in the order of `take`, and all ranks' documents."""
 
     k: Tensor  # (b, kv_heads, s ÷ cp, head_dim)
     v: Tensor

@@ -7,7 +7,6 @@ from torch import Tensor
 from meshwright.models.layers import causal_attention
 from meshwright.parallel.context import (
     AttentionBlock,
-    balanced,
     block_attention,
     block_gradients,
     join,
@@ -39,7 +38,7 @@ def draw(b: int = 2, heads: int = 6, kv_heads: int = 2, rows: int = 5, columns: 
 def test_every_position_is_held_once(cut):
     cp, size = cut
     sequence = 2 * cp * size
-    held = torch.cat([balanced(sequence, cp, rank) for rank in range(cp)])
+    held = torch.cat([take(torch.arange(sequence), 0, cp, rank) for rank in range(cp)])
     assert torch.equal(held.sort().values, torch.arange(sequence))
 
 
@@ -48,7 +47,7 @@ def test_every_position_is_held_once(cut):
 def test_every_rank_has_the_same_causal_work(cut):
     cp, size = cut
     sequence = 2 * cp * size
-    work = {int((balanced(sequence, cp, rank) + 1).sum()) for rank in range(cp)}  # position p sees p + 1
+    work = {int((take(torch.arange(sequence), 0, cp, rank) + 1).sum()) for rank in range(cp)}  # position p sees p + 1
     assert work == {sequence * (sequence + 1) // 2 // cp}
 
 
@@ -58,7 +57,7 @@ def test_a_rank_holds_its_positions_in_order(cut):
     cp, size = cut
     x = torch.randn(3, 2 * cp * size, 2)
     for rank in range(cp):
-        positions = balanced(2 * cp * size, cp, rank)
+        positions = take(torch.arange(2 * cp * size), 0, cp, rank)
         assert torch.equal(take(x, 1, cp, rank), x[:, positions])
         assert torch.equal(positions, positions.sort().values)
 
@@ -82,7 +81,7 @@ def test_a_meeting_holds_just_what_causality_leaves(cut):
     cp, size = cut
     for rank in range(cp):
         for owner in range(cp):
-            queries, keys = balanced(2 * cp * size, cp, rank), balanced(2 * cp * size, cp, owner)
+            queries, keys = (take(torch.arange(2 * cp * size), 0, cp, each) for each in (rank, owner))
             rows, columns, causal = meeting(rank, owner, 2 * size)
             seen = torch.zeros(2 * size, 2 * size, dtype=torch.bool)
             seen[rows, columns] = True

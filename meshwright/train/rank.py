@@ -305,22 +305,20 @@ def check(run: Run, corpus: Corpus, folder: Path, writes: bool) -> list[str]:
     A run that is extended remembers anew; what has changed is returned.
     """
     own, named = folder / TOKENIZER, corpus.tokenizer
+    here = [fact(one.source, tokens) for one, tokens in zip(run.data.sources, corpus.sources, strict=True)]
+    file, before = folder / DATA, sorted(folder.glob("data.*.json"), key=lambda one: one.stat().st_mtime)
+    known = file if file.exists() else before[-1] if before else None
+    found = [] if known is None else differences(msgspec.json.decode(known.read_bytes(), type=list[Fact]), here)
+    if found and known == file:
+        raise InputError(found)
     if named is not None and own.exists() and own.read_bytes() != named.read_bytes():
         what = f"the tokenizer of this data is not {own}, with which the run began"
         raise InputError([Problem(what, f"set data.tokenizer={own}", "data.tokenizer")])
-    here = [fact(one.source, tokens) for one, tokens in zip(run.data.sources, corpus.sources, strict=True)]
-    file = folder / DATA
-    if file.exists():
-        if found := differences(msgspec.json.decode(file.read_bytes(), type=list[Fact]), here):
-            raise InputError(found)
-        return []
-    before = max(folder.glob("data.*.json"), key=lambda file: file.stat().st_mtime_ns, default=None)
-    changed = [] if before is None else differences(msgspec.json.decode(before.read_bytes(), type=list[Fact]), here)
-    if writes:
+    if writes and not file.exists():
         replace_json(file, here)
-        if named is not None and not own.exists():
-            replace_file(own, named.read_bytes())  # with it any saved step is a whole model
-    return [f"extended: {problem.text}" for problem in changed]
+    if writes and named is not None and not own.exists():
+        replace_file(own, named.read_bytes())  # with it any saved step is a whole model
+    return [f"extended: {problem.text}" for problem in found]
 
 
 def fact(source: str, tokens: Tokens) -> Fact:

@@ -132,7 +132,8 @@ def test_the_command_line_goes_on_extends_refuses_and_reports(tmp_path):
 
     assert {"run.1.toml", "run.2.toml", "summary.1.json", "summary.2.json"} <= {file.name for file in run.iterdir()}
     told = json.loads(meshwright("report", summary["folder"], "--json", folder=tmp_path).stdout)
-    assert [attempt["first_step"] for attempt in told["attempts"]] == [0, 2, 4]
+    told = [(attempt["first_step"], attempt["ended"]) for attempt in told["attempts"]]
+    assert told == [(0, "finished, and gone on with later"), (2, "finished, and gone on with later"), (4, "")]
     converted = meshwright("convert", summary["folder"], "out", "--step", "4", "--json", folder=tmp_path)
     assert json.loads(converted.stdout)["step"] == 4
     best = meshwright("convert", f"{summary['folder']}@best", "--json", folder=tmp_path)

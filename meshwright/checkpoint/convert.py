@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from meshwright.checkpoint import model_folder
 from meshwright.checkpoint.model_folder import SHARD_BYTES, ModelFolder, open_folder, staged, write_arch
 from meshwright.checkpoint.state import TORCH_DTYPES
-from meshwright.config.huggingface import CONFIG, TOKENIZER, Kind, config_of
+from meshwright.config.huggingface import CONFIG, TOKENIZER, config_of
+from meshwright.config.weights import Kind, is_run
 from meshwright.models.decoder import Decoder
 from meshwright.runtime.files import replace_json
 from meshwright.spec.arch import Arch
@@ -110,9 +111,15 @@ def stock_logits(path: Path, tokens: Tensor) -> Tensor:
 class ConvertReport(msgspec.Struct, frozen=True, kw_only=True):
     """What was converted and how it was checked."""
 
+    source: str
     kind_from: Kind
+    step: int | None  # of the run that the weights are from
+    target: str
     kind_to: Kind
     parameters: int
+    dtype: str
+    files: tuple[str, ...]
+    bytes: int
     largest_difference: float  # of the logits
     tolerance: float
     checked_with: str
@@ -122,9 +129,17 @@ class ConvertReport(msgspec.Struct, frozen=True, kw_only=True):
         return self.largest_difference <= self.tolerance < math.inf
 
 
+def default_target(folder: ModelFolder) -> Path:
+    """Where a converted model goes if nobody says: beside what it is made from."""
+    path = folder.path.absolute()
+    run = path.parents[1] if folder.kind == "checkpoint" else path.parent if is_run(path.parent) else path
+    step = f"-step-{folder.step}" if folder.kind == "checkpoint" else ""
+    return run.with_name(f"{run.name}{step}-{'meshwright' if folder.kind == 'huggingface' else 'hf'}")
+
+
 def convert(
-    source: Path,
-    target: Path,
+    source: Path | str,
+    target: Path | None,
     say: Say,
     *,
     dtype: str | None = None,
@@ -141,33 +156,54 @@ def convert(
         raise InputError(found)
     rounded = None if dtype is None else DTYPE_OF[dtype]
     folder = open_folder(source)
+    target = target or default_target(folder)
     write = _write_native if folder.kind == "huggingface" else _write_huggingface
     with staged(target) as stage:
-        say(f"converting {count(folder.arch):,} parameters of {folder.path}")
+        step = "" if folder.step is None else f" (step {folder.step})"
+        say(f"converting {count(folder.arch):,} parameters of {folder.path}{step}")
         write(stage, folder, rounded, shard_bytes)
         say(f"comparing the logits of {check_tokens} tokens")
-        report = _compare(folder, open_folder(stage), rounded, check_tokens)
+        written = open_folder(stage)
+        largest, allowed, judges = _compare(folder, written, rounded, check_tokens)
+        report = ConvertReport(
+            source=str(folder.path),
+            kind_from=folder.kind,
+            step=folder.step,
+            target=str(target),
+            kind_to=written.kind,
+            parameters=count(folder.arch),
+            dtype=str(written.dtype).removeprefix("torch."),
+            files=tuple(sorted(file.name for file in stage.iterdir())),
+            bytes=sum(file.stat().st_size for file in stage.iterdir()),
+            largest_difference=largest,
+            tolerance=allowed,
+            checked_with=judges,
+        )
         if not report.agrees:
             raise MismatchError(
                 f"the logits of {folder.path} and of what was written differ by {report.largest_difference:.3g}, and "
                 f"float32 rounding explains {report.tolerance:.3g} (checked with {report.checked_with}); "
                 f"nothing was left at {target}"
             )
-    say(f"the largest difference is {report.largest_difference:.3g}, of {report.tolerance:.3g} allowed")
+    within = f"max difference {report.largest_difference:.3g}, tolerance {report.tolerance:.3g}"
+    say(f"logits match ({within}; {report.checked_with})")
+    say(f"wrote {target}: {report.dtype}, {len(report.files)} files, {report.bytes / 1e6:.1f} MB")
+    for name in report.files:
+        say(f"  {name}")
     return report
 
 
 def _write_native(stage: Path, folder: ModelFolder, rounded: torch.dtype | None, shard_bytes: int) -> None:
     write_arch(stage, folder.arch)
     model_folder.write(stage, _stored(folder, model_folder.native(folder.arch), rounded), shard_bytes)
-    _carry(folder.path, stage)
+    _carry(folder, stage)
 
 
 def _write_huggingface(stage: Path, folder: ModelFolder, rounded: torch.dtype | None, shard_bytes: int) -> None:
     dtype = str(rounded or folder.dtype).removeprefix("torch.")
     config = config_of(folder.arch, dtype)  # refuses before anything large is written
     model_folder.write(stage, _stored(folder, model_folder.huggingface(folder.arch), rounded), shard_bytes)
-    _carry(folder.path, stage)
+    _carry(folder, stage)
     if folder.tokenizer is not None:
         end = _end_token(folder.tokenizer)
         config["eos_token_id"] = None if end is None else end.id
@@ -186,10 +222,12 @@ def _stored(
         yield stored.name, model_folder.store(stored, load)
 
 
-def _carry(source: Path, stage: Path) -> None:
-    for name in CARRIED:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, stage / name)
+def _carry(folder: ModelFolder, stage: Path) -> None:
+    found = {name: folder.path / name for name in CARRIED if (folder.path / name).is_file()}
+    if folder.tokenizer is not None:  # of a saved step it is the run's
+        found[TOKENIZER] = folder.tokenizer
+    for name, file in found.items():
+        shutil.copyfile(file, stage / name)
 
 
 class AddedToken(msgspec.Struct, frozen=True):
@@ -218,7 +256,8 @@ def _end_token(tokenizer: Path) -> AddedToken | None:
 
 def _compare(
     source: ModelFolder, written: ModelFolder, rounded: torch.dtype | None, check_tokens: int
-) -> ConvertReport:
+) -> tuple[float, float, str]:
+    """The largest difference of the logits, how much rounding explains, and who compared."""
     tokens = probe_tokens(source.arch, check_tokens)
     reference = logits(source, tokens, rounded)
     largest = _largest(reference, logits(written, tokens))
@@ -232,14 +271,7 @@ def _compare(
         ours = logits(theirs, tokens)  # of the same files: rounding to another dtype is not a difference
         largest = max(largest, _largest(ours, stock_logits(theirs.path, tokens)))
         judges = f"transformers {version} and {judges}"
-    return ConvertReport(
-        kind_from=source.kind,
-        kind_to=written.kind,
-        parameters=count(source.arch),
-        largest_difference=largest,
-        tolerance=tolerance(source.arch, reference),
-        checked_with=judges,
-    )
+    return largest, tolerance(source.arch, reference), judges
 
 
 def _largest(left: Tensor, right: Tensor) -> float:

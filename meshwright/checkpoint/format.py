@@ -30,11 +30,14 @@ from meshwright.checkpoint.state import (
 )
 from meshwright.checkpoint.storage import CorruptError, Damage, Disk
 from meshwright.config.run import Checkpoint
+from meshwright.config.weights import CHECKPOINTS, MANIFEST
+from meshwright.config.weights import STEP as STEP
+from meshwright.config.weights import present as present
+from meshwright.config.weights import step_name as name
 
 FORMAT = "meshwright checkpoint 1"
-MANIFEST, CHECKPOINTS, LATEST = "manifest.json", "checkpoints", "latest"
+LATEST = "latest"
 CHUNK = re.compile(r"chunk\.rank\d{1,7}\.safetensors")
-STEP = re.compile(r"step-(0|[1-9]\d{0,17})")
 POINTER = re.compile(rb"step-(0|[1-9]\d{0,17})\n([0-9a-f]{64})\n")
 POINTER_BYTES = 200
 ALIGNMENT = 8
@@ -309,18 +312,6 @@ def home(folder: Path) -> Path:
     return path
 
 
-def name(step: int) -> str:
-    """The folder of a step."""
-    return f"step-{step}"
-
-
-def present(home: Path) -> list[int]:
-    """The steps that have a folder, oldest first; whether they are whole is another question."""
-    if not home.is_dir():
-        return []
-    return sorted(int(found[1]) for entry in home.iterdir() if (found := STEP.fullmatch(entry.name)))
-
-
 def point(disk: Disk, home: Path, step: int, digest: str) -> None:
     """Have `latest` name a step and, on a second line, the sha256 in its manifest."""
     storage.write_whole(disk, home / LATEST, f"{name(step)}\n{digest}\n".encode())
@@ -353,9 +344,9 @@ def pointer_fault(home: Path, newest: int, digest: str) -> Damage | None:
     return None
 
 
-def superfluous(steps: list[int], setting: Checkpoint) -> list[int]:
+def superfluous(steps: list[int], setting: Checkpoint, best: int | None = None) -> list[int]:
     """Which steps may go once the newest of them is known to be good."""
-    others = steps[: -setting.keep_last]
+    others = [step for step in steps[: -setting.keep_last] if step != best]
     return [step for step in others if not setting.keep_every or step % setting.keep_every]
 
 

@@ -20,8 +20,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from meshwright.checkpoint.read import StepWeights
 from meshwright.checkpoint.state import TORCH_DTYPES
-from meshwright.config.huggingface import ARCH, PICKLES, TOKENIZER, Kind, describe, family
+from meshwright.config.huggingface import ARCH, PICKLES, TOKENIZER, family
+from meshwright.config.weights import Kind, describe
 from meshwright.runtime.files import replace_file, replace_json
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import params
@@ -315,7 +317,8 @@ class ModelFolder:
     kind: Kind
     arch: Arch
     tokenizer: Path | None
-    reader: Reader
+    step: int | None  # of a run, after which the weights were so
+    reader: Reader | StepWeights
     layouts: dict[str, Layout]  # our name -> the stored tensors that hold it
     shapes: dict[str, Shape]  # our name -> shape
 
@@ -337,12 +340,12 @@ class ModelFolder:
         return value
 
 
-def open_folder(path: Path) -> ModelFolder:
-    """Open a Hugging Face folder, one of ours, or a run that holds one; checks all names and shapes, reads no data."""
-    described = describe(path)
+def open_folder(reference: Path | str) -> ModelFolder:
+    """Open a Hugging Face folder, one of ours, or a run (RUN, RUN@STEP); checks all names and shapes, reads no data."""
+    described = describe(reference)
     path, arch = described.path, described.arch
-    reader = Reader(path)
-    if described.kind == "meshwright":
+    reader = StepWeights(path) if described.kind == "checkpoint" else Reader(path)
+    if described.kind != "huggingface":
         layout = native(arch)
     else:  # files of a bare model lack the prefix, and experts come apart or fused
         embed = "wte.weight" if family(arch) == "gpt2" else "embed_tokens.weight"
@@ -358,7 +361,7 @@ def open_folder(path: Path) -> ModelFolder:
     for stored in layout:
         for name in stored.made_of:
             layouts[name] += (stored,)
-    return ModelFolder(path, described.kind, arch, described.tokenizer, reader, layouts, shapes)
+    return ModelFolder(path, described.kind, arch, described.tokenizer, described.step, reader, layouts, shapes)
 
 
 def save_native(folder: Path, arch: Arch, tensors: Iterable[tuple[str, Tensor]], tokenizer: Path | None) -> None:
@@ -400,7 +403,9 @@ def staged(target: Path, *, replace: bool = False) -> Iterator[Path]:
         shutil.rmtree(stage, ignore_errors=True)
 
 
-def _mismatches(reader: Reader, layout: Layout, shapes: dict[str, Shape], tied: bool) -> Iterator[Problem]:
+def _mismatches(
+    reader: Reader | StepWeights, layout: Layout, shapes: dict[str, Shape], tied: bool
+) -> Iterator[Problem]:
     remedy = "the weights and the description beside them must be of one model"
     for stored in layout:
         wanted = stored_shape(stored, shapes)

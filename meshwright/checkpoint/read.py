@@ -1,6 +1,7 @@
 """Reading a saved step: no byte is used before its sha256 fits."""
 
 import hashlib
+import math
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,10 +13,11 @@ from types import TracebackType
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from meshwright.checkpoint import format, storage, write
 from meshwright.checkpoint.format import MANIFEST, Manifest, Slice
-from meshwright.checkpoint.state import TORCH_DTYPES, TensorShard, inside, overlap, region_shape, region_text
+from meshwright.checkpoint.state import TORCH_DTYPES, Shape, TensorShard, inside, overlap, region_shape, region_text
 from meshwright.checkpoint.storage import READ_BYTES, CorruptError, Damage
 from meshwright.config.run import Run, digests
 from meshwright.parallel.mesh import Mesh
@@ -23,6 +25,7 @@ from meshwright.spec.optimizers import saved_by
 from meshwright.spec.problem import InputError, Problem
 
 THREADS = 4  # while some hash, others read: both leave Python to itself
+WEIGHT = "weight/"  # how the names of weights begin, among those of optimizer states
 MOST_OPEN = 64  # chunks at a time, more than are ever at work; systems allow a process about a thousand files
 Say = Callable[[str], None]
 
@@ -112,14 +115,45 @@ class StepReader:
         )
 
 
-def newest(home: Path, run: Run | None, mesh: Mesh, holdings: Sequence[TensorShard], say: Say) -> Manifest | None:
+class StepWeights:
+    """The weights of a saved step by name, each whole, under whatever plan they were saved."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._reader = StepReader(folder)
+        tensors = (each for each in self._reader.manifest.tensors if each.name.startswith(WEIGHT))
+        self._tensors = {each.name.removeprefix(WEIGHT): each for each in tensors}
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._tensors)
+
+    def shape(self, name: str) -> Shape:
+        return self._tensors[name].shape
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        return TORCH_DTYPES[self._tensors[name].dtype]
+
+    def load(self, name: str) -> Tensor:
+        """Read a weight out of its slices, each checked by its sha256."""
+        whole = torch.empty(self.shape(name), dtype=self.dtype(name))
+        region = tuple((0, length) for length in whole.shape)
+        with self._reader as reader:  # closes the chunks, and opens them for the next one
+            fill(reader, [TensorShard(WEIGHT + name, tuple(whole.shape), region, whole, writes=False)])
+        return whole
+
+
+def newest(
+    home: Path, run: Run | None, mesh: Mesh, holdings: Sequence[TensorShard], say: Say, only: int | None = None
+) -> Manifest | None:
     """Fill what this rank holds from the newest step that every rank can read whole; None if nothing was ever saved.
 
     Each step that fails is said loudly, then the one before is tried. If all fail, every rank raises. Without a run, a
-    step of any run will do that has the tensors.
+    step of any run will do that has the tensors, or `only` one.
     """
     seen: list[str] = []
-    steps = [step for step in format.present(home) if run is None or step <= run.steps]
+    last = math.inf if run is None else run.steps
+    steps = [step for step in format.present(home) if step <= last and only in (None, step)]
     while (step := write.number_of_first(steps.pop() if steps else -1, mesh)) >= 0:
         manifest, words = _tried(home / format.name(step), run, holdings)
         words = write.first_words(words, mesh)

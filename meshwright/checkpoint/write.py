@@ -1,5 +1,6 @@
 """Saving while training continues: a copy to host memory, then a thread that writes, hashes and reads again."""
 
+import math
 import secrets
 import threading
 import time
@@ -30,6 +31,7 @@ from meshwright.checkpoint.format import (
 from meshwright.checkpoint.state import Copies, TensorShard
 from meshwright.checkpoint.storage import CorruptError, Damage, Disk
 from meshwright.config.run import Run, digest
+from meshwright.config.weights import best_step
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec.optimizers import OPTIMIZERS
 from meshwright.spec.params import count
@@ -165,13 +167,15 @@ class Saver:
     say: Say
     disk: Disk = field(default_factory=Disk)
     in_place: bool = False  # write from where the state lies, and wait: a copy of it would not fit in host memory
+    begun: float = math.inf  # the step that was resumed from: those after it could not be used
 
     def __post_init__(self) -> None:
         if words := first_words(lack_of_room(self.run, self.home, self.disk), self.mesh):
-            remedy = "free some space, lower checkpoint.keep_last, or set checkpoint.every=0"
+            remedy = "free some space, lower checkpoint.keep_last, or set checkpoint.keep_best=false or .every=0"
             raise InputError([Problem(words, remedy, "checkpoint")])
         if self.mesh.rank == 0:
             format.sweep(self.disk, self.home)  # before the others know the name of this attempt's stumps
+        self.unusable = {step for step in format.present(self.home) if step > self.begun}
         self.attempt = number_of_first(secrets.randbits(32), self.mesh)
         self.copies = Copies(self.holdings, in_place=self.in_place)
         self.threads = ThreadPoolExecutor(2, "save")
@@ -255,8 +259,18 @@ class Saver:
             self.disk.remove(stump)
             raise
         with suppress(OSError):  # what cannot be removed stays for later
-            for step in format.superfluous(format.present(self.home), self.run.checkpoint):
-                format.discard(self.disk, self.home, step)
+            self._retire(whole.progress.step)
+
+    def _retire(self, written: int) -> None:
+        """Remove what a save makes superfluous. One that cannot be used is not counted among those that are kept."""
+        setting = self.run.checkpoint
+        self.unusable.discard(written)
+        sound = [step for step in format.present(self.home) if step not in self.unusable]
+        best = best_step(self.home.parent, sound) if setting.keep_best else None
+        passed = [step for step in self.unusable if step < written] if len(sound) >= setting.keep_last else []
+        for step in [*format.superfluous(sound, setting, best), *passed]:
+            format.discard(self.disk, self.home, step)
+            self.unusable.discard(step)
 
 
 def _failure(future: Future[None]) -> str | None:
@@ -276,8 +290,8 @@ def state_bytes(run: Run) -> int:
 
 def lack_of_room(run: Run, home: Path, disk: Disk) -> str | None:
     """Why the disk cannot take the steps that will be kept, and one more while it is written; None if it can."""
-    every, kept = run.checkpoint.every, run.checkpoint.keep_last + 1
-    times = min(run.steps // every, kept) if every else 1
+    every, kept = run.checkpoint.every, run.checkpoint.keep_last + run.checkpoint.keep_best + 1
+    times = min(math.ceil(run.steps / every), kept) if every else 1
     times = max(times - len(format.present(home)), min(times, 1))
     need, have = times * state_bytes(run), disk.free_bytes(home)
     if need <= have:

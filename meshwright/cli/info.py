@@ -85,8 +85,9 @@ def config(options: argparse.Namespace) -> int:
 
 def add_convert(verb: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
-    verb.add_argument("source", type=Path, help="a Hugging Face folder, or a run folder")
-    verb.add_argument("target", type=Path, help="the folder to write")
+    verb.add_argument("source", help="a Hugging Face folder, or a run: RUN, RUN@STEP, RUN@best")
+    verb.add_argument("target", nargs="?", type=Path, help="the folder to write (default: beside the source)")
+    verb.add_argument("--step", help="which saved step of a run: a number, or best (default: the last)")
     verb.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the written weights")
 
 
@@ -95,12 +96,17 @@ def convert(options: argparse.Namespace) -> int:
     words.require_training()
     from meshwright.checkpoint.convert import MismatchError
     from meshwright.checkpoint.convert import convert as convert_folder
+    from meshwright.checkpoint.storage import CorruptError
 
+    source = options.source if options.step is None else f"{options.source.rstrip('/')}@{options.step}"
     try:
-        report = convert_folder(options.source, options.target, words.say_to(options.json), dtype=options.dtype)
+        report = convert_folder(source, options.target, words.say_to(options.json), dtype=options.dtype)
     except MismatchError as error:
         print(f"meshwright: {error}", file=sys.stderr)
-        return 1
+        return Exit.FAILED
+    except CorruptError as error:
+        print(f"meshwright: {error}: convert another step of the run (--step)", file=sys.stderr)
+        return Exit.CORRUPT
     if options.json:
         print(msgspec.json.encode(report).decode())
     return 0

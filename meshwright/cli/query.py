@@ -8,8 +8,9 @@ import msgspec
 
 from meshwright.cli import options as words
 from meshwright.config import load, presets
-from meshwright.config.huggingface import arch_of, describe, read_config
+from meshwright.config.huggingface import arch_of, read_config
 from meshwright.config.load import OpenRun
+from meshwright.config.weights import describe
 from meshwright.cost.calibrate import measured
 from meshwright.hardware.cluster import Cluster, cluster
 from meshwright.hardware.profile import read_profile

@@ -1,4 +1,4 @@
-"""Model folders: what ours and Hugging Face's say of their architecture, and Hugging Face's config.json ↔ Arch.
+"""What model folders say of their architecture: ours, and Hugging Face's config.json ↔ Arch.
 
 What one side cannot say is refused by name; nothing is dropped in silence.
 Ignored on purpose: token ids, caches and initial spreads, which are not the model, and dropout and router jitter, which
@@ -6,7 +6,7 @@ are noise of somebody's training.
 """
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -50,39 +50,6 @@ PLAIN: dict[str, dict[str, Any]] = {
 CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "mixtral": "MixtralForCausalLM"}
 
 
-Kind = Literal["huggingface", "meshwright"]
-
-
-class FolderDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """What a folder says of itself."""
-
-    path: Path  # where the files are: a run's are in its model/
-    kind: Kind
-    arch: Arch
-
-    @property
-    def tokenizer(self) -> Path | None:
-        """The tokenizer that travels with the weights, if one does."""
-        file = self.path / TOKENIZER
-        return file if file.is_file() else None
-
-
-def describe(path: Path) -> FolderDescription:
-    """A Hugging Face folder, one of ours, or a run that holds one."""
-    if (path / ARCH).is_file():
-        return FolderDescription(path=path, kind="meshwright", arch=_read_arch(path / ARCH))
-    if (path / CONFIG).is_file():
-        return FolderDescription(path=path, kind="huggingface", arch=arch_of(read_config(path / CONFIG)))
-    if (path / "model" / ARCH).is_file():
-        return describe(path / "model")
-    if (path / "run.toml").is_file():
-        raise mistake(f"{path} is a run that has no model yet", "finish the run: it then writes model/")
-    if path.suffix in PICKLES:
-        raise InputError([a_pickle(path)])
-    what = f"holds neither {CONFIG} nor {ARCH}" if path.is_dir() else "is not a folder"
-    raise mistake(f"{path} {what}", "give the folder of a Hugging Face model or of a finished run")
-
-
 def a_pickle(path: Path) -> Problem:
     """Why a file of another program is not read, and how its owner can have it read."""
     return Problem(
@@ -104,7 +71,8 @@ def shape_differences(there: Arch, here: Arch) -> list[str]:
     return [f"arch.{name} is {old[name]} there and {new[name]} here" for name in old if old[name] != new[name]]
 
 
-def _read_arch(path: Path) -> Arch:
+def read_arch(path: Path) -> Arch:
+    """The architecture that a folder of ours describes."""
     try:
         arch = msgspec.convert(read_config(path), Arch)
     except msgspec.ValidationError as error:

@@ -16,10 +16,11 @@ from typing import Any
 import msgspec
 
 from meshwright.config import check, schema
-from meshwright.config.huggingface import describe, shape_differences
+from meshwright.config.huggingface import shape_differences
 from meshwright.config.presets import complete, preset_names, preset_table, unknown_preset
 from meshwright.config.renamed import is_recorded, new_name, translated
 from meshwright.config.run import Run
+from meshwright.config.weights import describe
 from meshwright.spec.arch import Arch
 from meshwright.spec.plan import AXES, balanced_stages
 from meshwright.spec.problem import InputError, Problem, mistake
@@ -271,7 +272,7 @@ def resolve_arch(table: Table, origins: Origins, *, ahead: bool = False) -> list
         return [unknown_preset(name)]
     folder, start = table.get("init", {}).get("from", ""), None
     try:
-        start = describe(Path(folder)) if folder else None
+        start = describe(folder) if folder else None
     except InputError as error:
         if not (ahead and (name is not None or stated)):
             return [msgspec.structs.replace(problem, key="init.from") for problem in error.problems]
@@ -346,7 +347,7 @@ def _init_problems(run: Run) -> list[Problem]:
         what = "init.optimizer_state takes the optimizer state of the run in init.from, and none is named"
         found = Problem(what, "name one, or leave init.optimizer_state out", "init.optimizer_state")
         return [found] if run.init.optimizer_state else []
-    differences = shape_differences(describe(Path(run.init.folder)).arch, run.arch)
+    differences = shape_differences(describe(run.init.folder).arch, run.arch)
     text = f"the weights in {run.init.folder} are of another shape: {'; '.join(differences)}"
     remedy = "leave arch out to take the folder's, or begin from another folder"
     return [Problem(text, remedy, "init.from")] if differences else []

@@ -18,12 +18,13 @@ import msgspec
 
 from meshwright.config import load
 from meshwright.config.run import Run, digests, mathematics
+from meshwright.config.weights import RUN, SUMMARY
 from meshwright.runtime.failure import process_name, this_session
 from meshwright.runtime.files import replace_file, replace_json, writing
 from meshwright.runtime.records import Summary
 from meshwright.spec.problem import InputError, Problem
 
-RUN, SUMMARY, LOCK = "run.toml", "summary.json", "lock"
+LOCK = "lock"
 
 
 def default(run: Run) -> Path:

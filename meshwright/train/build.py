@@ -95,7 +95,7 @@ def initialise(
 
     Whoever takes the values is given each weight's by itself, in full width.
     """
-    folder = open_folder(Path(run.init.folder)) if run.init.folder else None
+    folder = open_folder(run.init.folder) if run.init.folder else None
     table = {param.name: param for param in params(run.arch)}
     for name, module in chunk.named_modules():
         if isinstance(module, MoELayer):

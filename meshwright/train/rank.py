@@ -19,6 +19,7 @@ from meshwright import __version__, checkpoint, data, optim
 from meshwright.checkpoint import read
 from meshwright.checkpoint.model_folder import save_native
 from meshwright.checkpoint.storage import CorruptError
+from meshwright.config.huggingface import TOKENIZER
 from meshwright.config.load import load
 from meshwright.config.run import Run
 from meshwright.cost import goodput
@@ -28,7 +29,7 @@ from meshwright.parallel import compile, context, deterministic, fused_kernels
 from meshwright.parallel.mesh import Mesh
 from meshwright.runtime import failure
 from meshwright.runtime.failure import Exit, Failure, FailureError, Kind, is_broken
-from meshwright.runtime.files import replace_json
+from meshwright.runtime.files import replace_file, replace_json
 from meshwright.runtime.heartbeat import PhaseMark, PhaseTable
 from meshwright.runtime.place import RankSpec
 from meshwright.runtime.records import AttemptRecord, Summary
@@ -307,6 +308,8 @@ def check(run: Run, corpus: Corpus, folder: Path, writes: bool) -> None:
             raise InputError(found)
     elif writes:
         replace_json(file, here)
+    if writes and corpus.tokenizer is not None and not (folder / TOKENIZER).exists():
+        replace_file(folder / TOKENIZER, corpus.tokenizer.read_bytes())  # with it any saved step is a whole model
 
 
 def fact(source: str, tokens: Tokens) -> Fact:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -19,10 +18,10 @@ from meshwright.checkpoint.format import Manifest, Progress, state_digest
 from meshwright.checkpoint.state import Copies, TensorShard, writers
 from meshwright.checkpoint.write import Saver
 from meshwright.config.run import Run
+from meshwright.config.weights import describe
 from meshwright.optim import host_memory
 from meshwright.parallel import precision
 from meshwright.parallel.mesh import DENSE, EXPERT, Mesh, region_of
-from meshwright.runtime.run_folder import SUMMARY
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import params
 from meshwright.spec.problem import InputError, Problem
@@ -107,21 +106,19 @@ def follow(state: State, run: Run, mesh: Mesh, say: Say) -> None:
     """A new phase with `init.optimizer_state`: the optimizer begins with its state at the end of the earlier run."""
     if not run.init.optimizer_state:
         return
-    home = format.home(Path(run.init.folder))
+    weights = describe(run.init.folder)
+    is_step, path = weights.kind == "checkpoint", weights.path
+    home = path.parent if is_step else format.home(path if weights.kind == "huggingface" else path.parent)
     kinds = state.optimizer.spec.state_names
     states = [holding for holding in holdings(state, run, mesh) if holding.name.partition("/")[0] in kinds]
-    manifest = restoring.newest(home, None, mesh, states, say)
+    manifest = restoring.newest(home, None, mesh, states, say, only=weights.step if is_step else None)
     if manifest is None:
         what, remedy = f"{home} holds no checkpoint to take the optimizer state from", "leave init.optimizer_state out"
         raise InputError([Problem(what, f"{remedy}, or name a run's folder", "init.optimizer_state")])
     saved = manifest.progress.step
-    try:  # after which step the weights of a finished run were left
-        last = msgspec.json.decode((Path(run.init.folder) / SUMMARY).read_bytes(), type=dict[str, Any]).get("step")
-    except (OSError, msgspec.DecodeError):
-        last = None
-    if last not in (None, saved):
-        what = f"the weights of {run.init.folder} are of step {last}, and its newest optimizer state of {saved}"
-        remedy = f"leave init.optimizer_state out, or train that run with a checkpoint.every that divides {last}"
+    if weights.step not in (None, saved):  # a finished run's weights are of its last step
+        what = f"the weights of {run.init.folder} are of step {weights.step}, and its newest optimizer state of {saved}"
+        remedy = f"leave init.optimizer_state out, or take both from one step: init.from={run.init.folder}@{saved}"
         raise InputError([Problem(what, remedy, "init.optimizer_state")])
     state.optimizer.count.fill_(manifest.progress.updates)
     say(f"optimizer state from step {saved} of {run.init.folder}")
@@ -169,7 +166,7 @@ def saving(run: Run, state: State, mesh: Mesh, folder: Path | None) -> Iterator[
     held = holdings(state, run, mesh)
     is_offloaded = run.plan.optimizer_offload != "none" or run.plan.cpu_offload
     in_place = is_offloaded and lacks_room(held, mesh, state.say)
-    saver = Saver(format.home(folder), run, mesh, held, state.say, in_place=in_place)
+    saver = Saver(format.home(folder), run, mesh, held, state.say, in_place=in_place, begun=state.step)
 
     def save(state: State) -> float:
         if not (state.stopped or is_due(run, state.step)):
@@ -203,7 +200,8 @@ def lacks_room(held: list[TensorShard], mesh: Mesh, say: Say) -> bool:
 
 def is_due(run: Run, step: int) -> bool:
     """Whether the state after this step is saved."""
-    return run.checkpoint.every > 0 and step % run.checkpoint.every == 0
+    every = run.checkpoint.every
+    return every > 0 and (step % every == 0 or step == run.steps)  # from the last one a longer run goes on
 
 
 class Stops:

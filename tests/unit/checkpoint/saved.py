@@ -44,8 +44,10 @@ def progress(step: int) -> Progress:
     return Progress(step=step, samples=step * RUN.batch, seed=1, updates=float(step), loss_scale=1.0, streak=0.0)
 
 
-def saver(home: Path, held: dict[str, torch.Tensor], said: list[str], disk: Disk | None = None, run=RUN) -> Saver:
-    return Saver(home, run, alone(), holdings(held), said.append, disk or Disk())
+def saver(
+    home: Path, held: dict[str, torch.Tensor], said: list[str], disk: Disk | None = None, run=RUN, **own
+) -> Saver:
+    return Saver(home, run, alone(), holdings(held), said.append, disk or Disk(), **own)
 
 
 def save(home: Path, *steps: int, run=RUN) -> None:

@@ -66,7 +66,7 @@ def test_a_run_is_opened_by_the_model_inside_it(tmp_path, native):
     run = tmp_path / "run"
     run.mkdir()
     (run / "run.toml").write_text("")
-    with pytest.raises(InputError, match="no model yet"):
+    with pytest.raises(InputError, match="no weights yet"):
         open_folder(run)
     shutil.move(native(ARCHS["llama"]), run / "model")
     assert open_folder(run).path == run / "model"

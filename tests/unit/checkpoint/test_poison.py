@@ -14,7 +14,7 @@ from checkpoint import saved
 from checkpoint.tiny import weights_of
 from meshwright.checkpoint.model_folder import save_native
 from meshwright.config import load
-from meshwright.config.huggingface import describe
+from meshwright.config.weights import describe
 from meshwright.spec.problem import InputError
 from meshwright.verify import integrity
 

@@ -1,6 +1,7 @@
 """Saving: what is on disk is complete at every moment, whatever cuts a save short."""
 
 import errno
+import json
 import os
 import shutil
 import threading
@@ -239,14 +240,15 @@ class Small(Disk):
 
 def test_too_little_room_is_told_before_the_first_step(tmp_path):
     with pytest.raises(
-        InputError, match=r"not enough disk for checkpoints: need [\d,]+ bytes \(2 of [\d,]+\), free 1,000"
+        InputError, match=r"not enough disk for checkpoints: need [\d,]+ bytes \(3 of [\d,]+\), free 1,000"
     ):
         saved.saver(tmp_path / "checkpoints", saved.tensors(1), [], Small(), ONE)
 
 
-def test_a_run_too_short_to_save_needs_no_room(tmp_path):
+def test_a_short_run_needs_room_for_its_last_step(tmp_path):
     short = load.load(None, ["arch.preset=tiny", "steps=10", "checkpoint.every=100"]).run
-    saved.saver(tmp_path / "checkpoints", saved.tensors(1), [], Small(), short).close()
+    with pytest.raises(InputError, match=r"\(1 of [\d,]+\), free 1,000"):
+        saved.saver(tmp_path / "checkpoints", saved.tensors(1), [], Small(), short)
 
 
 def test_no_step_goes_before_the_next_is_good_and_some_never(tmp_path):
@@ -257,6 +259,34 @@ def test_no_step_goes_before_the_next_is_good_and_some_never(tmp_path):
     saved.save(tmp_path / "checkpoints", *range(1, 11), run=run)
     assert format.present(tmp_path / "checkpoints") == [4, 8, 9, 10]
     assert format.pointed(tmp_path / "checkpoints")[0] == 10
+
+
+@pytest.mark.parametrize(("keep_last", "left"), [(1, [3, 6]), (2, [2, 3, 6])])
+def test_a_damaged_step_does_not_take_the_place_of_a_sound_one(tmp_path, keep_last, left):
+    """Step 6 is damaged and the run has resumed from step 2: its next save is 3, then one beyond the damaged one."""
+    run = load.load(None, ["arch.preset=tiny", f"checkpoint.keep_last={keep_last}", "checkpoint.async=false"]).run
+    home = tmp_path / "checkpoints"
+    saved.save(home, 2, 6, run=load.load(None, ["arch.preset=tiny", "checkpoint.async=false"]).run)
+    (home / "step-6" / "chunk.rank0.safetensors").write_bytes(b"")
+    saver = saved.saver(home, saved.tensors(3), [], run=run, begun=2)
+    saver.save(saved.progress(3))
+    assert format.present(home) == left
+    assert loaded(home) == 3
+    saver.save(saved.progress(7))
+    saver.close()
+    assert format.present(home) == [3, 7][-keep_last:]
+
+
+def test_the_step_with_the_lowest_validation_loss_is_kept(tmp_path):
+    words = ["arch.preset=tiny", "checkpoint.keep_last=1", "checkpoint.async=false"]
+    run, home = load.load(None, words).run, tmp_path / "checkpoints"
+    losses = {1: 3.0, 2: 2.0, 3: 1.0, 4: 1.5, 5: None, 6: 1.2}
+    lines = [json.dumps({"kind": "held", "step": step, "loss": loss}) + "\n" for step, loss in losses.items()]
+    (tmp_path / "steps.rank0.jsonl").write_text("".join(lines))
+    saved.save(home, *range(1, 7), run=run)
+    assert format.present(home) == [3, 6]
+    saved.save(home, 7, run=load.load(None, [*words, "checkpoint.keep_best=false"]).run)
+    assert format.present(home) == [7]
 
 
 def test_a_damaged_step_is_replaced_when_its_number_comes_again(home):

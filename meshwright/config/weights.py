@@ -1,0 +1,173 @@
+"""Where weights are: "RUN", "RUN@300", "RUN@best", a saved step, or a model folder of ours or of Hugging Face."""
+
+import math
+import re
+import tomllib
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from meshwright.config.huggingface import ARCH, CONFIG, PICKLES, TOKENIZER, a_pickle, arch_of, read_arch, read_config
+from meshwright.config.renamed import translated
+from meshwright.spec.arch import Arch
+from meshwright.spec.problem import InputError, mistake
+
+RUN, SUMMARY, RECORDS = "run.toml", "summary.json", "steps.rank0.jsonl"
+CHECKPOINTS, MANIFEST = "checkpoints", "manifest.json"
+STEP = re.compile(r"step-(0|[1-9]\d{0,17})")
+BEST = "best"
+Kind = Literal["huggingface", "meshwright", "checkpoint"]
+
+
+class FolderDescription(msgspec.Struct, frozen=True, kw_only=True):
+    """What a folder with weights says of itself."""
+
+    path: Path  # where the files are: a finished run's are in its model/
+    kind: Kind
+    arch: Arch
+    tokenizer: Path | None  # that travels with the weights, if one does
+    step: int | None = None  # of a run, after which the weights were so
+
+
+class ValidationLine(msgspec.Struct, frozen=True, kw_only=True):
+    """What is read of a run's records here."""
+
+    kind: str
+    step: int
+    loss: float | None = None  # null: not finite
+
+
+def describe(reference: Path | str) -> FolderDescription:
+    """The weights that a reference names.
+
+    Of a finished run those of its model, of another its newest saved step; `RUN@300` is that step, `RUN@best` the saved
+    step with the lowest validation loss.
+    """
+    path = Path(reference)
+    folder, at, word = str(reference).rpartition("@")
+    if at and not path.exists() and Path(folder).is_dir():
+        if not is_run(Path(folder)):
+            raise mistake(
+                f"{folder} is not a run, so it has no step {word}", "leave the step out, or name a run folder"
+            )
+        return _of_run(Path(folder), word)
+    if (path / ARCH).is_file():
+        return FolderDescription(
+            path=path, kind="meshwright", arch=read_arch(path / ARCH), tokenizer=_file(path / TOKENIZER)
+        )
+    if (path / CONFIG).is_file():
+        arch = arch_of(read_config(path / CONFIG))
+        return FolderDescription(path=path, kind="huggingface", arch=arch, tokenizer=_file(path / TOKENIZER))
+    whole = path.absolute()
+    if (path / MANIFEST).is_file() and (found := STEP.fullmatch(whole.name)) and is_run(run := whole.parents[1]):
+        return _checkpoint(run, int(found[1]))
+    if is_run(path):
+        return _of_run(path, "")
+    if (model := _model(path)) is not None:
+        return model
+    if path.suffix in PICKLES:
+        raise InputError([a_pickle(path)])
+    what = f"holds neither {CONFIG} nor {ARCH}" if path.is_dir() else "is not a folder"
+    raise mistake(f"{path} {what}", "give the folder of a Hugging Face model, or of a run (RUN, RUN@STEP, RUN@best)")
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is a run's."""
+    return (folder / RUN).is_file()
+
+
+def step_name(step: int) -> str:
+    """The folder of a saved step."""
+    return f"step-{step}"
+
+
+def present(home: Path) -> list[int]:
+    """The steps that have a folder, oldest first; whether they are whole is another question."""
+    if not home.is_dir():
+        return []
+    return sorted(int(found[1]) for entry in home.iterdir() if (found := STEP.fullmatch(entry.name)))
+
+
+def best_step(run: Path, steps: Iterable[int]) -> int | None:
+    """Of some steps the one with the lowest validation loss by the run's own records, None where none has one."""
+    losses: dict[int, float] = {}
+    with suppress(FileNotFoundError), open(run / RECORDS, "rb") as lines:
+        for line in lines:
+            if b'"held"' in line and line.endswith(b"}\n"):
+                one = msgspec.json.decode(line, type=ValidationLine)
+                losses[one.step] = math.inf if one.loss is None else one.loss  # the last of a step is of its weights
+    known = [step for step in steps if losses.get(step, math.inf) < math.inf]
+    return min(known, key=lambda step: losses[step], default=None)
+
+
+def _of_run(run: Path, word: str) -> FolderDescription:
+    """The weights of a run: after the step that a word names, or its last ones."""
+    steps, model = present(run / CHECKPOINTS), _model(run)
+    last = None if model is None else model.step
+    if not word:
+        # A model without a summary is that of a run which has gone on since.
+        if model is not None and (last is not None or not steps):
+            return model
+        if not steps:
+            what = f"{run} is a run that has no weights yet"
+            raise mistake(what, "wait for its first checkpoint (checkpoint.every), or for its end")
+        return _checkpoint(run, steps[-1])
+    if word == BEST:
+        if (step := best_step(run, steps)) is None:
+            what = f"no saved step of {run} has a validation loss ({_listed(steps, last)})"
+            raise mistake(
+                what, "name a step as RUN@STEP; checkpoint.every as a multiple of eval.every saves such steps"
+            )
+        return _checkpoint(run, step)
+    if word.isdecimal() and int(word) in steps:
+        return _checkpoint(run, int(word))
+    if model is not None and word == str(last):
+        return model
+    what = f"{run} has no step {word}" if word.isdecimal() else f"{word!r} is not a step of {run}"
+    raise mistake(f"{what}: {_listed(steps, last)}", "name one of them, or best, or leave it out for the newest")
+
+
+def _listed(steps: list[int], last: int | None) -> str:
+    there = [str(step) for step in steps] + ([f"{last} (its model)"] if last is not None and last not in steps else [])
+    return f"saved are {', '.join(there)}" if there else "none is saved"
+
+
+def _checkpoint(run: Path, step: int) -> FolderDescription:
+    table = _table(run / RUN)
+    try:
+        arch = msgspec.convert(table.get("arch"), Arch)
+    except msgspec.ValidationError as error:
+        raise mistake(f"{run / RUN}: {error}", "give the folder of a run, with its own run.toml") from None
+    named = Path(str(table.get("data", {}).get("tokenizer", "")))
+    places = (run / TOKENIZER, run / "model" / TOKENIZER, named / TOKENIZER, named)
+    return FolderDescription(
+        path=run / CHECKPOINTS / step_name(step),
+        kind="checkpoint",
+        arch=arch,
+        tokenizer=next(filter(None, map(_file, places)), None),
+        step=step,
+    )
+
+
+def _model(run: Path) -> FolderDescription | None:
+    """What a run has left at its end, with the step that its summary says."""
+    if not (run / "model" / ARCH).is_file():
+        return None
+    step = None
+    with suppress(InputError):  # no summary: the run goes on
+        step = read_config(run / SUMMARY).get("step")
+    return msgspec.structs.replace(describe(run / "model"), step=step)
+
+
+def _table(file: Path) -> dict[str, Any]:
+    try:
+        return translated(tomllib.loads(file.read_text()))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise mistake(f"{file} cannot be read: {error}", "give the folder of a run, with its own run.toml") from None
+
+
+def _file(path: Path) -> Path | None:
+    return path if path.is_file() else None

@@ -33,6 +33,8 @@ VERBS = {
     "rehearse": Verb("verify", "fault-injection rehearsal: kill a rank and check recovery"),
     "bench": Verb("bench", "benchmark a step against the prediction, or a device"),
     "report": Verb("report", "show what runs did beside the prediction, from their folders"),
+    "generate": Verb("generate", "write text with the model of a run, a checkpoint or a Hugging Face folder"),
+    "eval": Verb("eval", "the validation loss of a model on any data"),
     "models": Verb("info", "list the known models"),
     "clusters": Verb("info", "list the cards and networks that a cluster is made of"),
     "config": Verb("info", "show a resolved run, or the schema of run files"),

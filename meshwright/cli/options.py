@@ -6,11 +6,17 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from meshwright.spec.problem import InputError, Problem
+from meshwright.runtime.failure import Exit
+from meshwright.spec.problem import InputError, Problem, mistake
+
+if TYPE_CHECKING:  # imported by the verbs that use them
+    import torch
+
+    from meshwright.checkpoint.model_folder import ModelFolder
 
 OVERRIDES = "dotted overrides in TOML syntax, for example steps=50 optim.lr=1e-3 data.source=my/*.txt"
 
@@ -90,3 +96,33 @@ def require_training() -> None:
     if missing:
         remedy = "run: pip install 'meshwright[train]'"
         raise InputError([Problem(f"training needs packages that are not installed: {', '.join(missing)}", remedy)])
+
+
+def add_device(verb: argparse.ArgumentParser) -> None:
+    """Where a whole model runs, and in what dtype."""
+    verb.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU where there is one")
+    verb.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as the weights are stored")
+
+
+def with_weights(options: argparse.Namespace, work: Callable[["ModelFolder", "torch.device"], None]) -> int:
+    """Do something with the weights that the words name, on the device that they name; the exit code."""
+    require_training()
+    import torch
+
+    from meshwright.checkpoint.model_folder import open_folder
+    from meshwright.checkpoint.storage import CorruptError
+
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise mistake("there is no GPU that torch can use", "use --device cpu")
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        work(open_folder(Path(options.model)), device)
+    except CorruptError as error:
+        print(f"meshwright: {error}; name another step of the run, as RUN@STEP", file=sys.stderr)
+        return Exit.CORRUPT
+    except torch.OutOfMemoryError:
+        print(
+            "meshwright: the GPU has too little memory for it; use --device cpu, or --dtype bfloat16", file=sys.stderr
+        )
+        return Exit.DOES_NOT_FIT
+    return Exit.DONE

@@ -16,7 +16,7 @@ from meshwright.config.huggingface import is_exportable
 from meshwright.config.run import Run
 from meshwright.runtime import failure
 from meshwright.runtime.failure import Exit, Failure
-from meshwright.runtime.files import teller
+from meshwright.runtime.files import printable, teller
 from meshwright.runtime.place import ALONE, Place, RankSpec
 from meshwright.runtime.records import Summary
 from meshwright.spec.params import count
@@ -185,8 +185,10 @@ def _tell(summary: Summary | None, run: Run, machine: bool) -> None:
         f"  folder      {summary.folder} (run.toml, steps.rank*.jsonl, model/)",
     ]
     if summary.sample:
-        lines += ["  sample", *(f"    {line}" for line in summary.sample.splitlines())]
+        lines += ["  sample", *(f"    {line}" for line in printable(summary.sample).split("\n"))]
     lines += ["try next:", "  meshwright train data.source='my/*.txt'          your own text"]
+    if summary.sample:
+        lines.append(f"  meshwright generate {summary.folder} --prompt 'my text'    more of it")
     if is_exportable(run.arch):
         lines.append(f"  meshwright convert {summary.folder} my-model    a Hugging Face folder")
     lines.append("  meshwright config show                            every setting and where it came from")

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -66,7 +66,7 @@ class KVCache:
 
 @contextmanager
 def caching(chunks: Sequence[nn.Module], columns: int) -> Iterator[None]:
-    """A context where a model, or the parts of one, attends through caches, without gradients."""
+    """A context where a model, or the parts of one, attends through caches."""
 
     def visible(positions: Tensor) -> Visible:
         return Visible(positions, torch.arange(columns, device=positions.device) <= positions[:, None, :, None])
@@ -79,8 +79,7 @@ def caching(chunks: Sequence[nn.Module], columns: int) -> Iterator[None]:
             attention.attend = KVCache(columns)
         for decoder, _ in decoders:
             decoder.build_mask = visible
-        with torch.no_grad():
-            yield
+        yield
     finally:
         for attention, attend in attentions:
             attention.attend = attend
@@ -88,13 +87,13 @@ def caching(chunks: Sequence[nn.Module], columns: int) -> Iterator[None]:
             decoder.build_mask = build_mask
 
 
+Logits = TypeVar("Logits")  # (b, vocab); whoever computes under a plan may leave them to another rank
 # From tokens (b, s), their positions, the columns of new tokens (None: a whole prompt) and which of the s is asked
-# about, (b,), to the logits (b, vocab) of the token that follows it; None where another rank has them.
-Forward = Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor | None]
-Choose = Callable[[Tensor | None], Tensor]  # from those logits to tokens (b,)
+# about, (b,), to the logits of the token that follows it.
+Forward = Callable[[Tensor, Tensor, Tensor | None, Tensor], Logits]
 
 
-def forward(model: Decoder) -> Forward:
+def forward(model: Decoder) -> Forward[Tensor]:
     """A whole model; of a long prompt's logits only those that are asked for are computed."""
 
     def compute(tokens: Tensor, positions: Tensor, columns: Tensor | None, last: Tensor) -> Tensor:
@@ -112,7 +111,12 @@ def columns_for(arch: Arch, device: torch.device, tokens: int, width: int = 1) -
 
 
 def continuations(
-    compute: Forward, choose: Choose, arch: Arch, device: torch.device, prompts: Sequence[Sequence[int]], width: int = 1
+    compute: Forward[Logits],
+    choose: Callable[[Logits], Tensor],
+    arch: Arch,
+    device: torch.device,
+    prompts: Sequence[Sequence[int]],
+    width: int = 1,
 ) -> Iterator[list[int]]:
     """The next token of every prompt, again and again: whoever iterates, within `caching`, decides when to stop.
 

@@ -1,6 +1,7 @@
 """Writing files: atomically; what cannot be written is a mistake before the work, and no reason to end it later."""
 
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -10,6 +11,11 @@ from typing import TextIO
 import msgspec
 
 from meshwright.spec.problem import InputError, Problem
+
+# Control characters but for tab and line feed, other ends of a line, marks of direction, and halves of characters.
+STEERING = re.compile(
+    "[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u2028\\u2029\\u200e\\u200f\\u202a-\\u202e\\u2066-\\u2069\\ud800-\\udfff]"
+)
 
 
 @contextmanager
@@ -83,6 +89,11 @@ def teller(stream: TextIO) -> Callable[[str], None]:
             forsake(stream)
 
     return tell
+
+
+def printable(text: str) -> str:
+    """Text of a model, or of somebody's data, for a screen: what would steer the terminal is escaped."""
+    return STEERING.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def forsake(stream: TextIO) -> None:

@@ -1,21 +1,35 @@
-"""The text at the end of a run, written under its own plan."""
+"""Text and losses of a trained model: at the end of its run, under its plan, or loaded whole from a folder."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
+import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshwright.checkpoint.model_folder import ModelFolder
 from meshwright.config.run import Run
 from meshwright.data import tokenize
+from meshwright.data.loader import Batch, Loader
+from meshwright.data.pack import packing
 from meshwright.data.prepare import Corpus
-from meshwright.models.generate import Sampling, caching, chooser, columns_for, continuations
+from meshwright.kernels.cross_entropy import IGNORE
+from meshwright.models.decoder import Decoder
+from meshwright.models.generate import Sampling, caching, chooser, columns_for, continuations, forward
+from meshwright.models.layers import token_loss_sum
 from meshwright.parallel import compile
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pipeline import placement, relay
+from meshwright.spec.plan import Plan
+from meshwright.spec.problem import mistake
 from meshwright.train.step import evaluating
+
+PROMPTS = 16  # that are continued together
+POSITIONS = 4096  # of one forward of an evaluation, or a single sample: bounds the logits
 
 
 def closing_sample(chunks: Sequence[nn.Module], run: Run, corpus: Corpus, opening: Tensor, mesh: Mesh) -> str:
@@ -58,3 +72,97 @@ def closing_sample(chunks: Sequence[nn.Module], run: Run, corpus: Corpus, openin
                         end = len(tokens)
                         break
     return words.decode(tokens)
+
+
+def load_tokenizer(folder: ModelFolder) -> Tokenizer:
+    """The tokenizer that a folder's weights were trained with."""
+    remedy = "put the tokenizer.json that it was trained with into the folder"
+    if folder.tokenizer is None:
+        raise mistake(f"{folder.path} has no tokenizer", remedy)
+    tokenizer = tokenize.load(folder.tokenizer)
+    if (size := tokenize.entries(tokenizer)) > folder.arch.vocab:
+        raise mistake(f"{folder.tokenizer} has {size} entries, and the model knows {folder.arch.vocab}", remedy)
+    return tokenizer
+
+
+def load_decoder(folder: ModelFolder, device: torch.device, dtype: torch.dtype | None) -> Decoder:
+    """The model of a folder, whole on a device, in a dtype (None: as it is stored)."""
+    with torch.device("meta"):
+        decoder = Decoder(msgspec.structs.replace(folder.arch, dropout=0.0)).eval()  # which is of training alone
+    names = [name for name, _ in decoder.named_parameters()]
+    weights = {name: folder.tensor(name).to(device=device, dtype=dtype or folder.dtype) for name in names}
+    decoder.load_state_dict(weights, assign=True)
+    return decoder
+
+
+@torch.no_grad()
+def written(
+    decoder: Decoder, prompts: Sequence[Sequence[int]], count: int, sampling: Sampling, ends: frozenset[int]
+) -> Iterator[list[list[int]]]:
+    """The tokens behind each prompt so far, after every step; a text has `count` of them, or ends with an end token."""
+    arch, device = decoder.arch, decoder.projection.device
+    texts: list[list[int]] = [[] for _ in prompts]
+    together = 1 if arch.capacity else PROMPTS  # padding would take the slots of experts
+    for first in range(0, len(prompts), together):
+        some, going = prompts[first : first + together], texts[first : first + together]
+        choose = chooser(sampling, device, len(some))
+        with caching([decoder], columns_for(arch, device, max(map(len, some)) + count)):
+            for tokens in islice(continuations(forward(decoder), choose, arch, device, some), count):
+                for text, token in zip(going, tokens, strict=True):
+                    if not text or text[-1] not in ends:
+                        text.append(token)
+                yield texts
+                if all(text[-1] in ends for text in going):
+                    break
+
+
+class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
+    """A validation loss."""
+
+    loss: float  # mean, in nats per token
+    perplexity: float
+    tokens: int  # that were predicted
+    samples: int
+    sequence: int
+
+
+@torch.no_grad()
+def evaluation(decoder: Decoder, run: Run, corpus: Corpus, device: torch.device, *, held: bool) -> Evaluation:
+    """The mean loss over the samples of a run's data, or over those held out that its own validation loss is of."""
+    total, tokens, samples = torch.zeros((), dtype=torch.float64, device=device), 0, 0
+    for batch in held_batches(run, corpus, device) if held else all_batches(run, corpus, device):
+        logits = decoder(batch.tokens, batch.positions, batch.documents)
+        total += token_loss_sum(logits, batch.targets).double()
+        tokens += int((batch.targets != IGNORE).sum())
+        samples += len(batch.tokens)
+    loss = total / tokens
+    return Evaluation(
+        loss=loss.item(), perplexity=loss.exp().item(), tokens=tokens, samples=samples, sequence=run.sequence
+    )
+
+
+def held_batches(run: Run, corpus: Corpus, device: torch.device) -> Iterator[Batch]:
+    """The samples of a run's validation loss."""
+    size = next(size for size in range(_together(run), 0, -1) if run.batch % size == 0)
+    alone = msgspec.structs.replace(run, plan=Plan(microbatch=size, grad_accum=run.batch // size))
+    loader = Loader(corpus, alone, 0, device)
+    try:
+        for number in range(run.eval.batches):
+            yield from loader.held(number).microbatches
+    finally:
+        loader.close()
+
+
+def all_batches(run: Run, corpus: Corpus, device: torch.device) -> Iterator[Batch]:
+    """Every sample of a run's data, once and in order."""
+    for source in [packing(tokens, run, corpus.end_token) for tokens in corpus.sources]:
+        for first in range(0, source.count, _together(run)):
+            arrays = source.read(np.arange(first, min(first + _together(run), source.count)))
+            numbered = None if arrays.documents is None else torch.from_numpy(arrays.documents).to(device)
+            positions = torch.from_numpy(np.ascontiguousarray(arrays.positions)).to(device)
+            tokens, targets = (torch.from_numpy(array).to(device) for array in (arrays.tokens, arrays.targets))
+            yield Batch(tokens, targets, positions, numbered, index=positions)  # nothing is drawn by it
+
+
+def _together(run: Run) -> int:
+    return max(POSITIONS // run.sequence, 1)

@@ -1,0 +1,90 @@
+"""`meshwright eval`: the validation loss of a run, a checkpoint or a Hugging Face folder."""
+
+import argparse
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from meshwright.cli import env
+from meshwright.cli import options as words
+from meshwright.config import load
+from meshwright.config.run import Data, Init, Run
+from meshwright.runtime.run_folder import RUN
+from meshwright.spec.plan import Plan
+from meshwright.spec.problem import InputError, mistake
+
+if TYPE_CHECKING:  # torch is imported when the words are known to be right
+    import torch
+
+    from meshwright.checkpoint.model_folder import ModelFolder
+
+SEQUENCE = 1024  # of a model that no run here has trained, if nobody says and it has as many positions
+
+
+def add_eval(verb: argparse.ArgumentParser) -> None:
+    """The arguments of the verb."""
+    verb.add_argument("model", metavar="MODEL", help="a run (RUN, RUN@STEP), a model folder, or a Hugging Face folder")
+    verb.add_argument(
+        "--data", metavar="PATH", help="as data.source: text or tokens (default: the run's held-out samples)"
+    )
+    verb.add_argument("--sequence", type=words.count, help=f"tokens of a sample (default: the run's, or {SEQUENCE})")
+    words.add_device(verb)
+
+
+def eval(options: argparse.Namespace) -> int:
+    """Print the mean loss, perplexity and the tokens they are of."""
+    return words.with_weights(options, partial(_evaluate, options))
+
+
+def _evaluate(options: argparse.Namespace, folder: "ModelFolder", device: "torch.device") -> None:
+    from meshwright.data.prepare import prepare
+    from meshwright.train.sample import evaluation, load_decoder
+
+    run = _run(options, folder)
+    corpus = prepare(run, env.cache(), words.say_to(machine=True))
+    import torch
+
+    decoder = load_decoder(folder, device, getattr(torch, options.dtype) if options.dtype else None)
+    found = evaluation(decoder, run, corpus, device, held=options.data is None)
+    record = {"model": options.model, "data": options.data, **msgspec.to_builtins(found)}
+    lines = [
+        f"loss        {found.loss:.4f} nats per token",
+        f"perplexity  {found.perplexity:,.2f}",
+        f"tokens      {found.tokens:,} ({found.samples:,} samples of {found.sequence})",
+    ]
+    words.show(options, record, lines)
+
+
+def _run(options: argparse.Namespace, folder: "ModelFolder") -> Run:
+    """The run whose samples are to be evaluated: the one that made the weights, or one of other data."""
+    from meshwright.data import sources
+
+    run = _own_run(options, folder)
+    data = run.data if folder.tokenizer is None else msgspec.structs.replace(run.data, tokenizer=str(folder.tokenizer))
+    if options.data is not None:
+        data = msgspec.structs.replace(data, source=options.data, mix=(), format="auto", eval_fraction=0.0)
+    if found := sources.problems(data):
+        raise InputError(found)
+    if data.tokenizer == "train" and not all(sources.listing(one).ready for one in data.sources):
+        remedy = "put the tokenizer.json that it was trained with into the folder, or give tokens"
+        raise mistake(f"{folder.path} has no tokenizer", remedy)
+    if options.sequence and options.sequence > folder.arch.context:
+        what = f"--sequence {options.sequence} is more than the model's {folder.arch.context} positions"
+        raise mistake(what, f"use at most {folder.arch.context}")
+    return msgspec.structs.replace(run, data=data, init=Init(), sequence=options.sequence or run.sequence)
+
+
+def _own_run(options: argparse.Namespace, folder: "ModelFolder") -> Run:
+    from meshwright.data.chat import end_tokens
+    from meshwright.train.sample import load_tokenizer
+
+    path = folder.path.absolute()
+    home = path.parents[1] if path.parent.name == "checkpoints" else path.parent
+    if (home / RUN).is_file() and (path.name == "model" or home != path.parent):
+        return load.load(home / RUN).run
+    if options.data is None:
+        raise mistake(f"{options.model} is not a run, which has validation samples", "name some with --data PATH")
+    ends = () if folder.tokenizer is None else sorted(end_tokens(path, load_tokenizer(folder)))
+    data = Data(end_token=ends[0] if ends else None)
+    return Run(arch=folder.arch, data=data, sequence=min(SEQUENCE, folder.arch.context), plan=Plan(microbatch=1))

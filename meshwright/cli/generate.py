@@ -110,6 +110,10 @@ class TextWriter:
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """The tokens of a prompt; `special`: with those that its tokenizer puts around a text."""
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # bytes of the command line, or of a pipe, that are no characters
+            raise mistake("a prompt is not UTF-8 text", "give it in UTF-8") from None
         return self.tokenizer.encode(text, add_special_tokens=special).ids
 
     def count(self, prompts: Sequence[Sequence[int]]) -> int:

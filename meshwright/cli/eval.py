@@ -2,7 +2,7 @@
 
 import argparse
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args, get_type_hints
 
 import msgspec
 
@@ -28,12 +28,18 @@ def add_eval(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--data", metavar="PATH", help="as data.source: text or tokens (default: the run's held-out samples)"
     )
+    verb.add_argument(
+        "--format", choices=get_args(get_type_hints(Data)["format"]), help="as data.format (default: auto)"
+    )
+    verb.add_argument("--field", help="as data.field: where JSON lines and Parquet have the text")
     verb.add_argument("--sequence", type=words.count, help=f"tokens of a sample (default: the run's, or {SEQUENCE})")
     words.add_device(verb)
 
 
 def eval(options: argparse.Namespace) -> int:
     """Print the mean loss, perplexity and the tokens they are of."""
+    if options.data is None and (options.format or options.field):
+        raise mistake("--format and --field say how --data is read", "add --data PATH, or leave them out")
     return words.with_weights(options, partial(_evaluate, options))
 
 
@@ -63,7 +69,8 @@ def _run(options: argparse.Namespace, folder: "ModelFolder") -> Run:
     run = _own_run(options, folder)
     data = run.data if folder.tokenizer is None else msgspec.structs.replace(run.data, tokenizer=str(folder.tokenizer))
     if options.data is not None:
-        data = msgspec.structs.replace(data, source=options.data, mix=(), format="auto", eval_fraction=0.0)
+        read = {"format": options.format or "auto", "field": options.field or data.field}
+        data = msgspec.structs.replace(data, source=options.data, mix=(), eval_fraction=0.0, **read)
     if found := sources.problems(data):
         raise InputError(found)
     if data.tokenizer == "train" and not all(sources.listing(one).ready for one in data.sources):

@@ -89,7 +89,7 @@ def _check(options: argparse.Namespace) -> None:
         raise mistake(f"--seed {options.seed} is not a seed", f"use 0 to {2**63 - 1}")
 
 
-class Writer:
+class TextWriter:
     """A model with its tokenizer and the words of the verb: writes after prompts."""
 
     def __init__(self, options: argparse.Namespace, folder: "ModelFolder") -> None:
@@ -110,6 +110,10 @@ class Writer:
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """The tokens of a prompt; `special`: with those that its tokenizer puts around a text."""
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # bytes of the command line, or of a pipe, that are no characters
+            raise mistake("a prompt is not UTF-8 text", "give it in UTF-8") from None
         return self.tokenizer.encode(text, add_special_tokens=special).ids
 
     def count(self, prompts: Sequence[Sequence[int]]) -> int:
@@ -160,7 +164,7 @@ class Writer:
 
 def _continue(options: argparse.Namespace, prompts: list[str], folder: "ModelFolder", device: "torch.device") -> None:
     """Continue every prompt: as it is written on a terminal, at the end in a pipe."""
-    writer = Writer(options, folder)
+    writer = TextWriter(options, folder)
     tokens = [writer.encode(prompt) for prompt in prompts]
     writer.count(tokens)  # before weights are loaded
     decoder = _decoder(options, folder, device)
@@ -188,7 +192,7 @@ def _talk(options: argparse.Namespace, prompts: list[str], folder: "ModelFolder"
     from meshwright.data.chat import Message, prompt_of, template_of
 
     template_of(folder.path)  # before weights are loaded
-    writer, messages = Writer(options, folder), list[Message]()
+    writer, messages = TextWriter(options, folder), list[Message]()
     decoder = _decoder(options, folder, device)
     streams = sys.stdout.isatty() and not options.json
     for turn in prompts or _turns():
@@ -209,6 +213,7 @@ def _turns() -> Iterator[str]:
         try:
             line = input("> ") if on_screen else input()
         except EOFError:
+            print(end="\n" if on_screen else "")  # behind the prompt that nobody has answered
             return
         if line.strip():
             yield line

@@ -213,6 +213,8 @@ def _tell(summary: Summary | None, run: Run, machine: bool) -> None:
     if summary.sample:
         lines += ["  sample", *(f"    {line}" for line in printable(summary.sample).split("\n"))]
     lines += ["try next:", "  meshwright train data.source='my/*.txt'          your own text"]
+    if summary.sample:
+        lines.append(f"  meshwright generate {summary.folder} --prompt 'my text'    more of it")
     if is_exportable(run.arch):
         lines.append(f"  meshwright convert {summary.folder} my-model    a Hugging Face folder")
     lines.append("  meshwright config show                            every setting and where it came from")

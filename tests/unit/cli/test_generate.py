@@ -115,6 +115,7 @@ REFUSALS = {
     "a prompt of 4 tokens and --tokens 253 exceed the model's 256 positions; use at most --tokens 252": [
         "--prompt", "!!!!", "--tokens", "253"
     ],
+    "a prompt is not UTF-8 text; give it in UTF-8": ["--prompt", "\udcff"],
     "--top-k cannot be combined with --greedy; leave one of them out": ["--prompt", "a", "--greedy", "--top-k", "3"],
     "--temperature -1 is not a temperature; use 0 (greedy) or more": ["--prompt", "a", "--temperature", "-1"],
     "--top-p 0 is not a probability; use more than 0 and at most 1": ["--prompt", "a", "--top-p", "0"],

@@ -2,6 +2,7 @@
 
 import json
 
+import msgspec
 import pytest
 
 from meshwright.cli import main, train
@@ -73,3 +74,12 @@ def test_convert_is_offered_where_it_would_not_refuse(bias, offered, capsys):
     )  # fmt: skip
     train._tell(summary, run, machine=False)
     assert ("meshwright convert runs/here" in capsys.readouterr().out) is offered
+
+
+def test_a_sample_cannot_steer_the_screen(capsys):
+    run = load.load(None, ["arch.preset=tiny"]).run
+    told = msgspec.structs.replace(SUMMARY, sample="a\x1b]0;title\x07\rb\u202e\x85c\n\td é 漢 👩\u200d🚀")
+    train._tell(told, run, machine=False)
+    assert "    a\\x1b]0;title\\x07\\rb\\u202e\\x85c\n    \td é 漢 👩\u200d🚀\n" in capsys.readouterr().out
+    train._tell(told, run, machine=True)
+    assert json.loads(capsys.readouterr().out)["sample"] == told.sample

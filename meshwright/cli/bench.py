@@ -57,10 +57,8 @@ def bench(options: argparse.Namespace) -> int:
     words.require_training()
     if options.probe:
         return probe(options)
-    require_folder(options.folder, "name another --folder")
-    if options.out:
-        require_file(options.out, "name another --out")  # before minutes are spent on what could not be kept
     from meshwright.bench import sweep
+    from meshwright.cli import preflight
 
     say, here = words.say_to(options.json), env.here()
     target, overrides = words.target(options.words)
@@ -70,7 +68,14 @@ def bench(options: argparse.Namespace) -> int:
     steps = options.steps + (TRACED if options.waterfall else 0)
     ranks = None if options.sweep else options.ranks  # whose plans have them already
     planned = sweep.runs(target, overrides, plans or [("", "")], steps, options.folder, say, ranks=ranks)
+    if here is None and options.ranks is None:
+        found = [problem for _, run in planned for problem in preflight.device_problems(run, env.gpu_names())]
+        if found:
+            raise InputError(found[:1])
     setup = _setup(options, here, max(run.plan.world for _, run in planned))
+    if options.out:
+        require_file(options.out, "name another --out")  # before minutes are spent on what could not be kept
+    require_folder(options.folder, "name another --folder")
     if here is None:
         say(HEAD)
         rows = sweep.sweep(planned, setup, lambda row: say(_line(row)))

@@ -80,7 +80,7 @@ def _unknown(flags: list[str], given: list[str], known: list[str]) -> str:
         return f"unknown: {' '.join(flags)}; leave it out, or see `--help`"
     flag, _, value = flags[0].partition("=")
     name = flag.lstrip("-").replace("-", "_")
-    near = get_close_matches(flag, known, n=1, cutoff=0.8)
+    near = get_close_matches(flag, known, n=1, cutoff=0.6)
     if key := schema.meant(name):
         behind = given[given.index(flags[0]) + 1 :]
         value = value or (behind[0] if behind and "=" not in behind[0] and behind[0][0] != "-" else "…")
@@ -122,10 +122,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"meshwright {__version__}")
     verbs = parser.add_subparsers(metavar="verb", required=True)
     chosen = next((word for word in given if not word.startswith("-")), "")
+    if not given:
+        parser.error(f"no verb is named; use one of {', '.join(VERBS)}, or `meshwright --help`")
     if chosen and chosen not in VERBS:
         parser.error(_unknown_verb(chosen))
     for name, verb in VERBS.items():
-        under = verbs.add_parser(name, help=verb.help, description=verb.help[0].upper() + verb.help[1:] + ".")
+        description = verb.help[0].upper() + verb.help[1:] + "."
+        under = verbs.add_parser(name, help=verb.help, description=description, allow_abbrev=False)
         if name == chosen:
             add_arguments(under, name)
     options, rest = parser.parse_known_args(given)

@@ -24,7 +24,7 @@ OVERRIDES = "dotted overrides in TOML syntax, for example steps=50 optim.lr=1e-3
 def split(words: list[str]) -> tuple[Path | None, list[str]]:
     """The run file, if the first word is one, and the overrides."""
     named, overrides = target(words)
-    return (Path(named) if named else None), overrides
+    return (None if named is None else Path(named)), overrides
 
 
 def target(words: list[str]) -> tuple[str | None, list[str]]:
@@ -36,10 +36,9 @@ def target(words: list[str]) -> tuple[str | None, list[str]]:
 
 def count(text: str) -> int:
     """A whole number of at least 1."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("at least 1")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} should be a whole number of at least 1")
+    return int(text)
 
 
 def say_to(machine: bool) -> Callable[[str], None]:

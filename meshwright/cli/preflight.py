@@ -33,7 +33,7 @@ class ShortageError(InputError):
 def problems(run: Run, gpus: list[str], is_asked: bool) -> Iterator[Problem]:
     """What is wrong with a run on this machine, whose GPUs the driver names so; the user may ask for its ranks here."""
     if not is_asked:
-        yield from _devices(run, gpus)
+        yield from device_problems(run, gpus)
     # A saved step is verified as it is read.
     if run.init.folder and (start := describe(run.init.folder)).kind != "checkpoint":
         yield from (msgspec.structs.replace(each, key="init.from") for each in weight_problems(start.path))
@@ -43,7 +43,7 @@ def problems(run: Run, gpus: list[str], is_asked: bool) -> Iterator[Problem]:
             yield Problem(what, f"run: pip install {name}, or leave it out of log.writers", "log.writers")
 
 
-def _devices(run: Run, gpus: list[str]) -> Iterator[Problem]:
+def device_problems(run: Run, gpus: list[str]) -> Iterator[Problem]:
     """Where goal.cluster names other machines, a plan made for them is not started on this one by mistake."""
     if not run.goal.cluster:
         return
@@ -80,9 +80,9 @@ def _require_devices(run: Run, device: str, free: int | None) -> None:
     found = fits(question.job(run.plan)).ledger
     room, away = machines.gpu.memory_bytes, found.away.host_bytes * world
     if found.allocated * found.low > room:
-        raise _shortage(run, f"{found.allocated / GIB:.1f} GiB; {device} has {room / GIB:.1f}", question)
+        raise _shortage(run, f"{found.allocated / GIB:.1f} GiB, and {device} has {room / GIB:.1f}", question)
     if free is not None and away > free:
-        raise _shortage(run, f"{away / GIB:.1f} GiB of host RAM; {free / GIB:.1f} are free", question)
+        raise _shortage(run, f"{away / GIB:.1f} GiB of host RAM, and {free / GIB:.1f} are free", question)
 
 
 def _require_host(run: Run, free: int) -> None:
@@ -98,7 +98,9 @@ def _require_host(run: Run, free: int) -> None:
     stages = [ledger(question.job(run.plan), {"pp": rank}) for rank in range(pp)]
     needed = sum(stage.allocated + stage.away.host_bytes for stage in stages) * world // pp
     if needed * stages[0].low > free:
-        raise _shortage(run, f"{needed / GIB:.1f} GiB for {world} rank(s); {free / GIB:.1f} are free here", question)
+        raise _shortage(
+            run, f"{needed / GIB:.1f} GiB for {world} rank(s), and {free / GIB:.1f} are free here", question
+        )
 
 
 def _shortage(run: Run, needs: str, question: Question) -> ShortageError:

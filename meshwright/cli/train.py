@@ -13,7 +13,7 @@ from meshwright.cli import env
 from meshwright.cli import options as words
 from meshwright.config import check, load
 from meshwright.config.huggingface import is_exportable
-from meshwright.config.run import Run
+from meshwright.config.run import Data, Run
 from meshwright.runtime import failure
 from meshwright.runtime.failure import Exit, Failure
 from meshwright.runtime.files import printable, teller
@@ -212,7 +212,9 @@ def _tell(summary: Summary | None, run: Run, machine: bool) -> None:
     ]
     if summary.sample:
         lines += ["  sample", *(f"    {line}" for line in printable(summary.sample).split("\n"))]
-    lines += ["try next:", "  meshwright train data.source='my/*.txt'          your own text"]
+    lines.append("try next:")
+    if run.data.sources == Data().sources:
+        lines.append("  meshwright train data.source='my/*.txt'          your own text")
     if summary.sample:
         lines.append(f"  meshwright generate {summary.folder} --prompt 'my text'    more of it")
     if is_exportable(run.arch):

@@ -25,7 +25,10 @@ NATURAL = (
 )  # fmt: skip
 ARCH_COUNTS = ("vocab", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "context", "moe_every")
 ARCH_LIMIT = 10**9  # no dimension of any model; stops a typing slip before it asks for the memory
+LAYER_LIMIT = 10_000  # ten times the deepest model known; a parameter table is built from this number
+EXPERT_LIMIT = 100_000  # of all layers together: four times the most known; a list of tensors is built from this number
 VOCAB_LIMIT = 10**7  # the largest public vocabularies have a million entries
+MOST = 10**12  # steps, samples or tokens: a typing slip, and still exact wherever they are counted
 SEEDS = 2**63  # what fits a signed word, in which seeds travel and are kept
 COMPILERS = ("g++", "clang++", "c++", "icpx")
 
@@ -33,6 +36,15 @@ COMPILERS = ("g++", "clang++", "c++", "icpx")
 def problems(run: Run) -> list[Problem]:
     """Everything that is wrong with a run, in the order of the rules."""
     return [problem for rule in RULES for problem in rule(run)]
+
+
+def endless(layers: int, experts: int) -> Iterator[Problem]:
+    """Counts that a table of all parameters would be built from: asked before anything else of a model."""
+    if layers > LAYER_LIMIT:
+        yield Problem(f"arch.layers = {layers} is beyond any model", f"use at most {LAYER_LIMIT}", "arch.layers")
+    if layers * experts > EXPERT_LIMIT:
+        what = f"{layers * experts} experts in all layers are beyond any model"
+        yield Problem(what, f"use at most {EXPERT_LIMIT}", "arch.experts")
 
 
 def warnings(run: Run) -> list[str]:
@@ -61,10 +73,11 @@ def _batch(run: Run) -> Iterator[Problem]:
     micro = math.gcd(share, plan.microbatch)
     if micro < plan.microbatch and share % plan.grad_accum == 0:
         micro = share // plan.grad_accum
+    other = f"{wanted}plan.microbatch = {micro} and plan.grad_accum = {share // micro}"
     yield Problem(
         f"batch = {run.batch} is not microbatch {plan.microbatch} × grad_accum {plan.grad_accum} × "
         f"{plan.data} data ranks = {plan.batch}",
-        f"set batch = {plan.batch}, or {wanted}plan.microbatch = {micro} and plan.grad_accum = {share // micro}",
+        f"set batch = {plan.batch}" + (f", or {other}" if share * plan.data != plan.batch else ""),
         "batch",
     )
 
@@ -329,6 +342,12 @@ def _saved_activations(plan: Plan) -> Iterator[Problem]:
         )
 
 
+def _name(run: Run) -> Iterator[Problem]:
+    if not run.name or run.name.startswith(".") or set(run.name) & set("/\\\0"):
+        what = f"name = {run.name!r} cannot be part of a folder's name"
+        yield Problem(what, "use letters, digits, - and _; --folder says where a run lives", "name")
+
+
 def _counts(run: Run) -> Iterator[Problem]:
     for key in (*POSITIVE, *(f"arch.{name}" for name in ARCH_COUNTS)):
         if (value := attrgetter(key)(run)) < 1:
@@ -336,6 +355,9 @@ def _counts(run: Run) -> Iterator[Problem]:
     for key in NATURAL:
         if (value := attrgetter(key)(run)) < 0:
             yield Problem(f"{key} = {value} is negative", f"give {key} a whole number of at least 0", key)
+    for key in (*POSITIVE, *NATURAL):
+        if (value := attrgetter(key)(run)) > MOST and key != "seed":
+            yield Problem(f"{key} = {value} is beyond any run", f"use at most {MOST}", key)
     if run.seed >= SEEDS:
         yield Problem(f"seed = {run.seed} has more than 63 bits", f"use 0 to {SEEDS - 1}", "seed")
     for name in ARCH_COUNTS:
@@ -471,5 +493,5 @@ PLAN_RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
     _experts, _deterministic, _routes, lambda run: how_blocks_run(run.plan),
 )  # fmt: skip
 RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
-    _counts, _heads, _moe, _dropout, _context, _rates, _optimizer, _data, *PLAN_RULES,
+    _name, _counts, _heads, _moe, _dropout, _context, _rates, _optimizer, _data, *PLAN_RULES,
 )  # fmt: skip

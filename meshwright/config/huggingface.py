@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from meshwright.config import check
-from meshwright.config.check import ARCH_LIMIT
+from meshwright.config.check import ARCH_LIMIT, LAYER_LIMIT
 from meshwright.config.run import Run
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import params
@@ -25,8 +25,6 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".distcp")
 CONFIG_BYTES = 10 * 10**6  # the largest public config.json is a few hundred kilobytes
-LAYER_LIMIT = 10_000  # ten times the deepest model known; a parameter table is built from this number
-EXPERT_LIMIT = 100_000  # of all layers together: four times the most known; a list of tensors is built from this number
 REQUIRED = object()
 
 ACTIVATIONS = {
@@ -168,10 +166,7 @@ def arch_problems(arch: Arch) -> list[Problem]:
     """What is wrong with an architecture that came from a file rather than from a checked run."""
     run = Run(arch=arch, plan=Plan(microbatch=1))
     found = [problem for problem in check.problems(run) if problem.key.startswith("arch.")]
-    if arch.layers > LAYER_LIMIT:
-        found.append(Problem(f"arch.layers = {arch.layers} is beyond any model", f"use at most {LAYER_LIMIT}"))
-    if (experts := arch.layers * arch.experts) > EXPERT_LIMIT:
-        found.append(Problem(f"{experts} experts in all layers are beyond any model", f"use at most {EXPERT_LIMIT}"))
+    found += check.endless(arch.layers, arch.experts)
     return found
 
 

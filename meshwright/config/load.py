@@ -78,10 +78,11 @@ def examine(
     found = _override(table, origins, overrides)
     if file is None:
         _fit_to_own_text(table, origins)
-    incomplete = resolve_arch(table, origins)
+    is_arch_wrong = any(problem.key == "arch" for problem in found)
+    incomplete = [] if is_arch_wrong else resolve_arch(table, origins)
     found += incomplete
     loaded = None
-    if not incomplete:
+    if not incomplete and not is_arch_wrong:
         resolve_plan(table, origins, ranks, default_ranks)
         run = msgspec.convert(table, Run)
         loaded = LoadedRun(run=run, origins=origins)
@@ -182,7 +183,10 @@ def _read(file: Path, depth: int = 0) -> tuple[Table, Origins]:
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise mistake(f"{file} is not TOML: {error}", _toml_remedy(text, str(error))) from None
+        remedy = _toml_remedy(text, str(error))
+        if file.suffix != ".toml":
+            remedy = f"a run file is TOML, as in docs/run-file.md; if it is text to train on, write data.source={file}"
+        raise mistake(f"{file} is not TOML: {error}", remedy) from None
     origins = {key: f"{file}:{line}" for key, line in _lines(text).items()}
     if is_recorded(file):
         table, origins = translated(table), {new_name(key) or key: where for key, where in origins.items()}
@@ -207,6 +211,8 @@ def _text(file: Path) -> str:
     except OSError as error:
         if str(file) in preset_names():
             raise mistake(f"{file} is a model, not a run file", f"write arch.preset={file}") from None
+        if key := schema.meant(re.split("[: ]", str(file))[0]):
+            raise mistake(f"{file} is not a file", f"write settings as key=value: {key}=…") from None
         raise mistake(f"{file}: {error.strerror}", "name a run file that can be read") from None
 
 
@@ -264,7 +270,9 @@ def _apply(overrides: Iterable[str], table: Table, origins: Origins) -> Iterator
     for word in overrides:
         key, equals, text = word.partition("=")
         if not equals or not key:
-            yield Problem(f"{word!r} is not key=value", "write overrides like plan.grad_accum=4", where="command line")
+            remedy = "write overrides like plan.grad_accum=4"
+            remedy = f"write --cluster {word}" if re.fullmatch(r"\d+x\w[\w.-]*", word) else remedy
+            yield Problem(f"{word!r} is not key=value", remedy, where="command line")
             continue
         *sections, last = key.removeprefix("--").split(".")
         inner = table
@@ -327,7 +335,8 @@ def resolve_arch(table: Table, origins: Origins, *, ahead: bool = False) -> list
     if start is not None and start.tokenizer is not None and "tokenizer" not in table.setdefault("data", {}):
         table["data"]["tokenizer"] = str(start.tokenizer)
         origins["data.tokenizer"] = "derived: init.from"
-    return [*schema.missing(table["arch"], Arch, "arch.")]
+    counts = (table["arch"].get(name, 0) for name in ("layers", "experts"))
+    return [*schema.missing(table["arch"], Arch, "arch."), *check.endless(*counts)]
 
 
 def resolve_plan(table: Table, origins: Origins, ranks: int | None, default_ranks: int) -> None:
@@ -362,7 +371,7 @@ def _resolve_pipeline(table: Table, plan: dict[str, Any], origins: Origins) -> N
         origins["plan.chunks"] = "derived: schedule"
     if "stages" not in plan:
         arch = msgspec.convert(table["arch"], Arch)
-        plan["stages"] = list(balanced_stages(arch, plan["pp"] * plan["chunks"]))
+        plan["stages"] = list(balanced_stages(arch, min(plan["pp"] * plan["chunks"], arch.layers + 1)))
         origins["plan.stages"] = "derived: balanced"
 
 

@@ -57,8 +57,8 @@ def complete(arch: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     derived = {}
     arch = dict(arch)
     heads, hidden = arch.get("heads", 0), arch.get("hidden", 0)
-    if "kv_heads" not in arch and heads:
+    if "kv_heads" not in arch and "heads" in arch:
         arch["kv_heads"], derived["kv_heads"] = heads, "derived: heads"
-    if "head_dim" not in arch and heads > 0:
-        arch["head_dim"], derived["head_dim"] = hidden // heads, "derived: hidden ÷ heads"
+    if "head_dim" not in arch and "heads" in arch:
+        arch["head_dim"], derived["head_dim"] = hidden // max(heads, 1), "derived: hidden ÷ heads"
     return arch, derived

@@ -88,7 +88,9 @@ def misfits(table: Mapping[str, Any], struct: type[msgspec.Struct] = Run, prefix
         elif isinstance(value, Mapping):
             yield from misfits(value, fields[name], f"{key}.")
         else:
-            yield Problem(f"{key} = {shown(value)} should be a table", f"write [{key}] above its keys", key)
+            is_model = key == "arch" and isinstance(value, str)
+            remedy = f"write arch.preset={value}" if is_model else f"write {key}.NAME = VALUE for each of its keys"
+            yield Problem(f"{key} = {shown(value)} should be a table", remedy, key)
 
 
 def _misfit(key: str, value: Any, kind: Any) -> Iterator[Problem]:
@@ -106,6 +108,7 @@ def _misfit(key: str, value: Any, kind: Any) -> Iterator[Problem]:
 
 def _correction(key: str, value: Any, kind: Any) -> str:
     """What to write instead of a value that its key cannot take."""
+    kinds = (kind, *(typing.get_args(kind) if typing.get_origin(kind) is not Literal else ()))
     is_list = typing.get_origin(kind) is tuple
     if is_list and isinstance(value, str) and value in choices(kind):
         return f'write {key} = ["{value}"]'
@@ -114,15 +117,16 @@ def _correction(key: str, value: Any, kind: Any) -> str:
     for word in words:
         if word not in named and (near := difflib.get_close_matches(word.lower(), named, n=1, cutoff=0.4)):
             return f"did you mean {near[0]!r}?"
-    if bool in (kind, *typing.get_args(kind)):
+    if bool in kinds:
         return f"write {key} = true or {key} = false"
-    if int in (kind, *typing.get_args(kind)) and isinstance(value, float) and value.is_integer():
-        return f"write {key} = {int(value)}"
-    if kind in (int, float):
-        return "write it in digits, without a unit" if isinstance(value, str) else "write one number"
     if is_list:
-        return f"write a list, as in {key} = [ … ]"
-    return f'write a string, as in {key} = "…"' if kind is str else "use one of them"
+        entry = '{source = "…"}' if is_struct(kinds[1]) else "…"
+        return f"write a list, as in {key} = [{entry}]"
+    if int in kinds and isinstance(value, float) and value.is_integer():
+        return f"write {key} = {int(value)}"
+    if int in kinds or float in kinds:
+        return "write it in digits, without a unit" if isinstance(value, str) else "write one number"
+    return f'write a string, as in {key} = "…"' if str in kinds else "use one of them"
 
 
 def missing(table: Mapping[str, Any], struct: type[msgspec.Struct], prefix: str) -> Iterator[Problem]:

@@ -152,7 +152,7 @@ def described(run: Run, corpus: Corpus) -> Iterator[str]:
         filler = 1 - each.predicted / (each.count * run.sequence)
         epoch = (each.count - held) / (run.batch * share)  # steps
         samples = f"{each.count:,} samples of {run.sequence} ({held:,} for validation, {filler:.0%} filler)"
-        epochs = f"{epoch:,.4g} steps per epoch, {run.steps} steps are {run.steps / epoch:.3g}"
+        epochs = f"{epoch:,.4g} steps per epoch ({run.steps} steps: {run.steps / epoch:.3g} epochs)"
         yield f"data: {_files(one)}; {each.tokens.total:,} tokens, {samples}; {epochs}"
         if filler > MUCH_FILLER:
             yield (

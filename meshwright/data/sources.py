@@ -41,6 +41,7 @@ MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 MEGATRON_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, entries of the document index
 MEGATRON_DTYPE = {3: np.dtype("<i2"), 4: np.dtype("<i4"), 5: np.dtype("<i8"), 8: np.dtype("<u2")}
 
+OFFICE = (".csv", ".tsv", ".doc", ".docx", ".odt", ".pdf", ".rtf", ".xls", ".xlsx", ".epub")  # text, but not plain text
 PACKED = (".gz", ".zst", ".zstd")
 PROSE = (".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".org", ".adoc", ".html", ".htm", ".xml")
 CODE = (
@@ -320,6 +321,8 @@ def files(source: Source) -> list[Path]:
     """Every file of a source, sorted; InputError when there is none."""
     if source.source == "stdlib":
         return _stdlib()
+    if not source.source:
+        raise mistake("the source of the data is empty", "name a file, a folder or a glob as data.source")
     path = Path(source.source).expanduser()
     if path.is_file():
         return [path]
@@ -407,10 +410,10 @@ def _kind(file: Path, source: Source) -> Kind:
         return source.format
     family = _family(file)
     if not family:
-        raise mistake(
-            f"{file} has an ending that says nothing about its content",
-            'set data.format ("text", "jsonl", "parquet", "nanogpt", "llmc" or "megatron")',
-        )
+        remedy = 'set data.format ("text", "jsonl", "parquet", "nanogpt", "llmc" or "megatron")'
+        if file.suffix.lower() in OFFICE:
+            remedy = "convert it to text (.txt) or JSON lines (.jsonl)"
+        raise mistake(f"{file} has an ending that says nothing about its content", remedy)
     return kind(file) if family == "ready" else cast(TextKind, family)
 
 

@@ -106,8 +106,9 @@ def read_profile(path: Path) -> Profile:
     """The profile in a JSON file; a file that is none is the user's mistake."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Profile)
-    except FileNotFoundError as error:
-        raise mistake(f"there is no profile {path}", "measure one first", "profile") from error
+    except OSError as error:
+        remedy = f"measure one first: meshwright bench --probe --out {path}"
+        raise mistake(f"there is no profile {path}: {error.strerror}", remedy, "profile") from error
     except msgspec.MsgspecError as error:
         remedy = "give a file that the probe wrote, or correct it"
         raise mistake(f"{path} is not a machine profile: {error}", remedy, "profile") from error

@@ -82,27 +82,22 @@ def screen(stream: TextIO, every: int, quiet: bool = False) -> "PlainLines":
     return LiveBar(stream, every) if stream.isatty() and not quiet else PlainLines(stream, every, quiet)
 
 
-def step_line(
-    record: StepRecord, steps: int, peak_flops_per_second: float | None, seconds_left: float | None = None
-) -> str:
+def step_line(record: StepRecord, steps: int, peak: float | None, seconds_left: float | None = None) -> str:
     """One step in the field's usual order, in at most WIDTH columns. Utilization where the device's peak is known."""
     begin = [f"step {record.step}/{steps}", f"loss {record.loss:.4f}"]
     if record.skipped:
         return "  ".join([*begin, f"skipped: gradient not finite (loss scale {record.loss_scale:.4g})"])
-    rate = record.flops / record.seconds
-    mfu = f"MFU {utilization(record.flops, record.seconds, peak_flops_per_second or 1):.1%}"
     words = {
         "norm": f"norm {record.norm:.3f}",
         "lr": f"lr {record.rate:.1e}",
         "balance": f"balance {record.balance:.2f}" if record.balance is not None else "",
         "memory": f"{record.memory_bytes / GIB:.1f} GiB",
         "tokens": f"{humane(record.tokens / record.seconds)} tok/s",
-        "flops": mfu if peak_flops_per_second else humane_flops(rate),
+        "mfu": f"MFU {utilization(record.flops, record.seconds, peak):.1%}" if peak else "",
         "left": f"ETA {duration(seconds_left)}" if seconds_left else "",
     }
-    # What is too long is left out: first FLOP/s without a peak to hold them against, then what hardly changes.
     text = ""
-    for name in ("", *(("memory", "flops") if peak_flops_per_second else ("flops", "memory")), "lr", "balance"):
+    for name in ("", "memory", "lr", "balance", "mfu"):  # what is too long is left out, the steadiest first
         words[name] = ""
         text = "  ".join(filter(None, [*begin, *words.values()]))
         if len(text) <= WIDTH:
@@ -112,9 +107,9 @@ def step_line(
 
 def humane(number: float) -> str:
     """A count in three digits or so."""
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e4)):
-        if number >= size:
-            return f"{number / min(size, 1e3 if unit == 'k' else size):.3g}{unit}"
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= max(0.9995 * size, 1e4):  # what would round up to the unit
+            return f"{number / size:.3g}{unit}"
     return f"{number:,.0f}"
 
 
@@ -127,14 +122,6 @@ def duration(seconds: float) -> str:
         return f"{minutes} min"
     hours = minutes // 60
     return f"{hours} h {minutes % 60:02} min" if hours < 24 else f"{hours // 24} d {hours % 24} h"
-
-
-def humane_flops(flops_per_second: float) -> str:
-    """A rate in the unit that keeps it between 1 and 1000."""
-    for unit, size in (("PFLOP/s", 1e15), ("TFLOP/s", 1e12)):
-        if flops_per_second >= size:
-            return f"{flops_per_second / size:.2f} {unit}"
-    return f"{flops_per_second / 1e9:.1f} GFLOP/s"
 
 
 class PlainLines:

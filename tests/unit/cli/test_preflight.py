@@ -80,7 +80,9 @@ def test_a_run_that_does_not_fit_is_three_with_a_plan_that_does(capsys, monkeypa
     words = [*SMALL, "arch.layers=24", "arch.hidden=512", "arch.heads=8", "arch.kv_heads=8", "arch.ffn=2048"]
     monkeypatch.setattr(preflight, "free_host_bytes", lambda: int(2.2 * GIB))
     said = told(capsys, "train", *words, code=3)
-    assert re.match(r"meshwright: the run does not fit: it needs [\d.]+ GiB for 2 rank\(s\); 2.2 are free here; ", said)
+    assert re.match(
+        r"meshwright: the run does not fit: it needs [\d.]+ GiB for 2 rank\(s\), and 2.2 are free here; ", said
+    )
     remedy = said.partition("this plan fits: ")[2].split()
     assert remedy
     assert "plan.compile=true" not in remedy
@@ -94,11 +96,11 @@ def test_a_run_that_does_not_fit_is_three_with_a_plan_that_does(capsys, monkeypa
 def test_a_run_is_held_against_the_memory_of_its_gpus_and_of_their_host():
     large = ["arch.preset=llama3-8b", "plan.precision=bf16", "batch=4", "sequence=512"]
     run = load.load(None, large, ranks=2).run
-    with pytest.raises(preflight.ShortageError, match=r"GiB; NVIDIA H100 80GB HBM3 has 79.*this plan fits: plan"):
+    with pytest.raises(preflight.ShortageError, match=r"GiB, and NVIDIA H100 80GB HBM3 has 79.*this plan fits: plan"):
         preflight.require_room(run, run_folder.Path("x"), [H100] * 2)
     offloaded = load.load(None, [*large, "plan.optimizer_offload=host"], ranks=1).run
     preflight._require_devices(offloaded, H100, 200 * GIB)
-    with pytest.raises(preflight.ShortageError, match=r"GiB of host RAM; 50.0 are free"):
+    with pytest.raises(preflight.ShortageError, match=r"GiB of host RAM, and 50.0 are free"):
         preflight._require_devices(offloaded, H100, 50 * GIB)
     preflight._require_devices(run, "a card that nobody knows", None)
 

@@ -248,7 +248,7 @@ def test_one_line_says_what_is_read_and_what_is_left_out(text, cache, make_run):
     tokens = prepare(run, cache, silent).sources[0].total
     samples = (tokens - 1) // run.sequence
     assert f"{tokens:,} tokens, {samples} samples of {run.sequence} (1 for validation, 0% filler)" in line
-    assert f"{(samples - 1) / run.batch:.4g} steps per epoch, {run.steps} steps are " in line
+    assert f"{(samples - 1) / run.batch:.4g} steps per epoch ({run.steps} steps: " in line
 
 
 def test_files_that_are_named_leave_nothing_out(text, cache, make_run):

@@ -1,7 +1,6 @@
 """`meshwright report`: what a run did beside the prediction; from its folder alone, without torch."""
 
 import argparse
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ from meshwright.hardware.profile import read_profile
 from meshwright.report import run_summary, run_text
 from meshwright.report.plan_charts import Terminal
 from meshwright.report.run_data import FolderFacts, facts, runs_in
-from meshwright.report.run_summary import NO_PREDICTION, Given, PredictedFigures, RunReport, Steps, steps_of
+from meshwright.report.run_summary import NO_PREDICTION, Given, PredictedFigures, RunReport, Runs, Steps, steps_of
 from meshwright.runtime.files import refuse_existing, write_whole
 from meshwright.search.budget import job_of
 from meshwright.spec.problem import InputError
@@ -49,9 +48,9 @@ def report(options: argparse.Namespace) -> int:
         write_whole(options.page, run_page(runs, options.smooth), options.force)
     reports = [shown for _, shown in runs]
     if inside:
-        words.show(options, reports, run_text.overview(reports, words.columns()))
+        words.show(options, reports, (*run_text.overview(reports, words.columns()), *_drawn(runs, options.smooth)))
     elif len(reports) > 1:
-        words.show(options, reports, run_text.lines(reports))
+        words.show(options, reports, (*run_text.lines(reports), *_drawn(runs, options.smooth)))
     else:
         words.show(options, reports[0], _lines(reports[0], found[0]))
     for problem in unreadable:
@@ -110,10 +109,14 @@ def _lines(shown: RunReport, found: FolderFacts) -> Iterator[str]:
     yield from run_text.beside_prediction(shown)
     yield ""
     yield from run_text.of_losses(shown)
-    if sys.stdout.isatty() and shown.losses is not None:
-        screen = Terminal(columns=shutil.get_terminal_size((100, 24)).columns)
-        yield from run_text.losses(found.kept, shown.losses.validation, screen)
+    yield from _drawn([(found, shown)])
     yield ""
     yield from run_text.of_time(shown)
     if ranks := list(run_text.of_ranks(shown)):
         yield from ("", *ranks)
+
+
+def _drawn(runs: Runs, weight: float = 0.0) -> Iterator[str]:
+    """Losses drawn where a person looks at them."""
+    if columns := words.columns():
+        yield from run_text.losses(run_summary.named_losses(runs), Terminal(columns=columns), weight)

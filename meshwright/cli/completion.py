@@ -16,7 +16,7 @@ from meshwright.hardware.cluster import catalogue
 
 FILES, KEYS, NAMES, MODELS, CARDS = "@files", "@keys", "@names", "@models", "@cards"  # what stands for many words
 A_FILE = re.compile(r"(FILE|FOLDER|DIR|RUN|IN|OUT)(\.\w+)?")  # as help calls what is a path
-PATHS = ("data.source", "data.tokenizer", "init.from", "extends", "plan.optimizer_offload_folder")  # keys of a path
+PATHS = ("data.source", "data.tokenizer", "init.from", "plan.optimizer_offload_folder")  # keys of a path
 
 
 class VerbWords(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,7 +88,7 @@ def _choices(key: Explanation) -> tuple[str, ...]:
         return (MODELS,)
     if key.key == "goal.cluster":
         return (CARDS,)
-    if key.key in PATHS or key.key == "data.mix":
+    if key.key in PATHS:
         return (FILES,)
     return tuple(map(str, key.choices)) or (("true", "false") if key.value == "true or false" else ())
 

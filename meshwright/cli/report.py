@@ -1,7 +1,6 @@
 """`meshwright report`: what a run did beside the prediction; from its folder alone, without torch."""
 
 import argparse
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,10 +13,10 @@ from meshwright.hardware.profile import read_profile
 from meshwright.report import run_summary, run_text
 from meshwright.report.plan_charts import Terminal
 from meshwright.report.run_data import FolderFacts, facts, runs_in
-from meshwright.report.run_summary import NO_PREDICTION, Given, PredictedFigures, RunReport, Steps, steps_of
+from meshwright.report.run_summary import NO_PREDICTION, Given, PredictedFigures, RunReport, Runs, Steps, steps_of
 from meshwright.runtime.files import refuse_existing, write_whole
 from meshwright.search.budget import job_of
-from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.problem import InputError
 
 
 def add_report(verb: argparse.ArgumentParser) -> None:
@@ -28,7 +27,7 @@ def add_report(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--cluster", default="", help="the machines to predict for, like 8xh100")
     verb.add_argument("--page", type=Path, metavar="FILE.html", help="also draw it as one self-contained HTML page")
     smooth = "of the page's loss curves: weight of their moving average, 0 (as measured) to below 1; default: 0.6"
-    verb.add_argument("--smooth", type=_weight, default=0.6, metavar="WEIGHT", help=smooth)
+    verb.add_argument("--smooth", type=weight, default=0.6, metavar="WEIGHT", help=smooth)
     verb.add_argument("--force", action="store_true", help="replace a page that is there")
 
 
@@ -36,9 +35,11 @@ def report(options: argparse.Namespace) -> int:
     """Read the folders and report on them."""
     if options.page:
         refuse_existing(options.page, options.force)  # before anything is read
-    within = [(folder, runs_in(folder)) for folder in options.folders]
-    several = any(inside for _, inside in within)
-    found, unreadable = _read([run for folder, inside in within for run in inside or [folder]], several)
+    inside = [run for folder in options.folders for run in runs_in(folder)]
+    found, unreadable = [facts(folder) for folder in options.folders if not runs_in(folder)], []
+    if inside:
+        others, unreadable = _read(inside)
+        found = sorted([*found, *others], key=lambda each: each.updated, reverse=True)
     given = Given(cluster=options.cluster, profile=read_profile(options.profile) if options.profile else None)
     runs = [(each, reported(each, given)) for each in found]
     if options.page:
@@ -46,10 +47,10 @@ def report(options: argparse.Namespace) -> int:
 
         write_whole(options.page, run_page(runs, options.smooth), options.force)
     reports = [shown for _, shown in runs]
-    if several:
-        words.show(options, reports, run_text.overview(reports, words.columns()))
+    if inside:
+        words.show(options, reports, (*run_text.overview(reports, words.columns()), *_drawn(runs, options.smooth)))
     elif len(reports) > 1:
-        words.show(options, reports, run_text.lines(reports))
+        words.show(options, reports, (*run_text.lines(reports), *_drawn(runs, options.smooth)))
     else:
         words.show(options, reports[0], _lines(reports[0], found[0]))
     for problem in unreadable:
@@ -59,26 +60,24 @@ def report(options: argparse.Namespace) -> int:
     return 0
 
 
-def _weight(text: str) -> float:
+def weight(text: str) -> float:
     """A share of what is smoothed."""
     if not 0 <= (weight := float(text)) < 1:
         raise argparse.ArgumentTypeError("from 0 to below 1")
     return weight
 
 
-def _read(folders: list[Path], several: bool) -> tuple[list[FolderFacts], list[str]]:
-    """The folders, newest first where they are a folder's; there one that cannot be read is said, and left out."""
-    if not several:
-        return [facts(folder) for folder in folders], []
+def _read(folders: list[Path]) -> tuple[list[FolderFacts], list[str]]:
+    """The runs of a folder of runs; one that cannot be read is said, and left out."""
     found, unreadable = [], []
     for folder in folders:
         try:
             found.append(facts(folder))
         except InputError as error:
-            unreadable += map(str, error.problems)
+            unreadable += error.problems
     if not found:
-        raise InputError([Problem(text, "") for text in unreadable])
-    return sorted(found, key=lambda each: each.updated, reverse=True), unreadable
+        raise InputError(unreadable)
+    return found, [str(problem) for problem in unreadable]
 
 
 def reported(each: FolderFacts, given: Given) -> RunReport:
@@ -110,10 +109,14 @@ def _lines(shown: RunReport, found: FolderFacts) -> Iterator[str]:
     yield from run_text.beside_prediction(shown)
     yield ""
     yield from run_text.of_losses(shown)
-    if sys.stdout.isatty() and shown.losses is not None:
-        screen = Terminal(columns=shutil.get_terminal_size((100, 24)).columns)
-        yield from run_text.losses(found.kept, shown.losses.validation, screen)
+    yield from _drawn([(found, shown)])
     yield ""
     yield from run_text.of_time(shown)
     if ranks := list(run_text.of_ranks(shown)):
         yield from ("", *ranks)
+
+
+def _drawn(runs: Runs, weight: float = 0.0) -> Iterator[str]:
+    """Losses drawn where a person looks at them."""
+    if columns := words.columns():
+        yield from run_text.losses(run_summary.named_losses(runs), Terminal(columns=columns), weight)

@@ -9,14 +9,13 @@ from meshwright.report import run_summary, run_text, svg
 from meshwright.report.html import document, parts_table, section, table
 from meshwright.report.plan_charts import ChartEntry, StackedBar, short, ticks
 from meshwright.report.run_data import FolderFacts, duration
-from meshwright.report.run_summary import Curve, RunReport
+from meshwright.report.run_summary import Curve, RunReport, Runs
 from meshwright.report.svg import LEFT, RIGHT, ROW, SERIES, WIDTH
 
 HEIGHT = 300.0
 LEFT_EDGE, TOP, BELOW = 70.0, 24.0, 44.0  # margins of a curve
 PAIR = 2 * ROW + 14  # height of a prediction and its measurement
 SMOOTH = 0.6  # the weight of the moving average: what TensorBoard begins with
-Runs = Sequence[tuple[FolderFacts, RunReport]]
 
 
 def run_page(runs: Runs, weight: float = SMOOTH) -> str:
@@ -30,12 +29,7 @@ def run_page(runs: Runs, weight: float = SMOOTH) -> str:
         table("the runs", run_text.HEADS, [run_text.overview_row(report) for _, report in runs], shown=True),
         table("the runs side by side", ("", *names), [(name, *cells) for name, cells in rows]),
     ]
-    losses = [
-        msgspec.structs.replace(curve, line_name=name)
-        for name, run in zip(names, runs, strict=True)
-        if (curve := _loss(*run)).line
-    ]
-    if losses:
+    if losses := run_summary.named_losses(runs):
         sections.append(section("Loss", chart(losses, weight), _legend(losses, weight)))
     for name, (facts, report) in zip(names, runs, strict=True):
         inner = "".join(
@@ -45,10 +39,6 @@ def run_page(runs: Runs, weight: float = SMOOTH) -> str:
     return document(title, [f"{len(runs)} runs"], sections)
 
 
-def _loss(facts: FolderFacts, report: RunReport) -> Curve:
-    return run_summary.loss_curve(facts.kept, report.losses.validation if report.losses else ())
-
-
 def _sections(facts: FolderFacts, report: RunReport, weight: float) -> Iterator[str]:
     """The pictures of one run, what its model wrote, and its run file."""
     if any(None not in row for row in run_text.comparisons(report)):
@@ -56,7 +46,10 @@ def _sections(facts: FolderFacts, report: RunReport, weight: float) -> Iterator[
         yield section("Predicted and measured", pair_bars(report), below)
     marks = [(each.last_step, each.ended) for each in report.attempts if each.ended]
     marks += [(each.step, each.text) for each in report.happened]
-    for drawn, smooth in ((_loss(facts, report), weight), (run_summary.seconds(facts.kept), 0.0)):
+    for drawn, smooth in (
+        (run_summary.loss_curve(facts.kept, report.losses), weight),
+        (run_summary.seconds(facts.kept), 0.0),
+    ):
         if drawn.line:
             marked = [msgspec.structs.replace(drawn, marks=tuple(marks))]
             yield section(drawn.title, chart(marked, smooth), _legend(marked, smooth))

@@ -196,6 +196,9 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
         return html_table(f"report on {self.folder}", ("", ""), {**dict(ran), **dict(compared)}.items())
 
 
+Runs = Sequence[tuple[FolderFacts, RunReport]]
+
+
 class PredictedFigures(msgspec.Struct, frozen=True, kw_only=True):
     """The planner's part of a report."""
 
@@ -214,6 +217,7 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
     points: tuple[tuple[float, float], ...] = ()
     points_name: str = ""
     marks: tuple[tuple[int, str], ...] = ()  # a step, and what happened there
+    ends: tuple[int, int] = (0, 0)  # the first and the last step, which a thinned line may lack
 
     @property
     def values(self) -> list[float]:
@@ -534,8 +538,15 @@ def utilized(job: Job, device: str, steps: Steps) -> PredictedUtilization | None
     return PredictedUtilization(mfu=utilization(steps.flops, steps.seconds, peak), of=SHEET if known else FASTEST)
 
 
-def loss_curve(kept: Sequence[StepRecord], validation: Iterable[EvalLoss]) -> Curve:
+def named_losses(runs: Runs) -> list[Curve]:
+    """The losses of several runs, each by the name of its folder; those without any are left out."""
+    found = [(facts.path.name, loss_curve(facts.kept, report.losses)) for facts, report in runs]
+    return [msgspec.structs.replace(curve, line_name=name) for name, curve in found if curve.line]
+
+
+def loss_curve(kept: Sequence[StepRecord], losses: Losses | None) -> Curve:
     """The loss of every step, and those on what is never trained on."""
+    validation = losses.validation if losses else ()
     finite = [(float(step.step), step.loss) for step in kept if math.isfinite(step.loss)]
     return Curve(
         title="Loss",
@@ -544,6 +555,7 @@ def loss_curve(kept: Sequence[StepRecord], validation: Iterable[EvalLoss]) -> Cu
         line_name="training",
         points=tuple((float(each.step), each.loss) for each in validation if math.isfinite(each.loss)),
         points_name="validation",
+        ends=(kept[0].step, kept[-1].step) if kept else (0, 0),
     )
 
 

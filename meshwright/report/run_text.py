@@ -2,13 +2,13 @@
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from statistics import fmean, median
+from string import ascii_lowercase
 
 from meshwright.report.plan_charts import Terminal, short
 from meshwright.report.run_data import duration
-from meshwright.report.run_summary import EvalLoss, RunReport, in_tenths, loss_curve, thinned
-from meshwright.runtime.records import StepRecord
+from meshwright.report.run_summary import Curve, RunReport, in_tenths, smoothed, thinned
 from meshwright.spec.units import GIB
 
 NAMES = 14  # columns of what a line is about
@@ -335,17 +335,23 @@ def _cut(text: str, letters: int | None) -> str:
     return text if letters is None or len(text) <= letters else f"{text[: letters - 1]}…"
 
 
-def losses(kept: Sequence[StepRecord], validation: Iterable[EvalLoss], screen: Terminal) -> Iterator[str]:
-    """Steps to the right, the loss upwards; o is validation. Nothing where there is too little to draw."""
-    curve = loss_curve(kept, validation)
-    if len(curve.line) < LEAST:
+def losses(curves: Sequence[Curve], screen: Terminal, weight: float = 0.0) -> Iterator[str]:
+    """Steps to the right, losses upwards: of one run · and o for validation, of several a letter each, smoothed.
+
+    Nothing where there is too little to draw.
+    """
+    drawn = [each for each in curves if len(each.line) >= LEAST][: len(ascii_lowercase)]
+    if not drawn:
         return
     room = screen.width - LEFT - 2
-    line = thinned(list(curve.line), room, fmean)
-    steps, values = zip(*line, *curve.points, strict=True)
+    lines = [thinned(list(each.line), room, fmean) for each in drawn]
+    marked = [("·", lines[0]), ("o", drawn[0].points)]
+    if len(drawn) > 1:
+        marked = [(ascii_lowercase[number], smoothed(line, weight)) for number, line in enumerate(lines)]
+    steps, values = zip(*(pair for _, pairs in marked for pair in pairs), strict=True)
     first, last, low, high = min(steps), max(steps), min(values), max(values)
     cells = [[" "] * room for _ in range(ROWS)]
-    for mark, pairs in (("·", line), ("o", curve.points)):
+    for mark, pairs in marked:
         for step, value in pairs:
             row = round((high - value) / ((high - low) or 1.0) * (ROWS - 1))
             column = round((step - first) / ((last - first) or 1.0) * (room - 1))
@@ -354,5 +360,10 @@ def losses(kept: Sequence[StepRecord], validation: Iterable[EvalLoss], screen: T
         mark = short(high) if number == 0 else short(low) if number == ROWS - 1 else ""
         yield f"{mark:>{LEFT - 1}} ┤{''.join(row)}".rstrip()
     yield f"{'':>{LEFT}}└{'─' * room}"
-    begin, end = f"step {kept[0].step:,}", f"{kept[-1].step:,}" + (" (o: validation)" if curve.points else "")
+    begin, end = f"step {min(each.ends[0] for each in drawn):,}", f"{max(each.ends[1] for each in drawn):,}"
+    end += " (o: validation)" if marked[1][0] == "o" and marked[1][1] else ""
     yield f"{'':>{LEFT}} {begin}{end:>{max(room - len(begin), len(end) + 1)}}"
+    if len(drawn) > 1:
+        yield "loss, smoothed: " + "  ".join(
+            f"{mark} {plain(each.line_name)}" for (mark, _), each in zip(marked, drawn, strict=True)
+        )

@@ -219,6 +219,10 @@ def test_a_folder_of_damaged_runs_alone_is_a_mistake(capsys, tmp_path):
     assert "bad/run.toml is damaged" in refused(capsys, tmp_path / "runs")
 
 
+def test_a_folder_that_was_named_and_is_no_run_is_a_mistake_beside_runs(capsys, runs, tmp_path):
+    assert "notes is empty" in refused(capsys, runs, runs / "notes")
+
+
 @pytest.mark.parametrize("columns", [60, 80, 140])
 def test_a_terminal_is_not_overflowed_by_the_table(capsys, runs, columns):
     assert main.main(["report", str(runs), "--json"]) == 0

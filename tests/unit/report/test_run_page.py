@@ -12,9 +12,16 @@ from meshwright.report import run_charts, run_summary
 from meshwright.report.plan_charts import Terminal
 from meshwright.report.run_charts import run_page
 from meshwright.report.run_data import facts
-from meshwright.report.run_summary import EvalLoss, PredictedFigures, PredictedUtilization, Prediction, report, steps_of
+from meshwright.report.run_summary import (
+    PredictedFigures,
+    PredictedUtilization,
+    Prediction,
+    losses,
+    report,
+    steps_of,
+)
 from meshwright.report.run_text import losses as chart
-from meshwright.runtime.records import EventRecord
+from meshwright.runtime.records import EvalRecord, EventRecord
 
 EVIL = '<script>alert("1")</script>'
 PREDICTION = Prediction(
@@ -102,7 +109,7 @@ def test_losses_of_several_runs_are_one_chart_smoothed_over_what_was_measured(tm
 
 def test_more_runs_than_colours_are_told_apart_by_dashes(tmp_path):
     kept = [step(n, n) for n in range(1, 5)]
-    drawn = run_charts.chart([run_summary.loss_curve(kept, [])] * 21)
+    drawn = run_charts.chart([run_summary.loss_curve(kept, None)] * 21)
     styles = re.findall(r'style="([^"]+)"', drawn)
     assert len(styles) == len(set(styles)) == 21
     ElementTree.fromstring(drawn)
@@ -134,7 +141,7 @@ def test_a_run_without_steps_has_a_page_without_pictures(tmp_path):
 
 def test_curves_leave_out_what_is_no_number():
     kept = [step(n, n, loss=math.nan if n == 2 else 1.0) for n in range(1, 5)]
-    drawn = run_summary.loss_curve(kept, [EvalLoss(step=4, loss=math.inf)])
+    drawn = run_summary.loss_curve(kept, losses([EvalRecord(step=4, loss=math.inf, tokens=1, seconds=1.0)], kept))
     assert [at for at, _ in drawn.line] == [1.0, 3.0, 4.0]
     assert drawn.points == ()
     ElementTree.fromstring(run_charts.chart([drawn]))
@@ -156,12 +163,26 @@ def test_one_step_can_be_drawn():
 
 def test_the_terminals_curve_is_as_wide_as_it_and_falls():
     kept = [step(n, n) for n in range(1, 500)]
-    lines = list(chart(kept, [EvalLoss(step=400, loss=1.0)], Terminal(columns=80)))
+    evals = [EvalRecord(step=400, loss=1.0, tokens=1, seconds=1.0)]
+    curve = run_summary.loss_curve(kept, losses(evals, kept))
+    lines = list(chart([curve], Terminal(columns=80)))
     assert all(len(line) <= 80 for line in lines)
     assert lines[0].rstrip().endswith("┤·")
     assert sum("o" in line for line in lines[:-1]) == 1
     assert lines[-1].endswith("499 (o: validation)")
-    assert list(chart(kept[:2], [], Terminal())) == []
+    assert list(chart([run_summary.loss_curve(kept[:2], None)], Terminal())) == []
+
+
+def test_the_terminal_draws_several_runs_with_a_letter_each():
+    curves = [run_summary.loss_curve([step(n, n, loss=loss) for n in range(1, 50)], None) for loss in (4.0, 2.0)]
+    named = [
+        msgspec.structs.replace(curve, line_name=name) for curve, name in zip(curves, ("high", "low"), strict=True)
+    ]
+    lines = list(chart(named, Terminal(columns=80), 0.5))
+    assert set(lines[0].split("┤")[1]) - {" "} == {"a"}
+    assert set(lines[7].split("┤")[1]) - {" "} == {"b"}
+    assert lines[-1] == "loss, smoothed: a high  b low"
+    assert all(len(line) <= 80 for line in lines)
 
 
 def test_a_report_is_json_without_nan(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from meshwright.config.presets import preset
 from meshwright.cost.memory import worst
 from meshwright.hardware.cluster import cluster
-from meshwright.search.best_first import TOLD_APART, Candidate, Rank, notch, priced, rank, search
+from meshwright.search.best_first import ALIKE, SLOWEST, TOLD_APART, Candidate, Rank, complexity, kind, notch, priced, rank, search
 from meshwright.search.bounds import MemoryBound, PlanGroup, bound, bound_with_weights, frugal_split, groups, in_flight
 from meshwright.search.question import Question
 from meshwright.search.space import Policy, plans
@@ -85,10 +85,40 @@ def assert_found(asked: Question) -> None:
         fitting = {each.plan: each for each in (refitted(found, tight) for found in everything) if each.fit.fits}
         # What is sent away to hold less is looked at where it must: kept on the device it is never slower.
         kept = [each for plan, each in fitting.items() if plan == plainer(plan) or plainer(plan) not in fitting]
-        best = sorted(ranks(kept, kept))
-        assert ranks(ours.found, kept) == best[:3]
-        assert ours.found[0].seconds_per_token == pytest.approx(fastest(kept), rel=TOLD_APART)
+        assert ranked(ours.found) == ranked(best(kept))[:3]
+        safe = [each for each in kept if not each.is_tight]
+        assert ours.found[0].seconds_per_token == pytest.approx(fastest(safe or kept), rel=ALIKE)
         assert ours.counts.legal == len(peaks)
+        assert_kinds(tight, kept)
+
+
+def best(kept: Iterable[Candidate]) -> list[Candidate]:
+    """Plans that fit for sure, then the others, each in order."""
+    halves = [[each for each in kept if each.is_tight is tight] for tight in (False, True)]
+    return [each for half in halves for each in sorted(half, key=lambda each: rank(each, fastest(half)))]
+
+
+def ranked(found: list[Candidate] | tuple[Candidate, ...]) -> list[tuple[object, ...]]:
+    """What the order is made of."""
+    return [(each.is_tight, complexity(each.plan), each.fit.headroom_bytes, each.seconds_per_token) for each in found]
+
+
+def assert_kinds(asked: Question, kept: list[Candidate]) -> None:
+    """Of each kind the best plan of trying everything, unless it is far slower than the fastest."""
+    ours = search(asked, top=20, kinds=True)
+    safe = [each for each in kept if not each.is_tight]
+    if not safe:
+        return
+    limit = SLOWEST * fastest(safe)
+    theirs: dict[str, Candidate] = {}
+    for each in best(safe):
+        if each.seconds_per_token <= limit:
+            theirs.setdefault(kind(each.plan), each)
+    alike = {kind(each.plan): each for each in ours.found if not each.is_tight}
+    assert set(alike) == set(theirs) - {"offload"} | set(alike) & {"offload"}
+    for name in set(alike) - {"offload"}:  # which is looked for where nothing else of its axes fits
+        assert ranked([alike[name]]) == ranked([theirs[name]])
+    assert not set(ours.left_out) & {kind(each.plan) for each in ours.found}
 
 
 def test_the_counts_add_up():

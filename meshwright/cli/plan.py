@@ -227,7 +227,7 @@ def _extras(options: argparse.Namespace, asked: PlanQuery, found: Candidate, rec
         lines += ["", *tables.lasting(span)]
     if not options.write:
         return lines
-    if not found.fit.fits:
+    if found.fits is False:
         return [*lines, "", f"not written: {options.write}, because the plan does not fit"]
     run = run_of(asked, found)
     write_whole(Path(options.write), load.write(run), options.force)
@@ -284,7 +284,7 @@ def exact(options: argparse.Namespace) -> int:
     record = answer_record(asked, question, answer) | {"traffic_bytes": sent}
     lines += _extras(options, asked, found, record)
     show(options, record, lines)
-    return Exit.DONE if found.fit.fits else Exit.DOES_NOT_FIT
+    return Exit.DOES_NOT_FIT if found.fits is False else Exit.DONE
 
 
 def _stated(asked: PlanQuery) -> tuple[Plan, Question]:
@@ -385,7 +385,7 @@ def drawn(options: argparse.Namespace) -> int:
     asked = put(options)
     first = any_plan(options, asked)
     others = [] if options.exact else search(asked.question, DRAWN).found
-    front = frugal(asked.question, first) if first.fit.fits and not options.exact else [first]
+    front = frugal(asked.question, first) if first.fits is not False and not options.exact else [first]
     unique = {plan_words(each.plan): each for each in (first, *others, *front)}
     points = [Point(label=name, gib=each.peak_bytes / GIB, seconds=each.price.seconds) for name, each in unique.items()]
     device = first.job.cluster.gpu.memory_bytes

@@ -226,7 +226,8 @@ def ledger(found: Candidate) -> Iterator[str]:
     kinds = (("allocated", allocated), ("reserved", reserved), ("nvidia-smi", driver))
     yield "  " + ", ".join(f"{name} {gib(size)}" for name, size in kinds) + f" of {gib(memory)} GiB"
     yield from _offloaded(found)
-    verdict, amount = "yes" if found.fit.fits else "no", "headroom" if found.fit.headroom_bytes >= 0 else "short"
+    verdict = {True: "yes", False: "no", None: "on the GPU, host memory not known"}[found.fits]
+    amount = "headroom" if found.fit.headroom_bytes >= 0 else "short"
     doubt = " (within the error of the prediction)" if found.is_tight else ""
     yield f"fits: {verdict}, {gib(abs(found.fit.headroom_bytes))} GiB {amount}{doubt}"
 

@@ -10,6 +10,7 @@ from meshwright.cli import options as words
 from meshwright.config import load, presets
 from meshwright.config.huggingface import arch_of, describe, read_config
 from meshwright.config.load import OpenRun
+from meshwright.config.run import Goal
 from meshwright.cost.calibrate import measured
 from meshwright.hardware.cluster import Cluster, cluster
 from meshwright.hardware.profile import read_profile
@@ -44,11 +45,16 @@ def put(options: argparse.Namespace, arch: Arch | None = None) -> PlanQuery:
     if not text:
         remedy = "add --cluster 64xh100, or [goal] cluster to the run file; `meshwright clusters` lists the cards"
         raise InputError([Problem("no cluster is named", remedy)])
-    machines = cluster(text, network=asked.run.goal.network or "")
+    machines = machines_of(text, asked.run.goal)
     if profile := getattr(options, "profile", None):
         machines = measured(machines, read_profile(Path(profile)), stack_of("meshwright"))
     question, assumed = question_of(asked, machines, tuple(options.vary or ()) or asked.run.goal.vary)
     return PlanQuery(question=question, asked=asked, model=model, machines=text, assumed=assumed)
+
+
+def machines_of(text: str, goal: Goal) -> Cluster:
+    """The machines of a few words, with what a goal says of them."""
+    return cluster(text, network=goal.network or "", host_gib=goal.host_gib or 0.0, disk_gib=goal.disk_gib or 0.0)
 
 
 def question_of(asked: OpenRun, machines: Cluster, vary: tuple[Vary, ...]) -> tuple[Question, tuple[str, ...]]:

@@ -51,7 +51,7 @@ def what_if(options: argparse.Namespace) -> int:
     else:
         other = "" if same.plan == first.plan else f"{found_words(same, question)}: "
         seconds = f"{short(same.price.seconds)} s/step ({same.price.seconds / first.price.seconds:.2f} ×)"
-        misfit = "" if same.fit.fits else ", does not fit"
+        misfit = "" if same.fits is not False else ", does not fit"
         lines += [f"same plan: {other}{seconds}, {gib(same.peak_bytes)} GiB{misfit}", *_shifts(first, same)]
     if not then.found:
         lines.append("nothing fits then")

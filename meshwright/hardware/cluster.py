@@ -238,7 +238,7 @@ def unknown(kind: str, text: str, names: Iterable[str]) -> Problem:
     )
 
 
-def cluster(text: str, *, network: str = "", gpus: int = 0) -> Cluster:
+def cluster(text: str, *, network: str = "", gpus: int = 0, host_gib: float = 0.0, disk_gib: float = 0.0) -> Cluster:
     """The cluster of "64xh100", "2x8xh100" (nodes × GPUs × card), "h100", or a TOML file, also "16xmine.toml"."""
     count, domain, rest = _counted(text)
     if count == 0 or domain == 0:
@@ -246,7 +246,7 @@ def cluster(text: str, *, network: str = "", gpus: int = 0) -> Cluster:
     known, machines = catalogue(), ClusterFile(gpu=rest)
     if rest.endswith(".toml"):
         known, machines = _read(Path(rest))
-    given = {"gpus": gpus or count, "domain": domain, "network": network}
+    given = {"gpus": gpus or count, "domain": domain, "network": network, "host_gib": host_gib, "disk_gib": disk_gib}
     machines = msgspec.structs.replace(machines, **{key: value for key, value in given.items() if value})
     return assembled(machines, known)
 

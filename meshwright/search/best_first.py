@@ -55,9 +55,14 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
         return self.ledger.shown
 
     @property
+    def fits(self) -> bool | None:
+        """Whether every rank has room; None: on its device, and nobody says whether the host or the disk has."""
+        return self.fit.fits
+
+    @property
     def is_tight(self) -> bool:
         """Whether it fits by the estimate, and not by the upper end of its interval."""
-        return self.fit.fits and self.peak_bytes * self.ledger.high > self.job.cluster.gpu.memory_bytes
+        return self.fits is not False and self.peak_bytes * self.ledger.high > self.job.cluster.gpu.memory_bytes
 
     @property
     def seconds_per_token(self) -> float:
@@ -83,6 +88,11 @@ class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
     found: tuple[Candidate, ...]
     counts: SearchCounts
     left_out: dict[str, str] = {}  # where kinds are asked for: those of which no plan is found, and why
+
+    @property
+    def host_question(self) -> str | None:
+        """What is to be asked before the first plan can be said to fit; None: nothing."""
+        return self.found[0].fit.host_question if self.found else None
 
 
 def priced(job: Job) -> Candidate:

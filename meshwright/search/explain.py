@@ -72,7 +72,7 @@ def room(found: Candidate) -> str:
     ledger, fit = found.ledger, found.fit
     memory = found.job.cluster.gpu.memory_bytes / GIB
     left = f"{abs(fit.headroom_bytes) / GIB:.1f} GiB {'headroom' if fit.headroom_bytes >= 0 else 'short'}"
-    beyond = f" It does not fit: {fit.why}." if fit.headroom_bytes >= 0 and not fit.fits else ""
+    beyond = f" It does not fit: {fit.why}." if fit.headroom_bytes >= 0 and fit.fits is False else ""
     return (
         f"The most loaded rank needs {memory - fit.headroom_bytes / GIB:.1f} GiB; the card has {memory:.1f} "
         f"({left}). The largest entry is {largest(ledger).label}, at {ledger.moment}.{beyond}"
@@ -132,7 +132,7 @@ def _neighbour_price(question: Question, neighbour: Neighbour) -> NeighbourPrice
     if neighbour.plan is None:
         return NeighbourPrice(change=neighbour.change, problem=neighbour.problem)
     found = priced(question.job(neighbour.plan))
-    problem = "" if found.fit.fits else f"does not fit: {found.fit.why}"
+    problem = "" if found.fits is not False else f"does not fit: {found.fit.why}"
     if found.fit.headroom_bytes < 0:
         memory = found.job.cluster.gpu.memory_bytes / GIB
         short = f"needs {found.peak_bytes / GIB:.1f} GiB; the card has {memory:.1f}"
@@ -142,7 +142,7 @@ def _neighbour_price(question: Question, neighbour: Neighbour) -> NeighbourPrice
         plan=neighbour.plan,
         seconds=found.price.seconds,
         peak_bytes=found.peak_bytes,
-        fits=found.fit.fits,
+        fits=found.fits is not False,
         problem=problem,
     )
 

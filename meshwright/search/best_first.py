@@ -30,7 +30,7 @@ from meshwright.search.space import AxesChoice
 from meshwright.spec.plan import FIELDS, Plan
 
 TOLD_APART = 0.02  # the same run measured twice differs by this much at best
-ALIKE = 0.05  # predictions err by as much where they are best (results/accuracy.json): no reason to prefer an intricate plan
+ALIKE = 0.05  # predictions err by as much at their best (results/accuracy.json): no reason for a more intricate plan
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,7 +103,7 @@ def priced(job: Job) -> Candidate:
 fit_of = lru_cache(maxsize=1024)(fits)  # asked once to prune, and again of a plan that is shown
 
 
-Rank = tuple[int, tuple[int, int], int, float]
+Rank = tuple[int, tuple[int, int, int], int, float]
 
 
 def rank(found: Candidate, fastest: float) -> Rank:
@@ -115,11 +115,6 @@ def rank(found: Candidate, fastest: float) -> Rank:
 def notch(seconds: float, fastest: float, step: float = ALIKE) -> int:
     """Times above the fastest plan's in steps of a share: those on one step are alike."""
     return max(math.floor(math.log(seconds / fastest) / math.log1p(step)), 0)
-
-
-def complexity(plan: Plan) -> tuple[int, int]:
-    """How much there is to understand in a plan: what is not as it would be on one GPU, and how much is sharded."""
-    return sum(field.weighs and plan.uses(field.name) for field in FIELDS), plan.zero
 
 
 KINDS = {  # of plans, and what each is good for
@@ -134,6 +129,7 @@ KINDS = {  # of plans, and what each is good for
     "pipeline + tensor": "matrices split inside nodes, layers between them: for the largest models",
     "offload": "what the GPUs cannot hold waits in host memory: for few GPUs; as slow as the way there",
 }
+ORDER = {name: place for place, name in enumerate(KINDS)}  # from the usual to the unusual
 OFFLOADS = ("optimizer_offload", "cpu_offload", "activation_offload")
 
 
@@ -148,6 +144,11 @@ def _kind_of_axes(axes: Plan | AxesChoice) -> str:
     if axes.tp > 1 or axes.cp > 1 or axes.ep > 1:
         return f"{'tensor' if axes.tp > 1 else 'context' if axes.cp > 1 else 'expert'} parallel"
     return "one GPU" if axes.data == 1 else ("DDP", "ZeRO", "ZeRO", "FSDP")[axes.zero]
+
+
+def complexity(plan: Plan) -> tuple[int, int, int]:
+    """How much there is to understand in a plan: what is not as on one GPU, how much is sharded, how usual it is."""
+    return sum(field.weighs and plan.uses(field.name) for field in FIELDS), plan.zero, ORDER[kind(plan)]
 
 
 WORTH = 1.03  # of a bound: nearer ones are not worth waiting for
@@ -342,5 +343,5 @@ class _Work:
         """Kinds that nothing was found of: what is left of them takes too long, or all of them are too large."""
         waiting = {_kind_of_axes(group.splits[0]) for _, _, group, _ in self.heap if isinstance(group, PlanGroup)}
         waiting |= {kind(plan.job.plan) for _, _, plan, _ in self.heap if isinstance(plan, _BoundedGroup)}
-        missing = sorted(self.seen - {kind(each.plan) for each in found}, key=list(KINDS).index)
+        missing = sorted(self.seen - {kind(each.plan) for each in found}, key=ORDER.__getitem__)
         return {name: "slower, if it fits" if name in waiting else "does not fit" for name in missing}

@@ -119,11 +119,43 @@ def complexity(plan: Plan) -> tuple[int, int]:
     return sum(field.weighs and plan.uses(field.name) for field in FIELDS), plan.zero
 
 
+SLOWER = 2.0  # × the seconds of the plan that wants most of an unknown host: what one that wants less may take
+
 WORTH = 1.03  # of a bound: nearer ones are not worth waiting for
 
 
 def search(question: Question, top: int = 5) -> SearchResult:
-    """The best `top` plans, and what became of every other one."""
+    """The best `top` plans, and what became of every other one.
+
+    Plans that offload compete by their times wherever the cluster tells what its hosts and disks hold. Where it does
+    not tell, they are a second tier, opened if nothing else fits: each is then an open question, not an answer.
+    """
+    answer = _search(question, top)
+    known = question.cluster.host_bytes and (question.cluster.disk_bytes or question.cluster.gpus > 1)
+    if answer.found or known or question.unknown_host != "last":
+        return answer
+    return _modest(question.with_unknown_host("too"), top)
+
+
+def _modest(question: Question, top: int) -> SearchResult:
+    """The best on hosts of which nothing is known: those that want half as much of it, as long as there are any.
+
+    Whoever is asked for less is more often able to say yes; a step may take SLOWER times as long for it, no more.
+    """
+    answer = best = _search(question, top)
+    while best.found and (needed := best.found[0].ledger.away.host_bytes) and not question.cluster.host_bytes:
+        small = msgspec.structs.replace(question.cluster, host_bytes=needed / 2)
+        best = _search(msgspec.structs.replace(question, cluster=small), top)
+        first, most = best.found[:1], SLOWER * answer.found[0].seconds_per_token
+        if not first or first[0].seconds_per_token > most or first[0].ledger.away.disk:
+            break
+        jobs = [msgspec.structs.replace(each.job, cluster=question.cluster) for each in best.found]
+        answer = SearchResult(found=tuple(map(priced, jobs)), counts=answer.counts)
+    return answer
+
+
+def _search(question: Question, top: int) -> SearchResult:
+    """The same in one tier."""
     work = _Work(top)
     for variant in variants(question):
         room = MemoryBound(variant)

@@ -270,7 +270,8 @@ def _completed(question: Question, plan: Plan, change: str) -> Neighbour:
 
 
 def nearest(question: Question, top: int = 3) -> list[Candidate]:
-    """The plans that miss by the least memory."""
+    """The plans that miss by the least memory, whatever the host."""
+    question = question.with_unknown_host("too")
     room = MemoryBound(question)
     least: dict[float, PlanGroup] = {}
     for group in groups(question):
@@ -282,8 +283,8 @@ def nearest(question: Question, top: int = 3) -> list[Candidate]:
 
 
 def changes(question: Question, top: int = 3) -> list[SuggestedChange]:
-    """The first few changes that let something fit: what was fixed, then machines, then the sequence and the model."""
-    return list(islice(_changes(question), top))
+    """The first few changes that let something fit for sure: what was fixed, machines, the sequence and the model."""
+    return list(islice(_changes(question.with_unknown_host("never")), top))
 
 
 def _changes(question: Question) -> Iterator[SuggestedChange]:

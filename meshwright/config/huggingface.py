@@ -183,8 +183,10 @@ def decoder_like(config: dict[str, Any]) -> Arch | None:
     gated = any(key in config for key in ("rms_norm_eps", "layernorm_epsilon")) or config.get("hidden_act") == "silu"
     hidden, heads = found["hidden"], found["heads"]
     ffn = found["ffn"] or 4 * hidden
-    experts = {"experts": found["experts"], "top_k": found["top_k"] or 1, "expert_ffn": found["expert_ffn"] or ffn}
     style: dict[str, Any] = {} if gated else {"norm": "layer", "mlp": "gelu", "bias": True}
+    if found["experts"] > 1:
+        style |= {name: found[name] for name in ("experts", "shared_experts")}
+        style |= {"top_k": found["top_k"] or 1, "expert_ffn": found["expert_ffn"] or ffn}
     return Arch(
         vocab=found["vocab"],
         layers=found["layers"],
@@ -196,7 +198,6 @@ def decoder_like(config: dict[str, Any]) -> Arch | None:
         context=found["context"] or ASSUMED_CONTEXT,
         tied=config.get("tie_word_embeddings", True) is True,  # what transformers assumes of a family it does not ask
         **style,
-        **(experts | {"shared_experts": found["shared_experts"]} if found["experts"] > 1 else {}),
     )
 
 

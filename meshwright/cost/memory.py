@@ -249,7 +249,9 @@ def _unstated(cluster: Cluster, away: OffloadedMemory) -> str | None:
     each = f", {' and '.join(f'{gib:,}' for _, _, gib in unsaid)} GiB for each of its {ranks} GPUs" if ranks > 1 else ""
     keys = " ".join(f"goal.{key}={gib}" for _, key, gib in unsaid)
     per_gpu = " (per GPU)" if ranks > 1 else ""
-    return f"Does each machine have {whole} free{each}? {cluster.name} does not say: if so, add {keys}{per_gpu}."
+    return (
+        f"Does each machine have {whole} free{each}? {cluster.name} does not say: add {keys}{per_gpu}, or what it has."
+    )
 
 
 def _why(found: Ledger, headroom: int) -> str:

@@ -151,6 +151,8 @@ def complexity(plan: Plan) -> tuple[int, int, int]:
     return sum(field.weighs and plan.uses(field.name) for field in FIELDS), plan.zero, ORDER[kind(plan)]
 
 
+SLOWER = 2.0  # × the seconds of the plan that wants most of an unknown host: what one that wants less may take
+
 WORTH = 1.03  # of a bound: nearer ones are not worth waiting for
 SLOWEST = 1.5  # × the fastest: a kind of plan that takes longer is no alternative
 
@@ -158,8 +160,36 @@ SLOWEST = 1.5  # × the fastest: a kind of plan that takes longer is no alternat
 def search(question: Question, top: int = 5, *, kinds: bool = False) -> SearchResult:
     """The best `top` plans, or the best plan of each of the best `top` kinds; and what became of every other one.
 
-    Plans that may be too large by a small error of the ledger come after all that fit for sure.
+    Plans that may be too large by a small error of the ledger come after all that fit for sure. Plans that offload
+    compete by their times wherever the cluster tells what its hosts and disks hold. Where it does not tell, they are a
+    second tier, opened if nothing else fits: each is then an open question, not an answer.
     """
+    answer = _search(question, top, kinds)
+    known = question.cluster.host_bytes and (question.cluster.disk_bytes or question.cluster.gpus > 1)
+    if answer.found or known or question.unknown_host != "last":
+        return answer
+    return _modest(question.with_unknown_host("too"), top, kinds)
+
+
+def _modest(question: Question, top: int, kinds: bool) -> SearchResult:
+    """The best on hosts of which nothing is known: those that want half as much of it, as long as there are any.
+
+    Whoever is asked for less is more often able to say yes; a step may take SLOWER times as long for it, no more.
+    """
+    answer = best = _search(question, top, kinds)
+    while best.found and (needed := best.found[0].ledger.away.host_bytes) and not question.cluster.host_bytes:
+        small = msgspec.structs.replace(question.cluster, host_bytes=needed / 2)
+        best = _search(msgspec.structs.replace(question, cluster=small), top, kinds)
+        first, most = best.found[:1], SLOWER * answer.found[0].seconds_per_token
+        if not first or first[0].seconds_per_token > most or first[0].ledger.away.disk:
+            break
+        jobs = [msgspec.structs.replace(each.job, cluster=question.cluster) for each in best.found]
+        answer = msgspec.structs.replace(answer, found=tuple(map(priced, jobs)))
+    return answer
+
+
+def _search(question: Question, top: int, kinds: bool) -> SearchResult:
+    """The same in one tier."""
     work = _Work(_Shortlist(top, kinds), _Shortlist(top, kinds))
     for variant in variants(question):
         room = MemoryBound(variant)

@@ -239,7 +239,8 @@ def _moved(question: Question, plan: Plan, axis: str, degree: int) -> Neighbour:
 def _changed(question: Question, plan: Plan, name: str, value: Any, **others: Any) -> Neighbour:
     change = f"{name} {_said(getattr(plan, name))} → {_said(value)}"
     changed = msgspec.structs.replace(plan, **{name: value}, **others)
-    if changed.shard == 1 and changed.cp == 1 and changed.zero and name != "zero" and not changed.cpu_offload:
+    shared = plan.shards > 1 or not plan.zero  # else zero 3 has another purpose than to share
+    if shared and changed.shard * changed.cp == 1 and changed.zero and name != "zero" and not changed.cpu_offload:
         changed = msgspec.structs.replace(changed, zero=0)
     if name in ("schedule", "pp") and plan.compile and "compile" not in question.fixed:
         order = PipelineChoice(changed.schedule, changed.chunks)
@@ -270,7 +271,8 @@ def _completed(question: Question, plan: Plan, change: str) -> Neighbour:
 
 
 def nearest(question: Question, top: int = 3) -> list[Candidate]:
-    """The plans that miss by the least memory."""
+    """The plans that miss by the least memory, whatever the host."""
+    question = question.with_unknown_host("too")
     room = MemoryBound(question)
     least: dict[float, PlanGroup] = {}
     for group in groups(question):
@@ -282,8 +284,8 @@ def nearest(question: Question, top: int = 3) -> list[Candidate]:
 
 
 def changes(question: Question, top: int = 3) -> list[SuggestedChange]:
-    """The first few changes that let something fit: what was fixed, then machines, then the sequence and the model."""
-    return list(islice(_changes(question), top))
+    """The first few changes that let something fit for sure: what was fixed, machines, the sequence and the model."""
+    return list(islice(_changes(question.with_unknown_host("never")), top))
 
 
 def _changes(question: Question) -> Iterator[SuggestedChange]:

@@ -174,7 +174,6 @@ FIELDS = (
         "cpu_offload",
         "parameters, gradients and optimizer states live in host memory",
         weighs=True,
-        searched=False,
     ),
     PlanField(
         "bf16_params",

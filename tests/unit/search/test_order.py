@@ -308,7 +308,7 @@ def test_a_larger_microbatch_never_needs_less():
                     and part.decided_order.chunks < 3
                 ):
                     size = worst(asked.job(part.plan(frugal_split(part)))).shown
-                    key = (part.splits[0].pp, part.order, part.policy)
+                    key = (part.splits[0].pp, part.splits[0].cpu_offload, part.order, part.policy)
                     by_choice.setdefault(key, []).append((part.each.microbatch, size))
     assert by_choice
     for sizes in by_choice.values():

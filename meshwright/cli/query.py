@@ -3,6 +3,7 @@
 import argparse
 import math
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -148,7 +149,10 @@ def command(asked: PlanQuery, run: Run) -> list[str]:
     )
     if plan.stages == balanced_stages(run.arch, plan.pp * plan.chunks):
         stated.discard("stages")
-    values = {"name": run.name, "sequence": run.sequence, "batch": run.batch, "goal.cluster": run.goal.cluster}
+    values: dict[str, Any] = {"name": run.name, "sequence": run.sequence, "batch": run.batch}
+    if asked.words and asked.words[0].endswith(".toml"):
+        values = {key: value for key, value in values.items() if getattr(asked.asked.run, key) != value}
+    values |= {"goal.cluster": run.goal.cluster}
     values |= {f"plan.{name}": getattr(plan, name) for name in (field.name for field in FIELDS) if name in stated}
     for name in ("master_weights", "stochastic_rounding", "state_dtype"):
         if getattr(run.optim, name) != getattr(asked.asked.run.optim, name):

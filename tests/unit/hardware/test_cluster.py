@@ -111,8 +111,8 @@ def test_the_file_of_the_page_is_a_cluster(tmp_path):
     file.write_text(re.search(r"```toml\n(.*?)```", PAGE.read_text(), re.DOTALL)[1])
     assert len(file.read_text().splitlines()) <= 12
     found = cluster(str(file))
-    assert (found.name, found.gpus, found.domain, found.gpu.name) == ("attic", 4, 4, "rtx-5090")
-    assert found.gpu.peak("bf16") == 209.5e12
+    assert (found.name, found.gpus, found.domain, found.gpu.name) == ("attic", 4, 4, "rtx-5080")
+    assert found.gpu.peak("bf16") == 112.6e12
     assert found.gpu.peak("fp8") == 0
     assert found.network.bandwidth == pytest.approx(25e9 / 8 / 4)
     assert cluster(f"8x{file}").gpus == 8

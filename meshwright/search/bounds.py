@@ -88,13 +88,14 @@ def groups(question: Question) -> list[PlanGroup]:
     """All plans of a question, by their axes and microbatches."""
     alike: dict[tuple[object, ...], list[AxesChoice]] = {}
     for layout in space.layouts(question):
-        key = (layout.pp, layout.cp, layout.cp_kind, layout.ep, layout.tp, layout.cpu_offload)
+        copied = space.has_bf16_copy(question, layout)
+        key = (layout.pp, layout.cp, layout.cp_kind, layout.ep, layout.tp, layout.cpu_offload, copied)
         alike.setdefault(key, []).append(layout)
     found, choices = [], {}
     for layouts in alike.values():
         for each in space.rounds(question, layouts[0]):
             splits = tuple(layout for layout in layouts if not space.respelled(question, layout, each))
-            key = (layouts[0].pp, layouts[0].cpu_offload, each.grad_accum)
+            key = (layouts[0].pp, space.homes_under(question, layouts[0]), each.grad_accum)
             if key not in choices:
                 choices[key] = space.choices(question, layouts[0], each)
             if splits:
@@ -271,7 +272,7 @@ class MemoryBound:
         """
         frugal, each = frugal_split(group), group.each
         rounds = settled(group.decided_order.schedule, frugal.pp, each.grad_accum)
-        key = (frugal._replace(replicate=1, shard=1), group.order, group.policy, rounds)
+        key = (frugal, group.order, group.policy, rounds)
         microbatch, line = self.refused.get(key, (0, ""))
         if line and microbatch <= each.microbatch:
             return line

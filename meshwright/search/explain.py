@@ -239,7 +239,8 @@ def _moved(question: Question, plan: Plan, axis: str, degree: int) -> Neighbour:
 def _changed(question: Question, plan: Plan, name: str, value: Any, **others: Any) -> Neighbour:
     change = f"{name} {_said(getattr(plan, name))} → {_said(value)}"
     changed = msgspec.structs.replace(plan, **{name: value}, **others)
-    if changed.shard == 1 and changed.cp == 1 and changed.zero and name != "zero" and not changed.cpu_offload:
+    shared = plan.shards > 1 or not plan.zero  # else zero 3 has another purpose than to share
+    if shared and changed.shard * changed.cp == 1 and changed.zero and name != "zero" and not changed.cpu_offload:
         changed = msgspec.structs.replace(changed, zero=0)
     if name in ("schedule", "pp") and plan.compile and "compile" not in question.fixed:
         order = PipelineChoice(changed.schedule, changed.chunks)

@@ -123,7 +123,7 @@ def plan_of(question: Question, layout: AxesChoice, each: BatchChoice, order: Pi
         precision=question.precision,
         **{
             "compile": compiles(question, layout.pp, order),
-            "bf16_params": keeps_bf16_params(question) and not layout.cpu_offload,
+            "bf16_params": has_bf16_copy(question, layout),
             **carried(question),
         },
     )
@@ -195,7 +195,7 @@ def policies(question: Question, layout: AxesChoice, order: PipelineChoice) -> t
     return tuple(
         policy._replace(optimizer_offload=home, optimizer_offload_update=update)
         for policy in plain
-        for home, update in (homes(question) if not layout.cpu_offload else homes(question)[:1])
+        for home, update in homes_under(question, layout)
     )
 
 
@@ -219,6 +219,12 @@ def homes(question: Question) -> tuple[tuple[str, str], ...]:
     return tuple(found)
 
 
+def homes_under(question: Question, layout: AxesChoice) -> tuple[tuple[str, str], ...]:
+    """Those of a layout: not beside weights that are in host memory too, nor where the device has no narrow ones."""
+    bare = question.precision in NARROW and not has_bf16_copy(question, layout)
+    return homes(question)[:1] if layout.cpu_offload or bare else homes(question)
+
+
 def compiles(question: Question, pp: int, order: PipelineChoice) -> bool:
     """Whether blocks are compiled: as it is fixed, or wherever torch can, because it changes time and memory alone."""
     fixed = question.fixed.get("compile")
@@ -232,6 +238,12 @@ def keeps_bf16_params(question: Question) -> bool:
     fixed = question.fixed
     alone = question.cluster.gpus == 1 and not fixed.get("deterministic")
     return fixed.get("bf16_params", alone and question.precision in NARROW)
+
+
+def has_bf16_copy(question: Question, layout: AxesChoice) -> bool:
+    """Whether a lone rank keeps that copy under a layout: zero 3 casts block by block instead, and holds less."""
+    casts = layout.zero == 3 and question.fixed.get("optimizer_offload", "none") == "none"
+    return keeps_bf16_params(question) and not layout.cpu_offload and not casts
 
 
 def problems(question: Question, plan: Plan) -> list[Problem]:
@@ -322,15 +334,17 @@ def may_live_in_host_memory(question: Question) -> bool:
 
 
 def _zeros(question: Question, pp: int, shard: int, cp: int) -> tuple[int, ...]:
-    """Without ranks to shard over zero is 0; in a pipeline 1 and 2 are the same, and 1 stands for them.
+    """In a pipeline 1 and 2 are the same, and 1 stands for them.
 
+    Without ranks to shard over zero is 0, or 3 where blocks then cast their weights when they use them.
     So are 3 and 1 up to IN_SIGHT chunks. With more, 3 holds less and gathers again for every round: only where fixed.
     """
     possible = (1, 2, 3) if shard > 1 else (0, 1, 2, 3)
     if "zero" in question.fixed:
         return tuple(_given(question, "zero", possible))
     if shard * cp == 1:
-        return (0,)
+        casts = question.precision in NARROW and question.master_weights == "fp32"
+        return (0, 3) if pp == 1 and casts and not question.fixed.get("bf16_params") else (0,)
     return tuple(zero for zero in possible if zero <= 1 or pp == 1)
 
 

@@ -15,6 +15,7 @@ import msgspec
 from meshwright.cost.job import Job
 from meshwright.cost.memory import Fit, Ledger, fits
 from meshwright.cost.step_time import Price, StepTimeline, price, price_in, seconds_in, step_timeline
+from meshwright.search import space
 from meshwright.search.bounds import (
     STATES,
     MemoryBound,
@@ -139,6 +140,8 @@ def kind(plan: Plan) -> str:
 
 
 def _kind_of_axes(axes: Plan | AxesChoice) -> str:
+    if axes.cpu_offload:
+        return "offload"
     if axes.pp > 1:
         return "pipeline + tensor" if axes.tp > 1 else "pipeline"
     if axes.tp > 1 or axes.cp > 1 or axes.ep > 1:
@@ -305,10 +308,12 @@ class _Work:
         for part in group.parts():
             lines = room.obstacles(part)
             self.too_large.update({line: lines.count(line) * len(part.splits) for line in lines if line})
-            rest = [policy for policy, line in zip(part.policies, lines, strict=True) if line is None]
-            helps = tuple(policy for policy in rest if policy.is_helped and policy.plainer in rest)
+            rest = {policy: None for policy, line in zip(part.policies, lines, strict=True) if line is None}
+            plainer = space.plainer(part.policies)
+            helps = {policy: plainer[policy] for policy in rest if plainer.get(policy) in rest}
             if rest:
-                part = part._replace(policies=tuple(policy for policy in rest if policy not in helps), helps=helps)
+                policies = tuple(policy for policy in rest if policy not in helps)
+                part = part._replace(policies=policies, helps=tuple(helps.items()))
                 self.push(part, room, bound_of_policies(part))
 
     def open(self, group: PlanGroup, room: MemoryBound, least: float) -> None:
@@ -355,8 +360,8 @@ class _Work:
     def help(self, group: PlanGroup, plan: Plan, room: MemoryBound) -> None:
         """Open the plans that do the same as one that is too large, and hold less."""
         layout = next(layout for layout in group.splits if (layout.shard, layout.zero) == (plan.shard, plan.zero))
-        for policy in group.helps:
-            if policy.plainer == group.policy:
+        for policy, plainer in group.helps:
+            if plainer == group.policy:
                 part = group._replace(policy=policy, splits=(layout,))
                 self.push(part, room, bound(part))
 

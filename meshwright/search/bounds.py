@@ -49,7 +49,7 @@ class PlanGroup(NamedTuple):
     choices: tuple[tuple[PipelineChoice, tuple[Policy, ...]], ...]  # schedules, and the policies of each
     order: PipelineChoice | None = None
     policies: tuple[Policy, ...] = ()  # of a group of one schedule, those that may fit
-    helps: tuple[Policy, ...] = ()  # further ones, whose turn comes when their plainer one turns out too large
+    helps: tuple[tuple[Policy, Policy], ...] = ()  # further ones: their turn comes when the plainer turns out too large
     policy: Policy | None = None
     weighed: bool = False  # its bound has what weights cost in it
 
@@ -149,7 +149,8 @@ class MemoryBound:
     def __init__(self, question: Question) -> None:
         self.question = question
         holds = question.stack.holds  # torch can give out what the context and the allocator's cache leave
-        given_out = (question.cluster.gpu.memory_bytes - holds.context_bytes) / (1 + holds.slack)
+        # The ledger rounds its lines: a byte more, so that what fits to the last one is not sent away.
+        given_out = (question.cluster.gpu.memory_bytes - holds.context_bytes + 1) / (1 + holds.slack)
         self.memory = given_out - holds.workspace_bytes
         self.numbers = count(question.arch)
         self.routed = sum(param.numel for param in params(question.arch) if param.expert)

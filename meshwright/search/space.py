@@ -19,7 +19,9 @@ from meshwright.spec.plan import AXES, FIELDS, Plan, balanced_stages
 from meshwright.spec.problem import InputError, Problem
 from meshwright.spec.schedule import Schedule, default_chunks, legal
 
-FIRST_SHARES = (0.25, 0.5, 0.75)  # of a stage's blocks that "first-K" recomputes
+FIRST_SHARES = 8  # parts of a stage's blocks that "first-K" goes by: one is 4 % of the time at most
+
+RUNS = (2, 3, 4)  # blocks that "every-K" recomputes together; a pipeline's stage may be one run
 
 SELECTIVE_SHARE = 0.5  # of those that "selective-K" does
 
@@ -27,7 +29,7 @@ NARROW = ("bf16", "fp16", "fp8")
 
 UNCOMPILED = ("tpu", "trainium")  # accelerators that torch writes no kernels for
 
-CHUNKS = (1, 2, 4, 8)  # stages on a rank; more only add messages
+CHUNKS = (1, 2, 4, 8)  # stages on a rank, and numbers between that make them even; more only add messages
 
 CHOSEN = {field.name for field in FIELDS if field.searched}
 
@@ -88,14 +90,9 @@ class Policy(NamedTuple):
     optimizer_offload_update: str = "host"
 
     @property
-    def plainer(self) -> "Policy":
-        """The same with activations saved as they are, on the device: never slower."""
-        return self._replace(activation_offload=False, activation_quant="none")
-
-    @property
     def is_helped(self) -> bool:
-        """Whether something is offloaded or quantized to hold less."""
-        return self != self.plainer
+        """Whether activations are offloaded or quantized to hold less."""
+        return self.activation_offload or self.activation_quant != "none"
 
 
 def plans(question: Question) -> Iterator[Plan]:
@@ -188,7 +185,7 @@ def policies(question: Question, layout: AxesChoice, order: PipelineChoice) -> t
     fixed, pp = question.fixed, layout.pp
     partly = question.stack.speed.selective == "operations"  # others mean another thing by it, and by all blocks
     blocks = -(-question.arch.layers // (pp * order.chunks))
-    words = (fixed["recompute"],) if "recompute" in fixed else _words(blocks, partly)
+    words = (fixed["recompute"],) if "recompute" in fixed else _words(blocks, partly, pp > 1)
     how = (("compile", compiles(question, pp, order)),)
     kept = tuple(product(words, _offloads(question), _quantizations(question)))
     plain = _policies(question.arch, pp, order, kept, how)
@@ -197,6 +194,27 @@ def policies(question: Question, layout: AxesChoice, order: PipelineChoice) -> t
         for policy in plain
         for home, update in homes_under(question, layout)
     )
+
+
+@lru_cache(maxsize=4096)
+def plainer(policies: tuple[Policy, ...]) -> dict[Policy, Policy]:
+    """For each policy another that does less to hold less, and is never slower: with room for that, it has no use.
+
+    Activations that stay as they are, or one step fewer of the blocks recomputed, or each block by itself.
+    """
+    found, before = {}, dict[Policy, Policy]()
+    for policy in policies:
+        if policy.is_helped:
+            found[policy] = policy._replace(activation_offload=False, activation_quant="none")
+            continue
+        kind, plain = policy.recompute.split("-")[0], policy._replace(recompute="none")
+        if kind in ("every", "sqrt"):
+            found[policy] = policy._replace(recompute="full")
+        elif policy != plain:
+            chain = policy._replace(recompute="selective" if kind == "selective" else "full")
+            found[policy] = before.get(chain, plain)
+            before[chain] = policy
+    return found
 
 
 def homes(question: Question) -> tuple[tuple[str, str], ...]:
@@ -336,7 +354,7 @@ def may_live_in_host_memory(question: Question) -> bool:
 def _zeros(question: Question, pp: int, shard: int, cp: int) -> tuple[int, ...]:
     """In a pipeline 1 and 2 are the same, and 1 stands for them.
 
-    Without ranks to shard over zero is 0, or 3 where blocks then cast their weights when they use them.
+    Without ranks to shard over zero is 0, or 3 where blocks then copy or cast their weights when they use them.
     So are 3 and 1 up to IN_SIGHT chunks. With more, 3 holds less and gathers again for every round: only where fixed.
     """
     possible = (1, 2, 3) if shard > 1 else (0, 1, 2, 3)
@@ -344,7 +362,8 @@ def _zeros(question: Question, pp: int, shard: int, cp: int) -> tuple[int, ...]:
         return tuple(_given(question, "zero", possible))
     if shard * cp == 1:
         casts = question.precision in NARROW and question.master_weights == "fp32"
-        return (0, 3) if pp == 1 and casts and not question.fixed.get("bf16_params") else (0,)
+        frees = question.cluster.gpus > 1 or (casts and not question.fixed.get("bf16_params"))
+        return (0, 3) if pp == 1 and frees else (0,)
     return tuple(zero for zero in possible if zero <= 1 or pp == 1)
 
 
@@ -381,7 +400,8 @@ def _carries(question: Question, layout: AxesChoice) -> bool:
 
 def _chunks(question: Question, pp: int) -> tuple[int, ...]:
     """Stages on a rank: as many as given, or as the given stages make, or a few numbers that the layers allow."""
-    chunks = (question.fixed["chunks"],) if "chunks" in question.fixed else CHUNKS
+    even = (count for count in range(1, CHUNKS[-1]) if question.arch.layers % (count * pp) == 0)
+    chunks = (question.fixed["chunks"],) if "chunks" in question.fixed else sorted({*CHUNKS, *even})
     if stages := question.fixed.get("stages"):
         if sum(stages) != question.arch.layers or min(stages) < 1:
             return ()
@@ -414,13 +434,15 @@ def _quantizations(question: Question) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=256)
-def _words(blocks: int, partly: bool) -> tuple[str, ...]:
-    """The policies that differ from each other on so many blocks; by operation in some of them if it can be."""
-    first = {max(round(share * blocks), 1) for share in FIRST_SHARES}
-    root = ("sqrt",) if round(blocks**0.5) > 1 else ()  # else each block by itself, which is "full"
+def _words(blocks: int, partly: bool, pipelined: bool) -> tuple[str, ...]:
+    """The policies that differ from each other on so many blocks, less before more; by operation if it can be."""
+    first = sorted({max(round(part / FIRST_SHARES * blocks), 1) for part in range(1, FIRST_SHARES)})
+    root = round(blocks**0.5)
+    lengths = {*RUNS, *((blocks,) if pipelined else ())} - {1, root}
     some = (f"selective-{max(round(SELECTIVE_SHARE * blocks), 1)}",) if partly and blocks > 1 else ()
-    counted = (f"first-{count}" for count in sorted(first) if count < blocks)
-    return ("none", *some, "selective", *counted, *root, "full")
+    counted = (f"first-{count}" for count in first if count < blocks)
+    together = (f"every-{length}" for length in sorted(lengths) if length <= blocks - (not pipelined))
+    return ("none", *some, "selective", *counted, "full", *(("sqrt",) if root > 1 else ()), *together)
 
 
 @lru_cache(maxsize=4096)

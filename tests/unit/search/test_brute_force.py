@@ -7,7 +7,7 @@ them unless they are given.
 
 import random
 from collections.abc import Iterator
-from itertools import product
+from itertools import islice, product
 from typing import Any
 
 import msgspec
@@ -19,16 +19,14 @@ from meshwright.cost.memory import Fit, fits
 from meshwright.cost.step_time import price
 from meshwright.hardware.cluster import cluster
 from meshwright.hardware.stacks import stack_of
-from meshwright.search.best_first import TOLD_APART, search
+from meshwright.search.best_first import ALIKE, search
 from meshwright.search.question import Question
 from meshwright.search.space import SCHEDULES
 from meshwright.spec.arch import Arch
 from meshwright.spec.plan import Plan, balanced_stages
 
-JOBS = 200
-AT_ONCE = 20  # jobs of one test, so that several workers share them
-MOST = 1500  # plans of a job: with more, another job is drawn
-GIB = 2.0**30
+JOBS, AT_ONCE = 200, 20  # so many of one test, so that several workers share them
+MOST = 600  # plans of a job: of one that has more another is drawn
 
 
 def divisors(number: int) -> list[int]:
@@ -111,8 +109,8 @@ def drawn(draw: random.Random) -> Question:
         disk_bytes=draw.choice([0.0, 2.0**27, 2.0**36]),
     )
     free: dict[str, list[Any]] = {
-        "recompute": ["none", "full", "selective"], "zero": [1, 3], "tp": [1, 2], "cp": [1, 2], "pp": [1, 2],
-        "schedule": ["1f1b", "gpipe"], "microbatch": [1], "chunks": [1], "cpu_offload": [False, True],
+        "recompute": ["none", "full", "selective"], "zero": [1, 3] if gpus > 1 else [0], "tp": [1, 2], "cp": [1, 2],
+        "pp": [1, 2], "schedule": ["1f1b", "gpipe"], "microbatch": [1], "chunks": [1], "cpu_offload": [False, True],
     }  # fmt: skip
     names = draw.sample(
         sorted(free), k=min(gpus.bit_length() + draw.randrange(2), 6) if gpus > 1 else draw.randrange(2)
@@ -126,3 +124,35 @@ def drawn(draw: random.Random) -> Question:
         stack=stack_of("meshwright"),
         fixed={name: draw.choice(free[name]) for name in names},
     )
+
+
+@pytest.mark.parametrize("seed", range(JOBS // AT_ONCE))
+def test_the_search_says_of_random_jobs_what_trying_everything_says(seed):
+    draw, judged, verdicts = random.Random(seed), 0, set[bool | None]()
+    while judged < AT_ONCE:
+        asked = drawn(draw)
+        tried = list(islice(everything(asked), MOST + 1))
+        if 0 < len(tried) <= MOST:
+            verdicts.add(assert_alike(asked, {plan: fits(asked.job(plan)) for plan in tried}, draw))
+            judged += 1
+    assert verdicts == {True, None, False}, "there are jobs that fit, that may, and that do not"
+
+
+def assert_alike(asked: Question, tried: dict[Plan, Fit], draw: random.Random) -> bool | None:
+    """On cards that hold few of the plans, one, or by a byte none of them; returns whether something fits."""
+    peaks = sorted(fit.ledger.shown for fit in tried.values())
+    share = draw.choice([None, 0.0, 0.0, 0.002, 0.01, 0.1, 0.5])
+    memory = peaks[0] - 1 if share is None else peaks[int(share * (len(peaks) - 1))]
+    gpu = msgspec.structs.replace(asked.cluster.gpu, memory_bytes=float(memory))
+    asked = msgspec.structs.replace(asked, cluster=msgspec.structs.replace(asked.cluster, gpu=gpu))
+    held = {plan: fit for plan, fit in tried.items() if fit.fits is not False and fit.ledger.shown <= memory}
+    sure = [plan for plan, fit in held.items() if fit.fits]
+    there_is = True if sure else None if held else False
+    answer = search(asked)
+    assert (answer.found[0].fits if answer.found else False) is there_is, (asked, next(iter(held), None))
+    assert (answer.host_question is not None) == (there_is is None)
+    if sure:  # a plan that fits for all errors of the ledger is preferred to a faster one
+        safe = [plan for plan in sure if held[plan].ledger.shown * held[plan].ledger.high <= memory]
+        fastest = min(price(asked.job(plan)).seconds for plan in safe or sure)
+        assert answer.found[0].price.seconds <= fastest * (1 + ALIKE) * (1 + 1e-9), asked
+    return there_is

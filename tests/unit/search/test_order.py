@@ -9,6 +9,7 @@ import pytest
 from meshwright.config.presets import preset
 from meshwright.cost.memory import worst
 from meshwright.hardware.cluster import cluster
+from meshwright.search import space
 from meshwright.search.best_first import (
     ALIKE,
     KINDS,
@@ -24,7 +25,7 @@ from meshwright.search.best_first import (
 )
 from meshwright.search.bounds import MemoryBound, PlanGroup, bound, bound_with_weights, frugal_split, groups, in_flight
 from meshwright.search.question import Question
-from meshwright.search.space import Policy, plans
+from meshwright.search.space import AxesChoice, PipelineChoice, Policy, plans
 from meshwright.spec.params import count
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import actions
@@ -55,8 +56,16 @@ def refitted(found: Candidate, asked: Question) -> Candidate:
     return msgspec.structs.replace(found, fit=fit, job=msgspec.structs.replace(found.job, cluster=asked.cluster))
 
 
-def plainer(plan: Plan) -> Plan:
-    return msgspec.structs.replace(plan, activation_offload=False, activation_quant="none")
+def plainer(asked: Question, plan: Plan) -> Plan:
+    """The plan that does less to hold less."""
+    names = Policy._fields
+    chosen = space.policies(asked, layout_of(plan), PipelineChoice(plan.schedule, plan.chunks))
+    mine = Policy(**{name: getattr(plan, name) for name in names})
+    return msgspec.structs.replace(plan, **space.plainer(chosen).get(mine, mine)._asdict())
+
+
+def layout_of(plan: Plan) -> AxesChoice:
+    return AxesChoice(**{name: getattr(plan, name) for name in AxesChoice._fields})
 
 
 SMALL = [
@@ -103,7 +112,7 @@ def assert_found(asked: Question) -> None:
         fitting = {each.plan: each for each in (refitted(found, tight) for found in everything) if each.fit.fits}
         # What is sent away to hold less is looked at where it must: kept on the device it is never slower.
         safe = {plan for plan, each in fitting.items() if not each.is_tight}
-        kept = [each for plan, each in fitting.items() if plan == plainer(plan) or plainer(plan) not in safe]
+        kept = [each for plan, each in fitting.items() if (less := plainer(asked, plan)) == plan or less not in safe]
         assert places(ours.found, kept) == sorted(places(kept, kept))[:3]
         sure = [each for each in kept if not each.is_tight]
         assert ours.found[0].seconds_per_token == pytest.approx(fastest(sure or kept), rel=ALIKE)
@@ -206,7 +215,10 @@ def test_the_kinds_are_different_and_the_first_is_the_best():
     kinds = [kind(each.plan) for each in answer.found]
     assert len(set(kinds)) == len(kinds) == 5
     assert answer.found[0].plan == search(asked, top=1).found[0].plan
-    assert answer.left_out == {"DDP": "does not fit"}  # 16 bytes of 8 billion parameters
+    assert answer.left_out == {
+        "DDP": "does not fit",
+        "offload": "slower, if it fits",
+    }
     assert set(kinds) | set(answer.left_out) <= set(KINDS)
 
 

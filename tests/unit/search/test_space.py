@@ -24,7 +24,8 @@ def every_spelling(asked: Question) -> set[Plan]:
     for pp, replicate, shard, cp, tp in product(degrees, repeat=5):
         if pp * replicate * shard * cp * tp != world:
             continue
-        pipelines = product(SCHEDULES, CHUNKS) if pp > 1 else [("1f1b", 1)]
+        even = [count for count in range(3, 8) if asked.arch.layers % (count * pp) == 0]
+        pipelines = product(SCHEDULES, {*CHUNKS, *even}) if pp > 1 else [("1f1b", 1)]
         for (schedule, chunks), zero, kind, ep, microbatch, accumulate in product(
             pipelines, range(4), ("ring", "ulysses"), degrees, shares, shares
         ):
@@ -120,9 +121,10 @@ def test_deterministic_plans_are_those_the_rules_allow():
 def test_policies_differ_from_each_other():
     asked = question("llama3-8b", "8xh100", sequence=4096)
     found = policies(asked, next(layouts(asked)), PipelineChoice("1f1b", 1))
-    words = ("none", "selective-16", "selective", "first-8", "first-16", "first-24", "sqrt", "full")
+    firsts = tuple(f"first-{4 * part}" for part in range(1, 8))
+    words = ("none", "selective-16", "selective", *firsts, "full", "sqrt", "every-2", "every-3", "every-4")
     assert tuple(each.recompute for each in found if not each.is_helped) == words
-    sent = ("none", "first-8", "first-16", "first-24", "full")  # by operation, and of several blocks, is kept elsewhere
+    sent = ("none", *firsts, "full")  # by operation, and of several blocks, is kept elsewhere
     assert tuple(each.recompute for each in found if each.activation_offload) == sent
     assert len(found) == len(set(found)) == len(words) + len(sent)
 

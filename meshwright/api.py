@@ -92,7 +92,6 @@ def search(
     "plan.tp=8" state what is decided; a sequence and a batch that nobody states are the usual ones.
     """
     from meshwright.cli import query
-    from meshwright.hardware.cluster import cluster as described
     from meshwright.search.best_first import Candidates
     from meshwright.search.best_first import search as find
     from meshwright.search.space import refuse_empty
@@ -100,7 +99,7 @@ def search(
     sizes = [f"{key}={value}" for key, value in (("sequence", sequence), ("batch", batch)) if value is not None]
     arch, target = (model, None) if isinstance(model, Arch) else (None, str(model))
     asked, _ = query.open_run(target, [*overrides, *sizes], arch)
-    machines = described(cluster, network=asked.run.goal.network or "") if isinstance(cluster, str) else cluster
+    machines = query.machines_of(cluster, asked.run.goal) if isinstance(cluster, str) else cluster
     question, _ = query.question_of(asked, machines, asked.run.goal.vary)
     found = find(question, top)
     if not found.counts.legal:

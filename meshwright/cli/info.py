@@ -173,6 +173,8 @@ def advice_lines(asked: "PlanQuery", found: "Advice") -> Iterator[str]:
     from meshwright.cli.plan_tables import plan_heading
     from meshwright.search import explain
 
+    if found.found and found.found.fit.host_question:
+        yield from (found.found.fit.host_question, "")
     yield from plan_heading(asked, asked.question)
     yield ""
     for number, step in enumerate(found.steps, 1):
@@ -214,6 +216,7 @@ def record(asked: "PlanQuery", found: "Advice") -> dict[str, Any]:
         "assumed": asked.assumed,
         "steps": msgspec.to_builtins(found.steps),
         "leaves": leaves,
+        "host_question": found.found.fit.host_question if found.found else None,
         "plan": as_record(found.found, explain.why(found.found)) if found.found else None,
         "words": overrides(found.found.plan) if found.found else [],
     }

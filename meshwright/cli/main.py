@@ -134,7 +134,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options, rest = parser.parse_known_args(given)
     flags = [word for word in rest if word.startswith("-") or not hasattr(options, "words")]
     if flags:
-        parser.error(_unknown(flags, given, list(verbs.choices[chosen]._option_string_actions)))
+        under = verbs.choices[chosen]
+        under.error(_unknown(flags, given, list(under._option_string_actions)))
     if rest:
         options.words += rest  # key=value words after a flag
     return options

@@ -428,8 +428,9 @@ def _rates(run: Run) -> Iterator[Problem]:
         "faults.spike": (run.faults.spike, 0.0, 1e9),
         "faults.straggler": (run.faults.straggler, 0.0, 1e9),
     }
-    if run.goal.memory_gib is not None:
-        bounds["goal.memory_gib"] = (run.goal.memory_gib, 2.0**-20, 1e6)
+    for name in ("memory_gib", "host_gib", "disk_gib"):
+        if (size := getattr(run.goal, name)) is not None:
+            bounds[f"goal.{name}"] = (size, 2.0**-20, 1e6)
     for key, (value, low, high) in bounds.items():
         if not low <= value <= high:  # a NaN lands here too
             yield Problem(f"{key} = {value} is out of range", f"use {low:g} to {high:g}", key)

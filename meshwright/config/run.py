@@ -115,6 +115,8 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     cluster: str | None = None
     network: str | None = None  # between nodes; None: the card's usual
     memory_gib: float | None = None  # of one rank, at most: recomputation is chosen so that it suffices
+    host_gib: float | None = None  # of host memory for each GPU; None: as the cluster says
+    disk_gib: float | None = None  # of a machine's own disks, likewise
     vary: tuple[Literal["precision", "optimizer", "batch"], ...] = ()  # the mathematics the search may change
 
 

@@ -276,6 +276,7 @@ def sharded(job: Job, place: Mapping[str, int]) -> ResidentMemory:
     block, beside = _unsharded_elements(view)
     # Gathered weights when a lone backward reaches the first block: each block's go when its gradient is summed.
     keeps_all = plan.zero == 3 or layout.reads == "resident" or plan.grad_accum > 1 or plan.pp > 1
+    frees = plan.zero == 3 and plan.pp == 1 and layout.reads != "resident"
     outside_sums = 0  # the gradient as it came, its copy in the precision of sums, and the part that leaves
     if layout.sums == "by_block" and plan.pp == 1:
         leaving = beside * view.wide // plan.shards if layout.hosted else 0
@@ -298,7 +299,7 @@ def sharded(job: Job, place: Mapping[str, int]) -> ResidentMemory:
         buffered=False,
         block_share=max(param_counts(job.arch)[0]) / count(job.arch),
         begin_share=param_counts(job.arch)[1] / count(job.arch),
-        gathered_at_loss=outside if plan.zero == 3 and plan.pp == 1 else lines["all_gathered_params"].bytes,
+        gathered_at_loss=outside if frees else lines["all_gathered_params"].bytes,
         gathered_at_end=(block + beside) * view.narrow if outside and not keeps_all else None,
         copy_stays=layout.reads == "resident",
         outside=outside,
@@ -514,7 +515,9 @@ def _gathered(held: Iterable[ParamGroup], view: RankView, layout: StateLayout) -
     """The most that is gathered at one time, in the precision of the arithmetic; what is on its way is counted too."""
     if layout.reads == "stored":
         return 0
-    if view.plan.zero < 3:  # of a pipeline too: no stage has its last backward before every other one has been used
+    if (
+        view.plan.zero < 3 or layout.reads == "resident"
+    ):  # of a pipeline too: no stage has its last backward before every other one has been used
         return sum(group.count * _gathered_once(group, view) for group in held)
     return _gathered_by_stages(held, view) if view.plan.pp > 1 else _two_blocks(held, view)
 

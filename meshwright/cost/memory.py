@@ -9,6 +9,7 @@ Each holds other things, so the peak is the largest of their sums, not the sum o
 are in flight is read off the schedule, action by action.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
@@ -41,6 +42,7 @@ from meshwright.cost.layout import (
 from meshwright.cost.rank_view import placement, stage_lengths
 from meshwright.cost.traffic import FIRST
 from meshwright.spec.notebook import html_table
+from meshwright.hardware.cluster import Cluster
 from meshwright.spec.params import count
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import Kind, Schedule, actions
@@ -116,10 +118,11 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
 class Fit(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a job's most loaded rank has room."""
 
-    fits: bool
+    fits: bool | None  # None: the device has room, and nobody says whether the host or the disk has
     headroom_bytes: int  # what is left of the device; what lacks, when negative
     ledger: Ledger  # of the most loaded rank
     why: str  # the reason, in a sentence
+    host_question: str | None = None  # what would have to be known, where `fits` is None
 
 
 class InFlight(msgspec.Struct, frozen=True):
@@ -196,7 +199,10 @@ def fits(job: Job) -> Fit:
         fullest = max((_ledger(job, rank) for rank in _rivals(job.plan)), key=lambda each: each.away.host_bytes)
     beyond = _beyond(job, fullest)
     why = "some pipeline ranks would have nothing to compute" if idle else beyond or _why(found, headroom)
-    return Fit(fits=headroom >= 0 and not idle and not beyond, headroom_bytes=headroom, ledger=found, why=why)
+    if headroom < 0 or idle or beyond:
+        return Fit(fits=False, headroom_bytes=headroom, ledger=found, why=why)
+    asked = _unstated(job.cluster, fullest.away)
+    return Fit(fits=None if asked else True, headroom_bytes=headroom, ledger=found, why=why, host_question=asked)
 
 
 def overflows(job: Job, found: Ledger) -> str:
@@ -231,6 +237,25 @@ def _beyond(job: Job, found: Ledger) -> str:
     said = ", ".join(f"{line.label} {line.bytes / GIB:.1f}" for line in lines)
     place = "host RAM" if on_host else "disk"
     return f"needs {total(lines) / GIB:.1f} GiB of {place} per GPU; there are {have / GIB:.1f} ({said})"
+
+
+def _unstated(cluster: Cluster, away: OffloadedMemory) -> str | None:
+    """The question whether there is room outside the device of which the cluster says nothing; None: it says enough."""
+    places = (
+        ("host memory", "host_gib", away.host_bytes, cluster.host_bytes),
+        ("disk", "disk_gib", away.disk_bytes, cluster.disk_bytes),
+    )
+    unsaid = [(place, key, math.ceil(size / GIB)) for place, key, size, room in places if size and not room]
+    if not unsaid:
+        return None
+    ranks = min(cluster.domain, cluster.gpus)
+    whole = " and ".join(f"{gib * ranks:,} GiB of {place}" for place, _, gib in unsaid)
+    each = f", {' and '.join(f'{gib:,}' for _, _, gib in unsaid)} GiB for each of its {ranks} GPUs" if ranks > 1 else ""
+    keys = " ".join(f"goal.{key}={gib}" for _, key, gib in unsaid)
+    per_gpu = " (per GPU)" if ranks > 1 else ""
+    return (
+        f"Does each machine have {whole} free{each}? {cluster.name} does not say: add {keys}{per_gpu}, or what it has."
+    )
 
 
 def _why(found: Ledger, headroom: int) -> str:

@@ -8,6 +8,7 @@
 What is beyond arithmetic is cost/layer_time.py's `exposed`, with the share of overlap that a stack reaches.
 """
 
+import math
 from functools import lru_cache
 
 import msgspec
@@ -109,7 +110,11 @@ def least_seconds(job: Job, rank: int, at: Rates, behind: OverlapWindow) -> tupl
     alone = (1 - speed.overlap_shard) * (every.gather + every.reduce) + (1 - speed.overlap_replicate) * every.copies
     beside = max(behind.forward + behind.backward - every.reduce, 0.0) if job.plan.zero else 0.0
     together = every.gather + every.reduce + every.copies - min(every.copies, beside)
-    return every.exposed + alone, every.exposed + together
+    waits = every.exposed
+    if (layout := state_layout(job)).hosted:
+        moved = travels(job.plan, layout, held(job.arch, job.plan, rank), job.cluster)
+        waits += exposed_travels(moved, job.plan, math.inf, math.inf)
+    return waits + alone, waits + together
 
 
 def sent(job: Job, rank: int, at: Rates) -> WeightTraffic:

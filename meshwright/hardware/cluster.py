@@ -198,10 +198,14 @@ def catalogue() -> Catalogue:
     return msgspec.convert(tomllib.loads(text), Catalogue)
 
 
+MAKERS = {"nvidia", "geforce", "tesla", "quadro", "amd", "instinct", "gpu", "generation"}  # say nothing of the card
+
+
 def words(text: str) -> frozenset[str]:
-    """A card's name as words: "NVIDIA A100-SXM4-80GB" is a100, sxm, 80g (and nvidia)."""
-    plain = (re.sub(r"^(\d+)gi?b?$", r"\1g", word) for word in re.findall(r"[a-z0-9]+", text.lower()))
-    return frozenset(re.sub(r"^sxm[345]$", "sxm", word) for word in plain)
+    """A card's name as words: "NVIDIA A100-SXM4-80GB" is a100, sxm, 80g; "RTX4090" is rtx, 4090."""
+    apart = re.sub(r"\brtx(?=\d)", "rtx ", text.lower())
+    plain = (re.sub(r"^(\d+)gi?b?$", r"\1g", word) for word in re.findall(r"[a-z0-9]+", apart))
+    return frozenset(re.sub(r"^sxm[345]$", "sxm", word) for word in plain) - MAKERS
 
 
 Entry = TypeVar("Entry", Card, Network)
@@ -238,7 +242,7 @@ def unknown(kind: str, text: str, names: Iterable[str]) -> Problem:
     )
 
 
-def cluster(text: str, *, network: str = "", gpus: int = 0) -> Cluster:
+def cluster(text: str, *, network: str = "", gpus: int = 0, host_gib: float = 0.0, disk_gib: float = 0.0) -> Cluster:
     """The cluster of "64xh100", "2x8xh100" (nodes × GPUs × card), "h100", or a TOML file, also "16xmine.toml"."""
     count, domain, rest = _counted(text)
     if count == 0 or domain == 0:
@@ -246,7 +250,7 @@ def cluster(text: str, *, network: str = "", gpus: int = 0) -> Cluster:
     known, machines = catalogue(), ClusterFile(gpu=rest)
     if rest.endswith(".toml"):
         known, machines = _read(Path(rest))
-    given = {"gpus": gpus or count, "domain": domain, "network": network}
+    given = {"gpus": gpus or count, "domain": domain, "network": network, "host_gib": host_gib, "disk_gib": disk_gib}
     machines = msgspec.structs.replace(machines, **{key: value for key, value in given.items() if value})
     return assembled(machines, known)
 

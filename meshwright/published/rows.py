@@ -239,7 +239,7 @@ def answered(row: Mapping[str, str]) -> RowPrice:
 def _memory(job: Job, rank: int | None) -> tuple[Ledger, bool]:
     """The ledger of a pipeline rank (None: the most loaded), and whether the job fits."""
     fit = fits(job)
-    return (fit.ledger if rank is None or fit.ledger.rank == rank else ledger(job, {"pp": rank})), fit.fits
+    return (fit.ledger if rank is None or fit.ledger.rank == rank else ledger(job, {"pp": rank})), fit.fits is not False
 
 
 def measured_rank(kind: str, job: Job) -> int | None:

@@ -14,7 +14,7 @@ from meshwright.search.best_first import Candidate, search
 from meshwright.search.explain import nearest
 from meshwright.search.question import Question
 from meshwright.search.sizes import gpus_needed, with_gpus
-from meshwright.search.space import refuse_empty, wants_pipeline
+from meshwright.search.space import ON_DEVICE, refuse_empty, wants_pipeline
 from meshwright.spec.plan import AXES, Precision
 from meshwright.spec.units import GIB
 
@@ -27,8 +27,6 @@ DAY = 86_400.0  # seconds
 SCALES = 0.8  # of the GPUs' time that is not spent waiting for one another: less, and adding GPUs pays badly
 
 BETTER = 0.95  # of the advised plan's seconds: what the whole search must reach to be preferred
-
-HERE = {"optimizer_offload": "none", "activation_offload": False}  # nothing is offloaded, until the chart asks for it
 
 PLAIN = {"tp": 1, "cp": 1, "pp": 1, "ep": 1}  # data parallelism alone
 
@@ -85,7 +83,7 @@ class _Walk:
     """Where one is in the chart: what was asked so far, what was advised, and the plan that does it."""
 
     def __init__(self, question: Question) -> None:
-        self.question = msgspec.structs.replace(question, fixed=HERE | question.fixed)
+        self.question = msgspec.structs.replace(question, fixed=ON_DEVICE | question.fixed)
         self.asked = question
         self.one = _one_gpu(self.question)
         self.gpus = question.cluster.gpus
@@ -218,17 +216,17 @@ class _Walk:
 
     def offload(self) -> _Node | None:
         """Nothing fits: states or activations are offloaded to host memory or a disk, or more GPUs are needed."""
-        cluster = self.question.cluster
         asked = "Does it fit with states or activations offloaded to host memory or disk?"
         found = _best(self.asked, {})
         if found is not None:
-            away = found.ledger.away
-            room = f"{gib(away.host_bytes)} of {gib(cluster.host_bytes)} GiB of host RAM per GPU"
-            self.ask(asked, "yes", f"{headroom_phrase(found)}; {room}; {time_phrase(found)}")
+            away, cluster, asks = found.ledger.away, self.question.cluster, found.fit.host_question
+            of = f" of {gib(cluster.host_bytes)}" if cluster.host_bytes else ""
+            room = f"{gib(away.host_bytes)}{of} GiB of host RAM per GPU"
+            because = f"{headroom_phrase(found)}; {room}; {time_phrase(found)}"
+            self.ask(asked, "if the host has room" if asks else "yes", f"{because}. {asks}" if asks else because)
             self.do("offload", "what does not fit on the device is offloaded to host memory or disk", found)
             return self.low_precision
-        known = "not even then" if cluster.host_bytes else "its host RAM is unknown: set host_gib"
-        self.ask(asked, "no", known)
+        self.ask(asked, "no", _lack(self.asked, {}))
         needed = gpus_needed(self.asked)
         if needed is not None:
             gpus, answer = needed
@@ -330,10 +328,12 @@ def _value(value: Any) -> str:
 
 
 def _lack(question: Question, fixed: dict[str, Any]) -> str:
-    """Why nothing fits."""
+    """Why nothing fits: of the device, or of the host."""
     misses = nearest(msgspec.structs.replace(question, fixed=fixed | question.fixed), top=1)
     none = f"batch {question.batch} over {question.cluster.gpus} GPUs has no such plan"
-    return headroom_phrase(misses[0]) if misses else none
+    if not misses:
+        return none
+    return misses[0].fit.why if misses[0].fit.headroom_bytes >= 0 else headroom_phrase(misses[0])
 
 
 def headroom_phrase(found: Candidate) -> str:

@@ -4,6 +4,7 @@ A closed form costs a few microseconds where the ledger costs a thousand, and se
 the ledger judges what it lets pass.
 """
 
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -17,10 +18,20 @@ from meshwright.cost.step_time import lower_bound, work_bound
 from meshwright.cost.traffic import IN_SIGHT
 from meshwright.search import space
 from meshwright.search.question import Question
-from meshwright.search.space import AxesChoice, BatchChoice, PipelineChoice, Policy, homes, keeps_bf16_params
+from meshwright.search.space import (
+    AxesChoice,
+    BatchChoice,
+    PipelineChoice,
+    Policy,
+    homes,
+    keeps_bf16_params,
+    may_live_in_host_memory,
+)
 from meshwright.spec.params import count, params
 from meshwright.spec.plan import Plan, balanced_stages
 from meshwright.spec.schedule import Schedule, stage_ranks
+
+HOSTED = "weights too"  # a home of states, beside those of plan.optimizer_offload
 
 STATES = "states"  # weights, gradients and moments, as the closed form knows them
 
@@ -38,7 +49,7 @@ class PlanGroup(NamedTuple):
     choices: tuple[tuple[PipelineChoice, tuple[Policy, ...]], ...]  # schedules, and the policies of each
     order: PipelineChoice | None = None
     policies: tuple[Policy, ...] = ()  # of a group of one schedule, those that may fit
-    helps: tuple[Policy, ...] = ()  # further ones, whose turn comes when their plainer one turns out too large
+    helps: tuple[tuple[Policy, Policy], ...] = ()  # further ones: their turn comes when the plainer turns out too large
     policy: Policy | None = None
     weighed: bool = False  # its bound has what weights cost in it
 
@@ -77,12 +88,14 @@ def groups(question: Question) -> list[PlanGroup]:
     """All plans of a question, by their axes and microbatches."""
     alike: dict[tuple[object, ...], list[AxesChoice]] = {}
     for layout in space.layouts(question):
-        alike.setdefault((layout.pp, layout.cp, layout.cp_kind, layout.ep, layout.tp), []).append(layout)
+        copied = space.has_bf16_copy(question, layout)
+        key = (layout.pp, layout.cp, layout.cp_kind, layout.ep, layout.tp, layout.cpu_offload, copied)
+        alike.setdefault(key, []).append(layout)
     found, choices = [], {}
     for layouts in alike.values():
         for each in space.rounds(question, layouts[0]):
             splits = tuple(layout for layout in layouts if not space.respelled(question, layout, each))
-            key = (layouts[0].pp, each.grad_accum)
+            key = (layouts[0].pp, space.homes_under(question, layouts[0]), each.grad_accum)
             if key not in choices:
                 choices[key] = space.choices(question, layouts[0], each)
             if splits:
@@ -136,13 +149,15 @@ class MemoryBound:
     def __init__(self, question: Question) -> None:
         self.question = question
         holds = question.stack.holds  # torch can give out what the context and the allocator's cache leave
-        given_out = (question.cluster.gpu.memory_bytes - holds.context_bytes) / (1 + holds.slack)
+        # The ledger rounds its lines: a byte more, so that what fits to the last one is not sent away.
+        given_out = (question.cluster.gpu.memory_bytes - holds.context_bytes + 1) / (1 + holds.slack)
         self.memory = given_out - holds.workspace_bytes
         self.numbers = count(question.arch)
         self.routed = sum(param.numel for param in params(question.arch) if param.expert)
         self.kinds = sorted({question.arch.is_mixture(layer) for layer in range(question.arch.layers)})
         self.wide, self.narrow = widths(question)
-        self.states = {home: _widths(question, home) for home, _ in homes(question)}
+        self.homes = {home for home, _ in homes(question)}
+        self.states = {home: _widths(question, home) for home in (*self.homes, HOSTED)}
         self.kept: dict[tuple[int, int, int, int, bool, Policy], tuple[float, float]] = {}
         self.works: dict[tuple[int, int, int, Policy], MicrobatchShape] = {}
         self.shortest: dict[tuple[int, PipelineChoice], int] = {}
@@ -154,7 +169,8 @@ class MemoryBound:
 
     def floor(self, layout: AxesChoice) -> float:
         """Bytes of a layout's most loaded rank at least, at the update: ranks that share evenly hold the least."""
-        return min((self._floor(layout, home) for home in self.states), default=0.0)
+        homes = (HOSTED,) if layout.cpu_offload else self.homes
+        return min((self._floor(layout, home) for home in homes), default=0.0)
 
     def _floor(self, layout: AxesChoice, home: str) -> float:
         """The same with states in a given place."""
@@ -205,16 +221,17 @@ class MemoryBound:
         frugal, found = frugal_split(group), list[str | None]()
         resting = {home: self._resting(frugal, group, home) for home in self.states}
         for policy in group.policies:
-            live, still = self._live(group, policy), resting[policy.optimizer_offload]
-            fits = max(still + live, self._floor(frugal, policy.optimizer_offload)) <= self.memory
+            home = _home(frugal, policy)
+            live, still = self._live(group, policy), resting[home]
+            fits = max(still + live, self._floor(frugal, home)) <= self.memory
             found.append(None if fits else STATES if still > live else ACTIVATIONS)
         return found
 
     def least(self, group: PlanGroup) -> float:
         """Bytes at least of the most loaded rank of every plan of a group."""
         frugal, policy = frugal_split(group), group.decided_policy
-        resting = self._resting(frugal, group, policy.optimizer_offload)
-        return max(self._floor(frugal, policy.optimizer_offload), resting + self._live(group, policy))
+        home = _home(frugal, policy)
+        return max(self._floor(frugal, home), self._resting(frugal, group, home) + self._live(group, policy))
 
     def _live(self, group: PlanGroup, policy: Policy) -> float:
         """Bytes at least that activations take on the first rank, when most microbatches are in flight there."""
@@ -256,7 +273,7 @@ class MemoryBound:
         """
         frugal, each = frugal_split(group), group.each
         rounds = settled(group.decided_order.schedule, frugal.pp, each.grad_accum)
-        key = (frugal._replace(replicate=1, shard=1), group.order, group.policy, rounds)
+        key = (frugal, group.order, group.policy, rounds)
         microbatch, line = self.refused.get(key, (0, ""))
         if line and microbatch <= each.microbatch:
             return line
@@ -264,6 +281,11 @@ class MemoryBound:
         if found is not None:
             self.refused[key] = (each.microbatch, found)
         return found
+
+
+def _home(layout: AxesChoice, policy: Policy) -> str:
+    """Where states live under a layout and a policy."""
+    return HOSTED if layout.cpu_offload else policy.optimizer_offload
 
 
 def frugal_split(group: PlanGroup) -> AxesChoice:
@@ -285,7 +307,7 @@ def largest(ledger: Ledger) -> LedgerEntry:
 
 
 def smallest_world(question: Question) -> float:
-    """GPUs below which the model's states do not fit, however they are shared out; one may keep them elsewhere."""
+    """GPUs below which the model's states do not fit, however they are shared out and wherever they are kept."""
     several = msgspec.structs.replace(question, cluster=msgspec.structs.replace(question.cluster, gpus=2))
     alone = msgspec.structs.replace(question, cluster=msgspec.structs.replace(question.cluster, gpus=1))
     sizes = [_widths(alone, home) for home, _ in homes(alone) if home != "none"]
@@ -293,7 +315,12 @@ def smallest_world(question: Question) -> float:
     if any((each.held + each.gradient) * numbers <= memory for each in sizes):
         return 1.0
     each = _widths(several, "none")
-    return (each.held + each.gradient) * numbers / memory
+    least = (each.held + each.gradient) * numbers / memory
+    if not may_live_in_host_memory(question):
+        return least
+    hosted = state_layout(question.job(Plan(microbatch=1, zero=3, precision=question.precision, cpu_offload=True)))
+    there = hosted.of("weights", "host") + hosted.of("moments", "host") + hosted.of("gradients", "host")
+    return min(least, there * numbers / (question.cluster.host_bytes or math.inf))
 
 
 def widths(question: Question) -> tuple[int, int]:
@@ -335,7 +362,8 @@ class _Widths(NamedTuple):
 def _widths(question: Question, home: str) -> _Widths:
     """The widths of a rank whose states live in a given place."""
     plan = Plan(microbatch=1, precision=question.precision, bf16_params=keeps_bf16_params(question))
-    plan = msgspec.structs.replace(plan, optimizer_offload=home, cpu_offload=question.fixed.get("cpu_offload", False))
+    changes = {"cpu_offload": True, "zero": 3, "bf16_params": False} if home == HOSTED else {"optimizer_offload": home}
+    plan = msgspec.structs.replace(plan, **changes)
     once = state_layout(question.job(plan))
     more = state_layout(question.job(msgspec.structs.replace(plan, grad_accum=2)))
     held = once.of("weights") + once.of("moments") + once.of("master")

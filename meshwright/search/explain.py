@@ -72,7 +72,7 @@ def room(found: Candidate) -> str:
     ledger, fit = found.ledger, found.fit
     memory = found.job.cluster.gpu.memory_bytes / GIB
     left = f"{abs(fit.headroom_bytes) / GIB:.1f} GiB {'headroom' if fit.headroom_bytes >= 0 else 'short'}"
-    beyond = f" It does not fit: {fit.why}." if fit.headroom_bytes >= 0 and not fit.fits else ""
+    beyond = f" It does not fit: {fit.why}." if fit.headroom_bytes >= 0 and fit.fits is False else ""
     return (
         f"The most loaded rank needs {memory - fit.headroom_bytes / GIB:.1f} GiB; the card has {memory:.1f} "
         f"({left}). The largest entry is {largest(ledger).label}, at {ledger.moment}.{beyond}"
@@ -132,7 +132,7 @@ def _neighbour_price(question: Question, neighbour: Neighbour) -> NeighbourPrice
     if neighbour.plan is None:
         return NeighbourPrice(change=neighbour.change, problem=neighbour.problem)
     found = priced(question.job(neighbour.plan))
-    problem = "" if found.fit.fits else f"does not fit: {found.fit.why}"
+    problem = "" if found.fits is not False else f"does not fit: {found.fit.why}"
     if found.fit.headroom_bytes < 0:
         memory = found.job.cluster.gpu.memory_bytes / GIB
         short = f"needs {found.peak_bytes / GIB:.1f} GiB; the card has {memory:.1f}"
@@ -142,7 +142,7 @@ def _neighbour_price(question: Question, neighbour: Neighbour) -> NeighbourPrice
         plan=neighbour.plan,
         seconds=found.price.seconds,
         peak_bytes=found.peak_bytes,
-        fits=found.fit.fits,
+        fits=found.fits is not False,
         problem=problem,
     )
 
@@ -239,7 +239,8 @@ def _moved(question: Question, plan: Plan, axis: str, degree: int) -> Neighbour:
 def _changed(question: Question, plan: Plan, name: str, value: Any, **others: Any) -> Neighbour:
     change = f"{name} {_said(getattr(plan, name))} → {_said(value)}"
     changed = msgspec.structs.replace(plan, **{name: value}, **others)
-    if changed.shard == 1 and changed.cp == 1 and changed.zero and name != "zero" and not changed.cpu_offload:
+    shared = plan.shards > 1 or not plan.zero  # else zero 3 has another purpose than to share
+    if shared and changed.shard * changed.cp == 1 and changed.zero and name != "zero" and not changed.cpu_offload:
         changed = msgspec.structs.replace(changed, zero=0)
     if name in ("schedule", "pp") and plan.compile and "compile" not in question.fixed:
         order = PipelineChoice(changed.schedule, changed.chunks)
@@ -270,7 +271,8 @@ def _completed(question: Question, plan: Plan, change: str) -> Neighbour:
 
 
 def nearest(question: Question, top: int = 3) -> list[Candidate]:
-    """The plans that miss by the least memory."""
+    """The plans that miss by the least memory, whatever the host."""
+    question = question.with_unknown_host("too")
     room = MemoryBound(question)
     least: dict[float, PlanGroup] = {}
     for group in groups(question):
@@ -282,8 +284,8 @@ def nearest(question: Question, top: int = 3) -> list[Candidate]:
 
 
 def changes(question: Question, top: int = 3) -> list[SuggestedChange]:
-    """The first few changes that let something fit: what was fixed, then machines, then the sequence and the model."""
-    return list(islice(_changes(question), top))
+    """The first few changes that let something fit for sure: what was fixed, machines, the sequence and the model."""
+    return list(islice(_changes(question.with_unknown_host("never")), top))
 
 
 def _changes(question: Question) -> Iterator[SuggestedChange]:

@@ -13,6 +13,9 @@ from meshwright.spec.arch import Arch
 from meshwright.spec.plan import Plan, Precision
 
 Vary = Literal["precision", "optimizer", "batch"]
+UnknownHost = Literal[
+    "last", "never", "too"
+]  # whether plans rest on a host of which nothing is known; last: if need be
 TRAINED: tuple[Precision, ...] = ("bf16", "fp8", "fp16", "fp32")  # what a search may choose from, the usual first
 
 
@@ -31,12 +34,27 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     optimizer: str = "adamw"
     fixed: dict[str, Any] = {}  # fields of the plan that are given, by name
     vary: tuple[Vary, ...] = ()  # numerics to search over as well
+    unknown_host: UnknownHost = "last"
     limit_bytes: float = math.inf  # of a GPU's memory that may be used; machines have no more than that
 
     @property
     def tokens(self) -> int:
         """Positions in one optimizer step."""
         return self.batch * self.sequence
+
+    @property
+    def has_host(self) -> bool:
+        """Whether there is host memory to count on."""
+        return self.unknown_host == "too" or self.cluster.host_bytes > 0
+
+    @property
+    def has_disk(self) -> bool:
+        """Whether there is a disk to count on."""
+        return self.unknown_host == "too" or self.cluster.disk_bytes > 0
+
+    def with_unknown_host(self, how: UnknownHost) -> "Question":
+        """The same question with plans on unknown hosts tried last, never or beside the others."""
+        return msgspec.structs.replace(self, unknown_host=how)
 
     def on(self, machines: Cluster) -> "Question":
         """The same question of other machines, of whose memory no more may be used."""

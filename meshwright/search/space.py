@@ -19,7 +19,9 @@ from meshwright.spec.plan import AXES, FIELDS, Plan, balanced_stages
 from meshwright.spec.problem import InputError, Problem
 from meshwright.spec.schedule import Schedule, default_chunks, legal
 
-FIRST_SHARES = (0.25, 0.5, 0.75)  # of a stage's blocks that "first-K" recomputes
+FIRST_SHARES = 8  # parts of a stage's blocks that "first-K" goes by: one is 4 % of the time at most
+
+RUNS = (2, 3, 4)  # blocks that "every-K" recomputes together; a pipeline's stage may be one run
 
 SELECTIVE_SHARE = 0.5  # of those that "selective-K" does
 
@@ -27,9 +29,11 @@ NARROW = ("bf16", "fp16", "fp8")
 
 UNCOMPILED = ("tpu", "trainium")  # accelerators that torch writes no kernels for
 
-CHUNKS = (1, 2, 4, 8)  # stages on a rank; more only add messages
+CHUNKS = (1, 2, 4, 8)  # stages on a rank, and numbers between that make them even; more only add messages
 
 CHOSEN = {field.name for field in FIELDS if field.searched}
+
+ON_DEVICE = {"cpu_offload": False, "optimizer_offload": "none", "activation_offload": False}  # nothing is offloaded
 
 SCHEDULES = cast("tuple[Schedule, ...]", get_args(Schedule))
 
@@ -51,6 +55,7 @@ class AxesChoice(NamedTuple):
     cp_kind: str
     ep: int
     tp: int
+    cpu_offload: bool = False  # here, because weights that live in host memory take zero 3 and have no pipeline
 
     @property
     def data(self) -> int:
@@ -85,14 +90,9 @@ class Policy(NamedTuple):
     optimizer_offload_update: str = "host"
 
     @property
-    def plainer(self) -> "Policy":
-        """The same with activations saved as they are, on the device: never slower."""
-        return self._replace(activation_offload=False, activation_quant="none")
-
-    @property
     def is_helped(self) -> bool:
-        """Whether something is offloaded or quantized to hold less."""
-        return self != self.plainer
+        """Whether activations are offloaded or quantized to hold less."""
+        return self.activation_offload or self.activation_quant != "none"
 
 
 def plans(question: Question) -> Iterator[Plan]:
@@ -102,7 +102,7 @@ def plans(question: Question) -> Iterator[Plan]:
             if respelled(question, layout, each):
                 continue
             for order in orders(question, layout, each):
-                for policy in policies(question, layout.pp, order):
+                for policy in policies(question, layout, order):
                     yield plan_of(question, layout, each, order, policy)
 
 
@@ -120,7 +120,7 @@ def plan_of(question: Question, layout: AxesChoice, each: BatchChoice, order: Pi
         precision=question.precision,
         **{
             "compile": compiles(question, layout.pp, order),
-            "bf16_params": keeps_bf16_params(question),
+            "bf16_params": has_bf16_copy(question, layout),
             **carried(question),
         },
     )
@@ -176,24 +176,45 @@ def orders(question: Question, layout: AxesChoice, each: BatchChoice) -> tuple[P
 def choices(
     question: Question, layout: AxesChoice, each: BatchChoice
 ) -> tuple[tuple[PipelineChoice, tuple[Policy, ...]], ...]:
-    """Every schedule and the policies it can have; of the layout only pp matters."""
-    return tuple((order, policies(question, layout.pp, order)) for order in orders(question, layout, each))
+    """Every schedule and the policies it can have; of the layout only pp and cpu_offload matter."""
+    return tuple((order, policies(question, layout, order)) for order in orders(question, layout, each))
 
 
-def policies(question: Question, pp: int, order: PipelineChoice) -> tuple[Policy, ...]:
+def policies(question: Question, layout: AxesChoice, order: PipelineChoice) -> tuple[Policy, ...]:
     """What may be recomputed under a schedule, quantized or offloaded, and where states may live."""
-    fixed = question.fixed
+    fixed, pp = question.fixed, layout.pp
     partly = question.stack.speed.selective == "operations"  # others mean another thing by it, and by all blocks
     blocks = -(-question.arch.layers // (pp * order.chunks))
-    words = (fixed["recompute"],) if "recompute" in fixed else _words(blocks, partly)
+    words = (fixed["recompute"],) if "recompute" in fixed else _words(blocks, partly, pp > 1)
     how = (("compile", compiles(question, pp, order)),)
     kept = tuple(product(words, _offloads(question), _quantizations(question)))
     plain = _policies(question.arch, pp, order, kept, how)
     return tuple(
         policy._replace(optimizer_offload=home, optimizer_offload_update=update)
         for policy in plain
-        for home, update in homes(question)
+        for home, update in homes_under(question, layout)
     )
+
+
+@lru_cache(maxsize=4096)
+def plainer(policies: tuple[Policy, ...]) -> dict[Policy, Policy]:
+    """For each policy another that does less to hold less, and is never slower: with room for that, it has no use.
+
+    Activations that stay as they are, or one step fewer of the blocks recomputed, or each block by itself.
+    """
+    found, before = {}, dict[Policy, Policy]()
+    for policy in policies:
+        if policy.is_helped:
+            found[policy] = policy._replace(activation_offload=False, activation_quant="none")
+            continue
+        kind, plain = policy.recompute.split("-")[0], policy._replace(recompute="none")
+        if kind in ("every", "sqrt"):
+            found[policy] = policy._replace(recompute="full")
+        elif policy != plain:
+            chain = policy._replace(recompute="selective" if kind == "selective" else "full")
+            found[policy] = before.get(chain, plain)
+            before[chain] = policy
+    return found
 
 
 def homes(question: Question) -> tuple[tuple[str, str], ...]:
@@ -207,14 +228,19 @@ def homes(question: Question) -> tuple[tuple[str, str], ...]:
         )
     found = [("none", updates[0])] if question.state_dtype == "fp32" else []
     bare = question.precision in NARROW and not keeps_bf16_params(question)
-    elsewhere = fixed.get("deterministic") or fixed.get("cpu_offload")
-    if question.cluster.gpus > 1 or elsewhere or question.master_weights != "fp32" or bare:
+    if question.cluster.gpus > 1 or fixed.get("deterministic") or question.master_weights != "fp32" or bare:
         return tuple(found)
-    if question.cluster.host_bytes:
+    if question.has_host:
         found += [("host", update) for update in updates]
-    if question.cluster.disk_bytes:
+    if question.has_disk:
         found.append(("disk", updates[0]))
     return tuple(found)
+
+
+def homes_under(question: Question, layout: AxesChoice) -> tuple[tuple[str, str], ...]:
+    """Those of a layout: not beside weights that are in host memory too, nor where the device has no narrow ones."""
+    bare = question.precision in NARROW and not has_bf16_copy(question, layout)
+    return homes(question)[:1] if layout.cpu_offload or bare else homes(question)
 
 
 def compiles(question: Question, pp: int, order: PipelineChoice) -> bool:
@@ -228,8 +254,14 @@ def compiles(question: Question, pp: int, order: PipelineChoice) -> bool:
 def keeps_bf16_params(question: Question) -> bool:
     """Whether a narrow copy of the weights is kept: by one rank in low precision, as a run without a plan does."""
     fixed = question.fixed
-    alone = question.cluster.gpus == 1 and not fixed.get("deterministic") and not fixed.get("cpu_offload")
+    alone = question.cluster.gpus == 1 and not fixed.get("deterministic")
     return fixed.get("bf16_params", alone and question.precision in NARROW)
+
+
+def has_bf16_copy(question: Question, layout: AxesChoice) -> bool:
+    """Whether a lone rank keeps that copy under a layout: zero 3 casts block by block instead, and holds less."""
+    casts = layout.zero == 3 and question.fixed.get("optimizer_offload", "none") == "none"
+    return keeps_bf16_params(question) and not layout.cpu_offload and not casts
 
 
 def problems(question: Question, plan: Plan) -> list[Problem]:
@@ -295,25 +327,43 @@ def _data_axes(question: Question, pp: int, cp: int, tp: int) -> Iterator[AxesCh
     for shard in _given(question, "shard", divisors(data)):
         if "replicate" in question.fixed and question.fixed["replicate"] * shard != data:
             continue
-        for zero in _zeros(question, pp, shard, cp):
+        for zero, away in _sharings(question, pp, shard, cp):
             for kind in _kinds(question, cp, tp):
-                layout = AxesChoice(pp, data // shard, shard, zero, cp, kind, 1, tp)
+                layout = AxesChoice(pp, data // shard, shard, zero, cp, kind, 1, tp, away)
                 if _carries(question, layout):
                     yield from (layout._replace(ep=ep) for ep in _expert_ranks(question, layout))
 
 
-def _zeros(question: Question, pp: int, shard: int, cp: int) -> tuple[int, ...]:
-    """Without ranks to shard over zero is 0; in a pipeline 1 and 2 are the same, and 1 stands for them.
+def _sharings(question: Question, pp: int, shard: int, cp: int) -> Iterator[tuple[int, bool]]:
+    """What is sharded (zero), and whether all of it lives in host memory, which takes zero 3 on one rank too."""
+    chosen = question.fixed.get("cpu_offload")
+    if not chosen:
+        yield from ((zero, False) for zero in _zeros(question, pp, shard, cp))
+    if pp == 1 and chosen is not False and question.fixed.get("zero", 3) == 3 and may_live_in_host_memory(question):
+        yield 3, True
 
+
+def may_live_in_host_memory(question: Question) -> bool:
+    """Whether the fields that every plan has let weights, gradients and states be there, and there is such memory."""
+    fixed = question.fixed
+    on_device = fixed.get("bf16_params") or fixed.get("deterministic") or question.state_dtype != "fp32"
+    wanted = question.has_host or fixed.get("cpu_offload")
+    return bool(wanted and not on_device and fixed.get("optimizer_offload", "none") == "none")
+
+
+def _zeros(question: Question, pp: int, shard: int, cp: int) -> tuple[int, ...]:
+    """In a pipeline 1 and 2 are the same, and 1 stands for them.
+
+    Without ranks to shard over zero is 0, or 3 where blocks then copy or cast their weights when they use them.
     So are 3 and 1 up to IN_SIGHT chunks. With more, 3 holds less and gathers again for every round: only where fixed.
     """
     possible = (1, 2, 3) if shard > 1 else (0, 1, 2, 3)
     if "zero" in question.fixed:
         return tuple(_given(question, "zero", possible))
-    if question.fixed.get("cpu_offload"):
-        return (3,)
     if shard * cp == 1:
-        return (0,)
+        casts = question.precision in NARROW and question.master_weights == "fp32"
+        frees = question.cluster.gpus > 1 or (casts and not question.fixed.get("bf16_params"))
+        return (0, 3) if pp == 1 and frees else (0,)
     return tuple(zero for zero in possible if zero <= 1 or pp == 1)
 
 
@@ -343,14 +393,15 @@ def _carries(question: Question, layout: AxesChoice) -> bool:
         return True
     for each in rounds(question, layout):
         for order in orders(question, layout, each):
-            found = policies(question, layout.pp, order)
+            found = policies(question, layout, order)
             return bool(found) and not problems(question, plan_of(question, layout, each, order, found[0]))
     return False
 
 
 def _chunks(question: Question, pp: int) -> tuple[int, ...]:
     """Stages on a rank: as many as given, or as the given stages make, or a few numbers that the layers allow."""
-    chunks = (question.fixed["chunks"],) if "chunks" in question.fixed else CHUNKS
+    even = (count for count in range(1, CHUNKS[-1]) if question.arch.layers % (count * pp) == 0)
+    chunks = (question.fixed["chunks"],) if "chunks" in question.fixed else sorted({*CHUNKS, *even})
     if stages := question.fixed.get("stages"):
         if sum(stages) != question.arch.layers or min(stages) < 1:
             return ()
@@ -370,7 +421,7 @@ def _offloads(question: Question) -> tuple[bool, ...]:
     """Where activations may wait: a host whose memory nobody tells is not counted on."""
     if "activation_offload" in question.fixed:
         return (question.fixed["activation_offload"],)
-    return (False, True) if question.cluster.host_bytes else (False,)
+    return (False, True) if question.has_host else (False,)
 
 
 def _quantizations(question: Question) -> tuple[str, ...]:
@@ -383,13 +434,15 @@ def _quantizations(question: Question) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=256)
-def _words(blocks: int, partly: bool) -> tuple[str, ...]:
-    """The policies that differ from each other on so many blocks; by operation in some of them if it can be."""
-    first = {max(round(share * blocks), 1) for share in FIRST_SHARES}
-    root = ("sqrt",) if round(blocks**0.5) > 1 else ()  # else each block by itself, which is "full"
+def _words(blocks: int, partly: bool, pipelined: bool) -> tuple[str, ...]:
+    """The policies that differ from each other on so many blocks, less before more; by operation if it can be."""
+    first = sorted({max(round(part / FIRST_SHARES * blocks), 1) for part in range(1, FIRST_SHARES)})
+    root = round(blocks**0.5)
+    lengths = {*RUNS, *((blocks,) if pipelined else ())} - {1, root}
     some = (f"selective-{max(round(SELECTIVE_SHARE * blocks), 1)}",) if partly and blocks > 1 else ()
-    counted = (f"first-{count}" for count in sorted(first) if count < blocks)
-    return ("none", *some, "selective", *counted, *root, "full")
+    counted = (f"first-{count}" for count in first if count < blocks)
+    together = (f"every-{length}" for length in sorted(lengths) if length <= blocks - (not pipelined))
+    return ("none", *some, "selective", *counted, "full", *(("sqrt",) if root > 1 else ()), *together)
 
 
 @lru_cache(maxsize=4096)

@@ -180,7 +180,6 @@ FIELDS = (
         "cpu_offload",
         "parameters, gradients and optimizer states live in host memory",
         weighs=True,
-        searched=False,
     ),
     PlanField(
         "bf16_params",

@@ -148,14 +148,14 @@ def changes(question: Question, run: Run) -> list[FittingChange]:
 def _fitting(question: Question, plans: Mapping[Plan, str]) -> list[tuple[str, Candidate]]:
     """Those that fit, the quickest first."""
     found = [(change, priced(question.job(plan))) for plan, change in plans.items()]
-    return sorted((pair for pair in found if pair[1].fit.fits), key=lambda pair: pair[1].price.seconds)
+    return sorted((pair for pair in found if pair[1].fits is not False), key=lambda pair: pair[1].price.seconds)
 
 
 def _beside(question: Question, plan: Plan) -> dict[Plan, str]:
     """Plans with one thing changed; of smaller microbatches the largest that fits."""
     beside = {each.plan: each.change for each in neighbours(question, plan) if each.plan is not None}
     for each in smaller_microbatches(question, plan):
-        if each.plan is not None and fit_of(question.job(each.plan)).fits:
+        if each.plan is not None and fit_of(question.job(each.plan)).fits is not False:
             return beside | {each.plan: each.change}
     return beside
 

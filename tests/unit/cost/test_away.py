@@ -62,7 +62,10 @@ def test_a_place_that_is_too_small_is_named(room, word):
 def test_a_host_of_which_nobody_knows_is_not_called_too_small():
     asked = job(**OFFLOADED)
     unknown = msgspec.structs.replace(asked.cluster, host_bytes=0.0)
-    assert fits(msgspec.structs.replace(asked, cluster=unknown)).fits
+    found = fits(msgspec.structs.replace(asked, cluster=unknown))
+    assert found.fits is None
+    assert found.host_question is not None
+    assert "goal.host_gib=" in found.host_question
 
 
 def test_activations_travel_beyond_what_a_block_computes():

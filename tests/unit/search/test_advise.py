@@ -46,7 +46,7 @@ def test_activations_that_are_too_big_are_computed_anew():
     needed = advise(small).found
     assert needed is not None
     # Room for the states and little more: what is kept for the backward no longer fits.
-    gpu = msgspec.structs.replace(small.cluster.gpu, memory_bytes=30 * 2.0**30)
+    gpu = msgspec.structs.replace(small.cluster.gpu, memory_bytes=26 * 2.0**30)
     tight = msgspec.structs.replace(small, cluster=msgspec.structs.replace(small.cluster, gpu=gpu))
     advice = advise(msgspec.structs.replace(tight, sequence=1024, batch=8))
     assert answers(advice)["Are its weights, gradients and optimizer states alone too big?"] == "no"
@@ -58,9 +58,10 @@ def test_activations_that_are_too_big_are_computed_anew():
 def test_a_model_that_no_sharding_fits_is_cut():
     advice = advise(question("llama3-70b", "16xh100", 8192, 64))
     assert answers(advice)["Does it fit with tensor, pipeline or context parallelism?"] == "yes"
-    assert advice.found is not None
-    assert advice.found.fit.fits
-    assert advice.found.plan.tp * advice.found.plan.pp * advice.found.plan.cp > 1
+    cut = advice.leaves[0].found
+    assert cut is not None
+    assert cut.fit.fits
+    assert cut.plan.tp * cut.plan.pp * cut.plan.cp > 1
 
 
 def test_what_fits_nowhere_waits_elsewhere():
@@ -69,6 +70,23 @@ def test_what_fits_nowhere_waits_elsewhere():
     assert advice.found is not None
     assert advice.found.fit.fits
     assert advice.found.plan.optimizer_offload != "none"
+
+
+def test_a_model_that_no_split_fits_is_offloaded_on_several_gpus():
+    advice = advise(question("llama3-70b", "8xa100-80g", 8192, 512))
+    assert names(advice) == ["offload"]
+    assert advice.found is not None
+    assert advice.found.fits
+    assert (advice.found.plan.zero, advice.found.plan.cpu_offload) == (3, True)
+
+
+def test_a_host_of_which_nobody_knows_is_asked_about():
+    advice = advise(question("llama3-8b", "1xrtx-4090", 8192, 64))
+    step = next(step for step in advice.steps if "offloaded" in step.question)
+    assert step.answer == "if the host has room"
+    assert "goal.host_gib=" in step.because
+    assert advice.found is not None
+    assert advice.found.fits is None
 
 
 def test_what_fits_not_even_then_is_given_more_gpus():

@@ -1,3 +1,4 @@
+import math
 import random
 import statistics
 from collections.abc import Iterable
@@ -8,10 +9,23 @@ import pytest
 from meshwright.config.presets import preset
 from meshwright.cost.memory import worst
 from meshwright.hardware.cluster import cluster
-from meshwright.search.best_first import TOLD_APART, Candidate, Rank, notch, priced, rank, search
+from meshwright.search import space
+from meshwright.search.best_first import (
+    ALIKE,
+    KINDS,
+    SLOWEST,
+    TOLD_APART,
+    Candidate,
+    Rank,
+    kind,
+    notch,
+    priced,
+    rank,
+    search,
+)
 from meshwright.search.bounds import MemoryBound, PlanGroup, bound, bound_with_weights, frugal_split, groups, in_flight
 from meshwright.search.question import Question
-from meshwright.search.space import Policy, plans
+from meshwright.search.space import AxesChoice, PipelineChoice, Policy, plans
 from meshwright.spec.params import count
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import actions
@@ -30,6 +44,11 @@ def with_memory(asked: Question, size: float) -> Question:
     return msgspec.structs.replace(asked, cluster=msgspec.structs.replace(asked.cluster, gpu=gpu))
 
 
+def with_margin(asked: Question, margin: float) -> Question:
+    holds = msgspec.structs.replace(asked.stack.holds, high=1 + margin)
+    return msgspec.structs.replace(asked, stack=msgspec.structs.replace(asked.stack, holds=holds))
+
+
 def refitted(found: Candidate, asked: Question) -> Candidate:
     """The same plan on cards with another memory."""
     headroom = int(asked.cluster.gpu.memory_bytes) - found.peak_bytes
@@ -37,8 +56,16 @@ def refitted(found: Candidate, asked: Question) -> Candidate:
     return msgspec.structs.replace(found, fit=fit, job=msgspec.structs.replace(found.job, cluster=asked.cluster))
 
 
-def plainer(plan: Plan) -> Plan:
-    return msgspec.structs.replace(plan, activation_offload=False, activation_quant="none")
+def plainer(asked: Question, plan: Plan) -> Plan:
+    """The plan that does less to hold less."""
+    names = Policy._fields
+    chosen = space.policies(asked, layout_of(plan), PipelineChoice(plan.schedule, plan.chunks))
+    mine = Policy(**{name: getattr(plan, name) for name in names})
+    return msgspec.structs.replace(plan, **space.plainer(chosen).get(mine, mine)._asdict())
+
+
+def layout_of(plan: Plan) -> AxesChoice:
+    return AxesChoice(**{name: getattr(plan, name) for name in AxesChoice._fields})
 
 
 SMALL = [
@@ -66,7 +93,7 @@ def over(asked: Question, machines: str, network: str) -> Question:
 
 
 def fastest(found: Iterable[Candidate]) -> float:
-    return min(each.seconds_per_token for each in found)
+    return min((each.seconds_per_token for each in found), default=math.inf)
 
 
 def ranks(found: Iterable[Candidate], among: Iterable[Candidate]) -> list[Rank]:
@@ -84,11 +111,34 @@ def assert_found(asked: Question) -> None:
         ours = search(tight, top=3)
         fitting = {each.plan: each for each in (refitted(found, tight) for found in everything) if each.fit.fits}
         # What is sent away to hold less is looked at where it must: kept on the device it is never slower.
-        kept = [each for plan, each in fitting.items() if plan == plainer(plan) or plainer(plan) not in fitting]
-        best = sorted(ranks(kept, kept))
-        assert ranks(ours.found, kept) == best[:3]
-        assert ours.found[0].seconds_per_token == pytest.approx(fastest(kept), rel=TOLD_APART)
+        safe = {plan for plan, each in fitting.items() if not each.is_tight}
+        kept = [each for plan, each in fitting.items() if (less := plainer(asked, plan)) == plan or less not in safe]
+        assert places(ours.found, kept) == sorted(places(kept, kept))[:3]
+        sure = [each for each in kept if not each.is_tight]
+        assert ours.found[0].seconds_per_token == pytest.approx(fastest(sure or kept), rel=ALIKE)
         assert ours.counts.legal == len(peaks)
+        if sure:
+            assert_kinds(tight, sure)
+
+
+def places(found: Iterable[Candidate], among: Iterable[Candidate]) -> list[tuple[bool, Rank]]:
+    """Their order among others: plans that fit for sure, then those that may not, each by their rank."""
+    least = {tight: fastest(each for each in among if each.is_tight is tight) for tight in (False, True)}
+    return [(each.is_tight, rank(each, least[each.is_tight])) for each in found]
+
+
+def assert_kinds(asked: Question, sure: list[Candidate]) -> None:
+    """Of each kind the best plan of trying everything, unless it is far slower than the fastest."""
+    ours = search(asked, top=20, kinds=True)
+    theirs: dict[str, tuple[bool, Rank]] = {}
+    quick = [each for each in sure if each.seconds_per_token <= SLOWEST * fastest(sure)]
+    for each, place in sorted(zip(quick, places(quick, sure), strict=True), key=lambda pair: pair[1]):
+        theirs.setdefault(kind(each.plan), place)
+    found = {kind(each.plan): each for each in ours.found if not each.is_tight}
+    assert set(found) | {"offload"} == set(theirs) | {"offload"}  # which is looked for where its axes have no other
+    for name in set(found) - {"offload"}:
+        assert places([found[name]], sure) == [theirs[name]]
+    assert not set(ours.left_out) & {kind(each.plan) for each in ours.found}
 
 
 def test_the_counts_add_up():
@@ -120,17 +170,56 @@ def test_a_small_model_is_replicated_where_that_is_as_fast():
     assert (best.plan.replicate, best.plan.zero, best.plan.shard) == (8, 0, 1)
 
 
-def test_of_equal_times_a_plan_that_fits_for_sure_is_before_a_simpler_one():
-    found = search(question("llama3-8b", "8xh100", sequence=8192, batch=64), top=40).found
-    risky = [risk for step, risk, *_ in ranks(found, found) if step == 0]
-    assert risky == sorted(risky)
-    assert len(set(risky)) == 2, "there are both"
+def test_a_plan_that_fits_for_sure_is_before_a_faster_one_that_may_not():
+    asked = question("llama3-8b", "8xh100", sequence=8192, batch=64)
+    found = search(asked, top=1).found[0]
+    trusting = search(with_margin(asked, 0.0), top=40).found
+    assert not found.is_tight
+    risky = [each for each in trusting if each.peak_bytes * 1.05 > asked.cluster.gpu.memory_bytes]
+    assert fastest(risky) < found.seconds_per_token, "some are faster"
+    assert all(each.is_tight is False for each in trusting), "without a margin the estimate is enough"
+
+
+def test_where_nothing_fits_for_sure_the_estimate_is_enough():
+    asked = question("gpt2", "1xh100", sequence=1024, batch=4)
+    least = min(each.peak_bytes for each in every(asked))
+    (found,) = search(with_memory(asked, least * 1.01), top=1).found
+    assert found.is_tight
 
 
 def test_times_that_cannot_be_told_apart_are_on_one_step():
-    assert notch(1.0, 1.0) == notch(1.0 + TOLD_APART * 0.9, 1.0) == 0
-    assert notch(1.0 + TOLD_APART * 1.1, 1.0) == 1
-    assert notch(1.0 + 2.2 * TOLD_APART, 1.0) == 2
+    assert notch(1.0, 1.0) == notch(1.0 + ALIKE * 0.9, 1.0) == 0
+    assert notch(1.0 + ALIKE * 1.1, 1.0) == 1
+    assert notch(1.0 + TOLD_APART * 1.1, 1.0, TOLD_APART) == 1
+    assert notch(1.0 + 2.2 * ALIKE, 1.0) == 2
+
+
+@pytest.mark.parametrize(
+    ("model", "machines", "sequence", "batch"),
+    [
+        ("gpt2", "2xrtx-4090", 1024, 64),
+        ("gpt2", "4xrtx-4090", 1024, 512),
+        ("gpt2-xl", "8xh100", 1024, 512),
+        ("llama3.2-1b", "8xh100", 8192, 64),
+        ("llama3.2-1b", "8xa100-80g", 2048, 256),
+    ],
+)
+def test_small_jobs_are_replicated(model, machines, sequence, batch):
+    best = search(question(model, machines, sequence=sequence, batch=batch), kinds=True).found[0]
+    assert kind(best.plan) == "DDP"
+
+
+def test_the_kinds_are_different_and_the_first_is_the_best():
+    asked = question("llama3-8b", "8xh100", sequence=8192, batch=64)
+    answer = search(asked, kinds=True)
+    kinds = [kind(each.plan) for each in answer.found]
+    assert len(set(kinds)) == len(kinds) == 5
+    assert answer.found[0].plan == search(asked, top=1).found[0].plan
+    assert answer.left_out == {
+        "DDP": "does not fit",
+        "offload": "slower, if it fits",
+    }
+    assert set(kinds) | set(answer.left_out) <= set(KINDS)
 
 
 def test_a_batch_that_may_vary_is_judged_by_tokens():
@@ -231,7 +320,7 @@ def test_a_larger_microbatch_never_needs_less():
                     and part.decided_order.chunks < 3
                 ):
                     size = worst(asked.job(part.plan(frugal_split(part)))).shown
-                    key = (part.splits[0].pp, part.order, part.policy)
+                    key = (part.splits[0].pp, part.splits[0].cpu_offload, part.order, part.policy)
                     by_choice.setdefault(key, []).append((part.each.microbatch, size))
     assert by_choice
     for sizes in by_choice.values():

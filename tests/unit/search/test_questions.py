@@ -7,6 +7,7 @@ from meshwright.cost.flops import forward_flops_per_token
 from meshwright.search.best_first import priced, search
 from meshwright.search.explain import changes, nearest
 from meshwright.search.sizes import duration, gpu_counts, gpus_needed, layers, with_gpus
+from meshwright.search.space import ON_DEVICE
 from meshwright.spec.params import count
 from meshwright.spec.plan import Plan
 from search.questions import question
@@ -23,7 +24,7 @@ def test_gpu_counts_are_parts_of_a_node_and_then_nodes():
     assert all(after <= before * 1.15 for before, after in pairwise(counts[10:]))
 
 
-@pytest.mark.parametrize("asked", [msgspec.structs.replace(ASKED, fixed={"optimizer_offload": "none"}), LARGE])
+@pytest.mark.parametrize("asked", [msgspec.structs.replace(ASKED, fixed=ON_DEVICE), LARGE])
 def test_fewer_gpus_than_needed_are_too_few(asked):
     needed = gpus_needed(asked)
     assert needed is not None
@@ -64,7 +65,7 @@ def test_layers_add_up_to_the_model(model):
 
 
 def test_the_nearest_misses_lack_least_and_changes_fit():
-    asked = question("llama3-8b", "1xh100", sequence=4096, batch=8, optimizer_offload="none")
+    asked = question("llama3-8b", "1xh100", sequence=4096, batch=8, **ON_DEVICE)
     assert not search(asked).found
     misses = nearest(asked)
     lacking = [-miss.fit.headroom_bytes for miss in misses]
@@ -76,13 +77,13 @@ def test_the_nearest_misses_lack_least_and_changes_fit():
 
 
 def test_releasing_a_fixed_field_is_the_first_suggestion():
-    asked = question("llama3-8b", "8xh100", sequence=4096, batch=8, replicate=8)
+    asked = question("llama3-8b", "8xh100", sequence=4096, batch=8, replicate=8, cpu_offload=False)
     assert not search(asked).found
     assert changes(asked)[0].change == "leave plan.replicate = 8 to the search"
 
 
 def test_what_may_vary_may_need_fewer_gpus():
-    asked = question("llama-7b", "8xh100", sequence=64, batch=8, optimizer_offload="none")
+    asked = question("llama-7b", "8xh100", sequence=64, batch=8, **ON_DEVICE)
     # Sixteen bytes of each parameter are more than this, the twelve of weights in bf16 alone are less.
     gpu = msgspec.structs.replace(asked.cluster.gpu, memory_bytes=100e9)
     asked = asked.on(msgspec.structs.replace(asked.cluster, gpu=gpu))

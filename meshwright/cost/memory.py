@@ -41,8 +41,8 @@ from meshwright.cost.layout import (
 )
 from meshwright.cost.rank_view import placement, stage_lengths
 from meshwright.cost.traffic import FIRST
-from meshwright.spec.notebook import html_table
 from meshwright.hardware.cluster import Cluster
+from meshwright.spec.notebook import html_table
 from meshwright.spec.params import count
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import Kind, Schedule, actions

@@ -21,7 +21,7 @@ from meshwright.checkpoint.write import Saver
 from meshwright.config.run import Run, digests
 from meshwright.config.weights import describe
 from meshwright.optim import host_memory
-from meshwright.optim.lr_schedule import learning_rate
+from meshwright.optim.interface import learning_rate
 from meshwright.parallel import precision
 from meshwright.parallel.mesh import DENSE, EXPERT, Mesh, region_of
 from meshwright.runtime import run_folder

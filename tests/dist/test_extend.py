@@ -7,7 +7,7 @@ import pytest
 from commands import SMALL, meshwright, write_text
 from trials import alone, corpus_file, make_corpus, make_run
 
-from meshwright.optim.lr_schedule import learning_rate
+from meshwright.optim.interface import learning_rate
 from meshwright.runtime.run_folder import Claim
 from meshwright.train.build import build
 from meshwright.train.loop import train

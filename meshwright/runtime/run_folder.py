@@ -21,7 +21,7 @@ from meshwright.config.run import Run, digests, mathematics
 from meshwright.runtime.failure import process_name, this_session
 from meshwright.runtime.files import replace_file, replace_json, writing
 from meshwright.runtime.records import Summary
-from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.problem import InputError, Problem, mistake
 
 RUN, SUMMARY, LOCK = "run.toml", "summary.json", "lock"
 
@@ -70,7 +70,7 @@ class Claim:
         with self._locked() if (folder / LOCK).is_file() else nullcontext():
             if not (folder / RUN).is_file() and not _names(folder) <= {LOCK}:
                 what = f"{folder} is not a run folder, so --fresh leaves it alone"
-                raise InputError([Problem(what, "name another --folder")])
+                raise mistake(what, "name another --folder")
             folder.rename(_unused(folder.parent, f"{folder.name}.{{}}"))
 
     def _locked(self) -> Any:
@@ -81,7 +81,7 @@ class Claim:
             lock.seek(0)
             what = f"{self.folder} is in use by {lock.read().strip() or 'another process'}"
             lock.close()
-            raise InputError([Problem(what, "wait for it, or name another --folder")]) from None
+            raise mistake(what, "wait for it, or name another --folder") from None
         lock.truncate(0)
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         lock.write(f"process {os.getpid()} on {platform.node()} since {since}")
@@ -94,7 +94,7 @@ def check_owner(folder: Path, run: Run) -> None:
     if not folder.exists() or _names(folder) <= {LOCK}:
         return
     if not (folder / RUN).is_file():
-        raise InputError([Problem(f"{folder} holds other files", "name an empty --folder")])
+        raise mistake(f"{folder} holds other files", "name an empty --folder")
     if found := _differences(mathematics(load.load(folder / RUN).run), mathematics(run)):
         remedy = "name another --folder, or add --fresh to set that run aside and start anew"
         raise InputError([Problem(f"{folder} belongs to another run ({'; '.join(found)})", remedy)])
@@ -116,7 +116,7 @@ def read_summary(folder: Path) -> Summary | None:
         return msgspec.convert(values | lost, Summary)
     except msgspec.DecodeError as error:
         remedy = "delete it to resume from the newest checkpoint, or add --fresh to set the run aside"
-        raise InputError([Problem(f"{file} is damaged: {error}", remedy)]) from None
+        raise mistake(f"{file} is damaged: {error}", remedy) from None
 
 
 def _write_run(folder: Path, run: Run) -> None:

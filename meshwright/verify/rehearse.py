@@ -13,7 +13,7 @@ from meshwright.config.run import Run
 from meshwright.runtime.failure import Exit
 from meshwright.runtime.files import require_folder
 from meshwright.runtime.records import AttemptRecord, Record, StepRecord, read_line
-from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.problem import InputError, mistake
 
 Say = Callable[[str], None]
 STEPS, SAVE_EVERY, FAULT_STEP = 12, 4, 7
@@ -118,7 +118,7 @@ def _refusal(which: str, code: int, said: str) -> InputError:
     """A run that fails by itself says nothing of a fault."""
     lines = [" ".join(line.split()) for line in said.splitlines() if line.strip() and not line.startswith("details:")]
     text = f"{which} ended with exit code {code}: {' | '.join(lines[-LAST_LINES:])}"
-    return InputError([Problem(text, "put that right; with --folder the logs are kept")])
+    return mistake(text, "put that right; with --folder the logs are kept")
 
 
 def recovery(records: list[Record]) -> tuple[float, int]:

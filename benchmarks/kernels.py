@@ -305,7 +305,7 @@ def main() -> None:
     result = {
         "gpu": torch.cuda.get_device_name(),
         "torch": str(torch.__version__),
-        "triton": dispatch.triton.__version__ if dispatch.triton_available() else None,
+        "triton": dispatch.triton.__version__ if dispatch.triton else None,
         "times": options.times,
         **judged(rows_of(options)),
     }

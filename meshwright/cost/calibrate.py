@@ -16,7 +16,7 @@ from meshwright.hardware.cluster import Cluster, Gpu, Link, catalogue, cluster_o
 from meshwright.hardware.profile import AttentionTime, CollectiveFit, CollectiveTime, ProductTime, Profile
 from meshwright.hardware.stacks import Efficiency, Stack, efficiency_of, stacks
 from meshwright.spec.plan import Precision
-from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.problem import mistake
 
 STARTED = 1.5  # a product that takes less than so many times the quickest one shows the host's time, not its own
 LEAST_RECORDS = 3  # fewer say nothing about three constants
@@ -43,7 +43,7 @@ class PredictionSource(msgspec.Struct, frozen=True, kw_only=True):
             return measured(cluster_of_device(device, gpus), self.given, stack), "the profile given"
         if self.given is not None and self.given.device != device:
             what = f"the profile was measured on {self.given.device}, and this machine has {device}"
-            raise InputError([Problem(what, "measure it with meshwright bench --probe", "profile")])
+            raise mistake(what, "measure it with meshwright bench --probe", "profile")
         if self.given is not None:
             return machine(self.given, gpus, stack), "the profile given"
         if known:
@@ -61,7 +61,7 @@ def measured(cluster: Cluster, profile: Profile, stack: Stack) -> Cluster:
     known = catalogue().cards
     if cluster.gpu.name in known and recognised(profile.device, known) != cluster.gpu.name:
         what = f"the profile was measured on {profile.device}, and the cluster has {cluster.gpu.name}"
-        raise InputError([Problem(what, "name the cards that were measured, or measure these", "profile")])
+        raise mistake(what, "name the cards that were measured, or measure these", "profile")
     usual, backend = cluster.efficiency or efficiency_of(cluster.gpu), fastest(profile.attention)
     found = calibrated(usual, cluster.gpu, profile, backend)
     if backend:
@@ -78,7 +78,7 @@ def machine(profile: Profile, gpus: int, stack: Stack) -> Cluster:
     """
     if not (profile.products and profile.copy_bandwidth):
         remedy = "measure it with meshwright bench --probe"
-        raise InputError([Problem("the profile has no products or no copy", remedy, "profile")])
+        raise mistake("the profile has no products or no copy", remedy, "profile")
 
     def fastest_product(dtype: str) -> float:
         """Operations a second; 0 where none was measured."""

@@ -120,12 +120,10 @@ def _parts(
     for stage, (length, end) in enumerate(zip(lengths, accumulate(lengths), strict=True)):
         if ranks[stage] != rank:
             continue
-        layers = range(end - length, end)
-        mixtures = sum(map(arch.is_mixture, layers)) if arch.experts else 0
-        runs = policy.runs(length)
-        recomputed_mixtures = (
-            sum(arch.is_mixture(layers[number]) for run in runs for number in run) if arch.experts else 0
-        )
+        layers, runs, mixtures, recomputed_mixtures = range(end - length, end), policy.runs(length), 0, 0
+        if arch.experts:
+            mixtures = sum(map(arch.is_mixture, layers))
+            recomputed_mixtures = sum(arch.is_mixture(layers[number]) for run in runs for number in run)
         found.append(
             StageLayers(
                 stage=stage,

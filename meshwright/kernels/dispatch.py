@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.problem import InputError, mistake
 
 Kernels = Literal["auto", "plain", "fused"]
 
@@ -38,11 +38,6 @@ REMEDY = 'set plan.kernels to "plain" or "auto"'
 ROW_LIMIT = 32768  # elements of a row that one program holds in registers: 32 for each of 1024 threads
 TILE = 4096  # elements of a program that has several short rows, or a part of a long one
 EACH_THREAD = 16  # elements: two 128-bit loads of a 16-bit type, enough in flight to cover the memory's latency
-
-
-def triton_available() -> bool:
-    """Whether Triton can be imported."""
-    return triton is not None
 
 
 def jit(kernel: Callable[..., None]) -> Any:
@@ -76,7 +71,7 @@ def unsupported(x: Tensor) -> str:
 
 def refusal(reason: str) -> InputError:
     """The sentence for a user who asked for fused kernels and cannot have them."""
-    return InputError([Problem(f'kernels = "fused" cannot run here: {reason}', REMEDY, "kernels")])
+    return mistake(f'kernels = "fused" cannot run here: {reason}', REMEDY, "kernels")
 
 
 @dataclass(frozen=True, slots=True)

@@ -297,23 +297,18 @@ class OffloadedOptimizer(Optimizer):
         return self._count
 
     def states(self) -> Mapping[str, list[Tensor]]:
-        """Its state tensors by name, each in the order of the weights; valid while no update is running."""
         held = list(self.held().values())
         return {name: [kinds[name] for kinds in held] for name in self.spec.state_names}
 
     def held(self) -> dict[int, dict[str, Tensor]]:
-        """The state of every weight, by its id and by kind; valid while no update is running."""
-        return {
-            id(weight): self._held(weight, location)
-            for weight, location in zip(self.weights, self.locations, strict=True)
-        }
-
-    def _held(self, weight: nn.Parameter, location: StateStorage) -> dict[str, Tensor]:
-        arrays = dict(zip(self.kinds, (array.view(weight.shape) for array in location.arrays), strict=True))
-        if "low" not in arrays:
-            return arrays
-        # The device has the high half of the master weight; the low bits go under a dtype that checkpoints know.
-        return {"weight": weight.detach(), **arrays, "low": arrays["low"].view(torch.bfloat16)}
+        found = {}
+        for weight, location in zip(self.weights, self.locations, strict=True):
+            arrays = dict(zip(self.kinds, (array.view(weight.shape) for array in location.arrays), strict=True))
+            if "low" in arrays:
+                # The device has the high half of the master weight; low bits go under a dtype that checkpoints know.
+                arrays = {"weight": weight.detach(), **arrays, "low": arrays["low"].view(torch.bfloat16)}
+            found[id(weight)] = arrays
+        return found
 
     @torch.no_grad()
     def step(self, rate: float, verdict: GradStats) -> None:

@@ -72,11 +72,9 @@ class ResidentOptimizer(Optimizer):
 
     @property
     def count(self) -> Tensor:
-        """Updates made, skipped ones left out."""
         return self._count
 
     def states(self) -> Mapping[str, list[Tensor]]:
-        """Its state tensors by name, each in the order of the weights."""
         return self._states
 
     def states_of(self, index: int) -> list[Tensor]:
@@ -84,15 +82,11 @@ class ResidentOptimizer(Optimizer):
         return [tensors[index] for tensors in self._states.values()]
 
     def held(self) -> dict[int, dict[str, Tensor]]:
-        """The state of every weight, by its id and by kind."""
-        return {
-            id(weight): {
-                "weight": wide,
-                **beside(weight),
-                **dict(zip(self._states, self.states_of(index), strict=True)),
-            }
-            for index, (weight, wide) in enumerate(zip(self.weights, self.wide, strict=True))
-        }
+        found = {}
+        for index, (weight, wide) in enumerate(zip(self.weights, self.wide, strict=True)):
+            states = dict(zip(self._states, self.states_of(index), strict=True))
+            found[id(weight)] = {"weight": wide, **beside(weight), **states}
+        return found
 
     @torch.no_grad()
     def step(self, rate: float, verdict: GradStats) -> None:
@@ -180,18 +174,13 @@ def _allocated(memory: PinnedMemory, device: torch.device, tensor: Tensor) -> Te
     if not isinstance(tensor, nn.Parameter):
         return torch.empty_like(tensor, device=device)
     empty = torch.empty_like(tensor, device="cpu")
-    if memory.pinned and isinstance(empty, DTensor) and _is_even(empty):
-        # Torch would pin a copy, in powers of two; memory that is pinned already it takes as it is.
-        part = empty.to_local()
-        empty._local_tensor = memory.take([part.numel()], [part.dtype])[0].view(part.shape)
+    if memory.pinned and isinstance(empty, DTensor):
+        axes, part = zip(empty.device_mesh.shape, empty.placements, strict=True), empty.to_local()
+        sharers = math.prod(size for size, placement in axes if not isinstance(placement, Replicate))
+        if part.numel() * sharers == empty.numel():  # torch pads uneven parts, and copies them for that
+            # Torch would pin a copy, in powers of two; memory that is pinned already it takes as it is.
+            empty._local_tensor = memory.take([part.numel()], [part.dtype])[0].view(part.shape)
     return empty
-
-
-def _is_even(weight: DTensor) -> bool:
-    """Whether all ranks have equal parts of a weight; torch pads others, and copies them for that."""
-    axes = zip(weight.device_mesh.shape, weight.placements, strict=True)
-    sharers = math.prod(size for size, placement in axes if not isinstance(placement, Replicate))
-    return weight.to_local().numel() * sharers == weight.numel()
 
 
 def bytes_needed(chunks: Iterable[nn.Module], run: Run) -> int:

@@ -26,7 +26,7 @@ from meshwright.published.columns import (
     plan_of,
 )
 from meshwright.runtime.files import replace_file
-from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.problem import mistake
 from meshwright.spec.units import GIB
 
 NIC_WORDS = ("hdr", "ndr", "xdr", "edr", "per gpu", "per-gpu", "/gpu", "a gpu", "connectx", "cx-7", "cx7")
@@ -268,18 +268,18 @@ def read(source: Path) -> tuple[list[Row], list[str]]:
             columns = list(reader.fieldnames or [])
             if missing := [column for column in NEEDED if column not in columns]:
                 what = f"{source} lacks the column{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
-                raise InputError([Problem(what, "docs/accuracy.md lists the columns that rows are read from")])
+                raise mistake(what, "docs/accuracy.md lists the columns that rows are read from")
             rows = []
             for row in reader:
                 if None in row:
                     what = f"{source}, line {reader.line_num}: more cells than the header has columns"
-                    raise InputError([Problem(what, "quote cells that hold commas")])
+                    raise mistake(what, "quote cells that hold commas")
                 rows.append({column: value or "" for column, value in row.items()})
             return rows, columns
     except OSError as error:
-        raise InputError([Problem(f"{source}: {error.strerror}", "name a CSV file that can be read")]) from None
+        raise mistake(f"{source}: {error.strerror}", "name a CSV file that can be read") from None
     except (UnicodeDecodeError, csv.Error) as error:
-        raise InputError([Problem(f"{source} is not a CSV table: {error}", "save it as UTF-8 CSV")]) from None
+        raise mistake(f"{source} is not a CSV table: {error}", "save it as UTF-8 CSV") from None
 
 
 def write(target: Path, columns: list[str], rows: list[Row]) -> None:
@@ -291,4 +291,4 @@ def write(target: Path, columns: list[str], rows: list[Row]) -> None:
     try:
         replace_file(target, lines.getvalue().encode())
     except OSError as error:
-        raise InputError([Problem(f"{target}: {error.strerror}", "name a file that can be written")]) from None
+        raise mistake(f"{target}: {error.strerror}", "name a file that can be written") from None

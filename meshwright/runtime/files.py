@@ -10,7 +10,7 @@ from typing import TextIO
 
 import msgspec
 
-from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.problem import mistake
 
 # Control characters but for tab and line feed, other ends of a line, marks of direction, and halves of characters.
 STEERING = re.compile(
@@ -25,7 +25,7 @@ def writing(place: Path, remedy: str) -> Iterator[None]:
         yield
     except OSError as error:
         why = "it is a file" if isinstance(error, FileExistsError) else error.strerror or error
-        raise InputError([Problem(f"{place} cannot be written: {why}", remedy)]) from None
+        raise mistake(f"{place} cannot be written: {why}", remedy) from None
 
 
 def require_folder(folder: Path, remedy: str) -> None:
@@ -49,7 +49,7 @@ def require_file(file: Path, remedy: str) -> None:
 def refuse_existing(file: Path, force: bool) -> None:
     """What is there stays, unless the user says otherwise."""
     if file.exists() and not force:
-        raise InputError([Problem(f"{file} exists", "add --force to replace it, or name another file")])
+        raise mistake(f"{file} exists", "add --force to replace it, or name another file")
 
 
 def replace_file(file: Path, data: bytes, mode: int = 0o666) -> None:
@@ -76,7 +76,7 @@ def write_whole(file: Path, text: str, force: bool) -> None:
         replace_file(file, text.encode())
     except OSError as error:
         remedy = "name a file in a folder that can be written"
-        raise InputError([Problem(f"{file}: {error.strerror}", remedy)]) from None
+        raise mistake(f"{file}: {error.strerror}", remedy) from None
 
 
 def teller(stream: TextIO) -> Callable[[str], None]:

@@ -87,17 +87,8 @@ def _rendezvous(environment: Mapping[str, str], launcher: str, world: int) -> tu
 
 def local(rank: int, world: int, store: Path, threads: int) -> Place:
     """One of the ranks of a single machine, which meet in a file."""
-    return Place(
-        rank=rank,
-        world=world,
-        local_rank=rank,
-        local_world=world,
-        address="",
-        port=0,
-        launcher="meshwright",
-        threads=threads,
-        store=str(store),
-    )
+    here = {"rank": rank, "world": world, "local_rank": rank, "local_world": world}
+    return msgspec.structs.replace(ALONE, **here, threads=threads, store=str(store))
 
 
 def cores() -> int:

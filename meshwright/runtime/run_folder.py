@@ -25,7 +25,7 @@ from meshwright.runtime.files import replace_file, replace_json, writing
 from meshwright.runtime.records import Summary
 from meshwright.spec.optimizers import OPTIMIZERS
 from meshwright.spec.params import count as count_parameters
-from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.problem import InputError, Problem, mistake
 
 LOCK, DATA = "lock", "data.json"
 NAMED = re.compile(r"(?P<name>.+)-[0-9a-f]{8}")  # a folder that nobody named
@@ -153,7 +153,7 @@ class Claim:
         with self._locked() if (folder / LOCK).is_file() else nullcontext():
             if not (folder / RUN).is_file() and not _names(folder) <= {LOCK}:
                 what = f"{folder} is not a run folder, so --fresh leaves it alone"
-                raise InputError([Problem(what, "name another --folder")])
+                raise mistake(what, "name another --folder")
             folder.rename(_unused(folder.parent, f"{folder.name}.{{}}"))
 
     def _locked(self) -> Any:
@@ -164,7 +164,7 @@ class Claim:
             lock.seek(0)
             what = f"{self.folder} is in use by {lock.read().strip() or 'another process'}"
             lock.close()
-            raise InputError([Problem(what, "wait for it, or name another --folder")]) from None
+            raise mistake(what, "wait for it, or name another --folder") from None
         lock.truncate(0)
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         lock.write(f"process {os.getpid()} on {platform.node()} since {since}")
@@ -177,7 +177,7 @@ def check_owner(folder: Path, run: Run, *, extend: bool = False) -> list[Change]
     if not folder.exists() or _names(folder) <= {LOCK}:
         return []
     if not (folder / RUN).is_file():
-        raise InputError([Problem(f"{folder} holds other files", "name an empty --folder")])
+        raise mistake(f"{folder} holds other files", "name an empty --folder")
     there = load.load(folder / RUN).run
     if (found := changes(there, run)) and (problem := _obstacle(folder, there, run, found, extend)) is not None:
         raise InputError([problem])
@@ -267,7 +267,7 @@ def read_summary(folder: Path) -> Summary | None:
         return msgspec.convert(values | lost, Summary)
     except msgspec.DecodeError as error:
         remedy = "delete it to resume from the newest checkpoint, or add --fresh to set the run aside"
-        raise InputError([Problem(f"{file} is damaged: {error}", remedy)]) from None
+        raise mistake(f"{file} is damaged: {error}", remedy) from None
 
 
 def _unused(folder: Path, name: str) -> Path:

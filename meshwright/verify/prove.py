@@ -16,7 +16,7 @@ from meshwright.config.run import Run
 from meshwright.runtime.ranks import RankError, Remote, Work, run_ranks
 from meshwright.spec.params import count
 from meshwright.spec.plan import AXES, Plan, Precision
-from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.problem import InputError, Problem, mistake
 from meshwright.spec.schedule import Schedule
 
 # precision -> largest relative deviation that rounding explains, and why.
@@ -168,7 +168,7 @@ def _precision(plans: list[str], overrides: list[str]) -> str:
     named = {value for plan in plans if (value := fields(plan).get("precision"))}
     named |= {word.split("=", 1)[1] for word in overrides if word.startswith("plan.precision=")}
     if len(named) > 1:
-        raise InputError([Problem("the plans name different precisions", "prove one precision at a time")])
+        raise mistake("the plans name different precisions", "prove one precision at a time")
     return named.pop() if named else "fp64"
 
 
@@ -204,7 +204,7 @@ def _ragged(preset: str, plans: list[str], text: Path) -> list[str]:
 def _number(given: dict[str, str], key: str) -> int:
     text = given.get(key, "1")
     if not text.isdecimal() or int(text) < 1:
-        raise InputError([Problem(f"{key}={text} of --plan is not a count", "use whole numbers of at least 1")])
+        raise mistake(f"{key}={text} of --plan is not a count", "use whole numbers of at least 1")
     return int(text)
 
 

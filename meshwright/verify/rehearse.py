@@ -13,7 +13,7 @@ from meshwright.config.run import Run
 from meshwright.runtime.failure import Exit
 from meshwright.runtime.files import require_folder
 from meshwright.runtime.records import AttemptRecord, Record, StepRecord, read_line
-from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.problem import InputError, mistake
 
 Say = Callable[[str], None]
 STEPS, SAVE_EVERY, FAULT_STEP = 12, 4, 7
@@ -88,19 +88,7 @@ def rehearse(run: Run, fault: str, folder: Path, say: Say) -> Rehearsal:
         injected = ""
         if code not in SEEN_AGAIN:
             break
-    records = [read_line(line) for line in (folder / fault / "steps.rank0.jsonl").read_bytes().splitlines()]
-    seconds, lost = recovery(records)
-    digest, reference = (model_digest(folder / name) for name in (fault, "undisturbed"))
-    return Rehearsal(
-        fault=fault,
-        recovery_seconds=seconds,
-        lost_steps=lost,
-        same_weights=codes[-1] == Exit.DONE and digest == reference != "",
-        exit_codes=tuple(codes),
-        verdict=tuple(line for line in words.splitlines() if line.startswith(REPORTED)),
-        digest=digest,
-        reference=reference,
-    )
+    return _judged(fault, folder, tuple(codes), words)
 
 
 def _train(file: Path, folder: Path, injected: str, say: Say, fresh: bool) -> tuple[int, str]:
@@ -118,7 +106,23 @@ def _refusal(which: str, code: int, said: str) -> InputError:
     """A run that fails by itself says nothing of a fault."""
     lines = [" ".join(line.split()) for line in said.splitlines() if line.strip() and not line.startswith("details:")]
     text = f"{which} ended with exit code {code}: {' | '.join(lines[-LAST_LINES:])}"
-    return InputError([Problem(text, "put that right; with --folder the logs are kept")])
+    return mistake(text, "put that right; with --folder the logs are kept")
+
+
+def _judged(fault: str, folder: Path, codes: tuple[int, ...], words: str) -> Rehearsal:
+    records = [read_line(line) for line in (folder / fault / "steps.rank0.jsonl").read_bytes().splitlines()]
+    seconds, lost = recovery(records)
+    digest, reference = (model_digest(folder / name) for name in (fault, "undisturbed"))
+    return Rehearsal(
+        fault=fault,
+        recovery_seconds=seconds,
+        lost_steps=lost,
+        same_weights=codes[-1] == Exit.DONE and digest == reference != "",
+        exit_codes=codes,
+        verdict=tuple(line for line in words.splitlines() if line.startswith(REPORTED)),
+        digest=digest,
+        reference=reference,
+    )
 
 
 def recovery(records: list[Record]) -> tuple[float, int]:

@@ -15,7 +15,7 @@ from meshwright.config.presets import preset_names
 from meshwright.config.run import Run
 from meshwright.runtime.ranks import Remote, run_ranks
 from meshwright.spec.plan import Plan
-from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.problem import InputError, mistake
 
 STEPS, STOP = 6, 3  # of a proof, and after which it is interrupted
 LONGEST = 600.0  # seconds that one run of a proof may take
@@ -53,7 +53,7 @@ def runs(target: str | None, overrides: list[str], folder: Path) -> list[Run]:
     run = load.load(file, [*words, *overrides, *SHORT], default_ranks=1).run
     parts = next(count for count in (4, 2, 1) if run.batch % count == 0)  # global microbatches, the same in all plans
     if parts == 1:
-        raise InputError([Problem(f"batch = {run.batch} is odd, and cannot be shared", "use an even batch", "batch")])
+        raise mistake(f"batch = {run.batch} is odd, and cannot be shared", "use an even batch", "batch")
     plans = [_plan(run, parts, replicate=2), _plan(run, parts), _plan(run, parts, shard=2, zero=3)]
     if parts == 4:
         plans.append(_plan(run, parts, replicate=2, shard=2, zero=3))

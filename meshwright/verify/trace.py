@@ -418,19 +418,21 @@ def trace(run: Run, job: Job, rank: int | None = None) -> TraceReport:
     except (RuntimeError, NotImplementedError) as error:  # torch's words for an operator that needs values
         reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         return TraceReport(**about, calls=(), held=(), moment="", phase="", refused=reason)
-    calls = tuple(
-        CallRow(
+    said = ledger(plain, seen.place)
+    held = tuple(_held(plain, plan, seen, said))
+    return TraceReport(**about, calls=tuple(_calls(seen)), held=held, moment=said.moment, phase=seen.phase)
+
+
+def _calls(seen: DryRunStep) -> Iterator[CallRow]:
+    """Every call that was planned or made."""
+    for call in sorted(seen.calls.keys() | seen.said.keys()):
+        yield CallRow(
             kind=call.kind,
             axis=seen.axes.get(call.ranks, f"{len(call.ranks)} ranks"),
             bytes=call.bytes,
             planned=seen.said[call],
             traced=seen.calls[call],
         )
-        for call in sorted(seen.calls.keys() | seen.said.keys())
-    )
-    said = ledger(plain, seen.place)
-    held = tuple(_held(plain, plan, seen, said))
-    return TraceReport(**about, calls=calls, held=held, moment=said.moment, phase=seen.phase)
 
 
 def _held(job: Job, plan: Plan, seen: DryRunStep, said: Ledger) -> Iterator[ByteRow]:

@@ -36,12 +36,9 @@ def add_train(verb: argparse.ArgumentParser) -> None:
         "--ranks", type=words.count, help="processes to start (default: 2 on a CPU, else one for each GPU)"
     )
     verb.add_argument("--folder", type=Path, help="where the run lives (default: runs/NAME-DIGEST)")
-    verb.add_argument(
-        "--extend",
-        action="store_true",
-        help="go on with an earlier run whose settings were others (more steps: no need)",
-    )
-    verb.add_argument("--fresh", action="store_true", help="set an earlier run in the folder aside and start over")
+    earlier = verb.add_mutually_exclusive_group()
+    earlier.add_argument("--extend", action="store_true", help="go on with an earlier run though its settings differ")
+    earlier.add_argument("--fresh", action="store_true", help="set an earlier run in the folder aside and start over")
     verb.add_argument("--debug", action="store_true", help="debug logging of torch, NCCL and Gloo, in logs/")
     verb.add_argument("--inject", default="", metavar="FAULT", help=argparse.SUPPRESS)  # for `rehearse`
 

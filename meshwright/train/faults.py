@@ -442,8 +442,8 @@ class FaultWatch:
                 where=text,
                 since=f"step {step - self.streak + 1}",
                 cause="a learning rate too high, a damaged weight, or data that the model cannot take",
-                remedy="lower optim.lr or fix the data, and add --extend to resume from the newest checkpoint: "
-                f"meshwright train … optim.lr={self.run.optim.lr / 2:g} --extend --folder {folder}",
+                remedy="resume with a lower learning rate or other data, by --extend: "
+                f"optim.lr={self.run.optim.lr / 2:g} --extend --folder {folder}",
                 details=str(folder / "faults"),
                 rank=rank,
                 step=step,

@@ -129,11 +129,18 @@ def test_a_gradient_that_is_not_finite_is_passed_over_and_its_batch_is_kept(user
     assert load_file(user / "nan" / "faults" / "not-finite-step6-rank1.safetensors")["tokens"].shape == (2, 32)
 
 
-def test_too_many_in_a_row_end_the_run_with_their_own_code(user):
-    done = train(user, "nans", "faults.not_finite=0", "--inject", "nan:0:3")
+def test_too_many_in_a_row_end_the_run_with_their_own_code_and_a_remedy_that_works(user):
+    done = train(user, "nans", "faults.not_finite=0", "--inject", "nan:0:6")
     assert done.returncode == 13
-    assert "not finite" in verdict(done.stderr)["what"]
-    assert len(verdict(done.stderr)) <= 6
+    told = verdict(done.stderr)
+    assert "not finite" in told["what"]
+    assert len(told) <= 6
+    words = told["do"].partition("--extend: ")[2].split()
+    assert words == ["optim.lr=0.001", "--extend", "--folder", "nans"]
+    again = train(user, "nans", *words)
+    assert again.returncode == 0, again.stderr
+    assert "going on with optim.lr 0.002 → 0.001" in again.stderr
+    assert "resuming from step 4" in again.stderr
 
 
 def test_a_bit_that_flips_in_one_replica_is_found_and_no_run_goes_on_from_it(user):

@@ -26,7 +26,7 @@ def add_eval(verb: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
     verb.add_argument("model", metavar="MODEL", help="a run (RUN, RUN@STEP), a model folder, or a Hugging Face folder")
     verb.add_argument(
-        "--data", metavar="PATH", help="as data.source: text or tokens (default: the run's held-out samples)"
+        "--data", metavar="PATH", help="as data.source: text or tokens (default: the run's validation samples)"
     )
     verb.add_argument(
         "--format", choices=get_args(get_type_hints(Data)["format"]), help="as data.format (default: auto)"

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -92,6 +93,20 @@ def test_a_run_and_its_steps_write_text(user):
     earlier = answer(user, "generate", "run@2", *words)["completions"][0]
     assert earlier["tokens"] != last["tokens"]
     assert earlier == answer(user, "generate", "run/checkpoints/step-2", *words)["completions"][0]
+
+
+def test_a_damaged_step_is_not_read(user):
+    shutil.copytree(user / "run", user / "damaged")
+    chunk = next((user / "damaged" / "checkpoints" / "step-2").glob("chunk.*"))
+    content = bytearray(chunk.read_bytes())
+    for place in range(len(content) // 10, len(content), 1000):  # behind the header, optimizer states and weights alike
+        content[place] ^= 1
+    chunk.write_bytes(content)
+    done = meshwright("generate", "damaged@2", "--prompt", "a", folder=user)
+    assert done.returncode == 12
+    assert "checksum mismatch" in done.stderr
+    assert done.stderr.endswith("; name another step of the run, as RUN@STEP\n")
+    assert meshwright("generate", "damaged", "--prompt", "a", folder=user).returncode == 0  # its model is sound
 
 
 REFUSALS = {

@@ -139,7 +139,8 @@ def _steps(run: Run, here: Place | None, folder: Path | None, say: Say) -> "Iter
         if folder is not None:
             if place.rank == 0:
                 leaving.callback(Claim(folder, run).release)
-            rank.check(run, corpus, folder, writes=place.rank == 0)
+            for line in rank.check(run, corpus, folder, writes=place.rank == 0):
+                say(line)
         mesh = leaving.enter_context(world(run, place, env.attempt()))
         state = build(run, corpus, mesh, folder)
         leaving.callback(state.optimizer.close)

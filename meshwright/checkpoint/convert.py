@@ -131,8 +131,9 @@ class ConvertReport(msgspec.Struct, frozen=True, kw_only=True):
 
 def default_target(folder: ModelFolder) -> Path:
     """Where a converted model goes if nobody says: beside what it is made from."""
-    path = folder.path.absolute()
+    path = folder.path
     run = path.parents[1] if folder.kind == "checkpoint" else path.parent if is_run(path.parent) else path
+    run = run if run.name else run.absolute()
     step = f"-step-{folder.step}" if folder.kind == "checkpoint" else ""
     return run.with_name(f"{run.name}{step}-{'meshwright' if folder.kind == 'huggingface' else 'hf'}")
 

@@ -4,7 +4,7 @@ import hashlib
 import math
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
@@ -144,18 +144,26 @@ class StepWeights:
 
 
 def newest(
-    home: Path, run: Run | None, mesh: Mesh, holdings: Sequence[TensorShard], say: Say, only: int | None = None
+    home: Path,
+    run: Run | None,
+    mesh: Mesh,
+    holdings: Sequence[TensorShard],
+    say: Say,
+    *,
+    only: int | None = None,
+    earlier: Collection[str] = (),
 ) -> Manifest | None:
     """Fill what this rank holds from the newest step that every rank can read whole; None if nothing was ever saved.
 
     Each step that fails is said loudly, then the one before is tried. If all fail, every rank raises. Without a run, a
-    step of any run will do that has the tensors, or `only` one.
+    step of any run will do that has the tensors, or `only` one. `earlier` are digests that the run had before it was
+    extended.
     """
     seen: list[str] = []
     last = math.inf if run is None else run.steps
     steps = [step for step in format.present(home) if step <= last and only in (None, step)]
     while (step := write.number_of_first(steps.pop() if steps else -1, mesh)) >= 0:
-        manifest, words = _tried(home / format.name(step), run, holdings)
+        manifest, words = _tried(home / format.name(step), run, holdings, earlier)
         words = write.first_words(words, mesh)
         if words is None:
             assert manifest is not None
@@ -169,12 +177,14 @@ def newest(
     return None
 
 
-def _tried(folder: Path, run: Run | None, holdings: Sequence[TensorShard]) -> tuple[Manifest | None, str | None]:
+def _tried(
+    folder: Path, run: Run | None, holdings: Sequence[TensorShard], earlier: Collection[str]
+) -> tuple[Manifest | None, str | None]:
     try:
         with StepReader(folder) as reader:
             check_optimizer(reader.manifest, folder, holdings)
             if run is not None:
-                check_run(reader.manifest, folder, run)
+                check_run(reader.manifest, folder, run, earlier)
             check_tensors(reader.manifest, folder, holdings)
             fill(reader, holdings)
             return reader.manifest, None
@@ -192,14 +202,14 @@ def check_optimizer(manifest: Manifest, folder: Path, holdings: Sequence[TensorS
         raise InputError([Problem(what, remedy, "optim.name")])
 
 
-def check_run(manifest: Manifest, folder: Path, run: Run) -> None:
-    """A step must be of this run."""
+def check_run(manifest: Manifest, folder: Path, run: Run, earlier: Collection[str] = ()) -> None:
+    """A step must be of this run, or of what it was before it was extended."""
     file, progress, names = str(folder / MANIFEST), manifest.progress, digests(run)
     if folder.name != format.name(progress.step):
         raise CorruptError([Damage(file=file, text=f"is the manifest of step {progress.step}")])
-    if manifest.run not in names:
+    if manifest.run not in (*names, *earlier):
         raise CorruptError([Damage(file=file, text=f"is of another run ({manifest.run}, not {names[0]})")])
-    if (progress.seed, progress.samples) != (run.seed, progress.step * run.batch):
+    if not earlier and (progress.seed, progress.samples) != (run.seed, progress.step * run.batch):
         raise CorruptError([Damage(file=file, text=f"{progress.samples} samples are not those of its steps and seed")])
 
 

@@ -5,7 +5,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -23,6 +23,9 @@ from meshwright.spec.params import count
 from meshwright.spec.problem import InputError
 from meshwright.spec.units import GIB
 
+if TYPE_CHECKING:
+    from meshwright.runtime.run_folder import Change
+
 RANK = "meshwright.train.rank"  # by name: the launcher never imports torch
 
 
@@ -33,7 +36,9 @@ def add_train(verb: argparse.ArgumentParser) -> None:
         "--ranks", type=words.count, help="processes to start (default: 2 on a CPU, else one for each GPU)"
     )
     verb.add_argument("--folder", type=Path, help="where the run lives (default: runs/NAME-DIGEST)")
-    verb.add_argument("--fresh", action="store_true", help="set an earlier run in the folder aside and start over")
+    earlier = verb.add_mutually_exclusive_group()
+    earlier.add_argument("--extend", action="store_true", help="go on with an earlier run though its settings differ")
+    earlier.add_argument("--fresh", action="store_true", help="set an earlier run in the folder aside and start over")
     verb.add_argument("--debug", action="store_true", help="debug logging of torch, NCCL and Gloo, in logs/")
     verb.add_argument("--inject", default="", metavar="FAULT", help=argparse.SUPPRESS)  # for `rehearse`
 
@@ -75,15 +80,17 @@ def _launch(run: Run, options: argparse.Namespace) -> int:
     from meshwright.runtime.supervise import StopRequest, Supervisor
 
     say, world = _teller(options.json), run.plan.world
-    folder = options.folder or folders.default(run)
-    claim = folders.Claim(folder, run, fresh=options.fresh)
+    folder = options.folder or folders.find(run, fresh=options.fresh, extend=options.extend)
+    claim = folders.Claim(folder, run, fresh=options.fresh, extend=options.extend)
     if claim.finished is not None:
-        say(f"{folder} has finished this run; add --fresh to train it again")
+        say(f"{folder} has finished this run; ask for more steps to go on, or add --fresh to train it again")
         _tell(claim.finished, run, options.json)
         return Exit.DONE
     for warning in check.warnings(run):
         say(f"warning: {warning}")
     say(f"{run.name}: {run.steps} steps of {run.tokens:,} tokens, {count(run.arch):,} parameters; in {folder}")
+    if claim.changes:
+        say(_extension(claim.changes, run))
     say(f"plan: {run.plan}")
     say(f"starting {world} ranks (or: torchrun --nproc-per-node {world} -m meshwright train …)")
     environment = {**ranks.defaults(world), **env.of_ranks(options.debug)}  # what the user says comes last
@@ -133,17 +140,20 @@ def _rank(run: Run, here: Place, options: argparse.Namespace) -> int:
     from meshwright.runtime.failure import session_above
     from meshwright.runtime.supervise import Sidecar
 
-    folder = options.folder or folders.default(run)
     fresh = options.fresh and env.attempt() == 1  # a restart resumes what it was asked to start
-    if not fresh and (finished := folders.read_summary(folder)) is not None:
-        folders.check_owner(folder, run)
+    folder = options.folder or folders.find(run, fresh=fresh, extend=options.extend)
+    # In this order: whoever claims the folder sets the summary aside before it changes the run.
+    changed = [] if fresh else folders.check_owner(folder, run, extend=options.extend)
+    if not fresh and not changed and (finished := folders.read_summary(folder)) is not None:
         if here.rank == 0:
-            _teller(options.json)(f"{folder} has finished this run; add --fresh to train it again")
+            _teller(options.json)(f"{folder} has finished this run; ask for more steps, or add --fresh")
             _tell(finished, run, options.json)
         return Exit.DONE
     if options.debug:
         env.debug()
-    claim = folders.Claim(folder, run, fresh=fresh) if here.rank == 0 else None
+    claim = folders.Claim(folder, run, fresh=fresh, extend=options.extend) if here.rank == 0 else None
+    if claim is not None and claim.changes:
+        _teller(options.json)(_extension(claim.changes, run))
     session = session_above()
     beats = Path(tempfile.gettempdir()) / f"meshwright-{session}"  # the folder is rank 0's to claim
     about = {"place": here, "beats": str(beats), "speaks": here.rank == 0, "session": session}
@@ -163,6 +173,11 @@ def _rank(run: Run, here: Place, options: argparse.Namespace) -> int:
     elif here.rank == 0 and options.json:
         _tell_program(next((own for own in failure.read(folder) if own.rank == 0), None), code)
     return code
+
+
+def _extension(changes: "list[Change]", run: Run) -> str:
+    """What is no longer as it was in a run that goes on."""
+    return f"going on with {'; '.join(map(str, changes))}; the learning rate schedule is now that of {run.steps} steps"
 
 
 def _tell(summary: Summary | None, run: Run, machine: bool) -> None:

@@ -52,8 +52,8 @@ class Data(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class Init(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"folder": "from"}):
     """Where the weights begin."""
 
-    folder: str = ""  # a Hugging Face folder or the folder of a finished run; empty: random, from the seed
-    optimizer_state: bool = False  # and the optimizer's state, from that run's newest checkpoint
+    folder: str = ""  # a Hugging Face folder, or a run (RUN, RUN@STEP, RUN@best); empty: random, from the seed
+    optimizer_state: bool = False  # and the optimizer's state, from that run's checkpoint of the same step
 
 
 class Optim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,6 +1,7 @@
 """This rank's tensors: the samples of any step, read ahead in a thread."""
 
 import time
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -65,6 +66,7 @@ class Loader:
         self.mine = slice(data_rank * size, (data_rank + 1) * size)  # a rank's global microbatches are consecutive
         self.offsets = torch.arange(run.sequence, device=device).expand(run.plan.microbatch, -1).contiguous()
         self.reader = ThreadPoolExecutor(1, "loader", _use_device, (self.offsets.device,))
+        self.shift = 0  # samples that the order is ahead of the steps: see `start_at`
         self.ahead: dict[int, Future[Rows]] = {}
         self._read_ahead(start)
 
@@ -72,6 +74,11 @@ class Loader:
     def holds_out(self) -> bool:
         """Whether any sample is never trained on."""
         return any(self.held_counts)
+
+    def start_at(self, sample: int, step: int) -> None:
+        """Have a step begin with a sample of the order: not the usual one where the batch or the data has changed."""
+        self.shift = sample - step * self.run.batch
+        self._forget(self.ahead)
 
     def take(self, step: int) -> StepBatch:
         """This rank's part of a step, which counts from 0. What went wrong in the thread is raised here."""
@@ -104,17 +111,20 @@ class Loader:
     def _read_ahead(self, step: int) -> None:
         """Have the thread at work on a step and the next ones, and forget all others."""
         wanted = range(step, step + 1 + AHEAD)
-        for other in [other for other in self.ahead if other not in wanted]:
-            self.ahead.pop(other).cancel()
+        self._forget(other for other in self.ahead if other not in wanted)
         for each in wanted:
             if each not in self.ahead:
                 self.ahead[each] = self.reader.submit(self._step, each)
+
+    def _forget(self, steps: Iterable[int]) -> None:
+        for step in list(steps):
+            self.ahead.pop(step).cancel()
 
     def _indices(self, step: int) -> np.ndarray:
         return np.arange(step * self.run.batch, (step + 1) * self.run.batch)
 
     def _step(self, step: int) -> Rows:
-        indices = self._indices(step)
+        indices = self._indices(step) + self.shift
         return self._rows(indices, *locate(indices, self.run.seed, self.train_counts, self.weights))
 
     def _rows(self, indices: np.ndarray, sources: np.ndarray, samples: np.ndarray) -> Rows:

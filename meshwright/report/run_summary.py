@@ -393,7 +393,7 @@ def _ended(head: AttemptRecord, last: Record, later: Sequence[AttemptRecord], en
     if not later:
         return ""
     if isinstance(last, EndRecord):
-        return "stopped by SIGTERM"
+        return "finished, and gone on with later" if last.finished else "stopped by SIGTERM"
     return (
         LOST if later[0].session == head.session else "ended without a failure report; the same run was started again"
     )

@@ -60,6 +60,7 @@ class EndRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag
 
     step: int
     at: float
+    finished: bool = False  # all steps were made; else it was asked to stop
 
 
 Record = StepRecord | EvalRecord | AttemptRecord | EventRecord | EndRecord

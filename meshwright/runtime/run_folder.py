@@ -1,4 +1,4 @@
-"""The run folder: whose it is, what it already holds, who is writing to it."""
+"""The run folder: whose it is, what it already holds, who is writing to it, and how another run may go on in it."""
 
 import fcntl
 import math
@@ -9,7 +9,7 @@ import shutil
 import socket
 import tempfile
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,25 @@ from typing import Any
 import msgspec
 
 from meshwright.config import load
+from meshwright.config.huggingface import TOKENIZER, shape_differences
 from meshwright.config.run import Run, digests, mathematics
-from meshwright.config.weights import RUN, SUMMARY
+from meshwright.config.weights import CHECKPOINTS, RUN, SUMMARY, present
 from meshwright.runtime.failure import process_name, this_session
 from meshwright.runtime.files import replace_file, replace_json, writing
 from meshwright.runtime.records import Summary
 from meshwright.spec.problem import InputError, Problem
 
-LOCK = "lock"
+LOCK, DATA = "lock", "data.json"
+NAMED = re.compile(r"(?P<name>.+)-[0-9a-f]{8}")  # a folder that nobody named
+OTHERWISE = "name another --folder, or add --fresh to set that run aside and start anew"
+# What no checkpoint can go on with, and why.
+FIXED = {
+    "optim.name": "its optimizer state is of another kind",
+    "optim.master_weights": "its weights are saved in another form",
+    "optim.state_dtype": "its optimizer state is saved in another dtype",
+    "init.from": "it has begun already",
+    "init.optimizer_state": "it has begun already",
+}
 
 
 def default(run: Run) -> Path:
@@ -36,32 +47,101 @@ def default(run: Run) -> Path:
     return before if before.exists() and not now.exists() else now
 
 
+def find(run: Run, *, fresh: bool = False, extend: bool = False) -> Path:
+    """Where a run lives if nobody says, looked up: a run of the same mathematics but fewer steps is this one.
+
+    To `extend` one is to change its mathematics: it is the only run of that name.
+    """
+    home = default(run)
+    if fresh:
+        return home
+    called: dict[Path, Run] = {}
+    for entry in sorted(home.parent.iterdir()) if home.parent.is_dir() else ():
+        name = NAMED.fullmatch(entry.name)
+        if name is not None and name["name"] == Path(run.name).name and (entry / RUN).is_file():
+            with suppress(InputError):  # what it began from is gone
+                called[entry] = load.load(entry / RUN).run
+    same = [entry for entry, there in called.items() if {each.key for each in changes(there, run)} <= {"steps"}]
+    if same := [entry for entry in same if called[entry].steps <= run.steps]:
+        return max(same, key=lambda entry: (called[entry].steps, entry == home))
+    if not extend:
+        return home
+    if len(called) != 1:
+        there = (
+            f"{len(called)} runs are called {run.name}: {', '.join(map(str, called))}" if called else "no run to extend"
+        )
+        raise InputError([Problem(there, "name its folder with --folder")])
+    return next(iter(called))
+
+
+class Change(msgspec.Struct, frozen=True):
+    """A setting that decides the weights and is not what it was."""
+
+    key: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"{self.key} {self.old} → {self.new}"
+
+
+def changes(there: Run, here: Run) -> list[Change]:
+    """In which settings the mathematics of two runs differ."""
+    keys = _differing(mathematics(there), mathematics(here))
+    named = {key if hasattr(here, key.partition(".")[0]) else f"plan.{key}" for key in keys}
+    return [Change(key, _value(there, key), _value(here, key)) for key in sorted(named)]
+
+
 class Claim:
     """A folder held for one run while it lasts. A second launcher is refused, by name."""
 
-    def __init__(self, folder: Path, run: Run, *, fresh: bool = False) -> None:
+    def __init__(self, folder: Path, run: Run, *, fresh: bool = False, extend: bool = False) -> None:
         self.folder = folder
+        self._kept: list[tuple[Path, Path]] = []  # what was changed here: its copy, and where it belongs
         with writing(folder, "name another --folder"):
             if fresh:
                 self._set_aside()
-            check_owner(folder, run)
+            self.changes = check_owner(folder, run, extend=extend)
             self._made = not folder.exists()
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = self._locked()
-            self.finished = read_summary(folder)
+            self._records = self._recorded()
+            self.finished = None if self.changes else read_summary(folder)
             if self.finished is None:
                 for report in folder.glob("failure.rank*.json"):
                     report.unlink()  # of an earlier attempt, which whoever watches would take for this one's
-                _write_run(folder, run)
+                # The summary goes first: who finds the new run file must not take the old summary for its end.
+                for name in [SUMMARY] * bool(self.changes) + [DATA] * extend:
+                    if (folder / name).exists():
+                        self._keep(name)
+                        (folder / name).unlink()
+                if (folder / RUN).exists() and load.load(folder / RUN).run != run:
+                    self._keep(RUN)
+                replace_file(folder / RUN, load.write(run).encode())
 
     def release(self) -> None:
         """Let the next one in."""
         self._lock.close()
 
     def abandon(self) -> None:
-        """Leave nothing behind of a run that never began: only a folder made by this claim, and only before a step."""
-        if self._made and not any(self.folder.glob("steps.rank*.jsonl")):
+        """Leave nothing behind of a run that never began: a folder made by this claim goes, one that was there is again
+        as it was. After a step nothing is undone."""
+        if self._recorded() != self._records:
+            return
+        if self._made:
             shutil.rmtree(self.folder)
+        for copy, original in self._kept:
+            copy.replace(original)
+
+    def _recorded(self) -> dict[str, int]:
+        return {file.name: file.stat().st_size for file in self.folder.glob("steps.rank*.jsonl")}
+
+    def _keep(self, name: str) -> None:
+        """A copy under a number; the file itself stays, so that no other rank finds none."""
+        stem, dot, end = name.rpartition(".")
+        copy = _unused(self.folder, f"{stem}.{{}}{dot}{end}")
+        shutil.copyfile(self.folder / name, copy)
+        self._kept.append((copy, self.folder / name))
 
     def _set_aside(self) -> None:
         """Rename what is there, so that starting over loses nothing. Whoever is at work in it keeps it."""
@@ -90,15 +170,62 @@ class Claim:
         return lock
 
 
-def check_owner(folder: Path, run: Run) -> None:
-    """Another run's folder, or a folder that is not a run's, is never written to."""
+def check_owner(folder: Path, run: Run, *, extend: bool = False) -> list[Change]:
+    """How this run differs from the one in a folder, where it may go on there. What is not a run's is never touched."""
     if not folder.exists() or _names(folder) <= {LOCK}:
-        return
+        return []
     if not (folder / RUN).is_file():
         raise InputError([Problem(f"{folder} holds other files", "name an empty --folder")])
-    if found := _differences(mathematics(load.load(folder / RUN).run), mathematics(run)):
-        remedy = "name another --folder, or add --fresh to set that run aside and start anew"
-        raise InputError([Problem(f"{folder} belongs to another run ({'; '.join(found)})", remedy)])
+    there = load.load(folder / RUN).run
+    if (found := changes(there, run)) and (problem := _obstacle(folder, there, run, found, extend)) is not None:
+        raise InputError([problem])
+    return found
+
+
+def _obstacle(folder: Path, there: Run, run: Run, found: list[Change], extend: bool) -> Problem | None:
+    """Why the run in a folder does not go on with some changes, None if it does."""
+    listed, is_length = "; ".join(map(str, found)), [each.key for each in found] == ["steps"]
+    if why := _impossible(there, run, found):
+        return Problem(f"{folder} belongs to another run, and cannot go on with {why}", OTHERWISE)
+    summary, saved = read_summary(folder), max(present(folder / CHECKPOINTS), default=0)
+    done = saved if summary is None else summary.step
+    more = f"ask for more than {done} steps" if run.steps < done or (summary and run.steps == done) else ""
+    if not extend and not (is_length and (more or run.steps > there.steps)):
+        remedy = f"add --extend to go on from its newest checkpoint with these changes, {OTHERWISE}"
+        return Problem(f"{folder} belongs to another run ({listed})", f"{more} and {remedy}" if more else remedy)
+    if more:
+        what = f"{folder} has made {done} steps, and steps = {run.steps} asks for no more"
+        return Problem(what, f"{more}, {OTHERWISE}", "steps")
+    own, texts = folder / TOKENIZER, {"data.source", "data.mix", "data.format", "data.field"}
+    if own.exists() and run.data.tokenizer == "train" and texts & {each.key for each in found}:
+        what = f"a tokenizer trained on other text than {folder}'s would number tokens otherwise ({listed})"
+        return Problem(what, f"add data.tokenizer={own}", "data.tokenizer")
+    if summary is not None and not saved:
+        what = f"{folder} has finished without a checkpoint to go on from"
+        return Problem(what, f"begin another run with its weights, init.from={folder}, and {OTHERWISE}")
+    return None
+
+
+def _impossible(there: Run, run: Run, found: list[Change]) -> str:
+    """What no checkpoint can go on with, and why; "" if there is nothing of the kind."""
+    why = [f"{each} ({FIXED[each.key]})" for each in found if each.key in FIXED]
+    if shapes := shape_differences(there.arch, run.arch):
+        why.append(f"{'; '.join(shapes)} (its weights have other shapes)")
+    if {there.plan.precision, run.plan.precision} > {"fp64"}:
+        why.append(
+            f"plan.precision {there.plan.precision} → {run.plan.precision} (its weights are saved in another form)"
+        )
+    return "; ".join(why)
+
+
+def earlier(folder: Path) -> dict[str, Run]:
+    """What the run in a folder has been before, by digest."""
+    found: dict[str, Run] = {}
+    for file in folder.glob("run.*.toml"):
+        with suppress(InputError):
+            run = load.load(file).run
+            found |= dict.fromkeys(digests(run), run)
+    return found
 
 
 def write_summary(folder: Path, summary: Summary) -> None:
@@ -120,14 +247,6 @@ def read_summary(folder: Path) -> Summary | None:
         raise InputError([Problem(f"{file} is damaged: {error}", remedy)]) from None
 
 
-def _write_run(folder: Path, run: Run) -> None:
-    """The run as it continues; how it was before, under another plan for example, is kept under a number."""
-    file = folder / RUN
-    if file.exists() and load.load(file).run != run:
-        file.rename(_unused(folder, "run.{}.toml"))
-    replace_file(file, load.write(run).encode())
-
-
 def _unused(folder: Path, name: str) -> Path:
     """A name with the first number that none in the folder has."""
     return next(path for number in count(1) if not (path := folder / name.format(number)).exists())
@@ -137,13 +256,19 @@ def _names(folder: Path) -> set[str]:
     return {entry.name for entry in folder.iterdir()}
 
 
-def _differences(there: Any, here: Any, prefix: str = "") -> list[str]:
-    if isinstance(there, dict) and isinstance(here, dict):
-        found = []
-        for key in here.keys() | there.keys():
-            found += _differences(there.get(key), here.get(key), f"{prefix}{key}.")
-        return sorted(found)
-    return [] if there == here else [f"{prefix[:-1]} {there!r} there, {here!r} here"]
+def _differing(there: Any, here: Any, prefix: str = "") -> set[str]:
+    """The dotted keys of two nested tables that have other values."""
+    if not (isinstance(there, dict) and isinstance(here, dict)):
+        return set() if there == here else {prefix[:-1]}
+    keys = here.keys() | there.keys()
+    return set().union(*(_differing(there.get(key), here.get(key), f"{prefix}{key}.") for key in keys))
+
+
+def _value(run: Run, key: str) -> Any:
+    values = msgspec.to_builtins(run)
+    for part in key.split("."):
+        values = values[part]
+    return values
 
 
 OWNED = re.compile(r"meshwright-(?P<owner>(?P<host>.+):(?P<pid>\d+):\d+)(-\w+)?")

@@ -21,6 +21,7 @@ from types import FrameType
 import msgspec
 
 from meshwright.config.run import Run
+from meshwright.config.weights import CHECKPOINTS, present
 from meshwright.runtime import failure, heartbeat, run_folder
 from meshwright.runtime.failure import RESTARTABLE, Exit, Failure, is_broken
 from meshwright.runtime.heartbeat import Hang, HangDetector, HeartbeatReader, RankStatus, crossed
@@ -253,8 +254,7 @@ def set_aside(folder: Path, good_until: int) -> None:
 
 def newest_step(folder: Path) -> int:
     """The newest step that was saved, −1 if none. A step has its name only once it is complete."""
-    names = [entry.name for entry in folder.glob("checkpoints/step-*")]
-    return max((int(name) for entry in names if (name := entry.removeprefix("step-")).isdecimal()), default=-1)
+    return max(present(folder / CHECKPOINTS), default=-1)
 
 
 SIDECAR_LOOK_SECONDS = 0.1

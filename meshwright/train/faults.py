@@ -23,7 +23,7 @@ from meshwright.config.run import Run
 from meshwright.data.loader import Batch
 from meshwright.parallel.collectives import join
 from meshwright.parallel.mesh import Mesh, local
-from meshwright.runtime.failure import AGAIN, Exit, Failure, FailureError
+from meshwright.runtime.failure import Exit, Failure, FailureError
 from meshwright.runtime.files import replace_file, replace_json
 from meshwright.runtime.heartbeat import PHASES
 from meshwright.runtime.records import EventRecord, StepRecord
@@ -443,7 +443,8 @@ class FaultWatch:
                 where=text,
                 since=f"step {step - self.streak + 1}",
                 cause="a learning rate too high, a damaged weight, or data that the model cannot take",
-                remedy=f"lower optim.lr or fix the data; {AGAIN}",
+                remedy="lower optim.lr or fix the data, and add --extend to resume from the newest checkpoint: "
+                f"meshwright train … optim.lr={self.run.optim.lr / 2:g} --extend --folder {folder}",
                 details=str(folder / "faults"),
                 rank=rank,
                 step=step,

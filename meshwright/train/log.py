@@ -332,7 +332,7 @@ class Recorder:
 
     def end(self, step: int) -> None:
         """The session is over. The accounts are closed here, before the files are."""
-        self._keep(EndRecord(step=step, at=time.monotonic()))
+        self._keep(EndRecord(step=step, at=time.monotonic(), finished=step == self.run.steps))
 
     def settled(self) -> StepRecord | None:
         """The newest record that all ranks are sure to have by now."""

@@ -33,7 +33,7 @@ from meshwright.runtime.files import replace_file, replace_json
 from meshwright.runtime.heartbeat import PhaseMark, PhaseTable
 from meshwright.runtime.place import RankSpec
 from meshwright.runtime.records import AttemptRecord, Summary
-from meshwright.runtime.run_folder import write_summary
+from meshwright.runtime.run_folder import DATA, write_summary
 from meshwright.spec.params import count
 from meshwright.spec.problem import InputError, Problem
 from meshwright.train import build as building
@@ -54,7 +54,6 @@ from meshwright.train.world import code, world
 AGAIN = "fix it and run the same command again to resume from the newest checkpoint"
 OPENING = 16  # tokens that a sample without a prompt continues
 SETTLED = 3  # steps after which nothing new should have to be compiled
-FILE = "data.json"  # in the run folder: what the data was when the run began
 WINDOWS, WINDOW = 64, 256  # places of a source that are looked at, and tokens at each
 
 
@@ -96,7 +95,8 @@ def run_rank(run: Run, order: RankSpec, screen: PlainLines, heart: Heartbeat, st
     ours = order.place.launcher == "meshwright"
     corpus = prepare(run, Path(order.cache), (lambda text: None) if ours else screen.say)
     folder = Path(order.folder)
-    check(run, corpus, folder, writes=order.place.rank == 0)
+    for line in check(run, corpus, folder, writes=order.place.rank == 0):
+        screen.say(line)
     with world(run, order.place, order.attempt) as mesh:
         screen.say(f"building {count(run.arch):,} parameters on {described(mesh)}")
         if words := expected(run, mesh.device):
@@ -299,17 +299,26 @@ class Fact(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
 
 
-def check(run: Run, corpus: Corpus, folder: Path, writes: bool) -> None:
-    """Refuse data that is not what the run began with; the first attempt remembers it."""
+def check(run: Run, corpus: Corpus, folder: Path, writes: bool) -> list[str]:
+    """Refuse data and tokenizers that are not what the run began with; the first attempt remembers them.
+
+    A run that is extended remembers anew; what has changed is returned.
+    """
+    own, named = folder / TOKENIZER, corpus.tokenizer
     here = [fact(one.source, tokens) for one, tokens in zip(run.data.sources, corpus.sources, strict=True)]
-    file = folder / FILE
-    if file.exists():
-        if found := differences(msgspec.json.decode(file.read_bytes(), type=list[Fact]), here):
-            raise InputError(found)
-    elif writes:
+    file, before = folder / DATA, sorted(folder.glob("data.*.json"), key=lambda one: one.stat().st_mtime)
+    known = file if file.exists() else before[-1] if before else None
+    found = [] if known is None else differences(msgspec.json.decode(known.read_bytes(), type=list[Fact]), here)
+    if found and known == file:
+        raise InputError(found)
+    if named is not None and own.exists() and own.read_bytes() != named.read_bytes():
+        what = f"the tokenizer of this data is not {own}, with which the run began"
+        raise InputError([Problem(what, f"set data.tokenizer={own}", "data.tokenizer")])
+    if writes and not file.exists():
         replace_json(file, here)
-    if writes and corpus.tokenizer is not None and not (folder / TOKENIZER).exists():
-        replace_file(folder / TOKENIZER, corpus.tokenizer.read_bytes())  # with it any saved step is a whole model
+    if writes and named is not None and not own.exists():
+        replace_file(own, named.read_bytes())  # with it any saved step is a whole model
+    return [f"extended: {problem.text}" for problem in found]
 
 
 def fact(source: str, tokens: Tokens) -> Fact:
@@ -323,9 +332,9 @@ def fact(source: str, tokens: Tokens) -> Fact:
 
 def differences(there: list[Fact], here: list[Fact]) -> list[Problem]:
     """Sources that have changed."""
-    remedy = "put the data back as it was, or start over with --fresh"
+    remedy = "put the data back as it was, add --extend to go on with it as it is, or start over with --fresh"
     return [
         Problem(f"{new.source} has changed since the run began ({old.tokens} tokens then, {new.tokens} now)", remedy)
         for old, new in zip(there, here, strict=False)
-        if (old.tokens, old.digest) != (new.tokens, new.digest)
+        if old.source == new.source and (old.tokens, old.digest) != (new.tokens, new.digest)
     ]

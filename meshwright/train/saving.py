@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -17,11 +18,13 @@ from meshwright.checkpoint import read as restoring
 from meshwright.checkpoint.format import Manifest, Progress, state_digest
 from meshwright.checkpoint.state import Copies, TensorShard, writers
 from meshwright.checkpoint.write import Saver
-from meshwright.config.run import Run
+from meshwright.config.run import Run, digests
 from meshwright.config.weights import describe
 from meshwright.optim import host_memory
+from meshwright.optim.lr_schedule import learning_rate
 from meshwright.parallel import precision
 from meshwright.parallel.mesh import DENSE, EXPERT, Mesh, region_of
+from meshwright.runtime import run_folder
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import params
 from meshwright.spec.problem import InputError, Problem
@@ -86,7 +89,8 @@ def restore(state: State, run: Run, mesh: Mesh, folder: Path, say: Say) -> Resto
     began = time.perf_counter()
     state.say = say
     home = format.home(folder)
-    manifest = restoring.newest(home, run, mesh, holdings(state, run, mesh), say)
+    earlier = run_folder.earlier(folder)
+    manifest = restoring.newest(home, run, mesh, holdings(state, run, mesh), say, earlier=earlier.keys())
     if manifest is None:
         follow(state, run, mesh, say)
         return None
@@ -99,7 +103,20 @@ def restore(state: State, run: Run, mesh: Mesh, folder: Path, say: Say) -> Resto
     state.scale.streak.fill_(saved.streak)
     seconds = time.perf_counter() - began
     say(f"resuming from step {step} ({format.name(step)}, saved under {plan_of(manifest)}): read in {seconds:.1f} s")
+    before = run if manifest.run in digests(run) else earlier[manifest.run]
+    sample = saved.samples if _order(before) == _order(run) else 0
+    state.loader.start_at(sample, step)
+    if before is not run:
+        old = learning_rate(before.optim, min(step, before.steps - 1), before.steps)
+        rate = f"learning rate {old:.3g} → {learning_rate(run.optim, step, run.steps):.3g} ({run.steps} steps in all)"
+        where = f"at sample {sample:,}" if sample else "at the first sample of its new order"
+        say(f"from here on: {rate}, data {where}")
     return Restored(step=step, folder=str(home / format.name(step)), state=manifest.state, seconds=seconds)
+
+
+def _order(run: Run) -> tuple[Any, ...]:
+    """What the order of samples depends on."""
+    return run.data, run.sequence, run.seed
 
 
 def follow(state: State, run: Run, mesh: Mesh, say: Say) -> None:
@@ -128,7 +145,7 @@ def progress(state: State, run: Run) -> Progress:
     """How far a run has come. Waits for the device."""
     return Progress(
         step=state.step,
-        samples=state.step * run.batch,
+        samples=state.step * run.batch + state.loader.shift,
         seed=run.seed,
         updates=state.optimizer.count.item(),
         loss_scale=state.scale.value.item(),

@@ -11,6 +11,7 @@ from trials import GPT, alone, corpus_file, make_corpus, make_run, mesh_of
 from worlds import start, world
 
 from meshwright.checkpoint import format as manifests
+from meshwright.checkpoint.read import StepWeights
 from meshwright.config.run import Run
 from meshwright.train.build import build
 from meshwright.train.loop import train
@@ -120,6 +121,9 @@ def reshard(folder: Path, plans: dict[int, tuple[str, ...]], taken: int, words=(
     assert len({manifest.state for manifest in found}) == 1
     assert len({tuple(manifest.tensors) for manifest in found}) == 1  # tied weights once, under any plan
     assert all(integrity.verify(home, lambda text: None).sound for home in homes)
+    first, *others = (StepWeights(home / "checkpoints" / "step-2") for home in homes)
+    for name in first.names:  # whole, in a process that knows of no plan
+        assert all(other.load(name).equal(first.load(name)) for other in others)
     ranks(2, "go_on", jobs=[(chance.choice(plans[2]), homes[-2])], **common)
 
 

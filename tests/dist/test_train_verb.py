@@ -106,7 +106,7 @@ def test_another_run_in_the_folder_is_refused_with_the_difference(text):
     before = (text / "first" / "run.toml").read_bytes()
     refused = meshwright(*small(text, "seed=7"), "--folder", "first", folder=text)
     assert refused.returncode == 2
-    assert "seed 1 there, 7 here" in refused.stderr
+    assert "seed 1 → 7" in refused.stderr
     assert (text / "first" / "run.toml").read_bytes() == before
 
 

@@ -38,7 +38,7 @@ def test_a_finished_run_is_told_under_any_launcher(finished, capsys):
 
 def test_another_runs_result_is_not_taken_for_this_ones(finished, capsys):
     assert main.main(["train", *WORDS, "seed=7", "--folder", "run"]) == 2
-    assert "belongs to another run (seed 1 there, 7 here)" in capsys.readouterr().err
+    assert "belongs to another run (seed 1 → 7); ask for more than 3 steps and add --extend" in capsys.readouterr().err
 
 
 def test_a_restart_of_a_fresh_run_goes_on(finished, monkeypatch):

@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from meshwright.config import load
+from meshwright.config.run import digests
 from meshwright.runtime import run_folder as folders
 from meshwright.runtime.records import Summary
 from meshwright.runtime.run_folder import Claim
@@ -36,7 +37,7 @@ def test_a_claimed_folder_holds_the_run(tmp_path):
 def test_a_changed_plan_may_go_on_in_the_folder_but_other_mathematics_may_not(tmp_path):
     claim(tmp_path / "a")
     claim(tmp_path / "a", load.load(None, ["plan.grad_accum=2"]).run)
-    with pytest.raises(InputError, match=r"optim\.lr 0\.002 there, 0\.5 here; seed 1 there, 2 here"):
+    with pytest.raises(InputError, match=r"optim\.lr 0\.002 → 0\.5; seed 1 → 2"):
         claim(tmp_path / "a", OTHER)
 
 
@@ -152,3 +153,117 @@ def test_a_damaged_summary_is_told_with_what_to_do(tmp_path, text):
     (tmp_path / "summary.json").write_text(text)
     with pytest.raises(InputError, match=r"summary\.json is damaged: .*delete it"):
         folders.read_summary(tmp_path)
+
+
+def longer(*words, **options):
+    return load.load(None, list(words), **options).run
+
+
+@pytest.fixture
+def done(tmp_path):
+    """A folder whose run has made all its 440 steps, and saved the last."""
+    claim(tmp_path / "a")
+    (tmp_path / "a" / "checkpoints" / "step-440").mkdir(parents=True)
+    (tmp_path / "a" / "steps.rank0.jsonl").write_text("{}\n")
+    (tmp_path / "a" / "data.json").write_text("[]")
+    folders.write_summary(tmp_path / "a", msgspec.structs.replace(SUMMARY, step=440))
+    return tmp_path / "a"
+
+
+def test_more_steps_alone_go_on_and_what_was_is_kept(done):
+    made = claim(done, longer("steps=500"))
+    assert (made.finished, [str(change) for change in made.changes]) == (None, ["steps 440 → 500"])
+    assert load.load(done / "run.1.toml").run == RUN
+    assert load.load(done / "run.toml").run.steps == 500
+    assert msgspec.json.decode((done / "summary.1.json").read_bytes())["step"] == 440
+    assert not (done / "summary.json").exists()
+    assert (done / "data.json").exists()
+    assert claim(done, longer("steps=500")).changes == []  # the same command after a crash
+
+
+def test_an_extension_that_never_began_is_undone(done):
+    before = {file.name: file.read_bytes() for file in done.glob("*.*")}
+    claim(done, longer("steps=500", "optim.lr=1e-4"), extend=True).abandon()
+    assert {file.name: file.read_bytes() for file in done.glob("*.*")} == before
+    made = claim(done, longer("steps=500"))
+    (done / "steps.rank0.jsonl").write_text("{}\n{}\n")
+    made.abandon()  # a step was made
+    assert load.load(done / "run.toml").run.steps == 500
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["steps=500", "optim.lr=1e-4"], r"optim\.lr 0\.002 → 0\.0001; steps 440 → 500\); add --extend"),
+        (["steps=500", "data.source=else"], r"data\.source stdlib → else; steps .*--extend"),
+        (["steps=500", "batch=16", "optim.schedule=linear"], r"batch 8 → 16; optim\.schedule cosine → linear"),
+        (["steps=500", "plan.precision=bf16"], r"plan\.precision fp32 → bf16; steps .*--extend"),
+    ],
+)
+def test_other_mathematics_go_on_only_when_asked_to(done, words, told):
+    with pytest.raises(InputError, match=told):
+        claim(done, longer(*words))
+    assert (done / "summary.json").exists()
+    assert {change.key for change in claim(done, longer(*words), extend=True).changes} >= {"steps"}
+    assert not (done / "data.json").exists()  # it is remembered anew
+    assert folders.earlier(done) == dict.fromkeys(digests(RUN), RUN)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["steps=400"], "has made 440 steps, and steps = 400 asks for no more; ask for more than 440 steps"),
+        (["steps=500", "arch.layers=3"], r"arch\.layers is \d+ there and 3 here \(its weights have other shapes\)"),
+        (["steps=500", "optim.name=sgd"], r"optim\.name adamw → sgd \(its optimizer state is of another kind\)"),
+        (["steps=500", "plan.precision=fp64"], r"plan\.precision fp32 → fp64 \(its weights are saved in another form"),
+    ],
+)
+def test_what_cannot_go_on_is_refused_with_the_reason_whatever_is_asked(done, words, told):
+    for extend in (False, True):
+        with pytest.raises(InputError, match=told):
+            claim(done, longer(*words), extend=extend)
+    assert claim(done).finished is not None
+
+
+def test_a_finished_run_needs_more_steps_beside_the_flag(done):
+    with pytest.raises(InputError, match=r"0\.0001\); ask for more than 440 steps and add --extend"):
+        claim(done, longer("optim.lr=1e-4"))
+    with pytest.raises(InputError, match="has made 440 steps, and steps = 440 asks for no more"):
+        claim(done, longer("optim.lr=1e-4"), extend=True)
+
+
+def test_a_shorter_end_of_a_run_on_its_way_is_a_change_as_any_other(done):
+    (done / "summary.json").unlink()
+    (done / "checkpoints" / "step-440").rename(done / "checkpoints" / "step-100")
+    with pytest.raises(InputError, match=r"steps 440 → 200\); add --extend"):
+        claim(done, longer("steps=200"))
+    claim(done, longer("steps=200"), extend=True)
+    with pytest.raises(InputError, match="has made 100 steps"):
+        claim(done, longer("steps=50"), extend=True)
+
+
+def test_a_run_that_finished_without_a_checkpoint_cannot_go_on(done):
+    (done / "checkpoints" / "step-440").rmdir()
+    with pytest.raises(InputError, match=r"has finished without a checkpoint to go on from; .*init\.from="):
+        claim(done, longer("steps=500"))
+
+
+def test_nobody_need_name_the_folder_of_a_run_that_goes_on(done, monkeypatch):
+    monkeypatch.chdir(done.parent)
+    home = folders.default(RUN)
+    home.parent.mkdir()
+    done.rename(home)
+    assert folders.find(longer("steps=500")) == home
+    assert folders.find(longer("steps=500"), fresh=True) == folders.default(longer("steps=500")) != home
+    assert folders.find(longer("steps=400")) == folders.default(longer("steps=400"))  # shorter: a run of its own
+    assert folders.find(longer("optim.lr=1e-4")) == folders.default(longer("optim.lr=1e-4"))
+    assert folders.find(longer("optim.lr=1e-4", "steps=500"), extend=True) == home
+    claim(home, longer("optim.lr=1e-4", "steps=500"), extend=True)
+    assert folders.find(longer("optim.lr=1e-4", "steps=500")) == home  # the same command, the flag forgotten
+    claim(folders.default(OTHER), OTHER)
+    with pytest.raises(InputError, match=r"2 runs are called starter: .*; name its folder with --folder"):
+        folders.find(longer("optim.lr=1e-3"), extend=True)
+    with pytest.raises(InputError, match="no run to extend"):
+        folders.find(longer("name=else"), extend=True)
+    claim(home, longer("steps=500"), fresh=True)  # what was set aside is gone on with by nobody
+    assert folders.find(longer("optim.lr=1e-4", "steps=500")) == folders.default(longer("optim.lr=1e-4", "steps=500"))

@@ -156,7 +156,7 @@ def test_under_another_plan_what_was_there_is_kept_and_still_read(folder, stated
 
 def test_another_run_is_refused_by_the_names_of_today(folder, stated):
     run = load.load(stated, [*STOPPED, "optim.lr=0.5"]).run
-    with pytest.raises(InputError, match=r"belongs to another run \(optim\.lr 0\.003 there, 0\.5 here\)"):
+    with pytest.raises(InputError, match=r"belongs to another run \(optim\.lr 0\.003 → 0\.5\)"):
         run_folder.Claim(folder, run)
 
 

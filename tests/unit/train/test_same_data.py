@@ -26,12 +26,22 @@ def test_the_first_attempt_remembers_and_the_next_one_holds_to_it(tmp_path, monk
 
     class Corpus:
         sources = (None,)
+        tokenizer = tmp_path / "made.json"
 
+    Corpus.tokenizer.write_text("one")
     monkeypatch.setattr(rank, "fact", lambda source, tokens: OLD)
     rank.check(Run, Corpus, tmp_path, writes=False)
-    assert not (tmp_path / rank.FILE).exists()
-    rank.check(Run, Corpus, tmp_path, writes=True)
-    rank.check(Run, Corpus, tmp_path, writes=True)
+    assert not (tmp_path / rank.DATA).exists()
+    assert rank.check(Run, Corpus, tmp_path, writes=True) == []
+    assert rank.check(Run, Corpus, tmp_path, writes=True) == []
+    assert (tmp_path / "tokenizer.json").read_text() == "one"
     monkeypatch.setattr(rank, "fact", lambda source, tokens: Fact(source="a", tokens=9, digest="x"))
     with pytest.raises(InputError):
+        rank.check(Run, Corpus, tmp_path, writes=True)
+    (tmp_path / rank.DATA).rename(tmp_path / "data.1.json")  # as --extend does
+    told = ["extended: a has changed since the run began (10 tokens then, 9 now)"]
+    assert rank.check(Run, Corpus, tmp_path, writes=True) == told
+    assert rank.check(Run, Corpus, tmp_path, writes=True) == []
+    Corpus.tokenizer.write_text("another")
+    with pytest.raises(InputError, match=r"set data\.tokenizer="):
         rank.check(Run, Corpus, tmp_path, writes=True)

@@ -26,7 +26,7 @@ def add_eval(verb: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
     verb.add_argument("model", metavar="MODEL", help="a run (RUN, RUN@STEP), a model folder, or a Hugging Face folder")
     verb.add_argument(
-        "--data", metavar="PATH", help="as data.source: text or tokens (default: the run's held-out samples)"
+        "--data", metavar="PATH", help="as data.source: text or tokens (default: the run's validation samples)"
     )
     verb.add_argument(
         "--format", choices=get_args(get_type_hints(Data)["format"]), help="as data.format (default: auto)"
@@ -65,9 +65,15 @@ def _evaluate(options: argparse.Namespace, folder: "ModelFolder", device: "torch
 def _run(options: argparse.Namespace, folder: "ModelFolder") -> Run:
     """The run whose samples are to be evaluated: the one that made the weights, or one of other data."""
     from meshwright.data import sources
+    from meshwright.data.chat import end_tokens
+    from meshwright.train.sample import load_tokenizer
 
     run = _own_run(options, folder)
-    data = run.data if folder.tokenizer is None else msgspec.structs.replace(run.data, tokenizer=str(folder.tokenizer))
+    data = run.data
+    if folder.tokenizer is not None:
+        data = msgspec.structs.replace(data, tokenizer=str(folder.tokenizer))
+        if data.end_token is None and (ends := end_tokens(folder.path, load_tokenizer(folder))):
+            data = msgspec.structs.replace(data, end_token=min(ends))
     if options.data is not None:
         read = {"format": options.format or "auto", "field": options.field or data.field}
         data = msgspec.structs.replace(data, source=options.data, mix=(), eval_fraction=0.0, **read)
@@ -83,15 +89,10 @@ def _run(options: argparse.Namespace, folder: "ModelFolder") -> Run:
 
 
 def _own_run(options: argparse.Namespace, folder: "ModelFolder") -> Run:
-    from meshwright.data.chat import end_tokens
-    from meshwright.train.sample import load_tokenizer
-
     path = folder.path.absolute()
     home = path.parents[1] if path.parent.name == "checkpoints" else path.parent
     if (home / RUN).is_file() and (path.name == "model" or home != path.parent):
         return load.load(home / RUN).run
     if options.data is None:
         raise mistake(f"{options.model} is not a run, which has validation samples", "name some with --data PATH")
-    ends = () if folder.tokenizer is None else sorted(end_tokens(path, load_tokenizer(folder)))
-    data = Data(end_token=ends[0] if ends else None)
-    return Run(arch=folder.arch, data=data, sequence=min(SEQUENCE, folder.arch.context), plan=Plan(microbatch=1))
+    return Run(arch=folder.arch, sequence=min(SEQUENCE, folder.arch.context), plan=Plan(microbatch=1))

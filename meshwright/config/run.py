@@ -85,7 +85,7 @@ class Eval(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     every: int = 100  # steps between validation losses; 0: only at the end
     batches: int = 4  # global batches in one validation loss
-    sample_tokens: int = 120  # tokens generated at the end; 0: none
+    sample_tokens: int = 120  # tokens generated at the end, at most; 0: none
     prompt: str = ""  # what they continue; empty: the beginning of a validation document
     temperature: float = 0.8
 

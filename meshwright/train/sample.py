@@ -39,7 +39,7 @@ def closing_sample(chunks: Sequence[nn.Module], run: Run, corpus: Corpus, openin
     """
     assert corpus.tokenizer is not None, "without one there is no text"
     words = tokenize.load(corpus.tokenizer)
-    tokens = words.encode(run.eval.prompt).ids if run.eval.prompt else opening.tolist()
+    tokens = (words.encode(run.eval.prompt).ids if run.eval.prompt else []) or opening.tolist()
     end = len(tokens) + run.eval.sample_tokens
     # What a plan cuts a sequence into: tp shards it, and routers under cp look at two slices of it.
     width = run.plan.tp * min(run.plan.cp, 2)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -74,10 +75,10 @@ def test_a_hugging_face_folder_has_the_same_loss_at_the_same_sequence(user):
     assert theirs["loss"] != pytest.approx(ours, rel=1e-3)
 
 
-def test_tokens_need_no_tokenizer(user):
-    np.arange(200, dtype="<u2").tofile(user / "tokens.bin")
-    found = answer(user, "eval", "run", "--data", "tokens.bin", "--sequence", "32", "--dtype", "bfloat16")
-    assert found["loss"] > 0
+def test_tokens_are_evaluated_too(user):
+    (np.arange(201, dtype="<u2") % 50).tofile(user / "tokens.bin")  # 0 ends a document: an empty one, four of 50
+    found = answer(user, "eval", "run", "--data", "tokens.bin", "--dtype", "bfloat16")
+    assert (found["samples"], found["tokens"]) == (4, 4 * 49)
 
 
 def test_people_read_three_lines(user):
@@ -92,6 +93,20 @@ def test_a_run_and_its_steps_write_text(user):
     earlier = answer(user, "generate", "run@2", *words)["completions"][0]
     assert earlier["tokens"] != last["tokens"]
     assert earlier == answer(user, "generate", "run/checkpoints/step-2", *words)["completions"][0]
+
+
+def test_a_damaged_step_is_not_read(user):
+    shutil.copytree(user / "run", user / "damaged")
+    chunk = next((user / "damaged" / "checkpoints" / "step-2").glob("chunk.*"))
+    content = bytearray(chunk.read_bytes())
+    for place in range(len(content) // 10, len(content), 1000):  # behind the header, optimizer states and weights alike
+        content[place] ^= 1
+    chunk.write_bytes(content)
+    done = meshwright("generate", "damaged@2", "--prompt", "a", folder=user)
+    assert done.returncode == 12
+    assert "checksum mismatch" in done.stderr
+    assert done.stderr.endswith("; name another step of the run, as RUN@STEP\n")
+    assert meshwright("generate", "damaged", "--prompt", "a", folder=user).returncode == 0  # its model is sound
 
 
 REFUSALS = {

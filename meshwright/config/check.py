@@ -342,12 +342,6 @@ def _saved_activations(plan: Plan) -> Iterator[Problem]:
         )
 
 
-def _name(run: Run) -> Iterator[Problem]:
-    if not run.name or run.name.startswith(".") or set(run.name) & set("/\\\0"):
-        what = f"name = {run.name!r} cannot be part of a folder's name"
-        yield Problem(what, "use letters, digits, - and _; --folder says where a run lives", "name")
-
-
 def _counts(run: Run) -> Iterator[Problem]:
     for key in (*POSITIVE, *(f"arch.{name}" for name in ARCH_COUNTS)):
         if (value := attrgetter(key)(run)) < 1:
@@ -494,5 +488,5 @@ PLAN_RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
     _experts, _deterministic, _routes, lambda run: how_blocks_run(run.plan),
 )  # fmt: skip
 RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
-    _name, _counts, _heads, _moe, _dropout, _context, _rates, _optimizer, _data, *PLAN_RULES,
+    _counts, _heads, _moe, _dropout, _context, _rates, _optimizer, _data, *PLAN_RULES,
 )  # fmt: skip

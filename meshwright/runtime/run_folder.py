@@ -45,6 +45,11 @@ def default(run: Run) -> Path:
 
     A folder that was named when keys had other names stays the run's.
     """
+    if not run.name or run.name.startswith(".") or set(run.name) & set("/\\\0"):
+        what = f"name = {run.name!r} cannot be part of a folder's name"
+        raise InputError(
+            [Problem(what, "use letters, digits, - and _, or say by --folder where the run lives", "name")]
+        )
     now, before = (Path("runs") / f"{run.name}-{name}" for name in digests(run))
     return before if before.exists() and not now.exists() else now
 

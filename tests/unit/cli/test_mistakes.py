@@ -94,7 +94,7 @@ MISTAKES = [
     Mistake(
         "train name=../../x data.source=my.txt",
         "name = '../../x' cannot be part of a folder's name",
-        "use letters, digits, - and _; --folder says",
+        "use letters, digits, - and _, or say by",
     ),
     Mistake(
         "train sequence=1000000000000000000000000000000 data.source=my.txt",

@@ -79,7 +79,9 @@ def _values(action: argparse.Action) -> tuple[str, ...]:
         return tuple(catalogue().networks)
     if action.dest == "what_if":
         return (KEYS,)
-    return (FILES,) if action.type is Path or A_FILE.fullmatch(str(action.metavar)) else ()
+    # A word that is no option names a run, a folder or a file.
+    is_path = not action.option_strings or action.type is Path or A_FILE.fullmatch(str(action.metavar))
+    return (FILES,) if is_path else ()
 
 
 def _choices(key: Explanation) -> tuple[str, ...]:

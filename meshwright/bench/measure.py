@@ -121,6 +121,7 @@ def _kind(name: str) -> str:
 
 KERNEL_WARM_UP = 3  # calls before the first that counts
 MOST_SECONDS = 0.2  # that one measurement may take once warm
+QUICK_SECONDS = 0.05  # the same of a quick one, which one call warms up
 MOST_REPEATS = 50
 LARGEST = 2**16  # tokens of two bytes; a larger vocabulary is used in part, which costs the same
 Mark = tuple[torch.cuda.Event | None, float, StepResult]
@@ -260,12 +261,13 @@ def counted_ratio(arch: Arch, sequence: int) -> float | None:
     return counted_flops(arch, sequence) / step_flops(arch, sequence, 1)
 
 
-def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+def seconds_of(work: Callable[[], object], device: torch.device, quick: bool = False) -> float:
     """The median of some calls, by the device's own clock where it works on its own."""
-    for _ in range(KERNEL_WARM_UP):
+    warm_up, most = (1, QUICK_SECONDS) if quick else (KERNEL_WARM_UP, MOST_SECONDS)
+    for _ in range(warm_up):
         work()
     once = _timed(work, device, 1)[0]
-    repeats = max(3, min(MOST_REPEATS, int(MOST_SECONDS / max(once, 1e-6))))
+    repeats = max(3, min(MOST_REPEATS, int(most / max(once, 1e-6))))
     return statistics.median(_timed(work, device, repeats))
 
 

@@ -34,7 +34,7 @@ QUICK = (KIB, 32 * KIB, MIB, 8 * MIB)
 WIDTH = 4  # bytes of an element
 WARM_UP = 2  # calls before the first that counts; connections are made by the first
 ROUNDS = 5  # whose median counts
-MOST_SECONDS = 0.05  # of one round
+MOST_SECONDS, QUICK_SECONDS = 0.05, 0.01  # of one round
 MOST_CALLS = 200  # in one round
 ONCE = 0.5  # seconds: a call that takes longer is measured fewer times
 FEW_ROUNDS = 2
@@ -117,7 +117,7 @@ def _matmuls(device: torch.device, quick: bool) -> Iterator[ProductTime]:
         for m, n, k in measured:
             a = torch.randn(m, k, device=device, dtype=TYPES[dtype])
             b = torch.randn(n, k, device=device, dtype=TYPES[dtype])
-            yield ProductTime(m=m, n=n, k=k, dtype=dtype, seconds=seconds_of(lambda a=a, b=b: a @ b.t(), device))
+            yield ProductTime(m=m, n=n, k=k, dtype=dtype, seconds=seconds_of(lambda a=a, b=b: a @ b.t(), device, quick))
             if not quick and m == 8192 and dtype == "bf16":
                 g = torch.randn(m, n, device=device, dtype=TYPES[dtype])
                 to_x = seconds_of(lambda g=g, b=b: g @ b, device)
@@ -167,9 +167,10 @@ def _attention(device: torch.device, quick: bool) -> Iterator[AttentionTime]:
                     out, (q, k, v), gradient, retain_graph=True
                 ),
                 device,
+                quick,
             )
             with torch.no_grad():
-                forward = seconds_of(attend, device)
+                forward = seconds_of(attend, device, quick)
         except RuntimeError:  # the backend does not take this shape
             continue
         yield AttentionTime(
@@ -189,10 +190,10 @@ def _elementwise(device: torch.device, quick: bool) -> Iterator[ElementwiseTime]
     size = LARGE // 64 if quick else LARGE
     a = torch.randn(size // 4, device=device)
     b = torch.empty_like(a)
-    yield ElementwiseTime(kind="copy", bytes=2 * size, seconds=seconds_of(lambda: b.copy_(a), device))
-    yield ElementwiseTime(kind="add", bytes=3 * size, seconds=seconds_of(lambda: torch.add(a, b, out=b), device))
+    yield ElementwiseTime(kind="copy", bytes=2 * size, seconds=seconds_of(lambda: b.copy_(a), device, quick))
+    yield ElementwiseTime(kind="add", bytes=3 * size, seconds=seconds_of(lambda: torch.add(a, b, out=b), device, quick))
     narrow = torch.empty(size // 4, device=device, dtype=torch.bfloat16)
-    yield ElementwiseTime(kind="cast", bytes=1.5 * size, seconds=seconds_of(lambda: narrow.copy_(a), device))
+    yield ElementwiseTime(kind="cast", bytes=1.5 * size, seconds=seconds_of(lambda: narrow.copy_(a), device, quick))
     x = torch.randn(size // 8192, 4096, device=device, dtype=torch.float32 if quick else torch.bfloat16)
     weight = torch.ones(4096, device=device, dtype=x.dtype)
     moved = 2 * x.numel() * x.element_size()
@@ -202,12 +203,12 @@ def _elementwise(device: torch.device, quick: bool) -> Iterator[ElementwiseTime]
         "silu": lambda: F.silu(x),
     }
     for kind, call in work.items():
-        yield ElementwiseTime(kind=kind, bytes=moved, seconds=seconds_of(call, device))
+        yield ElementwiseTime(kind=kind, bytes=moved, seconds=seconds_of(call, device, quick))
     # Torch's own fused update: weight, gradient and two moments read, three of them written.
     updated = torch.nn.Parameter(torch.randn(size // 4, device=device))
     updated.grad = torch.randn_like(updated)
     optimizer = torch.optim.AdamW([updated], fused=True)
-    yield ElementwiseTime(kind="adamw", bytes=7 * 4 * (size // 4), seconds=seconds_of(optimizer.step, device))
+    yield ElementwiseTime(kind="adamw", bytes=7 * 4 * (size // 4), seconds=seconds_of(optimizer.step, device, quick))
 
 
 def _launch(device: torch.device) -> float:
@@ -260,7 +261,7 @@ def collective_times(mesh: Mesh, place: Place, quick: bool) -> Iterator[Collecti
     for size in QUICK if quick else SIZES:
         elements = -(-size // WIDTH // mesh.world) * mesh.world  # a whole part for every rank
         for kind, work in _calls(mesh, elements, far).items():
-            seconds, ranks, between = _seconds(work, mesh), mesh.world, domains
+            seconds, ranks, between = _seconds(work, mesh, quick), mesh.world, domains
             if kind == "send":  # there and back, between two
                 seconds, ranks, between = seconds / 2, 2, min(domains, 2)
             yield CollectiveTime(kind=kind, ranks=ranks, bytes=elements * WIDTH, seconds=seconds, domains=between)
@@ -288,12 +289,12 @@ def _calls(mesh: Mesh, elements: int, far: int) -> dict[Kind, Callable[[], objec
     }
 
 
-def _seconds(work: Callable[[], object], mesh: Mesh) -> float:
+def _seconds(work: Callable[[], object], mesh: Mesh, quick: bool) -> float:
     """The median over rounds of calls one after another, ÷ the calls of a round."""
     for _ in range(WARM_UP):
         work()
     once = _round(work, 1, mesh)
-    calls = max(1, min(MOST_CALLS, int(MOST_SECONDS / once)))
+    calls = max(1, min(MOST_CALLS, int((QUICK_SECONDS if quick else MOST_SECONDS) / once)))
     rounds = FEW_ROUNDS if once > ONCE else ROUNDS
     return statistics.median([_round(work, calls, mesh) for _ in range(rounds)])
 

@@ -1,11 +1,12 @@
 """Every data-parallel plan trains like one device, ragged documents included."""
 
+import functools
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from trials import alone, corpus_file, deviation, drive, make_corpus, make_run, mesh_of
+from trials import Trial, alone, corpus_file, deviation, drive, make_corpus, make_run, mesh_of
 from worlds import world
 
 from meshwright.optim import clip
@@ -17,22 +18,28 @@ from meshwright.train.state import weights
 TOLERANCE = 1e-12
 
 
-@pytest.fixture
-def folder(tmp_path):
-    corpus_file(tmp_path)
-    make_corpus(make_run(tmp_path), tmp_path)  # tokenised once, before the ranks ask
-    return tmp_path
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("data")
+    corpus_file(made)
+    make_corpus(make_run(made), made)  # tokenised once, before the ranks ask
+    return made
+
+
+@functools.cache
+def reference(folder: Path, words: tuple[str, ...], arch: str) -> Trial:
+    """One process, once for all plans over the same mathematics."""
+    run = make_run(folder, *words, "plan.replicate=1", arch=arch)
+    return drive(run, make_corpus(run, folder), alone())
 
 
 def compare(folder: Path, words: tuple[str, ...], plan: tuple[str, ...], arch: str = "tiny") -> None:
     """The plan against one process over the same mathematics."""
     run = make_run(folder, *words, *plan, arch=arch)
-    reference = make_run(folder, *words, "plan.replicate=1", arch=arch)
-    corpus = make_corpus(run, folder)
-    mine = drive(run, corpus, mesh_of(run.plan))
+    mine = drive(run, make_corpus(run, folder), mesh_of(run.plan))
     if dist.get_rank() > 0:
         return
-    theirs = drive(reference, corpus, alone())
+    theirs = reference(folder, words, arch)
     assert deviation(mine, theirs) < TOLERANCE, f"losses {mine.losses} beside {theirs.losses}"
     assert theirs.losses[-1] < theirs.losses[0]
 

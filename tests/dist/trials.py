@@ -81,15 +81,15 @@ def make_corpus(run: Run, folder: Path) -> Corpus:
 
 def made(run: Run, folder: Path, device: torch.device) -> tuple[Run, Mesh, State]:
     """A run that has not begun, with its ranks and its state."""
-    mesh = meshes.make(run.plan, device)
+    mesh = mesh_of(run.plan, device)
     return run, mesh, build(run, make_corpus(run, folder), mesh)
 
 
-def mesh_of(plan: Plan) -> Mesh:
+def mesh_of(plan: Plan, device: torch.device = CPU) -> Mesh:
     """The device meshes of a plan, made once for all of its shape: a group of Gloo's polls for as long as it lives."""
     shape = (*(getattr(plan, axis) for axis in meshes.AXES), plan.ep, plan.zero > 0)
     if shape not in MESHES:
-        MESHES[shape] = meshes.make(plan, CPU)
+        MESHES[shape] = meshes.make(plan, device)
     return MESHES[shape]
 
 

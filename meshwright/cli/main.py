@@ -99,7 +99,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options, rest = parser.parse_known_args(given)
     flags = [word for word in rest if word.startswith("-") or not hasattr(options, "words")]
     if flags:
-        parser.error(_unknown(flags, rest))
+        verbs.choices[chosen].error(_unknown(flags, rest))
     if rest:
         options.words += rest  # key=value words after a flag
     return options

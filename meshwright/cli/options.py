@@ -1,10 +1,13 @@
 """Arguments that several verbs share: how they are read, and where messages go."""
 
 import argparse
+import re
+import shlex
 import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,27 @@ def count(text: str) -> int:
     return number
 
 
+SCALES = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}  # a letter behind a number
+
+
+def amount(text: str) -> float:
+    """A number above 0 as people write it: 1.5e12, 15T, $2, 2.50/h."""
+    found = re.fullmatch(r"\$?\s*([\d.,_]+(?:e[+-]?\d+)?)\s*([kKmMbBgGtT]?)(?:/h|/hour)?", text.strip())
+    with suppress(ValueError):
+        if found and 0 < (number := float(re.sub("[,_]", "", found[1]))) < 1e30:
+            return number * next(scale for letter, scale in SCALES.items() if letter.lower() == found[2].lower())
+    raise argparse.ArgumentTypeError(f"{text!r} should be a number above 0, such as 1.5e12, 15T or $2")
+
+
+def share(text: str) -> float:
+    """A share of something: 5% or 0.05."""
+    with suppress(ValueError):
+        number = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        if 0 <= number < 1:
+            return number
+    raise argparse.ArgumentTypeError(f"{text!r} should be a share, such as 5% or 0.05")
+
+
 def say_to(machine: bool) -> Callable[[str], None]:
     """Where messages for people go: a program's answer has standard output to itself."""
     stream = sys.stderr if machine else sys.stdout
@@ -59,12 +83,24 @@ def show(options: argparse.Namespace, record: Any, lines: Iterable[str]) -> None
 def wrapped(lines: Iterable[str], columns: int | None) -> Iterator[str]:
     """Lines that are longer than the terminal, broken between words."""
     for line in lines:
-        if columns is None or len(line) <= columns:
+        if columns is None or max(map(len, line.split("\n"))) <= columns:
             yield line
             continue
         indent = line[: len(line) - len(line.lstrip())]
         wrapper = textwrap.TextWrapper(columns, indent, indent, break_long_words=False, break_on_hyphens=False)
         yield from wrapper.wrap(line.strip())
+
+
+def pasted(label: str, command: Iterable[str], columns: int | None) -> str:
+    """A command as a shell takes it, in lines that go on where the terminal has fewer columns than it."""
+    lines, indent = [label], " " * 4
+    for word in map(shlex.quote, command):
+        if columns is not None and len(lines[-1]) + len(word) + 3 > columns:
+            lines[-1] += " \\"
+            lines.append(indent + word)
+        else:
+            lines[-1] += f" {word}"
+    return "\n".join(lines)
 
 
 def toml(value: Any) -> str:

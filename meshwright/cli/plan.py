@@ -2,16 +2,16 @@
 
 import argparse
 import math
+import shlex
 import shutil
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from meshwright.cli import env
+from meshwright.cli import env, query
 from meshwright.cli import options as words
 from meshwright.cli import plan_tables as tables
 from meshwright.cli.options import show
@@ -27,7 +27,7 @@ from meshwright.report.plan_charts import Pictures, Point, Terminal
 from meshwright.runtime.failure import Exit
 from meshwright.runtime.files import write_whole
 from meshwright.search import budget, explain, sizes
-from meshwright.search.best_first import Candidate, SearchCounts, SearchResult, priced, search
+from meshwright.search.best_first import Candidate, SearchCounts, SearchResult, priced, rank, search
 from meshwright.search.explain import changes, nearest
 from meshwright.search.question import Question
 from meshwright.search.space import empty, problems
@@ -35,7 +35,7 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError, Problem
 from meshwright.spec.units import GIB
 
-ASKED = {"cluster", "profile", "sequence", "batch"}  # what the question is about
+ASKED = {"cluster", "profile", "sequence", "batch", "margin"}  # what the question is about
 OFFERED = {"tokens", "dollars", "write", "force", "chart", "page"}  # what can be done with a plan
 CHOSEN = {"vary"}  # how a plan is searched for: nothing to a plan that is stated
 SHOWN = {"top"}  # of one plan all are shown, however many are wanted
@@ -54,6 +54,7 @@ READ = {  # by the option that asks for the answer; the first that is given wins
 }
 OPTIONS = set(READ) - {"plan"} | ASKED | OFFERED | CHOSEN | SHOWN | {"rank", "out"}
 TOP = 5  # plans that are shown where nobody says how many
+DAY = 86400.0  # seconds
 LARGEST = ("model", "microbatch", "sequence")
 DRAWN = 30  # of the best plans
 LESS = 0.8  # of the memory that the last plan of the front took: what the next may use
@@ -76,7 +77,7 @@ def asked_for(options: argparse.Namespace) -> str:
 
 def _is_given(options: argparse.Namespace, name: str) -> bool:
     value = getattr(options, name, None)
-    return value is not None and value is not False and (name != "top" or value != TOP)  # a rank may be 0
+    return value is not None and value is not False  # a rank may be 0
 
 
 def add_plan(verb: argparse.ArgumentParser) -> None:
@@ -90,11 +91,16 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--vary", action="append", choices=("precision", "optimizer", "batch"), help="also search over it"
     )
-    verb.add_argument("--top", type=words.count, default=TOP, help=f"how many plans to show (default {TOP})")
+    verb.add_argument(
+        "--top", type=words.count, help=f"how many plans to show (default: the best of each kind, up to {TOP})"
+    )
+    verb.add_argument(
+        "--margin", type=words.share, help="by which the memory prediction may be too low, and the plan still fit (5%%)"
+    )
     verb.add_argument("--write", metavar="RUN.toml", help="write the best plan to a run file")
     verb.add_argument("--force", action="store_true", help="let --write and --page replace a file")
-    verb.add_argument("--tokens", type=_amount, help="also predict how long this many tokens take, for example 1.5e12")
-    verb.add_argument("--dollars", type=_amount, help="a GPU-hour's price, for --tokens")
+    verb.add_argument("--tokens", type=words.amount, help="also predict how long this many tokens take, such as 15T")
+    verb.add_argument("--dollars", type=words.amount, help="a GPU-hour's price, for --tokens")
     questions = verb.add_argument_group("other questions").add_mutually_exclusive_group()
     questions.add_argument("--gpus-needed", action="store_true", help="the smallest number of these GPUs that fits")
     questions.add_argument("--largest", choices=LARGEST, help="the largest model, microbatch or sequence that fits")
@@ -158,14 +164,6 @@ def _place(text: str) -> int:
     return int(text)
 
 
-def _amount(text: str) -> float:
-    with suppress(ValueError):
-        number = float(text.replace("_", "").replace(",", ""))
-        if 0 < number < 1e30:
-            return number
-    raise argparse.ArgumentTypeError(f"{text!r} should be a number above 0, such as 1.5e12")
-
-
 def run_of(put: PlanQuery, found: Candidate) -> Run:
     """The run that trains by a plan, with what was asked."""
     asked = put.asked.run
@@ -185,53 +183,85 @@ def run_of(put: PlanQuery, found: Candidate) -> Run:
 
 
 def best(options: argparse.Namespace) -> int:
-    """The ranked table; with --tokens also how long and how much, with --write also a run file."""
+    """Does it fit, how fast, and the command; then the table, why, and what else."""
     asked = put(options)
-    announce(options, asked)
     question = asked.question
-    answer = searched(question, options.top)
+    answer = ranked(question, options.top)
     if not answer.found:
         return nothing_fits(options, asked, answer)
     first = answer.found[0]
     chosen = msgspec.structs.replace(question, **tables.chosen(first))
     beside = explain.beside(chosen, first.plan)
     record = answer_record(asked, question, answer) | {"neighbours": msgspec.to_builtins(beside)}
-    lines = [*tables.ranking(answer, question, words.columns()), "", *tables.counted(answer.counts), ""]
+    lines = [*answered(options, asked, answer, record), "", *tables.plan_heading(asked, question), ""]
+    lines += [*tables.ranking(answer, question, words.columns()), "", *tables.counted(answer.counts), ""]
     lines += [f"Why the first: {explain.why(first)}", "Neighbouring plans:", *tables.neighbours(first, beside)]
-    lines += _extras(options, asked, first, record)
+    lines += _written(options, asked, first)
     show(options, record, lines)
     return Exit.DONE
 
 
-def announce(options: argparse.Namespace, asked: PlanQuery) -> None:
-    """The query before its answer: a person sees at once that it was understood."""
-    if not options.json:
-        heading = words.wrapped(tables.plan_heading(asked, asked.question), words.columns())
-        print(*heading, "", sep="\n", flush=True)
+def answered(
+    options: argparse.Namespace, asked: PlanQuery, answer: SearchResult, record: dict[str, Any]
+) -> Iterator[str]:
+    """The three lines that answer; and the same for scripts, into their record."""
+    found = answer.found[0]
+    span = sizes.duration(found, options.tokens, options.dollars) if options.tokens is not None else None
+    does_fit = found.fits is not False
+    if does_fit and options.write:
+        command = ["meshwright", "train", options.write]
+    else:
+        command = query.command(asked, run_of(asked, found)) if does_fit and not asked.approximate else None
+    record["answer"] = {
+        "fits": found.fits,
+        "headroom_bytes": found.fit.headroom_bytes,
+        "seconds": found.price.seconds,
+        "days": span.seconds / DAY if span else None,
+        "dollars": span.dollars if span else None,
+        "command": shlex.join(command) if command else None,
+        "margin": found.ledger.high - 1,
+        "question": answer.host_question,
+    }
+    if span:
+        record["duration"] = msgspec.to_builtins(span)
+    yield answer.host_question or tables.fitting(found)
+    yield tables.speed(found) + (f"; {tables.lasting(span)}" if span else "")
+    if command:
+        yield words.pasted("Run:", command, words.columns())
+    elif does_fit:
+        yield f"Not to be trained here: {asked.approximate}"
 
 
-def searched(question: Question, top: int) -> SearchResult:
+def ranked(question: Question, top: int | None) -> SearchResult:
+    """The best plan of each kind; of more plans than there are kinds, the next best of any."""
+    answer = searched(question, top or TOP, kinds=True)
+    if top is None or len(answer.found) in (0, top):
+        return answer
+    plans = {each.plan for each in answer.found}
+    others = [each for each in search(question, top).found if each.plan not in plans]
+    found = [*answer.found, *others[: top - len(plans)]]
+    fastest = min(each.seconds_per_token for each in found)
+    found.sort(key=lambda each: (each.is_tight, rank(each, fastest)))
+    return msgspec.structs.replace(answer, found=tuple(found))
+
+
+def searched(question: Question, top: int, *, kinds: bool = False) -> SearchResult:
     """The best plans; a question that no plan can be legal for is refused with the rule that empties it."""
-    answer = search(question, top)
+    answer = search(question, top, kinds=kinds)
     if answer.counts.legal == 0:
         raise InputError(empty(question))
     return answer
 
 
-def _extras(options: argparse.Namespace, asked: PlanQuery, found: Candidate, record: dict[str, Any]) -> list[str]:
-    """What --tokens and --write add to an answer: how long, and the plan in a file."""
-    lines: list[str] = []
-    if options.tokens is not None:
-        span = sizes.duration(found, options.tokens, options.dollars)
-        record["duration"] = msgspec.to_builtins(span)
-        lines += ["", *tables.lasting(span)]
+def _written(options: argparse.Namespace, asked: PlanQuery, found: Candidate) -> list[str]:
+    """What --write adds to an answer: the plan in a file."""
     if not options.write:
-        return lines
+        return []
     if found.fits is False:
-        return [*lines, "", f"not written: {options.write}, because the plan does not fit"]
+        return ["", f"not written: {options.write}, because the plan does not fit"]
     run = run_of(asked, found)
     write_whole(Path(options.write), load.write(run), options.force)
-    lines += ["", f"written: {options.write} (train it with: meshwright train {options.write})"]
+    lines = ["", f"written: {options.write} (train it with: meshwright train {options.write})"]
     decisive = {
         "steps": run.steps,
         "data.source": run.data.source,
@@ -254,19 +284,24 @@ def answer_record(asked: PlanQuery, question: Question, answer: SearchResult) ->
         "precision": question.precision,
         "assumed": asked.assumed,
         "plans": [as_record(found, explain.why(found)) for found in answer.found],
+        "left_out": answer.left_out,
         "counts": msgspec.to_builtins(answer.counts),
         "ties": explain.ties(answer),
     }
 
 
 def nothing_fits(options: argparse.Namespace, asked: PlanQuery, answer: SearchResult) -> int:
-    """The nearest misses and what would fit; the question has been announced."""
+    """That nothing fits; the nearest misses and what would fit."""
     misses, suggestions = nearest(asked.question), changes(asked.question)
     record = answer_record(asked, asked.question, answer) | {
+        "answer": dict.fromkeys(("seconds", "days", "dollars", "command", "question"))
+        | {"fits": False, "headroom_bytes": misses[0].fit.headroom_bytes, "margin": misses[0].ledger.high - 1},
         "misses": [as_record(found, explain.why(found)) for found in misses],
         "changes": [{"change": each.change, **as_record(each.found, explain.why(each.found))} for each in suggestions],
     }
-    show(options, record, [*tables.missed(misses, suggestions, asked.question), "", *tables.counted(answer.counts)])
+    lines = [f"Nothing fits. Of the nearest plan, {tables.lacking(misses[0])}", ""]
+    lines += [*tables.plan_heading(asked, asked.question), "", *tables.missed(misses, suggestions, asked.question)]
+    show(options, record, [*lines, "", *tables.counted(answer.counts)])
     return Exit.DOES_NOT_FIT
 
 
@@ -279,10 +314,11 @@ def exact(options: argparse.Namespace) -> int:
     totals = bytes_by_axis(traffic(question.arch, plan, question.sequence))
     sent = {str(axis): size for axis, size in totals.items()}
     by_axis = ", ".join(f"{axis} {tables.gib(size)} GiB" for axis, size in sent.items()) or "nothing"
-    lines = [*tables.plan_heading(asked, question), f"plan: {plan_words(plan)}", "", *tables.ledger(found), ""]
-    lines += [*tables.waterfall(found), "", f"traffic of the first rank per step: {by_axis}", explain.why(found)]
     record = answer_record(asked, question, answer) | {"traffic_bytes": sent}
-    lines += _extras(options, asked, found, record)
+    lines = [*answered(options, asked, answer, record), ""]
+    lines += [*tables.plan_heading(asked, question), f"plan: {plan_words(plan)}", "", *tables.ledger(found), ""]
+    lines += [*tables.waterfall(found), "", f"traffic of the first rank per step: {by_axis}", explain.why(found)]
+    lines += _written(options, asked, found)
     show(options, record, lines)
     return Exit.DOES_NOT_FIT if found.fits is False else Exit.DONE
 

@@ -8,7 +8,7 @@ from meshwright.cli.query import PlanQuery
 from meshwright.cost.layout import LABELS, LedgerEntry
 from meshwright.report.plan_charts import short
 from meshwright.search import explain
-from meshwright.search.best_first import TOLD_APART, Candidate, SearchCounts, SearchResult
+from meshwright.search.best_first import ALIKE, KINDS, Candidate, SearchCounts, SearchResult, kind
 from meshwright.search.explain import NeighbourPrice, SuggestedChange
 from meshwright.search.question import Question
 from meshwright.search.sizes import Duration, Layer
@@ -16,7 +16,7 @@ from meshwright.spec.params import active, count
 from meshwright.spec.plan import AXES, FIELDS, Plan
 from meshwright.spec.units import GIB
 
-UNITS = ((365 * 86400.0, "years"), (86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
+UNITS = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
 LINES = {  # the largest entry of a plan that does not fit, as the counts name it
     **LABELS,
     "states": "weights, gradients and optimizer states",
@@ -84,7 +84,7 @@ def time(seconds: float) -> str:
     """In the unit in which the number is at least one."""
     for scale, unit in UNITS:
         if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
+            return f"{seconds / scale:,.{0 if seconds >= 100 * scale else 1}f} {unit}"
     return f"{seconds * 1e3:.3g} milliseconds"
 
 
@@ -93,6 +93,7 @@ def as_record(found: Candidate, why: str) -> dict[str, object]:
     price, ledger, fit = found.price, found.ledger, found.fit
     return {
         "plan": msgspec.to_builtins(found.plan),
+        "kind": kind(found.plan),
         "words": plan_words(found.plan),
         "batch": found.plan.batch,
         "seconds": price.seconds,
@@ -147,8 +148,42 @@ def plan_heading(put: PlanQuery, question: Question) -> Iterator[str]:
     yield from without_rate(question)
     if machines.efficiency is not None:
         yield f"predicted from a measured profile ({machines.efficiency.name})"
+    if put.approximate:
+        yield f"approximate: {put.approximate}"
     if put.assumed:
         yield f"assumed: {', '.join(put.assumed)}"
+
+
+def fitting(found: Candidate) -> str:
+    """Whether a plan fits, and with how much room."""
+    memory, margin = found.job.cluster.gpu.memory_bytes, found.ledger.high - 1
+    if found.fits is False:
+        return f"Does not fit: {lacking(found)}"
+    room = f"{gib(found.peak_bytes)} of {gib(memory)} GiB per GPU, {gib(found.fit.headroom_bytes)} GiB headroom"
+    if found.is_tight:
+        return f"Fits by the estimate alone: {room}, less than the margin of {margin:.0%}: try it before relying on it."
+    worst = gib(memory - found.peak_bytes * found.ledger.high)
+    return f"Fits: {room}" + (f" ({worst} GiB if the prediction is {margin:.0%} too low)." if margin else ".")
+
+
+def lacking(found: Candidate) -> str:
+    """What a plan that does not fit lacks."""
+    if found.fit.headroom_bytes >= 0:
+        return f"{found.fit.why}."
+    memory, short = found.job.cluster.gpu.memory_bytes, -found.fit.headroom_bytes
+    return f"the most loaded rank needs {gib(memory + short)} GiB; the card has {gib(memory)} ({gib(short)} GiB short)."
+
+
+def speed(found: Candidate) -> str:
+    """How fast a plan is, with intervals."""
+    price, tokens = found.price, found.plan.batch * found.job.sequence
+    slow, fast = (price.seconds / each for each in (price.high_seconds, price.low_seconds))
+    rate = tokens / price.seconds
+    return (
+        f"{short(price.seconds)} s/step ({short(price.low_seconds)} – {short(price.high_seconds)}), "
+        f"{rate:,.0f} tokens/s ({rate * slow:,.0f} – {rate * fast:,.0f}), "
+        f"MFU {price.mfu:.1%} ({price.mfu * slow:.1%} – {price.mfu * fast:.1%})"
+    )
 
 
 def without_rate(question: Question) -> Iterator[str]:
@@ -165,6 +200,7 @@ def ranking(answer: SearchResult, asked: Question, columns: int | None = None) -
     names = f"{'s/step':>8}  {'interval':>13}  {'tokens/s/GPU':>12}  {'MFU':>6}  {'GiB':>6}  {'headroom':>9}"
     is_narrow = columns is not None and width + len(names) + 6 > columns
     between = f"\n{'':>4}" if is_narrow else "  "
+    said: set[str] = set()
     yield from f"{'':>2}  {'plan':<{width}}{between}{names}".splitlines()
     for place, (found, plan) in enumerate(zip(answer.found, plans, strict=True), 1):
         price = found.price
@@ -175,12 +211,19 @@ def ranking(answer: SearchResult, asked: Question, columns: int | None = None) -
             f"{gib(found.fit.headroom_bytes):>8}{'?' if found.is_tight else ' '}"
         )
         yield from f"{place:>2}  {plan:<{width}}{between}{figures}".splitlines()
+        if (name := kind(found.plan)) not in said:
+            said.add(name)
+            yield f"    {name}: {KINDS[name]}"
     if any(found.is_tight for found in answer.found):
-        yield "? = within the error of the memory prediction: try it before relying on it."
-    equal = f"Times within {TOLD_APART:.0%} count as equal"
-    yield f"{equal}: plans that fit with a margin are first, then the simpler, then those with more headroom."
+        yield "? = within the margin of the memory prediction: try it before relying on it."
+    equal = f"Times within {ALIKE:.0%} count as equal"
+    yield f"{equal}: then the simpler plan is first, then the faster, then the one with more headroom."
+    if len(answer.found) > 1 and answer.left_out:
+        reasons = dict.fromkeys(answer.left_out.values())
+        names = {why: ", ".join(name for name in answer.left_out if answer.left_out[name] == why) for why in reasons}
+        yield f"Left out: {'; '.join(f'{alike} ({why})' for why, alike in names.items())}."
     if (ties := explain.ties(answer)) > 1:
-        yield f"The first {ties} lie within the interval of the best: measure before preferring one."
+        yield f"{ties} of them lie within the interval of the first: measure before preferring one."
 
 
 def _distinct(answer: SearchResult, asked: Question) -> list[str]:
@@ -259,7 +302,7 @@ def waterfall(found: Candidate) -> Iterator[str]:
 
 def missed(misses: Iterable[Candidate], suggestions: Iterable[SuggestedChange], asked: Question) -> Iterator[str]:
     """What to do when nothing fits."""
-    yield "Nothing fits. The nearest:"
+    yield "The nearest:"
     for found in misses:
         yield f"  {plan_words(found.plan)}: {explain.room(found)}"
     yield "What would fit:"
@@ -269,9 +312,9 @@ def missed(misses: Iterable[Candidate], suggestions: Iterable[SuggestedChange], 
         yield f"  {each.change}: {plan}, {short(price.seconds)} s/step, {headroom} GiB headroom"
 
 
-def lasting(span: Duration) -> Iterator[str]:
+def lasting(span: Duration) -> str:
     """How long and how much."""
-    yield (
+    return (
         f"{number(span.tokens)} tokens: {span.steps:,} steps, {time(span.seconds)} "
         f"({time(span.low_seconds)} – {time(span.high_seconds)}), {span.gpu_hours:,.0f} GPU-hours"
         + (f", {span.dollars:,.0f} dollars" if span.dollars is not None else "")

@@ -3,14 +3,23 @@
 import argparse
 import math
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from meshwright.cli import options as words
 from meshwright.config import load, presets
-from meshwright.config.huggingface import arch_of, describe, read_config
+from meshwright.config.huggingface import (
+    ARCH,
+    CONFIG,
+    arch_of,
+    arch_problems,
+    decoder_like,
+    describe,
+    read_config,
+)
 from meshwright.config.load import OpenRun
-from meshwright.config.run import Goal
+from meshwright.config.run import Goal, Run
 from meshwright.cost.calibrate import measured
 from meshwright.hardware.cluster import Cluster, cluster
 from meshwright.hardware.profile import read_profile
@@ -18,7 +27,7 @@ from meshwright.hardware.stacks import stack_of
 from meshwright.search.question import Question, Vary
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import count
-from meshwright.spec.plan import Precision
+from meshwright.spec.plan import FIELDS, Precision, balanced_stages
 from meshwright.spec.problem import InputError, Problem
 from meshwright.spec.units import GIB
 
@@ -35,12 +44,17 @@ class PlanQuery(msgspec.Struct, frozen=True, kw_only=True):
     model: str  # as a person would name it
     machines: str  # likewise
     assumed: tuple[str, ...]  # what was not said
+    words: tuple[str, ...] = ()  # that a run of it begins with: a run file or a model, and settings beside the plan
+    approximate: str = ""  # why the model is not quite what was asked about, and cannot be trained
 
 
 def put(options: argparse.Namespace, arch: Arch | None = None) -> PlanQuery:
     """The question that the command line asks, with what was taken for granted; `arch` takes the place of the model."""
     target, overrides = words.target(options.words)
-    asked, model = open_run(target, [*overrides, *flags(options)], arch)
+    guessed = _guessed(target, [*overrides, *flags(options)])
+    overrides += guessed
+    near, approximate = _nearest_arch(target) if arch is None else (arch, "")
+    asked, model = open_run(target, [*overrides, *flags(options)], near)
     text = options.cluster or asked.run.goal.cluster
     if not text:
         remedy = "add --cluster 64xh100, or [goal] cluster to the run file; `meshwright clusters` lists the cards"
@@ -49,7 +63,110 @@ def put(options: argparse.Namespace, arch: Arch | None = None) -> PlanQuery:
     if profile := getattr(options, "profile", None):
         machines = measured(machines, read_profile(Path(profile)), stack_of("meshwright"))
     question, assumed = question_of(asked, machines, tuple(options.vary or ()) or asked.run.goal.vary)
-    return PlanQuery(question=question, asked=asked, model=model, machines=text, assumed=assumed)
+    if (margin := getattr(options, "margin", None)) is not None:
+        question = with_margin(question, margin)
+    kept = [
+        word for word in overrides if not word.startswith(("plan.", "sequence=", "batch=", "name=", "goal.cluster="))
+    ]
+    return PlanQuery(
+        question=question,
+        asked=asked,
+        model=_named(Path(target)) if target and approximate else model,
+        machines=text,
+        assumed=(*(word.replace("=", " = ") for word in guessed), *assumed),
+        words=() if approximate or arch else tuple(_begin(target, asked.run.arch, kept)),
+        approximate=approximate,
+    )
+
+
+def _guessed(target: str | None, overrides: list[str]) -> list[str]:
+    """Of a model that is stated by its numbers alone, those that were left out, as such models usually have them."""
+    stated = {key: value for key, _, value in (word.partition("=") for word in overrides)}
+    if target is not None or "arch.preset" in stated or not stated.get("arch.hidden", "").isdecimal():
+        return []
+    hidden = int(stated["arch.hidden"])
+    gated = stated.get("arch.mlp", "swiglu") == "swiglu"
+    usual = {
+        "heads": max(hidden // (128 if hidden >= 2048 else 64), 1),
+        "ffn": -(-8 * hidden // 3 // 256) * 256 if gated else 4 * hidden,
+        "vocab": 32_000,  # Llama's
+        "context": stated.get("sequence", "4096"),
+    }
+    return [f"arch.{name}={value}" for name, value in usual.items() if f"arch.{name}" not in stated]
+
+
+def _nearest_arch(target: str | None) -> tuple[Arch | None, str]:
+    """Of a Hugging Face model that cannot be trained here, the nearest that can, and why; else nothing."""
+    path = Path(target or "")
+    file = path / CONFIG if path.is_dir() else path
+    if target is None or target in presets.preset_names() or file.suffix != ".json" or not file.is_file():
+        return None, ""
+    if (path / ARCH).is_file():
+        return None, ""
+    config = read_config(file)
+    try:
+        arch_of(config)
+    except InputError as error:
+        arch = decoder_like(config)
+        if arch is None or arch_problems(arch):
+            raise
+        kind = config.get("model_type")
+        unknown = f"model_type {kind} is not one that `meshwright train` knows"
+        why = unknown if error.problems[0].key == "model_type" else error.problems[0].text
+        likeness = "Llama" if arch.norm == "rms" else "GPT"
+        experts = f" with {arch.experts} experts" if arch.experts else ""
+        return arch, f"{why}; priced as a decoder like {likeness}{experts} with its numbers"
+    return None, ""
+
+
+def with_margin(question: Question, margin: float) -> Question:
+    """The question of plans that fit even if the ledger says too little by a share."""
+    holds = msgspec.structs.replace(question.stack.holds, high=1 + margin)
+    return msgspec.structs.replace(question, stack=msgspec.structs.replace(question.stack, holds=holds))
+
+
+def _begin(target: str | None, arch: Arch, overrides: list[str]) -> list[str]:
+    """The words of a run that say what is planned: of a model by its numbers, what the default run has otherwise."""
+    if target is not None and Path(target).suffix == ".toml":
+        return [target, *overrides]
+    if target in presets.preset_names():
+        return [f"arch.preset={target}", *overrides]
+    if target is not None and Path(target).is_dir():
+        return [f"init.from={target}", *overrides]
+    if any(word.startswith(("arch.preset=", "init.from=")) for word in overrides):
+        return overrides
+    usual, stated = presets.preset("starter"), msgspec.to_builtins(arch)
+    numbers = [f"arch.{name}={words.toml(value)}" for name, value in stated.items() if value != getattr(usual, name)]
+    return [*numbers, *(word for word in overrides if not word.startswith("arch."))]
+
+
+def command(asked: PlanQuery, run: Run) -> list[str]:
+    """What to type to train a plan that was found, word by word."""
+    plan, machines = run.plan, asked.question.cluster
+    stated = set(asked.asked.in_file) | {"replicate", "microbatch", "grad_accum"}
+    stated |= {field.name for field in FIELDS if plan.uses(field.name)} | (
+        {"bf16_params"} if plan.world == 1 else set()
+    )
+    if plan.stages == balanced_stages(run.arch, plan.pp * plan.chunks):
+        stated.discard("stages")
+    values: dict[str, Any] = {"name": run.name, "sequence": run.sequence, "batch": run.batch}
+    if asked.words and asked.words[0].endswith(".toml"):
+        values = {key: value for key, value in values.items() if getattr(asked.asked.run, key) != value}
+    values |= {"goal.cluster": run.goal.cluster}
+    values |= {f"plan.{name}": getattr(plan, name) for name in (field.name for field in FIELDS) if name in stated}
+    for name in ("master_weights", "stochastic_rounding", "state_dtype"):
+        if getattr(run.optim, name) != getattr(asked.asked.run.optim, name):
+            values[f"optim.{name}"] = getattr(run.optim, name)
+    words_of_it = [*asked.words, *(f"{key}={words.toml(value)}" for key, value in values.items())]
+    return [*launcher(machines), "train", *words_of_it]
+
+
+def launcher(machines: Cluster) -> list[str]:
+    """The program that starts the ranks: on several machines torchrun, on each of them."""
+    if machines.nodes == 1:
+        return ["meshwright"]
+    ranks = ["--nnodes", str(machines.nodes), "--nproc-per-node", str(machines.domain)]
+    return ["torchrun", *ranks, "--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29500", "-m", "meshwright"]
 
 
 def machines_of(text: str, goal: Goal) -> Cluster:
@@ -88,19 +205,27 @@ def open_run(target: str | None, overrides: list[str], arch: Arch | None) -> tup
     """The run of a model, a run file or a Hugging Face folder, its plan still to be found; and its name."""
     if arch is not None:
         return load.ask(None, overrides, arch=arch), "a model"
+    if target is None and any(word.startswith(("arch.", "init.from=")) for word in overrides):
+        asked = load.ask(None, overrides)
+        return asked, next((word[12:] for word in overrides if word.startswith("arch.preset=")), "your-model")
     if target is None:
-        remedy = "name a model of `meshwright models`, a run file, or a Hugging Face folder or config.json"
+        remedy = "name a model of `meshwright models`, a run file, a Hugging Face folder or config.json, or its numbers"
         raise InputError([Problem("no model is named", remedy)])
     if target in presets.preset_names():
         return load.ask(None, [f"arch.preset={target}", *overrides]), target
     path = Path(target)
     if (found := described(path)) is not None:
-        return load.ask(None, overrides, arch=found), (path if path.is_dir() else path.parent).name or path.name
+        return load.ask(None, overrides, arch=found), _named(path)
     if path.suffix == ".toml" or path.exists():
         asked = load.ask(path, overrides)
         return asked, asked.run.name
     near = presets.unknown_preset(target).remedy
     raise InputError([Problem(f"{target} is neither a known model nor a file", near)])
+
+
+def _named(path: Path) -> str:
+    """A model folder, or that of a config.json, as people call it."""
+    return (path if path.is_dir() else path.parent).name or path.name
 
 
 def described(path: Path) -> Arch | None:

@@ -9,7 +9,7 @@ import msgspec
 from meshwright.cli import options as words
 from meshwright.cli import plan_tables as tables
 from meshwright.cli.options import show
-from meshwright.cli.plan import announce, answer_record, nothing_fits, searched
+from meshwright.cli.plan import TOP, answer_record, nothing_fits, searched
 from meshwright.cli.plan_tables import as_record, found_words, gib, short
 from meshwright.cli.query import PlanQuery, default_precision, put
 from meshwright.config import check, presets
@@ -30,11 +30,10 @@ def what_if(options: argparse.Namespace) -> int:
     """The best plan as things are, the same plan after a change, and the best plan then."""
     asked = put(options)
     question, (changed, assumed) = asked.question, _changed(options, asked)
-    announce(options, asked)
     base = searched(question, 1)
     if not base.found:
         return nothing_fits(options, asked, base)
-    first, then = base.found[0], searched(changed, options.top)
+    first, then = base.found[0], searched(changed, options.top or TOP)
     same = _same(first, question, changed)
     record = {
         "assumed": asked.assumed,
@@ -44,7 +43,8 @@ def what_if(options: argparse.Namespace) -> int:
         "plans": [as_record(found, explain.why(found)) for found in then.found],
         "counts": msgspec.to_builtins(then.counts),
     }
-    lines = [f"assumed then: {', '.join(assumed)}"] if assumed else [*tables.without_rate(changed)]
+    lines = [*tables.plan_heading(asked, question), ""]
+    lines += [f"assumed then: {', '.join(assumed)}"] if assumed else tables.without_rate(changed)
     lines.append(f"now:       {_summary(first, question)}")
     if same is None:
         lines.append("same plan: no longer legal")
@@ -136,7 +136,7 @@ def _shifts(base: Candidate, other: Candidate) -> Iterator[str]:
 def gpus_needed(options: argparse.Namespace) -> int:
     """The least number of GPUs, and the plans there."""
     asked = put(options)
-    needed = sizes.gpus_needed(asked.question, options.top)
+    needed = sizes.gpus_needed(asked.question, options.top or TOP)
     if needed is None:
         remedy = "fix less of the plan, or use a larger card or a shorter sequence"
         raise InputError([Problem(f"no number of {asked.question.cluster.gpu.name} GPUs is enough", remedy)])

@@ -146,6 +146,67 @@ def arch_of(config: dict[str, Any]) -> Arch:
     return arch
 
 
+# What decoders call the same number, the usual name first: models, and those of older code bases and vendors.
+NAMES = {
+    "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model", "dim"),
+    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    "kv_heads": ("num_key_value_heads", "multi_query_group_num", "num_kv_heads", "n_head_kv", "n_kv_heads"),
+    "head_dim": ("head_dim", "kv_channels"),
+    "ffn": ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff"),
+    "vocab": ("vocab_size", "padded_vocab_size"),
+    "context": ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx"),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
+    "top_k": ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k"),
+    "expert_ffn": ("moe_intermediate_size", "expert_intermediate_size"),
+    "shared_experts": ("n_shared_experts", "moe_num_shared_experts"),
+}
+DECODERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+ASSUMED_CONTEXT = 4096  # of a config.json that states none
+
+
+def decoder_like(config: dict[str, Any]) -> Arch | None:
+    """The nearest architecture to a decoder of a family that is not known, for predictions; None if it is no decoder.
+
+    It has its numbers, and of Llama or, without RMSNorm, of GPT-2 the rest.
+    """
+    config = config | (config["text_config"] if isinstance(config.get("text_config"), dict) else {})
+    found = {field: _first(config, names) for field, names in NAMES.items()}
+    kinds = [each for each in config.get("architectures") or () if isinstance(each, str)]
+    known = all(found[name] for name in ("layers", "hidden", "heads", "vocab"))
+    if (
+        not known
+        or config.get("is_encoder_decoder") is True
+        or (kinds and not any(k.endswith(DECODERS) for k in kinds))
+    ):
+        return None
+    gated = any(key in config for key in ("rms_norm_eps", "layernorm_epsilon")) or config.get("hidden_act") == "silu"
+    hidden, heads = found["hidden"], found["heads"]
+    ffn = found["ffn"] or 4 * hidden
+    style: dict[str, Any] = {} if gated else {"norm": "layer", "mlp": "gelu", "bias": True}
+    if found["experts"] > 1:
+        style |= {name: found[name] for name in ("experts", "shared_experts")}
+        style |= {"top_k": found["top_k"] or 1, "expert_ffn": found["expert_ffn"] or ffn}
+    return Arch(
+        vocab=found["vocab"],
+        layers=found["layers"],
+        hidden=hidden,
+        heads=heads,
+        kv_heads=found["kv_heads"] or (1 if config.get("multi_query") is True else heads),
+        head_dim=found["head_dim"] or hidden // heads,
+        ffn=ffn,
+        context=found["context"] or ASSUMED_CONTEXT,
+        tied=config.get("tie_word_embeddings", True) is True,  # what transformers assumes of a family it does not ask
+        **style,
+    )
+
+
+def _first(config: dict[str, Any], names: tuple[str, ...]) -> int:
+    """The first of some keys that holds a sensible number; 0 if none does."""
+    values = (config.get(name) for name in names)
+    return next((value for value in values if type(value) is int and 0 < value <= ARCH_LIMIT), 0)
+
+
 def arch_problems(arch: Arch) -> list[Problem]:
     """What is wrong with an architecture that came from a file rather than from a checked run."""
     run = Run(arch=arch, plan=Plan(microbatch=1))

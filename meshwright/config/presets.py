@@ -47,7 +47,7 @@ def preset_table(name: str) -> dict[str, Any]:
 
 
 def unknown_preset(name: Any) -> Problem:
-    near = difflib.get_close_matches(str(name), preset_names(), n=1, cutoff=0.4)
+    near = difflib.get_close_matches(str(name).lower(), preset_names(), n=1, cutoff=0.6)
     remedy = f"did you mean {near[0]}?" if near else "`meshwright models` lists them"
     return Problem(f"arch.preset = {schema.shown(name)} is not a known model", remedy, "arch.preset")
 

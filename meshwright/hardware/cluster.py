@@ -198,10 +198,14 @@ def catalogue() -> Catalogue:
     return msgspec.convert(tomllib.loads(text), Catalogue)
 
 
+MAKERS = {"nvidia", "geforce", "tesla", "quadro", "amd", "instinct", "gpu", "generation"}  # say nothing of the card
+
+
 def words(text: str) -> frozenset[str]:
-    """A card's name as words: "NVIDIA A100-SXM4-80GB" is a100, sxm, 80g (and nvidia)."""
-    plain = (re.sub(r"^(\d+)gi?b?$", r"\1g", word) for word in re.findall(r"[a-z0-9]+", text.lower()))
-    return frozenset(re.sub(r"^sxm[345]$", "sxm", word) for word in plain)
+    """A card's name as words: "NVIDIA A100-SXM4-80GB" is a100, sxm, 80g; "RTX4090" is rtx, 4090."""
+    apart = re.sub(r"\brtx(?=\d)", "rtx ", text.lower())
+    plain = (re.sub(r"^(\d+)gi?b?$", r"\1g", word) for word in re.findall(r"[a-z0-9]+", apart))
+    return frozenset(re.sub(r"^sxm[345]$", "sxm", word) for word in plain) - MAKERS
 
 
 Entry = TypeVar("Entry", Card, Network)

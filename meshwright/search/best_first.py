@@ -146,12 +146,12 @@ def _kind_of_axes(axes: Plan | AxesChoice) -> str:
         return "pipeline + tensor" if axes.tp > 1 else "pipeline"
     if axes.tp > 1 or axes.cp > 1 or axes.ep > 1:
         return f"{'tensor' if axes.tp > 1 else 'context' if axes.cp > 1 else 'expert'} parallel"
-    return "one GPU" if axes.data == 1 else ("DDP", "ZeRO", "ZeRO", "FSDP")[axes.zero]
+    return "one GPU" if axes.data == 1 else ("DDP", "ZeRO", "ZeRO", "FSDP")[axes.zero if axes.shards > 1 else 0]
 
 
 def complexity(plan: Plan) -> tuple[int, int, int]:
-    """How much there is to understand in a plan: what is not as on one GPU, how much is sharded, how usual it is."""
-    return sum(field.weighs and plan.uses(field.name) for field in FIELDS), plan.zero, ORDER[kind(plan)]
+    """How much there is to understand in a plan: what is not as on one GPU, how usual it is, how much is sharded."""
+    return sum(field.weighs and plan.uses(field.name) for field in FIELDS), ORDER[kind(plan)], plan.zero
 
 
 SLOWER = 2.0  # × the seconds of the plan that wants most of an unknown host: what one that wants less may take

@@ -330,7 +330,7 @@ def test_the_planners_answers_on_a_page_are_todays(path, name, desk, capsys):
     command = re.search(rf"<!-- {name}: meshwright (.*) -->", page.read_text())
     assert command is not None
     assert main.main(shlex.split(command[1])) == 0
-    head = capsys.readouterr().out.split("\n\n")[:2]  # what was asked, and the table
+    head = capsys.readouterr().out.split("\n\n")[:3]  # the answer, what was asked, and the table
     lines = [line.rstrip() for line in "\n\n".join(head).splitlines()]
     pages.agree(page, name, "\n".join(["```", *lines, "```"]))
 

@@ -1,20 +1,25 @@
+import argparse
 import json
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from asking import LLAMA_7B, answer, told
 
 from meshwright.cli import main, options
-from meshwright.cli import plan as plan_answers
 from meshwright.cli import plan_tables as tables
+from meshwright.cli.query import put
 from meshwright.config import load
 from meshwright.config.presets import preset
 from meshwright.hardware.cluster import cluster as machines
 from meshwright.hardware.stacks import stacks
-from meshwright.search.best_first import TOLD_APART, notch, search
+from meshwright.search.best_first import ALIKE, notch, search
 from meshwright.search.question import Question
+from meshwright.spec.plan import Plan
 
 ALPACA = (
     "plan llama-7b --cluster 4xa100-80g --sequence 512 "
@@ -154,7 +159,7 @@ def test_what_if_the_network_were_slow(capsys):
     found = answer(capsys, words, "--network", "10gbe")
     assert found["same_plan"]["plan"] == found["base"]["plan"]
     assert found["same_plan"]["seconds"] > 2 * found["base"]["seconds"]
-    assert found["plans"][0]["seconds"] <= found["same_plan"]["seconds"] * (1 + TOLD_APART)
+    assert found["plans"][0]["seconds"] <= found["same_plan"]["seconds"] * (1 + ALIKE)
     assert "best then" in told(capsys, words, "--what-if", "network=10gbe")
     assert "is unknown" in told(capsys, words, "--what-if", "colour=red", code=2)
 
@@ -260,13 +265,214 @@ def test_measured_machines_are_priced_as_measured(capsys):
     assert kept["base"]["seconds"] < kept["same_plan"]["seconds"]
 
 
-def test_what_is_asked_is_said_before_it_is_answered(capsys, monkeypatch):
-    def nobody(*_: object) -> None:
-        raise KeyboardInterrupt
+def test_the_answer_is_the_first_three_lines(capsys):
+    words = [*SMALL.split(), "--tokens", "15T", "--dollars", "$2"]
+    fits, speed, run, blank, *_ = told(capsys, " ".join(words)).splitlines()
+    assert re.match(r"Fits: [\d.]+ of 79\.1 GiB per GPU, [\d.]+ GiB headroom \([\d.]+ GiB if .* 5% too low\)\.", fits)
+    assert re.match(
+        r"[\d.]+ s/step \(.* – .*\), [\d,]+ tokens/s \(.* – .*\), MFU [\d.]+% \(.* – .*\); 15 T tokens: ", speed
+    )
+    assert re.search(r"days \(.*\), [\d,]+ GPU-hours, [\d,]+ dollars$", speed)
+    assert run.startswith("Run: meshwright train arch.preset=llama3-8b ")
+    assert blank == ""
+    found = answer(capsys, " ".join(words))
+    first, brief = found["plans"][0], found["answer"]
+    assert brief["fits"] is True
+    assert (brief["seconds"], brief["headroom_bytes"]) == (first["seconds"], first["headroom_bytes"])
+    assert brief["days"] == pytest.approx(15e12 / (32 * 4096) * first["seconds"] / 86400, rel=1e-6)
+    assert brief["dollars"] == pytest.approx(brief["days"] * 24 * 8 * 2, rel=1e-6)
+    assert (brief["command"], brief["margin"]) == (run.removeprefix("Run: "), pytest.approx(0.05))
+    unasked = answer(capsys, SMALL)["answer"]
+    assert (unasked["days"], unasked["dollars"]) == (None, None)
 
-    monkeypatch.setattr(plan_answers, "search", nobody)
-    assert main.main(SMALL.split()) != 0
-    assert "32 (131,072 tokens/step)" in capsys.readouterr().out
+
+OWN = """
+name = "mine"
+sequence = 1024
+batch = 64
+arch.preset = "gpt2"
+goal.cluster = "8xa100-80g"
+plan.tp = 4
+"""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        SMALL,
+        f"{SMALL} plan.pp=2 plan.schedule=interleaved",
+        f"{SMALL} plan.zero=3 optim.lr=1e-4 plan.stages=[] goal.memory_gib=60",
+        f"{SMALL} --vary optimizer",
+        "plan llama3-8b --cluster 1xh100 --sequence 4096 --batch 8",
+        "plan gpt2 --cluster 1xrtx-4090",
+        "plan mixtral-8x7b --cluster 2x8xh100 --sequence 4096 --batch 64",
+        "plan own.toml",
+        "plan hf/config.json --cluster 4xh100",
+        "plan hf --cluster 8xh100",
+        "plan arch.layers=12 arch.hidden=768 --cluster 2xrtx4090",
+    ],
+)
+def test_the_command_trains_the_first_plan(capsys, tmp_path, monkeypatch, line):
+    """The words are read as `train` reads them, on a machine with another number of GPUs."""
+    monkeypatch.chdir(tmp_path)
+    Path("own.toml").write_text(OWN)
+    Path("hf").mkdir()
+    Path("hf/config.json").write_text(json.dumps(LLAMA_7B))
+    found = answer(capsys, line)
+    typed = shlex.split(found["answer"]["command"])
+    assert typed[0] == ("torchrun" if "2x8x" in line else "meshwright")
+    options_of_it = main.parse(typed[typed.index("train") :])
+    file, overrides = options.split(options_of_it.words)
+    run = load.load(file, overrides, default_ranks=3).run
+    first = found["plans"][0]
+    assert run.plan == msgspec.convert(first["plan"], Plan)
+    assert run.arch == put(main.parse(line.split())).question.arch
+    assert (run.sequence, run.batch) == (found["sequence"], first["batch"])
+    assert (run.optim.master_weights, run.optim.state_dtype) == (first["master_weights"], first["state_dtype"])
+    exactly = answer(capsys, "plan", *options_of_it.words, "--exact")  # which also knows the cluster
+    assert exactly["plans"][0]["peak_bytes"] == first["peak_bytes"]
+    assert exactly["answer"]["seconds"] == pytest.approx(first["seconds"])
+
+
+QWEN = {
+    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "hidden_size": 4096,
+    "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "head_dim": 128, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+}  # fmt: skip
+FALCON = {
+    "model_type": "falcon", "architectures": ["FalconForCausalLM"], "vocab_size": 65024, "hidden_size": 4544,
+    "num_hidden_layers": 32, "num_attention_heads": 71, "multi_query": True,
+}  # fmt: skip
+QWEN_MOE = QWEN | {
+    "model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+    "hidden_size": 2048, "num_hidden_layers": 48, "num_key_value_heads": 4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "billions", "said"),
+    [
+        (QWEN, 8.19, "model_type qwen3 is not one that `meshwright train` knows; priced as a decoder like Llama"),
+        (FALCON, 6.92, "model_type falcon is not one that `meshwright train` knows; priced as a decoder like GPT"),
+        (QWEN_MOE, 30.5, "like Llama with 128 experts"),
+        ({"model_type": "vision_chat", "text_config": QWEN}, 8.19, "model_type vision_chat is not one"),
+        (LLAMA_7B | {"attention_bias": True}, 6.74, "attention_bias = true, which is not supported; priced as"),
+    ],
+)
+def test_a_decoder_of_another_family_is_priced_by_its_numbers_and_said_to_be(capsys, tmp_path, config, billions, said):
+    """Published sizes: Qwen3-8B 8.2 billion, Falcon-7B 6.9, Qwen3-30B-A3B 30.5."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    line = f"plan {tmp_path} --cluster 8xh100 --sequence 2048 --batch 64"
+    found = answer(capsys, line, "--layers")
+    parameters = sum(layer["count"] * layer["parameters"] for layer in found["layers"])
+    assert parameters / 1e9 == pytest.approx(billions, rel=0.01)
+    text = told(capsys, line, "--top", "1")
+    assert "\napproximate: " in text
+    assert said in text
+    assert text.splitlines()[2].startswith("Not to be trained here: ")
+    assert answer(capsys, line, "--top", "1")["answer"]["command"] is None
+    assert "not supported" in told(capsys, f"train init.from={tmp_path}", code=2)
+
+
+@pytest.mark.parametrize("config", [{"model_type": "bert"}, QWEN | {"is_encoder_decoder": True}, {"hidden_size": 8}])
+def test_what_is_no_decoder_is_refused(capsys, tmp_path, config):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "model_type" in told(capsys, f"plan {tmp_path} --cluster 8xh100", code=2)
+
+
+def test_a_model_by_its_numbers_says_what_was_left_out(capsys):
+    words = "plan arch.layers=32 arch.hidden=4096 arch.kv_heads=8 arch.ffn=14336 arch.vocab=128256 --cluster 8xh100"
+    found = answer(capsys, words, "--sequence", "8192", "--batch", "64")
+    assert found["assumed"][:2] == ["arch.heads = 32", "arch.context = 8192"]
+    named = answer(capsys, "plan llama3-8b --cluster 8xh100 --sequence 8192 --batch 64")
+    assert found["plans"][0]["peak_bytes"] == named["plans"][0]["peak_bytes"]
+    assert "arch.hidden is missing" in told(capsys, "plan arch.layers=32 --cluster 8xh100", code=2)
+
+
+def test_a_name_like_no_model_is_not_taken_for_one(capsys):
+    text = told(capsys, "plan nomodel --cluster 8xh100", code=2)
+    assert "nomodel is neither a known model nor a file" in text
+    assert "did you mean" not in text
+    assert "did you mean llama3-8b?" in told(capsys, "plan Llama3-8B --cluster 8xh100", code=2)
+
+
+def test_an_unknown_flag_shows_the_usage_of_its_verb(capsys):
+    text = refused(capsys, "plan gpt2 --fro")
+    assert text.startswith("usage: meshwright plan ")
+    assert "unknown: --fro" in text
+
+
+def test_a_written_plan_is_trained_by_its_file(capsys, tmp_path):
+    file = str(tmp_path / "run.toml")
+    assert answer(capsys, SMALL, "--write", file)["answer"]["command"] == f"meshwright train {file}"
+
+
+def test_a_command_goes_on_over_the_lines_of_a_terminal():
+    words = ["meshwright", "train", "data.source=my files/*.txt", "plan.shard=8"]
+    assert options.pasted("Run:", words, None) == "Run: meshwright train 'data.source=my files/*.txt' plan.shard=8"
+    lines = options.pasted("Run:", words, 40).split("\n")
+    assert all(len(line) <= 40 for line in lines)
+    assert shlex.split("\n".join(lines).replace("\\\n", "").removeprefix("Run:")) == words
+
+
+def test_the_margin_is_kept_and_can_be_set(capsys):
+    for words, margin in (("", 0.05), ("--margin 15%", 0.15), ("--margin 0", 0.0)):
+        found = answer(capsys, f"{SMALL} {words}")
+        assert found["answer"]["margin"] == pytest.approx(margin)
+        first = found["plans"][0]
+        assert first["peak_bytes"] * (1 + margin) <= first["peak_bytes"] + first["headroom_bytes"]
+    assert "should be a share" in refused(capsys, f"{SMALL} --margin 7")
+
+
+def refused(capsys, line: str) -> str:
+    """What argparse says of a word that it cannot read."""
+    with pytest.raises(SystemExit) as error:
+        main.main(line.split())
+    assert error.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_a_plan_that_fits_by_the_estimate_alone_says_so(capsys):
+    words = ALPACA.replace("microbatch=4 plan.grad_accum=8", "microbatch=8 plan.grad_accum=4")
+    assert told(capsys, words).startswith("Fits: ")
+    assert told(capsys, f"{words} --margin 99%").startswith("Fits by the estimate alone: ")
+    assert "less than the margin of 99%" in told(capsys, f"{words} --margin 99%").splitlines()[0]
+
+
+def test_five_plans_are_five_kinds_and_more_are_the_next_best(capsys):
+    found = answer(capsys, SMALL)
+    kinds = [plan["kind"] for plan in found["plans"]]
+    assert len(set(kinds)) == len(kinds) == 5
+    assert found["left_out"]["DDP"] == "does not fit"  # 16 bytes of 8 billion parameters on each card
+    many = answer(capsys, SMALL, "--top", "12")["plans"]
+    assert len({json.dumps(plan["plan"]) for plan in many}) == 12
+    assert {plan["kind"] for plan in many} >= set(kinds)
+    text = told(capsys, SMALL)
+    assert "    FSDP: weights sharded too (ZeRO-3)" in text
+    assert "Left out: DDP (does not fit)" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("1.5e12", 1.5e12),
+        ("15T", 15e12),
+        ("2B", 2e9),
+        ("300M", 3e8),
+        ("10k", 1e4),
+        ("$2", 2),
+        ("$2.50/h", 2.5),
+        ("1,000", 1e3),
+    ],
+)
+def test_numbers_are_read_as_people_write_them(text, number):
+    assert options.amount(text) == pytest.approx(number)
+
+
+@pytest.mark.parametrize("text", ["", "T", "-1", "0", "2Q", "nan", "inf", "$", "1.2.3"])
+def test_what_is_no_number_is_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="should be a number above 0"):
+        options.amount(text)
 
 
 def test_a_plan_is_compiled_unless_told_otherwise(capsys, tmp_path):

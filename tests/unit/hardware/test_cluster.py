@@ -23,6 +23,16 @@ PAGE = Path(__file__).parents[3] / "docs" / "clusters.md"
         ("8xmi300x", "mi300x", 8, 8),
         ("16x4xH100", "h100", 64, 4),
         ("2 × 8 × A100 SXM 80GB", "a100-80g", 16, 8),
+        ("2xrtx4090", "rtx-4090", 2, 8),
+        ("8x RTX 4090", "rtx-4090", 8, 8),
+        ("NVIDIA GeForce RTX 5090", "rtx-5090", 1, 8),
+        ("4xA100 80GB", "a100-80g", 4, 8),
+        ("8xNVIDIA H100 80GB HBM3", "h100", 8, 8),
+        ("RTX 6000 Ada Generation", "rtx-6000-ada", 1, 8),
+        ("4xL40S", "l40s", 4, 8),
+        ("8xL4", "l4", 8, 8),
+        ("A10", "a10", 1, 8),
+        ("8xAMD Instinct MI250X", "mi250x", 8, 8),
     ],
 )
 def test_a_count_and_a_card_are_a_cluster(text, card, gpus, domain):
@@ -64,6 +74,12 @@ def test_every_card_has_what_pricing_needs():
         assert 0 < each.scale_up.efficiency <= 1
 
 
+def test_peaks_are_dense_and_with_fp32_accumulation():
+    peaks = {"l4": 121, "l40s": 362, "a10": 125, "a10g": 70, "rtx-6000-ada": 364.2, "rtx-5090": 209.5, "mi250x": 191.5}
+    for name, teraflops in peaks.items():
+        assert cluster(name).gpu.peak("bf16") == pytest.approx(teraflops * 1e12), name
+
+
 def test_every_name_and_match_finds_its_own_card():
     for name, card in catalogue().cards.items():
         for text in (name, *card.match):
@@ -95,8 +111,8 @@ def test_the_file_of_the_page_is_a_cluster(tmp_path):
     file.write_text(re.search(r"```toml\n(.*?)```", PAGE.read_text(), re.DOTALL)[1])
     assert len(file.read_text().splitlines()) <= 12
     found = cluster(str(file))
-    assert (found.name, found.gpus, found.domain, found.gpu.name) == ("attic", 4, 4, "rtx-5090")
-    assert found.gpu.peak("bf16") == 209.5e12
+    assert (found.name, found.gpus, found.domain, found.gpu.name) == ("attic", 4, 4, "rtx-5080")
+    assert found.gpu.peak("bf16") == 112.6e12
     assert found.gpu.peak("fp8") == 0
     assert found.network.bandwidth == pytest.approx(25e9 / 8 / 4)
     assert cluster(f"8x{file}").gpus == 8

@@ -438,6 +438,27 @@ def test_a_plan_that_fits_by_the_estimate_alone_says_so(capsys):
     assert "less than the margin of 99%" in told(capsys, f"{words} --margin 99%").splitlines()[0]
 
 
+def test_a_question_about_the_host_comes_first_and_is_no_answer(capsys):
+    words = "plan llama3-8b --cluster 1xrtx4090 --sequence 2048 --batch 8"
+    found = answer(capsys, words)
+    assert found["answer"]["fits"] is None
+    asked, _, run, *_ = told(capsys, words).splitlines()
+    assert asked == found["answer"]["question"]
+    assert asked.startswith("Does each machine have ")
+    assert run.startswith("Run: meshwright train arch.preset=llama3-8b ")
+    told_of_it = answer(capsys, words, "goal.host_gib=500")["answer"]
+    assert (told_of_it["fits"], told_of_it["question"]) == (True, None)
+    assert "goal.host_gib=500" in told_of_it["command"]
+
+
+def test_nothing_that_fits_has_an_answer_too(capsys):
+    words = "plan llama3-70b --cluster 2xa100-80g --sequence 4096 --batch 8 plan.recompute=full plan.cpu_offload=false"
+    found = answer(capsys, words, code=3)["answer"]
+    assert (found["fits"], found["seconds"], found["days"], found["dollars"], found["command"]) == (False, *[None] * 4)
+    assert found["headroom_bytes"] < 0
+    assert told(capsys, words, code=3).startswith("Nothing fits. Of the nearest plan, the most loaded rank needs ")
+
+
 def test_five_plans_are_five_kinds_and_more_are_the_next_best(capsys):
     found = answer(capsys, SMALL)
     kinds = [plan["kind"] for plan in found["plans"]]

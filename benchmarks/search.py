@@ -57,7 +57,7 @@ def asked(number: int) -> Row:
         stack=stack_of("meshwright"),
     )
     clock, cpu = time.perf_counter(), time.process_time()
-    counts = search(question).counts
+    counts = search(question, kinds=True).counts  # as `plan` does
     return Row(
         model=model,
         cluster=machines,

@@ -219,7 +219,7 @@ def answered(
         "days": span.seconds / DAY if span else None,
         "dollars": span.dollars if span else None,
         "command": shlex.join(command) if command else None,
-        "margin": found.ledger.high - 1,
+        "margin": round(found.ledger.high - 1, 6),
         "question": answer.host_question,
     }
     if span:
@@ -295,7 +295,11 @@ def nothing_fits(options: argparse.Namespace, asked: PlanQuery, answer: SearchRe
     misses, suggestions = nearest(asked.question), changes(asked.question)
     record = answer_record(asked, asked.question, answer) | {
         "answer": dict.fromkeys(("seconds", "days", "dollars", "command", "question"))
-        | {"fits": False, "headroom_bytes": misses[0].fit.headroom_bytes, "margin": misses[0].ledger.high - 1},
+        | {
+            "fits": False,
+            "headroom_bytes": misses[0].fit.headroom_bytes,
+            "margin": round(misses[0].ledger.high - 1, 6),
+        },
         "misses": [as_record(found, explain.why(found)) for found in misses],
         "changes": [{"change": each.change, **as_record(each.found, explain.why(each.found))} for each in suggestions],
     }

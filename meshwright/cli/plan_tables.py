@@ -218,7 +218,7 @@ def ranking(answer: SearchResult, asked: Question, columns: int | None = None) -
         yield "? = within the margin of the memory prediction: try it before relying on it."
     equal = f"Times within {ALIKE:.0%} count as equal"
     yield f"{equal}: then the simpler plan is first, then the faster, then the one with more headroom."
-    if len(answer.found) > 1 and answer.left_out:
+    if answer.left_out:
         reasons = dict.fromkeys(answer.left_out.values())
         names = {why: ", ".join(name for name in answer.left_out if answer.left_out[name] == why) for why in reasons}
         yield f"Left out: {'; '.join(f'{alike} ({why})' for why, alike in names.items())}."

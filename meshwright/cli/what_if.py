@@ -19,7 +19,7 @@ from meshwright.search import explain, sizes
 from meshwright.search.best_first import Candidate, priced
 from meshwright.search.question import Question
 from meshwright.search.sizes import SHORTEST, Largest, largest_microbatch, largest_model, largest_sequence, layers
-from meshwright.search.space import NARROW, problems, refuse_empty
+from meshwright.search.space import NARROW, ON_DEVICE, problems, refuse_empty
 from meshwright.spec.problem import InputError, Problem
 
 CHANGEABLE = ("network", "cluster", "sequence", "batch")
@@ -142,8 +142,15 @@ def gpus_needed(options: argparse.Namespace) -> int:
         raise InputError([Problem(f"no number of {asked.question.cluster.gpu.name} GPUs is enough", remedy)])
     gpus, answer = needed
     question = sizes.with_gpus(asked.question, gpus)
-    record = answer_record(asked, question, answer) | {"gpus": gpus}
-    lines = [f"At least {gpus} {question.cluster.gpu.name} are needed.", *tables.plan_heading(asked, question), ""]
+    on_device = None
+    if answer.found[0].ledger.away.host:
+        on_device = sizes.gpus_needed(asked.question.with_fixed(ON_DEVICE), 1)
+    record = answer_record(asked, question, answer) | {"gpus": gpus, "gpus_without_offload": on_device and on_device[0]}
+    lines = [answer.host_question] if answer.host_question else []
+    said = f"At least {gpus} {question.cluster.gpu.name} {'is' if gpus == 1 else 'are'} needed"
+    if answer.found[0].ledger.away.host:
+        said += f", with offload to the host; {on_device[0] if on_device else 'no number'} without"
+    lines += [f"{said}.", *tables.plan_heading(asked, question), ""]
     ranking = tables.ranking(answer, question, words.columns())
     show(options, record, [*lines, *ranking, "", explain.why(answer.found[0])])
     return Exit.DONE
@@ -162,15 +169,20 @@ def largest(options: argparse.Namespace) -> int:
         raise InputError([Problem(f"{stated} cannot be combined with --largest {what}", f"leave {stated} out")])
     asked = put(options, presets.preset("llama3-8b") if what == "model" else None)
     ask = {"model": largest_model, "microbatch": largest_microbatch, "sequence": largest_sequence}[what]
-    found = ask(asked.question)
+    found = ask(asked.question.with_unknown_host("never")) or ask(asked.question)
     if found is None:
         refuse_empty(asked.question)
         return _none(options, asked)
     asked = _answered(asked, what, found)
     beyond = found.end or (f"{found.next_value} does not fit" if found.next_value is not None else "")
+    host_question = found.found.fit.host_question
+    if not found.end and found.found.fits and not found.found.job.cluster.host_bytes:
+        beyond += " without host memory, of which the cluster says nothing (goal.host_gib)" if beyond else ""
     plans = [as_record(found.found, explain.why(found.found))]
     answer = {"value": found.value, "next": found.next_value, "end": found.end, "plans": plans}
-    lines = [f"largest {what} on {asked.machines}: {found.value}{f'; {beyond}' if beyond else ''}"]
+    answer |= {"host_question": host_question}
+    lines = [host_question] if host_question else []
+    lines += [f"largest {what} on {asked.machines}: {found.value}{f'; {beyond}' if beyond else ''}"]
     lines += [*tables.plan_heading(asked, asked.question), f"plan: {found_words(found.found, asked.question)}", ""]
     lines += [*tables.ledger(found.found), "", *tables.waterfall(found.found)]
     show(options, _record(options, asked) | answer, lines)
@@ -195,7 +207,7 @@ def _none(options: argparse.Namespace, asked: PlanQuery) -> int:
     least = {"sequence": f" of {SHORTEST:,} tokens"}.get(what, "")
     given = {"sequence": f"sequence {question.sequence:,}", "batch": f"batch {question.batch:,}", "arch": asked.model}
     others = [text for name, text in given.items() if name != SOUGHT[what]]
-    record = _record(options, asked) | {"value": None, "next": None, "end": "", "plans": []}
+    record = _record(options, asked) | {"value": None, "next": None, "end": "", "plans": [], "host_question": None}
     line = f"no {what}{least} fits {asked.machines} ({', '.join(others)}, {question.precision})"
     show(options, record, [line])
     return Exit.DOES_NOT_FIT

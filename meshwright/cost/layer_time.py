@@ -44,6 +44,8 @@ from meshwright.spec.plan import Plan
 WIDE = 4  # bytes of a number where low precision would spoil it
 NORMS_AND_SUMS = 10  # of a layer's hidden states: two norms read and write, two sums read twice and write
 DROPOUT_BYTES = 100  # moved for each element by the operators of models/dropout.py: some fifteen passes of int32
+MERGED_BYTES = 12  # of a ring, for each number of a block's output: it is read, the sum in fp32 read and written
+MET = 0.75  # of a rank's rows that another's block concerns: all where it is earlier, the late half where it is later
 BACKWARD_BYTES = 2.0  # the backward of an element-wise operation reads its input and its gradient, and writes one
 BACKWARD_SCORES = 1.5  # scores are moved in the backward of unfused attention, ÷ its forward
 # Bytes moved to make an FP8 number. One of an input: two read, where the kernel that wrote them found the maximum, and
@@ -349,13 +351,23 @@ def _over_tp(at: LayerModel, hidden_by: float) -> float:
 
 
 def _over_cp(at: LayerModel, attention: float, back: bool = False) -> float:
-    """A ring hides behind attention as far as that goes; heads that change places are waited for."""
+    """A ring hides behind attention as far as that goes, which loses by it; heads that change places are waited for.
+
+    Of a ring written in torch: arithmetic loses beside its bytes as beside those of weights, `contention` · their time
+    over the scale-up link; and each block that comes round is merged with those before it, in fp32. Published runs with
+    cp of Megatron, whose kernels merge, show neither.
+    """
     plan, arch = at.plan, at.arch
     if plan.cp == 1:
         return 0.0
     if plan.cp_kind == "ring":
         size = 2 * at.tokens * arch.kv_width / plan.tp * (at.rates.width + (WIDE if back else 0))
-        return exposed((plan.cp - 1) * at.collective("send", "cp", size), attention, 1.0)
+        sent = exposed((plan.cp - 1) * at.collective("send", "cp", size), attention, 1.0)
+        if not at.speed.torch_ring:
+            return sent
+        beside = at.speed.contention * (plan.cp - 1) * size / achieved(at.job.cluster.scale_up)
+        merged = (plan.cp - 1) * MET * at.tokens * arch.q_width / plan.tp * MERGED_BYTES
+        return sent + beside + moved_seconds(merged, at.rates)
     sizes = (at.tokens * width / plan.tp * at.rates.width for width in (arch.q_width + 2 * arch.kv_width, arch.q_width))
     return sum(at.collective("all_to_all", "cp", size) for size in sizes)
 

@@ -76,6 +76,7 @@ class StackSpeed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     contention: float = 0.7  # what arithmetic loses beside it, ÷ the time of its bytes over the scale-up link
     overlap_tp: float = 0.0  # gathers and scatters of hidden states, behind the matmuls that they feed
     overlap_ep: float = 0.0
+    torch_ring: bool = False  # a ring of cp is written in torch: blocks are merged by kernels of their own
     blocking_sends: bool = False  # a stage waits for its message to have arrived before it goes on
     scattered_sends: bool = True  # each rank of tp sends its part of a message, not all of it
 

@@ -83,7 +83,7 @@ class _Walk:
     """Where one is in the chart: what was asked so far, what was advised, and the plan that does it."""
 
     def __init__(self, question: Question) -> None:
-        self.question = msgspec.structs.replace(question, fixed=ON_DEVICE | question.fixed)
+        self.question = question.with_fixed(ON_DEVICE)
         self.asked = question
         self.one = _one_gpu(self.question)
         self.gpus = question.cluster.gpus
@@ -302,8 +302,7 @@ class _Walk:
 
 def _best(question: Question, fixed: dict[str, Any]) -> Candidate | None:
     """The fastest plan with some fields given beside the user's own, which come first."""
-    asked = msgspec.structs.replace(question, fixed=fixed | question.fixed)
-    return next(iter(search(asked, top=1).found), None)
+    return next(iter(search(question.with_fixed(fixed), top=1).found), None)
 
 
 def _one_gpu(question: Question) -> Question:
@@ -329,7 +328,7 @@ def _value(value: Any) -> str:
 
 def _lack(question: Question, fixed: dict[str, Any]) -> str:
     """Why nothing fits: of the device, or of the host."""
-    misses = nearest(msgspec.structs.replace(question, fixed=fixed | question.fixed), top=1)
+    misses = nearest(question.with_fixed(fixed), top=1)
     none = f"batch {question.batch} over {question.cluster.gpus} GPUs has no such plan"
     if not misses:
         return none

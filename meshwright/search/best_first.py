@@ -130,7 +130,8 @@ def priced(job: Job) -> Candidate:
 fit_of = lru_cache(maxsize=1024)(fits)  # asked once to prune, and again of a plan that is shown
 
 
-Rank = tuple[int, tuple[int, int, int], int, float]
+Complexity = tuple[bool, int, int, int]
+Rank = tuple[int, Complexity, int, float]
 
 
 def rank(found: Candidate, fastest: float) -> Rank:
@@ -152,8 +153,7 @@ KINDS = {  # of plans, and what each is good for
     "tensor parallel": "matrices split inside the node: for wide layers and few sequences per GPU; needs NVLink",
     "context parallel": "sequences split: for long ones",
     "expert parallel": "experts on different GPUs: for MoE models",
-    "pipeline": "layers in stages that exchange little: for slow networks; idle while they fill and drain",
-    "pipeline + tensor": "matrices split inside nodes, layers between them: for the largest models",
+    "pipeline": "layers in stages that exchange little: for many nodes and slow networks; idle while they fill and drain",
     "offload": "what the GPUs cannot hold waits in host memory: for few GPUs; as slow as the way there",
 }
 ORDER = {name: place for place, name in enumerate(KINDS)}  # from the usual to the unusual
@@ -169,15 +169,16 @@ def _kind_of_axes(axes: Plan | AxesChoice) -> str:
     if axes.cpu_offload:
         return "offload"
     if axes.pp > 1:
-        return "pipeline + tensor" if axes.tp > 1 else "pipeline"
+        return "pipeline"
     if axes.tp > 1 or axes.cp > 1 or axes.ep > 1:
         return f"{'tensor' if axes.tp > 1 else 'context' if axes.cp > 1 else 'expert'} parallel"
     return "one GPU" if axes.data == 1 else ("DDP", "ZeRO", "ZeRO", "FSDP")[axes.zero if axes.shards > 1 else 0]
 
 
-def complexity(plan: Plan) -> tuple[int, int, int]:
-    """How much there is to understand in a plan: what is not as on one GPU, how usual it is, how much is sharded."""
-    return sum(field.weighs and plan.uses(field.name) for field in FIELDS), ORDER[kind(plan)], plan.zero
+def complexity(plan: Plan) -> Complexity:
+    """What there is to understand: offload, what else is not as on one GPU, how usual it is, how much is sharded."""
+    name = kind(plan)
+    return name == "offload", sum(field.weighs and plan.uses(field.name) for field in FIELDS), ORDER[name], plan.zero
 
 
 SLOWER = 2.0  # × the seconds of the plan that wants most of an unknown host: what one that wants less may take
@@ -260,6 +261,8 @@ class _Shortlist:
 
     def may_take(self, name: str, seconds_per_token: float, plan: Plan | None = None) -> bool:
         """Whether a plan of a kind that takes so long may be among the best, however much room it has."""
+        if self.kinds and name == "offload" and any(not entry[0][1][0] for entry in self.entries):
+            return False  # a plan without offload is faster
         rival = self.rival(name)
         if rival is None:
             return True
@@ -402,6 +405,8 @@ class _Work:
 
     def left_out(self, found: list[Candidate]) -> dict[str, str]:
         """Kinds that nothing was found of: what is left of them takes too long, or all of them are too large."""
+        if not self.best.kinds or self.best.top == 1:
+            return {}
         waiting = {_kind_of_axes(group.splits[0]) for _, _, group, _ in self.heap if isinstance(group, PlanGroup)}
         waiting |= {kind(plan.job.plan) for _, _, plan, _ in self.heap if isinstance(plan, _BoundedGroup)}
         missing = sorted(self.seen - {kind(each.plan) for each in found}, key=ORDER.__getitem__)

@@ -1,7 +1,7 @@
 """What a plan is sought for: a model, a batch and machines, and what of the plan is not to be chosen."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -55,6 +55,10 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     def with_unknown_host(self, how: UnknownHost) -> "Question":
         """The same question with plans on unknown hosts tried last, never or beside the others."""
         return msgspec.structs.replace(self, unknown_host=how)
+
+    def with_fixed(self, fields: Mapping[str, Any]) -> "Question":
+        """The same question with more fields given beside the user's own, which come first."""
+        return msgspec.structs.replace(self, fixed={**fields, **self.fixed})
 
     def on(self, machines: Cluster) -> "Question":
         """The same question of other machines, of whose memory no more may be used."""

@@ -28,6 +28,8 @@ MOST_GPUS = 131_072  # beyond, no number is looked for
 
 HOUR = 3600.0
 
+LONGEST_STEP = HOUR  # what takes longer is not offered as the largest that one can train: nobody waits for a second one
+
 
 class Largest(msgspec.Struct, frozen=True, kw_only=True):
     """The largest of something that fits, the plan that does it, and the next larger one, which does not."""
@@ -63,17 +65,20 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
 
 def largest_model(question: Question) -> Largest | None:
     """The largest known model that can be trained on this cluster."""
-    larger = None
+    larger, slow = None, None
     for name in sorted(presets.preset_names(), key=lambda name: (-count(presets.preset(name)), name)):
         arch = presets.preset(name)
         if arch.positions == "learned" and arch.context < question.sequence:
             continue
         answer = search(msgspec.structs.replace(question, arch=arch), top=1)
         if answer.found:
-            return Largest(value=name, found=answer.found[0], next_value=larger)
-        if answer.counts.legal:  # else what is fixed does not suit this model, whatever its size
+            found = answer.found[0]
+            if found.price.seconds <= LONGEST_STEP:
+                return Largest(value=name, found=found, next_value=larger, end=_too_slow(slow) if slow else "")
+            slow, larger = Largest(value=name, found=found, next_value=larger), name
+        elif answer.counts.legal:  # else what is fixed does not suit this model, whatever its size
             larger = name
-    return None
+    return slow and msgspec.structs.replace(slow, end=_too_slow(slow))
 
 
 def largest_microbatch(question: Question) -> Largest | None:
@@ -102,14 +107,15 @@ def largest_sequence(question: Question) -> Largest | None:
         return _best(msgspec.structs.replace(question, sequence=sequence))
 
     found = _largest(attempt, start=min(SHORTEST, most), grain=SHORTEST, share=1 / 8, most=most)
-    if found is None or found.value != most or not has_table:
+    if found is None or found.value != most or not has_table or found.end:
         return found
     return msgspec.structs.replace(found, end="the table of learned positions ends there")
 
 
 def gpus_needed(question: Question, top: int = 5) -> tuple[int, SearchResult] | None:
     """The least number of these GPUs on which some plan fits, and the best plans there; None: none does."""
-    least = min(smallest_world(variant) for variant in variants(with_gpus(question, 1)))
+    widest = question.with_unknown_host("too") if question.unknown_host == "last" else question
+    least = min(smallest_world(variant) for variant in variants(with_gpus(widest, 1)))
     for gpus in gpu_counts(question):
         if gpus >= least and (answer := search(with_gpus(question, gpus), top)).found:
             return gpus, answer
@@ -186,28 +192,28 @@ def _best(question: Question) -> Candidate | None:
 def _largest(
     attempt: Callable[[int], Candidate | None], start: int, grain: int, share: float, most: int = MOST
 ) -> Largest | None:
-    """The largest number that an attempt survives: doubled until one fails, then halved in between.
+    """The largest number that an attempt survives within LONGEST_STEP: doubled until one fails, then halved in between.
 
-    It is found to `grain`, and to a `share` of itself where that is more.
+    It is found to `grain`, and to a `share` of itself where that is more. The first may take as long as it does.
     """
-    best, low, high = attempt(start), start, 0
+    best, low, high, slow = attempt(start), start, 0, None
     if best is None:
         return None
-    while low < most and not high:
-        tried = min(2 * low, most)
+    while (low < most and not high) or high - low > max(grain, share * low):
+        tried = min(2 * low, most) if not high else low + max((high - low) // 2 // grain, 1) * grain
         found = attempt(tried)
-        if found is None:
-            high = tried
-        else:
+        if found is not None and found.price.seconds <= LONGEST_STEP:
             best, low = found, tried
-    while high - low > max(grain, share * low):
-        middle = low + max((high - low) // 2 // grain, 1) * grain
-        found = attempt(middle)
-        if found is None:
-            high = middle
         else:
-            best, low = found, middle
-    return Largest(value=low, found=best, next_value=high or None)
+            high, slow = tried, found and Largest(value=tried, found=found)
+    slow = Largest(value=low, found=best) if best.price.seconds > LONGEST_STEP else slow
+    return Largest(value=low, found=best, next_value=high or None, end=_too_slow(slow) if slow else "")
+
+
+def _too_slow(found: Largest) -> str:
+    """Why something that fits is not offered."""
+    hours = found.found.price.seconds / HOUR
+    return f"{found.value} fits and takes {hours:,.1f} hours a step: more than one is not offered (try a smaller batch)"
 
 
 def _flops(param: Param, arch: Arch) -> float:

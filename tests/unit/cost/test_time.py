@@ -219,7 +219,7 @@ def test_our_own_stack_is_as_the_h200_showed_it():
     mine = msgspec.to_builtins(stacks()["meshwright"].speed)
     others = msgspec.to_builtins(StackSpeed())
     measured = {"attention": 1.75, "logit_passes": 1.5, "compiled": 0.37, "step_seconds": 0.5e-3, "spread": 0.25}
-    assert mine == others | measured
+    assert mine == others | measured | {"torch_ring": True}
 
 
 shapes = [shape for shape in product(SCHEDULES, (2, 3, 4), (1, 2), (3, 8, 13, 24, 40)) if legal(*shape) is None]
@@ -286,3 +286,13 @@ def test_the_interval_is_wider_on_accelerators_of_which_nothing_is_known():
     measured = msgspec.structs.replace(card, efficiency=mine)
     known = msgspec.structs.replace(job(machines="8xl40s", shard=8, zero=3), cluster=measured)
     assert price(known).high_seconds / price(known).seconds - 1 == pytest.approx(width("8xl40s") / 1.5)
+
+
+def test_a_ring_costs_what_it_sends_though_attention_hides_it():
+    """Sequences over eight ranks or samples over eight: the same work, and many GiB more on the links."""
+    spread = job(machines="8xh100", sequence=8192, shard=8, zero=3, grad_accum=8)
+    ring = job(machines="8xh100", sequence=8192, cp=8, zero=3, microbatch=8, grad_accum=8)
+    sent = [sum(bytes_by_axis(traffic(ARCH, each.plan, each.sequence)).values()) for each in (spread, ring)]
+    assert sent[1] - sent[0] > 100 * 2**30
+    assert price(ring).seconds > 1.02 * price(spread).seconds  # more than two runs of the same differ
+    assert share(price(ring), "cp") > 0

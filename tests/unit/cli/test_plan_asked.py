@@ -78,6 +78,7 @@ def test_the_largest_of_an_illegal_plan_is_refused(capsys, what):
 
 def test_where_nothing_fits_there_is_no_largest(capsys):
     words = ["plan", "llama-7b", "--cluster", "1xa100-80g", "plan.optimizer_offload=none", "--largest", "microbatch"]
+    words.append("plan.cpu_offload=false")
     assert "no microbatch fits 1xa100-80g (sequence 2,048, llama-7b, bf16)" in told(capsys, *words, code=3)
 
 

@@ -153,7 +153,8 @@ KINDS = {  # of plans, and what each is good for
     "tensor parallel": "matrices split inside the node: for wide layers and few sequences per GPU; needs NVLink",
     "context parallel": "sequences split: for long ones",
     "expert parallel": "experts on different GPUs: for MoE models",
-    "pipeline": "layers in stages that exchange little: for many nodes, slow networks; idle while they fill and drain",
+    "pipeline": "layers in stages that exchange little: for many nodes and slow networks; "
+    "idle while they fill and drain",
     "offload": "what the GPUs cannot hold waits in host memory: for few GPUs; as slow as the way there",
 }
 ORDER = {name: place for place, name in enumerate(KINDS)}  # from the usual to the unusual
@@ -176,7 +177,7 @@ def _kind_of_axes(axes: Plan | AxesChoice) -> str:
 
 
 def complexity(plan: Plan) -> Complexity:
-    """How much there is to understand: offload, what else is not as on one GPU, how usual it is, what is sharded."""
+    """How much there is to understand: offload, what else is not as on one GPU, how usual, how much is sharded."""
     name = kind(plan)
     return name == "offload", sum(field.weighs and plan.uses(field.name) for field in FIELDS), ORDER[name], plan.zero
 

@@ -11,6 +11,7 @@ from meshwright.report.plan_charts import ChartEntry, StackedBar, short, ticks
 from meshwright.report.run_data import FolderFacts, duration
 from meshwright.report.run_summary import Curve, RunReport, Runs
 from meshwright.report.svg import LEFT, RIGHT, ROW, SERIES, WIDTH
+from meshwright.runtime.files import printable
 
 HEIGHT = 300.0
 LEFT_EDGE, TOP, BELOW = 70.0, 24.0, 44.0  # margins of a curve
@@ -72,8 +73,8 @@ def _sections(facts: FolderFacts, report: RunReport, weight: float) -> Iterator[
         ]
         yield table("every start of the ranks", heads, rows)
     if report.sample:
-        yield f"<section><h2>Sample</h2><pre>{escape(run_text.visible(report.sample))}</pre></section>"
-    yield f"<details><summary>run.toml</summary><pre>{escape(run_text.visible(facts.text))}</pre></details>"
+        yield f"<section><h2>Sample</h2><pre>{escape(printable(report.sample))}</pre></section>"
+    yield f"<details><summary>run.toml</summary><pre>{escape(printable(facts.text))}</pre></details>"
 
 
 def pair_bars(report: RunReport) -> str:

@@ -202,14 +202,6 @@ def of_ranks(report: RunReport) -> Iterator[str]:
         yield from lines
 
 
-def visible(text: str) -> str:
-    """Lines as they are, but what would speak to a terminal, or not be seen, by its escape: the words of a model."""
-    return "".join(
-        letter if letter.isprintable() or letter == "\n" else letter.encode("unicode_escape").decode()
-        for letter in text.replace("\t", "    ")
-    )
-
-
 def plain(text: str) -> str:
     """One line, and nothing that speaks to the terminal: folders and names are other people's words."""
     return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())

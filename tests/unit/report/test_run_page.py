@@ -125,7 +125,7 @@ def test_the_run_file_and_the_sample_are_on_the_page_and_speak_to_nobody(tmp_pat
     said = {"state": "done", "sample": "def f():\n\treturn \x1b[31m<b>\x00\ud7ff"}
     (folder / "summary.json").write_text(json.dumps(said))
     text = run_page([told(folder)])
-    assert "<pre>def f():\n    return \\x1b[31m&lt;b&gt;\\x00" in text
+    assert "<pre>def f():\n\treturn \\x1b[31m&lt;b&gt;\\x00" in text
     assert "[optim]" in text
     assert "<script" not in text
     assert not re.search(r"[\x00-\x08\x0b-\x1f]", text)

@@ -301,6 +301,7 @@ class _Work:
         self.legal = self.priced = 0
         self.too_large: Counter[str] = Counter()
         self.seen: set[str] = set()  # kinds, fitting or not
+        self.slow: set[str] = set()  # kinds of plans that were passed over for their time, fitting or not
 
     def begin(self, group: PlanGroup, room: MemoryBound) -> None:
         """Count a group, and keep of it what the states of the model leave room for."""
@@ -325,7 +326,7 @@ class _Work:
             if isinstance(item, _BoundedGroup):
                 self.weigh(item, room, least)
             elif not self.best.may_take(_kind_of_axes(item.splits[0]), least):
-                continue
+                self.slow.add(_kind_of_axes(item.splits[0]))
             elif item.order is None:
                 self.divide(item, room)
             elif item.policy is None:
@@ -367,13 +368,16 @@ class _Work:
             known = known or step_timeline(job)
             seconds = seconds_in(job, known) / group.question.tokens
             self.priced += 1
-            if not self.best.hopeless(seconds):
+            if self.best.hopeless(seconds):
+                self.slow.add(kind(job.plan))
+            else:
                 self.push(_BoundedGroup(job, group, known), room, seconds)
 
     def weigh(self, candidate: _BoundedGroup, room: MemoryBound, seconds_per_token: float) -> None:
         """Keep a plan that fits, if it is among the best."""
         job, group, known = candidate
         if not self.best.may_take(kind(job.plan), seconds_per_token, job.plan):
+            self.slow.add(kind(job.plan))
             return
         if line := room.too_large(group) or lacking(job):
             self.too_large[line] += 1
@@ -402,13 +406,18 @@ class _Work:
         found = [found for _, _, found in self.best.entries]
         shown = {kind(each.plan) for each in found} if self.best.kinds else set()
         found += [each for _, _, each in self.tight.entries if kind(each.plan) not in shown]
-        return SearchResult(found=tuple(found[: self.best.top]), counts=counts, left_out=self.left_out(found))
+        first = tuple(found[: self.best.top])
+        return SearchResult(found=first, counts=counts, left_out=self.left_out(first))
 
-    def left_out(self, found: list[Candidate]) -> dict[str, str]:
-        """Kinds that nothing was found of: what is left of them takes too long, or all of them are too large."""
+    def left_out(self, found: tuple[Candidate, ...]) -> dict[str, str]:
+        """Kinds that nothing is shown of: what there is of them takes too long or is tight, or all are too large."""
         if not self.best.kinds or self.best.top == 1:
             return {}
-        waiting = {_kind_of_axes(group.splits[0]) for _, _, group, _ in self.heap if isinstance(group, PlanGroup)}
-        waiting |= {kind(plan.job.plan) for _, _, plan, _ in self.heap if isinstance(plan, _BoundedGroup)}
+        slow = self.slow | {
+            _kind_of_axes(group.splits[0]) for _, _, group, _ in self.heap if isinstance(group, PlanGroup)
+        }
+        slow |= {kind(plan.job.plan) for _, _, plan, _ in self.heap if isinstance(plan, _BoundedGroup)}
+        tight = {kind(each.plan) for _, _, each in self.tight.entries}
         missing = sorted(self.seen - {kind(each.plan) for each in found}, key=ORDER.__getitem__)
-        return {name: "slower, if it fits" if name in waiting else "does not fit" for name in missing}
+        why = dict.fromkeys(tight, "fits by the estimate alone") | dict.fromkeys(slow, "slower, if it fits")
+        return {name: why.get(name, "does not fit") for name in missing}

@@ -139,6 +139,8 @@ def assert_kinds(asked: Question, sure: list[Candidate]) -> None:
     for name in set(found) - {"offload"}:
         assert places([found[name]], sure) == [theirs[name]]
     assert not set(ours.left_out) & {kind(each.plan) for each in ours.found}
+    too_large = {name for name, why in ours.left_out.items() if why == "does not fit"}
+    assert not too_large & {kind(each.plan) for each in sure}
 
 
 def test_the_counts_add_up():
@@ -220,6 +222,13 @@ def test_the_kinds_are_different_and_the_first_is_the_best():
         "offload": "slower, if it fits",
     }
     assert set(kinds) | set(answer.left_out) <= set(KINDS)
+
+
+def test_a_kind_that_fits_and_is_slower_is_not_said_not_to_fit():
+    asked = question("gpt2", "4xrtx4090", sequence=1024, batch=8)  # one small microbatch a step: the network decides
+    alone = search(asked.with_fixed({"zero": 0, "pp": 1, "tp": 1, "cp": 1}), top=1).found[0]
+    assert (kind(alone.plan), alone.fits) == ("DDP", True)
+    assert search(asked, kinds=True).left_out == {"DDP": "slower, if it fits"}
 
 
 def test_a_batch_that_may_vary_is_judged_by_tokens():

@@ -32,8 +32,8 @@ from meshwright.checkpoint.storage import CorruptError, Damage, Disk
 from meshwright.config.run import Run, digest
 from meshwright.config.weights import best_step
 from meshwright.parallel.mesh import Mesh
-from meshwright.runtime.run_folder import state_bytes
-from meshwright.spec.problem import InputError, Problem
+from meshwright.runtime.run_folder import ROOM, lack_of_room
+from meshwright.spec.problem import mistake
 
 Say = Callable[[str], None]
 LOOK_SECONDS = 0.02
@@ -168,9 +168,9 @@ class Saver:
     begun: float = math.inf  # the step that was resumed from: those after it could not be used
 
     def __post_init__(self) -> None:
-        if words := first_words(lack_of_room(self.run, self.home, self.disk), self.mesh):
-            remedy = "free some space, lower checkpoint.keep_last, or set checkpoint.keep_best=false or .every=0"
-            raise InputError([Problem(words, remedy, "checkpoint")])
+        lack = lack_of_room(self.run, self.home.parent, self.disk.free_bytes(self.home))
+        if words := first_words(lack, self.mesh):
+            raise mistake(words, ROOM, "checkpoint")
         if self.mesh.rank == 0:
             format.sweep(self.disk, self.home)  # before the others know the name of this attempt's stumps
         self.unusable = {step for step in format.present(self.home) if step > self.begun}
@@ -278,15 +278,3 @@ def _failure(future: Future[None]) -> str | None:
     except FAILURES as error:
         return error.strerror or str(error) if isinstance(error, OSError) else str(error)
     return None
-
-
-def lack_of_room(run: Run, home: Path, disk: Disk) -> str | None:
-    """Why the disk cannot take the steps that will be kept, and one more while it is written; None if it can."""
-    every, kept = run.checkpoint.every, run.checkpoint.keep_last + run.checkpoint.keep_best + 1
-    times = min(math.ceil(run.steps / every), kept) if every else 1
-    times = max(times - len(format.present(home)), min(times, 1))
-    need, have = times * state_bytes(run), disk.free_bytes(home)
-    if need <= have:
-        return None
-    needs = f"need {need:,} bytes ({times} of {state_bytes(run):,})"
-    return f"not enough disk for checkpoints: {needs}, free {have:,} in {home}"

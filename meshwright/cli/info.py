@@ -13,7 +13,6 @@ from meshwright.cli import options as words
 from meshwright.config import load, presets, schema
 from meshwright.runtime.failure import Exit
 from meshwright.spec.params import active, count
-from meshwright.spec.plan import Plan
 from meshwright.spec.units import GIB
 
 MOST_EXPLAINED = 3  # keys that are explained in full: more are a list
@@ -171,6 +170,7 @@ def advise(options: argparse.Namespace) -> int:
 def advice_lines(asked: "PlanQuery", found: "Advice") -> Iterator[str]:
     """The way through the chart, as people read it."""
     from meshwright.cli.plan_tables import plan_heading
+    from meshwright.cli.query import plan_overrides
     from meshwright.search import explain
 
     if found.found and found.found.fit.host_question:
@@ -188,19 +188,14 @@ def advice_lines(asked: "PlanQuery", found: "Advice") -> Iterator[str]:
     if found.found is None:
         yield "No plan fits these machines."
         return
-    yield f"The plan: {' '.join(overrides(found.found.plan))}"
+    yield f"The plan: {' '.join(plan_overrides(found.found.plan))}"
     yield explain.why(found.found)
-
-
-def overrides(plan: Plan) -> list[str]:
-    """The words that state a plan, for `meshwright plan --exact` and `meshwright train`."""
-    used = [name for name in Plan.__struct_fields__ if plan.uses(name)]
-    return [f"plan.{name}={words.toml(getattr(plan, name))}" for name in used]
 
 
 def record(asked: "PlanQuery", found: "Advice") -> dict[str, Any]:
     """The same, as scripts read it."""
     from meshwright.cli.plan_tables import as_record
+    from meshwright.cli.query import plan_overrides
     from meshwright.search import explain
 
     said = ("name", "text", "available")
@@ -218,5 +213,5 @@ def record(asked: "PlanQuery", found: "Advice") -> dict[str, Any]:
         "leaves": leaves,
         "host_question": found.found.fit.host_question if found.found else None,
         "plan": as_record(found.found, explain.why(found.found)) if found.found else None,
-        "words": overrides(found.found.plan) if found.found else [],
+        "words": plan_overrides(found.found.plan) if found.found else [],
     }

@@ -409,8 +409,8 @@ def _run(target: str | None, overrides: list[str], ranks: int) -> Run:
     if target in presets.preset_names():
         overrides = [f"arch.preset={target}", *overrides]
     elif target is not None and (arch := described(Path(target))):
-        stated = [f"arch.{name}={words.toml(value)}" for name, value in msgspec.to_builtins(arch).items()]
-        overrides = [*stated, *overrides]
+        stated = {f"arch.{name}": value for name, value in msgspec.to_builtins(arch).items()}
+        overrides = [*query.settings(stated), *overrides]
     elif target is not None:
         file = Path(target)
     return load.load(file, overrides, default_ranks=ranks).run

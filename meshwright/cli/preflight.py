@@ -6,7 +6,8 @@ from pathlib import Path
 
 import msgspec
 
-from meshwright.cli import options as words
+from meshwright.checkpoint.storage import Disk
+from meshwright.cli.query import plan_overrides
 from meshwright.config.huggingface import weight_problems
 from meshwright.config.run import Run
 from meshwright.config.weights import describe
@@ -15,12 +16,12 @@ from meshwright.cost.memory import fits, ledger
 from meshwright.hardware.cluster import catalogue, cluster, cluster_of_device, recognised
 from meshwright.runtime.failure import Exit
 from meshwright.runtime.machine import free_host_bytes
-from meshwright.runtime.run_folder import checkpoint_problems
+from meshwright.runtime.run_folder import ROOM, lack_of_room
 from meshwright.search import budget
 from meshwright.search.best_first import search
 from meshwright.search.question import Question
 from meshwright.spec.plan import Plan
-from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.problem import InputError, Problem, mistake
 from meshwright.spec.units import GIB
 
 
@@ -66,8 +67,8 @@ def require_room(run: Run, folder: Path, gpus: list[str]) -> None:
         _require_devices(run, gpus[0], free)
     elif free is not None:
         _require_host(run, free)
-    if found := checkpoint_problems(run, folder):
-        raise InputError(found)
+    if lack := lack_of_room(run, folder, Disk().free_bytes(folder)):
+        raise mistake(lack, ROOM, "checkpoint")
 
 
 def _require_devices(run: Run, device: str, free: int | None) -> None:
@@ -110,6 +111,5 @@ def _shortage(run: Run, needs: str, question: Question) -> ShortageError:
     remedy = "no plan of as many ranks fits: use a smaller model, a shorter sequence, or more machines"
     if found:
         names = [name for name in Plan.__struct_fields__ if getattr(found[0].plan, name) != getattr(run.plan, name)]
-        remedy = " ".join(f"plan.{name}={words.toml(getattr(found[0].plan, name))}" for name in names)
-        remedy = f"this plan fits: {remedy}"
+        remedy = f"this plan fits: {' '.join(plan_overrides(found[0].plan, names))}"
     return ShortageError([Problem(f"the run does not fit: it needs {needs}", remedy, "plan")])

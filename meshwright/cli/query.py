@@ -2,6 +2,7 @@
 
 import argparse
 import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from meshwright.hardware.stacks import stack_of
 from meshwright.search.question import Question, Vary
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import count
-from meshwright.spec.plan import FIELDS, Precision, balanced_stages
+from meshwright.spec.plan import FIELDS, Plan, Precision, balanced_stages
 from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.schedule import default_chunks
 from meshwright.spec.units import GIB
 
 LONGEST = 8192  # a sequence that nobody stated: the model's context, and no more than this
@@ -129,29 +131,42 @@ def _begin(target: str | None, arch: Arch, overrides: list[str]) -> list[str]:
     if any(word.startswith(("arch.preset=", "init.from=")) for word in overrides):
         return overrides
     usual, stated = presets.preset("starter"), msgspec.to_builtins(arch)
-    numbers = [f"arch.{name}={words.toml(value)}" for name, value in stated.items() if value != getattr(usual, name)]
-    return [*numbers, *(word for word in overrides if not word.startswith("arch."))]
+    numbers = {f"arch.{name}": value for name, value in stated.items() if value != getattr(usual, name)}
+    return [*settings(numbers), *(word for word in overrides if not word.startswith("arch."))]
 
 
 def command(asked: PlanQuery, run: Run) -> list[str]:
     """What to type to train a plan that was found, word by word."""
     plan, machines = run.plan, asked.question.cluster
-    stated = set(asked.asked.in_file) | {"replicate", "microbatch", "grad_accum"}
-    stated |= {field.name for field in FIELDS if plan.uses(field.name)} | (
-        {"bf16_params"} if plan.world == 1 else set()
-    )
+    stated = {"replicate", "microbatch", "grad_accum", *(field.name for field in FIELDS if plan.uses(field.name))}
     if plan.stages == balanced_stages(run.arch, plan.pp * plan.chunks):
         stated.discard("stages")
     values: dict[str, Any] = {"name": run.name, "sequence": run.sequence, "batch": run.batch}
     if asked.words and asked.words[0].endswith(".toml"):
         values = {key: value for key, value in values.items() if getattr(asked.asked.run, key) != value}
     values |= {"goal.cluster": run.goal.cluster}
-    values |= {f"plan.{name}": getattr(plan, name) for name in (field.name for field in FIELDS) if name in stated}
+    optim: dict[str, Any] = {}
     for name in ("master_weights", "stochastic_rounding", "state_dtype"):
         if getattr(run.optim, name) != getattr(asked.asked.run.optim, name):
-            values[f"optim.{name}"] = getattr(run.optim, name)
-    words_of_it = [*asked.words, *(f"{key}={words.toml(value)}" for key, value in values.items())]
-    return [*launcher(machines), "train", *words_of_it]
+            optim[f"optim.{name}"] = getattr(run.optim, name)
+    fields = plan_overrides(plan, stated | set(asked.asked.in_file))
+    return [*launcher(machines), "train", *asked.words, *settings(values), *fields, *settings(optim)]
+
+
+def settings(values: Mapping[str, Any]) -> list[str]:
+    """Keys and their values as words of a run."""
+    return [f"{key}={words.toml(value)}" for key, value in values.items()]
+
+
+def plan_overrides(plan: Plan, names: Iterable[str] | None = None) -> list[str]:
+    """The words that state a plan's fields, those that are not neutral if nobody says which; and what a run of these
+    words alone would derive otherwise: the chunks of some schedules, the bf16 copy of a lone rank."""
+    stated = {field.name for field in FIELDS if plan.uses(field.name)} if names is None else set(names)
+    if plan.pp > 1 and plan.chunks != default_chunks(plan.schedule):
+        stated.add("chunks")
+    if plan.world == 1:
+        stated.add("bf16_params")
+    return settings({f"plan.{field.name}": getattr(plan, field.name) for field in FIELDS if field.name in stated})
 
 
 def launcher(machines: Cluster) -> list[str]:

@@ -84,12 +84,14 @@ def _launch(run: Run, options: argparse.Namespace) -> int:
 
     say, world = _teller(options.json), run.plan.world
     folder = options.folder or folders.find(run, fresh=options.fresh, extend=options.extend)
-    if options.fresh or not (folder / folders.SUMMARY).exists():  # what has finished is only shown
+    changed = options.fresh or folders.check_owner(folder, run, extend=options.extend)
+    if changed or not (folder / folders.SUMMARY).exists():  # what has finished is only shown
         from meshwright.cli import preflight
 
         preflight.require_room(run, folder, env.gpu_names())
     claim = folders.Claim(folder, run, fresh=options.fresh, extend=options.extend)
     if claim.finished is not None:
+        claim.release()
         say(f"{folder} has finished this run; ask for more steps to go on, or add --fresh to train it again")
         _tell(claim.finished, run, options.json)
         return Exit.DONE

@@ -167,6 +167,11 @@ def _default(overrides: list[str]) -> tuple[Table, Origins]:
     return table, dict.fromkeys(_lines(text), "default run")
 
 
+def usual_warmup(steps: int) -> int:
+    """The warm-up of a run of somebody's own text, if nobody says."""
+    return max(steps // WARMUP, 0)
+
+
 def _fit_to_own_text(table: Table, origins: Origins) -> None:
     """Of the default run, take away what was chosen for its own text: the sample's prompt, and the warm-up's length."""
     if all(origins.get(key) != "command line" for key in OWN_DATA) or table.get("data", {}).get("source") == "stdlib":
@@ -174,7 +179,7 @@ def _fit_to_own_text(table: Table, origins: Origins) -> None:
     if origins.get("eval.prompt") == "default run":
         del table["eval"]["prompt"], origins["eval.prompt"]
     if origins.get("optim.warmup") == "default run":
-        table["optim"]["warmup"] = max(table.get("steps", 0) // WARMUP, 0)
+        table["optim"]["warmup"] = usual_warmup(table.get("steps", 0))
         origins["optim.warmup"] = f"derived: steps ÷ {WARMUP}"
 
 

@@ -29,6 +29,7 @@ from meshwright.spec.problem import InputError, Problem, mistake
 
 LOCK, DATA = "lock", "data.json"
 NAMED = re.compile(r"(?P<name>.+)-[0-9a-f]{8}")  # a folder that nobody named
+ROOM = "free some space, name a --folder on another disk, lower checkpoint.keep_last, or set checkpoint.keep_best=false"
 OTHERWISE = "name another --folder, or add --fresh to set that run aside and start anew"
 # What no checkpoint can go on with, and why.
 FIXED = {
@@ -68,7 +69,7 @@ def find(run: Run, *, fresh: bool = False, extend: bool = False) -> Path:
         if name is not None and name["name"] == Path(run.name).name and (entry / RUN).is_file():
             with suppress(InputError):  # what it began from is gone
                 called[entry] = load.load(entry / RUN).run
-    same = [entry for entry, there in called.items() if {each.key for each in changes(there, run)} <= {"steps"}]
+    same = [entry for entry, there in called.items() if _is_length(there, run, changes(there, run))]
     if same := [entry for entry in same if called[entry].steps <= run.steps]:
         return max(same, key=lambda entry: (called[entry].steps, entry == home))
     if not extend:
@@ -191,7 +192,7 @@ def check_owner(folder: Path, run: Run, *, extend: bool = False) -> list[Change]
 
 def _obstacle(folder: Path, there: Run, run: Run, found: list[Change], extend: bool) -> Problem | None:
     """Why the run in a folder does not go on with some changes, None if it does."""
-    listed, is_length = "; ".join(map(str, found)), [each.key for each in found] == ["steps"]
+    listed, is_length = "; ".join(map(str, found)), _is_length(there, run, found)
     if why := _impossible(there, run, found):
         return Problem(f"{folder} belongs to another run, and cannot go on with {why}", OTHERWISE)
     summary, saved = read_summary(folder), max(present(folder / CHECKPOINTS), default=0)
@@ -211,6 +212,12 @@ def _obstacle(folder: Path, there: Run, run: Run, found: list[Change], extend: b
         what = f"{folder} has finished without a checkpoint to go on from"
         return Problem(what, f"begin another run with its weights, init.from={folder}, and {OTHERWISE}")
     return None
+
+
+def _is_length(there: Run, here: Run, found: list[Change]) -> bool:
+    """Whether two runs differ in their length alone, and in what follows from it: a warm-up that nobody stated."""
+    follows = all(run.optim.warmup == load.usual_warmup(run.steps) for run in (there, here))
+    return {each.key for each in found} <= ({"steps", "optim.warmup"} if follows else {"steps"})
 
 
 def _impossible(there: Run, run: Run, found: list[Change]) -> str:
@@ -241,19 +248,17 @@ def state_bytes(run: Run) -> int:
     return (width + OPTIMIZERS[run.optim.name].state_bytes(width)) * count_parameters(run.arch)
 
 
-def checkpoint_problems(run: Run, folder: Path) -> list[Problem]:
-    """Whether the disk can take the checkpoints that a run keeps, beside those it has, and one while it is written."""
+def lack_of_room(run: Run, folder: Path, free: int) -> str | None:
+    """Why a disk cannot take the steps that a run keeps, and one more while it is written; None if it can."""
     wish, size = run.checkpoint, state_bytes(run)
-    saves = run.steps // wish.every if wish.every else 1
-    kept = wish.keep_last + (run.steps // wish.keep_every if wish.keep_every else 0)
-    present = len(list(folder.glob("checkpoints/step-*")))
-    times = max(min(saves, kept + 1) - present, min(saves, 1))
-    place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    need, free = times * size, shutil.disk_usage(place).free
-    if need <= free:
-        return []
-    what = f"not enough disk for checkpoints: need {need:,} bytes ({times} of {size:,}), free {free:,} in {place}"
-    return [Problem(what, "free some, name a --folder on another disk, or lower checkpoint.keep_last", "checkpoint")]
+    milestones = run.steps // wish.keep_every if wish.keep_every else 0
+    saves = math.ceil(run.steps / wish.every) if wish.every else 1
+    most = min(saves, wish.keep_last + wish.keep_best + milestones + 1)
+    times = max(most - len(present(folder / CHECKPOINTS)), min(saves, 1))
+    if times * size <= free:
+        return None
+    needs = f"need {times * size:,} bytes ({times} of {size:,})"
+    return f"not enough disk for checkpoints: {needs}, free {free:,} in {folder}"
 
 
 def write_summary(folder: Path, summary: Summary) -> None:

@@ -92,7 +92,7 @@ def _cells(each: Candidate) -> tuple[str, ...]:
         f"{price.mfu:.1%}" if price.mfu else "–",
         f"{each.peak_bytes / GIB:.1f}",
         f"{fit.headroom_bytes / GIB:.1f}",
-        "yes" if fit.fits else f"no: {fit.why}",
+        {True: "yes", False: f"no: {fit.why}", None: fit.host_question or ""}[fit.fits],
     )
 
 

@@ -69,6 +69,12 @@ def test_search_results_are_a_table_and_still_a_tuple(priced):
     assert len(shown(priced).rows) > len(shown(priced.ledger).rows)
 
 
+def test_a_plan_that_hangs_on_an_unknown_host_is_a_question(priced):
+    open_question = msgspec.structs.replace(priced.fit, fits=None, host_question="Is there room?")
+    rows = shown(msgspec.structs.replace(priced, fit=open_question)).rows
+    assert rows[2][-1] == "Is there room?"
+
+
 def test_a_report_is_a_table_of_its_figures(tmp_path):
     report = meshwright.report(run_folder(tmp_path / "<script>x", None, f"name='{EVIL}'", device=H100))
     assert report.ran.name == EVIL

@@ -300,6 +300,7 @@ plan.tp = 4
     [
         SMALL,
         f"{SMALL} plan.pp=2 plan.schedule=interleaved",
+        f"{SMALL} plan.pp=2 plan.schedule=zb1p plan.chunks=1",  # which has two of them where nobody says
         f"{SMALL} plan.zero=3 optim.lr=1e-4 plan.stages=[] goal.memory_gib=60",
         f"{SMALL} --vary optimizer",
         "plan llama3-8b --cluster 1xh100 --sequence 4096 --batch 8",
@@ -398,7 +399,7 @@ def test_a_name_like_no_model_is_not_taken_for_one(capsys):
 def test_an_unknown_flag_shows_the_usage_of_its_verb(capsys):
     text = refused(capsys, "plan gpt2 --fro")
     assert text.startswith("usage: meshwright plan ")
-    assert "unknown: --fro" in text
+    assert "--fro is not a flag; did you mean --force?" in text
 
 
 def test_a_written_plan_is_trained_by_its_file(capsys, tmp_path):

@@ -10,11 +10,16 @@ from meshwright.cli import main, preflight
 from meshwright.config import load, presets
 from meshwright.config.huggingface import config_of
 from meshwright.runtime import run_folder
+from meshwright.runtime.records import Summary
 from meshwright.spec.units import GIB
 
 TEXT = "a line of text that a person wrote\n" * 300
 SMALL = ["arch.preset=tiny", "sequence=32", "batch=4", "steps=300", "data.source=my.txt"]
 H100 = "NVIDIA H100 80GB HBM3"
+SUMMARY = Summary(
+    step=300, first_loss=2.0, loss=1.0, held_out_loss=None, tokens_per_second=1.0, seconds_to_first_loss=1.0,
+    seconds=2.0, peak_bytes=1, parameters=1, ranks=2, folder="done",
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -113,11 +118,24 @@ def test_checkpoints_that_the_disk_cannot_take_are_told_before_ranks_start(capsy
     words = [*SMALL, "arch.hidden=256", "arch.vocab=4096", "checkpoint.every=10", "checkpoint.keep_last=5"]
     said = told(capsys, "train", *words)
     size = run_folder.state_bytes(load.load(None, words).run)
-    assert f"not enough disk for checkpoints: need {6 * size:,} bytes (6 of {size:,}), free 20,000,000 in " in said
+    assert f"not enough disk for checkpoints: need {7 * size:,} bytes (7 of {size:,}), free 20,000,000 in " in said
     assert "lower checkpoint.keep_last" in said
+    x = run_folder.Path("x")
     milestones = load.load(None, [*words, "checkpoint.keep_every=100"]).run
-    assert f"(9 of {size:,})" in run_folder.checkpoint_problems(milestones, run_folder.Path("x"))[0].text
-    assert not run_folder.checkpoint_problems(load.load(None, [*SMALL, "steps=9"]).run, run_folder.Path("x"))
+    assert f"(10 of {size:,})" in run_folder.lack_of_room(milestones, x, 0)
+    short = load.load(None, [*words, "steps=9"]).run  # whose last step is saved
+    assert f"(1 of {size:,})" in run_folder.lack_of_room(short, x, size - 1)
+    assert run_folder.lack_of_room(short, x, size) is None
+
+
+def test_a_finished_run_that_goes_on_is_held_against_the_memory_that_there_is(capsys, monkeypatch):
+    run, folder = load.load(None, SMALL, default_ranks=2).run, run_folder.Path("done")
+    run_folder.Claim(folder, run).release()
+    (folder / "checkpoints" / "step-300").mkdir(parents=True)
+    run_folder.write_summary(folder, SUMMARY)
+    monkeypatch.setattr(preflight, "free_host_bytes", lambda: 1000)
+    assert "the run does not fit" in told(capsys, "train", *SMALL, "steps=400", "--folder", "done", code=3)
+    assert main.main(["train", *SMALL, "--folder", "done"]) == 0  # only shown
 
 
 @pytest.fixture

@@ -181,6 +181,19 @@ def test_more_steps_alone_go_on_and_what_was_is_kept(done):
     assert claim(done, longer("steps=500")).changes == []  # the same command after a crash
 
 
+def test_more_steps_on_own_text_go_on_though_the_warm_up_follows_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    short, more = longer("data.source=my.txt", "steps=300"), longer("data.source=my.txt", "steps=400")
+    assert short.optim.warmup < more.optim.warmup
+    home = folders.default(short)
+    claim(home, short)
+    assert folders.find(more) == home
+    assert {change.key for change in claim(home, more).changes} == {"optim.warmup", "steps"}
+    stated = longer("data.source=my.txt", "steps=500", "optim.warmup=1")
+    with pytest.raises(InputError, match=r"optim\.warmup 18 → 1; steps 400 → 500\); add --extend"):
+        claim(home, stated)
+
+
 def test_an_extension_that_never_began_is_undone(done):
     before = {file.name: file.read_bytes() for file in done.glob("*.*")}
     claim(done, longer("steps=500", "optim.lr=1e-4"), extend=True).abandon()
@@ -195,7 +208,7 @@ def test_an_extension_that_never_began_is_undone(done):
     ("words", "told"),
     [
         (["steps=500", "optim.lr=1e-4"], r"optim\.lr 0\.002 → 0\.0001; steps 440 → 500\); add --extend"),
-        (["steps=500", "data.source=else"], r"data\.source stdlib → else; steps .*--extend"),
+        (["steps=500", "data.source=else"], r"data\.source stdlib → else; optim\.warmup 20 → 22; steps .*--extend"),
         (["steps=500", "batch=16", "optim.schedule=linear"], r"batch 8 → 16; optim\.schedule cosine → linear"),
         (["steps=500", "plan.precision=bf16"], r"plan\.precision fp32 → bf16; steps .*--extend"),
     ],

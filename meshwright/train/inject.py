@@ -175,8 +175,9 @@ def _poison(factor: float) -> Callable[[Injection, Run, State, Mesh], None]:
         hot = threading.Event()
 
         def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            there = (kwargs["index"][:, 0] // run.sequence == sample).any().item()
-            hot.set() if there and module.training else hot.clear()
+            index = kwargs.get("index") if module.training else None  # text that is generated has none
+            there = index is not None and (index[:, 0] // run.sequence == sample).any().item()
+            hot.set() if there else hot.clear()
 
         def after(module: nn.Module, args: Any, output: Any) -> Any:
             if not hot.is_set():

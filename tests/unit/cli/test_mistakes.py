@@ -396,7 +396,7 @@ MISTAKES = [
     Mistake(
         "train init.from=nowhere data.source=my.txt",
         "nowhere is not a folder",
-        "give the folder of a Hugging Face model or of",
+        "give the folder of a Hugging Face model, or of a run",
     ),
     Mistake(
         "train init.from=model.bin data.source=my.txt",
@@ -583,12 +583,12 @@ MISTAKES = [
     ),
     Mistake("report .", ". is not a run's folder: it has no run.toml", "give the folder of a run: `meshwright train`"),
     # convert
-    Mistake("convert", "the following arguments are required: source, target", "usage: meshwright convert"),
-    Mistake("convert nowhere out", "nowhere is not a folder", "give the folder of a Hugging Face model or of"),
+    Mistake("convert", "the following arguments are required: source", "usage: meshwright convert"),
+    Mistake("convert nowhere out", "nowhere is not a folder", "give the folder of a Hugging Face model, or of a run"),
     Mistake(
         "convert e out",
         "e holds neither config.json nor arch.json",
-        "give the folder of a Hugging Face model or of",
+        "give the folder of a Hugging Face model, or of a run",
         {"e/": None},
     ),
     Mistake(
@@ -603,10 +603,25 @@ MISTAKES = [
         "(choose from 'float32', 'bfloat16', 'float16')",
         {"hf/config.json": "{}"},
     ),
+    # generate and eval
+    Mistake("generate", "the following arguments are required: MODEL", "usage: meshwright generate"),
+    Mistake(
+        "generate nowhere --prompt hi",
+        "nowhere is not a folder",
+        "give the folder of a Hugging Face model, or of a run",
+    ),
+    Mistake("generate . --prompt hi --device cuda", "there is no GPU that torch can use", "use --device cpu"),
+    Mistake("eval nowhere", "nowhere is not a folder", "give the folder of a Hugging Face model, or of a run"),
+    Mistake("eval . --field text", "--format and --field say how --data is read", "add --data PATH"),
+    # cache and completion
+    Mistake("cache clera", "argument what: invalid choice: 'clera'", "(choose from 'show', 'clear')"),
+    Mistake("cache clear nothing", "argument NAME: invalid choice: 'nothing'", "(choose from 'tokens', 'tokenizers'"),
+    Mistake("completion tcsh", "argument shell: invalid choice: 'tcsh'", "(choose from 'bash', 'zsh', 'fish')"),
     # config
     Mistake("config", "the following arguments are required: what, RUN.toml | key=value", "usage: meshwright config"),
-    Mistake("config shwo", "argument what: invalid choice: 'shwo'", "(choose from 'show', 'schema')"),
+    Mistake("config shwo", "argument what: invalid choice: 'shwo'", "(choose from 'show', 'schema', 'explain')"),
     Mistake("config show stepz=3", "stepz is not a key", "did you mean steps?"),
+    Mistake("config explain optim.lrr", "optim.lrr is not a key", "did you mean optim.lr?"),
     Mistake("config show d", "d: Is a directory", "name a run file that can be read", {"d/": None}),
 ]
 

@@ -180,8 +180,9 @@ class Claim:
 
 def check_owner(folder: Path, run: Run, *, extend: bool = False) -> list[Change]:
     """How this run differs from the one in a folder, where it may go on there. What is not a run's is never touched."""
-    if not folder.exists() or _names(folder) <= {LOCK}:
-        return []
+    with writing(folder, "name another --folder"):
+        if not folder.exists() or _names(folder) <= {LOCK}:
+            return []
     if not (folder / RUN).is_file():
         raise mistake(f"{folder} holds other files", "name an empty --folder")
     there = load.load(folder / RUN).run

@@ -18,10 +18,21 @@ LLAMA = [
     "arch.vocab=128256", "arch.layers=16", "arch.heads=32", "arch.kv_heads=8", "arch.context=8192",
     "arch.rope_theta=500000.0",
 ]  # fmt: skip
+MOE = [
+    "arch.vocab=32000", "arch.layers=8", "arch.hidden=2048", "arch.heads=16", "arch.kv_heads=16", "arch.head_dim=128",
+    "arch.context=4096",
+]  # fmt: skip
+QWEN = [
+    "arch.vocab=151936", "arch.layers=12", "arch.hidden=2048", "arch.heads=32", "arch.kv_heads=4", "arch.head_dim=128",
+    "arch.context=4096",
+]  # fmt: skip
 ARCHS = {
     "gpt2-124m": ["gpt2", "arch.vocab=50304"],
     "llama3-1b": ["tiny", *LLAMA, "arch.hidden=2048", "arch.ffn=8192"],
     "llama3-8b-16": ["tiny", *LLAMA, "arch.hidden=4096", "arch.ffn=14336"],
+    "moe-8": ["tiny", *MOE, "arch.experts=8", "arch.top_k=2", "arch.expert_ffn=4096"],
+    "moe-64": ["tiny", *MOE, "arch.experts=64", "arch.top_k=8", "arch.expert_ffn=1024"],
+    "moe-128": ["tiny", *QWEN, "arch.experts=128", "arch.top_k=8", "arch.expert_ffn=768"],  # Qwen3-30B-A3B's, 12 layers
 }
 
 
@@ -31,7 +42,7 @@ class Case(NamedTuple):
     shape: str
     microbatch: int
     sequence: int
-    peer: str
+    peer: str  # empty: none is measured beside it
     plan: str
     words: str = ""
 
@@ -46,6 +57,9 @@ CASES = (
     Case("llama3-8b-16", 1, 8192, "torchtitan", "precision=bf16,compile=true", HALVES),
     Case("llama3-8b-16", 2, 8192, "torchtitan", "precision=bf16,compile=true,recompute=selective-4", HALVES),
     Case("llama3-8b-16", 1, 8192, "torchtitan-fp8", "precision=fp8,compile=true", HALVES),
+    Case("moe-8", 4, 4096, "", "precision=bf16,compile=true", HALVES),
+    Case("moe-64", 4, 4096, "", "precision=bf16,compile=true", HALVES),
+    Case("moe-128", 4, 4096, "", "precision=bf16,compile=true", HALVES),
 )
 
 
@@ -108,7 +122,7 @@ def main() -> None:
     for case in CASES:
         if options.only not in f"{case.shape}/{case.microbatch}/{case.peer}":
             continue
-        mine, theirs = ours(case, options.folder), peer(case) if options.peers else {}
+        mine, theirs = ours(case, options.folder), peer(case) if options.peers and case.peer else {}
         records.append({"case": case._asdict(), "ours": mine, "peer": theirs})
         print(_line(case, mine, theirs), flush=True)
         options.out.write_text(json.dumps(records, indent=1) + "\n")

@@ -169,7 +169,7 @@ def fitting(found: Candidate) -> str:
 def lacking(found: Candidate) -> str:
     """What a plan that does not fit lacks."""
     if found.fit.headroom_bytes >= 0:
-        return f"{found.fit.why}."
+        return f"{'the most loaded rank ' if found.fit.why.startswith('needs') else ''}{found.fit.why}."
     memory, short = found.job.cluster.gpu.memory_bytes, -found.fit.headroom_bytes
     return f"the most loaded rank needs {gib(memory + short)} GiB; the card has {gib(memory)} ({gib(short)} GiB short)."
 
@@ -252,11 +252,12 @@ def neighbours(base: Candidate, others: Iterable[NeighbourPrice]) -> Iterator[st
     others = list(others)
     width = max((len(each.change) for each in others), default=0)
     for each in others:
-        if each.plan is None or not each.fits:
+        if each.plan is None or each.fits is False:
             yield f"  {each.change:<{width}}  {each.problem}"
             continue
         change = each.seconds / base.price.seconds - 1
-        yield f"  {each.change:<{width}}  {short(each.seconds):>7} s  {change:>+7.1%}  {gib(each.peak_bytes):>6} GiB"
+        cost = f"{short(each.seconds):>7} s  {change:>+7.1%}  {gib(each.peak_bytes):>6} GiB"
+        yield f"  {each.change:<{width}}  {cost}" + (f", {each.problem}" if each.problem else "")
 
 
 def ledger(found: Candidate) -> Iterator[str]:

@@ -121,7 +121,7 @@ def with_margin(question: Question, margin: float) -> Question:
 
 
 def _begin(target: str | None, arch: Arch, overrides: list[str]) -> list[str]:
-    """The words of a run that say what is planned: of a model by its numbers, what the default run has otherwise."""
+    """The words of a run that say what is planned: of a model by its numbers, those and what the default run lacks."""
     if target is not None and Path(target).suffix == ".toml":
         return [target, *overrides]
     if target in presets.preset_names():
@@ -130,8 +130,12 @@ def _begin(target: str | None, arch: Arch, overrides: list[str]) -> list[str]:
         return [f"init.from={target}", *overrides]
     if any(word.startswith(("arch.preset=", "init.from=")) for word in overrides):
         return overrides
-    usual, stated = presets.preset("starter"), msgspec.to_builtins(arch)
-    numbers = {f"arch.{name}": value for name, value in stated.items() if value != getattr(usual, name)}
+    usual, stated = presets.preset("starter"), {word.partition("=")[0] for word in overrides}
+    numbers = {
+        f"arch.{name}": value
+        for name, value in msgspec.to_builtins(arch).items()
+        if value != getattr(usual, name) or f"arch.{name}" in stated
+    }
     return [*settings(numbers), *(word for word in overrides if not word.startswith("arch."))]
 
 

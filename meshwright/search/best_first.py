@@ -92,7 +92,7 @@ def _cells(each: Candidate) -> tuple[str, ...]:
         f"{price.mfu:.1%}" if price.mfu else "–",
         f"{each.peak_bytes / GIB:.1f}",
         f"{fit.headroom_bytes / GIB:.1f}",
-        {True: "yes", False: f"no: {fit.why}", None: fit.host_question or ""}[fit.fits],
+        "yes" if fit.fits else fit.host_question or f"no: {fit.why}",
     )
 
 

@@ -44,8 +44,8 @@ class NeighbourPrice(msgspec.Struct, frozen=True, kw_only=True):
     plan: Plan | None = None
     seconds: float = 0.0
     peak_bytes: float = 0.0
-    fits: bool = False
-    problem: str = ""  # why it is not legal, or does not fit
+    fits: bool | None = False  # None: on the device, and nobody says whether the host has room
+    problem: str = ""  # why it is not legal, or does not fit, or what it would have to have beside the device
 
 
 class SuggestedChange(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,6 +133,11 @@ def _neighbour_price(question: Question, neighbour: Neighbour) -> NeighbourPrice
         return NeighbourPrice(change=neighbour.change, problem=neighbour.problem)
     found = priced(question.job(neighbour.plan))
     problem = "" if found.fits is not False else f"does not fit: {found.fit.why}"
+    if found.fits is None:
+        away = found.ledger.away
+        places = (("host RAM", away.host_bytes), ("disk", away.disk_bytes))
+        wanted = " and ".join(f"{size / GIB:.1f} GiB of {name}" for name, size in places if size)
+        problem = f"if there are {wanted} per GPU"
     if found.fit.headroom_bytes < 0:
         memory = found.job.cluster.gpu.memory_bytes / GIB
         short = f"needs {found.peak_bytes / GIB:.1f} GiB; the card has {memory:.1f}"
@@ -142,7 +147,7 @@ def _neighbour_price(question: Question, neighbour: Neighbour) -> NeighbourPrice
         plan=neighbour.plan,
         seconds=found.price.seconds,
         peak_bytes=found.peak_bytes,
-        fits=found.fits is not False,
+        fits=found.fits,
         problem=problem,
     )
 

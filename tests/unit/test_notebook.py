@@ -69,10 +69,9 @@ def test_search_results_are_a_table_and_still_a_tuple(priced):
     assert len(shown(priced).rows) > len(shown(priced.ledger).rows)
 
 
-def test_a_plan_that_hangs_on_an_unknown_host_is_a_question(priced):
-    open_question = msgspec.structs.replace(priced.fit, fits=None, host_question="Is there room?")
-    rows = shown(msgspec.structs.replace(priced, fit=open_question)).rows
-    assert rows[2][-1] == "Is there room?"
+def test_a_plan_on_an_unknown_host_is_a_question_in_a_table_too():
+    found = meshwright.search("llama3-8b", "1xrtx4090", "plan.precision=bf16", sequence=2048, batch=8, top=1)
+    assert shown(found).rows[2][-1] == found[0].fit.host_question
 
 
 def test_a_report_is_a_table_of_its_figures(tmp_path):

@@ -389,6 +389,14 @@ def test_a_model_by_its_numbers_says_what_was_left_out(capsys):
     assert "arch.hidden is missing" in told(capsys, "plan arch.layers=32 --cluster 8xh100", code=2)
 
 
+def test_a_command_states_every_number_that_was_stated(capsys):
+    words = "arch.layers=4 arch.hidden=256 arch.heads=4"  # four layers, as the default run has
+    found = answer(capsys, f"plan {words} --cluster 2xrtx5090 --sequence 1024 --batch 16")["answer"]
+    stated = found["command"].removeprefix("meshwright train ")
+    assert set(words.split()) <= set(stated.split())
+    assert answer(capsys, f"plan {stated} --exact")["answer"]["seconds"] == found["seconds"]
+
+
 def test_a_name_like_no_model_is_not_taken_for_one(capsys):
     text = told(capsys, "plan nomodel --cluster 8xh100", code=2)
     assert "nomodel is neither a known model nor a file" in text

@@ -26,12 +26,23 @@ def test_a_host_of_which_nobody_knows_is_asked_about_first(capsys):
     assert found["plans"][0]["plan"]["cpu_offload"]
 
 
+def test_a_neighbour_that_wants_an_unknown_host_says_how_much(capsys):
+    others = {each["change"]: each for each in answer(capsys, ALONE)["neighbours"]}
+    faster = others["recompute full → none"]  # and it wants twice as much of the host, so it is not the first
+    assert faster["fits"] is None
+    assert faster["problem"].startswith("if there are 259.3 GiB of host RAM per GPU")
+    assert faster["problem"] in told(capsys, ALONE)
+    known = {each["change"]: each for each in answer(capsys, ALONE, "goal.host_gib=128")["neighbours"]}
+    assert known["recompute full → none"]["fits"] is False
+
+
 def test_a_host_that_is_told_is_an_answer(capsys):
     assert answer(capsys, ALONE, "goal.host_gib=128")["answer"]["fits"] is True
 
 
 def test_too_small_a_host_is_the_reason_that_nothing_fits(capsys):
     text = told(capsys, ALONE, "goal.host_gib=16", code=3)
+    assert text.startswith("Nothing fits. Of the nearest plan, the most loaded rank needs ")
     assert "of host RAM per GPU; there are 16.0" in text
     assert "8 of these GPUs" in text
 

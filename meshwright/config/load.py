@@ -174,8 +174,13 @@ def _fit_to_own_text(table: Table, origins: Origins) -> None:
     if origins.get("eval.prompt") == "default run":
         del table["eval"]["prompt"], origins["eval.prompt"]
     if origins.get("optim.warmup") == "default run":
-        table["optim"]["warmup"] = max(table.get("steps", 0) // WARMUP, 0)
+        table["optim"]["warmup"] = derived_warmup(table.get("steps", 0))
         origins["optim.warmup"] = f"derived: steps ÷ {WARMUP}"
+
+
+def derived_warmup(steps: int) -> int:
+    """The warm-up of a run of own text for which nobody has written one."""
+    return max(steps // WARMUP, 0)
 
 
 def _read(file: Path, depth: int = 0) -> tuple[Table, Origins]:

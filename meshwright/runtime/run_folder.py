@@ -68,7 +68,7 @@ def find(run: Run, *, fresh: bool = False, extend: bool = False) -> Path:
         if name is not None and name["name"] == Path(run.name).name and (entry / RUN).is_file():
             with suppress(InputError):  # what it began from is gone
                 called[entry] = load.load(entry / RUN).run
-    same = [entry for entry, there in called.items() if {each.key for each in changes(there, run)} <= {"steps"}]
+    same = [entry for entry, there in called.items() if differs_in_length(there, run)]
     if same := [entry for entry in same if called[entry].steps <= run.steps]:
         return max(same, key=lambda entry: (called[entry].steps, entry == home))
     if not extend:
@@ -97,6 +97,14 @@ def changes(there: Run, here: Run) -> list[Change]:
     keys = _differing(mathematics(there), mathematics(here))
     named = {key if hasattr(here, key.partition(".")[0]) else f"plan.{key}" for key in keys}
     return [Change(key, _value(there, key), _value(here, key)) for key in sorted(named)]
+
+
+def differs_in_length(there: Run, here: Run) -> bool:
+    """Whether two runs differ in nothing but their steps, and a warm-up that nobody has written but follows from them."""
+    keys = {each.key for each in changes(there, here)}
+    if all(run.optim.warmup == load.derived_warmup(run.steps) for run in (there, here)):
+        keys.discard("optim.warmup")
+    return keys <= {"steps"}
 
 
 class Claim:
@@ -191,7 +199,7 @@ def check_owner(folder: Path, run: Run, *, extend: bool = False) -> list[Change]
 
 def _obstacle(folder: Path, there: Run, run: Run, found: list[Change], extend: bool) -> Problem | None:
     """Why the run in a folder does not go on with some changes, None if it does."""
-    listed, is_length = "; ".join(map(str, found)), [each.key for each in found] == ["steps"]
+    listed, is_length = "; ".join(map(str, found)), differs_in_length(there, run)
     if why := _impossible(there, run, found):
         return Problem(f"{folder} belongs to another run, and cannot go on with {why}", OTHERWISE)
     summary, saved = read_summary(folder), max(present(folder / CHECKPOINTS), default=0)

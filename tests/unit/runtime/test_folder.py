@@ -280,3 +280,17 @@ def test_nobody_need_name_the_folder_of_a_run_that_goes_on(done, monkeypatch):
         folders.find(longer("name=else"), extend=True)
     claim(home, longer("steps=500"), fresh=True)  # what was set aside is gone on with by nobody
     assert folders.find(longer("optim.lr=1e-4", "steps=500")) == folders.default(longer("optim.lr=1e-4", "steps=500"))
+
+
+def test_a_longer_run_of_own_text_goes_on_though_its_warm_up_follows_from_its_length(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.txt").write_text("a text")
+    own = [load.load(None, ["data.source=my.txt", f"steps={steps}"]).run for steps in (440, 880)]
+    home = folders.default(own[0])
+    claim(home, own[0])
+    assert folders.find(own[1]) == home
+    assert [str(each) for each in claim(home, own[1]).changes] == ["optim.warmup 20 → 40", "steps 440 → 880"]
+    written = load.load(None, ["data.source=my.txt", "steps=1760", "optim.warmup=9"]).run
+    assert folders.find(written) != home  # what somebody has written is a change as any other
+    with pytest.raises(InputError, match="optim.warmup 40 → 9; steps 880 → 1760"):
+        claim(home, written)

@@ -132,6 +132,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         if name == chosen:
             add_arguments(under, name)
     options, rest = parser.parse_known_args(given)
+    if rest and not hasattr(options, "words") and not any(word.startswith("-") for word in rest):
+        behind = given[given.index(chosen) + 1 :]  # words on both sides of a flag, as in `convert RUN --step 3 FOLDER`
+        options, rest = verbs.choices[chosen].parse_known_intermixed_args(behind)
     flags = [word for word in rest if word.startswith("-") or not hasattr(options, "words")]
     if flags:
         under = verbs.choices[chosen]

@@ -1,6 +1,7 @@
 """`meshwright train`: the launcher of local ranks, and a rank that somebody else has launched."""
 
 import argparse
+import shlex
 import sys
 import tempfile
 from collections.abc import Callable
@@ -93,7 +94,7 @@ def _launch(run: Run, options: argparse.Namespace) -> int:
     if claim.finished is not None:
         claim.release()
         say(f"{folder} has finished this run; ask for more steps to go on, or add --fresh to train it again")
-        _tell(claim.finished, run, options.json)
+        _tell(claim.finished, run, options)
         return Exit.DONE
     for warning in check.warnings(run):
         say(f"warning: {warning}")
@@ -129,7 +130,7 @@ def _launch(run: Run, options: argparse.Namespace) -> int:
         supervisor.close()
         claim.release()
     if failed is None:
-        _tell(folders.read_summary(folder), run, options.json)
+        _tell(folders.read_summary(folder), run, options)
         return Exit.DONE
     if failed.kind == "input":
         claim.abandon()
@@ -157,7 +158,7 @@ def _rank(run: Run, here: Place, options: argparse.Namespace) -> int:
     if not fresh and not changed and (finished := folders.read_summary(folder)) is not None:
         if here.rank == 0:
             _teller(options.json)(f"{folder} has finished this run; ask for more steps, or add --fresh")
-            _tell(finished, run, options.json)
+            _tell(finished, run, options)
         return Exit.DONE
     if options.debug:
         env.debug()
@@ -179,7 +180,7 @@ def _rank(run: Run, here: Place, options: argparse.Namespace) -> int:
         if claim is not None:
             claim.release()
     if here.rank == 0 and code == Exit.DONE:
-        _tell(folders.read_summary(folder), run, options.json)
+        _tell(folders.read_summary(folder), run, options)
     elif here.rank == 0 and options.json:
         _tell_program(next((own for own in failure.read(folder) if own.rank == 0), None), code)
     return code
@@ -190,10 +191,10 @@ def _extension(changes: "list[Change]", run: Run) -> str:
     return f"going on with {'; '.join(map(str, changes))}; the learning rate schedule is now that of {run.steps} steps"
 
 
-def _tell(summary: Summary | None, run: Run, machine: bool) -> None:
+def _tell(summary: Summary | None, run: Run, options: argparse.Namespace) -> None:
     """How a run ended: one object for a program, a few lines and the sample for a person."""
     assert summary is not None, "a run that ends well leaves a summary"
-    if machine:
+    if options.json:
         teller(sys.stdout)(msgspec.json.encode(summary).decode())
         return
     validation = f", validation {summary.held_out_loss:.4f}" if summary.held_out_loss is not None else ""
@@ -211,14 +212,15 @@ def _tell(summary: Summary | None, run: Run, machine: bool) -> None:
     ]
     if summary.sample:
         lines += ["  sample", *(f"    {line}" for line in printable(summary.sample).split("\n"))]
+    folder, setting = shlex.quote(summary.folder), shlex.join(["config", "show", *options.words])
     lines.append("try next:")
     if run.data.sources == Data().sources:
         lines.append("  meshwright train data.source='my/*.txt'          your own text")
     if summary.sample:
-        lines.append(f"  meshwright generate {summary.folder} --prompt 'my text'    more of it")
+        lines.append(f"  meshwright generate {folder} --prompt 'my text'    more of it")
     if is_exportable(run.arch):
-        lines.append(f"  meshwright convert {summary.folder} my-model    a Hugging Face folder")
-    lines.append("  meshwright config show                            every setting and where it came from")
+        lines.append(f"  meshwright convert {folder} my-model    a Hugging Face folder")
+    lines.append(f"  meshwright {setting:<37}  every setting and where it came from")
     teller(sys.stdout)("\n".join(lines))
 
 

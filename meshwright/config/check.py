@@ -402,7 +402,8 @@ def _dropout(run: Run) -> Iterator[Problem]:
 def _context(run: Run) -> Iterator[Problem]:
     if run.arch.positions == "learned" and run.sequence > run.arch.context:
         what = f"sequence = {run.sequence} is longer than the {run.arch.context} learned positions"
-        yield Problem(what, f"use a sequence of at most {run.arch.context}, or set arch.context", "sequence")
+        longer = "" if run.init.folder else ", or set arch.context"  # else the weights have as many
+        yield Problem(what, f"use a sequence of at most {run.arch.context}{longer}", "sequence")
 
 
 def _rates(run: Run) -> Iterator[Problem]:

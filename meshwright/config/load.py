@@ -31,7 +31,8 @@ LARGEST_FILE = 1_000_000  # bytes; no run file written by a person comes near
 DEEPEST = 16  # files that extend each other
 UNSAID = "not stated"  # the origin of what a question left open
 OWN_DATA = ("data.source", "data.mix", "init.from")  # stated: the text is not the default run's
-DEFAULT_BATCH = next(field.default for field in msgspec.structs.fields(Run) if field.name == "batch")
+_DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(Run)}
+DEFAULT_BATCH, DEFAULT_SEQUENCE = _DEFAULTS["batch"], _DEFAULTS["sequence"]
 WARMUP = 22  # of so many steps one warms up, as in the default run
 _KEY = re.compile(r"""^\s*(?P<key>[A-Za-z0-9_.\-"' ]+?)\s*=""")
 _TABLE = re.compile(r"^\s*\[\[?\s*(?P<table>[^\[\]]+?)\s*\]")
@@ -103,6 +104,8 @@ def ask(file: Path | None, overrides: Iterable[str] = (), *, arch: Arch | None =
     found += resolve_arch(table, origins, ahead=True)
     if found:
         raise InputError([placed(problem, origins) for problem in found])
+    if origins.get("sequence") == UNSAID:  # learned positions may be fewer than the default's
+        table["sequence"] = min(DEFAULT_SEQUENCE, table["arch"]["context"])
     stated = table.pop("plan", {})
     run = msgspec.convert(table | {"plan": _single_rank_plan(table, stated)}, Run)
     if problems := [placed(problem, origins) for problem in check.problems(run)]:
@@ -218,7 +221,9 @@ def _text(file: Path) -> str:
             raise mistake(f"{file} is a model, not a run file", f"write arch.preset={file}") from None
         if key := schema.meant(re.split("[: ]", str(file))[0]):
             raise mistake(f"{file} is not a file", f"write settings as key=value: {key}=…") from None
-        raise mistake(f"{file}: {error.strerror}", "name a run file that can be read") from None
+        inside = f"; for the text in it write data.source={file}, for the model in it init.from={file}"
+        remedy = f"name a run file that can be read{inside if file.is_dir() else ''}"
+        raise mistake(f"{file}: {error.strerror}", remedy) from None
 
 
 def _toml_remedy(text: str, error: str) -> str:

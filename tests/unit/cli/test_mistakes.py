@@ -34,6 +34,9 @@ MISTAKES = [
     Mistake("train --rnaks 2", "--rnaks is not a flag", "did you mean --ranks?"),
     Mistake("train --ranks 0", "argument --ranks: '0'", "should be a whole number of at least 1"),
     Mistake("train --ranks 1.5", "argument --ranks: '1.5'", "should be a whole number of at least 1"),
+    Mistake("convert none --step 3 out", "none@3 is not a folder", "give the folder of a Hugging Face model, or of a"),
+    Mistake("report none --json no", "there is no folder none", "give the folder of a run: `meshwright train` says"),
+    Mistake("cache clear --json foo", "argument NAME: invalid choice: 'foo'", "(choose from "),
     Mistake("models gpt2", "unknown: gpt2", "leave it out, or see `--help`"),
     Mistake("clusters --cards", "--cards is not a flag", "`--help` lists the flags, `meshwright config"),
     Mistake("clusters foo", "unknown: foo", "leave it out, or see `--help`"),
@@ -198,7 +201,7 @@ MISTAKES = [
     Mistake("train arch.layers=1000000000", "arch.layers = 1000000000 is beyond any model", "use at most 10000"),
     # Run files
     Mistake("train nothere.toml", "nothere.toml: No such file or directory", "name a run file that can be read"),
-    Mistake("train .", ".: Is a directory", "name a run file that can be read"),
+    Mistake("train .", ".: Is a directory", "name a run file that can be read; for the text in it"),
     Mistake("train gpt2", "gpt2 is a model, not a run file", "write arch.preset=gpt2"),
     Mistake(
         "train run.toml",

@@ -87,3 +87,8 @@ def test_an_assumed_batch_can_be_shared_by_the_gpus(capsys, gpus, batch):
     found = answer(capsys, "plan", "llama3-8b", "--cluster", f"{gpus}xh100", "--top", "1")
     assert found["batch"] == batch
     assert f"batch = {batch}" in found["assumed"]
+
+
+def test_a_sequence_that_nobody_stated_fits_few_learned_positions(capsys):
+    found = answer(capsys, "plan", "gpt2", "arch.context=128", "--cluster", "1xh100")
+    assert "sequence = 128" in found["assumed"]

@@ -1,6 +1,7 @@
 """What `train` decides before a rank is started."""
 
 import json
+from argparse import Namespace
 
 import msgspec
 import pytest
@@ -49,7 +50,7 @@ def test_a_restart_of_a_fresh_run_goes_on(finished, monkeypatch):
 
 def test_a_failure_is_one_object_for_a_program(tmp_path, capsys):
     verdict = Failure(kind="killed", code=11, what="rank 1 was killed", details=str(tmp_path / "gone"), step=7)
-    assert train._tell_failure(verdict, machine=True) == 11
+    assert train._tell_failure(verdict, Namespace(json=True, words=[])) == 11
     told = capsys.readouterr()
     answer = json.loads(told.out)
     assert (answer["state"], answer["exit_code"], answer["what"], answer["step"]) == ("failed", 11, verdict.what, 7)
@@ -72,14 +73,16 @@ def test_convert_is_offered_where_it_would_not_refuse(bias, offered, capsys):
         step=1, first_loss=2.0, loss=1.0, held_out_loss=None, tokens_per_second=1.0, seconds_to_first_loss=1.0,
         seconds=1.0, peak_bytes=1, parameters=1, ranks=1, folder="runs/here",
     )  # fmt: skip
-    train._tell(summary, run, machine=False)
-    assert ("meshwright convert runs/here" in capsys.readouterr().out) is offered
+    train._tell(summary, run, Namespace(json=False, words=["my run.toml"]))
+    told = capsys.readouterr().out
+    assert ("meshwright convert runs/here" in told) is offered
+    assert "  meshwright config show 'my run.toml'  " in told
 
 
 def test_a_sample_cannot_steer_the_screen(capsys):
     run = load.load(None, ["arch.preset=tiny"]).run
     told = msgspec.structs.replace(SUMMARY, sample="a\x1b]0;title\x07\rb\u202e\x85c\n\td é 漢 👩\u200d🚀")
-    train._tell(told, run, machine=False)
+    train._tell(told, run, Namespace(json=False, words=["my run.toml"]))
     assert "    a\\x1b]0;title\\x07\\rb\\u202e\\x85c\n    \td é 漢 👩\u200d🚀\n" in capsys.readouterr().out
-    train._tell(told, run, machine=True)
+    train._tell(told, run, Namespace(json=True, words=[]))
     assert json.loads(capsys.readouterr().out)["sample"] == told.sample

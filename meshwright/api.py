@@ -109,10 +109,9 @@ def search(
 
 def report(folder: str | Path, cluster: str = "", profile: str | Path | None = None) -> "RunReport":
     """What a run did, from its folder, beside the planner's prediction; the machines are stated as for the verb."""
-    from meshwright.cli.report import reported
     from meshwright.hardware.profile import read_profile
     from meshwright.report.run_data import facts
-    from meshwright.report.run_summary import Given
+    from meshwright.report.run_summary import Given, reported
 
     given = Given(cluster=cluster, profile=None if profile is None else read_profile(Path(profile)))
     return reported(facts(Path(folder)), given)

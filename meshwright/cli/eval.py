@@ -49,9 +49,7 @@ def _evaluate(options: argparse.Namespace, folder: "ModelFolder", device: "torch
 
     run = _run(options, folder)
     corpus = prepare(run, env.cache(), words.say_to(machine=True))
-    import torch
-
-    decoder = load_decoder(folder, device, getattr(torch, options.dtype) if options.dtype else None)
+    decoder = load_decoder(folder, device, options.dtype)
     found = evaluation(decoder, run, corpus, device, held=options.data is None)
     record = {"model": options.model, "data": options.data, **msgspec.to_builtins(found)}
     lines = [

@@ -164,10 +164,12 @@ class TextWriter:
 
 def _continue(options: argparse.Namespace, prompts: list[str], folder: "ModelFolder", device: "torch.device") -> None:
     """Continue every prompt: as it is written on a terminal, at the end in a pipe."""
+    from meshwright.train.sample import load_decoder
+
     writer = TextWriter(options, folder)
     tokens = [writer.encode(prompt) for prompt in prompts]
     writer.count(tokens)  # before weights are loaded
-    decoder = _decoder(options, folder, device)
+    decoder = load_decoder(folder, device, options.dtype)
     on_screen = sys.stdout.isatty() and not options.json
     streams = on_screen and len(prompts) == 1
     if streams:
@@ -190,10 +192,11 @@ def _continue(options: argparse.Namespace, prompts: list[str], folder: "ModelFol
 def _talk(options: argparse.Namespace, prompts: list[str], folder: "ModelFolder", device: "torch.device") -> None:
     """A conversation: what the user says comes from the words, else a line a turn from a terminal or a pipe."""
     from meshwright.data.chat import Message, prompt_of, template_of
+    from meshwright.train.sample import load_decoder
 
     template_of(folder.path)  # before weights are loaded
     writer, messages = TextWriter(options, folder), list[Message]()
-    decoder = _decoder(options, folder, device)
+    decoder = load_decoder(folder, device, options.dtype)
     streams = sys.stdout.isatty() and not options.json
     for turn in prompts or _turns():
         messages.append(Message("user", turn))
@@ -217,11 +220,3 @@ def _turns() -> Iterator[str]:
             return
         if line.strip():
             yield line
-
-
-def _decoder(options: argparse.Namespace, folder: "ModelFolder", device: "torch.device") -> "Decoder":
-    import torch
-
-    from meshwright.train.sample import load_decoder
-
-    return load_decoder(folder, device, getattr(torch, options.dtype) if options.dtype else None)

@@ -5,17 +5,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
-
 from meshwright.cli import options as words
-from meshwright.config.run import Goal
 from meshwright.hardware.profile import read_profile
 from meshwright.report import run_summary, run_text
 from meshwright.report.plan_charts import Terminal
 from meshwright.report.run_data import FolderFacts, facts, runs_in
-from meshwright.report.run_summary import NO_PREDICTION, Given, PredictedFigures, RunReport, Runs, Steps, steps_of
+from meshwright.report.run_summary import Given, RunReport, Runs, reported
 from meshwright.runtime.files import refuse_existing, write_whole
-from meshwright.search.budget import job_of
 from meshwright.spec.problem import InputError
 
 
@@ -78,28 +74,6 @@ def _read(folders: list[Path]) -> tuple[list[FolderFacts], list[str]]:
     if not found:
         raise InputError(unreadable)
     return found, [str(problem) for problem in unreadable]
-
-
-def reported(each: FolderFacts, given: Given) -> RunReport:
-    """One run beside the prediction for its machines, or for those that are stated."""
-    measured = steps_of(each)
-    return run_summary.report(each, measured, _predicted(each, measured, given))
-
-
-def _predicted(each: FolderFacts, steps: Steps | None, given: Given) -> PredictedFigures:
-    """The planner's words about exactly this run; a reason where it has none."""
-    run, device = each.run, run_summary.device_of(each.environment)
-    try:
-        found, source = run_summary.machines(device, run.goal, run.plan.world, given)
-    except InputError as error:
-        if given != Given():
-            raise
-        why = "; ".join(map(str, error.problems))
-        return PredictedFigures(why_not=why if why.startswith(NO_PREDICTION) else f"{NO_PREDICTION}: {why}")
-    job = msgspec.structs.replace(job_of(msgspec.structs.replace(run, goal=Goal())), cluster=found)
-    prediction = run_summary.predict(job, device, source)
-    used = run_summary.utilized(job, device, steps) if steps and prediction.here else None
-    return PredictedFigures(prediction=prediction, utilized=used)
 
 
 def _lines(shown: RunReport, found: FolderFacts) -> Iterator[str]:

@@ -74,11 +74,11 @@ def measured(cluster: Cluster, profile: Profile, stack: Stack) -> Cluster:
 def machine(profile: Profile, gpus: int, stack: Stack) -> Cluster:
     """The cluster that a profile alone describes.
 
-    Its peaks are the fastest products measured, so what is priced as a share of a peak is a share of those.
+    Its peaks are the fastest matmuls measured, so what is priced as a share of a peak is a share of those.
     """
     if not (profile.products and profile.copy_bandwidth):
         remedy = "measure it with meshwright bench --probe"
-        raise mistake("the profile has no products or no copy", remedy, "profile")
+        raise mistake("the profile has no matmuls or no copy", remedy, "profile")
 
     def fastest_product(dtype: str) -> float:
         """Operations a second; 0 where none was measured."""
@@ -170,7 +170,7 @@ def product_errors(records: Sequence[ProductTime], at: Rates) -> list[float]:
 
 
 def beyond_launch(records: Sequence[ProductTime]) -> list[ProductTime]:
-    """The products whose time is the device's own."""
+    """The matmuls whose time is the device's own."""
     quickest = min((each.seconds for each in records), default=0.0)
     return [each for each in records if each.seconds > STARTED * quickest]
 

@@ -218,9 +218,6 @@ class OnDevice:
         reached(slot.left)
 
 
-Site = OnHost | OnDevice
-
-
 class OffloadedOptimizer(Optimizer):
     """The same update of states in host memory or in files."""
 

@@ -13,13 +13,14 @@ import msgspec
 
 from meshwright.config import load
 from meshwright.config.run import Run
+from meshwright.config.weights import CHECKPOINTS, RUN, SUMMARY, present
 from meshwright.cost.goodput import kept
 from meshwright.runtime import failure
 from meshwright.runtime.failure import Failure
 from meshwright.runtime.records import Record, StepRecord, read_line
 from meshwright.spec.problem import InputError, Problem
 
-RUN, NAME = "run.toml", "steps.rank*.jsonl"
+NAME = "steps.rank*.jsonl"
 REMEDY = "give the folder of a run: `meshwright train` says where it is, runs/NAME-DIGEST by default"
 ELSEWHERE = ("init.from=", "init.optimizer_state=false")  # where the weights came from need not be there any more
 CHANGED = "{} shows that run.toml changed between sessions: steps of the last session are measured, memory of all"
@@ -125,10 +126,9 @@ def facts(path: Path) -> FolderFacts:
     notes += _missing_records(run.plan.world, witness, ranks, lines)
     environment = _json(path / "env.json", dict[str, Any], notes, "device and torch are not known")
     summary: dict[str, Any] = {}
-    if finished := (path / "summary.json").exists():
-        summary = _json(path / "summary.json", dict[str, Any], notes, "how it ended is read from the records") or {}
+    if finished := (path / SUMMARY).exists():
+        summary = _json(path / SUMMARY, dict[str, Any], notes, "how it ended is read from the records") or {}
     updated = (files[witness] if witness is not None else path / RUN).stat().st_mtime
-    saved = [entry.name.removeprefix("step-") for entry in path.glob("checkpoints/step-*")]
     return FolderFacts(
         path=path,
         run=run,
@@ -144,7 +144,7 @@ def facts(path: Path) -> FolderFacts:
         ranks=ranks,
         verdicts=_verdicts(path, notes),
         ends=_ends(path, notes),
-        saved=tuple(sorted(int(name) for name in saved if name.isdecimal())),
+        saved=tuple(present(path / CHECKPOINTS)),
         owner=owner(path / "lock"),
         silent_seconds=max(time.time() - updated, 0.0) if witness is not None else None,
         notes=tuple(notes),

@@ -23,6 +23,7 @@ from meshwright.hardware.profile import Profile
 from meshwright.report.run_data import FolderFacts, RankSeen, Standing, StandingEvidence, standing
 from meshwright.runtime.failure import Failure
 from meshwright.runtime.records import AttemptRecord, EndRecord, EvalRecord, EventRecord, Record, StepRecord
+from meshwright.search.budget import job_of
 from meshwright.spec.arch import Arch
 from meshwright.spec.notebook import html_table
 from meshwright.spec.params import count
@@ -34,10 +35,7 @@ LOST = "a rank was killed or failed, and the ranks were restarted"
 DEVICE = re.compile(r"\d+ × (?P<name>.+), \S+")  # as env.json has it: "8 × NVIDIA H100 80GB HBM3, nccl"
 NO_PREDICTION = "no prediction"
 SHEET, FASTEST = "the data sheet's peak", "the fastest matmul measured"
-PATIENCE, PATIENT_STEPS = (
-    120.0,
-    10.0,
-)  # seconds without a record, and times the slowest step, until a run counts as over
+PATIENCE, PATIENT_STEPS = 120.0, 10.0  # seconds, and slowest steps, without a record until a run counts as over
 MOST = 400  # points of a curve
 Pairs = list[tuple[float, float]]
 
@@ -222,6 +220,28 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def values(self) -> list[float]:
         return [value for _, value in (*self.line, *self.points)]
+
+
+def reported(each: FolderFacts, given: Given) -> RunReport:
+    """One run beside the prediction for its machines, or for those that are stated."""
+    measured = steps_of(each)
+    return report(each, measured, _predicted(each, measured, given))
+
+
+def _predicted(each: FolderFacts, steps: Steps | None, given: Given) -> PredictedFigures:
+    """The planner's words about exactly this run; a reason where it has none."""
+    run, device = each.run, device_of(each.environment)
+    try:
+        found, source = machines(device, run.goal, run.plan.world, given)
+    except InputError as error:
+        if given != Given():
+            raise
+        why = "; ".join(map(str, error.problems))
+        return PredictedFigures(why_not=why if why.startswith(NO_PREDICTION) else f"{NO_PREDICTION}: {why}")
+    job = msgspec.structs.replace(job_of(msgspec.structs.replace(run, goal=Goal())), cluster=found)
+    prediction = predict(job, device, source)
+    used = utilized(job, device, steps) if steps and prediction.here else None
+    return PredictedFigures(prediction=prediction, utilized=used)
 
 
 def report(facts: FolderFacts, measured: Steps | None, predicted: PredictedFigures) -> RunReport:

@@ -21,7 +21,7 @@ from types import FrameType
 import msgspec
 
 from meshwright.config.run import Run
-from meshwright.config.weights import CHECKPOINTS, present
+from meshwright.config.weights import CHECKPOINTS, present, step_name
 from meshwright.runtime import failure, heartbeat, run_folder
 from meshwright.runtime.failure import RESTARTABLE, Exit, Failure, is_broken
 from meshwright.runtime.heartbeat import Hang, HangDetector, HeartbeatReader, RankStatus, crossed
@@ -252,10 +252,9 @@ def report_hang(
 
 def set_aside(folder: Path, good_until: int) -> None:
     """Rename checkpoints whose state is in doubt, so that no run resumes from them and nothing is lost."""
-    for entry in folder.glob("checkpoints/step-*"):
-        number = entry.name.removeprefix("step-")
-        if number.isdecimal() and int(number) > good_until:
-            entry.rename(entry.with_name(f"suspect-{entry.name}"))
+    for step in present(home := folder / CHECKPOINTS):
+        if step > good_until:
+            (home / step_name(step)).rename(home / f"suspect-{step_name(step)}")
 
 
 def newest_step(folder: Path) -> int:

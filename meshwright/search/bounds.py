@@ -209,15 +209,11 @@ class MemoryBound:
             resting += self._whole(layout) * self.wide
         return resting
 
-    def obstacle(self, group: PlanGroup) -> str | None:
-        """What keeps every plan of a group from fitting, by the closed forms; None if something may fit.
-
-        Of the splits of the data axes the one that shards most holds least.
-        """
-        return self.obstacles(group._replace(policies=(group.decided_policy,)))[0]
-
     def obstacles(self, group: PlanGroup) -> list[str | None]:
-        """The same for each policy of a group of one schedule."""
+        """What keeps all plans of a policy from fitting, by the closed forms, for each of a group of one schedule.
+
+        None if something may fit. Of the splits of the data axes the one that shards most holds least.
+        """
         frugal, found = frugal_split(group), list[str | None]()
         resting = {home: self._resting(frugal, group, home) for home in self.states}
         for policy in group.policies:

@@ -86,17 +86,7 @@ def resolved(loaded: load.LoadedRun) -> tuple[load.LoadedRun, RecomputeChoice | 
 def job_of(run: Run) -> Job:
     """A run as something to be priced, on the machines that its goal names."""
     machines = cluster(run.goal.cluster or ANY_CARD, network=run.goal.network or "", gpus=run.plan.world)
-    return Job(
-        arch=run.arch,
-        plan=run.plan,
-        sequence=run.sequence,
-        cluster=machines,
-        stack=stack_of("meshwright"),
-        masked=run.data.mask_documents,
-        master_weights=run.optim.master_weights,
-        state_dtype=run.optim.state_dtype,
-        optimizer=run.optim.name,
-    )
+    return question_of(run, machines).job(run.plan)
 
 
 def question_of(run: Run, machines: Cluster) -> Question:

@@ -85,12 +85,13 @@ def load_tokenizer(folder: ModelFolder) -> Tokenizer:
     return tokenizer
 
 
-def load_decoder(folder: ModelFolder, device: torch.device, dtype: torch.dtype | None) -> Decoder:
-    """The model of a folder, whole on a device, in a dtype (None: as it is stored)."""
+def load_decoder(folder: ModelFolder, device: torch.device, dtype_name: str | None) -> Decoder:
+    """The model of a folder, whole on a device, in a dtype of torch's (None: as it is stored)."""
+    dtype = folder.dtype if dtype_name is None else getattr(torch, dtype_name)
     with torch.device("meta"):
         decoder = Decoder(msgspec.structs.replace(folder.arch, dropout=0.0)).eval()  # which is of training alone
     names = [name for name, _ in decoder.named_parameters()]
-    weights = {name: folder.tensor(name).to(device=device, dtype=dtype or folder.dtype) for name in names}
+    weights = {name: folder.tensor(name).to(device=device, dtype=dtype) for name in names}
     decoder.load_state_dict(weights, assign=True)
     return decoder
 

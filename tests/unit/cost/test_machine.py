@@ -87,5 +87,5 @@ def test_ranks_on_two_nodes_speak_over_the_network():
 
 
 def test_a_profile_without_products_is_refused():
-    with pytest.raises(InputError, match="no products"):
+    with pytest.raises(InputError, match="no matmuls"):
         machine(Profile(device="cpu"), 1, OURS)

@@ -15,7 +15,7 @@ from meshwright.checkpoint import model_folder
 from meshwright.checkpoint.model_folder import SHARD_BYTES, ModelFolder, open_folder, staged, write_arch
 from meshwright.checkpoint.state import TORCH_DTYPES
 from meshwright.config.huggingface import CONFIG, TOKENIZER, config_of
-from meshwright.config.weights import Kind, is_run
+from meshwright.config.weights import Kind
 from meshwright.models.decoder import Decoder
 from meshwright.runtime.files import replace_json
 from meshwright.spec.arch import Arch
@@ -131,11 +131,10 @@ class ConvertReport(msgspec.Struct, frozen=True, kw_only=True):
 
 def default_target(folder: ModelFolder) -> Path:
     """Where a converted model goes if nobody says: beside what it is made from."""
-    path = folder.path
-    run = path.parents[1] if folder.kind == "checkpoint" else path.parent if is_run(path.parent) else path
-    run = run if run.name else run.absolute()
+    source = folder.run or folder.path
+    source = source if source.name else source.absolute()
     step = f"-step-{folder.step}" if folder.kind == "checkpoint" else ""
-    return run.with_name(f"{run.name}{step}-{'meshwright' if folder.kind == 'huggingface' else 'hf'}")
+    return source.with_name(f"{source.name}{step}-{'meshwright' if folder.kind == 'huggingface' else 'hf'}")
 
 
 def convert(

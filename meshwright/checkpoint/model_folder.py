@@ -303,7 +303,8 @@ class ModelFolder:
     kind: Kind
     arch: Arch
     tokenizer: Path | None
-    step: int | None  # of a run, after which the weights were so
+    run: Path | None  # the folder of the run that the weights are from
+    step: int | None  # of it, after which the weights were so
     reader: Reader | StepWeights
     layouts: dict[str, Layout]  # our name -> the stored tensors that hold it
     shapes: dict[str, Shape]  # our name -> shape
@@ -347,7 +348,8 @@ def open_folder(reference: Path | str) -> ModelFolder:
     for stored in layout:
         for name in stored.made_of:
             layouts[name] += (stored,)
-    return ModelFolder(path, described.kind, arch, described.tokenizer, described.step, reader, layouts, shapes)
+    origin = described.run, described.step
+    return ModelFolder(path, described.kind, arch, described.tokenizer, *origin, reader, layouts, shapes)
 
 
 def save_native(folder: Path, arch: Arch, tensors: Iterable[tuple[str, Tensor]], tokenizer: Path | None) -> None:

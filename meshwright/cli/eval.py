@@ -10,7 +10,7 @@ from meshwright.cli import env
 from meshwright.cli import options as words
 from meshwright.config import load
 from meshwright.config.run import Data, Init, Run
-from meshwright.runtime.run_folder import RUN
+from meshwright.config.weights import RUN, is_run
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError, mistake
 
@@ -87,10 +87,8 @@ def _run(options: argparse.Namespace, folder: "ModelFolder") -> Run:
 
 
 def _own_run(options: argparse.Namespace, folder: "ModelFolder") -> Run:
-    path = folder.path.absolute()
-    home = path.parents[1] if path.parent.name == "checkpoints" else path.parent
-    if (home / RUN).is_file() and (path.name == "model" or home != path.parent):
-        return load.load(home / RUN).run
+    if folder.run is not None and is_run(folder.run):
+        return load.load(folder.run / RUN).run
     if options.data is None:
         raise mistake(f"{options.model} is not a run, which has validation samples", "name some with --data PATH")
     return Run(arch=folder.arch, sequence=min(SEQUENCE, folder.arch.context), plan=Plan(microbatch=1))

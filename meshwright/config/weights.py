@@ -16,7 +16,7 @@ from meshwright.spec.arch import Arch
 from meshwright.spec.problem import InputError, mistake
 
 RUN, SUMMARY, RECORDS = "run.toml", "summary.json", "steps.rank0.jsonl"
-CHECKPOINTS, MANIFEST = "checkpoints", "manifest.json"
+CHECKPOINTS, MANIFEST, MODEL = "checkpoints", "manifest.json", "model"
 STEP = re.compile(r"step-(0|[1-9]\d{0,17})")
 BEST = "best"
 Kind = Literal["huggingface", "meshwright", "checkpoint"]
@@ -29,7 +29,8 @@ class FolderDescription(msgspec.Struct, frozen=True, kw_only=True):
     kind: Kind
     arch: Arch
     tokenizer: Path | None  # that travels with the weights, if one does
-    step: int | None = None  # of a run, after which the weights were so
+    run: Path | None = None  # the folder of the run that the weights are from
+    step: int | None = None  # of it, after which the weights were so
 
 
 class ValidationLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,9 +56,7 @@ def describe(reference: Path | str) -> FolderDescription:
             )
         return _of_run(Path(folder), word)
     if (path / ARCH).is_file():
-        return FolderDescription(
-            path=path, kind="meshwright", arch=read_arch(path / ARCH), tokenizer=_file(path / TOKENIZER)
-        )
+        return _own_model(path)
     if (path / CONFIG).is_file():
         arch = arch_of(read_config(path / CONFIG))
         return FolderDescription(path=path, kind="huggingface", arch=arch, tokenizer=_file(path / TOKENIZER))
@@ -72,6 +71,17 @@ def describe(reference: Path | str) -> FolderDescription:
         raise InputError([a_pickle(path)])
     what = f"holds neither {CONFIG} nor {ARCH}" if path.is_dir() else "is not a folder"
     raise mistake(f"{path} {what}", "give the folder of a Hugging Face model, or of a run (RUN, RUN@STEP, RUN@best)")
+
+
+def _own_model(path: Path) -> FolderDescription:
+    run = path.parent if path.name else path.absolute().parent
+    return FolderDescription(
+        path=path,
+        kind="meshwright",
+        arch=read_arch(path / ARCH),
+        tokenizer=_file(path / TOKENIZER),
+        run=run if path.absolute().name == MODEL and is_run(run) else None,
+    )
 
 
 def is_run(folder: Path) -> bool:
@@ -142,24 +152,25 @@ def _checkpoint(run: Path, step: int) -> FolderDescription:
     except msgspec.ValidationError as error:
         raise mistake(f"{run / RUN}: {error}", "give the folder of a run, with its own run.toml") from None
     named = Path(str(table.get("data", {}).get("tokenizer", "")))
-    places = (run / TOKENIZER, run / "model" / TOKENIZER, named / TOKENIZER, named)
+    places = (run / TOKENIZER, run / MODEL / TOKENIZER, named / TOKENIZER, named)
     return FolderDescription(
         path=run / CHECKPOINTS / step_name(step),
         kind="checkpoint",
         arch=arch,
         tokenizer=next(filter(None, map(_file, places)), None),
+        run=run,
         step=step,
     )
 
 
 def _model(run: Path) -> FolderDescription | None:
     """What a run has left at its end, with the step that its summary says."""
-    if not (run / "model" / ARCH).is_file():
+    if not (run / MODEL / ARCH).is_file():
         return None
     step = None
     with suppress(InputError):  # no summary: the run goes on
         step = read_config(run / SUMMARY).get("step")
-    return msgspec.structs.replace(describe(run / "model"), step=step)
+    return msgspec.structs.replace(describe(run / MODEL), run=run, step=step)
 
 
 def _table(file: Path) -> dict[str, Any]:

@@ -108,7 +108,7 @@ def restore(state: State, run: Run, mesh: Mesh, folder: Path, say: Say) -> Resto
     state.loader.start_at(sample, step)
     if before is not run:
         old = learning_rate(before.optim, min(step, before.steps - 1), before.steps)
-        rate = f"learning rate {old:.3g} → {learning_rate(run.optim, step, run.steps):.3g} ({run.steps} steps in all)"
+        rate = f"learning rate {old:.3g} → {learning_rate(run.optim, step, run.steps):.3g} ({run.steps} steps in total)"
         where = f"at sample {sample:,}" if sample else "at the first sample of its new order"
         say(f"from here on: {rate}, data {where}")
     return Restored(step=step, folder=str(home / format.name(step)), state=manifest.state, seconds=seconds)
@@ -124,11 +124,12 @@ def follow(state: State, run: Run, mesh: Mesh, say: Say) -> None:
     if not run.init.optimizer_state:
         return
     weights = describe(run.init.folder)
-    is_step, path = weights.kind == "checkpoint", weights.path
-    home = path.parent if is_step else format.home(path if weights.kind == "huggingface" else path.parent)
+    home = format.home(weights.run or weights.path)
     kinds = state.optimizer.spec.state_names
     states = [holding for holding in holdings(state, run, mesh) if holding.name.partition("/")[0] in kinds]
-    manifest = restoring.newest(home, None, mesh, states, say, only=weights.step if is_step else None)
+    manifest = restoring.newest(
+        home, None, mesh, states, say, only=weights.step if weights.kind == "checkpoint" else None
+    )
     if manifest is None:
         what, remedy = f"{home} holds no checkpoint to take the optimizer state from", "leave init.optimizer_state out"
         raise InputError([Problem(what, f"{remedy}, or name a run's folder", "init.optimizer_state")])

@@ -59,7 +59,7 @@ def test_a_longer_run_goes_on_with_the_schedule_of_its_new_length(folder):
     assert [result.rate for result in short] == [learning_rate(optim, step, 4) for step in range(4)]
     assert said[0].startswith("resuming from step 4")
     assert said[1].startswith("from here on: learning rate 0.001 → ")
-    assert said[1].endswith("(8 steps in all), data at sample 32")
+    assert said[1].endswith("(8 steps in total), data at sample 32")
     assert (state.optimizer.count.item(), state.loader.shift) == (8, 0)
 
 

@@ -107,7 +107,7 @@ def runs(
     *,
     ranks: int | None = None,
 ) -> list[tuple[str, Run]]:
-    """A run for each plan, of so many ranks if stated. A model of the zoo is fed random tokens; a run file its data."""
+    """A run for each plan, of so many ranks if stated. A known model is fed random tokens; a run file its data."""
     file = run_file(target)
     words = [] if file else [f"arch.preset={target or 'tiny'}", f"data.source={folder / TOKENS}", "data.format=nanogpt"]
     words += [*overrides, f"steps={steps + WARM_UP}", "data.eval_fraction=0.0", "eval.every=0"]

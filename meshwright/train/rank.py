@@ -305,7 +305,7 @@ class Fact(msgspec.Struct, frozen=True, kw_only=True):
 def check(run: Run, corpus: Corpus, folder: Path, writes: bool) -> list[str]:
     """Refuse data and tokenizers that are not what the run began with; the first attempt remembers them.
 
-    A run that is extended remembers anew; what has changed is returned.
+    A run that is extended remembers them again; what has changed is returned.
     """
     own, named = folder / TOKENIZER, corpus.tokenizer
     here = [fact(one.source, tokens) for one, tokens in zip(run.data.sources, corpus.sources, strict=True)]

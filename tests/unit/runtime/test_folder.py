@@ -181,19 +181,6 @@ def test_more_steps_alone_go_on_and_what_was_is_kept(done):
     assert claim(done, longer("steps=500")).changes == []  # the same command after a crash
 
 
-def test_more_steps_on_own_text_go_on_though_the_warm_up_follows_them(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    short, more = longer("data.source=my.txt", "steps=300"), longer("data.source=my.txt", "steps=400")
-    assert short.optim.warmup < more.optim.warmup
-    home = folders.default(short)
-    claim(home, short)
-    assert folders.find(more) == home
-    assert {change.key for change in claim(home, more).changes} == {"optim.warmup", "steps"}
-    stated = longer("data.source=my.txt", "steps=500", "optim.warmup=1")
-    with pytest.raises(InputError, match=r"optim\.warmup 18 → 1; steps 400 → 500\); add --extend"):
-        claim(home, stated)
-
-
 def test_an_extension_that_never_began_is_undone(done):
     before = {file.name: file.read_bytes() for file in done.glob("*.*")}
     claim(done, longer("steps=500", "optim.lr=1e-4"), extend=True).abandon()

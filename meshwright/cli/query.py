@@ -81,8 +81,9 @@ def _guessed(target: str | None, overrides: list[str]) -> list[str]:
         return []
     hidden = int(stated["arch.hidden"])
     gated = stated.get("arch.mlp", "swiglu") == "swiglu"
+    most = min(max(hidden // (128 if hidden >= 2048 else 64), 1), 1024)  # or fewer, if these do not divide
     usual = {
-        "heads": max(hidden // (128 if hidden >= 2048 else 64), 1),
+        "heads": next(count for count in range(most, 0, -1) if hidden % count == 0),
         "ffn": -(-8 * hidden // 3 // 256) * 256 if gated else 4 * hidden,
         "vocab": 32_000,  # Llama's
         "context": stated.get("sequence", "4096"),

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from meshwright.cost.activations import ActivationPolicy, activation_policy
+from meshwright.cost.activations import ActivationPolicy, Quant, activation_policy
 from meshwright.cost.flops import (
     TRAINING,
     attention_flops_per_token,
@@ -221,18 +221,20 @@ def stage_passes(at: LayerModel, dense: int, mixtures: int, policy: ActivationPo
             repeated = recomputed_terms(at, mixture, operations) * recomputed
             total += block(at, mixture)._replace(recompute=repeated) * count
         else:
-            total += _kept_so(at, mixture, policy, None) * (count * (1 - recomputed))
-            total += _kept_so(at, mixture, policy, operations) * (count * recomputed)
+            kept, again = _kept_so(at, mixture, policy.quant, policy.offload, operations)
+            total += kept * (count * (1 - recomputed))
+            total += again * (count * recomputed)
     return total
 
 
 @lru_cache(maxsize=8192)
-def _kept_so(at: LayerModel, mixture: bool, policy: ActivationPolicy, operations: bool | None) -> PassTimes:
-    """One block, which recomputes nothing (None), costly operations apart (True), or everything."""
-    one = block(at, mixture)
-    if operations is not None:
-        one = one._replace(recompute=recomputed_terms(at, mixture, operations))
-    return with_policy(at, policy, mixture, one)
+def _kept_so(
+    at: LayerModel, mixture: bool, quant: Quant, offload: bool, operations: bool
+) -> tuple[PassTimes, PassTimes]:
+    """One block that quantizes or offloads what it saves: recomputing nothing, and costly operations apart or all."""
+    one, policy = block(at, mixture), ActivationPolicy(quant=quant, offload=offload)
+    again = one._replace(recompute=recomputed_terms(at, mixture, operations))
+    return with_policy(at, policy, mixture, one), with_policy(at, policy, mixture, again)
 
 
 def pipeline_seconds(stages: Stages, job: Job) -> float:
@@ -350,15 +352,18 @@ def _working(at: LayerModel, job: Job) -> float:
 def _seconds(at: LayerModel, kind: StageKind, policy: ActivationPolicy) -> tuple[float, float]:
     """One microbatch through a stage, and its forward alone."""
     outside = ends(at, kind.first, kind.last)
-    if not policy.saves_plainly:
-        passes = stage_passes(at, kind.dense, kind.mixtures, policy) + outside
-        return passes.seconds, passes.forward.seconds
     whole, forward, share = outside.seconds, outside.forward.seconds, policy.share(kind.dense + kind.mixtures)
     for mixture, count in ((False, kind.dense), (True, kind.mixtures)):
-        if count:
+        if not count:
+            continue
+        if policy.saves_plainly:
             once, going, recomputed = _block_seconds(at, mixture, policy.by_operation)
             whole += count * (once + recomputed * share)
             forward += count * going
+        else:
+            kept, again = _kept_so(at, mixture, policy.quant, policy.offload, policy.by_operation)
+            whole += count * (kept.seconds * (1 - share) + again.seconds * share)
+            forward += count * (kept.forward.seconds * (1 - share) + again.forward.seconds * share)
     return whole, forward
 
 

@@ -341,7 +341,8 @@ def headroom_phrase(found: Candidate) -> str:
 
 
 def time_phrase(found: Candidate) -> str:
-    return f"{found.price.seconds:.3g} s/step"
+    seconds = found.price.seconds
+    return f"{seconds:.0f} s/step" if seconds >= 1000 else f"{seconds:.3g} s/step"
 
 
 def plan_phrase(found: Candidate) -> str:

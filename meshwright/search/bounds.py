@@ -5,6 +5,7 @@ the ledger judges what it lets pass.
 """
 
 import math
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -215,11 +216,11 @@ class MemoryBound:
         None if something may fit. Of the splits of the data axes the one that shards most holds least.
         """
         frugal, found = frugal_split(group), list[str | None]()
-        resting = {home: self._resting(frugal, group, home) for home in self.states}
-        for policy in group.policies:
-            home = _home(frugal, policy)
-            live, still = self._live(group, policy), resting[home]
-            fits = max(still + live, self._floor(frugal, home)) <= self.memory
+        homes = {_home(frugal, policy) for policy in group.policies}
+        at_rest = {home: (self._resting(frugal, group, home), self._floor(frugal, home)) for home in homes}
+        for policy, live in zip(group.policies, self._live(group, group.policies), strict=True):
+            still, floor = at_rest[_home(frugal, policy)]
+            fits = max(still + live, floor) <= self.memory
             found.append(None if fits else STATES if still > live else ACTIVATIONS)
         return found
 
@@ -227,20 +228,25 @@ class MemoryBound:
         """Bytes at least of the most loaded rank of every plan of a group."""
         frugal, policy = frugal_split(group), group.decided_policy
         home = _home(frugal, policy)
-        return max(self._floor(frugal, home), self._resting(frugal, group, home) + self._live(group, policy))
+        (live,) = self._live(group, (policy,))
+        return max(self._floor(frugal, home), self._resting(frugal, group, home) + live)
 
-    def _live(self, group: PlanGroup, policy: Policy) -> float:
+    def _live(self, group: PlanGroup, policies: tuple[Policy, ...]) -> Iterator[float]:
         """Bytes at least that activations take on the first rank, when most microbatches are in flight there."""
         layout, order = group.splits[0], group.decided_order
         cut = (layout.pp, order)
         if cut not in self.shortest:
             self.shortest[cut] = _shortest(self.question, layout.pp, order)
-        policy = policy._replace(optimizer_offload="none", optimizer_offload_update="host")  # activations are the same
-        key = (layout.tp, layout.cp, group.each.microbatch, self.shortest[cut], layout.pp == 1, policy)
-        if key not in self.kept:
-            self.kept[key] = self._kept(*key)
-        flying, moment = self.kept[key]
-        return flying * in_flight(order.schedule, layout.pp, order.chunks, group.each.grad_accum) + moment
+        shape = (layout.tp, layout.cp, group.each.microbatch, self.shortest[cut], layout.pp == 1)
+        forwards = in_flight(order.schedule, layout.pp, order.chunks, group.each.grad_accum)
+        for policy in policies:
+            if policy.optimizer_offload != "none":  # activations are the same
+                policy = policy._replace(optimizer_offload="none", optimizer_offload_update="host")
+            key = (*shape, policy)
+            if key not in self.kept:
+                self.kept[key] = self._kept(*key)
+            flying, moment = self.kept[key]
+            yield flying * forwards + moment
 
     def _kept(self, tp: int, cp: int, microbatch: int, layers: int, last: bool, policy: Policy) -> tuple[float, float]:
         """Bytes that one microbatch leaves in so many layers, and what its backward adds for a moment.

@@ -387,6 +387,8 @@ def test_a_model_by_its_numbers_says_what_was_left_out(capsys):
     named = answer(capsys, "plan llama3-8b --cluster 8xh100 --sequence 8192 --batch 64")
     assert found["plans"][0]["peak_bytes"] == named["plans"][0]["peak_bytes"]
     assert "arch.hidden is missing" in told(capsys, "plan arch.layers=32 --cluster 8xh100", code=2)
+    odd = answer(capsys, "plan arch.layers=4 arch.hidden=1000 --cluster 1xh100 --sequence 512 --batch 8")
+    assert odd["assumed"][0] == "arch.heads = 10"  # 15 of 64 would not divide it
 
 
 def test_a_command_states_every_number_that_was_stated(capsys):

@@ -292,5 +292,5 @@ def test_a_longer_run_of_own_text_goes_on_though_its_warm_up_follows_from_its_le
     assert [str(each) for each in claim(home, own[1]).changes] == ["optim.warmup 20 → 40", "steps 440 → 880"]
     written = load.load(None, ["data.source=my.txt", "steps=1760", "optim.warmup=9"]).run
     assert folders.find(written) != home  # what somebody has written is a change as any other
-    with pytest.raises(InputError, match="optim.warmup 40 → 9; steps 880 → 1760"):
+    with pytest.raises(InputError, match=r"optim\.warmup 40 → 9; steps 880 → 1760"):
         claim(home, written)

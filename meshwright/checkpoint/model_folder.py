@@ -310,6 +310,11 @@ class ModelFolder:
     shapes: dict[str, Shape]  # our name -> shape
 
     @property
+    def home(self) -> Path:
+        """Where its tokenizer belongs: of a saved step, beside its run file."""
+        return self.path.parents[1] if self.kind == "checkpoint" else self.path
+
+    @property
     def dtype(self) -> torch.dtype:
         """What the embedding is stored in."""
         dtype = self.reader.dtype(self.layouts["embed.weight"][0].name)

@@ -52,10 +52,11 @@ def _evaluate(options: argparse.Namespace, folder: "ModelFolder", device: "torch
     decoder = load_decoder(folder, device, options.dtype)
     found = evaluation(decoder, run, corpus, device, held=options.data is None)
     record = {"model": options.model, "data": options.data, **msgspec.to_builtins(found)}
+    again = "" if found.different == found.samples else f", {found.different:,} of them different"
     lines = [
         f"loss        {found.loss:.4f} nats per token",
         f"perplexity  {found.perplexity:,.2f}",
-        f"tokens      {found.tokens:,} ({found.samples:,} samples of {found.sequence})",
+        f"tokens      {found.tokens:,} ({found.samples:,} samples of {found.sequence}{again})",
     ]
     words.show(options, record, lines)
 
@@ -79,7 +80,7 @@ def _run(options: argparse.Namespace, folder: "ModelFolder") -> Run:
         raise InputError(found)
     if data.tokenizer == "train" and not all(sources.listing(one).ready for one in data.sources):
         remedy = "put the tokenizer.json that it was trained with into the folder, or give tokens"
-        raise mistake(f"{folder.path} has no tokenizer", remedy)
+        raise mistake(f"{folder.home} has no tokenizer", remedy)
     if options.sequence and options.sequence > folder.arch.context:
         what = f"--sequence {options.sequence} is more than the model's {folder.arch.context} positions"
         raise mistake(what, f"use at most {folder.arch.context}")

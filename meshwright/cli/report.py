@@ -5,6 +5,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
+
 from meshwright.cli import options as words
 from meshwright.hardware.profile import read_profile
 from meshwright.report import run_summary, run_text
@@ -70,7 +72,10 @@ def _read(folders: list[Path]) -> tuple[list[FolderFacts], list[str]]:
         try:
             found.append(facts(folder))
         except InputError as error:
-            unreadable += error.problems
+            unreadable += [
+                each if str(folder) in each.text else msgspec.structs.replace(each, text=f"{folder}: {each.text}")
+                for each in error.problems
+            ]
     if not found:
         raise InputError(unreadable)
     return found, [str(problem) for problem in unreadable]

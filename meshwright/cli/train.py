@@ -132,7 +132,7 @@ def _launch(run: Run, options: argparse.Namespace) -> int:
     if failed is None:
         _tell(folders.read_summary(folder), run, options)
         return Exit.DONE
-    if failed.kind == "input":
+    if failed.kind in ("input", "corrupt"):
         claim.abandon()
     return _tell_failure(failed, options.json)
 

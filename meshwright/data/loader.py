@@ -90,6 +90,18 @@ class Loader:
     def held(self, batch: int) -> StepBatch:
         """This rank's part of a global batch that is never trained on: in order, from the start again after the end."""
         began = time.perf_counter()
+        indices = self._indices(batch)
+        sources, samples = self._held_places(indices)
+        rows = self._rows(indices, sources, samples + np.asarray(self.train_counts)[sources])
+        return self._on_device(rows, time.perf_counter() - began)
+
+    def held_samples(self, batches: int) -> int:
+        """How many different samples so many batches of them have."""
+        sources, samples = self._held_places(np.arange(batches * self.run.batch))
+        return len(set(zip(sources.tolist(), samples.tolist(), strict=True)))
+
+    def _held_places(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The source of each validation sample, and its number among those that the source holds out."""
         kept = [number for number, count in enumerate(self.held_counts) if count]
         if not kept:
             raise mistake(
@@ -97,12 +109,9 @@ class Loader:
                 "set data.eval_fraction above 0, or use more data",
                 "data.eval_fraction",
             )
-        indices = self._indices(batch)
         counts = tuple(self.held_counts[number] for number in kept)
         places, samples = in_turn(indices, counts, tuple(self.weights[number] for number in kept))
-        sources = np.asarray(kept)[places]
-        rows = self._rows(indices, sources, samples + np.asarray(self.train_counts)[sources])
-        return self._on_device(rows, time.perf_counter() - began)
+        return np.asarray(kept)[places], samples
 
     def close(self) -> None:
         """End the thread; what it has not begun is dropped."""

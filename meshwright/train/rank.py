@@ -270,7 +270,9 @@ def failure_of(error: Exception, order: RankSpec, step: int, deviated: bool, beg
 def _meaning(error: Exception, order: RankSpec, begun: bool) -> tuple[Kind, int, str]:
     """What an error means, as far as is known: its kind, exit code and remedy."""
     if isinstance(error, CorruptError):
-        return "corrupt", Exit.CORRUPT, "restore the folder from a copy, or start over with --fresh"
+        is_own = all(Path(damage.file).is_relative_to(order.folder) for damage in error.damages)
+        remedy = "restore the folder from a copy, or start over with --fresh"
+        return "corrupt", Exit.CORRUPT, remedy if is_own else "name another step in init.from, as RUN@STEP"
     if isinstance(error, torch.OutOfMemoryError):
         return "memory", Exit.DOES_NOT_FIT, "use a smaller microbatch, recompute, or more shards"
     if isinstance(error, InputError):

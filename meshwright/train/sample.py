@@ -1,6 +1,7 @@
 """Text and losses of a trained model: at the end of its run, under its plan, or loaded whole from a folder."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from itertools import islice
 
 import msgspec
@@ -78,7 +79,7 @@ def load_tokenizer(folder: ModelFolder) -> Tokenizer:
     """The tokenizer that a folder's weights were trained with."""
     remedy = "put the tokenizer.json that it was trained with into the folder"
     if folder.tokenizer is None:
-        raise mistake(f"{folder.path} has no tokenizer", remedy)
+        raise mistake(f"{folder.home} has no tokenizer", remedy)
     tokenizer = tokenize.load(folder.tokenizer)
     if (size := tokenize.entries(tokenizer)) > folder.arch.vocab:
         raise mistake(f"{folder.tokenizer} has {size} entries, and the model knows {folder.arch.vocab}", remedy)
@@ -124,34 +125,40 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     perplexity: float
     tokens: int  # that were predicted
     samples: int
+    different: int  # of these: a run's few validation samples are taken again until its batches are full
     sequence: int
 
 
-@torch.no_grad()
 def evaluation(decoder: Decoder, run: Run, corpus: Corpus, device: torch.device, *, held: bool) -> Evaluation:
     """The mean loss over the samples of a run's data, or over those held out that its own validation loss is of."""
-    total, tokens, samples = torch.zeros((), dtype=torch.float64, device=device), 0, 0
-    for batch in held_batches(run, corpus, device) if held else all_batches(run, corpus, device):
+    if not held:
+        return _mean(decoder, all_batches(run, corpus, device), run)
+    size = next(size for size in range(_together(run), 0, -1) if run.batch % size == 0)
+    alone = msgspec.structs.replace(run, plan=Plan(microbatch=size, grad_accum=run.batch // size))
+    with closing(Loader(corpus, alone, 0, device)) as loader:
+        steps = (loader.held(number) for number in range(run.eval.batches))
+        found = _mean(decoder, (batch for step in steps for batch in step.microbatches), run)
+        return msgspec.structs.replace(found, different=loader.held_samples(run.eval.batches))
+
+
+@torch.no_grad()
+def _mean(decoder: Decoder, batches: Iterable[Batch], run: Run) -> Evaluation:
+    total, tokens, samples = torch.zeros((), dtype=torch.float64, device=decoder.projection.device), 0, 0
+    for batch in batches:
         logits = decoder(batch.tokens, batch.positions, batch.documents)
         total += token_loss_sum(logits, batch.targets).double()
         tokens += int((batch.targets != IGNORE).sum())
         samples += len(batch.tokens)
     loss = total / tokens
+    perplexity = loss.exp().item()
     return Evaluation(
-        loss=loss.item(), perplexity=loss.exp().item(), tokens=tokens, samples=samples, sequence=run.sequence
+        loss=loss.item(),
+        perplexity=perplexity,
+        tokens=tokens,
+        samples=samples,
+        different=samples,
+        sequence=run.sequence,
     )
-
-
-def held_batches(run: Run, corpus: Corpus, device: torch.device) -> Iterator[Batch]:
-    """The samples of a run's validation loss."""
-    size = next(size for size in range(_together(run), 0, -1) if run.batch % size == 0)
-    alone = msgspec.structs.replace(run, plan=Plan(microbatch=size, grad_accum=run.batch // size))
-    loader = Loader(corpus, alone, 0, device)
-    try:
-        for number in range(run.eval.batches):
-            yield from loader.held(number).microbatches
-    finally:
-        loader.close()
 
 
 def all_batches(run: Run, corpus: Corpus, device: torch.device) -> Iterator[Batch]:

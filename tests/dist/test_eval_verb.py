@@ -45,7 +45,7 @@ def test_it_is_the_runs_own_validation_loss(user):
     found = answer(user, "eval", "run")
     assert found["loss"] == pytest.approx(own, rel=CLOSE)
     assert found["perplexity"] == pytest.approx(math.exp(own), rel=10 * CLOSE)
-    assert (found["samples"], found["sequence"]) == (8, 64)
+    assert (found["samples"], found["different"], found["sequence"]) == (8, 8, 64)
     # The same documents as data of their own, with the model's tokenizer and the run's packing.
     data = answer(user, "eval", "run", "--data", "held.jsonl")
     assert data["loss"] == pytest.approx(own, rel=CLOSE)
@@ -86,6 +86,15 @@ def test_people_read_three_lines(user):
     assert [line.split()[0] for line in done.stdout.splitlines()] == ["loss", "perplexity", "tokens"]
 
 
+def test_samples_that_are_taken_again_are_not_said_to_be_others(user):
+    shutil.copytree(user / "run", user / "again")
+    file = user / "again" / "run.toml"
+    file.write_text(file.read_text().replace("batches = 2", "batches = 3"))
+    found = answer(user, "eval", "again")
+    assert (found["samples"], found["different"]) == (12, 8)
+    assert meshwright("eval", "again", folder=user).stdout.endswith(" (12 samples of 64, 8 of them different)\n")
+
+
 def test_a_run_and_its_steps_write_text(user):
     words = ("--prompt", "document 3", "--tokens", "8", "--greedy")
     last = answer(user, "generate", "run", *words)["completions"][0]
@@ -93,6 +102,17 @@ def test_a_run_and_its_steps_write_text(user):
     earlier = answer(user, "generate", "run@2", *words)["completions"][0]
     assert earlier["tokens"] != last["tokens"]
     assert earlier == answer(user, "generate", "run/checkpoints/step-2", *words)["completions"][0]
+
+
+def test_a_step_without_a_tokenizer_says_where_one_is_looked_for(user):
+    shutil.copytree(user / "run", user / "bare")
+    for file in (user / "bare").rglob("tokenizer.json"):
+        file.unlink()
+    done = meshwright("generate", "bare@2", "--prompt", "a", "--tokens", "1", folder=user)
+    assert done.returncode == 2
+    assert done.stderr.startswith("meshwright: bare has no tokenizer; put the tokenizer.json ")
+    shutil.copy(user / "run" / "tokenizer.json", user / "bare")
+    assert meshwright("generate", "bare@2", "--prompt", "a", "--tokens", "1", folder=user).returncode == 0
 
 
 def test_a_damaged_step_is_not_read(user):
@@ -107,6 +127,12 @@ def test_a_damaged_step_is_not_read(user):
     assert "checksum mismatch" in done.stderr
     assert done.stderr.endswith("; name another step of the run, as RUN@STEP\n")
     assert meshwright("generate", "damaged", "--prompt", "a", folder=user).returncode == 0  # its model is sound
+    done = meshwright(
+        "train", *SMALL[1:], "init.from=damaged@2", "data.source=all.jsonl", "--folder", "next", folder=user
+    )
+    assert done.returncode == 12
+    assert "do:      name another step in init.from, as RUN@STEP" in done.stderr
+    assert not (user / "next").exists()
 
 
 REFUSALS = {

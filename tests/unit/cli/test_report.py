@@ -202,7 +202,11 @@ def test_a_folder_of_runs_is_a_table_newest_first(capsys, runs):
     assert re.match(r"old +tiny +12 of 12 +0.5000 +0.7500 +256 +[\d.e-]+ +finished +2001-09-09 ", old)
     (left_out,) = said.err.splitlines()
     assert left_out.startswith("left out: ")
+    assert left_out.count("bad") == 1
     assert "bad/run.toml is damaged" in left_out
+    (runs / "bad" / "run.toml").write_text("")
+    assert main.main(["report", str(runs)]) == 0
+    assert f"left out: {runs}/bad: the run does not say what to train" in capsys.readouterr().err
 
 
 def test_a_folder_of_runs_for_a_program_and_as_a_page(capsys, runs, tmp_path):

@@ -4,6 +4,7 @@ A report says what failed, where, since when, the likely cause and what to do. A
 supervisor writes those of ranks that are killed or hang, and of machines that are gone.
 """
 
+import errno
 import os
 import signal
 import socket
@@ -153,13 +154,14 @@ def of_exit(rank: int, code: int, seen: "RankStatus | None", folder: Path) -> Fa
         what, cause = f"rank {rank} was ended by signal {number.name}", LIKELY.get(number, "")
     else:
         what, cause = f"rank {rank} ended with exit code {code}", tail(log, 1)
+    is_full = os.strerror(errno.ENOSPC) in cause  # which is also why it could not write words of its own
     return Failure(
         kind=kind,
         code=Exit.RESUMABLE if kind == "killed" else code,
         what=what,
         where=place(seen) if seen else "",
         cause=cause,
-        remedy=AGAIN if kind == "killed" else "see the log",
+        remedy=AGAIN if kind == "killed" else f"free some disk space, then {AGAIN}" if is_full else "see the log",
         details=str(log),
         rank=rank,
         phase=seen.beat.phase if seen else "start",

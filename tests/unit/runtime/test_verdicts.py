@@ -68,6 +68,13 @@ def test_a_rank_without_words_is_told_by_its_exit(tmp_path, code, kind, told):
     assert verdict.code == (Exit.RESUMABLE if kind == "killed" else code)
 
 
+def test_a_full_disk_is_to_be_freed(tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank1.txt").write_text(f"{OSError(28, 'No space left on device')}\n")
+    remedy = failure.of_exit(1, 1, SEEN[1], tmp_path).remedy
+    assert remedy == f"free some disk space, then {failure.AGAIN}"
+
+
 def test_last_words_come_back(tmp_path):
     verdict = Failure(kind="data", code=11, what="gone", rank=3, at=5.0)
     words.write(tmp_path, verdict)

@@ -1,6 +1,7 @@
 """`meshwright eval`: the validation loss of a run, a checkpoint or a Hugging Face folder."""
 
 import argparse
+import re
 from functools import partial
 from typing import TYPE_CHECKING, get_args, get_type_hints
 
@@ -40,7 +41,17 @@ def eval(options: argparse.Namespace) -> int:
     """Print the mean loss, perplexity and the tokens they are of."""
     if options.data is None and (options.format or options.field):
         raise mistake("--format and --field say how --data is read", "add --data PATH, or leave them out")
-    return words.with_weights(options, partial(_evaluate, options))
+    try:
+        return words.with_weights(options, partial(_evaluate, options))
+    except InputError as error:  # whose remedies are those of a run file
+        raise InputError(
+            [msgspec.structs.replace(one, remedy=_as_flags(one.remedy)) for one in error.problems]
+        ) from None
+
+
+def _as_flags(remedy: str) -> str:
+    """A remedy with the flags of this verb in place of keys of a run file."""
+    return re.sub(r"data\.(field|format)( = )?", lambda key: f"--{key[1]}{' ' if key[2] else ''}", remedy)
 
 
 def _evaluate(options: argparse.Namespace, folder: "ModelFolder", device: "torch.device") -> None:

@@ -69,7 +69,8 @@ def no_weights(folder: Path) -> Problem:
         f"{folder} holds its weights only in {pickles[0]}, a pickle: loading one runs its code, so that is never done",
         "if you trust it, convert it once with transformers:\n"
         "    from transformers import AutoModelForCausalLM as Model\n"
-        f"    Model.from_pretrained({str(folder)!r}).save_pretrained({str(folder) + '-safetensors'!r})",
+        f"    Model.from_pretrained({str(folder)!r}).save_pretrained({str(folder) + '-safetensors'!r})\n"
+        "and copy the tokenizer's files there",
     )
 
 

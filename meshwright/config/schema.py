@@ -119,6 +119,8 @@ def _correction(key: str, value: Any, kind: Any) -> str:
             return f"did you mean {near[0]!r}?"
     if bool in kinds:
         return f"write {key} = true or {key} = false"
+    if is_list and named and isinstance(value, list):
+        return "use some of them"
     if is_list:
         entry = '{source = "…"}' if is_struct(kinds[1]) else "…"
         return f"write a list, as in {key} = [{entry}]"

@@ -115,7 +115,9 @@ def _line_problem(place: str, line: bytes, field: str) -> Problem:
     if not isinstance(record, dict):
         return Problem(f"{place} is not a JSON object", f'write every line as {{"{field}": "…"}}')
     if field not in record:
-        return _field_problem(place, field, list(record))
+        found = _field_problem(place, field, list(record))
+        first = place.endswith(":1")  # of a later line the field is not wrong
+        return found if first else msgspec.structs.replace(found, remedy="repair or remove the line")
     return Problem(
         f"{place}: the field {field!r} holds {type(record[field]).__name__}, not text",
         "repair the line, or name another field as data.field",

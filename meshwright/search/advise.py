@@ -108,7 +108,7 @@ class _Walk:
             rest = self.alone.plan.grad_accum
             if rest > 1:
                 size = self.alone.plan.microbatch
-                text = f"gradients of {rest} microbatches of {size} are accumulated into the batch"
+                text = f"on one GPU, gradients of {rest} microbatches of {size} are accumulated into the batch"
                 self.do("gradient accumulation", text, self.alone)
             return self.several
         misses = nearest(self.one, top=1)

@@ -34,3 +34,8 @@ def test_nothing_that_fits_is_exit_3(capsys):
 def test_without_machines_the_remedy_is_told(capsys):
     assert main.main(["advise", "gpt2"]) == 2
     assert "--cluster" in capsys.readouterr().err
+
+
+def test_accumulation_on_one_gpu_is_not_said_of_all(capsys):
+    assert main.main(["advise", "gpt2", "--cluster", "8xh100"]) == 0
+    assert "gradient accumulation: on one GPU, gradients of 16 microbatches of 32" in capsys.readouterr().out

@@ -225,3 +225,9 @@ def test_without_jinja2_a_chat_says_what_to_install(folder, capsys, monkeypatch)
     assert capsys.readouterr().err == (
         "meshwright: a chat template needs jinja2, which is not installed; run: pip install jinja2\n"
     )
+
+
+def test_eval_names_its_own_flags_where_a_run_file_has_keys(folder, tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"txt": "hello"}\n')
+    assert main(["eval", str(folder), "--data", str(tmp_path / "a.jsonl")]) == 2
+    assert "a.jsonl:1 has no field 'text', only txt; set --field \"txt\"" in capsys.readouterr().err

@@ -87,6 +87,7 @@ MISTAKES = [
     Mistake("train arch.preset=gpt5", 'arch.preset = "gpt5" is not a known model', "did you mean gpt2?"),
     Mistake("train arch=gpt2", 'arch = "gpt2" should be a table', "write arch.preset=gpt2"),
     Mistake("train plan=fsdp", 'plan = "fsdp" should be a table', "write plan.NAME = VALUE for each of its keys"),
+    Mistake("train log.writers=mlflow", 'log.writers = ["mlflow"] should be a list, each one of', "use some of them"),
     Mistake("train log.writers=wanb", 'log.writers = ["wanb"] should be a list, each one of', "did you mean 'wandb'?"),
     Mistake("train arch.dropout=1.5", "arch.dropout = 1.5 is no probability", "use 0 up to below 1"),
     Mistake(

@@ -153,7 +153,7 @@ def test_weights_in_a_pickle_are_refused_with_the_whole_remedy(model, capsys):
     (model / "pytorch_model.bin").write_bytes(b"\x80\x04")
     said = told(capsys, *WORDS)
     assert "hf holds its weights only in pytorch_model.bin, a pickle" in said
-    assert "Model.from_pretrained('hf').save_pretrained('hf-safetensors')" in said
+    assert "Model.from_pretrained('hf').save_pretrained('hf-safetensors')\nand copy the tokenizer's files there" in said
 
 
 def header(size: int) -> bytes:

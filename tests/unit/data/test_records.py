@@ -64,6 +64,11 @@ def test_parquet_rows_are_documents(tmp_path):
             b'{"txt": "x", "id": 3}\n',
             "a.jsonl:1 has no field 'text', only txt, id; set data.field = \"txt\"",
         ),
+        (
+            "a.jsonl",
+            b'{"text": "x"}\n{"txt": "x"}\n',
+            "a.jsonl:2 has no field 'text', only txt; repair or remove the line",
+        ),
         ("a.jsonl", b'{"zzz": "x"}\n', "only zzz; set data.field to the one that holds the text"),
         ("a.jsonl", b'{"text": 3}\n', "the field 'text' holds int, not text"),
         ("a.jsonl", b'{"text": "\xff"}\n', "a.jsonl:1 is not JSON"),

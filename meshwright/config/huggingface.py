@@ -457,6 +457,7 @@ def _beyond(arch: Arch, kind: str) -> list[Problem]:
         needs = {"positions": ("learned",), "mlp": ("gelu", "gelu_tanh"), "bias": (True,), **heads}
     else:
         needs = {"norm": ("rms",), "positions": ("rope",), "mlp": ("swiglu",), "bias": (False,)}
+    needs["norm_position"] = ("pre",)
     if kind == "mixtral":
         needs |= {"moe_every": (1,), "shared_experts": (0,), "router": ("topk",), "capacity": (0.0,)}
     found = [

@@ -148,7 +148,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 NOT_MATHEMATICS = ("name", "log", "eval", "checkpoint", "faults", "goal", "plan")
 # Keys that were added later: a default value is left out, so that the digest of an earlier run stays what it was.
 ADDED_LATER = {
-    "arch": ("dropout", "attention_dropout"),
+    "arch": ("dropout", "attention_dropout", "norm_position"),
     "optim": ("master_weights", "stochastic_rounding", "state_dtype", "momentum", "nesterov"),
     "init": ("optimizer_state",),
 }

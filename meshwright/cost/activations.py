@@ -265,7 +265,7 @@ def saved_activations(work: MicrobatchShape, mixtures: tuple[bool, ...], last: b
     rope = work.whole * work.arch.head_dim * work.wide if work.arch.positions == "rope" else 0.0  # once for all layers
     logits, loss = _loss(work) if last else (0.0, 0.0)
     everything = SavedActivations(
-        activations=alone + sum(remaining) + rope + (_norm_kept(work) + work.entering if last else 0.0),
+        activations=alone + sum(remaining) + rope + (_end_kept(work) if last else 0.0),
         first_run=(remaining[0] if remaining else blocks[0] if blocks else 0.0) + rope,
         first_blocks=len(recomputed[0]) if recomputed else 1,
         recomputed=max((size - left for size, left in zip(inside, remaining, strict=True)), default=0.0),
@@ -408,6 +408,11 @@ def _matmul_input(work: MicrobatchShape, matmuls: int) -> float:
 def _output_input(work: MicrobatchShape, width: int, otherwise: float) -> float:
     """What the matmul back to the hidden width reads: as it is, or in fp8, with its weight in fp8."""
     return work.whole * width + width * work.arch.hidden if work.fp8_inputs else otherwise
+
+
+def _end_kept(work: MicrobatchShape) -> float:
+    """What the projection to logits reads, and the norm before it where there is one."""
+    return work.entering + (_norm_kept(work) if work.arch.norm_position == "pre" else 0.0)
 
 
 def _norm_kept(work: MicrobatchShape) -> float:

@@ -34,7 +34,7 @@ class Decoder(nn.Module):
             self.positions = nn.Embedding(arch.context, arch.hidden)
         self.embed_dropout = dropout(arch.dropout)
         self.blocks = nn.ModuleDict({str(layer): Block(arch, _mlp(arch, layer)) for layer in range(arch.layers)})
-        self.norm: nn.Module | None = norm(arch)
+        self.norm: nn.Module | None = norm(arch) if arch.norm_position == "pre" else nn.Identity()
         self.head: nn.Linear | None = None if arch.tied else nn.Linear(arch.hidden, arch.vocab, bias=False)
         self.loss: Loss = weighted_loss  # transforms may put other functions here
         self.build_mask: BuildMask = _document_ids

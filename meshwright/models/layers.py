@@ -125,10 +125,14 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer of a decoder: attention, then a feed-forward layer, each normalized before and added to its input."""
+    """One layer of a decoder: attention, then a feed-forward layer, each added to its input.
+
+    Normalized is what a sub-layer reads (pre-norm), or what the sum leaves (post-norm, the first transformers).
+    """
 
     def __init__(self, arch: Arch, mlp: nn.Module) -> None:
         super().__init__()
+        self.post_norm = arch.norm_position == "post"
         self.attn_norm = norm(arch)
         self.attn = Attention(arch)
         self.attn_dropout = dropout(arch.dropout)
@@ -137,6 +141,9 @@ class Block(nn.Module):
         self.mlp_dropout = dropout(arch.dropout)
 
     def forward(self, x: Tensor, rope: Rope | None, mask: Any, index: Tensor | None) -> Tensor:
+        if self.post_norm:
+            x = self.attn_norm(x + self.attn_dropout(self.attn(x, rope, mask), index))
+            return self.mlp_norm(x + self.mlp_dropout(self.mlp(x, index), index))
         # No name for what attention returns: it would live on beside the MLP.
         normed, x = self.add_and_norm(self.attn_dropout(self.attn(self.attn_norm(x), rope, mask), index), x)
         return x + self.mlp_dropout(self.mlp(normed, index), index)

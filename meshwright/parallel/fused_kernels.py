@@ -82,7 +82,7 @@ def fuse_blocks(model: Decoder, kernels: Kernels = "auto") -> None:
         elif isinstance(module, MoELayer):
             module.dispatch = partial(dispatch_rows, kernels=kernels)
             module.combine = partial(combine_rows, kernels=kernels)
-        elif isinstance(module, Block):
+        elif isinstance(module, Block) and not module.post_norm:
             module.add_and_norm = partial(_add_and_norm, module.mlp_norm, kernels)
 
 

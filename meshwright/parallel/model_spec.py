@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import (
 from meshwright.models.decoder import Decoder
 from meshwright.models.dropout import Dropout
 from meshwright.models.moe import MoELayer
+from meshwright.spec.arch import Arch
 from meshwright.spec.params import Split, params
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import Problem
@@ -159,7 +160,9 @@ def _decoder_tp_plan(model: nn.Module) -> dict[str, ParallelStyle]:
         name = param.name.removesuffix(".weight")
         in_moe = param.layer >= 0 and decoder.arch.is_mixture(param.layer) and name.split(".")[2] == "mlp"
         if param.name.endswith(".weight") and name in modules and not in_moe:
-            table[name] = TiedNorm() if name == "norm" and ends_tied else _style(name, param.split)
+            table[name] = _style(name, param.split, decoder.arch)
+    if decoder.norm is not None:  # the last one; after norms that follow their sub-layers, an identity
+        table["norm"] = TiedNorm() if ends_tied else SequenceParallel()
     table |= {name: SlicedIndex() for name, module in modules.items() if isinstance(module, Dropout)}
     for name, block in decoder.blocks.items():
         table[f"blocks.{name}.attn"] = _gathered(3)
@@ -168,7 +171,7 @@ def _decoder_tp_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     return table
 
 
-def _style(name: str, split: Split) -> ParallelStyle:
+def _style(name: str, split: Split, arch: Arch) -> ParallelStyle:
     if name == "embed":
         return RowwiseParallel(input_layouts=Replicate(), output_layouts=SEQUENCE)
     if name == "head":
@@ -178,7 +181,8 @@ def _style(name: str, split: Split) -> ParallelStyle:
     return {
         Split.COLUMN: ColwiseParallel(),
         Split.ROW: RowwiseParallel(output_layouts=SEQUENCE),
-        Split.NONE: SequenceParallel(),
+        # What a norm after a sub-layer returns is added to the next one's output, a rank's own part.
+        Split.NONE: SequenceParallel(use_local_output=arch.norm_position == "post"),
     }[split]
 
 

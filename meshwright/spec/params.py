@@ -69,7 +69,8 @@ def _decoder(arch: Arch) -> Iterator[Param]:
     for layer in range(arch.layers):
         for param in _block(arch, layer):
             yield msgspec.structs.replace(param, name=f"blocks.{layer}.{param.name}", layer=layer)
-    yield from _norm(arch, "norm")
+    if arch.norm_position == "pre":
+        yield from _norm(arch, "norm")
     if not arch.tied:
         yield Param(name="head.weight", shape=(arch.vocab, arch.hidden), split=Split.COLUMN)
 

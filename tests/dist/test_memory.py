@@ -54,6 +54,8 @@ GPT = (
     "arch.context=33",  # odd, so that a sharded table is filled up
 )
 
+POST_NORM = (*GPT, "arch.norm_position=post")
+
 # By axis, several plans each: they share one world, whose start costs more than a step.
 TWO = {
     "replicate": [
@@ -71,6 +73,7 @@ TWO = {
         ("plan.shard=2", "plan.zero=2", *TWICE),
         ("plan.shard=2", "plan.zero=3", *TWICE, *BF16),
         ("plan.shard=2", "plan.zero=3", "plan.precision=fp64", *GPT),
+        ("plan.shard=2", "plan.zero=3", *BF16, *POST_NORM),
         ("plan.shard=2", "plan.zero=3", *MOE, "arch.moe_every=2", *BF16),
         ("plan.shard=2", "plan.zero=3", *TWICE, *BF16, *SGD),
         ("plan.shard=2", "plan.zero=1", *BF16, "optim.master_weights=split", *SGD),
@@ -88,6 +91,7 @@ TWO = {
         ("plan.tp=2", *TWICE),
         ("plan.tp=2", *TWICE, *GPT),
         ("plan.tp=2", *GPT, *BF16, *TWICE),
+        ("plan.tp=2", *POST_NORM),
         ("plan.tp=2", *MOE),
     ],
     "cp": [("plan.cp=2", *TWICE), ("plan.cp=2", "plan.zero=3", *BF16)],
@@ -100,6 +104,7 @@ TWO = {
         ("plan.pp=2", *FOUR_TIMES),
         ("plan.pp=2", "plan.schedule=zbv", *FOUR_TIMES, *GPT, *BF16),
         ("plan.pp=2", "plan.schedule=zb1p", *FOUR_TIMES, *BF16),
+        ("plan.pp=2", *FOUR_TIMES, *POST_NORM),
         ("plan.pp=2", "plan.schedule=zb1p", *FOUR_TIMES, *BF16, "optim.master_weights=split"),
         ("plan.pp=2", "plan.schedule=looped", *FOUR_TIMES),
         ("plan.pp=2", "plan.schedule=interleaved", *FOUR_CHUNKS),

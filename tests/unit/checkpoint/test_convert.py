@@ -9,6 +9,8 @@ from checkpoint.tiny import ARCHS, weights_of
 from meshwright.checkpoint import convert as judge
 from meshwright.checkpoint.convert import MismatchError, convert
 from meshwright.checkpoint.model_folder import open_folder, save_native
+from meshwright.config.presets import preset
+from meshwright.models.decoder import Decoder
 from meshwright.spec.problem import InputError
 
 # Logits here are below 20 and float32 rounds them by 1e-6; sums in another order add a few roundings.
@@ -237,3 +239,30 @@ def test_progress_is_told(native, tmp_path):
     convert(native(ARCHS["llama"]), tmp_path / "theirs", said.append, check_tokens=4)
     told = ("converting", "of 4 tokens", "logits match", f"wrote {tmp_path / 'theirs'}: float32, 2 files")
     assert [word for line in said for word in told if word in line] == list(told)
+
+
+def test_norms_after_the_sub_layers_are_those_of_gpt_1(transformers):
+    torch.manual_seed(3)
+    sizes = {**GPT_SIZES, **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)}
+    stock = transformers.OpenAIGPTLMHeadModel(transformers.OpenAIGPTConfig(**sizes)).double()
+    for weight in stock.parameters():  # norms and biases too, which begin as ones and zeros
+        torch.nn.init.normal_(weight, std=0.3)
+    published = msgspec.structs.replace(preset("gpt1-published"), vocab=61, layers=2, hidden=32, heads=4, kv_heads=4)
+    ours = Decoder(msgspec.structs.replace(published, head_dim=8, ffn=128, context=64)).double()
+    theirs = stock.state_dict()
+    names = {"attn_norm": "ln_1", "mlp_norm": "ln_2", "attn.out": "attn.c_proj"}
+    names |= {"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
+    outside = {"embed": "tokens_embed", "positions": "positions_embed"}
+    with torch.no_grad():
+        for name, weight in ours.named_parameters():
+            if not name.startswith("blocks."):
+                weight.copy_(theirs[f"transformer.{outside[name.split('.')[0]]}.weight"])
+                continue
+            _, layer, *inner, kind = name.split(".")
+            module = ".".join(inner)
+            whole = theirs[f"transformer.h.{layer}.{names.get(module, 'attn.c_attn')}.{kind}"]
+            whole = whole.t() if whole.ndim == 2 else whole  # theirs are transposed
+            weight.copy_(whole if module in names else whole.chunk(3)["qkv".index(module[-1])])
+    tokens = torch.randint(0, 61, (2, 64))
+    positions = torch.arange(64).expand(2, -1)
+    assert (ours(tokens, positions) - stock(tokens).logits).abs().max() < 1e-9 * stock(tokens).logits.abs().max()

@@ -27,6 +27,9 @@ ARCHS = {
     "gpt": msgspec.structs.replace(
         TINY, norm="layer", positions="learned", mlp="gelu_tanh", bias=True, tied=True, kv_heads=8
     ),
+    "norms after the sub-layers": msgspec.structs.replace(
+        TINY, norm="layer", norm_position="post", positions="learned", mlp="gelu_tanh", bias=True, kv_heads=8
+    ),
     "layer norm and rotation": msgspec.structs.replace(TINY, norm="layer"),
     "mixture": msgspec.structs.replace(preset("tiny-moe"), layers=4),
     "every other layer a mixture": msgspec.structs.replace(preset("tiny-moe"), layers=4, moe_every=2, shared_experts=0),

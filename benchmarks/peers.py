@@ -1,9 +1,10 @@
-"""One peer on one GPU: the step of torchtitan's or transformers' own model, measured like ours.
+"""One peer on one GPU: the step of torchtitan's, nanoGPT's or transformers' own model, measured like ours.
 
 Run as `python benchmarks/peers.py NAME SHAPE MICROBATCH SEQUENCE`; prints one line of JSON. torchtitan 0.2.2, torchao
 and their small requirements must be importable (`pip install --no-deps --target DIR torchtitan==0.2.2 torchao torchdata
-tyro typeguard docstring-parser shtab fsspec einops`, then PYTHONPATH=DIR). The semantics are those of our own runs:
-fp32 weights, bf16 arithmetic, clipping by the global norm, fused AdamW, every step updated.
+tyro typeguard docstring-parser shtab fsspec einops`, and a clone of nanoGPT as DIR/nanogpt; then PYTHONPATH=DIR). The
+semantics are those of our own runs: fp32 weights, bf16 arithmetic, clipping by the global norm, fused AdamW, every step
+updated.
 """
 
 import json
@@ -24,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-WARM_UP, STEPS = 6, 12
+WARM_UP, STEPS, RUNS = 6, 12, 3
 MIXTURE = {"dim": 2048, "layers": 8, "heads": 16, "kv_heads": 16, "vocab": 32000}
 SHAPES: dict[str, dict[str, int]] = {
     "gpt2-124m": {"dim": 768, "layers": 12, "heads": 12, "kv_heads": 12, "ffn": 3072, "vocab": 50304},
@@ -35,8 +36,8 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 
 
-def measured(model: nn.Module, loss_of: Callable[[], Tensor], autocast: bool = True) -> dict[str, float]:
-    """The median step in seconds, and the peak of allocated memory."""
+def measured(model: nn.Module, loss_of: Callable[[], Tensor], autocast: bool = True) -> dict[str, Any]:
+    """The median step in seconds, of the fastest of three runs, and the peak of allocated memory."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
     def step() -> None:
@@ -53,21 +54,42 @@ def measured(model: nn.Module, loss_of: Callable[[], Tensor], autocast: bool = T
     first = time.perf_counter() - began
     for _ in range(WARM_UP - 1):
         step()
+    runs = [_median(step) for _ in range(RUNS)]
+    return {
+        "step_seconds": min(runs),
+        "runs": runs,
+        "first_step_seconds": first,
+        "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
+    }
+
+
+def _median(step: Callable[[], None]) -> float:
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS + 1)]
     marks[0].record()
     for mark in marks[1:]:
         step()
         mark.record()
     torch.cuda.synchronize()
-    seconds = [a.elapsed_time(b) / 1000 for a, b in pairwise(marks)]
-    return {
-        "step_seconds": statistics.median(seconds),
-        "first_step_seconds": first,
-        "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
-    }
+    return statistics.median(a.elapsed_time(b) / 1000 for a, b in pairwise(marks))
 
 
-def transformers(shape: dict[str, int], microbatch: int, sequence: int) -> dict[str, float]:
+def nanogpt(shape: dict[str, int], microbatch: int, sequence: int) -> dict[str, Any]:
+    """nanoGPT's own GPT-2, with its biases, compiled as a whole; attention by cuDNN, faster than its default."""
+    from nanogpt.model import GPT, GPTConfig  # pyright: ignore[reportMissingImports]
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    arguments = GPTConfig(
+        block_size=sequence, vocab_size=shape["vocab"], n_layer=shape["layers"], n_head=shape["heads"],
+        n_embd=shape["dim"], dropout=0.0, bias=True,
+    )  # fmt: skip
+    model = GPT(arguments).to("cuda")
+    model.compile()
+    tokens, targets = torch.randint(0, shape["vocab"], (2, microbatch, sequence), device="cuda")
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
+        return measured(model, lambda: model(tokens, targets)[1])
+
+
+def transformers(shape: dict[str, int], microbatch: int, sequence: int) -> dict[str, Any]:
     """transformers' GPT-2 or Llama, compiled as a whole, attention by sdpa."""
     import transformers as hf
 
@@ -104,8 +126,11 @@ def _stand_in() -> None:
         sys.modules[name] = stand_in
 
 
-def torchtitan(shape: dict[str, int], microbatch: int, sequence: int, eight: bool = False) -> dict[str, float]:
-    """torchtitan's Llama with its own per-block compile; `eight`: torchao's tensor-wise FP8 for all but the output."""
+def torchtitan(shape: dict[str, int], microbatch: int, sequence: int, fp8: str = "") -> dict[str, Any]:
+    """torchtitan's Llama with its own per-block compile; `fp8`: torchao's tensor-wise FP8 for all but the output.
+
+    By "default" its gradients' matmuls accumulate exactly; "fast" is its fastest setting.
+    """
     _stand_in()
     from torchtitan.config.job_config import Compile  # pyright: ignore[reportMissingImports]
     from torchtitan.models.llama3.infra.parallelize import apply_compile  # pyright: ignore[reportMissingImports]
@@ -129,16 +154,19 @@ def torchtitan(shape: dict[str, int], microbatch: int, sequence: int, eight: boo
     model.to_empty(device="cuda")
     with torch.no_grad():
         model.init_weights()
-    if eight:
+    if fp8:
         from torchao.float8 import (  # pyright: ignore[reportMissingImports]
             Float8LinearConfig,
             convert_to_float8_training,
         )
+        from torchao.float8.config import Float8GemmConfig  # pyright: ignore[reportMissingImports]
 
         def inside(module: nn.Module, name: str) -> bool:
             return name != "output" and isinstance(module, nn.Linear)
 
-        convert_to_float8_training(model, config=Float8LinearConfig(), module_filter_fn=inside)
+        gemm = Float8GemmConfig(use_fast_accum=fp8 == "fast")
+        setting = Float8LinearConfig(gemm_config_grad_input=gemm, gemm_config_grad_weight=gemm)
+        convert_to_float8_training(model, config=setting, module_filter_fn=inside)
     apply_compile(model, Compile(enable=True))
 
     @torch.compile
@@ -189,7 +217,7 @@ def mixture(shape: dict[str, int], sequence: int, sharded: bool, device: str = "
     return model
 
 
-def torchtitan_moe(shape: dict[str, int], microbatch: int, sequence: int, sharded: bool) -> dict[str, float]:
+def torchtitan_moe(shape: dict[str, int], microbatch: int, sequence: int, sharded: bool) -> dict[str, Any]:
     """torchtitan's MoE with grouped matmuls; no balance loss, no shared expert, every layer a mixture."""
     model = mixture(shape, sequence, sharded)
 
@@ -205,12 +233,13 @@ def main() -> None:
     """Measure one peer and print what was found."""
     name, shape, microbatch, sequence = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     torch.set_float32_matmul_precision("high")
-    if name == "transformers":
-        found = transformers(SHAPES[shape], microbatch, sequence)
+    if name in ("transformers", "nanogpt"):
+        found = {"transformers": transformers, "nanogpt": nanogpt}[name](SHAPES[shape], microbatch, sequence)
     elif name.startswith("torchtitan-moe"):
         found = torchtitan_moe(SHAPES[shape], microbatch, sequence, sharded=name.endswith("-fsdp"))
     else:
-        found = torchtitan(SHAPES[shape], microbatch, sequence, eight=name == "torchtitan-fp8")
+        fp8 = {"torchtitan": "", "torchtitan-fp8": "default", "torchtitan-fp8-fast": "fast"}[name]
+        found = torchtitan(SHAPES[shape], microbatch, sequence, fp8)
     print(json.dumps({"peer": name, "shape": shape, "microbatch": microbatch, "sequence": sequence, **found}))
 
 

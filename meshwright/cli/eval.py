@@ -33,7 +33,9 @@ def add_eval(verb: argparse.ArgumentParser) -> None:
         "--format", choices=get_args(get_type_hints(Data)["format"]), help="as data.format (default: auto)"
     )
     verb.add_argument("--field", help="as data.field: where JSON lines and Parquet have the text")
-    verb.add_argument("--sequence", type=words.count, help=f"tokens of a sample (default: the run's, or {SEQUENCE})")
+    verb.add_argument(
+        "--sequence", type=words.positions, help=f"tokens of a sample (default: the run's, or {SEQUENCE})"
+    )
     words.add_device(verb)
 
 

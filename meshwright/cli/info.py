@@ -151,8 +151,8 @@ def add_advise(verb: argparse.ArgumentParser) -> None:
         "words", nargs="*", metavar=target, help="plan.precision=fp32 and the like fix a field of the plan"
     )
     verb.add_argument("--cluster", metavar="8xh100", help="the machines; a file of your own works too")
-    verb.add_argument("--sequence", type=words.count, help="tokens of one sample")
-    verb.add_argument("--batch", type=words.count, help="samples in one optimizer step, over the whole job")
+    verb.add_argument("--sequence", type=words.positions, help="tokens of one sample")
+    verb.add_argument("--batch", type=words.samples, help="samples in one optimizer step, over the whole job")
     verb.set_defaults(vary=None)
 
 

@@ -44,6 +44,22 @@ def count(text: str) -> int:
     return int(text)
 
 
+def positions(text: str) -> int:
+    """The tokens of a sample, as people write them: 8192, or 8k, which is 8 · 1024."""
+    found = re.fullmatch(r"(\d+)([kKmM]?)", text.strip())
+    if found is None or int(found[1]) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} should be a whole number of at least 1, such as 8192 or 8k")
+    return int(found[1]) * {"": 1, "k": 2**10, "m": 2**20}[found[2].lower()]
+
+
+def samples(text: str) -> int:
+    """The sequences of one optimizer step."""
+    if not text.isdecimal() or int(text) < 1:
+        remedy = "a batch is counted in sequences: tokens of a step ÷ --sequence"
+        raise argparse.ArgumentTypeError(f"{text!r} should be a whole number of at least 1; {remedy}")
+    return int(text)
+
+
 SCALES = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}  # a letter behind a number
 
 

@@ -86,8 +86,8 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("words", nargs="*", metavar=target, help="plan.tp=8 and the like fix a field of the plan")
     verb.add_argument("--cluster", metavar="64xh100", help="the machines; a file of your own works too")
     verb.add_argument("--profile", metavar="FILE.json", help="as `meshwright bench --probe` measured them")
-    verb.add_argument("--sequence", type=words.count, help="tokens of one sample")
-    verb.add_argument("--batch", type=words.count, help="samples in one optimizer step, over the whole job")
+    verb.add_argument("--sequence", type=words.positions, help="tokens of one sample")
+    verb.add_argument("--batch", type=words.samples, help="samples in one optimizer step, over the whole job")
     verb.add_argument(
         "--vary", action="append", choices=("precision", "optimizer", "batch"), help="also search over it"
     )

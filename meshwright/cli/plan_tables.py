@@ -6,6 +6,7 @@ import msgspec
 
 from meshwright.cli.query import PlanQuery
 from meshwright.cost.layout import LABELS, LedgerEntry
+from meshwright.hardware.cluster import Cluster
 from meshwright.report.plan_charts import short
 from meshwright.search import explain
 from meshwright.search.best_first import ALIKE, KINDS, Candidate, SearchCounts, SearchResult, kind
@@ -131,14 +132,23 @@ def fabric(name: str) -> str:
     return next((known for begin, known in FABRICS.items() if name.startswith(begin)), name)
 
 
+def _links(machines: Cluster) -> str:
+    """What joins the GPUs of a cluster."""
+    if machines.gpus == 1:
+        return "1 GPU"
+    inside = f"{fabric(machines.scale_up.name)} domain"
+    if machines.gpus <= machines.domain:
+        return f"{machines.gpus} GPUs in one {inside}"
+    each = f"{machines.domain} GPUs per {inside}" if machines.domain > 1 else "1 GPU per node"
+    return f"{each}, {fabric(machines.network.name)} between"
+
+
 def plan_heading(put: PlanQuery, question: Question) -> Iterator[str]:
     """What was asked."""
     held, used = count(question.arch), active(question.arch)
     size = f"{number(held)} parameters" + (f", {number(used)} active" if used != held else "")
     machines = question.cluster
-    several = f"{machines.domain} GPUs per {fabric(machines.scale_up.name)} domain"
-    links = several if machines.domain > 1 else "1 GPU per node"
-    yield f"{put.model} ({size}) on {machines.name} ({links}, {fabric(machines.network.name)} between)"
+    yield f"{put.model} ({size}) on {machines.name} ({_links(machines)})"
     tokens = f"{question.tokens:,} tokens/step"
     yield f"sequence {question.sequence:,}, batch {question.batch:,} ({tokens}), {question.precision}"
     if question.vary:

@@ -69,8 +69,10 @@ def describe(reference: Path | str) -> FolderDescription:
         return model
     if path.suffix in PICKLES:
         raise InputError([a_pickle(path)])
-    what = f"holds neither {CONFIG} nor {ARCH}" if path.is_dir() else "is not a folder"
-    raise mistake(f"{path} {what}", "give the folder of a Hugging Face model, or of a run (RUN, RUN@STEP, RUN@best)")
+    what = f"{path} holds neither {CONFIG} nor {ARCH}"
+    if not path.is_dir():
+        what = f"{folder if at else path} is not a folder"
+    raise mistake(what, "give the folder of a Hugging Face model, or of a run (RUN, RUN@STEP, RUN@best)")
 
 
 def _own_model(path: Path) -> FolderDescription:

@@ -234,7 +234,7 @@ def recognised(text: str, entries: Mapping[str, Entry]) -> str | None:
 
 def unknown(kind: str, text: str, names: Iterable[str]) -> Problem:
     """What to say of a name that is not in the catalogue."""
-    near = difflib.get_close_matches(text.lower(), list(names), n=1, cutoff=0.4)
+    near = difflib.get_close_matches(text.lower(), list(names), n=1, cutoff=0.5)
     remedy = f"did you mean {near[0]}? " if near else ""
     return Problem(
         f"unknown {kind} {schema.shown(text)}",

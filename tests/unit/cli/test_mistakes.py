@@ -34,7 +34,7 @@ MISTAKES = [
     Mistake("train --rnaks 2", "--rnaks is not a flag", "did you mean --ranks?"),
     Mistake("train --ranks 0", "argument --ranks: '0'", "should be a whole number of at least 1"),
     Mistake("train --ranks 1.5", "argument --ranks: '1.5'", "should be a whole number of at least 1"),
-    Mistake("convert none --step 3 out", "none@3 is not a folder", "give the folder of a Hugging Face model, or of a"),
+    Mistake("convert none --step 3 out", "none is not a folder", "give the folder of a Hugging Face model, or of a"),
     Mistake("report none --json no", "there is no folder none", "give the folder of a run: `meshwright train` says"),
     Mistake("cache clear --json foo", "argument NAME: invalid choice: 'foo'", "(choose from "),
     Mistake("models gpt2", "unknown: gpt2", "leave it out, or see `--help`"),
@@ -439,6 +439,8 @@ MISTAKES = [
     Mistake(
         "plan gpt2 --cluster 8xh100 --sequence 0", "argument --sequence: '0'", "should be a whole number of at least 1"
     ),
+    Mistake("plan gpt2 --cluster 8xh100 --batch 1M", "argument --batch: '1M'", "a batch is counted in sequences"),
+    Mistake("plan gpt2 --cluster cpu", 'unknown card "cpu"', "`meshwright clusters` lists them"),
     Mistake(
         "plan gpt2 --cluster 8xh100 plan.tp=5",
         "plan.tp = 5 does not divide 8 GPUs",

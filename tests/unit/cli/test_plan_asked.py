@@ -92,3 +92,15 @@ def test_an_assumed_batch_can_be_shared_by_the_gpus(capsys, gpus, batch):
 def test_a_sequence_that_nobody_stated_fits_few_learned_positions(capsys):
     found = answer(capsys, "plan", "gpt2", "arch.context=128", "--cluster", "1xh100")
     assert "sequence = 128" in found["assumed"]
+
+
+@pytest.mark.parametrize(("word", "tokens"), [("8k", 8192), ("8192", 8192), ("1M", 2**20)])
+def test_a_sequence_is_given_as_people_write_it(capsys, word, tokens):
+    words = ["plan", "llama3-8b", "--cluster", "64xh100", "--batch", "64", "--sequence", word, "--top", "1"]
+    assert answer(capsys, *words)["sequence"] == tokens
+
+
+def test_cards_in_one_machine_are_joined_by_its_bus(capsys):
+    words = ["plan", "gpt2", "--cluster", "4xrtx3090", "--batch", "64", "--top", "1"]
+    assert "4xrtx-3090 (4 GPUs in one PCIe domain)" in told(capsys, *words)
+    assert answer(capsys, *words)["answer"]["command"].startswith("meshwright train ")

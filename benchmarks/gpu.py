@@ -57,10 +57,13 @@ CASES = (
     Case("llama3-8b-16", 1, 8192, "torchtitan", "precision=bf16,compile=true", HALVES),
     Case("llama3-8b-16", 2, 8192, "torchtitan", "precision=bf16,compile=true,recompute=selective-4", HALVES),
     Case("llama3-8b-16", 1, 8192, "torchtitan-fp8", "precision=fp8,compile=true", HALVES),
-    Case("moe-8", 4, 4096, "", "precision=bf16,compile=true", HALVES),
-    Case("moe-64", 4, 4096, "", "precision=bf16,compile=true", HALVES),
+    Case("moe-8", 4, 4096, "torchtitan-moe", "precision=bf16,compile=true", HALVES),
+    Case("moe-64", 4, 4096, "torchtitan-moe", "precision=bf16,compile=true", HALVES),
     Case("moe-128", 4, 4096, "", "precision=bf16,compile=true", HALVES),
 )
+
+# Settings of a peer of which the fastest counts: torchtitan's MoE under autocast, and under FSDP over one rank.
+SETTINGS = {"torchtitan-moe": ("torchtitan-moe", "torchtitan-moe-fsdp")}
 
 
 def words_of(case: Case) -> list[str]:
@@ -77,8 +80,14 @@ def ours(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def peer(case: Case) -> dict[str, Any]:
-    """The peer's step, in a process of its own."""
-    command = [sys.executable, str(Path(__file__).with_name("peers.py")), case.peer, case.shape]
+    """The peer's step at the fastest of its settings, each in a process of its own."""
+    found = [_peer(case, name) for name in SETTINGS.get(case.peer, (case.peer,))]
+    best = min(found, key=lambda each: each.get("step_seconds", float("inf")))
+    return best if len(found) == 1 else best | {"settings": found}
+
+
+def _peer(case: Case, name: str) -> dict[str, Any]:
+    command = [sys.executable, str(Path(__file__).with_name("peers.py")), name, case.shape]
     done = subprocess.run(
         [*command, str(case.microbatch), str(case.sequence)], capture_output=True, text=True, check=False
     )

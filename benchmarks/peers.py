@@ -2,8 +2,8 @@
 
 Run as `python benchmarks/peers.py NAME SHAPE MICROBATCH SEQUENCE`; prints one line of JSON. torchtitan 0.2.2, torchao
 and their small requirements must be importable (`pip install --no-deps --target DIR torchtitan==0.2.2 torchao torchdata
-tyro typeguard docstring-parser shtab`, then PYTHONPATH=DIR). The semantics are those of our own runs: fp32 weights,
-bf16 arithmetic, clipping by the global norm, fused AdamW, every step updated.
+tyro typeguard docstring-parser shtab fsspec einops`, then PYTHONPATH=DIR). The semantics are those of our own runs:
+fp32 weights, bf16 arithmetic, clipping by the global norm, fused AdamW, every step updated.
 """
 
 import json
@@ -19,23 +19,28 @@ from typing import Any
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 WARM_UP, STEPS = 6, 12
+MIXTURE = {"dim": 2048, "layers": 8, "heads": 16, "kv_heads": 16, "vocab": 32000}
 SHAPES: dict[str, dict[str, int]] = {
     "gpt2-124m": {"dim": 768, "layers": 12, "heads": 12, "kv_heads": 12, "ffn": 3072, "vocab": 50304},
     "llama3-1b": {"dim": 2048, "layers": 16, "heads": 32, "kv_heads": 8, "ffn": 8192, "vocab": 128256},
     "llama3-8b-16": {"dim": 4096, "layers": 16, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 128256},
+    "moe-8": MIXTURE | {"experts": 8, "top_k": 2, "ffn": 4096},
+    "moe-64": MIXTURE | {"experts": 64, "top_k": 8, "ffn": 1024},
 }
 
 
-def measured(model: nn.Module, loss_of: Callable[[], Tensor]) -> dict[str, float]:
+def measured(model: nn.Module, loss_of: Callable[[], Tensor], autocast: bool = True) -> dict[str, float]:
     """The median step in seconds, and the peak of allocated memory."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
     def step() -> None:
-        with torch.autocast("cuda", torch.bfloat16):
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
             loss = loss_of()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
@@ -91,12 +96,17 @@ def _anything(name: str) -> type:
     return type(name, (), {})
 
 
-def torchtitan(shape: dict[str, int], microbatch: int, sequence: int, eight: bool = False) -> dict[str, float]:
-    """torchtitan's Llama with its own per-block compile; `eight`: torchao's tensor-wise FP8 for all but the output."""
-    for name in ("datasets", "datasets.distributed"):  # it imports them for its data loader, which is not used here
+def _stand_in() -> None:
+    """Let torchtitan import what its data loader and its metrics use, which are not used here."""
+    for name in ("datasets", "datasets.distributed", "torch.utils.tensorboard"):
         stand_in = ModuleType(name)
         stand_in.__getattr__ = _anything  # pyright: ignore[reportAttributeAccessIssue]
         sys.modules[name] = stand_in
+
+
+def torchtitan(shape: dict[str, int], microbatch: int, sequence: int, eight: bool = False) -> dict[str, float]:
+    """torchtitan's Llama with its own per-block compile; `eight`: torchao's tensor-wise FP8 for all but the output."""
+    _stand_in()
     from torchtitan.config.job_config import Compile  # pyright: ignore[reportMissingImports]
     from torchtitan.models.llama3.infra.parallelize import apply_compile  # pyright: ignore[reportMissingImports]
     from torchtitan.models.llama3.model.args import TransformerModelArgs  # pyright: ignore[reportMissingImports]
@@ -139,12 +149,66 @@ def torchtitan(shape: dict[str, int], microbatch: int, sequence: int, eight: boo
     return measured(model, lambda: cross_entropy(model(tokens), targets))
 
 
+def mixture(shape: dict[str, int], sequence: int, sharded: bool, device: str = "cuda") -> nn.Module:
+    """torchtitan's Qwen3 MoE without its norms of queries and keys, compiled as its own `parallelize_qwen3` does.
+
+    `sharded`: under its `apply_fsdp` over one rank, which keeps the hidden states in bf16. On one GPU torchtitan itself
+    takes autocast, where they are fp32 between the matmuls.
+    """
+    _stand_in()
+    from torchtitan.config.job_config import Compile  # pyright: ignore[reportMissingImports]
+    from torchtitan.models.llama4.infra.parallelize import (  # pyright: ignore[reportMissingImports]
+        apply_compile,
+        apply_fsdp,
+    )
+    from torchtitan.models.moe import MoEArgs  # pyright: ignore[reportMissingImports]
+    from torchtitan.models.qwen3.model.args import Qwen3ModelArgs  # pyright: ignore[reportMissingImports]
+    from torchtitan.models.qwen3.model.model import Qwen3Model  # pyright: ignore[reportMissingImports]
+
+    routed = MoEArgs(
+        num_experts=shape["experts"], num_shared_experts=0, top_k=shape["top_k"], score_func="softmax", route_norm=True,
+        score_before_experts=False, load_balance_coeff=None,
+    )  # fmt: skip
+    arguments = Qwen3ModelArgs(
+        dim=shape["dim"], n_layers=shape["layers"], n_heads=shape["heads"], n_kv_heads=shape["kv_heads"],
+        vocab_size=shape["vocab"], head_dim=128, qk_norm=False, max_seq_len=sequence, moe_enabled=True,
+        moe_inter_dim=shape["ffn"], moe_args=routed,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = Qwen3Model(arguments)
+    model.to_empty(device=device)
+    with torch.no_grad():
+        model.init_weights(torch.device(device))
+    apply_compile(model, Compile(enable=True), ep_enabled=False)
+    if sharded:
+        dist.init_process_group(
+            "nccl" if device == "cuda" else "gloo", init_method="tcp://127.0.0.1:29511", rank=0, world_size=1
+        )
+        mesh = init_device_mesh(device, (1,), mesh_dim_names=("fsdp",))
+        apply_fsdp(model, mesh, torch.bfloat16, torch.float32, pp_enabled=False, reshard_after_forward_policy="never")
+    return model
+
+
+def torchtitan_moe(shape: dict[str, int], microbatch: int, sequence: int, sharded: bool) -> dict[str, float]:
+    """torchtitan's MoE with grouped matmuls; no balance loss, no shared expert, every layer a mixture."""
+    model = mixture(shape, sequence, sharded)
+
+    @torch.compile
+    def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    tokens, targets = torch.randint(0, shape["vocab"], (2, microbatch, sequence), device="cuda")
+    return measured(model, lambda: cross_entropy(model(tokens), targets), autocast=not sharded)
+
+
 def main() -> None:
     """Measure one peer and print what was found."""
     name, shape, microbatch, sequence = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     torch.set_float32_matmul_precision("high")
     if name == "transformers":
         found = transformers(SHAPES[shape], microbatch, sequence)
+    elif name.startswith("torchtitan-moe"):
+        found = torchtitan_moe(SHAPES[shape], microbatch, sequence, sharded=name.endswith("-fsdp"))
     else:
         found = torchtitan(SHAPES[shape], microbatch, sequence, eight=name == "torchtitan-fp8")
     print(json.dumps({"peer": name, "shape": shape, "microbatch": microbatch, "sequence": sequence, **found}))

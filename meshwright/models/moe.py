@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from meshwright.kernels.experts import Dispatch, combine_rows, dispatch_rows, grouped_matmul
-from meshwright.models.init import key, normal, uniform
+from meshwright.models.init import key, normal, signed, uniform
 from meshwright.models.layers import ACTIVATIONS, Mlp, accum_dtype
 from meshwright.spec.arch import Arch
 
@@ -185,7 +185,7 @@ class MoELayer(nn.Module):
         self.experts = Experts(arch)
         self.shared = Mlp(arch, arch.shared_experts * arch.expert_ffn) if arch.shared_experts else None
 
-        self.key = key(0, f"blocks.{layer}.mlp.draws")  # of the router's draws; a run puts its own seed's here
+        self.begin(0, f"blocks.{layer}.mlp", torch.device("cpu"))
         self.route: Route = ROUTERS[arch.router]  # transforms may replace these four
         self.run: RunExperts = run_experts
         self.dispatch = partial(dispatch_rows, kernels="plain")
@@ -194,6 +194,11 @@ class MoELayer(nn.Module):
         self.loss_weight = torch.ones((), dtype=torch.float64, device="cpu")
         self.share = 1.0  # of the auxiliary gradient: 1 ÷ ranks that each inject it for the same tokens
         self.statistics: Tensor | None = None  # of the last forward in training: mean balance loss, load per expert
+
+    def begin(self, seed: int, name: str, device: torch.device) -> None:
+        """Take the draws of a seed and a module's name, for rows on a device."""
+        # A tensor, so that the compiled code of one block serves all of them.
+        self.key = torch.tensor(signed(key(seed, f"{name}.draws")), device=device)
 
     def forward(self, x: Tensor, index: Tensor | None = None) -> Tensor:
         """x (b, s, hidden); index (b, s) keys what the router draws, None (or evaluation) draws nothing."""
@@ -251,7 +256,8 @@ def carry(x: Tensor, auxiliary: Tensor, weight: Tensor) -> Tensor:
 class _Carry(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, auxiliary: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(weight.to(auxiliary).expand_as(auxiliary))
+        # A product, not a copy to the device: a weight on the host goes with the launch, and nobody waits.
+        ctx.save_for_backward((torch.ones_like(auxiliary) * weight).to(auxiliary.dtype))
         return x.view_as(x)
 
     @staticmethod

@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 from meshwright.kernels import experts as kernels
 from meshwright.models.decoder import Decoder
@@ -174,6 +175,19 @@ def test_draws_follow_the_token_not_its_place(build, mixture):
     turned = torch.tensor([2, 0, 1])
     assert (layer(x[turned], index[turned]) - layer(x, index)[turned]).abs().max() < 1e-13
     assert torch.equal(layer(x, index + 99), layer(x, index)) == (mixture.router not in ("noisy_topk", "gshard"))
+
+
+def test_one_layers_compiled_code_serves_all_layers_and_steps(mixture):
+    torch._dynamo.reset()
+    compiled = CompileCounter()
+    for step in range(2):
+        for number in range(3):
+            layer = MoELayer(mixture, number).double()
+            torch.nn.init.ones_(layer.router.weight)
+            layer.run = lambda experts, rows, counts: rows * 2  # the plain experts ask for sizes, grouped ones do not
+            layer.loss_weight = torch.tensor(1 / (step + 2), dtype=torch.float64)
+            torch.compile(layer, backend=compiled)(*input_of_layer()).sum().backward()
+    assert compiled.frame_count == 1
 
 
 def test_statistics_are_of_the_last_training_forward(topk, build):

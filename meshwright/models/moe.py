@@ -10,7 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from meshwright.kernels.experts import Dispatch, combine_rows, dispatch_rows, grouped_matmul
+from meshwright.kernels.experts import (
+    Dispatch,
+    combine_rows,
+    dispatch_rows,
+    dispatch_twice,
+    grouped_matmul,
+    row_gates,
+    sum_to_tokens,
+)
 from meshwright.models.init import key, normal, signed, uniform
 from meshwright.models.layers import ACTIVATIONS, Mlp, accum_dtype
 from meshwright.spec.arch import Arch
@@ -129,6 +137,7 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(arch.experts, *outward))
         self.drops = arch.capacity > 0 or arch.router == "gshard"  # there may be rows past the last expert's
         self.activate = ACTIVATIONS[arch.mlp]  # transforms may put other functions here
+        self.multiply: Multiply = grouped_matmul  # where rows are grouped
         self.compute: RunExperts = one_by_one
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
@@ -141,6 +150,7 @@ class Experts(nn.Module):
 
 
 RunExperts = Callable[[Experts, Tensor, Tensor], Tensor]
+Multiply = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def one_by_one(experts: Experts, x: Tensor, counts: Tensor) -> Tensor:
@@ -160,18 +170,24 @@ def one_by_one(experts: Experts, x: Tensor, counts: Tensor) -> Tensor:
 def grouped(experts: Experts, x: Tensor, counts: Tensor) -> Tensor:
     """All experts by grouped matmuls (MegaBlocks, Gale 2022); the host does not learn how many rows each has."""
     ends = counts.to(x.device, non_blocking=True).cumsum(0, dtype=torch.int32)
-    inner = grouped_matmul(x, experts.up, ends)
-    if experts.gate is None:
-        inner = experts.activate(inner)
-    else:
-        inner = experts.gated(grouped_matmul(x, experts.gate, ends), inner)
-    y = grouped_matmul(inner, experts.down, ends)
+    y = experts.multiply(_inner(experts, x, x, ends), experts.down, ends)
     return torch.where(torch.arange(len(y), device=y.device)[:, None] < ends[-1], y, 0) if experts.drops else y
+
+
+def _inner(experts: Experts, x: Tensor, twin: Tensor, ends: Tensor) -> Tensor:
+    """What is between the first matmuls and the last; `twin` is x, for the second of the first."""
+    up = experts.multiply(x, experts.up, ends)
+    if experts.gate is None:
+        return experts.activate(up)
+    return experts.gated(experts.multiply(twin, experts.gate, ends), up)
 
 
 def run_experts(experts: Experts, x: Tensor, counts: Tensor) -> Tensor:
     """All experts on this rank: x (T, hidden) sorted by expert, counts (experts,) rows for each."""
     return experts(x, counts)
+
+
+Mix = Callable[["MoELayer", Tensor, Routing], Tensor]
 
 
 class MoELayer(nn.Module):
@@ -186,7 +202,8 @@ class MoELayer(nn.Module):
         self.shared = Mlp(arch, arch.shared_experts * arch.expert_ffn) if arch.shared_experts else None
 
         self.begin(0, f"blocks.{layer}.mlp", torch.device("cpu"))
-        self.route: Route = ROUTERS[arch.router]  # transforms may replace these four
+        self.route: Route = ROUTERS[arch.router]  # transforms may replace these five
+        self.mix: Mix = mix
         self.run: RunExperts = run_experts
         self.dispatch = partial(dispatch_rows, kernels="plain")
         self.combine = partial(combine_rows, kernels="plain")
@@ -206,7 +223,7 @@ class MoELayer(nn.Module):
         routing = self.route(self._logits(x, index), self.arch, self._draw(index))
         if self.training:
             self.statistics = torch.cat([routing.balance.mean()[None], routing.load]).detach()
-        y = self._mix(x, routing)
+        y = self.mix(self, x, routing)
         if self.arch.balance_loss == 0 and self.arch.z_loss == 0:
             return y
         # A sequence counts as often as it has positions, like the token losses beside it.
@@ -225,12 +242,30 @@ class MoELayer(nn.Module):
     def _draw(self, index: Tensor | None) -> Tensor | None:
         return uniform(self.key, index) if self.arch.router == "gshard" and index is not None else None
 
-    def _mix(self, x: Tensor, routing: Routing) -> Tensor:
-        order = _sort(routing, self.arch.experts)
-        # No name for the experts' input: it would live on until the rows are combined.
-        rows = self.run(self.experts, self.dispatch(x.flatten(0, 1), order), order.counts)
-        y = self.combine(rows, routing.gates.flatten(0, 1), order).view_as(x)
-        return y if self.shared is None else y + self.shared(x)
+
+def mix(layer: MoELayer, x: Tensor, routing: Routing) -> Tensor:
+    """The gated sum of the experts' outputs, and what the shared experts add."""
+    order = _sort(routing, layer.arch.experts)
+    # No name for the experts' input: it would live on until the rows are combined.
+    rows = layer.run(layer.experts, layer.dispatch(x.flatten(0, 1), order), order.counts)
+    y = layer.combine(rows, routing.gates.flatten(0, 1), order).view_as(x)
+    return y if layer.shared is None else y + layer.shared(x)
+
+
+def mix_grouped(layer: MoELayer, x: Tensor, routing: Routing) -> Tensor:
+    """The same by grouped matmuls on one rank, the gates inside the experts: for the compiler to fuse.
+
+    An expert is linear after its activation, so a gate may come before its last matmul: the experts' outputs are then
+    summed as they are, and not saved for the gates' gradient. Rows past the last expert's are undefined throughout, and
+    no sum takes them.
+    """
+    order, experts = _sort(routing, layer.arch.experts), layer.experts
+    ends = order.counts.cumsum(0, dtype=torch.int32)
+    weights = row_gates(routing.gates.flatten(0, 1), order)
+    inner = _inner(experts, *dispatch_twice(x.flatten(0, 1), order), ends)
+    rows = experts.multiply((inner * weights[:, None]).to(x.dtype), experts.down, ends)
+    y = sum_to_tokens(rows, order).view_as(x)
+    return y if layer.shared is None else y + layer.shared(x)
 
 
 def _sort(routing: Routing, experts: int) -> Dispatch:

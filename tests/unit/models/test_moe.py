@@ -11,7 +11,7 @@ from meshwright.kernels import experts as kernels
 from meshwright.models.decoder import Decoder
 from meshwright.models.init import normal
 from meshwright.models.layers import token_loss_sum
-from meshwright.models.moe import ROUTERS, Experts, MoELayer, carry, run_experts
+from meshwright.models.moe import ROUTERS, Experts, MoELayer, carry, grouped, mix_grouped, one_by_one, run_experts
 from meshwright.spec.arch import Arch
 
 
@@ -68,6 +68,49 @@ def test_a_mixture_is_the_gated_sum_of_its_experts(mixture, build):
         gate = routing.gates[sequence, token, choice]
         expected[sequence, token] += gate * slow_expert(layer.experts, expert, x[sequence, token])
     assert (layer(x, index) - expected).abs().max() < 1e-12
+
+
+def results(layer: MoELayer, x: Tensor, index: Tensor) -> list[Tensor]:
+    """The output and all gradients."""
+    x = x.clone().requires_grad_()
+    y = layer(x, index)
+    weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
+    return [y.detach(), *torch.autograd.grad((y * weights).sum(), [x, *layer.parameters()])]
+
+
+def test_gates_inside_the_experts_change_nothing(mixture, build):
+    after, inside = layer_of(build(mixture)), layer_of(build(mixture))
+    inside.mix = mix_grouped
+    for mine, other in zip(results(inside, *input_of_layer()), results(after, *input_of_layer()), strict=True):
+        assert (mine - other).abs().max() < 1e-12
+
+
+LOADS = {"fair": [3, 3, 3, 3], "skewed": [9, 0, 1, 2], "one expert": [0, 0, 12, 0], "none": [0, 0, 0, 0]}
+
+
+@pytest.mark.parametrize("compute", [one_by_one, grouped])
+@pytest.mark.parametrize("mlp", ["swiglu", "gelu"])
+@pytest.mark.parametrize("load", LOADS)
+def test_rows_by_expert_are_rows_one_by_one(topk, load, mlp, compute):
+    experts = Experts(msgspec.structs.replace(topk, mlp=mlp, capacity=1.0)).double()
+    random = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for weight in experts.parameters():
+            weight.copy_(torch.randn(weight.shape, dtype=torch.float64, generator=random))
+    experts.compute = compute
+    x = torch.randn(14, 16, dtype=torch.float64, generator=random, requires_grad=True)  # two past the last
+    slope = torch.randn(14, 16, dtype=torch.float64, generator=random)
+    owners = [expert for expert, rows in enumerate(LOADS[load]) for _ in range(rows)]
+    apart = [slow_expert(experts, expert, x[row]) for row, expert in enumerate(owners)]
+    expected = torch.stack([*apart, *[torch.zeros(16, dtype=torch.float64)] * (14 - len(owners))])
+    y = run_experts(experts, x, torch.tensor(LOADS[load]))
+    assert (y - expected).abs().max() < 1e-12
+    if not owners:
+        return
+    wanted = [x, *experts.parameters()]
+    ours, theirs = (torch.autograd.grad(each, wanted, slope, allow_unused=True) for each in (y, expected))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert (mine - other).abs().max() < 1e-12
 
 
 def test_an_expert_without_tokens_has_a_gradient_of_zeros(mixture, build):

@@ -100,6 +100,7 @@ class MicrobatchShape(msgspec.Struct, frozen=True, kw_only=True):
     offloads: bool = False  # and what they save on the host
     last_stays: bool = False  # but for the last block, whose backward comes at once
     fp8_inputs: bool = False  # matmuls of blocks save their inputs and weights in fp8
+    gates_inside: bool = False  # of experts, whose outputs are then not saved
 
     @property
     def drops(self) -> bool:
@@ -178,6 +179,7 @@ def microbatch_shape(job: Job, fused_norm: bool = True) -> MicrobatchShape:
     plan, stack, policy, holds = job.plan, job.stack, activation_policy(job), job.stack.holds
     whole = plan.microbatch * job.sequence // plan.cp
     narrow = ITEM_BYTES[plan.precision]
+    wide = max(narrow, 4)
     our_gates = holds.chunked_loss and plan.kernels != "plain" and plan.tp == 1 and plan.precision != "fp64"
     if policy.compiled or our_gates:  # the gate's activation is recomputed from the gate
         holds = msgspec.structs.replace(holds, gated_copies=min(holds.gated_copies, FUSED_COPIES))
@@ -191,7 +193,7 @@ def microbatch_shape(job: Job, fused_norm: bool = True) -> MicrobatchShape:
         vocab=padded_vocab(job),
         tp=plan.tp,
         narrow=narrow,
-        wide=max(narrow, 4),
+        wide=wide,
         attention="flash" if policy.recomputes_attention else stack.attention,
         mask=plan.microbatch * job.sequence**2 if job.masked and _has_dense_mask(job) else 0,
         chunk=min(chunk_rows(job.arch.vocab, plan), whole) if has_chunks(plan) and holds.chunked_loss else 0,
@@ -206,6 +208,13 @@ def microbatch_shape(job: Job, fused_norm: bool = True) -> MicrobatchShape:
         and plan.precision == "fp8"
         and plan.fp8_scaling == "tensorwise"
         and not policy.compiled,
+        gates_inside=stack.name == OURS
+        and policy.compiled
+        and narrow < wide
+        and plan.tp == 1
+        and plan.ep == 1
+        and plan.kernels != "plain"
+        and job.cluster.gpu.fp8 > 0,  # a GPU with FP8 has grouped matmuls, or is of the generation before
     )
 
 
@@ -347,7 +356,8 @@ def _mixture_kept(work: MicrobatchShape) -> float:
     copied = arch.experts * arch.hidden * work.wide if work.narrow < work.wide else 0
     router = tokens * arch.hidden * work.wide + copied + scores + chosen + balance
     inside = work.copies * rows * arch.expert_ffn / work.tp * work.narrow
-    routed = 2 * rows * arch.hidden * work.narrow + inside + rows * (2 * INDEX_BYTES + work.wide)
+    ends = 1 if work.gates_inside else 2  # the rows that enter, and those that leave
+    routed = ends * rows * arch.hidden * work.narrow + inside + rows * (2 * INDEX_BYTES + work.wide)
     shared = 0.0
     if arch.shared_experts:  # one dense layer on the same input, which in fp32 is the very one that the router saves
         entering = tokens * arch.hidden * work.narrow if work.narrow < work.wide else 0

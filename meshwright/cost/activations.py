@@ -101,6 +101,7 @@ class MicrobatchShape(msgspec.Struct, frozen=True, kw_only=True):
     last_stays: bool = False  # but for the last block, whose backward comes at once
     fp8_inputs: bool = False  # matmuls of blocks save their inputs and weights in fp8
     gates_inside: bool = False  # of experts, whose outputs are then not saved
+    slots: int = 0  # rows that experts get from a rank of ep, filled or not; 0: as many as there are
 
     @property
     def drops(self) -> bool:
@@ -131,7 +132,7 @@ class MicrobatchShape(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def expert_rows(self) -> int:
         """Rows that a rank's experts get: as many as its tokens make, where routers share them out evenly."""
-        return math.ceil(self.whole * rows_per_sequence(self.arch, self.sequence) / self.sequence)
+        return self.slots or math.ceil(self.whole * rows_per_sequence(self.arch, self.sequence) / self.sequence)
 
 
 class SavedActivations(msgspec.Struct, frozen=True, kw_only=True):
@@ -208,6 +209,9 @@ def microbatch_shape(job: Job, fused_norm: bool = True) -> MicrobatchShape:
         and plan.precision == "fp8"
         and plan.fp8_scaling == "tensorwise"
         and not policy.compiled,
+        slots=sent_rows(job.arch, plan, job.sequence)
+        if stack.name == OURS and plan.ep > 1 and job.arch.capacity
+        else 0,
         gates_inside=stack.name == OURS
         and policy.compiled
         and narrow < wide
@@ -249,6 +253,13 @@ def padded_vocab(job: Job) -> int:
     """Entries of the vocabulary with its padding."""
     multiple = job.stack.vocab_multiple * job.plan.tp if job.stack.vocab_multiple > 1 else 1
     return math.ceil(job.arch.vocab / multiple) * multiple
+
+
+def sent_rows(arch: Arch, plan: Plan, sequence: int) -> int:
+    """Rows that a rank of ep sends to experts for a microbatch: with a capacity every slot, filled or not."""
+    if not arch.capacity:
+        return math.ceil(plan.microbatch * sequence * arch.top_k / plan.cp)
+    return plan.microbatch * arch.experts * min(arch.expert_slots(sequence), sequence // plan.cp)
 
 
 def rows_per_sequence(arch: Arch, sequence: int) -> int:

@@ -16,12 +16,14 @@ import msgspec
 
 from meshwright.cost.activations import (
     CODE,
+    OURS,
     ActivationPolicy,
     activation_policy,
     as_kept,
     block_kept,
     microbatch_shape,
     moved_bytes,
+    sent_rows,
 )
 from meshwright.cost.job import Job
 from meshwright.cost.layout import state_layout
@@ -296,7 +298,7 @@ def _expert_products(at: LayerModel) -> Iterator[Shape]:
     """The experts that a rank holds, with a fair share of the rows."""
     arch, plan = at.arch, at.plan
     held = arch.experts / plan.ep
-    rows = at.tokens * chosen(arch) / held
+    rows = at.tokens * _rows_per_token(at) / held
     inner = arch.expert_ffn / plan.tp
     yield held, rows, (2 if arch.mlp == "swiglu" else 1) * inner, arch.hidden
     yield held, rows, arch.hidden, inner
@@ -332,7 +334,7 @@ def _between_bytes(at: LayerModel, mixture: bool) -> float:
     rotated = 2 * (arch.q_width + arch.kv_width) / plan.tp * at.tokens if arch.positions == "rope" else 0.0
     passes = 3 if arch.mlp == "swiglu" else 2
     if mixture:
-        routed = chosen(arch) * (passes * arch.expert_ffn / plan.tp + 4 * arch.hidden)
+        routed = _rows_per_token(at) * (passes * arch.expert_ffn / plan.tp + 4 * arch.hidden)
         inner = at.tokens * (routed + passes * arch.shared_experts * arch.expert_ffn / plan.tp)
     else:
         inner = at.tokens * passes * arch.ffn / plan.tp
@@ -394,12 +396,23 @@ def _over_cp(at: LayerModel, attention: float, back: bool = False) -> float:
     return sum(at.collective("all_to_all", "cp", size) for size in sizes)
 
 
+def _rows_per_token(at: LayerModel) -> float:
+    """Rows that experts get for a token: those that chose it, or under ep all slots of a capacity."""
+    if at.job.stack.name == OURS and at.plan.ep > 1 and at.arch.capacity:
+        return sent_rows(at.arch, at.plan, at.job.sequence) / at.tokens
+    return chosen(at.arch)
+
+
 def _over_ep(at: LayerModel, hidden_by: float) -> float:
-    """Rows go to the experts' ranks and come back."""
+    """Rows go to the experts' ranks and come back. Ours go there beside the shared experts' products."""
     if at.plan.ep == 1:
         return 0.0
-    size = at.tokens / at.plan.tp * chosen(at.arch) * at.arch.hidden * at.rates.width
-    return exposed(2 * at.collective("all_to_all", "ep", size), hidden_by, at.speed.overlap_ep)
+    size = at.tokens / at.plan.tp * _rows_per_token(at) * at.arch.hidden * at.rates.width
+    one = at.collective("all_to_all", "ep", size)
+    if at.job.stack.name != OURS:
+        return exposed(2 * one, hidden_by, at.speed.overlap_ep)
+    shared = _dense_products(at, at.arch.shared_experts * at.arch.expert_ffn) if at.arch.shared_experts else ()
+    return one + exposed(one, sum(_product(*shape, at) for shape in shared), 1.0)
 
 
 def _projection(at: LayerModel) -> PassTimes:

@@ -32,6 +32,7 @@ class Routing:
     gates: Tensor  # (b, s, k) weight of the expert's output; 0 where dropped
     kept: Tensor  # (b, s, k) false where the assignment was dropped
     rows: int  # an upper bound of kept assignments, known without asking the device
+    slots: int  # and of those of one expert; 0 without a capacity
     balance: Tensor  # (b,) E · Σ f · P of every sequence, 1 when experts share evenly
     z: Tensor  # (b,) mean squared log-sum-exp of every sequence
     load: Tensor  # (experts,) share of all assignments for each expert, before any is dropped
@@ -115,6 +116,7 @@ def _routing(
         gates=gates * kept,
         kept=kept,
         rows=batch * min(positions * choices, arch.experts * arch.expert_slots(positions)),
+        slots=batch * arch.expert_slots(positions) if arch.capacity else 0,
         balance=arch.experts * (share * probabilities.mean(1)).sum(-1),
         z=logits.logsumexp(-1).square().mean(1),
         load=share.mean(0),
@@ -138,7 +140,7 @@ class Experts(nn.Module):
         self.drops = arch.capacity > 0 or arch.router == "gshard"  # there may be rows past the last expert's
         self.activate = ACTIVATIONS[arch.mlp]  # transforms may put other functions here
         self.multiply: Multiply = grouped_matmul  # where rows are grouped
-        self.compute: RunExperts = one_by_one
+        self.compute: Compute = one_by_one
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """Rows sorted by expert, counts (experts,) of them for each, through their experts; zeros past the last."""
@@ -149,7 +151,9 @@ class Experts(nn.Module):
         return self.activate(gate) * up
 
 
-RunExperts = Callable[[Experts, Tensor, Tensor], Tensor]
+# Rows sorted by expert, how many each has, what may be computed beside, and how many each has at most (0: any number).
+RunExperts = Callable[[Experts, Tensor, Tensor, "Later | None", int], Tensor]
+Compute = Callable[[Experts, Tensor, Tensor], Tensor]
 Multiply = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -182,7 +186,20 @@ def _inner(experts: Experts, x: Tensor, twin: Tensor, ends: Tensor) -> Tensor:
     return experts.gated(experts.multiply(twin, experts.gate, ends), up)
 
 
-def run_experts(experts: Experts, x: Tensor, counts: Tensor) -> Tensor:
+class Later:
+    """A tensor that is computed when it is first asked for."""
+
+    def __init__(self, compute: Callable[[], Tensor]) -> None:
+        self.compute = compute
+        self.result: Tensor | None = None
+
+    def __call__(self) -> Tensor:
+        if self.result is None:
+            self.result = self.compute()
+        return self.result
+
+
+def run_experts(experts: Experts, x: Tensor, counts: Tensor, beside: Later | None = None, slots: int = 0) -> Tensor:
     """All experts on this rank: x (T, hidden) sorted by expert, counts (experts,) rows for each."""
     return experts(x, counts)
 
@@ -247,9 +264,10 @@ def mix(layer: MoELayer, x: Tensor, routing: Routing) -> Tensor:
     """The gated sum of the experts' outputs, and what the shared experts add."""
     order = _sort(routing, layer.arch.experts)
     # No name for the experts' input: it would live on until the rows are combined.
-    rows = layer.run(layer.experts, layer.dispatch(x.flatten(0, 1), order), order.counts)
+    shared = None if layer.shared is None else Later(partial(layer.shared, x))
+    rows = layer.run(layer.experts, layer.dispatch(x.flatten(0, 1), order), order.counts, shared, routing.slots)
     y = layer.combine(rows, routing.gates.flatten(0, 1), order).view_as(x)
-    return y if layer.shared is None else y + layer.shared(x)
+    return y if shared is None else y + shared()
 
 
 def mix_grouped(layer: MoELayer, x: Tensor, routing: Routing) -> Tensor:

@@ -41,7 +41,7 @@ def slow_logits(layer: MoELayer, x: Tensor, index: Tensor) -> Tensor:
 def test_the_experts_input_is_freed_before_their_output_is_combined(mixture, build, monkeypatch):
     layer, given = layer_of(build(mixture)), []
 
-    def run(experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
+    def run(experts: Experts, rows: Tensor, counts: Tensor, *more) -> Tensor:
         given.append(weakref.ref(rows))
         return run_experts(experts, rows, counts)
 
@@ -227,7 +227,7 @@ def test_one_layers_compiled_code_serves_all_layers_and_steps(mixture):
         for number in range(3):
             layer = MoELayer(mixture, number).double()
             torch.nn.init.ones_(layer.router.weight)
-            layer.run = lambda experts, rows, counts: rows * 2  # the plain experts ask for sizes, grouped ones do not
+            layer.run = lambda experts, rows, *more: rows * 2  # the plain experts ask for sizes, grouped ones do not
             layer.loss_weight = torch.tensor(1 / (step + 2), dtype=torch.float64)
             torch.compile(layer, backend=compiled)(*input_of_layer()).sum().backward()
     assert compiled.frame_count == 1
@@ -253,7 +253,7 @@ def test_the_run_of_experts_may_be_replaced(mixture, build):
     expected = layer(x, index)
     seen = {}
 
-    def watched(experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
+    def watched(experts: Experts, rows: Tensor, counts: Tensor, *more) -> Tensor:
         seen.update(rows=rows, counts=counts)
         return run_experts(experts, rows, counts)
 

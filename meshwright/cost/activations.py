@@ -385,7 +385,7 @@ def _selected(work: MicrobatchShape, mixture: bool) -> float:
     projected = work.whole * (2 * arch.q_width + 2 * arch.kv_width) / work.tp * work.narrow  # and attention's result
     gathered = 2 * work.whole * arch.hidden * work.narrow + 2 * work.stream if work.tp > 1 else 0.0
     if mixture:
-        rows = work.expert_rows * (gated * arch.expert_ffn / work.tp + arch.hidden)
+        rows = work.expert_rows * (gated * arch.expert_ffn / work.tp + (0 if work.gates_inside else arch.hidden))
         width = arch.shared_experts * arch.expert_ffn
         shared = work.whole * (gated * width / work.tp + arch.hidden) if width else 0
         inner = work.whole * arch.experts * work.wide + (rows + shared) * work.narrow
@@ -410,7 +410,8 @@ def _quantizable(work: MicrobatchShape, mixture: bool) -> tuple[float, float]:
     if not mixture:
         inner = work.copies * work.whole * arch.ffn / tp + entering
         return elements + entering + inner, size + inner * work.narrow
-    rows = work.expert_rows * (2 * arch.hidden + work.copies * arch.expert_ffn / tp)
+    ends = 1 if work.gates_inside else 2
+    rows = work.expert_rows * (ends * arch.hidden + work.copies * arch.expert_ffn / tp)
     shared = work.copies * work.whole * arch.shared_experts * arch.expert_ffn / tp
     shared += work.whole * arch.hidden if arch.shared_experts and work.narrow < work.wide else 0
     read = work.whole * arch.hidden  # by the router, wide

@@ -288,8 +288,10 @@ def mix_grouped(layer: MoELayer, x: Tensor, routing: Routing) -> Tensor:
 
 def _sort(routing: Routing, experts: int) -> Dispatch:
     choices = routing.experts.shape[-1]
-    expert, order = torch.where(routing.kept, routing.experts, experts).flatten().sort(stable=True)
-    ends = torch.searchsorted(expert, torch.arange(experts, device=expert.device), right=True)
+    # A GPU sorts digit by digit: short numbers take a quarter of the passes.
+    short = torch.int16 if experts < torch.iinfo(torch.int16).max else torch.int64
+    expert, order = torch.where(routing.kept, routing.experts, experts).to(short).flatten().sort(stable=True)
+    ends = torch.searchsorted(expert.long(), torch.arange(experts, device=expert.device), right=True)
     place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     assignment = order[: routing.rows]
     return Dispatch(

@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from meshwright.kernels import attention, cross_entropy
 from meshwright.kernels.attention import apply_rope
 from meshwright.kernels.dispatch import Kernels, settle
-from meshwright.kernels.experts import combine_rows, dispatch_rows, takes_grouped
+from meshwright.kernels.experts import combine_rows, dispatch_rows, grouped_matmul, takes_grouped
 from meshwright.kernels.experts_fp8 import grouped_matmul_fp8, takes_fp8
 from meshwright.kernels.gated import Activation, activate, gated
 from meshwright.kernels.norm import layer_norm_sum, rms_norm_sum
@@ -108,10 +108,12 @@ def chosen(plan: Plan, device: torch.device, chunks: Iterable[nn.Module], one_pa
         return f"plain PyTorch ({choice.reason})"
     modules = [module for chunk in chunks for module in chunk.modules()]
     attentions = [module for module in modules if isinstance(module, Attention)]
+    experts = [module for module in modules if isinstance(module, Experts) and module.compute is grouped]
     placed = {
         "the loss with its projection": any(map(has_loss, modules)),
         "the fastest attention": any(_whole_attention(each.attend) is fastest_attention for each in attentions),
-        "grouped matmuls of experts": any(isinstance(each, Experts) and each.compute is grouped for each in modules),
+        "grouped matmuls of experts": any(each.multiply is grouped_matmul for each in experts),
+        "grouped FP8 matmuls of experts": any(each.multiply is not grouped_matmul for each in experts),
         "RoPE, gates and norms of sums": any(each.rope is not apply_rope_qk for each in attentions),
         "one-pass updates": one_pass,
     }

@@ -12,6 +12,7 @@ from meshwright.models.decoder import Decoder
 from meshwright.models.init import normal
 from meshwright.models.layers import token_loss_sum
 from meshwright.models.moe import ROUTERS, Experts, MoELayer, carry, grouped, mix_grouped, one_by_one, run_experts
+from meshwright.models.moe import mix as plain_mix
 from meshwright.spec.arch import Arch
 
 
@@ -278,6 +279,38 @@ def test_experts_take_consecutive_rows_and_leave_the_rest_zero(topk):
     y.sum().backward()
     assert experts.up.grad[1].abs().max() == 0  # idle, yet with a gradient: every rank reduces the same tensors
     assert experts.up.grad[2].abs().max() > 0
+
+
+def saved_bytes(layer: MoELayer, x: Tensor, index: Tensor) -> int:
+    """Of what a forward leaves for the backward, all but weights."""
+    weights = {weight.untyped_storage().data_ptr() for weight in layer.parameters()}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        layer(x, index).sum()  # the sum keeps the graph, and with it every storage, until all were seen
+    return sum(saved.values())
+
+
+@pytest.mark.parametrize("mix", [plain_mix, mix_grouped])
+def test_what_is_saved_does_not_grow_with_the_experts(topk, mix):
+    tokens, held = 3 * 11, {}
+    for experts in (4, 16, 64):
+        arch = msgspec.structs.replace(topk, experts=experts, capacity=0.0)
+        layer = MoELayer(arch, 0).double()
+        torch.nn.init.normal_(layer.router.weight)
+        layer.experts.compute, layer.mix = grouped, mix
+        held[experts] = saved_bytes(
+            layer, *(each.requires_grad_(each.is_floating_point()) for each in input_of_layer())
+        )
+    # The router has a few numbers for every token and expert; rows and what experts do with them are as many as before.
+    for experts in (16, 64):
+        assert held[experts] - held[4] <= (experts - 4) * (tokens * (4 * 8 + 8) + 16 * 8)
 
 
 def test_a_dropped_token_passes_only_through_the_residual(topk, build):

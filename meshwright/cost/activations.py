@@ -100,6 +100,8 @@ class MicrobatchShape(msgspec.Struct, frozen=True, kw_only=True):
     offloads: bool = False  # and what they save on the host
     last_stays: bool = False  # but for the last block, whose backward comes at once
     fp8_inputs: bool = False  # matmuls of blocks save their inputs and weights in fp8
+    gates_inside: bool = False  # of experts, whose outputs are then not saved
+    slots: int = 0  # rows that experts get from a rank of ep, filled or not; 0: as many as there are
 
     @property
     def drops(self) -> bool:
@@ -130,7 +132,7 @@ class MicrobatchShape(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def expert_rows(self) -> int:
         """Rows that a rank's experts get: as many as its tokens make, where routers share them out evenly."""
-        return math.ceil(self.whole * rows_per_sequence(self.arch, self.sequence) / self.sequence)
+        return self.slots or math.ceil(self.whole * rows_per_sequence(self.arch, self.sequence) / self.sequence)
 
 
 class SavedActivations(msgspec.Struct, frozen=True, kw_only=True):
@@ -178,6 +180,7 @@ def microbatch_shape(job: Job, fused_norm: bool = True) -> MicrobatchShape:
     plan, stack, policy, holds = job.plan, job.stack, activation_policy(job), job.stack.holds
     whole = plan.microbatch * job.sequence // plan.cp
     narrow = ITEM_BYTES[plan.precision]
+    wide = max(narrow, 4)
     our_gates = holds.chunked_loss and plan.kernels != "plain" and plan.tp == 1 and plan.precision != "fp64"
     if policy.compiled or our_gates:  # the gate's activation is recomputed from the gate
         holds = msgspec.structs.replace(holds, gated_copies=min(holds.gated_copies, FUSED_COPIES))
@@ -191,7 +194,7 @@ def microbatch_shape(job: Job, fused_norm: bool = True) -> MicrobatchShape:
         vocab=padded_vocab(job),
         tp=plan.tp,
         narrow=narrow,
-        wide=max(narrow, 4),
+        wide=wide,
         attention="flash" if policy.recomputes_attention else stack.attention,
         mask=plan.microbatch * job.sequence**2 if job.masked and _has_dense_mask(job) else 0,
         chunk=min(chunk_rows(job.arch.vocab, plan), whole) if has_chunks(plan) and holds.chunked_loss else 0,
@@ -206,6 +209,16 @@ def microbatch_shape(job: Job, fused_norm: bool = True) -> MicrobatchShape:
         and plan.precision == "fp8"
         and plan.fp8_scaling == "tensorwise"
         and not policy.compiled,
+        slots=sent_rows(job.arch, plan, job.sequence)
+        if stack.name == OURS and plan.ep > 1 and job.arch.capacity
+        else 0,
+        gates_inside=stack.name == OURS
+        and policy.compiled
+        and narrow < wide
+        and plan.tp == 1
+        and plan.ep == 1
+        and plan.kernels != "plain"
+        and job.cluster.gpu.fp8 > 0,  # a GPU with FP8 has grouped matmuls, or is of the generation before
     )
 
 
@@ -240,6 +253,13 @@ def padded_vocab(job: Job) -> int:
     """Entries of the vocabulary with its padding."""
     multiple = job.stack.vocab_multiple * job.plan.tp if job.stack.vocab_multiple > 1 else 1
     return math.ceil(job.arch.vocab / multiple) * multiple
+
+
+def sent_rows(arch: Arch, plan: Plan, sequence: int) -> int:
+    """Rows that a rank of ep sends to experts for a microbatch: with a capacity every slot, filled or not."""
+    if not arch.capacity:
+        return math.ceil(plan.microbatch * sequence * arch.top_k / plan.cp)
+    return plan.microbatch * arch.experts * min(arch.expert_slots(sequence), sequence // plan.cp)
 
 
 def rows_per_sequence(arch: Arch, sequence: int) -> int:
@@ -347,7 +367,8 @@ def _mixture_kept(work: MicrobatchShape) -> float:
     copied = arch.experts * arch.hidden * work.wide if work.narrow < work.wide else 0
     router = tokens * arch.hidden * work.wide + copied + scores + chosen + balance
     inside = work.copies * rows * arch.expert_ffn / work.tp * work.narrow
-    routed = 2 * rows * arch.hidden * work.narrow + inside + rows * (2 * INDEX_BYTES + work.wide)
+    ends = 1 if work.gates_inside else 2  # the rows that enter, and those that leave
+    routed = ends * rows * arch.hidden * work.narrow + inside + rows * (2 * INDEX_BYTES + work.wide)
     shared = 0.0
     if arch.shared_experts:  # one dense layer on the same input, which in fp32 is the very one that the router saves
         entering = tokens * arch.hidden * work.narrow if work.narrow < work.wide else 0
@@ -364,7 +385,7 @@ def _selected(work: MicrobatchShape, mixture: bool) -> float:
     projected = work.whole * (2 * arch.q_width + 2 * arch.kv_width) / work.tp * work.narrow  # and attention's result
     gathered = 2 * work.whole * arch.hidden * work.narrow + 2 * work.stream if work.tp > 1 else 0.0
     if mixture:
-        rows = work.expert_rows * (gated * arch.expert_ffn / work.tp + arch.hidden)
+        rows = work.expert_rows * (gated * arch.expert_ffn / work.tp + (0 if work.gates_inside else arch.hidden))
         width = arch.shared_experts * arch.expert_ffn
         shared = work.whole * (gated * width / work.tp + arch.hidden) if width else 0
         inner = work.whole * arch.experts * work.wide + (rows + shared) * work.narrow
@@ -389,7 +410,8 @@ def _quantizable(work: MicrobatchShape, mixture: bool) -> tuple[float, float]:
     if not mixture:
         inner = work.copies * work.whole * arch.ffn / tp + entering
         return elements + entering + inner, size + inner * work.narrow
-    rows = work.expert_rows * (2 * arch.hidden + work.copies * arch.expert_ffn / tp)
+    ends = 1 if work.gates_inside else 2
+    rows = work.expert_rows * (ends * arch.hidden + work.copies * arch.expert_ffn / tp)
     shared = work.copies * work.whole * arch.shared_experts * arch.expert_ffn / tp
     shared += work.whole * arch.hidden if arch.shared_experts and work.narrow < work.wide else 0
     read = work.whole * arch.hidden  # by the router, wide

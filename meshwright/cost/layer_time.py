@@ -16,12 +16,14 @@ import msgspec
 
 from meshwright.cost.activations import (
     CODE,
+    OURS,
     ActivationPolicy,
     activation_policy,
     as_kept,
     block_kept,
     microbatch_shape,
     moved_bytes,
+    sent_rows,
 )
 from meshwright.cost.job import Job
 from meshwright.cost.layout import state_layout
@@ -57,6 +59,9 @@ FP8_INPUT, FP8_OTHER, FP8_TURNED = 3, 5, 2
 QUANTIZED_BYTES = {"fp8": (1.0, 17.0), "int8": (17.0, 9.0)}
 SELECTED = 0.5  # of all blocks, where a stack recomputes some of them and does not say how many
 EMBEDDING_PASSES = 6  # of the hidden states, by the lookup, its dropout and the scattered gradient
+
+
+Shape = tuple[float, float, float, float]  # count, m, n and k of products, as tp cuts them
 
 
 class TimeTerms(NamedTuple):
@@ -180,16 +185,20 @@ def layer_model(job: Job, efficiency: Efficiency | None = None) -> LayerModel:
 def block(at: LayerModel, mixture: bool) -> PassTimes:
     """One layer without recomputation."""
     arch, tp = at.arch, at.plan.tp
-    shapes: list[tuple[float, float, float, float]] = [  # count, m, n and k of products, as tp cuts them
+    experts: list[Shape] = list(_expert_products(at)) if mixture else []
+    shapes: list[Shape] = [
         (1, at.tokens, (arch.q_width + 2 * arch.kv_width) / tp, arch.hidden),
         (1, at.tokens, arch.hidden, arch.q_width / tp),
-        *(_mixture_products(at) if mixture else _dense_products(at)),
+        *(_beside_experts(at) if mixture else _dense_products(at)),
     ]
     forward, backward = _attention(at)
+    moved, (casts, back_casts) = _between_bytes(at, mixture), _cast_bytes(shapes, experts, at)
+    weight_products = sum(_product(count, n, k, m, at) for count, m, n, k in shapes)
+    # Of experts they are no narrower than bf16, see kernels/experts_fp8.py.
+    weight_products += sum(count * _head_product(n, k, m, at) for count, m, n, k in experts)
+    shapes += experts
     products = sum(_product(count, m, n, k, at) for count, m, n, k in shapes)
     input_products = sum(_product(count, m, k, n, at) for count, m, n, k in shapes)
-    weight_products = sum(_product(count, n, k, m, at) for count, m, n, k in shapes)
-    moved, (casts, back_casts) = _between_bytes(at, mixture), _cast_bytes(shapes, at)
     weights = sum(count * n * k for count, _, n, k in shapes)
     ep = _over_ep(at, products) if mixture else 0.0
     going = TimeTerms(
@@ -278,22 +287,27 @@ def _product(count: float, m: float, n: float, k: float, at: LayerModel) -> floa
     return count * product_seconds(m, n, k, at.rates) / at.speed.product
 
 
-def _dense_products(at: LayerModel, width: int = 0) -> Iterator[tuple[float, float, float, float]]:
+def _dense_products(at: LayerModel, width: int = 0) -> Iterator[Shape]:
     arch, tp = at.arch, at.plan.tp
     inner = (width or arch.ffn) / tp
     yield 1, at.tokens, (2 if arch.mlp == "swiglu" else 1) * inner, arch.hidden
     yield 1, at.tokens, arch.hidden, inner
 
 
-def _mixture_products(at: LayerModel) -> Iterator[tuple[float, float, float, float]]:
-    """The router, the experts that a rank holds with a fair share of the rows, and those that all tokens pass."""
+def _expert_products(at: LayerModel) -> Iterator[Shape]:
+    """The experts that a rank holds, with a fair share of the rows."""
     arch, plan = at.arch, at.plan
     held = arch.experts / plan.ep
-    rows = at.tokens * chosen(arch) / held
+    rows = at.tokens * _rows_per_token(at) / held
     inner = arch.expert_ffn / plan.tp
-    yield 1, at.tokens, arch.experts, arch.hidden
     yield held, rows, (2 if arch.mlp == "swiglu" else 1) * inner, arch.hidden
     yield held, rows, arch.hidden, inner
+
+
+def _beside_experts(at: LayerModel) -> Iterator[Shape]:
+    """The router, and the experts that all tokens pass."""
+    arch = at.arch
+    yield 1, at.tokens, arch.experts, arch.hidden
     if arch.shared_experts:
         yield from _dense_products(at, arch.shared_experts * arch.expert_ffn)
 
@@ -320,22 +334,32 @@ def _between_bytes(at: LayerModel, mixture: bool) -> float:
     rotated = 2 * (arch.q_width + arch.kv_width) / plan.tp * at.tokens if arch.positions == "rope" else 0.0
     passes = 3 if arch.mlp == "swiglu" else 2
     if mixture:
-        routed = chosen(arch) * (passes * arch.expert_ffn / plan.tp + 4 * arch.hidden)
+        routed = _rows_per_token(at) * (passes * arch.expert_ffn / plan.tp + 4 * arch.hidden)
         inner = at.tokens * (routed + passes * arch.shared_experts * arch.expert_ffn / plan.tp)
     else:
         inner = at.tokens * passes * arch.ffn / plan.tp
     return at.fusion * at.rates.width * (whole + rotated + inner)
 
 
-def _cast_bytes(shapes: list[tuple[float, float, float, float]], at: LayerModel) -> tuple[float, float]:
-    """What making FP8 numbers for products moves, forward and backward."""
+def _cast_bytes(shapes: list[Shape], experts: list[Shape], at: LayerModel) -> tuple[float, float]:
+    """What making FP8 numbers for products moves, forward and backward.
+
+    Experts quantize their weights in both, and of what the backward has turn these alone.
+    """
     if at.plan.precision != "fp8":
         return 0.0, 0.0
+    inputs, weights, gradients = _operands(shapes)
+    turned = FP8_TURNED * (inputs + weights + gradients)
+    rows, stacks, row_gradients = _operands(experts)
+    forward = FP8_INPUT * (inputs + rows) + FP8_OTHER * (weights + stacks)
+    return forward, FP8_OTHER * (gradients + row_gradients + stacks) + turned + FP8_TURNED * stacks
+
+
+def _operands(shapes: list[Shape]) -> tuple[float, float, float]:
+    """Elements of all inputs, weights and gradients of some products."""
     inputs = sum(count * m * k for count, m, _, k in shapes)
     weights = sum(count * n * k for count, _, n, k in shapes)
-    gradients = sum(count * m * n for count, m, n, _ in shapes)
-    turned = FP8_TURNED * (inputs + weights + gradients)
-    return FP8_INPUT * inputs + FP8_OTHER * weights, FP8_OTHER * gradients + turned
+    return inputs, weights, sum(count * m * n for count, m, n, _ in shapes)
 
 
 def _over_tp(at: LayerModel, hidden_by: float) -> float:
@@ -372,12 +396,23 @@ def _over_cp(at: LayerModel, attention: float, back: bool = False) -> float:
     return sum(at.collective("all_to_all", "cp", size) for size in sizes)
 
 
+def _rows_per_token(at: LayerModel) -> float:
+    """Rows that experts get for a token: those that chose it, or under ep all slots of a capacity."""
+    if at.job.stack.name == OURS and at.plan.ep > 1 and at.arch.capacity:
+        return sent_rows(at.arch, at.plan, at.job.sequence) / at.tokens
+    return chosen(at.arch)
+
+
 def _over_ep(at: LayerModel, hidden_by: float) -> float:
-    """Rows go to the experts' ranks and come back."""
+    """Rows go to the experts' ranks and come back. Ours go there beside the shared experts' products."""
     if at.plan.ep == 1:
         return 0.0
-    size = at.tokens / at.plan.tp * chosen(at.arch) * at.arch.hidden * at.rates.width
-    return exposed(2 * at.collective("all_to_all", "ep", size), hidden_by, at.speed.overlap_ep)
+    size = at.tokens / at.plan.tp * _rows_per_token(at) * at.arch.hidden * at.rates.width
+    one = at.collective("all_to_all", "ep", size)
+    if at.job.stack.name != OURS:
+        return exposed(2 * one, hidden_by, at.speed.overlap_ep)
+    shared = _dense_products(at, at.arch.shared_experts * at.arch.expert_ffn) if at.arch.shared_experts else ()
+    return one + exposed(one, sum(_product(*shape, at) for shape in shared), 1.0)
 
 
 def _projection(at: LayerModel) -> PassTimes:

@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from meshwright.cost.activations import rows_per_sequence
+from meshwright.cost.activations import sent_rows
 from meshwright.cost.rank_view import (
     ParamGroup,
     RankView,
@@ -184,18 +184,20 @@ def _mixture_passes(part: StageLayers, view: RankView) -> tuple[int, int]:
 
 
 def _over_ep(part: StageLayers, view: RankView) -> Iterator[Collective]:
-    """Each token's rows go to the experts' ranks and come back, and so do their gradients; first ranks tell how many.
+    """Each token's rows go to the experts' ranks and come back, and so do their gradients.
 
-    How many rows a rank gives to one exchange is up to the routers: what is listed is the mean over the ranks of ep,
-    exact where no token can be dropped, and for expert choice, which fills every slot.
+    Without a capacity ranks first tell how many, and no token is dropped: what a rank sends is exact. With one, all
+    slots of every expert are sent, filled or not. The way there hides behind shared experts, where there are any.
     """
     if view.plan.ep == 1:
         return
+    arch, plan = view.arch, view.plan
     forward, backward = _mixture_passes(part, view)
-    yield Collective(kind="all_to_all", axis="ep", count=forward, bytes=view.arch.experts * COUNT_BYTES)
-    rows = math.ceil(view.plan.microbatch * rows_per_sequence(view.arch, view.sequence) / view.plan.cp)
-    size = rows * view.arch.hidden * view.narrow
-    yield Collective(kind="all_to_all", axis="ep", count=2 * (forward + backward), bytes=size)
+    if not arch.capacity:
+        yield Collective(kind="all_to_all", axis="ep", count=forward, bytes=arch.experts * COUNT_BYTES)
+    size = sent_rows(arch, plan, view.sequence) * arch.hidden * view.narrow
+    for hides in (arch.shared_experts > 0, False):
+        yield Collective(kind="all_to_all", axis="ep", count=forward + backward, bytes=size, overlappable=hides)
 
 
 def _over_pp(part: StageLayers, view: RankView) -> Iterator[Collective]:

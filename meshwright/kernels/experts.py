@@ -49,7 +49,14 @@ def grouped_matmul(x: Tensor, stack: Tensor, ends: Tensor) -> Tensor:
 
     `ends` (experts,) int32 has the row after each expert's last; what comes out past all of them is undefined.
     """
-    return F.grouped_mm(x, stack.transpose(1, 2), offs=ends)
+    return F.grouped_mm(x, stack.transpose(1, 2), offs=ends) if x.is_cuda else by_segment(x, stack, ends)
+
+
+def by_segment(x: Tensor, stack: Tensor, ends: Tensor) -> Tensor:
+    """The plain twin: a matmul for each expert's rows, whose sizes the host asks for; zeros past the last."""
+    stops = ends.tolist()
+    segments = [x[a:b] @ matrix.T for a, b, matrix in zip([0, *stops], stops, stack.unbind(), strict=False)]
+    return torch.cat([*segments, x.new_zeros(len(x) - stops[-1], stack.shape[1])])
 
 
 def dispatch_rows(tokens: Tensor, order: Dispatch, kernels: Kernels = "auto") -> Tensor:
@@ -65,16 +72,32 @@ def combine_rows(rows: Tensor, gates: Tensor, order: Dispatch, kernels: Kernels 
     return _Sum.apply(weighted, order.token, order.row, order.kept).to(rows.dtype)
 
 
+def dispatch_twice(tokens: Tensor, order: Dispatch) -> tuple[Tensor, Tensor]:
+    """`dispatch_rows` for two readers: their gradients are added where they are summed, and never stored as a sum."""
+    return _DispatchTwice.apply(tokens, order.token, order.row, order.kept)
+
+
+def row_gates(gates: Tensor, order: Dispatch) -> Tensor:
+    """The gate (tokens, k) of each row, (T,)."""
+    return _RowGates.apply(gates, order.assignment, order.row, order.kept)
+
+
+def sum_to_tokens(rows: Tensor, order: Dispatch) -> Tensor:
+    """The sum of each token's kept rows (T, hidden), (tokens, hidden); what other rows hold does not matter."""
+    return _Sum.apply(rows, order.token, order.row, order.kept).to(rows.dtype)
+
+
 def _fits(x: Tensor, kernels: Kernels) -> bool:
     return x.shape[1] <= ROW_LIMIT and fused(x, kernels)
 
 
-def sum_rows(rows: Tensor, places: Tensor, kept: Tensor) -> Tensor:
-    """The sum of each token's rows, in fp32 or more."""
+def sum_rows(rows: Tensor, places: Tensor, kept: Tensor, *beside: Tensor) -> Tensor:
+    """The sum of each token's rows, in fp32 or more, and of the same rows of tensors beside them."""
     # Choice by choice, in a fixed order: atomic additions have none, and the last bits would differ from run to run.
     total = rows.new_zeros(len(places), rows.shape[1], dtype=torch.promote_types(rows.dtype, torch.float32))
     for place, held in zip(places.unbind(1), kept.unbind(1), strict=True):
-        total = total + torch.where(held[:, None], rows[place], 0)
+        for each in (rows, *beside):
+            total = total + torch.where(held[:, None], each[place], 0)
     return total
 
 
@@ -95,6 +118,34 @@ class _Dispatch(torch.autograd.Function):
         row, kept = ctx.saved_tensors
         total = _summed(grads[0], None, row, kept) if ctx.by_kernel else sum_rows(grads[0], row, kept)
         return total.to(grads[0].dtype), None, None, None, None
+
+
+class _DispatchTwice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, token: Tensor, row: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(row, kept)
+        rows = tokens[token]
+        return rows, rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        row, kept = ctx.saved_tensors
+        first, second = grads
+        return sum_rows(first, row, kept, second).to(first.dtype), None, None, None
+
+
+class _RowGates(torch.autograd.Function):
+    """A permutation of the gates, less the dropped ones: no two rows meet, so its gradient needs no atomics either."""
+
+    @staticmethod
+    def forward(ctx: Any, gates: Tensor, assignment: Tensor, row: Tensor, kept: Tensor) -> Tensor:
+        ctx.save_for_backward(row, kept)
+        return gates.flatten()[assignment]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        row, kept = ctx.saved_tensors
+        return torch.where(kept, grads[0][row], 0), None, None, None
 
 
 class _Sum(torch.autograd.Function):

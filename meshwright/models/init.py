@@ -38,13 +38,13 @@ def key(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little")
 
 
-def uniform(key: int, index: Tensor) -> Tensor:
+def uniform(key: int | Tensor, index: Tensor) -> Tensor:
     """A float32 in [0, 1) for every int64 index; 24 bits, so the same value in every wider type."""
-    state = index * signed(GOLDEN) + signed(key + GOLDEN)
+    state = index * signed(GOLDEN) + _stepped(key, 1)
     return logical_shift(mixed(state), 40).to(torch.float32) * 2.0**-24
 
 
-def normal(key: int, index: Tensor) -> Tensor:
+def normal(key: int | Tensor, index: Tensor) -> Tensor:
     """A float32 of zero mean and unit variance for every int64 index."""
     return _sum_of_eight(index * signed(2 * GOLDEN), key).to(torch.float32) * (1 / SPREAD)
 
@@ -124,11 +124,16 @@ def _runs(shape: tuple[int, ...], bounds: list[tuple[int, int]], device: torch.d
     return (starts * shape[last] + start) * tail, (stop - start) * tail
 
 
-def _sum_of_eight(counter: Tensor, key: int) -> Tensor:
+def _sum_of_eight(counter: Tensor, key: int | Tensor) -> Tensor:
     """The eight 16-bit lanes of two hashes added up, centred. `counter` advances by 2 · GOLDEN per element."""
-    lanes = _pair_sums(mixed(counter + signed(key + GOLDEN)))
-    lanes.add_(_pair_sums(mixed(counter + signed(key + 2 * GOLDEN))))
+    lanes = _pair_sums(mixed(counter + _stepped(key, 1)))
+    lanes.add_(_pair_sums(mixed(counter + _stepped(key, 2))))
     return (lanes >> 32).add_(lanes.bitwise_and_(LOW)).sub_(CENTRE)
+
+
+def _stepped(key: int | Tensor, steps: int) -> int | Tensor:
+    """A key some steps of GOLDEN further, modulo 2⁶⁴; a key may be an int64 tensor, which wraps by itself."""
+    return signed(key + steps * GOLDEN) if isinstance(key, int) else key + signed(steps * GOLDEN)
 
 
 def _pair_sums(lanes: Tensor) -> Tensor:

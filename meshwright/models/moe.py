@@ -10,8 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from meshwright.kernels.experts import Dispatch, combine_rows, dispatch_rows, grouped_matmul
-from meshwright.models.init import key, normal, uniform
+from meshwright.kernels.experts import (
+    Dispatch,
+    combine_rows,
+    dispatch_rows,
+    dispatch_twice,
+    grouped_matmul,
+    row_gates,
+    sum_to_tokens,
+)
+from meshwright.models.init import key, normal, signed, uniform
 from meshwright.models.layers import ACTIVATIONS, Mlp, accum_dtype
 from meshwright.spec.arch import Arch
 
@@ -24,6 +32,7 @@ class Routing:
     gates: Tensor  # (b, s, k) weight of the expert's output; 0 where dropped
     kept: Tensor  # (b, s, k) false where the assignment was dropped
     rows: int  # an upper bound of kept assignments, known without asking the device
+    slots: int  # and of those of one expert; 0 without a capacity
     balance: Tensor  # (b,) E · Σ f · P of every sequence, 1 when experts share evenly
     z: Tensor  # (b,) mean squared log-sum-exp of every sequence
     load: Tensor  # (experts,) share of all assignments for each expert, before any is dropped
@@ -107,6 +116,7 @@ def _routing(
         gates=gates * kept,
         kept=kept,
         rows=batch * min(positions * choices, arch.experts * arch.expert_slots(positions)),
+        slots=batch * arch.expert_slots(positions) if arch.capacity else 0,
         balance=arch.experts * (share * probabilities.mean(1)).sum(-1),
         z=logits.logsumexp(-1).square().mean(1),
         load=share.mean(0),
@@ -129,7 +139,8 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(arch.experts, *outward))
         self.drops = arch.capacity > 0 or arch.router == "gshard"  # there may be rows past the last expert's
         self.activate = ACTIVATIONS[arch.mlp]  # transforms may put other functions here
-        self.compute: RunExperts = one_by_one
+        self.multiply: Multiply = grouped_matmul  # where rows are grouped
+        self.compute: Compute = one_by_one
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """Rows sorted by expert, counts (experts,) of them for each, through their experts; zeros past the last."""
@@ -140,7 +151,10 @@ class Experts(nn.Module):
         return self.activate(gate) * up
 
 
-RunExperts = Callable[[Experts, Tensor, Tensor], Tensor]
+# Rows sorted by expert, how many each has, what may be computed beside, and how many each has at most (0: any number).
+RunExperts = Callable[[Experts, Tensor, Tensor, "Later | None", int], Tensor]
+Compute = Callable[[Experts, Tensor, Tensor], Tensor]
+Multiply = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def one_by_one(experts: Experts, x: Tensor, counts: Tensor) -> Tensor:
@@ -160,18 +174,37 @@ def one_by_one(experts: Experts, x: Tensor, counts: Tensor) -> Tensor:
 def grouped(experts: Experts, x: Tensor, counts: Tensor) -> Tensor:
     """All experts by grouped matmuls (MegaBlocks, Gale 2022); the host does not learn how many rows each has."""
     ends = counts.to(x.device, non_blocking=True).cumsum(0, dtype=torch.int32)
-    inner = grouped_matmul(x, experts.up, ends)
-    if experts.gate is None:
-        inner = experts.activate(inner)
-    else:
-        inner = experts.gated(grouped_matmul(x, experts.gate, ends), inner)
-    y = grouped_matmul(inner, experts.down, ends)
+    y = experts.multiply(_inner(experts, x, x, ends), experts.down, ends)
     return torch.where(torch.arange(len(y), device=y.device)[:, None] < ends[-1], y, 0) if experts.drops else y
 
 
-def run_experts(experts: Experts, x: Tensor, counts: Tensor) -> Tensor:
+def _inner(experts: Experts, x: Tensor, twin: Tensor, ends: Tensor) -> Tensor:
+    """What is between the first matmuls and the last; `twin` is x, for the second of the first."""
+    up = experts.multiply(x, experts.up, ends)
+    if experts.gate is None:
+        return experts.activate(up)
+    return experts.gated(experts.multiply(twin, experts.gate, ends), up)
+
+
+class Later:
+    """A tensor that is computed when it is first asked for."""
+
+    def __init__(self, compute: Callable[[], Tensor]) -> None:
+        self.compute = compute
+        self.result: Tensor | None = None
+
+    def __call__(self) -> Tensor:
+        if self.result is None:
+            self.result = self.compute()
+        return self.result
+
+
+def run_experts(experts: Experts, x: Tensor, counts: Tensor, beside: Later | None = None, slots: int = 0) -> Tensor:
     """All experts on this rank: x (T, hidden) sorted by expert, counts (experts,) rows for each."""
     return experts(x, counts)
+
+
+Mix = Callable[["MoELayer", Tensor, Routing], Tensor]
 
 
 class MoELayer(nn.Module):
@@ -185,8 +218,9 @@ class MoELayer(nn.Module):
         self.experts = Experts(arch)
         self.shared = Mlp(arch, arch.shared_experts * arch.expert_ffn) if arch.shared_experts else None
 
-        self.key = key(0, f"blocks.{layer}.mlp.draws")  # of the router's draws; a run puts its own seed's here
-        self.route: Route = ROUTERS[arch.router]  # transforms may replace these four
+        self.begin(0, f"blocks.{layer}.mlp", torch.device("cpu"))
+        self.route: Route = ROUTERS[arch.router]  # transforms may replace these five
+        self.mix: Mix = mix
         self.run: RunExperts = run_experts
         self.dispatch = partial(dispatch_rows, kernels="plain")
         self.combine = partial(combine_rows, kernels="plain")
@@ -195,13 +229,18 @@ class MoELayer(nn.Module):
         self.share = 1.0  # of the auxiliary gradient: 1 ÷ ranks that each inject it for the same tokens
         self.statistics: Tensor | None = None  # of the last forward in training: mean balance loss, load per expert
 
+    def begin(self, seed: int, name: str, device: torch.device) -> None:
+        """Take the draws of a seed and a module's name, for rows on a device."""
+        # A tensor, so that the compiled code of one block serves all of them.
+        self.key = torch.tensor(signed(key(seed, f"{name}.draws")), device=device)
+
     def forward(self, x: Tensor, index: Tensor | None = None) -> Tensor:
         """x (b, s, hidden); index (b, s) keys what the router draws, None (or evaluation) draws nothing."""
         index = index if self.training else None
         routing = self.route(self._logits(x, index), self.arch, self._draw(index))
         if self.training:
             self.statistics = torch.cat([routing.balance.mean()[None], routing.load]).detach()
-        y = self._mix(x, routing)
+        y = self.mix(self, x, routing)
         if self.arch.balance_loss == 0 and self.arch.z_loss == 0:
             return y
         # A sequence counts as often as it has positions, like the token losses beside it.
@@ -220,18 +259,39 @@ class MoELayer(nn.Module):
     def _draw(self, index: Tensor | None) -> Tensor | None:
         return uniform(self.key, index) if self.arch.router == "gshard" and index is not None else None
 
-    def _mix(self, x: Tensor, routing: Routing) -> Tensor:
-        order = _sort(routing, self.arch.experts)
-        # No name for the experts' input: it would live on until the rows are combined.
-        rows = self.run(self.experts, self.dispatch(x.flatten(0, 1), order), order.counts)
-        y = self.combine(rows, routing.gates.flatten(0, 1), order).view_as(x)
-        return y if self.shared is None else y + self.shared(x)
+
+def mix(layer: MoELayer, x: Tensor, routing: Routing) -> Tensor:
+    """The gated sum of the experts' outputs, and what the shared experts add."""
+    order = _sort(routing, layer.arch.experts)
+    # No name for the experts' input: it would live on until the rows are combined.
+    shared = None if layer.shared is None else Later(partial(layer.shared, x))
+    rows = layer.run(layer.experts, layer.dispatch(x.flatten(0, 1), order), order.counts, shared, routing.slots)
+    y = layer.combine(rows, routing.gates.flatten(0, 1), order).view_as(x)
+    return y if shared is None else y + shared()
+
+
+def mix_grouped(layer: MoELayer, x: Tensor, routing: Routing) -> Tensor:
+    """The same by grouped matmuls on one rank, the gates inside the experts: for the compiler to fuse.
+
+    An expert is linear after its activation, so a gate may come before its last matmul: the experts' outputs are then
+    summed as they are, and not saved for the gates' gradient. Rows past the last expert's are undefined throughout, and
+    no sum takes them.
+    """
+    order, experts = _sort(routing, layer.arch.experts), layer.experts
+    ends = order.counts.cumsum(0, dtype=torch.int32)
+    weights = row_gates(routing.gates.flatten(0, 1), order)
+    inner = _inner(experts, *dispatch_twice(x.flatten(0, 1), order), ends)
+    rows = experts.multiply((inner * weights[:, None]).to(x.dtype), experts.down, ends)
+    y = sum_to_tokens(rows, order).view_as(x)
+    return y if layer.shared is None else y + layer.shared(x)
 
 
 def _sort(routing: Routing, experts: int) -> Dispatch:
     choices = routing.experts.shape[-1]
-    expert, order = torch.where(routing.kept, routing.experts, experts).flatten().sort(stable=True)
-    ends = torch.searchsorted(expert, torch.arange(experts, device=expert.device), right=True)
+    # A GPU sorts digit by digit: short numbers take a quarter of the passes.
+    short = torch.int16 if experts < torch.iinfo(torch.int16).max else torch.int64
+    expert, order = torch.where(routing.kept, routing.experts, experts).to(short).flatten().sort(stable=True)
+    ends = torch.searchsorted(expert.long(), torch.arange(experts, device=expert.device), right=True)
     place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     assignment = order[: routing.rows]
     return Dispatch(
@@ -251,7 +311,8 @@ def carry(x: Tensor, auxiliary: Tensor, weight: Tensor) -> Tensor:
 class _Carry(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, auxiliary: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(weight.to(auxiliary).expand_as(auxiliary))
+        # A product, not a copy to the device: a weight on the host goes with the launch, and nobody waits.
+        ctx.save_for_backward((torch.ones_like(auxiliary) * weight).to(auxiliary.dtype))
         return x.view_as(x)
 
     @staticmethod

@@ -65,7 +65,9 @@ def route_whole(logits: Tensor, arch: Arch, draw: Tensor | None, *, route: Route
         draws = None if draw is None else join(gather(draw, 1, group).chunk(ranks, 1), 1)
     routing = route(whole, arch, draws)
     mine = {name: take(getattr(routing, name), 1, ranks, rank) for name in ("experts", "gates", "kept")}
-    return replace(routing, **mine, rows=min(routing.rows, mine["experts"].numel()))
+    batch, positions, _ = mine["experts"].shape
+    rows, slots = min(routing.rows, mine["experts"].numel()), min(routing.slots, batch * positions)
+    return replace(routing, **mine, rows=rows, slots=slots)
 
 
 def ulysses_attention(

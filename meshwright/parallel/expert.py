@@ -3,19 +3,23 @@
 The ranks of an ep group are taken from those that shard or replicate the dense weights, so each has tokens of its own.
 A rank sends every row to the owner of its expert; the owner computes the rows of all ranks at once. An expert's
 gradient is therefore already the sum over its group, and only the ranks that hold the same expert add theirs to it.
+
+Without a capacity ranks first tell each other how many rows they send, and the host waits for that, once. With one an
+expert has a known number of slots on every rank: all are sent, filled or not, and nobody asks or waits.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
 from meshwright.models.moe import Experts, MoELayer
+from meshwright.parallel.flight import Flight, landed, launched
 from meshwright.parallel.mesh import Mesh, all_to_all
 from meshwright.parallel.model_spec import note
 from meshwright.parallel.tensor import hold_experts
@@ -35,48 +39,92 @@ def split(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
     return model
 
 
-def run_over_ranks(experts: Experts, x: Tensor, counts: Tensor, *, group: dist.ProcessGroup) -> Tensor:
+def run_over_ranks(
+    experts: Experts,
+    x: Tensor,
+    counts: Tensor,
+    beside: Callable[[], Any] | None = None,
+    slots: int = 0,
+    *,
+    group: dist.ProcessGroup,
+) -> Tensor:
     """All experts of the group: x (T, hidden) sorted by expert, counts (experts,) rows for each; zeros past the last.
 
-    Each rank takes part in
-    - forward: one all-to-all of 8 · experts bytes, which says how many rows are coming; then two of rows, to their
-      experts and back, where it sends rows · hidden · itemsize bytes and has as many returned, rows = Σ counts;
+    `beside` is called while the rows travel to their experts, and differentiated while their gradients come back.
+    `slots`: no expert has more of these rows; 0 if that is not known. Each rank takes part in
+    - forward: without slots one all-to-all of 8 · experts bytes, which says how many rows are coming; then two of rows,
+      to their experts and back, where it sends rows · hidden · itemsize bytes and has as many returned. Rows are Σ
+      counts, or experts · slots;
     - backward: the two of rows again, the gradients of what came back going first.
-    What it receives for its own experts, and returns, the routers of all ranks decide. Nothing overlaps.
+    What it receives for its own experts, and returns, the routers of all ranks decide, unless there are slots.
     """
-    route = announced(counts, group)
-    rows = x[: sum(route.sent)]  # dropped assignments lie past the last
-    arrived = all_to_all(rows, group, route.sent, route.received)
-    y = experts(permuted(arrived, route.by_expert, route.by_rank), route.counts)
-    returned = all_to_all(permuted(y, route.by_rank, route.by_expert), group, route.received, route.sent)
-    return F.pad(returned, (0, 0, 0, len(x) - len(rows)))
+    route = slotted(counts, slots, len(x), group) if slots else announced(counts, len(x), group)
+    flight = Flight(group, route.sent, route.received)
+    leaving = launched(picked(x, *route.leave), flight)
+    if beside is not None:
+        beside()
+    y = experts(picked(landed(leaving, flight), *route.arrive), route.counts)
+    returned = all_to_all(picked(y, *reversed(route.arrive)), group, route.received, route.sent)
+    return picked(returned, *reversed(route.leave))
+
+
+Pick = tuple[Tensor, Tensor | None]  # where each row comes from, and whether it comes at all
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertRoute:
-    """Where the rows of one MoE layer and microbatch go."""
+    """Where the rows of one MoE layer and microbatch go. What leads there is told with what leads back."""
 
     sent: list[int]  # rows to each rank of the group
     received: list[int]  # rows from each
-    counts: Tensor  # (experts held,) rows for each, from all ranks
-    by_expert: Tensor  # (rows received,) brings them from the order (rank, expert) to (expert, rank)
-    by_rank: Tensor  # (rows received,) and back
+    counts: Tensor  # (experts held,) rows for each, from all ranks; on the host
+    leave: tuple[Pick, Pick]  # from rows sorted by expert to those that are sent
+    arrive: tuple[Pick, Pick]  # from rows by (rank, expert), as received, to (expert, rank)
 
 
-def announced(counts: Tensor, group: dist.ProcessGroup) -> ExpertRoute:
-    """Exchange how many rows each rank sends to each expert; waits for the device, once."""
+def announced(counts: Tensor, rows: int, group: dist.ProcessGroup) -> ExpertRoute:
+    """Exchange how many of at most `rows` rows each rank sends to each expert; waits for the device, once."""
     leaving = counts.view(group.size(), -1)  # (rank, expert it holds)
     coming = torch.empty_like(leaving)
     dist.all_to_all_single(coming, leaving, group=group)
-    sent, received = torch.stack([leaving, coming]).cpu()
-    by_expert = sorted_by_expert(coming, int(received.sum()))
+    return route_of(*torch.stack([leaving, coming]).tolist(), coming, rows)
+
+
+def route_of(leaving: list[list[int]], coming: list[list[int]], known: Tensor, rows: int) -> ExpertRoute:
+    """The route of counts (rank, expert held), those that come on the host and on the device."""
+    sent, received = [sum(each) for each in leaving], [sum(each) for each in coming]
+    by_expert = sorted_by_expert(known, sum(received))
+    row = torch.arange(rows, device=known.device)
+    total = sum(sent)
     return ExpertRoute(
-        sent=sent.sum(1).tolist(),
-        received=received.sum(1).tolist(),
+        sent=sent,
+        received=received,
         # On the host, where experts read it: on the device they would wait for the rows in flight.
-        counts=received.sum(0),
-        by_expert=by_expert,
-        by_rank=by_expert.argsort(),
+        counts=torch.tensor([sum(each) for each in zip(*coming, strict=True)], dtype=torch.int64, device="cpu"),
+        leave=((row[:total], None), (row.clamp(max=max(total - 1, 0)), row < total)),  # dropped ones lie past the last
+        arrive=((by_expert, None), (by_expert.argsort(), None)),
+    )
+
+
+def slotted(counts: Tensor, slots: int, rows: int, group: dist.ProcessGroup) -> ExpertRoute:
+    """The route of as many rows for every expert; asks nobody."""
+    ranks, device = group.size(), counts.device
+    held = len(counts) // ranks
+    ends = counts.cumsum(0)
+    starts, slot = ends - counts, torch.arange(slots, device=device)
+    source = (starts[:, None] + slot).clamp(max=rows - 1).flatten()
+    row = torch.arange(rows, device=device)
+    expert = torch.searchsorted(ends, row, right=True).clamp(max=len(counts) - 1)
+    place = (expert * slots + row - starts[expert]).clamp(max=len(counts) * slots - 1)
+    grid = torch.arange(ranks * held * slots, device=device)
+    by_expert = grid.view(ranks, held, slots).transpose(0, 1).flatten()
+    by_rank = grid.view(held, ranks, slots).transpose(0, 1).flatten()
+    return ExpertRoute(
+        sent=[held * slots] * ranks,
+        received=[held * slots] * ranks,
+        counts=torch.full((held,), ranks * slots, dtype=torch.int64, device="cpu"),
+        leave=((source, (slot < counts[:, None]).flatten()), (place, row < ends[-1])),
+        arrive=((by_expert, None), (by_rank, None)),
     )
 
 
@@ -87,18 +135,25 @@ def sorted_by_expert(coming: Tensor, rows: int) -> Tensor:
     return expert.repeat_interleave(coming.flatten(), output_size=rows).argsort(stable=True)
 
 
-def permuted(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    """The rows in another order; the gradient of plain indexing would need atomics, though no two rows meet."""
-    return _Permute.apply(x, order, inverse)
+def picked(x: Tensor, there: Pick, back: Pick) -> Tensor:
+    """Some rows in another order, and zeros; the gradient of plain indexing would need atomics, though no two meet."""
+    return _Picked.apply(x, *there, *back)
 
 
-class _Permute(Function):
+def _pick(x: Tensor, index: Tensor, valid: Tensor | None) -> Tensor:
+    if len(x) == 0:
+        return x.new_zeros(len(index), *x.shape[1:])
+    return x[index] if valid is None else torch.where(valid[:, None], x[index], 0)
+
+
+class _Picked(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(order, inverse)
-        return x[order]
+    def forward(
+        ctx: Any, x: Tensor, index: Tensor, valid: Tensor | None, back: Tensor, back_valid: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(back, back_valid)
+        return _pick(x, index, valid)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        order, inverse = ctx.saved_tensors
-        return permuted(grads[0], inverse, order), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return _pick(grads[0], *ctx.saved_tensors), None, None, None, None

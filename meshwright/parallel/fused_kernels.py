@@ -13,12 +13,13 @@ from torch.nn.attention.flex_attention import BlockMask
 from meshwright.kernels import attention, cross_entropy
 from meshwright.kernels.attention import apply_rope
 from meshwright.kernels.dispatch import Kernels, settle
-from meshwright.kernels.experts import combine_rows, dispatch_rows, takes_grouped
+from meshwright.kernels.experts import combine_rows, dispatch_rows, grouped_matmul, takes_grouped
+from meshwright.kernels.experts_fp8 import grouped_matmul_fp8, takes_fp8
 from meshwright.kernels.gated import Activation, activate, gated
 from meshwright.kernels.norm import layer_norm_sum, rms_norm_sum
 from meshwright.models.decoder import Decoder
 from meshwright.models.layers import Attend, Attention, Block, Mlp, apply_rope_qk, causal_attention, weighted_loss
-from meshwright.models.moe import Experts, MoELayer, grouped
+from meshwright.models.moe import Experts, MoELayer, grouped, mix_grouped
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.model_spec import ModelSpec
 from meshwright.parallel.precision import compute_dtype
@@ -63,11 +64,17 @@ def wrap(model: nn.Module, plan: Plan, mesh: Mesh, model_spec: ModelSpec) -> nn.
 
 
 def group_experts(model: Decoder, plan: Plan, mesh: Mesh) -> None:
-    """Let grouped matmuls compute all experts of a layer at once, where this GPU has them."""
-    if takes_grouped(mesh.device, compute_dtype(plan), model.arch.hidden, model.arch.expert_ffn // plan.tp):
-        for module in model.modules():
-            if isinstance(module, Experts):
-                module.compute = grouped
+    """Let grouped matmuls compute all experts of a layer at once, where this GPU has them; in FP8 if the plan says."""
+    widths = model.arch.hidden, model.arch.expert_ffn // plan.tp
+    if not takes_grouped(mesh.device, compute_dtype(plan), *widths):
+        return
+    eight = plan.precision == "fp8" and takes_fp8(mesh.device, *widths)
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.compute = grouped
+            module.multiply = partial(grouped_matmul_fp8, scaling=plan.fp8_scaling) if eight else module.multiply
+        elif isinstance(module, MoELayer) and plan.compile and plan.tp == 1 and plan.ep == 1:
+            module.mix = mix_grouped  # of what it leaves to fuse the compiler makes a few kernels
 
 
 def fuse_blocks(model: Decoder, kernels: Kernels = "auto") -> None:
@@ -101,10 +108,12 @@ def chosen(plan: Plan, device: torch.device, chunks: Iterable[nn.Module], one_pa
         return f"plain PyTorch ({choice.reason})"
     modules = [module for chunk in chunks for module in chunk.modules()]
     attentions = [module for module in modules if isinstance(module, Attention)]
+    experts = [module for module in modules if isinstance(module, Experts) and module.compute is grouped]
     placed = {
         "the loss with its projection": any(map(has_loss, modules)),
         "the fastest attention": any(_whole_attention(each.attend) is fastest_attention for each in attentions),
-        "grouped matmuls of experts": any(isinstance(each, Experts) and each.compute is grouped for each in modules),
+        "grouped matmuls of experts": any(each.multiply is grouped_matmul for each in experts),
+        "grouped FP8 matmuls of experts": any(each.multiply is not grouped_matmul for each in experts),
         "RoPE, gates and norms of sums": any(each.rope is not apply_rope_qk for each in attentions),
         "one-pass updates": one_pass,
     }

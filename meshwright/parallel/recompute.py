@@ -37,6 +37,7 @@ SAVED = {
     torch.ops.aten.linear,
     torch.ops.aten._scaled_mm,
     torch.ops.aten._grouped_mm,
+    torch.ops.aten._scaled_grouped_mm,
     torch.ops.aten._scaled_dot_product_flash_attention,
     torch.ops.aten._scaled_dot_product_efficient_attention,
     torch.ops.aten._scaled_dot_product_cudnn_attention,

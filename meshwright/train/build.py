@@ -14,7 +14,7 @@ from meshwright.data.loader import Loader
 from meshwright.data.prepare import Corpus
 from meshwright.models.decoder import Decoder
 from meshwright.models.dropout import Dropout
-from meshwright.models.init import fill, key
+from meshwright.models.init import fill
 from meshwright.models.moe import MoELayer
 from meshwright.optim import host_memory, master_weights
 from meshwright.optim.clip import LossScale
@@ -98,7 +98,7 @@ def initialise(
     table = {param.name: param for param in params(run.arch)}
     for name, module in chunk.named_modules():
         if isinstance(module, MoELayer):
-            module.key = key(run.seed, f"{name}.draws")
+            module.begin(run.seed, name, device)
         elif isinstance(module, Dropout):
             module.begin(run.seed, name)
     for name, weight in chunk.named_parameters():

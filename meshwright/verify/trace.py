@@ -5,7 +5,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any, Literal
@@ -39,7 +39,7 @@ from meshwright.optim.resident import ResidentOptimizer
 from meshwright.parallel import context, expert, mesh, precision
 from meshwright.parallel.apply import apply
 from meshwright.parallel.context import HALF, AttentionBlock, Forward, Gradients
-from meshwright.parallel.expert import ExpertRoute, sorted_by_expert
+from meshwright.parallel.expert import ExpertRoute, route_of, slotted
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.model_spec import DECODER
 from meshwright.spec.plan import Plan
@@ -170,6 +170,7 @@ def standing_in(chunks: Sequence[nn.Module]) -> Iterator[None]:
             run = partial(_run_evenly, mixture.run, mixture.arch.experts)
             stack.enter_context(patch.object(mixture, "run", run))
         stack.enter_context(patch.object(expert, "announced", _announced_evenly))
+        stack.enter_context(patch.object(expert, "slotted", _slotted_really))
         stack.enter_context(patch.object(context, "_kernel", partial(_kernel, context._kernel)))
         stack.enter_context(patch.object(F, "rms_norm", _rms_norm))
         # parallel/recompute.py compares addresses, which are all the same here.
@@ -192,12 +193,12 @@ def even(rows: int, parts: int) -> list[int]:
     return [rows // parts + (part < rows % parts) for part in range(parts)]
 
 
-def _run_evenly(run: RunExperts, total: int, experts: Experts, x: Tensor, counts: Tensor) -> Tensor:
+def _run_evenly(run: RunExperts, total: int, experts: Experts, x: Tensor, counts: Tensor, *more: Any) -> Tensor:
     """The same experts, each with its even part of the rows instead of what the router chose."""
-    return run(experts, x, _real(even(len(x), total)))
+    return run(experts, x, _real(even(len(x), total)), *more)
 
 
-def _announced_evenly(counts: Tensor, group: dist.ProcessGroup) -> ExpertRoute:
+def _announced_evenly(counts: Tensor, rows: int, group: dist.ProcessGroup) -> ExpertRoute:
     """What `announced` says when every rank sends what this one sends."""
     ranks = group.size()
     mine = counts.tolist()
@@ -205,12 +206,16 @@ def _announced_evenly(counts: Tensor, group: dist.ProcessGroup) -> ExpertRoute:
     leaving = torch.empty(ranks, each, dtype=torch.int64)
     coming = torch.empty_like(leaving)
     dist.all_to_all_single(coming, leaving, group=group)
-    sent = [sum(mine[rank * each : (rank + 1) * each]) for rank in range(ranks)]
+    sent = [mine[rank * each : (rank + 1) * each] for rank in range(ranks)]
     held = mine[dist.get_rank(group) * each :][:each]  # from every rank as many as from this one
-    received = [sum(held)] * ranks
-    by_expert = sorted_by_expert(coming, sum(received))
-    counted = _real([ranks * rows for rows in held])
-    return ExpertRoute(sent=sent, received=received, counts=counted, by_expert=by_expert, by_rank=by_expert.argsort())
+    route = route_of(sent, [held] * ranks, coming, rows)
+    return replace(route, counts=_real([ranks * rows for rows in held]))
+
+
+def _slotted_really(counts: Tensor, slots: int, rows: int, group: dist.ProcessGroup) -> ExpertRoute:
+    """What `slotted` says, with the rows of an expert as a value."""
+    route = slotted(torch.empty(len(counts), dtype=torch.int64), slots, rows, group)
+    return replace(route, counts=_real([sum(route.received) // len(route.counts)] * len(route.counts)))
 
 
 def _real(numbers: list[int]) -> Tensor:

@@ -3,6 +3,7 @@
 from collections import Counter
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,14 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_data_parallel import compare, folder  # noqa: F401
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from trials import drive, make_corpus, make_run, mesh_of
 from worlds import world
 
 from meshwright.config.presets import preset
-from meshwright.models.moe import Experts, RunExperts, run_experts
+from meshwright.models.moe import Experts, Later, RunExperts, run_experts
 from meshwright.parallel.expert import run_over_ranks, sorted_by_expert
+from meshwright.parallel.flight import Flight
 from meshwright.parallel.fsdp import even_dim
 from meshwright.parallel.mesh import copies, local, region_of
 from meshwright.train.build import build
@@ -70,11 +74,11 @@ def results(run: RunExperts, experts: Experts, rank: int, counts: Tensor) -> tup
     return [y.detach(), gradients[0]], list(gradients[1:])
 
 
-def compare_rows(load: list[list[int]], recompute: bool = False) -> None:
+def compare_rows(load: list[list[int]], recompute: bool = False, slots: int = 0) -> None:
     """This rank's rows through experts of all ranks, beside all ranks' rows through a whole stack, one by one."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     counts = torch.tensor(load[:ranks])
-    run = partial(run_over_ranks, group=everyone())
+    run = partial(run_over_ranks, slots=slots, group=everyone())
     run = partial(checkpoint, run, use_reentrant=False) if recompute else run
     rows, weights = results(run, stack(held_by(rank, ranks)), rank, counts[rank])
     theirs = [results(run_experts, stack(slice(4)), other, counts[other]) for other in range(ranks)]
@@ -98,6 +102,14 @@ def test_rows_find_experts_on_two_ranks():
 def test_rows_find_experts_on_four_ranks():
     for load in LOADS.values():
         compare_rows(load)
+
+
+@pytest.mark.parametrize("slots", [ROWS, ROWS + 3])
+@world(2)
+def test_slots_that_are_not_filled_change_nothing(slots):
+    for load in LOADS.values():
+        compare_rows(load, slots=slots)
+        compare_rows(load, slots=slots, recompute=True)
 
 
 @world(1)
@@ -149,6 +161,85 @@ def test_a_layer_sends_what_it_says():
     assert back.sent == both
 
 
+@world(2)
+def test_slots_are_sent_without_counts():
+    rank = dist.get_rank()
+    x = torch.randn(ROWS, HIDDEN, dtype=torch.float64, requires_grad=True)
+    with Watch() as sent:
+        counts = torch.tensor(LOADS["uneven"][rank])
+        run_over_ranks(stack(held_by(rank, 2)), x, counts, slots=11, group=everyone()).sum().backward()
+    assert sent.sent == Counter({("alltoall_base_", 4 * 11 * HIDDEN * 8): 4})
+
+
+class Asked(TorchFunctionMode):
+    """How often the host asks for values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        self.times += name in ("tolist", "item", "cpu", "numpy", "nonzero", "__int__", "__bool__", "__index__")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("slots", "times"), [(0, 1), (ROWS, 0)])
+@world(2)
+def test_the_host_asks_once_and_with_slots_never(slots, times):
+    rank = dist.get_rank()
+    experts = stack(held_by(rank, 2))
+    experts.compute = lambda experts, x, counts: x * 2  # what a GPU's grouped matmuls need not ask for
+    x = torch.randn(ROWS, HIDDEN, dtype=torch.float64, requires_grad=True)
+    counts = torch.tensor(LOADS["uneven"][rank])
+    with Asked() as asked:
+        y = run_over_ranks(experts, x, counts, slots=slots, group=everyone())
+        y.sum().backward()
+    assert asked.times == times
+    assert torch.equal(y[: counts.sum()], 2 * x[: counts.sum()])
+
+
+class Noted(Function):
+    """Notes when it runs, each way."""
+
+    @staticmethod
+    def forward(ctx, x, notes):
+        ctx.notes = notes
+        notes.append("shared")
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, *grads):
+        ctx.notes.append("shared back")
+        return grads[0] * 2, None
+
+
+@pytest.mark.parametrize("slots", [0, ROWS])
+@world(2)
+def test_rows_travel_beside_the_shared_experts_both_ways(slots):
+    rank, notes = dist.get_rank(), []
+    x = torch.randn(ROWS, HIDDEN, dtype=torch.float64, requires_grad=True)
+
+    def noted(name, method):
+        def called(*args):
+            notes.append(name)
+            return method(*args)
+
+        return called
+
+    shared = Later(lambda: Noted.apply(x, notes))
+    with (
+        patch.object(Flight, "start", noted("start", Flight.start)),
+        patch.object(Flight, "wait", noted("wait", Flight.wait)),
+    ):
+        counts = torch.tensor(LOADS["even"][rank])
+        y = run_over_ranks(stack(held_by(rank, 2)), x, counts, shared, slots, group=everyone()) + shared()
+        assert notes == ["start", "shared", "wait"]
+        notes.clear()
+        y.sum().backward()
+        assert notes == ["start", "shared back", "wait"]
+
+
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @world(2)
 def test_two_ranks_that_share_experts_are_one_device(folder, zero):  # noqa: F811
@@ -163,8 +254,9 @@ def test_two_ranks_that_share_experts_are_one_device(folder, zero):  # noqa: F81
         ("arch.router=noisy_topk",),
         ("arch.router=expert_choice", "arch.capacity=1.0"),
         ("arch.mlp=gelu", "arch.shared_experts=0", "arch.moe_every=2"),
+        ("arch.capacity=0.5",),
     ],
-    ids=["switch", "gshard", "noisy", "choice", "lean"],
+    ids=["switch", "gshard", "noisy", "choice", "lean", "capacity"],
 )
 @world(2)
 def test_every_router_reaches_experts_elsewhere(folder, words):  # noqa: F811

@@ -73,6 +73,8 @@ TWO = {
         ("plan.cp=2", "plan.zero=2", "plan.ep=2", *MOE),
         ("plan.replicate=2", "plan.ep=2", *MOE),
         ("plan.shard=2", "plan.zero=3", "plan.ep=2", *MOE, "arch.router=expert_choice", "arch.capacity=1.0"),
+        ("plan.shard=2", "plan.zero=3", "plan.ep=2", *MOE, "arch.capacity=1.25"),
+        ("plan.cp=2", "plan.zero=2", "plan.ep=2", *MOE, "arch.capacity=0.75", "arch.shared_experts=0"),
     ],
     "pp": [("plan.pp=2", f"plan.schedule={schedule}", *FOUR_TIMES) for schedule in SCHEDULES],
     "recompute shard": [

@@ -5,12 +5,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 from meshwright.kernels import experts as kernels
 from meshwright.models.decoder import Decoder
 from meshwright.models.init import normal
 from meshwright.models.layers import token_loss_sum
-from meshwright.models.moe import ROUTERS, Experts, MoELayer, carry, run_experts
+from meshwright.models.moe import ROUTERS, Experts, MoELayer, carry, grouped, mix_grouped, one_by_one, run_experts
+from meshwright.models.moe import mix as plain_mix
 from meshwright.spec.arch import Arch
 
 
@@ -40,7 +42,7 @@ def slow_logits(layer: MoELayer, x: Tensor, index: Tensor) -> Tensor:
 def test_the_experts_input_is_freed_before_their_output_is_combined(mixture, build, monkeypatch):
     layer, given = layer_of(build(mixture)), []
 
-    def run(experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
+    def run(experts: Experts, rows: Tensor, counts: Tensor, *more) -> Tensor:
         given.append(weakref.ref(rows))
         return run_experts(experts, rows, counts)
 
@@ -67,6 +69,49 @@ def test_a_mixture_is_the_gated_sum_of_its_experts(mixture, build):
         gate = routing.gates[sequence, token, choice]
         expected[sequence, token] += gate * slow_expert(layer.experts, expert, x[sequence, token])
     assert (layer(x, index) - expected).abs().max() < 1e-12
+
+
+def results(layer: MoELayer, x: Tensor, index: Tensor) -> list[Tensor]:
+    """The output and all gradients."""
+    x = x.clone().requires_grad_()
+    y = layer(x, index)
+    weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
+    return [y.detach(), *torch.autograd.grad((y * weights).sum(), [x, *layer.parameters()])]
+
+
+def test_gates_inside_the_experts_change_nothing(mixture, build):
+    after, inside = layer_of(build(mixture)), layer_of(build(mixture))
+    inside.mix = mix_grouped
+    for mine, other in zip(results(inside, *input_of_layer()), results(after, *input_of_layer()), strict=True):
+        assert (mine - other).abs().max() < 1e-12
+
+
+LOADS = {"fair": [3, 3, 3, 3], "skewed": [9, 0, 1, 2], "one expert": [0, 0, 12, 0], "none": [0, 0, 0, 0]}
+
+
+@pytest.mark.parametrize("compute", [one_by_one, grouped])
+@pytest.mark.parametrize("mlp", ["swiglu", "gelu"])
+@pytest.mark.parametrize("load", LOADS)
+def test_rows_by_expert_are_rows_one_by_one(topk, load, mlp, compute):
+    experts = Experts(msgspec.structs.replace(topk, mlp=mlp, capacity=1.0)).double()
+    random = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for weight in experts.parameters():
+            weight.copy_(torch.randn(weight.shape, dtype=torch.float64, generator=random))
+    experts.compute = compute
+    x = torch.randn(14, 16, dtype=torch.float64, generator=random, requires_grad=True)  # two past the last
+    slope = torch.randn(14, 16, dtype=torch.float64, generator=random)
+    owners = [expert for expert, rows in enumerate(LOADS[load]) for _ in range(rows)]
+    apart = [slow_expert(experts, expert, x[row]) for row, expert in enumerate(owners)]
+    expected = torch.stack([*apart, *[torch.zeros(16, dtype=torch.float64)] * (14 - len(owners))])
+    y = run_experts(experts, x, torch.tensor(LOADS[load]))
+    assert (y - expected).abs().max() < 1e-12
+    if not owners:
+        return
+    wanted = [x, *experts.parameters()]
+    ours, theirs = (torch.autograd.grad(each, wanted, slope, allow_unused=True) for each in (y, expected))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert (mine - other).abs().max() < 1e-12
 
 
 def test_an_expert_without_tokens_has_a_gradient_of_zeros(mixture, build):
@@ -176,6 +221,19 @@ def test_draws_follow_the_token_not_its_place(build, mixture):
     assert torch.equal(layer(x, index + 99), layer(x, index)) == (mixture.router not in ("noisy_topk", "gshard"))
 
 
+def test_one_layers_compiled_code_serves_all_layers_and_steps(mixture):
+    torch._dynamo.reset()
+    compiled = CompileCounter()
+    for step in range(2):
+        for number in range(3):
+            layer = MoELayer(mixture, number).double()
+            torch.nn.init.ones_(layer.router.weight)
+            layer.run = lambda experts, rows, *more: rows * 2  # the plain experts ask for sizes, grouped ones do not
+            layer.loss_weight = torch.tensor(1 / (step + 2), dtype=torch.float64)
+            torch.compile(layer, backend=compiled)(*input_of_layer()).sum().backward()
+    assert compiled.frame_count == 1
+
+
 def test_statistics_are_of_the_last_training_forward(topk, build):
     layer = layer_of(build(topk))
     x, index = input_of_layer()
@@ -196,7 +254,7 @@ def test_the_run_of_experts_may_be_replaced(mixture, build):
     expected = layer(x, index)
     seen = {}
 
-    def watched(experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
+    def watched(experts: Experts, rows: Tensor, counts: Tensor, *more) -> Tensor:
         seen.update(rows=rows, counts=counts)
         return run_experts(experts, rows, counts)
 
@@ -221,6 +279,38 @@ def test_experts_take_consecutive_rows_and_leave_the_rest_zero(topk):
     y.sum().backward()
     assert experts.up.grad[1].abs().max() == 0  # idle, yet with a gradient: every rank reduces the same tensors
     assert experts.up.grad[2].abs().max() > 0
+
+
+def saved_bytes(layer: MoELayer, x: Tensor, index: Tensor) -> int:
+    """Of what a forward leaves for the backward, all but weights."""
+    weights = {weight.untyped_storage().data_ptr() for weight in layer.parameters()}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        layer(x, index).sum()  # the sum keeps the graph, and with it every storage, until all were seen
+    return sum(saved.values())
+
+
+@pytest.mark.parametrize("mix", [plain_mix, mix_grouped])
+def test_what_is_saved_does_not_grow_with_the_experts(topk, mix):
+    tokens, held = 3 * 11, {}
+    for experts in (4, 16, 64):
+        arch = msgspec.structs.replace(topk, experts=experts, capacity=0.0)
+        layer = MoELayer(arch, 0).double()
+        torch.nn.init.normal_(layer.router.weight)
+        layer.experts.compute, layer.mix = grouped, mix
+        held[experts] = saved_bytes(
+            layer, *(each.requires_grad_(each.is_floating_point()) for each in input_of_layer())
+        )
+    # The router has a few numbers for every token and expert; rows and what experts do with them are as many as before.
+    for experts in (16, 64):
+        assert held[experts] - held[4] <= (experts - 4) * (tokens * (4 * 8 + 8) + 16 * 8)
 
 
 def test_a_dropped_token_passes_only_through_the_residual(topk, build):

@@ -1,0 +1,77 @@
+"""FP8 grouped matmuls of experts: the output and the input's gradient in E4M3, the gradient of weights in bf16.
+
+A row of activations or gradients has a scale of its own, as torch's grouped FP8 matmul asks for. Weights have one for
+each expert (`tensorwise`), so that the backward only transposes what the forward quantized, or for each row of what is
+multiplied (`rowwise`). The gradient of weights sums over rows: in FP8 an expert's rows would have to be contiguous
+along the sum and padded to a multiple of 16, which costs a transposed copy of all rows and of all gradients.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright.kernels.experts import by_segment
+from meshwright.kernels.fp8 import E4M3, LARGEST, LEAST_LINEAR, MULTIPLE, Scaling, transpose
+
+CAPABILITY = (9, 0)  # of the first GPUs with a grouped FP8 matmul
+
+
+def takes_fp8(device: torch.device, *widths: int) -> bool:
+    """Whether torch has a grouped FP8 matmul for rows of these widths."""
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= CAPABILITY
+    return hopper and all(width % MULTIPLE == 0 for width in widths)
+
+
+def grouped_matmul_fp8(x: Tensor, stack: Tensor, ends: Tensor, scaling: Scaling = "tensorwise") -> Tensor:
+    """As `grouped_matmul`, in FP8: rows (T, in) sorted by expert times their expert's matrix of (experts, out, in)."""
+    return _Fp8Grouped.apply(x, stack, ends, scaling)
+
+
+def quantize_along(x: Tensor, *dims: int) -> tuple[Tensor, Tensor]:
+    """E4M3 numbers with a scale for all elements along some dims, and the inverse scales, which keep these dims."""
+    amax = x.abs().amax(dims, keepdim=True).float().clamp(min=LEAST_LINEAR)
+    scale = LARGEST / amax
+    return (x.float() * scale).clamp(-LARGEST, LARGEST).to(E4M3), scale.reciprocal()
+
+
+def turned(values: Tensor) -> Tensor:
+    """A stack (experts, out, in) as (experts, in, out), the last dim contiguous: one transposition of all experts."""
+    experts, out, width = values.shape
+    return transpose(values.view(experts * out, width)).view(width, experts, out).transpose(0, 1)
+
+
+def product(x: tuple[Tensor, Tensor], stack: tuple[Tensor, Tensor], ends: Tensor, dtype: torch.dtype) -> Tensor:
+    """Quantized rows (T, in) times quantized matrices (experts, out, in), and their inverse scales."""
+    (rows, row_scales), (matrices, scales) = x, stack
+    if not rows.is_cuda:
+        return by_segment(rows.float() * row_scales, matrices.float() * scales, ends).to(dtype)
+    each = scales[..., 0].expand(-1, matrices.shape[1]).contiguous()  # (experts, out)
+    return torch._scaled_grouped_mm(
+        rows, matrices.transpose(1, 2), row_scales[:, 0].contiguous(), each, offs=ends, out_dtype=dtype,
+        use_fast_accum=True,
+    )  # fmt: skip
+
+
+class _Fp8Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, stack: Tensor, ends: Tensor, scaling: Scaling) -> Tensor:
+        ctx.scaling = scaling
+        tensorwise = scaling == "tensorwise"
+        matrices = quantize_along(stack, 1, 2) if tensorwise else quantize_along(stack, 2)
+        # The quantized stack is half as large as the stack, which lives on anyway: it is made anew, not saved.
+        ctx.save_for_backward(x, stack, ends)
+        return product(quantize_along(x, 1), matrices, ends, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x, stack, ends = ctx.saved_tensors
+        gradient = grads[0].contiguous()
+        values, scales = quantize_along(stack, 1, 2) if ctx.scaling == "tensorwise" else quantize_along(stack, 1)
+        dx = product(quantize_along(gradient, 1), (turned(values), scales.transpose(1, 2)), ends, x.dtype)
+        if x.is_cuda:
+            return dx, F.grouped_mm(gradient.t(), x, offs=ends), None, None
+        each = [gradient[a:b].T @ x[a:b] for a, b in pairwise([0, *ends.tolist()])]
+        return dx, torch.stack(each), None, None

@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 
-from meshwright.config.run import Data, Optim, Run
+from meshwright.config.run import FP8_KEYS, Data, Optim, Run
 from meshwright.spec import plan as recompute
 from meshwright.spec.optimizers import OPTIMIZERS
 from meshwright.spec.plan import AXES, Plan
@@ -84,6 +84,10 @@ def _batch(run: Run) -> Iterator[Problem]:
 
 def _precision(run: Run) -> Iterator[Problem]:
     plan = run.plan
+    for name in FP8_KEYS if plan.precision != "fp8" else ():
+        if plan.uses(name):
+            what = f"plan.{name} = {getattr(plan, name)} is for FP8 matmuls, and plan.precision = {plan.precision}"
+            yield Problem(what, f"set plan.precision = fp8, or leave plan.{name} out", f"plan.{name}")
     if plan.precision == "fp8" and plan.tp > 1:
         what = f"plan.precision = fp8 has no tensor parallelism, and plan.tp = {plan.tp} shards the matmuls"
         yield Problem(what, "use plan.tp = 1 and plan.shard, or plan.precision = bf16", "plan.precision")

@@ -107,7 +107,7 @@ PAGES = {
     "plan.microbatch": "docs/run-file.md#data",
     "plan.grad_accum": "docs/run-file.md#data",
     "plan.precision": "docs/precision.md",
-    "plan.fp8_scaling": "docs/precision.md",
+    **{f"plan.fp8_{rest}": "docs/precision.md" for rest in ("scaling", "accumulate", "grad")},
     "plan.bf16_params": "docs/decisions/0009-bf16-params.md",
     "plan.recompute": "docs/axes/recompute.md",
     "plan.activation_quant": "docs/compress.md",

@@ -153,6 +153,8 @@ ADDED_LATER = {
     "init": ("optimizer_state",),
 }
 
+FP8_KEYS = ("fp8_scaling", "fp8_accumulate", "fp8_grad")  # of the plan: how its matmuls round
+
 
 def mathematics(run: Run) -> dict[str, Any]:
     """What decides the weights, whatever the plan: what two runs must agree in for one to resume the other."""
@@ -162,8 +164,9 @@ def mathematics(run: Run) -> dict[str, Any]:
         for name in names:
             if values[table][name] == defaults[name]:
                 del values[table][name]
-    if run.plan.precision == "fp8" and run.plan.fp8_scaling != "tensorwise":
-        values["fp8_scaling"] = run.plan.fp8_scaling
+    for name in FP8_KEYS:
+        if run.plan.precision == "fp8" and run.plan.uses(name):
+            values[name] = getattr(run.plan, name)
     if run.plan.activation_quant != "none":
         values["activation_quant"] = run.plan.activation_quant
     return values | {"precision": run.plan.precision}

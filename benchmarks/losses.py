@@ -38,9 +38,15 @@ WAYS = {
     "bf16, compiled": "plan.precision=bf16 plan.compile=true",
     "bf16, selective recompute": "plan.precision=bf16 plan.recompute=selective",
     "bf16, masters in halves, compiled": "plan.precision=bf16 plan.compile=true optim.master_weights=split",
-    "fp8 by tensor": "plan.precision=fp8",
     "fp8 by tensor, masters in halves, compiled": "plan.precision=fp8 plan.compile=true optim.master_weights=split",
-    "fp8 by row": "plan.precision=fp8 plan.fp8_scaling=rowwise",
+    **{
+        f"fp8 by {name}, {accumulate} sums, gradients {grad}": (
+            f"plan.precision=fp8 plan.fp8_scaling={scaling} plan.fp8_accumulate={accumulate} plan.fp8_grad={grad}"
+        )
+        for name, scaling in (("tensor", "tensorwise"), ("row", "rowwise"))
+        for accumulate in ("fast", "exact")
+        for grad in ("e4m3", "e5m2")
+    },
     "bf16 weights, stochastic": "plan.precision=bf16 plan.bf16_params=false optim.master_weights=none "
     "optim.stochastic_rounding=true",
     "bf16 weights, compensated": "plan.precision=bf16 plan.bf16_params=false optim.master_weights=split",
@@ -71,15 +77,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--size", choices=SIZES, default="large")
+    parser.add_argument("--only", default="", help="beside the twin, the ways whose names begin so")
     parser.add_argument("--at-once", type=int, default=1, help="runs beside each other: nothing is timed")
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     found: dict[str, list[float] | str] = {}
+    ways = {way: words for way, words in WAYS.items() if way == TWIN or way.startswith(options.only)}
     with tempfile.TemporaryDirectory() as name:
         common = f"{SIZES[options.size]} {RUN} steps={options.steps}"
         with ThreadPoolExecutor(options.at_once) as pool:  # each is a process of its own
             runs = {
-                way: pool.submit(losses, f"{common} {WAYS[way]}", Path(name) / str(i)) for i, way in enumerate(WAYS)
+                way: pool.submit(losses, f"{common} {words}", Path(name) / str(i))
+                for i, (way, words) in enumerate(ways.items())
             }
             for way, run in runs.items():
                 found[way] = each = run.result()
@@ -87,13 +96,13 @@ def main() -> None:
     answer: dict[str, Any] = {"size": SIZES[options.size], "steps": options.steps, "losses": found, "beside": {}}
     twin = found[TWIN]
     assert isinstance(twin, list), twin
-    print(f"{'beside ' + TWIN:<30}{'mean':>9}{'largest':>9}  mean of the last {LAST}")
+    print(f"{'beside ' + TWIN:<44}{'mean':>9}{'largest':>9}  mean of the last {LAST}")
     for way, each in found.items():
         if isinstance(each, str):
-            print(f"{way:<30} failed: {each.splitlines()[-1] if each else ''}")
+            print(f"{way:<44} failed: {each.splitlines()[-1] if each else ''}")
             continue
         answer["beside"][way] = apart = beside(each, twin)
-        print(f"{way:<30}{apart['mean']:>9.3%}{apart['largest']:>9.3%}{apart['last_mean']:>+10.3%}")
+        print(f"{way:<44}{apart['mean']:>9.3%}{apart['largest']:>9.3%}{apart['last_mean']:>+10.3%}")
     options.out.write_text(json.dumps(answer, indent=1) + "\n")
 
 

@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 
-from meshwright.config.run import Data, Optim, Run
+from meshwright.config.run import FP8_KEYS, Data, Optim, Run
 from meshwright.spec import plan as recompute
 from meshwright.spec.optimizers import OPTIMIZERS
 from meshwright.spec.plan import AXES, Plan
@@ -84,6 +84,10 @@ def _batch(run: Run) -> Iterator[Problem]:
 
 def _precision(run: Run) -> Iterator[Problem]:
     plan = run.plan
+    for name in FP8_KEYS if plan.precision != "fp8" else ():
+        if plan.uses(name):
+            what = f"plan.{name} = {getattr(plan, name)} is for FP8 matmuls, and plan.precision = {plan.precision}"
+            yield Problem(what, f"set plan.precision = fp8, or leave plan.{name} out", f"plan.{name}")
     if plan.precision == "fp8" and plan.tp > 1:
         what = f"plan.precision = fp8 has no tensor parallelism, and plan.tp = {plan.tp} shards the matmuls"
         yield Problem(what, "use plan.tp = 1 and plan.shard, or plan.precision = bf16", "plan.precision")
@@ -130,11 +134,10 @@ def _rounding(run: Run) -> Iterator[Problem]:
 def _offload(run: Run) -> Iterator[Problem]:
     plan, states = run.plan, run.optim.state_dtype
     if plan.optimizer_offload == "none":
-        if states == "bf16":
-            what = "optim.state_dtype = bf16 is for offloaded states, and plan.optimizer_offload = none"
-            yield Problem(
-                what, "set plan.optimizer_offload = host, or leave optim.state_dtype out", "optim.state_dtype"
-            )
+        if states == "bf16" and run.optim.master_weights == "fp32":
+            what = "optim.state_dtype = bf16 is for offloaded states or bf16 weights, not for optim.master_weights = fp32"
+            remedy = "set optim.master_weights = split, which keeps the same bits, or leave optim.state_dtype out"
+            yield Problem(what, remedy, "optim.state_dtype")
         return
     remedy = "leave plan.optimizer_offload out"
     if plan.world > 1:

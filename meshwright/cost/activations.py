@@ -99,7 +99,7 @@ class MicrobatchShape(msgspec.Struct, frozen=True, kw_only=True):
     quantized: bool = False  # blocks save what they can in eight bits
     offloads: bool = False  # and what they save on the host
     last_stays: bool = False  # but for the last block, whose backward comes at once
-    fp8_inputs: bool = False  # matmuls of blocks save their inputs and weights in fp8
+    fp8_inputs: bool = False  # matmuls of blocks save their inputs in fp8
     gates_inside: bool = False  # of experts, whose outputs are then not saved
     slots: int = 0  # rows that experts get from a rank of ep, filled or not; 0: as many as there are
 
@@ -199,16 +199,13 @@ def microbatch_shape(job: Job, fused_norm: bool = True) -> MicrobatchShape:
         mask=plan.microbatch * job.sequence**2 if job.masked and _has_dense_mask(job) else 0,
         chunk=min(chunk_rows(job.arch.vocab, plan), whole) if has_chunks(plan) and holds.chunked_loss else 0,
         left=holds.gathered_left * whole * job.arch.hidden if _leaves(plan, holds) else 0.0,
-        out_copies=1 if job.arch.positions == "rope" or (plan.cp > 1 and plan.cp_kind == "ulysses") else 0,
+        out_copies=1 if plan.cp > 1 and plan.cp_kind == "ulysses" else 0,
         fused_norm=fused_norm,
         quantized=policy.quant != "none",
         offloads=policy.offload,
         last_stays=plan.pp == 1,
-        # A compiled block recomputes them; with a scale for every row the elements themselves are saved.
-        fp8_inputs=stack.name == OURS
-        and plan.precision == "fp8"
-        and plan.fp8_scaling == "tensorwise"
-        and not policy.compiled,
+        # With a scale for every row the elements themselves are saved.
+        fp8_inputs=stack.name == OURS and plan.precision == "fp8" and plan.fp8_scaling == "tensorwise",
         slots=sent_rows(job.arch, plan, job.sequence)
         if stack.name == OURS and plan.ep > 1 and job.arch.capacity
         else 0,
@@ -340,10 +337,9 @@ def _attention_kept(work: MicrobatchShape) -> float:
     arch = work.arch
     projected = work.whole * (arch.q_width + 2 * arch.kv_width) / work.tp * work.narrow
     out = work.whole * arch.q_width / work.tp * work.narrow
-    copied = _output_input(work, arch.q_width, out * work.out_copies)
     masks = work.split * arch.hidden * MASK_BYTES if work.drops else 0
     more = work.holds.more_hidden * work.whole * arch.hidden / work.tp
-    results = projected + out + copied + _scores(work)
+    results = projected + out * (1 + work.out_copies) + _scores(work)
     entering = _matmul_input(work, ATTENTION_PRODUCTS)
     return _norm_kept(work) + entering + results + work.mask * work.narrow + masks + more
 
@@ -352,7 +348,7 @@ def _dense_kept(work: MicrobatchShape) -> float:
     """The norm's input, the first matmuls' input, and tensors as wide as the feed-forward layer."""
     masks = work.split * work.arch.hidden * MASK_BYTES if work.drops else 0
     one = work.whole * work.arch.ffn / work.tp * work.narrow
-    inner = (work.copies - 1) * one + _output_input(work, work.arch.ffn, one)
+    inner = (work.copies - 1) * one + (one / work.narrow if work.fp8_inputs else one)
     return _norm_kept(work) + _matmul_input(work, work.first_matmuls) + inner + masks
 
 
@@ -419,17 +415,10 @@ def _quantizable(work: MicrobatchShape, mixture: bool) -> tuple[float, float]:
 
 
 def _matmul_input(work: MicrobatchShape, matmuls: int) -> float:
-    """What some matmuls read together: once, or in fp8 for each, with their weights in fp8."""
+    """What some matmuls read together: once, or in fp8 for each; the compiler casts once for all."""
     if not work.fp8_inputs:
         return work.entering
-    arch = work.arch
-    widths = arch.q_width + 2 * arch.kv_width if matmuls == ATTENTION_PRODUCTS else matmuls * arch.ffn
-    return matmuls * work.whole * arch.hidden + widths * arch.hidden
-
-
-def _output_input(work: MicrobatchShape, width: int, otherwise: float) -> float:
-    """What the matmul back to the hidden width reads: as it is, or in fp8, with its weight in fp8."""
-    return work.whole * width + width * work.arch.hidden if work.fp8_inputs else otherwise
+    return (1 if work.compiled else matmuls) * work.whole * work.arch.hidden
 
 
 def _end_kept(work: MicrobatchShape) -> float:

@@ -51,8 +51,9 @@ MET = 0.75  # of a rank's rows that another's block concerns: all where it is ea
 BACKWARD_BYTES = 2.0  # the backward of an element-wise operation reads its input and its gradient, and writes one
 BACKWARD_SCORES = 1.5  # scores are moved in the backward of unfused attention, ÷ its forward
 # Bytes moved to make an FP8 number. One of an input: two read, where the kernel that wrote them found the maximum, and
-# one written. Of a weight or a gradient: read once more, for the maximum. Those that the backward wants turned: again.
-FP8_INPUT, FP8_OTHER, FP8_TURNED = 3, 5, 2
+# one written. Of a weight or a gradient: read once more, for the maximum. Transposed, of inputs and gradients one more
+# is written at once; a weight is read and written again in the backward.
+FP8_INPUT, FP8_OTHER, FP8_TURNED, FP8_WEIGHT_TURNED = 3, 5, 1, 3
 # Bytes that quantizing an element moves beside the element and its code, encoded and decoded, by the operators of
 # parallel/activation_offload.py. fp8: one kernel; codes widened, scaled and narrowed. int8: extremes, a wide product,
 # its rounding; a wide product, narrowed.
@@ -172,7 +173,7 @@ def layer_model(job: Job, efficiency: Efficiency | None = None) -> LayerModel:
     )
     return LayerModel(
         job=msgspec.structs.replace(job, plan=levelled, masked=False),
-        rates=rates(job.cluster.gpu, reached, plan.precision),
+        rates=rates(job.cluster.gpu, reached, plan.precision, plan.fp8_accumulate == "exact"),
         head=rates(job.cluster.gpu, reached, "bf16" if plan.precision == "fp8" else plan.precision),
         tokens=plan.microbatch * job.sequence / plan.cp,
         host=host * (speed.compiled_host if policy.compiled else 1.0),
@@ -193,12 +194,12 @@ def block(at: LayerModel, mixture: bool) -> PassTimes:
     ]
     forward, backward = _attention(at)
     moved, (casts, back_casts) = _between_bytes(at, mixture), _cast_bytes(shapes, experts, at)
-    weight_products = sum(_product(count, n, k, m, at) for count, m, n, k in shapes)
+    weight_products = sum(_product(count, n, k, m, at, back=True) for count, m, n, k in shapes)
     # Of experts they are no narrower than bf16, see kernels/experts_fp8.py.
     weight_products += sum(count * _head_product(n, k, m, at) for count, m, n, k in experts)
     shapes += experts
     products = sum(_product(count, m, n, k, at) for count, m, n, k in shapes)
-    input_products = sum(_product(count, m, k, n, at) for count, m, n, k in shapes)
+    input_products = sum(_product(count, m, k, n, at, back=True) for count, m, n, k in shapes)
     weights = sum(count * n * k for count, _, n, k in shapes)
     ep = _over_ep(at, products) if mixture else 0.0
     going = TimeTerms(
@@ -283,8 +284,8 @@ def chosen(arch: Arch) -> float:
     return arch.capacity if arch.router == "expert_choice" else arch.top_k
 
 
-def _product(count: float, m: float, n: float, k: float, at: LayerModel) -> float:
-    return count * product_seconds(m, n, k, at.rates) / at.speed.product
+def _product(count: float, m: float, n: float, k: float, at: LayerModel, back: bool = False) -> float:
+    return count * product_seconds(m, n, k, at.rates, back) / at.speed.product
 
 
 def _dense_products(at: LayerModel, width: int = 0) -> Iterator[Shape]:
@@ -349,9 +350,9 @@ def _cast_bytes(shapes: list[Shape], experts: list[Shape], at: LayerModel) -> tu
     if at.plan.precision != "fp8":
         return 0.0, 0.0
     inputs, weights, gradients = _operands(shapes)
-    turned = FP8_TURNED * (inputs + weights + gradients)
+    turned = FP8_TURNED * gradients + FP8_WEIGHT_TURNED * weights
     rows, stacks, row_gradients = _operands(experts)
-    forward = FP8_INPUT * (inputs + rows) + FP8_OTHER * (weights + stacks)
+    forward = (FP8_INPUT + FP8_TURNED) * inputs + FP8_INPUT * rows + FP8_OTHER * (weights + stacks)
     return forward, FP8_OTHER * (gradients + row_gradients + stacks) + turned + FP8_TURNED * stacks
 
 

@@ -25,6 +25,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
 
     peak: float  # operations a second of the data sheet
     product: float  # operations a second of large products
+    product_back: float  # and of those of gradients, which may accumulate otherwise
     wave: float
     depth: float
     forward: float  # operations a second of fused attention
@@ -37,14 +38,16 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @lru_cache(maxsize=256)
-def rates(gpu: Gpu, efficiency: Efficiency, precision: Precision) -> Rates:
-    """The data sheet, as far as kernels reach it."""
+def rates(gpu: Gpu, efficiency: Efficiency, precision: Precision, exact_fp8: bool = False) -> Rates:
+    """The data sheet, as far as kernels reach it; `exact_fp8`: matmuls of gradients accumulate in fp32."""
     peak = peak_of(gpu, precision)
     attention = peak_of(gpu, "bf16") if precision == "fp8" else peak  # attention stays in bf16 beside fp8 products
     share = efficiency.product_fp8 or efficiency.product if precision == "fp8" else efficiency.product
+    back = share * efficiency.fp8_exact if precision == "fp8" and exact_fp8 else share
     return Rates(
         peak=peak,
         product=peak * share,
+        product_back=peak * back,
         wave=efficiency.wave,
         depth=efficiency.depth,
         forward=attention * efficiency.attention_forward,
@@ -65,9 +68,9 @@ def peak_of(gpu: Gpu, precision: Precision) -> float:
     return next((peak for each in order if (peak := gpu.peak(each))), gpu.fp32)
 
 
-def product_seconds(m: float, n: float, k: float, at: Rates) -> float:
+def product_seconds(m: float, n: float, k: float, at: Rates, back: bool = False) -> float:
     """Time of an (m, k) by (k, n) product: its work in tiles, or the traffic of its matrices if that is more."""
-    work = 2 * (m * n + at.wave) * (k + at.depth) / at.product
+    work = 2 * (m * n + at.wave) * (k + at.depth) / (at.product_back if back else at.product)
     moved = at.width * (m * k + k * n + m * n) / at.bandwidth
     return max(work, moved, at.kernel_seconds)
 

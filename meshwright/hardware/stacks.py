@@ -123,6 +123,7 @@ class Efficiency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     match: tuple[str, ...] = ()  # beginnings of the accelerators' names in the catalogue
     product: float  # share of the peak that large matmuls reach
     product_fp8: float = 0.0  # the same in fp8, which falls further behind its peak; 0: like the others
+    fp8_exact: float = 1.0  # rate of fp8 matmuls that accumulate in fp32, ÷ that of those that accumulate fast
     wave: float  # outputs of a matmul that take no less time than none: half a wave of tiles
     depth: float  # and terms of its sums: filling and draining a tile
     attention_forward: float  # share of the peak that fused causal attention reaches, long sequences, heads of 128

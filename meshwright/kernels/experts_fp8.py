@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.kernels.experts import by_segment
-from meshwright.kernels.fp8 import E4M3, LARGEST, LEAST_LINEAR, MULTIPLE, Scaling, transpose
+from meshwright.kernels.fp8 import E4M3, LARGEST, LEAST_LINEAR, MULTIPLE, Accumulate, Scaling, transpose
 
 CAPABILITY = (9, 0)  # of the first GPUs with a grouped FP8 matmul
 
@@ -25,9 +25,11 @@ def takes_fp8(device: torch.device, *widths: int) -> bool:
     return hopper and all(width % MULTIPLE == 0 for width in widths)
 
 
-def grouped_matmul_fp8(x: Tensor, stack: Tensor, ends: Tensor, scaling: Scaling = "tensorwise") -> Tensor:
+def grouped_matmul_fp8(
+    x: Tensor, stack: Tensor, ends: Tensor, scaling: Scaling = "tensorwise", accumulate: Accumulate = "fast"
+) -> Tensor:
     """As `grouped_matmul`, in FP8: rows (T, in) sorted by expert times their expert's matrix of (experts, out, in)."""
-    return _Fp8Grouped.apply(x, stack, ends, scaling)
+    return _Fp8Grouped.apply(x, stack, ends, scaling, accumulate)
 
 
 def quantize_along(x: Tensor, *dims: int) -> tuple[Tensor, Tensor]:
@@ -43,7 +45,9 @@ def turned(values: Tensor) -> Tensor:
     return transpose(values.view(experts * out, width)).view(width, experts, out).transpose(0, 1)
 
 
-def product(x: tuple[Tensor, Tensor], stack: tuple[Tensor, Tensor], ends: Tensor, dtype: torch.dtype) -> Tensor:
+def product(
+    x: tuple[Tensor, Tensor], stack: tuple[Tensor, Tensor], ends: Tensor, dtype: torch.dtype, fast: bool = True
+) -> Tensor:
     """Quantized rows (T, in) times quantized matrices (experts, out, in), and their inverse scales."""
     (rows, row_scales), (matrices, scales) = x, stack
     if not rows.is_cuda:
@@ -51,14 +55,14 @@ def product(x: tuple[Tensor, Tensor], stack: tuple[Tensor, Tensor], ends: Tensor
     each = scales[..., 0].expand(-1, matrices.shape[1]).contiguous()  # (experts, out)
     return torch._scaled_grouped_mm(
         rows, matrices.transpose(1, 2), row_scales[:, 0].contiguous(), each, offs=ends, out_dtype=dtype,
-        use_fast_accum=True,
+        use_fast_accum=fast,
     )  # fmt: skip
 
 
 class _Fp8Grouped(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, stack: Tensor, ends: Tensor, scaling: Scaling) -> Tensor:
-        ctx.scaling = scaling
+    def forward(ctx: Any, x: Tensor, stack: Tensor, ends: Tensor, scaling: Scaling, accumulate: Accumulate) -> Tensor:
+        ctx.scaling, ctx.fast = scaling, accumulate == "fast"
         tensorwise = scaling == "tensorwise"
         matrices = quantize_along(stack, 1, 2) if tensorwise else quantize_along(stack, 2)
         # The quantized stack is half as large as the stack, which lives on anyway: it is made anew, not saved.
@@ -66,12 +70,12 @@ class _Fp8Grouped(torch.autograd.Function):
         return product(quantize_along(x, 1), matrices, ends, x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         x, stack, ends = ctx.saved_tensors
         gradient = grads[0].contiguous()
         values, scales = quantize_along(stack, 1, 2) if ctx.scaling == "tensorwise" else quantize_along(stack, 1)
-        dx = product(quantize_along(gradient, 1), (turned(values), scales.transpose(1, 2)), ends, x.dtype)
+        dx = product(quantize_along(gradient, 1), (turned(values), scales.transpose(1, 2)), ends, x.dtype, ctx.fast)
         if x.is_cuda:
-            return dx, F.grouped_mm(gradient.t(), x, offs=ends), None, None
+            return dx, F.grouped_mm(gradient.t(), x, offs=ends), None, None, None
         each = [gradient[a:b].T @ x[a:b] for a, b in pairwise([0, *ends.tolist()])]
-        return dx, torch.stack(each), None, None
+        return dx, torch.stack(each), None, None, None

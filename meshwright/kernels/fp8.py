@@ -1,8 +1,9 @@
 """FP8: linear layers whose three matmuls (output, input and weight gradient) run in it, and a quantization kernel.
 
 Scaling is dynamic: every matmul has scales of its own operands, without a history of maxima. In linear layers finding
-and applying scales is plain arithmetic, which the compiler fuses with what comes before; transposing quantized values
-is a kernel, as the compiler's own write columns slowly. `quantize` is one kernel, for saved activations: rows in E4M3.
+scales is plain arithmetic, which the compiler fuses with what comes before. Numbers that the backward wants transposed
+are cast by a kernel, which reads them once and writes both layouts; the compiler's own write columns slowly. A weight
+is cast again in the backward instead of being saved. `quantize` is one kernel, for saved activations: rows in E4M3.
 """
 
 from typing import Any, Literal
@@ -28,11 +29,15 @@ from meshwright.kernels.dispatch import (
 )
 
 Scaling = Literal["tensorwise", "rowwise"]
+Accumulate = Literal["fast", "exact"]
+GradFormat = Literal["e4m3", "e5m2"]
 
 E4M3 = torch.float8_e4m3fn
-LARGEST = 448.0  # of its finite values
+FORMATS = {"e4m3": E4M3, "e5m2": torch.float8_e5m2}
+LARGEST = 448.0  # of E4M3's finite values
+LARGEST_OF = {E4M3: LARGEST, torch.float8_e5m2: 57344.0}
 LEAST = 2.0**-80  # `quantize` takes an amax below for this, so that a scale and its inverse are normal floats
-LEAST_LINEAR = 1e-12  # and so does `quantize_linear`
+LEAST_LINEAR = 1e-12  # and so do linear layers
 MULTIPLE = 16  # both dimensions of an FP8 matmul's operands are multiples of it
 TILE = 128  # rows and columns of a tile that is transposed
 CAPABILITY = (8, 9)  # of the first GPUs with conversions to FP8
@@ -44,96 +49,157 @@ def takes(linear: nn.Linear) -> bool:
 
 
 class Fp8Linear(nn.Linear):
-    """A linear layer in FP8 with one scale for each tensor."""
+    """A linear layer in FP8, with one scale for each tensor unless it is set otherwise."""
 
-    scaling: Scaling = "tensorwise"
+    scaling: Scaling = "tensorwise"  # rowwise: a scale for each row of both operands, more accurate, and slower
+    accumulate: Accumulate = "fast"  # exact: sums of both gradients in fp32, as torchao's; the output's stay fast
+    grad_format: GradFormat = "e4m3"  # of gradients; e5m2 has more range and one bit less
+    input_stays = False  # its input is saved by others anyway, so the backward can cast that
 
     def forward(self, input: Tensor) -> Tensor:
         """The matmul in FP8, the bias in the precision of the input."""
-        y = _Fp8Linear.apply(input.flatten(0, -2), self.weight, self.scaling).unflatten(0, input.shape[:-1])
+        x = input.flatten(0, -2)
+        y = _Fp8Linear.apply(x, self.weight, self.scaling, self.accumulate, self.grad_format, self.input_stays)
+        y = y.unflatten(0, input.shape[:-1])
         return y if self.bias is None else y + self.bias
 
 
-class RowwiseFp8Linear(Fp8Linear):
-    """A linear layer in FP8 with a scale for each row of both operands: more accurate, and slower."""
+def scale_of(x: Tensor, scaling: Scaling, dtype: torch.dtype = E4M3) -> Tensor:
+    """The factor by which the largest magnitude of a matrix, or of each of its rows, is the largest of a format."""
+    amax = x.abs().amax() if scaling == "tensorwise" else x.abs().amax(dim=1, keepdim=True)
+    return LARGEST_OF[dtype] / amax.float().clamp(min=LEAST_LINEAR)
 
-    scaling: Scaling = "rowwise"
+
+def cast(x: Tensor, scale: Tensor, dtype: torch.dtype = E4M3) -> Tensor:
+    """A matrix times its scales in FP8."""
+    return (x.float() * scale).clamp(-LARGEST_OF[dtype], LARGEST_OF[dtype]).to(dtype)
 
 
-def quantize_linear(x: Tensor, scaling: Scaling) -> tuple[Tensor, Tensor]:
-    """A matrix in E4M3 and its inverse scales, as an FP8 matmul takes them.
+def quantize_linear(x: Tensor, scaling: Scaling, dtype: torch.dtype = E4M3) -> tuple[Tensor, Tensor]:
+    """A matrix in FP8 and its inverse scales, as an FP8 matmul takes them.
 
     Not by `quantize`, which divides where this multiplies by an inverse, and has another least amax: of random
     matrices in bf16, 43 % of the scales and 0.05 % of the values come out otherwise.
     """
-    amax = x.abs().amax() if scaling == "tensorwise" else x.abs().amax(dim=1, keepdim=True)
-    scale = LARGEST / amax.float().clamp(min=LEAST_LINEAR)
-    return (x.float() * scale).clamp(-LARGEST, LARGEST).to(E4M3), scale.reciprocal()
+    scale = scale_of(x, scaling, dtype)
+    return cast(x, scale, dtype), scale.reciprocal()
 
 
-def _quantize_transposed(x: Tensor, scaling: Scaling, known: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-    """The transposed matrix in E4M3: tensorwise the known values transposed, rowwise with scales of its own rows."""
-    if known is not None:
-        return transpose(known[0]), known[1]
-    return quantize_linear(x.t().contiguous(), scaling)
-
-
-def _matmul(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+def _matmul(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype, fast: bool = True) -> Tensor:
     """a @ b.T of quantized matrices, both with the summed dimension contiguous."""
-    return torch._scaled_mm(a[0], b[0].t(), scale_a=a[1], scale_b=b[1].t(), out_dtype=dtype, use_fast_accum=True)
+    return torch._scaled_mm(a[0], b[0].t(), scale_a=a[1], scale_b=b[1].t(), out_dtype=dtype, use_fast_accum=fast)
 
 
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, scaling: Scaling) -> Tensor:
-        ctx.scaling = scaling
-        x_fp8, weight_fp8 = quantize_linear(x, scaling), quantize_linear(weight, scaling)
-        saved = (*x_fp8, *weight_fp8) if scaling == "tensorwise" else (x, weight)
-        ctx.save_for_backward(*saved)
-        return _matmul(x_fp8, weight_fp8, x.dtype)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        scaling: Scaling,
+        accumulate: Accumulate,
+        grad_format: GradFormat,
+        input_stays: bool,
+    ) -> Tensor:
+        ctx.how = scaling, accumulate, grad_format, input_stays
+        if scaling == "rowwise":
+            ctx.save_for_backward(x, weight)
+            return _matmul(quantize_linear(x, scaling), quantize_linear(weight, scaling), x.dtype)
+        x_scale, weight_scale = scale_of(x, scaling), scale_of(weight, scaling)
+        if input_stays:
+            x_fp8, saved = cast(x, x_scale), x
+        else:
+            x_fp8, saved = cast_both(x, x_scale, E4M3)
+        ctx.save_for_backward(saved, x_scale, weight, weight_scale)
+        weight_fp8 = cast(weight, weight_scale), weight_scale.reciprocal()
+        return _matmul((x_fp8, x_scale.reciprocal()), weight_fp8, x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        gradient, scaling, saved = gradients[0], ctx.scaling, ctx.saved_tensors
-        x_fp8, weight_fp8 = (saved[:2], saved[2:]) if scaling == "tensorwise" else (None, None)
-        g = quantize_linear(gradient, scaling)
-        dx = _matmul(g, _quantize_transposed(saved[-1], scaling, weight_fp8), gradient.dtype)
-        g_transposed = _quantize_transposed(gradient, scaling, g if scaling == "tensorwise" else None)
-        dweight = _matmul(g_transposed, _quantize_transposed(saved[0], scaling, x_fp8), gradient.dtype)
-        return dx, dweight, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+        scaling, accumulate, grad_format, input_stays = ctx.how
+        gradient, fast, dtype = gradients[0], accumulate == "fast", FORMATS[grad_format]
+        if scaling == "rowwise":
+            x, weight = ctx.saved_tensors
+            g, turned = (quantize_linear(each, scaling, dtype) for each in (gradient, gradient.t().contiguous()))
+            weight_turned, x_turned = (quantize_linear(each.t().contiguous(), scaling) for each in (weight, x))
+        else:
+            saved, x_scale, weight, weight_scale = ctx.saved_tensors
+            scale = scale_of(gradient, scaling, dtype)
+            inverse = scale.reciprocal()
+            g, turned = ((each, inverse) for each in cast_both(gradient, scale, dtype))
+            weight_turned = cast_transposed(weight, weight_scale, scale), weight_scale.reciprocal()
+            x_turned = cast_transposed(saved, x_scale, scale) if input_stays else saved, x_scale.reciprocal()
+        dx = _matmul(g, weight_turned, gradient.dtype, fast)
+        dweight = _matmul(turned, x_turned, gradient.dtype, fast)
+        return dx, dweight, None, None, None, None
 
 
-@torch.library.custom_op("meshwright::transpose_fp8", mutates_args=())
-def transpose(x: Tensor) -> Tensor:
-    """The transpose of an FP8 matrix, contiguous."""
-    bits = x.contiguous().view(torch.uint8)
+@torch.library.custom_op("meshwright::cast_fp8_both", mutates_args=())
+def cast_both(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A matrix times its scale in FP8, and the transpose of that."""
     if triton is None or not x.is_cuda:
-        # A clone, as the transposed view of a single row is contiguous already.
-        return bits.t().clone(memory_format=torch.contiguous_format).view(x.dtype)
+        values = cast(x, scale, dtype).contiguous()
+        return values, _transposed(values)
     rows, columns = x.shape
-    y = torch.empty(columns, rows, dtype=torch.uint8, device=x.device)
-    grid = (triton.cdiv(rows, TILE), triton.cdiv(columns, TILE))
-    _transpose[grid](bits, y, rows, columns, side=TILE, num_warps=8)
-    return y.view(x.dtype)
+    values, turned = (torch.empty(shape, dtype=dtype, device=x.device) for shape in ((rows, columns), (columns, rows)))
+    _launch(x, scale, values, turned)
+    return values, turned
 
 
-@transpose.register_fake
-def _(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape[1], x.shape[0])
+@cast_both.register_fake
+def _(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    rows, columns = x.shape
+    return x.new_empty((rows, columns), dtype=dtype), x.new_empty((columns, rows), dtype=dtype)
+
+
+@torch.library.custom_op("meshwright::cast_fp8_transposed", mutates_args=())
+def cast_transposed(x: Tensor, scale: Tensor, after: Tensor) -> Tensor:
+    """The transpose of a matrix times its scale in E4M3.
+
+    `after` is not read. It is of the backward, so the compiler, which would save what a kernel returns from its inputs
+    alone rather than call it again, leaves the call there: a byte of every weight is not held from the forward on.
+    """
+    if triton is None or not x.is_cuda:
+        return _transposed(cast(x, scale))
+    turned = torch.empty((x.shape[1], x.shape[0]), dtype=E4M3, device=x.device)
+    _launch(x, scale, None, turned)
+    return turned
+
+
+@cast_transposed.register_fake
+def _(x: Tensor, scale: Tensor, after: Tensor) -> Tensor:
+    return x.new_empty((x.shape[1], x.shape[0]), dtype=E4M3)
+
+
+def _transposed(values: Tensor) -> Tensor:
+    """A contiguous copy, as the transposed view of a single row is contiguous already; FP8 is copied as bytes."""
+    return values.view(torch.uint8).t().clone(memory_format=torch.contiguous_format).view(values.dtype)
+
+
+def _launch(x: Tensor, scale: Tensor, values: Tensor | None, turned: Tensor) -> None:
+    x = x if x.stride(1) == 1 else x.contiguous()
+    rows, columns = x.shape
+    _cast_tiles[(-(-rows // TILE), -(-columns // TILE))](
+        x, scale, turned if values is None else values, turned, rows, columns, x.stride(0),
+        both=values is not None, side=TILE, num_warps=8,
+    )  # fmt: skip
 
 
 @jit
-def _transpose(x: Pointer, y: Pointer, rows: int, columns: int, side: constexpr) -> None:
-    i = tl.program_id(0) * side + tl.arange(0, side)
-    j = tl.program_id(1) * side + tl.arange(0, side)
-    tile = tl.load(
-        x + i[:, None].to(tl.int64) * columns + j[None, :], mask=(i[:, None] < rows) & (j[None, :] < columns)
-    )
-    tl.store(
-        y + j[:, None].to(tl.int64) * rows + i[None, :],
-        tl.trans(tile),
-        mask=(j[:, None] < columns) & (i[None, :] < rows),
-    )
+def _cast_tiles(
+    x: Pointer, scale: Pointer, values: Pointer, turned: Pointer,
+    rows: int, columns: int, x_row: int, both: constexpr, side: constexpr,
+) -> None:  # fmt: skip
+    i = tl.program_id(0).to(tl.int64) * side + tl.arange(0, side)
+    j = tl.program_id(1).to(tl.int64) * side + tl.arange(0, side)
+    inside = (i[:, None] < rows) & (j[None, :] < columns)
+    tile = tl.load(x + i[:, None] * x_row + j[None, :], mask=inside, other=0.0).to(tl.float32)
+    # Within the format's range but for its last bit, as the scale is of the largest magnitude: no clamp is needed.
+    quantized = (tile * tl.load(scale)).to(turned.dtype.element_ty)
+    if both:
+        tl.store(values + i[:, None] * columns + j[None, :], quantized, mask=inside)
+    beside = (j[:, None] < columns) & (i[None, :] < rows)
+    tl.store(turned + j[:, None] * rows + i[None, :], tl.trans(quantized), mask=beside)
 
 
 def quantize(x: Tensor, kernels: Kernels = "auto") -> tuple[Tensor, Tensor]:

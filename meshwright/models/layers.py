@@ -68,8 +68,14 @@ def apply_rope(x: Tensor, rope: Rope) -> Tensor:
 
 
 def apply_rope_qk(q: Tensor, k: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-    """RoPE on queries and keys."""
-    return apply_rope(q, rope), apply_rope(k, rope)
+    """RoPE on queries and keys, which stay in memory as projections wrote them: token by token.
+
+    Attention's result then lies so too, and the projection that reads it needs no copy.
+    """
+    cos, sin = rope
+    by_token = cos.transpose(1, 2), sin.transpose(1, 2)
+    q, k = (apply_rope(x.transpose(1, 2), by_token).transpose(1, 2) for x in (q, k))
+    return q, k
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:

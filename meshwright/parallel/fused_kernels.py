@@ -69,10 +69,11 @@ def group_experts(model: Decoder, plan: Plan, mesh: Mesh) -> None:
     if not takes_grouped(mesh.device, compute_dtype(plan), *widths):
         return
     eight = plan.precision == "fp8" and takes_fp8(mesh.device, *widths)
+    by_plan = partial(grouped_matmul_fp8, scaling=plan.fp8_scaling, accumulate=plan.fp8_accumulate)
     for module in model.modules():
         if isinstance(module, Experts):
             module.compute = grouped
-            module.multiply = partial(grouped_matmul_fp8, scaling=plan.fp8_scaling) if eight else module.multiply
+            module.multiply = by_plan if eight else module.multiply
         elif isinstance(module, MoELayer) and plan.compile and plan.tp == 1 and plan.ep == 1:
             module.mix = mix_grouped  # of what it leaves to fuse the compiler makes a few kernels
 

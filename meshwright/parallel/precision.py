@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from meshwright.kernels.fp8 import Fp8Linear, RowwiseFp8Linear, takes
+from meshwright.kernels.fp8 import Fp8Linear, takes
+from meshwright.models.layers import Attention
 from meshwright.parallel.mesh import Mesh, local
 from meshwright.parallel.model_spec import ModelSpec
 from meshwright.spec.plan import Plan
 
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-FP8_LINEAR = {"tensorwise": Fp8Linear, "rowwise": RowwiseFp8Linear}
 
 
 def wrap(model: nn.Module, plan: Plan, mesh: Mesh, model_spec: ModelSpec) -> nn.Module:
@@ -25,8 +25,17 @@ def wrap(model: nn.Module, plan: Plan, mesh: Mesh, model_spec: ModelSpec) -> nn.
     for block in model_spec.blocks(model).values():
         for module in block.modules():
             if type(module) is nn.Linear and takes(module):
-                module.__class__ = FP8_LINEAR[plan.fp8_scaling]
+                _convert(module, plan)
+        for module in block.modules():
+            if isinstance(module, Attention) and isinstance(module.out, Fp8Linear):
+                module.out.input_stays = True  # attention's backward needs its result
     return model
+
+
+def _convert(linear: nn.Linear, plan: Plan) -> None:
+    linear.__class__ = Fp8Linear
+    assert isinstance(linear, Fp8Linear)
+    linear.scaling, linear.accumulate, linear.grad_format = plan.fp8_scaling, plan.fp8_accumulate, plan.fp8_grad
 
 
 def is_low(plan: Plan) -> bool:

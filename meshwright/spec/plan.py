@@ -46,6 +46,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     activation_quant: Literal["none", "fp8", "int8"] = "none"
     activation_offload: bool = False
     fp8_scaling: Literal["tensorwise", "rowwise"] = "tensorwise"
+    fp8_accumulate: Literal["fast", "exact"] = "fast"
+    fp8_grad: Literal["e4m3", "e5m2"] = "e4m3"
     bf16_params: bool = False
     optimizer_offload: Literal["none", "host", "disk"] = "none"
     optimizer_offload_update: Literal["host", "device"] = "host"
@@ -200,6 +202,18 @@ FIELDS = (
         "of fp8: what has a scale of its own",
         affects=("time", "numerics"),
         shown="never",
+        searched=False,
+    ),
+    PlanField(
+        "fp8_accumulate",
+        "of fp8: how the matmuls of gradients add up; exact: in fp32, as torchao's do; the output's is always fast",
+        affects=("time", "numerics"),
+        searched=False,
+    ),
+    PlanField(
+        "fp8_grad",
+        "of fp8: the format of gradients; e5m2 has more range and one bit less",
+        affects=("numerics",),
         searched=False,
     ),
     PlanField(

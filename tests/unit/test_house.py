@@ -18,9 +18,9 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # cost/activations.py, whose tables everybody else reads.
 READERS = 8
 OPTIONAL = (
-    "recompute", "activation_quant", "activation_offload", "fp8_scaling", "bf16_params", "optimizer_offload",
-    "optimizer_offload_update", "optimizer_offload_host_bytes", "optimizer_offload_folder", "cpu_offload", "kernels",
-    "compile", "deterministic",
+    "recompute", "activation_quant", "activation_offload", "fp8_scaling", "fp8_accumulate", "fp8_grad",
+    "bf16_params", "optimizer_offload", "optimizer_offload_update", "optimizer_offload_host_bytes",
+    "optimizer_offload_folder", "cpu_offload", "kernels", "compile", "deterministic",
 )  # fmt: skip
 SMALL = 60  # lines: a module below that only one other imports is a fragment of the other
 COMPLEXITY = 10

@@ -21,6 +21,8 @@ WRONG = [
     ([*MIXTURE, "plan.replicate=2", "plan.ep=3"], "from replicate · cp = 2, which it does not divide"),
     ([*MIXTURE, "plan.shard=2", "plan.zero=1", "plan.replicate=3", "plan.ep=3"], "from shard · cp = 2, which"),
     (["plan.ep=0"], "plan.ep = 0 is not a count"),
+    (["plan.precision=bf16", "plan.fp8_accumulate=exact"], "plan.fp8_accumulate = exact is for FP8 matmuls"),
+    (["plan.fp8_grad=e5m2"], "plan.fp8_grad = e5m2 is for FP8 matmuls, and plan.precision = fp32"),
     (["plan.precision=fp8", "sequence=100", "batch=1"], "the 100 tokens of a microbatch to be a multiple of 16"),
     (["plan.deterministic=true", "plan.replicate=3", "batch=12"], "plan.replicate = 3 is not a power of two"),
     (["plan.deterministic=true", "plan.shard=6", "plan.zero=1", "batch=24"], "plan.shard = 6 is not a power of two"),

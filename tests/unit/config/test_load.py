@@ -150,6 +150,9 @@ def test_the_digest_names_the_mathematics_and_not_the_plan():
     assert digest(one) == digest(load.load(None, ["name=other", "log.every=1"], default_ranks=4).run)
     assert digest(one) != digest(load.load(None, ["seed=2"]).run)
     assert digest(one) != digest(load.load(None, ["plan.precision=bf16"]).run)
+    fp8 = ["plan.precision=fp8", "sequence=256"]
+    kinds = ([], ["plan.fp8_scaling=rowwise"], ["plan.fp8_accumulate=exact"], ["plan.fp8_grad=e5m2"])
+    assert len({digest(load.load(None, [*fp8, *kind]).run) for kind in kinds}) == len(kinds)
 
 
 def test_the_schema_accepts_what_the_loader_accepts():

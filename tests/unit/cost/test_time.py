@@ -202,6 +202,18 @@ def test_a_card_without_a_precision_uses_the_next():
     assert peak_of(cluster("a100-80g").gpu, "fp8") == cluster("a100-80g").gpu.bf16
 
 
+def test_exact_sums_of_fp8_lengthen_the_matmuls_of_gradients_alone():
+    fast, exact, bf16 = (
+        block(layer_model(job(machines="1xh200", **how)), mixture=False)
+        for how in ({"precision": "fp8"}, {"precision": "fp8", "fp8_accumulate": "exact"}, {"precision": "bf16"})
+    )
+    slower = 1 / efficiency_of(cluster("h200").gpu).fp8_exact
+    assert exact.forward == fast.forward
+    assert exact.input.products == pytest.approx(slower * fast.input.products)
+    assert exact.weight.products == pytest.approx(slower * fast.weight.products)
+    assert exact.weight.products < bf16.weight.products
+
+
 def test_the_slowest_of_many_is_slower():
     at = rates(cluster("h100").gpu, efficiency_of(cluster("h100").gpu), "bf16")
     assert slowest(1, at) == 0

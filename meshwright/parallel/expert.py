@@ -87,7 +87,8 @@ def announced(counts: Tensor, rows: int, group: dist.ProcessGroup) -> ExpertRout
     leaving = counts.view(group.size(), -1)  # (rank, expert it holds)
     coming = torch.empty_like(leaving)
     dist.all_to_all_single(coming, leaving, group=group)
-    return route_of(*torch.stack([leaving, coming]).tolist(), coming, rows)
+    going, received = torch.stack([leaving, coming]).tolist()
+    return route_of(going, received, coming, rows)
 
 
 def route_of(leaving: list[list[int]], coming: list[list[int]], known: Tensor, rows: int) -> ExpertRoute:

@@ -4,7 +4,8 @@ Going back the gradient is launched where it landed, and awaited where it was la
 two the backward does between them as well, since it takes operations in the reverse of their order.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -36,18 +37,6 @@ class Flight:
         return arrived
 
 
-@torch.compiler.disable  # the compiler knows collectives that it waits for by itself
-def launched(x: Tensor, flight: Flight) -> Tensor:
-    """The rows that are coming in, to be read after they have `landed` alone."""
-    return _Launch.apply(x, flight)
-
-
-@torch.compiler.disable
-def landed(x: Tensor, flight: Flight) -> Tensor:
-    """The rows, arrived."""
-    return _Land.apply(x, flight)
-
-
 class _Launch(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, flight: Flight) -> Tensor:
@@ -71,3 +60,19 @@ class _Land(Function):
         flight = ctx.flight
         flight.start(grads[0], flight.received, flight.sent)
         return grads[0], None
+
+
+def _launched(x: Tensor, flight: Flight) -> Tensor:
+    """The rows that are coming in, to be read after they have `landed` alone."""
+    return _Launch.apply(x, flight)
+
+
+def _landed(x: Tensor, flight: Flight) -> Tensor:
+    """The rows, arrived."""
+    return _Land.apply(x, flight)
+
+
+# The compiler knows collectives that it waits for by itself, and leaves these out of its graphs.
+Step = Callable[[Tensor, Flight], Tensor]
+launched = cast(Step, torch.compiler.disable(_launched))
+landed = cast(Step, torch.compiler.disable(_landed))

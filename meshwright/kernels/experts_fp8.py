@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.kernels.experts import by_segment
-from meshwright.kernels.fp8 import E4M3, LARGEST, LEAST_LINEAR, MULTIPLE, Accumulate, Scaling, transpose
+from meshwright.kernels.fp8 import E4M3, LARGEST, LEAST_LINEAR, MULTIPLE, Accumulate, Scaling, cast_transposed
 
 CAPABILITY = (9, 0)  # of the first GPUs with a grouped FP8 matmul
 
@@ -39,10 +39,15 @@ def quantize_along(x: Tensor, *dims: int) -> tuple[Tensor, Tensor]:
     return (x.float() * scale).clamp(-LARGEST, LARGEST).to(E4M3), scale.reciprocal()
 
 
-def turned(values: Tensor) -> Tensor:
-    """A stack (experts, out, in) as (experts, in, out), the last dim contiguous: one transposition of all experts."""
+def turned(values: Tensor, after: Tensor) -> Tensor:
+    """A stack (experts, out, in) as (experts, in, out), the last dim contiguous: one transposition of all experts.
+
+    As a cast of what is FP8 already, by a scale of one; `after` keeps it in the backward.
+    """
     experts, out, width = values.shape
-    return transpose(values.view(experts * out, width)).view(width, experts, out).transpose(0, 1)
+    one = torch.ones((), device=values.device)
+    whole = cast_transposed(values.reshape(experts * out, width), one, after)
+    return whole.view(width, experts, out).transpose(0, 1)
 
 
 def product(
@@ -74,7 +79,9 @@ class _Fp8Grouped(torch.autograd.Function):
         x, stack, ends = ctx.saved_tensors
         gradient = grads[0].contiguous()
         values, scales = quantize_along(stack, 1, 2) if ctx.scaling == "tensorwise" else quantize_along(stack, 1)
-        dx = product(quantize_along(gradient, 1), (turned(values), scales.transpose(1, 2)), ends, x.dtype, ctx.fast)
+        rows, row_scales = quantize_along(gradient, 1)
+        matrices = turned(values, row_scales), scales.transpose(1, 2)
+        dx = product((rows, row_scales), matrices, ends, x.dtype, ctx.fast)
         if x.is_cuda:
             return dx, F.grouped_mm(gradient.t(), x, offs=ends), None, None, None
         each = [gradient[a:b].T @ x[a:b] for a, b in pairwise([0, *ends.tolist()])]

@@ -82,7 +82,21 @@ class _Fp8Grouped(torch.autograd.Function):
         rows, row_scales = quantize_along(gradient, 1)
         matrices = turned(values, row_scales), scales.transpose(1, 2)
         dx = product((rows, row_scales), matrices, ends, x.dtype, ctx.fast)
-        if x.is_cuda:
-            return dx, F.grouped_mm(gradient.t(), x, offs=ends), None, None, None
-        each = [gradient[a:b].T @ x[a:b] for a, b in pairwise([0, *ends.tolist()])]
-        return dx, torch.stack(each), None, None, None
+        return dx, weight_gradient(gradient, x, ends), None, None, None
+
+
+@torch.library.custom_op("meshwright::expert_weight_gradient", mutates_args=())
+def weight_gradient(gradient: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    """The gradient of the matrices (experts, out, in), from those of their rows (T, out) and the rows (T, in).
+
+    An operator of its own, as the compiler would make the transposed gradient where nothing else reads it as it is; the
+    grouped matmul wants an expert's rows, which may be any number, not to be contiguous.
+    """
+    if x.is_cuda:
+        return F.grouped_mm(gradient.t(), x, offs=ends)
+    return torch.stack([gradient[a:b].T @ x[a:b] for a, b in pairwise([0, *ends.tolist()])])
+
+
+@weight_gradient.register_fake
+def _(gradient: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(len(ends), gradient.shape[1], x.shape[1])

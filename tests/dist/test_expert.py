@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from trials import drive, make_corpus, make_run, mesh_of
 from worlds import world
 
 from meshwright.config.presets import preset
-from meshwright.models.moe import Experts, Later, RunExperts, run_experts
+from meshwright.models.moe import Experts, Later, MoELayer, RunExperts, run_experts
 from meshwright.parallel.expert import run_over_ranks, sorted_by_expert
 from meshwright.parallel.flight import Flight
 from meshwright.parallel.fsdp import even_dim
@@ -261,6 +262,27 @@ def test_two_ranks_that_share_experts_are_one_device(folder, zero):  # noqa: F81
 @world(2)
 def test_every_router_reaches_experts_elsewhere(folder, words):  # noqa: F811
     compare_experts(folder, words, ("plan.shard=2", "plan.ep=2", "plan.zero=3"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capacity", [0.0, 1.0])
+@world(2)
+def test_a_compiled_layer_reaches_experts_elsewhere(capacity):
+    torch._dynamo.reset()  # a second architecture in one process would make its capacity a symbol
+    arch = msgspec.structs.replace(preset("tiny-moe"), capacity=capacity)
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(3)
+        layer = MoELayer(arch, 0).double()
+        for weight in layer.parameters():
+            nn.init.normal_(weight, std=0.1)
+        layer.experts = stack(held_by(dist.get_rank(), 2))
+        layer.run = partial(run_over_ranks, group=everyone())
+        x = torch.randn(2, 16, HIDDEN, dtype=torch.float64, requires_grad=True)
+        y = (torch.compile(layer, backend="aot_eager") if compiled else layer)(x)
+        found.append([y.detach(), *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])])
+    for mine, other in zip(*found, strict=True):
+        assert (mine - other).abs().max() <= 1e-12
 
 
 @pytest.mark.parametrize("lender", ["replicate", "cp"])

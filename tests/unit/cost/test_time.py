@@ -170,6 +170,39 @@ def test_pieces_of_a_layer_grow_with_its_tokens():
         assert getattr(four.forward, name) > 3 * getattr(one.forward, name)
 
 
+MIXTURE = preset("mixtral-8x7b")
+
+
+def mixture_block(arch=MIXTURE, **plan):
+    return block(layer_model(job(arch=arch, **plan), efficiency_of(cluster("h100").gpu)), True)
+
+
+def test_the_way_to_the_experts_hides_behind_shared_ones():
+    plan = {"shard": 8, "zero": 3, "ep": 8}
+    alone = mixture_block(**plan).forward.ep
+    beside = mixture_block(msgspec.structs.replace(MIXTURE, shared_experts=8), **plan).forward.ep
+    assert beside == pytest.approx(alone / 2)  # the way back is waited for
+    one = mixture_block(msgspec.structs.replace(MIXTURE, shared_experts=1, expert_ffn=8), **plan).forward.ep
+    assert alone / 2 < one < alone  # what is too short to hide it hides a part
+
+
+def test_slots_cost_what_they_hold():
+    fair, doubled = (msgspec.structs.replace(MIXTURE, capacity=capacity) for capacity in (1.0, 2.0))
+    one, two = (mixture_block(arch, shard=8, zero=3, ep=8).forward.ep for arch in (fair, doubled))
+    assert two == pytest.approx(2 * one, rel=0.05)
+
+
+def test_experts_in_fp8_keep_their_weights_gradient_in_bf16():
+    low, wide = (mixture_block(precision=precision) for precision in ("fp8", "bf16"))
+    dense, wide_dense = (
+        block(layer_model(job(arch=MIXTURE, precision=precision), efficiency_of(cluster("h100").gpu)), False)
+        for precision in ("fp8", "bf16")
+    )
+    assert low.forward.products < 0.8 * wide.forward.products
+    assert low.weight.products > 0.9 * wide.weight.products
+    assert dense.weight.products < 0.8 * wide_dense.weight.products
+
+
 def test_only_the_ends_embed_and_predict():
     at = layer_model(job(), efficiency_of(cluster("h100").gpu))
     assert ends(at, first=False, last=False).seconds == 0

@@ -135,6 +135,17 @@ def test_a_capacity_bounds_what_is_exchanged():
     assert max(each.bytes for each in chosen(listed, axis="ep")) == rows * arch.hidden * 4
 
 
+def test_slots_are_sent_filled_or_not_and_half_hides_behind_shared_experts():
+    arch = msgspec.structs.replace(preset("tiny-moe"), capacity=2.0)
+    for shared in (1, 0):
+        arch = msgspec.structs.replace(arch, shared_experts=shared)
+        listed = chosen(traffic(arch, Plan(replicate=2, ep=2, microbatch=2), 32), axis="ep")
+        slots = 2 * arch.experts * 32  # twice a fair share is more than the 32 tokens that an expert may get
+        assert {each.bytes for each in listed} == {slots * arch.hidden * 4}  # and no counts
+        hidden = sum(each.count for each in listed if each.overlappable)
+        assert (hidden, sum(each.count for each in listed)) == (2 * arch.layers * shared, 4 * arch.layers)
+
+
 def pipeline(arch: Arch, **fields) -> Plan:
     chunks = fields.get("chunks", 1)
     return Plan(**fields, stages=balanced_stages(arch, fields["pp"] * chunks))

@@ -134,11 +134,10 @@ def _rounding(run: Run) -> Iterator[Problem]:
 def _offload(run: Run) -> Iterator[Problem]:
     plan, states = run.plan, run.optim.state_dtype
     if plan.optimizer_offload == "none":
-        if states == "bf16":
-            what = "optim.state_dtype = bf16 is for offloaded states, and plan.optimizer_offload = none"
-            yield Problem(
-                what, "set plan.optimizer_offload = host, or leave optim.state_dtype out", "optim.state_dtype"
-            )
+        if states == "bf16" and run.optim.master_weights == "fp32":
+            what = "optim.state_dtype = bf16 is for offloaded states or bf16 weights, and optim.master_weights = fp32"
+            remedy = "set optim.master_weights = split, which keeps the same bits, or leave optim.state_dtype out"
+            yield Problem(what, remedy, "optim.state_dtype")
         return
     remedy = "leave plan.optimizer_offload out"
     if plan.world > 1:

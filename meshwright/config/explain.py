@@ -86,7 +86,7 @@ PAGES = {
     "optim": "docs/optimizers.md",
     "optim.master_weights": "docs/precision.md",
     "optim.stochastic_rounding": "docs/precision.md",
-    "optim.state_dtype": "docs/offload.md",
+    "optim.state_dtype": "docs/precision.md",
     "eval": "docs/run-file.md#data",
     "log": "docs/run-file.md#trackers",
     "checkpoint": "docs/checkpoints.md",

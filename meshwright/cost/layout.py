@@ -34,6 +34,7 @@ PIECE, SLOTS = 1 << 24, 4  # elements that are moved together, and pieces on the
 # fp32 tensors of one piece alive at once while it is rounded, beside its states: the gradient, the weight, what an
 # update is made of, and the draws. Counted in optim/master_weights.py and optim/offload.py.
 ROUNDING_COPIES, ROUNDING_BYTES = 6, 4
+STATE_DRAW_COPIES = 6  # of bf16 states: an element's index, its hash, and what is shifted out of that
 LOW_BYTES = 2  # what a bf16 weight lacks of its fp32 master
 
 Home = Literal["device", "host", "disk"]
@@ -99,6 +100,11 @@ class StateLayout(msgspec.Struct, frozen=True, kw_only=True):
     def of(self, name: Name, home: Home = "device") -> int:
         """Bytes of one state of a parameter in one place."""
         return sum(row.bytes for row in self.rows if (row.name, row.home) == (name, home))
+
+    @property
+    def bf16_states(self) -> bool:
+        """Whether states beside bf16 weights are bf16, and rounded."""
+        return any(row.name == "moments" and row.bytes == self.optimizer.state_bytes(2) for row in self.rows)
 
     @property
     def offloaded(self) -> StateRow | None:
@@ -184,9 +190,10 @@ def _layout(
     spec = OPTIMIZERS[optimizer]
     narrow = ITEM_BYTES[precision]
     wide = max(narrow, 4)
-    kept = StateRow("moments", spec.state_bytes(wide))
+    halved = state_dtype == "bf16" and master_weights != "fp32"  # beside bf16 weights
+    kept = StateRow("moments", spec.state_bytes(2 if halved else wide))
     if home != "none":
-        away = LOW_BYTES + spec.state_bytes(2) if state_dtype == "bf16" else wide + kept.bytes
+        away = LOW_BYTES + spec.state_bytes(2) if state_dtype == "bf16" else wide + spec.state_bytes(wide)
         summed = wide if several else narrow
         found = [StateRow("weights", narrow), StateRow("gradients", summed), StateRow("states", away, home)]
     elif master_weights == "fp32":
@@ -378,6 +385,8 @@ def param_counts(arch: Arch) -> tuple[tuple[int, ...], int]:
 def rounding_bytes(layout: StateLayout, largest: int) -> int:
     """What rounding makes on the device while it goes through the pieces of a weight; none if the host does."""
     copies = ROUNDING_COPIES + len(layout.optimizer.states)
+    if layout.bf16_states:  # widened, and the words of eight bytes of which their draws are made
+        copies += len(layout.optimizer.states) + STATE_DRAW_COPIES
     return copies * ROUNDING_BYTES * min(PIECE, largest) if layout.rounds and not layout.hosted else 0
 
 

@@ -29,6 +29,8 @@ from meshwright.spec.plan import Plan
 HOST_BYTES = 12  # by the host: the gradient read, the master read and written, the weight written
 HOST_REACH = 0.7  # of its memory's bandwidth, what the host's update reaches: a guess
 ROUNDED_BYTES = {"split": 10, "none": 6}  # by one kernel of ours: the gradient, the weight and its low bits, if any
+# By plain operators, what rounding bf16 states takes: some thirty passes of eight bytes make an element's draw.
+STATE_ROUNDING_BYTES = 400
 ROUNDS = 8  # of a pipeline, that its weights are followed through; longer steps go on in proportion
 SHARDED = ("shard", "expert_shard")
 COPIED = ("replicate", "expert_replicate")
@@ -139,9 +141,9 @@ def _updated(job: Job, rank: int, found: WeightTraffic) -> WeightTraffic:
     if job.master_weights == "fp32":  # a stack's figure is of AdamW
         moved = usual - ADAMW.moved_bytes(4) + spec.moved_bytes(4)
     elif plan.kernels == "plain" or plan.deterministic or not spec.has_kernel:
-        moved = spec.rounded_bytes
+        moved = spec.rounded_bytes + (STATE_ROUNDING_BYTES if layout.bf16_states else 0)
     else:
-        moved = ROUNDED_BYTES[job.master_weights] + spec.moved_bytes(4)
+        moved = ROUNDED_BYTES[job.master_weights] + 2 * layout.of("moments")
     return found if moved == usual else msgspec.structs.replace(found, optimizer=found.optimizer / usual * moved)
 
 
@@ -251,6 +253,7 @@ def travels(plan: Plan, layout: StateLayout, numbers: float, cluster: Cluster) -
     link = achieved(cluster.host)
     spec = layout.optimizer
     passes = spec.rounded_bytes if layout.rounds else HOST_BYTES + spec.moved_bytes(4)
+    passes += STATE_ROUNDING_BYTES if layout.bf16_states else 0
     sums = plan.grad_accum if plan.copies == 1 else 1
     return HostTransfers(
         arrive=numbers * layout.of("weights", "host") * 2 * plan.grad_accum / link,

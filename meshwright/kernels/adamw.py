@@ -2,7 +2,7 @@
 
 Per element with a bf16 gradient and bf16 parameters beside fp32 masters: 2 + 4 + 8 bytes read, 4 + 8 + 2 written.
 Without fp32 masters the weights are bf16, either split masters (their 16 low bits beside them) or stochastically
-rounded. A table of addresses finds the tensors.
+rounded, and the moments may be bf16, stochastically rounded. A table of addresses finds the tensors.
 """
 
 from collections.abc import Sequence
@@ -177,7 +177,10 @@ class RoundingDraws(NamedTuple):
 
 
 class BF16Group(AdamWGroup):
-    """Weights in bf16: split master weights, given their 16 low bits, or stochastically rounded, given their draws."""
+    """Weights in bf16: split master weights, given their 16 low bits, or stochastically rounded, given their draws.
+
+    Moments are fp32, or bf16 given the draws of their own rounding.
+    """
 
     def __init__(
         self,
@@ -186,31 +189,52 @@ class BF16Group(AdamWGroup):
         second: Sequence[Tensor],
         low: Sequence[Tensor] = (),
         draws: Sequence[RoundingDraws] = (),
+        state_draws: Sequence[RoundingDraws] = (),
     ) -> None:
         super().__init__(weights, first, second, low)
+        self.draws, self.state_draws = self._by_field(draws), self._by_field(state_draws)
+
+    def _by_field(self, draws: Sequence[RoundingDraws]) -> Tensor:
+        """One table for the kernel; where it reads none any valid pointer serves."""
         by_field = [list(field) for field in zip(*draws, strict=True)]
-        # Of split weights the kernel reads no draws: any valid pointer serves.
-        flat = torch.tensor(by_field, dtype=torch.int64).flatten().to(weights[0].device)
-        self.draws = flat if draws else self.sizes
+        return torch.tensor(by_field, dtype=torch.int64).flatten().to(self.sizes.device) if draws else self.sizes
 
     def update(self, gradients: Sequence[Tensor], decay: float, step: AdamWStep) -> None:
         """Update every weight of the group."""
         gradients, addresses = self._contiguous(gradients)
         _adamw_bf16[(len(self.owner),)](
             self.owner, self.start, self.sizes, self.fixed, addresses, scalars(step), step.count, self.draws,
-            step.lr, step.beta1, step.beta2, step.eps, decay, len(self.masters),
-            grad_dtype=_name(gradients[0]), stochastic=not self.copies, aligned=self.aligned and _aligned(gradients),
+            self.state_draws, step.lr, step.beta1, step.beta2, step.eps, decay, len(self.masters),
+            grad_dtype=_name(gradients[0]), stochastic=not self.copies,
+            narrow_states=self.first[0].dtype == torch.bfloat16, aligned=self.aligned and _aligned(gradients),
             block=BLOCK, num_warps=8,
         )  # fmt: skip
 
 
 @jit
-def _draw(state: Values) -> Values:
-    """Sixteen bits of splitmix64 (Steele, Lea and Flood 2014)."""
-    state = state.to(tl.uint64)
+def _hashed(draws: Pointer, updates: Pointer, owner: Values, at: Values, count: int) -> Values:
+    """The 64 bits of splitmix64 (Steele, Lea and Flood 2014) for each element and update."""
+    step = tl.load(updates).to(tl.int64) * tl.load(draws + 2 * count + owner)
+    state = (tl.load(draws + owner) + step + at * tl.load(draws + count + owner)).to(tl.uint64)
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
     state = (state ^ (state >> 27)) * 0x94D049BB133111EB
-    return ((state ^ (state >> 31)) >> 48).to(tl.int32)
+    return state ^ (state >> 31)
+
+
+@jit
+def _rounded(x: Values, drawn: Values) -> Values:
+    """Stochastic rounding to the bits of a bf16 number; `drawn` has 16 bits."""
+    return ((x.to(tl.int32, bitcast=True) + drawn.to(tl.int32)) >> 16).to(tl.int16)
+
+
+@jit
+def _state(pointer: Pointer, inside: Values, narrow: constexpr) -> Values:
+    """A moment in fp32."""
+    held = tl.load(pointer, mask=inside, other=0)
+    if narrow:
+        return (held.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return held
 
 
 @jit
@@ -223,6 +247,7 @@ def _adamw_bf16(
     scalars: Pointer,
     updates: Pointer,
     draws: Pointer,
+    state_draws: Pointer,
     lr: float,
     beta1: float,
     beta2: float,
@@ -231,6 +256,7 @@ def _adamw_bf16(
     count: int,
     grad_dtype: constexpr,
     stochastic: constexpr,
+    narrow_states: constexpr,
     aligned: constexpr,
     block: constexpr,
 ) -> None:
@@ -239,24 +265,27 @@ def _adamw_bf16(
     owner, at, inside = _span(owners, starts, sizes, aligned, block)
     high_bits = _pointer(tl.load(fixed + owner), "int16", aligned) + at
     low_bits = _pointer(tl.load(fixed + 3 * count + owner), "int16", aligned) + at
-    first = _pointer(tl.load(fixed + count + owner), "fp32", aligned) + at
-    second = _pointer(tl.load(fixed + 2 * count + owner), "fp32", aligned) + at
+    state_dtype: constexpr = "int16" if narrow_states else "fp32"
+    first = _pointer(tl.load(fixed + count + owner), state_dtype, aligned) + at
+    second = _pointer(tl.load(fixed + 2 * count + owner), state_dtype, aligned) + at
     g = tl.load(_pointer(tl.load(gradients + owner), grad_dtype, aligned) + at, mask=inside, other=0.0).to(tl.float32)
-    m = tl.load(first, mask=inside, other=0.0)
-    v = tl.load(second, mask=inside, other=0.0)
+    m, v = _state(first, inside, narrow_states), _state(second, inside, narrow_states)
     bits = tl.load(high_bits, mask=inside, other=0).to(tl.int32) << 16
     if not stochastic:
         bits += tl.load(low_bits, mask=inside, other=0).to(tl.int32)
     w = bits.to(tl.float32, bitcast=True)
     w, m, v = _updated(w, m, v, g, scalars, lr, beta1, beta2, eps, decay)
-    tl.store(first, m, mask=inside)
-    tl.store(second, v, mask=inside)
-    bits = w.to(tl.int32, bitcast=True)
-    if stochastic:
-        step = tl.load(updates).to(tl.int64) * tl.load(draws + 2 * count + owner)
-        state = tl.load(draws + owner) + step + at * tl.load(draws + count + owner)
-        tl.store(high_bits, ((bits + _draw(state)) >> 16).to(tl.int16), mask=inside)
+    if narrow_states:
+        drawn = _hashed(state_draws, updates, owner, at, count)
+        tl.store(first, _rounded(m, drawn >> 48), mask=inside)
+        tl.store(second, _rounded(v, (drawn >> 32) & 0xFFFF), mask=inside)
     else:
+        tl.store(first, m, mask=inside)
+        tl.store(second, v, mask=inside)
+    if stochastic:
+        tl.store(high_bits, _rounded(w, _hashed(draws, updates, owner, at, count) >> 48), mask=inside)
+    else:
+        bits = w.to(tl.int32, bitcast=True)
         high = (bits + 0x8000) >> 16
         tl.store(high_bits, high.to(tl.int16), mask=inside)
         tl.store(low_bits, (bits - (high << 16)).to(tl.int16), mask=inside)

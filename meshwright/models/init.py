@@ -38,10 +38,14 @@ def key(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little")
 
 
+def hashed(key: int, index: Tensor) -> Tensor:
+    """64 random bits for every int64 index."""
+    return mixed(index * signed(GOLDEN) + signed(key + GOLDEN))
+
+
 def uniform(key: int, index: Tensor) -> Tensor:
     """A float32 in [0, 1) for every int64 index; 24 bits, so the same value in every wider type."""
-    state = index * signed(GOLDEN) + signed(key + GOLDEN)
-    return logical_shift(mixed(state), 40).to(torch.float32) * 2.0**-24
+    return logical_shift(hashed(key, index), 40).to(torch.float32) * 2.0**-24
 
 
 def normal(key: int, index: Tensor) -> Tensor:

@@ -82,9 +82,13 @@ def _group(optimizer: "ResidentOptimizer", indices: list[int]) -> AdamWGroup:
     weights = [optimizer.weights[i] for i in indices]
     states = optimizer.states().values()
     masters, first, second = ([held[i] for i in indices] for held in (optimizer.wide, *states))
+    narrow = first[0].dtype == torch.bfloat16
+    state_draws = [rounding_draws(weight, "state_draws") for weight in weights] if narrow else []
     if optimizer.optim.master_weights == "split":
-        return BF16Group(masters, first, second, low=[low_bits(weight) for weight in weights])
+        low = [low_bits(weight) for weight in weights]
+        return BF16Group(masters, first, second, low=low, state_draws=state_draws)
     if optimizer.optim.master_weights == "none":
-        return BF16Group(masters, first, second, draws=[rounding_draws(weight) for weight in weights])
+        draws = [rounding_draws(weight, "draws") for weight in weights]
+        return BF16Group(masters, first, second, draws=draws, state_draws=state_draws)
     copies = [weight.detach() for weight in weights] if precision.has_master(weights[0]) else []
     return AdamWGroup(masters, first, second, copies)

@@ -1,21 +1,23 @@
-"""Weights in bf16 without fp32 master weights: stochastic rounding, or split master weights.
+"""Weights in bf16 without fp32 master weights: stochastic rounding, or split master weights; states in bf16.
 
 Rounded to nearest, an update smaller than the last bit would be lost, however often it came. Stochastic rounding takes
 it with the probability of its share, so that it arrives on average. A split fp32 master weight is the bf16 parameter
 and `low`, their difference as integers: rounded to nearest, ties away from zero, it always fits into 16 bits.
+Beside either the optimizer's states may be bf16, stochastically rounded: to the nearest, a running mean would stall.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.config.run import Optim, Run
 from meshwright.kernels.adamw import RoundingDraws
-from meshwright.models.init import GOLDEN, key, mixed, signed, uniform
-from meshwright.optim.interface import Arithmetic, Update, UpdateTerms
+from meshwright.models.init import GOLDEN, hashed, key, logical_shift, mixed, signed, uniform
+from meshwright.models.layers import accum_dtype
+from meshwright.optim.interface import Arithmetic, Tensors, Update, UpdateTerms
 from meshwright.parallel import precision
 from meshwright.parallel.mesh import local, region_of
 from meshwright.spec.plan import Plan
@@ -30,6 +32,7 @@ CPU_BLOCK, DEVICE_BLOCK = 1 << 16, 1 << 24  # elements at a time: their fp32 cop
 OF_WEIGHT, OF_UPDATE = 0x632BE5AB, 0x9E3779B1
 MIX = ((16, 0x7FEB352D), (15, 0x846CA68B))  # a 32-bit hash of few biases (Wellons 2018)
 LAST_SHIFT = 16
+STATE_DRAWS = (48, 32)  # where each state has its 16 bits in a draw of 64, as in kernels/adamw.py
 
 
 def given(weight: Tensor) -> Tensor:
@@ -43,10 +46,18 @@ def weight_dtype(optim: Optim, plan: Plan) -> torch.dtype:
     return torch.bfloat16 if optim.master_weights != "fp32" else precision.weight_dtype(plan)
 
 
+def state_dtype(optim: Optim, wide: Tensor) -> torch.dtype:
+    """The dtype of a weight's states beside it, from how the optimizer updates it."""
+    narrow = optim.state_dtype == "bf16" and optim.master_weights != "fp32"
+    return torch.bfloat16 if narrow else accum_dtype(wide)
+
+
 def attach(chunks: Iterable[nn.Module], run: Run) -> None:
-    """Give every weight what its rounding needs: the key of its draws, or memory for the low bits."""
+    """Give every weight what rounding needs: the keys of its draws and of its states', or memory for the low bits."""
     for chunk in chunks:
         for name, weight in chunk.named_parameters():
+            if run.optim.state_dtype == "bf16":
+                weight.state_draws = key(run.seed, f"{name}.states")  # pyright: ignore[reportAttributeAccessIssue]
             if run.optim.master_weights == "none":
                 weight.draws = key(run.seed, f"{name}.rounding")  # pyright: ignore[reportAttributeAccessIssue]
             elif run.optim.master_weights == "split":
@@ -73,54 +84,78 @@ def beside(weight: Tensor) -> dict[str, Tensor]:
 
 
 def rounded(optimizer: "ResidentOptimizer") -> Update:
-    """The update of weights in bf16: states and arithmetic are fp32, block by block."""
+    """The update of weights in bf16, block by block, in fp32 arithmetic."""
     round_to = {"none": _stochastic, "split": _split}[optimizer.optim.master_weights]
 
     def update(indices: list[int], terms: UpdateTerms) -> None:
         arithmetic = optimizer.rule.arithmetic(terms, torch.float32)
         for i in indices:
             assert optimizer.wide[i].dtype == torch.bfloat16, "weights are made in bf16 when rounding says so"
-            blocks = _blocks(optimizer, i, arithmetic, terms.finite > 0)
+            blocks = _blocks(optimizer, i, arithmetic, terms)
             round_to(optimizer.weights[i], optimizer.wide[i].view(-1), blocks, terms.count)
 
     return update
 
 
-def rounding_draws(weight: Tensor) -> RoundingDraws:
-    """The hash states of `uniform` as a kernel steps through them."""
+def rounding_draws(weight: Tensor, which: Literal["draws", "state_draws"]) -> RoundingDraws:
+    """The hash states of a weight's own draws, or of its states', as a kernel steps through them."""
     begin = Elements(weight).begin()
     assert begin is not None, "only contiguous parts are given to the kernel"
-    state = begin * GOLDEN + weight.draws + GOLDEN  # pyright: ignore[reportAttributeAccessIssue]
+    state = begin * GOLDEN + getattr(weight, which) + GOLDEN
     return RoundingDraws(signed(state), signed(GOLDEN), signed(STEP * GOLDEN))
 
 
 def is_contiguous(weight: Tensor) -> bool:
     """Whether a kernel can step through the draws of this rank's part of a weight, if it has any."""
-    return not hasattr(weight, "draws") or Elements(weight).begin() is not None
+    draws = hasattr(weight, "draws") or hasattr(weight, "state_draws")
+    return not draws or Elements(weight).begin() is not None
 
 
 Blocks = Iterator[tuple[slice, Callable[[Tensor], Tensor]]]
+WriteStates = Callable[[Tensors, Tensors, Tensor], None]  # the states, their new values, whether to write them
 
 
-def _blocks(optimizer: "ResidentOptimizer", i: int, arithmetic: Arithmetic, finite: Tensor) -> Blocks:
+def _blocks(optimizer: "ResidentOptimizer", i: int, arithmetic: Arithmetic, terms: UpdateTerms) -> Blocks:
     """Parts of a weight, each with the function from its fp32 values to the updated ones."""
+    weight = optimizer.weights[i]
     states = [state.view(-1) for state in optimizer.states_of(i)]
-    gradient = local(given(optimizer.weights[i])).reshape(-1)
+    gradient = local(given(weight)).reshape(-1)
     block = CPU_BLOCK if gradient.device.type == "cpu" else DEVICE_BLOCK
     for start in range(0, len(gradient), block):
         part = slice(start, start + block)
-        yield part, _guarded(arithmetic, gradient[part], [state[part] for state in states], finite)
+        held = [state[part] for state in states]
+        write = _write
+        if held[0].dtype == torch.bfloat16:
+            write = _write_rounded(weight, start, min(part.stop, len(gradient)), terms.count)
+        yield part, _guarded(arithmetic, gradient[part], held, terms.finite > 0, write)
+
+
+def _write(states: Tensors, updated: Tensors, finite: Tensor) -> None:
+    for state, new in zip(states, updated, strict=True):
+        state.copy_(torch.where(finite, new, state))
+
+
+def _write_rounded(weight: Tensor, start: int, stop: int, count: Tensor) -> WriteStates:
+    """Writes states of bf16, each rounded by sixteen bits of its own in the draws of its elements."""
+
+    def write(states: Tensors, updated: Tensors, finite: Tensor) -> None:
+        index = Elements(weight).indices(start, stop) + count.long() * STEP
+        drawn = hashed(weight.state_draws, index)  # pyright: ignore[reportAttributeAccessIssue]
+        for shift, state, new in zip(STATE_DRAWS[: len(states)], states, updated, strict=True):
+            chosen = (logical_shift(drawn, shift) & (SIXTEEN_BITS - 1)).to(torch.int32)
+            state.copy_(torch.where(finite, round_stochastic(new, chosen), state))
+
+    return write
 
 
 def _guarded(
-    arithmetic: Arithmetic, gradient: Tensor, states: list[Tensor], finite: Tensor
+    arithmetic: Arithmetic, gradient: Tensor, states: list[Tensor], finite: Tensor, write: WriteStates
 ) -> Callable[[Tensor], Tensor]:
     """One block's update, which leaves everything as it is when the gradient is not finite."""
 
     def updated(weight: Tensor) -> Tensor:
-        moved, new_states = arithmetic(weight, gradient.float(), states)
-        for state, new in zip(states, new_states, strict=True):
-            state.copy_(torch.where(finite, new, state))
+        moved, new_states = arithmetic(weight, gradient.float(), [state.float() for state in states])
+        write(states, new_states, finite)
         return torch.where(finite, moved, weight)
 
     return updated

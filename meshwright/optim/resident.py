@@ -22,7 +22,7 @@ from meshwright.optim.adamw import AdamWRule
 from meshwright.optim.clip import GradStats
 from meshwright.optim.host_memory import PinnedMemory
 from meshwright.optim.interface import Optimizer, Update, UpdateRule, UpdateTerms
-from meshwright.optim.master_weights import beside, given, rounded
+from meshwright.optim.master_weights import beside, given, rounded, state_dtype
 from meshwright.optim.sgd import SGDRule
 from meshwright.parallel import precision
 from meshwright.parallel.mesh import Mesh, local
@@ -52,7 +52,7 @@ class ResidentOptimizer(Optimizer):
         self.weights = list(weights)
         self.wide = [precision.master(weight) for weight in self.weights]
         self._states = {
-            name: [torch.zeros_like(weight, dtype=accum_dtype(weight)) for weight in self.wide]
+            name: [torch.zeros_like(weight, dtype=state_dtype(optim, weight)) for weight in self.wide]
             for name in self.spec.state_names
         }
         self._count = torch.zeros((), dtype=torch.float32, device=self.wide[0].device)
@@ -187,4 +187,6 @@ def bytes_needed(chunks: Iterable[nn.Module], run: Run) -> int:
     """Host memory of a rank's weights, their gradients, optimizer states, and the low bits of split masters."""
     weights = (local(weight.detach()) for chunk in chunks for weight in chunk.parameters())
     low, states = 2 if run.optim.master_weights == "split" else 0, OPTIMIZERS[run.optim.name].state_bytes
-    return sum(each.numel() * (2 * each.itemsize + states(accum_dtype(each).itemsize) + low) for each in weights)
+    return sum(
+        each.numel() * (2 * each.itemsize + states(state_dtype(run.optim, each).itemsize) + low) for each in weights
+    )

@@ -246,7 +246,8 @@ def earlier(folder: Path) -> dict[str, Run]:
 def state_bytes(run: Run) -> int:
     """One saved step: every weight and its optimizer states."""
     width = 8 if run.plan.precision == "fp64" else 4
-    return (width + OPTIMIZERS[run.optim.name].state_bytes(width)) * count_parameters(run.arch)
+    states = OPTIMIZERS[run.optim.name].state_bytes(2 if run.optim.state_dtype == "bf16" else width)
+    return (width + states) * count_parameters(run.arch)
 
 
 def lack_of_room(run: Run, folder: Path, free: int) -> str | None:

@@ -91,7 +91,7 @@ def offloaded(found: Candidate) -> str:
     said += ["weights, gradients and optimizer states offloaded to host memory"] if layout.hosted else []
     said += ["saved activations offloaded to host memory"] if activation_policy(found.job).offload else []
     plain = msgspec.structs.replace(plan, optimizer_offload="none", cpu_offload=False, activation_offload=False)
-    without = fit_of(msgspec.structs.replace(found.job, plan=plain, state_dtype="fp32"))
+    without = fit_of(msgspec.structs.replace(found.job, plan=plain))
     need = (cluster.gpu.memory_bytes - without.headroom_bytes) / GIB
     text = f" Numerics unchanged: {' and '.join(said)}; needs "
     text += _share("host RAM", "host_gib", away.host_bytes, cluster.host_bytes)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
+from itertools import product
 from typing import Any, Literal
 
 import msgspec
@@ -102,7 +103,7 @@ def variants(question: Question) -> Iterator[Question]:
 
 
 def _optimizers(question: Question) -> Iterator[Question]:
-    """The forms of its optimizer: fp32 master weights; bf16 weights alone; and, offloaded, states of 16 bits.
+    """The forms of its optimizer: fp32 master weights; bf16 weights alone; states of 16 bits beside those or offloaded.
 
     Never another optimizer, which would learn by other rates: that is for the user to choose.
     """
@@ -111,7 +112,7 @@ def _optimizers(question: Question) -> Iterator[Question]:
         return
     usual = question.master_weights == "fp32" and question.state_dtype == "fp32"
     if usual and not question.fixed.get("deterministic"):
-        for master_weights in ("none", "split"):
-            yield msgspec.structs.replace(question, master_weights=master_weights)
+        for master_weights, state_dtype in product(("none", "split"), ("fp32", "bf16")):
+            yield msgspec.structs.replace(question, master_weights=master_weights, state_dtype=state_dtype)
     if usual and question.cluster.gpus == 1:
         yield msgspec.structs.replace(question, state_dtype="bf16")

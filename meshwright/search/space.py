@@ -226,7 +226,8 @@ def homes(question: Question) -> tuple[tuple[str, str], ...]:
             (fixed["optimizer_offload"], update)
             for update in (updates if fixed["optimizer_offload"] != "none" else updates[:1])
         )
-    found = [("none", updates[0])] if question.state_dtype == "fp32" else []
+    resident = question.state_dtype == "fp32" or question.master_weights != "fp32"
+    found = [("none", updates[0])] if resident else []
     bare = question.precision in NARROW and not keeps_bf16_params(question)
     if question.cluster.gpus > 1 or fixed.get("deterministic") or question.master_weights != "fp32" or bare:
         return tuple(found)
@@ -346,7 +347,8 @@ def _sharings(question: Question, pp: int, shard: int, cp: int) -> Iterator[tupl
 def may_live_in_host_memory(question: Question) -> bool:
     """Whether the fields that every plan has let weights, gradients and states be there, and there is such memory."""
     fixed = question.fixed
-    on_device = fixed.get("bf16_params") or fixed.get("deterministic") or question.state_dtype != "fp32"
+    offloaded = question.state_dtype != "fp32" and question.master_weights == "fp32"
+    on_device = fixed.get("bf16_params") or fixed.get("deterministic") or offloaded
     wanted = question.has_host or fixed.get("cpu_offload")
     return bool(wanted and not on_device and fixed.get("optimizer_offload", "none") == "none")
 

@@ -409,7 +409,7 @@ class TraceReport(msgspec.Struct, frozen=True, kw_only=True):
 def trace(run: Run, job: Job, rank: int | None = None) -> TraceReport:
     """One step of a rank, the most loaded unless one is named. A step that cannot be traced is reported as such."""
     plan = traceable(run.plan)
-    plain = msgspec.structs.replace(job, plan=plan, state_dtype="fp32")
+    plain = msgspec.structs.replace(job, plan=plan)
     if rank is None:
         rank = worst(plain).rank * (plan.world // plan.pp)  # pp is the outermost axis
     about = {"plan": str(run.plan), "rank": rank, "world": plan.world, "notes": tuple(notes(run))}

@@ -299,9 +299,10 @@ def test_gradients_that_wait_for_copies_are_the_only_states_on_the_device(folder
     assert near["weights"] == near["moments"] == 0
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("rounding", ["none", "split"])
 @pytest.mark.parametrize("accumulate", [(), TWICE])
-def test_a_lone_rank_whose_weights_are_rounded_computes_with_them_where_they_lie(folder, rounding, accumulate):
+def test_a_lone_rank_whose_weights_are_rounded_computes_with_them_where_they_lie(folder, rounding, accumulate, dtype):
     run = make_run(
         folder,
         *SMALL,
@@ -309,11 +310,14 @@ def test_a_lone_rank_whose_weights_are_rounded_computes_with_them_where_they_lie
         *accumulate,
         f"optim.master_weights={rounding}",
         f"optim.stochastic_rounding={str(rounding == 'none').lower()}",
+        f"optim.state_dtype={dtype}",
         "plan.replicate=1",
     )
     seen, _ = measured(run, alone(), folder)
-    assert seen == {line.name: line.bytes for line in states(run.arch, run.plan, layout=layout_of(run.plan, rounding))}
+    layout = layout_of(run.plan, rounding, dtype)
+    assert seen == {line.name: line.bytes for line in states(run.arch, run.plan, layout=layout)}
     assert seen["weights"] == 2 * count(run.arch)
+    assert seen["moments"] == (4 if dtype == "bf16" else 8) * count(run.arch)
 
 
 @pytest.mark.parametrize("words", [(), SGD])

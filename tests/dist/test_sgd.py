@@ -96,6 +96,7 @@ def test_offloaded_states_change_no_bit(folder, place, update, precision, monkey
 FORMS = (
     ("plan.precision=bf16", "optim.master_weights=split"),
     ("plan.precision=bf16", "optim.master_weights=none", "optim.stochastic_rounding=true"),
+    ("plan.precision=bf16", "optim.master_weights=split", "optim.state_dtype=bf16"),
     ("plan.precision=bf16", "plan.optimizer_offload=host", "optim.state_dtype=bf16"),
     ("plan.precision=fp16",),
 )

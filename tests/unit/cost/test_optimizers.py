@@ -38,6 +38,9 @@ def test_bytes_of_a_parameter_in_each_form():
     assert held(offloaded, optimizer="sgd", state_dtype="bf16")["states", "host"] == 4
     assert held(offloaded, state_dtype="bf16")["states", "host"] == 6
     assert held(BF16, optimizer="sgd", master_weights="split")["moments", "device"] == 4
+    assert held(BF16, optimizer="sgd", master_weights="none", state_dtype="bf16")["moments", "device"] == 2
+    assert sum(held(BF16, master_weights="split", state_dtype="bf16").values()) == 10  # all there is of a parameter
+    assert sum(held(BF16, master_weights="none", state_dtype="bf16").values()) == 8
 
 
 @pytest.mark.parametrize(("spec", "host", "split", "none"), [(ADAMW, 28, 26, 22), (SGD, 20, 18, 14)])

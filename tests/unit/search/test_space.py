@@ -178,7 +178,9 @@ def test_fp8_is_as_the_rules_allow_it():
     assert not any(problems(asked, plan) for plan in ours)
 
 
-@pytest.mark.parametrize(("rounding", "states"), [("fp32", "fp32"), ("split", "fp32"), ("fp32", "bf16")])
+@pytest.mark.parametrize(
+    ("rounding", "states"), [("fp32", "fp32"), ("split", "fp32"), ("split", "bf16"), ("none", "bf16"), ("fp32", "bf16")]
+)
 def test_nothing_is_offered_that_the_trainer_refuses(rounding, states):
     asked = msgspec.structs.replace(question(machines="1xh100"), master_weights=rounding, state_dtype=states)
     ours = list(plans(asked))
@@ -212,7 +214,9 @@ def test_codes_and_states_vary_only_when_allowed():
     free = msgspec.structs.replace(asked, vary=("precision", "optimizer"))
     assert {plan.activation_quant for plan in plans(free)} == {"none", "int8", "fp8"}
     kinds = {(each.master_weights, each.state_dtype) for each in variants(free) if each.precision == "bf16"}
-    assert kinds == {("fp32", "fp32"), ("none", "fp32"), ("split", "fp32"), ("fp32", "bf16")}
+    assert kinds == {(weights, states) for weights in ("fp32", "none", "split") for states in ("fp32", "bf16")}
+    many = msgspec.structs.replace(question(machines="8xh100"), vary=free.vary)
+    assert ("fp32", "bf16") not in {(each.master_weights, each.state_dtype) for each in variants(many)}
     assert {(each.master_weights, each.state_dtype) for each in variants(asked)} == {("fp32", "fp32")}
 
 

@@ -39,6 +39,7 @@ def traced(*words: str, rank: int | None = None) -> TraceReport:
         plan=run.plan,
         sequence=run.sequence,
         master_weights=run.optim.master_weights,
+        state_dtype=run.optim.state_dtype,
         cluster=cluster("8xh100"),
         stack=stacks()["meshwright"],
     )
@@ -63,6 +64,13 @@ def traced(*words: str, rank: int | None = None) -> TraceReport:
         (*MOE, "plan.tp=2"),
         ("plan.shard=2", "plan.zero=1", "plan.deterministic=true"),
         ("plan.shard=2", "plan.zero=3", "plan.precision=bf16", "optim.master_weights=split"),
+        (
+            "plan.shard=2",
+            "plan.zero=3",
+            "plan.precision=bf16",
+            "optim.master_weights=split",
+            "optim.state_dtype=bf16",
+        ),
         ("plan.shard=2", "plan.zero=3", "plan.activation_quant=int8", "plan.activation_offload=true"),
     ],
     ids=" ".join,

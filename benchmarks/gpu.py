@@ -139,7 +139,8 @@ def main() -> None:
     if options.promise:
         promise_again(options.out)
         return
-    chosen = [case for case in CASES if options.only in f"{case.shape}/{case.microbatch}/{case.peer}"]
+    # With a slash at the end, so that torchtitan-fp8/ is one row.
+    chosen = [case for case in CASES if options.only in f"{case.shape}/{case.microbatch}/{case.peer}/"]
     before = json.loads(options.out.read_text()) if options.only and options.out.exists() else []
     records = {case: record for record in before if (case := Case(**record["case"])) in CASES}
     print("shape            batch   ours ms    GiB    MFU   peer ms    GiB   speed ×  memory ×")

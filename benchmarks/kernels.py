@@ -99,6 +99,21 @@ def quantize_case(rows: int, cols: int) -> Case:
     )
 
 
+def cast_case(rows: int, cols: int) -> Case:
+    """FP8 in both layouts: two bytes are read, and one is written twice."""
+    return Case(
+        f"fp8 in both layouts {rows} × {cols}",
+        lambda x, scale, way: fp8.cast_both(x, scale, fp8.E4M3) if way == "fused" else _cast_both(x, scale),
+        lambda: [normal(rows, cols).detach(), torch.ones((), device="cuda")],
+        4 * rows * cols, None,
+    )  # fmt: skip
+
+
+def _cast_both(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    values = fp8.cast(x, scale)
+    return values, values.view(torch.uint8).t().contiguous()
+
+
 def loss_case(rows: int, vocab: int) -> Case:
     """Losses of rows of logits, and over these their gradient up to a factor: one reading and one writing."""
     targets = torch.randint(0, vocab, (rows,), device="cuda")
@@ -122,6 +137,9 @@ def update_case(kind: str, numbers: int, moved: int) -> Case:
             return adamw.AdamWGroup([weight], [first], [second], [beside])
         if kind == "low bits":
             return adamw_bf16.BF16Group([weight], [first], [second], low=[beside.view(torch.int16)])
+        if kind == "low bits, bf16 states":
+            low = [beside.view(torch.int16)]
+            return adamw_bf16.BF16Group([weight], [first], [second], low=low, state_draws=[stream])
         return adamw_bf16.BF16Group([weight], [first], [second], draws=[stream])
 
     def call(
@@ -140,7 +158,8 @@ def update_case(kind: str, numbers: int, moved: int) -> Case:
 
     def draw() -> list[Tensor]:
         weight = normal(numbers, dtype=torch.float32 if kind == "masters" else torch.bfloat16).detach()
-        wide = [normal(numbers, dtype=torch.float32).detach().abs() for _ in range(2)]
+        state_dtype = torch.bfloat16 if kind.endswith("bf16 states") else torch.float32
+        wide = [normal(numbers, dtype=state_dtype).detach().abs() for _ in range(2)]
         return [weight, *wide, *(normal(numbers).detach() for _ in range(2))]
 
     ways = ("fused", "plain") if kind == "masters" else ("fused",)
@@ -157,6 +176,7 @@ def cases() -> list[Case]:
         gelu_case("gelu", 65536, 3072), gelu_case("gelu_tanh", 65536, 3072), quantize_case(32768, 4096),
         loss_case(8192, 128256), loss_case(16384, 50304),
         update_case("masters", 2**28, 28), update_case("low bits", 2**28, 26), update_case("draws", 2**28, 22),
+        update_case("low bits, bf16 states", 2**28, 18), cast_case(8192, 4096), cast_case(8192, 14336),
     ]  # fmt: skip
 
 

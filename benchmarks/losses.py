@@ -50,6 +50,17 @@ WAYS = {
     "bf16 weights, stochastic": "plan.precision=bf16 plan.bf16_params=false optim.master_weights=none "
     "optim.stochastic_rounding=true",
     "bf16 weights, compensated": "plan.precision=bf16 plan.bf16_params=false optim.master_weights=split",
+    **{
+        f"{name}, bf16 states": f"{words} optim.state_dtype=bf16"
+        for name, words in {
+            "bf16, masters in halves": "plan.precision=bf16 optim.master_weights=split",
+            "bf16, masters in halves, beta2 0.999": "plan.precision=bf16 optim.master_weights=split optim.beta2=0.999",
+            "fp8 by tensor, masters in halves": "plan.precision=fp8 optim.master_weights=split",
+            "bf16 weights, stochastic": "plan.precision=bf16 optim.master_weights=none optim.stochastic_rounding=true",
+        }.items()
+    },
+    # The same memory of squares with fp32 states, as the twin of those above.
+    "bf16, masters in halves, beta2 0.999": "plan.precision=bf16 optim.master_weights=split optim.beta2=0.999",
     "fp8 codes of activations": "plan.precision=bf16 plan.activation_quant=fp8",
 }
 LAST = 50  # steps whose mean loss is compared: single steps scatter
@@ -77,12 +88,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--size", choices=SIZES, default="large")
-    parser.add_argument("--only", default="", help="beside the twin, the ways whose names begin so")
+    parser.add_argument("--only", default="", help="beside the twin, the ways whose names have this")
     parser.add_argument("--at-once", type=int, default=1, help="runs beside each other: nothing is timed")
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     found: dict[str, list[float] | str] = {}
-    ways = {way: words for way, words in WAYS.items() if way == TWIN or way.startswith(options.only)}
+    ways = {way: words for way, words in WAYS.items() if way == TWIN or options.only in way}
     with tempfile.TemporaryDirectory() as name:
         common = f"{SIZES[options.size]} {RUN} steps={options.steps}"
         with ThreadPoolExecutor(options.at_once) as pool:  # each is a process of its own

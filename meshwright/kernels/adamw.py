@@ -230,11 +230,11 @@ def _rounded(x: Values, drawn: Values) -> Values:
 @jit
 def _state(pointer: Pointer, inside: Values, narrow: constexpr) -> Values:
     """A moment in fp32."""
-    held = tl.load(pointer, mask=inside, other=0)
     if narrow:
-        return (held.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        value = (tl.load(pointer, mask=inside, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
-        return held
+        value = tl.load(pointer, mask=inside, other=0.0)
+    return value
 
 
 @jit
@@ -265,9 +265,12 @@ def _adamw_bf16(
     owner, at, inside = _span(owners, starts, sizes, aligned, block)
     high_bits = _pointer(tl.load(fixed + owner), "int16", aligned) + at
     low_bits = _pointer(tl.load(fixed + 3 * count + owner), "int16", aligned) + at
-    state_dtype: constexpr = "int16" if narrow_states else "fp32"
-    first = _pointer(tl.load(fixed + count + owner), state_dtype, aligned) + at
-    second = _pointer(tl.load(fixed + 2 * count + owner), state_dtype, aligned) + at
+    if narrow_states:
+        first = _pointer(tl.load(fixed + count + owner), "int16", aligned) + at
+        second = _pointer(tl.load(fixed + 2 * count + owner), "int16", aligned) + at
+    else:
+        first = _pointer(tl.load(fixed + count + owner), "fp32", aligned) + at
+        second = _pointer(tl.load(fixed + 2 * count + owner), "fp32", aligned) + at
     g = tl.load(_pointer(tl.load(gradients + owner), grad_dtype, aligned) + at, mask=inside, other=0.0).to(tl.float32)
     m, v = _state(first, inside, narrow_states), _state(second, inside, narrow_states)
     bits = tl.load(high_bits, mask=inside, other=0).to(tl.int32) << 16

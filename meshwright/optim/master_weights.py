@@ -3,7 +3,7 @@
 Rounded to nearest, an update smaller than the last bit would be lost, however often it came. Stochastic rounding takes
 it with the probability of its share, so that it arrives on average. A split fp32 master weight is the bf16 parameter
 and `low`, their difference as integers: rounded to nearest, ties away from zero, it always fits into 16 bits.
-Beside either, states may be bf16, stochastically rounded: a running mean would stall as a weight does.
+Beside either the optimizer's states may be bf16, stochastically rounded: to the nearest, a running mean would stall.
 """
 
 import math

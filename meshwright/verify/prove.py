@@ -25,6 +25,7 @@ TOLERANCES: dict[Precision, tuple[float, str]] = {
     "fp32": (2e-3, "fp32 sums in another order: 1e-7 a term, and AdamW divides small gradients by their own size"),
     "bf16": (1e-1, "bf16 keeps 8 bits: 4e-3 a product"),
     "fp16": (3e-2, "fp16 keeps 11 bits: 5e-4 a product"),
+    "fp8": (3e-1, "fp8 keeps 4 bits: 5e-2 a product, and scales are those of a rank's own microbatch"),
 }
 QUANTITIES = ("loss", "norm", "gradient", "weight")  # that are compared
 TEXT, CERTIFICATE = "ragged.jsonl", "certificate.json"

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "kernels"))
 
 import kernel_cases
+import test_one_pass_bf16
 from kernel_cases import TYPES, draw
 from loss_cases import assert_exact, in_parts, some_targets
 
@@ -101,3 +102,15 @@ def test_one_pass_updates_as_torch_does(narrow, shapes):
     for master, twin, copy in zip(masters, twins, copies, strict=True):
         assert relative(master, twin.detach()) < FP32
         assert torch.equal(copy, master.bfloat16())
+
+
+@pytest.mark.parametrize("states", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["none", "split"])
+def test_one_pass_over_bf16_weights_and_states_is_the_plain_twins(monkeypatch, kind, states):
+    monkeypatch.setattr(test_one_pass_bf16, "DEVICE", "cuda")
+    fused, plain = (test_one_pass_bf16.moved(kind, states, way, (1.0, 0.0, 1.0)) for way in ("fused", "plain"))
+    for mine, theirs in zip(fused, plain, strict=True):
+        assert mine.dtype == theirs.dtype
+        # The same draws: a number on the border of two may fall the other way, and what depends on it follows.
+        near = mine == theirs if mine.dtype == torch.bfloat16 else torch.isclose(mine, theirs, rtol=2.0**-18, atol=1e-8)
+        assert near.float().mean() > 0.99

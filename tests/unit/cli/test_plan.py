@@ -68,6 +68,30 @@ def test_mathematics_varies_only_when_allowed(capsys):
     assert varied["seconds"] < fixed["plans"][0]["seconds"]
 
 
+WHOLE_8B = "plan llama3-8b --cluster 1xh200 --sequence 8192 --batch 1"
+
+
+def test_all_of_llama3_8b_trains_on_one_card_where_the_optimizer_may_vary(capsys):
+    offloads = ("optimizer_offload", "cpu_offload", "activation_offload")
+    fixed = answer(capsys, WHOLE_8B)["plans"]
+    varied = answer(capsys, WHOLE_8B, "--vary", "optimizer", "--vary", "precision")["plans"][0]
+    assert varied["fits"]
+    assert (varied["plan"]["precision"], varied["state_dtype"]) == ("fp8", "bf16")
+    assert not any(varied["plan"].get(name) not in (None, "none", False) for name in offloads)
+    assert varied["plan"]["recompute"] == "none"
+    assert all(varied["seconds"] < plan["seconds"] for plan in fixed)
+    halves = ("optim.master_weights=split", "optim.state_dtype=bf16", "plan.precision=fp8")
+    said = answer(capsys, WHOLE_8B, *halves)["plans"][0]
+    lines = {line["name"]: line["bytes"] for line in said["ledger"]}
+    parameters = 8_030_261_248
+    assert [lines[name] for name in ("weights", "master", "moments")] == [
+        2 * parameters,
+        2 * parameters,
+        4 * parameters,
+    ]
+    assert said["plan"]["recompute"] == "none"
+
+
 def test_the_alpaca_recipe_fits_four_cards_with_room(capsys):
     found = answer(capsys, ALPACA)
     plan = found["plans"][0]

@@ -1,17 +1,27 @@
 """Optimizer states in bf16 beside bf16 weights: right on average, where rounding to the nearest stalls."""
 
+from pathlib import Path
+
 import msgspec
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.config import load
+from meshwright.config.presets import preset
 from meshwright.config.run import Run, digest
+from meshwright.models.decoder import Decoder
+from meshwright.models.init import fill_model
 from meshwright.optim import master_weights
 from meshwright.optim.clip import GradStats
 from meshwright.optim.resident import ResidentOptimizer
 from meshwright.spec.problem import InputError
 
+STEPS, RATE = 200, 1e-3
+ARCH = msgspec.structs.replace(
+    preset("tiny"), vocab=256, layers=2, hidden=32, heads=2, kv_heads=1, head_dim=16, ffn=64, context=64
+)
 SGD = ("optim.name=sgd", "optim.momentum=0.9")
 
 
@@ -120,3 +130,37 @@ def test_they_need_bf16_weights():
     assert "set optim.master_weights = split" in str(refused.value)
     offloaded = run_of("plan.optimizer_offload=host", kind="fp32")
     assert msgspec.structs.asdict(offloaded.optim)["state_dtype"] == "bf16"
+
+
+def trained(states: str, beta2: float) -> tuple[list[float], Tensor]:
+    """Losses over a short real run, and how far each weight has gone."""
+    torch.manual_seed(0)
+    run = run_of(f"optim.beta2={beta2}", "optim.weight_decay=0.0", states=states)
+    model = Decoder(ARCH)
+    fill_model(model, ARCH, 1)
+    model = model.bfloat16()
+    start = torch.cat([weight.detach().float().flatten() for weight in model.parameters()])
+    master_weights.attach([model], run)
+    optimizer = ResidentOptimizer(run.optim, model.parameters(), run.plan)
+    text, losses, positions = torch.tensor(list(Path(__file__).read_bytes())), [], torch.arange(32).expand(4, 32)
+    for step in range(STEPS):
+        starts = [(97 * step + 31 * row) % (len(text) - 33) for row in range(4)]
+        tokens = torch.stack([text[start : start + 33] for start in starts]).long()
+        logits = model(tokens[:, :-1], positions, index=tokens[:, :-1])
+        loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+        model.zero_grad()
+        loss.backward()
+        optimizer.step(RATE, verdict())
+        losses.append(loss.item())
+    held = [optimizer.held()[id(weight)] for weight in model.parameters()]
+    ends = [master_weights.join(each["weight"], each["low"].view(torch.int16)) for each in held]
+    return losses, torch.cat([end.flatten() for end in ends]) - start
+
+
+@pytest.mark.parametrize("beta2", [0.95, 0.999])
+def test_over_a_real_run_they_learn_as_fp32_states_do(beta2):
+    torch.set_num_threads(1)
+    (losses, travel), (mine, moved) = (trained(states, beta2) for states in ("fp32", "bf16"))
+    gained, likewise = (found[0] - sum(found[-20:]) / 20 for found in (losses, mine))
+    assert likewise == pytest.approx(gained, rel=0.01)
+    assert (torch.dot(moved, travel) / travel.square().sum()).item() == pytest.approx(1, abs=0.02)

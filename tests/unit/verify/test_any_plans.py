@@ -1,12 +1,15 @@
 """Plans of a proof of anyone's model: what their words leave open, and what is wrong with them."""
 
+from typing import get_args
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.parallel.model_spec import DECODER, ModelSpec
-from meshwright.spec.plan import Plan, even_stages
+from meshwright.spec.plan import Plan, Precision, even_stages
 from meshwright.spec.problem import InputError
+from meshwright.verify import prove
 from meshwright.verify.prove_module import decided
 
 
@@ -72,3 +75,8 @@ def test_the_problems_of_all_plans_are_said_at_once():
     with pytest.raises(InputError) as error:
         decided(["replicate=3", "shard=2", "cp=2"], 8, 4, ModelSpec())
     assert len(error.value.problems) == 3
+
+
+def test_every_precision_has_a_tolerance_with_its_reason():
+    assert set(prove.TOLERANCES) == set(get_args(Precision))
+    assert all(reason for _, reason in prove.TOLERANCES.values())

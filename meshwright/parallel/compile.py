@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -25,6 +26,7 @@ def wrap(model: nn.Module, plan: Plan, mesh: Mesh, model_spec: ModelSpec) -> nn.
     if problems := list(missing(plan)):
         raise InputError(problems)
     _configure(mesh.device)
+    _listen()
     for block in present_blocks(model, model_spec):
         # The forward, not the call: hooks of other transforms (gathering weights) stay outside.
         block.forward = partial(_forward, torch.compile(block.forward))
@@ -49,6 +51,37 @@ def _configure(device: torch.device) -> None:
         # Tracing makes a progress bar that it never shows, with a system semaphore for a lock: a rank that is killed
         # would leak it, and Python warns of that on the user's screen.
         tqdm.set_lock(threading.RLock())
+
+
+class CompileClock:
+    """How long torch's compiler has worked in this process; inner calls of it are within an outer one."""
+
+    def __init__(self) -> None:
+        self.total = 0.0
+        self.since: float | None = None
+
+    def start(self, _: Any) -> None:
+        self.since = time.monotonic()
+
+    def end(self, _: Any) -> None:
+        if self.since is not None:
+            self.total, self.since = self.total + time.monotonic() - self.since, None
+
+
+CLOCK = CompileClock()
+
+
+def seconds() -> float:
+    """What compilation has taken in this process so far."""
+    return CLOCK.total
+
+
+def _listen() -> None:
+    from torch._dynamo.callback import callback_handler
+
+    if CLOCK.start not in callback_handler.start_callbacks:
+        callback_handler.register_start_callback(CLOCK.start)
+        callback_handler.register_end_callback(CLOCK.end)
 
 
 def suspended(plan: Plan) -> AbstractContextManager[Any]:

@@ -14,15 +14,18 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     norm: float  # global gradient norm before clipping
     rate: float
     tokens: int  # valid tokens of the step, over the whole job: the divisor of the loss
-    seconds: float  # since the previous step ended
-    data_seconds: float  # of those, waiting for the loader
+    seconds: float  # since the previous step, or what came between them, ended
+    data_seconds: float  # of those, the device standing still for the loader
     memory_bytes: int  # highest so far on this rank
     flops: float  # the model's, over the whole job
     skipped: bool = False  # the gradient was not finite: weights were left alone
     loss_scale: float = 1.0  # fp16 only
     balance: float | None = None  # mixtures: mean balance loss of the layers, 1 when experts share evenly
     save_seconds: float = 0.0  # of the step, held up by a checkpoint
-    at: float = 0.0  # the machine's monotonic clock when the record was made
+    compile_seconds: float = 0.0  # of the step, torch.compile at work
+    began: float = 0.0  # monotonic: when the step before it, or what came between them, ended
+    ended: float = 0.0  # when it ended, its save with it, on the device; 0: not known, as of older runs
+    at: float = 0.0  # the machine's monotonic clock when the record was made, up to a few steps later
 
 
 class EvalRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="held"):
@@ -32,6 +35,8 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     loss: float
     tokens: int
     seconds: float
+    began: float = 0.0  # monotonic, as of a step
+    ended: float = 0.0
     at: float = 0.0
 
 
@@ -61,6 +66,7 @@ class EndRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag
     step: int
     at: float
     finished: bool = False  # all steps were made; else it was asked to stop
+    save_seconds: float = 0.0  # before that, waiting for the last save to be on the disk
 
 
 Record = StepRecord | EvalRecord | AttemptRecord | EventRecord | EndRecord

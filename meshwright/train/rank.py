@@ -140,6 +140,7 @@ def _train(state: State, recorder: Recorder, order: RankSpec, heart: Heartbeat, 
             step=state.step, session=order.session, number=order.attempt, began=order.began, at=time.monotonic()
         )
     )
+    handled = time.monotonic()
     for result in train(run, state, mesh, recorder.folder, stop):
         recorder.add(result)
         heart.did(result.step) if isinstance(result, StepResult) else heart.looked()
@@ -147,6 +148,8 @@ def _train(state: State, recorder: Recorder, order: RankSpec, heart: Heartbeat, 
         if run.plan.compile and isinstance(result, StepResult) and result.step == heart.restored + SETTLED:
             for line in compile.described():
                 recorder.screen.say(line)
+        handled = time.monotonic()
+    recorder.last_save_seconds = time.monotonic() - handled  # the loop ends when nothing is left to be saved
 
 
 def _finish(run: Run, state: State, mesh: Mesh, recorder: Recorder, corpus: Corpus) -> Summary:

@@ -31,6 +31,7 @@ from meshwright.spec.params import count
 from meshwright.train.build import build
 from meshwright.train.log import peak_bytes
 from meshwright.train.loop import StepResult, train
+from meshwright.train.oom import explaining
 from meshwright.train.world import world
 
 # The first pattern that fits a kernel's name says what it is; what fits none is element-wise.
@@ -155,11 +156,13 @@ def measure(place: Place, run: Run, cache: Path, folder: Path, traced: int) -> N
     with world(run, place) as mesh:
         corpus = prepare(run, cache, lambda text: None)
         before = peak_bytes(mesh.device)
-        state = build(run, corpus, mesh)
+        with explaining(run, mesh.device):
+            state = build(run, corpus, mesh)
         dist.barrier()
         began = time.perf_counter()
         results = train(run, state, mesh)
-        marks = list(_marks(islice(results, run.steps - traced), mesh))
+        with explaining(run, mesh.device, state):
+            marks = list(_marks(islice(results, run.steps - traced), mesh))
         *steps, first = _largest([*_seconds(marks, mesh), marks[0][1] - began], mesh)
         loss = marks[-1][2].loss.item()
         answer = _answer(run, mesh, steps[WARM_UP - 1 :], first, loss, before)

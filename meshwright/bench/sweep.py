@@ -17,6 +17,7 @@ from meshwright.cost.flops import hardware_flops, step_flops, utilization
 from meshwright.cost.memory import worst
 from meshwright.cost.step_time import price
 from meshwright.hardware.profile import Profile, read_profile
+from meshwright.runtime.failure import Exit, verdict_of
 from meshwright.runtime.place import Place
 from meshwright.runtime.ranks import Remote, run_ranks
 from meshwright.search import budget
@@ -42,6 +43,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     measured: dict[str, Any] | None
     error: str = ""
+    exit_code: int = Exit.FAILED  # of the error
 
 
 class SweepSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,11 +135,18 @@ def sweep(planned: list[tuple[str, Run]], setup: SweepSetup, report: Callable[[R
         try:
             run_ranks(MEASURE, run.plan.world, (run, setup.cache, place, setup.traced), LONGEST)
         except RuntimeError as error:
-            rows.append(Row(name=name, measured=None, error=str(error).strip().splitlines()[-1]))
+            rows.append(_failed(name, error))
         else:
             rows.append(_read(name, run, place, setup))
         report(rows[-1])
     return rows
+
+
+def _failed(name: str, error: RuntimeError) -> Row:
+    """Why a plan could not be measured: its rank's failure report, or the last line of a traceback."""
+    if verdict := verdict_of(error):
+        return Row(name=name, measured=None, error=str(verdict), exit_code=verdict.code)
+    return Row(name=name, measured=None, error=str(error).strip().splitlines()[-1])
 
 
 def feed(planned: list[tuple[str, Run]], setup: SweepSetup) -> None:

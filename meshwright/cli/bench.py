@@ -10,6 +10,7 @@ import msgspec
 from meshwright.cli import env
 from meshwright.cli import options as words
 from meshwright.hardware.profile import Profile, read_profile
+from meshwright.runtime.failure import Exit
 from meshwright.runtime.files import require_file, require_folder
 from meshwright.runtime.place import Place
 from meshwright.spec.problem import InputError, Problem
@@ -53,7 +54,7 @@ def add_bench(verb: argparse.ArgumentParser) -> None:
 
 
 def bench(options: argparse.Namespace) -> int:
-    """Measure; exit 1 when a plan could not be."""
+    """Measure; exit 1 when a plan could not be, 3 when all that could not be did not fit."""
     words.require_training()
     if options.probe:
         return probe(options)
@@ -132,13 +133,15 @@ def _answer(rows: "list[Row]", options: argparse.Namespace, say: Callable[[str],
         options.out.write_bytes(msgspec.json.format(msgspec.json.encode(answer)) + b"\n")
     if options.json:
         print(msgspec.json.encode(answer).decode())
-    return 1 if any(row.error for row in rows) else 0
+    codes = {row.exit_code for row in rows if row.error}
+    return (codes.pop() if len(codes) == 1 else Exit.FAILED) if codes else Exit.DONE
 
 
 def _line(row: "Row") -> str:
     found = row.measured
     if found is None:
-        return f"{row.name:<26}could not be measured: {row.error}"
+        words = row.error if "\n" not in row.error else f"\n{row.error}"
+        return f"{row.name or 'as given':<26}could not be measured: {words}"
     predicted = f"{found['predicted_seconds']:>10.4f}" if found["predicted_seconds"] else f"{'–':>10}"
     bytes_predicted = f"{found['predicted_bytes'] / GIB:>10.2f}" if found["predicted_bytes"] else f"{'–':>10}"
     mfu = f"{found['mfu']:>7.1%}" if found["mfu"] else f"{'–':>7}"

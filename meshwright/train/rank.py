@@ -106,7 +106,7 @@ def run_rank(run: Run, order: RankSpec, screen: PlainLines, heart: Heartbeat, st
             screen.say(words)
         with explaining(run, mesh.device):
             state = build(run, corpus, mesh, folder)
-        restore(state, run, mesh, folder, screen.say)
+            restore(state, run, mesh, folder, screen.say)
         kernels = fused_kernels.chosen(run.plan, mesh.device, state.chunks, state.optimizer.is_one_pass)
         if mesh.rank == 0:
             replace_json(folder / "env.json", environment(mesh, kernels))
@@ -117,9 +117,9 @@ def run_rank(run: Run, order: RankSpec, screen: PlainLines, heart: Heartbeat, st
         try:
             with explaining(run, mesh.device, state):
                 _train(state, recorder, order, heart, stop)
-            screen.close()
-            if not state.stopped:
-                return _finish(run, state, mesh, recorder, corpus)
+                screen.close()
+                if not state.stopped:
+                    return _finish(run, state, mesh, recorder, corpus)
             recorder.end(state.step)
             stop.saved = state.saved
             return None

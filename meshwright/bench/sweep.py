@@ -13,7 +13,7 @@ from meshwright.config import load
 from meshwright.config.presets import run_file
 from meshwright.config.run import Run
 from meshwright.cost.calibrate import PredictionSource, trainer
-from meshwright.cost.flops import hardware_flops, step_flops, utilization
+from meshwright.cost.flops import causal_step_flops, hardware_flops, step_flops, utilization
 from meshwright.cost.memory import worst
 from meshwright.cost.step_time import price
 from meshwright.hardware.profile import Profile, read_profile
@@ -60,7 +60,8 @@ def predicted(run: Run, found: dict[str, Any], here: PredictionSource) -> dict[s
     machines, source = here.of(found["device"], run.plan.world)
     if machines is None:
         return {"predicted_seconds": None, "predicted_bytes": None, "predicted_from": "", "mfu_of": ""}
-    job = msgspec.structs.replace(job_of(run), cluster=machines, stack=trainer(found["device"]))
+    span = found["span"] if run.data.mask_documents else None
+    job = msgspec.structs.replace(job_of(run), cluster=machines, stack=trainer(found["device"]), span=span)
     answer = {
         "predicted_seconds": price(job).seconds,
         "predicted_bytes": worst(job).allocated,
@@ -70,10 +71,11 @@ def predicted(run: Run, found: dict[str, Any], here: PredictionSource) -> dict[s
     peak = machines.gpu.peak(run.plan.precision) * run.plan.world
     if found["mfu"] or not peak:
         return answer
-    seconds, done = found["step_seconds"], hardware_flops(run.arch, run.plan, run.sequence, run.batch)
+    seconds, size = found["step_seconds"], (run.sequence, run.batch, span)
     return answer | {
-        "mfu": utilization(step_flops(run.arch, run.sequence, run.batch), seconds, peak),
-        "hfu": utilization(done, seconds, peak),
+        "mfu": utilization(step_flops(run.arch, *size), seconds, peak),
+        "mfu_causal": utilization(causal_step_flops(run.arch, *size), seconds, peak),
+        "hfu": utilization(hardware_flops(run.arch, run.plan, *size), seconds, peak),
         "mfu_of": "the fastest matmul measured",
     }
 

@@ -17,7 +17,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     seconds: float  # since the previous step, or what came between them, ended
     data_seconds: float  # of those, the device standing still for the loader
     memory_bytes: int  # highest so far on this rank
-    flops: float  # the model's, over the whole job
+    flops: float  # the model's, over the whole job, attention in full within documents
     skipped: bool = False  # the gradient was not finite: weights were left alone
     loss_scale: float = 1.0  # fp16 only
     balance: float | None = None  # mixtures: mean balance loss of the layers, 1 when experts share evenly
@@ -25,6 +25,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     compile_seconds: float = 0.0  # of the step, torch.compile at work
     began: float = 0.0  # monotonic: when the step before it, or what came between them, ended
     ended: float = 0.0  # when it ended, its save with it, on the device; 0: not known, as of older runs
+    flops_causal: float = 0.0  # the same with attention as it is computed; 0: not known, as of older runs
+    span: float = 0.0  # mean over positions of the document that each is in; 0: not known
     at: float = 0.0  # the machine's monotonic clock when the record was made, up to a few steps later
 
 
@@ -84,6 +86,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     seconds_to_first_loss: float
     seconds: float
     peak_bytes: int
+    mfu: float | None = None  # attention counted in full, of the data sheet's peak; None: the device's is not known
+    mfu_causal: float | None = None  # attention counted as it is computed
+    tflops: float = 0.0  # 1e12 operations a second of a rank, attention counted as it is computed
     parameters: int
     ranks: int
     folder: str

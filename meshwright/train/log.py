@@ -21,7 +21,7 @@ from torch import Tensor
 
 from meshwright.config import load
 from meshwright.config.run import Run
-from meshwright.cost.flops import step_flops, utilization
+from meshwright.cost.flops import causal_step_flops, step_flops, utilization
 from meshwright.hardware.cluster import peak_flops_per_second
 from meshwright.parallel.mesh import Mesh
 from meshwright.runtime.files import forsake
@@ -321,7 +321,6 @@ class Recorder:
         self.past = read_records(file)  # of earlier attempts
         self.lines = RecordFile(file, self.screen.say)
         self.timeline = DeviceTimeline(moment(self.mesh.device))
-        self.flops = step_flops(self.run.arch, self.run.sequence, self.run.batch)
         self.peak = peak_of(self.mesh, self.run)
 
     def add(self, result: StepResult | EvalResult) -> None:
@@ -396,7 +395,7 @@ class Recorder:
         if step.ready is not None:
             step.ready.synchronize()  # of that step only; later ones continue
         loss, norm, finite, loss_scale, balance = step.numbers.tolist()
-        result, before = step.result, self.timeline.at
+        run, result, before = self.run, step.result, self.timeline.at
         began, fed, updated, ended = map(
             self.timeline.reached, (result.began, result.fed, result.updated, result.ended)
         )
@@ -409,7 +408,9 @@ class Recorder:
             seconds=ended - before,
             data_seconds=fed - began,
             memory_bytes=peak_bytes(self.mesh.device),
-            flops=self.flops,
+            flops=step_flops(run.arch, run.sequence, run.batch, result.span),
+            flops_causal=causal_step_flops(run.arch, run.sequence, run.batch, result.span),
+            span=result.span,
             skipped=finite == 0.0,
             loss_scale=loss_scale,
             balance=balance if result.balance is not None else None,

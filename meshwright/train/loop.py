@@ -60,6 +60,7 @@ class StepResult:
     balance: Tensor | None  # mixtures: this rank's mean balance loss
     rate: float
     tokens: int
+    span: float  # mean over positions of the document that each is in, which attention is counted by
     wait_seconds: float  # of the host, for the loader
     save_seconds: float  # that a save paused the host for
     compile_seconds: float  # that torch.compile took of it
@@ -113,6 +114,7 @@ def steps(run: Run, state: State, mesh: Mesh, save: Save, stop: Stop) -> Iterato
             balance=balance(state),
             rate=rate,
             tokens=batch.tokens,
+            span=batch.span,
             wait_seconds=batch.wait_seconds,
             save_seconds=save_seconds,
             compile_seconds=compile.seconds() - compiled,

@@ -23,6 +23,7 @@ from meshwright.config.huggingface import TOKENIZER
 from meshwright.config.load import load
 from meshwright.config.run import Run
 from meshwright.cost import goodput
+from meshwright.cost.flops import utilization
 from meshwright.data.prepare import Corpus, prepare
 from meshwright.data.prepare import described as described_data
 from meshwright.data.shards import Tokens
@@ -169,15 +170,21 @@ def _finish(run: Run, state: State, mesh: Mesh, recorder: Recorder, corpus: Corp
     records = goodput.kept(recorder.past)
     steady = records[1:] or records  # the first step pays for warming up
     spent = goodput.account(recorder.past)
+    seconds = sum(record.seconds for record in steady)
+    flops, causal = (sum(getattr(record, name) for record in steady) for name in ("flops", "flops_causal"))
+    peak_rate = recorder.peak
     return Summary(
         step=state.step,
         first_loss=records[0].loss,
         loss=records[-1].loss,
         held_out_loss=recorder.last_held.loss if recorder.last_held else None,
-        tokens_per_second=sum(record.tokens for record in steady) / sum(record.seconds for record in steady),
+        tokens_per_second=sum(record.tokens for record in steady) / seconds,
         seconds_to_first_loss=goodput.first_loss_seconds(recorder.past),
         seconds=spent.wall,
         peak_bytes=int(peak.item()),
+        mfu=utilization(flops, seconds, peak_rate) if peak_rate else None,
+        mfu_causal=utilization(causal, seconds, peak_rate) if peak_rate else None,
+        tflops=causal / seconds / mesh.world / 1e12,
         parameters=count(run.arch),
         ranks=mesh.world,
         folder=str(recorder.folder),
@@ -305,6 +312,7 @@ class Fact(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     tokens: int
     digest: str
+    documents: int = 0  # that are told apart; 0: none are
 
 
 def check(run: Run, corpus: Corpus, folder: Path, writes: bool) -> list[str]:
@@ -335,7 +343,8 @@ def fact(source: str, tokens: Tokens) -> Fact:
     for number in range(WINDOWS):
         start = number * max(tokens.total - WINDOW, 0) // max(WINDOWS - 1, 1)
         digest.update(tokens.read(start, min(WINDOW, tokens.total)).tobytes())
-    return Fact(source=source, tokens=tokens.total, digest=digest.hexdigest()[:16])
+    documents = len(tokens.ends)
+    return Fact(source=source, tokens=tokens.total, digest=digest.hexdigest()[:16], documents=documents)
 
 
 def differences(there: list[Fact], here: list[Fact]) -> list[Problem]:

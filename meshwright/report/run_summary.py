@@ -98,6 +98,8 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     at: float  # seconds from the session's beginning until the ranks stood ready
     seconds: float  # from there to its last record
     ended: str  # by what; empty: nothing says so
+    phases: dict[str, float] = {}  # seconds of its start, in order
+    first_loss: float | None = None  # seconds from when the ranks stood ready to their first loss
 
 
 class RunEvent(msgspec.Struct, frozen=True, kw_only=True):
@@ -416,12 +418,15 @@ def attempts(records: Iterable[Record], ends: Mapping[str, Failure]) -> tuple[At
     """Every start of the ranks, in order."""
     heads: list[AttemptRecord] = []
     lasts: list[Record] = []
+    firsts: list[float] = []  # when each made its first step; 0: it made none
     for record in records:
         if isinstance(record, AttemptRecord):
             heads.append(record)
             lasts.append(record)
+            firsts.append(0.0)
         elif heads:
             lasts[-1] = record
+            firsts[-1] = firsts[-1] or (record.ended or record.at if isinstance(record, StepRecord) else 0.0)
     sessions = numbered(heads)
     found = []
     for number, (head, last) in enumerate(zip(heads, lasts, strict=True)):
@@ -438,6 +443,8 @@ def attempts(records: Iterable[Record], ends: Mapping[str, Failure]) -> tuple[At
                 at=max(head.at - head.began, 0.0),
                 seconds=max(last.at - head.at, 0.0),
                 ended=_ended(head, last, later, ends),
+                phases=head.phases,
+                first_loss=firsts[number] - head.at if firsts[number] else None,
             )
         )
     return tuple(found)

@@ -19,6 +19,7 @@ ROWS, LEFT = 8, 10  # of the drawn loss, and columns beside it
 LEAST = 3  # steps that are worth drawing
 FULLER = 1.02  # × the least loaded rank's memory, from where on ranks differ
 LEAST_COUNTED = 5  # steps of a run from where on their median says how fast it is
+LEAST_PHASE = 0.05  # seconds from which on a phase of a start is told
 HEADS = ("run", "model", "steps", "last loss", "best validation", "tokens/s", "MFU %", "state", "last record", "plan")
 NARROW = (
     "plan",
@@ -182,6 +183,10 @@ def _attempts(report: RunReport) -> Iterator[str]:
         steps = f"steps {each.first_step + 1:,} to {each.last_step:,} in {duration(each.seconds)}{lost}"
         done = steps if each.last_step > each.first_step else "no step"
         yield f"    {each.session}.{each.number}  ready after {duration(each.at)}, {done}{ended}"
+        if each.phases:
+            parts = [f"{name} {duration(seconds)}" for name, seconds in each.phases.items() if seconds >= LEAST_PHASE]
+            first = f"; first loss {duration(each.first_loss)} later" if each.first_loss is not None else ""
+            yield f"         start: {', '.join(parts)}{first}"
     if len(report.attempts) > MOST_LISTED:
         yield f"    … {len(report.attempts) - MOST_LISTED} more (--json has all)"
 

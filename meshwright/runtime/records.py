@@ -50,6 +50,7 @@ class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind",
     number: int  # of the attempt in its session, from 1
     began: float  # monotonic: when the session did
     at: float
+    phases: dict[str, float] = {}  # seconds of what came before, in order, up to here
 
 
 class EventRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="event"):

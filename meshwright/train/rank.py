@@ -3,6 +3,7 @@
 import hashlib
 import importlib
 import platform
+import threading
 import time
 import traceback
 from collections import deque
@@ -70,14 +71,36 @@ def fetch_rest() -> None:
         importlib.import_module(name)
 
 
+class StartTimeline:
+    """What a rank does before its first step, and how long each takes."""
+
+    def __init__(self, began: float) -> None:
+        self.last = began
+        self.phases: dict[str, float] = {}
+
+    def passed(self, name: str) -> None:
+        """A phase ends here."""
+        now = time.monotonic()
+        self.phases[name] = self.phases.get(name, 0.0) + now - self.last
+        self.last = now
+
+
+def import_compiler() -> None:
+    """Import torch's compiler, which takes seconds, while the rank waits for others, its device and its files."""
+    for name in ("torch._dynamo", "torch._inductor.compile_fx", "torch._inductor.async_compile"):
+        importlib.import_module(name)
+
+
 def serve(order: RankSpec, run: Run, machine: bool = False) -> int:
     """Be one rank, and end with the exit code that says how it went. A failure report is left in the run folder."""
+    start = StartTimeline(order.began if order.attempt == 1 else time.monotonic())
+    start.passed("launch")  # the command line, processes, importing torch; the data too where the launcher prepares it
     stop = Stop().listen()
     code()  # as it is now: the ranks compare it when they meet
     heart = Heartbeat(Path(order.beats), order.place.rank, phase_table())
     try:
         view = screen(default_stream(machine), run.log.every, quiet=not order.speaks)
-        summary = run_rank(run, order, view, heart, stop)
+        summary = run_rank(run, order, view, heart, stop, start)
     except Exception as error:
         traceback.print_exc()
         step = heart.step if heart.restored >= 0 else -1
@@ -92,8 +115,12 @@ def serve(order: RankSpec, run: Run, machine: bool = False) -> int:
     return Exit.DONE
 
 
-def run_rank(run: Run, order: RankSpec, screen: PlainLines, heart: Heartbeat, stop: Stop) -> Summary | None:
+def run_rank(
+    run: Run, order: RankSpec, screen: PlainLines, heart: Heartbeat, stop: Stop, start: StartTimeline
+) -> Summary | None:
     """Train to the last step, then leave a model, a sample and a summary; None when stopped before."""
+    if run.plan.compile:
+        threading.Thread(target=import_compiler, name="import-compiler", daemon=True).start()
     ours = order.place.launcher == "meshwright"
     corpus = prepare(run, Path(order.cache), (lambda text: None) if ours else screen.say)
     for line in () if ours else described_data(run, corpus):
@@ -101,13 +128,17 @@ def run_rank(run: Run, order: RankSpec, screen: PlainLines, heart: Heartbeat, st
     folder = Path(order.folder)
     for line in check(run, corpus, folder, writes=order.place.rank == 0):
         screen.say(line)
+    start.passed("data")
     with world(run, order.place, order.attempt) as mesh:
+        start.passed("meet")  # the other ranks, and the device
         screen.say(f"building {count(run.arch):,} parameters on {described(mesh)}")
         if words := expected(run, mesh.device):
             screen.say(words)
         with explaining(run, mesh.device):
             state = build(run, corpus, mesh, folder)
+            start.passed("build")
             restore(state, run, mesh, folder, screen.say)
+            start.passed("restore")
         kernels = fused_kernels.chosen(run.plan, mesh.device, state.chunks, state.optimizer.is_one_pass)
         if mesh.rank == 0:
             replace_json(folder / "env.json", environment(mesh, kernels))
@@ -117,7 +148,7 @@ def run_rank(run: Run, order: RankSpec, screen: PlainLines, heart: Heartbeat, st
         recorder = Recorder(run, mesh, folder, screen, [Writer(name, run, folder, screen.say) for name in trackers])
         try:
             with explaining(run, mesh.device, state):
-                _train(state, recorder, order, heart, stop)
+                _train(state, recorder, order, heart, stop, start)
                 screen.close()
                 if not state.stopped:
                     return _finish(run, state, mesh, recorder, corpus)
@@ -131,14 +162,22 @@ def run_rank(run: Run, order: RankSpec, screen: PlainLines, heart: Heartbeat, st
             screen.close()
 
 
-def _train(state: State, recorder: Recorder, order: RankSpec, heart: Heartbeat, stop: Stop) -> None:
+def _train(
+    state: State, recorder: Recorder, order: RankSpec, heart: Heartbeat, stop: Stop, start: StartTimeline
+) -> None:
     run, mesh = recorder.run, recorder.mesh
     faults = FaultWatch(run, state, mesh, recorder, heart)
     inject(order.inject, run, state, mesh)
     heart.begins(state.step)
+    start.passed("prepare")  # kernels tried, trackers, watches
     recorder.begin(
         AttemptRecord(
-            step=state.step, session=order.session, number=order.attempt, began=order.began, at=time.monotonic()
+            step=state.step,
+            session=order.session,
+            number=order.attempt,
+            began=order.began,
+            at=start.last,
+            phases=start.phases,
         )
     )
     handled = time.monotonic()

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.bench.sweep import MEASURED, WARM_UP
 from meshwright.config.run import Run
-from meshwright.cost.flops import attention_flops, hardware_flops, step_flops, utilization
+from meshwright.cost.flops import attention_flops, causal_step_flops, hardware_flops, step_flops, utilization
 from meshwright.data.prepare import prepare
 from meshwright.hardware.cluster import peak_flops_per_second
 from meshwright.models.decoder import Decoder
@@ -31,6 +31,7 @@ from meshwright.spec.params import count
 from meshwright.train.build import build
 from meshwright.train.log import peak_bytes
 from meshwright.train.loop import StepResult, train
+from meshwright.train.oom import explaining
 from meshwright.train.world import world
 
 # The first pattern that fits a kernel's name says what it is; what fits none is element-wise.
@@ -142,7 +143,10 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     first_step_seconds: float  # compilation included
     tokens_per_second: float
     mfu: float | None  # None: the device has no peak in the catalogue
+    mfu_causal: float | None  # the same with attention as it is computed, half of it and within documents
     hfu: float | None
+    tflops: float  # 1e12 operations a second of a rank, attention counted as it is computed
+    span: float  # mean over positions of the document that each is in: what attention is counted over
     peak_allocated_bytes: int  # by torch's allocator; on a CPU, by which the process has grown since before the model
     peak_reserved_bytes: int
     loss: float
@@ -155,14 +159,15 @@ def measure(place: Place, run: Run, cache: Path, folder: Path, traced: int) -> N
     with world(run, place) as mesh:
         corpus = prepare(run, cache, lambda text: None)
         before = peak_bytes(mesh.device)
-        state = build(run, corpus, mesh)
+        with explaining(run, mesh.device):
+            state = build(run, corpus, mesh)
         dist.barrier()
         began = time.perf_counter()
         results = train(run, state, mesh)
-        marks = list(_marks(islice(results, run.steps - traced), mesh))
+        with explaining(run, mesh.device, state):
+            marks = list(_marks(islice(results, run.steps - traced), mesh))
         *steps, first = _largest([*_seconds(marks, mesh), marks[0][1] - began], mesh)
-        loss = marks[-1][2].loss.item()
-        answer = _answer(run, mesh, steps[WARM_UP - 1 :], first, loss, before)
+        answer = _answer(run, mesh, steps[WARM_UP - 1 :], first, [mark[2] for mark in marks[WARM_UP:]], before)
         if traced:
             falls = waterfall(results, traced, mesh.device, _ideal(run, answer.device), folder / "trace.json")
             answer = msgspec.structs.replace(answer, waterfall=falls)
@@ -211,7 +216,9 @@ def _largest(numbers: Sequence[float], mesh: Mesh) -> list[float]:
     return held.tolist()
 
 
-def _answer(run: Run, mesh: Mesh, steps: list[float], first: float, loss: float, before: int) -> Measured:
+def _answer(
+    run: Run, mesh: Mesh, steps: list[float], first: float, counted: Sequence[StepResult], before: int
+) -> Measured:
     """What all ranks saw; `before` is the peak of this process before it had a model."""
     cuda = mesh.device.type == "cuda"
     grown = peak_bytes(mesh.device) - (0 if cuda else before)
@@ -219,8 +226,10 @@ def _answer(run: Run, mesh: Mesh, steps: list[float], first: float, loss: float,
     device = torch.cuda.get_device_name(mesh.device) if cuda else "cpu"
     seconds = statistics.median(steps)
     peak = peak_flops_per_second(device, run.plan.precision)
-    flops = step_flops(run.arch, run.sequence, run.batch)
-    done = hardware_flops(run.arch, run.plan, run.sequence, run.batch)
+    span = statistics.fmean(result.span for result in counted)
+    flops = step_flops(run.arch, run.sequence, run.batch, span)
+    causal = causal_step_flops(run.arch, run.sequence, run.batch, span)
+    done = hardware_flops(run.arch, run.plan, run.sequence, run.batch, span)
     return Measured(
         plan=str(run.plan),
         device=device,
@@ -234,10 +243,13 @@ def _answer(run: Run, mesh: Mesh, steps: list[float], first: float, loss: float,
         first_step_seconds=first,
         tokens_per_second=run.tokens / seconds,
         mfu=utilization(flops, seconds, peak * mesh.world) if peak else None,
+        mfu_causal=utilization(causal, seconds, peak * mesh.world) if peak else None,
+        tflops=causal / seconds / mesh.world / 1e12,
+        span=span,
         hfu=utilization(done, seconds, peak * mesh.world) if peak else None,
         peak_allocated_bytes=int(allocated),
         peak_reserved_bytes=int(reserved),
-        loss=loss,
+        loss=counted[-1].loss.item(),
     )
 
 

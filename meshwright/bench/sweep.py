@@ -13,10 +13,11 @@ from meshwright.config import load
 from meshwright.config.presets import run_file
 from meshwright.config.run import Run
 from meshwright.cost.calibrate import PredictionSource, trainer
-from meshwright.cost.flops import hardware_flops, step_flops, utilization
+from meshwright.cost.flops import causal_step_flops, hardware_flops, step_flops, utilization
 from meshwright.cost.memory import worst
 from meshwright.cost.step_time import price
 from meshwright.hardware.profile import Profile, read_profile
+from meshwright.runtime.failure import Exit, verdict_of
 from meshwright.runtime.place import Place
 from meshwright.runtime.ranks import Remote, run_ranks
 from meshwright.search import budget
@@ -42,6 +43,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     measured: dict[str, Any] | None
     error: str = ""
+    exit_code: int = Exit.FAILED  # of the error
 
 
 class SweepSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,7 +60,8 @@ def predicted(run: Run, found: dict[str, Any], here: PredictionSource) -> dict[s
     machines, source = here.of(found["device"], run.plan.world)
     if machines is None:
         return {"predicted_seconds": None, "predicted_bytes": None, "predicted_from": "", "mfu_of": ""}
-    job = msgspec.structs.replace(job_of(run), cluster=machines, stack=trainer(found["device"]))
+    span = found["span"] if run.data.mask_documents else None
+    job = msgspec.structs.replace(job_of(run), cluster=machines, stack=trainer(found["device"]), span=span)
     answer = {
         "predicted_seconds": price(job).seconds,
         "predicted_bytes": worst(job).allocated,
@@ -68,10 +71,11 @@ def predicted(run: Run, found: dict[str, Any], here: PredictionSource) -> dict[s
     peak = machines.gpu.peak(run.plan.precision) * run.plan.world
     if found["mfu"] or not peak:
         return answer
-    seconds, done = found["step_seconds"], hardware_flops(run.arch, run.plan, run.sequence, run.batch)
+    seconds, size = found["step_seconds"], (run.sequence, run.batch, span)
     return answer | {
-        "mfu": utilization(step_flops(run.arch, run.sequence, run.batch), seconds, peak),
-        "hfu": utilization(done, seconds, peak),
+        "mfu": utilization(step_flops(run.arch, *size), seconds, peak),
+        "mfu_causal": utilization(causal_step_flops(run.arch, *size), seconds, peak),
+        "hfu": utilization(hardware_flops(run.arch, run.plan, *size), seconds, peak),
         "mfu_of": "the fastest matmul measured",
     }
 
@@ -133,11 +137,18 @@ def sweep(planned: list[tuple[str, Run]], setup: SweepSetup, report: Callable[[R
         try:
             run_ranks(MEASURE, run.plan.world, (run, setup.cache, place, setup.traced), LONGEST)
         except RuntimeError as error:
-            rows.append(Row(name=name, measured=None, error=str(error).strip().splitlines()[-1]))
+            rows.append(_failed(name, error))
         else:
             rows.append(_read(name, run, place, setup))
         report(rows[-1])
     return rows
+
+
+def _failed(name: str, error: RuntimeError) -> Row:
+    """Why a plan could not be measured: its rank's failure report, or the last line of a traceback."""
+    if verdict := verdict_of(error):
+        return Row(name=name, measured=None, error=str(verdict), exit_code=verdict.code)
+    return Row(name=name, measured=None, error=str(error).strip().splitlines()[-1])
 
 
 def feed(planned: list[tuple[str, Run]], setup: SweepSetup) -> None:

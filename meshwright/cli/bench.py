@@ -10,6 +10,7 @@ import msgspec
 from meshwright.cli import env
 from meshwright.cli import options as words
 from meshwright.hardware.profile import Profile, read_profile
+from meshwright.runtime.failure import Exit
 from meshwright.runtime.files import require_file, require_folder
 from meshwright.runtime.place import Place
 from meshwright.spec.problem import InputError, Problem
@@ -20,10 +21,11 @@ if TYPE_CHECKING:
 
 TRACED = 3  # steps that are taken apart
 SWEPT = 2  # ranks of --sweep's plans
+CONVENTION = "attention in full as torchtitan and nanoGPT count it; causal and TFLOP/s of a rank: as computed"
 UNITS = ((2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 SMALL = 0.1e-3  # seconds below which microseconds read better
-COLUMNS = ("s/step", "predicted", "tokens/s", "MFU", "peak GiB", "predicted", "first s")
-WIDTHS = (10, 10, 12, 7, 10, 10, 9)
+COLUMNS = ("s/step", "predicted", "tokens/s", "MFU", "causal", "TFLOP/s", "peak GiB", "predicted", "first s")
+WIDTHS = (10, 10, 12, 7, 8, 9, 10, 10, 9)
 HEAD = f"{'plan':<26}" + "".join(f"{name:>{width}}" for name, width in zip(COLUMNS, WIDTHS, strict=True))
 
 
@@ -53,7 +55,7 @@ def add_bench(verb: argparse.ArgumentParser) -> None:
 
 
 def bench(options: argparse.Namespace) -> int:
-    """Measure; exit 1 when a plan could not be."""
+    """Measure; exit 1 when a plan could not be, 3 when all that could not be did not fit."""
     words.require_training()
     if options.probe:
         return probe(options)
@@ -122,7 +124,7 @@ def _answer(rows: "list[Row]", options: argparse.Namespace, say: Callable[[str],
         if source := found["predicted_from"]:
             say(f"predicted from {source}")
         if of := found["mfu_of"]:
-            say(f"MFU: of {of}")
+            say(f"MFU: of {of}, {CONVENTION}")
         if found["device"] == "cpu":
             grown = "how much a rank's process grew since before it had a model"
             say(f"peak GiB: {grown}; the prediction is of tensors alone")
@@ -132,16 +134,19 @@ def _answer(rows: "list[Row]", options: argparse.Namespace, say: Callable[[str],
         options.out.write_bytes(msgspec.json.format(msgspec.json.encode(answer)) + b"\n")
     if options.json:
         print(msgspec.json.encode(answer).decode())
-    return 1 if any(row.error for row in rows) else 0
+    codes = {row.exit_code for row in rows if row.error}
+    return (codes.pop() if len(codes) == 1 else Exit.FAILED) if codes else Exit.DONE
 
 
 def _line(row: "Row") -> str:
     found = row.measured
     if found is None:
-        return f"{row.name:<26}could not be measured: {row.error}"
+        words = row.error if "\n" not in row.error else f"\n{row.error}"
+        return f"{row.name or 'as given':<26}could not be measured: {words}"
     predicted = f"{found['predicted_seconds']:>10.4f}" if found["predicted_seconds"] else f"{'–':>10}"
     bytes_predicted = f"{found['predicted_bytes'] / GIB:>10.2f}" if found["predicted_bytes"] else f"{'–':>10}"
-    mfu = f"{found['mfu']:>7.1%}" if found["mfu"] else f"{'–':>7}"
+    mfu = f"{found['mfu']:>7.1%}{found['mfu_causal']:>8.1%}" if found["mfu"] else f"{'–':>7}{'–':>8}"
+    mfu += f"{found['tflops']:>9.1f}"
     shares = found["waterfall"]["shares"] if found.get("waterfall") else []
     falls = "".join(f"\n    {each['name']:<24}{each['seconds']:>10.4f} s{each['share']:>8.1%}" for each in shares)
     time = f"{found['step_seconds']:>10.4f}{predicted}{found['tokens_per_second']:>12,.0f}{mfu}"

@@ -68,6 +68,16 @@ def _answer(options: argparse.Namespace) -> int:
             answer = {"state": "failed", "exit_code": int(code), "problems": found}
             print(msgspec.json.encode(answer).decode())
         return code
+    except RuntimeError as error:
+        verdict = failure.verdict_of(error)
+        if verdict is None:
+            raise
+        print(verdict, file=sys.stderr)
+        if options.json:
+            problem = Problem(verdict.what, verdict.remedy)
+            answer = {"state": "failed", "exit_code": verdict.code, "problems": [problem]}
+            print(msgspec.json.encode(answer).decode())
+        return verdict.code
 
 
 def _unknown(flags: list[str], given: list[str], known: list[str]) -> str:

@@ -87,6 +87,11 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--cluster", metavar="64xh100", help="the machines; a file of your own works too")
     verb.add_argument("--profile", metavar="FILE.json", help="as `meshwright bench --probe` measured them")
     verb.add_argument("--sequence", type=words.positions, help="tokens of one sample")
+    verb.add_argument(
+        "--document-tokens",
+        type=words.count,
+        help="mean length of a document where they are masked (default: that of a run's own data, else full attention)",
+    )
     verb.add_argument("--batch", type=words.samples, help="samples in one optimizer step, over the whole job")
     verb.add_argument(
         "--vary", action="append", choices=("precision", "optimizer", "batch"), help="also search over it"

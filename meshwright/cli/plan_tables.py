@@ -102,6 +102,8 @@ def as_record(found: Candidate, why: str) -> dict[str, object]:
         "high_seconds": price.high_seconds,
         "tokens_per_second_per_gpu": price.tokens_per_second_per_gpu,
         "mfu": price.mfu,
+        "mfu_causal": price.mfu_causal,
+        "tflops": price.flops_per_second / 1e12,
         "hfu": price.hfu,
         "peak_bytes": found.peak_bytes,
         "allocated_bytes": ledger.allocated,
@@ -305,7 +307,9 @@ def waterfall(found: Candidate) -> Iterator[str]:
     price = found.price
     yield (
         f"time: {short(price.seconds)} s/step ({short(price.low_seconds)} – {short(price.high_seconds)}), "
-        f"{price.tokens_per_second_per_gpu:,.0f} tokens/s/GPU, MFU {price.mfu:.1%}, HFU {price.hfu:.1%}"
+        f"{price.tokens_per_second_per_gpu:,.0f} tokens/s/GPU, "
+        f"MFU {price.mfu:.1%} (attention in full), {price.mfu_causal:.1%} (causal: "
+        f"{price.flops_per_second / 1e12:,.0f} TFLOP/s), HFU {price.hfu:.1%}"
     )
     for share in price.waterfall:
         yield f"  {share.label:<15}{short(share.seconds):>8} s  {share.seconds / price.seconds:>6.1%}  {share.why}"

@@ -15,9 +15,11 @@ from meshwright.config.load import OpenRun
 from meshwright.config.run import Goal, Run
 from meshwright.config.weights import describe
 from meshwright.cost.calibrate import measured
+from meshwright.cost.flops import document_span
 from meshwright.hardware.cluster import Cluster, cluster
 from meshwright.hardware.profile import read_profile
 from meshwright.hardware.stacks import stack_of
+from meshwright.runtime import run_folder
 from meshwright.search.question import Question, Vary
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import count
@@ -58,6 +60,12 @@ def put(options: argparse.Namespace, arch: Arch | None = None) -> PlanQuery:
     if profile := getattr(options, "profile", None):
         machines = measured(machines, read_profile(Path(profile)), stack_of("meshwright"))
     question, assumed = question_of(asked, machines, tuple(options.vary or ()) or asked.run.goal.vary)
+    if asked.run.data.mask_documents:
+        mean = getattr(options, "document_tokens", None) or run_folder.document_tokens(Path(target or ""))
+        span = document_span(question.sequence, mean) if mean else None
+        question = msgspec.structs.replace(question, span=span)
+        told = f"documents of {mean:,.0f} tokens in the mean" if mean else "documents as long as a sample"
+        assumed = (*assumed, told)
     if (margin := getattr(options, "margin", None)) is not None:
         question = with_margin(question, margin)
     kept = [

@@ -204,7 +204,7 @@ def _tell(summary: Summary | None, run: Run, options: argparse.Namespace) -> Non
         "",
         f"done: {summary.step} steps in {summary.seconds:.0f} s on {summary.ranks} ranks",
         f"  loss        {summary.first_loss:.4f} → {summary.loss:.4f}{validation}",
-        f"  speed       {summary.tokens_per_second:,.0f} tokens/s",
+        f"  speed       {summary.tokens_per_second:,.0f} tokens/s{utilized(summary)}",
         f"  first loss  after {summary.seconds_to_first_loss:.1f} s",
         f"  memory      {summary.peak_bytes / GIB:.2f} GiB peak on one rank",
         f"  time        {', '.join([f'goodput {summary.goodput:.1%}', *bad])}{attempts}",
@@ -222,6 +222,14 @@ def _tell(summary: Summary | None, run: Run, options: argparse.Namespace) -> Non
         lines.append(f"  meshwright convert {folder} my-model    a Hugging Face folder")
     lines.append(f"  meshwright {setting:<37}  every setting and where it came from")
     teller(sys.stdout)("\n".join(lines))
+
+
+def utilized(summary: Summary) -> str:
+    """How well the devices were used, by both conventions; nothing where their peak is not known."""
+    if summary.mfu is None or summary.mfu_causal is None:
+        return ""
+    causal = f"{summary.mfu_causal:.1%} as computed (causal, {summary.tflops:,.0f} TFLOP/s per GPU)"
+    return f", MFU {summary.mfu:.1%} with attention in full, {causal}"
 
 
 def _tell_failure(failed: Failure, machine: bool) -> int:

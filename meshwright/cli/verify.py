@@ -35,7 +35,7 @@ def add_verify(verb: argparse.ArgumentParser) -> None:
 
 
 def verify(options: argparse.Namespace) -> int:
-    """The same seed and batches under one process and under each plan; exit 1 when one leaves the tolerance."""
+    """One process beside each plan, by the same seed and batches; exit 1 when one differs, 3 when one does not fit."""
     if options.checkpoint is not None:
         return _checkpoint(options)
     words.require_training()
@@ -55,7 +55,10 @@ def verify(options: argparse.Namespace) -> int:
     if options.json:
         print(msgspec.json.encode(verdicts).decode())
     say(f"{sum(v.passed for v in verdicts)} of {len(verdicts)} plans equal; certificate: {folder / prove.CERTIFICATE}")
-    return 0 if all(verdict.passed for verdict in verdicts) else 1
+    failed = [verdict for verdict in verdicts if not verdict.passed]
+    if not failed:
+        return Exit.DONE
+    return Exit.FAILED if any(verdict.fits for verdict in failed) else Exit.DOES_NOT_FIT
 
 
 def _require(runs: list[Run], folder: Path, say: Callable[[str], None]) -> None:

@@ -1,5 +1,12 @@
-"""Floating-point operations of a model, and how well a machine is used."""
+"""Floating-point operations of a model, and how well a machine is used.
 
+Attention is counted by two conventions. *Full*: every token with all of its document, as torchtitan, nanoGPT and
+Megatron report it, so that utilizations compare. *Causal*: every token with itself and earlier ones, which is what is
+computed. Both are of the documents that there are where these are masked: a token's span is the length of its document
+as far as the sample shows it, and the sequence where nothing is masked.
+"""
+
+import math
 from functools import cache
 from itertools import accumulate
 
@@ -12,63 +19,88 @@ from meshwright.spec.plan import Plan
 TRAINING = 3  # one forward, and a backward of two products for each of its one
 
 
-@cache
-def forward_flops_per_token(arch: Arch, sequence: int) -> float:
-    """Multiplications and additions of matrix products for one token of a sequence, causality not halving attention.
+def forward_flops_per_token(arch: Arch, span: float) -> float:
+    """Multiplications and additions of matrix products for one token, attention counted in full over a span."""
+    return product_flops_per_token(arch) + attention_flops_per_token(arch, span)
 
-    Counting attention in full is the convention of torchtitan, nanoGPT and Megatron, so that utilizations compare.
-    """
+
+@cache
+def product_flops_per_token(arch: Arch) -> float:
+    """Those of products with weights."""
     weights = float(arch.vocab * arch.hidden)  # the output projection, tied or not; tables are looked up
     for param in params(arch):
         if param.name not in ("embed.weight", "positions.weight", "head.weight") and len(param.shape) >= 2:
             weights += param.numel * _share(arch) if param.expert else param.numel
-    return 2 * weights + attention_flops_per_token(arch, sequence)
+    return 2 * weights
 
 
-def attention_flops_per_token(arch: Arch, sequence: int) -> float:
+def attention_flops_per_token(arch: Arch, span: float) -> float:
     """Attention's share of these: scores, and values by them."""
-    return 2 * 2 * arch.layers * arch.q_width * sequence
+    return 2 * 2 * arch.layers * arch.q_width * span
 
 
-def step_flops(arch: Arch, sequence: int, batch: int) -> float:
-    """The model's operations in one optimizer step, recomputation not counted."""
-    return TRAINING * forward_flops_per_token(arch, sequence) * sequence * batch
+def step_flops(arch: Arch, sequence: int, batch: int, span: float | None = None) -> float:
+    """The model's operations in one optimizer step, attention in full, recomputation not counted.
+
+    `span` is the mean over tokens of the document that each is in; None: nothing is masked.
+    """
+    return TRAINING * forward_flops_per_token(arch, span or sequence) * sequence * batch
 
 
-def attention_flops(arch: Arch, sequence: int, batch: int) -> float:
+def causal_step_flops(arch: Arch, sequence: int, batch: int, span: float | None = None) -> float:
+    """The same with attention as it is computed: a token sees itself and what came before it in its document."""
+    return step_flops(arch, sequence, batch, ((span or sequence) + 1) / 2)
+
+
+def attention_flops(arch: Arch, sequence: int, batch: int, span: float | None = None) -> float:
     """Attention's share of `step_flops`; products with weights are the rest."""
-    return TRAINING * attention_flops_per_token(arch, sequence) * sequence * batch
+    return TRAINING * attention_flops_per_token(arch, span or sequence) * sequence * batch
 
 
-def hardware_flops(arch: Arch, plan: Plan, sequence: int, batch: int) -> float:
+def document_span(sequence: int, mean_document: float) -> float:
+    """The span to expect of documents whose ends fall anywhere, so many tokens apart in the mean.
+
+    Two tokens are in one document where no end lies between them, exp(−distance ÷ mean): summed over the pairs of a
+    sample, ÷ its tokens.
+    """
+    share = mean_document / sequence
+    return 2 * mean_document * (1 - share * -math.expm1(-1 / share))
+
+
+def hardware_flops(arch: Arch, plan: Plan, sequence: int, batch: int, span: float | None = None) -> float:
     """What the machines do in one optimizer step: the model's operations, and those that the backward recomputes.
 
     Recomputation by operation keeps all matrix products, and so repeats none of these operations.
     """
-    return recomputed_flops(arch, plan, sequence, batch, policy_of(plan))
+    return recomputed_flops(arch, plan, sequence, batch, policy_of(plan), span)
 
 
-def recomputed_flops(arch: Arch, plan: Plan, sequence: int, batch: int, policy: ActivationPolicy) -> float:
+def recomputed_flops(
+    arch: Arch, plan: Plan, sequence: int, batch: int, policy: ActivationPolicy, span: float | None = None
+) -> float:
     """The same where blocks recompute by a policy that may be another stack's."""
     if policy.by_operation:
-        return step_flops(arch, sequence, batch)
+        return step_flops(arch, sequence, batch, span)
     recomputed = 0.0
     lengths = stage_lengths(arch, plan)
     for length, end in zip(lengths, accumulate(lengths), strict=True):
         stage = range(end - length, end)
         for run in policy.runs(len(stage)):
             layers = [stage[number] for number in run]
-            recomputed += sum(block_flops_per_token(arch, layer, sequence) for layer in layers)
+            recomputed += sum(block_flops_per_token(arch, layer, span or sequence) for layer in layers)
             recomputed -= 0 if policy.to_the_end else _unneeded(arch, layers[-1])
-    return step_flops(arch, sequence, batch) + recomputed * sequence * batch
+    return step_flops(arch, sequence, batch, span) + recomputed * sequence * batch
+
+
+def block_flops_per_token(arch: Arch, layer: int, span: float) -> float:
+    """One layer's share of `forward_flops_per_token`."""
+    return _block_products(arch, layer) + 2 * 2 * arch.q_width * span
 
 
 @cache
-def block_flops_per_token(arch: Arch, layer: int, sequence: int) -> float:
-    """One layer's share of `forward_flops_per_token`."""
+def _block_products(arch: Arch, layer: int) -> float:
     weights = (param for param in params(arch) if param.layer == layer and len(param.shape) >= 2)
-    products = sum(param.numel * _share(arch) if param.expert else param.numel for param in weights)
-    return 2 * products + 2 * 2 * arch.q_width * sequence
+    return 2 * sum(param.numel * _share(arch) if param.expert else param.numel for param in weights)
 
 
 def _unneeded(arch: Arch, layer: int) -> float:

@@ -22,6 +22,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     cluster: Cluster
     stack: Stack
     masked: bool = False  # documents are told apart
+    span: float | None = None  # mean over tokens of the document that each is in; None: the whole sequence
     master_weights: MasterWeights = "fp32"
     state_dtype: StateDtype = "fp32"
     optimizer: str = "adamw"  # optim.name, as spec/optimizers.py describes it

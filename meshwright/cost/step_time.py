@@ -18,6 +18,7 @@ from meshwright.cost.activations import ActivationPolicy, Quant, activation_poli
 from meshwright.cost.flops import (
     TRAINING,
     attention_flops_per_token,
+    causal_step_flops,
     forward_flops_per_token,
     recomputed_flops,
     step_flops,
@@ -105,7 +106,9 @@ class Price(msgspec.Struct, frozen=True, kw_only=True):
     low_seconds: float
     high_seconds: float
     tokens_per_second_per_gpu: float
-    mfu: float  # model FLOPs utilization, 0 to 1
+    mfu: float  # model FLOPs utilization, 0 to 1, attention counted in full
+    mfu_causal: float  # the same, attention counted as it is computed
+    flops_per_second: float  # of a GPU, attention counted as it is computed
     hfu: float  # the same with what is recomputed
     waterfall: tuple[TimeShare, ...]  # adds up to the seconds
 
@@ -140,13 +143,16 @@ def price_in(job: Job, known: StepTimeline) -> Price:
     late = (working.forward.launch + working.input.launch) / seconds
     guessed = (job.cluster.efficiency or efficiency_of(job.cluster.gpu)).name in GUESSES
     width = job.stack.speed.spread * (1 + WIDER * math.log2(domains)) * (1 + late) * (GUESSED if guessed else 1)
-    ideal = step_flops(job.arch, job.sequence, plan.batch) / plan.world
+    ideal = step_flops(job.arch, job.sequence, plan.batch, job.span) / plan.world
+    causal = causal_step_flops(job.arch, job.sequence, plan.batch, job.span) / plan.world
     return Price(
         seconds=seconds,
         low_seconds=seconds / (1 + width),
         high_seconds=seconds * (1 + width),
         tokens_per_second_per_gpu=plan.batch * job.sequence / seconds / plan.world,
         mfu=utilization(ideal, seconds, at.rates.peak),
+        mfu_causal=utilization(causal, seconds, at.rates.peak),
+        flops_per_second=causal / seconds,
         hfu=utilization(_done(job) / plan.world, seconds, at.rates.peak),
         waterfall=tuple(_waterfall(job, known, working)),
     )
@@ -284,8 +290,8 @@ def _weights(job: Job, known: StepTimeline) -> WeightSeconds:
 def _waterfall(job: Job, known: StepTimeline, working: PassTimes) -> Iterator[TimeShare]:
     """Where the seconds go, from the data sheet down; the mean rank's, so that the idle ones are the bubble."""
     at, pipeline, weights = known.at, known.pipeline, _weights(job, known)
-    ideal = step_flops(job.arch, job.sequence, job.plan.batch) / job.plan.world / at.rates.peak
-    product_ideal = ideal * _products_share(job.arch, job.sequence)
+    ideal = step_flops(job.arch, job.sequence, job.plan.batch, job.span) / job.plan.world / at.rates.peak
+    product_ideal = ideal * _products_share(job.arch, job.span or job.sequence)
     once = working.forward + working.input + working.weight
     idle = pipeline - working.seconds
     # Sends on the critical path: of the first microbatch down and the last one up; in between one each way blocks.
@@ -324,9 +330,9 @@ def _waterfall(job: Job, known: StepTimeline, working: PassTimes) -> Iterator[Ti
 
 
 @lru_cache(maxsize=1024)
-def _products_share(arch: Arch, sequence: int) -> float:
+def _products_share(arch: Arch, span: float) -> float:
     """Of the model's operations, those of products with weights; attention's are the rest."""
-    return 1 - attention_flops_per_token(arch, sequence) / forward_flops_per_token(arch, sequence)
+    return 1 - attention_flops_per_token(arch, span) / forward_flops_per_token(arch, span)
 
 
 def _done(job: Job) -> float:
@@ -334,10 +340,10 @@ def _done(job: Job) -> float:
     plan, batch = job.plan, job.plan.batch
     policy = activation_policy(job)
     if not policy.by_operation:
-        return recomputed_flops(job.arch, plan, job.sequence, batch, policy)
-    attention = 1 - _products_share(job.arch, job.sequence)
+        return recomputed_flops(job.arch, plan, job.sequence, batch, policy, job.span)
+    attention = 1 - _products_share(job.arch, job.span or job.sequence)
     recomputed = {"operations": 0.0, "attention": attention, "blocks": SELECTED}[policy.selective]
-    return step_flops(job.arch, job.sequence, batch) * (1 + recomputed / TRAINING)
+    return step_flops(job.arch, job.sequence, batch, job.span) * (1 + recomputed / TRAINING)
 
 
 def _working(at: LayerModel, job: Job) -> float:

@@ -36,6 +36,7 @@ class StepBatch:
     microbatches: tuple[Batch, ...]
     tokens: int  # valid tokens of the whole optimizer step, over all ranks
     wait_seconds: float  # how long the trainer waited for it
+    span: float = 0.0  # mean over all positions of the step of the document that each is in; 0: nobody counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ class Rows:
     documents: Tensor | None
     starts: Tensor  # global token index of each row's first token
     valid: int  # targets that count, over all ranks
+    span: float  # as of a StepBatch
 
 
 class Loader:
@@ -139,6 +141,7 @@ class Loader:
     def _rows(self, indices: np.ndarray, sources: np.ndarray, samples: np.ndarray) -> Rows:
         """Count the whole batch, read this rank's part of it."""
         valid = sum(int(each.valid(samples[sources == number]).sum()) for number, each in enumerate(self.packings))
+        squares = sum(int(each.squares(samples[sources == number]).sum()) for number, each in enumerate(self.packings))
         arrays = self._read(sources[self.mine], samples[self.mine])
         return Rows(
             tokens=self._host(arrays.tokens),
@@ -147,6 +150,7 @@ class Loader:
             documents=self._host(arrays.documents) if arrays.documents is not None else None,
             starts=self._host(indices[self.mine] * self.run.sequence),
             valid=valid,
+            span=squares / (len(indices) * self.run.sequence),
         )
 
     def _read(self, sources: np.ndarray, samples: np.ndarray) -> Arrays:
@@ -183,7 +187,7 @@ class Loader:
             Batch(tokens, targets, places, numbers, index=start[:, None] + self.offsets)
             for tokens, targets, places, numbers, start in cut
         )
-        return StepBatch(microbatches, rows.valid, wait_seconds)
+        return StepBatch(microbatches, rows.valid, wait_seconds, rows.span)
 
 
 def _use_device(device: torch.device) -> None:

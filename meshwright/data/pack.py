@@ -44,6 +44,10 @@ class Packing(Protocol):
         """How many targets of each sample are not IGNORE."""
         ...
 
+    def squares(self, samples: np.ndarray) -> np.ndarray:
+        """Of each sample, its documents' lengths squared and summed: the pairs of positions that attention may see."""
+        ...
+
     def read(self, samples: np.ndarray) -> Arrays: ...
 
 
@@ -82,6 +86,14 @@ class StreamPacking:
         first, last = self._ends(samples)
         return self.sequence - (last - first)
 
+    def squares(self, samples: np.ndarray) -> np.ndarray:
+        row, cut = self._cuts(samples)
+        before = np.where(np.diff(row, prepend=-1) == 0, np.roll(cut, 1), 0)  # where the document before it began
+        found, last = np.zeros(len(samples), np.int64), np.zeros(len(samples), np.int64)
+        np.add.at(found, row, (cut - before) ** 2)
+        np.maximum.at(last, row, cut)
+        return found + (self.sequence - last) ** 2
+
     def read(self, samples: np.ndarray) -> Arrays:
         starts, width = samples * self.sequence, self.sequence + 1
         rows = self.tokens.rows(starts, np.full(len(samples), width), width, 0)
@@ -90,17 +102,20 @@ class StreamPacking:
         places = np.broadcast_to(np.arange(self.sequence), tokens.shape)
         if not self.mask:
             return Arrays(tokens, targets, places, None)
-        # Row and column at which a new document begins; a column of `sequence` lies just behind the sample.
-        first, last = self._ends(samples)
-        row = np.repeat(np.arange(len(samples)), last - first)
-        within = np.arange(len(row)) - np.repeat(np.cumsum(last - first) - (last - first), last - first)
-        cut = self.tokens.ends[first[row] + within] - samples[row] * self.sequence
+        row, cut = self._cuts(samples)
         targets[row, cut - 1] = IGNORE
         begins = np.zeros((len(samples), self.sequence + 1), np.int64)
         begins[row, cut] = cut
         begins = np.maximum.accumulate(begins[:, :-1], axis=1)
         documents = np.cumsum(begins[:, 1:] != begins[:, :-1], axis=1, dtype=np.int64)
         return Arrays(tokens, targets, places - begins, np.pad(documents, ((0, 0), (1, 0))))
+
+    def _cuts(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Row and column at which each new document begins; a column of `sequence` lies just behind the sample."""
+        first, last = self._ends(samples)
+        row = np.repeat(np.arange(len(samples)), last - first)
+        within = np.arange(len(row)) - np.repeat(np.cumsum(last - first) - (last - first), last - first)
+        return row, self.tokens.ends[first[row] + within] - samples[row] * self.sequence
 
     def _ends(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Which of the stream's document ends fall on a target of each sample: from, to."""
@@ -136,6 +151,9 @@ class DocumentPacking:
     def valid(self, samples: np.ndarray) -> np.ndarray:
         starts, ends = self._bounds(samples)
         return np.minimum(ends - starts - 1, self.sequence)
+
+    def squares(self, samples: np.ndarray) -> np.ndarray:
+        return np.full(len(samples), self.sequence**2, np.int64)  # filler is attended to like anything else
 
     def read(self, samples: np.ndarray) -> Arrays:
         valid = self.valid(samples)

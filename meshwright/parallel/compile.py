@@ -2,7 +2,10 @@
 
 import logging
 import threading
-from contextlib import AbstractContextManager, nullcontext, suppress
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -13,9 +16,11 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from meshwright.config.check import missing
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.model_spec import ModelSpec, note, present_blocks
+from meshwright.parallel.model_spec import DECODER, ModelSpec, note, present_blocks
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError
+
+AS_WRITTEN = ContextVar("AS_WRITTEN", default=False)  # whether compiled blocks are suspended here
 
 
 def wrap(model: nn.Module, plan: Plan, mesh: Mesh, model_spec: ModelSpec) -> nn.Module:
@@ -25,9 +30,13 @@ def wrap(model: nn.Module, plan: Plan, mesh: Mesh, model_spec: ModelSpec) -> nn.
     if problems := list(missing(plan)):
         raise InputError(problems)
     _configure(mesh.device)
+    _listen()
+    # What a block saves is offloaded or quantized by hooks that expect a backward: there validation has its own graphs.
+    alike = model_spec is DECODER and plan.activation_quant == "none" and not plan.activation_offload
+    run = _in_training_graph if alike else _forward
     for block in present_blocks(model, model_spec):
         # The forward, not the call: hooks of other transforms (gathering weights) stay outside.
-        block.forward = partial(_forward, torch.compile(block.forward))
+        block.forward = partial(run, torch.compile(block.forward))
         note(block, "compiled")
     return model
 
@@ -51,9 +60,49 @@ def _configure(device: torch.device) -> None:
         tqdm.set_lock(threading.RLock())
 
 
-def suspended(plan: Plan) -> AbstractContextManager[Any]:
+class CompileClock:
+    """How long torch's compiler has worked in this process; inner calls of it are within an outer one."""
+
+    def __init__(self) -> None:
+        self.total = 0.0
+        self.since: float | None = None
+
+    def start(self, _: Any) -> None:
+        self.since = time.monotonic()
+
+    def end(self, _: Any) -> None:
+        if self.since is not None:
+            self.total, self.since = self.total + time.monotonic() - self.since, None
+
+
+CLOCK = CompileClock()
+
+
+def seconds() -> float:
+    """What compilation has taken in this process so far."""
+    return CLOCK.total
+
+
+def _listen() -> None:
+    from torch._dynamo.callback import callback_handler
+
+    if CLOCK.start not in callback_handler.start_callbacks:
+        callback_handler.register_start_callback(CLOCK.start)
+        callback_handler.register_end_callback(CLOCK.end)
+
+
+@contextmanager
+def suspended(plan: Plan) -> Iterator[None]:
     """A context where compiled blocks run as they are written: for a few forwards of other shapes."""
-    return torch.compiler.set_stance("force_eager") if plan.compile else nullcontext()
+    if not plan.compile:
+        yield
+        return
+    before = AS_WRITTEN.set(True)
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        AS_WRITTEN.reset(before)
 
 
 def described() -> list[str]:
@@ -73,6 +122,17 @@ def described() -> list[str]:
 
 def _forward(compiled: Any, *args: Any, **kwargs: Any) -> Any:
     return compiled(*map(_arrived, args), **{name: _arrived(value) for name, value in kwargs.items()})
+
+
+def _in_training_graph(compiled: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Without gradients too, as they are computed with them: the compiler would make a second graph of every block.
+
+    What the graph saves for a backward goes with the block's output, which is cut off from it here.
+    """
+    if torch.is_grad_enabled() or AS_WRITTEN.get():
+        return _forward(compiled, x, *args, **kwargs)
+    with torch.enable_grad():
+        return _forward(compiled, _arrived(x).detach().requires_grad_(), *args, **kwargs).detach()
 
 
 def _arrived(value: Any) -> Any:

@@ -50,9 +50,11 @@ class Steps(msgspec.Struct, frozen=True, kw_only=True):
     slowest: float
     tokens: float  # of a step, the median
     tokens_per_second: float  # those ÷ the median seconds
-    flops: float  # the model's in one step, over the whole job
+    flops: float  # the model's in one step, over the whole job, attention in full
     peak_bytes: int  # of the most loaded rank
     peak_rank: int
+    flops_causal: float | None = None  # attention as it is computed; None: not recorded
+    span: float | None = None  # mean over positions of the document that each is in; None: not recorded
 
 
 class EvalLoss(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,6 +98,8 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     at: float  # seconds from the session's beginning until the ranks stood ready
     seconds: float  # from there to its last record
     ended: str  # by what; empty: nothing says so
+    phases: dict[str, float] = {}  # seconds of its start, in order
+    first_loss: float | None = None  # seconds from when the ranks stood ready to their first loss
 
 
 class RunEvent(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,14 +139,18 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_second: float
     mfu: float | None
     peak_bytes: int | None  # of the most loaded rank; None: what was measured is not comparable
+    mfu_causal: float | None = None
+    tflops: float | None = None
     here: bool = True  # for the machines that the run ran on, as far as anybody knows
 
 
 class PredictedUtilization(msgspec.Struct, frozen=True, kw_only=True):
     """How well the machines were used."""
 
-    mfu: float
+    mfu: float  # attention counted in full, as torchtitan and nanoGPT do
     of: str  # the peak it is a share of
+    mfu_causal: float | None = None  # attention counted as it is computed; None: records of older versions
+    tflops: float | None = None  # 1e12 operations a second of a rank, counted so
 
 
 class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -238,7 +246,8 @@ def _predicted(each: FolderFacts, steps: Steps | None, given: Given) -> Predicte
             raise
         why = "; ".join(map(str, error.problems))
         return PredictedFigures(why_not=why if why.startswith(NO_PREDICTION) else f"{NO_PREDICTION}: {why}")
-    job = msgspec.structs.replace(job_of(msgspec.structs.replace(run, goal=Goal())), cluster=found)
+    span = steps.span if steps and run.data.mask_documents else None
+    job = msgspec.structs.replace(job_of(msgspec.structs.replace(run, goal=Goal())), cluster=found, span=span)
     prediction = predict(job, device, source)
     used = utilized(job, device, steps) if steps and prediction.here else None
     return PredictedFigures(prediction=prediction, utilized=used)
@@ -329,7 +338,11 @@ def steps(records: Iterable[Record], kept: Sequence[StepRecord], ranks: Sequence
         slowest=max(seconds),
         tokens=tokens,
         tokens_per_second=tokens / middle if middle > 0 else math.nan,
-        flops=counted[-1].flops,
+        flops=fmean(step.flops for step in counted),
+        flops_causal=fmean(step.flops_causal for step in counted)
+        if all(step.flops_causal for step in counted)
+        else None,
+        span=fmean(step.span for step in counted) if all(step.span for step in counted) else None,
         peak_bytes=most_loaded.memory_bytes,
         peak_rank=most_loaded.rank,
     )
@@ -405,12 +418,15 @@ def attempts(records: Iterable[Record], ends: Mapping[str, Failure]) -> tuple[At
     """Every start of the ranks, in order."""
     heads: list[AttemptRecord] = []
     lasts: list[Record] = []
+    firsts: list[float] = []  # when each made its first step; 0: it made none
     for record in records:
         if isinstance(record, AttemptRecord):
             heads.append(record)
             lasts.append(record)
+            firsts.append(0.0)
         elif heads:
             lasts[-1] = record
+            firsts[-1] = firsts[-1] or (record.ended or record.at if isinstance(record, StepRecord) else 0.0)
     sessions = numbered(heads)
     found = []
     for number, (head, last) in enumerate(zip(heads, lasts, strict=True)):
@@ -427,6 +443,8 @@ def attempts(records: Iterable[Record], ends: Mapping[str, Failure]) -> tuple[At
                 at=max(head.at - head.began, 0.0),
                 seconds=max(last.at - head.at, 0.0),
                 ended=_ended(head, last, later, ends),
+                phases=head.phases,
+                first_loss=firsts[number] - head.at if firsts[number] else None,
             )
         )
     return tuple(found)
@@ -537,6 +555,8 @@ def predict(job: Job, device: str, source: str) -> Prediction:
         high_seconds=found.high_seconds,
         tokens_per_second=found.tokens_per_second_per_gpu * job.plan.world,
         mfu=found.mfu if job.cluster.gpu.peak(job.plan.precision) else None,
+        mfu_causal=found.mfu_causal if job.cluster.gpu.peak(job.plan.precision) else None,
+        tflops=found.flops_per_second / 1e12 if job.cluster.gpu.peak(job.plan.precision) else None,
         # A process on a CPU holds Python and torch as well, which the ledger of tensors knows nothing of.
         peak_bytes=None if device == CPU else worst(job).allocated,
         here=_ran_on(device, job.cluster),
@@ -555,7 +575,13 @@ def utilized(job: Job, device: str, steps: Steps) -> PredictedUtilization | None
     if not peak or not steps.seconds:
         return None
     known = recognised(device, catalogue().cards) is not None or job.cluster.gpu.name in catalogue().cards
-    return PredictedUtilization(mfu=utilization(steps.flops, steps.seconds, peak), of=SHEET if known else FASTEST)
+    causal = steps.flops_causal
+    return PredictedUtilization(
+        mfu=utilization(steps.flops, steps.seconds, peak),
+        of=SHEET if known else FASTEST,
+        mfu_causal=utilization(causal, steps.seconds, peak) if causal else None,
+        tflops=causal / steps.seconds / job.plan.world / 1e12 if causal else None,
+    )
 
 
 def named_losses(runs: Runs) -> list[Curve]:

@@ -19,6 +19,7 @@ ROWS, LEFT = 8, 10  # of the drawn loss, and columns beside it
 LEAST = 3  # steps that are worth drawing
 FULLER = 1.02  # × the least loaded rank's memory, from where on ranks differ
 LEAST_COUNTED = 5  # steps of a run from where on their median says how fast it is
+LEAST_PHASE = 0.05  # seconds from which on a phase of a start is told
 HEADS = ("run", "model", "steps", "last loss", "best validation", "tokens/s", "MFU %", "state", "last record", "plan")
 NARROW = (
     "plan",
@@ -79,7 +80,7 @@ def reasons(report: RunReport) -> Iterator[str]:
     elif steps.counted < LEAST_COUNTED:
         yield f"difference: of memory alone, since fewer than {LEAST_COUNTED} steps were measured"
     if report.utilized:
-        yield f"MFU: of {report.utilized.of}"
+        yield f"MFU: of {report.utilized.of}, attention in full as torchtitan and nanoGPT count it; causal: as computed"
     if prediction.peak_bytes is None:
         yield "memory: of the whole process, with Python and torch; the prediction is of tensors alone"
 
@@ -93,12 +94,17 @@ def comparable(report: RunReport, name: str) -> bool:
 def comparisons(report: RunReport) -> list[tuple[str, float | None, float | None]]:
     """What can be compared: a name with its unit, what was predicted and what was measured."""
     steps, prediction = report.steps, report.prediction
-    mfu = (prediction.mfu if prediction else None, report.utilized.mfu if report.utilized else None)
+    used = report.utilized
+    mfu = (prediction.mfu if prediction else None, used.mfu if used else None)
+    causal = (prediction.mfu_causal if prediction else None, used.mfu_causal if used else None)
+    rate = (prediction.tflops if prediction else None, used.tflops if used else None)
     peak = prediction.peak_bytes if prediction else None
     rows = [
         ("s/step", prediction and prediction.seconds, steps and steps.seconds),
         ("tokens/s", prediction and prediction.tokens_per_second, steps and steps.tokens_per_second),
         ("MFU %", *(value * 100 if value is not None else None for value in mfu)),
+        ("MFU %, causal", *(value * 100 if value is not None else None for value in causal)),
+        ("TFLOP/s, causal", *rate),
         ("peak GiB", peak / GIB if peak is not None else None, steps.peak_bytes / GIB if steps else None),
     ]
     return [row for row in rows if row[1] is not None or row[2] is not None]
@@ -177,6 +183,10 @@ def _attempts(report: RunReport) -> Iterator[str]:
         steps = f"steps {each.first_step + 1:,} to {each.last_step:,} in {duration(each.seconds)}{lost}"
         done = steps if each.last_step > each.first_step else "no step"
         yield f"    {each.session}.{each.number}  ready after {duration(each.at)}, {done}{ended}"
+        if each.phases:
+            parts = [f"{name} {duration(seconds)}" for name, seconds in each.phases.items() if seconds >= LEAST_PHASE]
+            first = f"; first loss {duration(each.first_loss)} later" if each.first_loss is not None else ""
+            yield f"         start: {', '.join(parts)}{first}"
     if len(report.attempts) > MOST_LISTED:
         yield f"    … {len(report.attempts) - MOST_LISTED} more (--json has all)"
 

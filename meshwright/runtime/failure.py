@@ -105,9 +105,11 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     def lines(self) -> list[str]:
         """What, where, since when, likely cause, what to do, where the details are."""
         texts = (self.what, self.where, self.since, self.cause, self.remedy, self.details)
-        named = zip(("what", "where", "since", "cause", "do", "details"), texts, strict=True)
-        widest = {"do": len(self.remedy)}  # one that is cut off is none: it may be a command
-        return [f"{name + ':':<9}{_one_line(text, widest.get(name, WIDEST))}" for name, text in named if text]
+        named = list(zip(("what", "where", "since", "cause", "do", "details"), texts, strict=True))
+        # A remedy that is cut off is none, it may be a command; of memory the line that is long names the culprit.
+        whole = {"do"} if self.kind != "memory" else {"what", "where", "since", "cause", "do"}
+        lengths = {name: len(text) if name in whole else WIDEST for name, text in named}
+        return [f"{name + ':':<9}{_one_line(text, lengths[name])}" for name, text in named if text]
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
@@ -119,6 +121,12 @@ class FailureError(RuntimeError):
     def __init__(self, verdict: Failure) -> None:
         super().__init__(verdict.what)
         self.verdict = verdict
+
+
+def verdict_of(error: Exception) -> Failure | None:
+    """The failure report that an error carries, a rank's own or that of another process; None: it is none of ours."""
+    found = getattr(error, "verdict", None)
+    return found if isinstance(found, Failure) else None
 
 
 def write(folder: Path, verdict: Failure) -> None:

@@ -25,6 +25,7 @@ from typing import Any
 
 import msgspec
 
+from meshwright.runtime.failure import Failure, FailureError
 from meshwright.runtime.place import Place, RankSpec, cores, local
 
 SET_PARENT_DEATH_SIGNAL, SET_NAME, SET_CHILD_SUBREAPER = 1, 15, 36  # of Linux's prctl
@@ -227,7 +228,11 @@ def tail(log: Path, lines: int = 12) -> str:
 
 
 class RankError(RuntimeError):
-    """A rank failed: the first one's traceback."""
+    """A rank failed: the first one's traceback, and its failure report where it made one."""
+
+    def __init__(self, words: str, verdict: Failure | None = None) -> None:
+        super().__init__(words)
+        self.verdict = verdict
 
 
 class Remote:
@@ -271,7 +276,9 @@ def run_ranks(work: Work, count: int, arguments: tuple[Any, ...], seconds: float
 def _begin(work: Work, place: Place, arguments: tuple[Any, ...], meeting: Path) -> None:
     try:
         work(place, *arguments)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, FailureError):
+            (meeting / f"report.{place.rank}").write_bytes(msgspec.json.encode(error.verdict))
         (meeting / f"failure.{place.rank}").write_text(f"rank {place.rank}: {traceback.format_exc()}")
         os._exit(1)
     (meeting / f"done.{place.rank}").touch()
@@ -281,7 +288,9 @@ def _begin(work: Work, place: Place, arguments: tuple[Any, ...], meeting: Path) 
 def _raise_first(meeting: Path, codes: list[int | None], seconds: float) -> None:
     failures = sorted(meeting.glob("failure.*"), key=lambda file: file.stat().st_mtime_ns)
     if failures:
-        raise RankError(failures[0].read_text())
+        report = meeting / f"report{failures[0].suffix}"
+        made = msgspec.json.decode(report.read_bytes(), type=Failure) if report.exists() else None
+        raise RankError(failures[0].read_text(), made)
     undone = [rank for rank in range(len(codes)) if not (meeting / f"done.{rank}").exists()]
     if undone:
         ends = [

@@ -14,15 +14,20 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     norm: float  # global gradient norm before clipping
     rate: float
     tokens: int  # valid tokens of the step, over the whole job: the divisor of the loss
-    seconds: float  # since the previous step ended
-    data_seconds: float  # of those, waiting for the loader
+    seconds: float  # since the previous step, or what came between them, ended
+    data_seconds: float  # of those, the device standing still for the loader
     memory_bytes: int  # highest so far on this rank
-    flops: float  # the model's, over the whole job
+    flops: float  # the model's, over the whole job, attention in full within documents
     skipped: bool = False  # the gradient was not finite: weights were left alone
     loss_scale: float = 1.0  # fp16 only
     balance: float | None = None  # mixtures: mean balance loss of the layers, 1 when experts share evenly
     save_seconds: float = 0.0  # of the step, held up by a checkpoint
-    at: float = 0.0  # the machine's monotonic clock when the record was made
+    compile_seconds: float = 0.0  # of the step, torch.compile at work
+    began: float = 0.0  # monotonic: when the step before it, or what came between them, ended
+    ended: float = 0.0  # when it ended, its save with it, on the device; 0: not known, as of older runs
+    flops_causal: float = 0.0  # the same with attention as it is computed; 0: not known, as of older runs
+    span: float = 0.0  # mean over positions of the document that each is in; 0: not known
+    at: float = 0.0  # the machine's monotonic clock when the record was made, up to a few steps later
 
 
 class EvalRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="held"):
@@ -32,6 +37,8 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     loss: float
     tokens: int
     seconds: float
+    began: float = 0.0  # monotonic, as of a step
+    ended: float = 0.0
     at: float = 0.0
 
 
@@ -43,6 +50,7 @@ class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind",
     number: int  # of the attempt in its session, from 1
     began: float  # monotonic: when the session did
     at: float
+    phases: dict[str, float] = {}  # seconds of what came before, in order, up to here
 
 
 class EventRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="event"):
@@ -61,6 +69,7 @@ class EndRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag
     step: int
     at: float
     finished: bool = False  # all steps were made; else it was asked to stop
+    save_seconds: float = 0.0  # before that, waiting for the last save to be on the disk
 
 
 Record = StepRecord | EvalRecord | AttemptRecord | EventRecord | EndRecord
@@ -78,6 +87,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     seconds_to_first_loss: float
     seconds: float
     peak_bytes: int
+    mfu: float | None = None  # attention counted in full, of the data sheet's peak; None: the device's is not known
+    mfu_causal: float | None = None  # attention counted as it is computed
+    tflops: float = 0.0  # 1e12 operations a second of a rank, attention counted as it is computed
     parameters: int
     ranks: int
     folder: str

@@ -263,6 +263,16 @@ def lack_of_room(run: Run, folder: Path, free: int) -> str | None:
     return f"not enough disk for checkpoints: {needs}, free {free:,} in {folder}"
 
 
+def document_tokens(target: Path) -> float | None:
+    """The mean length of the documents that a run learnt from, of its folder or run file; None: nobody counted."""
+    file = (target if target.is_dir() else target.parent) / DATA
+    if not target.exists() or not file.is_file():
+        return None
+    facts = [fact for fact in msgspec.json.decode(file.read_bytes()) if isinstance(fact, dict)]
+    documents = sum(fact.get("documents", 0) for fact in facts)
+    return sum(fact.get("tokens", 0) for fact in facts) / documents if documents else None
+
+
 def write_summary(folder: Path, summary: Summary) -> None:
     """The last thing a run writes: it is finished when this file is there."""
     replace_json(folder / SUMMARY, summary)

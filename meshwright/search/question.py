@@ -30,6 +30,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     cluster: Cluster
     stack: Stack
     masked: bool = False  # attention is masked at document boundaries
+    span: float | None = None  # mean over tokens of the document that each is in; None: nobody knows, or not masked
     master_weights: MasterWeights = "fp32"
     state_dtype: StateDtype = "fp32"
     optimizer: str = "adamw"
@@ -81,6 +82,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
             cluster=self.cluster,
             stack=self.stack,
             masked=self.masked,
+            span=self.span,
             master_weights=self.master_weights,
             state_dtype=self.state_dtype,
             optimizer=self.optimizer,

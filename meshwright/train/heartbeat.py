@@ -124,8 +124,16 @@ class Heartbeat:
 
     def _device_thread_waits(self) -> bool:
         """A GPU's backward runs in a thread of autograd's own, and so do the collectives in it."""
-        others = [frame for number, frame in sys._current_frames().items() if number != self.main]
-        return any(beats.is_waiting(beats.stack_of(frame), self.table) for frame in others)
+        return any(beats.is_waiting(stack, self.table) for stack in stacks_besides(self.main, threading.get_ident()))
+
+
+def stacks_besides(*threads: int) -> list[list[beats.Frame]]:
+    """The stacks of all other threads, as words.
+
+    No frame outlives the expression. The caller's own is among them: in a variable it would hold itself, and with it
+    every other thread's tensors, until Python's collector comes by.
+    """
+    return [beats.stack_of(frame) for number, frame in sys._current_frames().items() if number not in threads]
 
 
 def collectives() -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from meshwright.config import load
 from meshwright.config.run import Run
-from meshwright.cost.flops import step_flops, utilization
+from meshwright.cost.flops import causal_step_flops, step_flops, utilization
 from meshwright.hardware.cluster import peak_flops_per_second
 from meshwright.parallel.mesh import Mesh
 from meshwright.runtime.files import forsake
@@ -37,10 +37,12 @@ from meshwright.runtime.records import (
 )
 from meshwright.spec.units import GIB
 from meshwright.train.loop import EvalResult, StepResult
+from meshwright.train.timeline import DeviceTimeline, moment
 
 MOST_PENDING = 2  # steps whose numbers may still be on their way from the device
 LONGEST_QUEUE = 10_000  # records a slow tracker may lag behind; later ones are dropped for it, never for the file
 LAST_SECONDS = 10.0  # a tracker may take at the end
+LEAST_SECONDS = 1e-6  # of a save: one that no device noticed was made all the same
 WIDTH = 80  # columns of a step's line
 PACE = 0.1  # the weight of the newest step in the pace that the time left is reckoned by
 Curve = StepRecord | EvalRecord  # what a tracker plots
@@ -247,7 +249,8 @@ def numbers(record: Curve) -> dict[str, float]:
     if isinstance(record, EvalRecord):
         return {"held_out_loss": record.loss}
     values = {key: float(value) for key, value in msgspec.to_builtins(record).items() if isinstance(value, int | float)}
-    values.pop("step")
+    for clock in ("step", "began", "ended", "at"):  # readings of the machine's clock, no quantities
+        values.pop(clock)
     return values | {"tokens_per_second": record.tokens / record.seconds}
 
 
@@ -296,7 +299,6 @@ class Pending:
     result: StepResult
     numbers: Tensor
     ready: torch.cuda.Event | None
-    at: float
 
 
 @dataclass
@@ -312,14 +314,13 @@ class Recorder:
     records: list[StepRecord] = field(default_factory=list)
     added: int = 0  # the newest step that was handed in
     last_held: EvalRecord | None = None
+    last_save_seconds: float = 0.0  # that the last save was waited for, behind the last step
 
     def __post_init__(self) -> None:
         file = self.folder / f"steps.rank{self.mesh.rank}.jsonl"
         self.past = read_records(file)  # of earlier attempts
         self.lines = RecordFile(file, self.screen.say)
-        self.began = time.perf_counter()
-        self.earlier: Pending | None = None
-        self.flops = step_flops(self.run.arch, self.run.sequence, self.run.batch)
+        self.timeline = DeviceTimeline(moment(self.mesh.device))
         self.peak = peak_of(self.mesh, self.run)
 
     def add(self, result: StepResult | EvalResult) -> None:
@@ -327,25 +328,27 @@ class Recorder:
         if isinstance(result, StepResult):
             self.pending.append(_fetch(result))
             self.added = result.step
-            self._write_arrived()
+            self._write_arrived(all_of_them=not self.records)  # the first loss is shown as soon as there is one
             return
         self._write_arrived(all_of_them=True)
+        loss = result.loss.item()  # once it is there, the device has passed the end
+        began, ended = self.timeline.reached(result.began), self.timeline.reached(result.ended)
         self.last_held = EvalRecord(
             step=result.step,
-            loss=result.loss.item(),
+            loss=loss,
             tokens=result.tokens,
-            seconds=result.seconds,
+            seconds=ended - began,
+            began=began,
+            ended=ended,
             at=time.monotonic(),
         )
         self._keep(self.last_held)
         self.screen.held(self.last_held)
-        self.earlier = None  # the next step's clock starts after the validation loss
-        self.began = time.perf_counter()
 
     def begin(self, attempt: AttemptRecord) -> None:
         """The ranks stand ready."""
         self._keep(attempt)
-        self.began = time.perf_counter()
+        self.timeline = DeviceTimeline(moment(self.mesh.device))
 
     def tell(self, event: EventRecord) -> None:
         """Something worth telling, on this rank's line and the screen."""
@@ -354,7 +357,8 @@ class Recorder:
 
     def end(self, step: int) -> None:
         """The session is over. The accounts are closed here, before the files are."""
-        self._keep(EndRecord(step=step, at=time.monotonic(), finished=step == self.run.steps))
+        finished, waited = step == self.run.steps, self.last_save_seconds
+        self._keep(EndRecord(step=step, at=time.monotonic(), finished=finished, save_seconds=waited))
 
     def settled(self) -> StepRecord | None:
         """The newest record that all ranks are sure to have by now."""
@@ -391,25 +395,29 @@ class Recorder:
         if step.ready is not None:
             step.ready.synchronize()  # of that step only; later ones continue
         loss, norm, finite, loss_scale, balance = step.numbers.tolist()
-        result, earlier, self.earlier = step.result, self.earlier, step
-        if earlier is not None and step.ready is not None and earlier.ready is not None:
-            seconds = earlier.ready.elapsed_time(step.ready) / 1000  # by the device's clock: it works on its own
-        else:
-            seconds = step.at - (earlier.at if earlier else self.began)
+        run, result, before = self.run, step.result, self.timeline.at
+        began, fed, updated, ended = map(
+            self.timeline.reached, (result.began, result.fed, result.updated, result.ended)
+        )
         return StepRecord(
             step=result.step,
             loss=loss,
             norm=norm,
             rate=result.rate,
             tokens=result.tokens,
-            seconds=seconds,
-            data_seconds=result.wait_seconds,
+            seconds=ended - before,
+            data_seconds=fed - began,
             memory_bytes=peak_bytes(self.mesh.device),
-            flops=self.flops,
+            flops=step_flops(run.arch, run.sequence, run.batch, result.span),
+            flops_causal=causal_step_flops(run.arch, run.sequence, run.batch, result.span),
+            span=result.span,
             skipped=finite == 0.0,
             loss_scale=loss_scale,
             balance=balance if result.balance is not None else None,
-            save_seconds=result.save_seconds,
+            save_seconds=max(ended - updated, LEAST_SECONDS) if result.save_seconds else 0.0,
+            compile_seconds=result.compile_seconds,
+            began=before,
+            ended=ended,
             at=time.monotonic(),
         )
 
@@ -432,12 +440,12 @@ def _fetch(result: StepResult) -> Pending:
     values = (result.loss, result.norm, result.finite, result.loss_scale, balance)
     numbers = torch.stack([value.double() for value in values])
     if not numbers.is_cuda:
-        return Pending(result, numbers, None, time.perf_counter())
+        return Pending(result, numbers, None)
     host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
     host.copy_(numbers, non_blocking=True)
     ready = torch.cuda.Event(enable_timing=True)
     ready.record()
-    return Pending(result, host, ready, time.perf_counter())
+    return Pending(result, host, ready)
 
 
 def peak_bytes(device: torch.device) -> int:

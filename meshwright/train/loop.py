@@ -1,7 +1,6 @@
 """The loop: a generator that training, benchmarks and tests drive alike."""
 
 import signal
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +12,12 @@ from torch import Tensor
 from meshwright.config.run import Run
 from meshwright.optim import clip
 from meshwright.optim.interface import learning_rate
-from meshwright.parallel import deterministic
+from meshwright.parallel import compile, deterministic
 from meshwright.parallel.mesh import Mesh
 from meshwright.train.saving import Save, Stops, saving
 from meshwright.train.state import State
 from meshwright.train.step import choose, evaluating, held_loss, mixtures
+from meshwright.train.timeline import Moment, moment
 
 
 class Stop:
@@ -44,6 +44,8 @@ class EvalResult:
     loss: Tensor
     tokens: int
     seconds: float
+    began: Moment
+    ended: Moment
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +60,14 @@ class StepResult:
     balance: Tensor | None  # mixtures: this rank's mean balance loss
     rate: float
     tokens: int
-    wait_seconds: float
-    save_seconds: float  # that a save paused training for
+    span: float  # mean over positions of the document that each is in, which attention is counted by
+    wait_seconds: float  # of the host, for the loader
+    save_seconds: float  # that a save paused the host for
+    compile_seconds: float  # that torch.compile took of it
+    began: Moment  # its batch was asked for
+    fed: Moment  # and was there
+    updated: Moment  # what follows is the save
+    ended: Moment
 
 
 def train(
@@ -83,7 +91,9 @@ def steps(run: Run, state: State, mesh: Mesh, save: Save, stop: Stop) -> Iterato
         yield evaluate(run, state, mesh)
     while state.step < run.steps and not state.stopped:
         state.optimizer.zero_grad()
+        began, compiled = moment(mesh.device), compile.seconds()
         batch = state.loader.take(state.step)
+        fed = moment(mesh.device)
         scale = state.scale.value
         loss_sum = forward_backward(batch, scale)
         loss, square, asked = measure(state.chunks, loss_sum, mesh, stop.asked)
@@ -93,6 +103,7 @@ def steps(run: Run, state: State, mesh: Mesh, save: Save, stop: Stop) -> Iterato
         state.scale.update(verdict.finite)
         state.step += 1
         state.stopped = stops.agreed(asked) and state.step < run.steps
+        updated = moment(mesh.device)
         save_seconds = save(state)  # before the yield: whoever iterates may stop there
         yield StepResult(
             step=state.step,
@@ -103,8 +114,14 @@ def steps(run: Run, state: State, mesh: Mesh, save: Save, stop: Stop) -> Iterato
             balance=balance(state),
             rate=rate,
             tokens=batch.tokens,
+            span=batch.span,
             wait_seconds=batch.wait_seconds,
             save_seconds=save_seconds,
+            compile_seconds=compile.seconds() - compiled,
+            began=began,
+            fed=fed,
+            updated=updated,
+            ended=moment(mesh.device) if save_seconds else updated,
         )
         if is_due(run, state) and not state.stopped:
             yield evaluate(run, state, mesh)
@@ -119,7 +136,7 @@ def is_due(run: Run, state: State) -> bool:
 
 def evaluate(run: Run, state: State, mesh: Mesh) -> EvalResult:
     """The loss over samples that are never trained on, under the same plan."""
-    start = time.perf_counter()
+    began = moment(mesh.device)
     sums: list[Tensor] = []  # of each global batch, this rank's part
     tokens = 0
     with evaluating(state.chunks):
@@ -131,7 +148,8 @@ def evaluate(run: Run, state: State, mesh: Mesh) -> EvalResult:
             assert parts[-1] is not None, "the last microbatch completes the sum"
             sums.append(parts[-1] / run.plan.tp)
     loss = deterministic.total(torch.stack(sums), run.plan, mesh).sum() / tokens
-    return EvalResult(step=state.step, loss=loss, tokens=tokens, seconds=time.perf_counter() - start)
+    ended = moment(mesh.device)
+    return EvalResult(step=state.step, loss=loss, tokens=tokens, seconds=ended.at - began.at, began=began, ended=ended)
 
 
 def balance(state: State) -> Tensor | None:

@@ -1,5 +1,7 @@
-"""Out of memory, explained: which line of the ledger overran, and three changes that fit."""
+"""Out of memory, explained: who else holds the card or which line of the ledger overran, and three changes that fit."""
 
+import math
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -13,6 +15,7 @@ from meshwright.cost.memory import Ledger, ledger, worst
 from meshwright.hardware.cluster import catalogue, cluster_of_device, recognised
 from meshwright.parallel import precision
 from meshwright.parallel.mesh import local
+from meshwright.runtime.card_memory import CONTEXT_BYTES, CardProcess, others, processes
 from meshwright.runtime.failure import Exit, Failure, FailureError
 from meshwright.search import budget
 from meshwright.search.best_first import Candidate, fit_of, priced
@@ -24,6 +27,8 @@ from meshwright.train.state import State
 
 STATES = ("weights", "master", "gradients", "moments")  # lines that are measured by adding up tensors
 WANTED = 3
+FREE = "end them, or take another card (CUDA_VISIBLE_DEVICES)"
+LESS = 0.97  # of what the plan needs: a change that is to help needs clearly less
 
 
 class FittingChange(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,14 +51,51 @@ def explaining(run: Run, device: torch.device, state: State | None = None) -> It
         raise FailureError(explained(error, run, state, device)) from error
 
 
+class CardUse(msgspec.Struct, frozen=True, kw_only=True):
+    """What a card has, and what processes other than this one hold of it."""
+
+    total_bytes: int
+    other_bytes: int
+    holders: tuple[CardProcess, ...]  # as far as the driver names them
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether others hold more than what any process holds beside its tensors."""
+        return self.other_bytes > CONTEXT_BYTES
+
+    def __str__(self) -> str:
+        named = f": {'; '.join(map(str, self.holders))}" if self.holders else " (the driver does not say which)"
+        return (
+            f"other processes hold {self.other_bytes / GIB:.1f} of this card's {self.total_bytes / GIB:.0f} GiB{named}"
+        )
+
+
+def card_use(device: torch.device) -> CardUse:
+    """Who holds a card now; what this process holds is left out."""
+    free, total = torch.cuda.mem_get_info(device)
+    own = torch.cuda.memory_reserved(device)
+    found = processes(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+    holders = others(found, os.getpid(), own)
+    named = sum(each.bytes or 0 for each in holders)
+    # Of a process that the driver hides, what is missing tells. This one has a context beside its tensors.
+    return CardUse(
+        total_bytes=total,
+        other_bytes=max(named, total - free - own - CONTEXT_BYTES, 0),
+        holders=tuple(holders),
+    )
+
+
 def explained(error: Exception, run: Run, state: State | None, device: torch.device) -> Failure:
-    """The verdict on an allocation that failed. Of a device that the catalogue does not know, no more than that."""
-    if device.type != "cuda" or recognised(torch.cuda.get_device_name(device), catalogue().cards) is None:
+    """The verdict on an allocation that failed; where the catalogue has no such card, little more than who holds it."""
+    use = card_use(device) if device.type == "cuda" else None
+    if use is None or recognised(torch.cuda.get_device_name(device), catalogue().cards) is None:
+        shared = f"; {use}" if use is not None and use.is_shared else ""
         remedy = "use a smaller plan.microbatch, plan.recompute=full, or more ranks with plan.zero=3"
-        return Failure(kind="memory", code=Exit.DOES_NOT_FIT, what=f"out of memory: {error}", remedy=remedy)
+        remedy = f"{FREE}; or {remedy}" if shared else remedy
+        return Failure(kind="memory", code=Exit.DOES_NOT_FIT, what=f"out of memory: {error}{shared}", remedy=remedy)
     question = question_of(run, torch.cuda.get_device_name(device))
     measured = held(state, state_layout(question.job(run.plan))) if state is not None else {}
-    return verdict(question, run, measured, torch.cuda.max_memory_allocated(device), str(error))
+    return verdict(question, run, measured, torch.cuda.max_memory_allocated(device), str(error), use)
 
 
 def expected(run: Run, device: torch.device) -> str:
@@ -89,19 +131,28 @@ def held(state: State, layout: StateLayout) -> dict[str, int]:
     }
 
 
-def verdict(question: Question, run: Run, measured: Mapping[str, int], peak: int, words: str) -> Failure:
-    """What overran, measured beside predicted, and what to do about it."""
+def verdict(
+    question: Question, run: Run, measured: Mapping[str, int], peak: int, words: str, use: CardUse | None = None
+) -> Failure:
+    """Who holds the card, or what overran, measured beside predicted; and what to do about it."""
     predicted = ledger(question.job(run.plan))
-    found = changes(question, run)
     room = question.cluster.gpu.memory_bytes
+    shared = use is not None and use.is_shared
+    left = max(room - use.other_bytes, 0.0) if use is not None and shared else room
+    found = changes(question, run, left)
+    remedy = "; ".join(str(each) for each in found) or "no single change fits: use more GPUs, or a smaller model"
+    if shared and predicted.allocated <= room:
+        into = f", or fit into the {left / GIB:.1f} GiB that are left: {remedy}" if found else ""
+        remedy = f"{FREE}{into}"
+    why = f"{use}; this plan needs {predicted.allocated / GIB:.1f} GiB" if shared else ""
     return Failure(
         kind="memory",
         code=Exit.DOES_NOT_FIT,
-        what=f"out of memory: {cause(predicted, measured, peak, room)}",
+        what=f"out of memory: {why or cause(predicted, measured, peak, room)}",
         where=f"{question.cluster.gpu.name}, {room / GIB:.0f} GiB; the peak was due at {predicted.moment}",
         since=f"{peak / GIB:.2f} GiB given out by torch, {predicted.allocated / GIB:.2f} GiB predicted",
         cause=words.splitlines()[0] if words else "",
-        remedy="; ".join(str(each) for each in found) or "no single change fits: use more GPUs, or a smaller model",
+        remedy=remedy,
     )
 
 
@@ -126,9 +177,15 @@ def overrun(predicted: Ledger, measured: Mapping[str, int], peak: int) -> tuple[
     return max(rows, key=lambda row: row[1] - row[2])
 
 
-def changes(question: Question, run: Run) -> list[FittingChange]:
-    """Changes of the plan that fit: one thing before two, then the quickest; the mathematics stays."""
-    now = priced(question.job(run.plan)).price.seconds
+def changes(question: Question, run: Run, room: float = math.inf) -> list[FittingChange]:
+    """Changes of the plan that fit into so much: one thing before two, then the quickest; the mathematics stays.
+
+    What was predicted to fit and did not is no measure of what does: every change needs less than the plan.
+    """
+    before = priced(question.job(run.plan))
+    now = before.price.seconds
+    limit = min(room, LESS * before.peak_bytes)
+    question = msgspec.structs.replace(question, limit_bytes=limit).on(question.cluster)
     one = _beside(question, run.plan)
     fitting = _fitting(question, one)
     if len(fitting) < WANTED:

@@ -3,6 +3,7 @@
 import hashlib
 import importlib
 import platform
+import threading
 import time
 import traceback
 from collections import deque
@@ -23,6 +24,7 @@ from meshwright.config.huggingface import TOKENIZER
 from meshwright.config.load import load
 from meshwright.config.run import Run
 from meshwright.cost import goodput
+from meshwright.cost.flops import utilization
 from meshwright.data.prepare import Corpus, prepare
 from meshwright.data.prepare import described as described_data
 from meshwright.data.shards import Tokens
@@ -69,14 +71,36 @@ def fetch_rest() -> None:
         importlib.import_module(name)
 
 
+class StartTimeline:
+    """What a rank does before its first step, and how long each takes."""
+
+    def __init__(self, began: float) -> None:
+        self.last = began
+        self.phases: dict[str, float] = {}
+
+    def passed(self, name: str) -> None:
+        """A phase ends here."""
+        now = time.monotonic()
+        self.phases[name] = self.phases.get(name, 0.0) + now - self.last
+        self.last = now
+
+
+def import_compiler() -> None:
+    """Import torch's compiler, which takes seconds, while the rank waits for others, its device and its files."""
+    for name in ("torch._dynamo", "torch._inductor.compile_fx", "torch._inductor.async_compile"):
+        importlib.import_module(name)
+
+
 def serve(order: RankSpec, run: Run, machine: bool = False) -> int:
     """Be one rank, and end with the exit code that says how it went. A failure report is left in the run folder."""
+    start = StartTimeline(order.began if order.attempt == 1 else time.monotonic())
+    start.passed("launch")  # the command line, processes, importing torch; the data too where the launcher prepares it
     stop = Stop().listen()
     code()  # as it is now: the ranks compare it when they meet
     heart = Heartbeat(Path(order.beats), order.place.rank, phase_table())
     try:
         view = screen(default_stream(machine), run.log.every, quiet=not order.speaks)
-        summary = run_rank(run, order, view, heart, stop)
+        summary = run_rank(run, order, view, heart, stop, start)
     except Exception as error:
         traceback.print_exc()
         step = heart.step if heart.restored >= 0 else -1
@@ -91,8 +115,12 @@ def serve(order: RankSpec, run: Run, machine: bool = False) -> int:
     return Exit.DONE
 
 
-def run_rank(run: Run, order: RankSpec, screen: PlainLines, heart: Heartbeat, stop: Stop) -> Summary | None:
+def run_rank(
+    run: Run, order: RankSpec, screen: PlainLines, heart: Heartbeat, stop: Stop, start: StartTimeline
+) -> Summary | None:
     """Train to the last step, then leave a model, a sample and a summary; None when stopped before."""
+    if run.plan.compile:
+        threading.Thread(target=import_compiler, name="import-compiler", daemon=True).start()
     ours = order.place.launcher == "meshwright"
     corpus = prepare(run, Path(order.cache), (lambda text: None) if ours else screen.say)
     for line in () if ours else described_data(run, corpus):
@@ -100,13 +128,17 @@ def run_rank(run: Run, order: RankSpec, screen: PlainLines, heart: Heartbeat, st
     folder = Path(order.folder)
     for line in check(run, corpus, folder, writes=order.place.rank == 0):
         screen.say(line)
+    start.passed("data")
     with world(run, order.place, order.attempt) as mesh:
+        start.passed("meet")  # the other ranks, and the device
         screen.say(f"building {count(run.arch):,} parameters on {described(mesh)}")
         if words := expected(run, mesh.device):
             screen.say(words)
         with explaining(run, mesh.device):
             state = build(run, corpus, mesh, folder)
-        restore(state, run, mesh, folder, screen.say)
+            start.passed("build")
+            restore(state, run, mesh, folder, screen.say)
+            start.passed("restore")
         kernels = fused_kernels.chosen(run.plan, mesh.device, state.chunks, state.optimizer.is_one_pass)
         if mesh.rank == 0:
             replace_json(folder / "env.json", environment(mesh, kernels))
@@ -116,10 +148,10 @@ def run_rank(run: Run, order: RankSpec, screen: PlainLines, heart: Heartbeat, st
         recorder = Recorder(run, mesh, folder, screen, [Writer(name, run, folder, screen.say) for name in trackers])
         try:
             with explaining(run, mesh.device, state):
-                _train(state, recorder, order, heart, stop)
-            screen.close()
-            if not state.stopped:
-                return _finish(run, state, mesh, recorder, corpus)
+                _train(state, recorder, order, heart, stop, start)
+                screen.close()
+                if not state.stopped:
+                    return _finish(run, state, mesh, recorder, corpus)
             recorder.end(state.step)
             stop.saved = state.saved
             return None
@@ -130,16 +162,25 @@ def run_rank(run: Run, order: RankSpec, screen: PlainLines, heart: Heartbeat, st
             screen.close()
 
 
-def _train(state: State, recorder: Recorder, order: RankSpec, heart: Heartbeat, stop: Stop) -> None:
+def _train(
+    state: State, recorder: Recorder, order: RankSpec, heart: Heartbeat, stop: Stop, start: StartTimeline
+) -> None:
     run, mesh = recorder.run, recorder.mesh
     faults = FaultWatch(run, state, mesh, recorder, heart)
     inject(order.inject, run, state, mesh)
     heart.begins(state.step)
+    start.passed("prepare")  # kernels tried, trackers, watches
     recorder.begin(
         AttemptRecord(
-            step=state.step, session=order.session, number=order.attempt, began=order.began, at=time.monotonic()
+            step=state.step,
+            session=order.session,
+            number=order.attempt,
+            began=order.began,
+            at=start.last,
+            phases=start.phases,
         )
     )
+    handled = time.monotonic()
     for result in train(run, state, mesh, recorder.folder, stop):
         recorder.add(result)
         heart.did(result.step) if isinstance(result, StepResult) else heart.looked()
@@ -147,6 +188,8 @@ def _train(state: State, recorder: Recorder, order: RankSpec, heart: Heartbeat, 
         if run.plan.compile and isinstance(result, StepResult) and result.step == heart.restored + SETTLED:
             for line in compile.described():
                 recorder.screen.say(line)
+        handled = time.monotonic()
+    recorder.last_save_seconds = time.monotonic() - handled  # the loop ends when nothing is left to be saved
 
 
 def _finish(run: Run, state: State, mesh: Mesh, recorder: Recorder, corpus: Corpus) -> Summary:
@@ -166,15 +209,21 @@ def _finish(run: Run, state: State, mesh: Mesh, recorder: Recorder, corpus: Corp
     records = goodput.kept(recorder.past)
     steady = records[1:] or records  # the first step pays for warming up
     spent = goodput.account(recorder.past)
+    seconds = sum(record.seconds for record in steady)
+    flops, causal = (sum(getattr(record, name) for record in steady) for name in ("flops", "flops_causal"))
+    peak_rate = recorder.peak
     return Summary(
         step=state.step,
         first_loss=records[0].loss,
         loss=records[-1].loss,
         held_out_loss=recorder.last_held.loss if recorder.last_held else None,
-        tokens_per_second=sum(record.tokens for record in steady) / sum(record.seconds for record in steady),
+        tokens_per_second=sum(record.tokens for record in steady) / seconds,
         seconds_to_first_loss=goodput.first_loss_seconds(recorder.past),
         seconds=spent.wall,
         peak_bytes=int(peak.item()),
+        mfu=utilization(flops, seconds, peak_rate) if peak_rate else None,
+        mfu_causal=utilization(causal, seconds, peak_rate) if peak_rate else None,
+        tflops=causal / seconds / mesh.world / 1e12,
         parameters=count(run.arch),
         ranks=mesh.world,
         folder=str(recorder.folder),
@@ -302,6 +351,7 @@ class Fact(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     tokens: int
     digest: str
+    documents: int = 0  # that are told apart; 0: none are
 
 
 def check(run: Run, corpus: Corpus, folder: Path, writes: bool) -> list[str]:
@@ -332,7 +382,8 @@ def fact(source: str, tokens: Tokens) -> Fact:
     for number in range(WINDOWS):
         start = number * max(tokens.total - WINDOW, 0) // max(WINDOWS - 1, 1)
         digest.update(tokens.read(start, min(WINDOW, tokens.total)).tobytes())
-    return Fact(source=source, tokens=tokens.total, digest=digest.hexdigest()[:16])
+    documents = len(tokens.ends)
+    return Fact(source=source, tokens=tokens.total, digest=digest.hexdigest()[:16], documents=documents)
 
 
 def differences(there: list[Fact], here: list[Fact]) -> list[Problem]:

@@ -15,6 +15,7 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.runtime.place import Place
 from meshwright.train.build import build
 from meshwright.train.loop import StepResult, Stop, train
+from meshwright.train.oom import explaining
 from meshwright.train.saving import digest_of, restore
 from meshwright.train.state import gradients, weights
 from meshwright.train.world import world
@@ -38,11 +39,14 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True):
 def record(place: Place, run: Run, cache: Path, folder: Path) -> None:
     """Run to the last step as one rank; the first writes the losses, norms, first gradients and last weights."""
     with world(run, place) as mesh:
-        evidence, state = Evidence(folder, mesh), build(run, prepare(run, cache, lambda text: None), mesh)
-        for result in train(run, state, mesh):
-            assert isinstance(result, StepResult), "nothing is held out in a proof"
-            evidence.step(result.loss, result.norm, gradients(state.chunks, run, mesh))
-        evidence.end(weights(state.chunks, run, mesh))
+        evidence, corpus = Evidence(folder, mesh), prepare(run, cache, lambda text: None)
+        with explaining(run, mesh.device):
+            state = build(run, corpus, mesh)
+        with explaining(run, mesh.device, state):
+            for result in train(run, state, mesh):
+                assert isinstance(result, StepResult), "nothing is held out in a proof"
+                evidence.step(result.loss, result.norm, gradients(state.chunks, run, mesh))
+            evidence.end(weights(state.chunks, run, mesh))
         state.loader.close()
 
 
@@ -152,13 +156,15 @@ def drive(place: Place, run: Run, cache: Path, folder: Path, until: int) -> None
     """Go on from what a folder has, until a step; leave there the digest of the state after each step."""
     quiet, stop, digests = (lambda text: None), Stop(), dict[int, str]()
     with world(run, place) as mesh:
-        state = build(run, prepare(run, cache, quiet), mesh)
+        with explaining(run, mesh.device):
+            state = build(run, prepare(run, cache, quiet), mesh)
         restore(state, run, mesh, folder, quiet)
         stop.asked = state.step + 1 == until
-        for result in train(run, state, mesh, folder, stop):
-            if isinstance(result, StepResult):
-                digests[result.step] = digest_of(state, run, mesh)
-                stop.asked = result.step + 1 == until
+        with explaining(run, mesh.device, state):
+            for result in train(run, state, mesh, folder, stop):
+                if isinstance(result, StepResult):
+                    digests[result.step] = digest_of(state, run, mesh)
+                    stop.asked = result.step + 1 == until
         state.loader.close()
         if mesh.rank == 0:
             (folder / DIGESTS).write_bytes(msgspec.json.encode(digests))

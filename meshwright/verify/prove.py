@@ -13,6 +13,7 @@ import msgspec
 from meshwright.config import check, load
 from meshwright.config.presets import run_file
 from meshwright.config.run import Run
+from meshwright.runtime.failure import Exit
 from meshwright.runtime.ranks import RankError, Remote, Work, run_ranks
 from meshwright.spec.params import count
 from meshwright.spec.plan import AXES, Plan, Precision
@@ -88,6 +89,7 @@ class ParityResult(msgspec.Struct, frozen=True, kw_only=True):
     worst: str  # the parameter with the largest deviation
     seconds: float
     error: str = ""  # the plan did not run to its end
+    fits: bool = True  # else that is because memory did not suffice
 
 
 class Certificate(msgspec.Struct, frozen=True, kw_only=True):
@@ -272,16 +274,23 @@ def beside(
             verdict = msgspec.json.decode((place / "verdict.json").read_bytes(), type=ParityResult)
         except RankError as error:
             far = {f"{quantity}_deviation": math.inf for quantity in QUANTITIES}
-            spent = {"seconds": time.monotonic() - began, "error": str(error)}
-            verdict = ParityResult(plan=name, passed=False, first_bad=None, worst="", **far, **spent)
+            spent = {"seconds": time.monotonic() - began, "error": str(error.verdict or error)}
+            fits = error.verdict is None or error.verdict.code != Exit.DOES_NOT_FIT
+            verdict = ParityResult(plan=name, passed=False, first_bad=None, worst="", fits=fits, **far, **spent)
         verdict = msgspec.structs.replace(verdict, plan=name)
         shutil.rmtree(place)
         verdicts.append(verdict)
-        words = "equal" if verdict.passed else f"DIFFERS: {verdict.first_bad or verdict.error.splitlines()[-1]}"
+        words = "equal" if verdict.passed else _trouble(verdict)
         deviations = [f"{getattr(verdict, f'{quantity}_deviation'):8.1e}" for quantity in QUANTITIES]
         say(f"{name:<{width}}  {'  '.join(deviations)}   {words}")
     shutil.rmtree(base)
     return verdicts
+
+
+def _trouble(found: ParityResult) -> str:
+    if not found.fits:
+        return f"DOES NOT FIT\n{found.error}"
+    return f"DIFFERS: {found.first_bad or found.error.splitlines()[-1]}"
 
 
 def _fresh(folder: Path) -> Path:

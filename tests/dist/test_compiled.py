@@ -11,6 +11,8 @@ from worlds import world
 from meshwright.config.check import missing
 from meshwright.parallel import compile
 from meshwright.spec.plan import Plan
+from meshwright.train.build import build
+from meshwright.train.loop import train
 
 pytestmark = [
     pytest.mark.skipif(any(missing(Plan(microbatch=1, compile=True))), reason="no C++ compiler"),
@@ -53,3 +55,19 @@ def test_blocks_that_are_computed_anew_together_share_their_kernels(folder):
     # The first block's input needs no gradient of its own, a second graph; three runs of two blocks add none.
     assert ", 0 graph breaks" in told
     assert int(told.split(", ")[1].split()[0]) <= 1, told
+
+
+@world(1)
+def test_a_validation_loss_is_computed_by_the_graphs_of_training(folder):
+    words = ("arch.layers=3", "steps=3", "eval.every=2", "data.eval_fraction=0.1")
+    run, plain = make_run(folder, *words, "plan.compile=true"), make_run(folder, *words)
+    state = build(run, make_corpus(run, Path(folder)), mesh_of(run.plan))
+    graphs, found = {}, {}
+    for result in train(run, state, mesh_of(run.plan)):
+        graphs[type(result).__name__, result.step] = compile.described()[0]
+        found[type(result).__name__, result.step] = result.loss.item()
+    state.loader.close()
+    assert graphs["EvalResult", 2] == graphs["StepResult", 2] == graphs["StepResult", 3] == graphs["EvalResult", 3]
+    other = drive(plain, make_corpus(plain, Path(folder)), alone())
+    assert found["EvalResult", 3] == pytest.approx(other.held, rel=1e-12)
+    assert not any(weight.grad is not None and weight.grad.isnan().any() for weight in state.optimizer.weights)

@@ -1,3 +1,5 @@
+import random
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -8,7 +10,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.config.presets import preset
 from meshwright.cost.flops import (
+    attention_flops,
     block_flops_per_token,
+    causal_step_flops,
+    document_span,
     forward_flops_per_token,
     hardware_flops,
     step_flops,
@@ -101,3 +106,32 @@ def test_what_a_compiler_made_is_computed_to_its_end():
     arch, plan = preset("tiny"), Plan(microbatch=1, recompute="full", compile=True)
     blocks = sum(block_flops_per_token(arch, layer, 32) for layer in range(arch.layers))
     assert hardware_flops(arch, plan, 32, 2) == step_flops(arch, 32, 2) + blocks * 64
+
+
+def test_without_documents_the_span_is_the_sequence_and_causal_attention_is_half_of_the_full():
+    arch = preset("tiny")
+    assert step_flops(arch, 64, 2, 64.0) == step_flops(arch, 64, 2)
+    products = step_flops(arch, 64, 2) - attention_flops(arch, 64, 2)
+    causal = causal_step_flops(arch, 64, 2) - products
+    assert causal == pytest.approx(attention_flops(arch, 64, 2) * 65 / 128)  # a token sees itself too
+
+
+def test_documents_leave_the_attention_within_them():
+    arch = preset("tiny")
+    lengths = [10, 4, 50]
+    span = sum(length**2 for length in lengths) / 64
+    alone = sum(attention_flops(arch, length, 1) for length in lengths)
+    assert attention_flops(arch, 64, 1, span) == pytest.approx(alone)
+    pairs = sum(length * (length + 1) / 2 for length in lengths)  # (query, key), each a product of two, twice
+    computed = causal_step_flops(arch, 64, 1, span) - (step_flops(arch, 64, 1) - attention_flops(arch, 64, 1))
+    assert computed == pytest.approx(3 * 4 * arch.layers * arch.q_width * pairs)
+
+
+def test_the_span_to_expect_is_that_of_documents_cut_at_random():
+    draw = random.Random(1)
+    sequence, mean, squares = 2000, 300.0, 0
+    for _ in range(400):
+        ends = [end for end in range(1, sequence) if draw.random() < 1 / mean]
+        squares += sum((later - earlier) ** 2 for earlier, later in pairwise([0, *ends, sequence]))
+    assert document_span(sequence, mean) == pytest.approx(squares / 400 / sequence, rel=0.05)
+    assert document_span(sequence, 1e9) == pytest.approx(sequence, rel=1e-3)  # documents longer than a sample

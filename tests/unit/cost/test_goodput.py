@@ -1,3 +1,4 @@
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +11,7 @@ def attempt(at, step=0, session="a", began=0.0, number=1):
     return AttemptRecord(step=step, session=session, number=number, began=began, at=at)
 
 
-def step(number, at, data=0.0, save=0.0):
+def step(number, at, data=0.0, save=0.0, ended=0.0, compiled=0.0):
     return StepRecord(
         step=number,
         loss=1.0,
@@ -22,6 +23,8 @@ def step(number, at, data=0.0, save=0.0):
         memory_bytes=1,
         flops=1.0,
         save_seconds=save,
+        compile_seconds=compiled,
+        ended=ended,
         at=at,
     )
 
@@ -30,9 +33,11 @@ def test_a_clean_run_is_start_steps_and_finish():
     spent = account([attempt(3.0), step(1, 4.0, data=0.25), step(2, 6.0, save=0.5), EndRecord(step=2, at=7.0)])
     assert spent.bad == {
         "start-up": 3.0,
+        "compile": 0.0,
         "data": 0.25,
         "checkpoint": 0.5,
         "eval": 0.0,
+        "stall": 0.0,
         "recovery": 0.0,
         "lost work": 0.0,
         "finish": 1.0,
@@ -64,6 +69,58 @@ def test_time_between_two_sessions_is_nobodys():
     assert spent.wall == 5.0
     assert spent.bad["start-up"] == 3.0
     assert spent.bad["recovery"] == 0.0
+
+
+def timed(*takes, late=2, **kinds):
+    """Steps that take so long, each written down when the second after it has ended."""
+    ends = [1.0 + sum(takes[: number + 1]) for number in range(len(takes))]
+    written = [*ends[late:], *[ends[-1]] * late]
+    pairs = enumerate(zip(ends, written, strict=True), 1)
+    return [
+        attempt(1.0),
+        *(step(number, at, ended=end, **kinds.get(f"step{number}", {})) for number, (end, at) in pairs),
+    ]
+
+
+def test_what_a_save_took_counts_although_its_step_was_written_down_late():
+    spent = account(timed(1.0, 1.0, 6.0, 1.0, 1.0, step3={"save": 5.0}))
+    assert spent.bad["checkpoint"] == 5.0
+    assert spent.good == 5.0
+    assert spent.wall == 11.0
+
+
+def test_a_validation_loss_takes_the_time_between_two_steps_and_no_step_does():
+    steps = timed(1.0, 1.0, 1.0)
+    held = EvalRecord(step=2, loss=1.0, tokens=1, seconds=5.0, began=3.0, ended=8.0, at=8.5)
+    last = msgspec.structs.replace(steps[3], began=8.0, ended=9.0, at=9.5)
+    spent = account([*steps[:3], held, last])
+    assert (spent.bad["eval"], spent.good) == (5.0, 3.0)
+
+
+def test_the_first_step_is_good_for_as_long_as_the_others_take():
+    spent = account(timed(9.0, 1.0, 1.0, 1.0, 1.0, 1.0))
+    assert (spent.bad["compile"], spent.bad["stall"], spent.good) == (8.0, 0.0, 6.0)
+
+
+def test_a_later_step_that_compiles_says_so_and_one_that_stands_still_is_a_stall():
+    spent = account(timed(1.0, 1.0, 1.0, 4.0, 1.0, 6.0, 1.0, 1.4, step4={"compiled": 3.0}))
+    assert (spent.bad["compile"], spent.bad["stall"]) == (3.0, 5.0)
+    assert spent.good == pytest.approx(8.4)
+
+
+def test_steps_too_few_to_say_what_is_usual_are_good():
+    assert account(timed(9.0, 1.0, 1.0, 1.0)).good == 12.0
+
+
+def test_what_the_last_save_is_waited_for_is_no_finish():
+    spent = account([*timed(1.0, 1.0), EndRecord(step=2, at=9.0, save_seconds=4.0)])
+    assert (spent.bad["checkpoint"], spent.bad["finish"]) == (4.0, 2.0)
+
+
+def test_an_event_takes_no_time_from_the_steps_that_were_on_their_way():
+    steps = timed(1.0, 1.0, 1.0, 1.0)
+    steps.insert(2, EventRecord(step=1, what="spike", text="", at=4.9))
+    assert account(steps).good == 4.0
 
 
 def test_the_first_loss_is_that_of_the_run_not_of_the_last_attempt():

@@ -52,6 +52,17 @@ def test_masked_windows_equal_their_slow_twin(lengths, sequence, pieces):
 
 @settings(deadline=None, derandomize=True, max_examples=60)
 @given(lengths=ragged, sequence=st.integers(1, 9), mask=st.booleans())
+def test_squares_count_the_pairs_of_a_window_without_reading_it(lengths, sequence, mask):
+    stream = StreamPacking(tokens_of(lengths), sequence, vocab=1000, mask=mask)
+    samples = np.arange(stream.count)
+    documents = stream.read(samples).documents
+    for number, squares in zip(samples, stream.squares(samples), strict=True):
+        row = np.zeros(sequence) if documents is None else documents[number]
+        assert squares == sum(int(same) ** 2 for same in np.unique(row, return_counts=True)[1])
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(lengths=ragged, sequence=st.integers(1, 9), mask=st.booleans())
 def test_valid_counts_a_window_without_reading_it(lengths, sequence, mask):
     stream = StreamPacking(tokens_of(lengths), sequence, vocab=1000, mask=mask)
     samples = np.arange(stream.count)[::-1]

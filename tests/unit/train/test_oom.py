@@ -6,9 +6,11 @@ import pytest
 
 from meshwright.config import load
 from meshwright.cost.memory import ledger
+from meshwright.runtime.card_memory import CardProcess
 from meshwright.runtime.failure import Exit
+from meshwright.search.best_first import priced
 from meshwright.spec.units import GIB
-from meshwright.train.oom import cause, changes, overrun, peak_words, question_of, verdict
+from meshwright.train.oom import CardUse, cause, changes, overrun, peak_words, question_of, verdict
 
 WORDS = (
     "arch.preset=llama3-8b",
@@ -83,3 +85,42 @@ def test_the_verdict_has_six_lines_and_the_code_of_a_plan_that_does_not_fit(ques
     assert len(told.lines()) == 5  # the details are added by the rank
     assert "predicted" in told.what
     assert "GiB" in told.remedy
+
+
+SMALL = ("arch.preset=llama3.2-1b", "sequence=4096", "batch=64", "plan.precision=bf16", "plan.microbatch=8")
+
+
+@pytest.fixture(scope="module")
+def fitting():
+    """A plan that fits a card of its own, and the question it answers."""
+    run = load.load(None, [*SMALL, "plan.recompute=full"], default_ranks=1).run
+    question = question_of(run, "NVIDIA A100-SXM4-80GB")
+    assert ledger(question.job(run.plan)).allocated < question.cluster.gpu.memory_bytes
+    return question, run
+
+
+def test_every_change_needs_less_than_the_plan_also_where_that_was_predicted_to_fit(fitting):
+    question, run = fitting
+    now = priced(question.job(run.plan)).peak_bytes
+    found = changes(question, run)
+    assert found
+    assert all(each.peak_bytes < 0.98 * now for each in found)
+
+
+def test_who_holds_the_card_is_named_and_what_is_left_is_what_must_do(fitting):
+    question, run = fitting
+    holder = CardProcess(pid=4242, name="python other.py --with a --long list=of words", bytes=50 * GIB)
+    use = CardUse(total_bytes=int(question.cluster.gpu.memory_bytes), other_bytes=50 * GIB, holders=(holder,))
+    told = verdict(question, run, {}, 20 * GIB, "CUDA out of memory. " + "Tried to allocate. " * 20, use)
+    assert "other processes hold 50.0 of this card's 79 GiB: process 4242 (python other.py" in told.what
+    assert told.remedy.startswith("end them, or take another card")
+    assert not any(line.endswith("…") for line in told.lines())
+    left = question.cluster.gpu.memory_bytes - 50 * GIB
+    assert all(each.peak_bytes <= left for each in changes(question, run, left))
+    assert "took" not in told.what  # no line of the ledger is to blame
+
+
+def test_a_hidden_holder_is_told_by_what_is_missing(fitting):
+    use = CardUse(total_bytes=80 * GIB, other_bytes=60 * GIB, holders=())
+    assert "hold 60.0 of this card's 80 GiB (the driver does not say which)" in str(use)
+    assert not CardUse(total_bytes=80 * GIB, other_bytes=GIB, holders=()).is_shared

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from meshwright.runtime.records import AttemptRecord, EndRecord, EvalRecord, EventRecord, Record, StepRecord
+from meshwright.runtime.records import AttemptRecord, EndRecord, EvalRecord, EventRecord, Record, SaveRecord, StepRecord
 
 BADPUT: tuple[str, ...] = ("start-up", "data", "checkpoint", "eval", "recovery", "lost work", "finish")
 
@@ -50,6 +50,8 @@ def account(records: Iterable[Record]) -> Account:
         kept_until = min((later[0].step for later in attempts[number + 1 :]), default=None)
         session, last = head.session, head.at
         for record in attempt[1:]:
+            if isinstance(record, SaveRecord):  # beside the steps, whose time it is
+                continue
             for name, seconds in _parts(record, max(record.at - last, 0.0), kept_until):
                 if name == "good":
                     good += seconds

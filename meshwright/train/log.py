@@ -31,6 +31,7 @@ from meshwright.runtime.records import (
     EvalRecord,
     EventRecord,
     Record,
+    SaveRecord,
     StepRecord,
     line,
     read_line,
@@ -351,6 +352,10 @@ class Recorder:
         """Something worth telling, on this rank's line and the screen."""
         self._keep(event)
         self.screen.say(f"warning: step {event.step}: {event.text}")
+
+    def saved(self, record: SaveRecord) -> None:
+        """A checkpoint is on the disk, beside the steps."""
+        self._keep(msgspec.structs.replace(record, step=max(self.added, record.saved), at=time.monotonic()))
 
     def end(self, step: int) -> None:
         """The session is over. The accounts are closed here, before the files are."""

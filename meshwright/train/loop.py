@@ -15,7 +15,7 @@ from meshwright.optim import clip
 from meshwright.optim.interface import learning_rate
 from meshwright.parallel import deterministic
 from meshwright.parallel.mesh import Mesh
-from meshwright.train.saving import Save, Stops, saving
+from meshwright.train.saving import Pause, Save, Votes, saving
 from meshwright.train.state import State
 from meshwright.train.step import choose, evaluating, held_loss, mixtures
 
@@ -59,7 +59,12 @@ class StepResult:
     rate: float
     tokens: int
     wait_seconds: float
-    save_seconds: float  # that a save paused training for
+    pause: Pause
+
+    @property
+    def save_seconds(self) -> float:
+        """That a save paused training for, this step's or the one's before. Waits for the step's update."""
+        return self.pause.seconds()
 
 
 def train(
@@ -78,7 +83,7 @@ def train(
 
 def steps(run: Run, state: State, mesh: Mesh, save: Save, stop: Stop) -> Iterator[StepResult | EvalResult]:
     forward_backward = choose(run, state.chunks, mesh)
-    measure, stops = clip.choose(run.plan), Stops()
+    measure, votes = clip.choose(run.plan), Votes()
     if state.step == run.steps and is_due(run, state):  # resumed from the last step: only the ending was missing
         yield evaluate(run, state, mesh)
     while state.step < run.steps and not state.stopped:
@@ -86,14 +91,18 @@ def steps(run: Run, state: State, mesh: Mesh, save: Save, stop: Stop) -> Iterato
         batch = state.loader.take(state.step)
         scale = state.scale.value
         loss_sum = forward_backward(batch, scale)
-        loss, square, asked = measure(state.chunks, loss_sum, mesh, stop.asked)
+        ballot = save.vote(state.step + 1).number(stop.asked)
+        loss, square, total = measure(state.chunks, loss_sum, mesh, ballot)
         verdict = clip.grad_stats(loss, square, scale, run.optim.grad_clip)
         rate = learning_rate(run.optim, state.step, run.steps)
+        stall = save.hold_update()
         state.optimizer.step(rate, verdict)
         state.scale.update(verdict.finite)
         state.step += 1
-        state.stopped = stops.agreed(asked) and state.step < run.steps
-        save_seconds = save(state)  # before the yield: whoever iterates may stop there
+        heard = votes.heard(total, state.step)
+        state.stopped = heard.stop and state.step < run.steps
+        save.hear(heard)
+        seconds = save(state)  # before the yield: whoever iterates may stop there
         yield StepResult(
             step=state.step,
             loss=verdict.loss / batch.tokens,
@@ -104,7 +113,7 @@ def steps(run: Run, state: State, mesh: Mesh, save: Save, stop: Stop) -> Iterato
             rate=rate,
             tokens=batch.tokens,
             wait_seconds=batch.wait_seconds,
-            save_seconds=save_seconds,
+            pause=Pause(seconds, stall),
         )
         if is_due(run, state) and not state.stopped:
             yield evaluate(run, state, mesh)

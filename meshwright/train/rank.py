@@ -134,6 +134,7 @@ def _train(state: State, recorder: Recorder, order: RankSpec, heart: Heartbeat, 
     run, mesh = recorder.run, recorder.mesh
     faults = FaultWatch(run, state, mesh, recorder, heart)
     inject(order.inject, run, state, mesh)
+    state.note = recorder.saved
     heart.begins(state.step)
     recorder.begin(
         AttemptRecord(

@@ -1,188 +1,241 @@
-"""What saving and checking cost: how long training stands still, and what the digests add to a load.
+"""Saving and loading beside the raw disk: `python benchmarks/checkpoint.py [--only disk|run] [--folder DISK]`.
 
-One rank trains a Llama shape and saves while it goes on. Then the saved step is read into memory with and without
-hashing, by turns: from a disk of a stated speed, from this machine's (whose system is told to forget the files; below a
-virtual disk there may be a cache that does not) and from memory. Each figure is a median; the overhead is the median of
-the ratios of neighbouring loads, so that a machine which is busy for a while is busy for both.
+`disk`: tensors of a model's shapes (three fp32 kinds, on the GPU where there is one) are saved and loaded. By turns,
+plain bytes of the same size are written and flushed, and read, to and from the same disk, whose system is told to
+forget them. `run`: `meshwright train` of that model; how long each save pauses it, by the run's own records. On a GPU
+the model is Llama-3 of 1B parameters (18 GB), else a small one (327 MB).
 """
 
 import argparse
-import itertools
 import json
 import os
 import platform
 import statistics
+import subprocess
+import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 
-from meshwright.checkpoint import format, storage
+from meshwright.checkpoint import format
 from meshwright.checkpoint import read as restore
-from meshwright.checkpoint.format import Slice
+from meshwright.checkpoint.format import Progress
 from meshwright.checkpoint.read import StepReader
 from meshwright.checkpoint.state import TensorShard
+from meshwright.checkpoint.storage import THREADS, side_by_side
+from meshwright.checkpoint.write import Saver
 from meshwright.config import load
 from meshwright.config.run import Run
-from meshwright.data.prepare import prepare
-from meshwright.runtime.place import Place, cores
-from meshwright.spec.params import count
-from meshwright.train.build import build
-from meshwright.train.loop import StepResult, train
-from meshwright.train.saving import holdings
-from meshwright.train.world import world
+from meshwright.parallel.mesh import Mesh
+from meshwright.runtime.place import cores
+from meshwright.runtime.records import SaveRecord, StepRecord, read_line
+from meshwright.spec.params import count, params
+from meshwright.spec.plan import AXES
 from meshwright.verify import integrity
 
-WORDS = (
-    "arch.preset=tiny", "arch.vocab=8192", "arch.layers=6", "arch.hidden=512", "arch.heads=8", "arch.kv_heads=4",
-    "arch.head_dim=64", "arch.ffn=1536", "sequence=64", "batch=2", "eval.every=0", "data.eval_fraction=0.0",
-    "checkpoint.every=6", "checkpoint.keep_last=1",
-)  # fmt: skip
-DISK = 0.5e9  # bytes a second: a network disk of a cloud, or a share of a busy file system
-WARM_UP = 2  # steps that are not counted
+SMALL = (
+    "tiny arch.vocab=8192 arch.layers=6 arch.hidden=512 arch.heads=8 arch.kv_heads=4 arch.head_dim=64 arch.ffn=1536 "
+    "sequence=64 batch=2 checkpoint.every=6"
+)
+# As the row llama3-1b of benchmarks/gpu.py.
+LARGE = (
+    "tiny arch.vocab=128256 arch.layers=16 arch.heads=32 arch.kv_heads=8 arch.context=8192 arch.rope_theta=500000.0 "
+    "arch.hidden=2048 arch.ffn=8192 sequence=8192 batch=2 plan.precision=bf16 plan.compile=true "
+    "plan.recompute=selective-3 optim.master_weights=split checkpoint.every=100"
+)
+QUIET = "eval.every=0 eval.batches=1 eval.sample_tokens=0 data.source=stdlib plan.replicate=1 checkpoint.keep_last=1"
+KINDS = ("weight", "first", "second")
+BLOCK = 4 * 2**20
+RATES = ("raw_write_bytes_per_second", "save_bytes_per_second", "raw_read_bytes_per_second", "load_bytes_per_second")
+WARM_UP = 3  # steps that are not counted
 
 
-class Unchecked(StepReader):
-    """The same reading without a digest: what the hashing is measured against."""
-
-    def checked(self, each: Slice, descriptor: int) -> memoryview:
-        content = np.empty(each.end - each.begin, dtype=np.uint8).data
-        for begin in range(0, len(content), storage.READ_BYTES):
-            storage.read_into(descriptor, each.begin + begin, content[begin : begin + storage.READ_BYTES])
-        return content
+def run_of(words: str, steps: int) -> Run:
+    """A run file of the words; the model's name is the first."""
+    preset, *rest = words.split()
+    return load.load(None, [f"arch.preset={preset}", *QUIET.split(), *rest, f"steps={steps}"], ranks=1).run
 
 
-@contextmanager
-def disk_of(bytes_per_second: float) -> Iterator[None]:
-    """A disk of some speed: what is read faster waits. Several readers share it."""
-    read, turn, free_at = storage.read_into, threading.Lock(), [0.0]
-
-    def read_slowly(descriptor: int, begin: int, room: memoryview) -> int:
-        with turn:
-            free_at[0] = max(free_at[0], time.perf_counter()) + len(room) / bytes_per_second
-            ready = free_at[0]
-        filled = read(descriptor, begin, room)
-        time.sleep(max(ready - time.perf_counter(), 0))
-        return filled
-
-    storage.read_into = read_slowly
-    try:
-        yield
-    finally:
-        storage.read_into = read
+def alone(device: torch.device) -> Mesh:
+    """A mesh of one rank, which speaks to nobody."""
+    nobody: Any = None
+    place: dict[str, int] = dict.fromkeys(AXES, 0)
+    return Mesh(dense=nobody, expert=nobody, fine=nobody, device=device, rank=0, world=1, data_rank=0, place=place)
 
 
-@contextmanager
-def alone(run: Run, folder: Path) -> Iterator[list[TensorShard]]:
-    """One rank that trains and saves; then what it holds."""
-    place = Place(
-        rank=0, world=1, local_rank=0, local_world=1, address="", port=0, launcher="", threads=cores(),
-        store=str(folder / "store"),
-    )  # fmt: skip
-    corpus = prepare(run, folder / "cache", lambda text: None)
-    with world(run, place) as mesh:
-        state = build(run, corpus, mesh)
-        results, marks = [], [time.perf_counter()]
-        for result in train(run, state, mesh, folder / "run"):
-            assert isinstance(result, StepResult)
-            results.append(result)
-            if mesh.device.type == "cuda":
-                torch.cuda.synchronize()
-            marks.append(time.perf_counter())
-        state.loader.close()
-        seconds = [after - before for before, after in itertools.pairwise(marks)]
-        (folder / "steps.json").write_text(json.dumps([seconds, [result.save_seconds for result in results]]))
-        yield holdings(state, run, mesh)
+def held(run: Run, device: torch.device) -> list[TensorShard]:
+    """The state of a model: its weights and two moments."""
+    return [
+        TensorShard(
+            f"{kind}/{param.name}", param.shape, tuple((0, length) for length in param.shape),
+            torch.randn(param.shape, device=device), writes=True,
+        )
+        for kind in KINDS for param in params(run.arch)
+    ]  # fmt: skip
 
 
-def stalls(folder: Path, every: int) -> dict[str, float]:
-    """How long a step without a save takes, and how long training stands still for one."""
-    seconds, saves = json.loads((folder / "steps.json").read_text())
-    plain = [each for step, each in enumerate(seconds, 1) if step > WARM_UP and step % every]
-    stood = [each for step, each in enumerate(saves, 1) if step % every == 0][1:]  # the first takes its memory
-    step, stall = statistics.median(plain), statistics.median(stood)
-    return {"step_seconds": step, "stall_seconds": stall, "stall_share_of_a_save_interval": stall / (every * step)}
+def seconds_of(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
 
 
-def loads(folder: Path, held: list[TensorShard], times: int, cold: bool) -> dict[str, float]:
-    """A load with and without hashing, by turns."""
-    seconds: dict[type[StepReader], list[float]] = {StepReader: [], Unchecked: []}
-    work: dict[type[StepReader], list[float]] = {StepReader: [], Unchecked: []}  # of processors, whoever else is busy
-    for number in range(times):
-        for kind in (StepReader, Unchecked) if number % 2 else (Unchecked, StepReader):
-            if cold:
-                forget(folder)
-            began, worked = time.perf_counter(), time.process_time()
-            with kind(folder) as reader:
-                restore.fill(reader, held)
-            seconds[kind].append(time.perf_counter() - began)
-            work[kind].append(time.process_time() - worked)
-    checked, unchecked = seconds[StepReader], seconds[Unchecked]
-    ratio = statistics.median(one / other for one, other in zip(checked, unchecked, strict=True))
-    return {
-        "checked_seconds": statistics.median(checked),
-        "unchecked_seconds": statistics.median(unchecked),
-        "overhead": ratio - 1,
-        "checked_processor_seconds": statistics.median(work[StepReader]),
-        "unchecked_processor_seconds": statistics.median(work[Unchecked]),
-    }
+def raw_write(file: Path, content: memoryview, size: int) -> float:
+    """Seconds to write so many bytes in order and flush them."""
+    with open(file, "wb", buffering=0) as target:
+        began = time.perf_counter()
+        for begin in range(0, size, BLOCK):
+            target.write(content[: min(BLOCK, size - begin)])
+        os.fsync(target.fileno())
+        return time.perf_counter() - began
 
 
-def forget(folder: Path) -> None:
-    """Have the next read come from the disk."""
-    for file in folder.iterdir():
+def raw_read(file: Path, threads: int) -> float:
+    """Seconds to read a file from the disk, every byte once, by so many threads."""
+    forget([file])
+    size, descriptor = file.stat().st_size, os.open(file, os.O_RDONLY)
+    share = -(-size // threads)
+
+    def part(number: int) -> None:
+        room = memoryview(bytearray(BLOCK))
+        for begin in range(number * share, min((number + 1) * share, size), BLOCK):
+            os.preadv(descriptor, [room], begin)
+
+    seconds = seconds_of(lambda: side_by_side(part, range(threads), threads))
+    os.close(descriptor)
+    return seconds
+
+
+def forget(files: list[Path]) -> None:
+    """Have the next read come from the disk; below a virtual one there may be a cache that does not."""
+    for file in files:
         descriptor = os.open(file, os.O_RDONLY)
         os.fsync(descriptor)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
 
 
-def checked_whole(folder: Path) -> float:
-    """`meshwright verify --checkpoint` of the step, from the disk."""
-    forget(folder)
-    began = time.perf_counter()
-    assert integrity.verify_step(folder).sound
-    return time.perf_counter() - began
+def disk(run: Run, times: int, folder: Path) -> dict[str, Any]:
+    """Saves beside raw writes, and loads beside raw reads, by turns; rates are medians.
+
+    The shares are medians of neighbours' ratios, so that a machine which is busy for a while is busy for both.
+    """
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    state, records = held(run, device), list[SaveRecord]()
+    size = sum(each.tensor.nbytes for each in state)
+    home, plain, content = folder / "run" / "checkpoints", folder / "plain", memoryview(os.urandom(BLOCK))
+    saver = Saver(home, run, alone(device), state, print, note=records.append)
+    saver.prepare()
+    writes, reads, threaded, loads = [], [], [], []
+    for step in range(1, times + 1):
+        writes.append(raw_write(plain, content, size))
+        reads.append(raw_read(plain, 1))
+        threaded.append(raw_read(plain, THREADS))
+        plain.unlink()
+        saver.save(Progress(step=step, samples=step, seed=1, updates=1.0, loss_scale=1.0, streak=0.0))
+        saver.settle()
+        loads.append(load_again(home / format.name(step), state))
+    saver.close()
+    newest = home / format.name(times)
+    forget([*newest.iterdir()])
+    checked = seconds_of(lambda: integrity.verify_step(newest))
+    best = [min(pair) for pair in zip(reads, threaded, strict=True)]
+    saves = [record.seconds for record in records]
+    return {
+        "parameters": count(run.arch),
+        "checkpoint_bytes": size,
+        "raw_write_bytes_per_second": size / statistics.median(writes),
+        "save_bytes_per_second": size / statistics.median(saves),
+        "save_share_of_raw": statistics.median(raw / own for raw, own in zip(writes, saves, strict=True)),
+        "save_bound_by": [record.bound for record in records],
+        "save_pause_seconds": [record.pause for record in records],
+        "raw_read_bytes_per_second": size / statistics.median(best),
+        "load_bytes_per_second": size / statistics.median(loads),
+        "load_share_of_raw": statistics.median(raw / own for raw, own in zip(best, loads, strict=True)),
+        "verify_bytes_per_second": size / checked,
+    }
 
 
-def measure(run: Run, times: int, folder: Path) -> dict[str, object]:
-    """Everything about one run."""
-    with alone(run, folder) as held:
-        home = format.home(folder / "run")
-        step = home / format.name(format.present(home)[-1])
-        with disk_of(DISK):
-            from_disk = loads(step, held, times, cold=False)
-        return {
-            "parameters": count(run.arch),
-            "checkpoint_bytes": sum(file.stat().st_size for file in step.iterdir()),
-            "manifest_bytes": (step / "manifest.json").stat().st_size,
-            **stalls(folder, run.checkpoint.every),
-            f"load_at_{DISK / 1e9:g}_gb_per_second": from_disk,
-            "cold_load": loads(step, held, times, cold=True),
-            "warm_load": loads(step, held, times, cold=False),
-            "cold_verify_seconds": checked_whole(step),
-        }
+def load_again(step: Path, state: list[TensorShard]) -> float:
+    """Seconds to read a step from the disk into the state."""
+    forget([*step.iterdir()])
+
+    def work() -> None:
+        with StepReader(step, pinned=state[0].tensor.is_cuda) as reader:
+            restore.fill(reader, state)
+
+    return seconds_of(work)
+
+
+def pauses(words: str, steps: int, folder: Path) -> dict[str, Any]:
+    """A run as a user would start it: what its saves cost it."""
+    preset, *rest = words.split()
+    command = [sys.executable, "-m", "meshwright", "train", f"arch.preset={preset}", *QUIET.split(), *rest]
+    done = subprocess.run(
+        [*command, f"steps={steps}", "--ranks", "1", "--folder", str(folder), "--json"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        return {"exit_code": done.returncode, "error": done.stderr[-2000:]}
+    records = [read_line(line) for line in (folder / "steps.rank0.jsonl").read_bytes().splitlines()]
+    made = [record for record in records if isinstance(record, StepRecord)][WARM_UP:]
+    saved = [record for record in records if isinstance(record, SaveRecord)]
+    usual = statistics.median(record.seconds for record in made)
+    paused = [record.pause for record in saved]
+    return {
+        "exit_code": done.returncode,
+        "step_seconds": usual,
+        "saved_steps": [record.saved for record in saved],
+        "saved_bytes_per_second": [record.bytes / record.seconds for record in saved],
+        "bound_by": [record.bound for record in saved],
+        "pause_seconds": paused,
+        "pause_share_of_the_run": sum(paused) / sum(record.seconds for record in made),
+        "postponed": [line for line in done.stderr.splitlines() if "postponed" in line],
+    }
+
+
+def rows(record: dict[str, Any]) -> list[str]:
+    """The record as docs/checkpoints.md has it."""
+    disk, run = record["disk"], record["run"]
+    pause, share = statistics.median(run["pause_seconds"][1:]), run["pause_share_of_the_run"]
+    return [
+        f"| a save pauses training for | {1000 * pause:.0f} ms, all saves {100 * share:.1f} % of the run |",
+        f"| rate of a save ÷ raw write and flush | {disk['save_share_of_raw']:.2f} |",
+        f"| rate of a load ÷ raw read | {disk['load_share_of_raw']:.2f} |",
+        f"| raw write · save · raw read · load, GB/s | {' · '.join(f'{disk[name] / 1e9:.2f}' for name in RATES)} |",
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", metavar="key=value", help="another model, for example arch.layers=24")
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--times", type=int, default=7, help="loads of each kind (default 7)")
+    parser.add_argument("--only", choices=("disk", "run"))
+    parser.add_argument("--steps", type=int, default=0, help="of the run (default 24, on a GPU 260)")
+    parser.add_argument("--times", type=int, default=0, help="saves and loads (default 5, on a GPU 2)")
     parser.add_argument("--folder", type=Path, help="on the disk to be measured (default: the temporary folder)")
     parser.add_argument("--out", type=Path, default=Path("results/checkpoint.json"))
     options = parser.parse_args()
-    run = load.load(None, [*WORDS, *options.words, f"steps={options.steps}"]).run
-    with tempfile.TemporaryDirectory(dir=options.folder) as name:
-        measured = measure(run, options.times, Path(name))
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    machine = {"cores": cores(), "torch": str(torch.__version__), "machine": platform.machine(), "gpu": gpu}
-    text = json.dumps(machine | measured, indent=2) + "\n"
+    words = " ".join([LARGE if gpu else SMALL, *options.words])
+    steps, times = options.steps or (260 if gpu else 24), options.times or (2 if gpu else 5)
+    found: dict[str, Any] = {
+        "cores": cores(),
+        "load_average": os.getloadavg()[0],
+        "torch": str(torch.__version__),
+        "machine": platform.machine(),
+        "gpu": gpu,
+        "words": words,
+    }
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        if options.only != "run":
+            found["disk"] = disk(run_of(words, steps), times, Path(name))
+        if options.only != "disk":
+            found["run"] = pauses(words, steps, Path(name) / "trained")
+    text = json.dumps(found, indent=2) + "\n"
     options.out.write_text(text)
     print(text, end="")
 

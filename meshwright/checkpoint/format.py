@@ -9,9 +9,9 @@ hash of its name and index: the same under every plan, and every rank adds its o
 import hashlib
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -22,10 +22,7 @@ from meshwright.checkpoint.state import (
     TORCH_DTYPES,
     Region,
     Shape,
-    SlicePiece,
-    region_shape,
     region_size,
-    region_text,
     tiling_fault,
 )
 from meshwright.checkpoint.storage import CorruptError, Damage, Disk
@@ -35,12 +32,13 @@ from meshwright.config.weights import STEP as STEP
 from meshwright.config.weights import present as present
 from meshwright.config.weights import step_name as name
 
-FORMAT = "meshwright checkpoint 1"
+FORMAT = "meshwright checkpoint 2"
+WHOLE_FILE = "meshwright checkpoint 1"  # of a chunk it has the sha256 of the file, not of the digests of its parts
+FORMATS = (FORMAT, WHOLE_FILE)
 LATEST = "latest"
 CHUNK = re.compile(r"chunk\.rank\d{1,7}\.safetensors")
 POINTER = re.compile(rb"step-(0|[1-9]\d{0,17})\n([0-9a-f]{64})\n")
 POINTER_BYTES = 200
-ALIGNMENT = 8
 ITEMSIZE = {name: dtype.itemsize for name, dtype in TORCH_DTYPES.items()}
 
 # A chunk of the largest models describes some thousand slices in a few hundred bytes each. Whoever sends a larger
@@ -56,6 +54,8 @@ MIX = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64
 LAST_SHIFT = np.uint64(31)
 Share = tuple[int, ...]  # one number a lane
 NOTHING: Share = (0,) * LANES
+BLOCK_ELEMENTS = 2**18  # 2 MiB as they are summed
+_ONE = np.ones(1, dtype=np.uint64)
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -82,7 +82,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
     file: str
     bytes: int
-    sha256: str  # of the whole file
+    sha256: str  # of the digests of its parts, see `tree_sha256`
     header_bytes: int  # with the eight that say how long the rest of it is
     header_sha256: str
 
@@ -111,6 +111,21 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     chunks: tuple[Chunk, ...]
     slices: tuple[Slice, ...]
     sha256: str = ""  # of this manifest with this field empty
+
+
+class Digested(Protocol):
+    """Something with a digest: a slice that is listed, or one that was just written."""
+
+    @property
+    def sha256(self) -> str: ...
+
+
+def tree_sha256(header_sha256: str, slices: Iterable[Digested]) -> str:
+    """The sha256 of a chunk as a tree: over the digests of its header and its slices, in the order of the file.
+
+    Its leaves are hashed side by side, each byte once.
+    """
+    return sha256("".join([header_sha256, *(each.sha256 for each in slices)]).encode())
 
 
 def state_digest(progress: Progress, fingerprint: str) -> str:
@@ -154,7 +169,7 @@ def limit_bytes(folder: Path) -> int:
 
 def faults(manifest: Manifest, content: bytes) -> Iterator[str]:
     """What is wrong with a decoded manifest."""
-    if manifest.format != FORMAT:
+    if manifest.format not in FORMATS:
         yield f"is of the format {manifest.format!r}, not {FORMAT!r}"
     if encode(manifest) != content:
         yield "checksum mismatch (sha256): is not what was written"
@@ -196,7 +211,10 @@ def _slice_faults(manifest: Manifest) -> Iterator[str]:
         by_tensor[each.tensor].append(each.region)
         by_chunk[each.chunk].append(each)
     for chunk, held in zip(manifest.chunks, by_chunk, strict=True):
+        held.sort(key=lambda each: each.begin)
         yield from _chunk_tiling(chunk, held)
+        if manifest.format == FORMAT and chunk.sha256 != tree_sha256(chunk.header_sha256, held):
+            yield f"{chunk.file}: checksum mismatch (sha256) of the digests of its slices"
     for tensor, held in zip(manifest.tensors, by_tensor, strict=True):
         if math.prod(tensor.shape) and (fault := tiling_fault(tensor.shape, held)):
             yield f"tensor {tensor.name}: {fault}"
@@ -205,7 +223,7 @@ def _slice_faults(manifest: Manifest) -> Iterator[str]:
 def _chunk_tiling(chunk: Chunk, held: list[Slice]) -> Iterator[str]:
     """Slices fill a chunk from its header to its end, so that no byte of it is nobody's."""
     end = chunk.header_bytes
-    for each in sorted(held, key=lambda each: each.begin):
+    for each in held:
         if each.begin != end:
             yield f"{chunk.file}: bytes {end}–{each.begin} belong to no slice, or to two"
             return
@@ -216,14 +234,35 @@ def _chunk_tiling(chunk: Chunk, held: list[Slice]) -> Iterator[str]:
 
 def slice_share(name: str, region: Region, bits: np.ndarray) -> Share:
     """What a slice contributes; bits are its elements as unsigned integers, in the shape of the region."""
-    lanes, wide = [], bits.astype(np.uint64)
-    for lane in range(LANES):
-        key, total = f"{name}/{lane}", wide
-        # An element's weight is the product of one odd number a dim: as good here, and a pass costs one product each.
-        for dim in reversed(range(len(region))):
-            total = total @ _weights(f"{key}/{dim}", *region[dim])
-        lanes.append(int(total) * (int(_weights(key, 0, 1)[0])) % WORD)
+    # An element's weight is the product of one odd number a dim: as good here, and a pass costs one product each.
+    dims = region or ((0, 1),)
+    weights = [[_weights(f"{name}/{lane}/{dim}", *dims[dim]) for dim in range(len(region))] for lane in range(LANES)]
+    rows = _row_sums(bits.reshape(-1, dims[-1][1] - dims[-1][0]), [each[-1] if each else _ONE for each in weights])
+    lanes = []
+    for lane, total in enumerate(rows):
+        total = total.reshape([end - begin for begin, end in region[:-1]])
+        for factors in reversed(weights[lane][:-1]):
+            total = total @ factors
+        lanes.append(int(total) * int(_weights(f"{name}/{lane}", 0, 1)[0]) % WORD)
     return tuple(lanes)
+
+
+def _row_sums(bits: np.ndarray, weights: Sequence[np.ndarray]) -> np.ndarray:
+    """The weighed sum of each row, once for each lane's weights.
+
+    A block of rows is widened to 64 bits at a time, into memory that the processor's cache still holds when it is
+    summed: three times as fast as widening all of it, and nothing here holds up other threads of Python.
+    """
+    count, width = bits.shape
+    rows = max(BLOCK_ELEMENTS // max(width, 1), 1)
+    sums = np.empty((len(weights), count), dtype=np.uint64)
+    wide = np.empty((min(rows, count), width), dtype=np.uint64)
+    for begin in range(0, count, rows):
+        block = wide[: min(rows, count - begin)]
+        np.copyto(block, bits[begin : begin + rows])
+        for lane, factors in enumerate(weights):
+            np.einsum("ij,j->i", block, factors, out=sums[lane, begin : begin + rows])
+    return sums
 
 
 def add(one: Share, other: Share) -> Share:
@@ -243,65 +282,6 @@ def _weights(key: str, begin: int, end: int) -> np.ndarray:
     for shift, factor in MIX:
         state = (state ^ (state >> shift)) * factor
     return (state ^ (state >> LAST_SHIFT)) | np.uint64(1)
-
-
-class Written(msgspec.Struct, frozen=True, kw_only=True):
-    """A slice that is on disk."""
-
-    name: str
-    dtype: str
-    shape: Shape
-    region: Region
-    begin: int
-    end: int
-    sha256: str
-
-
-def write(disk: Disk, path: Path, pieces: Sequence[SlicePiece], step: int) -> tuple[Chunk, tuple[Written, ...], Share]:
-    """Write a chunk, hash what is written, then read it again from the disk and hash that.
-
-    Returns the chunk, its slices, and what they contribute to the state's digest.
-    """
-    head = header(pieces, step)
-    whole, written, share = hashlib.sha256(), [], NOTHING
-
-    def blocks() -> Iterator[storage.Buffer]:
-        nonlocal share
-        whole.update(head)
-        yield head
-        begin = len(head)
-        for piece in pieces:
-            bits = piece.bits
-            block = bits.reshape(-1).view(np.uint8).data
-            whole.update(block)
-            yield block
-            place = {"name": piece.name, "dtype": piece.dtype, "shape": piece.shape, "region": piece.region}
-            digest = hashlib.sha256(block).hexdigest()
-            written.append(Written(**place, begin=begin, end=begin + len(block), sha256=digest))
-            share = add(share, slice_share(piece.name, piece.region, bits))
-            begin += len(block)
-
-    disk.write(path, blocks())
-    size = written[-1].end if written else len(head)
-    with storage.opened(path.parent, path.name) as descriptor:
-        disk.forget_cache(descriptor)
-        if storage.file_sha256(descriptor) != whole.hexdigest():
-            raise CorruptError([Damage(file=str(path), text="reads differently from what was just written")])
-    return Chunk(path.name, size, whole.hexdigest(), len(head), sha256(head)), tuple(written), share
-
-
-def header(pieces: Sequence[SlicePiece], step: int) -> bytes:
-    """The head of a safetensors file, with its length before it and spaces up to a multiple of eight bytes."""
-    entries: dict[str, object] = {"__metadata__": {"format": "pt", "step": str(step)}}
-    begin = 0
-    for piece in pieces:
-        end = begin + piece.tensor.nbytes
-        entry = {"dtype": piece.dtype, "shape": region_shape(piece.region), "data_offsets": (begin, end)}
-        entries[piece.name + region_text(piece.region)] = entry
-        begin = end
-    text = msgspec.json.encode(entries)
-    text += b" " * (-len(text) % ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
 
 
 def home(folder: Path) -> Path:

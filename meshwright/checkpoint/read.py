@@ -3,7 +3,8 @@
 import hashlib
 import math
 import os
-from collections import OrderedDict
+import threading
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
@@ -11,30 +12,38 @@ from itertools import islice
 from pathlib import Path
 from types import TracebackType
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from meshwright.checkpoint import format, storage, write
 from meshwright.checkpoint.format import MANIFEST, Manifest, Slice
-from meshwright.checkpoint.state import TORCH_DTYPES, Shape, TensorShard, inside, overlap, region_shape, region_text
-from meshwright.checkpoint.storage import READ_BYTES, CorruptError, Damage
+from meshwright.checkpoint.state import (
+    SLICE_BYTES,
+    TORCH_DTYPES,
+    Shape,
+    TensorShard,
+    inside,
+    overlap,
+    region_shape,
+    region_text,
+)
+from meshwright.checkpoint.storage import READ_BYTES, THREADS, CorruptError, Damage, Item
 from meshwright.config.run import Run, digests
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec.optimizers import saved_by
 from meshwright.spec.problem import InputError, Problem
 
-THREADS = 4  # while some hash, others read: both leave Python to itself
 WEIGHT = "weight/"  # how the names of weights begin, among those of optimizer states
 MOST_OPEN = 64  # chunks at a time, more than are ever at work; systems allow a process about a thousand files
 Say = Callable[[str], None]
 
 
 class StepReader:
-    """An open step: its manifest, and the chunks that were used last."""
+    """An open step: its manifest, and the chunks that were used last. `pinned`: what it reads goes to a GPU."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, *, pinned: bool = False) -> None:
+        self.folder, self.pinned = folder, pinned
+        self._own = threading.local()  # each thread's buffer
         self.manifest: Manifest = format.read(folder)
         self._open: OrderedDict[int, tuple[AbstractContextManager[int], int]] = OrderedDict()  # chunk -> descriptor
 
@@ -47,22 +56,28 @@ class StepReader:
         while self._open:
             self._close_oldest()
 
-    def slices(self, wanted: Iterable[Slice]) -> Iterator[tuple[Slice, memoryview]]:
-        """The bytes of slices, in their order, a few of them at work at a time."""
+    def each(self, wanted: Iterable[tuple[Slice, Item]], use: Callable[[Slice, Item, memoryview], None]) -> None:
+        """Have threads read and check slices, and use the bytes of each, which are gone after that."""
         todo = iter(wanted)
         with ThreadPoolExecutor(THREADS, "checkpoint") as pool:
-            waiting = [self._begun(each, pool) for each in islice(todo, THREADS)]
+            waiting = deque(self._begun(each, use, pool) for each in islice(todo, 2 * THREADS))
             while waiting:
-                each, future = waiting.pop(0)
-                yield each, future.result()
-                waiting += [self._begun(each, pool) for each in islice(todo, 1)]
+                waiting.popleft().result()
+                waiting += [self._begun(each, use, pool) for each in islice(todo, 1)]
 
-    def _begun(self, each: Slice, pool: ThreadPoolExecutor) -> tuple[Slice, Future[memoryview]]:
-        return each, pool.submit(self.checked, each, self._chunk(each.chunk))
+    def _begun(
+        self,
+        wanted: tuple[Slice, Item],
+        use: Callable[[Slice, Item, memoryview], None],
+        pool: ThreadPoolExecutor,
+    ) -> Future[None]:
+        each, item = wanted
+        descriptor = self._chunk(each.chunk)  # open before a thread is: only this one opens and closes
+        return pool.submit(lambda: use(each, item, self.checked(each, descriptor)))
 
     def checked(self, each: Slice, descriptor: int) -> memoryview:
-        """The bytes of one slice, out of its open chunk."""
-        content = np.empty(each.end - each.begin, dtype=np.uint8).data  # not zeroed: it is filled at once
+        """The bytes of one slice, out of its open chunk; in memory that this thread uses again for the next."""
+        content = self._buffer()[: each.end - each.begin]
         whole, filled = hashlib.sha256(), 0
         try:
             for begin in range(0, len(content), READ_BYTES):
@@ -74,6 +89,12 @@ class StepReader:
         if filled < len(content) or whole.hexdigest() != each.sha256:
             raise CorruptError([self._damage(each, "checksum mismatch (sha256): is not what was written")])
         return content
+
+    def _buffer(self) -> memoryview:
+        if not hasattr(self._own, "buffer"):
+            room = torch.empty(SLICE_BYTES, dtype=torch.uint8, pin_memory=self.pinned)
+            self._own.buffer = room.numpy().data
+        return self._own.buffer
 
     @contextmanager
     def chunk(self, number: int) -> Iterator[int]:
@@ -181,7 +202,7 @@ def _tried(
     folder: Path, run: Run | None, holdings: Sequence[TensorShard], earlier: Collection[str]
 ) -> tuple[Manifest | None, str | None]:
     try:
-        with StepReader(folder) as reader:
+        with StepReader(folder, pinned=any(holding.tensor.is_cuda for holding in holdings)) as reader:
             check_optimizer(reader.manifest, folder, holdings)
             if run is not None:
                 check_run(reader.manifest, folder, run, earlier)
@@ -223,18 +244,18 @@ def check_tensors(manifest: Manifest, folder: Path, holdings: Sequence[TensorSha
             raise CorruptError([Damage(file=file, text=text, tensor=holding.name)])
 
 
-@torch.no_grad()
 def fill(reader: StepReader, holdings: Sequence[TensorShard]) -> None:
     """Copy into each holding what the slices have of it. A slice that fails leaves a mixture, to be filled again."""
-    wanted = list(meetings(reader.manifest, holdings))
-    contents = reader.slices(each for each, _ in wanted)
     with _one_thread():
-        for (each, holding), (_, content) in zip(wanted, contents, strict=True):
-            both = overlap(each.region, holding.region)
-            assert both is not None
-            whole = torch.frombuffer(content, dtype=TORCH_DTYPES[holding.dtype]).view(region_shape(each.region))
-            part = whole[inside(both, each.region)]
-            holding.tensor[inside(both, holding.region)].copy_(part)
+        reader.each(meetings(reader.manifest, holdings), _copy)
+
+
+@torch.inference_mode()  # of whoever loads, this thread knows nothing: any tensor may be filled in this mode
+def _copy(each: Slice, holding: TensorShard, content: memoryview) -> None:
+    both = overlap(each.region, holding.region)
+    assert both is not None
+    whole = torch.frombuffer(content, dtype=TORCH_DTYPES[holding.dtype]).view(region_shape(each.region))
+    holding.tensor[inside(both, holding.region)].copy_(whole[inside(both, each.region)])
 
 
 @contextmanager

@@ -39,12 +39,13 @@ class TensorShard:
 
 @dataclass(frozen=True, slots=True)
 class SlicePiece:
-    """A slice that is about to be written: its numbers are in host memory."""
+    """A slice that is about to be written: its numbers are in host memory, or on their way there."""
 
     name: str
     shape: Shape  # of the whole tensor
     region: Region
     tensor: Tensor  # what is inside the region
+    ready: torch.cuda.Event | None = None  # when a device has copied it there
 
     @property
     def dtype(self) -> str:
@@ -52,51 +53,11 @@ class SlicePiece:
 
     @property
     def bits(self) -> np.ndarray:
-        """The numbers as unsigned integers."""
-        whole = self.tensor.contiguous().view(INTEGERS[self.tensor.element_size()]).numpy()
+        """The numbers as unsigned integers. Waits for the device that they come from."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        whole = self.tensor.contiguous().cpu().view(INTEGERS[self.tensor.element_size()]).numpy()
         return whole.view(f"u{self.tensor.element_size()}")
-
-
-class Copies:
-    """Host memory for what this rank writes, taken by the first save and used for every one.
-
-    `in_place` copies only what a device holds. Until the rest is written, it must not change.
-    """
-
-    def __init__(self, holdings: Sequence[TensorShard], *, in_place: bool = False) -> None:
-        self.holdings = [holding for holding in holdings if holding.writes and holding.tensor.numel()]
-        self.in_place = in_place
-        self.hosts: list[Tensor] = []
-
-    @property
-    def bytes(self) -> int:
-        """What the copies take."""
-        return sum(holding.tensor.nbytes for holding in self.holdings if not self._stays(holding))
-
-    def take(self) -> None:
-        """Copy everything; when this returns, training may continue."""
-        self.hosts = self.hosts or [
-            holding.tensor if self._stays(holding) else _room(holding.tensor) for holding in self.holdings
-        ]
-        for holding, host in zip(self.holdings, self.hosts, strict=True):
-            if not self._stays(holding):
-                host.copy_(holding.tensor, non_blocking=True)
-        for device in {holding.tensor.device for holding in self.holdings if holding.tensor.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()
-
-    def _stays(self, holding: TensorShard) -> bool:
-        return self.in_place and not holding.tensor.is_cuda
-
-    def pieces(self) -> Iterator[SlicePiece]:
-        """What was copied, in slices of bounded size."""
-        for holding, host in zip(self.holdings, self.hosts, strict=True):
-            for region in region_pieces(holding.region, host.element_size(), SLICE_BYTES):
-                yield SlicePiece(holding.name, holding.shape, region, host[inside(region, holding.region)])
-
-
-def _room(tensor: Tensor) -> Tensor:
-    """Host memory for a tensor; for a GPU's pinned, which it can be copied to at full speed."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
 
 def region_size(region: Region) -> int:

@@ -2,20 +2,24 @@
 
 Reading trusts no name: what a folder holds is opened inside that folder only, never through a link, and only if it is a
 plain file. Tests put another `Disk` in the place of this one, which fails or ends after any number of operations.
+Large files are written and read by several threads at a time: flushing, hashing and copying leave Python to itself.
 """
 
 import hashlib
 import os
 import shutil
 import stat
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import msgspec
 
 from meshwright.runtime.failure import Exit
+from meshwright.runtime.place import cores
 
 
 class Damage(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,8 +47,27 @@ class CorruptError(RuntimeError):
         self.damages = damages
 
 
+ANOTHER = "reads differently from what was just written"
 READ_BYTES = 4 * 2**20  # at a time
+FLUSH_BYTES = 64 * 2**20  # that were written since the last flush make the next one worth its while
+THREADS = max(min(cores(), 16), 2)  # while some wait for the disk, others hash
 Buffer: TypeAlias = bytes | memoryview
+Part: TypeAlias = tuple[int, Iterable[Buffer]]  # where in a file it begins, and its content
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def side_by_side(work: Callable[[Item], Result], items: Sequence[Item], threads: int = THREADS) -> list[Result]:
+    """What work makes of every item, by threads that begin them in order; the first failure ends the rest."""
+    if min(threads, len(items)) <= 1:
+        return [work(item) for item in items]
+    with ThreadPoolExecutor(min(threads, len(items)), "checkpoint") as pool:
+        futures = [pool.submit(work, item) for item in items]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 class Disk:
@@ -59,6 +82,26 @@ class Disk:
         with open(path, "xb") as file:
             for block in blocks:
                 self.write_block(file.fileno(), block)
+            os.fsync(file.fileno())
+
+    def write_parts(self, path: Path, parts: Sequence[Part], threads: int = THREADS) -> None:
+        """A new file of which threads write a part each, at its place, flushed to the disk.
+
+        The disk begins while the first parts are still being made: what the system holds back is flushed meanwhile.
+        """
+        with open(path, "xb") as file, _Flusher(file.fileno()) as flusher:
+
+            def one(part: Part) -> None:
+                descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)  # each has its own place in the file
+                try:
+                    os.lseek(descriptor, part[0], os.SEEK_SET)
+                    for block in part[1]:
+                        self.write_block(descriptor, block)
+                        flusher.wrote(len(block))
+                finally:
+                    os.close(descriptor)
+
+            side_by_side(one, parts, threads)
             os.fsync(file.fileno())
 
     def write_block(self, descriptor: int, block: Buffer) -> None:
@@ -98,8 +141,49 @@ class Disk:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+class _Flusher:
+    """Flushes a file again and again while others write it, so that the disk is not idle until they have ended."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self.pending = 0  # bytes since the last flush
+        self.ended = False
+        self.wake = threading.Condition()
+        self.thread: threading.Thread | None = None
+
+    def __enter__(self) -> "_Flusher":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with self.wake:
+            self.ended = True
+            self.wake.notify()
+        if self.thread is not None:
+            self.thread.join()
+
+    def wrote(self, count: int) -> None:
+        with self.wake:
+            self.pending += count
+            if self.pending < FLUSH_BYTES:
+                return
+            if self.thread is None:  # small files are done before one is worth its start
+                self.thread = threading.Thread(target=self._serve, name="flush", daemon=True)
+                self.thread.start()
+            self.wake.notify()
+
+    def _serve(self) -> None:
+        while True:
+            with self.wake:
+                self.wake.wait_for(lambda: self.ended or self.pending >= FLUSH_BYTES)
+                if self.ended:
+                    return
+                self.pending = 0
+            with suppress(OSError):  # the flush at the end says it
+                os.fsync(self.descriptor)
+
+
 def write_whole(disk: Disk, path: Path, content: bytes) -> None:
-    """A small file that is there whole or not at all, replacing an earlier one.
+    """A small file that is there whole or not at all, replacing an earlier one, and read again.
 
     Not runtime/files.py's `replace_file`: a save survives a loss of power, and the tests of faults break each operation
     of its disk in turn.
@@ -107,6 +191,10 @@ def write_whole(disk: Disk, path: Path, content: bytes) -> None:
     temporary = path.with_name(f".{path.name}.partial")
     disk.remove(temporary)
     disk.write(temporary, [content])
+    with opened(path.parent, temporary.name) as descriptor:
+        disk.forget_cache(descriptor)
+        if read_range(descriptor, 0, len(content) + 1) != content:
+            raise CorruptError([Damage(file=str(path), text=ANOTHER)])
     disk.rename(temporary, path)
     disk.sync_folder(path.parent)
 
@@ -178,8 +266,13 @@ def read_into(descriptor: int, begin: int, room: memoryview) -> int:
 
 def file_sha256(descriptor: int) -> str:
     """The sha256 of a whole open file."""
-    whole, buffer, begin = hashlib.sha256(), memoryview(bytearray(READ_BYTES)), 0
-    while count := read_into(descriptor, begin, buffer):
-        whole.update(buffer[:count])
-        begin += count
+    return range_sha256(descriptor, 0, size_of(descriptor))
+
+
+def range_sha256(descriptor: int, begin: int, end: int) -> str:
+    """The sha256 of some bytes of an open file; of fewer if it ends before."""
+    whole, buffer = hashlib.sha256(), memoryview(bytearray(min(READ_BYTES, end - begin)))
+    for first in range(begin, end, READ_BYTES):
+        room = buffer[: end - first]
+        whole.update(room[: read_into(descriptor, first, room)])
     return whole.hexdigest()

@@ -1,6 +1,11 @@
-"""Saving while training continues: a copy to host memory, then a thread that writes, hashes and reads again."""
+"""Saving while training continues: a copy to host memory, then threads that hash, write, and read it again.
+
+A step gets its name once it is on the disk. It is read again after that, and only then may older ones go; one that the
+disk gives back differently loses its name.
+"""
 
 import math
+import os
 import secrets
 import threading
 import time
@@ -9,30 +14,25 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from meshwright.checkpoint import chunk as chunks
 from meshwright.checkpoint import format, storage
-from meshwright.checkpoint.format import (
-    FORMAT,
-    MANIFEST,
-    Chunk,
-    Manifest,
-    Progress,
-    Share,
-    Slice,
-    TensorDescription,
-    Written,
-)
-from meshwright.checkpoint.state import Copies, TensorShard
-from meshwright.checkpoint.storage import CorruptError, Damage, Disk
-from meshwright.config.run import Run, digest
+from meshwright.checkpoint.chunk import AbandonedError, ChunkWritten, Timing
+from meshwright.checkpoint.copies import Copies, Stall
+from meshwright.checkpoint.format import FORMAT, MANIFEST, Manifest, Progress, Slice, TensorDescription
+from meshwright.checkpoint.state import TensorShard
+from meshwright.checkpoint.storage import ANOTHER, CorruptError, Damage, Disk
+from meshwright.config.run import Checkpoint, Run, digest
 from meshwright.config.weights import best_step
 from meshwright.parallel.mesh import Mesh
-from meshwright.runtime.run_folder import ROOM, lack_of_room
+from meshwright.runtime.records import BOUNDS, SaveRecord
+from meshwright.runtime.run_folder import ROOM, fewer_kept, lack_of_room
 from meshwright.spec.problem import mistake
 
 Say = Callable[[str], None]
@@ -46,15 +46,16 @@ class RankPart(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank has written."""
 
     progress: Progress
-    chunk: Chunk | None  # None: this rank had nothing to write
-    slices: tuple[Written, ...]
-    share: Share
+    made: ChunkWritten | None  # None: this rank had nothing to write
 
 
-class AbandonedError(RuntimeError):
-    """Some rank will not deliver its part."""
+class RankCheck(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank found when it read its part again."""
+
+    damage: str = ""
 
 
+Note = TypeVar("Note", RankPart, RankCheck)
 FAILURES = (OSError, CorruptError, AbandonedError)  # of a save: training continues
 
 
@@ -62,15 +63,15 @@ def part_name(rank: int) -> str:
     return f"part.rank{rank}.json"
 
 
-def collect(stump: Path, world: int, abandoned: threading.Event) -> list[RankPart]:
-    """The parts of all ranks, once they are there."""
-    parts: list[RankPart] = []
+def collect(stump: Path, world: int, abandoned: threading.Event, kind: type[Note]) -> list[Note]:
+    """The notes of all ranks, once they are there."""
+    parts: list[Note] = []
     while len(parts) < world:
         name = part_name(len(parts))
         if (stump / name).exists():
             content = storage.read_small(stump, name, format.BYTES_A_CHUNK)
             try:
-                parts.append(msgspec.json.decode(content, type=RankPart))
+                parts.append(msgspec.json.decode(content, type=kind))
             except msgspec.DecodeError as error:
                 raise CorruptError([Damage(file=str(stump / name), text=f"is not a rank's note: {error}")]) from None
         elif abandoned.is_set():
@@ -84,17 +85,18 @@ def joined(parts: list[RankPart], run: str, plan: dict[str, Any]) -> Manifest:
     """The manifest of all parts together."""
     progress = parts[0].progress
     assert all(part.progress == progress for part in parts), "all ranks save the same step"
-    whole = {each.name: TensorDescription(each.name, each.dtype, each.shape) for part in parts for each in part.slices}
+    writers = [part.made for part in parts if part.made is not None]
+    written = [each for made in writers for each in made.slices]
+    whole = {each.name: TensorDescription(each.name, each.dtype, each.shape) for each in written}
     tensors = tuple(whole[name] for name in sorted(whole))
     numbers = {tensor.name: number for number, tensor in enumerate(tensors)}
-    writers = [part for part in parts if part.chunk is not None]
     total = format.NOTHING
-    for part in parts:
-        total = format.add(total, part.share)
+    for made in writers:
+        total = format.add(total, made.share)
     slices = [
         Slice(numbers[each.name], each.region, number, each.begin, each.end, each.sha256)
-        for number, part in enumerate(writers)
-        for each in part.slices
+        for number, made in enumerate(writers)
+        for each in made.slices
     ]
     return Manifest(
         format=FORMAT,
@@ -104,7 +106,7 @@ def joined(parts: list[RankPart], run: str, plan: dict[str, Any]) -> Manifest:
         plan_sha256=format.sha256(msgspec.json.encode(plan)),
         state=format.state_digest(progress, format.digest_text(total)),
         tensors=tensors,
-        chunks=tuple(part.chunk for part in writers if part.chunk is not None),
+        chunks=tuple(made.chunk for made in writers),
         slices=tuple(sorted(slices, key=lambda each: (each.tensor, each.region))),
     )
 
@@ -123,7 +125,7 @@ def commit(disk: Disk, stump: Path, whole: Manifest, ranks: int) -> str:
     disk.rename(stump, target)
     disk.sync_folder(home)
     if written.sha256 != format.read(target).sha256:
-        raise CorruptError([Damage(file=str(target / MANIFEST), text="reads differently from what was just written")])
+        raise CorruptError([Damage(file=str(target / MANIFEST), text=ANOTHER)])
     format.point(disk, home, whole.progress.step, written.sha256)
     return written.sha256
 
@@ -154,6 +156,16 @@ def first_words(text: str | None, mesh: Mesh) -> str | None:
     return f"rank {rank}: " + bytes(words.tolist()).rstrip(b"\0").decode(errors="replace")
 
 
+def withdraw(disk: Disk, home: Path, step: int) -> None:
+    """Take a step's name away, and have `latest` name the one before it."""
+    format.discard(disk, home, step)
+    for earlier in reversed(format.present(home)):
+        with suppress(CorruptError):
+            format.point(disk, home, earlier, format.read(home / format.name(earlier)).sha256)
+            return
+    disk.remove(home / format.LATEST)
+
+
 @dataclass
 class Saver:
     """Saves the state of a run at some of its steps. Every rank has one, and all are asked at the same steps."""
@@ -166,11 +178,11 @@ class Saver:
     disk: Disk = field(default_factory=Disk)
     in_place: bool = False  # write from where the state lies, and wait: a copy of it would not fit in host memory
     begun: float = math.inf  # the step that was resumed from: those after it could not be used
+    waits: bool = False  # for copies from a device: others than the caller's next update may change what they are of
+    note: Callable[[SaveRecord], None] = lambda record: None  # rank 0: where each save is recorded
 
     def __post_init__(self) -> None:
-        lack = lack_of_room(self.run, self.home.parent, self.disk.free_bytes(self.home))
-        if words := first_words(lack, self.mesh):
-            raise mistake(words, ROOM, "checkpoint")
+        self.setting = self._kept()
         if self.mesh.rank == 0:
             format.sweep(self.disk, self.home)  # before the others know the name of this attempt's stumps
         self.unusable = {step for step in format.present(self.home) if step > self.begun}
@@ -179,42 +191,96 @@ class Saver:
         self.threads = ThreadPoolExecutor(2, "save")
         self.abandoned = threading.Event()
         self.writing: Future[None] | None = None  # this rank's part
-        self.joining: Future[None] | None = None  # rank 0: the whole
+        self.joining: Future[SaveRecord] | None = None  # rank 0: the whole
         self.step = -1  # the last one that was begun
+        self.pause = 0.0  # seconds that it paused training
+        self.last: SaveRecord | None = None  # the newest save that is whole; rank 0 has it
         self.warned = False  # that saves come too fast
 
-    def save(self, progress: Progress) -> float:
-        """Begin to save; returns the seconds that it paused training."""
+    def _kept(self) -> Checkpoint:
+        """Which steps are kept: those that were asked for, or one at a time where the disk has no room for more."""
+        free = self.disk.free_bytes(self.home)
+        if words := first_words(lack_of_room(self.run, self.home.parent, free), self.mesh):
+            raise mistake(words, ROOM, "checkpoint")
+        if words := first_words(fewer_kept(self.run, self.home.parent, free), self.mesh):
+            self.say(words)
+            return msgspec.structs.replace(self.run.checkpoint, keep_last=1, keep_every=0, keep_best=False)
+        return self.run.checkpoint
+
+    def prepare(self) -> None:
+        """Make the memory for copies, in the background, so that the first save need not wait for it."""
+        self.copies.prepare()
+
+    def is_busy(self, patience: float = 0.0) -> bool:
+        """Whether this rank's part of the last save is still on its way, after so many seconds."""
+        return bool(wait(self._futures(), patience).not_done)
+
+    def has_failed(self) -> bool:
+        """Whether this rank knows already that the last save will not be there."""
+        return any(future.done() and future.exception() is not None for future in self._futures())
+
+    def save(self, progress: Progress, counters: Tensor | None = None) -> float:
+        """Begin to save; returns the seconds that it paused training. Waits for the save before, if there is one.
+
+        `counters` are the updates, the loss scale and its streak where they are still on a device; of progress, these
+        are then not read.
+        """
         began = time.perf_counter()
-        self.settle()
-        waited = time.perf_counter() - began
-        if waited > LONG_WAIT_SECONDS and not self.warned:
-            self.warned = True
-            self.say(
-                f"warning: step {progress.step} waited {waited:.1f} s for {format.name(self.step)} to reach the disk, "
-                f"which is slower than saves come; raise checkpoint.every"
-            )
+        if self.is_busy():
+            self.settle()
+            waited = time.perf_counter() - began
+            if waited > LONG_WAIT_SECONDS and not self.warned:
+                self.warned = True
+                self.say(f"warning: step {progress.step} waited {waited:.1f} s for {self.told()}")
+        else:
+            self.settle()
         self.copies.take()
+        if self.waits:
+            self.copies.wait()
+        if self.copies.memory.refused and self.step < 0:
+            refused = f"{self.copies.memory.refused:,} bytes of host memory that checkpoints are copied to"
+            self.say(f"warning: the driver would not pin {refused}: saves hold up training for longer; raise ulimit -l")
         self.step = progress.step
         stump = self.home / f".{format.name(progress.step)}.{self.attempt:08x}.partial"
-        self.writing = self.threads.submit(self._write, stump, progress)
+        self.writing = self.threads.submit(self._write, stump, progress, _Arriving(counters))
         if self.mesh.rank == 0:
-            self.joining = self.threads.submit(self._join, stump)
+            self.joining = self.threads.submit(self._join, stump, time.perf_counter())
         if self.in_place or not self.run.checkpoint.asynchronous:
             self.settle()
-        return time.perf_counter() - began
+        self.pause = time.perf_counter() - began
+        return self.pause
 
-    def settle(self) -> bool:
-        """Wait until the last save is committed or given up, on all ranks alike; whether it is there."""
+    def hold_update(self) -> Stall | None:
+        """Have the next update wait, on the device, until what it changes is copied."""
+        return self.copies.hold_update()
+
+    def told(self) -> str:
+        """That the last save takes longer than the steps until the next, and why; for the end of a sentence."""
+        last, name = self.last, format.name(self.step)
+        if last is None:
+            return f"{name}, which is still being written: slower than saves come; raise checkpoint.every"
+        rate = f"{last.bytes / last.seconds / 1e9:.2f} GB/s, bound by {BOUNDS[last.bound]}"
+        return f"{name}, written at {rate}: slower than saves come; raise checkpoint.every"
+
+    def settle(self, silent: bool = False) -> bool:
+        """Wait until the last save is there or given up, on all ranks alike; whether it is there.
+
+        `silent`: all ranks have agreed already that it is.
+        """
         if self.writing is None:
             return True
-        words = first_words(_failure(self.writing), self.mesh)
-        if words is not None:
-            self.abandoned.set()
-        joined = first_words(_failure(self.joining) if self.joining else None, self.mesh)
+        words = None
+        if not silent:
+            words = first_words(_failure(self.writing), self.mesh)
+            if words is not None:
+                self.abandoned.set()
+            joined = first_words(_failure(self.joining) if self.joining else None, self.mesh)
+            words = words or joined
+        if words is None and self.joining is not None:
+            self.last = msgspec.structs.replace(self.joining.result(), pause=self.pause + self.copies.stall_seconds())
+            self.note(self.last)
         self.writing = self.joining = None
         self.abandoned.clear()
-        words = words or joined
         if words is not None:
             self.say(
                 f"warning: {format.name(self.step)} was not saved ({words}); training continues, and the newest good "
@@ -226,42 +292,74 @@ class Saver:
         """Finish what was begun, after the last step."""
         self.settle()
         self.threads.shutdown()
+        self.copies.memory.close()
 
     def abandon(self) -> None:
         """Finish or remove what was begun, when this rank's training has failed; the others may be gone."""
-        wait([future for future in (self.writing, self.joining) if future is not None], GRACE_SECONDS)
+        wait(self._futures(), GRACE_SECONDS)
         self.abandoned.set()
         self.threads.shutdown()
+        self.copies.memory.close()
 
-    def _write(self, stump: Path, progress: Progress) -> None:
-        """This rank's part; its note tells rank 0 that the chunk is written, flushed and read again."""
+    def _futures(self) -> list[Future[Any]]:
+        return [future for future in (self.writing, self.joining) if future is not None]
+
+    def _write(self, stump: Path, progress: Progress, counters: "_Arriving") -> None:
+        """This rank's part. A note tells rank 0 that it is on the disk; another, later, that it was read again."""
         rank, pieces = self.mesh.rank, list(self.copies.pieces())
         self.disk.make_folder(stump)
-        file = stump / f"chunk.rank{rank}.safetensors"
+        file, made = stump / f"chunk.rank{rank}.safetensors", None
         try:
-            nothing = (None, (), format.NOTHING)
-            chunk, slices, share = format.write(self.disk, file, pieces, progress.step) if pieces else nothing
-            note = msgspec.json.encode(RankPart(progress=progress, chunk=chunk, slices=slices, share=share))
+            made = chunks.write(self.disk, file, pieces, progress.step) if pieces else None
+            descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC) if made else -1  # its name changes when all are done
+            note = msgspec.json.encode(RankPart(progress=counters.into(progress), made=made))
             storage.write_whole(self.disk, stump / part_name(rank), note)
         except OSError:
             file.unlink(missing_ok=True)  # at once: on a full disk others need the room
             raise
-
-    def _join(self, stump: Path) -> None:
-        """Rank 0: the whole, once all parts are there; then what it makes superfluous goes."""
         try:
-            parts = collect(stump, self.mesh.world, self.abandoned)
+            self._check(checks_of(stump), descriptor, file, made)
+        finally:
+            if made is not None:
+                os.close(descriptor)
+
+    def _check(self, checks: Path, descriptor: int, file: Path, made: ChunkWritten | None) -> None:
+        self.disk.make_folder(checks)
+        check, failure = RankCheck(), None
+        try:
+            if made is not None:
+                chunks.read_again(self.disk, descriptor, file, made, self.abandoned)
+        except FAILURES as error:
+            check, failure = RankCheck(damage=str(error)), error
+        storage.write_whole(self.disk, checks / part_name(self.mesh.rank), msgspec.json.encode(check))
+        if failure is not None:
+            raise failure
+
+    def _join(self, stump: Path, began: float) -> SaveRecord:
+        """Rank 0: the whole, once all parts are there; when all are read again, what it makes superfluous goes."""
+        world, checks = self.mesh.world, checks_of(stump)
+        try:
+            parts = collect(stump, world, self.abandoned, RankPart)
             whole = joined(parts, digest(self.run), msgspec.to_builtins(self.run.plan))
-            commit(self.disk, stump, whole, self.mesh.world)
+            commit(self.disk, stump, whole, world)
+            record = recorded(whole, parts, time.perf_counter() - began)
+            damages = [each.damage for each in collect(checks, world, self.abandoned, RankCheck) if each.damage]
+            if damages:
+                withdraw(self.disk, self.home, whole.progress.step)
+                raise CorruptError([Damage(file=str(self.home / format.name(self.step)), text="; ".join(damages))])
         except FAILURES:
             self.disk.remove(stump)
             raise
+        finally:
+            with suppress(OSError):
+                self.disk.remove(checks)
         with suppress(OSError):  # what cannot be removed stays for later
             self._retire(whole.progress.step)
+        return record
 
     def _retire(self, written: int) -> None:
         """Remove what a save makes superfluous. One that cannot be used is not counted among those that are kept."""
-        setting = self.run.checkpoint
+        setting = self.setting
         self.unusable.discard(written)
         sound = [step for step in format.present(self.home) if step not in self.unusable]
         best = best_step(self.home.parent, sound) if setting.keep_best else None
@@ -271,7 +369,45 @@ class Saver:
             self.unusable.discard(step)
 
 
-def _failure(future: Future[None]) -> str | None:
+def checks_of(stump: Path) -> Path:
+    """Where the ranks say what they found when they read a step again; swept like a stump."""
+    return stump.with_name(stump.name.removesuffix(".partial") + ".checked.partial")
+
+
+def recorded(whole: Manifest, parts: Sequence[RankPart], seconds: float) -> SaveRecord:
+    """How fast a step was written, until it had its name, and what kept the slowest rank."""
+    slowest = max((part.made.timing for part in parts if part.made is not None), key=_seconds, default=Timing())
+    size = sum(chunk.bytes for chunk in whole.chunks)
+    step = whole.progress.step
+    return SaveRecord(step=step, saved=step, bytes=size, seconds=seconds, bound=slowest.bound, at=time.monotonic())
+
+
+def _seconds(timing: Timing) -> float:
+    return timing.disk + timing.hashing + timing.link
+
+
+class _Arriving:
+    """Counters on their way from a device."""
+
+    def __init__(self, counters: Tensor | None) -> None:
+        self.host, self.ready = counters, None
+        if counters is not None and counters.is_cuda:
+            self.host = torch.empty(counters.shape, dtype=counters.dtype, pin_memory=True)
+            self.host.copy_(counters, non_blocking=True)
+            self.ready = torch.cuda.Event(blocking=True)
+            self.ready.record()
+
+    def into(self, progress: Progress) -> Progress:
+        """Progress with what they say. Waits for them."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        if self.host is None:
+            return progress
+        updates, loss_scale, streak = self.host.tolist()
+        return msgspec.structs.replace(progress, updates=updates, loss_scale=loss_scale, streak=streak)
+
+
+def _failure(future: "Future[None] | Future[SaveRecord]") -> str | None:
     """Wait; why it failed, None if it did not."""
     try:
         future.result()

@@ -10,7 +10,7 @@ from statistics import median
 
 import msgspec
 
-from meshwright.runtime.records import AttemptRecord, EndRecord, EvalRecord, EventRecord, Record, StepRecord
+from meshwright.runtime.records import AttemptRecord, EndRecord, EvalRecord, EventRecord, Record, SaveRecord, StepRecord
 
 BADPUT: tuple[str, ...] = (
     "start-up",
@@ -126,8 +126,8 @@ def _spans(attempt: Sequence[Record]) -> tuple[list[_Span], float]:
     last, found = attempt[0].at, []
     timed = any(isinstance(record, StepRecord) and record.ended > 0 for record in attempt)
     for record in attempt[1:]:
-        if timed and isinstance(record, EventRecord):
-            continue  # told of a step while others were on their way: it took no time
+        if isinstance(record, SaveRecord) or (timed and isinstance(record, EventRecord)):
+            continue  # made, or told of, while steps were on their way: it took no time of its own
         ended = record.ended if isinstance(record, StepRecord | EvalRecord) and record.ended > 0 else record.at
         found.append(_span(record, max(ended - last, 0.0), last))
         last = max(last, ended)

@@ -14,7 +14,7 @@ from meshwright.spec.plan import Plan
 LONG = 1 << 18  # elements of a tensor in host memory that are too many to add up in one go
 ROW = 1 << 14  # and how many are
 
-Measure = Callable[[Sequence[nn.Module], Tensor, Mesh, bool], tuple[Tensor, Tensor, Tensor]]
+Measure = Callable[[Sequence[nn.Module], Tensor, Mesh, float], tuple[Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ def choose(plan: Plan) -> Measure:
     return deterministic.measured if plan.deterministic else measured
 
 
-def measured(chunks: Sequence[nn.Module], loss_sum: Tensor, mesh: Mesh, asked: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """One collective of three numbers: the loss, the gradient's square norm, and how many ranks were asked to stop.
+def measured(chunks: Sequence[nn.Module], loss_sum: Tensor, mesh: Mesh, asked: float) -> tuple[Tensor, Tensor, Tensor]:
+    """One collective of three numbers: the loss, the gradient's square norm, and the sum of what ranks ask for.
 
     And one number a parameter of a model that may leave some out; what no rank used has no gradient after this.
     """

@@ -157,15 +157,15 @@ def pin(plan: Plan, device: torch.device) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def measured(chunks: Sequence[nn.Module], loss_sum: Tensor, mesh: Mesh, asked: bool) -> tuple[Tensor, Tensor, Tensor]:
+def measured(chunks: Sequence[nn.Module], loss_sum: Tensor, mesh: Mesh, asked: float) -> tuple[Tensor, Tensor, Tensor]:
     """The job's sum of losses, the gradient's square norm, both the same bits under every plan, and stop requests."""
     weights = [weight for chunk in chunks for weight in chunk.parameters()]
     loss, stops = over_world(torch.stack([loss_sum.double(), flag(asked, mesh)]), mesh).unbind()
     return loss, square_norm(weights), stops
 
 
-def flag(raised: bool, mesh: Mesh) -> Tensor:
-    """One or zero on the device, filled there: a copy from the host would synchronize."""
+def flag(raised: float, mesh: Mesh) -> Tensor:
+    """A number on the device, filled there: a copy from the host would synchronize."""
     return torch.full((), float(raised), dtype=torch.float64, device=mesh.device)
 
 

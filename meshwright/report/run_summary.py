@@ -22,7 +22,7 @@ from meshwright.hardware.cluster import Cluster, catalogue, cluster, recognised
 from meshwright.hardware.profile import Profile
 from meshwright.report.run_data import FolderFacts, RankSeen, Standing, StandingEvidence, standing
 from meshwright.runtime.failure import Failure
-from meshwright.runtime.records import AttemptRecord, EndRecord, EvalRecord, EventRecord, Record, StepRecord
+from meshwright.runtime.records import AttemptRecord, EndRecord, EvalRecord, EventRecord, Record, SaveRecord, StepRecord
 from meshwright.search.budget import job_of
 from meshwright.spec.arch import Arch
 from meshwright.spec.notebook import html_table
@@ -120,6 +120,9 @@ class Saves(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     longest: float
     newest: int | None  # step of the newest checkpoint in the folder
+    bytes: int = 0  # of the newest that was recorded
+    bytes_per_second: float = 0.0  # the median of all
+    bound: str = ""  # what the most of them went into: disk, hashing, device link
 
 
 class Given(msgspec.Struct, frozen=True, kw_only=True):
@@ -496,11 +499,21 @@ def happened(records: Sequence[Record]) -> tuple[RunEvent, ...]:
     return tuple(found)
 
 
-def saves(records: Iterable[Record], saved: Sequence[int]) -> Saves:
+def saves(records: Sequence[Record], saved: Sequence[int]) -> Saves:
     """What saving cost, and the newest save there is."""
     stood = [record.save_seconds for record in records if isinstance(record, StepRecord) and record.save_seconds > 0]
     newest = saved[-1] if saved else None
-    return Saves(count=len(stood), seconds=sum(stood), longest=max(stood, default=0.0), newest=newest)
+    paused = Saves(count=len(stood), seconds=sum(stood), longest=max(stood, default=0.0), newest=newest)
+    written = [record for record in records if isinstance(record, SaveRecord)]
+    if not written:  # none was made, or by an earlier version
+        return paused
+    bounds = [record.bound for record in written]
+    return msgspec.structs.replace(
+        paused,
+        bytes=written[-1].bytes,
+        bytes_per_second=median(record.bytes / record.seconds for record in written),
+        bound=max(bounds, key=bounds.count),
+    )
 
 
 def device_of(environment: Mapping[str, Any]) -> str:

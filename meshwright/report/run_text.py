@@ -9,6 +9,7 @@ from string import ascii_lowercase
 from meshwright.report.plan_charts import Terminal, short
 from meshwright.report.run_data import duration
 from meshwright.report.run_summary import Curve, RunReport, in_tenths, smoothed, thinned
+from meshwright.runtime.records import BOUNDS
 from meshwright.spec.units import GIB
 
 NAMES = 14  # columns of what a line is about
@@ -163,6 +164,9 @@ def of_time(report: RunReport) -> Iterator[str]:
     newest = f"; newest checkpoint: step {saves.newest:,}" if saves.newest is not None else "; no checkpoint is there"
     paused = f", paused training for {duration(saves.seconds)} in total, {duration(saves.longest)} at most"
     yield _line("saves", f"{saves.count}{paused if saves.count else ''}{newest}")
+    if saves.bytes:
+        rate = f"{saves.bytes / 1e9:.3g} GB at {saves.bytes_per_second / 1e9:.2f} GB/s, bound by {BOUNDS[saves.bound]}"
+        yield _line("written", rate)
     if len(report.attempts) > 1:
         yield from _attempts(report)
     if report.happened:

@@ -63,6 +63,21 @@ class EventRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", t
     at: float = 0.0
 
 
+class SaveRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="save"):
+    """A checkpoint that is on the disk and was read again."""
+
+    step: int  # the newest one by then
+    saved: int  # the step that was saved
+    bytes: int
+    seconds: float  # from that step's end until it could be resumed from
+    bound: Literal["disk", "hashing", "device link"]  # what these seconds went into most
+    pause: float = 0.0  # seconds that training was held up for it
+    at: float = 0.0
+
+
+BOUNDS = {"disk": "the disk", "hashing": "hashing on these cores", "device link": "the link from the device"}
+
+
 class EndRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="end"):
     """The session is over, and said so itself."""
 
@@ -72,7 +87,7 @@ class EndRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag
     save_seconds: float = 0.0  # before that, waiting for the last save to be on the disk
 
 
-Record = StepRecord | EvalRecord | AttemptRecord | EventRecord | EndRecord
+Record = StepRecord | EvalRecord | AttemptRecord | EventRecord | SaveRecord | EndRecord
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):

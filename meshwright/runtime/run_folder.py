@@ -251,16 +251,33 @@ def state_bytes(run: Run) -> int:
 
 
 def lack_of_room(run: Run, folder: Path, free: int) -> str | None:
-    """Why a disk cannot take the steps that a run keeps, and one more while it is written; None if it can."""
-    wish, size = run.checkpoint, state_bytes(run)
+    """Why a disk can take no save beside the one before it; None if it can."""
+    wanted, least, size = _saves(run, folder)
+    if least * size <= free:
+        return None
+    needs = f"need {wanted * size:,} bytes ({wanted} of {size:,})"
+    return f"not enough disk for checkpoints: {needs}, free {free:,} in {folder}"
+
+
+def fewer_kept(run: Run, folder: Path, free: int) -> str | None:
+    """That a disk has room for one save and the next, though more are to be kept; None if it has for all."""
+    wanted, least, size = _saves(run, folder)
+    if wanted * size <= free or wanted == least:
+        return None
+    return (
+        f"only the newest checkpoint is kept: those that the run file asks for need {wanted * size:,} bytes "
+        f"({wanted} of {size:,}), and {free:,} are free in {folder}"
+    )
+
+
+def _saves(run: Run, folder: Path) -> tuple[int, int, int]:
+    """How many saves the disk still has to take, if all are kept and if one is, with the one at work; their size."""
+    wish, there = run.checkpoint, len(present(folder / CHECKPOINTS))
     milestones = run.steps // wish.keep_every if wish.keep_every else 0
     saves = math.ceil(run.steps / wish.every) if wish.every else 1
     most = min(saves, wish.keep_last + wish.keep_best + milestones + 1)
-    times = max(most - len(present(folder / CHECKPOINTS)), min(saves, 1))
-    if times * size <= free:
-        return None
-    needs = f"need {times * size:,} bytes ({times} of {size:,})"
-    return f"not enough disk for checkpoints: {needs}, free {free:,} in {folder}"
+    least = min(saves, 1)
+    return max(most - there, least), max(min(saves, 2) - there, least), state_bytes(run)
 
 
 def document_tokens(target: Path) -> float | None:

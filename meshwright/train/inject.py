@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshwright.checkpoint.state import Copies
+from meshwright.checkpoint.copies import Copies
 from meshwright.checkpoint.storage import Disk
 from meshwright.config.run import Run
 from meshwright.parallel.mesh import Mesh, local
@@ -145,7 +145,7 @@ def _cut(injection: Injection, run: Run, state: State, mesh: Mesh) -> None:
         if left[0] == 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    for name in ("make_folder", "write", "write_block", "rename", "sync_folder", "remove"):
+    for name in ("make_folder", "write", "write_parts", "write_block", "rename", "sync_folder", "remove"):
         _before(Disk, name, act)
 
 

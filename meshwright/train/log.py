@@ -31,6 +31,7 @@ from meshwright.runtime.records import (
     EvalRecord,
     EventRecord,
     Record,
+    SaveRecord,
     StepRecord,
     line,
     read_line,
@@ -355,6 +356,10 @@ class Recorder:
         self._keep(event)
         self.screen.say(f"warning: step {event.step}: {event.text}")
 
+    def saved(self, record: SaveRecord) -> None:
+        """A checkpoint is on the disk, beside the steps."""
+        self._keep(msgspec.structs.replace(record, step=max(self.added, record.saved), at=time.monotonic()))
+
     def end(self, step: int) -> None:
         """The session is over. The accounts are closed here, before the files are."""
         finished, waited = step == self.run.steps, self.last_save_seconds
@@ -414,7 +419,7 @@ class Recorder:
             skipped=finite == 0.0,
             loss_scale=loss_scale,
             balance=balance if result.balance is not None else None,
-            save_seconds=max(ended - updated, LEAST_SECONDS) if result.save_seconds else 0.0,
+            save_seconds=(max(ended - updated, LEAST_SECONDS) if result.pause.host else 0.0) + result.pause.on_device(),
             compile_seconds=result.compile_seconds,
             began=before,
             ended=ended,

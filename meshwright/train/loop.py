@@ -14,7 +14,7 @@ from meshwright.optim import clip
 from meshwright.optim.interface import learning_rate
 from meshwright.parallel import compile, deterministic
 from meshwright.parallel.mesh import Mesh
-from meshwright.train.saving import Save, Stops, saving
+from meshwright.train.saving import Pause, Save, Votes, saving
 from meshwright.train.state import State
 from meshwright.train.step import choose, evaluating, held_loss, mixtures
 from meshwright.train.timeline import Moment, moment
@@ -62,12 +62,17 @@ class StepResult:
     tokens: int
     span: float  # mean over positions of the document that each is in, which attention is counted by
     wait_seconds: float  # of the host, for the loader
-    save_seconds: float  # that a save paused the host for
     compile_seconds: float  # that torch.compile took of it
+    pause: Pause  # by a save: this step's, on the host, or the one's before, on the device
     began: Moment  # its batch was asked for
     fed: Moment  # and was there
     updated: Moment  # what follows is the save
     ended: Moment
+
+    @property
+    def save_seconds(self) -> float:
+        """That saves paused training for. Waits for the step's update."""
+        return self.pause.seconds()
 
 
 def train(
@@ -86,7 +91,7 @@ def train(
 
 def steps(run: Run, state: State, mesh: Mesh, save: Save, stop: Stop) -> Iterator[StepResult | EvalResult]:
     forward_backward = choose(run, state.chunks, mesh)
-    measure, stops = clip.choose(run.plan), Stops()
+    measure, votes = clip.choose(run.plan), Votes()
     if state.step == run.steps and is_due(run, state):  # resumed from the last step: only the ending was missing
         yield evaluate(run, state, mesh)
     while state.step < run.steps and not state.stopped:
@@ -96,14 +101,18 @@ def steps(run: Run, state: State, mesh: Mesh, save: Save, stop: Stop) -> Iterato
         fed = moment(mesh.device)
         scale = state.scale.value
         loss_sum = forward_backward(batch, scale)
-        loss, square, asked = measure(state.chunks, loss_sum, mesh, stop.asked)
+        ballot = save.vote(state.step + 1).number(stop.asked)
+        loss, square, total = measure(state.chunks, loss_sum, mesh, ballot)
         verdict = clip.grad_stats(loss, square, scale, run.optim.grad_clip)
         rate = learning_rate(run.optim, state.step, run.steps)
+        stall = save.hold_update()
         state.optimizer.step(rate, verdict)
         state.scale.update(verdict.finite)
         state.step += 1
-        state.stopped = stops.agreed(asked) and state.step < run.steps
+        heard = votes.heard(total, state.step)
+        state.stopped = heard.stop and state.step < run.steps
         updated = moment(mesh.device)
+        save.hear(heard)
         save_seconds = save(state)  # before the yield: whoever iterates may stop there
         yield StepResult(
             step=state.step,
@@ -116,8 +125,8 @@ def steps(run: Run, state: State, mesh: Mesh, save: Save, stop: Stop) -> Iterato
             tokens=batch.tokens,
             span=batch.span,
             wait_seconds=batch.wait_seconds,
-            save_seconds=save_seconds,
             compile_seconds=compile.seconds() - compiled,
+            pause=Pause(save_seconds, stall),
             began=began,
             fed=fed,
             updated=updated,

@@ -168,6 +168,7 @@ def _train(
     run, mesh = recorder.run, recorder.mesh
     faults = FaultWatch(run, state, mesh, recorder, heart)
     inject(order.inject, run, state, mesh)
+    state.note = recorder.saved
     heart.begins(state.step)
     start.passed("prepare")  # kernels tried, trackers, watches
     recorder.begin(

@@ -3,9 +3,10 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import torch
@@ -15,8 +16,10 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from meshwright.checkpoint import format, write
 from meshwright.checkpoint import read as restoring
-from meshwright.checkpoint.format import Manifest, Progress, state_digest
-from meshwright.checkpoint.state import Copies, TensorShard, writers
+from meshwright.checkpoint.copies import Copies, Stall
+from meshwright.checkpoint.format import Manifest, Progress, slice_share, state_digest
+from meshwright.checkpoint.state import TensorShard, writers
+from meshwright.checkpoint.storage import side_by_side
 from meshwright.checkpoint.write import Saver
 from meshwright.config.run import Run, digests
 from meshwright.config.weights import describe
@@ -31,7 +34,9 @@ from meshwright.spec.problem import InputError, Problem
 from meshwright.train.state import State, owner_of
 
 Say = Callable[[str], None]
-Save = Callable[[State], float]  # asked after every step; returns the seconds that it paused training
+PATIENCE_SECONDS = 0.1  # that a step waits for the save before it
+SMALL_BYTES = 64 * 2**20  # a save of fewer is done in a moment, most of it flushes
+SMALL_PATIENCE_SECONDS = 1.0
 
 
 def holdings(state: State, run: Run, mesh: Mesh) -> list[TensorShard]:
@@ -144,22 +149,26 @@ def follow(state: State, run: Run, mesh: Mesh, say: Say) -> None:
 
 def progress(state: State, run: Run) -> Progress:
     """How far a run has come. Waits for the device."""
-    return Progress(
-        step=state.step,
-        samples=state.step * run.batch + state.loader.shift,
-        seed=run.seed,
+    return msgspec.structs.replace(
+        _progress(state, run),
         updates=state.optimizer.count.item(),
         loss_scale=state.scale.value.item(),
         streak=state.scale.streak.item(),
     )
 
 
+def _progress(state: State, run: Run) -> Progress:
+    """What of it the host knows."""
+    samples = state.step * run.batch + state.loader.shift
+    return Progress(step=state.step, samples=samples, seed=run.seed, updates=0.0, loss_scale=1.0, streak=0.0)
+
+
 def digest_of(state: State, run: Run, mesh: Mesh) -> str:
     """The logical digest of the state as it is now, on every rank: what a save of it would carry."""
-    copies, share = Copies(holdings(state, run, mesh)), format.NOTHING
+    copies, share = Copies(holdings(state, run, mesh), in_place=True), format.NOTHING
     copies.take()
-    for piece in copies.pieces():
-        share = format.add(share, format.slice_share(piece.name, piece.region, piece.bits))
+    for each in side_by_side(lambda piece: slice_share(piece.name, piece.region, piece.bits), list(copies.pieces())):
+        share = format.add(share, each)
     # Halves of words travel, whose sums over the ranks have room in an int64.
     halves = torch.tensor([[lane >> 32, lane % 2**32] for lane in share], dtype=torch.int64, device=mesh.device)
     if mesh.world > 1:
@@ -175,27 +184,178 @@ def plan_of(manifest: Manifest) -> str:
     return " ".join(used) or "one rank"
 
 
+class Vote(NamedTuple):
+    """What a rank says in the collective that every step has anyway, or what all have said together."""
+
+    stop: bool = False  # save and end
+    busy: bool = False  # the last save is still being written
+    failed: bool = False  # the last save will not be there
+    step: int = 0  # in which it was said
+
+    def number(self, stop: bool) -> float:
+        """As a number whose sum over up to 65,535 ranks still has each of the three apart."""
+        return stop + self.busy * BUSY + self.failed * FAILED
+
+
+BUSY, FAILED = 2.0**-16, 2.0**-32
+
+
+def counted(total: float, step: int) -> Vote:
+    """What at least one rank has said."""
+    below, rest = total % 1.0, total % BUSY
+    return Vote(stop=total >= 1.0, busy=below >= BUSY, failed=rest >= FAILED, step=step)
+
+
+class Votes:
+    """What the ranks have said, read so that no step waits for a device.
+
+    On a CPU the number is there at once. On an accelerator it is read one step later, when it has long arrived; all
+    ranks read the same number at the same step.
+    """
+
+    def __init__(self) -> None:
+        self.earlier: tuple[Tensor, torch.cuda.Event, int] | None = None
+
+    def heard(self, total: Tensor, step: int) -> Vote:
+        """What was said in this step or the one before."""
+        if not total.is_cuda:
+            return counted(total.item(), step)
+        host = torch.empty(total.shape, dtype=total.dtype, pin_memory=True)
+        host.copy_(total, non_blocking=True)
+        ready = torch.cuda.Event()
+        ready.record()
+        earlier, self.earlier = self.earlier, (host, ready, step)
+        if earlier is None:
+            return Vote()
+        earlier[1].synchronize()
+        return counted(earlier[0].item(), earlier[2])
+
+
+class Pause(NamedTuple):
+    """How long a save held up training: on the host, and an update that waited on the device until it was copied."""
+
+    host: float = 0.0
+    stall: Stall | None = None
+
+    def on_device(self) -> float:
+        """Of the update. Waits for it."""
+        return self.stall.seconds() if self.stall is not None else 0.0
+
+    def seconds(self) -> float:
+        """Both. Waits for that update."""
+        return self.host + self.on_device()
+
+
+class Save(Protocol):
+    """What the loop asks of saving, in every step."""
+
+    def vote(self, step: int) -> Vote:
+        """What this rank has to say in a step that is being made."""
+        ...
+
+    def hear(self, heard: Vote) -> None:
+        """Take note of what all ranks have said."""
+        ...
+
+    def hold_update(self) -> Stall | None:
+        """Have the update that follows wait, on the device, for copies of what it changes."""
+        ...
+
+    def __call__(self, state: State) -> float:
+        """Save the state after a step if that is due; returns the seconds that it paused the host."""
+        ...
+
+
+class NoSave:
+    """Nothing is ever saved."""
+
+    def vote(self, step: int) -> Vote:
+        return Vote()
+
+    def hear(self, heard: Vote) -> None:
+        return None
+
+    def hold_update(self) -> None:
+        return None
+
+    def __call__(self, state: State) -> float:
+        return 0.0
+
+
+@dataclass
+class DueSave:
+    """Saves when it is due. A save that still runs is not waited for: the next one is made at the first step after it.
+
+    All ranks decide alike: by steps, and by what they have said to each other in the collective of each step.
+    """
+
+    run: Run
+    mesh: Mesh
+    saver: Saver
+    say: Say
+    is_offloaded: bool
+    begun: int = -1  # the step that the last save is of
+    postponed: int | None = None  # the step that it was due at
+
+    def vote(self, step: int) -> Vote:
+        lag = 1 if self.mesh.device.type == "cuda" else 0  # until it is heard
+        is_awaited = self.postponed is None and is_due(self.run, step + lag)
+        return Vote(busy=self.saver.is_busy(self._patience() if is_awaited else 0.0), failed=self.saver.has_failed())
+
+    def _patience(self) -> float:
+        return PATIENCE_SECONDS if self.saver.copies.state_bytes > SMALL_BYTES else SMALL_PATIENCE_SECONDS
+
+    def hear(self, heard: Vote) -> None:
+        if self.saver.writing is None or heard.step <= self.begun:
+            return  # what was said does not know of the last save
+        if heard.failed and heard.busy:
+            self.saver.abandoned.set()  # whoever waits for the missing part
+        elif not heard.busy:
+            # The ranks ask each other once more where no device has to be waited for: there, whoever is out of step
+            # with the others is found at a save, if not before.
+            self.saver.settle(silent=not heard.failed and self.mesh.device.type == "cuda")
+
+    def hold_update(self) -> Stall | None:
+        return self.saver.hold_update()
+
+    def __call__(self, state: State) -> float:
+        is_last = state.stopped or state.step == self.run.steps
+        if not (state.stopped or is_due(self.run, state.step) or (self.postponed is not None and not is_last)):
+            return 0.0
+        if self.saver.writing is not None and not is_last:
+            if self.postponed is None:
+                self.postponed = state.step
+                self.say(f"the save of step {state.step} is postponed until after {self.saver.told()}")
+            return 0.0
+        self.postponed, self.begun = None, state.step
+        state.optimizer.settle()
+        if self.mesh.device.type != "cuda" or self.is_offloaded:
+            seconds = self.saver.save(progress(state, self.run))
+        else:  # the counters are read when they have arrived: the host waits for nothing
+            counters = torch.stack([state.optimizer.count.double(), state.scale.value, state.scale.streak])
+            seconds = self.saver.save(_progress(state, self.run), counters)
+        if state.stopped:
+            state.saved = self.saver.settle()
+        return seconds
+
+
 @contextmanager
 def saving(run: Run, state: State, mesh: Mesh, folder: Path | None) -> Iterator[Save]:
-    """A function that saves when it is due; an unfinished save is finished or removed on the way out."""
+    """What saves when it is due; an unfinished save is finished or removed on the way out."""
     if folder is None:
-        yield lambda state: 0.0
+        yield NoSave()
         return
     held = holdings(state, run, mesh)
     is_offloaded = run.plan.optimizer_offload != "none" or run.plan.cpu_offload
-    in_place = is_offloaded and lacks_room(held, mesh, state.say)
-    saver = Saver(format.home(folder), run, mesh, held, state.say, in_place=in_place, begun=state.step)
-
-    def save(state: State) -> float:
-        if not (state.stopped or is_due(run, state.step)):
-            return 0.0
-        seconds = saver.save(progress(state, run))
-        if state.stopped:
-            state.saved = saver.settle()
-        return seconds
-
+    in_place = lacks_room(held, mesh, state.say)
+    saver = Saver(
+        format.home(folder), run, mesh, held, state.say, in_place=in_place, begun=state.step, waits=is_offloaded,
+        note=lambda record: state.note(record),
+    )  # fmt: skip
+    if run.checkpoint.every:
+        saver.prepare()
     try:
-        yield save
+        yield DueSave(run, mesh, saver, state.say, is_offloaded)
     except BaseException:
         saver.abandon()
         raise
@@ -220,28 +380,3 @@ def is_due(run: Run, step: int) -> bool:
     """Whether the state after this step is saved."""
     every = run.checkpoint.every
     return every > 0 and (step % every == 0 or step == run.steps)  # from the last one a longer run goes on
-
-
-class Stops:
-    """The agreed wish to stop, read so that no step waits for a device.
-
-    On a CPU the number is there at once. On an accelerator it is read one step later, when it has long arrived; all
-    ranks read the same number at the same step.
-    """
-
-    def __init__(self) -> None:
-        self.earlier: tuple[Tensor, torch.cuda.Event] | None = None
-
-    def agreed(self, asked: Tensor) -> bool:
-        """Whether any rank was asked, as of this step or the one before."""
-        if not asked.is_cuda:
-            return asked.item() > 0
-        host = torch.empty(asked.shape, dtype=asked.dtype, pin_memory=True)
-        host.copy_(asked, non_blocking=True)
-        ready = torch.cuda.Event()
-        ready.record()
-        earlier, self.earlier = self.earlier, (host, ready)
-        if earlier is None:
-            return False
-        earlier[1].synchronize()
-        return earlier[0].item() > 0

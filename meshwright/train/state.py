@@ -17,6 +17,7 @@ from meshwright.optim.interface import Optimizer
 from meshwright.parallel import precision
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pipeline import placement
+from meshwright.runtime.records import SaveRecord
 from meshwright.spec.params import Param, params
 from meshwright.spec.plan import Plan
 
@@ -38,6 +39,7 @@ class State:
     stopped: bool = False  # asked to, before the last step
     saved: bool = True  # and what was done until then is on the disk
     say: Callable[[str], None] = to_stderr  # that a save has failed
+    note: Callable[[SaveRecord], None] = lambda record: None  # that one is there; rank 0
 
 
 class ParamLocation(NamedTuple):

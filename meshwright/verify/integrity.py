@@ -1,15 +1,14 @@
 """Whether what a run has saved is still what was written: every byte of every step is read and hashed. No torch."""
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 
 from meshwright.checkpoint import format, storage
-from meshwright.checkpoint.format import MANIFEST, Manifest
-from meshwright.checkpoint.read import THREADS, StepReader
-from meshwright.checkpoint.storage import CorruptError, Damage
+from meshwright.checkpoint.format import MANIFEST, Manifest, Slice
+from meshwright.checkpoint.read import StepReader
+from meshwright.checkpoint.storage import CorruptError, Damage, side_by_side
 from meshwright.config.huggingface import PICKLES, a_pickle
 from meshwright.spec.problem import InputError, Problem
 
@@ -79,9 +78,9 @@ def find(path: Path) -> tuple[list[Path], Path | None]:
 def verify_step(folder: Path) -> StepIntegrity:
     """Read every byte of a step."""
     try:
-        with StepReader(folder) as reader, ThreadPoolExecutor(THREADS, "verify") as pool:
+        with StepReader(folder) as reader:
             manifest = reader.manifest
-            damages = list(pool.map(lambda number: _chunk(reader, number), range(len(manifest.chunks))))
+            damages = [_chunk(reader, number) for number in range(len(manifest.chunks))]
             found = [*_strays(folder, manifest), *(damage for each in damages for damage in each)]
     except CorruptError as error:
         damages = tuple(error.damages)
@@ -100,22 +99,26 @@ def verify_step(folder: Path) -> StepIntegrity:
 
 
 def _chunk(reader: StepReader, number: int) -> list[Damage]:
-    """What is wrong with one chunk; slice by slice only once its checksum does not match."""
-    chunk, damages = reader.manifest.chunks[number], []
+    """What is wrong with one chunk; its slices are checked side by side."""
+    chunk = reader.manifest.chunks[number]
     try:
         with reader.chunk(number) as descriptor:
-            if storage.file_sha256(descriptor) == chunk.sha256:
+
+            def check(each: Slice) -> list[Damage]:
+                try:
+                    reader.checked(each, descriptor)
+                except CorruptError as error:
+                    return error.damages
                 return []
-            for each in reader.manifest.slices:
-                if each.chunk == number:
-                    try:
-                        reader.checked(each, descriptor)
-                    except CorruptError as error:
-                        damages += error.damages
+
+            slices = [each for each in reader.manifest.slices if each.chunk == number]
+            found = [damage for damages in side_by_side(check, slices) for damage in damages]
+            if found or reader.manifest.format == format.FORMAT or storage.file_sha256(descriptor) == chunk.sha256:
+                return found
     except CorruptError as error:
-        damages = error.damages
+        return error.damages
     text = "checksum mismatch (sha256) of the file, though its slices match"
-    return damages or [Damage(file=str(reader.folder / chunk.file), text=text)]
+    return [Damage(file=str(reader.folder / chunk.file), text=text)]
 
 
 def _strays(folder: Path, manifest: Manifest) -> Iterator[Damage]:

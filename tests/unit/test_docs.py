@@ -180,10 +180,8 @@ def test_the_measured_bubble_is_the_records():
 def test_the_costs_of_saving_are_the_records():
     record = json.loads((ROOT / "results" / "checkpoint.json").read_text())
     page = (ROOT / "docs" / "checkpoints.md").read_text()
-    share = f"{100 * record['stall_share_of_a_save_interval']:.1f} %"
-    assert f"| {1000 * record['stall_seconds']:.0f} ms, {share} of the time" in page
-    for what in ("load_at_0.5_gb_per_second", "cold_load", "warm_load"):
-        assert f"| {100 * record[what]['overhead']:.0f} % of the load |" in page
+    for line in script("checkpoint").rows(record):
+        assert line in page
 
 
 ZERO = {  # a row of the table: the textbook's bytes for each parameter on eight ranks, and the plan

@@ -3,8 +3,10 @@
 import errno
 import json
 import os
+import re
 import shutil
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -13,11 +15,12 @@ from safetensors.torch import load_file
 from waiting import HANG
 
 from checkpoint import saved
-from meshwright.checkpoint import format, read
+from meshwright.checkpoint import chunk, format, read
 from meshwright.checkpoint import write as save
 from meshwright.checkpoint.storage import Disk
 from meshwright.checkpoint.write import Saver
 from meshwright.config import load
+from meshwright.runtime import run_folder
 from meshwright.spec.problem import InputError
 from meshwright.verify import integrity
 
@@ -35,12 +38,14 @@ class Cut(Disk):
     def __init__(self, operations: int) -> None:
         self.left = operations
         self.done: list[str] = []
+        self.counting = threading.Lock()
 
     def _count(self, name: str) -> None:
-        if self.left == 0:
-            raise DeadError(name)
-        self.left -= 1
-        self.done.append(name)
+        with self.counting:
+            if self.left == 0:
+                raise DeadError(name)
+            self.left -= 1
+            self.done.append(name)
 
     def make_folder(self, path):
         self._count("make_folder")
@@ -50,6 +55,11 @@ class Cut(Disk):
         self._count("write")
         super().write(path, blocks)
         self._count("synced")
+
+    def write_parts(self, path, parts, threads):
+        self._count("write_parts")
+        super().write_parts(path, parts, threads)
+        self._count("flushed")
 
     def write_block(self, descriptor, block):
         if self.left == 0:
@@ -110,12 +120,16 @@ def test_any_reader_of_safetensors_can_open_a_chunk(home):
         assert torch.equal(content[name + region], x)
 
 
-def test_a_kill_at_any_operation_leaves_the_step_before_or_the_new_one(home, tmp_path):
+@pytest.mark.parametrize("striped", [False, True], ids=["one thread", "threads"])
+def test_a_kill_at_any_operation_leaves_the_step_before_or_the_new_one(home, tmp_path, monkeypatch, striped):
+    if striped:
+        monkeypatch.setattr(chunk, "STRIPED_BYTES", 0)
     whole = Cut(10**9)
     copy = tmp_path / "copy" / "checkpoints"
     shutil.copytree(home, copy)
     advance(copy, 2, whole)
-    assert {"make_folder", "write", "write_block", "synced", "rename", "sync_folder", "remove"} <= set(whole.done)
+    operations = {"make_folder", "write", "write_parts", "write_block", "synced", "flushed", "rename", "sync_folder"}
+    assert operations | {"remove"} <= set(whole.done)
     seen = set()
     for operations in range(len(whole.done)):
         shutil.rmtree(copy)
@@ -186,6 +200,53 @@ def test_what_the_disk_gives_back_differently_is_no_checkpoint_and_removes_none(
     assert loaded(home) == 1
 
 
+class LiarInOne(Disk):
+    """A disk that loses a bit of one tensor, and gives back everything else."""
+
+    def write_block(self, descriptor, block):
+        wrong = bytearray(block)
+        wrong[7] ^= len(block) == 4 * 5  # weight/norm.weight
+        super().write_block(descriptor, bytes(wrong))
+
+
+@pytest.mark.parametrize("earlier", [True, False])
+def test_a_step_that_reads_differently_after_it_had_its_name_loses_it_again(home, earlier):
+    if not earlier:
+        shutil.rmtree(home)
+    (said,) = advance(home, 2, LiarInOne())
+    place = r"step-2\.\w+\.partial/chunk\.rank0\.safetensors, tensor weight/norm\.weight\[0:5\], bytes \d+–\d+"
+    assert re.search(place + ": reads differently from what was just written", said)
+    assert sorted(os.listdir(home)) == (["latest", "step-1"] if earlier else [])
+    if earlier:
+        assert format.pointed(home)[0] == loaded(home) == 1
+        assert integrity.verify(home.parent, lambda text: None).sound
+
+
+def test_a_save_says_how_fast_it_was_and_what_bound_it(home, monkeypatch):
+    found = []
+    share = format.slice_share
+    for bound, disk_seconds, hash_seconds in (("disk", 0.02, 0.0), ("hashing", 0.0, 0.05)):
+        made = saved.saver(home, saved.tensors(5), [], Slower(disk_seconds), ONE, note=found.append)
+        monkeypatch.setattr(format, "slice_share", lambda *given, wait=hash_seconds: time.sleep(wait) or share(*given))
+        made.save(saved.progress(5))
+        made.close()
+        assert found[-1].bound == bound
+    size = (home / "step-5" / "chunk.rank0.safetensors").stat().st_size
+    assert [(record.saved, record.bytes) for record in found] == [(5, size)] * 2
+    assert all(record.seconds > 0.02 for record in found)
+
+
+class Slower(Disk):
+    """A disk that takes so long for every block."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def write_block(self, descriptor, block):
+        time.sleep(self.seconds)
+        super().write_block(descriptor, block)
+
+
 class Slow(Disk):
     """A disk that takes its time until it is told not to."""
 
@@ -243,6 +304,24 @@ def test_too_little_room_is_told_before_the_first_step(tmp_path):
         InputError, match=r"not enough disk for checkpoints: need [\d,]+ bytes \(3 of [\d,]+\), free 1,000"
     ):
         saved.saver(tmp_path / "checkpoints", saved.tensors(1), [], Small(), ONE)
+
+
+class Tight(Disk):
+    """Room for the save that is written and one more."""
+
+    def free_bytes(self, path):
+        return 2 * run_folder.state_bytes(ONE)
+
+
+def test_a_disk_with_room_for_one_save_keeps_one_and_says_so(tmp_path):
+    run, said = load.load(None, ["arch.preset=tiny", "checkpoint.keep_last=3", "checkpoint.async=false"]).run, []
+    made = saved.saver(tmp_path / "checkpoints", saved.tensors(1), said, Tight(), run)
+    for step in (1, 2, 3):
+        made.save(saved.progress(step))
+    made.close()
+    assert format.present(tmp_path / "checkpoints") == [3]
+    (told,) = said
+    assert re.match(r"only the newest checkpoint is kept: .* need [\d,]+ bytes \(5 of [\d,]+\), and [\d,]+ are", told)
 
 
 def test_a_short_run_needs_room_for_its_last_step(tmp_path):

@@ -38,7 +38,7 @@ class Mesh:
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """The ranks that differ from this one on one axis only."""
-        return (self.expert if axis == "ep" else self.fine)[axis].get_group()
+        return (self.expert if axis == "ep" else self.fine).get_group(axis)
 
 
 def make(plan: Plan, device: torch.device) -> Mesh:
@@ -111,7 +111,7 @@ def copies(weight: Tensor, mesh: Mesh) -> int:
     axes = zip(weight.device_mesh.shape, weight.placements, strict=True)
     held_alike = [size for size, placement in axes if isinstance(placement, Replicate)]
     if "tp" not in (weight.device_mesh.mesh_dim_names or ()):  # a split table left it whole on each of those ranks
-        held_alike.append(mesh.dense["tp"].size())
+        held_alike.append(mesh.dense.size(DENSE.index("tp")))
     return math.prod(held_alike)
 
 

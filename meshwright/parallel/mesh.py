@@ -41,6 +41,9 @@ class Mesh:
         return (self.expert if axis == "ep" else self.fine).get_group(axis)
 
 
+KEPT: dict[tuple[int, ...], Mesh] = {}  # by the shape of a plan; of this process, whose ranks meet once
+
+
 def make(plan: Plan, device: torch.device) -> Mesh:
     """The device meshes of a plan, over an initialised process group."""
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -61,6 +64,14 @@ def make(plan: Plan, device: torch.device) -> Mesh:
         data_rank=place["replicate"] * plan.shard + place["shard"],
         place=place,
     )
+
+
+def kept(plan: Plan, device: torch.device) -> Mesh:
+    """The device meshes of a plan, made once for all of its shape: a group of Gloo's polls for as long as it lives."""
+    shape = (*(getattr(plan, axis) for axis in AXES), plan.ep, plan.zero > 0)
+    if shape not in KEPT:
+        KEPT[shape] = make(plan, device)
+    return KEPT[shape]
 
 
 def _device_mesh(device: torch.device, axes: tuple[str, ...], shape: tuple[int, ...], groups: Groups) -> DeviceMesh:

@@ -1,5 +1,6 @@
 """The processes of a job, from before the first collective to after the last."""
 
+import gc
 import hashlib
 import logging
 import platform
@@ -125,6 +126,7 @@ def world(run: Run, place: Place, attempt: int = 1) -> Iterator[Mesh]:
 def lasting(run: Run, place: Place) -> Mesh:
     """Meet the other ranks for as long as this process lives: for one run after another, of any plans."""
     if dist.is_initialized():
+        gc.collect()  # the model of the run before lies in cycles, and is not to lie beside the next
         device = device_of(place)
         _prepare(run, place, device, dist.get_backend())
     else:

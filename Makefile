@@ -6,13 +6,17 @@ READY := $(VENV)/.ready
 # Files beside each other: ranks often wait, for each other or for a clock, and four keep two cores busy.
 BESIDE := -n 4 --dist loadscope --no-loadscope-reorder
 
-.PHONY: train test check lint types docs unit bench validate prove package docker docker-cuda setup clean
+.PHONY: train test suite check lint types docs unit bench validate prove package docker docker-cuda setup clean
 
 train: $(READY)
 	$(BIN)/meshwright train
 
+# Types are checked beside the tests: alone they keep one core busy.
+test: lint docs
+	$(MAKE) --no-print-directory --jobs 2 types suite
+
 # One session for all tests: the short ones fill the gaps that the long ones leave.
-test: lint types docs
+suite: $(READY)
 	$(BIN)/python -m pytest $(BESIDE) tests
 
 check: lint types docs unit

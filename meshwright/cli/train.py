@@ -149,6 +149,7 @@ def _rank(run: Run, here: Place, options: argparse.Namespace) -> int:
     """Be one rank of a job that torchrun, Slurm or MPI started; a sidecar of the first one here watches them all."""
     from meshwright.runtime import run_folder as folders
     from meshwright.runtime.failure import session_above
+    from meshwright.runtime.ranks import lasting_imports
     from meshwright.runtime.supervise import Sidecar
 
     fresh = options.fresh and env.attempt() == 1  # a restart resumes what it was asked to start
@@ -171,7 +172,8 @@ def _rank(run: Run, here: Place, options: argparse.Namespace) -> int:
     order = _order(folder, options, attempt=env.attempt(), **about)
     sidecar = Sidecar(run, here, beats, folder) if here.local_rank == 0 else None
     try:
-        from meshwright.train.rank import serve  # imports torch: the sidecar watches meanwhile
+        with lasting_imports():
+            from meshwright.train.rank import serve  # imports torch: the sidecar watches meanwhile
 
         code = serve(order, run, options.json)
     finally:

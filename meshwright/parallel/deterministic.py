@@ -142,7 +142,7 @@ def attach(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
         return model
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            gradients = GradientSum(plan, mesh.dense["replicate"].get_group())
+            gradients = GradientSum(plan, mesh.dense.get_group("replicate"))
             module.set_custom_reduce_scatter(gradients)
             module.set_all_reduce_hook(gradients.over_replicas)
     return model

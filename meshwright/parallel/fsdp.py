@@ -37,16 +37,20 @@ def wrap(model: nn.Module, plan: Plan, mesh: Mesh, model_spec: ModelSpec) -> nn.
     reshard = plan.zero == 3 and plan.pp == 1  # weights are freed after the forward and gathered again
     # Pinned, so that a GPU can read the host's memory itself.
     offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if plan.cpu_offload else OffloadPolicy()
-    for module, grid in [*_sharers(model_spec.blocks(model), plan, mesh), (model, mesh.dense)]:
+    # Without replicas one axis only, so that no all-reduce over one rank is issued.
+    grids = [mesh.dense, mesh.expert]
+    dense, expert = (
+        grid["shard"] if plan.deterministic or grid.shape[1] == 1 else grid["replicate", "shard"] for grid in grids
+    )
+    for module, grid in [*_sharers(model_spec.blocks(model), plan, dense, expert), (model, dense)]:
         fully_shard(
             module,
-            # Without replicas one axis only, so that no all-reduce over one rank is issued.
-            mesh=grid["shard"] if plan.deterministic or grid["replicate"].size() == 1 else grid["replicate", "shard"],
+            mesh=grid,
             mp_policy=precision.policy(plan),
             offload_policy=offload,
             reshard_after_forward=reshard and module is not model,  # what is outside the blocks is used again at once
             # The deterministic norm is folded row by row, so no row is cut.
-            shard_placement_fn=None if plan.deterministic else partial(even_dim, ranks=grid["shard"].size()),
+            shard_placement_fn=None if plan.deterministic else partial(even_dim, ranks=grid.shape[-1]),
         )
     # The loss is already divided by the step's global count of tokens, so gradients are summed, not averaged.
     for module in model.modules():
@@ -72,15 +76,17 @@ def _prefetch(blocks: list[nn.Module], plan: Plan, mesh: Mesh) -> None:
             block._set_unshard_async_op(True)
 
 
-def _sharers(blocks: Blocks, plan: Plan, mesh: Mesh) -> Iterator[tuple[nn.Module, DeviceMesh]]:
+def _sharers(
+    blocks: Blocks, plan: Plan, dense: DeviceMesh, expert: DeviceMesh
+) -> Iterator[tuple[nn.Module, DeviceMesh]]:
     """The modules that gather their weights by themselves, inner ones first, and the grid over which they do.
 
     Experts that ranks share among them are held alike by fewer ranks than the rest of their block.
     """
     for block in with_weights(blocks):
         if plan.ep > 1:
-            yield from ((module, mesh.expert) for module in block.modules() if isinstance(module, Experts))
-        yield block, mesh.dense
+            yield from ((module, expert) for module in block.modules() if isinstance(module, Experts))
+        yield block, dense
 
 
 def even_dim(weight: nn.Parameter, ranks: int) -> Shard | None:

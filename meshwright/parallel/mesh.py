@@ -38,7 +38,10 @@ class Mesh:
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """The ranks that differ from this one on one axis only."""
-        return (self.expert if axis == "ep" else self.fine)[axis].get_group()
+        return (self.expert if axis == "ep" else self.fine).get_group(axis)
+
+
+KEPT: dict[tuple[int, ...], Mesh] = {}  # by the shape of a plan; of this process, whose ranks meet once
 
 
 def make(plan: Plan, device: torch.device) -> Mesh:
@@ -61,6 +64,14 @@ def make(plan: Plan, device: torch.device) -> Mesh:
         data_rank=place["replicate"] * plan.shard + place["shard"],
         place=place,
     )
+
+
+def kept(plan: Plan, device: torch.device) -> Mesh:
+    """The device meshes of a plan, made once for all of its shape: a group of Gloo's polls for as long as it lives."""
+    shape = (*(getattr(plan, axis) for axis in AXES), plan.ep, plan.zero > 0)
+    if shape not in KEPT:
+        KEPT[shape] = make(plan, device)
+    return KEPT[shape]
 
 
 def _device_mesh(device: torch.device, axes: tuple[str, ...], shape: tuple[int, ...], groups: Groups) -> DeviceMesh:
@@ -111,7 +122,7 @@ def copies(weight: Tensor, mesh: Mesh) -> int:
     axes = zip(weight.device_mesh.shape, weight.placements, strict=True)
     held_alike = [size for size, placement in axes if isinstance(placement, Replicate)]
     if "tp" not in (weight.device_mesh.mesh_dim_names or ()):  # a split table left it whole on each of those ranks
-        held_alike.append(mesh.dense["tp"].size())
+        held_alike.append(mesh.dense.size(DENSE.index("tp")))
     return math.prod(held_alike)
 
 

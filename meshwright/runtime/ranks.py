@@ -1,9 +1,9 @@
 """Starting the ranks of one machine: forked from a process that has torch already, and ended together.
 
-`run_ranks` calls a function on every rank and returns when all are done: proofs, benchmarks and tests. A `ForkServer`
-starts ranks that are supervised: their launcher adopts them, watches them and starts others in their place. It is the
-spare that makes a restart quick: a rank forked there is at work in a tenth of a second, one that must import torch in
-three. It never touches a GPU, so that its children may.
+`run_ranks` calls a function on every rank and returns when all are done, a `Crew` does so again and again with the
+same ranks: proofs, benchmarks and tests. A `ForkServer` starts ranks that are supervised: their launcher adopts them,
+watches them and starts others in their place. It is the spare that makes a restart quick: a rank forked there is at
+work in a tenth of a second, one that must import torch in three. It never touches a GPU, so that its children may.
 """
 
 import contextlib
@@ -19,7 +19,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from meshwright.runtime.place import Place, RankSpec, cores, local
 
 SET_PARENT_DEATH_SIGNAL, SET_NAME, SET_CHILD_SUBREAPER = 1, 15, 36  # of Linux's prctl
 START_SECONDS = 300.0  # importing torch from a cold and crowded disk
+SOON = 0.3  # seconds in which the victims of a first failure fall
 SERVER = multiprocessing.get_context("forkserver")
 Work = Callable[..., None]  # (place, *arguments), to be found by its name in a module
 
@@ -148,15 +150,29 @@ def serve_orders(module: str, answers: int) -> None:
     launcher = os.getppid()
     _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    ranks = importlib.import_module(module)
+    with lasting_imports():
+        ranks = importlib.import_module(module)
     ranks.code()  # remembered: ranks run what is imported here, whatever becomes of the files
-    gc.freeze()  # so that children do not copy pages by counting references in them
     for line in sys.stdin.buffer:
         if line.strip() == b"rest":
             ranks.fetch_rest()
             continue
         order = msgspec.json.decode(line, type=RankSpec)
         os.write(answers, f"{order.place.rank} {_fork(ranks.serve_order, order, launcher)}\n".encode())
+
+
+@contextlib.contextmanager
+def lasting_imports() -> Iterator[None]:
+    """Import without looking for garbage, a sixth of torch's time, and never look at what was imported.
+
+    So children do not copy its pages either, by counting references in them.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _fork(serve: Callable[[RankSpec], int], order: RankSpec, launcher: int) -> int:
@@ -245,59 +261,87 @@ class Remote:
         getattr(importlib.import_module(self.module), self.name)(*arguments)
 
 
-def run_ranks(work: Work, count: int, arguments: tuple[Any, ...], seconds: float) -> None:
-    """Run `work` in so many processes that can meet; return when all are done, or raise what the first failure said."""
-    if isinstance(work, Remote):
-        SERVER.set_forkserver_preload([work.module])  # imported once, before the first fork
-    with tempfile.TemporaryDirectory() as name:
-        meeting = Path(name)
-        processes = [
-            SERVER.Process(
-                target=_begin, args=(work, local(rank, count, meeting / "store", 1), arguments, meeting), daemon=True
-            )
-            for rank in range(count)
-        ]
-        for process in processes:
+class Crew:
+    """Ranks of this machine that do a work again and again: what torch makes at first use is most of a short one."""
+
+    def __init__(self, work: Work, count: int) -> None:
+        if isinstance(work, Remote):
+            SERVER.set_forkserver_preload([work.module])  # imported once, before the first fork
+        self.meeting = tempfile.TemporaryDirectory()
+        self.processes, self.ends = [], list[Any]()
+        for rank in range(count):
+            end, its_end = SERVER.Pipe()
+            place = local(rank, count, Path(self.meeting.name) / "store", 1)
+            process = SERVER.Process(target=_serve_works, args=(work, place, its_end), daemon=True)
             process.start()
-        deadline = time.monotonic() + seconds
+            its_end.close()  # so that a rank that is gone is noticed
+            self.processes.append(process)
+            self.ends.append(end)
+
+    def run(self, arguments: tuple[Any, ...], seconds: float) -> None:
+        """Do the work once on every rank; raises what the first one to fail said, after which the crew is of no use."""
+        for end in self.ends:
+            with contextlib.suppress(BrokenPipeError):  # it is gone, as its answer will say
+                end.send(arguments)
+        deadline, waiting, failures = time.monotonic() + seconds, list(self.ends), []
+        while waiting and (ready := wait(waiting, max(deadline - time.monotonic(), 0))):
+            for end in ready:
+                waiting.remove(end)
+                at, said, report = self._answer(self.ends.index(end))
+                if said:
+                    failures.append((at, said, report))
+                    deadline = min(deadline, time.monotonic() + SOON)
+        if failures:
+            _, said, report = min(failures)
+            raise RankError(said, msgspec.json.decode(report, type=Failure) if report else None)
+        if waiting:
+            late = [self.ends.index(end) for end in waiting]
+            raise RankError(f"ranks {late} did not finish within {seconds:.0f} s")
+
+    def _answer(self, rank: int) -> tuple[float, str, bytes]:
+        """When a rank was done, what it said if it failed, and the report it made of that, if any."""
         try:
-            while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
-                if any(process.exitcode not in (None, 0) for process in processes):
-                    time.sleep(0.3)  # the victims of the first failure fall soon after it
-                    break
-                time.sleep(0.01)
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
-        _raise_first(meeting, [process.exitcode for process in processes], seconds)
+            return self.ends[rank].recv()
+        except (EOFError, ConnectionResetError):
+            self.processes[rank].join(SOON)
+            code = self.processes[rank].exitcode
+            how = f"was ended by {signal.Signals(-code).name}" if code and code < 0 else f"ended with exit code {code}"
+            return 0.0, f"rank {rank} {how}", b""  # first of all: others can only say that they miss it
+
+    def close(self) -> None:
+        """End all ranks."""
+        for process in self.processes:
+            process.kill()
+            process.join()
+        for end in self.ends:
+            end.close()
+        self.meeting.cleanup()
 
 
-def _begin(work: Work, place: Place, arguments: tuple[Any, ...], meeting: Path) -> None:
+def run_ranks(work: Work, count: int, arguments: tuple[Any, ...], seconds: float) -> None:
+    """Do a work once in so many processes that can meet; return when all are done, or raise the first failure."""
+    crew = Crew(work, count)
     try:
-        work(place, *arguments)
-    except BaseException as error:
-        if isinstance(error, FailureError):
-            (meeting / f"report.{place.rank}").write_bytes(msgspec.json.encode(error.verdict))
-        (meeting / f"failure.{place.rank}").write_text(f"rank {place.rank}: {traceback.format_exc()}")
-        os._exit(1)
-    (meeting / f"done.{place.rank}").touch()
-    os._exit(0)  # what torch would do on the way out is not needed
+        crew.run(arguments, seconds)
+    finally:
+        crew.close()
 
 
-def _raise_first(meeting: Path, codes: list[int | None], seconds: float) -> None:
-    failures = sorted(meeting.glob("failure.*"), key=lambda file: file.stat().st_mtime_ns)
-    if failures:
-        report = meeting / f"report{failures[0].suffix}"
-        made = msgspec.json.decode(report.read_bytes(), type=Failure) if report.exists() else None
-        raise RankError(failures[0].read_text(), made)
-    undone = [rank for rank in range(len(codes)) if not (meeting / f"done.{rank}").exists()]
-    if undone:
-        ends = [
-            f"ended by {signal.Signals(-code).name}" if code and code < 0 else f"exit code {code}"
-            for code in (codes[rank] for rank in undone)
-        ]
-        raise RankError(f"ranks {undone} did not finish within {seconds:.0f} s: {', '.join(ends)}")
+def _serve_works(work: Work, place: Place, orders: Any) -> None:
+    """Be a rank of a crew until it is closed."""
+    gc.freeze()  # what was there before is never garbage; looking at it would copy its pages
+    while True:
+        try:
+            arguments = orders.recv()
+        except EOFError:
+            os._exit(0)
+        said, report = "", b""
+        try:
+            work(place, *arguments)
+        except BaseException as error:
+            said = f"rank {place.rank}: {traceback.format_exc()}"
+            report = msgspec.json.encode(error.verdict) if isinstance(error, FailureError) else b""
+        orders.send((time.monotonic(), said, report))
 
 
 if __name__ == "__main__":

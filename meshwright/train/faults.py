@@ -233,7 +233,7 @@ class Replicas:
         self.every = every
         self.state = state
         self.mesh = mesh
-        self.group = mesh.dense["replicate"].get_group()
+        self.group = mesh.dense.get_group("replicate")
         self.equal_at = state.step
 
     def look(self, step: int) -> None:

@@ -1,5 +1,6 @@
 """The processes of a job, from before the first collective to after the last."""
 
+import gc
 import hashlib
 import logging
 import platform
@@ -114,7 +115,27 @@ def apart(gpu: str, place: Place, store: dist.Store) -> bool:
 
 @contextmanager
 def world(run: Run, place: Place, attempt: int = 1) -> Iterator[Mesh]:
-    """Meet the other ranks, and part from them however the work ends.
+    """Meet the other ranks, and part from them however the work ends."""
+    device = meet(run, place, attempt)
+    try:
+        yield mesh.make(run.plan, device)
+    finally:
+        dist.destroy_process_group()
+
+
+def lasting(run: Run, place: Place) -> Mesh:
+    """Meet the other ranks for as long as this process lives: for one run after another, of any plans."""
+    if dist.is_initialized():
+        gc.collect()  # the model of the run before lies in cycles, and is not to lie beside the next
+        device = device_of(place)
+        _prepare(run, place, device, dist.get_backend())
+    else:
+        device = meet(run, place)
+    return mesh.kept(run.plan, device)
+
+
+def meet(run: Run, place: Place, attempt: int = 1) -> torch.device:
+    """Meet the other ranks; returns the device of this one.
 
     A store may outlive an attempt, torchrun's does: the words of one that failed must not be taken for this one's.
     """
@@ -126,11 +147,7 @@ def world(run: Run, place: Place, attempt: int = 1) -> Iterator[Mesh]:
     )
     store = dist.PrefixStore(f"attempt{attempt}", meeting)
     backend = backend_of(place, device, store)
-    _check_device(run, device, backend)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if device.type == "cpu" or run.plan.cpu_offload:  # the host computes: a step, or its update
-        torch.set_num_threads(place.threads)
+    _prepare(run, place, device, backend)
     # Torch advises, on every rank and for every shape, on gathering weights of two axes. We do it once, at the end.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     agree(run, store, place.rank, place.world)
@@ -142,10 +159,16 @@ def world(run: Run, place: Place, attempt: int = 1) -> Iterator[Mesh]:
         timeout=MEETING,
         device_id=device if backend == "nccl" else None,
     )
-    try:
-        yield mesh.make(run.plan, device)
-    finally:
-        dist.destroy_process_group()
+    return device
+
+
+def _prepare(run: Run, place: Place, device: torch.device, backend: str) -> None:
+    """Make this process ready for a run, or refuse it."""
+    _check_device(run, device, backend)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if device.type == "cpu" or run.plan.cpu_offload:  # the host computes: a step, or its update
+        torch.set_num_threads(place.threads)
 
 
 def world_group() -> dist.ProcessGroup:

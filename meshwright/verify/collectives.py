@@ -83,9 +83,9 @@ def ranks_of(axis: Axis, plan: Plan, mesh: Mesh) -> tuple[int, ...]:
         line, ranks = _ranks(mesh.group("pp")), placement(plan)
         return tuple(sorted((line[ranks[0]], line[ranks[-1]])))
     if axis in ("replicate", "shard"):
-        return _ranks(mesh.dense[axis].get_group())
+        return _ranks(mesh.dense.get_group(axis))
     if axis in ("expert_replicate", "expert_shard"):
-        return _ranks(mesh.expert[axis.removeprefix("expert_")].get_group())
+        return _ranks(mesh.expert.get_group(axis.removeprefix("expert_")))
     return _ranks(mesh.group(axis))
 
 

@@ -18,7 +18,7 @@ from meshwright.train.loop import StepResult, Stop, train
 from meshwright.train.oom import explaining
 from meshwright.train.saving import digest_of, restore
 from meshwright.train.state import gradients, weights
-from meshwright.train.world import world
+from meshwright.train.world import lasting, world
 from meshwright.verify.prove import ParityResult, Planned
 from meshwright.verify.resume import DIGESTS
 
@@ -38,16 +38,16 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True):
 
 def record(place: Place, run: Run, cache: Path, folder: Path) -> None:
     """Run to the last step as one rank; the first writes the losses, norms, first gradients and last weights."""
-    with world(run, place) as mesh:
-        evidence, corpus = Evidence(folder, mesh), prepare(run, cache, lambda text: None)
-        with explaining(run, mesh.device):
-            state = build(run, corpus, mesh)
-        with explaining(run, mesh.device, state):
-            for result in train(run, state, mesh):
-                assert isinstance(result, StepResult), "nothing is held out in a proof"
-                evidence.step(result.loss, result.norm, gradients(state.chunks, run, mesh))
-            evidence.end(weights(state.chunks, run, mesh))
-        state.loader.close()
+    mesh = lasting(run, place)
+    evidence, corpus = Evidence(folder, mesh), prepare(run, cache, lambda text: None)
+    with explaining(run, mesh.device):
+        state = build(run, corpus, mesh)
+    with explaining(run, mesh.device, state):
+        for result in train(run, state, mesh):
+            assert isinstance(result, StepResult), "nothing is held out in a proof"
+            evidence.step(result.loss, result.norm, gradients(state.chunks, run, mesh))
+        evidence.end(weights(state.chunks, run, mesh))
+    state.loader.close()
 
 
 class Evidence:

@@ -4,6 +4,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, get_args
@@ -14,7 +15,7 @@ from meshwright.config import check, load
 from meshwright.config.presets import run_file
 from meshwright.config.run import Run
 from meshwright.runtime.failure import Exit
-from meshwright.runtime.ranks import RankError, Remote, Work, run_ranks
+from meshwright.runtime.ranks import Crew, RankError, Remote, Work, run_ranks
 from meshwright.spec.params import count
 from meshwright.spec.plan import AXES, Plan, Precision
 from meshwright.spec.problem import InputError, Problem, mistake
@@ -246,6 +247,32 @@ def prove_all(jobs: list[Job], cache: Path, folder: Path, say: Callable[[str], N
     return [verdict for certificate in certificates for verdict in certificate.verdicts]
 
 
+class KeptRanks:
+    """The ranks of one plan, kept for the next one that has as many."""
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        self.crew: Crew | None = None
+
+    def run(self, plan: Plan, arguments: tuple[Any, ...]) -> None:
+        """Do the work on the ranks of a plan."""
+        # Of a function torch remembers only so many compiled forms: later ones would not be compiled.
+        if self.crew is not None and (len(self.crew.ends) != plan.world or plan.compile):
+            self.close()
+        self.crew = self.crew or Crew(self.work, plan.world)
+        try:
+            self.crew.run(arguments, LONGEST)
+        except RankError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End them."""
+        if self.crew is not None:
+            self.crew.close()
+        self.crew = None
+
+
 def beside(
     reference: AnyPlanned,
     planned: list[tuple[str, AnyPlanned]],
@@ -265,24 +292,25 @@ def beside(
     base = _fresh(folder / "reference")
     run_ranks(record, 1, (reference, given, base), LONGEST)
     verdicts = []
-    for number, (name, run) in enumerate(planned):
-        place = _fresh(folder / f"plan{number}")
-        began = time.monotonic()
-        try:
-            run_ranks(record, run.plan.world, (run, given, place), LONGEST)
-            run_ranks(JUDGE, 1, (run, base, place, tolerance, time.monotonic() - began), LONGEST)
-            verdict = msgspec.json.decode((place / "verdict.json").read_bytes(), type=ParityResult)
-        except RankError as error:
-            far = {f"{quantity}_deviation": math.inf for quantity in QUANTITIES}
-            spent = {"seconds": time.monotonic() - began, "error": str(error.verdict or error)}
-            fits = error.verdict is None or error.verdict.code != Exit.DOES_NOT_FIT
-            verdict = ParityResult(plan=name, passed=False, first_bad=None, worst="", fits=fits, **far, **spent)
-        verdict = msgspec.structs.replace(verdict, plan=name)
-        shutil.rmtree(place)
-        verdicts.append(verdict)
-        words = "equal" if verdict.passed else _trouble(verdict)
-        deviations = [f"{getattr(verdict, f'{quantity}_deviation'):8.1e}" for quantity in QUANTITIES]
-        say(f"{name:<{width}}  {'  '.join(deviations)}   {words}")
+    with closing(KeptRanks(record)) as ranks, closing(KeptRanks(JUDGE)) as judge:
+        for number, (name, run) in enumerate(planned):
+            place = _fresh(folder / f"plan{number}")
+            began = time.monotonic()
+            try:
+                ranks.run(run.plan, (run, given, place))
+                judge.run(reference.plan, (run, base, place, tolerance, time.monotonic() - began))
+                verdict = msgspec.json.decode((place / "verdict.json").read_bytes(), type=ParityResult)
+            except RankError as error:
+                far = {f"{quantity}_deviation": math.inf for quantity in QUANTITIES}
+                spent = {"seconds": time.monotonic() - began, "error": str(error.verdict or error)}
+                fits = error.verdict is None or error.verdict.code != Exit.DOES_NOT_FIT
+                verdict = ParityResult(plan=name, passed=False, first_bad=None, worst="", fits=fits, **far, **spent)
+            verdict = msgspec.structs.replace(verdict, plan=name)
+            shutil.rmtree(place)
+            verdicts.append(verdict)
+            words = "equal" if verdict.passed else _trouble(verdict)
+            deviations = [f"{getattr(verdict, f'{quantity}_deviation'):8.1e}" for quantity in QUANTITIES]
+            say(f"{name:<{width}}  {'  '.join(deviations)}   {words}")
     shutil.rmtree(base)
     return verdicts
 

@@ -32,7 +32,7 @@ from meshwright.spec.problem import InputError, Problem
 from meshwright.spec.schedule import default_chunks, misfits
 from meshwright.train.state import ParamLocation, gathered, gradient
 from meshwright.train.step import accumulated
-from meshwright.train.world import world
+from meshwright.train.world import lasting
 from meshwright.verify.evidence import Evidence
 from meshwright.verify.prove import ParityResult, beside, fields
 
@@ -177,22 +177,22 @@ def state_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def record(place: Place, trial: Trial, subject: Subject, folder: Path) -> None:
     """Run to the last batch as one rank; the first writes the evidence."""
     plan = trial.plan
-    with world(cast(Run, trial), place) as mesh:  # of a run, only the plan is read there
-        model, batches = subject.model(plan, mesh.device), subject.batches(plan, mesh)
-        homes, streams = homes_of(model, plan, subject.model_spec), streams_of(model, plan, subject.model_spec)
-        chunks = apply(model, plan, mesh, subject.model_spec)
-        step = ModuleStep(chunks, plan, mesh, subject.loss, streams)
-        optimizer = ResidentOptimizer(OPTIM, chain.from_iterable(chunk.parameters() for chunk in chunks), plan)
-        evidence, measure = Evidence(folder, mesh), clip.choose(plan)
-        for batch in batches:
-            optimizer.zero_grad()
-            loss_sum, count = step(batch)
-            loss, square, _ = measure(chunks, loss_sum, mesh, False)
-            # Gradients are of the sum. Its divisor, known only now, is taken out as a loss scale would be.
-            verdict = clip.grad_stats(loss, square, count, OPTIM.grad_clip)
-            optimizer.step(OPTIM.lr, verdict)
-            evidence.step(loss / count, verdict.norm, gathered(chunks, homes, mesh, gradient))
-        evidence.end(gathered(chunks, homes, mesh, lambda weight: weight))
+    mesh = lasting(cast(Run, trial), place)  # of a run, only the plan is read there
+    model, batches = subject.model(plan, mesh.device), subject.batches(plan, mesh)
+    homes, streams = homes_of(model, plan, subject.model_spec), streams_of(model, plan, subject.model_spec)
+    chunks = apply(model, plan, mesh, subject.model_spec)
+    step = ModuleStep(chunks, plan, mesh, subject.loss, streams)
+    optimizer = ResidentOptimizer(OPTIM, chain.from_iterable(chunk.parameters() for chunk in chunks), plan)
+    evidence, measure = Evidence(folder, mesh), clip.choose(plan)
+    for batch in batches:
+        optimizer.zero_grad()
+        loss_sum, count = step(batch)
+        loss, square, _ = measure(chunks, loss_sum, mesh, False)
+        # Gradients are of the sum. Its divisor, known only now, is taken out as a loss scale would be.
+        verdict = clip.grad_stats(loss, square, count, OPTIM.grad_clip)
+        optimizer.step(OPTIM.lr, verdict)
+        evidence.step(loss / count, verdict.norm, gathered(chunks, homes, mesh, gradient))
+    evidence.end(gathered(chunks, homes, mesh, lambda weight: weight))
 
 
 class ModuleStep:

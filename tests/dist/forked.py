@@ -4,6 +4,7 @@ The verb, its launcher, its fork server and its ranks are the processes that a u
 the interpreter that a new process would begin with is a copy. Tests of how processes begin and end start real ones.
 """
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -39,6 +40,7 @@ def _program(words: list[str], folder: Path, environment: dict[str, str], output
         _take_over(environment, (os.devnull, out.fileno(), err.fileno()))
     os.chdir(folder)
     sys.argv[1:] = words
+    gc.freeze()  # what was there before is never garbage; looking at it would copy its pages
     ranks: Any = import_module("meshwright.runtime.ranks")
     ranks.SERVER = multiprocessing.get_context("fork")
     ranks.subprocess.Popen = _start

@@ -12,8 +12,8 @@ from meshwright.spec.plan import Plan
 from meshwright.train.build import build
 from meshwright.train.sample import closing_sample
 
-# From 9 tokens to 49, where a sequence has 32: the text outgrows its window, and then once more.
-SAMPLE = ("eval.sample_tokens=40", "eval.prompt=word1 and 4 word2", "arch.layers=2")
+# From 9 tokens to 27, where a sequence has 16: the text outgrows its window, and then once more.
+SAMPLE = ("sequence=16", "eval.sample_tokens=18", "eval.prompt=word1 and 4 word2", "arch.layers=2")
 PLANS = {
     "tiny": [("plan.shard=4", "plan.zero=3"), ("plan.tp=2", "plan.cp=2"), ("plan.pp=2", "plan.tp=2"), ("plan.tp=4",)],
     "tiny-moe": [("plan.tp=2", "plan.cp=2"), ("plan.shard=4", "plan.ep=2", "plan.zero=2")],

@@ -19,7 +19,6 @@ from meshwright.train.saving import digest_of, restore
 from meshwright.train.state import State, weights
 
 CPU = torch.device("cpu")
-MESHES: dict[tuple[int, ...], Mesh] = {}  # by the shape of a plan; of this process, whose ranks meet once
 # A first block, a last one and two between them: as many as two stages of two chunks need. Who wants more says so.
 WORDS = (
     "arch.layers=4",
@@ -86,11 +85,8 @@ def made(run: Run, folder: Path, device: torch.device) -> tuple[Run, Mesh, State
 
 
 def mesh_of(plan: Plan, device: torch.device = CPU) -> Mesh:
-    """The device meshes of a plan, made once for all of its shape: a group of Gloo's polls for as long as it lives."""
-    shape = (*(getattr(plan, axis) for axis in meshes.AXES), plan.ep, plan.zero > 0)
-    if shape not in MESHES:
-        MESHES[shape] = meshes.make(plan, device)
-    return MESHES[shape]
+    """The device meshes of a plan, among the ranks of a test file."""
+    return meshes.kept(plan, device)
 
 
 def losses_of(run: Run, mesh: Mesh, state: State) -> list[float]:

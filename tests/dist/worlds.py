@@ -8,11 +8,7 @@ import functools
 import importlib.util
 import os
 import sys
-import tempfile
-import time
-import traceback
 from collections.abc import Callable
-from multiprocessing.connection import wait
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,15 +16,14 @@ from typing import Any
 import pytest
 from waiting import HANG
 
-from meshwright.runtime.place import Place, local
-from meshwright.runtime.ranks import SERVER
+from meshwright.runtime.place import Place
+from meshwright.runtime.ranks import SERVER, Crew, RankError
 
 # Imported once by the server that ranks are forked from: a rank then starts in a tenth of a second, not in three.
 SERVER.set_forkserver_preload(["meshwright.verify.evidence", "meshwright.train.rank", "pytest", "hypothesis"])
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
-SOON = 0.3  # seconds in which the victims of a first failure fall
-WORLDS: dict[tuple[Path, int], "World"] = {}  # of this process, by a test file and the number of ranks
+WORLDS: dict[tuple[Path, int], Crew] = {}  # of this process, by a test file and the number of ranks
 
 
 def world(ranks: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -47,10 +42,12 @@ def world(ranks: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
 def start(ranks: int, file: Path, name: str, arguments: dict[str, Any]) -> None:
     """Run a body in the ranks of its file, and fail with the first one's own words."""
     if (file, ranks) not in WORLDS:
-        WORLDS[file, ranks] = World(file, ranks)
-    if said := WORLDS[file, ranks].run(name, arguments):
+        WORLDS[file, ranks] = Crew(Bodies(file), ranks)
+    try:
+        WORLDS[file, ranks].run((name, arguments), HANG)
+    except RankError as error:
         WORLDS.pop((file, ranks)).close()
-        pytest.fail(said, pytrace=False)
+        pytest.fail(str(error), pytrace=False)
 
 
 def close() -> None:
@@ -59,76 +56,24 @@ def close() -> None:
         WORLDS.popitem()[1].close()
 
 
-class World:
-    """Ranks that have met, and run one body of a test file after another."""
+class Bodies:
+    """The tests of a file, loaded where they run, by ranks that have met."""
 
-    def __init__(self, file: Path, count: int) -> None:
-        self.meeting = tempfile.TemporaryDirectory()
-        pipes = [SERVER.Pipe() for _ in range(count)]
-        self.ends: list[Any] = [end for end, _ in pipes]
-        places = [local(rank, count, Path(self.meeting.name) / "store", 1) for rank in range(count)]
-        self.processes = [
-            SERVER.Process(target=_rank, args=(place, file, end), daemon=True)
-            for place, (_, end) in zip(places, pipes, strict=True)
-        ]
-        for process, (_, end) in zip(self.processes, pipes, strict=True):
-            process.start()
-            end.close()
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.module: ModuleType | None = None
 
-    def run(self, name: str, arguments: dict[str, Any]) -> str:
-        """What the first rank to fail said; nothing if none did."""
-        for end in self.ends:
-            end.send((name, arguments))
-        deadline, open_ends, failures = time.monotonic() + HANG, list(self.ends), []
-        while open_ends:
-            ready = wait(open_ends, max(deadline - time.monotonic(), 0))
-            if not ready:
-                break
-            for end in ready:
-                open_ends.remove(end)
-                at, said = self._answer(end)
-                if said:
-                    failures.append((at, said))
-                    deadline = min(deadline, time.monotonic() + SOON)
-        late = [self.ends.index(end) for end in open_ends]
-        return min(failures)[1] if failures else f"ranks {late} did not finish within {HANG:.0f} s" if late else ""
+    def __call__(self, place: Place, name: str, arguments: dict[str, Any]) -> None:
+        if self.module is None:
+            import torch
+            import torch.distributed as dist
 
-    def _answer(self, end: Any) -> tuple[float, str]:
-        """When a rank was done and what it said."""
-        try:
-            return end.recv()
-        except (EOFError, ConnectionResetError):
-            rank = self.ends.index(end)
-            self.processes[rank].join(SOON)
-            # First of all: others can only say that they miss it.
-            return 0.0, f"rank {rank} ended with exit code {self.processes[rank].exitcode}"
-
-    def close(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.join()
-        for end in self.ends:
-            end.close()
-        self.meeting.cleanup()
-
-
-def _rank(place: Place, file: Path, orders: Any) -> None:
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    store = dist.FileStore(place.store, place.world)
-    dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world)
-    module = _load(file)
-    while True:
-        name, arguments = orders.recv()
+            torch.set_num_threads(1)
+            store = dist.FileStore(place.store, place.world)
+            dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world)
+            self.module = _load(self.file)
         faulthandler.dump_traceback_later(0.95 * HANG)  # to standard error, should it hang
-        said = ""
-        try:
-            getattr(module, name).__wrapped__(**arguments)
-        except BaseException:
-            said = f"rank {place.rank}: {traceback.format_exc()}"
-        orders.send((time.monotonic(), said))
+        getattr(self.module, name).__wrapped__(**arguments)
 
 
 def _load(file: Path) -> ModuleType:

@@ -35,7 +35,7 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError, Problem
 from meshwright.spec.units import GIB
 
-ASKED = {"cluster", "profile", "sequence", "batch", "margin"}  # what the question is about
+ASKED = {"cluster", "profile", "sequence", "document_tokens", "batch", "margin"}  # what the question is about
 OFFERED = {"tokens", "dollars", "write", "force", "chart", "page"}  # what can be done with a plan
 CHOSEN = {"vary"}  # how a plan is searched for: nothing to a plan that is stated
 SHOWN = {"top"}  # of one plan all are shown, however many are wanted

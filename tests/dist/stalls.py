@@ -75,17 +75,26 @@ def slow_saving(real, seconds):
     @contextmanager
     def saving(run, state, mesh, folder):
         with real(run, state, mesh, folder) as save:
-
-            def slow(state):
-                took = save(state)
-                if state.step != 8:
-                    return took
-                time.sleep(seconds)
-                return took + seconds
-
-            yield slow
+            yield SlowSave(save, seconds)
 
     return saving
+
+
+class SlowSave:
+    """A save that pauses training for longer behind step 8."""
+
+    def __init__(self, save, seconds):
+        self.save, self.seconds = save, seconds
+
+    def __getattr__(self, name):
+        return getattr(self.save, name)
+
+    def __call__(self, state):
+        took = self.save(state)
+        if state.step != 8:
+            return took
+        time.sleep(self.seconds)
+        return took + self.seconds
 
 
 def check(found: Account, place: str, seconds: float, quiet: Account) -> None:

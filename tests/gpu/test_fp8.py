@@ -110,7 +110,8 @@ def test_a_byte_of_the_input_is_saved_and_nothing_of_the_weight(compiled):
     torch.compiler.reset()
     call = torch.compile(two) if compiled else two
     for _ in range(2):  # the second is measured: nothing is compiled or built
-        y, before = None, torch.cuda.memory_allocated()
+        y = None  # let go before it is counted
+        before = torch.cuda.memory_allocated()
         y = call(x)
         held = torch.cuda.memory_allocated() - before - y.numel() * 2
         y.sum().backward()

@@ -180,7 +180,7 @@ MISTAKES = [
     Mistake("train goal.cluster=64xh1000", 'unknown card "h1000"', "did you mean h100? `meshwright clusters`"),
     Mistake(
         "train batch=1000000000000",
-        "the run does not fit: it needs 13245582580.6 GiB for 2 rank(s),",
+        "the run does not fit: it needs 12513160705.6 GiB for 2 rank(s),",
         "this plan fits: plan.",
         code=3,
     ),

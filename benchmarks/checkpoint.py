@@ -45,7 +45,7 @@ SMALL = (
 LARGE = (
     "tiny arch.vocab=128256 arch.layers=16 arch.heads=32 arch.kv_heads=8 arch.context=8192 arch.rope_theta=500000.0 "
     "arch.hidden=2048 arch.ffn=8192 sequence=8192 batch=2 plan.precision=bf16 plan.compile=true "
-    "plan.recompute=selective-3 optim.master_weights=split checkpoint.every=100"
+    "optim.master_weights=split checkpoint.every=100"
 )
 QUIET = "eval.every=0 eval.batches=1 eval.sample_tokens=0 data.source=stdlib plan.replicate=1 checkpoint.keep_last=1"
 KINDS = ("weight", "first", "second")

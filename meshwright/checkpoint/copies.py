@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ ARENA_BYTES = 2 * SLICE_BYTES  # pinned at a time: the driver keeps launches wai
 PAGE = 4096
 LONG_STALL_SECONDS = 0.1  # that an update may wait for a copy before device memory is spent on it
 SPARE = 0.05  # of a device's memory that a snapshot leaves alone
+GROUP, UNDER_WAY = 16, 16  # slices that arrive together, and groups that a stream has at a time
 SURPLUS = 1.1  # of what the last wait says is copied on the device: steps are not all equally long
 
 
@@ -184,6 +186,7 @@ class Copies:
     def wait(self) -> None:
         """Wait until all is copied."""
         if self.link is not None:
+            self.link.finish()
             self.link.done.synchronize()
             self.link.held = True
 
@@ -207,14 +210,42 @@ def _copy(pair: tuple[Tensor, Tensor]) -> None:
     np.copyto(host, source)
 
 
+class Arrival:
+    """When a group of slices that a device copies is in host memory."""
+
+    def __init__(self) -> None:
+        self.copied = torch.cuda.Event(blocking=True)
+        self.launched = threading.Event()  # the copies are, or will never be
+        self.failed = False
+
+    def record(self) -> None:
+        """All copies of the group are launched."""
+        self.copied.record()
+        self.launched.set()
+
+    def synchronize(self) -> None:
+        """Wait until it is there."""
+        self.launched.wait()
+        if self.failed:
+            raise OSError("the device could not copy the state")
+        self.copied.synchronize()
+
+
 class DeviceLink:
-    """Copies from one GPU to pinned host memory, on a stream of their own."""
+    """Copies from one GPU to pinned host memory, on a stream of their own, launched by a thread of their own.
+
+    A stream takes about a thousand operations; whoever launches one more waits until the first are done. The thread
+    has fewer under way at any time, and the host that trains launches nothing.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device)
-        self.ready: dict[int, torch.cuda.Event] = {}  # when each slice is there
+        self.ready: dict[int, Arrival] = {}  # when each slice is there
         self.begun, self.safe, self.done = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        self.thread: threading.Thread | None = None
+        self.guarded = threading.Event()  # `safe` is on the stream
+        self.error: BaseException | None = None  # of the thread
         self.held = True  # the update after the last save has waited
         self.stall: Stall | None = None  # of that one
         self.copied = 0  # bytes, by the last save
@@ -223,32 +254,68 @@ class DeviceLink:
 
     def copy(self, slices: dict[int, tuple[Tensor, Tensor]]) -> None:
         """Begin to copy each from the device to the host, in their order."""
+        self.finish()
         self._judge()
         self.copied = sum(host.nbytes for _, host in slices.values())
+        late = self._chosen(slices)
+        numbers = [number for number in slices if number not in late] + late
+        arrivals = [Arrival() for _ in range(0, len(numbers), GROUP)]
+        self.ready = {number: arrivals[place // GROUP] for place, number in enumerate(numbers)}
+        self.guarded.clear()
+        self.held, self.error = False, None
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
-            self.begun.record()
-            late = self._snapshot(slices)
-            for number, (source, host) in slices.items():
-                if number not in late:
-                    self._copy(number, source, host)
-            self.safe.record()
-            for number, kept in late.items():
-                self._copy(number, kept, slices[number][1])
-            self.done.record()
-        self.held = False
+        launch = partial(self._launch, slices, numbers, late, arrivals)
+        self.thread = threading.Thread(target=launch, name="save-link", daemon=True)
+        self.thread.start()
 
-    def _copy(self, number: int, source: Tensor, host: Tensor) -> None:
-        host.copy_(source, non_blocking=True)
-        if number not in self.ready:
-            self.ready[number] = torch.cuda.Event(blocking=True)
-        self.ready[number].record()
+    def _launch(
+        self, slices: dict[int, tuple[Tensor, Tensor]], numbers: list[int], late: list[int], arrivals: list[Arrival]
+    ) -> None:
+        try:
+            with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+                self.begun.record()
+                kept = self._snapshot(slices, late)
+                for place, number in enumerate(numbers):
+                    if place == len(numbers) - len(kept):
+                        self._guard()
+                    source, host = slices[number]
+                    host.copy_(kept.get(number, source), non_blocking=True)
+                    if (place + 1) % GROUP == 0 or place == len(numbers) - 1:
+                        group = place // GROUP
+                        arrivals[group].record()
+                        if group >= UNDER_WAY:
+                            arrivals[group - UNDER_WAY].copied.synchronize()
+                self._guard()
+                self.done.record()
+        except BaseException as error:  # for whoever waits
+            self.error = error
+            for arrival in arrivals:
+                arrival.failed = not arrival.launched.is_set()
+                arrival.launched.set()
+        finally:
+            self.guarded.set()
+
+    def _guard(self) -> None:
+        """From here on the state itself may change."""
+        if not self.guarded.is_set():
+            self.safe.record()
+            self.guarded.set()
+
+    def finish(self) -> None:
+        """Wait until every copy of the last save is launched; raises what kept one from it."""
+        if self.thread is not None:
+            self.thread.join()
+        if self.error is not None:
+            raise self.error
 
     def hold_update(self) -> Stall | None:
         """Have what is launched from here on wait for the last copy of the state itself."""
         if self.held:
             return None
         self.held = True
+        self.guarded.wait()  # the device is at work with what was launched before
+        if self.error is not None:
+            raise self.error
         stream = torch.cuda.current_stream(self.device)
         self.stall = Stall(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
         self.stall.before.record(stream)
@@ -266,8 +333,8 @@ class DeviceLink:
             self.snapshot_bytes += int(SURPLUS * waited * rate)
         self.stall = None
 
-    def _snapshot(self, slices: dict[int, tuple[Tensor, Tensor]]) -> dict[int, Tensor]:
-        """Copies on the device of the last slices, as many as are wanted and there is room for."""
+    def _chosen(self, slices: dict[int, tuple[Tensor, Tensor]]) -> list[int]:
+        """The last slices, as many as are to be copied on the device and there is room for."""
         room = self._room()
         chosen, taken = [], 0
         for number, (source, _) in reversed(slices.items()):
@@ -275,13 +342,16 @@ class DeviceLink:
                 break
             chosen.append(number)
             taken += source.nbytes
+        self.snapshotted = taken
+        return chosen[::-1]
+
+    def _snapshot(self, slices: dict[int, tuple[Tensor, Tensor]], chosen: list[int]) -> dict[int, Tensor]:
+        """Copies of some slices on the device; none where its memory is short after all."""
         try:
-            kept = {number: slices[number][0].clone() for number in reversed(chosen)}
+            return {number: slices[number][0].clone() for number in chosen}
         except torch.OutOfMemoryError:  # somebody else was quicker: the update waits, as it did before
             self.snapshot_bytes = self.snapshotted = 0
             return {}
-        self.snapshotted = taken
-        return kept
 
     def _room(self) -> int:
         """Device memory that nobody has, and what the last snapshot has left to this stream."""

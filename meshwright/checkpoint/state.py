@@ -7,6 +7,7 @@ collective.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -37,6 +38,14 @@ class TensorShard:
         return DTYPES[self.tensor.dtype]
 
 
+class HasArrived(Protocol):
+    """Something on its way."""
+
+    def synchronize(self) -> None:
+        """Wait until it is there."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class SlicePiece:
     """A slice that is about to be written: its numbers are in host memory, or on their way there."""
@@ -45,7 +54,7 @@ class SlicePiece:
     shape: Shape  # of the whole tensor
     region: Region
     tensor: Tensor  # what is inside the region
-    ready: torch.cuda.Event | None = None  # when a device has copied it there
+    ready: HasArrived | None = None  # when a device has copied it there
 
     @property
     def dtype(self) -> str:

@@ -127,3 +127,24 @@ def test_copies_go_at_the_links_rate():
     assert copies.link is not None
     seconds = copies.link.begun.elapsed_time(copies.link.done) / 1000
     assert copies.state_bytes / seconds > 10e9  # pageable memory has 3 to 6
+
+
+def test_many_slices_make_the_host_wait_for_nothing():
+    shapes = [(64, 64)] * 3000  # more operations than a stream takes
+    made = [
+        TensorShard(f"weight/{number}", x, ((0, 64), (0, 64)), torch.randn(x, device="cuda"), True)
+        for number, x in enumerate(shapes)
+    ]
+    copies = Copies(made)
+    copies.prepare()
+    copies.take()
+    copies.wait()
+    torch.cuda._sleep(2_000_000_000)  # about a second
+    copies.take()
+    assert copies.link is not None
+    assert not copies.link.ready[0].copied.query() or not copies.link.ready[0].launched.is_set()
+    stall = copies.hold_update()
+    assert stall is not None
+    copies.wait()
+    for piece, shard in zip(copies.pieces(), made, strict=True):
+        assert torch.equal(torch.from_numpy(piece.bits.copy()).view(torch.float32), shard.tensor.cpu())

@@ -313,12 +313,12 @@ class DeviceLink:
         if self.held:
             return None
         self.held = True
-        self.guarded.wait()  # the device is at work with what was launched before
-        if self.error is not None:
-            raise self.error
         stream = torch.cuda.current_stream(self.device)
         self.stall = Stall(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
         self.stall.before.record(stream)
+        self.guarded.wait()  # meanwhile the device does what was launched before, and what it then waits is counted
+        if self.error is not None:
+            raise self.error
         stream.wait_event(self.safe)
         self.stall.after.record(stream)
         return self.stall

@@ -298,7 +298,8 @@ def test_the_promises_of_the_steps_on_a_gpu_are_todays_planners():
     off = [math.ceil(100 * abs(_late(record, gpu.promise(record, profile)))) for record in records]
     llamas = [error for error, record in zip(off, records, strict=True) if _is_llama_in_bf16(record["case"])]
     page = (ROOT / "docs" / "time.md").read_text()
-    assert f"come out {min(late)} to {max(late)} % too long with the catalogue's figures" in page
+    between = f"between {-min(late)} % too short and {max(late)} % too long"
+    assert f"The {len(records)} steps of `results/gpu.json` on one H200 are predicted {between}" in page
     assert f"and within {max(off)} %\nwith the profile (those of Llama in bf16 within {max(llamas)} %)" in page
 
 

@@ -199,7 +199,7 @@ def microbatch_shape(job: Job, fused_norm: bool = True) -> MicrobatchShape:
         mask=plan.microbatch * job.sequence**2 if job.masked and _has_dense_mask(job) else 0,
         chunk=min(chunk_rows(job.arch.vocab, plan), whole) if has_chunks(plan) and holds.chunked_loss else 0,
         left=holds.gathered_left * whole * job.arch.hidden if _leaves(plan, holds) else 0.0,
-        out_copies=1 if plan.cp > 1 and plan.cp_kind == "ulysses" else 0,
+        out_copies=1 if _copies_out(job) else 0,
         fused_norm=fused_norm,
         quantized=policy.quant != "none",
         offloads=policy.offload,
@@ -217,6 +217,12 @@ def microbatch_shape(job: Job, fused_norm: bool = True) -> MicrobatchShape:
         and plan.kernels != "plain"
         and job.cluster.gpu.fp8 > 0,  # a GPU with FP8 has grouped matmuls, or is of the generation before
     )
+
+
+def _copies_out(job: Job) -> bool:
+    """Whether queries lie by head, so that attention's result does too; our RoPE leaves them by position."""
+    by_head = job.arch.positions == "rope" and job.stack.name != OURS
+    return by_head or (job.plan.cp > 1 and job.plan.cp_kind == "ulysses")
 
 
 def _has_dense_mask(job: Job) -> bool:

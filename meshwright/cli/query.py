@@ -15,7 +15,6 @@ from meshwright.config.load import OpenRun
 from meshwright.config.run import Goal, Run
 from meshwright.config.weights import describe
 from meshwright.cost.calibrate import measured
-from meshwright.cost.flops import document_span
 from meshwright.hardware.cluster import Cluster, cluster
 from meshwright.hardware.profile import read_profile
 from meshwright.hardware.stacks import stack_of
@@ -60,10 +59,13 @@ def put(options: argparse.Namespace, arch: Arch | None = None) -> PlanQuery:
     if profile := getattr(options, "profile", None):
         machines = measured(machines, read_profile(Path(profile)), stack_of("meshwright"))
     question, assumed = question_of(asked, machines, tuple(options.vary or ()) or asked.run.goal.vary)
+    stated = getattr(options, "document_tokens", None)
+    if stated and not asked.run.data.mask_documents:
+        what = f"--document-tokens {stated} is for masked documents, and data.mask_documents = false"
+        raise InputError([Problem(what, "add data.mask_documents=true, or leave --document-tokens out")])
     if asked.run.data.mask_documents:
-        mean = getattr(options, "document_tokens", None) or run_folder.document_tokens(Path(target or ""))
-        span = document_span(question.sequence, mean) if mean else None
-        question = msgspec.structs.replace(question, span=span)
+        mean = stated or run_folder.document_tokens(Path(target or ""))
+        question = msgspec.structs.replace(question, document_tokens=mean)
         told = f"documents of {mean:,.0f} tokens in the mean" if mean else "documents as long as a sample"
         assumed = (*assumed, told)
     if (margin := getattr(options, "margin", None)) is not None:

@@ -82,17 +82,17 @@ def _changed(options: argparse.Namespace, asked: PlanQuery) -> tuple[Question, l
 
 def _changes(options: argparse.Namespace, asked: PlanQuery) -> dict[str, Any]:
     """The fields of the question that the what-ifs change."""
-    words = [*([f"network={options.network}"] if options.network else []), *(options.what_if or ())]
-    given = dict(word.split("=", 1) for word in words if "=" in word)
+    pairs = [*([f"network={options.network}"] if options.network else []), *(options.what_if or ())]
+    given = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
     changes: dict[str, Any] = {}
     remedy = "use network=, cluster=, sequence= or batch="
     found = [Problem(f"--what-if {key} is unknown", remedy) for key in given if key not in CHANGEABLE]
-    for key in ("sequence", "batch"):
-        if key in given and not (given[key].isdecimal() and int(given[key])):
-            found.append(Problem(f"--what-if {key}={given[key]} is not a count", "use a whole number of at least 1"))
-        elif key in given:
-            changes[key] = int(given[key])
-    if found or len(given) < len(words):
+    for key, read in (("sequence", words.positions), ("batch", words.samples)):
+        try:
+            changes |= {key: read(given[key])} if key in given else {}
+        except argparse.ArgumentTypeError as wrong:
+            found.append(Problem(f"--what-if {key}={given[key]} is not a count", str(wrong)))
+    if found or len(given) < len(pairs):
         raise InputError(found or [Problem("--what-if takes key=value", "for example --what-if sequence=131072")])
     if "cluster" in given:
         changes["cluster"] = cluster(given["cluster"], network=given.get("network", ""))

@@ -136,7 +136,10 @@ def _offload(run: Run) -> Iterator[Problem]:
     if plan.optimizer_offload == "none":
         if states == "bf16" and run.optim.master_weights == "fp32":
             what = "optim.state_dtype = bf16 is for offloaded states or bf16 weights, and optim.master_weights = fp32"
-            remedy = "set optim.master_weights = split, which keeps the same bits, or leave optim.state_dtype out"
+            remedy = "leave optim.state_dtype out"
+            if not plan.deterministic:  # which has fp32 master weights alone
+                first = "" if plan.precision in ("bf16", "fp8") else "plan.precision = bf16 and "
+                remedy = f"set {first}optim.master_weights = split, which keeps the same bits, or {remedy}"
             yield Problem(what, remedy, "optim.state_dtype")
         return
     remedy = "leave plan.optimizer_offload out"

@@ -468,13 +468,12 @@ def _unsummed(held: Iterable[ParamGroup], view: RankView, layout: StateLayout) -
 def _unscattered(group: ParamGroup, view: RankView) -> int:
     """Elements of a group's gradient before it is scattered, as torch leaves it.
 
-    That of an embedding that tp cuts is a window on rows for the whole vocabulary, unless it is copied: to be widened,
-    or to add the gradient of a tied projection.
+    That of an embedding that tp cuts has rows for the whole vocabulary on every rank, widened too, unless the gradient
+    of a tied projection is added, which has a rank's own.
     """
     projects = view.arch.tied and group.stage == len(placement(view.plan)) - 1
-    windows = view.narrow == view.wide and not projects
     return group.count * sum(
-        param.numel if param.split is Split.VOCAB and windows else math.prod(local_shape(param, view))
+        param.numel if param.split is Split.VOCAB and not projects else math.prod(local_shape(param, view))
         for param in group.params
     )
 

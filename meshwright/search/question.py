@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from meshwright.cost.flops import document_span
 from meshwright.cost.job import Job, MasterWeights, StateDtype
 from meshwright.hardware.cluster import Cluster
 from meshwright.hardware.stacks import Stack
@@ -30,7 +31,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     cluster: Cluster
     stack: Stack
     masked: bool = False  # attention is masked at document boundaries
-    span: float | None = None  # mean over tokens of the document that each is in; None: nobody knows, or not masked
+    document_tokens: float | None = None  # mean length of the documents masked; None: nobody knows, or not masked
     master_weights: MasterWeights = "fp32"
     state_dtype: StateDtype = "fp32"
     optimizer: str = "adamw"
@@ -82,7 +83,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
             cluster=self.cluster,
             stack=self.stack,
             masked=self.masked,
-            span=self.span,
+            span=document_span(self.sequence, self.document_tokens) if self.document_tokens else None,
             master_weights=self.master_weights,
             state_dtype=self.state_dtype,
             optimizer=self.optimizer,

@@ -55,6 +55,10 @@ GPT = (
 )
 
 POST_NORM = (*GPT, "arch.norm_position=post")
+SPLIT = (*BF16, "optim.master_weights=split")
+BF16_STATES = (*SPLIT, "optim.state_dtype=bf16")
+NO_MASTERS = (*BF16, "optim.master_weights=none", "optim.stochastic_rounding=true", "optim.state_dtype=bf16")
+CAPACITY = (*MOE, "arch.capacity=1.25", "arch.shared_experts=1")
 
 # By axis, several plans each: they share one world, whose start costs more than a step.
 TWO = {
@@ -77,6 +81,7 @@ TWO = {
         ("plan.shard=2", "plan.zero=3", *MOE, "arch.moe_every=2", *BF16),
         ("plan.shard=2", "plan.zero=3", *TWICE, *BF16, *SGD),
         ("plan.shard=2", "plan.zero=1", *BF16, "optim.master_weights=split", *SGD),
+        ("plan.shard=2", "plan.zero=2", *TWICE, *BF16_STATES),
     ],
     "hosted": [
         ("plan.shard=2", *HOSTED, *TWICE, *BF16),
@@ -85,12 +90,15 @@ TWO = {
         ("plan.shard=2", "plan.ep=2", *HOSTED, *MOE, *BF16),
         ("plan.replicate=2", *HOSTED),
         ("plan.shard=2", *HOSTED, *BF16, *SGD),
+        ("plan.shard=2", "plan.ep=2", *HOSTED, *CAPACITY, *NO_MASTERS, *TWICE),
+        ("plan.shard=2", *HOSTED, *BF16_STATES, *SGD),
     ],
     "tp": [
         ("plan.tp=2",),
         ("plan.tp=2", *TWICE),
         ("plan.tp=2", *TWICE, *GPT),
         ("plan.tp=2", *GPT, *BF16, *TWICE),
+        ("plan.tp=2", *BF16, *TWICE),
         ("plan.tp=2", *POST_NORM),
         ("plan.tp=2", *MOE),
     ],
@@ -122,14 +130,20 @@ FOUR = {
         ("plan.cp=2", "plan.shard=2", "plan.zero=3"),
         ("plan.shard=4", "plan.zero=3", "plan.ep=2", *MOE, *TWICE),
         ("plan.shard=2", "plan.zero=3", "plan.tp=2", "plan.ep=2", *MOE, *BF16),
+        ("plan.shard=2", "plan.zero=3", "plan.tp=2", "plan.ep=2", *CAPACITY, *BF16_STATES),
+        ("plan.shard=2", "plan.zero=1", "plan.cp=2", "plan.ep=4", *CAPACITY, *NO_MASTERS, *TWICE),
+        ("plan.shard=2", "plan.zero=3", "plan.tp=2", *NO_MASTERS, *POST_NORM),
     ],
     "pp": [
         ("plan.pp=2", "plan.shard=2", "plan.zero=3", *FOUR_TIMES, *GPT, *BF16),
         ("plan.pp=2", "plan.tp=2", "plan.schedule=zb1p", *FOUR_TIMES),
         ("plan.pp=2", "plan.tp=2", *FOUR_TIMES, *GPT),
+        ("plan.pp=2", "plan.tp=2", *FOUR_TIMES, *GPT, *BF16),
         ("plan.pp=2", "plan.shard=2", "plan.zero=1", "plan.schedule=looped", *FOUR_TIMES, *BF16),
         ("plan.pp=2", "plan.shard=2", "plan.zero=3", "plan.schedule=zbv", *FOUR_TIMES, *BF16),
         ("plan.pp=2", "plan.shard=2", "plan.zero=2", "plan.ep=2", *FOUR_TIMES, *MOE),
+        ("plan.pp=2", "plan.shard=2", "plan.zero=3", *FOUR_TIMES, *POST_NORM, *BF16_STATES),
+        ("plan.pp=2", "plan.tp=2", "plan.schedule=zbv", *FOUR_TIMES, *NO_MASTERS),
     ],
     # Of four stages torch holds three gathered: so under zero 3, and short of it all four.
     "many chunks": [
@@ -256,7 +270,7 @@ def surprises(folder: Path, words: tuple[str, ...]) -> list[str]:
     run = make_run(folder, *SMALL, *words)
     mesh = mesh_of(run.plan)
     seen, _ = measured(run, mesh, folder)
-    of = (run.arch, run.plan, mesh.place, layout_of(run.plan, run.optim.master_weights, optimizer=run.optim.name))
+    of = (run.arch, run.plan, mesh.place, state_layout(job_of(run)))
     said = {line.name: line.bytes for line in (*states(*of), *hosted(*of))}  # a CPU's memory is the host's
     return [f"{run.plan}: {name} seen {seen[name]}, said {said[name]}" for name in said if seen[name] != said[name]]
 

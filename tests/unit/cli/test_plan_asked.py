@@ -104,3 +104,29 @@ def test_cards_in_one_machine_are_joined_by_its_bus(capsys):
     words = ["plan", "gpt2", "--cluster", "4xrtx3090", "--batch", "64", "--top", "1"]
     assert "4xrtx-3090 (4 GPUs in one PCIe domain)" in told(capsys, *words)
     assert answer(capsys, *words)["answer"]["command"].startswith("meshwright train ")
+
+
+DOCUMENTS = ("plan", "llama3-8b", "--cluster", "8xh200", "--batch", "64", "data.mask_documents=true")
+
+
+def test_documents_are_as_long_whatever_sequence_is_asked_about(capsys):
+    words = (*DOCUMENTS, "--document-tokens", "100000")
+    changed = answer(capsys, *words, "--sequence", "8k", "--what-if", "sequence=128k")["plans"][0]
+    asked = answer(capsys, *words, "--sequence", "128k")["plans"][0]
+    assert (changed["seconds"], changed["mfu"], changed["tflops"]) == (asked["seconds"], asked["mfu"], asked["tflops"])
+    longest = answer(capsys, *words, "--largest", "sequence")
+    asked = answer(capsys, *words, "--sequence", str(longest["value"]))["plans"][0]
+    assert longest["plans"][0]["seconds"] == asked["seconds"]
+
+
+def test_the_length_of_documents_is_refused_where_they_are_not_masked(capsys):
+    words = (*DOCUMENTS[:-1], "--document-tokens", "500")
+    text = told(capsys, *words, code=2)
+    assert "--document-tokens 500 is for masked documents, and data.mask_documents = false" in text
+    assert "documents of 500 tokens in the mean" in told(capsys, *words, "data.mask_documents=true")
+
+
+def test_a_sequence_is_changed_to_in_the_words_it_is_asked_in(capsys):
+    text = told(capsys, "plan", "llama3-8b", "--cluster", "8xh200", "--what-if", "sequence=8q", code=2)
+    assert "--what-if sequence=8q is not a count" in text
+    assert "such as 8192 or 8k" in text

@@ -110,3 +110,18 @@ def test_every_remedy_for_a_batch_is_a_possible_one(words, ranks):
         assert said
         _, found = load.examine(None, [*words, *said], ranks=ranks)
         assert not found, remedy
+
+
+@pytest.mark.parametrize("deterministic", ["true", "false"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+def test_the_remedies_for_bf16_states_work(precision, deterministic):
+    words = [f"plan.precision={precision}", f"plan.deterministic={deterministic}"]
+    with pytest.raises(InputError) as error:
+        load.load(None, [*words, "optim.state_dtype=bf16"])
+    (problem,) = error.value.problems
+    load.load(None, words)  # without optim.state_dtype
+    offered = re.findall(r"([a-z_]+\.[a-z_]+) = ([a-z0-9]+)", problem.remedy)
+    assert bool(offered) == (deterministic == "false")
+    if offered:
+        words = [*words, "optim.state_dtype=bf16", *(f"{key}={value}" for key, value in offered)]
+        assert load.load(None, words).run.optim.state_dtype == "bf16"

@@ -139,7 +139,9 @@ def full(place: Path) -> Iterator[None]:
 @contextmanager
 def read_only(place: Path) -> Iterator[None]:
     """A disk that nothing can be written to."""
-    subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
+    deadline = time.monotonic() + SECONDS
+    while subprocess.run(["mount", "-o", "remount,ro", str(place)], stderr=subprocess.DEVNULL, check=False).returncode:
+        assert time.monotonic() < deadline, "the disk is never without a file that is being written"
     yield
     subprocess.run(["mount", "-o", "remount,rw", str(place)], check=True)
 

@@ -325,9 +325,14 @@ def pointer_fault(home: Path, newest: int, digest: str) -> Damage | None:
 
 
 def superfluous(steps: list[int], setting: Checkpoint, best: int | None = None) -> list[int]:
-    """Which steps may go once the newest of them is known to be good."""
+    """Which steps may go once the newest of them is known to be good.
+
+    Of each multiple of `keep_every` the first step from there on stays: a save may have been postponed past it.
+    """
+    spaced = setting.keep_every or math.inf
+    earlier = dict(zip(steps, [0, *steps], strict=False))
     others = [step for step in steps[: -setting.keep_last] if step != best]
-    return [step for step in others if not setting.keep_every or step % setting.keep_every]
+    return [step for step in others if step // spaced == earlier[step] // spaced]
 
 
 def discard(disk: Disk, home: Path, step: int) -> None:

@@ -12,7 +12,7 @@ import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
@@ -102,6 +102,7 @@ class Disk:
                     os.close(descriptor)
 
             side_by_side(one, parts, threads)
+            flusher.end()
             os.fsync(file.fileno())
 
     def write_block(self, descriptor: int, block: Buffer) -> None:
@@ -148,6 +149,7 @@ class _Flusher:
         self.descriptor = descriptor
         self.pending = 0  # bytes since the last flush
         self.ended = False
+        self.error: OSError | None = None  # the system says it once: the flush at the end would find nothing wrong
         self.wake = threading.Condition()
         self.thread: threading.Thread | None = None
 
@@ -155,6 +157,15 @@ class _Flusher:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._stop()
+
+    def end(self) -> None:
+        """Flush no more; raises what a flush has met."""
+        self._stop()
+        if self.error is not None:
+            raise self.error
+
+    def _stop(self) -> None:
         with self.wake:
             self.ended = True
             self.wake.notify()
@@ -178,12 +189,17 @@ class _Flusher:
                 if self.ended:
                     return
                 self.pending = 0
-            with suppress(OSError):  # the flush at the end says it
+            try:
                 os.fsync(self.descriptor)
+            except OSError as error:
+                self.error = error
+                return
 
 
-def write_whole(disk: Disk, path: Path, content: bytes) -> None:
+def write_whole(disk: Disk, path: Path, content: bytes, *, is_passing: bool = False) -> None:
     """A small file that is there whole or not at all, replacing an earlier one, and read again.
+
+    `is_passing`: it need not survive a loss of power, and whoever finds it may rename or remove its folder at once.
 
     Not runtime/files.py's `replace_file`: a save survives a loss of power, and the tests of faults break each operation
     of its disk in turn.
@@ -196,7 +212,8 @@ def write_whole(disk: Disk, path: Path, content: bytes) -> None:
         if read_range(descriptor, 0, len(content) + 1) != content:
             raise CorruptError([Damage(file=str(path), text=ANOTHER)])
     disk.rename(temporary, path)
-    disk.sync_folder(path.parent)
+    if not is_passing:
+        disk.sync_folder(path.parent)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -193,6 +193,7 @@ class Saver:
         self.writing: Future[None] | None = None  # this rank's part
         self.joining: Future[SaveRecord] | None = None  # rank 0: the whole
         self.step = -1  # the last one that was begun
+        self.stump: Path | None = None  # where that one is written
         self.pause = 0.0  # seconds that it paused training
         self.last: SaveRecord | None = None  # the newest save that is whole; rank 0 has it
         self.warned = False  # that saves come too fast
@@ -241,7 +242,7 @@ class Saver:
             refused = f"{self.copies.memory.refused:,} bytes of host memory that checkpoints are copied to"
             self.say(f"warning: the driver would not pin {refused}: saves hold up training for longer; raise ulimit -l")
         self.step = progress.step
-        stump = self.home / f".{format.name(progress.step)}.{self.attempt:08x}.partial"
+        self.stump = stump = self.home / f".{format.name(progress.step)}.{self.attempt:08x}.partial"
         self.writing = self.threads.submit(self._write, stump, progress, _Arriving(counters))
         if self.mesh.rank == 0:
             self.joining = self.threads.submit(self._join, stump, time.perf_counter())
@@ -269,13 +270,7 @@ class Saver:
         """
         if self.writing is None:
             return True
-        words = None
-        if not silent:
-            words = first_words(_failure(self.writing), self.mesh)
-            if words is not None:
-                self.abandoned.set()
-            joined = first_words(_failure(self.joining) if self.joining else None, self.mesh)
-            words = words or joined
+        words = None if silent else self._agreed_failure(self.writing)
         if words is None and self.joining is not None:
             self.last = msgspec.structs.replace(self.joining.result(), pause=self.pause + self.copies.stall_seconds())
             self.note(self.last)
@@ -288,6 +283,25 @@ class Saver:
             )
         return words is None
 
+    def _agreed_failure(self, writing: Future[None]) -> str | None:
+        """Wait until no rank is at work on the last save; why it is not there. Who was only given up is no cause."""
+        mine = _failure(writing)
+        words = first_words(None if isinstance(mine, AbandonedError) else _words(mine), self.mesh)
+        if words is not None:
+            self.abandoned.set()
+        theirs = _failure(self.joining) if self.joining is not None else None
+        joined = first_words(_words(theirs or mine), self.mesh)
+        if joined is not None:
+            self._clear()
+        return words or joined
+
+    def _clear(self) -> None:
+        """Rank 0: remove what a save that failed has left. Before, others may be at work in there."""
+        if self.mesh.rank == 0 and self.stump is not None:
+            with suppress(OSError):
+                self.disk.remove(self.stump)
+                self.disk.remove(checks_of(self.stump))
+
     def close(self) -> None:
         """Finish what was begun, after the last step."""
         self.settle()
@@ -299,6 +313,7 @@ class Saver:
         wait(self._futures(), GRACE_SECONDS)
         self.abandoned.set()
         self.threads.shutdown()
+        self._clear()
         self.copies.memory.close()
 
     def _futures(self) -> list[Future[Any]]:
@@ -308,20 +323,20 @@ class Saver:
         """This rank's part. A note tells rank 0 that it is on the disk; another, later, that it was read again."""
         rank, pieces = self.mesh.rank, list(self.copies.pieces())
         self.disk.make_folder(stump)
-        file, made = stump / f"chunk.rank{rank}.safetensors", None
-        try:
-            made = chunks.write(self.disk, file, pieces, progress.step) if pieces else None
-            descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC) if made else -1  # its name changes when all are done
-            note = msgspec.json.encode(RankPart(progress=counters.into(progress), made=made))
-            storage.write_whole(self.disk, stump / part_name(rank), note)
-        except OSError:
-            file.unlink(missing_ok=True)  # at once: on a full disk others need the room
-            raise
-        try:
+        file = stump / f"chunk.rank{rank}.safetensors"
+        with ExitStack() as stack:
+            try:
+                made = chunks.write(self.disk, file, pieces, progress.step) if pieces else None
+                descriptor = -1
+                if made is not None:  # open from here on: the stump has another name as soon as all parts are there
+                    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+                    stack.callback(os.close, descriptor)
+                note = msgspec.json.encode(RankPart(progress=counters.into(progress), made=made))
+                storage.write_whole(self.disk, stump / part_name(rank), note, is_passing=True)  # `commit` flushes names
+            except OSError:
+                file.unlink(missing_ok=True)  # at once: on a full disk others need the room
+                raise
             self._check(checks_of(stump), descriptor, file, made)
-        finally:
-            if made is not None:
-                os.close(descriptor)
 
     def _check(self, checks: Path, descriptor: int, file: Path, made: ChunkWritten | None) -> None:
         self.disk.make_folder(checks)
@@ -329,31 +344,26 @@ class Saver:
         try:
             if made is not None:
                 chunks.read_again(self.disk, descriptor, file, made, self.abandoned)
-        except FAILURES as error:
+        except (OSError, CorruptError) as error:  # not one that was given up: what was not read again may be good
             check, failure = RankCheck(damage=str(error)), error
-        storage.write_whole(self.disk, checks / part_name(self.mesh.rank), msgspec.json.encode(check))
+        note = checks / part_name(self.mesh.rank)
+        storage.write_whole(self.disk, note, msgspec.json.encode(check), is_passing=True)
         if failure is not None:
             raise failure
 
     def _join(self, stump: Path, began: float) -> SaveRecord:
         """Rank 0: the whole, once all parts are there; when all are read again, what it makes superfluous goes."""
         world, checks = self.mesh.world, checks_of(stump)
-        try:
-            parts = collect(stump, world, self.abandoned, RankPart)
-            whole = joined(parts, digest(self.run), msgspec.to_builtins(self.run.plan))
-            commit(self.disk, stump, whole, world)
-            record = recorded(whole, parts, time.perf_counter() - began)
-            damages = [each.damage for each in collect(checks, world, self.abandoned, RankCheck) if each.damage]
-            if damages:
-                withdraw(self.disk, self.home, whole.progress.step)
-                raise CorruptError([Damage(file=str(self.home / format.name(self.step)), text="; ".join(damages))])
-        except FAILURES:
-            self.disk.remove(stump)
-            raise
-        finally:
-            with suppress(OSError):
-                self.disk.remove(checks)
+        parts = collect(stump, world, self.abandoned, RankPart)
+        whole = joined(parts, digest(self.run), msgspec.to_builtins(self.run.plan))
+        commit(self.disk, stump, whole, world)
+        record = recorded(whole, parts, time.perf_counter() - began)
+        damages = [each.damage for each in collect(checks, world, self.abandoned, RankCheck) if each.damage]
+        if damages:
+            withdraw(self.disk, self.home, whole.progress.step)
+            raise CorruptError([Damage(file=str(self.home / format.name(self.step)), text="; ".join(damages))])
         with suppress(OSError):  # what cannot be removed stays for later
+            self.disk.remove(checks)
             self._retire(whole.progress.step)
         return record
 
@@ -407,10 +417,16 @@ class _Arriving:
         return msgspec.structs.replace(progress, updates=updates, loss_scale=loss_scale, streak=streak)
 
 
-def _failure(future: "Future[None] | Future[SaveRecord]") -> str | None:
+def _failure(future: "Future[None] | Future[SaveRecord]") -> Exception | None:
     """Wait; why it failed, None if it did not."""
     try:
         future.result()
     except FAILURES as error:
-        return error.strerror or str(error) if isinstance(error, OSError) else str(error)
+        return error
     return None
+
+
+def _words(error: Exception | None) -> str | None:
+    if error is None:
+        return None
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)

@@ -104,7 +104,7 @@ class Checkpoint(
 
     every: int = 100  # steps between saves, and the last step; 0: only when the run is asked to stop
     keep_last: int = 2  # the newest so many saves are kept
-    keep_every: int = 0  # and each whose step is a multiple of this; 0: no others
+    keep_every: int = 0  # and the first from each multiple of this on; 0: no others
     keep_best: bool = True  # and, of those with a validation loss, the one with the lowest
     asynchronous: bool = True  # training goes on while the copy in host memory is written; false: it waits
 

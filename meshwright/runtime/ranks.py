@@ -330,6 +330,7 @@ def run_ranks(work: Work, count: int, arguments: tuple[Any, ...], seconds: float
 def _serve_works(work: Work, place: Place, orders: Any) -> None:
     """Be a rank of a crew until it is closed."""
     gc.freeze()  # what was there before is never garbage; looking at it would copy its pages
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: who has the crew closes it
     while True:
         try:
             arguments = orders.recv()

@@ -3,6 +3,7 @@
 import errno
 import os
 import threading
+import time
 
 import pytest
 import torch
@@ -93,6 +94,23 @@ def test_a_part_that_one_rank_cannot_write_ends_the_save_and_not_the_next(folder
     found = format.present(folder / "run" / "checkpoints")
     assert min(found) > 2
     assert found[-1] == 60
+
+
+@world(2)
+def test_a_rank_that_is_slow_to_see_its_note_named_does_not_fail_the_save(folder):
+    """Whoever finds the note renames the folder it is in, or removes it, while the rank that wrote it is held up."""
+    rename = Disk.rename
+
+    def held_up(disk, old, new):
+        rename(disk, old, new)
+        if dist.get_rank() == 1:
+            time.sleep(0.5)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Disk, "rename", held_up)
+        said, paused, _ = trained(folder, Disk.write_block, threading.Event())
+    assert not [text for text in said if "warning" in text]
+    assert paused == format.present(folder / "run" / "checkpoints")
 
 
 @pytest.mark.parametrize("ranks", [1, 8, 65_535])

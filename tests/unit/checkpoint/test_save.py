@@ -7,6 +7,7 @@ import re
 import shutil
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from safetensors.torch import load_file
 from waiting import HANG
 
 from checkpoint import saved
-from meshwright.checkpoint import chunk, format, read
+from meshwright.checkpoint import chunk, format, read, storage
 from meshwright.checkpoint import write as save
 from meshwright.checkpoint.storage import Disk
 from meshwright.checkpoint.write import Saver
@@ -167,6 +168,74 @@ def test_a_full_disk_is_told_and_the_newest_good_step_stays(home, room):
     assert loaded(home) == 1
     assert advance(home, 3, Disk()) == []
     assert loaded(home) == 3
+
+
+def test_however_far_a_save_comes_on_a_full_disk_the_reason_is_that_and_its_room_is_free_again(home):
+    """An open file would keep its room though its name is gone."""
+    opened, named = set(os.listdir("/proc/self/fd")), False
+    for room in range(0, 4000, 50):
+        said = advance(home, 2, Full(room))
+        if not said:
+            break
+        assert "step-2 was not saved (No space left on device)" in said[0]
+        named = named or 2 in format.present(home)
+        left = ["latest", "step-1", *(["step-2"] if named else [])]
+        assert sorted(set(os.listdir(home)) - {".latest.partial"}) == left
+    assert not said
+    assert set(os.listdir("/proc/self/fd")) == opened
+
+
+class FailsOnce(Disk):
+    """A disk of which the system says once, to whoever flushes next, that it could not be written."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.failed, self.flush = threading.Event(), os.fsync
+        monkeypatch.setattr(os, "fsync", self._flushed)
+
+    def _flushed(self, descriptor):
+        if threading.current_thread().name == "flush" and not self.failed.is_set():
+            self.failed.set()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        self.flush(descriptor)
+
+    def write_block(self, descriptor, block):
+        super().write_block(descriptor, block)
+        if threading.current_thread().name.startswith("checkpoint") and len(block) == 4 * 3 * 4 * 2:  # the last tensor
+            assert self.failed.wait(HANG)
+
+
+def test_a_write_that_fails_between_is_told_though_the_last_flush_finds_nothing(home, monkeypatch):
+    monkeypatch.setattr(storage, "FLUSH_BYTES", 1)
+    monkeypatch.setattr(chunk, "STRIPED_BYTES", 0)
+    (said,) = advance(home, 2, FailsOnce(monkeypatch))
+    assert "step-2 was not saved (Input/output error)" in said
+    assert sorted(os.listdir(home)) == ["latest", "step-1"]
+
+
+class NeverReadAgain(Disk):
+    """A disk that gives nothing back until nobody waits for it any more."""
+
+    def __init__(self) -> None:
+        self.asked, self.go = threading.Event(), threading.Event()
+
+    def forget_cache(self, descriptor):
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(".safetensors"):
+            self.asked.set()
+            assert self.go.wait(HANG)
+
+
+def test_training_that_fails_before_a_step_is_read_again_leaves_it_its_name(home, monkeypatch):
+    monkeypatch.setattr(save, "GRACE_SECONDS", 0.0)
+    disk, said = NeverReadAgain(), []
+    made = saved.saver(home, saved.tensors(2), said, disk, BEHIND)
+    made.save(saved.progress(2))
+    assert disk.asked.wait(HANG)
+    while format.pointed(home)[0] == 1:
+        time.sleep(0.01)
+    monkeypatch.setattr(made.threads, "shutdown", lambda: disk.go.set() or ThreadPoolExecutor.shutdown(made.threads))
+    made.abandon()
+    assert sorted(os.listdir(home)) == ["latest", "step-1", "step-2"]
+    assert format.pointed(home)[0] == loaded(home) == 2
 
 
 def test_the_kernels_own_full_disk_raises():
@@ -335,6 +404,11 @@ def test_no_step_goes_before_the_next_is_good_and_some_never(tmp_path):
     assert format.superfluous([1, 2], run.checkpoint) == []
     assert format.superfluous([1, 2, 3], run.checkpoint) == [1]
     assert format.superfluous([3, 4, 5, 6, 8, 9], run.checkpoint) == [3, 5, 6]
+    assert format.superfluous([3, 5, 6, 7, 9, 10, 11, 12], run.checkpoint) == [3, 6, 7, 10]  # 4 and 8 were postponed
+    left = list[int]()
+    for step in (1, 2, 3, 5, 6, 7, 9, 10, 11, 13):
+        left = [each for each in [*left, step] if each not in format.superfluous([*left, step], run.checkpoint)]
+    assert left == [5, 9, 11, 13]
     saved.save(tmp_path / "checkpoints", *range(1, 11), run=run)
     assert format.present(tmp_path / "checkpoints") == [4, 8, 9, 10]
     assert format.pointed(tmp_path / "checkpoints")[0] == 10

@@ -8,7 +8,7 @@ from waiting import HANG, until
 
 from meshwright.runtime import machine
 from meshwright.runtime import ranks as local
-from meshwright.runtime.ranks import Ranks
+from meshwright.runtime.ranks import Crew, Ranks
 
 
 def forked(work):
@@ -79,3 +79,17 @@ def test_the_tail_of_a_log_that_is_not_there_is_empty(tmp_path):
     assert local.tail(tmp_path / "none") == ""
     (tmp_path / "some").write_text("one\ntwo\nthree\n")
     assert local.tail(tmp_path / "some", 2) == "two\nthree"
+
+
+def interrupt(place):
+    """Ctrl-C, as it reaches every process of a terminal."""
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.05)
+
+
+def test_a_crew_leaves_an_interruption_to_who_has_it():
+    crew = Crew(interrupt, 1)
+    try:
+        crew.run((), HANG)
+    finally:
+        crew.close()

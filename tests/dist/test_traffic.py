@@ -124,6 +124,8 @@ FOUR = {
         ("plan.replicate=2", "plan.shard=2", "plan.zero=2", "plan.ep=2", *MOE, *BF16),
         ("plan.replicate=4", "plan.ep=2", *MOE),
         ("plan.shard=2", "plan.zero=3", "plan.tp=2", "plan.ep=2", *MOE),
+        ("plan.shard=2", "plan.zero=3", "plan.tp=2", "plan.ep=2", *MOE, "arch.capacity=1.25", *BF16),
+        ("plan.shard=2", "plan.cp=2", "plan.zero=1", "plan.ep=4", *MOE, "arch.capacity=2.5", "plan.recompute=full"),
     ],
     "pp": [
         ("plan.pp=2", "plan.shard=2", "plan.zero=3", *FOUR_TIMES, *GPT),

@@ -60,8 +60,12 @@ def put(options: argparse.Namespace, arch: Arch | None = None) -> PlanQuery:
     if profile := getattr(options, "profile", None):
         machines = measured(machines, read_profile(Path(profile)), stack_of("meshwright"))
     question, assumed = question_of(asked, machines, tuple(options.vary or ()) or asked.run.goal.vary)
+    stated = getattr(options, "document_tokens", None)
+    if stated and not asked.run.data.mask_documents:
+        what = "--document-tokens is the length of masked documents, and data.mask_documents = false"
+        raise InputError([Problem(what, "add data.mask_documents=true, or leave it out")])
     if asked.run.data.mask_documents:
-        mean = getattr(options, "document_tokens", None) or run_folder.document_tokens(Path(target or ""))
+        mean = stated or run_folder.document_tokens(Path(target or ""))
         span = document_span(question.sequence, mean) if mean else None
         question = msgspec.structs.replace(question, span=span)
         told = f"documents of {mean:,.0f} tokens in the mean" if mean else "documents as long as a sample"

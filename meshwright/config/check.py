@@ -136,7 +136,8 @@ def _offload(run: Run) -> Iterator[Problem]:
     if plan.optimizer_offload == "none":
         if states == "bf16" and run.optim.master_weights == "fp32":
             what = "optim.state_dtype = bf16 is for offloaded states or bf16 weights, and optim.master_weights = fp32"
-            remedy = "set optim.master_weights = split, which keeps the same bits, or leave optim.state_dtype out"
+            lower = "" if plan.precision in ("bf16", "fp8") else " and plan.precision = bf16"
+            remedy = f"set optim.master_weights = split{lower}, or leave optim.state_dtype out"
             yield Problem(what, remedy, "optim.state_dtype")
         return
     remedy = "leave plan.optimizer_offload out"

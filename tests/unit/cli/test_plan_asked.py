@@ -104,3 +104,11 @@ def test_cards_in_one_machine_are_joined_by_its_bus(capsys):
     words = ["plan", "gpt2", "--cluster", "4xrtx3090", "--batch", "64", "--top", "1"]
     assert "4xrtx-3090 (4 GPUs in one PCIe domain)" in told(capsys, *words)
     assert answer(capsys, *words)["answer"]["command"].startswith("meshwright train ")
+
+
+def test_the_length_of_documents_is_for_masked_ones(capsys):
+    words = ["plan", "gpt2", "--cluster", "1xh100", "--batch", "8", "--document-tokens", "1k"]
+    assert "documents of 1,024 tokens in the mean" in told(capsys, *words, "data.mask_documents=true")
+    text = told(capsys, *words, code=2)
+    assert "--document-tokens is the length of masked documents" in text
+    assert "add data.mask_documents=true" in text

@@ -216,7 +216,7 @@ class Arrival:
     def __init__(self) -> None:
         self.copied = torch.cuda.Event(blocking=True)
         self.launched = threading.Event()  # the copies are, or will never be
-        self.failed = False
+        self.error: BaseException | None = None  # why they will not be
 
     def record(self) -> None:
         """All copies of the group are launched."""
@@ -226,8 +226,8 @@ class Arrival:
     def synchronize(self) -> None:
         """Wait until it is there."""
         self.launched.wait()
-        if self.failed:
-            raise OSError("the device could not copy the state")
+        if self.error is not None:
+            raise OSError(f"the device could not copy the state: {self.error}")
         self.copied.synchronize()
 
 
@@ -245,7 +245,6 @@ class DeviceLink:
         self.begun, self.safe, self.done = (torch.cuda.Event(enable_timing=True) for _ in range(3))
         self.thread: threading.Thread | None = None
         self.guarded = threading.Event()  # `safe` is on the stream
-        self.error: BaseException | None = None  # of the thread
         self.held = True  # the update after the last save has waited
         self.stall: Stall | None = None  # of that one
         self.copied = 0  # bytes, by the last save
@@ -262,7 +261,7 @@ class DeviceLink:
         arrivals = [Arrival() for _ in range(0, len(numbers), GROUP)]
         self.ready = {number: arrivals[place // GROUP] for place, number in enumerate(numbers)}
         self.guarded.clear()
-        self.held, self.error = False, None
+        self.held = False
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         launch = partial(self._launch, slices, numbers, late, arrivals)
         self.thread = threading.Thread(target=launch, name="save-link", daemon=True)
@@ -287,10 +286,9 @@ class DeviceLink:
                             arrivals[group - UNDER_WAY].copied.synchronize()
                 self._guard()
                 self.done.record()
-        except BaseException as error:  # for whoever waits
-            self.error = error
+        except BaseException as error:  # for whoever waits for a slice: the save fails, and training goes on
             for arrival in arrivals:
-                arrival.failed = not arrival.launched.is_set()
+                arrival.error = None if arrival.launched.is_set() else error
                 arrival.launched.set()
         finally:
             self.guarded.set()
@@ -302,11 +300,9 @@ class DeviceLink:
             self.guarded.set()
 
     def finish(self) -> None:
-        """Wait until every copy of the last save is launched; raises what kept one from it."""
+        """Wait until every copy of the last save is launched, or given up."""
         if self.thread is not None:
             self.thread.join()
-        if self.error is not None:
-            raise self.error
 
     def hold_update(self) -> Stall | None:
         """Have what is launched from here on wait for the last copy of the state itself."""
@@ -317,8 +313,6 @@ class DeviceLink:
         self.stall = Stall(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
         self.stall.before.record(stream)
         self.guarded.wait()  # meanwhile the device does what was launched before, and what it then waits is counted
-        if self.error is not None:
-            raise self.error
         stream.wait_event(self.safe)
         self.stall.after.record(stream)
         return self.stall

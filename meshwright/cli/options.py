@@ -45,7 +45,7 @@ def count(text: str) -> int:
 
 
 def positions(text: str) -> int:
-    """The tokens of a sample, as people write them: 8192, or 8k, which is 8 · 1024."""
+    """The tokens of a sample or a document, as people write them: 8192, or 8k, which is 8 · 1024."""
     found = re.fullmatch(r"(\d+)([kKmM]?)", text.strip())
     if found is None or int(found[1]) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} should be a whole number of at least 1, such as 8192 or 8k")

@@ -89,7 +89,7 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--sequence", type=words.positions, help="tokens of one sample")
     verb.add_argument(
         "--document-tokens",
-        type=words.count,
+        type=words.positions,
         help="mean length of a document where they are masked (default: that of a run's own data, else full attention)",
     )
     verb.add_argument("--batch", type=words.samples, help="samples in one optimizer step, over the whole job")

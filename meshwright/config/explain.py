@@ -124,6 +124,8 @@ AFFECTS = {
     "sequence": ("memory", "time"),
     "batch": ("memory", "time"),
     "optim.name": ("memory",),
+    "optim.master_weights": ("memory", "time"),
+    "optim.state_dtype": ("memory", "time"),
 }
 
 

@@ -47,6 +47,8 @@ ELSEWHERE = {
     "n_embd": "arch.hidden",
     "hidden_size": "arch.hidden",
     "dim": "arch.hidden",
+    "post_norm": "arch.norm_position",
+    "pre_norm": "arch.norm_position",
     "model": "arch.preset",
     "eval_interval": "eval.every",
     "log_interval": "log.every",

@@ -16,12 +16,12 @@ from torch import Tensor
 from meshwright.kernels.experts import by_segment
 from meshwright.kernels.fp8 import E4M3, LARGEST, LEAST_LINEAR, MULTIPLE, Accumulate, Scaling, cast_transposed
 
-CAPABILITY = (9, 0)  # of the first GPUs with a grouped FP8 matmul
+CAPABILITY = (9, 0)  # of the only GPUs for which torch has a grouped FP8 matmul with scales of rows: not of Blackwell
 
 
 def takes_fp8(device: torch.device, *widths: int) -> bool:
     """Whether torch has a grouped FP8 matmul for rows of these widths."""
-    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= CAPABILITY
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == CAPABILITY
     return hopper and all(width % MULTIPLE == 0 for width in widths)
 
 
@@ -39,7 +39,7 @@ def quantize_along(x: Tensor, *dims: int) -> tuple[Tensor, Tensor]:
     return (x.float() * scale).clamp(-LARGEST, LARGEST).to(E4M3), scale.reciprocal()
 
 
-def turned(values: Tensor, after: Tensor) -> Tensor:
+def transposed(values: Tensor, after: Tensor) -> Tensor:
     """A stack (experts, out, in) as (experts, in, out), the last dim contiguous: one transposition of all experts.
 
     As a cast of what is FP8 already, by a scale of one; `after` keeps it in the backward.
@@ -50,7 +50,7 @@ def turned(values: Tensor, after: Tensor) -> Tensor:
     return whole.view(width, experts, out).transpose(0, 1)
 
 
-def product(
+def scaled_matmul(
     x: tuple[Tensor, Tensor], stack: tuple[Tensor, Tensor], ends: Tensor, dtype: torch.dtype, fast: bool = True
 ) -> Tensor:
     """Quantized rows (T, in) times quantized matrices (experts, out, in), and their inverse scales."""
@@ -70,9 +70,9 @@ class _Fp8Grouped(torch.autograd.Function):
         ctx.scaling, ctx.fast = scaling, accumulate == "fast"
         tensorwise = scaling == "tensorwise"
         matrices = quantize_along(stack, 1, 2) if tensorwise else quantize_along(stack, 2)
-        # The quantized stack is half as large as the stack, which lives on anyway: it is made anew, not saved.
+        # The quantized stack is half as large as the stack, which lives on anyway: it is quantized again, not saved.
         ctx.save_for_backward(x, stack, ends)
-        return product(quantize_along(x, 1), matrices, ends, x.dtype)
+        return scaled_matmul(quantize_along(x, 1), matrices, ends, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
@@ -80,8 +80,8 @@ class _Fp8Grouped(torch.autograd.Function):
         gradient = grads[0].contiguous()
         values, scales = quantize_along(stack, 1, 2) if ctx.scaling == "tensorwise" else quantize_along(stack, 1)
         rows, row_scales = quantize_along(gradient, 1)
-        matrices = turned(values, row_scales), scales.transpose(1, 2)
-        dx = product((rows, row_scales), matrices, ends, x.dtype, ctx.fast)
+        matrices = transposed(values, row_scales), scales.transpose(1, 2)
+        dx = scaled_matmul((rows, row_scales), matrices, ends, x.dtype, ctx.fast)
         return dx, weight_gradient(gradient, x, ends), None, None, None
 
 

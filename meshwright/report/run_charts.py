@@ -57,15 +57,17 @@ def _sections(facts: FolderFacts, report: RunReport, weight: float) -> Iterator[
     if report.parts:
         entries = tuple(ChartEntry(name=part.name, value=part.seconds) for part in report.parts if part.seconds > 0)
         spent = StackedBar(title=f"Where the time went: {duration(report.wall_seconds)}", unit="s", entries=entries)
-        yield section(spent.title, svg.whole(spent), parts_table(spent))
+        saves = "".join(f"<p>{escape(line)}</p>" for line in run_text.of_saves(report.saves))
+        yield section(spent.title, svg.whole(spent), saves + parts_table(spent))
     if report.attempts:
-        heads = ("session.attempt", "steps", "lost", "ready after", "lasted", "ended by")
+        heads = ("session.attempt", "steps", "lost", "ready after", "start", "lasted", "ended by")
         rows = [
             (
                 f"{each.session}.{each.number}",
                 f"{each.first_step:,} to {each.last_step:,}",
                 f"{each.lost}",
                 f"{short(each.at)} s",
+                run_text.start_words(each),
                 f"{short(each.seconds)} s",
                 each.ended,
             )

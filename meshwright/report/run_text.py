@@ -8,7 +8,7 @@ from string import ascii_lowercase
 
 from meshwright.report.plan_charts import Terminal, short
 from meshwright.report.run_data import duration
-from meshwright.report.run_summary import Curve, RunReport, in_tenths, smoothed, thinned
+from meshwright.report.run_summary import Attempt, Curve, RunReport, Saves, in_tenths, smoothed, thinned
 from meshwright.runtime.records import BOUNDS
 from meshwright.spec.units import GIB
 
@@ -21,6 +21,7 @@ LEAST = 3  # steps that are worth drawing
 FULLER = 1.02  # × the least loaded rank's memory, from where on ranks differ
 LEAST_COUNTED = 5  # steps of a run from where on their median says how fast it is
 LEAST_PHASE = 0.05  # seconds from which on a phase of a start is told
+LEAST_RATED = 64 * 2**20  # bytes of a save from which on its rate is the disk's or the cores', not that of its flushes
 HEADS = ("run", "model", "steps", "last loss", "best validation", "tokens/s", "MFU %", "state", "last record", "plan")
 NARROW = (
     "plan",
@@ -160,15 +161,11 @@ def of_time(report: RunReport) -> Iterator[str]:
     for part, share in zip(used, in_tenths([part.share for part in used]), strict=True):
         yield f"  {part.name:<{NAMES}}{share:>6.1f} %{duration(part.seconds):>12}"
     yield f"  {'total':<{NAMES}}{100:>6.1f} %{duration(report.wall_seconds):>12}"
-    saves = report.saves
-    newest = f"; newest checkpoint: step {saves.newest:,}" if saves.newest is not None else "; no checkpoint is there"
-    paused = f", paused training for {duration(saves.seconds)} in total, {duration(saves.longest)} at most"
-    yield _line("saves", f"{saves.count}{paused if saves.count else ''}{newest}")
-    if saves.bytes:
-        rate = f"{saves.bytes / 1e9:.3g} GB at {saves.bytes_per_second / 1e9:.2f} GB/s, bound by {BOUNDS[saves.bound]}"
-        yield _line("written", rate)
+    yield from of_saves(report.saves)
     if len(report.attempts) > 1:
         yield from _attempts(report)
+    elif report.attempts and report.attempts[0].phases:
+        yield _line("start", start_words(report.attempts[0]))
     if report.happened:
         yield _line("events", str(len(report.happened)))
     for each in report.happened[:MOST_LISTED]:
@@ -176,6 +173,21 @@ def of_time(report: RunReport) -> Iterator[str]:
         yield f"    {when}: {LABELS.get(each.what, each.what)}: {plain(each.text)}"
     if len(report.happened) > MOST_LISTED:
         yield f"    … {len(report.happened) - MOST_LISTED} more (--json has all)"
+
+
+def of_saves(saves: Saves) -> Iterator[str]:
+    """How long saves paused training; how large they are, and how fast they were written.
+
+    A small one is over in a moment, and of that no rate is told.
+    """
+    newest = f"; newest checkpoint: step {saves.newest:,}" if saves.newest is not None else "; no checkpoint is there"
+    paused = f", paused training for {duration(saves.seconds)} in total, {duration(saves.longest)} at most"
+    yield _line("saves", f"{saves.count}{paused if saves.count else ''}{newest}")
+    if saves.bytes >= LEAST_RATED:
+        rate = f"{saves.bytes_per_second / 1e9:.2f} GB/s, bound by {BOUNDS[saves.bound]}"
+        yield _line("written", f"{saves.bytes / 1e9:.3g} GB a save, at {rate}")
+    elif saves.bytes:
+        yield _line("written", f"{saves.bytes / 1e6:.3g} MB a save")
 
 
 def _attempts(report: RunReport) -> Iterator[str]:
@@ -188,11 +200,16 @@ def _attempts(report: RunReport) -> Iterator[str]:
         done = steps if each.last_step > each.first_step else "no step"
         yield f"    {each.session}.{each.number}  ready after {duration(each.at)}, {done}{ended}"
         if each.phases:
-            parts = [f"{name} {duration(seconds)}" for name, seconds in each.phases.items() if seconds >= LEAST_PHASE]
-            first = f"; first loss {duration(each.first_loss)} later" if each.first_loss is not None else ""
-            yield f"         start: {', '.join(parts)}{first}"
+            yield f"         start: {start_words(each)}"
     if len(report.attempts) > MOST_LISTED:
         yield f"    … {len(report.attempts) - MOST_LISTED} more (--json has all)"
+
+
+def start_words(attempt: Attempt) -> str:
+    """What a start was spent on, phase by phase."""
+    parts = [f"{name} {duration(seconds)}" for name, seconds in attempt.phases.items() if seconds >= LEAST_PHASE]
+    first = f"; first loss {duration(attempt.first_loss)} later" if attempt.first_loss is not None else ""
+    return ", ".join(parts) + first
 
 
 def of_ranks(report: RunReport) -> Iterator[str]:

@@ -22,7 +22,7 @@ class Arch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-5
-    norm_position: Literal["pre", "post"] = "pre"  # of what a sub-layer reads, and at the end; or of its sum (GPT-1)
+    norm_position: Literal["pre", "post"] = "pre"  # before each sub-layer, and one at the end; or after its sum
     positions: Literal["rope", "learned", "none"] = "rope"
     mlp: Literal["swiglu", "gelu", "gelu_tanh"] = "swiglu"
     bias: bool = False

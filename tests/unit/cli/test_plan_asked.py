@@ -130,3 +130,8 @@ def test_a_sequence_is_changed_to_in_the_words_it_is_asked_in(capsys):
     text = told(capsys, "plan", "llama3-8b", "--cluster", "8xh200", "--what-if", "sequence=8q", code=2)
     assert "--what-if sequence=8q is not a count" in text
     assert "such as 8192 or 8k" in text
+
+
+def test_the_length_of_documents_is_given_as_people_write_it(capsys):
+    words = ["plan", "gpt2", "--cluster", "1xh100", "--batch", "8", "--document-tokens", "1k"]
+    assert "documents of 1,024 tokens in the mean" in told(capsys, *words, "data.mask_documents=true")

@@ -54,6 +54,16 @@ WRONG = [
 ]
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
+def test_what_bf16_states_are_told_to_do_is_enough(precision):
+    words = ["optim.state_dtype=bf16", f"plan.precision={precision}"]
+    with pytest.raises(InputError) as caught:
+        load.load(None, words, default_ranks=1)
+    (problem,) = caught.value.problems
+    told = re.findall(r"(\S+) = (\w+)", problem.remedy)
+    load.load(None, [*words, *(f"{key}={value}" for key, value in told)], default_ranks=1)
+
+
 @pytest.mark.parametrize(("words", "sentence"), WRONG, ids=[sentence for _, sentence in WRONG])
 def test_a_wrong_pair_is_told_with_a_remedy(words, sentence):
     with pytest.raises(InputError) as caught:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.kernels.experts_fp8 import grouped_matmul_fp8, quantize_along, takes_fp8, turned
+from meshwright.kernels.experts_fp8 import grouped_matmul_fp8, quantize_along, takes_fp8, transposed
 from meshwright.kernels.fp8 import E4M3
 
 LOADS = {"fair": [8, 8, 8], "skewed": [21, 1, 2], "one expert": [0, 24, 0], "a rest": [3, 0, 4]}
@@ -63,10 +63,10 @@ def test_a_row_that_is_not_finite_stays_alone():
     assert torch.equal(y[others], clean[others])
 
 
-def test_a_turned_stack_is_its_transpose():
+def test_a_transposed_stack_is_its_transpose():
     values, _ = quantize_along(given()[1], 1, 2)
-    assert torch.equal(turned(values, values).float(), values.float().transpose(1, 2))
-    assert turned(values, values).stride(-1) == 1
+    assert torch.equal(transposed(values, values).float(), values.float().transpose(1, 2))
+    assert transposed(values, values).stride(-1) == 1
 
 
 def test_zeros_have_a_scale():
@@ -75,5 +75,9 @@ def test_zeros_have_a_scale():
     assert scale.isfinite().all()
 
 
-def test_grouped_fp8_is_for_hopper_alone():
+@pytest.mark.parametrize(("capability", "taken"), [((8, 9), False), ((9, 0), True), ((10, 0), False), ((12, 0), False)])
+def test_grouped_fp8_is_for_hopper_alone(monkeypatch, capability, taken):
     assert not takes_fp8(torch.device("cpu"), 64)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert takes_fp8(torch.device("cuda", 0), 64) == taken
+    assert not takes_fp8(torch.device("cuda", 0), 64, 72)

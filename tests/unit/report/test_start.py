@@ -1,6 +1,9 @@
 """What a start was spent on, as the report has it."""
 
-from meshwright.report.run_summary import attempts
+import msgspec
+
+from meshwright.report.run_summary import Saves, attempts
+from meshwright.report.run_text import of_saves, start_words
 from meshwright.runtime.records import AttemptRecord, StepRecord, line, read_line
 
 PHASES = {"launch": 3.0, "data": 0.0, "meet": 1.5, "build": 0.5}
@@ -26,3 +29,19 @@ def test_records_of_older_versions_have_no_phases():
     assert head.phases == {}
     assert read_line(line(head)) == head
     assert attempts([head], {})[0].first_loss is None
+
+
+def test_words_about_a_start_leave_out_what_took_no_time():
+    head = AttemptRecord(step=0, session="a", number=1, began=100.0, at=105.0, phases=PHASES)
+    (found,) = attempts([head, step(1, ended=112.0, at=113.0)], {})
+    assert start_words(found) == "launch 3.0 s, meet 1.5 s, build 500 ms; first loss 7.0 s later"
+
+
+def test_a_save_has_a_rate_where_it_is_large_enough_for_one():
+    rate = {"bytes": 4_367_240, "bytes_per_second": 2e7, "bound": "hashing"}
+    small = Saves(count=1, seconds=0.02, longest=0.02, newest=20, **rate)
+    paused, written = of_saves(small)
+    assert "paused training for 20 ms in total" in paused
+    assert written.split(maxsplit=1)[1] == "4.37 MB a save"
+    large = msgspec.structs.replace(small, bytes=18 * 10**9, bytes_per_second=1.2e9, bound="disk")
+    assert list(of_saves(large))[1].split(maxsplit=1)[1] == "18 GB a save, at 1.20 GB/s, bound by the disk"

@@ -54,10 +54,11 @@ def positions(text: str) -> int:
 
 def samples(text: str) -> int:
     """The sequences of one optimizer step."""
-    if not text.isdecimal() or int(text) < 1:
+    try:
+        return count(text)
+    except argparse.ArgumentTypeError as error:
         remedy = "a batch is counted in sequences: tokens of a step ÷ --sequence"
-        raise argparse.ArgumentTypeError(f"{text!r} should be a whole number of at least 1; {remedy}")
-    return int(text)
+        raise argparse.ArgumentTypeError(f"{error}; {remedy}") from None
 
 
 SCALES = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}  # a letter behind a number

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.kernels.experts import by_segment
-from meshwright.kernels.fp8 import E4M3, LARGEST, LEAST_LINEAR, MULTIPLE, Accumulate, Scaling, cast_transposed
+from meshwright.kernels.fp8 import LARGEST, LEAST_LINEAR, MULTIPLE, Accumulate, Scaling, cast, cast_transposed
 
 CAPABILITY = (9, 0)  # of the only GPUs for which torch has a grouped FP8 matmul with scales of rows: not of Blackwell
 
@@ -34,9 +34,8 @@ def grouped_matmul_fp8(
 
 def quantize_along(x: Tensor, *dims: int) -> tuple[Tensor, Tensor]:
     """E4M3 numbers with a scale for all elements along some dims, and the inverse scales, which keep these dims."""
-    amax = x.abs().amax(dims, keepdim=True).float().clamp(min=LEAST_LINEAR)
-    scale = LARGEST / amax
-    return (x.float() * scale).clamp(-LARGEST, LARGEST).to(E4M3), scale.reciprocal()
+    scale = LARGEST / x.abs().amax(dims, keepdim=True).float().clamp(min=LEAST_LINEAR)
+    return cast(x, scale), scale.reciprocal()
 
 
 def transposed(values: Tensor, after: Tensor) -> Tensor:

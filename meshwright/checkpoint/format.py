@@ -58,7 +58,7 @@ BLOCK_ELEMENTS = 2**18  # 2 MiB as they are summed
 _ONE = np.ones(1, dtype=np.uint64)
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Progress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """How far a run has come. Draws and the order of samples are pure functions of the seed and these numbers."""
 
     step: int
@@ -67,6 +67,13 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     updates: float  # steps that moved the weights; others met a gradient that was not finite
     loss_scale: float
     streak: float  # finite steps since the loss scale last moved
+    adascale: tuple[float, ...] = ()  # its averages, and the norms of the newest step
+
+    def counted(self, counters: Sequence[float]) -> "Progress":
+        """With what a device has counted: updates, the loss scale, its streak, and AdaScale's newest norms, if any."""
+        updates, loss_scale, streak, *norms = counters
+        adascale = (*self.adascale, *norms)
+        return msgspec.structs.replace(self, updates=updates, loss_scale=loss_scale, streak=streak, adascale=adascale)
 
 
 class TensorDescription(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -223,7 +223,7 @@ class Saver:
     def save(self, progress: Progress, counters: Tensor | None = None) -> float:
         """Begin to save; returns the seconds that it paused training. Waits for the save before, if there is one.
 
-        `counters` are the updates, the loss scale and its streak where they are still on a device; of progress, these
+        `counters` are those of `Progress.counted` where they are still on a device; of progress, these
         are then not read.
         """
         began = time.perf_counter()
@@ -411,10 +411,7 @@ class _Arriving:
         """Progress with what they say. Waits for them."""
         if self.ready is not None:
             self.ready.synchronize()
-        if self.host is None:
-            return progress
-        updates, loss_scale, streak = self.host.tolist()
-        return msgspec.structs.replace(progress, updates=updates, loss_scale=loss_scale, streak=streak)
+        return progress if self.host is None else progress.counted(self.host.tolist())
 
 
 def _failure(future: "Future[None] | Future[SaveRecord]") -> Exception | None:

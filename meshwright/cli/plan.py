@@ -400,7 +400,7 @@ def collectives(options: argparse.Namespace) -> int:
     target, overrides = words.target(options.words)
     ranks = cluster(options.cluster).gpus if options.cluster else 1  # of a plan that states no axis
     run = _run(target, [*overrides, *flags(options)], ranks)
-    found = traffic(run.arch, run.plan, run.sequence)
+    found = traffic(run.arch, run.plan, run.sequence, noise=run.measures_noise)
     totals = ", ".join(f"{axis} {size:,}" for axis, size in bytes_by_axis(found).items())
     lines = [f"plan: {run.plan}", f"{'kind':<16}{'axis':<18}{'calls':>8}{'bytes/call':>18}"]
     lines += [f"{each.kind:<16}{each.axis:<18}{each.count:>8}{each.bytes:>18,}" for each in found]

@@ -212,6 +212,9 @@ def _tell(summary: Summary | None, run: Run, options: argparse.Namespace) -> Non
         f"  time        {', '.join([f'goodput {summary.goodput:.1%}', *bad])}{attempts}",
         f"  folder      {summary.folder} (run.toml, steps.rank*.jsonl, model/)",
     ]
+    if summary.noise_scale is not None and summary.noise_scale_sequences is not None:
+        suggested = f"suggests a batch of {max(round(summary.noise_scale_sequences), 1):,} sequences, now {run.batch:,}"
+        lines.append(f"  noise       gradient noise scale {summary.noise_scale:,.0f} tokens: {suggested}")
     if summary.sample:
         lines += ["  sample", *(f"    {line}" for line in printable(summary.sample).split("\n"))]
     folder, setting = shlex.quote(summary.folder), shlex.join(["config", "show", *options.words])

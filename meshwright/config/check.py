@@ -461,6 +461,29 @@ def _optimizer(run: Run) -> Iterator[Problem]:
                 )
 
 
+def _noise_scale(run: Run) -> Iterator[Problem]:
+    plan, base = run.plan, run.optim.adascale_batch
+    key = "optim.adascale" if run.optim.adascale else "log.noise_scale"
+    if base and not run.optim.adascale:
+        what = "optim.adascale_batch is for AdaScale, and optim.adascale = false"
+        yield Problem(what, "set optim.adascale = true, or leave optim.adascale_batch out", "optim.adascale_batch")
+    if not 0 <= base <= run.batch:
+        what = f"optim.adascale_batch = {base} is no part of a batch of {run.batch} sequences"
+        yield Problem(what, "use 1 up to the batch, or 0 for a microbatch", "optim.adascale_batch")
+    if not (run.optim.adascale or run.log.noise_scale):
+        return
+    remedy = f"leave {key} out"
+    if plan.data * plan.grad_accum < 2:
+        what = f"{key} compares the microbatches of a step, and there is one"
+        yield Problem(what, f"use a smaller plan.microbatch, or {remedy}", key)
+    if plan.cp > 1:
+        what = f"{key} needs each rank to see whole sequences, and plan.cp = {plan.cp} cuts them"
+        yield Problem(what, f"use plan.cp = 1, or {remedy}", key)
+    if run.optim.adascale and plan.deterministic:
+        what = "optim.adascale adds up norms of shards, and plan.deterministic allows no sum that depends on the shards"
+        yield Problem(what, f"leave plan.deterministic out, or {remedy}", key)
+
+
 def _data(run: Run) -> Iterator[Problem]:
     if run.data.pack == "documents" and run.data.mask_documents:
         what = "data.mask_documents = true has no meaning for data.pack = documents, where a sample is one document"
@@ -492,7 +515,7 @@ def missing(plan: Plan, find: Callable[[str], str | None] = shutil.which) -> Ite
 
 PLAN_RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
     _batch, _precision, _bf16_params, _rounding, _offload, _cpu_offload, _zero, _tensor, _sequence, _ulysses, _pipeline,
-    _experts, _deterministic, _routes, lambda run: how_blocks_run(run.plan),
+    _experts, _deterministic, _noise_scale, _routes, lambda run: how_blocks_run(run.plan),
 )  # fmt: skip
 RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
     _counts, _heads, _moe, _dropout, _context, _rates, _optimizer, _data, *PLAN_RULES,

@@ -78,6 +78,8 @@ class Optim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     # bits are beside the bf16 ones; or none, with stochastic rounding.
     master_weights: Literal["fp32", "split", "none"] = "fp32"
     stochastic_rounding: bool = False  # of bf16 weights without master weights: right on average
+    adascale: bool = False  # the rate is multiplied by what a step is worth in steps of the base batch
+    adascale_batch: int = 0  # sequences of the base batch, for which lr is right; 0: those of a microbatch
 
 
 class Eval(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -95,6 +97,7 @@ class Log(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     every: int = 10  # steps between printed lines
     writers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
+    noise_scale: bool = False  # the gradient noise scale is measured, and the batch that it suggests told at the end
 
 
 class Checkpoint(
@@ -144,12 +147,25 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         """Positions in one optimizer step."""
         return self.batch * self.sequence
 
+    @property
+    def measures_noise(self) -> bool:
+        """Whether the gradient noise scale is measured in every step."""
+        return self.log.noise_scale or self.optim.adascale
+
 
 NOT_MATHEMATICS = ("name", "log", "eval", "checkpoint", "faults", "goal", "plan")
 # Keys that were added later: a default value is left out, so that the digest of an earlier run stays what it was.
 ADDED_LATER = {
     "arch": ("dropout", "attention_dropout", "norm_position"),
-    "optim": ("master_weights", "stochastic_rounding", "state_dtype", "momentum", "nesterov"),
+    "optim": (
+        "master_weights",
+        "stochastic_rounding",
+        "state_dtype",
+        "momentum",
+        "nesterov",
+        "adascale",
+        "adascale_batch",
+    ),
     "init": ("optimizer_state",),
 }
 
@@ -167,6 +183,8 @@ def mathematics(run: Run) -> dict[str, Any]:
     for name in FP8_KEYS:
         if run.plan.precision == "fp8" and run.plan.uses(name):
             values[name] = getattr(run.plan, name)
+    if run.optim.adascale:  # which measures the gradients of microbatches
+        values["microbatch"] = run.plan.microbatch
     if run.plan.activation_quant != "none":
         values["activation_quant"] = run.plan.activation_quant
     return values | {"precision": run.plan.precision}

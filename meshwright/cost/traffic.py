@@ -64,18 +64,21 @@ class Collective(msgspec.Struct, frozen=True, kw_only=True):
         return self.count * self.bytes
 
 
-def traffic(arch: Arch, plan: Plan, sequence: int, *, place: Mapping[str, int] = FIRST) -> tuple[Collective, ...]:
+def traffic(
+    arch: Arch, plan: Plan, sequence: int, *, place: Mapping[str, int] = FIRST, noise: bool = False
+) -> tuple[Collective, ...]:
     """What one rank sends in one step of training, validation losses left out.
 
     `place`: the rank's coordinates on the plan's axes. Ranks differ by their pipeline stages, and by the length of
-    their part of an odd vocabulary.
+    their part of an odd vocabulary. `noise`: the gradient noise scale is measured.
     """
     view = RankView(arch=arch, plan=plan, sequence=sequence, place=place)
+    meter = [Collective(kind="all_reduce", axis="world", count=int(noise and plan.world > 1), bytes=2 * DOUBLE)]
     if plan.deterministic:  # no axes but replicate and shard: only weights, gradients and statistics travel
-        return merged(chain(weight_traffic(view), _deterministic_statistics(view)))
+        return merged(chain(weight_traffic(view), _deterministic_statistics(view), meter))
     # All ranks agree on the step's loss, the gradient's square norm and how many must stop before anyone updates.
     agreed = [Collective(kind="all_reduce", axis="world", count=int(plan.world > 1), bytes=3 * DOUBLE)]
-    return merged(chain(weight_traffic(view), _activation_traffic(view), agreed))
+    return merged(chain(weight_traffic(view), _activation_traffic(view), agreed, meter))
 
 
 def bytes_by_axis(collectives: Iterable[Collective]) -> dict[Axis, int]:

@@ -1,6 +1,6 @@
 """One judgement of a step's gradient, over the whole mesh: its norm, whether it is finite, how far to shrink it."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,13 +57,16 @@ def grad_stats(loss: Tensor, square: Tensor, scale: Tensor, limit: float) -> Gra
     return GradStats(loss, norm, finite.double(), torch.where(finite, shrink / scale, 0.0))
 
 
-def square_share(chunks: Iterable[nn.Module], mesh: Mesh) -> Tensor:
-    """This rank's share of the square norm: what several ranks hold alike each of them counts in part."""
+def square_share(chunks: Iterable[nn.Module], mesh: Mesh, names: Collection[str] | None = None) -> Tensor:
+    """This rank's share of the square norm: what several ranks hold alike each of them counts in part.
+
+    Of some weights alone, if they are named.
+    """
     groups: dict[int, list[Tensor]] = {}
     for chunk in chunks:
         twice = getattr(chunk, "tied_across_stages", frozenset())
         for name, weight in chunk.named_parameters():
-            if weight.grad is not None:
+            if weight.grad is not None and (names is None or name in names):
                 count = copies(weight, mesh) * (2 if name in twice else 1)
                 groups.setdefault(count, []).append(local(weight.grad))
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)

@@ -21,6 +21,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     skipped: bool = False  # the gradient was not finite: weights were left alone
     loss_scale: float = 1.0  # fp16 only
     balance: float | None = None  # mixtures: mean balance loss of the layers, 1 when experts share evenly
+    gradient_variance: float | None = None  # of a token's gradient, over all of them: trace of the covariance
+    gradient_square: float | None = None  # of the true gradient's norm, as estimated; both where they are measured
     save_seconds: float = 0.0  # of the step, held up by a checkpoint
     compile_seconds: float = 0.0  # of the step, torch.compile at work
     began: float = 0.0  # monotonic: when the step before it, or what came between them, ended
@@ -111,6 +113,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     sample: str = ""
     attempts: int = 1  # how often ranks were started, over all sessions
     goodput: float = 1.0  # share of the wall time spent in steps that were kept
+    noise_scale: float | None = None  # tokens, by the last steps; None: not measured
+    noise_scale_sequences: float | None = None  # the batch that it suggests
     badput: dict[str, float] = {}  # the other shares, by what took them; with goodput they add up to 1
 
 

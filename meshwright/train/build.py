@@ -26,6 +26,7 @@ from meshwright.parallel.apply import apply
 from meshwright.parallel.mesh import Mesh, local, region_of
 from meshwright.parallel.model_spec import DECODER
 from meshwright.spec.params import params
+from meshwright.train.noise_scale import AdaScale, NoiseMeter
 from meshwright.train.saving import restore as restore
 from meshwright.train.state import State
 
@@ -37,11 +38,14 @@ def build(run: Run, corpus: Corpus, mesh: Mesh, folder: Path | None = None) -> S
     chunks = apply(model, run.plan, mesh, DECODER)
     make = hosted if run.plan.cpu_offload else beside
     make = partial(offloaded, folder=folder) if run.plan.optimizer_offload != "none" else make
+    optimizer = make(chunks, run, mesh)
     return State(
         chunks=chunks,
-        optimizer=make(chunks, run, mesh),
+        optimizer=optimizer,
         loader=Loader(corpus, run, mesh.data_rank, mesh.device),
         scale=LossScale(run.plan, mesh.device),
+        meter=NoiseMeter(run, chunks, mesh) if run.measures_noise else None,
+        adascale=AdaScale(run) if run.optim.adascale else None,
     )
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from meshwright.config import load
 from meshwright.config.run import Run
 from meshwright.cost.flops import causal_step_flops, step_flops, utilization
+from meshwright.cost.noise_scale import estimate
 from meshwright.hardware.cluster import peak_flops_per_second
 from meshwright.parallel.mesh import Mesh
 from meshwright.runtime.files import forsake
@@ -38,6 +39,7 @@ from meshwright.runtime.records import (
 )
 from meshwright.spec.units import GIB
 from meshwright.train.loop import EvalResult, StepResult
+from meshwright.train.noise_scale import GradientNoise, microbatches
 from meshwright.train.timeline import DeviceTimeline, moment
 
 MOST_PENDING = 2  # steps whose numbers may still be on their way from the device
@@ -399,8 +401,13 @@ class Recorder:
     def _record(self, step: Pending) -> StepRecord:
         if step.ready is not None:
             step.ready.synchronize()  # of that step only; later ones continue
-        loss, norm, finite, loss_scale, balance = step.numbers.tolist()
+        loss, norm, finite, loss_scale, balance, parts, whole = step.numbers.tolist()
         run, result, before = self.run, step.result, self.timeline.at
+        variance = square = None
+        if result.noise is not None:
+            count = microbatches(run.plan)
+            variance, square = (each / loss_scale**2 for each in estimate(parts, whole, count))
+            variance *= result.tokens / count
         began, fed, updated, ended = map(
             self.timeline.reached, (result.began, result.fed, result.updated, result.ended)
         )
@@ -419,6 +426,8 @@ class Recorder:
             skipped=finite == 0.0,
             loss_scale=loss_scale,
             balance=balance if result.balance is not None else None,
+            gradient_variance=variance,
+            gradient_square=square,
             save_seconds=(max(ended - updated, LEAST_SECONDS) if result.pause.host else 0.0) + result.pause.on_device(),
             compile_seconds=result.compile_seconds,
             began=before,
@@ -442,7 +451,8 @@ def _fetch(result: StepResult) -> Pending:
     """Start copying a step's numbers to the host, without waiting for them."""
     absent = torch.zeros_like(result.loss)
     balance = absent if result.balance is None else result.balance
-    values = (result.loss, result.norm, result.finite, result.loss_scale, balance)
+    noise = result.noise or GradientNoise(absent, absent)
+    values = (result.loss, result.norm, result.finite, result.loss_scale, balance, noise.parts, noise.whole)
     numbers = torch.stack([value.double() for value in values])
     if not numbers.is_cuda:
         return Pending(result, numbers, None)

@@ -14,6 +14,7 @@ from meshwright.optim import clip
 from meshwright.optim.interface import learning_rate
 from meshwright.parallel import compile, deterministic
 from meshwright.parallel.mesh import Mesh
+from meshwright.train.noise_scale import GradientNoise
 from meshwright.train.saving import Pause, Save, Votes, saving
 from meshwright.train.state import State
 from meshwright.train.step import choose, evaluating, held_loss, mixtures
@@ -58,6 +59,7 @@ class StepResult:
     finite: Tensor
     loss_scale: Tensor
     balance: Tensor | None  # mixtures: this rank's mean balance loss
+    noise: GradientNoise | None  # where it is measured
     rate: float
     tokens: int
     span: float  # mean over positions of the document that each is in, which attention is counted by
@@ -104,7 +106,10 @@ def steps(run: Run, state: State, mesh: Mesh, save: Save, stop: Stop) -> Iterato
         ballot = save.vote(state.step + 1).number(stop.asked)
         loss, square, total = measure(state.chunks, loss_sum, mesh, ballot)
         verdict = clip.grad_stats(loss, square, scale, run.optim.grad_clip)
+        noise = state.meter.measure() if state.meter is not None else None
         rate = learning_rate(run.optim, state.step, run.steps)
+        if state.adascale is not None:
+            rate *= state.adascale.gain(noise, scale)
         stall = save.hold_update()
         state.optimizer.step(rate, verdict)
         state.scale.update(verdict.finite)
@@ -121,6 +126,7 @@ def steps(run: Run, state: State, mesh: Mesh, save: Save, stop: Stop) -> Iterato
             finite=verdict.finite,
             loss_scale=scale,
             balance=balance(state),
+            noise=noise,
             rate=rate,
             tokens=batch.tokens,
             span=batch.span,

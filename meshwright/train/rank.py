@@ -25,6 +25,7 @@ from meshwright.config.load import load
 from meshwright.config.run import Run
 from meshwright.cost import goodput
 from meshwright.cost.flops import utilization
+from meshwright.cost.noise_scale import noise_scale
 from meshwright.data.prepare import Corpus, prepare
 from meshwright.data.prepare import described as described_data
 from meshwright.data.shards import Tokens
@@ -213,6 +214,7 @@ def _finish(run: Run, state: State, mesh: Mesh, recorder: Recorder, corpus: Corp
     seconds = sum(record.seconds for record in steady)
     flops, causal = (sum(getattr(record, name) for record in steady) for name in ("flops", "flops_causal"))
     peak_rate = recorder.peak
+    noise = noise_scale(records, run.batch)
     return Summary(
         step=state.step,
         first_loss=records[0].loss,
@@ -232,6 +234,8 @@ def _finish(run: Run, state: State, mesh: Mesh, recorder: Recorder, corpus: Corp
         attempts=spent.attempts,
         goodput=spent.goodput,
         badput=spent.badput,
+        noise_scale=noise.tokens if noise else None,
+        noise_scale_sequences=noise.sequences if noise else None,
     )
 
 

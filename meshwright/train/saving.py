@@ -106,6 +106,8 @@ def restore(state: State, run: Run, mesh: Mesh, folder: Path, say: Say) -> Resto
     state.optimizer.count.fill_(saved.updates)
     state.scale.value.fill_(saved.loss_scale)
     state.scale.streak.fill_(saved.streak)
+    if state.adascale is not None:
+        state.adascale.resume(saved.adascale, mesh.device)
     seconds = time.perf_counter() - began
     say(f"resuming from step {step} ({format.name(step)}, saved under {plan_of(manifest)}): read in {seconds:.1f} s")
     before = run if manifest.run in digests(run) else earlier[manifest.run]
@@ -149,18 +151,23 @@ def follow(state: State, run: Run, mesh: Mesh, say: Say) -> None:
 
 def progress(state: State, run: Run) -> Progress:
     """How far a run has come. Waits for the device."""
-    return msgspec.structs.replace(
-        _progress(state, run),
-        updates=state.optimizer.count.item(),
-        loss_scale=state.scale.value.item(),
-        streak=state.scale.streak.item(),
-    )
+    return _progress(state, run).counted(_counters(state).tolist())
+
+
+def _counters(state: State) -> Tensor:
+    """What only the device knows of it, for `Progress.counted`."""
+    own = [state.optimizer.count.double(), state.scale.value, state.scale.streak]
+    norms = state.adascale.newest if state.adascale is not None else None
+    return torch.stack([*(each.to(state.scale.value.device) for each in own), *(() if norms is None else norms)])
 
 
 def _progress(state: State, run: Run) -> Progress:
     """What of it the host knows."""
     samples = state.step * run.batch + state.loader.shift
-    return Progress(step=state.step, samples=samples, seed=run.seed, updates=0.0, loss_scale=1.0, streak=0.0)
+    kept = state.adascale.kept if state.adascale is not None else ()
+    return Progress(
+        step=state.step, samples=samples, seed=run.seed, updates=0.0, loss_scale=1.0, streak=0.0, adascale=tuple(kept)
+    )
 
 
 def digest_of(state: State, run: Run, mesh: Mesh) -> str:
@@ -332,8 +339,7 @@ class DueSave:
         if self.mesh.device.type != "cuda" or self.is_offloaded:
             seconds = self.saver.save(progress(state, self.run))
         else:  # the counters are read when they have arrived: the host waits for nothing
-            counters = torch.stack([state.optimizer.count.double(), state.scale.value, state.scale.streak])
-            seconds = self.saver.save(_progress(state, self.run), counters)
+            seconds = self.saver.save(_progress(state, self.run), _counters(state))
         if state.stopped:
             state.saved = self.saver.settle()
         return seconds

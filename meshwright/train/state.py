@@ -20,6 +20,7 @@ from meshwright.parallel.pipeline import placement
 from meshwright.runtime.records import SaveRecord
 from meshwright.spec.params import Param, params
 from meshwright.spec.plan import Plan
+from meshwright.train.noise_scale import AdaScale, NoiseMeter
 
 
 def to_stderr(text: str) -> None:
@@ -35,6 +36,8 @@ class State:
     optimizer: Optimizer
     loader: Loader
     scale: LossScale
+    meter: NoiseMeter | None = None  # of the gradient noise scale, where it is asked for
+    adascale: AdaScale | None = None
     step: int = 0
     stopped: bool = False  # asked to, before the last step
     saved: bool = True  # and what was done until then is on the disk

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import time
 
 import pytest
 import torch
@@ -70,6 +71,7 @@ def test_the_first_failure_of_threads_ends_the_rest():
         begun.append(number)
         if number == 0:
             raise OSError("the first")
+        time.sleep(0.001)  # ten seconds in all: time for the failure to be noticed
 
     with pytest.raises(OSError, match="the first"):
         storage.side_by_side(work, range(10_000), 2)

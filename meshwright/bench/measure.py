@@ -179,7 +179,7 @@ def measure(place: Place, run: Run, cache: Path, folder: Path, traced: int) -> N
 
 def _ideal(run: Run, device: str) -> dict[str, float]:
     """Seconds of each kind of operation if every rank worked at the peak; nothing where that is not known."""
-    peak = peak_flops_per_second(device, run.plan.precision)
+    peak = peak_flops_per_second(device, run.plan.arithmetic)
     if not peak:
         return {}
     attention = attention_flops(run.arch, run.sequence, run.batch)
@@ -225,7 +225,7 @@ def _answer(
     allocated, reserved = _largest([grown, torch.cuda.max_memory_reserved(mesh.device) if cuda else 0], mesh)
     device = torch.cuda.get_device_name(mesh.device) if cuda else "cpu"
     seconds = statistics.median(steps)
-    peak = peak_flops_per_second(device, run.plan.precision)
+    peak = peak_flops_per_second(device, run.plan.arithmetic)
     span = statistics.fmean(result.span for result in counted)
     flops = step_flops(run.arch, run.sequence, run.batch, span)
     causal = causal_step_flops(run.arch, run.sequence, run.batch, span)

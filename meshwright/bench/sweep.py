@@ -68,7 +68,7 @@ def predicted(run: Run, found: dict[str, Any], here: PredictionSource) -> dict[s
         "predicted_from": source,
         "mfu_of": "the data sheet's peak" if found["mfu"] else "",
     }
-    peak = machines.gpu.peak(run.plan.precision) * run.plan.world
+    peak = machines.gpu.peak(run.plan.arithmetic) * run.plan.world
     if found["mfu"] or not peak:
         return answer
     seconds, size = found["step_seconds"], (run.sequence, run.batch, span)

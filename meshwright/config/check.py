@@ -94,6 +94,9 @@ def _precision(run: Run) -> Iterator[Problem]:
     if plan.precision == "fp8" and (tokens := plan.microbatch * run.sequence // plan.cp) % FP8_MULTIPLE:
         what = f"plan.precision = fp8 needs the {tokens} tokens of a microbatch to be a multiple of {FP8_MULTIPLE}"
         yield Problem(what, "use a sequence or a microbatch that makes it one, or plan.precision = bf16", "sequence")
+    if plan.tf32 and plan.precision == "fp64":
+        what = "plan.tf32 is for matmuls of fp32 numbers, and plan.precision = fp64 has none"
+        yield Problem(what, "use plan.precision = fp32, or leave plan.tf32 out", "plan.tf32")
     if plan.precision == "fp8" and plan.deterministic:
         what = "plan.precision = fp8 computes scales of whole tensors, and plan.deterministic splits them differently"
         yield Problem(what, "use plan.precision = bf16, or leave plan.deterministic out", "plan.precision")

@@ -183,6 +183,8 @@ def mathematics(run: Run) -> dict[str, Any]:
     for name in FP8_KEYS:
         if run.plan.precision == "fp8" and run.plan.uses(name):
             values[name] = getattr(run.plan, name)
+    if run.plan.tf32:
+        values["tf32"] = True
     if run.optim.adascale:  # which measures the gradients of microbatches
         values["microbatch"] = run.plan.microbatch
     if run.plan.activation_quant != "none":

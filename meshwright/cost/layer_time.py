@@ -176,8 +176,8 @@ def layer_model(job: Job, efficiency: Efficiency | None = None) -> LayerModel:
     )
     return LayerModel(
         job=msgspec.structs.replace(job, plan=levelled, masked=False),
-        rates=rates(job.cluster.gpu, reached, plan.precision, plan.fp8_accumulate == "exact"),
-        head=rates(job.cluster.gpu, reached, "bf16" if plan.precision == "fp8" else plan.precision),
+        rates=rates(job.cluster.gpu, reached, plan.arithmetic, plan.fp8_accumulate == "exact"),
+        head=rates(job.cluster.gpu, reached, "bf16" if plan.precision == "fp8" else plan.arithmetic),
         tokens=plan.microbatch * job.sequence / plan.cp,
         host=host * (speed.compiled_host if policy.compiled else 1.0),
         policy=activation_policy(msgspec.structs.replace(job, plan=levelled)),

@@ -12,12 +12,12 @@ import msgspec
 from meshwright.cost.traffic import Axis, Collective, Kind
 from meshwright.hardware.cluster import Cluster, Gpu, Link
 from meshwright.hardware.stacks import Efficiency
-from meshwright.spec.plan import Plan, Precision
+from meshwright.spec.plan import Arithmetic, Plan
 
 HALF = 0.5  # of all pairs of positions a causal kernel computes
 BACKWARD_ATTENTION = 2.5  # the backward of fused attention has five products where the forward has two
 NARROW = 2  # bytes of a number in the arithmetic of a product; fp8 is made from it and returns it
-WIDE = ("fp32", "fp64")  # precisions of four bytes or more
+WIDE = ("fp32", "tf32", "fp64")  # precisions of four bytes or more
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +38,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @lru_cache(maxsize=256)
-def rates(gpu: Gpu, efficiency: Efficiency, precision: Precision, exact_fp8: bool = False) -> Rates:
+def rates(gpu: Gpu, efficiency: Efficiency, precision: Arithmetic, exact_fp8: bool = False) -> Rates:
     """The data sheet, as far as kernels reach it; `exact_fp8`: matmuls of gradients accumulate in fp32."""
     peak = peak_of(gpu, precision)
     attention = peak_of(gpu, "bf16") if precision == "fp8" else peak  # attention stays in bf16 beside fp8 products
@@ -60,12 +60,12 @@ def rates(gpu: Gpu, efficiency: Efficiency, precision: Precision, exact_fp8: boo
     )
 
 
-def peak_of(gpu: Gpu, precision: Precision) -> float:
+def peak_of(gpu: Gpu, precision: Arithmetic) -> float:
     """Operations a second; a precision without a figure is taken as the next one that has it."""
-    order: tuple[Precision, ...] = {"fp8": ("fp8", "bf16", "fp16"), "bf16": ("bf16",), "fp16": ("fp16", "bf16")}.get(
-        precision, ()
-    )
-    return next((peak for each in order if (peak := gpu.peak(each))), gpu.fp32)
+    order: dict[Arithmetic, tuple[Arithmetic, ...]] = {
+        "fp8": ("fp8", "bf16", "fp16"), "bf16": ("bf16",), "fp16": ("fp16", "bf16"), "tf32": ("tf32",),
+    }  # fmt: skip
+    return next((peak for each in order.get(precision, ()) if (peak := gpu.peak(each))), gpu.fp32)
 
 
 def product_seconds(m: float, n: float, k: float, at: Rates, back: bool = False) -> float:

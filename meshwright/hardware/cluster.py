@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from meshwright.config import schema
-from meshwright.spec.plan import Precision
+from meshwright.spec.plan import Arithmetic
 from meshwright.spec.problem import InputError, Problem, mistake
 from meshwright.spec.units import GIB
 
@@ -51,9 +51,9 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     fp16: float = 0.0
     fp8: float = 0.0
 
-    def peak(self, precision: Precision) -> float:
+    def peak(self, precision: Arithmetic) -> float:
         """Operations a second of matmuls; 0 where the device has no such arithmetic or no figure is known."""
-        return {"fp32": self.fp32, "bf16": self.bf16, "fp16": self.fp16, "fp8": self.fp8}.get(precision, 0.0)
+        return 0.0 if precision == "fp64" else getattr(self, precision)
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -269,7 +269,7 @@ def cluster_of_device(device_name: str, gpus: int) -> Cluster:
     return cluster(f"{gpus}x{card}")
 
 
-def peak_flops_per_second(device_name: str, precision: Precision) -> float | None:
+def peak_flops_per_second(device_name: str, precision: Arithmetic) -> float | None:
     """The data sheet's rate for a device as its driver names it, None when the device or its rate is not known."""
     name = recognised(device_name, catalogue().cards)
     if name is None:

@@ -18,6 +18,12 @@ from meshwright.spec.plan import Plan
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
+def pin(plan: Plan, device: torch.device) -> None:
+    """Choose how matmuls of fp32 numbers round, for the rest of this process: IEEE's way, or TF32's where allowed."""
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if plan.tf32 else "highest")
+
+
 def wrap(model: nn.Module, plan: Plan, mesh: Mesh, model_spec: ModelSpec) -> nn.Module:
     """Let the linear layers of all blocks run in FP8 if the plan says so; those outside the blocks stay in bf16."""
     if plan.precision != "fp8":

@@ -16,6 +16,7 @@ from meshwright.spec.problem import Problem
 from meshwright.spec.schedule import Schedule
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp64"]
+Arithmetic = Precision | Literal["tf32"]  # what a device has a peak of
 
 AXES = ("pp", "replicate", "shard", "cp", "tp")  # of the world, outermost to innermost: the chattiest are neighbours
 Affects = Literal["memory", "time", "numerics"]
@@ -48,6 +49,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     fp8_scaling: Literal["tensorwise", "rowwise"] = "tensorwise"
     fp8_accumulate: Literal["fast", "exact"] = "fast"
     fp8_grad: Literal["e4m3", "e5m2"] = "e4m3"
+    tf32: bool = False
     bf16_params: bool = False
     optimizer_offload: Literal["none", "host", "disk"] = "none"
     optimizer_offload_update: Literal["host", "device"] = "host"
@@ -77,6 +79,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def shards(self) -> int:
         """Ranks over which a weight's part is sharded."""
         return self.shard * self.cp if self.zero else 1
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """That most matmuls run in: fp32's own, unless TF32 is allowed."""
+        return "tf32" if self.precision == "fp32" and self.tf32 else self.precision
 
     @property
     def attends_whole(self) -> bool:
@@ -214,6 +221,12 @@ FIELDS = (
         "fp8_grad",
         "of fp8: the format of gradients; e5m2 has more range and one bit less",
         affects=("numerics",),
+        searched=False,
+    ),
+    PlanField(
+        "tf32",
+        "matmuls of fp32 numbers in TF32 on GPUs that have it: 11 bits of each factor, sums in fp32",
+        affects=("time", "numerics"),
         searched=False,
     ),
     PlanField(

@@ -475,5 +475,5 @@ def peak_of(mesh: Mesh, run: Run) -> float | None:
     """The arithmetic peak of all ranks together, None where it is not known."""
     if mesh.device.type != "cuda":
         return None
-    peak = peak_flops_per_second(torch.cuda.get_device_name(mesh.device), run.plan.precision)
+    peak = peak_flops_per_second(torch.cuda.get_device_name(mesh.device), run.plan.arithmetic)
     return peak * mesh.world if peak else None

@@ -12,7 +12,7 @@ from torch import Tensor
 from meshwright.config.run import Run
 from meshwright.optim import clip
 from meshwright.optim.interface import learning_rate
-from meshwright.parallel import compile, deterministic
+from meshwright.parallel import compile, deterministic, precision
 from meshwright.parallel.mesh import Mesh
 from meshwright.train.noise_scale import GradientNoise
 from meshwright.train.saving import Pause, Save, Votes, saving
@@ -86,6 +86,7 @@ def train(
     this ends there, with `state.stopped`.
     """
     deterministic.pin(run.plan, mesh.device)
+    precision.pin(run.plan, mesh.device)
     with saving(run, state, mesh, folder) as save:
         yield from steps(run, state, mesh, save, stop or Stop())
         state.optimizer.settle()  # whoever reads weights afterwards sees them moved

@@ -202,7 +202,62 @@ ADAFACTOR = OptimizerSpec(
     temporaries=4,
 )
 
-OPTIMIZERS: Mapping[str, OptimizerSpec] = {each.name: each for each in (ADAMW, SGD, ADAFACTOR)}  # by optim.name
+SM3 = OptimizerSpec(
+    name="sm3",
+    label="SM3",
+    held="SM3's momentum and accumulators of rows and columns",
+    states=(
+        StateTensor(name="row", label="row accumulators", shape="rows", of="matrices"),
+        StateTensor(name="column", label="column accumulators", shape="columns", of="matrices"),
+        StateTensor(name="second", label="accumulator", of="vectors"),
+        StateTensor(name="momentum", label="momentum"),
+    ),
+    whole=True,
+    reductions=(
+        (
+            Statistic(shape="rows", of="matrices", op="max"),
+            Statistic(shape="columns", of="matrices", op="max"),
+        ),
+    ),
+    keys=("momentum",),
+    flops=20,
+    update_bytes=180,
+    rounded_bytes=220,
+    temporaries=5,
+)
+
+LION = OptimizerSpec(
+    name="lion",
+    label="Lion",
+    held="Lion's momentum",
+    states=(StateTensor(name="first", label="momentum"),),
+    keys=("beta1", "beta2"),
+    defaults=(("beta2", 0.99),),
+    flops=11,
+    update_bytes=84,
+    rounded_bytes=174,  # SGD's, and four further operators
+    bf16_state_bytes=72,  # the same of its passes
+)
+
+LAMB = OptimizerSpec(
+    name="lamb",
+    label="LAMB",
+    held="LAMB's two",
+    states=(FIRST, SECOND),
+    whole=True,
+    reductions=((Statistic(shape="tensor", of="matrices"), Statistic(shape="tensor", of="matrices")),),
+    is_exact=False,
+    keys=("beta1", "beta2", "eps"),
+    defaults=(("beta2", 0.999), ("eps", 1e-6)),
+    flops=30,
+    update_bytes=250,
+    rounded_bytes=290,
+    temporaries=5,
+)
+
+OPTIMIZERS: Mapping[str, OptimizerSpec] = {
+    each.name: each for each in (ADAMW, SGD, ADAFACTOR, SM3, LION, LAMB)
+}  # by optim.name
 
 
 class HasOptions(Protocol):
@@ -249,6 +304,9 @@ BESIDE = frozenset(("weight", "low"))  # kinds of tensors that are no optimizer'
 
 
 def saved_by(kinds: Iterable[str]) -> OptimizerSpec | None:
-    """The optimizer whose states are the kinds of tensors that a checkpoint has beside the weights."""
+    """The optimizer whose states are the kinds of tensors that a checkpoint has beside the weights.
+
+    LAMB's are AdamW's, which it may take over.
+    """
     held = set(kinds) - BESIDE
     return next((each for each in DESCRIPTIONS.values() if held == set(each.state_names)), None)

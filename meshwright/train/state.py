@@ -14,6 +14,7 @@ from meshwright.config.run import Run
 from meshwright.data.loader import Loader
 from meshwright.optim.clip import LossScale
 from meshwright.optim.interface import Optimizer
+from meshwright.optim.outer import NoOuterLoop
 from meshwright.parallel import precision
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pipeline import placement
@@ -35,6 +36,7 @@ class State:
     optimizer: Optimizer
     loader: Loader
     scale: LossScale
+    outer: NoOuterLoop
     step: int = 0
     stopped: bool = False  # asked to, before the last step
     saved: bool = True  # and what was done until then is on the disk

@@ -23,7 +23,8 @@ POSITIVE = (
 )  # fmt: skip
 NATURAL = (
     "seed", "eval.every", "checkpoint.every", "checkpoint.keep_every", "eval.sample_tokens", "optim.warmup",
-    "optim.sync_warmup", "faults.restarts", "faults.not_finite", "faults.compare_every", "arch.experts", "arch.shared_experts",
+    "optim.sync_warmup", "faults.restarts", "faults.not_finite", "faults.compare_every", "arch.experts",
+    "arch.shared_experts",
 )  # fmt: skip
 ARCH_COUNTS = ("vocab", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "context", "moe_every")
 ARCH_LIMIT = 10**9  # no dimension of any model; stops a typing slip before it asks for the memory

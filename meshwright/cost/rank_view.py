@@ -184,6 +184,20 @@ def cut_shape(param: Param, tp: tuple[int, int], ep: int) -> tuple[int, ...]:
     return tuple(shape)
 
 
+def updated_elements(group: ParamGroup, view: RankView) -> int:
+    """Elements of a rank's shard without its padding: the optimizer sees no more."""
+    plan, (_, shards), found = view.plan, grid(group, view.plan), 0
+    rank = view.at("shard") * plan.cp + view.at("cp") if plan.zero else 0
+    rank //= plan.ep if group.shared_by_ep and plan.zero else 1
+    for param in group.params:
+        shape = local_shape(param, view)
+        if len(shape) == 3 and any(size % shards == 0 for size in shape):
+            found += math.prod(shape) // shards
+        else:
+            found += share(shape[0], shards, rank) * math.prod(shape[1:])
+    return group.count * found
+
+
 def padded(shape: tuple[int, ...], shards: int) -> int:
     """Numbers that travel when a weight is gathered from its shards: equal parts, the last ones filled up.
 

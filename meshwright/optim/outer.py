@@ -28,12 +28,10 @@ from meshwright.optim.outer_quant import Codes
 from meshwright.parallel.deterministic import bit_sum
 from meshwright.parallel.mesh import Mesh, join, local
 from meshwright.runtime.failure import Exit, Failure, FailureError
-from meshwright.spec.outer import ANCHOR, MOMENTUM, calendar, fragment_of, outer_states
+from meshwright.spec.outer import ANCHOR, MOMENTUM, TALLY, calendar, fragment_of, outer_states
 from meshwright.spec.params import params
 
 HALF = 2**32  # checksums travel in two numbers that a double holds exactly
-# What replicas tell each other when they meet, a double each.
-TALLY = ("loss", "tokens", "votes", "updates", "loss_scale", "streak", "sum_high", "sum_low")
 
 Tensors = list[Tensor]
 OuterUpdate = Callable[[Tensors, Tensors, Tensors, float], None]
@@ -178,7 +176,7 @@ class OuterLoop(NoOuterLoop):
             dist.all_reduce(flat, group=self.group)
             torch._foreach_copy_(wide, _like(flat.div_(parts), wide))
             return
-        delta = torch._foreach_sub(bucket.anchor, wide)
+        delta = list(torch._foreach_sub(bucket.anchor, wide))
         if codes.bits:
             mean = codes.mean(delta, self.group)
         else:
@@ -205,7 +203,9 @@ class OuterLoop(NoOuterLoop):
         tokens = torch.full_like(self.loss, self.tokens)
         halves = torch.stack([self.checksum >> 32, self.checksum % HALF])
         own = torch.stack([self.loss, tokens, votes, count.double(), scale.value, scale.streak])
-        rows = join(torch.cat([own, halves.double()])[None], 0, self.group)
+        mine = torch.cat([own, halves.double()])
+        assert mine.numel() == TALLY, "what the planner counts"
+        rows = join(mine[None], 0, self.group)
         count.fill_(rows[:, 3].amax())
         scale.value, scale.streak = rows[:, 4].amin(), rows[:, 5].amin()
         if self.checksum.device.type == "cpu" or self.calendar.due(step):

@@ -14,6 +14,7 @@ ANCHOR, MOMENTUM = "anchor", "outer_momentum"  # in checkpoints: the weights as 
 BLOCK, MOST_TP = 128, 8  # elements that share a scale, at most, in rows that so many ranks of tp may cut
 SCALE_BYTES = 4  # fp32
 BITS = {"int8": 8, "int4": 4}
+TALLY = 8  # numbers that replicas tell each other when they meet; see optim/outer.py
 
 
 class SyncCalendar(msgspec.Struct, frozen=True, kw_only=True):

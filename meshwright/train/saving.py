@@ -52,7 +52,7 @@ def holdings(state: State, run: Run, mesh: Mesh) -> list[TensorShard]:
         mine = owners[name] == mesh.place["pp"] and name not in seen
         seen.add(name)
         region = tuple((part.start, part.stop) for part in region_of(weight))
-        tensors = held[id(weight)] | outer.get(id(weight), {})
+        tensors = {**held[id(weight)], **outer.get(id(weight), {})}
         for apart in (False, True):
             kinds = tuple(kind for kind in tensors if (kind in own) == apart)
             copy, copies = standing(weight, mesh, apart)

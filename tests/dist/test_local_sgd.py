@@ -1,22 +1,29 @@
 """Replicas that sync rarely: equal to a process that trains them one after another, saved and resumed."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
 from commands import meshwright
+from test_traffic import level
 from trials import CPU, corpus_file, drive, losses_of, made, make_corpus, make_run, mesh_of
 from worlds import world
 
+from meshwright.cost.layout import layout_of, states
+from meshwright.cost.traffic import of_every_step, traffic
 from meshwright.optim.outer import OuterLoop
 from meshwright.parallel.mesh import Mesh, local
 from meshwright.runtime.failure import FailureError
 from meshwright.runtime.run_folder import Claim
 from meshwright.train.loop import EvalResult, StepResult, train
+from meshwright.train.oom import held
 from meshwright.train.saving import digest_of, restore
 from meshwright.train.state import State
+from meshwright.verify.collectives import Call, differences, implied, observing
 
 QUIET = ("data.eval_fraction=0.0",)
 DILOCO = ("plan.replicate=2", "plan.sync_every=2", "plan.outer=diloco")
@@ -179,6 +186,85 @@ def test_another_number_of_replicas_goes_on_from_a_sync(folder):
     assert restored.step == 4
     assert not apart(state, mesh)
     assert all(loss < 7 for loss in losses_of(run, mesh, state))
+
+
+SMALL = ("arch.layers=3", *QUIET, "steps=8", "plan.precision=fp32")
+SENT = {
+    2: [
+        ("plan.replicate=2", "plan.sync_every=3"),
+        ("plan.replicate=2", "plan.sync_every=3", "plan.outer=diloco", "plan.precision=bf16", "plan.grad_accum=2"),
+        ("plan.replicate=2", "plan.sync_every=3", "plan.outer=slowmo", "plan.outer_fragments=3", "arch.hidden=80"),
+        ("plan.replicate=2", "plan.sync_every=3", "plan.outer_quant=int4", "arch.vocab=257"),
+    ],
+    4: [
+        (*DILOCO, "plan.shard=2", "plan.zero=3", "plan.outer_quant=int4", "plan.precision=bf16"),
+        (*DILOCO, "plan.tp=2", "plan.outer_quant=int8"),
+        (*DILOCO, "plan.cp=2", "plan.outer_fragments=2"),
+        (*DILOCO, "plan.pp=2", "plan.grad_accum=4", "arch.tied=true"),
+        (*DILOCO, "plan.shard=2", "plan.zero=2", "plan.ep=2", "arch.preset=tiny-moe", "plan.outer_quant=int8"),
+        (*DILOCO, "plan.shard=2", "plan.zero=1", "arch.context=33", "arch.positions=learned"),
+    ],
+}
+
+
+def sent_otherwise(folder: Path, *words: str) -> list[str]:
+    """Where the steps of a whole interval differ from the arithmetic: one by one between syncs, and in all."""
+    run, mesh, state = made(make_run(folder, *SMALL, *words), folder, CPU)
+    said = traffic(run.arch, run.plan, run.sequence, place=mesh.place)
+    every, steps, total, found = run.plan.sync_every, train(run, state, mesh), Counter[Call](), list[str]()
+    for _ in range(every):  # what is made at first use
+        next(steps)
+    for step in range(every + 1, 2 * every + 1):
+        with observing() as seen:
+            next(steps)
+        seen = level(seen, run, mesh)
+        total += seen
+        if not state.outer.calendar.due(step):
+            found += differences(seen, implied(of_every_step(said), run.plan, mesh))
+    state.loader.close()
+    for each in said:
+        if each.every == 1:
+            each = msgspec.structs.replace(each, count=every * each.count)
+        total.subtract(implied([each], run.plan, mesh))
+    return [*found, *(f"{run.plan}: {call}: {times}" for call, times in total.items() if times)]
+
+
+@world(2)
+def test_two_replicas_send_what_the_plan_implies_and_mostly_nothing(folder):
+    assert not [text for words in SENT[2] for text in sent_otherwise(folder, *words)]
+
+
+@world(4)
+def test_four_ranks_send_what_the_plan_implies(folder):
+    assert not [text for words in SENT[4] for text in sent_otherwise(folder, *words)]
+
+
+def held_otherwise(folder: Path, *words: str) -> list[str]:
+    """Where what a rank holds after a sync differs from the ledger."""
+    run, mesh, state = made(make_run(folder, *SMALL, *words), folder, CPU)
+    steps = train(run, state, mesh)
+    for _ in range(run.plan.sync_every):
+        next(steps)
+    layout = layout_of(run.plan)
+    said = {line.name: line.bytes for line in states(run.arch, run.plan, mesh.place, layout)}
+    seen = held(state, layout)
+    state.loader.close()
+    names = ("moments", "outer_states")  # weights and gradients are padded
+    return [
+        f"{run.plan}: {name}: {seen[name]}, not {said.get(name, 0)}"
+        for name in names
+        if seen[name] != said.get(name, 0)
+    ]
+
+
+@world(2)
+def test_two_replicas_hold_what_the_plan_implies(folder):
+    assert not [text for words in SENT[2] for text in held_otherwise(folder, *words)]
+
+
+@world(4)
+def test_four_ranks_hold_what_the_plan_implies(folder):
+    assert not [text for words in SENT[4] for text in held_otherwise(folder, *words)]
 
 
 @world(2)

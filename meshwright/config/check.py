@@ -376,7 +376,7 @@ def _outer_beside(run: Run, stated: str) -> Iterator[Problem]:
     cut = [param for param in params(run.arch) if _cuts_a_block(param, plan)] if plan.outer_quant != "none" else []
     if cut:
         what = f"plan.tp = {plan.tp} cuts {cut[0].name} within a block of {block_length(cut[0].shape[-1])} elements"
-        remedy = f"use plan.tp of at most {MOST_TP}, a power of two, or leave plan.outer_quant out"
+        remedy = f"use plan.tp up to {MOST_TP} of rows that are a multiple of it, or leave plan.outer_quant out"
         yield Problem(
             f"{what}, which share a scale of plan.outer_quant = {plan.outer_quant}", remedy, "plan.outer_quant"
         )

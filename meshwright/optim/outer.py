@@ -232,6 +232,19 @@ def outer_loop(
     return OuterLoop(run, chunks, optimizer, scale, mesh) if run.plan.parts > 1 else NoOuterLoop(run)
 
 
+def described(run: Run) -> list[str]:
+    """A line for the log about what replicas that sync rarely do; none without an outer loop."""
+    plan = run.plan
+    if plan.parts == 1:
+        return []
+    warm = f", after {run.optim.sync_warmup} steps of plain training" if run.optim.sync_warmup else ""
+    fragments = f" in {plan.outer_fragments} fragments" if plan.outer_fragments > 1 else ""
+    return [
+        f"outer loop: {plan.parts} replicas sync every {plan.sync_every} steps{fragments} ({plan.outer}){warm}; in between "
+        "losses and norms are those of a rank's own replica. Saves, validation losses and a stop wait for the next sync"
+    ]
+
+
 def _buckets(run: Run, chunks: Sequence[nn.Module], optimizer: Optimizer) -> Iterator[Bucket]:
     """Each block of each chunk, under ep its experts apart, and what is outside the blocks."""
     table = {param.name: param for param in params(run.arch)}

@@ -8,6 +8,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
@@ -31,6 +32,7 @@ from meshwright.checkpoint.storage import READ_BYTES, THREADS, CorruptError, Dam
 from meshwright.config.run import Run, digests
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec.optimizers import saved_by
+from meshwright.spec.outer import ANCHOR, MOMENTUM, kind_of, of_part, part_of
 from meshwright.spec.problem import InputError, Problem
 
 WEIGHT = "weight/"  # how the names of weights begin, among those of optimizer states
@@ -203,6 +205,7 @@ def _tried(
 ) -> tuple[Manifest | None, str | None]:
     try:
         with StepReader(folder, pinned=any(holding.tensor.is_cuda for holding in holdings)) as reader:
+            holdings = as_saved(reader.manifest, holdings)
             check_optimizer(reader.manifest, folder, holdings)
             if run is not None:
                 check_run(reader.manifest, folder, run, earlier)
@@ -213,10 +216,28 @@ def _tried(
         return None, str(error)
 
 
+def as_saved(manifest: Manifest, holdings: Sequence[TensorShard]) -> list[TensorShard]:
+    """What to fill from a step whose replicas were others: theirs are taken in turn, and outer states begin anew.
+
+    Replicas that sync rarely have each saved what they alone had.
+    """
+    there = {tensor.name for tensor in manifest.tensors}
+    parts = 1 + max(map(part_of, there), default=0)
+    found = []
+    for holding in holdings:
+        kind, name = kind_of(holding.name), holding.name.partition("/")[2]
+        saved = f"{of_part(kind, part_of(holding.name) % parts)}/{name}"
+        if saved not in there:
+            saved = f"{kind}/{name}"  # all replicas had the same
+        if saved in there or kind not in (ANCHOR, MOMENTUM):
+            found.append(replace(holding, name=saved))
+    return found
+
+
 def check_optimizer(manifest: Manifest, folder: Path, holdings: Sequence[TensorShard]) -> None:
     """Its optimizer states must be of the kinds that this rank holds; else no step of the run can be used."""
-    saved = saved_by(tensor.name.partition("/")[0] for tensor in manifest.tensors)
-    here = saved_by(holding.name.partition("/")[0] for holding in holdings)
+    saved = saved_by(kind_of(tensor.name) for tensor in manifest.tensors)
+    here = saved_by(kind_of(holding.name) for holding in holdings)
     if saved is not None and here is not None and saved != here:
         what = f"{folder} was saved by {saved.label}, whose states {here.label} cannot use"
         remedy = f"set optim.name = {saved.name}, or start another run from its weights by init.from"

@@ -19,7 +19,7 @@ from meshwright.cli.plan_tables import as_record, found_words, plan_words
 from meshwright.cli.query import PlanQuery, described, flags, put
 from meshwright.config import check, load, presets
 from meshwright.config.run import Run
-from meshwright.cost.traffic import bytes_by_axis, traffic
+from meshwright.cost.traffic import Collective, bytes_by_axis, traffic
 from meshwright.hardware.cluster import cluster
 from meshwright.report import plan_charts
 from meshwright.report.html import page
@@ -411,9 +411,15 @@ def collectives(options: argparse.Namespace) -> int:
     found = traffic(run.arch, run.plan, run.sequence, optimizer=description_of(run.optim), noise=run.measures_noise)
     totals = ", ".join(f"{axis} {size:,}" for axis, size in bytes_by_axis(found).items())
     lines = [f"plan: {run.plan}", f"{'kind':<16}{'axis':<18}{'calls':>8}{'bytes/call':>18}"]
-    lines += [f"{each.kind:<16}{each.axis:<18}{each.count:>8}{each.bytes:>18,}" for each in found]
-    show(options, found, [*lines, f"total: {totals or 'nothing'}"])
+    lines += [f"{each.kind:<16}{each.axis:<18}{each.count:>8}{each.bytes:>18,}{_rarely(each)}" for each in found]
+    rare = sum(each.total_bytes for each in found if each.every > 1)
+    lines += [f"of a sync: outer {rare:,}"] if rare else []
+    show(options, found, [*lines, f"total{' per step, on average' if rare else ''}: {totals or 'nothing'}"])
     return Exit.DONE
+
+
+def _rarely(call: Collective) -> str:
+    return f"  once in {call.every} steps" if call.every > 1 else ""
 
 
 def _run(target: str | None, overrides: list[str], ranks: int) -> Run:

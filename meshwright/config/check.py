@@ -8,6 +8,8 @@ from operator import attrgetter
 from meshwright.config.run import FP8_KEYS, Data, Optim, Run
 from meshwright.spec import plan as recompute
 from meshwright.spec.optimizers import OPTIMIZERS
+from meshwright.spec.outer import MOST_TP, block_length
+from meshwright.spec.params import Param, Split, params
 from meshwright.spec.plan import AXES, Plan
 from meshwright.spec.problem import InputError as InputError
 from meshwright.spec.problem import Problem
@@ -17,11 +19,12 @@ SPLIT_BACKWARD: tuple[Schedule, ...] = ("zb1p", "zbv", "dualpipev")  # for a blo
 FP8_MULTIPLE = 16  # of every dimension of a matmul, the reduced one too
 POSITIVE = (
     "steps", "sequence", "batch", "plan.microbatch", "plan.grad_accum", *(f"plan.{axis}" for axis in AXES), "plan.ep",
-    "plan.chunks", "log.every", "eval.batches", "checkpoint.keep_last",
+    "plan.chunks", "plan.sync_every", "plan.outer_fragments", "log.every", "eval.batches", "checkpoint.keep_last",
 )  # fmt: skip
 NATURAL = (
     "seed", "eval.every", "checkpoint.every", "checkpoint.keep_every", "eval.sample_tokens", "optim.warmup",
-    "faults.restarts", "faults.not_finite", "faults.compare_every", "arch.experts", "arch.shared_experts",
+    "optim.sync_warmup", "faults.restarts", "faults.not_finite", "faults.compare_every", "arch.experts",
+    "arch.shared_experts",
 )  # fmt: skip
 ARCH_COUNTS = ("vocab", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "context", "moe_every")
 ARCH_LIMIT = 10**9  # no dimension of any model; stops a typing slip before it asks for the memory
@@ -59,6 +62,11 @@ def warnings(run: Run) -> list[str]:
         notes.append(
             "arch.router = gshard: first choices are served before any second one, so a later token can take the slot "
             "of an earlier one's second expert. Generation may differ slightly from training; more capacity lessens it."
+        )
+    if run.plan.sync_every == 1 and run.plan.uses("outer"):
+        notes.append(
+            f"plan.outer = {run.plan.outer} is not used: with plan.sync_every = 1 replicas never part, and training "
+            "is plain. Set plan.sync_every to the steps between two syncs."
         )
     return notes
 
@@ -276,6 +284,8 @@ def _experts(run: Run) -> Iterator[Problem]:
         what = f"arch.experts = {experts} cannot be distributed evenly over plan.ep = {plan.ep} ranks"
         yield Problem(what, f"use a plan.ep that divides {experts}", "plan.ep")
     lenders, axes = (plan.shards, "shard · cp") if plan.zero else (plan.copies, "replicate · cp")
+    if plan.parts > 1 and not plan.zero:
+        axes = "cp"  # replicas that sync rarely have all experts each
     if lenders % plan.ep:
         what = f"plan.ep = {plan.ep} borrows its ranks from {axes} = {lenders}, which it does not divide"
         yield Problem(what, f"use a plan.ep that divides {lenders}, or another plan.{axes.split()[0]}", "plan.ep")
@@ -307,6 +317,85 @@ def _deterministic(run: Run) -> Iterator[Problem]:
                 f"use plan.{name} = {1 << (value.bit_length() - 1)} or {1 << value.bit_length()}",
                 f"plan.{name}",
             )
+
+
+def _outer(run: Run) -> Iterator[Problem]:
+    """Replicas that sync every so many steps."""
+    plan, optim, key = run.plan, run.optim, "plan.sync_every"
+    if plan.sync_every <= 1:
+        yield from _no_outer(run)
+        return
+    stated = f"{key} = {plan.sync_every}"
+    if plan.replicate == 1:
+        what = f"{stated} (plan.outer = {plan.outer}) is for replicas that sync rarely, and plan.replicate = 1"
+        yield Problem(what, f"set plan.replicate to 2 or more, or leave {key} out", key)
+    if plan.sync_every > run.steps:
+        what = f"{stated} is more than the steps = {run.steps} of the run: replicas would never sync before its end"
+        yield Problem(what, f"use {key} of at most {run.steps}, or more steps", key)
+    if optim.sync_warmup >= run.steps:
+        what = f"optim.sync_warmup = {optim.sync_warmup} is not shorter than the run, whose steps = {run.steps}"
+        yield Problem(what, f"use at most {run.steps - 1}, or leave {key} out", "optim.sync_warmup")
+    most = min(plan.sync_every, run.arch.layers)
+    if plan.outer_fragments > most:
+        what = f"plan.outer_fragments = {plan.outer_fragments} is more than the layers, or the steps between two syncs"
+        yield Problem(what, f"use at most {most}", "plan.outer_fragments")
+    if plan.outer == "average":
+        yield from _idle_keys(run, "plan.outer = average takes no outer step", "set plan.outer = diloco or slowmo")
+    yield from _outer_beside(run, stated)
+
+
+def _no_outer(run: Run) -> Iterator[Problem]:
+    """What would be ignored without an outer loop."""
+    remedy = "set plan.sync_every to 2 or more"
+    for name in ("outer_fragments", "outer_quant"):
+        if run.plan.uses(name) and run.plan.sync_every == 1:
+            what = f"plan.{name} = {getattr(run.plan, name)} is of an outer loop, and plan.sync_every = 1 has none"
+            yield Problem(what, f"{remedy}, or leave plan.{name} out", f"plan.{name}")
+    yield from _idle_keys(run, "plan.sync_every = 1 is plain training, without an outer loop", remedy)
+    if run.optim.sync_warmup > 0:
+        what = f"optim.sync_warmup = {run.optim.sync_warmup} is of an outer loop, and plan.sync_every = 1 has none"
+        yield Problem(what, f"{remedy}, or leave optim.sync_warmup out", "optim.sync_warmup")
+
+
+def _idle_keys(run: Run, what: str, remedy: str) -> Iterator[Problem]:
+    for name in ("outer_lr", "outer_momentum"):
+        if getattr(run.optim, name) != getattr(Optim(), name):
+            value = f"optim.{name} = {getattr(run.optim, name):g} is not used: {what}"
+            yield Problem(value, f"{remedy}, or leave optim.{name} out", f"optim.{name}")
+
+
+def _outer_beside(run: Run, stated: str) -> Iterator[Problem]:
+    """What replicas that sync rarely cannot be combined with."""
+    plan, key = run.plan, "plan.sync_every"
+    if plan.deterministic:
+        what = f"plan.deterministic has the same bits for every plan.replicate, which {stated} makes other mathematics"
+        yield Problem(what, "leave one of them out", key)
+    if plan.cpu_offload:
+        what = f"{stated} syncs weights on the device, and plan.cpu_offload keeps them in host memory"
+        yield Problem(what, "leave one of them out; plan.zero = 3 shards weights over plan.shard ranks", key)
+    if run.optim.master_weights != "fp32":
+        what = f"{stated} averages fp32 master weights, and optim.master_weights = {run.optim.master_weights} has none"
+        yield Problem(what, "leave one of them out", key)
+    cut = [param for param in params(run.arch) if _cuts_a_block(param, plan)] if plan.outer_quant != "none" else []
+    if cut:
+        what = f"plan.tp = {plan.tp} cuts {cut[0].name} within a block of {block_length(cut[0].shape[-1])} elements"
+        remedy = f"use plan.tp up to {MOST_TP} of rows that are a multiple of it, or leave plan.outer_quant out"
+        yield Problem(
+            f"{what}, which share a scale of plan.outer_quant = {plan.outer_quant}", remedy, "plan.outer_quant"
+        )
+
+
+def _cuts_a_block(param: Param, plan: Plan) -> bool:
+    """Whether ranks inside a replica have parts of elements that share a scale."""
+    if len(param.shape) == 1:
+        return False
+    first, last = param.shape[0] // (plan.ep if param.expert else 1), param.shape[-1]
+    block, width = block_length(last), last
+    if param.split is Split.ROW:
+        width = last // max(plan.tp, 1)
+    elif param.expert and plan.zero and all(size % plan.shards for size in (first, param.shape[1])):
+        width = last // plan.shards if last % plan.shards == 0 else last
+    return width % block > 0
 
 
 def how_blocks_run(plan: Plan) -> Iterator[Problem]:
@@ -426,6 +515,7 @@ def _rates(run: Run) -> Iterator[Problem]:
         "optim.decay_fraction": (optim.decay_fraction, 0.0, 1.0),
         "optim.weight_decay": (optim.weight_decay, 0.0, 1e3),
         "optim.grad_clip": (optim.grad_clip, 0.0, 1e9),
+        "optim.outer_lr": (optim.outer_lr, 0.0, 1e3),
         "data.eval_fraction": (run.data.eval_fraction, 0.0, 0.5),
         "eval.temperature": (run.eval.temperature, 0.0, 100.0),
         "arch.capacity": (run.arch.capacity, 0.0, 1e3),
@@ -440,7 +530,7 @@ def _rates(run: Run) -> Iterator[Problem]:
     for key, (value, low, high) in bounds.items():
         if not low <= value <= high:  # a NaN lands here too
             yield Problem(f"{key} = {value} is out of range", f"use {low:g} to {high:g}", key)
-    for name in ("beta1", "beta2"):
+    for name in ("beta1", "beta2", "outer_momentum"):
         if not 0 <= getattr(optim, name) < 1:
             yield Problem(f"optim.{name} = {getattr(optim, name)} is out of range", "use 0 to below 1", f"optim.{name}")
     if not 0 < optim.momentum < 1:
@@ -508,6 +598,9 @@ def _noise_scale(run: Run) -> Iterator[Problem]:
     if plan.cp > 1:
         what = f"{key} needs each rank to see whole sequences, and plan.cp = {plan.cp} cuts them"
         yield Problem(what, f"use plan.cp = 1, or {remedy}", key)
+    if plan.parts > 1:
+        what = f"{key} compares microbatches of one gradient, and replicas that sync rarely have one each"
+        yield Problem(what, f"use plan.sync_every = 1, or {remedy}", key)
     if run.optim.adascale and plan.deterministic:
         what = "optim.adascale adds up norms of shards, and plan.deterministic allows no sum that depends on the shards"
         yield Problem(what, f"leave plan.deterministic out, or {remedy}", key)
@@ -544,7 +637,7 @@ def missing(plan: Plan, find: Callable[[str], str | None] = shutil.which) -> Ite
 
 PLAN_RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
     _batch, _precision, _bf16_params, _rounding, _offload, _cpu_offload, _zero, _tensor, _sequence, _ulysses, _pipeline,
-    _experts, _deterministic, _noise_scale, _routes, _whole_tensors, lambda run: how_blocks_run(run.plan),
+    _experts, _deterministic, _noise_scale, _outer, _routes, _whole_tensors, lambda run: how_blocks_run(run.plan),
 )  # fmt: skip
 RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
     _counts, _heads, _moe, _dropout, _context, _rates, _optimizer, _data, *PLAN_RULES,

@@ -77,6 +77,10 @@ class Optim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         0.1  # of matrices, vectors do not decay; by sgd added to the gradient, by others apart from it
     )
     grad_clip: float = 1.0  # largest global gradient norm; 0: measured, never clipped
+    # Of plan.sync_every: the step that replicas take together, and how many steps of plain training come first.
+    outer_lr: float = 0.7  # slowmo, diloco: 1 with no momentum is the average
+    outer_momentum: float = 0.9  # slowmo's beta, or of diloco's Nesterov momentum
+    sync_warmup: int = 0  # steps in which gradients are summed over all replicas (post-local SGD)
     # bf16, beside bf16 weights (master_weights split or none) or offloaded: states by stochastic rounding.
     state_dtype: Literal["fp32", "bf16"] = "fp32"
     # What keeps an update smaller than the last bit of a bf16 weight: an fp32 master weight; a split one, whose 16 low
@@ -159,6 +163,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 NOT_MATHEMATICS = ("name", "log", "eval", "checkpoint", "faults", "goal", "plan")
+OUTER_OPTIM = ("outer_lr", "outer_momentum", "sync_warmup")  # of plan.sync_every
 # Keys that were added later: a default value is left out, so that the digest of an earlier run stays what it was.
 ADDED_LATER = {
     "arch": ("dropout", "attention_dropout", "norm_position"),
@@ -173,10 +178,13 @@ ADDED_LATER = {
         "eps1",
         "eps2",
         "relative_step",
+        *OUTER_OPTIM,
     ),
     "init": ("optimizer_state",),
 }
 
+# Of the plan: replicas that sync rarely are others than one, and compute something else.
+OUTER_KEYS = ("replicate", "sync_every", "outer", "outer_fragments", "outer_quant")
 FP8_KEYS = ("fp8_scaling", "fp8_accumulate", "fp8_grad")  # of the plan: how its matmuls round
 
 
@@ -197,6 +205,8 @@ def mathematics(run: Run) -> dict[str, Any]:
         values["microbatch"] = run.plan.microbatch
     if run.plan.activation_quant != "none":
         values["activation_quant"] = run.plan.activation_quant
+    if run.plan.parts > 1:
+        values |= {name: getattr(run.plan, name) for name in OUTER_KEYS}
     return values | {"precision": run.plan.precision}
 
 

@@ -22,10 +22,21 @@ import msgspec
 
 from meshwright.cost.activations import ITEM_BYTES, padded_vocab
 from meshwright.cost.job import Job, MasterWeights, StateDtype
-from meshwright.cost.rank_view import ParamGroup, RankView, grid, groups, local_shape, padded, placement, shard_shape
-from meshwright.cost.traffic import FIRST, in_sight
+from meshwright.cost.rank_view import (
+    ParamGroup,
+    RankView,
+    grid,
+    groups,
+    local_shape,
+    padded,
+    placement,
+    shard_shape,
+    updated_elements,
+)
+from meshwright.cost.traffic import FIRST, in_sight, quantized_bytes
 from meshwright.spec.arch import Arch
 from meshwright.spec.optimizers import ADAMW, DESCRIPTIONS, OptimizerSpec
+from meshwright.spec.outer import outer_states
 from meshwright.spec.params import Split, count, params
 from meshwright.spec.plan import Plan, Precision
 from meshwright.spec.schedule import Schedule, actions
@@ -35,6 +46,7 @@ PIECE, SLOTS = 1 << 24, 4  # elements that are moved together, and pieces on the
 # update is made of, and the draws. Counted in optim/master_weights.py and optim/offload.py.
 ROUNDING_COPIES, ROUNDING_BYTES = 6, 4
 STATE_DRAW_COPIES = 6  # of bf16 states: an element's index, its hash, and what is shifted out of that
+SYNC_COPIES = 5  # of a bucket while replicas exchange it in few bits: the delta, its codes as they are made, the mean
 LOW_BYTES = 2  # what a bf16 weight lacks of its fp32 master
 
 Home = Literal["device", "host", "disk"]
@@ -44,6 +56,7 @@ Name = Literal[
     "master",
     "gradients",
     "moments",
+    "outer_states",
     "all_gathered_params",
     "unreduced_grads",
     "update",
@@ -169,6 +182,7 @@ def layout_of(
         several=plan.grad_accum > 1,
         waits=plan.pp > 1 or (plan.zero <= 1 and plan.grad_accum > 1),
         optim=(master_weights, state_dtype, optimizer),
+        outer=len(outer_states(plan)),
     )
 
 
@@ -184,8 +198,12 @@ def _layout(
     several: bool,
     waits: bool,
     optim: tuple[MasterWeights, StateDtype, str],
+    outer: int,
 ) -> StateLayout:
-    """`alone`: on one rank; `copied`: gradients are summed over replicas; `several`: microbatches."""
+    """`alone`: on one rank; `copied`: gradients are summed over replicas; `several`: microbatches.
+
+    `outer`: states of replicas that sync rarely.
+    """
     home, update, resident_states = offload
     master_weights, state_dtype, optimizer = optim
     spec = DESCRIPTIONS[optimizer]
@@ -205,6 +223,7 @@ def _layout(
         summed = wide if bf16_params and several else narrow
         low = [StateRow("master", LOW_BYTES)] if master_weights == "split" else []
         found = [StateRow("weights", narrow), StateRow("gradients", summed), kept, *low]
+    found += [StateRow("outer_states", outer * wide)] if outer else []
     if cpu_offload:  # sums over replicas stay on the device until the last microbatch; nothing else does
         found = [StateRow(row.name, row.bytes, "host") for row in found]
         found += [StateRow("gradients", wide)] if copied and several else []
@@ -292,7 +311,7 @@ def sharded(job: Job, place: Mapping[str, int]) -> ResidentMemory:
         leaving = beside * view.wide // plan.shards if layout.hosted else 0
         outside_sums = beside * (view.narrow + view.wide) + leaving
     resides = any((row.name, row.home) == ("moments", "device") for row in layout.rows)
-    updated = sum(_updated(group, view) for group in groups(view)) if resides else 0
+    updated = sum(updated_elements(group, view) for group in groups(view)) if resides else 0
     largest = largest_weight(job.arch) // plan.shards
     slots = 0  # for pieces of states on their way to an update on the device
     if (row := layout.offloaded) is not None and layout.update == "device":
@@ -315,7 +334,28 @@ def sharded(job: Job, place: Mapping[str, int]) -> ResidentMemory:
         copy_stays=layout.reads == "resident",
         outside=outside,
         outside_sums=outside_sums,
-        update=holds.update_bytes * updated + slots + rounding_bytes(layout, largest) + whole_bytes(layout, largest),
+        update=max(
+            holds.update_bytes * updated + slots + rounding_bytes(layout, largest) + whole_bytes(layout, largest),
+            sync_bytes(view),
+        ),
+    )
+
+
+def sync_bytes(view: RankView) -> int:
+    """What replicas that sync rarely make on the device for the largest of their buckets, when it is synced.
+
+    Its delta, and the same as one tensor for the collective; in few bits also what is sent and received.
+    """
+    plan = view.plan
+    if plan.parts == 1:
+        return 0
+    each = [msgspec.structs.replace(group, count=1) for group in groups(view)]
+    if plan.outer_quant == "none":
+        copies = 2 if outer_states(plan) else 1
+        return copies * max(updated_elements(group, view) for group in each) * view.wide
+    return max(
+        SYNC_COPIES * updated_elements(group, view) * view.wide + (plan.parts + 1) * quantized_bytes(group, view)
+        for group in each
     )
 
 
@@ -405,14 +445,15 @@ def whole_bytes(layout: StateLayout, largest: int) -> int:
 def _resident(layout: StateLayout, home: Home, held: tuple[ParamGroup, ...], view: RankView) -> tuple[LedgerEntry, ...]:
     """The rows of one home as bytes of a rank: weights and gradients padded, the others not."""
     stored = sum(_stored(group, view) for group in held)
-    updated = sum(_updated(group, view) for group in held)
+    updated = sum(updated_elements(group, view) for group in held)
     sizes = {
         row.name: (stored if row.name in ("weights", "gradients") else updated) * layout.of(row.name, home)
         for row in layout.rows
     }
     if not layout.optimizer.is_elementwise and any((row.name, row.home) == ("moments", home) for row in layout.rows):
         sizes["moments"] = sum(_state_bytes(group, view, layout) for group in held)
-    names: tuple[Name, ...] = ("weights", "gradients", "moments", *(("master",) if layout.of("master", home) else ()))
+    some: tuple[Name, ...] = ("master", "outer_states")
+    names: tuple[Name, ...] = ("weights", "gradients", "moments", *(name for name in some if layout.of(name, home)))
     return tuple(
         LedgerEntry(
             name=name,
@@ -427,6 +468,9 @@ def _why(name: Name, layout: StateLayout, home: Home, plan: Plan) -> str:
     """The dtype of a state, among how many ranks it is sharded, or where it is instead."""
     among = f"sharded over {plan.shards} ranks" if plan.shards > 1 else "not sharded"
     spec = layout.optimizer
+    if name == "outer_states":
+        momentum = " and the outer momentum" if plan.outer != "average" else ""
+        return f"the weights as last synced{momentum}, {among}"
     size = layout.state_width if name == "moments" else layout.of(name, home)
     dtype = {0: "", 2: plan.precision if plan.precision == "fp16" else "bf16", 4: "fp32", 8: "fp64"}[size]
     elsewhere = layout.hosted and home == "device"
@@ -455,11 +499,6 @@ def _stored(group: ParamGroup, view: RankView) -> int:
     """Elements of a rank's shard as it is stored: every rank's is as long as the longest."""
     _, shards = grid(group, view.plan)
     return group.count * sum(padded(local_shape(param, view), shards) // shards for param in group.params)
-
-
-def _updated(group: ParamGroup, view: RankView) -> int:
-    """Elements of a rank's shard without its padding: the optimizer sees no more."""
-    return group.count * sum(math.prod(shard_shape(param, group, view)) for param in group.params)
 
 
 def _state_bytes(group: ParamGroup, view: RankView, layout: StateLayout) -> int:

@@ -151,6 +151,8 @@ def _reach(axis: Axis, plan: Plan) -> tuple[int, int]:
         "pp": (2, plan.world // plan.pp),
         "tied": (2, plan.world // plan.pp * max(plan.pp - 1, 1)),
         "world": (plan.world, 1),
+        "outer": (plan.parts, plan.world // plan.pp // plan.parts),
+        "peers": (plan.world // plan.parts, 1),
     }[axis]
 
 

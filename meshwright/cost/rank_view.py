@@ -189,6 +189,11 @@ def cut_shape(param: Param, tp: tuple[int, int], ep: int) -> tuple[int, ...]:
     return tuple(shape)
 
 
+def updated_elements(group: ParamGroup, view: RankView) -> int:
+    """Elements of a rank's shard without its padding: the optimizer sees no more."""
+    return group.count * sum(math.prod(shard_shape(param, group, view)) for param in group.params)
+
+
 def shard_shape(param: Param, group: ParamGroup, view: RankView) -> tuple[int, ...]:
     """A rank's part of a weight as the optimizer sees it: sharded, without padding."""
     plan, (_, shards), shape = view.plan, grid(group, view.plan), list(local_shape(param, view))

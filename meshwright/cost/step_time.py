@@ -321,6 +321,7 @@ def _waterfall(job: Job, known: StepTimeline, working: PassTimes) -> Iterator[Ti
             "sharded weights all-gathered and gradients reduce-scattered, beyond what compute hides",
         ),
         "replicate": (weights.replicate, "gradients all-reduced over replicas, beyond what the backward hides"),
+        "outer": (weights.outer, "replicas sync rarely: a step's share of the exchange and of the outer update"),
         "tied": (weights.tied, "the two copies of a tied embedding all-reduce their gradients"),
         "optimizer": (weights.optimizer, "the update reads and writes every weight and its optimizer states"),
         "offload": (weights.offload, "the step waits for states that are offloaded, or updated on the host"),

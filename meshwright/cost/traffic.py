@@ -27,9 +27,11 @@ from meshwright.cost.rank_view import (
     shard_dim,
     shard_shape,
     share,
+    updated_elements,
 )
 from meshwright.spec.arch import Arch
 from meshwright.spec.optimizers import DESCRIPTIONS, OptimizerSpec, Statistic, is_of
+from meshwright.spec.outer import BITS, SCALE_BYTES, TALLY, block_length
 from meshwright.spec.params import Param, Split, params
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import Schedule, actions
@@ -37,8 +39,11 @@ from meshwright.spec.schedule import Schedule, actions
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "broadcast"]
 
 # Between which ranks. `shard` and `replicate` are as the weights see them, with cp folded in; the two of the experts
-# are what ep leaves of those. `tied` are the two pipeline ranks that hold a tied embedding.
-Axis = Literal["replicate", "shard", "expert_replicate", "expert_shard", "tp", "cp", "ep", "pp", "tied", "world"]
+# are what ep leaves of those. `tied` are the two pipeline ranks that hold a tied embedding. Replicas that sync rarely
+# meet along `outer`; `peers` are all ranks of one of them.
+Axis = Literal[
+    "replicate", "shard", "expert_replicate", "expert_shard", "tp", "cp", "ep", "pp", "tied", "world", "outer", "peers"
+]
 
 IN_SIGHT = 3  # stages that torch's pipeline runtime holds gathered on a rank under zero 3: those it computes next
 DRAW_BYTES = 4  # of a router's random number
@@ -60,11 +65,17 @@ class Collective(msgspec.Struct, frozen=True, kw_only=True):
     count: int
     bytes: int
     overlappable: bool = False  # the trainer starts it early enough for arithmetic to hide it
+    every: int = 1  # steps between two such calls: replicas may sync rarely
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all calls."""
+        """Bytes of all calls, in a step that has them."""
         return self.count * self.bytes
+
+    @property
+    def step_bytes(self) -> float:
+        """The same of a step, on average."""
+        return self.total_bytes / self.every
 
 
 def traffic(
@@ -88,16 +99,22 @@ def traffic(
     if view.cuts_rows_only:  # deterministic, no axes but replicate and shard: weights, gradients and statistics travel
         return merged(chain(weight_traffic(view), _deterministic_statistics(view), updates))
     # All ranks agree on the step's loss, the gradient's square norm and how many must stop before anyone updates.
-    agreed = [Collective(kind="all_reduce", axis="world", count=int(plan.world > 1), bytes=3 * DOUBLE)]
+    axis: Axis = "world" if plan.parts == 1 else "peers"  # of one update
+    agreed = [Collective(kind="all_reduce", axis=axis, count=int(plan.world > plan.parts), bytes=3 * DOUBLE)]
     return merged(chain(weight_traffic(view), _activation_traffic(view), agreed, updates))
 
 
 def bytes_by_axis(collectives: Iterable[Collective]) -> dict[Axis, int]:
-    """Bytes of all calls on each axis."""
-    totals: dict[Axis, int] = {}
+    """Bytes of all calls on each axis; of what comes in some steps only, the mean over all of them."""
+    totals: dict[Axis, float] = {}
     for each in collectives:
-        totals[each.axis] = totals.get(each.axis, 0) + each.total_bytes
-    return totals
+        totals[each.axis] = totals.get(each.axis, 0) + each.step_bytes
+    return {axis: round(size) for axis, size in totals.items()}
+
+
+def of_every_step(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
+    """Those that no step is without: what replicas that sync rarely send between two syncs."""
+    return tuple(each for each in collectives if each.every == 1)
 
 
 def merged(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
@@ -231,9 +248,13 @@ def weight_traffic(view: RankView, over_tp: bool = True) -> Iterator[Collective]
     for group in groups(view):
         yield from _over_shard(group, view)
         yield from _over_replicate(group, view)
+        yield from _over_outer(group, view)
         if over_tp:
             yield from _weights_over_tp(group, view)
     yield from _over_tied(view)
+    if view.plan.parts > 1:  # the few numbers that replicas tell each other, whenever a fragment is synced
+        size, times = view.plan.parts * TALLY * DOUBLE, view.plan.outer_fragments
+        yield Collective(kind="all_gather", axis="outer", count=times, bytes=size, every=view.plan.sync_every)
 
 
 def update_traffic(view: RankView, optimizer: OptimizerSpec) -> Iterator[Collective]:
@@ -363,6 +384,32 @@ def _over_replicate(group: ParamGroup, view: RankView) -> Iterator[Collective]:
         kinds = ("all_to_all", "all_gather")
     for kind in kinds:
         yield Collective(kind=kind, axis=axis, count=group.count, bytes=numbers * view.wide, overlappable=True)
+
+
+def _over_outer(group: ParamGroup, view: RankView) -> Iterator[Collective]:
+    """Replicas that sync rarely average what each has of a weight, or all-gather it in few bits."""
+    plan = view.plan
+    if plan.parts == 1:
+        return
+    each = msgspec.structs.replace(group, count=1)
+    kind: Kind = "all_reduce" if plan.outer_quant == "none" else "all_gather"
+    size = updated_elements(each, view) * view.wide
+    if plan.outer_quant != "none":
+        size = plan.parts * quantized_bytes(each, view)
+    yield Collective(kind=kind, axis="outer", count=group.count, bytes=size, every=plan.sync_every)
+
+
+def quantized_bytes(group: ParamGroup, view: RankView) -> int:
+    """A rank's part of a group's delta as it is sent: codes and a scale for each block; vectors as they are."""
+    plain = scales = codes = 0
+    for param in group.params:
+        numbers = updated_elements(msgspec.structs.replace(group, params=(param,), count=1), view)
+        if len(param.shape) == 1:
+            plain += numbers * view.wide
+        else:
+            scales += numbers // block_length(param.shape[-1]) * SCALE_BYTES
+            codes += numbers
+    return plain + scales + math.ceil(codes * BITS[view.plan.outer_quant] / 8)
 
 
 def _weights_over_tp(group: ParamGroup, view: RankView) -> Iterator[Collective]:

@@ -2,6 +2,7 @@
 
     shard     = all-gathers beyond the forward + reduce-scatters beyond the backward
     replicate = all-reduces beyond what the backward leaves
+    outer     = a sync of replicas that sync rarely, and its update ÷ the steps between two
     optimizer = bytes of weights, gradients and states read and written ÷ the memory's bandwidth
     offload   = the slowest of link, host and disk, beyond the arithmetic it runs beside
 
@@ -31,6 +32,8 @@ HOST_REACH = 0.7  # of its memory's bandwidth, what the host's update reaches: a
 ROUNDED_BYTES = {"split": 10, "none": 6}  # by one kernel of ours: the gradient, the weight and its low bits, if any
 # By plain operators, what rounding bf16 states takes: some thirty passes of eight bytes make an element's draw.
 STATE_ROUNDING_BYTES = 400
+OUTER_BYTES = {"average": 28, "slowmo": 72, "diloco": 84}  # of a sync: deltas, their mean, the update, the checksum
+ENCODED_BYTES, DECODED_BYTES = 44, 25  # of a delta in few bits, by plain operators: its own, and each replica's
 ROUNDS = 8  # of a pipeline, that its weights are followed through; longer steps go on in proportion
 SHARDED = ("shard", "expert_shard")
 COPIED = ("replicate", "expert_replicate")
@@ -45,10 +48,11 @@ class WeightSeconds(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     tied: float = 0.0
     optimizer: float = 0.0
     offload: float = 0.0
+    outer: float = 0.0
 
     @property
     def seconds(self) -> float:
-        return self.shard + self.replicate + self.tied + self.optimizer + self.offload
+        return self.shard + self.replicate + self.tied + self.optimizer + self.offload + self.outer
 
 
 class OverlapWindow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -69,11 +73,12 @@ class WeightTraffic(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     contended_shard: float  # what arithmetic loses to the gathers and scatters beside it
     contended_copies: float
     update: float = 0.0  # of states that are elsewhere, behind which the next forward begins
+    outer: float = 0.0  # of a sync that comes once in so many steps, a step's share
 
     @property
     def exposed(self) -> float:
         """What nothing can hide."""
-        return self.tied + self.optimizer + self.contended_shard + self.contended_copies
+        return self.tied + self.optimizer + self.contended_shard + self.contended_copies + self.outer
 
 
 class HostTransfers(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -99,6 +104,7 @@ def weight_seconds(job: Job, rank: int, at: Rates, behind: OverlapWindow) -> Wei
         tied=every.tied,
         optimizer=every.optimizer,
         offload=update,
+        outer=every.outer,
     )
 
 
@@ -182,11 +188,24 @@ def _sent(arch: Arch, plan: Plan, rank: int, cluster: Cluster, stack: Stack, at:
         optimizer=moved_seconds(held(arch, plan, rank) * speed.optimizer_bytes, at),
         contended_shard=contended(SHARDED, speed.overlap_shard),
         contended_copies=contended(COPIED, speed.overlap_replicate),
+        outer=sum(seconds / call.every for call, seconds in timed if call.axis == "outer")
+        + moved_seconds(held(arch, plan, rank) * outer_bytes(plan) / plan.sync_every, at),
     )
+
+
+def outer_bytes(plan: Plan) -> float:
+    """Of one parameter, what a sync reads and writes: optim/outer.py, operator by operator, in fp32."""
+    if plan.parts == 1:
+        return 0.0
+    if plan.outer_quant == "none":
+        return OUTER_BYTES[plan.outer]
+    return OUTER_BYTES[plan.outer] + ENCODED_BYTES + plan.parts * DECODED_BYTES
 
 
 def _as_sent(call: Collective, plan: Plan, speed: StackSpeed) -> Collective:
     """The same call in the widths of another stack."""
+    if call.axis == "outer":
+        return call
     if call.kind == "all_gather":
         narrow = 4 if plan.precision in ("fp32", "fp64") else 2
         width = speed.gather_bytes / narrow if speed.gather_bytes else 1.0

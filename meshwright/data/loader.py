@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -34,9 +34,15 @@ class StepBatch:
     """What one rank computes in one step."""
 
     microbatches: tuple[Batch, ...]
-    tokens: int  # valid tokens of the whole optimizer step, over all ranks
+    tokens: int  # valid tokens of an update: of the whole step, or of a replica that makes updates of its own
     wait_seconds: float  # how long the trainer waited for it
     span: float = 0.0  # mean over all positions of the step of the document that each is in; 0: nobody counted
+    job_tokens: int = 0  # valid tokens of the whole step, over all ranks
+
+    @property
+    def together(self) -> "StepBatch":
+        """The same for an update that all replicas make together."""
+        return replace(self, tokens=self.job_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +55,7 @@ class Rows:
     documents: Tensor | None
     starts: Tensor  # global token index of each row's first token
     valid: int  # targets that count, over all ranks
+    valid_here: int  # and over those that make an update together
     span: float  # as of a StepBatch
 
 
@@ -66,6 +73,9 @@ class Loader:
         self.weights = tuple(source.weight for source in run.data.sources)
         size = run.plan.microbatch * run.plan.grad_accum
         self.mine = slice(data_rank * size, (data_rank + 1) * size)  # a rank's global microbatches are consecutive
+        share = run.batch // run.plan.parts
+        part = data_rank * run.plan.parts // run.plan.data
+        self.ours = slice(part * share, (part + 1) * share)  # of the ranks that make an update together
         self.offsets = torch.arange(run.sequence, device=device).expand(run.plan.microbatch, -1).contiguous()
         self.reader = ThreadPoolExecutor(1, "loader", _use_device, (self.offsets.device,))
         self.shift = 0  # samples that the order is ahead of the steps: see `start_at`
@@ -140,7 +150,8 @@ class Loader:
 
     def _rows(self, indices: np.ndarray, sources: np.ndarray, samples: np.ndarray) -> Rows:
         """Count the whole batch, read this rank's part of it."""
-        valid = sum(int(each.valid(samples[sources == number]).sum()) for number, each in enumerate(self.packings))
+        valid = self._valid(sources, samples)
+        here = valid if self.run.plan.parts == 1 else max(self._valid(sources[self.ours], samples[self.ours]), 1)
         squares = sum(int(each.squares(samples[sources == number]).sum()) for number, each in enumerate(self.packings))
         arrays = self._read(sources[self.mine], samples[self.mine])
         return Rows(
@@ -150,8 +161,13 @@ class Loader:
             documents=self._host(arrays.documents) if arrays.documents is not None else None,
             starts=self._host(indices[self.mine] * self.run.sequence),
             valid=valid,
+            valid_here=here,
             span=squares / (len(indices) * self.run.sequence),
         )
+
+    def _valid(self, sources: np.ndarray, samples: np.ndarray) -> int:
+        """Targets that count in some samples."""
+        return sum(int(each.valid(samples[sources == number]).sum()) for number, each in enumerate(self.packings))
 
     def _read(self, sources: np.ndarray, samples: np.ndarray) -> Arrays:
         """The samples of several sources, in the order asked for."""
@@ -187,7 +203,7 @@ class Loader:
             Batch(tokens, targets, places, numbers, index=start[:, None] + self.offsets)
             for tokens, targets, places, numbers, start in cut
         )
-        return StepBatch(microbatches, rows.valid, wait_seconds, rows.span)
+        return StepBatch(microbatches, rows.valid_here, wait_seconds, rows.span, rows.valid)
 
 
 def _use_device(device: torch.device) -> None:

@@ -41,8 +41,8 @@ def measured(chunks: Sequence[nn.Module], loss_sum: Tensor, mesh: Mesh, asked: f
     used = fsdp.used_parameters(chunks)
     if used is not None:
         totals = torch.cat([totals, used.flags])
-    if mesh.world > 1:
-        dist.all_reduce(totals)
+    if mesh.world > mesh.parts:
+        dist.all_reduce(totals, group=mesh.peers)
     if used is not None:
         used.drop_unused(totals[3:])
     loss, square, stops = totals[:3].unbind()

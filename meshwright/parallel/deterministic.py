@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor
 from meshwright.parallel.mesh import Mesh, join, local
 from meshwright.spec.plan import Plan
 
+WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}  # by bytes of an element
+
 
 class Tree:
     """A running sum by a binary tree over neighbours.
@@ -63,6 +65,11 @@ def fold(x: Tensor) -> Tensor:
         x[..., : length - half] += x[..., half:]
         x = x[..., :half]
     return x[..., 0]
+
+
+def bit_sum(tensor: Tensor) -> Tensor:
+    """A sum that any single changed bit changes: of the elements' bits, as whole numbers that may wrap."""
+    return tensor.contiguous().view(WORDS[tensor.element_size()]).sum(dtype=torch.int64)
 
 
 def scattered(x: Tensor, group: dist.ProcessGroup) -> Tensor:

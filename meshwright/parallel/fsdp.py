@@ -40,7 +40,8 @@ def wrap(model: nn.Module, plan: Plan, mesh: Mesh, model_spec: ModelSpec) -> nn.
     # Without replicas one axis only, so that no all-reduce over one rank is issued.
     grids = [mesh.dense, mesh.expert]
     dense, expert = (
-        grid["shard"] if plan.deterministic or grid.shape[1] == 1 else grid["replicate", "shard"] for grid in grids
+        grid["shard"] if plan.deterministic or grid["replicate"].size() == 1 else grid["replicate", "shard"]
+        for grid in grids
     )
     for module, grid in [*_sharers(model_spec.blocks(model), plan, dense, expert), (model, dense)]:
         fully_shard(

@@ -18,8 +18,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from meshwright.spec.plan import AXES, Plan
 
-DENSE = ("pp", "replicate", "shard", "tp")
-EXPERT = ("pp", "replicate", "shard", "ep", "tp")
+DENSE = ("pp", "outer", "replicate", "shard", "tp")
+EXPERT = ("pp", "outer", "replicate", "shard", "ep", "tp")
 Groups = dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]  # by an axis and the first ranks along it
 
 
@@ -27,14 +27,19 @@ Groups = dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]  # by an axis and 
 class Mesh:
     """This rank's coordinates, and the meshes of dense and expert weights."""
 
-    dense: DeviceMesh  # (pp, replicate, shard, tp): where cp is folded into shard, or into replicate if zero is 0
-    expert: DeviceMesh  # (pp, replicate, shard, ep, tp): the same ranks, ep taken out of shard (or replicate)
+    # (pp, outer, replicate, shard, tp): where cp is folded into shard, or into replicate if zero is 0. Replicas that
+    # sync rarely are along outer, and along replicate what adds up gradients in every step.
+    dense: DeviceMesh
+    expert: DeviceMesh  # (pp, outer, replicate, shard, ep, tp): the same ranks, ep taken out of shard (or replicate)
     fine: DeviceMesh  # (pp, replicate, shard, cp, tp): as the plan says it
     device: torch.device
     rank: int
     world: int
     data_rank: int  # which part of every batch this rank reads
     place: dict[str, int]  # this rank's coordinate on each axis of the plan
+    parts: int = 1  # replicas that sync rarely, each of which makes updates of its own
+    part: int = 0  # the one that this rank is in
+    peers: dist.ProcessGroup | None = None  # its ranks; None: all
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """The ranks that differ from this one on one axis only."""
@@ -55,20 +60,30 @@ def make(plan: Plan, device: torch.device) -> Mesh:
     assert coordinate is not None, "every rank is in the mesh"
     place: dict[str, int] = dict(zip(AXES, coordinate, strict=True))
     return Mesh(
-        dense=_device_mesh(device, DENSE, (plan.pp, plan.copies, plan.shards, plan.tp), groups),
-        expert=_device_mesh(device, EXPERT, (plan.pp, *expert, plan.ep, plan.tp), groups),
+        dense=_device_mesh(device, DENSE, (plan.pp, plan.parts, plan.copies, plan.shards, plan.tp), groups),
+        expert=_device_mesh(device, EXPERT, (plan.pp, plan.parts, *expert, plan.ep, plan.tp), groups),
         fine=fine,
         device=device,
         rank=rank,
         world=world,
         data_rank=place["replicate"] * plan.shard + place["shard"],
         place=place,
+        parts=plan.parts,
+        part=place["replicate"] if plan.parts > 1 else 0,
+        peers=_peers(plan, fine, groups),
     )
+
+
+def _peers(plan: Plan, fine: DeviceMesh, groups: Groups) -> dist.ProcessGroup | None:
+    """This rank's replica, where replicas sync rarely."""
+    if plan.parts == 1:
+        return None
+    return _group("peers", fine.mesh.movedim(AXES.index("replicate"), 0).reshape(plan.parts, -1).tolist(), groups)
 
 
 def kept(plan: Plan, device: torch.device) -> Mesh:
     """The device meshes of a plan, made once for all of its shape: a group of Gloo's polls for as long as it lives."""
-    shape = (*(getattr(plan, axis) for axis in AXES), plan.ep, plan.zero > 0)
+    shape = (*(getattr(plan, axis) for axis in AXES), plan.ep, plan.zero > 0, plan.parts)
     if shape not in KEPT:
         KEPT[shape] = make(plan, device)
     return KEPT[shape]

@@ -10,16 +10,18 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     """One optimizer step as one rank saw it."""
 
     step: int
-    loss: float  # sum of token losses ÷ valid tokens, over the whole job
+    loss: float  # sum of token losses ÷ valid tokens, over all ranks that made the update together
     norm: float  # global gradient norm before clipping
     rate: float
-    tokens: int  # valid tokens of the step, over the whole job: the divisor of the loss
+    tokens: int  # valid tokens of the step, over the whole job
     seconds: float  # since the previous step, or what came between them, ended
     data_seconds: float  # of those, the device standing still for the loader
     memory_bytes: int  # highest so far on this rank
     flops: float  # the model's, over the whole job, attention in full within documents
     skipped: bool = False  # the gradient was not finite: weights were left alone
     loss_scale: float = 1.0  # fp16 only
+    # Replicas that sync rarely: where they met, the mean of all their losses since they last did.
+    mean_loss: float | None = None
     balance: float | None = None  # mixtures: mean balance loss of the layers, 1 when experts share evenly
     gradient_variance: float | None = None  # of a token's gradient, over all of them: trace of the covariance
     gradient_square: float | None = None  # of the true gradient's norm, as estimated; both where they are measured

@@ -20,9 +20,20 @@ from meshwright.spec.params import params
 from meshwright.spec.plan import AXES, Precision
 from meshwright.spec.units import GIB
 
-STATES = ("weights", "master", "gradients", "moments", "all_gathered_params", "unreduced_grads")
+STATES = ("weights", "master", "gradients", "moments", "outer_states", "all_gathered_params", "unreduced_grads")
 
-TALK = ("tp", "cp", "ep", "pp", "bubble", "stragglers", "shard", "replicate", "tied")  # shares that one GPU has not
+TALK = (
+    "tp",
+    "cp",
+    "ep",
+    "pp",
+    "bubble",
+    "stragglers",
+    "shard",
+    "replicate",
+    "outer",
+    "tied",
+)  # shares that one GPU has not
 
 DAY = 86_400.0  # seconds
 

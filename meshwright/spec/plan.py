@@ -56,6 +56,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     optimizer_offload_host_bytes: int = 0
     optimizer_offload_folder: str = ""
     cpu_offload: bool = False
+    sync_every: int = 1
+    outer: Literal["average", "slowmo", "diloco"] = "average"
+    outer_fragments: int = 1
+    outer_quant: Literal["none", "int8", "int4"] = "none"
     kernels: Literal["auto", "plain", "fused"] = "auto"
     compile: bool = False
     deterministic: bool = False
@@ -71,9 +75,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return self.replicate * self.shard
 
     @property
+    def parts(self) -> int:
+        """Groups of ranks that update weights of their own between two syncs: replicas, if they sync rarely."""
+        return self.replicate if self.sync_every > 1 else 1
+
+    @property
     def copies(self) -> int:
         """Ranks that hold the same part of a weight and add up its gradient: without sharding cp replicates too."""
-        return self.replicate if self.zero else self.replicate * self.cp
+        together = self.replicate // self.parts
+        return together if self.zero else together * self.cp
 
     @property
     def shards(self) -> int:
@@ -189,6 +199,32 @@ FIELDS = (
         "cpu_offload",
         "parameters, gradients and optimizer states live in host memory",
         weighs=True,
+    ),
+    PlanField(
+        "sync_every",
+        "steps between two syncs of the replicas (local SGD, DiLoCo); 1: gradients are summed in every step",
+        affects=("memory", "time", "numerics"),
+        weighs=True,
+        searched=False,
+    ),
+    PlanField(
+        "outer",
+        "of sync_every: replicas are averaged (local SGD), or take an outer step of SlowMo or DiLoCo",
+        affects=("memory", "numerics"),
+        when="sync_every",
+        searched=False,
+    ),
+    PlanField(
+        "outer_fragments",
+        "of sync_every: parts of the model that are synced at staggered steps (streaming DiLoCo)",
+        affects=("time", "numerics"),
+        searched=False,
+    ),
+    PlanField(
+        "outer_quant",
+        "of sync_every: what replicas send each other is rounded to so many bits",
+        affects=("memory", "time", "numerics"),
+        searched=False,
     ),
     PlanField(
         "bf16_params",

@@ -20,6 +20,7 @@ from meshwright.optim import host_memory, master_weights
 from meshwright.optim.clip import LossScale
 from meshwright.optim.interface import Optimizer
 from meshwright.optim.offload import OffloadedOptimizer
+from meshwright.optim.outer import outer_loop
 from meshwright.optim.resident import CpuOffloadOptimizer, ResidentOptimizer, materialise
 from meshwright.parallel import optimizer_offload, precision
 from meshwright.parallel.apply import apply
@@ -38,12 +39,13 @@ def build(run: Run, corpus: Corpus, mesh: Mesh, folder: Path | None = None) -> S
     chunks = apply(model, run.plan, mesh, DECODER)
     make = hosted if run.plan.cpu_offload else beside
     make = partial(offloaded, folder=folder) if run.plan.optimizer_offload != "none" else make
-    optimizer = make(chunks, run, mesh)
+    optimizer, scale = make(chunks, run, mesh), LossScale(run.plan, mesh.device)
     return State(
         chunks=chunks,
         optimizer=optimizer,
         loader=Loader(corpus, run, mesh.data_rank, mesh.device),
-        scale=LossScale(run.plan, mesh.device),
+        scale=scale,
+        outer=outer_loop(run, chunks, optimizer, scale, mesh),
         meter=NoiseMeter(run, chunks, mesh) if run.measures_noise else None,
         adascale=AdaScale(run) if run.optim.adascale else None,
     )

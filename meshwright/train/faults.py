@@ -21,6 +21,7 @@ from torch import Tensor
 
 from meshwright.config.run import Run
 from meshwright.data.loader import Batch
+from meshwright.parallel.deterministic import bit_sum
 from meshwright.parallel.mesh import Mesh, join, local
 from meshwright.runtime.failure import Exit, Failure, FailureError
 from meshwright.runtime.files import replace_file, replace_json
@@ -47,7 +48,6 @@ LEAST_SECONDS = 0.5  # a look over less would see only chance
 NOISE = 2.5  # deviations of sampled time that are chance
 STEP_PHASES = ("data", "forward", "backward", "optimizer")
 # Replicas.
-WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}  # by bytes of an element
 PAIR = 2
 CLEARLY = 4.0  # times as far from the truth as the other: nearer ones may be where the disturbance has led them
 
@@ -87,14 +87,16 @@ def culprit(run: Run, state: State, mesh: Mesh, step: int, folder: Path) -> Culp
     samples = tuple((microbatches[bad].index[:, 0] // run.sequence).tolist()) if bad != NONE else ()
     first, last = (samples[0], samples[-1]) if samples else (NONE, NONE)
     row = torch.tensor([[bad, first, last]], dtype=torch.int64, device=mesh.device)
-    rows = join(row, 0, world_group()).tolist() if mesh.world > 1 else row.tolist()
-    guilty = next((rank for rank, (number, *_) in enumerate(rows) if number != NONE), None)
+    together = mesh.peers or world_group()  # replicas that sync rarely have gradients of their own
+    rows = join(row, 0, together).tolist() if mesh.world > mesh.parts else row.tolist()
+    place = next((place for place, (number, *_) in enumerate(rows) if number != NONE), None)
+    guilty = dist.get_global_rank(together, place) if place is not None else None
     mine = Culprit(step=step, rank=mesh.rank, microbatch=bad, samples=samples, parameter=parameter)
     if bad != NONE:
         save(mine, microbatches[bad], folder)
-    if guilty is None:
+    if place is None or guilty is None:
         return Culprit(step=step, rank=None, microbatch=NONE, samples=(), parameter=parameter)
-    number, first, last = rows[guilty]
+    number, first, last = rows[place]
     return Culprit(
         step=step,
         rank=guilty,
@@ -190,17 +192,20 @@ class Stragglers:
 
     def look(self, step: int) -> Straggler | None:
         """All ranks must ask at the same steps."""
-        if not self.limit or self.mesh.world == 1 or step % EVERY:
+        if not self.limit or self.mesh.world == self.mesh.parts or step % EVERY:
             return None
         spent = self.heart.spent()
         mine = [[new - old for new, old in zip(*pair, strict=True)] for pair in zip(spent, self.before, strict=True)]
         row = torch.tensor([*mine[0], sum(map(sum, mine))], dtype=torch.float64, device=self.mesh.device)
-        rows = join(row[None], 0, world_group()).tolist()
+        together = self.mesh.peers or world_group()  # of replicas that sync rarely, each looks for its own
+        rows = join(row[None], 0, together).tolist()
         elapsed = min(one[-1] for one in rows)
         if elapsed < LEAST_SECONDS:
             return None  # look again when there is more to see
         self.before = spent
         found = straggler([one[:-1] for one in rows], elapsed, self.limit)
+        if found is not None:
+            found = msgspec.structs.replace(found, rank=dist.get_global_rank(together, found.rank))
         self.suspects.append(found.rank if found is not None else None)
         if found is None or self.suspects.count(found.rank) < IN_A_ROW:
             self.named = self.named if found is not None else None
@@ -291,11 +296,6 @@ def whose(state: State) -> list[tuple[str, str]]:
 def first_odd(rows: list[list[int]]) -> int:
     """The first column of several rows whose numbers are not all the same."""
     return next(number for number, column in enumerate(zip(*rows, strict=True)) if len(set(column)) > 1)
-
-
-def bit_sum(tensor: Tensor) -> Tensor:
-    """A sum that any single changed bit changes: of the elements' bits, as whole numbers that may wrap."""
-    return tensor.contiguous().view(WORDS[tensor.element_size()]).sum(dtype=torch.int64)
 
 
 def odd_ones(rows: list[list[int]]) -> list[int]:

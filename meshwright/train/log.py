@@ -89,7 +89,8 @@ def screen(stream: TextIO, every: int, quiet: bool = False) -> "PlainLines":
 
 def step_line(record: StepRecord, steps: int, peak: float | None, seconds_left: float | None = None) -> str:
     """One step in the field's usual order, in at most WIDTH columns. Utilization where the device's peak is known."""
-    begin = [f"step {record.step}/{steps}", f"loss {record.loss:.4f}"]
+    shown = record.loss if record.mean_loss is None else record.mean_loss  # of all replicas, where they have met
+    begin = [f"step {record.step}/{steps}", f"loss {shown:.4f}"]
     if record.skipped:
         return "  ".join([*begin, f"skipped: gradient not finite (loss scale {record.loss_scale:.4g})"])
     words = {
@@ -401,7 +402,7 @@ class Recorder:
     def _record(self, step: Pending) -> StepRecord:
         if step.ready is not None:
             step.ready.synchronize()  # of that step only; later ones continue
-        loss, norm, finite, loss_scale, balance, parts, whole = step.numbers.tolist()
+        loss, norm, finite, loss_scale, balance, mean_loss, parts, whole = step.numbers.tolist()
         run, result, before = self.run, step.result, self.timeline.at
         variance = square = None
         if result.noise is not None:
@@ -428,6 +429,7 @@ class Recorder:
             balance=balance if result.balance is not None else None,
             gradient_variance=variance,
             gradient_square=square,
+            mean_loss=mean_loss if result.mean_loss is not None else None,
             save_seconds=(max(ended - updated, LEAST_SECONDS) if result.pause.host else 0.0) + result.pause.on_device(),
             compile_seconds=result.compile_seconds,
             began=before,
@@ -451,8 +453,10 @@ def _fetch(result: StepResult) -> Pending:
     """Start copying a step's numbers to the host, without waiting for them."""
     absent = torch.zeros_like(result.loss)
     balance = absent if result.balance is None else result.balance
+    mean_loss = absent if result.mean_loss is None else result.mean_loss
     noise = result.noise or GradientNoise(absent, absent)
-    values = (result.loss, result.norm, result.finite, result.loss_scale, balance, noise.parts, noise.whole)
+    numbers = (result.loss, result.norm, result.finite, result.loss_scale)
+    values = (*numbers, balance, mean_loss, noise.parts, noise.whole)
     numbers = torch.stack([value.double() for value in values])
     if not numbers.is_cuda:
         return Pending(result, numbers, None)

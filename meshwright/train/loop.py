@@ -15,7 +15,7 @@ from meshwright.optim.interface import learning_rate
 from meshwright.parallel import compile, deterministic, precision
 from meshwright.parallel.mesh import Mesh
 from meshwright.train.noise_scale import GradientNoise
-from meshwright.train.saving import Pause, Save, Votes, saving
+from meshwright.train.saving import Pause, Save, Vote, Votes, saving
 from meshwright.train.state import State
 from meshwright.train.step import choose, evaluating, held_loss, mixtures
 from meshwright.train.timeline import Moment, moment
@@ -54,7 +54,8 @@ class StepResult:
     """One step, as device scalars: whoever needs a number waits for it, the loop does not."""
 
     step: int  # counts from 1
-    loss: Tensor  # sum of token losses ÷ valid tokens, over the whole job
+    loss: Tensor  # sum of token losses ÷ valid tokens, of all ranks that made the update together
+    mean_loss: Tensor | None  # where replicas that sync rarely have met: over all their tokens since they last did
     norm: Tensor
     finite: Tensor
     loss_scale: Tensor
@@ -94,7 +95,7 @@ def train(
 
 def steps(run: Run, state: State, mesh: Mesh, save: Save, stop: Stop) -> Iterator[StepResult | EvalResult]:
     forward_backward = choose(run, state.chunks, mesh)
-    measure, votes = clip.choose(run.plan), Votes()
+    measure, votes, outer = clip.choose(run.plan), Votes(), state.outer
     if state.step == run.steps and is_due(run, state):  # resumed from the last step: only the ending was missing
         yield evaluate(run, state, mesh)
     while state.step < run.steps and not state.stopped:
@@ -102,8 +103,10 @@ def steps(run: Run, state: State, mesh: Mesh, save: Save, stop: Stop) -> Iterato
         began, compiled = moment(mesh.device), compile.seconds()
         batch = state.loader.take(state.step)
         fed = moment(mesh.device)
-        scale = state.scale.value
-        loss_sum = forward_backward(batch, scale)
+        scale, is_plain = state.scale.value, outer.calendar.is_plain(state.step + 1)
+        outer.begin(state.step + 1)
+        loss_sum = forward_backward(batch.together if is_plain else batch, scale)
+        outer.sum_gradients(state.step + 1)
         ballot = save.vote(state.step + 1).number(stop.asked)
         loss, square, total = measure(state.chunks, loss_sum, mesh, ballot)
         verdict = clip.grad_stats(loss, square, scale, run.optim.grad_clip)
@@ -115,21 +118,23 @@ def steps(run: Run, state: State, mesh: Mesh, save: Save, stop: Stop) -> Iterato
         state.optimizer.step(rate, verdict)
         state.scale.update(verdict.finite)
         state.step += 1
-        heard = votes.heard(total, state.step)
+        met = outer.meet(state.step, verdict.loss, batch.tokens, total)
+        heard = votes.heard(met.votes, state.step, at_once=not is_plain) if met else Vote()
         state.stopped = heard.stop and state.step < run.steps
         updated = moment(mesh.device)
         save.hear(heard)
         save_seconds = save(state)  # before the yield: whoever iterates may stop there
         yield StepResult(
             step=state.step,
-            loss=verdict.loss / batch.tokens,
+            loss=met.loss if met and is_plain else verdict.loss / batch.tokens,
+            mean_loss=met.loss if met and not is_plain else None,
             norm=verdict.norm,
             finite=verdict.finite,
             loss_scale=scale,
             balance=balance(state),
             noise=noise,
             rate=rate,
-            tokens=batch.tokens,
+            tokens=batch.job_tokens,
             span=batch.span,
             wait_seconds=batch.wait_seconds,
             compile_seconds=compile.seconds() - compiled,
@@ -144,10 +149,13 @@ def steps(run: Run, state: State, mesh: Mesh, save: Save, stop: Stop) -> Iterato
 
 
 def is_due(run: Run, state: State) -> bool:
-    """Whether a validation loss follows this step; the last step always has one, if there are validation samples."""
+    """Whether a validation loss follows this step; the last step always has one, if there are validation samples.
+
+    Of replicas that sync rarely it is taken where they meet.
+    """
     if not state.loader.holds_out:  # a share of the samples may still be none of them
         return False
-    return state.step == run.steps or (run.eval.every > 0 and state.step % run.eval.every == 0)
+    return state.step == run.steps or state.outer.calendar.has_come(state.step, run.eval.every)
 
 
 def evaluate(run: Run, state: State, mesh: Mesh) -> EvalResult:
@@ -158,7 +166,7 @@ def evaluate(run: Run, state: State, mesh: Mesh) -> EvalResult:
     with evaluating(state.chunks):
         for number in range(run.eval.batches):
             batch = state.loader.held(number)
-            tokens += batch.tokens
+            tokens += batch.job_tokens
             tree = deterministic.Tree(len(batch.microbatches))
             parts = [tree.add(held_loss(state.chunks, run, mesh, each).double()) for each in batch.microbatches]
             assert parts[-1] is not None, "the last microbatch completes the sum"

@@ -25,7 +25,7 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.units import GIB
 from meshwright.train.state import State
 
-STATES = ("weights", "master", "gradients", "moments")  # lines that are measured by adding up tensors
+STATES = ("weights", "master", "gradients", "moments", "outer_states")  # lines that are measured by adding up tensors
 WANTED = 3
 FREE = "end them, or take another card (CUDA_VISIBLE_DEVICES)"
 LESS = 0.97  # of what the plan needs: a change that is to help needs clearly less
@@ -128,6 +128,7 @@ def held(state: State, layout: StateLayout) -> dict[str, int]:
     return found | {
         "weights": _bytes([precision.master(weight) for weight in weights]),
         "moments": sum(_bytes(tensors) for tensors in state.optimizer.states().values()),
+        "outer_states": sum(_bytes(list(tensors.values())) for tensors in state.outer.states().values()),
     }
 
 

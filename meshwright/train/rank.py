@@ -29,6 +29,7 @@ from meshwright.cost.noise_scale import noise_scale
 from meshwright.data.prepare import Corpus, prepare
 from meshwright.data.prepare import described as described_data
 from meshwright.data.shards import Tokens
+from meshwright.optim import outer
 from meshwright.parallel import compile, context, deterministic, fused_kernels
 from meshwright.parallel.mesh import Mesh
 from meshwright.runtime import failure
@@ -143,7 +144,8 @@ def run_rank(
         kernels = fused_kernels.chosen(run.plan, mesh.device, state.chunks, state.optimizer.is_one_pass)
         if mesh.rank == 0:
             replace_json(folder / "env.json", environment(mesh, kernels))
-        for line in (*deterministic.described(run.plan, state.chunks), f"kernels: {kernels}"):
+        how = (*deterministic.described(run.plan, state.chunks), *outer.described(run))
+        for line in (*how, f"kernels: {kernels}"):
             screen.say(line)
         trackers = run.log.writers if mesh.rank == 0 else ()
         recorder = Recorder(run, mesh, folder, screen, [Writer(name, run, folder, screen.say) for name in trackers])

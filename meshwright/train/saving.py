@@ -1,7 +1,7 @@
 """When a run saves, what of it, and what it resumes from."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -29,7 +29,9 @@ from meshwright.parallel import precision
 from meshwright.parallel.mesh import DENSE, EXPERT, Mesh, cut_dim, region_of
 from meshwright.runtime import run_folder
 from meshwright.spec.arch import Arch
+from meshwright.spec.outer import ANCHOR, calendar, kind_of, of_part
 from meshwright.spec.params import params
+from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError, Problem
 from meshwright.train.state import State, owner_of
 
@@ -44,6 +46,7 @@ def holdings(state: State, run: Run, mesh: Mesh) -> list[TensorShard]:
     owners = {param.name: owner_of(param, run.plan) for param in params(run.arch)}
     state.optimizer.settle()
     held, seen, found = state.optimizer.held(), set[str](), list[TensorShard]()
+    outer, own = state.outer.states(), own_kinds(run.plan, state.optimizer.spec.state_names)
     for name, weight in (pair for chunk in state.chunks for pair in chunk.named_parameters()):
         # A tied embedding may be on two stages, which hold the same numbers: the first has it to write.
         mine = owners[name] == mesh.place["pp"] and name not in seen
@@ -52,12 +55,16 @@ def holdings(state: State, run: Run, mesh: Mesh) -> list[TensorShard]:
         lacking = {
             state.name: state.lacks(weight.dim()) for state in state.optimizer.spec.states_of(name, weight.dim())
         }
-        for kind, tensor in held[id(weight)].items():
-            lacks = lacking.get(kind, ())
-            copy, copies = standing(weight, mesh, lacks)
-            writes = mine and chosen(run.arch, copies, tuple(held[id(weight)]))[f"{kind}/{name}"] == copy
-            shape, part = _without(tuple(weight.shape), lacks), _without(region, lacks)
-            found.append(TensorShard(f"{kind}/{name}", shape, part, tensor, writes))
+        tensors = {**held[id(weight)], **outer.get(id(weight), {})}
+        for apart in (False, True):
+            kinds = tuple(kind for kind in tensors if (kind in own) == apart)
+            for kind in kinds:
+                lacks = lacking.get(kind, ())
+                copy, copies = standing(weight, mesh, lacks, apart)
+                writes = mine and chosen(run.arch, copies, kinds)[f"{kind}/{name}"] == copy
+                saved = f"{of_part(kind, mesh.part if apart else 0)}/{name}"
+                shape, part = _without(tuple(weight.shape), lacks), _without(region, lacks)
+                found.append(TensorShard(saved, shape, part, tensors[kind], writes))
     return found
 
 
@@ -69,6 +76,13 @@ def _without(dims: tuple[Each, ...], lacks: tuple[int, ...]) -> tuple[Each, ...]
     return tuple(each for dim, each in enumerate(dims) if dim not in lacks)
 
 
+def own_kinds(plan: Plan, states: Iterable[str]) -> frozenset[str]:
+    """What each of the replicas that sync rarely saves by itself; the others hold the same where they meet."""
+    if plan.parts == 1:
+        return frozenset()
+    return frozenset(states) | ({"weight"} if plan.outer_fragments > 1 else frozenset())
+
+
 @cache
 def chosen(arch: Arch, copies: int, kinds: tuple[str, ...]) -> dict[str, int]:
     """Which of its equal holders writes each tensor, of so many."""
@@ -76,10 +90,13 @@ def chosen(arch: Arch, copies: int, kinds: tuple[str, ...]) -> dict[str, int]:
     return dict(zip(sizes, writers(list(sizes.values()), copies), strict=True))
 
 
-def standing(weight: Tensor | nn.Parameter, mesh: Mesh, lacks: tuple[int, ...] = ()) -> tuple[int, int]:
+def standing(
+    weight: Tensor | nn.Parameter, mesh: Mesh, lacks: tuple[int, ...] = (), apart: bool = False
+) -> tuple[int, int]:
     """This rank's number among those of its stage that hold the same part of a weight, and how many they are.
 
-    Or of a state that lacks some of its dims: those that cut only these hold the same.
+    Or of a state that lacks some of its dims: those that cut only these hold the same. `apart`: only those of its own
+    replica.
     """
     if not isinstance(weight, DTensor):
         return mesh.rank, mesh.world
@@ -91,7 +108,7 @@ def standing(weight: Tensor | nn.Parameter, mesh: Mesh, lacks: tuple[int, ...] =
     assert place is not None, "every rank is in the grid"
     copy, copies = 0, 1
     for axis, number, length in zip(axes, place, grid.shape, strict=True):
-        if axis != "pp" and axis not in cut:
+        if axis != "pp" and axis not in cut and not (apart and axis == "outer"):
             copy, copies = copy * length + number, copies * length
     return copy, copies
 
@@ -112,6 +129,8 @@ def restore(state: State, run: Run, mesh: Mesh, folder: Path, say: Say) -> Resto
     home = format.home(folder)
     earlier = run_folder.earlier(folder)
     manifest = restoring.newest(home, run, mesh, holdings(state, run, mesh), say, earlier=earlier.keys())
+    if manifest is not None:
+        state.outer.resume(manifest.progress.step, ANCHOR in {kind_of(tensor.name) for tensor in manifest.tensors})
     if manifest is None:
         follow(state, run, mesh, say)
         return None
@@ -149,7 +168,7 @@ def follow(state: State, run: Run, mesh: Mesh, say: Say) -> None:
     weights = describe(run.init.folder)
     home = format.home(weights.run or weights.path)
     kinds = state.optimizer.spec.state_names
-    states = [holding for holding in holdings(state, run, mesh) if holding.name.partition("/")[0] in kinds]
+    states = [holding for holding in holdings(state, run, mesh) if kind_of(holding.name) in kinds]
     manifest = restoring.newest(
         home, None, mesh, states, say, only=weights.step if weights.kind == "checkpoint" else None
     )
@@ -239,9 +258,10 @@ class Votes:
     def __init__(self) -> None:
         self.earlier: tuple[Tensor, torch.cuda.Event, int] | None = None
 
-    def heard(self, total: Tensor, step: int) -> Vote:
-        """What was said in this step or the one before."""
-        if not total.is_cuda:
+    def heard(self, total: Tensor, step: int, at_once: bool = False) -> Vote:
+        """What was said in this step or the one before; `at_once`: in this step, as there is none soon after."""
+        if at_once or not total.is_cuda:
+            self.earlier = None
             return counted(total.item(), step)
         host = torch.empty(total.shape, dtype=total.dtype, pin_memory=True)
         host.copy_(total, non_blocking=True)
@@ -401,4 +421,5 @@ def lacks_room(held: list[TensorShard], mesh: Mesh, say: Say) -> bool:
 def is_due(run: Run, step: int) -> bool:
     """Whether the state after this step is saved."""
     every = run.checkpoint.every
-    return every > 0 and (step % every == 0 or step == run.steps)  # from the last one a longer run goes on
+    meetings = calendar(run.plan, run.optim.sync_warmup, run.steps)  # in between replicas differ
+    return every > 0 and (meetings.has_come(step, every) or step == run.steps)  # from the last one a longer run goes on

@@ -14,6 +14,7 @@ from meshwright.config.run import Run
 from meshwright.data.loader import Loader
 from meshwright.optim.clip import LossScale
 from meshwright.optim.interface import Optimizer
+from meshwright.optim.outer import NoOuterLoop
 from meshwright.parallel import precision
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pipeline import placement
@@ -36,6 +37,7 @@ class State:
     optimizer: Optimizer
     loader: Loader
     scale: LossScale
+    outer: NoOuterLoop
     meter: NoiseMeter | None = None  # of the gradient noise scale, where it is asked for
     adascale: AdaScale | None = None
     step: int = 0

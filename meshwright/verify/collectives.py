@@ -82,6 +82,10 @@ def ranks_of(axis: Axis, plan: Plan, mesh: Mesh) -> tuple[int, ...]:
     if axis == "tied":
         line, ranks = _ranks(mesh.group("pp")), placement(plan)
         return tuple(sorted((line[ranks[0]], line[ranks[-1]])))
+    if axis == "peers":
+        return _ranks(mesh.peers) if mesh.peers is not None else tuple(range(mesh.world))
+    if axis == "outer":
+        return _ranks(mesh.group("replicate"))
     if axis in ("replicate", "shard"):
         return _ranks(mesh.dense.get_group(axis))
     if axis in ("expert_replicate", "expert_shard"):

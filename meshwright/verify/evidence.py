@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 import safetensors.torch
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
@@ -45,9 +46,17 @@ def record(place: Place, run: Run, cache: Path, folder: Path) -> None:
     with explaining(run, mesh.device, state):
         for result in train(run, state, mesh):
             assert isinstance(result, StepResult), "nothing is held out in a proof"
-            evidence.step(result.loss, result.norm, gradients(state.chunks, run, mesh))
+            loss, norm = over_replicas(torch.stack([result.loss, result.norm]), mesh)
+            evidence.step(loss, norm, gradients(state.chunks, run, mesh))
         evidence.end(weights(state.chunks, run, mesh))
     state.loader.close()
+
+
+def over_replicas(numbers: Tensor, mesh: Mesh) -> Tensor:
+    """The mean over replicas that sync rarely, each of which has numbers of its own."""
+    if mesh.parts > 1:
+        dist.all_reduce(numbers, group=mesh.group("replicate"))
+    return numbers / mesh.parts
 
 
 class Evidence:

@@ -13,7 +13,7 @@ import msgspec
 
 from meshwright.config import check, load
 from meshwright.config.presets import run_file
-from meshwright.config.run import Run
+from meshwright.config.run import OUTER_OPTIM, Optim, Run
 from meshwright.runtime.failure import Exit
 from meshwright.runtime.ranks import Crew, RankError, Remote, Work, run_ranks
 from meshwright.spec.params import count
@@ -34,6 +34,7 @@ TEXT, CERTIFICATE = "ragged.jsonl", "certificate.json"
 LONGEST = 600.0  # seconds that one plan may take
 RECORD, JUDGE = (Remote("meshwright.verify.evidence", name) for name in ("record", "judge"))  # by name: they have torch
 SCHEDULES = get_args(Schedule)
+ONE = "one process"  # what plans are compared with
 # Every axis alone and the combinations that must hold. Dense plans are proved on `tiny` (grouped queries, an odd
 # vocabulary), plans with experts on `tiny-moe`; both on documents of very different lengths.
 MATRIX = (
@@ -73,8 +74,23 @@ MATRIX = (
     "pp=2,shard=2,zero=3,tp=2",
     "pp=2,schedule=zbv,shard=2,zero=3,tp=2",
     "replicate=2,shard=2,zero=3,tp=2",
+    *(f"replicate=2,sync_every=2,outer={outer}" for outer in ("average", "slowmo", "diloco")),
+    "replicate=2,shard=2,zero=3,sync_every=2,outer=diloco,outer_quant=int8",
 )
+ALONE = Plan(microbatch=1)
 Job = tuple[Run, list[tuple[str, Run]]]  # a reference, and each plan's words with its run
+# Plans that compute something else than one process would, by the field that says so: they have a reference of their
+# own, which does in one process, one after the other, what their ranks do. Its name, and who records it.
+OWN_REFERENCES: dict[str, tuple[str, Remote]] = {
+    "sync_every": (
+        "one process that trains the replicas one after another and syncs them",
+        Remote("meshwright.verify.replicas", "record"),
+    ),
+}
+# The fields that such a reference shares with its plan, and that one process alone does without.
+OWN_FIELDS: dict[str, tuple[str, ...]] = {
+    "sync_every": ("replicate", "sync_every", "outer", "outer_fragments", "outer_quant")
+}
 
 
 class ParityResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,6 +116,7 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     tolerance: float
     reason: str
+    reference: str = ONE  # what the plans are compared with
     torch: str
     verdicts: tuple[ParityResult, ...]
 
@@ -137,8 +154,28 @@ def jobs(target: str | None, overrides: list[str], plans: list[str], steps: int,
         reference, planned = runs(model, overrides, group, steps, folder / TEXT)
         if problems := [problem for run in planned for problem in check.missing(run.plan)]:
             raise InputError(problems[:1])  # the same for every plan
-        made.append((reference, list(zip(group, planned, strict=True))))
+        apart: dict[Plan, Job] = {}
+        for name, run in zip(group, planned, strict=True):
+            own = own_reference(reference, run)
+            apart.setdefault(own.plan, (own, []))[1].append((name, run))
+        made += apart.values()
     return made
+
+
+def own_field(plan: Plan) -> str | None:
+    """The field by which a plan has a reference of its own; None: it is compared with one process."""
+    return next((name for name in OWN_REFERENCES if plan.uses(name)), None)
+
+
+def own_reference(reference: Run, run: Run) -> Run:
+    """What a plan is compared with: one process, or its own reference, which no other axis cuts."""
+    field = own_field(run.plan)
+    if field is None:
+        return reference
+    shared = {name: getattr(run.plan, name) for name in OWN_FIELDS[field]}
+    own = msgspec.structs.replace(reference.plan, bf16_params=False, **shared)
+    share = run.batch // own.data
+    return msgspec.structs.replace(run, plan=msgspec.structs.replace(own, microbatch=share, grad_accum=1))
 
 
 def fields(plan: str) -> dict[str, str]:
@@ -159,10 +196,14 @@ def runs(target: str | None, overrides: list[str], plans: list[str], steps: int,
     """The reference and a run for each plan, all of one mathematics: a run file's, or a preset's on ragged text."""
     file = run_file(target)
     words = list(overrides) if file else [*_ragged(target or "tiny", plans, text), *overrides]
+    # A plan whose replicas never sync proves nothing.
+    steps = max(steps, *(_number(fields(plan), "sync_every") for plan in plans))
     words += [f"steps={steps}", "data.eval_fraction=0.0", "eval.every=0", "eval.sample_tokens=0"]
     words = [word for word in words if not word.startswith("plan.")]
     precision = _precision(plans, overrides)
-    reference = load.load(file, [*words, *_words({"precision": precision, "grad_accum": "1"})], ranks=1).run
+    plain = [f"optim.{name}={getattr(Optim(), name)}" for name in OUTER_OPTIM]  # one process has no outer loop
+    plain += _words({"precision": precision, "grad_accum": "1"})
+    reference = load.load(file, [*words, *plain], ranks=1).run
     planned = [load.load(file, [*words, *_words({"precision": precision, **_resolved(plan)})]).run for plan in plans]
     return reference, planned
 
@@ -176,9 +217,12 @@ def _precision(plans: list[str], overrides: list[str]) -> str:
     return named.pop() if named else "fp64"
 
 
+_NEUTRAL = dict.fromkeys((*AXES, "ep", "sync_every", "outer_fragments"), "1") | {"outer_quant": "none"}
+
+
 def _words(plan: dict[str, str]) -> list[str]:
     """A plan as overrides, every axis stated, so that none is left over from a run file."""
-    return [f"plan.{key}={value}" for key, value in (dict.fromkeys((*AXES, "ep"), "1") | plan).items()]
+    return [f"plan.{key}={value}" for key, value in (_NEUTRAL | plan).items()]
 
 
 def _resolved(plan: str) -> dict[str, str]:
@@ -239,12 +283,19 @@ def prove_all(jobs: list[Job], cache: Path, folder: Path, say: Callable[[str], N
                 tolerance=tolerance,
                 reason=reason,
                 torch=version("torch"),
+                reference=named(reference.plan)[0],
                 verdicts=tuple(beside(reference, planned, (RECORD, cache), folder, say, width)),
             )
         )
     text = msgspec.json.format(msgspec.json.encode(certificates), indent=2) + b"\n"
     (folder / CERTIFICATE).write_bytes(text)
     return [verdict for certificate in certificates for verdict in certificate.verdicts]
+
+
+def named(plan: Plan) -> tuple[str, Remote]:
+    """What a reference is, in words, and who records it."""
+    field = own_field(plan)
+    return (ONE, RECORD) if field is None else OWN_REFERENCES[field]
 
 
 class KeptRanks:
@@ -287,10 +338,11 @@ def beside(
     """
     record, given = work
     tolerance, reason = TOLERANCES[reference.plan.precision]
-    say(f"largest relative deviation from one process, {tolerance:.0e} allowed ({reason}):")
+    whom, reference_record = named(reference.plan)
+    say(f"largest relative deviation from {whom}, {tolerance:.0e} allowed ({reason}):")
     say(f"{'plan':<{width}}  {'  '.join(f'{name:>8}' for name in QUANTITIES)}")
     base = _fresh(folder / "reference")
-    run_ranks(record, 1, (reference, given, base), LONGEST)
+    run_ranks(record if whom == ONE else reference_record, 1, (reference, given, base), LONGEST)
     verdicts = []
     with closing(KeptRanks(record)) as ranks, closing(KeptRanks(JUDGE)) as judge:
         for number, (name, run) in enumerate(planned):
@@ -298,7 +350,7 @@ def beside(
             began = time.monotonic()
             try:
                 ranks.run(run.plan, (run, given, place))
-                judge.run(reference.plan, (run, base, place, tolerance, time.monotonic() - began))
+                judge.run(ALONE, (run, base, place, tolerance, time.monotonic() - began))
                 verdict = msgspec.json.decode((place / "verdict.json").read_bytes(), type=ParityResult)
             except RankError as error:
                 far = {f"{quantity}_deviation": math.inf for quantity in QUANTITIES}

@@ -29,7 +29,7 @@ from meshwright.config.run import Run
 from meshwright.cost.job import Job
 from meshwright.cost.layout import LABELS, hosted, state_layout, states, total
 from meshwright.cost.memory import Ledger, ledger, worst
-from meshwright.cost.traffic import Axis, Collective, Kind, traffic
+from meshwright.cost.traffic import Axis, Collective, Kind, of_every_step, traffic
 from meshwright.data.loader import Batch, StepBatch
 from meshwright.models.decoder import Decoder
 from meshwright.models.moe import Experts, MoELayer, RunExperts
@@ -54,6 +54,7 @@ NOTES = {  # of a field that is used
     "activation_quant": "traced with saved activations as they are: quantized ones are not followed",
     "activation_offload": "traced with saved activations on the device: copies on the host are not followed",
     "optimizer_offload": "traced with all states on the device, and compared with the ledger of that",
+    "sync_every": "a step without a sync was traced, and compared with what such a step sends",
     "pp": "one rank of the pipeline was traced: its neighbours' messages arrive at once",
     "cpu_offload": "a CPU's memory is the host's: the peak is that of the device with what lives in host memory",
 }
@@ -301,7 +302,7 @@ def trace_step(run: Run, rank: int, collectives: Collectives) -> DryRunStep:
         live.peak = live.bytes
         with observing() as calls:
             step.run_once()
-        planned = collectives(mesh.place)
+        planned = of_every_step(collectives(mesh.place))
         # Where two axes have the same ranks, the one that was planned names them; the world is the last resort.
         named: list[Axis] = [each.axis for each in planned if each.axis != "world"]
         axes: tuple[Axis, ...] = ("world", "pp", "cp", "tp", "shard", "replicate", *named)

@@ -6,6 +6,7 @@ from meshwright.config import check, load
 from meshwright.spec.problem import InputError
 
 MIXTURE = ["arch.experts=6", "arch.expert_ffn=8", "arch.top_k=2"]
+REPLICAS = ["plan.replicate=2"]
 WRONG = [
     (["arch.heads=7", "arch.kv_heads=7"], "does not divide into arch.heads"),
     (["arch.kv_heads=4"], "cannot be divided by arch.kv_heads = 4 evenly"),
@@ -31,6 +32,28 @@ WRONG = [
     (["plan.deterministic=true", "plan.cp=2"], "plan.cp = 2 adds up parts of a sequence"),
     (["plan.deterministic=true", "plan.pp=2"], "plan.pp = 2 adds them up itself"),
     ([*MIXTURE, "plan.deterministic=true", "plan.replicate=2", "plan.ep=2"], "plan.ep = 2 adds up tokens of an expert"),
+    (["plan.replicate=1", "plan.sync_every=4"], "is for replicas that sync rarely, and plan.replicate = 1"),
+    ([*REPLICAS, "plan.sync_every=0"], "plan.sync_every = 0 is not a count"),
+    ([*REPLICAS, "plan.sync_every=4", "steps=3"], "plan.sync_every = 4 is more than the steps = 3"),
+    ([*REPLICAS, "plan.sync_every=4", "optim.sync_warmup=9", "steps=9"], "sync_warmup = 9 is not shorter than the run"),
+    ([*REPLICAS, "optim.sync_warmup=9"], "optim.sync_warmup = 9 is of an outer loop"),
+    ([*REPLICAS, "plan.outer_quant=int8"], "plan.outer_quant = int8 is of an outer loop"),
+    ([*REPLICAS, "plan.outer_fragments=2"], "plan.outer_fragments = 2 is of an outer loop"),
+    ([*REPLICAS, "optim.outer_lr=0.5"], "optim.outer_lr = 0.5 is not used"),
+    ([*REPLICAS, "plan.sync_every=4", "optim.outer_momentum=0.5"], "plan.outer = average takes no outer step"),
+    ([*REPLICAS, "plan.sync_every=4", "plan.outer_fragments=5"], "plan.outer_fragments = 5 is more than"),
+    ([*REPLICAS, "plan.sync_every=4", "plan.deterministic=true"], "plan.sync_every = 4 makes other mathematics"),
+    ([*REPLICAS, "plan.sync_every=4", "plan.zero=3", "plan.cpu_offload=true"], "plan.cpu_offload keeps them in host"),
+    (
+        [*REPLICAS, "plan.sync_every=4", "plan.precision=bf16", "optim.master_weights=split"],
+        "optim.master_weights = split has none",
+    ),
+    (
+        [*REPLICAS, "plan.sync_every=4", "plan.outer_quant=int8", "plan.tp=2", "arch.ffn=100"],
+        "cuts blocks.0.mlp.down.weight within a block of 100 elements",
+    ),
+    ([*MIXTURE, *REPLICAS, "plan.sync_every=4", "plan.ep=2"], "borrows its ranks from cp = 1"),
+    ([*REPLICAS, "plan.sync_every=4", "plan.outer=diloco", "optim.outer_momentum=1.0"], "out of range"),
     (["steps=0"], "is not a count"),
     (["seed=-1"], "is negative"),
     (["seed=9223372036854775808"], "more than 63 bits"),

@@ -114,6 +114,18 @@ def test_what_is_not_used_costs_nothing():
     assert not names & {"tp", "cp", "ep", "pp", "bubble", "shard", "replicate", "tied", "recompute", "stragglers"}
 
 
+def test_a_sync_is_paid_in_shares_and_few_bits_cost_less_of_it():
+    def outer(**plan) -> float:
+        return share(price(job(replicate=2, shard=32, zero=3, **plan)), "outer")
+
+    assert share(price(job(replicate=2, shard=32, zero=3)), "outer") == 0
+    assert outer(sync_every=100, outer="diloco") == pytest.approx(outer(sync_every=10, outer="diloco") / 10)
+    assert outer(sync_every=10, outer="diloco", outer_quant="int4") < outer(sync_every=10, outer="diloco")
+    rare = price(job(replicate=2, shard=32, zero=3, sync_every=50))
+    assert share(rare, "replicate") == 0
+    assert rare.seconds < price(job(replicate=2, shard=32, zero=3)).seconds
+
+
 def test_recomputation_costs_time_and_counts_as_hardware_work_only():
     plain, again = (price(job(shard=8, zero=3, machines="8xh100", recompute=word)) for word in ("none", "full"))
     assert again.seconds > plain.seconds * 1.1

@@ -241,7 +241,8 @@ def described(run: Run) -> list[str]:
     fragments = f" in {plan.outer_fragments} fragments" if plan.outer_fragments > 1 else ""
     return [
         f"outer loop: {plan.parts} replicas sync every {plan.sync_every} steps{fragments} ({plan.outer}){warm}; "
-        "in between losses and norms are those of a rank's own replica. Saves, validation losses and a stop wait for the next sync"
+        "in between losses and norms are those of a rank's own replica. Saves, validation losses and a stop wait for "
+        "the next sync"
     ]
 
 

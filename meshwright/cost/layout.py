@@ -47,6 +47,8 @@ PIECE, SLOTS = 1 << 24, 4  # elements that are moved together, and pieces on the
 ROUNDING_COPIES, ROUNDING_BYTES = 6, 4
 STATE_DRAW_COPIES = 6  # of bf16 states: an element's index, its hash, and what is shifted out of that
 SYNC_COPIES = 5  # of a bucket while replicas exchange it in few bits: the delta, its codes as they are made, the mean
+# Of a whole weight in bf16, beyond its update's own: joined and split; widened, and of a piece the words of its draws.
+SPLIT_COPIES, WIDENED_COPIES, DRAW_COPIES = 3, 1, 8
 LOW_BYTES = 2  # what a bf16 weight lacks of its fp32 master
 
 Home = Literal["device", "host", "disk"]
@@ -335,7 +337,7 @@ def sharded(job: Job, place: Mapping[str, int]) -> ResidentMemory:
         outside=outside,
         outside_sums=outside_sums,
         update=max(
-            holds.update_bytes * updated + slots + rounding_bytes(layout, largest) + whole_bytes(layout, largest),
+            holds.update_bytes * updated + slots + rounding_bytes(layout, largest) + unfused_bytes(layout, largest),
             sync_bytes(view),
         ),
     )
@@ -437,9 +439,16 @@ def rounding_bytes(layout: StateLayout, largest: int) -> int:
     return copies * ROUNDING_BYTES * min(PIECE, largest) if layout.rounds and not layout.hosted else 0
 
 
-def whole_bytes(layout: StateLayout, largest: int) -> int:
-    """What an update of whole tensors makes on the device while it is at the largest of them."""
-    return layout.optimizer.temporaries * layout.wide * largest
+def unfused_bytes(layout: StateLayout, largest: int) -> int:
+    """What an update without a fused kernel makes on the device while it is at the largest weight."""
+    if layout.update == "host" or (layout.rounds and not layout.optimizer.whole):
+        return 0
+    own = layout.optimizer.temporaries * layout.wide * largest
+    if not layout.rounds:
+        return own
+    if layout.of("master"):
+        return own + SPLIT_COPIES * layout.wide * largest
+    return own + layout.wide * (WIDENED_COPIES * largest + DRAW_COPIES * min(PIECE, largest))
 
 
 def _resident(layout: StateLayout, home: Home, held: tuple[ParamGroup, ...], view: RankView) -> tuple[LedgerEntry, ...]:

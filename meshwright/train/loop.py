@@ -101,7 +101,6 @@ def steps(run: Run, state: State, mesh: Mesh, save: Save, stop: Stop) -> Iterato
         batch = state.loader.take(state.step)
         fed = moment(mesh.device)
         scale, is_plain = state.scale.value, outer.calendar.is_plain(state.step + 1)
-        outer.begin(state.step + 1)
         loss_sum = forward_backward(batch.together if is_plain else batch, scale)
         outer.sum_gradients(state.step + 1)
         ballot = save.vote(state.step + 1).number(stop.asked)
@@ -109,6 +108,7 @@ def steps(run: Run, state: State, mesh: Mesh, save: Save, stop: Stop) -> Iterato
         verdict = clip.grad_stats(loss, square, scale, run.optim.grad_clip)
         rate = learning_rate(run.optim, state.step, run.steps)
         stall = save.hold_update()
+        outer.begin(state.step + 1)
         state.optimizer.step(rate, verdict)
         state.scale.update(verdict.finite)
         state.step += 1

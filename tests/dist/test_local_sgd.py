@@ -285,7 +285,7 @@ def held_otherwise(folder: Path, *words: str) -> list[str]:
         next(steps)
     layout = layout_of(run.plan)
     said = {line.name: line.bytes for line in states(run.arch, run.plan, mesh.place, layout)}
-    seen = held(state, layout)
+    seen = {"outer_states": 0} | held(state, layout)
     state.loader.close()
     names = ("moments", "outer_states")  # weights and gradients are padded
     return [

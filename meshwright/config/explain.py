@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from meshwright.config import schema
-from meshwright.config.run import NOT_MATHEMATICS, Run, Source
+from meshwright.config.run import NOT_MATHEMATICS, OUTER_KEYS, OUTER_OPTIM, Run, Source
 from meshwright.spec.plan import FIELDS, Plan
 from meshwright.spec.problem import InputError
 
@@ -87,6 +87,7 @@ PAGES = {
     "optim.master_weights": "docs/precision.md",
     "optim.stochastic_rounding": "docs/precision.md",
     "optim.state_dtype": "docs/precision.md",
+    **{f"optim.{name}": "docs/local-sgd.md" for name in OUTER_OPTIM},
     "eval": "docs/run-file.md#data",
     "log": "docs/run-file.md#trackers",
     "checkpoint": "docs/checkpoints.md",
@@ -114,6 +115,7 @@ PAGES = {
     "plan.activation_offload": "docs/compress.md",
     **{f"plan.optimizer_offload{rest}": "docs/offload.md" for rest in ("", "_update", "_host_bytes", "_folder")},
     "plan.cpu_offload": "docs/offload.md",
+    **{f"plan.{name}": "docs/local-sgd.md" for name in OUTER_KEYS if name != "replicate"},
     "plan.kernels": "docs/kernels.md",
     "plan.compile": "docs/axes/compile.md",
     "plan.deterministic": "docs/deterministic.md",

@@ -46,9 +46,9 @@ PIECE, SLOTS = 1 << 24, 4  # elements that are moved together, and pieces on the
 # update is made of, and the draws. Counted in optim/master_weights.py and optim/offload.py.
 ROUNDING_COPIES, ROUNDING_BYTES = 6, 4
 STATE_DRAW_COPIES = 6  # of bf16 states: an element's index, its hash, and what is shifted out of that
-SYNC_COPIES = 5  # of a bucket while replicas exchange it in few bits: the delta, its codes as they are made, the mean
 # Of a whole weight in bf16, beyond its update's own: joined and split; widened, and of a piece the words of its draws.
 SPLIT_COPIES, WIDENED_COPIES, DRAW_COPIES = 3, 1, 8
+SYNC_COPIES = 3  # of a bucket that replicas exchange in few bits: the delta, the sum, and what is added to it
 LOW_BYTES = 2  # what a bf16 weight lacks of its fp32 master
 
 Home = Literal["device", "host", "disk"]
@@ -346,7 +346,8 @@ def sharded(job: Job, place: Mapping[str, int]) -> ResidentMemory:
 def sync_bytes(view: RankView) -> int:
     """What replicas that sync rarely make on the device for the largest of their buckets, when it is synced.
 
-    Its delta, and the same as one tensor for the collective; in few bits also what is sent and received.
+    Its delta, and the same as one tensor for the collective. In few bits: the delta, the sum and what is added to it,
+    one weight as its codes become numbers, and what all replicas have sent.
     """
     plan = view.plan
     if plan.parts == 1:
@@ -356,7 +357,10 @@ def sync_bytes(view: RankView) -> int:
         copies = 2 if outer_states(plan) else 1
         return copies * max(updated_elements(group, view) for group in each) * view.wide
     return max(
-        SYNC_COPIES * updated_elements(group, view) * view.wide + (plan.parts + 1) * quantized_bytes(group, view)
+        SYNC_COPIES * updated_elements(group, view) * view.wide
+        + max(updated_elements(msgspec.structs.replace(group, params=(one,)), view) for one in group.params) * view.wide
+        + plan.parts * quantized_bytes(group, view)
+        + (updated_elements(group, view) if plan.outer_quant == "int4" else 0)  # its codes, a byte each
         for group in each
     )
 

@@ -11,7 +11,6 @@ and every replica goes on from x with its optimizer states as they are. α, η a
 `optim.outer_momentum`. Streaming DiLoCo (Douillard et al. 2025) syncs fragments of the model at staggered steps.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -241,8 +240,8 @@ def described(run: Run) -> list[str]:
     fragments = f" in {plan.outer_fragments} fragments" if plan.outer_fragments > 1 else ""
     return [
         f"outer loop: {plan.parts} replicas sync every {plan.sync_every} steps{fragments} ({plan.outer}){warm}; "
-        "in between losses and norms are those of a rank's own replica. Saves, validation losses and a stop wait for "
-        "the next sync"
+        "in between losses and norms are those of a rank's own replica. "
+        "Saves, validation losses and a stop wait for the next sync"
     ]
 
 
@@ -294,7 +293,7 @@ def _compare(sums: list[list[float]], group: dist.ProcessGroup, step: int, since
             cause="a bit changed in memory, in arithmetic or on the network: suspect the devices of those ranks",
             remedy="take the device out, and run the same command again; checkpoints in doubt are set aside",
             good_until=max(since - 1, 0),
-            rank=ranks[odd[0]] if math.isfinite(len(odd)) and odd else None,
+            rank=ranks[odd[0]] if odd else None,
             step=step,
         )
     )

@@ -104,7 +104,6 @@ def steps(run: Run, state: State, mesh: Mesh, save: Save, stop: Stop) -> Iterato
         batch = state.loader.take(state.step)
         fed = moment(mesh.device)
         scale, is_plain = state.scale.value, outer.calendar.is_plain(state.step + 1)
-        outer.begin(state.step + 1)
         loss_sum = forward_backward(batch.together if is_plain else batch, scale)
         outer.sum_gradients(state.step + 1)
         ballot = save.vote(state.step + 1).number(stop.asked)
@@ -115,6 +114,7 @@ def steps(run: Run, state: State, mesh: Mesh, save: Save, stop: Stop) -> Iterato
         if state.adascale is not None:
             rate *= state.adascale.gain(noise, scale)
         stall = save.hold_update()
+        outer.begin(state.step + 1)
         state.optimizer.step(rate, verdict)
         state.scale.update(verdict.finite)
         state.step += 1

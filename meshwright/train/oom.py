@@ -125,10 +125,11 @@ def held(state: State, layout: StateLayout) -> dict[str, int]:
     found = {"gradients": _bytes([local(weight.grad) for weight in weights if weight.grad is not None])}
     if layout.offloaded:  # with the master weights
         return found | {"weights": _bytes([local(weight.detach()) for weight in weights])}
+    outer = [tensor for tensors in state.outer.states().values() for tensor in tensors.values()]
     return found | {
         "weights": _bytes([precision.master(weight) for weight in weights]),
         "moments": sum(_bytes(tensors) for tensors in state.optimizer.states().values()),
-        "outer_states": sum(_bytes(list(tensors.values())) for tensors in state.outer.states().values()),
+        **({"outer_states": _bytes(outer)} if outer else {}),
     }
 
 

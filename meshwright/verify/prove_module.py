@@ -158,6 +158,9 @@ def _beyond(plan: Plan) -> Iterator[Problem]:
     if plan.ep > 1:
         what = f"plan.ep = {plan.ep} shares out the experts of a mixture, which only meshwright's own layers let it"
         yield Problem(what, "leave plan.ep at 1, or cut the experts with plan.tp and a split table", "plan.ep")
+    if plan.sync_every > 1:
+        what = f"plan.sync_every = {plan.sync_every} is of meshwright's own trainer, whose replicas sync rarely"
+        yield Problem(what, "leave it out: parity is of plain training", "plan.sync_every")
     if plan.deterministic:
         what = "plan.deterministic fixes the order of sums over the ranks of meshwright's own trainer"
         yield Problem(what, "leave it out: parity allows for rounding", "plan.deterministic")

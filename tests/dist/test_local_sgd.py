@@ -9,17 +9,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from commands import meshwright
+from live import Live
 from test_traffic import level
 from trials import CPU, corpus_file, drive, losses_of, made, make_corpus, make_run, mesh_of
 from worlds import world
 
-from meshwright.cost.layout import layout_of, states
+from meshwright.cost.layout import layout_of, states, sync_bytes
+from meshwright.cost.rank_view import RankView
 from meshwright.cost.traffic import of_every_step, traffic
 from meshwright.optim.outer import OuterLoop
 from meshwright.parallel.mesh import Mesh, local
 from meshwright.runtime.failure import FailureError
 from meshwright.runtime.run_folder import Claim
-from meshwright.train.loop import EvalResult, StepResult, train
+from meshwright.train.loop import EvalResult, StepResult, Stop, train
 from meshwright.train.oom import held
 from meshwright.train.saving import digest_of, restore
 from meshwright.train.state import State
@@ -168,6 +170,42 @@ def test_a_save_waits_for_a_sync_and_is_resumed_under_another_plan(folder, more)
     assert max(abs(one - two) / two for one, two in zip(losses, further, strict=True)) <= TOLERANCE
 
 
+@world(2)
+def test_a_stop_is_heard_by_all_at_the_next_sync_and_saved_there(folder):
+    run, mesh, state = made(make_run(folder, *DILOCO, *QUIET, "steps=9", "checkpoint.every=0"), folder, CPU)
+    stop, made_steps = Stop(), list[int]()
+    for result in train(run, state, mesh, folder / "run", stop):
+        made_steps.append(result.step)
+        stop.asked = mesh.rank == 1 and result.step >= 2
+    assert (made_steps, state.stopped, state.saved) == ([1, 2, 3, 4], True, True)
+    state.loader.close()
+    run, mesh, state = made(run, folder, CPU)
+    restored = restore(state, run, mesh, folder / "run", lambda text: None)
+    assert restored is not None
+    assert restored.step == 4
+    assert [result.step for result in train(run, state, mesh)] == [5, 6, 7, 8, 9]
+    state.loader.close()
+
+
+@world(2)
+def test_a_replica_that_skips_an_update_goes_on_with_the_others(folder):
+    """A gradient that is not finite is one replica's own: it alone skips, and counts all updates after the sync."""
+    run, mesh, state = made(make_run(folder, *DILOCO, *QUIET, "steps=4"), folder, CPU)
+    steps = train(run, state, mesh)
+    usual = state.scale.value
+    if mesh.part == 1:  # its next gradient is not a number
+        state.scale.value = torch.full_like(usual, torch.nan)
+    first = next(steps)
+    state.scale.value = usual
+    assert isinstance(first, StepResult)
+    assert first.finite.item() == float(mesh.part == 0)
+    assert state.optimizer.count.item() == float(mesh.part == 0)
+    next(steps)
+    assert state.optimizer.count.item() == 2  # of the replica that made most
+    assert all(torch.isfinite(local(each.detach())).all() for each in state.optimizer.weights)
+    state.loader.close()
+
+
 @world(4)
 def test_another_number_of_replicas_goes_on_from_a_sync(folder):
     first = make_run(folder, *SAVED, "plan.shard=2", "plan.zero=1")
@@ -247,7 +285,7 @@ def held_otherwise(folder: Path, *words: str) -> list[str]:
         next(steps)
     layout = layout_of(run.plan)
     said = {line.name: line.bytes for line in states(run.arch, run.plan, mesh.place, layout)}
-    seen = held(state, layout)
+    seen = {"outer_states": 0} | held(state, layout)
     state.loader.close()
     names = ("moments", "outer_states")  # weights and gradients are padded
     return [
@@ -255,6 +293,33 @@ def held_otherwise(folder: Path, *words: str) -> list[str]:
         for name in names
         if seen[name] != said.get(name, 0)
     ]
+
+
+@pytest.mark.parametrize(
+    ("words", "least"),
+    # What is made by plain operators is known to the byte; of codes the ledger has an upper bound.
+    [
+        ((), 1.0),
+        (("plan.outer=diloco",), 1.0),
+        (("plan.outer=diloco", "plan.outer_quant=int8"), 0.9),
+        (("plan.outer_quant=int4",), 0.9),
+    ],
+    ids=["average", "diloco", "int8", "int4"],
+)
+@world(2)
+def test_a_sync_makes_what_the_ledger_says(folder, words, least):
+    plan = ("plan.replicate=2", "plan.sync_every=2", "arch.hidden=256")
+    run, mesh, state = made(make_run(folder, *SMALL, *plan, *words), folder, CPU)
+    next(train(run, state, mesh))
+    outer, peak = state.outer, 0
+    assert isinstance(outer, OuterLoop)
+    for bucket, codes in zip(outer.buckets, outer.codes, strict=True):
+        with torch.no_grad(), Live([*bucket.wide, *bucket.anchor, *bucket.momentum]) as live:
+            outer._sync(bucket, codes, 2)
+        peak = max(peak, live.peak)
+    said = sync_bytes(RankView(arch=run.arch, plan=run.plan, sequence=0, place=mesh.place))
+    assert least * said <= peak <= said
+    state.loader.close()
 
 
 @world(2)
@@ -268,13 +333,14 @@ def test_four_ranks_hold_what_the_plan_implies(folder):
 
 
 @world(2)
-def test_a_replica_whose_weights_change_by_themselves_is_found_at_the_next_sync(folder):
-    run, mesh, state = made(make_run(folder, *DILOCO, *QUIET, "steps=6"), folder, CPU)
+def test_a_replica_with_another_outer_state_is_found_at_the_sync_after_the_next(folder):
+    run, mesh, state = made(make_run(folder, *DILOCO, *QUIET, "steps=8"), folder, CPU)
     assert isinstance(state.outer, OuterLoop)
     steps = train(run, state, mesh)
-    next(steps), next(steps)
-    if mesh.part == 1:
-        state.outer.checksum += 1  # of what it left the sync with
-    with pytest.raises(FailureError, match="replicas left step 2 with different weights"):
-        next(steps), next(steps)
+    assert [next(steps).step for _ in range(2)] == [1, 2]
+    if mesh.part == 1:  # from which the next sync makes weights
+        state.outer.buckets[0].anchor[0].view(-1)[0] += 2.0**-40
+    assert [next(steps).step for _ in range(3)] == [3, 4, 5]
+    with pytest.raises(FailureError, match="replicas left step 4 with different weights"):
+        next(steps)
     state.loader.close()

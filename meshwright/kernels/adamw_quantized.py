@@ -25,6 +25,8 @@ TILE = 2048  # elements of one program
 Form = Literal["fp32", "split", "stochastic"]
 Way = Literal["update", "measure", "given"]  # at once; only the new scales; with new scales that were agreed
 
+ScalePair = Sequence[Tensor]  # of a weight's first moments and of its second
+
 
 @dataclass(frozen=True, slots=True)
 class QuantizedMoments:
@@ -79,21 +81,25 @@ class QuantizedGroup:
         """Update every weight of the group, whose blocks are all whole."""
         self._launch("update", gradients, decay, step, [])
 
-    def measure(self, gradients: Sequence[Tensor], decay: float, step: AdamWStep, into: Sequence[Tensor]) -> None:
-        """Write the new scales of what is here into tensors like the scales: all first moments', then the second's."""
-        self._launch("measure", gradients, decay, step, into)
+    def measured(self, gradients: Sequence[Tensor], decay: float, step: AdamWStep) -> list[ScalePair]:
+        """The new scales of what is here of each weight's blocks."""
+        found = [(torch.zeros_like(each.first_scales), torch.zeros_like(each.second_scales)) for each in self.moments]
+        self._launch("measure", gradients, decay, step, found)
+        return found
 
-    def update_with(self, gradients: Sequence[Tensor], decay: float, step: AdamWStep, scales: Sequence[Tensor]) -> None:
+    def update_with(
+        self, gradients: Sequence[Tensor], decay: float, step: AdamWStep, scales: Sequence[ScalePair]
+    ) -> None:
         """Update every weight with the new scales that the ranks have agreed on."""
         self._launch("given", gradients, decay, step, scales)
 
     def _launch(
-        self, way: Way, gradients: Sequence[Tensor], decay: float, step: AdamWStep, scales: Sequence[Tensor]
+        self, way: Way, gradients: Sequence[Tensor], decay: float, step: AdamWStep, scales: Sequence[ScalePair]
     ) -> None:
         if not len(self.owner):  # every weight's part is empty here
             return
         dense = [gradient.contiguous() for gradient in gradients]
-        addresses = _addresses([*dense, *scales])
+        addresses = _addresses([*dense, *(each for kind in zip(*scales, strict=True) for each in kind)])
         if self.owner.is_cuda:  # from pinned memory, so that nothing waits
             addresses = addresses.pin_memory().to(self.device, non_blocking=True)
         _adamw_quantized[(len(self.owner),)](

@@ -61,6 +61,10 @@ class UpdateRule(ABC):
         """The same by one kernel of ours that also writes the low-precision copies; None where there is none."""
         return None
 
+    def one_pass_quantized(self, optimizer: "ResidentOptimizer") -> Update | None:
+        """The same of weights whose states are quantized."""
+        return None
+
 
 def scaled(gradients: Tensors, terms: UpdateTerms) -> tuple[Tensors, Tensor | None]:
     """Gradients and the divisor that torch's fused kernels take; they read it in fp32, too coarse for float64."""

@@ -23,6 +23,7 @@ from meshwright.optim.clip import GradStats
 from meshwright.optim.host_memory import PinnedMemory
 from meshwright.optim.interface import Optimizer, Update, UpdateRule, UpdateTerms
 from meshwright.optim.master_weights import beside, given, rounded, state_dtype
+from meshwright.optim.quantized import empty_states, quantized_parts, update_quantized
 from meshwright.optim.sgd import SGDRule
 from meshwright.parallel import precision
 from meshwright.parallel.mesh import Mesh, local
@@ -51,15 +52,33 @@ class ResidentOptimizer(Optimizer):
         self.rule = rule_of(optim)
         self.weights = list(weights)
         self.wide = [precision.master(weight) for weight in self.weights]
-        self._states = {
-            name: [torch.zeros_like(weight, dtype=state_dtype(optim, weight)) for weight in self.wide]
-            for name in self.spec.state_names
-        }
+        self.quantized = quantized_parts(self.weights, optim.state_dtype)
+        self._states = [self._new_states(i) for i in range(len(self.weights))]
         self._count = torch.zeros((), dtype=torch.float32, device=self.wide[0].device)
         self.missed = [0] * len(self.weights)  # updates for which each weight had no gradient
         self.update = self._choose(plan)
 
+    def _new_states(self, i: int) -> dict[str, Tensor]:
+        wide, names = self.wide[i], self.spec.state_names
+        if i in self.quantized:
+            return empty_states(names, wide, self.quantized[i])
+        return {name: torch.zeros_like(wide, dtype=state_dtype(self.optim, wide)) for name in names}
+
     def _choose(self, plan: Plan) -> Update:
+        usual = self._choose_usual(plan)
+        if not self.quantized:
+            return usual
+        quantized = self.rule.one_pass_quantized(self) if self.is_one_pass else None
+        quantized = quantized or update_quantized(self, self.rule)
+
+        def update(indices: list[int], terms: UpdateTerms) -> None:
+            for run, wanted in ((usual, False), (quantized, True)):
+                if chosen := [i for i in indices if (i in self.quantized) is wanted]:
+                    run(chosen, terms)
+
+        return update
+
+    def _choose_usual(self, plan: Plan) -> Update:
         masters = self.optim.master_weights == "fp32"
         if plan.deterministic:
             return self._plain if masters else rounded(self)
@@ -75,17 +94,17 @@ class ResidentOptimizer(Optimizer):
         return self._count
 
     def states(self) -> Mapping[str, list[Tensor]]:
-        return self._states
+        names = dict.fromkeys(name for held in self._states for name in held)
+        return {name: [held[name] for held in self._states if name in held] for name in names}
 
     def states_of(self, index: int) -> list[Tensor]:
         """The state tensors of one weight, in the order of the rule."""
-        return [tensors[index] for tensors in self._states.values()]
+        return list(self._states[index].values())
 
     def held(self) -> dict[int, dict[str, Tensor]]:
         found = {}
         for index, (weight, wide) in enumerate(zip(self.weights, self.wide, strict=True)):
-            states = dict(zip(self._states, self.states_of(index), strict=True))
-            found[id(weight)] = {"weight": wide, **beside(weight), **states}
+            found[id(weight)] = {"weight": wide, **beside(weight), **self._states[index]}
         return found
 
     @torch.no_grad()
@@ -106,7 +125,7 @@ class ResidentOptimizer(Optimizer):
     def _fused(self, indices: list[int], terms: UpdateTerms) -> None:
         weights, wide = ([held[i] for i in indices] for held in (self.weights, self.wide))
         gradients = [local(given(weight)) for weight in weights]
-        states = [[tensors[i] for i in indices] for tensors in self._states.values()]
+        states = list(zip(*(self.states_of(i) for i in indices), strict=True))
         widened = gradients
         if any(each.dtype != accum_dtype(held) for each, held in zip(gradients, wide, strict=True)):
             # Together: a few launches, however many weights there are.

@@ -54,3 +54,8 @@ FORMATS: Mapping[str, BlockFormat] = {"int8": BlockFormat(bits=8, block=256), "i
 def is_quantized(shape: tuple[int, ...]) -> bool:
     """Whether a weight of this whole shape has quantized states, where optim.state_dtype asks for them."""
     return len(shape) >= 2 and shape[-1] >= LEAST_ROW and math.prod(shape) >= LEAST_ELEMENTS
+
+
+def scales_name(state: str) -> str:
+    """The name of a state's scales in checkpoints."""
+    return f"{state}_scales"

@@ -1,19 +1,13 @@
 """Optimizer states in int8 and int4: the codes of a whole-tensor implementation, update by update."""
 
 import math
-from pathlib import Path
 
-import msgspec
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.config import load
-from meshwright.config.presets import preset
 from meshwright.config.run import Run, digest
-from meshwright.models.decoder import Decoder
-from meshwright.models.init import fill_model
 from meshwright.optim import master_weights
 from meshwright.optim.clip import GradStats
 from meshwright.optim.quantized import CPU_BLOCK
@@ -167,14 +161,13 @@ def test_a_gradient_that_is_not_finite_changes_nothing(states, kind):
     weights["w0"].grad = torch.full((50, 100), float("nan"), dtype=dtype)
     optimizer.step(1e-3, verdict(finite=0.0))
     after = optimizer.held()[id(weights["w0"])].values()
-    assert all(
-        torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in zip(before, after, strict=True)
-    )
+    for one, other in zip(before, after, strict=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 @pytest.mark.parametrize("states", DTYPES)
 def test_a_second_moment_far_below_its_block_does_not_blow_up(states):
-    """An element whose gradient was a thousandth of its neighbours' and is then 0 moves no further than one learning rate.
+    """An element whose gradient was 10⁻⁵ of its neighbours' and is then 0 moves no further than the learning rate.
 
     With a zero in the map its second moment would be lost, and its first divided by ε alone.
     """

@@ -19,6 +19,7 @@ from meshwright.checkpoint import format, storage, write
 from meshwright.checkpoint.format import MANIFEST, Manifest, Slice
 from meshwright.checkpoint.state import (
     SLICE_BYTES,
+    STATE_DTYPES,
     TORCH_DTYPES,
     Shape,
     TensorShard,
@@ -254,7 +255,7 @@ def fill(reader: StepReader, holdings: Sequence[TensorShard]) -> None:
 def _copy(each: Slice, holding: TensorShard, content: memoryview) -> None:
     both = overlap(each.region, holding.region)
     assert both is not None
-    whole = torch.frombuffer(content, dtype=TORCH_DTYPES[holding.dtype]).view(region_shape(each.region))
+    whole = torch.frombuffer(content, dtype=STATE_DTYPES[holding.dtype]).view(region_shape(each.region))
     holding.tensor[inside(both, holding.region)].copy_(whole[inside(both, each.region)])
 
 

@@ -83,7 +83,9 @@ class QuantizedGroup:
 
     def measured(self, gradients: Sequence[Tensor], decay: float, step: AdamWStep) -> list[ScalePair]:
         """The new scales of what is here of each weight's blocks."""
-        found = [(torch.zeros_like(each.first_scales), torch.zeros_like(each.second_scales)) for each in self.moments]
+        found: list[ScalePair] = [
+            (torch.zeros_like(each.first_scales), torch.zeros_like(each.second_scales)) for each in self.moments
+        ]
         self._launch("measure", gradients, decay, step, found)
         return found
 

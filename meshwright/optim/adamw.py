@@ -114,7 +114,7 @@ class AdamWRule(UpdateRule):
 def _quantized_group(optimizer: "ResidentOptimizer", indices: list[int]) -> QuantizedGroup:
     """Some weights of one kind, their quantized moments, and what their form has beside them."""
     weights, masters = ([held[i] for i in indices] for held in (optimizer.weights, optimizer.wide))
-    moments = [QuantizedMoments(*optimizer.states_of(i), optimizer.quantized[i].lead) for i in indices]
+    moments = [QuantizedMoments(*optimizer.states_of(i), lead=optimizer.quantized[i].lead) for i in indices]
     state_dtype = optimizer.optim.state_dtype
     if optimizer.optim.master_weights == "split":
         return QuantizedGroup(state_dtype, "split", masters, moments, [low_bits(weight) for weight in weights])

@@ -18,11 +18,11 @@ from torch import Tensor
 from meshwright.kernels.blockwise import Codec, codecs
 from meshwright.models.layers import accum_dtype
 from meshwright.optim import master_weights
-from meshwright.optim.interface import Arithmetic, Tensors, Update, UpdateRule, UpdateTerms
+from meshwright.optim.interface import Arithmetic, SavedPart, Tensors, Update, UpdateRule, UpdateTerms
 from meshwright.optim.master_weights import CPU_BLOCK, DEVICE_BLOCK, Blocks, given
 from meshwright.parallel import precision
 from meshwright.parallel.mesh import CUT_AXES, Cut, cuts, local, region_of
-from meshwright.spec.blockwise import FORMATS, BlockFormat, Columns, is_quantized, scales_name
+from meshwright.spec.blockwise import FORMATS, BlockFormat, Columns, is_quantized, is_scales, scales_name
 
 if TYPE_CHECKING:
     from meshwright.optim.resident import ResidentOptimizer
@@ -85,6 +85,22 @@ def empty_states(names: Sequence[str], wide: Tensor, part: QuantizedPart) -> dic
         made[name] = wide.new_zeros(*wide.shape[:-1], codes, dtype=torch.uint8)
         made[scales_name(name)] = wide.new_zeros(*wide.shape[:-1], blocks, dtype=accum_dtype(wide))
     return made
+
+
+def saved_parts(part: QuantizedPart, kind: str, tensor: Tensor) -> Iterator[SavedPart]:
+    """A state tensor as a checkpoint has it: its whole last dim, and this rank's parts of it.
+
+    The scale of a block that is cut is saved by the rank that has its first column, and read by all of them.
+    """
+    if not is_scales(kind):
+        there = part.format.code_bytes(part.columns)
+        yield SavedPart(part.format.code_bytes((0, part.size)).stop, (there.start, there.stop), tensor, True)
+        return
+    first, end = part.blocks.start, part.blocks.stop
+    own = min(first + (part.lead > 0), end)
+    yield SavedPart(part.row_blocks, (own, end), tensor[..., own - first :], True)
+    if own > first:
+        yield SavedPart(part.row_blocks, (first, own), tensor[..., : own - first], False)
 
 
 def update_quantized(optimizer: "ResidentOptimizer", rule: UpdateRule) -> Update:

@@ -21,9 +21,9 @@ from meshwright.optim import host_memory
 from meshwright.optim.adamw import AdamWRule
 from meshwright.optim.clip import GradStats
 from meshwright.optim.host_memory import PinnedMemory
-from meshwright.optim.interface import Optimizer, Update, UpdateRule, UpdateTerms
+from meshwright.optim.interface import Optimizer, SavedPart, Update, UpdateRule, UpdateTerms
 from meshwright.optim.master_weights import beside, given, rounded, state_dtype
-from meshwright.optim.quantized import empty_states, quantized_parts, update_quantized
+from meshwright.optim.quantized import empty_states, quantized_parts, saved_parts, update_quantized
 from meshwright.optim.sgd import SGDRule
 from meshwright.parallel import precision
 from meshwright.parallel.mesh import Mesh, local
@@ -32,6 +32,7 @@ from meshwright.spec.optimizers import OPTIMIZERS
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import mistake
 
+BESIDE = ("weight", "low")  # kinds of tensors of a weight that are no states
 RULES: dict[str, Callable[[Optim], UpdateRule]] = {"adamw": AdamWRule, "sgd": SGDRule}
 
 
@@ -53,6 +54,7 @@ class ResidentOptimizer(Optimizer):
         self.weights = list(weights)
         self.wide = [precision.master(weight) for weight in self.weights]
         self.quantized = quantized_parts(self.weights, optim.state_dtype)
+        self._quantized_of = {id(self.weights[i]): part for i, part in self.quantized.items()}
         self._states = [self._new_states(i) for i in range(len(self.weights))]
         self._count = torch.zeros((), dtype=torch.float32, device=self.wide[0].device)
         self.missed = [0] * len(self.weights)  # updates for which each weight had no gradient
@@ -106,6 +108,10 @@ class ResidentOptimizer(Optimizer):
         for index, (weight, wide) in enumerate(zip(self.weights, self.wide, strict=True)):
             found[id(weight)] = {"weight": wide, **beside(weight), **self._states[index]}
         return found
+
+    def saved_parts(self, weight: Tensor, kind: str, tensor: Tensor) -> Iterable[SavedPart]:
+        part = self._quantized_of.get(id(weight)) if kind not in BESIDE else None
+        return () if part is None else saved_parts(part, kind, tensor)
 
     @torch.no_grad()
     def step(self, rate: float, verdict: GradStats) -> None:

@@ -15,6 +15,8 @@ import msgspec
 # convolutions for instance, whose scales would weigh more than their codes.
 LEAST_ELEMENTS, LEAST_ROW = 4096, 32
 
+SCALES = "_scales"  # how their names in checkpoints end
+
 QuantizedDtype = Literal["int8", "int4"]
 Columns = tuple[int, int]  # the first and one past the last of a rank's columns, in the whole weight
 
@@ -58,4 +60,9 @@ def is_quantized(shape: tuple[int, ...]) -> bool:
 
 def scales_name(state: str) -> str:
     """The name of a state's scales in checkpoints."""
-    return f"{state}_scales"
+    return state + SCALES
+
+
+def is_scales(kind: str) -> bool:
+    """Whether a kind of tensor in checkpoints is a state's scales."""
+    return kind.endswith(SCALES)

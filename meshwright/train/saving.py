@@ -24,11 +24,12 @@ from meshwright.checkpoint.write import Saver
 from meshwright.config.run import Run, digests
 from meshwright.config.weights import describe
 from meshwright.optim import host_memory
-from meshwright.optim.interface import learning_rate
+from meshwright.optim.interface import SavedPart, learning_rate
 from meshwright.parallel import precision
 from meshwright.parallel.mesh import DENSE, EXPERT, Mesh, region_of
 from meshwright.runtime import run_folder
 from meshwright.spec.arch import Arch
+from meshwright.spec.blockwise import is_scales
 from meshwright.spec.params import params
 from meshwright.spec.problem import InputError, Problem
 from meshwright.train.state import State, owner_of
@@ -52,14 +53,23 @@ def holdings(state: State, run: Run, mesh: Mesh) -> list[TensorShard]:
         region = tuple((part.start, part.stop) for part in region_of(weight))
         for kind, tensor in held[id(weight)].items():
             writes = mine and chosen(run.arch, copies, tuple(held[id(weight)]))[f"{kind}/{name}"] == copy
-            found.append(TensorShard(f"{kind}/{name}", tuple(weight.shape), region, tensor, writes))
+            whole = TensorShard(f"{kind}/{name}", tuple(weight.shape), region, tensor, writes)
+            parts = state.optimizer.saved_parts(weight, kind, tensor)
+            found += [cut_last(whole, part) for part in parts] or [whole]
     return found
+
+
+def cut_last(whole: TensorShard, part: SavedPart) -> TensorShard:
+    """A state's shard as that of its weight is, but for the last dim."""
+    shape, region = (*whole.shape[:-1], part.size), (*whole.region[:-1], part.columns)
+    return TensorShard(whole.name, shape, region, part.tensor, whole.writes and part.writes)
 
 
 @cache
 def chosen(arch: Arch, copies: int, kinds: tuple[str, ...]) -> dict[str, int]:
     """Which of its equal holders writes each tensor, of so many."""
-    sizes = {f"{kind}/{param.name}": param.numel for param in params(arch) for kind in kinds}
+    # Scales are few beside everything else.
+    sizes = {f"{kind}/{param.name}": 1 if is_scales(kind) else param.numel for param in params(arch) for kind in kinds}
     return dict(zip(sizes, writers(list(sizes.values()), copies), strict=True))
 
 

@@ -7,7 +7,8 @@ from operator import attrgetter
 
 from meshwright.config.run import FP8_KEYS, Data, Optim, Run
 from meshwright.spec import plan as recompute
-from meshwright.spec.optimizers import OPTIMIZERS
+from meshwright.spec.blockwise import FORMATS
+from meshwright.spec.optimizers import OPTIMIZERS, in_state_dtype
 from meshwright.spec.plan import AXES, Plan
 from meshwright.spec.problem import InputError as InputError
 from meshwright.spec.problem import Problem
@@ -164,6 +165,43 @@ def _offload(run: Run) -> Iterator[Problem]:
     if plan.optimizer_offload_host_bytes < 0:
         what = f"plan.optimizer_offload_host_bytes = {plan.optimizer_offload_host_bytes} is negative"
         yield Problem(what, "use 0 to have every state on the disk", "plan.optimizer_offload_host_bytes")
+
+
+def _quantized(run: Run) -> Iterator[Problem]:
+    """States in int8 or int4 are updated on the device, by rules of elements; no byte of two codes is cut."""
+    plan, states = run.plan, run.optim.state_dtype
+    if states not in FORMATS:
+        return
+    fits = [name for name in OPTIMIZERS if in_state_dtype(name, states) != name]
+    if run.optim.name not in fits and not OPTIMIZERS[run.optim.name].whole:
+        what = f"optim.state_dtype = {states} is for {', '.join(fits)}, and optim.name = {run.optim.name}"
+        yield Problem(what, "leave optim.state_dtype out, or set optim.name to one of them", "optim.state_dtype")
+    for key in ("optimizer_offload", "cpu_offload"):
+        if plan.uses(key):
+            what = f"plan.{key} updates states in host memory or brings them by pieces, in fp32 or bf16, not {states}"
+            yield Problem(what, f"leave plan.{key} out: {states} states are small, or optim.state_dtype", f"plan.{key}")
+    for key, part in _row_parts(run):
+        if FORMATS[states].cuts_byte(part):
+            what = (
+                f"optim.state_dtype = {states} has two codes in a byte, and this plan cuts rows of {key} after {part}"
+            )
+            yield Problem(f"{what} columns", "set optim.state_dtype = int8, or another plan.tp", "optim.state_dtype")
+            return
+
+
+def _row_parts(run: Run) -> Iterator[tuple[str, int]]:
+    """The lengths into which a plan cuts rows of matrices, each with the key that the rows' length is from."""
+    arch, plan = run.arch, run.plan
+    rows = {"arch.head_dim": arch.q_width, "arch.ffn": arch.ffn}
+    rows |= {"arch.expert_ffn": arch.expert_ffn} if arch.experts else {}
+    if plan.tp > 1:
+        yield from ((key, size // plan.tp) for key, size in rows.items())
+    if arch.experts and plan.zero:  # a stack is sharded along the first dim that comes out even
+        experts, inside, shards = arch.experts // plan.ep, arch.expert_ffn // plan.tp, plan.shards // plan.ep
+        stacks = {"arch.hidden": (experts, inside, arch.hidden), "arch.expert_ffn": (experts, arch.hidden, inside)}
+        for key, dims in stacks.items():
+            if shards > 1 and next((dim for dim, size in enumerate(dims) if size % shards == 0), 0) == 2:
+                yield key, dims[2] // shards
 
 
 def _cpu_offload(run: Run) -> Iterator[Problem]:
@@ -417,6 +455,8 @@ def _rates(run: Run) -> Iterator[Problem]:
     bounds = {
         "optim.lr": (optim.lr, 0.0, 1e3),
         "optim.eps": (optim.eps, 1e-30, 1.0),  # 0 ÷ (0 + eps) is 0, in 32 bits too
+        "optim.eps1": (optim.eps1, 1e-37, 1.0),  # above 0 in 32 bits too
+        "optim.eps2": (optim.eps2, 0.0, 1.0),
         "optim.min_lr_ratio": (optim.min_lr_ratio, 0.0, 1.0),
         "optim.decay_fraction": (optim.decay_fraction, 0.0, 1.0),
         "optim.weight_decay": (optim.weight_decay, 0.0, 1e3),
@@ -451,14 +491,38 @@ def _rates(run: Run) -> Iterator[Problem]:
 def _optimizer(run: Run) -> Iterator[Problem]:
     """What only another optimizer reads would be ignored."""
     usual, chosen = Optim(), OPTIMIZERS[run.optim.name]
-    for other in OPTIMIZERS.values():
-        for name in other.keys:
-            if name not in chosen.keys and getattr(run.optim, name) != getattr(usual, name):
-                yield Problem(
-                    f"optim.{name} is for {other.label}, and optim.name = {chosen.name}",
-                    f"leave optim.{name} out, or set optim.name = {other.name}",
-                    f"optim.{name}",
-                )
+    read = {name for member in chosen.members for name in member.keys}
+    others = {name: other for other in reversed(list(OPTIMIZERS.values())) for name in other.keys if name not in read}
+    for name, other in sorted(others.items()):
+        if getattr(run.optim, name) != getattr(usual, name):
+            yield Problem(
+                f"optim.{name} is for {other.label}, and optim.name = {chosen.name}",
+                f"leave optim.{name} out, or set optim.name = {other.name}",
+                f"optim.{name}",
+            )
+
+
+def _whole_tensors(run: Run) -> Iterator[Problem]:
+    """An update of whole tensors has all of its weights and states on the device, and sums over their parts."""
+    plan, spec = run.plan, OPTIMIZERS[run.optim.name]
+    if not spec.whole:
+        return
+    elementwise = ", ".join(name for name, each in OPTIMIZERS.items() if not each.whole)
+    other = f"use an optimizer that updates elements ({elementwise})"
+    for key in ("optimizer_offload", "cpu_offload"):
+        if plan.uses(key):
+            what = f"plan.{key} moves pieces of states, and optim.name = {spec.name} updates whole tensors"
+            yield Problem(what, f"leave plan.{key} out, or {other}", f"plan.{key}")
+    if run.optim.state_dtype != "fp32":
+        kept = f"optim.state_dtype = {run.optim.state_dtype}"
+        what = f"{kept} is for states that are updated by elements, and optim.name = {spec.name} updates whole tensors"
+        yield Problem(what, f"leave optim.state_dtype out, or {other}", "optim.state_dtype")
+    if plan.deterministic and not spec.is_exact:
+        what = (
+            f"plan.deterministic has one order of sums whatever the shards, and optim.name = {spec.name} adds up parts "
+            "of a weight rank by rank"
+        )
+        yield Problem(what, f"leave plan.deterministic out, or {other}", "plan.deterministic")
 
 
 def _data(run: Run) -> Iterator[Problem]:
@@ -491,9 +555,9 @@ def missing(plan: Plan, find: Callable[[str], str | None] = shutil.which) -> Ite
 
 
 PLAN_RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
-    _batch, _precision, _bf16_params, _rounding, _offload, _cpu_offload, _zero, _tensor, _sequence, _ulysses, _pipeline,
-    _experts, _deterministic, _routes, lambda run: how_blocks_run(run.plan),
+    _batch, _precision, _bf16_params, _rounding, _offload, _quantized, _cpu_offload, _zero, _tensor, _sequence,
+    _ulysses, _pipeline, _experts, _deterministic, _routes, lambda run: how_blocks_run(run.plan),
 )  # fmt: skip
 RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
-    _counts, _heads, _moe, _dropout, _context, _rates, _optimizer, _data, *PLAN_RULES,
+    _counts, _heads, _moe, _dropout, _context, _rates, _optimizer, _whole_tensors, _data, *PLAN_RULES,
 )  # fmt: skip

@@ -10,7 +10,7 @@ from meshwright.spec.arch import Arch
 from meshwright.spec.plan import Plan
 
 MasterWeights = Literal["fp32", "split", "none"]  # as in config/run.py, optim.master_weights
-StateDtype = Literal["fp32", "bf16"]  # optim.state_dtype
+StateDtype = Literal["fp32", "bf16", "int8", "int4"]  # optim.state_dtype
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,4 +25,4 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     span: float | None = None  # mean over tokens of the document that each is in; None: the whole sequence
     master_weights: MasterWeights = "fp32"
     state_dtype: StateDtype = "fp32"
-    optimizer: str = "adamw"  # optim.name, as spec/optimizers.py describes it
+    optimizer: str = "adamw"  # one of the descriptions of spec/optimizers.py

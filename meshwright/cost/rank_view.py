@@ -47,6 +47,11 @@ class RankView(msgspec.Struct, frozen=True, kw_only=True):
         return max(self.narrow, 4)
 
     @property
+    def cuts_rows_only(self) -> bool:
+        """Whether ranks share weights by rows of dim 0 alone, whose sums deterministic mode adds in a fixed order."""
+        return self.plan.deterministic
+
+    @property
     def loss_rows(self) -> int:
         """Rows of a microbatch whose logits exist at one time; all of them where the loss is not in chunks."""
         rows = self.plan.microbatch * self.positions
@@ -182,6 +187,38 @@ def cut_shape(param: Param, tp: tuple[int, int], ep: int) -> tuple[int, ...]:
         dim = (1 if param.split is Split.ROW else 0) + param.expert
         shape[dim] = share(shape[dim], *tp)
     return tuple(shape)
+
+
+def shard_shape(param: Param, group: ParamGroup, view: RankView) -> tuple[int, ...]:
+    """A rank's part of a weight as the optimizer sees it: sharded, without padding."""
+    (_, shards), shape = grid(group, view.plan), list(local_shape(param, view))
+    dim = shard_dim(tuple(shape), shards, view.cuts_rows_only)
+    if shards > 1:
+        shape[dim] = share(shape[dim], shards, _shard_rank(group, view))
+    return tuple(shape)
+
+
+def shard_columns(param: Param, group: ParamGroup, view: RankView) -> tuple[int, int]:
+    """The first and one past the last column of that part in the whole weight."""
+    plan, (_, shards), shape, begin = view.plan, grid(group, view.plan), local_shape(param, view), 0
+    if param.split is Split.ROW:
+        begin = view.at("tp") * math.ceil(param.shape[-1] / plan.tp)
+    if shards > 1 and shard_dim(shape, shards, view.cuts_rows_only) == len(shape) - 1:
+        begin += _shard_rank(group, view) * math.ceil(shape[-1] / shards)
+    begin = min(begin, param.shape[-1])
+    return begin, begin + shard_shape(param, group, view)[-1]
+
+
+def _shard_rank(group: ParamGroup, view: RankView) -> int:
+    """This rank's number among those that share one copy of a group."""
+    return (view.at("shard") * view.plan.cp + view.at("cp")) // (view.plan.ep if group.shared_by_ep else 1)
+
+
+def shard_dim(shape: tuple[int, ...], shards: int, rows_only: bool) -> int:
+    """The dim along which a weight of a rank's local shape is sharded, as parallel/fsdp.py has it."""
+    if len(shape) != 3 or rows_only:
+        return 0
+    return next((dim for dim, size in enumerate(shape) if size % shards == 0), 0)
 
 
 def padded(shape: tuple[int, ...], shards: int) -> int:

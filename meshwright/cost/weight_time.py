@@ -18,11 +18,11 @@ from meshwright.cost.layer_time import exposed
 from meshwright.cost.layout import LOW_BYTES, StateLayout, parameters, state_layout
 from meshwright.cost.primitives import Rates, achieved, call_seconds, inside_seconds, moved_seconds
 from meshwright.cost.rank_view import RankView
-from meshwright.cost.traffic import Collective, stages_stay, weight_traffic
+from meshwright.cost.traffic import Collective, stages_stay, update_traffic, weight_traffic
 from meshwright.hardware.cluster import Cluster
 from meshwright.hardware.stacks import Stack, StackSpeed
 from meshwright.spec.arch import Arch
-from meshwright.spec.optimizers import ADAMW
+from meshwright.spec.optimizers import ADAMW, DESCRIPTIONS
 from meshwright.spec.plan import Plan
 
 # Of one parameter, what an update reads and writes beside the optimizer's states, which are in spec/optimizers.py.
@@ -31,6 +31,8 @@ HOST_REACH = 0.7  # of its memory's bandwidth, what the host's update reaches: a
 ROUNDED_BYTES = {"split": 10, "none": 6}  # by one kernel of ours: the gradient, the weight and its low bits, if any
 # By plain operators, what rounding bf16 states takes: some thirty passes of eight bytes make an element's draw.
 STATE_ROUNDING_BYTES = 400
+# And decoding and encoding a quantized state: some twenty passes of one to eight bytes.
+QUANTIZING_BYTES = 86
 ROUNDS = 8  # of a pipeline, that its weights are followed through; longer steps go on in proportion
 SHARDED = ("shard", "expert_shard")
 COPIED = ("replicate", "expert_replicate")
@@ -138,13 +140,30 @@ def _updated(job: Job, rank: int, found: WeightTraffic) -> WeightTraffic:
         update = offload_seconds(layout, held(job.arch, plan, rank), job.cluster)
         return msgspec.structs.replace(found, optimizer=0.0, update=update)
     spec, usual = layout.optimizer, job.stack.speed.optimizer_bytes
-    if job.master_weights == "fp32":  # a stack's figure is of AdamW
+    plain = plan.kernels == "plain" or plan.deterministic or not spec.has_kernel
+    if spec.quantized and plain:
+        moved = spec.rounded_bytes + QUANTIZING_BYTES * len(spec.states)
+    elif job.master_weights == "fp32" and spec.update_bytes:
+        moved = spec.update_bytes
+    elif job.master_weights == "fp32":  # a stack's figure is of AdamW
         moved = usual - ADAMW.moved_bytes(4) + spec.moved_bytes(4)
-    elif plan.kernels == "plain" or plan.deterministic or not spec.has_kernel:
+    elif plain:
         moved = spec.rounded_bytes + (STATE_ROUNDING_BYTES if layout.bf16_states else 0)
     else:
-        moved = ROUNDED_BYTES[job.master_weights] + 2 * layout.of("moments")
-    return found if moved == usual else msgspec.structs.replace(found, optimizer=found.optimizer / usual * moved)
+        moved = ROUNDED_BYTES[job.master_weights] + spec.moved_bytes(layout.state_width)
+    sends = spec.whole or spec.quantized
+    if moved == usual and not sends:
+        return found
+    sent = _update_seconds(job.arch, _essence(plan), rank, job.cluster, job.stack, job.optimizer) if sends else 0.0
+    return msgspec.structs.replace(found, optimizer=found.optimizer / usual * moved + sent)
+
+
+@lru_cache(maxsize=16384)
+def _update_seconds(arch: Arch, plan: Plan, rank: int, cluster: Cluster, stack: Stack, optimizer: str) -> float:
+    """What an update of whole tensors waits for: its rounds follow each other, and nothing runs beside them."""
+    view = RankView(arch=arch, plan=plan, sequence=1, place={"pp": rank})
+    calls = update_traffic(view, DESCRIPTIONS[optimizer])
+    return sum(call_seconds(call, plan, cluster, stack.speed.calls) for call in calls)
 
 
 @lru_cache(maxsize=16384)

@@ -70,7 +70,7 @@ class AdamWRule(UpdateRule):
 
         if optim.master_weights == "fp32":
             return by_kernel
-        plain, contiguous = rounded(optimizer), [is_contiguous(weight) for weight in optimizer.weights]
+        plain, contiguous = rounded(optimizer, self), [is_contiguous(weight) for weight in optimizer.weights]
 
         def update(indices: list[int], terms: UpdateTerms) -> None:
             for run, wanted in ((by_kernel, True), (plain, False)):

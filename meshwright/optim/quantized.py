@@ -206,4 +206,4 @@ class RowPieces:
 def codecs_of(optimizer: "ResidentOptimizer", i: int) -> list[Codec]:
     """Those of a weight's states, in the order of the rule."""
     signed, unsigned = codecs(optimizer.optim.state_dtype, accum_dtype(optimizer.wide[i]), optimizer.wide[i].device)
-    return [unsigned if name == UNSIGNED else signed for name in optimizer.spec.state_names]
+    return [unsigned if state.name == UNSIGNED else signed for state in optimizer.spec.states]

@@ -5,7 +5,7 @@ For CPU offload FSDP copies a block's weights to the device before use and its r
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -17,28 +17,37 @@ from torch.distributed.tensor import DTensor, Replicate
 from meshwright.config.run import Optim, Run
 from meshwright.kernels.dispatch import settle
 from meshwright.models.layers import accum_dtype
-from meshwright.optim import host_memory
+from meshwright.optim import host_memory, master_weights
+from meshwright.optim.adafactor import AdafactorRule
 from meshwright.optim.adamw import AdamWRule
 from meshwright.optim.clip import GradStats
 from meshwright.optim.host_memory import PinnedMemory
-from meshwright.optim.interface import Optimizer, SavedPart, Update, UpdateRule, UpdateTerms
+from meshwright.optim.interface import (
+    Optimizer,
+    SavedPart,
+    Update,
+    UpdateRule,
+    UpdateTerms,
+    WeightShard,
+    WholeTensorRule,
+)
 from meshwright.optim.master_weights import beside, given, rounded, state_dtype
 from meshwright.optim.quantized import empty_states, quantized_parts, saved_parts, update_quantized
 from meshwright.optim.sgd import SGDRule
 from meshwright.parallel import precision
-from meshwright.parallel.mesh import Mesh, local
+from meshwright.parallel.mesh import Mesh, cuts, local
 from meshwright.parallel.model_spec import note
-from meshwright.spec.optimizers import OPTIMIZERS
+from meshwright.spec.optimizers import BESIDE, OPTIMIZERS
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import mistake
 
-BESIDE = ("weight", "low")  # kinds of tensors of a weight that are no states
 RULES: dict[str, Callable[[Optim], UpdateRule]] = {"adamw": AdamWRule, "sgd": SGDRule}
+WHOLE_RULES: dict[str, Callable[[Optim], WholeTensorRule]] = {"adafactor": AdafactorRule}
 
 
-def rule_of(optim: Optim) -> UpdateRule:
-    """The arithmetic of a run's optimizer."""
-    return RULES[optim.name](optim)
+def rule_of(optim: Optim, name: str = "") -> UpdateRule:
+    """The arithmetic of a run's optimizer, or of a named one with its keys, by elements."""
+    return RULES[name or optim.name](optim)
 
 
 class ResidentOptimizer(Optimizer):
@@ -48,30 +57,42 @@ class ResidentOptimizer(Optimizer):
     before the first step.
     """
 
-    def __init__(self, optim: Optim, weights: Iterable[nn.Parameter], plan: Plan) -> None:
+    def __init__(
+        self, optim: Optim, weights: Iterable[nn.Parameter], plan: Plan, names: Sequence[str] | None = None
+    ) -> None:
+        """`names`: those of the weights in the model; only optimizers that do not take all of them ask for these."""
         super().__init__(optim)
-        self.rule = rule_of(optim)
         self.weights = list(weights)
+        self.names = list(names or [""] * len(self.weights))
         self.wide = [precision.master(weight) for weight in self.weights]
+        # Those that update a weight, by their names, and each weight's states.
+        self.updaters = [self.spec.of(*pair).name for pair in self._named()]
         self.quantized = quantized_parts(self.weights, optim.state_dtype)
         self._quantized_of = {id(self.weights[i]): part for i, part in self.quantized.items()}
-        self._states = [self._new_states(i) for i in range(len(self.weights))]
+        self._states = [self._new_states(i, *pair) for i, pair in enumerate(self._named())]
         self._count = torch.zeros((), dtype=torch.float32, device=self.wide[0].device)
         self.missed = [0] * len(self.weights)  # updates for which each weight had no gradient
-        self.update = self._choose(plan)
+        self.updates = {name: self._choose(plan, name) for name in dict.fromkeys(self.updaters)}
 
-    def _new_states(self, i: int) -> dict[str, Tensor]:
-        wide, names = self.wide[i], self.spec.state_names
+    def _named(self) -> Iterator[tuple[str, int]]:
+        return ((name, weight.dim()) for name, weight in zip(self.names, self.weights, strict=True))
+
+    def _new_states(self, i: int, name: str, dims: int) -> dict[str, Tensor]:
+        wide, states = self.wide[i], self.spec.states_of(name, dims)
         if i in self.quantized:
-            return empty_states(names, wide, self.quantized[i])
-        return {name: torch.zeros_like(wide, dtype=state_dtype(self.optim, wide)) for name in names}
+            return empty_states([state.name for state in states], wide, self.quantized[i])
+        return {state.name: _zeros(state.shape_beside(tuple(wide.shape)), wide, self.optim) for state in states}
 
-    def _choose(self, plan: Plan) -> Update:
-        usual = self._choose_usual(plan)
+    def _choose(self, plan: Plan, name: str) -> Update:
+        """The update of the weights of one optimizer."""
+        if name in WHOLE_RULES:
+            return self._whole(WHOLE_RULES[name](self.optim))
+        rule = rule_of(self.optim, name)
+        usual = self._choose_by_elements(plan, rule)
         if not self.quantized:
             return usual
-        quantized = self.rule.one_pass_quantized(self) if self.is_one_pass else None
-        quantized = quantized or update_quantized(self, self.rule)
+        one_pass = rule.one_pass_quantized(self) if self.is_one_pass else None
+        quantized = one_pass or update_quantized(self, rule)
 
         def update(indices: list[int], terms: UpdateTerms) -> None:
             for run, wanted in ((usual, False), (quantized, True)):
@@ -80,24 +101,23 @@ class ResidentOptimizer(Optimizer):
 
         return update
 
-    def _choose_usual(self, plan: Plan) -> Update:
+    def _choose_by_elements(self, plan: Plan, rule: UpdateRule) -> Update:
         masters = self.optim.master_weights == "fp32"
         if plan.deterministic:
-            return self._plain if masters else rounded(self)
+            return partial(self._plain, rule) if masters else rounded(self, rule)
         if settle(plan.kernels, self.wide[0].device, self.wide[0].dtype).kind == "fused":
-            one_pass = self.rule.one_pass(self)
+            one_pass = rule.one_pass(self)
             if one_pass is not None:
                 self.is_one_pass = True
                 return one_pass
-        return self._fused if masters else rounded(self)
+        return partial(self._fused, rule) if masters else rounded(self, rule)
 
     @property
     def count(self) -> Tensor:
         return self._count
 
     def states(self) -> Mapping[str, list[Tensor]]:
-        names = dict.fromkeys(name for held in self._states for name in held)
-        return {name: [held[name] for held in self._states if name in held] for name in names}
+        return {name: [held[name] for held in self._states if name in held] for name in self.spec.state_names}
 
     def states_of(self, index: int) -> list[Tensor]:
         """The state tensors of one weight, in the order of the rule."""
@@ -120,15 +140,15 @@ class ResidentOptimizer(Optimizer):
         One without is as if this step had not been: it does not decay, nor do its states.
         """
         self._count += verdict.finite
-        for (decay, missed), indices in self._groups().items():
+        for (name, decay, missed), indices in self._groups().items():
             count = self._count - missed if missed else self._count
-            self.update(indices, UpdateTerms(rate, decay, count, verdict.factor, verdict.finite))
+            self.updates[name](indices, UpdateTerms(rate, decay, count, verdict.factor, verdict.finite))
         idle = [i for i, weight in enumerate(self.weights) if weight.grad is None and weight.requires_grad]
         if idle and verdict.finite:  # the host waits, but not for models that use all of their parameters
             for i in idle:
                 self.missed[i] += 1
 
-    def _fused(self, indices: list[int], terms: UpdateTerms) -> None:
+    def _fused(self, rule: UpdateRule, indices: list[int], terms: UpdateTerms) -> None:
         weights, wide = ([held[i] for i in indices] for held in (self.weights, self.wide))
         gradients = [local(given(weight)) for weight in weights]
         states = list(zip(*(self.states_of(i) for i in indices), strict=True))
@@ -137,15 +157,15 @@ class ResidentOptimizer(Optimizer):
             # Together: a few launches, however many weights there are.
             widened = [torch.empty_like(each, dtype=accum_dtype(each)) for each in wide]
             torch._foreach_copy_(widened, gradients)
-        self.rule.fused(wide, widened, states, terms)
+        rule.fused(wide, widened, states, terms)
         if precision.has_master(weights[0]):  # all weights have a bf16 copy, or none has
             torch._foreach_copy_(weights, wide)
             if widened is not gradients:  # the kernel leaves its gradients clipped
                 torch._foreach_copy_(gradients, widened)
 
-    def _plain(self, indices: list[int], terms: UpdateTerms) -> None:
+    def _plain(self, rule: UpdateRule, indices: list[int], terms: UpdateTerms) -> None:
         finite = terms.finite > 0
-        rules = {dtype: self.rule.arithmetic(terms, dtype) for dtype in {self.wide[i].dtype for i in indices}}
+        rules = {dtype: rule.arithmetic(terms, dtype) for dtype in {self.wide[i].dtype for i in indices}}
         for i in indices:
             weight, states = self.wide[i], self.states_of(i)
             gradient = local(given(self.weights[i])).to(accum_dtype(weight))
@@ -153,13 +173,53 @@ class ResidentOptimizer(Optimizer):
             for held, new in ((weight, moved), *zip(states, updated, strict=True)):
                 held.copy_(torch.where(finite, new, held))
 
-    def _groups(self) -> dict[tuple[float, int], list[int]]:
-        """Weights with a gradient, by their decay and the updates they missed."""
-        groups: dict[tuple[float, int], list[int]] = {}
+    def _whole(self, rule: WholeTensorRule) -> Update:
+        """The update of whole tensors, of which this rank has parts: all together, so that few collectives do."""
+        store = master_weights.STORES[self.optim.master_weights]
+        parts = [cuts(weight) for weight in self.weights]
+
+        def shard(i: int, terms: UpdateTerms) -> WeightShard:
+            weight, wide, finite = self.weights[i], self.wide[i], terms.finite > 0
+
+            def gradient() -> Tensor:
+                return local(given(weight)).to(accum_dtype(wide)) * terms.factor.to(accum_dtype(wide))
+
+            def value() -> Tensor:
+                return master_weights.widened(weight, wide)
+
+            def write(updated: Tensor) -> None:
+                store(weight, wide, torch.where(finite, updated, value()), terms.count)
+
+            states, decay = self._states[i], self.decay_of(weight)
+            return WeightShard(self.names[i], tuple(weight.shape), parts[i], decay, states, gradient, value, write)
+
+        def update(indices: list[int], terms: UpdateTerms) -> None:
+            rule.update([shard(i, terms) for i in indices], terms)
+            if precision.has_master(self.weights[0]):  # all weights have a bf16 copy, or none has
+                torch._foreach_copy_([self.weights[i] for i in indices], [self.wide[i] for i in indices])
+
+        return update
+
+    def _groups(self) -> dict[tuple[str, float, int], list[int]]:
+        """Weights with a gradient, by who updates them, their decay and the updates they missed.
+
+        Whole tensors each have their own decay, and are updated together.
+        """
+        groups: dict[tuple[str, float, int], list[int]] = {}
         for index, weight in enumerate(self.weights):
             if weight.grad is not None:
-                groups.setdefault((self.decay_of(weight), self.missed[index]), []).append(index)
+                name = self.updaters[index]
+                decay = 0.0 if name in WHOLE_RULES else self.decay_of(weight)
+                groups.setdefault((name, decay, self.missed[index]), []).append(index)
         return groups
+
+
+def _zeros(shape: tuple[int, ...], wide: Tensor, optim: Optim) -> Tensor:
+    """A state tensor beside a weight; one of its shape lies as it does."""
+    dtype = state_dtype(optim, wide)
+    if shape == tuple(wide.shape):
+        return torch.zeros_like(wide, dtype=dtype)
+    return torch.zeros(shape, dtype=dtype, device=wide.device)
 
 
 REMEDY = "use more ranks, whose hosts share the weights out by plan.shard, or leave plan.cpu_offload out"

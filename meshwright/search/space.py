@@ -15,6 +15,7 @@ from meshwright.config import check
 from meshwright.config.run import Optim, Run
 from meshwright.search.question import Question, variants
 from meshwright.spec.arch import Arch
+from meshwright.spec.blockwise import FORMATS
 from meshwright.spec.plan import AXES, FIELDS, Plan, balanced_stages
 from meshwright.spec.problem import InputError, Problem
 from meshwright.spec.schedule import Schedule, default_chunks, legal
@@ -226,10 +227,11 @@ def homes(question: Question) -> tuple[tuple[str, str], ...]:
             (fixed["optimizer_offload"], update)
             for update in (updates if fixed["optimizer_offload"] != "none" else updates[:1])
         )
-    resident = question.state_dtype == "fp32" or question.master_weights != "fp32"
+    resident = question.state_dtype != "bf16" or question.master_weights != "fp32"
     found = [("none", updates[0])] if resident else []
     bare = question.precision in NARROW and not keeps_bf16_params(question)
-    if question.cluster.gpus > 1 or fixed.get("deterministic") or question.master_weights != "fp32" or bare:
+    on_device = question.master_weights != "fp32" or question.state_dtype in FORMATS
+    if question.cluster.gpus > 1 or fixed.get("deterministic") or on_device or bare:
         return tuple(found)
     if question.has_host:
         found += [("host", update) for update in updates]
@@ -347,8 +349,9 @@ def _sharings(question: Question, pp: int, shard: int, cp: int) -> Iterator[tupl
 def may_live_in_host_memory(question: Question) -> bool:
     """Whether the fields that every plan has let weights, gradients and states be there, and there is such memory."""
     fixed = question.fixed
-    offloaded = question.state_dtype != "fp32" and question.master_weights == "fp32"
-    on_device = fixed.get("bf16_params") or fixed.get("deterministic") or offloaded
+    apart = question.state_dtype == "bf16" and question.master_weights == "fp32"  # only the states are offloaded
+    quantized = question.state_dtype in FORMATS  # updated on the device
+    on_device = fixed.get("bf16_params") or fixed.get("deterministic") or apart or quantized
     wanted = question.has_host or fixed.get("cpu_offload")
     return bool(wanted and not on_device and fixed.get("optimizer_offload", "none") == "none")
 

@@ -6,13 +6,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from meshwright.checkpoint import format, write
 from meshwright.checkpoint import read as restoring
@@ -26,7 +26,7 @@ from meshwright.config.weights import describe
 from meshwright.optim import host_memory
 from meshwright.optim.interface import SavedPart, learning_rate
 from meshwright.parallel import precision
-from meshwright.parallel.mesh import DENSE, EXPERT, Mesh, region_of
+from meshwright.parallel.mesh import DENSE, EXPERT, Mesh, cut_dim, region_of
 from meshwright.runtime import run_folder
 from meshwright.spec.arch import Arch
 from meshwright.spec.blockwise import is_scales
@@ -45,24 +45,37 @@ def holdings(state: State, run: Run, mesh: Mesh) -> list[TensorShard]:
     owners = {param.name: owner_of(param, run.plan) for param in params(run.arch)}
     state.optimizer.settle()
     held, seen, found = state.optimizer.held(), set[str](), list[TensorShard]()
+    saved = state.optimizer.saved_parts
     for name, weight in (pair for chunk in state.chunks for pair in chunk.named_parameters()):
         # A tied embedding may be on two stages, which hold the same numbers: the first has it to write.
         mine = owners[name] == mesh.place["pp"] and name not in seen
         seen.add(name)
-        copy, copies = standing(weight, mesh)
         region = tuple((part.start, part.stop) for part in region_of(weight))
+        lacking = {
+            state.name: state.lacks(weight.dim()) for state in state.optimizer.spec.states_of(name, weight.dim())
+        }
         for kind, tensor in held[id(weight)].items():
+            lacks = lacking.get(kind, ())
+            copy, copies = standing(weight, mesh, lacks)
             writes = mine and chosen(run.arch, copies, tuple(held[id(weight)]))[f"{kind}/{name}"] == copy
-            whole = TensorShard(f"{kind}/{name}", tuple(weight.shape), region, tensor, writes)
-            parts = state.optimizer.saved_parts(weight, kind, tensor)
-            found += [cut_last(whole, part) for part in parts] or [whole]
+            shape, part = _without(tuple(weight.shape), lacks), _without(region, lacks)
+            whole, parts = TensorShard(f"{kind}/{name}", shape, part, tensor, writes), saved(weight, kind, tensor)
+            found += [_with_last(whole, each) for each in parts] or [whole]
     return found
 
 
-def cut_last(whole: TensorShard, part: SavedPart) -> TensorShard:
+def _with_last(whole: TensorShard, part: SavedPart) -> TensorShard:
     """A state's shard as that of its weight is, but for the last dim."""
     shape, region = (*whole.shape[:-1], part.size), (*whole.region[:-1], part.columns)
     return TensorShard(whole.name, shape, region, part.tensor, whole.writes and part.writes)
+
+
+Each = TypeVar("Each")
+
+
+def _without(dims: tuple[Each, ...], lacks: tuple[int, ...]) -> tuple[Each, ...]:
+    """Something of every dim of a weight, but for those that its state lacks."""
+    return tuple(each for dim, each in enumerate(dims) if dim not in lacks)
 
 
 @cache
@@ -73,13 +86,16 @@ def chosen(arch: Arch, copies: int, kinds: tuple[str, ...]) -> dict[str, int]:
     return dict(zip(sizes, writers(list(sizes.values()), copies), strict=True))
 
 
-def standing(weight: Tensor | nn.Parameter, mesh: Mesh) -> tuple[int, int]:
-    """This rank's number among those of its stage that hold the same part of a weight, and how many they are."""
+def standing(weight: Tensor | nn.Parameter, mesh: Mesh, lacks: tuple[int, ...] = ()) -> tuple[int, int]:
+    """This rank's number among those of its stage that hold the same part of a weight, and how many they are.
+
+    Or of a state that lacks some of its dims: those that cut only these hold the same.
+    """
     if not isinstance(weight, DTensor):
         return mesh.rank, mesh.world
     names = weight.device_mesh.mesh_dim_names or ()
     axes_of = zip(names, weight.placements, strict=True)
-    cut = {name for name, placement in axes_of if not isinstance(placement, Replicate)}
+    cut = {name for name, placement in axes_of if cut_dim(placement, weight) not in (None, *lacks)}
     grid, axes = (mesh.expert, EXPERT) if "ep" in names else (mesh.dense, DENSE)
     place = grid.get_coordinate()
     assert place is not None, "every rank is in the grid"

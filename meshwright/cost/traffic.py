@@ -266,9 +266,9 @@ def cut_blocks(view: RankView, optimizer: OptimizerSpec) -> Iterator[tuple[Param
         return
     for group in groups(view):
         for param in (each for each in group.params if is_quantized(each.shape)):
-            axes = [axis for axis, dim in weight_cuts(param, group, view) if dim == len(param.shape) - 1]
-            sizes = {"tp": view.plan.tp, "shard": grid(group, view.plan)[1], "expert_shard": grid(group, view.plan)[1]}
-            parts = math.prod(sizes[axis] for axis in axes)
+            axes: list[Axis] = [axis for axis, dim in weight_cuts(param, group, view) if dim == len(param.shape) - 1]
+            shards = grid(group, view.plan)[1]
+            parts = math.prod(view.plan.tp if axis == "tp" else shards for axis in axes)
             if FORMATS[optimizer.quantized].cuts_block(param.shape[-1], parts):
                 yield param, group, axes
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from test_whole_tensors import surprises
 from trials import (
     CPU,
     Trial,
@@ -143,6 +144,35 @@ def test_in_deterministic_mode_every_bit_is_that_of_one_rank(folder, states):
         arguments = {"folder": folder, "states": states, "plans": chosen, "grad_accum": 8 // ranks}
         start(ranks, Path(__file__), "leave_digests", arguments)
     assert len({(folder / f"digest.{plan}").read_text() for chosen in plans.values() for plan in chosen}) == 1
+
+
+# Rows of 300 are a block and a part; cut by tp, four parts and no whole block. In a stack of five experts of 27 shards
+# of two or four cut the last dim.
+WIDE = ("arch.hidden=300", "arch.heads=4", "arch.kv_heads=4", "arch.head_dim=40", "arch.ffn=312")
+THIRDS = ("arch.preset=tiny-moe", "arch.experts=5", "arch.expert_ffn=27", "arch.hidden=64")
+HELD = (
+    ("plan.shard=4", "plan.zero=3", *WIDE),
+    ("plan.shard=2", "plan.zero=1", "plan.tp=2", *WIDE),
+    ("plan.tp=4", "plan.precision=fp32"),
+    ("plan.tp=4", "arch.ffn=2048"),  # whose parts are whole blocks: only the output projection's are cut
+    ("plan.pp=2", "plan.tp=2", "plan.grad_accum=4"),
+    ("plan.cp=2", "plan.shard=2", "plan.zero=3", "plan.precision=bf16"),
+    ("plan.shard=4", "plan.zero=2", "plan.ep=2", "plan.grad_accum=2", "arch.preset=tiny-moe"),
+    ("plan.shard=2", "plan.zero=3", "plan.tp=2", "plan.ep=2", "arch.preset=tiny-moe"),
+    ("plan.shard=4", "plan.zero=3", *THIRDS),
+)
+
+
+@pytest.mark.parametrize("states", DTYPES)
+@world(4)
+def test_four_ranks_send_and_hold_what_the_planner_says(folder, states):
+    found = [text for words in HELD for text in surprises(folder, (f"optim.state_dtype={states}", *words))]
+    assert not found
+
+
+@world(4)
+def test_shards_of_a_stack_may_cut_its_rows(folder):
+    compare(folder, "int8", ("shard=4,zero=3",), *THIRDS[1:], arch="tiny-moe")
 
 
 SAVED = ("steps=6", "checkpoint.every=2")

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from test_whole_tensors import surprises
+from torch import Tensor
 from trials import (
     CPU,
     Trial,

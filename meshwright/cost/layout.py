@@ -457,7 +457,12 @@ def _why(name: Name, layout: StateLayout, home: Home, plan: Plan) -> str:
         kept = f"{'are' if len(spec.states) > 1 else 'is'} in {files or 'host memory'}"
         if spec.quantized:
             dtype = f"{spec.quantized} in blocks of {FORMATS[spec.quantized].block}, small ones in {dtype}"
-        return f"{spec.held} {kept}" if elsewhere or files else f"{spec.held}, {dtype}, {among}"
+        shares = (
+            among
+            if spec.is_elementwise or spec.quantized or plan.shards == 1
+            else f"those of a rank's shards, over {plan.shards} ranks"
+        )
+        return f"{spec.held} {kept}" if elsewhere or files else f"{spec.held}, {dtype}, {shares}"
     if elsewhere:
         return "in host memory"
     if files:

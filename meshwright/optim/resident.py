@@ -31,9 +31,12 @@ from meshwright.optim.interface import (
     WeightShard,
     WholeTensorRule,
 )
+from meshwright.optim.lamb import LambRule
+from meshwright.optim.lion import LionRule
 from meshwright.optim.master_weights import beside, given, rounded, state_dtype
 from meshwright.optim.quantized import empty_states, quantized_parts, saved_parts, update_quantized
 from meshwright.optim.sgd import SGDRule
+from meshwright.optim.sm3 import SM3Rule
 from meshwright.parallel import precision
 from meshwright.parallel.mesh import Mesh, cuts, local
 from meshwright.parallel.model_spec import note
@@ -41,8 +44,10 @@ from meshwright.spec.optimizers import BESIDE, OPTIMIZERS
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import mistake
 
-RULES: dict[str, Callable[[Optim], UpdateRule]] = {"adamw": AdamWRule, "sgd": SGDRule}
-WHOLE_RULES: dict[str, Callable[[Optim], WholeTensorRule]] = {"adafactor": AdafactorRule}
+RULES: dict[str, Callable[[Optim], UpdateRule]] = {"adamw": AdamWRule, "sgd": SGDRule, "lion": LionRule}
+WHOLE_RULES: dict[str, Callable[[Optim], WholeTensorRule]] = {
+    "adafactor": AdafactorRule, "sm3": SM3Rule, "lamb": LambRule,
+}  # fmt: skip
 
 
 def rule_of(optim: Optim, name: str = "") -> UpdateRule:

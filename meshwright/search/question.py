@@ -13,7 +13,7 @@ from meshwright.hardware.cluster import Cluster
 from meshwright.hardware.stacks import Stack
 from meshwright.spec.arch import Arch
 from meshwright.spec.blockwise import FORMATS
-from meshwright.spec.optimizers import in_state_dtype
+from meshwright.spec.optimizers import DESCRIPTIONS, in_state_dtype
 from meshwright.spec.plan import Plan, Precision
 
 Vary = Literal["precision", "optimizer", "batch"]
@@ -72,6 +72,11 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, cluster=msgspec.structs.replace(machines, gpu=gpu))
 
     @property
+    def updates_whole(self) -> bool:
+        """Whether its optimizer updates whole tensors, whose states are fp32, on the device."""
+        return DESCRIPTIONS[self.optimizer].whole
+
+    @property
     def is_limited(self) -> bool:
         """Whether the GPUs have more memory than may be used."""
         return self.cluster.gpu.memory_bytes == self.limit_bytes
@@ -118,11 +123,12 @@ def _optimizers(question: Question) -> Iterator[Question]:
         return
     usual = question.master_weights == "fp32" and question.state_dtype == "fp32"
     if usual and not question.fixed.get("deterministic"):
-        for master_weights, state_dtype in product(("none", "split"), ("fp32", "bf16")):
+        dtypes = ("fp32",) if question.updates_whole else ("fp32", "bf16")
+        for master_weights, state_dtype in product(("none", "split"), dtypes):
             yield msgspec.structs.replace(question, master_weights=master_weights, state_dtype=state_dtype)
         for master_weights, state_dtype in product(("none", "split", "fp32"), FORMATS):
             if (optimizer := in_state_dtype(question.optimizer, state_dtype)) != question.optimizer:
                 form = {"master_weights": master_weights, "state_dtype": state_dtype, "optimizer": optimizer}
                 yield msgspec.structs.replace(question, **form)
-    if usual and question.cluster.gpus == 1:
+    if usual and question.cluster.gpus == 1 and not question.updates_whole:
         yield msgspec.structs.replace(question, state_dtype="bf16")

@@ -77,7 +77,8 @@ class Optim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         0.1  # of matrices, vectors do not decay; by sgd added to the gradient, by others apart from it
     )
     grad_clip: float = 1.0  # largest global gradient norm; 0: measured, never clipped
-    # bf16, beside bf16 weights (master_weights split or none) or offloaded: states by stochastic rounding.
+    # bf16, beside bf16 weights (master_weights split or none) or offloaded: rounded stochastically. int8 or int4, on
+    # the device, of adamw, sgd and lion: codes in blocks of whole rows, the same under every plan.
     state_dtype: Literal["fp32", "bf16", "int8", "int4"] = "fp32"
     # What keeps an update smaller than the last bit of a bf16 weight: an fp32 master weight; a split one, whose 16 low
     # bits are beside the bf16 ones; or none, with stochastic rounding.

@@ -200,6 +200,68 @@ def _scaled(x: Values, scale: Values) -> Values:
 
 
 @jit
+def _tile(
+    shapes: Pointer, owner: Values, number: Values,
+    bits: constexpr, ragged: constexpr, aligned: constexpr, block: constexpr, each: constexpr,
+) -> Values:  # fmt: skip
+    """Of some blocks of a tensor: their columns, where their rows' bytes and their elements are, and which exist."""
+    exists = number < tl.load(shapes + owner * 4 + 3)
+    if ragged:
+        columns = tl.load(shapes + owner * 4)
+        of_row = tl.load(shapes + owner * 4 + 1)
+        row = (number // of_row).to(tl.int64)
+        from_row = row * columns
+        begin = (number % of_row) * block - tl.load(shapes + owner * 4 + 2)
+        if aligned:
+            columns = tl.multiple_of(columns, 16)
+            from_row = tl.multiple_of(from_row, 16)
+            begin = tl.multiple_of(begin, 16)
+        bytes_at = (row * ((columns * bits + 7) // 8))[:, None]
+        column = begin[:, None] + tl.arange(0, block)[None, :]
+        inside = exists[:, None] & (column >= 0) & (column < columns)
+        at = from_row[:, None] + column
+    else:  # blocks follow each other without a gap
+        bytes_at = (number.to(tl.int64) * (block * bits // 8))[:, None]
+        column = tl.broadcast_to(tl.arange(0, block)[None, :], (each, block))
+        inside = tl.broadcast_to(exists[:, None], (each, block))
+        at = (number.to(tl.int64) * block)[:, None] + column
+    return column, bytes_at, at, inside, exists
+
+
+@jit
+def _weight(address: Values, beside: Values, at: Values, inside: Values, form: constexpr, aligned: constexpr) -> Values:
+    """A weight in fp32, in whatever form it is."""
+    if form == "fp32":
+        w = tl.load(_pointer(address, "fp32", aligned) + at, mask=inside, other=0.0)
+    else:
+        word = tl.load(_pointer(address, "int16", aligned) + at, mask=inside, other=0).to(tl.int32) << 16
+        if form == "split":
+            word += tl.load(_pointer(beside, "int16", aligned) + at, mask=inside, other=0).to(tl.int32)
+        w = word.to(tl.float32, bitcast=True)
+    return w
+
+
+@jit
+def _store_weight(
+    w: Values, drawn: Values, address: Values, beside: Values, at: Values, inside: Values,
+    form: constexpr, copy_dtype: constexpr, aligned: constexpr,
+) -> None:  # fmt: skip
+    """Write a weight in its form; `drawn`: 16 bits where it is rounded stochastically."""
+    if form == "fp32":
+        tl.store(_pointer(address, "fp32", aligned) + at, w, mask=inside)
+        if copy_dtype != "":
+            copy = _pointer(beside, copy_dtype, aligned) + at
+            tl.store(copy, w.to(copy.dtype.element_ty), mask=inside)
+    elif form == "stochastic":
+        tl.store(_pointer(address, "int16", aligned) + at, _rounded(w, drawn), mask=inside)
+    else:
+        word = w.to(tl.int32, bitcast=True)
+        high = (word + 0x8000) >> 16
+        tl.store(_pointer(address, "int16", aligned) + at, high.to(tl.int16), mask=inside)
+        tl.store(_pointer(beside, "int16", aligned) + at, (word - (high << 16)).to(tl.int16), mask=inside)
+
+
+@jit
 def _adamw_quantized(
     owners: Pointer,
     starts: Pointer,
@@ -230,28 +292,8 @@ def _adamw_quantized(
         return
     program = tl.program_id(0)
     owner = tl.load(owners + program)
-    total = tl.load(shapes + owner * 4 + 3)
     number = tl.load(starts + program) + tl.arange(0, each)
-    exists = number < total
-    if ragged:
-        columns = tl.load(shapes + owner * 4)
-        of_row = tl.load(shapes + owner * 4 + 1)
-        row = number // of_row
-        begin = (number % of_row) * block - tl.load(shapes + owner * 4 + 2)
-        from_row = row.to(tl.int64) * columns
-        if aligned:
-            columns = tl.multiple_of(columns, 16)
-            from_row = tl.multiple_of(from_row, 16)
-            begin = tl.multiple_of(begin, 16)
-        bytes_at = (row.to(tl.int64) * ((columns * bits + 7) // 8))[:, None]
-        column = begin[:, None] + tl.arange(0, block)[None, :]
-        inside = exists[:, None] & (column >= 0) & (column < columns)
-        at = from_row[:, None] + column
-    else:  # blocks follow each other without a gap
-        bytes_at = (number.to(tl.int64) * (block * bits // 8))[:, None]
-        column = tl.broadcast_to(tl.arange(0, block)[None, :], (each, block))
-        inside = tl.broadcast_to(exists[:, None], (each, block))
-        at = (number.to(tl.int64) * block)[:, None] + column
+    column, bytes_at, at, inside, exists = _tile(shapes, owner, number, bits, ragged, aligned, block, each)
 
     first_bytes = _byte_pointer(tl.load(fixed + count + owner))
     first_scales = _pointer(tl.load(fixed + 2 * count + owner), "fp32", False) + number
@@ -268,28 +310,23 @@ def _adamw_quantized(
     v = tl.load(second_values + _codes(second_bytes, bytes_at, column, inside, bits))
     m = m * tl.load(first_scales, mask=exists, other=0.0)[:, None]
     v = v * tl.load(second_scales, mask=exists, other=0.0)[:, None]
-    if form == "fp32":
-        master = _pointer(tl.load(fixed + owner), "fp32", aligned) + at
-        w = tl.load(master, mask=inside, other=0.0)
-    else:
-        master = _pointer(tl.load(fixed + owner), "int16", aligned) + at
-        word = tl.load(master, mask=inside, other=0).to(tl.int32) << 16
-        if form == "split":
-            word += tl.load(_pointer(beside, "int16", aligned) + at, mask=inside, other=0).to(tl.int32)
-        w = word.to(tl.float32, bitcast=True)
+    master = tl.load(fixed + owner)
+    w = _weight(master, beside, at, inside, form, aligned)
     w, m, v = _updated(w, m, v, g, scalars, lr, beta1, beta2, eps, decay)
 
+    agreed_first, agreed_second = first_scales, second_scales
+    if way != "update":
+        agreed_first = _pointer(tl.load(given + count + owner), "fp32", False) + number
+        agreed_second = _pointer(tl.load(given + 2 * count + owner), "fp32", False) + number
     if way == "given":
-        largest_first = _pointer(tl.load(given + count + owner), "fp32", False) + number
-        largest_second = _pointer(tl.load(given + 2 * count + owner), "fp32", False) + number
-        first_scale = tl.load(largest_first, mask=exists, other=0.0)
-        second_scale = tl.load(largest_second, mask=exists, other=0.0)
+        first_scale = tl.load(agreed_first, mask=exists, other=0.0)
+        second_scale = tl.load(agreed_second, mask=exists, other=0.0)
     else:
         first_scale = tl.max(tl.where(inside, tl.abs(m), 0.0), axis=1)
         second_scale = tl.max(tl.where(inside, v, 0.0), axis=1)
     if way == "measure":
-        tl.store(_pointer(tl.load(given + count + owner), "fp32", False) + number, first_scale, mask=exists)
-        tl.store(_pointer(tl.load(given + 2 * count + owner), "fp32", False) + number, second_scale, mask=exists)
+        tl.store(agreed_first, first_scale, mask=exists)
+        tl.store(agreed_second, second_scale, mask=exists)
     else:
         code = _first_code(_scaled(m, first_scale), first_edges, bits)
         _store_codes(first_bytes, code, bytes_at, column, inside, bits, block, each)
@@ -297,15 +334,7 @@ def _adamw_quantized(
         _store_codes(second_bytes, code, bytes_at, column, inside, bits, block, each)
         tl.store(first_scales, first_scale, mask=exists)
         tl.store(second_scales, second_scale, mask=exists)
-        if form == "fp32":
-            tl.store(master, w, mask=inside)
-            if copy_dtype != "":
-                copy = _pointer(beside, copy_dtype, aligned) + at
-                tl.store(copy, w.to(copy.dtype.element_ty), mask=inside)
-        elif form == "stochastic":
-            tl.store(master, _rounded(w, _hashed(draws, updates, owner, at, count) >> 48), mask=inside)
-        else:
-            word = w.to(tl.int32, bitcast=True)
-            high = (word + 0x8000) >> 16
-            tl.store(master, high.to(tl.int16), mask=inside)
-            tl.store(_pointer(beside, "int16", aligned) + at, (word - (high << 16)).to(tl.int16), mask=inside)
+        drawn = at
+        if form == "stochastic":
+            drawn = _hashed(draws, updates, owner, at, count) >> 48
+        _store_weight(w, drawn, master, beside, at, inside, form, copy_dtype, aligned)

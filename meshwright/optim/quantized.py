@@ -21,7 +21,7 @@ from meshwright.optim import master_weights
 from meshwright.optim.interface import Arithmetic, SavedPart, Tensors, Update, UpdateRule, UpdateTerms
 from meshwright.optim.master_weights import CPU_BLOCK, DEVICE_BLOCK, Blocks, given
 from meshwright.parallel import precision
-from meshwright.parallel.mesh import CUT_AXES, Cut, cuts, local, region_of
+from meshwright.parallel.mesh import CUT_AXES, Cut, cuts, local
 from meshwright.spec.blockwise import FORMATS, BlockFormat, Columns, is_quantized, is_scales, scales_name
 
 if TYPE_CHECKING:
@@ -71,10 +71,13 @@ def quantized_parts(weights: Sequence[Tensor], state_dtype: str) -> dict[int, Qu
 
 
 def _part(weight: Tensor, format: BlockFormat) -> QuantizedPart:
-    size, columns = weight.shape[-1], region_of(weight)[-1]
+    size, begin, length = weight.shape[-1], 0, weight.shape[-1]
     among = tuple(cut for cut in cuts(weight) if cut.dim == weight.dim() - 1)
+    for cut in reversed(among):  # tp cuts first, and FSDP what that leaves
+        each, rank = math.ceil(length / cut.group.size()), dist.get_rank(cut.group)
+        begin, length = begin + min(rank * each, length), max(min(each, length - rank * each), 0)
     parts = math.prod(cut.group.size() for cut in among)
-    return QuantizedPart(format, (columns.start, columns.stop), size, among if format.cuts_block(size, parts) else ())
+    return QuantizedPart(format, (begin, begin + length), size, among if format.cuts_block(size, parts) else ())
 
 
 def empty_states(names: Sequence[str], wide: Tensor, part: QuantizedPart) -> dict[str, Tensor]:
@@ -142,6 +145,12 @@ def agree(parts: Mapping[int, tuple[QuantizedPart, Scales]]) -> dict[int, Scales
         i: [whole[..., part.blocks.start : part.blocks.stop].contiguous() for whole in held[i]]
         for i, (part, _) in parts.items()
     }
+
+
+def send_scales(optimizer: "ResidentOptimizer", indices: list[int], terms: UpdateTerms) -> None:
+    """What an update sends, without the update: for a trace of a step, which has no values to update."""
+    parts = {i: optimizer.quantized[i] for i in indices if i in optimizer.quantized}
+    agree({i: (part, optimizer.states_of(i)[1::2]) for i, part in parts.items() if part.shared})
 
 
 class RowPieces:

@@ -59,6 +59,17 @@ WAYS = {
             "bf16 weights, stochastic": "plan.precision=bf16 optim.master_weights=none optim.stochastic_rounding=true",
         }.items()
     },
+    # States in 8 and 4 bits, rounded to the nearest; with fp32 master weights, in fp32 too, where a CPU is enough.
+    **{
+        f"{name}, {states} states": f"{words} optim.state_dtype={states}"
+        for name, words in {
+            "fp32, plain": "plan.precision=fp32 plan.kernels=plain plan.compile=false",
+            "fp32, plain, beta2 0.999": "plan.precision=fp32 plan.kernels=plain plan.compile=false optim.beta2=0.999",
+            "bf16, masters in halves": "plan.precision=bf16 optim.master_weights=split",
+        }.items()
+        for states in ("int8", "int4")
+    },
+    "fp32, plain, beta2 0.999": "plan.precision=fp32 plan.kernels=plain plan.compile=false optim.beta2=0.999",
     # The same memory of squares with fp32 states, as the twin of those above.
     "bf16, masters in halves, beta2 0.999": "plan.precision=bf16 optim.master_weights=split optim.beta2=0.999",
     "fp8 codes of activations": "plan.precision=bf16 plan.activation_quant=fp8",
@@ -89,11 +100,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--size", choices=SIZES, default="large")
     parser.add_argument("--only", default="", help="beside the twin, the ways whose names have this")
+    parser.add_argument("--twin", choices=WAYS, default=TWIN, help="the way that the others are compared with")
     parser.add_argument("--at-once", type=int, default=1, help="runs beside each other: nothing is timed")
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     found: dict[str, list[float] | str] = {}
-    ways = {way: words for way, words in WAYS.items() if way == TWIN or options.only in way}
+    ways = {way: words for way, words in WAYS.items() if way == options.twin or options.only in way}
     with tempfile.TemporaryDirectory() as name:
         common = f"{SIZES[options.size]} {RUN} steps={options.steps}"
         with ThreadPoolExecutor(options.at_once) as pool:  # each is a process of its own
@@ -104,10 +116,16 @@ def main() -> None:
             for way, run in runs.items():
                 found[way] = each = run.result()
                 print(f"{way}: {'failed' if isinstance(each, str) else each[-1]}", flush=True)
-    answer: dict[str, Any] = {"size": SIZES[options.size], "steps": options.steps, "losses": found, "beside": {}}
-    twin = found[TWIN]
+    answer: dict[str, Any] = {
+        "size": SIZES[options.size],
+        "steps": options.steps,
+        "twin": options.twin,
+        "losses": found,
+        "beside": {},
+    }
+    twin = found[options.twin]
     assert isinstance(twin, list), twin
-    print(f"{'beside ' + TWIN:<44}{'mean':>9}{'largest':>9}  mean of the last {LAST}")
+    print(f"{'beside ' + options.twin:<44}{'mean':>9}{'largest':>9}  mean of the last {LAST}")
     for way, each in found.items():
         if isinstance(each, str):
             print(f"{way:<44} failed: {each.splitlines()[-1] if each else ''}")

@@ -19,7 +19,7 @@ import numpy as np
 from meshwright.checkpoint import storage
 from meshwright.checkpoint.state import (
     SLICE_BYTES,
-    TORCH_DTYPES,
+    STATE_DTYPES,
     Region,
     Shape,
     region_size,
@@ -39,7 +39,7 @@ LATEST = "latest"
 CHUNK = re.compile(r"chunk\.rank\d{1,7}\.safetensors")
 POINTER = re.compile(rb"step-(0|[1-9]\d{0,17})\n([0-9a-f]{64})\n")
 POINTER_BYTES = 200
-ITEMSIZE = {name: dtype.itemsize for name, dtype in TORCH_DTYPES.items()}
+ITEMSIZE = {name: dtype.itemsize for name, dtype in STATE_DTYPES.items()}
 
 # A chunk of the largest models describes some thousand slices in a few hundred bytes each. Whoever sends a larger
 # manifest with few chunks is refused before a byte is read.

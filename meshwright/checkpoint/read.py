@@ -20,6 +20,7 @@ from meshwright.checkpoint import format, storage, write
 from meshwright.checkpoint.format import MANIFEST, Manifest, Slice
 from meshwright.checkpoint.state import (
     SLICE_BYTES,
+    STATE_DTYPES,
     TORCH_DTYPES,
     Shape,
     TensorShard,
@@ -209,6 +210,8 @@ def _tried(
             check_optimizer(reader.manifest, folder, holdings)
             if run is not None:
                 check_run(reader.manifest, folder, run, earlier)
+            else:
+                check_state_dtype(reader.manifest, folder, holdings)
             check_tensors(reader.manifest, folder, holdings)
             fill(reader, holdings)
             return reader.manifest, None
@@ -238,10 +241,21 @@ def check_optimizer(manifest: Manifest, folder: Path, holdings: Sequence[TensorS
     """Its optimizer states must be of the kinds that this rank holds; else no step of the run can be used."""
     saved = saved_by(kind_of(tensor.name) for tensor in manifest.tensors)
     here = saved_by(kind_of(holding.name) for holding in holdings)
-    if saved is not None and here is not None and saved != here:
+    if saved is not None and here is not None and saved.states != here.states:
         what = f"{folder} was saved by {saved.label}, whose states {here.label} cannot use"
         remedy = f"set optim.name = {saved.name}, or start another run from its weights by init.from"
         raise InputError([Problem(what, remedy, "optim.name")])
+
+
+def check_state_dtype(manifest: Manifest, folder: Path, holdings: Sequence[TensorShard]) -> None:
+    """Optimizer states of another run must be in the dtype that this one has: none are converted."""
+    there = {tensor.name: tensor for tensor in manifest.tensors}
+    for holding in holdings:
+        saved = there.get(holding.name)
+        if saved is not None and (saved.dtype, saved.shape[-1:]) != (holding.dtype, holding.shape[-1:]):
+            what = f"{folder} has optimizer states of another optim.state_dtype: {holding.name} is {saved.dtype}"
+            remedy = "set optim.state_dtype as the run has it that saved them, or leave init.optimizer_state out"
+            raise InputError([Problem(what, remedy, "init.optimizer_state")])
 
 
 def check_run(manifest: Manifest, folder: Path, run: Run, earlier: Collection[str] = ()) -> None:
@@ -275,7 +289,7 @@ def fill(reader: StepReader, holdings: Sequence[TensorShard]) -> None:
 def _copy(each: Slice, holding: TensorShard, content: memoryview) -> None:
     both = overlap(each.region, holding.region)
     assert both is not None
-    whole = torch.frombuffer(content, dtype=TORCH_DTYPES[holding.dtype]).view(region_shape(each.region))
+    whole = torch.frombuffer(content, dtype=STATE_DTYPES[holding.dtype]).view(region_shape(each.region))
     holding.tensor[inside(both, holding.region)].copy_(whole[inside(both, each.region)])
 
 

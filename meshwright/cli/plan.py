@@ -196,7 +196,7 @@ def best(options: argparse.Namespace) -> int:
     if not answer.found:
         return nothing_fits(options, asked, answer)
     first = answer.found[0]
-    chosen = msgspec.structs.replace(question, **tables.chosen(first))
+    chosen = msgspec.structs.replace(question, **tables.chosen(first), optimizer=first.job.optimizer)
     beside = explain.beside(chosen, first.plan)
     record = answer_record(asked, question, answer) | {"neighbours": msgspec.to_builtins(beside)}
     lines = [*answered(options, asked, answer, record), "", *tables.plan_heading(asked, question), ""]

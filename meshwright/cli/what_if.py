@@ -113,7 +113,7 @@ def _same(base: Candidate, question: Question, changed: Question) -> Candidate |
     bf16_params = plan.bf16_params and precision in NARROW
     plan = msgspec.structs.replace(plan, grad_accum=grad_accum, precision=precision, bf16_params=bf16_params)
     kinds = {"precision": precision, "master_weights": job.master_weights, "state_dtype": job.state_dtype}
-    asked = msgspec.structs.replace(changed, batch=batch, **kinds)
+    asked = msgspec.structs.replace(changed, batch=batch, optimizer=job.optimizer, **kinds)
     return None if problems(asked, plan) else priced(asked.job(plan))
 
 

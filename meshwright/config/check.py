@@ -7,7 +7,8 @@ from operator import attrgetter
 
 from meshwright.config.run import FP8_KEYS, Data, Optim, Run
 from meshwright.spec import plan as recompute
-from meshwright.spec.optimizers import OPTIMIZERS
+from meshwright.spec.blockwise import FORMATS
+from meshwright.spec.optimizers import OPTIMIZERS, in_state_dtype
 from meshwright.spec.outer import MOST_TP, block_length
 from meshwright.spec.params import Param, Split, params
 from meshwright.spec.plan import AXES, Plan
@@ -175,6 +176,43 @@ def _offload(run: Run) -> Iterator[Problem]:
     if plan.optimizer_offload_host_bytes < 0:
         what = f"plan.optimizer_offload_host_bytes = {plan.optimizer_offload_host_bytes} is negative"
         yield Problem(what, "use 0 to have every state on the disk", "plan.optimizer_offload_host_bytes")
+
+
+def _quantized(run: Run) -> Iterator[Problem]:
+    """States in int8 or int4 are updated on the device, by rules of elements; no byte of two codes is cut."""
+    plan, states = run.plan, run.optim.state_dtype
+    if states not in FORMATS:
+        return
+    fits = [name for name in OPTIMIZERS if in_state_dtype(name, states) != name]
+    if run.optim.name not in fits and not OPTIMIZERS[run.optim.name].whole:
+        what = f"optim.state_dtype = {states} is for {', '.join(fits)}, and optim.name = {run.optim.name}"
+        yield Problem(what, "leave optim.state_dtype out, or set optim.name to one of them", "optim.state_dtype")
+    for key in ("optimizer_offload", "cpu_offload"):
+        if plan.uses(key):
+            what = f"plan.{key} updates states in host memory or brings them by pieces, in fp32 or bf16, not {states}"
+            yield Problem(what, f"leave plan.{key} out: {states} states are small, or optim.state_dtype", f"plan.{key}")
+    for key, part in _row_parts(run):
+        if FORMATS[states].cuts_byte(part):
+            what = (
+                f"optim.state_dtype = {states} has two codes in a byte, and this plan cuts rows of {key} after {part}"
+            )
+            yield Problem(f"{what} columns", "set optim.state_dtype = int8, or another plan.tp", "optim.state_dtype")
+            return
+
+
+def _row_parts(run: Run) -> Iterator[tuple[str, int]]:
+    """The lengths into which a plan cuts rows of matrices, each with the key that the rows' length is from."""
+    arch, plan = run.arch, run.plan
+    rows = {"arch.head_dim": arch.q_width, "arch.ffn": arch.ffn}
+    rows |= {"arch.expert_ffn": arch.expert_ffn} if arch.experts else {}
+    if plan.tp > 1:
+        yield from ((key, size // plan.tp) for key, size in rows.items())
+    if arch.experts and plan.zero:  # a stack is sharded along the first dim that comes out even
+        experts, inside, shards = arch.experts // plan.ep, arch.expert_ffn // plan.tp, plan.shards // plan.ep
+        stacks = {"arch.hidden": (experts, inside, arch.hidden), "arch.expert_ffn": (experts, arch.hidden, inside)}
+        for key, dims in stacks.items():
+            if shards > 1 and next((dim for dim, size in enumerate(dims) if size % shards == 0), 0) == 2:
+                yield key, dims[2] // shards
 
 
 def _cpu_offload(run: Run) -> Iterator[Problem]:
@@ -636,8 +674,9 @@ def missing(plan: Plan, find: Callable[[str], str | None] = shutil.which) -> Ite
 
 
 PLAN_RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
-    _batch, _precision, _bf16_params, _rounding, _offload, _cpu_offload, _zero, _tensor, _sequence, _ulysses, _pipeline,
-    _experts, _deterministic, _noise_scale, _outer, _routes, _whole_tensors, lambda run: how_blocks_run(run.plan),
+    _batch, _precision, _bf16_params, _rounding, _offload, _quantized, _cpu_offload, _zero, _tensor, _sequence,
+    _ulysses, _pipeline, _experts, _deterministic, _noise_scale, _outer, _routes, _whole_tensors,
+    lambda run: how_blocks_run(run.plan),
 )  # fmt: skip
 RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
     _counts, _heads, _moe, _dropout, _context, _rates, _optimizer, _data, *PLAN_RULES,

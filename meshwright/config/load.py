@@ -402,7 +402,7 @@ def _resolve_pipeline(table: Table, plan: dict[str, Any], origins: Origins) -> N
 def _single_rank_plan(table: Table, stated: dict[str, Any]) -> dict[str, Any]:
     """A plan of one rank, for the rules that need one."""
     optim = table.get("optim", {})
-    is_bf16 = optim.get("master_weights", "fp32") != "fp32" or optim.get("state_dtype", "fp32") != "fp32"
+    is_bf16 = optim.get("master_weights", "fp32") != "fp32" or optim.get("state_dtype") == "bf16"
     precision = stated.get("precision", "bf16" if is_bf16 else "fp32")
     plan = {"microbatch": table.get("batch", DEFAULT_BATCH), "precision": precision}
     if "optimizer_offload" in stated:  # a low-precision copy stays on the device, where there is one

@@ -81,8 +81,9 @@ class Optim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     outer_lr: float = 0.7  # slowmo, diloco: 1 with no momentum is the average
     outer_momentum: float = 0.9  # slowmo's beta, or of diloco's Nesterov momentum
     sync_warmup: int = 0  # steps in which gradients are summed over all replicas (post-local SGD)
-    # bf16, beside bf16 weights (master_weights split or none) or offloaded: states by stochastic rounding.
-    state_dtype: Literal["fp32", "bf16"] = "fp32"
+    # bf16, beside bf16 weights (master_weights split or none) or offloaded: rounded stochastically. int8 or int4, on
+    # the device, of adamw, sgd and lion: codes in blocks of whole rows, the same under every plan.
+    state_dtype: Literal["fp32", "bf16", "int8", "int4"] = "fp32"
     # What keeps an update smaller than the last bit of a bf16 weight: an fp32 master weight; a split one, whose 16 low
     # bits are beside the bf16 ones; or none, with stochastic rounding.
     master_weights: Literal["fp32", "split", "none"] = "fp32"

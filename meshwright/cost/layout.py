@@ -30,11 +30,13 @@ from meshwright.cost.rank_view import (
     local_shape,
     padded,
     placement,
+    shard_columns,
     shard_shape,
     updated_elements,
 )
 from meshwright.cost.traffic import FIRST, in_sight, quantized_bytes
 from meshwright.spec.arch import Arch
+from meshwright.spec.blockwise import FORMATS
 from meshwright.spec.optimizers import ADAMW, DESCRIPTIONS, OptimizerSpec
 from meshwright.spec.outer import outer_states
 from meshwright.spec.params import Split, count, params
@@ -45,6 +47,7 @@ PIECE, SLOTS = 1 << 24, 4  # elements that are moved together, and pieces on the
 # fp32 tensors of one piece alive at once while it is rounded, beside its states: the gradient, the weight, what an
 # update is made of, and the draws. Counted in optim/master_weights.py and optim/offload.py.
 ROUNDING_COPIES, ROUNDING_BYTES = 6, 4
+QUANTIZED_COPIES = 5  # of a quantized state: its codes as indices, its values, their scales, ratios, and new codes
 STATE_DRAW_COPIES = 6  # of bf16 states: an element's index, its hash, and what is shifted out of that
 # Of a whole weight in bf16, beyond its update's own: joined and split; widened, and of a piece the words of its draws.
 SPLIT_COPIES, WIDENED_COPIES, DRAW_COPIES = 3, 1, 8
@@ -440,7 +443,10 @@ def rounding_bytes(layout: StateLayout, largest: int) -> int:
     copies = ROUNDING_COPIES + len(layout.optimizer.states)
     if layout.bf16_states:  # widened, and the words of eight bytes of which their draws are made
         copies += len(layout.optimizer.states) + STATE_DRAW_COPIES
-    return copies * ROUNDING_BYTES * min(PIECE, largest) if layout.rounds and not layout.hosted else 0
+    if layout.optimizer.quantized:
+        copies += QUANTIZED_COPIES * len(layout.optimizer.states)
+    makes = layout.rounds or layout.optimizer.quantized
+    return copies * ROUNDING_BYTES * min(PIECE, largest) if makes and not layout.hosted else 0
 
 
 def unfused_bytes(layout: StateLayout, largest: int) -> int:
@@ -497,8 +503,12 @@ def _why(name: Name, layout: StateLayout, home: Home, plan: Plan) -> str:
         return f"{dtype}, {among}, after the last backward"
     if name == "moments":
         kept = f"{'are' if len(spec.states) > 1 else 'is'} in {files or 'host memory'}"
+        if spec.quantized:
+            dtype = f"{spec.quantized} in blocks of {FORMATS[spec.quantized].block}, small ones in {dtype}"
         shares = (
-            among if spec.is_elementwise or plan.shards == 1 else f"those of a rank's shards, over {plan.shards} ranks"
+            among
+            if spec.is_elementwise or spec.quantized or plan.shards == 1
+            else f"those of a rank's shards, over {plan.shards} ranks"
         )
         return f"{spec.held} {kept}" if elsewhere or files else f"{spec.held}, {dtype}, {shares}"
     if elsewhere:
@@ -517,8 +527,10 @@ def _stored(group: ParamGroup, view: RankView) -> int:
 def _state_bytes(group: ParamGroup, view: RankView, layout: StateLayout) -> int:
     """Bytes of a group's optimizer states where parameters do not have them alike."""
     spec, width = layout.optimizer, layout.state_width
+    parts = ((param.shape, shard_columns(param, group, view)) for param in group.params)
     return group.count * sum(
-        spec.bytes_of(param.name, shard_shape(param, group, view), width) for param in group.params
+        spec.bytes_of(param.name, shard_shape(param, group, view), width, part)
+        for param, part in zip(group.params, parts, strict=True)
     )
 
 

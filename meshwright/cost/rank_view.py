@@ -196,12 +196,27 @@ def updated_elements(group: ParamGroup, view: RankView) -> int:
 
 def shard_shape(param: Param, group: ParamGroup, view: RankView) -> tuple[int, ...]:
     """A rank's part of a weight as the optimizer sees it: sharded, without padding."""
-    plan, (_, shards), shape = view.plan, grid(group, view.plan), list(local_shape(param, view))
+    (_, shards), shape = grid(group, view.plan), list(local_shape(param, view))
     dim = shard_dim(tuple(shape), shards, view.cuts_rows_only)
     if shards > 1:
-        rank = view.at("shard") * plan.cp + view.at("cp")
-        shape[dim] = share(shape[dim], shards, rank // (plan.ep if group.shared_by_ep else 1))
+        shape[dim] = share(shape[dim], shards, _shard_rank(group, view))
     return tuple(shape)
+
+
+def shard_columns(param: Param, group: ParamGroup, view: RankView) -> tuple[int, int]:
+    """The first and one past the last column of that part in the whole weight."""
+    plan, (_, shards), shape, begin = view.plan, grid(group, view.plan), local_shape(param, view), 0
+    if param.split is Split.ROW:
+        begin = view.at("tp") * math.ceil(param.shape[-1] / plan.tp)
+    if shards > 1 and shard_dim(shape, shards, view.cuts_rows_only) == len(shape) - 1:
+        begin += _shard_rank(group, view) * math.ceil(shape[-1] / shards)
+    begin = min(begin, param.shape[-1])
+    return begin, begin + shard_shape(param, group, view)[-1]
+
+
+def _shard_rank(group: ParamGroup, view: RankView) -> int:
+    """This rank's number among those that share one copy of a group."""
+    return (view.at("shard") * view.plan.cp + view.at("cp")) // (view.plan.ep if group.shared_by_ep else 1)
 
 
 def shard_dim(shape: tuple[int, ...], shards: int, rows_only: bool) -> int:

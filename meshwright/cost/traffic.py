@@ -30,6 +30,7 @@ from meshwright.cost.rank_view import (
     updated_elements,
 )
 from meshwright.spec.arch import Arch
+from meshwright.spec.blockwise import FORMATS, is_quantized
 from meshwright.spec.optimizers import DESCRIPTIONS, OptimizerSpec, Statistic, is_of
 from meshwright.spec.outer import BITS, SCALE_BYTES, TALLY, block_length
 from meshwright.spec.params import Param, Split, params
@@ -270,6 +271,33 @@ def update_traffic(view: RankView, optimizer: OptimizerSpec) -> Iterator[Collect
             for (axis, _), elements in sizes.items():
                 if elements:
                     yield Collective(kind="all_reduce", axis=axis, count=1, bytes=elements * view.wide)
+
+    yield from _scales(view, optimizer)
+
+
+def _scales(view: RankView, optimizer: OptimizerSpec) -> Iterator[Collective]:
+    """What ranks that cut blocks of quantized states agree on: for each axis that does, all scales of such rows."""
+    sizes = Counter[Axis]()
+    for param, group, axes in cut_blocks(view, optimizer):
+        blocks = len(FORMATS[optimizer.quantized].blocks((0, param.shape[-1])))
+        elements = math.prod(shard_shape(param, group, view)[:-1]) * blocks * len(optimizer.states)
+        sizes.update(dict.fromkeys(axes, group.count * elements))
+    for axis, elements in sizes.items():
+        if elements:
+            yield Collective(kind="all_reduce", axis=axis, count=1, bytes=elements * view.wide)
+
+
+def cut_blocks(view: RankView, optimizer: OptimizerSpec) -> Iterator[tuple[Param, ParamGroup, list[Axis]]]:
+    """The weights of which several ranks share blocks of quantized states, and the axes over which they do."""
+    if not optimizer.quantized:
+        return
+    for group in groups(view):
+        for param in (each for each in group.params if is_quantized(each.shape)):
+            axes: list[Axis] = [axis for axis, dim in weight_cuts(param, group, view) if dim == len(param.shape) - 1]
+            shards = grid(group, view.plan)[1]
+            parts = math.prod(view.plan.tp if axis == "tp" else shards for axis in axes)
+            if FORMATS[optimizer.quantized].cuts_block(param.shape[-1], parts):
+                yield param, group, axes
 
 
 def _reduced(

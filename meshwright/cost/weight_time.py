@@ -34,6 +34,8 @@ ROUNDED_BYTES = {"split": 10, "none": 6}  # by one kernel of ours: the gradient,
 STATE_ROUNDING_BYTES = 400
 OUTER_BYTES = {"average": 28, "slowmo": 72, "diloco": 84}  # of a sync: deltas, their mean, the update, the checksum
 ENCODED_BYTES, DECODED_BYTES = 44, 25  # of a delta in few bits, by plain operators: its own, and each replica's
+# And decoding and encoding a quantized state: some twenty passes of one to eight bytes.
+QUANTIZING_BYTES = 86
 ROUNDS = 8  # of a pipeline, that its weights are followed through; longer steps go on in proportion
 SHARDED = ("shard", "expert_shard")
 COPIED = ("replicate", "expert_replicate")
@@ -144,17 +146,21 @@ def _updated(job: Job, rank: int, found: WeightTraffic) -> WeightTraffic:
         update = offload_seconds(layout, held(job.arch, plan, rank), job.cluster)
         return msgspec.structs.replace(found, optimizer=0.0, update=update)
     spec, usual = layout.optimizer, job.stack.speed.optimizer_bytes
-    if job.master_weights == "fp32" and spec.update_bytes:
+    plain = plan.kernels == "plain" or plan.deterministic or not spec.has_kernel
+    if spec.quantized and plain:
+        moved = spec.rounded_bytes + QUANTIZING_BYTES * len(spec.states)
+    elif job.master_weights == "fp32" and spec.update_bytes:
         moved = spec.update_bytes
     elif job.master_weights == "fp32":  # a stack's figure is of AdamW
         moved = usual - ADAMW.moved_bytes(4) + spec.moved_bytes(4)
-    elif plan.kernels == "plain" or plan.deterministic or not spec.has_kernel:
+    elif plain:
         moved = spec.rounded_bytes + (STATE_ROUNDING_BYTES if layout.bf16_states else 0)
     else:
-        moved = ROUNDED_BYTES[job.master_weights] + 2 * layout.of("moments")
-    if moved == usual and not spec.whole:
+        moved = ROUNDED_BYTES[job.master_weights] + spec.moved_bytes(layout.state_width)
+    sends = spec.whole or spec.quantized
+    if moved == usual and not sends:
         return found
-    sent = _update_seconds(job.arch, _essence(plan), rank, job.cluster, job.stack, job.optimizer) if spec.whole else 0.0
+    sent = _update_seconds(job.arch, _essence(plan), rank, job.cluster, job.stack, job.optimizer) if sends else 0.0
     return msgspec.structs.replace(found, optimizer=found.optimizer / usual * moved + sent)
 
 

@@ -10,14 +10,17 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels.adamw import AdamWGroup, AdamWStep, BF16Group
+from meshwright.kernels.adamw_quantized import QuantizedGroup, QuantizedMoments
 from meshwright.optim.interface import Arithmetic, Tensors, Update, UpdateRule, UpdateTerms, scaled
 from meshwright.optim.master_weights import given, is_contiguous, low_bits, rounded, rounding_draws
+from meshwright.optim.quantized import agree, update_quantized
 from meshwright.parallel import precision
 from meshwright.parallel.mesh import local
 
 if TYPE_CHECKING:
     from meshwright.optim.resident import ResidentOptimizer
 
+KINDS = 3  # of weights with quantized states: whole blocks, the rows' last ones shorter, blocks that ranks share
 GROUPS = 8  # that are remembered; there are two, unless a model leaves out other parameters in every step
 
 
@@ -75,6 +78,51 @@ class AdamWRule(UpdateRule):
                     run(chosen, terms)
 
         return update
+
+    def one_pass_quantized(self, optimizer: "ResidentOptimizer") -> Update:
+        """By kernels/adamw_quantized.py, of weights whose states are quantized; what is not contiguous as above."""
+        groups: dict[tuple[int, ...], QuantizedGroup] = {}
+        optim, plain = self.optim, update_quantized(optimizer, self)
+
+        def by_kernel(indices: list[int], terms: UpdateTerms) -> None:
+            key = tuple(indices)
+            if key not in groups:
+                if len(groups) == KINDS * GROUPS:
+                    groups.clear()
+                groups[key] = _quantized_group(optimizer, indices)
+            group, parts = groups[key], [optimizer.quantized[i] for i in indices]
+            gradients = [local(given(optimizer.weights[i])) for i in indices]
+            step = AdamWStep(terms.rate, optim.beta1, optim.beta2, optim.eps, terms.count, terms.factor, terms.finite)
+            if not parts[0].shared:
+                group.update(gradients, terms.decay, step)
+                return
+            scales = group.measured(gradients, terms.decay, step)
+            agreed = agree(dict(enumerate(zip(parts, scales, strict=True)))).values()
+            group.update_with(gradients, terms.decay, step, list(agreed))
+
+        def update(indices: list[int], terms: UpdateTerms) -> None:
+            kinds: dict[str, list[int]] = {}
+            for i in indices:
+                kind = optimizer.quantized[i].kind if is_contiguous(optimizer.weights[i]) else "plain"
+                kinds.setdefault(kind, []).append(i)
+            for kind, chosen in kinds.items():
+                (plain if kind == "plain" else by_kernel)(chosen, terms)
+
+        return update
+
+
+def _quantized_group(optimizer: "ResidentOptimizer", indices: list[int]) -> QuantizedGroup:
+    """Some weights of one kind, their quantized moments, and what their form has beside them."""
+    weights, masters = ([held[i] for i in indices] for held in (optimizer.weights, optimizer.wide))
+    moments = [QuantizedMoments(*optimizer.states_of(i), lead=optimizer.quantized[i].lead) for i in indices]
+    state_dtype = optimizer.optim.state_dtype
+    if optimizer.optim.master_weights == "split":
+        return QuantizedGroup(state_dtype, "split", masters, moments, [low_bits(weight) for weight in weights])
+    if optimizer.optim.master_weights == "none":
+        draws = [rounding_draws(weight, "draws") for weight in weights]
+        return QuantizedGroup(state_dtype, "stochastic", masters, moments, draws=draws)
+    copies = [weight.detach() for weight in weights] if precision.has_master(weights[0]) else []
+    return QuantizedGroup(state_dtype, "fp32", masters, moments, copies)
 
 
 def _group(optimizer: "ResidentOptimizer", indices: list[int]) -> AdamWGroup:

@@ -9,9 +9,9 @@ elements; rules of whole tensors are for weights and states on the device. What 
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -63,6 +63,10 @@ class UpdateRule(ABC):
 
     def one_pass(self, optimizer: "ResidentOptimizer") -> Update | None:
         """The same by one kernel of ours that also writes the low-precision copies; None where there is none."""
+        return None
+
+    def one_pass_quantized(self, optimizer: "ResidentOptimizer") -> Update | None:
+        """The same of weights whose states are quantized."""
         return None
 
 
@@ -136,6 +140,15 @@ def scaled(gradients: Tensors, terms: UpdateTerms) -> tuple[Tensors, Tensor | No
     return gradients, terms.factor.reciprocal().float()
 
 
+class SavedPart(NamedTuple):
+    """A part of a state tensor as a checkpoint has it: it differs from its weight in the last dim."""
+
+    size: int  # of the last dim of the whole tensor
+    columns: tuple[int, int]  # the first and one past the last of this part, there
+    tensor: Tensor
+    writes: bool = True  # whether it is for this rank to save, or only to read
+
+
 class Optimizer(ABC):
     """An optimizer of this rank's parts of the weights, in some form."""
 
@@ -157,6 +170,10 @@ class Optimizer(ABC):
     @abstractmethod
     def held(self) -> dict[int, dict[str, Tensor]]:
         """The state of every weight, by its id and by kind: what a checkpoint saves from and restores into."""
+
+    def saved_parts(self, weight: Tensor, kind: str, tensor: Tensor) -> Iterable[SavedPart]:
+        """The parts of a tensor of `held` that is not shaped as its weight; none of one that is."""
+        return ()
 
     @abstractmethod
     def step(self, rate: float, verdict: GradStats) -> None:

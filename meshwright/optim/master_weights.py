@@ -119,7 +119,7 @@ STORES: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], None]] = {
 
 def rounded(optimizer: "ResidentOptimizer", rule: UpdateRule) -> Update:
     """The update of weights in bf16, block by block, in fp32 arithmetic."""
-    round_to = {"none": _stochastic, "split": _split}[optimizer.optim.master_weights]
+    round_to = ROUND_TO[optimizer.optim.master_weights]
 
     def update(indices: list[int], terms: UpdateTerms) -> None:
         arithmetic = rule.arithmetic(terms, torch.float32)
@@ -207,6 +207,15 @@ def _split(weight: Tensor, flat: Tensor, blocks: Blocks, count: Tensor) -> None:
     low = low_bits(weight).view(-1)
     for part, updated in blocks:
         flat[part], low[part] = split(updated(join(flat[part], low[part])))
+
+
+def _kept(weight: Tensor, flat: Tensor, blocks: Blocks, count: Tensor) -> None:
+    for part, updated in blocks:
+        flat[part] = updated(flat[part])
+
+
+# What writes a weight from its updated pieces, by optim.master_weights.
+ROUND_TO = {"fp32": _kept, "none": _stochastic, "split": _split}
 
 
 class Elements:

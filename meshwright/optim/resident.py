@@ -22,16 +22,25 @@ from meshwright.optim.adafactor import AdafactorRule
 from meshwright.optim.adamw import AdamWRule
 from meshwright.optim.clip import GradStats
 from meshwright.optim.host_memory import PinnedMemory
-from meshwright.optim.interface import Optimizer, Update, UpdateRule, UpdateTerms, WeightShard, WholeTensorRule
+from meshwright.optim.interface import (
+    Optimizer,
+    SavedPart,
+    Update,
+    UpdateRule,
+    UpdateTerms,
+    WeightShard,
+    WholeTensorRule,
+)
 from meshwright.optim.lamb import LambRule
 from meshwright.optim.lion import LionRule
 from meshwright.optim.master_weights import beside, given, rounded, state_dtype
+from meshwright.optim.quantized import empty_states, quantized_parts, saved_parts, update_quantized
 from meshwright.optim.sgd import SGDRule
 from meshwright.optim.sm3 import SM3Rule
 from meshwright.parallel import precision
 from meshwright.parallel.mesh import Mesh, cuts, local
 from meshwright.parallel.model_spec import note
-from meshwright.spec.optimizers import OPTIMIZERS
+from meshwright.spec.optimizers import BESIDE, OPTIMIZERS
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import mistake
 
@@ -63,13 +72,9 @@ class ResidentOptimizer(Optimizer):
         self.wide = [precision.master(weight) for weight in self.weights]
         # Those that update a weight, by their names, and each weight's states.
         self.updaters = [self.spec.of(*pair).name for pair in self._named()]
-        self._states = [
-            {
-                state.name: _zeros(state.shape_beside(tuple(wide.shape)), wide, optim)
-                for state in self.spec.states_of(*pair)
-            }
-            for wide, pair in zip(self.wide, self._named(), strict=True)
-        ]
+        self.quantized = quantized_parts(self.weights, optim.state_dtype)
+        self._quantized_of = {id(self.weights[i]): part for i, part in self.quantized.items()}
+        self._states = [self._new_states(i, *pair) for i, pair in enumerate(self._named())]
         self._count = torch.zeros((), dtype=torch.float32, device=self.wide[0].device)
         self.missed = [0] * len(self.weights)  # updates for which each weight had no gradient
         self.updates = {name: self._choose(plan, name) for name in dict.fromkeys(self.updaters)}
@@ -77,11 +82,32 @@ class ResidentOptimizer(Optimizer):
     def _named(self) -> Iterator[tuple[str, int]]:
         return ((name, weight.dim()) for name, weight in zip(self.names, self.weights, strict=True))
 
+    def _new_states(self, i: int, name: str, dims: int) -> dict[str, Tensor]:
+        wide, states = self.wide[i], self.spec.states_of(name, dims)
+        if i in self.quantized:
+            return empty_states([state.name for state in states], wide, self.quantized[i])
+        return {state.name: _zeros(state.shape_beside(tuple(wide.shape)), wide, self.optim) for state in states}
+
     def _choose(self, plan: Plan, name: str) -> Update:
         """The update of the weights of one optimizer."""
         if name in WHOLE_RULES:
             return self._whole(WHOLE_RULES[name](self.optim))
-        rule, masters = rule_of(self.optim, name), self.optim.master_weights == "fp32"
+        rule = rule_of(self.optim, name)
+        usual = self._choose_by_elements(plan, rule)
+        if not self.quantized:
+            return usual
+        one_pass = rule.one_pass_quantized(self) if self.is_one_pass else None
+        quantized = one_pass or update_quantized(self, rule)
+
+        def update(indices: list[int], terms: UpdateTerms) -> None:
+            for run, wanted in ((usual, False), (quantized, True)):
+                if chosen := [i for i in indices if (i in self.quantized) is wanted]:
+                    run(chosen, terms)
+
+        return update
+
+    def _choose_by_elements(self, plan: Plan, rule: UpdateRule) -> Update:
+        masters = self.optim.master_weights == "fp32"
         if plan.deterministic:
             return partial(self._plain, rule) if masters else rounded(self, rule)
         if settle(plan.kernels, self.wide[0].device, self.wide[0].dtype).kind == "fused":
@@ -107,6 +133,10 @@ class ResidentOptimizer(Optimizer):
         for index, (weight, wide) in enumerate(zip(self.weights, self.wide, strict=True)):
             found[id(weight)] = {"weight": wide, **beside(weight), **self._states[index]}
         return found
+
+    def saved_parts(self, weight: Tensor, kind: str, tensor: Tensor) -> Iterable[SavedPart]:
+        part = self._quantized_of.get(id(weight)) if kind not in BESIDE else None
+        return () if part is None else saved_parts(part, kind, tensor)
 
     @torch.no_grad()
     def step(self, rate: float, verdict: GradStats) -> None:

@@ -18,11 +18,12 @@ from meshwright.search.bounds import MemoryBound, PlanGroup, frugal_split, group
 from meshwright.search.question import Question
 from meshwright.search.sizes import gpus_needed, largest_model, largest_sequence
 from meshwright.search.space import CHUNKS, SCHEDULES, PipelineChoice, compiles, divisors, homes, problems
-from meshwright.spec.optimizers import DESCRIPTIONS, OPTIMIZERS
+from meshwright.spec.optimizers import DESCRIPTIONS, OPTIMIZERS, in_state_dtype
 from meshwright.spec.plan import AXES, FIELDS, Plan, balanced_stages
 from meshwright.spec.schedule import default_chunks
 from meshwright.spec.units import GIB
 
+ROUNDED = {"int8": "about 1 %", "int4": "about 15 %"}  # root mean square, of normally distributed values
 LOSSES = 3  # of the waterfall that are named
 
 SMALL = 0.01  # of a step; smaller losses are not worth a word
@@ -65,7 +66,7 @@ def why(found: Candidate) -> str:
     text = f"{ideal / price.seconds:.0%} of the step is the model's FLOPs at the data sheet's peak"
     for word, share in zip(("most is lost to", "then", "then"), named, strict=False):
         text += f"; {word} {share.label} ({share.seconds / price.seconds:.0%}): {share.why}"
-    return f"{text}. {room(found)}{offloaded(found)}{unchanged(found.job)}"
+    return f"{text}. {room(found)}{offloaded(found)}{unchanged(found.job)}{quantized(found)}"
 
 
 def room(found: Candidate) -> str:
@@ -116,6 +117,19 @@ def unchanged(job: Job) -> str:
     return f" Numerics unchanged: {' and '.join(chosen)}." if chosen else ""
 
 
+def quantized(found: Candidate) -> str:
+    """What states of 8 or 4 bits round, and what fp32 ones would take more."""
+    spec = DESCRIPTIONS[found.job.optimizer]
+    if not spec.quantized:
+        return ""
+    wide = fit_of(msgspec.structs.replace(found.job, state_dtype="fp32", optimizer=spec.name))
+    more = (found.fit.headroom_bytes - wide.headroom_bytes) / GIB
+    return (
+        f" Numerics changed: {spec.held} in {spec.quantized} codes, rounded by {ROUNDED[spec.quantized]} of their size "
+        f"at every update; in fp32 (optim.state_dtype=fp32) this plan would need {more:.1f} GiB more."
+    )
+
+
 def ties(answer: SearchResult) -> int:
     """How many of the best plans lie within the interval of the first: the prediction alone cannot rank them."""
     if not answer.found:
@@ -135,7 +149,8 @@ def other_optimizers(question: Question, plan: Plan) -> list[NeighbourPrice]:
     for name, spec in OPTIMIZERS.items():
         if name == now:
             continue
-        change, other = f"optim.name {now} → {name}", msgspec.structs.replace(question, optimizer=name)
+        kept = in_state_dtype(name, question.state_dtype)
+        change, other = f"optim.name {now} → {name}", msgspec.structs.replace(question, optimizer=kept)
         if spec.whole and question.state_dtype != "fp32":
             change += f", optim.state_dtype {question.state_dtype} → fp32"
             other = msgspec.structs.replace(other, state_dtype="fp32")

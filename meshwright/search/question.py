@@ -12,7 +12,8 @@ from meshwright.cost.job import Job, MasterWeights, StateDtype
 from meshwright.hardware.cluster import Cluster
 from meshwright.hardware.stacks import Stack
 from meshwright.spec.arch import Arch
-from meshwright.spec.optimizers import DESCRIPTIONS
+from meshwright.spec.blockwise import FORMATS
+from meshwright.spec.optimizers import DESCRIPTIONS, in_state_dtype
 from meshwright.spec.plan import Plan, Precision
 
 Vary = Literal["precision", "optimizer", "batch"]
@@ -114,7 +115,8 @@ def variants(question: Question) -> Iterator[Question]:
 def _optimizers(question: Question) -> Iterator[Question]:
     """The forms of its optimizer: fp32 master weights; bf16 weights alone; states of 16 bits beside those or offloaded.
 
-    Never another optimizer, which would learn by other rates: that is for the user to choose.
+    And states of 8 or 4 bits, where its rule has them, beside either. Never another optimizer, which would learn by
+    other rates: that is for the user to choose.
     """
     yield question
     if question.precision not in ("bf16", "fp8"):
@@ -124,5 +126,9 @@ def _optimizers(question: Question) -> Iterator[Question]:
         dtypes = ("fp32",) if question.updates_whole else ("fp32", "bf16")
         for master_weights, state_dtype in product(("none", "split"), dtypes):
             yield msgspec.structs.replace(question, master_weights=master_weights, state_dtype=state_dtype)
+        for master_weights, state_dtype in product(("none", "split", "fp32"), FORMATS):
+            if (optimizer := in_state_dtype(question.optimizer, state_dtype)) != question.optimizer:
+                form = {"master_weights": master_weights, "state_dtype": state_dtype, "optimizer": optimizer}
+                yield msgspec.structs.replace(question, **form)
     if usual and question.cluster.gpus == 1 and not question.updates_whole:
         yield msgspec.structs.replace(question, state_dtype="bf16")

@@ -15,6 +15,7 @@ from meshwright.config import check
 from meshwright.config.run import Optim, Run
 from meshwright.search.question import Question, variants
 from meshwright.spec.arch import Arch
+from meshwright.spec.blockwise import FORMATS
 from meshwright.spec.optimizers import DESCRIPTIONS
 from meshwright.spec.plan import AXES, FIELDS, Plan, balanced_stages
 from meshwright.spec.problem import InputError, Problem
@@ -227,11 +228,12 @@ def homes(question: Question) -> tuple[tuple[str, str], ...]:
             (fixed["optimizer_offload"], update)
             for update in (updates if fixed["optimizer_offload"] != "none" else updates[:1])
         )
-    resident = question.state_dtype == "fp32" or question.master_weights != "fp32"
+    resident = question.state_dtype != "bf16" or question.master_weights != "fp32"
     found = [("none", updates[0])] if resident else []
     bare = question.precision in NARROW and not keeps_bf16_params(question)
     alone = question.cluster.gpus == 1 and not question.updates_whole
-    if not alone or fixed.get("deterministic") or question.master_weights != "fp32" or bare:
+    on_device = question.master_weights != "fp32" or question.state_dtype in FORMATS
+    if not alone or fixed.get("deterministic") or on_device or bare:
         return tuple(found)
     if question.has_host:
         found += [("host", update) for update in updates]
@@ -351,8 +353,9 @@ def _sharings(question: Question, pp: int, shard: int, cp: int) -> Iterator[tupl
 def may_live_in_host_memory(question: Question) -> bool:
     """Whether the fields that every plan has let weights, gradients and states be there, and there is such memory."""
     fixed = question.fixed
-    offloaded = question.state_dtype != "fp32" and question.master_weights == "fp32"
-    on_device = fixed.get("bf16_params") or fixed.get("deterministic") or offloaded or question.updates_whole
+    apart = question.state_dtype == "bf16" and question.master_weights == "fp32"  # only the states are offloaded
+    updates_on_device = question.updates_whole or question.state_dtype in FORMATS
+    on_device = fixed.get("bf16_params") or fixed.get("deterministic") or apart or updates_on_device
     wanted = question.has_host or fixed.get("cpu_offload")
     return bool(wanted and not on_device and fixed.get("optimizer_offload", "none") == "none")
 

@@ -11,6 +11,9 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from meshwright.spec.blockwise import FORMATS, SCALES, Columns, is_quantized, scales_name
+
+PartOf = tuple[tuple[int, ...], Columns]  # of a part of a parameter: the whole shape, and the part's columns in that
 # How a state tensor is shaped beside its parameter (…, r, c): like it, (…, r) or (…, c). A whole matrix of statistics
 # (Shampoo) becomes a further word here and a further case of `StateTensor.shape_beside` and `lacks`.
 StateShape = Literal["elementwise", "rows", "columns"]
@@ -106,6 +109,7 @@ class OptimizerSpec(msgspec.Struct, frozen=True, kw_only=True):
     rounded_bytes: float  # without one: widened, updated, rounded by optim/master_weights.py
     bf16_state_bytes: float = 0.0  # with bf16 states, by the host in optim/offload.py; most of it stays in its caches
     temporaries: int = 0  # fp32 copies of a rank's part of the largest weight that an unfused update makes at a time
+    quantized: str = ""  # in which format of spec/blockwise.py states are kept, where a parameter's are quantized
 
     def of(self, name: str, dims: int) -> "OptimizerSpec":
         """The description that holds for a parameter."""
@@ -127,29 +131,45 @@ class OptimizerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """The kinds of its state tensors, in the order of its arithmetic."""
-        return tuple(state.name for state in self.all_states)
+        """The kinds of its state tensors, in the order of its arithmetic; of quantized ones each with its scales."""
+        names = (state.name for state in self.all_states)
+        return tuple(kind for name in names for kind in ((name, scales_name(name)) if self.quantized else (name,)))
+
+    def label_of(self, kind: str) -> str:
+        """A kind of state tensor as people read it."""
+        labels = {state.name: state.label for state in self.all_states}
+        return labels[kind] if kind in labels else f"scale of the {labels[kind.removesuffix(SCALES)]}"
 
     @property
     def is_elementwise(self) -> bool:
         """Whether every parameter has every state, each in its own shape: all have the same number of bytes."""
-        return self.takes == "all" and all((state.shape, state.of) == ("elementwise", "all") for state in self.states)
+        alike = all((state.shape, state.of) == ("elementwise", "all") for state in self.states)
+        return self.takes == "all" and alike and not self.quantized
 
     def state_bytes(self, width: int) -> int:
         """Bytes of its states for one parameter, at so many bytes an element; the least, where parameters differ."""
+        if self.quantized:
+            return len(self.states) * FORMATS[self.quantized].bits // 8
         kept = [[state for state in each.states if state.of == "all"] for each in self.members]
         return min(width * sum(state.shape == "elementwise" for state in states) for states in kept)
 
-    def bytes_of(self, name: str, shape: tuple[int, ...], width: int) -> int:
+    def bytes_of(self, name: str, shape: tuple[int, ...], width: int, part: PartOf | None = None) -> int:
         """Bytes of a parameter's states, or of a part of it that has a shape."""
-        return sum(state.bytes_beside(shape, width) for state in self.states_of(name, len(shape)))
+        states = self.states_of(name, len(shape))
+        whole, columns = part or (shape, (0, shape[-1] if shape else 0))
+        if self.quantized and is_quantized(whole):
+            return len(states) * FORMATS[self.quantized].state_bytes(math.prod(shape[:-1]), columns, width)
+        return sum(state.bytes_beside(shape, width) for state in states)
 
     def total_bytes(self, table: Iterable[HasShape], width: int) -> int:
         """Bytes of all parameters' states, unsharded."""
         return sum(self.bytes_of(param.name, param.shape, width) for param in table)
 
-    def moved_bytes(self, width: int) -> int:
+    def moved_bytes(self, width: int) -> float:
         """Bytes of its states that one update of a parameter reads and writes."""
+        if self.quantized:
+            format = FORMATS[self.quantized]
+            return 2 * len(self.states) * (format.bits / 8 + width / format.block)
         return 2 * self.state_bytes(width)
 
 
@@ -270,6 +290,8 @@ class HasOptions(Protocol):
     def beta1(self) -> float: ...
     @property
     def relative_step(self) -> bool: ...
+    @property
+    def state_dtype(self) -> str: ...
 
 
 def _with_first(spec: OptimizerSpec) -> OptimizerSpec:
@@ -286,9 +308,17 @@ def _with_relative_step(spec: OptimizerSpec) -> OptimizerSpec:
 
 
 FACTORED = (ADAFACTOR, _with_first(ADAFACTOR))
+# Rules by elements whose states may be quantized: decoded, updated and encoded again by optim/quantized.py.
+QUANTIZED = {
+    f"{spec.name}+{name}": msgspec.structs.replace(spec, label=f"{spec.label} with {name} states", quantized=name)
+    for spec in OPTIMIZERS.values()
+    if spec.is_elementwise and not spec.whole
+    for name in FORMATS
+}
 # All descriptions: those that `description_of` names, and the planner is told.
 DESCRIPTIONS: Mapping[str, OptimizerSpec] = {
     **OPTIMIZERS,
+    **QUANTIZED,
     "adafactor+first": FACTORED[1],
     "adafactor+relative": _with_relative_step(FACTORED[0]),
     "adafactor+first+relative": _with_relative_step(FACTORED[1]),
@@ -299,10 +329,16 @@ def description_of(optim: HasOptions) -> str:
     """The name of the description that holds for a run's optimizer: options may add a state, or something to reduce."""
     options = {"first": optim.beta1 > 0, "relative": optim.relative_step}
     longer = "+".join((optim.name, *(option for option, is_on in options.items() if is_on)))
-    return longer if longer in DESCRIPTIONS else optim.name
+    return in_state_dtype(longer if longer in DESCRIPTIONS else optim.name, optim.state_dtype)
 
 
-BESIDE = frozenset(("weight", "low"))  # kinds of tensors that are no optimizer's states
+def in_state_dtype(description: str, state_dtype: str) -> str:
+    """The description of the same optimizer with states in another dtype, where that is another one."""
+    quantized = f"{DESCRIPTIONS[description].name}+{state_dtype}"
+    return quantized if quantized in DESCRIPTIONS else description
+
+
+BESIDE = frozenset(("weight", "low", "anchor", "outer_momentum"))  # kinds of tensors that are no optimizer's states
 
 
 def saved_by(kinds: Iterable[str]) -> OptimizerSpec | None:

@@ -285,11 +285,10 @@ def compared(state: State) -> list[Tensor]:
 def whose(state: State) -> list[tuple[str, str]]:
     """What each of those is, and of which weight."""
     names = [name for chunk in state.chunks for name, _ in chunk.named_parameters()]
-    weights = list(zip(names, state.optimizer.weights, strict=True))
-    found, spec = [("weight", name) for name in names], state.optimizer.spec
+    found, held, spec = [("weight", name) for name in names], state.optimizer.held(), state.optimizer.spec
     for kind in spec.state_names:
-        kept = ((name, spec.states_of(name, weight.dim())) for name, weight in weights)
-        found += [(each.label, name) for name, held in kept for each in held if each.name == kind]
+        kept = zip(names, state.optimizer.weights, strict=True)
+        found += [(spec.label_of(kind), name) for name, weight in kept if kind in held[id(weight)]]
     return found
 
 

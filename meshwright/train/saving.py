@@ -24,11 +24,13 @@ from meshwright.checkpoint.write import Saver
 from meshwright.config.run import Run, digests
 from meshwright.config.weights import describe
 from meshwright.optim import host_memory
-from meshwright.optim.interface import learning_rate
+from meshwright.optim.interface import SavedPart, learning_rate
 from meshwright.parallel import precision
 from meshwright.parallel.mesh import DENSE, EXPERT, Mesh, cut_dim, region_of
 from meshwright.runtime import run_folder
 from meshwright.spec.arch import Arch
+from meshwright.spec.blockwise import is_scales
+from meshwright.spec.optimizers import BESIDE
 from meshwright.spec.outer import ANCHOR, calendar, kind_of, of_part
 from meshwright.spec.params import params
 from meshwright.spec.plan import Plan
@@ -46,7 +48,7 @@ def holdings(state: State, run: Run, mesh: Mesh) -> list[TensorShard]:
     owners = {param.name: owner_of(param, run.plan) for param in params(run.arch)}
     state.optimizer.settle()
     held, seen, found = state.optimizer.held(), set[str](), list[TensorShard]()
-    outer, own = state.outer.states(), own_kinds(run.plan, state.optimizer.spec.state_names)
+    outer, own = state.outer.states(), own_kinds(run.plan, {kind for each in held.values() for kind in each})
     for name, weight in (pair for chunk in state.chunks for pair in chunk.named_parameters()):
         # A tied embedding may be on two stages, which hold the same numbers: the first has it to write.
         mine = owners[name] == mesh.place["pp"] and name not in seen
@@ -64,8 +66,16 @@ def holdings(state: State, run: Run, mesh: Mesh) -> list[TensorShard]:
                 writes = mine and chosen(run.arch, copies, kinds)[f"{kind}/{name}"] == copy
                 saved = f"{of_part(kind, mesh.part if apart else 0)}/{name}"
                 shape, part = _without(tuple(weight.shape), lacks), _without(region, lacks)
-                found.append(TensorShard(saved, shape, part, tensors[kind], writes))
+                whole = TensorShard(saved, shape, part, tensors[kind], writes)
+                parts = state.optimizer.saved_parts(weight, kind, tensors[kind])
+                found += [_with_last(whole, each) for each in parts] or [whole]
     return found
+
+
+def _with_last(whole: TensorShard, part: SavedPart) -> TensorShard:
+    """A state's shard as that of its weight is, but for the last dim."""
+    shape, region = (*whole.shape[:-1], part.size), (*whole.region[:-1], part.columns)
+    return TensorShard(whole.name, shape, region, part.tensor, whole.writes and part.writes)
 
 
 Each = TypeVar("Each")
@@ -76,17 +86,18 @@ def _without(dims: tuple[Each, ...], lacks: tuple[int, ...]) -> tuple[Each, ...]
     return tuple(each for dim, each in enumerate(dims) if dim not in lacks)
 
 
-def own_kinds(plan: Plan, states: Iterable[str]) -> frozenset[str]:
+def own_kinds(plan: Plan, kinds: Iterable[str]) -> frozenset[str]:
     """What each of the replicas that sync rarely saves by itself; the others hold the same where they meet."""
     if plan.parts == 1:
         return frozenset()
-    return frozenset(states) | ({"weight"} if plan.outer_fragments > 1 else frozenset())
+    return (frozenset(kinds) - BESIDE) | ({"weight"} if plan.outer_fragments > 1 else frozenset())
 
 
 @cache
 def chosen(arch: Arch, copies: int, kinds: tuple[str, ...]) -> dict[str, int]:
     """Which of its equal holders writes each tensor, of so many."""
-    sizes = {f"{kind}/{param.name}": param.numel for param in params(arch) for kind in kinds}
+    # Scales are few beside everything else.
+    sizes = {f"{kind}/{param.name}": 1 if is_scales(kind) else param.numel for param in params(arch) for kind in kinds}
     return dict(zip(sizes, writers(list(sizes.values()), copies), strict=True))
 
 

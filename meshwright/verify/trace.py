@@ -35,6 +35,7 @@ from meshwright.models.decoder import Decoder
 from meshwright.models.moe import Experts, MoELayer, RunExperts
 from meshwright.optim import clip, master_weights
 from meshwright.optim.clip import LossScale
+from meshwright.optim.quantized import send_scales
 from meshwright.optim.resident import WHOLE_RULES, ResidentOptimizer
 from meshwright.parallel import context, expert, mesh, precision
 from meshwright.parallel.apply import apply
@@ -332,9 +333,10 @@ class _Step:
         self.weights = [weight for chunk in chunks for weight in chunk.parameters()]
         names = [name for chunk in chunks for name, _ in chunk.named_parameters()]
         self.optimizer = ResidentOptimizer(run.optim, self.weights, run.plan, names)
-        if run.optim.master_weights != "fp32":  # by blocks that suit a cache: of large weights too many to follow
-            skipped = {name: lambda indices, terms: None for name in self.optimizer.updates if name not in WHOLE_RULES}
-            self.optimizer.updates |= skipped
+        # By blocks that suit a cache: of large weights too many to follow.
+        if run.optim.master_weights != "fp32" or self.optimizer.quantized:
+            sends = partial(send_scales, self.optimizer)
+            self.optimizer.updates |= {name: sends for name in self.optimizer.updates if name not in WHOLE_RULES}
         self.scale = LossScale(run.plan, mesh.device)
         self.forward_backward = forward_backward
         self.measure = clip.choose(run.plan)

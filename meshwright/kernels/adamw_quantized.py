@@ -1,0 +1,340 @@
+"""Fused AdamW with quantized moments: one launch reads codes and scales, updates in fp32, and writes both again.
+
+Per element with a bf16 gradient and bf16 parameters beside fp32 masters: 2 + 4 + 2 bytes read, 4 + 2 + 2 written with
+int8 codes (half as many of codes with int4), and two scales each way for every block. A program has whole blocks, so it
+knows their new scales. Of blocks that several ranks share, one launch measures this rank's part of the new scales, and
+after the ranks have agreed on them another makes the update. Codes are computed, not searched for: a dynamic map has
+equal intervals inside a decade. Plain references: `Codec` in kernels/blockwise.py, and `arithmetic` of optim/adamw.py.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from meshwright.kernels.adamw import AdamWStep, RoundingDraws, _addresses, _hashed, _name, _pointer, _rounded, _updated
+from meshwright.kernels.adamw import scalars as step_scalars
+from meshwright.kernels.blockwise import MAPS
+from meshwright.kernels.dispatch import Pointer, Values, constexpr, jit, tl
+from meshwright.spec.blockwise import FORMATS
+
+TILE = 2048  # elements of one program
+Form = Literal["fp32", "split", "stochastic"]
+Way = Literal["update", "measure", "given"]  # at once; only the new scales; with new scales that were agreed
+
+ScalePair = Sequence[Tensor]  # of a weight's first moments and of its second
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedMoments:
+    """Both moments of one weight: codes and scales of its rows."""
+
+    first: Tensor
+    first_scales: Tensor
+    second: Tensor
+    second_scales: Tensor
+    lead: int = 0  # columns of the first block that other ranks have
+
+
+class QuantizedGroup:
+    """Weights that are updated together, their quantized moments, and what their form has beside them.
+
+    `beside`: of fp32 master weights the bf16 or fp16 parameters, if any; of split ones the 16 low bits.
+    """
+
+    def __init__(
+        self,
+        state_dtype: str,
+        form: Form,
+        masters: Sequence[Tensor],
+        moments: Sequence[QuantizedMoments],
+        beside: Sequence[Tensor] = (),
+        draws: Sequence[RoundingDraws] = (),
+    ) -> None:
+        self.state_dtype, self.form, self.masters = state_dtype, form, masters
+        self.moments, self.beside = moments, beside
+        self.device, self.block = masters[0].device, FORMATS[state_dtype].block
+        shapes = [self._shape(master, each) for master, each in zip(masters, moments, strict=True)]
+        each = TILE // self.block
+        programs = [-(-total // each) for _, _, _, total in shapes]
+        self.owner = torch.repeat_interleave(torch.arange(len(shapes)), torch.tensor(programs)).int().to(self.device)
+        self.start = torch.cat([torch.arange(count) * each for count in programs]).int().to(self.device)
+        self.shapes = torch.tensor(shapes, dtype=torch.int32).flatten().to(self.device)
+        self.ragged = any(lead or columns % self.block for columns, _, lead, _ in shapes)
+        self.aligned = all(columns % 16 == 0 and lead % 16 == 0 for columns, _, lead, _ in shapes)
+        kinds = [(state.first, state.first_scales, state.second, state.second_scales) for state in moments]
+        held = [*masters, *(tensor for kind in zip(*kinds, strict=True) for tensor in kind), *(beside or masters)]
+        self.aligned &= all(tensor.data_ptr() % 16 == 0 for tensor in (*masters, *beside))
+        self.fixed = _addresses(held).to(self.device)
+        by_field = [list(field) for field in zip(*draws, strict=True)]
+        # Where the kernel reads none any valid pointer serves.
+        self.draws = torch.tensor(by_field, dtype=torch.int64).flatten().to(self.device) if draws else self.fixed
+
+    def _shape(self, master: Tensor, moments: QuantizedMoments) -> tuple[int, int, int, int]:
+        """Columns, blocks of a row, columns of the first block that are elsewhere, blocks in total."""
+        return master.shape[-1], moments.first_scales.shape[-1], moments.lead, moments.first_scales.numel()
+
+    def update(self, gradients: Sequence[Tensor], decay: float, step: AdamWStep) -> None:
+        """Update every weight of the group, whose blocks are all whole."""
+        self._launch("update", gradients, decay, step, [])
+
+    def measured(self, gradients: Sequence[Tensor], decay: float, step: AdamWStep) -> list[ScalePair]:
+        """The new scales of what is here of each weight's blocks."""
+        found: list[ScalePair] = [
+            (torch.zeros_like(each.first_scales), torch.zeros_like(each.second_scales)) for each in self.moments
+        ]
+        self._launch("measure", gradients, decay, step, found)
+        return found
+
+    def update_with(
+        self, gradients: Sequence[Tensor], decay: float, step: AdamWStep, scales: Sequence[ScalePair]
+    ) -> None:
+        """Update every weight with the new scales that the ranks have agreed on."""
+        self._launch("given", gradients, decay, step, scales)
+
+    def _launch(
+        self, way: Way, gradients: Sequence[Tensor], decay: float, step: AdamWStep, scales: Sequence[ScalePair]
+    ) -> None:
+        if not len(self.owner):  # every weight's part is empty here
+            return
+        dense = [gradient.contiguous() for gradient in gradients]
+        addresses = _addresses([*dense, *(each for kind in zip(*scales, strict=True) for each in kind)])
+        if self.owner.is_cuda:  # from pinned memory, so that nothing waits
+            addresses = addresses.pin_memory().to(self.device, non_blocking=True)
+        _adamw_quantized[(len(self.owner),)](
+            self.owner, self.start, self.shapes, self.fixed, addresses, step_scalars(step), step.count, self.draws,
+            _tables(self.state_dtype, self.device),
+            step.lr, step.beta1, step.beta2, step.eps, decay, len(self.masters),
+            grad_dtype=_name(dense[0]), form=self.form,
+            copy_dtype=_name(self.beside[0]) if self.form == "fp32" and self.beside else "",
+            bits=FORMATS[self.state_dtype].bits, way=way, ragged=self.ragged,
+            aligned=self.aligned and all(gradient.data_ptr() % 16 == 0 for gradient in dense),
+            block=self.block, each=TILE // self.block, num_warps=8,
+        )  # fmt: skip
+
+
+@lru_cache(maxsize=16)
+def _tables(state_dtype: str, device: torch.device) -> Tensor:
+    """What a kernel reads of both maps: their values, then where each decade begins and what is nearer to 1."""
+    bits = FORMATS[state_dtype].bits
+    first, second = MAPS[state_dtype]
+    edges = []
+    for values, smallest in ((first, 1), (second, 2)):
+        zero = 2 ** (bits - 1) - 1 if smallest == 1 else 0  # the code of the lowest magnitude
+        begins = [zero + smallest * 2**decade - (smallest - 1) for decade in range(bits - 1)]
+        edges += [(values[at - 1] + values[at]) / 2 for at in (*begins, len(values) - 1)]
+    return torch.tensor([*first, *second, *edges], dtype=torch.float32, device=device)
+
+
+@jit
+def _dynamic_code(x: Values, edges: Pointer, bits: constexpr, smallest: constexpr) -> Values:
+    """The magnitude's code in a dynamic map: 0 the lowest; `smallest`: intervals of the lowest decade."""
+    a = tl.abs(x)
+    count = tl.full(a.shape, smallest, tl.int32)
+    power = tl.full(a.shape, 10.0 ** (bits - 2), tl.float32)
+    for decade in tl.static_range(1, bits - 1):
+        above = a > tl.load(edges + decade)
+        count = tl.where(above, smallest << decade, count)
+        power = tl.where(above, 10.0 ** (bits - 2 - decade), power)
+    number = ((a * power - 0.1) * (count.to(tl.float32) * (1 / 0.9))).to(tl.int32)
+    number = tl.minimum(tl.maximum(number, 0), count - 1)
+    code = count + number - (smallest - 1)
+    return tl.where(a > tl.load(edges), code, 0)
+
+
+@jit
+def _first_code(x: Values, edges: Pointer, bits: constexpr) -> Values:
+    code = _dynamic_code(x, edges, bits, 1)
+    code = tl.where(x > tl.load(edges + bits - 1), 1 << (bits - 1), code)
+    return tl.where(x < 0, -code, code) + ((1 << (bits - 1)) - 1)
+
+
+@jit
+def _second_code(x: Values, edges: Pointer, bits: constexpr) -> Values:
+    if bits == 4:
+        code = tl.minimum(tl.maximum(tl.ceil(x * 16 - 1.5).to(tl.int32), 0), 15)
+    else:
+        code = _dynamic_code(x, edges, bits, 2)
+        code = tl.where(x > tl.load(edges + bits - 1), 255, code)
+    return code
+
+
+@jit
+def _byte_pointer(address: Values) -> Values:
+    return address.to(tl.pointer_type(tl.uint8))
+
+
+@jit
+def _codes(pointer: Pointer, at: Values, column: Values, inside: Values, bits: constexpr) -> Values:
+    """The codes of a tile, whose bytes begin at `at` of each row of it."""
+    if bits == 4:
+        byte = tl.load(pointer + at + column // 2, mask=inside, other=0).to(tl.int32)
+        code = (byte >> ((column & 1) * 4)) & 15
+    else:
+        code = tl.load(pointer + at + column, mask=inside, other=0).to(tl.int32)
+    return code
+
+
+@jit
+def _store_codes(
+    pointer: Pointer, code: Values, at: Values, column: Values, inside: Values,
+    bits: constexpr, block: constexpr, each: constexpr,
+) -> None:  # fmt: skip
+    """Write the codes of a tile."""
+    if bits == 4:  # beyond a row's end there is nothing: a last code alone has zeros beside it
+        low, high = tl.split(tl.reshape(tl.where(inside, code, 0), (each, block // 2, 2)))
+        place, _ = tl.split(tl.reshape(at + column // 2, (each, block // 2, 2)))
+        exists, _ = tl.split(tl.reshape(inside.to(tl.int32), (each, block // 2, 2)))
+        tl.store(pointer + place, (low | (high << 4)).to(tl.uint8), mask=exists > 0)
+    else:
+        tl.store(pointer + at + column, code.to(tl.uint8), mask=inside)
+
+
+@jit
+def _scaled(x: Values, scale: Values) -> Values:
+    """Elements over their block's scale; those of a block of zeros stay zeros."""
+    return x / tl.where(scale > 0, scale, 1.0)[:, None]
+
+
+@jit
+def _tile(
+    shapes: Pointer, owner: Values, number: Values,
+    bits: constexpr, ragged: constexpr, aligned: constexpr, block: constexpr, each: constexpr,
+) -> Values:  # fmt: skip
+    """Of some blocks of a tensor: their columns, where their rows' bytes and their elements are, and which exist."""
+    exists = number < tl.load(shapes + owner * 4 + 3)
+    if ragged:
+        columns = tl.load(shapes + owner * 4)
+        of_row = tl.load(shapes + owner * 4 + 1)
+        row = (number // of_row).to(tl.int64)
+        from_row = row * columns
+        begin = (number % of_row) * block - tl.load(shapes + owner * 4 + 2)
+        if aligned:
+            columns = tl.multiple_of(columns, 16)
+            from_row = tl.multiple_of(from_row, 16)
+            begin = tl.multiple_of(begin, 16)
+        bytes_at = (row * ((columns * bits + 7) // 8))[:, None]
+        column = begin[:, None] + tl.arange(0, block)[None, :]
+        inside = exists[:, None] & (column >= 0) & (column < columns)
+        at = from_row[:, None] + column
+    else:  # blocks follow each other without a gap
+        bytes_at = (number.to(tl.int64) * (block * bits // 8))[:, None]
+        column = tl.broadcast_to(tl.arange(0, block)[None, :], (each, block))
+        inside = tl.broadcast_to(exists[:, None], (each, block))
+        at = (number.to(tl.int64) * block)[:, None] + column
+    return column, bytes_at, at, inside, exists
+
+
+@jit
+def _weight(address: Values, beside: Values, at: Values, inside: Values, form: constexpr, aligned: constexpr) -> Values:
+    """A weight in fp32, in whatever form it is."""
+    if form == "fp32":
+        w = tl.load(_pointer(address, "fp32", aligned) + at, mask=inside, other=0.0)
+    else:
+        word = tl.load(_pointer(address, "int16", aligned) + at, mask=inside, other=0).to(tl.int32) << 16
+        if form == "split":
+            word += tl.load(_pointer(beside, "int16", aligned) + at, mask=inside, other=0).to(tl.int32)
+        w = word.to(tl.float32, bitcast=True)
+    return w
+
+
+@jit
+def _store_weight(
+    w: Values, drawn: Values, address: Values, beside: Values, at: Values, inside: Values,
+    form: constexpr, copy_dtype: constexpr, aligned: constexpr,
+) -> None:  # fmt: skip
+    """Write a weight in its form; `drawn`: 16 bits where it is rounded stochastically."""
+    if form == "fp32":
+        tl.store(_pointer(address, "fp32", aligned) + at, w, mask=inside)
+        if copy_dtype != "":
+            copy = _pointer(beside, copy_dtype, aligned) + at
+            tl.store(copy, w.to(copy.dtype.element_ty), mask=inside)
+    elif form == "stochastic":
+        tl.store(_pointer(address, "int16", aligned) + at, _rounded(w, drawn), mask=inside)
+    else:
+        word = w.to(tl.int32, bitcast=True)
+        high = (word + 0x8000) >> 16
+        tl.store(_pointer(address, "int16", aligned) + at, high.to(tl.int16), mask=inside)
+        tl.store(_pointer(beside, "int16", aligned) + at, (word - (high << 16)).to(tl.int16), mask=inside)
+
+
+@jit
+def _adamw_quantized(
+    owners: Pointer,
+    starts: Pointer,
+    shapes: Pointer,
+    fixed: Pointer,
+    given: Pointer,
+    scalars: Pointer,
+    updates: Pointer,
+    draws: Pointer,
+    tables: Pointer,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    decay: float,
+    count: int,
+    grad_dtype: constexpr,
+    form: constexpr,
+    copy_dtype: constexpr,
+    bits: constexpr,
+    way: constexpr,
+    ragged: constexpr,
+    aligned: constexpr,
+    block: constexpr,
+    each: constexpr,
+) -> None:
+    if tl.load(scalars + 3) == 0:
+        return
+    program = tl.program_id(0)
+    owner = tl.load(owners + program)
+    number = tl.load(starts + program) + tl.arange(0, each)
+    column, bytes_at, at, inside, exists = _tile(shapes, owner, number, bits, ragged, aligned, block, each)
+
+    first_bytes = _byte_pointer(tl.load(fixed + count + owner))
+    first_scales = _pointer(tl.load(fixed + 2 * count + owner), "fp32", False) + number
+    second_bytes = _byte_pointer(tl.load(fixed + 3 * count + owner))
+    second_scales = _pointer(tl.load(fixed + 4 * count + owner), "fp32", False) + number
+    beside = tl.load(fixed + 5 * count + owner)
+    second_values = tables + (1 << bits)
+    first_edges = second_values + (1 << bits)
+    second_edges = first_edges + bits
+
+    gradient = _pointer(tl.load(given + owner), grad_dtype, aligned) + at
+    g = tl.load(gradient, mask=inside, other=0.0).to(tl.float32)
+    m = tl.load(tables + _codes(first_bytes, bytes_at, column, inside, bits))
+    v = tl.load(second_values + _codes(second_bytes, bytes_at, column, inside, bits))
+    m = m * tl.load(first_scales, mask=exists, other=0.0)[:, None]
+    v = v * tl.load(second_scales, mask=exists, other=0.0)[:, None]
+    master = tl.load(fixed + owner)
+    w = _weight(master, beside, at, inside, form, aligned)
+    w, m, v = _updated(w, m, v, g, scalars, lr, beta1, beta2, eps, decay)
+
+    agreed_first, agreed_second = first_scales, second_scales
+    if way != "update":
+        agreed_first = _pointer(tl.load(given + count + owner), "fp32", False) + number
+        agreed_second = _pointer(tl.load(given + 2 * count + owner), "fp32", False) + number
+    if way == "given":
+        first_scale = tl.load(agreed_first, mask=exists, other=0.0)
+        second_scale = tl.load(agreed_second, mask=exists, other=0.0)
+    else:
+        first_scale = tl.max(tl.where(inside, tl.abs(m), 0.0), axis=1)
+        second_scale = tl.max(tl.where(inside, v, 0.0), axis=1)
+    if way == "measure":
+        tl.store(agreed_first, first_scale, mask=exists)
+        tl.store(agreed_second, second_scale, mask=exists)
+    else:
+        code = _first_code(_scaled(m, first_scale), first_edges, bits)
+        _store_codes(first_bytes, code, bytes_at, column, inside, bits, block, each)
+        code = _second_code(_scaled(v, second_scale), second_edges, bits)
+        _store_codes(second_bytes, code, bytes_at, column, inside, bits, block, each)
+        tl.store(first_scales, first_scale, mask=exists)
+        tl.store(second_scales, second_scale, mask=exists)
+        drawn = at
+        if form == "stochastic":
+            drawn = _hashed(draws, updates, owner, at, count) >> 48
+        _store_weight(w, drawn, master, beside, at, inside, form, copy_dtype, aligned)

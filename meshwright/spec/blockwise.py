@@ -1,0 +1,68 @@
+"""Blockwise quantized optimizer states as both towers know them: which weights have them, in which blocks and bytes.
+
+Blocks run along the last dim of the whole weight, and each has one scale. They are counted from the first column, so
+that codes and scales are the same under every plan: a cut between rows cuts no block, and of a block that a plan cuts
+between columns all its ranks hold the scale, agreed by a maximum over them.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+# Smaller ones keep fp32 states, as in Dettmers et al. (2022) and Li et al. (2023); so do vectors, and short rows, of
+# convolutions for instance, whose scales would weigh more than their codes.
+LEAST_ELEMENTS, LEAST_ROW = 4096, 32
+
+SCALES = "_scales"  # how their names in checkpoints end
+
+QuantizedDtype = Literal["int8", "int4"]
+Columns = tuple[int, int]  # the first and one past the last of a rank's columns, in the whole weight
+
+
+class BlockFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """The width of a code, and how many elements of a row share a scale."""
+
+    bits: int
+    block: int
+
+    def blocks(self, columns: Columns) -> range:
+        """The blocks of a row that have something of these columns."""
+        begin, end = columns
+        return range(begin // self.block, -(-end // self.block) if end > begin else begin // self.block)
+
+    def code_bytes(self, columns: Columns) -> range:
+        """Where the codes of these columns are in a row's bytes; no cut divides a byte, see `cuts_byte`."""
+        begin, end = (-(-edge * self.bits // 8) for edge in columns)
+        return range(begin, end)
+
+    def cuts_byte(self, edge: int) -> bool:
+        """Whether a cut before this column would part two codes of one byte."""
+        return edge * self.bits % 8 != 0
+
+    def cuts_block(self, size: int, parts: int) -> bool:
+        """Whether so many equal parts of a row of some size cut a block."""
+        return parts > 1 and math.ceil(size / parts) < size and math.ceil(size / parts) % self.block != 0
+
+    def state_bytes(self, rows: int, columns: Columns, scale_bytes: int) -> int:
+        """Bytes of one quantized state of a part of a weight: its codes and its scales."""
+        return rows * (len(self.code_bytes(columns)) + len(self.blocks(columns)) * scale_bytes)
+
+
+FORMATS: Mapping[str, BlockFormat] = {"int8": BlockFormat(bits=8, block=256), "int4": BlockFormat(bits=4, block=128)}
+
+
+def is_quantized(shape: tuple[int, ...]) -> bool:
+    """Whether a weight of this whole shape has quantized states, where optim.state_dtype asks for them."""
+    return len(shape) >= 2 and shape[-1] >= LEAST_ROW and math.prod(shape) >= LEAST_ELEMENTS
+
+
+def scales_name(state: str) -> str:
+    """The name of a state's scales in checkpoints."""
+    return state + SCALES
+
+
+def is_scales(kind: str) -> bool:
+    """Whether a kind of tensor in checkpoints is a state's scales."""
+    return kind.endswith(SCALES)

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from meshwright.kernels.adamw import AdamWStep, RoundingDraws, _addresses, _hashed, _name, _pointer, _rounded, _updated
+from meshwright.kernels.adamw import AdamWStep, RoundingDraws, _addresses, _hashed, _name, _pointer, _rounded
 from meshwright.kernels.adamw import scalars as step_scalars
 from meshwright.kernels.blockwise import MAPS
 from meshwright.kernels.dispatch import Pointer, Values, constexpr, jit, tl
@@ -67,7 +67,8 @@ class QuantizedGroup:
         self.aligned = all(columns % 16 == 0 and lead % 16 == 0 for columns, _, lead, _ in shapes)
         kinds = [(state.first, state.first_scales, state.second, state.second_scales) for state in moments]
         held = [*masters, *(tensor for kind in zip(*kinds, strict=True) for tensor in kind), *(beside or masters)]
-        self.aligned &= all(tensor.data_ptr() % 16 == 0 for tensor in (*masters, *beside))
+        codes = (tensor for state in moments for tensor in (state.first, state.second))
+        self.aligned &= all(tensor.data_ptr() % 16 == 0 for tensor in (*masters, *beside, *codes))
         self.fixed = _addresses(held).to(self.device)
         by_field = [list(field) for field in zip(*draws, strict=True)]
         # Where the kernel reads none any valid pointer serves.
@@ -163,8 +164,11 @@ def _second_code(x: Values, edges: Pointer, bits: constexpr) -> Values:
 
 
 @jit
-def _byte_pointer(address: Values) -> Values:
-    return address.to(tl.pointer_type(tl.uint8))
+def _byte_pointer(address: Values, aligned: constexpr) -> Values:
+    pointer = address.to(tl.pointer_type(tl.uint8))
+    if aligned:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
 
 
 @jit
@@ -195,8 +199,25 @@ def _store_codes(
 
 @jit
 def _scaled(x: Values, scale: Values) -> Values:
-    """Elements over their block's scale; those of a block of zeros stay zeros."""
-    return x / tl.where(scale > 0, scale, 1.0)[:, None]
+    """Elements over their block's scale; those of a block of zeros stay zeros.
+
+    One division a block. A moment of 10⁻³⁷ is nothing beside ε, so that its reciprocal need not be more than a float.
+    """
+    return x * (1.0 / tl.maximum(scale, 1e-37))[:, None]
+
+
+@jit
+def _moved(
+    w: Values, m: Values, v: Values, g: Values, scalars: Pointer,
+    lr: float, beta1: float, beta2: float, eps: float, decay: float,
+) -> Values:  # fmt: skip
+    """A weight and its moments after the update, by one division: here arithmetic takes as long as memory."""
+    g = g * tl.load(scalars)
+    m = m * beta1 + g * (1 - beta1)
+    v = v * beta2 + g * g * (1 - beta2)
+    first, second = 1.0 / tl.load(scalars + 1), 1.0 / tl.load(scalars + 2)
+    ratio = (m * first) / (tl.sqrt(v * second) + eps)
+    return w * (1 - lr * decay) - lr * ratio, m, v
 
 
 @jit
@@ -216,7 +237,10 @@ def _tile(
             columns = tl.multiple_of(columns, 16)
             from_row = tl.multiple_of(from_row, 16)
             begin = tl.multiple_of(begin, 16)
-        bytes_at = (row * ((columns * bits + 7) // 8))[:, None]
+        bytes_at = row * ((columns * bits + 7) // 8)
+        if aligned:
+            bytes_at = tl.multiple_of(bytes_at, 2 * bits)
+        bytes_at = bytes_at[:, None]
         column = begin[:, None] + tl.arange(0, block)[None, :]
         inside = exists[:, None] & (column >= 0) & (column < columns)
         at = from_row[:, None] + column
@@ -295,9 +319,9 @@ def _adamw_quantized(
     number = tl.load(starts + program) + tl.arange(0, each)
     column, bytes_at, at, inside, exists = _tile(shapes, owner, number, bits, ragged, aligned, block, each)
 
-    first_bytes = _byte_pointer(tl.load(fixed + count + owner))
+    first_bytes = _byte_pointer(tl.load(fixed + count + owner), aligned)
     first_scales = _pointer(tl.load(fixed + 2 * count + owner), "fp32", False) + number
-    second_bytes = _byte_pointer(tl.load(fixed + 3 * count + owner))
+    second_bytes = _byte_pointer(tl.load(fixed + 3 * count + owner), aligned)
     second_scales = _pointer(tl.load(fixed + 4 * count + owner), "fp32", False) + number
     beside = tl.load(fixed + 5 * count + owner)
     second_values = tables + (1 << bits)
@@ -312,7 +336,7 @@ def _adamw_quantized(
     v = v * tl.load(second_scales, mask=exists, other=0.0)[:, None]
     master = tl.load(fixed + owner)
     w = _weight(master, beside, at, inside, form, aligned)
-    w, m, v = _updated(w, m, v, g, scalars, lr, beta1, beta2, eps, decay)
+    w, m, v = _moved(w, m, v, g, scalars, lr, beta1, beta2, eps, decay)
 
     agreed_first, agreed_second = first_scales, second_scales
     if way != "update":

@@ -5,8 +5,8 @@ All-gather and reduce-scatter are each other's gradient, an all-to-all is its ow
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -35,10 +35,18 @@ class Mesh:
     world: int
     data_rank: int  # which part of every batch this rank reads
     place: dict[str, int]  # this rank's coordinate on each axis of the plan
+    groups: Groups = field(default_factory=dict)  # those that were made
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """The ranks that differ from this one on one axis only."""
         return (self.expert if axis == "ep" else self.fine).get_group(axis)
+
+    def over_shard_and_tp(self, weights: Literal["dense", "expert"]) -> dist.ProcessGroup:
+        """The ranks that together hold one copy of a weight; made when all ranks first ask for it."""
+        ranks = (self.dense if weights == "dense" else self.expert).mesh
+        if weights == "expert":
+            ranks = ranks.movedim(-2, 0)  # those of ep hold other experts
+        return _group("shard_tp", ranks.flatten(-2).flatten(0, -2).tolist(), self.groups)
 
 
 KEPT: dict[tuple[int, ...], Mesh] = {}  # by the shape of a plan; of this process, whose ranks meet once
@@ -63,6 +71,7 @@ def make(plan: Plan, device: torch.device) -> Mesh:
         world=world,
         data_rank=place["replicate"] * plan.shard + place["shard"],
         place=place,
+        groups=groups,
     )
 
 

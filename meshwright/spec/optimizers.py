@@ -90,3 +90,8 @@ def saved_by(kinds: Iterable[str]) -> OptimizerSpec | None:
     """The optimizer whose states are among the kinds of tensors that a checkpoint has."""
     held = set(kinds)
     return next((each for each in OPTIMIZERS.values() if held.issuperset(each.state_names)), None)
+
+
+def is_hidden(name: str, dims: int) -> bool:
+    """Whether a parameter is a matrix inside a block: no embedding, output projection, vector or router."""
+    return dims >= 2 and name.startswith("blocks.") and not name.endswith((".router.weight", ".noise.weight"))

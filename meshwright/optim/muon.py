@@ -1,0 +1,261 @@
+"""Muon (Jordan 2024): momentum whose matrices are orthogonalized, with Moonlight's scale and weight decay (Liu 2025).
+
+    b ← μb + g,  u ← g + μb,  w ← (1 − ηλ)w − η · 0.2 √max(r, c) · NS(u)
+
+NS is five steps of a quintic Newton–Schulz iteration: it brings all singular values of u near one and leaves its
+singular vectors as they are, so it needs whole matrices. Which rank makes which of them is in `spec/matrices.py`; here
+they are gathered, made and given back, the next batch travelling while one is made. In a stack each matrix is one.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from meshwright.models.layers import accum_dtype
+from meshwright.parallel.mesh import Mesh, all_gather, local
+from meshwright.spec.matrices import STEPS, Matrix, MatrixBatch, MatrixCut, share_out
+
+# Jordan's: singular values are driven towards one as fast as five steps can, to within some 0.7 to 1.2 of it.
+A, B, C = 3.4445, -4.7750, 2.0315
+LEAST_NORM = 1e-7  # that a matrix is divided by: one of zeros stays so
+RMS = 0.2  # of an update's elements, as AdamW's are, so that one learning rate serves both (Moonlight)
+
+
+def orthogonalize(x: Tensor) -> Tensor:
+    """Newton–Schulz of every matrix of x (n, r, c), which is overwritten; in the dtype of x, its norms in fp32."""
+    tall = x.shape[-2] > x.shape[-1]
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=accum_dtype(x))
+    x = x.mul_(norm.clamp(min=LEAST_NORM).reciprocal().to(x.dtype))
+    x = x.mT if tall else x  # the products of a matrix with its transpose are small then
+    for _ in range(STEPS):
+        gram = torch.bmm(x, x.mT)
+        # A·x is added to the product: on the polynomial's diagonal bf16 would round it twice as coarsely.
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=B, alpha=C), x, beta=A)
+    return x.mT if tall else x
+
+
+def one_by_one(x: Tensor) -> Tensor:
+    """The same, each matrix by itself: its bits then do not depend on those beside it, which differ by plan."""
+    return torch.cat([orthogonalize(matrix[None]) for matrix in x.unbind()]) if len(x) else x
+
+
+def scale(cut: MatrixCut) -> float:
+    """What an orthogonalized matrix is multiplied with, so that its elements have the RMS of AdamW's."""
+    return RMS * math.sqrt(max(cut.rows, cut.columns))
+
+
+@dataclass(frozen=True, slots=True)
+class Holders:
+    """The ranks that hold some weights, as one of them sees it."""
+
+    members: dist.ProcessGroup | None  # with whom it holds one copy; None: it has matrices whole
+    replicas: dist.ProcessGroup | None  # that hold the same pieces; None: nobody else does
+    member: int = 0
+    replica: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HeldMatrices:
+    """A weight as matrices: how ranks cut each of them, and how many there are among those ranks."""
+
+    cut: MatrixCut
+    count: int
+    expert: bool  # the ranks of ep hold other ones
+
+    def view(self, part: Tensor, member: int) -> Tensor:
+        """A rank's part of the weight as pieces of matrices."""
+        return part.reshape(self.count, *self.cut.piece(member))
+
+
+def held_matrices(weight: Tensor) -> HeldMatrices:
+    """How a weight of two or more dims is held: what cuts between matrices leaves them whole, on fewer ranks."""
+    *stack, rows, columns = weight.shape
+    if not isinstance(weight, DTensor):
+        return HeldMatrices(MatrixCut(rows=rows, columns=columns), math.prod(stack), False)
+    names, first = weight.device_mesh.mesh_dim_names or (), len(stack)
+    inside: dict[str, tuple[int, int]] = {}  # ranks and dim of what cuts matrices
+    for name, ranks, placement in zip(names, weight.device_mesh.shape, weight.placements, strict=True):
+        dim = getattr(placement, "dim", -1)  # -1: every rank of the axis has the same
+        if dim >= first and ranks > 1:
+            inside[name] = ranks, dim - first
+    assert inside.keys() <= {"tp", "shard"}, "other axes do not cut matrices"
+    (tp, tp_dim), (shard, shard_dim) = inside.get("tp", (1, 0)), inside.get("shard", (1, 0))
+    cut = MatrixCut(rows=rows, columns=columns, tp=tp, tp_dim=tp_dim, shard=shard, shard_dim=shard_dim)
+    return HeldMatrices(cut, math.prod(local(weight.detach()).shape[:first]), "ep" in names)
+
+
+def holders_of(held: HeldMatrices, mesh: Mesh) -> Holders:
+    """Whom this rank shares such matrices with."""
+    if mesh.world == 1:
+        return Holders(None, None)
+    kind, cut = ("expert" if held.expert else "dense"), held.cut
+    grid = mesh.expert if held.expert else mesh.dense
+    replicas = grid.get_group("replicate")
+    copied = replicas if grid.size(1) > 1 else None
+    replica = grid.get_local_rank("replicate")
+    if cut.ranks == 1:
+        return Holders(None, copied, 0, replica)
+    if cut.tp > 1 and cut.shard > 1:
+        group = mesh.over_shard_and_tp(kind)
+    else:
+        group = grid.get_group("tp" if cut.tp > 1 else "shard")
+    return Holders(group, copied, dist.get_rank(group), replica)
+
+
+Fill = Callable[[Matrix, Tensor], object]  # write this rank's piece of a matrix
+Apply = Callable[[Matrix, Tensor], object]  # take this rank's piece of an orthogonalized one
+
+
+class Orthogonalizer:
+    """The whole matrices of some weights, gathered from the ranks that hold them, orthogonalized and given back."""
+
+    def __init__(
+        self, held: Sequence[HeldMatrices], holders: Holders, dtype: torch.dtype, device: torch.device, alone: bool
+    ) -> None:
+        self.holders, self.dtype, self.device = holders, dtype, device
+        replicas = holders.replicas.size() if holders.replicas else 1
+        self.batches = share_out([(each.cut, each.count) for each in held], replicas)
+        self.compute = one_by_one if alone else orthogonalize
+
+    def run(self, fill: Fill, apply: Apply) -> None:
+        """Orthogonalize all matrices: the next batch travels here, and the last one back, while one is made."""
+        coming = returning = None
+        for batch in (*self.batches, None):
+            following = None if batch is None else (batch, self._gather(batch, fill))
+            if coming is not None:
+                made = self._make(*coming)
+                if returning is not None:
+                    self._arrive(*returning, apply)
+                returning = coming[0], made
+            coming = following
+        if returning is not None:
+            self._arrive(*returning, apply)
+
+    def _gather(self, batch: MatrixBatch, fill: Fill) -> "InFlight":
+        """Send the pieces of what this replica makes to their owners."""
+        mine, piece = batch.of_replica(self.holders.replica), batch.cut.piece(self.holders.member)
+        leaving = torch.empty(batch.size(self.holders.replica), *piece, dtype=self.dtype, device=self.device)
+        for matrix, room in zip((matrix for owned in mine for matrix in owned), leaving, strict=True):
+            fill(matrix, room)
+        if self.holders.members is None:
+            return InFlight(leaving)
+        each = math.prod(piece)
+        owned = len(mine[self.holders.member])
+        arriving = leaving.new_empty(owned * batch.cut.elements)
+        sent = [len(matrices) * each for matrices in mine]
+        received = [owned * math.prod(batch.cut.piece(member)) for member in range(batch.cut.ranks)]
+        return InFlight.started(arriving, leaving.view(-1), received, sent, self.holders.members)
+
+    def _make(self, batch: MatrixBatch, flight: "InFlight") -> "InFlight":
+        """Orthogonalize what this rank owns, and send the pieces of it to their holders."""
+        x = flight.landed()
+        if self.holders.members is None:
+            return InFlight(self.compute(x))
+        cut, mine = batch.cut, batch.of_replica(self.holders.replica)
+        owned = len(mine[self.holders.member])
+        made = self.compute(joined(x, cut, owned))
+        each = math.prod(cut.piece(self.holders.member))
+        arriving = made.new_empty(batch.size(self.holders.replica) * each)
+        received = [len(matrices) * each for matrices in mine]
+        sent = [owned * math.prod(cut.piece(member)) for member in range(cut.ranks)]
+        return InFlight.started(arriving, parted(made, cut), received, sent, self.holders.members)
+
+    def _arrive(self, batch: MatrixBatch, flight: "InFlight", apply: Apply) -> None:
+        """Hand on this rank's pieces of a batch, those that other replicas made too."""
+        piece = batch.cut.piece(self.holders.member)
+        mine = flight.landed().reshape(batch.size(self.holders.replica), *piece)
+        if self.holders.replicas is None:
+            _hand_on(batch, 0, 0, mine, apply)
+            return
+        for part in batch.copies(self.holders.member):
+            filled = mine.new_zeros(part.stop - part.start, *piece)
+            filled[: len(mine[part])] = mine[part]
+            every = filled.new_empty(batch.replicas, *filled.shape)
+            all_gather(every.view(-1), filled.view(-1), group=self.holders.replicas)
+            for replica in range(batch.replicas):
+                _hand_on(batch, replica, part.start, every[replica], apply)
+
+
+def _hand_on(batch: MatrixBatch, replica: int, start: int, pieces: Tensor, apply: Apply) -> None:
+    matrices = [matrix for owned in batch.of_replica(replica) for matrix in owned]
+    for matrix, piece in zip(matrices[start:], pieces, strict=False):  # what fills up stands for none
+        apply(matrix, piece)
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A tensor that may still be on its way, and what it is made of, which must live as long."""
+
+    result: Tensor
+    source: Tensor | None = None
+    work: dist.Work | None = None
+
+    @classmethod
+    def started(
+        cls, result: Tensor, source: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
+    ) -> "InFlight":
+        """An all-to-all that has begun."""
+        return cls(result, source, dist.all_to_all_single(result, source, received, sent, group=group, async_op=True))
+
+    def landed(self) -> Tensor:
+        """The tensor, when it is there; a GPU's stream waits, not the host."""
+        if self.work is not None:
+            self.work.wait()
+        return self.result
+
+
+def joined(arrived: Tensor, cut: MatrixCut, count: int) -> Tensor:
+    """Whole matrices (count, rows, columns) of the members' pieces, one member's after the other's."""
+    if even(cut):
+        return (
+            arrived.view(cut.shard, cut.tp, count, *cut.piece(0))
+            .permute(_order(cut))
+            .reshape(count, cut.rows, cut.columns)
+        )
+    whole = arrived.new_empty(count, cut.rows, cut.columns)
+    for (rows, columns), part in _parts(arrived, cut, count):
+        whole[:, rows, columns] = part
+    return whole
+
+
+def parted(whole: Tensor, cut: MatrixCut) -> Tensor:
+    """The members' pieces of whole matrices, flat, one member's after the other's."""
+    count = len(whole)
+    if even(cut):
+        rows, columns = cut.piece(0)
+        order = _order(cut)
+        shape = [(cut.shard, cut.tp, count, rows, columns)[place] for place in order]
+        back = [order.index(place) for place in range(len(order))]
+        return whole.reshape(shape).permute(back).reshape(-1)
+    flat = whole.new_empty(whole.numel())
+    for (rows, columns), part in _parts(flat, cut, count):
+        part.copy_(whole[:, rows, columns])
+    return flat
+
+
+def even(cut: MatrixCut) -> bool:
+    """Whether all members' pieces are of one shape."""
+    return all(cut.piece(member) == cut.piece(0) for member in range(cut.ranks))
+
+
+def _order(cut: MatrixCut) -> list[int]:
+    """Places of (shard, tp, matrix, row, column) in a matrix: of two axes that cut one dim tp is the outer one."""
+    by_dim: list[list[int]] = [[], []]
+    by_dim[cut.tp_dim].append(1)
+    by_dim[cut.shard_dim].append(0)
+    return [2, *by_dim[0], 3, *by_dim[1], 4]
+
+
+def _parts(flat: Tensor, cut: MatrixCut, count: int) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
+    """Every member's region of a matrix, and its pieces in a flat tensor of all members'."""
+    start = 0
+    for member in range(cut.ranks):
+        rows, columns = cut.piece(member)
+        end = start + count * rows * columns
+        yield cut.region(member), flat[start:end].view(count, rows, columns)
+        start = end

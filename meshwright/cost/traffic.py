@@ -35,7 +35,10 @@ Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send
 
 # Between which ranks. `shard` and `replicate` are as the weights see them, with cp folded in; the two of the experts
 # are what ep leaves of those. `tied` are the two pipeline ranks that hold a tied embedding.
-Axis = Literal["replicate", "shard", "expert_replicate", "expert_shard", "tp", "cp", "ep", "pp", "tied", "world"]
+Axis = Literal[
+    "replicate", "shard", "expert_replicate", "expert_shard", "tp", "cp", "ep", "pp", "tied", "world",
+    "shard_tp", "expert_shard_tp",  # those of shard and tp together, that hold one copy of a weight
+]  # fmt: skip
 
 IN_SIGHT = 3  # stages that torch's pipeline runtime holds gathered on a rank under zero 3: those it computes next
 DRAW_BYTES = 4  # of a router's random number

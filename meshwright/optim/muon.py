@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.models.layers import accum_dtype
 from meshwright.parallel.mesh import Mesh, all_gather, local
-from meshwright.spec.matrices import STEPS, Matrix, MatrixBatch, MatrixCut, share_out
+from meshwright.spec.matrices import STEPS, MatrixBatch, MatrixCut, share_out
 
 # Jordan's: singular values are driven towards one as fast as five steps can, to within some 0.7 to 1.2 of it.
 A, B, C = 3.4445, -4.7750, 2.0315
@@ -28,20 +28,27 @@ RMS = 0.2  # of an update's elements, as AdamW's are, so that one learning rate 
 
 def orthogonalize(x: Tensor) -> Tensor:
     """Newton–Schulz of every matrix of x (n, r, c), which is overwritten; in the dtype of x, its norms in fp32."""
-    tall = x.shape[-2] > x.shape[-1]
-    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=accum_dtype(x))
-    x = x.mul_(norm.clamp(min=LEAST_NORM).reciprocal().to(x.dtype))
-    x = x.mT if tall else x  # the products of a matrix with its transpose are small then
+    x = x.mul_(_inverse_norm(x))
+    tall = x.shape[-2] > x.shape[-1]  # then its columns are multiplied with each other, which are fewer than its rows
     for _ in range(STEPS):
-        gram = torch.bmm(x, x.mT)
-        # A·x is added to the product: on the polynomial's diagonal bf16 would round it twice as coarsely.
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=B, alpha=C), x, beta=A)
-    return x.mT if tall else x
+        gram = torch.bmm(x.mT, x) if tall else torch.bmm(x, x.mT)
+        # A·x is added to the product below: on the polynomial's diagonal bf16 would round it twice as coarsely.
+        polynomial = torch.baddbmm(gram, gram, gram, beta=B, alpha=C)
+        x = torch.baddbmm(x, *((x, polynomial) if tall else (polynomial, x)), beta=A)
+    return x
 
 
 def one_by_one(x: Tensor) -> Tensor:
     """The same, each matrix by itself: its bits then do not depend on those beside it, which differ by plan."""
-    return torch.cat([orthogonalize(matrix[None]) for matrix in x.unbind()]) if len(x) else x
+    for number in range(len(x)):
+        matrix = x[number : number + 1]
+        matrix.copy_(orthogonalize(matrix))
+    return x
+
+
+def _inverse_norm(x: Tensor) -> Tensor:
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=accum_dtype(x))
+    return norm.clamp(min=LEAST_NORM).reciprocal().to(x.dtype)
 
 
 def scale(cut: MatrixCut) -> float:
@@ -77,16 +84,17 @@ def held_matrices(weight: Tensor) -> HeldMatrices:
     *stack, rows, columns = weight.shape
     if not isinstance(weight, DTensor):
         return HeldMatrices(MatrixCut(rows=rows, columns=columns), math.prod(stack), False)
-    names, first = weight.device_mesh.mesh_dim_names or (), len(stack)
+    sizes = dict(zip(weight.device_mesh.mesh_dim_names or (), weight.device_mesh.shape, strict=True))
     inside: dict[str, tuple[int, int]] = {}  # ranks and dim of what cuts matrices
-    for name, ranks, placement in zip(names, weight.device_mesh.shape, weight.placements, strict=True):
+    first = len(stack)
+    for (name, ranks), placement in zip(sizes.items(), weight.placements, strict=True):
         dim = getattr(placement, "dim", -1)  # -1: every rank of the axis has the same
         if dim >= first and ranks > 1:
             inside[name] = ranks, dim - first
     assert inside.keys() <= {"tp", "shard"}, "other axes do not cut matrices"
     (tp, tp_dim), (shard, shard_dim) = inside.get("tp", (1, 0)), inside.get("shard", (1, 0))
     cut = MatrixCut(rows=rows, columns=columns, tp=tp, tp_dim=tp_dim, shard=shard, shard_dim=shard_dim)
-    return HeldMatrices(cut, math.prod(local(weight.detach()).shape[:first]), "ep" in names)
+    return HeldMatrices(cut, math.prod(local(weight.detach()).shape[:first]), sizes.get("ep", 1) > 1)
 
 
 def holders_of(held: HeldMatrices, mesh: Mesh) -> Holders:
@@ -107,7 +115,9 @@ def holders_of(held: HeldMatrices, mesh: Mesh) -> Holders:
     return Holders(group, copied, dist.get_rank(group), replica)
 
 
-Fill = Callable[[Matrix, Tensor], object]  # write this rank's piece of a matrix
+Matrix = tuple[int, int]  # a weight by its index, and which of its matrices
+# Take part with this rank's piece of a matrix, to be written, or only noticed where another replica makes it.
+Fill = Callable[[Matrix, Tensor | None], object]
 Apply = Callable[[Matrix, Tensor], object]  # take this rank's piece of an orthogonalized one
 
 
@@ -117,9 +127,13 @@ class Orthogonalizer:
     def __init__(
         self, held: Sequence[HeldMatrices], holders: Holders, dtype: torch.dtype, device: torch.device, alone: bool
     ) -> None:
+        """`alone`: each matrix by itself."""
         self.holders, self.dtype, self.device = holders, dtype, device
+        self.matrices: dict[MatrixCut, list[Matrix]] = {}
+        for weight, each in enumerate(held):
+            self.matrices.setdefault(each.cut, []).extend((weight, number) for number in range(each.count))
         replicas = holders.replicas.size() if holders.replicas else 1
-        self.batches = share_out([(each.cut, each.count) for each in held], replicas)
+        self.batches = share_out({cut: len(found) for cut, found in self.matrices.items()}, replicas)
         self.compute = one_by_one if alone else orthogonalize
 
     def run(self, fill: Fill, apply: Apply) -> None:
@@ -138,60 +152,64 @@ class Orthogonalizer:
 
     def _gather(self, batch: MatrixBatch, fill: Fill) -> "InFlight":
         """Send the pieces of what this replica makes to their owners."""
-        mine, piece = batch.of_replica(self.holders.replica), batch.cut.piece(self.holders.member)
-        leaving = torch.empty(batch.size(self.holders.replica), *piece, dtype=self.dtype, device=self.device)
-        for matrix, room in zip((matrix for owned in mine for matrix in owned), leaving, strict=True):
-            fill(matrix, room)
+        cut, mine = batch.cut, batch.of_replica(self.holders.replica)
+        piece, owned = cut.piece(self.holders.member), mine[self.holders.member]
+        leaving = torch.empty(sum(mine), *piece, dtype=self.dtype, device=self.device)
+        for replica in range(batch.replicas):
+            made_here = replica == self.holders.replica
+            for place, matrix in enumerate(self._made_by(batch, replica)):
+                fill(matrix, leaving[place] if made_here else None)
         if self.holders.members is None:
             return InFlight(leaving)
-        each = math.prod(piece)
-        owned = len(mine[self.holders.member])
-        arriving = leaving.new_empty(owned * batch.cut.elements)
-        sent = [len(matrices) * each for matrices in mine]
-        received = [owned * math.prod(batch.cut.piece(member)) for member in range(batch.cut.ranks)]
+        arriving = leaving.new_empty(owned * cut.elements)
+        sent = [count * math.prod(piece) for count in mine]
+        received = [owned * math.prod(cut.piece(member)) for member in range(cut.ranks)]
         return InFlight.started(arriving, leaving.view(-1), received, sent, self.holders.members)
 
     def _make(self, batch: MatrixBatch, flight: "InFlight") -> "InFlight":
         """Orthogonalize what this rank owns, and send the pieces of it to their holders."""
-        x = flight.landed()
         if self.holders.members is None:
-            return InFlight(self.compute(x))
+            return InFlight(self.compute(flight.landed()))
         cut, mine = batch.cut, batch.of_replica(self.holders.replica)
-        owned = len(mine[self.holders.member])
-        made = self.compute(joined(x, cut, owned))
-        each = math.prod(cut.piece(self.holders.member))
-        arriving = made.new_empty(batch.size(self.holders.replica) * each)
-        received = [len(matrices) * each for matrices in mine]
+        owned, each = mine[self.holders.member], math.prod(cut.piece(self.holders.member))
+        leaving = parted(self.compute(joined(flight.landed(), cut, owned)), cut)
+        arriving = leaving.new_empty(sum(mine) * each)
+        received = [count * each for count in mine]
         sent = [owned * math.prod(cut.piece(member)) for member in range(cut.ranks)]
-        return InFlight.started(arriving, parted(made, cut), received, sent, self.holders.members)
+        return InFlight.started(arriving, leaving, received, sent, self.holders.members)
 
     def _arrive(self, batch: MatrixBatch, flight: "InFlight", apply: Apply) -> None:
         """Hand on this rank's pieces of a batch, those that other replicas made too."""
-        piece = batch.cut.piece(self.holders.member)
-        mine = flight.landed().reshape(batch.size(self.holders.replica), *piece)
+        piece, mine = batch.cut.piece(self.holders.member), batch.of_replica(self.holders.replica)
+        made = flight.landed().view(sum(mine), *piece)
         if self.holders.replicas is None:
-            _hand_on(batch, 0, 0, mine, apply)
-            return
+            self._hand_on(self._made_by(batch, 0), made, apply)
         for part in batch.copies(self.holders.member):
-            filled = mine.new_zeros(part.stop - part.start, *piece)
-            filled[: len(mine[part])] = mine[part]
-            every = filled.new_empty(batch.replicas, *filled.shape)
-            all_gather(every.view(-1), filled.view(-1), group=self.holders.replicas)
-            for replica in range(batch.replicas):
-                _hand_on(batch, replica, part.start, every[replica], apply)
+            self._copy(batch, part, made, apply)
+
+    def _copy(self, batch: MatrixBatch, part: slice, made: Tensor, apply: Apply) -> None:
+        """Exchange some pieces with the other replicas, which made other matrices."""
+        filled = made.new_zeros(part.stop - part.start, *made.shape[1:])
+        filled[: len(made[part])] = made[part]
+        every = filled.new_empty(batch.replicas, *filled.shape)
+        all_gather(every.view(-1), filled.view(-1), group=self.holders.replicas)
+        for replica in range(batch.replicas):
+            self._hand_on(self._made_by(batch, replica)[part], every[replica], apply)
+
+    def _made_by(self, batch: MatrixBatch, replica: int) -> list[Matrix]:
+        which = batch.made_by(replica)
+        return self.matrices[batch.cut][which.start : which.stop]
+
+    def _hand_on(self, matrices: list[Matrix], pieces: Tensor, apply: Apply) -> None:
+        for matrix, piece in zip(matrices, pieces, strict=False):  # what fills up stands for none
+            apply(matrix, piece)
 
 
-def _hand_on(batch: MatrixBatch, replica: int, start: int, pieces: Tensor, apply: Apply) -> None:
-    matrices = [matrix for owned in batch.of_replica(replica) for matrix in owned]
-    for matrix, piece in zip(matrices[start:], pieces, strict=False):  # what fills up stands for none
-        apply(matrix, piece)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class InFlight:
     """A tensor that may still be on its way, and what it is made of, which must live as long."""
 
-    result: Tensor
+    result: Tensor | None
     source: Tensor | None = None
     work: dist.Work | None = None
 
@@ -203,10 +221,12 @@ class InFlight:
         return cls(result, source, dist.all_to_all_single(result, source, received, sent, group=group, async_op=True))
 
     def landed(self) -> Tensor:
-        """The tensor, when it is there; a GPU's stream waits, not the host."""
+        """The tensor, once, when it is there; a GPU's stream waits, not the host."""
         if self.work is not None:
             self.work.wait()
-        return self.result
+        result, self.result, self.source, self.work = self.result, None, None, None
+        assert result is not None, "it lands once"
+        return result
 
 
 def joined(arrived: Tensor, cut: MatrixCut, count: int) -> Tensor:

@@ -12,8 +12,7 @@ same plan, from shapes alone. Of each batch:
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from itertools import islice
+from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
@@ -65,28 +64,28 @@ class MatrixCut(msgspec.Struct, frozen=True, kw_only=True, order=True):
         return rows.stop - rows.start, columns.stop - columns.start
 
 
-Matrix = tuple[int, int]  # a weight by its index, and which of its matrices
-
-
 class MatrixBatch(msgspec.Struct, frozen=True, kw_only=True):
     """Matrices of one shape and cut that are exchanged and orthogonalized together."""
 
     cut: MatrixCut
     replicas: int
-    owned: tuple[tuple[Matrix, ...], ...]  # by every rank: replica by replica, in each by member
+    start: int  # its first matrix among all of this cut
+    owned: tuple[int, ...]  # by every rank, one after the other: replica by replica, in each by member
 
-    def of_replica(self, replica: int) -> tuple[tuple[Matrix, ...], ...]:
-        """What the members of one replica own."""
+    def of_replica(self, replica: int) -> tuple[int, ...]:
+        """How many the members of one replica own."""
         return self.owned[replica * self.cut.ranks : (replica + 1) * self.cut.ranks]
 
-    def size(self, replica: int) -> int:
-        """Matrices that one replica makes."""
-        return sum(map(len, self.of_replica(replica)))
+    def made_by(self, replica: int) -> range:
+        """Which matrices of this cut one replica makes."""
+        ranks = self.cut.ranks
+        first = self.start + sum(self.owned[: replica * ranks])
+        return range(first, first + sum(self.of_replica(replica)))
 
     @property
     def largest(self) -> int:
         """Matrices that the busiest replica makes; the others fill up to as many when they copy."""
-        return max(map(self.size, range(self.replicas)))
+        return max(sum(self.of_replica(replica)) for replica in range(self.replicas))
 
     def copies(self, member: int) -> Iterator[slice]:
         """Which of those each all-gather over replicas takes."""
@@ -97,31 +96,26 @@ class MatrixBatch(msgspec.Struct, frozen=True, kw_only=True):
                 yield slice(start, min(start + each, self.largest))
 
 
-def share_out(held: Iterable[tuple[MatrixCut, int]], replicas: int) -> tuple[MatrixBatch, ...]:
-    """The batches of some weights that the same ranks hold, each said by a cut and a number of matrices.
+def share_out(held: Mapping[MatrixCut, int], replicas: int) -> tuple[MatrixBatch, ...]:
+    """The batches of so many matrices of each cut, which the same ranks hold.
 
-    The costliest come first. All owners have as many of a batch, one after the other, but for a rest, which goes to
-    those with the least FLOPs before it, to other replicas first.
+    The costliest come first. All owners have as many of a batch, but for a rest, which goes to those with the least
+    FLOPs before it, to other replicas first.
     """
-    by_cut: dict[MatrixCut, list[Matrix]] = {}
-    for weight, (cut, count) in enumerate(held):
-        by_cut.setdefault(cut, []).extend((weight, number) for number in range(count))
     found: list[MatrixBatch] = []
     load: Counter[int] = Counter()
-    for cut in sorted(by_cut, key=lambda cut: (-cut.flops, cut)):
-        matrices, owners = by_cut[cut], replicas * cut.ranks
-        together = max(BATCH_ELEMENTS // cut.elements, 1) * owners
-        for start in range(0, len(matrices), together):
-            batch = iter(matrices[start : start + together])
-            each, rest = divmod(min(together, len(matrices) - start), owners)
-            eager = sorted(range(owners), key=lambda owner: (load[owner], owner % cut.ranks, owner))[:rest]
-            sizes = Counter(dict.fromkeys(range(owners), each)) + Counter(eager)
-            owned = tuple(tuple(islice(batch, sizes[owner])) for owner in range(owners))
-            load.update({owner: size * cut.flops for owner, size in sizes.items()})
-            found.append(MatrixBatch(cut=cut, replicas=replicas, owned=owned))
+    for cut in sorted(held, key=lambda cut: (-cut.flops, cut)):
+        owners = range(replicas * cut.ranks)
+        together = max(BATCH_ELEMENTS // cut.elements, 1) * len(owners)
+        for start in range(0, held[cut], together):
+            each, rest = divmod(min(together, held[cut] - start), len(owners))
+            eager = set(sorted(owners, key=lambda owner: (load[owner], owner % cut.ranks, owner))[:rest])
+            owned = tuple(each + (owner in eager) for owner in owners)
+            load.update({owner: count * cut.flops for owner, count in zip(owners, owned, strict=True)})
+            found.append(MatrixBatch(cut=cut, replicas=replicas, start=start, owned=owned))
     return tuple(found)
 
 
 def owned_flops(batches: Iterable[MatrixBatch], owner: int) -> int:
     """Operations of one rank."""
-    return sum(len(batch.owned[owner]) * batch.cut.flops for batch in batches)
+    return sum(batch.owned[owner] * batch.cut.flops for batch in batches)

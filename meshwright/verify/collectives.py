@@ -82,6 +82,8 @@ def ranks_of(axis: Axis, plan: Plan, mesh: Mesh) -> tuple[int, ...]:
     if axis == "tied":
         line, ranks = _ranks(mesh.group("pp")), placement(plan)
         return tuple(sorted((line[ranks[0]], line[ranks[-1]])))
+    if axis in ("shard_tp", "expert_shard_tp"):
+        return _ranks(mesh.over_shard_and_tp("dense" if axis == "shard_tp" else "expert"))
     if axis in ("replicate", "shard"):
         return _ranks(mesh.dense.get_group(axis))
     if axis in ("expert_replicate", "expert_shard"):

@@ -31,6 +31,7 @@ from meshwright.search.best_first import Candidate, SearchCounts, SearchResult, 
 from meshwright.search.explain import changes, nearest
 from meshwright.search.question import Question
 from meshwright.search.space import empty, problems
+from meshwright.spec.optimizers import description_of
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError, Problem
 from meshwright.spec.units import GIB
@@ -320,7 +321,7 @@ def exact(options: argparse.Namespace) -> int:
     plan, question = _stated(asked)
     found = priced(question.job(plan))
     answer = SearchResult(found=(found,), counts=SearchCounts(legal=1, too_large={}, slower=0, priced=1))
-    totals = bytes_by_axis(traffic(question.arch, plan, question.sequence))
+    totals = bytes_by_axis(traffic(question.arch, plan, question.sequence, optimizer=question.optimizer))
     sent = {str(axis): size for axis, size in totals.items()}
     by_axis = ", ".join(f"{axis} {tables.gib(size)} GiB" for axis, size in sent.items()) or "nothing"
     record = answer_record(asked, question, answer) | {"traffic_bytes": sent}
@@ -400,7 +401,7 @@ def collectives(options: argparse.Namespace) -> int:
     target, overrides = words.target(options.words)
     ranks = cluster(options.cluster).gpus if options.cluster else 1  # of a plan that states no axis
     run = _run(target, [*overrides, *flags(options)], ranks)
-    found = traffic(run.arch, run.plan, run.sequence)
+    found = traffic(run.arch, run.plan, run.sequence, optimizer=description_of(run.optim))
     totals = ", ".join(f"{axis} {size:,}" for axis, size in bytes_by_axis(found).items())
     lines = [f"plan: {run.plan}", f"{'kind':<16}{'axis':<18}{'calls':>8}{'bytes/call':>18}"]
     lines += [f"{each.kind:<16}{each.axis:<18}{each.count:>8}{each.bytes:>18,}" for each in found]

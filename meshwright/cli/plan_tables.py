@@ -13,6 +13,7 @@ from meshwright.search.best_first import ALIKE, KINDS, Candidate, SearchCounts, 
 from meshwright.search.explain import NeighbourPrice, SuggestedChange
 from meshwright.search.question import Question
 from meshwright.search.sizes import Duration, Layer
+from meshwright.spec.optimizers import DESCRIPTIONS
 from meshwright.spec.params import active, count
 from meshwright.spec.plan import AXES, FIELDS, Plan
 from meshwright.spec.units import GIB
@@ -115,7 +116,7 @@ def as_record(found: Candidate, why: str) -> dict[str, object]:
         "disk": msgspec.to_builtins(ledger.away.disk),
         "master_weights": found.job.master_weights,
         "state_dtype": found.job.state_dtype,
-        "optimizer": found.job.optimizer,
+        "optimizer": DESCRIPTIONS[found.job.optimizer].name,
         "moment": ledger.moment,
         "role": ledger.role,
         "waterfall": msgspec.to_builtins(price.waterfall),

@@ -21,6 +21,7 @@ from meshwright.hardware.stacks import stack_of
 from meshwright.runtime import run_folder
 from meshwright.search.question import Question, Vary
 from meshwright.spec.arch import Arch
+from meshwright.spec.optimizers import description_of
 from meshwright.spec.params import count
 from meshwright.spec.plan import FIELDS, Plan, Precision, balanced_stages
 from meshwright.spec.problem import InputError, Problem
@@ -216,7 +217,7 @@ def question_of(asked: OpenRun, machines: Cluster, vary: tuple[Vary, ...]) -> tu
         masked=asked.run.data.mask_documents,
         master_weights=asked.run.optim.master_weights,
         state_dtype=asked.run.optim.state_dtype,
-        optimizer=asked.run.optim.name,
+        optimizer=description_of(asked.run.optim),
         fixed={key: tuple(value) if key == "stages" else value for key, value in fixed.items() if key != "precision"},
         vary=vary,
         limit_bytes=(asked.run.goal.memory_gib or math.inf) * GIB,

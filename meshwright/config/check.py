@@ -417,6 +417,8 @@ def _rates(run: Run) -> Iterator[Problem]:
     bounds = {
         "optim.lr": (optim.lr, 0.0, 1e3),
         "optim.eps": (optim.eps, 1e-30, 1.0),  # 0 ÷ (0 + eps) is 0, in 32 bits too
+        "optim.eps1": (optim.eps1, 1e-37, 1.0),  # above 0 in 32 bits too
+        "optim.eps2": (optim.eps2, 0.0, 1.0),
         "optim.min_lr_ratio": (optim.min_lr_ratio, 0.0, 1.0),
         "optim.decay_fraction": (optim.decay_fraction, 0.0, 1.0),
         "optim.weight_decay": (optim.weight_decay, 0.0, 1e3),
@@ -451,14 +453,38 @@ def _rates(run: Run) -> Iterator[Problem]:
 def _optimizer(run: Run) -> Iterator[Problem]:
     """What only another optimizer reads would be ignored."""
     usual, chosen = Optim(), OPTIMIZERS[run.optim.name]
-    for other in OPTIMIZERS.values():
-        for name in other.keys:
-            if name not in chosen.keys and getattr(run.optim, name) != getattr(usual, name):
-                yield Problem(
-                    f"optim.{name} is for {other.label}, and optim.name = {chosen.name}",
-                    f"leave optim.{name} out, or set optim.name = {other.name}",
-                    f"optim.{name}",
-                )
+    read = {name for member in chosen.members for name in member.keys}
+    others = {name: other for other in reversed(list(OPTIMIZERS.values())) for name in other.keys if name not in read}
+    for name, other in sorted(others.items()):
+        if getattr(run.optim, name) != getattr(usual, name):
+            yield Problem(
+                f"optim.{name} is for {other.label}, and optim.name = {chosen.name}",
+                f"leave optim.{name} out, or set optim.name = {other.name}",
+                f"optim.{name}",
+            )
+
+
+def _whole_tensors(run: Run) -> Iterator[Problem]:
+    """An update of whole tensors has all of its weights and states on the device, and sums over their parts."""
+    plan, spec = run.plan, OPTIMIZERS[run.optim.name]
+    if not spec.whole:
+        return
+    elementwise = ", ".join(name for name, each in OPTIMIZERS.items() if not each.whole)
+    other = f"use an optimizer that updates elements ({elementwise})"
+    for key in ("optimizer_offload", "cpu_offload"):
+        if plan.uses(key):
+            what = f"plan.{key} moves pieces of states, and optim.name = {spec.name} updates whole tensors"
+            yield Problem(what, f"leave plan.{key} out, or {other}", f"plan.{key}")
+    if run.optim.state_dtype != "fp32":
+        kept = f"optim.state_dtype = {run.optim.state_dtype}"
+        what = f"{kept} is for states that are updated by elements, and optim.name = {spec.name} updates whole tensors"
+        yield Problem(what, f"leave optim.state_dtype out, or {other}", "optim.state_dtype")
+    if plan.deterministic and not spec.is_exact:
+        what = (
+            f"plan.deterministic has one order of sums whatever the shards, and optim.name = {spec.name} adds up parts "
+            "of a weight rank by rank"
+        )
+        yield Problem(what, f"leave plan.deterministic out, or {other}", "plan.deterministic")
 
 
 def _data(run: Run) -> Iterator[Problem]:
@@ -495,5 +521,5 @@ PLAN_RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
     _experts, _deterministic, _routes, lambda run: how_blocks_run(run.plan),
 )  # fmt: skip
 RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
-    _counts, _heads, _moe, _dropout, _context, _rates, _optimizer, _data, *PLAN_RULES,
+    _counts, _heads, _moe, _dropout, _context, _rates, _optimizer, _whole_tensors, _data, *PLAN_RULES,
 )  # fmt: skip

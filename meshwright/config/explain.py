@@ -45,7 +45,7 @@ SAID = {
     "data.mix.format": "as `data.format`",
     "optim.name": "the optimizer",
     "optim.schedule": "how the learning rate falls after the warm-up",
-    "optim.beta1": "decay of AdamW's first moment",
+    "optim.beta1": "decay of the first moment; of adafactor 0 if not stated, which keeps none",
     "optim.beta2": "decay of AdamW's second moment",
     "optim.eps": "added to the root of the second moment",
     "eval.temperature": "sampling temperature of the generated text",

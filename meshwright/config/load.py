@@ -23,6 +23,7 @@ from meshwright.config.renamed import is_recorded, new_name, translated
 from meshwright.config.run import Run
 from meshwright.config.weights import describe
 from meshwright.spec.arch import Arch
+from meshwright.spec.optimizers import OPTIMIZERS
 from meshwright.spec.plan import AXES, balanced_stages
 from meshwright.spec.problem import InputError, Problem, mistake
 from meshwright.spec.schedule import default_chunks
@@ -79,6 +80,7 @@ def examine(
     found = _override(table, origins, overrides)
     if file is None:
         _fit_to_own_text(table, origins)
+    resolve_optim(table, origins)
     is_arch_wrong = any(problem.key == "arch" for problem in found)
     incomplete = [] if is_arch_wrong else resolve_arch(table, origins)
     found += incomplete
@@ -101,6 +103,7 @@ def ask(file: Path | None, overrides: Iterable[str] = (), *, arch: Arch | None =
     if arch is not None:
         table["arch"] = msgspec.to_builtins(arch)
     found = _override(table, origins, overrides)
+    resolve_optim(table, origins)
     found += resolve_arch(table, origins, ahead=True)
     if found:
         raise InputError([placed(problem, origins) for problem in found])
@@ -317,6 +320,17 @@ def _drop(table: Table, key: str) -> None:
             break
         table = table[section]
     table.pop(last, None)
+
+
+def resolve_optim(table: Table, origins: Origins) -> None:
+    """Complete table["optim"] in place by what is usual for the optimizer it names."""
+    stated = table.get("optim", {})
+    spec = OPTIMIZERS.get(stated.get("name", "")) if isinstance(stated, dict) else None
+    if spec is None:
+        return
+    for key, value in spec.defaults:
+        if key not in stated:
+            stated[key], origins[f"optim.{key}"] = value, f"usual for {spec.label}"
 
 
 def resolve_arch(table: Table, origins: Origins, *, ahead: bool = False) -> list[Problem]:

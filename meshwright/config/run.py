@@ -59,7 +59,7 @@ class Init(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class Optim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The optimizer and its learning rate."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
+    name: Literal["adamw", "sgd", "adafactor"] = "adamw"
     lr: float = 3e-4  # the peak learning rate
     schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
     warmup: int = 0  # steps of linear rise
@@ -68,6 +68,9 @@ class Optim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
+    eps1: float = 1e-30  # adafactor only: added to squares of gradients
+    eps2: float = 1e-3  # adafactor only, with relative_step: the least RMS of a weight
+    relative_step: bool = False  # adafactor only: the learning rate is a share of a weight's own RMS
     momentum: float = 0.9  # sgd only: the share of the buffer that stays
     nesterov: bool = False  # sgd only: the buffer as it will be, after one more step of momentum
     weight_decay: float = 0.1  # of matrices, vectors do not decay; by sgd added to the gradient, by adamw apart from it
@@ -149,7 +152,16 @@ NOT_MATHEMATICS = ("name", "log", "eval", "checkpoint", "faults", "goal", "plan"
 # Keys that were added later: a default value is left out, so that the digest of an earlier run stays what it was.
 ADDED_LATER = {
     "arch": ("dropout", "attention_dropout", "norm_position"),
-    "optim": ("master_weights", "stochastic_rounding", "state_dtype", "momentum", "nesterov"),
+    "optim": (
+        "master_weights",
+        "stochastic_rounding",
+        "state_dtype",
+        "momentum",
+        "nesterov",
+        "eps1",
+        "eps2",
+        "relative_step",
+    ),
     "init": ("optimizer_state",),
 }
 

@@ -25,4 +25,4 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     span: float | None = None  # mean over tokens of the document that each is in; None: the whole sequence
     master_weights: MasterWeights = "fp32"
     state_dtype: StateDtype = "fp32"
-    optimizer: str = "adamw"  # optim.name, as spec/optimizers.py describes it
+    optimizer: str = "adamw"  # one of the descriptions of spec/optimizers.py

@@ -22,10 +22,10 @@ import msgspec
 
 from meshwright.cost.activations import ITEM_BYTES, padded_vocab
 from meshwright.cost.job import Job, MasterWeights, StateDtype
-from meshwright.cost.rank_view import ParamGroup, RankView, grid, groups, local_shape, padded, placement, share
+from meshwright.cost.rank_view import ParamGroup, RankView, grid, groups, local_shape, padded, placement, shard_shape
 from meshwright.cost.traffic import FIRST, in_sight
 from meshwright.spec.arch import Arch
-from meshwright.spec.optimizers import ADAMW, OPTIMIZERS, OptimizerSpec
+from meshwright.spec.optimizers import ADAMW, DESCRIPTIONS, OptimizerSpec
 from meshwright.spec.params import Split, count, params
 from meshwright.spec.plan import Plan, Precision
 from meshwright.spec.schedule import Schedule, actions
@@ -77,7 +77,7 @@ class StateRow(msgspec.Struct, frozen=True):
     """One state of every parameter in a rank's shard; gradients live from the backward to the update, others always."""
 
     name: Name
-    bytes: int  # of one parameter
+    bytes: int  # of one parameter; of optimizer states that parameters do not have alike, the least
     home: Home = "device"
 
 
@@ -96,6 +96,7 @@ class StateLayout(msgspec.Struct, frozen=True, kw_only=True):
     rounds: bool = False  # the update rounds weights or states to 16 bits
     resident_states: int = 0  # bytes of states on disk that stay in host memory
     optimizer: OptimizerSpec = ADAMW
+    state_width: int = 4  # bytes of an element of its states
 
     def of(self, name: Name, home: Home = "device") -> int:
         """Bytes of one state of a parameter in one place."""
@@ -104,7 +105,7 @@ class StateLayout(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def bf16_states(self) -> bool:
         """Whether states beside bf16 weights are bf16, and rounded."""
-        return any(row.name == "moments" and row.bytes == self.optimizer.state_bytes(2) for row in self.rows)
+        return self.state_width == 2 and any(row.name == "moments" for row in self.rows)
 
     @property
     def offloaded(self) -> StateRow | None:
@@ -187,11 +188,12 @@ def _layout(
     """`alone`: on one rank; `copied`: gradients are summed over replicas; `several`: microbatches."""
     home, update, resident_states = offload
     master_weights, state_dtype, optimizer = optim
-    spec = OPTIMIZERS[optimizer]
+    spec = DESCRIPTIONS[optimizer]
     narrow = ITEM_BYTES[precision]
     wide = max(narrow, 4)
     halved = state_dtype == "bf16" and master_weights != "fp32"  # beside bf16 weights
-    kept = StateRow("moments", spec.state_bytes(2 if halved else wide))
+    width = 2 if halved else wide
+    kept = StateRow("moments", spec.state_bytes(width))
     if home != "none":
         away = LOW_BYTES + spec.state_bytes(2) if state_dtype == "bf16" else wide + spec.state_bytes(wide)
         summed = wide if several else narrow
@@ -221,6 +223,7 @@ def _layout(
         rounds=master_weights != "fp32" or (home != "none" and on_device and state_dtype == "bf16"),
         resident_states=resident_states if home == "disk" else 0,
         optimizer=spec,
+        state_width=2 if state_dtype == "bf16" else width,
     )
 
 
@@ -288,7 +291,8 @@ def sharded(job: Job, place: Mapping[str, int]) -> ResidentMemory:
     if layout.sums == "by_block" and plan.pp == 1:
         leaving = beside * view.wide // plan.shards if layout.hosted else 0
         outside_sums = beside * (view.narrow + view.wide) + leaving
-    updated = sum(_updated(group, view) for group in groups(view)) if layout.of("moments") else 0
+    resides = any((row.name, row.home) == ("moments", "device") for row in layout.rows)
+    updated = sum(_updated(group, view) for group in groups(view)) if resides else 0
     largest = largest_weight(job.arch) // plan.shards
     slots = 0  # for pieces of states on their way to an update on the device
     if (row := layout.offloaded) is not None and layout.update == "device":
@@ -311,7 +315,7 @@ def sharded(job: Job, place: Mapping[str, int]) -> ResidentMemory:
         copy_stays=layout.reads == "resident",
         outside=outside,
         outside_sums=outside_sums,
-        update=holds.update_bytes * updated + slots + rounding_bytes(layout, largest),
+        update=holds.update_bytes * updated + slots + rounding_bytes(layout, largest) + whole_bytes(layout, largest),
     )
 
 
@@ -325,8 +329,9 @@ def buffered(job: Job, place: Mapping[str, int]) -> ResidentMemory:
     moved = shared if plan.zero else numbers
     kept = shared if plan.zero == 3 else numbers
     summed = shared if plan.zero >= 2 else numbers
-    spec, usual = OPTIMIZERS[job.optimizer], min(ADAMW.state_bytes(4), holds.optimizer_bytes)
-    moments = usual * len(spec.states) / len(ADAMW.states)  # a stack's figures are of AdamW
+    spec, usual = DESCRIPTIONS[job.optimizer], min(ADAMW.state_bytes(4), holds.optimizer_bytes)
+    table = params(job.arch)
+    moments = usual * spec.total_bytes(table, 4) / ADAMW.total_bytes(table, 4)  # a stack's figures are of AdamW
     among = f"sharded over {data} ranks" if plan.zero and data > 1 else "not sharded"
     return ResidentMemory(
         lines=(
@@ -384,21 +389,34 @@ def param_counts(arch: Arch) -> tuple[tuple[int, ...], int]:
 
 def rounding_bytes(layout: StateLayout, largest: int) -> int:
     """What rounding makes on the device while it goes through the pieces of a weight; none if the host does."""
+    if layout.optimizer.whole:
+        return 0
     copies = ROUNDING_COPIES + len(layout.optimizer.states)
     if layout.bf16_states:  # widened, and the words of eight bytes of which their draws are made
         copies += len(layout.optimizer.states) + STATE_DRAW_COPIES
     return copies * ROUNDING_BYTES * min(PIECE, largest) if layout.rounds and not layout.hosted else 0
 
 
+def whole_bytes(layout: StateLayout, largest: int) -> int:
+    """What an update of whole tensors makes on the device while it is at the largest of them."""
+    return layout.optimizer.temporaries * layout.wide * largest
+
+
 def _resident(layout: StateLayout, home: Home, held: tuple[ParamGroup, ...], view: RankView) -> tuple[LedgerEntry, ...]:
     """The rows of one home as bytes of a rank: weights and gradients padded, the others not."""
     stored = sum(_stored(group, view) for group in held)
     updated = sum(_updated(group, view) for group in held)
+    sizes = {
+        row.name: (stored if row.name in ("weights", "gradients") else updated) * layout.of(row.name, home)
+        for row in layout.rows
+    }
+    if not layout.optimizer.is_elementwise and any((row.name, row.home) == ("moments", home) for row in layout.rows):
+        sizes["moments"] = sum(_state_bytes(group, view, layout) for group in held)
     names: tuple[Name, ...] = ("weights", "gradients", "moments", *(("master",) if layout.of("master", home) else ()))
     return tuple(
         LedgerEntry(
             name=name,
-            bytes=(stored if name in ("weights", "gradients") else updated) * layout.of(name, home),
+            bytes=sizes.get(name, 0),
             why=_why(name, layout, home, view.plan),
         )
         for name in names
@@ -409,7 +427,7 @@ def _why(name: Name, layout: StateLayout, home: Home, plan: Plan) -> str:
     """The dtype of a state, among how many ranks it is sharded, or where it is instead."""
     among = f"sharded over {plan.shards} ranks" if plan.shards > 1 else "not sharded"
     spec = layout.optimizer
-    size = layout.of(name, home) // (len(spec.states) if name == "moments" else 1)
+    size = layout.state_width if name == "moments" else layout.of(name, home)
     dtype = {0: "", 2: plan.precision if plan.precision == "fp16" else "bf16", 4: "fp32", 8: "fp64"}[size]
     elsewhere = layout.hosted and home == "device"
     files = {"host": "host memory", "disk": "files"}.get(layout.offloaded.home if layout.offloaded else "", "")
@@ -438,16 +456,15 @@ def _stored(group: ParamGroup, view: RankView) -> int:
 
 def _updated(group: ParamGroup, view: RankView) -> int:
     """Elements of a rank's shard without its padding: the optimizer sees no more."""
-    plan, (_, shards), found = view.plan, grid(group, view.plan), 0
-    rank = view.at("shard") * plan.cp + view.at("cp") if plan.zero else 0
-    rank //= plan.ep if group.shared_by_ep and plan.zero else 1
-    for param in group.params:
-        shape = local_shape(param, view)
-        if len(shape) == 3 and any(size % shards == 0 for size in shape):
-            found += math.prod(shape) // shards
-        else:
-            found += share(shape[0], shards, rank) * math.prod(shape[1:])
-    return group.count * found
+    return group.count * sum(math.prod(shard_shape(param, group, view)) for param in group.params)
+
+
+def _state_bytes(group: ParamGroup, view: RankView, layout: StateLayout) -> int:
+    """Bytes of a group's optimizer states where parameters do not have them alike."""
+    spec, width = layout.optimizer, layout.state_width
+    return group.count * sum(
+        spec.bytes_of(param.name, shard_shape(param, group, view), width) for param in group.params
+    )
 
 
 def _unsummed(held: Iterable[ParamGroup], view: RankView, layout: StateLayout) -> int:

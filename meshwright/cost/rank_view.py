@@ -47,6 +47,11 @@ class RankView(msgspec.Struct, frozen=True, kw_only=True):
         return max(self.narrow, 4)
 
     @property
+    def cuts_rows_only(self) -> bool:
+        """Whether ranks share weights by rows of dim 0 alone, whose sums deterministic mode adds in a fixed order."""
+        return self.plan.deterministic
+
+    @property
     def loss_rows(self) -> int:
         """Rows of a microbatch whose logits exist at one time; all of them where the loss is not in chunks."""
         rows = self.plan.microbatch * self.positions
@@ -182,6 +187,23 @@ def cut_shape(param: Param, tp: tuple[int, int], ep: int) -> tuple[int, ...]:
         dim = (1 if param.split is Split.ROW else 0) + param.expert
         shape[dim] = share(shape[dim], *tp)
     return tuple(shape)
+
+
+def shard_shape(param: Param, group: ParamGroup, view: RankView) -> tuple[int, ...]:
+    """A rank's part of a weight as the optimizer sees it: sharded, without padding."""
+    plan, (_, shards), shape = view.plan, grid(group, view.plan), list(local_shape(param, view))
+    dim = shard_dim(tuple(shape), shards, view.cuts_rows_only)
+    if shards > 1:
+        rank = view.at("shard") * plan.cp + view.at("cp")
+        shape[dim] = share(shape[dim], shards, rank // (plan.ep if group.shared_by_ep else 1))
+    return tuple(shape)
+
+
+def shard_dim(shape: tuple[int, ...], shards: int, rows_only: bool) -> int:
+    """The dim along which a weight of a rank's local shape is sharded, as parallel/fsdp.py has it."""
+    if len(shape) != 3 or rows_only:
+        return 0
+    return next((dim for dim, size in enumerate(shape) if size % shards == 0), 0)
 
 
 def padded(shape: tuple[int, ...], shards: int) -> int:

@@ -13,7 +13,7 @@ import msgspec
 from meshwright.cost.activations import activation_policy
 from meshwright.cost.job import Job
 from meshwright.spec.arch import Arch
-from meshwright.spec.optimizers import ADAMW, OPTIMIZERS, OptimizerSpec
+from meshwright.spec.optimizers import ADAMW, DESCRIPTIONS, OptimizerSpec
 from meshwright.spec.params import active, count
 
 
@@ -284,7 +284,7 @@ ASSUMES: dict[str, tuple[str, ...]] = {
 
 def _sizes(job: Job) -> dict[str, str]:
     """What formulas name: bytes of optimizer states, alone and with others, and factors of Megatron's FLOPs."""
-    spec = OPTIMIZERS[job.optimizer]
+    spec = DESCRIPTIONS[job.optimizer]
     states = spec.state_bytes(4)
     sizes = {"states": states, "states16": spec.state_bytes(2), "master": 4 + states, "grads": 6 + states}
     megatron = {"whole": 96, "head": 16} if _recomputes(job) else {"whole": 72, "head": 12}
@@ -298,14 +298,14 @@ def _recomputes(job: Job) -> bool:
 
 def _states(counting: States, formula: str, source: str) -> Form:
     def value(job: Job) -> float:
-        return states_bytes(count(job.arch), counting, OPTIMIZERS[job.optimizer])
+        return states_bytes(count(job.arch), counting, DESCRIPTIONS[job.optimizer])
 
     return Form(value, "bytes", formula, source)
 
 
 def _zero(stage: Literal[1, 2, 3], formula: str) -> Form:
     def value(job: Job) -> float:
-        return zero_bytes(count(job.arch), job.plan.data, stage, OPTIMIZERS[job.optimizer])
+        return zero_bytes(count(job.arch), job.plan.data, stage, DESCRIPTIONS[job.optimizer])
 
     return Form(value, "bytes a rank", formula, ZERO)
 

@@ -24,9 +24,12 @@ from meshwright.cost.rank_view import (
     padded,
     parts,
     placement,
+    shard_dim,
+    shard_shape,
     share,
 )
 from meshwright.spec.arch import Arch
+from meshwright.spec.optimizers import DESCRIPTIONS, OptimizerSpec, Statistic, is_of
 from meshwright.spec.params import Param, Split, params
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import Schedule, actions
@@ -67,18 +70,23 @@ class Collective(msgspec.Struct, frozen=True, kw_only=True):
         return self.count * self.bytes
 
 
-def traffic(arch: Arch, plan: Plan, sequence: int, *, place: Mapping[str, int] = FIRST) -> tuple[Collective, ...]:
+def traffic(
+    arch: Arch, plan: Plan, sequence: int, *, place: Mapping[str, int] = FIRST, optimizer: str = "adamw"
+) -> tuple[Collective, ...]:
     """What one rank sends in one step of training, validation losses left out.
 
     `place`: the rank's coordinates on the plan's axes. Ranks differ by their pipeline stages, and by the length of
-    their part of an odd vocabulary.
+    their part of an odd vocabulary. `optimizer`: one of the descriptions of spec/optimizers.py.
     """
     view = RankView(arch=arch, plan=plan, sequence=sequence, place=place)
-    if plan.deterministic:  # no axes but replicate and shard: only weights, gradients and statistics travel
-        return merged(chain(weight_traffic(view), _deterministic_statistics(view)))
+    updates = list(update_traffic(view, DESCRIPTIONS[optimizer]))
+    if (
+        view.cuts_rows_only
+    ):  # deterministic: no axes but replicate and shard: only weights, gradients and statistics travel
+        return merged(chain(weight_traffic(view), _deterministic_statistics(view), updates))
     # All ranks agree on the step's loss, the gradient's square norm and how many must stop before anyone updates.
     agreed = [Collective(kind="all_reduce", axis="world", count=int(plan.world > 1), bytes=3 * DOUBLE)]
-    return merged(chain(weight_traffic(view), _activation_traffic(view), agreed))
+    return merged(chain(weight_traffic(view), _activation_traffic(view), agreed, updates))
 
 
 def bytes_by_axis(collectives: Iterable[Collective]) -> dict[Axis, int]:
@@ -225,6 +233,45 @@ def weight_traffic(view: RankView, over_tp: bool = True) -> Iterator[Collective]
     yield from _over_tied(view)
 
 
+def update_traffic(view: RankView, optimizer: OptimizerSpec) -> Iterator[Collective]:
+    """What the update of whole tensors reduces: for each of its rounds, one call for each axis and operation."""
+    for spec in optimizer.members:
+        for statistics in spec.reductions:
+            sizes = Counter[tuple[Axis, str]]()
+            for group in groups(view):
+                for param in group.params:
+                    if optimizer.of(param.name, len(param.shape)) == spec:
+                        for axis, op, elements in _reduced(param, group, view, statistics):
+                            sizes[axis, op] += group.count * elements
+            for (axis, _), elements in sizes.items():
+                if elements:
+                    yield Collective(kind="all_reduce", axis=axis, count=1, bytes=elements * view.wide)
+
+
+def _reduced(
+    param: Param, group: ParamGroup, view: RankView, statistics: Iterable[Statistic]
+) -> Iterator[tuple[Axis, str, int]]:
+    """The axes over which statistics of a parameter are reduced, how, and the elements of each on this rank."""
+    dims = len(param.shape)
+    for statistic in statistics:
+        if is_of(statistic.of, dims):
+            for axis, dim in weight_cuts(param, group, view):
+                if dim in statistic.over(dims):
+                    yield axis, statistic.op, statistic.elements(shard_shape(param, group, view))
+
+
+def weight_cuts(param: Param, group: ParamGroup, view: RankView) -> Iterator[tuple[Axis, int]]:
+    """The axes over which a parameter is cut, each with its dim."""
+    plan, (_, shards) = view.plan, grid(group, view.plan)
+    if shards > 1:
+        shape = local_shape(param, view)
+        yield "expert_shard" if group.shared_by_ep else "shard", shard_dim(shape, shards, view.cuts_rows_only)
+    if param.expert and plan.ep > 1:
+        yield "ep", 0
+    if param.split is not Split.NONE and plan.tp > 1:
+        yield "tp", (1 if param.split is Split.ROW else 0) + param.expert
+
+
 def gathers(stage: int, plan: Plan, root: bool) -> int:
     """How often a step gathers a weight: once, and under zero 3 for every forward and every backward.
 
@@ -269,7 +316,7 @@ def in_sight(schedule: Schedule, pp: int, chunks: int, microbatches: int, rank: 
 
 
 def _elements(group: ParamGroup, view: RankView, shards: int) -> int:
-    if view.plan.deterministic:  # nothing but dim 0 is ever cut
+    if view.cuts_rows_only:  # nothing but dim 0 is ever cut
         return sum(rows(param.shape[0], shards) * shards * math.prod(param.shape[1:]) for param in group.params)
     return _gathered(group.params, (view.plan.tp, view.at("tp")), view.plan.ep, shards)
 
@@ -292,7 +339,7 @@ def _over_shard(group: ParamGroup, view: RankView) -> Iterator[Collective]:
     numbers = _elements(group, view, shards)
     count, size = group.count * gathers(group.stage, view.plan, root=group.params[0].layer < 0), numbers * view.narrow
     yield Collective(kind="all_gather", axis=axis, count=count, bytes=size, overlappable=True)
-    kind, times = ("all_to_all", 1) if view.plan.deterministic else ("reduce_scatter", reductions(view.plan))
+    kind, times = ("all_to_all", 1) if view.cuts_rows_only else ("reduce_scatter", reductions(view.plan))
     size = numbers * view.wide
     yield Collective(kind=kind, axis=axis, count=group.count * times, bytes=size, overlappable=True)
 
@@ -308,7 +355,7 @@ def _over_replicate(group: ParamGroup, view: RankView) -> Iterator[Collective]:
     axis: Axis = "expert_replicate" if group.shared_by_ep else "replicate"
     numbers = _elements(group, view, shards) // shards
     kinds: tuple[Kind, ...] = ("all_reduce",)
-    if view.plan.deterministic:
+    if view.cuts_rows_only:
         numbers = math.ceil(numbers / copies) * copies
         kinds = ("all_to_all", "all_gather")
     for kind in kinds:

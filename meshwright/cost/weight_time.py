@@ -18,11 +18,11 @@ from meshwright.cost.layer_time import exposed
 from meshwright.cost.layout import LOW_BYTES, StateLayout, parameters, state_layout
 from meshwright.cost.primitives import Rates, achieved, call_seconds, inside_seconds, moved_seconds
 from meshwright.cost.rank_view import RankView
-from meshwright.cost.traffic import Collective, stages_stay, weight_traffic
+from meshwright.cost.traffic import Collective, stages_stay, update_traffic, weight_traffic
 from meshwright.hardware.cluster import Cluster
 from meshwright.hardware.stacks import Stack, StackSpeed
 from meshwright.spec.arch import Arch
-from meshwright.spec.optimizers import ADAMW
+from meshwright.spec.optimizers import ADAMW, DESCRIPTIONS
 from meshwright.spec.plan import Plan
 
 # Of one parameter, what an update reads and writes beside the optimizer's states, which are in spec/optimizers.py.
@@ -138,13 +138,26 @@ def _updated(job: Job, rank: int, found: WeightTraffic) -> WeightTraffic:
         update = offload_seconds(layout, held(job.arch, plan, rank), job.cluster)
         return msgspec.structs.replace(found, optimizer=0.0, update=update)
     spec, usual = layout.optimizer, job.stack.speed.optimizer_bytes
-    if job.master_weights == "fp32":  # a stack's figure is of AdamW
+    if job.master_weights == "fp32" and spec.update_bytes:
+        moved = spec.update_bytes
+    elif job.master_weights == "fp32":  # a stack's figure is of AdamW
         moved = usual - ADAMW.moved_bytes(4) + spec.moved_bytes(4)
     elif plan.kernels == "plain" or plan.deterministic or not spec.has_kernel:
         moved = spec.rounded_bytes + (STATE_ROUNDING_BYTES if layout.bf16_states else 0)
     else:
         moved = ROUNDED_BYTES[job.master_weights] + 2 * layout.of("moments")
-    return found if moved == usual else msgspec.structs.replace(found, optimizer=found.optimizer / usual * moved)
+    if moved == usual and not spec.whole:
+        return found
+    sent = _update_seconds(job.arch, _essence(plan), rank, job.cluster, job.stack, job.optimizer) if spec.whole else 0.0
+    return msgspec.structs.replace(found, optimizer=found.optimizer / usual * moved + sent)
+
+
+@lru_cache(maxsize=16384)
+def _update_seconds(arch: Arch, plan: Plan, rank: int, cluster: Cluster, stack: Stack, optimizer: str) -> float:
+    """What an update of whole tensors waits for: its rounds follow each other, and nothing runs beside them."""
+    view = RankView(arch=arch, plan=plan, sequence=1, place={"pp": rank})
+    calls = update_traffic(view, DESCRIPTIONS[optimizer])
+    return sum(call_seconds(call, plan, cluster, stack.speed.calls) for call in calls)
 
 
 @lru_cache(maxsize=16384)

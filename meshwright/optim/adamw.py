@@ -67,7 +67,7 @@ class AdamWRule(UpdateRule):
 
         if optim.master_weights == "fp32":
             return by_kernel
-        plain, contiguous = rounded(optimizer), [is_contiguous(weight) for weight in optimizer.weights]
+        plain, contiguous = rounded(optimizer, self), [is_contiguous(weight) for weight in optimizer.weights]
 
         def update(indices: list[int], terms: UpdateTerms) -> None:
             for run, wanted in ((by_kernel, True), (plain, False)):
@@ -80,8 +80,8 @@ class AdamWRule(UpdateRule):
 def _group(optimizer: "ResidentOptimizer", indices: list[int]) -> AdamWGroup:
     """Some weights as they are updated, their moments, and what their form has beside them."""
     weights = [optimizer.weights[i] for i in indices]
-    states = optimizer.states().values()
-    masters, first, second = ([held[i] for i in indices] for held in (optimizer.wide, *states))
+    masters = [optimizer.wide[i] for i in indices]
+    first, second = (list(states) for states in zip(*(optimizer.states_of(i) for i in indices), strict=True))
     narrow = first[0].dtype == torch.bfloat16
     state_draws = [rounding_draws(weight, "state_draws") for weight in weights] if narrow else []
     if optimizer.optim.master_weights == "split":

@@ -1,8 +1,10 @@
 """The optimizer as the trainer, checkpoints, replica checks, messages and proofs see it, its rule and learning rate.
 
-A rule is one optimizer's arithmetic by elements (`optim/adamw.py`, `optim/sgd.py`). A form is where weights and states
-are: beside each other, on the device or on the host (`optim/resident.py`), or the states elsewhere
-(`optim/offload.py`). Every form takes every rule; what both towers know of an optimizer is in `spec/optimizers.py`.
+A rule is one optimizer's arithmetic: by elements (`optim/adamw.py`, `optim/sgd.py`), or of whole tensors, of which a
+rank may have a part (`optim/adafactor.py`). A form is where weights and states are: beside each other, on the device or
+on the host (`optim/resident.py`), or the states elsewhere (`optim/offload.py`). Every form takes every rule by
+elements; rules of whole tensors are for weights and states on the device. What both towers know of an optimizer is in
+`spec/optimizers.py`.
 """
 
 import math
@@ -12,11 +14,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.config.run import Optim
 from meshwright.optim.clip import GradStats
-from meshwright.spec.optimizers import OPTIMIZERS
+from meshwright.parallel.mesh import CUT_AXES, Cut
+from meshwright.spec.optimizers import DESCRIPTIONS, Statistic, description_of
 
 if TYPE_CHECKING:
     from meshwright.optim.resident import ResidentOptimizer
@@ -62,6 +66,63 @@ class UpdateRule(ABC):
         return None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class WeightShard:
+    """This rank's part of one weight in an update of whole tensors."""
+
+    name: str
+    shape: tuple[int, ...]  # of the whole weight
+    cuts: tuple[Cut, ...]  # along which dims it is cut, and among whom
+    decay: float
+    states: Mapping[str, Tensor]  # those that a weight of this kind has, shaped after this rank's part of it
+    # Both make a copy, in the precision of updates; a rule of whole tensors asks again rather than keep all of them.
+    gradient: Callable[[], Tensor]  # multiplied by the factor
+    value: Callable[[], Tensor]
+    write: Callable[[Tensor], None]  # the updated value, in the form of the weight
+
+    def group(self, statistic: Statistic) -> tuple[Cut, ...]:
+        """Those that have other parts of a statistic of this weight."""
+        over = statistic.over(len(self.shape))
+        return tuple(cut for cut in self.cuts if cut.dim in over)
+
+
+class WholeTensorRule(ABC):
+    """One optimizer's arithmetic on tensors of which a rank may have a part: what needs all of one is reduced."""
+
+    def __init__(self, optim: Optim) -> None:
+        self.optim = optim
+
+    @abstractmethod
+    def update(self, shards: Sequence[WeightShard], terms: UpdateTerms) -> None:
+        """Update weights and states in place, or nothing where the terms say that the gradient is not finite.
+
+        All ranks call it with the same weights in the same order, whatever they have of each.
+        """
+
+
+Partial = tuple[WeightShard, Statistic, Tensor]  # what a rank's own part of a weight gives
+
+
+def reduced(parts: Sequence[Partial]) -> list[Tensor]:
+    """Statistics of whole weights from those of every rank's part: one all-reduce for each axis and operation."""
+    whole = [part for _, _, part in parts]
+    for op, reduce in (("sum", dist.ReduceOp.SUM), ("max", dist.ReduceOp.MAX)):
+        for axis in CUT_AXES:
+            cuts = {
+                number: cut
+                for number, (shard, statistic, _) in enumerate(parts)
+                for cut in shard.group(statistic)
+                if (statistic.op, cut.axis) == (op, axis)
+            }
+            if cuts:
+                flat = torch.cat([whole[number].reshape(-1) for number in cuts])
+                dist.all_reduce(flat, reduce, group=next(iter(cuts.values())).group)
+                pieces = flat.split([whole[number].numel() for number in cuts])
+                for number, piece in zip(cuts, pieces, strict=True):
+                    whole[number] = piece.view(whole[number].shape)
+    return whole
+
+
 def scaled(gradients: Tensors, terms: UpdateTerms) -> tuple[Tensors, Tensor | None]:
     """Gradients and the divisor that torch's fused kernels take; they read it in fp32, too coarse for float64."""
     if gradients[0].dtype == torch.float64:
@@ -76,7 +137,7 @@ class Optimizer(ABC):
     is_one_pass = False  # whether one kernel of ours makes the update
 
     def __init__(self, optim: Optim) -> None:
-        self.optim, self.spec = optim, OPTIMIZERS[optim.name]
+        self.optim, self.spec = optim, DESCRIPTIONS[description_of(optim)]
 
     @property
     @abstractmethod
@@ -85,7 +146,7 @@ class Optimizer(ABC):
 
     @abstractmethod
     def states(self) -> Mapping[str, list[Tensor]]:
-        """Its state tensors by name, each in the order of the weights; valid while no update is running."""
+        """Its state tensors by name, in the order of the weights that have it; valid while no update is running."""
 
     @abstractmethod
     def held(self) -> dict[int, dict[str, Tensor]]:

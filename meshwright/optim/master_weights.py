@@ -17,7 +17,7 @@ from meshwright.config.run import Optim, Run
 from meshwright.kernels.adamw import RoundingDraws
 from meshwright.models.init import GOLDEN, hashed, key, logical_shift, mixed, signed, uniform
 from meshwright.models.layers import accum_dtype
-from meshwright.optim.interface import Arithmetic, Tensors, Update, UpdateTerms
+from meshwright.optim.interface import Arithmetic, Tensors, Update, UpdateRule, UpdateTerms
 from meshwright.parallel import precision
 from meshwright.parallel.mesh import local, region_of
 from meshwright.spec.plan import Plan
@@ -83,12 +83,46 @@ def beside(weight: Tensor) -> dict[str, Tensor]:
     return {} if low is None else {"low": low.view(torch.bfloat16)}
 
 
-def rounded(optimizer: "ResidentOptimizer") -> Update:
+def widened(weight: Tensor, wide: Tensor) -> Tensor:
+    """A weight, or its master weight, as an update reads it."""
+    low = getattr(weight, "low_bits", None)
+    return wide.to(accum_dtype(wide)) if low is None else join(wide, low)
+
+
+def _store_wide(weight: Tensor, wide: Tensor, updated: Tensor, count: Tensor) -> None:
+    wide.copy_(updated)
+
+
+def _store_split(weight: Tensor, wide: Tensor, updated: Tensor, count: Tensor) -> None:
+    high, low = split(updated)
+    wide.copy_(high)
+    low_bits(weight).copy_(low)
+
+
+def _store_rounded(weight: Tensor, wide: Tensor, updated: Tensor, count: Tensor) -> None:
+    flat = updated.reshape(-1)
+    block = CPU_BLOCK if flat.device.type == "cpu" else DEVICE_BLOCK
+
+    def blocks() -> Blocks:
+        for start in range(0, len(flat), block):
+            part = slice(start, start + block)
+            yield part, lambda _, part=part: flat[part]
+
+    _stochastic(weight, wide.view(-1), blocks(), count)
+
+
+# By optim.master_weights, what writes a weight that was updated as a whole, from its value and the update's number.
+STORES: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], None]] = {
+    "fp32": _store_wide, "split": _store_split, "none": _store_rounded,
+}  # fmt: skip
+
+
+def rounded(optimizer: "ResidentOptimizer", rule: UpdateRule) -> Update:
     """The update of weights in bf16, block by block, in fp32 arithmetic."""
     round_to = {"none": _stochastic, "split": _split}[optimizer.optim.master_weights]
 
     def update(indices: list[int], terms: UpdateTerms) -> None:
-        arithmetic = optimizer.rule.arithmetic(terms, torch.float32)
+        arithmetic = rule.arithmetic(terms, torch.float32)
         for i in indices:
             assert optimizer.wide[i].dtype == torch.bfloat16, "weights are made in bf16 when rounding says so"
             blocks = _blocks(optimizer, i, arithmetic, terms)

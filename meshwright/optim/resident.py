@@ -5,7 +5,7 @@ For CPU offload FSDP copies a block's weights to the device before use and its r
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -17,26 +17,28 @@ from torch.distributed.tensor import DTensor, Replicate
 from meshwright.config.run import Optim, Run
 from meshwright.kernels.dispatch import settle
 from meshwright.models.layers import accum_dtype
-from meshwright.optim import host_memory
+from meshwright.optim import host_memory, master_weights
+from meshwright.optim.adafactor import AdafactorRule
 from meshwright.optim.adamw import AdamWRule
 from meshwright.optim.clip import GradStats
 from meshwright.optim.host_memory import PinnedMemory
-from meshwright.optim.interface import Optimizer, Update, UpdateRule, UpdateTerms
+from meshwright.optim.interface import Optimizer, Update, UpdateRule, UpdateTerms, WeightShard, WholeTensorRule
 from meshwright.optim.master_weights import beside, given, rounded, state_dtype
 from meshwright.optim.sgd import SGDRule
 from meshwright.parallel import precision
-from meshwright.parallel.mesh import Mesh, local
+from meshwright.parallel.mesh import Mesh, cuts, local
 from meshwright.parallel.model_spec import note
 from meshwright.spec.optimizers import OPTIMIZERS
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import mistake
 
 RULES: dict[str, Callable[[Optim], UpdateRule]] = {"adamw": AdamWRule, "sgd": SGDRule}
+WHOLE_RULES: dict[str, Callable[[Optim], WholeTensorRule]] = {"adafactor": AdafactorRule}
 
 
-def rule_of(optim: Optim) -> UpdateRule:
-    """The arithmetic of a run's optimizer."""
-    return RULES[optim.name](optim)
+def rule_of(optim: Optim, name: str = "") -> UpdateRule:
+    """The arithmetic of a run's optimizer, or of a named one with its keys, by elements."""
+    return RULES[name or optim.name](optim)
 
 
 class ResidentOptimizer(Optimizer):
@@ -46,46 +48,59 @@ class ResidentOptimizer(Optimizer):
     before the first step.
     """
 
-    def __init__(self, optim: Optim, weights: Iterable[nn.Parameter], plan: Plan) -> None:
+    def __init__(
+        self, optim: Optim, weights: Iterable[nn.Parameter], plan: Plan, names: Sequence[str] | None = None
+    ) -> None:
+        """`names`: those of the weights in the model; only optimizers that do not take all of them ask for these."""
         super().__init__(optim)
-        self.rule = rule_of(optim)
         self.weights = list(weights)
+        self.names = list(names or [""] * len(self.weights))
         self.wide = [precision.master(weight) for weight in self.weights]
-        self._states = {
-            name: [torch.zeros_like(weight, dtype=state_dtype(optim, weight)) for weight in self.wide]
-            for name in self.spec.state_names
-        }
+        # Those that update a weight, by their names, and each weight's states.
+        self.updaters = [self.spec.of(*pair).name for pair in self._named()]
+        self._states = [
+            {
+                state.name: _zeros(state.shape_beside(tuple(wide.shape)), wide, optim)
+                for state in self.spec.states_of(*pair)
+            }
+            for wide, pair in zip(self.wide, self._named(), strict=True)
+        ]
         self._count = torch.zeros((), dtype=torch.float32, device=self.wide[0].device)
         self.missed = [0] * len(self.weights)  # updates for which each weight had no gradient
-        self.update = self._choose(plan)
+        self.updates = {name: self._choose(plan, name) for name in dict.fromkeys(self.updaters)}
 
-    def _choose(self, plan: Plan) -> Update:
-        masters = self.optim.master_weights == "fp32"
+    def _named(self) -> Iterator[tuple[str, int]]:
+        return ((name, weight.dim()) for name, weight in zip(self.names, self.weights, strict=True))
+
+    def _choose(self, plan: Plan, name: str) -> Update:
+        """The update of the weights of one optimizer."""
+        if name in WHOLE_RULES:
+            return self._whole(WHOLE_RULES[name](self.optim))
+        rule, masters = rule_of(self.optim, name), self.optim.master_weights == "fp32"
         if plan.deterministic:
-            return self._plain if masters else rounded(self)
+            return partial(self._plain, rule) if masters else rounded(self, rule)
         if settle(plan.kernels, self.wide[0].device, self.wide[0].dtype).kind == "fused":
-            one_pass = self.rule.one_pass(self)
+            one_pass = rule.one_pass(self)
             if one_pass is not None:
                 self.is_one_pass = True
                 return one_pass
-        return self._fused if masters else rounded(self)
+        return partial(self._fused, rule) if masters else rounded(self, rule)
 
     @property
     def count(self) -> Tensor:
         return self._count
 
     def states(self) -> Mapping[str, list[Tensor]]:
-        return self._states
+        return {name: [held[name] for held in self._states if name in held] for name in self.spec.state_names}
 
     def states_of(self, index: int) -> list[Tensor]:
         """The state tensors of one weight, in the order of the rule."""
-        return [tensors[index] for tensors in self._states.values()]
+        return list(self._states[index].values())
 
     def held(self) -> dict[int, dict[str, Tensor]]:
         found = {}
         for index, (weight, wide) in enumerate(zip(self.weights, self.wide, strict=True)):
-            states = dict(zip(self._states, self.states_of(index), strict=True))
-            found[id(weight)] = {"weight": wide, **beside(weight), **states}
+            found[id(weight)] = {"weight": wide, **beside(weight), **self._states[index]}
         return found
 
     @torch.no_grad()
@@ -95,32 +110,32 @@ class ResidentOptimizer(Optimizer):
         One without is as if this step had not been: it does not decay, nor do its states.
         """
         self._count += verdict.finite
-        for (decay, missed), indices in self._groups().items():
+        for (name, decay, missed), indices in self._groups().items():
             count = self._count - missed if missed else self._count
-            self.update(indices, UpdateTerms(rate, decay, count, verdict.factor, verdict.finite))
+            self.updates[name](indices, UpdateTerms(rate, decay, count, verdict.factor, verdict.finite))
         idle = [i for i, weight in enumerate(self.weights) if weight.grad is None and weight.requires_grad]
         if idle and verdict.finite:  # the host waits, but not for models that use all of their parameters
             for i in idle:
                 self.missed[i] += 1
 
-    def _fused(self, indices: list[int], terms: UpdateTerms) -> None:
+    def _fused(self, rule: UpdateRule, indices: list[int], terms: UpdateTerms) -> None:
         weights, wide = ([held[i] for i in indices] for held in (self.weights, self.wide))
         gradients = [local(given(weight)) for weight in weights]
-        states = [[tensors[i] for i in indices] for tensors in self._states.values()]
+        states = list(zip(*(self.states_of(i) for i in indices), strict=True))
         widened = gradients
         if any(each.dtype != accum_dtype(held) for each, held in zip(gradients, wide, strict=True)):
             # Together: a few launches, however many weights there are.
             widened = [torch.empty_like(each, dtype=accum_dtype(each)) for each in wide]
             torch._foreach_copy_(widened, gradients)
-        self.rule.fused(wide, widened, states, terms)
+        rule.fused(wide, widened, states, terms)
         if precision.has_master(weights[0]):  # all weights have a bf16 copy, or none has
             torch._foreach_copy_(weights, wide)
             if widened is not gradients:  # the kernel leaves its gradients clipped
                 torch._foreach_copy_(gradients, widened)
 
-    def _plain(self, indices: list[int], terms: UpdateTerms) -> None:
+    def _plain(self, rule: UpdateRule, indices: list[int], terms: UpdateTerms) -> None:
         finite = terms.finite > 0
-        rules = {dtype: self.rule.arithmetic(terms, dtype) for dtype in {self.wide[i].dtype for i in indices}}
+        rules = {dtype: rule.arithmetic(terms, dtype) for dtype in {self.wide[i].dtype for i in indices}}
         for i in indices:
             weight, states = self.wide[i], self.states_of(i)
             gradient = local(given(self.weights[i])).to(accum_dtype(weight))
@@ -128,13 +143,53 @@ class ResidentOptimizer(Optimizer):
             for held, new in ((weight, moved), *zip(states, updated, strict=True)):
                 held.copy_(torch.where(finite, new, held))
 
-    def _groups(self) -> dict[tuple[float, int], list[int]]:
-        """Weights with a gradient, by their decay and the updates they missed."""
-        groups: dict[tuple[float, int], list[int]] = {}
+    def _whole(self, rule: WholeTensorRule) -> Update:
+        """The update of whole tensors, of which this rank has parts: all together, so that few collectives do."""
+        store = master_weights.STORES[self.optim.master_weights]
+        parts = [cuts(weight) for weight in self.weights]
+
+        def shard(i: int, terms: UpdateTerms) -> WeightShard:
+            weight, wide, finite = self.weights[i], self.wide[i], terms.finite > 0
+
+            def gradient() -> Tensor:
+                return local(given(weight)).to(accum_dtype(wide)) * terms.factor.to(accum_dtype(wide))
+
+            def value() -> Tensor:
+                return master_weights.widened(weight, wide)
+
+            def write(updated: Tensor) -> None:
+                store(weight, wide, torch.where(finite, updated, value()), terms.count)
+
+            states, decay = self._states[i], self.decay_of(weight)
+            return WeightShard(self.names[i], tuple(weight.shape), parts[i], decay, states, gradient, value, write)
+
+        def update(indices: list[int], terms: UpdateTerms) -> None:
+            rule.update([shard(i, terms) for i in indices], terms)
+            if precision.has_master(self.weights[0]):  # all weights have a bf16 copy, or none has
+                torch._foreach_copy_([self.weights[i] for i in indices], [self.wide[i] for i in indices])
+
+        return update
+
+    def _groups(self) -> dict[tuple[str, float, int], list[int]]:
+        """Weights with a gradient, by who updates them, their decay and the updates they missed.
+
+        Whole tensors each have their own decay, and are updated together.
+        """
+        groups: dict[tuple[str, float, int], list[int]] = {}
         for index, weight in enumerate(self.weights):
             if weight.grad is not None:
-                groups.setdefault((self.decay_of(weight), self.missed[index]), []).append(index)
+                name = self.updaters[index]
+                decay = 0.0 if name in WHOLE_RULES else self.decay_of(weight)
+                groups.setdefault((name, decay, self.missed[index]), []).append(index)
         return groups
+
+
+def _zeros(shape: tuple[int, ...], wide: Tensor, optim: Optim) -> Tensor:
+    """A state tensor beside a weight; one of its shape lies as it does."""
+    dtype = state_dtype(optim, wide)
+    if shape == tuple(wide.shape):
+        return torch.zeros_like(wide, dtype=dtype)
+    return torch.zeros(shape, dtype=dtype, device=wide.device)
 
 
 REMEDY = "use more ranks, whose hosts share the weights out by plan.shard, or leave plan.cpu_offload out"

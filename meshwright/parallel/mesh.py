@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from meshwright.spec.plan import AXES, Plan
@@ -133,6 +133,38 @@ def copies(weight: Tensor, mesh: Mesh) -> int:
     if "tp" not in (weight.device_mesh.mesh_dim_names or ()):  # a split table left it whole on each of those ranks
         held_alike.append(mesh.dense.size(DENSE.index("tp")))
     return math.prod(held_alike)
+
+
+CUT_AXES = ("shard", "expert_shard", "ep", "tp")  # over which a weight may be cut, in the order of reductions
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A dim of a tensor that is cut among the ranks of a group."""
+
+    dim: int
+    axis: str  # of CUT_AXES
+    group: dist.ProcessGroup
+
+
+def cuts(weight: Tensor) -> tuple[Cut, ...]:
+    """Along which dims a weight is cut, and among whom; experts that ep shares out are sharded by fewer ranks."""
+    if not isinstance(weight, DTensor):
+        return ()
+    grid, found = weight.device_mesh, []
+    sizes = dict(zip(grid.mesh_dim_names or (), grid.shape, strict=True))
+    for axis, placement in zip(sizes, weight.placements, strict=True):
+        if (dim := cut_dim(placement, weight)) is not None and sizes[axis] > 1:
+            name = "expert_shard" if axis == "shard" and sizes.get("ep", 1) > 1 else axis
+            found.append(Cut(dim, name, grid.get_group(axis)))
+    return tuple(found)
+
+
+def cut_dim(placement: Placement, tensor: Tensor) -> int | None:
+    """The dim of a tensor that a placement cuts; None if it is held whole."""
+    if isinstance(placement, Replicate):
+        return None
+    return placement.dim % tensor.dim()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 # torch 2.13 renamed both, and warns at every use of the old names.

@@ -23,8 +23,9 @@ from meshwright.config.weights import CHECKPOINTS, RUN, SUMMARY, present
 from meshwright.runtime.failure import process_name, this_session
 from meshwright.runtime.files import replace_file, replace_json, writing
 from meshwright.runtime.records import Summary
-from meshwright.spec.optimizers import OPTIMIZERS
+from meshwright.spec.optimizers import DESCRIPTIONS, description_of
 from meshwright.spec.params import count as count_parameters
+from meshwright.spec.params import params
 from meshwright.spec.problem import InputError, Problem, mistake
 
 LOCK, DATA = "lock", "data.json"
@@ -246,8 +247,10 @@ def earlier(folder: Path) -> dict[str, Run]:
 def state_bytes(run: Run) -> int:
     """One saved step: every weight and its optimizer states."""
     width = 8 if run.plan.precision == "fp64" else 4
-    states = OPTIMIZERS[run.optim.name].state_bytes(2 if run.optim.state_dtype == "bf16" else width)
-    return (width + states) * count_parameters(run.arch)
+    states = DESCRIPTIONS[description_of(run.optim)].total_bytes(
+        params(run.arch), 2 if run.optim.state_dtype == "bf16" else width
+    )
+    return width * count_parameters(run.arch) + states
 
 
 def lack_of_room(run: Run, folder: Path, free: int) -> str | None:

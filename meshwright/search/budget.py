@@ -14,6 +14,7 @@ from meshwright.cost.step_time import price
 from meshwright.hardware.cluster import Cluster, cluster
 from meshwright.hardware.stacks import stack_of
 from meshwright.search.question import Question
+from meshwright.spec.optimizers import description_of
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError, Problem
 from meshwright.spec.units import GIB
@@ -101,7 +102,7 @@ def question_of(run: Run, machines: Cluster) -> Question:
         masked=run.data.mask_documents,
         master_weights=run.optim.master_weights,
         state_dtype=run.optim.state_dtype,
-        optimizer=run.optim.name,
+        optimizer=description_of(run.optim),
     )
 
 

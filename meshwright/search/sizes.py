@@ -15,7 +15,7 @@ from meshwright.search.bounds import smallest_world, widths
 from meshwright.search.question import Question, variants
 from meshwright.search.space import empty, refuse_empty
 from meshwright.spec.arch import Arch
-from meshwright.spec.optimizers import OPTIMIZERS
+from meshwright.spec.optimizers import DESCRIPTIONS
 from meshwright.spec.params import Param, count, params
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError
@@ -156,7 +156,7 @@ def duration(found: Candidate, tokens: float, dollars_per_gpu_hour: float | None
 def layers(question: Question) -> tuple[Layer, ...]:
     """The model from its embedding to its output, layers alike in one line."""
     arch, wide = question.arch, widths(question)[0]
-    state_bytes = 2 * wide + OPTIMIZERS[question.optimizer].state_bytes(wide)
+    spec = DESCRIPTIONS[question.optimizer]
     work = microbatch_shape(question.job(Plan(microbatch=1, precision=question.precision)))
 
     def layer(name: str, mine: list[Param], flops: float, activation_bytes: float, alike: int = 1) -> Layer:
@@ -166,7 +166,7 @@ def layers(question: Question) -> tuple[Layer, ...]:
             count=alike,
             parameters=parameters,
             flops_per_token=flops,
-            state_bytes=state_bytes * parameters,
+            state_bytes=2 * wide * parameters + spec.total_bytes(mine, wide),
             activation_bytes=activation_bytes,
         )
 

@@ -1,33 +1,87 @@
 """Optimizers as data, read by both towers: what each keeps of a parameter, which it takes, what an update moves.
 
-Their arithmetic is in optim/, one file each, under the same names.
+Their arithmetic is in optim/, one file each, under the same names. Shapes of states and of partial sums are functions
+of a parameter's shape, and a rank's are the same functions of its part: what is cut along a dim that a state lacks is
+held alike by those ranks.
 """
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
 
-# How a state tensor is shaped beside its parameter. Row and column means (Adafactor) or a whole matrix of statistics
-# (Shampoo) become further words here and further cases of `StateTensor.elements`.
-StateShape = Literal["elementwise"]
+# How a state tensor is shaped beside its parameter (…, r, c): like it, (…, r) or (…, c). A whole matrix of statistics
+# (Shampoo) becomes a further word here and a further case of `StateTensor.shape_beside` and `lacks`.
+StateShape = Literal["elementwise", "rows", "columns"]
 # In how many bits it is kept: as the master weight, so fp32, float64 in proofs, or bf16 by optim.state_dtype.
 StateDtypeRule = Literal["master"]
-Takes = Literal["all", "matrices", "rest"]  # which parameters an optimizer updates
+Dims = Literal["all", "vectors", "matrices"]  # of which parameters: stacks of matrices are matrices
+Takes = Literal["all", "hidden"]  # which parameters an optimizer updates: all, or the matrices inside blocks
+
+
+class HasShape(Protocol):
+    """A parameter, by what decides its states."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+def is_of(of: Dims, dims: int) -> bool:
+    """Whether a parameter of so many dims is among those."""
+    return of == "all" or (of == "matrices") == (dims >= 2)
+
+
+def is_hidden(name: str, dims: int) -> bool:
+    """Whether a parameter is a matrix inside a block: no embedding, output projection, vector or router."""
+    return dims >= 2 and name.startswith("blocks.") and not name.endswith((".router.weight", ".noise.weight"))
 
 
 class StateTensor(msgspec.Struct, frozen=True, kw_only=True):
-    """One tensor that an optimizer keeps of every parameter."""
+    """One tensor that an optimizer keeps of a parameter."""
 
     name: str  # in checkpoints, as NAME/PARAMETER
     label: str
     shape: StateShape = "elementwise"
     dtype: StateDtypeRule = "master"
+    of: Dims = "all"
+
+    def lacks(self, dims: int) -> tuple[int, ...]:
+        """The dims of a parameter that it does not have."""
+        return {"elementwise": (), "rows": (dims - 1,), "columns": (dims - 2,)}[self.shape]
+
+    def shape_beside(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Its shape beside a parameter, or a part of one, of a shape."""
+        lacks = self.lacks(len(shape))
+        return tuple(size for dim, size in enumerate(shape) if dim not in lacks)
+
+    def bytes_beside(self, shape: tuple[int, ...], width: int) -> int:
+        """Its bytes there, at so many bytes an element of the master weight."""
+        return math.prod(self.shape_beside(shape)) * width
+
+
+class Statistic(msgspec.Struct, frozen=True, kw_only=True):
+    """A sum, or a maximum, over a parameter (…, r, c) that an update needs whole: ranks that share it reduce theirs.
+
+    rows: (…, r), over the last dim. columns: (…, c), over the one before. matrix: (…), over what is left of rows.
+    tensor: one number, over everything.
+    """
+
+    shape: Literal["rows", "columns", "matrix", "tensor"]
+    of: Dims = "all"
+    op: Literal["sum", "max"] = "sum"
+
+    def over(self, dims: int) -> tuple[int, ...]:
+        """The dims that it is reduced over: ranks that cut one of them have a part each."""
+        whole = tuple(range(dims))
+        return {"rows": (dims - 1,), "columns": (dims - 2,), "matrix": (dims - 2,), "tensor": whole}[self.shape]
 
     def elements(self, shape: tuple[int, ...]) -> int:
-        """Elements beside a parameter of a shape."""
-        return math.prod(shape)
+        """Elements of a rank's part, from the shape of its part of the parameter."""
+        left = {"rows": shape[:-1], "columns": (*shape[:-2], *shape[-1:]), "matrix": shape[:-2], "tensor": ()}
+        return math.prod(left[self.shape])
 
 
 class OptimizerSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,33 +92,74 @@ class OptimizerSpec(msgspec.Struct, frozen=True, kw_only=True):
     held: str  # its states, in a ledger's words
     states: tuple[StateTensor, ...]
     takes: Takes = "all"
-    collectives: tuple[str, ...] = ()  # that its update issues: one by elements needs none
-    keys: tuple[str, ...]  # of [optim], those that only it reads
+    rest: str = ""  # the optimizer that updates what it does not take
+    # Its update is of whole tensors: what ranks reduce for it, one collective for each inner list, axis and operation.
+    whole: bool = False
+    reductions: tuple[tuple[Statistic, ...], ...] = ()
+    is_exact: bool = True  # no reduction rounds: the same bits however tensors are cut
+    keys: tuple[str, ...]  # of [optim], those that only it and its likes read
+    defaults: tuple[tuple[str, float], ...] = ()  # of those that are not as in config/run.py
     flops: int  # of one parameter's update, by operations that round once each
     # Bytes of one parameter that unfused operators move, temporaries included. Between them the states are the least.
     has_kernel: bool = False  # of ours, in kernels/, that reads and writes everything once
-    rounded_bytes: float  # without an fp32 master weight: widened, updated, rounded by optim/master_weights.py
-    bf16_state_bytes: float  # with bf16 states, by the host in optim/offload.py; most of it stays in its caches
+    update_bytes: float = 0.0  # with an fp32 master weight, where no library has a fused kernel
+    rounded_bytes: float  # without one: widened, updated, rounded by optim/master_weights.py
+    bf16_state_bytes: float = 0.0  # with bf16 states, by the host in optim/offload.py; most of it stays in its caches
+    temporaries: int = 0  # fp32 copies of a rank's largest part that an update of whole tensors makes at a time
+
+    def of(self, name: str, dims: int) -> "OptimizerSpec":
+        """The description that holds for a parameter."""
+        return self if self.takes == "all" or is_hidden(name, dims) else OPTIMIZERS[self.rest]
+
+    @property
+    def members(self) -> tuple["OptimizerSpec", ...]:
+        """Itself, and who updates the rest."""
+        return (self, OPTIMIZERS[self.rest]) if self.rest else (self,)
+
+    def states_of(self, name: str, dims: int) -> tuple[StateTensor, ...]:
+        """The state tensors of a parameter, in the order of its arithmetic."""
+        return tuple(state for state in self.of(name, dims).states if is_of(state.of, dims))
+
+    @property
+    def all_states(self) -> tuple[StateTensor, ...]:
+        """Every kind of state tensor, each name once."""
+        return tuple({state.name: state for each in self.members for state in each.states}.values())
 
     @property
     def state_names(self) -> tuple[str, ...]:
         """The kinds of its state tensors, in the order of its arithmetic."""
-        return tuple(state.name for state in self.states)
+        return tuple(state.name for state in self.all_states)
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether every parameter has every state, each in its own shape: all have the same number of bytes."""
+        return self.takes == "all" and all((state.shape, state.of) == ("elementwise", "all") for state in self.states)
 
     def state_bytes(self, width: int) -> int:
-        """Bytes of its states for one parameter, at so many bytes an element."""
-        return width * len(self.states)  # all are elementwise
+        """Bytes of its states for one parameter, at so many bytes an element; the least, where parameters differ."""
+        kept = [[state for state in each.states if state.of == "all"] for each in self.members]
+        return min(width * sum(state.shape == "elementwise" for state in states) for states in kept)
+
+    def bytes_of(self, name: str, shape: tuple[int, ...], width: int) -> int:
+        """Bytes of a parameter's states, or of a part of it that has a shape."""
+        return sum(state.bytes_beside(shape, width) for state in self.states_of(name, len(shape)))
+
+    def total_bytes(self, table: Iterable[HasShape], width: int) -> int:
+        """Bytes of all parameters' states, unsharded."""
+        return sum(self.bytes_of(param.name, param.shape, width) for param in table)
 
     def moved_bytes(self, width: int) -> int:
         """Bytes of its states that one update of a parameter reads and writes."""
         return 2 * self.state_bytes(width)
 
 
+FIRST, SECOND = (StateTensor(name=name, label=f"{name} moment") for name in ("first", "second"))
+
 ADAMW = OptimizerSpec(
     name="adamw",
     label="AdamW",
     held="AdamW's two",
-    states=(StateTensor(name="first", label="first moment"), StateTensor(name="second", label="second moment")),
+    states=(FIRST, SECOND),
     keys=("beta1", "beta2", "eps"),
     flops=16,
     has_kernel=True,
@@ -83,15 +178,77 @@ SGD = OptimizerSpec(
     bf16_state_bytes=56,  # some fourteen passes: AdamW's, less those that widen, move and round a second state
 )
 
-OPTIMIZERS: Mapping[str, OptimizerSpec] = {each.name: each for each in (ADAMW, SGD)}
+ADAFACTOR = OptimizerSpec(
+    name="adafactor",
+    label="Adafactor",
+    held="Adafactor's row and column means",
+    states=(
+        StateTensor(name="row", label="row means", shape="rows", of="matrices"),
+        StateTensor(name="column", label="column means", shape="columns", of="matrices"),
+        StateTensor(name="second", label="second moment", of="vectors"),
+    ),
+    whole=True,
+    reductions=(
+        (Statistic(shape="rows", of="matrices"), Statistic(shape="columns", of="matrices")),
+        (Statistic(shape="matrix", of="matrices"),),
+        (Statistic(shape="tensor"),),
+    ),
+    is_exact=False,
+    keys=("beta1", "eps1", "eps2", "relative_step"),
+    defaults=(("beta1", 0.0),),
+    flops=20,
+    update_bytes=100,  # some twenty-five passes of four bytes
+    rounded_bytes=180,
+    temporaries=4,
+)
+
+OPTIMIZERS: Mapping[str, OptimizerSpec] = {each.name: each for each in (ADAMW, SGD, ADAFACTOR)}  # by optim.name
+
+
+class HasOptions(Protocol):
+    """The keys of [optim] that decide what an optimizer keeps and sends."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def beta1(self) -> float: ...
+    @property
+    def relative_step(self) -> bool: ...
+
+
+def _with_first(spec: OptimizerSpec) -> OptimizerSpec:
+    held, flops = f"{spec.held} and its first moment", spec.flops + 3
+    more = {"update_bytes": spec.update_bytes + 20, "rounded_bytes": spec.rounded_bytes + 20}
+    return msgspec.structs.replace(spec, held=held, states=(*spec.states, FIRST), flops=flops, **more)
+
+
+def _with_relative_step(spec: OptimizerSpec) -> OptimizerSpec:
+    first, *others = spec.reductions
+    sizes = ((*first, Statistic(shape="tensor")), *others)  # of the weights
+    return msgspec.structs.replace(spec, reductions=sizes, flops=spec.flops + 2, update_bytes=spec.update_bytes + 12)
+
+
+FACTORED = (ADAFACTOR, _with_first(ADAFACTOR))
+# All descriptions: those that `description_of` names, and the planner is told.
+DESCRIPTIONS: Mapping[str, OptimizerSpec] = {
+    **OPTIMIZERS,
+    "adafactor+first": FACTORED[1],
+    "adafactor+relative": _with_relative_step(FACTORED[0]),
+    "adafactor+first+relative": _with_relative_step(FACTORED[1]),
+}
+
+
+def description_of(optim: HasOptions) -> str:
+    """The name of the description that holds for a run's optimizer: options may add a state, or something to reduce."""
+    options = {"first": optim.beta1 > 0, "relative": optim.relative_step}
+    longer = "+".join((optim.name, *(option for option, is_on in options.items() if is_on)))
+    return longer if longer in DESCRIPTIONS else optim.name
+
+
+BESIDE = frozenset(("weight", "low"))  # kinds of tensors that are no optimizer's states
 
 
 def saved_by(kinds: Iterable[str]) -> OptimizerSpec | None:
-    """The optimizer whose states are among the kinds of tensors that a checkpoint has."""
-    held = set(kinds)
-    return next((each for each in OPTIMIZERS.values() if held.issuperset(each.state_names)), None)
-
-
-def is_hidden(name: str, dims: int) -> bool:
-    """Whether a parameter is a matrix inside a block: no embedding, output projection, vector or router."""
-    return dims >= 2 and name.startswith("blocks.") and not name.endswith((".router.weight", ".noise.weight"))
+    """The optimizer whose states are the kinds of tensors that a checkpoint has beside the weights."""
+    held = set(kinds) - BESIDE
+    return next((each for each in DESCRIPTIONS.values() if held == set(each.state_names)), None)

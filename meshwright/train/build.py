@@ -52,7 +52,8 @@ def beside(chunks: list[nn.Module], run: Run, mesh: Mesh) -> Optimizer:
         chunk.train()
     _begin(chunks, run, mesh)
     precision.attach(chunks, run.plan)
-    return ResidentOptimizer(run.optim, [weight for chunk in chunks for weight in chunk.parameters()], run.plan)
+    names, weights = zip(*(pair for chunk in chunks for pair in chunk.named_parameters()), strict=True)
+    return ResidentOptimizer(run.optim, weights, run.plan, names)
 
 
 def hosted(chunks: list[nn.Module], run: Run, mesh: Mesh) -> Optimizer:

@@ -251,9 +251,7 @@ class Replicas:
     def _verdict(self, rows: list[list[int]], ranks: list[int], step: int) -> Failure:
         odd = odd_ones(rows)
         which = [ranks[number] for number in odd]
-        names = [name for chunk in self.state.chunks for name, _ in chunk.named_parameters()]
-        first = first_odd(rows)
-        part = ("weight", *(state.label for state in self.state.optimizer.spec.states))[first // len(names)]
+        part, name = whose(self.state)[first_odd(rows)]
         who = (
             f"rank {which[0]} differs from its replicas"
             if len(which) == 1
@@ -262,7 +260,7 @@ class Replicas:
         return Failure(
             kind="replicas",
             code=Exit.HARDWARE,
-            what=f"{who}: the {part} of {names[first % len(names)]} is not the same number",
+            what=f"{who}: the {part} of {name} is not the same number",
             where=f"{platform.node()}, seen after step {step}",
             since=f"after step {self.equal_at}, when all were equal",
             cause="a bit changed in memory or arithmetic: suspect the device of that rank",
@@ -277,6 +275,17 @@ def compared(state: State) -> list[Tensor]:
     """What replicas hold alike: the weights, then each optimizer state of all of them."""
     weights = [local(weight.detach()) for weight in state.optimizer.weights]
     return [*weights, *chain.from_iterable(state.optimizer.states().values())]
+
+
+def whose(state: State) -> list[tuple[str, str]]:
+    """What each of those is, and of which weight."""
+    names = [name for chunk in state.chunks for name, _ in chunk.named_parameters()]
+    weights = list(zip(names, state.optimizer.weights, strict=True))
+    found, spec = [("weight", name) for name in names], state.optimizer.spec
+    for kind in spec.state_names:
+        kept = ((name, spec.states_of(name, weight.dim())) for name, weight in weights)
+        found += [(each.label, name) for name, held in kept for each in held if each.name == kind]
+    return found
 
 
 def first_odd(rows: list[list[int]]) -> int:

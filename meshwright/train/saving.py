@@ -6,13 +6,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from meshwright.checkpoint import format, write
 from meshwright.checkpoint import read as restoring
@@ -26,7 +26,7 @@ from meshwright.config.weights import describe
 from meshwright.optim import host_memory
 from meshwright.optim.interface import learning_rate
 from meshwright.parallel import precision
-from meshwright.parallel.mesh import DENSE, EXPERT, Mesh, region_of
+from meshwright.parallel.mesh import DENSE, EXPERT, Mesh, cut_dim, region_of
 from meshwright.runtime import run_folder
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import params
@@ -48,12 +48,25 @@ def holdings(state: State, run: Run, mesh: Mesh) -> list[TensorShard]:
         # A tied embedding may be on two stages, which hold the same numbers: the first has it to write.
         mine = owners[name] == mesh.place["pp"] and name not in seen
         seen.add(name)
-        copy, copies = standing(weight, mesh)
         region = tuple((part.start, part.stop) for part in region_of(weight))
+        lacking = {
+            state.name: state.lacks(weight.dim()) for state in state.optimizer.spec.states_of(name, weight.dim())
+        }
         for kind, tensor in held[id(weight)].items():
+            lacks = lacking.get(kind, ())
+            copy, copies = standing(weight, mesh, lacks)
             writes = mine and chosen(run.arch, copies, tuple(held[id(weight)]))[f"{kind}/{name}"] == copy
-            found.append(TensorShard(f"{kind}/{name}", tuple(weight.shape), region, tensor, writes))
+            shape, part = _without(tuple(weight.shape), lacks), _without(region, lacks)
+            found.append(TensorShard(f"{kind}/{name}", shape, part, tensor, writes))
     return found
+
+
+Each = TypeVar("Each")
+
+
+def _without(dims: tuple[Each, ...], lacks: tuple[int, ...]) -> tuple[Each, ...]:
+    """Something of every dim of a weight, but for those that its state lacks."""
+    return tuple(each for dim, each in enumerate(dims) if dim not in lacks)
 
 
 @cache
@@ -63,13 +76,16 @@ def chosen(arch: Arch, copies: int, kinds: tuple[str, ...]) -> dict[str, int]:
     return dict(zip(sizes, writers(list(sizes.values()), copies), strict=True))
 
 
-def standing(weight: Tensor | nn.Parameter, mesh: Mesh) -> tuple[int, int]:
-    """This rank's number among those of its stage that hold the same part of a weight, and how many they are."""
+def standing(weight: Tensor | nn.Parameter, mesh: Mesh, lacks: tuple[int, ...] = ()) -> tuple[int, int]:
+    """This rank's number among those of its stage that hold the same part of a weight, and how many they are.
+
+    Or of a state that lacks some of its dims: those that cut only these hold the same.
+    """
     if not isinstance(weight, DTensor):
         return mesh.rank, mesh.world
     names = weight.device_mesh.mesh_dim_names or ()
     axes_of = zip(names, weight.placements, strict=True)
-    cut = {name for name, placement in axes_of if not isinstance(placement, Replicate)}
+    cut = {name for name, placement in axes_of if cut_dim(placement, weight) not in (None, *lacks)}
     grid, axes = (mesh.expert, EXPERT) if "ep" in names else (mesh.dense, DENSE)
     place = grid.get_coordinate()
     assert place is not None, "every rank is in the grid"

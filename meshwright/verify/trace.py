@@ -35,7 +35,7 @@ from meshwright.models.decoder import Decoder
 from meshwright.models.moe import Experts, MoELayer, RunExperts
 from meshwright.optim import clip, master_weights
 from meshwright.optim.clip import LossScale
-from meshwright.optim.resident import ResidentOptimizer
+from meshwright.optim.resident import WHOLE_RULES, ResidentOptimizer
 from meshwright.parallel import context, expert, mesh, precision
 from meshwright.parallel.apply import apply
 from meshwright.parallel.context import HALF, AttentionBlock, Forward, Gradients
@@ -329,9 +329,11 @@ class _Step:
         precision.attach(chunks, run.plan)
         master_weights.attach(chunks, run)
         self.weights = [weight for chunk in chunks for weight in chunk.parameters()]
-        self.optimizer = ResidentOptimizer(run.optim, self.weights, run.plan)
+        names = [name for chunk in chunks for name, _ in chunk.named_parameters()]
+        self.optimizer = ResidentOptimizer(run.optim, self.weights, run.plan, names)
         if run.optim.master_weights != "fp32":  # by blocks that suit a cache: of large weights too many to follow
-            self.optimizer.update = lambda indices, terms: None
+            skipped = {name: lambda indices, terms: None for name in self.optimizer.updates if name not in WHOLE_RULES}
+            self.optimizer.updates |= skipped
         self.scale = LossScale(run.plan, mesh.device)
         self.forward_backward = forward_backward
         self.measure = clip.choose(run.plan)
@@ -419,7 +421,9 @@ def trace(run: Run, job: Job, rank: int | None = None) -> TraceReport:
         rank = worst(plain).rank * (plan.world // plan.pp)  # pp is the outermost axis
     about = {"plan": str(run.plan), "rank": rank, "world": plan.world, "notes": tuple(notes(run))}
     try:
-        seen = trace_step(run, rank, lambda place: traffic(run.arch, plan, run.sequence, place=place))
+        seen = trace_step(
+            run, rank, lambda place: traffic(run.arch, plan, run.sequence, place=place, optimizer=job.optimizer)
+        )
     except (RuntimeError, NotImplementedError) as error:  # torch's words for an operator that needs values
         reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         return TraceReport(**about, calls=(), held=(), moment="", phase="", refused=reason)

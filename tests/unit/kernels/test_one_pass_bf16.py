@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from meshwright.config import load
 from meshwright.optim import master_weights
 from meshwright.optim.clip import GradStats
-from meshwright.optim.resident import ResidentOptimizer
+from meshwright.optim.resident import ResidentOptimizer, rule_of
 
 SHAPES = ((40, 16), (7, 9), (33,), (3000,))
 
@@ -32,7 +32,10 @@ def moved(kind: str, states: str, way: str, finite: tuple[float, ...]) -> list[T
     ).to(DEVICE)
     master_weights.attach([weights], run)
     optimizer = ResidentOptimizer(run.optim, weights.values(), run.plan)
-    optimizer.update = {"plain": master_weights.rounded, "fused": optimizer.rule.one_pass}[way](optimizer)
+    rule = rule_of(run.optim)
+    update = master_weights.rounded(optimizer, rule) if way == "plain" else rule.one_pass(optimizer)
+    assert update is not None
+    optimizer.updates["adamw"] = update
     for moving in finite:
         for weight in weights.values():
             weight.grad = torch.randn(weight.shape, generator=random).bfloat16().to(DEVICE)

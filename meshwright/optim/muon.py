@@ -10,15 +10,26 @@ they are gathered, made and given back, the next batch travelling while one is m
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from meshwright.kernels import muon as elements
+from meshwright.kernels.dispatch import settle
+from meshwright.kernels.muon import MuonStep
 from meshwright.models.layers import accum_dtype
+from meshwright.optim.interface import UpdateTerms
+from meshwright.optim.master_weights import STORES, given, low_bits, widened
+from meshwright.parallel import precision
 from meshwright.parallel.mesh import Mesh, all_gather, local
 from meshwright.spec.matrices import STEPS, MatrixBatch, MatrixCut, share_out
+from meshwright.spec.plan import Plan
+
+if TYPE_CHECKING:
+    from meshwright.optim.resident import ResidentOptimizer
 
 # Jordan's: singular values are driven towards one as fast as five steps can, to within some 0.7 to 1.2 of it.
 A, B, C = 3.4445, -4.7750, 2.0315
@@ -74,9 +85,10 @@ class HeldMatrices:
     count: int
     expert: bool  # the ranks of ep hold other ones
 
-    def view(self, part: Tensor, member: int) -> Tensor:
-        """A rank's part of the weight as pieces of matrices."""
-        return part.reshape(self.count, *self.cut.piece(member))
+    @property
+    def team(self) -> tuple[bool, int, int]:
+        """What is alike for weights that the same ranks hold."""
+        return self.expert, self.cut.shard, self.cut.tp
 
 
 def held_matrices(weight: Tensor) -> HeldMatrices:
@@ -97,9 +109,9 @@ def held_matrices(weight: Tensor) -> HeldMatrices:
     return HeldMatrices(cut, math.prod(local(weight.detach()).shape[:first]), sizes.get("ep", 1) > 1)
 
 
-def holders_of(held: HeldMatrices, mesh: Mesh) -> Holders:
+def holders_of(held: HeldMatrices, mesh: Mesh | None) -> Holders:
     """Whom this rank shares such matrices with."""
-    if mesh.world == 1:
+    if mesh is None or mesh.world == 1:
         return Holders(None, None)
     kind, cut = ("expert" if held.expert else "dense"), held.cut
     grid = mesh.expert if held.expert else mesh.dense
@@ -113,6 +125,122 @@ def holders_of(held: HeldMatrices, mesh: Mesh) -> Holders:
     else:
         group = grid.get_group("tp" if cut.tp > 1 else "shard")
     return Holders(group, copied, dist.get_rank(group), replica)
+
+
+class MuonUpdate:
+    """The update of some of an optimizer's weights, all that Muon takes, by their indices."""
+
+    def __init__(self, optimizer: "ResidentOptimizer", plan: Plan) -> None:
+        self.optimizer, self.alone = optimizer, plan.deterministic
+        self.held = {
+            index: held_matrices(optimizer.weights[index])
+            for index, name in enumerate(optimizer.updaters)
+            if name == "muon"
+        }
+        first = optimizer.wide[next(iter(self.held))]
+        # Matrices travel and are multiplied in low precision where the model is; fp16 has too few exponents for it.
+        self.dtype = torch.bfloat16 if precision.is_low(plan) else first.dtype
+        fused = settle(plan.kernels, first.device, first.dtype).kind == "fused" and not plan.deterministic
+        self.fused = fused and optimizer.optim.master_weights != "none"  # there is no kernel that draws
+        self.teams: dict[tuple[int, ...], list[tuple[list[int], Orthogonalizer]]] = {}
+
+    def __call__(self, indices: list[int], terms: UpdateTerms) -> None:
+        """Update them; which rank makes which matrix is planned once for the same weights."""
+        key = tuple(indices)
+        if key not in self.teams:
+            self.teams.clear()  # that changes only for models that leave out parameters
+            self.teams[key] = self._teams(indices)
+        step = MuonStep(self.optimizer.optim.momentum, terms.factor, terms.finite)
+        change = (FusedElements if self.fused else PlainElements)(self.optimizer, step, terms)
+        for members, orthogonalizer in self.teams[key]:
+            held = [self.held[index] for index in members]
+
+            def fill(matrix: Matrix, room: Tensor | None, members: list[int] = members) -> None:
+                change.accumulate(members[matrix[0]], matrix[1], room)
+
+            def apply(
+                matrix: Matrix, made: Tensor, members: list[int] = members, held: list[HeldMatrices] = held
+            ) -> None:
+                change.move(members[matrix[0]], matrix[1], made, terms.rate * scale(held[matrix[0]].cut))
+
+            orthogonalizer.run(fill, apply)
+        weights = self.optimizer.weights
+        if not self.fused and precision.has_master(weights[0]):  # all weights have a bf16 copy, or none has
+            torch._foreach_copy_([weights[i] for i in indices], [self.optimizer.wide[i] for i in indices])
+
+    def _teams(self, indices: list[int]) -> list[tuple[list[int], "Orthogonalizer"]]:
+        """Weights by who holds them together."""
+        by_team: dict[tuple[bool, int, int], list[int]] = {}
+        for index in indices:
+            by_team.setdefault(self.held[index].team, []).append(index)
+        device = self.optimizer.wide[0].device
+        return [
+            (
+                members,
+                Orthogonalizer(
+                    [self.held[index] for index in members],
+                    holders_of(self.held[members[0]], self.optimizer.mesh),
+                    self.dtype,
+                    device,
+                    self.alone,
+                ),
+            )
+            for members in by_team.values()
+        ]
+
+
+class PlainElements:
+    """What an update does by elements to one matrix of a weight, by plain operations, in any form of the weights."""
+
+    def __init__(self, optimizer: "ResidentOptimizer", step: MuonStep, terms: UpdateTerms) -> None:
+        self.optimizer, self.step, self.terms = optimizer, step, terms
+        self.store = STORES[optimizer.optim.master_weights]
+
+    def accumulate(self, index: int, number: int, room: Tensor | None) -> None:
+        """Add the gradient to the momentum; write what is to be orthogonalized."""
+        gradient, (momentum,) = local(given(self.optimizer.weights[index])), self.optimizer.states_of(index)
+        elements.accumulate(_matrix(gradient, number), _matrix(momentum, number), room, self.step)
+
+    def move(self, index: int, number: int, made: Tensor, by: float) -> None:
+        """Move the weight by an orthogonalized matrix, after its decay."""
+        weight, wide = self.optimizer.weights[index], self.optimizer.wide[index]
+        part = slice(number * made.numel(), (number + 1) * made.numel())
+        held = widened(weight, wide, part)
+        moved = elements.moved(held, made.reshape(-1), self.stays(index), by, self.step.finite)
+        self.store(weight, wide, moved, self.terms.count, part.start)
+
+    def stays(self, index: int) -> float:
+        """What decay leaves of a weight."""
+        return 1 - self.terms.rate * self.optimizer.decay_of(self.optimizer.weights[index])
+
+
+class FusedElements(PlainElements):
+    """The same by one kernel each, of fp32 weights with a bf16 copy or none, or of split ones."""
+
+    def __init__(self, optimizer: "ResidentOptimizer", step: MuonStep, terms: UpdateTerms) -> None:
+        super().__init__(optimizer, step, terms)
+        self.scalars = step.scalars()
+
+    def accumulate(self, index: int, number: int, room: Tensor | None) -> None:
+        """Add the gradient to the momentum; write what is to be orthogonalized."""
+        gradient, (momentum,) = local(given(self.optimizer.weights[index])), self.optimizer.states_of(index)
+        parts = _matrix(gradient, number), _matrix(momentum, number)
+        elements.accumulate_fused(*parts, room, self.scalars, self.step.share)
+
+    def move(self, index: int, number: int, made: Tensor, by: float) -> None:
+        """Move the weight by an orthogonalized matrix, after its decay."""
+        weight, wide = self.optimizer.weights[index], self.optimizer.wide[index]
+        beside = None
+        if precision.has_master(weight):
+            beside = _matrix(local(weight.detach()), number)
+        elif self.optimizer.optim.master_weights == "split":
+            beside = _matrix(low_bits(weight), number)
+        elements.move_fused(_matrix(wide, number), beside, made, self.stays(index), by, self.scalars)
+
+
+def _matrix(part: Tensor, number: int) -> Tensor:
+    """This rank's piece of one matrix of a weight."""
+    return part if part.dim() == 2 else part.flatten(0, -3)[number]
 
 
 Matrix = tuple[int, int]  # a weight by its index, and which of its matrices

@@ -24,6 +24,7 @@ from meshwright.optim.clip import GradStats
 from meshwright.optim.host_memory import PinnedMemory
 from meshwright.optim.interface import Optimizer, Update, UpdateRule, UpdateTerms, WeightShard, WholeTensorRule
 from meshwright.optim.master_weights import beside, given, rounded, state_dtype
+from meshwright.optim.muon import MuonUpdate
 from meshwright.optim.sgd import SGDRule
 from meshwright.parallel import precision
 from meshwright.parallel.mesh import Mesh, cuts, local
@@ -49,10 +50,19 @@ class ResidentOptimizer(Optimizer):
     """
 
     def __init__(
-        self, optim: Optim, weights: Iterable[nn.Parameter], plan: Plan, names: Sequence[str] | None = None
+        self,
+        optim: Optim,
+        weights: Iterable[nn.Parameter],
+        plan: Plan,
+        names: Sequence[str] | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
-        """`names`: those of the weights in the model; only optimizers that do not take all of them ask for these."""
+        """`names`: those of the weights in the model; only optimizers that do not take all of them ask for these.
+
+        `mesh`: the ranks, of which those ask that share out whole matrices; None: there is one.
+        """
         super().__init__(optim)
+        self.mesh = mesh
         self.weights = list(weights)
         self.names = list(names or [""] * len(self.weights))
         self.wide = [precision.master(weight) for weight in self.weights]
@@ -76,6 +86,8 @@ class ResidentOptimizer(Optimizer):
         """The update of the weights of one optimizer."""
         if name in WHOLE_RULES:
             return self._whole(WHOLE_RULES[name](self.optim))
+        if name == "muon":
+            return MuonUpdate(self, plan)
         rule, masters = rule_of(self.optim, name), self.optim.master_weights == "fp32"
         if plan.deterministic:
             return partial(self._plain, rule) if masters else rounded(self, rule)

@@ -113,7 +113,7 @@ def teams_of(state_weights: dict[str, Tensor], mesh: Mesh, alone: bool) -> list[
     found: dict[tuple[bool, int, int], dict[str, Tensor]] = {}
     for name, weight in state_weights.items():
         held = held_matrices(weight)
-        found.setdefault((held.expert, held.cut.shard, held.cut.tp), {})[name] = weight
+        found.setdefault(held.team, {})[name] = weight
     return [Team(each, [held_matrices(one) for one in each.values()], mesh, alone) for each in found.values()]
 
 

@@ -22,6 +22,7 @@ import msgspec
 
 from meshwright.cost.activations import ITEM_BYTES, padded_vocab
 from meshwright.cost.job import Job, MasterWeights, StateDtype
+from meshwright.cost.matrices import matrix_teams
 from meshwright.cost.rank_view import ParamGroup, RankView, grid, groups, local_shape, padded, placement, shard_shape
 from meshwright.cost.traffic import FIRST, in_sight
 from meshwright.spec.arch import Arch
@@ -315,7 +316,11 @@ def sharded(job: Job, place: Mapping[str, int]) -> ResidentMemory:
         copy_stays=layout.reads == "resident",
         outside=outside,
         outside_sums=outside_sums,
-        update=holds.update_bytes * updated + slots + rounding_bytes(layout, largest) + whole_bytes(layout, largest),
+        update=holds.update_bytes * updated
+        + slots
+        + rounding_bytes(layout, largest)
+        + whole_bytes(layout, largest)
+        + matrix_bytes(layout, view),
     )
 
 
@@ -400,6 +405,12 @@ def rounding_bytes(layout: StateLayout, largest: int) -> int:
 def whole_bytes(layout: StateLayout, largest: int) -> int:
     """What an update of whole tensors makes on the device while it is at the largest of them."""
     return layout.optimizer.temporaries * layout.wide * largest
+
+
+def matrix_bytes(layout: StateLayout, view: RankView) -> int:
+    """Gathered matrices, those on their way and what they are multiplied with: one team is at work at a time."""
+    teams = matrix_teams(view) if layout.optimizer.orthogonalizes else ()
+    return max((team.peak_elements(view.cuts_rows_only) for team in teams), default=0) * layout.narrow
 
 
 def _resident(layout: StateLayout, home: Home, held: tuple[ParamGroup, ...], view: RankView) -> tuple[LedgerEntry, ...]:

@@ -1,33 +1,41 @@
 """What a rank does for matrices that are orthogonalized whole (Muon): whom it exchanges them with, and the memory.
 
-Who makes which is `spec/matrices.py`'s plan; here it is made from a rank's view of the model, as `optim/muon.py` makes it
-from the weights themselves. A test holds the two to each other, by the collectives and by the bytes that are alive.
+Who makes which is `spec/matrices.py`'s plan; here it is made from a rank's view of the model, as `optim/muon.py` makes
+it from the weights themselves. Tests hold the two to each other, by the collectives and by the bytes that are alive.
 """
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Literal
 
 import msgspec
 
-from meshwright.cost.rank_view import ParamGroup, RankView, cut_shape, grid, groups, share
+from meshwright.cost.rank_view import ParamGroup, RankView, grid, groups, local_shape, shard_dim, share
 from meshwright.spec.matrices import MatrixBatch, MatrixCut, owned_flops, share_out
 from meshwright.spec.optimizers import is_hidden
 from meshwright.spec.params import Param, Split
 
-MatrixAxis = Literal[
-    "shard", "expert_shard", "tp", "shard_tp", "expert_shard_tp", "replicate", "expert_replicate", "none"
-]
+# Some of those in cost/traffic.py. That of a matrix which is whole on a rank, or has no copies, is none of them.
+MatrixAxis = Literal["shard", "expert_shard", "tp", "shard_tp", "expert_shard_tp", "replicate", "expert_replicate"]
+
+
+# By whether shard and tp cut inside matrices, and whether ep shares them out.
+MEMBERS: Mapping[tuple[bool, bool, bool], MatrixAxis | None] = {
+    (False, False, False): None, (False, False, True): None,
+    (True, False, False): "shard", (True, False, True): "expert_shard",
+    (False, True, False): "tp", (False, True, True): "tp",
+    (True, True, False): "shard_tp", (True, True, True): "expert_shard_tp",
+}  # fmt: skip
 
 
 class MatrixTeam(msgspec.Struct, frozen=True, kw_only=True):
     """Matrices that the same ranks hold, and which of these ranks this is."""
 
     batches: tuple[MatrixBatch, ...]
-    members: MatrixAxis  # over which one copy is cut; none: it is whole on a rank
-    copies: MatrixAxis  # over which copies are held; none: there is one
+    members: MatrixAxis | None  # over which one copy is cut; None: it is whole on a rank
+    copies: MatrixAxis  # over which copies are held, if there are several
     member: int
     replica: int
 
@@ -41,7 +49,7 @@ class MatrixTeam(msgspec.Struct, frozen=True, kw_only=True):
         """Every collective: its kind, its axis and the elements where the tensor is whole."""
         for batch in self.batches:
             mine, piece = batch.of_replica(self.replica), math.prod(batch.cut.piece(self.member))
-            if self.members != "none":
+            if self.members is not None:
                 yield "all_to_all", self.members, sum(mine) * piece
                 yield "all_to_all", self.members, mine[self.member] * batch.cut.elements
             for part in batch.copies(self.member):
@@ -54,8 +62,9 @@ class MatrixTeam(msgspec.Struct, frozen=True, kw_only=True):
         """
         sizes = [_BatchElements.of(self, batch, alone) for batch in self.batches]
         nothing = _BatchElements(0, 0, 0, 0, 0)
+        moments = zip([*sizes, nothing, nothing], [nothing, *sizes, nothing], [nothing, nothing, *sizes], strict=True)
         most = 0
-        for following, now, last in zip([*sizes, nothing], [nothing, *sizes], [nothing, nothing, *sizes], strict=False):
+        for following, now, last in moments:
             most = max(
                 most,
                 following.coming + now.coming + last.returning,
@@ -80,7 +89,7 @@ class _BatchElements(msgspec.Struct, frozen=True):
         piece, square = math.prod(cut.piece(team.member)), min(cut.rows, cut.columns) ** 2
         owned, pieces = mine[team.member], sum(mine) * piece
         whole = owned * cut.elements
-        travels = team.members != "none"
+        travels = team.members is not None
         work = 2 * (whole + owned * square)  # before and after a step, and two polynomials of the shorter side
         if alone:
             work = whole + 2 * (cut.elements + square) if owned else 0
@@ -108,10 +117,9 @@ def matrix_teams(view: RankView) -> tuple[MatrixTeam, ...]:
 def _held(param: Param, group: ParamGroup, view: RankView) -> tuple[MatrixCut, int]:
     """How a weight's matrices are cut, and how many of them the ranks that share these have."""
     plan, (_, shards) = view.plan, grid(group, view.plan)
-    shape = cut_shape(param, (plan.tp, view.at("tp")), plan.ep)  # what is sharded
+    shape = local_shape(param, view)  # what is sharded
     stacked = len(shape) - 2
-    even = next((dim for dim, size in enumerate(shape) if size % shards == 0), 0)
-    dim = even if stacked and not plan.deterministic else 0  # as parallel/fsdp.py: even_dim
+    dim = shard_dim(shape, shards, view.cuts_rows_only)
     count, inside = math.prod(shape[:stacked]), dim >= stacked
     if not inside:
         count = share(shape[0], shards, _shard_rank(view, group.shared_by_ep))
@@ -141,18 +149,16 @@ def _team(expert: bool, held: Counter[MatrixCut], view: RankView) -> MatrixTeam:
     if expert and not plan.zero:
         replica //= plan.ep
     sharded = _shard_rank(view, expert) if one.shard > 1 else 0
-    members = {(False, False): "none", (True, False): "shard", (False, True): "tp", (True, True): "shard_tp"}
-    over = members[one.shard > 1, one.tp > 1]
-    prefix = "expert_" if expert else ""
     return MatrixTeam(
-        batches=_shared_out(tuple(held.items()), copies),
-        members=over if over in ("none", "tp") else f"{prefix}{over}",  # pyright: ignore[reportArgumentType]
-        copies=f"{prefix}replicate" if copies > 1 else "none",  # pyright: ignore[reportArgumentType]
+        batches=shared_out(tuple(held.items()), copies),
+        members=MEMBERS[one.shard > 1, one.tp > 1, expert],
+        copies="expert_replicate" if expert else "replicate",
         member=sharded * one.tp + (view.at("tp") if one.tp > 1 else 0),
         replica=replica,
     )
 
 
 @lru_cache(maxsize=1024)
-def _shared_out(held: tuple[tuple[MatrixCut, int], ...], replicas: int) -> tuple[MatrixBatch, ...]:
+def shared_out(held: tuple[tuple[MatrixCut, int], ...], replicas: int) -> tuple[MatrixBatch, ...]:
+    """The plan of `share_out`, made once for the same matrices."""
     return share_out(dict(held), replicas)

@@ -13,6 +13,7 @@ from typing import Literal
 import msgspec
 
 from meshwright.cost.activations import sent_rows
+from meshwright.cost.matrices import matrix_teams
 from meshwright.cost.rank_view import (
     ParamGroup,
     RankView,
@@ -234,7 +235,13 @@ def weight_traffic(view: RankView, over_tp: bool = True) -> Iterator[Collective]
 
 
 def update_traffic(view: RankView, optimizer: OptimizerSpec) -> Iterator[Collective]:
-    """What the update of whole tensors reduces: for each of its rounds, one call for each axis and operation."""
+    """What the update of whole tensors reduces: for each of its rounds, one call for each axis and operation.
+
+    And whole matrices that are shared out, on their way to those who orthogonalize them and back.
+    """
+    for team in matrix_teams(view) if optimizer.orthogonalizes else ():
+        for kind, axis, elements in team.exchanged():
+            yield Collective(kind=kind, axis=axis, count=1, bytes=elements * view.narrow, overlappable=True)
     for spec in optimizer.members:
         for statistics in spec.reductions:
             sizes = Counter[tuple[Axis, str]]()

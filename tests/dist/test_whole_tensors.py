@@ -33,6 +33,7 @@ from meshwright.verify.collectives import differences, implied, observing
 TOLERANCE = 1e-12
 WHOLE = [name for name, spec in OPTIMIZERS.items() if spec.whole]
 OPTIONS = {
+    "muon": ((),),
     "adafactor": ((), ("optim.relative_step=true", "optim.beta1=0.9", "optim.lr=5e-2")),
 }
 CASES = [(f"optim.name={name}", "data.pack=documents", *words) for name in WHOLE for words in OPTIONS[name]]

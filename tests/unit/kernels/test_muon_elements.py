@@ -1,4 +1,4 @@
-"""Muon's two kernels move momentum and weights as float64 arithmetic does, or not at all if a gradient is not finite."""
+"""Muon's two kernels move momentum and weights as float64 does, or not at all where a gradient is not finite."""
 
 import pytest
 import torch

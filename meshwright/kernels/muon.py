@@ -1,7 +1,7 @@
 """Muon's update by elements, before and after its matrices are whole: each reads and writes everything once.
 
-Per element with bf16 matrices: before, 4 + 4 bytes read and 4 + 2 written (gradient, momentum; momentum, matrix); after,
-2 + 4 read and 4 written (matrix, weight; weight), and 2 for a bf16 copy of the weight. Split weights take as many.
+Per element with bf16 matrices: before, 4 + 4 bytes read and 4 + 2 written (gradient, momentum; momentum, matrix);
+after, 2 + 4 read and 4 written (matrix, weight; weight), and 2 for a bf16 copy. Split weights take as many.
 """
 
 from dataclasses import dataclass

@@ -202,6 +202,13 @@ def best(options: argparse.Namespace) -> int:
     lines = [*answered(options, asked, answer, record), "", *tables.plan_heading(asked, question), ""]
     lines += [*tables.ranking(answer, question, words.columns()), "", *tables.counted(answer.counts), ""]
     lines += [f"Why the first: {explain.why(first)}", "Neighbouring plans:", *tables.neighbours(first, beside)]
+    if "optimizer" in question.vary:
+        others = explain.other_optimizers(chosen, first.plan)
+        record["optimizers"] = msgspec.to_builtins(others)
+        lines += [
+            "Other optimizers under the first plan (they learn otherwise, by rates of their own: choose by optim.name):"
+        ]
+        lines += tables.neighbours(first, others)
     lines += _written(options, asked, first)
     show(options, record, lines)
     return Exit.DONE

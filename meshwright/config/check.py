@@ -477,7 +477,7 @@ def _whole_tensors(run: Run) -> Iterator[Problem]:
             yield Problem(what, f"leave plan.{key} out, or {other}", f"plan.{key}")
     if run.optim.state_dtype != "fp32":
         kept = f"optim.state_dtype = {run.optim.state_dtype}"
-        what = f"{kept} is for states that are updated by elements, and optim.name = {spec.name} updates whole tensors"
+        what = f"{kept} is for updates by elements, and optim.name = {spec.name} updates whole tensors"
         yield Problem(what, f"leave optim.state_dtype out, or {other}", "optim.state_dtype")
     if plan.deterministic and not spec.is_exact:
         what = (
@@ -518,8 +518,8 @@ def missing(plan: Plan, find: Callable[[str], str | None] = shutil.which) -> Ite
 
 PLAN_RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
     _batch, _precision, _bf16_params, _rounding, _offload, _cpu_offload, _zero, _tensor, _sequence, _ulysses, _pipeline,
-    _experts, _deterministic, _routes, lambda run: how_blocks_run(run.plan),
+    _experts, _deterministic, _routes, _whole_tensors, lambda run: how_blocks_run(run.plan),
 )  # fmt: skip
 RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
-    _counts, _heads, _moe, _dropout, _context, _rates, _optimizer, _whole_tensors, _data, *PLAN_RULES,
+    _counts, _heads, _moe, _dropout, _context, _rates, _optimizer, _data, *PLAN_RULES,
 )  # fmt: skip

@@ -451,7 +451,10 @@ def _why(name: Name, layout: StateLayout, home: Home, plan: Plan) -> str:
         return f"{dtype}, {among}, after the last backward"
     if name == "moments":
         kept = f"{'are' if len(spec.states) > 1 else 'is'} in {files or 'host memory'}"
-        return f"{spec.held} {kept}" if elsewhere or files else f"{spec.held}, {dtype}, {among}"
+        shares = (
+            among if spec.is_elementwise or plan.shards == 1 else f"those of a rank's shards, over {plan.shards} ranks"
+        )
+        return f"{spec.held} {kept}" if elsewhere or files else f"{spec.held}, {dtype}, {shares}"
     if elsewhere:
         return "in host memory"
     if files:

@@ -15,9 +15,9 @@ always relative to the weight's RMS, and at most 1/√t: here that is optim.rela
 η, as in torch (transformers: by α). The first moment is transformers' and the paper's; torch has none.
 """
 
+import math
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from meshwright.optim.interface import UpdateTerms, WeightShard, WholeTensorRule, reduced
@@ -96,9 +96,7 @@ class _Factored:
             self.new["first"] = move
         value = self.shard.value()
         self.shard.write(value * (1 - self.terms.rate * self.shard.decay) - move * rate)
-        for name, new in self.new.items():
-            held = self.shard.states[name]
-            held.copy_(torch.where(self.terms.finite > 0, new, held))
+        self.shard.keep(self.new, self.terms)
 
     def _mean(self, name: str, mean: Tensor) -> Tensor:
         held, share = self.shard.states[name], (self.terms.count.double() ** DECAY).to(mean.dtype)
@@ -108,7 +106,4 @@ class _Factored:
 
 def _rms(squares: Tensor, shard: WeightShard) -> Tensor:
     """The root of the mean square of a whole tensor, from the sum."""
-    elements = 1
-    for size in shard.shape:
-        elements *= size
-    return (squares / elements).sqrt()
+    return (squares / math.prod(shard.shape)).sqrt()

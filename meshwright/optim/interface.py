@@ -80,6 +80,12 @@ class WeightShard:
     value: Callable[[], Tensor]
     write: Callable[[Tensor], None]  # the updated value, in the form of the weight
 
+    def keep(self, states: Mapping[str, Tensor], terms: UpdateTerms) -> None:
+        """Write new states, unless the gradient is not finite."""
+        for name, new in states.items():
+            held = self.states[name]
+            held.copy_(torch.where(terms.finite > 0, new, held))
+
     def group(self, statistic: Statistic) -> tuple[Cut, ...]:
         """Those that have other parts of a statistic of this weight."""
         over = statistic.over(len(self.shape))

@@ -23,9 +23,12 @@ from meshwright.optim.adamw import AdamWRule
 from meshwright.optim.clip import GradStats
 from meshwright.optim.host_memory import PinnedMemory
 from meshwright.optim.interface import Optimizer, Update, UpdateRule, UpdateTerms, WeightShard, WholeTensorRule
+from meshwright.optim.lamb import LambRule
+from meshwright.optim.lion import LionRule
 from meshwright.optim.master_weights import beside, given, rounded, state_dtype
 from meshwright.optim.muon import MuonUpdate
 from meshwright.optim.sgd import SGDRule
+from meshwright.optim.sm3 import SM3Rule
 from meshwright.parallel import precision
 from meshwright.parallel.mesh import Mesh, cuts, local
 from meshwright.parallel.model_spec import note
@@ -33,8 +36,10 @@ from meshwright.spec.optimizers import OPTIMIZERS
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import mistake
 
-RULES: dict[str, Callable[[Optim], UpdateRule]] = {"adamw": AdamWRule, "sgd": SGDRule}
-WHOLE_RULES: dict[str, Callable[[Optim], WholeTensorRule]] = {"adafactor": AdafactorRule}
+RULES: dict[str, Callable[[Optim], UpdateRule]] = {"adamw": AdamWRule, "sgd": SGDRule, "lion": LionRule}
+WHOLE_RULES: dict[str, Callable[[Optim], WholeTensorRule]] = {
+    "adafactor": AdafactorRule, "sm3": SM3Rule, "lamb": LambRule,
+}  # fmt: skip
 
 
 def rule_of(optim: Optim, name: str = "") -> UpdateRule:

@@ -15,6 +15,8 @@ from meshwright.search.explain import nearest
 from meshwright.search.question import Question
 from meshwright.search.sizes import gpus_needed, with_gpus
 from meshwright.search.space import ON_DEVICE, refuse_empty, wants_pipeline
+from meshwright.spec.optimizers import DESCRIPTIONS, OPTIMIZERS
+from meshwright.spec.params import params
 from meshwright.spec.plan import AXES, Precision
 from meshwright.spec.units import GIB
 
@@ -225,14 +227,30 @@ class _Walk:
             because = f"{headroom_phrase(found)}; {room}; {time_phrase(found)}"
             self.ask(asked, "if the host has room" if asks else "yes", f"{because}. {asks}" if asks else because)
             self.do("offload", "what does not fit on the device is offloaded to host memory or disk", found)
+            self._smaller_optimizer()
             return self.low_precision
         self.ask(asked, "no", _lack(self.asked, {}))
+        self._smaller_optimizer()
         needed = gpus_needed(self.asked)
         if needed is not None:
             gpus, answer = needed
             self.do("more GPUs", f"{gpus} of these are the smallest number that fits", answer.found[0])
         self.found = None  # neither those nor one GPU are the machines that were asked about
         return None
+
+    def _smaller_optimizer(self) -> None:
+        """The optimizer that keeps least, if something fits with it: another mathematics, so the user chooses."""
+        asked = self.asked
+        kept = {name: spec.total_bytes(params(asked.arch), 4) for name, spec in OPTIMIZERS.items()}
+        least = min(kept, key=kept.__getitem__)
+        if kept[least] >= DESCRIPTIONS[asked.optimizer].total_bytes(params(asked.arch), 4):
+            return
+        other = msgspec.structs.replace(asked, optimizer=least, master_weights="fp32", state_dtype="fp32")
+        if (found := _best(other, {})) is not None:
+            spec, now = OPTIMIZERS[least], DESCRIPTIONS[asked.optimizer]
+            text = f"optim.name={least}: {spec.held} take the place of {now.held}; {headroom_phrase(found)}"
+            learns = "it learns otherwise, by a learning rate of its own"
+            self.leaves.append(Leaf(name="another optimizer", text=f"{text}; {learns}"))
 
     def scales(self) -> _Node:
         assert self.found is not None, "asked of a plan only"

@@ -18,6 +18,7 @@ from meshwright.search.bounds import MemoryBound, PlanGroup, frugal_split, group
 from meshwright.search.question import Question
 from meshwright.search.sizes import gpus_needed, largest_model, largest_sequence
 from meshwright.search.space import CHUNKS, SCHEDULES, PipelineChoice, compiles, divisors, homes, problems
+from meshwright.spec.optimizers import DESCRIPTIONS, OPTIMIZERS
 from meshwright.spec.plan import AXES, FIELDS, Plan, balanced_stages
 from meshwright.spec.schedule import default_chunks
 from meshwright.spec.units import GIB
@@ -126,6 +127,22 @@ def ties(answer: SearchResult) -> int:
 def beside(question: Question, plan: Plan) -> list[NeighbourPrice]:
     """What each neighbour of a plan would cost."""
     return [_neighbour_price(question, neighbour) for neighbour in neighbours(question, plan)]
+
+
+def other_optimizers(question: Question, plan: Plan) -> list[NeighbourPrice]:
+    """What each other optimizer would cost under a plan, or why it cannot be; whole tensors have fp32 states."""
+    now, found = DESCRIPTIONS[question.optimizer].name, []
+    for name, spec in OPTIMIZERS.items():
+        if name == now:
+            continue
+        change, other = f"optim.name {now} → {name}", msgspec.structs.replace(question, optimizer=name)
+        if spec.whole and question.state_dtype != "fp32":
+            change += f", optim.state_dtype {question.state_dtype} → fp32"
+            other = msgspec.structs.replace(other, state_dtype="fp32")
+        problem = next((problem.text for problem in problems(other, plan)), "")
+        changed = Neighbour(change=change, plan=None if problem else plan, problem=problem)
+        found.append(_neighbour_price(other, changed))
+    return found
 
 
 def _neighbour_price(question: Question, neighbour: Neighbour) -> NeighbourPrice:

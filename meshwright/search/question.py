@@ -12,6 +12,7 @@ from meshwright.cost.job import Job, MasterWeights, StateDtype
 from meshwright.hardware.cluster import Cluster
 from meshwright.hardware.stacks import Stack
 from meshwright.spec.arch import Arch
+from meshwright.spec.optimizers import DESCRIPTIONS
 from meshwright.spec.plan import Plan, Precision
 
 Vary = Literal["precision", "optimizer", "batch"]
@@ -70,6 +71,11 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, cluster=msgspec.structs.replace(machines, gpu=gpu))
 
     @property
+    def updates_whole(self) -> bool:
+        """Whether its optimizer updates whole tensors, whose states are fp32, on the device."""
+        return DESCRIPTIONS[self.optimizer].whole
+
+    @property
     def is_limited(self) -> bool:
         """Whether the GPUs have more memory than may be used."""
         return self.cluster.gpu.memory_bytes == self.limit_bytes
@@ -115,7 +121,8 @@ def _optimizers(question: Question) -> Iterator[Question]:
         return
     usual = question.master_weights == "fp32" and question.state_dtype == "fp32"
     if usual and not question.fixed.get("deterministic"):
-        for master_weights, state_dtype in product(("none", "split"), ("fp32", "bf16")):
+        dtypes = ("fp32",) if question.updates_whole else ("fp32", "bf16")
+        for master_weights, state_dtype in product(("none", "split"), dtypes):
             yield msgspec.structs.replace(question, master_weights=master_weights, state_dtype=state_dtype)
-    if usual and question.cluster.gpus == 1:
+    if usual and question.cluster.gpus == 1 and not question.updates_whole:
         yield msgspec.structs.replace(question, state_dtype="bf16")

@@ -15,6 +15,7 @@ from meshwright.config import check
 from meshwright.config.run import Optim, Run
 from meshwright.search.question import Question, variants
 from meshwright.spec.arch import Arch
+from meshwright.spec.optimizers import DESCRIPTIONS
 from meshwright.spec.plan import AXES, FIELDS, Plan, balanced_stages
 from meshwright.spec.problem import InputError, Problem
 from meshwright.spec.schedule import Schedule, default_chunks, legal
@@ -229,7 +230,8 @@ def homes(question: Question) -> tuple[tuple[str, str], ...]:
     resident = question.state_dtype == "fp32" or question.master_weights != "fp32"
     found = [("none", updates[0])] if resident else []
     bare = question.precision in NARROW and not keeps_bf16_params(question)
-    if question.cluster.gpus > 1 or fixed.get("deterministic") or question.master_weights != "fp32" or bare:
+    alone = question.cluster.gpus == 1 and not question.updates_whole
+    if not alone or fixed.get("deterministic") or question.master_weights != "fp32" or bare:
         return tuple(found)
     if question.has_host:
         found += [("host", update) for update in updates]
@@ -268,7 +270,9 @@ def has_bf16_copy(question: Question, layout: AxesChoice) -> bool:
 def problems(question: Question, plan: Plan) -> list[Problem]:
     """What the rules say of a plan."""
     kept = question.master_weights
-    optim = Optim(master_weights=kept, stochastic_rounding=kept == "none", state_dtype=question.state_dtype)
+    name: Any = DESCRIPTIONS[question.optimizer].name  # of those that optim.name may be
+    draws = kept == "none"
+    optim = Optim(name=name, master_weights=kept, stochastic_rounding=draws, state_dtype=question.state_dtype)
     run = Run(arch=question.arch, plan=plan, batch=question.batch, sequence=question.sequence, optim=optim)
     return [problem for rule in check.PLAN_RULES for problem in rule(run)]
 
@@ -348,7 +352,7 @@ def may_live_in_host_memory(question: Question) -> bool:
     """Whether the fields that every plan has let weights, gradients and states be there, and there is such memory."""
     fixed = question.fixed
     offloaded = question.state_dtype != "fp32" and question.master_weights == "fp32"
-    on_device = fixed.get("bf16_params") or fixed.get("deterministic") or offloaded
+    on_device = fixed.get("bf16_params") or fixed.get("deterministic") or offloaded or question.updates_whole
     wanted = question.has_host or fixed.get("cpu_offload")
     return bool(wanted and not on_device and fixed.get("optimizer_offload", "none") == "none")
 

@@ -100,7 +100,7 @@ class OptimizerSpec(msgspec.Struct, frozen=True, kw_only=True):
     is_exact: bool = True  # no reduction rounds: the same bits however tensors are cut
     keys: tuple[str, ...]  # of [optim], those that only it and its likes read
     defaults: tuple[tuple[str, float], ...] = ()  # of those that are not as in config/run.py
-    flops: int  # of one parameter's update, by operations that round once each
+    flops: int  # of one parameter's update, by operations that round once each; of whole tensors all passes over one
     # Bytes of one parameter that unfused operators move, temporaries included. Between them the states are the least.
     has_kernel: bool = False  # of ours, in kernels/, that reads and writes everything once
     update_bytes: float = 0.0  # with an fp32 master weight, where no library has a fused kernel
@@ -197,10 +197,10 @@ ADAFACTOR = OptimizerSpec(
     is_exact=False,
     keys=("beta1", "eps1", "eps2", "relative_step"),
     defaults=(("beta1", 0.0),),
-    flops=20,
-    update_bytes=100,  # some twenty-five passes of four bytes
-    rounded_bytes=180,
-    temporaries=4,
+    flops=19,
+    update_bytes=152,
+    rounded_bytes=282,
+    temporaries=5,
 )
 
 MUON = OptimizerSpec(
@@ -220,7 +220,62 @@ MUON = OptimizerSpec(
     rounded_bytes=134,  # as SGD's
 )
 
-OPTIMIZERS: Mapping[str, OptimizerSpec] = {each.name: each for each in (ADAMW, SGD, ADAFACTOR, MUON)}  # by optim.name
+SM3 = OptimizerSpec(
+    name="sm3",
+    label="SM3",
+    held="SM3's momentum and accumulators of rows and columns",
+    states=(
+        StateTensor(name="row", label="row accumulators", shape="rows", of="matrices"),
+        StateTensor(name="column", label="column accumulators", shape="columns", of="matrices"),
+        StateTensor(name="second", label="accumulator", of="vectors"),
+        StateTensor(name="momentum", label="momentum"),
+    ),
+    whole=True,
+    reductions=(
+        (
+            Statistic(shape="rows", of="matrices", op="max"),
+            Statistic(shape="columns", of="matrices", op="max"),
+        ),
+    ),
+    keys=("momentum",),
+    flops=24,
+    update_bytes=210,
+    rounded_bytes=334,
+    temporaries=5,
+)
+
+LION = OptimizerSpec(
+    name="lion",
+    label="Lion",
+    held="Lion's momentum",
+    states=(StateTensor(name="first", label="momentum"),),
+    keys=("beta1", "beta2"),
+    defaults=(("beta2", 0.99),),
+    flops=11,
+    update_bytes=92,
+    rounded_bytes=166,  # SGD's, and four further operators
+    bf16_state_bytes=72,  # the same of its passes
+)
+
+LAMB = OptimizerSpec(
+    name="lamb",
+    label="LAMB",
+    held="LAMB's two",
+    states=(FIRST, SECOND),
+    whole=True,
+    reductions=((Statistic(shape="tensor", of="matrices"), Statistic(shape="tensor", of="matrices")),),
+    is_exact=False,
+    keys=("beta1", "beta2", "eps"),
+    defaults=(("beta2", 0.999), ("eps", 1e-6)),
+    flops=35,
+    update_bytes=324,
+    rounded_bytes=538,
+    temporaries=5,
+)
+
+OPTIMIZERS: Mapping[str, OptimizerSpec] = {
+    each.name: each for each in (ADAMW, SGD, ADAFACTOR, SM3, LION, LAMB, MUON)
+}  # by optim.name
 
 
 class HasOptions(Protocol):
@@ -235,15 +290,16 @@ class HasOptions(Protocol):
 
 
 def _with_first(spec: OptimizerSpec) -> OptimizerSpec:
-    held, flops = f"{spec.held} and its first moment", spec.flops + 3
-    more = {"update_bytes": spec.update_bytes + 20, "rounded_bytes": spec.rounded_bytes + 20}
+    held, flops = f"{spec.held} and its first moment", spec.flops + 5
+    more = {"update_bytes": spec.update_bytes + 52, "rounded_bytes": spec.rounded_bytes + 52}
     return msgspec.structs.replace(spec, held=held, states=(*spec.states, FIRST), flops=flops, **more)
 
 
 def _with_relative_step(spec: OptimizerSpec) -> OptimizerSpec:
     first, *others = spec.reductions
     sizes = ((*first, Statistic(shape="tensor")), *others)  # of the weights
-    return msgspec.structs.replace(spec, reductions=sizes, flops=spec.flops + 2, update_bytes=spec.update_bytes + 12)
+    more = {"update_bytes": spec.update_bytes + 12, "rounded_bytes": spec.rounded_bytes + 44}
+    return msgspec.structs.replace(spec, reductions=sizes, flops=spec.flops + 2, **more)
 
 
 FACTORED = (ADAFACTOR, _with_first(ADAFACTOR))
@@ -267,6 +323,9 @@ BESIDE = frozenset(("weight", "low"))  # kinds of tensors that are no optimizer'
 
 
 def saved_by(kinds: Iterable[str]) -> OptimizerSpec | None:
-    """The optimizer whose states are the kinds of tensors that a checkpoint has beside the weights."""
+    """The optimizer whose states are the kinds of tensors that a checkpoint has beside the weights.
+
+    LAMB's are AdamW's, which it may take over.
+    """
     held = set(kinds) - BESIDE
     return next((each for each in DESCRIPTIONS.values() if held == set(each.state_names)), None)

@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 from trials import (
     CPU,
     alone,
@@ -18,12 +21,17 @@ from trials import (
     make_run,
     mesh_of,
 )
+from whole_references import REFERENCES
 from worlds import world
 
+from meshwright.config.run import Optim
 from meshwright.cost.layout import layout_of, states
 from meshwright.cost.traffic import traffic
+from meshwright.optim.clip import GradStats
+from meshwright.optim.resident import ResidentOptimizer
 from meshwright.spec.optimizers import OPTIMIZERS, description_of
 from meshwright.spec.params import params
+from meshwright.spec.plan import Plan
 from meshwright.train.build import build
 from meshwright.train.loop import train
 from meshwright.train.saving import digest_of, holdings, restore
@@ -34,6 +42,8 @@ TOLERANCE = 1e-12
 WHOLE = [name for name, spec in OPTIMIZERS.items() if spec.whole]
 OPTIONS = {
     "muon": ((),),
+    "sm3": (("optim.lr=3e-2",),),
+    "lamb": (("optim.lr=1e-2",),),
     "adafactor": ((), ("optim.relative_step=true", "optim.beta1=0.9", "optim.lr=5e-2")),
 }
 CASES = [(f"optim.name={name}", "data.pack=documents", *words) for name in WHOLE for words in OPTIONS[name]]
@@ -113,6 +123,101 @@ def test_four_ranks_are_one_device(folder, case):
     compare(folder, case, FOUR)
     compare(folder, (*case, *ODD), (("plan.shard=4", "plan.zero=3"),))
     compare(folder, case, EXPERTS, arch="tiny-moe")
+
+
+OPTIMS = [
+    Optim(name="adafactor", beta1=0.0, weight_decay=0.3),
+    Optim(name="adafactor", beta1=0.8, weight_decay=0.3, relative_step=True),
+    Optim(name="lamb", beta2=0.99, eps=1e-6, weight_decay=0.3),
+    Optim(name="sm3", momentum=0.8, weight_decay=0.3),
+    Optim(name="lion", beta2=0.99, weight_decay=0.3),
+]
+SHAPES = ((6, 4), (5, 3), (7,), (1, 6), (4, 3, 6))  # odd ones, of which a rank has less, and a stack of matrices
+PLACEMENTS = ((Shard(0),) * 5, (Shard(1), Shard(1), Shard(0), Shard(1), Shard(2)))
+
+
+def far_from_the_reference(optim: Optim, placements: tuple[Placement, ...] | None) -> float:
+    """The largest relative difference of a weight after any of five updates; None: all weights are whole."""
+    random = torch.Generator().manual_seed(1)
+    theirs = [torch.randn(shape, generator=random, dtype=torch.float64) for shape in SHAPES]
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",)) if placements else None
+
+    def held(tensor: Tensor, number: int) -> Tensor:
+        return tensor if mesh is None else distribute_tensor(tensor, mesh, [placements[number]])
+
+    ours = [nn.Parameter(held(weight.clone(), number)) for number, weight in enumerate(theirs)]
+    optimizer, states = ResidentOptimizer(optim, ours, Plan(microbatch=1)), [{} for _ in theirs]
+    one, half = torch.ones((), dtype=torch.float64), torch.full((), 0.5, dtype=torch.float64)
+    furthest = 0.0
+    for step in range(1, 6):
+        for number, weight in enumerate(ours):
+            # Of very different sizes by rows, columns and halves, so that parts are unlike the whole.
+            gradient = torch.randn(SHAPES[number], generator=random, dtype=torch.float64).cumsum(0).cumsum(-1)
+            weight.grad = held(gradient, number)
+            args = (optim, theirs[number], gradient * 0.5, states[number], step, 0.1 / step)
+            theirs[number] = REFERENCES[optim.name](*args)
+        optimizer.step(0.1 / step, GradStats(loss=one, norm=one, finite=one, factor=half))
+        for mine, reference in zip(ours, theirs, strict=True):
+            whole = mine.detach().full_tensor() if isinstance(mine, DTensor) else mine.detach()
+            furthest = max(furthest, ((whole - reference).norm() / reference.norm()).item())
+    return furthest
+
+
+CLOSE, FAR = 1e-13, 1e-3  # float64 in another order, and what is another mathematics
+
+
+@pytest.mark.parametrize("optim", OPTIMS, ids=lambda optim: optim.name)
+def test_one_rank_is_a_plain_implementation_update_by_update(optim):
+    assert far_from_the_reference(optim, None) < CLOSE
+
+
+@pytest.mark.parametrize("optim", OPTIMS, ids=lambda optim: optim.name)
+@world(2)
+def test_shards_are_a_plain_implementation_of_whole_tensors_and_each_for_itself_is_not(optim):
+    for placements in PLACEMENTS:
+        assert far_from_the_reference(optim, placements) < CLOSE
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("meshwright.optim.resident.cuts", lambda weight: ())  # every rank's shard is all it knows
+            if OPTIMIZERS[optim.name].whole:
+                assert far_from_the_reference(optim, placements) > FAR
+            else:
+                assert far_from_the_reference(optim, placements) < CLOSE
+
+
+def test_adafactor_is_torchs_where_both_say_the_same():
+    torch.manual_seed(0)
+    shapes = ((6, 4), (7,), (3, 5, 2))
+    ours, theirs = ([nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for shape in shapes] for _ in range(2))
+    optim = Optim(name="adafactor", beta1=0.0, weight_decay=0.0, relative_step=True, lr=1e-2)
+    mine = ResidentOptimizer(optim, ours, Plan(microbatch=1))
+    reference = torch.optim.Adafactor(theirs, lr=1e-2, eps=(1e-30, optim.eps2), weight_decay=0.0)
+    one = torch.ones((), dtype=torch.float64)
+    for _ in range(5):
+        for weight, other in zip(ours, theirs, strict=True):
+            weight.grad = torch.randn_like(weight)
+            other.grad = weight.grad.clone()
+        mine.step(1e-2, GradStats(loss=one, norm=one, finite=one, factor=one))
+        reference.step()
+        for weight, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(weight, other, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("optim", OPTIMS, ids=lambda optim: optim.name)
+def test_a_gradient_that_is_not_finite_changes_nothing(optim):
+    torch.manual_seed(0)
+    ours = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
+    optimizer = ResidentOptimizer(optim, ours, Plan(microbatch=1))
+    one, none = torch.ones((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    for weight in ours:
+        weight.grad = torch.randn_like(weight)
+    optimizer.step(0.1, GradStats(loss=one, norm=one, finite=one, factor=one))
+    before = [tensor.clone() for held in optimizer.held().values() for tensor in held.values()]
+    for weight in ours:
+        weight.grad = torch.full_like(weight, float("nan"))
+    optimizer.step(0.1, GradStats(loss=one, norm=one, finite=none, factor=none))
+    after = [tensor for held in optimizer.held().values() for tensor in held.values()]
+    assert all(torch.equal(tensor, old) for tensor, old in zip(after, before, strict=True))
+    assert optimizer.count == 1
 
 
 def surprises(folder: Path, words: tuple[str, ...]) -> list[str]:

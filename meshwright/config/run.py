@@ -59,7 +59,7 @@ class Init(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class Optim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The optimizer and its learning rate."""
 
-    name: Literal["adamw", "sgd", "adafactor", "sm3", "lion", "lamb"] = "adamw"
+    name: Literal["adamw", "sgd", "adafactor", "sm3", "lion", "lamb", "muon"] = "adamw"
     lr: float = 3e-4  # the peak learning rate
     schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
     warmup: int = 0  # steps of linear rise
@@ -71,7 +71,7 @@ class Optim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     eps1: float = 1e-30  # adafactor only: added to squares of gradients
     eps2: float = 1e-3  # adafactor only, with relative_step: the least RMS of a weight
     relative_step: bool = False  # adafactor only: the learning rate is a share of a weight's own RMS
-    momentum: float = 0.9  # sgd and sm3 only: the share of the buffer that stays
+    momentum: float = 0.9  # sgd, sm3 and muon, there 0.95: the share of the buffer that stays
     nesterov: bool = False  # sgd only: the buffer as it will be, after one more step of momentum
     weight_decay: float = (
         0.1  # of matrices, vectors do not decay; by sgd added to the gradient, by others apart from it

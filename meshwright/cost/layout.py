@@ -22,6 +22,7 @@ import msgspec
 
 from meshwright.cost.activations import ITEM_BYTES, padded_vocab
 from meshwright.cost.job import Job, MasterWeights, StateDtype
+from meshwright.cost.matrices import matrix_teams
 from meshwright.cost.rank_view import (
     ParamGroup,
     RankView,
@@ -340,7 +341,11 @@ def sharded(job: Job, place: Mapping[str, int]) -> ResidentMemory:
         outside=outside,
         outside_sums=outside_sums,
         update=max(
-            holds.update_bytes * updated + slots + rounding_bytes(layout, largest) + unfused_bytes(layout, largest),
+            holds.update_bytes * updated
+            + slots
+            + rounding_bytes(layout, largest)
+            + unfused_bytes(layout, largest)
+            + matrix_bytes(layout, view),
             sync_bytes(view),
         ),
     )
@@ -459,6 +464,12 @@ def unfused_bytes(layout: StateLayout, largest: int) -> int:
     if layout.of("master"):
         return own + SPLIT_COPIES * layout.wide * largest
     return own + layout.wide * (WIDENED_COPIES * largest + DRAW_COPIES * min(PIECE, largest))
+
+
+def matrix_bytes(layout: StateLayout, view: RankView) -> int:
+    """Gathered matrices, those on their way and what they are multiplied with: one team is at work at a time."""
+    teams = matrix_teams(view) if layout.optimizer.orthogonalizes else ()
+    return max((team.peak_elements(view.cuts_rows_only) for team in teams), default=0) * layout.narrow
 
 
 def _resident(layout: StateLayout, home: Home, held: tuple[ParamGroup, ...], view: RankView) -> tuple[LedgerEntry, ...]:

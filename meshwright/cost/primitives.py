@@ -147,6 +147,8 @@ def _reach(axis: Axis, plan: Plan) -> tuple[int, int]:
         "shard": (plan.shards, plan.tp),
         "replicate": (plan.copies, plan.tp if plan.zero == 0 else inner),
         "expert_shard": (max(plan.shards // plan.ep, 1), plan.tp * plan.ep),
+        "shard_tp": (inner, 1),
+        "expert_shard_tp": (max(plan.shards // plan.ep, 1) * plan.tp, plan.ep),  # in runs of tp, but on average so far
         "expert_replicate": (expert_copies, plan.tp * plan.ep if plan.zero == 0 else inner),
         "pp": (2, plan.world // plan.pp),
         "tied": (2, plan.world // plan.pp * max(plan.pp - 1, 1)),

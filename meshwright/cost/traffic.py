@@ -13,6 +13,7 @@ from typing import Literal
 import msgspec
 
 from meshwright.cost.activations import sent_rows
+from meshwright.cost.matrices import matrix_teams
 from meshwright.cost.rank_view import (
     ParamGroup,
     RankView,
@@ -43,8 +44,9 @@ Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send
 # are what ep leaves of those. `tied` are the two pipeline ranks that hold a tied embedding. Replicas that sync rarely
 # meet along `outer`; `peers` are all ranks of one of them.
 Axis = Literal[
-    "replicate", "shard", "expert_replicate", "expert_shard", "tp", "cp", "ep", "pp", "tied", "world", "outer", "peers"
-]
+    "replicate", "shard", "expert_replicate", "expert_shard", "tp", "cp", "ep", "pp", "tied", "world", "outer", "peers",
+    "shard_tp", "expert_shard_tp",  # those of shard and tp together, that hold one copy of a weight
+]  # fmt: skip
 
 IN_SIGHT = 3  # stages that torch's pipeline runtime holds gathered on a rank under zero 3: those it computes next
 DRAW_BYTES = 4  # of a router's random number
@@ -259,7 +261,13 @@ def weight_traffic(view: RankView, over_tp: bool = True) -> Iterator[Collective]
 
 
 def update_traffic(view: RankView, optimizer: OptimizerSpec) -> Iterator[Collective]:
-    """What the update of whole tensors reduces: for each of its rounds, one call for each axis and operation."""
+    """What the update of whole tensors reduces: for each of its rounds, one call for each axis and operation.
+
+    And whole matrices that are shared out, on their way to those who orthogonalize them and back.
+    """
+    for team in matrix_teams(view) if optimizer.orthogonalizes else ():
+        for kind, axis, elements in team.exchanged():
+            yield Collective(kind=kind, axis=axis, count=1, bytes=elements * view.narrow, overlappable=True)
     for spec in optimizer.members:
         for statistics in spec.reductions:
             sizes = Counter[tuple[Axis, str]]()

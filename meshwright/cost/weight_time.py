@@ -3,13 +3,15 @@
     shard     = all-gathers beyond the forward + reduce-scatters beyond the backward
     replicate = all-reduces beyond what the backward leaves
     outer     = a sync of replicas that sync rarely, and its update ÷ the steps between two
-    optimizer = bytes of weights, gradients and states read and written ÷ the memory's bandwidth
+    optimizer = bytes of weights, gradients and states read and written ÷ the memory's bandwidth; of Muon also the
+                products of its matrices, beside which they travel
     offload   = the slowest of link, host and disk, beyond the arithmetic it runs beside
 
 What is beyond arithmetic is cost/layer_time.py's `exposed`, with the share of overlap that a stack reaches.
 """
 
 import math
+from collections import Counter
 from functools import lru_cache
 
 import msgspec
@@ -17,13 +19,24 @@ import msgspec
 from meshwright.cost.job import Job
 from meshwright.cost.layer_time import exposed
 from meshwright.cost.layout import LOW_BYTES, StateLayout, parameters, state_layout
-from meshwright.cost.primitives import Rates, achieved, call_seconds, inside_seconds, moved_seconds
+from meshwright.cost.matrices import MatrixTeam, matrix_teams
+from meshwright.cost.primitives import (
+    Rates,
+    achieved,
+    call_seconds,
+    inside_seconds,
+    moved_seconds,
+    product_seconds,
+    rates,
+)
 from meshwright.cost.rank_view import RankView
 from meshwright.cost.traffic import Collective, stages_stay, update_traffic, weight_traffic
 from meshwright.hardware.cluster import Cluster
-from meshwright.hardware.stacks import Stack, StackSpeed
+from meshwright.hardware.stacks import Stack, StackSpeed, efficiency_of
 from meshwright.spec.arch import Arch
-from meshwright.spec.optimizers import ADAMW, DESCRIPTIONS
+from meshwright.spec.matrices import STEPS
+from meshwright.spec.optimizers import ADAMW, DESCRIPTIONS, OptimizerSpec
+from meshwright.spec.params import params
 from meshwright.spec.plan import Plan
 
 # Of one parameter, what an update reads and writes beside the optimizer's states, which are in spec/optimizers.py.
@@ -146,17 +159,8 @@ def _updated(job: Job, rank: int, found: WeightTraffic) -> WeightTraffic:
         update = offload_seconds(layout, held(job.arch, plan, rank), job.cluster)
         return msgspec.structs.replace(found, optimizer=0.0, update=update)
     spec, usual = layout.optimizer, job.stack.speed.optimizer_bytes
-    plain = plan.kernels == "plain" or plan.deterministic or not spec.has_kernel
-    if spec.quantized and plain:
-        moved = spec.rounded_bytes + QUANTIZING_BYTES * len(spec.states)
-    elif job.master_weights == "fp32" and spec.update_bytes:
-        moved = spec.update_bytes
-    elif job.master_weights == "fp32":  # a stack's figure is of AdamW
-        moved = usual - ADAMW.moved_bytes(4) + spec.moved_bytes(4)
-    elif plain:
-        moved = spec.rounded_bytes + (STATE_ROUNDING_BYTES if layout.bf16_states else 0)
-    else:
-        moved = ROUNDED_BYTES[job.master_weights] + spec.moved_bytes(layout.state_width)
+    shares = update_shares(job.arch, job.optimizer)
+    moved = sum(share * _moved(job, layout, each) for each, share in zip(spec.members, shares, strict=True))
     sends = spec.whole or spec.quantized
     if moved == usual and not sends:
         return found
@@ -164,12 +168,58 @@ def _updated(job: Job, rank: int, found: WeightTraffic) -> WeightTraffic:
     return msgspec.structs.replace(found, optimizer=found.optimizer / usual * moved + sent)
 
 
+def _moved(job: Job, layout: StateLayout, spec: OptimizerSpec) -> float:
+    """Bytes of a parameter that one optimizer's update moves on the device."""
+    by_kernel = spec.has_kernel and not (spec.orthogonalizes and job.master_weights == "none")  # which draws nothing
+    plain = job.plan.kernels == "plain" or job.plan.deterministic or not by_kernel
+    if spec.quantized and plain:
+        return spec.rounded_bytes + QUANTIZING_BYTES * len(spec.states)
+    if job.master_weights == "fp32" and spec.update_bytes:
+        return spec.update_bytes
+    if job.master_weights == "fp32":  # a stack's figure is of AdamW
+        return job.stack.speed.optimizer_bytes - ADAMW.moved_bytes(4) + spec.moved_bytes(4)
+    if plain:
+        return spec.rounded_bytes + (STATE_ROUNDING_BYTES if layout.bf16_states else 0)
+    matrices = 2 * layout.narrow if spec.orthogonalizes else 0  # written to be orthogonalized, and read after it
+    return ROUNDED_BYTES[job.master_weights] + spec.moved_bytes(layout.state_width) + matrices
+
+
+@lru_cache(maxsize=256)
+def update_shares(arch: Arch, optimizer: str) -> tuple[float, ...]:
+    """The share of all parameters that each member of an optimizer updates."""
+    spec, taken = DESCRIPTIONS[optimizer], Counter[str]()
+    for param in params(arch):
+        taken[spec.of(param.name, len(param.shape)).name] += param.numel
+    return tuple(taken[each.name] / taken.total() for each in spec.members)
+
+
 @lru_cache(maxsize=16384)
 def _update_seconds(arch: Arch, plan: Plan, rank: int, cluster: Cluster, stack: Stack, optimizer: str) -> float:
-    """What an update of whole tensors waits for: its rounds follow each other, and nothing runs beside them."""
+    """What an update of whole tensors waits for: its rounds follow each other, and nothing runs beside them.
+
+    Whole matrices travel beside the orthogonalizing of others, but for the first batch and the last.
+    """
     view = RankView(arch=arch, plan=plan, sequence=1, place={"pp": rank})
     calls = update_traffic(view, DESCRIPTIONS[optimizer])
-    return sum(call_seconds(call, plan, cluster, stack.speed.calls) for call in calls)
+    sent = sum(call_seconds(call, plan, cluster, stack.speed.calls) for call in calls)
+    teams = matrix_teams(view) if DESCRIPTIONS[optimizer].orthogonalizes else ()
+    made = sum(orthogonalize_seconds(team, plan, cluster) for team in teams)
+    batches = sum(len(team.batches) for team in teams)
+    return max(sent, made) + min(sent, made) / max(batches, 1)
+
+
+def orthogonalize_seconds(team: MatrixTeam, plan: Plan, cluster: Cluster) -> float:
+    """The products of Newton–Schulz for the matrices that a rank owns, each batch as one of so many rows."""
+    low = plan.precision in ("fp8", "fp16")  # bf16 then, as in optim/muon.py
+    reached = cluster.efficiency or efficiency_of(cluster.gpu)
+    at = rates(cluster.gpu, reached, "bf16" if low else plan.precision)
+    seconds = 0.0
+    for batch in team.batches:
+        short, long = sorted((batch.cut.rows, batch.cut.columns))
+        rows = batch.of_replica(team.replica)[team.member] * short
+        products = ((short, long), (short, short), (long, short))
+        seconds += STEPS * sum(product_seconds(rows, wide, deep, at) for wide, deep in products) if rows else 0.0
+    return seconds
 
 
 @lru_cache(maxsize=16384)

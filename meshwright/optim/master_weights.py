@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 SIXTEEN_BITS = 1 << 16  # values of the bits that fp32 has beyond bf16
 STEP = 1 << 40  # elements that a weight may have before its draws of one step meet those of the next
 CPU_BLOCK, DEVICE_BLOCK = 1 << 16, 1 << 24  # elements at a time: their fp32 copies stay in cache, or small
+EVERYTHING = slice(None)  # all elements of a weight
 # A weight's own draws differ from those of others and of other updates by these odd factors.
 OF_WEIGHT, OF_UPDATE = 0x632BE5AB, 0x9E3779B1
 MIX = ((16, 0x7FEB352D), (15, 0x846CA68B))  # a 32-bit hash of few biases (Wellons 2018)
@@ -83,36 +84,39 @@ def beside(weight: Tensor) -> dict[str, Tensor]:
     return {} if low is None else {"low": low.view(torch.bfloat16)}
 
 
-def widened(weight: Tensor, wide: Tensor) -> Tensor:
-    """A weight, or its master weight, as an update reads it."""
+def widened(weight: Tensor, wide: Tensor, part: slice = EVERYTHING) -> Tensor:
+    """A weight, or its master weight, as an update reads it; or some of its elements, flat."""
     low = getattr(weight, "low_bits", None)
+    if part != EVERYTHING:
+        wide, low = wide.view(-1)[part], None if low is None else low.view(-1)[part]
     return wide.to(accum_dtype(wide)) if low is None else join(wide, low)
 
 
-def _store_wide(weight: Tensor, wide: Tensor, updated: Tensor, count: Tensor) -> None:
-    wide.copy_(updated)
+def _store_wide(weight: Tensor, wide: Tensor, updated: Tensor, count: Tensor, begin: int = 0) -> None:
+    wide.view(-1)[begin : begin + updated.numel()].copy_(updated.reshape(-1))
 
 
-def _store_split(weight: Tensor, wide: Tensor, updated: Tensor, count: Tensor) -> None:
-    high, low = split(updated)
-    wide.copy_(high)
-    low_bits(weight).copy_(low)
+def _store_split(weight: Tensor, wide: Tensor, updated: Tensor, count: Tensor, begin: int = 0) -> None:
+    high, low = split(updated.reshape(-1))
+    wide.view(-1)[begin : begin + len(high)].copy_(high)
+    low_bits(weight).view(-1)[begin : begin + len(low)].copy_(low)
 
 
-def _store_rounded(weight: Tensor, wide: Tensor, updated: Tensor, count: Tensor) -> None:
+def _store_rounded(weight: Tensor, wide: Tensor, updated: Tensor, count: Tensor, begin: int = 0) -> None:
     flat = updated.reshape(-1)
     block = CPU_BLOCK if flat.device.type == "cpu" else DEVICE_BLOCK
 
     def blocks() -> Blocks:
         for start in range(0, len(flat), block):
-            part = slice(start, start + block)
-            yield part, lambda _, part=part: flat[part]
+            new = flat[start : start + block]
+            yield slice(begin + start, begin + start + len(new)), lambda _, new=new: new
 
     _stochastic(weight, wide.view(-1), blocks(), count)
 
 
-# By optim.master_weights, what writes a weight that was updated as a whole, from its value and the update's number.
-STORES: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], None]] = {
+# By optim.master_weights, what writes a weight that was updated as a whole, from its value and the update's number; or
+# the elements of it from one on.
+STORES: dict[str, Callable[..., None]] = {
     "fp32": _store_wide, "split": _store_split, "none": _store_rounded,
 }  # fmt: skip
 

@@ -34,6 +34,7 @@ from meshwright.optim.interface import (
 from meshwright.optim.lamb import LambRule
 from meshwright.optim.lion import LionRule
 from meshwright.optim.master_weights import beside, given, rounded, state_dtype
+from meshwright.optim.muon import MuonUpdate
 from meshwright.optim.quantized import empty_states, quantized_parts, saved_parts, update_quantized
 from meshwright.optim.sgd import SGDRule
 from meshwright.optim.sm3 import SM3Rule
@@ -63,10 +64,19 @@ class ResidentOptimizer(Optimizer):
     """
 
     def __init__(
-        self, optim: Optim, weights: Iterable[nn.Parameter], plan: Plan, names: Sequence[str] | None = None
+        self,
+        optim: Optim,
+        weights: Iterable[nn.Parameter],
+        plan: Plan,
+        names: Sequence[str] | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
-        """`names`: those of the weights in the model; only optimizers that do not take all of them ask for these."""
+        """`names`: those of the weights in the model; only optimizers that do not take all of them ask for these.
+
+        `mesh`: the ranks, of which those ask that share out whole matrices; None: there is one.
+        """
         super().__init__(optim)
+        self.mesh = mesh
         self.weights = list(weights)
         self.names = list(names or [""] * len(self.weights))
         self.wide = [precision.master(weight) for weight in self.weights]
@@ -92,6 +102,8 @@ class ResidentOptimizer(Optimizer):
         """The update of the weights of one optimizer."""
         if name in WHOLE_RULES:
             return self._whole(WHOLE_RULES[name](self.optim))
+        if name == "muon":
+            return MuonUpdate(self, plan)
         rule = rule_of(self.optim, name)
         usual = self._choose_by_elements(plan, rule)
         if not self.quantized:

@@ -5,8 +5,8 @@ All-gather and reduce-scatter are each other's gradient, an all-to-all is its ow
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -40,10 +40,18 @@ class Mesh:
     parts: int = 1  # replicas that sync rarely, each of which makes updates of its own
     part: int = 0  # the one that this rank is in
     peers: dist.ProcessGroup | None = None  # its ranks; None: all
+    groups: Groups = field(default_factory=dict)  # those that were made
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """The ranks that differ from this one on one axis only."""
         return (self.expert if axis == "ep" else self.fine).get_group(axis)
+
+    def over_shard_and_tp(self, weights: Literal["dense", "expert"]) -> dist.ProcessGroup:
+        """The ranks that together hold one copy of a weight; made when all ranks first ask for it."""
+        ranks = (self.dense if weights == "dense" else self.expert).mesh
+        if weights == "expert":
+            ranks = ranks.movedim(-2, 0)  # those of ep hold other experts
+        return _group("shard_tp", ranks.flatten(-2).flatten(0, -2).tolist(), self.groups)
 
 
 KEPT: dict[tuple[int, ...], Mesh] = {}  # by the shape of a plan; of this process, whose ranks meet once
@@ -71,6 +79,7 @@ def make(plan: Plan, device: torch.device) -> Mesh:
         parts=plan.parts,
         part=place["replicate"] if plan.parts > 1 else 0,
         peers=_peers(plan, fine, groups),
+        groups=groups,
     )
 
 

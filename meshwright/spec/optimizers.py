@@ -99,6 +99,7 @@ class OptimizerSpec(msgspec.Struct, frozen=True, kw_only=True):
     # Its update is of whole tensors: what ranks reduce for it, one collective for each inner list, axis and operation.
     whole: bool = False
     reductions: tuple[tuple[Statistic, ...], ...] = ()
+    orthogonalizes: bool = False  # matrices, whole, which ranks share out by spec/matrices.py
     is_exact: bool = True  # no reduction rounds: the same bits however tensors are cut
     keys: tuple[str, ...]  # of [optim], those that only it and its likes read
     defaults: tuple[tuple[str, float], ...] = ()  # of those that are not as in config/run.py
@@ -222,6 +223,23 @@ ADAFACTOR = OptimizerSpec(
     temporaries=3,
 )
 
+MUON = OptimizerSpec(
+    name="muon",
+    label="Muon",
+    held="Muon's momentum, and AdamW's two of what it leaves",
+    states=(StateTensor(name="momentum", label="momentum"),),
+    takes="hidden",
+    rest="adamw",
+    whole=True,
+    orthogonalizes=True,
+    keys=("momentum",),
+    defaults=(("momentum", 0.95),),
+    flops=8,  # beside those of orthogonalizing its matrix
+    has_kernel=True,
+    update_bytes=26,  # by kernels/muon.py: gradient, momentum and weight, the last two written too, and bf16 matrices
+    rounded_bytes=134,  # as SGD's
+)
+
 SM3 = OptimizerSpec(
     name="sm3",
     label="SM3",
@@ -277,7 +295,7 @@ LAMB = OptimizerSpec(
 )
 
 OPTIMIZERS: Mapping[str, OptimizerSpec] = {
-    each.name: each for each in (ADAMW, SGD, ADAFACTOR, SM3, LION, LAMB)
+    each.name: each for each in (ADAMW, SGD, ADAFACTOR, SM3, LION, LAMB, MUON)
 }  # by optim.name
 
 

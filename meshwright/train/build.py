@@ -59,7 +59,7 @@ def beside(chunks: list[nn.Module], run: Run, mesh: Mesh) -> Optimizer:
     _begin(chunks, run, mesh)
     precision.attach(chunks, run.plan)
     names, weights = zip(*(pair for chunk in chunks for pair in chunk.named_parameters()), strict=True)
-    return ResidentOptimizer(run.optim, weights, run.plan, names)
+    return ResidentOptimizer(run.optim, weights, run.plan, names, mesh)
 
 
 def hosted(chunks: list[nn.Module], run: Run, mesh: Mesh) -> Optimizer:

@@ -86,6 +86,8 @@ def ranks_of(axis: Axis, plan: Plan, mesh: Mesh) -> tuple[int, ...]:
         return _ranks(mesh.peers) if mesh.peers is not None else tuple(range(mesh.world))
     if axis == "outer":
         return _ranks(mesh.group("replicate"))
+    if axis in ("shard_tp", "expert_shard_tp"):
+        return _ranks(mesh.over_shard_and_tp("dense" if axis == "shard_tp" else "expert"))
     if axis in ("replicate", "shard"):
         return _ranks(mesh.dense.get_group(axis))
     if axis in ("expert_replicate", "expert_shard"):

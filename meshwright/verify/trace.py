@@ -269,12 +269,27 @@ def fake_world(plan: Plan, rank: int) -> Iterator[Mesh]:
     assert not dist.is_initialized(), "a real world would be taken for the fake one"
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.world)
     try:
-        yield mesh.make(plan, torch.device("cpu"))
+        with patch.object(dist, "all_to_all_single", partial(_all_to_all, dist.all_to_all_single)):
+            yield mesh.make(plan, torch.device("cpu"))
     finally:
         dist.destroy_process_group()
         # What DTensor remembers of meshes: an equal one of the next world has other groups under the same names.
         debug._clear_sharding_prop_cache()
         getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()  # which torch 2.11 may not have
+
+
+def _all_to_all(
+    exchange: Callable[..., Any],
+    output: Tensor,
+    given: Tensor,
+    received: list[int] | None = None,
+    sent: list[int] | None = None,
+    **words: Any,
+) -> Any:
+    """An all-to-all of the fake group, which returns what it is given: of nothing it can make nothing else."""
+    if given.numel() == 0 and sent is not None:
+        output, received = output.new_empty(0), [0] * len(sent)
+    return exchange(output, given, received, sent, **words)
 
 
 def traceable(plan: Plan) -> Plan:
@@ -332,11 +347,11 @@ class _Step:
         master_weights.attach(chunks, run)
         self.weights = [weight for chunk in chunks for weight in chunk.parameters()]
         names = [name for chunk in chunks for name, _ in chunk.named_parameters()]
-        self.optimizer = ResidentOptimizer(run.optim, self.weights, run.plan, names)
+        self.optimizer = ResidentOptimizer(run.optim, self.weights, run.plan, names, mesh)
         # By blocks that suit a cache: of large weights too many to follow.
         if run.optim.master_weights != "fp32" or self.optimizer.quantized:
-            sends = partial(send_scales, self.optimizer)
-            self.optimizer.updates |= {name: sends for name in self.optimizer.updates if name not in WHOLE_RULES}
+            sends, whole = partial(send_scales, self.optimizer), (*WHOLE_RULES, "muon")
+            self.optimizer.updates |= {name: sends for name in self.optimizer.updates if name not in whole}
         self.scale = LossScale(run.plan, mesh.device)
         self.forward_backward = forward_backward
         self.measure = clip.choose(run.plan)

@@ -40,6 +40,7 @@ from meshwright.verify.collectives import differences, implied, observing
 # float64 sums in another order: a few hundred terms of relative error 1e-16 each, through four updates.
 TOLERANCE = 1e-12
 OPTIONS = {
+    "muon": ((),),
     "sm3": (("optim.lr=3e-2",),),
     "lamb": (("optim.lr=1e-2",),),
     "lion": (("optim.lr=1e-3",),),  # by elements, and beside them the plain one: nothing is reduced

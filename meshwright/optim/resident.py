@@ -92,7 +92,7 @@ class ResidentOptimizer(Optimizer):
         if name in WHOLE_RULES:
             return self._whole(WHOLE_RULES[name](self.optim))
         if name == "muon":
-            return MuonUpdate(self, plan)
+            return MuonUpdate(self, plan, alone=plan.deterministic)
         rule, masters = rule_of(self.optim, name), self.optim.master_weights == "fp32"
         if plan.deterministic:
             return partial(self._plain, rule) if masters else rounded(self, rule)

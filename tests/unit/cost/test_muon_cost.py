@@ -64,6 +64,8 @@ def test_gathered_matrices_are_in_the_ledger_at_the_update():
         arch=ARCH, sequence=8192, batch=64, precision="bf16", cluster=cluster("8xh100"), stack=stack_of("meshwright")
     )
     job = msgspec.structs.replace(question, optimizer="muon").job(plan)
-    # The largest matrices one at a time: on its way here and back twice each, in work twice, and two of 4096².
-    assert matrix_bytes(state_layout(job), view(shard=8, zero=3)) == 2 * (6 * 14336 * 4096 + 2 * 4096**2)
+    # Four square matrices in work, of which products double: twice them, and two polynomials. Four more arrive, as they
+    # leave in pieces elsewhere, and one of 14336 × 4096 returns.
+    square, long = 4 * 4096**2, 14336 * 4096
+    assert matrix_bytes(state_layout(job), view(shard=8, zero=3)) == 2 * (4 * square + 2 * square + 2 * long)
     assert ledger(job).total < ledger(question.job(plan)).total

@@ -68,4 +68,4 @@ def test_gathered_matrices_are_in_the_ledger_at_the_update():
     # leave in pieces elsewhere, and one of 14336 × 4096 returns.
     square, long = 4 * 4096**2, 14336 * 4096
     assert matrix_bytes(state_layout(job), view(shard=8, zero=3)) == 2 * (4 * square + 2 * square + 2 * long)
-    assert ledger(job).total < ledger(question.job(plan)).total
+    assert ledger(job).allocated < ledger(question.job(plan)).allocated

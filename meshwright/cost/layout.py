@@ -36,6 +36,8 @@ PIECE, SLOTS = 1 << 24, 4  # elements that are moved together, and pieces on the
 # update is made of, and the draws. Counted in optim/master_weights.py and optim/offload.py.
 ROUNDING_COPIES, ROUNDING_BYTES = 6, 4
 STATE_DRAW_COPIES = 6  # of bf16 states: an element's index, its hash, and what is shifted out of that
+# Of a whole weight in bf16, beyond its update's own: joined and split; widened, and of a piece the words of its draws.
+SPLIT_COPIES, WIDENED_COPIES, DRAW_COPIES = 3, 1, 8
 LOW_BYTES = 2  # what a bf16 weight lacks of its fp32 master
 
 Home = Literal["device", "host", "disk"]
@@ -319,7 +321,7 @@ def sharded(job: Job, place: Mapping[str, int]) -> ResidentMemory:
         update=holds.update_bytes * updated
         + slots
         + rounding_bytes(layout, largest)
-        + whole_bytes(layout, largest)
+        + unfused_bytes(layout, largest)
         + matrix_bytes(layout, view),
     )
 
@@ -402,9 +404,16 @@ def rounding_bytes(layout: StateLayout, largest: int) -> int:
     return copies * ROUNDING_BYTES * min(PIECE, largest) if layout.rounds and not layout.hosted else 0
 
 
-def whole_bytes(layout: StateLayout, largest: int) -> int:
-    """What an update of whole tensors makes on the device while it is at the largest of them."""
-    return layout.optimizer.temporaries * layout.wide * largest
+def unfused_bytes(layout: StateLayout, largest: int) -> int:
+    """What an update without a fused kernel makes on the device while it is at the largest weight."""
+    if layout.update == "host" or (layout.rounds and not layout.optimizer.whole):
+        return 0
+    own = layout.optimizer.temporaries * layout.wide * largest
+    if not layout.rounds or (layout.optimizer.has_kernel and layout.of("master")):
+        return own
+    if layout.of("master"):
+        return own + SPLIT_COPIES * layout.wide * largest
+    return own + layout.wide * (WIDENED_COPIES * largest + DRAW_COPIES * min(PIECE, largest))
 
 
 def matrix_bytes(layout: StateLayout, view: RankView) -> int:

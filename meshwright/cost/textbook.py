@@ -13,8 +13,8 @@ import msgspec
 from meshwright.cost.activations import activation_policy
 from meshwright.cost.job import Job
 from meshwright.spec.arch import Arch
-from meshwright.spec.optimizers import ADAMW, DESCRIPTIONS, OptimizerSpec
-from meshwright.spec.params import active, count
+from meshwright.spec.optimizers import DESCRIPTIONS
+from meshwright.spec.params import active, count, params
 
 
 def gpt_parameters(layers: int, hidden: int, vocab: int, sequence: int) -> float:
@@ -32,6 +32,7 @@ def notes_parameters(layers: int, hidden: int, vocab: int) -> float:
     return vocab * hidden + hidden + layers * (8.5 * hidden**2 + 2 * hidden)
 
 
+ADAM_STATES = 2.0  # elements of its states for a parameter
 States = Literal["fp32", "notes", "exact", "megatron", "bf16"]
 # Bytes of a parameter and its gradient, then of an element of each of the optimizer's states, by who counts.
 STATES: dict[States, tuple[float, int]] = {
@@ -43,15 +44,18 @@ STATES: dict[States, tuple[float, int]] = {
 }
 
 
-def states_bytes(parameters: float, counting: States = "exact", optimizer: OptimizerSpec = ADAMW) -> float:
-    """Model states without sharding: under Adam 16, 20, 16, 18 and 8 bytes a parameter."""
+def states_bytes(parameters: float, counting: States = "exact", each: float = ADAM_STATES) -> float:
+    """Model states without sharding: under Adam 16, 20, 16, 18 and 8 bytes a parameter.
+
+    `each`: elements of the optimizer's states for a parameter, on average where parameters differ.
+    """
     fixed, width = STATES[counting]
-    return parameters * (fixed + optimizer.state_bytes(width))
+    return parameters * (fixed + width * each)
 
 
-def zero_bytes(parameters: float, ranks: int, stage: Literal[0, 1, 2, 3], optimizer: OptimizerSpec = ADAMW) -> float:
+def zero_bytes(parameters: float, ranks: int, stage: Literal[0, 1, 2, 3], states: float = ADAM_STATES) -> float:
     """Model states of one rank under ZeRO: 4 + K, 4 + K/N, 2 + (2 + K)/N, (4 + K)/N bytes each; Adam's K is 12."""
-    kept = 4.0 + optimizer.state_bytes(4)
+    kept = 4.0 + 4 * states
     each = {0: 4 + kept, 1: 4 + kept / ranks, 2: 2 + (2 + kept) / ranks, 3: (4 + kept) / ranks}[stage]
     return parameters * each
 
@@ -282,13 +286,18 @@ ASSUMES: dict[str, tuple[str, ...]] = {
 }
 
 
+def state_elements(job: Job) -> float:
+    """Elements of the optimizer's states for a parameter of the model, on average."""
+    return DESCRIPTIONS[job.optimizer].total_bytes(params(job.arch), 1) / count(job.arch)
+
+
 def _sizes(job: Job) -> dict[str, str]:
     """What formulas name: bytes of optimizer states, alone and with others, and factors of Megatron's FLOPs."""
-    spec = DESCRIPTIONS[job.optimizer]
-    states = spec.state_bytes(4)
-    sizes = {"states": states, "states16": spec.state_bytes(2), "master": 4 + states, "grads": 6 + states}
+    each = state_elements(job)
+    states = round(4 * each, 3)
+    sizes = {"states": states, "states16": round(2 * each, 3), "master": 4 + states, "grads": 6 + states}
     megatron = {"whole": 96, "head": 16} if _recomputes(job) else {"whole": 72, "head": 12}
-    sizes |= {"all": 8 + states, "notes": states_bytes(1, "notes", spec), **megatron}
+    sizes |= {"all": 8 + states, "notes": round(states_bytes(1, "notes", each), 3), **megatron}
     return {name: f"{size:g}" for name, size in sizes.items()}
 
 
@@ -298,14 +307,14 @@ def _recomputes(job: Job) -> bool:
 
 def _states(counting: States, formula: str, source: str) -> Form:
     def value(job: Job) -> float:
-        return states_bytes(count(job.arch), counting, DESCRIPTIONS[job.optimizer])
+        return states_bytes(count(job.arch), counting, state_elements(job))
 
     return Form(value, "bytes", formula, source)
 
 
 def _zero(stage: Literal[1, 2, 3], formula: str) -> Form:
     def value(job: Job) -> float:
-        return zero_bytes(count(job.arch), job.plan.data, stage, DESCRIPTIONS[job.optimizer])
+        return zero_bytes(count(job.arch), job.plan.data, stage, state_elements(job))
 
     return Form(value, "bytes a rank", formula, ZERO)
 

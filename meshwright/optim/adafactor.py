@@ -45,7 +45,7 @@ class AdafactorRule(WholeTensorRule):
         lengths = reduced([(weight.shard, TENSOR, weight.direction().square().sum()) for weight in weights])
         scales: Sequence[Tensor | None] = whole[len(sums) :] or [None] * len(weights)
         for weight, length, size in zip(weights, lengths, scales, strict=True):
-            move = weight.direction() / (_rms(length, weight.shard) / THRESHOLD).clamp(min=1.0)
+            move = weight.direction().div_((_rms(length, weight.shard) / THRESHOLD).clamp(min=1.0))
             scale = 1.0 if size is None else _rms(size, weight.shard).clamp(min=self.optim.eps2)
             weight.move(move, scale * terms.rate, self.optim.beta1)
 
@@ -64,7 +64,7 @@ class _Factored:
 
     def squares(self) -> tuple[tuple[WeightShard, Statistic, Tensor], ...]:
         """This rank's sums of squares by rows and by columns."""
-        squares = self.shard.gradient().square() + self.eps1
+        squares = self.shard.gradient().square_().add_(self.eps1)
         return (self.shard, ROWS, squares.sum(-1)), (self.shard, COLUMNS, squares.sum(-2))
 
     def factor(self, rows: Tensor, columns: Tensor) -> None:
@@ -92,10 +92,9 @@ class _Factored:
     def move(self, move: Tensor, rate: Tensor | float, beta1: float) -> None:
         """Move the weight, and keep what was made of its states."""
         if beta1:
-            move = self.shard.states["first"] * beta1 + move * (1 - beta1)
-            self.new["first"] = move
-        value = self.shard.value()
-        self.shard.write(value * (1 - self.terms.rate * self.shard.decay) - move * rate)
+            self.new["first"] = move.mul_(1 - beta1).add_(self.shard.states["first"] * beta1)
+        value = self.shard.value() * (1 - self.terms.rate * self.shard.decay)
+        self.shard.write(value.sub_(move * rate))
         self.shard.keep(self.new, self.terms)
 
     def _mean(self, name: str, mean: Tensor) -> Tensor:

@@ -26,9 +26,11 @@ class LambRule(WholeTensorRule):
         """One reduction: of the squares of weights and directions."""
         for shard in shards:
             gradient = shard.gradient()
-            first = shard.states["first"] * self.optim.beta1 + gradient * (1 - self.optim.beta1)
-            second = shard.states["second"] * self.optim.beta2 + gradient.square() * (1 - self.optim.beta2)
-            shard.keep({"first": first, "second": second}, terms)
+            first = (shard.states["first"] * self.optim.beta1).add_(gradient * (1 - self.optim.beta1))
+            shard.keep({"first": first}, terms)
+            del first
+            second = gradient.square_().mul_(1 - self.optim.beta2).add_(shard.states["second"] * self.optim.beta2)
+            shard.keep({"second": second}, terms)
         matrices = [shard for shard in shards if len(shard.shape) >= 2]
         sizes = [(shard, TENSOR, shard.value().square().sum()) for shard in matrices]
         lengths = [(shard, TENSOR, self._direction(shard, terms).square().sum()) for shard in matrices]
@@ -37,17 +39,18 @@ class LambRule(WholeTensorRule):
             id(shard): _ratio(*pair) for shard, *pair in zip(matrices, whole, whole[len(matrices) :], strict=False)
         }
         for shard in shards:
-            move = self._direction(shard, terms) * terms.rate
+            move = self._direction(shard, terms).mul_(terms.rate)
             if id(shard) in ratios:
-                move *= ratios[id(shard)]
+                move.mul_(ratios[id(shard)])
             shard.write(shard.value() - move)
 
     def _direction(self, shard: WeightShard, terms: UpdateTerms) -> Tensor:
         """AdamW's step of length one from the states as they are now, decay included."""
         first, count = shard.states["first"], terms.count.double()
         bias1, bias2 = ((1 - beta**count).to(first.dtype) for beta in (self.optim.beta1, self.optim.beta2))
-        move = first / bias1 / ((shard.states["second"] / bias2).sqrt() + self.optim.eps)
-        return move + shard.value() * shard.decay if shard.decay else move
+        root = (shard.states["second"] / bias2).sqrt_().add_(self.optim.eps)
+        move = (first / bias1).div_(root)
+        return move.add_(shard.value() * shard.decay) if shard.decay else move
 
 
 def _ratio(size: Tensor, length: Tensor) -> Tensor:

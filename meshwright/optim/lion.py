@@ -6,7 +6,7 @@ Every element moves by η, so rates are three to ten times lower than AdamW's, a
 element whose momentum and gradient cancel but for rounding is rounding's own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -18,9 +18,17 @@ class LionRule(UpdateRule):
     """The update of Lion; no library has a kernel of it, so lists of tensors go through one operation at a time."""
 
     def fused(self, weights: Tensors, gradients: Tensors, states: Sequence[Tensors], terms: UpdateTerms) -> None:
-        """By torch's operations on lists; a gradient that is not finite counts as zero and moves nothing."""
-        momentum, weights, dtype = list(states[0]), list(weights), weights[0].dtype
-        beta1, beta2, finite = self.optim.beta1, self.optim.beta2, terms.finite.to(dtype)
+        """By torch's operations on lists, each no longer than the largest weight: of that size are the temporaries."""
+        for part in _lists(weights):
+            chosen, given, momentum = ([each[i] for i in part] for each in (weights, gradients, states[0]))
+            self._update(chosen, given, momentum, terms)
+
+    def _update(
+        self, weights: list[Tensor], gradients: list[Tensor], momentum: list[Tensor], terms: UpdateTerms
+    ) -> None:
+        """A gradient that is not finite counts as zero and moves nothing."""
+        dtype, beta1, beta2 = weights[0].dtype, self.optim.beta1, self.optim.beta2
+        finite = terms.finite.to(dtype)
         given = [torch.where(finite > 0, each, 0.0) for each in gradients]
         torch._foreach_mul_(given, terms.factor.to(dtype))
         mixed = torch._foreach_mul(momentum, beta1)
@@ -43,3 +51,15 @@ class LionRule(UpdateRule):
             return moved, (momentum * beta2 + gradient * (1 - beta2),)
 
         return updated
+
+
+def _lists(weights: Tensors) -> Iterator[list[int]]:
+    """The weights in lists, by their numbers, none with more elements than the largest weight has."""
+    most, part, elements = max(weight.numel() for weight in weights), list[int](), 0
+    for number, weight in enumerate(weights):
+        if part and elements + weight.numel() > most:
+            yield part
+            part, elements = [], 0
+        part.append(number)
+        elements += weight.numel()
+    yield part

@@ -34,25 +34,23 @@ class SM3Rule(WholeTensorRule):
             largest += [(shard, ROWS, _largest(sums, -1)), (shard, COLUMNS, _largest(sums, -2))]
         whole = iter(reduced(largest))
         for shard in shards:
-            gradient = shard.gradient()
-            sums, new = _sums(shard, gradient), {}
-            move = torch.where(sums > 0, gradient / sums.sqrt(), 0.0)
-            new["momentum"] = shard.states["momentum"] * self.optim.momentum + move * (1 - self.optim.momentum)
+            move = shard.gradient()
+            sums = _sums(shard, move)
+            new = {"row": next(whole), "column": next(whole)} if len(shard.shape) >= 2 else {"second": sums}
+            move.div_(sums.sqrt()).masked_fill_(sums == 0, 0.0)
+            del sums
+            momentum = move.mul_(1 - self.optim.momentum).add_(shard.states["momentum"] * self.optim.momentum)
             value = shard.value() * (1 - terms.rate * shard.decay)
-            shard.write(value - new["momentum"] * terms.rate)
-            new |= {"row": next(whole), "column": next(whole)} if len(shard.shape) >= 2 else {"second": sums}
-            shard.keep(new, terms)
+            shard.write(value.sub_(momentum * terms.rate))
+            shard.keep({**new, "momentum": momentum}, terms)
 
 
 def _sums(shard: WeightShard, gradient: Tensor) -> Tensor:
     """What bounds an element's sum of squares, this gradient's included."""
-    states = shard.states
-    before = (
-        states["second"]
-        if "second" in states
-        else torch.minimum(states["row"][..., None], states["column"][..., None, :])
-    )
-    return before + gradient.square()
+    states, squares = shard.states, gradient.square()
+    if "second" in states:
+        return squares.add_(states["second"])
+    return squares.add_(torch.minimum(states["row"][..., None], states["column"][..., None, :]))
 
 
 def _largest(sums: Tensor, dim: int) -> Tensor:

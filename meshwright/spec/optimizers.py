@@ -106,7 +106,7 @@ class OptimizerSpec(msgspec.Struct, frozen=True, kw_only=True):
     update_bytes: float = 0.0  # with an fp32 master weight, where no library has a fused kernel
     rounded_bytes: float  # without one: widened, updated, rounded by optim/master_weights.py
     bf16_state_bytes: float = 0.0  # with bf16 states, by the host in optim/offload.py; most of it stays in its caches
-    temporaries: int = 0  # fp32 copies of a rank's largest part that an update of whole tensors makes at a time
+    temporaries: int = 0  # fp32 copies of a rank's part of the largest weight that an unfused update makes at a time
 
     def of(self, name: str, dims: int) -> "OptimizerSpec":
         """The description that holds for a parameter."""
@@ -200,7 +200,7 @@ ADAFACTOR = OptimizerSpec(
     flops=19,
     update_bytes=152,
     rounded_bytes=282,
-    temporaries=5,
+    temporaries=3,
 )
 
 MUON = OptimizerSpec(
@@ -241,7 +241,7 @@ SM3 = OptimizerSpec(
     flops=24,
     update_bytes=210,
     rounded_bytes=334,
-    temporaries=5,
+    temporaries=4,
 )
 
 LION = OptimizerSpec(
@@ -253,6 +253,7 @@ LION = OptimizerSpec(
     defaults=(("beta2", 0.99),),
     flops=11,
     update_bytes=92,
+    temporaries=2,
     rounded_bytes=166,  # SGD's, and four further operators
     bf16_state_bytes=72,  # the same of its passes
 )
@@ -270,7 +271,7 @@ LAMB = OptimizerSpec(
     flops=35,
     update_bytes=324,
     rounded_bytes=538,
-    temporaries=5,
+    temporaries=4,
 )
 
 OPTIMIZERS: Mapping[str, OptimizerSpec] = {

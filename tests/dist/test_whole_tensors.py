@@ -1,4 +1,4 @@
-"""Optimizers of whole tensors under every axis: as one device, states and traffic too, through checkpoints."""
+"""Adafactor, SM3, LAMB and Lion under every axis: as one device, states and traffic too, through checkpoints."""
 
 from itertools import chain
 from pathlib import Path
@@ -30,23 +30,22 @@ from meshwright.cost.traffic import traffic
 from meshwright.optim.clip import GradStats
 from meshwright.optim.resident import ResidentOptimizer
 from meshwright.spec.optimizers import OPTIMIZERS, description_of
-from meshwright.spec.params import params
 from meshwright.spec.plan import Plan
 from meshwright.train.build import build
 from meshwright.train.loop import train
-from meshwright.train.saving import digest_of, holdings, restore
+from meshwright.train.saving import digest_of, restore, whole_states
 from meshwright.verify.collectives import differences, implied, observing
 
 # float64 sums in another order: a few hundred terms of relative error 1e-16 each, through four updates.
 TOLERANCE = 1e-12
-WHOLE = [name for name, spec in OPTIMIZERS.items() if spec.whole]
 OPTIONS = {
     "muon": ((),),
     "sm3": (("optim.lr=3e-2",),),
     "lamb": (("optim.lr=1e-2",),),
+    "lion": (("optim.lr=1e-3",),),  # by elements, and beside them the plain one: nothing is reduced
     "adafactor": ((), ("optim.relative_step=true", "optim.beta1=0.9", "optim.lr=5e-2")),
 }
-CASES = [(f"optim.name={name}", "data.pack=documents", *words) for name in WHOLE for words in OPTIONS[name]]
+CASES = [(f"optim.name={name}", "data.pack=documents", *words) for name in OPTIONS for words in OPTIONS[name]]
 TWO = (
     ("plan.replicate=2", "plan.grad_accum=2"),
     ("plan.shard=2", "plan.zero=1"),
@@ -77,31 +76,17 @@ def folder(tmp_path):
     return tmp_path
 
 
-def whole_states(state, run, mesh) -> dict[str, torch.Tensor]:
-    """Every state of every weight, put together from the ranks that write it."""
-    spec, found = state.optimizer.spec, {}
-    for param in params(run.arch):
-        for kept in spec.states_of(param.name, len(param.shape)):
-            found[f"{kept.name}/{param.name}"] = torch.zeros(kept.shape_beside(param.shape), dtype=torch.float64)
-    for held in holdings(state, run, mesh):
-        if held.writes and held.name in found:
-            found[held.name][tuple(slice(*part) for part in held.region)] = held.tensor
-    for whole in found.values() if mesh.world > 1 else ():
-        dist.all_reduce(whole)
-    return found
-
-
 def compare(folder: Path, case: tuple[str, ...], plans: tuple[tuple[str, ...], ...], arch: str = "tiny") -> None:
     """Plans beside one process over the same mathematics: losses, weights and states."""
     corpus = make_corpus(make_run(folder, *case, arch=arch), folder)
     reference = make_run(folder, *case, "plan.replicate=1", arch=arch)
     one = drive(reference, corpus, alone()) if dist.get_rank() == 0 else None
-    theirs = whole_states(one.state, reference, alone()) if one is not None else {}
+    theirs = dict(whole_states(one.state, reference, alone())) if one is not None else {}
     for plan in plans:
         run = make_run(folder, *case, *plan, arch=arch)
         mesh = mesh_of(run.plan)
         mine = drive(run, corpus, mesh)
-        ours = whole_states(mine.state, run, mesh)
+        ours = dict(whole_states(mine.state, run, mesh))
         if one is not None:
             assert deviation(mine, one) < TOLERANCE, f"{run.plan}: losses {mine.losses} beside {one.losses}"
             assert one.losses[-1] < one.losses[0]
@@ -277,3 +262,32 @@ def test_a_checkpoint_resumes_under_another_plan(folder, case):
         assert (restored.step, digest_of(state, run, mesh)) == (4, digest)
         assert all(tensor.any() for tensor in chain.from_iterable(state.optimizer.states().values()))
         state.loader.close()
+
+
+EXACT = [name for name, spec in OPTIMIZERS.items() if spec.is_exact]
+BITS = ("plan.deterministic=true", "plan.microbatch=1", "plan.precision=fp32", *ODD)
+ALIKE = (
+    ("plan.replicate=4", "plan.grad_accum=2"),
+    ("plan.shard=4", "plan.zero=3", "plan.grad_accum=2"),
+    ("plan.replicate=2", "plan.shard=2", "plan.zero=1", "plan.grad_accum=2"),
+)
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("arch", ["tiny", "tiny-moe"])
+@world(4)
+def test_deterministic_mode_has_the_same_bits_whatever_the_shards(folder, name, arch):
+    odd = BITS if arch == "tiny" else BITS[:3]
+    words = (f"optim.name={name}", "optim.lr=1e-3", "steps=3", "arch.layers=2", *odd)
+    corpus = make_corpus(make_run(folder, *words, *ALIKE[0], arch=arch), folder)
+    trials = []
+    for plan in ALIKE:
+        run = make_run(folder, *words, *plan, arch=arch)
+        mesh = mesh_of(run.plan)
+        trials.append(drive(run, corpus, mesh))
+        surprised = surprises(folder, (f"arch.preset={arch}", *words, *plan))
+        assert not surprised
+    first, *others = trials
+    for other in others:
+        assert (other.losses, other.norms) == (first.losses, first.norms)
+        assert all(torch.equal(other.weights[name], weight) for name, weight in first.weights.items())

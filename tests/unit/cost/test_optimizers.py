@@ -6,12 +6,17 @@ import pytest
 from meshwright.config.presets import preset
 from meshwright.cost.layout import layout_of
 from meshwright.cost.memory import ledger
-from meshwright.cost.textbook import states_bytes, zero_bytes
+from meshwright.cost.step_time import price
+from meshwright.cost.textbook import state_elements, states_bytes, zero_bytes
 from meshwright.cost.weight_time import HOST_BYTES, ROUNDED_BYTES
 from meshwright.hardware.cluster import cluster
 from meshwright.hardware.stacks import stack_of
-from meshwright.search.question import Question
-from meshwright.spec.optimizers import ADAMW, SGD
+from meshwright.search.best_first import search
+from meshwright.search.explain import other_optimizers
+from meshwright.search.question import Question, variants
+from meshwright.search.space import homes, may_live_in_host_memory, problems
+from meshwright.spec.optimizers import ADAMW, DESCRIPTIONS, OPTIMIZERS, SGD
+from meshwright.spec.params import params
 from meshwright.spec.plan import Plan
 
 BF16 = Plan(microbatch=1, precision="bf16", bf16_params=True)
@@ -51,18 +56,81 @@ def test_an_update_reads_and_writes_every_state_once(spec, host, split, none):
 
 def test_the_closed_forms_count_the_states_of_the_optimizer():
     assert [states_bytes(1, kind) for kind in ("fp32", "notes", "exact", "megatron", "bf16")] == [16, 20, 16, 18, 8]
-    assert [states_bytes(1, kind, SGD) for kind in ("fp32", "exact", "bf16")] == [12, 12, 6]
-    assert zero_bytes(1, 4, 1, SGD) == 4 + 8 / 4
+    assert [states_bytes(1, kind, 1) for kind in ("fp32", "exact", "bf16")] == [12, 12, 6]
+    assert zero_bytes(1, 4, 1, 1) == 4 + 8 / 4
+    elements = {name: state_elements(asked(name).job(BF16)) for name in OPTIMIZERS}
+    assert (elements["adamw"], elements["sgd"], elements["lion"], elements["lamb"]) == (2, 1, 1, 2)
+    assert 0 < elements["adafactor"] < 0.01
+    assert elements["sm3"] == 1 + elements["adafactor"]  # vectors too: a number of their own, and the momentum
+
+
+def asked(optimizer="adamw", machines="1xh100", **more):
+    return Question(
+        arch=preset("gpt2"), sequence=1024, batch=8, precision="bf16", cluster=cluster(machines),
+        stack=stack_of("meshwright"), optimizer=optimizer, **more,
+    )  # fmt: skip
 
 
 def test_a_plan_for_sgd_is_smaller_by_one_state():
-    question = Question(
-        arch=preset("gpt2"), sequence=1024, batch=8, precision="bf16", cluster=cluster("1xh100"),
-        stack=stack_of("meshwright"),
-    )  # fmt: skip
-    jobs = [msgspec.structs.replace(question, optimizer=name).job(BF16) for name in ("adamw", "sgd")]
+    jobs = [asked(name).job(BF16) for name in ("adamw", "sgd")]
     adamw, sgd = ({line.name: line for line in ledger(job).lines} for job in jobs)
     assert sgd["moments"].bytes * 2 == adamw["moments"].bytes
     assert sgd["moments"].why.startswith("SGD's momentum, fp32")
     assert adamw["moments"].why.startswith("AdamW's two, fp32")
     assert sgd["weights"] == adamw["weights"]
+
+
+def test_the_ledger_of_whole_tensors_is_the_sum_over_parameters():
+    shards = Plan(microbatch=1, shard=8, zero=3, precision="bf16")
+    for name, spec in DESCRIPTIONS.items():
+        job = asked(name, "8xh100").job(shards)
+        (line,) = (line for line in ledger(job).lines if line.name == "moments")
+        whole = spec.total_bytes(params(job.arch), 4)
+        alone = ledger(asked(name).job(BF16))
+        assert {each.name: each.bytes for each in alone.lines}["moments"] == whole
+        if spec.is_elementwise:
+            assert line.bytes >= whole / 8
+        else:  # columns are on every rank: more than a share, less than all
+            assert whole / 8 < line.bytes < whole
+        assert line.why.startswith(spec.held)
+
+
+def test_an_update_of_whole_tensors_costs_what_it_moves_and_what_it_sends():
+    plan, far = Plan(microbatch=1, shard=8, zero=1, precision="bf16"), "8xh100"
+    spent = {
+        name: {share.name: share.seconds for share in price(asked(name, far).job(plan)).waterfall}["optimizer"]
+        for name in OPTIMIZERS
+    }
+    alone = {
+        name: {share.name: share.seconds for share in price(asked(name).job(BF16)).waterfall}["optimizer"]
+        for name in OPTIMIZERS
+    }
+    usual = stack_of("meshwright").speed.optimizer_bytes
+    for name, spec in OPTIMIZERS.items():
+        moved = spec.update_bytes or usual - ADAMW.moved_bytes(4) + spec.moved_bytes(4)
+        assert alone[name] == pytest.approx(alone["adamw"] * moved / usual)
+        assert spent[name] >= spent["adamw"] * moved / usual * (1 - 1e-9)
+        assert (spent[name] > 1.0001 * spent["adamw"] * moved / usual) == spec.whole  # its collectives
+
+
+@pytest.mark.parametrize("name", ["adafactor", "sm3", "lamb"])
+def test_the_search_offers_no_form_that_whole_tensors_have_not(name):
+    free = asked(name, vary=("optimizer",))
+    kinds = {(each.master_weights, each.state_dtype) for each in variants(free)}
+    assert kinds == {("fp32", "fp32"), ("none", "fp32"), ("split", "fp32")}
+    assert homes(asked(name)) == (("none", "host"),)
+    assert len(homes(asked("lion"))) > 1
+    assert not may_live_in_host_memory(asked(name, "8xh100"))
+    found = search(asked(name, "8xh100"), top=1).found[0]
+    assert not problems(asked(name, "8xh100"), found.plan)
+
+
+def test_other_optimizers_are_priced_under_the_same_plan():
+    plan = Plan(microbatch=1, shard=8, zero=3, precision="bf16")
+    others = other_optimizers(asked("adamw", "8xh100"), plan)
+    assert [each.change for each in others] == [f"optim.name adamw → {name}" for name in OPTIMIZERS if name != "adamw"]
+    assert all(each.fits and each.plan == plan for each in others)
+    hosted = other_optimizers(asked("adamw", "8xh100"), msgspec.structs.replace(plan, cpu_offload=True))
+    refused = {each.change: each.problem for each in hosted if each.plan is None}
+    assert set(refused) == {f"optim.name adamw → {name}" for name, spec in OPTIMIZERS.items() if spec.whole}
+    assert all("updates whole tensors" in problem for problem in refused.values())

@@ -3,17 +3,20 @@
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from meshwright.config import load
 from meshwright.config.run import digest, mathematics
+from meshwright.cost.layout import layout_of, unfused_bytes
 from meshwright.optim import master_weights
 from meshwright.optim.clip import GradStats
 from meshwright.optim.resident import WHOLE_RULES, ResidentOptimizer
 from meshwright.spec.optimizers import DESCRIPTIONS, LAMB, OPTIMIZERS, Statistic, description_of, saved_by
 from meshwright.spec.params import params
 from meshwright.spec.problem import InputError
+from meshwright.verify.trace import following
 
 OPTIONS = {
     "adafactor": (),
@@ -74,6 +77,29 @@ def test_a_description_counts_what_an_update_moves(name, form):
     assert seen.bytes / SIZE**2 == (spec.update_bytes if form == "fp32" else spec.rounded_bytes)
     if form == "fp32":
         assert seen.count == spec.flops
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", [*OPTIONS, "lion"])
+def test_a_description_counts_what_is_alive_at_a_time(name, form):
+    run = run_of(f"optim.name={name.partition('+')[0]}", *OPTIONS.get(name, ()), *FORMS[form])
+    layout = layout_of(run.plan, run.optim.master_weights, optimizer=name)
+    dtype = torch.float32 if form == "fp32" else torch.bfloat16
+    with FakeTensorMode(allow_non_fake_inputs=True), following() as live:
+        weights = nn.ParameterDict({"w": nn.Parameter(torch.zeros(SIZE, SIZE, dtype=dtype))})
+        master_weights.attach([weights], run)
+        optimizer = ResidentOptimizer(run.optim, weights.values(), run.plan)
+        weights["w"].grad = torch.zeros_like(weights["w"])
+        live.peak = before = live.bytes
+        optimizer.step(1e-2, verdict())
+        copies = (live.peak - before) / 4 / SIZE**2
+    said = unfused_bytes(layout, SIZE**2) / 4 / SIZE**2
+    if not DESCRIPTIONS[name].whole and form != "fp32":
+        assert said == 0  # by blocks, as of every update by elements
+    elif form == "fp32":
+        assert int(copies) == said  # rows and columns, and scalars, are less than a copy
+    else:
+        assert copies - 0.2 <= said <= copies + 2  # as much as the most that any of them needs to join and round
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -66,7 +66,7 @@ def test_a_model_that_no_sharding_fits_is_cut():
 
 def test_what_fits_nowhere_waits_elsewhere():
     advice = advise(question("llama-7b", "1xa100-80g", 2048, 256))
-    assert names(advice) == ["offload"]
+    assert names(advice) == ["offload", "another optimizer"]
     assert advice.found is not None
     assert advice.found.fit.fits
     assert advice.found.plan.optimizer_offload != "none"
@@ -74,7 +74,7 @@ def test_what_fits_nowhere_waits_elsewhere():
 
 def test_a_model_that_no_split_fits_is_offloaded_on_several_gpus():
     advice = advise(question("llama3-70b", "8xa100-80g", 8192, 512))
-    assert names(advice) == ["offload"]
+    assert names(advice) == ["offload", "another optimizer"]
     assert advice.found is not None
     assert advice.found.fits
     assert (advice.found.plan.zero, advice.found.plan.cpu_offload) == (3, True)

@@ -40,6 +40,8 @@ RULES: dict[str, Callable[[Optim], UpdateRule]] = {"adamw": AdamWRule, "sgd": SG
 WHOLE_RULES: dict[str, Callable[[Optim], WholeTensorRule]] = {
     "adafactor": AdafactorRule, "sm3": SM3Rule, "lamb": LambRule,
 }  # fmt: skip
+# Those that gather whole matrices, and write weights themselves.
+MATRIX_UPDATES: dict[str, Callable[..., Update]] = {"muon": MuonUpdate}
 
 
 def rule_of(optim: Optim, name: str = "") -> UpdateRule:
@@ -91,8 +93,8 @@ class ResidentOptimizer(Optimizer):
         """The update of the weights of one optimizer."""
         if name in WHOLE_RULES:
             return self._whole(WHOLE_RULES[name](self.optim))
-        if name == "muon":
-            return MuonUpdate(self, plan, alone=plan.deterministic)
+        if name in MATRIX_UPDATES:
+            return MATRIX_UPDATES[name](self, plan, alone=plan.deterministic)
         rule, masters = rule_of(self.optim, name), self.optim.master_weights == "fp32"
         if plan.deterministic:
             return partial(self._plain, rule) if masters else rounded(self, rule)

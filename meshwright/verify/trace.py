@@ -35,7 +35,7 @@ from meshwright.models.decoder import Decoder
 from meshwright.models.moe import Experts, MoELayer, RunExperts
 from meshwright.optim import clip, master_weights
 from meshwright.optim.clip import LossScale
-from meshwright.optim.resident import WHOLE_RULES, ResidentOptimizer
+from meshwright.optim.resident import MATRIX_UPDATES, WHOLE_RULES, ResidentOptimizer
 from meshwright.parallel import context, expert, mesh, precision
 from meshwright.parallel.apply import apply
 from meshwright.parallel.context import HALF, AttentionBlock, Forward, Gradients
@@ -347,7 +347,7 @@ class _Step:
         names = [name for chunk in chunks for name, _ in chunk.named_parameters()]
         self.optimizer = ResidentOptimizer(run.optim, self.weights, run.plan, names, mesh)
         if run.optim.master_weights != "fp32":  # by blocks that suit a cache: of large weights too many to follow
-            whole = (*WHOLE_RULES, "muon")
+            whole = (*WHOLE_RULES, *MATRIX_UPDATES)
             skipped = {name: lambda indices, terms: None for name in self.optimizer.updates if name not in whole}
             self.optimizer.updates |= skipped
         self.scale = LossScale(run.plan, mesh.device)

@@ -459,7 +459,7 @@ def unfused_bytes(layout: StateLayout, largest: int) -> int:
     if layout.update == "host" or (layout.rounds and not layout.optimizer.whole):
         return 0
     own = layout.optimizer.temporaries * layout.wide * largest
-    if not layout.rounds:
+    if not layout.rounds or (layout.optimizer.has_kernel and layout.of("master")):
         return own
     if layout.of("master"):
         return own + SPLIT_COPIES * layout.wide * largest

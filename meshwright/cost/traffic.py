@@ -261,13 +261,8 @@ def weight_traffic(view: RankView, over_tp: bool = True) -> Iterator[Collective]
 
 
 def update_traffic(view: RankView, optimizer: OptimizerSpec) -> Iterator[Collective]:
-    """What the update of whole tensors reduces: for each of its rounds, one call for each axis and operation.
-
-    And whole matrices that are shared out, on their way to those who orthogonalize them and back.
-    """
-    for team in matrix_teams(view) if optimizer.orthogonalizes else ():
-        for kind, axis, elements in team.exchanged():
-            yield Collective(kind=kind, axis=axis, count=1, bytes=elements * view.narrow, overlappable=True)
+    """What the update of whole tensors reduces: for each of its rounds, one call for each axis and operation."""
+    yield from _matrix_traffic(view) if optimizer.orthogonalizes else ()
     for spec in optimizer.members:
         for statistics in spec.reductions:
             sizes = Counter[tuple[Axis, str]]()
@@ -306,6 +301,14 @@ def cut_blocks(view: RankView, optimizer: OptimizerSpec) -> Iterator[tuple[Param
             parts = math.prod(view.plan.tp if axis == "tp" else shards for axis in axes)
             if FORMATS[optimizer.quantized].cuts_block(param.shape[-1], parts):
                 yield param, group, axes
+
+
+def _matrix_traffic(view: RankView) -> Iterator[Collective]:
+    """Whole matrices on their way to who orthogonalizes them, and back, while others are made; then to replicas."""
+    for team in matrix_teams(view):
+        for kind, axis, elements in team.exchanged():
+            beside = kind == "all_to_all"
+            yield Collective(kind=kind, axis=axis, count=1, bytes=elements * view.narrow, overlappable=beside)
 
 
 def _reduced(

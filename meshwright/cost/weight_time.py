@@ -197,15 +197,18 @@ def update_shares(arch: Arch, optimizer: str) -> tuple[float, ...]:
 def _update_seconds(arch: Arch, plan: Plan, rank: int, cluster: Cluster, stack: Stack, optimizer: str) -> float:
     """What an update of whole tensors waits for: its rounds follow each other, and nothing runs beside them.
 
-    Whole matrices travel beside the orthogonalizing of others, but for the first batch and the last.
+    Whole matrices travel to their owners and back beside the orthogonalizing of others, but for the first batch and the
+    last; what replicas exchange is waited for.
     """
     view = RankView(arch=arch, plan=plan, sequence=1, place={"pp": rank})
-    calls = update_traffic(view, DESCRIPTIONS[optimizer])
-    sent = sum(call_seconds(call, plan, cluster, stack.speed.calls) for call in calls)
+    seconds = {True: 0.0, False: 0.0}  # by whether anything runs beside
+    for call in update_traffic(view, DESCRIPTIONS[optimizer]):
+        seconds[call.overlappable] += call_seconds(call, plan, cluster, stack.speed.calls)
     teams = matrix_teams(view) if DESCRIPTIONS[optimizer].orthogonalizes else ()
     made = sum(orthogonalize_seconds(team, plan, cluster) for team in teams)
     batches = sum(len(team.batches) for team in teams)
-    return max(sent, made) + min(sent, made) / max(batches, 1)
+    beside, sent = seconds[True], seconds[False]
+    return sent + max(beside, made) + min(beside, made) / max(batches, 1)
 
 
 def orthogonalize_seconds(team: MatrixTeam, plan: Plan, cluster: Cluster) -> float:

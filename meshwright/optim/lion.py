@@ -20,8 +20,8 @@ class LionRule(UpdateRule):
     def fused(self, weights: Tensors, gradients: Tensors, states: Sequence[Tensors], terms: UpdateTerms) -> None:
         """By torch's operations on lists, each no longer than the largest weight: of that size are the temporaries."""
         for part in _lists(weights):
-            own, given, momentum = ([each[i] for i in part] for each in (weights, gradients, states[0]))
-            self._update(own, given, momentum, terms)
+            chosen, given, momentum = ([each[i] for i in part] for each in (weights, gradients, states[0]))
+            self._update(chosen, given, momentum, terms)
 
     def _update(
         self, weights: list[Tensor], gradients: list[Tensor], momentum: list[Tensor], terms: UpdateTerms

@@ -130,8 +130,9 @@ def holders_of(held: HeldMatrices, mesh: Mesh | None) -> Holders:
 class MuonUpdate:
     """The update of some of an optimizer's weights, all that Muon takes, by their indices."""
 
-    def __init__(self, optimizer: "ResidentOptimizer", plan: Plan) -> None:
-        self.optimizer, self.alone = optimizer, plan.deterministic
+    def __init__(self, optimizer: "ResidentOptimizer", plan: Plan, alone: bool) -> None:
+        """`alone`: each matrix by itself, and by plain operations, so that bits do not depend on the plan."""
+        self.optimizer, self.alone = optimizer, alone
         self.held = {
             index: held_matrices(optimizer.weights[index])
             for index, name in enumerate(optimizer.updaters)
@@ -140,7 +141,7 @@ class MuonUpdate:
         first = optimizer.wide[next(iter(self.held))]
         # Matrices travel and are multiplied in low precision where the model is; fp16 has too few exponents for it.
         self.dtype = torch.bfloat16 if precision.is_low(plan) else first.dtype
-        fused = settle(plan.kernels, first.device, first.dtype).kind == "fused" and not plan.deterministic
+        fused = settle(plan.kernels, first.device, first.dtype).kind == "fused" and not alone
         self.fused = fused and optimizer.optim.master_weights != "none"  # there is no kernel that draws
         self.teams: dict[tuple[int, ...], list[tuple[list[int], Orthogonalizer]]] = {}
 
@@ -278,7 +279,7 @@ class Orthogonalizer:
         if returning is not None:
             self._arrive(*returning, apply)
 
-    def _gather(self, batch: MatrixBatch, fill: Fill) -> "InFlight":
+    def _gather(self, batch: MatrixBatch, fill: Fill) -> "PendingTensor":
         """Send the pieces of what this replica makes to their owners."""
         cut, mine = batch.cut, batch.of_replica(self.holders.replica)
         piece, owned = cut.piece(self.holders.member), mine[self.holders.member]
@@ -288,25 +289,25 @@ class Orthogonalizer:
             for place, matrix in enumerate(self._made_by(batch, replica)):
                 fill(matrix, leaving[place] if made_here else None)
         if self.holders.members is None:
-            return InFlight(leaving)
+            return PendingTensor(leaving)
         arriving = leaving.new_empty(owned * cut.elements)
         sent = [count * math.prod(piece) for count in mine]
         received = [owned * math.prod(cut.piece(member)) for member in range(cut.ranks)]
-        return InFlight.started(arriving, leaving.view(-1), received, sent, self.holders.members)
+        return PendingTensor.started(arriving, leaving.view(-1), received, sent, self.holders.members)
 
-    def _make(self, batch: MatrixBatch, flight: "InFlight") -> "InFlight":
+    def _make(self, batch: MatrixBatch, flight: "PendingTensor") -> "PendingTensor":
         """Orthogonalize what this rank owns, and send the pieces of it to their holders."""
         if self.holders.members is None:
-            return InFlight(self.compute(flight.landed()))
+            return PendingTensor(self.compute(flight.landed()))
         cut, mine = batch.cut, batch.of_replica(self.holders.replica)
         owned, each = mine[self.holders.member], math.prod(cut.piece(self.holders.member))
         leaving = parted(self.compute(joined(flight.landed(), cut, owned)), cut)
         arriving = leaving.new_empty(sum(mine) * each)
         received = [count * each for count in mine]
         sent = [owned * math.prod(cut.piece(member)) for member in range(cut.ranks)]
-        return InFlight.started(arriving, leaving, received, sent, self.holders.members)
+        return PendingTensor.started(arriving, leaving, received, sent, self.holders.members)
 
-    def _arrive(self, batch: MatrixBatch, flight: "InFlight", apply: Apply) -> None:
+    def _arrive(self, batch: MatrixBatch, flight: "PendingTensor", apply: Apply) -> None:
         """Hand on this rank's pieces of a batch, those that other replicas made too."""
         piece, mine = batch.cut.piece(self.holders.member), batch.of_replica(self.holders.replica)
         made = flight.landed().view(sum(mine), *piece)
@@ -334,7 +335,7 @@ class Orthogonalizer:
 
 
 @dataclass(slots=True)
-class InFlight:
+class PendingTensor:
     """A tensor that may still be on its way, and what it is made of, which must live as long."""
 
     result: Tensor | None
@@ -344,7 +345,7 @@ class InFlight:
     @classmethod
     def started(
         cls, result: Tensor, source: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
-    ) -> "InFlight":
+    ) -> "PendingTensor":
         """An all-to-all that has begun."""
         return cls(result, source, dist.all_to_all_single(result, source, received, sent, group=group, async_op=True))
 

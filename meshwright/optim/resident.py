@@ -49,6 +49,8 @@ RULES: dict[str, Callable[[Optim], UpdateRule]] = {"adamw": AdamWRule, "sgd": SG
 WHOLE_RULES: dict[str, Callable[[Optim], WholeTensorRule]] = {
     "adafactor": AdafactorRule, "sm3": SM3Rule, "lamb": LambRule,
 }  # fmt: skip
+# Those that gather whole matrices, and write weights themselves.
+MATRIX_UPDATES: dict[str, Callable[..., Update]] = {"muon": MuonUpdate}
 
 
 def rule_of(optim: Optim, name: str = "") -> UpdateRule:
@@ -102,8 +104,8 @@ class ResidentOptimizer(Optimizer):
         """The update of the weights of one optimizer."""
         if name in WHOLE_RULES:
             return self._whole(WHOLE_RULES[name](self.optim))
-        if name == "muon":
-            return MuonUpdate(self, plan)
+        if name in MATRIX_UPDATES:
+            return MATRIX_UPDATES[name](self, plan, alone=plan.deterministic)
         rule = rule_of(self.optim, name)
         usual = self._choose_by_elements(plan, rule)
         if not self.quantized:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -76,6 +77,23 @@ def _with_last(whole: TensorShard, part: SavedPart) -> TensorShard:
     """A state's shard as that of its weight is, but for the last dim."""
     shape, region = (*whole.shape[:-1], part.size), (*whole.region[:-1], part.columns)
     return TensorShard(whole.name, shape, region, part.tensor, whole.writes and part.writes)
+
+
+@torch.no_grad()
+def whole_states(state: State, run: Run, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
+    """Every optimizer state by its name in checkpoints, whole, on every rank; all of them must iterate to the end."""
+    held, spec = {each.name: each for each in holdings(state, run, mesh)}, state.optimizer.spec
+    dtype = next(iter(chain.from_iterable(state.optimizer.states().values()))).dtype
+    for param in params(run.arch):
+        for kept in spec.states_of(param.name, len(param.shape)):
+            name = f"{kept.name}/{param.name}"
+            whole = torch.zeros(kept.shape_beside(param.shape), dtype=dtype, device=mesh.device)
+            part = held.get(name)
+            if part is not None and part.writes:
+                whole[tuple(slice(*side) for side in part.region)] = part.tensor.to(mesh.device)
+            if mesh.world > 1:
+                dist.all_reduce(whole)
+            yield name, whole.cpu()
 
 
 Each = TypeVar("Each")

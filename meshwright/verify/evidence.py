@@ -1,6 +1,6 @@
 """Evidence: what a run did, kept as files, and a plan's beside one process's, compared number by number."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -17,7 +17,7 @@ from meshwright.runtime.place import Place
 from meshwright.train.build import build
 from meshwright.train.loop import StepResult, Stop, train
 from meshwright.train.oom import explaining
-from meshwright.train.saving import digest_of, restore
+from meshwright.train.saving import digest_of, restore, whole_states
 from meshwright.train.state import gradients, weights
 from meshwright.train.world import lasting, world
 from meshwright.verify.prove import ParityResult, Planned
@@ -26,6 +26,7 @@ from meshwright.verify.resume import DIGESTS
 # A gradient this small beside the whole is rounding: a key's bias, say, which softmax ignores. AdamW would scale it up
 # to a full step, so the weight says nothing; the gradient itself is still compared, on the scale of the whole.
 NOTHING = 1e-13
+STATES = "states"  # the file of optimizer states
 SMALL = 1e-4  # below this share of the whole gradient, a parameter's deviation is measured against the whole
 
 
@@ -48,6 +49,10 @@ def record(place: Place, run: Run, cache: Path, folder: Path) -> None:
             assert isinstance(result, StepResult), "nothing is held out in a proof"
             loss, norm = over_replicas(torch.stack([result.loss, result.norm]), mesh)
             evidence.step(loss, norm, gradients(state.chunks, run, mesh))
+        # In other precisions a square has twice the deviation of what it is of. Codes are compared by tests of their
+        # own, and replicas that sync rarely have states of their own.
+        if run.plan.precision == "fp64" and run.optim.state_dtype == "fp32" and run.plan.parts == 1:
+            evidence.states(whole_states(state, run, mesh))
         evidence.end(weights(state.chunks, run, mesh))
     state.loader.close()
 
@@ -73,6 +78,10 @@ class Evidence:
         self.norms.append(norm.item())
         if len(self.losses) == 1:
             self._write("gradients", gradients)
+
+    def states(self, states: Iterator[tuple[str, Tensor]]) -> None:
+        """Keep the optimizer's states."""
+        self._write(STATES, states)
 
     def end(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Keep the weights, and write down the numbers."""
@@ -101,9 +110,14 @@ def compare(run: Planned, reference: Path, folder: Path, tolerance: float, secon
         for name, pair in _tensors(theirs.names, reference, folder, "weights")
         if name not in idle
     }
+    by_state = _state_deviations(reference, folder, idle)
     by_loss = [_relative(*pair) for pair in zip(ours.losses, theirs.losses, strict=True)]
     by_norm = [_relative(*pair) for pair in zip(ours.norms, theirs.norms, strict=True)]
     first = first_bad(by_loss, by_norm, by_gradient, by_weight, tolerance)
+    last = f"step {len(by_loss)}: optimizer state"
+    first = first or next(
+        (f"{last} {name}, off by {far:.1e}" for name, far in by_state.items() if not far <= tolerance), None
+    )
     return ParityResult(
         plan=str(run.plan),
         passed=first is None,
@@ -111,10 +125,28 @@ def compare(run: Planned, reference: Path, folder: Path, tolerance: float, secon
         norm_deviation=max(by_norm),
         gradient_deviation=max(by_gradient.values()),
         weight_deviation=max(by_weight.values()),
+        state_deviation=max(by_state.values(), default=0.0),
         first_bad=first,
         worst=max(by_gradient, key=lambda name: by_gradient[name]),
         seconds=seconds,
     )
+
+
+def _state_deviations(reference: Path, folder: Path, idle: Collection[str]) -> dict[str, float]:
+    """How far each optimizer state is off, beside its own length or a share of its kind's; nothing if none was kept."""
+    if not (reference / f"{STATES}.safetensors").is_file():
+        return {}
+    with safe_open(reference / f"{STATES}.safetensors", "pt") as theirs:
+        pairs = dict(_tensors(theirs.keys(), reference, folder, STATES))
+    squares = dict[str, Tensor]()
+    for name, (other, _) in pairs.items():
+        kind = name.partition("/")[0]
+        squares[kind] = squares.get(kind, torch.zeros(())) + other.norm().square()
+    return {
+        name: _far(*pair, floor=SMALL * squares[name.partition("/")[0]].sqrt())
+        for name, pair in pairs.items()
+        if name.partition("/")[2] not in idle
+    }
 
 
 def first_bad(

@@ -102,6 +102,7 @@ class ParityResult(msgspec.Struct, frozen=True, kw_only=True):
     norm_deviation: float  # of a step's gradient norm
     gradient_deviation: float  # of a parameter's gradient at the first step
     weight_deviation: float  # of a parameter's weight after the last step
+    state_deviation: float = 0.0  # of a parameter's optimizer state after the last step, in float64
     first_bad: str | None  # the first step and quantity that left the tolerance
     worst: str  # the parameter with the largest deviation
     seconds: float

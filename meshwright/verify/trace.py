@@ -36,7 +36,7 @@ from meshwright.models.moe import Experts, MoELayer, RunExperts
 from meshwright.optim import clip, master_weights
 from meshwright.optim.clip import LossScale
 from meshwright.optim.quantized import send_scales
-from meshwright.optim.resident import WHOLE_RULES, ResidentOptimizer
+from meshwright.optim.resident import MATRIX_UPDATES, WHOLE_RULES, ResidentOptimizer
 from meshwright.parallel import context, expert, mesh, precision
 from meshwright.parallel.apply import apply
 from meshwright.parallel.context import HALF, AttentionBlock, Forward, Gradients
@@ -350,7 +350,7 @@ class _Step:
         self.optimizer = ResidentOptimizer(run.optim, self.weights, run.plan, names, mesh)
         # By blocks that suit a cache: of large weights too many to follow.
         if run.optim.master_weights != "fp32" or self.optimizer.quantized:
-            sends, whole = partial(send_scales, self.optimizer), (*WHOLE_RULES, "muon")
+            sends, whole = partial(send_scales, self.optimizer), (*WHOLE_RULES, *MATRIX_UPDATES)
             self.optimizer.updates |= {name: sends for name in self.optimizer.updates if name not in whole}
         self.scale = LossScale(run.plan, mesh.device)
         self.forward_backward = forward_backward

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from meshwright.config.run import Run
 from meshwright.data.loader import Loader
 from meshwright.kernels.cross_entropy import IGNORE
-from meshwright.optim import clip
+from meshwright.optim import clip, resident
 from meshwright.runtime.place import Place
 from meshwright.verify import evidence
 
@@ -30,6 +30,11 @@ def gradient_not_reduced(run: Run) -> None:
         return None if group is not None else reduce(*arguments, **words)
 
     dist.all_reduce = skip
+
+
+def optimizer_of_its_own_shard(run: Run) -> None:
+    """Every rank takes its shard of a weight for the whole."""
+    resident.cuts = lambda weight: ()
 
 
 def norm_counted_twice(run: Run) -> None:
@@ -82,6 +87,7 @@ BUGS: dict[str, Callable[[Run], None]] = {
     bug.__name__: bug
     for bug in (
         gradient_not_reduced,
+        optimizer_of_its_own_shard,
         norm_counted_twice,
         loss_averaged_per_rank,
         expert_left_out_of_the_norm,

@@ -1,11 +1,13 @@
 """`meshwright verify`: what is equal passes, what is wrong is caught and named."""
 
 import json
+import shutil
 from pathlib import Path
 
 import bugs
 import msgspec
 import pytest
+import safetensors.torch
 from commands import meshwright
 from waiting import HANG
 
@@ -38,9 +40,9 @@ def test_the_standard_set_for_eight_ranks_is_equal_to_one_process(folder):
     assert all(certificate["tolerance"] <= 1e-11 for certificate in certificates)
 
 
-def seeded(folder: Path, bug: str, plan: str, model: str) -> ParityResult:
+def seeded(folder: Path, bug: str, plan: str, model: str, words: tuple[str, ...] = ()) -> ParityResult:
     """A plan with a bug beside the true reference."""
-    ((reference, [(_, run)]),) = prove.jobs(model, [], [plan], 2, folder)
+    ((reference, [(_, run)]),) = prove.jobs(model, list(words), [plan], 2, folder)
     theirs, ours = folder / f"reference-{bug}", folder / f"plan-{bug}"
     for each in (theirs, ours):
         each.mkdir()
@@ -64,6 +66,33 @@ def test_a_classic_bug_is_caught_and_named(folder, bug, plan, model, named):
     assert not verdict.passed
     assert verdict.first_bad is not None
     assert verdict.first_bad.startswith(named)
+
+
+@pytest.mark.parametrize("name", ["adafactor", "sm3", "lamb"])
+def test_an_optimizer_that_takes_its_shard_for_the_whole_is_caught(folder, name):
+    bug = "optimizer_of_its_own_shard"
+    again = folder / name
+    again.mkdir()
+    prove.write_ragged(again / prove.TEXT)
+    verdict = seeded(again, bug, "shard=2,zero=3", "tiny", (f"optim.name={name}",))
+    assert verdict.first_bad is not None
+    assert verdict.first_bad.startswith("step 2: ")  # SM3 is right until there is something to bound
+    assert verdict.state_deviation > 1e-3
+
+
+def test_an_optimizer_state_that_is_off_is_named(folder):
+    ((reference, _),) = prove.jobs("tiny", [], ["grad_accum=2"], 2, folder)
+    theirs, ours = folder / "states", folder / "other-states"
+    theirs.mkdir()
+    run_ranks(Remote("meshwright.verify.evidence", "record"), 1, (reference, folder / "cache", theirs), HANG)
+    shutil.copytree(theirs, ours)
+    assert compare(reference, theirs, ours, TOLERANCES["fp64"][0], 0.0).passed
+    states = safetensors.torch.load_file(ours / "states.safetensors")
+    states["second/blocks.1.attn.q.weight"][1] *= 1 + 1e-6
+    safetensors.torch.save_file(states, ours / "states.safetensors")
+    verdict = compare(reference, theirs, ours, TOLERANCES["fp64"][0], 0.0)
+    assert verdict.first_bad is not None
+    assert verdict.first_bad.startswith("step 2: optimizer state second/blocks.1.attn.q.weight")
 
 
 def test_a_run_file_is_proved_on_its_own_data(folder):

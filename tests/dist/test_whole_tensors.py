@@ -30,11 +30,10 @@ from meshwright.cost.traffic import traffic
 from meshwright.optim.clip import GradStats
 from meshwright.optim.resident import ResidentOptimizer
 from meshwright.spec.optimizers import OPTIMIZERS, description_of
-from meshwright.spec.params import params
 from meshwright.spec.plan import Plan
 from meshwright.train.build import build
 from meshwright.train.loop import train
-from meshwright.train.saving import digest_of, holdings, restore
+from meshwright.train.saving import digest_of, restore, whole_states
 from meshwright.verify.collectives import differences, implied, observing
 
 # float64 sums in another order: a few hundred terms of relative error 1e-16 each, through four updates.
@@ -77,31 +76,17 @@ def folder(tmp_path):
     return tmp_path
 
 
-def whole_states(state, run, mesh) -> dict[str, torch.Tensor]:
-    """Every state of every weight, put together from the ranks that write it."""
-    spec, found = state.optimizer.spec, {}
-    for param in params(run.arch):
-        for kept in spec.states_of(param.name, len(param.shape)):
-            found[f"{kept.name}/{param.name}"] = torch.zeros(kept.shape_beside(param.shape), dtype=torch.float64)
-    for held in holdings(state, run, mesh):
-        if held.writes and held.name in found:
-            found[held.name][tuple(slice(*part) for part in held.region)] = held.tensor
-    for whole in found.values() if mesh.world > 1 else ():
-        dist.all_reduce(whole)
-    return found
-
-
 def compare(folder: Path, case: tuple[str, ...], plans: tuple[tuple[str, ...], ...], arch: str = "tiny") -> None:
     """Plans beside one process over the same mathematics: losses, weights and states."""
     corpus = make_corpus(make_run(folder, *case, arch=arch), folder)
     reference = make_run(folder, *case, "plan.replicate=1", arch=arch)
     one = drive(reference, corpus, alone()) if dist.get_rank() == 0 else None
-    theirs = whole_states(one.state, reference, alone()) if one is not None else {}
+    theirs = dict(whole_states(one.state, reference, alone())) if one is not None else {}
     for plan in plans:
         run = make_run(folder, *case, *plan, arch=arch)
         mesh = mesh_of(run.plan)
         mine = drive(run, corpus, mesh)
-        ours = whole_states(mine.state, run, mesh)
+        ours = dict(whole_states(mine.state, run, mesh))
         if one is not None:
             assert deviation(mine, one) < TOLERANCE, f"{run.plan}: losses {mine.losses} beside {one.losses}"
             assert one.losses[-1] < one.losses[0]

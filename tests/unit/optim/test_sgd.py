@@ -14,7 +14,7 @@ from meshwright.optim.clip import GradStats
 from meshwright.optim.interface import UpdateTerms
 from meshwright.optim.master_weights import join, split
 from meshwright.optim.offload import StatePiece
-from meshwright.optim.resident import RULES, WHOLE_RULES, ResidentOptimizer, rule_of
+from meshwright.optim.resident import MATRIX_UPDATES, RULES, WHOLE_RULES, ResidentOptimizer, rule_of
 from meshwright.spec.optimizers import OPTIMIZERS, saved_by
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError
@@ -158,7 +158,7 @@ def test_a_description_counts_the_operations_of_its_rule_and_names_its_states(na
             math.prod(state.shape_beside(tuple(weight.shape))) for state in spec.states
         ]
     assert saved_by(("weight", *spec.state_names)) is spec
-    assert set(OPTIMIZERS) == {*RULES, *WHOLE_RULES}
+    assert set(OPTIMIZERS) == {*RULES, *WHOLE_RULES, *MATRIX_UPDATES}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from meshwright.config.run import digest, mathematics
 from meshwright.cost.layout import layout_of, unfused_bytes
 from meshwright.optim import master_weights
 from meshwright.optim.clip import GradStats
-from meshwright.optim.resident import WHOLE_RULES, ResidentOptimizer
+from meshwright.optim.resident import MATRIX_UPDATES, WHOLE_RULES, ResidentOptimizer
 from meshwright.spec.optimizers import DESCRIPTIONS, LAMB, OPTIMIZERS, Statistic, description_of, saved_by
 from meshwright.spec.params import params
 from meshwright.spec.problem import InputError
@@ -122,8 +122,9 @@ def test_states_are_those_of_the_description(name):
 
 
 def test_every_optimizer_has_a_rule_and_every_reduction_its_parameters():
-    assert {name for name, spec in OPTIMIZERS.items() if spec.whole} == set(WHOLE_RULES)
-    assert all(bool(spec.reductions) == spec.whole for spec in DESCRIPTIONS.values())
+    assert {name for name, spec in OPTIMIZERS.items() if spec.whole} == {*WHOLE_RULES, *MATRIX_UPDATES}
+    assert {name for name, spec in OPTIMIZERS.items() if spec.orthogonalizes} == set(MATRIX_UPDATES)
+    assert all(bool(spec.reductions) == (spec.whole and not spec.orthogonalizes) for spec in DESCRIPTIONS.values())
     rows, columns, matrix, tensor = (Statistic(shape=shape) for shape in ("rows", "columns", "matrix", "tensor"))
     assert [each.over(3) for each in (rows, columns, matrix, tensor)] == [(2,), (1,), (1,), (0, 1, 2)]
     assert [each.elements((2, 3, 5)) for each in (rows, columns, matrix, tensor)] == [6, 10, 2, 1]

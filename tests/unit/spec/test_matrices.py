@@ -4,7 +4,7 @@ import math
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.spec import matrices
@@ -21,6 +21,7 @@ CUTS = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(CUTS)
 def test_the_pieces_of_a_matrix_are_all_of_it_once(cut):
     seen = Counter(
@@ -34,6 +35,7 @@ def test_the_pieces_of_a_matrix_are_all_of_it_once(cut):
     assert sum(math.prod(cut.piece(member)) for member in range(cut.ranks)) == cut.elements
 
 
+@settings(deadline=None)
 @given(
     st.dictionaries(st.sampled_from([(8, 8), (8, 32), (2, 8), (16, 4)]), st.integers(0, 90)),
     st.integers(1, 4),

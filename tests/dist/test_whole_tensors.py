@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 from trials import (
     CPU,
+    GPT,
     alone,
     corpus_file,
     deviation,
@@ -32,6 +33,7 @@ from meshwright.optim.resident import ResidentOptimizer
 from meshwright.spec.optimizers import OPTIMIZERS, description_of
 from meshwright.spec.plan import Plan
 from meshwright.train.build import build
+from meshwright.train.faults import compared, whose
 from meshwright.train.loop import train
 from meshwright.train.saving import digest_of, restore, whole_states
 from meshwright.verify.collectives import differences, implied, observing
@@ -65,6 +67,7 @@ EXPERTS = (
     ("plan.shard=2", "plan.zero=3", "plan.tp=2", "plan.ep=2"),
     ("plan.shard=4", "plan.zero=3"),
     ("plan.tp=2", "plan.replicate=2"),
+    ("plan.replicate=4", "plan.ep=2"),
 )
 ODD = ("arch.vocab=259", "arch.hidden=72", "arch.ffn=90", "arch.heads=4", "arch.kv_heads=2")  # shards are padded
 
@@ -91,7 +94,11 @@ def compare(folder: Path, case: tuple[str, ...], plans: tuple[tuple[str, ...], .
             assert deviation(mine, one) < TOLERANCE, f"{run.plan}: losses {mine.losses} beside {one.losses}"
             assert one.losses[-1] < one.losses[0]
             assert ours.keys() == theirs.keys()
-            far = {name: ((ours[name] - state).norm() / state.norm()).item() for name, state in theirs.items()}
+            far = {
+                name: ((ours[name] - state).norm() / state.norm()).item()
+                for name, state in theirs.items()
+                if not name.endswith("attn.k.bias")  # whose gradient is rounding alone
+            }
             assert max(far.values()) < TOLERANCE, f"{run.plan}: {max(far, key=far.__getitem__)}"
 
 
@@ -100,6 +107,7 @@ def compare(folder: Path, case: tuple[str, ...], plans: tuple[tuple[str, ...], .
 def test_two_ranks_are_one_device(folder, case):
     compare(folder, case, TWO)
     compare(folder, (*case, *ODD), (("plan.shard=2", "plan.zero=3"), ("plan.tp=2",)))
+    compare(folder, (*case, *GPT), (("plan.pp=2", "plan.grad_accum=4"), ("plan.tp=2",)))  # tied on two stages, biases
 
 
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
@@ -223,6 +231,7 @@ def surprises(folder: Path, words: tuple[str, ...]) -> list[str]:
     held = sum(tensor.nbytes for tensor in chain.from_iterable(state.optimizer.states().values()))
     if said != held:
         found.append(f"{held} bytes of states, said {said}")
+    assert len(whose(state)) == len(compared(state))  # what a replica check names
     return [f"{run.plan}: {text}" for text in found]
 
 

@@ -1,8 +1,8 @@
 """The same run in every precision and with every kernel over real text: do the losses stay together?
 
-`python benchmarks/losses.py [--steps 200] [--size small|large]` trains one model from one seed on one device, once for
-each way of computing, and compares each step's loss with the twin's: plain kernels, not compiled, in bf16. What
-noise is shows the twin whose microbatches are half as large: the same numbers, added up in another order.
+`python benchmarks/losses.py [--steps 200] [--size least|small|large]` trains one model from one seed on one device,
+once for each way of computing, and compares each step's loss with the twin's: plain kernels, not compiled, in bf16.
+What noise is shows the twin whose microbatches are half as large: the same numbers, added up in another order.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from typing import Any
 
 RESULT = Path(__file__).parents[1] / "results" / "losses.json"
 SIZES = {
+    "least": "arch.preset=starter arch.layers=2 sequence=128 batch=4",  # for a busy CPU
     "small": "arch.preset=starter sequence=256 batch=8",
     "large": (
         "arch.preset=tiny arch.vocab=8192 arch.layers=8 arch.hidden=512 arch.ffn=1536 arch.heads=8 arch.kv_heads=4 "

@@ -24,11 +24,15 @@ from trials import (
 from worlds import start, world
 
 from meshwright.checkpoint import format as manifests
+from meshwright.checkpoint.model_folder import save_native
 from meshwright.config.run import Run
 from meshwright.optim import quantized as quantized_module
 from meshwright.parallel.mesh import Mesh, region_of
+from meshwright.spec.problem import InputError
+from meshwright.train.build import build
 from meshwright.train.loop import train
 from meshwright.train.saving import digest_of, holdings, restore
+from meshwright.train.state import weights
 
 DTYPES = ("int8", "int4")
 # float64 sums in another order: a few hundred terms of relative error 1e-16 each, through four updates. No code lies
@@ -212,3 +216,18 @@ def test_a_run_that_resumes_under_another_plan_ends_with_the_codes_of_one_that_d
     for each in holdings(state, run, mesh):
         if each.name in expected:
             assert torch.equal(each.tensor, expected[each.name][1]), each.name
+
+
+def test_states_of_another_dtype_do_not_follow_into_a_new_phase(folder):
+    run = make_run(folder, "steps=2", "checkpoint.every=2", "plan.replicate=1")
+    state = build(run, make_corpus(run, folder), alone())
+    list(train(run, state, alone(), folder / "first"))
+    state.loader.close()
+    corpus = make_corpus(run, folder)
+    save_native(folder / "first" / "model", run.arch, weights(state.chunks, run, alone()), corpus.tokenizer)
+    words = (f"init.from={folder}/first", "init.optimizer_state=true", "sequence=64", "steps=2")
+    later = quantized(folder, "int8", "replicate=1", *words)
+    after = build(later, make_corpus(later, folder), alone())
+    with pytest.raises(InputError, match=r"has optimizer states of another optim.state_dtype: first/\S+ is F64"):
+        restore(after, later, alone(), folder / "second", lambda text: None)
+    after.loader.close()

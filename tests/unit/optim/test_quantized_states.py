@@ -13,6 +13,7 @@ from meshwright.optim.clip import GradStats
 from meshwright.optim.quantized import CPU_BLOCK
 from meshwright.optim.resident import ResidentOptimizer
 from meshwright.spec.blockwise import FORMATS, is_quantized
+from meshwright.spec.problem import InputError
 
 RATE, BETA1, BETA2, EPS, DECAY = 1e-2, 0.9, 0.95, 1e-8, 0.1
 DTYPES = ("int8", "int4")
@@ -196,3 +197,29 @@ def test_sgd_has_its_momentum_quantized_by_the_same_code():
 
 def test_they_are_part_of_the_mathematics():
     assert len({digest(run_of(states=states)) for states in ("fp32", *DTYPES)}) == 3
+
+
+REFUSED = (
+    (("optim.name=lamb",), "is for updates by elements"),
+    (("plan.optimizer_offload=host",), "leave plan.optimizer_offload out"),
+    (("plan.cpu_offload=true", "plan.zero=3"), "leave plan.cpu_offload out"),
+)
+
+
+@pytest.mark.parametrize(("words", "text"), REFUSED)
+@pytest.mark.parametrize("states", DTYPES)
+def test_what_cannot_have_them_is_refused(words, text, states):
+    with pytest.raises(InputError) as refused:
+        run_of(*words, states=states)
+    assert text in str(refused.value)
+
+
+def test_no_byte_of_two_codes_is_cut():
+    words = ("arch.preset=tiny", "arch.ffn=198", "plan.tp=2")
+    load.load(None, [*words, "optim.state_dtype=int8"], ranks=2)
+    with pytest.raises(InputError, match=r"cuts rows of arch.ffn after 99 columns; set optim.state_dtype = int8"):
+        load.load(None, [*words, "optim.state_dtype=int4"], ranks=2)
+    stack = ("arch.preset=tiny-moe", "arch.experts=5", "arch.hidden=66", "arch.heads=2", "arch.head_dim=32")
+    stack = (*stack, "arch.kv_heads=2", "arch.expert_ffn=25", "plan.shard=2", "plan.zero=3")
+    with pytest.raises(InputError, match=r"cuts rows of arch.hidden after 33 columns"):
+        load.load(None, [*stack, "optim.state_dtype=int4"], ranks=2)

@@ -28,6 +28,7 @@ from meshwright.search.bounds import (
 )
 from meshwright.search.question import Question, variants
 from meshwright.search.space import AxesChoice
+from meshwright.spec.blockwise import FORMATS
 from meshwright.spec.notebook import html_table
 from meshwright.spec.plan import FIELDS, Plan
 from meshwright.spec.units import GIB
@@ -220,9 +221,17 @@ def _modest(question: Question, top: int, kinds: bool) -> SearchResult:
 
 
 def _search(question: Question, top: int, kinds: bool) -> SearchResult:
-    """The same in one tier."""
+    """The same in one tier. States of 8 or 4 bits, which round at every update, are tried where no others fit."""
+    every = list(variants(question))
+    wide = [variant for variant in every if variant.state_dtype not in FORMATS]
+    answer = _among(wide, top, kinds)
+    return answer if answer.found or len(wide) == len(every) else _among(every, top, kinds)
+
+
+def _among(chosen: list[Question], top: int, kinds: bool) -> SearchResult:
+    """The best of some variants of a question."""
     work = _Work(_Shortlist(top, kinds), _Shortlist(top, kinds))
-    for variant in variants(question):
+    for variant in chosen:
         room = MemoryBound(variant)
         for group in groups(variant):
             for part in _by_kind(group) if kinds else (group,):

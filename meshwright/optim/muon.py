@@ -116,7 +116,7 @@ def holders_of(held: HeldMatrices, mesh: Mesh | None) -> Holders:
     kind, cut = ("expert" if held.expert else "dense"), held.cut
     grid = mesh.expert if held.expert else mesh.dense
     replicas = grid.get_group("replicate")
-    copied = replicas if grid.size(1) > 1 else None
+    copied = replicas if replicas.size() > 1 else None
     replica = grid.get_local_rank("replicate")
     if cut.ranks == 1:
         return Holders(None, copied, 0, replica)

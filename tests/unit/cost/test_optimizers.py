@@ -107,6 +107,9 @@ def test_an_update_of_whole_tensors_costs_what_it_moves_and_what_it_sends():
     }
     usual = stack_of("meshwright").speed.optimizer_bytes
     for name, spec in OPTIMIZERS.items():
+        if spec.orthogonalizes:  # whose products cost more than what it moves
+            assert alone[name] > alone["adamw"]
+            continue
         moved = spec.update_bytes or usual - ADAMW.moved_bytes(4) + spec.moved_bytes(4)
         assert alone[name] == pytest.approx(alone["adamw"] * moved / usual)
         assert spent[name] >= spent["adamw"] * moved / usual * (1 - 1e-9)

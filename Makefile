@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 # Files beside each other: ranks often wait, for each other or for a clock, and four keep two cores busy.
 BESIDE := -n 4 --dist loadscope --no-loadscope-reorder
 
-.PHONY: train test suite check lint types docs unit bench validate prove package docker docker-cuda setup clean
+.PHONY: train test suite launchers check lint types docs unit bench validate prove package docker docker-cuda setup clean
 
 train: $(READY)
 	$(BIN)/meshwright train
@@ -18,6 +18,19 @@ test: lint docs
 # One session for all tests: the short ones fill the gaps that the long ones leave.
 suite: $(READY)
 	$(BIN)/python -m pytest $(BESIDE) tests
+
+# What `meshwright launch` writes, before its own judges: each in an environment of its own, below build/launchers. `make test`
+# asks those that are there, and names the others. Slurm and Open MPI are the system's; root has them installed.
+JUDGES := build/launchers
+launchers: $(READY)
+	for judge in k8s sky ray datatrove; do \
+	  test -x $(JUDGES)/$$judge/bin/python || $(PYTHON) -m venv $(JUDGES)/$$judge; \
+	  $(JUDGES)/$$judge/bin/pip install --quiet --requirement tests/launchers/requirements/$$judge.txt || exit 1; \
+	done
+	! command -v npm > /dev/null || npm install --silent --prefix $(JUDGES)/hcl/npm @cdktf/hcl2json@0.21.0
+	{ command -v slurmctld && command -v mpirun; } > /dev/null || test "$$(id -u)" != 0 || ! command -v apt-get > /dev/null || \
+	  apt-get install --yes --no-install-recommends slurmctld slurmd slurm-client munge openmpi-bin
+	$(BIN)/python -m pytest tests/launchers
 
 check: lint types docs unit
 
@@ -86,6 +99,7 @@ $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev,docs]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps trl peft accelerate psutil  # what tests read and ask
 	touch $@
 
 clean:

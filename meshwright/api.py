@@ -135,7 +135,7 @@ def train(run: Run, folder: str | Path | None = None, say: Say = _silent) -> "It
 
 
 def _steps(run: Run, here: Place | None, folder: Path | None, say: Say) -> "Iterator[StepResult | EvalResult]":
-    from meshwright.data.prepare import prepare
+    from meshwright.data.prepare import prepare, with_epochs
     from meshwright.runtime.run_folder import Claim
     from meshwright.train import loop, rank
     from meshwright.train.build import build
@@ -146,6 +146,7 @@ def _steps(run: Run, here: Place | None, folder: Path | None, say: Say) -> "Iter
         store = Path(leaving.enter_context(tempfile.TemporaryDirectory(prefix="meshwright-"))) / "store"
         place = here or local(0, 1, store, cores())
         say = say if place.rank == 0 else _silent
+        run = with_epochs(run, env.cache(), say)
         corpus = prepare(run, env.cache(), say)
         if folder is not None:
             if place.rank == 0:

@@ -17,6 +17,7 @@ sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 LONGEST = (  # by CPU time (benchmarks/suite.py), but for the one that mostly waits
+    "launchers/test_slurm", "launchers/test_openmpi",
     "dist/test_nodes", "dist/test_traffic", "dist/test_verify", "dist/test_readme", "dist/test_compiled",
     "dist/test_any_model", "dist/test_train_verb", "dist/test_memory", "dist/test_expert", "dist/test_bench",
     "dist/test_deterministic", "dist/test_compress", "dist/test_offload", "unit/verify/test_trace",
@@ -31,6 +32,18 @@ PLACES = {f"tests/{name}.py": place for place, name in enumerate(LONGEST)}
 def pytest_collection_modifyitems(items):
     """Stable: within a file, and among files that are not named, the order stays."""
     items.sort(key=lambda item: PLACES.get(item.nodeid.split("::")[0], len(PLACES)))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """The judges of launchers' files that are not installed here, by name."""
+    told = {str(report.longrepr[2]) for report in terminalreporter.stats.get("skipped", []) if report.longrepr}
+    absent = sorted({name for text in told if "judge: " in text for name in _judges(text)})
+    if absent:
+        terminalreporter.write_line(f"not judged here: {', '.join(absent)} (make launchers installs the judges)")
+
+
+def _judges(reason):
+    return reason.partition("judge: ")[2].partition(" (")[0].split(", ")
 
 
 def pytest_collection_finish():

@@ -1,5 +1,6 @@
 """Measurements: a run's step, by the trainer's own loop and a clock; a single call's seconds; operations, counted."""
 
+import math
 import re
 import statistics
 import time
@@ -17,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
+from meshwright.bench.optimizers import Learned, LearningPoint
 from meshwright.bench.sweep import MEASURED, WARM_UP
 from meshwright.config.run import Run
 from meshwright.cost.flops import attention_flops, causal_step_flops, hardware_flops, step_flops, utilization
@@ -175,6 +177,27 @@ def measure(place: Place, run: Run, cache: Path, folder: Path, traced: int) -> N
         if mesh.rank == 0:
             answer = msgspec.structs.replace(answer, counted_flops_ratio=counted_ratio(run.arch, run.sequence))
             (folder / MEASURED).write_bytes(msgspec.json.encode(answer))
+
+
+def learn(place: Place, run: Run, cache: Path, file: Path) -> None:
+    """Be one rank of a run whose validation losses count; the first leaves what it found."""
+    with world(run, place) as mesh:
+        state = build(run, prepare(run, cache, lambda text: None), mesh)
+        began, ends, points = time.perf_counter(), [0.0], []
+        for result in train(run, state, mesh):
+            loss = result.loss.item()  # waits for the device
+            now = time.perf_counter() - began
+            if isinstance(result, StepResult):
+                ends.append(now)
+            else:
+                points.append(LearningPoint(result.step, ends[-1], loss if math.isfinite(loss) else None))
+                began += now - ends[-1]  # validation is no training
+        state.loader.close()
+        if mesh.rank == 0:
+            device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
+            steps = statistics.median(later - earlier for earlier, later in pairwise(ends))
+            found = Learned(points=tuple(points), step_seconds=steps, device=device)
+            replace_file(file, msgspec.json.encode(found))
 
 
 def _ideal(run: Run, device: str) -> dict[str, float]:

@@ -60,7 +60,7 @@ def predicted(run: Run, found: dict[str, Any], here: PredictionSource) -> dict[s
     machines, source = here.of(found["device"], run.plan.world)
     if machines is None:
         return {"predicted_seconds": None, "predicted_bytes": None, "predicted_from": "", "mfu_of": ""}
-    span = found["span"] if run.data.mask_documents else None
+    span = found["span"] if run.data.masks else None
     job = msgspec.structs.replace(job_of(run), cluster=machines, stack=trainer(found["device"]), span=span)
     answer = {
         "predicted_seconds": price(job).seconds,

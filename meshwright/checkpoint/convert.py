@@ -5,22 +5,31 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
+from typing import Literal, Protocol
 
 import msgspec
 import torch
 from torch import Tensor, nn
 
-from meshwright.checkpoint import model_folder
-from meshwright.checkpoint.model_folder import SHARD_BYTES, ModelFolder, open_folder, staged, write_arch
+from meshwright.checkpoint import model_folder, peft
+from meshwright.checkpoint.model_folder import (
+    SHARD_BYTES,
+    AdaptedFolder,
+    ModelFolder,
+    open_folder,
+    staged,
+    write_arch,
+)
 from meshwright.checkpoint.state import TORCH_DTYPES
 from meshwright.config.huggingface import CONFIG, TOKENIZER, config_of
 from meshwright.config.weights import Kind
 from meshwright.models.decoder import Decoder
 from meshwright.runtime.files import replace_json
 from meshwright.spec.arch import Arch
-from meshwright.spec.params import count
-from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.params import buffers, count, params
+from meshwright.spec.problem import InputError, Problem, mistake
 
 SEED = 20_170_612  # any constant: the same tokens for every check
 
@@ -30,14 +39,19 @@ SEED = 20_170_612  # any constant: the same tokens for every check
 # whose few large activations round worse, and still catches the wrong kind of GELU.
 ROUNDING = 4 * 2.0**-24
 
-# Files about text rather than weights, carried as they are in both directions.
-CARRIED = (
-    *(TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
-    *("tokenizer.model", "chat_template.jinja", "generation_config.json"),
-)
+MERGED = 1e-5  # of the largest logit: an adapter merged into fp32 weights rounds each of them once more
 DTYPE_OF = {str(dtype).removeprefix("torch."): dtype for dtype in TORCH_DTYPES.values()}
 END_TOKENS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
 Say = Callable[[str], None]
+
+
+class Weights(Protocol):
+    """Something that has every weight of an architecture."""
+
+    @property
+    def arch(self) -> Arch: ...
+
+    def tensor(self, name: str) -> Tensor: ...
 
 
 class MismatchError(RuntimeError):
@@ -56,7 +70,7 @@ def tolerance(arch: Arch, logits: Tensor) -> float:
 
 
 @torch.inference_mode()
-def logits(folder: ModelFolder, tokens: Tensor, rounded: torch.dtype | None = None) -> Tensor:
+def logits(folder: Weights, tokens: Tensor, rounded: torch.dtype | None = None) -> Tensor:
     """Our model's logits in float32, with weights first rounded to a dtype. Holds one block's weights at a time."""
     with torch.device("meta"):
         model = Decoder(folder.arch).eval()
@@ -74,9 +88,11 @@ def logits(folder: ModelFolder, tokens: Tensor, rounded: torch.dtype | None = No
     return model(x, positions)
 
 
-def _load(model: Decoder, folder: ModelFolder, rounded: torch.dtype | None) -> None:
+def _load(model: Decoder, folder: Weights, rounded: torch.dtype | None) -> None:
     """Fill the parameters that are still on the meta device."""
-    waiting = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    held = chain(model.named_parameters(), model.named_buffers())
+    known = {param.name for param in (*params(folder.arch), *buffers(folder.arch))}
+    waiting = [name for name, tensor in held if tensor.is_meta and name in known]
     values = {name: folder.tensor(name).to(rounded).to(torch.float32) for name in waiting}
     model.load_state_dict(values, strict=False, assign=True)
 
@@ -88,8 +104,11 @@ def fits_memory(parameters: int) -> bool:
 
 
 @torch.inference_mode()
-def stock_logits(path: Path, tokens: Tensor) -> Tensor:
-    """Logits of a Hugging Face folder by transformers' own code: local files, safetensors, no code from the folder."""
+def stock_logits(path: Path, tokens: Tensor, adapter: Path | None = None) -> Tensor:
+    """Logits of a Hugging Face folder by transformers' own code: local files, safetensors, no code from the folder.
+
+    With an adapter beside it, by peft's.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -100,7 +119,8 @@ def stock_logits(path: Path, tokens: Tensor) -> Tensor:
         model = AutoModelForCausalLM.from_pretrained(
             path, local_files_only=True, trust_remote_code=False, use_safetensors=True
         )
-        return model.float().eval()(tokens).logits
+        model = model.float() if adapter is None else peft.beside(model.float(), adapter)
+        return model.eval()(tokens).logits
     except Exception as error:  # whatever stops it, a model that stock code cannot run is not converted
         raise MismatchError(f"transformers cannot run {path}: {error}") from error
     finally:
@@ -115,7 +135,7 @@ class ConvertReport(msgspec.Struct, frozen=True, kw_only=True):
     kind_from: Kind
     step: int | None  # of the run that the weights are from
     target: str
-    kind_to: Kind
+    kind_to: Kind | Literal["adapter"]
     parameters: int
     dtype: str
     files: tuple[str, ...]
@@ -145,8 +165,12 @@ def convert(
     dtype: str | None = None,
     check_tokens: int = 64,
     shard_bytes: int = SHARD_BYTES,
+    merge: bool = False,
 ) -> ConvertReport:
-    """Convert a model folder to the other kind; the target appears only when its logits are those of the source."""
+    """Convert a model folder to the other kind; the target appears only when its logits are those of the source.
+
+    An adapter is written as peft has it, or with `merge` as the model that it makes of its base.
+    """
     found = []
     if dtype is not None and dtype not in DTYPE_OF:
         found.append(Problem(f"dtype = {dtype} is not a type for weights", f"use {', '.join(DTYPE_OF)}", "dtype"))
@@ -157,10 +181,19 @@ def convert(
     rounded = None if dtype is None else DTYPE_OF[dtype]
     folder = open_folder(source)
     target = target or default_target(folder)
+    if isinstance(folder, AdaptedFolder) and not merge:
+        return _write_adapter(folder, target, say, rounded, check_tokens)
+    if isinstance(folder, AdaptedFolder):
+        _say_merged(folder, say, check_tokens)
+    elif merge:
+        raise mistake(f"{source} is no adapter: there is nothing to merge", "leave --merge out")
     write = _write_native if folder.kind == "huggingface" else _write_huggingface
     with staged(target) as stage:
         step = "" if folder.step is None else f" (step {folder.step})"
+        step += f" ({folder.quantized}, read and written as bfloat16)" if folder.quantized else ""
         say(f"converting {count(folder.arch):,} parameters of {folder.path}{step}")
+        if folder.left_out:
+            say(f"left out: {folder.left_out} tensors of pictures or of multi-token prediction, which is not trained")
         write(stage, folder, rounded, shard_bytes)
         say(f"comparing the logits of {check_tokens} tokens")
         written = open_folder(stage)
@@ -190,6 +223,62 @@ def convert(
     say(f"wrote {target}: {report.dtype}, {len(report.files)} files, {report.bytes / 1e6:.1f} MB")
     for name in report.files:
         say(f"  {name}")
+    return report
+
+
+def _say_merged(folder: AdaptedFolder, say: Say, check_tokens: int) -> None:
+    """Compare the adapter merged into its base with the two apart, in float32."""
+    tokens = probe_tokens(folder.arch, check_tokens)
+    reference = logits(folder.apart, tokens)
+    difference = _largest(reference, logits(folder, tokens)) / float(reference.abs().max())
+    # A base of 16 bits takes the sum rounded to as many, and every weight of it is then off by up to half a bit.
+    allowed = MERGED if folder.dtype.itemsize >= 4 else 2 * torch.finfo(folder.dtype).eps
+    within = f"max difference {difference:.2g} of the largest logit, tolerance {allowed:.2g}"
+    if not difference <= allowed:
+        raise MismatchError(f"the adapter merged into its base differs from the two apart: {within}")
+    held = folder.note.adapter.held
+    base = "base" if held == "bf16" else f"base as {held.upper()} holds it, decoded"
+    say(f"merged = adapter + {base} ({within})")
+
+
+def _write_adapter(
+    folder: AdaptedFolder, target: Path, say: Say, rounded: torch.dtype | None, check_tokens: int
+) -> ConvertReport:
+    """Write an adapter as peft has it; by peft's own code its logits are those of the adapter as it was trained."""
+    tokens = probe_tokens(folder.arch, check_tokens)
+    with staged(target) as stage:
+        say(f"writing the adapter of {folder.path}, {len(folder.layouts)} weights")
+        peft.write(stage, folder, rounded)
+        _carry(folder, stage)
+        # Beside the base of the files, which peft opens too.
+        reference, largest, judges = logits(folder.beside_whole, tokens), 0.0, "read again, bit by bit"
+        base = folder.base
+        judged = rounded is None and peft.has_peft() and fits_memory(count(folder.arch))
+        if judged and isinstance(base, ModelFolder) and base.kind == "huggingface" and not base.quantized:
+            largest = _largest(reference, stock_logits(base.path, tokens, stage))
+            judges = f"peft and meshwright in float32 on {tokens.shape[1]} tokens"
+        report = ConvertReport(
+            source=str(folder.path),
+            kind_from=folder.kind,
+            step=folder.step,
+            target=str(target),
+            kind_to="adapter",
+            parameters=sum(math.prod(shape) for shape in folder.shapes.values()),
+            dtype=str(rounded or folder.low_rank(next(iter(folder.layouts))).dtype).removeprefix("torch."),
+            files=tuple(sorted(file.name for file in stage.iterdir())),
+            bytes=sum(file.stat().st_size for file in stage.iterdir()),
+            largest_difference=largest,
+            tolerance=tolerance(folder.arch, reference),
+            checked_with=judges,
+        )
+        if not report.agrees:
+            raise MismatchError(
+                f"the logits of {folder.path} and of what peft reads differ by {report.largest_difference:.3g}, and "
+                f"float32 rounding explains {report.tolerance:.3g}; nothing was left at {target}"
+            )
+    say(f"logits match (max difference {largest:.3g}, tolerance {report.tolerance:.3g}; {judges})")
+    size = f"{report.dtype}, {report.bytes / 1e6:.1f} MB"
+    say(f"wrote {target}: an adapter for peft, {size}; --merge writes the whole model")
     return report
 
 
@@ -223,11 +312,9 @@ def _stored(
 
 
 def _carry(folder: ModelFolder, stage: Path) -> None:
-    found = {name: folder.path / name for name in CARRIED if (folder.path / name).is_file()}
+    model_folder.copy_texts(folder.texts, stage)
     if folder.tokenizer is not None:  # of a saved step it is the run's
-        found[TOKENIZER] = folder.tokenizer
-    for name, file in found.items():
-        shutil.copyfile(file, stage / name)
+        shutil.copyfile(folder.tokenizer, stage / TOKENIZER)
 
 
 class AddedToken(msgspec.Struct, frozen=True):
@@ -266,7 +353,8 @@ def _compare(
         from transformers import __version__ as version
     except ImportError:  # its own missing dependencies included
         version = None
-    if version is not None and fits_memory(count(source.arch)):
+    # Quantized matmuls of transformers want a GPU, and kernels of others.
+    if version is not None and fits_memory(count(source.arch)) and not source.quantized:
         theirs = source if source.kind == "huggingface" else written
         ours = logits(theirs, tokens)  # of the same files: rounding to another dtype is not a difference
         largest = max(largest, _largest(ours, stock_logits(theirs.path, tokens)))

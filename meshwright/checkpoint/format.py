@@ -68,6 +68,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     loss_scale: float
     streak: float  # finite steps since the loss scale last moved
     adascale: tuple[float, ...] = ()  # its averages, and the norms of the newest step
+    base: str = ""  # the digest of weights that are frozen, which are not saved; none are: ""
 
     def counted(self, counters: Sequence[float]) -> "Progress":
         """With what a device has counted: updates, the loss scale, its streak, and AdaScale's newest norms, if any."""

@@ -10,38 +10,40 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
+from msgspec.structs import replace
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from meshwright.checkpoint.read import StepWeights
 from meshwright.checkpoint.state import TORCH_DTYPES
-from meshwright.config.huggingface import ARCH, INDEX, SINGLE, TOKENIZER, family, no_weights
-from meshwright.config.weights import Kind, describe
+from meshwright.config.families import FAMILIES, Family
+from meshwright.config.huggingface import ARCH, CONFIG, INDEX, SINGLE, TOKENIZER, family, no_weights, shape_differences
+from meshwright.config.weights import ADAPTER, TEXT, AdapterNote, FolderDescription, Kind, describe
+from meshwright.kernels.coded import CodedPart, decode, encode
+from meshwright.models.init import initial
 from meshwright.runtime.files import replace_file, replace_json
 from meshwright.spec.arch import Arch
-from meshwright.spec.params import params
+from meshwright.spec.coded import BLOCK
+from meshwright.spec.params import Param, buffers, params, trained
 from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.tuning import DOWN, MAGNITUDE, UP, Tuning, is_adapter
 
 SHARD_BYTES = 5 * 10**9
 INDEX_BYTES = 100 * 10**6  # half a million tensors; the largest public index has a tenth of it
-HEAD = "lm_head.weight"
+HEADS = ("lm_head.weight", "embed_out.weight")
 HARMLESS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # masks and frequencies that old versions stored
-# Of each block of GPT-2: its name, our parameters, and whether it multiplies from the other side.
-GPT2_BLOCK = (
-    ("ln_1", ("attn_norm",), False),
-    ("attn.c_attn", ("attn.q", "attn.k", "attn.v"), True),
-    ("attn.c_proj", ("attn.out",), True),
-    ("ln_2", ("mlp_norm",), False),
-    ("mlp.c_fc", ("mlp.up",), True),
-    ("mlp.c_proj", ("mlp.down",), True),
-)
+# Files about text rather than weights, by their endings or beginnings: carried from folder to folder as they are.
+TEXTS, PAPERS = (".json", ".jinja", ".txt", ".model", ".tiktoken"), ("LICENSE", "NOTICE")
+NO_TEXTS = (CONFIG, ARCH, ADAPTER, TOKENIZER)  # written anew, and the tokenizer apart
+TEXT_BYTES = 100 * 10**6
 MOST_PROBLEMS = 50  # a folder of another model differs in every tensor; the first lines say it
 
 
@@ -199,6 +201,7 @@ class StoredTensor(msgspec.Struct, frozen=True, kw_only=True):
     dim: int = 0
     expert: int | None = None  # holds this expert of a stacked parameter alone
     transposed: bool = False  # GPT-2 multiplies from the other side
+    turns: int = 0  # joined parts take turns after so many rows (GPT-NeoX, gpt-oss); 0: one after the other
 
 
 Layout = tuple[StoredTensor, ...]
@@ -206,29 +209,68 @@ Layout = tuple[StoredTensor, ...]
 
 def native(arch: Arch) -> Layout:
     """Our own files: every parameter as it is."""
-    return tuple(StoredTensor(name=param.name, made_of=(param.name,)) for param in params(arch))
+    return tuple(StoredTensor(name=param.name, made_of=(param.name,)) for param in (*params(arch), *buffers(arch)))
 
 
-def huggingface(arch: Arch, *, prefix: str | None = None, fused: bool = False) -> Layout:
-    """The layout that transformers writes; `fused` experts are those of its version 5 in memory."""
-    if family(arch) == "gpt2":
-        return tuple(_gpt2(arch, "transformer." if prefix is None else prefix))
-    return tuple(_llama(arch, "model." if prefix is None else prefix, fused))
+def huggingface(arch: Arch, kind: str = "", *, prefix: bool = True, fused: bool = False) -> Layout:
+    """The layout that transformers writes for a model_type, by default the nearest.
+
+    Files of a bare model lack the prefix; `fused` experts are those of transformers 5 in memory.
+    """
+    kind = kind or family(arch)
+    found = dict[str, StoredTensor]()
+    for param in (*params(arch), *buffers(arch)):
+        for stored in _named(param.name, arch, FAMILIES[kind], fused):
+            name = stored.name if prefix else stored.name.split(".", 1)[1]
+            name = stored.name if stored.name.startswith("lm_head") else name
+            before = found.get(name)
+            made_of = stored.made_of if before is None else before.made_of + stored.made_of
+            found[name] = msgspec.structs.replace(stored, name=name, made_of=made_of)
+    return tuple(found.values())
+
+
+def _named(name: str, arch: Arch, family: Family, fused: bool) -> Iterator[StoredTensor]:
+    """The stored tensors that hold a parameter, or a part of each; those of several have one name."""
+    words = name.split(".")
+    at, place = "", words
+    if words[0] == "blocks":
+        at, place = f"{family.names['blocks']}.{words[1]}.", words[2:]
+    module, last = ".".join(place), ""
+    if module not in family.names:  # a module's weight or bias
+        module, last = ".".join(place[:-1]), f".{place[-1]}"
+    theirs = family.names[module]
+    turned = theirs in family.transposed and not last.endswith("bias")
+    turns = {"row": 1, "head": arch.head_dim}.get(family.alternate.get(theirs, ""), 0)
+    if "*" not in theirs:
+        dim = 1 if module.startswith("mlp.experts.") else 0
+        yield StoredTensor(name=f"{at}{theirs}{last}", made_of=(name,), dim=dim, transposed=turned, turns=turns)
+    elif fused:
+        theirs = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}[place[-1]]
+        yield StoredTensor(name=f"{at}mlp.experts.{theirs}", made_of=(name,), dim=1)
+    else:
+        for expert in range(arch.experts):  # inside: a stacked parameter is then read once for all its experts
+            yield StoredTensor(name=f"{at}{theirs.replace('*', str(expert))}", made_of=(name,), expert=expert)
 
 
 def stored_shape(stored: StoredTensor, shapes: dict[str, Shape]) -> Shape:
     """The shape that a stored tensor must have, from those of our parameters."""
     parts = [shapes[name] if stored.expert is None else shapes[name][1:] for name in stored.made_of]
     shape = list(parts[0])
-    shape[stored.dim] = sum(part[stored.dim] for part in parts)
-    return tuple(reversed(shape)) if stored.transposed else tuple(shape)
+    shape[stored.dim if len(parts) > 1 else 0] = sum(part[stored.dim if len(parts) > 1 else 0] for part in parts)
+    return (*shape[:-2], shape[-1], shape[-2]) if stored.transposed else tuple(shape)
 
 
 def store(stored: StoredTensor, load: Load) -> Tensor:
     """A stored tensor, made of our parameters."""
     parts = [load(name) if stored.expert is None else load(name)[stored.expert] for name in stored.made_of]
-    whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim=stored.dim)
-    return whole.T if stored.transposed else whole
+    if len(parts) == 1:
+        whole = parts[0]
+    elif stored.turns:
+        split = [part.unflatten(stored.dim, (-1, stored.turns)) for part in parts]
+        whole = torch.stack(split, dim=stored.dim + 1).flatten(stored.dim, stored.dim + 2)
+    else:
+        whole = torch.cat(parts, dim=stored.dim)
+    return whole.mT if stored.transposed else whole
 
 
 def restore(name: str, layout: Layout, shapes: dict[str, Shape], load: Load) -> Tensor:
@@ -236,63 +278,16 @@ def restore(name: str, layout: Layout, shapes: dict[str, Shape], load: Load) -> 
     pieces = []
     for stored in layout:
         whole = load(stored.name)
-        whole = whole.T if stored.transposed else whole
-        widths = [shapes[part][stored.dim] for part in stored.made_of]
-        is_whole = len(stored.made_of) == 1
-        pieces.append(whole if is_whole else whole.split(widths, dim=stored.dim)[stored.made_of.index(name)])
+        whole = whole.mT if stored.transposed else whole
+        number, count, dim = stored.made_of.index(name), len(stored.made_of), stored.dim
+        if count == 1:
+            pieces.append(whole)
+        elif stored.turns:
+            split = whole.unflatten(dim, (-1, count, stored.turns))
+            pieces.append(split.select(dim + 1, number).flatten(dim, dim + 1))
+        else:
+            pieces.append(whole.split([shapes[part][dim] for part in stored.made_of], dim=dim)[number])
     return pieces[0] if layout[0].expert is None else torch.stack(pieces)
-
-
-def _gpt2(arch: Arch, prefix: str) -> Iterator[StoredTensor]:
-    yield StoredTensor(name=f"{prefix}wte.weight", made_of=("embed.weight",))
-    yield StoredTensor(name=f"{prefix}wpe.weight", made_of=("positions.weight",))
-    for layer in range(arch.layers):
-        theirs, ours = f"{prefix}h.{layer}", f"blocks.{layer}"
-        for kind in ("weight", "bias"):
-            for name, parts, is_transposed in GPT2_BLOCK:
-                made_of = tuple(f"{ours}.{part}.{kind}" for part in parts)
-                turned = is_transposed and kind == "weight"
-                yield StoredTensor(name=f"{theirs}.{name}.{kind}", made_of=made_of, transposed=turned)
-    for kind in ("weight", "bias"):
-        yield StoredTensor(name=f"{prefix}ln_f.{kind}", made_of=(f"norm.{kind}",))
-    yield from _head(arch)
-
-
-def _llama(arch: Arch, prefix: str, fused: bool) -> Iterator[StoredTensor]:
-    yield StoredTensor(name=f"{prefix}embed_tokens.weight", made_of=("embed.weight",))
-    for layer in range(arch.layers):
-        theirs, ours = f"{prefix}layers.{layer}", f"blocks.{layer}"
-        yield StoredTensor(name=f"{theirs}.input_layernorm.weight", made_of=(f"{ours}.attn_norm.weight",))
-        for their, our in (("q_proj", "q"), ("k_proj", "k"), ("v_proj", "v"), ("o_proj", "out")):
-            yield StoredTensor(name=f"{theirs}.self_attn.{their}.weight", made_of=(f"{ours}.attn.{our}.weight",))
-        yield StoredTensor(name=f"{theirs}.post_attention_layernorm.weight", made_of=(f"{ours}.mlp_norm.weight",))
-        yield from _feed_forward(arch, theirs, ours, fused)
-    yield StoredTensor(name=f"{prefix}norm.weight", made_of=("norm.weight",))
-    yield from _head(arch)
-
-
-def _feed_forward(arch: Arch, theirs: str, ours: str, fused: bool) -> Iterator[StoredTensor]:
-    if arch.experts == 0:
-        for part in ("gate", "up", "down"):
-            yield StoredTensor(name=f"{theirs}.mlp.{part}_proj.weight", made_of=(f"{ours}.mlp.{part}.weight",))
-        return
-    router, experts = (f"{ours}.mlp.router.weight",), f"{ours}.mlp.experts"
-    if fused:
-        yield StoredTensor(name=f"{theirs}.mlp.gate.weight", made_of=router)
-        gate_up = (f"{experts}.gate", f"{experts}.up")
-        yield StoredTensor(name=f"{theirs}.mlp.experts.gate_up_proj", made_of=gate_up, dim=1)
-        yield StoredTensor(name=f"{theirs}.mlp.experts.down_proj", made_of=(f"{experts}.down",))
-        return
-    yield StoredTensor(name=f"{theirs}.block_sparse_moe.gate.weight", made_of=router)
-    for their, our in (("w1", "gate"), ("w3", "up"), ("w2", "down")):
-        for expert in range(arch.experts):  # inside: a stacked parameter is then read once for all its experts
-            name = f"{theirs}.block_sparse_moe.experts.{expert}.{their}.weight"
-            yield StoredTensor(name=name, made_of=(f"{experts}.{our}",), expert=expert)
-
-
-def _head(arch: Arch) -> Iterator[StoredTensor]:
-    if not arch.tied:
-        yield StoredTensor(name=HEAD, made_of=("head.weight",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +303,8 @@ class ModelFolder:
     reader: Reader | StepWeights
     layouts: dict[str, Layout]  # our name -> the stored tensors that hold it
     shapes: dict[str, Shape]  # our name -> shape
+    quantized: str = ""  # how they are stored, if they are quantized
+    left_out: int = 0  # tensors of pictures, or of multi-token prediction, which are not read
 
     @property
     def home(self) -> Path:
@@ -315,19 +312,25 @@ class ModelFolder:
         return self.path.parents[1] if self.kind == "checkpoint" else self.path
 
     @property
+    def texts(self) -> Path:
+        """Where what is said of its text is: template, special tokens, settings of generation."""
+        return self.home / TEXT if self.kind == "checkpoint" else self.path
+
+    @property
     def dtype(self) -> torch.dtype:
-        """What the embedding is stored in."""
-        dtype = self.reader.dtype(self.layouts["embed.weight"][0].name)
-        assert dtype is not None, "opening checked that it is a float"
-        return dtype
+        """The widest that a weight is stored in: frozen ones may be narrower than those that were trained."""
+        # Buffers apart: a load bias is wide beside weights of any dtype.
+        stored = (self.reader.dtype(each.name) for param in params(self.arch) for each in self.layouts[param.name])
+        return reduce(torch.promote_types, (dtype for dtype in stored if dtype is not None))
 
     def tensor(self, name: str) -> Tensor:
         """A parameter by our name, in our layout."""
         value = restore(name, self.layouts[name], self.shapes, self.reader.load)
         # Some tied models store the head as well; it must then be the embedding.
-        tied_head = self.kind == "huggingface" and self.arch.tied and HEAD in self.reader.names
-        if name == "embed.weight" and tied_head and not torch.equal(self.reader.load(HEAD), value):
-            text = f"{self.path}: {HEAD} is not the embedding, though config.json says tie_word_embeddings"
+        tied = self.kind == "huggingface" and self.arch.tied and name == "embed.weight"
+        head = next((each for each in HEADS if each in self.reader.names), "") if tied else ""
+        if head and not torch.equal(self.reader.load(head), value):
+            text = f"{self.path}: {head} is not the embedding, though config.json says tie_word_embeddings"
             raise InputError([Problem(text, "set tie_word_embeddings to false in config.json", "tie_word_embeddings")])
         return value
 
@@ -335,16 +338,22 @@ class ModelFolder:
 def open_folder(reference: Path | str) -> ModelFolder:
     """Open a Hugging Face folder, one of ours, or a run (RUN, RUN@STEP); checks all names and shapes, reads no data."""
     described = describe(reference)
+    if described.note is not None:
+        return _open_adapted(described, described.note)
     path, arch = described.path, described.arch
-    reader = StepWeights(path) if described.kind == "checkpoint" else Reader(path)
+    reader = StepWeights(path) if described.kind == "checkpoint" else _reader(path, described.quantized)
     if described.kind != "huggingface":
         layout = native(arch)
     else:  # files of a bare model lack the prefix, and experts come apart or fused
-        embed = "wte.weight" if family(arch) == "gpt2" else "embed_tokens.weight"
+        kind = described.family
+        embed = f"{FAMILIES[kind].names['embed']}.weight"
         fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in reader.names)
-        layout = huggingface(arch, prefix="" if embed in reader.names else None, fused=fused)
-    shapes = {param.name: param.shape for param in params(arch)}
-    found = list(islice(_mismatches(reader, layout, shapes, arch.tied), MOST_PROBLEMS + 1))
+        layout = huggingface(arch, kind, prefix=embed.split(".", 1)[1] not in reader.names, fused=fused)
+        if described.with_pictures:
+            layout = _of_text(layout, reader.names)
+    shapes = {param.name: param.shape for param in (*params(arch), *buffers(arch))}
+    outside = _outside(described)
+    found = list(islice(_mismatches(reader, layout, shapes, arch.tied, outside), MOST_PROBLEMS + 1))
     if len(found) > MOST_PROBLEMS:
         found[MOST_PROBLEMS:] = [Problem(f"{path} differs in still more tensors", "see the lines above")]
     if found:
@@ -354,16 +363,168 @@ def open_folder(reference: Path | str) -> ModelFolder:
         for name in stored.made_of:
             layouts[name] += (stored,)
     origin = described.run, described.step
-    return ModelFolder(path, described.kind, arch, described.tokenizer, *origin, reader, layouts, shapes)
+    left_out = sum(name.startswith(outside) for name in reader.names) if outside else 0
+    held = (reader, layouts, shapes, described.quantized, left_out)
+    return ModelFolder(path, described.kind, arch, described.tokenizer, *origin, *held)
 
 
-def save_native(folder: Path, arch: Arch, tensors: Iterable[tuple[str, Tensor]], tokenizer: Path | None) -> None:
-    """Write a model folder of our own, whole or not at all; an earlier one of the same name is replaced."""
+def _of_text(layout: Layout, names: frozenset[str]) -> Layout:
+    """The layout of a text model that is one part of another."""
+    old = any(name.startswith("language_model.") for name in names)
+    prefix = "language_model.model." if old else "model.language_model."
+    return tuple(msgspec.structs.replace(stored, name=prefix + stored.name.removeprefix("model.")) for stored in layout)
+
+
+def _outside(described: FolderDescription) -> tuple[str, ...]:
+    """What the names of tensors begin with that belong to no text model, or to multi-token prediction."""
+    found: list[str] = []
+    if described.with_pictures:
+        found += [f"{at}{part}." for at in ("", "model.") for part in ("vision_tower", "multi_modal_projector")]
+    if described.more_layers:
+        blocks, first = FAMILIES[described.family].names["blocks"], described.arch.layers
+        found += [f"{blocks}.{layer}." for layer in range(first, first + described.more_layers)]
+    return tuple(found)
+
+
+def _reader(path: Path, quantized: str) -> Reader:
+    if not quantized:
+        return Reader(path)
+    from meshwright.checkpoint.quantized_folder import QuantizedReader  # which reads as a Reader does
+
+    return QuantizedReader(path)
+
+
+@dataclass(frozen=True, slots=True)
+class SeededWeights:
+    """The weights that a run begins from without a folder."""
+
+    arch: Arch
+    seed: int
+    dtype: torch.dtype = torch.float32
+
+    def tensor(self, name: str) -> Tensor:
+        every = (*params(self.arch), *buffers(self.arch))
+        return initial(next(param for param in every if param.name == name), self.seed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptedFolder(ModelFolder):
+    """An adapter, read as the model that it makes of its base: each adapted weight is W + s · B A.
+
+    Of DoRA its rows have the norms that were trained.
+    """
+
+    base: ModelFolder | SeededWeights
+    note: AdapterNote
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.base.dtype
+
+    def tensor(self, name: str) -> Tensor:
+        weight, layer = self.held_base(name), name.removesuffix(".weight")
+        if f"{layer}.{DOWN}" not in self.layouts:
+            return weight
+        # Once, in float64: the sum is rounded to the dtype of the base, and nothing before it.
+        down, up = (self.low_rank(f"{layer}.{part}").double() for part in (DOWN, UP))
+        merged = weight.double() + self.note.adapter.scale * (up @ down)
+        if self.note.adapter.kind == "dora":
+            merged *= (self.low_rank(f"{layer}.{MAGNITUDE}").double() / merged.norm(dim=1))[:, None]
+        return merged.to(weight.dtype)
+
+    def low_rank(self, name: str) -> Tensor:
+        """A weight of the adapter."""
+        return self.reader.load(name)
+
+    def held_base(self, name: str) -> Tensor:
+        """A weight of the base as the adapter was trained beside it: what few bits leave of it."""
+        weight, param = self.base.tensor(name), self.tuned.get(name)
+        if param is None or param.held == "bf16":
+            return weight
+        how = CodedPart(param.held, param.shape[1] // BLOCK)
+        return decode(how, encode(param.held, weight), torch.float32).to(weight.dtype)
+
+    @property
+    def tuned(self) -> dict[str, Param]:
+        """The parameters of the base as the adapter's run held them."""
+        arch = replace(self.arch, tuning=Tuning(adapter=self.note.adapter))
+        return {param.name: param for param in params(arch)}
+
+    @property
+    def apart(self) -> "UnmergedFolder":
+        """The same with the adapter beside its base, as it is trained."""
+        return self._beside(self.held_base)
+
+    @property
+    def beside_whole(self) -> "UnmergedFolder":
+        """The same beside the base as it is in its files, whatever the adapter was trained beside."""
+        return self._beside(self.base.tensor)
+
+    def _beside(self, base: Load) -> "UnmergedFolder":
+        kind = "dora" if self.note.adapter.kind == "dora" else "lora"
+        adapter = replace(self.note.adapter, kind=kind, base="bf16", dropout=0.0)
+        return UnmergedFolder(replace(self.arch, tuning=Tuning(adapter=adapter)), self, base)
+
+
+@dataclass(frozen=True, slots=True)
+class UnmergedFolder:
+    """An adapter and its base, each as it is."""
+
+    arch: Arch
+    folder: AdaptedFolder
+    base: Load
+
+    def tensor(self, name: str) -> Tensor:
+        return self.folder.low_rank(name) if is_adapter(name) else self.base(name)
+
+
+def _open_adapted(described: FolderDescription, note: AdapterNote) -> AdaptedFolder:
+    """Open an adapter beside its base."""
+    arch, path = described.arch, described.path
+    shapes = {p.name: p.shape for p in trained(replace(arch, tuning=Tuning(adapter=note.adapter)))}
+    reader = StepWeights(path) if described.kind == "checkpoint" else Reader(path)
+    layout = tuple(StoredTensor(name=name, made_of=(name,)) for name in shapes)
+    if found := list(islice(_mismatches(reader, layout, shapes, tied=False, outside=()), MOST_PROBLEMS)):
+        raise InputError(found)
+    base = open_folder(note.base) if note.base else SeededWeights(arch, note.seed)
+    if differences := shape_differences(base.arch, arch):
+        what = f"{note.base} is not the base of the adapter in {path}: {'; '.join(differences)}"
+        raise InputError([Problem(what, "put the model back that the adapter was trained beside", "init.from")])
+    layouts: dict[str, Layout] = {stored.name: (stored,) for stored in layout}
+    held = (described.tokenizer, described.run, described.step, reader, layouts, shapes)
+    return AdaptedFolder(path, described.kind, arch, *held, base=base, note=note)
+
+
+def copy_texts(source: Path, target: Path) -> None:
+    """Copy the files of a model folder that are about text: templates, tokenizers, settings of generation."""
+    for file in sorted(source.glob("*")) if source.is_dir() else ():
+        known = file.suffix in TEXTS or file.name.startswith(PAPERS)
+        about_text = known and file.name not in NO_TEXTS and not file.name.endswith(".index.json")
+        if about_text and file.is_file() and file.stat().st_size <= TEXT_BYTES:
+            shutil.copyfile(file, target / file.name)
+
+
+def save_native(
+    folder: Path,
+    arch: Arch,
+    tensors: Iterable[tuple[str, Tensor]],
+    tokenizer: Path | None,
+    texts: Path | None = None,
+    note: AdapterNote | None = None,
+) -> None:
+    """Write a model folder of our own, whole or not at all; an earlier one of the same name is replaced.
+
+    Of an adapter its own weights alone, and a note of what they are beside.
+    """
     with staged(folder, replace=True) as stage:
-        write_arch(stage, arch)
-        write(stage, tensors)
+        write_arch(stage, replace(arch, tuning=msgspec.UNSET))
+        write(stage, tensors if note is None else (pair for pair in tensors if is_adapter(pair[0])))
+        if note is not None:
+            replace_json(stage / ADAPTER, note)
         if tokenizer is not None:
             shutil.copyfile(tokenizer, stage / TOKENIZER)
+        if texts is not None:
+            copy_texts(texts, stage)
         open_folder(stage)  # before the earlier one goes
 
 
@@ -397,7 +558,7 @@ def staged(target: Path, *, replace: bool = False) -> Iterator[Path]:
 
 
 def _mismatches(
-    reader: Reader | StepWeights, layout: Layout, shapes: dict[str, Shape], tied: bool
+    reader: Reader | StepWeights, layout: Layout, shapes: dict[str, Shape], tied: bool, outside: tuple[str, ...]
 ) -> Iterator[Problem]:
     remedy = "the weights and the description beside them must be of one model"
     for stored in layout:
@@ -410,5 +571,6 @@ def _mismatches(
             supported = "use weights in float64, float32, bfloat16 or float16"
             yield Problem(f"{reader.folder}: {stored.name} is not stored as floats of 16 bits or more", supported)
     for name in sorted(reader.names - {stored.name for stored in layout}):
-        if not (name.endswith(HARMLESS) or (tied and name == HEAD)):
+        is_known = name.endswith(HARMLESS) or (tied and name.endswith(HEADS)) or name.startswith(outside)
+        if not is_known:
             yield Problem(f"{reader.folder} holds {name}, which the model has no place for", remedy)

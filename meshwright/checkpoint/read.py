@@ -32,6 +32,7 @@ from meshwright.checkpoint.state import (
 from meshwright.checkpoint.storage import READ_BYTES, THREADS, CorruptError, Damage, Item
 from meshwright.config.run import Run, digests
 from meshwright.parallel.mesh import Mesh
+from meshwright.spec.lossy import FEEDBACK
 from meshwright.spec.optimizers import saved_by
 from meshwright.spec.outer import ANCHOR, MOMENTUM, kind_of, of_part, part_of
 from meshwright.spec.problem import InputError, Problem
@@ -222,13 +223,19 @@ def _tried(
 def as_saved(manifest: Manifest, holdings: Sequence[TensorShard]) -> list[TensorShard]:
     """What to fill from a step whose replicas were others: theirs are taken in turn, and outer states begin anew.
 
+    So does what lossy reductions of gradients were owed, or factored with, where it was another's.
+
     Replicas that sync rarely have each saved what they alone had.
     """
-    there = {tensor.name for tensor in manifest.tensors}
-    parts = 1 + max(map(part_of, there), default=0)
+    shapes = {tensor.name: tensor.shape for tensor in manifest.tensors}
+    there = set(shapes)
+    parts = 1 + max((part_of(name) for name in there if kind_of(name) not in FEEDBACK), default=0)
     found = []
     for holding in holdings:
         kind, name = kind_of(holding.name), holding.name.partition("/")[2]
+        if kind in FEEDBACK:
+            found += [holding] if shapes.get(holding.name) == holding.shape else []
+            continue
         saved = f"{of_part(kind, part_of(holding.name) % parts)}/{name}"
         if saved not in there:
             saved = f"{kind}/{name}"  # all replicas had the same

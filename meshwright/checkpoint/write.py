@@ -30,6 +30,7 @@ from meshwright.checkpoint.state import TensorShard
 from meshwright.checkpoint.storage import ANOTHER, CorruptError, Damage, Disk
 from meshwright.config.run import Checkpoint, Run, digest
 from meshwright.config.weights import best_step
+from meshwright.parallel.arriving import ArrivingNumbers
 from meshwright.parallel.mesh import Mesh
 from meshwright.runtime.records import BOUNDS, SaveRecord
 from meshwright.runtime.run_folder import ROOM, fewer_kept, lack_of_room
@@ -243,7 +244,8 @@ class Saver:
             self.say(f"warning: the driver would not pin {refused}: saves hold up training for longer; raise ulimit -l")
         self.step = progress.step
         self.stump = stump = self.home / f".{format.name(progress.step)}.{self.attempt:08x}.partial"
-        self.writing = self.threads.submit(self._write, stump, progress, _Arriving(counters))
+        arriving = None if counters is None else ArrivingNumbers(counters, sleeps=True)
+        self.writing = self.threads.submit(self._write, stump, progress, arriving)
         if self.mesh.rank == 0:
             self.joining = self.threads.submit(self._join, stump, time.perf_counter())
         if self.in_place or not self.run.checkpoint.asynchronous:
@@ -319,7 +321,7 @@ class Saver:
     def _futures(self) -> list[Future[Any]]:
         return [future for future in (self.writing, self.joining) if future is not None]
 
-    def _write(self, stump: Path, progress: Progress, counters: "_Arriving") -> None:
+    def _write(self, stump: Path, progress: Progress, counters: ArrivingNumbers | None) -> None:
         """This rank's part. A note tells rank 0 that it is on the disk; another, later, that it was read again."""
         rank, pieces = self.mesh.rank, list(self.copies.pieces())
         self.disk.make_folder(stump)
@@ -331,7 +333,8 @@ class Saver:
                 if made is not None:  # open from here on: the stump has another name as soon as all parts are there
                     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
                     stack.callback(os.close, descriptor)
-                note = msgspec.json.encode(RankPart(progress=counters.into(progress), made=made))
+                done = progress if counters is None else progress.counted(counters.read())
+                note = msgspec.json.encode(RankPart(progress=done, made=made))
                 storage.write_whole(self.disk, stump / part_name(rank), note, is_passing=True)  # `commit` flushes names
             except OSError:
                 file.unlink(missing_ok=True)  # at once: on a full disk others need the room
@@ -394,24 +397,6 @@ def recorded(whole: Manifest, parts: Sequence[RankPart], seconds: float) -> Save
 
 def _seconds(timing: Timing) -> float:
     return timing.disk + timing.hashing + timing.link
-
-
-class _Arriving:
-    """Counters on their way from a device."""
-
-    def __init__(self, counters: Tensor | None) -> None:
-        self.host, self.ready = counters, None
-        if counters is not None and counters.is_cuda:
-            self.host = torch.empty(counters.shape, dtype=counters.dtype, pin_memory=True)
-            self.host.copy_(counters, non_blocking=True)
-            self.ready = torch.cuda.Event(blocking=True)
-            self.ready.record()
-
-    def into(self, progress: Progress) -> Progress:
-        """Progress with what they say. Waits for them."""
-        if self.ready is not None:
-            self.ready.synchronize()
-        return progress if self.host is None else progress.counted(self.host.tolist())
 
 
 def _failure(future: "Future[None] | Future[SaveRecord]") -> Exception | None:

@@ -13,10 +13,12 @@ from meshwright.hardware.profile import Profile, read_profile
 from meshwright.runtime.failure import Exit
 from meshwright.runtime.files import require_file, require_folder
 from meshwright.runtime.place import Place
+from meshwright.spec.optimizers import OPTIMIZERS
 from meshwright.spec.problem import InputError, Problem
 from meshwright.spec.units import GIB
 
 if TYPE_CHECKING:
+    from meshwright.bench.optimizers import LearningPoint, OptimizerTable
     from meshwright.bench.sweep import Row, SweepSetup
 
 TRACED = 3  # steps that are taken apart
@@ -49,6 +51,17 @@ def add_bench(verb: argparse.ArgumentParser) -> None:
         "--probe", action="store_true", help="measure matmuls, attention, memory, collectives and the disk"
     )
     verb.add_argument("--quick", action="store_true", help="with --probe: few and small shapes")
+    verb.add_argument(
+        "--optimizers", action="store_true", help="train the run with every optimizer, each with its best of five rates"
+    )
+    verb.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        choices=sorted(OPTIMIZERS),
+        help="with --optimizers: this; may be repeated",
+    )
+    verb.add_argument("--picture", type=Path, help="with --optimizers: an SVG of loss against step and wall-clock")
     verb.add_argument("--profile", type=Path, help="predict from this machine profile, as --probe wrote it")
     verb.add_argument("--out", type=Path, help="where the answer goes as JSON (of --probe: profile.json)")
     verb.add_argument("--folder", type=Path, default=Path("runs/bench"), help="for tokens and traces")
@@ -59,6 +72,8 @@ def bench(options: argparse.Namespace) -> int:
     words.require_training()
     if options.probe:
         return probe(options)
+    if options.optimizers:
+        return optimizers(options)
     from meshwright.bench import sweep
     from meshwright.cli import preflight
 
@@ -152,6 +167,63 @@ def _line(row: "Row") -> str:
     time = f"{found['step_seconds']:>10.4f}{predicted}{found['tokens_per_second']:>12,.0f}{mfu}"
     memory = f"{found['peak_allocated_bytes'] / GIB:>10.2f}{bytes_predicted}"
     return f"{row.name or 'as given':<26}{time}{memory}{found['first_step_seconds']:>9.1f}{falls}"
+
+
+def optimizers(options: argparse.Namespace) -> int:
+    """Train with every optimizer; exit 1 when one could not."""
+    from meshwright.bench.optimizers import GRID, OptimizerBench, table
+    from meshwright.cli import preflight
+
+    if (here := env.here()) is not None:
+        text = f"{here.launcher} started this rank, and --optimizers starts ranks of its own"
+        raise InputError([Problem(text, "start it once, by itself", "--optimizers")])
+    for file in filter(None, (options.out, options.picture)):
+        require_file(file, "name another file")  # before minutes are spent on what could not be kept
+    require_folder(options.folder, "name another --folder")
+    say = words.say_to(options.json)
+    target, overrides = words.target(options.words)
+    compared = OptimizerBench(target, overrides, options.folder / "optimizers", env.cache())
+    if found := list(preflight.device_problems(compared.one, env.gpu_names())):
+        raise InputError(found)
+    names = options.only or list(OPTIMIZERS)
+    size = f"{compared.one.steps} steps of {compared.one.tokens} tokens"
+    say(f"{len(names)} optimizers, {len(GRID)} learning rates each, {size}")
+    answer = compared.compare(names, _progress(say, len(names) * len(GRID)))
+    say(table(answer))
+    if options.out:
+        options.out.write_bytes(msgspec.json.format(msgspec.json.encode(answer)) + b"\n")
+    if options.picture:
+        options.picture.write_text(optimizers_picture(answer))
+    if options.json:
+        print(msgspec.json.encode(answer).decode())
+    return Exit.FAILED if any(row.error for row in answer.rows) else Exit.DONE
+
+
+def _progress(say: Callable[[str], None], runs: int) -> Callable[[str], None]:
+    """A line for each run that is done, and how many there are; the same on a terminal and in a log."""
+    done = iter(range(1, runs + 1))
+    return lambda text: say(f"[{next(done)}/{runs}] {text}")
+
+
+def optimizers_picture(answer: "OptimizerTable") -> str:
+    """Loss against step, and against seconds of training."""
+    from meshwright.report.loss_curves import LossCurve, LossPanel, picture
+
+    def curves(of: Callable[["LearningPoint"], float]) -> tuple[LossCurve, ...]:
+        kept = [
+            (row.name, [each for each in row.best.points if each.loss is not None]) for row in answer.rows if row.best
+        ]
+        return tuple(
+            LossCurve(name=name, points=tuple((of(each), each.loss) for each in points if each.loss is not None))
+            for name, points in kept
+            if points
+        )
+
+    panels = (
+        LossPanel(title="by step", unit="steps", curves=curves(lambda each: float(each.step))),
+        LossPanel(title="by wall-clock", unit="seconds of training", curves=curves(lambda each: each.seconds)),
+    )
+    return picture(f"Validation loss of {answer.run} by optimizer", panels)
 
 
 def probe(options: argparse.Namespace) -> int:

@@ -28,6 +28,7 @@ KINDS = {
     "unfinished": "left by a process that was killed",
 }
 FILES = {"tokens.bin": "tokens", "tokenizer.json": "tokenizers", "ends.bin": "documents", "meta.json": "tokens"}
+FILES |= dict.fromkeys(("mask.bin", "samples.bin", "chat.json"), "tokens")  # of conversations
 MADE = re.compile(
     r"(\.)?([0-9a-f]{24})(?(1)\.[0-9a-f]{8}\.part)"
 )  # as data/prepare.py names an entry, and its beginning

@@ -4,7 +4,8 @@ import os
 import time
 from pathlib import Path
 
-from meshwright.runtime.place import Place, place
+from meshwright.runtime.place import DEFAULT_PORT, DIALECTS, Place, place
+from meshwright.spec.problem import mistake
 
 BEGAN = time.monotonic()  # when the user pressed Enter
 DEBUG = {
@@ -19,6 +20,11 @@ DEBUG = {
 def here() -> Place | None:
     """Which rank of whose job this process is, None if nobody launched it as one."""
     return place(os.environ)
+
+
+def rank_variable(here: Place) -> str:
+    """The variable that told this process its rank."""
+    return next((each.rank for each in DIALECTS if each.launcher == here.launcher), "RANK")
 
 
 def default_ranks() -> int:
@@ -36,8 +42,28 @@ def gpu_names() -> list[str]:
 
 
 def attempt() -> int:
-    """Which start of this job it is, from 1: torchrun counts the restarts."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + 1
+    """Which start of this job it is, from 1: torchrun and Slurm count the restarts."""
+    counts = (os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    return max(int(count) if count.isdecimal() else 0 for count in counts) + 1
+
+
+# How pods and SkyPilot's machines are told which they are, and where the first is.
+NODE_NUMBERS = ("PET_NODE_RANK", "JOB_COMPLETION_INDEX", "VC_TASK_INDEX", "SKYPILOT_NODE_RANK", "SLURM_NODEID")
+NODE_ADDRESSES = (("PET_MASTER_ADDR", "PET_MASTER_PORT"), ("MASTER_ADDR", "MASTER_PORT"))
+
+
+def node(said: str) -> tuple[int, str]:
+    """Which machine of a job this is, and where rank 0 listens ("" where nobody says); `auto`: as it was told."""
+    known = [os.environ[name] for name in NODE_NUMBERS if name in os.environ]
+    number = (known[0] if known else "") if said == "auto" else said
+    if not number.isdecimal():
+        what = "nothing tells this machine its number" if said == "auto" else f"--node-rank {said} is no number"
+        raise mistake(what, f"use --node-rank 0, 1, …, or set one of {', '.join(NODE_NUMBERS)}")
+    for host, port in NODE_ADDRESSES:
+        if address := os.environ.get(host):
+            host = f"[{address}]" if ":" in address else address
+            return int(number), f"{host}:{os.environ.get(port) or DEFAULT_PORT}"
+    return int(number), os.environ.get("SKYPILOT_NODE_IPS", "").split("\n")[0].strip()
 
 
 def cache() -> Path:
@@ -48,6 +74,11 @@ def cache() -> Path:
 def of_ranks(debug: bool = False) -> dict[str, str]:
     """The variables that ranks are started with."""
     return {**os.environ, **(DEBUG if debug else {})}
+
+
+def share_cores(processes: int) -> None:
+    """Have the tokenizers of so many processes use each core once; what the user says comes first."""
+    os.environ.setdefault("RAYON_NUM_THREADS", str(max((os.cpu_count() or 1) // processes, 1)))
 
 
 def debug() -> None:

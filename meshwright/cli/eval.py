@@ -84,7 +84,7 @@ def _run(options: argparse.Namespace, folder: "ModelFolder") -> Run:
     data = run.data
     if folder.tokenizer is not None:
         data = msgspec.structs.replace(data, tokenizer=str(folder.tokenizer))
-        if data.end_token is None and (ends := end_tokens(folder.path, load_tokenizer(folder))):
+        if data.end_token is None and (ends := end_tokens(folder.texts, load_tokenizer(folder))):
             data = msgspec.structs.replace(data, end_token=min(ends))
     if options.data is not None:
         read = {"format": options.format or "auto", "field": options.field or data.field}

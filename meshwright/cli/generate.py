@@ -99,7 +99,7 @@ class TextWriter:
 
         self.arch, self.asked = folder.arch, options.tokens
         self.tokenizer = load_tokenizer(folder)
-        self.ends = end_tokens(folder.path, self.tokenizer)
+        self.ends = end_tokens(folder.texts, self.tokenizer)
         temperature = TEMPERATURE if options.temperature is None else options.temperature
         self.sampling = Sampling(
             temperature=0.0 if options.greedy else temperature,
@@ -194,13 +194,13 @@ def _talk(options: argparse.Namespace, prompts: list[str], folder: "ModelFolder"
     from meshwright.data.chat import Message, prompt_of, template_of
     from meshwright.train.sample import load_decoder
 
-    template_of(folder.path)  # before weights are loaded
+    template_of(folder.texts)  # before weights are loaded
     writer, messages = TextWriter(options, folder), list[Message]()
     decoder = load_decoder(folder, device, options.dtype)
     streams = sys.stdout.isatty() and not options.json
     for turn in prompts or _turns():
         messages.append(Message("user", turn))
-        tokens = writer.encode(prompt_of(folder.path, messages), special=False)  # the template has written them
+        tokens = writer.encode(prompt_of(folder.texts, messages), special=False)  # the template has written them
         (answer,) = writer.completions(decoder, [turn], [tokens], streams=streams)
         messages.append(Message("assistant", answer.text))
         if options.json:

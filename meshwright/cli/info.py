@@ -120,6 +120,7 @@ def add_convert(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("source", help="a Hugging Face folder, or a run: RUN, RUN@STEP, RUN@best")
     verb.add_argument("target", nargs="?", type=Path, help="the folder to write (default: beside the source)")
     verb.add_argument("--step", help="which saved step of a run: a number, or best (default: the last)")
+    verb.add_argument("--merge", action="store_true", help="of an adapter: the whole model, the adapter merged into it")
     verb.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the written weights")
 
 
@@ -132,7 +133,8 @@ def convert(options: argparse.Namespace) -> int:
 
     source = options.source if options.step is None else f"{options.source.rstrip('/')}@{options.step}"
     try:
-        report = convert_folder(source, options.target, words.say_to(options.json), dtype=options.dtype)
+        say = words.say_to(options.json)
+        report = convert_folder(source, options.target, say, dtype=options.dtype, merge=options.merge)
     except MismatchError as error:
         print(f"meshwright: {error}", file=sys.stderr)
         return Exit.FAILED

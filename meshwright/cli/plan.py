@@ -5,7 +5,7 @@ import math
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,10 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
     )
     verb.add_argument("--batch", type=words.samples, help="samples in one optimizer step, over the whole job")
     verb.add_argument(
-        "--vary", action="append", choices=("precision", "optimizer", "batch"), help="also search over it"
+        "--vary",
+        action="append",
+        choices=("precision", "optimizer", "batch", "communication"),
+        help="also search over it",
     )
     verb.add_argument(
         "--top", type=words.count, help=f"how many plans to show (default: the best of each kind, up to {TOP})"
@@ -273,7 +276,10 @@ def _written(options: argparse.Namespace, asked: PlanQuery, found: Candidate) ->
     if found.fits is False:
         return ["", f"not written: {options.write}, because the plan does not fit"]
     run = run_of(asked, found)
-    write_whole(Path(options.write), load.write(run), options.force)
+    written = load.write(run)
+    if run.epochs:  # which become steps when the data is read
+        written = written.replace(f"steps = {run.steps}\n", "", 1)
+    write_whole(Path(options.write), written, options.force)
     lines = ["", f"written: {options.write} (train it with: meshwright train {options.write})"]
     decisive = {
         "steps": run.steps,
@@ -408,14 +414,33 @@ def collectives(options: argparse.Namespace) -> int:
     target, overrides = words.target(options.words)
     ranks = cluster(options.cluster).gpus if options.cluster else 1  # of a plan that states no axis
     run = _run(target, [*overrides, *flags(options)], ranks)
-    found = traffic(run.arch, run.plan, run.sequence, optimizer=description_of(run.optim), noise=run.measures_noise)
+    phases = {"warm-up": True, "compressed": False} if run.compresses else {"": False}
+    calls, lines = list[Collective](), [f"plan: {run.plan}"]
+    for phase, warm_up in phases.items():
+        found = traffic(
+            run.arch, run.plan, run.sequence, optimizer=description_of(run.optim), noise=run.measures_noise,
+            warm_up=warm_up,
+        )  # fmt: skip
+        calls += [msgspec.structs.replace(each, phase=phase) for each in found]
+        lines += [*_phase_lines(phase), *_traffic_lines(found)]
+    show(options, calls, lines)
+    return Exit.DONE
+
+
+def _phase_lines(phase: str) -> list[str]:
+    """What the steps of a phase are."""
+    words = {"warm-up": "a step that sums gradients exactly:", "compressed": "a step that exchanges signs of momenta:"}
+    return ["", words[phase]] if phase else []
+
+
+def _traffic_lines(found: Sequence[Collective]) -> list[str]:
+    """A table of calls, and their bytes by axis."""
     totals = ", ".join(f"{axis} {size:,}" for axis, size in bytes_by_axis(found).items())
-    lines = [f"plan: {run.plan}", f"{'kind':<16}{'axis':<18}{'calls':>8}{'bytes/call':>18}"]
+    lines = [f"{'kind':<16}{'axis':<18}{'calls':>8}{'bytes/call':>18}"]
     lines += [f"{each.kind:<16}{each.axis:<18}{each.count:>8}{each.bytes:>18,}{_rarely(each)}" for each in found]
     rare = sum(each.total_bytes for each in found if each.every > 1)
     lines += [f"of a sync: outer {rare:,}"] if rare else []
-    show(options, found, [*lines, f"total{' per step, on average' if rare else ''}: {totals or 'nothing'}"])
-    return Exit.DONE
+    return [*lines, f"total{' per step, on average' if rare else ''}: {totals or 'nothing'}"]
 
 
 def _rarely(call: Collective) -> str:

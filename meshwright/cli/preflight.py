@@ -13,7 +13,7 @@ from meshwright.config.run import Run
 from meshwright.config.weights import describe
 from meshwright.cost.calibrate import trainer
 from meshwright.cost.memory import fits, ledger
-from meshwright.hardware.cluster import catalogue, cluster, cluster_of_device, recognised
+from meshwright.hardware.cluster import Cluster, catalogue, cluster, cluster_of_device, recognised
 from meshwright.runtime.failure import Exit
 from meshwright.runtime.machine import free_host_bytes
 from meshwright.runtime.run_folder import ROOM, lack_of_room
@@ -69,6 +69,15 @@ def require_room(run: Run, folder: Path, gpus: list[str]) -> None:
         _require_host(run, free)
     if lack := lack_of_room(run, folder, Disk().free_bytes(folder)):
         raise mistake(lack, ROOM, "checkpoint")
+
+
+def require_cards(run: Run, machines: Cluster) -> None:
+    """Refuse a plan whose most loaded rank needs more memory than a card of these machines has."""
+    question = budget.question_of(run, machines)
+    found, room = fits(question.job(run.plan)).ledger, machines.gpu.memory_bytes
+    if found.allocated * found.low > room:
+        needs = f"{found.allocated / GIB:.1f} GiB, and {machines.gpu.name} has {room / GIB:.1f}"
+        raise _shortage(run, needs, question)
 
 
 def _require_devices(run: Run, device: str, free: int | None) -> None:

@@ -61,10 +61,10 @@ def put(options: argparse.Namespace, arch: Arch | None = None) -> PlanQuery:
         machines = measured(machines, read_profile(Path(profile)), stack_of("meshwright"))
     question, assumed = question_of(asked, machines, tuple(options.vary or ()) or asked.run.goal.vary)
     stated = getattr(options, "document_tokens", None)
-    if stated and not asked.run.data.mask_documents:
+    if stated and not asked.run.data.masks:
         what = f"--document-tokens {stated} is for masked documents, and data.mask_documents = false"
         raise InputError([Problem(what, "add data.mask_documents=true, or leave --document-tokens out")])
-    if asked.run.data.mask_documents:
+    if asked.run.data.masks:
         mean = stated or run_folder.document_tokens(Path(target or ""))
         question = msgspec.structs.replace(question, document_tokens=mean)
         told = f"documents of {mean:,.0f} tokens in the mean" if mean else "documents as long as a sample"
@@ -214,7 +214,7 @@ def question_of(asked: OpenRun, machines: Cluster, vary: tuple[Vary, ...]) -> tu
         precision=precision,
         cluster=machines,
         stack=stack_of("meshwright"),
-        masked=asked.run.data.mask_documents,
+        masked=asked.run.data.masks,
         master_weights=asked.run.optim.master_weights,
         state_dtype=asked.run.optim.state_dtype,
         optimizer=description_of(asked.run.optim),

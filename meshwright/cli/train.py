@@ -2,10 +2,12 @@
 
 import argparse
 import shlex
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -21,10 +23,11 @@ from meshwright.runtime.files import printable, teller
 from meshwright.runtime.place import ALONE, Place, RankSpec
 from meshwright.runtime.records import Summary
 from meshwright.spec.params import count
-from meshwright.spec.problem import InputError
+from meshwright.spec.problem import InputError, Problem
 from meshwright.spec.units import GIB
 
 if TYPE_CHECKING:
+    from meshwright.runtime.meeting import Met
     from meshwright.runtime.run_folder import Change
 
 RANK = "meshwright.train.rank"  # by name: the launcher never imports torch
@@ -47,15 +50,49 @@ def add_train(verb: argparse.ArgumentParser) -> None:
 def train(options: argparse.Namespace) -> int:
     """Train: as the launcher of local ranks, or as one rank that somebody else has launched."""
     words.require_training()
-    here = env.here()
-    ranks, is_first = (options.ranks, True) if here is None else (here.world, here.rank == 0)
+    here = started_as(env.here(), options.ranks)
+    if here is None:
+        return _launch(_resolved(options, options.ranks, is_first=True), options)
+    signal.signal(signal.SIGTERM, _end_early)  # until the rank itself can save
+    try:
+        return _rank(_resolved(options, here.world, is_first=here.rank == 0), here, options)
+    except EarlyEnd:
+        print(f"rank {here.rank}: stopped by SIGTERM before the first step; nothing to save", file=sys.stderr)
+        return Exit.PREEMPTED
+
+
+class EarlyEnd(BaseException):
+    """SIGTERM, while there is nothing to save; no handler of errors is to take it for one."""
+
+
+def _end_early(number: int, frame: FrameType | None) -> None:
+    raise EarlyEnd
+
+
+def started_as(here: Place | None, ranks: int | None) -> Place | None:
+    """Whether this process is the rank that its environment names, or is asked to start some of its own."""
+    if here is None or ranks in (None, here.world):
+        return here
+    if here.world == 1:  # a shell of a scheduler's, say, in which somebody asks for more
+        return None
+    what = f"--ranks {ranks} is asked for, and {here.launcher} has started {here.world}"
+    raise InputError([Problem(what, "leave --ranks out, or start one process and let it start the ranks")])
+
+
+def _resolved(options: argparse.Namespace, ranks: int | None, is_first: bool) -> Run:
+    """The run of the words; of the ranks of one job, one looks at the data and speaks for all."""
     loaded = examined(options.words, ranks, looks=is_first)
     from meshwright.search import budget  # not before the words are known to be right
 
     loaded, choice = budget.resolved(loaded)
     if choice is not None and is_first:
         _teller(options.json)(f"goal.memory_gib = {loaded.run.goal.memory_gib:g}: {choice}")
-    return _launch(loaded.run, options) if here is None else _rank(loaded.run, here, options)
+    run = loaded.run
+    if run.epochs:
+        from meshwright.data.prepare import with_epochs
+
+        run = with_epochs(run, env.cache(), _teller(options.json) if is_first else lambda text: None)
+    return run
 
 
 def examined(given: list[str], ranks: int | None, looks: bool = True) -> load.LoadedRun:
@@ -91,6 +128,7 @@ def _launch(run: Run, options: argparse.Namespace) -> int:
 
         preflight.require_room(run, folder, env.gpu_names())
     claim = folders.Claim(folder, run, fresh=options.fresh, extend=options.extend)
+    (folder / folders.STOP).unlink(missing_ok=True)  # it was for those who have stopped
     if claim.finished is not None:
         claim.release()
         say(f"{folder} has finished this run; ask for more steps to go on, or add --fresh to train it again")
@@ -148,10 +186,14 @@ def _order(folder: Path, options: argparse.Namespace, **own: Any) -> RankSpec:
 def _rank(run: Run, here: Place, options: argparse.Namespace) -> int:
     """Be one rank of a job that torchrun, Slurm or MPI started; a sidecar of the first one here watches them all."""
     from meshwright.runtime import run_folder as folders
-    from meshwright.runtime.failure import session_above
-    from meshwright.runtime.ranks import lasting_imports
-    from meshwright.runtime.supervise import Sidecar
 
+    if run.faults.live:
+        what = (
+            f"faults.live needs our own starter, which starts lost ranks again, and {here.launcher} has started these"
+        )
+        raise InputError(
+            [Problem(what, "use `meshwright train` on one machine, or leave faults.live out", "faults.live")]
+        )
     fresh = options.fresh and env.attempt() == 1  # a restart resumes what it was asked to start
     folder = options.folder or folders.find(run, fresh=fresh, extend=options.extend)
     # In this order: whoever claims the folder sets the summary aside before it changes the run.
@@ -161,31 +203,95 @@ def _rank(run: Run, here: Place, options: argparse.Namespace) -> int:
             _teller(options.json)(f"{folder} has finished this run; ask for more steps, or add --fresh")
             _tell(finished, run, options)
         return Exit.DONE
+    if env.attempt() > 1 and (folder / folders.STOP).exists():
+        _teller(options.json)(f"rank {here.rank}: {folder / folders.STOP} is there; remove it to go on")
+        return Exit.INTERRUPTED
     if options.debug:
         env.debug()
-    claim = folders.Claim(folder, run, fresh=fresh, extend=options.extend) if here.rank == 0 else None
-    if claim is not None and claim.changes:
+    return _serve(run, here, folder, options) if here.rank else _first_rank(run, here, folder, fresh, options)
+
+
+def _first_rank(run: Run, here: Place, folder: Path, fresh: bool, options: argparse.Namespace) -> int:
+    """Rank 0, which holds the folder for all and speaks for them."""
+    from meshwright.runtime import run_folder as folders
+
+    claim = folders.Claim(folder, run, fresh=fresh, extend=options.extend)
+    (folder / folders.STOP).unlink(missing_ok=True)  # it was for those who have stopped
+    if claim.changes:
         _teller(options.json)(_extension(claim.changes, run))
-    session = session_above()
-    beats = Path(tempfile.gettempdir()) / f"meshwright-{session}"  # the folder is rank 0's to claim
-    about = {"place": here, "beats": str(beats), "speaks": here.rank == 0, "session": session}
+    try:
+        code = _serve(run, here, folder, options)
+    except (InputError, EarlyEnd):
+        claim.abandon()
+        raise
+    finally:
+        claim.release()
+    _tell_end(code, run, folder, options)
+    return code
+
+
+def _serve(run: Run, here: Place, folder: Path, options: argparse.Namespace) -> int:
+    """Meet the other ranks, train, and part; the exit code."""
+    from meshwright.runtime import run_folder
+    from meshwright.runtime.ranks import lasting_imports
+    from meshwright.runtime.supervise import Sidecar
+
+    met = _met(run, here, folder, options)
+    beats = Path(tempfile.gettempdir()) / f"meshwright-{met.session}"  # the folder is rank 0's to claim
+    run_folder.make_own(beats)
+    about = {"place": met.place, "beats": str(beats), "speaks": here.rank == 0, "session": met.session}
     order = _order(folder, options, attempt=env.attempt(), **about)
-    sidecar = Sidecar(run, here, beats, folder) if here.local_rank == 0 else None
+    is_leader = here.rank == met.ranks[0]
+    if is_leader and len(met.ranks) < here.world:
+        _warn_of_machine(here.rank)
+    sidecar = Sidecar(run, met.place, met.ranks, beats, folder) if is_leader else None
     try:
         with lasting_imports():
             from meshwright.train.rank import serve  # imports torch: the sidecar watches meanwhile
 
-        code = serve(order, run, options.json)
+        return serve(order, run, options.json)
     finally:
         if sidecar is not None:
             sidecar.close()
-        if claim is not None:
-            claim.release()
-    if here.rank == 0 and code == Exit.DONE:
+
+
+def _warn_of_machine(rank: int) -> None:
+    """What the doctor would say of this machine alone, which takes milliseconds; training may do without."""
+    from meshwright.runtime import doctor
+
+    seen = msgspec.structs.replace(doctor.look(env.gpu_names()), rank=rank)
+    for found in doctor.findings([seen], [], env.of_ranks()):
+        if found.kind == "problem":
+            print(f"warning: {seen.host}: {found.text}; {found.remedy}", file=sys.stderr, flush=True)
+
+
+def _met(run: Run, here: Place, folder: Path, options: argparse.Namespace) -> "Met":
+    """Who is beside this rank. Whoever listens for ranks itself, as torchrun does, has started them all."""
+    from meshwright.runtime import meeting
+    from meshwright.runtime.failure import session_above
+
+    session = session_above(env.rank_variable(here))
+    if here.is_agent or here.world == 1:
+        first = here.rank - here.local_rank
+        ranks = tuple(range(first, first + here.local_world))
+        return meeting.Met(place=here, ranks=ranks, session=session)
+    say = (lambda text: None) if here.rank else _teller(options.json)
+    return meeting.meet(here, folder, session, run.faults.meet_seconds, say)
+
+
+def _tell_end(code: int, run: Run, folder: Path, options: argparse.Namespace) -> None:
+    """How a run ended that somebody else's ranks made."""
+    from meshwright.runtime import run_folder as folders
+    from meshwright.runtime.supervise import newest_step
+
+    if code == Exit.DONE:
         _tell(folders.read_summary(folder), run, options)
-    elif here.rank == 0 and options.json:
+        return
+    if code in (Exit.PREEMPTED, Exit.INTERRUPTED) and (step := newest_step(folder)) >= 0:
+        how = "stopped by SIGTERM" if code == Exit.PREEMPTED else f"stopped by the file {folders.STOP}"
+        _teller(options.json)(f"{how}, checkpoint saved at step {step}: run the same command again to resume")
+    if options.json:
         _tell_program(next((own for own in failure.read(folder) if own.rank == 0), None), code)
-    return code
 
 
 def _extension(changes: "list[Change]", run: Run) -> str:

@@ -11,9 +11,10 @@ import msgspec
 from meshwright.cli import env
 from meshwright.cli import options as words
 from meshwright.cli.train import examined
+from meshwright.config import load
 from meshwright.config.run import Run
 from meshwright.runtime.failure import Exit
-from meshwright.runtime.files import require_folder
+from meshwright.runtime.files import replace_file, require_folder
 from meshwright.spec.problem import InputError, Problem
 
 
@@ -32,6 +33,11 @@ def add_verify(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--resume", metavar="RUN", help="instead: stop a short form of a run, resume it, and compare bitwise"
     )
+    verb.add_argument(
+        "--tune",
+        metavar="RUN",
+        help="instead: a fine-tuning run's mask, stop tokens, packing, base, adapter and export",
+    )
 
 
 def verify(options: argparse.Namespace) -> int:
@@ -41,10 +47,12 @@ def verify(options: argparse.Namespace) -> int:
     words.require_training()
     if options.resume is not None:
         return _resume(options)
+    if options.tune is not None:
+        return _tune(options)
     from meshwright.verify import prove
 
     target, overrides = words.target(options.words)
-    wanted = prove.matrix(options.ranks) if options.matrix else options.plan
+    wanted = prove.matrix(options.ranks, target, overrides) if options.matrix else options.plan
     if not wanted:
         raise InputError([Problem("no plan to prove", 'name one with --plan "shard=2,zero=3", or all with --matrix')])
     folder = options.folder or Path("runs") / f"verify-{Path(target or 'matrix').stem}"
@@ -100,6 +108,30 @@ def _resume(options: argparse.Namespace) -> int:
     if options.json:
         print(msgspec.json.encode(verdict).decode())
     return 0 if verdict.passed else 1
+
+
+def _tune(options: argparse.Namespace) -> int:
+    """Exit 1 when one of the checks of a fine-tuning run fails."""
+    file, overrides = words.split([options.tune, *options.words])
+    run = load.load(file, overrides, default_ranks=1).run
+    from meshwright.data import prepare
+    from meshwright.verify import tune
+    from meshwright.verify.prove import CERTIFICATE
+
+    say = words.say_to(options.json)
+    folder = options.folder or Path("runs") / f"verify-tune-{run.name}"
+    require_folder(folder, "name another --folder")
+    run = prepare.with_epochs(run, env.cache(), say)
+    corpus = prepare.prepare(run, env.cache(), say)
+    with tempfile.TemporaryDirectory(prefix=".proof-", dir=folder) as place:
+        certificate = tune.prove(run, corpus, Path(place), say)
+    text = msgspec.json.encode(certificate)
+    replace_file(folder / CERTIFICATE, msgspec.json.format(text, indent=2) + b"\n")
+    if options.json:
+        print(text.decode())
+    failed = [check.name for check in certificate.checks if check.verdict == "failed"]
+    say(f"{', '.join(failed) + ' failed' if failed else 'nothing failed'}; certificate: {folder / CERTIFICATE}")
+    return Exit.DONE if certificate.passed else Exit.FAILED
 
 
 def add_rehearse(verb: argparse.ArgumentParser) -> None:

@@ -5,12 +5,15 @@ import shutil
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 
+from meshwright.config import communication
 from meshwright.config.run import FP8_KEYS, Data, Optim, Run
+from meshwright.config.tuning import TUNING_RULES
 from meshwright.spec import plan as recompute
+from meshwright.spec.arch import Arch
 from meshwright.spec.blockwise import FORMATS
 from meshwright.spec.optimizers import OPTIMIZERS, in_state_dtype
 from meshwright.spec.outer import MOST_TP, block_length
-from meshwright.spec.params import Param, Split, params
+from meshwright.spec.params import cut_widths, params
 from meshwright.spec.plan import AXES, Plan
 from meshwright.spec.problem import InputError as InputError
 from meshwright.spec.problem import Problem
@@ -20,26 +23,34 @@ SPLIT_BACKWARD: tuple[Schedule, ...] = ("zb1p", "zbv", "dualpipev")  # for a blo
 FP8_MULTIPLE = 16  # of every dimension of a matmul, the reduced one too
 POSITIVE = (
     "steps", "sequence", "batch", "plan.microbatch", "plan.grad_accum", *(f"plan.{axis}" for axis in AXES), "plan.ep",
-    "plan.chunks", "plan.sync_every", "plan.outer_fragments", "log.every", "eval.batches", "checkpoint.keep_last",
+    "plan.chunks", "plan.sync_every", "plan.outer_fragments", "plan.secondary_shard", "optim.var_update_scaler",
+    "optim.local_step_scaler", "optim.local_step_clipper", "log.every", "eval.batches", "checkpoint.keep_last",
 )  # fmt: skip
 NATURAL = (
     "seed", "eval.every", "checkpoint.every", "checkpoint.keep_every", "eval.sample_tokens", "optim.warmup",
-    "optim.sync_warmup", "faults.restarts", "faults.not_finite", "faults.compare_every", "arch.experts",
-    "arch.shared_experts",
+    "optim.sync_warmup", "optim.freeze_step", "faults.restarts", "faults.not_finite", "faults.compare_every",
+    "arch.experts", "arch.shared_experts", "plan.powersgd",
+    *(f"arch.{name}" for name in ("window", "full_every", "no_rope_every", "dense_layers")),
+    *(f"arch.{name}" for name in ("kv_rank", "q_rank", "rope_dim", "v_dim")),
 )  # fmt: skip
 ARCH_COUNTS = ("vocab", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "context", "moe_every")
+ARCH_SCALES = ("embed_scale", "residual_scale", "logit_scale", "router_scale")
+ARCH_CAPS = ("attention_scale", "attention_softcap", "logit_softcap", "rope_local_theta", "router_load_rate")
 ARCH_LIMIT = 10**9  # no dimension of any model; stops a typing slip before it asks for the memory
 LAYER_LIMIT = 10_000  # ten times the deepest model known; a parameter table is built from this number
 EXPERT_LIMIT = 100_000  # of all layers together: four times the most known; a list of tensors is built from this number
 VOCAB_LIMIT = 10**7  # the largest public vocabularies have a million entries
 MOST = 10**12  # steps, samples or tokens: a typing slip, and still exact wherever they are counted
 SEEDS = 2**63  # what fits a signed word, in which seeds travel and are kept
+PLAIN_ARCH = Arch(vocab=1, layers=1, hidden=1, heads=1, kv_heads=1, head_dim=1, ffn=1, context=1)  # for its defaults
+MOST_LIVE_RANKS = 1023  # whose wishes fit beside each other in one number
 COMPILERS = ("g++", "clang++", "c++", "icpx")
 
 
-def problems(run: Run) -> list[Problem]:
-    """Everything that is wrong with a run, in the order of the rules."""
-    return [problem for rule in RULES for problem in rule(run)]
+def problems(run: Run, *, decided: bool = True) -> list[Problem]:
+    """Everything that is wrong with a run, in the order of the rules; `decided`: its plan is the one to run."""
+    rules = [rule for rule in RULES if decided or rule is not _nobody_to_tell]
+    return [problem for rule in rules for problem in rule(run)]
 
 
 def endless(layers: int, experts: int) -> Iterator[Problem]:
@@ -69,7 +80,7 @@ def warnings(run: Run) -> list[str]:
             f"plan.outer = {run.plan.outer} is not used: with plan.sync_every = 1 replicas never part, and training "
             "is plain. Set plan.sync_every to the steps between two syncs."
         )
-    return notes
+    return [*notes, *communication.warnings(run)]
 
 
 def _batch(run: Run) -> Iterator[Problem]:
@@ -259,9 +270,7 @@ def _tensor(run: Run) -> Iterator[Problem]:
     arch, tp = run.arch, run.plan.tp
     if tp <= 1:
         return
-    widths = {"heads": arch.heads, "kv_heads": arch.kv_heads, "ffn": arch.ffn}
-    if arch.experts:
-        widths["expert_ffn"] = arch.expert_ffn
+    widths = cut_widths(arch, tp)
     works = max(degree for degree in range(1, tp + 1) if all(width % degree == 0 for width in widths.values()))
     for name, width in widths.items():
         if width % tp:
@@ -395,6 +404,33 @@ def _no_outer(run: Run) -> Iterator[Problem]:
         yield Problem(what, f"{remedy}, or leave optim.sync_warmup out", "optim.sync_warmup")
 
 
+def _staleness(run: Run) -> Iterator[Problem]:
+    """Asynchronous replicas with a parameter server."""
+    plan, key, spec = run.plan, "plan.staleness", OPTIMIZERS[run.optim.name]
+    if plan.staleness is None:
+        return
+    stated, without = f"{key} = {plan.staleness}", f"leave {key} out"
+    if plan.staleness < 0:
+        yield Problem(f"{stated} is negative", "give it a whole number of at least 0; 0 is synchronous", key)
+    if plan.replicate == 1:
+        what = f"{stated} is for replicas that do not wait for each other, and plan.replicate = 1"
+        yield Problem(what, f"set plan.replicate to 2 or more, or {without}", key)
+    others = dict.fromkeys(("shard", "tp", "cp", "pp", "ep", "sync_every"), 1)
+    others |= {"zero": 0, "deterministic": False, "cpu_offload": False, "optimizer_offload": "none"}
+    for name, neutral in others.items():
+        if getattr(plan, name) != neutral:
+            what = f"{stated} is for replicas of whole models, each in its own time, without plan.{name}"
+            yield Problem(what, f"leave plan.{name} out, or {without}", key)
+    if plan.precision == "fp16":
+        what = f"{stated} has no step in which all ranks agree on the loss scale of plan.precision = fp16"
+        yield Problem(what, f"use plan.precision = bf16, or {without}", key)
+    if spec.whole or run.optim.state_dtype != "fp32" or run.optim.master_weights != "fp32":
+        what = f"{stated} keeps fp32 rows of weights and states on the hosts, and its update is by elements"
+        elementwise = ", ".join(name for name, each in OPTIMIZERS.items() if not each.whole)
+        remedy = f"use {elementwise} with optim.state_dtype and optim.master_weights = fp32, or {without}"
+        yield Problem(what, remedy, key)
+
+
 def _idle_keys(run: Run, what: str, remedy: str) -> Iterator[Problem]:
     for name in ("outer_lr", "outer_momentum"):
         if getattr(run.optim, name) != getattr(Optim(), name):
@@ -414,26 +450,17 @@ def _outer_beside(run: Run, stated: str) -> Iterator[Problem]:
     if run.optim.master_weights != "fp32":
         what = f"{stated} averages fp32 master weights, and optim.master_weights = {run.optim.master_weights} has none"
         yield Problem(what, "leave one of them out", key)
-    cut = [param for param in params(run.arch) if _cuts_a_block(param, plan)] if plan.outer_quant != "none" else []
+    cut = (
+        [param for param in params(run.arch) if communication.cuts_a_block(param, plan)]
+        if plan.outer_quant != "none"
+        else []
+    )
     if cut:
         what = f"plan.tp = {plan.tp} cuts {cut[0].name} within a block of {block_length(cut[0].shape[-1])} elements"
         remedy = f"use plan.tp up to {MOST_TP} of rows that are a multiple of it, or leave plan.outer_quant out"
         yield Problem(
             f"{what}, which share a scale of plan.outer_quant = {plan.outer_quant}", remedy, "plan.outer_quant"
         )
-
-
-def _cuts_a_block(param: Param, plan: Plan) -> bool:
-    """Whether ranks inside a replica have parts of elements that share a scale."""
-    if len(param.shape) == 1:
-        return False
-    first, last = param.shape[0] // (plan.ep if param.expert else 1), param.shape[-1]
-    block, width = block_length(last), last
-    if param.split is Split.ROW:
-        width = last // max(plan.tp, 1)
-    elif param.expert and plan.zero and all(size % plan.shards for size in (first, param.shape[1])):
-        width = last // plan.shards if last % plan.shards == 0 else last
-    return width % block > 0
 
 
 def how_blocks_run(plan: Plan) -> Iterator[Problem]:
@@ -504,7 +531,7 @@ def _heads(run: Run) -> Iterator[Problem]:
     if arch.kv_heads > 0 and arch.heads % arch.kv_heads:
         what = f"arch.heads = {arch.heads} cannot be divided by arch.kv_heads = {arch.kv_heads} evenly"
         yield Problem(what, "use a number of kv_heads that divides heads", "arch.kv_heads")
-    if arch.positions == "rope" and arch.head_dim % 2:
+    if arch.positions == "rope" and not arch.is_latent and arch.head_dim % 2:
         what = f"arch.head_dim = {arch.head_dim} is odd, and RoPE rotates pairs"
         yield Problem(what, "use an even head_dim, or other positions", "arch.head_dim")
 
@@ -524,6 +551,70 @@ def _moe(run: Run) -> Iterator[Problem]:
     if arch.router in ("switch", "gshard", "expert_choice") and arch.capacity <= 0:
         what = f"arch.router = {arch.router} needs arch.capacity above 0"
         yield Problem(what, "set arch.capacity = 1.25, or use the topk router, which drops nothing", "arch.capacity")
+
+
+def _routers(run: Run) -> Iterator[Problem]:
+    """What only the topk router has."""
+    arch = run.arch
+    others = ("router_score", "router_load_bias", "router_groups", "router_renormalise", "router_scale")
+    for name in others if arch.router != "topk" else ():
+        if getattr(arch, name) != getattr(PLAIN_ARCH, name):
+            what = f"arch.{name} is for arch.router = topk, and arch.router = {arch.router}"
+            yield Problem(what, f"leave arch.{name} out", f"arch.{name}")
+    if arch.router_groups < 1 or arch.experts % max(arch.router_groups, 1):
+        what = f"arch.experts = {arch.experts} cannot be put into arch.router_groups = {arch.router_groups}"
+        yield Problem(what, "use groups that divide the experts", "arch.router_groups")
+        return
+    if not 1 <= arch.router_top_groups <= arch.router_groups:
+        what = f"arch.router_top_groups = {arch.router_top_groups} cannot be chosen among {arch.router_groups}"
+        yield Problem(what, f"use 1 to {arch.router_groups}", "arch.router_top_groups")
+    elif arch.experts and arch.top_k > (most := arch.experts // arch.router_groups * arch.router_top_groups):
+        what = f"arch.top_k = {arch.top_k} is more than the {most} experts of arch.router_top_groups"
+        yield Problem(what, f"use at most {most}, or more groups", "arch.top_k")
+    if arch.router_load_bias and run.plan.parts > 1:
+        key = "sync_every" if run.plan.staleness is None else "staleness"
+        what = f"arch.router_load_bias moves by the load of all replicas, and plan.{key} = {getattr(run.plan, key)}"
+        yield Problem(f"{what} lets them part", "leave one of them out", "arch.router_load_bias")
+
+
+def _layers(run: Run) -> Iterator[Problem]:
+    """What a block is made of: pairs of fields that say nothing together, or too much."""
+    arch = run.arch
+    if arch.window > arch.context:
+        what = f"arch.window = {arch.window} is longer than arch.context = {arch.context}"
+        yield Problem(what, "use a shorter window, or 0 for none", "arch.window")
+    if (arch.full_every or arch.rope_local_theta) and not arch.window:
+        what = "arch.full_every and arch.rope_local_theta are of layers with a window, and arch.window = 0"
+        yield Problem(what, "set arch.window, or leave them out", "arch.window")
+    if arch.parallel_residual != "none" and arch.norm_position != "pre":
+        what = f"arch.parallel_residual = {arch.parallel_residual} reads norms of the block's input, and"
+        what = f"{what} arch.norm_position = {arch.norm_position} has others"
+        yield Problem(what, 'use arch.norm_position = "pre", or leave it out', "arch.parallel_residual")
+    if arch.norm_offset and arch.norm != "rms":
+        yield Problem("arch.norm_offset is for arch.norm = rms", "leave it out, or use RMSNorm", "arch.norm_offset")
+    if not 0 < arch.rope_share <= 1:
+        yield Problem(f"arch.rope_share = {arch.rope_share:g} is no share", "use above 0 up to 1", "arch.rope_share")
+    yield from _latent(run)
+
+
+def _latent(run: Run) -> Iterator[Problem]:
+    """Multi-head latent attention."""
+    arch = run.arch
+    if not arch.is_latent:
+        if arch.q_rank or arch.rope_dim:
+            what = "arch.q_rank and arch.rope_dim are of latent attention, and arch.kv_rank = 0"
+            yield Problem(what, "set arch.kv_rank, or leave them out", "arch.kv_rank")
+        return
+    if not 0 < arch.rope_dim < arch.head_dim or arch.rope_dim % 2:
+        what = f"arch.rope_dim = {arch.rope_dim} is no even part of arch.head_dim = {arch.head_dim}"
+        yield Problem(what, "use an even number below head_dim", "arch.rope_dim")
+    if arch.kv_heads != arch.heads:
+        what = f"latent attention (arch.kv_rank) makes keys for all heads, and arch.kv_heads = {arch.kv_heads}"
+        yield Problem(what, f"set arch.kv_heads = {arch.heads}", "arch.kv_heads")
+    for name in ("sinks", "qk_norm"):
+        if getattr(arch, name) != getattr(PLAIN_ARCH, name):
+            what = f"arch.{name} is not of latent attention (arch.kv_rank)"
+            yield Problem(what, f"leave arch.{name} out", f"arch.{name}")
 
 
 def _dropout(run: Run) -> Iterator[Problem]:
@@ -554,9 +645,12 @@ def _rates(run: Run) -> Iterator[Problem]:
         "optim.weight_decay": (optim.weight_decay, 0.0, 1e3),
         "optim.grad_clip": (optim.grad_clip, 0.0, 1e9),
         "optim.outer_lr": (optim.outer_lr, 0.0, 1e3),
+        "epochs": (run.epochs, 0.0, 1e6),
         "data.eval_fraction": (run.data.eval_fraction, 0.0, 0.5),
         "eval.temperature": (run.eval.temperature, 0.0, 100.0),
         "arch.capacity": (run.arch.capacity, 0.0, 1e3),
+        **{f"arch.{name}": (getattr(run.arch, name), 1e-12, 1e12) for name in ARCH_SCALES},
+        **{f"arch.{name}": (getattr(run.arch, name), 0.0, 1e12) for name in ARCH_CAPS},
         "faults.grace_seconds": (run.faults.grace_seconds, 0.0, 1e9),
         "faults.hang_seconds": (run.faults.hang_seconds, 0.1, 1e9),
         "faults.spike": (run.faults.spike, 0.0, 1e9),
@@ -618,6 +712,53 @@ def _whole_tensors(run: Run) -> Iterator[Problem]:
         yield Problem(what, f"leave plan.deterministic out, or {other}", "plan.deterministic")
 
 
+def _onebit(run: Run) -> Iterator[Problem]:
+    """Optimizers that compress what replicas exchange."""
+    plan, spec = run.plan, OPTIMIZERS[run.optim.name]
+    if not spec.compresses:
+        return
+    chosen, plain = f"optim.name = {spec.name}", "lamb" if spec.name == "onebit_lamb" else "adamw"
+    other = f"or use optim.name = {plain}"
+    for axis in ("shard", "tp", "cp", "pp", "ep"):
+        if getattr(plan, axis) > 1:
+            what = (
+                f"{chosen} compresses whole weights of replicas, and plan.{axis} = {getattr(plan, axis)} cuts the model"
+            )
+            yield Problem(what, f"use plan.{axis} = 1 and plan.replicate, {other}", f"plan.{axis}")
+    if plan.zero:
+        what = f"{chosen} keeps every state on every replica, and plan.zero = {plan.zero} shards them"
+        yield Problem(what, f"use plan.zero = 0, {other}", "plan.zero")
+    if plan.parts > 1:
+        what = f"{chosen} exchanges momenta by its own calendar, and plan.sync_every = {plan.sync_every} has another"
+        yield Problem(what, f"use plan.sync_every = 1, {other}", "plan.sync_every")
+    if run.optim.master_weights != "fp32":
+        what = (
+            f"{chosen} adds up errors in fp32, and optim.master_weights = {run.optim.master_weights} has bf16 gradients"
+        )
+        yield Problem(what, f"leave optim.master_weights out, {other}", "optim.master_weights")
+    if run.measures_noise:
+        key = "optim.adascale" if run.optim.adascale else "log.noise_scale"
+        what = f"{key} compares gradients of microbatches with their sum, which {chosen} never has after its warm-up"
+        yield Problem(what, f"leave {key} out, {other}", key)
+
+
+def _nobody_to_tell(run: Run) -> Iterator[Problem]:
+    if run.compresses and run.plan.replicate == 1:
+        what = (
+            f"optim.name = {run.optim.name} compresses what replicas tell each other, and plan.replicate = 1 has none"
+        )
+        yield Problem(what, "set plan.replicate to 2 or more, or use another optimizer, such as adamw", "optim.name")
+
+
+def _freeze(run: Run) -> Iterator[Problem]:
+    """A warm-up that does not end leaves nothing to compress."""
+    freeze = run.optim.freeze_step
+    if run.compresses and not 1 <= freeze < run.steps:
+        warm_up = f"optim.freeze_step = {freeze}, the warm-up of optim.name = {run.optim.name}"
+        what = f"{warm_up}, is not shorter than the run, whose steps = {run.steps}"
+        yield Problem(what, f"use 1 to {max(run.steps - 1, 1)}, or more steps", "optim.freeze_step")
+
+
 def _noise_scale(run: Run) -> Iterator[Problem]:
     plan, base = run.plan, run.optim.adascale_batch
     key = "optim.adascale" if run.optim.adascale else "log.noise_scale"
@@ -637,22 +778,125 @@ def _noise_scale(run: Run) -> Iterator[Problem]:
         what = f"{key} needs each rank to see whole sequences, and plan.cp = {plan.cp} cuts them"
         yield Problem(what, f"use plan.cp = 1, or {remedy}", key)
     if plan.parts > 1:
-        what = f"{key} compares microbatches of one gradient, and replicas that sync rarely have one each"
-        yield Problem(what, f"use plan.sync_every = 1, or {remedy}", key)
+        what = f"{key} compares microbatches of one gradient, and replicas that do not sum theirs have one each"
+        yield Problem(what, f"use plan.sync_every = 1 without plan.staleness, or {remedy}", key)
+    yield from _adascale_parts(run)
     if run.optim.adascale and plan.deterministic:
         what = "optim.adascale adds up norms of shards, and plan.deterministic allows no sum that depends on the shards"
         yield Problem(what, f"leave plan.deterministic out, or {remedy}", key)
+
+
+def _adascale_parts(run: Run) -> Iterator[Problem]:
+    """Where the meter leaves weights out, a rate that it sets would depend on the plan."""
+    plan = run.plan
+    tied = plan.pp > 1 and run.arch.tied
+    left_out = {"tp": plan.tp > 1, "ep": plan.ep > 1, "pp": tied}
+    for axis in (axis for axis, leaves in left_out.items() if leaves and run.optim.adascale):
+        tells = f"plan.{axis} = {getattr(plan, axis)}{' of a tied model' if axis == 'pp' else ''}"
+        what = f"optim.adascale sets the rate by gradients of microbatches, and {tells} has some weights' only in parts"
+        yield Problem(what, f"use plan.{axis} = 1, or leave optim.adascale out", "optim.adascale")
 
 
 def _data(run: Run) -> Iterator[Problem]:
     if run.data.pack == "documents" and run.data.mask_documents:
         what = "data.mask_documents = true has no meaning for data.pack = documents, where a sample is one document"
         yield Problem(what, "leave one of them out", "data.mask_documents")
+    if run.data.pack == "best_fit" and run.data.mask_documents:
+        what = "data.pack = best_fit masks documents by itself, without data.mask_documents"
+        yield Problem(what, "leave data.mask_documents out", "data.mask_documents")
+    if run.data.is_chat and run.data.pack == "stream":
+        what = "data.pack = stream cuts one long stream into samples, and data.format = chat has samples of its own"
+        yield Problem(what, "leave data.pack out, or set data.pack = best_fit or documents", "data.pack")
+    for name in () if run.data.is_chat else ("template", "train_on", "truncation_side", "columns"):
+        if (value := getattr(run.data, name)) != getattr(Data(), name):
+            what = f"data.{name} = {value} is for data.format = chat, and data.format = {run.data.format}"
+            yield Problem(what, f"set data.format = chat, or leave data.{name} out", f"data.{name}")
+    if run.epochs and run.data.mix:
+        what = f"epochs = {run.epochs:g} counts one source, and those of data.mix have epochs of their own length"
+        yield Problem(what, "state steps; `train` prints how many are an epoch of each source", "epochs")
     # With several sources each has its own settings, and those beside them would be ignored.
-    for name in ("source", "format", "field") if run.data.mix else ():
+    for name in ("source", "format", "field", "columns") if run.data.mix else ():
         if (value := getattr(run.data, name)) != getattr(Data(), name):
             what = f"data.{name} = {value} has no meaning beside data.mix, whose entries have their own {name}"
             yield Problem(what, f"set {name} in the entries of data.mix, and leave data.{name} out", f"data.{name}")
+
+
+def _live(run: Run) -> Iterator[Problem]:
+    """Replicas that can do without each other must be alike, whole, and add up plain gradients in every step."""
+    plan = run.plan
+    if not run.faults.live:
+        return
+    if plan.replicate == 1:
+        what = "faults.live lets replicas go on without one that is lost, and plan.replicate = 1 has no other"
+        yield Problem(
+            what, "set plan.replicate to 2 or more, beside plan.shard, or leave faults.live out", "faults.live"
+        )
+    if plan.world > MOST_LIVE_RANKS:
+        what = f"faults.live is for up to {MOST_LIVE_RANKS} ranks, and the plan has {plan.world}"
+        yield Problem(what, "use fewer, or leave faults.live out", "faults.live")
+    refused = {
+        "plan.sync_every": (plan.sync_every > 1, "lets replicas part"),
+        "plan.staleness": (plan.staleness is not None, "lets replicas part"),
+        "optim.name": (run.compresses, "keeps errors of its own on each replica"),
+        "plan.grad_reduce and plan.powersgd": (plan.reduces_lossily, "round what replicas send in ways of their own"),
+        "plan.optimizer_offload": (plan.optimizer_offload != "none", "has states that no peer can be given"),
+        "plan.cpu_offload": (plan.cpu_offload, "has states that no peer can be given"),
+        "arch.router_load_bias": (run.arch.router_load_bias, "counts tokens over all replicas"),
+        "log.noise_scale": (run.log.noise_scale, "compares the gradients of all replicas"),
+        "optim.adascale": (run.optim.adascale, "compares the gradients of all replicas"),
+        "objective": (run.objective == "dpo", "counts pairs, not tokens, when it is dpo"),
+    }
+    for key, (is_used, why) in refused.items():
+        if is_used:
+            yield Problem(
+                f"faults.live has no {key}, which {why}", f"leave {key} out, or leave faults.live out", key.split()[0]
+            )
+    if plan.ep > 1 and not plan.zero:
+        what = f"faults.live needs every replica to be whole, and plan.ep = {plan.ep} shares experts among replicas"
+        yield Problem(what, "set plan.zero = 1 or more with plan.shard, or leave faults.live out", "plan.ep")
+
+
+def _preference(run: Run) -> Iterator[Problem]:
+    """What DPO asks of a run: a reference, pairs of answers, and ranks that have whole ones."""
+    if run.objective != "dpo":
+        if run.dpo.beta != 0.1:
+            yield Problem(
+                f"dpo.beta = {run.dpo.beta} is of DPO, and objective = {run.objective}", "leave it out", "dpo.beta"
+            )
+        return
+    if not 0 < run.dpo.beta < 1e3:  # a NaN lands here too
+        yield Problem(f"dpo.beta = {run.dpo.beta} is out of range", "use a number above 0, usually 0.1", "dpo.beta")
+    if run.adapter.kind not in ("lora", "qlora"):
+        what = f"the reference of objective = dpo is the base without adapters, and adapter.kind = {run.adapter.kind}"
+        yield Problem(what, "set adapter.kind = lora; a frozen copy of all weights is not offered", "adapter.kind")
+    if not all(source.format == "chat" for source in run.data.sources) or run.data.pack != "best_fit":
+        what = "objective = dpo has pairs of answers, each in one row"
+        yield Problem(what, "set data.format = chat, and leave data.pack out", "data.format")
+    if run.data.train_on == "all":
+        yield Problem("objective = dpo compares answers, not questions", "leave data.train_on out", "data.train_on")
+
+
+def _compared(run: Run) -> Iterator[Problem]:
+    """What it cannot have yet."""
+    if run.objective != "dpo":
+        return
+    if run.arch.experts:
+        what = "objective = dpo is not offered for mixtures, whose balance loss is one of tokens"
+        yield Problem(what, "use a dense model", "objective")
+    for axis in ("tp", "cp", "pp"):
+        if getattr(run.plan, axis) > 1:
+            what = f"objective = dpo sums the tokens of an answer on one rank, and plan.{axis} would cut them apart"
+            yield Problem(what, f"use plan.{axis} = 1, with plan.shard or plan.replicate instead", f"plan.{axis}")
+    others = {
+        "plan.compile": run.plan.compile,
+        "plan.deterministic": run.plan.deterministic,
+        "plan.sync_every": run.plan.sync_every > 1,
+        "plan.secondary_shard": run.plan.secondary_shard > 1,
+        "log.noise_scale": run.log.noise_scale,
+        "optim.adascale": run.optim.adascale,
+    }
+    for name in (name for name, is_set in others.items() if is_set):
+        yield Problem(f"objective = dpo is not offered with {name}", f"leave {name} out", name)
 
 
 def compiles_doubles() -> bool:
@@ -676,8 +920,9 @@ def missing(plan: Plan, find: Callable[[str], str | None] = shutil.which) -> Ite
 PLAN_RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
     _batch, _precision, _bf16_params, _rounding, _offload, _quantized, _cpu_offload, _zero, _tensor, _sequence,
     _ulysses, _pipeline, _experts, _deterministic, _noise_scale, _outer, _routes, _whole_tensors,
-    lambda run: how_blocks_run(run.plan),
+    _onebit, _nobody_to_tell, _staleness, communication.rules, _live, lambda run: how_blocks_run(run.plan),
 )  # fmt: skip
 RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
-    _counts, _heads, _moe, _dropout, _context, _rates, _optimizer, _data, *PLAN_RULES,
+    _counts, _heads, _layers, _moe, _routers, _dropout, _context, _rates, _optimizer, _freeze, _data, _preference,
+    _compared, *TUNING_RULES, *PLAN_RULES,
 )  # fmt: skip

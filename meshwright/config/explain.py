@@ -32,7 +32,6 @@ SAID = {
     "arch.norm_eps": "added to the mean square, or to the variance",
     "arch.positions": "rotary, a learned table, or none",
     "arch.mlp": "the feed-forward layer: gated, or plain with GELU",
-    "arch.bias": "matrices have a bias",
     "arch.rope_theta": "base of the rotary wavelengths",
     "arch.rope_scaling": "how rotary wavelengths are scaled, for longer sequences",
     "arch.rope_factor": "what rotary wavelengths are scaled by",
@@ -41,6 +40,7 @@ SAID = {
     "data.source": "a file, a folder or a glob; `stdlib`: the Python standard library's own source",
     "data.format": "the format of the files; `auto`: by their ending, and how a `.bin` begins",
     "data.field": "of JSON lines and Parquet: where the text is",
+    "data.columns": "of chat: fields under other names, such as `prompt=question`",
     "data.mix.weight": "share of the samples, beside the other weights",
     "data.mix.format": "as `data.format`",
     "optim.name": "the optimizer",
@@ -60,11 +60,13 @@ DERIVED = {  # keys that have no default, or another one than their type's, and 
     "plan.grad_accum": "1, or batch ÷ data ranks ÷ a stated microbatch",
     "plan.chunks": "1, or 2 where the schedule gains by it",
     "plan.stages": "balanced",
+    "data.pack": "stream, or best_fit for chat",
     "plan.bf16_params": "true for one rank in low precision",
 }
 # The page that says more, by the longest beginning of a key.
 PAGES = {
     "": "docs/run-file.md",
+    **{f"data.{name}": "docs/chat.md" for name in ("columns", "template", "train_on", "truncation_side", "pack")},
     "arch.attention_dropout": "docs/dropout.md",
     "arch.dropout": "docs/dropout.md",
     **{
@@ -86,6 +88,10 @@ PAGES = {
     "optim": "docs/optimizers.md",
     "optim.master_weights": "docs/precision.md",
     "optim.stochastic_rounding": "docs/precision.md",
+    "optim.freeze": "docs/lora.md",
+    "adapter": "docs/lora.md",
+    "objective": "docs/dpo.md",
+    "dpo": "docs/dpo.md",
     "optim.state_dtype": "docs/precision.md",
     **{f"optim.{name}": "docs/local-sgd.md" for name in OUTER_OPTIM},
     "eval": "docs/run-file.md#data",
@@ -96,8 +102,17 @@ PAGES = {
     "goal.cluster": "docs/clusters.md",
     "goal.network": "docs/clusters.md",
     "goal.memory_gib": "docs/budget.md",
+    **{
+        f"plan.{name}": "docs/communication.md"
+        for name in ("grad_reduce", "powersgd", "error_feedback", "gather", "secondary_shard")
+    },
+    "plan.tf32": "docs/precision.md",
+    "optim.adascale": "docs/batch-size.md",
+    "optim.adascale_batch": "docs/batch-size.md",
+    "log.noise_scale": "docs/batch-size.md",
     "plan": "docs/axes/nd.md",
     "plan.replicate": "docs/axes/replicate.md",
+    "plan.staleness": "docs/async.md",
     "plan.shard": "docs/axes/shard.md",
     "plan.zero": "docs/axes/shard.md",
     "plan.tp": "docs/axes/tensor.md",
@@ -126,6 +141,9 @@ AFFECTS = {
     "sequence": ("memory", "time"),
     "batch": ("memory", "time"),
     "optim.name": ("memory",),
+    "optim.freeze": ("memory", "time"),
+    "adapter": ("memory", "time"),
+    "objective": ("memory", "time"),
     "optim.master_weights": ("memory", "time"),
     "optim.state_dtype": ("memory", "time"),
 }
@@ -161,7 +179,7 @@ def keys() -> dict[str, Explanation]:
         if extra:
             found[prefix + extra] = _explanation(prefix + extra, str, "", SAID[prefix + extra])
         comments = {field.name: field.help for field in FIELDS} if struct is Plan else commented(struct)
-        for field in msgspec.structs.fields(struct):
+        for field in schema.stated_fields(struct):
             if not schema.is_struct(field.type):
                 key = prefix + field.encode_name
                 meaning = comments.get(field.name) or SAID[key]

@@ -5,13 +5,17 @@ Ignored on purpose: token ids, caches and initial spreads, which are not the mod
 are noise of somebody's training.
 """
 
+import math
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from meshwright.config import check
-from meshwright.config.check import ARCH_LIMIT, LAYER_LIMIT
+from meshwright.config.check import ARCH_LIMIT
+from meshwright.config.config_words import ConfigKeys, Same, unsupported
+from meshwright.config.families import FAMILIES, Family
 from meshwright.config.run import Run
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import params
@@ -25,29 +29,8 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".distcp")
 CONFIG_BYTES = 10 * 10**6  # the largest public config.json is a few hundred kilobytes
-REQUIRED = object()
-
-ACTIVATIONS = {
-    "gelu": "gelu",
-    "gelu_python": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_python_tanh": "gelu_tanh",
-}
-# What transformers assumes where a config.json says nothing. Old files on the hub leave these out.
-ABSENT: dict[str, dict[str, Any]] = {
-    "llama": {"num_key_value_heads": None, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "sliding_window": None},
-    "mistral": {"num_key_value_heads": 8, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "sliding_window": 4096},
-    "mixtral": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None},
-}
-# Keys that change the mathematics beyond an Arch, and the one value that does not.
-PLAIN: dict[str, dict[str, Any]] = {
-    "gpt2": {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
-    "llama": {"attention_bias": False, "mlp_bias": False},
-    "mistral": {"attention_bias": False, "mlp_bias": False},
-    "mixtral": {"attention_bias": False, "mlp_bias": False},
-}
-CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "mixtral": "MixtralForCausalLM"}
+# Fields of training, and not of the function that is trained.
+OF_TRAINING = ("dropout", "attention_dropout", "balance_loss", "z_loss", "router_load_rate")
 
 
 def a_pickle(path: Path) -> Problem:
@@ -114,6 +97,7 @@ def shape_differences(there: Arch, here: Arch) -> list[str]:
 
     Fields that no weight's shape depends on (rotary scaling, losses, the context of rotary positions) may differ.
     """
+    here = msgspec.structs.replace(here, tuning=there.tuning)  # adapters are beside the weights
     if [(p.name, p.shape) for p in params(there)] == [(p.name, p.shape) for p in params(here)]:
         return []
     old, new = msgspec.to_builtins(there), msgspec.to_builtins(here)
@@ -150,17 +134,47 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def arch_of(config: dict[str, Any]) -> Arch:
     """The architecture that a config.json describes."""
-    kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in PLAIN:
-        raise InputError([_unsupported("model_type", kind, ", ".join(PLAIN))])
-    keys = _Keys(config)
-    arch = _gpt2(keys) if kind == "gpt2" else _llama(keys, kind)
-    keys.refuse_unless_plain(PLAIN[kind])
+    kind, family = family_of(config)
+    stated = config
+    if kind == "gemma3":  # text and pictures: its text
+        stated = config["text_config"] if isinstance(config.get("text_config"), dict) else {}
+    keys = ConfigKeys(dict(family.absent) | {family.spelled.get(key, key): value for key, value in stated.items()})
+    fields: dict[str, Any] = {}
+    for word in family.words:
+        fields |= word.read(keys, fields)
+    if config.get("auto_map") is not None and not family.own_code:
+        keys.refuse("auto_map", "…", "models of stock transformers; without the key if the model is one")
+    if config.get("is_encoder_decoder") is True:
+        keys.refuse("is_encoder_decoder", True, "decoders: false")
+    quantized = config.get("quantization_config")
+    if quantized is not None and not quantization(quantized):
+        keys.refuse("quantization_config", quantized, "mxfp4, fp8 with blocks of 128 × 128, or weights without it")
     if keys.problems:
         raise InputError(keys.problems)
+    arch = Arch(**fields | dict(family.says))
     if found := arch_problems(arch):
         raise InputError([msgspec.structs.replace(problem, where="config.json") for problem in found])
     return arch
+
+
+def family_of(config: dict[str, Any]) -> tuple[str, Family]:
+    """The family of a config.json, with its model_type."""
+    kind = config.get("model_type")
+    if kind == "gemma3":
+        return kind, FAMILIES["gemma3_text"]
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise InputError([unsupported("model_type", kind, ", ".join(FAMILIES))])
+    return kind, FAMILIES[kind]
+
+
+def quantization(stated: Any) -> str:
+    """How a folder's weights are quantized, of what is read: mxfp4 or fp8; "" if it is another way."""
+    if not isinstance(stated, dict):
+        return ""
+    method = stated.get("quant_method")
+    if method == "fp8":
+        return "fp8" if stated.get("weight_block_size") == [128, 128] else ""
+    return "mxfp4" if method == "mxfp4" else ""
 
 
 # What decoders call the same number, the usual name first: models, and those of older code bases and vendors.
@@ -232,11 +246,10 @@ def arch_problems(arch: Arch) -> list[Problem]:
     return found
 
 
+@cache
 def family(arch: Arch) -> str:
     """The model_type whose stock code comes nearest to an architecture."""
-    if arch.experts:
-        return "mixtral"
-    return "gpt2" if arch.norm == "layer" else "llama"
+    return min(FAMILIES, key=lambda kind: len(_beyond(arch, kind)))
 
 
 def is_exportable(arch: Arch) -> bool:
@@ -248,228 +261,76 @@ def config_of(arch: Arch, dtype: str = "float32") -> dict[str, Any]:
     """A config.json with which stock transformers computes the same function."""
     kind = family(arch)
     if found := _beyond(arch, kind):
-        raise InputError(found)
-    shared = {
-        "architectures": [CLASSES[kind]],
+        raise InputError(list(found))
+    return _written(arch, kind) | {
+        "architectures": [FAMILIES[kind].model],
         "model_type": kind,
         "torch_dtype": dtype,
-        "vocab_size": arch.vocab,
-        "tie_word_embeddings": arch.tied,
         "bos_token_id": None,  # left out, transformers would assume the ids of somebody else's vocabulary
         "eos_token_id": None,
+        "pad_token_id": None,
+        **({"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0} if kind == "gpt2" else {}),
     }
-    return shared | (_gpt2_config(arch) if kind == "gpt2" else _llama_config(arch))
 
 
-class _Keys:
-    """Reads keys of an untrusted config, collecting what is wrong; a value that is wrong reads as a harmless one."""
-
-    def __init__(self, config: dict[str, Any], prefix: str = "") -> None:
-        self.config = config
-        self.prefix = prefix
-        self.problems: list[Problem] = []
-
-    def count(self, key: str, absent: Any = REQUIRED, *, low: int = 1, high: int = ARCH_LIMIT) -> int:
-        value = self.config.get(key, absent)
-        if isinstance(value, int) and not isinstance(value, bool) and low <= value <= high:
-            return value
-        self.refuse(key, value, f"a whole number from {low} to {high}")
-        return 1
-
-    def number(self, key: str, absent: Any = REQUIRED, *, low: float = 1e-12, high: float = 1e12) -> float:
-        value = self.config.get(key, absent)
-        if isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high:
-            return float(value)
-        self.refuse(key, value, f"a number from {low:g} to {high:g}")
-        return 1.0
-
-    def flag(self, key: str, absent: bool) -> bool:
-        value = self.config.get(key, absent)
-        if not isinstance(value, bool):
-            self.refuse(key, value, "true or false")
-        return value is True
-
-    def choice(self, key: str, choices: dict[str, str], absent: str) -> str:
-        value = self.config.get(key, absent)
-        if isinstance(value, str) and value in choices:
-            return choices[value]
-        self.refuse(key, value, ", ".join(choices))
-        return next(iter(choices.values()))
-
-    def refuse(self, key: str, value: Any, supported: str) -> None:
-        self.problems.append(_unsupported(self.prefix + key, value, supported))
-
-    def refuse_unless_plain(self, plain: dict[str, Any]) -> None:
-        for key, wanted in plain.items():
-            if (value := self.config.get(key, wanted)) != wanted:
-                self.refuse(key, value, str(wanted).lower())
-        if self.config.get("quantization_config") is not None:
-            self.refuse("quantization_config", "…", "weights in float64, float32, bfloat16 or float16")
-        if self.config.get("auto_map") is not None:
-            self.refuse("auto_map", "…", "models of stock transformers; without the key if the model is one")
+def _written(arch: Arch, kind: str) -> dict[str, Any]:
+    config: dict[str, Any] = {}
+    for word in FAMILIES[kind].words:
+        config |= word.write(arch)
+    if arch.experts and "expert_ffn" in {
+        getattr(word, "field", "") for word in FAMILIES[kind].words if isinstance(word, Same)
+    }:
+        config["intermediate_size"] = arch.expert_ffn
+    return config
 
 
-def _unsupported(key: str, value: Any, supported: str) -> Problem:
-    remedy = f"supported: {supported}"
-    if value is REQUIRED:
-        return Problem(f"config.json lacks {key}", remedy, key)
+@cache
+def _beyond(arch: Arch, kind: str) -> tuple[Problem, ...]:
+    """The fields that stock transformers has no word for: what reading a written config.json does not bring back."""
+    family = FAMILIES[kind]
+    keys, fields = ConfigKeys(dict(family.absent) | _written(arch, kind)), dict[str, Any]()
+    for word in family.words:
+        fields |= word.read(keys, fields)
     try:
-        text = msgspec.json.encode(value).decode()
-    except (TypeError, ValueError, OverflowError, RecursionError):
-        text = f"({type(value).__name__})"
-    text = text if len(text) <= 60 else f"{text[:60]}…"
-    return Problem(f"config.json says {key} = {text}, which is not supported", remedy, key)
-
-
-def _gpt2(keys: _Keys) -> Arch:
-    hidden, heads = keys.count("n_embd"), keys.count("n_head")
-    return Arch(
-        vocab=keys.count("vocab_size"),
-        layers=keys.count("n_layer", high=LAYER_LIMIT),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=hidden // heads or 1,
-        ffn=keys.count("n_inner") if keys.config.get("n_inner") is not None else 4 * hidden,
-        context=keys.count("n_positions"),
-        norm="layer",
-        norm_eps=keys.number("layer_norm_epsilon", 1e-5),
-        positions="learned",
-        mlp=keys.choice("activation_function", ACTIVATIONS, "gelu_new"),  # pyright: ignore[reportArgumentType]
-        bias=True,
-        tied=keys.flag("tie_word_embeddings", True),
-    )
-
-
-def _llama(keys: _Keys, kind: str) -> Arch:
-    absent = ABSENT[kind]
-    hidden, heads = keys.count("hidden_size"), keys.count("num_attention_heads")
-    kv_null = keys.config.get("num_key_value_heads", absent["num_key_value_heads"]) is None
-    ffn, context = keys.count("intermediate_size"), keys.count("max_position_embeddings")
-    keys.choice("hidden_act", {"silu": "silu", "swish": "silu"}, "silu")
-    window = keys.config.get("sliding_window", absent["sliding_window"])
-    if window is not None and keys.count("sliding_window", window) < context:
-        keys.refuse("sliding_window", window, f"null, or at least max_position_embeddings = {context}")
-    kinds = keys.config.get("layer_types")
-    if kinds is not None and not (isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds)):
-        keys.refuse("layer_types", kinds, "full_attention in every layer")
-    return Arch(
-        vocab=keys.count("vocab_size"),
-        layers=keys.count("num_hidden_layers", high=LAYER_LIMIT),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=heads if kv_null else keys.count("num_key_value_heads", absent["num_key_value_heads"]),
-        head_dim=keys.count("head_dim") if keys.config.get("head_dim") is not None else hidden // heads or 1,
-        ffn=ffn,
-        context=context,
-        norm_eps=keys.number("rms_norm_eps", absent["rms_norm_eps"]),
-        tied=keys.flag("tie_word_embeddings", False),
-        **_rope(keys, absent, context),
-        **(_moe(keys, ffn) if kind == "mixtral" else {}),
-    )
-
-
-def _moe(keys: _Keys, ffn: int) -> dict[str, Any]:
-    return {
-        "experts": keys.count("num_local_experts", 8, high=LAYER_LIMIT),
-        "expert_ffn": ffn,
-        "top_k": keys.count("num_experts_per_tok", 2),
-        "balance_loss": keys.number("router_aux_loss_coef", 0.001, low=0.0),
-        "z_loss": keys.number("router_z_loss_coef", 0.0, low=0.0),  # ours: transformers keeps it and ignores it
-    }
-
-
-def _rope(keys: _Keys, absent: dict[str, Any], context: int) -> dict[str, Any]:
-    """Rotary fields from rope_theta and rope_scaling (transformers 4) or rope_parameters (5)."""
-    name = "rope_scaling" if keys.config.get("rope_scaling") else "rope_parameters"
-    stated = keys.config.get(name) or {}
-    if not isinstance(stated, dict) or any(isinstance(value, dict) for value in stated.values()):
-        keys.refuse(name, stated, "one flat object for all layers")
-        return {}
-    # transformers looks beside the object for what is not inside it
-    beside = {key: keys.config[key] for key in ("rope_theta", "partial_rotary_factor") if key in keys.config}
-    rope = _Keys(beside | stated, prefix=f"{name}.")
-    kinds = {"default": "none", "linear": "linear", "llama3": "llama3"}
-    kind = rope.choice("rope_type" if "rope_type" in stated else "type", kinds, "default")
-    fields: dict[str, Any] = {"rope_theta": rope.number("rope_theta", absent["rope_theta"]), "rope_scaling": kind}
-    if (share := rope.config.get("partial_rotary_factor")) not in (None, 1):
-        rope.refuse("partial_rotary_factor", share, "1.0")
-    if kind != "none":
-        fields["rope_factor"] = rope.number("factor")
-    if kind == "llama3":
-        fields["rope_low"] = rope.number("low_freq_factor")
-        fields["rope_high"] = rope.number("high_freq_factor")
-        fields["rope_original"] = rope.count("original_max_position_embeddings", context)
-    keys.problems += rope.problems
-    return fields
-
-
-def _gpt2_config(arch: Arch) -> dict[str, Any]:
-    return {
-        "n_layer": arch.layers,
-        "n_embd": arch.hidden,
-        "n_head": arch.heads,
-        "n_inner": arch.ffn,
-        "n_positions": arch.context,
-        "layer_norm_epsilon": arch.norm_eps,
-        "activation_function": {"gelu": "gelu", "gelu_tanh": "gelu_new"}[arch.mlp],
-        **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
-    }
-
-
-def _llama_config(arch: Arch) -> dict[str, Any]:
-    scaling: dict[str, Any] = {"rope_type": arch.rope_scaling, "factor": arch.rope_factor}
-    if arch.rope_scaling == "llama3":
-        scaling["low_freq_factor"] = arch.rope_low
-        scaling["high_freq_factor"] = arch.rope_high
-        scaling["original_max_position_embeddings"] = arch.rope_original
-    config = {
-        "num_hidden_layers": arch.layers,
-        "hidden_size": arch.hidden,
-        "num_attention_heads": arch.heads,
-        "num_key_value_heads": arch.kv_heads,
-        "head_dim": arch.head_dim,
-        "intermediate_size": arch.expert_ffn if arch.experts else arch.ffn,
-        "max_position_embeddings": arch.context,
-        "rms_norm_eps": arch.norm_eps,
-        "hidden_act": "silu",
-        "rope_theta": arch.rope_theta,
-        # transformers 5 reads this form of 4 too; 4 does not read that of 5
-        "rope_scaling": None if arch.rope_scaling == "none" else scaling,
-    }
-    if arch.experts == 0:
-        return config | {"attention_bias": False, "mlp_bias": False}
-    return config | {
-        "num_local_experts": arch.experts,
-        "num_experts_per_tok": arch.top_k,
-        "sliding_window": None,
-        # The published weight under its published name. transformers counts top_k times as much and averages over
-        # layers where Meshwright sums, so training there is balanced differently; the function is the same.
-        "router_aux_loss_coef": arch.balance_loss,
-        "router_z_loss_coef": arch.z_loss,
-    }
-
-
-def _beyond(arch: Arch, kind: str) -> list[Problem]:
-    """The fields that stock transformers has no word for."""
-    if kind == "gpt2":
-        heads = {"kv_heads": (arch.heads,), "head_dim": (arch.hidden / arch.heads,)}
-        needs = {"positions": ("learned",), "mlp": ("gelu", "gelu_tanh"), "bias": (True,), **heads}
-    else:
-        needs = {"norm": ("rms",), "positions": ("rope",), "mlp": ("swiglu",), "bias": (False,)}
-    needs["norm_position"] = ("pre",)
-    if kind == "mixtral":
-        needs |= {"moe_every": (1,), "shared_experts": (0,), "router": ("topk",), "capacity": (0.0,)}
+        read = msgspec.convert(fields | dict(family.says), Arch)
+    except msgspec.ValidationError:  # a choice that it has no word for at all
+        fields = {name: value for name, value in fields.items() if value is not None}
+        read = Arch(**fields | dict(family.says))
+    whole = msgspec.structs.replace(arch, tuning=msgspec.UNSET)  # what is trained of it is not the folder's affair
+    mine, back = (msgspec.to_builtins(each) | {"attention_scale": _plain_scale(each)} for each in (whole, read))
+    idle = _idle(arch)
     found = [
         Problem(
-            f"arch.{field} = {getattr(arch, field)} has no place in a Hugging Face {kind} model",
-            f"it must be {' or '.join(map(str, wanted))} to be converted",
+            f"arch.{field} = {mine[field]} has no place in a Hugging Face {kind} model",
+            f"it must be {back[field]} to be converted",
             f"arch.{field}",
         )
-        for field, wanted in needs.items()
-        if getattr(arch, field) not in wanted
+        for field in mine
+        if field not in idle and not _alike(mine[field], back[field])
     ]
     if kind == "llama" and arch.hidden % arch.heads:  # transformers refuses this even where head_dim is given
         text = f"arch.heads = {arch.heads} does not divide arch.hidden = {arch.hidden}"
         found.append(Problem(text, "a Hugging Face llama model must divide evenly", "arch.heads"))
-    return found
+    return tuple(found)
+
+
+def _alike(mine: Any, back: Any) -> bool:
+    if isinstance(mine, float) and isinstance(back, float):
+        return math.isclose(mine, back, rel_tol=1e-12)
+    return mine == back
+
+
+def _idle(arch: Arch) -> set[str]:
+    """The fields that do not bear on the function."""
+    rope = ("rope_factor", "rope_low", "rope_high", "rope_original")
+    yarn = ("rope_beta_fast", "rope_beta_slow", "rope_truncate", "rope_attention")
+    used = {"none": (), "linear": rope[:1], "llama3": rope, "yarn": ("rope_factor", "rope_original", *yarn)}
+    idle = {*OF_TRAINING, *rope, *yarn} - set(used[arch.rope_scaling])
+    idle |= set() if arch.window else {"full_every", "rope_local_theta"}
+    return idle | ({"ffn"} if arch.experts and arch.mixture_layers == arch.layers else set())
+
+
+def _plain_scale(arch: Arch) -> float:
+    """The scale of attention's scores; 0 where it is the usual one."""
+    usual = math.isclose(arch.attention_scale or arch.head_dim**-0.5, arch.head_dim**-0.5, rel_tol=1e-12)
+    return 0.0 if usual else arch.attention_scale

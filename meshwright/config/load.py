@@ -23,6 +23,7 @@ from meshwright.config.renamed import is_recorded, new_name, translated
 from meshwright.config.run import Run
 from meshwright.config.weights import describe
 from meshwright.spec.arch import Arch
+from meshwright.spec.onebit import warm_up_steps
 from meshwright.spec.optimizers import OPTIMIZERS
 from meshwright.spec.plan import AXES, balanced_stages
 from meshwright.spec.problem import InputError, Problem, mistake
@@ -34,6 +35,7 @@ UNSAID = "not stated"  # the origin of what a question left open
 OWN_DATA = ("data.source", "data.mix", "init.from")  # stated: the text is not the default run's
 _DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(Run)}
 DEFAULT_BATCH, DEFAULT_SEQUENCE = _DEFAULTS["batch"], _DEFAULTS["sequence"]
+FROM_EPOCHS = "of epochs, once the data is read"
 WARMUP = 22  # of so many steps one warms up, as in the default run
 _KEY = re.compile(r"""^\s*(?P<key>[A-Za-z0-9_.\-"' ]+?)\s*=""")
 _TABLE = re.compile(r"^\s*\[\[?\s*(?P<table>[^\[\]]+?)\s*\]")
@@ -81,6 +83,8 @@ def examine(
     if file is None:
         _fit_to_own_text(table, origins)
     resolve_optim(table, origins)
+    resolve_data(table, origins)
+    found += _length_problems(table, origins, file)
     is_arch_wrong = any(problem.key == "arch" for problem in found)
     incomplete = [] if is_arch_wrong else resolve_arch(table, origins)
     found += incomplete
@@ -104,14 +108,15 @@ def ask(file: Path | None, overrides: Iterable[str] = (), *, arch: Arch | None =
         table["arch"] = msgspec.to_builtins(arch)
     found = _override(table, origins, overrides)
     resolve_optim(table, origins)
-    found += resolve_arch(table, origins, ahead=True)
+    resolve_data(table, origins)
+    found += [*_length_problems(table, origins, file), *resolve_arch(table, origins, ahead=True)]
     if found:
         raise InputError([placed(problem, origins) for problem in found])
     if origins.get("sequence") == UNSAID:  # learned positions may be fewer than the default's
         table["sequence"] = min(DEFAULT_SEQUENCE, table["arch"]["context"])
     stated = table.pop("plan", {})
     run = msgspec.convert(table | {"plan": _single_rank_plan(table, stated)}, Run)
-    if problems := [placed(problem, origins) for problem in check.problems(run)]:
+    if problems := [placed(problem, origins) for problem in check.problems(run, decided=False)]:
         raise InputError(problems)
     overridden = {name: value for name, value in stated.items() if origins.get(f"plan.{name}") == "command line"}
     written = {name: value for name, value in stated.items() if name not in overridden}
@@ -143,7 +148,7 @@ def _section(table: Mapping[str, Any], prefix: str, remarks: Mapping[str, str]) 
         remark = remarks.get(prefix + key)
         lines.append(f"{text:<32}  # {remark}" if remark else text)
     for key, value in table.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and key not in schema.DERIVED:
             lines += ["", f"[{prefix}{key}]", *_section(value, f"{prefix}{key}.", remarks)]
         elif _is_tables(value):
             for entry in value:
@@ -328,9 +333,31 @@ def resolve_optim(table: Table, origins: Origins) -> None:
     spec = OPTIMIZERS.get(stated.get("name", "")) if isinstance(stated, dict) else None
     if spec is None:
         return
-    for key, value in spec.defaults:
-        if key not in stated:
+    usual = dict(spec.defaults)
+    if spec.compresses and isinstance(steps := table.get("steps", _DEFAULTS["steps"]), int):
+        usual["freeze_step"] = warm_up_steps(steps)
+    for key, value in usual.items():
+        if key not in stated or (key == "freeze_step" and stated[key] == 0):
             stated[key], origins[f"optim.{key}"] = value, f"usual for {spec.label}"
+
+
+def resolve_data(table: Table, origins: Origins) -> None:
+    """Complete table["data"] in place: conversations are packed unless the run says otherwise."""
+    data = table.get("data", {})
+    if any(each.get("format") == "chat" for each in (data, *data.get("mix", ()))) and "pack" not in data:
+        data["pack"], origins["data.pack"] = "best_fit", "usual for chat"
+    if table.get("epochs") and origins.get("steps", "default run") == "default run":
+        origins["steps"] = FROM_EPOCHS
+
+
+def _length_problems(table: Table, origins: Origins, file: Path | None) -> list[Problem]:
+    """Steps or epochs: of a run that has begun, epochs have become steps."""
+    if not table.get("epochs") or "steps" not in table or (file is not None and is_recorded(file)):
+        return []
+    if origins.get("steps") == FROM_EPOCHS:
+        return []
+    what = f"steps = {table['steps']} and epochs = {table['epochs']} both say how long the run is"
+    return [Problem(what, "leave one of them out", "epochs")]
 
 
 def resolve_arch(table: Table, origins: Origins, *, ahead: bool = False) -> list[Problem]:

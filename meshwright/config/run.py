@@ -6,8 +6,11 @@ from typing import Any, Literal
 import msgspec
 
 from meshwright.config.renamed import former
+from meshwright.spec import lossy
 from meshwright.spec.arch import Arch
+from meshwright.spec.optimizers import OPTIMIZERS
 from meshwright.spec.plan import Plan
+from meshwright.spec.tuning import Adapter, Tuning
 
 
 class Faults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -16,10 +19,12 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     restarts: int = 3  # in a row that bring no newer checkpoint; those that do are free
     grace_seconds: float = 30.0  # from SIGTERM to the end of the save
     hang_seconds: float = 5.0  # the least stillness that can be a hang; learnt limits only raise it
+    meet_seconds: float = 30.0  # at the start, without a newcomer, until the ranks that are missing are given up
     not_finite: int = 5  # steps in a row whose gradient is not finite
     spike: float = 12.0  # robust z-score of loss or gradient norm that is worth a warning; 0: never
     straggler: float = 1.3  # own work of a rank ÷ the others' that is worth a warning; 0: never
     compare_every: int = 100  # steps between comparisons of the replicas' weights; 0: never
+    live: bool = False  # replicas go on without one that is lost, which comes back with the state of a peer
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -27,26 +32,45 @@ class Source(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     source: str  # a file, a folder or a glob; "stdlib": the Python standard library's own source
     weight: float = 1.0
-    format: Literal["auto", "text", "jsonl", "parquet", "nanogpt", "llmc", "megatron"] = "auto"
+    format: Literal["auto", "text", "jsonl", "parquet", "chat", "nanogpt", "llmc", "megatron"] = "auto"
     field: str = "text"  # of JSON lines and Parquet: where the text is
+    columns: tuple[str, ...] = ()  # of chat: fields under other names, such as "prompt=question"
 
 
 class Data(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is read, how it becomes tokens, how tokens become samples."""
 
     source: str = "stdlib"
-    format: Literal["auto", "text", "jsonl", "parquet", "nanogpt", "llmc", "megatron"] = "auto"
+    format: Literal["auto", "text", "jsonl", "parquet", "chat", "nanogpt", "llmc", "megatron"] = "auto"
     field: str = "text"
+    columns: tuple[str, ...] = ()
     mix: tuple[Source, ...] = ()  # several sources by weight, instead of `source`
     tokenizer: str = "train"  # "train": a byte-level BPE of arch.vocab entries; else a tokenizer.json or its folder
     end_token: int | None = None  # closes a document; None: the tokenizer's own. Ready shards must say it to be masked
-    pack: Literal["stream", "documents"] = "stream"  # windows of one long stream, or a document (or part) a sample
+    # Of chat: a named template (chatml, llama3, gemma, alpaca, plain) or a .jinja file; empty: the model folder's own.
+    template: str = ""
+    # Of chat, what is trained: every answer; those of the completion; every token; the last answer.
+    train_on: Literal["assistant", "completion", "all", "last"] = "assistant"
+    truncation_side: Literal["right", "left"] = "right"  # of chat: where a sample longer than the sequence is cut
+    # Windows of one long stream; a document (or part) a sample; or as many documents as fit in one, none seeing another
+    # and positions from 0 in each: best_fit, which is usual for chat.
+    pack: Literal["stream", "documents", "best_fit"] = "stream"
     mask_documents: bool = False  # stream only: no attention and no prediction across a document's end
     eval_fraction: float = 0.01  # share of the samples held out for the validation loss
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        return self.mix or (Source(source=self.source, format=self.format, field=self.field),)
+        own = Source(source=self.source, format=self.format, field=self.field, columns=self.columns)
+        return self.mix or (own,)
+
+    @property
+    def is_chat(self) -> bool:
+        return any(source.format == "chat" for source in self.sources)
+
+    @property
+    def masks(self) -> bool:
+        """Whether several documents are in a sample, none of which sees another."""
+        return self.mask_documents or self.pack == "best_fit"
 
 
 class Init(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"folder": "from"}):
@@ -59,7 +83,9 @@ class Init(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class Optim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The optimizer and its learning rate."""
 
-    name: Literal["adamw", "sgd", "adafactor", "sm3", "lion", "lamb", "muon"] = "adamw"
+    name: Literal[
+        "adamw", "sgd", "adafactor", "sm3", "lion", "lamb", "muon", "onebit_adam", "zero_one_adam", "onebit_lamb"
+    ] = "adamw"
     lr: float = 3e-4  # the peak learning rate
     schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
     warmup: int = 0  # steps of linear rise
@@ -73,14 +99,18 @@ class Optim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     relative_step: bool = False  # adafactor only: the learning rate is a share of a weight's own RMS
     momentum: float = 0.9  # sgd, sm3 and muon, there 0.95: the share of the buffer that stays
     nesterov: bool = False  # sgd only: the buffer as it will be, after one more step of momentum
-    weight_decay: float = (
-        0.1  # of matrices, vectors do not decay; by sgd added to the gradient, by others apart from it
-    )
+    weight_decay: float = 0.1  # of matrices, not of vectors; by sgd added to the gradient, by others apart from it
     grad_clip: float = 1.0  # largest global gradient norm; 0: measured, never clipped
     # Of plan.sync_every: the step that replicas take together, and how many steps of plain training come first.
     outer_lr: float = 0.7  # slowmo, diloco: 1 with no momentum is the average
     outer_momentum: float = 0.9  # slowmo's beta, or of diloco's Nesterov momentum
     sync_warmup: int = 0  # steps in which gradients are summed over all replicas (post-local SGD)
+    # onebit_adam, onebit_lamb, zero_one_adam: the last step that updates the variance, and of the first two the last
+    # that sums gradients exactly; 0: a fifth of the run.
+    freeze_step: int = 0
+    var_update_scaler: int = 16  # zero_one_adam only: after so many updates of the variance they are half as frequent
+    local_step_scaler: int = 32768  # zero_one_adam only: steps after which replicas sync half as often
+    local_step_clipper: int = 16  # zero_one_adam only: the most steps between two syncs
     # bf16, beside bf16 weights (master_weights split or none) or offloaded: rounded stochastically. int8 or int4, on
     # the device, of adamw, sgd and lion: codes in blocks of whole rows, the same under every plan.
     state_dtype: Literal["fp32", "bf16", "int8", "int4"] = "fp32"
@@ -88,8 +118,15 @@ class Optim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     # bits are beside the bf16 ones; or none, with stochastic rounding.
     master_weights: Literal["fp32", "split", "none"] = "fp32"
     stochastic_rounding: bool = False  # of bf16 weights without master weights: right on average
+    freeze: tuple[str, ...] = ()  # weights that are not trained, by name or pattern: "embed", "blocks.0.*"
     adascale: bool = False  # the rate is multiplied by what a step is worth in steps of the base batch
     adascale_batch: int = 0  # sequences of the base batch, for which lr is right; 0: those of a microbatch
+
+
+class Dpo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Direct preference optimization, where objective = "dpo" (Rafailov 2023)."""
+
+    beta: float = 0.1  # how dearly a step away from the reference, which is the base without its adapter, is paid
 
 
 class Eval(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -130,7 +167,9 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     memory_gib: float | None = None  # of one rank, at most: recomputation is chosen so that it suffices
     host_gib: float | None = None  # of host memory for each GPU; None: as the cluster says
     disk_gib: float | None = None  # of a machine's own disks, likewise
-    vary: tuple[Literal["precision", "optimizer", "batch"], ...] = ()  # the mathematics the search may change
+    vary: tuple[
+        Literal["precision", "optimizer", "batch", "communication"], ...
+    ] = ()  # the mathematics the search may change
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -138,12 +177,17 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     name: str = "run"
     steps: int = 100
+    epochs: float = 0.0  # times that the data is gone through, instead of steps, which then follow from the data
     sequence: int = 256
     batch: int = 16  # sequences in one optimizer step, over the whole job
     seed: int = 1
+    # sft: the loss of tokens. dpo: chosen answers are to be likelier than rejected ones, beside what the base says.
+    objective: Literal["sft", "dpo"] = "sft"
     arch: Arch
     data: Data = Data()
     init: Init = Init()
+    adapter: Adapter = Adapter()
+    dpo: Dpo = Dpo()
     optim: Optim = Optim()
     eval: Eval = Eval()
     log: Log = Log()
@@ -152,36 +196,68 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     goal: Goal = Goal()
     plan: Plan
 
+    def __post_init__(self) -> None:
+        """Let the architecture know what of it is trained, so that whoever is given it need not be told."""
+        is_whole = self.adapter.kind == "none" and not self.optim.freeze
+        compared = self.objective == "dpo" and not is_whole
+        tuned = Tuning(adapter=self.adapter, freeze=self.optim.freeze, compared=compared)
+        tuning = msgspec.UNSET if is_whole else tuned
+        if self.arch.tuning != tuning:
+            msgspec.structs.force_setattr(self, "arch", msgspec.structs.replace(self.arch, tuning=tuning))
+
     @property
     def tokens(self) -> int:
         """Positions in one optimizer step."""
         return self.batch * self.sequence
 
     @property
+    def trains_on(self) -> Literal["assistant", "completion", "all", "last"]:
+        """Which answers are trained; of preferences, what follows the prompt that both have."""
+        is_open = self.objective == "dpo" and self.data.train_on == "assistant"
+        return "completion" if is_open else self.data.train_on
+
+    @property
     def measures_noise(self) -> bool:
         """Whether the gradient noise scale is measured in every step."""
         return self.log.noise_scale or self.optim.adascale
 
+    @property
+    def compresses(self) -> bool:
+        """Whether replicas keep their gradients apart, and the optimizer exchanges momenta in one bit."""
+        return OPTIMIZERS[self.optim.name].compresses
 
-NOT_MATHEMATICS = ("name", "log", "eval", "checkpoint", "faults", "goal", "plan")
+
+NOT_MATHEMATICS = ("name", "epochs", "log", "eval", "checkpoint", "faults", "goal", "plan")
+ADASCALE_OPTIM = ("adascale", "adascale_batch")
+ONEBIT_OPTIM = ("freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper")
 OUTER_OPTIM = ("outer_lr", "outer_momentum", "sync_warmup")  # of plan.sync_every
 # Keys that were added later: a default value is left out, so that the digest of an earlier run stays what it was.
 ADDED_LATER = {
-    "arch": ("dropout", "attention_dropout", "norm_position"),
+    "arch": (
+        *("dropout", "attention_dropout", "norm_position", "norm_offset", "norm_bias"),
+        *("attention_bias", "mlp_bias", "moe_bias", "embed_scale", "residual_scale", "logit_scale", "logit_softcap"),
+        *("parallel_residual", "attention_scale", "attention_softcap", "qk_norm", "sinks", "window", "full_every"),
+        *("kv_rank", "q_rank", "rope_dim", "v_dim", "rope_local_theta", "rope_share", "rope_interleaved"),
+        *("no_rope_every", "rope_beta_fast", "rope_beta_slow", "rope_truncate", "rope_attention", "dense_layers"),
+        *("router_score", "router_load_bias", "router_load_rate", "router_groups", "router_top_groups"),
+        *("router_renormalise", "router_scale"),
+    ),
     "optim": (
         "master_weights",
         "stochastic_rounding",
         "state_dtype",
         "momentum",
         "nesterov",
-        "adascale",
-        "adascale_batch",
+        *ADASCALE_OPTIM,
         "eps1",
         "eps2",
         "relative_step",
+        "freeze",
+        *ONEBIT_OPTIM,
         *OUTER_OPTIM,
     ),
     "init": ("optimizer_state",),
+    "data": ("columns", "template", "train_on", "truncation_side"),
 }
 
 # Of the plan: replicas that sync rarely are others than one, and compute something else.
@@ -191,24 +267,48 @@ FP8_KEYS = ("fp8_scaling", "fp8_accumulate", "fp8_grad")  # of the plan: how its
 
 def mathematics(run: Run) -> dict[str, Any]:
     """What decides the weights, whatever the plan: what two runs must agree in for one to resume the other."""
-    values = {key: value for key, value in msgspec.to_builtins(run).items() if key not in NOT_MATHEMATICS}
-    for table, names in ADDED_LATER.items():
-        defaults = {field.name: field.default for field in msgspec.structs.fields(getattr(run, table))}
-        for name in names:
-            if values[table][name] == defaults[name]:
-                del values[table][name]
+    values = _stated(run)
     for name in FP8_KEYS:
         if run.plan.precision == "fp8" and run.plan.uses(name):
             values[name] = getattr(run.plan, name)
-    if run.plan.tf32:
-        values["tf32"] = True
+    return values | _of_the_plan(run) | {"precision": run.plan.precision}
+
+
+def _of_the_plan(run: Run) -> dict[str, Any]:
+    """What of a plan is part of the mathematics, where it is used."""
+    values: dict[str, Any] = {"tf32": True} if run.plan.tf32 else {}
     if run.optim.adascale:  # which measures the gradients of microbatches
         values["microbatch"] = run.plan.microbatch
     if run.plan.activation_quant != "none":
         values["activation_quant"] = run.plan.activation_quant
-    if run.plan.parts > 1:
+    if run.compresses:  # which rounds each replica's momentum
+        values["replicate"] = run.plan.replicate
+    if run.plan.staleness:  # with 0 it is plain training
+        values |= {name: getattr(run.plan, name) for name in ("replicate", "staleness")}
+    elif run.plan.has_outer_loop:
         values |= {name: getattr(run.plan, name) for name in OUTER_KEYS}
-    return values | {"precision": run.plan.precision}
+    return values | lossy.mathematics(run.plan)
+
+
+def _stated(run: Run) -> dict[str, Any]:
+    """The keys of the mathematics, those that were added later only where they are used."""
+    values = {key: value for key, value in msgspec.to_builtins(run).items() if key not in NOT_MATHEMATICS}
+    values["arch"].pop("tuning", None)  # the adapter and what is frozen, which have keys of their own
+    if run.adapter.kind == "none":
+        del values["adapter"]
+    if run.objective == "sft":
+        del values["objective"], values["dpo"]
+    for table, names in ADDED_LATER.items():
+        defaults = {field.name: field.default for field in msgspec.structs.fields(getattr(run, table))}
+        for name in names:
+            if getattr(getattr(run, table), name) == defaults[name]:
+                del values[table][name]
+    values["data"]["mix"] = [_without_empty(entry, "columns") for entry in values["data"]["mix"]]
+    return values
+
+
+def _without_empty(table: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in table.items() if key != name or value}
 
 
 def digest(run: Run) -> str:

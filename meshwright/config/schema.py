@@ -22,6 +22,13 @@ ELSEWHERE = {
     "max_grad_norm": "optim.grad_clip",
     "warmup_steps": "optim.warmup",
     "max_steps": "steps",
+    "epoch": "epochs",
+    "num_epochs": "epochs",
+    "max_epochs": "epochs",
+    "num_train_epochs": "epochs",
+    "n_epochs": "epochs",
+    "chat_template": "data.template",
+    "prompt_template": "data.template",
     "max_iters": "steps",
     "train_steps": "steps",
     "seq_len": "sequence",
@@ -52,25 +59,30 @@ ELSEWHERE = {
     "model": "arch.preset",
     "eval_interval": "eval.every",
     "log_interval": "log.every",
+    "lora_rank": "adapter.rank",
+    "lora_r": "adapter.rank",
+    "lora_alpha": "adapter.alpha",
+    "lora_dropout": "adapter.dropout",
+    "target_modules": "adapter.targets",
+    "use_rslora": "adapter.rslora",
 }
 # What other tools have a key for and we have none: how it is done here, with the page that says more.
 ADVICE = {
-    "messages": "write every sample as one text, in the field data.field: docs/fine-tune.md#your-data",
-    "lora": "adapters are not offered, all weights are trained: docs/fine-tune.md#what-is-not-there",
-    "epochs": "set steps = epochs × steps per epoch, which `train` prints before it begins: docs/run-file.md#epochs",
+    "messages": 'set data.format = "chat", which reads conversations: docs/chat.md',
+    "lora": 'adapters are of [adapter], as in adapter.kind = "lora", adapter.rank = 16: docs/lora.md',
 }
 TOPICS = {
-    "messages": ("messages", "conversations", "chat_template", "instruction", "prompt_template"),
-    "lora": ("lora", "qlora", "peft", "adapter", "lora_rank", "lora_r", "lora_alpha", "lora_dropout"),
-    "epochs": ("epochs", "epoch", "num_epochs", "max_epochs", "num_train_epochs", "n_epochs"),
+    "messages": ("messages", "conversations", "instruction"),
+    "lora": ("lora", "qlora", "peft"),
 }
 EXTRA = {"extends": str, "arch.preset": str}  # understood by the loader, gone from the run it makes
+DERIVED = ("tuning",)  # fields of a run's values that follow from its keys, and are none
 
 
 def every_key(struct: type[msgspec.Struct] = Run, prefix: str = "") -> dict[str, Any]:
     """Every dotted key of a run file and its type."""
     found = dict(EXTRA) if not prefix else {}
-    for field in msgspec.structs.fields(struct):
+    for field in stated_fields(struct):
         name = prefix + field.encode_name
         found[name] = field.type
         if is_struct(field.type):
@@ -78,9 +90,14 @@ def every_key(struct: type[msgspec.Struct] = Run, prefix: str = "") -> dict[str,
     return found
 
 
+def stated_fields(struct: type[msgspec.Struct]) -> list[msgspec.structs.FieldInfo]:
+    """The fields that a file may state."""
+    return [field for field in msgspec.structs.fields(struct) if field.name not in DERIVED]
+
+
 def misfits(table: Mapping[str, Any], struct: type[msgspec.Struct] = Run, prefix: str = "") -> Iterator[Problem]:
     """Every key of a table that the struct does not have, and every value it cannot take."""
-    fields = {field.encode_name: field.type for field in msgspec.structs.fields(struct)}
+    fields = {field.encode_name: field.type for field in stated_fields(struct)}
     for name, value in table.items():
         key = prefix + name
         if name not in fields:
@@ -135,7 +152,7 @@ def _correction(key: str, value: Any, kind: Any) -> str:
 
 def missing(table: Mapping[str, Any], struct: type[msgspec.Struct], prefix: str) -> Iterator[Problem]:
     """Every key that has no default and was not given."""
-    for field in msgspec.structs.fields(struct):
+    for field in stated_fields(struct):
         if field.required and field.encode_name not in table:
             key = prefix + field.encode_name
             yield Problem(f"{key} is missing", f"give it {described(field.type)}", key)
@@ -181,7 +198,7 @@ def described(kind: Any) -> str:
     if origin is tuple:
         return f"a list, each {described(arguments[0])}"
     if is_struct(kind):
-        return "a table of " + ", ".join(field.encode_name for field in msgspec.structs.fields(kind))
+        return "a table of " + ", ".join(field.encode_name for field in stated_fields(kind))
     return {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}[kind]
 
 
@@ -197,6 +214,9 @@ def json_schema() -> dict[str, Any]:
     definitions = schema["$defs"]
     definitions["Run"]["properties"]["extends"] = {"type": "string"}
     definitions["Arch"]["properties"]["preset"] = {"type": "string"}
+    for name in DERIVED:
+        del definitions["Arch"]["properties"][name]
+    definitions.pop("Tuning", None)
     definitions["Plan"]["properties"]["recompute"]["pattern"] = plan.PATTERN
     for name in ("Run", "Arch", "Plan"):  # the loader completes what a file leaves out
         definitions[name].pop("required", None)

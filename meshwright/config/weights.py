@@ -3,23 +3,45 @@
 import math
 import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from meshwright.config.huggingface import ARCH, CONFIG, PICKLES, TOKENIZER, a_pickle, arch_of, read_arch, read_config
+from meshwright.config.huggingface import (
+    ARCH,
+    CONFIG,
+    PICKLES,
+    TOKENIZER,
+    a_pickle,
+    arch_of,
+    family_of,
+    quantization,
+    read_arch,
+    read_config,
+)
 from meshwright.config.renamed import translated
 from meshwright.spec.arch import Arch
 from meshwright.spec.problem import InputError, mistake
+from meshwright.spec.tuning import Adapter
 
 RUN, SUMMARY, RECORDS = "run.toml", "summary.json", "steps.rank0.jsonl"
 CHECKPOINTS, MANIFEST, MODEL = "checkpoints", "manifest.json", "model"
+ADAPTER = "adapter.json"  # beside the weights of an adapter
+TEXT = "text"  # in a run: what the folder that it began from says of its text
 STEP = re.compile(r"step-(0|[1-9]\d{0,17})")
 BEST = "best"
 Kind = Literal["huggingface", "meshwright", "checkpoint"]
+
+
+class AdapterNote(msgspec.Struct, frozen=True, kw_only=True):
+    """Of weights that are an adapter's: what they are beside."""
+
+    adapter: Adapter
+    base: str  # the folder or the run that the frozen weights are from; "": they are made from the seed
+    seed: int
 
 
 class FolderDescription(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,8 +51,13 @@ class FolderDescription(msgspec.Struct, frozen=True, kw_only=True):
     kind: Kind
     arch: Arch
     tokenizer: Path | None  # that travels with the weights, if one does
+    family: str = ""  # the model_type of a Hugging Face folder
+    with_pictures: bool = False  # whose text model is one part of it
+    more_layers: int = 0  # of multi-token prediction, which are left out
+    quantized: str = ""  # how its weights are, if they are; read as bf16
     run: Path | None = None  # the folder of the run that the weights are from
     step: int | None = None  # of it, after which the weights were so
+    note: AdapterNote | None = None  # they are an adapter, and the architecture is that of its base
 
 
 class ValidationLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,8 +85,21 @@ def describe(reference: Path | str) -> FolderDescription:
     if (path / ARCH).is_file():
         return _own_model(path)
     if (path / CONFIG).is_file():
-        arch = arch_of(read_config(path / CONFIG))
-        return FolderDescription(path=path, kind="huggingface", arch=arch, tokenizer=_file(path / TOKENIZER))
+        config = read_config(path / CONFIG)
+        arch, tokenizer = arch_of(config), _file(path / TOKENIZER)
+        kind = {"gemma3": "gemma3_text"}.get(family_of(config)[0], family_of(config)[0])
+        how = quantization(config.get("quantization_config"))
+        more = config.get("num_nextn_predict_layers")
+        return FolderDescription(
+            path=path,
+            kind="huggingface",
+            arch=arch,
+            tokenizer=tokenizer,
+            family=kind,
+            with_pictures=kind != config["model_type"],
+            more_layers=more if type(more) is int and more > 0 else 0,
+            quantized=how,
+        )
     whole = path.absolute()
     if (path / MANIFEST).is_file() and (found := STEP.fullmatch(whole.name)) and is_run(run := whole.parents[1]):
         return _checkpoint(run, int(found[1]))
@@ -83,7 +123,29 @@ def _own_model(path: Path) -> FolderDescription:
         arch=read_arch(path / ARCH),
         tokenizer=_file(path / TOKENIZER),
         run=run if path.absolute().name == MODEL and is_run(run) else None,
+        note=_note(path / ADAPTER),
     )
+
+
+def _note(file: Path) -> AdapterNote | None:
+    """What lies beside the weights of an adapter."""
+    if not file.is_file():
+        return None
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=AdapterNote)
+    except (OSError, msgspec.DecodeError) as error:
+        raise mistake(
+            f"{file} cannot be read: {error}", "copy the folder again, or convert a step of its run"
+        ) from None
+
+
+def note_of(run: Mapping[str, Any]) -> AdapterNote | None:
+    """The same of a run, from its run file."""
+    adapter = msgspec.convert(run.get("adapter", {}), Adapter)
+    base = run.get("init", {}).get("from", "")
+    base = str(Path(base).absolute()) if base else ""  # as a model is opened from anywhere
+    seed = run.get("seed", 1)
+    return None if adapter.kind == "none" else AdapterNote(adapter=adapter, base=base, seed=seed)
 
 
 def is_run(folder: Path) -> bool:
@@ -150,7 +212,7 @@ def _listed(steps: list[int], last: int | None) -> str:
 def _checkpoint(run: Path, step: int) -> FolderDescription:
     table = _table(run / RUN)
     try:
-        arch = msgspec.convert(table.get("arch"), Arch)
+        arch, note = msgspec.convert(table.get("arch"), Arch), note_of(table)
     except msgspec.ValidationError as error:
         raise mistake(f"{run / RUN}: {error}", "give the folder of a run, with its own run.toml") from None
     named = Path(str(table.get("data", {}).get("tokenizer", "")))
@@ -162,6 +224,7 @@ def _checkpoint(run: Path, step: int) -> FolderDescription:
         tokenizer=next(filter(None, map(_file, places)), None),
         run=run,
         step=step,
+        note=note,
     )
 
 

@@ -21,13 +21,16 @@ import msgspec
 from meshwright.cost.job import Job
 from meshwright.hardware.stacks import StackMemory
 from meshwright.spec.arch import Arch
+from meshwright.spec.params import Split, kv_part, params
 from meshwright.spec.plan import Plan, by_operation, runs
+from meshwright.spec.tuning import DOWN
 
 ITEM_BYTES = {"fp8": 2, "bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 INDEX_BYTES, MASK_BYTES = 8, 1
 OURS = "meshwright"  # the stack whose kernels are those of kernels/
 CHUNK_BYTES = 2**31  # of logits in one chunk of the loss, as in kernels/cross_entropy.py
 CHUNK_ROWS = 1024  # its rows are a multiple of this
+CLAMPED_COPIES = 7.0  # of gpt-oss's: gate and up, both clamped, a sigmoid, and two products
 FUSED_COPIES = 3.0  # of a gated layer: gate, up and their product
 NARROW_PRECISIONS = ("bf16", "fp16", "fp8")
 NARROWEST_HEAD = 16  # for which there is attention by blocks
@@ -120,14 +123,31 @@ class MicrobatchShape(msgspec.Struct, frozen=True, kw_only=True):
         return (share * self.whole + (1 - share) * self.split) * self.arch.hidden * self.narrow
 
     @property
+    def qkv(self) -> float:
+        """Elements of queries, keys and values of a position on one rank."""
+        return self.arch.q_width / self.tp + kv_part(self.arch, self.tp)
+
+    @property
+    def out(self) -> float:
+        """Elements of what attention returns."""
+        return self.arch.out_width / self.tp
+
+    @property
+    def norms(self) -> int:
+        """Norms of a block that each save an input of their own."""
+        return {"both": 4}.get(self.arch.norm_position, 1 if self.arch.parallel_residual != "none" else 2)
+
+    @property
     def copies(self) -> float:
         """Tensors of the feed-forward width that a feed-forward layer saves."""
-        return self.holds.gated_copies if self.arch.mlp == "swiglu" else self.holds.plain_copies
+        if self.arch.mlp == "swiglu_clamped" and not self.compiled:
+            return CLAMPED_COPIES
+        return self.holds.gated_copies if self.arch.gated else self.holds.plain_copies
 
     @property
     def first_matmuls(self) -> int:
         """Matmuls of a feed-forward layer that read its input."""
-        return 2 if self.arch.mlp == "swiglu" else 1
+        return 2 if self.arch.gated else 1
 
     @property
     def expert_rows(self) -> int:
@@ -197,7 +217,7 @@ def microbatch_shape(job: Job, fused_norm: bool = True) -> MicrobatchShape:
         wide=wide,
         attention="flash" if policy.recomputes_attention else stack.attention,
         mask=plan.microbatch * job.sequence**2 if job.masked and _has_dense_mask(job) else 0,
-        chunk=min(chunk_rows(job.arch.vocab, plan), whole) if has_chunks(plan) and holds.chunked_loss else 0,
+        chunk=min(chunk_rows(job.arch.vocab, plan), whole) if has_chunks(job.arch, plan) and holds.chunked_loss else 0,
         left=holds.gathered_left * whole * job.arch.hidden if _leaves(plan, holds) else 0.0,
         out_copies=1 if _copies_out(job) else 0,
         fused_norm=fused_norm,
@@ -241,9 +261,18 @@ def _leaves(plan: Plan, holds: StackMemory) -> bool:
     return plan.tp > 1 and within and plan.pp != holds.left_except_pp
 
 
-def has_chunks(plan: Plan) -> bool:
-    """Whether the loss computes some rows' logits at a time; a pipeline's last stage hands all of them over."""
-    return plan.pp == 1 and plan.kernels != "plain" and (plan.tp > 1 or plan.precision != "fp64")
+def has_chunks(arch: Arch, plan: Plan) -> bool:
+    """Whether the loss computes some rows' logits at a time; a pipeline's last stage hands all of them over.
+
+    Softcapped logits are all made: the loss's kernels know no cap; so are those of which DPO sums log-probabilities.
+    """
+    return (
+        plan.pp == 1
+        and not arch.logit_softcap
+        and not arch.compared
+        and plan.kernels != "plain"
+        and (plan.tp > 1 or plan.precision != "fp64")
+    )
 
 
 def chunk_rows(vocab: int, plan: Plan) -> int:
@@ -285,7 +314,8 @@ def saved_activations(work: MicrobatchShape, mixtures: tuple[bool, ...], last: b
         sum(selected[mixtures[layer]] for layer in run) if selected else _input_kept(work) for run in recomputed
     ]
     alone = sum(blocks) - sum(blocks[layer] for run in recomputed for layer in run)
-    rope = work.whole * work.arch.head_dim * work.wide if work.arch.positions == "rope" else 0.0  # once for all layers
+    tables = 2 if work.arch.rope_local_theta else 1  # once for all layers, of each base
+    rope = work.whole * work.arch.rotated * tables * work.wide if work.arch.positions == "rope" else 0.0
     logits, loss = _loss(work) if last else (0.0, 0.0)
     everything = SavedActivations(
         activations=alone + sum(remaining) + rope + (_end_kept(work) if last else 0.0),
@@ -322,7 +352,23 @@ def moved_bytes(work: MicrobatchShape, size: float, recomputed: bool) -> float:
 
 def block_kept(work: MicrobatchShape, mixture: bool) -> float:
     """What one block saves, before it is quantized."""
-    return _attention_kept(work) + (_mixture_kept(work) if mixture else _dense_kept(work))
+    feed_forward = _mixture_kept(work) if mixture else _dense_kept(work)
+    return _attention_kept(work) + feed_forward + _adapters_kept(work, mixture)
+
+
+def _adapters_kept(work: MicrobatchShape, mixture: bool) -> float:
+    """What the down-projections of a block's adapters return; of DoRA also what magnitudes multiply, and the norms."""
+    arch = work.arch
+    if arch.adapter.kind == "none":
+        return 0.0
+    layer = next((layer for layer in range(arch.layers) if arch.is_mixture(layer) == mixture), 0)
+    held = [param for param in params(arch) if param.layer == layer]
+    adapters = sum(param.name.endswith(DOWN) for param in held)
+    outputs = sum(
+        param.numel // (1 if param.split is Split.NONE else work.tp) for param in held if param.init == "norms"
+    )
+    magnified = outputs * ((work.whole + 1) * work.narrow + work.wide)
+    return adapters * work.whole * work.arch.adapter.rank * work.narrow + magnified
 
 
 def as_kept(work: MicrobatchShape, mixture: bool, whole: float) -> float:
@@ -341,13 +387,50 @@ def _input_kept(work: MicrobatchShape) -> float:
 def _attention_kept(work: MicrobatchShape) -> float:
     """The norm's input, the projections' input, queries, keys and values, and what attention returns."""
     arch = work.arch
-    projected = work.whole * (arch.q_width + 2 * arch.kv_width) / work.tp * work.narrow
-    out = work.whole * arch.q_width / work.tp * work.narrow
+    projected = work.whole * work.qkv * work.narrow + _inner_norms(work)
+    out = work.whole * work.out * work.narrow
     masks = work.split * arch.hidden * MASK_BYTES if work.drops else 0
     more = work.holds.more_hidden * work.whole * arch.hidden / work.tp
     results = projected + out * (1 + work.out_copies) + _scores(work)
     entering = _matmul_input(work, ATTENTION_PRODUCTS)
-    return _norm_kept(work) + entering + results + work.mask * work.narrow + masks + more
+    # Norms beyond two a block, or the one that parallel sub-layers share.
+    other = (work.norms - 2) * _norm_input(work) + (_block_norms(arch) - 2) * _norm_statistics(work)
+    return _norm_kept(work) + other + entering + results + work.mask * work.narrow + masks + more + _offsets(work)
+
+
+def _offsets(work: MicrobatchShape) -> float:
+    """One more than the weights of a block's norms, where these are stored as what is above one."""
+    arch = work.arch
+    inside = 2 * arch.head_dim if arch.qk_norm == "head" else 0
+    return (_block_norms(arch) * arch.hidden + inside) * work.narrow if arch.norm_offset else 0.0
+
+
+def _block_norms(arch: Arch) -> int:
+    """Norms over hidden states that a block has."""
+    return 4 if arch.norm_position == "both" else 1 if arch.parallel_residual == "one_norm" else 2
+
+
+def _inner_norms(work: MicrobatchShape) -> float:
+    """What norms inside attention save, and what latent attention makes on the way to queries, keys and values."""
+    arch = work.arch
+    if arch.is_latent:
+        widths = [arch.kv_rank, *([arch.q_rank] if arch.q_rank else [])]
+        normed = sum(_rms_kept(work, work.whole * width, work.whole, work.narrow) for width in widths)
+        # The whole of what a split returns is saved with its part: rotated keys beside latents, keys beside values.
+        if work.fused_norm or work.narrow == work.wide:
+            normed += work.whole * arch.rope_dim * work.narrow
+        values = arch.heads * (arch.head_dim - arch.rope_dim) / work.tp
+        return normed + work.whole * (sum(widths) + values) * work.narrow
+    if arch.qk_norm == "none":
+        return 0.0
+    queries, keys = work.whole * arch.q_width / work.tp, work.whole * kv_part(arch, work.tp) / 2
+    heads = (queries + keys) / arch.head_dim if arch.qk_norm == "head" else 2 * work.whole
+    return _rms_kept(work, queries + keys, heads, work.narrow)
+
+
+def _rms_kept(work: MicrobatchShape, elements: float, rows: float, narrow: int) -> float:
+    """What an RMSNorm of so many elements saves: its input, or made of several operations that wide and scaled."""
+    return (elements * narrow if work.fused_norm else 2 * elements * work.wide) + rows * work.wide
 
 
 def _dense_kept(work: MicrobatchShape) -> float:
@@ -355,7 +438,8 @@ def _dense_kept(work: MicrobatchShape) -> float:
     masks = work.split * work.arch.hidden * MASK_BYTES if work.drops else 0
     one = work.whole * work.arch.ffn / work.tp * work.narrow
     inner = (work.copies - 1) * one + (one / work.narrow if work.fp8_inputs else one)
-    return _norm_kept(work) + _matmul_input(work, work.first_matmuls) + inner + masks
+    shared = work.arch.parallel_residual == "one_norm"  # attention has read the same
+    return _norm_kept(work) + (0 if shared else _matmul_input(work, work.first_matmuls)) + inner + masks
 
 
 def _mixture_kept(work: MicrobatchShape) -> float:
@@ -384,7 +468,7 @@ def _selected(work: MicrobatchShape, mixture: bool) -> float:
     Of one that is recomputed as a whole only its input is saved, and of a run of them that of the first.
     """
     arch, gated = work.arch, work.first_matmuls
-    projected = work.whole * (2 * arch.q_width + 2 * arch.kv_width) / work.tp * work.narrow  # and attention's result
+    projected = work.whole * (work.qkv + work.out) * work.narrow + _inner_norms(work)  # and attention's result
     gathered = 2 * work.whole * arch.hidden * work.narrow + 2 * work.stream if work.tp > 1 else 0.0
     if mixture:
         rows = work.expert_rows * (gated * arch.expert_ffn / work.tp + (0 if work.gates_inside else arch.hidden))
@@ -402,7 +486,7 @@ def _quantizable(work: MicrobatchShape, mixture: bool) -> tuple[float, float]:
     """Elements of a block that eight bits may stand for, and their bytes as they are."""
     arch, tp = work.arch, work.tp
     in_norms = 2 * work.split * arch.hidden * (2 if arch.norm == "rms" and not work.fused_norm else 1)
-    attended = work.whole * (2 * arch.q_width + 2 * arch.kv_width + arch.q_width * work.out_copies) / tp + work.mask
+    attended = work.whole * (work.qkv + work.out * (1 + work.out_copies)) + work.mask
     exponents = _exponents(work)
     if exponents * work.wide < SMALL or arch.heads <= arch.hidden * STATISTIC:
         exponents = 0.0
@@ -429,7 +513,8 @@ def _matmul_input(work: MicrobatchShape, matmuls: int) -> float:
 
 def _end_kept(work: MicrobatchShape) -> float:
     """What the projection to logits reads, and the norm before it where there is one."""
-    return work.entering + (_norm_kept(work) if work.arch.norm_position == "pre" else 0.0)
+    offset = work.arch.hidden * work.narrow if work.arch.norm_offset else 0
+    return work.entering + (_norm_kept(work) + offset if work.arch.norm_position != "post" else 0.0)
 
 
 def _norm_kept(work: MicrobatchShape) -> float:
@@ -480,8 +565,7 @@ def _matmul_grads(work: MicrobatchShape) -> float:
     """Gradients of what a block's matrices return: the weights' half of a split backward multiplies with them."""
     arch = work.arch
     inner = work.first_matmuls * max(arch.ffn, arch.top_k * arch.expert_ffn)
-    widths = arch.q_width + 2 * arch.kv_width + inner
-    return work.whole * (widths / work.tp + 2 * arch.hidden) * work.narrow
+    return work.whole * (work.qkv + inner / work.tp + 2 * arch.hidden) * work.narrow
 
 
 def _loss(work: MicrobatchShape) -> tuple[float, float]:
@@ -492,7 +576,8 @@ def _loss(work: MicrobatchShape) -> tuple[float, float]:
     gradient twice, wide: the sum so far and the next. Only then is it narrowed to what is saved.
     """
     if work.chunk:
-        elements = work.vocab / work.tp * work.arch.hidden
+        projects = work.arch.trains("embed.weight" if work.arch.tied else "head.weight")
+        elements = work.vocab / work.tp * work.arch.hidden if projects else 0.0
         sums = elements * (2 * work.wide - work.narrow) if work.chunk < work.whole else 0
         return elements * work.narrow, work.chunk * work.vocab / work.tp * work.narrow + sums
     logits = work.whole * work.vocab / work.tp

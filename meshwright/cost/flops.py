@@ -16,6 +16,7 @@ from meshwright.spec.arch import Arch
 from meshwright.spec.params import params
 from meshwright.spec.plan import Plan
 
+TABLES = frozenset({"embed.weight", "positions.weight"})  # looked up, but for a tied projection
 TRAINING = 3  # one forward, and a backward of two products for each of its one
 
 
@@ -29,14 +30,34 @@ def product_flops_per_token(arch: Arch) -> float:
     """Those of products with weights."""
     weights = float(arch.vocab * arch.hidden)  # the output projection, tied or not; tables are looked up
     for param in params(arch):
-        if param.name not in ("embed.weight", "positions.weight", "head.weight") and len(param.shape) >= 2:
+        if param.name not in TABLES | {"head.weight"} and param.is_matrix:
             weights += param.numel * _share(arch) if param.expert else param.numel
     return 2 * weights
 
 
-def attention_flops_per_token(arch: Arch, span: float) -> float:
+def attention_flops_per_token(arch: Arch, span: float, causal: bool = False) -> float:
     """Attention's share of these: scores, and values by them."""
-    return 2 * 2 * arch.layers * arch.q_width * span
+    return sum(_attention(arch, layer, span, causal) for layer in range(arch.layers))
+
+
+def _attention(arch: Arch, layer: int, span: float, causal: bool = False) -> float:
+    """One layer's, for one token."""
+    return 2 * (arch.q_width + arch.out_width) * seen(span, arch.window_of(layer), causal)
+
+
+def seen(span: float, window: int, causal: bool) -> float:
+    """Keys that a token meets on average, of a document of so many: all of them, or itself and earlier ones.
+
+    Within a window the first tokens meet fewer than the others.
+    """
+    if not 0 < window < span:
+        return (span + 1) / 2 if causal else span
+    return window - window * (window - 1) / (2 * span) if causal else window
+
+
+def passes(arch: Arch) -> int:
+    """Forwards and backwards of a step, counted in forwards: with that of the reference of DPO, where there is one."""
+    return TRAINING + arch.compared
 
 
 def step_flops(arch: Arch, sequence: int, batch: int, span: float | None = None) -> float:
@@ -44,17 +65,31 @@ def step_flops(arch: Arch, sequence: int, batch: int, span: float | None = None)
 
     `span` is the mean over tokens of the document that each is in; None: nothing is masked.
     """
-    return TRAINING * forward_flops_per_token(arch, span or sequence) * sequence * batch
+    trained = passes(arch) * forward_flops_per_token(arch, span or sequence) - spared_flops_per_token(arch)
+    return trained * sequence * batch
+
+
+@cache
+def spared_flops_per_token(arch: Arch) -> float:
+    """The products for gradients of weights, of those that are frozen: a backward through them has one product."""
+    projects = "embed.weight" if arch.tied else "head.weight"
+    spared = 0.0
+    for param in params(arch):
+        if not param.trained and param.is_matrix and param.name not in TABLES - {projects}:
+            spared += 2 * param.numel * (_share(arch) if param.expert else 1)
+    return spared
 
 
 def causal_step_flops(arch: Arch, sequence: int, batch: int, span: float | None = None) -> float:
     """The same with attention as it is computed: a token sees itself and what came before it in its document."""
-    return step_flops(arch, sequence, batch, ((span or sequence) + 1) / 2)
+    attention = attention_flops_per_token(arch, span or sequence, causal=True)
+    trained = passes(arch) * (product_flops_per_token(arch) + attention) - spared_flops_per_token(arch)
+    return trained * sequence * batch
 
 
 def attention_flops(arch: Arch, sequence: int, batch: int, span: float | None = None) -> float:
     """Attention's share of `step_flops`; products with weights are the rest."""
-    return TRAINING * attention_flops_per_token(arch, span or sequence) * sequence * batch
+    return passes(arch) * attention_flops_per_token(arch, span or sequence) * sequence * batch
 
 
 def document_span(sequence: int, mean_document: float) -> float:
@@ -94,12 +129,12 @@ def recomputed_flops(
 
 def block_flops_per_token(arch: Arch, layer: int, span: float) -> float:
     """One layer's share of `forward_flops_per_token`."""
-    return _block_products(arch, layer) + 2 * 2 * arch.q_width * span
+    return _block_products(arch, layer) + _attention(arch, layer, span)
 
 
 @cache
 def _block_products(arch: Arch, layer: int) -> float:
-    weights = (param for param in params(arch) if param.layer == layer and len(param.shape) >= 2)
+    weights = (param for param in params(arch) if param.layer == layer and param.is_matrix)
     return 2 * sum(param.numel * _share(arch) if param.expert else param.numel for param in weights)
 
 
@@ -109,6 +144,8 @@ def _unneeded(arch: Arch, layer: int) -> float:
     A mixture ends with its shared experts, and then only if no loss of its own comes after them. What a compiler made
     is computed to its end.
     """
+    if arch.ends_in_norm or arch.adapter.takes("mlp.down"):  # whose adapter comes after it, and saves something
+        return 0.0
     if not arch.is_mixture(layer):
         return 2.0 * arch.ffn * arch.hidden
     if arch.balance_loss or arch.z_loss:

@@ -114,11 +114,12 @@ class _Span(msgspec.Struct, frozen=True, kw_only=True):
     data: float = 0.0
     saving: float = 0.0
     compiling: float = 0.0
+    recovering: float = 0.0
 
     @property
     def own(self) -> float:
         """What a step took for itself."""
-        return self.seconds - self.data - self.saving - self.compiling
+        return self.seconds - self.data - self.saving - self.compiling - self.recovering
 
 
 def _spans(attempt: Sequence[Record]) -> tuple[list[_Span], float]:
@@ -144,7 +145,8 @@ def _span(record: Record, seconds: float, last: float) -> _Span:
     data = min(record.data_seconds, seconds)
     saving = min(record.save_seconds, seconds - data)
     compiling = min(record.compile_seconds, seconds - data - saving)
-    return _Span(record=record, seconds=seconds, data=data, saving=saving, compiling=compiling)
+    recovering = min(record.recovery_seconds, seconds - data - saving - compiling)
+    return _Span(record=record, seconds=seconds, data=data, saving=saving, compiling=compiling, recovering=recovering)
 
 
 def _parts(spans: Sequence[_Span], kept_until: int | None) -> Iterator[tuple[str, float]]:
@@ -172,6 +174,7 @@ def _step_parts(span: _Span, usual: float | None, first: bool) -> Iterator[tuple
     stalled = usual is not None and span.own > STALLED * usual and above > LEAST_SECONDS
     yield "data", span.data
     yield "checkpoint", span.saving
+    yield "recovery", span.recovering
     yield "compile", span.compiling + (above if first else 0.0)
     yield "stall", above if stalled and not first else 0.0
     yield "good", span.own - (above if first or stalled else 0.0)

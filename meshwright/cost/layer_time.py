@@ -8,7 +8,7 @@ Kernels and collectives are timed in cost/primitives.py; a stack's factors are i
 """
 
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache, lru_cache
 from operator import add
 from typing import NamedTuple
 
@@ -41,7 +41,9 @@ from meshwright.cost.primitives import (
 from meshwright.cost.traffic import Axis, Kind
 from meshwright.hardware.stacks import Efficiency, StackSpeed, efficiency_of
 from meshwright.spec.arch import Arch
+from meshwright.spec.params import kv_part, params
 from meshwright.spec.plan import Plan
+from meshwright.spec.tuning import DOWN, UP, is_adapter
 
 WIDE = 4  # bytes of a number where low precision would spoil it
 NORMS_AND_SUMS = 10  # of a layer's hidden states: two norms read and write, two sums read twice and write
@@ -61,6 +63,10 @@ FP8_INPUT, FP8_OTHER, FP8_TURNED, FP8_WEIGHT_TURNED = 3, 5, 1, 3
 # parallel/activation_offload.py. fp8: one kernel; codes widened, scaled and narrowed. int8: extremes, a wide product,
 # its rounding; a wide product, narrowed.
 QUANTIZED_BYTES = {"fp8": (1.0, 17.0), "int8": (17.0, 9.0)}
+# Bytes moved for an element that is decoded by the operators of kernels/coded.py: half a byte becomes half an index of
+# four, which is read for an fp32 number; that is scaled in place, and read to be written narrow.
+DECODE_PASSES = 0.5 + 2 * 2 + 4 + 2 * 4 + 4 + 2
+SUM_PASSES = 3  # of an adapter's output, added to its layer's: both are read, and the sum written
 SELECTED = 0.5  # of all blocks, where a stack recomputes some of them and does not say how many
 EMBEDDING_PASSES = 6  # of the hidden states, by the lookup, its dropout and the scattered gradient
 
@@ -191,8 +197,8 @@ def block(at: LayerModel, mixture: bool) -> PassTimes:
     arch, tp = at.arch, at.plan.tp
     experts: list[Shape] = list(_expert_products(at)) if mixture else []
     shapes: list[Shape] = [
-        (1, at.tokens, (arch.q_width + 2 * arch.kv_width) / tp, arch.hidden),
-        (1, at.tokens, arch.hidden, arch.q_width / tp),
+        *_projections(at),
+        (1, at.tokens, arch.hidden, arch.out_width / tp),
         *(_beside_experts(at) if mixture else _dense_products(at)),
     ]
     forward, backward = _attention(at)
@@ -203,7 +209,8 @@ def block(at: LayerModel, mixture: bool) -> PassTimes:
     shapes += experts
     products = sum(_product(count, m, n, k, at) for count, m, n, k in shapes)
     input_products = sum(_product(count, m, k, n, at, back=True) for count, m, n, k in shapes)
-    weights = sum(count * n * k for count, _, n, k in shapes)
+    share = trained_share(arch)  # the others have no gradient
+    weights = share * sum(count * n * k for count, _, n, k in shapes)
     ep = _over_ep(at, products) if mixture else 0.0
     going = TimeTerms(
         products=products,
@@ -221,11 +228,63 @@ def block(at: LayerModel, mixture: bool) -> PassTimes:
         cp=_over_cp(at, backward, back=True),
         ep=ep,
     )
-    weight = TimeTerms(products=weight_products, elementwise=moved_seconds(weights * at.adding, at.rates))
+    decoded = TimeTerms(elementwise=moved_seconds(decoded_elements(arch, mixture) / tp * DECODE_PASSES, at.rates))
+    going, coming = going + decoded, coming + decoded
+    weight = TimeTerms(products=share * weight_products, elementwise=moved_seconds(weights * at.adding, at.rates))
+    adapted = _adapters(at, mixture)
     # The device waits for the host: each pass takes no less than its launches.
     late = max(at.host - going.seconds, 0.0)
     late_back = max(at.host - coming.seconds - weight.seconds, 0.0)
-    return PassTimes(forward=going + TimeTerms(launch=late), input=coming + TimeTerms(launch=late_back), weight=weight)
+    plain = PassTimes(forward=going + TimeTerms(launch=late), input=coming + TimeTerms(launch=late_back), weight=weight)
+    return plain + adapted
+
+
+@cache
+def decoded_elements(arch: Arch, mixture: bool) -> int:
+    """Elements of a block's weights that are held in few bits."""
+    layer = next((layer for layer in range(arch.layers) if arch.is_mixture(layer) == mixture), 0)
+    return sum(param.numel for param in params(arch) if param.layer == layer and param.held != "bf16")
+
+
+@cache
+def trained_share(arch: Arch) -> float:
+    """Of the elements of all matrices in blocks, adapters apart, those that have a gradient."""
+    matrices = [
+        param for param in params(arch) if param.layer >= 0 and len(param.shape) > 1 and not is_adapter(param.name)
+    ]
+    return sum(param.numel for param in matrices if param.trained) / sum(param.numel for param in matrices)
+
+
+def _adapters(at: LayerModel, mixture: bool) -> PassTimes:
+    """Low-rank products beside a block's own: they are thin, and what they move is priced beside what they multiply."""
+    forward = coming = weight = NOTHING
+    for out, into in adapted_shapes(at.arch, mixture):
+        rank, out, into = at.arch.adapter.rank, out / at.plan.tp, into
+        down, up = (_product(1, at.tokens, n, k, at) for n, k in ((rank, into), (out, rank)))
+        summed = moved_seconds(SUM_PASSES * at.tokens * out * at.rates.width, at.rates)
+        forward += TimeTerms(products=down + up, elementwise=summed)
+        coming += TimeTerms(products=down + up, elementwise=summed * into / out)
+        if at.arch.adapter.dropout:  # drawn, and drawn again
+            dropped = moved_seconds(DROPOUT_BYTES / 2 * at.tokens * into, at.rates)
+            forward, coming = forward + TimeTerms(elementwise=dropped), coming + TimeTerms(elementwise=dropped)
+        if at.arch.adapter.kind == "dora":
+            # The weight is read for the norms of its rows, and multiplied with A; an output is read and written.
+            norms = _product(1, out, rank, into, at)
+            read, passed = (
+                moved_seconds(size * at.rates.width, at.rates) for size in (out * into, 2 * at.tokens * out)
+            )
+            forward += TimeTerms(products=norms, elementwise=read + passed)
+            coming += TimeTerms(elementwise=BACKWARD_BYTES * passed)
+        weight += TimeTerms(products=down + up)
+    return PassTimes(forward=forward, input=coming, weight=weight)
+
+
+@cache
+def adapted_shapes(arch: Arch, mixture: bool) -> tuple[tuple[int, int], ...]:
+    """The outputs and inputs of the linear layers of a block that have adapters."""
+    layer = next((layer for layer in range(arch.layers) if arch.is_mixture(layer) == mixture), 0)
+    table = {param.name: param.shape for param in params(arch) if param.layer == layer}
+    return tuple((table[name.replace(DOWN, UP)][0], shape[1]) for name, shape in table.items() if name.endswith(DOWN))
 
 
 @lru_cache(maxsize=16384)
@@ -234,14 +293,15 @@ def ends(at: LayerModel, first: bool, last: bool) -> PassTimes:
     found = PassTimes()
     if first:
         moved = moved_seconds(EMBEDDING_PASSES / 2 * at.between * at.arch.hidden * at.rates.width, at.rates)
-        found += PassTimes(forward=TimeTerms(elementwise=moved), weight=TimeTerms(elementwise=moved))
+        back = moved if at.arch.trains("embed.weight") else 0.0
+        found += PassTimes(forward=TimeTerms(elementwise=moved), weight=TimeTerms(elementwise=back))
     return found + _projection(at) if last else found
 
 
 def recomputed_terms(at: LayerModel, mixture: bool, by_operation: bool) -> TimeTerms:
     """What one recomputed layer adds to its backward."""
     one = block(at, mixture).forward
-    if not by_operation and (mixture or at.policy.to_the_end):
+    if not by_operation and (mixture or at.policy.to_the_end or at.arch.ends_in_norm):
         return one
     if not by_operation:  # up to the last product, whose sum over tp is one of four collectives
         *_, last = _dense_products(at)
@@ -294,8 +354,21 @@ def _product(count: float, m: float, n: float, k: float, at: LayerModel, back: b
 def _dense_products(at: LayerModel, width: int = 0) -> Iterator[Shape]:
     arch, tp = at.arch, at.plan.tp
     inner = (width or arch.ffn) / tp
-    yield 1, at.tokens, (2 if arch.mlp == "swiglu" else 1) * inner, arch.hidden
+    yield 1, at.tokens, (2 if arch.gated else 1) * inner, arch.hidden
     yield 1, at.tokens, arch.hidden, inner
+
+
+def _projections(at: LayerModel) -> Iterator[Shape]:
+    """Queries, keys and values; of latent attention the ways down, which every rank of tp computes, and up."""
+    arch, tp = at.arch, at.plan.tp
+    if not arch.is_latent:
+        yield 1, at.tokens, arch.q_width / tp + kv_part(arch, tp), arch.hidden
+        return
+    down = arch.q_rank + arch.kv_rank + arch.rope_dim
+    yield 1, at.tokens, down + (0 if arch.q_rank else arch.q_width / tp), arch.hidden
+    if arch.q_rank:
+        yield 1, at.tokens, arch.q_width / tp, arch.q_rank
+    yield 1, at.tokens, arch.heads * (arch.head_dim - arch.rope_dim + arch.v_head) / tp, arch.kv_rank
 
 
 def _expert_products(at: LayerModel) -> Iterator[Shape]:
@@ -304,7 +377,7 @@ def _expert_products(at: LayerModel) -> Iterator[Shape]:
     held = arch.experts / plan.ep
     rows = at.tokens * _rows_per_token(at) / held
     inner = arch.expert_ffn / plan.tp
-    yield held, rows, (2 if arch.mlp == "swiglu" else 1) * inner, arch.hidden
+    yield held, rows, (2 if arch.gated else 1) * inner, arch.hidden
     yield held, rows, arch.hidden, inner
 
 
@@ -319,11 +392,15 @@ def _beside_experts(at: LayerModel) -> Iterator[Shape]:
 def _attention(at: LayerModel) -> tuple[float, float]:
     """Forward and backward of attention itself."""
     arch, plan, sequence = at.arch, at.plan, at.job.sequence
-    width = arch.q_width / plan.tp
+    width = (arch.q_width + arch.out_width) / 2 / plan.tp
     if at.job.stack.attention == "flash":
         span, rate = sequence, at.speed.attention
         if at.job.span is not None:
             span, rate = min(at.job.span + DOCUMENT_BLOCK, sequence), rate * DOCUMENT_RATE
+        elif arch.window or not arch.scores_plainly:  # by blocks too
+            rate *= DOCUMENT_RATE
+        # A causal token meets half its span, and half a block at either end of its window.
+        span = arch.mean_over_layers(lambda window: min(2 * (window + DOCUMENT_BLOCK), span) if window else span)
         forward, backward = flash_seconds(at.tokens, span, width, at.rates)
         return forward / rate, backward / rate
     scores = at.tokens * sequence
@@ -335,11 +412,15 @@ def _attention(at: LayerModel) -> tuple[float, float]:
 def _between_bytes(at: LayerModel, mixture: bool) -> float:
     """What element-wise kernels of a forward move: norms and sums, the rotation, the activation, the experts' rows."""
     arch, plan = at.arch, at.plan
-    whole = NORMS_AND_SUMS * arch.hidden * at.between
+    norms = 4 if arch.norm_position == "both" else 2
+    whole = (NORMS_AND_SUMS + 2 * (norms - 2)) * arch.hidden * at.between
+    if arch.qk_norm != "none":
+        whole += 2 * (arch.q_width + arch.kv_width) / plan.tp * at.tokens
     if arch.dropout and not at.policy.compiled:  # the compiler draws where it adds
         whole += 2 * DROPOUT_BYTES / at.rates.width / at.fusion * arch.hidden * at.between
-    rotated = 2 * (arch.q_width + arch.kv_width) / plan.tp * at.tokens if arch.positions == "rope" else 0.0
-    passes = 3 if arch.mlp == "swiglu" else 2
+    share = arch.rotated / arch.head_dim
+    rotated = 2 * (arch.q_width + arch.kv_width) * share / plan.tp * at.tokens if arch.positions == "rope" else 0.0
+    passes = 3 if arch.gated else 2
     if mixture:
         routed = _rows_per_token(at) * (passes * arch.expert_ffn / plan.tp + 4 * arch.hidden)
         inner = at.tokens * (routed + passes * arch.shared_experts * arch.expert_ffn / plan.tp)
@@ -392,14 +473,15 @@ def _over_cp(at: LayerModel, attention: float, back: bool = False) -> float:
     if plan.cp == 1:
         return 0.0
     if plan.cp_kind == "ring":
-        size = 2 * at.tokens * arch.kv_width / plan.tp * (at.rates.width + (WIDE if back else 0))
+        size = at.tokens * kv_part(arch, plan.tp) * (at.rates.width + (WIDE if back else 0))
         sent = exposed((plan.cp - 1) * at.collective("send", "cp", size), attention, 1.0)
         if not at.speed.torch_ring:
             return sent
         beside = at.speed.contention * (plan.cp - 1) * size / achieved(at.job.cluster.scale_up)
-        merged = (plan.cp - 1) * MET * at.tokens * arch.q_width / plan.tp * MERGED_BYTES
+        merged = (plan.cp - 1) * MET * at.tokens * arch.out_width / plan.tp * MERGED_BYTES
         return sent + beside + moved_seconds(merged, at.rates)
-    sizes = (at.tokens * width / plan.tp * at.rates.width for width in (arch.q_width + 2 * arch.kv_width, arch.q_width))
+    widths = arch.q_width / plan.tp + kv_part(arch, plan.tp), arch.out_width / plan.tp
+    sizes = (at.tokens * width * at.rates.width for width in widths)
     return sum(at.collective("all_to_all", "cp", size) for size in sizes)
 
 
@@ -435,7 +517,9 @@ def _projection(at: LayerModel) -> PassTimes:
         input=TimeTerms(
             products=_head_product(at.tokens, arch.hidden, vocab, at), elementwise=2 * logits / 3, tp=collected
         ),
-        weight=TimeTerms(products=_head_product(vocab, arch.hidden, at.tokens, at), elementwise=kept),
+        weight=TimeTerms(products=_head_product(vocab, arch.hidden, at.tokens, at), elementwise=kept)
+        if arch.trains("embed.weight" if arch.tied else "head.weight")
+        else NOTHING,
     )
 
 

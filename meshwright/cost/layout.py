@@ -35,12 +35,14 @@ from meshwright.cost.rank_view import (
     shard_shape,
     updated_elements,
 )
-from meshwright.cost.traffic import FIRST, in_sight, quantized_bytes
+from meshwright.cost.traffic import FIRST, in_sight, quantized_bytes, sent_elements, server_elements
 from meshwright.spec.arch import Arch
 from meshwright.spec.blockwise import FORMATS
+from meshwright.spec.lossy import factors, message_bytes
+from meshwright.spec.onebit import chunk_length, packed_bytes
 from meshwright.spec.optimizers import ADAMW, DESCRIPTIONS, OptimizerSpec
 from meshwright.spec.outer import outer_states
-from meshwright.spec.params import Split, count, params
+from meshwright.spec.params import Split, count, frozen_bytes, params, trained
 from meshwright.spec.plan import Plan, Precision
 from meshwright.spec.schedule import Schedule, actions
 
@@ -53,6 +55,8 @@ STATE_DRAW_COPIES = 6  # of bf16 states: an element's index, its hash, and what 
 # Of a whole weight in bf16, beyond its update's own: joined and split; widened, and of a piece the words of its draws.
 SPLIT_COPIES, WIDENED_COPIES, DRAW_COPIES = 3, 1, 8
 SYNC_COPIES = 3  # of a bucket that replicas exchange in few bits: the delta, the sum, and what is added to it
+LOSSY_COPIES = 2  # of a gradient that is rounded: its rows, and what they became
+DECODED_CHUNK, DECODED_BYTES = 1 << 22, 6  # elements decoded at a time: half an index, and an fp32 number of each
 LOW_BYTES = 2  # what a bf16 weight lacks of its fp32 master
 
 Home = Literal["device", "host", "disk"]
@@ -63,6 +67,7 @@ Name = Literal[
     "gradients",
     "moments",
     "outer_states",
+    "error_feedback",
     "all_gathered_params",
     "unreduced_grads",
     "update",
@@ -189,6 +194,7 @@ def layout_of(
         waits=plan.pp > 1 or (plan.zero <= 1 and plan.grad_accum > 1),
         optim=(master_weights, state_dtype, optimizer),
         outer=len(outer_states(plan)),
+        served=plan.is_served,
     )
 
 
@@ -205,10 +211,11 @@ def _layout(
     waits: bool,
     optim: tuple[MasterWeights, StateDtype, str],
     outer: int,
+    served: bool,
 ) -> StateLayout:
     """`alone`: on one rank; `copied`: gradients are summed over replicas; `several`: microbatches.
 
-    `outer`: states of replicas that sync rarely.
+    `outer`: states of replicas that sync rarely. `served`: a parameter server has the optimizer's.
     """
     home, update, resident_states = offload
     master_weights, state_dtype, optimizer = optim
@@ -224,6 +231,7 @@ def _layout(
         found = [StateRow("weights", narrow), StateRow("gradients", summed), StateRow("states", away, home)]
     elif master_weights == "fp32":
         summed = narrow if bf16_params and not several else wide
+        kept = StateRow("moments", kept.bytes, "host") if served else kept
         found = [StateRow("weights", wide), StateRow("gradients", summed), kept]
     else:  # sharded gradients are as their weights; a lone rank adds up in fp32
         summed = wide if bf16_params and several else narrow
@@ -244,7 +252,7 @@ def _layout(
         reads="stored" if in_place or not gathers else "resident" if bf16_params else "gathered",
         sums=("by_param" if several else "never") if bf16_params else "in_place" if unmoved else "by_block",
         waits=waits,
-        update="device" if on_device and not cpu_offload else "host",
+        update="device" if on_device and not (cpu_offload or served) else "host",
         rounds=master_weights != "fp32" or (home != "none" and on_device and state_dtype == "bf16"),
         resident_states=resident_states if home == "disk" else 0,
         optimizer=spec,
@@ -276,8 +284,10 @@ def states(
     lines = _resident(layout, "device", held, view)
     summed = next(line.bytes for line in lines if line.name == "gradients")
     waiting = max(_unsummed(held, view, layout) - summed, 0)
+    owed = sum(feedback_bytes(group, view) for group in held)
     return (
         *lines,
+        *([LedgerEntry(name="error_feedback", bytes=owed, why=_why_owed(plan))] if owed else []),
         LedgerEntry(name="all_gathered_params", bytes=_gathered(held, view, layout), why=_why_gathered(plan, layout)),
         LedgerEntry(
             name="unreduced_grads",
@@ -287,6 +297,35 @@ def states(
             else "none: every microbatch reduce-scatters its gradients",
         ),
     )
+
+
+def feedback_bytes(group: ParamGroup, view: RankView) -> int:
+    """What lossy reductions of a group's gradient keep from step to step: errors, and PowerSGD's second factors.
+
+    A rank owes of what it gives to the shards: a whole gradient; to replicas: a shard of it; of their sum: its part.
+    """
+    plan, (copies, shards) = view.plan, grid(group, view.plan)
+    if plan.powersgd:
+        found = [(param, factors(param.shape, plan.powersgd)) for param in group.params]
+        seconds = sum(each.second for _, each in found if each)
+        return group.count * (seconds + plan.error_feedback * sum(param.numel for param, _ in found)) * view.wide
+    if plan.grad_reduce == "default" or not plan.error_feedback:
+        return 0
+    to_shards = shards * _all_elements(group, view) if shards > 1 else 0
+    to_replicas = (copies + 1) * _all_elements(group, view, copies) if copies > 1 else 0
+    return group.count * (to_shards + to_replicas) * view.wide
+
+
+def _all_elements(group: ParamGroup, view: RankView, parts: int = 1) -> int:
+    return sum(elements for elements, _ in sent_elements(group, view, parts))
+
+
+def _why_owed(plan: Plan) -> str:
+    if plan.powersgd:
+        return "what PowerSGD left out of a replica's last gradient, and the factors it begins with"
+    whose = ["a whole gradient on its way to the shards"] if plan.shards > 1 else []
+    whose += ["a rank's gradient on its way to the replicas, and its part of their sum"] if plan.copies > 1 else []
+    return f"what rounding took from {', and from '.join(whose)}"
 
 
 def hosted(
@@ -300,6 +339,28 @@ def hosted(
     return tuple(line for line in _resident(layout, "host", tuple(groups(view)), view) if line.bytes)
 
 
+def served(job: Job, place: Mapping[str, int] = FIRST) -> tuple[LedgerEntry, ...]:
+    """What one rank's host holds as a parameter server; nothing without one.
+
+    Gradients on their way: those that were pushed beyond the bound that a worker waits at, and of each a row from every
+    worker. Weights twice: those that are complete, and those that arrive.
+    """
+    plan, layout = job.plan, state_layout(job)
+    if plan.staleness is None:
+        return ()
+    view = RankView(arch=job.arch, plan=plan, sequence=0, place=place)
+    elements, mine = server_elements(view), server_elements(view)[view.at("replicate")]
+    states, rows = layout.of("moments", "host"), f"of this rank's rows, 1 of {plan.replicate} servers"
+    moving = (plan.staleness + 1) * (sum(elements) + plan.replicate * mine) + 2 * plan.replicate * max(elements)
+    return (
+        LedgerEntry(name="weights", bytes=mine * layout.wide, why=f"fp32 master copy {rows}"),
+        LedgerEntry(name="moments", bytes=mine * states, why=f"{layout.optimizer.held}, {rows}"),
+        LedgerEntry(
+            name="pieces", bytes=moving * layout.wide, why="gradients pushed and not yet used, weights to pull"
+        ),
+    )
+
+
 def sharded(job: Job, place: Mapping[str, int]) -> ResidentMemory:
     """Of our own trainer, and of others that shard as `fully_shard` does."""
     plan, holds, layout = job.plan, job.stack.holds, state_layout(job)
@@ -307,22 +368,25 @@ def sharded(job: Job, place: Mapping[str, int]) -> ResidentMemory:
     lines = {line.name: line for line in states(job.arch, plan, place, layout)}
     outside = 0  # gathered of what is outside the blocks: all there is between a forward and its backward
     if layout.reads != "stored":
-        outside = sum(_gathered_once(group, view) for group in groups(view) if group.params[0].layer < 0)
-    block, beside = _unsharded_elements(view)
+        read = (group.trained if layout.reads == "resident" else group for group in groups(view))
+        outside = sum(_gathered_once(group, view) for group in read if group.params and group.params[0].layer < 0)
+    (block, beside), (_, summed) = _unsharded_bytes(view), _unsharded_elements(view)
     # Gathered weights when a lone backward reaches the first block: each block's go when its gradient is summed.
     keeps_all = plan.zero == 3 or layout.reads == "resident" or plan.grad_accum > 1 or plan.pp > 1
     frees = plan.zero == 3 and plan.pp == 1 and layout.reads != "resident"
     outside_sums = 0  # the gradient as it came, its copy in the precision of sums, and the part that leaves
     if layout.sums == "by_block" and plan.pp == 1:
-        leaving = beside * view.wide // plan.shards if layout.hosted else 0
-        outside_sums = beside * (view.narrow + view.wide) + leaving
+        leaving = summed * view.wide // plan.shards if layout.hosted else 0
+        outside_sums = summed * (view.narrow + view.wide) + leaving
     resides = any((row.name, row.home) == ("moments", "device") for row in layout.rows)
     updated = sum(updated_elements(group, view) for group in groups(view)) if resides else 0
-    largest = largest_weight(job.arch) // plan.shards
+    largest = max(param.numel for param in trained(job.arch)) // plan.shards
     slots = 0  # for pieces of states on their way to an update on the device
     if (row := layout.offloaded) is not None and layout.update == "device":
         slots = SLOTS * min(PIECE, largest) * row.bytes
+    decoded = decoded_bytes(view)
     buffers = _reduce_buffers(job, layout, view)
+    buffers += max((decoding_bytes(view), *(lossy_bytes(group, view) for group in groups(view))))
     return ResidentMemory(
         lines=(
             *((line.name, line.bytes, line.why) for line in lines.values()),
@@ -330,13 +394,13 @@ def sharded(job: Job, place: Mapping[str, int]) -> ResidentMemory:
             ("logits", 0, "log-probabilities, and at the loss their gradients"),
             ("reduce_buffers", buffers, "a block's gradients in the compute dtype, and in fp32 for the reduction"),
             ("update", slots, "temporaries of the optimizer step, and pieces of offloaded states in transit"),
-            ("workspace", holds.workspace_bytes, "of cuBLAS and other libraries"),
+            ("workspace", holds.workspace_bytes + decoded, _why_workspace(decoded)),
         ),
         buffered=False,
-        block_share=max(param_counts(job.arch)[0]) / count(job.arch),
-        begin_share=param_counts(job.arch)[1] / count(job.arch),
-        gathered_at_loss=outside if frees else lines["all_gathered_params"].bytes,
-        gathered_at_end=(block + beside) * view.narrow if outside and not keeps_all else None,
+        block_share=max(trained_counts(job.arch)[0]) / trained_counts(job.arch)[2],
+        begin_share=trained_counts(job.arch)[1] / trained_counts(job.arch)[2],
+        gathered_at_loss=outside + secondary_bytes(view) if frees else lines["all_gathered_params"].bytes,
+        gathered_at_end=block + beside if outside and not keeps_all else None,
         copy_stays=layout.reads == "resident",
         outside=outside,
         outside_sums=outside_sums,
@@ -347,8 +411,21 @@ def sharded(job: Job, place: Mapping[str, int]) -> ResidentMemory:
             + unfused_bytes(layout, largest)
             + matrix_bytes(layout, view),
             sync_bytes(view),
+            sign_bytes(view, layout.optimizer.temporaries) if layout.optimizer.compresses else 0,
         ),
     )
+
+
+def decoded_bytes(view: RankView) -> int:
+    """The largest weight in few bits as it is multiplied, and what decoding some of its rows makes."""
+    coded = [param for param in params(view.arch) if param.held != "bf16"]
+    elements = max((param.numel for param in coded), default=0) // view.plan.tp
+    return elements * view.narrow + min(elements, DECODED_CHUNK) * DECODED_BYTES
+
+
+def _why_workspace(decoded: int) -> str:
+    more = ", and the weight of one layer while it is decoded" if decoded else ""
+    return f"of cuBLAS and other libraries{more}"
 
 
 def sync_bytes(view: RankView) -> int:
@@ -358,7 +435,7 @@ def sync_bytes(view: RankView) -> int:
     one weight as its codes become numbers, and what all replicas have sent.
     """
     plan = view.plan
-    if plan.parts == 1:
+    if not plan.has_outer_loop:
         return 0
     each = [msgspec.structs.replace(group, count=1) for group in groups(view)]
     if plan.outer_quant == "none":
@@ -371,6 +448,21 @@ def sync_bytes(view: RankView) -> int:
         + (updated_elements(group, view) if plan.outer_quant == "int4" else 0)  # its codes, a byte each
         for group in each
     )
+
+
+def sign_bytes(view: RankView, temporaries: int) -> int:
+    """What optimizers that compress make on the device for the largest group of weights whose momenta travel together.
+
+    A worker's momenta and those that all receive; beside them the momenta with their errors and in rows, the signs, a
+    byte each twice over, and the messages; or what the update of one weight makes.
+    """
+    replicas, found = view.plan.replicate, [0]
+    for group in groups(view):
+        sizes = [param.numel for param in group.params]
+        rows = replicas * sum(chunk_length(size, replicas) for size in sizes)
+        made = max((2 * view.wide + 2) * rows, temporaries * view.wide * max(sizes))
+        found.append(2 * view.wide * rows + made + 4 * replicas * packed_bytes(sizes, replicas))
+    return max(found)
 
 
 def buffered(job: Job, place: Mapping[str, int]) -> ResidentMemory:
@@ -407,14 +499,14 @@ def buffered(job: Job, place: Mapping[str, int]) -> ResidentMemory:
 
 @lru_cache(maxsize=4096)
 def parameters(arch: Arch, plan: Plan, vocab: int, rank: int) -> tuple[int, int]:
-    """Elements of a rank's weights before they are sharded, those of experts that ep shares out apart.
+    """Elements of a rank's trained weights before they are sharded, those of experts that ep shares out apart.
 
     `vocab`: entries of a padded vocabulary; 0: as the model has it.
     """
     view = RankView(arch=arch, plan=plan, sequence=0, place={"pp": rank})
     found = {False: 0, True: 0}
     for group in groups(view):
-        for param in group.params:
+        for param in group.trained.params:
             in_vocab = vocab and param.layer < 0 and param.split in (Split.VOCAB, Split.COLUMN)
             elements = vocab // plan.tp * param.shape[1] if in_vocab else math.prod(local_shape(param, view))
             found[group.shared_by_ep] += group.count * elements
@@ -428,17 +520,17 @@ def largest_weight(arch: Arch) -> int:
 
 
 @cache
-def param_counts(arch: Arch) -> tuple[tuple[int, ...], int]:
-    """Parameters of each block, and of what is before the blocks and nowhere else."""
+def trained_counts(arch: Arch) -> tuple[tuple[int, ...], int, int]:
+    """Trained parameters of each block, of what is before the blocks and nowhere else, and all of them."""
     blocks = Counter[int]()
-    for param in params(arch):
+    for param in trained(arch):
         blocks[param.layer] += param.numel
     begin = sum(
         param.numel
-        for param in params(arch)
+        for param in trained(arch)
         if param.name.startswith("positions") or (param.name.startswith("embed") and not arch.tied)
     )
-    return tuple(blocks[layer] for layer in range(arch.layers)), begin
+    return tuple(blocks[layer] for layer in range(arch.layers)), begin, blocks.total()
 
 
 def rounding_bytes(layout: StateLayout, largest: int) -> int:
@@ -474,12 +566,15 @@ def matrix_bytes(layout: StateLayout, view: RankView) -> int:
 
 def _resident(layout: StateLayout, home: Home, held: tuple[ParamGroup, ...], view: RankView) -> tuple[LedgerEntry, ...]:
     """The rows of one home as bytes of a rank: weights and gradients padded, the others not."""
-    stored = sum(_stored(group, view) for group in held)
+    stored = sum(_stored(group.trained, view) for group in held)
     updated = sum(updated_elements(group, view) for group in held)
     sizes = {
         row.name: (stored if row.name in ("weights", "gradients") else updated) * layout.of(row.name, home)
         for row in layout.rows
     }
+    frozen = sum(_frozen_bytes(group, view) for group in held)
+    if any((row.name, row.home) == ("weights", home) for row in layout.rows):
+        sizes["weights"] += frozen
     if not layout.optimizer.is_elementwise and any((row.name, row.home) == ("moments", home) for row in layout.rows):
         sizes["moments"] = sum(_state_bytes(group, view, layout) for group in held)
     some: tuple[Name, ...] = ("master", "outer_states")
@@ -488,10 +583,20 @@ def _resident(layout: StateLayout, home: Home, held: tuple[ParamGroup, ...], vie
         LedgerEntry(
             name=name,
             bytes=sizes.get(name, 0),
-            why=_why(name, layout, home, view.plan),
+            why=_why(name, layout, home, view.plan)
+            + (_frozen_why(layout, view) if name == "weights" and frozen else ""),
         )
         for name in names
     )
+
+
+def _frozen_why(layout: StateLayout, view: RankView) -> str:
+    """What is said of weights that are frozen."""
+    share = 1 - sum(param.numel for param in trained(view.arch)) / count(view.arch)
+    if view.arch.adapter.held == "bf16":
+        return f"; {share:.1%} are frozen, at {layout.narrow} bytes each"
+    each = frozen_bytes(view.arch, layout.narrow) / (share * count(view.arch))
+    return f"; {share:.1%} are frozen, matrices of blocks in {view.arch.adapter.held.upper()}: {each:.2f} bytes each"
 
 
 def _why(name: Name, layout: StateLayout, home: Home, plan: Plan) -> str:
@@ -501,6 +606,8 @@ def _why(name: Name, layout: StateLayout, home: Home, plan: Plan) -> str:
     if name == "outer_states":
         momentum = " and the outer momentum" if plan.outer != "average" else ""
         return f"the weights as last synced{momentum}, {among}"
+    if name == "moments" and plan.is_served:
+        return "none: the parameter servers on the hosts have them"
     size = layout.state_width if name == "moments" else layout.of(name, home)
     dtype = {0: "", 2: plan.precision if plan.precision == "fp16" else "bf16", 4: "fp32", 8: "fp64"}[size]
     elsewhere = layout.hosted and home == "device"
@@ -535,13 +642,25 @@ def _stored(group: ParamGroup, view: RankView) -> int:
     return group.count * sum(padded(local_shape(param, view), shards) // shards for param in group.params)
 
 
+def _frozen_bytes(group: ParamGroup, view: RankView) -> int:
+    """Bytes of a rank's shard of what is frozen."""
+    _, shards = grid(group, view.plan)
+    return group.count * sum(
+        padded(local_shape(param, view), shards) // shards * (param.item or view.narrow)
+        for param in group.params
+        if not param.trained
+    )
+
+
 def _state_bytes(group: ParamGroup, view: RankView, layout: StateLayout) -> int:
     """Bytes of a group's optimizer states where parameters do not have them alike."""
     spec, width = layout.optimizer, layout.state_width
-    parts = ((param.shape, shard_columns(param, group, view)) for param in group.params)
-    return group.count * sum(
+    weights = group.trained.params
+    parts = ((param.shape, shard_columns(param, group, view)) for param in weights)
+    served = sum(chunk_length(param.numel, view.plan.replicate) for param in weights) if spec.compresses else 0
+    return group.count * (served * width) + group.count * sum(
         spec.bytes_of(param.name, shard_shape(param, group, view), width, part)
-        for param, part in zip(group.params, parts, strict=True)
+        for param, part in zip(weights, parts, strict=True)
     )
 
 
@@ -552,7 +671,7 @@ def _unsummed(held: Iterable[ParamGroup], view: RankView, layout: StateLayout) -
     whole, shard = Counter[int](), Counter[int]()
     for group in held:
         whole[group.stage] += _unscattered(group, view)
-        shard[group.stage] += _stored(group, view)
+        shard[group.stage] += _stored(group.trained, view)
     return max(
         (sum(whole[stage] for stage in then.wide) + sum(shard[stage] for stage in then.summed)) * view.wide
         + sum(whole[stage] for stage in then.narrow) * view.narrow
@@ -569,7 +688,7 @@ def _unscattered(group: ParamGroup, view: RankView) -> int:
     projects = view.arch.tied and group.stage == len(placement(view.plan)) - 1
     return group.count * sum(
         param.numel if param.split is Split.VOCAB and not projects else math.prod(local_shape(param, view))
-        for param in group.params
+        for param in group.trained.params
     )
 
 
@@ -618,11 +737,31 @@ def _gathered(held: Iterable[ParamGroup], view: RankView, layout: StateLayout) -
     """The most that is gathered at one time, in the precision of the arithmetic; what is on its way is counted too."""
     if layout.reads == "stored":
         return 0
-    if (
-        view.plan.zero < 3 or layout.reads == "resident"
-    ):  # of a pipeline too: no stage has its last backward before every other one has been used
+    if layout.reads == "resident":  # frozen weights are stored as they are read
+        return sum(group.count * _gathered_once(group.trained, view) for group in held)
+    if view.plan.zero < 3:  # of a pipeline too: no stage has its last backward before every other one has been used
         return sum(group.count * _gathered_once(group, view) for group in held)
-    return _gathered_by_stages(held, view) if view.plan.pp > 1 else _two_blocks(held, view)
+    if view.plan.pp > 1:
+        return _gathered_by_stages(held, view)
+    return _two_blocks(held, view) + secondary_bytes(view)
+
+
+def secondary_bytes(view: RankView) -> int:
+    """What a rank keeps of all blocks between forward and backward, where neighbours share them (ZeRO++'s hpZ)."""
+    if view.plan.secondary_shard == 1:
+        return 0
+    blocks = (group.count * _gathered_once(group, view) for group in groups(view) if group.params[0].layer >= 0)
+    return sum(blocks) // view.plan.secondary_shard
+
+
+def decoding_bytes(view: RankView) -> int:
+    """What a gather in codes makes beside the largest group of weights: all messages, and numbers before they fit."""
+    plan, found = view.plan, [0]
+    for group in groups(view) if plan.gather != "default" else ():
+        _, shards = grid(group, plan)
+        message = message_bytes(plan.gather, sent_elements(group, view), view.narrow)
+        found.append(shards * (message + _all_elements(group, view) * (view.wide + view.narrow)))
+    return max(found)
 
 
 def _why_gathered(plan: Plan, layout: StateLayout) -> str:
@@ -635,14 +774,15 @@ def _why_gathered(plan: Plan, layout: StateLayout) -> str:
     if layout.reads == "resident":
         return f"{plan.precision}, a resident copy of the whole model"
     if plan.zero == 3:
-        return f"{plan.precision}, embedding and output, one block and the prefetched next one"
+        again = f"; of all blocks 1/{plan.secondary_shard} for the backward" if plan.secondary_shard > 1 else ""
+        return f"{plan.precision}, embedding and output, one block and the prefetched next one{again}"
     return f"{plan.precision}, the whole model until the last backward"
 
 
 def _gathered_once(group: ParamGroup, view: RankView) -> int:
     """Bytes of one layer's group when it is gathered."""
     _, shards = grid(group, view.plan)
-    return sum(padded(local_shape(param, view), shards) for param in group.params) * view.narrow
+    return sum(padded(local_shape(param, view), shards) * (param.item or view.narrow) for param in group.params)
 
 
 def _two_blocks(held: Iterable[ParamGroup], view: RankView) -> int:
@@ -658,7 +798,8 @@ def _two_blocks(held: Iterable[ParamGroup], view: RankView) -> int:
             outside += _gathered_once(group, view)
         else:
             kind = experts if group.shared_by_ep else dense
-            kind[view.arch.is_mixture(layer)] += _gathered_once(group, view)
+            mixture = view.arch.is_mixture(layer)  # some of a kind may be frozen, which are gathered too
+            kind[mixture] = max(kind[mixture], _gathered_once(group, view))
     layers = [view.arch.is_mixture(layer) for layer in range(view.arch.layers)]
     ahead = [0, *(dense[mixture] if view.plan.shards > 1 else 0 for mixture in layers)]
     return outside + max(dense[mixture] + experts[mixture] + more for mixture, more in zip(layers, ahead, strict=False))
@@ -703,7 +844,7 @@ def _reduce_buffers(job: Job, layout: StateLayout, view: RankView) -> int:
     if layout.sums in ("never", "in_place"):
         return 0
     if layout.sums == "by_param":
-        largest = max(math.prod(local_shape(param, view)) for group in groups(view) for param in group.params)
+        largest = max(math.prod(local_shape(param, view)) for group in groups(view) for param in group.trained.params)
         return largest * (view.narrow + view.wide)
     largest, outside = _unsharded_elements(view)
     shards, moving = job.plan.shards, 0
@@ -713,11 +854,35 @@ def _reduce_buffers(job: Job, layout: StateLayout, view: RankView) -> int:
     return largest * (view.narrow + view.wide) + (outside * view.narrow if job.plan.pp == 1 else 0) + moving
 
 
+def lossy_bytes(group: ParamGroup, view: RankView) -> int:
+    """What rounding a group's gradient makes on the device: messages sent and received, and what was sent, decoded."""
+    plan, (copies, shards) = view.plan, grid(group, view.plan)
+    if plan.grad_reduce == "default":
+        return 0
+    found = [0]
+    for ranks, parts in ((shards, 1), (copies, copies)):
+        if ranks > 1:
+            message = message_bytes(plan.grad_reduce, sent_elements(group, view, parts), view.wide)
+            found.append(ranks * (2 * message + LOSSY_COPIES * _all_elements(group, view, parts) * view.wide))
+    return max(found)
+
+
 def _unsharded_elements(view: RankView) -> tuple[int, int]:
-    """Numbers in the largest block, and outside the blocks, before they are cut into shards."""
+    """Trained numbers in the largest block, and outside the blocks, before they are cut into shards."""
+    return _unsharded([group.trained for group in groups(view)], view, {})
+
+
+def _unsharded_bytes(view: RankView) -> tuple[int, int]:
+    """Bytes of all weights there, as they are gathered."""
+    return _unsharded(groups(view), view, {0: view.narrow})
+
+
+def _unsharded(held: Iterable[ParamGroup], view: RankView, sizes: Mapping[int, int]) -> tuple[int, int]:
     blocks, outside = [0], 0
-    for group in groups(view):
-        numbers = sum(math.prod(local_shape(param, view)) for param in group.params)
+    for group in held:
+        if not group.params:
+            continue
+        numbers = sum(math.prod(local_shape(param, view)) * sizes.get(param.item, 1) for param in group.params)
         if group.params[0].layer >= 0:
             blocks.append(numbers)
         else:

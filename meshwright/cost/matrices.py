@@ -107,7 +107,7 @@ def matrix_teams(view: RankView) -> tuple[MatrixTeam, ...]:
     """The matrices of a rank's blocks, by who holds them together; what another optimizer updates is left out."""
     held: dict[tuple[bool, int, int], Counter[MatrixCut]] = {}
     for group in groups(view):
-        for param in group.params:
+        for param in group.trained.params:
             if is_hidden(param.name, len(param.shape)):
                 cut, count = _held(param, group, view)
                 held.setdefault((group.shared_by_ep, cut.shard, cut.tp), Counter())[cut] += group.count * count

@@ -35,6 +35,7 @@ from meshwright.cost.layout import (
     buffered,
     hosted,
     largest_weight,
+    served,
     sharded,
     state_layout,
     total,
@@ -270,7 +271,7 @@ def _why(found: Ledger, headroom: int) -> str:
 def _offloaded(job: Job, activations: float, place: Mapping[str, int] = FIRST) -> OffloadedMemory:
     """Of a rank whose microbatches in flight have offloaded so many bytes of activations."""
     layout = state_layout(job)
-    host, disk = list(hosted(job.arch, job.plan, place, layout)), []
+    host, disk = [*hosted(job.arch, job.plan, place, layout), *served(job, place)], []
     if activations:
         why = "saved activations, offloaded until the backward"
         host.append(LedgerEntry(name="activations", bytes=round(activations), why=why))

@@ -155,6 +155,7 @@ def _reach(axis: Axis, plan: Plan) -> tuple[int, int]:
         "world": (plan.world, 1),
         "outer": (plan.parts, plan.world // plan.pp // plan.parts),
         "peers": (plan.world // plan.parts, 1),
+        "secondary": (plan.secondary_shard, plan.tp),
     }[axis]
 
 

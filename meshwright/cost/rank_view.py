@@ -1,15 +1,17 @@
 """What one rank holds: its stages of the model, and its part of every weight in the groups that travel together."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cache, lru_cache
 from itertools import accumulate
+from typing import NamedTuple
 
 import msgspec
 
 from meshwright.cost.activations import ITEM_BYTES, ActivationPolicy, chunk_rows, has_chunks, policy_of
 from meshwright.spec.arch import Arch
-from meshwright.spec.params import Param, Split, params
+from meshwright.spec.params import Param, Split, held_split, params, stored
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import Schedule, stage_ranks
 
@@ -55,7 +57,7 @@ class RankView(msgspec.Struct, frozen=True, kw_only=True):
     def loss_rows(self) -> int:
         """Rows of a microbatch whose logits exist at one time; all of them where the loss is not in chunks."""
         rows = self.plan.microbatch * self.positions
-        return min(chunk_rows(self.arch.vocab, self.plan), rows) if has_chunks(self.plan) else rows
+        return min(chunk_rows(self.arch.vocab, self.plan), rows) if has_chunks(self.arch, self.plan) else rows
 
 
 class RecomputedBlocks(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,15 +74,31 @@ class RecomputedBlocks(msgspec.Struct, frozen=True, kw_only=True):
         return self.dense + self.mixtures
 
 
+class GradFlow(NamedTuple):
+    """Whether these tensors of a layer have a gradient."""
+
+    attn_in: bool = True  # what the projections read
+    attended: bool = True  # queries, keys and values
+    attn_out: bool = True
+    mlp_in: bool = True  # what the feed-forward layer reads
+    mlp_out: bool = True
+    out: bool = True  # what the layer returns
+
+
+EVERYWHERE = GradFlow()
+
+
 class StageLayers(msgspec.Struct, frozen=True, kw_only=True):
     """A run of layers on a rank, one pipeline stage or the whole model."""
 
     stage: int
+    begin: int  # its first layer
     dense: int  # layers without experts
     mixtures: int  # layers with them
     first: bool  # begins the model: embedding and positions
     last: bool  # ends it: norm, projection, loss
     recomputed: RecomputedBlocks  # of its layers, those that the backward computes once more
+    flow: tuple[GradFlow, ...]  # how far the backward goes down in each of its layers
 
     @property
     def layers(self) -> int:
@@ -94,6 +112,17 @@ class ParamGroup(msgspec.Struct, frozen=True, kw_only=True):
     stage: int
     count: int = 1  # layers of the stage with such a group
     shared_by_ep: bool = False  # experts, of which the ranks of ep hold different ones
+
+    @property
+    def trained(self) -> "ParamGroup":
+        """The group without what is frozen."""
+        return _trained(self)
+
+
+@lru_cache(maxsize=4096)
+def _trained(group: ParamGroup) -> ParamGroup:
+    kept = tuple(param for param in group.params if param.trained)
+    return group if len(kept) == len(group.params) else msgspec.structs.replace(group, params=kept)
 
 
 def placement(plan: Plan) -> tuple[int, ...]:
@@ -125,17 +154,20 @@ def _parts(
     for stage, (length, end) in enumerate(zip(lengths, accumulate(lengths), strict=True)):
         if ranks[stage] != rank:
             continue
-        layers, runs, mixtures, recomputed_mixtures = range(end - length, end), policy.runs(length), 0, 0
+        layers, mixtures, recomputed_mixtures = range(end - length, end), 0, 0
+        runs = [run for run in policy.runs(length) if grad_flow(arch)[layers[run[-1]]].out]  # others have no backward
         if arch.experts:
             mixtures = sum(map(arch.is_mixture, layers))
             recomputed_mixtures = sum(arch.is_mixture(layers[number]) for run in runs for number in run)
         found.append(
             StageLayers(
                 stage=stage,
+                begin=end - length,
                 dense=length - mixtures,
                 mixtures=mixtures,
                 first=stage == 0,
                 last=stage == len(ranks) - 1,
+                flow=grad_flow(arch)[end - length : end],
                 recomputed=RecomputedBlocks(
                     runs=len(runs),
                     dense=sum(map(len, runs)) - recomputed_mixtures,
@@ -150,15 +182,16 @@ def _parts(
 
 def groups(view: RankView) -> Iterator[ParamGroup]:
     """The weights of a rank as they travel together: each block, under ep its experts apart, and all the rest."""
-    return (group for part in parts(view) for group in _groups(view.arch, part, view.plan.ep > 1))
+    return (group for part in parts(view) for group in _groups(view.arch, part, view.plan.tp, view.plan.ep > 1))
 
 
 @lru_cache(maxsize=4096)
-def _groups(arch: Arch, part: StageLayers, apart: bool) -> tuple[ParamGroup, ...]:
+def _groups(arch: Arch, part: StageLayers, tp: int, apart: bool) -> tuple[ParamGroup, ...]:
     """The groups of one part; `apart`: its experts are one of their own."""
     found = []
-    for mixture, count in ((False, part.dense), (True, part.mixtures)):
-        block = _block(arch, mixture) if count else ()
+    kinds = _kinds(arch)[part.begin : part.begin + part.layers]
+    for layer, count in sorted(Counter(kinds).items(), key=lambda kind: arch.is_mixture(kind[0])):
+        block = _block(arch, layer, tp)
         experts = tuple(param for param in block if param.expert and apart)
         rest = tuple(param for param in block if param not in experts)
         found.append(ParamGroup(params=rest, stage=part.stage, count=count))
@@ -191,7 +224,7 @@ def cut_shape(param: Param, tp: tuple[int, int], ep: int) -> tuple[int, ...]:
 
 def updated_elements(group: ParamGroup, view: RankView) -> int:
     """Elements of a rank's shard without its padding: the optimizer sees no more."""
-    return group.count * sum(math.prod(shard_shape(param, group, view)) for param in group.params)
+    return group.count * sum(math.prod(shard_shape(param, group, view)) for param in group.trained.params)
 
 
 def shard_shape(param: Param, group: ParamGroup, view: RankView) -> tuple[int, ...]:
@@ -236,6 +269,13 @@ def padded(shape: tuple[int, ...], shards: int) -> int:
     return math.ceil(shape[0] / shards) * shards * math.prod(shape[1:])
 
 
+def stored_shape(param: Param, group: ParamGroup, view: RankView) -> tuple[int, ...]:
+    """A rank's shard of a weight as it is stored and as its gradient travels: as long as the longest."""
+    shape, (_, shards) = local_shape(param, view), grid(group, view.plan)
+    dim = shard_dim(shape, shards, view.cuts_rows_only)
+    return (*shape[:dim], math.ceil(shape[dim] / shards), *shape[dim + 1 :])
+
+
 def share(size: int, ranks: int, rank: int) -> int:
     """What a rank has of a dim cut into as equal parts as torch's chunk makes: the last ones may be short or empty."""
     most = math.ceil(size / ranks)
@@ -243,10 +283,20 @@ def share(size: int, ranks: int, rank: int) -> int:
 
 
 @cache
-def _block(arch: Arch, mixture: bool) -> tuple[Param, ...]:
-    """The weights of any block of one of the two kinds: they are alike but for their names."""
-    layer = next(layer for layer in range(arch.layers) if arch.is_mixture(layer) == mixture)
-    return tuple(param for param in params(arch) if param.layer == layer)
+def _kinds(arch: Arch) -> tuple[int, ...]:
+    """For every layer the first one whose weights are alike but for their names: a mixture or not, frozen or not."""
+    trains, first = dict[int, list[bool]](), dict[tuple[bool, tuple[bool, ...]], int]()
+    for param in params(arch) if arch.tuning is not msgspec.UNSET else ():
+        trains.setdefault(param.layer, []).append(param.trained)
+    kinds = ((arch.is_mixture(layer), tuple(trains.get(layer, ()))) for layer in range(arch.layers))
+    return tuple(first.setdefault(kind, layer) for layer, kind in enumerate(kinds))
+
+
+@cache
+def _block(arch: Arch, layer: int, tp: int) -> tuple[Param, ...]:
+    """The weights of a block, as tp cuts them."""
+    mine = (param for param in stored(arch) if param.layer == layer)
+    return tuple(msgspec.structs.replace(param, split=held_split(param, arch, tp)) for param in mine)
 
 
 @cache
@@ -254,3 +304,38 @@ def _outside(arch: Arch, first: bool, last: bool) -> tuple[Param, ...]:
     """The weights of a part that are in no block; the last part of a tied model projects with the embedding."""
     begins = {"embed": first or (last and arch.tied), "positions": first, "norm": last, "head": last}
     return tuple(param for param in params(arch) if param.layer < 0 and begins[param.name.split(".")[0]])
+
+
+@cache
+def grad_flow(arch: Arch) -> tuple[GradFlow, ...]:
+    """How far a backward goes down, for every layer: beneath the first trained weight nothing has a gradient."""
+    begins = any(param.trained for param in params(arch) if param.name.startswith(("embed", "positions")))
+    if begins:
+        return (EVERYWHERE,) * arch.layers
+    of_layer: dict[int, list[Param]] = {}
+    for param in params(arch):
+        of_layer.setdefault(param.layer, []).append(param)
+    found, flows = [], False
+    for layer in range(arch.layers):
+        trained = {param.name.removeprefix(f"blocks.{layer}.") for param in of_layer[layer] if param.trained}
+        found.append(_through(arch, trained, flows))
+        flows = found[-1].out
+    return tuple(found)
+
+
+def _through(arch: Arch, trained: set[str], flows: bool) -> GradFlow:
+    """Of a layer of which some weights are trained, and whose input has a gradient or not."""
+
+    def any_of(*begins: str) -> bool:
+        return any(name.startswith(begins) for name in trained)
+
+    pre = arch.norm_position in ("pre", "both")  # norms are of what sub-layers read
+    attn_in = flows or (pre and any_of("attn_norm."))
+    attended = attn_in or any(name.startswith("attn.") and not name.startswith("attn.out.") for name in trained)
+    attn_out = attended or any_of("attn.out.")
+    summed = flows or attn_out or any_of("attn_output_norm.") or (not pre and any_of("attn_norm."))
+    read = {"none": summed, "two_norms": flows, "one_norm": attn_in}[arch.parallel_residual]
+    mlp_in = read or (pre and any_of("mlp_norm."))
+    mlp_out = mlp_in or any_of("mlp.")
+    out = summed or mlp_out or any_of("mlp_output_norm.", "mlp_norm.")
+    return GradFlow(attn_in, attended, attn_out, mlp_in, mlp_out, out)

@@ -193,6 +193,8 @@ def _timed(
     """Most stages are alike, so each kind is timed once."""
     kinds, places = kinds_of(at.arch, lengths)
     timed = [stage_passes(at, kind.dense, kind.mixtures, policy) + ends(at, kind.first, kind.last) for kind in kinds]
+    if at.arch.compared:  # the reference goes forward as well
+        timed = [each._replace(forward=each.forward * 2) for each in timed]
     seconds = [passes.seconds for passes in timed]
     return Stages(
         passes=tuple([timed[place] for place in places]),
@@ -321,7 +323,10 @@ def _waterfall(job: Job, known: StepTimeline, working: PassTimes) -> Iterator[Ti
             "sharded weights all-gathered and gradients reduce-scattered, beyond what compute hides",
         ),
         "replicate": (weights.replicate, "gradients all-reduced over replicas, beyond what the backward hides"),
-        "outer": (weights.outer, "replicas sync rarely: a step's share of the exchange and of the outer update"),
+        "outer": (
+            weights.outer,
+            "replicas that sync rarely, or push to servers: the exchange and its update, a step's share",
+        ),
         "tied": (weights.tied, "the two copies of a tied embedding all-reduce their gradients"),
         "optimizer": (weights.optimizer, "the update reads and writes every weight and its optimizer states"),
         "offload": (weights.offload, "the step waits for states that are offloaded, or updated on the host"),
@@ -371,7 +376,7 @@ def _seconds(at: LayerModel, kind: StageKind, policy: ActivationPolicy) -> tuple
             kept, again = _kept_so(at, mixture, policy.quant, policy.offload, policy.by_operation)
             whole += count * (kept.seconds * (1 - share) + again.seconds * share)
             forward += count * (kept.forward.seconds * (1 - share) + again.forward.seconds * share)
-    return whole, forward
+    return (whole + forward, 2 * forward) if at.arch.compared else (whole, forward)
 
 
 @lru_cache(maxsize=16384)

@@ -267,7 +267,7 @@ def entry(name: str, job: Job) -> TextbookEntry:
 # What forms take for granted of a model, and what to say of one that is otherwise.
 ASSUMED: dict[str, Callable[[Arch], str]] = {
     "4·h": lambda arch: "" if arch.ffn == 4 * arch.hidden else f"the feed-forward is {arch.ffn:,} wide, not 4·h",
-    "gelu": lambda arch: "the feed-forward is gated: three matrices, not two" if arch.mlp == "swiglu" else "",
+    "gelu": lambda arch: "the feed-forward is gated: three matrices, not two" if arch.gated else "",
     "heads": lambda arch: (
         f"{arch.kv_heads} heads of keys and values, not {arch.heads}" if arch.kv_heads != arch.heads else ""
     ),

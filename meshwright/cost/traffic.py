@@ -28,13 +28,16 @@ from meshwright.cost.rank_view import (
     shard_dim,
     shard_shape,
     share,
+    stored_shape,
     updated_elements,
 )
 from meshwright.spec.arch import Arch
 from meshwright.spec.blockwise import FORMATS, is_quantized
+from meshwright.spec.lossy import block_of, factors, message_bytes, part_shape
+from meshwright.spec.onebit import packed_bytes
 from meshwright.spec.optimizers import DESCRIPTIONS, OptimizerSpec, Statistic, is_of
-from meshwright.spec.outer import BITS, SCALE_BYTES, TALLY, block_length
-from meshwright.spec.params import Param, Split, params
+from meshwright.spec.outer import BITS, SCALE_BYTES, TALLY, TOLD, block_length, served_rows
+from meshwright.spec.params import Param, Split, buffers, kv_part, params, trained
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import Schedule, actions
 
@@ -46,12 +49,14 @@ Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send
 Axis = Literal[
     "replicate", "shard", "expert_replicate", "expert_shard", "tp", "cp", "ep", "pp", "tied", "world", "outer", "peers",
     "shard_tp", "expert_shard_tp",  # those of shard and tp together, that hold one copy of a weight
+    "secondary",  # neighbours among those of shard, that share the weights between forward and backward
 ]  # fmt: skip
 
 IN_SIGHT = 3  # stages that torch's pipeline runtime holds gathered on a rank under zero 3: those it computes next
 DRAW_BYTES = 4  # of a router's random number
 COUNT_BYTES = 8  # of the number of an expert's rows
 DOUBLE = 8  # bytes: losses and squares are added in double precision
+SIGNS: tuple[Kind, ...] = ("all_to_all", "all_gather")  # of momenta, in one bit an element
 FIRST: Mapping[str, int] = {}  # the place of the first rank: every coordinate is 0
 
 
@@ -69,6 +74,7 @@ class Collective(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     overlappable: bool = False  # the trainer starts it early enough for arithmetic to hide it
     every: int = 1  # steps between two such calls: replicas may sync rarely
+    phase: str = ""  # of an optimizer that compresses, where a list has the steps of both: warm-up, compressed
 
     @property
     def total_bytes(self) -> int:
@@ -89,22 +95,30 @@ def traffic(
     place: Mapping[str, int] = FIRST,
     optimizer: str = "adamw",
     noise: bool = False,
+    warm_up: bool = False,
 ) -> tuple[Collective, ...]:
     """What one rank sends in one step of training, validation losses left out.
 
     `place`: the rank's coordinates on the plan's axes. Ranks differ by their pipeline stages, and by the length of
     their part of an odd vocabulary. `optimizer`: one of the descriptions of spec/optimizers.py. `noise`: the gradient
-    noise scale is measured.
+    noise scale is measured. `warm_up`: the step is one of an optimizer that compresses, and sums gradients exactly.
     """
     view = RankView(arch=arch, plan=plan, sequence=sequence, place=place)
     meter = [Collective(kind="all_reduce", axis="world", count=int(noise and plan.world > 1), bytes=2 * DOUBLE)]
-    updates = [*update_traffic(view, DESCRIPTIONS[optimizer]), *meter]
+    spec = DESCRIPTIONS[optimizer]
+    if arch.compared:  # how much likelier chosen answers are, and how often
+        meter += [Collective(kind="all_reduce", axis="world", count=int(plan.world > 1), bytes=2 * DOUBLE)]
+    updates = [*update_traffic(view, spec, warm_up), *meter]
+    apart = spec.compresses and not warm_up
     if view.cuts_rows_only:  # deterministic, no axes but replicate and shard: weights, gradients and statistics travel
-        return merged(chain(weight_traffic(view), _deterministic_statistics(view), updates))
+        return merged(chain(weight_traffic(view, apart=apart), _deterministic_statistics(view), updates))
     # All ranks agree on the step's loss, the gradient's square norm and how many must stop before anyone updates.
     axis: Axis = "world" if plan.parts == 1 else "peers"  # of one update
     agreed = [Collective(kind="all_reduce", axis=axis, count=int(plan.world > plan.parts), bytes=3 * DOUBLE)]
-    return merged(chain(weight_traffic(view), _activation_traffic(view), agreed, updates))
+    if learned := buffers(arch):  # how many tokens asked for each expert
+        size = sum(param.numel for param in learned) * COUNT_BYTES
+        agreed += [Collective(kind="all_reduce", axis="world", count=int(plan.world > 1), bytes=size)]
+    return merged(chain(weight_traffic(view, apart=apart), _activation_traffic(view), agreed, updates))
 
 
 def bytes_by_axis(collectives: Iterable[Collective]) -> dict[Axis, int]:
@@ -133,6 +147,8 @@ def _activation_traffic(view: RankView) -> Iterator[Collective]:
     """Everything that is sent because ranks share a sequence, a matrix, the experts or the layers."""
     for part in parts(view):
         yield from _over_tp(part, view)
+        yield from _norms_over_tp(part, view)
+        yield from _magnitudes_over_tp(part, view)
         yield from _loss_over_tp(part, view)
         if view.plan.cp > 1:
             yield from (_ring if view.plan.cp_kind == "ring" else _ulysses)(part, view)
@@ -145,21 +161,51 @@ def _over_tp(part: StageLayers, view: RankView) -> Iterator[Collective]:
     """Hidden states are gathered before and summed and scattered after attention and the feed-forward layer.
 
     The backward mirrors it, so there are as many of the one as of the other; embedding and projection add half a pair
-    each way. Of layers recomputed the last sum is not needed: it is the output of their run. What a compiler made
-    is computed to its end all the same.
+    each way. It ends at the first weight that is trained. Of layers recomputed the last sum is not needed: it is the
+    output of their run. What a compiler made is computed to its end all the same.
     """
     if view.plan.tp == 1:
         return
-    once, recomputed = 4 * part.layers + part.first + part.last, part.recomputed
+    recomputed = part.recomputed
+    forward_gathers, forward_scatters = 2 * part.layers + part.last, 2 * part.layers + part.first
+    back_gathers = sum(flow.attn_out + flow.mlp_out for flow in part.flow)
+    back_gathers += part.first and view.arch.trains("embed.weight")
+    back_scatters = sum(flow.attn_in + flow.mlp_in for flow in part.flow) + part.last
     gathers = scatters = 2 * recomputed.layers
-    if not recomputed.to_the_end:
+    if not recomputed.to_the_end and not view.arch.ends_in_norm:
         scatters -= recomputed.runs
     if recomputed.by_operation:
         gathers, scatters = recomputed.mixtures, 0
-    repeated: tuple[tuple[Kind, int], ...] = (("all_gather", gathers), ("reduce_scatter", scatters))
-    for kind, more in repeated:
-        count = view.plan.grad_accum * (once + more)
+    passes: tuple[tuple[Kind, int], ...] = (
+        ("all_gather", forward_gathers + back_gathers + gathers),
+        ("reduce_scatter", forward_scatters + back_scatters + scatters),
+    )
+    for kind, times in passes:
+        count = view.plan.grad_accum * times
         yield Collective(kind=kind, axis="tp", count=count, bytes=view.stream * view.narrow)
+
+
+def _norms_over_tp(part: StageLayers, view: RankView) -> Iterator[Collective]:
+    """Of a norm over all heads together, each position's sum of squares, and going back its gradient."""
+    if view.plan.tp == 1 or view.arch.qk_norm != "full":
+        return
+    count = 2 * view.plan.grad_accum * (2 * part.layers + part.recomputed.layers)
+    size = view.plan.microbatch * view.positions * view.wide
+    yield Collective(kind="all_reduce", axis="tp", count=count, bytes=size)
+
+
+def _magnitudes_over_tp(part: StageLayers, view: RankView) -> Iterator[Collective]:
+    """Square norms of DoRA's rows, where tp cuts these: once for every forward, and never going back."""
+    rows = Counter[tuple[bool, int]]()
+    for param in trained(view.arch) if view.plan.tp > 1 else ():
+        if param.init == "norms" and param.split is Split.NONE:
+            rows[view.arch.is_mixture(param.layer), param.numel] += 1
+    layers = Counter(view.arch.is_mixture(layer) for layer in range(view.arch.layers))
+    again = part.recomputed
+    passes = {False: part.dense + again.dense, True: part.mixtures + again.mixtures}
+    for (mixture, size), found in rows.items():
+        count = view.plan.grad_accum * passes[mixture] * found // layers[mixture]
+        yield Collective(kind="all_reduce", axis="tp", count=count, bytes=size * view.wide)
 
 
 def _loss_over_tp(part: StageLayers, view: RankView) -> Iterator[Collective]:
@@ -179,10 +225,11 @@ def _loss_over_tp(part: StageLayers, view: RankView) -> Iterator[Collective]:
 def _ring(part: StageLayers, view: RankView) -> Iterator[Collective]:
     """Keys and values go round forward and backward, and their gradients backward; the last of those is waited for."""
     plan = view.plan
-    times, recomputed = (layers * plan.grad_accum for layers in (part.layers, part.recomputed.layers))
-    numbers = 2 * plan.microbatch * view.positions * view.arch.kv_width // plan.tp
+    back = sum(flow.attended for flow in part.flow)
+    times, forward = back * plan.grad_accum, (part.layers + part.recomputed.layers) * plan.grad_accum
+    numbers = plan.microbatch * view.positions * kv_part(view.arch, plan.tp)
     for count, size, overlappable in (
-        ((2 * times + recomputed) * (plan.cp - 1), numbers * view.narrow, True),
+        ((times + forward) * (plan.cp - 1), numbers * view.narrow, True),
         (times * (plan.cp - 2), numbers * view.wide, True),
         (times, numbers * view.wide, False),
     ):
@@ -192,9 +239,10 @@ def _ring(part: StageLayers, view: RankView) -> Iterator[Collective]:
 def _ulysses(part: StageLayers, view: RankView) -> Iterator[Collective]:
     """Queries, keys and values change places before attention and its output after; gradients the other way."""
     arch, plan = view.arch, view.plan
-    times = plan.grad_accum * (2 * part.layers + part.recomputed.layers)
-    for width in (arch.q_width + 2 * arch.kv_width, arch.q_width):
-        size = plan.microbatch * view.positions * width // plan.tp * view.narrow
+    back = sum(flow.attended for flow in part.flow)
+    times = plan.grad_accum * (part.layers + back + part.recomputed.layers)
+    for width in (arch.q_width // plan.tp + kv_part(arch, plan.tp), arch.out_width // plan.tp):
+        size = plan.microbatch * view.positions * width * view.narrow
         yield Collective(kind="all_to_all", axis="cp", count=times, bytes=size)
 
 
@@ -213,8 +261,9 @@ def _routers_over_cp(part: StageLayers, view: RankView) -> Iterator[Collective]:
 
 def _mixture_passes(part: StageLayers, view: RankView) -> tuple[int, int]:
     """How often a step goes forward through layers with experts, and how often back."""
-    times = view.plan.grad_accum
-    return (part.mixtures + part.recomputed.mixtures) * times, part.mixtures * times
+    times, flows = view.plan.grad_accum, zip(range(part.begin, part.begin + part.layers), part.flow, strict=True)
+    back = sum(flow.mlp_in for layer, flow in flows if view.arch.is_mixture(layer))
+    return (part.mixtures + part.recomputed.mixtures) * times, back * times
 
 
 def _over_ep(part: StageLayers, view: RankView) -> Iterator[Collective]:
@@ -243,31 +292,37 @@ def _over_pp(part: StageLayers, view: RankView) -> Iterator[Collective]:
             yield Collective(kind="send", axis="pp", count=view.plan.grad_accum, bytes=size, overlappable=True)
 
 
-def weight_traffic(view: RankView, over_tp: bool = True) -> Iterator[Collective]:
+def weight_traffic(view: RankView, over_tp: bool = True, apart: bool = False) -> Iterator[Collective]:
     """Everything that is sent because several ranks hold, or share, a weight.
 
-    Without tp: between ranks that see other data, and between tied copies.
+    Without tp: between ranks that see other data, and between tied copies. `apart`: gradients stay each replica's own.
     """
     for group in groups(view):
         yield from _over_shard(group, view)
-        yield from _over_replicate(group, view)
+        yield from _over_replicate(group, view) if not apart else ()
         yield from _over_outer(group, view)
         if over_tp:
             yield from _weights_over_tp(group, view)
     yield from _over_tied(view)
-    if view.plan.parts > 1:  # the few numbers that replicas tell each other, whenever a fragment is synced
+    if view.plan.is_served:
+        yield from _over_servers(view)
+    elif view.plan.parts > 1:  # the few numbers that replicas tell each other, whenever a fragment is synced
         size, times = view.plan.parts * TALLY * DOUBLE, view.plan.outer_fragments
         yield Collective(kind="all_gather", axis="outer", count=times, bytes=size, every=view.plan.sync_every)
 
 
-def update_traffic(view: RankView, optimizer: OptimizerSpec) -> Iterator[Collective]:
-    """What the update of whole tensors reduces: for each of its rounds, one call for each axis and operation."""
+def update_traffic(view: RankView, optimizer: OptimizerSpec, warm_up: bool = False) -> Iterator[Collective]:
+    """What the update of whole tensors reduces: for each of its rounds, one call for each axis and operation.
+
+    One that compresses sends signs of momenta, but for its warm-up.
+    """
+    yield from _sign_traffic(view) if optimizer.compresses and not warm_up else ()
     yield from _matrix_traffic(view) if optimizer.orthogonalizes else ()
     for spec in optimizer.members:
         for statistics in spec.reductions:
             sizes = Counter[tuple[Axis, str]]()
             for group in groups(view):
-                for param in group.params:
+                for param in group.trained.params:
                     if optimizer.of(param.name, len(param.shape)) == spec:
                         for axis, op, elements in _reduced(param, group, view, statistics):
                             sizes[axis, op] += group.count * elements
@@ -276,6 +331,15 @@ def update_traffic(view: RankView, optimizer: OptimizerSpec) -> Iterator[Collect
                     yield Collective(kind="all_reduce", axis=axis, count=1, bytes=elements * view.wide)
 
     yield from _scales(view, optimizer)
+
+
+def _sign_traffic(view: RankView) -> Iterator[Collective]:
+    """Each group's momenta, one bit an element: from every worker to the servers, and from every server to all."""
+    replicas = view.plan.replicate
+    for group in groups(view) if replicas > 1 else ():
+        size = replicas * packed_bytes((param.numel for param in group.params), replicas)
+        for kind in SIGNS:
+            yield Collective(kind=kind, axis="replicate", count=group.count, bytes=size)
 
 
 def _scales(view: RankView, optimizer: OptimizerSpec) -> Iterator[Collective]:
@@ -295,7 +359,7 @@ def cut_blocks(view: RankView, optimizer: OptimizerSpec) -> Iterator[tuple[Param
     if not optimizer.quantized:
         return
     for group in groups(view):
-        for param in (each for each in group.params if is_quantized(each.shape)):
+        for param in (each for each in group.trained.params if is_quantized(each.shape)):
             axes: list[Axis] = [axis for axis, dim in weight_cuts(param, group, view) if dim == len(param.shape) - 1]
             shards = grid(group, view.plan)[1]
             parts = math.prod(view.plan.tp if axis == "tp" else shards for axis in axes)
@@ -335,18 +399,19 @@ def weight_cuts(param: Param, group: ParamGroup, view: RankView) -> Iterator[tup
         yield "tp", (1 if param.split is Split.ROW else 0) + param.expert
 
 
-def gathers(stage: int, plan: Plan, root: bool) -> int:
+def gathers(stage: int, plan: Plan, root: bool, compared: bool = False) -> int:
     """How often a step gathers a weight: once, and under zero 3 for every forward and every backward.
 
     A pipeline keeps also then the weights of the stages that a rank computes next. What is outside the blocks (the
-    root) ends a forward and begins the backward, and is not gathered between.
+    root) ends a forward and begins the backward, and is not gathered between. `compared`: the reference of DPO goes
+    forward first, and leaves the root gathered.
     """
     if plan.zero < 3:
         return 1
     if plan.pp > 1:
         rank = placement(plan)[stage]
         return _fetches(plan.schedule, plan.pp, plan.chunks, plan.grad_accum, rank)[stage]
-    return plan.grad_accum * (1 if root else 2)
+    return plan.grad_accum * (1 if root else 2 + compared)
 
 
 def stages_stay(plan: Plan) -> bool:
@@ -384,6 +449,17 @@ def _elements(group: ParamGroup, view: RankView, shards: int) -> int:
     return _gathered(group.params, (view.plan.tp, view.at("tp")), view.plan.ep, shards)
 
 
+def gathered_bytes(group: ParamGroup, view: RankView) -> int:
+    """Bytes of one layer's group when it is gathered: in the precision of the arithmetic, or in few bits."""
+    _, shards = grid(group, view.plan)
+    coded = tuple(param for param in group.params if param.item)
+    if not coded:
+        return _elements(group, view, shards) * view.narrow
+    plain = tuple(param for param in group.params if not param.item)
+    codes, rest = (msgspec.structs.replace(group, params=some) for some in (coded, plain))
+    return _elements(codes, view, shards) + _elements(rest, view, shards) * view.narrow
+
+
 @lru_cache(maxsize=16384)
 def _gathered(weights: tuple[Param, ...], tp: tuple[int, int], ep: int, shards: int) -> int:
     """Elements of some weights when they are gathered, padding included; `tp`: its ranks, and which of them."""
@@ -399,36 +475,65 @@ def _over_shard(group: ParamGroup, view: RankView) -> Iterator[Collective]:
     if shards == 1:
         return
     axis: Axis = "expert_shard" if group.shared_by_ep else "shard"
-    numbers = _elements(group, view, shards)
-    count, size = group.count * gathers(group.stage, view.plan, root=group.params[0].layer < 0), numbers * view.narrow
+    root = group.params[0].layer < 0
+    count = group.count * gathers(group.stage, view.plan, root, view.arch.compared)
+    size = gathered_bytes(group, view)
+    if view.plan.secondary_shard > 1 and not root:  # the backward's
+        count //= 2
+        yield Collective(kind="all_gather", axis="secondary", count=count, bytes=size, overlappable=True)
+    if view.plan.gather != "default":
+        size = shards * message_bytes(view.plan.gather, sent_elements(group, view), view.narrow)
     yield Collective(kind="all_gather", axis=axis, count=count, bytes=size, overlappable=True)
     kind, times = ("all_to_all", 1) if view.cuts_rows_only else ("reduce_scatter", reductions(view.plan))
-    size = numbers * view.wide
-    yield Collective(kind=kind, axis=axis, count=group.count * times, bytes=size, overlappable=True)
+    size = _elements(group.trained, view, shards) * view.wide
+    if view.plan.grad_reduce != "default":
+        kind, size = "all_to_all", shards * message_bytes(view.plan.grad_reduce, sent_elements(group, view), view.wide)
+    if size:
+        yield Collective(kind=kind, axis=axis, count=group.count * times, bytes=size, overlappable=True)
+
+
+def sent_elements(group: ParamGroup, view: RankView, parts: int = 1) -> list[tuple[int, int]]:
+    """Of each weight of a group: elements of a rank's shard, or of one of its parts; and those that share a scale."""
+    shapes = ((param, part_shape(stored_shape(param, group, view), parts)) for param in group.params)
+    return [(math.prod(shape), block_of(param.shape)) for param, shape in shapes]
 
 
 def _over_replicate(group: ParamGroup, view: RankView) -> Iterator[Collective]:
     """Copies add up their shard of the gradient once a step, after the last microbatch.
 
-    In deterministic mode each of them adds up one part and gives the sum to the others.
+    In deterministic mode, and where they are rounded, each of them adds up one part and gives the sum to the others.
     """
     copies, shards = grid(group, view.plan)
     if copies == 1:
         return
     axis: Axis = "expert_replicate" if group.shared_by_ep else "replicate"
-    numbers = _elements(group, view, shards) // shards
-    kinds: tuple[Kind, ...] = ("all_reduce",)
+    size = _elements(group.trained, view, shards) // shards * view.wide
+    calls: tuple[tuple[Kind, int], ...] = (("all_reduce", size),)
     if view.cuts_rows_only:
-        numbers = math.ceil(numbers / copies) * copies
-        kinds = ("all_to_all", "all_gather")
-    for kind in kinds:
-        yield Collective(kind=kind, axis=axis, count=group.count, bytes=numbers * view.wide, overlappable=True)
+        size = math.ceil(size / view.wide / copies) * copies * view.wide
+        calls = ("all_to_all", size), ("all_gather", size)
+    elif view.plan.grad_reduce != "default":
+        size = copies * message_bytes(view.plan.grad_reduce, sent_elements(group, view, copies), view.wide)
+        calls = ("all_to_all", size), ("all_gather", size)
+    elif view.plan.powersgd:
+        calls = tuple(("all_reduce", elements * view.wide) for elements in factored(group, view))
+    for kind, each in calls if size else ():
+        yield Collective(kind=kind, axis=axis, count=group.count, bytes=each, overlappable=True)
+
+
+def factored(group: ParamGroup, view: RankView) -> tuple[int, int]:
+    """Elements that PowerSGD sums over replicas of one group: first factors and vectors, then second factors."""
+    found = [(param, factors(param.shape, view.plan.powersgd)) for param in group.params]
+    vectors = sum(param.numel for param, each in found if each is None)
+    return vectors + sum(each.first for _, each in found if each), sum(each.second for _, each in found if each)
 
 
 def _over_outer(group: ParamGroup, view: RankView) -> Iterator[Collective]:
     """Replicas that sync rarely average what each has of a weight, or all-gather it in few bits."""
     plan = view.plan
-    if plan.parts == 1:
+    if not plan.has_outer_loop:
+        return
+    if not group.trained.params:
         return
     each = msgspec.structs.replace(group, count=1)
     kind: Kind = "all_reduce" if plan.outer_quant == "none" else "all_gather"
@@ -438,10 +543,34 @@ def _over_outer(group: ParamGroup, view: RankView) -> Iterator[Collective]:
     yield Collective(kind=kind, axis="outer", count=group.count, bytes=size, every=plan.sync_every)
 
 
+def _over_servers(view: RankView) -> Iterator[Collective]:
+    """A worker pushes its gradient to the parameter servers; they agree on its norm, and give new rows to all.
+
+    Nobody waits for a push; rows are those of the server that has most, from each.
+    """
+    served = server_elements(view)
+    yield Collective(kind="all_to_all", axis="outer", count=1, bytes=sum(served) * view.wide, overlappable=True)
+    yield Collective(kind="all_reduce", axis="outer", count=1, bytes=TOLD * DOUBLE, overlappable=True)
+    size = len(served) * max(served) * view.wide
+    yield Collective(kind="all_gather", axis="outer", count=1, bytes=size, overlappable=True)
+
+
+def server_elements(view: RankView) -> list[int]:
+    """Elements of every parameter server's rows."""
+    servers = view.plan.replicate
+    return [
+        sum(
+            len(range(*served_rows(param.shape[0], servers, server))) * math.prod(param.shape[1:])
+            for param in params(view.arch)
+        )
+        for server in range(servers)
+    ]
+
+
 def quantized_bytes(group: ParamGroup, view: RankView) -> int:
     """A rank's part of a group's delta as it is sent: codes and a scale for each block; vectors as they are."""
     plain = scales = codes = 0
-    for param in group.params:
+    for param in group.trained.params:
         numbers = updated_elements(msgspec.structs.replace(group, params=(param,), count=1), view)
         if len(param.shape) == 1:
             plain += numbers * view.wide
@@ -463,7 +592,7 @@ def _weights_over_tp(group: ParamGroup, view: RankView) -> Iterator[Collective]:
     # What waits for the last microbatch waits in fp32; the gradient of one microbatch is as narrow as its weight was.
     waited = plan.pp > 1 or (plan.grad_accum > 1 and reductions(plan) == 1)
     size = view.wide if waited else view.narrow
-    for param in group.params:
+    for param in group.trained.params:
         if param.split is Split.NONE and not param.name.endswith((".attn.out.bias", ".mlp.down.bias")):
             count = group.count * reductions(plan)
             yield Collective(kind="all_reduce", axis="tp", count=count, bytes=param.numel * size)
@@ -473,9 +602,10 @@ def _over_tied(view: RankView) -> Iterator[Collective]:
     """The first and the last stage of a tied model each have an embedding; their gradients, sharded, are added up."""
     plan, ranks = view.plan, placement(view.plan)
     holds = any(part.first or part.last for part in parts(view))
-    if not view.arch.tied or not holds or ranks[0] == ranks[-1]:
+    embedding = params(view.arch)[0]
+    if not view.arch.tied or not holds or ranks[0] == ranks[-1] or not embedding.trained:
         return
-    rows, *rest = local_shape(params(view.arch)[0], view)
+    rows, *rest = local_shape(embedding, view)
     mine = share(rows, plan.shards, view.at("shard") * plan.cp + view.at("cp") if plan.zero else 0)
     yield Collective(kind="all_reduce", axis="tied", count=1, bytes=mine * math.prod(rest) * view.wide)
 
@@ -486,7 +616,7 @@ def _deterministic_statistics(view: RankView) -> Iterator[Collective]:
     if plan.world > 1:
         yield Collective(kind="all_gather", axis="world", count=1, bytes=plan.world * 2 * DOUBLE)
     if plan.shards > 1:
-        size = sum(rows(param.shape[0], plan.shards) for param in params(view.arch)) * plan.shards * DOUBLE
+        size = sum(rows(param.shape[0], plan.shards) for param in trained(view.arch)) * plan.shards * DOUBLE
         yield Collective(kind="all_gather", axis="shard", count=1, bytes=size)
 
 

@@ -29,14 +29,15 @@ from meshwright.cost.primitives import (
     product_seconds,
     rates,
 )
-from meshwright.cost.rank_view import RankView
-from meshwright.cost.traffic import Collective, stages_stay, update_traffic, weight_traffic
+from meshwright.cost.rank_view import RankView, grid, groups, stored_shape
+from meshwright.cost.traffic import Collective, gathers, reductions, stages_stay, update_traffic, weight_traffic
 from meshwright.hardware.cluster import Cluster
 from meshwright.hardware.stacks import Stack, StackSpeed, efficiency_of
 from meshwright.spec.arch import Arch
+from meshwright.spec.lossy import factors
 from meshwright.spec.matrices import STEPS
 from meshwright.spec.optimizers import ADAMW, DESCRIPTIONS, OptimizerSpec
-from meshwright.spec.params import params
+from meshwright.spec.params import trained
 from meshwright.spec.plan import Plan
 
 # Of one parameter, what an update reads and writes beside the optimizer's states, which are in spec/optimizers.py.
@@ -47,10 +48,17 @@ ROUNDED_BYTES = {"split": 10, "none": 6}  # by one kernel of ours: the gradient,
 STATE_ROUNDING_BYTES = 400
 OUTER_BYTES = {"average": 28, "slowmo": 72, "diloco": 84}  # of a sync: deltas, their mean, the update, the checksum
 ENCODED_BYTES, DECODED_BYTES = 44, 25  # of a delta in few bits, by plain operators: its own, and each replica's
+# Of a gradient that is rounded, beside encoding it: what is owed added, decoded, subtracted and made finite; and of
+# what is received: decoded, and added up. By plain operators in fp32, counted in parallel/grad_reduce.py.
+OWED_BYTES, SUMMED_BYTES = 57, 37
+# Of a gradient that PowerSGD factors: owed, two products that read it, a third that writes it, and what is owed now.
+FACTORED_BYTES = 60
+QR_KERNELS = 4  # of each column of a matrix that is orthogonalized: a guess
 # And decoding and encoding a quantized state: some twenty passes of one to eight bytes.
 QUANTIZING_BYTES = 86
 ROUNDS = 8  # of a pipeline, that its weights are followed through; longer steps go on in proportion
 SHARDED = ("shard", "expert_shard")
+GATHERED = (*SHARDED, "secondary")
 COPIED = ("replicate", "expert_replicate")
 V_SHAPED = ("zbv", "dualpipev")  # stages go down the ranks and up again
 
@@ -87,6 +95,7 @@ class WeightTraffic(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     optimizer: float
     contended_shard: float  # what arithmetic loses to the gathers and scatters beside it
     contended_copies: float
+    again: float = 0.0  # of `gather`, the backward's where neighbours share the weights in between
     update: float = 0.0  # of states that are elsewhere, behind which the next forward begins
     outer: float = 0.0  # of a sync that comes once in so many steps, a step's share
 
@@ -114,13 +123,18 @@ def weight_seconds(job: Job, rank: int, at: Rates, behind: OverlapWindow) -> Wei
         update = exposed_travels(moved, plan, behind.forward * plan.grad_accum, behind.backward * plan.grad_accum)
     left = max(behind.backward - (every.reduce if plan.zero else 0.0), 0.0)
     return WeightSeconds(
-        shard=_exposed_shard(every.gather, every.reduce, plan, speed, behind) + every.contended_shard,
+        shard=_exposed_shard(every, plan, speed, behind) + every.contended_shard,
         replicate=exposed(every.copies, left, speed.overlap_replicate) + every.contended_copies,
         tied=every.tied,
         optimizer=every.optimizer,
         offload=update,
-        outer=every.outer,
+        outer=max(every.outer - behind_server(plan, behind), 0.0),
     )
+
+
+def behind_server(plan: Plan, behind: OverlapWindow) -> float:
+    """Arithmetic beside which gradients and weights travel to and from a parameter server; with staleness 0, none."""
+    return (behind.forward + behind.backward) * plan.grad_accum if plan.staleness else 0.0
 
 
 def least_seconds(job: Job, rank: int, at: Rates, behind: OverlapWindow) -> tuple[float, float]:
@@ -133,7 +147,7 @@ def least_seconds(job: Job, rank: int, at: Rates, behind: OverlapWindow) -> tupl
     alone = (1 - speed.overlap_shard) * (every.gather + every.reduce) + (1 - speed.overlap_replicate) * every.copies
     beside = max(behind.forward + behind.backward - every.reduce, 0.0) if job.plan.zero else 0.0
     together = every.gather + every.reduce + every.copies - min(every.copies, beside)
-    waits = every.exposed
+    waits = every.exposed - (every.outer if job.plan.staleness else 0.0)  # which may hide
     if (layout := state_layout(job)).hosted:
         moved = travels(job.plan, layout, held(job.arch, job.plan, rank), job.cluster)
         waits += exposed_travels(moved, job.plan, math.inf, math.inf)
@@ -144,7 +158,8 @@ def sent(job: Job, rank: int, at: Rates) -> WeightTraffic:
     """The collectives and the update of a rank's weights; long steps of a pipeline gather in proportion."""
     plan = job.plan
     brief = _essence(plan)
-    found = _updated(job, rank, _sent(job.arch, brief, rank, job.cluster, job.stack, at))
+    apart = DESCRIPTIONS[job.optimizer].compresses
+    found = _updated(job, rank, _sent(job.arch, brief, rank, job.cluster, job.stack, at, apart))
     if stages_stay(plan) or plan.grad_accum == brief.grad_accum:
         return found
     return msgspec.structs.replace(found, gather=found.gather * (plan.grad_accum / brief.grad_accum))
@@ -153,6 +168,8 @@ def sent(job: Job, rank: int, at: Rates) -> WeightTraffic:
 def _updated(job: Job, rank: int, found: WeightTraffic) -> WeightTraffic:
     """The same with an update that rounds, or of states that are elsewhere."""
     plan, layout = job.plan, state_layout(job)
+    if plan.is_served:
+        return msgspec.structs.replace(found, optimizer=0.0, outer=found.outer + server_seconds(job, layout, rank))
     if layout.hosted:
         return msgspec.structs.replace(found, optimizer=0.0)  # the host's
     if layout.offloaded:
@@ -166,6 +183,18 @@ def _updated(job: Job, rank: int, found: WeightTraffic) -> WeightTraffic:
         return found
     sent = _update_seconds(job.arch, _essence(plan), rank, job.cluster, job.stack, job.optimizer) if sends else 0.0
     return msgspec.structs.replace(found, optimizer=found.optimizer / usual * moved + sent)
+
+
+def server_seconds(job: Job, layout: StateLayout, rank: int) -> float:
+    """A gradient's way to the host and over the network, the update of a server's rows, and the way of weights back.
+
+    Hosts speak Gloo: their messages take the network, also inside a node.
+    """
+    numbers, spec, workers = held(job.arch, job.plan, rank), layout.optimizer, job.plan.replicate
+    sent = 2 * numbers * layout.wide * (workers - 1) / workers / achieved(job.cluster.network)
+    moved = numbers / job.plan.replicate * (HOST_BYTES + spec.moved_bytes(4))
+    travels = 2 * numbers * layout.wide / achieved(job.cluster.host)
+    return travels + sent + moved / (job.cluster.host_bandwidth * HOST_REACH)
 
 
 def _moved(job: Job, layout: StateLayout, spec: OptimizerSpec) -> float:
@@ -188,7 +217,7 @@ def _moved(job: Job, layout: StateLayout, spec: OptimizerSpec) -> float:
 def update_shares(arch: Arch, optimizer: str) -> tuple[float, ...]:
     """The share of all parameters that each member of an optimizer updates."""
     spec, taken = DESCRIPTIONS[optimizer], Counter[str]()
-    for param in params(arch):
+    for param in trained(arch):
         taken[spec.of(param.name, len(param.shape)).name] += param.numel
     return tuple(taken[each.name] / taken.total() for each in spec.members)
 
@@ -226,10 +255,11 @@ def orthogonalize_seconds(team: MatrixTeam, plan: Plan, cluster: Cluster) -> flo
 
 
 @lru_cache(maxsize=16384)
-def _sent(arch: Arch, plan: Plan, rank: int, cluster: Cluster, stack: Stack, at: Rates) -> WeightTraffic:
+def _sent(arch: Arch, plan: Plan, rank: int, cluster: Cluster, stack: Stack, at: Rates, apart: bool) -> WeightTraffic:
+    """`apart`: gradients stay each replica's own."""
     speed = stack.speed
     view = RankView(arch=arch, plan=plan, sequence=1, place={"pp": rank})
-    calls = [_as_sent(call, plan, speed) for call in weight_traffic(view, over_tp=False)]
+    calls = [_as_sent(call, plan, speed) for call in weight_traffic(view, over_tp=False, apart=apart)]
     timed = [(call, call_seconds(call, plan, cluster, speed.calls)) for call in calls]
 
     def contended(axes: tuple[str, ...], overlap: float) -> float:
@@ -239,22 +269,65 @@ def _sent(arch: Arch, plan: Plan, rank: int, cluster: Cluster, stack: Stack, at:
         inside = sum(inside_seconds(call, plan, cluster) for call in calls if call.axis in axes)
         return speed.contention * overlap * inside
 
+    rounding = rounding_seconds(view, at)
+    scatters = ("reduce_scatter", "all_to_all")
     return WeightTraffic(
-        gather=sum(seconds for call, seconds in timed if call.axis in SHARDED and call.kind == "all_gather"),
-        reduce=sum(seconds for call, seconds in timed if call.axis in SHARDED and call.kind == "reduce_scatter"),
-        copies=sum(seconds for call, seconds in timed if call.axis in COPIED),
+        gather=sum(seconds for call, seconds in timed if call.axis in GATHERED and call.kind == "all_gather")
+        + rounding.gather,
+        reduce=sum(seconds for call, seconds in timed if call.axis in SHARDED and call.kind in scatters)
+        + rounding.reduce,
+        copies=sum(seconds for call, seconds in timed if call.axis in COPIED) + rounding.copies,
         tied=sum(seconds for call, seconds in timed if call.axis == "tied"),
         optimizer=moved_seconds(held(arch, plan, rank) * speed.optimizer_bytes, at),
         contended_shard=contended(SHARDED, speed.overlap_shard),
         contended_copies=contended(COPIED, speed.overlap_replicate),
-        outer=sum(seconds / call.every for call, seconds in timed if call.axis == "outer")
+        again=sum(seconds for call, seconds in timed if call.axis == "secondary"),
+        outer=sum(seconds / call.every for call, seconds in timed if call.axis == "outer" and not plan.is_served)
         + moved_seconds(held(arch, plan, rank) * outer_bytes(plan) / plan.sync_every, at),
+    )
+
+
+class RoundingSeconds(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What the arithmetic of lossy communication takes of a step, beside the collectives that it belongs to."""
+
+    gather: float = 0.0
+    reduce: float = 0.0
+    copies: float = 0.0
+
+
+def rounding_seconds(view: RankView, at: Rates) -> RoundingSeconds:
+    """Encoding, decoding, feedback and factors: passes over the device's memory, in the streams of the collectives."""
+    plan = view.plan
+    if not plan.reduces_lossily and plan.gather == "default":
+        return RoundingSeconds()
+    gathered = reduced = copied = kernels = 0.0
+    fed_back = OWED_BYTES if plan.error_feedback else 0
+    for group in groups(view):
+        copies, shards = grid(group, plan)
+        held = group.count * sum(math.prod(stored_shape(param, group, view)) for param in group.params)
+        if plan.gather != "default" and shards > 1:
+            root = group.params[0].layer < 0
+            times = gathers(group.stage, plan, root) // (2 if plan.secondary_shard > 1 and not root else 1)
+            gathered += times * held * (ENCODED_BYTES + shards * DECODED_BYTES)
+        if plan.grad_reduce != "default" and shards > 1:
+            reduced += reductions(plan) * shards * held * (ENCODED_BYTES + fed_back + SUMMED_BYTES)
+        if plan.grad_reduce != "default" and copies > 1:
+            part = ENCODED_BYTES + fed_back  # of the sum, which each rounds a part of
+            copied += held * (ENCODED_BYTES + fed_back + SUMMED_BYTES + part / copies + DECODED_BYTES)
+        if plan.powersgd and copies > 1:
+            copied += held * FACTORED_BYTES
+            found = (factors(param.shape, plan.powersgd) for param in group.params)
+            kernels += group.count * sum(QR_KERNELS * each.rank for each in found if each)
+    return RoundingSeconds(
+        gather=moved_seconds(gathered, at),
+        reduce=moved_seconds(reduced, at),
+        copies=moved_seconds(copied, at) + kernels * at.kernel_seconds,
     )
 
 
 def outer_bytes(plan: Plan) -> float:
     """Of one parameter, what a sync reads and writes: optim/outer.py, operator by operator, in fp32."""
-    if plan.parts == 1:
+    if not plan.has_outer_loop:
         return 0.0
     if plan.outer_quant == "none":
         return OUTER_BYTES[plan.outer]
@@ -263,7 +336,7 @@ def outer_bytes(plan: Plan) -> float:
 
 def _as_sent(call: Collective, plan: Plan, speed: StackSpeed) -> Collective:
     """The same call in the widths of another stack."""
-    if call.axis == "outer":
+    if call.axis == "outer" or plan.reduces_lossily or plan.gather != "default":  # of our own trainer alone
         return call
     if call.kind == "all_gather":
         narrow = 4 if plan.precision in ("fp32", "fp64") else 2
@@ -302,14 +375,15 @@ def _essence(plan: Plan) -> Plan:
     )
 
 
-def _exposed_shard(gather: float, reduce: float, plan: Plan, speed: StackSpeed, behind: OverlapWindow) -> float:
+def _exposed_shard(every: WeightTraffic, plan: Plan, speed: StackSpeed, behind: OverlapWindow) -> float:
     """Gathers run behind the forward and, where weights are given up between, the backward; scatters behind that."""
     each_time = plan.grad_accum if plan.pp == 1 else 1
     forwards = each_time if plan.zero == 3 else 1
     backwards = each_time if plan.zero >= 2 else 1
-    early = gather / 2 if plan.zero == 3 and plan.pp == 1 else gather
+    early = every.gather / 2 if plan.zero == 3 and plan.pp == 1 else every.gather
+    early = every.gather - every.again if every.again else early
     return exposed(early, behind.forward * forwards, speed.overlap_shard) + exposed(
-        gather - early + reduce, behind.backward * backwards, speed.overlap_shard
+        every.gather - early + every.reduce, behind.backward * backwards, speed.overlap_shard
     )
 
 

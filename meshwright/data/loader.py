@@ -1,5 +1,6 @@
 """This rank's tensors: the samples of any step, read ahead in a thread."""
 
+import copy
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from meshwright.config.run import Run
 from meshwright.data.order import in_turn, locate
-from meshwright.data.pack import Arrays, held_count, packing
+from meshwright.data.pack import Arrays, BestFitPacking, held_count, packing
 from meshwright.data.prepare import Corpus
 from meshwright.spec.problem import mistake
 
@@ -38,11 +39,12 @@ class StepBatch:
     wait_seconds: float  # how long the trainer waited for it
     span: float = 0.0  # mean over all positions of the step of the document that each is in; 0: nobody counted
     job_tokens: int = 0  # valid tokens of the whole step, over all ranks
+    pairs: int = 0  # of preferences, over all ranks: what their loss is divided by, in the place of tokens
 
     @property
     def together(self) -> "StepBatch":
         """The same for an update that all replicas make together."""
-        return replace(self, tokens=self.job_tokens)
+        return replace(self, tokens=self.pairs or self.job_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ class Rows:
     valid: int  # targets that count, over all ranks
     valid_here: int  # and over those that make an update together
     span: float  # as of a StepBatch
+    pairs: int = 0
 
 
 class Loader:
@@ -81,6 +84,15 @@ class Loader:
         self.shift = 0  # samples that the order is ahead of the steps: see `start_at`
         self.ahead: dict[int, Future[Rows]] = {}
         self._read_ahead(start)
+
+    def of(self, data_rank: int) -> "Loader":
+        """The same samples as another data rank reads them; it reads ahead by itself."""
+        other = copy.copy(self)
+        size = self.run.plan.microbatch * self.run.plan.grad_accum
+        other.mine = slice(data_rank * size, (data_rank + 1) * size)
+        other.reader = ThreadPoolExecutor(1, "loader", _use_device, (self.offsets.device,))
+        other.ahead = {}
+        return other
 
     @property
     def holds_out(self) -> bool:
@@ -163,7 +175,13 @@ class Loader:
             valid=valid,
             valid_here=here,
             span=squares / (len(indices) * self.run.sequence),
+            pairs=self._pairs(sources, samples),
         )
+
+    def _pairs(self, sources: np.ndarray, samples: np.ndarray) -> int:
+        """Pairs of answers in some samples."""
+        paired = [(number, each) for number, each in enumerate(self.packings) if isinstance(each, BestFitPacking)]
+        return sum(each.pairs(samples[sources == number]) for number, each in paired)
 
     def _valid(self, sources: np.ndarray, samples: np.ndarray) -> int:
         """Targets that count in some samples."""
@@ -203,7 +221,8 @@ class Loader:
             Batch(tokens, targets, places, numbers, index=start[:, None] + self.offsets)
             for tokens, targets, places, numbers, start in cut
         )
-        return StepBatch(microbatches, rows.valid_here, wait_seconds, rows.span, rows.valid)
+        counted = rows.pairs or rows.valid_here
+        return StepBatch(microbatches, counted, wait_seconds, rows.span, rows.valid, rows.pairs)
 
 
 def _use_device(device: torch.device) -> None:

@@ -1,23 +1,29 @@
 """Everything between a run's sources and a corpus: checked beforehand, tokenised once, kept in a cache."""
 
 import hashlib
+import math
 import os
 import shutil
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 import msgspec
 import numpy as np
+from tokenizers import Tokenizer
 
 from meshwright.config.run import Data, Run, Source
-from meshwright.data import order, shards, sources, tokenize
+from meshwright.data import chat, order, shards, sources, tokenize
+from meshwright.data.conversation import Conversation, columns_of, conversation, preference
+from meshwright.data.mask import Masker, truncated
 from meshwright.data.pack import held_count, packing
+from meshwright.data.remote import File, RemoteFile
 from meshwright.data.shards import Tokens
 from meshwright.data.sources import Listing, ReadyKind, TextKind
+from meshwright.data.template import ChatTemplate
 from meshwright.data.tokenize import TokenizerInfo
 from meshwright.runtime.files import require_folder
 from meshwright.spec.problem import InputError, Problem, mistake
@@ -28,6 +34,7 @@ SMALL = 64 << 20  # bytes of files that are told apart by their content; larger 
 SAMPLE = 2_000_000  # characters to train a tokenizer on; of Python's library, twice as many save 1 % of the tokens
 SAMPLE_FILES = 256  # files they are taken from
 MUCH_FILLER = 0.5  # share of the samples from which on another packing is advised
+CHAT_VERSION = 1  # of what masks are made by
 LOOKED_AT = 1 << 16  # tokens of a ready source that are held against the vocabulary before the run
 
 try:
@@ -67,8 +74,11 @@ def digest(*values: object) -> str:
     return hashlib.sha256(msgspec.json.encode(values, order="deterministic")).hexdigest()[:24]
 
 
-def fingerprint(files: list[Path]) -> str:
+def fingerprint(files: Sequence[File]) -> str:
     """A name for the content of files, in this order."""
+    if away := [file.version() for file in files if isinstance(file, RemoteFile)]:
+        return digest(away)  # a source has files of one kind
+    files = [file for file in files if isinstance(file, Path)]
     stats = [file.stat() for file in files]
     if sum(stat.st_size for stat in stats) > SMALL:
         names = [str(file.resolve()) for file in files]
@@ -98,6 +108,25 @@ class Corpus:
     sources: tuple[Tokens, ...]  # one for each of data.sources
     end_token: int | None  # None: ready tokens, and nobody said it
     tokenizer: Path | None  # None: ready tokens, and no tokenizer was named
+    chats: tuple["ChatReport | None", ...] = ()  # of sources with conversations
+
+
+class ChatReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of the conversations of a source."""
+
+    records: int
+    untrained: int  # that had no token to be trained, and were left out
+    truncated: int  # that were longer than the sequence
+    trained: int  # tokens
+    tokens: int
+    stops: tuple[int, ...]  # the tokens that close trained answers
+    ends: tuple[int, ...]  # the tokens that end a text as the model folder states them
+    template: str  # as it was rendered
+    notes: tuple[str, ...]  # what should be known of the template
+
+    @property
+    def share(self) -> float:
+        return self.trained / self.tokens
 
 
 def problems(run: Run) -> list[Problem]:
@@ -112,6 +141,8 @@ def problems(run: Run) -> list[Problem]:
     for each in listings:
         if each.ready:
             found += _token_problems(run, each)
+        elif each.source.format == "chat":
+            found += _chat_problems(run, each) if not found else []
         # Too short whatever the tokenizer: no token is less than a byte, and a document adds its end.
         elif each.plain and each.size + len(each.files) <= run.sequence and run.data.pack != "documents":
             found.append(_too_short(run, each.source, f"{each.size} bytes"))
@@ -128,11 +159,16 @@ def prepare(run: Run, folder: Path, say: Say) -> Corpus:
         corpus = Corpus(tuple(_with_ends(run, each, folder, say) for each in listings), run.data.end_token, named)
     else:
         lexicon = _lexicon(run, [each for each in listings if not each.ready], folder, say)
-        opened = tuple(
-            _with_ends(run, each, folder, say) if each.ready else _tokenised(each, lexicon, folder, say)
-            for each in listings
-        )
-        corpus = Corpus(opened, lexicon.end_token, lexicon.file)
+        opened, chats = [], []
+        for each in listings:
+            chats.append(None)
+            if each.source.format == "chat":
+                tokens, chats[-1] = _chat(run, each, lexicon, folder, say)
+                opened.append(tokens)
+            else:
+                reading = _with_ends(run, each, folder, say) if each.ready else _tokenised(each, lexicon, folder, say)
+                opened.append(reading)
+        corpus = Corpus(tuple(opened), lexicon.end_token, lexicon.file, tuple(chats))
     short = [
         _too_short(run, one, f"{tokens.total} tokens")
         for one, tokens in zip(run.data.sources, corpus.sources, strict=True)
@@ -143,21 +179,36 @@ def prepare(run: Run, folder: Path, say: Say) -> Corpus:
     return corpus
 
 
+def with_epochs(run: Run, folder: Path, say: Say) -> Run:
+    """A run whose epochs have become steps, which follow from the samples of its data; others as they are."""
+    if not run.epochs:
+        return run
+    corpus = prepare(run, folder, say)
+    (count,) = (packing(tokens, run, corpus.end_token).count for tokens in corpus.sources)
+    samples = count - held_count(count, run.data.eval_fraction)
+    steps = max(math.ceil(run.epochs * samples / run.batch), 1)
+    say(f"epochs = {run.epochs:g}: {steps:,} steps of {run.batch} of {samples:,} samples")
+    return msgspec.structs.replace(run, steps=steps)
+
+
 def described(run: Run, corpus: Corpus) -> Iterator[str]:
     """The data in a line for each source, and a warning where most of it is filler."""
     packings = [packing(tokens, run, corpus.end_token) for tokens in corpus.sources]
     slots = order.slots(tuple(one.weight for one in run.data.sources))
-    for one, each, share in zip(run.data.sources, packings, slots / sum(slots), strict=True):
+    chats = corpus.chats or (None,) * len(packings)
+    for one, each, share, report in zip(run.data.sources, packings, slots / sum(slots), chats, strict=True):
         held = held_count(each.count, run.data.eval_fraction)
         filler = 1 - each.predicted / (each.count * run.sequence)
         epoch = (each.count - held) / (run.batch * share)  # steps
         samples = f"{each.count:,} samples of {run.sequence} ({held:,} for validation, {filler:.0%} filler)"
         epochs = f"{epoch:,.4g} steps per epoch ({run.steps} steps: {run.steps / epoch:.3g} epochs)"
         yield f"data: {_files(one)}; {each.tokens.total:,} tokens, {samples}; {epochs}"
+        if report is not None and corpus.tokenizer is not None:
+            yield from _described_chat(report, tokenize.load(corpus.tokenizer))
         if filler > MUCH_FILLER:
             yield (
-                f"warning: {filler:.0%} of {one.source} is filler, computed and not learnt from: data.pack=stream with "
-                f"data.mask_documents=true lays several documents in a sample, or use a shorter sequence"
+                f"warning: {filler:.0%} of {one.source} is filler, computed and not learnt from: data.pack=best_fit "
+                f"lays several documents in a sample, or use a shorter sequence"
             )
 
 
@@ -212,14 +263,162 @@ def _sample(texts: list[Listing]) -> Iterator[str]:
 
 
 def _tokenised(text: Listing, lexicon: TokenizerInfo, folder: Path, say: Say) -> Tokens:
-    def write(made: Path) -> None:
-        say(f"tokenising {text.size / 1e6:.1f} MB of {text.source.source}")
-        documents = tokenize.encode(lexicon, text.documents(), text.size if text.plain else 0, say)
-        if not shards.write(made, documents, lexicon.vocab, lexicon.end_token):
-            raise mistake(f"{text.source.source} holds no text", "name files with content", "data.source")
+    found = [shards.open_folder(piece.make(say)) for piece in _pieces(text, lexicon, folder)]
+    if not (filled := [shard for shard in found if len(shard.tokens)]):
+        raise mistake(f"{text.source.source} holds no text", "name files with content", "data.source")
+    return shards.join(filled)
 
-    name = digest("tokens", shards.VERSION, _content(text), fingerprint([lexicon.file]), lexicon.end_token)
-    return shards.join([shards.open_folder(once(folder / name, write, say))])
+
+@dataclass(frozen=True, slots=True)
+class TokenPiece:
+    """Some text of a source, and the folder of the cache that its tokens are in, or go to."""
+
+    text: Listing
+    lexicon: TokenizerInfo
+    folder: Path
+
+    def make(self, say: Say) -> Path:
+        """The folder, filled now or before."""
+
+        def write(made: Path) -> None:
+            text, lexicon = self.text, self.lexicon
+            say(f"tokenising {text.size / 1e6:.1f} MB of {text.source.source}")
+            documents = tokenize.encode(lexicon, text.documents(), text.size if text.plain else 0, say)
+            shards.write(made, documents, lexicon.vocab, lexicon.end_token)
+
+        return once(self.folder, write, say)
+
+
+def _pieces(text: Listing, lexicon: TokenizerInfo, folder: Path) -> list[TokenPiece]:
+    """The pieces of a source; all of it in one where it was made so before, or is not long."""
+
+    def piece(part: Listing) -> TokenPiece:
+        span = [] if part.span is None else [part.span]
+        name = digest("tokens", shards.VERSION, _content(part), fingerprint([lexicon.file]), lexicon.end_token, *span)
+        return TokenPiece(part, lexicon, folder / name)
+
+    whole = piece(text)
+    return [whole] if whole.folder.is_dir() else [piece(part) for part in sources.cut(text)]
+
+
+def token_pieces(run: Run, folder: Path, say: Say) -> list[TokenPiece]:
+    """All pieces of the sources of a run that are text; its tokenizer is made on the way, by whoever is first."""
+    if found := problems(run):
+        raise InputError(found)
+    listings = [sources.listing(one) for one in run.data.sources]
+    texts = [each for each in listings if not each.ready]
+    if not texts:
+        return []
+    lexicon = _lexicon(run, texts, folder, say)
+    plain = (each for each in texts if each.source.format != "chat")
+    return [piece for each in plain for piece in _pieces(each, lexicon, folder)]
+
+
+def _chat(run: Run, text: Listing, lexicon: TokenizerInfo, folder: Path, say: Say) -> tuple[Tokens, ChatReport]:
+    """Conversations as tokens with their masks, proved on every sample."""
+    template = chat.chat_template(run, lexicon.tokenizer)
+    # The two answers of a preference lie in one row.
+    together, data = 2 if run.objective == "dpo" else 1, run.data
+    limit = run.sequence // together + 1
+
+    def write(made: Path) -> None:
+        say(f"rendering, masking and tokenising {text.size / 1e6:.1f} MB of {text.source.source}")
+        masker = _masker(run, template, lexicon.tokenizer)
+        begin = lexicon.tokenizer.token_to_id(template.special.get("bos_token", ""))
+        counts = Counter[str]()
+
+        def kept() -> Iterator[tuple[np.ndarray, np.ndarray, tuple[int, int, int]]]:
+            waiting: list[tuple[np.ndarray, np.ndarray, tuple[int, int, int]]] = []
+            for number, sample in enumerate(masker.samples(conversations(text, run))):
+                cut = truncated(sample, limit, data.truncation_side, begin)
+                cut.mask[0] = 0  # nothing is before it to predict it from
+                counts["records"] += 1
+                counts["truncated"] += len(cut.tokens) < len(sample.tokens)
+                waiting.append((cut.tokens, cut.mask, (number, int(cut.mask.sum()), len(sample.tokens))))
+                if len(waiting) < together:
+                    continue
+                if all(trained for _, _, (_, trained, _) in waiting):
+                    counts["trained"] += sum(trained for _, _, (_, trained, _) in waiting)
+                    counts["tokens"] += sum(len(tokens) for tokens, _, _ in waiting)
+                    yield from waiting
+                else:
+                    counts["untrained"] += together
+                waiting.clear()
+
+        if not shards.write_masked(made, kept(), lexicon.vocab, lexicon.end_token):
+            raise _nothing_trained(run, text, counts)
+        report = ChatReport(
+            **{name: counts[name] for name in ("records", "untrained", "truncated", "trained", "tokens")},
+            stops=tuple(sorted(masker.stops)),
+            ends=tuple(sorted(masker.ends)),
+            template=template.source,
+            notes=tuple(masker.notes.values()),
+        )
+        (made / "chat.json").write_bytes(msgspec.json.encode(report))
+
+    settings = (run.trains_on, data.truncation_side, limit, text.source.columns)
+    named = (template.source, sorted(template.special.items()), sorted(ends_of(run, lexicon.tokenizer)))
+    settings += ("dpo",) if together > 1 else ()
+    name = digest("chat", CHAT_VERSION, _content(text), fingerprint([lexicon.file]), lexicon.end_token, settings, named)
+    made = once(folder / name, write, say)
+    try:
+        report = msgspec.json.decode((made / "chat.json").read_bytes(), type=ChatReport)
+    except (OSError, msgspec.MsgspecError):
+        raise mistake(f"{made} has no readable chat.json", f"delete {made}: it is made again") from None
+    return shards.open_masked(made), report
+
+
+def conversations(text: Listing, run: Run) -> Iterator[Conversation]:
+    """The conversations of a source, in order; of preferences each chosen one before its rejected one."""
+    columns = columns_of(text.source.columns)
+    records = ((place, record) for file in text.files for place, record in sources.read_objects(file))
+    if run.objective == "dpo":
+        return (each for place, record in records for each in preference(place, record, columns))
+    return (conversation(place, record, columns) for place, record in records)
+
+
+def _masker(run: Run, template: ChatTemplate, tokenizer: Tokenizer) -> Masker:
+    return Masker(template, tokenizer, run.trains_on, ends_of(run, tokenizer))
+
+
+def ends_of(run: Run, tokenizer: Tokenizer) -> frozenset[int]:
+    """The tokens that end a text: the model folder's, and the one that closes a document."""
+    return chat.end_tokens(chat.text_folder(run), tokenizer) | {tokenize.end_token(tokenizer, run.data.end_token)}
+
+
+def _nothing_trained(run: Run, text: Listing, counts: Counter[str]) -> InputError:
+    what = f"none of the {counts['records']} samples of {text.source.source} has a token to be trained"
+    if counts["truncated"]:
+        what += f", and {counts['truncated']} were cut to sequence = {run.sequence}"
+        return mistake(what, "use a longer sequence, or set data.truncation_side = left", "sequence")
+    return mistake(what, f"add answers, or set data.train_on (it is {run.data.train_on})", "data.train_on")
+
+
+def _chat_problems(run: Run, text: Listing) -> list[Problem]:
+    """What is wrong with the template and with the first sample of every file."""
+    try:
+        tokenizer = tokenize.load(tokenize.path(run.data.tokenizer))
+        masker = _masker(run, chat.chat_template(run, tokenizer), tokenizer)
+        columns = columns_of(text.source.columns)
+        for file in text.files[: sources.CHECKED]:
+            first = next(sources.read_objects(file), None)
+            read = preference if run.objective == "dpo" else lambda *given: (conversation(*given),)
+            list(masker.samples(() if first is None else read(*first, columns)))
+    except InputError as error:
+        return [msgspec.structs.replace(each, key=each.key or "data.source") for each in error.problems]
+    return []
+
+
+def _described_chat(report: ChatReport, lexicon: Tokenizer) -> Iterator[str]:
+    """What is trained of the conversations of a source, and what was left out."""
+    lost = [f"{report.untrained:,} left out without a trained token"] if report.untrained else []
+    lost += [f"{report.truncated:,} truncated"] if report.truncated else []
+    stops = ", ".join(str(lexicon.id_to_token(stop)) for stop in report.stops)
+    said = f"{report.trained:,} of {report.tokens:,} tokens trained ({report.share:.0%}), answers end with {stops}"
+    yield f"chat: {report.records:,} samples{''.join(f', {each}' for each in lost)}; {said}"
+    yield from (f"note: {each}" for each in report.notes)
+    if new := [str(lexicon.id_to_token(stop)) for stop in report.stops if stop not in report.ends]:
+        yield f"note: {', '.join(new)} did not end a text before: `convert` adds it to generation_config.json"
 
 
 def _with_ends(run: Run, tokens: Listing, folder: Path, say: Say) -> Tokens:
@@ -251,6 +450,9 @@ def _tokenizer_problems(run: Run, listings: list[Listing]) -> list[Problem]:
     tokens = [each.source.source for each in listings if each.ready]
     if run.data.tokenizer != "train":
         return _file_problems(run, bool(texts))
+    if run.data.is_chat:
+        text = "data.format = chat needs the tokenizer of a model, and one trained here would have no marks of turns"
+        return [Problem(text, "set init.from, or data.tokenizer, to a folder with tokenizer.json", "data.tokenizer")]
     if texts and tokens:
         text = f"a tokenizer trained on {texts[0]} would not be the one that made the tokens of {tokens[0]}"
         return [Problem(text, "set data.tokenizer to the one that made them", "data.tokenizer")]
@@ -301,4 +503,4 @@ def _too_short(run: Run, one: Source, size: str) -> Problem:
 
 
 def _documents_matter(data: Data) -> bool:
-    return data.mask_documents or data.pack == "documents"
+    return data.masks or data.pack == "documents"

@@ -3,7 +3,7 @@
 import os
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +17,7 @@ from meshwright.spec.problem import InputError, mistake
 VERSION = 1  # of our folder
 SCAN = 1 << 24  # tokens looked at in one go when document ends are searched
 NO_ENDS = np.zeros(0, np.int64)
+SAMPLE_COLUMNS = ("record", "trained", "length")  # its number in the source, tokens trained, length before it was cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,8 @@ class Tokens:
 
     shards: tuple[Shard, ...]
     ends: np.ndarray  # of the whole stream; the last is `total`, or there are none because they are unknown
+    mask: "Tokens | None" = None  # a 1 for every token that is trained; None: all are
+    samples: np.ndarray | None = None  # SAMPLE_COLUMNS of every document that has a mask
 
     @cached_property
     def starts(self) -> list[int]:
@@ -129,6 +132,35 @@ def write(folder: Path, documents: Iterable[np.ndarray], vocab: int, end_token: 
     meta = Meta(version=VERSION, dtype=dtype.str, tokens=total, documents=len(ends), vocab=vocab, end_token=end_token)
     (folder / "meta.json").write_bytes(msgspec.json.encode(meta))
     return len(ends)
+
+
+def write_masked(
+    folder: Path, samples: Iterable[tuple[np.ndarray, np.ndarray, tuple[int, int, int]]], vocab: int, end_token: int
+) -> int:
+    """The same for documents with a mask, each with its SAMPLE_COLUMNS."""
+    columns = array("q")
+    with (folder / "mask.bin").open("wb") as file:
+
+        def documents() -> Iterator[np.ndarray]:
+            for tokens, mask, row in samples:
+                file.write(mask.astype(np.uint8, copy=False).data)
+                columns.extend(row)
+                yield tokens
+
+        count = write(folder, documents(), vocab, end_token)
+        _settle(file)
+    (folder / "samples.bin").write_bytes(columns.tobytes())
+    return count
+
+
+def open_masked(folder: Path) -> Tokens:
+    """What `write_masked` left."""
+    shard = open_folder(folder)
+    mask, rows = mapped(folder / "mask.bin", np.dtype("<u1")), mapped(folder / "samples.bin", np.dtype("<i8"))
+    if len(mask) != len(shard.tokens) or len(rows) != len(shard.ends) * len(SAMPLE_COLUMNS):
+        raise _broken(folder, "has a mask of another length than its tokens")
+    masks = Tokens((Shard(folder / "mask.bin", mask, shard.ends),), shard.ends)
+    return Tokens((shard,), shard.ends, masks, rows.reshape(-1, len(SAMPLE_COLUMNS)))
 
 
 def open_folder(folder: Path) -> Shard:

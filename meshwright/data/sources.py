@@ -15,23 +15,27 @@ import struct
 import sysconfig
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import IO, Literal, cast, get_args
+from typing import IO, Any, Literal, cast, get_args
 
 import msgspec
 import numpy as np
 
 from meshwright.config.run import Data, Source
 from meshwright.config.schema import ADVICE, topic
+from meshwright.data import remote
+from meshwright.data.remote import File, RemoteFile
 from meshwright.data.shards import NO_ENDS, Shard, closed, mapped, open_folder
 from meshwright.spec.problem import InputError, Problem, install_command, mistake
 
-TextKind = Literal["text", "jsonl", "parquet"]
+TextKind = Literal["text", "jsonl", "parquet", "chat"]  # chat: JSON or Parquet whose records are conversations
 ReadyKind = Literal["nanogpt", "llmc", "megatron", "folder"]  # folder: our own
 Kind = TextKind | ReadyKind
+Span = tuple[int, int] | None  # bytes of a file; None: all of it
 
 BLOCK = 1 << 20  # bytes read at a time
 ZSTD_WINDOW = 1 << 31  # what `zstd --long=31` may ask for
@@ -54,29 +58,63 @@ ENDINGS: dict[str, tuple[str, ...]] = {
     "parquet": (".parquet",),
     "ready": (".bin",),
 }
+CHAT = (*ENDINGS["jsonl"], ".json", ".parquet")  # of a folder with conversations
 CHECKED = 100  # text files of a source whose beginning is read before a run starts; of tokens, all headers are
 STDLIB_BYTES = 4_000_000
+PIECE_BYTES = 256 << 20  # of text: minutes of one core, so that little is lost with a worker
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
 
 
-def read_records(file: Path, kind: TextKind, field: str) -> Iterator[str]:
-    """The documents of a file, in its order; empty ones are left out."""
+def read_records(file: File, kind: TextKind, field: str, span: Span = None) -> Iterator[str]:
+    """The documents of a file, in its order; empty ones are left out. `span`: of JSON lines, those that begin there."""
     match kind:
         case "text":
             documents = iter([_decoded(file, b"".join(_blocks(file)), whole=True)])
         case "jsonl":
-            documents = _json_lines(file, field)
+            documents = _json_lines(file, field, span)
         case "parquet":
-            documents = _parquet(file, field)
+            documents = (text for _, text in _parquet(file, field))
+        case "chat":
+            raise AssertionError("conversations are no documents: read_objects")
     yield from filter(None, documents)
 
 
-def record_problems(file: Path, kind: TextKind, field: str) -> list[Problem]:
+def read_objects(file: File) -> Iterator[tuple[str, Any]]:
+    """The records of a file of chat data, each with its place: JSON lines, a JSON list, or the rows of a table."""
+    if file.suffix.lower() == ".parquet":
+        yield from _parquet(file, None)
+        return
+    blocks = _blocks(file)
+    first = next(blocks, b"").removeprefix(codecs.BOM_UTF8)
+    if first.lstrip()[:1] == b"[":
+        yield from _json_list(file, b"".join([first, *blocks]))
+        return
+    for number, line in enumerate(_lines(itertools.chain([first], blocks)), start=1):
+        if line.strip():
+            yield f"{file}:{number}", _json_of(f"{file}:{number}", line)
+
+
+def _json_list(file: File, data: bytes) -> Iterator[tuple[str, Any]]:
+    for number, record in enumerate(_json_of(str(file), data), start=1):
+        yield f"{file}, sample {number}", record
+
+
+def _json_of(place: str, data: bytes) -> Any:
+    try:
+        return msgspec.json.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        remedy = "repair or remove it: a file of chat data is one JSON object a line, a JSON list, or Parquet"
+        raise mistake(f"{place} is not JSON: {error}", remedy) from None
+
+
+def record_problems(file: File, kind: TextKind, field: str) -> list[Problem]:
     """What is wrong with the beginning of a file, found without reading it all."""
     try:
         if kind == "text":
             block = next(_blocks(file), b"")
             _decoded(file, block, whole=len(block) < BLOCK)
+        elif kind == "chat":
+            next(read_objects(file), None)
         else:
             next(read_records(file, kind, field), None)
     except InputError as error:
@@ -84,7 +122,7 @@ def record_problems(file: Path, kind: TextKind, field: str) -> list[Problem]:
     return []
 
 
-def _decoded(file: Path, data: bytes, whole: bool) -> str:
+def _decoded(file: File, data: bytes, whole: bool) -> str:
     try:
         text = codecs.getincrementaldecoder("utf-8")().decode(data, final=whole)
     except UnicodeDecodeError as error:
@@ -93,17 +131,19 @@ def _decoded(file: Path, data: bytes, whole: bool) -> str:
     return text.removeprefix("\ufeff")  # the byte order mark some editors write
 
 
-def _json_lines(file: Path, field: str) -> Iterator[str]:
+def _json_lines(file: File, field: str, span: Span) -> Iterator[str]:
     # A type of one field: the decoder skips every other field without building it.
     only = msgspec.defstruct("Line", [("text", str)], rename={"text": field})
     decode = msgspec.json.Decoder(only).decode
-    for number, line in enumerate(_lines(_blocks(file)), start=1):
+    lines = _lines(_blocks(file)) if span is None else _lines_within(file, span)
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             (text,) = msgspec.structs.astuple(decode(line))
         except (msgspec.MsgspecError, UnicodeDecodeError):
-            raise InputError([_line_problem(f"{file}:{number}", line, field)]) from None
+            place = f"{file}:{number}" if span is None else f"{file}, line {number} after byte {span[0]}"
+            raise InputError([_line_problem(place, line, field)]) from None
         yield text
 
 
@@ -132,21 +172,26 @@ def _field_problem(place: str, field: str, fields: list[str]) -> Problem:
     return Problem(f"{place} has no field {field!r}, only {', '.join(fields) or 'nothing'}", remedy)
 
 
-def _parquet(file: Path, field: str) -> Iterator[str]:
+def _parquet(file: File, field: str | None) -> Iterator[tuple[str, Any]]:
+    """The text of every row in one column, or all columns of it as an object, with the place of the row."""
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
         raise mistake(f"{file} needs pyarrow to be read", f"run: {install_command('parquet')}") from None
     try:
-        with _reading(file), pyarrow.parquet.ParquetFile(file) as table:
+        with _reading(file), file.open("rb") as stream, pyarrow.parquet.ParquetFile(stream) as table:
+            if field is None:
+                records = (record for batch in table.iter_batches() for record in batch.to_pylist())
+                yield from ((f"{file}, row {row}", record) for row, record in enumerate(records, start=1))
+                return
             if field not in table.schema_arrow.names:
                 raise InputError([_field_problem(str(file), field, table.schema_arrow.names)])
             rows = (text for batch in table.iter_batches(columns=[field]) for text in batch.column(0).to_pylist())
             for row, text in enumerate(rows, start=1):
                 if not isinstance(text, str):
                     raise mistake(f"{file}: row {row} of {field!r} holds no text", "name another field as data.field")
-                yield text
+                yield f"{file}, row {row}", text
     except pyarrow.ArrowException as error:
         raise mistake(f"{file} is not a whole Parquet file: {error}", "fetch or write it again") from None
 
@@ -159,12 +204,28 @@ def _lines(blocks: Iterator[bytes]) -> Iterator[bytes]:
     yield rest
 
 
-def _blocks(file: Path) -> Iterator[bytes]:
+def _lines_within(file: File, span: tuple[int, int]) -> Iterator[bytes]:
+    """The lines of a file that begin within a span, of which the last may end behind it."""
+    begin, end = span
+    with _reading(file), file.open("rb") as stream:
+        stream.seek(max(begin - 1, 0))
+        at = max(begin - 1, 0)
+        lines = _lines(iter(lambda: stream.read(BLOCK), b""))
+        if begin:  # what is left of a line that began before
+            at += len(next(lines, b"")) + 1
+        for line in lines:
+            if at >= end:
+                return
+            yield line
+            at += len(line) + 1
+
+
+def _blocks(file: File) -> Iterator[bytes]:
     """The bytes of a file, unpacked when its ending says that they are packed."""
     with _reading(file):
         match file.suffix.lower():
             case ".gz":
-                with gzip.open(file) as stream:
+                with file.open("rb") as packed, gzip.open(packed) as stream:
                     yield from iter(lambda: stream.read(BLOCK), b"")
             case ".zst" | ".zstd":
                 with file.open("rb") as stream:
@@ -174,7 +235,7 @@ def _blocks(file: Path) -> Iterator[bytes]:
                     yield from iter(lambda: stream.read(BLOCK), b"")
 
 
-def _unpacked(file: Path, stream: IO[bytes]) -> Iterator[bytes]:
+def _unpacked(file: File, stream: IO[bytes]) -> Iterator[bytes]:
     try:
         import zstandard
     except ImportError:
@@ -195,7 +256,7 @@ def _unpacked(file: Path, stream: IO[bytes]) -> Iterator[bytes]:
 
 
 @contextmanager
-def _reading(file: Path) -> Iterator[None]:
+def _reading(file: File) -> Iterator[None]:
     """What goes wrong while a file is read, as an InputError that names the file."""
     try:
         yield
@@ -219,8 +280,11 @@ def kind(file: Path) -> ReadyKind:
     return "llmc" if known else "nanogpt"
 
 
-def read_tokens(file: Path, kind: ReadyKind) -> Shard:
+def read_tokens(file: File, kind: ReadyKind) -> Shard:
     """One ready shard, or an InputError that says what is wrong with it."""
+    if isinstance(file, RemoteFile):
+        what = f"{file} holds ready tokens, which are mapped into memory from a disk"
+        raise mistake(what, "copy it to a disk of this machine, or one that all machines share")
     if not file.stat().st_size:
         raise mistake(f"{file} is empty", "write it again, or leave it out")
     match kind:
@@ -292,10 +356,11 @@ class Listing:
     """The files of a source, and how each is read."""
 
     source: Source
-    kinds: dict[Path, Kind]
+    kinds: Mapping[File, Kind]
+    span: Span = None  # of the one file, where it is a piece of it
 
     @property
-    def files(self) -> list[Path]:
+    def files(self) -> list[File]:
         return list(self.kinds)
 
     @property
@@ -311,16 +376,66 @@ class Listing:
     @property
     def size(self) -> int:
         """Bytes on disk."""
-        return sum(file.stat().st_size for file in self.kinds)
+        return sum(file.stat().st_size for file in self.kinds) if self.span is None else self.span[1] - self.span[0]
 
     def documents(self) -> Iterator[str]:
         """Every document, in the order of the files."""
         for file, kind in self.kinds.items():
-            yield from read_records(file, cast(TextKind, kind), self.source.field)
+            yield from read_records(file, cast(TextKind, kind), self.source.field, self.span)
 
 
-def files(source: Source) -> list[Path]:
+def cut(text: Listing, size: int | None = None) -> list[Listing]:
+    """A source as pieces of about so many bytes; one that is no larger is left whole."""
+    size = size or PIECE_BYTES
+    if text.size <= size or text.source.format == "chat":
+        return [text]
+    return [*_runs(text, size)]
+
+
+def _runs(text: Listing, size: int) -> Iterator[Listing]:
+    files: list[File] = []
+    held = 0
+    for file, kind in text.kinds.items():
+        length = file.stat().st_size
+        is_long = length > size and kind == "jsonl" and file.suffix.lower() not in PACKED
+        if files and (is_long or held + length > size):
+            yield _part(text, files)
+            files, held = [], 0
+        if is_long:
+            count = -(-length // size)
+            bounds = [length * number // count for number in range(count + 1)]
+            for span in pairwise(bounds):
+                yield _part(text, [file], span)
+        else:
+            files.append(file)
+            held += length
+    if files:
+        yield _part(text, files)
+
+
+def _part(text: Listing, files: list[File], span: tuple[int, int] | None = None) -> Listing:
+    return Listing(text.source, {file: text.kinds[file] for file in files}, span)
+
+
+def files(source: Source) -> list[File]:
     """Every file of a source, sorted; InputError when there is none."""
+    if remote.is_remote(source.source):
+        return _remote(source)
+    return [*_local(source)]
+
+
+def _remote(source: Source) -> list[File]:
+    """The files at an address that its format, or any format, knows by their ending."""
+    every = remote.below(source.source)
+    known = CHAT if source.format == "chat" else ()
+    is_meant = len(every) == 1 or remote.glob_marks(source.source)  # whatever its ending
+    found = [file for file in every if is_meant or _family(file) or file.name.lower().endswith(known)]
+    if not found:
+        raise mistake(f"no file is at {source.source}", "name a file, a folder or a glob of files that are there")
+    return [*found]
+
+
+def _local(source: Source) -> list[Path]:
     if source.source == "stdlib":
         return _stdlib()
     if not source.source:
@@ -346,12 +461,12 @@ def files(source: Source) -> list[Path]:
 def left_out(source: Source) -> Counter[str]:
     """Files of a source that is a folder and are not read, by their endings; hidden ones apart."""
     path = Path(source.source).expanduser()
-    if source.source == "stdlib" or not path.is_dir():
+    if source.source == "stdlib" or remote.is_remote(source.source) or not path.is_dir():
         return Counter()
-    return endings(file for file in set(_below(path)) - set(files(source)) if not _beside(file))
+    return endings(file for file in set(_below(path)) - set(_local(source)) if not _beside(file))
 
 
-def endings(files: Iterable[Path]) -> Counter[str]:
+def endings(files: Iterable[File]) -> Counter[str]:
     """How many files there are of each ending."""
     return Counter(sorted(file.suffix.lower() or "without ending" for file in files))
 
@@ -394,7 +509,7 @@ def _problems(source: Source) -> list[Problem]:
     return [problem for file, kind in looked_at for problem in _file_problems(file, kind, source.field)]
 
 
-def _file_problems(file: Path, kind: Kind, field: str) -> list[Problem]:
+def _file_problems(file: File, kind: Kind, field: str) -> list[Problem]:
     if kind in get_args(TextKind):
         return record_problems(file, cast(TextKind, kind), field)
     try:
@@ -406,20 +521,22 @@ def _file_problems(file: Path, kind: Kind, field: str) -> list[Problem]:
     return []
 
 
-def _kind(file: Path, source: Source) -> Kind:
+def _kind(file: File, source: Source) -> Kind:
     """How a file of a source is read: as the source says, or by its ending."""
     if source.format != "auto":
         return source.format
     family = _family(file)
     if not family:
-        remedy = 'set data.format ("text", "jsonl", "parquet", "nanogpt", "llmc" or "megatron")'
+        remedy = 'set data.format ("text", "jsonl", "parquet", "chat", "nanogpt", "llmc" or "megatron")'
         if file.suffix.lower() in OFFICE:
             remedy = "convert it to text (.txt) or JSON lines (.jsonl)"
         raise mistake(f"{file} has an ending that says nothing about its content", remedy)
-    return kind(file) if family == "ready" else cast(TextKind, family)
+    if family != "ready":
+        return cast(TextKind, family)
+    return "nanogpt" if isinstance(file, RemoteFile) else kind(file)  # remote ones are refused, whoever wrote them
 
 
-def _family(file: Path) -> str:
+def _family(file: File) -> str:
     """Text, jsonl, parquet or ready, by the ending of a name; empty when it tells nothing."""
     name = file.name.lower()
     unpacked = name.removesuffix(file.suffix.lower()) if file.suffix.lower() in PACKED else name
@@ -433,8 +550,12 @@ def _folder(folder: Path, source: Source) -> list[Path]:
     """All files below a folder that its format, or any format, knows by their ending; hidden ones are left out."""
     known = {source.format} & set(ENDINGS) or (set(ENDINGS) if source.format == "auto" else {"ready"})
     every = _below(folder)
-    if found := sorted(file for file in every if _family(file) in known and not _beside(file)):
-        return found
+    if source.format == "chat":
+        found = [file for file in every if file.name.lower().endswith(CHAT)]
+    else:
+        found = [file for file in every if _family(file) in known and not _beside(file)]
+    if found:
+        return sorted(found)
     if not every:
         raise mistake(f"the folder {folder} is empty", "put files there, or name another folder")
     raise mistake(

@@ -1,13 +1,14 @@
-"""Attention's surroundings: rotary position embedding (RoPE) by a kernel of ours, document masking by FlexAttention.
+"""Attention's surroundings: rotary position embedding (RoPE) by a kernel of ours, masks and scores by FlexAttention.
 
 RoPE turns queries and keys in one launch, in either order of heads and positions. Document masking is causal attention
 within documents by a sparse block mask. A dense mask of s × s would be written, read and saved by every layer: 64 MiB
 for a sample of 8,192 tokens, 16 GiB for one of 131,072. Packed documents are contiguous, so their starts define the
-mask, and masked blocks are not computed.
+mask, and masked blocks are not computed. Sliding windows are further bounds of the same mask; softcapped scores and
+attention sinks are made by the same kernels.
 """
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,25 +21,81 @@ LEAST_HEAD_DIM = 16  # that they take
 TYPES = (torch.bfloat16, torch.float16)  # that they were tested in
 
 
+class Scoring(NamedTuple):
+    """What attention makes of dot products of queries and keys before their softmax."""
+
+    scale: float | None = None  # None: 1 ÷ √head_dim
+    window: int = 0  # keys that a query sees, itself among them; 0: all earlier ones
+    softcap: float = 0.0  # c · tanh(score ÷ c); 0: none
+    sinks: Tensor | None = None  # (heads,) a score that takes its part of the softmax, with values of zero
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether scores are dot products times a number."""
+        return self.softcap == 0 and self.sinks is None
+
+
+PLAIN = Scoring()
+
+
+def visible(documents: Tensor | None, length: int, window: int, device: torch.device) -> Tensor:
+    """Which keys each query sees, (b or 1, 1, s, s): itself and earlier ones of its document, in its window."""
+    position = torch.arange(length, device=device)
+    behind = position[:, None] - position
+    seen = (behind >= 0) & (behind < window) if window else behind >= 0
+    if documents is None:
+        return seen[None, None]
+    return seen & (documents[:, None, :, None] == documents[:, None, None, :])
+
+
+def scored_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, how: Scoring) -> Tensor:
+    """Attention by all scores at once: the reference of whatever is made of them. `seen` broadcasts to (b, 1, s, s)."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    groups = q.unflatten(1, (k.shape[1], -1)).to(wide)  # (b, kv_heads, heads that share a key, s, head_dim)
+    scores = groups @ k[:, :, None].to(wide).mT * (how.scale or q.shape[-1] ** -0.5)
+    if how.softcap:
+        scores = how.softcap * (scores / how.softcap).tanh()
+    scores = scores.masked_fill(~seen[:, :, None], -torch.inf)
+    if how.sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        sink = how.sinks.to(wide).view(1, k.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
+        weights = torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
+    return (weights @ v[:, :, None].to(wide)).flatten(1, 2).to(q.dtype)
+
+
 def takes_documents(head_dim: int, dtype: torch.dtype) -> bool:
     """Whether there is a kernel for such heads; a dense mask serves the others."""
     return head_dim >= LEAST_HEAD_DIM and dtype in TYPES
 
 
-def document_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
+def document_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, how: Scoring = PLAIN) -> Tensor:
     """Attention of every position to itself and earlier ones of its document, by the blocks of the mask.
 
     q is (b, heads, s, head_dim), k and v are (b, kv_heads, s, head_dim).
     """
     attend = uncompiled if torch.compiler.is_compiling() else _compiled()
-    return attend(q, k, v, mask)
+    return attend(q, k, v, mask, how)
 
 
-def uncompiled(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
+def uncompiled(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, how: Scoring = PLAIN) -> Tensor:
     """The function that is compiled; uncompiled it computes the scores of all pairs of positions."""
-    found = flex_attention(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
-    assert isinstance(found, Tensor), "no log-sum-exp was requested"
-    return found
+    grouped, cap = q.shape[1] != k.shape[1], how.softcap
+
+    def capped(score: Tensor, *place: Tensor) -> Tensor:
+        return cap * (score / cap).tanh()
+
+    change = capped if cap else None
+    if how.sinks is None:
+        found = flex_attention(q, k, v, score_mod=change, block_mask=mask, scale=how.scale, enable_gqa=grouped)
+        assert isinstance(found, Tensor), "no log-sum-exp was requested"
+        return found
+    found, lse = flex_attention(
+        q, k, v, score_mod=change, block_mask=mask, scale=how.scale, enable_gqa=grouped, return_lse=True
+    )
+    # A sink is one more score whose value is zero: it leaves exp(lse) ÷ (exp(lse) + exp(sink)) of the rest.
+    share = (lse - how.sinks.to(lse.dtype)[None, :, None]).sigmoid()
+    return (found * share[..., None]).to(q.dtype)
 
 
 @cache
@@ -47,17 +104,20 @@ def _compiled() -> Any:
     return torch.compile(uncompiled, dynamic=False, fullgraph=True)
 
 
-def build_mask(documents: Tensor) -> BlockMask:
+def build_mask(documents: Tensor, window: int = 0) -> BlockMask:
     """The block mask: which blocks of scores are computed, and which of them without masking single positions.
 
     documents are (b, s) integers, which change where a document ends. Queries see keys from the beginning of their
-    document on: a block of them from where its first document begins, and all of them from where its last one does. A
-    block that is cut short by the end of the sample is always masked, as in torch's own lists.
+    document on, or of their window if that is later: a block of them from where its first query's begin, and all of
+    them from where its last one's do. A block that is cut short by the end of the sample is always masked, as in
+    torch's own lists.
 
     Made once for all layers, and not by the compiler: it would choose strides that FlexAttention's kernels misread.
     """
     begin = document_starts(documents)
     length = begin.shape[1]
+    if window:
+        begin = begin.maximum(torch.arange(length, dtype=begin.dtype, device=begin.device) - (window - 1))
     first = torch.arange(0, length, BLOCK, device=begin.device)  # position of each block
     last = first + BLOCK - 1
     earlier = first < first[:, None]

@@ -263,7 +263,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         trains = trains and (ctx.needs_input_grad[0] or ctx.needs_input_grad[1])
         dx = torch.empty_like(x) if trains else None
         wide = aligned(projection) if x.is_cuda else projection
-        dprojection = _GradientSum(projection, chunks=-(-len(x) // rows))
+        # A frozen projection has none.
+        dprojection = _GradientSum(projection, chunks=-(-len(x) // rows)) if ctx.needs_input_grad[1] else None
         losses = torch.empty(len(x), dtype=_fp32_or_wider(x), device=x.device)
         for start in range(0, len(x), rows):
             chunk = slice(start, start + rows)
@@ -275,18 +276,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if factors is not None:  # in fp32: each element is rounded once
                     entering = torch.mul(entering, factors, out=torch.empty_like(entering))
                     leaving.mul_(factors)
-                dprojection.add(logits, entering)
+                if dprojection is not None:
+                    dprojection.add(logits, entering)
             del logits, own  # before the next chunk's are made
         if trains:
-            ctx.save_for_backward(dx, dprojection.value())
+            ctx.save_for_backward(dx, *(() if dprojection is None else (dprojection.value(),)))
         total = losses.sum()
         ctx.mark_non_differentiable(total)
         return total * weight.to(total.dtype), total
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dprojection = (scaled(saved, gradients[0], ctx.kernels) for saved in ctx.saved_tensors)
-        return dx, dprojection, None, None, None, None, None
+        dx, *dprojection = (scaled(saved, gradients[0], ctx.kernels) for saved in ctx.saved_tensors)
+        return dx, dprojection[0] if dprojection else None, None, None, None, None, None
 
 
 class _GradientSum:

@@ -1,18 +1,21 @@
-"""The decoder: one module for GPT, Llama and mixture-of-experts shapes."""
+"""The decoder: one module for every family, each by the numbers of its Arch."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.models.dropout import dropout
-from meshwright.models.layers import Block, Mlp, accum_dtype, norm, rope_table, weighted_loss
+from meshwright.models.layers import Block, Mlp, accum_dtype, norm, rope_table, softcapped, weighted_loss
+from meshwright.models.lora import adapt
 from meshwright.models.moe import MoELayer
 from meshwright.spec.arch import Arch
 
-# From the documents of all positions to the mask that every layer's attention gets.
-BuildMask = Callable[[Tensor], Any]
+# From the documents of all positions (None: one), a window (0: none) and this rank's positions (b, s) to the mask that
+# attention gets.
+BuildMask = Callable[[Tensor | None, int, Tensor], Any]
 # From hidden states, a projection, targets and a weight to the sum of losses: times the weight, and unweighted.
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -33,10 +36,12 @@ class Decoder(nn.Module):
         if arch.positions == "learned":
             self.positions = nn.Embedding(arch.context, arch.hidden)
         self.embed_dropout = dropout(arch.dropout)
-        self.blocks = nn.ModuleDict({str(layer): Block(arch, _mlp(arch, layer)) for layer in range(arch.layers)})
-        self.norm: nn.Module | None = norm(arch) if arch.norm_position == "pre" else nn.Identity()
+        self.blocks = nn.ModuleDict({str(layer): Block(arch, _mlp(arch, layer), layer) for layer in range(arch.layers)})
+        self.norm: nn.Module | None = norm(arch) if arch.norm_position != "post" else nn.Identity()
         self.head: nn.Linear | None = None if arch.tied else nn.Linear(arch.hidden, arch.vocab, bias=False)
-        self.loss: Loss = weighted_loss  # transforms may put other functions here
+        adapt(self, arch)
+        # Transforms may put other functions here.
+        self.loss: Loss = partial(weighted_loss, softcap=arch.logit_softcap) if arch.logit_softcap else weighted_loss
         self.build_mask: BuildMask = _document_ids
         self.tied_across_stages: frozenset[str] = frozenset()  # weights that another pipeline stage holds too
 
@@ -72,26 +77,35 @@ class Decoder(nn.Module):
         self, tokens: Tensor, positions: Tensor, documents: Tensor | None = None, index: Tensor | None = None
     ) -> Tensor:
         """The hidden states before the output projection."""
-        x = self._begin(tokens, positions, index)
-        rope = rope_table(self.arch, positions, accum_dtype(x)) if self.arch.positions == "rope" else None
-        mask = None if documents is None else self.build_mask(documents)
-        for block in self.blocks.values():
-            x = block(x, rope, mask, index)
-        return x if self.norm is None else self.norm(x)
+        x, arch = self._begin(tokens, positions, index), self.arch
+        windows = {layer: arch.window_of(int(layer)) for layer in self.blocks}
+        masks = {window: self.build_mask(documents, window, positions) for window in set(windows.values())}
+        ropes = {
+            is_local: rope_table(arch, positions, accum_dtype(x), is_local)
+            for is_local in {arch.rope_local_theta > 0 and windows[layer] > 0 for layer in self.blocks}
+            if arch.positions == "rope"
+        }
+        for layer, block in self.blocks.items():
+            is_local = arch.rope_local_theta > 0 and windows[layer] > 0
+            x = block(x, ropes[is_local] if arch.is_rotated(int(layer)) else None, masks[windows[layer]], index)
+        if self.norm is None:
+            return x
+        return self.norm(x) if arch.logit_scale == 1 else self.norm(x) * arch.logit_scale
 
     def project(self, x: Tensor) -> Tensor:
         """The logits of hidden states; a part that does not end the model passes them through."""
         if self.norm is None:  # the end of a part, not of the model
             return x
         if self.head is not None:
-            return self.head(x)
-        return x if self.embed is None else F.linear(x, self.embed.weight)
+            return softcapped(self.head(x), self.arch.logit_softcap)
+        return x if self.embed is None else softcapped(F.linear(x, self.embed.weight), self.arch.logit_softcap)
 
     def _begin(self, tokens: Tensor, positions: Tensor, index: Tensor | None) -> Tensor:
         # The last part of a tied model holds an embedding too, so the input says what it is: hidden states are floats.
         if self.embed is None or tokens.is_floating_point():
             return tokens
         x = self.embed(tokens)
+        x = x if self.arch.embed_scale == 1 else x * self.arch.embed_scale
         return self.embed_dropout(x if self.positions is None else x + self.positions(positions), index)
 
 
@@ -99,5 +113,5 @@ def _mlp(arch: Arch, layer: int) -> nn.Module:
     return MoELayer(arch, layer) if arch.is_mixture(layer) else Mlp(arch, arch.ffn)
 
 
-def _document_ids(documents: Tensor) -> Tensor:
+def _document_ids(documents: Tensor | None, window: int, positions: Tensor) -> Tensor | None:
     return documents

@@ -57,12 +57,15 @@ class Dropout(nn.Module):
         return f"p={self.p:g}"
 
 
-def kept(index: Tensor, key: Tensor, hidden: int, p: float) -> Tensor:
-    """Which of the elements (b, s, hidden) stay; 32-bit arithmetic, in place, so that little memory is taken."""
+def kept(index: Tensor, key: Tensor, hidden: int, p: float, first: int = 0) -> Tensor:
+    """Which of the elements (b, s, hidden), counted from a first one, stay.
+
+    In 32-bit arithmetic, in place, so that little memory is taken.
+    """
     token = index * signed(GOLDEN) + key
     token = (token ^ (token >> 32)) * TOKEN_MIX
     draw = (token ^ (token >> 29)).to(torch.int32)[..., None] ^ (
-        torch.arange(hidden, dtype=torch.int32, device=index.device) * ELEMENT
+        torch.arange(first, first + hidden, dtype=torch.int32, device=index.device) * ELEMENT
     )
     return logical_shift(mixed(draw, MIX, LAST_SHIFT), 32 - BITS) >= round(p * (1 << BITS))
 

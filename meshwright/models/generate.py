@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.kernels.attention import PLAIN, Scoring, scored_attention
 from meshwright.models.decoder import Decoder
 from meshwright.models.layers import Attention, causal_attention
 from meshwright.spec.arch import Arch
@@ -48,19 +49,21 @@ class KVCache:
         self.columns = columns
         self.keys = self.values = torch.empty(0)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible | None) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible | None, how: Scoring = PLAIN) -> Tensor:
         """Attention of new tokens to the cache; of a whole prompt, which begins one, to itself."""
         if visible is None:
             self.keys, self.values = (F.pad(x, (0, 0, 0, self.columns - x.shape[2])) for x in (k, v))
-            return causal_attention(q, k, v, None)
-        places = visible.columns[:, None, :, None].expand_as(k)
-        self.keys.scatter_(2, places, k)
-        self.values.scatter_(2, places, v)
+            return causal_attention(q, k, v, None, how)
+        places = visible.columns[:, None, :, None]
+        self.keys.scatter_(2, places.expand_as(k), k)
+        self.values.scatter_(2, places.expand_as(v), v)
+        if not how.is_plain:
+            return scored_attention(q, self.keys, self.values, visible.mask, how)
         # The query heads that share a key head become rows of it: no copy of the cache for each of them.
         sharing = q.shape[1] // k.shape[1]
         rows = q.unflatten(1, (-1, sharing)).flatten(2, 3)
         mask = visible.mask.repeat(1, 1, sharing, 1)
-        y = F.scaled_dot_product_attention(rows, self.keys, self.values, attn_mask=mask)
+        y = F.scaled_dot_product_attention(rows, self.keys, self.values, attn_mask=mask, scale=how.scale)
         return y.unflatten(2, (sharing, -1)).flatten(1, 2)
 
 
@@ -68,8 +71,11 @@ class KVCache:
 def caching(chunks: Sequence[nn.Module], columns: int) -> Iterator[None]:
     """A context where a model, or the parts of one, attends through caches."""
 
-    def visible(positions: Tensor) -> Visible:
-        return Visible(positions, torch.arange(columns, device=positions.device) <= positions[:, None, :, None])
+    def visible(positions: Tensor | None, window: int, _: Tensor) -> Visible | None:
+        if positions is None:
+            return None
+        behind = positions[:, None, :, None] - torch.arange(columns, device=positions.device)
+        return Visible(positions, (behind >= 0) & (behind < window) if window else behind >= 0)
 
     modules = [module for chunk in chunks for module in chunk.modules()]
     attentions = [(module, module.attend) for module in modules if isinstance(module, Attention)]

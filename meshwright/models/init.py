@@ -75,12 +75,26 @@ def fill(tensor: Tensor, param: Param, seed: int, region: Region | None = None) 
     """
     bounds = _bounds(param, region)
     assert tensor.shape == _shape(bounds), f"{param.name}: {tensor.shape} does not hold {bounds}"
+    assert param.init != "norms", f"{param.name} begins as norms of what is beside it"
     if param.init != "normal":
         tensor.fill_(1.0 if param.init == "ones" else 0.0)
     elif tensor.is_contiguous():
         _fill_normal(tensor, param, key(seed, param.name), bounds)
     else:
         tensor.copy_(initial(param, seed, region=region, dtype=tensor.dtype, device=tensor.device))
+
+
+def row_norms(rows: Tensor) -> Tensor:
+    """The norms of the rows of a matrix, in float64, of the same bits whatever the number of rows.
+
+    Each row's squares are folded, half onto half: a library's sum chooses its order by the shape.
+    """
+    squares = rows.double().square()
+    while (length := squares.shape[-1]) > 1:
+        half = (length + 1) // 2
+        squares[..., : length - half] += squares[..., half:]
+        squares = squares[..., :half]
+    return squares[..., 0].sqrt()
 
 
 def fill_model(model: nn.Module, arch: Arch, seed: int) -> None:

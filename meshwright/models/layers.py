@@ -9,19 +9,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.kernels.attention import Rope
+from meshwright.kernels.attention import PLAIN, Rope, Scoring, scored_attention, visible
 from meshwright.kernels.cross_entropy import IGNORE
 from meshwright.models.dropout import dropout
 from meshwright.spec.arch import Arch
+from meshwright.spec.params import has_bias
 
-Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]  # queries, keys, values, and the document mask or None
+# Queries, keys, values, the mask or None, and what is made of scores.
+Attend = Callable[..., Tensor]
 ApplyRope = Callable[[Tensor, Tensor, Rope], tuple[Tensor, Tensor]]
+LATENT_EPS = 1e-6  # of the norms inside latent attention, whatever the others have
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": F.silu,
+    "swiglu_clamped": F.silu,
+    "geglu": F.gelu,
+    "geglu_tanh": partial(F.gelu, approximate="tanh"),
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
 }
+CLAMP, STEEPNESS = 7.0, 1.702  # of gpt-oss
 
 
 def accum_dtype(x: Tensor) -> torch.dtype:
@@ -29,21 +36,39 @@ def accum_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
+class OffsetRMSNorm(nn.RMSNorm):
+    """RMSNorm that multiplies by 1 + its weight, which so begins at zero and decays towards the identity."""
+
+    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return F.rms_norm(x, tuple(self.normalized_shape), 1 + self.weight, self.eps)
+
+
 def norm(arch: Arch) -> nn.Module:
     """The normalization of an architecture, over the hidden dimension."""
-    kind = nn.RMSNorm if arch.norm == "rms" else nn.LayerNorm
-    return kind(arch.hidden, eps=arch.norm_eps)
+    if arch.norm == "layer":
+        return nn.LayerNorm(arch.hidden, eps=arch.norm_eps, bias=arch.norm_bias)
+    return rms_norm(arch, arch.hidden, arch.norm_eps)
 
 
-def rope_frequencies(arch: Arch, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The rotary frequencies: radians per position of each pair of a head, (head_dim ÷ 2,)."""
-    exponents = torch.arange(0, arch.head_dim, 2, dtype=torch.int64, device=device).to(dtype) / arch.head_dim
+def rms_norm(arch: Arch, width: int, eps: float) -> nn.RMSNorm:
+    """RMSNorm as an architecture stores its weight."""
+    return (OffsetRMSNorm if arch.norm_offset else nn.RMSNorm)(width, eps=eps)
+
+
+def rope_frequencies(arch: Arch, dtype: torch.dtype, device: torch.device, is_local: bool = False) -> Tensor:
+    """The rotary frequencies: radians per position of each pair of a head, (rotated ÷ 2,).
+
+    Those of a local layer, one with a window, have a base of their own where the architecture says so.
+    """
+    exponents = torch.arange(0, arch.rotated, 2, dtype=torch.int64, device=device).to(dtype) / arch.rotated
+    if is_local and arch.rope_local_theta:
+        return 1.0 / arch.rope_local_theta**exponents
     frequencies = 1.0 / arch.rope_theta**exponents
     if arch.rope_scaling == "linear":
         return frequencies / arch.rope_factor
     if arch.rope_scaling == "llama3":
         return _llama3(arch, frequencies)
-    return frequencies
+    return _yarn(arch, frequencies) if arch.rope_scaling == "yarn" else frequencies
 
 
 def _llama3(arch: Arch, frequencies: Tensor) -> Tensor:
@@ -53,11 +78,30 @@ def _llama3(arch: Arch, frequencies: Tensor) -> Tensor:
     return (1 - fast) * frequencies / arch.rope_factor + fast * frequencies
 
 
-def rope_table(arch: Arch, positions: Tensor, dtype: torch.dtype) -> Rope:
+def _yarn(arch: Arch, frequencies: Tensor) -> Tensor:
+    """YaRN (Peng 2023): the same idea with a ramp that is linear in the number of the pair."""
+
+    def pair(turns: float) -> float:
+        """The pair, counted in elements, that turns so often over the original context."""
+        return arch.rotated * math.log(arch.rope_original / (turns * 2 * math.pi)) / (2 * math.log(arch.rope_theta))
+
+    low, high = pair(arch.rope_beta_fast), pair(arch.rope_beta_slow)
+    if arch.rope_truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, arch.rotated - 1)
+    number = torch.arange(len(frequencies), dtype=frequencies.dtype, device=frequencies.device)
+    slow = ((number - low) / (high - low or 0.001)).clamp(0, 1)
+    return slow * frequencies / arch.rope_factor + (1 - slow) * frequencies
+
+
+def rope_table(arch: Arch, positions: Tensor, dtype: torch.dtype, is_local: bool = False) -> Rope:
     """Cosines and sines for positions (b, s), with a dimension for the heads."""
-    frequencies = rope_frequencies(arch, dtype, positions.device)
+    frequencies = rope_frequencies(arch, dtype, positions.device, is_local)
     angles = positions[:, None, :, None].to(dtype) * frequencies
-    return angles.cos(), angles.sin()
+    if arch.rope_scaling != "yarn" or (is_local and arch.rope_local_theta):
+        return angles.cos(), angles.sin()
+    factor = arch.rope_attention or 0.1 * math.log(arch.rope_factor) + 1
+    return angles.cos() * factor, angles.sin() * factor
 
 
 def apply_rope(x: Tensor, rope: Rope) -> Tensor:
@@ -67,59 +111,165 @@ def apply_rope(x: Tensor, rope: Rope) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-def apply_rope_qk(q: Tensor, k: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+def apply_rope_neighbours(x: Tensor, rope: Rope) -> Tensor:
+    """Rotate the pairs (2i, 2i + 1) of every head."""
+    cos, sin = rope
+    first, second = x[..., ::2], x[..., 1::2]
+    turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned.flatten(-2).to(x.dtype)
+
+
+def apply_rope_qk(
+    q: Tensor, k: Tensor, rope: Rope, turn: Callable[[Tensor, Rope], Tensor] = apply_rope
+) -> tuple[Tensor, Tensor]:
     """RoPE on queries and keys, which stay in memory as projections wrote them: token by token.
 
     Attention's result then lies so too, and the projection that reads it needs no copy.
     """
     cos, sin = rope
     by_token = cos.transpose(1, 2), sin.transpose(1, 2)
-    q, k = (apply_rope(x.transpose(1, 2), by_token).transpose(1, 2) for x in (q, k))
+    q, k = (turn(x.transpose(1, 2), by_token).transpose(1, 2) for x in (q, k))
     return q, k
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
+def apply_rope_part(q: Tensor, k: Tensor, rope: Rope, turn: Callable[[Tensor, Rope], Tensor]) -> tuple[Tensor, Tensor]:
+    """RoPE on the first dimensions of every head, as many as the table has."""
+    width = 2 * rope[0].shape[-1]
+
+    def turned(x: Tensor, rope: Rope) -> Tensor:
+        return torch.cat((turn(x[..., :width], rope), x[..., width:]), dim=-1)
+
+    return apply_rope_qk(q, k, rope, turned)
+
+
+def rope_of(arch: Arch) -> ApplyRope:
+    """How an architecture rotates: all of a head, or of what latent attention hands over, is the usual way."""
+    turn = apply_rope_neighbours if arch.rope_interleaved else apply_rope
+    if arch.rotated < arch.head_dim and not arch.is_latent:
+        return partial(apply_rope_part, turn=turn)
+    return partial(apply_rope_qk, turn=turn) if arch.rope_interleaved else apply_rope_qk
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, how: Scoring = PLAIN) -> Tensor:
     """Attention of every position to itself and earlier ones, within its document where documents (b, s) are given."""
-    if documents is None:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    same = documents[:, None, :, None] == documents[:, None, None, :]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=same.tril(), enable_gqa=True)
+    length = q.shape[2]
+    window = how.window if how.window < length else 0
+    if documents is None and not window and how.is_plain:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=how.scale, enable_gqa=True)
+    seen = visible(documents, length, window, q.device)
+    if not how.is_plain:
+        return scored_attention(q, k, v, seen, how)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=how.scale, enable_gqa=True)
 
 
 class Attention(nn.Module):
     """Multi-head attention. The heads are counted from the tensors, so projections may be cut by head."""
 
-    def __init__(self, arch: Arch) -> None:
+    def __init__(self, arch: Arch, layer: int = 0) -> None:
         super().__init__()
         self.head_dim = arch.head_dim
-        self.q = nn.Linear(arch.hidden, arch.q_width, bias=arch.bias)
-        self.k = nn.Linear(arch.hidden, arch.kv_width, bias=arch.bias)
-        self.v = nn.Linear(arch.hidden, arch.kv_width, bias=arch.bias)
-        self.out = nn.Linear(arch.q_width, arch.hidden, bias=arch.bias)
-        self.rope: ApplyRope = apply_rope_qk  # transforms may put other functions here
+        self.sinks = nn.Parameter(torch.empty(arch.heads)) if arch.sinks else None
+        self._build(arch)
+        self.how = Scoring(arch.attention_scale or None, arch.window_of(layer), arch.attention_softcap)
+        self.rope: ApplyRope = rope_of(arch)  # transforms may put other functions here
         self.attend: Attend = causal_attention
 
+    def _build(self, arch: Arch) -> None:
+        bias = has_bias(arch, "qkv")
+        self.q = nn.Linear(arch.hidden, arch.q_width, bias=bias)
+        self.k = nn.Linear(arch.hidden, arch.kv_width, bias=bias)
+        self.v = nn.Linear(arch.hidden, arch.v_width, bias=bias)
+        self.out = nn.Linear(arch.out_width, arch.hidden, bias=has_bias(arch, "out"))
+        self.per_head = arch.qk_norm == "head"
+        self.q_norm = self.k_norm = None
+        if arch.qk_norm != "none":
+            widths = (arch.head_dim,) * 2 if self.per_head else (arch.q_width, arch.kv_width)
+            self.q_norm, self.k_norm = (rms_norm(arch, width, arch.norm_eps) for width in widths)
+
     def forward(self, x: Tensor, rope: Rope | None, mask: Any) -> Tensor:
-        q, k, v = (self.heads(project(x)) for project in (self.q, self.k, self.v))
-        if rope is not None:
-            q, k = self.rope(q, k, rope)
-        y = self.attend(q, k, v, mask)  # (b, heads, s, head_dim)
+        q, k, v = self.project(x, rope)
+        how = self.how if self.sinks is None else self.how._replace(sinks=self.sinks)
+        y = self.attend(q, k, v, mask, how=how)  # (b, heads, s, head_dim)
         return self.out(y.transpose(1, 2).flatten(2))
 
-    def heads(self, x: Tensor) -> Tensor:
-        """(b, s, heads · head_dim) as (b, heads, s, head_dim)."""
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+    def project(self, x: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values by head, rotated."""
+        q, k = self._normed(self.q, self.q_norm, x), self._normed(self.k, self.k_norm, x)
+        if rope is not None:
+            q, k = self.rope(q, k, rope)
+        return q, k, self.heads(self.v(x), self.head_dim)
+
+    def _normed(self, project: nn.Module, norm: nn.Module | None, x: Tensor) -> Tensor:
+        y = project(x)
+        y = norm(y) if norm is not None and not self.per_head else y
+        y = self.heads(y, self.head_dim)
+        return norm(y) if norm is not None and self.per_head else y
+
+    def heads(self, x: Tensor, width: int) -> Tensor:
+        """(b, s, heads · width) as (b, heads, s, width)."""
+        return x.unflatten(-1, (-1, width)).transpose(1, 2)
+
+
+class LatentAttention(Attention):
+    """Multi-head latent attention (MLA, DeepSeek-V2): queries, keys and values are made of short vectors a token.
+
+    Of a head's elements the last few are rotated; those of keys are one vector for all heads.
+    """
+
+    def _build(self, arch: Arch) -> None:
+        bias = has_bias(arch, "qkv")
+        self.latent, self.rotated, self.v_head = arch.kv_rank, arch.rope_dim, arch.v_head
+        self.short = arch.q_rank > 0
+        if self.short:
+            self.q_down = nn.Linear(arch.hidden, arch.q_rank, bias=bias)
+            self.q_down_norm = rms_norm(arch, arch.q_rank, LATENT_EPS)
+            self.q_up = nn.Linear(arch.q_rank, arch.q_width, bias=False)
+        else:
+            self.q = nn.Linear(arch.hidden, arch.q_width, bias=False)
+        self.kv_down = nn.Linear(arch.hidden, arch.kv_rank + arch.rope_dim, bias=bias)
+        self.kv_down_norm = rms_norm(arch, arch.kv_rank, LATENT_EPS)
+        inner = arch.heads * (arch.head_dim - arch.rope_dim + arch.v_head)
+        self.kv_up = nn.Linear(arch.kv_rank, inner, bias=False)
+        self.out = nn.Linear(arch.out_width, arch.hidden, bias=has_bias(arch, "out"))
+
+    def project(self, x: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values by head, rotated."""
+        plain = self.head_dim - self.rotated
+        q = self.heads(self.q_up(self.q_down_norm(self.q_down(x))) if self.short else self.q(x), self.head_dim)
+        latent, k_turned = self.kv_down(x).split([self.latent, self.rotated], dim=-1)
+        kv = self.heads(self.kv_up(self.kv_down_norm(latent)), plain + self.v_head)
+        k, v = kv.split([plain, self.v_head], dim=-1)
+        q, q_turned = q.split([plain, self.rotated], dim=-1)
+        k_turned = k_turned[:, None]
+        if rope is not None:
+            q_turned, k_turned = self.rope(q_turned, k_turned, rope)
+        k_turned = k_turned.expand(-1, k.shape[1], -1, -1)
+        return _joined(q, q_turned), _joined(k, k_turned), v
+
+
+def _joined(first: Tensor, second: Tensor) -> Tensor:
+    """Parts of heads (b, heads, s, …), joined; in memory token by token, so that attention's result lies so too."""
+    return torch.cat((first.transpose(1, 2), second.transpose(1, 2)), dim=-1).transpose(1, 2)
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """The gated product of gpt-oss: both clamped, the gate's sigmoid steeper, one added to what is gated."""
+    gate, up = gate.clamp(max=CLAMP), up.clamp(-CLAMP, CLAMP)
+    return (up + 1) * (gate * (gate * STEEPNESS).sigmoid())
 
 
 class Mlp(nn.Module):
-    """A dense feed-forward layer; gated when the architecture says swiglu."""
+    """A dense feed-forward layer; gated when the architecture says so."""
 
     def __init__(self, arch: Arch, width: int) -> None:
         super().__init__()
-        self.gate = nn.Linear(arch.hidden, width, bias=arch.bias) if arch.mlp == "swiglu" else None
-        self.up = nn.Linear(arch.hidden, width, bias=arch.bias)
-        self.down = nn.Linear(width, arch.hidden, bias=arch.bias)
+        bias = has_bias(arch, "mlp")
+        self.gate = nn.Linear(arch.hidden, width, bias=bias) if arch.gated else None
+        self.up = nn.Linear(arch.hidden, width, bias=bias)
+        self.down = nn.Linear(width, arch.hidden, bias=bias)
         self.activate = ACTIVATIONS[arch.mlp]  # transforms may put another function here
+        if arch.mlp == "swiglu_clamped":
+            self.gated = clamped_swiglu
 
     def forward(self, x: Tensor, index: Tensor | None = None) -> Tensor:
         """`index` is for layers that route; a dense one treats every token alike."""
@@ -133,36 +283,84 @@ class Mlp(nn.Module):
 class Block(nn.Module):
     """One layer of a decoder: attention, then a feed-forward layer, each added to its input.
 
-    Normalized is what a sub-layer reads (pre-norm), or what the sum leaves (post-norm, the first transformers).
+    Normalized is what a sub-layer reads (pre-norm), what it returns (output), either (both), or what the sum leaves
+    (post-norm, the first transformers). With a parallel residual both sub-layers read the block's own input.
     """
 
-    def __init__(self, arch: Arch, mlp: nn.Module) -> None:
+    def __init__(self, arch: Arch, mlp: nn.Module, layer: int = 0) -> None:
         super().__init__()
-        self.post_norm = arch.norm_position == "post"
+        self.norms, self.parallel, self.scale = arch.norm_position, arch.parallel_residual, arch.residual_scale
         self.attn_norm = norm(arch)
-        self.attn = Attention(arch)
+        self.attn = (LatentAttention if arch.is_latent else Attention)(arch, layer)
         self.attn_dropout = dropout(arch.dropout)
-        self.mlp_norm = norm(arch)
+        self.attn_output_norm = norm(arch) if self.norms == "both" else None
+        self.mlp_norm = norm(arch) if self.parallel != "one_norm" else None
         self.mlp = mlp
         self.mlp_dropout = dropout(arch.dropout)
+        self.mlp_output_norm = norm(arch) if self.norms == "both" else None
+
+    @property
+    def norms_sum(self) -> bool:
+        """Whether a norm reads the sum of the residual stream and what attention returns, which one kernel may do."""
+        return self.norms == "pre" and self.parallel == "none"
 
     def forward(self, x: Tensor, rope: Rope | None, mask: Any, index: Tensor | None) -> Tensor:
-        if self.post_norm:
-            x = self.attn_norm(x + self.attn_dropout(self.attn(x, rope, mask), index))
-            return self.mlp_norm(x + self.mlp_dropout(self.mlp(x, index), index))
-        # No name for what attention returns: it would live on beside the MLP.
-        normed, x = self.add_and_norm(self.attn_dropout(self.attn(self.attn_norm(x), rope, mask), index), x)
-        return x + self.mlp_dropout(self.mlp(normed, index), index)
+        if self.norms_sum:
+            # No name for what attention returns: it would live on beside the MLP.
+            normed, x = self.add_and_norm(self._scaled(self.attended(self.attn_norm(x), rope, mask, index)), x)
+            return x + self._scaled(self.fed(normed, index))
+        if self.parallel != "none":
+            normed = self.attn_norm(x)
+            other = normed if self.mlp_norm is None else self.mlp_norm(x)
+            return x + self._scaled(self.attended(normed, rope, mask, index)) + self._scaled(self.fed(other, index))
+        if self.norms == "post":
+            assert self.mlp_norm is not None, "one norm is for parallel residuals"
+            x = self.attn_norm(x + self.attended(x, rope, mask, index))
+            return self.mlp_norm(x + self.fed(x, index))
+        before, after = self.sublayer_norms
+        x = x + self._scaled(after[0](self.attended(before[0](x), rope, mask, index)))
+        return x + self._scaled(after[1](self.fed(before[1](x), index)))
+
+    @property
+    def sublayer_norms(self) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+        """What is done to the inputs of the two sub-layers, and to what they return."""
+        named = (self.attn_norm, self.mlp_norm)
+        if self.norms == "output":
+            return (_as_it_is, _as_it_is), named
+        return named, (self.attn_output_norm, self.mlp_output_norm)
+
+    def attended(self, x: Tensor, rope: Rope | None, mask: Any, index: Tensor | None) -> Tensor:
+        """What attention returns, dropped out."""
+        return self.attn_dropout(self.attn(x, rope, mask), index)
+
+    def fed(self, x: Tensor, index: Tensor | None) -> Tensor:
+        """What the feed-forward layer returns, dropped out."""
+        return self.mlp_dropout(self.mlp(x, index), index)
+
+    def _scaled(self, y: Tensor) -> Tensor:
+        return y if self.scale == 1 else y * self.scale
 
     def add_and_norm(self, y: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """The norm of a sum, and the sum; transforms may put another function here."""
+        assert self.mlp_norm is not None, "one norm is for parallel residuals"
         x = x + y
         return self.mlp_norm(x), x
 
 
-def weighted_loss(x: Tensor, projection: Tensor, targets: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def softcapped(x: Tensor, cap: float) -> Tensor:
+    """c · tanh(x ÷ c), x itself where c is 0."""
+    return cap * (x / cap).tanh() if cap else x
+
+
+def weighted_loss(
+    x: Tensor, projection: Tensor, targets: Tensor, weight: Tensor, softcap: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """The sum of the cross-entropies of x @ projection.T: times a weight, to be differentiated, and unweighted."""
-    total = token_loss_sum(F.linear(x, projection), targets)
+    total = token_loss_sum(softcapped(F.linear(x, projection), softcap), targets)
     return total * weight.to(total.dtype), total
 
 

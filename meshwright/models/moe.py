@@ -20,7 +20,7 @@ from meshwright.kernels.experts import (
     sum_to_tokens,
 )
 from meshwright.models.init import key, normal, signed, uniform
-from meshwright.models.layers import ACTIVATIONS, Mlp, accum_dtype
+from meshwright.models.layers import ACTIVATIONS, Mlp, accum_dtype, clamped_swiglu
 from meshwright.spec.arch import Arch
 
 
@@ -36,26 +36,58 @@ class Routing:
     balance: Tensor  # (b,) E · Σ f · P of every sequence, 1 when experts share evenly
     z: Tensor  # (b,) mean squared log-sum-exp of every sequence
     load: Tensor  # (experts,) share of all assignments for each expert, before any is dropped
+    asked: Tensor  # (experts,) int64, how many those are
 
 
-Route = Callable[[Tensor, Arch, Tensor | None], Routing]
+# Logits, the architecture, draws, and what is added to scores before experts are chosen.
+Route = Callable[[Tensor, Arch, Tensor | None, Tensor | None], Routing]
 
 
-def top_k(logits: Tensor, arch: Arch, draw: Tensor | None) -> Routing:
-    """The k most probable experts, their probabilities renormalized (Mixtral; with noisy logits, Shazeer 2017)."""
-    probabilities, gates, experts = _best(logits, arch.top_k)
+def top_k(logits: Tensor, arch: Arch, draw: Tensor | None, load_bias: Tensor | None = None) -> Routing:
+    """The k best experts, weighed by their renormalized scores (Mixtral; with noisy logits, Shazeer 2017).
+
+    Renormalized probabilities are the softmax over the chosen (gpt-oss). A bias of each expert's load, and groups of
+    which a few are open to a token, bear on the choice alone (DeepSeek-V3).
+    """
+    if arch.router_score == "softmax" and arch.router_groups == 1 and load_bias is None:
+        probabilities, gates, experts = _best(logits, arch.top_k)
+    else:
+        scores = logits.sigmoid() if arch.router_score == "sigmoid" else logits.softmax(-1)
+        wanted = scores.detach() if load_bias is None else scores.detach() + load_bias
+        order = _open(wanted, arch).sort(dim=-1, descending=True, stable=True).indices
+        experts = order[..., : arch.top_k]
+        gates = scores.gather(-1, experts)
+        probabilities = scores / scores.sum(-1, keepdim=True) if arch.router_score == "sigmoid" else scores
+    if arch.router_renormalise:
+        gates = gates / gates.sum(-1, keepdim=True)
     kept = _served(experts, torch.ones_like(experts, dtype=torch.bool), arch, arch.expert_slots(logits.shape[1]))
-    return _routing(logits, probabilities, experts, gates / gates.sum(-1, keepdim=True), kept, arch)
+    gates = gates if arch.router_scale == 1 else gates * arch.router_scale
+    return _routing(logits, probabilities, experts, gates, kept, arch)
 
 
-def switch(logits: Tensor, arch: Arch, draw: Tensor | None) -> Routing:
+def _open(wanted: Tensor, arch: Arch) -> Tensor:
+    """Scores of the experts in a token's best groups, minus infinity for the others.
+
+    A group is as good as its best expert, or of sigmoid scores as its best two (DeepSeek V2, V3).
+    """
+    if arch.router_groups == 1:
+        return wanted
+    grouped = wanted.unflatten(-1, (arch.router_groups, -1))
+    best = 2 if arch.router_score == "sigmoid" else 1
+    groups = grouped.topk(best, dim=-1).values.sum(-1)
+    chosen = groups.sort(dim=-1, descending=True, stable=True).indices[..., : arch.router_top_groups]
+    is_open = torch.zeros_like(groups, dtype=torch.bool).scatter(-1, chosen, True)
+    return grouped.masked_fill(~is_open[..., None], -torch.inf).flatten(-2)
+
+
+def switch(logits: Tensor, arch: Arch, draw: Tensor | None, load_bias: Tensor | None = None) -> Routing:
     """The most probable expert, its output scaled by its probability (Fedus 2021)."""
     probabilities, gates, experts = _best(logits, 1)
     kept = _served(experts, torch.ones_like(experts, dtype=torch.bool), arch, arch.expert_slots(logits.shape[1]))
     return _routing(logits, probabilities, experts, gates, kept, arch)
 
 
-def gshard(logits: Tensor, arch: Arch, draw: Tensor | None) -> Routing:
+def gshard(logits: Tensor, arch: Arch, draw: Tensor | None, load_bias: Tensor | None = None) -> Routing:
     """The two most probable experts; the second only when twice its gate beats `draw` (b, s) (Lepikhin 2020)."""
     probabilities, gates, experts = _best(logits, 2)
     gates = gates / gates.sum(-1, keepdim=True)
@@ -68,7 +100,7 @@ def gshard(logits: Tensor, arch: Arch, draw: Tensor | None) -> Routing:
     return _routing(logits, probabilities, experts, gates, kept, arch)
 
 
-def expert_choice(logits: Tensor, arch: Arch, draw: Tensor | None) -> Routing:
+def expert_choice(logits: Tensor, arch: Arch, draw: Tensor | None, load_bias: Tensor | None = None) -> Routing:
     """Each expert takes the tokens of the sequence that want it most (Zhou 2022). Looks at later tokens."""
     probabilities = logits.softmax(-1)
     ranked = probabilities.argsort(dim=1, descending=True, stable=True)  # per expert, best token first
@@ -109,7 +141,8 @@ def _routing(
     batch, positions, choices = experts.shape
     # Every expert of expert choice takes its fill, so what is kept is what was asked.
     asked = kept if arch.router == "expert_choice" else torch.ones_like(kept)
-    demand = _asks(experts, asked, arch.experts).sum((1, 2)).to(logits.dtype)
+    counts = _asks(experts, asked, arch.experts).sum((1, 2))
+    demand = counts.to(logits.dtype)
     share = demand / demand.sum(-1, keepdim=True)  # f: of each sequence's assignments, (b, experts)
     return Routing(
         experts=experts,
@@ -120,6 +153,7 @@ def _routing(
         balance=arch.experts * (share * probabilities.mean(1)).sum(-1),
         z=logits.logsumexp(-1).square().mean(1),
         load=share.mean(0),
+        asked=counts.sum(0),
     )
 
 
@@ -134,12 +168,20 @@ class Experts(nn.Module):
     def __init__(self, arch: Arch) -> None:
         super().__init__()
         inward, outward = (arch.expert_ffn, arch.hidden), (arch.hidden, arch.expert_ffn)
-        self.gate = nn.Parameter(torch.empty(arch.experts, *inward)) if arch.mlp == "swiglu" else None
+        self.gate = nn.Parameter(torch.empty(arch.experts, *inward)) if arch.gated else None
         self.up = nn.Parameter(torch.empty(arch.experts, *inward))
         self.down = nn.Parameter(torch.empty(arch.experts, *outward))
+        self.gate_bias = self.up_bias = self.down_bias = None
+        if arch.moe_bias:
+            self.gate_bias = nn.Parameter(torch.empty(arch.experts, arch.expert_ffn)) if arch.gated else None
+            self.up_bias = nn.Parameter(torch.empty(arch.experts, arch.expert_ffn))
+            self.down_bias = nn.Parameter(torch.empty(arch.experts, arch.hidden))
         self.drops = arch.capacity > 0 or arch.router == "gshard"  # there may be rows past the last expert's
         self.activate = ACTIVATIONS[arch.mlp]  # transforms may put other functions here
+        if arch.mlp == "swiglu_clamped":
+            self.gated = clamped_swiglu
         self.multiply: Multiply = grouped_matmul  # where rows are grouped
+        self.place: Callable[[Tensor], Tensor] = _whole  # of a bias of the output, of which a rank may hold a part
         self.compute: Compute = one_by_one
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
@@ -161,13 +203,15 @@ def one_by_one(experts: Experts, x: Tensor, counts: Tensor) -> Tensor:
     """Each expert on its segment of the rows, whose sizes the host asks for."""
     sizes = counts.tolist()
     *segments, rest = x.split([*sizes, len(x) - sum(sizes)])
+    down_bias = None if experts.down_bias is None else experts.place(experts.down_bias)
     # Unbound once: the gradient is one stack, where indexing would add up a whole stack per expert.
-    gates = [None] * len(sizes) if experts.gate is None else experts.gate.unbind()
+    stacks = (experts.gate, experts.up, experts.down, experts.gate_bias, experts.up_bias, down_bias)
+    each = [[None] * len(sizes) if stack is None else stack.unbind() for stack in stacks]
     results: list[Tensor] = []
-    for rows, gate, up, down in zip(segments, gates, experts.up.unbind(), experts.down.unbind(), strict=True):
-        inner = F.linear(rows, up)
-        inner = experts.activate(inner) if gate is None else experts.gated(F.linear(rows, gate), inner)
-        results.append(F.linear(inner, down))
+    for rows, gate, up, down, gate_bias, up_bias, out_bias in zip(segments, *each, strict=True):
+        inner = F.linear(rows, up, up_bias)
+        inner = experts.activate(inner) if gate is None else experts.gated(F.linear(rows, gate, gate_bias), inner)
+        results.append(F.linear(inner, down, out_bias))
     return torch.cat([*results, torch.zeros_like(rest)])
 
 
@@ -175,15 +219,31 @@ def grouped(experts: Experts, x: Tensor, counts: Tensor) -> Tensor:
     """All experts by grouped matmuls (MegaBlocks, Gale 2022); the host does not learn how many rows each has."""
     ends = counts.to(x.device, non_blocking=True).cumsum(0, dtype=torch.int32)
     y = experts.multiply(_inner(experts, x, x, ends), experts.down, ends)
+    if experts.down_bias is not None:
+        y = y + row_biases(experts.place(experts.down_bias), ends, len(y))
     return torch.where(torch.arange(len(y), device=y.device)[:, None] < ends[-1], y, 0) if experts.drops else y
 
 
 def _inner(experts: Experts, x: Tensor, twin: Tensor, ends: Tensor) -> Tensor:
     """What is between the first matmuls and the last; `twin` is x, for the second of the first."""
-    up = experts.multiply(x, experts.up, ends)
+    up = _biased(experts.multiply(x, experts.up, ends), experts.up_bias, ends)
     if experts.gate is None:
         return experts.activate(up)
-    return experts.gated(experts.multiply(twin, experts.gate, ends), up)
+    return experts.gated(_biased(experts.multiply(twin, experts.gate, ends), experts.gate_bias, ends), up)
+
+
+def _biased(y: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
+    return y if bias is None else y + row_biases(bias, ends, len(y))
+
+
+def row_biases(bias: Tensor, ends: Tensor, rows: int) -> Tensor:
+    """Of a bias of every expert, that of each row's; rows past the last are given the last expert's."""
+    expert = torch.searchsorted(ends, torch.arange(rows, dtype=ends.dtype, device=ends.device), right=True)
+    return bias[expert.clamp(max=len(bias) - 1)]
+
+
+def _whole(bias: Tensor) -> Tensor:
+    return bias
 
 
 class Later:
@@ -213,11 +273,17 @@ class MoELayer(nn.Module):
     def __init__(self, arch: Arch, layer: int) -> None:
         super().__init__()
         self.arch = arch
-        self.router = nn.Linear(arch.hidden, arch.experts, bias=False)
+        self.router = nn.Linear(arch.hidden, arch.experts, bias=arch.moe_bias)
         self.noise = nn.Linear(arch.hidden, arch.experts, bias=False) if arch.router == "noisy_topk" else None
         self.experts = Experts(arch)
         self.shared = Mlp(arch, arch.shared_experts * arch.expert_ffn) if arch.shared_experts else None
 
+        # Learned by their load, and not by gradients: `update_load_bias` moves it, once a step.
+        self.load_bias: Tensor | None
+        self.asked: Tensor | None
+        learns = arch.router_load_bias
+        self.register_buffer("load_bias", torch.zeros(arch.experts) if learns else None)
+        self.register_buffer("asked", torch.zeros(arch.experts, dtype=torch.int64) if learns else None, False)
         self.begin(0, f"blocks.{layer}.mlp", torch.device("cpu"))
         self.route: Route = ROUTERS[arch.router]  # transforms may replace these five
         self.mix: Mix = mix
@@ -233,11 +299,23 @@ class MoELayer(nn.Module):
         """Take the draws of a seed and a module's name, for rows on a device."""
         # A tensor, so that the compiled code of one block serves all of them.
         self.key = torch.tensor(signed(key(seed, f"{name}.draws")), device=device)
+        if self.asked is not None and not self.asked.is_meta:
+            self.asked.zero_()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "MoELayer":
+        """As of every module, but for the load bias: its steps would be lost in low precision."""
+        super()._apply(fn, recurse)
+        if self.load_bias is not None:
+            self.load_bias = self.load_bias.to(accum_dtype(self.load_bias))
+        return self
 
     def forward(self, x: Tensor, index: Tensor | None = None) -> Tensor:
         """x (b, s, hidden); index (b, s) keys what the router draws, None (or evaluation) draws nothing."""
         index = index if self.training else None
-        routing = self.route(self._logits(x, index), self.arch, self._draw(index))
+        routing = self.route(self._logits(x, index), self.arch, self._draw(index), self.load_bias)
+        if self.training and self.asked is not None:
+            # Twice where a block is recomputed: only which experts have more than the mean is asked.
+            self.asked += routing.asked
         if self.training:
             self.statistics = torch.cat([routing.balance.mean()[None], routing.load]).detach()
         y = self.mix(self, x, routing)
@@ -250,11 +328,22 @@ class MoELayer(nn.Module):
     def _logits(self, x: Tensor, index: Tensor | None) -> Tensor:
         # In low precision logits collide and tokens flip between experts, so the router is fp32 (Fedus 2021, §2.4).
         x = x.to(accum_dtype(x))
-        logits = F.linear(x, self.router.weight.to(x.dtype))
+        bias = None if self.router.bias is None else self.router.bias.to(x.dtype)
+        logits = F.linear(x, self.router.weight.to(x.dtype), bias)
         if self.noise is None or index is None:
             return logits
         elements = index[..., None] * self.arch.experts + torch.arange(self.arch.experts, device=x.device)
         return logits + normal(self.key, elements) * F.softplus(F.linear(x, self.noise.weight.to(x.dtype)))
+
+    @torch.no_grad()
+    def update_load_bias(self, asked: Tensor, applies: Tensor) -> None:
+        """Raise the bias of experts that fewer tokens asked for than the mean, lower that of others (Wang 2024).
+
+        asked (experts,) int64 of the whole step; `applies` is 0 where the step is skipped, and else 1.
+        """
+        assert self.load_bias is not None, "asked of layers that have one"
+        step = (asked.sum() - asked * len(asked)).sign().to(self.load_bias.dtype)
+        self.load_bias += self.arch.router_load_rate * step * applies.to(self.load_bias.dtype)
 
     def _draw(self, index: Tensor | None) -> Tensor | None:
         return uniform(self.key, index) if self.arch.router == "gshard" and index is not None else None
@@ -282,6 +371,8 @@ def mix_grouped(layer: MoELayer, x: Tensor, routing: Routing) -> Tensor:
     weights = row_gates(routing.gates.flatten(0, 1), order)
     inner = _inner(experts, *dispatch_twice(x.flatten(0, 1), order), ends)
     rows = experts.multiply((inner * weights[:, None]).to(x.dtype), experts.down, ends)
+    if experts.down_bias is not None:
+        rows = rows + (row_biases(experts.down_bias, ends, len(rows)) * weights[:, None]).to(x.dtype)
     y = sum_to_tokens(rows, order).view_as(x)
     return y if layer.shared is None else y + layer.shared(x)
 

@@ -99,6 +99,8 @@ class WeightShard:
 class WholeTensorRule(ABC):
     """One optimizer's arithmetic on tensors of which a rank may have a part: what needs all of one is reduced."""
 
+    writes_always = False  # weights too where the gradient is not finite, of which it takes care itself
+
     def __init__(self, optim: Optim) -> None:
         self.optim = optim
 
@@ -170,6 +172,10 @@ class Optimizer(ABC):
     @abstractmethod
     def held(self) -> dict[int, dict[str, Tensor]]:
         """The state of every weight, by its id and by kind: what a checkpoint saves from and restores into."""
+
+    def region(self, weight: Tensor) -> tuple[tuple[int, int], ...] | None:
+        """The part of a weight whose master copy and states this rank has; None: the part that is its own anyway."""
+        return None
 
     def saved_parts(self, weight: Tensor, kind: str, tensor: Tensor) -> Iterable[SavedPart]:
         """The parts of a tensor of `held` that is not shaped as its weight; none of one that is."""

@@ -17,6 +17,7 @@ from meshwright.config.run import Optim, Run
 from meshwright.kernels.adamw import RoundingDraws
 from meshwright.models.init import GOLDEN, hashed, key, logical_shift, mixed, signed, uniform
 from meshwright.models.layers import accum_dtype
+from meshwright.models.lora import trained
 from meshwright.optim.interface import Arithmetic, Tensors, Update, UpdateRule, UpdateTerms
 from meshwright.parallel import precision
 from meshwright.parallel.mesh import local, region_of
@@ -56,7 +57,7 @@ def state_dtype(optim: Optim, wide: Tensor) -> torch.dtype:
 def attach(chunks: Iterable[nn.Module], run: Run) -> None:
     """Give every weight what rounding needs: the keys of its draws and of its states', or memory for the low bits."""
     for chunk in chunks:
-        for name, weight in chunk.named_parameters():
+        for name, weight in trained(chunk):
             if run.optim.state_dtype == "bf16":
                 weight.state_draws = key(run.seed, f"{name}.states")  # pyright: ignore[reportAttributeAccessIssue]
             if run.optim.master_weights == "none":

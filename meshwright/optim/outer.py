@@ -20,14 +20,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.config.run import Optim, Run
+from meshwright.models.lora import trained
 from meshwright.optim.clip import LossScale
 from meshwright.optim.interface import Optimizer, learning_rate
 from meshwright.optim.master_weights import given
 from meshwright.optim.outer_quant import Codes
-from meshwright.parallel.deterministic import bit_sum
+from meshwright.parallel.deterministic import bit_sum, odd_ones
 from meshwright.parallel.mesh import Mesh, join, local
 from meshwright.runtime.failure import Exit, Failure, FailureError
-from meshwright.spec.outer import ANCHOR, MOMENTUM, TALLY, calendar, fragment_of, outer_states
+from meshwright.spec.onebit import calendar_of
+from meshwright.spec.outer import ANCHOR, MOMENTUM, TALLY, fragment_of, outer_states
 from meshwright.spec.params import params
 
 HALF = 2**32  # checksums travel in two numbers that a double holds exactly
@@ -81,17 +83,24 @@ class Bucket:
 class Meeting:
     """What all replicas told each other."""
 
-    votes: Tensor  # the sum of what ranks ask for
+    votes: Tensor | None  # the sum of what ranks ask for; None: it is not heard in this step
     loss: Tensor  # the mean over all tokens since the meeting before
+    at_once: bool = False  # what they ask for must be heard in this step, and not in the next
+    norm: Tensor | None = None  # of the gradient of all, where this rank did not know it before
+    said: int | None = None  # the step in which they asked; None: this one
 
 
 class NoOuterLoop:
     """Gradients are summed over all replicas in every step."""
 
     def __init__(self, run: Run) -> None:
-        self.calendar = calendar(run.plan, run.optim.sync_warmup, run.steps)
+        self.calendar = calendar_of(run.plan, run.optim, run.steps)
+        self.staleness: int | None = None  # of the weights of this step, where a parameter server has them
 
     def begin(self, step: int) -> None:
+        return None
+
+    def pull(self, step: int) -> None:
         return None
 
     def resume(self, step: int, has_states: bool) -> None:
@@ -251,7 +260,7 @@ def _buckets(run: Run, chunks: Sequence[nn.Module], optimizer: Optimizer) -> Ite
     kinds, held = outer_states(run.plan), optimizer.held()
     for chunk in chunks:
         groups: dict[tuple[int, bool], list[nn.Parameter]] = {}
-        for name, weight in chunk.named_parameters():
+        for name, weight in trained(chunk):
             key = table[name].layer, table[name].expert and run.plan.ep > 1
             groups.setdefault(key, []).append(weight)
         for (layer, _), weights in groups.items():
@@ -279,9 +288,7 @@ def _compare(sums: list[list[float]], group: dist.ProcessGroup, step: int, since
     """Replicas left their last meeting with the same weights: raise when their checksums say otherwise."""
     if all(each == sums[0] for each in sums):
         return
-    counts = [sums.count(each) for each in sums]
-    odd = [number for number, count in enumerate(counts) if count * 2 <= len(sums)]
-    ranks = dist.get_process_group_ranks(group)
+    odd, ranks = odd_ones(sums), dist.get_process_group_ranks(group)
     who = ", ".join(str(ranks[number]) for number in odd)
     raise FailureError(
         Failure(
@@ -293,7 +300,7 @@ def _compare(sums: list[list[float]], group: dist.ProcessGroup, step: int, since
             cause="a bit changed in memory, in arithmetic or on the network: suspect the devices of those ranks",
             remedy="take the device out, and run the same command again; checkpoints in doubt are set aside",
             good_until=max(since - 1, 0),
-            rank=ranks[odd[0]] if odd else None,
+            rank=ranks[odd[0]],
             step=step,
         )
     )

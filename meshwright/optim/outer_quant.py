@@ -8,15 +8,14 @@ sum is ever made of codes, and all replicas compute the same mean.
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.parallel.block_codes import as_bytes, as_codes, codes_of
 from meshwright.parallel.mesh import join
 from meshwright.spec.outer import BITS, block_length
 from meshwright.spec.plan import Plan
 
 Tensors = list[Tensor]
-NIBBLE = 4  # bits
 
 
 class Codes:
@@ -24,7 +23,6 @@ class Codes:
 
     def __init__(self, plan: Plan, weights: list[nn.Parameter]) -> None:
         self.bits = BITS.get(plan.outer_quant, 0)
-        self.most = 2 ** (self.bits - 1) - 1 if self.bits else 0
         self.blocks = [block_length(weight.shape[-1]) if weight.ndim > 1 else 0 for weight in weights]  # 0: as it is
 
     def mean(self, deltas: Tensors, group: dist.ProcessGroup) -> Tensors:
@@ -43,12 +41,10 @@ class Codes:
             if not block:
                 plain.append(delta.reshape(-1).view(torch.uint8))
                 continue
-            rows = delta.reshape(-1, block)
-            scale = (rows.abs().amax(1) / self.most).float()
-            divisor = torch.where(scale > 0, scale, 1.0).to(rows.dtype)[:, None]
-            codes.append((rows / divisor).round().clamp(-self.most, self.most).to(torch.int8).reshape(-1))
+            code, scale = codes_of(delta.reshape(-1, block), self.bits)
+            codes.append(code.reshape(-1))
             scales.append(scale.view(torch.uint8))
-        return torch.cat([*plain, *scales, *([self._packed(torch.cat(codes))] if codes else [])])
+        return torch.cat([*plain, *scales, *([as_bytes(torch.cat(codes), self.bits)] if codes else [])])
 
     def decode(self, received: Tensor, like: Tensors) -> Tensors:
         """The deltas that bytes stand for, in the shapes and the precision of others."""
@@ -56,7 +52,7 @@ class Codes:
         sizes = [tensor.nbytes for tensor, block in zip(like, self.blocks, strict=True) if not block]
         sizes += [tensor.numel() // block * 4 for tensor, block in matrices]
         parts = list(received.split([*sizes, received.numel() - sum(sizes)]))
-        whole = self._unpacked(parts.pop(), sum(tensor.numel() for tensor, _ in matrices))
+        whole = as_codes(parts.pop(), self.bits, sum(tensor.numel() for tensor, _ in matrices))
         codes = iter(whole.split([tensor.numel() for tensor, _ in matrices]))
         scales = iter(parts[len(like) - len(matrices) :])
         vectors = iter(parts[: len(like) - len(matrices)])
@@ -68,16 +64,3 @@ class Codes:
             else:
                 found.append(next(vectors).clone().view(tensor.dtype).view(tensor.shape))
         return found
-
-    def _packed(self, codes: Tensor) -> Tensor:
-        """Codes as bytes: two of four bits in one, the last alone where they are odd."""
-        if self.bits > NIBBLE:
-            return codes.view(torch.uint8)
-        even = (F.pad(codes, (0, codes.numel() % 2)) + 8).to(torch.uint8)  # 1 to 15
-        return even[0::2] + even[1::2] * 16
-
-    def _unpacked(self, codes: Tensor, count: int) -> Tensor:
-        if self.bits > NIBBLE:
-            return codes.view(torch.int8)
-        pairs = torch.stack([codes % 16, codes // 16], dim=1).to(torch.int8) - 8
-        return pairs.view(-1)[:count]

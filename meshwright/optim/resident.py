@@ -35,19 +35,25 @@ from meshwright.optim.lamb import LambRule
 from meshwright.optim.lion import LionRule
 from meshwright.optim.master_weights import beside, given, rounded, state_dtype
 from meshwright.optim.muon import MuonUpdate
+from meshwright.optim.onebit import CompressingRule
+from meshwright.optim.onebit_adam import OneBitAdamRule
+from meshwright.optim.onebit_lamb import OneBitLambRule
 from meshwright.optim.quantized import empty_states, quantized_parts, saved_parts, update_quantized
 from meshwright.optim.sgd import SGDRule
 from meshwright.optim.sm3 import SM3Rule
+from meshwright.optim.zero_one_adam import ZeroOneAdamRule
 from meshwright.parallel import precision
 from meshwright.parallel.mesh import Mesh, cuts, local
 from meshwright.parallel.model_spec import note
+from meshwright.spec.onebit import SERVER_ERROR, chunk_length
 from meshwright.spec.optimizers import BESIDE, OPTIMIZERS
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import mistake
 
 RULES: dict[str, Callable[[Optim], UpdateRule]] = {"adamw": AdamWRule, "sgd": SGDRule, "lion": LionRule}
 WHOLE_RULES: dict[str, Callable[[Optim], WholeTensorRule]] = {
-    "adafactor": AdafactorRule, "sm3": SM3Rule, "lamb": LambRule,
+    "adafactor": AdafactorRule, "sm3": SM3Rule, "lamb": LambRule, "onebit_adam": OneBitAdamRule,
+    "zero_one_adam": ZeroOneAdamRule, "onebit_lamb": OneBitLambRule,
 }  # fmt: skip
 # Those that gather whole matrices, and write weights themselves.
 MATRIX_UPDATES: dict[str, Callable[..., Update]] = {"muon": MuonUpdate}
@@ -79,6 +85,7 @@ class ResidentOptimizer(Optimizer):
         """
         super().__init__(optim)
         self.mesh = mesh
+        self.compressing: CompressingRule | None = None  # of replicas that exchange momenta in one bit
         self.weights = list(weights)
         self.names = list(names or [""] * len(self.weights))
         self.wide = [precision.master(weight) for weight in self.weights]
@@ -98,12 +105,18 @@ class ResidentOptimizer(Optimizer):
         wide, states = self.wide[i], self.spec.states_of(name, dims)
         if i in self.quantized:
             return empty_states([state.name for state in states], wide, self.quantized[i])
-        return {state.name: _zeros(state.shape_beside(tuple(wide.shape)), wide, self.optim) for state in states}
+        found = {state.name: _zeros(state.shape_beside(tuple(wide.shape)), wide, self.optim) for state in states}
+        if self.spec.compresses:
+            length = chunk_length(wide.numel(), self.mesh.apart if self.mesh is not None else 1)
+            found[SERVER_ERROR] = _zeros((length,), wide, self.optim)
+        return found
 
     def _choose(self, plan: Plan, name: str) -> Update:
         """The update of the weights of one optimizer."""
         if name in WHOLE_RULES:
-            return self._whole(WHOLE_RULES[name](self.optim))
+            rule = WHOLE_RULES[name](self.optim)
+            self.compressing = rule if isinstance(rule, CompressingRule) else None
+            return self._whole(rule)
         if name in MATRIX_UPDATES:
             return MATRIX_UPDATES[name](self, plan, alone=plan.deterministic)
         rule = rule_of(self.optim, name)
@@ -198,7 +211,7 @@ class ResidentOptimizer(Optimizer):
         parts = [cuts(weight) for weight in self.weights]
 
         def shard(i: int, terms: UpdateTerms) -> WeightShard:
-            weight, wide, finite = self.weights[i], self.wide[i], terms.finite > 0
+            weight, wide, finite = self.weights[i], self.wide[i], (terms.finite > 0) | rule.writes_always
 
             def gradient() -> Tensor:
                 return local(given(weight)).to(accum_dtype(wide)) * terms.factor.to(accum_dtype(wide))

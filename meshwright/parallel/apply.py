@@ -11,10 +11,12 @@ from meshwright.parallel import (
     expert,
     fsdp,
     fused_kernels,
+    grad_reduce,
     pipeline,
     precision,
     recompute,
     tensor,
+    zeropp,
 )
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.model_spec import ModelSpec
@@ -40,4 +42,6 @@ def apply(model: nn.Module, plan: Plan, mesh: Mesh, model_spec: ModelSpec) -> li
     for transform in how:
         chunks = [transform(chunk, plan, mesh, model_spec) for chunk in chunks]
     chunks = [fsdp.wrap(chunk, plan, mesh, model_spec) for chunk in chunks]  # last: it must see the final parameters
+    for transform in (zeropp.wrap, grad_reduce.wrap):  # what it sends, rounded on the way
+        chunks = [transform(chunk, plan, mesh) for chunk in chunks]
     return fsdp.find_unused(chunks, names, plan, mesh, model_spec)

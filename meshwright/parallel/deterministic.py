@@ -5,6 +5,7 @@ neighbours, so each rank sums a subtree of its own, then ranks that shard the we
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -70,6 +71,15 @@ def fold(x: Tensor) -> Tensor:
 def bit_sum(tensor: Tensor) -> Tensor:
     """A sum that any single changed bit changes: of the elements' bits, as whole numbers that may wrap."""
     return tensor.contiguous().view(WORDS[tensor.element_size()]).sum(dtype=torch.int64)
+
+
+def odd_ones(rows: Sequence[Sequence[float]]) -> list[int]:
+    """Which of several equal rows are not: those outside the majority; all of them where there is none."""
+    votes = Counter(tuple(row) for row in rows)
+    (usual, most), *_ = votes.most_common()
+    if most * 2 <= len(rows):
+        return list(range(len(rows)))
+    return [number for number, row in enumerate(rows) if tuple(row) != usual]
 
 
 def scattered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -166,7 +176,7 @@ def pin(plan: Plan, device: torch.device) -> None:
 
 def measured(chunks: Sequence[nn.Module], loss_sum: Tensor, mesh: Mesh, asked: float) -> tuple[Tensor, Tensor, Tensor]:
     """The job's sum of losses, the gradient's square norm, both the same bits under every plan, and stop requests."""
-    weights = [weight for chunk in chunks for weight in chunk.parameters()]
+    weights = [weight for chunk in chunks for weight in chunk.parameters() if weight.requires_grad]
     loss, stops = over_world(torch.stack([loss_sum.double(), flag(asked, mesh)]), mesh).unbind()
     return loss, square_norm(weights), stops
 
@@ -205,7 +215,7 @@ def described(plan: Plan, chunks: Sequence[nn.Module]) -> list[str]:
     if not plan.deterministic:
         return []
     buffers = plan.grad_accum.bit_length() - 1
-    weights = [weight for chunk in chunks for weight in chunk.parameters()]
+    weights = [weight for chunk in chunks for weight in chunk.parameters() if weight.requires_grad]
     size = sum(weight.numel() * weight.element_size() for weight in weights)
     return [
         f"deterministic: gradients summed in a fixed tree over {plan.grad_accum * plan.data} global microbatches of "

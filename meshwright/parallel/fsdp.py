@@ -37,11 +37,10 @@ def wrap(model: nn.Module, plan: Plan, mesh: Mesh, model_spec: ModelSpec) -> nn.
     reshard = plan.zero == 3 and plan.pp == 1  # weights are freed after the forward and gathered again
     # Pinned, so that a GPU can read the host's memory itself.
     offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if plan.cpu_offload else OffloadPolicy()
-    # Without replicas one axis only, so that no all-reduce over one rank is issued.
-    grids = [mesh.dense, mesh.expert]
+    # Without replicas one axis only, so that no all-reduce over one rank is issued; or a hook sums over them.
+    grids, hooked = [mesh.dense, mesh.expert], plan.deterministic or plan.reduces_lossily
     dense, expert = (
-        grid["shard"] if plan.deterministic or grid["replicate"].size() == 1 else grid["replicate", "shard"]
-        for grid in grids
+        grid["shard"] if hooked or grid["replicate"].size() == 1 else grid["replicate", "shard"] for grid in grids
     )
     for module, grid in [*_sharers(model_spec.blocks(model), plan, dense, expert), (model, dense)]:
         fully_shard(

@@ -11,14 +11,23 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask
 
 from meshwright.kernels import attention, cross_entropy
-from meshwright.kernels.attention import apply_rope
+from meshwright.kernels.attention import PLAIN, Scoring, apply_rope
 from meshwright.kernels.dispatch import Kernels, settle
 from meshwright.kernels.experts import combine_rows, dispatch_rows, grouped_matmul, takes_grouped
 from meshwright.kernels.experts_fp8 import grouped_matmul_fp8, takes_fp8
 from meshwright.kernels.gated import Activation, activate, gated
 from meshwright.kernels.norm import layer_norm_sum, rms_norm_sum
 from meshwright.models.decoder import Decoder
-from meshwright.models.layers import Attend, Attention, Block, Mlp, apply_rope_qk, causal_attention, weighted_loss
+from meshwright.models.layers import (
+    Attend,
+    Attention,
+    Block,
+    Mlp,
+    OffsetRMSNorm,
+    apply_rope_qk,
+    causal_attention,
+    weighted_loss,
+)
 from meshwright.models.moe import Experts, MoELayer, grouped, mix_grouped
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.model_spec import ModelSpec
@@ -34,7 +43,10 @@ FASTEST = (
     SDPBackend.MATH,
 )
 # The kernels' names of the activations.
-NAMES: dict[str, Activation] = {"swiglu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
+NAMES: dict[str, Activation] = {
+    **{"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"},
+    **{"gelu": "gelu", "gelu_tanh": "gelu_tanh"},
+}
 
 
 def wrap(model: nn.Module, plan: Plan, mesh: Mesh, model_spec: ModelSpec) -> nn.Module:
@@ -45,18 +57,19 @@ def wrap(model: nn.Module, plan: Plan, mesh: Mesh, model_spec: ModelSpec) -> nn.
     choice = settle(plan.kernels, mesh.device, compute_dtype(plan))
     if not isinstance(model, Decoder) or plan.kernels == "plain":
         return model
-    if plan.pp == 1 and plan.tp > 1:  # a pipeline's last stage hands all its logits over
+    chunked = plan.pp == 1 and model.arch.logit_softcap == 0  # a pipeline's last stage hands all its logits over
+    if chunked and plan.tp > 1:
         model.loss = partial(vocab_parallel_loss, kernels=choice.kind)
     if choice.kind == "plain" or mesh.device.type != "cuda":
         return model
-    if plan.pp == 1 and plan.tp == 1:
+    if chunked and plan.tp == 1:
         model.loss = cross_entropy.weighted_loss
     for module in model.modules():
         if isinstance(module, Attention) and _whole_attention(module.attend) is causal_attention:
             bound = isinstance(module.attend, partial)
             module.attend = partial(cast(Any, module.attend), attend=fastest_attention) if bound else fastest_attention
     if plan.attends_whole and attention.takes_documents(model.arch.head_dim, compute_dtype(plan)):
-        model.build_mask = attention.build_mask
+        model.build_mask = partial(_block_mask, by_blocks=not model.arch.scores_plainly, ranks=plan.cp)
     group_experts(model, plan, mesh)
     if not plan.compile and plan.tp == 1:  # the compiler fuses by itself; under tp the residual is sharded
         fuse_blocks(model)
@@ -80,25 +93,28 @@ def group_experts(model: Decoder, plan: Plan, mesh: Mesh) -> None:
 
 def fuse_blocks(model: Decoder, kernels: Kernels = "auto") -> None:
     """Give every block the fused kernels of RoPE, its gate, and its residual sum with the norm."""
-    name = NAMES[model.arch.mlp]
+    name = NAMES.get(model.arch.mlp)
     for module in model.modules():
         if isinstance(module, Attention) and module.rope is apply_rope_qk:
             module.rope = partial(apply_rope, kernels=kernels)
-        elif isinstance(module, (Mlp, Experts)):
+        elif isinstance(module, (Mlp, Experts)) and name is not None:
             module.activate = partial(activate, activation=name, kernels=kernels)
             module.gated = partial(gated, activation=name, kernels=kernels)
         elif isinstance(module, MoELayer):
             module.dispatch = partial(dispatch_rows, kernels=kernels)
             module.combine = partial(combine_rows, kernels=kernels)
-        elif isinstance(module, Block) and not module.post_norm:
+        elif isinstance(module, Block) and module.norms_sum and module.mlp_norm is not None:
             module.add_and_norm = partial(_add_and_norm, module.mlp_norm, kernels)
 
 
 def _add_and_norm(norm: nn.Module, kernels: Kernels, y: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     if isinstance(norm, nn.RMSNorm):
         assert norm.eps is not None, "our norms have an eps"
-        return rms_norm_sum(y, x, norm.weight, norm.eps, kernels)
+        weight = 1 + norm.weight if isinstance(norm, OffsetRMSNorm) else norm.weight
+        return rms_norm_sum(y, x, weight, norm.eps, kernels)
     assert isinstance(norm, nn.LayerNorm), f"unknown norm: {type(norm).__name__}"
+    if norm.bias is None:
+        return norm(x + y), x + y
     return layer_norm_sum(y, x, norm.weight, norm.bias, norm.eps, kernels)
 
 
@@ -129,14 +145,26 @@ def _whole_attention(attend: Attend) -> Attend:
 
 def has_loss(model: nn.Module) -> bool:
     """Whether a model computes its loss without all its logits."""
-    return isinstance(model, Decoder) and model.loss is not weighted_loss
+    if not isinstance(model, Decoder):
+        return False
+    loss = model.loss.func if isinstance(model.loss, partial) else model.loss
+    return loss is not weighted_loss
 
 
-def fastest_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor | None) -> Tensor:
+def _block_mask(documents: Tensor | None, window: int, positions: Tensor, by_blocks: bool, ranks: int) -> Any:
+    """The mask of a layer's attention by blocks; None where all earlier positions are seen and scores are plain."""
+    if documents is None and not window and not by_blocks:
+        return None
+    one = torch.zeros_like(positions).repeat(1, ranks) if documents is None else documents  # of the whole sequence
+    return attention.build_mask(one, window)
+
+
+def fastest_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor | None, how: Scoring = PLAIN) -> Tensor:
     """Causal attention by the fastest kernel that takes the shape; within documents, by the block mask."""
     if isinstance(mask, BlockMask):
-        return attention.document_attention(q, k, v, mask)
-    if mask is not None:
-        return causal_attention(q, k, v, mask)
+        return attention.document_attention(q, k, v, mask, how)
+    if mask is not None or how.window or not how.is_plain:
+        return causal_attention(q, k, v, mask, how)
+    grouped = q.shape[1] != k.shape[1]
     with sdpa_kernel(list(FASTEST), set_priority=True):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=how.scale, enable_gqa=grouped)

@@ -39,6 +39,8 @@ class Mesh:
     place: dict[str, int]  # this rank's coordinate on each axis of the plan
     parts: int = 1  # replicas that sync rarely, each of which makes updates of its own
     part: int = 0  # the one that this rank is in
+    # Replicas whose gradients no backward adds up: the optimizer brings them together. They are along outer too.
+    apart: int = 1
     peers: dist.ProcessGroup | None = None  # its ranks; None: all
     groups: Groups = field(default_factory=dict)  # those that were made
 
@@ -53,23 +55,37 @@ class Mesh:
             ranks = ranks.movedim(-2, 0)  # those of ep hold other experts
         return _group("shard_tp", ranks.flatten(-2).flatten(0, -2).tolist(), self.groups)
 
+    def secondary(self, ranks: int) -> DeviceMesh:
+        """So many neighbours of this rank that share the weights, and those that have the same part in other such."""
+        rows = self.dense.mesh.movedim(DENSE.index("shard"), -1).reshape(-1, self.dense.size(DENSE.index("shard")))
+        cut = rows.unflatten(1, (-1, ranks))  # by line of shards, by neighbourhood, by neighbour
+        groups = (
+            _group("secondary_copies", cut.mT.flatten(0, 1).tolist(), self.groups),
+            _group("secondary", cut.flatten(0, 1).tolist(), self.groups),
+        )
+        mine = next(line for line in cut if (line == self.rank).any())
+        return DeviceMesh.from_group(
+            list(groups), self.device.type, mine, mesh_dim_names=("secondary_copies", "secondary")
+        )
+
 
 KEPT: dict[tuple[int, ...], Mesh] = {}  # by the shape of a plan; of this process, whose ranks meet once
 
 
-def make(plan: Plan, device: torch.device) -> Mesh:
-    """The device meshes of a plan, over an initialised process group."""
+def make(plan: Plan, device: torch.device, apart: bool = False) -> Mesh:
+    """The device meshes of a plan, over an initialised process group; `apart`: gradients stay each replica's own."""
     world, rank = dist.get_world_size(), dist.get_rank()
     assert world == plan.world, f"{world} ranks started for a plan of {plan.world}"
-    expert = (plan.copies, plan.shards // plan.ep) if plan.zero else (plan.copies // plan.ep, 1)
+    outer, copies = (plan.replicate, plan.copies // plan.replicate) if apart else (plan.parts, plan.copies)
+    expert = (copies, plan.shards // plan.ep) if plan.zero else (copies // plan.ep, 1)
     groups: Groups = {}
     fine = _device_mesh(device, AXES, tuple(getattr(plan, axis) for axis in AXES), groups)
     coordinate = fine.get_coordinate()
     assert coordinate is not None, "every rank is in the mesh"
     place: dict[str, int] = dict(zip(AXES, coordinate, strict=True))
     return Mesh(
-        dense=_device_mesh(device, DENSE, (plan.pp, plan.parts, plan.copies, plan.shards, plan.tp), groups),
-        expert=_device_mesh(device, EXPERT, (plan.pp, plan.parts, *expert, plan.ep, plan.tp), groups),
+        dense=_device_mesh(device, DENSE, (plan.pp, outer, copies, plan.shards, plan.tp), groups),
+        expert=_device_mesh(device, EXPERT, (plan.pp, outer, *expert, plan.ep, plan.tp), groups),
         fine=fine,
         device=device,
         rank=rank,
@@ -77,7 +93,8 @@ def make(plan: Plan, device: torch.device) -> Mesh:
         data_rank=place["replicate"] * plan.shard + place["shard"],
         place=place,
         parts=plan.parts,
-        part=place["replicate"] if plan.parts > 1 else 0,
+        part=place["replicate"] if outer > 1 else 0,
+        apart=plan.replicate if apart else 1,
         peers=_peers(plan, fine, groups),
         groups=groups,
     )
@@ -90,11 +107,11 @@ def _peers(plan: Plan, fine: DeviceMesh, groups: Groups) -> dist.ProcessGroup | 
     return _group("peers", fine.mesh.movedim(AXES.index("replicate"), 0).reshape(plan.parts, -1).tolist(), groups)
 
 
-def kept(plan: Plan, device: torch.device) -> Mesh:
+def kept(plan: Plan, device: torch.device, apart: bool = False) -> Mesh:
     """The device meshes of a plan, made once for all of its shape: a group of Gloo's polls for as long as it lives."""
-    shape = (*(getattr(plan, axis) for axis in AXES), plan.ep, plan.zero > 0, plan.parts)
+    shape = (*(getattr(plan, axis) for axis in AXES), plan.ep, plan.zero > 0, plan.parts, apart)
     if shape not in KEPT:
-        KEPT[shape] = make(plan, device)
+        KEPT[shape] = make(plan, device, apart)
     return KEPT[shape]
 
 
@@ -145,9 +162,12 @@ def copies(weight: Tensor, mesh: Mesh) -> int:
         return mesh.world
     axes = zip(weight.device_mesh.shape, weight.placements, strict=True)
     held_alike = [size for size, placement in axes if isinstance(placement, Replicate)]
-    if "tp" not in (weight.device_mesh.mesh_dim_names or ()):  # a split table left it whole on each of those ranks
+    names = weight.device_mesh.mesh_dim_names or ()
+    if "tp" not in names:  # a split table left it whole on each of those ranks
         held_alike.append(mesh.dense.size(DENSE.index("tp")))
-    return math.prod(held_alike)
+    if "replicate" not in names:  # gradients are summed over replicas by a hook, or there are none
+        held_alike.append((mesh.expert if "ep" in names else mesh.dense).size(DENSE.index("replicate")))
+    return math.prod(held_alike) * mesh.apart
 
 
 CUT_AXES = ("shard", "expert_shard", "ep", "tp")  # over which a weight may be cut, in the order of reductions

@@ -5,15 +5,16 @@ Copies, shards and precision need none of it. Whoever brings a model of their ow
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import accumulate
 from typing import Any, cast
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -24,11 +25,15 @@ from torch.distributed.tensor.parallel import (
 
 from meshwright.models.decoder import Decoder
 from meshwright.models.dropout import Dropout
+from meshwright.models.lora import DoraLinear, FrozenLinear, LoraLinear
 from meshwright.models.moe import MoELayer
+from meshwright.parallel.local_parts import LocalPart, SharedHeads, SplitNorm, hold, read_partial, reading_locally
 from meshwright.spec.arch import Arch
-from meshwright.spec.params import Split, params
+from meshwright.spec.coded import BLOCK, SCALES
+from meshwright.spec.params import Split, params, shares_heads
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import Problem
+from meshwright.spec.tuning import DOWN, MAGNITUDE, UP
 
 Blocks = Mapping[str, nn.Module]
 SEQUENCE = Shard(1)
@@ -160,7 +165,7 @@ def _decoder_tp_plan(model: nn.Module) -> dict[str, ParallelStyle]:
         name = param.name.removesuffix(".weight")
         in_moe = param.layer >= 0 and decoder.arch.is_mixture(param.layer) and name.split(".")[2] == "mlp"
         if param.name.endswith(".weight") and name in modules and not in_moe:
-            table[name] = _style(name, param.split, decoder.arch)
+            table[name] = _style(name, param.split, decoder.arch, isinstance(modules[name], FrozenLinear))
     if decoder.norm is not None:  # the last one; after norms that follow their sub-layers, an identity
         table["norm"] = TiedNorm() if ends_tied else SequenceParallel()
     table |= {name: SlicedIndex() for name, module in modules.items() if isinstance(module, Dropout)}
@@ -171,19 +176,40 @@ def _decoder_tp_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     return table
 
 
-def _style(name: str, split: Split, arch: Arch) -> ParallelStyle:
+def _style(name: str, split: Split, arch: Arch, adapted: bool) -> ParallelStyle:
     if name == "embed":
         return RowwiseParallel(input_layouts=Replicate(), output_layouts=SEQUENCE)
     if name == "head":
         return ColwiseParallel(input_layouts=SEQUENCE, output_layouts=Shard(-1), use_local_output=False)
     if name == "positions":
         return SlicedTable()
+    if ".attn." in name and (inner := _inside_attention(name, split)) is not None:
+        return inner
+    # What a norm after a sub-layer returns is added to the residual stream, a rank's own part.
+    after = arch.norm_position in ("post", "output") or name.endswith("output_norm")
     return {
-        Split.COLUMN: ColwiseParallel(),
-        Split.ROW: RowwiseParallel(output_layouts=SEQUENCE),
-        # What a norm after a sub-layer returns is added to the next one's output, a rank's own part.
-        Split.NONE: SequenceParallel(use_local_output=arch.norm_position == "post"),
+        Split.COLUMN: AdaptedColwise() if adapted else ColwiseParallel(),
+        Split.ROW: (AdaptedRowwise if adapted else RowwiseParallel)(output_layouts=SEQUENCE),
+        Split.NONE: SequenceParallel(use_local_output=after),
     }[split]
+
+
+def _inside_attention(name: str, split: Split) -> ParallelStyle | None:
+    """The style of what only some families have."""
+    last = name.rpartition(".")[2]
+    if split is Split.NONE:
+        return LocalPart(Replicate())
+    if last in ("q_norm", "k_norm"):
+        return SplitNorm()
+    return LocalPart(Shard(0)) if last in ("q_up", "kv_up") else None
+
+
+def shared_heads(table: Mapping[str, ParallelStyle], model: nn.Module, tp: int) -> dict[str, ParallelStyle]:
+    """A split table where keys and values of fewer heads than ranks are whole on each of them."""
+    found = dict(table)
+    if isinstance(model, Decoder) and shares_heads(model.arch, tp):
+        found |= {name: SharedHeads(model.arch.kv_heads) for name in table if name.endswith((".attn.k", ".attn.v"))}
+    return found
 
 
 def _gathered(arguments: int) -> PrepareModuleInput:
@@ -227,6 +253,63 @@ class TiedNorm(ParallelStyle):
         module = SequenceParallel()._apply(module, device_mesh)
         module.register_forward_hook(lambda module, args, x: x.redistribute(placements=[Replicate()]))
         return module
+
+
+def product_over_tp(linear: FrozenLinear, product: Callable[[Tensor], Tensor], rows_cut: bool, x: Tensor) -> Tensor:
+    """The product of a layer that tp cuts, and of its adapter, by a rank's own tensors.
+
+    Of A and B the one that lies along the cut is cut too, the other is whole. Of columns, each rank has its part of the
+    result; of rows, a part of the sum that the layer's own reduction completes, and only then is a bias added. A weight
+    that is whole has a part of its gradient on each rank.
+    """
+    assert isinstance(x, DTensor)
+    near = x.to_local(grad_placements=None if rows_cut else [Partial()])
+    with reading_locally(linear, read_partial):
+        y = product(near)
+    placement = Partial() if rows_cut else Shard(x.dim() - 1)
+    whole = DTensor.from_local(y, x.device_mesh, [placement], run_check=False)
+    return whole.redistribute(placements=[SEQUENCE]) if rows_cut else whole
+
+
+def sum_over(group: dist.ProcessGroup, squares: Tensor) -> Tensor:
+    """The sum over the ranks of a group, that each hold a part of every row."""
+    dist.all_reduce(squares, group=group)
+    return squares
+
+
+class AdaptedColwise(ColwiseParallel):
+    """A column-parallel linear layer and its adapter, of which B is cut by columns too and A is whole."""
+
+    def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        assert isinstance(module, FrozenLinear)
+        hold_adapted(module, device_mesh, rows_cut=False)
+        module.product = partial(product_over_tp, module, module.product, False)
+
+
+class AdaptedRowwise(RowwiseParallel):
+    """A row-parallel linear layer and its adapter, of which A is cut by rows too and B is whole."""
+
+    def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        assert isinstance(module, FrozenLinear)
+        hold_adapted(module, device_mesh, rows_cut=True)
+        module.product = partial(product_over_tp, module, module.product, True)
+
+
+def hold_adapted(linear: FrozenLinear, device_mesh: DeviceMesh, rows_cut: bool) -> None:
+    """Let a rank hold its part of a layer, of its adapter and of what stands for its weight."""
+    whole = {"bias", UP, MAGNITUDE} if rows_cut else {DOWN}
+    if linear.coded is not None:
+        rank, ranks = device_mesh.get_local_rank(), device_mesh.size()
+        whole |= {SCALES} if rows_cut or linear.coded.held == "nf4" else set()
+        blocks, rows = linear.in_features // BLOCK // ranks, -(-linear.out_features // ranks)
+        places = {"block": rank * blocks} if rows_cut else {"row": rank * rows}
+        linear.coded = replace(linear.coded, **places)
+    for key, weight in list(linear.named_parameters(recurse=False)):
+        hold(linear, key, weight, device_mesh, [Replicate() if key in whole else Shard(int(rows_cut))])
+    if rows_cut and isinstance(linear, LoraLinear):
+        linear.first = device_mesh.get_local_rank() * -(-linear.in_features // device_mesh.size())
+    if rows_cut and isinstance(linear, DoraLinear):
+        linear.across = partial(sum_over, device_mesh.get_group())
 
 
 class SlicedIndex(ParallelStyle):

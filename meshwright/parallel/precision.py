@@ -75,7 +75,7 @@ def attach(chunks: Iterable[nn.Module], plan: Plan) -> None:
     if not plan.bf16_params:
         return
     for chunk in chunks:
-        for weight in chunk.parameters():
+        for weight in (each for each in chunk.parameters() if each.requires_grad):
             weight.master = weight.data  # pyright: ignore[reportAttributeAccessIssue]
             weight.data = weight.data.to(compute_dtype(plan))
             if plan.grad_accum > 1:

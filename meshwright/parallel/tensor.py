@@ -6,24 +6,24 @@ their mirror images in the backward. Logits stay sharded by vocabulary; the loss
 its chunked form never has all of them.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
-from torch.nn.utils import stateless
 
 from meshwright.kernels import cross_entropy
 from meshwright.kernels.cross_entropy import VocabShard
 from meshwright.kernels.dispatch import Kernels
+from meshwright.models.layers import Attention
+from meshwright.models.lora import FrozenLinear
 from meshwright.models.moe import Experts, MoELayer
+from meshwright.parallel.local_parts import hold, hold_sinks, placed, read_partial, reading_locally
 from meshwright.parallel.mesh import Mesh, gather, local, scatter
-from meshwright.parallel.model_spec import ModelSpec, note, resolved
+from meshwright.parallel.model_spec import ModelSpec, hold_adapted, note, resolved, shared_heads
 from meshwright.spec.plan import Plan
 
 
@@ -32,7 +32,8 @@ def split(model: nn.Module, plan: Plan, mesh: Mesh, model_spec: ModelSpec) -> nn
     if plan.tp == 1:
         return model
     assert model_spec.tp_plan is not None, "refused before ranks start"
-    table = resolved(model_spec.tp_plan(model), model)
+    table = shared_heads(resolved(model_spec.tp_plan(model), model), model, plan.tp)
+    frozen = {name for name, weight in model.named_parameters() if not weight.requires_grad}
     parallelize_module(model, mesh.dense["tp"], table)
     for name, style in table.items():
         note(model.get_submodule(name), f"{type(style).__name__} over tp={plan.tp}")
@@ -40,15 +41,22 @@ def split(model: nn.Module, plan: Plan, mesh: Mesh, model_spec: ModelSpec) -> nn
         if isinstance(module, MoELayer):
             split_moe(module, plan, mesh)
             note(module, f"tensor parallel over tp={plan.tp}")
+        elif isinstance(module, Attention):
+            hold_sinks(module, mesh.dense["tp"])
+    for name, weight in model.named_parameters():  # torch's styles make new parameters, some of which would be trained
+        weight.requires_grad_(name not in frozen)
     return model
 
 
 def split_moe(layer: MoELayer, plan: Plan, mesh: Mesh) -> None:
     """Shard one MoE layer over tp, in place."""
     for module in layer.modules():
+        if isinstance(module, FrozenLinear):
+            hold_adapted(module, mesh.dense["tp"], rows_cut=layer.shared is not None and module is layer.shared.down)
+            continue
         for name, weight in list(module.named_parameters(recurse=False)):
             if not isinstance(module, Experts):
-                _hold(module, name, weight, mesh.dense["tp"], [_placement(name, module, layer)])
+                hold(module, name, weight, mesh.dense["tp"], [_placement(name, module, layer)])
     hold_experts(layer.experts, mesh)
     layer.share /= plan.tp
     group = mesh.group("tp")
@@ -56,7 +64,7 @@ def split_moe(layer: MoELayer, plan: Plan, mesh: Mesh) -> None:
 
     def forward(x: Tensor, index: Tensor | None = None) -> Tensor:
         whole = gather(local(x), 1, group)
-        with reading_locally(layer, _read_partial, skip=layer.experts):
+        with reading_locally(layer, read_partial, skip=layer.experts):
             y = compute(whole, index)
         return scatter(y, 1, group)
 
@@ -70,7 +78,8 @@ def hold_experts(experts: Experts, mesh: Mesh) -> None:
     axes = mesh.expert["ep", "tp"]
     for name, weight in list(experts.named_parameters(recurse=False)):
         inside = Shard(2) if name == "down" else Shard(1)
-        _hold(experts, name, weight, axes, [Shard(0), inside])
+        hold(experts, name, weight, axes, [Shard(0), inside])
+    experts.place = placed(mesh.place["tp"], mesh.fine["tp"].size())
     compute = experts.forward
 
     def forward(x: Tensor, counts: Tensor) -> Tensor:
@@ -80,27 +89,6 @@ def hold_experts(experts: Experts, mesh: Mesh) -> None:
     experts.forward = forward
 
 
-@contextmanager
-def reading_locally(
-    module: nn.Module, read: Callable[[DTensor], Tensor], skip: nn.Module | None = None
-) -> Iterator[None]:
-    """A context where the module's weights are this rank's local tensors."""
-    hidden = set() if skip is None else {id(weight) for weight in skip.parameters()}
-    weights = {
-        name: read(weight)
-        for name, weight in module.named_parameters()
-        if isinstance(weight, DTensor) and id(weight) not in hidden
-    }
-    with stateless._reparametrize_module(module, weights):
-        yield
-
-
-def _read_partial(weight: DTensor) -> Tensor:
-    """A replicated weight has a partial gradient; a sharded one has its own."""
-    (placement,) = weight.placements
-    return weight.to_local(grad_placements=[Partial() if isinstance(placement, Replicate) else placement])
-
-
 def _placement(name: str, module: nn.Module, layer: MoELayer) -> Placement:
     shared = layer.shared
     if shared is None or module in (layer.router, layer.noise):
@@ -108,10 +96,6 @@ def _placement(name: str, module: nn.Module, layer: MoELayer) -> Placement:
     if module is shared.down:
         return Shard(1) if name == "weight" else Replicate()
     return Shard(0)
-
-
-def _hold(module: nn.Module, name: str, weight: Tensor, axes: DeviceMesh, placements: list[Any]) -> None:
-    module.register_parameter(name, nn.Parameter(distribute_tensor(weight.data, axes, placements)))
 
 
 def loss_context(plan: Plan) -> AbstractContextManager[Any]:

@@ -328,7 +328,7 @@ def _with_count(cells: Cells, arch: Arch) -> Arch:
 
 def _with_expert_width(cells: Cells, arch: Arch, stated: float) -> Arch:
     """The width of an expert, where the column holds the dense layers' width."""
-    matrices = 3 if arch.mlp == "swiglu" else 2
+    matrices = 3 if arch.gated else 2
     per_width = matrices * arch.hidden * (arch.experts + arch.shared_experts) * arch.mixture_layers
     rest = count(arch) - per_width * arch.expert_ffn
     width = round((stated - rest) / per_width / 64) * 64

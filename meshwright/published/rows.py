@@ -98,7 +98,7 @@ def job_of(row: Mapping[str, str | None]) -> Priced:
 
 def _job(cells: Cells) -> Job:
     if holds(cells.text("model_name"), ADAPTERS):
-        raise RefusalError("adapters (LoRA) leave most weights without gradients, which no plan here expresses")
+        raise RefusalError("adapters (LoRA): no column has their rank and targets, so what is trained is not known")
     degrees = degrees_of(cells)
     stack = _stack(cells, degrees.tp)
     arch = arch_of(cells, stack, degrees.tp)

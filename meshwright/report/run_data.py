@@ -5,6 +5,7 @@ import platform
 import re
 import time
 import tomllib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -45,6 +46,7 @@ class RankLine(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     step: int = 0
     data_seconds: float = 0.0
     memory_bytes: int = 0
+    staleness: int | None = None
 
 
 class RankSeen(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,6 +57,7 @@ class RankSeen(msgspec.Struct, frozen=True, kw_only=True):
     steps: int  # how many were made
     data_seconds: float  # spent waiting for the loader
     memory_bytes: int  # at the most
+    staleness: dict[int, int] = {}  # steps by how many updates old their weights were; empty: no parameter server
 
 
 class Owner(msgspec.Struct, frozen=True, kw_only=True):
@@ -181,12 +184,20 @@ def read(file: Path) -> RankRecords:
 
 def summed(rank: int, steps: Iterable[RankLine | StepRecord]) -> RankSeen:
     """Steps in sum."""
-    last, count, data_seconds, memory_bytes = 0, 0, 0.0, 0
+    last, count, data_seconds, memory_bytes, stale = 0, 0, 0.0, 0, Counter[int]()
     for step in steps:
         last, count = step.step, count + 1
         data_seconds += step.data_seconds
         memory_bytes = max(memory_bytes, step.memory_bytes)
-    return RankSeen(rank=rank, step=last, steps=count, data_seconds=data_seconds, memory_bytes=memory_bytes)
+        stale.update([] if step.staleness is None else [step.staleness])
+    return RankSeen(
+        rank=rank,
+        step=last,
+        steps=count,
+        data_seconds=data_seconds,
+        memory_bytes=memory_bytes,
+        staleness=dict(sorted(stale.items())),
+    )
 
 
 def _rank_steps(file: Path) -> Iterator[RankLine]:

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from statistics import fmean, median
@@ -55,6 +56,7 @@ class Steps(msgspec.Struct, frozen=True, kw_only=True):
     peak_rank: int
     flops_causal: float | None = None  # attention as it is computed; None: not recorded
     span: float | None = None  # mean over positions of the document that each is in; None: not recorded
+    staleness: dict[int, int] = {}  # steps of all ranks by how many updates old their weights were
 
 
 class EvalLoss(msgspec.Struct, frozen=True, kw_only=True):
@@ -249,7 +251,7 @@ def _predicted(each: FolderFacts, steps: Steps | None, given: Given) -> Predicte
             raise
         why = "; ".join(map(str, error.problems))
         return PredictedFigures(why_not=why if why.startswith(NO_PREDICTION) else f"{NO_PREDICTION}: {why}")
-    span = steps.span if steps and run.data.mask_documents else None
+    span = steps.span if steps and run.data.masks else None
     job = msgspec.structs.replace(job_of(msgspec.structs.replace(run, goal=Goal())), cluster=found, span=span)
     prediction = predict(job, device, source)
     used = utilized(job, device, steps) if steps and prediction.here else None
@@ -348,6 +350,7 @@ def steps(records: Iterable[Record], kept: Sequence[StepRecord], ranks: Sequence
         span=fmean(step.span for step in counted) if all(step.span for step in counted) else None,
         peak_bytes=most_loaded.memory_bytes,
         peak_rank=most_loaded.rank,
+        staleness=dict(sorted(sum((Counter(rank.staleness) for rank in ranks), Counter[int]()).items())),
     )
 
 

@@ -144,6 +144,10 @@ def of_losses(report: RunReport) -> Iterator[str]:
         newest = [f"{loss_words(each.loss)} at step {each.step:,}" for each in found.validation[-MOST_EVALS:]]
         yield _line("validation", before + ", ".join(newest))
     yield _line("steps", f"{found.skipped} skipped (the gradient was not finite), {found.spikes} spikes")
+    if report.steps is not None and report.steps.staleness:
+        counts = report.steps.staleness
+        shares = ", ".join(f"{age} in {count:,} ({count / sum(counts.values()):.0%})" for age, count in counts.items())
+        yield _line("staleness", f"updates behind, by steps of all ranks: {shares}")
 
 
 def loss_words(loss: float) -> str:

@@ -177,6 +177,22 @@ def of_exit(rank: int, code: int, seen: "RankStatus | None", folder: Path) -> Fa
     )
 
 
+def of_killed(rank: int, seen: "RankStatus | None", details: Path) -> Failure:
+    """A rank that somebody else had started, and that is gone without a word."""
+    return Failure(
+        kind="killed",
+        code=Exit.RESUMABLE,
+        what=f"rank {rank} was killed: its process is gone without a word",
+        where=place(seen) if seen else socket.gethostname(),
+        cause=LIKELY[signal.SIGKILL],
+        remedy=AGAIN,
+        details=str(details),
+        rank=rank,
+        phase=seen.beat.phase if seen else "",
+        step=seen.beat.step if seen else None,
+    )
+
+
 def of_fork_server(words: str, folder: Path) -> Failure:
     """No rank could be started."""
     last = words.strip().splitlines()
@@ -291,6 +307,26 @@ def this_session() -> str:
     return process_name(os.getpid())
 
 
-def session_above() -> str:
-    """The name of whoever launched this process."""
-    return process_name(os.getppid())
+def session_above(rank_variable: str = "") -> str:
+    """The name of whoever launched this process: the nearest above it that is not itself told to be that rank.
+
+    A shell between the launcher and a rank has the rank's environment.
+    """
+    above = os.getppid()
+    while rank_variable and above > 1 and _has_variable(above, rank_variable):
+        above = int(_stat(above)[1])
+    return process_name(above)
+
+
+def _has_variable(pid: int, name: str) -> bool:
+    """Whether a process was started with a variable; of another user's nothing is known."""
+    with suppress(OSError):
+        return f"\0{name}=".encode() in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
+    return False
+
+
+def _stat(pid: int) -> list[str]:
+    """What the kernel says of a process, behind its name: state, parent, …"""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return ["", "0"]

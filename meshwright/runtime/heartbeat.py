@@ -58,13 +58,14 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True):
     phase: str = "start"
     waiting: bool = False  # in a collective, for other ranks
     novel: bool = False  # waiting at a line of ours where it never was before
+    left: bool = False  # it is about to end by itself, well or not: who is gone without it was killed
     steps_here: int = 0  # steps done since the process began
     counts: tuple[int, ...] = ()  # collectives begun, by process group
 
 
 def pack(beat: Beat) -> bytes:
     """The record without its last word, which is the supervisor's."""
-    flags = beat.waiting | beat.novel << 1
+    flags = beat.waiting | beat.novel << 1 | beat.left << 2
     head = HEAD.pack(
         beat.pid,
         int(beat.tick * 1e9),
@@ -92,6 +93,7 @@ def unpack(data: bytes) -> Beat:
         phase=PHASES[min(phase, len(PHASES) - 1)],
         waiting=bool(flags & 1),
         novel=bool(flags & 2),
+        left=bool(flags & 4),
         counts=COUNTS.unpack_from(data, AT_COUNTS)[:groups],
     )
 
@@ -322,6 +324,7 @@ class Doing(NamedTuple):
 
 
 BETWEEN = "torch/_ops.py"  # a frame that a collective may have below its own
+LOCKS = "/threading.py"  # and one that whoever waits for another thread has
 ARITHMETIC = "torch/distributed/tensor/"  # dispatches, and computes
 WAITING = (("torch/distributed/", ""), ("torch/cuda/streams.py", ""))
 
@@ -350,7 +353,7 @@ def doing(stack: Sequence[Frame], table: PhaseTable, before: str = "start") -> D
 def is_waiting(stack: Iterable[Frame], table: PhaseTable) -> bool:
     """Whether the innermost frame is a collective's, the device's queue, or one that the table names."""
     for frame in stack:
-        if BETWEEN not in frame.file:
+        if BETWEEN not in frame.file and not frame.file.endswith(LOCKS):
             return ARITHMETIC not in frame.file and any(
                 file in frame.file and name in ("", frame.name) for file, name in WAITING + table.waiting
             )

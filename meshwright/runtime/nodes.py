@@ -37,8 +37,11 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     first: int  # its first rank
     ranks: int
     host: str
+    listed: str = ""  # its ranks in words, where they are not one after another
 
     def __str__(self) -> str:
+        if self.listed:
+            return f"{self.host} ({self.listed})"
         last = self.first + self.ranks - 1
         return f"{self.host} ({f'rank {self.first}' if self.ranks == 1 else f'ranks {self.first} to {last}'})"
 

@@ -131,6 +131,18 @@ class Ranks:
                     self.codes[rank] = os.waitstatus_to_exitcode(status)
         return self.codes
 
+    def kill(self, ranks: Sequence[int]) -> None:
+        """End some ranks, now."""
+        for rank in ranks:
+            if self.poll()[rank] is None:
+                os.kill(self.pids[rank], signal.SIGKILL)
+                self.codes[rank] = os.waitstatus_to_exitcode(os.waitpid(self.pids[rank], 0)[1])
+
+    def replace(self, ranks: Sequence[int], start: Callable[[], list[int]]) -> None:
+        """Have others started in the place of some ranks that have ended."""
+        for rank, pid in zip(ranks, start(), strict=True):
+            self.pids[rank], self.codes[rank] = pid, None
+
     def signal(self, number: signal.Signals) -> None:
         """To every rank that is still there."""
         for pid, code in zip(self.pids, self.poll(), strict=True):
@@ -148,7 +160,7 @@ class Ranks:
 def serve_orders(module: str, answers: int) -> None:
     """Be the fork server: read orders from standard input until it closes; answer each with the process's number."""
     launcher = os.getppid()
-    _die_with_parent()
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with lasting_imports():
         ranks = importlib.import_module(module)
@@ -194,7 +206,7 @@ def _fork(serve: Callable[[RankSpec], int], order: RankSpec, launcher: int) -> i
             if os.getppid() == 1:
                 os._exit(1)  # the launcher is gone
             time.sleep(0.001)
-        _die_with_parent()
+        die_with_parent()
         ctypes.CDLL(None).prctl(SET_NAME, f"rank{order.place.rank}".encode(), 0, 0, 0)  # for `ps` and `top`
         _redirect(order)
         code = serve(order)
@@ -216,7 +228,7 @@ def _redirect(order: RankSpec) -> None:
     print(f"attempt {order.attempt}, process {os.getpid()}", file=sys.stderr, flush=True)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Ask the kernel to end this process when its parent is gone, however that went."""
     ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 

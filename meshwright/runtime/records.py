@@ -22,11 +22,17 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     loss_scale: float = 1.0  # fp16 only
     # Replicas that sync rarely: where they met, the mean of all their losses since they last did.
     mean_loss: float | None = None
+    staleness: int | None = None  # updates that a parameter server was ahead of the weights; None: there is none
     balance: float | None = None  # mixtures: mean balance loss of the layers, 1 when experts share evenly
+    reward_margin: float | None = (
+        None  # DPO: mean of beta times how much more than the base the chosen answer is preferred
+    )
+    reward_accuracy: float | None = None  # DPO: the share of pairs where it is
     gradient_variance: float | None = None  # of a token's gradient, over all of them: trace of the covariance
     gradient_square: float | None = None  # of the true gradient's norm, as estimated; both where they are measured
     save_seconds: float = 0.0  # of the step, held up by a checkpoint
     compile_seconds: float = 0.0  # of the step, torch.compile at work
+    recovery_seconds: float = 0.0  # of the step, until replicas went on without one that was lost
     began: float = 0.0  # monotonic: when the step before it, or what came between them, ended
     ended: float = 0.0  # when it ended, its save with it, on the device; 0: not known, as of older runs
     flops_causal: float = 0.0  # the same with attention as it is computed; 0: not known, as of older runs
@@ -61,7 +67,7 @@ class EventRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", t
     """Something worth telling: a gradient that was not finite, a spike, a straggler."""
 
     step: int
-    what: Literal["not-finite", "spike", "straggler", "replicas"]
+    what: Literal["not-finite", "spike", "straggler", "replicas", "lost", "back"]
     text: str
     rank: int | None = None
     at: float = 0.0

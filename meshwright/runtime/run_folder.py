@@ -25,10 +25,10 @@ from meshwright.runtime.files import replace_file, replace_json, writing
 from meshwright.runtime.records import Summary
 from meshwright.spec.optimizers import DESCRIPTIONS, description_of
 from meshwright.spec.params import count as count_parameters
-from meshwright.spec.params import params
+from meshwright.spec.params import saved, trained
 from meshwright.spec.problem import InputError, Problem, mistake
 
-LOCK, DATA = "lock", "data.json"
+LOCK, DATA, STOP = "lock", "data.json", "stop"  # the last: put there by people, to have the run save and end
 NAMED = re.compile(r"(?P<name>.+)-[0-9a-f]{8}")  # a folder that nobody named
 ROOM = "free some space, name a --folder on another disk, lower checkpoint.keep_last, or set checkpoint.keep_best=false"
 OTHERWISE = "name another --folder, or add --fresh to set that run aside and start anew"
@@ -39,6 +39,9 @@ FIXED = {
     "optim.state_dtype": "its optimizer state is saved in another dtype",
     "init.from": "it has begun already",
     "init.optimizer_state": "it has begun already",
+    **dict.fromkeys(("adapter.kind", "adapter.rank", "adapter.targets"), "its checkpoints have other weights"),
+    **dict.fromkeys(("adapter.alpha", "adapter.rslora"), "what was trained would be scaled otherwise"),
+    "optim.freeze": "its checkpoints have states of other weights",
 }
 
 
@@ -167,11 +170,13 @@ class Claim:
         lock = open(self.folder / LOCK, "a+")  # noqa: SIM115 - held for as long as the run
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:  # another error says that this filesystem has no locks, and so no word of others
             lock.seek(0)
             what = f"{self.folder} is in use by {lock.read().strip() or 'another process'}"
             lock.close()
             raise mistake(what, "wait for it, or name another --folder") from None
+        except OSError:
+            pass
         lock.truncate(0)
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         lock.write(f"process {os.getpid()} on {platform.node()} since {since}")
@@ -182,7 +187,8 @@ class Claim:
 def check_owner(folder: Path, run: Run, *, extend: bool = False) -> list[Change]:
     """How this run differs from the one in a folder, where it may go on there. What is not a run's is never touched."""
     with writing(folder, "name another --folder"):
-        if not folder.exists() or _names(folder) <= {LOCK}:
+        # What begins with a dot is being written: the run file, by the first rank of the same job.
+        if not folder.exists() or {name for name in _names(folder) if not name.startswith(".")} <= {LOCK}:
             return []
     if not (folder / RUN).is_file():
         raise mistake(f"{folder} holds other files", "name an empty --folder")
@@ -245,12 +251,14 @@ def earlier(folder: Path) -> dict[str, Run]:
 
 
 def state_bytes(run: Run) -> int:
-    """One saved step: every weight and its optimizer states."""
+    """One saved step: every weight and its optimizer states; padding of a few bytes is left out."""
     width = 8 if run.plan.precision == "fp64" else 4
     states = DESCRIPTIONS[description_of(run.optim)].total_bytes(
-        params(run.arch), 2 if run.optim.state_dtype == "bf16" else width
+        trained(run.arch), 2 if run.optim.state_dtype == "bf16" else width
     )
-    return width * count_parameters(run.arch) + states
+    # Of errors each replica saves its own; those of the servers are one more copy together.
+    errors = run.plan.replicate * width * count_parameters(run.arch) if run.compresses else 0
+    return width * sum(param.numel for param in saved(run.arch)) + states + errors
 
 
 def lack_of_room(run: Run, folder: Path, free: int) -> str | None:
@@ -342,6 +350,14 @@ OWNED = re.compile(r"meshwright-(?P<owner>(?P<host>.+):(?P<pid>\d+):\d+)(-\w+)?"
 def prefix() -> str:
     """How the names of this launcher's temporary folders begin."""
     return f"meshwright-{this_session()}-"
+
+
+def make_own(folder: Path) -> None:
+    """A temporary folder that ranks of one machine share, or a refusal: its name can be guessed by anybody there."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    about = folder.lstat()
+    if folder.is_symlink() or about.st_uid != os.geteuid() or about.st_mode & 0o022:
+        raise mistake(f"{folder} belongs to somebody else, or others may write there", "remove it, or set TMPDIR")
 
 
 def sweep(folder: Path | None = None) -> list[Path]:

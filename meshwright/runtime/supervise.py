@@ -24,14 +24,16 @@ from meshwright.config.run import Run
 from meshwright.config.weights import CHECKPOINTS, present, step_name
 from meshwright.runtime import failure, heartbeat, run_folder
 from meshwright.runtime.failure import RESTARTABLE, Exit, Failure, is_broken
+from meshwright.runtime.generations import Roster
 from meshwright.runtime.heartbeat import Hang, HangDetector, HeartbeatReader, RankStatus, crossed
-from meshwright.runtime.nodes import LOST_SECONDS, Lost, Node, Nodes
+from meshwright.runtime.nodes import LOST_SECONDS, MOST_TEXT, Lost, Node, Nodes
 from meshwright.runtime.place import Place, RankSpec, local
 from meshwright.runtime.ranks import ForkServer, ForkServerError, Ranks
 
 LOOK_SECONDS = 0.05
 WORDS_SECONDS = 5.0  # that a survivor may take to say what it did
 FALL_SECONDS = 0.2  # in which the victims of a failure say theirs
+ENDED = (Exit.DONE, Exit.PREEMPTED)  # by themselves
 INTERRUPTED = 2  # the second Ctrl-C does not wait for a save
 
 
@@ -113,19 +115,25 @@ class Supervisor:
         for file in self.folder.glob("failure.rank*.json"):
             file.unlink()
         with tempfile.TemporaryDirectory(prefix=run_folder.prefix()) as meeting:
-            if not self.spare.is_alive():
-                self.spare.close()
-                self.spare = self.fork_server()
-            ranks = Ranks(self.spare.start(self._orders(Path(meeting))))
+            roster = Roster(Path(meeting), self.run.plan) if self.run.faults.live else None
+            ranks = Ranks(self.fork_server_now().start(self.orders(Path(meeting))))
             pulse = HeartbeatReader(Path(meeting), list(range(self.run.plan.world)))
             try:
-                return Watch(ranks, pulse, self).until_end()
+                return Watch(ranks, pulse, self, roster).until_end()
             finally:
                 ranks.end()
                 pulse.close()
                 self.judge.forget()
 
-    def _orders(self, meeting: Path) -> list[RankSpec]:
+    def fork_server_now(self) -> ForkServer:
+        """The one there is, or another where it was lost."""
+        if not self.spare.is_alive():
+            self.spare.close()
+            self.spare = self.fork_server()
+        return self.spare
+
+    def orders(self, meeting: Path, start: int = 0) -> list[RankSpec]:
+        """What each rank is told; `start`: how often its replica was started before, while the others trained."""
         world = self.run.plan.world
         logs = self.folder / "logs"
         logs.mkdir(exist_ok=True)
@@ -137,7 +145,8 @@ class Supervisor:
                 log=str(logs / f"rank{rank}.txt"),
                 speaks=rank == 0,
                 attempt=self.number,
-                inject=self.order.inject if self.number == 1 else "",
+                inject=self.order.inject if self.number == 1 and not start else "",
+                start=start,
             )
             for rank in range(world)
         ]
@@ -146,7 +155,9 @@ class Supervisor:
 class Watch:
     """One attempt, looked at twenty times a second."""
 
-    def __init__(self, ranks: Ranks, pulse: HeartbeatReader, supervisor: Supervisor) -> None:
+    def __init__(
+        self, ranks: Ranks, pulse: HeartbeatReader, supervisor: Supervisor, roster: Roster | None = None
+    ) -> None:
         self.ranks = ranks
         self.pulse = pulse
         self.supervisor = supervisor
@@ -154,29 +165,91 @@ class Watch:
         self.seen: Mapping[int, RankStatus] = {}
         self.stopping_since = 0.0  # when the ranks were asked to save and end
         self.rested = False
+        self.roster = roster  # where replicas can do without each other
+        self.begun: set[int] = set()  # replicas that train, or have ended by themselves
+        self.last: Failure | None = None  # that was survived
 
     def until_end(self) -> Failure | None:
         """Until all ranks have ended, or one has failed."""
         while True:
             codes = self.ranks.poll()
-            if any(code not in (None, Exit.DONE, Exit.PREEMPTED) for code in codes):
-                return self._failure()
-            if all(code is not None for code in codes):
-                return self._stopped() if Exit.PREEMPTED in codes else None
+            if any(code not in (None, *ENDED) for code in codes):
+                verdict = self._failure()
+                gone = {rank for rank, code in enumerate(self.ranks.poll()) if code not in (None, *ENDED)}
+                if (verdict := self._survived(verdict, gone)) is not None:
+                    return verdict
+                continue
+            if all(code is not None for code in codes) or self._have_ended(codes):
+                return self._stopped() if Exit.PREEMPTED in codes else self._unfinished()
             if (verdict := self._look() or self._heed()) is not None:
                 return verdict
             time.sleep(LOOK_SECONDS)
 
+    def _have_ended(self, codes: Sequence[int | None]) -> bool:
+        """Whether all replicas that trained have ended by themselves; one that came too late is not waited for."""
+        if self.roster is None:
+            return False
+        ended = {each for each in self.begun if all(codes[rank] is not None for rank in self.roster.ranks[each])}
+        for replica in ended & self.roster.members:
+            self.roster.leave(replica)
+        return bool(ended) and ended == self.begun
+
+    def _unfinished(self) -> Failure | None:
+        """None; or what took the replica that was to leave the model, though all others are done."""
+        is_finished = self.roster is None or (self.folder / run_folder.SUMMARY).exists()
+        return None if is_finished else self.last
+
+    def _survived(self, verdict: Failure, gone: set[int]) -> Failure | None:
+        """Let the others go on, and start the replicas again that lost ranks; the verdict where that does not help."""
+        roster, supervisor = self.roster, self.supervisor
+        if roster is None or verdict.kind not in RESTARTABLE:
+            return verdict
+        lost = {roster.replica_of[rank] for rank in gone}
+        tired = [each for each in lost if roster.fruitless[each] > supervisor.run.faults.restarts]
+        if not (roster.members & self.begun) - lost or tired:
+            return verdict
+        ranks = [rank for replica in sorted(lost) for rank in roster.ranks[replica]]
+        for rank in ranks:
+            (self.folder / f"failure.rank{rank}.json").unlink(missing_ok=True)
+        self.begun -= lost
+        self.seen = {rank: one for rank, one in self.seen.items() if rank not in ranks}
+        self.ranks.kill(ranks)
+        roster.lose(lost)
+        failure.keep_end(verdict, self.folder, f"{supervisor.order.session}-{supervisor.number}.{roster.number}")
+        self.last = verdict
+        which = ", ".join(map(str, sorted(lost)))
+        remedy = f"nothing: the others go on, and replica {which} is started again"
+        supervisor.say(str(msgspec.structs.replace(verdict, remedy=remedy)))
+        self.ranks.replace(ranks, lambda: self._start_again(lost))
+        return None
+
+    def _start_again(self, replicas: set[int]) -> list[int]:
+        assert self.roster is not None
+        pids = list[int]()
+        for replica in sorted(replicas):
+            orders = self.supervisor.orders(self.pulse.folder, self.roster.starts[replica])
+            pids += self.supervisor.fork_server_now().start([orders[rank] for rank in self.roster.ranks[replica]])
+        return pids
+
+    def _admit(self, seen: Sequence[RankStatus]) -> None:
+        """Let replicas in that are ready, and know those that train."""
+        if self.roster is None:
+            return
+        self.roster.look(time.monotonic())
+        training = {one.rank for one in seen if one.beat.restored >= 0}
+        self.begun |= {each for each in self.roster.members if training >= set(self.roster.ranks[each])}
+
     def _look(self) -> Failure | None:
-        seen = self.pulse.look()
-        self.seen = {one.rank: one for one in seen}
+        seen = [one for one in self.pulse.look() if self.roster is None or one.state != "Z"]
+        self._admit(seen)
+        self.seen = {**(self.seen if self.roster else {}), **{one.rank: one for one in seen}}
         if not self.rested and seen and min(one.beat.steps_here for one in seen) > 1:
             self.supervisor.spare.rest()
             self.rested = True
         hang = self.supervisor.judge.look(seen, time.monotonic())
         if hang is None or not heartbeat.confirmed(self.pulse, seen, hang.ranks):
             return None
-        return self._hang(hang, heartbeat.capture(self.pulse, seen))
+        return self._survived(self._hang(hang, heartbeat.capture(self.pulse, seen)), set(hang.ranks))
 
     def _hang(self, hang: Hang, words: Mapping[int, str]) -> Failure:
         attempt = f"{self.supervisor.order.session}-{self.supervisor.number}"
@@ -229,12 +302,14 @@ class Watch:
 
     def _stopped(self, saved: bool = True) -> Failure:
         step = newest_step(self.folder)
-        interrupted = self.supervisor.asked.interrupts > 0
+        by_file = (self.folder / run_folder.STOP).exists()
+        interrupted = self.supervisor.asked.interrupts > 0 or by_file
+        how = "interrupted" if interrupted else "stopped by SIGTERM"
         what = f"checkpoint saved at step {step}" if saved and step >= 0 else "ended before a checkpoint was complete"
         return Failure(
             kind="stopped",
             code=Exit.INTERRUPTED if interrupted else Exit.PREEMPTED if saved else Exit.RESUMABLE,
-            what=f"{'interrupted' if interrupted else 'stopped by SIGTERM'}, {what}",
+            what=f"{f'stopped by the file {run_folder.STOP}' if by_file else how}, {what}",
             remedy=failure.AGAIN,
             details=str(self.folder),
             step=step,
@@ -283,13 +358,12 @@ class SidecarSpec(msgspec.Struct, frozen=True, kw_only=True):
 class Sidecar:
     """The watcher's process, seen from the rank beside it."""
 
-    def __init__(self, run: Run, place: Place, beats: Path, folder: Path) -> None:
+    def __init__(self, run: Run, place: Place, ranks: Sequence[int], beats: Path, folder: Path) -> None:
         run_folder.sweep()
-        first = place.rank - place.local_rank
         post = SidecarSpec(
             beats=str(beats),
             folder=str(folder),
-            ranks=list(range(first, first + place.local_world)),
+            ranks=list(ranks),
             world=place.world,
             hang_seconds=run.faults.hang_seconds,
             address=place.address,
@@ -315,13 +389,20 @@ def watch(post: SidecarSpec, beside: int) -> Failure | None:
     pulse, judge = HeartbeatReader(Path(post.beats), post.ranks), HangDetector(post.hang_seconds, post.world)
     try:
         while not select.select([beside], [], [], SIDECAR_LOOK_SECONDS)[0]:
-            seen = [one for one in pulse.look() if one.state != "Z"]
+            looked = pulse.look()
+            seen = [one for one in looked if one.state != "Z"]
+            if (gone := _gone(looked, post)) is not None:
+                return _killed(post, pulse, nodes, gone.rank, gone)
             hang = judge.look(seen, time.monotonic())
             if hang is not None and heartbeat.confirmed(pulse, seen, hang.ranks):
                 return _hang(post, pulse, nodes, hang, seen)
             if nodes is not None and (lost := nodes.look(time.monotonic())) and is_still(seen, time.monotonic()):
                 return _lose(post, pulse, nodes, lost)
-        return _end(post, pulse, nodes, os.read(beside, 1) == DONE) if nodes is not None else None
+        if os.read(beside, 1) != DONE:  # the rank beside us is the first of this machine
+            return _killed(post, pulse, nodes, post.ranks[0], None)
+        if (gone := _gone(pulse.look(), post)) is not None:  # its loss ended the rank beside us before we looked
+            return _killed(post, pulse, nodes, gone.rank, gone)
+        return _end(post, pulse, nodes) if nodes is not None else None
     finally:
         if nodes is not None:
             nodes.close()
@@ -336,7 +417,9 @@ def _nodes(post: SidecarSpec) -> Nodes | None:
     """The other machines, where there are any and they can be listened for."""
     if len(post.ranks) == post.world:
         return None
-    node = Node(first=post.ranks[0], ranks=len(post.ranks), host=socket.gethostname()[:64])
+    in_turn = post.ranks == list(range(post.ranks[0], post.ranks[0] + len(post.ranks)))
+    listed = "" if in_turn else f"ranks {', '.join(map(str, post.ranks))}"[:MOST_TEXT]
+    node = Node(first=post.ranks[0], ranks=len(post.ranks), host=socket.gethostname()[:64], listed=listed)
     try:
         return Nodes(node, post.address, post.port, Path(post.folder))
     except OSError as error:
@@ -345,11 +428,25 @@ def _nodes(post: SidecarSpec) -> Nodes | None:
         return None
 
 
-def _end(post: SidecarSpec, pulse: HeartbeatReader, nodes: Nodes, said_so: bool) -> Failure | None:
+def _gone(looked: Sequence[RankStatus], post: SidecarSpec) -> RankStatus | None:
+    """A rank whose process is no more, and that did not say that it would go; the first one's pipe tells of it."""
+    return next((one for one in looked if one.state == "Z" and not one.beat.left and one.rank != post.ranks[0]), None)
+
+
+def _killed(
+    post: SidecarSpec, pulse: HeartbeatReader, nodes: Nodes | None, rank: int, seen: RankStatus | None
+) -> Failure:
+    """A rank of this machine is gone without a word; who ended it is not known, for it was somebody else's child."""
+    details = Path(post.folder) / "faults" / f"killed-{time.time_ns()}"
+    verdict = failure.of_killed(rank, seen, details)
+    failure.keep(verdict, {}, details)
+    if nodes is not None:
+        nodes.leave(verdict.what)
+    return _leave(post, pulse, verdict)
+
+
+def _end(post: SidecarSpec, pulse: HeartbeatReader, nodes: Nodes) -> Failure | None:
     """The ranks here have ended: because another machine had, or by themselves, which the others are told."""
-    if not said_so:
-        nodes.leave(f"rank {post.ranks[0]} was killed")
-        return None
     said = [report for report in failure.read(Path(post.folder)) if report.rank in post.ranks]
     broken = bool(said) and all(is_broken(report.what) for report in said)
     deadline = time.monotonic() + LOST_SECONDS + STILL_SECONDS

@@ -20,7 +20,16 @@ from meshwright.spec.params import params
 from meshwright.spec.plan import AXES, Precision
 from meshwright.spec.units import GIB
 
-STATES = ("weights", "master", "gradients", "moments", "outer_states", "all_gathered_params", "unreduced_grads")
+STATES = (
+    "weights",
+    "master",
+    "gradients",
+    "moments",
+    "outer_states",
+    "error_feedback",
+    "all_gathered_params",
+    "unreduced_grads",
+)
 
 TALK = (
     "tp",
@@ -292,9 +301,8 @@ class _Walk:
             faster = f"makes a token {gain:.2f} × as fast; it changes the numerics"
             text = f"twice the batch by gradient accumulation {faster}"
             self.leaves.append(Leaf(name="gradient accumulation", text=text))
-        text = "gradients communicated in low precision: half the bytes of the all-reduce"
-        self.do("DDP with a low-precision hook", text, available=False)
-        self.do("AdaScale", "the learning rate scaled for the larger batches of more GPUs", available=False)
+        self.do("DDP with a low-precision hook", "plan.grad_reduce = bf16: half the bytes of the all-reduce")
+        self.do("AdaScale", "optim.adascale: the learning rate follows the larger batches of more GPUs")
 
     def low_precision(self) -> _Node | None:
         question = self.question

@@ -28,7 +28,7 @@ from meshwright.search.space import (
     keeps_bf16_params,
     may_live_in_host_memory,
 )
-from meshwright.spec.params import count, params
+from meshwright.spec.params import frozen_bytes, trained
 from meshwright.spec.plan import Plan, balanced_stages
 from meshwright.spec.schedule import Schedule, stage_ranks
 
@@ -153,10 +153,11 @@ class MemoryBound:
         # The ledger rounds its lines: a byte more, so that what fits to the last one is not sent away.
         given_out = (question.cluster.gpu.memory_bytes - holds.context_bytes + 1) / (1 + holds.slack)
         self.memory = given_out - holds.workspace_bytes
-        self.numbers = count(question.arch)
-        self.routed = sum(param.numel for param in params(question.arch) if param.expert)
+        self.numbers = sum(param.numel for param in trained(question.arch))
+        self.routed = sum(param.numel for param in trained(question.arch) if param.expert)
         self.kinds = sorted({question.arch.is_mixture(layer) for layer in range(question.arch.layers)})
         self.wide, self.narrow = widths(question)
+        self.frozen = frozen_bytes(question.arch, self.narrow)
         self.homes = {home for home, _ in homes(question)}
         self.states = {home: _widths(question, home) for home in (*self.homes, HOSTED)}
         self.kept: dict[tuple[int, int, int, int, bool, Policy], tuple[float, float]] = {}
@@ -178,7 +179,12 @@ class MemoryBound:
         each = self.states[home]
         copied = self._whole(layout) * self.narrow if layout.pp == 1 and self._copied(layout, home) else 0.0
         shadow = self.narrow if keeps_bf16_params(self.question) and self._copied(layout, home) else 0
-        return max((each.held + each.gradient + shadow) * self._shard(layout), each.held * self._shard(layout) + copied)
+        shard = self._shard(layout)
+        return self._frozen(layout) + max((each.held + each.gradient + shadow) * shard, each.held * shard + copied)
+
+    def _frozen(self, layout: AxesChoice) -> float:
+        """Bytes of a rank's part of the weights that are not trained."""
+        return self.frozen / (layout.pp * layout.tp * layout.shards)
 
     def _shard(self, layout: AxesChoice) -> float:
         """Numbers in a rank's part of the weights."""
@@ -200,7 +206,7 @@ class MemoryBound:
         two rounds.
         """
         order, grad_accum = group.decided_order, group.each.grad_accum
-        resting = self.states[home].held * self._shard(layout)
+        resting = self.states[home].held * self._shard(layout) + self._frozen(layout)
         if self._copied(layout, home):
             in_sight = min(1, IN_SIGHT / order.chunks) if layout.zero == 3 else 1
             resting += self._whole(layout) * self.narrow * in_sight
@@ -313,11 +319,12 @@ def smallest_world(question: Question) -> float:
     several = msgspec.structs.replace(question, cluster=msgspec.structs.replace(question.cluster, gpus=2))
     alone = msgspec.structs.replace(question, cluster=msgspec.structs.replace(question.cluster, gpus=1))
     sizes = [_widths(alone, home) for home, _ in homes(alone) if home != "none"]
-    numbers, memory = count(question.arch), question.cluster.gpu.memory_bytes
-    if any((each.held + each.gradient) * numbers <= memory for each in sizes):
+    numbers, memory = sum(param.numel for param in trained(question.arch)), question.cluster.gpu.memory_bytes
+    frozen = frozen_bytes(question.arch, widths(question)[1])
+    if any((each.held + each.gradient) * numbers + frozen <= memory for each in sizes):
         return 1.0
     each = _widths(several, "none")
-    least = (each.held + each.gradient) * numbers / memory
+    least = ((each.held + each.gradient) * numbers + frozen) / memory
     if not may_live_in_host_memory(question):
         return least
     hosted = state_layout(question.job(Plan(microbatch=1, zero=3, precision=question.precision, cpu_offload=True)))

@@ -99,7 +99,7 @@ def question_of(run: Run, machines: Cluster) -> Question:
         precision=run.plan.precision,
         cluster=machines,
         stack=stack_of("meshwright"),
-        masked=run.data.mask_documents,
+        masked=run.data.masks,
         master_weights=run.optim.master_weights,
         state_dtype=run.optim.state_dtype,
         optimizer=description_of(run.optim),

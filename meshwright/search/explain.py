@@ -18,6 +18,7 @@ from meshwright.search.bounds import MemoryBound, PlanGroup, frugal_split, group
 from meshwright.search.question import Question
 from meshwright.search.sizes import gpus_needed, largest_model, largest_sequence
 from meshwright.search.space import CHUNKS, SCHEDULES, PipelineChoice, compiles, divisors, homes, problems
+from meshwright.spec.lossy import described
 from meshwright.spec.optimizers import DESCRIPTIONS, OPTIMIZERS, in_state_dtype
 from meshwright.spec.plan import AXES, FIELDS, Plan, balanced_stages
 from meshwright.spec.schedule import default_chunks
@@ -66,7 +67,7 @@ def why(found: Candidate) -> str:
     text = f"{ideal / price.seconds:.0%} of the step is the model's FLOPs at the data sheet's peak"
     for word, share in zip(("most is lost to", "then", "then"), named, strict=False):
         text += f"; {word} {share.label} ({share.seconds / price.seconds:.0%}): {share.why}"
-    return f"{text}. {room(found)}{offloaded(found)}{unchanged(found.job)}{quantized(found)}"
+    return f"{text}. {room(found)}{offloaded(found)}{unchanged(found.job)}{quantized(found)}{rounded(found)}"
 
 
 def room(found: Candidate) -> str:
@@ -92,6 +93,8 @@ def offloaded(found: Candidate) -> str:
         said.append(f"fp32 master weights and optimizer states offloaded to {where}")
     said += ["weights, gradients and optimizer states offloaded to host memory"] if layout.hosted else []
     said += ["saved activations offloaded to host memory"] if activation_policy(found.job).offload else []
+    if not said:
+        return f" Parameter servers need {_share('host RAM', 'host_gib', away.host_bytes, cluster.host_bytes)}."
     plain = msgspec.structs.replace(plan, optimizer_offload="none", cpu_offload=False, activation_offload=False)
     without = fit_of(msgspec.structs.replace(found.job, plan=plain))
     need = (cluster.gpu.memory_bytes - without.headroom_bytes) / GIB
@@ -127,6 +130,20 @@ def quantized(found: Candidate) -> str:
     return (
         f" Numerics changed: {spec.held} in {spec.quantized} codes, rounded by {ROUNDED[spec.quantized]} of their size "
         f"at every update; in fp32 (optim.state_dtype=fp32) this plan would need {more:.1f} GiB more."
+    )
+
+
+def rounded(found: Candidate) -> str:
+    """What a plan rounds of gradients and weights on their way between ranks, and what it would take without."""
+    plan = found.plan
+    said = [text.partition(": ")[2] for text in described(plan)]
+    if not said:
+        return ""
+    plain = msgspec.structs.replace(plan, grad_reduce="default", powersgd=0, gather="default", error_feedback=True)
+    without = priced(msgspec.structs.replace(found.job, plan=plain)).price.seconds
+    return (
+        f" Numerics changed: {said[0]}: another run than one that sends everything as it is, and no "
+        f"prediction of its loss is made. Without, this plan would take {without / found.price.seconds:.2f} × as long."
     )
 
 

@@ -16,7 +16,15 @@ from meshwright.spec.blockwise import FORMATS
 from meshwright.spec.optimizers import DESCRIPTIONS, in_state_dtype
 from meshwright.spec.plan import Plan, Precision
 
-Vary = Literal["precision", "optimizer", "batch"]
+Vary = Literal["precision", "optimizer", "batch", "communication"]
+# What ranks may send otherwise: rounded gradients, rounded weights (ZeRO++'s qwZ), both, or factors of a usual rank.
+COMMUNICATION: tuple[dict[str, Any], ...] = (
+    {"grad_reduce": "bf16"},
+    {"grad_reduce": "int8"},
+    {"gather": "int8"},
+    {"grad_reduce": "int8", "gather": "int8"},
+    {"powersgd": 4},
+)
 UnknownHost = Literal[
     "last", "never", "too"
 ]  # whether plans rest on a host of which nothing is known; last: if need be
@@ -77,6 +85,11 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
         return DESCRIPTIONS[self.optimizer].whole
 
     @property
+    def freezes(self) -> bool:
+        """Whether some weights are frozen: all are then on the device, and none is multiplied in FP8."""
+        return self.arch.tuning is not msgspec.UNSET
+
+    @property
     def is_limited(self) -> bool:
         """Whether the GPUs have more memory than may be used."""
         return self.cluster.gpu.memory_bytes == self.limit_bytes
@@ -104,12 +117,31 @@ def variants(question: Question) -> Iterator[Question]:
         batches = tuple(dict.fromkeys((question.batch, max(question.batch // 2, 1), question.batch * 2)))
     precisions = (question.precision,)
     if "precision" in question.vary:
-        able = (precision for precision in TRAINED if question.cluster.gpu.peak(precision) > 0)
+        able = (
+            precision
+            for precision in TRAINED
+            if question.cluster.gpu.peak(precision) > 0 and not (precision == "fp8" and question.freezes)
+        )
         precisions = tuple(dict.fromkeys((question.precision, *able)))
     for batch in batches:
         for precision in precisions:
             one = msgspec.structs.replace(question, batch=batch, precision=precision)
-            yield from _optimizers(one) if "optimizer" in question.vary else (one,)
+            for each in _optimizers(one) if "optimizer" in question.vary else (one,):
+                yield from _communications(each) if "communication" in question.vary else (each,)
+
+
+def _communications(question: Question) -> Iterator[Question]:
+    """What its ranks send: as it is; weights once more inside a domain (hpZ), which is exact; or rounded."""
+    yield question
+    domain, gpus = question.cluster.domain, question.cluster.gpus
+    neighbours: dict[str, Any] = {"secondary_shard": domain}
+    rounded = [] if question.freezes else list(COMMUNICATION)
+    forms = [*rounded, *([neighbours] if 1 < domain < gpus else [])]
+    if 1 < domain < gpus and rounded:
+        forms.append({**neighbours, **COMMUNICATION[3]})
+    for form in forms:
+        if not form.keys() & question.fixed.keys():
+            yield question.with_fixed(form)
 
 
 def _optimizers(question: Question) -> Iterator[Question]:
@@ -130,5 +162,5 @@ def _optimizers(question: Question) -> Iterator[Question]:
             if (optimizer := in_state_dtype(question.optimizer, state_dtype)) != question.optimizer:
                 form = {"master_weights": master_weights, "state_dtype": state_dtype, "optimizer": optimizer}
                 yield msgspec.structs.replace(question, **form)
-    if usual and question.cluster.gpus == 1 and not question.updates_whole:
+    if usual and question.cluster.gpus == 1 and not question.updates_whole and not question.freezes:
         yield msgspec.structs.replace(question, state_dtype="bf16")

@@ -16,7 +16,7 @@ from meshwright.search.question import Question, variants
 from meshwright.search.space import empty, refuse_empty
 from meshwright.spec.arch import Arch
 from meshwright.spec.optimizers import DESCRIPTIONS
-from meshwright.spec.params import Param, count, params
+from meshwright.spec.params import Param, as_stored, count, params
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError
 
@@ -67,7 +67,7 @@ def largest_model(question: Question) -> Largest | None:
     """The largest known model that can be trained on this cluster."""
     larger, slow = None, None
     for name in sorted(presets.preset_names(), key=lambda name: (-count(presets.preset(name)), name)):
-        arch = presets.preset(name)
+        arch = msgspec.structs.replace(presets.preset(name), tuning=question.arch.tuning)
         if arch.positions == "learned" and arch.context < question.sequence:
             continue
         answer = search(msgspec.structs.replace(question, arch=arch), top=1)
@@ -155,18 +155,20 @@ def duration(found: Candidate, tokens: float, dollars_per_gpu_hour: float | None
 
 def layers(question: Question) -> tuple[Layer, ...]:
     """The model from its embedding to its output, layers alike in one line."""
-    arch, wide = question.arch, widths(question)[0]
+    arch, (wide, narrow) = question.arch, widths(question)
     spec = DESCRIPTIONS[question.optimizer]
     work = microbatch_shape(question.job(Plan(microbatch=1, precision=question.precision)))
 
     def layer(name: str, mine: list[Param], flops: float, activation_bytes: float, alike: int = 1) -> Layer:
-        parameters = sum(param.numel for param in mine)
+        parameters, kept = sum(param.numel for param in mine), [param for param in mine if param.trained]
+        moved = sum(param.numel for param in kept)
+        frozen = sum(each.numel * (each.item or narrow) for each in as_stored(mine) if not each.trained)
         return Layer(
             name=name,
             count=alike,
             parameters=parameters,
             flops_per_token=flops,
-            state_bytes=2 * wide * parameters + spec.total_bytes(mine, wide),
+            state_bytes=2 * wide * moved + frozen + spec.total_bytes(kept, wide),
             activation_bytes=activation_bytes,
         )
 
@@ -178,7 +180,7 @@ def layers(question: Question) -> tuple[Layer, ...]:
         alike = [number for number in range(arch.layers) if arch.is_mixture(number) is moe]
         if alike:
             mine = [param for param in params(arch) if param.layer == alike[0]]
-            flops = sum(_flops(param, arch) for param in mine) + 2 * 2 * arch.q_width * question.sequence
+            flops = sum(_flops(param, arch) for param in mine) + 2 * (arch.q_width + arch.out_width) * question.sequence
             found.append(layer("MoE block" if moe else "block", mine, flops, block_kept(work, moe), len(alike)))
     logits = question.sequence * arch.vocab * wide
     flops = 2.0 * arch.vocab * arch.hidden  # tied or not, it is multiplied
@@ -218,6 +220,6 @@ def _too_slow(found: Largest) -> str:
 
 def _flops(param: Param, arch: Arch) -> float:
     """FLOPs of one token: a matmul for a matrix, the chosen experts' alone, nothing to speak of for a vector."""
-    if len(param.shape) < 2:
+    if not param.is_matrix:
         return 0.0
     return 2.0 * param.numel * (arch.top_k / arch.experts if param.expert else 1)

@@ -17,6 +17,7 @@ from meshwright.search.question import Question, variants
 from meshwright.spec.arch import Arch
 from meshwright.spec.blockwise import FORMATS
 from meshwright.spec.optimizers import DESCRIPTIONS
+from meshwright.spec.params import cut_widths, cuts_adapters
 from meshwright.spec.plan import AXES, FIELDS, Plan, balanced_stages
 from meshwright.spec.problem import InputError, Problem
 from meshwright.spec.schedule import Schedule, default_chunks, legal
@@ -136,16 +137,22 @@ def carried(question: Question) -> dict[str, Any]:
 def layouts(question: Question) -> Iterator[AxesChoice]:
     """Every legal use of the GPUs by axes."""
     world, arch = question.cluster.gpus, question.arch
-    widths = (arch.heads, arch.kv_heads, arch.ffn, *((arch.expert_ffn,) if arch.experts else ()))
-    for tp in _given(question, "tp", divisors(world)):
-        if any(width % tp for width in (*widths, question.sequence)):
+    for tp in _ranks(question, "tp", world):
+        if any(width % tp for width in (*cut_widths(arch, tp).values(), question.sequence)):
             continue
-        for cp in _given(question, "cp", divisors(world // tp)):
+        if tp > 1 and not cuts_adapters(arch, tp):
+            continue
+        for cp in _ranks(question, "cp", world // tp):
             if cp > 1 and question.sequence % (2 * cp * tp):
                 continue
-            for pp in _given(question, "pp", divisors(world // tp // cp)):
+            for pp in _ranks(question, "pp", world // tp // cp):
                 if pp <= arch.layers and not (pp == 1 and wants_pipeline(question)):
                     yield from _data_axes(question, pp, cp, tp)
+
+
+def _ranks(question: Question, axis: str, most: int) -> tuple[int, ...]:
+    """How many ranks an axis may have; those that would cut an answer apart have one where answers are compared."""
+    return _given(question, axis, (1,) if question.arch.compared else divisors(most))
 
 
 def rounds(question: Question, layout: AxesChoice) -> Iterator[BatchChoice]:
@@ -231,7 +238,7 @@ def homes(question: Question) -> tuple[tuple[str, str], ...]:
     resident = question.state_dtype != "bf16" or question.master_weights != "fp32"
     found = [("none", updates[0])] if resident else []
     bare = question.precision in NARROW and not keeps_bf16_params(question)
-    alone = question.cluster.gpus == 1 and not question.updates_whole
+    alone = question.cluster.gpus == 1 and not question.updates_whole and not question.freezes
     on_device = question.master_weights != "fp32" or question.state_dtype in FORMATS
     if not alone or fixed.get("deterministic") or on_device or bare:
         return tuple(found)
@@ -253,7 +260,8 @@ def compiles(question: Question, pp: int, order: PipelineChoice) -> bool:
     fixed = question.fixed.get("compile")
     if fixed is not None:
         return fixed
-    return not question.cluster.gpu.name.startswith(UNCOMPILED) and _compilable(pp, order)
+    taken = not question.arch.compared and not question.cluster.gpu.name.startswith(UNCOMPILED)
+    return taken and _compilable(pp, order)
 
 
 def keeps_bf16_params(question: Question) -> bool:
@@ -354,7 +362,7 @@ def may_live_in_host_memory(question: Question) -> bool:
     """Whether the fields that every plan has let weights, gradients and states be there, and there is such memory."""
     fixed = question.fixed
     apart = question.state_dtype == "bf16" and question.master_weights == "fp32"  # only the states are offloaded
-    updates_on_device = question.updates_whole or question.state_dtype in FORMATS
+    updates_on_device = question.updates_whole or question.freezes or question.state_dtype in FORMATS
     on_device = fixed.get("bf16_params") or fixed.get("deterministic") or apart or updates_on_device
     wanted = question.has_host or fixed.get("cpu_offload")
     return bool(wanted and not on_device and fixed.get("optimizer_offload", "none") == "none")

@@ -12,11 +12,13 @@ from typing import Literal, Protocol
 import msgspec
 
 from meshwright.spec.blockwise import FORMATS, SCALES, Columns, is_quantized, scales_name
+from meshwright.spec.lossy import FEEDBACK
+from meshwright.spec.onebit import SERVER_ERROR, WORKER_ERROR
 
 PartOf = tuple[tuple[int, ...], Columns]  # of a part of a parameter: the whole shape, and the part's columns in that
-# How a state tensor is shaped beside its parameter (…, r, c): like it, (…, r) or (…, c). A whole matrix of statistics
-# (Shampoo) becomes a further word here and a further case of `StateTensor.shape_beside` and `lacks`.
-StateShape = Literal["elementwise", "rows", "columns"]
+# How a state tensor is shaped beside its parameter (…, r, c): like it, (…, r), (…, c), or one number. A whole matrix of
+# statistics (Shampoo) becomes a further word here and a further case of `StateTensor.shape_beside` and `lacks`.
+StateShape = Literal["elementwise", "rows", "columns", "number"]
 # In how many bits it is kept: as the master weight, so fp32, float64 in proofs, or bf16 by optim.state_dtype.
 StateDtypeRule = Literal["master"]
 Dims = Literal["all", "vectors", "matrices"]  # of which parameters: stacks of matrices are matrices
@@ -38,8 +40,12 @@ def is_of(of: Dims, dims: int) -> bool:
 
 
 def is_hidden(name: str, dims: int) -> bool:
-    """Whether a parameter is a matrix inside a block: no embedding, output projection, vector or router."""
-    return dims >= 2 and name.startswith("blocks.") and not name.endswith((".router.weight", ".noise.weight"))
+    """Whether a parameter is a matrix inside a block: no embedding, output projection, vector or router.
+
+    A stack of experts' biases has two dims, and is as little a matrix as one of them.
+    """
+    is_other = name.endswith((".router.weight", ".noise.weight", "_bias"))
+    return dims >= 2 and name.startswith("blocks.") and not is_other
 
 
 class StateTensor(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +59,8 @@ class StateTensor(msgspec.Struct, frozen=True, kw_only=True):
 
     def lacks(self, dims: int) -> tuple[int, ...]:
         """The dims of a parameter that it does not have."""
-        return {"elementwise": (), "rows": (dims - 1,), "columns": (dims - 2,)}[self.shape]
+        whole = tuple(range(dims))
+        return {"elementwise": (), "rows": (dims - 1,), "columns": (dims - 2,), "number": whole}[self.shape]
 
     def shape_beside(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Its shape beside a parameter, or a part of one, of a shape."""
@@ -100,6 +107,9 @@ class OptimizerSpec(msgspec.Struct, frozen=True, kw_only=True):
     whole: bool = False
     reductions: tuple[tuple[Statistic, ...], ...] = ()
     orthogonalizes: bool = False  # matrices, whole, which ranks share out by spec/matrices.py
+    # Replicas keep their gradients apart and exchange momenta in one bit an element, by spec/onebit.py. Beside its
+    # states a rank keeps what it leaves out as the server of its chunk of every weight.
+    compresses: bool = False
     is_exact: bool = True  # no reduction rounds: the same bits however tensors are cut
     keys: tuple[str, ...]  # of [optim], those that only it and its likes read
     defaults: tuple[tuple[str, float], ...] = ()  # of those that are not as in config/run.py
@@ -133,19 +143,21 @@ class OptimizerSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def state_names(self) -> tuple[str, ...]:
         """The kinds of its state tensors, in the order of its arithmetic; of quantized ones each with its scales."""
-        names = (state.name for state in self.all_states)
+        names = [state.name for state in self.all_states]
+        if self.compresses:
+            return (*names, SERVER_ERROR)
         return tuple(kind for name in names for kind in ((name, scales_name(name)) if self.quantized else (name,)))
 
     def label_of(self, kind: str) -> str:
         """A kind of state tensor as people read it."""
-        labels = {state.name: state.label for state in self.all_states}
+        labels = {state.name: state.label for state in self.all_states} | {SERVER_ERROR: "error of the server"}
         return labels[kind] if kind in labels else f"scale of the {labels[kind.removesuffix(SCALES)]}"
 
     @property
     def is_elementwise(self) -> bool:
         """Whether every parameter has every state, each in its own shape: all have the same number of bytes."""
         alike = all((state.shape, state.of) == ("elementwise", "all") for state in self.states)
-        return self.takes == "all" and alike and not self.quantized
+        return self.takes == "all" and alike and not (self.quantized or self.compresses)
 
     def state_bytes(self, width: int) -> int:
         """Bytes of its states for one parameter, at so many bytes an element; the least, where parameters differ."""
@@ -294,8 +306,71 @@ LAMB = OptimizerSpec(
     temporaries=4,
 )
 
+WORKER = StateTensor(name=WORKER_ERROR, label="error of the worker")
+
+ONEBIT_ADAM = OptimizerSpec(
+    name="onebit_adam",
+    label="1-bit Adam",
+    held="1-bit Adam's two, and its errors",
+    states=(FIRST, SECOND, WORKER),
+    whole=True,
+    compresses=True,
+    is_exact=False,
+    keys=("beta1", "beta2", "eps", "freeze_step"),
+    defaults=(("beta2", 0.999),),
+    flops=76,  # of a compressed step, most of them to make signs and back, twice
+    update_bytes=554,
+    rounded_bytes=554,  # there is always an fp32 master weight
+    temporaries=5,  # beside the momenta of its group, its own and all workers'
+)
+
+ZERO_ONE_ADAM = OptimizerSpec(
+    name="zero_one_adam",
+    label="0/1 Adam",
+    held="0/1 Adam's two, its local steps, the weights as last synced, and its errors",
+    states=(
+        FIRST,
+        SECOND,
+        StateTensor(name="local", label="momenta of local steps"),
+        StateTensor(name="synced", label="weight as last synced"),
+        WORKER,
+    ),
+    whole=True,
+    compresses=True,
+    is_exact=False,
+    keys=("beta1", "beta2", "eps", "freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper"),
+    defaults=(("beta2", 0.999),),
+    flops=91,
+    update_bytes=704,
+    rounded_bytes=704,
+    temporaries=5,
+)
+
+ONEBIT_LAMB = OptimizerSpec(
+    name="onebit_lamb",
+    label="1-bit LAMB",
+    held="1-bit LAMB's two, its fresh variance, ratios, and its errors",
+    states=(
+        FIRST,
+        SECOND,
+        StateTensor(name="fresh", label="second moment since the freeze", of="matrices"),
+        StateTensor(name="ratio", label="mean trust ratio", shape="number", of="matrices"),
+        StateTensor(name="factor", label="last factor of the ratio", shape="number", of="matrices"),
+        WORKER,
+    ),
+    whole=True,
+    compresses=True,
+    is_exact=False,
+    keys=("beta1", "beta2", "eps", "freeze_step"),
+    defaults=(("beta2", 0.999), ("eps", 1e-6)),
+    flops=100,
+    update_bytes=760,
+    rounded_bytes=760,
+    temporaries=8,
+)
+
 OPTIMIZERS: Mapping[str, OptimizerSpec] = {
-    each.name: each for each in (ADAMW, SGD, ADAFACTOR, SM3, LION, LAMB, MUON)
+    each.name: each for each in (ADAMW, SGD, ADAFACTOR, SM3, LION, LAMB, MUON, ONEBIT_ADAM, ZERO_ONE_ADAM, ONEBIT_LAMB)
 }  # by optim.name
 
 
@@ -356,7 +431,8 @@ def in_state_dtype(description: str, state_dtype: str) -> str:
     return quantized if quantized in DESCRIPTIONS else description
 
 
-BESIDE = frozenset(("weight", "low", "anchor", "outer_momentum"))  # kinds of tensors that are no optimizer's states
+# Kinds of tensors that are no optimizer's states.
+BESIDE = frozenset(("weight", "low", "anchor", "outer_momentum", *FEEDBACK))
 
 
 def saved_by(kinds: Iterable[str]) -> OptimizerSpec | None:

@@ -13,7 +13,8 @@ from meshwright.spec.plan import Plan
 ANCHOR, MOMENTUM = "anchor", "outer_momentum"  # in checkpoints: the weights as they were last synced, and the buffer
 BLOCK, MOST_TP = 128, 8  # elements that share a scale, at most, in rows that so many ranks of tp may cut
 SCALE_BYTES = 4  # fp32
-BITS = {"int8": 8, "int4": 4}
+BITS = {"int8": 8, "int4": 4, "fp8": 8}  # the last of lossy gradients and gathers alone
+TOLD = 4  # numbers that parameter servers add up for an update: the square norm, the loss, the votes, the tokens
 TALLY = 8  # numbers that replicas tell each other when they meet; see optim/outer.py
 
 
@@ -68,11 +69,17 @@ def fragment_of(layer: int, fragments: int) -> int:
 
 def outer_states(plan: Plan) -> tuple[str, ...]:
     """What a rank keeps of each of its weights for the outer update, by its names in checkpoints."""
-    if plan.parts == 1:
+    if not plan.has_outer_loop:
         return ()
     if plan.outer == "average":
         return (ANCHOR,) if plan.outer_quant != "none" else ()  # an exact mean needs no memory of the last one
     return ANCHOR, MOMENTUM
+
+
+def served_rows(rows: int, servers: int, server: int) -> tuple[int, int]:
+    """The rows of a weight, first and one past the last, of which one of so many parameter servers has the copy."""
+    each = -(-rows // servers)
+    return min(server * each, rows), min((server + 1) * each, rows)
 
 
 def of_part(kind: str, part: int) -> str:

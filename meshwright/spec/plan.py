@@ -56,10 +56,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     optimizer_offload_host_bytes: int = 0
     optimizer_offload_folder: str = ""
     cpu_offload: bool = False
+    staleness: int | None = None
     sync_every: int = 1
     outer: Literal["average", "slowmo", "diloco"] = "average"
     outer_fragments: int = 1
     outer_quant: Literal["none", "int8", "int4"] = "none"
+    grad_reduce: Literal["default", "bf16", "fp16", "int8", "int4", "fp8"] = "default"
+    powersgd: int = 0
+    error_feedback: bool = True
+    gather: Literal["default", "int8", "fp8"] = "default"
+    secondary_shard: int = 1
     kernels: Literal["auto", "plain", "fused"] = "auto"
     compile: bool = False
     deterministic: bool = False
@@ -76,8 +82,18 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def parts(self) -> int:
-        """Groups of ranks that update weights of their own between two syncs: replicas, if they sync rarely."""
-        return self.replicate if self.sync_every > 1 else 1
+        """Groups of ranks that share no gradients in a step: replicas that sync rarely, or push to servers."""
+        return self.replicate if self.sync_every > 1 or self.is_served else 1
+
+    @property
+    def is_served(self) -> bool:
+        """Whether replicas send their gradients to a parameter server."""
+        return self.staleness is not None
+
+    @property
+    def has_outer_loop(self) -> bool:
+        """Whether replicas train apart and sync every so many steps."""
+        return self.parts > 1 and not self.is_served
 
     @property
     def copies(self) -> int:
@@ -89,6 +105,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def shards(self) -> int:
         """Ranks over which a weight's part is sharded."""
         return self.shard * self.cp if self.zero else 1
+
+    @property
+    def reduces_lossily(self) -> bool:
+        """Whether gradients are rounded or factored on their way to each other."""
+        return self.grad_reduce != "default" or self.powersgd > 0
 
     @property
     def arithmetic(self) -> Arithmetic:
@@ -201,6 +222,13 @@ FIELDS = (
         weighs=True,
     ),
     PlanField(
+        "staleness",
+        "asynchronous replicas with a parameter server on their hosts: how many updates old weights may be at most",
+        affects=("memory", "time", "numerics"),
+        weighs=True,
+        searched=False,
+    ),
+    PlanField(
         "sync_every",
         "steps between two syncs of the replicas (local SGD, DiLoCo); 1: gradients are summed in every step",
         affects=("memory", "time", "numerics"),
@@ -224,6 +252,39 @@ FIELDS = (
         "outer_quant",
         "of sync_every: what replicas send each other is rounded to so many bits",
         affects=("memory", "time", "numerics"),
+        searched=False,
+    ),
+    PlanField(
+        "grad_reduce",
+        "what gradients are rounded to on their way to each other (with shard: qgZ); sums are never in so few bits",
+        affects=("memory", "time", "numerics"),
+        weighs=True,
+        searched=False,
+    ),
+    PlanField(
+        "powersgd",
+        "rank of the two factors as which replicas exchange each matrix's gradient; 0: as it is",
+        affects=("memory", "time", "numerics"),
+        weighs=True,
+        searched=False,
+    ),
+    PlanField(
+        "error_feedback",
+        "of grad_reduce and powersgd: what rounding took from a gradient is added to the next one",
+        affects=("memory", "numerics"),
+        searched=False,
+    ),
+    PlanField(
+        "gather",
+        "int8, fp8: sharded weights are all-gathered in blocks of eight bits (int8: ZeRO++ qwZ)",
+        affects=("time", "numerics"),
+        weighs=True,
+        searched=False,
+    ),
+    PlanField(
+        "secondary_shard",
+        "of zero 3: ranks that share the weights between forward and backward (ZeRO++ hpZ); 1: all shards do",
+        weighs=True,
         searched=False,
     ),
     PlanField(

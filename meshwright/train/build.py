@@ -2,31 +2,37 @@
 
 import tempfile
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from meshwright.checkpoint.model_folder import open_folder
+from meshwright.checkpoint.model_folder import ModelFolder, open_folder
 from meshwright.config.run import Run
 from meshwright.data.loader import Loader
 from meshwright.data.prepare import Corpus
+from meshwright.kernels.coded import CodedPart, decode, encode
+from meshwright.models import lora
 from meshwright.models.decoder import Decoder
 from meshwright.models.dropout import Dropout
-from meshwright.models.init import fill
+from meshwright.models.init import fill, initial, row_norms
 from meshwright.models.moe import MoELayer
 from meshwright.optim import host_memory, master_weights
 from meshwright.optim.clip import LossScale
 from meshwright.optim.interface import Optimizer
 from meshwright.optim.offload import OffloadedOptimizer
-from meshwright.optim.outer import outer_loop
+from meshwright.optim.onebit import CompressingReplicas
+from meshwright.optim.outer import NoOuterLoop, outer_loop
+from meshwright.optim.parameter_server import AsynchronousReplicas, ServedOptimizer
 from meshwright.optim.resident import CpuOffloadOptimizer, ResidentOptimizer, materialise
-from meshwright.parallel import optimizer_offload, precision
+from meshwright.parallel import grad_reduce, load_bias, optimizer_offload, precision
 from meshwright.parallel.apply import apply
 from meshwright.parallel.mesh import Mesh, local, region_of
 from meshwright.parallel.model_spec import DECODER
-from meshwright.spec.params import params
+from meshwright.spec.coded import BLOCK, parts
+from meshwright.spec.params import Param, buffers, params, stored
+from meshwright.spec.tuning import is_adapter
 from meshwright.train.noise_scale import AdaScale, NoiseMeter
 from meshwright.train.saving import restore as restore
 from meshwright.train.state import State
@@ -36,8 +42,9 @@ def build(run: Run, corpus: Corpus, mesh: Mesh, folder: Path | None = None) -> S
     """The state before the first step. States that are offloaded to a disk go to the run's folder."""
     with torch.device("meta"):
         model = Decoder(run.arch).to(master_weights.weight_dtype(run.optim, run.plan))
+    lora.freeze(model, run.arch, precision.compute_dtype(run.plan))
     chunks = apply(model, run.plan, mesh, DECODER)
-    make = hosted if run.plan.cpu_offload else beside
+    make = hosted if run.plan.cpu_offload else served if run.plan.is_served else beside
     make = partial(offloaded, folder=folder) if run.plan.optimizer_offload != "none" else make
     optimizer, scale = make(chunks, run, mesh), LossScale(run.plan, mesh.device)
     return State(
@@ -45,10 +52,29 @@ def build(run: Run, corpus: Corpus, mesh: Mesh, folder: Path | None = None) -> S
         optimizer=optimizer,
         loader=Loader(corpus, run, mesh.data_rank, mesh.device),
         scale=scale,
-        outer=outer_loop(run, chunks, optimizer, scale, mesh),
+        outer=_outer(run, chunks, optimizer, scale, mesh),
         meter=NoiseMeter(run, chunks, mesh) if run.measures_noise else None,
         adascale=AdaScale(run) if run.optim.adascale else None,
+        reductions=grad_reduce.begun(chunks, run, mesh),
     )
+
+
+def _outer(run: Run, chunks: list[nn.Module], optimizer: Optimizer, scale: LossScale, mesh: Mesh) -> NoOuterLoop:
+    """What replicas do with gradients that no backward has summed; without such, nothing."""
+    if run.compresses:
+        return CompressingReplicas(run, chunks, optimizer, mesh)
+    if isinstance(optimizer, ServedOptimizer):
+        return AsynchronousReplicas(run, optimizer)
+    return outer_loop(run, chunks, optimizer, scale, mesh)
+
+
+def served(chunks: list[nn.Module], run: Run, mesh: Mesh) -> Optimizer:
+    """Weights on the device, and a parameter server on the hosts with their master copies and states."""
+    for chunk in chunks:
+        chunk.to_empty(device=mesh.device)
+        chunk.train()
+    _begin(chunks, run, mesh)
+    return ServedOptimizer(run, [pair for chunk in chunks for pair in chunk.named_parameters()], mesh)
 
 
 def beside(chunks: list[nn.Module], run: Run, mesh: Mesh) -> Optimizer:
@@ -58,7 +84,7 @@ def beside(chunks: list[nn.Module], run: Run, mesh: Mesh) -> Optimizer:
         chunk.train()
     _begin(chunks, run, mesh)
     precision.attach(chunks, run.plan)
-    names, weights = zip(*(pair for chunk in chunks for pair in chunk.named_parameters()), strict=True)
+    names, weights = zip(*(pair for chunk in chunks for pair in lora.trained(chunk)), strict=True)
     return ResidentOptimizer(run.optim, weights, run.plan, names, mesh)
 
 
@@ -66,7 +92,7 @@ def hosted(chunks: list[nn.Module], run: Run, mesh: Mesh) -> Optimizer:
     """The same with all weights in host memory, each made on the device by itself."""
     memory = materialise(chunks, run, mesh)
     _begin(chunks, run, mesh)
-    return CpuOffloadOptimizer(run, [weight for chunk in chunks for weight in chunk.parameters()], memory)
+    return CpuOffloadOptimizer(run, [weight for chunk in chunks for _, weight in lora.trained(chunk)], memory)
 
 
 def _begin(chunks: list[nn.Module], run: Run, mesh: Mesh) -> None:
@@ -94,6 +120,50 @@ def offloaded(chunks: list[nn.Module], run: Run, mesh: Mesh, folder: Path | None
     return optimizer
 
 
+class FirstValues:
+    """The first values of weights: from the seed, or from a folder; codes, and norms of rows, are of whole matrices."""
+
+    def __init__(self, run: Run, folder: ModelFolder | None, device: torch.device) -> None:
+        self.run, self.folder, self.device = run, folder, device
+        self.table = {param.name: param for param in params(run.arch)}
+        self.stored = {param.name: param for param in stored(run.arch)}
+        self.encoded = lru_cache(maxsize=1)(self._encoded)  # several tensors are made of one
+
+    def write(self, target: Tensor, name: str, region: tuple[slice, ...]) -> None:
+        """Give a rank's part of a weight its values."""
+        param = self.stored[name]
+        if param.init == "norms":
+            target.copy_(row_norms(self.matrix(name)[region[0]]))
+        elif param.item:
+            target.copy_(self.part(name)[region])
+        elif self.folder is None or is_adapter(name):
+            fill(target, param, self.run.seed, region)
+        else:
+            target.copy_(self.folder.tensor(name)[region])
+
+    def part(self, name: str) -> Tensor:
+        """One of the tensors that stand for a matrix in few bits."""
+        layer, _, last = name.rpartition(".")
+        weight = self.table[f"{layer}.weight"]
+        names = [part for part, _, _ in parts(weight.held, weight.shape, False)]
+        return self.encoded(weight)[names.index(last)]
+
+    def matrix(self, name: str) -> Tensor:
+        """The matrix beside a weight, as it is held."""
+        weight, dtype = self.table[f"{name.rpartition('.')[0]}.weight"], precision.compute_dtype(self.run.plan)
+        if weight.held == "bf16":
+            return self._whole(weight).to(dtype)
+        return decode(CodedPart(weight.held, weight.shape[1] // BLOCK), self.encoded(weight), dtype)
+
+    def _encoded(self, weight: Param) -> tuple[Tensor, ...]:
+        return encode(weight.held, self._whole(weight))
+
+    def _whole(self, weight: Param) -> Tensor:
+        if self.folder is None:
+            return initial(weight, self.run.seed, device=self.device)
+        return self.folder.tensor(weight.name).to(self.device)
+
+
 def initialise(
     chunk: nn.Module, run: Run, device: torch.device, take: Callable[[nn.Parameter, Tensor], None] | None = None
 ) -> None:
@@ -102,22 +172,23 @@ def initialise(
     Whoever takes the values is given each weight's by itself, in full width.
     """
     folder = open_folder(run.init.folder) if run.init.folder else None
-    table = {param.name: param for param in params(run.arch)}
+    values = FirstValues(run, folder, device)
     for name, module in chunk.named_modules():
-        if isinstance(module, MoELayer):
+        if isinstance(module, (MoELayer, lora.LoraLinear)):
             module.begin(run.seed, name, device)
         elif isinstance(module, Dropout):
             module.begin(run.seed, name)
+    for param in buffers(run.arch):
+        if (buffer := load_bias.held(chunk, run.arch).get(param.name)) is not None:
+            buffer.zero_() if folder is None else buffer.copy_(folder.tensor(param.name))
     for name, weight in chunk.named_parameters():
         held, region = local(weight.detach()), region_of(weight)
-        dtype = held.dtype if take is None else precision.weight_dtype(run.plan)
-        in_place = take is None and held.device == device
+        taken = take is not None and weight.requires_grad
+        dtype = precision.weight_dtype(run.plan) if taken else held.dtype
+        in_place = not taken and held.device == device
         target = held if in_place else torch.empty_like(held, dtype=dtype, device=device)
-        if folder is None:
-            fill(target, table[name], run.seed, region)
-        else:
-            target.copy_(folder.tensor(name)[region])
-        if take is not None:
+        values.write(target, name, region)
+        if take is not None and taken:
             take(weight, target)
         elif not in_place:
             held.copy_(target)

@@ -7,7 +7,7 @@ that hold the same weights compare them, bit by bit, as sums.
 import math
 import platform
 import time
-from collections import Counter, deque
+from collections import deque
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -21,12 +21,14 @@ from torch import Tensor
 
 from meshwright.config.run import Run
 from meshwright.data.loader import Batch
-from meshwright.parallel.deterministic import bit_sum
+from meshwright.models.lora import trained
+from meshwright.parallel.deterministic import bit_sum, odd_ones
 from meshwright.parallel.mesh import Mesh, join, local
 from meshwright.runtime.failure import Exit, Failure, FailureError
 from meshwright.runtime.files import replace_file, replace_json
 from meshwright.runtime.heartbeat import PHASES
 from meshwright.runtime.records import EventRecord, StepRecord
+from meshwright.spec.onebit import OWN_ERRORS
 from meshwright.spec.plan import Plan
 from meshwright.train.heartbeat import SECONDS, Heartbeat
 from meshwright.train.log import Recorder
@@ -238,12 +240,14 @@ class Replicas:
         self.every = every
         self.state = state
         self.mesh = mesh
-        self.group = mesh.dense.get_group("replicate")
+        self.group = mesh.group("replicate") if mesh.apart > 1 else mesh.dense.get_group("replicate")
         self.equal_at = state.step
 
     def look(self, step: int) -> None:
         """Raise when they differ. All ranks must ask at the same steps."""
         if not self.every or step % self.every or self.group.size() == 1:
+            return
+        if not self.state.outer.calendar.meets(self.state.step):  # between two syncs of 0/1 Adam
             return
         sums = torch.stack([bit_sum(tensor) for tensor in compared(self.state)])
         rows = join(sums[None].to(self.mesh.device), 0, self.group).tolist()
@@ -279,14 +283,15 @@ class Replicas:
 def compared(state: State) -> list[Tensor]:
     """What replicas hold alike: the weights, then each optimizer state of all of them."""
     weights = [local(weight.detach()) for weight in state.optimizer.weights]
-    return [*weights, *chain.from_iterable(state.optimizer.states().values())]
+    states = state.optimizer.states()
+    return [*weights, *chain.from_iterable(states[kind] for kind in states if kind not in OWN_ERRORS)]
 
 
 def whose(state: State) -> list[tuple[str, str]]:
     """What each of those is, and of which weight."""
-    names = [name for chunk in state.chunks for name, _ in chunk.named_parameters()]
+    names = [name for chunk in state.chunks for name, _ in trained(chunk)]
     found, held, spec = [("weight", name) for name in names], state.optimizer.held(), state.optimizer.spec
-    for kind in spec.state_names:
+    for kind in (each for each in spec.state_names if each not in OWN_ERRORS):
         kept = zip(names, state.optimizer.weights, strict=True)
         found += [(spec.label_of(kind), name) for name, weight in kept if kind in held[id(weight)]]
     return found
@@ -295,15 +300,6 @@ def whose(state: State) -> list[tuple[str, str]]:
 def first_odd(rows: list[list[int]]) -> int:
     """The first column of several rows whose numbers are not all the same."""
     return next(number for number, column in enumerate(zip(*rows, strict=True)) if len(set(column)) > 1)
-
-
-def odd_ones(rows: list[list[int]]) -> list[int]:
-    """Which of several equal rows are not: those outside the majority; all of them where there is none."""
-    votes = Counter(tuple(row) for row in rows)
-    (usual, most), *_ = votes.most_common()
-    if most * 2 <= len(rows):
-        return list(range(len(rows)))
-    return [number for number, row in enumerate(rows) if tuple(row) != usual]
 
 
 class ReplicaEvidence(msgspec.Struct, frozen=True, kw_only=True):

@@ -75,6 +75,11 @@ class Heartbeat:
         """Seconds of the main thread so far: at work and waiting, by phase."""
         return [list(self.work), list(self.wait)]
 
+    def leave(self) -> None:
+        """The process is about to end by itself."""
+        self.beat = msgspec.structs.replace(self.beat, left=True)
+        self._publish(self.beat)
+
     def close(self) -> None:
         """Stop beating."""
         self.closed.set()

@@ -45,11 +45,10 @@ def parse(words: str, run: Run) -> Injection:
 
 
 def inject(words: str, run: Run, state: State, mesh: Mesh) -> None:
-    """Arrange for a fault, if one is asked for and this is the rank."""
-    if not words:
-        return
-    injection = parse(words, run)
-    if injection.rank == mesh.rank:
+    """Arrange for the faults that are asked for, with commas between them, if this is the rank."""
+    for injection in (parse(each, run) for each in words.split(",") if each):
+        if injection.rank != mesh.rank:
+            continue
         KINDS[injection.kind](injection, run, state, mesh)
 
 
@@ -69,6 +68,8 @@ def when(injection: Injection, state: State, act: Act) -> None:
             state.chunks[0].register_forward_hook(lambda module, _, output: _on_gradient(output, once))
         case "optimizer":
             _before(state.optimizer, "step", once)
+        case "collective" if state.live is not None:
+            _before(state.live, "_exchange", once)
         case "collective":
             _before(dist, "all_reduce", once)
         case "save":
@@ -81,11 +82,16 @@ def _once(injection: Injection, state: State, act: Act) -> Act:
     done = threading.Event()
 
     def once() -> None:
-        if state.step + 1 >= injection.step and not done.is_set():
+        if state.step + 1 >= injection.step and not done.is_set() and _can_be_missed(state):
             done.set()
             act()
 
     return once
+
+
+def _can_be_missed(state: State) -> bool:
+    """Whether a fault leaves somebody to go on: of several faults, one waits until who was lost before is back."""
+    return state.live is None or len(state.live.generation.members) > state.live.run.plan.replicate // 2
 
 
 def _before(owner: Any, name: str, act: Act) -> None:

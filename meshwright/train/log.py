@@ -82,9 +82,10 @@ class RecordFile:
         self.stream.close()
 
 
-def screen(stream: TextIO, every: int, quiet: bool = False) -> "PlainLines":
-    """The right screen for a stream; ranks other than the first are quiet."""
-    return LiveBar(stream, every) if stream.isatty() and not quiet else PlainLines(stream, every, quiet)
+def screen(stream: TextIO, every: int, quiet: bool = False, plain: bool = False) -> "PlainLines":
+    """The right screen for a stream; ranks other than the first are quiet, and what becomes a log is plain."""
+    is_bar = stream.isatty() and not quiet and not plain
+    return LiveBar(stream, every) if is_bar else PlainLines(stream, every, quiet)
 
 
 def step_line(record: StepRecord, steps: int, peak: float | None, seconds_left: float | None = None) -> str:
@@ -359,6 +360,20 @@ class Recorder:
         self._keep(event)
         self.screen.say(f"warning: step {event.step}: {event.text}")
 
+    def adopt(self, rank: int) -> None:
+        """Take over from another rank's records what this one missed while it was away or behind."""
+        whole = (self.folder / f"steps.rank{rank}.jsonl").read_bytes()
+        theirs = [read_line(text) for text in whole[: whole.rfind(b"\n") + 1].splitlines()]
+        last = max((each.step for each in self.past if isinstance(each, StepRecord)), default=0)
+        known = [place for place, each in enumerate(theirs) if isinstance(each, StepRecord) and each.step == last]
+        missed = theirs[known[-1] + 1 if known else 0 :]
+        for record in missed:
+            self._keep(record)
+        self.records += [record for record in missed if isinstance(record, StepRecord)]
+        self.last_held = next((each for each in reversed(missed) if isinstance(each, EvalRecord)), self.last_held)
+        self.added = max((record.step for record in self.records), default=self.added)
+        self.timeline = DeviceTimeline(moment(self.mesh.device))
+
     def saved(self, record: SaveRecord) -> None:
         """A checkpoint is on the disk, beside the steps."""
         self._keep(msgspec.structs.replace(record, step=max(self.added, record.saved), at=time.monotonic()))
@@ -402,7 +417,7 @@ class Recorder:
     def _record(self, step: Pending) -> StepRecord:
         if step.ready is not None:
             step.ready.synchronize()  # of that step only; later ones continue
-        loss, norm, finite, loss_scale, balance, mean_loss, parts, whole = step.numbers.tolist()
+        loss, norm, finite, loss_scale, balance, mean_loss, parts, whole, margin, ahead = step.numbers.tolist()
         run, result, before = self.run, step.result, self.timeline.at
         variance = square = None
         if result.noise is not None:
@@ -430,8 +445,12 @@ class Recorder:
             gradient_variance=variance,
             gradient_square=square,
             mean_loss=mean_loss if result.mean_loss is not None else None,
+            reward_margin=margin if result.preference is not None else None,
+            reward_accuracy=ahead if result.preference is not None else None,
+            staleness=result.staleness,
             save_seconds=(max(ended - updated, LEAST_SECONDS) if result.pause.host else 0.0) + result.pause.on_device(),
             compile_seconds=result.compile_seconds,
+            recovery_seconds=result.recovery_seconds,
             began=before,
             ended=ended,
             at=time.monotonic(),
@@ -455,8 +474,9 @@ def _fetch(result: StepResult) -> Pending:
     balance = absent if result.balance is None else result.balance
     mean_loss = absent if result.mean_loss is None else result.mean_loss
     noise = result.noise or GradientNoise(absent, absent)
+    margin, ahead = (absent, absent) if result.preference is None else result.preference.unbind()
     numbers = (result.loss, result.norm, result.finite, result.loss_scale)
-    values = (*numbers, balance, mean_loss, noise.parts, noise.whole)
+    values = (*numbers, balance, mean_loss, noise.parts, noise.whole, margin, ahead)
     numbers = torch.stack([value.double() for value in values])
     if not numbers.is_cuda:
         return Pending(result, numbers, None)

@@ -1,8 +1,10 @@
 """The loop: a generator that training, benchmarks and tests drive alike."""
 
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -10,23 +12,41 @@ import torch
 from torch import Tensor
 
 from meshwright.config.run import Run
+from meshwright.data.loader import Loader
 from meshwright.optim import clip
 from meshwright.optim.interface import learning_rate
-from meshwright.parallel import compile, deterministic, precision
+from meshwright.parallel import compile, deterministic, load_bias, precision
 from meshwright.parallel.mesh import Mesh
+from meshwright.train import dpo
 from meshwright.train.noise_scale import GradientNoise
 from meshwright.train.saving import Pause, Save, Vote, Votes, saving
-from meshwright.train.state import State
+from meshwright.train.state import MovedError, State
 from meshwright.train.step import choose, evaluating, held_loss, mixtures
 from meshwright.train.timeline import Moment, moment
+
+FILE_SECONDS = 1.0  # between two looks for the stop file
 
 
 class Stop:
     """Whether somebody has asked this rank to save and end."""
 
-    def __init__(self) -> None:
-        self.asked = False
+    def __init__(self, file: Path | None = None) -> None:
+        self.signalled = False
+        self.file = file  # whose being there asks, under every launcher; one rank looks for all
+        self.looked = 0.0
         self.saved = True  # what was done until the end is on the disk
+
+    @property
+    def asked(self) -> bool:
+        """By a signal, or by the file, which is looked for once a second."""
+        if not self.signalled and self.file is not None and time.monotonic() - self.looked > FILE_SECONDS:
+            self.looked = time.monotonic()
+            self.signalled = self.file.exists()
+        return self.signalled
+
+    @asked.setter
+    def asked(self, is_so: bool) -> None:
+        self.signalled = is_so
 
     def listen(self) -> "Stop":
         """Let SIGTERM ask. A second one asks the same: a save that has begun is never cut short."""
@@ -34,7 +54,7 @@ class Stop:
         return self
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
+        self.signalled = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +81,14 @@ class StepResult:
     loss_scale: Tensor
     balance: Tensor | None  # mixtures: this rank's mean balance loss
     noise: GradientNoise | None  # where it is measured
+    preference: Tensor | None  # DPO: the mean reward margin, and the share of pairs whose chosen answer is ahead
+    staleness: int | None  # updates that the weights were behind, where a parameter server has them
     rate: float
     tokens: int
     span: float  # mean over positions of the document that each is in, which attention is counted by
     wait_seconds: float  # of the host, for the loader
     compile_seconds: float  # that torch.compile took of it
+    recovery_seconds: float  # until replicas went on without one that was lost
     pause: Pause  # by a save: this step's, on the host, or the one's before, on the device
     began: Moment  # its batch was asked for
     fed: Moment  # and was there
@@ -88,26 +111,38 @@ def train(
     """
     deterministic.pin(run.plan, mesh.device)
     precision.pin(run.plan, mesh.device)
-    with saving(run, state, mesh, folder) as save:
+    save_by = saving if state.live is None else state.live.saving
+    with save_by(run, state, mesh, folder) as save:
         yield from steps(run, state, mesh, save, stop or Stop())
         state.optimizer.settle()  # whoever reads weights afterwards sees them moved
 
 
 def steps(run: Run, state: State, mesh: Mesh, save: Save, stop: Stop) -> Iterator[StepResult | EvalResult]:
-    forward_backward = choose(run, state.chunks, mesh)
-    measure, votes, outer = clip.choose(run.plan), Votes(), state.outer
+    preferences = dpo.step_of(run, state.chunks, mesh)
+    forward_backward = preferences or choose(run, state.chunks, mesh)
+    live, votes, outer = state.live, Votes(), state.outer
+    measure = clip.choose(run.plan) if live is None else live.measure
+    between = partial(evaluations, run, state, mesh) if live is None else live.between
     if state.step == run.steps and is_due(run, state):  # resumed from the last step: only the ending was missing
         yield evaluate(run, state, mesh)
+    if live is not None:
+        yield from live.evaluations()  # of a replica that comes back
     while state.step < run.steps and not state.stopped:
         state.optimizer.zero_grad()
         began, compiled = moment(mesh.device), compile.seconds()
         batch = state.loader.take(state.step)
         fed = moment(mesh.device)
+        outer.pull(state.step + 1)
         scale, is_plain = state.scale.value, outer.calendar.is_plain(state.step + 1)
         loss_sum = forward_backward(batch.together if is_plain else batch, scale)
         outer.sum_gradients(state.step + 1)
         ballot = save.vote(state.step + 1).number(stop.asked)
-        loss, square, total = measure(state.chunks, loss_sum, mesh, ballot)
+        try:
+            loss, square, total = measure(state.chunks, loss_sum, mesh, ballot)
+        except MovedError:  # this replica was behind, and has the state of another now
+            save(state)
+            yield from between()
+            continue
         verdict = clip.grad_stats(loss, square, scale, run.optim.grad_clip)
         noise = state.meter.measure() if state.meter is not None else None
         rate = learning_rate(run.optim, state.step, run.steps)
@@ -116,10 +151,14 @@ def steps(run: Run, state: State, mesh: Mesh, save: Save, stop: Stop) -> Iterato
         stall = save.hold_update()
         outer.begin(state.step + 1)
         state.optimizer.step(rate, verdict)
+        if run.arch.adapter.kind == "none":  # else it is the base's, as the router is
+            load_bias.update(state.chunks, run.arch, mesh, verdict.finite)
         state.scale.update(verdict.finite)
         state.step += 1
         met = outer.meet(state.step, verdict.loss, batch.tokens, total)
-        heard = votes.heard(met.votes, state.step, at_once=not is_plain) if met else Vote()
+        heard = Vote()
+        if met and met.votes is not None:
+            heard = votes.heard(met.votes, met.said or state.step, at_once=met.at_once or not is_plain)
         state.stopped = heard.stop and state.step < run.steps
         updated = moment(mesh.device)
         save.hear(heard)
@@ -128,24 +167,34 @@ def steps(run: Run, state: State, mesh: Mesh, save: Save, stop: Stop) -> Iterato
             step=state.step,
             loss=met.loss if met and is_plain else verdict.loss / batch.tokens,
             mean_loss=met.loss if met and not is_plain else None,
-            norm=verdict.norm,
+            norm=met.norm if met and met.norm is not None else verdict.norm,
             finite=verdict.finite,
             loss_scale=scale,
             balance=balance(state),
+            preference=preferences.told(batch.pairs) if preferences else None,
             noise=noise,
+            staleness=outer.staleness,
             rate=rate,
             tokens=batch.job_tokens,
             span=batch.span,
             wait_seconds=batch.wait_seconds,
             compile_seconds=compile.seconds() - compiled,
+            recovery_seconds=0.0 if live is None else live.take_lost_seconds(),
             pause=Pause(save_seconds, stall),
             began=began,
             fed=fed,
             updated=updated,
             ended=moment(mesh.device) if save_seconds else updated,
         )
-        if is_due(run, state) and not state.stopped:
-            yield evaluate(run, state, mesh)
+        yield from between()
+    if live is not None:
+        live.part()
+
+
+def evaluations(run: Run, state: State, mesh: Mesh) -> Iterator[EvalResult]:
+    """The validation loss that is due after a step, if one is."""
+    if is_due(run, state) and not state.stopped:
+        yield evaluate(run, state, mesh)
 
 
 def is_due(run: Run, state: State) -> bool:
@@ -161,19 +210,26 @@ def is_due(run: Run, state: State) -> bool:
 def evaluate(run: Run, state: State, mesh: Mesh) -> EvalResult:
     """The loss over samples that are never trained on, under the same plan."""
     began = moment(mesh.device)
-    sums: list[Tensor] = []  # of each global batch, this rank's part
-    tokens = 0
-    with evaluating(state.chunks):
-        for number in range(run.eval.batches):
-            batch = state.loader.held(number)
-            tokens += batch.job_tokens
-            tree = deterministic.Tree(len(batch.microbatches))
-            parts = [tree.add(held_loss(state.chunks, run, mesh, each).double()) for each in batch.microbatches]
-            assert parts[-1] is not None, "the last microbatch completes the sum"
-            sums.append(parts[-1] / run.plan.tp)
-    loss = deterministic.total(torch.stack(sums), run.plan, mesh).sum() / tokens
+    sums, tokens = held_sums(run, state, mesh, state.loader)
+    loss = deterministic.total(sums, run.plan, mesh).sum() / tokens
     ended = moment(mesh.device)
     return EvalResult(step=state.step, loss=loss, tokens=tokens, seconds=ended.at - began.at, began=began, ended=ended)
+
+
+def held_sums(run: Run, state: State, mesh: Mesh, loader: Loader) -> tuple[Tensor, int]:
+    """A rank's part of the losses of each global batch that is never trained on, and all their tokens, or pairs."""
+    sums: list[Tensor] = []
+    tokens, preferences = 0, dpo.step_of(run, state.chunks, mesh)
+    held = preferences.held if preferences else partial(held_loss, state.chunks, run, mesh)
+    with evaluating(state.chunks):
+        for number in range(run.eval.batches):
+            batch = loader.held(number)
+            tokens += batch.pairs or batch.job_tokens
+            tree = deterministic.Tree(len(batch.microbatches))
+            parts = [tree.add(held(each).double()) for each in batch.microbatches]
+            assert parts[-1] is not None, "the last microbatch completes the sum"
+            sums.append(parts[-1] / run.plan.tp)
+    return torch.stack(sums), tokens
 
 
 def balance(state: State) -> Tensor | None:

@@ -31,6 +31,7 @@ from meshwright.config.run import Run
 from meshwright.cost.noise_scale import estimate
 from meshwright.optim.clip import square_share
 from meshwright.parallel import fsdp
+from meshwright.parallel.arriving import ArrivingNumbers
 from meshwright.parallel.mesh import Mesh, local
 from meshwright.spec.plan import Plan
 
@@ -153,16 +154,13 @@ class AdaScale:
         self.scale = run.batch / (run.optim.adascale_batch or run.plan.microbatch)
         self.kept = Averages()
         self.newest: Tensor | None = None  # p and q
-        self.arrived: tuple[Tensor, torch.cuda.Event | None] | None = None  # they, on their way to the host
+        self.arriving: ArrivingNumbers | None = None  # they
 
     def gain(self, noise: GradientNoise | None, loss_scale: Tensor) -> float:
         """How many steps of the base batch this step is worth, by those before it; its own norms are the next one's."""
         assert noise is not None, "there is a meter"
-        if self.arrived is not None:
-            host, ready = self.arrived
-            if ready is not None:
-                ready.synchronize()  # of the step before, not of this one
-            parts, whole = host.tolist()
+        if self.arriving is not None:
+            parts, whole = self.arriving.read()  # of the step before, not of this one
             self.kept = self.kept.with_step(parts, whole, self.count, self.scale)
         self._take(torch.stack([noise.parts, noise.whole]) / loss_scale.double().square())
         gain = self.kept.gain(self.scale)
@@ -170,12 +168,7 @@ class AdaScale:
         return gain
 
     def _take(self, norms: Tensor) -> None:
-        self.newest, self.arrived = norms, (norms, None)
-        if norms.is_cuda:
-            host, ready = torch.empty(norms.shape, dtype=norms.dtype, pin_memory=True), torch.cuda.Event()
-            host.copy_(norms, non_blocking=True)
-            ready.record()
-            self.arrived = host, ready
+        self.newest, self.arriving = norms, ArrivingNumbers(norms)
 
     def resume(self, saved: Sequence[float], device: torch.device) -> None:
         """As it was when a step was saved."""

@@ -25,7 +25,8 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.units import GIB
 from meshwright.train.state import State
 
-STATES = ("weights", "master", "gradients", "moments", "outer_states")  # lines that are measured by adding up tensors
+# Lines that are measured by adding up tensors.
+STATES = ("weights", "master", "gradients", "moments", "outer_states", "error_feedback")
 WANTED = 3
 FREE = "end them, or take another card (CUDA_VISIBLE_DEVICES)"
 LESS = 0.97  # of what the plan needs: a change that is to help needs clearly less
@@ -125,11 +126,13 @@ def held(state: State, layout: StateLayout) -> dict[str, int]:
     found = {"gradients": _bytes([local(weight.grad) for weight in weights if weight.grad is not None])}
     if layout.offloaded:  # with the master weights
         return found | {"weights": _bytes([local(weight.detach()) for weight in weights])}
+    owed = [tensor for reduction in state.reductions for tensor in reduction.kept()]
     outer = [tensor for tensors in state.outer.states().values() for tensor in tensors.values()]
     return found | {
         "weights": _bytes([precision.master(weight) for weight in weights]),
-        "moments": sum(_bytes(tensors) for tensors in state.optimizer.states().values()),
+        "moments": sum(_bytes(tensors) for tensors in state.optimizer.states().values()) if layout.of("moments") else 0,
         **({"outer_states": _bytes(outer)} if outer else {}),
+        **({"error_feedback": _bytes(owed)} if owed else {}),
     }
 
 

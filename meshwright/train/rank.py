@@ -3,6 +3,7 @@
 import hashlib
 import importlib
 import platform
+import sys
 import threading
 import time
 import traceback
@@ -18,31 +19,34 @@ import torch.distributed as dist
 
 from meshwright import __version__, checkpoint, data, optim
 from meshwright.checkpoint import read
-from meshwright.checkpoint.model_folder import save_native
+from meshwright.checkpoint.model_folder import copy_texts, open_folder, save_native, staged
 from meshwright.checkpoint.storage import CorruptError
-from meshwright.config.huggingface import TOKENIZER
+from meshwright.config.huggingface import TOKENIZER, read_config
 from meshwright.config.load import load
 from meshwright.config.run import Run
+from meshwright.config.weights import TEXT, note_of
 from meshwright.cost import goodput
 from meshwright.cost.flops import utilization
 from meshwright.cost.noise_scale import noise_scale
+from meshwright.data.chat import GENERATION, TEMPLATE, text_folder
 from meshwright.data.prepare import Corpus, prepare
 from meshwright.data.prepare import described as described_data
 from meshwright.data.shards import Tokens
-from meshwright.optim import outer
+from meshwright.optim import onebit, outer, parameter_server
 from meshwright.parallel import compile, context, deterministic, fused_kernels
 from meshwright.parallel.mesh import Mesh
-from meshwright.runtime import failure
+from meshwright.runtime import failure, generations
 from meshwright.runtime.failure import Exit, Failure, FailureError, Kind, is_broken
 from meshwright.runtime.files import replace_file, replace_json
 from meshwright.runtime.heartbeat import PhaseMark, PhaseTable
 from meshwright.runtime.place import RankSpec
 from meshwright.runtime.records import AttemptRecord, Summary
-from meshwright.runtime.run_folder import DATA, write_summary
+from meshwright.runtime.run_folder import DATA, STOP, write_summary
+from meshwright.spec import lossy
 from meshwright.spec.params import count
 from meshwright.spec.problem import InputError, Problem
 from meshwright.train import build as building
-from meshwright.train import loop, step
+from meshwright.train import loop, step, survivors
 from meshwright.train import world as meeting
 from meshwright.train.build import build
 from meshwright.train.faults import FaultWatch
@@ -54,7 +58,8 @@ from meshwright.train.oom import expected, explaining
 from meshwright.train.sample import closing_sample
 from meshwright.train.saving import restore
 from meshwright.train.state import State, weights
-from meshwright.train.world import code, world
+from meshwright.train.survivors import Survivors
+from meshwright.train.world import StoppedError, code, world
 
 AGAIN = "fix it and run the same command again to resume from the newest checkpoint"
 OPENING = 16  # tokens that a sample without a prompt continues
@@ -97,24 +102,46 @@ def serve(order: RankSpec, run: Run, machine: bool = False) -> int:
     """Be one rank, and end with the exit code that says how it went. A failure report is left in the run folder."""
     start = StartTimeline(order.began if order.attempt == 1 else time.monotonic())
     start.passed("launch")  # the command line, processes, importing torch; the data too where the launcher prepares it
-    stop = Stop().listen()
+    stop = Stop(Path(order.folder) / STOP if order.place.rank == 0 else None).listen()
     code()  # as it is now: the ranks compare it when they meet
     heart = Heartbeat(Path(order.beats), order.place.rank, phase_table())
     try:
-        view = screen(default_stream(machine), run.log.every, quiet=not order.speaks)
+        # mpirun and srun --pty give ranks a terminal of their own, and write what is drawn there into a log.
+        is_log = order.place.launcher not in ("meshwright", "torchrun")
+        view = screen(default_stream(machine), run.log.every, quiet=not order.speaks, plain=is_log)
         summary = run_rank(run, order, view, heart, stop, start)
+    except StoppedError:
+        heart.leave()
+        return Exit.PREEMPTED  # no step was begun: there is nothing to save
     except Exception as error:
-        traceback.print_exc()
+        _say(error, order)
         step = heart.step if heart.restored >= 0 else -1
         odd = deviated(recorded(), heart.step_ends_ns)
         last = failure_of(error, order, step, odd, begun=heart.steps_here > 0)
         failure.write(Path(order.folder), last)
+        heart.leave()
         return last.code
+    heart.leave()
     if summary is None:
-        return Exit.PREEMPTED if stop.saved else Exit.RESUMABLE  # a save that failed lost steps, not the run
-    if order.place.rank == 0:
-        write_summary(Path(order.folder), summary)
+        return _stopped(order, stop)
     return Exit.DONE
+
+
+def _stopped(order: RankSpec, stop: Stop) -> int:
+    """How a rank ends that was asked to. A person's file is no scheduler's signal: nobody is to start the run again."""
+    if not stop.saved:
+        return Exit.RESUMABLE  # a save that failed lost steps, not the run
+    is_ours = order.place.launcher == "meshwright"  # whose supervisor looks for the file itself
+    return Exit.INTERRUPTED if not is_ours and (Path(order.folder) / STOP).exists() else Exit.PREEMPTED
+
+
+def _say(error: Exception, order: RankSpec) -> None:
+    """What went wrong, in this rank's log. Under other launchers all ranks write into one: a mistake is a sentence
+    there, and so is the loss of somebody else, whose own words say why. Stacks are in the failure reports."""
+    if order.place.launcher != "meshwright" and (isinstance(error, InputError) or is_broken(str(error))):
+        print(f"rank {order.place.rank}: {_first_line(error)}", file=sys.stderr, flush=True)
+    else:
+        traceback.print_exc()
 
 
 def run_rank(
@@ -131,27 +158,40 @@ def run_rank(
     for line in check(run, corpus, folder, writes=order.place.rank == 0):
         screen.say(line)
     start.passed("data")
-    with world(run, order.place, order.attempt) as mesh:
+    own, here = (survivors.inside(run), survivors.place_inside(run, order)) if run.faults.live else (run, order.place)
+    with world(own, here, order.attempt, folder, lambda: stop.asked) as mesh:
         start.passed("meet")  # the other ranks, and the device
         screen.say(f"building {count(run.arch):,} parameters on {described(mesh)}")
         if words := expected(run, mesh.device):
             screen.say(words)
         with explaining(run, mesh.device):
-            state = build(run, corpus, mesh, folder)
+            state = build(own, corpus, mesh, folder)
+            live = Survivors(run, order, mesh, stop) if run.faults.live else None
             start.passed("build")
-            restore(state, run, mesh, folder, screen.say)
+            if not order.start:
+                restore(state, run, mesh, folder, screen.say)
             start.passed("restore")
         kernels = fused_kernels.chosen(run.plan, mesh.device, state.chunks, state.optimizer.is_one_pass)
-        if mesh.rank == 0:
-            replace_json(folder / "env.json", environment(mesh, kernels))
-        how = (*deterministic.described(run.plan, state.chunks), *outer.described(run))
+        told = mesh if live is None else live.told
+        if told.rank == 0:
+            replace_json(folder / "env.json", environment(told, kernels))
+        how = (
+            *deterministic.described(run.plan, state.chunks),
+            *outer.described(run),
+            *onebit.described(run),
+            *parameter_server.described(run),
+            *lossy.described(run.plan),
+        )
         for line in (*how, f"kernels: {kernels}"):
             screen.say(line)
-        trackers = run.log.writers if mesh.rank == 0 else ()
-        recorder = Recorder(run, mesh, folder, screen, [Writer(name, run, folder, screen.say) for name in trackers])
+        trackers = run.log.writers if told.rank == 0 else ()
+        recorder = Recorder(run, told, folder, screen, [Writer(name, run, folder, screen.say) for name in trackers])
         try:
             with explaining(run, mesh.device, state):
-                _train(state, recorder, order, heart, stop, start)
+                if live is not None:
+                    live.adopt = recorder.adopt
+                    live.begin(state, corpus)
+                _train(state, mesh, recorder, order, heart, stop, start)
                 screen.close()
                 if not state.stopped:
                     return _finish(run, state, mesh, recorder, corpus)
@@ -160,33 +200,36 @@ def run_rank(
             return None
         finally:
             recorder.close()
-            state.loader.close()
+            state.loader.close() if live is None else live.close()
             state.optimizer.close()
             screen.close()
 
 
 def _train(
-    state: State, recorder: Recorder, order: RankSpec, heart: Heartbeat, stop: Stop, start: StartTimeline
+    state: State, mesh: Mesh, recorder: Recorder, order: RankSpec, heart: Heartbeat, stop: Stop, start: StartTimeline
 ) -> None:
-    run, mesh = recorder.run, recorder.mesh
+    run, live = recorder.run, state.live
     faults = FaultWatch(run, state, mesh, recorder, heart)
-    inject(order.inject, run, state, mesh)
+    inject(order.inject, run, state, recorder.mesh)
     state.note = recorder.saved
     heart.begins(state.step)
     start.passed("prepare")  # kernels tried, trackers, watches
-    recorder.begin(
-        AttemptRecord(
-            step=state.step,
-            session=order.session,
-            number=order.attempt,
-            began=order.began,
-            at=start.last,
-            phases=start.phases,
+    if not order.start:  # else the others never stopped, and their records are this rank's too
+        recorder.begin(
+            AttemptRecord(
+                step=state.step,
+                session=order.session,
+                number=order.attempt,
+                began=order.began,
+                at=start.last,
+                phases=start.phases,
+            )
         )
-    )
     handled = time.monotonic()
     for result in train(run, state, mesh, recorder.folder, stop):
         recorder.add(result)
+        for event in live.take_events() if live is not None else ():
+            recorder.tell(event)
         heart.did(result.step) if isinstance(result, StepResult) else heart.looked()
         faults.look()
         if run.plan.compile and isinstance(result, StepResult) and result.step == heart.restored + SETTLED:
@@ -205,8 +248,10 @@ def _finish(run: Run, state: State, mesh: Mesh, recorder: Recorder, corpus: Corp
     peak = torch.tensor(peak_bytes(mesh.device), device=mesh.device)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     whole = weights(state.chunks, run, mesh)
-    if mesh.rank == 0:
-        save_native(recorder.folder / "model", run.arch, whole, corpus.tokenizer)
+    leads = state.live is None or state.live.leads
+    if mesh.rank == 0 and leads:
+        note = note_of(msgspec.to_builtins(run))
+        save_native(recorder.folder / "model", run.arch, whole, corpus.tokenizer, recorder.folder / TEXT, note)
     else:
         deque(whole, maxlen=0)  # take part in gathering
     recorder.end(state.step)
@@ -217,7 +262,7 @@ def _finish(run: Run, state: State, mesh: Mesh, recorder: Recorder, corpus: Corp
     flops, causal = (sum(getattr(record, name) for record in steady) for name in ("flops", "flops_causal"))
     peak_rate = recorder.peak
     noise = noise_scale(records, run.batch)
-    return Summary(
+    summary = Summary(
         step=state.step,
         first_loss=records[0].loss,
         loss=records[-1].loss,
@@ -228,9 +273,9 @@ def _finish(run: Run, state: State, mesh: Mesh, recorder: Recorder, corpus: Corp
         peak_bytes=int(peak.item()),
         mfu=utilization(flops, seconds, peak_rate) if peak_rate else None,
         mfu_causal=utilization(causal, seconds, peak_rate) if peak_rate else None,
-        tflops=causal / seconds / mesh.world / 1e12,
+        tflops=causal / seconds / recorder.mesh.world / 1e12,
         parameters=count(run.arch),
-        ranks=mesh.world,
+        ranks=recorder.mesh.world,
         folder=str(recorder.folder),
         sample=sample,
         attempts=spent.attempts,
@@ -239,6 +284,9 @@ def _finish(run: Run, state: State, mesh: Mesh, recorder: Recorder, corpus: Corp
         noise_scale=noise.tokens if noise else None,
         noise_scale_sequences=noise.sequences if noise else None,
     )
+    if mesh.rank == 0 and leads:
+        write_summary(recorder.folder, summary)
+    return summary
 
 
 def described(mesh: Mesh) -> str:
@@ -285,7 +333,13 @@ def phase_table() -> PhaseTable:
             _mark("forward", step),
         ),
         outermost=(_mark("forward", loop.steps),),
-        waiting=(_mark("", context.arrived)[:2],),
+        waiting=(
+            _mark("", context.arrived)[:2],
+            _mark("", parameter_server.ParameterServer._take)[:2],
+            _mark("", survivors._arrived)[:2],
+            _mark("", generations.pause)[:2],
+            (_mark("", survivors.Survivors)[0], "_connected"),
+        ),
     )
 
 
@@ -380,7 +434,26 @@ def check(run: Run, corpus: Corpus, folder: Path, writes: bool) -> list[str]:
         replace_json(file, here)
     if writes and named is not None and not own.exists():
         replace_file(own, named.read_bytes())  # with it any saved step is a whole model
+    if writes and not (folder / TEXT).exists():
+        keep_texts(run, corpus, folder / TEXT)
     return [f"extended: {problem.text}" for problem in found]
+
+
+def keep_texts(run: Run, corpus: Corpus, folder: Path) -> None:
+    """Keep what the folder that a run begins from says of its text, and what the run's own data adds to it."""
+    chats = [report for report in corpus.chats if report is not None]
+    origin = open_folder(run.init.folder).texts if run.init.folder else text_folder(run) if chats else None
+    if origin is None:
+        return
+    with staged(folder) as stage:
+        copy_texts(origin, stage)
+        if chats and run.data.template:
+            (stage / TEMPLATE).write_text(chats[0].template)
+        if any(set(report.stops) - set(report.ends) for report in chats):
+            file = stage / GENERATION
+            settings = read_config(file) if file.is_file() else {}
+            ends = {token for report in chats for token in (*report.ends, *report.stops)}
+            replace_json(file, settings | {"eos_token_id": sorted(ends)})
 
 
 def fact(source: str, tokens: Tokens) -> Fact:

@@ -26,14 +26,16 @@ from meshwright.config.run import Run, digests
 from meshwright.config.weights import describe
 from meshwright.optim import host_memory
 from meshwright.optim.interface import SavedPart, learning_rate
-from meshwright.parallel import precision
-from meshwright.parallel.mesh import DENSE, EXPERT, Mesh, cut_dim, region_of
+from meshwright.parallel import load_bias, precision
+from meshwright.parallel.arriving import ArrivingNumbers
+from meshwright.parallel.mesh import DENSE, EXPERT, Mesh, cut_dim, local, region_of
 from meshwright.runtime import run_folder
 from meshwright.spec.arch import Arch
 from meshwright.spec.blockwise import is_scales
+from meshwright.spec.onebit import OWN_ERRORS, SERVER_ERROR, calendar_of
 from meshwright.spec.optimizers import BESIDE
-from meshwright.spec.outer import ANCHOR, calendar, kind_of, of_part
-from meshwright.spec.params import params
+from meshwright.spec.outer import ANCHOR, kind_of, of_part
+from meshwright.spec.params import saved, stored, trained
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError, Problem
 from meshwright.train.state import State, owner_of
@@ -46,31 +48,47 @@ SMALL_PATIENCE_SECONDS = 1.0
 
 def holdings(state: State, run: Run, mesh: Mesh) -> list[TensorShard]:
     """Every part that this rank has, and whether it is the one to write it."""
-    owners = {param.name: owner_of(param, run.plan) for param in params(run.arch)}
+    owners = {param.name: owner_of(param, run.plan) for param in saved(run.arch)}
     state.optimizer.settle()
     held, seen, found = state.optimizer.held(), set[str](), list[TensorShard]()
     outer, own = state.outer.states(), own_kinds(run.plan, {kind for each in held.values() for kind in each})
-    for name, weight in (pair for chunk in state.chunks for pair in chunk.named_parameters()):
+    for name, weight in (pair for chunk in state.chunks for pair in chunk.named_parameters() if pair[0] in owners):
         # A tied embedding may be on two stages, which hold the same numbers: the first has it to write.
         mine = owners[name] == mesh.place["pp"] and name not in seen
         seen.add(name)
-        region = tuple((part.start, part.stop) for part in region_of(weight))
+        served = state.optimizer.region(weight)
+        region = served or tuple((part.start, part.stop) for part in region_of(weight))
         lacking = {
             state.name: state.lacks(weight.dim()) for state in state.optimizer.spec.states_of(name, weight.dim())
         }
-        tensors = {**held[id(weight)], **outer.get(id(weight), {})}
+        frozen = {"weight": local(weight.detach())}
+        tensors = {**held.get(id(weight), frozen), **outer.get(id(weight), {})}
         for apart in (False, True):
             kinds = tuple(kind for kind in tensors if (kind in own) == apart)
             for kind in kinds:
                 lacks = lacking.get(kind, ())
                 copy, copies = standing(weight, mesh, lacks, apart)
-                writes = mine and chosen(run.arch, copies, kinds)[f"{kind}/{name}"] == copy
-                saved = f"{of_part(kind, mesh.part if apart else 0)}/{name}"
+                writes = mine and (served is not None or chosen(run.arch, copies, kinds)[f"{kind}/{name}"] == copy)
+                label = f"{of_part(kind, mesh.part if apart else 0)}/{name}"
                 shape, part = _without(tuple(weight.shape), lacks), _without(region, lacks)
-                whole = TensorShard(saved, shape, part, tensors[kind], writes)
+                whole = TensorShard(label, shape, part, tensors[kind], writes)
+                if kind == SERVER_ERROR:  # of a chunk that is the server's own
+                    length = len(tensors[kind])
+                    whole = TensorShard(label, (length,), ((0, length),), tensors[kind], mine)
                 parts = state.optimizer.saved_parts(weight, kind, tensors[kind])
                 found += [_with_last(whole, each) for each in parts] or [whole]
-    return found
+    kept = (part for reduction in state.reductions for part in reduction.states(mesh))
+    found += [TensorShard(each.name, each.shape, each.region, each.tensor, each.writes) for each in kept]
+    return found + list(_buffers(state, run, mesh))
+
+
+def _buffers(state: State, run: Run, mesh: Mesh) -> Iterator[TensorShard]:
+    """What is learned by other rules than gradients: whole on every rank of a stage, the first of which writes it."""
+    writes = all(place == 0 for axis, place in mesh.place.items() if axis != "pp")
+    for chunk in state.chunks if run.arch.adapter.kind == "none" else ():  # else they are the base's
+        for name, buffer in load_bias.held(chunk, run.arch).items():
+            shape = tuple(buffer.shape)
+            yield TensorShard(f"weight/{name}", shape, tuple((0, size) for size in shape), buffer, writes)
 
 
 def _with_last(whole: TensorShard, part: SavedPart) -> TensorShard:
@@ -82,14 +100,16 @@ def _with_last(whole: TensorShard, part: SavedPart) -> TensorShard:
 @torch.no_grad()
 def whole_states(state: State, run: Run, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
     """Every optimizer state by its name in checkpoints, whole, on every rank; all of them must iterate to the end."""
-    held, spec = {each.name: each for each in holdings(state, run, mesh)}, state.optimizer.spec
+    # A tied embedding may be held twice, and is written once.
+    held = {each.name: each for each in holdings(state, run, mesh) if each.writes}
+    spec = state.optimizer.spec
     dtype = next(iter(chain.from_iterable(state.optimizer.states().values()))).dtype
-    for param in params(run.arch):
+    for param in trained(run.arch):
         for kept in spec.states_of(param.name, len(param.shape)):
             name = f"{kept.name}/{param.name}"
             whole = torch.zeros(kept.shape_beside(param.shape), dtype=dtype, device=mesh.device)
             part = held.get(name)
-            if part is not None and part.writes:
+            if part is not None:
                 whole[tuple(slice(*side) for side in part.region)] = part.tensor.to(mesh.device)
             if mesh.world > 1:
                 dist.all_reduce(whole)
@@ -105,9 +125,12 @@ def _without(dims: tuple[Each, ...], lacks: tuple[int, ...]) -> tuple[Each, ...]
 
 
 def own_kinds(plan: Plan, kinds: Iterable[str]) -> frozenset[str]:
-    """What each of the replicas that sync rarely saves by itself; the others hold the same where they meet."""
-    if plan.parts == 1:
-        return frozenset()
+    """What each replica saves by itself: those that sync rarely their states, those that compress their errors.
+
+    The others hold the same where they meet.
+    """
+    if not plan.has_outer_loop:
+        return frozenset(kinds) & OWN_ERRORS
     return (frozenset(kinds) - BESIDE) | ({"weight"} if plan.outer_fragments > 1 else frozenset())
 
 
@@ -115,7 +138,7 @@ def own_kinds(plan: Plan, kinds: Iterable[str]) -> frozenset[str]:
 def chosen(arch: Arch, copies: int, kinds: tuple[str, ...]) -> dict[str, int]:
     """Which of its equal holders writes each tensor, of so many."""
     # Scales are few beside everything else.
-    sizes = {f"{kind}/{param.name}": 1 if is_scales(kind) else param.numel for param in params(arch) for kind in kinds}
+    sizes = {f"{kind}/{param.name}": 1 if is_scales(kind) else param.numel for param in saved(arch) for kind in kinds}
     return dict(zip(sizes, writers(list(sizes.values()), copies), strict=True))
 
 
@@ -156,6 +179,7 @@ def restore(state: State, run: Run, mesh: Mesh, folder: Path, say: Say) -> Resto
     began = time.perf_counter()
     state.say = say
     home = format.home(folder)
+    note_base(state, run, mesh)
     earlier = run_folder.earlier(folder)
     manifest = restoring.newest(home, run, mesh, holdings(state, run, mesh), say, earlier=earlier.keys())
     if manifest is not None:
@@ -163,6 +187,12 @@ def restore(state: State, run: Run, mesh: Mesh, folder: Path, say: Say) -> Resto
     if manifest is None:
         follow(state, run, mesh, say)
         return None
+    if manifest.progress.base != state.base:
+        whose = run.init.folder or f"seed {run.seed}"
+        what = (
+            f"the frozen weights ({whose}) are not those beside which {format.name(manifest.progress.step)} was saved"
+        )
+        raise InputError([Problem(what, "put them back as they were, or start over with --fresh", "init.from")])
     precision.refresh(state.chunks)
     # Samples and draws need no more than these counters: they follow from the seed and the step.
     saved = manifest.progress
@@ -230,13 +260,36 @@ def _progress(state: State, run: Run) -> Progress:
     samples = state.step * run.batch + state.loader.shift
     kept = state.adascale.kept if state.adascale is not None else ()
     return Progress(
-        step=state.step, samples=samples, seed=run.seed, updates=0.0, loss_scale=1.0, streak=0.0, adascale=tuple(kept)
-    )
+        step=state.step, samples=samples, seed=run.seed, updates=0.0, loss_scale=1.0, streak=0.0,
+        adascale=tuple(kept), base=state.base,
+    )  # fmt: skip
 
 
 def digest_of(state: State, run: Run, mesh: Mesh) -> str:
     """The logical digest of the state as it is now, on every rank: what a save of it would carry."""
-    copies, share = Copies(holdings(state, run, mesh), in_place=True), format.NOTHING
+    note_base(state, run, mesh)
+    return state_digest(progress(state, run), _fingerprint(holdings(state, run, mesh), mesh))
+
+
+def note_base(state: State, run: Run, mesh: Mesh) -> None:
+    """Let a state know the digest of the weights that it does not train, which no checkpoint has; on every rank."""
+    held_elsewhere = [param for param in stored(run.arch) if param not in saved(run.arch)]
+    if not held_elsewhere or state.base:
+        return
+    owners, held = {param.name: owner_of(param, run.plan) for param in held_elsewhere}, list[TensorShard]()
+    for name, weight in {
+        name: weight for chunk in reversed(state.chunks) for name, weight in chunk.named_parameters()
+    }.items():
+        if owners.get(name) == mesh.place["pp"]:
+            region = tuple((part.start, part.stop) for part in region_of(weight))
+            is_first = standing(weight, mesh)[0] == 0
+            held.append(TensorShard(f"weight/{name}", tuple(weight.shape), region, local(weight.detach()), is_first))
+    state.base = _fingerprint(held, mesh)[:32]
+
+
+def _fingerprint(held: list[TensorShard], mesh: Mesh) -> str:
+    """The digest of tensors of which all ranks hold parts: the same however they are cut."""
+    copies, share = Copies(held, in_place=True), format.NOTHING
     copies.take()
     for each in side_by_side(lambda piece: slice_share(piece.name, piece.region, piece.bits), list(copies.pieces())):
         share = format.add(share, each)
@@ -245,7 +298,7 @@ def digest_of(state: State, run: Run, mesh: Mesh) -> str:
     if mesh.world > 1:
         dist.all_reduce(halves)
     total = tuple(((high << 32) + low) % format.WORD for high, low in halves.tolist())
-    return state_digest(progress(state, run), format.digest_text(total))
+    return format.digest_text(total)
 
 
 def plan_of(manifest: Manifest) -> str:
@@ -285,22 +338,18 @@ class Votes:
     """
 
     def __init__(self) -> None:
-        self.earlier: tuple[Tensor, torch.cuda.Event, int] | None = None
+        self.earlier: tuple[ArrivingNumbers, int] | None = None
 
     def heard(self, total: Tensor, step: int, at_once: bool = False) -> Vote:
         """What was said in this step or the one before; `at_once`: in this step, as there is none soon after."""
         if at_once or not total.is_cuda:
             self.earlier = None
             return counted(total.item(), step)
-        host = torch.empty(total.shape, dtype=total.dtype, pin_memory=True)
-        host.copy_(total, non_blocking=True)
-        ready = torch.cuda.Event()
-        ready.record()
-        earlier, self.earlier = self.earlier, (host, ready, step)
+        earlier, self.earlier = self.earlier, (ArrivingNumbers(total[None]), step)
         if earlier is None:
             return Vote()
-        earlier[1].synchronize()
-        return counted(earlier[0].item(), earlier[2])
+        (said,) = earlier[0].read()
+        return counted(said, earlier[1])
 
 
 class Pause(NamedTuple):
@@ -416,8 +465,10 @@ def saving(run: Run, state: State, mesh: Mesh, folder: Path | None) -> Iterator[
     if folder is None:
         yield NoSave()
         return
+    note_base(state, run, mesh)
     held = holdings(state, run, mesh)
-    is_offloaded = run.plan.optimizer_offload != "none" or run.plan.cpu_offload
+    # By whom states are moved that the device knows nothing of.
+    is_offloaded = run.plan.optimizer_offload != "none" or run.plan.cpu_offload or run.plan.is_served
     in_place = lacks_room(held, mesh, state.say)
     saver = Saver(
         format.home(folder), run, mesh, held, state.say, in_place=in_place, begun=state.step, waits=is_offloaded,
@@ -450,5 +501,5 @@ def lacks_room(held: list[TensorShard], mesh: Mesh, say: Say) -> bool:
 def is_due(run: Run, step: int) -> bool:
     """Whether the state after this step is saved."""
     every = run.checkpoint.every
-    meetings = calendar(run.plan, run.optim.sync_warmup, run.steps)  # in between replicas differ
+    meetings = calendar_of(run.plan, run.optim, run.steps)  # in between replicas differ
     return every > 0 and (meetings.has_come(step, every) or step == run.steps)  # from the last one a longer run goes on

@@ -2,8 +2,9 @@
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,10 +19,18 @@ from meshwright.optim.outer import NoOuterLoop
 from meshwright.parallel import precision
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pipeline import placement
+from meshwright.parallel.reduction import Reduction
 from meshwright.runtime.records import SaveRecord
-from meshwright.spec.params import Param, params
+from meshwright.spec.params import Param, buffers, stored
 from meshwright.spec.plan import Plan
 from meshwright.train.noise_scale import AdaScale, NoiseMeter
+
+if TYPE_CHECKING:
+    from meshwright.train.survivors import Survivors
+
+
+class MovedError(Exception):
+    """This rank's state is a peer's now: the step that was under way is not the next one any more."""
 
 
 def to_stderr(text: str) -> None:
@@ -40,9 +49,12 @@ class State:
     outer: NoOuterLoop
     meter: NoiseMeter | None = None  # of the gradient noise scale, where it is asked for
     adascale: AdaScale | None = None
+    base: str = ""  # the digest of the weights that are frozen, once it is known
+    reductions: list[Reduction] = field(default_factory=list)  # of gradients, where they are lossy
     step: int = 0
     stopped: bool = False  # asked to, before the last step
     saved: bool = True  # and what was done until then is on the disk
+    live: "Survivors | None" = None  # the other replicas, where each can do without them
     say: Callable[[str], None] = to_stderr  # that a save has failed
     note: Callable[[SaveRecord], None] = lambda record: None  # that one is there; rank 0
 
@@ -53,16 +65,27 @@ class ParamLocation(NamedTuple):
     name: str
     shape: tuple[int, ...]
     rank: int  # of the pipeline
+    dtype: torch.dtype | None = None  # None: that of weights that are trained
 
 
 def homes(run: Run) -> list[ParamLocation]:
     """Every weight in the order of the parameter table."""
-    return [ParamLocation(param.name, param.shape, owner_of(param, run.plan)) for param in params(run.arch)]
+    frozen = precision.compute_dtype(run.plan)
+    return [
+        ParamLocation(
+            param.name,
+            param.shape,
+            owner_of(param, run.plan),
+            None if param.trained else torch.uint8 if param.item else frozen,
+        )
+        for param in stored(run.arch)
+    ]
 
 
 def weights(chunks: Sequence[nn.Module], run: Run, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
-    """Every weight; see `gathered`."""
-    return gathered(chunks, homes(run), mesh, _held)
+    """Every weight, and then what is learned by other rules; see `gathered`."""
+    beside = [ParamLocation(param.name, param.shape, owner_of(param, run.plan)) for param in buffers(run.arch)]
+    return gathered(chunks, [*homes(run), *beside], mesh, _held)
 
 
 def gradients(chunks: Sequence[nn.Module], run: Run, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
@@ -88,12 +111,18 @@ def gathered(
     All ranks must iterate to the end: each tensor is gathered from the ranks that share it, then handed to the first
     stage's; elsewhere nothing is yielded. Only one tensor is whole at a time.
     """
-    held = {name: weight for chunk in reversed(chunks) for name, weight in chunk.named_parameters()}
+    held = {
+        name: weight
+        for chunk in reversed(chunks)
+        for name, weight in chain(chunk.named_buffers(), chunk.named_parameters())
+    }
     first = mesh.place["pp"] == 0
+    every = list(chunks[0].parameters())
+    like = next((weight for weight in every if weight.requires_grad), every[0])
     for home in homes:
         whole = _full(of(held[home.name])) if home.rank == mesh.place["pp"] else None
         if home.rank != 0:
-            whole = _hand_over(whole, home, next(iter(held.values())), mesh)
+            whole = _hand_over(whole, home, like, mesh)
         if first:
             assert whole is not None
             yield home.name, whole.cpu()
@@ -130,6 +159,8 @@ def _hand_over(whole: Tensor | None, home: ParamLocation, like: Tensor, mesh: Me
         return None
     if mesh.place["pp"] != 0:
         return None
-    whole = torch.empty(home.shape, dtype=like.dtype, device=mesh.device)
+    # What is learned by other rules than gradients is never narrow.
+    dtype = torch.promote_types(like.dtype, torch.float32) if home.name.endswith(".load_bias") else like.dtype
+    whole = torch.empty(home.shape, dtype=home.dtype or dtype, device=mesh.device)
     dist.recv(whole, group=group, group_src=home.rank)
     return whole

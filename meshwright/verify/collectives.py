@@ -84,10 +84,16 @@ def ranks_of(axis: Axis, plan: Plan, mesh: Mesh) -> tuple[int, ...]:
         return tuple(sorted((line[ranks[0]], line[ranks[-1]])))
     if axis == "peers":
         return _ranks(mesh.peers) if mesh.peers is not None else tuple(range(mesh.world))
+    if axis == "secondary":
+        line = _ranks(mesh.dense.get_group("shard"))
+        begin = line.index(mesh.rank) // plan.secondary_shard * plan.secondary_shard
+        return line[begin : begin + plan.secondary_shard]
     if axis == "outer":
         return _ranks(mesh.group("replicate"))
     if axis in ("shard_tp", "expert_shard_tp"):
         return _ranks(mesh.over_shard_and_tp("dense" if axis == "shard_tp" else "expert"))
+    if axis == "replicate" and mesh.apart > 1:
+        return _ranks(mesh.group("replicate"))
     if axis in ("replicate", "shard"):
         return _ranks(mesh.dense.get_group(axis))
     if axis in ("expert_replicate", "expert_shard"):

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from meshwright.config.run import Run
 from meshwright.data.prepare import prepare
-from meshwright.parallel.mesh import Mesh
+from meshwright.optim.parameter_server import AsynchronousReplicas
+from meshwright.parallel.mesh import Mesh, join
 from meshwright.runtime.place import Place
 from meshwright.train.build import build
 from meshwright.train.loop import StepResult, Stop, train
@@ -20,7 +21,7 @@ from meshwright.train.oom import explaining
 from meshwright.train.saving import digest_of, restore, whole_states
 from meshwright.train.state import gradients, weights
 from meshwright.train.world import lasting, world
-from meshwright.verify.prove import ParityResult, Planned
+from meshwright.verify.prove import VERSIONS, ParityResult, Planned
 from meshwright.verify.resume import DIGESTS
 
 # A gradient this small beside the whole is rounding: a key's bias, say, which softmax ignores. AdamW would scale it up
@@ -48,10 +49,12 @@ def record(place: Place, run: Run, cache: Path, folder: Path) -> None:
         for result in train(run, state, mesh):
             assert isinstance(result, StepResult), "nothing is held out in a proof"
             loss, norm = over_replicas(torch.stack([result.loss, result.norm]), mesh)
-            evidence.step(loss, norm, gradients(state.chunks, run, mesh))
+            evidence.step(loss, norm, _summed(gradients(state.chunks, run, mesh), run, mesh))
+        if isinstance(state.outer, AsynchronousReplicas):
+            evidence.versions(state.outer.versions)
         # In other precisions a square has twice the deviation of what it is of. Codes are compared by tests of their
         # own, and replicas that sync rarely have states of their own.
-        if run.plan.precision == "fp64" and run.optim.state_dtype == "fp32" and run.plan.parts == 1:
+        if run.plan.precision == "fp64" and run.optim.state_dtype == "fp32" and _has_one_state(run):
             evidence.states(whole_states(state, run, mesh))
         evidence.end(weights(state.chunks, run, mesh))
     state.loader.close()
@@ -62,6 +65,20 @@ def over_replicas(numbers: Tensor, mesh: Mesh) -> Tensor:
     if mesh.parts > 1:
         dist.all_reduce(numbers, group=mesh.group("replicate"))
     return numbers / mesh.parts
+
+
+def _has_one_state(run: Run) -> bool:
+    """Whether all ranks together have one optimizer state."""
+    return not run.plan.has_outer_loop
+
+
+def _summed(tensors: Iterator[tuple[str, Tensor]], run: Run, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
+    """Of asynchronous workers, whose gradients are parts of a sum that only servers make, the sum."""
+    for name, tensor in tensors:
+        whole = tensor.to(mesh.device)
+        if run.plan.is_served:
+            dist.all_reduce(whole)
+        yield name, whole.cpu()
 
 
 class Evidence:
@@ -78,6 +95,13 @@ class Evidence:
         self.norms.append(norm.item())
         if len(self.losses) == 1:
             self._write("gradients", gradients)
+
+    def versions(self, mine: list[int]) -> None:
+        """Keep which weights every worker had in each step."""
+        group = self.mesh.group("replicate")
+        rows = join(torch.tensor([mine], dtype=torch.int64, device=self.mesh.device), 0, group).tolist()
+        if self.mesh.rank == 0:
+            (self.folder / VERSIONS).write_bytes(msgspec.json.encode(rows))
 
     def states(self, states: Iterator[tuple[str, Tensor]]) -> None:
         """Keep the optimizer's states."""
@@ -101,7 +125,9 @@ def compare(run: Planned, reference: Path, folder: Path, tolerance: float, secon
     """A plan's records beside the reference's."""
     files = (reference / "numbers.json", folder / "numbers.json")
     theirs, ours = (msgspec.json.decode(file.read_bytes(), type=Numbers) for file in files)
-    gradient = dict(_tensors(theirs.names, reference, folder, "gradients"))
+    with safe_open(reference / "gradients.safetensors", "pt") as differentiated:
+        learned = set(differentiated.keys())  # other weights are learned by other rules
+    gradient = dict(_tensors([name for name in theirs.names if name in learned], reference, folder, "gradients"))
     whole = torch.stack([other.norm() for other, _ in gradient.values()]).norm()
     idle = {name for name, (other, _) in gradient.items() if other.norm() <= NOTHING * whole}
     by_gradient = {name: _far(*pair, floor=SMALL * whole) for name, pair in gradient.items()}

@@ -3,7 +3,7 @@
 import math
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
@@ -12,8 +12,8 @@ from typing import Any, Protocol, TypeVar, get_args
 import msgspec
 
 from meshwright.config import check, load
-from meshwright.config.presets import run_file
-from meshwright.config.run import OUTER_OPTIM, Optim, Run
+from meshwright.config.presets import preset, preset_names, run_file
+from meshwright.config.run import ADASCALE_OPTIM, ONEBIT_OPTIM, OUTER_OPTIM, Optim, Run
 from meshwright.runtime.failure import Exit
 from meshwright.runtime.ranks import Crew, RankError, Remote, Work, run_ranks
 from meshwright.spec.params import count
@@ -31,6 +31,7 @@ TOLERANCES: dict[Precision, tuple[float, str]] = {
 }
 QUANTITIES = ("loss", "norm", "gradient", "weight")  # that are compared
 TEXT, CERTIFICATE = "ragged.jsonl", "certificate.json"
+VERSIONS = "versions.json"  # of the weights that each asynchronous worker had in each step
 LONGEST = 600.0  # seconds that one plan may take
 RECORD, JUDGE = (Remote("meshwright.verify.evidence", name) for name in ("record", "judge"))  # by name: they have torch
 SCHEDULES = get_args(Schedule)
@@ -76,8 +77,18 @@ MATRIX = (
     "replicate=2,shard=2,zero=3,tp=2",
     *(f"replicate=2,sync_every=2,outer={outer}" for outer in ("average", "slowmo", "diloco")),
     "replicate=2,shard=2,zero=3,sync_every=2,outer=diloco,outer_quant=int8",
+    "replicate=2,grad_reduce=int8",
+    "replicate=2,powersgd=2",
+    "replicate=2,shard=2,zero=3,grad_reduce=int4,gather=int8",
+    "shard=4,zero=3,secondary_shard=2",
+    "replicate=2,staleness=0",
+    "replicate=2,staleness=2",
 )
 ALONE = Plan(microbatch=1)
+# Keys, and those of their values, that a plan with parameter servers can have.
+UNSERVED, SERVED = ("optim.name=", "optim.state_dtype=", "optim.master_weights="), ("=adamw", "=sgd", "=lion", "=fp32")
+REPLICATED = frozenset(("replicate", "grad_accum"))
+ALIKE = {"onebit_adam": "adamw", "zero_one_adam": "adamw", "onebit_lamb": "lamb"}  # without anything compressed
 Job = tuple[Run, list[tuple[str, Run]]]  # a reference, and each plan's words with its run
 # Plans that compute something else than one process would, by the field that says so: they have a reference of their
 # own, which does in one process, one after the other, what their ranks do. Its name, and who records it.
@@ -86,10 +97,33 @@ OWN_REFERENCES: dict[str, tuple[str, Remote]] = {
         "one process that trains the replicas one after another and syncs them",
         Remote("meshwright.verify.replicas", "record"),
     ),
+    **dict.fromkeys(
+        ("grad_reduce", "powersgd", "gather"),
+        (
+            "one process that rounds each rank's gradients and weights on their way, and feeds the errors back",
+            Remote("meshwright.verify.lossy", "record"),
+        ),
+    ),
+    "staleness": (
+        "one process that computes every worker's gradient by the weights that it had then",
+        Remote("meshwright.verify.stale_workers", "record"),
+    ),
+    "adascale": ("one process, in microbatches of the same size", RECORD),
+    "compresses": (
+        "one process that is every worker and server in turn, with the same compression and error feedback",
+        Remote("meshwright.verify.workers", "record"),
+    ),
 }
+LOSSY = ("replicate", "shard", "zero", "grad_reduce", "powersgd", "error_feedback", "gather")
 # The fields that such a reference shares with its plan, and that one process alone does without.
 OWN_FIELDS: dict[str, tuple[str, ...]] = {
-    "sync_every": ("replicate", "sync_every", "outer", "outer_fragments", "outer_quant")
+    "sync_every": ("replicate", "sync_every", "outer", "outer_fragments", "outer_quant"),
+    "grad_reduce": LOSSY,
+    "powersgd": LOSSY,
+    "gather": ("gather",),
+    "staleness": ("replicate", "staleness"),
+    "adascale": ("microbatch",),
+    "compresses": ("replicate",),
 }
 
 
@@ -136,10 +170,24 @@ class Planned(Protocol):
 AnyPlanned = TypeVar("AnyPlanned", bound=Planned)
 
 
-def matrix(ranks: int) -> list[str]:
-    """The standard set for up to so many ranks; compiled plans only where there is a compiler that can do float64."""
+def matrix(ranks: int, target: str | None = None, overrides: Sequence[str] = ()) -> list[str]:
+    """The standard set for up to so many ranks; compiled plans only where there is a compiler that can do float64.
+
+    Of a model of the zoo, those that it can have: experts to distribute, and no load bias where replicas part. Of an
+    optimizer that compresses, the plans of replicas and nothing else; what parameter servers may not have (whole
+    tensors, states in few bits) has no plan with them.
+    """
     compiles = not any(check.missing(Plan(microbatch=1, compile=True))) and check.compiles_doubles()
-    return [plan for plan in MATRIX if world(plan) <= ranks and (compiles or "compile" not in fields(plan))]
+    lacks = set() if compiles else {"compile"}
+    if target in preset_names():
+        arch = preset(target)
+        lacks |= (set() if arch.experts else {"ep"}) | ({"sync_every", "staleness"} if arch.router_load_bias else set())
+    if any(word.startswith(UNSERVED) and not word.endswith(SERVED) for word in overrides):
+        lacks.add("staleness")
+    plans = [plan for plan in MATRIX if world(plan) <= ranks and not lacks & fields(plan).keys()]
+    if any(word == f"optim.name={name}" for word in overrides for name in ALIKE):
+        return [plan for plan in plans if "replicate" in fields(plan) and fields(plan).keys() <= REPLICATED]
+    return plans
 
 
 def jobs(target: str | None, overrides: list[str], plans: list[str], steps: int, folder: Path) -> list[Job]:
@@ -163,20 +211,28 @@ def jobs(target: str | None, overrides: list[str], plans: list[str], steps: int,
     return made
 
 
-def own_field(plan: Plan) -> str | None:
-    """The field by which a plan has a reference of its own; None: it is compared with one process."""
-    return next((name for name in OWN_REFERENCES if plan.uses(name)), None)
+def own_field(planned: Planned) -> str | None:
+    """The field by which a plan has a reference of its own, or its optimizer; None: one process is its reference."""
+    if isinstance(planned, Run) and (planned.compresses or planned.optim.adascale):
+        return "compresses" if planned.compresses else "adascale"
+    if planned.plan.staleness == 0:  # plain training
+        return None
+    return next((name for name in OWN_FIELDS if hasattr(planned.plan, name) and planned.plan.uses(name)), None)
 
 
 def own_reference(reference: Run, run: Run) -> Run:
     """What a plan is compared with: one process, or its own reference, which no other axis cuts."""
-    field = own_field(run.plan)
+    field = own_field(run)
     if field is None:
         return reference
     shared = {name: getattr(run.plan, name) for name in OWN_FIELDS[field]}
     own = msgspec.structs.replace(reference.plan, bf16_params=False, **shared)
-    share = run.batch // own.data
-    return msgspec.structs.replace(run, plan=msgspec.structs.replace(own, microbatch=share, grad_accum=1))
+    from meshwright.cost.traffic import reductions  # not before the words are known to be right
+
+    times = reductions(run.plan) if own.reduces_lossily else 1  # each rounds
+    share = own.microbatch if field == "adascale" else run.batch // own.data // times
+    accumulated = msgspec.structs.replace(own, microbatch=share, grad_accum=run.batch // own.data // share)
+    return msgspec.structs.replace(run, plan=accumulated)
 
 
 def fields(plan: str) -> dict[str, str]:
@@ -202,11 +258,13 @@ def runs(target: str | None, overrides: list[str], plans: list[str], steps: int,
     words += [f"steps={steps}", "data.eval_fraction=0.0", "eval.every=0", "eval.sample_tokens=0"]
     words = [word for word in words if not word.startswith("plan.")]
     precision = _precision(plans, overrides)
-    plain = [f"optim.{name}={getattr(Optim(), name)}" for name in OUTER_OPTIM]  # one process has no outer loop
+    # One process has no outer loop, nobody to compress for, and one microbatch.
+    names = (*OUTER_OPTIM, *ONEBIT_OPTIM, *ADASCALE_OPTIM)
+    plain = [f"optim.{name}={str(getattr(Optim(), name)).lower()}" for name in names]
     plain += _words({"precision": precision, "grad_accum": "1"})
-    reference = load.load(file, [*words, *plain], ranks=1).run
     planned = [load.load(file, [*words, *_words({"precision": precision, **_resolved(plan)})]).run for plan in plans]
-    return reference, planned
+    plain += [f"optim.name={ALIKE[name]}" for name in {run.optim.name for run in planned} if name in ALIKE]
+    return load.load(file, [*words, *plain], ranks=1).run, planned
 
 
 def _precision(plans: list[str], overrides: list[str]) -> str:
@@ -218,7 +276,8 @@ def _precision(plans: list[str], overrides: list[str]) -> str:
     return named.pop() if named else "fp64"
 
 
-_NEUTRAL = dict.fromkeys((*AXES, "ep", "sync_every", "outer_fragments"), "1") | {"outer_quant": "none"}
+_NEUTRAL = dict.fromkeys((*AXES, "ep", "sync_every", "outer_fragments", "secondary_shard"), "1")
+_NEUTRAL |= {"outer_quant": "none", "grad_reduce": "default", "powersgd": "0", "gather": "default"}
 
 
 def _words(plan: dict[str, str]) -> list[str]:
@@ -284,7 +343,7 @@ def prove_all(jobs: list[Job], cache: Path, folder: Path, say: Callable[[str], N
                 tolerance=tolerance,
                 reason=reason,
                 torch=version("torch"),
-                reference=named(reference.plan)[0],
+                reference=named(reference)[0],
                 verdicts=tuple(beside(reference, planned, (RECORD, cache), folder, say, width)),
             )
         )
@@ -293,9 +352,9 @@ def prove_all(jobs: list[Job], cache: Path, folder: Path, say: Callable[[str], N
     return [verdict for certificate in certificates for verdict in certificate.verdicts]
 
 
-def named(plan: Plan) -> tuple[str, Remote]:
+def named(reference: Planned) -> tuple[str, Remote]:
     """What a reference is, in words, and who records it."""
-    field = own_field(plan)
+    field = own_field(reference)
     return (ONE, RECORD) if field is None else OWN_REFERENCES[field]
 
 
@@ -339,11 +398,19 @@ def beside(
     """
     record, given = work
     tolerance, reason = TOLERANCES[reference.plan.precision]
-    whom, reference_record = named(reference.plan)
+    whom, reference_record = named(reference)
     say(f"largest relative deviation from {whom}, {tolerance:.0e} allowed ({reason}):")
     say(f"{'plan':<{width}}  {'  '.join(f'{name:>8}' for name in QUANTITIES)}")
     base = _fresh(folder / "reference")
-    run_ranks(record if whom == ONE else reference_record, 1, (reference, given, base), LONGEST)
+    follows = own_field(reference) == "staleness"  # each plan's own order of events
+
+    def refer(place: Path | None) -> None:
+        if follows and place is not None:
+            shutil.copy(place / VERSIONS, base)
+        if follows == (place is not None):
+            run_ranks(record if whom == ONE else reference_record, 1, (reference, given, base), LONGEST)
+
+    refer(None)
     verdicts = []
     with closing(KeptRanks(record)) as ranks, closing(KeptRanks(JUDGE)) as judge:
         for number, (name, run) in enumerate(planned):
@@ -351,6 +418,7 @@ def beside(
             began = time.monotonic()
             try:
                 ranks.run(run.plan, (run, given, place))
+                refer(place)
                 judge.run(ALONE, (run, base, place, tolerance, time.monotonic() - began))
                 verdict = msgspec.json.decode((place / "verdict.json").read_bytes(), type=ParityResult)
             except RankError as error:

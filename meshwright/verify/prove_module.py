@@ -46,6 +46,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     """One plan of a proof."""
 
     plan: Plan
+    compresses: bool = False  # as a run may, and AdamW does not
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +162,13 @@ def _beyond(plan: Plan) -> Iterator[Problem]:
     if plan.sync_every > 1:
         what = f"plan.sync_every = {plan.sync_every} is of meshwright's own trainer, whose replicas sync rarely"
         yield Problem(what, "leave it out: parity is of plain training", "plan.sync_every")
+    for name in ("grad_reduce", "powersgd", "gather", "secondary_shard"):
+        if plan.uses(name):
+            what = f"plan.{name} = {getattr(plan, name)} is of how the ranks of meshwright's own trainer communicate"
+            yield Problem(what, "leave it out: parity is of plain training", f"plan.{name}")
+    if plan.is_served:
+        what = f"plan.staleness = {plan.staleness} is of meshwright's own trainer, which has a parameter server"
+        yield Problem(what, "leave it out: parity is of plain training", "plan.staleness")
     if plan.deterministic:
         what = "plan.deterministic fixes the order of sums over the ranks of meshwright's own trainer"
         yield Problem(what, "leave it out: parity allows for rounding", "plan.deterministic")
@@ -180,7 +188,7 @@ def state_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def record(place: Place, trial: Trial, subject: Subject, folder: Path) -> None:
     """Run to the last batch as one rank; the first writes the evidence."""
     plan = trial.plan
-    mesh = lasting(cast(Run, trial), place)  # of a run, only the plan is read there
+    mesh = lasting(cast(Run, trial), place)  # of a run, no more is read there
     model, batches = subject.model(plan, mesh.device), subject.batches(plan, mesh)
     homes, streams = homes_of(model, plan, subject.model_spec), streams_of(model, plan, subject.model_spec)
     chunks = apply(model, plan, mesh, subject.model_spec)

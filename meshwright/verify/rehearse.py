@@ -53,9 +53,15 @@ class Rehearsal(msgspec.Struct, frozen=True, kw_only=True):
 
 def short(run: Run) -> Run:
     """A run of the same shape that takes a moment, in deterministic mode where its plan can have it."""
+    if run.plan.staleness:
+        stale = f"plan.staleness = {run.plan.staleness}"
+        what = f"a rehearsal compares weights, and with {stale} no two runs end with the same"
+        raise mistake(what, "rehearse with plan.staleness = 0, which meets the same faults", "plan.staleness")
+    warm = min(run.optim.freeze_step, SAVE_EVERY)  # of what is compressed afterwards, also saved and lost
     brief = msgspec.structs.replace(
         run,
         steps=STEPS,
+        optim=msgspec.structs.replace(run.optim, freeze_step=warm),
         eval=msgspec.structs.replace(run.eval, every=0, batches=1, sample_tokens=0),
         log=msgspec.structs.replace(run.log, every=1, writers=()),
         checkpoint=msgspec.structs.replace(run.checkpoint, every=SAVE_EVERY, keep_last=3),

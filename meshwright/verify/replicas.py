@@ -28,7 +28,8 @@ from meshwright.train.state import State, gradients, weights
 from meshwright.train.world import lasting
 from meshwright.verify.evidence import Evidence
 
-LARGEST = {"int8": 127, "int4": 7}  # codes
+LARGEST = {"int8": 127, "int4": 7, "fp8": 448}  # codes
+E4M3_DIGITS, E4M3_LEAST = 3, -6  # bits behind the first, and the exponent from which on there is no first bit
 
 
 @dataclass
@@ -152,6 +153,14 @@ class Sync:
             weight.copy_(x)
 
 
+def nearest_e4m3(values: Tensor) -> Tensor:
+    """The nearest numbers of FP8's e4m3, by arithmetic; of two as near the even one. It is cast to from fp32."""
+    held = values.clamp(-LARGEST["fp8"], LARGEST["fp8"]).float().double()
+    exponent = (torch.frexp(held).exponent - 1).clamp(min=E4M3_LEAST)
+    step = torch.ldexp(torch.ones_like(held), exponent - E4M3_DIGITS)
+    return ((held / step).round() * step).to(values.dtype)
+
+
 def rounded(delta: Tensor, quant: str) -> Tensor:
     """What is left of a delta when it is sent in few bits: block by block of every row of a matrix."""
     if quant == "none" or delta.ndim < 2:
@@ -161,6 +170,7 @@ def rounded(delta: Tensor, quant: str) -> Tensor:
     for begin in range(0, delta.shape[-1], block):
         part = delta[..., begin : begin + block]
         scale = (part.abs().amax(-1, keepdim=True) / most).float().to(delta.dtype)
-        codes = torch.where(scale > 0, part / scale, 0.0).round().clamp(-most, most)
+        codes = torch.where(scale > 0, part / scale, 0.0)
+        codes = nearest_e4m3(codes) if quant == "fp8" else codes.round().clamp(-most, most)
         found[..., begin : begin + block] = codes * scale
     return found

@@ -35,9 +35,11 @@ from meshwright.models.decoder import Decoder
 from meshwright.models.moe import Experts, MoELayer, RunExperts
 from meshwright.optim import clip, master_weights
 from meshwright.optim.clip import LossScale
+from meshwright.optim.onebit import CompressingReplicas
+from meshwright.optim.outer import NoOuterLoop
 from meshwright.optim.quantized import send_scales
 from meshwright.optim.resident import MATRIX_UPDATES, WHOLE_RULES, ResidentOptimizer
-from meshwright.parallel import context, expert, mesh, precision
+from meshwright.parallel import context, expert, grad_reduce, mesh, precision
 from meshwright.parallel.apply import apply
 from meshwright.parallel.context import HALF, AttentionBlock, Forward, Gradients
 from meshwright.parallel.expert import ExpertRoute, route_of, slotted
@@ -55,6 +57,7 @@ NOTES = {  # of a field that is used
     "activation_quant": "traced with saved activations as they are: quantized ones are not followed",
     "activation_offload": "traced with saved activations on the device: copies on the host are not followed",
     "optimizer_offload": "traced with all states on the device, and compared with the ledger of that",
+    "staleness": "the worker's device was traced: pushes, and what servers do on the hosts, are not followed",
     "sync_every": "a step without a sync was traced, and compared with what such a step sends",
     "pp": "one rank of the pipeline was traced: its neighbours' messages arrive at once",
     "cpu_offload": "a CPU's memory is the host's: the peak is that of the device with what lives in host memory",
@@ -264,13 +267,13 @@ def _kernel(
 
 
 @contextmanager
-def fake_world(plan: Plan, rank: int) -> Iterator[Mesh]:
+def fake_world(plan: Plan, rank: int, apart: bool = False) -> Iterator[Mesh]:
     """The mesh of one rank; its collectives return at once, and no other rank exists."""
     assert not dist.is_initialized(), "a real world would be taken for the fake one"
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.world)
     try:
         with patch.object(dist, "all_to_all_single", partial(_all_to_all, dist.all_to_all_single)):
-            yield mesh.make(plan, torch.device("cpu"))
+            yield mesh.make(plan, torch.device("cpu"), apart)
     finally:
         dist.destroy_process_group()
         # What DTensor remembers of meshes: an equal one of the next world has other groups under the same names.
@@ -303,7 +306,7 @@ def traceable(plan: Plan) -> Plan:
 def trace_step(run: Run, rank: int, collectives: Collectives) -> DryRunStep:
     """The second step of a rank: what is made at first use is there, and what a step leaves behind too."""
     run = msgspec.structs.replace(run, plan=traceable(run.plan))
-    with fake_world(run.plan, rank) as mesh, ExitStack() as stack:
+    with fake_world(run.plan, rank, run.compresses) as mesh, ExitStack() as stack:
         with torch.device("meta"):
             model = Decoder(run.arch).to(master_weights.weight_dtype(run.optim, run.plan))
         chunks = apply(model, run.plan, mesh, DECODER)
@@ -352,7 +355,9 @@ class _Step:
         if run.optim.master_weights != "fp32" or self.optimizer.quantized:
             sends, whole = partial(send_scales, self.optimizer), (*WHOLE_RULES, *MATRIX_UPDATES)
             self.optimizer.updates |= {name: sends for name in self.optimizer.updates if name not in whole}
+        self.outer = CompressingReplicas(run, chunks, self.optimizer, mesh) if run.compresses else NoOuterLoop(run)
         self.scale = LossScale(run.plan, mesh.device)
+        self.reductions = grad_reduce.begun(chunks, run, mesh)
         self.forward_backward = forward_backward
         self.measure = clip.choose(run.plan)
 
@@ -362,6 +367,7 @@ class _Step:
         self.live.phase = "forward and backward"
         loss_sum = self.forward_backward(_batch(self.run), self.scale.value)
         self.live.phase = "the optimizer's step"
+        self.outer.sum_gradients(self.run.steps)
         loss, square, _ = self.measure(self.chunks, loss_sum, self.mesh, False)
         verdict = clip.grad_stats(loss, square, self.scale.value, self.run.optim.grad_clip)
         self.optimizer.step(RATE, verdict)
@@ -373,6 +379,7 @@ class _Step:
             "weights": stored(self.optimizer.wide),
             "gradients": stored(weight.grad for weight in self.weights),
             "moments": stored(chain.from_iterable(self.optimizer.states().values())),
+            "error_feedback": stored(chain.from_iterable(reduction.kept() for reduction in self.reductions)),
         }
 
 
@@ -381,7 +388,7 @@ def _batch(run: Run) -> StepBatch:
     shape, microbatches = (run.plan.microbatch, run.sequence), []
     for _ in range(run.plan.grad_accum):
         tokens, targets, positions, index, documents = (torch.zeros(shape, dtype=torch.int64) for _ in range(5))
-        mask = documents if run.data.mask_documents else None
+        mask = documents if run.data.masks else None
         microbatches.append(Batch(tokens, targets, positions, mask, index))
     return StepBatch(tuple(microbatches), run.tokens, 0.0)
 
@@ -403,7 +410,7 @@ class CallRow(msgspec.Struct, frozen=True, kw_only=True):
 class ByteRow(msgspec.Struct, frozen=True, kw_only=True):
     """Something a rank holds."""
 
-    name: Literal["weights", "gradients", "moments", "peak"]
+    name: Literal["weights", "gradients", "moments", "error_feedback", "peak"]
     planned: int
     traced: int
     tolerance: float  # of the planned; 0: to the byte
@@ -465,8 +472,9 @@ def _calls(seen: DryRunStep) -> Iterator[CallRow]:
 def _held(job: Job, plan: Plan, seen: DryRunStep, said: Ledger) -> Iterator[ByteRow]:
     near, away = (of(job.arch, plan, seen.place, state_layout(job)) for of in (states, hosted))
     planned = {line.name: line.bytes for line in (*near, *away)}
-    for name in ("weights", "gradients", "moments"):
-        yield ByteRow(name=name, planned=planned[name], traced=seen.states[name], tolerance=0.0)
+    for name in ("weights", "gradients", "moments", "error_feedback"):
+        if name in planned:
+            yield ByteRow(name=name, planned=planned[name], traced=seen.states[name], tolerance=0.0)
     yield ByteRow(name="peak", planned=said.allocated + total(away), traced=seen.live_bytes, tolerance=PEAK_TOLERANCE)
 
 
@@ -481,7 +489,7 @@ def notes(run: Run) -> Iterator[str]:
         yield "the update of weights in bf16 is not traced: its collectives and states are"
     if run.arch.experts:
         yield "routers have no values to choose by: every expert gets an equal share of the rows, as the plan assumes"
-    if plan.cp > 1 and plan.cp_kind == "ring" and (plan.precision in ("fp32", "fp64") or run.data.mask_documents):
+    if plan.cp > 1 and plan.cp_kind == "ring" and (plan.precision in ("fp32", "fp64") or run.data.masks):
         yield "on a CPU this ring's attention is made of plain operators, whose scores a GPU's kernel does not hold"
     if plan.precision == "fp16":
         yield "no gradient overflows here: the loss scale stays as it is"

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,13 @@ def write_text(folder: Path) -> None:
     (folder / "my").mkdir()
     lines = [f"line {number}: the quick brown fox jumps over {number * 7 % 13} dogs" for number in range(900)]
     (folder / "my" / "text.txt").write_text("\n".join(lines))
+
+
+def free_port() -> int:
+    """A port that nobody has."""
+    with socket.socket() as tried:
+        tried.bind(("127.0.0.1", 0))
+        return tried.getsockname()[1]
 
 
 def meshwright(*words: str, folder: Path, **extra: str) -> subprocess.CompletedProcess[str]:

@@ -156,7 +156,16 @@ def goes_on(folder: Path, stop: int, *words: str) -> tuple[str, list[float]]:
 SAVED = (*DILOCO, *QUIET, "steps=8", "checkpoint.every=3")
 
 
-@pytest.mark.parametrize("more", [(), ("plan.outer_fragments=2",), ("plan.outer_quant=int8",)])
+@pytest.mark.parametrize(
+    "more",
+    [
+        (),
+        ("plan.outer_fragments=2",),
+        ("plan.outer_quant=int8",),
+        ("optim.state_dtype=int8",),  # each replica saves codes and scales of its own
+        ("optim.name=muon",),
+    ],
+)
 @world(4)
 def test_a_save_waits_for_a_sync_and_is_resumed_under_another_plan(folder, more):
     # Due after 3, saved after 4, when replicas meet; streaming fragments meet at every step here.

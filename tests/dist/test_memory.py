@@ -46,6 +46,10 @@ FOUR_TIMES = ("plan.grad_accum=4", "arch.layers=4")
 DEEP = ("arch.layers=8",)
 FOUR_CHUNKS = ("plan.chunks=4", *FOUR_TIMES, *DEEP)
 MOE = ("arch.preset=tiny-moe",)
+LORA = ("adapter.kind=lora", "adapter.rank=3")  # odd, so that a sharded matrix is padded
+DORA = ("adapter.kind=dora", "adapter.rank=3")
+QLORA = ("adapter.kind=qlora", "adapter.rank=3", "arch.hidden=128", "arch.head_dim=16", "arch.ffn=384")
+FROZEN = ("optim.freeze=embed,blocks.0.*,blocks.1.attn",)
 GPT = (
     "arch.norm=layer",
     "arch.positions=learned",
@@ -54,6 +58,7 @@ GPT = (
     "arch.context=33",  # odd, so that a sharded table is filled up
 )
 
+DENSE_LATENT = ("arch.preset=tiny-deepseek-v2", "arch.experts=0", "arch.router_groups=1", "arch.router_top_groups=1")
 POST_NORM = (*GPT, "arch.norm_position=post")
 SPLIT = (*BF16, "optim.master_weights=split")
 BF16_STATES = (*SPLIT, "optim.state_dtype=bf16")
@@ -103,6 +108,19 @@ TWO = {
         ("plan.tp=2", *MOE),
     ],
     "cp": [("plan.cp=2", *TWICE), ("plan.cp=2", "plan.zero=3", *BF16)],
+    "adapters": [
+        ("plan.shard=2", "plan.zero=3", *LORA, *TWICE, *BF16),
+        ("plan.shard=2", "plan.zero=1", *LORA, *BF16, "optim.master_weights=split"),
+        ("plan.replicate=2", *LORA, *TWICE),
+        ("plan.tp=2", *LORA, *TWICE, *BF16),
+        ("plan.pp=2", *LORA, *FOUR_TIMES, *BF16),
+        ("plan.shard=2", "plan.zero=3", *DORA, *TWICE, *BF16),
+        ("plan.shard=2", "plan.zero=3", *QLORA, *TWICE, *BF16),
+        ("plan.tp=2", *QLORA, *TWICE, *BF16, "optim.state_dtype=int8"),
+        ("plan.pp=2", *QLORA, *FOUR_TIMES, "adapter.base=fp8"),
+        ("plan.shard=2", "plan.zero=2", *FROZEN, *TWICE, *BF16),
+        ("plan.pp=2", "arch.tied=true", "optim.freeze=embed", *FOUR_TIMES),
+    ],
     "ep": [
         ("plan.shard=2", "plan.zero=1", "plan.ep=2", *MOE, *TWICE),
         ("plan.shard=2", "plan.zero=3", "plan.ep=2", *MOE, *BF16),
@@ -416,6 +434,16 @@ KEPT = {
         ("plan.cp=2", "plan.cp_kind=ulysses", *GPT),
     ],
     "shard": [("plan.shard=2", "plan.zero=3", *BF16), ("plan.replicate=2", *GPT)],
+    # On a CPU masks of windows and scores of softcaps are dense, which the ledger leaves out; a ring has none.
+    "families": [
+        ("plan.tp=2", "arch.preset=tiny-qwen3", *BF16),
+        ("plan.tp=2", "arch.preset=tiny-olmo2"),
+        ("plan.tp=2", "arch.preset=tiny-neox", *BF16),
+        ("plan.cp=2", "arch.preset=tiny-cohere"),
+        ("plan.cp=2", "arch.preset=tiny-gemma3", *BF16),
+        ("plan.tp=2", *DENSE_LATENT, "arch.v_dim=0", "arch.q_rank=48", *BF16),  # else SDPA of a CPU keeps the scores
+        ("plan.cp=2", *DENSE_LATENT),
+    ],
 }
 
 

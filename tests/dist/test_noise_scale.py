@@ -136,6 +136,7 @@ def test_the_traffic_has_the_two_numbers_of_the_meter(tmp_path):
         ((*NOISE, "plan.cp=2", "plan.grad_accum=4"), "whole sequences"),
         ((*ADASCALE, "plan.replicate=2", "plan.grad_accum=2", "plan.deterministic=true"), "plan.deterministic"),
         (("optim.adascale_batch=4", "plan.replicate=1"), "is for AdaScale"),
+        ((*ADASCALE, "plan.tp=2", "plan.grad_accum=4"), "plan.tp = 2 has some weights' only in parts"),
         ((*ADASCALE, "plan.replicate=2", "plan.grad_accum=2", "optim.adascale_batch=9"), "no part of a batch"),
     ],
 )

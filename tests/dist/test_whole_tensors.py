@@ -253,7 +253,7 @@ def test_four_ranks_send_and_hold_what_the_planner_says(folder, case):
     assert not [text for words in plans for text in surprises(folder, (*case, "arch.layers=2", *words))]
 
 
-SAVED = ("steps=6", "checkpoint.every=2", "plan.precision=fp64")
+SAVED = ("steps=6", "checkpoint.every=4", "plan.precision=fp64")
 RESUMED = (("plan.tp=2",), ("plan.pp=2", "plan.grad_accum=4"), ("plan.replicate=2",))
 
 

@@ -80,7 +80,7 @@ def make_corpus(run: Run, folder: Path) -> Corpus:
 
 def made(run: Run, folder: Path, device: torch.device) -> tuple[Run, Mesh, State]:
     """A run that has not begun, with its ranks and its state."""
-    mesh = mesh_of(run.plan, device)
+    mesh = meshes.kept(run.plan, device, run.compresses)
     return run, mesh, build(run, make_corpus(run, folder), mesh)
 
 
@@ -97,7 +97,8 @@ def losses_of(run: Run, mesh: Mesh, state: State) -> list[float]:
 
 
 def digest_before_the_cut(run: Run, mesh: Mesh, state: State, folder: Path) -> str:
-    """A run that saves every second step is cut short after its fifth; what the state was after the fourth."""
+    """A run that saves every fourth step is cut short after its fifth; what the state was after the fourth."""
+    assert run.checkpoint.every == 4, "a save still being written would postpone another"
     digest = ""
     for result in train(run, state, mesh, folder):
         if result.step == 4:
@@ -147,9 +148,45 @@ def deviation(one: Trial, other: Trial) -> float:
     pairs = [*zip(one.losses, other.losses, strict=True), *zip(one.norms, other.norms, strict=True)]
     numbers = [abs(left - right) / abs(right) for left, right in [*pairs, (one.held, other.held)]]
     weights = [
-        ((one.weights[name] - weight).norm() / weight.norm()).item()
+        ((one.weights[name].double() - weight.double()).norm() / weight.double().norm()).item()
         for name, weight in other.weights.items()
         # A constant added to every key leaves softmax as it is: the gradient is rounding alone, which AdamW scales up.
         if not name.endswith("attn.k.bias")
     ]
     return max(numbers + weights)
+
+
+def assert_offload_changes_no_bit(folder: Path, words: tuple[str, ...], place: str, update: str) -> None:
+    """A run whose optimizer states are elsewhere beside the same with its states on the device."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a kernel shared by threads takes the ends of their shares through other instructions
+    offload = (f"plan.optimizer_offload={place}", f"plan.optimizer_offload_update={update}")
+    runs = [make_run(folder, *words), make_run(folder, *words, *offload, f"plan.optimizer_offload_folder={folder}")]
+    plain, moved = (drive(run, make_corpus(run, folder), alone()) for run in runs)
+    torch.set_num_threads(threads)
+    moved.state.optimizer.close()
+    assert (moved.losses, moved.norms) == (plain.losses, plain.norms)
+    assert all(torch.equal(moved.weights[name], weight) for name, weight in plain.weights.items())
+
+
+FORMS = (  # of the weights and states of an optimizer by elements
+    ("plan.precision=bf16", "optim.master_weights=split"),
+    ("plan.precision=bf16", "optim.master_weights=none", "optim.stochastic_rounding=true"),
+    ("plan.precision=bf16", "optim.master_weights=split", "optim.state_dtype=bf16"),
+    ("plan.precision=bf16", "plan.optimizer_offload=host", "optim.state_dtype=bf16"),
+    ("plan.precision=fp16",),
+)
+
+
+def assert_all_forms_learn(folder: Path, base: tuple[str, ...]) -> None:
+    """A run in every form beside fp32."""
+    run = make_run(folder, *base, "plan.precision=fp32")
+    wide = drive(run, make_corpus(run, folder), alone())
+    fallen = wide.losses[0] - wide.losses[-1]
+    assert fallen > 0.1
+    for words in FORMS:
+        run = make_run(folder, *base, *words)
+        low = drive(run, make_corpus(run, folder), alone())
+        low.state.optimizer.close()
+        # Weights or states of bf16 are off by 2⁻⁸ of themselves at random: the loss must follow by a tenth of its fall.
+        assert abs(low.losses[-1] - wide.losses[-1]) <= 0.1 * fallen, words

@@ -76,6 +76,6 @@ def test_the_update_and_what_it_holds_up_are_measured(folder, update):
 @pytest.mark.parametrize("states", ["fp32", "bf16"])
 @pytest.mark.parametrize(("place", "update"), WHERE)
 def test_a_checkpoint_is_of_its_step_and_can_be_gone_on_from(folder, place, update, states):
-    words = ("steps=6", "checkpoint.every=2", *offloaded(place, update, states))
+    words = ("steps=6", "checkpoint.every=4", *offloaded(place, update, states))
     saved = digest_before_the_cut(*make_state(folder, *words), folder / "run")
     assert_it_goes_on(saved, *make_state(folder, *words), folder / "run")

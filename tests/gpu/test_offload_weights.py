@@ -104,7 +104,7 @@ def test_the_whole_model_can_be_read_back(folder):
 
 @pytest.mark.parametrize("again", ["false", "true"])
 def test_a_checkpoint_goes_on_with_and_without_it(folder, again):
-    words = ("plan.precision=bf16", "steps=6", "checkpoint.every=2")
+    words = ("plan.precision=bf16", "steps=6", "checkpoint.every=4")
     saved = digest_before_the_cut(*make_state(folder, *words, HOSTED), folder / "run")
     assert_it_goes_on(saved, *make_state(folder, *words, f"plan.cpu_offload={again}"), folder / "run")
 

@@ -105,7 +105,7 @@ def resolve(words: list[str]) -> None:
         assert len(resume.runs(target, overrides, Path("runs"))) > 1
     elif words[0] == "verify" and options.checkpoint is None:
         target, overrides = target_of(options.words)
-        wanted = prove.matrix(options.ranks) if options.matrix else options.plan
+        wanted = prove.matrix(options.ranks, target, overrides) if options.matrix else options.plan
         assert wanted, "a proof names its plans"
         assert prove.jobs(target, overrides, wanted, options.steps, Path("runs"))
 

@@ -20,6 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "published": {*FOUNDATION, "cost"},
     "search": {*FOUNDATION, "cost"},
     "report": {*FOUNDATION, *PAPER},
+    "launch": {*FOUNDATION, *PAPER},
     "kernels": {"spec"},
     "models": {"spec", "kernels"},
     "data": {*FOUNDATION},
@@ -31,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bench": {*FOUNDATION, *TORCH, *PAPER, "train"},
 }
 MAY_IMPORT["cli"] = set(MAY_IMPORT)  # the edge: a verb calls whatever it needs, and nobody calls a verb
-NO_TORCH = {*FOUNDATION, *PAPER, "published", "report"}  # they answer at once, on a laptop
+NO_TORCH = {*FOUNDATION, *PAPER, "published", "report", "launch"}  # they answer at once, on a laptop
 WITH_TORCH = {"data/loader.py"}  # the rest of data runs in the launcher while the ranks are still importing torch
 READS_ENVIRONMENT = {"cli/env.py", "runtime/place.py"}
 TOP = {"__main__.py", "__init__.py", "api.py"}  # the front door: an edge, as cli is

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from meshwright.spec.arch import Arch
-from meshwright.spec.params import Param, params
+from meshwright.spec.params import Param, buffers, params
 
 SIZES = {"vocab": 61, "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48, "context": 64}
 GPT = SIZES | {"kv_heads": 4, "norm": "layer", "positions": "learned", "mlp": "gelu_tanh", "bias": True}
@@ -21,7 +21,7 @@ ARCHS = {
 
 def weights_of(arch: Arch, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(7)
-    return {param.name: _value(param, generator).to(dtype) for param in params(arch)}
+    return {param.name: _value(param, generator).to(dtype) for param in (*params(arch), *buffers(arch))}
 
 
 def _value(param: Param, generator: torch.Generator) -> Tensor:

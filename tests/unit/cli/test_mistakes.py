@@ -30,7 +30,7 @@ MISTAKES = [
     Mistake("run.toml", "run.toml is not a verb", "write: meshwright train run.toml"),
     Mistake("", "no verb is named", "use one of train, plan, advise, verify,"),
     Mistake("train --lr 1e-3", "--lr is not a flag", "settings are words, such as optim.lr=1e-3"),
-    Mistake("train --epochs 3", "--epochs is not a flag", "set steps = epochs × steps per epoch, which"),
+    Mistake("train --epochs 3", "--epochs is not a flag", "settings are words, such as epochs=3"),
     Mistake("train --rnaks 2", "--rnaks is not a flag", "did you mean --ranks?"),
     Mistake("train --ranks 0", "argument --ranks: '0'", "should be a whole number of at least 1"),
     Mistake("train --ranks 1.5", "argument --ranks: '1.5'", "should be a whole number of at least 1"),
@@ -47,9 +47,44 @@ MISTAKES = [
     Mistake("train optim.rate=1e-3", "optim.rate has a new name", "write optim.lr"),
     Mistake("train held.every=3", "held has a new name", "write eval"),
     Mistake("train plan.tpp=2", "plan.tpp is not a key", "did you mean plan.tp?"),
-    Mistake("train epochs=3", "epochs is not a key", "set steps = epochs × steps per epoch, which"),
-    Mistake("train lora.rank=8", "lora is not a key", "adapters are not offered, all weights are"),
-    Mistake("train messages=true", "messages is not a key", "write every sample as one text, in the field"),
+    Mistake("train lora.rank=8", "lora is not a key", "adapters are of [adapter], as in adapter.kind"),
+    Mistake("train adapter.kind=dora adapter.dropout=0.1", "adapter.dropout is of LoRA", "use adapter.kind = lora"),
+    Mistake(
+        "train adapter.kind=lora adapter.dropout=0.1 arch.preset=tiny-moe plan.tp=2", "not proved under", "plan.tp = 1"
+    ),
+    Mistake("train adapter.kind=dora adapter.rank=999", "larger than the 192 × 192 matrix", "use at most 192"),
+    Mistake(
+        "train adapter.kind=qlora plan.tp=2 arch.ffn=192",
+        "plan.tp = 2 would cut NF4 blocks: blocks.0.attn.out has 192 inputs, in blocks of 64",
+        "use plan.tp = 1 with plan.shard",
+    ),
+    Mistake(
+        "train adapter.kind=lora adapter.base=nf4 arch.ffn=100", "blocks.0.mlp.down has 100", "adapter.base = bf16"
+    ),
+    Mistake(
+        "train adapter.kind=qlora arch.preset=tiny-moe", "stacks of routed experts are none", "adapter.kind = lora"
+    ),
+    Mistake("train adapter.rank=8", "is of an adapter, and adapter.kind = none", "set adapter.kind = lora"),
+    Mistake(
+        "train adapter.kind=lora adapter.rank=999", "larger than the 192 × 192 matrix of attn.q", "use at most 192"
+    ),
+    Mistake("train adapter.kind=lora adapter.targets=w1", "'w1' is none of the linear layers", 'use "all-linear"'),
+    Mistake("train adapter.kind=lora optim.freeze=embed", "beside an adapter nothing is", "leave optim.freeze out"),
+    Mistake(
+        "train optim.name=onebit_adam plan.replicate=2 plan.grad_reduce=int8",
+        "exchanges momenta in one bit",
+        "leave plan.grad_reduce out",
+    ),
+    Mistake(
+        "train plan.replicate=2 plan.staleness=1 plan.grad_reduce=int8",
+        "sends them to a parameter server",
+        "leave plan.grad_reduce or plan.staleness out",
+    ),
+    Mistake("train optim.freeze=foo", "'foo' is no weight and no part of the model", "name weights or what holds"),
+    Mistake("train optim.freeze=*", "optim.freeze leaves nothing to train", "leave some weights out"),
+    Mistake("train num_train_epochs=3", "num_train_epochs is not a key", "here it is called epochs"),
+    Mistake("train steps=3 epochs=3", "steps = 3 and epochs = 3 both say how long", "leave one of them out"),
+    Mistake("train messages=true", "messages is not a key", 'set data.format = "chat", which reads conversations'),
     Mistake("train plan.zero.stage=3", 'plan.zero = {"stage":3} should be one of 0, 1, 2, 3', "use one of them"),
     Mistake("train steps", "steps is not a file", "write settings as key=value: steps=…"),
     Mistake("train =3", "'=3' is not key=value", "write overrides like plan.grad_accum=4"),
@@ -328,7 +363,7 @@ MISTAKES = [
     Mistake(
         "train data.source=a.jsonl",
         "a.jsonl:1 has no field 'text', only messages",
-        "write every sample as one text, in the field",
+        'set data.format = "chat", which reads conversations',
         {"a.jsonl": '{"messages": []}\n'},
     ),
     Mistake(
@@ -620,12 +655,26 @@ MISTAKES = [
     Mistake("eval nowhere", "nowhere is not a folder", "give the folder of a Hugging Face model, or of a run"),
     Mistake("eval . --field text", "--format and --field say how --data is read", "add --data PATH"),
     # cache and completion
+    Mistake("launch arch.preset=tiny", "nothing says what is to start the ranks", "add --on slurm|torchrun|"),
+    Mistake("launch --on pbs", "argument --on: invalid choice: 'pbs'", "(choose from "),
+    Mistake(
+        "launch batch=12 plan.replicate=3 --on mpi --ranks-per-node 2", "3 ranks do not divide into", "use --ranks-per"
+    ),
+    Mistake("doctor --fodler x", "--fodler is not a flag", "did you mean --folder?"),
+    Mistake("launch --node-rank one --nodes 2", "--node-rank one is no number", "use --node-rank 0, 1, …"),
     Mistake("cache clera", "argument what: invalid choice: 'clera'", "(choose from 'show', 'clear')"),
     Mistake("cache clear nothing", "argument NAME: invalid choice: 'nothing'", "(choose from 'tokens', 'tokenizers'"),
     Mistake("completion tcsh", "argument shell: invalid choice: 'tcsh'", "(choose from 'bash', 'zsh', 'fish')"),
     # config
     Mistake("config", "the following arguments are required: what, RUN.toml | key=value", "usage: meshwright config"),
     Mistake("config shwo", "argument what: invalid choice: 'shwo'", "(choose from 'show', 'schema', 'explain')"),
+    Mistake("data show data.source=nowhere.txt", "no file matches nowhere.txt", "the nearest folder that exists is"),
+    Mistake(
+        "data show data.format=chat data.source=a.jsonl",
+        "data.format = chat needs the tokenizer of a model",
+        "set init.from, or data.tokenizer",
+        {"a.jsonl": '{"messages": []}\n'},
+    ),
     Mistake("config show stepz=3", "stepz is not a key", "did you mean steps?"),
     Mistake("config explain optim.lrr", "optim.lrr is not a key", "did you mean optim.lr?"),
     Mistake("config show d", "d: Is a directory", "name a run file that can be read", {"d/": None}),

@@ -167,7 +167,9 @@ def test_how_many_gpus(capsys):
 def test_the_largest_that_fits(capsys):
     box = "--cluster 8xa100-80g --sequence 2048"
     model = answer(capsys, f"plan --largest model {box} --batch 64")
-    assert model["value"] == "llama3-70b"  # 16 bytes of 71 billion are 1,052 GiB of its hosts' 2,000; of 141, too many
+    assert (
+        model["value"] == "gpt-oss-120b"
+    )  # 16 bytes of 117 billion are 1,741 GiB of its hosts' 2,000; of 141, too many
     microbatch = answer(capsys, f"plan llama-7b --largest microbatch {box}")
     assert microbatch["plans"][0]["plan"]["microbatch"] == microbatch["value"] < microbatch["next"]
     sequence = answer(
@@ -244,7 +246,7 @@ def test_lines_are_broken_between_words_on_a_terminal():
         ("plan llama3-9b --cluster 8xh100", "llama3-8b"),
         ("plan llama3-8b --cluster 8xh1000", "h100"),
         ("plan llama3-8b --cluster 8xh100 plan.tp=16", "does not divide 8 GPUs"),
-        ("plan llama3-8b --cluster 64xh100 plan.tp=16", "arch.kv_heads"),
+        ("plan llama3-8b --cluster 64xh100 plan.tp=64", "arch.heads"),
         ("plan llama3-8b --cluster 8xh100 --batch 7 plan.microbatch=2", "multiple of 2"),
         ("plan llama3-8b --cluster 7xh100 --batch 8 plan.pp=1", "batch"),
         ("plan llama3-8b --cluster 8xh100 plan.tpp=2", "plan.tp"),
@@ -359,7 +361,7 @@ def test_the_command_trains_the_first_plan(capsys, tmp_path, monkeypatch, line):
 
 
 QWEN = {
-    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "hidden_size": 4096,
+    "model_type": "qwen_next", "architectures": ["QwenNextForCausalLM"], "vocab_size": 151936, "hidden_size": 4096,
     "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
     "head_dim": 128, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
 }  # fmt: skip
@@ -368,7 +370,7 @@ FALCON = {
     "num_hidden_layers": 32, "num_attention_heads": 71, "multi_query": True,
 }  # fmt: skip
 QWEN_MOE = QWEN | {
-    "model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+    "model_type": "qwen_next_moe", "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
     "hidden_size": 2048, "num_hidden_layers": 48, "num_key_value_heads": 4,
 }  # fmt: skip
 
@@ -376,15 +378,15 @@ QWEN_MOE = QWEN | {
 @pytest.mark.parametrize(
     ("config", "billions", "said"),
     [
-        (QWEN, 8.19, "model_type qwen3 is not one that `meshwright train` knows; priced as a decoder like Llama"),
+        (QWEN, 8.19, "model_type qwen_next is not one that `meshwright train` knows; priced as a decoder like Llama"),
         (FALCON, 6.92, "model_type falcon is not one that `meshwright train` knows; priced as a decoder like GPT"),
         (QWEN_MOE, 30.5, "like Llama with 128 experts"),
         ({"model_type": "vision_chat", "text_config": QWEN}, 8.19, "model_type vision_chat is not one"),
-        (LLAMA_7B | {"attention_bias": True}, 6.74, "attention_bias = true, which is not supported; priced as"),
+        (LLAMA_7B | {"hidden_act": "gelu"}, 6.74, 'hidden_act = "gelu", which is not supported; priced as'),
     ],
 )
 def test_a_decoder_of_another_family_is_priced_by_its_numbers_and_said_to_be(capsys, tmp_path, config, billions, said):
-    """Published sizes: Qwen3-8B 8.2 billion, Falcon-7B 6.9, Qwen3-30B-A3B 30.5."""
+    """The sizes of Qwen3-8B, 8.2 billion, of Falcon-7B, 6.9, and of Qwen3-30B-A3B, 30.5."""
     (tmp_path / "config.json").write_text(json.dumps(config))
     line = f"plan {tmp_path} --cluster 8xh100 --sequence 2048 --batch 64"
     found = answer(capsys, line, "--layers")

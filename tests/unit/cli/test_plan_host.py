@@ -76,7 +76,7 @@ def test_the_largest_asks_only_where_nothing_fits_for_sure(capsys):
 
 
 @pytest.mark.parametrize(
-    "what", ["llama3.2-1b --largest sequence --batch 512", "--largest model --sequence 8192 --batch 1024"]
+    "what", ["llama3.2-1b --largest sequence --batch 512", "--largest model --sequence 8192 --batch 8192"]
 )
 def test_no_step_of_more_than_an_hour_is_offered_as_the_largest(capsys, what):
     found = answer(capsys, f"plan --cluster 1xa100-80g {what}")

@@ -7,6 +7,7 @@ from meshwright.spec.problem import InputError
 
 MIXTURE = ["arch.experts=6", "arch.expert_ffn=8", "arch.top_k=2"]
 REPLICAS = ["plan.replicate=2"]
+INT8 = [*REPLICAS, "plan.grad_reduce=int8"]
 WRONG = [
     (["arch.heads=7", "arch.kv_heads=7"], "does not divide into arch.heads"),
     (["arch.kv_heads=4"], "cannot be divided by arch.kv_heads = 4 evenly"),
@@ -32,6 +33,34 @@ WRONG = [
     (["plan.deterministic=true", "plan.cp=2"], "plan.cp = 2 adds up parts of a sequence"),
     (["plan.deterministic=true", "plan.pp=2"], "plan.pp = 2 adds them up itself"),
     ([*MIXTURE, "plan.deterministic=true", "plan.replicate=2", "plan.ep=2"], "plan.ep = 2 adds up tokens of an expert"),
+    (
+        ["plan.replicate=1", "plan.tp=2", "plan.grad_reduce=int8"],
+        "rounds gradients on their way between ranks, and there is one data rank",
+    ),
+    ([*INT8, "plan.cp=2"], "plan.cp = 2 cuts them"),
+    ([*MIXTURE, *INT8, "plan.ep=2"], "plan.ep = 2 mixes the tokens"),
+    ([*INT8, "plan.pp=2", "arch.tied=true"], "the tied embedding in two stages"),
+    ([*INT8, "plan.sync_every=4"], "plan.sync_every = 4 sums none over replicas"),
+    ([*INT8, "plan.deterministic=true"], "plan.deterministic has the same bits under every plan"),
+    ([*INT8, "plan.zero=3", "plan.cpu_offload=true"], "plan.cpu_offload keeps weights and gradients in host memory"),
+    ([*INT8, "plan.powersgd=2"], "plan.powersgd = 2 factors the gradients that plan.grad_reduce = int8 would round"),
+    ([*INT8, "plan.precision=fp16"], "plan.precision = fp16 scales each step's otherwise"),
+    ([*INT8, "plan.precision=bf16", "optim.master_weights=split"], "optim.master_weights = split keeps bf16 gradients"),
+    ([*INT8, "log.noise_scale=true"], "log.noise_scale compares exact gradients"),
+    ([*INT8, "plan.tp=2", "arch.ffn=100"], "plan.tp = 2 cuts blocks.0.mlp.down.weight within a block of"),
+    (["plan.error_feedback=false"], "plan.error_feedback = false is for gradients that are rounded, and none are"),
+    ([*REPLICAS, "plan.powersgd=-1"], "plan.powersgd = -1 is negative"),
+    ([*REPLICAS, "plan.powersgd=4096"], "plan.powersgd = 4096 is more than the rank of any matrix of the model"),
+    (
+        ["plan.shard=2", "plan.zero=1", "plan.powersgd=2"],
+        "factors matrices that replicas hold whole, and plan.zero = 1",
+    ),
+    ([*REPLICAS, "plan.tp=2", "plan.powersgd=2"], "factors whole matrices, and plan.tp = 2 cuts them"),
+    ([*REPLICAS, "plan.gather=int8"], "rounds weights that are all-gathered, and none are sharded"),
+    ([*MIXTURE, "plan.shard=2", "plan.zero=1", "plan.ep=2", "plan.gather=int8"], "with plan.ep = 2 no experts are"),
+    (["plan.shard=4", "plan.zero=2", "plan.secondary_shard=2"], "and plan.zero = 2 keeps them gathered"),
+    (["plan.shard=4", "plan.zero=3", "plan.secondary_shard=3"], "is no smaller part of the 4 ranks"),
+    (["plan.shard=4", "plan.zero=3", "plan.tp=2", "plan.secondary_shard=2"], "those that plan.tp = 2 cuts"),
     (["plan.replicate=1", "plan.sync_every=4"], "is for replicas that sync rarely, and plan.replicate = 1"),
     ([*REPLICAS, "plan.sync_every=0"], "plan.sync_every = 0 is not a count"),
     ([*REPLICAS, "plan.sync_every=4", "steps=3"], "plan.sync_every = 4 is more than the steps = 3"),
@@ -158,3 +187,22 @@ def test_the_remedies_for_bf16_states_work(precision, deterministic):
     if offered:
         words = [*words, "optim.state_dtype=bf16", *(f"{key}={value}" for key, value in offered)]
         assert load.load(None, words).run.optim.state_dtype == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("plan.replicate=1",), "set plan.replicate to 2 or more"),
+        (("plan.replicate=2", "plan.deterministic=true"), "without plan.deterministic; leave plan.deterministic out"),
+        (("plan.replicate=2", "plan.shard=2", "plan.zero=1"), "without plan.zero; leave plan.zero out"),
+        (("plan.replicate=2", "plan.tp=2"), "without plan.tp; leave plan.tp out"),
+        (("plan.replicate=2", "plan.sync_every=2"), "without plan.sync_every"),
+        (("plan.replicate=2", "plan.precision=fp16"), "use plan.precision = bf16"),
+        (("plan.replicate=2", "optim.name=lamb"), "use adamw, sgd, lion"),
+        (("plan.replicate=2", "plan.staleness=-1"), "0 is synchronous"),
+    ],
+)
+def test_asynchronous_replicas_are_refused_what_they_cannot_have(words, said):
+    with pytest.raises(InputError) as caught:
+        load.load(None, ["arch.preset=tiny", "batch=8", "plan.staleness=1", *words])
+    assert said in str(caught.value)

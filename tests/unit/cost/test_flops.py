@@ -25,6 +25,7 @@ from meshwright.parallel.model_spec import DECODER
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import count
 from meshwright.spec.plan import Plan
+from meshwright.spec.tuning import Adapter, Tuning
 
 
 def test_a_gpu_that_only_does_the_model_is_fully_used():
@@ -135,3 +136,11 @@ def test_the_span_to_expect_is_that_of_documents_cut_at_random():
         squares += sum((later - earlier) ** 2 for earlier, later in pairwise([0, *ends, sequence]))
     assert document_span(sequence, mean) == pytest.approx(squares / 400 / sequence, rel=0.05)
     assert document_span(sequence, 1e9) == pytest.approx(sequence, rel=1e-3)  # documents longer than a sample
+
+
+def test_frozen_weights_have_one_product_in_the_backward():
+    whole = preset("llama3-8b")
+    tuned = msgspec.structs.replace(whole, tuning=Tuning(adapter=Adapter(kind="lora")))
+    for flops in (step_flops, causal_step_flops):
+        assert 0.66 < flops(tuned, 2048, 4) / flops(whole, 2048, 4) < 0.73  # two of three, attention, and the adapters
+    assert causal_step_flops(tuned, 2048, 4) < step_flops(tuned, 2048, 4)

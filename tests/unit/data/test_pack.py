@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.data.pack import IGNORE, DocumentPacking, StreamPacking, held_count
+from meshwright.data.pack import IGNORE, BestFitPacking, DocumentPacking, StreamPacking, best_fit, held_count
 from meshwright.data.shards import Shard, Tokens, join
 from meshwright.spec.problem import InputError
 
@@ -126,3 +126,64 @@ def test_a_negative_token_is_refused():
     tokens = join([Shard(Path("a.bin"), np.array([1, 2, -3, 4, 5], np.int32), np.zeros(0, np.int64))])
     with pytest.raises(InputError, match="token -3 at position 2"):
         StreamPacking(tokens, 4, vocab=100, mask=False).read(np.array([0]))
+
+
+def plain_best_fit(lengths: list[int], room: int) -> list[int]:
+    """What is left in every bin, by the slow twin: one length after another, into the fullest bin that has room."""
+    left: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        fits = [number for number, free in enumerate(left) if free >= length]
+        number = min(fits, key=lambda each: left[each]) if fits else len(left)
+        left += [] if fits else [room]
+        left[number] -= length
+    return sorted(left)
+
+
+@settings(deadline=None, derandomize=True, max_examples=100)
+@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=60), room=st.integers(30, 60))
+def test_best_fit_leaves_as_much_room_as_its_slow_twin(lengths, room):
+    bins = best_fit(np.array(lengths), room)
+    assert sorted((room - np.bincount(bins, lengths)).tolist()) == plain_best_fit(lengths, room)
+
+
+def masked(lengths: list[int], sequence: int) -> Tokens:
+    """Documents that fit a sample, of which every third token is trained, and the last."""
+    lengths = [min(length + 1, sequence + 1) for length in lengths]
+    bare = tokens_of(lengths)
+    mask = (np.arange(bare.total) % 3 == 0).astype(np.uint8)
+    mask[bare.ends - 1] = 1
+    mask[bare.ends - lengths] = 0
+    trained = np.add.reduceat(mask, bare.ends - lengths, dtype=np.int64)
+    rows = np.stack([np.arange(len(lengths)), trained, lengths], axis=1)
+    return Tokens(bare.shards, bare.ends, Tokens((Shard(Path("mask.bin"), mask, bare.ends),), bare.ends), rows)
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(lengths=ragged, sequence=st.integers(2, 24), has_mask=st.booleans())
+def test_packed_documents_are_those_of_a_sample_each(lengths, sequence, has_mask):
+    tokens = masked(lengths, sequence) if has_mask else tokens_of(lengths)
+    alone = DocumentPacking(tokens, sequence, vocab=1000, fill=END)
+    packed = BestFitPacking(alone)
+    samples = np.arange(packed.count)
+    arrays = packed.read(samples)
+    assert arrays.documents is not None
+    found = []
+    for row in samples:
+        for document in np.unique(arrays.documents[row]):
+            at = np.flatnonzero(arrays.documents[row] == document)
+            assert np.array_equal(arrays.positions[row, at], np.arange(len(at))), "positions begin at 0 in each"
+            found.append((arrays.tokens[row, at].tolist(), arrays.targets[row, at].tolist()))
+    each = alone.read(np.arange(alone.count))
+    sizes = alone.lengths(np.arange(alone.count))
+    wanted = [
+        (tokens[:size].tolist(), targets[:size].tolist())
+        for tokens, targets, size in zip(each.tokens, each.targets, sizes, strict=True)
+    ]
+    for one in wanted:
+        found.remove(one)
+    assert all(set(targets) == {IGNORE} for _, targets in found), "what is left is filler"
+    assert np.array_equal(packed.valid(samples), (arrays.targets != IGNORE).sum(axis=1))
+    assert alone.valid(np.arange(alone.count)).sum() == packed.valid(samples).sum()
+    for row, squares in zip(samples, packed.squares(samples), strict=True):
+        counts = np.unique(arrays.documents[row], return_counts=True)[1]
+        assert squares == (counts**2).sum()

@@ -264,7 +264,7 @@ def test_filler_is_told_with_what_to_use_instead(tmp_path, cache, make_run):
     predicted = (corpus.sources[0].total - 40) / 40
     assert f"{1 - predicted / run.sequence:.0%} filler" in line
     assert warning.startswith(f"warning: {1 - predicted / run.sequence:.0%} of ")
-    assert "data.pack=stream with data.mask_documents=true" in warning
+    assert "data.pack=best_fit lays several documents" in warning
     assert "warning" not in "".join(described(make_run(Data(source=str(tmp_path / "answers.jsonl"))), corpus))
 
 

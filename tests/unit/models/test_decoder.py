@@ -6,7 +6,8 @@ from meshwright.config.presets import preset, preset_names
 from meshwright.models.decoder import Decoder
 from meshwright.models.layers import token_loss_sum
 from meshwright.spec.arch import Arch
-from meshwright.spec.params import params
+from meshwright.spec.params import params, stored
+from meshwright.spec.tuning import Adapter, Tuning
 
 
 def table(arch: Arch) -> list[tuple[str, tuple[int, ...]]]:
@@ -20,6 +21,19 @@ def held(model: Decoder) -> list[tuple[str, tuple[int, ...]]]:
 def test_the_parameter_table_is_the_model(arch):
     assert held(Decoder(arch)) == table(arch)
     assert list(Decoder(arch).buffers()) == []
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_the_parameter_table_has_the_adapters(arch, kind):
+    adapted = msgspec.structs.replace(arch, tuning=Tuning(adapter=Adapter(kind=kind, rank=2)))
+    assert held(Decoder(adapted)) == table(adapted)
+
+
+@pytest.mark.parametrize("base", ["nf4", "fp8"])
+def test_weights_in_few_bits_are_the_tensors_of_the_table(dense, base):
+    wide = msgspec.structs.replace(dense, hidden=64, head_dim=16, ffn=128, bias=True)
+    adapted = msgspec.structs.replace(wide, tuning=Tuning(adapter=Adapter(kind="lora", rank=2, base=base)))
+    assert held(Decoder(adapted)) == [(param.name, param.shape) for param in stored(adapted)]
 
 
 @pytest.mark.parametrize("name", preset_names())

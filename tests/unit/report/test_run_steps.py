@@ -64,3 +64,14 @@ def test_a_run_that_ends_in_no_number_has_no_mean():
 
 def test_the_validation_loss_of_a_whole_run():
     assert [each.loss for each in validation(usual())] == [0.75]
+
+
+def test_the_histogram_of_staleness_is_of_all_ranks():
+    ages = ((0, 1, 1, 2), (0, 0, 1, 1))
+    ranks = [
+        summed(rank, [step(n, n, staleness=age) for n, age in enumerate(each, 1)]) for rank, each in enumerate(ages)
+    ]
+    records = [attempt(0.0), *(step(n, n, staleness=age) for n, age in enumerate(ages[0], 1))]
+    assert steps(records, kept(records), ranks).staleness == {0: 3, 1: 4, 2: 1}
+    plain = [step(n, n) for n in range(1, 5)]
+    assert steps([attempt(0.0), *plain], plain, [summed(0, plain)]).staleness == {}

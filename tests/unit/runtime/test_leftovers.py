@@ -1,11 +1,15 @@
 """Temporary folders of the dead go; those of the living, of strangers and of other machines stay."""
 
 import os
+import stat
 import subprocess
 import sys
 
+import pytest
+
 from meshwright.runtime import run_folder
 from meshwright.runtime.failure import process_name
+from meshwright.spec.problem import InputError
 
 SLEEPER = [sys.executable, "-c", "input()"]
 
@@ -41,3 +45,15 @@ def test_what_is_not_surely_ours_stays(tmp_path):
     (tmp_path / f"meshwright-{host}:4194304:5").symlink_to(tmp_path / "target")
     (tmp_path / f"meshwright-{host}:4194304:6").write_text("a file")
     assert run_folder.sweep(tmp_path) == []
+
+
+def test_a_temporary_folder_of_somebody_elses_is_refused(tmp_path):
+    run_folder.make_own(tmp_path / "ours")
+    run_folder.make_own(tmp_path / "ours")  # each rank of a machine asks
+    assert stat.S_IMODE((tmp_path / "ours").stat().st_mode) == 0o700
+    (tmp_path / "linked").symlink_to(tmp_path / "ours")
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    for name in ("linked", "open"):
+        with pytest.raises(InputError, match="belongs to somebody else, or others may write there"):
+            run_folder.make_own(tmp_path / name)

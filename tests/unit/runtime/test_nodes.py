@@ -7,6 +7,7 @@ import stat
 import time
 
 import pytest
+from commands import free_port
 
 from meshwright.runtime import nodes, supervise
 from meshwright.runtime.heartbeat import Beat, RankStatus
@@ -126,12 +127,6 @@ def test_the_first_machine_listens_where_the_others_can_reach_it(address, found,
     assert nodes.listening(address, (found, 29500)) == (heard_at, 29500)
 
 
-def free_port() -> int:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
-
-
 @pytest.fixture
 def pair(tmp_path):
     port = free_port()
@@ -217,14 +212,21 @@ def test_an_address_that_is_not_ours_is_told_and_the_watch_goes_on(tmp_path, cap
 def test_a_watcher_ends_with_the_rank_beside_it_and_says_how(tmp_path):
     port = free_port()
     post = supervise.SidecarSpec(
-        beats=str(tmp_path), folder=str(tmp_path), ranks=[4], world=5, hang_seconds=5.0, address="127.0.0.1", port=port
+        beats=str(tmp_path / "beats"),
+        folder=str(tmp_path),
+        ranks=[4],
+        world=5,
+        hang_seconds=5.0,
+        address="127.0.0.1",
+        port=port,
     )
     first = Nodes(A, "127.0.0.1", port, tmp_path)
     for words, state in ((supervise.DONE, "done"), (b"", "failed")):
         reading, writing = os.pipe()
         os.write(writing, words)
         os.close(writing)
-        assert supervise.watch(post, reading) is None
+        verdict = supervise.watch(post, reading)
+        assert verdict is None if state == "done" else "rank 4 was killed" in verdict.what
         first.roll.heard.clear()
         first.look(0.0)
         assert [heard.state for heard, _ in first.roll.heard.values()] == [state]

@@ -118,6 +118,6 @@ PAGE = (Path(__file__).parents[3] / "docs" / "faults.md").read_text()
 def test_the_page_has_the_table_of_exit_codes_and_the_settings_as_they_are():
     for code, meaning in MEANING.items():
         assert f"| {code.value} | {meaning} |" in PAGE
-    settings = PAGE.partition("```toml\n")[2].partition("```")[0]
+    settings = PAGE.partition("## Settings\n")[2].partition("```toml\n")[2].partition("```")[0]
     assert msgspec.convert(tomllib.loads(settings)["faults"], Faults) == Faults()
     assert set(tomllib.loads(settings)["faults"]) == set(Faults.__struct_fields__)

@@ -98,3 +98,14 @@ def test_an_empty_space_names_the_rule_that_empties_it(fixed, said):
     asked = question("llama3-8b", "8xh100", sequence=4096, batch=32, **fixed)
     assert next(plans(asked), None) is None
     assert any(said in problem.text or said in problem.remedy for problem in empty(asked))
+
+
+def test_what_is_rounded_on_its_way_is_said_with_what_it_saves():
+    slow = question("llama3-8b", "2x8xh100", sequence=4096, batch=32)
+    plain = msgspec.structs.replace(SHARDED, shard=16, grad_accum=1)
+    rounded = msgspec.structs.replace(plain, grad_reduce="int8", gather="int8", error_feedback=False)
+    text = why(priced(slow.job(rounded)))
+    assert "Numerics changed: gradients rounded to int8 on their way to a sum, without error feedback" in text
+    assert "weights rounded to int8 where they are all-gathered" in text
+    assert "no prediction of its loss is made" in text
+    assert "Numerics changed" not in why(priced(slow.job(msgspec.structs.replace(plain, secondary_shard=8))))

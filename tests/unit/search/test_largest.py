@@ -6,6 +6,7 @@ from meshwright.search.best_first import search
 from meshwright.search.sizes import largest_microbatch, largest_model, largest_sequence
 from meshwright.spec.params import count
 from meshwright.spec.problem import InputError
+from meshwright.spec.tuning import Adapter, Tuning
 from search.questions import question
 
 ASKED = question("llama3-8b", "8xh100", sequence=4096, batch=32)
@@ -74,3 +75,14 @@ def test_a_model_that_what_is_fixed_does_not_suit_is_not_called_too_large():
     assert found is not None
     assert preset(str(found.value)).kv_heads % 8 == 0
     assert found.next_value is None or preset(str(found.next_value)).kv_heads % 8 == 0
+
+
+def test_the_largest_model_with_an_adapter_is_larger_than_without(monkeypatch):
+    monkeypatch.setattr("meshwright.search.sizes.presets.preset_names", lambda: ("llama3-8b", "gpt2-xl", "gpt2"))
+    on_card = {"optimizer_offload": "none", "cpu_offload": False}
+    plain = question("gpt2", "1xrtx4090", 1024, 1).with_fixed(on_card)
+    tuned = msgspec.structs.replace(plain.arch, tuning=Tuning(adapter=Adapter(kind="lora")))
+    alone, adapted = largest_model(plain), largest_model(msgspec.structs.replace(plain, arch=tuned))
+    assert alone is not None
+    assert adapted is not None
+    assert (alone.value, adapted.value) == ("gpt2", "llama3-8b")

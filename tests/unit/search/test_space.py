@@ -253,3 +253,19 @@ def test_scaled_products_have_every_microbatch_that_fills_their_tiles(gpus):
     assert {plan.microbatch * 72 // plan.cp % 16 for plan in found} == {0}
     assert not [plan for plan in SAMPLE.sample(found, 50) if problems(asked, plan)]
     assert {plan.microbatch for plan in found if plan.world == plan.data} >= {2, 4, 6, 12}
+
+
+def test_communication_is_lossy_only_when_allowed():
+    asked = question(machines="16xh100")
+    lossy = ("grad_reduce", "powersgd", "gather", "secondary_shard")
+    assert not any(plan.uses(name) for plan in islice(plans(asked), 2000) for name in lossy)
+    free = [*variants(msgspec.structs.replace(asked, vary=("communication",)))]
+    forms = [{name: each.fixed[name] for name in lossy if name in each.fixed} for each in free]
+    assert {} in forms
+    assert {"grad_reduce": "int8", "gather": "int8", "secondary_shard": 8} in forms  # all of ZeRO++
+    for variant, form in zip(free, forms, strict=True):
+        for plan in islice(plans(variant), 50):
+            assert {name: getattr(plan, name) for name in form} == form
+            assert not problems(variant, plan)
+    fixed = msgspec.structs.replace(asked, vary=("communication",), fixed={"grad_reduce": "default"})
+    assert all(each.fixed["grad_reduce"] == "default" for each in variants(fixed))

@@ -46,7 +46,7 @@ def test_names_are_unique_and_vectors_start_at_one_or_zero(name):
     table = params(preset(name))
     assert len({param.name for param in table}) == len(table)
     for param in table:
-        assert (len(param.shape) == 1) == (param.init in ("ones", "zeros"))
+        assert (not param.is_matrix) == (param.init in ("ones", "zeros"))  # of experts, each has a vector
 
 
 def test_attention_and_feed_forward_are_cut_column_then_row():

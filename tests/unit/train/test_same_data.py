@@ -21,12 +21,17 @@ def test_the_first_attempt_remembers_and_the_next_one_holds_to_it(tmp_path, monk
     class Data:
         sources = (Named,)
 
+    class Init:
+        folder = ""
+
     class Run:
         data = Data
+        init = Init
 
     class Corpus:
         sources = (None,)
         tokenizer = tmp_path / "made.json"
+        chats = ()
 
     Corpus.tokenizer.write_text("one")
     monkeypatch.setattr(rank, "fact", lambda source, tokens: OLD)

@@ -54,3 +54,11 @@ def test_missing_data_is_told_before_anything_is_rehearsed(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     assert main.main(["rehearse", "data.source=nowhere/*.txt"]) == 2
     assert "no file matches nowhere/*.txt" in capsys.readouterr().err
+
+
+def test_what_is_asynchronous_is_not_rehearsed_and_a_warm_up_is_cut_short():
+    words = ["arch.preset=tiny", "batch=8", "plan.replicate=2"]
+    with pytest.raises(InputError, match="no two runs end with the same"):
+        rehearse.short(load.load(None, [*words, "plan.staleness=1"]).run)
+    assert rehearse.short(load.load(None, [*words, "plan.staleness=0"]).run).plan.staleness == 0
+    assert rehearse.short(load.load(None, [*words, "optim.name=onebit_adam"]).run).optim.freeze_step < rehearse.STEPS

@@ -72,6 +72,10 @@ def traced(*words: str, rank: int | None = None) -> TraceReport:
             "optim.state_dtype=bf16",
         ),
         ("plan.shard=2", "plan.zero=3", "plan.activation_quant=int8", "plan.activation_offload=true"),
+        ("plan.replicate=4", "plan.grad_reduce=int4"),
+        ("plan.replicate=4", "plan.powersgd=2"),
+        ("plan.replicate=2", "plan.shard=2", "plan.zero=3", "plan.grad_reduce=int8", "plan.gather=int8"),
+        ("plan.shard=4", "plan.zero=3", "plan.secondary_shard=2", "plan.precision=bf16"),
     ],
     ids=" ".join,
 )

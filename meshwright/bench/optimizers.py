@@ -1,0 +1,193 @@
+"""Optimizers on one job: each tries as many learning rates over as many tokens, and its best run counts. No torch here.
+
+Rates are a grid around one that is usual for an optimizer where AdamW's is the run's own. What a run found is kept by
+the run's digest, so that a bench that was stopped goes on where it was.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import msgspec
+
+from meshwright.bench.sweep import LONGEST
+from meshwright.config import load
+from meshwright.config.presets import run_file
+from meshwright.config.run import Run, digest
+from meshwright.runtime.failure import verdict_of
+from meshwright.runtime.ranks import Remote, run_ranks
+from meshwright.spec.optimizers import OPTIMIZERS
+from meshwright.spec.params import count
+from meshwright.spec.problem import InputError, Problem
+
+LEARN = Remote("meshwright.bench.measure", "learn")
+GRID = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the usual rate
+# The usual rate ÷ AdamW's: SGD's gradients are not divided by their size, SM3's by a sum that only grows; Lion moves
+# every element by the whole rate; LAMB's rate is a share of a matrix's own norm.
+USUAL = {"sgd": 100.0, "sm3": 50.0, "lion": 0.2, "lamb": 5.0, "onebit_lamb": 5.0}
+LOSSES = 10  # validation losses on the way
+ASIDE = ("eval.sample_tokens=0", "checkpoint.every=0", "optim.weight_decay=0.0")  # decay would be another key to tune
+
+
+class LearningPoint(msgspec.Struct, frozen=True, array_like=True):
+    """A validation loss on the way."""
+
+    step: int
+    seconds: float  # of training until then
+    loss: float | None  # None: not finite
+
+
+class Learned(msgspec.Struct, frozen=True, kw_only=True):
+    """One run, as its first rank saw it."""
+
+    points: tuple[LearningPoint, ...]
+    step_seconds: float  # the median
+    device: str
+
+    @property
+    def loss(self) -> float:
+        """The last one; what is not finite is worse than any."""
+        last = self.points[-1].loss
+        return math.inf if last is None else last
+
+
+class TriedRate(msgspec.Struct, frozen=True, kw_only=True):
+    """A learning rate, and the last validation loss with it."""
+
+    rate: float
+    loss: float | None
+
+
+class OptimizerRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One optimizer: all rates, and the run with the best; or why it has none."""
+
+    name: str
+    ranks: int = 1
+    tried: tuple[TriedRate, ...] = ()
+    rate: float | None = None
+    best: Learned | None = None
+    error: str = ""
+
+    @property
+    def loss(self) -> float:
+        """The last one, by the best rate."""
+        return self.best.loss if self.best else math.inf
+
+    @property
+    def is_edge(self) -> bool:
+        """Whether the best rate is the first or the last of the grid: a still better one may lie beyond."""
+        return bool(self.tried) and self.rate in (self.tried[0].rate, self.tried[-1].rate)
+
+    def reached(self, target: float) -> LearningPoint | None:
+        """Where its loss first was down to the target."""
+        points = self.best.points if self.best else ()
+        return next((point for point in points if point.loss is not None and point.loss <= target), None)
+
+
+class OptimizerTable(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer."""
+
+    run: str
+    parameters: int
+    steps: int
+    tokens: int  # of one run
+    device: str
+    rows: tuple[OptimizerRow, ...]
+
+    @property
+    def target(self) -> float:
+        """The loss that others are timed to: AdamW's last one."""
+        return next((row.loss for row in self.rows if row.name == "adamw"), -math.inf)
+
+
+def job(target: str | None, overrides: list[str]) -> Run:
+    """The run that all optimizers make, with AdamW: a file's, or the default one."""
+    file = run_file(target)
+    if file is None and target is not None:
+        text = f"--optimizers trains on text, and {target} is a model alone"
+        raise InputError(
+            [Problem(text, f"name a run file, or give arch.preset={target} and data.source", "data.source")]
+        )
+    return _run(file, overrides, "adamw", None)
+
+
+def _run(file: Path | None, overrides: list[str], name: str, rate: float | None) -> Run:
+    """The run of one optimizer. Those that compress need somebody to send to."""
+    words = [*ASIDE, *overrides, f"optim.name={name}"]
+    if rate is not None:
+        words.append(f"optim.lr={rate!r}")
+    one = load.load(file, [*ASIDE, *overrides]).run
+    words.append(f"eval.every={max(one.steps // LOSSES, 1)}")
+    if OPTIMIZERS[name].compresses and one.plan.world == 1:
+        words.append("plan.replicate=2")
+    return load.load(file, words).run
+
+
+class OptimizerBench:
+    """The job, and where its runs are kept."""
+
+    def __init__(self, target: str | None, overrides: list[str], folder: Path, cache: Path) -> None:
+        self.one = job(target, overrides)
+        if self.one.data.eval_fraction == 0:
+            text = "--optimizers compares validation losses, and data.eval_fraction = 0"
+            raise InputError([Problem(text, "leave data.eval_fraction out", "data.eval_fraction")])
+        self.file, self.overrides = run_file(target), overrides
+        self.folder, self.cache = folder, cache
+
+    def compare(self, names: Iterable[str], say: Callable[[str], None]) -> OptimizerTable:
+        """Train every optimizer with every rate; `say` hears of each run as it is done."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        rows, one = tuple(self._row(name, say) for name in names), self.one
+        device = next((row.best.device for row in rows if row.best), "")
+        return OptimizerTable(
+            run=one.name,
+            parameters=count(one.arch),
+            steps=one.steps,
+            tokens=one.tokens * one.steps,
+            device=device,
+            rows=rows,
+        )
+
+    def _row(self, name: str, say: Callable[[str], None]) -> OptimizerRow:
+        found: list[tuple[float, Learned]] = []
+        ranks = 1
+        for factor in GRID:
+            rate = float(f"{self.one.optim.lr * USUAL.get(name, 1.0) * factor:.3g}")
+            try:
+                run = _run(self.file, self.overrides, name, rate)
+                ranks = run.plan.world
+                learned = self._learned(run)
+            except InputError as error:
+                return OptimizerRow(name=name, error="; ".join(problem.text for problem in error.problems))
+            except RuntimeError as error:
+                verdict = verdict_of(error)
+                return OptimizerRow(name=name, error=str(verdict) if verdict else str(error).strip().splitlines()[-1])
+            found.append((rate, learned))
+            shown = f"{learned.loss:.4f}" if math.isfinite(learned.loss) else "not finite"
+            say(f"{name:<14} lr {rate:<8g} loss {shown}  {learned.step_seconds:.3f} s/step")
+        tried = tuple(TriedRate(rate=rate, loss=each.points[-1].loss) for rate, each in found)
+        rate, best = min(found, key=lambda each: each[1].loss)
+        return OptimizerRow(name=name, ranks=ranks, tried=tried, rate=rate, best=best)
+
+    def _learned(self, run: Run) -> Learned:
+        """Train, unless this very run was trained before."""
+        file = self.folder / f"{digest(run)}-{run.steps}.json"
+        if not file.exists():
+            run_ranks(LEARN, run.plan.world, (run, self.cache, file), LONGEST)
+        return msgspec.json.decode(file.read_bytes(), type=Learned)
+
+
+def table(answer: OptimizerTable) -> str:
+    """The answer as the page shows it."""
+    head = "| | learning rate | validation loss | steps to AdamW's | s/step | seconds to AdamW's |"
+    lines = [head, "|---|--:|--:|--:|--:|--:|"]
+    for row in sorted(answer.rows, key=lambda row: row.loss):
+        if row.best is None:
+            lines.append(f"| {row.name} | {row.error} | | | | |")
+            continue
+        point = row.reached(answer.target)
+        steps, seconds = (str(point.step), f"{point.seconds:.1f}") if point else ("–", "–")
+        rate = f"{row.rate:g}" + (" (edge)" if row.is_edge else "")
+        name = row.name if row.ranks == 1 else f"{row.name}, {row.ranks} replicas"
+        lines.append(f"| {name} | {rate} | {row.loss:.3f} | {steps} | {row.best.step_seconds:.3f} | {seconds} |")
+    return "\n".join(lines)

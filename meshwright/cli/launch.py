@@ -1,0 +1,219 @@
+"""`meshwright launch`: what starts a plan on a cluster, written or submitted; and one machine's ranks of several."""
+
+import argparse
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from meshwright.cli import env, preflight
+from meshwright.cli import options as words
+from meshwright.cli.query import machines_of
+from meshwright.config import load
+from meshwright.config.run import Run
+from meshwright.hardware.cluster import Cluster
+from meshwright.launch import kubernetes, node, slurm
+from meshwright.launch.job import (
+    RUN_FILE,
+    Launch,
+    LaunchJob,
+    Target,
+    folder_problems,
+    layout,
+    require_names,
+    save_seconds,
+)
+from meshwright.runtime import run_folder
+from meshwright.runtime.failure import Exit
+from meshwright.runtime.files import replace_file
+from meshwright.runtime.place import DEFAULT_PORT
+from meshwright.search import budget
+from meshwright.spec.problem import InputError, Problem, mistake
+
+TARGETS = ("slurm", "torchrun", "kubernetes", "volcano", "skypilot", "mpi", "ray", "terraform")
+PODS = ("kubernetes", "volcano", "skypilot")  # which share nothing but a volume
+BY_HAND = {
+    "torchrun": "start the script on every machine, with its number",
+    "terraform": "run terraform apply yourself: it costs money",
+}
+
+
+def add_launch(verb: argparse.ArgumentParser) -> None:
+    """The arguments of the verb."""
+    said = Target()
+    verb.add_argument("words", nargs="*", metavar="RUN.toml | key=value", help=words.OVERRIDES)
+    verb.add_argument("--on", choices=TARGETS, help="what starts the ranks")
+    verb.add_argument("--out", type=Path, help="where the files go (default: launch/NAME-TARGET)")
+    verb.add_argument("--submit", action="store_true", help="submit the job as well")
+    verb.add_argument("--folder", type=Path, help="where the run lives (default: runs/NAME-DIGEST)")
+    verb.add_argument("--cluster", help="the machines, such as 2x8xh100 (default: goal.cluster of the run)")
+    verb.add_argument("--ranks-per-node", type=words.count, help="ranks of a machine (default: its GPUs)")
+    verb.add_argument("--cpu", action="store_true", help="ask for no GPUs")
+    verb.add_argument("--cpus", type=words.count, help="cores of a rank (default: 8 beside a GPU)")
+    verb.add_argument("--shared", action="store_true", help="all machines see the run folder, though it looks local")
+    verb.add_argument("--partition", default="", help="slurm: where the job runs")
+    verb.add_argument("--account", default="", help="slurm: who pays")
+    verb.add_argument("--time", default=said.time, help=f"slurm: the limit of one start (default: {said.time})")
+    verb.add_argument("--requeues", type=words.count, default=said.requeues, help="starts after the first, at most")
+    verb.add_argument("--hosts", default="", help="torchrun, mpi: the machines, rank 0's first: node0,node1")
+    verb.add_argument("--kind", default=said.kind, help=f"kubernetes: {', '.join(kubernetes.KINDS)}")
+    verb.add_argument("--image", default=said.image, help=f"pods: the container image (default: {said.image})")
+    verb.add_argument("--namespace", default="", help="pods: the namespace")
+    verb.add_argument("--volume", default="", help="pods, skypilot: CLAIM:/PATH or BUCKET:/PATH that all share")
+    verb.add_argument("--cloud", choices=("aws", "gcp"), default=said.cloud, help="terraform: whose machines")
+    verb.add_argument(
+        "--node-rank", metavar="NUMBER", help="start the ranks of this machine now; auto: as pods are told"
+    )
+    verb.add_argument("--nodes", type=words.count, help="with --node-rank: machines in all")
+    verb.add_argument("--master", default="", metavar="HOST:PORT", help="with --node-rank: where rank 0 listens")
+    verb.add_argument(
+        "--stop-is-done", action="store_true", help="with --node-rank: end with 0, not 130, after a stop file"
+    )
+
+
+def launch(options: argparse.Namespace) -> int:
+    """Write what starts the run, or start the ranks of one machine."""
+    if options.node_rank is not None:
+        return _start(options)
+    if options.on is None:
+        raise mistake("nothing says what is to start the ranks", f"add --on {'|'.join(TARGETS)}")
+    kubernetes.require_kind(options.kind)
+    job = _job(options)
+    made: Launch = import_module(f"meshwright.launch.{options.on}").launch(job)
+    problems = [] if options.on in PODS else [*folder_problems(job)]
+    problems += slurm.problems(job) if options.on == "slurm" else []
+    if options.submit:
+        problems += submission_problems(options.on, made)
+    if problems:
+        raise InputError(problems)
+    files = written(job.out, run=job.run, made=made)
+    if options.submit:
+        submitted(made)
+    record = {
+        "on": options.on, "files": [str(file) for file in files], "command": list(made.command),
+        "submitted": options.submit, "nodes": job.nodes, "ranks_per_node": job.per_node,
+        "save_seconds": job.save_seconds, "folder": str(job.folder),
+    }  # fmt: skip
+    lines = [f"{job.nodes} machine(s) × {job.per_node} rank(s); {job.save_seconds} s to save and end before a kill"]
+    lines += [f"wrote {file}" for file in files]
+    lines += [f"note: {made.note}"] if made.note else []
+    lines.append(f"{'submitted by' if options.submit else 'start it by'}: {shlex.join(made.command)}")
+    words.show(options, record, lines)
+    return Exit.DONE
+
+
+def _job(options: argparse.Namespace) -> LaunchJob:
+    """The plan on its machines, or why it cannot be there."""
+    file, overrides = words.split(options.words)
+    loaded, found = load.examine(file, overrides, default_ranks=_ranks(options, file, overrides))
+    if loaded is None or found:
+        raise InputError(found)
+    run = budget.resolved(loaded)[0].run
+    machines = _machines(options, run)
+    most = machines.domain if machines else options.ranks_per_node or run.plan.world
+    if machines and run.plan.world > machines.gpus:
+        what = f"the plan has {run.plan.world} ranks, and {machines.name} has {machines.gpus} GPUs"
+        raise mistake(what, "plan for these machines, or name others by --cluster", "plan")
+    nodes, per_node = layout(run.plan, most, options.ranks_per_node or 0)
+    if machines:
+        preflight.require_cards(run, msgspec.structs.replace(machines, gpus=run.plan.world))
+    out = (options.out or Path("launch") / f"{run.name}-{options.on}").absolute()
+    job = LaunchJob(
+        run=run,
+        nodes=nodes,
+        per_node=per_node,
+        gpus=0 if options.cpu else per_node,
+        card=machines.gpu.name if machines else "",
+        folder=(options.folder or run_folder.find(run)).absolute(),
+        where=Path.cwd(),
+        out=out,
+        save_seconds=save_seconds(run, nodes, machines),
+        target=_target(options),
+    )
+    require_names(job)
+    return job
+
+
+def _ranks(options: argparse.Namespace, file: Path | None, overrides: list[str]) -> int:
+    """Ranks of a plan that leaves its replicas open: one for each GPU of the cluster."""
+    loaded, _ = load.examine(file, overrides)
+    if loaded is None:
+        return 1  # what is wrong is told when it is examined for good
+    goal = loaded.run.goal
+    text = options.cluster or goal.cluster
+    return machines_of(text, goal).gpus if text else 1
+
+
+def _machines(options: argparse.Namespace, run: Run) -> Cluster | None:
+    text = options.cluster or run.goal.cluster
+    return machines_of(text, run.goal) if text and not options.cpu else None
+
+
+def _target(options: argparse.Namespace) -> Target:
+    """What was said of the place."""
+    same = ("partition", "account", "time", "requeues", "image", "namespace", "volume", "kind", "cloud", "shared")
+    hosts = tuple(host for host in options.hosts.split(",") if host)
+    said: dict[str, Any] = {name: getattr(options, name) for name in same}
+    return Target(**said, hosts=hosts, cpus=options.cpus or (0 if options.cpu else 8))
+
+
+def submission_problems(target: str, made: Launch) -> list[Problem]:
+    """Why the job cannot be handed in from here."""
+    if target in BY_HAND:
+        return [Problem(f"--submit does not start --on {target}", BY_HAND[target])]
+    program = made.command[0] if target != "mpi" else "mpirun"
+    if shutil.which(program) is None:
+        return [Problem(f"there is no {program} here to submit with", "leave --submit out, and copy the files there")]
+    return []
+
+
+def written(out: Path, run: Run, made: Launch) -> list[Path]:
+    """The run file and what was made; none of it is secret."""
+    out.mkdir(parents=True, exist_ok=True)
+    replace_file(out / RUN_FILE, load.write(run).encode())
+    for file in made.files:
+        replace_file(out / file.name, file.text.encode(), mode=0o777 if file.executable else 0o666)
+    return [out / RUN_FILE, *(out / file.name for file in made.files)]
+
+
+def submitted(made: Launch) -> None:
+    """Have the scheduler look at it first, then hand it in. No shell is in between."""
+    for command in (*made.checks, made.command):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            said = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
+            raise mistake(f"{shlex.join(command)} was refused: {said}", "change what it names, and launch again")
+        if command is made.command and done.stdout.strip():
+            print(done.stdout.strip(), flush=True)
+
+
+def _start(options: argparse.Namespace) -> int:
+    """The ranks of one machine of several, with the exit code that says how they ended."""
+    number, address = env.node(options.node_rank)
+    if options.nodes is None or options.ranks_per_node is None:
+        raise mistake("--node-rank alone does not say how large the job is", "add --nodes and --ranks-per-node")
+    if not 0 <= number < options.nodes:
+        raise mistake(f"--node-rank {number} is not one of {options.nodes} machines", "number them from 0")
+    address = options.master or address or ("127.0.0.1" if options.nodes == 1 else "")
+    host, port = host_and_port(address)
+    folder = ["--folder", str(options.folder)] if options.folder else []
+    command = [sys.executable, "-m", "meshwright", "train", *options.words, *folder]
+    place = node.NodePlace(number, options.nodes, options.ranks_per_node, host, port)
+    run = load.load(*words.split(options.words), ranks=options.nodes * options.ranks_per_node).run
+    code = node.start(command, place, env.of_ranks(), run.faults.grace_seconds)
+    return Exit.DONE if options.stop_is_done and code == Exit.INTERRUPTED else code
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """The two of HOST:PORT, HOST, or an IPv6 address as in a browser, [::1]:29500."""
+    is_number = address.count(":") > 1 and not address.startswith("[")
+    found = re.fullmatch(r"(?:\[([^]]+)\]|([^:\[\]]+))(?::([0-9]{1,5}))?", f"[{address}]" if is_number else address)
+    if found is None:
+        raise mistake(f"{address or 'nothing'} is not where rank 0 could listen", "add --master HOST:PORT")
+    return found[1] or found[2], int(found[3] or DEFAULT_PORT)

@@ -1,0 +1,182 @@
+"""Rules of lossy communication: gradients and weights that are rounded or factored on their way, and ZeRO++'s hpZ."""
+
+from collections.abc import Iterator
+
+from meshwright.config.run import Run
+from meshwright.spec.lossy import factors
+from meshwright.spec.outer import BITS, MOST_TP, block_length
+from meshwright.spec.params import Param, Split, params
+from meshwright.spec.plan import Plan
+from meshwright.spec.problem import Problem
+
+
+def rules(run: Run) -> Iterator[Problem]:
+    """What is wrong with how a plan's ranks round what they send."""
+    plan = run.plan
+    if plan.reduces_lossily:
+        key = "plan.grad_reduce" if plan.grad_reduce != "default" else "plan.powersgd"
+        stated = f"{key} = {plan.grad_reduce if plan.grad_reduce != 'default' else plan.powersgd}"
+        yield from _whose_gradients(run, stated, key)
+        yield from _how_gradients(run, stated, key)
+        yield from _no_sum(run, stated, key)
+    elif not plan.error_feedback:
+        what = "plan.error_feedback = false is for gradients that are rounded, and none are"
+        yield Problem(what, "leave it out, or set plan.grad_reduce or plan.powersgd", "plan.error_feedback")
+    if plan.powersgd > 0:
+        yield from _powersgd(run)
+    if plan.gather != "default":
+        yield from _gather(run)
+    if plan.secondary_shard > 1:
+        yield from _secondary_shard(run)
+
+
+def _no_sum(run: Run, stated: str, key: str) -> Iterator[Problem]:
+    """Ranks whose gradients are not summed by collectives."""
+    if run.compresses:
+        what = f"{stated} rounds summed gradients, and optim.name = {run.optim.name} exchanges momenta in one bit"
+        yield Problem(what, f"leave {key} out, or use optim.name = adamw", key)
+    if run.plan.is_served:
+        what = f"{stated} rounds gradients in collectives, and plan.staleness sends them to a parameter server"
+        yield Problem(what, f"leave {key} or plan.staleness out", key)
+
+
+def _whose_gradients(run: Run, stated: str, key: str) -> Iterator[Problem]:
+    """Ranks whose gradients are not rounded by themselves."""
+    plan = run.plan
+    remedy = f"leave {key} out"
+    if plan.replicate * plan.shard == 1:
+        what = f"{stated} rounds gradients on their way between ranks, and there is one data rank"
+        yield Problem(what, f"set plan.replicate or plan.shard to 2 or more, or {remedy}", key)
+    if plan.cp > 1:
+        what = f"{stated} rounds the gradient of whole sequences, and plan.cp = {plan.cp} cuts them"
+        yield Problem(what, f"use plan.cp = 1, or {remedy}", key)
+    if plan.ep > 1:
+        what = f"{stated} rounds each rank's gradient by itself, and plan.ep = {plan.ep} mixes the tokens of several"
+        yield Problem(what, f"use plan.ep = 1, or {remedy}", key)
+    if plan.pp > 1 and run.arch.tied:
+        what = f"{stated} would round the gradient of the tied embedding in two stages of plan.pp = {plan.pp} apart"
+        yield Problem(what, f"use arch.tied = false or plan.pp = 1, or {remedy}", key)
+    if plan.sync_every > 1:
+        rarely = f"plan.sync_every = {plan.sync_every} sums none over replicas"
+        what = f"{stated} is for gradients of every step, and {rarely}"
+        yield Problem(what, f"use plan.outer_quant for what is synced, or {remedy}", key)
+
+
+def _how_gradients(run: Run, stated: str, key: str) -> Iterator[Problem]:
+    """What gradients that are rounded cannot be combined with."""
+    plan, optim = run.plan, run.optim
+    if plan.grad_reduce != "default" and plan.powersgd:
+        what = f"plan.powersgd = {plan.powersgd} factors the gradients that {stated} would round"
+        yield Problem(what, "leave one of them out", key)
+    if plan.precision == "fp16" and plan.error_feedback:
+        what = f"{stated} adds an error to the next gradient, and plan.precision = fp16 scales each step's otherwise"
+        yield Problem(what, "use plan.precision = bf16, or plan.error_feedback = false", key)
+    yield from _elsewhere(plan, stated, key)
+    if optim.master_weights != "fp32":
+        what = f"{stated} adds up in fp32, and optim.master_weights = {optim.master_weights} keeps bf16 gradients"
+        yield Problem(what, "leave one of them out", key)
+    if run.measures_noise:
+        name = "optim.adascale" if optim.adascale else "log.noise_scale"
+        yield Problem(f"{name} compares exact gradients, and {stated} rounds them", "leave one of them out", name)
+    yield from _cut_blocks(run, plan.grad_reduce, key)
+
+
+def _powersgd(run: Run) -> Iterator[Problem]:
+    plan, key = run.plan, "plan.powersgd"
+    stated = f"{key} = {plan.powersgd}"
+    if plan.shards > 1:
+        what = f"{stated} factors matrices that replicas hold whole, and plan.zero = {plan.zero} shards them"
+        yield Problem(what, "use plan.replicate instead of plan.shard, or plan.grad_reduce = int8 for shards", key)
+    if plan.tp > 1:
+        what = f"{stated} factors whole matrices, and plan.tp = {plan.tp} cuts them"
+        yield Problem(what, "use plan.tp = 1, or plan.grad_reduce = int8", key)
+    most = max(each.short for param in params(run.arch) if (each := factors(param.shape, plan.powersgd)))
+    if plan.powersgd > most:
+        what = f"{stated} is more than the rank of any matrix of the model"
+        yield Problem(what, f"use at most {most}, which is exact; 1 to 8 are usual", key)
+
+
+def _gather(run: Run) -> Iterator[Problem]:
+    plan, key = run.plan, "plan.gather"
+    stated = f"{key} = {plan.gather}"
+    if plan.shards == 1:
+        what = f"{stated} rounds weights that are all-gathered, and none are sharded"
+        yield Problem(what, f"set plan.shard to 2 or more and plan.zero to 1, 2 or 3, or leave {key} out", key)
+    if 1 < plan.ep == plan.shards:
+        what = f"{stated} rounds weights that are all-gathered, and with plan.ep = {plan.ep} no experts are"
+        yield Problem(what, f"use fewer ranks for plan.ep than shards, or leave {key} out", key)
+    yield from _elsewhere(plan, stated, key)
+    if plan.sync_every > 1:
+        what = f"{stated} beside plan.sync_every = {plan.sync_every} has no reference to be proved against"
+        yield Problem(what, "leave one of them out", key)
+    yield from _cut_blocks(run, plan.gather, key)
+
+
+def _secondary_shard(run: Run) -> Iterator[Problem]:
+    plan, key = run.plan, "plan.secondary_shard"
+    stated = f"{key} = {plan.secondary_shard}"
+    if plan.zero != 3 or plan.pp > 1:
+        held = f"plan.zero = {plan.zero}" if plan.zero != 3 else f"plan.pp = {plan.pp}"
+        what = f"{stated} is for weights that are given up between forward and backward, and {held} keeps them gathered"
+        yield Problem(what, f"use plan.zero = 3 and plan.pp = 1, or leave {key} out", key)
+    elif plan.shards % plan.secondary_shard or plan.secondary_shard == plan.shards:
+        parts = [str(each) for each in range(2, plan.shards) if plan.shards % each == 0]
+        what = f"{stated} is no smaller part of the {plan.shards} ranks that share the weights"
+        remedy = f"use {' or '.join(parts)} (the ranks of one node)" if parts else "take more shards"
+        yield Problem(what, f"{remedy}, or leave {key} out", key)
+    if plan.tp > 1 or run.arch.experts:
+        other = f"plan.tp = {plan.tp} cuts" if plan.tp > 1 else "experts are stacked in"
+        what = f"{stated} reshards whole weights, which torch cannot do with those that {other}"
+        what = what if plan.tp > 1 else f"{stated} reshards weights row by row, and {other} matrices of few rows"
+        yield Problem(what, f"leave {key} out", key)
+    yield from _elsewhere(plan, stated, key)
+
+
+def _elsewhere(plan: Plan, stated: str, key: str) -> Iterator[Problem]:
+    """Modes with a reduction of their own, or whose weights and gradients are not on the device."""
+    reasons = {
+        "deterministic": "has the same bits under every plan, and sums in an order of its own",
+        "cpu_offload": "keeps weights and gradients in host memory",
+    }
+    for name, reason in reasons.items():
+        if plan.uses(name):
+            what = f"{stated} changes how devices communicate, and plan.{name} {reason}"
+            yield Problem(what, "leave one of them out", key)
+
+
+def _cut_blocks(run: Run, form: str, key: str) -> Iterator[Problem]:
+    """Weights of which several ranks have parts of one block; casts to 16 bits know none."""
+    cut = [param for param in params(run.arch) if cuts_a_block(param, run.plan)] if form in BITS else []
+    if cut:
+        plan, name, block = run.plan, cut[0].name, block_length(cut[0].shape[-1])
+        by = f"plan.tp = {plan.tp}" if cut[0].split is Split.ROW else f"plan.shard = {plan.shard}"
+        what = f"{by} cuts {name} within a block of {block} elements, which share a scale of {key} = {form}"
+        remedy = f"use plan.tp up to {MOST_TP} of rows that are a multiple of it, or leave {key} out"
+        yield Problem(what, remedy, key)
+
+
+def cuts_a_block(param: Param, plan: Plan) -> bool:
+    """Whether ranks that hold parts of a weight have parts of elements that share a scale."""
+    if len(param.shape) == 1:
+        return False
+    first, last = param.shape[0] // (plan.ep if param.expert else 1), param.shape[-1]
+    block, width = block_length(last), last
+    if param.split is Split.ROW:
+        width = last // max(plan.tp, 1)
+    elif param.expert and plan.zero and all(size % plan.shards for size in (first, param.shape[1])):
+        width = last // plan.shards if last % plan.shards == 0 else last
+    return width % block > 0
+
+
+def warnings(run: Run) -> Iterator[str]:
+    """What is allowed, and saves nothing."""
+    rank = run.plan.powersgd
+    if rank <= 0:
+        return
+    found = [(param.numel, each) for param in params(run.arch) if (each := factors(param.shape, rank))]
+    sent, whole = sum(each.first + each.second for _, each in found), sum(numel for numel, _ in found)
+    if sent >= whole:
+        yield (
+            f"plan.powersgd = {rank}: the factors have {sent:,} elements and the matrices {whole:,}, so replicas send "
+            "more than without it. Ranks of 1 to 8 are usual."
+        )

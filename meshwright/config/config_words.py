@@ -1,0 +1,417 @@
+"""The words of a config.json: each reads a key into fields of an Arch, and writes the fields as the key again.
+
+A family of config/families.py is a list of them. Whatever a word cannot say is refused by the name of its key.
+"""
+
+import math
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from meshwright.config.check import ARCH_LIMIT
+from meshwright.spec.arch import Arch
+from meshwright.spec.problem import Problem
+
+REQUIRED = object()
+Fields = dict[str, Any]
+
+
+class ConfigKeys:
+    """Reads keys of an untrusted config, collecting what is wrong; a value that is wrong reads as a harmless one."""
+
+    def __init__(self, config: dict[str, Any], prefix: str = "") -> None:
+        self.config = config
+        self.prefix = prefix
+        self.problems: list[Problem] = []
+
+    def get(self, key: str) -> Any:
+        """What a key says, REQUIRED if it is not there."""
+        return self.config.get(key, REQUIRED)
+
+    def count(self, key: str, absent: Any = REQUIRED, *, low: int = 1, high: int = ARCH_LIMIT) -> int:
+        """A whole number."""
+        value = self.config.get(key, absent)
+        if isinstance(value, int) and not isinstance(value, bool) and low <= value <= high:
+            return value
+        self.refuse(key, value, f"a whole number from {low} to {high}")
+        return 1
+
+    def number(self, key: str, absent: Any = REQUIRED, *, low: float = 1e-12, high: float = 1e12) -> float:
+        """Any number."""
+        value = self.config.get(key, absent)
+        if isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high:
+            return float(value)
+        self.refuse(key, value, f"a number from {low:g} to {high:g}")
+        return 1.0
+
+    def flag(self, key: str, absent: Any = REQUIRED) -> bool:
+        """True or false."""
+        value = self.config.get(key, absent)
+        if not isinstance(value, bool):
+            self.refuse(key, value, "true or false")
+        return value is True
+
+    def choice(self, key: str, choices: dict[str, str], absent: Any = REQUIRED) -> str:
+        """What one of some words means."""
+        value = self.config.get(key, absent)
+        if isinstance(value, str) and value in choices:
+            return choices[value]
+        self.refuse(key, value, ", ".join(choices))
+        return next(iter(choices.values()))
+
+    def refuse(self, key: str, value: Any, supported: str) -> None:
+        """Note that a key says what is not supported."""
+        self.problems.append(unsupported(self.prefix + key, value, supported))
+
+
+def unsupported(key: str, value: Any, supported: str) -> Problem:
+    remedy = f"supported: {supported}"
+    if value is REQUIRED:
+        return Problem(f"config.json lacks {key}", remedy, key)
+    try:
+        text = msgspec.json.encode(value).decode()
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        text = f"({type(value).__name__})"
+    text = text if len(text) <= 60 else f"{text[:60]}…"
+    return Problem(f"config.json says {key} = {text}, which is not supported", remedy, key)
+
+
+class Word(Protocol):
+    """Some keys and some fields that say the same."""
+
+    def read(self, keys: ConfigKeys, found: Fields) -> Fields:
+        """The fields that the keys say; `found` are those of the words before."""
+        ...
+
+    def write(self, arch: Arch) -> dict[str, Any]:
+        """The keys that say an architecture's fields."""
+        ...
+
+
+class Count(NamedTuple):
+    """A whole number."""
+
+    key: str
+    field: str
+    low: int = 1
+    high: int = ARCH_LIMIT
+
+    def read(self, keys: ConfigKeys, found: Fields) -> Fields:
+        return {self.field: keys.count(self.key, low=self.low, high=self.high)}
+
+    def write(self, arch: Arch) -> dict[str, Any]:
+        return {self.key: getattr(arch, self.field)}
+
+
+class CountOr(NamedTuple):
+    """A whole number that may be null, or left out: another then."""
+
+    key: str
+    field: str
+    other: str  # a field's name, or one of a few expressions; "": 0
+
+    def read(self, keys: ConfigKeys, found: Fields) -> Fields:
+        if keys.config.get(self.key) is not None:
+            return {self.field: keys.count(self.key)}
+        others = {"": 0, "one": 1, "hidden / heads": found.get("hidden", 1) // found.get("heads", 1) or 1}
+        others["4 * hidden"] = 4 * found.get("hidden", 1)
+        return {self.field: others[self.other] if self.other in others else found[self.other]}
+
+    def write(self, arch: Arch) -> dict[str, Any]:
+        return {self.key: getattr(arch, self.field) or None} if self.key else {}
+
+
+class Number(NamedTuple):
+    """A number, of which a field may be the inverse, or the root of that."""
+
+    key: str
+    field: str
+    low: float = 1e-12
+    power: float = 1.0  # of the key's number, that is the field's
+
+    def read(self, keys: ConfigKeys, found: Fields) -> Fields:
+        value = keys.number(self.key, low=self.low)
+        return {self.field: value if self.power == 1 else value**self.power}
+
+    def write(self, arch: Arch) -> dict[str, Any]:
+        value = getattr(arch, self.field)
+        if self.power == 1:
+            return {self.key: value}
+        value = value ** (1 / self.power) if value else arch.head_dim  # a scale of 0 is that of the head
+        near = round(value)
+        return {self.key: near if math.isclose(near, value, rel_tol=1e-12) else value}
+
+
+class NumberOrNone(NamedTuple):
+    """A number that may be null, or left out: 0 then."""
+
+    key: str
+    field: str
+
+    def read(self, keys: ConfigKeys, found: Fields) -> Fields:
+        return {self.field: 0.0 if keys.config.get(self.key) is None else keys.number(self.key)}
+
+    def write(self, arch: Arch) -> dict[str, Any]:
+        return {self.key: getattr(arch, self.field) or None}
+
+
+class Flag(NamedTuple):
+    """True or false, or what a field has for them."""
+
+    key: str
+    field: str
+    values: tuple[Any, Any] = (False, True)
+
+    def read(self, keys: ConfigKeys, found: Fields) -> Fields:
+        return {self.field: self.values[keys.flag(self.key)]}
+
+    def write(self, arch: Arch) -> dict[str, Any]:
+        return {self.key: getattr(arch, self.field) == self.values[1]}
+
+
+class Choice(NamedTuple):
+    """One of some words."""
+
+    key: str
+    field: str
+    choices: tuple[tuple[str, str], ...]  # theirs and ours, the first of several the one that is written
+
+    def read(self, keys: ConfigKeys, found: Fields) -> Fields:
+        return {self.field: keys.choice(self.key, dict(self.choices))}
+
+    def write(self, arch: Arch) -> dict[str, Any]:
+        return {self.key: next((their for their, our in self.choices if our == getattr(arch, self.field)), None)}
+
+
+class Same(NamedTuple):
+    """A field that is always another one, or a number of it."""
+
+    field: str
+    other: str
+    power: float = 1.0
+
+    def read(self, keys: ConfigKeys, found: Fields) -> Fields:
+        value = found[self.other]
+        return {self.field: value if self.power == 1 else value**self.power}
+
+    def write(self, arch: Arch) -> dict[str, Any]:
+        return {}
+
+
+class Windows(NamedTuple):
+    """Sliding windows, of all layers or by a pattern."""
+
+    full_every: int = 0  # where no list of layers says otherwise
+    pattern: str = ""  # the key of it in older files
+    switch: bool = False  # another key says whether the window is used
+
+    def read(self, keys: ConfigKeys, found: Fields) -> Fields:
+        window = keys.config.get("sliding_window") if keys.config.get("use_sliding_window") is not False else None
+        if window is None or keys.count("sliding_window") >= found["context"]:
+            return self._unless_listed(keys)
+        every = keys.count(self.pattern) if self.pattern and self.pattern in keys.config else self.full_every
+        if keys.config.get("use_sliding_window") and keys.config.get("layer_types") is None:
+            keys.refuse("use_sliding_window", True, "layer_types beside it, or false")
+        if (kinds := keys.config.get("layer_types")) is not None:
+            found_every = _pattern(kinds, found["layers"])
+            if found_every is None:
+                keys.refuse("layer_types", kinds, "sliding_attention, with full_attention in every n-th layer")
+            every = found_every or 0
+            if every == 1:
+                return {}
+        return {"window": keys.count("sliding_window"), "full_every": every}
+
+    def _unless_listed(self, keys: ConfigKeys) -> Fields:
+        kinds = keys.config.get("layer_types")
+        is_full = kinds is None or (isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds))
+        beside = isinstance(keys.config.get("sliding_window"), int) and isinstance(kinds, list)
+        if not is_full and not beside:
+            keys.refuse("layer_types", kinds, "full_attention in every layer, or a sliding_window beside it")
+        return {}
+
+    def write(self, arch: Arch) -> dict[str, Any]:
+        config: dict[str, Any] = {"sliding_window": arch.window or None}
+        config |= {"use_sliding_window": arch.window > 0} if self.switch else {}
+        if self.full_every or self.pattern or (self.switch and arch.window):
+            windows = [arch.window_of(layer) for layer in range(arch.layers)]
+            config["layer_types"] = ["sliding_attention" if window else "full_attention" for window in windows]
+        return config
+
+
+def _pattern(kinds: Any, layers: int) -> int | None:
+    """Every how many layers one sees all, of a list of layers; 0: none does, None: there is no such number."""
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        return None
+    full = [kind == "full_attention" for kind in kinds]
+    if any(kind not in ("full_attention", "sliding_attention") for kind in kinds):
+        return None
+    every = full.index(True) + 1 if any(full) else 0
+    fits = all(is_full == (every > 0 and (layer + 1) % every == 0) for layer, is_full in enumerate(full))
+    return every if fits else None
+
+
+class NoRope(NamedTuple):
+    """Layers that rotate nothing: a list of 1 and 0, or every so many."""
+
+    def read(self, keys: ConfigKeys, found: Fields) -> Fields:
+        listed, every = keys.config.get("no_rope_layers"), keys.count("no_rope_layer_interval")
+        if listed is None:
+            return {"no_rope_every": every if every <= found["layers"] else 0}
+        kinds = ["full_attention" if rotated == 0 else "sliding_attention" for rotated in _listed(listed)]
+        every = _pattern(kinds, found["layers"])
+        if every is None:
+            keys.refuse("no_rope_layers", listed, "0 in every n-th layer, and 1 in the others")
+        return {"no_rope_every": every or 0}
+
+    def write(self, arch: Arch) -> dict[str, Any]:
+        rotated = [int(arch.is_rotated(layer)) for layer in range(arch.layers)]
+        return {"no_rope_layers": rotated, "no_rope_layer_interval": arch.no_rope_every or arch.layers + 1}
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+class DenseLayers(NamedTuple):
+    """Layers that are dense though others have experts: the first ones of a list."""
+
+    def read(self, keys: ConfigKeys, found: Fields) -> Fields:
+        listed = keys.config.get("mlp_only_layers") or []
+        if listed != list(range(len(_listed(listed)))):
+            keys.refuse("mlp_only_layers", listed, "the first so many layers: 0, 1, …")
+        return {"dense_layers": len(_listed(listed))}
+
+    def write(self, arch: Arch) -> dict[str, Any]:
+        return {"mlp_only_layers": list(range(arch.dense_layers))}
+
+
+class Rope(NamedTuple):
+    """Rotary fields from rope_theta and rope_scaling (transformers 4) or rope_parameters (5)."""
+
+    theta: str = "rope_theta"
+    share: str = "partial_rotary_factor"
+    local: str = ""  # the key of another base for layers with a window
+    kinds: tuple[str, ...] = ("linear", "llama3", "yarn")
+
+    def read(self, keys: ConfigKeys, found: Fields) -> Fields:
+        name = "rope_scaling" if keys.config.get("rope_scaling") else "rope_parameters"
+        stated = keys.config.get(name) or {}
+        fields: Fields = {}
+        if self.local:
+            fields["rope_local_theta"] = keys.number(self.local)
+            if isinstance(stated, dict) and isinstance(nested := stated.get("sliding_attention"), dict):
+                within = ConfigKeys(
+                    {"rope_theta": fields["rope_local_theta"]} | nested, prefix=f"{name}.sliding_attention."
+                )
+                fields["rope_local_theta"] = within.number("rope_theta")
+                stated = stated.get("full_attention") or {}
+                keys.problems += within.problems
+        if not isinstance(stated, dict) or any(isinstance(value, dict) for value in stated.values()):
+            keys.refuse(name, stated, "one flat object for all layers")
+            return {}
+        # transformers looks beside the object for what is not inside it
+        beside = {"rope_theta": keys.get(self.theta), "partial_rotary_factor": keys.get(self.share)}
+        rope = ConfigKeys(
+            {key: value for key, value in beside.items() if value is not REQUIRED} | stated, prefix=f"{name}."
+        )
+        choices = {"default": "none"} | {kind: kind for kind in self.kinds}
+        kind = rope.choice("rope_type" if "rope_type" in stated else "type", choices, "default")
+        fields |= {"rope_theta": rope.number("rope_theta"), "rope_scaling": kind}
+        if (share := rope.config.get("partial_rotary_factor")) not in (None, 1):
+            fields["rope_share"] = rope.number("partial_rotary_factor", high=1.0) if self.share else 1.0
+            if not self.share:
+                rope.refuse("partial_rotary_factor", share, "1.0")
+        if kind != "none":
+            fields |= _scaling(rope, kind, found["context"])
+        keys.problems += rope.problems
+        return fields
+
+    def write(self, arch: Arch) -> dict[str, Any]:
+        scaling: dict[str, Any] = {"rope_type": arch.rope_scaling, "factor": arch.rope_factor}
+        if arch.rope_scaling == "llama3":
+            scaling["low_freq_factor"] = arch.rope_low
+            scaling["high_freq_factor"] = arch.rope_high
+            scaling["original_max_position_embeddings"] = arch.rope_original
+        if arch.rope_scaling == "yarn":
+            scaling |= {"beta_fast": arch.rope_beta_fast, "beta_slow": arch.rope_beta_slow}
+            scaling |= {"truncate": arch.rope_truncate, "original_max_position_embeddings": arch.rope_original}
+            scaling |= {"attention_factor": arch.rope_attention} if arch.rope_attention else {}
+        # transformers 5 reads this form of 4 too; 4 does not read that of 5
+        config = {self.theta: arch.rope_theta, "rope_scaling": None if arch.rope_scaling == "none" else scaling}
+        if self.share and (arch.rope_share != 1 or self.share != "partial_rotary_factor"):
+            config[self.share] = arch.rope_share
+        return config | ({self.local: arch.rope_local_theta} if self.local else {})
+
+
+def _scaling(rope: ConfigKeys, kind: str, context: int) -> Fields:
+    fields: Fields = {"rope_factor": rope.number("factor")}
+    if kind == "llama3":
+        fields["rope_low"] = rope.number("low_freq_factor")
+        fields["rope_high"] = rope.number("high_freq_factor")
+        fields["rope_original"] = rope.count("original_max_position_embeddings", context)
+    if kind != "yarn":
+        return fields
+    fields["rope_original"] = rope.count("original_max_position_embeddings", context)
+    fields["rope_beta_fast"] = rope.number("beta_fast", 32.0)
+    fields["rope_beta_slow"] = rope.number("beta_slow", 1.0)
+    fields["rope_truncate"] = rope.flag("truncate", True)
+    if rope.config.get("attention_factor") is not None:
+        fields["rope_attention"] = rope.number("attention_factor")
+    elif rope.config.get("mscale") and rope.config.get("mscale_all_dim"):
+        scales = [_mscale(fields["rope_factor"], rope.number(key)) for key in ("mscale", "mscale_all_dim")]
+        fields["rope_attention"] = scales[0] / scales[1]
+    return fields
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+class Latent(NamedTuple):
+    """Multi-head latent attention; YaRN also scales its scores."""
+
+    def read(self, keys: ConfigKeys, found: Fields) -> Fields:
+        rotated, plain = keys.count("qk_rope_head_dim"), keys.count("qk_nope_head_dim")
+        v, head = keys.count("v_head_dim"), rotated + plain
+        fields = {"rope_dim": rotated, "head_dim": head, "v_dim": 0 if v == head else v}
+        fields |= {"kv_rank": keys.count("kv_lora_rank")}
+        fields |= {"q_rank": keys.count("q_lora_rank") if keys.get("q_lora_rank") is not None else 0}
+        scaling = keys.config.get("rope_scaling") or keys.config.get("rope_parameters") or {}
+        weight = scaling.get("mscale_all_dim") if isinstance(scaling, dict) else None
+        if weight and found.get("rope_scaling", "none") != "none":
+            within = ConfigKeys(scaling, prefix="rope_scaling.")
+            scale = _mscale(found["rope_factor"], within.number("mscale_all_dim"))
+            fields["attention_scale"] = head**-0.5 * scale * scale
+            keys.problems += within.problems
+        return fields
+
+    def write(self, arch: Arch) -> dict[str, Any]:
+        config: dict[str, Any] = {
+            "qk_rope_head_dim": arch.rope_dim,
+            "qk_nope_head_dim": arch.head_dim - arch.rope_dim,
+            "v_head_dim": arch.v_head,
+            "head_dim": arch.rope_dim,  # what transformers rotates
+            "kv_lora_rank": arch.kv_rank,
+            "q_lora_rank": arch.q_rank or None,
+        }
+        if not arch.attention_scale or arch.rope_scaling == "none":
+            return config
+        scaling = Rope().write(arch)["rope_scaling"]
+        scale = math.sqrt(arch.attention_scale * math.sqrt(arch.head_dim))
+        weight = (scale - 1) / (0.1 * math.log(arch.rope_factor)) if arch.rope_factor > 1 else 0.0
+        return config | {"rope_scaling": scaling | {"mscale_all_dim": float(f"{weight:.12g}")}}
+
+
+class Plain(NamedTuple):
+    """A key that changes the mathematics beyond an Arch, and the one value that does not."""
+
+    key: str
+    value: Any
+
+    def read(self, keys: ConfigKeys, found: Fields) -> Fields:
+        if (value := keys.config.get(self.key, self.value)) != self.value:
+            keys.refuse(self.key, value, str(self.value).lower())
+        return {}
+
+    def write(self, arch: Arch) -> dict[str, Any]:
+        return {self.key: self.value}

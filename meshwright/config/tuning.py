@@ -1,0 +1,172 @@
+"""What adapters and frozen weights ask of a run: rules between `[adapter]`, `optim.freeze`, the model and the plan."""
+
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+
+import msgspec
+
+from meshwright.config.run import Run
+from meshwright.spec.arch import Arch
+from meshwright.spec.coded import BLOCK, is_whole
+from meshwright.spec.params import Param, Split, cuts_adapters, params, trained
+from meshwright.spec.problem import Problem
+from meshwright.spec.tuning import ALIASES, ALL_LINEAR, DOWN, UP, Adapter, freezes, matches
+
+
+def _kind(run: Run) -> Iterator[Problem]:
+    adapter = run.adapter
+    if adapter.kind == "none":
+        for field in msgspec.structs.fields(Adapter):
+            if (value := getattr(adapter, field.name)) != field.default:
+                what = f"adapter.{field.name} = {value} is of an adapter, and adapter.kind = none"
+                yield Problem(what, "set adapter.kind = lora, or leave [adapter] out", f"adapter.{field.name}")
+        return
+    if run.init.optimizer_state:
+        what = "init.optimizer_state takes the states of all weights, and an adapter begins anew"
+        yield Problem(what, "leave it out", "init.optimizer_state")
+    if not 0 <= adapter.dropout < 1:
+        yield Problem(f"adapter.dropout = {adapter.dropout} is out of range", "use 0 to below 1", "adapter.dropout")
+    if adapter.dropout and adapter.kind == "dora":
+        what = "adapter.dropout is of LoRA: of DoRA programs drop different things"
+        yield Problem(what, "leave it out, or use adapter.kind = lora", "adapter.dropout")
+    if not 0 < adapter.alpha < 1e6:  # a NaN lands here too
+        yield Problem(f"adapter.alpha = {adapter.alpha} is out of range", "use a number above 0", "adapter.alpha")
+
+
+def _targets(run: Run) -> Iterator[Problem]:
+    adapter = run.adapter
+    if adapter.kind == "none":
+        return
+    layers = linear_layers(run.arch)
+    for target in adapter.targets:
+        if not any(matches(layer, target) for layer in layers):
+            known = ", ".join(sorted(set(layers) | {name for name in ALIASES if _known(name, layers)}))
+            what = f"adapter.targets: {target!r} is none of the linear layers"
+            yield Problem(what, f'use "{ALL_LINEAR}", or some of {known}', "adapter.targets")
+    if not adapter.targets:
+        yield Problem("adapter.targets is empty", f'use ["{ALL_LINEAR}"], or leave it out', "adapter.targets")
+    if adapter.rank < 1:
+        yield Problem(f"adapter.rank = {adapter.rank} is not a count", "use at least 1", "adapter.rank")
+    for layer, (out, into) in layers.items():
+        if adapter.takes(layer) and adapter.rank > min(out, into):
+            what = f"adapter.rank = {adapter.rank} is larger than the {out} × {into} matrix of {layer}"
+            yield Problem(
+                what, f"use at most {min(out, into)}, or leave {layer} out of adapter.targets", "adapter.rank"
+            )
+            return
+
+
+def _known(alias: str, layers: dict[str, tuple[int, int]]) -> bool:
+    return any(matches(layer, alias) for layer in layers)
+
+
+def linear_layers(arch: Arch) -> dict[str, tuple[int, int]]:
+    """The linear layers of blocks that can have an adapter, named without their block: their outputs and inputs."""
+    every = msgspec.structs.replace(arch.adapter, kind="lora", targets=(ALL_LINEAR,), rank=1)
+    tuning = msgspec.structs.replace(arch.tuning, adapter=every) if arch.tuning is not msgspec.UNSET else msgspec.UNSET
+    table = {param.name: param.shape for param in params(msgspec.structs.replace(arch, tuning=tuning))}
+    down = {name.removesuffix(f".{DOWN}"): shape for name, shape in table.items() if name.endswith(f".{DOWN}")}
+    return {name.split(".", 2)[2]: (table[f"{name}.{UP}"][0], shape[1]) for name, shape in down.items()}
+
+
+def _freeze(run: Run) -> Iterator[Problem]:
+    patterns = run.optim.freeze
+    if not patterns:
+        return
+    if run.adapter.kind != "none":
+        what = "optim.freeze says what is not trained, and beside an adapter nothing is"
+        yield Problem(what, "leave optim.freeze out, or [adapter]", "optim.freeze")
+    names = [param.name for param in params(run.arch)]
+    for pattern in patterns:
+        if not any(freezes(pattern, name) for name in names):
+            what = f"optim.freeze: {pattern!r} is no weight and no part of the model"
+            remedy = 'name weights or what holds them, as in ["embed", "blocks.0", "blocks.*.attn"]'
+            yield Problem(what, remedy, "optim.freeze")
+    if not trained(run.arch):
+        yield Problem("optim.freeze leaves nothing to train", "leave some weights out of it", "optim.freeze")
+
+
+def _plan(run: Run) -> Iterator[Problem]:
+    """What cannot be beside weights that are frozen."""
+    plan, arch = run.plan, run.arch
+    if arch.tuning is msgspec.UNSET:  # asked first: of an architecture that is nonsense no table is made
+        return
+    key = "adapter.kind" if run.adapter.kind != "none" else "optim.freeze"
+    for name in ("optimizer_offload", "cpu_offload"):
+        if plan.uses(name):
+            what = f"plan.{name} moves all weights, and {key} freezes some"
+            yield Problem(what, f"leave plan.{name} out: frozen weights have no states to move", f"plan.{name}")
+    for name in ("grad_reduce", "powersgd", "gather", "staleness"):
+        if plan.uses(name):
+            what = f"plan.{name} is for weights that are all trained, and {key} freezes some"
+            yield Problem(what, f"leave plan.{name} out: gradients of few weights are small", f"plan.{name}")
+    if plan.tp > 1 and not cuts_adapters(arch, plan.tp):
+        kind = "latent attention" if arch.is_latent else f"{arch.kv_heads} heads of keys and values for {plan.tp} ranks"
+        what = f"adapters of {kind} are not cut by plan.tp = {plan.tp}"
+        yield Problem(what, "use plan.tp = 1 with plan.shard, or a smaller plan.tp", "plan.tp")
+    if plan.tp > 1 and run.adapter.dropout and arch.experts:
+        what = f"adapter.dropout beside routed experts is not proved under plan.tp = {plan.tp}"
+        yield Problem(what, "use plan.tp = 1, or leave adapter.dropout out", "adapter.dropout")
+    if plan.precision == "fp8":
+        what = f"plan.precision = fp8 is for weights that are all trained, and {key} freezes some"
+        yield Problem(what, "use plan.precision = bf16", "plan.precision")
+
+
+def _held(run: Run) -> Iterator[Problem]:
+    """What weights in few bits ask for: scales that no two rows, and no two ranks, share."""
+    held, arch, tp = run.adapter.held, run.arch, run.plan.tp
+    if run.adapter.kind == "none" or held == "bf16":
+        return
+    key = "adapter.base" if run.adapter.base != "bf16" else "adapter.kind"
+    plain = "use adapter.kind = lora with adapter.base = bf16" if key == "adapter.kind" else "use adapter.base = bf16"
+    if arch.experts:
+        what = f"{held.upper()} is for matrices of linear layers, and stacks of routed experts are none"
+        yield Problem(what, plain, key)
+    for param in (each for each in params(arch) if each.held == "nf4"):
+        layer, into = param.name.removesuffix(".weight"), param.shape[1]
+        if not is_whole(held, into):
+            what = f"NF4 has one scale for {BLOCK} inputs, and {layer} has {into}"
+            yield Problem(what, f"{plain}, or arch with widths that {BLOCK} divides", key)
+            return
+        if param.split is Split.ROW and tp > 1 and not is_whole(held, into, tp):
+            what = f"plan.tp = {tp} would cut NF4 blocks: {layer} has {into} inputs, in blocks of {BLOCK}"
+            most = max(ranks for ranks in range(1, tp) if is_whole(held, into, ranks))
+            yield Problem(what, f"use plan.tp = {most} with plan.shard, or {plain.removeprefix('use ')}", "plan.tp")
+            return
+
+
+def _compressing(run: Run) -> Iterator[Problem]:
+    if run.compresses and run.arch.tuning is not msgspec.UNSET:
+        what = f"optim.name = {run.optim.name} compresses the momenta of all weights, and some are frozen"
+        yield Problem(what, "use optim.name = adamw: gradients of few weights are small", "optim.name")
+
+
+def _stages(run: Run) -> Iterator[Problem]:
+    """Every stage of a pipeline trains something, so that its backward has one."""
+    plan, arch, stages = run.plan, run.arch, run.plan.pp * run.plan.chunks
+    if plan.pp == 1 or arch.tuning is msgspec.UNSET or len(plan.stages) != stages:
+        return
+    for stage, end in enumerate(accumulate(plan.stages)):
+        layers = range(end - plan.stages[stage], end)
+        if not any(_in_stage(param, layers, stage, stages) for param in trained(arch)):
+            what = f"all weights of stage {stage} of the pipeline are frozen"
+            yield Problem(what, "use plan.pp = 1, or train something in every stage", "plan.pp")
+            return
+
+
+def _in_stage(param: Param, layers: range, stage: int, stages: int) -> bool:
+    if param.layer >= 0:
+        return param.layer in layers
+    begins = param.name.startswith(("embed", "positions"))
+    return stage == (0 if begins else stages - 1)
+
+
+TUNING_RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
+    _kind,
+    _targets,
+    _freeze,
+    _plan,
+    _held,
+    _compressing,
+    _stages,
+)

@@ -1,0 +1,106 @@
+"""Frozen weights in few bits, made of whole weights and made into numbers again: NF4 with double quantization, FP8.
+
+A weight is encoded whole, so that its codes do not depend on who holds which part, and decoded part by part. Sums and
+products are in fp32, as in bitsandbytes, whose codes these are. Plain operators of torch, on any device.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from meshwright.spec.coded import BLOCK, GROUP, Held
+
+# Quantiles of a normal distribution, scaled to one: appendix E of the paper.
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+DECADES = 7  # of scales' codes, the more densely filled the larger they are (Dettmers 2016)
+CHUNK = 1 << 22  # elements that are decoded at a time: some 50 MB while they are
+TINY = 1e-38  # below every scale that is not zero
+
+
+@dataclass(frozen=True, slots=True)
+class CodedPart:
+    """How a matrix is held, and where a rank's part of it begins."""
+
+    held: Held
+    row_blocks: int  # of the whole matrix, in a row
+    row: int = 0
+    block: int = 0
+
+
+def encode(held: Held, weight: Tensor) -> tuple[Tensor, ...]:
+    """What stands for a whole matrix, as `spec/coded.py` lists it."""
+    return _encode_fp8(weight.float()) if held == "fp8" else _encode_nf4(weight.float())
+
+
+def decode(how: CodedPart, parts: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+    """A rank's part of a matrix."""
+    if how.held == "fp8":
+        codes, scales = parts
+        return (codes.view(torch.float8_e4m3fn).float() * _floats(scales)[:, None]).to(dtype)
+    codes, absmax, scales = parts
+    (rows, blocks), second = absmax.shape, _floats(scales)
+    row = how.row + torch.arange(rows, device=absmax.device)
+    number = row[:, None] * how.row_blocks + (how.block + torch.arange(blocks, device=absmax.device))
+    # In place, and the mean after the product: as bitsandbytes rounds.
+    first = _scale_codes(codes.device)[absmax.int()].mul_(second[number // GROUP]).add_(second[-1])
+    matrix = torch.empty(rows, blocks * BLOCK, dtype=dtype, device=codes.device)
+    step = max(CHUNK // (blocks * BLOCK), 1)
+    for begin in range(0, rows, step):
+        pairs = _pairs(codes.device)[codes[begin : begin + step].int()].view(-1, blocks, BLOCK)
+        matrix[begin : begin + step] = pairs.mul_(first[begin : begin + step, :, None]).view(-1, blocks * BLOCK)
+    return matrix
+
+
+def _encode_nf4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    rows, columns = weight.shape
+    blocks = weight.reshape(-1, BLOCK)
+    absmax = blocks.abs().amax(1)
+    scaled = (blocks * (1 / absmax.clamp(min=TINY))[:, None]).clamp(-1, 1)
+    codes = _nearest(scaled, torch.tensor(NF4, device=weight.device)).view(rows, columns // 2, 2)
+    mean = absmax.double().mean().float()  # in float64: the same bits however many threads add
+    padded = torch.nn.functional.pad(absmax - mean, (0, -len(absmax) % GROUP)).view(-1, GROUP)
+    second = padded.abs().amax(1)
+    ratios = (padded * (1 / second.clamp(min=TINY))[:, None]).flatten()[: len(absmax)]
+    first = _nearest(ratios, _scale_codes(weight.device)).view(rows, columns // BLOCK)
+    return (codes[..., 0] << 4) | codes[..., 1], first, torch.cat((second, mean[None])).view(torch.uint8)
+
+
+def _encode_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    scales = weight.abs().amax(1).clamp(min=TINY) / largest
+    codes = (weight / scales[:, None]).clamp(-largest, largest).to(torch.float8_e4m3fn)
+    return codes.view(torch.uint8), scales.view(torch.uint8)
+
+
+def _nearest(x: Tensor, levels: Tensor) -> Tensor:
+    """The number of the nearest of some levels that rise."""
+    return torch.bucketize(x, (levels[:-1] + levels[1:]) / 2, out_int32=True).to(torch.uint8)
+
+
+def _floats(scales: Tensor) -> Tensor:
+    """From bytes, which may begin anywhere."""
+    return scales.clone().view(torch.float32)
+
+
+@cache
+def _pairs(device: torch.device) -> Tensor:
+    """The two numbers of each byte."""
+    levels, byte = torch.tensor(NF4, device=device), torch.arange(256, device=device)
+    return torch.stack((levels[byte >> 4], levels[byte & 15]), -1)
+
+
+@cache
+def _scale_codes(device: torch.device) -> Tensor:
+    """The 256 levels of scales, rising: in every decade twice as many as in the one below, at even distances."""
+    levels = [0.0, 1.0]
+    for decade in range(DECADES):
+        edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32)
+        middles = (10 ** (decade - DECADES + 1) * ((edges[:-1] + edges[1:]) / 2)).tolist()
+        levels += [*middles, *(-middle for middle in middles)]
+    return torch.tensor(sorted(levels), dtype=torch.float32, device=device)

@@ -1,0 +1,185 @@
+"""What is to be started: a plan's ranks on so many machines, and what has to be refused before anybody is asked.
+
+Ranks are numbered machine by machine with tp innermost, then cp and shard, so a machine must hold whole groups of
+them, or a whole number of machines one group: then what is chatty lies inside a machine as the plan means.
+"""
+
+import math
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from meshwright.config.run import Run, digest
+from meshwright.cost.step_time import price
+from meshwright.hardware.cluster import Cluster
+from meshwright.launch.quoting import label
+from meshwright.runtime.run_folder import state_bytes
+from meshwright.search.budget import question_of
+from meshwright.spec.plan import Plan
+from meshwright.spec.problem import InputError, Problem, mistake
+
+WRITE_BANDWIDTH = 1e9  # bytes a second that a machine writes to a shared file system; slow ones, so that time is left
+LEAST_SAVE_SECONDS = 30  # also of a model of no size: ranks end a step, close files and leave
+RUN_FILE = "run.toml"
+AGAIN = (10, 11, 137, 143)  # exit codes after which the same command resumes: saved, resumable, killed, terminated
+# File systems that one machine has to itself. What is not named may be shared.
+LOCAL_FILES = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "ramfs", "overlay", "f2fs", "apfs", "hfs"}
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,:/@-]*")  # of partitions, accounts, hosts, images and claims
+TIME = re.compile(r"\d+(-\d+(:\d+){0,2}|(:\d+){0,2})")  # as Slurm writes it: 30, 12:00:00, 2-00
+
+
+class Target(msgspec.Struct, frozen=True, kw_only=True):
+    """What the user says of the place; empty where nothing has to be said."""
+
+    partition: str = ""
+    account: str = ""
+    time: str = "24:00:00"
+    requeues: int = 50
+    cpus: int = 0  # of one rank; 0: as the scheduler gives
+    hosts: tuple[str, ...] = ()
+    image: str = "meshwright:cuda"
+    namespace: str = ""
+    volume: str = ""  # CLAIM:PATH
+    kind: str = "trainjob"
+    cloud: str = "aws"
+    shared: bool = False  # the user says that all machines see the run folder
+
+
+class LaunchJob(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan on machines, everything decided."""
+
+    run: Run
+    nodes: int
+    per_node: int  # ranks of a machine
+    gpus: int  # of a machine; 0: it computes on CPUs
+    card: str = ""  # which; empty: nobody said
+    folder: Path  # of the run
+    where: Path  # the folder that relative paths of the run are below
+    out: Path  # of the files
+    save_seconds: int  # from a request to end until the ranks have
+    target: Target = Target()
+
+    @property
+    def label(self) -> str:
+        return label(self.run.name, digest(self.run))
+
+    @property
+    def file(self) -> Path:
+        """The run file that ranks read."""
+        return self.out / RUN_FILE
+
+    def train(self, python: str = sys.executable) -> list[str]:
+        """What one rank runs, word by word."""
+        return [python, "-m", "meshwright", "train", str(self.file), "--folder", str(self.folder)]
+
+    def node(self, file: str, python: str = "python") -> list[str]:
+        """What one machine runs, word by word, but for its number: all its ranks, whose exit code is passed on."""
+        shape = ["--nodes", str(self.nodes), "--ranks-per-node", str(self.per_node)]
+        words = [python, "-m", "meshwright", "launch", file, "--folder", str(self.folder)]
+        return [*words, *shape]
+
+
+class LaunchFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A file to be written."""
+
+    name: str
+    text: str
+    executable: bool = False
+
+
+class Launch(msgspec.Struct, frozen=True, kw_only=True):
+    """The files that start a job, and the command that hands them in."""
+
+    files: tuple[LaunchFile, ...]
+    command: tuple[str, ...]
+    checks: tuple[tuple[str, ...], ...] = ()  # commands that refuse what cannot be handed in
+    note: str = ""
+
+
+def layout(plan: Plan, most: int, wanted: int) -> tuple[int, int]:
+    """How many machines, and ranks of each; `most` GPUs are in one, and the user may want fewer ranks there."""
+    world, block = plan.world, plan.tp * plan.cp * plan.shard
+    per_node = wanted or min(most, world)
+    found: list[Problem] = []
+    if per_node > most:
+        what = f"{per_node} ranks of a machine are more than its {most} GPUs"
+        found.append(Problem(what, f"use --ranks-per-node {most} or fewer"))
+    if world % per_node:
+        fits = [count for count in range(min(most, world), 0, -1) if world % count == 0]
+        what = f"{world} ranks do not divide into machines of {per_node}"
+        remedy = f"use --ranks-per-node {fits[0]} ({world // fits[0]} machines), or a plan of another number of ranks"
+        found.append(Problem(what, remedy, "plan"))
+    for name, size in (("plan.tp", plan.tp), ("plan.tp × cp", plan.tp * plan.cp), ("plan.tp × cp × shard", block)):
+        if max(size, per_node) % min(size, per_node) or (name == "plan.tp" and size > per_node):
+            what = f"{name} = {size} does not lie inside machines of {per_node} ranks, so it would cross the network"
+            fits = [count for count in range(min(most, world), 0, -1) if world % count == 0 and count % size == 0]
+            remedy = f"use --ranks-per-node {fits[0]}" if fits else f"use a size that divides {per_node}"
+            found.append(Problem(what, remedy, "plan"))
+            break
+    if found:
+        raise InputError(found)
+    return world // per_node, per_node
+
+
+def save_seconds(run: Run, nodes: int, cluster: Cluster | None) -> int:
+    """From the request to end until the ranks have saved and gone.
+
+    They finish a step and hear of the request in the next, or finish a validation loss; a save that is being written is
+    finished before the last one is.
+    """
+    step = price(question_of(run, cluster).job(run.plan)).high_seconds if cluster else 0.0
+    looks = run.eval.batches * step / 3 if run.eval.every else 0.0  # a forward is a third of a step
+    writing = 2 * state_bytes(run) / (nodes * WRITE_BANDWIDTH)
+    return LEAST_SAVE_SECONDS + math.ceil(2 * step + looks + writing)
+
+
+def folder_problems(job: LaunchJob, mounts: Path = Path("/proc/mounts")) -> Iterator[Problem]:
+    """A run folder that the other machines would not see."""
+    if job.nodes == 1 or job.target.shared:
+        return
+    kind = file_system(job.folder, mounts)
+    if kind in LOCAL_FILES:
+        what = f"{job.folder} lies on {kind}, which other machines do not see, and all ranks write there"
+        yield Problem(what, "name a --folder on a shared file system, or add --shared if this one is")
+
+
+def file_system(folder: Path, mounts: Path) -> str:
+    """The kind of the file system that a folder is, or will be, on; empty where it cannot be told."""
+    try:
+        lines = [line.split() for line in mounts.read_text().splitlines()]
+    except OSError:
+        return ""
+    unescaped = [(re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), line[1]), line[2]) for line in lines]
+    above = [(len(place), kind) for place, kind in unescaped if folder.is_relative_to(place)]
+    return max(above, key=lambda one: one[0])[1] if above else ""
+
+
+def require_names(job: LaunchJob) -> None:
+    """Words that other programs read as names are names."""
+    said = job.target
+    given = {"--partition": said.partition, "--account": said.account, "--image": said.image}
+    given |= {"--namespace": said.namespace, "--volume": said.volume}
+    given |= {f"--hosts {host!r}": host for host in said.hosts}
+    found = [
+        Problem(f"{flag} = {text!r} is not a name", "use letters, digits, - _ . , : / and @")
+        for flag, text in given.items()
+        if text and not NAME.fullmatch(text)
+    ]
+    if not TIME.fullmatch(said.time):
+        found.append(Problem(f"--time {said.time!r} is not a time", "write minutes, HH:MM:SS or D-HH:MM:SS"))
+    if found:
+        raise InputError(found)
+
+
+def mounted(job: LaunchJob) -> tuple[str, str]:
+    """The claim that pods share and where it is mounted; the run folder must be below."""
+    claim, _, path = job.target.volume.partition(":")
+    if not claim or not path.startswith("/"):
+        what = "pods share nothing by themselves, and all ranks write into the run folder"
+        raise mistake(what, "add --volume CLAIM:/PATH, a ReadWriteMany claim, and a --folder below /PATH")
+    if not job.folder.is_relative_to(path):
+        raise mistake(f"{job.folder} is not on the volume {claim}", f"name a --folder below {path}")
+    return claim, path

@@ -1,0 +1,45 @@
+"""Volcano: a gang-scheduled Job, started again as a whole after exit codes 10 and 11."""
+
+from typing import Any
+
+from meshwright.launch import pods
+from meshwright.launch.job import Launch, LaunchFile, LaunchJob
+from meshwright.launch.quoting import yaml_documents
+from meshwright.runtime.place import DEFAULT_PORT
+
+TASK = "node"
+
+
+def launch(job: LaunchJob) -> Launch:
+    """One file: the run file as a ConfigMap, and the job."""
+    text = yaml_documents([pods.run_map(job), volcano_job(job)])
+    return Launch(
+        files=(LaunchFile(name="volcano.yaml", text=text),),
+        command=("kubectl", "apply", "-f", str(job.out / "volcano.yaml")),
+        checks=(("kubectl", "apply", "--dry-run=server", "--validate=strict", "-f", str(job.out / "volcano.yaml")),),
+    )
+
+
+def volcano_job(job: LaunchJob) -> dict[str, Any]:
+    """All pods are scheduled or none; the env plugin numbers them, the svc plugin gives them names."""
+    address = f"{job.label}-{TASK}-0.{job.label}"
+    restarts = [{"exitCode": code, "action": "RestartJob"} for code in (*pods.RESUMABLE, 137, 143)]
+    task = {
+        "name": TASK,
+        "replicas": job.nodes,
+        "template": {"spec": pods.pod(job, pods.words(job, address, DEFAULT_PORT), "Never", TASK)},
+        "policies": [{"event": "TaskCompleted", "action": "CompleteJob"}],
+    }
+    return {
+        "apiVersion": "batch.volcano.sh/v1alpha1",
+        "kind": "Job",
+        "metadata": pods.metadata(job),
+        "spec": {
+            "schedulerName": "volcano",
+            "minAvailable": job.nodes,
+            "maxRetry": job.target.requeues,
+            "plugins": {"env": [], "svc": []},
+            "policies": [{"event": "PodEvicted", "action": "RestartJob"}, *restarts],
+            "tasks": [task],
+        },
+    }

@@ -1,0 +1,202 @@
+"""LoRA (Hu 2021), DoRA (Liu 2024): linear layers with an adapter beside their frozen weight; see `spec/tuning.py`.
+
+A weight that is held in few bits (QLoRA, Dettmers 2023) is decoded for its matmul and freed again, in the forward and
+in the backward.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from meshwright.kernels.coded import CodedPart, decode
+from meshwright.models.dropout import kept
+from meshwright.models.init import key, signed
+from meshwright.spec.arch import Arch
+from meshwright.spec.coded import ABSMAX, BLOCK
+from meshwright.spec.params import Param, params, stored
+from meshwright.spec.tuning import DOWN
+
+Across = Callable[[Tensor], Tensor]  # from the square norms of parts of rows to those of the rows
+
+
+class FrozenLinear(nn.Linear):
+    """A linear layer whose weight is frozen, and may be held in few bits."""
+
+    scales: nn.Parameter  # of codes, where there are any
+    coded: CodedPart | None = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        y = self.product(input)
+        return y if self.bias is None else y + self.bias
+
+    def product(self, x: Tensor) -> Tensor:
+        """What the layer returns, but for its bias; transforms may put another function here."""
+        if self.coded is None:
+            return F.linear(x, self.weight)
+        return _Decoded.apply(x, self.coded, *self.parts)
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """What stands for a weight in few bits."""
+        absmax = getattr(self, ABSMAX, None)
+        return (self.weight, self.scales) if absmax is None else (self.weight, absmax, self.scales)
+
+    def matrix(self, dtype: torch.dtype) -> Tensor:
+        """The weight as numbers."""
+        return self.weight if self.coded is None else decode(self.coded, self.parts, dtype)
+
+    def hold(self, tensors: tuple[Param, ...]) -> None:
+        """Have memory for these instead of the weight."""
+        bias = self._parameters.pop("bias")
+        for param in tensors:
+            memory = torch.empty(param.shape, dtype=torch.uint8, device=self.weight.device)
+            self.register_parameter(param.name.rpartition(".")[2], nn.Parameter(memory, requires_grad=False))
+        self.coded = CodedPart(tensors[0].held, self.in_features // BLOCK)
+        self.register_parameter("bias", bias)
+
+
+class _Decoded(Function):
+    """A matmul with a weight that exists only while it is multiplied."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, how: CodedPart, *parts: Tensor) -> Tensor:
+        ctx.how = how
+        ctx.save_for_backward(*parts)
+        return F.linear(x, decode(how, parts, x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,), parts = grads, ctx.saved_tensors
+        return grad @ decode(ctx.how, parts, grad.dtype), None, *(None for _ in parts)
+
+
+class LoraLinear(FrozenLinear):
+    """The same with the adapter that is trained beside the weight."""
+
+    lora_a: nn.Parameter
+    lora_b: nn.Parameter
+    scale: float
+    dropout: float = 0.0  # of what A reads, in training
+    key: Tensor  # of its draws
+    index: Tensor | None = None  # of the tokens that the block is at, which alone is told
+    first: int = 0  # of the inputs, the first that this rank has
+
+    def product(self, x: Tensor) -> Tensor:
+        # With A, then with B: never with their product, which has the size of the weight.
+        return super().product(x) + F.linear(self.down(x), self.lora_b) * self.scale
+
+    def down(self, x: Tensor) -> Tensor:
+        """The product with A of what dropout leaves."""
+        if not self.dropout or self.index is None or not self.training:
+            return F.linear(x, self.lora_a)
+        return _DroppedDown.apply(x, self.lora_a, self.index, self.key, self.dropout, self.first)
+
+    def begin(self, seed: int, name: str, device: torch.device) -> None:
+        """Take the draws of a seed and a module's name, on a device."""
+        # A tensor, so that the compiled code of one block serves all of them.
+        self.key = torch.tensor(signed(key(seed, f"{name}.draws")), device=device)
+
+
+class _DroppedDown(Function):
+    """A matmul with what dropout leaves of its input, which the backward draws again: the input alone is saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, a: Tensor, index: Tensor, key: Tensor, p: float, first: int) -> Tensor:
+        ctx.save_for_backward(x, a, index, key)
+        ctx.p, ctx.first = p, first
+        return F.linear(_left(x, kept(index, key, x.shape[-1], p, first), p), a)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,), (x, a, index, key) = grads, ctx.saved_tensors
+        keep = kept(index, key, x.shape[-1], ctx.p, ctx.first)
+        down = grad.flatten(0, -2).T @ _left(x, keep, ctx.p).flatten(0, -2)
+        return _left(grad @ a, keep, ctx.p), down, None, None, None, None
+
+
+def _left(x: Tensor, keep: Tensor, p: float) -> Tensor:
+    return torch.where(keep, x * (1 / (1 - p)), 0)
+
+
+def square_norms(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Those of the rows of W + s · B A, never made: of W, of s · B A, and twice what the two have in common."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    own = torch.linalg.vector_norm(weight, dim=1, dtype=wide).square()
+    common = ((weight @ a.T).to(wide) * b).sum(1)
+    return own + 2 * scale * common + scale**2 * ((b.to(wide) @ (a.to(wide) @ a.to(wide).T)) * b).sum(1)
+
+
+def alone(squares: Tensor) -> Tensor:
+    """Rows are whole."""
+    return squares
+
+
+class DoraLinear(LoraLinear):
+    """The same with a magnitude for every output, by which the adapted rows, each of norm one, are multiplied."""
+
+    magnitude: nn.Parameter
+    across: Across  # transforms may put another function here
+
+    def product(self, x: Tensor) -> Tensor:
+        with torch.no_grad():  # a constant in the gradient, as in the paper (§4.3)
+            squares = square_norms(self.matrix(x.dtype), self.lora_a, self.lora_b, self.scale)
+            norms = self.across(squares).sqrt()
+        y = super().product(x)
+        return y * (self.magnitude / norms).to(y.dtype)
+
+
+def adapt(model: nn.Module, arch: Arch) -> None:
+    """Give the linear layers of a model the adapters that its parameter table has, and weights in few bits."""
+    held: dict[str, tuple[Param, ...]] = {}
+    for param in stored(arch):
+        if param.item:
+            layer = param.name.rpartition(".")[0]
+            held[layer] = (*held.get(layer, ()), param)
+    for layer, tensors in held.items():
+        linear = model.get_submodule(layer)
+        linear.__class__ = FrozenLinear
+        assert isinstance(linear, FrozenLinear)
+        linear.hold(tensors)
+    for param in params(arch):
+        if param.name.endswith(f".{DOWN}"):
+            linear = model.get_submodule(param.name.removesuffix(f".{DOWN}"))
+            linear.__class__ = DoraLinear if arch.adapter.kind == "dora" else LoraLinear
+            assert isinstance(linear, LoraLinear)
+            linear.lora_a = nn.Parameter(torch.empty(param.shape, device=linear.weight.device))
+            linear.lora_b = nn.Parameter(
+                torch.empty(linear.out_features, len(linear.lora_a), device=linear.weight.device)
+            )
+            linear.scale = arch.adapter.scale
+            if isinstance(linear, DoraLinear):
+                linear.magnitude = nn.Parameter(torch.empty(linear.out_features, device=linear.weight.device))
+                linear.across = alone
+            linear.dropout = arch.adapter.dropout
+    if arch.adapter.dropout:
+        for block in model.get_submodule("blocks").children():
+            linears = [module for module in block.modules() if isinstance(module, LoraLinear)]
+            block.forward = partial(_told, block.forward, linears)
+
+
+def _told(forward: Callable[..., Tensor], linears: list[LoraLinear], *arguments: Any) -> Tensor:
+    """A block whose adapters know the index of its tokens, its last argument; inside what may be recomputed."""
+    for linear in linears:
+        linear.index = arguments[-1]
+    return forward(*arguments)
+
+
+def freeze(model: nn.Module, arch: Arch, dtype: torch.dtype) -> None:
+    """Take the gradient from the weights that are not trained, and hold them in the dtype that arithmetic reads."""
+    for name, weight in model.named_parameters():
+        if not arch.trains(name):
+            weight.requires_grad_(False)
+            weight.data = weight.data.to(dtype) if weight.is_floating_point() else weight.data
+
+
+def trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The weights of a (part of a) model that are trained, by name."""
+    return [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]

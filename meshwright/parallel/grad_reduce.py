@@ -1,0 +1,176 @@
+"""Lossy gradient reduction: 16, 8 or 4 bits on the wire, sums in full width, error feedback; with shards, qgZ.
+
+What a rank gives to a sum is rounded, with what rounding took from the gradient before (error feedback: Seide et al.
+2014, Karimireddy et al. 2019), and goes to whoever adds it up by an all-to-all. Over the ranks that shard the weights
+that is all: each keeps its shard of the sum (ZeRO++'s qgZ, Wang et al. 2023). Over replicas each adds up one part,
+rounds the sum with a feedback of its own, and an all-gather gives it to the others. Under replicate · shard the one
+follows the other: over the fast links first, and over the slow ones no more than a shard.
+
+    sent_r = round(gradient_r + error_r);   error_r ← gradient_r + error_r − sent_r;   sum = Σ sent_r
+    replicas: result = round(sum + error);  error ← sum + error − result
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+
+from meshwright.config.run import Run
+from meshwright.parallel import precision
+from meshwright.parallel.block_codes import BlockCodes
+from meshwright.parallel.fsdp import param_groups
+from meshwright.parallel.mesh import Mesh, join
+from meshwright.parallel.powersgd import PowerSGD
+from meshwright.parallel.reduction import (
+    FeedbackPart,
+    ReducedWeight,
+    Reduction,
+    inside,
+    reduced_weight,
+    take_earlier,
+    within,
+)
+from meshwright.spec.lossy import REPLICA_ERROR, SHARD_ERROR, SUM_ERROR, block_of, part_dim, part_shape
+from meshwright.spec.outer import of_part
+from meshwright.spec.plan import Plan
+
+
+class LossyReduction(ReduceScatter):
+    """The gradient reduction of one FSDP group, in the place of torch's reduce-scatter and all-reduce."""
+
+    def __init__(self, plan: Plan, group: Any, weights: Sequence[ReducedWeight], replicas: dist.ProcessGroup) -> None:
+        self.group, self.weights, self.replicas = group, list(weights), replicas
+        self.shards, self.copies, self.feeds_back = plan.shards, plan.copies, plan.error_feedback
+        blocks = [block_of(weight.whole) for weight in weights]
+        self.lengths = [weight.elements for weight in weights]
+        self.parts = [math.prod(part_shape(weight.stored, self.copies)) for weight in weights]
+        self.to_shards = BlockCodes(plan.grad_reduce, self.lengths, blocks)
+        self.to_replicas = BlockCodes(plan.grad_reduce, self.parts, blocks)
+        self.shard_error: Tensor | None = None
+        self.replica_error: Tensor | None = None
+        self.sum_error: Tensor | None = None
+
+    def begin(self, run: Run, mesh: Mesh) -> None:
+        if not self.feeds_back:
+            return
+        at = {"dtype": precision.weight_dtype(run.plan), "device": mesh.device}
+        if self.shards > 1:
+            self.shard_error = torch.zeros(self.shards, sum(self.lengths), **at)
+        if self.copies > 1:
+            self.replica_error = torch.zeros(self.copies, sum(self.parts), **at)
+            self.sum_error = torch.zeros(1, sum(self.parts), **at)
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The buffer of a gradient, or of a shard of one."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """Sum over the ranks that shard the weights."""
+        rows = input_tensor.view(group.size(), -1)
+        assert rows.shape[1] == sum(self.lengths), "every weight of the group has a gradient"
+        output_tensor.copy_(_summed(rounded(rows, self.to_shards, self.shard_error), self.to_shards, group, rows.dtype))
+
+    def over_replicas(self, gradient: Tensor) -> None:
+        """Sum this rank's shard over replicas, with the last microbatch of a step."""
+        if self.copies == 1 or not self.group.all_reduce_grads:
+            return  # torch adds it to this rank's sharded gradient
+        take_earlier(gradient, self.weights)
+        pieces = zip(self.weights, gradient.split(self.lengths), strict=True)
+        rows = torch.cat([weight.parts_of(piece, self.copies) for weight, piece in pieces], 1)
+        sent = rounded(rows, self.to_replicas, self.replica_error)
+        total = _summed(sent, self.to_replicas, self.replicas, gradient.dtype)[None]
+        received = join(rounded(total, self.to_replicas, self.sum_error), 0, self.replicas)
+        parts = self.to_replicas.decode(received, gradient.dtype).split(self.parts, 1)
+        joined = [weight.joined(part) for weight, part in zip(self.weights, parts, strict=True)]
+        torch.cat(joined, out=gradient)
+
+    def kept(self) -> list[Tensor]:
+        errors = (self.shard_error, self.replica_error, self.sum_error)
+        return [error for error in errors if error is not None]
+
+    def states(self, mesh: Mesh) -> Iterator[FeedbackPart]:
+        shard, replica = (mesh.dense.get_local_rank(axis) for axis in ("shard", "replicate"))
+        writes = mesh.place["tp"] == 0
+        begins = [sum(self.lengths[:number]) for number in range(len(self.weights))]
+        part_begins = [sum(self.parts[:number]) for number in range(len(self.weights))]
+        for weight, begin, part_begin in zip(self.weights, begins, part_begins, strict=True):
+            mine = writes or weight.cut_by_tp
+            if self.shard_error is not None:
+                name = f"{of_part(SHARD_ERROR, mesh.data_rank)}/{weight.name}"
+                for number, row in enumerate(self.shard_error):
+                    region = weight.shard_region(number)
+                    piece = row[begin : begin + weight.elements].view(weight.stored)
+                    yield FeedbackPart(name, weight.whole, region, inside(piece, region), mine)
+            if self.replica_error is None or self.sum_error is None:
+                continue
+            part, dim = part_shape(weight.stored, self.copies), part_dim(weight.stored, self.copies)
+            rows = [(of_part(REPLICA_ERROR, replica), number, row) for number, row in enumerate(self.replica_error)]
+            for kind, number, row in [*rows, (SUM_ERROR, replica, self.sum_error[0])]:
+                region = within(weight.shard_region(shard), dim, part[dim], number)
+                piece = row[part_begin : part_begin + math.prod(part)].view(part)
+                yield FeedbackPart(f"{kind}/{weight.name}", weight.whole, region, inside(piece, region), mine)
+
+
+def rounded(rows: Tensor, codes: BlockCodes, error: Tensor | None) -> Tensor:
+    """The bytes of a gradient, to which what is owed from the last time is added in place; and what is owed now.
+
+    A gradient that is not finite stays so on its way, and the update is skipped: it leaves nothing owed.
+    """
+    if error is None:
+        return codes.encode(rows)
+    sent = codes.encode(rows.add_(error))
+    torch.sub(rows, codes.decode(sent, rows.dtype), out=error)
+    error.nan_to_num_(0.0, 0.0, 0.0)
+    return sent
+
+
+def _summed(sent: Tensor, codes: BlockCodes, group: dist.ProcessGroup, dtype: torch.dtype) -> Tensor:
+    """This rank's part of the sum of what all have sent, in full width and in the order of ranks."""
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    total = codes.decode(received[:1], dtype)[0]
+    for number in range(1, len(received)):
+        total += codes.decode(received[number : number + 1], dtype)[0]
+    return total
+
+
+def wrap(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
+    """Let a sharded model reduce its gradients lossily."""
+    if not plan.reduces_lossily:
+        return model
+    replicas = mesh.dense.get_group("replicate")
+    names = {
+        (id(module), key): f"{path}.{key}".lstrip(".")
+        for path, module in model.named_modules()
+        for key, _ in module.named_parameters(recurse=False)
+    }
+    found: list[Reduction] = []
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        for group in param_groups(module):
+            weights = [reduced_weight(each, names) for each in group.fsdp_params if each.sharded_param.requires_grad]
+            if plan.powersgd:
+                reduction = PowerSGD(plan, group, weights, replicas)
+            else:
+                reduction = LossyReduction(plan, group, weights, replicas)
+                module.set_custom_reduce_scatter(reduction)
+            module.set_all_reduce_hook(reduction.over_replicas)
+            found.append(reduction)
+    model.lossy_reductions = found  # pyright: ignore[reportArgumentType]
+    return model
+
+
+def begun(chunks: Sequence[nn.Module], run: Run, mesh: Mesh) -> list[Reduction]:
+    """The lossy reductions of a rank's chunks, with room for what they keep; none if sums are exact."""
+    found: list[Any] = [each for chunk in chunks for each in getattr(chunk, "lossy_reductions", ())]
+    for reduction in found:
+        reduction.begin(run, mesh)
+    return found

@@ -1,0 +1,163 @@
+"""Modules of which each rank of tp computes its own part, by plain tensors: what torch's styles have no word for.
+
+Inside attention a rank has the whole sequence and some heads. A weight that all heads read (a norm of heads, the way
+down of latent attention) is held whole by every rank, whose gradient is its heads' share; a weight of heads is cut.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.nn.utils import stateless
+
+from meshwright.models.layers import OffsetRMSNorm, accum_dtype
+
+
+def hold(module: nn.Module, name: str, weight: Tensor, axes: DeviceMesh, placements: list[Any]) -> None:
+    """Let a rank hold its part of a weight."""
+    held = distribute_tensor(weight.data, axes, placements)
+    module.register_parameter(name, nn.Parameter(held, requires_grad=weight.requires_grad))
+
+
+@contextmanager
+def reading_locally(
+    module: nn.Module, read: Callable[[DTensor], Tensor], skip: nn.Module | None = None
+) -> Iterator[None]:
+    """A context where the module's weights are this rank's local tensors."""
+    hidden = set() if skip is None else {id(weight) for weight in skip.parameters()}
+    weights = {
+        name: read(weight)
+        for name, weight in module.named_parameters()
+        if isinstance(weight, DTensor) and id(weight) not in hidden
+    }
+    with stateless._reparametrize_module(module, weights):
+        yield
+
+
+def read_partial(weight: DTensor) -> Tensor:
+    """A replicated weight has a partial gradient; a sharded one has its own."""
+    (placement,) = weight.placements
+    return weight.to_local(grad_placements=[Partial() if isinstance(placement, Replicate) else placement])
+
+
+def entering(x: Tensor) -> Tensor:
+    """A whole input, of whose gradient each rank has a part."""
+    return x.to_local(grad_placements=[Partial()]) if isinstance(x, DTensor) else x
+
+
+class LocalPart(ParallelStyle):
+    """A module that computes its own features of a whole input, or all of them for the heads of this rank."""
+
+    def __init__(self, placement: Placement) -> None:
+        super().__init__()
+        self.placement = placement
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, weight in list(module.named_parameters(recurse=False)):
+            hold(module, name, weight, device_mesh, [self.placement])
+        compute = module.forward
+
+        def forward(x: Tensor) -> Tensor:
+            with reading_locally(module, read_partial):
+                return compute(entering(x))
+
+        module.forward = forward
+        return module
+
+
+class SharedHeads(ParallelStyle):
+    """A projection to fewer heads than there are ranks: all hold it whole, and each computes the head that it reads."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, nn.Linear), "keys and values are projected"
+        for name, weight in list(module.named_parameters(recurse=False)):
+            hold(module, name, weight, device_mesh, [Replicate()])
+        width = module.out_features // self.heads
+        first = device_mesh.get_local_rank() * self.heads // device_mesh.size() * width
+
+        def forward(input: Tensor) -> Tensor:
+            weight, bias = (
+                None if whole is None else read_partial(whole)[first : first + width]  # pyright: ignore[reportArgumentType]
+                for whole in (module.weight, module.bias)
+            )
+            assert weight is not None
+            return F.linear(entering(input), weight, bias)
+
+        module.forward = forward
+        return module
+
+
+class SplitNorm(ParallelStyle):
+    """RMSNorm over features that ranks share: the sum of squares is that of all of them."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, nn.RMSNorm), "queries and keys have no other norm"
+        hold(module, "weight", module.weight, device_mesh, [Shard(0)])
+        width, eps, group = module.normalized_shape[0], module.eps or 0.0, device_mesh.get_group()
+        offset = isinstance(module, OffsetRMSNorm)
+
+        def forward(x: Tensor) -> Tensor:
+            wide = x.to(accum_dtype(x))
+            square = summed(wide.square().sum(-1, keepdim=True), group) / width
+            assert isinstance(module.weight, DTensor)
+            weight = read_partial(module.weight)
+            return (wide * (square + eps).rsqrt() * (1 + weight if offset else weight)).to(x.dtype)
+
+        module.forward = forward
+        return module
+
+
+def hold_sinks(attention: nn.Module, axes: DeviceMesh) -> None:
+    """Give each rank the sinks of its heads."""
+    sinks = attention.sinks
+    if not isinstance(sinks, Tensor):
+        return
+    hold(attention, "sinks", sinks, axes, [Shard(0)])
+    compute = attention.forward
+
+    def forward(*args: Any) -> Tensor:
+        held = attention.sinks
+        assert isinstance(held, DTensor)
+        with stateless._reparametrize_module(attention, {"sinks": held.to_local()}):
+            return compute(*args)
+
+    attention.forward = forward
+
+
+def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum over all ranks, which each of them reads; going back, the sum of their gradients."""
+    return _Summed.apply(x, group)
+
+
+class _Summed(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _Summed.apply(grads[0].contiguous(), ctx.group), None
+
+
+def placed(rank: int, ranks: int) -> Callable[[Tensor], Tensor]:
+    """Where a rank's part of an output's bias belongs, zeros elsewhere: ranks' outputs are then summed."""
+
+    def place(part: Tensor) -> Tensor:
+        width = part.shape[-1]
+        return F.pad(part, (rank * width, (ranks - 1 - rank) * width))
+
+    return place

@@ -1,0 +1,67 @@
+"""Every family of models under plans that meet what it adds: each trains as one process does."""
+
+import pytest
+from test_data_parallel import compare, folder  # noqa: F401
+from trials import assert_it_goes_on, digest_before_the_cut, make_corpus, make_run, mesh_of
+from worlds import world
+
+from meshwright.parallel import load_bias
+from meshwright.train.build import build
+
+TP, RING, ULYSSES = ("plan.tp=2",), ("plan.cp=2",), ("plan.cp=2", "plan.cp_kind=ulysses")
+PIPED = ("plan.pp=2", "plan.schedule=zbv", "plan.grad_accum=4")
+STAGES = ("plan.pp=2", "plan.grad_accum=4", "plan.recompute=full")
+EXPERTS = ("plan.shard=2", "plan.zero=3", "plan.ep=2", "plan.recompute=full")
+ALONE = ("plan.shard=2", "plan.zero=3", "plan.grad_accum=2")
+PLANS = {
+    "tiny-qwen2": (TP, STAGES, ALONE),
+    "tiny-qwen3": (TP, RING, PIPED),
+    "tiny-qwen3-moe": (TP, ULYSSES, EXPERTS),
+    "tiny-gemma2": (TP, RING, STAGES),
+    "tiny-gemma3": (TP, RING, PIPED),
+    "tiny-olmo2": (TP, ULYSSES, PIPED),
+    "tiny-phi3": (RING, ULYSSES, ALONE),
+    "tiny-gpt-oss": (TP, RING, EXPERTS),
+    "tiny-deepseek-v2": (TP, ULYSSES, EXPERTS),
+    "tiny-deepseek-v3": (TP, RING, PIPED),
+    "tiny-glm4-moe": (TP, STAGES, EXPERTS),
+    "tiny-neox": (TP, RING, PIPED),
+    "tiny-mistral": (RING, ULYSSES, ALONE),
+    "tiny-cohere": (TP, ULYSSES, STAGES),
+    "tiny-granite": (TP, RING, PIPED),
+    "tiny-smollm3": (TP, ULYSSES, STAGES),
+}
+STEPS = ("steps=2",)
+
+
+@pytest.mark.parametrize("arch", PLANS)
+@world(2)
+def test_two_ranks_train_as_one_process_does(folder, arch):  # noqa: F811
+    for plan in PLANS[arch]:
+        compare(folder, STEPS, plan, arch)
+
+
+@world(2)
+def test_fewer_heads_of_keys_than_ranks_are_held_by_each(folder):  # noqa: F811
+    compare(folder, ("arch.kv_heads=1",), TP, "tiny-qwen2")
+
+
+@world(2)
+def test_windows_end_where_documents_do(folder):  # noqa: F811
+    for plan in (RING, ULYSSES, ("plan.shard=2", "plan.zero=3", "plan.grad_accum=2")):
+        compare(folder, (*STEPS, "data.mask_documents=true"), plan, "tiny-gpt-oss")
+
+
+@pytest.mark.parametrize("after", [TP, ("plan.pp=2", "plan.grad_accum=4")], ids=["tp", "pp"])
+@world(2)
+def test_a_load_bias_is_saved_and_resumed_under_another_plan(folder, after):  # noqa: F811
+    place = folder / f"resumed-{len(after)}"
+    words = ("steps=6", "checkpoint.every=4", "arch.layers=2", "data.eval_fraction=0.0")
+    first = make_run(folder, *words, *EXPERTS, arch="tiny-glm4-moe")
+    mesh = mesh_of(first.plan)
+    digest = digest_before_the_cut(first, mesh, build(first, make_corpus(first, folder), mesh), place)
+    run = make_run(folder, *words, *after, arch="tiny-glm4-moe")
+    state = build(run, make_corpus(run, folder), mesh_of(run.plan))
+    assert_it_goes_on(digest, run, mesh_of(run.plan), state, place)
+    biases = [bias for chunk in state.chunks for bias in load_bias.held(chunk, run.arch).values()]
+    assert all(bias.abs().max() > 0 for bias in biases)

@@ -1,0 +1,328 @@
+"""Low-rank adapters beside frozen weights: the same under every plan, the base untouched, and peft's when written."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from trials import (
+    CPU,
+    alone,
+    assert_it_goes_on,
+    corpus_file,
+    deviation,
+    digest_before_the_cut,
+    drive,
+    made,
+    make_corpus,
+    make_run,
+    mesh_of,
+)
+from worlds import world
+
+from meshwright.checkpoint import peft
+from meshwright.checkpoint.convert import MismatchError, convert, logits, probe_tokens, stock_logits
+from meshwright.checkpoint.model_folder import AdaptedFolder, open_folder, save_native
+from meshwright.config import load
+from meshwright.config.weights import note_of
+from meshwright.models.dropout import kept
+from meshwright.models.lora import DoraLinear, LoraLinear
+from meshwright.spec.params import trained
+from meshwright.spec.problem import InputError
+from meshwright.train.build import build
+from meshwright.train.loop import train
+from meshwright.train.saving import restore
+from meshwright.train.state import weights
+
+LORA = ("adapter.kind=lora", "adapter.rank=4", "adapter.rslora=true", "data.pack=documents")
+DORA = ("adapter.kind=dora", "adapter.rank=4", "data.pack=documents")
+WIDE = ("arch.hidden=128", "arch.heads=4", "arch.kv_heads=2", "arch.head_dim=32", "arch.ffn=256", "arch.layers=2")
+QLORA = ("adapter.kind=qlora", "adapter.rank=4", "data.pack=documents", *WIDE)
+FROZEN = ("optim.freeze=embed,blocks.0.*,blocks.1.attn", "data.pack=documents")
+# float64 sums in another order: a few hundred terms of relative error 1e-16 each, through four updates.
+TOLERANCE = 1e-12
+TWO = (
+    ("plan.replicate=2", "plan.grad_accum=2"),
+    ("plan.shard=2", "plan.zero=1", "plan.recompute=full"),
+    ("plan.shard=2", "plan.zero=3"),
+    ("plan.tp=2",),
+    ("plan.cp=2",),
+    ("plan.pp=2", "plan.grad_accum=4"),
+    ("plan.replicate=2", "plan.deterministic=true"),
+)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    corpus_file(tmp_path)
+    make_corpus(make_run(tmp_path), tmp_path)  # tokenised once, before the ranks ask
+    return tmp_path
+
+
+def compare(folder: Path, words: tuple[str, ...], plans: tuple[tuple[str, ...], ...], arch: str = "tiny") -> None:
+    """Plans beside one process over the same mathematics; what is frozen keeps every bit."""
+    corpus = make_corpus(make_run(folder, *words, arch=arch), folder)
+    reference = make_run(folder, *words, "plan.replicate=1", arch=arch)
+    names = {param.name for param in trained(reference.arch)}
+    one, first = None, {}
+    if dist.get_rank() == 0:
+        first = dict(weights(build(reference, corpus, alone()).chunks, reference, alone()))
+        one = drive(reference, corpus, alone())
+    for plan in plans:
+        run = make_run(folder, *words, *plan, arch=arch)
+        mine = drive(run, corpus, mesh_of(run.plan))
+        if one is not None:
+            assert deviation(mine, one) < TOLERANCE, f"{run.plan}: losses {mine.losses} beside {one.losses}"
+            assert one.losses[-1] < one.losses[0]
+            for name, weight in mine.weights.items():
+                assert torch.equal(weight, first[name]) == (name not in names), f"{run.plan}: {name}"
+
+
+@world(2)
+def test_two_ranks_are_one_device(folder):
+    compare(folder, LORA, TWO)
+    compare(folder, FROZEN, (("plan.shard=2", "plan.zero=2", "plan.grad_accum=2"), ("plan.tp=2",), TWO[-2]))
+    compare(folder, ("optim.freeze=head", "data.pack=documents"), (TWO[-2],))  # that the first stage has nothing of
+    shared = (*LORA, "arch.shared_experts=1")
+    plans = (("plan.shard=2", "plan.zero=3", "plan.ep=2"), ("plan.tp=2",))
+    compare(folder, shared, plans, arch="tiny-moe")
+
+
+@world(2)
+def test_magnitudes_of_two_ranks_are_those_of_one(folder):
+    compare(folder, DORA, (TWO[2], ("plan.tp=2", "plan.recompute=full"), TWO[-2], TWO[-1]))
+    compare(folder, (*DORA, "arch.bias=true"), (("plan.tp=2",),))
+    shared = (*DORA, "arch.shared_experts=1")
+    compare(folder, shared, (("plan.shard=2", "plan.zero=3", "plan.ep=2"), ("plan.tp=2",)), arch="tiny-moe")
+
+
+@world(2)
+def test_codes_of_two_ranks_are_those_of_one(folder):
+    compare(folder, QLORA, (TWO[1], TWO[2], ("plan.tp=2", "plan.recompute=full"), TWO[-2], TWO[-1]))
+    magnified = (*QLORA, "adapter.kind=dora", "adapter.base=nf4", "arch.bias=true")
+    compare(folder, magnified, (("plan.tp=2",), TWO[2]))
+    compare(folder, (*QLORA, "adapter.base=fp8", "adapter.targets=q_proj,down_proj"), (("plan.tp=2",), TWO[2]))
+
+
+@world(2)
+def test_adapters_of_two_ranks_drop_what_those_of_one_drop(folder):
+    dropped = (*LORA, "adapter.dropout=0.3")
+    compare(folder, dropped, (TWO[0], TWO[1], TWO[3], TWO[4], TWO[5]))
+
+
+@world(4)
+def test_four_ranks_are_one_device(folder):
+    plans = (("plan.pp=2", "plan.grad_accum=4", "plan.tp=2"), ("plan.shard=2", "plan.zero=3", "plan.cp=2"))
+    compare(folder, LORA, plans)
+    compare(folder, DORA, plans)
+
+
+def test_an_adapter_is_the_gradient_of_a_merged_weight():
+    torch.manual_seed(1)
+    linear = torch.nn.Linear(12, 10, dtype=torch.float64)
+    linear.__class__ = LoraLinear
+    linear.lora_a, linear.lora_b = (torch.nn.Parameter(torch.randn(*shape).double()) for shape in ((3, 12), (10, 3)))
+    linear.scale = 0.7
+    x = torch.randn(5, 12, dtype=torch.float64)
+    linear(x).square().sum().backward()
+    a, b = (weight.detach().clone().requires_grad_() for weight in (linear.lora_a, linear.lora_b))
+    merged = linear.weight.detach() + 0.7 * b @ a
+    F.linear(x, merged, linear.bias.detach()).square().sum().backward()
+    assert torch.allclose(linear.lora_a.grad, a.grad, rtol=1e-12)
+    assert torch.allclose(linear.lora_b.grad, b.grad, rtol=1e-12)
+
+
+def test_dropout_of_an_adapter_drops_what_a_reads_and_nothing_else():
+    torch.manual_seed(1)
+    linear = torch.nn.Linear(64, 10, dtype=torch.float64)
+    linear.__class__ = LoraLinear
+    linear.lora_a, linear.lora_b = (torch.nn.Parameter(torch.randn(*shape).double()) for shape in ((3, 64), (10, 3)))
+    linear.scale, linear.dropout = 0.7, 0.25
+    linear.begin(1, "here", CPU)
+    x = torch.randn(2, 30, 64, dtype=torch.float64, requires_grad=True)
+    whole = linear(x)
+    linear.index = torch.arange(60).view(2, 30)
+    linear(x).square().sum().backward()
+    keep = kept(linear.index, linear.key, 64, 0.25)
+    assert keep.double().mean().item() == pytest.approx(0.75, abs=0.03)  # 3840 draws: four standard deviations
+    a, b, y = (each.detach().clone().requires_grad_() for each in (linear.lora_a, linear.lora_b, x))
+    expected = F.linear(y, linear.weight.detach(), linear.bias.detach()) + 0.7 * (y * keep / 0.75) @ a.T @ b.T
+    expected.square().sum().backward()
+    for mine, theirs in ((linear.lora_a, a), (linear.lora_b, b), (x, y)):
+        assert torch.allclose(mine.grad, theirs.grad, rtol=1e-12)
+    linear.eval()
+    assert torch.equal(linear(x), whole)
+
+
+def test_magnitudes_have_the_gradient_of_their_formula():
+    torch.manual_seed(1)
+    linear = torch.nn.Linear(12, 10, dtype=torch.float64)
+    linear.__class__ = DoraLinear
+    shapes = {"lora_a": (3, 12), "lora_b": (10, 3), "magnitude": (10,)}
+    held = {name: torch.nn.Parameter(torch.randn(*shape).double()) for name, shape in shapes.items()}
+    for name, weight in held.items():
+        setattr(linear, name, weight)
+    linear.scale, linear.across = 0.7, lambda squares: squares
+    x = torch.randn(5, 12, dtype=torch.float64)
+    linear(x).square().sum().backward()
+    a, b, m = (weight.detach().clone().requires_grad_() for weight in held.values())
+    whole = linear.weight.detach() + 0.7 * b @ a
+    norms = whole.detach().norm(dim=1)
+    F.linear(x, whole * (m / norms)[:, None], linear.bias.detach()).square().sum().backward()
+    for mine, theirs in zip(held.values(), (a, b, m), strict=True):
+        assert torch.allclose(mine.grad, theirs.grad, rtol=1e-12)
+
+
+SAVED = (*LORA, "steps=6", "checkpoint.every=4", "data.eval_fraction=0.0")
+
+
+@world(2)
+def test_a_checkpoint_has_the_adapter_alone_and_resumes_beside_its_own_base(folder):
+    run, mesh, state = made(make_run(folder, *SAVED, "plan.replicate=2", "plan.deterministic=true"), folder, CPU)
+    digest = digest_before_the_cut(run, mesh, state, folder / "run")
+    dist.barrier()
+    names = {param.name for param in trained(run.arch)}
+    manifest = json.loads((folder / "run/checkpoints/step-4/manifest.json").read_bytes())
+    assert {each[0].partition("/")[2] for each in manifest["tensors"]} == names
+    assert manifest["progress"]["base"] == state.base != ""
+    for plan in (("plan.tp=2",), ("plan.shard=2", "plan.zero=3", "plan.deterministic=true")):
+        run, mesh, other = made(make_run(folder, *SAVED, *plan), folder, CPU)
+        assert_it_goes_on(digest, run, mesh, other, folder / "run")
+    run, mesh, other = made(make_run(folder, *SAVED, "plan.tp=2"), folder, CPU)
+    with torch.no_grad():
+        next(weight for weight in other.chunks[0].parameters() if not weight.requires_grad).mul_(1.5)
+    with pytest.raises(InputError, match="are not those beside which step-4 was saved"):
+        restore(other, run, mesh, folder / "run", lambda text: None)
+    other.loader.close()
+
+
+def trained_adapter(folder: Path, words: tuple[str, ...] = LORA) -> Path:
+    """A Hugging Face folder of a base, and a finished run of an adapter on it."""
+    arch = (word for word in words if word.startswith("arch."))
+    base = make_run(folder, "plan.precision=fp32", "plan.replicate=1", "steps=2", *arch)
+    whole, corpus = drive(base, make_corpus(base, folder), alone()), make_corpus(base, folder)
+    save_native(folder / "base", base.arch, whole.weights.items(), corpus.tokenizer)
+    convert(folder / "base", folder / "hf", lambda text: None)
+    run = make_run(folder, *words, f"init.from={folder}/hf", "plan.precision=fp32", "plan.replicate=1")
+    tuned = drive(run, make_corpus(run, folder), alone())
+    adapter = msgspec.to_builtins(run.adapter)
+    note = note_of({"adapter": adapter, "init": {"from": f"{folder}/hf"}})
+    save_native(folder / "adapter", run.arch, tuned.weights.items(), corpus.tokenizer, note=note)
+    return folder / "adapter"
+
+
+@pytest.mark.parametrize("words", [LORA, DORA], ids=["lora", "dora"])
+def test_peft_reads_what_was_trained_and_a_merged_model_is_the_same(folder, words):
+    pytest.importorskip("peft")
+    path = trained_adapter(folder, words)
+    adapter = open_folder(path)
+    assert isinstance(adapter, AdaptedFolder)
+    assert set(load_file(path / "model.safetensors")) == set(adapter.layouts)  # and nothing of the base
+    said: list[str] = []
+    report = convert(path, folder / "peft", said.append)
+    assert report.kind_to == "adapter"
+    assert report.checked_with.startswith("peft")
+    tokens = probe_tokens(adapter.arch, 32)
+    apart, base = logits(adapter.apart, tokens), logits(open_folder(folder / "hf"), tokens)
+    theirs = stock_logits(folder / "hf", tokens, folder / "peft")
+    # fp32 products in the same order on both sides; the base alone is far from either.
+    assert (apart - theirs).abs().max() <= 1e-6 * apart.abs().max()
+    assert (apart - base).abs().max() > 1e-2 * apart.abs().max()
+    merged = convert(path, folder / "merged", said.append, merge=True)
+    assert any(text.startswith("merged = adapter + base") for text in said)
+    assert merged.kind_to == "huggingface"
+    assert (stock_logits(folder / "merged", tokens) - apart).abs().max() <= 1e-5 * apart.abs().max()
+
+
+def test_an_adapter_beside_codes_is_merged_into_what_they_stand_for(folder):
+    path = trained_adapter(folder, QLORA)
+    adapter, said = open_folder(path), list[str]()
+    assert isinstance(adapter, AdaptedFolder)
+    tokens = probe_tokens(adapter.arch, 32)
+    assert convert(path, folder / "peft", said.append).kind_to == "adapter"  # beside the base of the files
+    convert(path, folder / "merged", said.append, merge=True)
+    assert any(text.startswith("merged = adapter + base as NF4 holds it, decoded") for text in said)
+    held, whole = logits(adapter.apart, tokens), logits(adapter.beside_whole, tokens)
+    merged = logits(open_folder(folder / "merged"), tokens)
+    assert (merged - held).abs().max() <= 1e-5 * held.abs().max()
+    assert (merged - whole).abs().max() > 1e-2 * held.abs().max()  # four bits are not the base
+    model = build(
+        make_run(folder, *QLORA, f"init.from={folder}/hf", "plan.precision=fp32", "plan.replicate=1"),
+        make_corpus(make_run(folder, *QLORA), folder),
+        alone(),
+    ).chunks[0]
+    linear = model.get_submodule("blocks.0.attn.q")
+    assert isinstance(linear, LoraLinear)
+    assert torch.equal(linear.matrix(torch.float32), adapter.held_base("blocks.0.attn.q.weight"))
+
+
+def test_peft_s_own_code_is_believed_and_not_ours(folder):
+    """Keys that peft would skip in silence, as those of compiled modules, are an error."""
+    pytest.importorskip("peft")
+    path = trained_adapter(folder)
+    convert(path, folder / "peft", lambda text: None)
+    file = folder / "peft" / peft.WEIGHTS
+    renamed = {name.replace("layers.0.", "layers.0._orig_mod."): tensor for name, tensor in load_file(file).items()}
+    save_file(renamed, file, {"format": "pt"})
+    with pytest.raises(MismatchError, match="peft reads other weights than"):
+        stock_logits(folder / "hf", probe_tokens(open_folder(path).arch, 8), folder / "peft")
+
+
+def test_an_adapter_of_another_base_is_refused(folder):
+    path = trained_adapter(folder)
+    note = json.loads((path / "adapter.json").read_bytes())
+    other = make_run(folder, "plan.precision=fp32", "plan.replicate=1", "arch.ffn=64", "steps=1")
+    whole = drive(other, make_corpus(other, folder), alone())
+    save_native(folder / "other", other.arch, whole.weights.items(), None)
+    (path / "adapter.json").write_text(json.dumps(note | {"base": f"{folder}/other"}))
+    with pytest.raises(InputError, match="other is not the base of the adapter"):
+        open_folder(path)
+
+
+def test_saved_steps_of_frozen_weights_are_whole_models(folder):
+    run = make_run(folder, *FROZEN, "plan.precision=bf16", "plan.replicate=1", "steps=2", "checkpoint.every=2")
+    home, corpus = folder / "run", make_corpus(run, folder)
+    state = build(run, corpus, alone())
+    list(train(run, state, alone(), home))
+    state.loader.close()
+    (home / "run.toml").write_text(load.write(run))
+    save_native(home / "model", run.arch, weights(state.chunks, run, alone()), corpus.tokenizer)
+    saved, model = open_folder(home / "checkpoints" / "step-2"), open_folder(home / "model")
+    assert saved.dtype == model.dtype == torch.float32
+    for name, weight in weights(state.chunks, run, alone()):
+        assert torch.equal(saved.tensor(name), weight)
+        assert torch.equal(model.tensor(name), weight)
+    convert(home / "model", folder / "whole", lambda text: None)  # which compares the logits
+
+
+def test_a_run_of_an_adapter_ends_as_any_other_and_its_steps_convert(folder):
+    words = [
+        f"data.source={folder}/text.jsonl",
+        "arch.preset=tiny",
+        "arch.layers=2",
+        "steps=2",
+        "sequence=32",
+        "batch=4",
+    ]
+    command = [sys.executable, "-m", "meshwright", "train", *words, *LORA, "checkpoint.every=1", "plan.replicate=1"]
+    done = subprocess.run([*command, "--folder", str(folder / "run")], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    for step in ("run", "run@1"):
+        report = convert(f"{folder}/{step}", folder / f"{step}-merged", lambda text: None, merge=True)
+        assert report.kind_to == "huggingface"
+
+
+def test_bf16_adapters_beside_a_bf16_base_learn(folder):
+    for words in (("plan.precision=bf16",), ("plan.precision=bf16", "optim.master_weights=split")):
+        run = make_run(folder, *LORA, "plan.replicate=1", "steps=8", *words)
+        mine = drive(run, make_corpus(run, folder), alone())
+        frozen = [weight for weight in mine.state.chunks[0].parameters() if not weight.requires_grad]
+        assert {weight.dtype for weight in frozen} == {torch.bfloat16}
+        assert mine.losses[-1] < mine.losses[0] - 0.05

@@ -1,0 +1,59 @@
+"""Who judges the files that `meshwright launch` writes, where each is, and what to do where one is not."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ENVIRONMENTS = HERE.parents[1] / "build" / "launchers"  # made by `make launchers`
+CRD = ENVIRONMENTS / "volcano" / "jobs.yaml"  # Volcano's own, Apache-2.0: config/crd/volcano/bases of its repository
+
+PROGRAMS = {
+    "slurm": ("slurmctld", "slurmd", "munged", "sbatch"),
+    "mpirun": ("mpirun",),
+    "terraform": ("terraform",),
+}
+
+
+def python(name: str) -> Path:
+    return ENVIRONMENTS / name / "bin" / "python"
+
+
+def needs(*names: str) -> pytest.MarkDecorator:
+    """Skip, saying which judge is not here; the suite's last lines name them."""
+    absent = [name for name in names if not is_here(name)]
+    return pytest.mark.skipif(bool(absent), reason=f"judge: {', '.join(absent)} (make launchers)")
+
+
+def is_here(name: str) -> bool:
+    if name in PROGRAMS:
+        return all(shutil.which(program) for program in PROGRAMS[name])
+    files = {"volcano": CRD, "hcl": ENVIRONMENTS / "hcl" / "npm" / "node_modules" / "@cdktf" / "hcl2json"}
+    return files.get(name, python(name)).exists()
+
+
+def kubernetes(file: Path) -> str:
+    """What is wrong with the documents of a file; empty: nothing."""
+    command = [python("k8s"), HERE / "judges" / "documents.py", file, CRD]
+    return _said(command)
+
+
+def skypilot(file: Path) -> dict:
+    return json.loads(_said([python("sky"), HERE / "judges" / "task.py", file]).splitlines()[-1])
+
+
+def hcl(file: Path) -> dict:
+    """What a parser of Terraform's language reads in a file."""
+    code = "require('@cdktf/hcl2json').parse('main.tf', require('fs').readFileSync(process.argv[1], 'utf8'))"
+    code += ".then(found => console.log(JSON.stringify(found)))"
+    return json.loads(_said(["node", "-e", code, file], ENVIRONMENTS / "hcl" / "npm"))
+
+
+def _said(command: list, folder: Path | None = None) -> str:
+    done = subprocess.run(list(map(str, command)), cwd=folder, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode in (0, 1), done.stderr
+    assert done.stdout.strip() or done.returncode == 0, done.stderr
+    return done.stdout.strip()

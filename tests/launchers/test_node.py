@@ -1,0 +1,71 @@
+"""Our own start of one machine of several, and Ray's: the same run, and exit codes that reach whoever started it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import judge
+import pytest
+from commands import SMALL, environment, free_port, meshwright, write_text
+
+GIVEN_UP = 300.0
+RUN = [*SMALL, "name=small", "data.source=my/*.txt", "eval.every=0", "plan.microbatch=1", "plan.replicate=2"]
+
+
+@pytest.fixture(scope="module")
+def user(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("user")
+    write_text(folder)
+    return folder
+
+
+def test_two_machines_save_and_end_with_the_code_that_says_so(user):
+    """One is told its number as pods are, the other on the command line; one signal to one of them ends both."""
+    launch = [sys.executable, "-m", "meshwright", "launch", *RUN, "steps=100000", "--folder", "run", "--nodes", "2"]
+    launch += ["--ranks-per-node", "1", "--master", f"127.0.0.1:{free_port()}", "--node-rank"]
+    own = environment(user, PET_NODE_RANK="1", OMP_NUM_THREADS="1")
+    nodes = [
+        subprocess.Popen(
+            [*launch, number], cwd=user, env=own, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for number in ("0", "auto")
+    ]
+    deadline = time.monotonic() + GIVEN_UP
+    while not (user / "run" / "steps.rank0.jsonl").exists():
+        assert all(node.poll() is None for node in nodes), [node.communicate() for node in nodes]
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    nodes[1].send_signal(signal.SIGTERM)
+    said = [node.communicate(timeout=GIVEN_UP) for node in nodes]
+    assert [node.returncode for node in nodes] == [10, 10], said
+    assert "checkpoint saved at step" in said[0][0]
+
+
+@judge.needs("ray")
+def test_ray_places_an_actor_for_each_rank_and_ends_with_their_code(user):
+    """Two machines of Ray's on this one; the driver's interpreter has Ray, the ranks' has torch."""
+    out = user / "ray"
+    done = meshwright(
+        "launch", *RUN, "--on", "ray", "--cpu", "--ranks-per-node", "1", "--cpus", "1", "--folder", "rayed", "--shared",
+        "--out", str(out), "--json", folder=user,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    file = json.loads(done.stdout)["command"][-1]
+    driver = (
+        "import sys; from ray.cluster_utils import Cluster\n"
+        "cluster = Cluster(); [cluster.add_node(num_cpus=1) for _ in range(2)]\n"
+        "import ray; ray.init(address=cluster.address)\n"
+        "import msgspec; from meshwright.launch.ray_driver import RayJob, drive\n"
+        "code = drive(msgspec.json.decode(open(sys.argv[1], 'rb').read(), type=RayJob))\n"
+        "cluster.shutdown(); sys.exit(code)\n"
+    )
+    around = environment(user, PYTHONPATH=str(judge.HERE.parents[1]), RAY_USAGE_STATS_ENABLED="0")
+    command = [judge.python("ray"), "-c", driver, file]
+    ended = subprocess.run(command, env=around, capture_output=True, text=True, timeout=GIVEN_UP, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "done: 3 steps" in ended.stdout
+    assert (user / "rayed" / "summary.json").exists()
+    assert os.access(out / "ray.json", os.R_OK)

@@ -1,0 +1,172 @@
+"""Text in pieces: whoever makes them, in whatever order, the tokens are those of one process."""
+
+from itertools import pairwise
+
+import fsspec
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.cli.data import part_of
+from meshwright.cli.main import main
+from meshwright.config.run import Data, Source
+from meshwright.data import sources
+from meshwright.data.prepare import prepare, token_pieces
+from meshwright.data.sources import listing
+from meshwright.data.workers import prepare_pieces
+from meshwright.spec.problem import InputError
+
+SMALL_PIECE = 4096
+
+
+def silent(_: str) -> None: ...
+
+
+@pytest.fixture
+def text(tmp_path):
+    """A long file of JSON lines between short ones, and a packed one that cannot be cut."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    lines = [{"text": f"line {number}: the quick brown fox jumps over {number * 7 % 13} dogs"} for number in range(400)]
+    encoded = [msgspec.json.encode(line) for line in lines]
+    (folder / "a.jsonl").write_bytes(b"\n".join(encoded[:20]))
+    (folder / "b.jsonl").write_bytes(b"\n".join(encoded[20:]) + b"\n")
+    (folder / "c.jsonl").write_bytes(b"\n\n".join(encoded[:5]))
+    with fsspec.open(folder / "d.jsonl.gz", "wb", compression="gzip") as packed:
+        packed.write(b"\n".join(encoded))
+    return folder
+
+
+@pytest.fixture
+def cut_small(monkeypatch):
+    monkeypatch.setattr(sources, "PIECE_BYTES", SMALL_PIECE)
+
+
+def tokens_of(corpus):
+    (tokens,) = corpus.sources
+    return tokens.read(0, tokens.total), tokens.ends
+
+
+@settings(deadline=None)  # slowness is no failure
+@given(st.lists(st.text("ab é\n", max_size=9), min_size=1, max_size=12), st.data())
+def test_every_line_is_in_one_piece_wherever_a_file_is_cut(tmp_path_factory, texts, data):
+    file = tmp_path_factory.mktemp("cut") / "text.jsonl"
+    file.write_bytes(b"\n".join(msgspec.json.encode({"text": text}) for text in texts))
+    size = file.stat().st_size
+    bounds = sorted({0, size, *data.draw(st.lists(st.integers(0, size), max_size=5))})
+    spans = pairwise(bounds)
+    found = [text for span in spans for text in sources.read_records(file, "jsonl", "text", span)]
+    assert found == [text for text in texts if text]
+
+
+def test_pieces_are_cut_by_files_and_within_long_ones(text, cut_small):
+    parts = sources.cut(listing(Source(source=str(text))))
+    assert len(parts) > 5
+    assert [part.span for part in parts if "a.jsonl" in str(part.files)] == [None]
+    spans = [part.span for part in parts if "b.jsonl" in str(part.files)]
+    assert spans[0][0] == 0
+    assert spans[-1][1] == (text / "b.jsonl").stat().st_size
+    whole = listing(Source(source=str(text)))
+    assert [each for part in parts for each in part.documents()] == list(whole.documents())
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_parts_and_workers_make_what_one_process_makes(make_run, text, tmp_path, monkeypatch, workers):
+    run = make_run(Data(source=str(text)))
+    whole = tokens_of(prepare(run, tmp_path / "whole", silent))
+    monkeypatch.setattr(sources, "PIECE_BYTES", SMALL_PIECE)
+    cache, said = tmp_path / "cache", []
+    count = len(token_pieces(run, cache, silent))
+    first = prepare_pieces(run, cache, (1, 2), workers, said.append)
+    assert (first.pieces, first.made, first.found) == (count, count // 2, 0)
+    rest = prepare_pieces(run, cache, (0, 1), workers, said.append)
+    assert (rest.made, rest.found) == (count - count // 2, count // 2)
+    assert prepare_pieces(run, cache, (0, 1), workers, said.append).made == 0
+    assert any("tokens/s" in text for text in said)
+    before = {file: file.stat().st_mtime_ns for file in cache.rglob("tokens.bin")}
+    found = tokens_of(prepare(run, cache, silent))
+    assert before == {file: file.stat().st_mtime_ns for file in cache.rglob("tokens.bin")}  # nothing was made again
+    assert all(np.array_equal(one, other) for one, other in zip(found, whole, strict=True))
+
+
+def test_what_was_made_whole_is_not_made_in_pieces(make_run, text, tmp_path, monkeypatch):
+    run = make_run(Data(source=str(text)))
+    prepare(run, tmp_path, silent)
+    monkeypatch.setattr(sources, "PIECE_BYTES", SMALL_PIECE)
+    assert len(token_pieces(run, tmp_path, silent)) == 1
+
+
+def test_a_piece_that_was_half_made_is_made_again(make_run, text, tmp_path, cut_small, monkeypatch):
+    run = make_run(Data(source=str(text)))
+    every = token_pieces(run, tmp_path, silent)
+    left = tmp_path / f".{every[0].folder.name}.dead.part"
+    left.mkdir()
+    (left / "tokens.bin").write_bytes(b"half")
+    prepare_pieces(run, tmp_path, (0, 1), 1, silent)
+    assert not left.exists()
+    assert all(piece.folder.is_dir() for piece in every)
+
+
+@pytest.fixture
+def bucket(text):
+    """The same files at addresses: in memory, and on a disk by its address."""
+    system = fsspec.filesystem("memory")
+    for file in text.iterdir():
+        system.pipe(f"/bucket/text/{file.name}", file.read_bytes())
+    system.pipe("/bucket/text/.hidden.jsonl", b"no")
+    system.pipe("/bucket/text/picture.png", b"no")
+    yield system
+    system.rm("/bucket", recursive=True)
+
+
+def test_text_is_read_from_where_it_is(make_run, text, bucket, tmp_path, cut_small):
+    here = tokens_of(prepare(make_run(Data(source=str(text))), tmp_path / "here", silent))
+    for number, address in enumerate(("memory://bucket/text", "memory://bucket/text/*.jsonl*", f"file://{text}")):
+        run = make_run(Data(source=address))
+        cache = tmp_path / str(number)
+        report = prepare_pieces(run, cache, (0, 1), 1, silent)
+        assert report.made == report.pieces > 5
+        found = tokens_of(prepare(run, cache, silent))
+        assert all(np.array_equal(one, other) for one, other in zip(found, here, strict=True))
+
+
+def test_a_file_that_changes_is_tokenised_again(make_run, bucket, tmp_path):
+    run = make_run(Data(source="memory://bucket/text/b.jsonl"))
+    first = prepare(run, tmp_path, silent).sources[0].total
+    bucket.pipe("/bucket/text/b.jsonl", bucket.cat("/bucket/text/b.jsonl") * 2)
+    assert prepare(run, tmp_path, silent).sources[0].total > first * 1.5
+
+
+@pytest.mark.parametrize(
+    ("address", "told"),
+    [
+        ("memory://bucket/none", "no file is at memory://bucket/none"),
+        ("memory://bucket/tokens.bin", "holds ready tokens, which are mapped into memory from a disk"),
+        ("s3://bucket/text", "needs s3fs to be read; run: pip install s3fs"),
+        ("what://bucket/text", "is of a kind that fsspec does not know"),
+    ],
+)
+def test_what_cannot_be_read_from_afar_is_told(make_run, bucket, tmp_path, monkeypatch, address, told):
+    bucket.pipe("/bucket/tokens.bin", b"\0\0" * 4096)
+    monkeypatch.setitem(__import__("sys").modules, "s3fs", None)
+    with pytest.raises(InputError, match=told):
+        prepare(make_run(Data(source=address)), tmp_path, silent)
+
+
+def test_the_verb_prepares_and_then_has_nothing_to_do(text, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    words = ["data", "prepare", "arch.preset=tiny", "sequence=32", f"data.source={text}", "--workers", "1", "--json"]
+    assert main(words) == 0
+    first = msgspec.json.decode(capsys.readouterr().out)
+    assert main(words) == 0
+    again = msgspec.json.decode(capsys.readouterr().out)
+    assert (first["made"], first["found"]) == (1, 0)
+    assert (again["made"], again["found"], again["tokens"]) == (0, 1, first["tokens"])
+
+
+@pytest.mark.parametrize("said", ["2/2", "1", "a/b", "-1/2", "1/0"])
+def test_a_part_is_one_of_several(said):
+    with pytest.raises(InputError, match="is no part of several"):
+        part_of(said)

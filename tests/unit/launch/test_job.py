@@ -1,0 +1,180 @@
+"""Which machines a plan is put on, what is refused, and how much time a save is given."""
+
+import shlex
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from meshwright.cli.launch import host_and_port
+from meshwright.cli.main import main
+from meshwright.hardware.cluster import cluster
+from meshwright.launch.job import LaunchJob, Target, file_system, folder_problems, layout, save_seconds
+from meshwright.launch.node import verdict
+from meshwright.launch.quoting import hcl, label, pod_word, quoted, yaml
+from meshwright.launch.slurm import gpus_of
+from meshwright.spec.plan import Plan
+from meshwright.spec.problem import InputError
+
+WORDS = [
+    "arch.preset=llama3-8b", "sequence=8192", "batch=64", "plan.shard=8", "plan.zero=3", "plan.replicate=2",
+    "plan.microbatch=1", "plan.grad_accum=4", "plan.precision=bf16", "plan.recompute=full",
+]  # fmt: skip
+
+
+def plan(**sizes):
+    return Plan(**{"microbatch": 1, **sizes})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "wanted", "expected"),
+    [
+        ({"replicate": 2, "shard": 8}, 0, (2, 8)),
+        ({"shard": 32, "tp": 2}, 0, (8, 8)),  # a group of shards is whole machines
+        ({"replicate": 3}, 0, (1, 3)),
+        ({"replicate": 4, "shard": 6}, 6, (4, 6)),
+        ({"replicate": 16}, 4, (4, 4)),
+    ],
+)
+def test_tp_and_shard_lie_inside_machines(sizes, wanted, expected):
+    assert layout(plan(**sizes), 8, wanted) == expected
+
+
+@pytest.mark.parametrize(
+    ("sizes", "wanted", "told"),
+    [
+        ({"replicate": 12}, 0, "12 ranks do not divide into machines of 8; use --ranks-per-node 6 (2 machines)"),
+        ({"tp": 16}, 0, "plan.tp = 16 does not lie inside machines of 8 ranks"),
+        ({"replicate": 4, "shard": 6}, 0, "plan.tp × cp × shard = 6 does not lie inside machines of 8"),
+        ({"replicate": 16}, 16, "16 ranks of a machine are more than its 8 GPUs; use --ranks-per-node 8 or fewer"),
+    ],
+)
+def test_what_would_cross_the_network_is_refused_with_the_remedy(sizes, wanted, told):
+    with pytest.raises(InputError) as refused:
+        layout(plan(**sizes), 8, wanted)
+    assert told in str(refused.value)
+
+
+def test_every_remedy_of_a_layout_is_one():
+    for sizes in ({"replicate": 12}, {"replicate": 4, "shard": 6}):
+        with pytest.raises(InputError) as refused:
+            layout(plan(**sizes), 8, 0)
+        wanted = int(str(refused.value).partition("--ranks-per-node ")[2].split()[0].strip("(,;"))
+        layout(plan(**sizes), 8, wanted)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--cluster", "1x8xh100"], "the plan has 16 ranks, and 8xh100 has 8 GPUs"),
+        (["--cluster", "2x8xt4"], "the run does not fit"),
+        (["--cluster", "2x8xh100", "--partition", "a b"], "--partition = 'a b' is not a name"),
+        (["--cluster", "2x8xh100", "--time", "1; rm"], "--time '1; rm' is not a time"),
+        (["--cluster", "2x8xh100", "--folder", "/tmp/x"], "which other machines do not see"),
+        (["--cluster", "2x8xh100", "--on", "kubernetes"], "pods share nothing by themselves"),
+        (["--cluster", "2x8xh100", "--on", "volcano", "--volume", "c:/shared"], "is not on the volume c"),
+        (["--cluster", "2x8xh100", "--on", "kubernetes", "--kind", "pod"], "--kind pod is not known; use one of"),
+        (["--cluster", "2x8xh100", "--on", "mpi", "--hosts", "a"], "2 machines are needed, and 1 are named"),
+        (["--cluster", "2x8xmi300x", "--on", "terraform"], "aws's machine with mi300x is not known"),
+        (
+            ["--cluster", "2x8xh100", "--on", "torchrun", "--shared", "--submit"],
+            "--submit does not start --on torchrun",
+        ),
+        ([], "the plan has 16"),
+    ],
+)
+def test_launch_refuses_before_anything_is_written(options, told, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if not options:
+        options, told = ["--node-rank", "0"], "add --nodes and --ranks-per-node"
+    on = [] if "--on" in options or "--node-rank" in options else ["--on", "slurm"]
+    assert main(["launch", *WORDS, *options, *on]) in (2, 3)
+    assert told in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_save_is_given_the_time_of_its_bytes_and_the_step_before_it(capsys):
+    from meshwright.config import load
+
+    run = load.load(None, WORDS, ranks=16).run
+    two, four = (save_seconds(run, nodes, cluster("2x8xh100")) for nodes in (2, 4))
+    written = 2 * 12 * 8.03e9 / 1e9  # weights and two moments in fp32, twice, at a gigabyte a second and machine
+    assert two - four == pytest.approx(written / 4, rel=0.02)
+    assert save_seconds(run, 2, None) == pytest.approx(30 + written / 2, rel=0.02)
+
+
+def test_a_folder_on_a_disk_of_one_machine_is_told(tmp_path):
+    mounts = tmp_path / "mounts"
+    mounts.write_text("/dev/a / ext4 rw 0 0\nserver:/x /shared nfs4 rw 0 0\n/dev/b /shared/my\\040disk xfs rw 0 0\n")
+    assert file_system(Path("/shared/runs/a"), mounts) == "nfs4"
+    assert file_system(Path("/shared/my disk/a"), mounts) == "xfs"
+    assert file_system(Path("/home/a"), mounts) == "ext4"
+    job = LaunchJob(
+        run=None, nodes=2, per_node=8, gpus=8, folder=Path("/home/a"), where=Path(), out=Path(), save_seconds=30
+    )  # type: ignore[arg-type]
+    assert [problem.text for problem in folder_problems(job, mounts)]
+    assert not list(folder_problems(msgspec.structs.replace(job, target=Target(shared=True)), mounts))
+    assert not list(folder_problems(msgspec.structs.replace(job, nodes=1), mounts))
+
+
+def test_of_several_codes_the_one_that_says_most():
+    assert verdict([0, 0]) == 0
+    assert verdict([10, 10]) == 10
+    assert verdict([11, 2]) == 2
+    assert verdict([-9, 11]) == verdict([137, 10]) == 11
+    assert verdict([11, 1]) == 1
+    assert verdict([10, 130]) == 130
+    assert verdict([0, 77]) == 1
+
+
+def test_strings_are_strings_in_every_language():
+    text = 'a"b\\c\n${d} %{e} \x00 é ☃ 🦊'
+    assert quoted(text) == '"a\\"b\\\\c\\n${d} %{e} \\u0000 é ☃ 🦊"'
+    assert hcl("${a} %{b}") == '"$${a} %%{b}"'
+    assert pod_word("$(HOME) $x") == "$$(HOME) $x"
+    assert (
+        yaml({"no": [{"a": "1"}, []], "b": {}, "c": "x\ny\n"}) == '"no":\n  - a: "1"\n  - []\nb: {}\nc: |\n  x\n  y\n'
+    )
+    assert yaml({"c": " x\ny\n"}) == 'c: " x\\ny\\n"\n'  # a first blank would be an indent
+
+
+def test_labels_are_what_all_schedulers_take():
+    assert label("My Run!", "0123abcd") == "my-run-0123abcd"
+    assert label("7b", "0123abcd") == "run-7b-0123abcd"
+    assert label("☃", "0123abcd") == "run-0123abcd"
+    assert len(label("x" * 99, "0123abcd")) <= 30
+
+
+def test_gpus_as_slurm_writes_them():
+    assert [gpus_of(text) for text in ("gpu:8(S:0-1)", "gpu:h100:8", "gpu:a:2,gpu:b:1", "(null)", "craynetwork:4")] == [
+        8, 8, 3, 0, 0,
+    ]  # fmt: skip
+
+
+def test_what_ranks_are_told_is_what_the_files_say(tmp_path, capsys):
+    options = ["--cluster", "2x8xh100", "--on", "slurm", "--shared", "--out", str(tmp_path), "--folder", "/shared/r"]
+    assert main(["launch", *WORDS, *options, "--json"]) == 0
+    lines = (tmp_path / "rank.sh").read_text().splitlines()
+    assert shlex.split(lines[-1])[-3:] == [str(tmp_path / "run.toml"), "--folder", "/shared/r"]
+    assert main(["config", "show", str(tmp_path / "run.toml")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        ("node0:1234", ("node0", 1234)),
+        ("node0", ("node0", 29500)),
+        ("10.0.0.1:80", ("10.0.0.1", 80)),
+        ("[fd00::7]:1234", ("fd00::7", 1234)),
+        ("[fd00::7]", ("fd00::7", 29500)),
+        ("fd00::7", ("fd00::7", 29500)),
+    ],
+)
+def test_where_rank_0_listens_may_be_a_name_or_a_number_of_either_kind(said, found):
+    assert host_and_port(said) == found
+
+
+@pytest.mark.parametrize("said", ["", ":1234", "node0:port", "[fd00::7", "[fd00::7]1234", "node0:1234567"])
+def test_what_is_no_address_is_refused(said):
+    with pytest.raises(InputError, match="is not where rank 0 could listen"):
+        host_and_port(said)

@@ -1,0 +1,54 @@
+"""Who trains together, as the supervisor decides it."""
+
+import msgspec
+
+from meshwright.runtime import generations
+from meshwright.runtime.generations import RankPosition, Roster, replica_ranks
+from meshwright.spec.plan import Plan
+
+
+def test_the_ranks_of_a_replica_are_those_of_one_coordinate():
+    assert replica_ranks(Plan(microbatch=1, replicate=2, shard=2)) == [[0, 1], [2, 3]]
+    assert replica_ranks(Plan(microbatch=1, replicate=2, pp=2)) == [[0, 2], [1, 3]]
+    assert replica_ranks(Plan(microbatch=1, replicate=2, tp=2, pp=2)) == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+def test_who_is_lost_ends_a_generation_and_who_is_ready_begins_one(tmp_path):
+    roster = Roster(tmp_path, Plan(microbatch=1, replicate=3, shard=2))
+    assert generations.current(tmp_path).members == (0, 1, 2)
+    roster.lose({1})
+    assert generations.current(tmp_path).members == (0, 2)
+    generations.touch(generations.ready_file(tmp_path, 2, 1))
+    assert roster.look(0.0) == []  # one of its two ranks
+    generations.touch(generations.ready_file(tmp_path, 3, 1))
+    assert roster.look(0.0) == [1]
+    assert generations.current(tmp_path).members == (0, 1, 2)
+    assert generations.current(tmp_path).number == 3
+
+
+def test_a_replica_that_falls_before_it_trains_changes_nothing_for_the_others(tmp_path):
+    roster = Roster(tmp_path, Plan(microbatch=1, replicate=2))
+    roster.lose({1})
+    roster.lose({1})
+    assert (roster.number, roster.fruitless[1], roster.starts[1]) == (2, 1, 2)
+    generations.touch(generations.ready_file(tmp_path, 1, 1))  # of the first start, which is gone
+    assert roster.look(0.0) == []
+
+
+def test_a_group_that_broke_though_nobody_is_gone_is_made_again(tmp_path):
+    roster = Roster(tmp_path, Plan(microbatch=1, replicate=2))
+    generations.touch(generations.broken_file(tmp_path, 1))
+    roster.look(10.0)
+    assert roster.number == 1
+    roster.look(10.0 + 2 * generations.HICCUP_SECONDS)
+    assert roster.number == 2
+    assert roster.members == {0, 1}
+
+
+def test_standings_are_known_once_all_have_spoken(tmp_path):
+    own = RankPosition(step=3, evaluated=True, leads=False)
+    generations.stand(tmp_path, 7, 0, own)
+    assert generations.standings(tmp_path, 7, [0, 1]) is None
+    generations.stand(tmp_path, 7, 1, msgspec.structs.replace(own, step=-1))
+    found = generations.standings(tmp_path, 7, [0, 1])
+    assert max(standing.position for standing in found.values()) == (3, True)

@@ -1,0 +1,42 @@
+"""What a plan is compared with: one process, or a reference of its own that its optimizer or a field asks for."""
+
+import pytest
+
+from meshwright.verify import prove
+
+
+def references(folder, overrides, plans):
+    jobs = prove.jobs("tiny", overrides, plans, 6, folder)
+    return [(prove.named(reference)[0], reference.plan, [name for name, _ in planned]) for reference, planned in jobs]
+
+
+def test_adascale_is_compared_in_microbatches_of_the_same_size(tmp_path):
+    found = references(tmp_path, ["optim.adascale=true"], ["replicate=2", "shard=2,zero=1", "grad_accum=4"])
+    assert [(name, plan.microbatch, plan.grad_accum, plan.world) for name, plan, _ in found] == [
+        ("one process, in microbatches of the same size", 2, 2, 1),
+        ("one process, in microbatches of the same size", 1, 4, 1),
+    ]
+    assert [len(plans) for *_, plans in found] == [2, 1]
+
+
+@pytest.mark.parametrize("name", ["onebit_adam", "zero_one_adam", "onebit_lamb"])
+def test_optimizers_that_compress_have_a_reference_of_as_many_workers(tmp_path, name):
+    word = f"optim.name={name}"
+    plans = prove.matrix(4, None, [word])
+    assert plans == ["replicate=2", "replicate=4,grad_accum=2"]
+    found = references(tmp_path, [word], plans)
+    assert [(plan.replicate, plan.grad_accum) for _, plan, _ in found] == [(2, 1), (4, 1)]
+    assert all("same compression" in said for said, *_ in found)
+
+
+def test_staleness_zero_is_compared_with_one_process_and_more_with_what_happened(tmp_path):
+    found = references(tmp_path, [], ["replicate=2,staleness=0", "replicate=2,staleness=2"])
+    assert [said for said, *_ in found] == [prove.ONE, prove.OWN_REFERENCES["staleness"][0]]
+
+
+def test_the_matrix_leaves_out_what_servers_cannot_have():
+    stale = [plan for plan in prove.matrix(2) if "staleness" in plan]
+    assert stale == ["replicate=2,staleness=0", "replicate=2,staleness=2"]
+    assert stale == [plan for plan in prove.matrix(2, None, ["optim.name=sgd"]) if "staleness" in plan]
+    for word in ("optim.name=lamb", "optim.state_dtype=int8", "optim.master_weights=split"):
+        assert not any("staleness" in plan for plan in prove.matrix(2, None, [word]))

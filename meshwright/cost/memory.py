@@ -271,7 +271,9 @@ def _why(found: Ledger, headroom: int) -> str:
 def _offloaded(job: Job, activations: float, place: Mapping[str, int] = FIRST) -> OffloadedMemory:
     """Of a rank whose microbatches in flight have offloaded so many bytes of activations."""
     layout = state_layout(job)
-    host, disk = [*hosted(job.arch, job.plan, place, layout), *served(job, place)], []
+    host, disk = [*served(job, place)], []
+    if layout.hosted:
+        host = [*_on_host(_state_job(job), tuple(place.items())), *host]
     if activations:
         why = "saved activations, offloaded until the backward"
         host.append(LedgerEntry(name="activations", bytes=round(activations), why=why))
@@ -373,6 +375,12 @@ def _resident(job: Job, key: tuple[tuple[str, int], ...]) -> ResidentMemory:
     """What a rank holds whatever the moment."""
     place = dict(key)
     return buffered(job, place) if job.stack.holds.states == "buffers" else sharded(job, place)
+
+
+@lru_cache(maxsize=4096)
+def _on_host(job: Job, key: tuple[tuple[str, int], ...]) -> tuple[LedgerEntry, ...]:
+    """What a rank's host holds of the states whatever the moment."""
+    return hosted(job.arch, job.plan, dict(key), state_layout(job))
 
 
 def _parts(job: Job, rank: int) -> dict[int, SavedActivations]:

@@ -29,7 +29,7 @@ KEY = "agreement"
 MOST_NAMED = 6  # differences between ranks
 MEETING = timedelta(minutes=5)  # ranks import torch at different speeds on a crowded machine
 LOOK_SECONDS = 0.02
-READ_SECONDS = 5.0  # in which all ranks have read why they may not begin
+READ_SECONDS = 20.0  # in which all ranks have read why they may not begin
 SHOWN_SECONDS = 10.0  # after which a shared disk shows a new file to all
 RESOLVE_SECONDS = 30.0
 NEWEST = "meshwright/newest"

@@ -69,7 +69,7 @@ def test_ranks_that_differ_all_leave_with_a_sentence(user):
     ranks = [start(user, rank, f"seed={rank}", "--folder", "differ", port=port) for rank in range(2)]
     said = [rank.communicate(timeout=GIVEN_UP)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [2, 2], said
-    assert all("rank 1 has seed = 1, the others 0" in text for text in said)
+    assert all("rank 1 has seed = 1, the others 0" in text for text in said), said
     assert not [text for text in said if "Traceback" in text or "C++" in text or "Exception raised" in text]
 
 

@@ -317,14 +317,15 @@ def saved_activations(work: MicrobatchShape, mixtures: tuple[bool, ...], last: b
     tables = 2 if work.arch.rope_local_theta else 1  # once for all layers, of each base
     rope = work.whole * work.arch.rotated * tables * work.wide if work.arch.positions == "rope" else 0.0
     logits, loss = _loss(work) if last else (0.0, 0.0)
+    ahead = _ahead_kept(work, mixtures, policy) if last and work.arch.mtp_layers else 0.0
     everything = SavedActivations(
-        activations=alone + sum(remaining) + rope + (_end_kept(work) if last else 0.0),
+        activations=alone + sum(remaining) + rope + ahead + (_end_kept(work) if last else 0.0),
         first_run=(remaining[0] if remaining else blocks[0] if blocks else 0.0) + rope,
         first_blocks=len(recomputed[0]) if recomputed else 1,
         recomputed=max((size - left for size, left in zip(inside, remaining, strict=True)), default=0.0),
         activation_grads=_activation_grads(work),
         between=len(blocks) * _matmul_grads(work),
-        logits=logits,
+        logits=logits * (1 + work.arch.mtp_layers),
         loss=loss,
     )
     if not work.offloads:
@@ -515,6 +516,20 @@ def _end_kept(work: MicrobatchShape) -> float:
     """What the projection to logits reads, and the norm before it where there is one."""
     offset = work.arch.hidden * work.narrow if work.arch.norm_offset else 0
     return work.entering + (_norm_kept(work) + offset if work.arch.norm_position != "post" else 0.0)
+
+
+def _ahead_kept(work: MicrobatchShape, mixtures: tuple[bool, ...], policy: str) -> float:
+    """What multi-token prediction saves beside its block: embeddings, three norms, and what two matrices read.
+
+    Where the block is recomputed, the embeddings are its second input, and what it returns is projected. The model's
+    own hidden states are saved once for both, unless the loss saves their gradient instead.
+    """
+    recomputed = any(len(mixtures) - 1 in run for run in runs(policy, len(mixtures))) and not by_operation(policy)
+    same = not work.chunk and (recomputed or work.fused_norm or work.narrow == work.wide)
+    shared = work.stream if same else 0
+    if recomputed:
+        return work.stream + work.entering - shared
+    return 3 * _norm_kept(work) + 2 * work.entering + work.entering - shared
 
 
 def _norm_kept(work: MicrobatchShape) -> float:

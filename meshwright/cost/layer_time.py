@@ -295,7 +295,18 @@ def ends(at: LayerModel, first: bool, last: bool) -> PassTimes:
         moved = moved_seconds(EMBEDDING_PASSES / 2 * at.between * at.arch.hidden * at.rates.width, at.rates)
         back = moved if at.arch.trains("embed.weight") else 0.0
         found += PassTimes(forward=TimeTerms(elementwise=moved), weight=TimeTerms(elementwise=back))
-    return found + _projection(at) if last else found
+    if not last:
+        return found
+    return found + _projection(at) + (_ahead(at) if at.arch.mtp_layers else PassTimes())
+
+
+def _ahead(at: LayerModel) -> PassTimes:
+    """What multi-token prediction adds outside its block: embeddings, the matrix that joins them, a projection."""
+    hidden = at.arch.hidden
+    joined = _product(1, at.tokens, hidden, 2 * hidden, at)
+    moved = moved_seconds(EMBEDDING_PASSES * at.between * hidden * at.rates.width, at.rates)
+    once = TimeTerms(products=joined, elementwise=moved)
+    return _projection(at) + PassTimes(forward=once, input=once, weight=TimeTerms(products=joined))
 
 
 def recomputed_terms(at: LayerModel, mixture: bool, by_operation: bool) -> TimeTerms:

@@ -93,6 +93,10 @@ class Arch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     balance_loss: float = 0.0  # weight of the load-balancing loss
     z_loss: float = 0.0  # weight of the squared log-sum-exp of the router's logits
 
+    # Multi-token prediction (DeepSeek-V3): a block more that also predicts the token after the next, in training alone.
+    mtp_layers: int = 0  # such blocks after the others: 0 or 1
+    mtp_loss_weight: float = 0.3  # of their loss beside that of the next token
+
     # What of it is trained, where that is not all of it: of a run, whose [adapter] and optim.freeze say so.
     tuning: Tuning | msgspec.UnsetType = msgspec.UNSET
 
@@ -109,6 +113,15 @@ class Arch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def trains(self, name: str) -> bool:
         """Whether a weight is trained."""
         return self.tuning is msgspec.UNSET or self.tuning.trains(name)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that a step of training computes: the layers, and those of multi-token prediction."""
+        return self.layers + self.mtp_layers
+
+    def looks_ahead(self, layer: int) -> bool:
+        """Whether a block is one of multi-token prediction."""
+        return layer >= self.layers
 
     def is_mixture(self, layer: int) -> bool:
         """Whether a layer routes its tokens to experts."""

@@ -171,7 +171,7 @@ def initialise(
 
     Whoever takes the values is given each weight's by itself, in full width.
     """
-    folder = open_folder(run.init.folder) if run.init.folder else None
+    folder = open_folder(run.init.folder, run.arch.mtp_layers) if run.init.folder else None
     values = FirstValues(run, folder, device)
     for name, module in chunk.named_modules():
         if isinstance(module, (MoELayer, lora.LoraLinear)):

@@ -52,6 +52,14 @@ def test_windows_end_where_documents_do(folder):  # noqa: F811
         compare(folder, (*STEPS, "data.mask_documents=true"), plan, "tiny-gpt-oss")
 
 
+@world(2)
+def test_multi_token_prediction_is_the_same_under_every_plan_that_has_it(folder):  # noqa: F811
+    words = (*STEPS, "arch.mtp_layers=1", "arch.layers=2")
+    for plan in (RING, ULYSSES, EXPERTS, ALONE, ("plan.replicate=2", "plan.recompute=selective")):
+        compare(folder, words, plan, "tiny-deepseek-v3")
+    compare(folder, (*words, "data.mask_documents=true"), RING, "tiny-glm4-moe")
+
+
 @pytest.mark.parametrize("after", [TP, ("plan.pp=2", "plan.grad_accum=4")], ids=["tp", "pp"])
 @world(2)
 def test_a_load_bias_is_saved_and_resumed_under_another_plan(folder, after):  # noqa: F811

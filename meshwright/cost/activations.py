@@ -264,15 +264,9 @@ def _leaves(plan: Plan, holds: StackMemory) -> bool:
 def has_chunks(arch: Arch, plan: Plan) -> bool:
     """Whether the loss computes some rows' logits at a time; a pipeline's last stage hands all of them over.
 
-    Softcapped logits are all made: the loss's kernels know no cap; so are those of which DPO sums log-probabilities.
+    Those of which DPO sums log-probabilities are all made.
     """
-    return (
-        plan.pp == 1
-        and not arch.logit_softcap
-        and not arch.compared
-        and plan.kernels != "plain"
-        and (plan.tp > 1 or plan.precision != "fp64")
-    )
+    return plan.pp == 1 and not arch.compared and plan.kernels != "plain" and (plan.tp > 1 or plan.precision != "fp64")
 
 
 def chunk_rows(vocab: int, plan: Plan) -> int:
@@ -594,7 +588,8 @@ def _loss(work: MicrobatchShape) -> tuple[float, float]:
         projects = work.arch.trains("embed.weight" if work.arch.tied else "head.weight")
         elements = work.vocab / work.tp * work.arch.hidden if projects else 0.0
         sums = elements * (2 * work.wide - work.narrow) if work.chunk < work.whole else 0
-        return elements * work.narrow, work.chunk * work.vocab / work.tp * work.narrow + sums
+        chunks = 2 if work.arch.logit_softcap else 1  # of which one is what the cap's gradient needs
+        return elements * work.narrow, chunks * work.chunk * work.vocab / work.tp * work.narrow + sums
     logits = work.whole * work.vocab / work.tp
     added = 3 * work.wide if work.tp > 1 else 2 * work.wide
     if work.holds.logits_bytes:

@@ -68,6 +68,7 @@ QUANTIZED_BYTES = {"fp8": (1.0, 17.0), "int8": (17.0, 9.0)}
 DECODE_PASSES = 0.5 + 2 * 2 + 4 + 2 * 4 + 4 + 2
 SUM_PASSES = 3  # of an adapter's output, added to its layer's: both are read, and the sum written
 SELECTED = 0.5  # of all blocks, where a stack recomputes some of them and does not say how many
+CAP_PASSES = 11  # of the logits, by a softcap and its gradient, none of them fused
 EMBEDDING_PASSES = 6  # of the hidden states, by the lookup, its dropout and the scattered gradient
 
 
@@ -519,6 +520,7 @@ def _projection(at: LayerModel) -> PassTimes:
     arch, plan = at.arch, at.plan
     vocab, size = arch.vocab / plan.tp, at.tokens * arch.hidden * at.rates.width
     logits = moved_seconds(at.tokens * vocab * WIDE * at.speed.logit_passes, at.rates)
+    logits += moved_seconds(at.tokens * vocab * CAP_PASSES * at.rates.width, at.rates) if arch.logit_softcap else 0.0
     collected = at.collective("all_gather", "tp", size)
     kept = moved_seconds(vocab * arch.hidden * at.adding, at.rates)
     return PassTimes(

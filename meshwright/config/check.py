@@ -601,6 +601,13 @@ def _layers(run: Run) -> Iterator[Problem]:
         yield Problem("arch.norm_offset is for arch.norm = rms", "leave it out, or use RMSNorm", "arch.norm_offset")
     if not 0 < arch.rope_share <= 1:
         yield Problem(f"arch.rope_share = {arch.rope_share:g} is no share", "use above 0 up to 1", "arch.rope_share")
+    pairs = arch.rotated // 2 if arch.rope_scaling == "longrope" else 0
+    for name in ("rope_short", "rope_long"):
+        if len(getattr(arch, name)) != pairs:
+            what = (
+                f"arch.{name} has {len(getattr(arch, name))} numbers, and a head has {pairs} pairs that longrope scales"
+            )
+            yield Problem(what, f"give {pairs}, and only with arch.rope_scaling = longrope", f"arch.{name}")
     yield from _latent(run)
     yield from _ahead(run)
 

@@ -305,7 +305,10 @@ FAMILIES: dict[str, Family] = {
     ),
     "phi3": Family(
         model="Phi3ForCausalLM",
-        words=(*SIZES, EPS, SWIGLU, Windows(), Rope(kinds=())),
+        words=(
+            *SIZES, EPS, SWIGLU, Windows(),
+            Rope(kinds=("longrope",), older=(("su", "longrope"), ("yarn", "longrope"))),  # as Phi-3's own code has it
+        ),
         absent=LATE | NO_WINDOW | PLAIN_SCALE | {"rms_norm_eps": 1e-5, "num_key_value_heads": None},
         names=PHI3,
         own_code=True,

@@ -328,6 +328,7 @@ def _idle(arch: Arch) -> set[str]:
     rope = ("rope_factor", "rope_low", "rope_high", "rope_original")
     yarn = ("rope_beta_fast", "rope_beta_slow", "rope_truncate", "rope_attention")
     used = {"none": (), "linear": rope[:1], "llama3": rope, "yarn": ("rope_factor", "rope_original", *yarn)}
+    used["longrope"] = ("rope_original", "rope_attention")
     idle = {*OF_TRAINING, *rope, *yarn} - set(used[arch.rope_scaling])
     idle |= set() if arch.window else {"full_every", "rope_local_theta"}
     return idle | ({"ffn"} if arch.experts and arch.mixture_layers == arch.layers else set())

@@ -44,6 +44,7 @@ class Decoder(nn.Module):
         # Transforms may put other functions here.
         self.loss: Loss = partial(weighted_loss, softcap=arch.logit_softcap) if arch.logit_softcap else weighted_loss
         self.build_mask: BuildMask = _document_ids
+        self.length = 0  # positions of whole sequences, of which a rank may have a part; 0: as many as are given
         self.tied_across_stages: frozenset[str] = frozenset()  # weights that another pipeline stage holds too
 
     def forward(
@@ -99,7 +100,7 @@ class Decoder(nn.Module):
         windows = {layer: arch.window_of(int(layer)) for layer in self.blocks}
         masks = {window: self.build_mask(documents, window, positions) for window in set(windows.values())}
         ropes = {
-            is_local: rope_table(arch, positions, accum_dtype(x), is_local)
+            is_local: rope_table(arch, positions, accum_dtype(x), is_local, self.length or positions.shape[1])
             for is_local in {arch.rope_local_theta > 0 and windows[layer] > 0 for layer in self.blocks}
             if arch.positions == "rope"
         }

@@ -65,15 +65,19 @@ class Arch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     rope_share: float = 1.0  # of a head's dimensions, the first ones, that are rotated (GPT-NeoX, GLM)
     rope_interleaved: bool = False  # pairs are neighbours (2i, 2i + 1) (Cohere, DeepSeek), and not halves
     no_rope_every: int = 0  # layer i rotates nothing when this divides i + 1 (SmolLM3)
-    rope_scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
+    rope_scaling: Literal["none", "linear", "llama3", "yarn", "longrope"] = "none"
     rope_factor: float = 1.0
     rope_low: float = 1.0  # llama3: wavelengths longer than original / low are divided by the factor
     rope_high: float = 4.0  # llama3: wavelengths shorter than original / high are kept
-    rope_original: int = 8192  # llama3, yarn: the context before scaling
+    rope_original: int = 8192  # llama3, yarn, longrope: the context before scaling
     rope_beta_fast: float = 32.0  # yarn: pairs that turn so often over the original context are kept
     rope_beta_slow: float = 1.0  # yarn: those that turn no oftener are divided by the factor
     rope_truncate: bool = True  # yarn: the ends of the ramp between them are whole pairs
-    rope_attention: float = 0.0  # yarn: cosines and sines are multiplied by it; 0: 0.1 · ln(rope_factor) + 1
+    # Of yarn and longrope, what cosines and sines are multiplied by; 0: 0.1 · ln(rope_factor) + 1, or of longrope
+    # √(1 + ln(context ÷ rope_original) ÷ ln(rope_original)).
+    rope_attention: float = 0.0
+    rope_short: tuple[float, ...] = ()  # longrope (Phi-3): what each pair's frequency is divided by
+    rope_long: tuple[float, ...] = ()  # the same in sequences that are longer than rope_original
 
     experts: int = 0  # 0: every feed-forward layer is dense
     moe_every: int = 1  # layer i is an MoE layer when this divides i + 1

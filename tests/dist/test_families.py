@@ -30,6 +30,7 @@ PLANS = {
     "tiny-cohere": (TP, ULYSSES, STAGES),
     "tiny-granite": (TP, RING, PIPED),
     "tiny-smollm3": (TP, ULYSSES, STAGES),
+    "tiny-starcoder2": (TP, RING, PIPED),
 }
 STEPS = ("steps=2",)
 
@@ -44,6 +45,14 @@ def test_two_ranks_train_as_one_process_does(folder, arch):  # noqa: F811
 @world(2)
 def test_fewer_heads_of_keys_than_ranks_are_held_by_each(folder):  # noqa: F811
     compare(folder, ("arch.kv_heads=1",), TP, "tiny-qwen2")
+
+
+@world(2)
+def test_longrope_goes_by_the_length_of_whole_sequences(folder):  # noqa: F811
+    factors = ("arch.rope_short=[1.0,1.5,2.0,4.0]", "arch.rope_long=[1.5,3.0,9.0,20.0]")
+    words = (*STEPS, "arch.rope_scaling=longrope", "arch.rope_original=20", *factors)  # of 32, of which a rank has 16
+    for plan in (RING, ULYSSES):
+        compare(folder, words, plan, "tiny-phi3")
 
 
 @world(2)

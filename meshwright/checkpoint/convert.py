@@ -179,7 +179,7 @@ def convert(
     if found:
         raise InputError(found)
     rounded = None if dtype is None else DTYPE_OF[dtype]
-    folder = open_folder(source)
+    folder = open_folder(source, mtp_layers=None)
     target = target or default_target(folder)
     if isinstance(folder, AdaptedFolder) and not merge:
         return _write_adapter(folder, target, say, rounded, check_tokens)
@@ -193,10 +193,10 @@ def convert(
         step += f" ({folder.quantized}, read and written as bfloat16)" if folder.quantized else ""
         say(f"converting {count(folder.arch):,} parameters of {folder.path}{step}")
         if folder.left_out:
-            say(f"left out: {folder.left_out} tensors of pictures or of multi-token prediction, which is not trained")
+            say(f"left out: {folder.left_out} tensors of pictures or of multi-token prediction that have no place here")
         write(stage, folder, rounded, shard_bytes)
         say(f"comparing the logits of {check_tokens} tokens")
-        written = open_folder(stage)
+        written = open_folder(stage, folder.arch.mtp_layers)
         largest, allowed, judges = _compare(folder, written, rounded, check_tokens)
         report = ConvertReport(
             source=str(folder.path),

@@ -26,7 +26,7 @@ from meshwright.checkpoint.read import StepWeights
 from meshwright.checkpoint.state import TORCH_DTYPES
 from meshwright.config.families import FAMILIES, Family
 from meshwright.config.huggingface import ARCH, CONFIG, INDEX, SINGLE, TOKENIZER, family, no_weights, shape_differences
-from meshwright.config.weights import ADAPTER, TEXT, AdapterNote, FolderDescription, Kind, describe
+from meshwright.config.weights import ADAPTER, TEXT, AdapterNote, FolderDescription, Kind, describe, with_ahead
 from meshwright.kernels.coded import CodedPart, decode, encode
 from meshwright.models.init import initial
 from meshwright.runtime.files import replace_file, replace_json
@@ -335,13 +335,19 @@ class ModelFolder:
         return value
 
 
-def open_folder(reference: Path | str) -> ModelFolder:
-    """Open a Hugging Face folder, one of ours, or a run (RUN, RUN@STEP); checks all names and shapes, reads no data."""
+def open_folder(reference: Path | str, mtp_layers: int | None = 0) -> ModelFolder:
+    """Open a Hugging Face folder, one of ours, or a run (RUN, RUN@STEP); checks all names and shapes, reads no data.
+
+    `mtp_layers`: of a Hugging Face folder, those of multi-token prediction that are wanted; None: what there is.
+    """
     described = describe(reference)
     if described.note is not None:
         return _open_adapted(described, described.note)
-    path, arch = described.path, described.arch
+    path = described.path
     reader = StepWeights(path) if described.kind == "checkpoint" else _reader(path, described.quantized)
+    wanted = int(_holds_ahead(described, reader.names)) if mtp_layers is None else mtp_layers
+    described = with_ahead(described, wanted)
+    arch = described.arch
     if described.kind != "huggingface":
         layout = native(arch)
     else:  # files of a bare model lack the prefix, and experts come apart or fused
@@ -381,9 +387,20 @@ def _outside(described: FolderDescription) -> tuple[str, ...]:
     if described.with_pictures:
         found += [f"{at}{part}." for at in ("", "model.") for part in ("vision_tower", "multi_modal_projector")]
     if described.more_layers:
-        blocks, first = FAMILIES[described.family].names["blocks"], described.arch.layers
+        blocks, first = FAMILIES[described.family].names["blocks"], described.arch.blocks
         found += [f"{blocks}.{layer}." for layer in range(first, first + described.more_layers)]
+    if described.kind == "huggingface" and described.arch.mtp_layers:  # copies, of what it shares with the model
+        at = f"{FAMILIES[described.family].names['blocks']}.{described.arch.layers}"
+        found += [f"{at}.{shared}.weight" for shared in ("embed_tokens", "shared_head.head")]
     return tuple(found)
+
+
+def _holds_ahead(described: FolderDescription, names: frozenset[str]) -> bool:
+    """Whether the tensors of multi-token prediction are there: transformers keeps the key and drops the tensors."""
+    if described.kind != "huggingface" or not described.more_layers:
+        return False
+    words = FAMILIES[described.family].names
+    return f"{words['blocks']}.{described.arch.layers}.{words['join']}.weight" in names
 
 
 def _reader(path: Path, quantized: str) -> Reader:

@@ -14,7 +14,7 @@ from meshwright.spec.blockwise import FORMATS
 from meshwright.spec.optimizers import OPTIMIZERS, in_state_dtype
 from meshwright.spec.outer import MOST_TP, block_length
 from meshwright.spec.params import cut_widths, params
-from meshwright.spec.plan import AXES, Plan
+from meshwright.spec.plan import AXES, Plan, in_runs
 from meshwright.spec.problem import InputError as InputError
 from meshwright.spec.problem import Problem
 from meshwright.spec.schedule import Schedule, misfits
@@ -30,12 +30,19 @@ NATURAL = (
     "seed", "eval.every", "checkpoint.every", "checkpoint.keep_every", "eval.sample_tokens", "optim.warmup",
     "optim.sync_warmup", "optim.freeze_step", "faults.restarts", "faults.not_finite", "faults.compare_every",
     "arch.experts", "arch.shared_experts", "plan.powersgd",
-    *(f"arch.{name}" for name in ("window", "full_every", "no_rope_every", "dense_layers")),
+    *(f"arch.{name}" for name in ("window", "full_every", "no_rope_every", "dense_layers", "mtp_layers")),
     *(f"arch.{name}" for name in ("kv_rank", "q_rank", "rope_dim", "v_dim")),
 )  # fmt: skip
 ARCH_COUNTS = ("vocab", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "context", "moe_every")
 ARCH_SCALES = ("embed_scale", "residual_scale", "logit_scale", "router_scale")
-ARCH_CAPS = ("attention_scale", "attention_softcap", "logit_softcap", "rope_local_theta", "router_load_rate")
+ARCH_CAPS = (
+    "attention_scale",
+    "attention_softcap",
+    "logit_softcap",
+    "rope_local_theta",
+    "router_load_rate",
+    "mtp_loss_weight",
+)
 ARCH_LIMIT = 10**9  # no dimension of any model; stops a typing slip before it asks for the memory
 LAYER_LIMIT = 10_000  # ten times the deepest model known; a parameter table is built from this number
 EXPERT_LIMIT = 100_000  # of all layers together: four times the most known; a list of tensors is built from this number
@@ -594,7 +601,48 @@ def _layers(run: Run) -> Iterator[Problem]:
         yield Problem("arch.norm_offset is for arch.norm = rms", "leave it out, or use RMSNorm", "arch.norm_offset")
     if not 0 < arch.rope_share <= 1:
         yield Problem(f"arch.rope_share = {arch.rope_share:g} is no share", "use above 0 up to 1", "arch.rope_share")
+    pairs = arch.rotated // 2 if arch.rope_scaling == "longrope" else 0
+    for name in ("rope_short", "rope_long"):
+        if len(getattr(arch, name)) != pairs:
+            what = (
+                f"arch.{name} has {len(getattr(arch, name))} numbers, and a head has {pairs} pairs that longrope scales"
+            )
+            yield Problem(what, f"give {pairs}, and only with arch.rope_scaling = longrope", f"arch.{name}")
     yield from _latent(run)
+    yield from _ahead(run)
+
+
+def _ahead(run: Run) -> Iterator[Problem]:
+    """Multi-token prediction: the models that it is not of."""
+    arch, remedy = run.arch, "set arch.mtp_layers = 0"
+    if arch.mtp_layers > 1:
+        what = f"arch.mtp_layers = {arch.mtp_layers}: only one token beyond the next is predicted"
+        yield Problem(what, "use arch.mtp_layers = 1, or 0", "arch.mtp_layers")
+    if not arch.mtp_layers:
+        return
+    if arch.adapter.kind != "none" or arch.compared:
+        yield Problem("arch.mtp_layers trains the whole model by next tokens, without adapters or preferences", remedy)
+    for key, other in (("tied", False), ("norm_position", "pre"), ("positions", "rope")):
+        if (value := getattr(arch, key)) != other:
+            what = f"arch.mtp_layers is not of models with arch.{key} = {str(value).lower()}"
+            yield Problem(what, f"{remedy}, or arch.{key} = {str(other).lower()}", f"arch.{key}")
+
+
+def _ahead_of_plans(run: Run) -> Iterator[Problem]:
+    """Multi-token prediction: the plans that it cannot run under."""
+    plan, mtp = run.plan, f"arch.mtp_layers = {run.arch.mtp_layers}"
+    if not run.arch.mtp_layers:
+        return
+    remedy = "use plan.shard, plan.cp or plan.ep instead, or set arch.mtp_layers = 0"
+    if plan.pp > 1:
+        what = f"{mtp} reads the embedding where the model ends, which plan.pp = {plan.pp} has on another rank"
+        yield Problem(what, remedy, "plan.pp")
+    if plan.tp > 1:
+        what = f"{mtp} joins whole hidden states, and plan.tp = {plan.tp} has a part of the sequence between matrices"
+        yield Problem(what, remedy, "plan.tp")
+    if in_runs(plan.recompute):
+        what = f"plan.recompute = {plan.recompute} computes blocks in runs, and {mtp} needs what is before the last"
+        yield Problem(what, "use full, selective or none, or set arch.mtp_layers = 0", "plan.recompute")
 
 
 def _latent(run: Run) -> Iterator[Problem]:
@@ -919,7 +967,7 @@ def missing(plan: Plan, find: Callable[[str], str | None] = shutil.which) -> Ite
 
 PLAN_RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
     _batch, _precision, _bf16_params, _rounding, _offload, _quantized, _cpu_offload, _zero, _tensor, _sequence,
-    _ulysses, _pipeline, _experts, _deterministic, _noise_scale, _outer, _routes, _whole_tensors,
+    _ulysses, _pipeline, _ahead_of_plans, _experts, _deterministic, _noise_scale, _outer, _routes, _whole_tensors,
     _onebit, _nobody_to_tell, _staleness, communication.rules, _live, lambda run: how_blocks_run(run.plan),
 )  # fmt: skip
 RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (

@@ -292,6 +292,7 @@ class Rope(NamedTuple):
     share: str = "partial_rotary_factor"
     local: str = ""  # the key of another base for layers with a window
     kinds: tuple[str, ...] = ("linear", "llama3", "yarn")
+    older: tuple[tuple[str, str], ...] = ()  # other names of kinds, and the ones that they have now
 
     def read(self, keys: ConfigKeys, found: Fields) -> Fields:
         name = "rope_scaling" if keys.config.get("rope_scaling") else "rope_parameters"
@@ -314,14 +315,16 @@ class Rope(NamedTuple):
         rope = ConfigKeys(
             {key: value for key, value in beside.items() if value is not REQUIRED} | stated, prefix=f"{name}."
         )
-        choices = {"default": "none"} | {kind: kind for kind in self.kinds}
+        choices = {"default": "none"} | {kind: kind for kind in self.kinds} | dict(self.older)
         kind = rope.choice("rope_type" if "rope_type" in stated else "type", choices, "default")
         fields |= {"rope_theta": rope.number("rope_theta"), "rope_scaling": kind}
         if (share := rope.config.get("partial_rotary_factor")) not in (None, 1):
             fields["rope_share"] = rope.number("partial_rotary_factor", high=1.0) if self.share else 1.0
             if not self.share:
                 rope.refuse("partial_rotary_factor", share, "1.0")
-        if kind != "none":
+        if kind == "longrope":
+            fields |= _long(rope, keys, found["context"])
+        elif kind != "none":
             fields |= _scaling(rope, kind, found["context"])
         keys.problems += rope.problems
         return fields
@@ -336,10 +339,16 @@ class Rope(NamedTuple):
             scaling |= {"beta_fast": arch.rope_beta_fast, "beta_slow": arch.rope_beta_slow}
             scaling |= {"truncate": arch.rope_truncate, "original_max_position_embeddings": arch.rope_original}
             scaling |= {"attention_factor": arch.rope_attention} if arch.rope_attention else {}
+        if arch.rope_scaling == "longrope":  # in the three keys that transformers 4 demands
+            scaling = {"type": "longrope", "short_factor": [*arch.rope_short], "long_factor": [*arch.rope_long]}
+            scaling |= {"attention_factor": arch.rope_attention} if arch.rope_attention else {}
         # transformers 5 reads this form of 4 too; 4 does not read that of 5
         config = {self.theta: arch.rope_theta, "rope_scaling": None if arch.rope_scaling == "none" else scaling}
         if self.share and (arch.rope_share != 1 or self.share != "partial_rotary_factor"):
             config[self.share] = arch.rope_share
+        if "longrope" in self.kinds:
+            is_long = arch.rope_scaling == "longrope"
+            config["original_max_position_embeddings"] = arch.rope_original if is_long else arch.context
         return config | ({self.local: arch.rope_local_theta} if self.local else {})
 
 
@@ -360,6 +369,23 @@ def _scaling(rope: ConfigKeys, kind: str, context: int) -> Fields:
     elif rope.config.get("mscale") and rope.config.get("mscale_all_dim"):
         scales = [_mscale(fields["rope_factor"], rope.number(key)) for key in ("mscale", "mscale_all_dim")]
         fields["rope_attention"] = scales[0] / scales[1]
+    return fields
+
+
+def _long(rope: ConfigKeys, keys: ConfigKeys, context: int) -> Fields:
+    """LongRoPE; its original context is beside the object in older files."""
+    original, name = "original_max_position_embeddings", "factor"
+    before = rope.count(original) if original in rope.config else keys.count(original, context)
+    fields: Fields = {"rope_original": before}
+    for key, field in (("short_factor", "rope_short"), ("long_factor", "rope_long")):
+        listed = _listed(rope.config.get(key))
+        if not listed or not all(type(each) in (int, float) and 0 < each < 1e6 for each in listed):
+            rope.refuse(key, rope.get(key), "a list of numbers above 0, one for each pair of a head")
+        fields[field] = tuple(float(each) for each in listed if isinstance(each, int | float))
+    if rope.config.get("attention_factor") is not None:
+        fields["rope_attention"] = rope.number("attention_factor")
+    elif rope.config.get(name) is not None and before > 1:
+        fields["rope_attention"] = math.sqrt(1 + max(math.log(rope.number(name)), 0.0) / math.log(before))
     return fields
 
 

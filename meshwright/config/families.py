@@ -64,6 +64,7 @@ ROUTED: tuple[Word, ...] = (  # of DeepSeek and those that follow it
     Number("routed_scaling_factor", "router_scale"),
     Plain("moe_layer_freq", 1),
 )
+AHEAD = Count("num_nextn_predict_layers", "mtp_layers", low=0, high=LAYER_LIMIT)
 GROUPS: tuple[Word, ...] = (Count("n_group", "router_groups"), Count("topk_group", "router_top_groups"))
 
 # Our modules by the names of Llama, on which most families build. Weights and biases keep their last word.
@@ -81,6 +82,10 @@ LLAMA = {
     "attn.k_norm": "self_attn.k_norm",
     "attn.sinks": "self_attn.sinks",
     "mlp_norm": "post_attention_layernorm",
+    "embed_norm": "enorm",  # of multi-token prediction, like the next three
+    "hidden_norm": "hnorm",
+    "join": "eh_proj",
+    "end_norm": "shared_head.norm",
     "mlp.gate": "mlp.gate_proj",
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
@@ -184,6 +189,7 @@ DEEPSEEK = LATE | PLAIN_SCALE | {
     "norm_topk_prob": True,
     "first_k_dense_replace": 0,
     "rope_interleave": True,
+    "num_nextn_predict_layers": 0,
 }  # fmt: skip
 QWEN: tuple[Word, ...] = (*SIZES, EPS, SWIGLU, Windows(switch=True), Rope())
 QWEN_ABSENT = LATE | PLAIN_SCALE | {"use_sliding_window": False, "sliding_window": 4096}
@@ -299,7 +305,10 @@ FAMILIES: dict[str, Family] = {
     ),
     "phi3": Family(
         model="Phi3ForCausalLM",
-        words=(*SIZES, EPS, SWIGLU, Windows(), Rope(kinds=())),
+        words=(
+            *SIZES, EPS, SWIGLU, Windows(),
+            Rope(kinds=("longrope",), older=(("su", "longrope"), ("yarn", "longrope"))),  # as Phi-3's own code has it
+        ),
         absent=LATE | NO_WINDOW | PLAIN_SCALE | {"rms_norm_eps": 1e-5, "num_key_value_heads": None},
         names=PHI3,
         own_code=True,
@@ -342,7 +351,7 @@ FAMILIES: dict[str, Family] = {
         words=(
             *SIZES, Same("kv_heads", "heads"), EPS, SWIGLU, Rope(), Latent(), ATTENTION_BIAS, *ROUTED, *GROUPS,
             Flag("norm_topk_prob", "router_renormalise"), Flag("rope_interleave", "rope_interleaved"),
-            Plain("scoring_func", "sigmoid"), Plain("topk_method", "noaux_tc"),
+            Plain("scoring_func", "sigmoid"), Plain("topk_method", "noaux_tc"), AHEAD,
         ),
         says={"router_score": "sigmoid", "router_load_bias": True},
         absent=DEEPSEEK | {"q_lora_rank": 1536},
@@ -354,6 +363,7 @@ FAMILIES: dict[str, Family] = {
         words=(
             *SIZES, EPS, SWIGLU, Rope(), Flag("attention_bias", "attention_bias", ("none", "qkv")), *ROUTED, *GROUPS,
             Flag("use_qk_norm", "qk_norm", ("none", "head")), Flag("norm_topk_prob", "router_renormalise"),
+            AHEAD,
         ),
         says={"router_score": "sigmoid", "router_load_bias": True},
         absent=DEEPSEEK | {

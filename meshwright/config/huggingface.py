@@ -30,7 +30,7 @@ INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".distcp")
 CONFIG_BYTES = 10 * 10**6  # the largest public config.json is a few hundred kilobytes
 # Fields of training, and not of the function that is trained.
-OF_TRAINING = ("dropout", "attention_dropout", "balance_loss", "z_loss", "router_load_rate")
+OF_TRAINING = ("dropout", "attention_dropout", "balance_loss", "z_loss", "router_load_rate", "mtp_loss_weight")
 
 
 def a_pickle(path: Path) -> Problem:
@@ -98,6 +98,8 @@ def shape_differences(there: Arch, here: Arch) -> list[str]:
     Fields that no weight's shape depends on (rotary scaling, losses, the context of rotary positions) may differ.
     """
     here = msgspec.structs.replace(here, tuning=there.tuning)  # adapters are beside the weights
+    if there.mtp_layers > here.mtp_layers:  # multi-token prediction may be left out
+        there = msgspec.structs.replace(there, mtp_layers=here.mtp_layers)
     if [(p.name, p.shape) for p in params(there)] == [(p.name, p.shape) for p in params(here)]:
         return []
     old, new = msgspec.to_builtins(there), msgspec.to_builtins(here)
@@ -133,7 +135,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def arch_of(config: dict[str, Any]) -> Arch:
-    """The architecture that a config.json describes."""
+    """The architecture that a config.json describes, without multi-token prediction: who wants it says so."""
     kind, family = family_of(config)
     stated = config
     if kind == "gemma3":  # text and pictures: its text
@@ -151,6 +153,7 @@ def arch_of(config: dict[str, Any]) -> Arch:
         keys.refuse("quantization_config", quantized, "mxfp4, fp8 with blocks of 128 × 128, or weights without it")
     if keys.problems:
         raise InputError(keys.problems)
+    fields["mtp_layers"] = 0
     arch = Arch(**fields | dict(family.says))
     if found := arch_problems(arch):
         raise InputError([msgspec.structs.replace(problem, where="config.json") for problem in found])
@@ -325,6 +328,7 @@ def _idle(arch: Arch) -> set[str]:
     rope = ("rope_factor", "rope_low", "rope_high", "rope_original")
     yarn = ("rope_beta_fast", "rope_beta_slow", "rope_truncate", "rope_attention")
     used = {"none": (), "linear": rope[:1], "llama3": rope, "yarn": ("rope_factor", "rope_original", *yarn)}
+    used["longrope"] = ("rope_original", "rope_attention")
     idle = {*OF_TRAINING, *rope, *yarn} - set(used[arch.rope_scaling])
     idle |= set() if arch.window else {"full_every", "rope_local_theta"}
     return idle | ({"ffn"} if arch.experts and arch.mixture_layers == arch.layers else set())

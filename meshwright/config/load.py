@@ -21,7 +21,7 @@ from meshwright.config.huggingface import shape_differences
 from meshwright.config.presets import complete, preset_names, preset_table, unknown_preset
 from meshwright.config.renamed import is_recorded, new_name, translated
 from meshwright.config.run import Run
-from meshwright.config.weights import describe
+from meshwright.config.weights import describe, with_ahead
 from meshwright.spec.arch import Arch
 from meshwright.spec.onebit import warm_up_steps
 from meshwright.spec.optimizers import OPTIMIZERS
@@ -444,7 +444,8 @@ def _init_problems(run: Run) -> list[Problem]:
         what = "init.optimizer_state takes the optimizer state of the run in init.from, and none is named"
         found = Problem(what, "name one, or leave init.optimizer_state out", "init.optimizer_state")
         return [found] if run.init.optimizer_state else []
-    differences = shape_differences(describe(run.init.folder).arch, run.arch)
+    described = with_ahead(describe(run.init.folder), run.arch.mtp_layers)
+    differences = shape_differences(described.arch, run.arch)
     text = f"the weights in {run.init.folder} are of another shape: {'; '.join(differences)}"
     remedy = "leave arch out to take the folder's, or begin from another folder"
     return [Problem(text, remedy, "init.from")] if differences else []

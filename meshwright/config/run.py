@@ -240,7 +240,7 @@ ADDED_LATER = {
         *("kv_rank", "q_rank", "rope_dim", "v_dim", "rope_local_theta", "rope_share", "rope_interleaved"),
         *("no_rope_every", "rope_beta_fast", "rope_beta_slow", "rope_truncate", "rope_attention", "dense_layers"),
         *("router_score", "router_load_bias", "router_load_rate", "router_groups", "router_top_groups"),
-        *("router_renormalise", "router_scale"),
+        *("router_renormalise", "router_scale", "mtp_layers", "mtp_loss_weight", "rope_short", "rope_long"),
     ),
     "optim": (
         "master_weights",

@@ -53,11 +53,19 @@ class FolderDescription(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: Path | None  # that travels with the weights, if one does
     family: str = ""  # the model_type of a Hugging Face folder
     with_pictures: bool = False  # whose text model is one part of it
-    more_layers: int = 0  # of multi-token prediction, which are left out
+    more_layers: int = 0  # of multi-token prediction, which the architecture leaves out
     quantized: str = ""  # how its weights are, if they are; read as bf16
     run: Path | None = None  # the folder of the run that the weights are from
     step: int | None = None  # of it, after which the weights were so
     note: AdapterNote | None = None  # they are an adapter, and the architecture is that of its base
+
+
+def with_ahead(described: FolderDescription, layers: int) -> FolderDescription:
+    """A folder with so many of its layers of multi-token prediction, as far as it says that it has them."""
+    if described.kind != "huggingface" or not 0 < layers <= described.more_layers:
+        return described
+    arch = msgspec.structs.replace(described.arch, mtp_layers=layers)
+    return msgspec.structs.replace(described, arch=arch, more_layers=described.more_layers - layers)
 
 
 class ValidationLine(msgspec.Struct, frozen=True, kw_only=True):

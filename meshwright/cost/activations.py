@@ -264,15 +264,9 @@ def _leaves(plan: Plan, holds: StackMemory) -> bool:
 def has_chunks(arch: Arch, plan: Plan) -> bool:
     """Whether the loss computes some rows' logits at a time; a pipeline's last stage hands all of them over.
 
-    Softcapped logits are all made: the loss's kernels know no cap; so are those of which DPO sums log-probabilities.
+    Those of which DPO sums log-probabilities are all made.
     """
-    return (
-        plan.pp == 1
-        and not arch.logit_softcap
-        and not arch.compared
-        and plan.kernels != "plain"
-        and (plan.tp > 1 or plan.precision != "fp64")
-    )
+    return plan.pp == 1 and not arch.compared and plan.kernels != "plain" and (plan.tp > 1 or plan.precision != "fp64")
 
 
 def chunk_rows(vocab: int, plan: Plan) -> int:
@@ -317,14 +311,15 @@ def saved_activations(work: MicrobatchShape, mixtures: tuple[bool, ...], last: b
     tables = 2 if work.arch.rope_local_theta else 1  # once for all layers, of each base
     rope = work.whole * work.arch.rotated * tables * work.wide if work.arch.positions == "rope" else 0.0
     logits, loss = _loss(work) if last else (0.0, 0.0)
+    ahead = _ahead_kept(work, mixtures, policy) if last and work.arch.mtp_layers else 0.0
     everything = SavedActivations(
-        activations=alone + sum(remaining) + rope + (_end_kept(work) if last else 0.0),
+        activations=alone + sum(remaining) + rope + ahead + (_end_kept(work) if last else 0.0),
         first_run=(remaining[0] if remaining else blocks[0] if blocks else 0.0) + rope,
         first_blocks=len(recomputed[0]) if recomputed else 1,
         recomputed=max((size - left for size, left in zip(inside, remaining, strict=True)), default=0.0),
         activation_grads=_activation_grads(work),
         between=len(blocks) * _matmul_grads(work),
-        logits=logits,
+        logits=logits * (1 + work.arch.mtp_layers),
         loss=loss,
     )
     if not work.offloads:
@@ -517,6 +512,20 @@ def _end_kept(work: MicrobatchShape) -> float:
     return work.entering + (_norm_kept(work) + offset if work.arch.norm_position != "post" else 0.0)
 
 
+def _ahead_kept(work: MicrobatchShape, mixtures: tuple[bool, ...], policy: str) -> float:
+    """What multi-token prediction saves beside its block: embeddings, three norms, and what two matrices read.
+
+    Where the block is recomputed, the embeddings are its second input, and what it returns is projected. The model's
+    own hidden states are saved once for both, unless the loss saves their gradient instead.
+    """
+    recomputed = any(len(mixtures) - 1 in run for run in runs(policy, len(mixtures))) and not by_operation(policy)
+    same = not work.chunk and (recomputed or work.fused_norm or work.narrow == work.wide)
+    shared = work.stream if same else 0
+    if recomputed:
+        return work.stream + work.entering - shared
+    return 3 * _norm_kept(work) + 2 * work.entering + work.entering - shared
+
+
 def _norm_kept(work: MicrobatchShape) -> float:
     return _norm_input(work) + _norm_statistics(work)
 
@@ -579,7 +588,8 @@ def _loss(work: MicrobatchShape) -> tuple[float, float]:
         projects = work.arch.trains("embed.weight" if work.arch.tied else "head.weight")
         elements = work.vocab / work.tp * work.arch.hidden if projects else 0.0
         sums = elements * (2 * work.wide - work.narrow) if work.chunk < work.whole else 0
-        return elements * work.narrow, work.chunk * work.vocab / work.tp * work.narrow + sums
+        chunks = 2 if work.arch.logit_softcap else 1  # of which one is what the cap's gradient needs
+        return elements * work.narrow, chunks * work.chunk * work.vocab / work.tp * work.narrow + sums
     logits = work.whole * work.vocab / work.tp
     added = 3 * work.wide if work.tp > 1 else 2 * work.wide
     if work.holds.logits_bytes:

@@ -28,7 +28,8 @@ def forward_flops_per_token(arch: Arch, span: float) -> float:
 @cache
 def product_flops_per_token(arch: Arch) -> float:
     """Those of products with weights."""
-    weights = float(arch.vocab * arch.hidden)  # the output projection, tied or not; tables are looked up
+    # The output projection, tied or not, of the next token and of those beyond it; tables are looked up.
+    weights = float(arch.vocab * arch.hidden) * (1 + arch.mtp_layers)
     for param in params(arch):
         if param.name not in TABLES | {"head.weight"} and param.is_matrix:
             weights += param.numel * _share(arch) if param.expert else param.numel
@@ -37,7 +38,7 @@ def product_flops_per_token(arch: Arch) -> float:
 
 def attention_flops_per_token(arch: Arch, span: float, causal: bool = False) -> float:
     """Attention's share of these: scores, and values by them."""
-    return sum(_attention(arch, layer, span, causal) for layer in range(arch.layers))
+    return sum(_attention(arch, layer, span, causal) for layer in range(arch.blocks))
 
 
 def _attention(arch: Arch, layer: int, span: float, causal: bool = False) -> float:
@@ -144,8 +145,8 @@ def _unneeded(arch: Arch, layer: int) -> float:
     A mixture ends with its shared experts, and then only if no loss of its own comes after them. What a compiler made
     is computed to its end.
     """
-    if arch.ends_in_norm or arch.adapter.takes("mlp.down"):  # whose adapter comes after it, and saves something
-        return 0.0
+    if arch.looks_ahead(layer) or arch.ends_in_norm or arch.adapter.takes("mlp.down"):
+        return 0.0  # a norm or an adapter comes after it, and saves something
     if not arch.is_mixture(layer):
         return 2.0 * arch.ffn * arch.hidden
     if arch.balance_loss or arch.z_loss:

@@ -68,6 +68,7 @@ QUANTIZED_BYTES = {"fp8": (1.0, 17.0), "int8": (17.0, 9.0)}
 DECODE_PASSES = 0.5 + 2 * 2 + 4 + 2 * 4 + 4 + 2
 SUM_PASSES = 3  # of an adapter's output, added to its layer's: both are read, and the sum written
 SELECTED = 0.5  # of all blocks, where a stack recomputes some of them and does not say how many
+CAP_PASSES = 11  # of the logits, by a softcap and its gradient, none of them fused
 EMBEDDING_PASSES = 6  # of the hidden states, by the lookup, its dropout and the scattered gradient
 
 
@@ -295,7 +296,18 @@ def ends(at: LayerModel, first: bool, last: bool) -> PassTimes:
         moved = moved_seconds(EMBEDDING_PASSES / 2 * at.between * at.arch.hidden * at.rates.width, at.rates)
         back = moved if at.arch.trains("embed.weight") else 0.0
         found += PassTimes(forward=TimeTerms(elementwise=moved), weight=TimeTerms(elementwise=back))
-    return found + _projection(at) if last else found
+    if not last:
+        return found
+    return found + _projection(at) + (_ahead(at) if at.arch.mtp_layers else PassTimes())
+
+
+def _ahead(at: LayerModel) -> PassTimes:
+    """What multi-token prediction adds outside its block: embeddings, the matrix that joins them, a projection."""
+    hidden = at.arch.hidden
+    joined = _product(1, at.tokens, hidden, 2 * hidden, at)
+    moved = moved_seconds(EMBEDDING_PASSES * at.between * hidden * at.rates.width, at.rates)
+    once = TimeTerms(products=joined, elementwise=moved)
+    return _projection(at) + PassTimes(forward=once, input=once, weight=TimeTerms(products=joined))
 
 
 def recomputed_terms(at: LayerModel, mixture: bool, by_operation: bool) -> TimeTerms:
@@ -508,6 +520,7 @@ def _projection(at: LayerModel) -> PassTimes:
     arch, plan = at.arch, at.plan
     vocab, size = arch.vocab / plan.tp, at.tokens * arch.hidden * at.rates.width
     logits = moved_seconds(at.tokens * vocab * WIDE * at.speed.logit_passes, at.rates)
+    logits += moved_seconds(at.tokens * vocab * CAP_PASSES * at.rates.width, at.rates) if arch.logit_softcap else 0.0
     collected = at.collective("all_gather", "tp", size)
     kept = moved_seconds(vocab * arch.hidden * at.adding, at.rates)
     return PassTimes(

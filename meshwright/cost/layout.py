@@ -530,7 +530,7 @@ def trained_counts(arch: Arch) -> tuple[tuple[int, ...], int, int]:
         for param in trained(arch)
         if param.name.startswith("positions") or (param.name.startswith("embed") and not arch.tied)
     )
-    return tuple(blocks[layer] for layer in range(arch.layers)), begin, blocks.total()
+    return tuple(blocks[layer] for layer in range(arch.blocks)), begin, blocks.total()
 
 
 def rounding_bytes(layout: StateLayout, largest: int) -> int:
@@ -791,18 +791,18 @@ def _two_blocks(held: Iterable[ParamGroup], view: RankView) -> int:
     Experts that have a group of their own are asked for after the rest of their block. What lies on one rank is copied
     when it is used, and not before.
     """
-    outside, dense, experts = 0, {False: 0, True: 0}, {False: 0, True: 0}
+    arch, outside, dense, experts = view.arch, 0, Counter[tuple[bool, bool]](), Counter[tuple[bool, bool]]()
     for group in held:
         layer = group.params[0].layer
         if layer < 0:
             outside += _gathered_once(group, view)
         else:
             kind = experts if group.shared_by_ep else dense
-            mixture = view.arch.is_mixture(layer)  # some of a kind may be frozen, which are gathered too
-            kind[mixture] = max(kind[mixture], _gathered_once(group, view))
-    layers = [view.arch.is_mixture(layer) for layer in range(view.arch.layers)]
-    ahead = [0, *(dense[mixture] if view.plan.shards > 1 else 0 for mixture in layers)]
-    return outside + max(dense[mixture] + experts[mixture] + more for mixture, more in zip(layers, ahead, strict=False))
+            alike = arch.is_mixture(layer), arch.looks_ahead(layer)  # some may be frozen, which are gathered too
+            kind[alike] = max(kind[alike], _gathered_once(group, view))
+    layers = [(arch.is_mixture(layer), arch.looks_ahead(layer)) for layer in range(arch.blocks)]
+    before = [0, *(dense[alike] if view.plan.shards > 1 else 0 for alike in layers)]
+    return outside + max(dense[alike] + experts[alike] + more for alike, more in zip(layers, before, strict=False))
 
 
 def _gathered_by_stages(held: Iterable[ParamGroup], view: RankView) -> int:

@@ -137,7 +137,7 @@ def _placement(schedule: Schedule, pp: int, chunks: int) -> tuple[int, ...]:
 
 def stage_lengths(arch: Arch, plan: Plan) -> tuple[int, ...]:
     """Layers of each stage; a model without a pipeline is one."""
-    return plan.stages if plan.pp > 1 else (arch.layers,)
+    return plan.stages if plan.pp > 1 else (arch.blocks,)
 
 
 def parts(view: RankView) -> tuple[StageLayers, ...]:
@@ -285,10 +285,12 @@ def share(size: int, ranks: int, rank: int) -> int:
 @cache
 def _kinds(arch: Arch) -> tuple[int, ...]:
     """For every layer the first one whose weights are alike but for their names: a mixture or not, frozen or not."""
-    trains, first = dict[int, list[bool]](), dict[tuple[bool, tuple[bool, ...]], int]()
+    trains, first = dict[int, list[bool]](), dict[tuple[bool, bool, tuple[bool, ...]], int]()
     for param in params(arch) if arch.tuning is not msgspec.UNSET else ():
         trains.setdefault(param.layer, []).append(param.trained)
-    kinds = ((arch.is_mixture(layer), tuple(trains.get(layer, ()))) for layer in range(arch.layers))
+    kinds = (
+        (arch.is_mixture(layer), arch.looks_ahead(layer), tuple(trains.get(layer, ()))) for layer in range(arch.blocks)
+    )
     return tuple(first.setdefault(kind, layer) for layer, kind in enumerate(kinds))
 
 
@@ -311,12 +313,12 @@ def grad_flow(arch: Arch) -> tuple[GradFlow, ...]:
     """How far a backward goes down, for every layer: beneath the first trained weight nothing has a gradient."""
     begins = any(param.trained for param in params(arch) if param.name.startswith(("embed", "positions")))
     if begins:
-        return (EVERYWHERE,) * arch.layers
+        return (EVERYWHERE,) * arch.blocks
     of_layer: dict[int, list[Param]] = {}
     for param in params(arch):
         of_layer.setdefault(param.layer, []).append(param)
     found, flows = [], False
-    for layer in range(arch.layers):
+    for layer in range(arch.blocks):
         trained = {param.name.removeprefix(f"blocks.{layer}.") for param in of_layer[layer] if param.trained}
         found.append(_through(arch, trained, flows))
         flows = found[-1].out

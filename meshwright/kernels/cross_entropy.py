@@ -5,6 +5,9 @@ them, on a GPU up to a factor per row: the hidden states are multiplied by it be
 projection's gradient, and their own gradient after its matmul. A chunk leaves its loss and its part of both gradients,
 which are saved for the backward, already times the weight that the loss will have.
 
+Softcapped logits, c · tanh(logit ÷ c), are capped where they lie, and a second chunk keeps the tanh: the gradient of
+what was capped is that of the capped times 1 − tanh².
+
 Under vocabulary parallelism a rank holds a part of the entries. Before the factors are known the ranks then reduce
 three values per row: the maximum, the sum of exponentials, and the target's logit.
 """
@@ -225,6 +228,7 @@ def weighted_loss(
     weight: Tensor,
     shard: VocabShard | None = None,
     kernels: Kernels = "auto",
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """The sum of the cross-entropies of x @ projection.T (b, s, vocab) over the targets (b, s) that are not IGNORE.
 
@@ -232,7 +236,8 @@ def weighted_loss(
     """
     shard = shard or whole(len(projection))
     trains = torch.is_grad_enabled()  # not visible inside an autograd function
-    return _LinearCrossEntropy.apply(x.flatten(0, -2), projection, targets.flatten(), weight, shard, kernels, trains)
+    how = _How(shard, kernels, softcap, trains)
+    return _LinearCrossEntropy.apply(x.flatten(0, -2), projection, targets.flatten(), weight, how)
 
 
 def rows_of(vocab: int, itemsize: int) -> int:
@@ -246,6 +251,31 @@ def aligned(projection: Tensor) -> Tensor:
     return torch.nn.functional.pad(projection, (0, 0, 0, short)) if short else projection
 
 
+@dataclass(frozen=True, slots=True)
+class _How:
+    """What the loss is told beside its tensors."""
+
+    shard: VocabShard
+    kernels: Kernels
+    softcap: float
+    trains: bool
+
+
+def cap(logits: Tensor, softcap: float) -> Tensor | None:
+    """Cap logits where they lie; returns their tanh, None where nothing is capped."""
+    if not softcap:
+        return None
+    bent = logits.div_(softcap).tanh_().clone()
+    logits.mul_(softcap)
+    return bent
+
+
+def uncap(gradient: Tensor, bent: Tensor | None) -> None:
+    """Make the gradient of capped logits that of what was capped, where it lies."""
+    if bent is not None:
+        torch.ops.aten.tanh_backward.grad_input(gradient, bent, grad_input=gradient)
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -254,10 +284,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         projection: Tensor,
         targets: Tensor,
         weight: Tensor,
-        shard: VocabShard,
-        kernels: Kernels,
-        trains: bool,
+        how: _How,
     ) -> tuple[Tensor, Tensor]:
+        shard, kernels, trains = how.shard, how.kernels, how.trains
         ctx.kernels = kernels
         rows = min(rows_of(shard.largest, x.element_size()), len(x))
         trains = trains and (ctx.needs_input_grad[0] or ctx.needs_input_grad[1])
@@ -269,16 +298,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(x), rows):
             chunk = slice(start, start + rows)
             logits = x[chunk] @ wide.t()
-            own = logits[:, : len(projection)]
+            bent, own = cap(logits, how.softcap), logits[:, : len(projection)]
             losses[chunk], factors = softmax_gradient(own, targets[chunk], weight, shard, kernels)
             if dx is not None:
+                uncap(logits, bent)
                 entering, leaving = x[chunk], torch.mm(logits, wide, out=dx[chunk])
                 if factors is not None:  # in fp32: each element is rounded once
                     entering = torch.mul(entering, factors, out=torch.empty_like(entering))
                     leaving.mul_(factors)
                 if dprojection is not None:
                     dprojection.add(logits, entering)
-            del logits, own  # before the next chunk's are made
+            del logits, own, bent  # before the next chunk's are made
         if trains:
             ctx.save_for_backward(dx, *(() if dprojection is None else (dprojection.value(),)))
         total = losses.sum()
@@ -288,7 +318,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         dx, *dprojection = (scaled(saved, gradients[0], ctx.kernels) for saved in ctx.saved_tensors)
-        return dx, dprojection[0] if dprojection else None, None, None, None, None, None
+        return dx, dprojection[0] if dprojection else None, None, None, None
 
 
 class _GradientSum:

@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.models.dropout import dropout
-from meshwright.models.layers import Block, Mlp, accum_dtype, norm, rope_table, softcapped, weighted_loss
+from meshwright.models.layers import Block, Mlp, Rope, accum_dtype, norm, rope_table, softcapped, weighted_loss
 from meshwright.models.lora import adapt
 from meshwright.models.moe import MoELayer
+from meshwright.models.multi_token import AheadBlock
 from meshwright.spec.arch import Arch
 
 # From the documents of all positions (None: one), a window (0: none) and this rank's positions (b, s) to the mask that
@@ -36,13 +37,14 @@ class Decoder(nn.Module):
         if arch.positions == "learned":
             self.positions = nn.Embedding(arch.context, arch.hidden)
         self.embed_dropout = dropout(arch.dropout)
-        self.blocks = nn.ModuleDict({str(layer): Block(arch, _mlp(arch, layer), layer) for layer in range(arch.layers)})
+        self.blocks = nn.ModuleDict({str(layer): _block(arch, layer) for layer in range(arch.blocks)})
         self.norm: nn.Module | None = norm(arch) if arch.norm_position != "post" else nn.Identity()
         self.head: nn.Linear | None = None if arch.tied else nn.Linear(arch.hidden, arch.vocab, bias=False)
         adapt(self, arch)
         # Transforms may put other functions here.
         self.loss: Loss = partial(weighted_loss, softcap=arch.logit_softcap) if arch.logit_softcap else weighted_loss
         self.build_mask: BuildMask = _document_ids
+        self.length = 0  # positions of whole sequences, of which a rank may have a part; 0: as many as are given
         self.tied_across_stages: frozenset[str] = frozenset()  # weights that another pipeline stage holds too
 
     def forward(
@@ -52,6 +54,7 @@ class Decoder(nn.Module):
         documents: Tensor | None = None,
         index: Tensor | None = None,
         wanted: tuple[Tensor, Tensor] | None = None,
+        ahead: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Logits (b, s, vocab) of the next token, or the hidden states of a part that does not end the model.
 
@@ -61,10 +64,21 @@ class Decoder(nn.Module):
         states (b, s, hidden) for tokens.
 
         `wanted`, targets and a weight, asks for the sum of the token losses instead, times the weight and unweighted:
-        logits then need not all exist at one time.
+        logits then need not all exist at one time. `ahead`, the next tokens and the targets after `wanted`'s, adds the
+        loss of multi-token prediction to the weighted one.
         """
-        x = self.hidden(tokens, positions, documents, index)
-        return self.project(x) if wanted is None else self.loss(x, self.projection, *wanted)
+        x = self._begin(tokens, positions, index)
+        given = self._given(x, positions, documents)
+        x = self._through(x, given, index)
+        if wanted is None:
+            return self.project(x)
+        weighed, total = self.loss(x, self.projection, *wanted)
+        if ahead is not None:
+            (following, later), last = ahead, str(self.arch.layers)
+            y = self.blocks[last](x, *given[last], index, self._begin(following, positions, index))
+            weight = wanted[1] * self.arch.mtp_loss_weight
+            weighed = weighed + self.loss(self._scaled(y), self.projection, later, weight)[0]
+        return weighed, total
 
     @property
     def projection(self) -> Tensor:
@@ -77,20 +91,34 @@ class Decoder(nn.Module):
         self, tokens: Tensor, positions: Tensor, documents: Tensor | None = None, index: Tensor | None = None
     ) -> Tensor:
         """The hidden states before the output projection."""
-        x, arch = self._begin(tokens, positions, index), self.arch
+        x = self._begin(tokens, positions, index)
+        return self._through(x, self._given(x, positions, documents), index)
+
+    def _given(self, x: Tensor, positions: Tensor, documents: Tensor | None) -> dict[str, tuple[Rope | None, Any]]:
+        """What attention of each layer is given beside hidden states: rotations, and a mask."""
+        arch = self.arch
         windows = {layer: arch.window_of(int(layer)) for layer in self.blocks}
         masks = {window: self.build_mask(documents, window, positions) for window in set(windows.values())}
         ropes = {
-            is_local: rope_table(arch, positions, accum_dtype(x), is_local)
+            is_local: rope_table(arch, positions, accum_dtype(x), is_local, self.length or positions.shape[1])
             for is_local in {arch.rope_local_theta > 0 and windows[layer] > 0 for layer in self.blocks}
             if arch.positions == "rope"
         }
+        given = {}
+        for layer, window in windows.items():
+            is_local = arch.rope_local_theta > 0 and window > 0
+            given[layer] = ropes[is_local] if arch.is_rotated(int(layer)) else None, masks[window]
+        return given
+
+    def _through(self, x: Tensor, given: dict[str, tuple[Rope | None, Any]], index: Tensor | None) -> Tensor:
+        """Hidden states after the layers, and of the end of the model after its norm."""
         for layer, block in self.blocks.items():
-            is_local = arch.rope_local_theta > 0 and windows[layer] > 0
-            x = block(x, ropes[is_local] if arch.is_rotated(int(layer)) else None, masks[windows[layer]], index)
-        if self.norm is None:
-            return x
-        return self.norm(x) if arch.logit_scale == 1 else self.norm(x) * arch.logit_scale
+            if not self.arch.looks_ahead(int(layer)):
+                x = block(x, *given[layer], index)
+        return x if self.norm is None else self._scaled(self.norm(x))
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x if self.arch.logit_scale == 1 else x * self.arch.logit_scale
 
     def project(self, x: Tensor) -> Tensor:
         """The logits of hidden states; a part that does not end the model passes them through."""
@@ -107,6 +135,10 @@ class Decoder(nn.Module):
         x = self.embed(tokens)
         x = x if self.arch.embed_scale == 1 else x * self.arch.embed_scale
         return self.embed_dropout(x if self.positions is None else x + self.positions(positions), index)
+
+
+def _block(arch: Arch, layer: int) -> Block:
+    return (AheadBlock if arch.looks_ahead(layer) else Block)(arch, _mlp(arch, layer), layer)
 
 
 def _mlp(arch: Arch, layer: int) -> nn.Module:

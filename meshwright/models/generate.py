@@ -79,18 +79,18 @@ def caching(chunks: Sequence[nn.Module], columns: int) -> Iterator[None]:
 
     modules = [module for chunk in chunks for module in chunk.modules()]
     attentions = [(module, module.attend) for module in modules if isinstance(module, Attention)]
-    decoders = [(module, module.build_mask) for module in modules if isinstance(module, Decoder)]
+    decoders = [(module, module.build_mask, module.length) for module in modules if isinstance(module, Decoder)]
     try:
         for attention, _ in attentions:
             attention.attend = KVCache(columns)
-        for decoder, _ in decoders:
-            decoder.build_mask = visible
+        for decoder, _, _ in decoders:
+            decoder.build_mask, decoder.length = visible, columns  # all tokens of a text are rotated alike
         yield
     finally:
         for attention, attend in attentions:
             attention.attend = attend
-        for decoder, build_mask in decoders:
-            decoder.build_mask = build_mask
+        for decoder, build_mask, length in decoders:
+            decoder.build_mask, decoder.length = build_mask, length
 
 
 Logits = TypeVar("Logits")  # (b, vocab); whoever computes under a plan may leave them to another rank

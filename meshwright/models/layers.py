@@ -55,10 +55,13 @@ def rms_norm(arch: Arch, width: int, eps: float) -> nn.RMSNorm:
     return (OffsetRMSNorm if arch.norm_offset else nn.RMSNorm)(width, eps=eps)
 
 
-def rope_frequencies(arch: Arch, dtype: torch.dtype, device: torch.device, is_local: bool = False) -> Tensor:
+def rope_frequencies(
+    arch: Arch, dtype: torch.dtype, device: torch.device, is_local: bool = False, length: int = 0
+) -> Tensor:
     """The rotary frequencies: radians per position of each pair of a head, (rotated ÷ 2,).
 
-    Those of a local layer, one with a window, have a base of their own where the architecture says so.
+    Those of a local layer, one with a window, have a base of their own where the architecture says so. LongRoPE has
+    others for sequences of a length beyond its original context.
     """
     exponents = torch.arange(0, arch.rotated, 2, dtype=torch.int64, device=device).to(dtype) / arch.rotated
     if is_local and arch.rope_local_theta:
@@ -68,6 +71,9 @@ def rope_frequencies(arch: Arch, dtype: torch.dtype, device: torch.device, is_lo
         return frequencies / arch.rope_factor
     if arch.rope_scaling == "llama3":
         return _llama3(arch, frequencies)
+    if arch.rope_scaling == "longrope":
+        factors = arch.rope_long if length > arch.rope_original else arch.rope_short
+        return frequencies / torch.tensor(factors, dtype=dtype, device=device)
     return _yarn(arch, frequencies) if arch.rope_scaling == "yarn" else frequencies
 
 
@@ -94,14 +100,22 @@ def _yarn(arch: Arch, frequencies: Tensor) -> Tensor:
     return slow * frequencies / arch.rope_factor + (1 - slow) * frequencies
 
 
-def rope_table(arch: Arch, positions: Tensor, dtype: torch.dtype, is_local: bool = False) -> Rope:
-    """Cosines and sines for positions (b, s), with a dimension for the heads."""
-    frequencies = rope_frequencies(arch, dtype, positions.device, is_local)
+def rope_table(arch: Arch, positions: Tensor, dtype: torch.dtype, is_local: bool = False, length: int = 0) -> Rope:
+    """Cosines and sines for positions (b, s) of sequences of a length, with a dimension for the heads."""
+    frequencies = rope_frequencies(arch, dtype, positions.device, is_local, length)
     angles = positions[:, None, :, None].to(dtype) * frequencies
-    if arch.rope_scaling != "yarn" or (is_local and arch.rope_local_theta):
+    if arch.rope_scaling not in ("yarn", "longrope") or (is_local and arch.rope_local_theta):
         return angles.cos(), angles.sin()
-    factor = arch.rope_attention or 0.1 * math.log(arch.rope_factor) + 1
+    factor = arch.rope_attention or _usual_factor(arch)
     return angles.cos() * factor, angles.sin() * factor
+
+
+def _usual_factor(arch: Arch) -> float:
+    """What cosines and sines are multiplied by where the architecture does not say."""
+    if arch.rope_scaling == "yarn":
+        return 0.1 * math.log(arch.rope_factor) + 1
+    longer = arch.context / arch.rope_original
+    return math.sqrt(1 + math.log(longer) / math.log(arch.rope_original)) if longer > 1 else 1.0
 
 
 def apply_rope(x: Tensor, rope: Rope) -> Tensor:

@@ -21,6 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import Shard
 
 from meshwright.models.moe import Experts
+from meshwright.models.multi_token import AheadBlock
 from meshwright.parallel import deterministic, precision
 from meshwright.parallel.mesh import Mesh, local
 from meshwright.parallel.model_spec import Blocks, ModelSpec, with_weights
@@ -57,7 +58,9 @@ def wrap(model: nn.Module, plan: Plan, mesh: Mesh, model_spec: ModelSpec) -> nn.
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    _prefetch(list(with_weights(model_spec.blocks(model))), plan, mesh)
+    # Validation does without multi-token prediction, and nothing may be gathered that is not used.
+    every = [block for block in with_weights(model_spec.blocks(model)) if not isinstance(block, AheadBlock)]
+    _prefetch(every, plan, mesh)
     return deterministic.attach(model, plan, mesh)
 
 

@@ -57,13 +57,14 @@ def wrap(model: nn.Module, plan: Plan, mesh: Mesh, model_spec: ModelSpec) -> nn.
     choice = settle(plan.kernels, mesh.device, compute_dtype(plan))
     if not isinstance(model, Decoder) or plan.kernels == "plain":
         return model
-    chunked = plan.pp == 1 and model.arch.logit_softcap == 0  # a pipeline's last stage hands all its logits over
+    chunked = plan.pp == 1  # a pipeline's last stage hands all its logits over
+    capped = {"softcap": model.arch.logit_softcap} if model.arch.logit_softcap else {}
     if chunked and plan.tp > 1:
-        model.loss = partial(vocab_parallel_loss, kernels=choice.kind)
+        model.loss = partial(vocab_parallel_loss, kernels=choice.kind, **capped)
     if choice.kind == "plain" or mesh.device.type != "cuda":
         return model
     if chunked and plan.tp == 1:
-        model.loss = cross_entropy.weighted_loss
+        model.loss = partial(cross_entropy.weighted_loss, **capped) if capped else cross_entropy.weighted_loss
     for module in model.modules():
         if isinstance(module, Attention) and _whole_attention(module.attend) is causal_attention:
             bound = isinstance(module.attend, partial)

@@ -104,7 +104,7 @@ def loss_context(plan: Plan) -> AbstractContextManager[Any]:
 
 
 def vocab_parallel_loss(
-    x: Tensor, projection: Tensor, targets: Tensor, weight: Tensor, kernels: Kernels = "auto"
+    x: Tensor, projection: Tensor, targets: Tensor, weight: Tensor, kernels: Kernels = "auto", softcap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """The weighted loss of a vocabulary-parallel projection, by chunks: no rank ever has a whole row of logits.
 
@@ -125,7 +125,7 @@ def vocab_parallel_loss(
         max=partial(_all_reduce, group, dist.ReduceOp.MAX),
         sum=partial(_all_reduce, group, dist.ReduceOp.SUM),
     )
-    return cross_entropy.weighted_loss(entering, projection.to_local(), targets, weight, shard, kernels)
+    return cross_entropy.weighted_loss(entering, projection.to_local(), targets, weight, shard, kernels, softcap)
 
 
 def _all_reduce(group: dist.ProcessGroup, kind: dist.ReduceOp.RedOpType, x: Tensor) -> Tensor:

@@ -140,12 +140,14 @@ def layouts(question: Question) -> Iterator[AxesChoice]:
     for tp in _ranks(question, "tp", world):
         if any(width % tp for width in (*cut_widths(arch, tp).values(), question.sequence)):
             continue
-        if tp > 1 and not cuts_adapters(arch, tp):
+        if tp > 1 and (arch.mtp_layers or not cuts_adapters(arch, tp)):
             continue
         for cp in _ranks(question, "cp", world // tp):
             if cp > 1 and question.sequence % (2 * cp * tp):
                 continue
             for pp in _ranks(question, "pp", world // tp // cp):
+                if pp > 1 and arch.mtp_layers:
+                    continue
                 if pp <= arch.layers and not (pp == 1 and wants_pipeline(question)):
                     yield from _data_axes(question, pp, cp, tp)
 

@@ -65,15 +65,19 @@ class Arch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     rope_share: float = 1.0  # of a head's dimensions, the first ones, that are rotated (GPT-NeoX, GLM)
     rope_interleaved: bool = False  # pairs are neighbours (2i, 2i + 1) (Cohere, DeepSeek), and not halves
     no_rope_every: int = 0  # layer i rotates nothing when this divides i + 1 (SmolLM3)
-    rope_scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
+    rope_scaling: Literal["none", "linear", "llama3", "yarn", "longrope"] = "none"
     rope_factor: float = 1.0
     rope_low: float = 1.0  # llama3: wavelengths longer than original / low are divided by the factor
     rope_high: float = 4.0  # llama3: wavelengths shorter than original / high are kept
-    rope_original: int = 8192  # llama3, yarn: the context before scaling
+    rope_original: int = 8192  # llama3, yarn, longrope: the context before scaling
     rope_beta_fast: float = 32.0  # yarn: pairs that turn so often over the original context are kept
     rope_beta_slow: float = 1.0  # yarn: those that turn no oftener are divided by the factor
     rope_truncate: bool = True  # yarn: the ends of the ramp between them are whole pairs
-    rope_attention: float = 0.0  # yarn: cosines and sines are multiplied by it; 0: 0.1 · ln(rope_factor) + 1
+    # Of yarn and longrope, what cosines and sines are multiplied by; 0: 0.1 · ln(rope_factor) + 1, or of longrope
+    # √(1 + ln(context ÷ rope_original) ÷ ln(rope_original)).
+    rope_attention: float = 0.0
+    rope_short: tuple[float, ...] = ()  # longrope (Phi-3): what each pair's frequency is divided by
+    rope_long: tuple[float, ...] = ()  # the same in sequences that are longer than rope_original
 
     experts: int = 0  # 0: every feed-forward layer is dense
     moe_every: int = 1  # layer i is an MoE layer when this divides i + 1
@@ -93,6 +97,10 @@ class Arch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     balance_loss: float = 0.0  # weight of the load-balancing loss
     z_loss: float = 0.0  # weight of the squared log-sum-exp of the router's logits
 
+    # Multi-token prediction (DeepSeek-V3): a block more that also predicts the token after the next, in training alone.
+    mtp_layers: int = 0  # such blocks after the others: 0 or 1
+    mtp_loss_weight: float = 0.3  # of their loss beside that of the next token
+
     # What of it is trained, where that is not all of it: of a run, whose [adapter] and optim.freeze say so.
     tuning: Tuning | msgspec.UnsetType = msgspec.UNSET
 
@@ -109,6 +117,15 @@ class Arch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def trains(self, name: str) -> bool:
         """Whether a weight is trained."""
         return self.tuning is msgspec.UNSET or self.tuning.trains(name)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that a step of training computes: the layers, and those of multi-token prediction."""
+        return self.layers + self.mtp_layers
+
+    def looks_ahead(self, layer: int) -> bool:
+        """Whether a block is one of multi-token prediction."""
+        return layer >= self.layers
 
     def is_mixture(self, layer: int) -> bool:
         """Whether a layer routes its tokens to experts."""

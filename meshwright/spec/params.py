@@ -98,7 +98,7 @@ def trained(arch: Arch) -> tuple[Param, ...]:
 @cache
 def buffers(arch: Arch) -> tuple[Param, ...]:
     """What is learned by other rules than gradients, saved with the parameters and held whole by every rank."""
-    layers = [layer for layer in range(arch.layers) if arch.is_mixture(layer)] if arch.router_load_bias else []
+    layers = [layer for layer in range(arch.blocks) if arch.is_mixture(layer)] if arch.router_load_bias else []
     shape = (arch.experts,)
     return tuple(
         Param(name=f"blocks.{layer}.mlp.load_bias", shape=shape, init="zeros", layer=layer) for layer in layers
@@ -130,8 +130,8 @@ def _decoder(arch: Arch) -> Iterator[Param]:
     yield Param(name="embed.weight", shape=(arch.vocab, arch.hidden), split=Split.VOCAB)
     if arch.positions == "learned":
         yield Param(name="positions.weight", shape=(arch.context, arch.hidden))
-    for layer in range(arch.layers):
-        block = _block(arch, layer)
+    for layer in range(arch.blocks):
+        block = _ahead(arch, layer) if arch.looks_ahead(layer) else _block(arch, layer)
         for param in block if arch.tuning is msgspec.UNSET else _adapted(arch, block):
             yield msgspec.structs.replace(param, name=f"blocks.{layer}.{param.name}", layer=layer)
     if arch.norm_position != "post":
@@ -154,6 +154,15 @@ def _block(arch: Arch, layer: int) -> Iterator[Param]:
         yield from _mlp(arch, "mlp", arch.ffn, residual)
     if arch.norm_position == "both":
         yield from _norm(arch, "mlp_output_norm")
+
+
+def _ahead(arch: Arch, layer: int) -> Iterator[Param]:
+    """A block of multi-token prediction: what joins a hidden state and the next token, a block, and a last norm."""
+    yield from _block(arch, layer)
+    yield from _norm(arch, "embed_norm")
+    yield from _norm(arch, "hidden_norm")
+    yield from _linear("join", (arch.hidden, 2 * arch.hidden), Split.NONE, False)
+    yield from _norm(arch, "end_norm")
 
 
 def _attention(arch: Arch, residual: float) -> Iterator[Param]:

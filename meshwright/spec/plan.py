@@ -377,6 +377,11 @@ def runs(policy: str, blocks: int) -> tuple[range, ...]:
     return _cut(blocks, number) if word == "every" else _cut(min(number, blocks), 1)
 
 
+def in_runs(policy: str) -> bool:
+    """Whether blocks are recomputed several together."""
+    return policy == "sqrt" or policy.startswith("every-")
+
+
 def _cut(blocks: int, length: int) -> tuple[range, ...]:
     """Blocks in runs of one length; the last may be shorter."""
     return tuple(range(start, min(start + length, blocks)) for start in range(0, blocks, length))
@@ -401,7 +406,7 @@ def balanced_stages(arch: Arch, stages: int) -> tuple[int, ...]:
     for param in params(arch):
         if param.layer >= 0:
             active = param.numel * arch.top_k // arch.experts if param.expert and arch.top_k else param.numel
-            costs[param.layer] += active
+            costs[min(param.layer, arch.layers - 1)] += active  # multi-token prediction is with the last layer
     costs[-1] += arch.vocab * arch.hidden
     return _even(costs, stages, _least_bound(costs, stages))
 

@@ -42,6 +42,7 @@ def build(run: Run, corpus: Corpus, mesh: Mesh, folder: Path | None = None) -> S
     """The state before the first step. States that are offloaded to a disk go to the run's folder."""
     with torch.device("meta"):
         model = Decoder(run.arch).to(master_weights.weight_dtype(run.optim, run.plan))
+    model.length = run.sequence
     lora.freeze(model, run.arch, precision.compute_dtype(run.plan))
     chunks = apply(model, run.plan, mesh, DECODER)
     make = hosted if run.plan.cpu_offload else served if run.plan.is_served else beside
@@ -171,7 +172,7 @@ def initialise(
 
     Whoever takes the values is given each weight's by itself, in full width.
     """
-    folder = open_folder(run.init.folder) if run.init.folder else None
+    folder = open_folder(run.init.folder, run.arch.mtp_layers) if run.init.folder else None
     values = FirstValues(run, folder, device)
     for name, module in chunk.named_modules():
         if isinstance(module, (MoELayer, lora.LoraLinear)):

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from meshwright.config.run import Run
 from meshwright.data.loader import Batch, StepBatch
+from meshwright.models.decoder import Decoder
 from meshwright.models.layers import token_loss_sum
 from meshwright.models.moe import MoELayer
+from meshwright.models.multi_token import one_ahead
 from meshwright.parallel import context, fsdp, fused_kernels, tensor
 from meshwright.parallel.deterministic import Tree
 from meshwright.parallel.mesh import Mesh, local
@@ -83,7 +85,12 @@ def in_pipeline(
 
 def losses(model: nn.Module, plan: Plan, mesh: Mesh, weight: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     """The sum of token losses of this rank's part of one microbatch: times a weight, and as it is."""
-    targets = context.cut(plan, mesh)(batch.targets)
+    cut = context.cut(plan, mesh)
+    targets = cut(batch.targets)
+    if isinstance(model, Decoder) and model.training and model.arch.mtp_layers:
+        following, later = one_ahead(batch.tokens, batch.targets, batch.documents)
+        ahead = cut(following), cut(later)
+        return model(**arguments(plan, mesh, batch), wanted=(targets, weight), ahead=ahead)
     if fused_kernels.has_loss(model):
         return model(**arguments(plan, mesh, batch), wanted=(targets, weight))
     loss = loss_sum(model(**arguments(plan, mesh, batch)), targets)

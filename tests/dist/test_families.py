@@ -30,6 +30,7 @@ PLANS = {
     "tiny-cohere": (TP, ULYSSES, STAGES),
     "tiny-granite": (TP, RING, PIPED),
     "tiny-smollm3": (TP, ULYSSES, STAGES),
+    "tiny-starcoder2": (TP, RING, PIPED),
 }
 STEPS = ("steps=2",)
 
@@ -47,9 +48,25 @@ def test_fewer_heads_of_keys_than_ranks_are_held_by_each(folder):  # noqa: F811
 
 
 @world(2)
+def test_longrope_goes_by_the_length_of_whole_sequences(folder):  # noqa: F811
+    factors = ("arch.rope_short=[1.0,1.5,2.0,4.0]", "arch.rope_long=[1.5,3.0,9.0,20.0]")
+    words = (*STEPS, "arch.rope_scaling=longrope", "arch.rope_original=20", *factors)  # of 32, of which a rank has 16
+    for plan in (RING, ULYSSES):
+        compare(folder, words, plan, "tiny-phi3")
+
+
+@world(2)
 def test_windows_end_where_documents_do(folder):  # noqa: F811
     for plan in (RING, ULYSSES, ("plan.shard=2", "plan.zero=3", "plan.grad_accum=2")):
         compare(folder, (*STEPS, "data.mask_documents=true"), plan, "tiny-gpt-oss")
+
+
+@world(2)
+def test_multi_token_prediction_is_the_same_under_every_plan_that_has_it(folder):  # noqa: F811
+    words = (*STEPS, "arch.mtp_layers=1", "arch.layers=2")
+    for plan in (RING, ULYSSES, EXPERTS, ALONE, ("plan.replicate=2", "plan.recompute=selective")):
+        compare(folder, words, plan, "tiny-deepseek-v3")
+    compare(folder, (*words, "data.mask_documents=true"), RING, "tiny-glm4-moe")
 
 
 @pytest.mark.parametrize("after", [TP, ("plan.pp=2", "plan.grad_accum=4")], ids=["tp", "pp"])

@@ -108,6 +108,10 @@ TWO = {
         ("plan.tp=2", *MOE),
     ],
     "cp": [("plan.cp=2", *TWICE), ("plan.cp=2", "plan.zero=3", *BF16)],
+    "ahead": [
+        ("plan.shard=2", "plan.zero=3", "arch.mtp_layers=1", *BF16),
+        ("plan.shard=2", "plan.zero=1", "plan.ep=2", *MOE, "arch.mtp_layers=1", *TWICE),
+    ],
     "adapters": [
         ("plan.shard=2", "plan.zero=3", *LORA, *TWICE, *BF16),
         ("plan.shard=2", "plan.zero=1", *LORA, *BF16, "optim.master_weights=split"),
@@ -443,6 +447,8 @@ KEPT = {
         ("plan.cp=2", "arch.preset=tiny-gemma3", *BF16),
         ("plan.tp=2", *DENSE_LATENT, "arch.v_dim=0", "arch.q_rank=48", *BF16),  # else SDPA of a CPU keeps the scores
         ("plan.cp=2", *DENSE_LATENT),
+        ("plan.cp=2", "arch.mtp_layers=1", *BF16),
+        ("plan.shard=2", "plan.zero=3", "arch.mtp_layers=1"),
     ],
 }
 
@@ -482,7 +488,7 @@ def unexpected(folder: Path, words: tuple[str, ...]) -> list[str]:
     work = microbatch_shape(
         Job(arch=run.arch, plan=run.plan, sequence=run.sequence, cluster=machines, stack=ours), fused_norm=False
     )
-    said = saved_activations(work, (False,) * run.arch.layers, True, "none")
+    said = saved_activations(work, (False,) * run.arch.blocks, True, "none")
     # Of an odd vocabulary one rank of tp has half an entry more than the mean, the other half an entry less.
     odd = work.whole * work.wide / 2 if run.plan.tp > 1 else 0
     seen = saved_for_backward(run, mesh_of(run.plan), folder)

@@ -27,6 +27,7 @@ FOUR_CHUNKS = ("plan.chunks=4", *FOUR_TIMES, *DEEP)
 MASKED = ("data.mask_documents=true",)
 ODD_GPT = (*GPT, "arch.context=33")  # odd, so that a sharded table is padded
 MOE = ("arch.preset=tiny-moe",)
+AHEAD = ("arch.preset=tiny-deepseek-v3", "arch.mtp_layers=1")
 LORA = ("adapter.kind=lora", "adapter.rank=3")  # odd, so that a sharded matrix is padded
 DORA = ("adapter.kind=dora", "adapter.rank=3")
 QLORA = ("adapter.kind=qlora", "adapter.rank=3", "arch.hidden=128", "arch.head_dim=16", "arch.ffn=384")
@@ -138,6 +139,8 @@ TWO = {
         ("plan.cp=2", "arch.preset=tiny-deepseek-v3", *BF16),
         ("plan.cp=2", "plan.cp_kind=ulysses", "arch.preset=tiny-deepseek-v3"),
         ("plan.shard=2", "plan.zero=3", "plan.ep=2", "arch.preset=tiny-glm4-moe"),
+        ("plan.shard=2", "plan.zero=3", "plan.recompute=full", *AHEAD, *TWICE),
+        ("plan.cp=2", *AHEAD, *BF16),
         ("plan.pp=2", *FOUR_TIMES, "arch.preset=tiny-glm4-moe"),
     ],
     "pp tied": [("plan.pp=2", f"plan.schedule={schedule}", *FOUR_TIMES, *GPT, *BF16) for schedule in ("1f1b", "zbv")],

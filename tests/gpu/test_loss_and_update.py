@@ -25,8 +25,8 @@ def relative(value: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(("rows", "vocab", "chunk_rows"), [(3000, 5003, 1024), (100, 128, 8192), (2048, 50304, 1024)])
-@pytest.mark.parametrize("upstream", [1.0, 0.25])
-def test_the_loss_and_its_gradients_are_those_of_whole_logits(monkeypatch, rows, vocab, chunk_rows, upstream):
+@pytest.mark.parametrize(("upstream", "softcap"), [(1.0, 0.0), (0.25, 0.0), (1.0, 3.0)])
+def test_the_loss_and_its_gradients_are_those_of_whole_logits(monkeypatch, rows, vocab, chunk_rows, upstream, softcap):
     from meshwright.kernels import cross_entropy
 
     monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", vocab * 2 * chunk_rows)
@@ -36,11 +36,12 @@ def test_the_loss_and_its_gradients_are_those_of_whole_logits(monkeypatch, rows,
     targets = torch.randint(0, vocab, (1, rows), device="cuda")
     targets[:, ::7] = cross_entropy.IGNORE
     weight = torch.tensor(0.01, device="cuda", dtype=torch.float64)
-    weighed, total = cross_entropy.weighted_loss(x, projection, targets, weight)
+    weighed, total = cross_entropy.weighted_loss(x, projection, targets, weight, softcap=softcap)
     (weighed * upstream).backward()
 
     exact_x, exact_projection = (each.detach().double().requires_grad_() for each in (x, projection))
     logits = (exact_x @ exact_projection.t()).flatten(0, 1)
+    logits = softcap * (logits / softcap).tanh() if softcap else logits
     exact = F.cross_entropy(logits, targets.flatten(), ignore_index=cross_entropy.IGNORE, reduction="sum")
     (exact * 0.01 * upstream).backward()
     assert relative(total, exact.detach()) < 1e-3  # the logits are rounded to bf16 before the sum

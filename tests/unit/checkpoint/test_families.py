@@ -36,6 +36,8 @@ GROUPS = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "norm_top
 LATENT = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 10, "v_head_dim": 6}
 MLA = PLAIN | LATENT | {"num_key_value_heads": 4}
 LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
+LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0], "long_factor": [1.5, 3.0, 9.0]}
+PHI3_LONG = PLAIN | {"pad_token_id": None, "rope_scaling": LONG, "partial_rotary_factor": 0.75}
 MODELS = {
     "gpt2": {"vocab_size": 61, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64},
     "llama": PLAIN | {"attention_bias": True, "mlp_bias": True},
@@ -49,6 +51,8 @@ MODELS = {
     "gemma3_text": SIZES | {"sliding_window": 5, "layer_types": LAYERS, "query_pre_attn_scalar": 10},
     "olmo2": PLAIN,
     "phi3": PLAIN | {"sliding_window": 9, "pad_token_id": None},
+    "phi3 long": PHI3_LONG | {"original_max_position_embeddings": 16},  # for which TOKENS are too many
+    "phi3 short": PHI3_LONG | {"original_max_position_embeddings": 32},
     "gpt_oss": SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5},
     "deepseek_v2": MLA | ROUTED | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
     "deepseek_v3": MLA
@@ -69,7 +73,7 @@ MODELS = {
 def stock(request, transformers, tmp_path_factory):
     """A random model of transformers with its folder, saved by transformers."""
     torch.manual_seed(3)
-    name = FAMILIES[request.param].model
+    name = FAMILIES[request.param.split()[0]].model
     config = getattr(transformers, name).config_class(
         **MODELS[request.param], bos_token_id=None, eos_token_id=None, attn_implementation="eager"
     )
@@ -79,7 +83,7 @@ def stock(request, transformers, tmp_path_factory):
         biases = [buffer for name, buffer in model.named_buffers() if name.endswith("correction_bias")]
         for tensor in (*model.parameters(), *biases):
             tensor.add_(0.1 * torch.randn_like(tensor))
-    path = tmp_path_factory.mktemp(request.param) / "stock"
+    path = tmp_path_factory.mktemp(name) / "stock"
     model.save_pretrained(path)
     return path, model
 

@@ -58,12 +58,12 @@ def test_mxfp4_is_read_as_transformers_dequantizes_it(stored, transformers):
     assert torch.equal(open_folder(path.parent / "back").tensor("blocks.0.mlp.experts.down"), down)
 
 
-def test_multi_token_prediction_is_left_out_aloud(stored, transformers):
-    path = stored("tiny-glm4-moe", None, lambda tensors: tensors | {"model.layers.6.eh_proj.weight": torch.zeros(2, 2)})
+def test_multi_token_prediction_beyond_one_token_is_left_out_aloud(stored, transformers):
+    path = stored("tiny-glm4-moe", None, lambda tensors: tensors | {"model.layers.7.eh_proj.weight": torch.zeros(2, 2)})
     config = json.loads((path / "config.json").read_text())
     with pytest.raises(InputError, match="eh_proj"):
         open_folder(path)
-    (path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    (path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 2}))
     told = []
     assert open_folder(path).left_out == 1
     convert(path, path.parent / "native", told.append)

@@ -86,6 +86,7 @@ TINY = {
     "tiny-cohere": "cohere",
     "tiny-granite": "granite",
     "tiny-smollm3": "smollm3",
+    "tiny-starcoder2": "starcoder2",
 }
 
 

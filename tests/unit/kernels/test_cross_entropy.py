@@ -11,6 +11,7 @@ from loss_cases import ROUNDING, WEIGHT, answering, assert_exact, gradient_over,
 from meshwright.kernels import cross_entropy
 from meshwright.kernels import cross_entropy as logits_kernels
 from meshwright.kernels.cross_entropy import IGNORE, VocabShard, softmax_gradient, weighted_loss, whole
+from meshwright.models.layers import softcapped
 
 KERNELS = ["plain", pytest.param("fused", marks=interpreted)]
 
@@ -87,8 +88,9 @@ def test_any_shape_row_stride_and_cut_will_do(shape, dtype, strides, share):
     st.sampled_from(STRIDES),
     st.sampled_from(STRIDES),
     st.integers(1, 8),
+    st.sampled_from([0.0, 0.7]),
 )
-def test_the_loss_and_its_gradients_are_those_of_whole_logits(kernels, sizes, x_strides, strides, rows):
+def test_the_loss_and_its_gradients_are_those_of_whole_logits(kernels, sizes, x_strides, strides, rows, softcap):
     dtype = torch.float64 if kernels == "plain" else torch.float32
     batch, sequence, hidden, vocab = sizes
     x = draw((batch, sequence, hidden), dtype, 1, x_strides).requires_grad_()
@@ -97,12 +99,11 @@ def test_the_loss_and_its_gradients_are_those_of_whole_logits(kernels, sizes, x_
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cross_entropy, "ROWS", rows)  # with the next line: as many rows in a chunk
         patch.setattr(cross_entropy, "CHUNK_BYTES", 1)
-        weighed, total = weighted_loss(x, projection, targets, WEIGHT, kernels=kernels)
+        weighed, total = weighted_loss(x, projection, targets, WEIGHT, kernels=kernels, softcap=softcap)
         (weighed * 3).backward()
     leaves = [each.detach().double().requires_grad_() for each in (x, projection)]
-    expected = F.cross_entropy(
-        (leaves[0] @ leaves[1].t()).flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum"
-    )
+    logits = softcapped(leaves[0] @ leaves[1].t(), softcap).flatten(0, 1)
+    expected = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE, reduction="sum")
     (expected * WEIGHT * 3).backward()
     step = STEP.get(dtype, ROUNDING)
     assert_near(total, expected.detach(), step)

@@ -26,9 +26,9 @@ def mesh() -> Mesh:
     return Mesh(dense=nobody, expert=nobody, fine=nobody, device=CPU, rank=0, world=1, data_rank=0, place=place)
 
 
-def wrapped(**words) -> nn.Module:
+def wrapped(name: str = "tiny", **words) -> nn.Module:
     with torch.device("meta"):
-        model = Decoder(presets.preset("tiny"))
+        model = Decoder(presets.preset(name))
     return fused_kernels.wrap(model, Plan(microbatch=1, **words), mesh(), DECODER)
 
 
@@ -43,6 +43,7 @@ def test_a_cut_vocabulary_is_lost_in_chunks_on_a_cpu_too():
     assert model.loss.func is vocab_parallel_loss
     assert model.loss.keywords == {"kernels": "plain"}
     assert fused_kernels.has_loss(model)
+    assert wrapped("tiny-gemma2", tp=2).loss.keywords == {"kernels": "plain", "softcap": 3.0}
 
 
 @pytest.mark.parametrize("words", [{"tp": 2, "kernels": "plain"}, {"tp": 2, "pp": 2, "grad_accum": 2}], ids=str)

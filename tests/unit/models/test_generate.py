@@ -57,6 +57,17 @@ def test_so_it_is_with_experts(topk, build):
         torch.testing.assert_close(seen[-1][number], whole(model, text), rtol=0, atol=CLOSE)
 
 
+def test_longrope_rotates_a_long_text_alike_from_its_first_token(llama, build):
+    pairs = llama.rotated // 2
+    short, long = tuple(1.0 + i for i in range(pairs)), tuple(2.0 + 3 * i for i in range(pairs))
+    arch = msgspec.structs.replace(llama, rope_scaling="longrope", rope_original=9, rope_short=short, rope_long=long)
+    model = build(arch).eval()
+    steps, seen = traced(model, PROMPTS[:1], 5)
+    text = PROMPTS[0] + [tokens[0] for tokens in steps[:-1]]
+    assert len(PROMPTS[0]) < arch.rope_original < len(text)
+    torch.testing.assert_close(seen[-1][0], whole(model, text), rtol=0, atol=CLOSE)
+
+
 def test_a_batch_says_what_each_prompt_says_alone(arch, build):
     model = build(arch).eval()
     prompts = PROMPTS if not arch.capacity else [PROMPTS[0], PROMPTS[0][::-1]]  # padding would take experts' slots

@@ -127,6 +127,7 @@ def _launch(run: Run, options: argparse.Namespace) -> int:
         from meshwright.cli import preflight
 
         preflight.require_room(run, folder, env.gpu_names())
+        preflight.require_remote(run, folder, options.fresh)
     claim = folders.Claim(folder, run, fresh=options.fresh, extend=options.extend)
     (folder / folders.STOP).unlink(missing_ok=True)  # it was for those who have stopped
     if claim.finished is not None:
@@ -213,8 +214,10 @@ def _rank(run: Run, here: Place, options: argparse.Namespace) -> int:
 
 def _first_rank(run: Run, here: Place, folder: Path, fresh: bool, options: argparse.Namespace) -> int:
     """Rank 0, which holds the folder for all and speaks for them."""
+    from meshwright.cli import preflight
     from meshwright.runtime import run_folder as folders
 
+    preflight.require_remote(run, folder, fresh)
     claim = folders.Claim(folder, run, fresh=fresh, extend=options.extend)
     (folder / folders.STOP).unlink(missing_ok=True)  # it was for those who have stopped
     if claim.changes:

@@ -236,6 +236,7 @@ def _first_rank(run: Run, here: Place, folder: Path, fresh: bool, options: argpa
 def _serve(run: Run, here: Place, folder: Path, options: argparse.Namespace) -> int:
     """Meet the other ranks, train, and part; the exit code."""
     from meshwright.runtime import run_folder
+    from meshwright.runtime.links import interface_towards
     from meshwright.runtime.ranks import lasting_imports
     from meshwright.runtime.supervise import Sidecar
 
@@ -244,6 +245,8 @@ def _serve(run: Run, here: Place, folder: Path, options: argparse.Namespace) -> 
     run_folder.make_own(beats)
     about = {"place": met.place, "beats": str(beats), "speaks": here.rank == 0, "session": met.session}
     order = _order(folder, options, attempt=env.attempt(), **about)
+    if here.address:
+        env.listen_on(interface_towards(here.address, here.port, is_whole=len(met.ranks) == here.world))
     is_leader = here.rank == met.ranks[0]
     if is_leader and len(met.ranks) < here.world:
         _warn_of_machine(here.rank)

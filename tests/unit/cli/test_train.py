@@ -1,6 +1,7 @@
 """What `train` decides before a rank is started."""
 
 import json
+import resource
 from argparse import Namespace
 
 import msgspec
@@ -86,3 +87,15 @@ def test_a_sample_cannot_steer_the_screen(capsys):
     assert "    a\\x1b]0;title\\x07\\rb\\u202e\\x85c\n    \td é 漢 👩\u200d🚀\n" in capsys.readouterr().out
     train._tell(told, run, Namespace(json=True, words=[]))
     assert json.loads(capsys.readouterr().out)["sample"] == told.sample
+
+
+def test_before_a_start_on_several_machines_each_says_what_is_wrong_with_it(capsys):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+    try:
+        train._warn_of_machine(3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    said = capsys.readouterr().err
+    assert "rank 3 may open 512 files" in said
+    assert "ulimit -n 65536" in said

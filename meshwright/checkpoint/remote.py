@@ -7,6 +7,7 @@ sent. What is fetched is held to the manifest's own sha256s before it gets its n
 import os
 import secrets
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -92,6 +93,8 @@ class Mirror:
         self.wake = threading.Condition()
         self.waiting: tuple[int, Path] | None = None
         self.busy = self.ended = False
+        self.step = -1  # that is on its way, or was last
+        self.grace = run.faults.grace_seconds / 2  # the save itself has the other half
         self.sent = 0  # bytes so far
         self.newest = -1  # the last step that is there
         self.events: deque[CopyFailure] = deque()  # that nobody has asked for yet
@@ -117,10 +120,14 @@ class Mirror:
         while self.events:
             yield self.events.popleft()
 
-    def finish(self, say: Say) -> None:
-        """Wait for what is on its way, and say where the newest step is."""
-        seen = -1
+    def finish(self, say: Say, is_stopped: Callable[[], bool] = lambda: False) -> None:
+        """Wait for what is on its way, and say where the newest step is; a run that was asked to end waits less."""
+        seen, began = -1, time.monotonic()
         while not self._is_idle():
+            if is_stopped() and time.monotonic() - began > self.grace:
+                self._fail(self.step, f"the run was asked to end, and {self.grace:g} s were not enough")
+                self._record()
+                break
             # Whoever watches this rank sees it move, from one of these lines to the other, as long as bytes go out.
             if self.sent == seen:
                 self._pause()
@@ -157,6 +164,7 @@ class Mirror:
                     return
                 assert self.waiting is not None
                 (step, folder), self.waiting, self.busy = self.waiting, None, True
+                self.step = step
             try:
                 send(self.remote, self.folder, folder, step, self._count)
                 self.newest = step
@@ -205,7 +213,9 @@ class Mirror:
 
 
 @contextmanager
-def mirroring(run: Run, folder: Path, say: Say) -> Iterator[Mirror | None]:
+def mirroring(
+    run: Run, folder: Path, say: Say, is_stopped: Callable[[], bool] = lambda: False
+) -> Iterator[Mirror | None]:
     """What copies saved steps while a run lasts, None where it has no address; the last copy is waited for."""
     if not run.checkpoint.remote:
         yield None
@@ -213,7 +223,7 @@ def mirroring(run: Run, folder: Path, say: Say) -> Iterator[Mirror | None]:
     mirror = Mirror(run, folder)
     try:
         yield mirror
-        mirror.finish(say)
+        mirror.finish(say, is_stopped)
     finally:
         mirror.close()
 

@@ -160,7 +160,8 @@ def run_rank(
     start.passed("data")
     own, here = (survivors.inside(run), survivors.place_inside(run, order)) if run.faults.live else (run, order.place)
     meet = world(own, here, order.attempt, folder, lambda: stop.asked)
-    with remote.mirroring(run, folder, screen.say) as mirror, meet as mesh:  # others need not wait for the last copy
+    copies = remote.mirroring(run, folder, screen.say, lambda: stop.asked)
+    with copies as mirror, meet as mesh:  # in this order: other ranks do not wait for the last copy
         start.passed("meet")  # the other ranks, and the device
         screen.say(f"building {count(run.arch):,} parameters on {described(mesh)}")
         if words := expected(run, mesh.device):

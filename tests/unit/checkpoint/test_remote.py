@@ -166,6 +166,18 @@ def test_a_step_that_is_retired_while_it_is_sent_is_sent_whole(tmp_path, address
     assert not list((tmp_path / "checkpoints").glob(".*"))
 
 
+def test_a_run_that_was_asked_to_end_does_not_wait_for_long(tmp_path, monkeypatch):
+    address, go = f"file://{tmp_path}/bucket", threading.Event()
+    monkeypatch.setattr(RemoteFolder, "send", lambda self, file, name, count: go.wait())
+    run = run_at(address, "faults.grace_seconds=0.2")
+    saved.save(tmp_path / "checkpoints", 1, run=run)
+    said = []
+    with mirroring(run, tmp_path, said.append, lambda: True) as mirror:
+        mirror.send(1)
+    go.set()
+    assert said == [f"warning: step-1 was not copied to {address}: the run was asked to end, and 0.1 s were not enough"]
+
+
 def test_an_address_of_another_run_and_fresh_ones_are_refused(tmp_path, address):
     run = run_at(address)
     preflight.require_remote(run, tmp_path, fresh=True)

@@ -49,6 +49,15 @@ def test_a_restart_of_a_fresh_run_goes_on(finished, monkeypatch):
     assert not (finished / "run.1").exists()
 
 
+def test_a_rank_that_torchrun_starts_again_after_a_stop_file_ends_at_once(finished, monkeypatch, capsys):
+    (finished / "run" / folders.SUMMARY).unlink()
+    (finished / "run" / folders.STOP).touch()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert main.main(["train", *WORDS, "--folder", "run"]) == 130
+    assert "stop is there; remove it to go on" in capsys.readouterr().out
+    assert (finished / "run" / folders.STOP).exists()
+
+
 def test_a_failure_is_one_object_for_a_program(tmp_path, capsys):
     verdict = Failure(kind="killed", code=11, what="rank 1 was killed", details=str(tmp_path / "gone"), step=7)
     assert train._tell_failure(verdict, Namespace(json=True, words=[])) == 11

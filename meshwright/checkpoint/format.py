@@ -154,8 +154,11 @@ def encode(manifest: Manifest) -> bytes:
 
 def read(folder: Path) -> Manifest:
     """The manifest of a step's folder, every claim in it checked that needs no other byte to be read."""
-    file = str(folder / MANIFEST)
-    content = storage.read_small(folder, MANIFEST, limit_bytes(folder))
+    return decoded(storage.read_small(folder, MANIFEST, limit_bytes(folder)), str(folder / MANIFEST))
+
+
+def decoded(content: bytes, file: str) -> Manifest:
+    """The same of a manifest's bytes; `file` is where they are from."""
     try:
         manifest = msgspec.json.decode(content, type=Manifest)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:

@@ -14,6 +14,7 @@ from meshwright.cli import env
 from meshwright.cli import options as words
 from meshwright.launch.job import Target
 from meshwright.runtime.files import printable
+from meshwright.spec.addresses import has_secret, is_address, without_secret
 from meshwright.spec.problem import InputError, mistake
 
 if TYPE_CHECKING:  # imported when the words are known to be right
@@ -63,6 +64,9 @@ def add_data(verb: argparse.ArgumentParser) -> None:
         "--part", metavar="K/N", help="prepare: only the K-th of N parts, from 0: one machine's of several"
     )
     verb.add_argument(
+        "--store", metavar="ADDRESS", help="prepare: fetch pieces from here (s3://, gs://), and put those made there"
+    )
+    verb.add_argument(
         "--on", choices=("slurm", "datatrove"), help="prepare: write what has parts made side by side, an array job"
     )
     verb.add_argument("--parts", type=words.count, default=PARTS, help=f"--on: tasks of the array (default: {PARTS})")
@@ -83,18 +87,31 @@ def _prepare(options: argparse.Namespace) -> int:
     from meshwright.cli.train import examined
     from meshwright.data.prepare import prepare
     from meshwright.data.workers import prepare_pieces
+    from meshwright.runtime.object_store import require_writable
 
     say = words.say_to(machine=options.json)
     run = examined(options.words, None).run
     mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     workers = options.workers or mine
     env.share_cores(workers)
-    report = prepare_pieces(run, env.cache(), part_of(options.part), workers, say)
+    store = None if options.store is None else require_writable(address_of(options.store))
+    report = prepare_pieces(run, env.cache(), part_of(options.part), workers, say, store)
     if options.part is None:
         prepare(run, env.cache(), say)  # conversations too, and what can only be said of the whole
     speed = f"{report.tokens:,} tokens; {report.made} pieces in {report.seconds:.0f} s, {report.found} were ready"
+    speed += f", {report.fetched} fetched from {options.store}" if store is not None else ""
     words.show(options, report, [f"{speed}; in {env.cache()}"])
     return 0
+
+
+def address_of(said: str) -> str:
+    """Where pieces are kept; credentials are not part of it."""
+    if not is_address(said):
+        raise mistake(f"--store {said} is not an address", "use one such as s3://bucket/tokens")
+    if has_secret(said):
+        what = f"--store has a password or a signature in it ({without_secret(said)})"
+        raise mistake(what, "leave it out: fsspec reads credentials from their own files and variables")
+    return said
 
 
 def part_of(said: str | None) -> tuple[int, int]:
@@ -111,6 +128,8 @@ def _array(options: argparse.Namespace) -> int:
     from meshwright.cli.train import examined
     from meshwright.launch import datatrove, slurm
 
+    if options.store is not None:
+        raise mistake("--store cannot be combined with --on", "leave it out: the tasks of an array share one cache")
     run = examined(options.words, None).run
     out = (options.out or Path("launch") / f"{run.name}-data").absolute()
     shape = (out, env.cache(), options.parts, options.workers or 1)

@@ -15,7 +15,7 @@ from meshwright.runtime import doctor as facts_of
 from meshwright.runtime.doctor import Finding, LinkFacts, RankFacts
 from meshwright.runtime.failure import Exit
 from meshwright.runtime.files import replace_file
-from meshwright.runtime.links import LinkServer, call, rounds
+from meshwright.runtime.links import LinkServer, call, own_address, rounds
 from meshwright.runtime.meeting import named
 from meshwright.runtime.place import ALONE, Place
 from meshwright.spec.problem import mistake
@@ -72,18 +72,18 @@ def _together(here: Place, mine: RankFacts, folder: Path) -> tuple[list[RankFact
     name = fresh_name(store, here.rank, here.world, lambda: False) if here.is_agent else "doctor"
     talk = StoreTalk(store, name, here)
     if here.rank == 0:
-        replace_file(folder / TOKEN, (token := secrets.token_hex(8)).encode())
+        replace_file(folder / TOKEN, (token := secrets.token_hex(32)).encode(), mode=0o600)
         talk.say("token", token)
     token = talk.hear("token", 0, str)
     seen = b""
     with suppress(OSError):
         seen = (folder / TOKEN).read_bytes()
-    server = LinkServer(address := _reachable(here))
+    server = LinkServer(address := own_address(here.address, here.port) or socket.gethostname(), token.encode())
     try:
         own = msgspec.structs.replace(mine, sees_folder=seen.decode(errors="replace") == token)
         talk.say("facts", own)
         everyone = [talk.hear("facts", rank, RankFacts) for rank in range(here.world)]
-        links = _links(talk, here, everyone, (address, server.port))
+        links = _links(talk, here, everyone, (address, server.port), token.encode())
         talk.say("done", True)
         if here.rank == 0:  # the store ends with this process
             for rank in range(here.world):
@@ -94,7 +94,9 @@ def _together(here: Place, mine: RankFacts, folder: Path) -> tuple[list[RankFact
         server.close()
 
 
-def _links(talk: "StoreTalk", here: Place, everyone: list[RankFacts], server: tuple[str, int]) -> list[LinkFacts]:
+def _links(
+    talk: "StoreTalk", here: Place, everyone: list[RankFacts], server: tuple[str, int], secret: bytes
+) -> list[LinkFacts]:
     """Every pair of machines once, by their first ranks, in rounds in which none is busy twice."""
     leaders: dict[str, int] = {}
     for one in everyone:
@@ -109,19 +111,9 @@ def _links(talk: "StoreTalk", here: Place, everyone: list[RankFacts], server: tu
             for pair in pairs:
                 if ranks[pair[0]] == here.rank:
                     address, port = talk.hear("server", ranks[pair[1]], tuple[str, int])
-                    talk.say(f"link{number}.{pair[0]}", call(names, pair, address, port))
+                    talk.say(f"link{number}.{pair[0]}", call(names, pair, address, port, secret))
             found += [talk.hear(f"link{number}.{one}", ranks[one], LinkFacts, ROUND_SECONDS) for one, _ in pairs]
     return found
-
-
-def _reachable(here: Place) -> str:
-    """The address of this machine on the network where rank 0 is."""
-    with suppress(OSError):
-        family, _, _, _, where = socket.getaddrinfo(here.address, here.port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as wire:
-            wire.connect(where)
-            return str(wire.getsockname()[0])
-    return socket.gethostname()
 
 
 class StoreTalk:

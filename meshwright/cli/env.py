@@ -76,6 +76,12 @@ def of_ranks(debug: bool = False) -> dict[str, str]:
     return {**os.environ, **(DEBUG if debug else {})}
 
 
+def listen_on(interface: str) -> None:
+    """Have Gloo's sockets listen on one interface, if there is one to name; what the user says comes first."""
+    if interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
 def share_cores(processes: int) -> None:
     """Have the tokenizers of so many processes use each core once; what the user says comes first."""
     os.environ.setdefault("RAYON_NUM_THREADS", str(max((os.cpu_count() or 1) // processes, 1)))

@@ -2,7 +2,9 @@
 
 import argparse
 import sys
+import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,7 @@ from meshwright.cli import env
 from meshwright.cli import options as words
 from meshwright.config import load, presets, schema
 from meshwright.runtime.failure import Exit
+from meshwright.spec.addresses import is_address
 from meshwright.spec.params import active, count
 from meshwright.spec.units import GIB
 
@@ -134,7 +137,12 @@ def convert(options: argparse.Namespace) -> int:
     source = options.source if options.step is None else f"{options.source.rstrip('/')}@{options.step}"
     try:
         say = words.say_to(options.json)
-        report = convert_folder(source, options.target, say, dtype=options.dtype, merge=options.merge)
+        with ExitStack() as stack:
+            if is_address(source):
+                from meshwright.checkpoint.remote import bring
+
+                source = bring(source, Path(stack.enter_context(tempfile.TemporaryDirectory())), say)
+            report = convert_folder(source, options.target, say, dtype=options.dtype, merge=options.merge)
     except MismatchError as error:
         print(f"meshwright: {error}", file=sys.stderr)
         return Exit.FAILED

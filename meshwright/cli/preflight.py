@@ -9,13 +9,15 @@ import msgspec
 from meshwright.checkpoint.storage import Disk
 from meshwright.cli.query import plan_overrides
 from meshwright.config.huggingface import weight_problems
-from meshwright.config.run import Run
+from meshwright.config.run import Run, digests
 from meshwright.config.weights import describe
 from meshwright.cost.calibrate import trainer
 from meshwright.cost.memory import fits, ledger
 from meshwright.hardware.cluster import Cluster, catalogue, cluster, cluster_of_device, recognised
+from meshwright.runtime import run_folder
 from meshwright.runtime.failure import Exit
 from meshwright.runtime.machine import free_host_bytes
+from meshwright.runtime.object_store import require_writable, telling
 from meshwright.runtime.run_folder import ROOM, lack_of_room
 from meshwright.search import budget
 from meshwright.search.best_first import search
@@ -69,6 +71,22 @@ def require_room(run: Run, folder: Path, gpus: list[str]) -> None:
         _require_host(run, free)
     if lack := lack_of_room(run, folder, Disk().free_bytes(folder)):
         raise mistake(lack, ROOM, "checkpoint")
+
+
+def require_remote(run: Run, folder: Path, fresh: bool) -> None:
+    """Refuse an address that takes no checkpoints, or that has those of another run, before ranks start."""
+    if not run.checkpoint.remote:
+        return
+    remote, key = require_writable(run.checkpoint.remote), "checkpoint.remote"
+    with telling(remote.address):
+        steps = remote.saved_steps()
+        whose = remote.owner(steps[-1]) if steps else ""
+    if steps and fresh:
+        what = f"{remote.address} has saved steps, which --fresh would go on from"
+        raise mistake(what, "name another address, or remove them there", key)
+    if steps and whose not in (*digests(run), *run_folder.earlier(folder)):
+        what = f"{remote.address} has the steps of another run ({whose}, not {digests(run)[0]})"
+        raise mistake(what, "name another address: each run has its own", key)
 
 
 def require_cards(run: Run, machines: Cluster) -> None:

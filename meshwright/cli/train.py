@@ -127,6 +127,7 @@ def _launch(run: Run, options: argparse.Namespace) -> int:
         from meshwright.cli import preflight
 
         preflight.require_room(run, folder, env.gpu_names())
+        preflight.require_remote(run, folder, options.fresh)
     claim = folders.Claim(folder, run, fresh=options.fresh, extend=options.extend)
     (folder / folders.STOP).unlink(missing_ok=True)  # it was for those who have stopped
     if claim.finished is not None:
@@ -213,8 +214,10 @@ def _rank(run: Run, here: Place, options: argparse.Namespace) -> int:
 
 def _first_rank(run: Run, here: Place, folder: Path, fresh: bool, options: argparse.Namespace) -> int:
     """Rank 0, which holds the folder for all and speaks for them."""
+    from meshwright.cli import preflight
     from meshwright.runtime import run_folder as folders
 
+    preflight.require_remote(run, folder, fresh)
     claim = folders.Claim(folder, run, fresh=fresh, extend=options.extend)
     (folder / folders.STOP).unlink(missing_ok=True)  # it was for those who have stopped
     if claim.changes:
@@ -233,6 +236,7 @@ def _first_rank(run: Run, here: Place, folder: Path, fresh: bool, options: argpa
 def _serve(run: Run, here: Place, folder: Path, options: argparse.Namespace) -> int:
     """Meet the other ranks, train, and part; the exit code."""
     from meshwright.runtime import run_folder
+    from meshwright.runtime.links import interface_towards
     from meshwright.runtime.ranks import lasting_imports
     from meshwright.runtime.supervise import Sidecar
 
@@ -241,6 +245,8 @@ def _serve(run: Run, here: Place, folder: Path, options: argparse.Namespace) -> 
     run_folder.make_own(beats)
     about = {"place": met.place, "beats": str(beats), "speaks": here.rank == 0, "session": met.session}
     order = _order(folder, options, attempt=env.attempt(), **about)
+    if here.address:
+        env.listen_on(interface_towards(here.address, here.port, is_whole=len(met.ranks) == here.world))
     is_leader = here.rank == met.ranks[0]
     if is_leader and len(met.ranks) < here.world:
         _warn_of_machine(here.rank)

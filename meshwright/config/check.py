@@ -9,6 +9,7 @@ from meshwright.config import communication
 from meshwright.config.run import FP8_KEYS, Data, Optim, Run
 from meshwright.config.tuning import TUNING_RULES
 from meshwright.spec import plan as recompute
+from meshwright.spec.addresses import has_secret, is_address, without_secret
 from meshwright.spec.arch import Arch
 from meshwright.spec.blockwise import FORMATS
 from meshwright.spec.optimizers import OPTIMIZERS, in_state_dtype
@@ -674,6 +675,18 @@ def _dropout(run: Run) -> Iterator[Problem]:
         yield Problem(what, "leave it out, or use arch.dropout", "arch.attention_dropout")
 
 
+def _addresses(run: Run) -> Iterator[Problem]:
+    """Addresses are kept in run folders and shown on screens, so none may hold a secret."""
+    named = {"data.source": run.data.source, "checkpoint.remote": run.checkpoint.remote, "init.from": run.init.folder}
+    for key, address in [*named.items(), *(("data.mix", one.source) for one in run.data.mix)]:
+        if address and has_secret(address):
+            what = f"{key} has a password or a signature in it ({without_secret(address)}), and run folders keep both"
+            yield Problem(what, "leave it out: fsspec reads credentials from their own files and variables", key)
+    if (remote := run.checkpoint.remote) and not is_address(remote):
+        what = f"checkpoint.remote = {remote!r} is not an address"
+        yield Problem(what, "use one such as s3://bucket/runs/a, or leave it out", "checkpoint.remote")
+
+
 def _context(run: Run) -> Iterator[Problem]:
     if run.arch.positions == "learned" and run.sequence > run.arch.context:
         what = f"sequence = {run.sequence} is longer than the {run.arch.context} learned positions"
@@ -972,5 +985,5 @@ PLAN_RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
 )  # fmt: skip
 RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
     _counts, _heads, _layers, _moe, _routers, _dropout, _context, _rates, _optimizer, _freeze, _data, _preference,
-    _compared, *TUNING_RULES, *PLAN_RULES,
+    _compared, _addresses, *TUNING_RULES, *PLAN_RULES,
 )  # fmt: skip

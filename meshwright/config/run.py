@@ -157,6 +157,8 @@ class Checkpoint(
     keep_every: int = 0  # and the first from each multiple of this on; 0: no others
     keep_best: bool = True  # and, of those with a validation loss, the one with the lowest
     asynchronous: bool = True  # training goes on while the copy in host memory is written; false: it waits
+    # An address (s3://bucket/run) that every saved step is copied to, and fetched from where none is here.
+    remote: str = ""
 
 
 class Goal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -23,6 +23,7 @@ from meshwright.config.huggingface import (
     read_config,
 )
 from meshwright.config.renamed import translated
+from meshwright.spec.addresses import is_address, without_secret
 from meshwright.spec.arch import Arch
 from meshwright.spec.problem import InputError, mistake
 from meshwright.spec.tuning import Adapter
@@ -115,12 +116,21 @@ def describe(reference: Path | str) -> FolderDescription:
         return _of_run(path, "")
     if (model := _model(path)) is not None:
         return model
-    if path.suffix in PICKLES:
-        raise InputError([a_pickle(path)])
-    what = f"{path} holds neither {CONFIG} nor {ARCH}"
-    if not path.is_dir():
-        what = f"{folder if at else path} is not a folder"
-    raise mistake(what, "give the folder of a Hugging Face model, or of a run (RUN, RUN@STEP, RUN@best)")
+    raise _no_weights(str(reference), folder if at else str(path))
+
+
+def _no_weights(reference: str, folder: str) -> InputError:
+    """Why a reference names no weights; `folder` is what of it would be one."""
+    if is_address(reference):
+        shown = without_secret(reference)
+        what = f"{shown} is an address, and weights are read from a disk"
+        return mistake(what, f"fetch them first: meshwright convert {shown} FOLDER")
+    if Path(reference).suffix in PICKLES:
+        return InputError([a_pickle(Path(reference))])
+    what = f"{Path(reference)} holds neither {CONFIG} nor {ARCH}"
+    if not Path(reference).is_dir():
+        what = f"{folder} is not a folder"
+    return mistake(what, "give the folder of a Hugging Face model, or of a run (RUN, RUN@STEP, RUN@best)")
 
 
 def _own_model(path: Path) -> FolderDescription:

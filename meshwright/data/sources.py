@@ -30,6 +30,7 @@ from meshwright.config.schema import ADVICE, topic
 from meshwright.data import remote
 from meshwright.data.remote import File, RemoteFile
 from meshwright.data.shards import NO_ENDS, Shard, closed, mapped, open_folder
+from meshwright.spec.addresses import is_address
 from meshwright.spec.problem import InputError, Problem, install_command, mistake
 
 TextKind = Literal["text", "jsonl", "parquet", "chat"]  # chat: JSON or Parquet whose records are conversations
@@ -419,7 +420,7 @@ def _part(text: Listing, files: list[File], span: tuple[int, int] | None = None)
 
 def files(source: Source) -> list[File]:
     """Every file of a source, sorted; InputError when there is none."""
-    if remote.is_remote(source.source):
+    if is_address(source.source):
         return _remote(source)
     return [*_local(source)]
 
@@ -461,7 +462,7 @@ def _local(source: Source) -> list[Path]:
 def left_out(source: Source) -> Counter[str]:
     """Files of a source that is a folder and are not read, by their endings; hidden ones apart."""
     path = Path(source.source).expanduser()
-    if source.source == "stdlib" or remote.is_remote(source.source) or not path.is_dir():
+    if source.source == "stdlib" or is_address(source.source) or not path.is_dir():
         return Counter()
     return endings(file for file in set(_below(path)) - set(_local(source)) if not _beside(file))
 

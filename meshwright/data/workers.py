@@ -15,8 +15,9 @@ from pathlib import Path
 import msgspec
 
 from meshwright.config.run import Run
-from meshwright.data import shards
-from meshwright.data.prepare import TokenPiece, token_pieces
+from meshwright.data import remote, shards
+from meshwright.data.prepare import TokenPiece, once, token_pieces
+from meshwright.runtime.object_store import RemoteFolder, telling, words_of
 from meshwright.spec.problem import mistake
 
 Say = Callable[[str], None]
@@ -28,32 +29,62 @@ class PieceReport(msgspec.Struct, frozen=True, kw_only=True):
     pieces: int  # of the whole run
     made: int  # here and now
     found: int  # of this part, that were ready
+    fetched: int = 0  # from a store
     tokens: int  # of this part
     seconds: float
 
 
-def prepare_pieces(run: Run, cache: Path, part: tuple[int, int], workers: int, say: Say) -> PieceReport:
-    """Make every piece that is this part's, the `part[0]`-th of `part[1]`, and not there yet."""
+def prepare_pieces(
+    run: Run, cache: Path, part: tuple[int, int], workers: int, say: Say, store: RemoteFolder | None = None
+) -> PieceReport:
+    """Make every piece that is this part's, the `part[0]`-th of `part[1]`, and not there yet.
+
+    Those that a store has are fetched from there, and it is given those that are made.
+    """
     began = time.monotonic()
     every = token_pieces(run, cache, say)
     mine = range(part[0], len(every), part[1])  # every so-many-th: neighbours are alike
-    missing = [number for number in mine if not every[number].folder.is_dir()]
+    absent = [number for number in mine if not every[number].folder.is_dir()]
+    missing = [number for number in absent if store is None or not _fetched(every[number], store, say)]
     if missing:
         say(f"{len(missing)} of {len(every)} pieces to tokenise, on {workers} worker(s)")
     total, left = sum(every[number].text.size for number in missing), len(missing)
     done, size = 0, 0
     for number, tokens in _made(every, missing, workers):
         done, left, size = done + tokens, left - 1, size + every[number].text.size
+        if store is not None:
+            _put(every[number], store)
         seconds = time.monotonic() - began
         rest = f"; about {seconds * (total - size) / size:,.0f} s left" if left and size else ""
         say(f"piece {number + 1} of {len(every)}: {tokens:,} tokens; {done / seconds:,.0f} tokens/s{rest}")
     return PieceReport(
         pieces=len(every),
         made=len(missing),
-        found=len(mine) - len(missing),
+        found=len(mine) - len(absent),
+        fetched=len(absent) - len(missing),
         tokens=sum(len(shards.open_folder(every[number].folder).tokens) for number in mine),
         seconds=time.monotonic() - began,
     )
+
+
+def _fetched(piece: TokenPiece, store: RemoteFolder, say: Say) -> bool:
+    """Whether a store had a piece, which is in the cache now; one that is damaged there is made again."""
+    with telling(store.address):
+        if not remote.has_piece(piece.folder.name, store):
+            return False
+    try:
+        once(piece.folder, lambda made: remote.get_piece(piece.folder.name, store, made), say)
+    except (OSError, msgspec.MsgspecError) as error:
+        say(f"warning: {words_of(error)}; the piece is made here")
+        with telling(store.address):
+            remote.drop_piece(piece.folder.name, store)  # another is put in its place
+        return False
+    return True
+
+
+def _put(piece: TokenPiece, store: RemoteFolder) -> None:
+    with telling(store.address):
+        remote.put_piece(piece.folder, store)
 
 
 def _made(every: list[TokenPiece], missing: list[int], workers: int) -> Iterator[tuple[int, int]]:

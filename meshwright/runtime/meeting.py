@@ -16,6 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
@@ -260,7 +261,7 @@ class Guest:
                 (self.strange_since, STRANGE_SECONDS) if self.strange_since else (self.began, self.patience)
             )
             if now - began > patience:
-                where = f"{self.place.address}:{self.place.port}"
+                where = f"{self.place.address}:{self.place.port}{_is_here(self.place.address)}"
                 what = f"rank {self.place.rank} on {self.mine.host} does not meet rank 0 at {where}: {self.why}"
                 raise mistake(what, "set MASTER_ADDR to a name of rank 0's machine that all others can reach")
             time.sleep(RETRY_SECONDS)
@@ -409,6 +410,14 @@ def opened(line: bytes, key: bytes, kind: type[Kind]) -> tuple[Kind | None, bool
         return None, False
     expected = hmac.digest(key, content, hashlib.sha256).hex().encode()
     return message, bool(key) and hmac.compare_digest(seal, expected)
+
+
+def _is_here(address: str) -> str:
+    """That a name leads to whoever asks, for the end of a sentence; "" where it does not."""
+    with suppress(OSError):
+        found = str(socket.getaddrinfo(address, None)[0][4][0])
+        return f" ({found}, this machine itself)" if ip_address(found.partition("%")[0]).is_loopback else ""
+    return ""
 
 
 def kept_alive(wire: socket.socket) -> socket.socket:

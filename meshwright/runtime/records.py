@@ -64,10 +64,10 @@ class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind",
 
 
 class EventRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="event"):
-    """Something worth telling: a gradient that was not finite, a spike, a straggler."""
+    """Something worth telling: a gradient that was not finite, a spike, a straggler, a copy that failed."""
 
     step: int
-    what: Literal["not-finite", "spike", "straggler", "replicas", "lost", "back"]
+    what: Literal["not-finite", "spike", "straggler", "replicas", "lost", "back", "upload"]
     text: str
     rank: int | None = None
     at: float = 0.0

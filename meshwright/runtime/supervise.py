@@ -340,6 +340,8 @@ def newest_step(folder: Path) -> int:
 SIDECAR_LOOK_SECONDS = 0.1
 LEAVE_SECONDS = 2.0  # for ranks whose heartbeat still runs to end their process
 STILL_SECONDS = 2.0  # without a move of any rank here: then a silent machine is missed, not merely unheard
+GONE_SECONDS = 5.0  # on a crowded machine, from a broken connection to the end of the process that held it
+CLOSE_SECONDS = 2 * (GONE_SECONDS + LOST_SECONDS + STILL_SECONDS)  # that a watcher may take to know why ranks ended
 DONE = b"."  # what the rank beside it says at its end; nothing: it was killed
 
 
@@ -376,7 +378,7 @@ class Sidecar:
     def close(self) -> None:
         """The ranks are done, or failed. If another machine's loss was the cause, the watcher says so and ends us."""
         try:
-            self.process.communicate(DONE, timeout=2 * LOST_SECONDS)
+            self.process.communicate(DONE, timeout=CLOSE_SECONDS)
         except (subprocess.TimeoutExpired, BrokenPipeError):
             self.process.kill()
             self.process.wait()
@@ -400,7 +402,7 @@ def watch(post: SidecarSpec, beside: int) -> Failure | None:
                 return _lose(post, pulse, nodes, lost)
         if os.read(beside, 1) != DONE:  # the rank beside us is the first of this machine
             return _killed(post, pulse, nodes, post.ranks[0], None)
-        if (gone := _gone(pulse.look(), post)) is not None:  # its loss ended the rank beside us before we looked
+        if (gone := _gone_soon(post, pulse)) is not None:  # its loss ended the rank beside us before we looked
             return _killed(post, pulse, nodes, gone.rank, gone)
         return _end(post, pulse, nodes) if nodes is not None else None
     finally:
@@ -433,6 +435,21 @@ def _gone(looked: Sequence[RankStatus], post: SidecarSpec) -> RankStatus | None:
     return next((one for one in looked if one.state == "Z" and not one.beat.left and one.rank != post.ranks[0]), None)
 
 
+def _gone_soon(post: SidecarSpec, pulse: HeartbeatReader) -> RankStatus | None:
+    """The same where a collective broke here: a killed process loses its connections a while before it is gone."""
+    deadline = time.monotonic() + GONE_SECONDS
+    while (gone := _gone(looked := pulse.look(), post)) is None:
+        is_over = all(one.beat.left for one in looked) or time.monotonic() > deadline
+        if is_over or not any(is_broken(report.what) for report in _reports(post)):
+            break
+        time.sleep(LOOK_SECONDS)
+    return gone
+
+
+def _reports(post: SidecarSpec) -> list[Failure]:
+    return [report for report in failure.read(Path(post.folder)) if report.rank in post.ranks]
+
+
 def _killed(
     post: SidecarSpec, pulse: HeartbeatReader, nodes: Nodes | None, rank: int, seen: RankStatus | None
 ) -> Failure:
@@ -447,7 +464,7 @@ def _killed(
 
 def _end(post: SidecarSpec, pulse: HeartbeatReader, nodes: Nodes) -> Failure | None:
     """The ranks here have ended: because another machine had, or by themselves, which the others are told."""
-    said = [report for report in failure.read(Path(post.folder)) if report.rank in post.ranks]
+    said = _reports(post)
     broken = bool(said) and all(is_broken(report.what) for report in said)
     deadline = time.monotonic() + LOST_SECONDS + STILL_SECONDS
     while broken and time.monotonic() < deadline:

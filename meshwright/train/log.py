@@ -19,6 +19,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from meshwright.checkpoint.remote import Mirror
 from meshwright.config import load
 from meshwright.config.run import Run
 from meshwright.cost.flops import causal_step_flops, step_flops, utilization
@@ -320,6 +321,7 @@ class Recorder:
     added: int = 0  # the newest step that was handed in
     last_held: EvalRecord | None = None
     last_save_seconds: float = 0.0  # that the last save was waited for, behind the last step
+    mirror: Mirror | None = None  # what copies saved steps elsewhere
 
     def __post_init__(self) -> None:
         file = self.folder / f"steps.rank{self.mesh.rank}.jsonl"
@@ -375,7 +377,9 @@ class Recorder:
         self.timeline = DeviceTimeline(moment(self.mesh.device))
 
     def saved(self, record: SaveRecord) -> None:
-        """A checkpoint is on the disk, beside the steps."""
+        """A checkpoint is on the disk, beside the steps; it is copied from there."""
+        if self.mirror is not None:
+            self.mirror.send(record.saved)
         self._keep(msgspec.structs.replace(record, step=max(self.added, record.saved), at=time.monotonic()))
 
     def end(self, step: int) -> None:

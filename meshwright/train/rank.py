@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright import __version__, checkpoint, data, optim
-from meshwright.checkpoint import read
+from meshwright.checkpoint import read, remote
 from meshwright.checkpoint.model_folder import copy_texts, open_folder, save_native, staged
 from meshwright.checkpoint.storage import CorruptError
 from meshwright.config.huggingface import TOKENIZER, read_config
@@ -40,7 +40,7 @@ from meshwright.runtime.failure import Exit, Failure, FailureError, Kind, is_bro
 from meshwright.runtime.files import replace_file, replace_json
 from meshwright.runtime.heartbeat import PhaseMark, PhaseTable
 from meshwright.runtime.place import RankSpec
-from meshwright.runtime.records import AttemptRecord, Summary
+from meshwright.runtime.records import AttemptRecord, EventRecord, Summary
 from meshwright.runtime.run_folder import DATA, STOP, write_summary
 from meshwright.spec import lossy
 from meshwright.spec.params import count
@@ -159,7 +159,9 @@ def run_rank(
         screen.say(line)
     start.passed("data")
     own, here = (survivors.inside(run), survivors.place_inside(run, order)) if run.faults.live else (run, order.place)
-    with world(own, here, order.attempt, folder, lambda: stop.asked) as mesh:
+    meet = world(own, here, order.attempt, folder, lambda: stop.asked)
+    copies = remote.mirroring(run, folder, screen.say, lambda: stop.asked)
+    with copies as mirror, meet as mesh:  # in this order: other ranks do not wait for the last copy
         start.passed("meet")  # the other ranks, and the device
         screen.say(f"building {count(run.arch):,} parameters on {described(mesh)}")
         if words := expected(run, mesh.device):
@@ -186,6 +188,7 @@ def run_rank(
             screen.say(line)
         trackers = run.log.writers if told.rank == 0 else ()
         recorder = Recorder(run, told, folder, screen, [Writer(name, run, folder, screen.say) for name in trackers])
+        recorder.mirror = mirror
         try:
             with explaining(run, mesh.device, state):
                 if live is not None:
@@ -230,6 +233,8 @@ def _train(
         recorder.add(result)
         for event in live.take_events() if live is not None else ():
             recorder.tell(event)
+        for failed in recorder.mirror.take_events() if recorder.mirror is not None else ():
+            recorder.tell(EventRecord(step=recorder.added, what="upload", text=failed.text, at=time.monotonic()))
         heart.did(result.step) if isinstance(result, StepResult) else heart.looked()
         faults.look()
         if run.plan.compile and isinstance(result, StepResult) and result.step == heart.restored + SETTLED:
@@ -322,6 +327,8 @@ def phase_table() -> PhaseTable:
             _mark("start", building),
             _mark("start", meeting),
             _mark("start", read),
+            _mark("start", remote.fetch),
+            _mark("end", remote.Mirror.finish),
             _mark("save", checkpoint),
         ),
         innermost=(

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.checkpoint import format, write
+from meshwright.checkpoint import format, remote, write
 from meshwright.checkpoint import read as restoring
 from meshwright.checkpoint.copies import Copies, Stall
 from meshwright.checkpoint.format import Manifest, Progress, slice_share, state_digest
@@ -180,6 +180,7 @@ def restore(state: State, run: Run, mesh: Mesh, folder: Path, say: Say) -> Resto
     state.say = say
     home = format.home(folder)
     note_base(state, run, mesh)
+    remote.fetch(run, home, mesh, say)
     earlier = run_folder.earlier(folder)
     manifest = restoring.newest(home, run, mesh, holdings(state, run, mesh), say, earlier=earlier.keys())
     if manifest is not None:

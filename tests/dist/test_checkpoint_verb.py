@@ -31,15 +31,17 @@ def user(tmp_path_factory):
     return folder
 
 
-def kill_after(folder: Path, name: str, saves: int) -> None:
+def kill_after(folder: Path, name: str, saves: int, *words: str, place: Path | None = None) -> None:
+    """Train until so many steps are saved, or copied to another place, and kill the launcher."""
     launcher = subprocess.Popen(
-        [sys.executable, "-m", "meshwright", *WORDS, "--ranks", "2", "--folder", name],
+        [sys.executable, "-m", "meshwright", *WORDS, *words, "--ranks", "2", "--folder", name],
         cwd=folder,
         env=environment(folder),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    until(lambda: len(list((folder / name / "checkpoints").glob("step-*"))) >= saves, "nothing was saved")
+    home = (place or folder / name) / "checkpoints"
+    until(lambda: len(list(home.glob("step-*/manifest.json"))) >= saves, "nothing was saved")
     ranks = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
     launcher.send_signal(signal.SIGKILL)
     launcher.wait()
@@ -110,3 +112,22 @@ def test_a_whole_run_folder_is_checked(user):
     done = meshwright("verify", "--checkpoint", "whole", folder=user)
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("all sound") == 2
+
+
+def test_a_machine_that_has_nothing_goes_on_from_the_copies_of_another(user):
+    bucket = user / "bucket"
+    word = f"checkpoint.remote=file://{bucket}"
+    kill_after(user, "lost", 1, word, place=bucket)
+    shutil.rmtree(user / "lost")  # with its machine
+    done = again(user, "elsewhere", word)
+    assert loss(done) == loss(again(user, "whole"))
+    assert f"from file://{bucket}" in done.stderr
+    assert "resuming from step" in done.stderr
+    assert f"step-80 is at file://{bucket}" in done.stderr
+    assert (bucket / "checkpoints" / "step-80" / "manifest.json").is_file()
+    assert json.loads((user / "elsewhere" / "copies.json").read_text())["step"] == 80
+    refused = again(user, "other", word, "seed=2")
+    assert refused.returncode == 2
+    assert "has the steps of another run" in refused.stderr
+    converted = meshwright("convert", f"file://{bucket}", "converted", folder=user)
+    assert converted.returncode == 0, converted.stderr

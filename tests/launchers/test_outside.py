@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from commands import SMALL, environment, free_port, meshwright, write_text
@@ -52,6 +53,16 @@ def test_a_rank_that_waits_for_others_heeds_signals_and_leaves_nothing(user, num
     assert rank.returncode == code, said
     assert "Traceback" not in said
     assert not (user / f"waits{code}" / "meeting.key").exists()
+
+
+def test_a_rank_that_imports_torch_heeds_a_signal_and_leaves_nothing(user):
+    rank = start(user, 0, "--folder", "imports", port=free_port(), world=1)
+    wait_for(lambda: "libtorch" in Path(f"/proc/{rank.pid}/maps").read_text(), rank)
+    rank.send_signal(signal.SIGTERM)
+    _, said = rank.communicate(timeout=GIVEN_UP)
+    assert rank.returncode == 10, said
+    assert "stopped by SIGTERM before the first step" in said
+    assert not (user / "imports").exists()
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -123,10 +123,10 @@ def test_a_rank_that_is_stopped_behind_a_shell_is_seen(cluster, user):
 
 
 def test_a_rank_that_is_killed_is_named_and_its_end_is_kept(cluster, user):
-    done = srun(
-        cluster, user, *train("steps=100000", "--inject", "kill:1:3", "--folder", "killed"), shape=("-N1", "-n2")
-    )
-    assert "rank 1 was killed: its process is gone without a word" in done.stderr, done.stderr
+    """Ranks are dealt out to the machines in turn: the second of the second machine is rank 3."""
+    words = train("steps=100000", "plan.replicate=4", "--inject", "kill:3:3", "--folder", "killed")
+    done = srun(cluster, user, *words, shape=("-N2", "-n4", "-m", "cyclic"))
+    assert "rank 3 was killed: its process is gone without a word" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
     assert list((user / "killed" / "faults").glob("killed-*/verdict.json"))
     assert done.returncode == 137
@@ -141,9 +141,18 @@ def test_a_rank_that_never_starts_is_named_and_nobody_comes_back_for_it(cluster,
 
 
 def test_a_shell_of_slurms_starts_the_ranks_that_it_is_asked_for(cluster, user):
-    done = srun(cluster, user, *train("steps=2", "--ranks", "2", "--folder", "typed"), shape=("-N1", "-n1"))
+    words = train("steps=2", "--ranks", "2", "--folder", "typed")
+    done = srun(cluster, user, *words, shape=("-N1", "-n1"))
     assert done.returncode == 0, done.stderr
     assert "on 2 ranks" in done.stdout
+    # The same with a terminal, as a person has it.
+    shell = [
+        *("script", "-qec"),
+        shlex.join(["srun", "-N1", "-n1", "--pty", "bash", "-c", shlex.join([*words, "--fresh"])]),
+    ]
+    typed = cluster.run(*shell, "/dev/null", cwd=user)
+    assert typed.returncode == 0, typed.stdout
+    assert "on 2 ranks" in typed.stdout
 
 
 @judge.needs("mpirun")

@@ -1,6 +1,7 @@
 """What `train` decides before a rank is started."""
 
 import json
+import resource
 from argparse import Namespace
 
 import msgspec
@@ -48,6 +49,15 @@ def test_a_restart_of_a_fresh_run_goes_on(finished, monkeypatch):
     assert not (finished / "run.1").exists()
 
 
+def test_a_rank_that_torchrun_starts_again_after_a_stop_file_ends_at_once(finished, monkeypatch, capsys):
+    (finished / "run" / folders.SUMMARY).unlink()
+    (finished / "run" / folders.STOP).touch()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert main.main(["train", *WORDS, "--folder", "run"]) == 130
+    assert "stop is there; remove it to go on" in capsys.readouterr().out
+    assert (finished / "run" / folders.STOP).exists()
+
+
 def test_a_failure_is_one_object_for_a_program(tmp_path, capsys):
     verdict = Failure(kind="killed", code=11, what="rank 1 was killed", details=str(tmp_path / "gone"), step=7)
     assert train._tell_failure(verdict, Namespace(json=True, words=[])) == 11
@@ -86,3 +96,15 @@ def test_a_sample_cannot_steer_the_screen(capsys):
     assert "    a\\x1b]0;title\\x07\\rb\\u202e\\x85c\n    \td é 漢 👩\u200d🚀\n" in capsys.readouterr().out
     train._tell(told, run, Namespace(json=True, words=[]))
     assert json.loads(capsys.readouterr().out)["sample"] == told.sample
+
+
+def test_before_a_start_on_several_machines_each_says_what_is_wrong_with_it(capsys):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+    try:
+        train._warn_of_machine(3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    said = capsys.readouterr().err
+    assert "rank 3 may open 512 files" in said
+    assert "ulimit -n 65536" in said

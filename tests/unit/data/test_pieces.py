@@ -16,6 +16,7 @@ from meshwright.data import sources
 from meshwright.data.prepare import prepare, token_pieces
 from meshwright.data.sources import listing
 from meshwright.data.workers import prepare_pieces
+from meshwright.runtime.object_store import RemoteFolder
 from meshwright.spec.problem import InputError
 
 SMALL_PIECE = 4096
@@ -137,6 +138,32 @@ def test_a_file_that_changes_is_tokenised_again(make_run, bucket, tmp_path):
     first = prepare(run, tmp_path, silent).sources[0].total
     bucket.pipe("/bucket/text/b.jsonl", bucket.cat("/bucket/text/b.jsonl") * 2)
     assert prepare(run, tmp_path, silent).sources[0].total > first * 1.5
+
+
+@pytest.mark.parametrize("kind", ["memory", "file"])
+def test_pieces_that_a_store_has_are_fetched_and_not_made(make_run, text, bucket, tmp_path, cut_small, kind):
+    """One machine makes some, another the rest; a third, which shares no disk with them, makes none."""
+    run = make_run(Data(source=str(text)))
+    store = RemoteFolder("memory://bucket/tokens" if kind == "memory" else f"file://{tmp_path}/tokens")
+    reports = [prepare_pieces(run, tmp_path / str(part), (part, 2), 1, silent, store) for part in (0, 1)]
+    assert all(report.made and not report.fetched for report in reports)
+    said = []
+    third = prepare_pieces(run, tmp_path / "third", (0, 1), 1, said.append, store)
+    assert (third.made, third.fetched) == (0, third.pieces)
+    whole = tokens_of(prepare(run, tmp_path / "alone", silent))
+    found = tokens_of(prepare(run, tmp_path / "third", silent))
+    assert all(np.array_equal(one, other) for one, other in zip(found, whole, strict=True))
+    store.write(next(name for name in store.names() if name.endswith(".bin")), b"damaged")
+    # As if whoever put the last one there had been killed before it was whole.
+    store.remove([name for name in store.names() if name.endswith("whole.json")][-1])
+    fourth = prepare_pieces(run, tmp_path / "fourth", (0, 1), 1, said.append, store)
+    assert (fourth.made, fourth.fetched) == (2, third.pieces - 2)
+    assert any("checksum mismatch (sha256); the piece is made here" in text for text in said)
+    assert prepare_pieces(run, tmp_path / "fifth", (0, 1), 1, silent, store).fetched == third.pieces  # it is mended
+    assert all(
+        np.array_equal(one, other)
+        for one, other in zip(tokens_of(prepare(run, tmp_path / "fourth", silent)), whole, strict=True)
+    )
 
 
 @pytest.mark.parametrize(

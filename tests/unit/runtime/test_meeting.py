@@ -85,6 +85,15 @@ def test_a_name_that_nobody_knows_is_told_by_every_rank(tmp_path):
             meet(here, tmp_path, "", 0.2, print)
 
 
+def test_a_name_that_leads_to_the_wrong_machine_is_told(tmp_path):
+    """Many a machine's own list of hosts has a loopback address."""
+    here = msgspec.structs.replace(ALONE, rank=1, world=2, address="localhost", port=free_port())
+    with pytest.raises(
+        InputError, match=r"does not meet rank 0 at localhost:\d+ \(.*, this machine itself\): .*refused"
+    ):
+        meet(here, tmp_path, "", 0.2, print)
+
+
 def test_a_port_that_another_has_is_told(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         here = msgspec.structs.replace(ALONE, world=2, address="127.0.0.1", port=taken.getsockname()[1])

@@ -9,7 +9,8 @@ import time
 import pytest
 from commands import free_port
 
-from meshwright.runtime import nodes, supervise
+from meshwright.runtime import failure, nodes, supervise
+from meshwright.runtime.failure import Failure
 from meshwright.runtime.heartbeat import Beat, RankStatus
 from meshwright.runtime.nodes import (
     KEY,
@@ -232,3 +233,33 @@ def test_a_watcher_ends_with_the_rank_beside_it_and_says_how(tmp_path):
         assert [heard.state for heard, _ in first.roll.heard.values()] == [state]
         os.close(reading)
     first.close()
+
+
+class Looks:
+    """What a watcher sees, one look after another."""
+
+    def __init__(self, *states):
+        self.states = list(states)
+
+    def look(self):
+        state, left = self.states.pop(0) if len(self.states) > 1 else self.states[0]
+        return [
+            RankStatus(rank=0, beat=Beat(pid=1, left=True), now=100.0),
+            RankStatus(rank=1, beat=Beat(pid=2, left=left), now=100.0, state=state),
+        ]
+
+
+@pytest.mark.parametrize(
+    ("said", "looks", "gone"),
+    [
+        ("RuntimeError: Connection reset by peer", [("R", False), ("R", False), ("Z", False)], 1),
+        ("RuntimeError: Connection reset by peer", [("R", False), ("S", True), ("Z", True)], None),  # it said goodbye
+        ("KeyError: 'x'", [("R", False), ("Z", False)], None),  # nobody waits: the first rank's own error ended it
+    ],
+)
+def test_a_killed_rank_whose_process_is_still_going_is_waited_for(tmp_path, said, looks, gone):
+    """Its connections break first, so that the rank beside the watcher may end before the process is gone."""
+    post = supervise.SidecarSpec(beats=str(tmp_path), folder=str(tmp_path), ranks=[0, 1], world=2, hang_seconds=5.0)
+    failure.write(tmp_path, Failure(kind="killed", code=11, what=said, remedy="", details="", rank=0))
+    found = supervise._gone_soon(post, Looks(*looks))
+    assert (None if found is None else found.rank) == gone

@@ -49,6 +49,7 @@ from meshwright.train import build as building
 from meshwright.train import loop, step, survivors
 from meshwright.train import world as meeting
 from meshwright.train.build import build
+from meshwright.train.evaluator import Evaluator
 from meshwright.train.faults import FaultWatch
 from meshwright.train.heartbeat import Heartbeat, deviated, recorded
 from meshwright.train.inject import inject
@@ -148,6 +149,20 @@ def run_rank(
     run: Run, order: RankSpec, screen: PlainLines, heart: Heartbeat, stop: Stop, start: StartTimeline
 ) -> Summary | None:
     """Train to the last step, then leave a model, a sample and a summary; None when stopped before."""
+    evaluator = Evaluator(run, Path(order.folder), order.place.rank)
+    with evaluator.closing(stop):
+        return _run_rank(run, order, screen, heart, stop, start, evaluator)
+
+
+def _run_rank(
+    run: Run,
+    order: RankSpec,
+    screen: PlainLines,
+    heart: Heartbeat,
+    stop: Stop,
+    start: StartTimeline,
+    evaluator: Evaluator,
+) -> Summary | None:
     if run.plan.compile:
         threading.Thread(target=import_compiler, name="import-compiler", daemon=True).start()
     ours = order.place.launcher == "meshwright"
@@ -186,15 +201,16 @@ def run_rank(
             screen.say(line)
         trackers = run.log.writers if told.rank == 0 else ()
         recorder = Recorder(run, told, folder, screen, [Writer(name, run, folder, screen.say) for name in trackers])
+        evaluator.begin(state, mesh, corpus, recorder)
         try:
             with explaining(run, mesh.device, state):
                 if live is not None:
                     live.adopt = recorder.adopt
                     live.begin(state, corpus)
-                _train(state, mesh, recorder, order, heart, stop, start)
+                _train(state, mesh, recorder, order, heart, stop, start, evaluator)
                 screen.close()
                 if not state.stopped:
-                    return _finish(run, state, mesh, recorder, corpus)
+                    return _finish(run, state, mesh, recorder, corpus, evaluator)
             recorder.end(state.step)
             stop.saved = state.saved
             return None
@@ -206,7 +222,14 @@ def run_rank(
 
 
 def _train(
-    state: State, mesh: Mesh, recorder: Recorder, order: RankSpec, heart: Heartbeat, stop: Stop, start: StartTimeline
+    state: State,
+    mesh: Mesh,
+    recorder: Recorder,
+    order: RankSpec,
+    heart: Heartbeat,
+    stop: Stop,
+    start: StartTimeline,
+    evaluator: Evaluator,
 ) -> None:
     run, live = recorder.run, state.live
     faults = FaultWatch(run, state, mesh, recorder, heart)
@@ -232,6 +255,8 @@ def _train(
             recorder.tell(event)
         heart.did(result.step) if isinstance(result, StepResult) else heart.looked()
         faults.look()
+        if isinstance(result, StepResult):
+            evaluator.after(result.step)
         if run.plan.compile and isinstance(result, StepResult) and result.step == heart.restored + SETTLED:
             for line in compile.described():
                 recorder.screen.say(line)
@@ -239,12 +264,13 @@ def _train(
     recorder.last_save_seconds = time.monotonic() - handled  # the loop ends when nothing is left to be saved
 
 
-def _finish(run: Run, state: State, mesh: Mesh, recorder: Recorder, corpus: Corpus) -> Summary:
+def _finish(run: Run, state: State, mesh: Mesh, recorder: Recorder, corpus: Corpus, evaluator: Evaluator) -> Summary:
     sample, loader = "", state.loader
     if run.eval.sample_tokens and corpus.tokenizer is not None:
         # How a validation sample begins, or the first training sample where there is none.
         first = (loader.held(0) if loader.holds_out else loader.take(0)).microbatches[0].tokens[0]
         sample = closing_sample(state.chunks, run, corpus, first[:OPENING], mesh)
+    evaluator.finish(state.step)
     peak = torch.tensor(peak_bytes(mesh.device), device=mesh.device)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     whole = weights(state.chunks, run, mesh)
@@ -318,6 +344,7 @@ def phase_table() -> PhaseTable:
     return PhaseTable(
         enclosing=(
             _mark("eval", loop.evaluate),
+            _mark("eval", Evaluator.after),
             _mark("end", _finish),
             _mark("start", building),
             _mark("start", meeting),
@@ -338,6 +365,7 @@ def phase_table() -> PhaseTable:
             _mark("", parameter_server.ParameterServer._take)[:2],
             _mark("", survivors._arrived)[:2],
             _mark("", generations.pause)[:2],
+            _mark("", Evaluator._wait)[:2],
             (_mark("", survivors.Survivors)[0], "_connected"),
         ),
     )

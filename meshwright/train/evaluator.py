@@ -51,7 +51,7 @@ class Evaluator:
     def __init__(self, run: Run, folder: Path, rank: int) -> None:
         self.run, self.folder, self.leads = run, folder, rank == 0
         self.prompts = evaluation.prompts(run)
-        self.texts_of = self.command_of = -1  # the steps that were evaluated last
+        self.command_of = self.told_of = -1  # the step whose command runs, and the last of which others were told
         self.errand: Errand | None = None
         self.finished = False
 
@@ -102,7 +102,7 @@ class Evaluator:
         if self.leads:
             try:
                 place.mkdir(parents=True, exist_ok=True)
-                note = note_of(msgspec.to_builtins(self.run))
+                note = note_of(msgspec.to_builtins(self.run), self.folder)
                 texts = self.folder / TEXT
                 save_native(place / MODEL, self.run.arch, whole, self.corpus.tokenizer, texts, note)
             except (OSError, SafetensorError, InputError) as error:
@@ -123,7 +123,8 @@ class Evaluator:
         is_busy = bool(busy.item())
         if is_busy and self.leads:
             text = f"that of step {self.command_of} still runs"
-            self._keep(CommandRecord(step=step, state="skipped", text=text))
+            self._keep(CommandRecord(step=step, state="skipped", text=text), aloud=self.told_of != self.command_of)
+            self.told_of = self.command_of
         return is_busy
 
     def _start(self, step: int, model: Path, remove: tuple[Path, ...] = ()) -> None:
@@ -150,10 +151,11 @@ class Evaluator:
             self._keep(outcome(self.command_of, self.errand.folder, result))
             self.errand = None
 
-    def _keep(self, record: CommandRecord) -> None:
+    def _keep(self, record: CommandRecord, aloud: bool = True) -> None:
         record = msgspec.structs.replace(record, at=time.monotonic())
         self.recorder.commanded(record)
-        self.recorder.screen.say(command_line(record))
+        if aloud:
+            self.recorder.screen.say(command_line(record))
 
     @contextmanager
     def closing(self, stop: Stop) -> Iterator[None]:
@@ -258,7 +260,7 @@ def command_line(record: CommandRecord) -> str:
         more = f" and {len(record.numbers) - SHOWN} more" if len(record.numbers) > SHOWN else ""
         return f"{who}: {shown + more or printable(record.text) or 'done'} ({record.seconds:.0f} s)"
     if record.state == "skipped":
-        return f"{who} is left out: {record.text}"
+        return f"{who} is left out, and so are those of later steps: {record.text}"
     code = f" with exit code {record.code}" if record.code else ""
     where = f"; see {record.folder}" if record.folder else ""
     words = " ".join(printable(record.text).split())

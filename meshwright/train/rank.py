@@ -19,12 +19,12 @@ import torch.distributed as dist
 
 from meshwright import __version__, checkpoint, data, optim
 from meshwright.checkpoint import read
-from meshwright.checkpoint.model_folder import copy_texts, open_folder, save_native, staged
+from meshwright.checkpoint.model_folder import AdaptedFolder, copy_texts, digest, open_folder, save_native, staged
 from meshwright.checkpoint.storage import CorruptError
 from meshwright.config.huggingface import TOKENIZER, read_config
 from meshwright.config.load import load
 from meshwright.config.run import Run
-from meshwright.config.weights import TEXT, note_of
+from meshwright.config.weights import BASE, TEXT, BaseDigest, note_of
 from meshwright.cost import goodput
 from meshwright.cost.flops import utilization
 from meshwright.cost.noise_scale import noise_scale
@@ -276,7 +276,7 @@ def _finish(run: Run, state: State, mesh: Mesh, recorder: Recorder, corpus: Corp
     whole = weights(state.chunks, run, mesh)
     leads = state.live is None or state.live.leads
     if mesh.rank == 0 and leads:
-        note = note_of(msgspec.to_builtins(run))
+        note = note_of(msgspec.to_builtins(run), recorder.folder)
         save_native(recorder.folder / "model", run.arch, whole, corpus.tokenizer, recorder.folder / TEXT, note)
     else:
         deque(whole, maxlen=0)  # take part in gathering
@@ -462,6 +462,8 @@ def check(run: Run, corpus: Corpus, folder: Path, writes: bool) -> list[str]:
         replace_json(file, here)
     if writes and named is not None and not own.exists():
         replace_file(own, named.read_bytes())  # with it any saved step is a whole model
+    if writes and run.adapter.kind != "none" and run.init.folder and not (folder / BASE).exists():
+        replace_json(folder / BASE, BaseDigest(digest=digest(open_folder(run.init.folder))))
     if writes and not (folder / TEXT).exists():
         keep_texts(run, corpus, folder / TEXT)
     return [f"extended: {problem.text}" for problem in found]
@@ -470,7 +472,10 @@ def check(run: Run, corpus: Corpus, folder: Path, writes: bool) -> list[str]:
 def keep_texts(run: Run, corpus: Corpus, folder: Path) -> None:
     """Keep what the folder that a run begins from says of its text, and what the run's own data adds to it."""
     chats = [report for report in corpus.chats if report is not None]
-    origin = open_folder(run.init.folder).texts if run.init.folder else text_folder(run) if chats else None
+    begin = open_folder(run.init.folder) if run.init.folder else None
+    if isinstance(begin, AdaptedFolder):
+        begin.require_base()
+    origin = begin.texts if begin else text_folder(run) if chats else None
     if origin is None:
         return
     with staged(folder) as stage:

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.checkpoint.model_folder import ModelFolder
+from meshwright.checkpoint.model_folder import AdaptedFolder, ModelFolder
 from meshwright.config.run import Run
 from meshwright.data import tokenize
 from meshwright.data.loader import Batch, Loader
@@ -111,6 +111,8 @@ def load_tokenizer(folder: ModelFolder) -> Tokenizer:
 
 def load_decoder(folder: ModelFolder, device: torch.device, dtype_name: str | None) -> Decoder:
     """The model of a folder, whole on a device, in a dtype of torch's (None: as it is stored)."""
+    if isinstance(folder, AdaptedFolder):
+        folder.require_base()
     dtype = folder.dtype if dtype_name is None else getattr(torch, dtype_name)
     with torch.device("meta"):
         decoder = Decoder(msgspec.structs.replace(folder.arch, dropout=0.0)).eval()  # which is of training alone

@@ -228,6 +228,7 @@ def convert(
 
 def _say_merged(folder: AdaptedFolder, say: Say, check_tokens: int) -> None:
     """Compare the adapter merged into its base with the two apart, in float32."""
+    folder.require_base()
     tokens = probe_tokens(folder.arch, check_tokens)
     reference = logits(folder.apart, tokens)
     difference = _largest(reference, logits(folder, tokens)) / float(reference.abs().max())
@@ -245,6 +246,7 @@ def _write_adapter(
     folder: AdaptedFolder, target: Path, say: Say, rounded: torch.dtype | None, check_tokens: int
 ) -> ConvertReport:
     """Write an adapter as peft has it; by peft's own code its logits are those of the adapter as it was trained."""
+    folder.require_base()
     tokens = probe_tokens(folder.arch, check_tokens)
     with staged(target) as stage:
         say(f"writing the adapter of {folder.path}, {len(folder.layouts)} weights")

@@ -5,6 +5,7 @@ other side, Mixtral stores each expert apart. A folder is checked whole before a
 not at all.
 """
 
+import hashlib
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -44,6 +45,7 @@ HARMLESS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # masks 
 TEXTS, PAPERS = (".json", ".jinja", ".txt", ".model", ".tiktoken"), ("LICENSE", "NOTICE")
 NO_TEXTS = (CONFIG, ARCH, ADAPTER, TOKENIZER)  # written anew, and the tokenizer apart
 TEXT_BYTES = 100 * 10**6
+SAMPLED = 1024  # values of a weight that its digest has one by one, beside the sum of all
 MOST_PROBLEMS = 50  # a folder of another model differs in every tensor; the first lines say it
 
 
@@ -424,6 +426,16 @@ class SeededWeights:
         return initial(next(param for param in every if param.name == name), self.seed)
 
 
+def digest(weights: ModelFolder | SeededWeights) -> str:
+    """A name for all weights by their values, whatever files and floats hold them; reads every one."""
+    found = hashlib.sha256()
+    for param in params(weights.arch):
+        bits = weights.tensor(param.name).to(torch.float32).contiguous().view(torch.int32)
+        found.update(f"{param.name} {tuple(bits.shape)} {int(bits.sum(dtype=torch.int64))} ".encode())
+        found.update(bits.flatten()[:: max(bits.numel() // SAMPLED, 1)].numpy().tobytes())  # in their places
+    return found.hexdigest()[:32]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptedFolder(ModelFolder):
     """An adapter, read as the model that it makes of its base: each adapted weight is W + s · B A.
@@ -448,6 +460,12 @@ class AdaptedFolder(ModelFolder):
         if self.note.adapter.kind == "dora":
             merged *= (self.low_rank(f"{layer}.{MAGNITUDE}").double() / merged.norm(dim=1))[:, None]
         return merged.to(weight.dtype)
+
+    def require_base(self) -> None:
+        """Refuse a base of other weights than those that the adapter was trained beside, where these are known."""
+        if self.note.digest and digest(self.base) != self.note.digest:
+            what = f"{self.note.base} is not the base of the adapter in {self.path}: its weights are others"
+            raise InputError([Problem(what, "put the model back that the adapter was trained beside", "init.from")])
 
     def low_rank(self, name: str) -> Tensor:
         """A weight of the adapter."""

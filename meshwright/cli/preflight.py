@@ -8,6 +8,7 @@ import msgspec
 
 from meshwright.checkpoint.storage import Disk
 from meshwright.cli.query import plan_overrides
+from meshwright.config import evaluation
 from meshwright.config.huggingface import weight_problems
 from meshwright.config.run import Run, digests
 from meshwright.config.weights import describe
@@ -40,6 +41,7 @@ def problems(run: Run, gpus: list[str], is_asked: bool) -> Iterator[Problem]:
     # A saved step is verified as it is read.
     if run.init.folder and (start := describe(run.init.folder)).kind != "checkpoint":
         yield from (msgspec.structs.replace(each, key="init.from") for each in weight_problems(start.path))
+    yield from evaluation.problems_here(run)
     for name in run.log.writers:
         if find_spec(name) is None:
             what = f"log.writers names {name}, which is not installed"

@@ -89,6 +89,8 @@ def _lines(shown: RunReport, found: FolderFacts) -> Iterator[str]:
     yield ""
     yield from run_text.of_losses(shown)
     yield from _drawn([(found, shown)])
+    if evaluated := list(run_text.of_evaluation(shown)):
+        yield from ("", *evaluated)
     yield ""
     yield from run_text.of_time(shown)
     if ranks := list(run_text.of_ranks(shown)):

@@ -336,7 +336,8 @@ def _tell(summary: Summary | None, run: Run, options: argparse.Namespace) -> Non
     if summary.sample:
         lines.append(f"  meshwright generate {folder} --prompt 'my text'    more of it")
     if is_exportable(run.arch):
-        lines.append(f"  meshwright convert {folder} my-model    a Hugging Face folder")
+        merge = " --merge" if run.adapter.kind != "none" else ""
+        lines.append(f"  meshwright convert {folder} my-model{merge}    a Hugging Face folder")
     lines.append(f"  meshwright {setting:<37}  every setting and where it came from")
     teller(sys.stdout)("\n".join(lines))
 

@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 
-from meshwright.config import communication
+from meshwright.config import communication, evaluation
 from meshwright.config.run import FP8_KEYS, Data, Optim, Run
 from meshwright.config.tuning import TUNING_RULES
 from meshwright.spec import plan as recompute
@@ -29,6 +29,7 @@ POSITIVE = (
 )  # fmt: skip
 NATURAL = (
     "seed", "eval.every", "checkpoint.every", "checkpoint.keep_every", "eval.sample_tokens", "optim.warmup",
+    "eval.prompts_every", "eval.command_every",
     "optim.sync_warmup", "optim.freeze_step", "faults.restarts", "faults.not_finite", "faults.compare_every",
     "arch.experts", "arch.shared_experts", "plan.powersgd",
     *(f"arch.{name}" for name in ("window", "full_every", "no_rope_every", "dense_layers", "mtp_layers")),
@@ -985,5 +986,5 @@ PLAN_RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
 )  # fmt: skip
 RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
     _counts, _heads, _layers, _moe, _routers, _dropout, _context, _rates, _optimizer, _freeze, _data, _preference,
-    _compared, _addresses, *TUNING_RULES, *PLAN_RULES,
+    _compared, _addresses, evaluation.rules, *TUNING_RULES, *PLAN_RULES,
 )  # fmt: skip

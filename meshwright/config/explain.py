@@ -95,6 +95,8 @@ PAGES = {
     "optim.state_dtype": "docs/precision.md",
     **{f"optim.{name}": "docs/local-sgd.md" for name in OUTER_OPTIM},
     "eval": "docs/run-file.md#data",
+    **{f"eval.{name}": "docs/generate.md#while-training" for name in ("prompts", "prompts_every")},
+    **{f"eval.{name}": "docs/generate.md#while-training" for name in ("command", "command_every", "command_seconds")},
     "log": "docs/run-file.md#trackers",
     "checkpoint": "docs/checkpoints.md",
     "faults": "docs/faults.md",

@@ -130,13 +130,19 @@ class Dpo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class Eval(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The validation loss, and the text generated at the end."""
+    """The validation loss, texts that the model writes, and a command on the exported model."""
 
     every: int = 100  # steps between validation losses; 0: only at the end
     batches: int = 4  # global batches in one validation loss
     sample_tokens: int = 120  # tokens generated at the end, at most; 0: none
     prompt: str = ""  # what they continue; empty: the beginning of a validation document
     temperature: float = 0.8
+    prompts: tuple[str, ...] | str = ()  # that are continued too: a list, or a file with one a line; of chat, questions
+    prompts_every: int = 0  # steps between; 0: only at the end
+    # A program and its arguments, run beside training on the model as a Hugging Face folder, which {folder} stands for.
+    command: str = ""
+    command_every: int = 0  # steps between; 0: only at the end
+    command_seconds: float = 3600.0  # after which it is ended
 
 
 class Log(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -31,6 +31,7 @@ from meshwright.spec.tuning import Adapter
 RUN, SUMMARY, RECORDS = "run.toml", "summary.json", "steps.rank0.jsonl"
 CHECKPOINTS, MANIFEST, MODEL = "checkpoints", "manifest.json", "model"
 ADAPTER = "adapter.json"  # beside the weights of an adapter
+BASE = "base.json"  # in the run of an adapter: the digest of what it is trained beside
 TEXT = "text"  # in a run: what the folder that it began from says of its text
 STEP = re.compile(r"step-(0|[1-9]\d{0,17})")
 BEST = "best"
@@ -43,6 +44,13 @@ class AdapterNote(msgspec.Struct, frozen=True, kw_only=True):
     adapter: Adapter
     base: str  # the folder or the run that the frozen weights are from; "": they are made from the seed
     seed: int
+    digest: str = ""  # of the base's weights; empty: not known, as of older runs, or they are made from the seed
+
+
+class BaseDigest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run remembers of the weights that its adapter is trained beside."""
+
+    digest: str
 
 
 class FolderDescription(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,13 +165,18 @@ def _note(file: Path) -> AdapterNote | None:
         ) from None
 
 
-def note_of(run: Mapping[str, Any]) -> AdapterNote | None:
-    """The same of a run, from its run file."""
+def note_of(run: Mapping[str, Any], folder: Path) -> AdapterNote | None:
+    """The same of a run, from its run file and what its folder remembers of the base."""
     adapter = msgspec.convert(run.get("adapter", {}), Adapter)
     base = run.get("init", {}).get("from", "")
     base = str(Path(base).absolute()) if base else ""  # as a model is opened from anywhere
     seed = run.get("seed", 1)
-    return None if adapter.kind == "none" else AdapterNote(adapter=adapter, base=base, seed=seed)
+    if adapter.kind == "none":
+        return None
+    digest = ""
+    with suppress(OSError, msgspec.DecodeError):
+        digest = msgspec.json.decode((folder / BASE).read_bytes(), type=BaseDigest).digest
+    return AdapterNote(adapter=adapter, base=base, seed=seed, digest=digest)
 
 
 def is_run(folder: Path) -> bool:
@@ -230,7 +243,7 @@ def _listed(steps: list[int], last: int | None) -> str:
 def _checkpoint(run: Path, step: int) -> FolderDescription:
     table = _table(run / RUN)
     try:
-        arch, note = msgspec.convert(table.get("arch"), Arch), note_of(table)
+        arch, note = msgspec.convert(table.get("arch"), Arch), note_of(table, run)
     except msgspec.ValidationError as error:
         raise mistake(f"{run / RUN}: {error}", "give the folder of a run, with its own run.toml") from None
     named = Path(str(table.get("data", {}).get("tokenizer", "")))

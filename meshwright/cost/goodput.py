@@ -10,7 +10,16 @@ from statistics import median
 
 import msgspec
 
-from meshwright.runtime.records import AttemptRecord, EndRecord, EvalRecord, EventRecord, Record, SaveRecord, StepRecord
+from meshwright.runtime.records import (
+    AttemptRecord,
+    CommandRecord,
+    EndRecord,
+    EventRecord,
+    Record,
+    SaveRecord,
+    StepRecord,
+    Timed,
+)
 
 BADPUT: tuple[str, ...] = (
     "start-up",
@@ -110,7 +119,7 @@ class _Span(msgspec.Struct, frozen=True, kw_only=True):
 
     record: Record
     seconds: float
-    before: float = 0.0  # of them, until a validation loss was begun
+    before: float = 0.0  # of them, until an evaluation was begun
     data: float = 0.0
     saving: float = 0.0
     compiling: float = 0.0
@@ -127,16 +136,16 @@ def _spans(attempt: Sequence[Record]) -> tuple[list[_Span], float]:
     last, found = attempt[0].at, []
     timed = any(isinstance(record, StepRecord) and record.ended > 0 for record in attempt)
     for record in attempt[1:]:
-        if isinstance(record, SaveRecord) or (timed and isinstance(record, EventRecord)):
+        if isinstance(record, SaveRecord | CommandRecord) or (timed and isinstance(record, EventRecord)):
             continue  # made, or told of, while steps were on their way: it took no time of its own
-        ended = record.ended if isinstance(record, StepRecord | EvalRecord) and record.ended > 0 else record.at
+        ended = record.ended if isinstance(record, StepRecord | Timed) and record.ended > 0 else record.at
         found.append(_span(record, max(ended - last, 0.0), last))
         last = max(last, ended)
     return found, last
 
 
 def _span(record: Record, seconds: float, last: float) -> _Span:
-    if isinstance(record, EvalRecord):
+    if isinstance(record, Timed):
         return _Span(record=record, seconds=seconds, before=min(max(record.began - last, 0.0), seconds))
     if isinstance(record, EndRecord):
         return _Span(record=record, seconds=seconds, saving=min(record.save_seconds, seconds))
@@ -159,7 +168,7 @@ def _parts(spans: Sequence[_Span], kept_until: int | None) -> Iterator[tuple[str
             yield "finish", span.seconds - span.saving
         elif kept_until is not None and span.record.step > kept_until:
             yield "lost work", span.seconds
-        elif isinstance(span.record, EvalRecord):
+        elif isinstance(span.record, Timed):
             yield "good", span.before
             yield "eval", span.seconds - span.before
         elif isinstance(span.record, StepRecord):

@@ -74,6 +74,8 @@ def _sections(facts: FolderFacts, report: RunReport, weight: float) -> Iterator[
             for each in report.attempts
         ]
         yield table("every start of the ranks", heads, rows)
+    if evaluated := list(run_text.of_evaluation(report))[1:]:
+        yield f"<section><h2>Evaluation</h2><pre>{escape(chr(10).join(evaluated))}</pre></section>"
     if report.sample:
         yield f"<section><h2>Sample</h2><pre>{escape(printable(report.sample))}</pre></section>"
     yield f"<details><summary>run.toml</summary><pre>{escape(printable(facts.text))}</pre></details>"

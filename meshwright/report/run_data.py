@@ -18,7 +18,7 @@ from meshwright.config.weights import CHECKPOINTS, RUN, SUMMARY, present
 from meshwright.cost.goodput import kept
 from meshwright.runtime import failure
 from meshwright.runtime.failure import Failure
-from meshwright.runtime.records import Record, StepRecord, read_line
+from meshwright.runtime.records import CommandRecord, Record, StepRecord, read_line
 from meshwright.spec.problem import InputError, Problem
 
 NAME = "steps.rank*.jsonl"
@@ -104,6 +104,7 @@ class FolderFacts(msgspec.Struct, frozen=True, kw_only=True):
     finished: bool  # there is a summary, which is the last thing that a run writes
     witness: int | None  # the rank whose records are read in full, None where there are no records
     records: list[Record]
+    commands: list[CommandRecord]  # that were run on the model; some end after everything else
     kept: list[StepRecord]  # the steps that the weights went through
     ranks: tuple[RankSeen, ...]
     verdicts: tuple[Failure, ...]  # failure reports of ranks, the earliest first
@@ -142,7 +143,8 @@ def facts(path: Path) -> FolderFacts:
         environment=environment or {},
         finished=finished,
         witness=witness,
-        records=lines.records,
+        records=[each for each in lines.records if not isinstance(each, CommandRecord)],
+        commands=[each for each in lines.records if isinstance(each, CommandRecord)],
         kept=kept(lines.records),
         ranks=ranks,
         verdicts=_verdicts(path, notes),

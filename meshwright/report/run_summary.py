@@ -23,7 +23,17 @@ from meshwright.hardware.cluster import Cluster, catalogue, cluster, recognised
 from meshwright.hardware.profile import Profile
 from meshwright.report.run_data import FolderFacts, RankSeen, Standing, StandingEvidence, standing
 from meshwright.runtime.failure import Failure
-from meshwright.runtime.records import AttemptRecord, EndRecord, EvalRecord, EventRecord, Record, SaveRecord, StepRecord
+from meshwright.runtime.records import (
+    AttemptRecord,
+    CommandRecord,
+    EndRecord,
+    EvalRecord,
+    EventRecord,
+    Record,
+    SaveRecord,
+    StepRecord,
+    TextRecord,
+)
 from meshwright.search.budget import job_of
 from meshwright.spec.arch import Arch
 from meshwright.spec.notebook import html_table
@@ -174,6 +184,26 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     data: str  # what it learnt from
 
 
+class WrittenTexts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the model wrote after the prompts of `eval.prompts`."""
+
+    step: int
+    prompts: tuple[str, ...]
+    texts: tuple[str, ...]
+
+
+class CommandOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of `eval.command` on the model after a step."""
+
+    step: int
+    state: str  # done, failed, skipped, timeout, stopped
+    seconds: float
+    code: int | None
+    numbers: dict[str, float]
+    text: str
+    folder: str
+
+
 class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     """Everything there is to report of one run. What is not known is null."""
 
@@ -195,6 +225,8 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[RankSeen, ...]
     notes: tuple[str, ...]
     sample: str  # what the trained model wrote
+    texts: tuple[WrittenTexts, ...]
+    commands: tuple[CommandOutcome, ...]
 
     def _repr_html_(self) -> str:
         from meshwright.report import run_text  # which is made of this module's values
@@ -292,6 +324,8 @@ def report(facts: FolderFacts, measured: Steps | None, predicted: PredictedFigur
         ranks=facts.ranks,
         notes=facts.notes,
         sample=facts.sample,
+        texts=texts(facts.records),
+        commands=commands(facts.commands),
     )
 
 
@@ -399,6 +433,24 @@ def validation(records: Iterable[Record]) -> tuple[EvalLoss, ...]:
         elif isinstance(record, EvalRecord):
             found[record.step] = record.loss
     return tuple(EvalLoss(step=step, loss=loss) for step, loss in sorted(found.items()))
+
+
+def texts(records: Iterable[Record]) -> tuple[WrittenTexts, ...]:
+    """What was written after prompts, the newest of every step."""
+    found: dict[int, WrittenTexts] = {}
+    for record in records:
+        if isinstance(record, AttemptRecord):
+            found = {step: each for step, each in found.items() if step <= record.step}
+        elif isinstance(record, TextRecord):
+            found[record.step] = WrittenTexts(step=record.step, prompts=record.prompts, texts=record.texts)
+    return tuple(found[step] for step in sorted(found))
+
+
+def commands(records: Iterable[CommandRecord]) -> tuple[CommandOutcome, ...]:
+    """What commands gave, by step; of one that was run again, its last."""
+    names = [field.name for field in msgspec.structs.fields(CommandOutcome)]
+    found = {each.step: CommandOutcome(**{name: getattr(each, name) for name in names}) for each in records}
+    return tuple(found[step] for step in sorted(found))
 
 
 def parts(account: Account) -> tuple[TimePart, ...]:

@@ -150,6 +150,25 @@ def of_losses(report: RunReport) -> Iterator[str]:
         yield _line("staleness", f"updates behind, by steps of all ranks: {shares}")
 
 
+def of_evaluation(report: RunReport) -> Iterator[str]:
+    """What commands gave, step by step, and what the model last wrote after prompts; nothing where there is neither."""
+    if not report.commands and not report.texts:
+        return
+    yield "Evaluation"
+    begun = [each for each in report.commands if each.state != "skipped"]
+    for each in begun[-MOST_LISTED:]:
+        given = ", ".join(f"{plain(name)} {value:.4g}" for name, value in each.numbers.items())
+        code = f" with exit code {each.code}" if each.code else ""
+        why = f"{each.state}{code}: {plain(each.text)}" if each.state != "done" else plain(each.text) or "done"
+        yield _line(f"step {each.step:,}", given or why)
+    if left_out := len(report.commands) - len(begun):
+        yield _line("left out", f"{left_out} command{'s' * (left_out > 1)}, while an earlier one still ran")
+    for last in report.texts[-1:]:
+        yield _line("texts", f"after step {last.step:,}, of {len(report.texts)} times (--json has all)")
+        for prompt, text in list(zip(last.prompts, last.texts, strict=True))[:MOST_LISTED]:
+            yield f"    {plain(prompt)} → {plain(text)}"
+
+
 def loss_words(loss: float) -> str:
     """A loss as people read it."""
     return f"{loss:.4f}" if math.isfinite(loss) else "not finite"

@@ -52,6 +52,41 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     at: float = 0.0
 
 
+class TextRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="texts"):
+    """What the model wrote after prompts."""
+
+    step: int
+    prompts: tuple[str, ...]
+    texts: tuple[str, ...]  # behind each
+    seconds: float
+    began: float = 0.0  # monotonic, as of a step
+    ended: float = 0.0
+    at: float = 0.0
+
+
+class ExportRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="export"):
+    """Training stood still while the model was written for a command."""
+
+    step: int
+    seconds: float
+    began: float = 0.0
+    ended: float = 0.0
+    at: float = 0.0
+
+
+class CommandRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="command"):
+    """What became of a user's command on the model after a step, beside training."""
+
+    step: int
+    state: Literal["done", "failed", "skipped", "timeout", "stopped"]
+    seconds: float = 0.0
+    code: int | None = None  # its exit code, where it has ended by itself
+    numbers: dict[str, float] = {}  # that it gave
+    text: str = ""  # why it has none, or the last line that it said
+    folder: str = ""  # where all that it said and wrote is
+    at: float = 0.0
+
+
 class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="attempt"):
     """The ranks stand ready for their first step, at the beginning or after a fault."""
 
@@ -97,7 +132,8 @@ class EndRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag
     save_seconds: float = 0.0  # before that, waiting for the last save to be on the disk
 
 
-Record = StepRecord | EvalRecord | AttemptRecord | EventRecord | SaveRecord | EndRecord
+Timed = EvalRecord | TextRecord | ExportRecord  # what training stood still for between two steps
+Record = StepRecord | Timed | CommandRecord | AttemptRecord | EventRecord | SaveRecord | EndRecord
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):

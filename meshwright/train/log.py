@@ -29,19 +29,22 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.runtime.files import forsake
 from meshwright.runtime.records import (
     AttemptRecord,
+    CommandRecord,
     EndRecord,
     EvalRecord,
     EventRecord,
+    ExportRecord,
     Record,
     SaveRecord,
     StepRecord,
+    TextRecord,
     line,
     read_line,
 )
 from meshwright.spec.units import GIB
 from meshwright.train.loop import EvalResult, StepResult
 from meshwright.train.noise_scale import GradientNoise, microbatches
-from meshwright.train.timeline import DeviceTimeline, moment
+from meshwright.train.timeline import DeviceTimeline, Moment, moment
 
 MOST_PENDING = 2  # steps whose numbers may still be on their way from the device
 LONGEST_QUEUE = 10_000  # records a slow tracker may lag behind; later ones are dropped for it, never for the file
@@ -351,6 +354,31 @@ class Recorder:
         )
         self._keep(self.last_held)
         self.screen.held(self.last_held)
+
+    def wrote(self, step: int, prompts: tuple[str, ...], texts: tuple[str, ...], began: Moment, ended: Moment) -> None:
+        """The model wrote after prompts."""
+        self._keep(TextRecord(step=step, prompts=prompts, texts=texts, **self._aside(began, ended)))
+
+    def exported(self, step: int, began: Moment, ended: Moment) -> None:
+        """The model was written for a command."""
+        self._keep(ExportRecord(step=step, **self._aside(began, ended)))
+
+    def _aside(self, began: Moment, ended: Moment) -> dict[str, float]:
+        """When training stood still between two steps."""
+        self._write_arrived(all_of_them=True)
+        if ended.event is not None:
+            ended.event.synchronize()
+        first, last = self.timeline.reached(began), self.timeline.reached(ended)
+        return {"seconds": last - first, "began": first, "ended": last, "at": time.monotonic()}
+
+    def commanded(self, record: CommandRecord) -> None:
+        """A command on the model has ended; the last one may do so after everything else."""
+        if self.lines.stream.closed:
+            self.lines = RecordFile(self.lines.file, self.screen.say)
+            self._keep(record)
+            self.lines.close()
+        else:
+            self._keep(record)
 
     def begin(self, attempt: AttemptRecord) -> None:
         """The ranks stand ready."""

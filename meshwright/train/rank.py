@@ -19,12 +19,12 @@ import torch.distributed as dist
 
 from meshwright import __version__, checkpoint, data, optim
 from meshwright.checkpoint import read, remote
-from meshwright.checkpoint.model_folder import copy_texts, open_folder, save_native, staged
+from meshwright.checkpoint.model_folder import AdaptedFolder, copy_texts, digest, open_folder, save_native, staged
 from meshwright.checkpoint.storage import CorruptError
 from meshwright.config.huggingface import TOKENIZER, read_config
 from meshwright.config.load import load
 from meshwright.config.run import Run
-from meshwright.config.weights import TEXT, note_of
+from meshwright.config.weights import BASE, TEXT, BaseDigest, note_of
 from meshwright.cost import goodput
 from meshwright.cost.flops import utilization
 from meshwright.cost.noise_scale import noise_scale
@@ -49,6 +49,7 @@ from meshwright.train import build as building
 from meshwright.train import loop, step, survivors
 from meshwright.train import world as meeting
 from meshwright.train.build import build
+from meshwright.train.evaluator import Evaluator
 from meshwright.train.faults import FaultWatch
 from meshwright.train.heartbeat import Heartbeat, deviated, recorded
 from meshwright.train.inject import inject
@@ -148,6 +149,20 @@ def run_rank(
     run: Run, order: RankSpec, screen: PlainLines, heart: Heartbeat, stop: Stop, start: StartTimeline
 ) -> Summary | None:
     """Train to the last step, then leave a model, a sample and a summary; None when stopped before."""
+    evaluator = Evaluator(run, Path(order.folder), order.place.rank)
+    with evaluator.closing(stop):
+        return _run_rank(run, order, screen, heart, stop, start, evaluator)
+
+
+def _run_rank(
+    run: Run,
+    order: RankSpec,
+    screen: PlainLines,
+    heart: Heartbeat,
+    stop: Stop,
+    start: StartTimeline,
+    evaluator: Evaluator,
+) -> Summary | None:
     if run.plan.compile:
         threading.Thread(target=import_compiler, name="import-compiler", daemon=True).start()
     ours = order.place.launcher == "meshwright"
@@ -189,15 +204,16 @@ def run_rank(
         trackers = run.log.writers if told.rank == 0 else ()
         recorder = Recorder(run, told, folder, screen, [Writer(name, run, folder, screen.say) for name in trackers])
         recorder.mirror = mirror
+        evaluator.begin(state, mesh, corpus, recorder)
         try:
             with explaining(run, mesh.device, state):
                 if live is not None:
                     live.adopt = recorder.adopt
                     live.begin(state, corpus)
-                _train(state, mesh, recorder, order, heart, stop, start)
+                _train(state, mesh, recorder, order, heart, stop, start, evaluator)
                 screen.close()
                 if not state.stopped:
-                    return _finish(run, state, mesh, recorder, corpus)
+                    return _finish(run, state, mesh, recorder, corpus, evaluator)
             recorder.end(state.step)
             stop.saved = state.saved
             return None
@@ -209,7 +225,14 @@ def run_rank(
 
 
 def _train(
-    state: State, mesh: Mesh, recorder: Recorder, order: RankSpec, heart: Heartbeat, stop: Stop, start: StartTimeline
+    state: State,
+    mesh: Mesh,
+    recorder: Recorder,
+    order: RankSpec,
+    heart: Heartbeat,
+    stop: Stop,
+    start: StartTimeline,
+    evaluator: Evaluator,
 ) -> None:
     run, live = recorder.run, state.live
     faults = FaultWatch(run, state, mesh, recorder, heart)
@@ -237,6 +260,8 @@ def _train(
             recorder.tell(EventRecord(step=recorder.added, what="upload", text=failed.text, at=time.monotonic()))
         heart.did(result.step) if isinstance(result, StepResult) else heart.looked()
         faults.look()
+        if isinstance(result, StepResult):
+            evaluator.after(result.step)
         if run.plan.compile and isinstance(result, StepResult) and result.step == heart.restored + SETTLED:
             for line in compile.described():
                 recorder.screen.say(line)
@@ -244,18 +269,19 @@ def _train(
     recorder.last_save_seconds = time.monotonic() - handled  # the loop ends when nothing is left to be saved
 
 
-def _finish(run: Run, state: State, mesh: Mesh, recorder: Recorder, corpus: Corpus) -> Summary:
+def _finish(run: Run, state: State, mesh: Mesh, recorder: Recorder, corpus: Corpus, evaluator: Evaluator) -> Summary:
     sample, loader = "", state.loader
     if run.eval.sample_tokens and corpus.tokenizer is not None:
         # How a validation sample begins, or the first training sample where there is none.
         first = (loader.held(0) if loader.holds_out else loader.take(0)).microbatches[0].tokens[0]
         sample = closing_sample(state.chunks, run, corpus, first[:OPENING], mesh)
+    evaluator.finish(state.step)
     peak = torch.tensor(peak_bytes(mesh.device), device=mesh.device)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     whole = weights(state.chunks, run, mesh)
     leads = state.live is None or state.live.leads
     if mesh.rank == 0 and leads:
-        note = note_of(msgspec.to_builtins(run))
+        note = note_of(msgspec.to_builtins(run), recorder.folder)
         save_native(recorder.folder / "model", run.arch, whole, corpus.tokenizer, recorder.folder / TEXT, note)
     else:
         deque(whole, maxlen=0)  # take part in gathering
@@ -323,6 +349,7 @@ def phase_table() -> PhaseTable:
     return PhaseTable(
         enclosing=(
             _mark("eval", loop.evaluate),
+            _mark("eval", Evaluator.after),
             _mark("end", _finish),
             _mark("start", building),
             _mark("start", meeting),
@@ -345,6 +372,7 @@ def phase_table() -> PhaseTable:
             _mark("", parameter_server.ParameterServer._take)[:2],
             _mark("", survivors._arrived)[:2],
             _mark("", generations.pause)[:2],
+            _mark("", Evaluator._wait)[:2],
             (_mark("", survivors.Survivors)[0], "_connected"),
         ),
     )
@@ -441,6 +469,8 @@ def check(run: Run, corpus: Corpus, folder: Path, writes: bool) -> list[str]:
         replace_json(file, here)
     if writes and named is not None and not own.exists():
         replace_file(own, named.read_bytes())  # with it any saved step is a whole model
+    if writes and run.adapter.kind != "none" and run.init.folder and not (folder / BASE).exists():
+        replace_json(folder / BASE, BaseDigest(digest=digest(open_folder(run.init.folder))))
     if writes and not (folder / TEXT).exists():
         keep_texts(run, corpus, folder / TEXT)
     return [f"extended: {problem.text}" for problem in found]
@@ -449,7 +479,10 @@ def check(run: Run, corpus: Corpus, folder: Path, writes: bool) -> list[str]:
 def keep_texts(run: Run, corpus: Corpus, folder: Path) -> None:
     """Keep what the folder that a run begins from says of its text, and what the run's own data adds to it."""
     chats = [report for report in corpus.chats if report is not None]
-    origin = open_folder(run.init.folder).texts if run.init.folder else text_folder(run) if chats else None
+    begin = open_folder(run.init.folder) if run.init.folder else None
+    if isinstance(begin, AdaptedFolder):
+        begin.require_base()
+    origin = begin.texts if begin else text_folder(run) if chats else None
     if origin is None:
         return
     with staged(folder) as stage:

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.checkpoint.model_folder import ModelFolder
+from meshwright.checkpoint.model_folder import AdaptedFolder, ModelFolder
 from meshwright.config.run import Run
 from meshwright.data import tokenize
 from meshwright.data.loader import Batch, Loader
@@ -34,17 +34,36 @@ POSITIONS = 4096  # of one forward of an evaluation, or a single sample: bounds 
 
 
 def closing_sample(chunks: Sequence[nn.Module], run: Run, corpus: Corpus, opening: Tensor, mesh: Mesh) -> str:
-    """The prompt, or the opening of a validation sample, and what the model writes after it. All ranks must call it.
-
-    Attention by caches needs no other rank's part of a sequence, so under cp every rank computes all of it.
-    """
+    """The prompt, or the opening of a validation sample, and what the model writes after it. All ranks must call it."""
     assert corpus.tokenizer is not None, "without one there is no text"
     words = tokenize.load(corpus.tokenizer)
     tokens = (words.encode(run.eval.prompt).ids if run.eval.prompt else []) or opening.tolist()
-    end = len(tokens) + run.eval.sample_tokens
+    ends = frozenset() if corpus.end_token is None else frozenset({corpus.end_token})
+    (text,) = continued(chunks, run, [tokens], ends, mesh)
+    return words.decode([*tokens, *text])
+
+
+def continued(
+    chunks: Sequence[nn.Module], run: Run, prompts: Sequence[Sequence[int]], ends: frozenset[int], mesh: Mesh
+) -> list[list[int]]:
+    """The tokens that the model writes after prompts, under the run's own plan. All ranks must call it.
+
+    Attention by caches needs no other rank's part of a sequence, so under cp every rank computes all of it.
+    """
+    texts: list[list[int]] = []
+    together = 1 if run.arch.capacity else PROMPTS  # padding would take the slots of experts
+    with evaluating(chunks), compile.suspended(run.plan):
+        for first in range(0, len(prompts), together):
+            texts += _continued(chunks, run, prompts[first : first + together], ends, mesh)
+    return texts
+
+
+def _continued(
+    chunks: Sequence[nn.Module], run: Run, prompts: Sequence[Sequence[int]], ends: frozenset[int], mesh: Mesh
+) -> list[list[int]]:
     # What a plan cuts a sequence into: tp shards it, and routers under cp look at two slices of it.
     width = run.plan.tp * min(run.plan.cp, 2)
-    draw = chooser(Sampling(temperature=run.eval.temperature, seed=run.seed), mesh.device, 1)
+    draw = chooser(Sampling(temperature=run.eval.temperature, seed=run.seed), mesh.device, len(prompts))
     author = 0 if run.plan.pp == 1 else int(mesh.fine.mesh[placement(run.plan)[-1]].flatten()[0])
 
     def compute(tokens: Tensor, positions: Tensor, columns: Tensor | None, last: Tensor) -> Tensor | None:
@@ -56,23 +75,27 @@ def closing_sample(chunks: Sequence[nn.Module], run: Run, corpus: Corpus, openin
         return whole[torch.arange(len(last), device=last.device), last]
 
     def choose(logits: Tensor | None) -> Tensor:
-        chosen = torch.zeros(1, dtype=torch.int64, device=mesh.device) if logits is None else draw(logits)
+        chosen = torch.zeros(len(prompts), dtype=torch.int64, device=mesh.device) if logits is None else draw(logits)
         if mesh.world > 1:
             dist.broadcast(chosen, author)  # one author, so that all ranks read the same text
         return chosen
 
-    with evaluating(chunks), compile.suspended(run.plan):
-        while len(tokens) < end:
-            # A text longer than the sequences that were trained on goes on from its last half of one.
-            window = tokens if len(tokens) < run.sequence else tokens[-max(run.sequence // 2, 1) :]
-            count = min(end - len(tokens), max(run.sequence - len(window), 1))
-            with caching(chunks, columns_for(run.arch, mesh.device, len(window) + count + width, width)):
-                for (token,) in islice(continuations(compute, choose, run.arch, mesh.device, [window], width), count):
-                    tokens.append(token)
-                    if token == corpus.end_token:
-                        end = len(tokens)
-                        break
-    return words.decode(tokens)
+    texts, left = [list[int]() for _ in prompts], run.eval.sample_tokens
+    while left > 0 and not all(text and text[-1] in ends for text in texts):
+        wholes = [[*prompt, *text] for prompt, text in zip(prompts, texts, strict=True)]
+        # A text longer than the sequences that were trained on goes on from its last half of one.
+        windows = [one if len(one) < run.sequence else one[-max(run.sequence // 2, 1) :] for one in wholes]
+        longest = max(map(len, windows))
+        count = min(left, max(run.sequence - longest, 1))
+        with caching(chunks, columns_for(run.arch, mesh.device, longest + count + width, width)):
+            for tokens in islice(continuations(compute, choose, run.arch, mesh.device, windows, width), count):
+                left -= 1
+                for text, token in zip(texts, tokens, strict=True):
+                    if not text or text[-1] not in ends:
+                        text.append(token)
+                if all(text[-1] in ends for text in texts):
+                    break
+    return texts
 
 
 def load_tokenizer(folder: ModelFolder) -> Tokenizer:
@@ -88,6 +111,8 @@ def load_tokenizer(folder: ModelFolder) -> Tokenizer:
 
 def load_decoder(folder: ModelFolder, device: torch.device, dtype_name: str | None) -> Decoder:
     """The model of a folder, whole on a device, in a dtype of torch's (None: as it is stored)."""
+    if isinstance(folder, AdaptedFolder):
+        folder.require_base()
     dtype = folder.dtype if dtype_name is None else getattr(torch, dtype_name)
     with torch.device("meta"):
         decoder = Decoder(msgspec.structs.replace(folder.arch, dropout=0.0)).eval()  # which is of training alone

@@ -434,7 +434,7 @@ class TunedModel:
         state.loader.close()
         self.last = dict(weights(state.chunks, run, mesh))
         (home / RUN).write_text(load.write(run))
-        note = note_of(msgspec.to_builtins(run))
+        note = note_of(msgspec.to_builtins(run), home)
         save_native(home / "model", run.arch, self.last.items(), self.corpus.tokenizer, home / TEXT, note)
         self.state, self.run = state, run
         return state

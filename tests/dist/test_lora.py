@@ -212,7 +212,7 @@ def trained_adapter(folder: Path, words: tuple[str, ...] = LORA) -> Path:
     run = make_run(folder, *words, f"init.from={folder}/hf", "plan.precision=fp32", "plan.replicate=1")
     tuned = drive(run, make_corpus(run, folder), alone())
     adapter = msgspec.to_builtins(run.adapter)
-    note = note_of({"adapter": adapter, "init": {"from": f"{folder}/hf"}})
+    note = note_of({"adapter": adapter, "init": {"from": f"{folder}/hf"}}, folder)
     save_native(folder / "adapter", run.arch, tuned.weights.items(), corpus.tokenizer, note=note)
     return folder / "adapter"
 

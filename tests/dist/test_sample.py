@@ -10,7 +10,7 @@ from meshwright.config.check import missing
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec.plan import Plan
 from meshwright.train.build import build
-from meshwright.train.sample import closing_sample
+from meshwright.train.sample import closing_sample, continued
 
 # From 9 tokens to 27, where a sequence has 16: the text outgrows its window, and then once more.
 SAMPLE = ("sequence=16", "eval.sample_tokens=18", "eval.prompt=word1 and 4 word2", "arch.layers=2")
@@ -32,6 +32,18 @@ def folder(tmp_path_factory):
     return path
 
 
+def texts(folder: Path, mesh: Mesh | None, arch: str, *words: str) -> list[list[int]]:
+    """What is written after prompts of 3, 20 and 9 tokens, of which one is longer than a sequence."""
+    run = make_run(folder, *SAMPLE, *words, arch=arch)
+    corpus, mesh = make_corpus(run, folder), mesh or mesh_of(run.plan)
+    state = build(run, corpus, mesh)
+    prompts = [[7, 8, 9], list(range(40, 60)), list(range(3, 12))]
+    try:
+        return continued(state.chunks, run, prompts, frozenset({0}), mesh)
+    finally:
+        state.loader.close()
+
+
 def text(folder: Path, mesh: Mesh | None, arch: str, *words: str) -> str:
     run = make_run(folder, *SAMPLE, *words, arch=arch)
     corpus, mesh = make_corpus(run, folder), mesh or mesh_of(run.plan)
@@ -50,8 +62,11 @@ def test_every_plan_writes_the_text_of_one_device(folder, arch, shape):
     expected = text(folder, alone(), arch, *shape)
     assert expected.startswith("word1 and 4 word2")
     assert len(expected) > 2 * len("word1 and 4 word2"), expected  # no end of a document was drawn early
+    together = texts(folder, alone(), arch, *shape)
+    assert all(len(each) == 18 or each[-1] == 0 for each in together)
     for plan in PLANS[arch]:
         assert text(folder, None, arch, *shape, *plan) == expected, plan
+        assert texts(folder, None, arch, *shape, *plan) == together, plan
 
 
 def test_a_text_that_nobody_prompts_goes_on_from_the_data(folder):

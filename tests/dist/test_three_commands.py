@@ -8,6 +8,7 @@ from pathlib import Path
 import forked
 from chats import byte_level, ragged, write_lines
 from commands import environment
+from safetensors.torch import load_file, save_file
 
 from meshwright.checkpoint.convert import convert
 from meshwright.checkpoint.model_folder import SeededWeights, save_native
@@ -51,3 +52,17 @@ def test_three_commands_make_a_merged_model(tmp_path):
     assert (merged / "chat_template.jinja").read_text() == CHATML
     stop = byte_level().token_to_id("<|im_end|>")
     assert stop in json.loads((merged / "generation_config.json").read_bytes())["eos_token_id"]
+    another_base(tmp_path / "my-hf-model" / "model.safetensors")
+    for words in (["convert", "runs/tune-chat", "other", "--merge"], ["generate", "runs/tune-chat", "--prompt", "It"]):
+        done = forked.run(words, tmp_path, environment(tmp_path))
+        assert done.returncode == 2, done.stdout
+        assert "is not the base of the adapter" in done.stderr
+        assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "other").exists()
+
+
+def another_base(file: Path) -> None:
+    """The same shapes with one value changed in one matrix."""
+    weights = load_file(file)
+    weights["model.layers.1.self_attn.o_proj.weight"][3, 4] += 1e-3
+    save_file(weights, file, {"format": "pt"})

@@ -209,12 +209,12 @@ class Watch:
         if not (roster.members & self.begun) - lost or tired:
             return verdict
         ranks = [rank for replica in sorted(lost) for rank in roster.ranks[replica]]
-        for rank in ranks:
+        self.ranks.kill(ranks)
+        for rank in ranks:  # now that no victim can leave another
             (self.folder / f"failure.rank{rank}.json").unlink(missing_ok=True)
+        roster.lose(lost, lost & self.begun)
         self.begun -= lost
         self.seen = {rank: one for rank, one in self.seen.items() if rank not in ranks}
-        self.ranks.kill(ranks)
-        roster.lose(lost)
         failure.keep_end(verdict, self.folder, f"{supervisor.order.session}-{supervisor.number}.{roster.number}")
         self.last = verdict
         which = ", ".join(map(str, sorted(lost)))
@@ -258,12 +258,14 @@ class Watch:
     def _failure(self) -> Failure:
         """The first rank that failed. One killed from outside leaves no words, and is nobody's victim."""
         ended = {rank: code for rank, code in enumerate(self.ranks.poll()) if code}
+        if min(ended.values()) > 0:  # a process with much to give back ends after its victims have heard of it
+            time.sleep(FALL_SECONDS)
+            ended = {rank: code for rank, code in enumerate(self.ranks.poll()) if code}
         killed = [rank for rank, code in ended.items() if code < 0]
         if killed and failure.is_mismatch(killed[0], self.folder):
             return self._mismatch(killed)
         if killed:
             return failure.of_exit(killed[0], ended[killed[0]], self.seen.get(killed[0]), self.folder)
-        time.sleep(FALL_SECONDS)
         if reports := failure.read(self.folder):
             return min(reports, key=lambda report: report.at)
         rank, code = next((rank, code) for rank, code in enumerate(self.ranks.poll()) if code)

@@ -123,10 +123,10 @@ def steps(run: Run, state: State, mesh: Mesh, save: Save, stop: Stop) -> Iterato
     live, votes, outer = state.live, Votes(), state.outer
     measure = clip.choose(run.plan) if live is None else live.measure
     between = partial(evaluations, run, state, mesh) if live is None else live.between
-    if state.step == run.steps and is_due(run, state):  # resumed from the last step: only the ending was missing
-        yield evaluate(run, state, mesh)
     if live is not None:
-        yield from live.evaluations()  # of a replica that comes back
+        yield from live.evaluations()  # of a replica that comes back, or as below
+    elif state.step == run.steps and is_due(run, state):  # resumed from the last step: only the ending was missing
+        yield evaluate(run, state, mesh)
     while state.step < run.steps and not state.stopped:
         state.optimizer.zero_grad()
         began, compiled = moment(mesh.device), compile.seconds()

@@ -102,7 +102,8 @@ def serve(order: RankSpec, run: Run, machine: bool = False) -> int:
     """Be one rank, and end with the exit code that says how it went. A failure report is left in the run folder."""
     start = StartTimeline(order.began if order.attempt == 1 else time.monotonic())
     start.passed("launch")  # the command line, processes, importing torch; the data too where the launcher prepares it
-    stop = Stop(Path(order.folder) / STOP if order.place.rank == 0 else None).listen()
+    looks = order.place.rank == 0 or run.faults.live  # any replica may be the one that is left
+    stop = Stop(Path(order.folder) / STOP if looks else None).listen()
     code()  # as it is now: the ranks compare it when they meet
     heart = Heartbeat(Path(order.beats), order.place.rank, phase_table())
     try:

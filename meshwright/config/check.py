@@ -835,7 +835,9 @@ def _live(run: Run) -> Iterator[Problem]:
         what = f"faults.live is for up to {MOST_LIVE_RANKS} ranks, and the plan has {plan.world}"
         yield Problem(what, "use fewer, or leave faults.live out", "faults.live")
     refused = {
-        "plan.sync_every": (plan.sync_every > 1, "lets replicas part"),
+        "plan.outer_fragments": (plan.outer_fragments > 1, "syncs parts of the model at different steps"),
+        "plan.outer_quant": (plan.outer_quant != "none", "sends codes in collectives of its own"),
+        "optim.sync_warmup": (run.optim.sync_warmup > 0, "adds up gradients in collectives of its own"),
         "plan.staleness": (plan.staleness is not None, "lets replicas part"),
         "optim.name": (run.compresses, "keeps errors of its own on each replica"),
         "plan.grad_reduce and plan.powersgd": (plan.reduces_lossily, "round what replicas send in ways of their own"),

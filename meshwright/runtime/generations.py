@@ -41,16 +41,17 @@ class RankPosition(msgspec.Struct, frozen=True, kw_only=True):
     step: int  # −1: it has no state yet
     evaluated: bool  # its validation loss has been taken, where one is due
     leads: bool  # its replica saves for all
+    met: bool = True  # where replicas sync rarely, it has done so after this step, if that is due
 
     @property
-    def position(self) -> tuple[int, bool]:
-        return self.step, self.evaluated
+    def position(self) -> tuple[int, bool, bool]:
+        return self.step, self.met, self.evaluated
 
 
 def together(ranks: list[RankPosition]) -> RankPosition:
     """How far a replica has come: as far as the last of its ranks."""
     last = min(ranks, key=lambda each: each.position)
-    return RankPosition(step=last.step, evaluated=last.evaluated, leads=all(each.leads for each in ranks))
+    return msgspec.structs.replace(last, leads=all(each.leads for each in ranks))
 
 
 def replica_ranks(plan: Plan) -> list[list[int]]:

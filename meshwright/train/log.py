@@ -360,8 +360,8 @@ class Recorder:
         self._keep(event)
         self.screen.say(f"warning: step {event.step}: {event.text}")
 
-    def adopt(self, rank: int) -> None:
-        """Take over from another rank's records what this one missed while it was away or behind."""
+    def adopt(self, rank: int) -> int:
+        """Take over from another rank's records what this one missed while it was away or behind; the newest step."""
         whole = (self.folder / f"steps.rank{rank}.jsonl").read_bytes()
         theirs = [read_line(text) for text in whole[: whole.rfind(b"\n") + 1].splitlines()]
         # After a restart steps come again, so the largest need not be the last.
@@ -379,6 +379,7 @@ class Recorder:
         self.last_held = next((each for each in reversed(missed) if isinstance(each, EvalRecord)), self.last_held)
         self.added = max((record.step for record in self.records), default=self.added)
         self.timeline = DeviceTimeline(moment(self.mesh.device))
+        return self.added
 
     def saved(self, record: SaveRecord) -> None:
         """A checkpoint is on the disk, beside the steps."""

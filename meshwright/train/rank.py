@@ -58,7 +58,6 @@ from meshwright.train.oom import expected, explaining
 from meshwright.train.sample import closing_sample
 from meshwright.train.saving import restore
 from meshwright.train.state import State, weights
-from meshwright.train.survivors import Survivors
 from meshwright.train.world import StoppedError, code, world
 
 AGAIN = "fix it and run the same command again to resume from the newest checkpoint"
@@ -167,7 +166,7 @@ def run_rank(
             screen.say(words)
         with explaining(run, mesh.device):
             state = build(own, corpus, mesh, folder)
-            live = Survivors(run, order, mesh, stop) if run.faults.live else None
+            live = survivors.of(run, order, mesh, stop, state)
             start.passed("build")
             if not order.start:
                 restore(state, run, mesh, folder, screen.say)

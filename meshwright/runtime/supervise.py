@@ -70,8 +70,11 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         self.judge = HangDetector(self.run.faults.hang_seconds, self.run.plan.world)
-        self.saved = newest_step(self.folder)
         run_folder.sweep()
+        run_folder.sweep(run_folder.HOST_MEMORY)
+        # Outside the ranks, so that it is there when they are gone.
+        self.memory = run_folder.in_host_memory() if self.run.faults.memory_every else None
+        self.saved = self.newest_step()
         self.spare = self.fork_server()
 
     def supervise(self, asked: StopRequest) -> Failure | None:
@@ -89,10 +92,11 @@ class Supervisor:
             if verdict.kind == "input" and self.number > 1:  # it was there when the run began
                 verdict = msgspec.structs.replace(verdict, kind="data", code=Exit.RESUMABLE)
             if verdict.good_until is not None:
-                set_aside(self.folder, verdict.good_until)
+                for home in self.homes():
+                    set_aside(home, verdict.good_until)
             if verdict.kind not in RESTARTABLE or self.asked.stop:
                 return verdict
-            before, self.saved = self.saved, newest_step(self.folder)
+            before, self.saved = self.saved, self.newest_step()
             # Only an attempt that left no newer checkpoint is charged.
             self.wasted = 0 if self.saved > before else self.wasted + 1
             if self.wasted > self.run.faults.restarts:
@@ -107,8 +111,18 @@ class Supervisor:
             self.say(str(msgspec.structs.replace(verdict, remedy=remedy)))
 
     def close(self) -> None:
-        """Leave no process behind."""
+        """Leave no process behind, and no copy of the state in host memory."""
         self.spare.close()
+        if self.memory is not None:
+            self.memory.cleanup()
+
+    def homes(self) -> list[Path]:
+        """Where checkpoints are: on the disk, and in host memory."""
+        return [self.folder, *([Path(self.memory.name)] if self.memory is not None else [])]
+
+    def newest_step(self) -> int:
+        """The newest step that was saved anywhere, −1 if none."""
+        return max(newest_step(home) for home in self.homes())
 
     def _attempt(self) -> Failure | None:
         self.number += 1
@@ -147,6 +161,7 @@ class Supervisor:
                 attempt=self.number,
                 inject=self.order.inject if self.number == 1 and not start else "",
                 start=start,
+                memory="" if self.memory is None else self.memory.name,
             )
             for rank in range(world)
         ]

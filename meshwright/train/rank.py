@@ -167,6 +167,7 @@ def run_rank(
         with explaining(run, mesh.device):
             state = build(own, corpus, mesh, folder)
             live = survivors.of(run, order, mesh, stop, state)
+            state.memory = Path(order.memory) if order.memory else None
             start.passed("build")
             if not order.start:
                 restore(state, run, mesh, folder, screen.say)

@@ -70,6 +70,7 @@ WRONG = [
         [*REPLICAS, "faults.live=true", "plan.sync_every=4", "optim.sync_warmup=2"],
         "has no optim.sync_warmup, which adds",
     ),
+    ([*REPLICAS, "faults.live=true", "faults.memory_every=4"], "with faults.live replicas have the state"),
     ([*REPLICAS, "plan.sync_every=0"], "plan.sync_every = 0 is not a count"),
     ([*REPLICAS, "plan.sync_every=4", "steps=3"], "plan.sync_every = 4 is more than the steps = 3"),
     ([*REPLICAS, "plan.sync_every=4", "optim.sync_warmup=9", "steps=9"], "sync_warmup = 9 is not shorter than the run"),

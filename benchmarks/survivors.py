@@ -1,15 +1,23 @@
 """Live survivors: ranks killed at random while replicas train on, beside the same run undisturbed.
 
-Every time is taken from the records of the runs themselves; kills come at random moments, so in every phase. A
-kill waits until all replicas are there again. The machine may be busy: its load is in the result.
+Every time is taken from the records of the runs themselves. Kills come at random moments, so in every phase; some take
+two replicas at once, or a rank again while it comes back. Parts can be made one by one, and add to the record:
+
+    python benchmarks/survivors.py --only kills --kills 100
+    python benchmarks/survivors.py --only healthy --pairs 3
+    python benchmarks/survivors.py --only goodput
+
+The machine may be busy: its load is beside each part.
 """
 
 import argparse
+import collections
 import hashlib
 import json
 import os
 import platform
 import random
+import re
 import signal
 import statistics
 import subprocess
@@ -17,33 +25,43 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from meshwright.runtime.records import EventRecord, Record, StepRecord, read_line
 
 RESULT = Path(__file__).parents[1] / "results" / "survivors.json"
 RANKS = 4
 RUN = [
-    *("arch.preset=tiny", "sequence=64", "batch=16", "plan.replicate=4", "plan.microbatch=1", "plan.grad_accum=4"),
+    *("arch.preset=tiny", "sequence=64", "batch=16", "plan.microbatch=1", "plan.grad_accum=4"),
     *("plan.deterministic=true", "eval.every=20", "eval.batches=1", "eval.sample_tokens=0", "checkpoint.every=20"),
 ]
-HEALTHY_STEPS, PAIRS = 30, 3
-SECONDS = 900.0
+PLANS = {
+    "4 replicas": ["plan.replicate=4"],
+    "2 replicas of 2 shards": ["plan.replicate=2", "plan.shard=2", "plan.zero=3"],
+}
+REPLICAS = {"4 replicas": [[0], [1], [2], [3]], "2 replicas of 2 shards": [[0, 1], [2, 3]]}
+KILLED_STEPS, HEALTHY_STEPS, LAST_STEPS = 120, 40, 10  # none is killed in the last steps, before which it would be back
+BETWEEN_SECONDS, FAILURES_SECONDS = 1.0, 60.0  # means: from a return to a kill, and between failures
+TWO, AGAIN, AGAIN_SECONDS = 0.15, 0.25, 1.0  # chances of two kills at once, and of one on the way back
+MOST_SECONDS = 1200.0
 
 
-def command(folder: Path, steps: int, *words: str) -> list[str]:
+def command(folder: Path, plan: str, steps: int, *words: str) -> list[str]:
     return [
-        *(sys.executable, "-m", "meshwright", "train", *RUN, f"steps={steps}", *words),
+        *(sys.executable, "-m", "meshwright", "train", *RUN, *PLANS[plan], f"steps={steps}", *words),
         *("--ranks", str(RANKS), "--folder", str(folder)),
     ]
 
 
-def read(folder: Path, rank: int = 0) -> list[Record]:
+def read(folder: Path, rank: int) -> list[Record]:
     """Whole lines of a rank's records so far."""
     file = folder / f"steps.rank{rank}.jsonl"
     return [read_line(line) for line in file.read_bytes().split(b"\n")[:-1]] if file.exists() else []
 
 
-def steps_of(folder: Path, rank: int = 0) -> list[StepRecord]:
+def steps_of(folder: Path, rank: int) -> list[StepRecord]:
     return [record for record in read(folder, rank) if isinstance(record, StepRecord)]
 
 
@@ -51,121 +69,206 @@ def digest(folder: Path) -> str:
     return hashlib.sha256((folder / "model" / "model.safetensors").read_bytes()).hexdigest()
 
 
-def processes(launcher: int) -> dict[str, int]:
-    """The ranks below a launcher, by their names."""
+def processes(launcher: int) -> dict[int, int]:
+    """The processes of the ranks below a launcher."""
     try:
         children = [int(each) for each in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
         names = {child: Path(f"/proc/{child}/comm").read_text().strip() for child in children}
     except OSError:
         return {}
-    return {name: child for child, name in names.items() if name.startswith("rank")}
+    return {int(name[4:]): child for child, name in names.items() if re.fullmatch(r"rank\d+", name)}
 
 
-def disturbed(folder: Path, steps: int, gap: float, kills: int, chance: random.Random) -> dict[str, object]:
-    """A run whose ranks are killed at random, one after another, with a mean gap between them."""
-    run = subprocess.Popen(
-        command(folder, steps, "faults.live=true"), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-    )
-    done, pids, deadline = [], dict[str, int](), time.monotonic() + SECONDS
-    others_kept = True
-    while run.poll() is None and time.monotonic() < deadline:
-        made = steps_of(folder)
-        is_whole = all(len(steps_of(folder, rank)) >= len(made) - 1 > 0 for rank in range(RANKS))
-        if len(done) == kills or not is_whole or len(made) > steps - 10:
+class Killer:
+    """Kills ranks of one run, and waits each time until they are back."""
+
+    def __init__(
+        self, run: subprocess.Popen[bytes], folder: Path, plan: str, steps: int, chance: random.Random
+    ) -> None:
+        self.run, self.folder, self.replicas, self.steps, self.chance = run, folder, REPLICAS[plan], steps, chance
+        self.deadline = time.monotonic() + MOST_SECONDS
+        self.kills: list[dict[str, Any]] = []
+        self.killed = collections.Counter[int]()  # by rank of the replica that fell
+
+    def is_running(self) -> bool:
+        return self.run.poll() is None and time.monotonic() < self.deadline
+
+    def until_whole(self) -> bool:
+        """Until every rank trains; False when it is over, or nearly."""
+        while self.is_running():
+            made = [len(steps_of(self.folder, rank)) for rank in range(RANKS)]
+            if max(made) > self.steps - LAST_STEPS:
+                return False
+            if min(made) >= max(made) - 1 > 0 and len(processes(self.run.pid)) == RANKS:
+                return True
             time.sleep(0.1)
-            continue
-        if done:
-            time.sleep(chance.expovariate(1 / gap))
-        now = processes(run.pid)
-        if len(now) < RANKS or run.poll() is not None:
-            continue
-        if done:
-            others_kept &= all(now[name] == pid for name, pid in pids.items() if name != done[-1]["rank"])
-        victim = chance.choice(sorted(now))
-        step = len(steps_of(folder, (int(victim[4:]) + 1) % RANKS))
-        os.kill(now[victim], signal.SIGKILL)
-        pids = now
-        done.append({"rank": victim, "after_step": step})
-        # Until the survivors say that it is back.
-        other = (int(victim[4:]) + 1) % RANKS
-        before = sum(isinstance(each, EventRecord) and each.what == "back" for each in read(folder, other))
-        while run.poll() is None and time.monotonic() < deadline:
-            if sum(isinstance(each, EventRecord) and each.what == "back" for each in read(folder, other)) > before:
-                break
+        return False
+
+    def strike(self, most: int) -> None:
+        """Kill one rank, or two of different replicas where two can be spared; perhaps once more on its way back."""
+        now, wants_two = processes(self.run.pid), self.chance.random() < TWO
+        if len(now) < RANKS:
+            return
+        two = wants_two and len(self.replicas) > 2 and most > 1
+        fallen = self.chance.sample(self.replicas, 2 if two else 1)
+        witness = next(replica for replica in self.replicas if replica not in fallen)[0]
+        before, told = len(steps_of(self.folder, witness)), self.back(witness)
+        for replica in fallen:
+            self.kill(now, self.chance.choice(replica), before, "two at once" if two else "alone")
+            self.killed.update(replica)
+        is_again = not two and len(self.kills) < most and self.chance.random() < AGAIN
+        if is_again:
+            time.sleep(self.chance.uniform(0.0, AGAIN_SECONDS))
+            rank, later = self.chance.choice(fallen[0]), processes(self.run.pid)
+            if rank in later and later[rank] != now[rank] and self.is_running():
+                self.kill(later, rank, len(steps_of(self.folder, witness)), "coming back")
+                self.killed.update(fallen[0])
+        while self.is_running() and self.back(witness) < told + len(fallen):
             time.sleep(0.05)
-    if run.poll() is None:
+
+    def kill(self, now: dict[int, int], rank: int, step: int, how: str) -> None:
+        os.kill(now[rank], signal.SIGKILL)
+        self.kills.append({"rank": rank, "after_step": step, "how": how})
+
+    def back(self, witness: int) -> int:
+        """Replicas that a survivor has seen come back."""
+        return sum(isinstance(each, EventRecord) and each.what == "back" for each in read(self.folder, witness))
+
+    def healthy_unchanged(self) -> bool:
+        """Whether no process was started but in the place of a replica that was killed."""
+        logs = [(self.folder / "logs" / f"rank{rank}.txt").read_text() for rank in range(RANKS)]
+        started = [sum(line.startswith("attempt") for line in log.splitlines()) for log in logs]
+        return all(count <= 1 + self.killed[rank] for rank, count in enumerate(started))
+
+
+def disturbed(home: Path, plan: str, steps: int, gap: float, most: int, chance: random.Random) -> dict[str, Any]:
+    """A run whose ranks are killed at random."""
+    load, folder = os.getloadavg()[0], home / f"killed-{time.monotonic_ns()}"
+    words = command(folder, plan, steps, "faults.live=true")
+    run = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    killer = Killer(run, folder, plan, steps, chance)
+    while len(killer.kills) < most and killer.until_whole():
+        time.sleep(chance.expovariate(1 / gap))
+        if killer.until_whole():
+            killer.strike(most)
+    try:
+        said = run.communicate(timeout=MOST_SECONDS)[1].decode()
+    except subprocess.TimeoutExpired:
         run.kill()
-    words = run.communicate()[1].decode()
-    assert run.returncode == 0, words[-2000:]
+        said = run.communicate()[1].decode()
+    if run.returncode:
+        return {"plan": plan, "kills": killer.kills, "failed": said[-2000:], "exit_code": run.returncode}
     made = [steps_of(folder, rank) for rank in range(RANKS)]
-    lost = [max(each[number].recovery_seconds for each in made) for number in range(min(map(len, made)))]
-    cuts = sorted(seconds for seconds in lost if seconds > 0)
+    most_of = [max(each[number].recovery_seconds for each in made) for number in range(min(map(len, made)))]
     summary = json.loads((folder / "summary.json").read_text())
-    numbers = [record.step for record in made[0]]
     return {
-        "kills": done,
+        "plan": plan,
+        "kills": killer.kills,
         "steps": steps,
-        "steps_lost": len(numbers) - len(set(numbers)) + steps - len(set(numbers)),
-        "interruptions_seen": len(cuts),
-        "interruption_median_seconds": statistics.median(cuts) if cuts else None,
-        "interruption_longest_seconds": cuts[-1] if cuts else None,
+        "steps_lost": sum(len(records) - len({record.step for record in records}) for records in made)
+        + sum(steps - len({record.step for record in records}) for records in made),
+        "phases": phases(folder),
+        "interruption_seconds": [seconds for seconds in most_of if seconds > 0],
         "step_median_seconds": statistics.median(record.seconds for record in made[0]),
-        "healthy_processes_unchanged": others_kept,
-        "attempts": summary["attempts"],
-        "seconds": summary["seconds"],
-        "goodput": summary["goodput"],
-        "badput": summary["badput"],
+        "healthy_processes_unchanged": killer.healthy_unchanged(),
+        **{key: summary[key] for key in ("attempts", "seconds", "goodput", "badput")},
         "sha256": digest(folder),
+        "load": [load, os.getloadavg()[0]],
     }
 
 
-def healthy(folder: Path) -> dict[str, object]:
-    """The step without and with live replicas, in turn."""
-    medians: dict[str, list[float]] = {"false": [], "true": []}
-    for number in range(PAIRS):
-        for live in medians:
-            home = folder / f"healthy-{number}-{live}"
-            words = (f"faults.live={live}", "eval.every=0", "checkpoint.every=0")
-            subprocess.run(command(home, HEALTHY_STEPS, *words), check=True, capture_output=True)
-            medians[live].append(statistics.median(record.seconds for record in steps_of(home)[2:]))
-    ratios = [live / plain for plain, live in zip(medians["false"], medians["true"], strict=True)]
+def phases(folder: Path) -> dict[str, int]:
+    """In which phases ranks were when they were killed, as the supervisor saw it."""
+    kept = [json.loads(file.read_text()) for file in (folder / "faults").glob("*.json")]
+    return dict(collections.Counter(each["phase"] or "start" for each in kept))
+
+
+def undisturbed(home: Path, steps: int) -> str:
+    """The digest of the model that nobody disturbed, by plain replicas."""
+    folder = home / f"undisturbed-{steps}"
+    if not folder.exists():
+        subprocess.run(command(folder, "4 replicas", steps), check=True, capture_output=True)
+    return digest(folder)
+
+
+def healthy(home: Path) -> dict[str, Any]:
+    """The median step without and with live replicas, one after the other."""
+    load, medians = os.getloadavg()[0], dict[str, float]()
+    for live in ("false", "true"):
+        folder = home / f"healthy-{time.monotonic_ns()}"
+        words = (f"faults.live={live}", "eval.every=0", "checkpoint.every=0")
+        subprocess.run(command(folder, "4 replicas", HEALTHY_STEPS, *words), check=True, capture_output=True)
+        medians[live] = statistics.median(record.seconds for record in steps_of(folder, 0)[2:])
     return {
         "step_seconds_plain": medians["false"],
         "step_seconds_live": medians["true"],
-        "ratio_median": statistics.median(ratios),
-        "ratio_spread": [min(ratios), max(ratios)],
+        "load": [load, os.getloadavg()[0]],
     }
 
 
+def table(record: dict[str, Any]) -> str:
+    """The figures in words, for the page."""
+    runs = [run for run in record["killed"] if "failed" not in run]
+    kills, failed = sum(len(run["kills"]) for run in record["killed"]), len(record["killed"]) - len(runs)
+    cuts = [seconds for run in runs for seconds in run["interruption_seconds"]]
+    step = statistics.median(run["step_median_seconds"] for run in runs)
+    how = collections.Counter(kill["how"] for run in record["killed"] for kill in run["kills"])
+    ratios = sorted(pair["step_seconds_live"] / pair["step_seconds_plain"] for pair in record["healthy"])
+    again = sum(run["attempts"] - 1 for run in runs)
+    rows = [
+        (f"ranks killed ({how['two at once']} of them two at once, {how['coming back']} on the way back)", f"{kills}"),
+        ("runs that ended otherwise, or began again from a checkpoint", f"{failed + again} of {len(record['killed'])}"),
+        ("steps lost", f"{sum(run['steps_lost'] for run in runs)}"),
+        ("models that differ from the undisturbed one's", f"{sum(not run['same_bits'] for run in runs)}"),
+        (
+            "interruption by a loss or a return, median and longest",
+            f"{statistics.median(cuts):.2f} s, {max(cuts):.2f} s",
+        ),
+        ("the same, seconds in all ÷ kills", f"{sum(cuts) / kills:.2f} s"),
+        ("a step, median", f"{step:.2f} s"),
+        ("a healthy step, ÷ that of plain replicas: median", f"{statistics.median(ratios):.2f}"),
+        (f"the same, of {len(ratios)} interleaved pairs: from, to", f"{ratios[0]:.2f}, {ratios[-1]:.2f}"),
+    ]
+    for run in record["goodput"]:
+        rows.append((f"goodput, {len(run['kills'])} kills in {run['seconds']:.0f} s", f"{run['goodput']:.1%}"))
+        rows.append(("of that the badput `recovery`", f"{run['badput'].get('recovery', 0.0):.1%}"))
+    return "\n".join(["| | |", "|---|--:|", *(f"| {what} | {figure} |" for what, figure in rows)])
+
+
 def main() -> None:
-    """Measure, and write the record."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--kills", type=int, default=30)
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--gap", type=float, default=1.0, help="mean seconds between a replica's return and a kill")
+    """Measure what is asked for, and add it to the record."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=("kills", "healthy", "goodput"))
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=2000, help="of the run whose goodput is measured")
     parser.add_argument("--seed", type=int, default=17)
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as home:
-        folder, load = Path(home), os.getloadavg()
-        subprocess.run(command(folder / "undisturbed", options.steps), check=True, capture_output=True)
-        reference = digest(folder / "undisturbed")
-        chance = random.Random(options.seed)
-        kills = disturbed(folder / "killed", options.steps, options.gap, options.kills, chance)
-        record = {
-            "machine": {
-                **{"cpus": os.cpu_count(), "ranks": RANKS, "platform": platform.platform()},
-                **{"load_before": load, "load_after": os.getloadavg()},
-            },
-            "run": RUN,
-            "seed": options.seed,
-            "undisturbed_sha256": reference,
-            "same_bits": kills["sha256"] == reference,
-            "killed": kills,
-            "healthy": healthy(folder),
-        }
-    options.out.write_text(json.dumps(record, indent=1) + "\n")
-    print(json.dumps(record, indent=1))
+    record: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
+    record |= {"machine": {"cpus": os.cpu_count(), "platform": platform.platform(), "torch": torch.__version__}}
+    record |= {"run": RUN, "ranks": RANKS}
+    chance = random.Random(f"{options.seed}/{len(record.get('killed', []))}/{options.only}")
+    parts = {part: record.setdefault(part, []) for part in ("killed", "healthy", "goodput")}
+
+    def keep(part: str, made: dict[str, Any]) -> None:
+        parts[part].append(made)
+        options.out.write_text(json.dumps(record, indent=1) + "\n")
+        print(json.dumps(made), flush=True)
+
+    with tempfile.TemporaryDirectory() as name:
+        home, left = Path(name), options.kills
+        while options.only in (None, "kills") and left > 0:
+            plan = list(PLANS)[len(parts["killed"]) % 2]
+            made = disturbed(home, plan, KILLED_STEPS, BETWEEN_SECONDS, left, chance)
+            left -= len(made["kills"])
+            keep("killed", made | {"same_bits": made.get("sha256") == undisturbed(home, KILLED_STEPS)})
+        for _ in range(options.pairs if options.only in (None, "healthy") else 0):
+            keep("healthy", healthy(home))
+        if options.only in (None, "goodput"):
+            keep("goodput", disturbed(home, "4 replicas", options.steps, FAILURES_SECONDS, 1000, chance))
+    if all(parts.values()):
+        print(table(record))
 
 
 if __name__ == "__main__":

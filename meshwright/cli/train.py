@@ -188,13 +188,11 @@ def _rank(run: Run, here: Place, options: argparse.Namespace) -> int:
     """Be one rank of a job that torchrun, Slurm or MPI started; a sidecar of the first one here watches them all."""
     from meshwright.runtime import run_folder as folders
 
-    if run.faults.live:
-        what = (
-            f"faults.live needs our own starter, which starts lost ranks again, and {here.launcher} has started these"
-        )
-        raise InputError(
-            [Problem(what, "use `meshwright train` on one machine, or leave faults.live out", "faults.live")]
-        )
+    own = [key for key in ("live", "memory_every") if getattr(run.faults, key)]
+    if own:
+        what = f"faults.{own[0]} needs our own starter, which starts ranks again, and {here.launcher} has started these"
+        remedy = f"use `meshwright train` on one machine, or leave faults.{own[0]} out"
+        raise InputError([Problem(what, remedy, f"faults.{own[0]}")])
     fresh = options.fresh and env.attempt() == 1  # a restart resumes what it was asked to start
     folder = options.folder or folders.find(run, fresh=fresh, extend=options.extend)
     # In this order: whoever claims the folder sets the summary aside before it changes the run.

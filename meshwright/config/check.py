@@ -31,7 +31,7 @@ NATURAL = (
     "seed", "eval.every", "checkpoint.every", "checkpoint.keep_every", "eval.sample_tokens", "optim.warmup",
     "eval.prompts_every", "eval.command_every",
     "optim.sync_warmup", "optim.freeze_step", "faults.restarts", "faults.not_finite", "faults.compare_every",
-    "arch.experts", "arch.shared_experts", "plan.powersgd",
+    "faults.memory_every", "arch.experts", "arch.shared_experts", "plan.powersgd",
     *(f"arch.{name}" for name in ("window", "full_every", "no_rope_every", "dense_layers", "mtp_layers")),
     *(f"arch.{name}" for name in ("kv_rank", "q_rank", "rope_dim", "v_dim")),
 )  # fmt: skip
@@ -893,11 +893,16 @@ def _live(run: Run) -> Iterator[Problem]:
         yield Problem(
             what, "set plan.replicate to 2 or more, beside plan.shard, or leave faults.live out", "faults.live"
         )
+    if run.faults.memory_every:
+        what = "faults.memory_every is for ranks that all start again, and with faults.live replicas have the state"
+        yield Problem(what, "leave one of them out", "faults.memory_every")
     if plan.world > MOST_LIVE_RANKS:
         what = f"faults.live is for up to {MOST_LIVE_RANKS} ranks, and the plan has {plan.world}"
         yield Problem(what, "use fewer, or leave faults.live out", "faults.live")
     refused = {
-        "plan.sync_every": (plan.sync_every > 1, "lets replicas part"),
+        "plan.outer_fragments": (plan.outer_fragments > 1, "syncs parts of the model at different steps"),
+        "plan.outer_quant": (plan.outer_quant != "none", "sends codes in collectives of its own"),
+        "optim.sync_warmup": (run.optim.sync_warmup > 0, "adds up gradients in collectives of its own"),
         "plan.staleness": (plan.staleness is not None, "lets replicas part"),
         "optim.name": (run.compresses, "keeps errors of its own on each replica"),
         "plan.grad_reduce and plan.powersgd": (plan.reduces_lossily, "round what replicas send in ways of their own"),

@@ -172,10 +172,14 @@ class OuterLoop(NoOuterLoop):
         for bucket, codes in zip(self.buckets, self.codes, strict=True):
             if bucket.fragment in due:
                 self._sync(bucket, codes, step)
+        self._note_synced(due)
+        return found
+
+    def _note_synced(self, due: tuple[int, ...]) -> None:
+        """Keep the checksum of what replicas leave a sync with, for the next one."""
         synced = [tensor for bucket in self.buckets if bucket.fragment in due for tensor in bucket.wide]
         if self.run.faults.compare_every and synced:
             self.checksum = torch.stack([bit_sum(tensor) for tensor in synced]).sum()
-        return found
 
     def _sync(self, bucket: Bucket, codes: Codes, step: int) -> None:
         parts, wide = self.mesh.parts, bucket.wide
@@ -202,22 +206,30 @@ class OuterLoop(NoOuterLoop):
         return learning_rate(self.run.optim, first - 1, self.run.steps)
 
     def _tell(self, step: int, votes: Tensor) -> Meeting:
-        """Exchange the few numbers that replicas have in common, and take up what they agree on.
+        """Exchange the few numbers that replicas have in common, and take up what they agree on."""
+        rows = join(self._tally(votes)[None], 0, self.group)
+        if self.checksum.device.type == "cpu" or self.calendar.due(step):
+            _compare(rows[:, 6:].tolist(), self.group, step, self.met_at)
+        return self._agree(rows, step)
 
-        A replica may have skipped an update whose gradient was not finite: the most updates count, and of loss scales
-        the smallest is safe for all.
-        """
+    def _tally(self, votes: Tensor) -> Tensor:
+        """What this rank tells of itself."""
         scale, count = self.scale, self.optimizer.count
         tokens = torch.full_like(self.loss, self.tokens)
         halves = torch.stack([self.checksum >> 32, self.checksum % HALF])
         own = torch.stack([self.loss, tokens, votes, count.double(), scale.value, scale.streak])
         mine = torch.cat([own, halves.double()])
         assert mine.numel() == TALLY, "what the planner counts"
-        rows = join(mine[None], 0, self.group)
-        count.fill_(rows[:, 3].amax())
-        scale.value, scale.streak = rows[:, 4].amin(), rows[:, 5].amin()
-        if self.checksum.device.type == "cpu" or self.calendar.due(step):
-            _compare(rows[:, 6:].tolist(), self.group, step, self.met_at)
+        return mine
+
+    def _agree(self, rows: Tensor, step: int) -> Meeting:
+        """Take up what follows from all replicas' tallies.
+
+        One may have skipped an update whose gradient was not finite: the most updates count, and of loss scales the
+        smallest is safe for all.
+        """
+        self.optimizer.count.fill_(rows[:, 3].amax())
+        self.scale.value, self.scale.streak = rows[:, 4].amin(), rows[:, 5].amin()
         self.met_at, self.tokens = step, 0
         self.loss = torch.zeros_like(self.loss)
         return Meeting(rows[:, 2].sum(), rows[:, 0].sum() / rows[:, 1].sum())

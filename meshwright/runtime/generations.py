@@ -24,7 +24,15 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
 
     number: int
     members: tuple[int, ...]
-    steps_aside: tuple[int, ...] = ()  # replicas that are being started again
+    starts: tuple[int, ...] = ()  # how often each replica was started again, member or not
+
+    def lost_since(self, before: "Generation") -> list[int]:
+        """Members of an earlier generation that have gone since, though they may be back."""
+        return [each for each in before.members if each not in self.members or self.starts[each] > before.starts[each]]
+
+    def back_since(self, before: "Generation") -> list[int]:
+        """Members that have no state: they were started again since."""
+        return [each for each in self.members if each not in before.members or each in self.lost_since(before)]
 
 
 class RankPosition(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,10 +41,17 @@ class RankPosition(msgspec.Struct, frozen=True, kw_only=True):
     step: int  # −1: it has no state yet
     evaluated: bool  # its validation loss has been taken, where one is due
     leads: bool  # its replica saves for all
+    met: bool = True  # where replicas sync rarely, it has done so after this step, if that is due
 
     @property
-    def position(self) -> tuple[int, bool]:
-        return self.step, self.evaluated
+    def position(self) -> tuple[int, bool, bool]:
+        return self.step, self.met, self.evaluated
+
+
+def together(ranks: list[RankPosition]) -> RankPosition:
+    """How far a replica has come: as far as the last of its ranks."""
+    last = min(ranks, key=lambda each: each.position)
+    return msgspec.structs.replace(last, leads=all(each.leads for each in ranks))
 
 
 def replica_ranks(plan: Plan) -> list[list[int]]:
@@ -105,14 +120,13 @@ class Roster:
         """Begin a generation."""
         self.number += 1
         self.broken_since = 0.0
-        members, away = tuple(sorted(self.members)), tuple(sorted(self.away))
-        told = Generation(number=self.number, members=members, steps_aside=away)
+        told = Generation(number=self.number, members=tuple(sorted(self.members)), starts=tuple(self.starts))
         replace_file(self.folder / CURRENT, msgspec.json.encode(told))
 
-    def lose(self, replicas: set[int]) -> None:
-        """These are gone; they are to be started again."""
+    def lose(self, replicas: set[int], trained: set[int]) -> None:
+        """These are gone, of which some have trained since they were started; they are to be started again."""
         for replica in replicas:
-            self.fruitless[replica] = 0 if replica in self.members else self.fruitless[replica] + 1
+            self.fruitless[replica] = 0 if replica in trained else self.fruitless[replica] + 1
             self.starts[replica] += 1
         is_new = bool(self.members & replicas)
         self.members -= replicas

@@ -212,3 +212,4 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     began: float  # monotonic: when the user pressed Enter
     inject: str = ""  # a fault to rehearse
     start: int = 0  # how often its replica was started before, while the others trained
+    memory: str = ""  # where in host memory in-memory checkpoints are

@@ -347,9 +347,20 @@ def _value(run: Run, key: str) -> Any:
 OWNED = re.compile(r"meshwright-(?P<owner>(?P<host>.+):(?P<pid>\d+):\d+)(-\w+)?")
 
 
+HOST_MEMORY = Path("/dev/shm")  # files that live in host memory, on Linux
+
+
 def prefix() -> str:
     """How the names of this launcher's temporary folders begin."""
     return f"meshwright-{this_session()}-"
+
+
+def in_host_memory() -> "tempfile.TemporaryDirectory[str]":
+    """A folder of this launcher's in host memory, that only its user can read; gone with the launcher."""
+    if not HOST_MEMORY.is_dir():
+        what = f"faults.memory_every needs files in host memory, and there is no {HOST_MEMORY}"
+        raise mistake(what, "leave it out, and save to the disk more often (checkpoint.every)", "faults.memory_every")
+    return tempfile.TemporaryDirectory(prefix=prefix(), dir=HOST_MEMORY)
 
 
 def make_own(folder: Path) -> None:

@@ -70,8 +70,11 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         self.judge = HangDetector(self.run.faults.hang_seconds, self.run.plan.world)
-        self.saved = newest_step(self.folder)
         run_folder.sweep()
+        run_folder.sweep(run_folder.HOST_MEMORY)
+        # Outside the ranks, so that it is there when they are gone.
+        self.memory = run_folder.in_host_memory() if self.run.faults.memory_every else None
+        self.saved = self.newest_step()
         self.spare = self.fork_server()
 
     def supervise(self, asked: StopRequest) -> Failure | None:
@@ -89,10 +92,11 @@ class Supervisor:
             if verdict.kind == "input" and self.number > 1:  # it was there when the run began
                 verdict = msgspec.structs.replace(verdict, kind="data", code=Exit.RESUMABLE)
             if verdict.good_until is not None:
-                set_aside(self.folder, verdict.good_until)
+                for home in self.homes():
+                    set_aside(home, verdict.good_until)
             if verdict.kind not in RESTARTABLE or self.asked.stop:
                 return verdict
-            before, self.saved = self.saved, newest_step(self.folder)
+            before, self.saved = self.saved, self.newest_step()
             # Only an attempt that left no newer checkpoint is charged.
             self.wasted = 0 if self.saved > before else self.wasted + 1
             if self.wasted > self.run.faults.restarts:
@@ -107,8 +111,18 @@ class Supervisor:
             self.say(str(msgspec.structs.replace(verdict, remedy=remedy)))
 
     def close(self) -> None:
-        """Leave no process behind."""
+        """Leave no process behind, and no copy of the state in host memory."""
         self.spare.close()
+        if self.memory is not None:
+            self.memory.cleanup()
+
+    def homes(self) -> list[Path]:
+        """Where checkpoints are: on the disk, and in host memory."""
+        return [self.folder, *([Path(self.memory.name)] if self.memory is not None else [])]
+
+    def newest_step(self) -> int:
+        """The newest step that was saved anywhere, −1 if none."""
+        return max(newest_step(home) for home in self.homes())
 
     def _attempt(self) -> Failure | None:
         self.number += 1
@@ -147,6 +161,7 @@ class Supervisor:
                 attempt=self.number,
                 inject=self.order.inject if self.number == 1 and not start else "",
                 start=start,
+                memory="" if self.memory is None else self.memory.name,
             )
             for rank in range(world)
         ]
@@ -209,12 +224,12 @@ class Watch:
         if not (roster.members & self.begun) - lost or tired:
             return verdict
         ranks = [rank for replica in sorted(lost) for rank in roster.ranks[replica]]
-        for rank in ranks:
+        self.ranks.kill(ranks)
+        for rank in ranks:  # now that no victim can leave another
             (self.folder / f"failure.rank{rank}.json").unlink(missing_ok=True)
+        roster.lose(lost, lost & self.begun)
         self.begun -= lost
         self.seen = {rank: one for rank, one in self.seen.items() if rank not in ranks}
-        self.ranks.kill(ranks)
-        roster.lose(lost)
         failure.keep_end(verdict, self.folder, f"{supervisor.order.session}-{supervisor.number}.{roster.number}")
         self.last = verdict
         which = ", ".join(map(str, sorted(lost)))
@@ -258,12 +273,14 @@ class Watch:
     def _failure(self) -> Failure:
         """The first rank that failed. One killed from outside leaves no words, and is nobody's victim."""
         ended = {rank: code for rank, code in enumerate(self.ranks.poll()) if code}
+        if min(ended.values()) > 0:  # a process with much to give back ends after its victims have heard of it
+            time.sleep(FALL_SECONDS)
+            ended = {rank: code for rank, code in enumerate(self.ranks.poll()) if code}
         killed = [rank for rank, code in ended.items() if code < 0]
         if killed and failure.is_mismatch(killed[0], self.folder):
             return self._mismatch(killed)
         if killed:
             return failure.of_exit(killed[0], ended[killed[0]], self.seen.get(killed[0]), self.folder)
-        time.sleep(FALL_SECONDS)
         if reports := failure.read(self.folder):
             return min(reports, key=lambda report: report.at)
         rank, code = next((rank, code) for rank, code in enumerate(self.ranks.poll()) if code)

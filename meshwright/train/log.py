@@ -390,19 +390,26 @@ class Recorder:
         self._keep(event)
         self.screen.say(f"warning: step {event.step}: {event.text}")
 
-    def adopt(self, rank: int) -> None:
-        """Take over from another rank's records what this one missed while it was away or behind."""
+    def adopt(self, rank: int) -> int:
+        """Take over from another rank's records what this one missed while it was away or behind; the newest step."""
         whole = (self.folder / f"steps.rank{rank}.jsonl").read_bytes()
         theirs = [read_line(text) for text in whole[: whole.rfind(b"\n") + 1].splitlines()]
-        last = max((each.step for each in self.past if isinstance(each, StepRecord)), default=0)
-        known = [place for place, each in enumerate(theirs) if isinstance(each, StepRecord) and each.step == last]
-        missed = theirs[known[-1] + 1 if known else 0 :]
+        # After a restart steps come again, so the largest need not be the last.
+        last = next((mark for each in reversed(self.past) if (mark := _mark(each))), None)
+        known = [place for place, each in enumerate(theirs) if last is not None and _mark(each) == last]
+        told = {(each.what, each.step, each.rank) for each in self.past if isinstance(each, EventRecord)}
+        missed = [
+            each
+            for each in theirs[known[-1] + 1 if known else 0 :]
+            if not isinstance(each, EventRecord) or (each.what, each.step, each.rank) not in told
+        ]
         for record in missed:
             self._keep(record)
         self.records += [record for record in missed if isinstance(record, StepRecord)]
         self.last_held = next((each for each in reversed(missed) if isinstance(each, EvalRecord)), self.last_held)
         self.added = max((record.step for record in self.records), default=self.added)
         self.timeline = DeviceTimeline(moment(self.mesh.device))
+        return self.added
 
     def saved(self, record: SaveRecord) -> None:
         """A checkpoint is on the disk, beside the steps; it is copied from there."""
@@ -498,6 +505,13 @@ def read_records(file: Path) -> list[Record]:
     if end < len(whole):
         os.truncate(file, end)
     return [read_line(text) for text in whole[:end].splitlines()]
+
+
+def _mark(record: Record) -> tuple[str, int] | None:
+    """What of a record another rank's has too, and so tells how far its file has come; None: nothing."""
+    if isinstance(record, AttemptRecord):
+        return record.session, record.number
+    return (type(record).__name__, record.step) if isinstance(record, StepRecord | EvalRecord) else None
 
 
 def _fetch(result: StepResult) -> Pending:

@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -123,10 +123,10 @@ def steps(run: Run, state: State, mesh: Mesh, save: Save, stop: Stop) -> Iterato
     live, votes, outer = state.live, Votes(), state.outer
     measure = clip.choose(run.plan) if live is None else live.measure
     between = partial(evaluations, run, state, mesh) if live is None else live.between
-    if state.step == run.steps and is_due(run, state):  # resumed from the last step: only the ending was missing
-        yield evaluate(run, state, mesh)
     if live is not None:
-        yield from live.evaluations()  # of a replica that comes back
+        yield from live.evaluations()  # of a replica that comes back, or as below
+    elif state.step == run.steps and is_due(run, state):  # resumed from the last step: only the ending was missing
+        yield evaluate(run, state, mesh)
     while state.step < run.steps and not state.stopped:
         state.optimizer.zero_grad()
         began, compiled = moment(mesh.device), compile.seconds()
@@ -139,9 +139,8 @@ def steps(run: Run, state: State, mesh: Mesh, save: Save, stop: Stop) -> Iterato
         ballot = save.vote(state.step + 1).number(stop.asked)
         try:
             loss, square, total = measure(state.chunks, loss_sum, mesh, ballot)
-        except MovedError:  # this replica was behind, and has the state of another now
-            save(state)
-            yield from between()
+        except MovedError:
+            yield from moved(state, save, between)
             continue
         verdict = clip.grad_stats(loss, square, scale, run.optim.grad_clip)
         noise = state.meter.measure() if state.meter is not None else None
@@ -155,7 +154,11 @@ def steps(run: Run, state: State, mesh: Mesh, save: Save, stop: Stop) -> Iterato
             load_bias.update(state.chunks, run.arch, mesh, verdict.finite)
         state.scale.update(verdict.finite)
         state.step += 1
-        met = outer.meet(state.step, verdict.loss, batch.tokens, total)
+        try:
+            met = outer.meet(state.step, verdict.loss, batch.tokens, total)
+        except MovedError:
+            yield from moved(state, save, between)
+            continue
         heard = Vote()
         if met and met.votes is not None:
             heard = votes.heard(met.votes, met.said or state.step, at_once=met.at_once or not is_plain)
@@ -189,6 +192,12 @@ def steps(run: Run, state: State, mesh: Mesh, save: Save, stop: Stop) -> Iterato
         yield from between()
     if live is not None:
         live.part()
+
+
+def moved(state: State, save: Save, between: Callable[[], Iterator[EvalResult]]) -> Iterator[EvalResult]:
+    """After a step that a replica did not finish: it was behind, and has the state of another now."""
+    save(state)
+    yield from between()
 
 
 def evaluations(run: Run, state: State, mesh: Mesh) -> Iterator[EvalResult]:

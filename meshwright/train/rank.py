@@ -59,7 +59,6 @@ from meshwright.train.oom import expected, explaining
 from meshwright.train.sample import closing_sample
 from meshwright.train.saving import restore
 from meshwright.train.state import State, weights
-from meshwright.train.survivors import Survivors
 from meshwright.train.world import StoppedError, code, world
 
 AGAIN = "fix it and run the same command again to resume from the newest checkpoint"
@@ -103,7 +102,8 @@ def serve(order: RankSpec, run: Run, machine: bool = False) -> int:
     """Be one rank, and end with the exit code that says how it went. A failure report is left in the run folder."""
     start = StartTimeline(order.began if order.attempt == 1 else time.monotonic())
     start.passed("launch")  # the command line, processes, importing torch; the data too where the launcher prepares it
-    stop = Stop(Path(order.folder) / STOP if order.place.rank == 0 else None).listen()
+    looks = order.place.rank == 0 or run.faults.live  # any replica may be the one that is left
+    stop = Stop(Path(order.folder) / STOP if looks else None).listen()
     code()  # as it is now: the ranks compare it when they meet
     heart = Heartbeat(Path(order.beats), order.place.rank, phase_table())
     try:
@@ -183,7 +183,8 @@ def _run_rank(
             screen.say(words)
         with explaining(run, mesh.device):
             state = build(own, corpus, mesh, folder)
-            live = Survivors(run, order, mesh, stop) if run.faults.live else None
+            live = survivors.of(run, order, mesh, stop, state)
+            state.memory = Path(order.memory) if order.memory else None
             start.passed("build")
             if not order.start:
                 restore(state, run, mesh, folder, screen.say)

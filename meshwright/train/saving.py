@@ -1,8 +1,8 @@
 """When a run saves, what of it, and what it resumes from."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -20,9 +20,9 @@ from meshwright.checkpoint import read as restoring
 from meshwright.checkpoint.copies import Copies, Stall
 from meshwright.checkpoint.format import Manifest, Progress, slice_share, state_digest
 from meshwright.checkpoint.state import TensorShard, writers
-from meshwright.checkpoint.storage import side_by_side
+from meshwright.checkpoint.storage import CorruptError, side_by_side
 from meshwright.checkpoint.write import Saver
-from meshwright.config.run import Run, digests
+from meshwright.config.run import Checkpoint, Run, digests
 from meshwright.config.weights import describe
 from meshwright.optim import host_memory
 from meshwright.optim.interface import SavedPart, learning_rate
@@ -30,6 +30,7 @@ from meshwright.parallel import load_bias, precision
 from meshwright.parallel.arriving import ArrivingNumbers
 from meshwright.parallel.mesh import DENSE, EXPERT, Mesh, cut_dim, local, region_of
 from meshwright.runtime import run_folder
+from meshwright.runtime.records import SaveRecord
 from meshwright.spec.arch import Arch
 from meshwright.spec.blockwise import is_scales
 from meshwright.spec.onebit import OWN_ERRORS, SERVER_ERROR, calendar_of
@@ -182,7 +183,13 @@ def restore(state: State, run: Run, mesh: Mesh, folder: Path, say: Say) -> Resto
     note_base(state, run, mesh)
     remote.fetch(run, home, mesh, say)
     earlier = run_folder.earlier(folder)
-    manifest = restoring.newest(home, run, mesh, holdings(state, run, mesh), say, earlier=earlier.keys())
+    held = holdings(state, run, mesh)
+    manifest, damage = from_memory(state.memory, home, run, mesh, held, say, earlier.keys())
+    kept_in = "" if manifest is None else " in host memory"
+    if manifest is None:
+        manifest = restoring.newest(home, run, mesh, held, say, earlier=earlier.keys())
+    if manifest is None and damage is not None:
+        raise damage  # what was read before it was found is in the weights
     if manifest is not None:
         state.outer.resume(manifest.progress.step, ANCHOR in {kind_of(tensor.name) for tensor in manifest.tensors})
     if manifest is None:
@@ -204,7 +211,8 @@ def restore(state: State, run: Run, mesh: Mesh, folder: Path, say: Say) -> Resto
     if state.adascale is not None:
         state.adascale.resume(saved.adascale, mesh.device)
     seconds = time.perf_counter() - began
-    say(f"resuming from step {step} ({format.name(step)}, saved under {plan_of(manifest)}): read in {seconds:.1f} s")
+    where = f"{format.name(step)}{kept_in}"
+    say(f"resuming from step {step} ({where}, saved under {plan_of(manifest)}): read in {seconds:.1f} s")
     before = run if manifest.run in digests(run) else earlier[manifest.run]
     sample = saved.samples if _order(before) == _order(run) else 0
     state.loader.start_at(sample, step)
@@ -214,6 +222,29 @@ def restore(state: State, run: Run, mesh: Mesh, folder: Path, say: Say) -> Resto
         where = f"at sample {sample:,}" if sample else "at the first sample of its new order"
         say(f"from here on: {rate}, data {where}")
     return Restored(step=step, folder=str(home / format.name(step)), state=manifest.state, seconds=seconds)
+
+
+def from_memory(
+    memory: Path | None,
+    home: Path,
+    run: Run,
+    mesh: Mesh,
+    held: list[TensorShard],
+    say: Say,
+    earlier: Collection[str],
+) -> tuple[Manifest | None, CorruptError | None]:
+    """Fill what this rank holds from an in-memory checkpoint that is whole and newer than the disk's; or its damage."""
+    if memory is None:
+        return None, None
+    there = format.home(memory)
+    is_newer = max(format.present(there), default=-1) > max(format.present(home), default=-1)
+    if not write.number_of_first(is_newer, mesh):
+        return None, None
+    try:
+        return restoring.newest(there, run, mesh, held, say, earlier=earlier), None
+    except CorruptError as damage:
+        say("warning: no in-memory checkpoint can be used; the disk's is older")
+        return None, damage
 
 
 def _order(run: Run) -> tuple[Any, ...]:
@@ -460,12 +491,55 @@ class DueSave:
         return seconds
 
 
+@dataclass
+class DiskAndMemorySave:
+    """Saves to the disk, and more often to host memory, from where ranks that are started again have it at once."""
+
+    disk: Save
+    memory: Save
+    run: Run
+
+    def vote(self, step: int) -> Vote:
+        one, other = self.disk.vote(step), self.memory.vote(step)
+        return Vote(busy=one.busy or other.busy, failed=one.failed or other.failed)
+
+    def hear(self, heard: Vote) -> None:
+        self.disk.hear(heard)
+        self.memory.hear(heard)
+
+    def hold_update(self) -> Stall | None:
+        one, other = self.disk.hold_update(), self.memory.hold_update()
+        return one or other
+
+    def __call__(self, state: State) -> float:
+        seconds = self.disk(state)
+        if state.stopped or state.step == self.run.steps or is_due(self.run, state.step):
+            return seconds  # the disk has it, or nobody will ask
+        return seconds + self.memory(state)
+
+
 @contextmanager
 def saving(run: Run, state: State, mesh: Mesh, folder: Path | None) -> Iterator[Save]:
-    """What saves when it is due; an unfinished save is finished or removed on the way out."""
+    """What saves when it is due: to the disk, and to host memory where that is asked for."""
     if folder is None:
         yield NoSave()
         return
+    with ExitStack() as stack:
+        disk = stack.enter_context(saving_to(folder, run, state, mesh, lambda record: state.note(record)))
+        if state.memory is None:
+            yield disk
+            return
+        often = Checkpoint(every=run.faults.memory_every, keep_last=1, keep_best=False)
+        as_asked = msgspec.structs.replace(run, checkpoint=often)
+        memory = stack.enter_context(saving_to(state.memory, as_asked, state, mesh, lambda record: None))
+        yield DiskAndMemorySave(disk, memory, run)
+
+
+@contextmanager
+def saving_to(
+    folder: Path, run: Run, state: State, mesh: Mesh, note: Callable[[SaveRecord], None]
+) -> Iterator["DueSave"]:
+    """What saves there when it is due; an unfinished save is finished or removed on the way out."""
     note_base(state, run, mesh)
     held = holdings(state, run, mesh)
     # By whom states are moved that the device knows nothing of.
@@ -473,7 +547,7 @@ def saving(run: Run, state: State, mesh: Mesh, folder: Path | None) -> Iterator[
     in_place = lacks_room(held, mesh, state.say)
     saver = Saver(
         format.home(folder), run, mesh, held, state.say, in_place=in_place, begun=state.step, waits=is_offloaded,
-        note=lambda record: state.note(record),
+        note=note,
     )  # fmt: skip
     if run.checkpoint.every:
         saver.prepare()

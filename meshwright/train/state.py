@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -55,6 +56,7 @@ class State:
     stopped: bool = False  # asked to, before the last step
     saved: bool = True  # and what was done until then is on the disk
     live: "Survivors | None" = None  # the other replicas, where each can do without them
+    memory: Path | None = None  # where in-memory checkpoints are, if there are any
     say: Callable[[str], None] = to_stderr  # that a save has failed
     note: Callable[[SaveRecord], None] = lambda record: None  # that one is there; rank 0
 

@@ -9,6 +9,7 @@ failure in the middle of an exchange needs no vote of its own. As in torchft, re
 exchanges; unlike there, no sample is left out.
 """
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -16,7 +17,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -38,6 +39,7 @@ from meshwright.runtime.place import Place, RankSpec
 from meshwright.runtime.records import EventRecord
 from meshwright.spec.plan import Plan
 from meshwright.train.faults import compared
+from meshwright.train.live_outer import CALLED, LiveOuterLoop
 from meshwright.train.loop import EvalResult, Stop, held_sums, is_due
 from meshwright.train.saving import DueSave, NoSave, Save, Vote, holdings, saving
 from meshwright.train.state import MovedError, State
@@ -45,12 +47,14 @@ from meshwright.train.step import choose
 from meshwright.train.timeline import moment
 from meshwright.train.world import MEETING, StoppedError
 
-CONNECT = timedelta(seconds=5)  # in which the ranks of a generation, who have all said that they are there, connect
+CONNECT = timedelta(seconds=30)  # in which the ranks of a generation, who have all said that they are there, connect
 GIVEN_UP_SECONDS = 120.0  # without a generation after a group broke: then there is no supervisor
+RECORD_SECONDS = 2.0  # in which a peer has written the record of a step that it has made
+MOST_BREAKS = 5  # of groups in a row in which nobody was lost: then it is no accident
 BUCKET = 1 << 24  # elements that are exchanged at a time
-# In the number that carries wishes to stop and words on saves, above all of these.
-CALLED, FAILED = 1024.0, 2.0**40
+FAILED = 2.0**40  # in the number that carries wishes to stop, words on saves and CALLED, above all of these
 NOTHING = RankPosition(step=-1, evaluated=False, leads=False)
+Answer = TypeVar("Answer")
 
 
 def inside(run: Run) -> Run:
@@ -92,16 +96,21 @@ class Survivors:
         self.replica, self.inner = _whereabouts(run.plan, self.rank)
         self.told = replace(mesh, rank=self.rank, world=run.plan.world)  # for records: this rank among all
         self.by_tree = clip.choose(run.plan) is deterministic.measured  # deterministic mode
-        self.generation = Generation(number=0, members=())
+        self.generation = Generation(number=0, members=(), starts=(0,) * run.plan.replicate)
         self.group: Any = None  # of torch's Gloo, outside its registry
         self.leads = False
         self.evaluated = -1  # the step after which the last validation loss was taken
         self.equal_at = 0  # the step after which members were last seen to hold the same
         self.called = False  # somebody waits to be let in
+        # Where replicas sync rarely: this one has done so, unless it is about to; and what it then has is its own.
+        self.met, self.is_guest = True, False
         self.lost_seconds = 0.0  # of this step, until it went on
+        self.breaks = 0  # of groups in a row, though nobody was lost
+        self.why = ""  # the last one broke
         self.events: list[EventRecord] = []
         self.away: dict[int, tuple[int, float]] = {}  # replicas that are missing: since which step, since when
-        self.adopt: Callable[[int], None] = lambda rank: None  # the records of a rank that was ahead
+        self.adopt: Callable[[int], int] = lambda rank: 0  # the records of a rank that was ahead; up to which step
+        self.giver = self.rank  # whose state this rank was given last
         self.state: State
         self.parts: dict[int, Loader]
 
@@ -117,13 +126,25 @@ class Survivors:
         self.parts = {self.replica: mine}
         self.forward_backward = choose(self.run, state.chunks, self.mesh)
         self.measure_inside = clip.choose(self.run.plan)
-        self.evaluated = self.equal_at = state.step
+        self.equal_at = state.step
+        self.evaluated = -1 if state.step == self.run.steps else state.step  # the ending may be all that was missing
         self.intact = self.start == 0
         if self.start:
             generations.touch(generations.ready_file(self.folder, self.rank, self.start))
         with suppress(MovedError):
             self._regroup()
+        while not self.met:  # it came while the others were about to sync
+            with suppress(MovedError):
+                self._be_guest()
         self.lost_seconds = 0.0  # of no step
+
+    def _be_guest(self) -> None:
+        """Take part in a sync to which this replica brings nothing, and in its record."""
+        assert isinstance(self.state.outer, LiveOuterLoop)
+        self.state.outer.sync(torch.zeros((), dtype=torch.float64), cast_in=0)
+        deadline = time.monotonic() + RECORD_SECONDS
+        while self.adopt(self.giver) < self.state.step and time.monotonic() < deadline:
+            generations.pause()
 
     def between(self) -> Iterator[EvalResult]:
         """After a step: the validation loss that is due, and then who waits is let in, if all have heard of it."""
@@ -137,6 +158,8 @@ class Survivors:
         self, chunks: Sequence[nn.Module], loss_sum: Tensor, mesh: Mesh, ballot: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradient of the whole batch, by whoever is left; else as `clip.measured`."""
+        if not self.state.outer.calendar.is_plain(self.state.step + 1):  # replicas are apart
+            return self.measure_inside(chunks, loss_sum, mesh, ballot + CALLED * self._is_called())
         device, done = mesh.device, {self.replica: self._part(loss_sum)}
         while True:
             for part in self._mine():
@@ -148,13 +171,13 @@ class Survivors:
                 loss, votes = self._exchange(done, ballot)
             except FailureError:
                 raise
-            except RuntimeError:
-                failed = True
+            except RuntimeError as error:
+                failed, self.why = True, str(error)
             said = FAILED if failed else float(votes)
             _, square, total = self.measure_inside(chunks, torch.zeros((), device=device), mesh, said)
             said = float(total.item())
             if said < FAILED:
-                self.called = said % FAILED >= CALLED
+                self.called, self.breaks = said % FAILED >= CALLED, 0
                 return loss.to(device), square, torch.tensor(said % CALLED, dtype=torch.float64)
             self._regroup(began)
 
@@ -171,7 +194,7 @@ class Survivors:
         is_done = False
         while not is_done:
             with suppress(MovedError):
-                is_done = self._attempt(lambda: self._gather(torch.zeros(1))) is not None
+                is_done = self.attempt(lambda: self.gather(torch.zeros(1))) is not None
 
     def take_lost_seconds(self) -> float:
         """Those since this was last asked."""
@@ -228,8 +251,8 @@ class Survivors:
         for part in mine:
             numbers[part] = done[part].loss[0]
         numbers[parts:] = torch.tensor([ballot, *self._checksum()], dtype=torch.float64)
-        rows = self._gather(numbers)
-        self._compare(rows[:, parts + 1 :].tolist())
+        rows = self.gather(numbers)
+        self.compare(rows[:, parts + 1 :].tolist(), self.generation.members)
         losses = self._by_part(rows[:, :parts])
         whole = [self._sum(list(buckets)) for buckets in zip(*(done[part].buckets for part in mine), strict=True)]
         for bucket, flat in zip(_buckets(self._gradients()), whole, strict=True):
@@ -246,9 +269,9 @@ class Survivors:
         total = torch.stack([deterministic.bit_sum(tensor) for tensor in compared(self.state)]).sum().item()
         return divmod(int(total) % 2**64, 2**32)
 
-    def _compare(self, rows: list[list[float]]) -> None:
+    def compare(self, rows: list[list[float]], members: Sequence[int]) -> None:
         """Raise when members that should hold the same do not."""
-        odd = [self.generation.members[number] for number in deterministic.odd_ones(rows)]
+        odd = [members[number] for number in deterministic.odd_ones(rows)]
         if all(row == rows[0] for row in rows):
             self.equal_at = self.state.step if any(rows[0]) else self.equal_at
             return
@@ -280,11 +303,7 @@ class Survivors:
             total = mine[0].clone()
             for other in mine[1:]:
                 total += other
-            if self.group is not None:
-                options = dist.AllreduceOptions()
-                options.timeout = MEETING
-                _arrived(self.group.allreduce([total], options))
-            return total
+            return self.summed(total)
         return self._tree(mine) + 0.0  # as `deterministic.GradientSum` does, which no negative zero survives
 
     def _tree(self, mine: list[Tensor]) -> Tensor:
@@ -308,9 +327,17 @@ class Survivors:
         # They come by member, and of each in the order of its parts.
         order = [part for member in members for part in range(parts) if owners[part] == member]
         by_part = received.view(parts, share)[torch.tensor([order.index(part) for part in range(parts)])]
-        return self._gather(deterministic.tree_sum(by_part)).view(-1)[:length]
+        return self.gather(deterministic.tree_sum(by_part)).view(-1)[:length]
 
-    def _gather(self, mine: Tensor) -> Tensor:
+    def summed(self, mine: Tensor) -> Tensor:
+        """The sum over all members, in the place of what each had."""
+        if self.group is not None:
+            options = dist.AllreduceOptions()
+            options.timeout = MEETING
+            _arrived(self.group.allreduce([mine], options))
+        return mine
+
+    def gather(self, mine: Tensor) -> Tensor:
         """All members' numbers, a row each."""
         if self.group is None:
             return mine[None]
@@ -320,12 +347,15 @@ class Survivors:
         _arrived(self.group._allgather_base(rows.view(-1), mine.reshape(-1), options))
         return rows
 
-    def _attempt(self, ask: Callable[[], Tensor]) -> Tensor | None:
+    def attempt(self, ask: Callable[[], Answer]) -> Answer | None:
         """Ask the other members; None if one of them was lost meanwhile, and a new generation has begun."""
         began, answer = time.monotonic(), None
-        with suppress(RuntimeError):
+        try:
             answer = ask()
+        except RuntimeError as error:
+            self.why = str(error)
         if self._all_inside(answer is not None):
+            self.breaks = 0
             return answer
         self._regroup(began)
         return None
@@ -347,7 +377,7 @@ class Survivors:
                     held, tokens = held_sums(self.run, self.state, self.mesh, self._loader(part))
                     done[part] = deterministic.total(held, self.run.plan, self.mesh).cpu()
                 rows[part] = done[part]
-            sums = self._attempt(lambda rows=rows: self._over_parts(self._by_part(self._gather(rows))))
+            sums = self.attempt(lambda rows=rows: self._over_parts(self._by_part(self.gather(rows))))
         self.evaluated = self.state.step
         ended, loss = moment(self.mesh.device), sums.sum() / tokens
         return EvalResult(
@@ -361,10 +391,10 @@ class Survivors:
 
         All ranks of a replica try the same generation, and all go on in it or none.
         """
-        if self.group is not None and began is not None:
-            generations.touch(generations.broken_file(self.folder, self.generation.number))
+        if began is not None:
+            self._break()
         self.group, self.called = None, False  # who still waits for us in the old one fails, and comes here
-        entered, before, received = time.monotonic(), self.generation.members, False
+        entered, before, received = time.monotonic(), self.generation, False
         while True:
             self.generation = self._next()
             found, is_in = self._standings(), False
@@ -375,16 +405,29 @@ class Survivors:
                     is_in = True
                 except FailureError:
                     raise
-                except RuntimeError:  # somebody else is lost
-                    self.group = None
+                except RuntimeError as error:  # somebody else is lost, or was too slow
+                    self.why = str(error)
             if self._all_inside(is_in):
                 break
+            if found is not None:
+                self._break()
         now = time.monotonic()
         self.lost_seconds += now - (entered if began is None else began)
         self._note(before, now)
+        self.breaks = self.breaks if self.generation.starts == before.starts else 0
         self._drop_parts()
         if received:
             raise MovedError
+
+    def _break(self) -> None:
+        """Leave a group that is of no use, so that whoever waits in it fails too, and ask for another generation."""
+        generations.touch(generations.broken_file(self.folder, self.generation.number))
+        self.group = None
+        self.breaks += 1
+        if self.breaks > MOST_BREAKS:
+            raise RuntimeError(
+                f"the replicas' group broke {self.breaks} times in a row, and nobody was lost: {self.why}"
+            )
 
     def _next(self) -> Generation:
         """The newest generation after the last, on every rank of this replica."""
@@ -400,29 +443,39 @@ class Survivors:
             else:
                 generations.pause()
         if self.mesh.world > 1:
-            told = torch.tensor(0 if found is None else found.number, dtype=torch.int64, device=self.mesh.device)
+            replicas = range(self.run.plan.replicate)
+            told = torch.zeros(1 + 2 * len(replicas), dtype=torch.int64, device=self.mesh.device)
+            if found is not None:
+                own = [found.number, *(each in found.members for each in replicas), *found.starts]
+                told = torch.tensor(own, dtype=torch.int64, device=self.mesh.device)
             dist.broadcast(told, src=0)
-            members = torch.zeros(self.run.plan.replicate, dtype=torch.int64, device=self.mesh.device)
-            members[list(found.members) if found is not None else []] = 1
-            dist.broadcast(members, src=0)
-            there = tuple(members.nonzero().flatten().tolist())
-            found = Generation(number=int(told.item()), members=there)
+            number, *rest = told.tolist()
+            members, starts = rest[: len(replicas)], rest[len(replicas) :]
+            there = tuple(each for each in replicas if members[each])
+            found = Generation(number=number, members=there, starts=tuple(starts))
         assert found is not None
         if found.number == self.generation.number:
             raise StoppedError("asked to end while the replica came back")
         return found
 
     def _standings(self) -> dict[int, RankPosition] | None:
-        """How far each member has come; None if the generation is over before all have said so."""
+        """How far each member has come; None if the generation is over before all have said so.
+
+        A replica is as far as the last of its ranks, so that all its ranks are given a state or none.
+        """
         number = self.generation.number
-        mine = RankPosition(step=self.state.step, evaluated=self.evaluated == self.state.step, leads=self.leads)
+        evaluated = self.evaluated == self.state.step
+        mine = RankPosition(step=self.state.step, evaluated=evaluated, leads=self.leads, met=self.met)
         generations.stand(self.folder, number, self.rank, mine if self.intact else NOTHING)
         everyone = [rank for member in self.generation.members for rank in self.ranks[member]]
         while (found := generations.standings(self.folder, number, everyone)) is None:
             if self._is_called():
                 return None
             generations.pause()
-        return {member: found[self.ranks[member][self.inner]] for member in self.generation.members}
+        return {
+            member: generations.together([found[rank] for rank in self.ranks[member]])
+            for member in self.generation.members
+        }
 
     def _connected(self) -> Any:
         """The group of this rank's peers: those that have its place in other replicas."""
@@ -431,7 +484,24 @@ class Survivors:
             return None
         store = dist.FileStore(str(self.folder / f"group.{self.generation.number}"), -1)
         own = dist.PrefixStore(str(self.inner), store)
-        return dist.ProcessGroupGloo(own, members.index(self.replica), len(members), CONNECT)
+        made, errors = list[Any](), list[RuntimeError]()
+
+        def connect() -> None:
+            try:
+                made.append(dist.ProcessGroupGloo(own, members.index(self.replica), len(members), CONNECT))
+            except RuntimeError as error:
+                errors.append(error)
+
+        # Nothing ends the wait for a member that is killed meanwhile: it is left alone, in a thread of its own.
+        thread = threading.Thread(target=connect, name="connect", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(generations.LOOK_SECONDS)
+            if thread.is_alive() and self._is_called():
+                raise RuntimeError("a newer generation has begun")
+        if errors:
+            raise errors[0]
+        return made[0]
 
     def _catch_up(self, found: dict[int, RankPosition]) -> bool:
         """Have those who are behind given the state of one who is not; whether this rank was."""
@@ -452,30 +522,33 @@ class Survivors:
     def _send(self, member: int) -> None:
         """This rank's state to the one with its place in another replica."""
         state, to = self.state, self.generation.members.index(member)
-        own = (state.step, self.evaluated, state.loader.shift, float(state.stopped), state.optimizer.count.item())
+        own = (state.step, self.met, self.evaluated, state.loader.shift, state.stopped, state.optimizer.count.item())
         head = torch.tensor([*own, state.scale.value.item(), state.scale.streak.item()], dtype=torch.float64)
         for tensor in (head, *self._held()):
-            _arrived(self.group.send([tensor.detach().cpu().contiguous()], to, 0))
+            _arrived(self.group.send([tensor.detach().cpu().contiguous()], to, 0), MEETING)
 
     def _receive(self, member: int) -> None:
         """The same from there."""
         state, source = self.state, self.generation.members.index(member)
         self.intact = False
-        head = torch.zeros(7, dtype=torch.float64)
-        _arrived(self.group.recv([head], source, 0))
+        head = torch.zeros(8, dtype=torch.float64)
+        _arrived(self.group.recv([head], source, 0), MEETING)
         for tensor in self._held():
             arriving = torch.empty(tensor.shape, dtype=tensor.dtype)
-            _arrived(self.group.recv([arriving], source, 0))
+            _arrived(self.group.recv([arriving], source, 0), MEETING)
             tensor.detach().copy_(arriving)
-        step, evaluated, shift, stopped, updates, scale, streak = head.tolist()
+        step, met, evaluated, shift, stopped, updates, scale, streak = head.tolist()
+        self.met, self.is_guest = bool(met), not met
         precision.refresh(state.chunks)
+        if isinstance(state.outer, LiveOuterLoop):
+            state.outer.forget()
         state.step, self.evaluated, state.stopped = int(step), int(evaluated), bool(stopped)
         state.optimizer.count.fill_(updates)
         state.scale.value.fill_(scale)
         state.scale.streak.fill_(streak)
         state.loader.start_at(int(shift) + state.step * self.run.batch, state.step)
-        self.intact = True
-        self.adopt(self.ranks[member][self.inner])
+        self.intact, self.giver = True, self.ranks[member][self.inner]
+        self.adopt(self.giver)
 
     def _held(self) -> list[Tensor]:
         """What a checkpoint would have of this rank's state, saved by whomever."""
@@ -491,15 +564,15 @@ class Survivors:
         for part in [part for part in self.parts if part not in self._mine()]:
             self.parts.pop(part).close()
 
-    def _note(self, before: tuple[int, ...], now: float) -> None:
+    def _note(self, before: Generation, now: float) -> None:
         """Who was lost or came back, for the records."""
-        after, step = self.generation.members, self.state.step
-        for member in (each for each in before if each not in after):
+        after, step = self.generation, self.state.step
+        for member in after.lost_since(before):
             self.away[member] = step, now
-            text = f"replica {member} ({_named(self.ranks[member])}) was lost: {len(after)} of "
+            text = f"replica {member} ({_named(self.ranks[member])}) was lost: {len(after.members)} of "
             text += f"{self.run.plan.replicate} go on, after {self.lost_seconds:.2f} s"
             self.events.append(self._event("lost", text, member))
-        for member in (each for each in after if before and each not in before):
+        for member in after.back_since(before) if before.members else ():
             since, when = self.away.pop(member, (step, now))
             text = f"replica {member} ({_named(self.ranks[member])}) is back with the state of a peer, "
             text += f"{now - when:.1f} s and {step - since} steps after it was lost"
@@ -515,6 +588,16 @@ class Survivors:
             loader.close()
 
 
+def of(run: Run, order: RankSpec, mesh: Mesh, stop: Stop, state: State) -> Survivors | None:
+    """This rank's dealings with the other replicas, where each can do without them; they are met later."""
+    if not run.faults.live:
+        return None
+    live = Survivors(run, order, mesh, stop)
+    if run.plan.has_outer_loop:
+        state.outer = LiveOuterLoop(run, state, mesh, live)
+    return live
+
+
 def _named(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
@@ -524,9 +607,12 @@ def _left_alone(what: str) -> FailureError:
     return FailureError(Failure(kind="killed", code=Exit.RESUMABLE, what=what, remedy=AGAIN))
 
 
-def _arrived(work: Any) -> None:
-    """Wait for the other members; a watcher knows a rank in here to be waiting."""
-    work.wait()
+def _arrived(work: Any, most: timedelta = timedelta(0)) -> None:
+    """Wait for the other members; a watcher knows a rank in here to be waiting.
+
+    Sums and gathers have their time limit with them. Of a state that is sent the group's own would be too short.
+    """
+    work.wait(most)
 
 
 def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -62,6 +62,15 @@ WRONG = [
     (["plan.shard=4", "plan.zero=3", "plan.secondary_shard=3"], "is no smaller part of the 4 ranks"),
     (["plan.shard=4", "plan.zero=3", "plan.tp=2", "plan.secondary_shard=2"], "those that plan.tp = 2 cuts"),
     (["plan.replicate=1", "plan.sync_every=4"], "is for replicas that sync rarely, and plan.replicate = 1"),
+    (
+        [*REPLICAS, "faults.live=true", "plan.sync_every=4", "plan.outer_quant=int8"],
+        "has no plan.outer_quant, which sends",
+    ),
+    (
+        [*REPLICAS, "faults.live=true", "plan.sync_every=4", "optim.sync_warmup=2"],
+        "has no optim.sync_warmup, which adds",
+    ),
+    ([*REPLICAS, "faults.live=true", "faults.memory_every=4"], "with faults.live replicas have the state"),
     ([*REPLICAS, "plan.sync_every=0"], "plan.sync_every = 0 is not a count"),
     ([*REPLICAS, "plan.sync_every=4", "steps=3"], "plan.sync_every = 4 is more than the steps = 3"),
     ([*REPLICAS, "plan.sync_every=4", "optim.sync_warmup=9", "steps=9"], "sync_warmup = 9 is not shorter than the run"),

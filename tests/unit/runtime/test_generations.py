@@ -16,7 +16,7 @@ def test_the_ranks_of_a_replica_are_those_of_one_coordinate():
 def test_who_is_lost_ends_a_generation_and_who_is_ready_begins_one(tmp_path):
     roster = Roster(tmp_path, Plan(microbatch=1, replicate=3, shard=2))
     assert generations.current(tmp_path).members == (0, 1, 2)
-    roster.lose({1})
+    roster.lose({1}, trained={1})
     assert generations.current(tmp_path).members == (0, 2)
     generations.touch(generations.ready_file(tmp_path, 2, 1))
     assert roster.look(0.0) == []  # one of its two ranks
@@ -28,11 +28,28 @@ def test_who_is_lost_ends_a_generation_and_who_is_ready_begins_one(tmp_path):
 
 def test_a_replica_that_falls_before_it_trains_changes_nothing_for_the_others(tmp_path):
     roster = Roster(tmp_path, Plan(microbatch=1, replicate=2))
-    roster.lose({1})
-    roster.lose({1})
+    roster.lose({1}, trained={1})
+    roster.lose({1}, trained=set())
     assert (roster.number, roster.fruitless[1], roster.starts[1]) == (2, 1, 2)
     generations.touch(generations.ready_file(tmp_path, 1, 1))  # of the first start, which is gone
     assert roster.look(0.0) == []
+
+
+def test_a_replica_that_falls_whenever_it_is_let_in_is_not_started_for_ever(tmp_path):
+    roster = Roster(tmp_path, Plan(microbatch=1, replicate=2))
+    roster.lose({1}, trained={1})
+    for start in (1, 2):
+        generations.touch(generations.ready_file(tmp_path, 1, start))
+        assert roster.look(0.0) == [1]
+        roster.lose({1}, trained=set())
+    assert roster.fruitless[1] == 2
+
+
+def test_a_replica_is_as_far_as_the_last_of_its_ranks_and_leads_with_all_of_them():
+    one = RankPosition(step=3, evaluated=True, leads=True)
+    behind = RankPosition(step=-1, evaluated=False, leads=True)
+    assert generations.together([one, behind]) == behind
+    assert not generations.together([one, msgspec.structs.replace(one, leads=False)]).leads
 
 
 def test_a_group_that_broke_though_nobody_is_gone_is_made_again(tmp_path):
@@ -51,4 +68,16 @@ def test_standings_are_known_once_all_have_spoken(tmp_path):
     assert generations.standings(tmp_path, 7, [0, 1]) is None
     generations.stand(tmp_path, 7, 1, msgspec.structs.replace(own, step=-1))
     found = generations.standings(tmp_path, 7, [0, 1])
-    assert max(standing.position for standing in found.values()) == (3, True)
+    assert max(standing.position for standing in found.values()) == own.position
+
+
+def test_who_was_lost_and_is_back_before_anybody_looked_is_known(tmp_path):
+    roster = Roster(tmp_path, Plan(microbatch=1, replicate=3))
+    before = generations.current(tmp_path)
+    roster.lose({1}, trained={1})
+    generations.touch(generations.ready_file(tmp_path, 1, 1))
+    roster.look(0.0)
+    after = generations.current(tmp_path)
+    assert after.members == before.members
+    assert (after.lost_since(before), after.back_since(before)) == ([1], [1])
+    assert after.lost_since(after) == after.back_since(after) == []

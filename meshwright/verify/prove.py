@@ -13,7 +13,7 @@ import msgspec
 
 from meshwright.config import check, load
 from meshwright.config.presets import preset, preset_names, run_file
-from meshwright.config.run import ADASCALE_OPTIM, ONEBIT_OPTIM, OUTER_OPTIM, Optim, Run
+from meshwright.config.run import ADASCALE_OPTIM, FP8_KEYS, ONEBIT_OPTIM, OUTER_OPTIM, Optim, Run
 from meshwright.runtime.failure import Exit
 from meshwright.runtime.ranks import Crew, RankError, Remote, Work, run_ranks
 from meshwright.spec.params import count
@@ -257,23 +257,26 @@ def runs(target: str | None, overrides: list[str], plans: list[str], steps: int,
     steps = max(steps, *(_number(fields(plan), "sync_every") for plan in plans))
     words += [f"steps={steps}", "data.eval_fraction=0.0", "eval.every=0", "eval.sample_tokens=0"]
     words = [word for word in words if not word.startswith("plan.")]
-    precision = _precision(plans, overrides)
+    rounding = _rounding(plans, overrides)
     # One process has no outer loop, nobody to compress for, and one microbatch.
     names = (*OUTER_OPTIM, *ONEBIT_OPTIM, *ADASCALE_OPTIM)
     plain = [f"optim.{name}={str(getattr(Optim(), name)).lower()}" for name in names]
-    plain += _words({"precision": precision, "grad_accum": "1"})
-    planned = [load.load(file, [*words, *_words({"precision": precision, **_resolved(plan)})]).run for plan in plans]
+    plain += _words({**rounding, "grad_accum": "1"})
+    planned = [load.load(file, [*words, *_words({**rounding, **_resolved(plan)})]).run for plan in plans]
     plain += [f"optim.name={ALIKE[name]}" for name in {run.optim.name for run in planned} if name in ALIKE]
     return load.load(file, [*words, *plain], ranks=1).run, planned
 
 
-def _precision(plans: list[str], overrides: list[str]) -> str:
-    """Float64 unless a precision is named; then both sides use it."""
-    named = {value for plan in plans if (value := fields(plan).get("precision"))}
-    named |= {word.split("=", 1)[1] for word in overrides if word.startswith("plan.precision=")}
-    if len(named) > 1:
-        raise mistake("the plans name different precisions", "prove one precision at a time")
-    return named.pop() if named else "fp64"
+def _rounding(plans: list[str], overrides: list[str]) -> dict[str, str]:
+    """Float64 unless a precision is named; then both sides use it, and how it rounds."""
+    stated = dict(word.removeprefix("plan.").split("=", 1) for word in overrides if word.startswith("plan."))
+    found = {}
+    for key in ("precision", *FP8_KEYS):
+        named = {value for given in (stated, *map(fields, plans)) if (value := given.get(key))}
+        if len(named) > 1:
+            raise mistake("the plans name different precisions", "prove one precision at a time")
+        found |= dict.fromkeys((key,) if named else (), "".join(named))
+    return {"precision": "fp64"} | found
 
 
 _NEUTRAL = dict.fromkeys((*AXES, "ep", "sync_every", "outer_fragments", "secondary_shard"), "1")

@@ -87,6 +87,8 @@ MATRIX = (
 ALONE = Plan(microbatch=1)
 # Keys, and those of their values, that a plan with parameter servers can have.
 UNSERVED, SERVED = ("optim.name=", "optim.state_dtype=", "optim.master_weights="), ("=adamw", "=sgd", "=lion", "=fp32")
+UNSCALED = frozenset(("tp", "cp", "ep", "sync_every", "grad_reduce", "powersgd", "staleness"))  # what AdaScale refuses
+SPLIT_BATCH = ("replicate", "shard", "grad_accum")  # that make several microbatches of a step
 REPLICATED = frozenset(("replicate", "grad_accum"))
 ALIKE = {"onebit_adam": "adamw", "zero_one_adam": "adamw", "onebit_lamb": "lamb"}  # without anything compressed
 Job = tuple[Run, list[tuple[str, Run]]]  # a reference, and each plan's words with its run
@@ -175,7 +177,8 @@ def matrix(ranks: int, target: str | None = None, overrides: Sequence[str] = ())
 
     Of a model of the zoo, those that it can have: experts to distribute, and no load bias where replicas part. Of an
     optimizer that compresses, the plans of replicas and nothing else; what parameter servers may not have (whole
-    tensors, states in few bits) has no plan with them.
+    tensors, states in few bits) has no plan with them. AdaScale has those with several microbatches, each
+    whole on a rank.
     """
     compiles = not any(check.missing(Plan(microbatch=1, compile=True))) and check.compiles_doubles()
     lacks = set() if compiles else {"compile"}
@@ -184,7 +187,11 @@ def matrix(ranks: int, target: str | None = None, overrides: Sequence[str] = ())
         lacks |= (set() if arch.experts else {"ep"}) | ({"sync_every", "staleness"} if arch.router_load_bias else set())
     if any(word.startswith(UNSERVED) and not word.endswith(SERVED) for word in overrides):
         lacks.add("staleness")
+    if "optim.adascale=true" in overrides:
+        lacks |= UNSCALED
     plans = [plan for plan in MATRIX if world(plan) <= ranks and not lacks & fields(plan).keys()]
+    if "optim.adascale=true" in overrides:
+        plans = [plan for plan in plans if math.prod(_number(_resolved(plan), name) for name in SPLIT_BATCH) > 1]
     if any(word == f"optim.name={name}" for word in overrides for name in ALIKE):
         return [plan for plan in plans if "replicate" in fields(plan) and fields(plan).keys() <= REPLICATED]
     return plans
@@ -258,10 +265,10 @@ def runs(target: str | None, overrides: list[str], plans: list[str], steps: int,
     words += [f"steps={steps}", "data.eval_fraction=0.0", "eval.every=0", "eval.sample_tokens=0"]
     words = [word for word in words if not word.startswith("plan.")]
     rounding = _rounding(plans, overrides)
-    # One process has no outer loop, nobody to compress for, and one microbatch.
+    # One process has no outer loop, nobody to compress for, and one microbatch, of which no meter tells noise.
     names = (*OUTER_OPTIM, *ONEBIT_OPTIM, *ADASCALE_OPTIM)
     plain = [f"optim.{name}={str(getattr(Optim(), name)).lower()}" for name in names]
-    plain += _words({**rounding, "grad_accum": "1"})
+    plain += ["log.noise_scale=false", *_words({**rounding, "grad_accum": "1"})]
     planned = [load.load(file, [*words, *_words({**rounding, **_resolved(plan)})]).run for plan in plans]
     plain += [f"optim.name={ALIKE[name]}" for name in {run.optim.name for run in planned} if name in ALIKE]
     return load.load(file, [*words, *plain], ranks=1).run, planned
@@ -298,8 +305,7 @@ def _resolved(plan: str) -> dict[str, str]:
 def _ragged(preset: str, plans: list[str], text: Path) -> list[str]:
     """Documents of very different lengths, the least batch that all plans divide, a sequence that all plans cut."""
     shapes = [_resolved(plan) for plan in plans]
-    axes = ("replicate", "shard", "grad_accum")
-    batch = math.lcm(4, *(math.prod(_number(shape, axis) for axis in axes) for shape in shapes))
+    batch = math.lcm(4, *(math.prod(_number(shape, name) for name in SPLIT_BATCH) for shape in shapes))
     parts = math.lcm(1, *(2 * _number(shape, "cp") * _number(shape, "tp") for shape in shapes))
     return [
         f"arch.preset={preset}",

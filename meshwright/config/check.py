@@ -14,14 +14,13 @@ from meshwright.spec.arch import Arch
 from meshwright.spec.blockwise import FORMATS
 from meshwright.spec.optimizers import OPTIMIZERS, in_state_dtype
 from meshwright.spec.outer import MOST_TP, block_length
-from meshwright.spec.params import cut_widths, params
-from meshwright.spec.plan import AXES, Plan, in_runs
+from meshwright.spec.params import cut_widths, params, shares_heads
+from meshwright.spec.plan import AXES, FP8_MULTIPLE, Plan, in_runs
 from meshwright.spec.problem import InputError as InputError
 from meshwright.spec.problem import Problem
 from meshwright.spec.schedule import Schedule, misfits
 
 SPLIT_BACKWARD: tuple[Schedule, ...] = ("zb1p", "zbv", "dualpipev")  # for a block's input, and later for its weights
-FP8_MULTIPLE = 16  # of every dimension of a matmul, the reduced one too
 POSITIVE = (
     "steps", "sequence", "batch", "plan.microbatch", "plan.grad_accum", *(f"plan.{axis}" for axis in AXES), "plan.ep",
     "plan.chunks", "plan.sync_every", "plan.outer_fragments", "plan.secondary_shard", "optim.var_update_scaler",
@@ -118,8 +117,7 @@ def _precision(run: Run) -> Iterator[Problem]:
             what = f"plan.{name} = {getattr(plan, name)} is for FP8 matmuls, and plan.precision = {plan.precision}"
             yield Problem(what, f"set plan.precision = fp8, or leave plan.{name} out", f"plan.{name}")
     if plan.precision == "fp8" and plan.tp > 1:
-        what = f"plan.precision = fp8 has no tensor parallelism, and plan.tp = {plan.tp} shards the matmuls"
-        yield Problem(what, "use plan.tp = 1 and plan.shard, or plan.precision = bf16", "plan.precision")
+        yield from _scales_over_tp(run)
     if plan.precision == "fp8" and (tokens := plan.microbatch * run.sequence // plan.cp) % FP8_MULTIPLE:
         what = f"plan.precision = fp8 needs the {tokens} tokens of a microbatch to be a multiple of {FP8_MULTIPLE}"
         yield Problem(what, "use a sequence or a microbatch that makes it one, or plan.precision = bf16", "sequence")
@@ -129,6 +127,31 @@ def _precision(run: Run) -> Iterator[Problem]:
     if plan.precision == "fp8" and plan.deterministic:
         what = "plan.precision = fp8 computes scales of whole tensors, and plan.deterministic splits them differently"
         yield Problem(what, "use plan.precision = bf16, or leave plan.deterministic out", "plan.precision")
+
+
+def _scales_over_tp(run: Run) -> Iterator[Problem]:
+    """FP8 matmuls whose parts, and whose gradients, would not be those of the whole."""
+    arch, plan = run.arch, run.plan
+    stated, remedy = f"plan.precision = fp8 with plan.tp = {plan.tp}", "or plan.precision = bf16"
+    if arch.experts or arch.is_latent:
+        what = "mixtures" if arch.experts else "latent attention"
+        yield Problem(f"{stated} is not offered for {what}", f"use plan.tp = 1 and plan.shard, {remedy}", "plan.tp")
+        return
+    if shares_heads(arch, plan.tp):
+        what = f"{stated} would round the gradient of arch.kv_heads = {arch.kv_heads} shared heads in parts"
+        yield Problem(what, f"use plan.tp of at most {arch.kv_heads}, {remedy}", "plan.tp")
+        return
+    if plan.pp > 1 and plan.schedule in SPLIT_BACKWARD:
+        what = f"{stated} would agree on scales twice: plan.schedule = {plan.schedule} goes back for a block's input"
+        near = "1f1b" if plan.chunks == 1 else "interleaved"
+        yield Problem(f"{what}, and then for its weights", f"use plan.schedule = {near}, {remedy}", "plan.schedule")
+    widths = {"heads · head_dim": arch.q_width, "kv_heads · head_dim": arch.kv_width, "ffn": arch.ffn}
+    for name, width in widths.items():
+        in_fp8 = width % FP8_MULTIPLE == 0 and arch.hidden % FP8_MULTIPLE == 0
+        if in_fp8 and width % plan.tp == 0 and width // plan.tp % FP8_MULTIPLE:
+            part = f"{width // plan.tp} of arch.{name} = {width}"
+            what = f"{stated} leaves each rank {part}, which is no multiple of {FP8_MULTIPLE}"
+            yield Problem(what, f"use a smaller plan.tp, {remedy}", "plan.tp")
 
 
 def _bf16_params(run: Run) -> Iterator[Problem]:

@@ -38,7 +38,7 @@ from meshwright.cost.primitives import (
     product_seconds,
     rates,
 )
-from meshwright.cost.traffic import Axis, Kind
+from meshwright.cost.traffic import Axis, Kind, fp8_scales
 from meshwright.hardware.stacks import Efficiency, StackSpeed, efficiency_of
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import kv_part, params
@@ -179,6 +179,7 @@ def layer_model(job: Job, efficiency: Efficiency | None = None) -> LayerModel:
         zero=1,
         microbatch=plan.microbatch,
         precision=plan.precision,
+        fp8_scaling=plan.fp8_scaling,
         compile=policy.compiled,
     )
     return LayerModel(
@@ -203,6 +204,7 @@ def block(at: LayerModel, mixture: bool) -> PassTimes:
         *(_beside_experts(at) if mixture else _dense_products(at)),
     ]
     forward, backward = _attention(at)
+    scales, back_scales = _scales_over_tp(at)
     moved, (casts, back_casts) = _between_bytes(at, mixture), _cast_bytes(shapes, experts, at)
     weight_products = sum(_product(count, n, k, m, at, back=True) for count, m, n, k in shapes)
     # Of experts they are no narrower than bf16, see kernels/experts_fp8.py.
@@ -217,7 +219,7 @@ def block(at: LayerModel, mixture: bool) -> PassTimes:
         products=products,
         attention=forward,
         elementwise=moved_seconds(moved + casts, at.rates),
-        tp=_over_tp(at, products),
+        tp=_over_tp(at, products) + scales,
         cp=_over_cp(at, forward),
         ep=ep,
     )
@@ -225,7 +227,7 @@ def block(at: LayerModel, mixture: bool) -> PassTimes:
         products=input_products,
         attention=backward,
         elementwise=moved_seconds(BACKWARD_BYTES * moved + back_casts, at.rates),
-        tp=_over_tp(at, input_products),
+        tp=_over_tp(at, input_products) + back_scales,
         cp=_over_cp(at, backward, back=True),
         ep=ep,
     )
@@ -472,6 +474,17 @@ def _over_tp(at: LayerModel, hidden_by: float) -> float:
     else:
         each = at.collective("all_reduce", "tp", size)
     return exposed(2 * each, hidden_by, at.speed.overlap_tp)
+
+
+def _scales_over_tp(at: LayerModel) -> tuple[float, float]:
+    """Ranks agree on the scales of FP8 matmuls before these, forward and backward: all of it is waited for."""
+    if at.job.stack.name != OURS:
+        return 0.0, 0.0
+    found = [
+        (at.collective("all_reduce", "tp", size), forward, backward)
+        for size, forward, backward in fp8_scales(at.arch, at.plan, round(at.tokens))
+    ]
+    return sum(each * forward for each, forward, _ in found), sum(each * backward for each, _, backward in found)
 
 
 def _over_cp(at: LayerModel, attention: float, back: bool = False) -> float:

@@ -38,7 +38,7 @@ from meshwright.spec.onebit import packed_bytes
 from meshwright.spec.optimizers import DESCRIPTIONS, OptimizerSpec, Statistic, is_of
 from meshwright.spec.outer import BITS, SCALE_BYTES, TALLY, TOLD, block_length, served_rows
 from meshwright.spec.params import Param, Split, buffers, kv_part, params, trained
-from meshwright.spec.plan import Plan
+from meshwright.spec.plan import FP8_MULTIPLE, Plan
 from meshwright.spec.schedule import Schedule, actions
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "broadcast"]
@@ -53,6 +53,7 @@ Axis = Literal[
 ]  # fmt: skip
 
 IN_SIGHT = 3  # stages that torch's pipeline runtime holds gathered on a rank under zero 3: those it computes next
+AMAX_BYTES = 4  # of a largest magnitude
 DRAW_BYTES = 4  # of a router's random number
 COUNT_BYTES = 8  # of the number of an expert's rows
 DOUBLE = 8  # bytes: losses and squares are added in double precision
@@ -149,6 +150,7 @@ def _activation_traffic(view: RankView) -> Iterator[Collective]:
         yield from _over_tp(part, view)
         yield from _norms_over_tp(part, view)
         yield from _magnitudes_over_tp(part, view)
+        yield from _scales_over_tp(part, view)
         yield from _loss_over_tp(part, view)
         if view.plan.cp > 1:
             yield from (_ring if view.plan.cp_kind == "ring" else _ulysses)(part, view)
@@ -206,6 +208,38 @@ def _magnitudes_over_tp(part: StageLayers, view: RankView) -> Iterator[Collectiv
     for (mixture, size), found in rows.items():
         count = view.plan.grad_accum * passes[mixture] * found // layers[mixture]
         yield Collective(kind="all_reduce", axis="tp", count=count, bytes=size * view.wide)
+
+
+def _scales_over_tp(part: StageLayers, view: RankView) -> Iterator[Collective]:
+    """Largest magnitudes from which ranks of tp make the scales of FP8 matmuls: a call for each linear layer."""
+    again = 0 if part.recomputed.by_operation else part.recomputed.layers
+    for size, forward, backward in fp8_scales(view.arch, view.plan, view.plan.microbatch * view.positions):
+        count = view.plan.grad_accum * (forward * (part.layers + again) + backward * part.layers)
+        yield Collective(kind="all_reduce", axis="tp", count=count, bytes=size)
+
+
+@lru_cache(maxsize=4096)
+def fp8_scales(arch: Arch, plan: Plan, tokens: int) -> tuple[tuple[int, int, int], ...]:
+    """The bytes of such calls, and how many of them a layer has going forward and back.
+
+    In a row-parallel layer ranks have parts of the input and of the weight, along rows; in a column-parallel one other
+    rows of the weight, and going back parts of the gradient's rows and of the transposed weight's.
+    """
+    if plan.precision != "fp8" or plan.tp == 1:
+        return ()
+    by_row, calls = plan.fp8_scaling == "rowwise", dict[int, tuple[int, int]]()
+    for param in params(arch):
+        if param.layer or len(param.shape) != 2 or any(size % FP8_MULTIPLE for size in param.shape):
+            continue
+        out, into = param.shape
+        if param.split is Split.ROW:
+            found = [(tokens + out if by_row else 2, 1, 0)]
+        else:
+            found = [(tokens + into, 0, 1)] if by_row else [(1, 1, 1)]
+        for numbers, forward, backward in found:
+            before = calls.get(numbers, (0, 0))
+            calls[numbers] = before[0] + forward, before[1] + backward
+    return tuple((numbers * AMAX_BYTES, *times) for numbers, times in calls.items())
 
 
 def _loss_over_tp(part: StageLayers, view: RankView) -> Iterator[Collective]:

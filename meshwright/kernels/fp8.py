@@ -3,10 +3,13 @@
 Scaling is dynamic: every matmul has scales of its own operands, without a history of maxima. In linear layers finding
 scales is plain arithmetic, which the compiler fuses with what comes before. Numbers that the backward wants transposed
 are cast by a kernel, which reads them once and writes both layouts; the compiler's own write columns slowly. A weight
-is cast again in the backward instead of being saved. `quantize` is one kernel, for saved activations: rows in E4M3.
+is cast again in the backward instead of being saved. Of a layer that ranks share, each casts its parts by the scales
+of whole tensors, of which they agree on the largest magnitudes. In float64 the matmuls are plain ones of the same FP8
+numbers, for proofs. `quantize` is one kernel, for saved activations: rows in E4M3.
 """
 
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +51,13 @@ def takes(linear: nn.Linear) -> bool:
     return linear.in_features % MULTIPLE == 0 and linear.out_features % MULTIPLE == 0
 
 
+class Sharing(NamedTuple):
+    """How the ranks of tensor parallelism share a linear layer."""
+
+    cut: Literal["out", "in"]  # the features of which each rank has a part: column-parallel, row-parallel
+    max: Callable[[Tensor], Tensor]  # the largest over all of them, element by element
+
+
 class Fp8Linear(nn.Linear):
     """A linear layer in FP8, with one scale for each tensor unless it is set otherwise."""
 
@@ -55,19 +65,38 @@ class Fp8Linear(nn.Linear):
     accumulate: Accumulate = "fast"  # exact: sums of both gradients in fp32, as torchao's; the output's stay fast
     grad_format: GradFormat = "e4m3"  # of gradients; e5m2 has more range and one bit less
     input_stays = False  # its input is saved by others anyway, so the backward can cast that
+    sharing: Sharing | None = None  # None: this rank has the whole layer
 
     def forward(self, input: Tensor) -> Tensor:
         """The matmul in FP8, the bias in the precision of the input."""
-        x = input.flatten(0, -2)
-        y = _Fp8Linear.apply(x, self.weight, self.scaling, self.accumulate, self.grad_format, self.input_stays)
-        y = y.unflatten(0, input.shape[:-1])
+        y = self.product(input, self.weight)
         return y if self.bias is None else y + self.bias
+
+    def product(self, input: Tensor, weight: Tensor) -> Tensor:
+        """The matmul in FP8 of what this rank has of the input and the weight."""
+        how = self.scaling, self.accumulate, self.grad_format, self.input_stays, self.sharing
+        return _Fp8Linear.apply(input.flatten(0, -2), weight, *how).unflatten(0, input.shape[:-1])
+
+
+def amax_of(x: Tensor, scaling: Scaling) -> Tensor:
+    """The largest magnitude of a matrix, or of each of its rows."""
+    return (x.abs().amax() if scaling == "tensorwise" else x.abs().amax(dim=1, keepdim=True)).float()
 
 
 def scale_of(x: Tensor, scaling: Scaling, dtype: torch.dtype = E4M3) -> Tensor:
     """The factor by which the largest magnitude of a matrix, or of each of its rows, is the largest of a format."""
-    amax = x.abs().amax() if scaling == "tensorwise" else x.abs().amax(dim=1, keepdim=True)
-    return LARGEST_OF[dtype] / amax.float().clamp(min=LEAST_LINEAR)
+    return _scale(amax_of(x, scaling), dtype)
+
+
+def _scale(amax: Tensor, dtype: torch.dtype = E4M3) -> Tensor:
+    return LARGEST_OF[dtype] / amax.clamp(min=LEAST_LINEAR)
+
+
+def _agreed(sharing: Sharing, *amaxes: Tensor) -> tuple[Tensor, ...]:
+    """Largest magnitudes over the parts of all ranks, in one call."""
+    together = sharing.max(torch.cat([amax.flatten() for amax in amaxes]))
+    parts = together.split([amax.numel() for amax in amaxes])
+    return tuple(part.view(amax.shape) for part, amax in zip(parts, amaxes, strict=True))
 
 
 def cast(x: Tensor, scale: Tensor, dtype: torch.dtype = E4M3) -> Tensor:
@@ -81,12 +110,13 @@ def quantize_linear(x: Tensor, scaling: Scaling, dtype: torch.dtype = E4M3) -> t
     Not by `quantize`, which divides where this multiplies by an inverse, and has another least amax: of random
     matrices in bf16, 43 % of the scales and 0.05 % of the values come out otherwise.
     """
-    scale = scale_of(x, scaling, dtype)
-    return cast(x, scale, dtype), scale.reciprocal()
+    return _scaled(x, scale_of(x, scaling, dtype), dtype)
 
 
 def _matmul(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype, fast: bool = True) -> Tensor:
     """a @ b.T of quantized matrices, both with the summed dimension contiguous."""
+    if dtype == torch.float64:
+        return (a[0].double() * a[1]) @ (b[0].double() * b[1]).t()
     return torch._scaled_mm(a[0], b[0].t(), scale_a=a[1], scale_b=b[1].t(), out_dtype=dtype, use_fast_accum=fast)
 
 
@@ -100,38 +130,62 @@ class _Fp8Linear(torch.autograd.Function):
         accumulate: Accumulate,
         grad_format: GradFormat,
         input_stays: bool,
+        sharing: Sharing | None,
     ) -> Tensor:
-        ctx.how = scaling, accumulate, grad_format, input_stays
+        ctx.how = scaling, accumulate, grad_format, input_stays, sharing
+        x_scale, weight_scale = _forward_scales(x, weight, scaling, sharing)
         if scaling == "rowwise":
             ctx.save_for_backward(x, weight)
-            return _matmul(quantize_linear(x, scaling), quantize_linear(weight, scaling), x.dtype)
-        x_scale, weight_scale = scale_of(x, scaling), scale_of(weight, scaling)
+            return _matmul(_scaled(x, x_scale), _scaled(weight, weight_scale), x.dtype)
         if input_stays:
             x_fp8, saved = cast(x, x_scale), x
         else:
             x_fp8, saved = cast_both(x, x_scale, E4M3)
         ctx.save_for_backward(saved, x_scale, weight, weight_scale)
-        weight_fp8 = cast(weight, weight_scale), weight_scale.reciprocal()
-        return _matmul((x_fp8, x_scale.reciprocal()), weight_fp8, x.dtype)
+        return _matmul((x_fp8, x_scale.reciprocal()), _scaled(weight, weight_scale), x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
-        scaling, accumulate, grad_format, input_stays = ctx.how
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        scaling, accumulate, grad_format, input_stays, sharing = ctx.how
         gradient, fast, dtype = gradients[0], accumulate == "fast", FORMATS[grad_format]
+        amax = amax_of(gradient, scaling)
         if scaling == "rowwise":
             x, weight = ctx.saved_tensors
-            g, turned = (quantize_linear(each, scaling, dtype) for each in (gradient, gradient.t().contiguous()))
-            weight_turned, x_turned = (quantize_linear(each.t().contiguous(), scaling) for each in (weight, x))
+            weight_amax = amax_of(weight.t(), scaling)
+            if sharing is not None and sharing.cut == "out":
+                amax, weight_amax = _agreed(sharing, amax, weight_amax)
+            g, weight_turned = (
+                _scaled(gradient, _scale(amax, dtype), dtype),
+                _scaled(weight.t().contiguous(), _scale(weight_amax)),
+            )
+            turned = quantize_linear(gradient.t().contiguous(), scaling, dtype)
+            x_turned = quantize_linear(x.t().contiguous(), scaling)
         else:
             saved, x_scale, weight, weight_scale = ctx.saved_tensors
-            scale = scale_of(gradient, scaling, dtype)
+            if sharing is not None and sharing.cut == "out":
+                (amax,) = _agreed(sharing, amax)
+            scale = _scale(amax, dtype)
             inverse = scale.reciprocal()
             g, turned = ((each, inverse) for each in cast_both(gradient, scale, dtype))
             weight_turned = cast_transposed(weight, weight_scale, scale), weight_scale.reciprocal()
             x_turned = cast_transposed(saved, x_scale, scale) if input_stays else saved, x_scale.reciprocal()
         dx = _matmul(g, weight_turned, gradient.dtype, fast)
         dweight = _matmul(turned, x_turned, gradient.dtype, fast)
-        return dx, dweight, None, None, None, None
+        return dx, dweight, None, None, None, None, None
+
+
+def _forward_scales(x: Tensor, weight: Tensor, scaling: Scaling, sharing: Sharing | None) -> tuple[Tensor, Tensor]:
+    """The scales of the output's operands: of whole tensors, or of whole rows, where ranks have parts of these."""
+    amax, weight_amax = amax_of(x, scaling), amax_of(weight, scaling)
+    if sharing is not None and sharing.cut == "in":
+        amax, weight_amax = _agreed(sharing, amax, weight_amax)
+    elif sharing is not None and scaling == "tensorwise":  # else each rank has whole rows
+        (weight_amax,) = _agreed(sharing, weight_amax)
+    return _scale(amax), _scale(weight_amax)
+
+
+def _scaled(x: Tensor, scale: Tensor, dtype: torch.dtype = E4M3) -> tuple[Tensor, Tensor]:
+    return cast(x, scale, dtype), scale.reciprocal()
 
 
 @torch.library.custom_op("meshwright::cast_fp8_both", mutates_args=())

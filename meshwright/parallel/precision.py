@@ -4,16 +4,21 @@ Without `plan.bf16_params` the parameters are the masters, and are cast when the
 """
 
 from collections.abc import Iterable
+from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import _functional_collectives as functional
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Partial, Shard
 
-from meshwright.kernels.fp8 import Fp8Linear, takes
+from meshwright.kernels.fp8 import Fp8Linear, Sharing, takes
 from meshwright.models.layers import Attention
 from meshwright.parallel.mesh import Mesh, local
 from meshwright.parallel.model_spec import ModelSpec
 from meshwright.spec.plan import Plan
+from meshwright.spec.problem import mistake
 
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
@@ -29,19 +34,55 @@ def wrap(model: nn.Module, plan: Plan, mesh: Mesh, model_spec: ModelSpec) -> nn.
     if plan.precision != "fp8":
         return model
     for block in model_spec.blocks(model).values():
-        for module in block.modules():
+        for name, module in block.named_modules():
             if type(module) is nn.Linear and takes(module):
-                _convert(module, plan)
+                _convert(module, plan, name)
         for module in block.modules():
             if isinstance(module, Attention) and isinstance(module.out, Fp8Linear):
                 module.out.input_stays = True  # attention's backward needs its result
     return model
 
 
-def _convert(linear: nn.Linear, plan: Plan) -> None:
+def _convert(linear: nn.Linear, plan: Plan, name: str) -> None:
     linear.__class__ = Fp8Linear
     assert isinstance(linear, Fp8Linear)
     linear.scaling, linear.accumulate, linear.grad_format = plan.fp8_scaling, plan.fp8_accumulate, plan.fp8_grad
+    if plan.tp > 1:
+        _share(linear, name)
+
+
+def _share(linear: Fp8Linear, name: str) -> None:
+    """Let the ranks of tp agree on the scales of a layer that they share."""
+    weight = linear.weight
+    if not isinstance(weight, DTensor) or not isinstance(weight.placements[0], Shard):
+        what = f"plan.precision = fp8 needs every linear layer of a block cut by plan.tp, and {name} is not"
+        raise mistake(what, "cut it in the split table, or use plan.tp = 1 or plan.precision = bf16")
+    group = weight.device_mesh.get_group()
+    linear.sharing = Sharing("out" if weight.placements[0].dim == 0 else "in", partial(_largest, group))
+    linear.forward = partial(_forward_over_tp, linear)
+
+
+def _largest(group: dist.ProcessGroup, amax: Tensor) -> Tensor:
+    # Functional, so that the compiler sees it, and recomputation by operation saves it.
+    return functional.wait_tensor(functional.all_reduce(amax, "max", group))
+
+
+def _forward_over_tp(linear: Fp8Linear, input: Tensor) -> Tensor:
+    """A layer's output by a rank's own tensors: its features, or its part of the sum, which torch's style completes."""
+    assert isinstance(input, DTensor)
+    weight = linear.weight
+    assert isinstance(weight, DTensor)
+    assert linear.sharing is not None
+    columns = linear.sharing.cut == "out"
+    near = input.to_local(grad_placements=[Partial()] if columns else None)
+    y = linear.product(near, weight.to_local())
+    bias: Tensor | None = linear.bias
+    if isinstance(bias, DTensor):
+        held = bias.to_local()
+        # Of a sum the first rank adds it, the others nothing; the gradient, of whole outputs, is that of each.
+        y = y + (held if columns or input.device_mesh.get_local_rank() == 0 else held - held.detach())
+    placement = Shard(input.dim() - 1) if columns else Partial()
+    return DTensor.from_local(y, input.device_mesh, [placement], run_check=False)
 
 
 def is_low(plan: Plan) -> bool:

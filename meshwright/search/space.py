@@ -18,7 +18,7 @@ from meshwright.spec.arch import Arch
 from meshwright.spec.blockwise import FORMATS
 from meshwright.spec.optimizers import DESCRIPTIONS
 from meshwright.spec.params import cut_widths, cuts_adapters
-from meshwright.spec.plan import AXES, FIELDS, Plan, balanced_stages
+from meshwright.spec.plan import AXES, FIELDS, FP8_MULTIPLE, Plan, balanced_stages
 from meshwright.spec.problem import InputError, Problem
 from meshwright.spec.schedule import Schedule, default_chunks, legal
 
@@ -166,7 +166,7 @@ def rounds(question: Question, layout: AxesChoice) -> Iterator[BatchChoice]:
             continue
         if question.fixed.get("deterministic") and each.grad_accum & (each.grad_accum - 1):
             continue
-        if question.precision == "fp8" and microbatch * question.sequence // layout.cp % check.FP8_MULTIPLE:
+        if question.precision == "fp8" and microbatch * question.sequence // layout.cp % FP8_MULTIPLE:
             continue
         yield each
 
@@ -180,7 +180,9 @@ def orders(question: Question, layout: AxesChoice, each: BatchChoice) -> tuple[P
     """Every schedule that can have these numbers."""
     if layout.pp == 1:
         return (PipelineChoice(question.fixed.get("schedule", "1f1b"), 1),)
-    schedules = _given(question, "schedule", SCHEDULES)
+    schedules = tuple(_given(question, "schedule", SCHEDULES))
+    if question.precision == "fp8" and layout.tp > 1:
+        schedules = tuple(each for each in schedules if each not in check.SPLIT_BACKWARD)
     return _orders(schedules, _chunks(question, layout.pp), layout.pp, each.grad_accum)
 
 

@@ -16,6 +16,7 @@ from meshwright.spec.problem import Problem
 from meshwright.spec.schedule import Schedule
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp64"]
+FP8_MULTIPLE = 16  # of every dimension of an FP8 matmul, the reduced one too
 Arithmetic = Precision | Literal["tf32"]  # what a device has a peak of
 
 AXES = ("pp", "replicate", "shard", "cp", "tp")  # of the world, outermost to innermost: the chattiest are neighbours

@@ -13,7 +13,7 @@ import msgspec
 
 from meshwright.config import check, load
 from meshwright.config.presets import preset, preset_names, run_file
-from meshwright.config.run import ADASCALE_OPTIM, ONEBIT_OPTIM, OUTER_OPTIM, Optim, Run
+from meshwright.config.run import ADASCALE_OPTIM, FP8_KEYS, ONEBIT_OPTIM, OUTER_OPTIM, Optim, Run
 from meshwright.runtime.failure import Exit
 from meshwright.runtime.ranks import Crew, RankError, Remote, Work, run_ranks
 from meshwright.spec.params import count
@@ -87,6 +87,8 @@ MATRIX = (
 ALONE = Plan(microbatch=1)
 # Keys, and those of their values, that a plan with parameter servers can have.
 UNSERVED, SERVED = ("optim.name=", "optim.state_dtype=", "optim.master_weights="), ("=adamw", "=sgd", "=lion", "=fp32")
+UNSCALED = frozenset(("tp", "cp", "ep", "sync_every", "grad_reduce", "powersgd", "staleness"))  # what AdaScale refuses
+SPLIT_BATCH = ("replicate", "shard", "grad_accum")  # that make several microbatches of a step
 REPLICATED = frozenset(("replicate", "grad_accum"))
 ALIKE = {"onebit_adam": "adamw", "zero_one_adam": "adamw", "onebit_lamb": "lamb"}  # without anything compressed
 Job = tuple[Run, list[tuple[str, Run]]]  # a reference, and each plan's words with its run
@@ -175,7 +177,8 @@ def matrix(ranks: int, target: str | None = None, overrides: Sequence[str] = ())
 
     Of a model of the zoo, those that it can have: experts to distribute, and no load bias where replicas part. Of an
     optimizer that compresses, the plans of replicas and nothing else; what parameter servers may not have (whole
-    tensors, states in few bits) has no plan with them.
+    tensors, states in few bits) has no plan with them. AdaScale has those with several microbatches, each
+    whole on a rank.
     """
     compiles = not any(check.missing(Plan(microbatch=1, compile=True))) and check.compiles_doubles()
     lacks = set() if compiles else {"compile"}
@@ -184,7 +187,11 @@ def matrix(ranks: int, target: str | None = None, overrides: Sequence[str] = ())
         lacks |= (set() if arch.experts else {"ep"}) | ({"sync_every", "staleness"} if arch.router_load_bias else set())
     if any(word.startswith(UNSERVED) and not word.endswith(SERVED) for word in overrides):
         lacks.add("staleness")
+    if "optim.adascale=true" in overrides:
+        lacks |= UNSCALED
     plans = [plan for plan in MATRIX if world(plan) <= ranks and not lacks & fields(plan).keys()]
+    if "optim.adascale=true" in overrides:
+        plans = [plan for plan in plans if math.prod(_number(_resolved(plan), name) for name in SPLIT_BATCH) > 1]
     if any(word == f"optim.name={name}" for word in overrides for name in ALIKE):
         return [plan for plan in plans if "replicate" in fields(plan) and fields(plan).keys() <= REPLICATED]
     return plans
@@ -257,23 +264,26 @@ def runs(target: str | None, overrides: list[str], plans: list[str], steps: int,
     steps = max(steps, *(_number(fields(plan), "sync_every") for plan in plans))
     words += [f"steps={steps}", "data.eval_fraction=0.0", "eval.every=0", "eval.sample_tokens=0"]
     words = [word for word in words if not word.startswith("plan.")]
-    precision = _precision(plans, overrides)
-    # One process has no outer loop, nobody to compress for, and one microbatch.
+    rounding = _rounding(plans, overrides)
+    # One process has no outer loop, nobody to compress for, and one microbatch, of which no meter tells noise.
     names = (*OUTER_OPTIM, *ONEBIT_OPTIM, *ADASCALE_OPTIM)
     plain = [f"optim.{name}={str(getattr(Optim(), name)).lower()}" for name in names]
-    plain += _words({"precision": precision, "grad_accum": "1"})
-    planned = [load.load(file, [*words, *_words({"precision": precision, **_resolved(plan)})]).run for plan in plans]
+    plain += ["log.noise_scale=false", *_words({**rounding, "grad_accum": "1"})]
+    planned = [load.load(file, [*words, *_words({**rounding, **_resolved(plan)})]).run for plan in plans]
     plain += [f"optim.name={ALIKE[name]}" for name in {run.optim.name for run in planned} if name in ALIKE]
     return load.load(file, [*words, *plain], ranks=1).run, planned
 
 
-def _precision(plans: list[str], overrides: list[str]) -> str:
-    """Float64 unless a precision is named; then both sides use it."""
-    named = {value for plan in plans if (value := fields(plan).get("precision"))}
-    named |= {word.split("=", 1)[1] for word in overrides if word.startswith("plan.precision=")}
-    if len(named) > 1:
-        raise mistake("the plans name different precisions", "prove one precision at a time")
-    return named.pop() if named else "fp64"
+def _rounding(plans: list[str], overrides: list[str]) -> dict[str, str]:
+    """Float64 unless a precision is named; then both sides use it, and how it rounds."""
+    stated = dict(word.removeprefix("plan.").split("=", 1) for word in overrides if word.startswith("plan."))
+    found = {}
+    for key in ("precision", *FP8_KEYS):
+        named = {value for given in (stated, *map(fields, plans)) if (value := given.get(key))}
+        if len(named) > 1:
+            raise mistake("the plans name different precisions", "prove one precision at a time")
+        found |= dict.fromkeys((key,) if named else (), "".join(named))
+    return {"precision": "fp64"} | found
 
 
 _NEUTRAL = dict.fromkeys((*AXES, "ep", "sync_every", "outer_fragments", "secondary_shard"), "1")
@@ -295,8 +305,7 @@ def _resolved(plan: str) -> dict[str, str]:
 def _ragged(preset: str, plans: list[str], text: Path) -> list[str]:
     """Documents of very different lengths, the least batch that all plans divide, a sequence that all plans cut."""
     shapes = [_resolved(plan) for plan in plans]
-    axes = ("replicate", "shard", "grad_accum")
-    batch = math.lcm(4, *(math.prod(_number(shape, axis) for axis in axes) for shape in shapes))
+    batch = math.lcm(4, *(math.prod(_number(shape, name) for name in SPLIT_BATCH) for shape in shapes))
     parts = math.lcm(1, *(2 * _number(shape, "cp") * _number(shape, "tp") for shape in shapes))
     return [
         f"arch.preset={preset}",

@@ -104,6 +104,7 @@ TWO = {
         ("plan.tp=2", *TWICE, *GPT),
         ("plan.tp=2", *GPT, *BF16, *TWICE),
         ("plan.tp=2", *BF16, *TWICE),
+        ("plan.tp=2", "plan.precision=fp8", *TWICE),
         ("plan.tp=2", *POST_NORM),
         ("plan.tp=2", *MOE),
     ],
@@ -429,7 +430,12 @@ def test_zero_3_never_gathers_more_than_two_blocks_and_zero_2_all_of_them(folder
 
 
 KEPT = {
-    "tp": [("plan.tp=2",), ("plan.tp=2", *BF16), ("plan.tp=2", *GPT, "arch.mlp=gelu", *BF16)],
+    "tp": [
+        ("plan.tp=2",),
+        ("plan.tp=2", *BF16),
+        ("plan.tp=2", "plan.precision=fp8"),
+        ("plan.tp=2", *GPT, "arch.mlp=gelu", *BF16),
+    ],
     "cp": [
         ("plan.cp=2",),
         ("plan.cp=2", *BF16),

@@ -89,6 +89,18 @@ def test_under_tp_the_weights_that_it_shards_are_measured(folder):
 
 
 @world(2)
+def test_with_ep_the_weights_that_are_no_expert_s_are_measured(folder):
+    words = (*NOISE, "arch.balance_loss=0.0", "arch.z_loss=0.0")  # which the step's own loop weighs
+    run = make_run(folder, *words, "plan.shard=2", "plan.zero=3", "plan.ep=2", "plan.grad_accum=2", arch="tiny-moe")
+    corpus = make_corpus(run, folder)
+    found, names = first_step(run, corpus, mesh_of(run.plan))
+    assert {"blocks.0.attn.q.weight", "blocks.0.mlp.router.weight"} <= names
+    assert not any("experts" in name for name in names)
+    reference = make_run(folder, *words, "plan.replicate=1", "plan.grad_accum=4", arch="tiny-moe")
+    assert found == pytest.approx(one_by_one(reference, corpus, names), rel=TOLERANCE)
+
+
+@world(2)
 def test_adascale_trains_like_one_device(folder):
     reference = make_run(folder, *ADASCALE, "plan.replicate=1", "plan.grad_accum=4")
     corpus = make_corpus(reference, folder)

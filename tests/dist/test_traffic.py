@@ -19,6 +19,7 @@ from meshwright.verify.prove import SCHEDULES
 
 SMALL = ("arch.layers=2", "steps=2", "data.eval_fraction=0.0", "plan.precision=fp32")
 BF16 = ("plan.precision=bf16",)
+FP8 = ("plan.precision=fp8",)
 TWICE = ("plan.grad_accum=2",)
 HOSTED = ("plan.zero=3", "plan.cpu_offload=true")
 FOUR_TIMES = ("plan.grad_accum=4", "arch.layers=4")
@@ -60,6 +61,12 @@ TWO = {
         ("plan.tp=2", "arch.tied=true", *BF16, *TWICE),
         ("plan.tp=2", *MOE, *TWICE),
         ("plan.tp=2", *MOE, *GPT, "arch.router=noisy_topk", *BF16),
+    ],
+    "tp in FP8": [
+        ("plan.tp=2", *FP8, *TWICE),
+        ("plan.tp=2", *FP8, *GPT, "plan.recompute=full"),
+        ("plan.tp=2", *FP8, "plan.fp8_scaling=rowwise", "plan.recompute=selective"),
+        ("plan.tp=2", *FP8, "plan.fp8_scaling=rowwise", *GPT, *TWICE),
     ],
     "ring": [
         ("plan.cp=2", *TWICE),
@@ -190,6 +197,7 @@ FOUR = {
         ("plan.pp=2", "plan.tp=2", *FOUR_TIMES, *BF16, *GPT),
         ("plan.pp=2", "plan.tp=2", *BF16, "plan.grad_accum=1", "plan.schedule=gpipe"),
         ("plan.pp=2", "plan.tp=2", "plan.schedule=zb1p", *FOUR_TIMES),
+        ("plan.pp=2", "plan.tp=2", *FOUR_TIMES, *FP8),
         ("plan.pp=2", "plan.shard=2", "plan.zero=2", "plan.ep=2", *FOUR_TIMES, *MOE),
         ("plan.pp=2", "plan.tp=2", "plan.schedule=interleaved", *FOUR_TIMES, *DEEP, "plan.recompute=sqrt"),
     ],

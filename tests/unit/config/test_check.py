@@ -8,6 +8,7 @@ from meshwright.spec.problem import InputError
 MIXTURE = ["arch.experts=6", "arch.expert_ffn=8", "arch.top_k=2"]
 REPLICAS = ["plan.replicate=2"]
 INT8 = [*REPLICAS, "plan.grad_reduce=int8"]
+FP8_TP = ["arch.preset=tiny", "plan.precision=fp8", "plan.grad_accum=4", "batch=4"]
 WRONG = [
     (["arch.heads=7", "arch.kv_heads=7"], "does not divide into arch.heads"),
     (["arch.kv_heads=4"], "cannot be divided by arch.kv_heads = 4 evenly"),
@@ -25,6 +26,13 @@ WRONG = [
     (["plan.ep=0"], "plan.ep = 0 is not a count"),
     (["plan.precision=bf16", "plan.fp8_accumulate=exact"], "plan.fp8_accumulate = exact is for FP8 matmuls"),
     (["plan.fp8_grad=e5m2"], "plan.fp8_grad = e5m2 is for FP8 matmuls, and plan.precision = fp32"),
+    ([*FP8_TP, "plan.tp=4"], "leaves each rank 8 of arch.kv_heads · head_dim = 32, which is no multiple of 16"),
+    ([*FP8_TP, "plan.tp=8"], "would round the gradient of arch.kv_heads = 4 shared heads in parts"),
+    ([*FP8_TP, "plan.tp=2", "arch.experts=4", "arch.top_k=2", "arch.expert_ffn=32"], "is not offered for mixtures"),
+    (
+        [*FP8_TP, "plan.tp=2", "plan.pp=2", "plan.schedule=zb1p"],
+        "would agree on scales twice",
+    ),
     (["plan.precision=fp8", "sequence=100", "batch=1"], "the 100 tokens of a microbatch to be a multiple of 16"),
     (["plan.deterministic=true", "plan.replicate=3", "batch=12"], "plan.replicate = 3 is not a power of two"),
     (["plan.deterministic=true", "plan.shard=6", "plan.zero=1", "batch=24"], "plan.shard = 6 is not a power of two"),

@@ -259,6 +259,15 @@ def test_exact_sums_of_fp8_lengthen_the_matmuls_of_gradients_alone():
     assert exact.weight.products < bf16.weight.products
 
 
+def test_ranks_of_tp_wait_for_the_scales_of_fp8():
+    bf16, tensors, rows = (
+        block(layer_model(job(machines="8xh200", tp=2, **how)), mixture=False)
+        for how in ({"precision": "bf16"}, {"precision": "fp8"}, {"precision": "fp8", "fp8_scaling": "rowwise"})
+    )
+    assert bf16.forward.tp < rows.forward.tp < tensors.forward.tp  # two calls, or seven
+    assert bf16.input.tp < tensors.input.tp < rows.input.tp  # five, of a number or of thousands
+
+
 def test_the_slowest_of_many_is_slower():
     at = rates(cluster("h100").gpu, efficiency_of(cluster("h100").gpu), "bf16")
     assert slowest(1, at) == 0

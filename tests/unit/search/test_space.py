@@ -174,7 +174,7 @@ def test_fp8_is_as_the_rules_allow_it():
     asked = msgspec.structs.replace(question(machines="4xh100"), precision="fp8")
     ours = list(plans(asked))
     assert ours
-    assert {plan.tp for plan in ours} == {1}
+    assert {plan.tp for plan in ours} == {1, 2}  # of four heads of 8 elements a rank of four would have 8
     assert not any(problems(asked, plan) for plan in ours)
 
 

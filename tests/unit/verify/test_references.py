@@ -19,6 +19,20 @@ def test_adascale_is_compared_in_microbatches_of_the_same_size(tmp_path):
     assert [len(plans) for *_, plans in found] == [2, 1]
 
 
+def test_the_matrix_of_adascale_has_whole_microbatches_and_several(tmp_path):
+    plans = prove.matrix(4, None, ["optim.adascale=true"])
+    assert {"replicate=2", "shard=2,zero=3", "grad_accum=4", "pp=2,schedule=1f1b"} <= set(plans)
+    assert not {"tp=2", "cp=2", "recompute=every-4", "shard=2,zero=1,ep=2", "replicate=2,powersgd=2"} & set(plans)
+    found = references(tmp_path, ["optim.adascale=true"], plans)
+    assert sorted(plan.microbatch for _, plan, _ in found) == [3, 4, 6, 12]  # of 24 sequences, as a pipeline of 3 asks
+    assert {plan.world for _, plan, _ in found} == {1}
+
+
+def test_a_meter_of_noise_is_the_plan_s_alone(tmp_path):
+    (reference, planned), *_ = prove.jobs("tiny", ["log.noise_scale=true"], ["replicate=2"], 6, tmp_path)
+    assert [reference.log.noise_scale, *(run.log.noise_scale for _, run in planned)] == [False, True]
+
+
 @pytest.mark.parametrize("name", ["onebit_adam", "zero_one_adam", "onebit_lamb"])
 def test_optimizers_that_compress_have_a_reference_of_as_many_workers(tmp_path, name):
     word = f"optim.name={name}"

@@ -1,0 +1,74 @@
+"""FP8 matmuls that tp cuts: the same codes as one process has, and so, where products are exact, the same training."""
+
+from contextlib import contextmanager
+from unittest import mock
+
+import msgspec
+import pytest
+import torch.distributed as dist
+from trials import GPT, alone, corpus_file, deviation, drive, make_corpus, make_run, mesh_of
+from worlds import world
+
+from meshwright.kernels import fp8
+from meshwright.parallel import precision
+
+SMALL = ("arch.layers=2", "steps=3", "data.eval_fraction=0.0", "plan.precision=fp64", "sequence=32", "optim.lr=1e-2")
+WIDER = ("arch.kv_heads=8", "arch.head_dim=16", "arch.ffn=256")
+# Codes are the same, unless a sum in another order comes to lie on the other side of a step, once in some 10⁹ elements;
+# what is left is float64's rounding, which a few updates by AdamW amplify.
+ALLOWED = 1e-12
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("fp8")
+    corpus_file(path)
+    make_corpus(make_run(path), path)
+    return path
+
+
+@contextmanager
+def in_reference_arithmetic(**how):
+    """While it lasts, runs in float64 have linear layers in FP8, whose matmuls are exact products of FP8 numbers."""
+    wrap = precision.wrap
+
+    def wrapped(model, plan, mesh, model_spec):
+        return wrap(model, msgspec.structs.replace(plan, precision="fp8", **how), mesh, model_spec)
+
+    with mock.patch.object(precision, "wrap", wrapped):
+        yield
+
+
+def compare(folder, words, **how):
+    """A plan beside one process; and beside one in plain float64, to see that it was FP8."""
+    run, one = (make_run(folder, *SMALL, *words, *plan) for plan in ((), ("plan.tp=1", "plan.recompute=none")))
+    corpus = make_corpus(run, folder)
+    with in_reference_arithmetic(**how):
+        mine = drive(run, corpus, mesh_of(run.plan))
+        if dist.get_rank():
+            return
+        reference = drive(one, corpus, alone())
+    assert deviation(mine, reference) < ALLOWED
+    assert deviation(drive(one, corpus, alone()), reference) > 1e-4
+
+
+@world(2)
+def test_two_ranks_train_as_one_process(folder):
+    compare(folder, ("plan.tp=2",))
+    compare(folder, ("plan.tp=2", *GPT, "plan.recompute=full"), fp8_grad="e5m2")
+    compare(folder, ("plan.tp=2", "plan.recompute=selective"), fp8_scaling="rowwise")
+
+
+@world(2)
+def test_scales_of_parts_would_be_other_numbers(folder):
+    with mock.patch.object(fp8, "_agreed", lambda sharing, *amaxes: amaxes):
+        if dist.get_rank():
+            compare(folder, ("plan.tp=2",))
+        else:
+            with pytest.raises(AssertionError):
+                compare(folder, ("plan.tp=2",))
+
+
+@world(4)
+def test_four_ranks_train_as_one_process(folder):
+    compare(folder, ("plan.tp=4", *WIDER))

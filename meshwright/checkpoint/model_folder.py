@@ -6,6 +6,7 @@ not at all.
 """
 
 import hashlib
+import math
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -45,6 +46,7 @@ HARMLESS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # masks 
 TEXTS, PAPERS = (".json", ".jinja", ".txt", ".model", ".tiktoken"), ("LICENSE", "NOTICE")
 NO_TEXTS = (CONFIG, ARCH, ADAPTER, TOKENIZER)  # written anew, and the tokenizer apart
 TEXT_BYTES = 100 * 10**6
+MOST_READ = 20 * 10**9  # values that a digest is made of, about
 SAMPLED = 1024  # values of a weight that its digest has one by one, beside the sum of all
 MOST_PROBLEMS = 50  # a folder of another model differs in every tensor; the first lines say it
 
@@ -427,9 +429,12 @@ class SeededWeights:
 
 
 def digest(weights: ModelFolder | SeededWeights) -> str:
-    """A name for all weights by their values, whatever files and floats hold them; reads every one."""
-    found = hashlib.sha256()
-    for param in params(weights.arch):
+    """A name for all weights by their values, whatever files and floats hold them.
+
+    Reads every one; of models so large that a start would wait for it, every second matrix, or fewer.
+    """
+    found, every = hashlib.sha256(), params(weights.arch)
+    for param in every[:: math.ceil(sum(param.numel for param in every) / MOST_READ)]:
         bits = weights.tensor(param.name).to(torch.float32).contiguous().view(torch.int32)
         found.update(f"{param.name} {tuple(bits.shape)} {int(bits.sum(dtype=torch.int64))} ".encode())
         found.update(bits.flatten()[:: max(bits.numel() // SAMPLED, 1)].numpy().tobytes())  # in their places

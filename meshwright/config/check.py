@@ -973,10 +973,12 @@ def _compared(run: Run) -> Iterator[Problem]:
     if run.arch.experts:
         what = "objective = dpo is not offered for mixtures, whose balance loss is one of tokens"
         yield Problem(what, "use a dense model", "objective")
-    for axis in ("tp", "cp", "pp"):
+    for axis in ("cp", "pp"):
         if getattr(run.plan, axis) > 1:
             what = f"objective = dpo sums the tokens of an answer on one rank, and plan.{axis} would cut them apart"
-            yield Problem(what, f"use plan.{axis} = 1, with plan.shard or plan.replicate instead", f"plan.{axis}")
+            yield Problem(
+                what, f"use plan.{axis} = 1, with plan.tp, plan.shard or plan.replicate instead", f"plan.{axis}"
+            )
     others = {
         "plan.compile": run.plan.compile,
         "plan.deterministic": run.plan.deterministic,

@@ -54,6 +54,11 @@ class RankView(msgspec.Struct, frozen=True, kw_only=True):
         return self.plan.deterministic
 
     @property
+    def forwards(self) -> int:
+        """How often a microbatch goes forward: the reference of DPO does as well."""
+        return 1 + self.arch.compared
+
+    @property
     def loss_rows(self) -> int:
         """Rows of a microbatch whose logits exist at one time; all of them where the loss is not in chunks."""
         rows = self.plan.microbatch * self.positions

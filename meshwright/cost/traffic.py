@@ -168,8 +168,8 @@ def _over_tp(part: StageLayers, view: RankView) -> Iterator[Collective]:
     """
     if view.plan.tp == 1:
         return
-    recomputed = part.recomputed
-    forward_gathers, forward_scatters = 2 * part.layers + part.last, 2 * part.layers + part.first
+    recomputed, forwards = part.recomputed, view.forwards
+    forward_gathers, forward_scatters = (forwards * (2 * part.layers + end) for end in (part.last, part.first))
     back_gathers = sum(flow.attn_out + flow.mlp_out for flow in part.flow)
     back_gathers += part.first and view.arch.trains("embed.weight")
     back_scatters = sum(flow.attn_in + flow.mlp_in for flow in part.flow) + part.last
@@ -191,7 +191,7 @@ def _norms_over_tp(part: StageLayers, view: RankView) -> Iterator[Collective]:
     """Of a norm over all heads together, each position's sum of squares, and going back its gradient."""
     if view.plan.tp == 1 or view.arch.qk_norm != "full":
         return
-    count = 2 * view.plan.grad_accum * (2 * part.layers + part.recomputed.layers)
+    count = 2 * view.plan.grad_accum * ((1 + view.forwards) * part.layers + part.recomputed.layers)
     size = view.plan.microbatch * view.positions * view.wide
     yield Collective(kind="all_reduce", axis="tp", count=count, bytes=size)
 
@@ -252,7 +252,7 @@ def _loss_over_tp(part: StageLayers, view: RankView) -> Iterator[Collective]:
         chunks, rest = divmod(view.plan.microbatch * view.positions, rows)
         for numbers, times in ((rows, chunks), (rest, 1)):
             if numbers:
-                count = 3 * view.plan.grad_accum * times
+                count = 3 * view.plan.grad_accum * times * view.forwards
                 yield Collective(kind="all_reduce", axis="tp", count=count, bytes=numbers * view.wide)
 
 

@@ -20,6 +20,7 @@ from meshwright.data.loader import Batch, StepBatch
 from meshwright.kernels.cross_entropy import IGNORE
 from meshwright.models.layers import accum_dtype
 from meshwright.models.lora import LoraLinear
+from meshwright.parallel import tensor
 from meshwright.parallel.mesh import Mesh, local
 from meshwright.train.step import accumulated, arguments
 
@@ -28,8 +29,8 @@ def answer_log_probs(logits: Tensor, batch: Batch) -> Tensor:
     """The log-probability of every document's trained tokens, (b, s + 1); documents that are not there have 0."""
     assert batch.documents is not None, "preferences are packed"
     flat = F.log_softmax(logits.flatten(0, -2), dim=-1, dtype=accum_dtype(logits))
-    losses = F.nll_loss(flat, batch.targets.flatten(), ignore_index=IGNORE, reduction="none").view(batch.targets.shape)
-    return _by_document(-losses, batch.documents)
+    losses = local(F.nll_loss(flat, batch.targets.flatten(), ignore_index=IGNORE, reduction="none"))
+    return _by_document(-losses.view(batch.targets.shape), batch.documents)
 
 
 def _by_document(values: Tensor, documents: Tensor) -> Tensor:
@@ -82,13 +83,13 @@ class PreferenceStep:
     def __call__(self, batch: StepBatch, scale: Tensor) -> Tensor:
         """Returns this rank's sum of losses."""
         self.seen.zero_()
-        with without_adapter(self.model):
+        with without_adapter(self.model), tensor.loss_context(self.run.plan):
             told = [self._log_probs(each) for each in batch.microbatches]
         pairs = list(zip(batch.microbatches, told, strict=True))
         return accumulated(self.model, self.run.plan, pairs, partial(self._losses, scale / batch.tokens))
 
     def _log_probs(self, batch: Batch) -> Tensor:
-        return answer_log_probs(local(self.model(**arguments(self.run.plan, self.mesh, batch))), batch)
+        return answer_log_probs(self.model(**arguments(self.run.plan, self.mesh, batch)), batch)
 
     def _losses(self, weight: Tensor, one: tuple[Batch, Tensor]) -> tuple[Tensor, Tensor]:
         batch, reference = one
@@ -96,7 +97,7 @@ class PreferenceStep:
         loss = preference_loss(rewards, pairs)
         with torch.no_grad():
             told = rewards.double().where(pairs, 0.0)
-            self.seen += torch.stack([told.sum(), (told > 0).double().sum()])
+            self.seen += torch.stack([told.sum(), (told > 0).double().sum()]) / self.run.plan.tp  # every rank has it
         return loss * weight.to(loss.dtype), loss
 
     def told(self, pairs: int) -> Tensor:
@@ -109,9 +110,11 @@ class PreferenceStep:
     @torch.no_grad()
     def held(self, batch: Batch) -> Tensor:
         """The sum of losses of pairs that are not trained on."""
-        with without_adapter(self.model):
-            reference = self._log_probs(batch)
-        return preference_loss(self.run.dpo.beta * margins(self._log_probs(batch), reference), there(batch))
+        with tensor.loss_context(self.run.plan):
+            with without_adapter(self.model):
+                reference = self._log_probs(batch)
+            log_probs = self._log_probs(batch)
+        return preference_loss(self.run.dpo.beta * margins(log_probs, reference), there(batch))
 
 
 def step_of(run: Run, chunks: Sequence[nn.Module], mesh: Mesh) -> PreferenceStep | None:

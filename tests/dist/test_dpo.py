@@ -141,6 +141,7 @@ PLANS = (
     ("plan.shard=2", "plan.zero=1", "plan.recompute=full"),
     ("plan.shard=2", "plan.zero=2", "plan.grad_accum=2"),
     ("plan.shard=2", "plan.zero=3", "plan.grad_accum=2"),
+    ("plan.tp=2", "plan.grad_accum=2"),
 )
 
 
@@ -177,7 +178,8 @@ def second_step(run: Run, mesh: Mesh, folder: Path) -> Calls:
 
 @world(2)
 def test_a_step_sends_what_the_plan_implies(folder):
-    for words in (*PLANS, ("plan.shard=2", "plan.zero=3", "plan.precision=bf16", "plan.recompute=full")):
+    more = ("plan.tp=2", "plan.precision=bf16", "plan.recompute=full", "plan.microbatch=2")
+    for words in (*PLANS, ("plan.shard=2", "plan.zero=3", "plan.precision=bf16", "plan.recompute=full"), more):
         run = a_run(folder, *words)
         mesh = mesh_of(run.plan)
         said = traffic(run.arch, run.plan, run.sequence, place=mesh.place)
@@ -196,7 +198,8 @@ def test_the_planner_offers_what_may_be_run(folder):
     )
     found = list(islice(plans(question), 200))
     assert found
-    assert {(plan.tp, plan.cp, plan.pp, plan.compile) for plan in found} == {(1, 1, 1, False)}
+    assert {(plan.cp, plan.pp, plan.compile) for plan in found} == {(1, 1, False)}
+    assert any(plan.tp == 2 for plan in plans(question))
     job = question.job(found[0])
     plain = msgspec.structs.replace(arch, tuning=msgspec.structs.replace(arch.tuning, compared=False))
     other = msgspec.structs.replace(job, arch=plain)
@@ -251,7 +254,6 @@ def test_preferences_that_cannot_be_used_are_named(record, told):
     ("words", "told"),
     [
         (("adapter.kind=none", "adapter.rank=16"), "the reference of objective = dpo is the base without adapters"),
-        (("plan.tp=2",), "plan.tp would cut them apart"),
         (("plan.cp=2",), "plan.cp would cut them apart"),
         (("plan.pp=2",), "plan.pp would cut them apart"),
         (("data.pack=documents",), "pairs of answers, each in one row"),

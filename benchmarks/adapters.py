@@ -2,10 +2,9 @@
 
     python benchmarks/adapters.py published_runs.csv
 
-The rows have neither rank nor targets: torchtune's recipes of those models have rank 8 on queries, values, the
-attention's output and the MLP, and recompute every block, which is assumed here of every row but the one that takes
-twice as much as the same recipe on another card. It is our trainer that is priced, not theirs. Prints a table and
-writes results/adapters.json.
+The rows have neither rank nor targets: assumed of every one are rank 8 on queries, values, the attention's output and
+the MLP, and blocks that are all recomputed. It is our trainer that is priced, not theirs. Prints a table and writes
+results/adapters.json.
 """
 
 import argparse
@@ -24,8 +23,8 @@ from meshwright.spec.units import GIB
 RESULTS = Path(__file__).parents[1] / "results" / "adapters.json"
 RECIPE = (
     "adapter.rank=8", "adapter.alpha=16", "adapter.targets=q_proj,v_proj,o_proj,mlp.*", "plan.precision=bf16",
+    "plan.recompute=full",
 )  # fmt: skip
-UNRECOMPUTED = ("torchtune-llama3-8b-LoRA-RTXA6000",)
 MODELS = {"llama3-8b": "llama3-8b", "llama3-70b": "llama3-70b", "llama3-405b": "llama3-405b", "3b": "llama3.2-3b"}
 CARDS = {"RTX 4090": "rtx4090", "RTX A6000": "a6000", "A100": "a100-80g"}
 
@@ -36,7 +35,6 @@ class AdapterRow(msgspec.Struct, frozen=True, kw_only=True):
     row: str
     kind: str
     gpus: str
-    recompute: str  # as assumed
     measured_gib: float
     ours_gib: float  # allocated at the most
     memory_off: float  # ours ÷ measured − 1
@@ -66,8 +64,6 @@ def priced(row: dict[str, str], kind: str) -> AdapterRow | None:
     model = next(ours for name, ours in MODELS.items() if f"-{name}-" in row["id"])
     gpus, micro = int(row["n_gpus"]), int(row["micro_batch"])
     shard = (f"plan.shard={gpus}", "plan.zero=3") if gpus > 1 else ("plan.bf16_params=true",)
-    recompute = "none" if row["id"] in UNRECOMPUTED else "full"
-    shard += (f"plan.recompute={recompute}",)
     words = [f"arch.preset={model}", f"sequence={row['seq_len']}", f"batch={micro * gpus}", f"adapter.kind={kind}"]
     run = load.load(None, [*words, f"plan.microbatch={micro}", *RECIPE, *shard], ranks=gpus).run
     machines = cluster(f"{gpus}x{CARDS[row['gpu']]}")
@@ -81,7 +77,6 @@ def priced(row: dict[str, str], kind: str) -> AdapterRow | None:
         row=row["id"],
         kind=kind,
         gpus=f"{gpus} × {row['gpu']}",
-        recompute=recompute,
         measured_gib=measured,
         ours_gib=memory,
         memory_off=memory / measured - 1,

@@ -47,7 +47,9 @@ OPTIONS = {
     "lion": (("optim.lr=1e-3",),),  # by elements, and beside them the plain one: nothing is reduced
     "adafactor": ((), ("optim.relative_step=true", "optim.beta1=0.9", "optim.lr=5e-2")),
 }
-CASES = [(f"optim.name={name}", "data.pack=documents", *words) for name in OPTIONS for words in OPTIONS[name]]
+# A block for each of two stages, and updates from states that are empty, young and older: all that an optimizer knows of.
+SHORT = ("data.pack=documents", "arch.layers=2", "steps=3")
+CASES = [(f"optim.name={name}", *SHORT, *words) for name in OPTIONS for words in OPTIONS[name]]
 TWO = (
     ("plan.replicate=2", "plan.grad_accum=2"),
     ("plan.shard=2", "plan.zero=1"),

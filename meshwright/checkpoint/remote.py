@@ -313,7 +313,13 @@ def _named(stump: Path, manifest: Manifest, world: int) -> None:
     for rank in range(world):
         disk.remove(stump / write.part_name(rank))
     disk.sync_folder(stump)
-    disk.rename(stump, home / format.name(step))
+    try:
+        disk.rename(stump, home / format.name(step))
+    except OSError:
+        if not (home / format.name(step)).exists():
+            raise
+        disk.remove(stump)  # another replica was faster, where each is a world of its own
+        return
     disk.sync_folder(home)
     format.point(disk, home, step, format.read(home / format.name(step)).sha256)
 

@@ -20,6 +20,7 @@ INSTALLS = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub"
 # Where folders are real. Of an object store a folder may be a bucket: one that is mistyped must not be made.
 WITH_FOLDERS = {"file", "local", "sftp", "ssh", "smb", "hdfs", "webhdfs"}
 BLOCK_BYTES = 4 * 2**20
+MOST_PARTS = 9_000  # of one object: S3 takes 10,000
 RIGHTS = "check the address, and this machine's credentials (their own files or variables, never the address)"
 Count = Callable[[int], None]
 
@@ -101,7 +102,8 @@ class RemoteFolder:
     def send(self, file: Path, name: str, count: Count = lambda size: None) -> None:
         """A file of this machine, under a name; `count` is told of every block. Its size is asked for afterwards."""
         system, path = self._ready(name)
-        with open(file, "rb") as source, system.open(path, "wb", block_size=BLOCK_BYTES * 4) as target:
+        part_bytes = max(4 * BLOCK_BYTES, file.stat().st_size // MOST_PARTS)
+        with open(file, "rb") as source, system.open(path, "wb", block_size=part_bytes) as target:
             while block := source.read(BLOCK_BYTES):
                 target.write(block)
                 count(len(block))

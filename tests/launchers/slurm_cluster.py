@@ -59,7 +59,7 @@ class SlurmCluster:
 
     environment: dict[str, str]
 
-    def run(self, *command: str, seconds: float = 600.0, **extra: object) -> subprocess.CompletedProcess[str]:
+    def run(self, *command: str, seconds: float = 3600.0, **extra: object) -> subprocess.CompletedProcess[str]:
         """A command that may ask this Slurm."""
         around = {"env": self.environment, "capture_output": True, "text": True, "check": False} | extra
         return subprocess.run(command, timeout=seconds, **around)  # type: ignore[call-overload]

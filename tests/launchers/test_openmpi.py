@@ -10,7 +10,7 @@ import judge
 import pytest
 from commands import SMALL, environment, meshwright, write_text
 
-GIVEN_UP = 300.0
+GIVEN_UP = 900.0  # seconds, for hangs
 RUN = [*SMALL, "name=small", "data.source=my/*.txt", "eval.every=0", "plan.microbatch=1", "plan.replicate=2"]
 AROUND = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",

@@ -11,7 +11,7 @@ from commands import SMALL, environment, free_port, meshwright, write_text
 
 from meshwright.cli import env
 
-GIVEN_UP = 300.0
+GIVEN_UP = 900.0  # seconds, for hangs
 RUN = [*SMALL, "data.source=my/*.txt", "eval.every=0", "plan.microbatch=1"]
 
 

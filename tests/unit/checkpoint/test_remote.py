@@ -69,6 +69,18 @@ def test_a_step_is_copied_and_fetched_to_the_byte(tmp_path, address):
     assert not [file for file in there.parent.iterdir() if file.name.startswith(".")]
 
 
+def test_a_replica_that_fetches_the_same_step_later_leaves_the_first_ones(tmp_path, address, monkeypatch):
+    """Replicas that can do without each other are worlds of their own, and all look before any has fetched."""
+    made(tmp_path / "here", 1, address=address)
+    assert fetched(tmp_path / "there", run_at(address), []) == [1]
+    monkeypatch.setattr(remote.write, "number_of_first", lambda number, mesh: next(said))
+    said = iter([0, 7, 1])  # nothing was saved, the attempt, the step
+    before = (tmp_path / "there/checkpoints/step-1").stat().st_ino
+    assert fetched(tmp_path / "there", run_at(address), []) == [1]
+    assert (tmp_path / "there/checkpoints/step-1").stat().st_ino == before
+    assert not list((tmp_path / "there/checkpoints").glob(".*"))
+
+
 def test_what_is_saved_here_is_gone_on_from(tmp_path, address):
     made(tmp_path / "here", 1, 2, address=address)
     saved.save(tmp_path / "there" / "checkpoints", 1, run=run_at(address))

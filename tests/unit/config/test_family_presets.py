@@ -112,6 +112,54 @@ def test_of_a_mixture_few_parameters_work_on_a_token():
     assert active(preset("deepseek-v3")) == 37_552_282_624  # and 37 B
 
 
+SMALL_TEXT = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10_240, "num_hidden_layers": 34}
+PHI3 = {
+    **{
+        "model_type": "phi3",
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 32,
+        "hidden_act": "silu",
+    },
+    **{"max_position_embeddings": 131_072, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+    **{"num_attention_heads": 32, "num_key_value_heads": 32, "sliding_window": 262_144, "vocab_size": 32_064},
+    **{"rope_theta": 10_000.0, "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}},
+}
+FACTORS = {"short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters"),
+    [
+        # A folder with pictures states of its text what differs from transformers' defaults.
+        (
+            {
+                **{"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "vision_config": {}},
+                "text_config": SMALL_TEXT
+                | {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024},
+            },
+            COUNTS["gemma3-4b"],
+        ),
+        # Phi-3 with 128k, by the name of today and of its first files; a window beyond the context is none.
+        (PHI3 | {"rope_scaling": FACTORS | {"type": "longrope"}}, COUNTS["phi3-mini"]),
+        (PHI3 | {"rope_scaling": FACTORS | {"type": "su"}}, COUNTS["phi3-mini"]),
+        # Phi-4-mini.
+        (
+            PHI3
+            | {"num_attention_heads": 24, "num_key_value_heads": 8, "vocab_size": 200_064, "tie_word_embeddings": True}
+            | {"partial_rotary_factor": 0.75, "rope_scaling": FACTORS | {"type": "longrope"}},
+            3_836_021_760,
+        ),
+    ],
+    ids=["gemma3", "longrope", "su", "phi4-mini"],
+)
+def test_files_as_they_are_published_are_read(config, parameters):
+    arch = arch_of(config)
+    assert count(arch) == parameters
+    assert arch.window == (1024 if config["model_type"] == "gemma3" else 0)
+    assert is_exportable(arch)
+
+
 @pytest.mark.parametrize("name", TINY)
 def test_a_tiny_preset_is_of_its_family(name):
     assert name in preset_names()

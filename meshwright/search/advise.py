@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 
-from meshwright.search.best_first import Candidate, search
+from meshwright.search.best_first import Candidate, priced, search
 from meshwright.search.explain import nearest
 from meshwright.search.question import Question
 from meshwright.search.sizes import gpus_needed, with_gpus
-from meshwright.search.space import ON_DEVICE, refuse_empty, wants_pipeline
+from meshwright.search.space import ON_DEVICE, problems, refuse_empty, wants_pipeline
 from meshwright.spec.optimizers import DESCRIPTIONS, OPTIMIZERS
 from meshwright.spec.params import params
 from meshwright.spec.plan import AXES, Precision
@@ -59,6 +59,19 @@ SHARED = (
 )
 
 NARROW: tuple[Precision, ...] = ("bf16", "fp16")
+
+# Ways to send less between ranks that share or copy the weights, and what each does, the mildest first.
+LESS_TALK: tuple[tuple[str, dict[str, Any], str], ...] = (
+    ("DDP with a low-precision hook", {"grad_reduce": "bf16"}, "gradients are rounded on their way"),
+    ("gradients in eight bits", {"grad_reduce": "int8"}, "gradients are rounded on their way, their errors fed back"),
+    ("ZeRO++", {"grad_reduce": "int8", "gather": "int8"}, "gradients and gathered weights are rounded on their way"),
+    ("PowerSGD", {"powersgd": 4}, "gradients of matrices travel as two factors, their errors fed back"),
+    (
+        "DiLoCo",
+        {"sync_every": 50, "outer": "diloco", "outer_quant": "int8"},
+        "replicas train by themselves, and sync every 50 steps what they have learnt, rounded",
+    ),
+)
 
 SEVERAL = {*AXES, "ep", "zero", "schedule", "chunks", "stages", "grad_accum"}  # fields that say how GPUs share the work
 
@@ -301,8 +314,23 @@ class _Walk:
             faster = f"makes a token {gain:.2f} × as fast; it changes the numerics"
             text = f"twice the batch by gradient accumulation {faster}"
             self.leaves.append(Leaf(name="gradient accumulation", text=text))
-        self.do("DDP with a low-precision hook", "plan.grad_reduce = bf16: half the bytes of the all-reduce")
+        for name, fields, said in LESS_TALK:
+            self._rounded(name, fields, said)
         self.do("AdaScale", "optim.adascale: the learning rate follows the larger batches of more GPUs")
+
+    def _rounded(self, name: str, fields: dict[str, Any], said: str) -> None:
+        """The same plan with less to send, if it may be and is faster: another mathematics, so the user chooses."""
+        assert self.found is not None, "asked of a plan only"
+        plan = msgspec.structs.replace(self.found.plan, **fields)
+        if problems(self.question, plan):
+            return
+        other = priced(msgspec.structs.replace(self.found.job, plan=plan))
+        if other.fit.headroom_bytes < 0 or other.price.seconds > BETTER * self.found.price.seconds:
+            return
+        stated = " ".join(f"plan.{key}={value}" for key, value in fields.items())
+        times = f"{time_phrase(other)} instead of {time_phrase(self.found)}"
+        text = f"{stated}: {times}; {said}. Another run than the exact one, whose loss is not predicted"
+        self.leaves.append(Leaf(name=name, text=text))
 
     def low_precision(self) -> _Node | None:
         question = self.question

@@ -138,7 +138,7 @@ Rank = tuple[int, Complexity, int, float]
 def rank(found: Candidate, fastest: float) -> Rank:
     """By time for a token as far as predictions can tell; then the simpler; then by measurable time, then by room."""
     fine = notch(found.seconds_per_token, fastest, TOLD_APART)
-    return (notch(found.seconds_per_token, fastest), complexity(found.plan), fine, -found.fit.headroom_bytes)
+    return (notch(found.seconds_per_token, fastest), complexity(found.job), fine, -found.fit.headroom_bytes)
 
 
 def notch(seconds: float, fastest: float, step: float = ALIKE) -> int:
@@ -177,10 +177,15 @@ def _kind_of_axes(axes: Plan | AxesChoice) -> str:
     return "one GPU" if axes.data == 1 else ("DDP", "ZeRO", "ZeRO", "FSDP")[axes.zero if axes.shards > 1 else 0]
 
 
-def complexity(plan: Plan) -> Complexity:
-    """How much there is to understand: offload, what else is not as on one GPU, how usual, how much is sharded."""
-    name = kind(plan)
-    return name == "offload", sum(field.weighs and plan.uses(field.name) for field in FIELDS), ORDER[name], plan.zero
+def complexity(job: Job) -> Complexity:
+    """How much there is to understand: offload, what else is not as on one GPU, how usual, how much is sharded.
+
+    So are weights and states of fewer bits: of plans alike in time the one that rounds nothing comes first.
+    """
+    plan, name = job.plan, kind(job.plan)
+    rounds = (job.master_weights != "fp32") + (job.state_dtype != "fp32")
+    used = sum(field.weighs and plan.uses(field.name) for field in FIELDS)
+    return name == "offload", used + rounds, ORDER[name], plan.zero
 
 
 SLOWER = 2.0  # × the seconds of the plan that wants most of an unknown host: what one that wants less may take
@@ -269,14 +274,14 @@ class _Shortlist:
         last = self.entries[-1] if len(self.entries) == self.top else None
         return alike[0] if alike else last
 
-    def may_take(self, name: str, seconds_per_token: float, plan: Plan | None = None) -> bool:
+    def may_take(self, name: str, seconds_per_token: float, job: Job | None = None) -> bool:
         """Whether a plan of a kind that takes so long may be among the best, however much room it has."""
         if self.kinds and name == "offload" and any(not entry[0][1][0] for entry in self.entries):
             return False  # a plan without offload is faster
         rival = self.rival(name)
         if rival is None:
             return True
-        at_best = (notch(seconds_per_token, self.fastest), *([complexity(plan)] if plan else ()))
+        at_best = (notch(seconds_per_token, self.fastest), *([complexity(job)] if job else ()))
         return at_best <= rival[0][: len(at_best)]
 
     def add(self, found: Candidate, order: int) -> None:
@@ -385,7 +390,7 @@ class _Work:
     def weigh(self, candidate: _BoundedGroup, room: MemoryBound, seconds_per_token: float) -> None:
         """Keep a plan that fits, if it is among the best."""
         job, group, known = candidate
-        if not self.best.may_take(kind(job.plan), seconds_per_token, job.plan):
+        if not self.best.may_take(kind(job.plan), seconds_per_token, job):
             self.slow.add(kind(job.plan))
             return
         if line := room.too_large(group) or lacking(job):

@@ -67,7 +67,8 @@ def why(found: Candidate) -> str:
     text = f"{ideal / price.seconds:.0%} of the step is the model's FLOPs at the data sheet's peak"
     for word, share in zip(("most is lost to", "then", "then"), named, strict=False):
         text += f"; {word} {share.label} ({share.seconds / price.seconds:.0%}): {share.why}"
-    return f"{text}. {room(found)}{offloaded(found)}{unchanged(found.job)}{quantized(found)}{rounded(found)}"
+    changed = f"{narrowed(found)}{quantized(found)}{rounded(found)}"
+    return f"{text}. {room(found)}{offloaded(found)}{unchanged(found.job)}{changed}"
 
 
 def room(found: Candidate) -> str:
@@ -118,6 +119,20 @@ def unchanged(job: Job) -> str:
     if state_layout(job).reads == "resident":
         chosen.append("a resident bf16 copy of the parameters (plan.bf16_params=false casts them at each use)")
     return f" Numerics unchanged: {' and '.join(chosen)}." if chosen else ""
+
+
+def narrowed(found: Candidate) -> str:
+    """What weights and states of 16 bits round, and what fp32 ones would take more."""
+    job, said = found.job, []
+    if job.master_weights == "none":
+        said.append("weights in bf16 without master weights, rounded stochastically (optim.master_weights=none)")
+    if job.state_dtype == "bf16":
+        said.append("optimizer states in bf16, rounded stochastically (optim.state_dtype=bf16)")
+    if not said:
+        return ""
+    wide = fit_of(msgspec.structs.replace(job, master_weights="fp32", state_dtype="fp32"))
+    more = (found.fit.headroom_bytes - wide.headroom_bytes) / GIB
+    return f" Numerics changed: {' and '.join(said)}; with fp32 this plan would need {more:.1f} GiB more."
 
 
 def quantized(found: Candidate) -> str:

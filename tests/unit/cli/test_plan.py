@@ -76,7 +76,8 @@ def test_all_of_llama3_8b_trains_on_one_card_where_the_optimizer_may_vary(capsys
     fixed = answer(capsys, WHOLE_8B)["plans"]
     varied = answer(capsys, WHOLE_8B, "--vary", "optimizer", "--vary", "precision")["plans"][0]
     assert varied["fits"]
-    assert (varied["plan"]["precision"], varied["state_dtype"]) == ("fp8", "bf16")
+    # Bf16 states, which fit too, would save less than 5 % of a step.
+    assert (varied["plan"]["precision"], varied["state_dtype"]) == ("fp8", "fp32")
     assert not any(varied["plan"].get(name) not in (None, "none", False) for name in offloads)
     assert varied["plan"]["recompute"] == "none"
     assert all(varied["seconds"] < plan["seconds"] for plan in fixed)

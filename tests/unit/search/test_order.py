@@ -24,6 +24,7 @@ from meshwright.search.best_first import (
     search,
 )
 from meshwright.search.bounds import MemoryBound, PlanGroup, bound, bound_with_weights, frugal_split, groups, in_flight
+from meshwright.search.explain import why
 from meshwright.search.question import Question
 from meshwright.search.space import AxesChoice, PipelineChoice, Policy, plans
 from meshwright.spec.params import count
@@ -81,6 +82,17 @@ SLOW = [("tiny", "2x2xh100", 4, 64), ("tiny-moe", "2x1xh100", 4, 64), ("gpt2", "
 @pytest.mark.parametrize(("model", "machines", "batch", "sequence"), SMALL)
 def test_the_search_finds_what_trying_everything_finds(model, machines, batch, sequence):
     assert_found(question(model, machines, sequence=sequence, batch=batch))
+
+
+def test_what_rounds_weights_and_states_is_not_chosen_for_nothing():
+    asked = msgspec.structs.replace(question("gpt2", "8xh100", sequence=1024, batch=64), vary=("optimizer",))
+    first = search(asked, top=1).found[0]
+    assert (first.job.master_weights, first.job.state_dtype) == ("fp32", "fp32")
+    narrow = msgspec.structs.replace(asked, master_weights="none", state_dtype="bf16", vary=())
+    said = why(search(narrow, top=1).found[0])
+    assert "weights in bf16 without master weights, rounded stochastically" in said
+    assert "with fp32 this plan would need" in said
+    assert "Numerics changed" not in why(first)
 
 
 @pytest.mark.parametrize(("model", "machines", "batch", "sequence"), SLOW)

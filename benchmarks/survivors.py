@@ -24,12 +24,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from meshwright.cost import goodput
+from meshwright.runtime.failure import Exit
 from meshwright.runtime.records import EventRecord, Record, StepRecord, read_line
+from meshwright.runtime.run_folder import STOP
 
 RESULT = Path(__file__).parents[1] / "results" / "survivors.json"
 RANKS = 4
@@ -45,7 +47,8 @@ REPLICAS = {"4 replicas": [[0], [1], [2], [3]], "2 replicas of 2 shards": [[0, 1
 KILLED_STEPS, HEALTHY_STEPS, LAST_STEPS = 120, 40, 10  # none is killed in the last steps, before which it would be back
 BETWEEN_SECONDS, FAILURES_SECONDS = 1.0, 60.0  # means: from a return to a kill, and between failures
 TWO, AGAIN, AGAIN_SECONDS = 0.15, 0.25, 1.0  # chances of two kills at once, and of one on the way back
-MOST_SECONDS = 1200.0
+MOST_SECONDS, ENDLESS = 1200.0, 100_000
+TAIL_BYTES = 1 << 14  # of records, which hold the newest steps
 
 
 def command(folder: Path, plan: str, steps: int, *words: str) -> list[str]:
@@ -63,6 +66,17 @@ def read(folder: Path, rank: int) -> list[Record]:
 
 def steps_of(folder: Path, rank: int) -> list[StepRecord]:
     return [record for record in read(folder, rank) if isinstance(record, StepRecord)]
+
+
+def newest(folder: Path, rank: int) -> int:
+    """The last step of a rank's records, by their end alone: they are looked at often."""
+    file = folder / f"steps.rank{rank}.jsonl"
+    if not file.exists():
+        return 0
+    with file.open("rb") as records:
+        records.seek(max(file.stat().st_size - TAIL_BYTES, 0))
+        found = re.findall(rb'"kind":"step","step":(\d+)', records.read())
+    return int(found[-1]) if found else 0
 
 
 def digest(folder: Path) -> str:
@@ -96,7 +110,7 @@ class Killer:
     def until_whole(self) -> bool:
         """Until every rank trains; False when it is over, or nearly."""
         while self.is_running():
-            made = [len(steps_of(self.folder, rank)) for rank in range(RANKS)]
+            made = [newest(self.folder, rank) for rank in range(RANKS)]
             if max(made) > self.steps - LAST_STEPS:
                 return False
             if min(made) >= max(made) - 1 > 0 and len(processes(self.run.pid)) == RANKS:
@@ -112,7 +126,7 @@ class Killer:
         two = wants_two and len(self.replicas) > 2 and most > 1
         fallen = self.chance.sample(self.replicas, 2 if two else 1)
         witness = next(replica for replica in self.replicas if replica not in fallen)[0]
-        before, told = len(steps_of(self.folder, witness)), self.back(witness)
+        before, told = newest(self.folder, witness), self.back(witness)
         for replica in fallen:
             self.kill(now, self.chance.choice(replica), before, "two at once" if two else "alone")
             self.killed.update(replica)
@@ -121,7 +135,7 @@ class Killer:
             time.sleep(self.chance.uniform(0.0, AGAIN_SECONDS))
             rank, later = self.chance.choice(fallen[0]), processes(self.run.pid)
             if rank in later and later[rank] != now[rank] and self.is_running():
-                self.kill(later, rank, len(steps_of(self.folder, witness)), "coming back")
+                self.kill(later, rank, newest(self.folder, witness), "coming back")
                 self.killed.update(fallen[0])
         while self.is_running() and self.back(witness) < told + len(fallen):
             time.sleep(0.05)
@@ -141,26 +155,30 @@ class Killer:
         return all(count <= 1 + self.killed[rank] for rank, count in enumerate(started))
 
 
-def disturbed(home: Path, plan: str, steps: int, gap: float, most: int, chance: random.Random) -> dict[str, Any]:
-    """A run whose ranks are killed at random."""
+def disturbed(
+    home: Path, plan: str, steps: int, gap: float, most: int, chance: random.Random, seconds: float = MOST_SECONDS
+) -> dict[str, Any]:
+    """A run whose ranks are killed at random; it is asked to stop after some seconds if it has not ended."""
     load, folder = os.getloadavg()[0], home / f"killed-{time.monotonic_ns()}"
     words = command(folder, plan, steps, "faults.live=true")
     run = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    killer = Killer(run, folder, plan, steps, chance)
+    killer, began = Killer(run, folder, plan, steps, chance), time.monotonic()
+    killer.deadline = began + seconds
     while len(killer.kills) < most and killer.until_whole():
-        time.sleep(chance.expovariate(1 / gap))
+        time.sleep(min(chance.expovariate(1 / gap), max(killer.deadline - time.monotonic(), 0)))
         if killer.until_whole():
             killer.strike(most)
     try:
-        said = run.communicate(timeout=MOST_SECONDS)[1].decode()
+        said = run.communicate(timeout=max(killer.deadline - time.monotonic(), 0))[1].decode()
     except subprocess.TimeoutExpired:
-        run.kill()
+        (folder / STOP).touch()
         said = run.communicate()[1].decode()
-    if run.returncode:
+    if run.returncode not in (Exit.DONE, Exit.INTERRUPTED):
         return {"plan": plan, "kills": killer.kills, "failed": said[-2000:], "exit_code": run.returncode}
     made = [steps_of(folder, rank) for rank in range(RANKS)]
     most_of = [max(each[number].recovery_seconds for each in made) for number in range(min(map(len, made)))]
-    summary = json.loads((folder / "summary.json").read_text())
+    spent = goodput.account(read(folder, 0))
+    steps = steps if run.returncode == Exit.DONE else max(record.step for record in made[0])
     return {
         "plan": plan,
         "kills": killer.kills,
@@ -171,8 +189,8 @@ def disturbed(home: Path, plan: str, steps: int, gap: float, most: int, chance: 
         "interruption_seconds": [seconds for seconds in most_of if seconds > 0],
         "step_median_seconds": statistics.median(record.seconds for record in made[0]),
         "healthy_processes_unchanged": killer.healthy_unchanged(),
-        **{key: summary[key] for key in ("attempts", "seconds", "goodput", "badput")},
-        "sha256": digest(folder),
+        **{"attempts": spent.attempts, "seconds": spent.wall, "goodput": spent.goodput, "badput": spent.badput},
+        **({"sha256": digest(folder)} if run.returncode == Exit.DONE else {}),
         "load": [load, os.getloadavg()[0]],
     }
 
@@ -230,23 +248,44 @@ def table(record: dict[str, Any]) -> str:
         (f"the same, of {len(ratios)} interleaved pairs: from, to", f"{ratios[0]:.2f}, {ratios[-1]:.2f}"),
     ]
     for run in record["goodput"]:
-        rows.append((f"goodput, {len(run['kills'])} kills in {run['seconds']:.0f} s", f"{run['goodput']:.1%}"))
-        rows.append(("of that the badput `recovery`", f"{run['badput'].get('recovery', 0.0):.1%}"))
+        each = run["seconds"] / max(len(run["kills"]), 1)
+        what = f"goodput of a run of {run['seconds']:.0f} s that loses a rank every {each:.0f} s"
+        rows.append((what, f"{run['goodput']:.1%}"))
+        lost = {name: share for name, share in run["badput"].items() if round(100 * share, 1)}
+        rows.append(("what the rest was", ", ".join(f"{name} {share:.1%}" for name, share in lost.items())))
+    parts = [part for each in (record["killed"], record["healthy"], record["goodput"]) for part in each]
+    loads = sorted(load for part in parts for load in part.get("load", ()))
+    rows.append(
+        (f"load of the machine's {record['machine']['cpus']} cores: from, to", f"{loads[0]:.0f}, {loads[-1]:.0f}")
+    )
     return "\n".join(["| | |", "|---|--:|", *(f"| {what} | {figure} |" for what, figure in rows)])
+
+
+def told(record: dict[str, Any]) -> str:
+    """The figures in a sentence, for the README."""
+    runs = [run for run in record["killed"] if "failed" not in run]
+    kills, cuts = sum(len(run["kills"]) for run in runs), [cut for run in runs for cut in run["interruption_seconds"]]
+    equal, lost = sum(run["same_bits"] for run in runs), sum(run["steps_lost"] for run in runs)
+    return (
+        f"[{kills} ranks killed at random](results/survivors.json): {lost} steps lost, "
+        f"{equal} of {len(record['killed'])} models bit-identical to the undisturbed one's,\n"
+        f"{statistics.median(cuts):.2f} s of standstill at the median and {max(cuts):.1f} s at most "
+        f"(4 ranks, {record['machine']['cpus']} cores that others used too)."
+    )
 
 
 def main() -> None:
     """Measure what is asked for, and add it to the record."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", choices=("kills", "healthy", "goodput"))
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=2000, help="of the run whose goodput is measured")
+    parser.add_argument("--seconds", type=float, default=900.0, help="of the run whose goodput is measured")
     parser.add_argument("--seed", type=int, default=17)
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     record: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
-    record |= {"machine": {"cpus": os.cpu_count(), "platform": platform.platform(), "torch": torch.__version__}}
+    record |= {"machine": {"cpus": os.cpu_count(), "platform": platform.platform(), "torch": version("torch")}}
     record |= {"run": RUN, "ranks": RANKS}
     chance = random.Random(f"{options.seed}/{len(record.get('killed', []))}/{options.only}")
     parts = {part: record.setdefault(part, []) for part in ("killed", "healthy", "goodput")}
@@ -266,7 +305,8 @@ def main() -> None:
         for _ in range(options.pairs if options.only in (None, "healthy") else 0):
             keep("healthy", healthy(home))
         if options.only in (None, "goodput"):
-            keep("goodput", disturbed(home, "4 replicas", options.steps, FAILURES_SECONDS, 1000, chance))
+            seconds = options.seconds
+            keep("goodput", disturbed(home, "4 replicas", ENDLESS, FAILURES_SECONDS, ENDLESS, chance, seconds))
     if all(parts.values()):
         print(table(record))
 

@@ -30,7 +30,7 @@ NATURAL = (
     "seed", "eval.every", "checkpoint.every", "checkpoint.keep_every", "eval.sample_tokens", "optim.warmup",
     "eval.prompts_every", "eval.command_every",
     "optim.sync_warmup", "optim.freeze_step", "faults.restarts", "faults.not_finite", "faults.compare_every",
-    "faults.memory_every", "arch.experts", "arch.shared_experts", "plan.powersgd",
+    "faults.check_matmuls_every", "faults.memory_every", "arch.experts", "arch.shared_experts", "plan.powersgd",
     *(f"arch.{name}" for name in ("window", "full_every", "no_rope_every", "dense_layers", "mtp_layers")),
     *(f"arch.{name}" for name in ("kv_rank", "q_rank", "rope_dim", "v_dim")),
 )  # fmt: skip

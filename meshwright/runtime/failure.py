@@ -48,7 +48,7 @@ MEANING = {
     Exit.RESUMABLE: "failed, resumable (a killed or hung rank, data gone): run the same command again to resume",
     Exit.CORRUPT: "a checkpoint is damaged, and there is no older one",
     Exit.NOT_FINITE: "too many gradients in a row were not finite",
-    Exit.HARDWARE: "replicas disagree: suspected hardware",
+    Exit.HARDWARE: "replicas disagree, or matmuls with their checksums: suspected hardware",
     Exit.INTERRUPTED: "interrupted",
 }
 
@@ -58,7 +58,9 @@ def table() -> str:
     return "\n".join(["exit codes:", *(f"  {code.value:<4} {text}" for code, text in MEANING.items())]) + "\n"
 
 
-Kind = Literal["killed", "hang", "error", "input", "data", "not-finite", "replicas", "memory", "corrupt", "stopped"]
+Kind = Literal[
+    "killed", "hang", "error", "input", "data", "not-finite", "replicas", "matmul", "memory", "corrupt", "stopped"
+]  # fmt: skip
 RESTARTABLE: tuple[Kind, ...] = ("killed", "hang")  # the rest would only happen again
 # What Gloo, NCCL and sockets say when the other side is gone.
 BROKEN = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited", "Connection refused")

@@ -99,10 +99,10 @@ class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind",
 
 
 class EventRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="event"):
-    """Something worth telling: a gradient that was not finite, a spike, a straggler, a copy that failed."""
+    """Something worth telling: a gradient that was not finite, a spike, a straggler, a passing flip, a failed copy."""
 
     step: int
-    what: Literal["not-finite", "spike", "straggler", "replicas", "lost", "back", "upload"]
+    what: Literal["not-finite", "spike", "straggler", "replicas", "matmul", "lost", "back", "upload"]
     text: str
     rank: int | None = None
     at: float = 0.0

@@ -32,6 +32,7 @@ from meshwright.spec.onebit import OWN_ERRORS
 from meshwright.spec.plan import Plan
 from meshwright.train.heartbeat import SECONDS, Heartbeat
 from meshwright.train.log import Recorder
+from meshwright.train.matmul_check import SUSPECTED, MatmulCheck
 from meshwright.train.state import State
 from meshwright.train.step import losses
 from meshwright.train.world import world_group
@@ -43,6 +44,7 @@ WINDOW, ENOUGH = 64, 16  # steps that are looked back on; fewer than enough say 
 # The least spread that is believed. A loss on a plateau deviates by less than it may jump for no reason; norms, as
 # logarithms, jump more.
 LEAST_LOSS_SHARE, LEAST_LOG_NORM = 0.02, 0.35
+ODD = 4.0  # deviations that are no spike yet, but reason to look more closely at the matmuls
 # Stragglers.
 EVERY = 5  # steps between two looks
 IN_A_ROW = 3  # looks that must agree: a burst of five steps is over before the third
@@ -138,10 +140,12 @@ class Spikes:
         self.limit = limit
         self.losses: deque[float] = deque(maxlen=WINDOW)
         self.norms: deque[float] = deque(maxlen=WINDOW)  # as logarithms
+        self.is_odd = False  # the newest one deviates, by more than chance and less than a spike
 
     def add(self, loss: float, norm: float) -> str:
         """What is remarkable about a step, or nothing."""
-        if not self.limit or not (math.isfinite(loss) and math.isfinite(norm) and norm > 0):
+        self.is_odd = not (math.isfinite(loss) and math.isfinite(norm))
+        if self.is_odd or norm <= 0:
             return ""
         least = LEAST_LOSS_SHARE * abs(median(self.losses or [loss]))
         found = [
@@ -154,7 +158,8 @@ class Spikes:
 
     def _words(self, name: str, values: deque[float], new: float, least: float) -> str:
         z = robust_z(list(values), new, least) if len(values) >= ENOUGH else 0.0
-        if z <= self.limit:
+        self.is_odd |= z > ODD
+        if not self.limit or z <= self.limit:
             return ""
         return f"{name} {new:.4g} is {z:.0f} deviations above the median {median(values):.4g} of {len(values)} steps"
 
@@ -406,26 +411,42 @@ class FaultWatch:
         self.stragglers = Stragglers(run.faults.straggler, mesh, heart)
         self.replicas = Replicas(run.faults.compare_every, state, mesh)
         self.replica_check = ReplicaCheck(run, state, mesh, recorder.folder)
-        self.looked = state.step
+        self.matmuls = MatmulCheck(run, state, mesh, recorder.mesh.rank)
+        self.made = self.looked = state.step
         self.streak = 0  # steps in a row whose gradient was not finite
 
     def look(self) -> None:
         """One look after each result."""
+        if self.state.step > self.made:
+            self.made = self.state.step
+            self.matmuls.passed(self.made)
         record = self.recorder.settled()
         if record is None or record.step <= self.looked:
             return
         self.looked = record.step
+        self._matmuls(record.step)
+        remarkable = self.spikes.add(record.loss, record.norm)
+        if self.spikes.is_odd:
+            self.matmuls.suspect(record.step, SUSPECTED)
         # Under fp16 a loss scale that is too high comes down first, by itself.
         if record.skipped and not (self.run.plan.precision == "fp16" and record.loss_scale > 1.0):
             self._not_finite(record)
             return
         self.streak = 0
-        if words := self.spikes.add(record.loss, record.norm):
-            self._tell("spike", record.step, words)
+        if remarkable:
+            self._tell("spike", record.step, remarkable)
         if found := self.stragglers.look(record.step):
             self._tell("straggler", record.step, str(found), found.rank)
         if seen := self.replica_check.look(self.replicas, record.step):
             self._tell("replicas", record.step, seen[1], seen[0])
+
+    def _matmuls(self, step: int) -> None:
+        """Flips that passed; those that stay, or come again, end the run."""
+        for flip in self.matmuls.read(step):
+            passing = "computed again it is right: a passing flip, and the device's fault should another come"
+            self._tell("matmul", flip.step, f"rank {self.matmuls.rank}: {flip}; {passing}", self.matmuls.rank)
+        for rank, at in self.matmuls.others(step):
+            self._tell("matmul", at, f"rank {rank}: a matmul was off by its checksum, and right computed again", rank)
 
     def _not_finite(self, record: StepRecord) -> None:
         """The first of a row is looked into; too long a row ends the run."""

@@ -1,28 +1,34 @@
 """Faults put in on purpose, to see that they are survived. Nothing here is reached unless a rehearsal asks for it.
 
-A fault is `kind:rank:step:phase`; what is left out is the last rank, the third step and the forward.
+A fault is `kind:rank:step:phase`; what is left out is the last rank, the third step and the forward. In the place of
+the phase, `cut` has a number and `matmul` the share of matmuls that are spoiled.
 """
 
 import ctypes
 import os
+import random
 import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.checkpoint.copies import Copies
 from meshwright.checkpoint.storage import Disk
 from meshwright.config.run import Run
 from meshwright.parallel.mesh import Mesh, local
+from meshwright.train import matmul_check
+from meshwright.train.matmul_check import Matmuls, Product
 from meshwright.train.state import State
 
 FOREVER = 1e6  # seconds
+DEFAULT = {"data": "data", "matmul": "1"}  # what stands in the place of the phase, if it is not the forward
 Act = Callable[[], object]
 
 
@@ -40,8 +46,8 @@ def parse(words: str, run: Run) -> Injection:
     kind, rank, step, phase, *_ = [*words.split(":"), "", "", ""]
     if kind not in KINDS:
         raise ValueError(f"{kind} is no fault that can be injected; there are {', '.join(KINDS)}")
-    default = "data" if kind == "data" else "forward"
-    return Injection(kind=kind, rank=int(rank or run.plan.world - 1), step=int(step or 3), phase=phase or default)
+    phase = phase or DEFAULT.get(kind, "forward")
+    return Injection(kind=kind, rank=int(rank or run.plan.world - 1), step=int(step or 3), phase=phase)
 
 
 def inject(words: str, run: Run, state: State, mesh: Mesh) -> None:
@@ -203,6 +209,47 @@ def _flip(state: State, mesh: Mesh) -> None:
     bits[2] ^= 0x40
 
 
+class FaultyMatmuls:
+    """A device that flips one bit in the output of a share of its matmuls, also of those that a check repeats."""
+
+    def __init__(self, share: float, chance: random.Random, bit: int | None = None) -> None:
+        self.share = share
+        self.chance = chance
+        self.bit = bit  # counted from the highest, which is the sign; None: any
+        self.flips = 0
+
+    def take(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], c: Tensor) -> None:
+        if self.chance.random() < self.share:
+            self.flip(c)
+
+    def flip(self, c: Tensor) -> None:
+        """In place, an element by chance."""
+        place = tuple(self.chance.randrange(size) for size in c.shape)
+        bits = 8 * c.element_size()
+        bit = bits - 1 - (self.chance.randrange(bits) if self.bit is None else self.bit)
+        one = c[place].reshape(1).clone()
+        one.view(torch.uint8)[bit // 8] ^= 1 << bit % 8
+        c[place] = one[0]
+        self.flips += 1
+
+    def multiply(self, original: Callable[[Product, Tensor], Tensor], product: Product, a: Tensor) -> Tensor:
+        c = original(product, a)
+        self.take(product.multiply, (), {}, c)
+        return c
+
+
+def _flip_matmuls(injection: Injection, run: Run, state: State, mesh: Mesh) -> None:
+    """From that step on; the highest bit of the exponent, so that none is too small to be found."""
+    faulty = FaultyMatmuls(float(injection.phase), random.Random(f"{run.seed} {mesh.rank}"), bit=1)
+
+    def take(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], c: Tensor) -> None:
+        if state.step + 1 >= injection.step:
+            faulty.take(operator, args, kwargs, c)
+
+    Matmuls(take).__enter__()  # for the rest of the process
+    matmul_check.multiply = partial(faulty.multiply, matmul_check.multiply)
+
+
 def _slow(injection: Injection, run: Run, state: State, mesh: Mesh) -> None:
     """Several times as slow from that step on: each forward is followed by as long a sleep."""
     began = [0.0]
@@ -232,6 +279,7 @@ KINDS: dict[str, Callable[[Injection, Run, State, Mesh], None]] = {
     "inf": _poison(float("inf")),
     "spike": _poison(1000.0),
     "flip": _does(_flip),
+    "matmul": _flip_matmuls,
     "slow": _slow,
     "pause": _sleep(20.0),  # slow, not hung: a save, or a first step
     "error": _fail(RuntimeError("injected")),

@@ -237,6 +237,8 @@ def _train(
 ) -> None:
     run, live = recorder.run, state.live
     faults = FaultWatch(run, state, mesh, recorder, heart)
+    for line in faults.matmuls.described():
+        recorder.screen.say(line)
     inject(order.inject, run, state, recorder.mesh)
     state.note = recorder.saved
     heart.begins(state.step)

@@ -33,6 +33,7 @@ FAULTS = {
     "cross": "cross::{step}",
     "nan": "nan::{step}",
     "flip": "flip::{step}:forward",
+    "matmul": "matmul::{step}",
 }
 REFERENCE = {"nan": "inf::{step}"}  # the batch is passed over in both: one cannot train on it
 SEEN_AGAIN = (Exit.PREEMPTED, Exit.RESUMABLE, Exit.HARDWARE)  # codes after which the same command resumes
@@ -65,7 +66,7 @@ def short(run: Run) -> Run:
         eval=msgspec.structs.replace(run.eval, every=0, batches=1, sample_tokens=0),
         log=msgspec.structs.replace(run.log, every=1, writers=()),
         checkpoint=msgspec.structs.replace(run.checkpoint, every=SAVE_EVERY, keep_last=3),
-        faults=msgspec.structs.replace(run.faults, compare_every=SAVE_EVERY),
+        faults=msgspec.structs.replace(run.faults, compare_every=SAVE_EVERY, check_matmuls_every=1),
     )
     exact = msgspec.structs.replace(brief, plan=msgspec.structs.replace(run.plan, deterministic=True))
     return brief if check.problems(exact) else exact

@@ -156,6 +156,16 @@ def test_a_bit_that_flips_in_one_replica_is_found_and_no_run_goes_on_from_it(use
     assert model_digest(user / "flipped") == model_digest(user / "reference")
 
 
+def test_a_rank_that_computes_wrong_matmuls_is_named_and_no_run_goes_on_from_its_step(user):
+    done = train(user, "matmul", "--inject", "matmul:1:8")
+    assert done.returncode == 14, done.stderr
+    told = verdict(done.stderr)
+    assert told["what"].startswith("rank 1 computes wrong matmuls: the ")
+    assert told["since"].startswith("after step 7")
+    assert (user / "matmul" / "checkpoints" / "suspect-step-8").exists()
+    assert (user / "matmul" / "checkpoints" / "step-4").exists()
+
+
 def test_restarts_that_bring_nothing_are_counted_and_end(user):
     words = ("checkpoint.every=0", "faults.restarts=0", "--inject", "kill:0:2:forward")
     done = train(user, "hopeless", *words)

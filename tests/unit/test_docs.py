@@ -294,6 +294,11 @@ def test_the_figures_of_live_survivors_are_the_records():
     pages.agree(ROOT / "README.md", "survivors", script("survivors").told(record))
 
 
+def test_the_figures_of_silent_corruption_are_the_records():
+    record = json.loads((ROOT / "results" / "corruption.json").read_text())
+    pages.agree(ROOT / "docs" / "faults.md", "corruption", script("corruption").table(record))
+
+
 def test_the_promises_of_the_steps_on_a_gpu_are_todays_planners():
     gpu, records = script("gpu"), json.loads((ROOT / "results" / "gpu.json").read_text())
     for record in records:

@@ -59,7 +59,7 @@ class Bench:
     """One model that is trained again and again from the same state."""
 
     def __init__(self, words: list[str], folder: Path) -> None:
-        self.run: Run = load.load(None, [*words, f"steps={CLEAN_STEPS + 1000}"]).run
+        self.run: Run = load.load(None, [*words, "faults.check_matmuls_every=1", f"steps={CLEAN_STEPS + 1000}"]).run
         self.mesh: Mesh = meshes.kept(self.run.plan, torch.device("cpu"), self.run.compresses)
         self.state: State = build(self.run, prepare(self.run, folder / "cache", lambda text: None), self.mesh)
         self.held = [precision.master(weight) for chunk in self.state.chunks for weight in chunk.parameters()]

@@ -24,7 +24,7 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     spike: float = 12.0  # robust z-score of loss or gradient norm that is worth a warning; 0: never
     straggler: float = 1.3  # own work of a rank ÷ the others' that is worth a warning; 0: never
     compare_every: int = 100  # steps between comparisons of the replicas' weights; 0: never
-    check_matmuls_every: int = 1  # steps between checks of one linear layer's matmuls by checksum; 0: never
+    check_matmuls_every: int = 0  # steps between checks of one linear layer's matmuls by checksum; 0: never
     live: bool = False  # replicas go on without one that is lost, which comes back with the state of a peer
     memory_every: int = 0  # steps between in-memory checkpoints, which restarted ranks resume from; 0: none
 

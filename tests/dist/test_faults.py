@@ -157,7 +157,7 @@ def test_a_bit_that_flips_in_one_replica_is_found_and_no_run_goes_on_from_it(use
 
 
 def test_a_rank_that_computes_wrong_matmuls_is_named_and_no_run_goes_on_from_its_step(user):
-    done = train(user, "matmul", "--inject", "matmul:1:8")
+    done = train(user, "matmul", "faults.check_matmuls_every=1", "--inject", "matmul:1:8")
     assert done.returncode == 14, done.stderr
     told = verdict(done.stderr)
     assert told["what"].startswith("rank 1 computes wrong matmuls: the ")

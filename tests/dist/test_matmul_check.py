@@ -46,7 +46,7 @@ def checked(run: Run, mesh: Mesh, state: State) -> tuple[list[Checked], list[flo
 
 def run_of(folder: Path, name: str, *words: str) -> Run:  # noqa: F811
     arch = "tiny-moe" if name == "experts" else "tiny"
-    return make_run(folder, *PLANS[name], f"steps={STEPS}", *words, arch=arch)
+    return make_run(folder, *PLANS[name], f"steps={STEPS}", "faults.check_matmuls_every=1", *words, arch=arch)
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -171,7 +171,7 @@ class Judge(MatmulCheck):
 
 @pytest.fixture
 def judge():
-    run = load.load(None, []).run
+    run = load.load(None, ["faults.check_matmuls_every=1"]).run
     return Judge(run, SimpleNamespace(chunks=[], step=0), SimpleNamespace(device=torch.device("cpu")), 5)
 
 

@@ -6,11 +6,18 @@ from collections.abc import Callable, Iterator
 from operator import attrgetter
 
 from meshwright.config import communication, evaluation
+from meshwright.config.arch_rules import (
+    ARCH_CAPS,
+    ARCH_COUNTS,
+    ARCH_LIMIT,
+    ARCH_RULES,
+    ARCH_SCALES,
+    VOCAB_LIMIT,
+)
 from meshwright.config.run import FP8_KEYS, Data, Optim, Run
 from meshwright.config.tuning import TUNING_RULES
 from meshwright.spec import plan as recompute
 from meshwright.spec.addresses import has_secret, is_address, without_secret
-from meshwright.spec.arch import Arch
 from meshwright.spec.blockwise import FORMATS
 from meshwright.spec.optimizers import OPTIMIZERS, in_state_dtype
 from meshwright.spec.outer import MOST_TP, block_length
@@ -34,23 +41,8 @@ NATURAL = (
     *(f"arch.{name}" for name in ("window", "full_every", "no_rope_every", "dense_layers", "mtp_layers")),
     *(f"arch.{name}" for name in ("kv_rank", "q_rank", "rope_dim", "v_dim")),
 )  # fmt: skip
-ARCH_COUNTS = ("vocab", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "context", "moe_every")
-ARCH_SCALES = ("embed_scale", "residual_scale", "logit_scale", "router_scale")
-ARCH_CAPS = (
-    "attention_scale",
-    "attention_softcap",
-    "logit_softcap",
-    "rope_local_theta",
-    "router_load_rate",
-    "mtp_loss_weight",
-)
-ARCH_LIMIT = 10**9  # no dimension of any model; stops a typing slip before it asks for the memory
-LAYER_LIMIT = 10_000  # ten times the deepest model known; a parameter table is built from this number
-EXPERT_LIMIT = 100_000  # of all layers together: four times the most known; a list of tensors is built from this number
-VOCAB_LIMIT = 10**7  # the largest public vocabularies have a million entries
 MOST = 10**12  # steps, samples or tokens: a typing slip, and still exact wherever they are counted
 SEEDS = 2**63  # what fits a signed word, in which seeds travel and are kept
-PLAIN_ARCH = Arch(vocab=1, layers=1, hidden=1, heads=1, kv_heads=1, head_dim=1, ffn=1, context=1)  # for its defaults
 MOST_LIVE_RANKS = 1023  # whose wishes fit beside each other in one number
 COMPILERS = ("g++", "clang++", "c++", "icpx")
 
@@ -59,15 +51,6 @@ def problems(run: Run, *, decided: bool = True) -> list[Problem]:
     """Everything that is wrong with a run, in the order of the rules; `decided`: its plan is the one to run."""
     rules = [rule for rule in RULES if decided or rule is not _nobody_to_tell]
     return [problem for rule in rules for problem in rule(run)]
-
-
-def endless(layers: int, experts: int) -> Iterator[Problem]:
-    """Counts that a table of all parameters would be built from: asked before anything else of a model."""
-    if layers > LAYER_LIMIT:
-        yield Problem(f"arch.layers = {layers} is beyond any model", f"use at most {LAYER_LIMIT}", "arch.layers")
-    if layers * experts > EXPERT_LIMIT:
-        what = f"{layers * experts} experts in all layers are beyond any model"
-        yield Problem(what, f"use at most {EXPERT_LIMIT}", "arch.experts")
 
 
 def warnings(run: Run) -> list[str]:
@@ -555,104 +538,6 @@ def _counts(run: Run) -> Iterator[Problem]:
             yield Problem(f"arch.{name} = {value} is beyond any model", f"use at most {limit}", f"arch.{name}")
 
 
-def _heads(run: Run) -> Iterator[Problem]:
-    arch = run.arch
-    if arch.heads > 0 and arch.hidden % arch.heads and arch.head_dim == arch.hidden // arch.heads:
-        what = f"arch.hidden = {arch.hidden} does not divide into arch.heads = {arch.heads}"
-        yield Problem(what, f"use a multiple of {arch.heads}, or state arch.head_dim", "arch.heads")
-    if arch.kv_heads > 0 and arch.heads % arch.kv_heads:
-        what = f"arch.heads = {arch.heads} cannot be divided by arch.kv_heads = {arch.kv_heads} evenly"
-        yield Problem(what, "use a number of kv_heads that divides heads", "arch.kv_heads")
-    if arch.positions == "rope" and not arch.is_latent and arch.head_dim % 2:
-        what = f"arch.head_dim = {arch.head_dim} is odd, and RoPE rotates pairs"
-        yield Problem(what, "use an even head_dim, or other positions", "arch.head_dim")
-
-
-def _moe(run: Run) -> Iterator[Problem]:
-    arch = run.arch
-    if arch.experts <= 0:
-        return
-    if arch.expert_ffn < 1:
-        yield Problem("arch.expert_ffn is missing", "state the width inside one expert", "arch.expert_ffn")
-    if arch.router != "expert_choice" and not 1 <= arch.top_k <= arch.experts:
-        what = f"arch.top_k = {arch.top_k} cannot be chosen among arch.experts = {arch.experts}"
-        yield Problem(what, f"use 1 to {arch.experts}", "arch.top_k")
-    fixed = {"switch": 1, "gshard": 2}.get(arch.router)
-    if fixed is not None and arch.top_k != fixed:
-        yield Problem(f"arch.router = {arch.router} chooses {fixed}", f"set arch.top_k = {fixed}", "arch.top_k")
-    if arch.router in ("switch", "gshard", "expert_choice") and arch.capacity <= 0:
-        what = f"arch.router = {arch.router} needs arch.capacity above 0"
-        yield Problem(what, "set arch.capacity = 1.25, or use the topk router, which drops nothing", "arch.capacity")
-
-
-def _routers(run: Run) -> Iterator[Problem]:
-    """What only the topk router has."""
-    arch = run.arch
-    others = ("router_score", "router_load_bias", "router_groups", "router_renormalise", "router_scale")
-    for name in others if arch.router != "topk" else ():
-        if getattr(arch, name) != getattr(PLAIN_ARCH, name):
-            what = f"arch.{name} is for arch.router = topk, and arch.router = {arch.router}"
-            yield Problem(what, f"leave arch.{name} out", f"arch.{name}")
-    if arch.router_groups < 1 or arch.experts % max(arch.router_groups, 1):
-        what = f"arch.experts = {arch.experts} cannot be put into arch.router_groups = {arch.router_groups}"
-        yield Problem(what, "use groups that divide the experts", "arch.router_groups")
-        return
-    if not 1 <= arch.router_top_groups <= arch.router_groups:
-        what = f"arch.router_top_groups = {arch.router_top_groups} cannot be chosen among {arch.router_groups}"
-        yield Problem(what, f"use 1 to {arch.router_groups}", "arch.router_top_groups")
-    elif arch.experts and arch.top_k > (most := arch.experts // arch.router_groups * arch.router_top_groups):
-        what = f"arch.top_k = {arch.top_k} is more than the {most} experts of arch.router_top_groups"
-        yield Problem(what, f"use at most {most}, or more groups", "arch.top_k")
-    if arch.router_load_bias and run.plan.parts > 1:
-        key = "sync_every" if run.plan.staleness is None else "staleness"
-        what = f"arch.router_load_bias moves by the load of all replicas, and plan.{key} = {getattr(run.plan, key)}"
-        yield Problem(f"{what} lets them part", "leave one of them out", "arch.router_load_bias")
-
-
-def _layers(run: Run) -> Iterator[Problem]:
-    """What a block is made of: pairs of fields that say nothing together, or too much."""
-    arch = run.arch
-    if arch.window > arch.context:
-        what = f"arch.window = {arch.window} is longer than arch.context = {arch.context}"
-        yield Problem(what, "use a shorter window, or 0 for none", "arch.window")
-    if (arch.full_every or arch.rope_local_theta) and not arch.window:
-        what = "arch.full_every and arch.rope_local_theta are of layers with a window, and arch.window = 0"
-        yield Problem(what, "set arch.window, or leave them out", "arch.window")
-    if arch.parallel_residual != "none" and arch.norm_position != "pre":
-        what = f"arch.parallel_residual = {arch.parallel_residual} reads norms of the block's input, and"
-        what = f"{what} arch.norm_position = {arch.norm_position} has others"
-        yield Problem(what, 'use arch.norm_position = "pre", or leave it out', "arch.parallel_residual")
-    if arch.norm_offset and arch.norm != "rms":
-        yield Problem("arch.norm_offset is for arch.norm = rms", "leave it out, or use RMSNorm", "arch.norm_offset")
-    if not 0 < arch.rope_share <= 1:
-        yield Problem(f"arch.rope_share = {arch.rope_share:g} is no share", "use above 0 up to 1", "arch.rope_share")
-    pairs = arch.rotated // 2 if arch.rope_scaling == "longrope" else 0
-    for name in ("rope_short", "rope_long"):
-        if len(getattr(arch, name)) != pairs:
-            what = (
-                f"arch.{name} has {len(getattr(arch, name))} numbers, and a head has {pairs} pairs that longrope scales"
-            )
-            yield Problem(what, f"give {pairs}, and only with arch.rope_scaling = longrope", f"arch.{name}")
-    yield from _latent(run)
-    yield from _ahead(run)
-
-
-def _ahead(run: Run) -> Iterator[Problem]:
-    """Multi-token prediction: the models that it is not of."""
-    arch, remedy = run.arch, "set arch.mtp_layers = 0"
-    if arch.mtp_layers > 1:
-        what = f"arch.mtp_layers = {arch.mtp_layers}: only one token beyond the next is predicted"
-        yield Problem(what, "use arch.mtp_layers = 1, or 0", "arch.mtp_layers")
-    if not arch.mtp_layers:
-        return
-    if arch.adapter.kind != "none" or arch.compared:
-        yield Problem("arch.mtp_layers trains the whole model by next tokens, without adapters or preferences", remedy)
-    for key, other in (("tied", False), ("norm_position", "pre"), ("positions", "rope")):
-        if (value := getattr(arch, key)) != other:
-            what = f"arch.mtp_layers is not of models with arch.{key} = {str(value).lower()}"
-            yield Problem(what, f"{remedy}, or arch.{key} = {str(other).lower()}", f"arch.{key}")
-
-
 def _ahead_of_plans(run: Run) -> Iterator[Problem]:
     """Multi-token prediction: the plans that it cannot run under."""
     plan, mtp = run.plan, f"arch.mtp_layers = {run.arch.mtp_layers}"
@@ -670,35 +555,6 @@ def _ahead_of_plans(run: Run) -> Iterator[Problem]:
         yield Problem(what, "use full, selective or none, or set arch.mtp_layers = 0", "plan.recompute")
 
 
-def _latent(run: Run) -> Iterator[Problem]:
-    """Multi-head latent attention."""
-    arch = run.arch
-    if not arch.is_latent:
-        if arch.q_rank or arch.rope_dim:
-            what = "arch.q_rank and arch.rope_dim are of latent attention, and arch.kv_rank = 0"
-            yield Problem(what, "set arch.kv_rank, or leave them out", "arch.kv_rank")
-        return
-    if not 0 < arch.rope_dim < arch.head_dim or arch.rope_dim % 2:
-        what = f"arch.rope_dim = {arch.rope_dim} is no even part of arch.head_dim = {arch.head_dim}"
-        yield Problem(what, "use an even number below head_dim", "arch.rope_dim")
-    if arch.kv_heads != arch.heads:
-        what = f"latent attention (arch.kv_rank) makes keys for all heads, and arch.kv_heads = {arch.kv_heads}"
-        yield Problem(what, f"set arch.kv_heads = {arch.heads}", "arch.kv_heads")
-    for name in ("sinks", "qk_norm"):
-        if getattr(arch, name) != getattr(PLAIN_ARCH, name):
-            what = f"arch.{name} is not of latent attention (arch.kv_rank)"
-            yield Problem(what, f"leave arch.{name} out", f"arch.{name}")
-
-
-def _dropout(run: Run) -> Iterator[Problem]:
-    arch = run.arch
-    if not 0 <= arch.dropout < 1:
-        yield Problem(f"arch.dropout = {arch.dropout:g} is no probability", "use 0 up to below 1", "arch.dropout")
-    if arch.attention_dropout:
-        what = "arch.attention_dropout is not supported: its draws would differ from plan to plan in fused attention"
-        yield Problem(what, "leave it out, or use arch.dropout", "arch.attention_dropout")
-
-
 def _addresses(run: Run) -> Iterator[Problem]:
     """Addresses are kept in run folders and shown on screens, so none may hold a secret."""
     named = {"data.source": run.data.source, "checkpoint.remote": run.checkpoint.remote, "init.from": run.init.folder}
@@ -709,13 +565,6 @@ def _addresses(run: Run) -> Iterator[Problem]:
     if (remote := run.checkpoint.remote) and not is_address(remote):
         what = f"checkpoint.remote = {remote!r} is not an address"
         yield Problem(what, "use one such as s3://bucket/runs/a, or leave it out", "checkpoint.remote")
-
-
-def _context(run: Run) -> Iterator[Problem]:
-    if run.arch.positions == "learned" and run.sequence > run.arch.context:
-        what = f"sequence = {run.sequence} is longer than the {run.arch.context} learned positions"
-        longer = "" if run.init.folder else ", or set arch.context"  # else the weights have as many
-        yield Problem(what, f"use a sequence of at most {run.arch.context}{longer}", "sequence")
 
 
 def _rates(run: Run) -> Iterator[Problem]:
@@ -1015,6 +864,6 @@ PLAN_RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
     _onebit, _nobody_to_tell, _staleness, communication.rules, _live, lambda run: how_blocks_run(run.plan),
 )  # fmt: skip
 RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
-    _counts, _heads, _layers, _moe, _routers, _dropout, _context, _rates, _optimizer, _freeze, _data, _preference,
+    _counts, *ARCH_RULES, _rates, _optimizer, _freeze, _data, _preference,
     _compared, _addresses, evaluation.rules, *TUNING_RULES, *PLAN_RULES,
 )  # fmt: skip

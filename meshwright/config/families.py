@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshwright.config.check import LAYER_LIMIT
+from meshwright.config.arch_rules import LAYER_LIMIT
 from meshwright.config.config_words import (
     Choice,
     Count,

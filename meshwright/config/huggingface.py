@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from meshwright.config import check
-from meshwright.config.check import ARCH_LIMIT
+from meshwright.config.arch_rules import ARCH_LIMIT, endless
 from meshwright.config.config_words import ConfigKeys, Same, unsupported
 from meshwright.config.families import FAMILIES, Family
 from meshwright.config.run import Run
@@ -245,7 +245,7 @@ def arch_problems(arch: Arch) -> list[Problem]:
     """What is wrong with an architecture that came from a file rather than from a checked run."""
     run = Run(arch=arch, plan=Plan(microbatch=1))
     found = [problem for problem in check.problems(run) if problem.key.startswith("arch.")]
-    found += check.endless(arch.layers, arch.experts)
+    found += endless(arch.layers, arch.experts)
     return found
 
 

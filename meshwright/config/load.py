@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from meshwright.config import check, schema
+from meshwright.config.arch_rules import endless
 from meshwright.config.huggingface import shape_differences
 from meshwright.config.presets import complete, preset_names, preset_table, unknown_preset
 from meshwright.config.renamed import is_recorded, new_name, translated
@@ -387,7 +388,7 @@ def resolve_arch(table: Table, origins: Origins, *, ahead: bool = False) -> list
         table["data"]["tokenizer"] = str(start.tokenizer)
         origins["data.tokenizer"] = "derived: init.from"
     counts = (table["arch"].get(name, 0) for name in ("layers", "experts"))
-    return [*schema.missing(table["arch"], Arch, "arch."), *check.endless(*counts)]
+    return [*schema.missing(table["arch"], Arch, "arch."), *endless(*counts)]
 
 
 def resolve_plan(table: Table, origins: Origins, ranks: int | None, default_ranks: int) -> None:

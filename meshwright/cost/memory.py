@@ -1,6 +1,6 @@
 """The ledger: every byte a rank holds at the peak of a step, by line, and the moment of that peak.
 
-    rank   = states + all-gathered and unreduced tensors (cost/layout.py)
+    rank   = states + all-gathered and unreduced tensors (cost/resident.py)
            + microbatches in flight × saved activations (cost/activations.py) + what the moment adds
     device = rank at its peak + allocator cache + CUDA and NCCL context
 
@@ -26,21 +26,9 @@ from meshwright.cost.activations import (
     saved_activations,
 )
 from meshwright.cost.job import Job
-from meshwright.cost.layout import (
-    PIECE,
-    SLOTS,
-    LedgerEntry,
-    Name,
-    ResidentMemory,
-    buffered,
-    hosted,
-    largest_weight,
-    served,
-    sharded,
-    state_layout,
-    total,
-)
+from meshwright.cost.layout import LedgerEntry, Name, ResidentMemory, state_layout, total
 from meshwright.cost.rank_view import placement, stage_lengths
+from meshwright.cost.resident import PIECE, SLOTS, buffered, hosted, largest_weight, served, sharded
 from meshwright.cost.traffic import FIRST
 from meshwright.hardware.cluster import Cluster
 from meshwright.spec.notebook import html_table

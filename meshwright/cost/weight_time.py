@@ -18,7 +18,7 @@ import msgspec
 
 from meshwright.cost.job import Job
 from meshwright.cost.layer_time import exposed
-from meshwright.cost.layout import LOW_BYTES, StateLayout, parameters, state_layout
+from meshwright.cost.layout import LOW_BYTES, StateLayout, state_layout
 from meshwright.cost.matrices import MatrixTeam, matrix_teams
 from meshwright.cost.primitives import (
     Rates,
@@ -30,6 +30,7 @@ from meshwright.cost.primitives import (
     rates,
 )
 from meshwright.cost.rank_view import RankView, grid, groups, stored_shape
+from meshwright.cost.resident import parameters
 from meshwright.cost.traffic import Collective, gathers, reductions, stages_stay, update_traffic, weight_traffic
 from meshwright.hardware.cluster import Cluster
 from meshwright.hardware.stacks import Stack, StackSpeed, efficiency_of

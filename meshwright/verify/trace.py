@@ -27,8 +27,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwright.config.run import Run
 from meshwright.cost.job import Job
-from meshwright.cost.layout import LABELS, hosted, state_layout, states, total
+from meshwright.cost.layout import LABELS, state_layout, total
 from meshwright.cost.memory import Ledger, ledger, worst
+from meshwright.cost.resident import hosted, states
 from meshwright.cost.traffic import Axis, Collective, Kind, of_every_step, traffic
 from meshwright.data.loader import Batch, StepBatch
 from meshwright.models.decoder import Decoder

@@ -11,7 +11,8 @@ from trials import CPU, corpus_file, deviation, drive, losses_of, made, make_cor
 from worlds import world
 
 from meshwright.cost.job import Job
-from meshwright.cost.layout import layout_of, served, states
+from meshwright.cost.layout import layout_of
+from meshwright.cost.resident import served, states
 from meshwright.cost.traffic import traffic
 from meshwright.hardware.cluster import cluster
 from meshwright.hardware.stacks import stack_of

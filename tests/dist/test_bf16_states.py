@@ -12,7 +12,8 @@ from worlds import world
 from meshwright.checkpoint import format as manifests
 from meshwright.checkpoint.storage import CorruptError
 from meshwright.config.run import Run
-from meshwright.cost.layout import hosted, layout_of, states
+from meshwright.cost.layout import layout_of
+from meshwright.cost.resident import hosted, states
 from meshwright.parallel.mesh import local
 from meshwright.train.build import build
 from meshwright.train.loop import StepResult, train

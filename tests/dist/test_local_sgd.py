@@ -14,8 +14,9 @@ from test_traffic import level
 from trials import CPU, corpus_file, drive, losses_of, made, make_corpus, make_run, mesh_of
 from worlds import world
 
-from meshwright.cost.layout import layout_of, states, sync_bytes
+from meshwright.cost.layout import layout_of
 from meshwright.cost.rank_view import RankView
+from meshwright.cost.resident import states, sync_bytes
 from meshwright.cost.traffic import of_every_step, traffic
 from meshwright.optim.outer import OuterLoop
 from meshwright.parallel.mesh import Mesh, local

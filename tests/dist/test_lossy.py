@@ -12,7 +12,8 @@ from trials import CPU, corpus_file, losses_of, made, make_corpus, make_run
 from waiting import HANG
 from worlds import world
 
-from meshwright.cost.layout import layout_of, states
+from meshwright.cost.layout import layout_of
+from meshwright.cost.resident import states
 from meshwright.parallel.fsdp import param_groups
 from meshwright.runtime.ranks import run_ranks
 from meshwright.train.loop import StepResult, train

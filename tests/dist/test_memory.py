@@ -23,8 +23,9 @@ from worlds import world
 from meshwright.config.run import Run
 from meshwright.cost.activations import microbatch_shape, saved_activations
 from meshwright.cost.job import Job
-from meshwright.cost.layout import PIECE, SLOTS, hosted, largest_weight, layout_of, rounding_bytes, state_layout, states
+from meshwright.cost.layout import layout_of, state_layout
 from meshwright.cost.memory import ledger
+from meshwright.cost.resident import PIECE, SLOTS, hosted, largest_weight, rounding_bytes, states
 from meshwright.hardware.cluster import cluster
 from meshwright.hardware.stacks import stacks
 from meshwright.optim import host_memory

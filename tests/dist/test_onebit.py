@@ -12,8 +12,9 @@ from live import Live
 from trials import CPU, corpus_file, losses_of, made, make_corpus, make_run
 from worlds import world
 
-from meshwright.cost.layout import layout_of, sign_bytes, states
+from meshwright.cost.layout import layout_of
 from meshwright.cost.rank_view import RankView
+from meshwright.cost.resident import sign_bytes, states
 from meshwright.cost.traffic import traffic
 from meshwright.optim.clip import GradStats
 from meshwright.optim.master_weights import given

@@ -26,7 +26,8 @@ from whole_references import REFERENCES
 from worlds import world
 
 from meshwright.config.run import Optim
-from meshwright.cost.layout import layout_of, states
+from meshwright.cost.layout import layout_of
+from meshwright.cost.resident import states
 from meshwright.cost.traffic import traffic
 from meshwright.optim.clip import GradStats
 from meshwright.optim.resident import ResidentOptimizer

@@ -21,7 +21,8 @@ from meshwright.cli.query import put
 from meshwright.config import explain, load, presets, schema
 from meshwright.config.huggingface import config_of
 from meshwright.config.run import Run, Source
-from meshwright.cost.layout import states, total
+from meshwright.cost.layout import total
+from meshwright.cost.resident import states
 from meshwright.hardware.profile import read_profile
 from meshwright.spec.params import count
 from meshwright.spec.plan import Plan

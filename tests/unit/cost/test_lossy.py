@@ -4,9 +4,10 @@ import msgspec
 import pytest
 
 from meshwright.config.presets import preset
-from meshwright.cost.layout import layout_of, states
+from meshwright.cost.layout import layout_of
 from meshwright.cost.primitives import rates
 from meshwright.cost.rank_view import RankView
+from meshwright.cost.resident import states
 from meshwright.cost.traffic import traffic
 from meshwright.cost.weight_time import rounding_seconds
 from meshwright.hardware.cluster import cluster

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 
 from meshwright.config.presets import preset
-from meshwright.cost.layout import LedgerEntry, states, total
+from meshwright.cost.layout import LedgerEntry, total
+from meshwright.cost.resident import states
 from meshwright.spec.params import count, params
 from meshwright.spec.plan import Plan, balanced_stages
 

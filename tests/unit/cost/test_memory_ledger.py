@@ -9,8 +9,9 @@ from live import Live
 
 from meshwright.config.presets import preset
 from meshwright.cost.job import Job
-from meshwright.cost.layout import states, total
+from meshwright.cost.layout import total
 from meshwright.cost.memory import ROUNDS, STEADY, Ledger, fits, ledger, scenes, settled, worst
+from meshwright.cost.resident import states
 from meshwright.hardware.cluster import cluster
 from meshwright.hardware.stacks import Stack, stacks
 from meshwright.models.decoder import Decoder

@@ -4,10 +4,11 @@ import msgspec
 import pytest
 
 from meshwright.config.presets import preset
-from meshwright.cost.layout import matrix_bytes, state_layout
+from meshwright.cost.layout import state_layout
 from meshwright.cost.matrices import matrix_teams
 from meshwright.cost.memory import ledger
 from meshwright.cost.rank_view import RankView
+from meshwright.cost.resident import matrix_bytes
 from meshwright.cost.traffic import traffic
 from meshwright.cost.weight_time import orthogonalize_seconds, update_shares
 from meshwright.hardware.cluster import cluster

@@ -9,7 +9,8 @@ from torch.utils._pytree import tree_leaves
 
 from meshwright.config import load
 from meshwright.config.run import digest, mathematics
-from meshwright.cost.layout import layout_of, unfused_bytes
+from meshwright.cost.layout import layout_of
+from meshwright.cost.resident import unfused_bytes
 from meshwright.optim import master_weights
 from meshwright.optim.clip import GradStats
 from meshwright.optim.resident import MATRIX_UPDATES, WHOLE_RULES, ResidentOptimizer

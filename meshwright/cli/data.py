@@ -130,6 +130,8 @@ def _array(options: argparse.Namespace) -> int:
 
     if options.store is not None:
         raise mistake("--store cannot be combined with --on", "leave it out: the tasks of an array share one cache")
+    if options.part is not None:
+        raise mistake("--part cannot be combined with --on", "leave it out: --parts says how many tasks there are")
     run = examined(options.words, None).run
     out = (options.out or Path("launch") / f"{run.name}-data").absolute()
     shape = (out, env.cache(), options.parts, options.workers or 1)

@@ -15,6 +15,7 @@ import msgspec
 from meshwright.cli import env, preflight
 from meshwright.cli import options as words
 from meshwright.cli.query import machines_of
+from meshwright.cli.train import need_own_starter
 from meshwright.config import load
 from meshwright.config.run import Run
 from meshwright.hardware.cluster import Cluster
@@ -70,7 +71,7 @@ def add_launch(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--node-rank", metavar="NUMBER", help="start the ranks of this machine now; auto: as pods are told"
     )
-    verb.add_argument("--nodes", type=words.count, help="with --node-rank: machines in all")
+    verb.add_argument("--nodes", type=words.count, help="with --node-rank: total machines")
     verb.add_argument("--master", default="", metavar="HOST:PORT", help="with --node-rank: where rank 0 listens")
     verb.add_argument(
         "--stop-is-done", action="store_true", help="with --node-rank: end with 0, not 130, after a stop file"
@@ -115,12 +116,14 @@ def _job(options: argparse.Namespace) -> LaunchJob:
     if loaded is None or found:
         raise InputError(found)
     run = budget.resolved(loaded)[0].run
+    if options.on != "terraform" and (problems := [*need_own_starter(run, f"--on {options.on}")]):
+        raise InputError(problems)
     machines = _machines(options, run)
     most = machines.domain if machines else options.ranks_per_node or run.plan.world
     if machines and run.plan.world > machines.gpus:
         what = f"the plan has {run.plan.world} ranks, and {machines.name} has {machines.gpus} GPUs"
         raise mistake(what, "plan for these machines, or name others by --cluster", "plan")
-    nodes, per_node = layout(run.plan, most, options.ranks_per_node or 0)
+    nodes, per_node = layout(run.plan, most, options.ranks_per_node or 0, machines.nodes if machines else None)
     if machines:
         preflight.require_cards(run, msgspec.structs.replace(machines, gpus=run.plan.world))
     out = (options.out or Path("launch") / f"{run.name}-{options.on}").absolute()

@@ -72,11 +72,11 @@ WRONG = [
     (["plan.replicate=1", "plan.sync_every=4"], "is for replicas that sync rarely, and plan.replicate = 1"),
     (
         [*REPLICAS, "faults.live=true", "plan.sync_every=4", "plan.outer_quant=int8"],
-        "has no plan.outer_quant, which sends",
+        "cannot be combined with plan.outer_quant, which sends",
     ),
     (
         [*REPLICAS, "faults.live=true", "plan.sync_every=4", "optim.sync_warmup=2"],
-        "has no optim.sync_warmup, which adds",
+        "cannot be combined with optim.sync_warmup, which adds",
     ),
     ([*REPLICAS, "faults.live=true", "faults.memory_every=4"], "with faults.live replicas have the state"),
     ([*REPLICAS, "plan.sync_every=0"], "plan.sync_every = 0 is not a count"),
@@ -112,6 +112,7 @@ WRONG = [
     (["faults.compare_every=-5"], "faults.compare_every = -5 is negative"),
     (["faults.hang_seconds=0.0"], "faults.hang_seconds = 0.0 is out of range"),
     (["faults.grace_seconds=-1.0"], "faults.grace_seconds = -1.0 is out of range"),
+    (["faults.meet_seconds=nan"], "faults.meet_seconds = nan is out of range"),
     (["faults.spike=nan"], "faults.spike = nan is out of range"),
     (["faults.straggler=-1.0"], "faults.straggler = -1.0 is out of range"),
     (["data.eval_fraction=0.9"], "out of range"),

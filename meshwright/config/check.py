@@ -117,7 +117,7 @@ def _scales_over_tp(run: Run) -> Iterator[Problem]:
     arch, plan = run.arch, run.plan
     stated, remedy = f"plan.precision = fp8 with plan.tp = {plan.tp}", "or plan.precision = bf16"
     if arch.experts or arch.is_latent:
-        what = "mixtures" if arch.experts else "latent attention"
+        what = "MoE models" if arch.experts else "latent attention"
         yield Problem(f"{stated} is not offered for {what}", f"use plan.tp = 1 and plan.shard, {remedy}", "plan.tp")
         return
     if shares_heads(arch, plan.tp):
@@ -821,7 +821,7 @@ def _compared(run: Run) -> Iterator[Problem]:
     if run.objective != "dpo":
         return
     if run.arch.experts:
-        what = "objective = dpo is not offered for mixtures, whose balance loss is one of tokens"
+        what = "objective = dpo is not offered for MoE models, whose balance loss is one of tokens"
         yield Problem(what, "use a dense model", "objective")
     for axis in ("cp", "pp"):
         if getattr(run.plan, axis) > 1:

@@ -39,6 +39,13 @@ from meshwright.spec.problem import InputError, Problem, mistake
 
 TARGETS = ("slurm", "torchrun", "kubernetes", "volcano", "skypilot", "mpi", "ray", "terraform")
 PODS = ("kubernetes", "volcano", "skypilot")  # which share nothing but a volume
+CLAIMED = ("kubernetes", "volcano")
+# Flags that are read for some targets, and would be ignored for the others.
+READ_FOR = {
+    "partition": ("slurm",), "account": ("slurm",), "time": ("slurm",), "hosts": ("torchrun", "mpi"),
+    "kind": ("kubernetes",), "image": CLAIMED, "namespace": CLAIMED, "volume": PODS, "cloud": ("terraform",),
+}  # fmt: skip
+OF_A_NODE = ("nodes", "master", "stop_is_done")
 BY_HAND = {
     "torchrun": "start the script on every machine, with its number",
     "terraform": "run terraform apply yourself: it costs money",
@@ -81,9 +88,13 @@ def add_launch(verb: argparse.ArgumentParser) -> None:
 def launch(options: argparse.Namespace) -> int:
     """Write what starts the run, or start the ranks of one machine."""
     if options.node_rank is not None:
+        if options.on or options.submit:
+            flag = "--on" if options.on else "--submit"
+            raise mistake(f"{flag} cannot be combined with --node-rank", "leave one of them out")
         return _start(options)
     if options.on is None:
         raise mistake("nothing says what is to start the ranks", f"add --on {'|'.join(TARGETS)}")
+    _require_read(options)
     kubernetes.require_kind(options.kind)
     job = _job(options)
     made: Launch = import_module(f"meshwright.launch.{options.on}").launch(job)
@@ -107,6 +118,18 @@ def launch(options: argparse.Namespace) -> int:
     lines.append(f"{'submitted by' if options.submit else 'start it by'}: {shlex.join(made.command)}")
     words.show(options, record, lines)
     return Exit.DONE
+
+
+def _require_read(options: argparse.Namespace) -> None:
+    """Nothing is ignored: a flag of another target, or of one machine's own start, is refused."""
+    usual = Target()
+    for name in (name for name in OF_A_NODE if getattr(options, name)):
+        flag = f"--{name.replace('_', '-')}"
+        raise mistake(f"{flag} is for --node-rank, not for --on {options.on}", f"leave {flag} out")
+    for name, targets in READ_FOR.items():
+        if options.on not in targets and getattr(options, name) != (getattr(usual, name) or ""):
+            what = f"--{name} is for --on {' and '.join(targets)}, not for --on {options.on}"
+            raise mistake(what, f"leave --{name} out")
 
 
 def _job(options: argparse.Namespace) -> LaunchJob:

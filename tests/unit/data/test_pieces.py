@@ -204,3 +204,18 @@ def test_a_part_is_one_of_several(said):
 def test_an_array_makes_all_parts(capsys):
     assert main(["data", "prepare", "--on", "slurm", "--part", "3/16"]) == 2
     assert "--part cannot be combined with --on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("show --part 1/2", "--part is for `data prepare`"),
+        ("show --submit", "--submit is for `data prepare --on`"),
+        ("prepare --submit", "--submit is for `data prepare --on`"),
+        ("prepare --sample 3", "--sample is for `data show`"),
+        ("prepare --on datatrove --partition a", "--partition is for --on slurm"),
+    ],
+)
+def test_no_flag_is_ignored(words, told, capsys):
+    assert main(["data", *words.split()]) == 2
+    assert told in capsys.readouterr().err

@@ -90,6 +90,9 @@ def test_every_remedy_of_a_layout_is_one():
         ),
         (["--cluster", "2x8xh100", "--shared", "faults.live=true"], "faults.live needs our own starter"),
         (["--cluster", "2x8xh100", "--on", "mpi", "faults.memory_every=5"], "faults.memory_every needs our own"),
+        (["--cluster", "2x8xh100", "--nodes", "3"], "--nodes is for --node-rank, not for --on slurm"),
+        (["--on", "mpi", "--node-rank", "0"], "--on cannot be combined with --node-rank"),
+        (["--on", "mpi", "--partition", "a"], "--partition is for --on slurm, not for --on mpi"),
         ([], "the plan has 16"),
     ],
 )

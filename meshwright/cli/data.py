@@ -76,8 +76,23 @@ def add_data(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--time", default=Target().time, help=f"--on: the limit of a task (default: {Target().time})")
 
 
+def _require_read(options: argparse.Namespace) -> None:
+    """Nothing is ignored: a flag of the other verb, or of an array job where there is none, is refused."""
+    of_show, of_prepare = {"sample": None}, {"workers": None, "part": None, "store": None, "on": None}
+    of_array = {"parts": PARTS, "out": None, "submit": False, "partition": "", "time": Target().time}
+    shows = options.what == "show"
+    idle = dict.fromkeys(of_show if not shows else of_prepare, "prepare" if shows else "show")
+    idle |= dict.fromkeys(of_array, "prepare --on") if shows or not options.on else {}
+    for name, usual in {**of_show, **of_prepare, **of_array}.items():
+        if name in idle and getattr(options, name) != usual:
+            raise mistake(f"--{name} is for `data {idle[name]}`", f"leave --{name} out")
+    if options.on == "datatrove" and options.partition:
+        raise mistake("--partition is for --on slurm", "give the partition to the script: prepare.py slurm PARTITION")
+
+
 def data(options: argparse.Namespace) -> int:
     """Show what a run trains on, or make it ready."""
+    _require_read(options)
     words.require_training()
     return _show(options) if options.what == "show" else _array(options) if options.on else _prepare(options)
 
@@ -130,6 +145,8 @@ def _array(options: argparse.Namespace) -> int:
 
     if options.store is not None:
         raise mistake("--store cannot be combined with --on", "leave it out: the tasks of an array share one cache")
+    if options.part is not None:
+        raise mistake("--part cannot be combined with --on", "leave it out: --parts says how many tasks there are")
     run = examined(options.words, None).run
     out = (options.out or Path("launch") / f"{run.name}-data").absolute()
     shape = (out, env.cache(), options.parts, options.workers or 1)

@@ -142,7 +142,7 @@ def _lines(everyone: list[RankFacts], links: list[LinkFacts], found: list[Findin
     lines = []
     for one in everyone:
         gpus = f"{len(one.gpus)} × {one.gpus[0]}" if one.gpus else "no GPU"
-        nets = ", ".join(f"{each.name} {each.gbit:g} Gb/s" for each in one.interfaces) or "no network"
+        nets = ", ".join(f"{each.name} {each.rate}" for each in one.interfaces) or "no network"
         hcas = "".join(f", {each.name} {each.layer} {each.rate}" for each in one.adapters)
         disk = f", disk {one.disk / 1e6:,.0f} MB/s" if one.disk else ""
         lines.append(

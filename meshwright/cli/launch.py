@@ -15,6 +15,7 @@ import msgspec
 from meshwright.cli import env, preflight
 from meshwright.cli import options as words
 from meshwright.cli.query import machines_of
+from meshwright.cli.train import need_own_starter
 from meshwright.config import load
 from meshwright.config.run import Run
 from meshwright.hardware.cluster import Cluster
@@ -38,6 +39,13 @@ from meshwright.spec.problem import InputError, Problem, mistake
 
 TARGETS = ("slurm", "torchrun", "kubernetes", "volcano", "skypilot", "mpi", "ray", "terraform")
 PODS = ("kubernetes", "volcano", "skypilot")  # which share nothing but a volume
+CLAIMED = ("kubernetes", "volcano")
+# Flags that are read for some targets, and would be ignored for the others.
+READ_FOR = {
+    "partition": ("slurm",), "account": ("slurm",), "time": ("slurm",), "hosts": ("torchrun", "mpi"),
+    "kind": ("kubernetes",), "image": CLAIMED, "namespace": CLAIMED, "volume": PODS, "cloud": ("terraform",),
+}  # fmt: skip
+OF_A_NODE = ("nodes", "master", "stop_is_done")
 BY_HAND = {
     "torchrun": "start the script on every machine, with its number",
     "terraform": "run terraform apply yourself: it costs money",
@@ -70,7 +78,7 @@ def add_launch(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--node-rank", metavar="NUMBER", help="start the ranks of this machine now; auto: as pods are told"
     )
-    verb.add_argument("--nodes", type=words.count, help="with --node-rank: machines in all")
+    verb.add_argument("--nodes", type=words.count, help="with --node-rank: total machines")
     verb.add_argument("--master", default="", metavar="HOST:PORT", help="with --node-rank: where rank 0 listens")
     verb.add_argument(
         "--stop-is-done", action="store_true", help="with --node-rank: end with 0, not 130, after a stop file"
@@ -80,9 +88,13 @@ def add_launch(verb: argparse.ArgumentParser) -> None:
 def launch(options: argparse.Namespace) -> int:
     """Write what starts the run, or start the ranks of one machine."""
     if options.node_rank is not None:
+        if options.on or options.submit:
+            flag = "--on" if options.on else "--submit"
+            raise mistake(f"{flag} cannot be combined with --node-rank", "leave one of them out")
         return _start(options)
     if options.on is None:
         raise mistake("nothing says what is to start the ranks", f"add --on {'|'.join(TARGETS)}")
+    _require_read(options)
     kubernetes.require_kind(options.kind)
     job = _job(options)
     made: Launch = import_module(f"meshwright.launch.{options.on}").launch(job)
@@ -108,6 +120,18 @@ def launch(options: argparse.Namespace) -> int:
     return Exit.DONE
 
 
+def _require_read(options: argparse.Namespace) -> None:
+    """Nothing is ignored: a flag of another target, or of one machine's own start, is refused."""
+    usual = Target()
+    for name in (name for name in OF_A_NODE if getattr(options, name)):
+        flag = f"--{name.replace('_', '-')}"
+        raise mistake(f"{flag} is for --node-rank, not for --on {options.on}", f"leave {flag} out")
+    for name, targets in READ_FOR.items():
+        if options.on not in targets and getattr(options, name) != (getattr(usual, name) or ""):
+            what = f"--{name} is for --on {' and '.join(targets)}, not for --on {options.on}"
+            raise mistake(what, f"leave --{name} out")
+
+
 def _job(options: argparse.Namespace) -> LaunchJob:
     """The plan on its machines, or why it cannot be there."""
     file, overrides = words.split(options.words)
@@ -115,12 +139,14 @@ def _job(options: argparse.Namespace) -> LaunchJob:
     if loaded is None or found:
         raise InputError(found)
     run = budget.resolved(loaded)[0].run
+    if options.on != "terraform" and (problems := [*need_own_starter(run, f"--on {options.on}")]):
+        raise InputError(problems)
     machines = _machines(options, run)
     most = machines.domain if machines else options.ranks_per_node or run.plan.world
     if machines and run.plan.world > machines.gpus:
         what = f"the plan has {run.plan.world} ranks, and {machines.name} has {machines.gpus} GPUs"
         raise mistake(what, "plan for these machines, or name others by --cluster", "plan")
-    nodes, per_node = layout(run.plan, most, options.ranks_per_node or 0)
+    nodes, per_node = layout(run.plan, most, options.ranks_per_node or 0, machines.nodes if machines else None)
     if machines:
         preflight.require_cards(run, msgspec.structs.replace(machines, gpus=run.plan.world))
     out = (options.out or Path("launch") / f"{run.name}-{options.on}").absolute()

@@ -168,7 +168,7 @@ def with_weights(options: argparse.Namespace, work: Callable[["ModelFolder", "to
         raise mistake("there is no GPU that torch can use", "use --device cpu")
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     try:
-        work(open_folder(Path(options.model)), device)
+        work(open_folder(options.model), device)
     except CorruptError as error:
         print(f"meshwright: {error}; name another step of the run, as RUN@STEP", file=sys.stderr)
         return Exit.CORRUPT

@@ -5,7 +5,7 @@ import shlex
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -184,15 +184,19 @@ def _order(folder: Path, options: argparse.Namespace, **own: Any) -> RankSpec:
     return RankSpec(run=run, folder=str(folder), cache=cache, began=env.BEGAN, inject=options.inject, **own)
 
 
+def need_own_starter(run: Run, launcher: str) -> Iterator[Problem]:
+    """What a run asks for that no ranks have which somebody else starts."""
+    for key in (f"faults.{name}" for name in ("live", "memory_every") if getattr(run.faults, name)):
+        what = f"{key} needs our own starter, which starts ranks again, and not {launcher}"
+        yield Problem(what, f"use `meshwright train` on one machine, or leave {key} out", key)
+
+
 def _rank(run: Run, here: Place, options: argparse.Namespace) -> int:
     """Be one rank of a job that torchrun, Slurm or MPI started; a sidecar of the first one here watches them all."""
     from meshwright.runtime import run_folder as folders
 
-    own = [key for key in ("live", "memory_every") if getattr(run.faults, key)]
-    if own:
-        what = f"faults.{own[0]} needs our own starter, which starts ranks again, and {here.launcher} has started these"
-        remedy = f"use `meshwright train` on one machine, or leave faults.{own[0]} out"
-        raise InputError([Problem(what, remedy, f"faults.{own[0]}")])
+    if problems := [*need_own_starter(run, here.launcher)]:
+        raise InputError(problems)
     fresh = options.fresh and env.attempt() == 1  # a restart resumes what it was asked to start
     folder = options.folder or folders.find(run, fresh=fresh, extend=options.extend)
     # In this order: whoever claims the folder sets the summary aside before it changes the run.

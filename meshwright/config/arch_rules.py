@@ -83,7 +83,8 @@ def _routers(run: Run) -> Iterator[Problem]:
     if arch.router_load_bias and run.plan.parts > 1:
         key = "staleness" if run.plan.is_served else "sync_every"
         what = f"arch.router_load_bias moves by the load of all replicas, and plan.{key} = {getattr(run.plan, key)}"
-        yield Problem(f"{what} lets them part", "leave one of them out", "arch.router_load_bias")
+        remedy = f"set arch.router_load_bias = false, or leave plan.{key} out"
+        yield Problem(f"{what} lets them part", remedy, "arch.router_load_bias")
 
 
 def _layers(run: Run) -> Iterator[Problem]:

@@ -117,7 +117,7 @@ def _scales_over_tp(run: Run) -> Iterator[Problem]:
     arch, plan = run.arch, run.plan
     stated, remedy = f"plan.precision = fp8 with plan.tp = {plan.tp}", "or plan.precision = bf16"
     if arch.experts or arch.is_latent:
-        what = "mixtures" if arch.experts else "latent attention"
+        what = "MoE models" if arch.experts else "latent attention"
         yield Problem(f"{stated} is not offered for {what}", f"use plan.tp = 1 and plan.shard, {remedy}", "plan.tp")
         return
     if shares_heads(arch, plan.tp):
@@ -587,6 +587,7 @@ def _rates(run: Run) -> Iterator[Problem]:
         **{f"arch.{name}": (getattr(run.arch, name), 0.0, 1e12) for name in ARCH_CAPS},
         "faults.grace_seconds": (run.faults.grace_seconds, 0.0, 1e9),
         "faults.hang_seconds": (run.faults.hang_seconds, 0.1, 1e9),
+        "faults.meet_seconds": (run.faults.meet_seconds, 0.1, 1e9),
         "faults.spike": (run.faults.spike, 0.0, 1e9),
         "faults.straggler": (run.faults.straggler, 0.0, 1e9),
     }
@@ -776,19 +777,19 @@ def _live(run: Run) -> Iterator[Problem]:
         "plan.outer_quant": (plan.outer_quant != "none", "sends codes in collectives of its own"),
         "optim.sync_warmup": (run.optim.sync_warmup > 0, "adds up gradients in collectives of its own"),
         "plan.staleness": (plan.staleness is not None, "lets replicas part"),
-        "optim.name": (run.compresses, "keeps errors of its own on each replica"),
+        f"optim.name = {run.optim.name}": (run.compresses, "keeps errors of its own on each replica"),
         "plan.grad_reduce and plan.powersgd": (plan.reduces_lossily, "round what replicas send in ways of their own"),
         "plan.optimizer_offload": (plan.optimizer_offload != "none", "has states that no peer can be given"),
         "plan.cpu_offload": (plan.cpu_offload, "has states that no peer can be given"),
         "arch.router_load_bias": (run.arch.router_load_bias, "counts tokens over all replicas"),
         "log.noise_scale": (run.log.noise_scale, "compares the gradients of all replicas"),
         "optim.adascale": (run.optim.adascale, "compares the gradients of all replicas"),
-        "objective": (run.objective == "dpo", "counts pairs, not tokens, when it is dpo"),
+        "objective = dpo": (run.objective == "dpo", "counts pairs, not tokens"),
     }
     for key, (is_used, why) in refused.items():
         if is_used:
             yield Problem(
-                f"faults.live has no {key}, which {why}", f"leave {key} out, or leave faults.live out", key.split()[0]
+                f"faults.live cannot be combined with {key}, which {why}", "leave one of them out", key.split()[0]
             )
     if plan.ep > 1 and not plan.zero:
         what = f"faults.live needs every replica to be whole, and plan.ep = {plan.ep} shares experts among replicas"
@@ -820,7 +821,7 @@ def _compared(run: Run) -> Iterator[Problem]:
     if run.objective != "dpo":
         return
     if run.arch.experts:
-        what = "objective = dpo is not offered for mixtures, whose balance loss is one of tokens"
+        what = "objective = dpo is not offered for MoE models, whose balance loss is one of tokens"
         yield Problem(what, "use a dense model", "objective")
     for axis in ("cp", "pp"):
         if getattr(run.plan, axis) > 1:

@@ -1,4 +1,4 @@
-"""Files that are not on a disk of this machine: s3://, gs://, hf://, https:// and whatever else fsspec knows.
+"""Text of sources, and pieces of tokens, that lie in object storage.
 
 Text is read from where it is, as it is needed. A file is known by its address, its size and what its storage says of
 its version (an ETag, a checksum, a time of change), so that tokens are made again when it changes.

@@ -21,8 +21,6 @@ from torch import Tensor
 
 from meshwright.spec.blockwise import FORMATS, BlockFormat
 
-LARGEST_CODE = {8: 255, 4: 15}
-
 
 def dynamic_map(bits: int, *, signed: bool) -> list[float]:
     """The values of a dynamic map in ascending order; the largest is 1."""

@@ -99,23 +99,31 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
 
 
-def layout(plan: Plan, most: int, wanted: int) -> tuple[int, int]:
-    """How many machines, and ranks of each; `most` GPUs are in one, and the user may want fewer ranks there."""
+def layout(plan: Plan, most: int, wanted: int, machines: int | None = None) -> tuple[int, int]:
+    """How many machines, and ranks of each; `most` GPUs are in one, and the user may want fewer ranks there.
+
+    `machines` are as many as there are; None: nobody said.
+    """
     world, block = plan.world, plan.tp * plan.cp * plan.shard
     per_node = wanted or min(most, world)
     found: list[Problem] = []
+    able = [count for count in range(min(most, world), 0, -1) if world % count == 0]
+    able = [count for count in able if machines is None or world // count <= machines]
     if per_node > most:
         what = f"{per_node} ranks of a machine are more than its {most} GPUs"
         found.append(Problem(what, f"use --ranks-per-node {most} or fewer"))
     if world % per_node:
-        fits = [count for count in range(min(most, world), 0, -1) if world % count == 0]
         what = f"{world} ranks do not divide into machines of {per_node}"
-        remedy = f"use --ranks-per-node {fits[0]} ({world // fits[0]} machines), or a plan of another number of ranks"
-        found.append(Problem(what, remedy, "plan"))
+        other = f"use --ranks-per-node {able[0]} ({world // able[0]} machines), or " if able else "use "
+        found.append(Problem(what, f"{other}a plan of another number of ranks", "plan"))
+    elif machines is not None and world // per_node > machines:
+        what = f"{world} ranks are {world // per_node} machines of {per_node}, and there are {machines}"
+        other = f"use --ranks-per-node {able[0]}, or " if able else ""
+        found.append(Problem(what, f"{other}name more machines by --cluster"))
     for name, size in (("plan.tp", plan.tp), ("plan.tp × cp", plan.tp * plan.cp), ("plan.tp × cp × shard", block)):
         if max(size, per_node) % min(size, per_node) or (name == "plan.tp" and size > per_node):
             what = f"{name} = {size} does not lie inside machines of {per_node} ranks, so it would cross the network"
-            fits = [count for count in range(min(most, world), 0, -1) if world % count == 0 and count % size == 0]
+            fits = [count for count in able if count % size == 0]
             remedy = f"use --ranks-per-node {fits[0]}" if fits else f"use a size that divides {per_node}"
             found.append(Problem(what, remedy, "plan"))
             break

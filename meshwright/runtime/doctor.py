@@ -40,6 +40,10 @@ class Interface(msgspec.Struct, frozen=True, kw_only=True):
     gbit: float  # 0: it does not say
     driver: str = ""
 
+    @property
+    def rate(self) -> str:
+        return f"{self.gbit:g} Gb/s" if self.gbit else "rate unknown"
+
 
 class NetworkAdapter(msgspec.Struct, frozen=True, kw_only=True):
     """An InfiniBand, RoCE or EFA adapter."""
@@ -218,9 +222,11 @@ def _advice(facts: Sequence[RankFacts], told: Mapping[str, str]) -> Iterator[Fin
     first = facts[0]
     if len(first.interfaces) > 1 and not {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"} <= told.keys():
         best = max(first.interfaces, key=lambda one: one.gbit)
-        names = ", ".join(f"{one.name} ({one.gbit:g} Gb/s)" for one in first.interfaces)
+        names = ", ".join(f"{one.name} ({one.rate})" for one in first.interfaces)
         text = f"{len(first.interfaces)} interfaces are up ({names}), and libraries take the first that answers"
         remedy = f"set NCCL_SOCKET_IFNAME={best.name} and GLOO_SOCKET_IFNAME={best.name}"
+        if not best.gbit:
+            remedy = "set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the one between the machines"
         yield Finding(kind="advice", text=text, remedy=remedy)
     drivers = {one.driver for one in first.adapters}
     if "efa" in drivers and "FI_PROVIDER" not in told:

@@ -32,8 +32,10 @@ def found(address: str) -> tuple[Any, str]:
     kind = address.partition("://")[0].lower()
     try:
         return fsspec.url_to_fs(address)
-    except ImportError:
-        package = INSTALLS.get(kind, f"fsspec's package for {kind}")
+    except ImportError as error:
+        if (package := INSTALLS.get(kind)) is None:
+            what = f"{address} needs a package of its own: {words_of(error)}"
+            raise mistake(what, "install what is named there") from None
         raise mistake(f"{address} needs {package} to be read", f"run: pip install {package}") from None
     except ValueError:
         raise mistake(

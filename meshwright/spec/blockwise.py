@@ -7,7 +7,6 @@ between columns all its ranks hold the scale, agreed by a maximum over them.
 
 import math
 from collections.abc import Mapping
-from typing import Literal
 
 import msgspec
 
@@ -17,7 +16,6 @@ LEAST_ELEMENTS, LEAST_ROW = 4096, 32
 
 SCALES = "_scales"  # how their names in checkpoints end
 
-QuantizedDtype = Literal["int8", "int4"]
 Columns = tuple[int, int]  # the first and one past the last of a rank's columns, in the whole weight
 
 

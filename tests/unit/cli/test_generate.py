@@ -149,6 +149,7 @@ def test_folders_that_cannot_be_used_are_refused(folder, tmp_path, capsys):
         return capsys.readouterr().err
 
     assert "is not a folder" in refusal(tmp_path / "nowhere")
+    assert "fetch them first: meshwright convert s3://bucket/run FOLDER" in refusal("s3://bucket/run")
     if not torch.cuda.is_available():
         assert refusal(folder, "--device", "cuda") == (
             "meshwright: there is no GPU that torch can use; use --device cpu\n"

@@ -28,7 +28,7 @@ WRONG = [
     (["plan.fp8_grad=e5m2"], "plan.fp8_grad = e5m2 is for FP8 matmuls, and plan.precision = fp32"),
     ([*FP8_TP, "plan.tp=4"], "leaves each rank 8 of arch.kv_heads · head_dim = 32, which is no multiple of 16"),
     ([*FP8_TP, "plan.tp=8"], "would round the gradient of arch.kv_heads = 4 shared heads in parts"),
-    ([*FP8_TP, "plan.tp=2", "arch.experts=4", "arch.top_k=2", "arch.expert_ffn=32"], "is not offered for mixtures"),
+    ([*FP8_TP, "plan.tp=2", "arch.experts=4", "arch.top_k=2", "arch.expert_ffn=32"], "is not offered for MoE models"),
     (
         [*FP8_TP, "plan.tp=2", "plan.pp=2", "plan.schedule=zb1p"],
         "would agree on scales twice",
@@ -72,11 +72,11 @@ WRONG = [
     (["plan.replicate=1", "plan.sync_every=4"], "is for replicas that sync rarely, and plan.replicate = 1"),
     (
         [*REPLICAS, "faults.live=true", "plan.sync_every=4", "plan.outer_quant=int8"],
-        "has no plan.outer_quant, which sends",
+        "cannot be combined with plan.outer_quant, which sends",
     ),
     (
         [*REPLICAS, "faults.live=true", "plan.sync_every=4", "optim.sync_warmup=2"],
-        "has no optim.sync_warmup, which adds",
+        "cannot be combined with optim.sync_warmup, which adds",
     ),
     ([*REPLICAS, "faults.live=true", "faults.memory_every=4"], "with faults.live replicas have the state"),
     ([*REPLICAS, "plan.sync_every=0"], "plan.sync_every = 0 is not a count"),
@@ -112,6 +112,7 @@ WRONG = [
     (["faults.compare_every=-5"], "faults.compare_every = -5 is negative"),
     (["faults.hang_seconds=0.0"], "faults.hang_seconds = 0.0 is out of range"),
     (["faults.grace_seconds=-1.0"], "faults.grace_seconds = -1.0 is out of range"),
+    (["faults.meet_seconds=nan"], "faults.meet_seconds = nan is out of range"),
     (["faults.spike=nan"], "faults.spike = nan is out of range"),
     (["faults.straggler=-1.0"], "faults.straggler = -1.0 is out of range"),
     (["data.eval_fraction=0.9"], "out of range"),

@@ -172,12 +172,14 @@ def test_pieces_that_a_store_has_are_fetched_and_not_made(make_run, text, bucket
         ("memory://bucket/none", "no file is at memory://bucket/none"),
         ("memory://bucket/tokens.bin", "holds ready tokens, which are mapped into memory from a disk"),
         ("s3://bucket/text", "needs s3fs to be read; run: pip install s3fs"),
+        ("sftp://host/text", "needs a package of its own: .*paramiko.*; install what is named there"),
         ("what://bucket/text", "is of a kind that fsspec does not know"),
     ],
 )
 def test_what_cannot_be_read_from_afar_is_told(make_run, bucket, tmp_path, monkeypatch, address, told):
     bucket.pipe("/bucket/tokens.bin", b"\0\0" * 4096)
-    monkeypatch.setitem(__import__("sys").modules, "s3fs", None)
+    for package in ("s3fs", "paramiko"):
+        monkeypatch.setitem(__import__("sys").modules, package, None)
     with pytest.raises(InputError, match=told):
         prepare(make_run(Data(source=address)), tmp_path, silent)
 
@@ -197,3 +199,23 @@ def test_the_verb_prepares_and_then_has_nothing_to_do(text, tmp_path, monkeypatc
 def test_a_part_is_one_of_several(said):
     with pytest.raises(InputError, match="is no part of several"):
         part_of(said)
+
+
+def test_an_array_makes_all_parts(capsys):
+    assert main(["data", "prepare", "--on", "slurm", "--part", "3/16"]) == 2
+    assert "--part cannot be combined with --on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("show --part 1/2", "--part is for `data prepare`"),
+        ("show --submit", "--submit is for `data prepare --on`"),
+        ("prepare --submit", "--submit is for `data prepare --on`"),
+        ("prepare --sample 3", "--sample is for `data show`"),
+        ("prepare --on datatrove --partition a", "--partition is for --on slurm"),
+    ],
+)
+def test_no_flag_is_ignored(words, told, capsys):
+    assert main(["data", *words.split()]) == 2
+    assert told in capsys.readouterr().err

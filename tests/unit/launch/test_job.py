@@ -55,6 +55,14 @@ def test_what_would_cross_the_network_is_refused_with_the_remedy(sizes, wanted, 
     assert told in str(refused.value)
 
 
+def test_no_more_machines_are_asked_for_than_there_are():
+    with pytest.raises(InputError, match="12 ranks are 3 machines of 4, and there are 2; use --ranks-per-node 6"):
+        layout(plan(replicate=12), 6, 4, machines=2)
+    with pytest.raises(InputError, match=r"does not lie inside machines of 6 ranks, .*; use a size that divides 6"):
+        layout(plan(replicate=3, tp=4), 6, 0, machines=2)
+    assert layout(plan(replicate=3, tp=4), 6, 4, machines=3) == (3, 4)
+
+
 def test_every_remedy_of_a_layout_is_one():
     for sizes in ({"replicate": 12}, {"replicate": 4, "shard": 6}):
         with pytest.raises(InputError) as refused:
@@ -80,6 +88,11 @@ def test_every_remedy_of_a_layout_is_one():
             ["--cluster", "2x8xh100", "--on", "torchrun", "--shared", "--submit"],
             "--submit does not start --on torchrun",
         ),
+        (["--cluster", "2x8xh100", "--shared", "faults.live=true"], "faults.live needs our own starter"),
+        (["--cluster", "2x8xh100", "--on", "mpi", "faults.memory_every=5"], "faults.memory_every needs our own"),
+        (["--cluster", "2x8xh100", "--nodes", "3"], "--nodes is for --node-rank, not for --on slurm"),
+        (["--on", "mpi", "--node-rank", "0"], "--on cannot be combined with --node-rank"),
+        (["--on", "mpi", "--partition", "a"], "--partition is for --on slurm, not for --on mpi"),
         ([], "the plan has 16"),
     ],
 )

@@ -73,6 +73,10 @@ def test_settings_are_suggested_with_their_reason():
     assert "FI_PROVIDER=efa" in found[1].remedy
     told = {"NCCL_SOCKET_IFNAME": "x", "GLOO_SOCKET_IFNAME": "x", "FI_PROVIDER": "efa"}
     assert findings(many, [], told) == []
+    silent = (Interface(name="eth0", gbit=0.0), Interface(name="eth1", gbit=0.0))  # as virtual ones are
+    advice, *_ = findings([msgspec.structs.replace(one, interfaces=silent, adapters=()) for one in ranks()], [], {})
+    assert "eth0 (rate unknown)" in advice.text
+    assert "=eth0" not in advice.remedy
     gve = [
         msgspec.structs.replace(one, interfaces=(Interface(name="e", gbit=100, driver="gve"),), adapters=())
         for one in ranks()

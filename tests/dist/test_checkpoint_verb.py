@@ -33,15 +33,21 @@ def user(tmp_path_factory):
 
 def kill_after(folder: Path, name: str, saves: int, *words: str, place: Path | None = None) -> None:
     """Train until so many steps are saved, or copied to another place, and kill the launcher."""
-    launcher = subprocess.Popen(
-        [sys.executable, "-m", "meshwright", *WORDS, *words, "--ranks", "2", "--folder", name],
-        cwd=folder,
-        env=environment(folder),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    said = folder / f"{name}.txt"
+    with said.open("w") as output:
+        launcher = subprocess.Popen(
+            [sys.executable, "-m", "meshwright", *WORDS, *words, "--ranks", "2", "--folder", name],
+            cwd=folder,
+            env=environment(folder),
+            stdout=output,
+            stderr=output,
+        )
     home = (place or folder / name) / "checkpoints"
-    until(lambda: len(list(home.glob("step-*/manifest.json"))) >= saves, "nothing was saved")
+    until(
+        lambda: len(list(home.glob("step-*/manifest.json"))) >= saves or launcher.poll() is not None,
+        "nothing was saved",
+    )
+    assert launcher.poll() is None, said.read_text()
     ranks = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
     launcher.send_signal(signal.SIGKILL)
     launcher.wait()

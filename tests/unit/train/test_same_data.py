@@ -24,9 +24,13 @@ def test_the_first_attempt_remembers_and_the_next_one_holds_to_it(tmp_path, monk
     class Init:
         folder = ""
 
+    class Adapter:
+        kind = "none"
+
     class Run:
         data = Data
         init = Init
+        adapter = Adapter
 
     class Corpus:
         sources = (None,)

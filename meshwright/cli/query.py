@@ -42,6 +42,7 @@ class PlanQuery(msgspec.Struct, frozen=True, kw_only=True):
     machines: str  # likewise
     assumed: tuple[str, ...]  # what was not said
     words: tuple[str, ...] = ()  # that a run of it begins with: a run file or a model, and settings beside the plan
+    stated: frozenset[str] = frozenset()  # keys that the command line states, whatever a run file says
     approximate: str = ""  # why the model is not quite what was asked about, and cannot be trained
 
 
@@ -80,6 +81,7 @@ def put(options: argparse.Namespace, arch: Arch | None = None) -> PlanQuery:
         model=_named(Path(target)) if target and approximate else model,
         machines=text,
         assumed=(*(word.replace("=", " = ") for word in guessed), *assumed),
+        stated=frozenset(word.partition("=")[0] for word in (*overrides, *flags(options))),
         words=() if approximate or arch else tuple(_begin(target, asked.run.arch, kept)),
         approximate=approximate,
     )
@@ -159,7 +161,8 @@ def command(asked: PlanQuery, run: Run) -> list[str]:
         stated.discard("stages")
     values: dict[str, Any] = {"name": run.name, "sequence": run.sequence, "batch": run.batch}
     if asked.words and asked.words[0].endswith(".toml"):
-        values = {key: value for key, value in values.items() if getattr(asked.asked.run, key) != value}
+        said, written = asked.stated, asked.asked.run
+        values = {key: value for key, value in values.items() if key in said or getattr(written, key) != value}
     values |= {"goal.cluster": run.goal.cluster}
     optim: dict[str, Any] = {}
     for name in ("master_weights", "stochastic_rounding", "state_dtype"):

@@ -1,6 +1,7 @@
 """What adapters and frozen weights ask of a run: rules between `[adapter]`, `optim.freeze`, the model and the plan."""
 
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from itertools import accumulate
 
 import msgspec
@@ -104,12 +105,31 @@ def _plan(run: Run) -> Iterator[Problem]:
         kind = "latent attention" if arch.is_latent else f"{arch.kv_heads} heads of keys and values for {plan.tp} ranks"
         what = f"adapters of {kind} are not cut by plan.tp = {plan.tp}"
         yield Problem(what, "use plan.tp = 1 with plan.shard, or a smaller plan.tp", "plan.tp")
-    if plan.tp > 1 and run.adapter.dropout and arch.experts:
+    if plan.tp > 1 and drops_beside_experts(arch):
         what = f"adapter.dropout beside routed experts is not proved under plan.tp = {plan.tp}"
         yield Problem(what, "use plan.tp = 1, or leave adapter.dropout out", "adapter.dropout")
     if plan.precision == "fp8":
         what = f"plan.precision = fp8 is for weights that are all trained, and {key} freezes some"
         yield Problem(what, "use plan.precision = bf16", "plan.precision")
+
+
+def drops_beside_experts(arch: Arch) -> bool:
+    """Whether adapters drop something in a model with routed experts."""
+    return arch.adapter.dropout > 0 and arch.experts > 0
+
+
+def cuts_tuned(arch: Arch, tp: int) -> bool:
+    """Whether so many ranks of tp can cut a model's adapters and what is in few bits, by the rules of this file."""
+    if tp == 1 or arch.tuning is msgspec.UNSET:
+        return True
+    return cuts_adapters(arch, tp) and not drops_beside_experts(arch) and next(_cut_blocks(arch, tp), None) is None
+
+
+def _cut_blocks(arch: Arch, tp: int) -> Iterator[Param]:
+    """Weights in NF4 of which so many ranks of tp would cut elements that share a scale."""
+    held = arch.adapter.held
+    rows = (param for param in params(arch) if param.held == "nf4" and param.split is Split.ROW)
+    return (param for param in rows if is_whole(held, param.shape[1]) and not is_whole(held, param.shape[1], tp))
 
 
 def _held(run: Run) -> Iterator[Problem]:
@@ -128,11 +148,12 @@ def _held(run: Run) -> Iterator[Problem]:
             what = f"NF4 has one scale for {BLOCK} inputs, and {layer} has {into}"
             yield Problem(what, f"{plain}, or arch with widths that {BLOCK} divides", key)
             return
-        if param.split is Split.ROW and tp > 1 and not is_whole(held, into, tp):
-            what = f"plan.tp = {tp} would cut NF4 blocks: {layer} has {into} inputs, in blocks of {BLOCK}"
-            most = max(ranks for ranks in range(1, tp) if is_whole(held, into, ranks))
-            yield Problem(what, f"use plan.tp = {most} with plan.shard, or {plain.removeprefix('use ')}", "plan.tp")
-            return
+    for param in _cut_blocks(arch, tp) if tp > 1 else ():
+        layer, into = param.name.removesuffix(".weight"), param.shape[1]
+        what = f"plan.tp = {tp} would cut NF4 blocks: {layer} has {into} inputs, in blocks of {BLOCK}"
+        most = max(ranks for ranks in range(1, tp) if is_whole(held, into, ranks))
+        yield Problem(what, f"use plan.tp = {most} with plan.shard, or {plain.removeprefix('use ')}", "plan.tp")
+        return
 
 
 def _compressing(run: Run) -> Iterator[Problem]:
@@ -146,12 +167,19 @@ def _stages(run: Run) -> Iterator[Problem]:
     plan, arch, stages = run.plan, run.arch, run.plan.pp * run.plan.chunks
     if plan.pp == 1 or arch.tuning is msgspec.UNSET or len(plan.stages) != stages:
         return
-    for stage, end in enumerate(accumulate(plan.stages)):
-        layers = range(end - plan.stages[stage], end)
-        if not any(_in_stage(param, layers, stage, stages) for param in trained(arch)):
-            what = f"all weights of stage {stage} of the pipeline are frozen"
-            yield Problem(what, "use plan.pp = 1, or train something in every stage", "plan.pp")
-            return
+    if (stage := idle_stage(arch, plan.stages)) is not None:
+        what = f"all weights of stage {stage} of the pipeline are frozen"
+        yield Problem(what, "use plan.pp = 1, or train something in every stage", "plan.pp")
+
+
+@lru_cache(maxsize=1024)
+def idle_stage(arch: Arch, stages: tuple[int, ...]) -> int | None:
+    """The first stage of so many layers each that trains nothing, if there is one."""
+    for stage, end in enumerate(accumulate(stages)):
+        layers = range(end - stages[stage], end)
+        if not any(_in_stage(param, layers, stage, len(stages)) for param in trained(arch)):
+            return stage
+    return None
 
 
 def _in_stage(param: Param, layers: range, stage: int, stages: int) -> bool:
@@ -161,12 +189,11 @@ def _in_stage(param: Param, layers: range, stage: int, stages: int) -> bool:
     return stage == (0 if begins else stages - 1)
 
 
+TUNED_PLAN_RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (_plan, _held, _stages)
 TUNING_RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
     _kind,
     _targets,
     _freeze,
-    _plan,
-    _held,
+    *TUNED_PLAN_RULES,
     _compressing,
-    _stages,
 )

@@ -75,9 +75,9 @@ class ActivationPolicy(msgspec.Struct, frozen=True, kw_only=True):
         """The recomputed ones among so many layers of a stage, those of one run together."""
         return runs(self.recompute, layers)
 
-    def share(self, layers: int) -> float:
-        """The recomputed share of so many layers."""
-        return sum(map(len, self.runs(layers))) / layers if layers else 0.0
+    def share(self, layers: int, still: int = 0) -> float:
+        """Layers that are recomputed ÷ those that a backward reaches: of so many, all but the first that are still."""
+        return sum(map(len, reached(self.runs(layers), still))) / (layers - still) if layers > still else 0.0
 
 
 class MicrobatchShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -294,18 +294,29 @@ def rows_per_sequence(arch: Arch, sequence: int) -> int:
     return every if arch.router == "expert_choice" else min(sequence * arch.top_k, every)
 
 
+def reached(recomputed: tuple[range, ...], still: int) -> tuple[range, ...]:
+    """Those runs of layers that a backward asks for: not where all of their layers are among the first `still`."""
+    return tuple(run for run in recomputed if run[-1] >= still)
+
+
 @lru_cache(maxsize=4096)
-def saved_activations(work: MicrobatchShape, mixtures: tuple[bool, ...], last: bool, policy: str) -> SavedActivations:
-    """What a part of the model saves; `mixtures` says for each of its layers whether it is an MoE layer."""
+def saved_activations(
+    work: MicrobatchShape, mixtures: tuple[bool, ...], last: bool, policy: str, still: int = 0
+) -> SavedActivations:
+    """What a part of the model saves; `mixtures` says for each of its layers whether it is an MoE layer.
+
+    Its first `still` layers, which no backward reaches, save nothing.
+    """
     kinds = set(mixtures)
     whole = {mixture: block_kept(work, mixture) for mixture in kinds}
     each = {mixture: as_kept(work, mixture, size) for mixture, size in whole.items()}
-    blocks = [each[mixture] for mixture in mixtures]
-    recomputed = runs(policy, len(blocks))
-    inside = [sum(whole[mixtures[layer]] for layer in run) for run in recomputed]
+    blocks = [each[mixture] if layer >= still else 0.0 for layer, mixture in enumerate(mixtures)]
+    recomputed = reached(runs(policy, len(blocks)), still)
+    inside = [sum(whole[mixtures[layer]] for layer in run if layer >= still) for run in recomputed]
     selected = {mixture: _selected(work, mixture) for mixture in kinds} if by_operation(policy) else {}
     remaining = [
-        sum(selected[mixtures[layer]] for layer in run) if selected else _input_kept(work) for run in recomputed
+        sum(selected[mixtures[layer]] for layer in run if layer >= still) if selected else _input_kept(work)
+        for run in recomputed
     ]
     alone = sum(blocks) - sum(blocks[layer] for run in recomputed for layer in run)
     tables = 2 if work.arch.rope_local_theta else 1  # once for all layers, of each base
@@ -314,18 +325,18 @@ def saved_activations(work: MicrobatchShape, mixtures: tuple[bool, ...], last: b
     ahead = _ahead_kept(work, mixtures, policy) if last and work.arch.mtp_layers else 0.0
     everything = SavedActivations(
         activations=alone + sum(remaining) + rope + ahead + (_end_kept(work) if last else 0.0),
-        first_run=(remaining[0] if remaining else blocks[0] if blocks else 0.0) + rope,
+        first_run=(remaining[0] if remaining else blocks[still] if still < len(blocks) else 0.0) + rope,
         first_blocks=len(recomputed[0]) if recomputed else 1,
         recomputed=max((size - left for size, left in zip(inside, remaining, strict=True)), default=0.0),
         activation_grads=_activation_grads(work),
-        between=len(blocks) * _matmul_grads(work),
+        between=(len(blocks) - still) * _matmul_grads(work),
         logits=logits * (1 + work.arch.mtp_layers),
         loss=loss,
     )
     if not work.offloads:
         return everything
     repeated = {layer for run in recomputed for layer in run}
-    moved = [moved_bytes(work, size, layer in repeated) for layer, size in enumerate(blocks)]
+    moved = [moved_bytes(work, size, layer in repeated) if size else 0.0 for layer, size in enumerate(blocks)]
     return msgspec.structs.replace(
         everything,
         activations=everything.activations - sum(moved),

@@ -11,10 +11,11 @@ from functools import cache
 from itertools import accumulate
 
 from meshwright.cost.activations import ActivationPolicy, policy_of
-from meshwright.cost.rank_view import stage_lengths
+from meshwright.cost.rank_view import GradFlow, grad_flow, reaches_projection_input, stage_lengths, still_blocks
 from meshwright.spec.arch import Arch
-from meshwright.spec.params import params
+from meshwright.spec.params import Param, params
 from meshwright.spec.plan import Plan
+from meshwright.spec.tuning import DOWN, UP
 
 TABLES = frozenset({"embed.weight", "positions.weight"})  # looked up, but for a tied projection
 TRAINING = 3  # one forward, and a backward of two products for each of its one
@@ -66,31 +67,75 @@ def step_flops(arch: Arch, sequence: int, batch: int, span: float | None = None)
 
     `span` is the mean over tokens of the document that each is in; None: nothing is masked.
     """
-    trained = passes(arch) * forward_flops_per_token(arch, span or sequence) - spared_flops_per_token(arch)
-    return trained * sequence * batch
+    return (_products_per_token(arch) + _attended_per_token(arch, span or sequence, False)) * sequence * batch
+
+
+def attention_share(arch: Arch, span: float) -> float:
+    """Attention's share of `step_flops`."""
+    attended = _attended_per_token(arch, span, False)
+    return attended / (_products_per_token(arch) + attended)
+
+
+def _products_per_token(arch: Arch) -> float:
+    """Products with weights in a step, forward and back."""
+    return passes(arch) * product_flops_per_token(arch) - spared_flops_per_token(arch)
+
+
+def _attended_per_token(arch: Arch, span: float, causal: bool) -> float:
+    """Attention in a step, forward and back: beneath the first weight that is trained there is no way back."""
+    still = (layer for layer, flow in enumerate(grad_flow(arch)) if not flow.attended)
+    spared = sum((TRAINING - 1) * _attention(arch, layer, span, causal) for layer in still)
+    return passes(arch) * attention_flops_per_token(arch, span, causal) - spared
 
 
 @cache
 def spared_flops_per_token(arch: Arch) -> float:
-    """The products for gradients of weights, of those that are frozen: a backward through them has one product."""
+    """The products that a backward does not have: for gradients of frozen weights, and of inputs that have none."""
     projects = "embed.weight" if arch.tied else "head.weight"
     spared = 0.0
     for param in params(arch):
-        if not param.trained and param.is_matrix and param.name not in TABLES - {projects}:
-            spared += 2 * param.numel * (_share(arch) if param.expert else 1)
+        if not param.is_matrix or param.name in TABLES - {projects}:
+            continue
+        times = 1 + arch.mtp_layers if param.name == projects else _share(arch) if param.expert else 1
+        spared += 2 * param.numel * times * ((not param.trained) + (not _reads_gradient(arch, param)))
     return spared
+
+
+def _reads_gradient(arch: Arch, param: Param) -> bool:
+    """Whether what a matrix reads has a gradient."""
+    if param.layer < 0:
+        return reaches_projection_input(arch)
+    name, flow = param.name.split(".", 2)[2], grad_flow(arch)[param.layer]
+    if name.endswith(UP) or arch.looks_ahead(param.layer):
+        return True  # an adapter's first matrix is trained with its second
+    return _flows_into(name, flow, {each.name.split(".", 2)[2] for each in _trained_beside(arch, param.layer)})
+
+
+def _flows_into(name: str, flow: GradFlow, trained: set[str]) -> bool:
+    module = name.split(".")
+    if module[0] == "attn":
+        if module[1] == "out":
+            return flow.attended
+        ways = {"q_up": "attn.q_down", "kv_up": "attn.kv_down"}
+        return flow.attn_in or (module[1] in ways and any(each.startswith(ways[module[1]]) for each in trained))
+    *path, last = (each for each in module if each not in ("weight", DOWN))
+    inward = tuple(".".join([*path, each]) for each in ("gate", "up"))
+    return flow.mlp_in or (last == "down" and any(each.startswith(inward) for each in trained))
+
+
+@cache
+def _trained_beside(arch: Arch, layer: int) -> tuple[Param, ...]:
+    return tuple(param for param in params(arch) if param.layer == layer and param.trained)
 
 
 def causal_step_flops(arch: Arch, sequence: int, batch: int, span: float | None = None) -> float:
     """The same with attention as it is computed: a token sees itself and what came before it in its document."""
-    attention = attention_flops_per_token(arch, span or sequence, causal=True)
-    trained = passes(arch) * (product_flops_per_token(arch) + attention) - spared_flops_per_token(arch)
-    return trained * sequence * batch
+    return (_products_per_token(arch) + _attended_per_token(arch, span or sequence, True)) * sequence * batch
 
 
 def attention_flops(arch: Arch, sequence: int, batch: int, span: float | None = None) -> float:
     """Attention's share of `step_flops`; products with weights are the rest."""
-    return passes(arch) * attention_flops_per_token(arch, span or sequence) * sequence * batch
+    return _attended_per_token(arch, span or sequence, False) * sequence * batch
 
 
 def document_span(sequence: int, mean_document: float) -> float:
@@ -123,6 +168,8 @@ def recomputed_flops(
         stage = range(end - length, end)
         for run in policy.runs(len(stage)):
             layers = [stage[number] for number in run]
+            if layers[-1] < still_blocks(arch):  # no backward asks for it
+                continue
             recomputed += sum(block_flops_per_token(arch, layer, span or sequence) for layer in layers)
             recomputed -= 0 if policy.to_the_end else _unneeded(arch, layers[-1])
     return step_flops(arch, sequence, batch, span) + recomputed * sequence * batch
@@ -145,8 +192,10 @@ def _unneeded(arch: Arch, layer: int) -> float:
     A mixture ends with its shared experts, and then only if no loss of its own comes after them. What a compiler made
     is computed to its end.
     """
-    if arch.looks_ahead(layer) or arch.ends_in_norm or arch.adapter.takes("mlp.down"):
-        return 0.0  # a norm or an adapter comes after it, and saves something
+    if arch.looks_ahead(layer) or arch.ends_in_norm:
+        return 0.0  # a norm comes after it, and saves something
+    if arch.adapter.takes("mlp.down"):  # the last product is the adapter's; magnitudes save what they multiply
+        return 0.0 if arch.adapter.kind == "dora" or arch.is_mixture(layer) else 2.0 * arch.adapter.rank * arch.hidden
     if not arch.is_mixture(layer):
         return 2.0 * arch.ffn * arch.hidden
     if arch.balance_loss or arch.z_loss:

@@ -38,6 +38,7 @@ from meshwright.cost.primitives import (
     product_seconds,
     rates,
 )
+from meshwright.cost.rank_view import reaches_projection_input, still_blocks
 from meshwright.cost.traffic import Axis, Kind, fp8_scales
 from meshwright.hardware.stacks import Efficiency, StackSpeed, efficiency_of
 from meshwright.spec.arch import Arch
@@ -251,11 +252,13 @@ def decoded_elements(arch: Arch, mixture: bool) -> int:
 
 @cache
 def trained_share(arch: Arch) -> float:
-    """Of the elements of all matrices in blocks, adapters apart, those that have a gradient."""
+    """Of the elements of all matrices in blocks that a backward reaches, adapters apart, those that have a gradient."""
     matrices = [
-        param for param in params(arch) if param.layer >= 0 and len(param.shape) > 1 and not is_adapter(param.name)
+        param
+        for param in params(arch)
+        if param.layer >= still_blocks(arch) and len(param.shape) > 1 and not is_adapter(param.name)
     ]
-    return sum(param.numel for param in matrices if param.trained) / sum(param.numel for param in matrices)
+    return sum(param.numel for param in matrices if param.trained) / max(sum(param.numel for param in matrices), 1)
 
 
 def _adapters(at: LayerModel, mixture: bool) -> PassTimes:
@@ -536,13 +539,12 @@ def _projection(at: LayerModel) -> PassTimes:
     logits += moved_seconds(at.tokens * vocab * CAP_PASSES * at.rates.width, at.rates) if arch.logit_softcap else 0.0
     collected = at.collective("all_gather", "tp", size)
     kept = moved_seconds(vocab * arch.hidden * at.adding, at.rates)
+    back = _head_product(at.tokens, arch.hidden, vocab, at) if reaches_projection_input(arch) else 0.0
     return PassTimes(
         forward=TimeTerms(
             products=_head_product(at.tokens, vocab, arch.hidden, at), elementwise=logits / 3, tp=collected
         ),
-        input=TimeTerms(
-            products=_head_product(at.tokens, arch.hidden, vocab, at), elementwise=2 * logits / 3, tp=collected
-        ),
+        input=TimeTerms(products=back, elementwise=2 * logits / 3, tp=collected),
         weight=TimeTerms(products=_head_product(vocab, arch.hidden, at.tokens, at), elementwise=kept)
         if arch.trains("embed.weight" if arch.tied else "head.weight")
         else NOTHING,

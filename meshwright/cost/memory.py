@@ -27,7 +27,7 @@ from meshwright.cost.activations import (
 )
 from meshwright.cost.job import Job
 from meshwright.cost.layout import LedgerEntry, Name, ResidentMemory, state_layout, total
-from meshwright.cost.rank_view import placement, stage_lengths
+from meshwright.cost.rank_view import placement, stage_lengths, still_blocks
 from meshwright.cost.resident import PIECE, SLOTS, buffered, hosted, largest_weight, served, sharded
 from meshwright.cost.traffic import FIRST
 from meshwright.hardware.cluster import Cluster
@@ -382,7 +382,8 @@ def _parts(job: Job, rank: int) -> dict[int, SavedActivations]:
     for stage, (length, end) in enumerate(zip(lengths, accumulate(lengths), strict=True)):
         if ranks[stage] == rank:
             mixtures = tuple(arch.is_mixture(layer) for layer in range(end - length, end))
-            found[stage] = saved_activations(work, mixtures, stage == last, blocks)
+            still = min(max(still_blocks(arch) - (end - length), 0), length)
+            found[stage] = saved_activations(work, mixtures, stage == last, blocks, still)
     return found
 
 

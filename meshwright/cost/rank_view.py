@@ -330,6 +330,18 @@ def grad_flow(arch: Arch) -> tuple[GradFlow, ...]:
     return tuple(found)
 
 
+@cache
+def still_blocks(arch: Arch) -> int:
+    """The first blocks that a backward never reaches, as neither they nor what is before them is trained."""
+    return sum(not flow.out for flow in grad_flow(arch))
+
+
+@cache
+def reaches_projection_input(arch: Arch) -> bool:
+    """Whether what the output projection reads has a gradient: not where it alone is trained."""
+    return grad_flow(arch)[-1].out or any(param.trained for param in params(arch) if param.name.startswith("norm."))
+
+
 def _through(arch: Arch, trained: set[str], flows: bool) -> GradFlow:
     """Of a layer of which some weights are trained, and whose input has a gradient or not."""
 

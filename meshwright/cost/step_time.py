@@ -17,9 +17,8 @@ import msgspec
 from meshwright.cost.activations import ActivationPolicy, Quant, activation_policy
 from meshwright.cost.flops import (
     TRAINING,
-    attention_flops_per_token,
+    attention_share,
     causal_step_flops,
-    forward_flops_per_token,
     recomputed_flops,
     step_flops,
     utilization,
@@ -37,7 +36,7 @@ from meshwright.cost.layer_time import (
 )
 from meshwright.cost.layout import label_of
 from meshwright.cost.primitives import axis_span, collective_seconds, slowest
-from meshwright.cost.rank_view import placement, stage_lengths
+from meshwright.cost.rank_view import placement, stage_lengths, still_blocks
 from meshwright.cost.simulate import StageCost, makespan
 from meshwright.cost.weight_time import OverlapWindow, WeightSeconds, least_seconds, weight_seconds
 from meshwright.hardware.stacks import Efficiency, efficiency_of
@@ -70,6 +69,7 @@ class StageKind(NamedTuple):
     mixtures: int
     first: bool
     last: bool
+    still: tuple[bool, ...] = ()  # of its first layers, those that no backward reaches: whether they are mixtures
 
 
 class StepTimeline(msgspec.Struct, frozen=True, kw_only=True):
@@ -192,7 +192,7 @@ def _timed(
 ) -> Stages:
     """Most stages are alike, so each kind is timed once."""
     kinds, places = kinds_of(at.arch, lengths)
-    timed = [stage_passes(at, kind.dense, kind.mixtures, policy) + ends(at, kind.first, kind.last) for kind in kinds]
+    timed = [stage_passes(at, kind, policy) + ends(at, kind.first, kind.last) for kind in kinds]
     if at.arch.compared:  # the reference goes forward as well
         timed = [each._replace(forward=each.forward * 2) for each in timed]
     seconds = [passes.seconds for passes in timed]
@@ -211,19 +211,22 @@ def kinds_of(arch: Arch, lengths: tuple[int, ...]) -> tuple[tuple[StageKind, ...
     places, start, last = [], 0, len(lengths) - 1
     for stage, length in enumerate(lengths):
         mixtures = sum(map(arch.is_mixture, range(start, start + length))) if arch.experts else 0
-        kind = StageKind(length - mixtures, mixtures, stage == 0, stage == last)
+        still = tuple(arch.is_mixture(layer) for layer in range(start, min(start + length, still_blocks(arch))))
+        kind = StageKind(length - mixtures, mixtures, stage == 0, stage == last, still)
         places.append(found.setdefault(kind, len(found)))
         start += length
     return tuple(found), tuple(places)
 
 
 @lru_cache(maxsize=8192)
-def stage_passes(at: LayerModel, dense: int, mixtures: int, policy: ActivationPolicy) -> PassTimes:
+def stage_passes(at: LayerModel, kind: StageKind, policy: ActivationPolicy) -> PassTimes:
     """The blocks of a stage; of those that are recomputed, each kind has its fair share."""
-    recomputed, operations = policy.share(dense + mixtures), policy.by_operation
+    recomputed, operations = policy.share(kind.dense + kind.mixtures, len(kind.still)), policy.by_operation
     total = PassTimes()
-    for mixture, count in ((False, dense), (True, mixtures)):
-        if not count:
+    for mixture, every in ((False, kind.dense), (True, kind.mixtures)):
+        if still := kind.still.count(mixture):
+            total += PassTimes(forward=block(at, mixture).forward * still)
+        if not (count := every - still):
             continue
         if policy.saves_plainly:  # what is recomputed is all that blocks differ in
             repeated = recomputed_terms(at, mixture, operations) * recomputed
@@ -293,7 +296,7 @@ def _waterfall(job: Job, known: StepTimeline, working: PassTimes) -> Iterator[Ti
     """Where the seconds go, from the data sheet down; the mean rank's, so that the idle ones are the bubble."""
     at, pipeline, weights = known.at, known.pipeline, _weights(job, known)
     ideal = step_flops(job.arch, job.sequence, job.plan.batch, job.span) / job.plan.world / at.rates.peak
-    product_ideal = ideal * _products_share(job.arch, job.span or job.sequence)
+    product_ideal = ideal * (1 - attention_share(job.arch, job.span or job.sequence))
     once = working.forward + working.input + working.weight
     idle = pipeline - working.seconds
     # Sends on the critical path: of the first microbatch down and the last one up; in between one each way blocks.
@@ -335,19 +338,13 @@ def _waterfall(job: Job, known: StepTimeline, working: PassTimes) -> Iterator[Ti
     return (TimeShare(name=name, seconds=spent, why=why) for name, (spent, why) in whys.items() if spent)
 
 
-@lru_cache(maxsize=1024)
-def _products_share(arch: Arch, span: float) -> float:
-    """Of the model's operations, those of products with weights; attention's are the rest."""
-    return 1 - attention_flops_per_token(arch, span) / forward_flops_per_token(arch, span)
-
-
 def _done(job: Job) -> float:
     """Operations of a step with those that are recomputed, which stacks choose differently under one name."""
     plan, batch = job.plan, job.plan.batch
     policy = activation_policy(job)
     if not policy.by_operation:
         return recomputed_flops(job.arch, plan, job.sequence, batch, policy, job.span)
-    attention = 1 - _products_share(job.arch, job.span or job.sequence)
+    attention = attention_share(job.arch, job.span or job.sequence)
     recomputed = {"operations": 0.0, "attention": attention, "blocks": SELECTED}[policy.selective]
     return step_flops(job.arch, job.sequence, batch, job.span) * (1 + recomputed / TRAINING)
 
@@ -364,9 +361,13 @@ def _working(at: LayerModel, job: Job) -> float:
 def _seconds(at: LayerModel, kind: StageKind, policy: ActivationPolicy) -> tuple[float, float]:
     """One microbatch through a stage, and its forward alone."""
     outside = ends(at, kind.first, kind.last)
-    whole, forward, share = outside.seconds, outside.forward.seconds, policy.share(kind.dense + kind.mixtures)
-    for mixture, count in ((False, kind.dense), (True, kind.mixtures)):
-        if not count:
+    whole, forward = outside.seconds, outside.forward.seconds
+    share = policy.share(kind.dense + kind.mixtures, len(kind.still))
+    for mixture, every in ((False, kind.dense), (True, kind.mixtures)):
+        if still := kind.still.count(mixture):
+            going = still * block(at, mixture).forward.seconds
+            whole, forward = whole + going, forward + going
+        if not (count := every - still):
             continue
         if policy.saves_plainly:
             once, going, recomputed = _block_seconds(at, mixture, policy.by_operation)

@@ -15,6 +15,7 @@ from meshwright.cost.activations import MicrobatchShape, microbatch_shape, saved
 from meshwright.cost.job import Job
 from meshwright.cost.layout import LedgerEntry, state_layout
 from meshwright.cost.memory import Ledger, overflows, settled, too_large
+from meshwright.cost.rank_view import still_blocks
 from meshwright.cost.step_time import lower_bound, work_bound
 from meshwright.cost.traffic import IN_SIGHT
 from meshwright.search import space
@@ -260,7 +261,8 @@ class MemoryBound:
         Of the kind of layer that needs less; `last` if the projection follows them, whose logits are there before that.
         """
         work = self._work(tp, cp, microbatch, policy._replace(recompute="none"))
-        found = [saved_activations(work, (mixture,) * layers, last, policy.recompute) for mixture in self.kinds]
+        still = min(still_blocks(self.question.arch), layers)
+        found = [saved_activations(work, (mixture,) * layers, last, policy.recompute, still) for mixture in self.kinds]
         moments = [max(each.logits, each.recomputed + each.activation_grads) + each.pair for each in found]
         return min(each.activations for each in found), min(moments)
 

@@ -136,7 +136,7 @@ def _communications(question: Question) -> Iterator[Question]:
     domain, gpus = question.cluster.domain, question.cluster.gpus
     neighbours: dict[str, Any] = {"secondary_shard": domain}
     rounded = [] if question.freezes else list(COMMUNICATION)
-    forms = [*rounded, *([neighbours] if 1 < domain < gpus else [])]
+    forms = [*rounded, *([neighbours] if 1 < domain < gpus and not question.arch.compared else [])]
     if 1 < domain < gpus and rounded:
         forms.append({**neighbours, **COMMUNICATION[3]})
     for form in forms:

@@ -11,13 +11,16 @@ from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple, TypeVar, cast, get_args
 
+import msgspec
+
 from meshwright.config import check
 from meshwright.config.run import Optim, Run
+from meshwright.config.tuning import TUNED_PLAN_RULES, cuts_tuned, idle_stage
 from meshwright.search.question import Question, variants
 from meshwright.spec.arch import Arch
 from meshwright.spec.blockwise import FORMATS
 from meshwright.spec.optimizers import DESCRIPTIONS
-from meshwright.spec.params import cut_widths, cuts_adapters
+from meshwright.spec.params import cut_widths
 from meshwright.spec.plan import AXES, FIELDS, FP8_MULTIPLE, Plan, balanced_stages
 from meshwright.spec.problem import InputError, Problem
 from meshwright.spec.schedule import Schedule, default_chunks, legal
@@ -111,9 +114,7 @@ def plans(question: Question) -> Iterator[Plan]:
 
 def plan_of(question: Question, layout: AxesChoice, each: BatchChoice, order: PipelineChoice, policy: Policy) -> Plan:
     """The levels put together; layers are balanced over the stages unless these are given."""
-    stages = ()
-    if layout.pp > 1:
-        stages = tuple(question.fixed.get("stages", ())) or balanced_stages(question.arch, layout.pp * order.chunks)
+    stages = _stages(question, layout.pp, order) if layout.pp > 1 else ()
     return Plan(
         **layout._asdict(),
         **each._asdict(),
@@ -129,6 +130,10 @@ def plan_of(question: Question, layout: AxesChoice, each: BatchChoice, order: Pi
     )
 
 
+def _stages(question: Question, pp: int, order: PipelineChoice) -> tuple[int, ...]:
+    return tuple(question.fixed.get("stages", ())) or balanced_stages(question.arch, pp * order.chunks)
+
+
 def carried(question: Question) -> dict[str, Any]:
     """Fixed fields that no level chooses, such as kernels: every plan has them."""
     return {name: value for name, value in question.fixed.items() if name not in CHOSEN}
@@ -140,7 +145,7 @@ def layouts(question: Question) -> Iterator[AxesChoice]:
     for tp in _ranks(question, "tp", world):
         if any(width % tp for width in (*cut_widths(arch, tp).values(), question.sequence)):
             continue
-        if tp > 1 and (arch.mtp_layers or not cuts_adapters(arch, tp)):
+        if tp > 1 and (arch.mtp_layers or not cuts_tuned(arch, tp)):
             continue
         for cp in _ranks(question, "cp", world // tp):
             if cp > 1 and question.sequence % (2 * cp * tp):
@@ -183,7 +188,10 @@ def orders(question: Question, layout: AxesChoice, each: BatchChoice) -> tuple[P
     schedules = tuple(_given(question, "schedule", SCHEDULES))
     if question.precision == "fp8" and layout.tp > 1:
         schedules = tuple(each for each in schedules if each not in check.SPLIT_BACKWARD)
-    return _orders(schedules, _chunks(question, layout.pp), layout.pp, each.grad_accum)
+    found = _orders(schedules, _chunks(question, layout.pp), layout.pp, each.grad_accum)
+    if not question.freezes:
+        return found
+    return tuple(order for order in found if idle_stage(question.arch, _stages(question, layout.pp, order)) is None)
 
 
 def choices(
@@ -286,9 +294,18 @@ def problems(question: Question, plan: Plan) -> list[Problem]:
     kept = question.master_weights
     name: Any = DESCRIPTIONS[question.optimizer].name  # of those that optim.name may be
     draws = kept == "none"
-    optim = Optim(name=name, master_weights=kept, stochastic_rounding=draws, state_dtype=question.state_dtype)
-    run = Run(arch=question.arch, plan=plan, batch=question.batch, sequence=question.sequence, optim=optim)
-    return [problem for rule in check.PLAN_RULES for problem in rule(run)]
+    freeze = question.arch.tuning.freeze if question.arch.tuning is not msgspec.UNSET else ()
+    states = question.state_dtype
+    optim = Optim(name=name, master_weights=kept, stochastic_rounding=draws, state_dtype=states, freeze=freeze)
+    run = Run(
+        arch=question.arch,
+        plan=plan,
+        batch=question.batch,
+        sequence=question.sequence,
+        optim=optim,
+        adapter=question.arch.adapter,
+    )
+    return [problem for rule in (*check.PLAN_RULES, *TUNED_PLAN_RULES) for problem in rule(run)]
 
 
 def wants_pipeline(question: Question) -> bool:

@@ -334,6 +334,7 @@ plan.tp = 4
         "plan gpt2 --cluster 1xrtx-4090",
         "plan mixtral-8x7b --cluster 2x8xh100 --sequence 4096 --batch 64",
         "plan own.toml",
+        "plan own.toml batch=32 --sequence 512",  # which are not the file's
         "plan hf/config.json --cluster 4xh100",
         "plan hf --cluster 8xh100",
         "plan arch.layers=12 arch.hidden=768 --cluster 2xrtx4090",

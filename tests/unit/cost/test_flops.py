@@ -23,7 +23,7 @@ from meshwright.models.decoder import Decoder
 from meshwright.parallel import recompute
 from meshwright.parallel.model_spec import DECODER
 from meshwright.spec.arch import Arch
-from meshwright.spec.params import count
+from meshwright.spec.params import count, params
 from meshwright.spec.plan import Plan
 from meshwright.spec.tuning import Adapter, Tuning
 
@@ -70,7 +70,10 @@ def counted(arch: Arch, policy: str) -> int:
     """Operations of a real forward and backward, as torch counts them."""
     plan = Plan(microbatch=2, recompute=policy)
     nobody: Any = None  # one rank has no mesh
-    model = recompute.keep_costly(Decoder(arch), plan, nobody, DECODER)
+    decoder, trains = Decoder(arch), {param.name: param.trained for param in params(arch)}
+    for name, weight in decoder.named_parameters():
+        weight.requires_grad_(trains[name])
+    model = recompute.keep_costly(decoder, plan, nobody, DECODER)
     model = recompute.keep_inputs(model, plan, nobody, DECODER)
     tokens = torch.arange(64).view(2, 32)
     # Torch counts the products of plain attention, not those of its fast kernel for CPUs.
@@ -144,3 +147,25 @@ def test_frozen_weights_have_one_product_in_the_backward():
     for flops in (step_flops, causal_step_flops):
         assert 0.66 < flops(tuned, 2048, 4) / flops(whole, 2048, 4) < 0.73  # two of three, attention, and the adapters
     assert causal_step_flops(tuned, 2048, 4) < step_flops(tuned, 2048, 4)
+
+
+def tuned(arch: Arch, *freeze: str, **adapter: Any) -> Arch:
+    return msgspec.structs.replace(arch, tuning=Tuning(adapter=Adapter(**adapter), freeze=freeze))
+
+
+PARTLY_TRAINED = {
+    "adapters": tuned(changed("tiny"), kind="lora"),
+    "adapters of what is last": tuned(changed("tiny-neox"), kind="lora", targets=("mlp.down",)),
+    "first blocks frozen": tuned(changed("tiny"), "embed", "blocks.0", "blocks.1", "blocks.2"),
+    "and a part of one": tuned(changed("tiny-moe"), "embed", "blocks.0", "blocks.1.attn*", "blocks.1.mlp_norm"),
+    "latent attention": tuned(changed("tiny-deepseek-v3"), "embed", "blocks.0", "blocks.1.attn_norm"),
+    "all but the projection": tuned(changed("tiny"), "embed", "blocks", "norm"),
+}
+
+
+@pytest.mark.parametrize("arch", PARTLY_TRAINED.values(), ids=PARTLY_TRAINED)
+def test_nothing_is_counted_beneath_the_first_weight_that_is_trained(arch):
+    torch.manual_seed(0)
+    for policy in ("none", "full", "every-2"):
+        plan = Plan(microbatch=2, recompute=policy)
+        assert hardware_flops(arch, plan, 32, 2) == counted(arch, policy), policy

@@ -10,6 +10,7 @@ from meshwright.config.run import Run
 from meshwright.search.question import Question, variants
 from meshwright.search.space import CHUNKS, SCHEDULES, PipelineChoice, empty, layouts, plans, policies, problems
 from meshwright.spec.plan import Plan, balanced_stages
+from meshwright.spec.tuning import Adapter, Tuning
 from search.questions import question
 
 SAMPLE = random.Random(4)
@@ -269,3 +270,27 @@ def test_communication_is_lossy_only_when_allowed():
             assert not problems(variant, plan)
     fixed = msgspec.structs.replace(asked, vary=("communication",), fixed={"grad_reduce": "default"})
     assert all(each.fixed["grad_reduce"] == "default" for each in variants(fixed))
+
+
+TUNED = {
+    "stages that train nothing": Tuning(freeze=("embed", "blocks.0", "blocks.1", "blocks.2")),
+    "blocks of NF4": Tuning(adapter=Adapter(kind="qlora", rank=4)),
+    "dropout beside experts": Tuning(adapter=Adapter(kind="lora", rank=4, dropout=0.1)),
+}
+
+
+@pytest.mark.parametrize(("name", "model"), list(zip(TUNED, ("tiny", "tiny", "tiny-moe"), strict=True)))
+def test_a_search_offers_no_plan_that_what_is_trained_forbids(name, model):
+    asked = question(model, "4xh100", recompute="none")
+    asked = msgspec.structs.replace(asked, arch=msgspec.structs.replace(asked.arch, tuning=TUNED[name]))
+    found = list(plans(asked))
+    assert found
+    assert not [plan for plan in found if problems(asked, plan)]
+
+
+def test_no_answers_are_compared_beside_a_secondary_shard():
+    asked = msgspec.structs.replace(question("tiny", "16xh100", batch=16), vary=("communication",))
+    tuning = Tuning(adapter=Adapter(kind="lora"), compared=True)
+    compared = msgspec.structs.replace(asked, arch=msgspec.structs.replace(asked.arch, tuning=tuning))
+    assert any("secondary_shard" in each.fixed for each in variants(asked))
+    assert not any("secondary_shard" in each.fixed for each in variants(compared))

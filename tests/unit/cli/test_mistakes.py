@@ -560,6 +560,7 @@ MISTAKES = [
         "arch.heads = 8 cannot be sharded over plan.tp = 3 ranks",
         "use plan.tp = 2, and the other ranks for",
     ),
+    Mistake("verify --plan ''", "no plan to prove", 'name one with --plan "shard=2,zero=3", or all'),
     Mistake("verify --plan tp", "'tp' of --plan 'tp' is not field=value", "write tp=2,shard=2"),
     Mistake("verify --plan tp=two", "tp=two of --plan is not a count", "use whole numbers of at least 1"),
     Mistake("verify --checkpoint nowhere", "nowhere is not a folder", "give a run folder, or one of its"),

@@ -14,7 +14,7 @@ from meshwright.cli import options as words
 from meshwright.runtime import doctor as facts_of
 from meshwright.runtime.doctor import Finding, LinkFacts, RankFacts
 from meshwright.runtime.failure import Exit
-from meshwright.runtime.files import replace_file
+from meshwright.runtime.files import replace_file, require_folder
 from meshwright.runtime.links import LinkServer, call, own_address, rounds
 from meshwright.runtime.meeting import named
 from meshwright.runtime.place import ALONE, Place
@@ -44,7 +44,7 @@ def doctor(options: argparse.Namespace) -> int:
         address=_address(here),
     )
     if here.local_rank == 0:
-        options.folder.mkdir(parents=True, exist_ok=True)
+        require_folder(options.folder, "name another --folder")
         mine = msgspec.structs.replace(mine, disk=facts_of.disk_speed(options.folder))
     everyone, links = [mine], list[LinkFacts]()
     if here.world > 1:

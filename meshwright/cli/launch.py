@@ -32,7 +32,7 @@ from meshwright.launch.job import (
 )
 from meshwright.runtime import run_folder
 from meshwright.runtime.failure import Exit
-from meshwright.runtime.files import replace_file
+from meshwright.runtime.files import replace_file, writing
 from meshwright.runtime.place import DEFAULT_PORT
 from meshwright.search import budget
 from meshwright.spec.problem import InputError, Problem, mistake
@@ -201,10 +201,11 @@ def submission_problems(target: str, made: Launch) -> list[Problem]:
 
 def written(out: Path, run: Run, made: Launch) -> list[Path]:
     """The run file and what was made; none of it is secret."""
-    out.mkdir(parents=True, exist_ok=True)
-    replace_file(out / RUN_FILE, load.write(run).encode())
-    for file in made.files:
-        replace_file(out / file.name, file.text.encode(), mode=0o777 if file.executable else 0o666)
+    with writing(out, "name another folder by --out"):
+        out.mkdir(parents=True, exist_ok=True)
+        replace_file(out / RUN_FILE, load.write(run).encode())
+        for file in made.files:
+            replace_file(out / file.name, file.text.encode(), mode=0o777 if file.executable else 0o666)
     return [out / RUN_FILE, *(out / file.name for file in made.files)]
 
 

@@ -53,7 +53,7 @@ def verify(options: argparse.Namespace) -> int:
 
     target, overrides = words.target(options.words)
     wanted = prove.matrix(options.ranks, target, overrides) if options.matrix else options.plan
-    if not wanted:
+    if not wanted or not all(plan.strip(" ,") for plan in wanted):  # one process beside itself proves nothing
         raise InputError([Problem("no plan to prove", 'name one with --plan "shard=2,zero=3", or all with --matrix')])
     folder = options.folder or Path("runs") / f"verify-{Path(target or 'matrix').stem}"
     jobs = prove.jobs(target, overrides, wanted, options.steps, folder)

@@ -194,7 +194,8 @@ def described(kind: Any) -> str:
     if origin is Literal:
         return "one of " + ", ".join(shown(choice) for choice in arguments)
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(described(part) for part in arguments if part is not type(None))
+        lists_last = sorted(arguments, key=lambda part: typing.get_origin(part) is tuple)  # "each" is of what follows
+        return " or ".join(described(part) for part in lists_last if part is not type(None))
     if origin is tuple:
         return f"a list, each {described(arguments[0])}"
     if is_struct(kind):

@@ -95,6 +95,9 @@ def preference(place: str, record: Any, columns: Mapping[str, str]) -> tuple[Con
     if found.get("chosen") is None or found.get("rejected") is None:
         what = f"{place} has no chosen and rejected answer, which objective = dpo compares, only {', '.join(found)}"
         raise mistake(what, 'name its own as data.columns = ["chosen=…", "rejected=…"]', "data.columns")
+    for name in ("chosen", "rejected"):
+        if not isinstance(found[name], list):
+            _text(place, name, found[name])
     answers = (found["chosen"], found["rejected"])
     asked = found.get("prompt")
     if all(isinstance(each, list) and each and _opens(each[0]) for each in answers):  # with their prompt

@@ -182,12 +182,12 @@ def require_names(job: LaunchJob) -> None:
         raise InputError(found)
 
 
-def mounted(job: LaunchJob) -> tuple[str, str]:
+def mounted(job: LaunchJob, alone: str = "pods", volume: str = "CLAIM:/PATH, a ReadWriteMany claim") -> tuple[str, str]:
     """The claim that pods share and where it is mounted; the run folder must be below."""
     claim, _, path = job.target.volume.partition(":")
     if not claim or not path.startswith("/"):
-        what = "pods share nothing by themselves, and all ranks write into the run folder"
-        raise mistake(what, "add --volume CLAIM:/PATH, a ReadWriteMany claim, and a --folder below /PATH")
+        what = f"{alone} share nothing by themselves, and all ranks write into the run folder"
+        raise mistake(what, f"add --volume {volume}, and a --folder below /PATH")
     if not job.folder.is_relative_to(path):
         raise mistake(f"{job.folder} is not on the volume {claim}", f"name a --folder below {path}")
     return claim, path

@@ -28,10 +28,10 @@ def launch(job: LaunchJob) -> Launch:
 
 def task(job: LaunchJob) -> dict[str, Any]:
     """What is recovered keeps its run folder: a volume, or a bucket that is mounted."""
-    bucket, path = mounted(job)
+    bucket, path = mounted(job, "machines of a cloud", "BUCKET:/PATH, a bucket or a volume of SkyPilot's")
     if job.gpus and job.card not in CARDS:
-        said = job.card or "the card"
-        raise mistake(f"SkyPilot's name of {said} is not known", f"name a cluster of {', '.join(CARDS)}, or add --cpu")
+        what = f"SkyPilot's name of {job.card} is not known" if job.card else "no cluster is named"
+        raise mistake(what, f"add --cluster with one of {', '.join(CARDS)}, or --cpu")
     wanted: dict[str, Any] = {"accelerators": {CARDS[job.card]: job.gpus}} if job.gpus else {}
     wanted["job_recovery"] = {
         "strategy": "FAILOVER",

@@ -242,8 +242,8 @@ def launch(job: LaunchJob) -> Launch:
     """One file, to be read before it is applied: it costs money."""
     cloud, known = job.target.cloud, MACHINES[job.target.cloud]
     if job.card not in known:
-        what = f"{cloud}'s machine with {job.card or 'that card'} is not known"
-        raise mistake(what, f"name a cluster of {', '.join(known)}")
+        what = f"{cloud}'s machine with {job.card} is not known" if job.card else "no cluster is named"
+        raise mistake(what, f"add --cluster with one of {', '.join(known)}")
     machine, gpus = known[job.card]
     if job.gpus != gpus:
         raise mistake(f"{machine} has {gpus} GPUs, and the plan uses {job.gpus} of a machine", f"plan for {gpus}")

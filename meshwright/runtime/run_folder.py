@@ -307,14 +307,14 @@ def write_summary(folder: Path, summary: Summary) -> None:
 
 
 def read_summary(folder: Path) -> Summary | None:
-    """How the run in a folder ended, None if it has not. JSON has null for a loss that is not finite."""
+    """How the run in a folder, which may have been moved, ended; None if it has not. JSON has null for a NaN."""
     file = folder / SUMMARY
     if not file.exists():
         return None
     try:
         values = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
         lost = {name: math.nan for name in ("first_loss", "loss") if values.get(name, 0.0) is None}
-        return msgspec.convert(values | lost, Summary)
+        return msgspec.convert(values | lost | {"folder": str(folder)}, Summary)
     except msgspec.DecodeError as error:
         remedy = "delete it to resume from the newest checkpoint, or add --fresh to set the run aside"
         raise mistake(f"{file} is damaged: {error}", remedy) from None

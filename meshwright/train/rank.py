@@ -424,7 +424,7 @@ def _meaning(error: Exception, order: RankSpec, begun: bool) -> tuple[Kind, int,
     if isinstance(error, torch.OutOfMemoryError):
         return "memory", Exit.DOES_NOT_FIT, "use a smaller microbatch, recompute, or more shards"
     if isinstance(error, InputError):
-        remedy = "; ".join(problem.remedy for problem in error.problems)
+        remedy = "; ".join(dict.fromkeys(problem.remedy for problem in error.problems))  # each once
         if not begun:
             return "input", Exit.INPUT, remedy
         return "data", Exit.RESUMABLE, f"{remedy}; then run the same command again to resume"

@@ -243,6 +243,7 @@ def test_preferences_are_known_by_their_fields(record):
         ({"chosen": [*ASKED, GOOD], "rejected": [*turns("Who?"), BAD]}, "have no prompt in common"),
         ({"prompt": "Why?", "chosen": "a", "rejected": "a"}, "are the same"),
         ({"prompt": "Why?", "chosen": " ", "rejected": "a"}, "is an empty answer"),
+        ({"prompt": "Why?", "chosen": "a", "rejected": 5}, "the field 'rejected' holds int, not text"),
     ],
 )
 def test_preferences_that_cannot_be_used_are_named(record, told):

@@ -560,6 +560,7 @@ MISTAKES = [
         "arch.heads = 8 cannot be sharded over plan.tp = 3 ranks",
         "use plan.tp = 2, and the other ranks for",
     ),
+    Mistake("verify --plan ''", "no plan to prove", 'name one with --plan "shard=2,zero=3", or all'),
     Mistake("verify --plan tp", "'tp' of --plan 'tp' is not field=value", "write tp=2,shard=2"),
     Mistake("verify --plan tp=two", "tp=two of --plan is not a count", "use whole numbers of at least 1"),
     Mistake("verify --checkpoint nowhere", "nowhere is not a folder", "give a run folder, or one of its"),
@@ -660,6 +661,16 @@ MISTAKES = [
     Mistake(
         "launch batch=12 plan.replicate=3 --on mpi --ranks-per-node 2", "3 ranks do not divide into", "use --ranks-per"
     ),
+    Mistake(
+        "launch --on torchrun --out my.txt", "my.txt cannot be written: it is a file", "name another folder by --out"
+    ),
+    Mistake("launch --on skypilot", "machines of a cloud share nothing by themselves", "add --volume BUCKET:/PATH"),
+    Mistake(
+        "launch --on skypilot --volume b:/d --folder /d/r", "no cluster is named", "add --cluster with one of a100"
+    ),
+    Mistake("launch --on terraform", "no cluster is named", "add --cluster with one of a100-40g"),
+    Mistake("doctor --folder my.txt", "my.txt cannot be written: it is a file", "name another --folder"),
+    Mistake("train eval.prompts=5", "eval.prompts = 5 should be a string or a list, each a string", "write a string"),
     Mistake("doctor --fodler x", "--fodler is not a flag", "did you mean --folder?"),
     Mistake("launch --node-rank one --nodes 2", "--node-rank one is no number", "use --node-rank 0, 1, …"),
     Mistake("cache clera", "argument what: invalid choice: 'clera'", "(choose from 'show', 'clear')"),

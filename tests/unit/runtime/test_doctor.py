@@ -64,11 +64,12 @@ def test_slow_and_broken_links_and_clocks_are_named():
 
 
 def test_settings_are_suggested_with_their_reason():
-    two = (Interface(name="eth0", gbit=10.0), Interface(name="eth1", gbit=100.0))
+    two = (Interface(name="eth0", gbit=0.0), Interface(name="eth1", gbit=100.0))
     efa = (NetworkAdapter(name="rdmap0", driver="efa", state="4: ACTIVE", rate="100", layer="Unspecified"),)
     many = [msgspec.structs.replace(one, interfaces=two, adapters=efa) for one in ranks()]
     found = findings(many, [], {})
     assert [one.kind for one in found] == ["advice", "advice"]
+    assert "eth0 (rate unknown), eth1 (100 Gb/s)" in found[0].text
     assert "NCCL_SOCKET_IFNAME=eth1" in found[0].remedy
     assert "FI_PROVIDER=efa" in found[1].remedy
     told = {"NCCL_SOCKET_IFNAME": "x", "GLOO_SOCKET_IFNAME": "x", "FI_PROVIDER": "efa"}

@@ -82,11 +82,11 @@ def require_remote(run: Run, folder: Path, fresh: bool) -> None:
     remote, key = require_writable(run.checkpoint.remote), "checkpoint.remote"
     with telling(remote.address):
         steps = remote.saved_steps()
-        whose = remote.owner(steps[-1]) if steps else ""
+        whose = next(filter(None, map(remote.owner, reversed(steps))), "")  # who fetches says what is damaged
     if steps and fresh:
         what = f"{remote.address} has saved steps, which --fresh would go on from"
         raise mistake(what, "name another address, or remove them there", key)
-    if steps and whose not in (*digests(run), *run_folder.earlier(folder)):
+    if whose and whose not in (*digests(run), *run_folder.now_and_earlier(folder)):
         what = f"{remote.address} has the steps of another run ({whose}, not {digests(run)[0]})"
         raise mistake(what, "name another address: each run has its own", key)
 

@@ -2,6 +2,7 @@
 
 import json
 import resource
+import signal
 from argparse import Namespace
 
 import msgspec
@@ -108,3 +109,15 @@ def test_before_a_start_on_several_machines_each_says_what_is_wrong_with_it(caps
     said = capsys.readouterr().err
     assert "rank 3 may open 512 files" in said
     assert "ulimit -n 65536" in said
+
+
+def test_a_launcher_that_is_asked_to_end_while_it_prepares_says_so(monkeypatch, capsys):
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(train, "_resolved", lambda *given, **named: signal.raise_signal(signal.SIGTERM))
+    try:
+        assert main.main(["train", *WORDS, "--ranks", "1", "--json"]) == 10
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    told = capsys.readouterr()
+    assert told.err == "stopped by SIGTERM before the first step; nothing to save\n"
+    assert json.loads(told.out)["state"] == "stopped"

@@ -157,11 +157,17 @@ def numbers(file: Path, output: Path) -> dict[str, float]:
     found = _object(last_line(file).encode())
     if found is None:
         files = sorted((path for path in output.rglob("*.json") if path.is_file()), key=lambda one: one.stat().st_mtime)
-        readable = [path for path in reversed(files) if path.stat().st_size <= MOST_JSON_BYTES]
-        found = next((values for path in readable if (values := _object(path.read_bytes())) is not None), {})
+        found = next((values for path in reversed(files) if (values := _object(_small(path))) is not None), {})
     inner = found.get("results")  # where lm-evaluation-harness has them
     named = _leaves(inner if isinstance(inner, dict) else found)
     return {name: value for (name, value), _ in zip(named, range(MOST_NUMBERS), strict=False)}
+
+
+def _small(file: Path) -> bytes:
+    """A file of a command's, unless it is too large or not to be read."""
+    with suppress(OSError):
+        return file.read_bytes() if file.stat().st_size <= MOST_JSON_BYTES else b""
+    return b""
 
 
 def _object(text: bytes) -> dict[str, Any] | None:
@@ -177,7 +183,8 @@ def _leaves(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, 
         if isinstance(value, dict):
             yield from _leaves(value, f"{before}{name}/")
         elif isinstance(value, int | float) and not isinstance(value, bool):
-            yield f"{before}{name}", float(value)
+            with suppress(OverflowError):  # a whole number that no float holds
+                yield f"{before}{name}", float(value)
 
 
 def _tail(file: Path) -> str:

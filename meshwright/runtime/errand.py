@@ -4,6 +4,7 @@ That process outlives nobody: when the rank that started it is gone, is asked to
 command ends with all that it started. It is told by a file what to do, and leaves another that says how it went.
 """
 
+import ctypes
 import os
 import shutil
 import signal
@@ -19,6 +20,7 @@ import msgspec
 
 from meshwright.runtime.files import replace_json
 from meshwright.runtime.place import DIALECTS
+from meshwright.runtime.ranks import SET_CHILD_SUBREAPER
 
 ORDER, RESULT = "order.json", "result.json"
 LOOK_SECONDS = 0.1
@@ -97,6 +99,7 @@ def said(folder: Path, name: str) -> Path:
 def serve(folder: Path) -> None:
     """Do what the order says."""
     order = msgspec.json.decode((folder / ORDER).read_bytes(), type=Order)
+    adopt_orphans()
     asked = list[int]()
     signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
     result = None
@@ -144,6 +147,30 @@ def end_group(process: "subprocess.Popen[bytes]") -> None:
             time.sleep(LOOK_SECONDS)
         os.killpg(process.pid, signal.SIGKILL)
     process.poll()
+    end_orphans()
+
+
+def adopt_orphans() -> None:
+    """Have what a command leaves behind in sessions of its own, as daemons do, become children of this process."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, 1)
+
+
+def end_orphans() -> None:
+    """End the children of this process, and theirs, which become its own as it goes on."""
+    deadline = time.monotonic() + GRACE_SECONDS
+    while (children := own_children()) and time.monotonic() < deadline:
+        for pid in children:
+            with suppress(ProcessLookupError, ChildProcessError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+
+def own_children() -> list[int]:
+    """The children of this process's main thread, which starts and adopts them, by the kernel's list of them."""
+    with suppress(OSError):
+        return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+    return []
 
 
 def last_line(file: Path) -> str:

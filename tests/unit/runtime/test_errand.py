@@ -102,6 +102,24 @@ def test_what_it_started_ends_with_it(tmp_path, monkeypatch):
     assert not is_there(other)
 
 
+# Leaves a process behind that has a session of its own and no parent.
+DAEMON = """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if (pid := os.fork()) == 0:
+        time.sleep(1000)
+    print(pid, flush=True)
+    os._exit(0)
+os.wait()
+"""
+
+
+def test_a_daemon_ends_with_it(tmp_path):
+    assert wait(Errand(tmp_path, Order(commands=(python("command", DAEMON),), seconds=SECONDS))).state == "done"
+    assert not is_there(started(tmp_path))
+
+
 def test_it_has_only_so_long(tmp_path):
     result = wait(Errand(tmp_path, Order(commands=(python("command", "import time; time.sleep(1000)"),), seconds=0.3)))
     assert result.state == "timeout"

@@ -73,6 +73,18 @@ def require_room(run: Run, folder: Path, gpus: list[str]) -> None:
         _require_host(run, free)
     if lack := lack_of_room(run, folder, Disk().free_bytes(folder)):
         raise mistake(lack, ROOM, "checkpoint")
+    if run.faults.memory_every and run_folder.HOST_MEMORY.is_dir():
+        _require_host_memory(run, run_folder.HOST_MEMORY)
+
+
+def _require_host_memory(run: Run, folder: Path) -> None:
+    """Refuse in-memory checkpoints that their file system cannot take: in a container it is small by default."""
+    run_folder.sweep(folder)  # what launchers have left that were killed
+    needed, free = 2 * run_folder.state_bytes(run), Disk().free_bytes(folder)  # one replaces the other
+    if needed > free:
+        what = f"in-memory checkpoints need {needed:,} bytes in {folder}, and {free:,} are free"
+        remedy = "make it larger (docker run --shm-size), or leave faults.memory_every out"
+        raise mistake(what, remedy, "faults.memory_every")
 
 
 def require_remote(run: Run, folder: Path, fresh: bool) -> None:

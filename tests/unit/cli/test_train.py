@@ -8,12 +8,13 @@ from argparse import Namespace
 import msgspec
 import pytest
 
-from meshwright.cli import main, train
+from meshwright.cli import main, preflight, train
 from meshwright.config import load
 from meshwright.runtime import run_folder as folders
 from meshwright.runtime.failure import Failure
 from meshwright.runtime.records import Summary
 from meshwright.runtime.run_folder import Claim
+from meshwright.spec.problem import InputError
 
 WORDS = ["data.source=my.txt", "steps=3"]
 SUMMARY = Summary(
@@ -121,3 +122,10 @@ def test_a_launcher_that_is_asked_to_end_while_it_prepares_says_so(monkeypatch, 
     told = capsys.readouterr()
     assert told.err == "stopped by SIGTERM before the first step; nothing to save\n"
     assert json.loads(told.out)["state"] == "stopped"
+
+
+def test_host_memory_that_is_too_small_is_refused_with_what_helps(tmp_path, monkeypatch):
+    run = load.load(None, ["arch.preset=tiny", "faults.memory_every=5"]).run
+    monkeypatch.setattr(preflight.Disk, "free_bytes", lambda self, path: 1000)
+    with pytest.raises(InputError, match="1,000 are free; make it larger"):
+        preflight._require_host_memory(run, tmp_path)

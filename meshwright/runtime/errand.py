@@ -129,18 +129,19 @@ def _run(
         while process.poll() is None:
             late, alone = time.monotonic() > deadline, os.getppid() != parent
             if late or alone or asked:
-                end_group(process)
+                # A rank that is gone may be started again soon, and write where this command reads.
+                end_group(process, 0.0 if alone else GRACE_SECONDS)
                 return "timeout" if late else "stopped", None
             time.sleep(LOOK_SECONDS)
         end_group(process)  # what it started and left behind
     return "failed" if process.returncode else "done", process.returncode
 
 
-def end_group(process: "subprocess.Popen[bytes]") -> None:
+def end_group(process: "subprocess.Popen[bytes]", grace: float = GRACE_SECONDS) -> None:
     """Ask a process and all of its session to end, then end them."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
-        deadline = time.monotonic() + GRACE_SECONDS
+        deadline = time.monotonic() + grace
         while time.monotonic() < deadline:
             process.poll()
             os.killpg(process.pid, 0)  # until none is left

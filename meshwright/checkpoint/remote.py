@@ -9,7 +9,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from meshwright.config.huggingface import TOKENIZER
 from meshwright.config.run import Checkpoint, Run, digests
 from meshwright.config.weights import CHECKPOINTS, RUN, TEXT, best_step
 from meshwright.parallel.mesh import Mesh
+from meshwright.runtime import run_folder
 from meshwright.runtime.files import replace_json
 from meshwright.runtime.object_store import RemoteFolder, telling, words_of
 from meshwright.spec.problem import mistake
@@ -268,7 +269,8 @@ def _fetched(remote: RemoteFolder, stump: Path, step: int, run: Run, mesh: Mesh)
     disk = Disk()
     disk.make_folder(stump)
     try:
-        manifest = _manifest(remote.read(place_of(step, MANIFEST)), remote, step, run)
+        known = (*digests(run), *run_folder.earlier(stump.parent.parent))
+        manifest = _manifest(remote.read(place_of(step, MANIFEST)), remote, step, known)
         for chunk in manifest.chunks[mesh.rank :: mesh.world]:
             remote.receive(place_of(step, chunk.file), stump / chunk.file)
             _check(stump, manifest, chunk.file)
@@ -280,14 +282,14 @@ def _fetched(remote: RemoteFolder, stump: Path, step: int, run: Run, mesh: Mesh)
     return manifest, next((one.damage for one in said if one.damage), None)
 
 
-def _manifest(content: bytes, remote: RemoteFolder, step: int, run: Run) -> Manifest:
-    """A manifest that was fetched; it must be of this step, and of this run."""
+def _manifest(content: bytes, remote: RemoteFolder, step: int, known: Sequence[str]) -> Manifest:
+    """A manifest that was fetched; it must be of this step, and of this run as it is or was."""
     file = f"{remote.address}/{place_of(step, MANIFEST)}"
     manifest = format.decoded(content, file)
     if manifest.progress.step != step:
         raise CorruptError([Damage(file=file, text=f"is the manifest of step {manifest.progress.step}")])
-    if manifest.run not in digests(run):
-        raise CorruptError([Damage(file=file, text=f"is of another run ({manifest.run}, not {digests(run)[0]})")])
+    if manifest.run not in known:
+        raise CorruptError([Damage(file=file, text=f"is of another run ({manifest.run}, not {known[0]})")])
     return manifest
 
 

@@ -73,6 +73,18 @@ def require_room(run: Run, folder: Path, gpus: list[str]) -> None:
         _require_host(run, free)
     if lack := lack_of_room(run, folder, Disk().free_bytes(folder)):
         raise mistake(lack, ROOM, "checkpoint")
+    if run.faults.memory_every and run_folder.HOST_MEMORY.is_dir():
+        _require_host_memory(run, run_folder.HOST_MEMORY)
+
+
+def _require_host_memory(run: Run, folder: Path) -> None:
+    """Refuse in-memory checkpoints that their file system cannot take: in a container it is small by default."""
+    run_folder.sweep(folder)  # what launchers have left that were killed
+    needed, free = 2 * run_folder.state_bytes(run), Disk().free_bytes(folder)  # one replaces the other
+    if needed > free:
+        what = f"in-memory checkpoints need {needed:,} bytes in {folder}, and {free:,} are free"
+        remedy = "make it larger (docker run --shm-size), or leave faults.memory_every out"
+        raise mistake(what, remedy, "faults.memory_every")
 
 
 def require_remote(run: Run, folder: Path, fresh: bool) -> None:
@@ -82,11 +94,11 @@ def require_remote(run: Run, folder: Path, fresh: bool) -> None:
     remote, key = require_writable(run.checkpoint.remote), "checkpoint.remote"
     with telling(remote.address):
         steps = remote.saved_steps()
-        whose = remote.owner(steps[-1]) if steps else ""
+        whose = next(filter(None, map(remote.owner, reversed(steps))), "")  # who fetches says what is damaged
     if steps and fresh:
         what = f"{remote.address} has saved steps, which --fresh would go on from"
         raise mistake(what, "name another address, or remove them there", key)
-    if steps and whose not in (*digests(run), *run_folder.earlier(folder)):
+    if whose and whose not in (*digests(run), *run_folder.now_and_earlier(folder)):
         what = f"{remote.address} has the steps of another run ({whose}, not {digests(run)[0]})"
         raise mistake(what, "name another address: each run has its own", key)
 

@@ -51,13 +51,17 @@ def train(options: argparse.Namespace) -> int:
     """Train: as the launcher of local ranks, or as one rank that somebody else has launched."""
     words.require_training()
     here = started_as(env.here(), options.ranks)
-    if here is None:
-        return _launch(_resolved(options, options.ranks, is_first=True), options)
-    signal.signal(signal.SIGTERM, _end_early)  # until the rank itself can save
+    signal.signal(signal.SIGTERM, _end_early)  # until the rank itself can save, or the launcher has ranks to tell
     try:
+        if here is None:
+            return _launch(_resolved(options, options.ranks, is_first=True), options)
         return _rank(_resolved(options, here.world, is_first=here.rank == 0), here, options)
     except EarlyEnd:
-        print(f"rank {here.rank}: stopped by SIGTERM before the first step; nothing to save", file=sys.stderr)
+        who = "" if here is None else f"rank {here.rank}: "
+        what = "stopped by SIGTERM before the first step; nothing to save"
+        print(f"{who}{what}", file=sys.stderr)
+        if options.json and (here is None or here.rank == 0):
+            _tell_program(Failure(kind="stopped", code=Exit.PREEMPTED, what=what), Exit.PREEMPTED)
         return Exit.PREEMPTED
 
 

@@ -4,6 +4,7 @@ That process outlives nobody: when the rank that started it is gone, is asked to
 command ends with all that it started. It is told by a file what to do, and leaves another that says how it went.
 """
 
+import ctypes
 import os
 import shutil
 import signal
@@ -19,6 +20,7 @@ import msgspec
 
 from meshwright.runtime.files import replace_json
 from meshwright.runtime.place import DIALECTS
+from meshwright.runtime.ranks import SET_CHILD_SUBREAPER
 
 ORDER, RESULT = "order.json", "result.json"
 LOOK_SECONDS = 0.1
@@ -97,6 +99,7 @@ def said(folder: Path, name: str) -> Path:
 def serve(folder: Path) -> None:
     """Do what the order says."""
     order = msgspec.json.decode((folder / ORDER).read_bytes(), type=Order)
+    adopt_orphans()
     asked = list[int]()
     signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
     result = None
@@ -126,24 +129,49 @@ def _run(
         while process.poll() is None:
             late, alone = time.monotonic() > deadline, os.getppid() != parent
             if late or alone or asked:
-                end_group(process)
+                # A rank that is gone may be started again soon, and write where this command reads.
+                end_group(process, 0.0 if alone else GRACE_SECONDS)
                 return "timeout" if late else "stopped", None
             time.sleep(LOOK_SECONDS)
         end_group(process)  # what it started and left behind
     return "failed" if process.returncode else "done", process.returncode
 
 
-def end_group(process: "subprocess.Popen[bytes]") -> None:
+def end_group(process: "subprocess.Popen[bytes]", grace: float = GRACE_SECONDS) -> None:
     """Ask a process and all of its session to end, then end them."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
-        deadline = time.monotonic() + GRACE_SECONDS
+        deadline = time.monotonic() + grace
         while time.monotonic() < deadline:
             process.poll()
             os.killpg(process.pid, 0)  # until none is left
             time.sleep(LOOK_SECONDS)
         os.killpg(process.pid, signal.SIGKILL)
     process.poll()
+    end_orphans()
+
+
+def adopt_orphans() -> None:
+    """Have what a command leaves behind in sessions of its own, as daemons do, become children of this process."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, 1)
+
+
+def end_orphans() -> None:
+    """End the children of this process, and theirs, which become its own as it goes on."""
+    deadline = time.monotonic() + GRACE_SECONDS
+    while (children := own_children()) and time.monotonic() < deadline:
+        for pid in children:
+            with suppress(ProcessLookupError, ChildProcessError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+
+def own_children() -> list[int]:
+    """The children of this process's main thread, which starts and adopts them, by the kernel's list of them."""
+    with suppress(OSError):
+        return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+    return []
 
 
 def last_line(file: Path) -> str:
@@ -157,11 +185,17 @@ def numbers(file: Path, output: Path) -> dict[str, float]:
     found = _object(last_line(file).encode())
     if found is None:
         files = sorted((path for path in output.rglob("*.json") if path.is_file()), key=lambda one: one.stat().st_mtime)
-        readable = [path for path in reversed(files) if path.stat().st_size <= MOST_JSON_BYTES]
-        found = next((values for path in readable if (values := _object(path.read_bytes())) is not None), {})
+        found = next((values for path in reversed(files) if (values := _object(_small(path))) is not None), {})
     inner = found.get("results")  # where lm-evaluation-harness has them
     named = _leaves(inner if isinstance(inner, dict) else found)
     return {name: value for (name, value), _ in zip(named, range(MOST_NUMBERS), strict=False)}
+
+
+def _small(file: Path) -> bytes:
+    """A file of a command's, unless it is too large or not to be read."""
+    with suppress(OSError):
+        return file.read_bytes() if file.stat().st_size <= MOST_JSON_BYTES else b""
+    return b""
 
 
 def _object(text: bytes) -> dict[str, Any] | None:
@@ -177,7 +211,8 @@ def _leaves(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, 
         if isinstance(value, dict):
             yield from _leaves(value, f"{before}{name}/")
         elif isinstance(value, int | float) and not isinstance(value, bool):
-            yield f"{before}{name}", float(value)
+            with suppress(OverflowError):  # a whole number that no float holds
+                yield f"{before}{name}", float(value)
 
 
 def _tail(file: Path) -> str:

@@ -128,9 +128,12 @@ class RemoteFolder:
         return sorted(int(step[1]) for step in steps if step)
 
     def owner(self, step: int) -> str:
-        """The digest of the run that saved a step, by its manifest, which is not checked here."""
+        """The digest of the run that saved a step, by its manifest, which is not checked here; "" if it is damaged."""
         content = self.read(f"{CHECKPOINTS}/{step_name(step)}/{MANIFEST}")
-        return msgspec.json.decode(content, type=SavedBy).run
+        try:
+            return msgspec.json.decode(content, type=SavedBy).run
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return ""
 
     def _ready(self, name: str) -> tuple[Any, str]:
         system, path = self.at(name)

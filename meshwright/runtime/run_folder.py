@@ -9,6 +9,7 @@ import shutil
 import socket
 import tempfile
 import time
+from collections.abc import Iterable
 from contextlib import nullcontext, suppress
 from itertools import count
 from pathlib import Path
@@ -242,8 +243,17 @@ def _impossible(there: Run, run: Run, found: list[Change]) -> str:
 
 def earlier(folder: Path) -> dict[str, Run]:
     """What the run in a folder has been before, by digest."""
+    return _by_digest(folder.glob("run.*.toml"))
+
+
+def now_and_earlier(folder: Path) -> dict[str, Run]:
+    """The same, and what the run in it is now, which a longer one will have been."""
+    return _by_digest([*folder.glob("run.*.toml"), folder / RUN])
+
+
+def _by_digest(files: Iterable[Path]) -> dict[str, Run]:
     found: dict[str, Run] = {}
-    for file in folder.glob("run.*.toml"):
+    for file in files:
         with suppress(InputError):
             run = load.load(file).run
             found |= dict.fromkeys(digests(run), run)

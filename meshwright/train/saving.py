@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -495,17 +495,24 @@ class DueSave:
 class DiskAndMemorySave:
     """Saves to the disk, and more often to host memory, from where ranks that are started again have it at once."""
 
-    disk: Save
-    memory: Save
+    disk: "DueSave"
+    memory: "DueSave"
     run: Run
+    spoken_of: dict[int, "DueSave"] = field(default_factory=dict)  # by the step in which it was said
+    turn: int = 0
 
     def vote(self, step: int) -> Vote:
-        one, other = self.disk.vote(step), self.memory.vote(step)
-        return Vote(busy=one.busy or other.busy, failed=one.failed or other.failed)
+        """Of one of the two, in turn where both are at work: a failure of one is no reason to give up the other."""
+        at_work = [each for each in (self.disk, self.memory) if each.saver.writing is not None] or [self.disk]
+        self.spoken_of[step] = at_work[self.turn % len(at_work)]
+        return self.spoken_of[step].vote(step)
 
     def hear(self, heard: Vote) -> None:
-        self.disk.hear(heard)
-        self.memory.hear(heard)
+        if (subject := self.spoken_of.get(heard.step)) is None:
+            return
+        self.spoken_of = {step: each for step, each in self.spoken_of.items() if step > heard.step}
+        self.turn += 1
+        subject.hear(heard)
 
     def hold_update(self) -> Stall | None:
         one, other = self.disk.hold_update(), self.memory.hold_update()

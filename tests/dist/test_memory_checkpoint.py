@@ -1,15 +1,19 @@
 """In-memory checkpoints: ranks that are started again resume from host memory, where the disk has nothing newer."""
 
+import errno
 import hashlib
 import json
+import os
+import threading
 
 import pytest
 from commands import meshwright
 from trials import CPU, corpus_file, made, make_corpus, make_run
+from waiting import HANG
 from worlds import world
 
 from meshwright.checkpoint import format
-from meshwright.checkpoint.storage import CorruptError
+from meshwright.checkpoint.storage import CorruptError, Disk
 from meshwright.runtime.run_folder import HOST_MEMORY
 from meshwright.train.loop import train
 from meshwright.train.saving import digest_of, restore
@@ -78,3 +82,28 @@ def test_damage_in_host_memory_is_found_and_the_disk_is_used(folder):
     (folder / "run" / "checkpoints").rename(folder / "away")
     with pytest.raises(CorruptError):  # never from weights that were half filled
         resumed()
+
+
+@world(1)
+def test_a_save_to_the_disk_outlives_one_that_host_memory_has_no_room_for(folder):
+    words = ("steps=9", "checkpoint.every=3", "faults.memory_every=1", "data.eval_fraction=0.0")
+    run, said, go, write = make_run(folder, *words), list[str](), threading.Event(), Disk.write_block
+
+    def write_block(self, descriptor, block):
+        """A slow disk, and host memory that is full."""
+        if "/memory/" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        assert go.wait(HANG)
+        write(self, descriptor, block)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Disk, "write_block", write_block)
+        _, mesh, state = made(run, folder, CPU)
+        state.memory, state.say = folder / "memory", said.append
+        for result in train(run, state, mesh, folder / "run"):
+            if result.step == 7:  # the save of step 3 is still being written
+                go.set()
+    state.loader.close()
+    assert any("step-4 was not saved (No space left on device)" in text for text in said), said
+    assert not any("step-3 was not saved" in text for text in said), said
+    assert {3, 9} <= set(format.present(folder / "run" / "checkpoints")), said

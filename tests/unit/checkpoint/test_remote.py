@@ -202,6 +202,29 @@ def test_an_address_of_another_run_and_fresh_ones_are_refused(tmp_path, address)
         preflight.require_remote(msgspec.structs.replace(run, seed=2), tmp_path, fresh=False)
 
 
+def test_a_run_that_goes_on_with_other_settings_keeps_its_address(tmp_path, address):
+    made(tmp_path / "here", 1, address=address)
+    longer = msgspec.structs.replace(run_at(address), steps=1000)
+    preflight.require_remote(longer, tmp_path / "here", fresh=False)  # whose run file is still the shorter one's
+    with pytest.raises(InputError, match="has the steps of another run"):
+        preflight.require_remote(longer, tmp_path / "elsewhere", fresh=False)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "run.1.toml").write_text(load.write(run_at(address)))
+    assert fetched(tmp_path / "there", longer, []) == [1]
+
+
+def test_a_damaged_manifest_there_keeps_no_run_from_starting(tmp_path, address):
+    made(tmp_path / "here", 1, 2, address=address)
+    RemoteFolder(address).write(place_of(2, "manifest.json"), b'{"run": "x')
+    preflight.require_remote(run_at(address), tmp_path, fresh=False)
+    said = []
+    assert fetched(tmp_path / "there", run_at(address), said) == [1]
+    assert "step-2 of" in said[1]
+    assert "is not a manifest" in said[1]
+    with pytest.raises(InputError, match="has the steps of another run"):
+        preflight.require_remote(run_at(address, "seed=2"), tmp_path, fresh=False)
+
+
 @pytest.mark.parametrize(
     ("address", "told"),
     [

@@ -2,17 +2,19 @@
 
 import json
 import resource
+import signal
 from argparse import Namespace
 
 import msgspec
 import pytest
 
-from meshwright.cli import main, train
+from meshwright.cli import main, preflight, train
 from meshwright.config import load
 from meshwright.runtime import run_folder as folders
 from meshwright.runtime.failure import Failure
 from meshwright.runtime.records import Summary
 from meshwright.runtime.run_folder import Claim
+from meshwright.spec.problem import InputError
 
 WORDS = ["data.source=my.txt", "steps=3"]
 SUMMARY = Summary(
@@ -108,3 +110,22 @@ def test_before_a_start_on_several_machines_each_says_what_is_wrong_with_it(caps
     said = capsys.readouterr().err
     assert "rank 3 may open 512 files" in said
     assert "ulimit -n 65536" in said
+
+
+def test_a_launcher_that_is_asked_to_end_while_it_prepares_says_so(monkeypatch, capsys):
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(train, "_resolved", lambda *given, **named: signal.raise_signal(signal.SIGTERM))
+    try:
+        assert main.main(["train", *WORDS, "--ranks", "1", "--json"]) == 10
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    told = capsys.readouterr()
+    assert told.err == "stopped by SIGTERM before the first step; nothing to save\n"
+    assert json.loads(told.out)["state"] == "stopped"
+
+
+def test_host_memory_that_is_too_small_is_refused_with_what_helps(tmp_path, monkeypatch):
+    run = load.load(None, ["arch.preset=tiny", "faults.memory_every=5"]).run
+    monkeypatch.setattr(preflight.Disk, "free_bytes", lambda self, path: 1000)
+    with pytest.raises(InputError, match="1,000 are free; make it larger"):
+        preflight._require_host_memory(run, tmp_path)

@@ -52,6 +52,17 @@ def test_commands_run_one_after_another_and_what_nobody_needs_goes(tmp_path, mon
     assert not (tmp_path / "model").exists()
 
 
+def test_no_number_and_no_file_of_a_command_ends_training(tmp_path):
+    said, output = tmp_path / "command.txt", tmp_path / "output"
+    said.write_text('{"huge": 1' + "0" * 400 + ', "acc": 0.5}')
+    assert errand.numbers(said, output) == {"acc": 0.5}
+    output.mkdir()
+    (output / "b.json").write_text('{"acc": 0.25}')
+    (output / "c.json").symlink_to("/proc/self/mem")  # not to be read, though it may be opened
+    said.write_text("no numbers")
+    assert errand.numbers(said, output) == {"acc": 0.25}
+
+
 def test_the_first_that_fails_is_the_last(tmp_path):
     commands = (python("export", "print('no room'); raise SystemExit(3)"), python("command", "print('never')"))
     result = wait(Errand(tmp_path, Order(commands=commands, seconds=SECONDS)))
@@ -89,6 +100,24 @@ def test_what_it_started_ends_with_it(tmp_path, monkeypatch):
     other = started(tmp_path)
     assert one.stop().state == "stopped"
     assert not is_there(other)
+
+
+# Leaves a process behind that has a session of its own and no parent.
+DAEMON = """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if (pid := os.fork()) == 0:
+        time.sleep(1000)
+    print(pid, flush=True)
+    os._exit(0)
+os.wait()
+"""
+
+
+def test_a_daemon_ends_with_it(tmp_path):
+    assert wait(Errand(tmp_path, Order(commands=(python("command", DAEMON),), seconds=SECONDS))).state == "done"
+    assert not is_there(started(tmp_path))
 
 
 def test_it_has_only_so_long(tmp_path):

@@ -15,6 +15,7 @@ from meshwright.cli import options as words
 from meshwright.config import load, presets, schema
 from meshwright.runtime.failure import Exit
 from meshwright.spec.addresses import is_address
+from meshwright.spec.arch import Arch
 from meshwright.spec.params import active, count
 from meshwright.spec.units import GIB
 
@@ -26,11 +27,16 @@ if TYPE_CHECKING:  # the verbs of this file use little of each other's, and impo
     from meshwright.search.advise import Advice
 
 
+def _fields(arch: Arch) -> dict[str, Any]:
+    """The fields of a model; tables, which few have (LongRoPE), only where they are not empty."""
+    return {name: value for name, value in msgspec.to_builtins(arch).items() if value != ()}
+
+
 def models(options: argparse.Namespace) -> int:
     """The model zoo."""
     models = [(name, presets.preset(name)) for name in presets.preset_names()]
     if options.json:
-        rows = [{"name": name, "parameters": count(arch), "arch": msgspec.to_builtins(arch)} for name, arch in models]
+        rows = [{"name": name, "parameters": count(arch), "arch": _fields(arch)} for name, arch in models]
         print(msgspec.json.encode(rows).decode())
         return 0
     print(f"{'name':<16}{'parameters':>18}{'active':>18}  layers × hidden, heads/kv, vocabulary")

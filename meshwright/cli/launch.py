@@ -15,8 +15,7 @@ import msgspec
 from meshwright.cli import env, preflight
 from meshwright.cli import options as words
 from meshwright.cli.query import machines_of
-from meshwright.cli.train import need_own_starter
-from meshwright.config import load
+from meshwright.config import check, load
 from meshwright.config.run import Run
 from meshwright.hardware.cluster import Cluster
 from meshwright.launch import kubernetes, node, slurm
@@ -139,7 +138,7 @@ def _job(options: argparse.Namespace) -> LaunchJob:
     if loaded is None or found:
         raise InputError(found)
     run = budget.resolved(loaded)[0].run
-    if options.on != "terraform" and (problems := [*need_own_starter(run, f"--on {options.on}")]):
+    if options.on != "terraform" and (problems := [*check.need_own_starter(run, f"--on {options.on}")]):
         raise InputError(problems)
     machines = _machines(options, run)
     most = machines.domain if machines else options.ranks_per_node or run.plan.world

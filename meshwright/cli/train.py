@@ -5,7 +5,7 @@ import shlex
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -188,18 +188,11 @@ def _order(folder: Path, options: argparse.Namespace, **own: Any) -> RankSpec:
     return RankSpec(run=run, folder=str(folder), cache=cache, began=env.BEGAN, inject=options.inject, **own)
 
 
-def need_own_starter(run: Run, launcher: str) -> Iterator[Problem]:
-    """What a run asks for that no ranks have which somebody else starts."""
-    for key in (f"faults.{name}" for name in ("live", "memory_every") if getattr(run.faults, name)):
-        what = f"{key} needs our own starter, which starts ranks again, and not {launcher}"
-        yield Problem(what, f"use `meshwright train` on one machine, or leave {key} out", key)
-
-
 def _rank(run: Run, here: Place, options: argparse.Namespace) -> int:
     """Be one rank of a job that torchrun, Slurm or MPI started; a sidecar of the first one here watches them all."""
     from meshwright.runtime import run_folder as folders
 
-    if problems := [*need_own_starter(run, here.launcher)]:
+    if problems := [*check.need_own_starter(run, here.launcher)]:
         raise InputError(problems)
     fresh = options.fresh and env.attempt() == 1  # a restart resumes what it was asked to start
     folder = options.folder or folders.find(run, fresh=fresh, extend=options.extend)

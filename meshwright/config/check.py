@@ -841,6 +841,13 @@ def _compared(run: Run) -> Iterator[Problem]:
         yield Problem(f"objective = dpo is not offered with {name}", f"leave {name} out", name)
 
 
+def need_own_starter(run: Run, launcher: str) -> Iterator[Problem]:
+    """What a run asks for that no ranks have which somebody else starts."""
+    for key in (f"faults.{name}" for name in ("live", "memory_every") if getattr(run.faults, name)):
+        what = f"{key} needs our own starter, which starts ranks again, and not {launcher}"
+        yield Problem(what, f"use `meshwright train` on one machine, or leave {key} out", key)
+
+
 def compiles_doubles() -> bool:
     """Whether torch compiles attention in float64: 2.11 mixes it with fp32 on a CPU, and fails."""
     from importlib.metadata import PackageNotFoundError, version  # which imports an e-mail parser

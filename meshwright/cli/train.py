@@ -51,7 +51,7 @@ def train(options: argparse.Namespace) -> int:
     """Train: as the launcher of local ranks, or as one rank that somebody else has launched."""
     words.require_training()
     here = started_as(env.here(), options.ranks)
-    signal.signal(signal.SIGTERM, _end_early)  # until the rank itself can save, or the launcher has ranks to tell
+    before = signal.signal(signal.SIGTERM, _end_early)  # until the rank can save, or the launcher has ranks to tell
     try:
         if here is None:
             return _launch(_resolved(options, options.ranks, is_first=True), options)
@@ -63,6 +63,8 @@ def train(options: argparse.Namespace) -> int:
         if options.json and (here is None or here.rank == 0):
             _tell_program(Failure(kind="stopped", code=Exit.PREEMPTED, what=what), Exit.PREEMPTED)
         return Exit.PREEMPTED
+    finally:  # who runs the verb in a process of their own goes on with theirs
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 class EarlyEnd(BaseException):

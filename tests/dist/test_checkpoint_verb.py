@@ -123,8 +123,8 @@ def test_a_whole_run_folder_is_checked(user):
 def test_a_machine_that_has_nothing_goes_on_from_the_copies_of_another(user):
     bucket = user / "bucket"
     word = f"checkpoint.remote=file://{bucket}"
-    kill_after(user, "lost", 1, word, place=bucket)
-    shutil.rmtree(user / "lost")  # with its machine
+    kill_after(user, "spot", 1, word, place=bucket)
+    shutil.rmtree(user / "spot")  # with its machine
     done = again(user, "elsewhere", word)
     assert loss(done) == loss(again(user, "whole"))
     assert f"from file://{bucket}" in done.stderr

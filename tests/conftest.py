@@ -16,15 +16,18 @@ os.environ["OMP_NUM_THREADS"] = "1"
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-LONGEST = (  # by CPU time (benchmarks/suite.py), but for the one that mostly waits
-    "launchers/test_slurm", "launchers/test_openmpi",
-    "dist/test_nodes", "dist/test_traffic", "dist/test_verify", "dist/test_readme", "dist/test_compiled",
-    "dist/test_any_model", "dist/test_train_verb", "dist/test_memory", "dist/test_expert", "dist/test_bench",
-    "dist/test_deterministic", "dist/test_compress", "dist/test_offload", "unit/verify/test_trace",
-    "dist/test_examples", "unit/cli/test_plan", "unit/kernels/test_interpreter", "dist/test_faults", "dist/test_sgd",
-    "dist/test_rounding", "dist/test_offload_weights", "dist/test_sample", "dist/test_pipeline",
-    "unit/search/test_brute_force", "dist/test_unused", "dist/test_resume", "dist/test_checkpoint",
-    "dist/test_data_parallel", "dist/test_checkpoint_verb", "dist/test_context",
+LONGEST = (  # by CPU time (benchmarks/suite.py), but for those that mostly wait
+    "launchers/test_slurm", "launchers/test_openmpi", "dist/test_nodes", "dist/test_survivors", "dist/test_machines",
+    "dist/test_whole_tensors", "dist/test_traffic", "dist/test_verify", "dist/test_local_sgd",
+    "dist/test_quantized_states", "dist/test_readme", "dist/test_lora", "dist/test_memory", "dist/test_bench",
+    "dist/test_expert", "dist/test_lossy", "dist/test_sample", "dist/test_families", "dist/test_train_verb",
+    "dist/test_any_model", "dist/test_dpo", "dist/test_offload", "dist/test_deterministic", "unit/cli/test_plan",
+    "unit/verify/test_trace", "dist/test_checkpoint_verb", "dist/test_faults", "dist/test_muon", "dist/test_compress",
+    "dist/test_examples", "unit/kernels/test_interpreter", "dist/test_offload_weights", "dist/test_onebit",
+    "dist/test_muon_exchange", "dist/test_sgd", "dist/test_rounding", "dist/test_compiled", "dist/test_checkpoint",
+    "unit/search/test_order", "unit/search/test_brute_force", "dist/test_resume", "dist/test_pipeline",
+    "dist/test_bf16_states", "dist/test_unused", "dist/test_slow_network", "dist/test_postponed",
+    "dist/test_data_parallel", "dist/test_context",
 )  # fmt: skip
 PLACES = {f"tests/{name}.py": place for place, name in enumerate(LONGEST)}
 

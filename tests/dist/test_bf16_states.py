@@ -64,7 +64,7 @@ def test_every_axis_rounds_alike(folder, kind):
 
 @world(2)
 def test_a_run_goes_on_bit_by_bit_from_its_save(folder):
-    run = planned(folder, "split", "shard=2,zero=3", "checkpoint.every=2")
+    run = planned(folder, "split", "shard=2,zero=3", "steps=4", "checkpoint.every=2")
     mesh, corpus, home = mesh_of(run.plan), make_corpus(run, folder), folder / "run"
     ends, losses = [], []
     for again in (False, True):
@@ -87,19 +87,19 @@ def test_a_run_goes_on_bit_by_bit_from_its_save(folder):
 
 @world(2)
 def test_a_save_resumes_under_another_plan_and_not_in_another_dtype(folder):
-    run = planned(folder, "split", "shard=2,zero=3", "checkpoint.every=2")
+    run = planned(folder, "split", "shard=2,zero=3", "steps=4", "checkpoint.every=2")
     mesh, corpus, home = mesh_of(run.plan), make_corpus(run, folder), folder / "run"
     state = build(run, corpus, mesh)
     list(train(run, state, mesh, home))
     state.loader.close()
     digest = digest_of(state, run, mesh)
-    other = planned(folder, "split", "tp=2", "checkpoint.every=2")
+    other = planned(folder, "split", "tp=2", "steps=4", "checkpoint.every=2")
     state = build(other, corpus, mesh_of(other.plan))
     assert restore(state, other, mesh_of(other.plan), home, lambda text: None) is not None
     assert digest_of(state, other, mesh_of(other.plan)) == digest
     assert {local(moment).dtype for moment in state.optimizer.states()["second"]} == {torch.bfloat16}
     state.loader.close()
-    wide = planned(folder, "split", "shard=2,zero=3", "checkpoint.every=2", dtype="fp32")
+    wide = planned(folder, "split", "shard=2,zero=3", "steps=4", "checkpoint.every=2", dtype="fp32")
     state = build(wide, corpus, mesh)
     with pytest.raises(CorruptError, match="is of another run"):
         restore(state, wide, mesh, home, lambda text: None)

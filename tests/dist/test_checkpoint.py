@@ -128,7 +128,7 @@ def reshard(folder: Path, plans: dict[int, tuple[str, ...]], taken: int, words=(
 
 
 def test_any_plan_takes_up_what_any_other_has_saved(folder):
-    reshard(folder, DENSE, taken=4)
+    reshard(folder, DENSE, 4, ("arch.layers=4",))
 
 
 def test_tied_weights_and_an_odd_vocabulary_too(folder):

@@ -81,7 +81,7 @@ def test_accumulation_changes_nothing(folder):
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @world(2)
 def test_low_precision_follows_the_wide_run(folder, precision):
-    words = ("data.pack=documents", "plan.replicate=2", "steps=8")
+    words = ("data.pack=documents", "plan.replicate=2", "steps=8", "arch.layers=4")
     low = make_run(folder, *words, f"plan.precision={precision}")
     wide = make_run(folder, *words, "plan.precision=fp32")
     corpus = make_corpus(low, folder)

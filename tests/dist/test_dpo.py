@@ -48,6 +48,7 @@ WORDS = (
     "adapter.rank=3",
     "sequence=384",
     "batch=4",
+    "steps=2",
     "data.eval_fraction=0.2",
 )
 

@@ -4,7 +4,7 @@ import pytest
 from test_data_parallel import compare, folder  # noqa: F401
 from worlds import world
 
-DROPPED = ("arch.dropout=0.2", "data.pack=documents")
+DROPPED = ("arch.layers=4", "arch.dropout=0.2", "data.pack=documents")
 
 
 @pytest.mark.parametrize(

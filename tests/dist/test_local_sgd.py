@@ -88,8 +88,8 @@ def test_a_sync_in_every_step_is_plain_training_bit_by_bit(folder):
 @world(2)
 def test_a_warm_up_that_lasts_is_plain_training(folder):
     """Gradients are summed after the backward instead of during it: the same sums of two terms."""
-    plain = make_run(folder, "plan.replicate=2", *QUIET)
-    warm = make_run(folder, *DILOCO, *QUIET, "optim.sync_warmup=3")
+    plain = make_run(folder, "plan.replicate=2", *QUIET, "steps=4")
+    warm = make_run(folder, *DILOCO, *QUIET, "steps=4", "optim.sync_warmup=3")
     found = [losses_of(*made(run, folder, CPU)) for run in (plain, warm)]
     assert max(abs(one - other) / one for one, other in list(zip(*found, strict=True))[:3]) <= TOLERANCE
 

@@ -25,7 +25,7 @@ PLANS = {
     "replicate": ("plan.replicate=2", "plan.precision=bf16", "plan.recompute=selective"),
     "cp": ("plan.cp=2", "plan.recompute=every-2"),
     "pp": ("plan.pp=2", "plan.schedule=1f1b", "plan.grad_accum=2"),
-    "zero-bubble": ("plan.pp=2", "plan.schedule=zb1p", "plan.grad_accum=2"),
+    "zero-bubble": ("plan.pp=2", "plan.schedule=zb1p", "plan.grad_accum=2", "arch.layers=4"),
     "experts": ("plan.shard=2", "plan.zero=2", "plan.ep=2"),
 }
 

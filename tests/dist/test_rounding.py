@@ -90,7 +90,7 @@ def only_middle(home: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @world(2)
 def test_a_run_goes_on_bit_by_bit_from_its_save(folder, kind):
-    run = planned(folder, kind, "shard=2,zero=3", "checkpoint.every=2")
+    run = planned(folder, kind, "shard=2,zero=3", "steps=4", "checkpoint.every=2")
     mesh, corpus, home = mesh_of(run.plan), make_corpus(run, folder), folder / "run"
     ends, losses = [], []
     for again in (False, True):

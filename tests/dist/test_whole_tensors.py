@@ -25,19 +25,20 @@ from trials import (
 from whole_references import REFERENCES
 from worlds import world
 
-from meshwright.config.run import Optim
+from meshwright.config.run import Optim, Run
 from meshwright.cost.layout import layout_of
 from meshwright.cost.resident import states
 from meshwright.cost.traffic import traffic
 from meshwright.optim.clip import GradStats
 from meshwright.optim.resident import ResidentOptimizer
+from meshwright.parallel.mesh import Mesh
 from meshwright.spec.optimizers import OPTIMIZERS, description_of
 from meshwright.spec.plan import Plan
-from meshwright.train.build import build
 from meshwright.train.faults import compared, whose
 from meshwright.train.loop import train
 from meshwright.train.saving import digest_of, restore, whole_states
-from meshwright.verify.collectives import differences, implied, observing
+from meshwright.train.state import State
+from meshwright.verify.collectives import Calls, differences, implied, observing
 
 # float64 sums in another order: a few hundred terms of relative error 1e-16 each, through four updates.
 TOLERANCE = 1e-12
@@ -83,7 +84,7 @@ def folder(tmp_path):
 
 
 def compare(folder: Path, case: tuple[str, ...], plans: tuple[tuple[str, ...], ...], arch: str = "tiny") -> None:
-    """Plans beside one process over the same mathematics: losses, weights and states."""
+    """Plans beside one process over the same mathematics: losses, weights and states; and what they send and hold."""
     corpus = make_corpus(make_run(folder, *case, arch=arch), folder)
     reference = make_run(folder, *case, "plan.replicate=1", arch=arch)
     one = drive(reference, corpus, alone()) if dist.get_rank() == 0 else None
@@ -91,7 +92,8 @@ def compare(folder: Path, case: tuple[str, ...], plans: tuple[tuple[str, ...], .
     for plan in plans:
         run = make_run(folder, *case, *plan, arch=arch)
         mesh = mesh_of(run.plan)
-        mine = drive(run, corpus, mesh)
+        mine = drive(run, corpus, mesh, observed=2)
+        assert not surprises(run, mesh, mine.state, mine.sent)
         ours = dict(whole_states(mine.state, run, mesh))
         if one is not None:
             assert deviation(mine, one) < TOLERANCE, f"{run.plan}: losses {mine.losses} beside {one.losses}"
@@ -216,19 +218,11 @@ def test_a_gradient_that_is_not_finite_changes_nothing(optim):
     assert optimizer.count == 1
 
 
-def surprises(folder: Path, words: tuple[str, ...]) -> list[str]:
-    """Where a real step sends or holds something else than the planner says."""
-    run = make_run(folder, "arch.layers=2", "steps=2", "data.eval_fraction=0.0", *words)
-    mesh = mesh_of(run.plan)
-    state = build(run, make_corpus(run, folder), mesh)
-    steps = train(run, state, mesh)
-    next(steps)
-    with observing() as seen:
-        next(steps)
-    state.loader.close()
+def surprises(run: Run, mesh: Mesh, state: State, sent: Calls) -> list[str]:
+    """Where a real step has sent, or a rank holds, something else than the planner says."""
     name = description_of(run.optim)
     planned = implied(traffic(run.arch, run.plan, run.sequence, place=mesh.place, optimizer=name), run.plan, mesh)
-    found = [text for text in differences(seen, planned) if run.plan.ep == 1 or "all_to_all" not in text]
+    found = [text for text in differences(sent, planned) if run.plan.ep == 1 or "all_to_all" not in text]
     layout = layout_of(run.plan, run.optim.master_weights, run.optim.state_dtype, name)
     said = {line.name: line.bytes for line in states(run.arch, run.plan, mesh.place, layout)}["moments"]
     held = sum(tensor.nbytes for tensor in chain.from_iterable(state.optimizer.states().values()))
@@ -238,6 +232,16 @@ def surprises(folder: Path, words: tuple[str, ...]) -> list[str]:
     return [f"{run.plan}: {text}" for text in found]
 
 
+def surprises_of_a_step(folder: Path, words: tuple[str, ...]) -> list[str]:
+    run, mesh, state = made(make_run(folder, "arch.layers=2", "steps=2", "data.eval_fraction=0.0", *words), folder, CPU)
+    steps = train(run, state, mesh)
+    next(steps)
+    with observing() as sent:
+        next(steps)
+    state.loader.close()
+    return surprises(run, mesh, state, sent)
+
+
 BF16 = ("plan.precision=bf16",)
 MOE = ("arch.preset=tiny-moe",)
 
@@ -245,15 +249,16 @@ MOE = ("arch.preset=tiny-moe",)
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
 @world(4)
 def test_four_ranks_send_and_hold_what_the_planner_says(folder, case):
+    """Beside those that are compared with one device: low precision, and rows that ranks have unlike numbers of."""
     plans = (
-        *((*plan, *words) for plan, words in zip(FOUR, (BF16, ODD, ()), strict=True)),
-        ("plan.shard=4", "plan.zero=3", *ODD, *BF16),
+        (*FOUR[0], *ODD, *BF16),
+        (*FOUR[1], *ODD),
         ("plan.cp=2", "plan.shard=2", "plan.zero=1", *ODD),
         ("plan.tp=4", "plan.precision=fp32", "arch.kv_heads=8"),
-        *((*plan, *MOE, *BF16) for plan in EXPERTS),
+        (*EXPERTS[1], *MOE, *BF16),
         ("plan.pp=2", "plan.shard=2", "plan.zero=1", "plan.ep=2", "plan.grad_accum=4", *MOE),
     )
-    assert not [text for words in plans for text in surprises(folder, (*case, "arch.layers=2", *words))]
+    assert not [text for words in plans for text in surprises_of_a_step(folder, (*case, *words))]
 
 
 SAVED = ("steps=6", "checkpoint.every=4", "plan.precision=fp64")
@@ -296,9 +301,8 @@ def test_deterministic_mode_has_the_same_bits_whatever_the_shards(folder, name, 
     for plan in ALIKE:
         run = make_run(folder, *words, *plan, arch=arch)
         mesh = mesh_of(run.plan)
-        trials.append(drive(run, corpus, mesh))
-        surprised = surprises(folder, (f"arch.preset={arch}", *words, *plan))
-        assert not surprised
+        trials.append(drive(run, corpus, mesh, observed=2))
+        assert not surprises(run, mesh, trials[-1].state, trials[-1].sent)
     first, *others = trials
     for other in others:
         assert (other.losses, other.norms) == (first.losses, first.norms)

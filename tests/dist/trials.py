@@ -1,5 +1,6 @@
 """Short runs inside tests: the real loop over a small corpus, driven to its end."""
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,13 @@ from meshwright.train.build import build
 from meshwright.train.loop import EvalResult, StepResult, train
 from meshwright.train.saving import digest_of, restore
 from meshwright.train.state import State, weights
+from meshwright.verify.collectives import Calls, observing
 
 CPU = torch.device("cpu")
-# A first block, a last one and two between them: as many as two stages of two chunks need. Who wants more says so.
+# A first block and a last one; three steps show the moments at work. Who needs more says so.
 WORDS = (
-    "arch.layers=4",
-    "steps=4",
+    "arch.layers=2",
+    "steps=3",
     "sequence=32",
     "batch=8",
     "eval.every=0",
@@ -54,6 +56,7 @@ class Trial:
     held: float
     weights: dict[str, Tensor]
     state: State
+    sent: Calls  # in the step that was observed
 
 
 def corpus_file(folder: Path) -> Path:
@@ -126,10 +129,16 @@ def alone() -> Mesh:
     return Mesh(dense=nobody, expert=nobody, fine=nobody, device=CPU, rank=0, world=1, data_rank=0, place=place)
 
 
-def drive(run: Run, corpus: Corpus, mesh: Mesh) -> Trial:
-    """The whole run, its numbers kept."""
+def drive(run: Run, corpus: Corpus, mesh: Mesh, observed: int = 0) -> Trial:
+    """The whole run, its numbers kept; of one step also what it sends, if asked."""
     state = build(run, corpus, mesh)
-    results = list(train(run, state, mesh))
+    steps = train(run, state, mesh)
+    results = [next(steps) for _ in range(observed - 1)]
+    sent: Calls = Counter()
+    if observed:
+        with observing() as sent:
+            results.append(next(steps))
+    results += steps
     state.loader.close()
     steps = [result for result in results if isinstance(result, StepResult)]
     held = [result for result in results if isinstance(result, EvalResult)]
@@ -140,6 +149,7 @@ def drive(run: Run, corpus: Corpus, mesh: Mesh) -> Trial:
         held=held[-1].loss.item() if held else float("nan"),
         weights=dict(weights(state.chunks, run, mesh)),
         state=state,
+        sent=sent,
     )
 
 

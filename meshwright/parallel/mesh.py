@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshwright.spec.plan import AXES, Plan
 
@@ -154,6 +155,37 @@ def region_of(tensor: Tensor) -> tuple[slice, ...]:
         return tuple(slice(0, size) for size in tensor.shape)
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    """All ranks' parts of a tensor put together, along one axis of the mesh after the other.
+
+    Where FSDP has cut what tp had cut before, DTensor's `full_tensor` searches all ways to get there, a quarter of a
+    second for each shape; and the way is always the cuts, backwards.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    whole = tensor.to_local().detach()
+    for dim, size in enumerate(tensor.shape):
+        cuts = [
+            (isinstance(each, _StridedShard), axis) for axis, each in enumerate(tensor.placements) if _cuts(each, dim)
+        ]
+        sizes = list[tuple[int, dist.ProcessGroup]]()
+        for _, axis in sorted(cuts):  # a strided cut is made after those of the axes within it
+            group = tensor.device_mesh.get_group(axis)
+            sizes.append((size, group))
+            most = math.ceil(size / group.size())
+            size = min(max(size - group.rank() * most, 0), most)
+        for before, group in reversed(sizes):  # parts are as large as the first, those at the end less, or empty
+            lacks = math.ceil(before / group.size()) - whole.shape[dim]
+            filled = torch.cat([whole, whole.new_zeros(*whole.shape[:dim], lacks, *whole.shape[dim + 1 :])], dim)
+            whole = join(filled if lacks else whole, dim, group).narrow(dim, 0, before)
+    return whole
+
+
+def _cuts(placement: Placement, dim: int) -> bool:
+    assert not placement.is_partial(), "parts of a sum are reduced, not put together"
+    return isinstance(placement, Shard | _StridedShard) and placement.dim == dim
 
 
 def copies(weight: Tensor, mesh: Mesh) -> int:

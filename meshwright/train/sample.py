@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from meshwright.checkpoint.model_folder import AdaptedFolder, ModelFolder
 from meshwright.config.run import Run
@@ -23,7 +22,7 @@ from meshwright.models.decoder import Decoder
 from meshwright.models.generate import Sampling, caching, chooser, columns_for, continuations, forward
 from meshwright.models.layers import token_loss_sum
 from meshwright.parallel import compile
-from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.mesh import Mesh, whole_of
 from meshwright.parallel.pipeline import placement, relay
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import mistake
@@ -71,8 +70,7 @@ def _continued(
         logits = chunks[0](**kwargs) if run.plan.pp == 1 else relay(chunks, run, mesh, kwargs)
         if logits is None:
             return None
-        whole = logits.full_tensor() if isinstance(logits, DTensor) else logits
-        return whole[torch.arange(len(last), device=last.device), last]
+        return whole_of(logits)[torch.arange(len(last), device=last.device), last]
 
     def choose(logits: Tensor | None) -> Tensor:
         chosen = torch.zeros(len(prompts), dtype=torch.int64, device=mesh.device) if logits is None else draw(logits)

@@ -18,7 +18,7 @@ from meshwright.optim.clip import LossScale
 from meshwright.optim.interface import Optimizer
 from meshwright.optim.outer import NoOuterLoop
 from meshwright.parallel import precision
-from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.mesh import Mesh, whole_of
 from meshwright.parallel.pipeline import placement
 from meshwright.parallel.reduction import Reduction
 from meshwright.runtime.records import SaveRecord
@@ -148,9 +148,7 @@ def owner_of(param: Param, plan: Plan) -> int:
 def _full(weight: Tensor) -> Tensor:
     if not isinstance(weight, DTensor):
         return weight.detach()
-    near = weight.to(weight.device_mesh.device_type)  # from host memory, where weights may live
-    assert isinstance(near, DTensor), "it is moved as it is cut"
-    return near.full_tensor()
+    return whole_of(weight.to(weight.device_mesh.device_type))  # from host memory, where weights may live
 
 
 def _hand_over(whole: Tensor | None, home: ParamLocation, like: Tensor, mesh: Mesh) -> Tensor | None:

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from trials import GPT, alone, corpus_file, make_corpus, make_run, mesh_of
 from worlds import start, world
 
 from meshwright.checkpoint import format as manifests
 from meshwright.checkpoint.read import StepWeights
 from meshwright.config.run import Run
+from meshwright.parallel.mesh import whole_of
 from meshwright.train.build import build
 from meshwright.train.loop import train
 from meshwright.train.saving import digest_of, restore, saving
@@ -175,3 +177,14 @@ def test_what_one_rank_finds_damaged_no_rank_loads(folder):
     assert any("step-2 cannot be used: rank " in text and "chunk.rank1.safetensors" in text for text in said)
     assert any("step-1 cannot be used" in text and "is the manifest of step 2" in text for text in said)
     state.loader.close()
+
+
+@world(4)
+def test_parts_are_put_together_as_they_were_cut(folder):
+    shapes = ("arch.vocab=259", "arch.hidden=72", "arch.ffn=90", "arch.heads=4", "arch.kv_heads=2")  # padded, or empty
+    for plan, arch in (("shard=2,zero=3,tp=2", "tiny"), ("shard=4,zero=3", "tiny"), (MIXTURE[4][1], "tiny-moe")):
+        state, _ = state_of(folder, planned(folder, plan, shapes if arch == "tiny" else (), arch))
+        cut = [weight for weight in state.chunks[0].parameters() if isinstance(weight, DTensor)]
+        assert cut
+        assert all(whole_of(weight).equal(weight.full_tensor()) for weight in cut)
+        state.loader.close()

@@ -25,9 +25,8 @@ from meshwright.spec.params import cut_widths, params, shares_heads
 from meshwright.spec.plan import AXES, FP8_MULTIPLE, Plan, in_runs
 from meshwright.spec.problem import InputError as InputError
 from meshwright.spec.problem import Problem
-from meshwright.spec.schedule import Schedule, misfits
+from meshwright.spec.schedule import misfits
 
-SPLIT_BACKWARD: tuple[Schedule, ...] = ("zb1p", "zbv", "dualpipev")  # for a block's input, and later for its weights
 POSITIVE = (
     "steps", "sequence", "batch", "plan.microbatch", "plan.grad_accum", *(f"plan.{axis}" for axis in AXES), "plan.ep",
     "plan.chunks", "plan.sync_every", "plan.outer_fragments", "plan.secondary_shard", "optim.var_update_scaler",
@@ -124,7 +123,7 @@ def _scales_over_tp(run: Run) -> Iterator[Problem]:
         what = f"{stated} would round the gradient of arch.kv_heads = {arch.kv_heads} shared heads in parts"
         yield Problem(what, f"use plan.tp of at most {arch.kv_heads}, {remedy}", "plan.tp")
         return
-    if plan.pp > 1 and plan.schedule in SPLIT_BACKWARD:
+    if plan.splits_backward:
         what = f"{stated} would agree on scales twice: plan.schedule = {plan.schedule} goes back for a block's input"
         near = "1f1b" if plan.chunks == 1 else "interleaved"
         yield Problem(f"{what}, and then for its weights", f"use plan.schedule = {near}, {remedy}", "plan.schedule")
@@ -484,7 +483,7 @@ def how_blocks_run(plan: Plan) -> Iterator[Problem]:
         yield wrong
         return
     yield from _saved_activations(plan)
-    if plan.pp <= 1 or plan.schedule not in SPLIT_BACKWARD:
+    if not plan.splits_backward:
         return
     near = f"use plan.schedule = {'1f1b' if plan.chunks == 1 else 'interleaved'}, whose backwards are whole"
     if plan.recompute != "none":

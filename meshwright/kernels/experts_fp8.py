@@ -6,6 +6,7 @@ multiplied (`rowwise`). The gradient of weights sums over rows: in FP8 an expert
 along the sum and padded to a multiple of 16, which costs a transposed copy of all rows and of all gradients.
 """
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from meshwright.kernels.experts import by_segment
 from meshwright.kernels.fp8 import LARGEST, LEAST_LINEAR, MULTIPLE, Accumulate, Scaling, cast, cast_transposed
+from meshwright.kernels.split_backward import Half, in_halves
 
 CAPABILITY = (9, 0)  # of the only GPUs for which torch has a grouped FP8 matmul with scales of rows: not of Blackwell
 
@@ -26,10 +28,37 @@ def takes_fp8(device: torch.device, *widths: int) -> bool:
 
 
 def grouped_matmul_fp8(
-    x: Tensor, stack: Tensor, ends: Tensor, scaling: Scaling = "tensorwise", accumulate: Accumulate = "fast"
+    x: Tensor,
+    stack: Tensor,
+    ends: Tensor,
+    scaling: Scaling = "tensorwise",
+    accumulate: Accumulate = "fast",
+    splits: bool = False,
 ) -> Tensor:
-    """As `grouped_matmul`, in FP8: rows (T, in) sorted by expert times their expert's matrix of (experts, out, in)."""
-    return _Fp8Grouped.apply(x, stack, ends, scaling, accumulate)
+    """As `grouped_matmul`, in FP8: rows (T, in) sorted by expert times their expert's matrix of (experts, out, in).
+
+    `splits`: its backward runs for the input, and later for the weights.
+    """
+    if not splits:
+        return _Fp8Grouped.apply(x, stack, ends, scaling, accumulate)
+    fast = accumulate == "fast"
+    with torch.no_grad():
+        y = _output(x, stack, ends, scaling)
+        x_saved, held = x.detach(), stack.detach()
+    for_input = partial(_input_gradient, stack=held, scaling=scaling, fast=fast)
+    return in_halves(y, Half(x, for_input, (ends,)), Half(stack, weight_gradient, (x_saved, ends)))
+
+
+def _output(x: Tensor, stack: Tensor, ends: Tensor, scaling: Scaling) -> Tensor:
+    matrices = quantize_along(stack, 1, 2) if scaling == "tensorwise" else quantize_along(stack, 2)
+    return scaled_matmul(quantize_along(x, 1), matrices, ends, x.dtype)
+
+
+def _input_gradient(gradient: Tensor, ends: Tensor, stack: Tensor, scaling: Scaling, fast: bool) -> Tensor:
+    values, scales = quantize_along(stack, 1, 2) if scaling == "tensorwise" else quantize_along(stack, 1)
+    rows, row_scales = quantize_along(gradient, 1)
+    matrices = transposed(values, row_scales), scales.transpose(1, 2)
+    return scaled_matmul((rows, row_scales), matrices, ends, gradient.dtype, fast)
 
 
 def quantize_along(x: Tensor, *dims: int) -> tuple[Tensor, Tensor]:
@@ -67,20 +96,15 @@ class _Fp8Grouped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, stack: Tensor, ends: Tensor, scaling: Scaling, accumulate: Accumulate) -> Tensor:
         ctx.scaling, ctx.fast = scaling, accumulate == "fast"
-        tensorwise = scaling == "tensorwise"
-        matrices = quantize_along(stack, 1, 2) if tensorwise else quantize_along(stack, 2)
         # The quantized stack is half as large as the stack, which lives on anyway: it is quantized again, not saved.
         ctx.save_for_backward(x, stack, ends)
-        return scaled_matmul(quantize_along(x, 1), matrices, ends, x.dtype)
+        return _output(x, stack, ends, scaling)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         x, stack, ends = ctx.saved_tensors
         gradient = grads[0].contiguous()
-        values, scales = quantize_along(stack, 1, 2) if ctx.scaling == "tensorwise" else quantize_along(stack, 1)
-        rows, row_scales = quantize_along(gradient, 1)
-        matrices = transposed(values, row_scales), scales.transpose(1, 2)
-        dx = scaled_matmul((rows, row_scales), matrices, ends, x.dtype, ctx.fast)
+        dx = _input_gradient(gradient, ends, stack, ctx.scaling, ctx.fast)
         return dx, weight_gradient(gradient, x, ends), None, None, None
 
 

@@ -4,11 +4,13 @@ Scaling is dynamic: every matmul has scales of its own operands, without a histo
 scales is plain arithmetic, which the compiler fuses with what comes before. Numbers that the backward wants transposed
 are cast by a kernel, which reads them once and writes both layouts; the compiler's own write columns slowly. A weight
 is cast again in the backward instead of being saved. Of a layer that ranks share, each casts its parts by the scales
-of whole tensors, of which they agree on the largest magnitudes. In float64 the matmuls are plain ones of the same FP8
+of whole tensors, of which they agree on the largest magnitudes. Where a schedule splits the backward, each half
+quantizes the gradient for its own matmul, and makes that alone. In float64 the matmuls are plain ones of the same FP8
 numbers, for proofs. `quantize` is one kernel, for saved activations: rows in E4M3.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -30,6 +32,7 @@ from meshwright.kernels.dispatch import (
     triton,
     warps,
 )
+from meshwright.kernels.split_backward import Half, in_halves
 
 Scaling = Literal["tensorwise", "rowwise"]
 Accumulate = Literal["fast", "exact"]
@@ -66,6 +69,7 @@ class Fp8Linear(nn.Linear):
     grad_format: GradFormat = "e4m3"  # of gradients; e5m2 has more range and one bit less
     input_stays = False  # its input is saved by others anyway, so the backward can cast that
     sharing: Sharing | None = None  # None: this rank has the whole layer
+    splits = False  # its backward runs for the input, and later for the weight
 
     def forward(self, input: Tensor) -> Tensor:
         """The matmul in FP8, the bias in the precision of the input."""
@@ -75,7 +79,9 @@ class Fp8Linear(nn.Linear):
     def product(self, input: Tensor, weight: Tensor) -> Tensor:
         """The matmul in FP8 of what this rank has of the input and the weight."""
         how = self.scaling, self.accumulate, self.grad_format, self.input_stays, self.sharing
-        return _Fp8Linear.apply(input.flatten(0, -2), weight, *how).unflatten(0, input.shape[:-1])
+        rows = input.flatten(0, -2)
+        y = _by_halves(rows, weight, *how) if self.splits else _Fp8Linear.apply(rows, weight, *how)
+        return y.unflatten(0, input.shape[:-1])
 
 
 def amax_of(x: Tensor, scaling: Scaling) -> Tensor:
@@ -172,6 +178,40 @@ class _Fp8Linear(torch.autograd.Function):
         dx = _matmul(g, weight_turned, gradient.dtype, fast)
         dweight = _matmul(turned, x_turned, gradient.dtype, fast)
         return dx, dweight, None, None, None, None, None
+
+
+def _by_halves(
+    x: Tensor, weight: Tensor, scaling: Scaling, accumulate: Accumulate, grad_format: GradFormat, stays: bool,
+    sharing: Sharing | None,
+) -> Tensor:  # fmt: skip
+    """As `_Fp8Linear`, with a node of the graph for each gradient."""
+    assert sharing is None, "ranks would agree on scales twice: refused before they start"
+    fast, dtype = accumulate == "fast", FORMATS[grad_format]
+    with torch.no_grad():
+        x_scale, weight_scale = scale_of(x, scaling), scale_of(weight, scaling)
+        if scaling == "rowwise" or stays:
+            x_fp8, saved = cast(x, x_scale), x.detach()
+        else:
+            x_fp8, saved = cast_both(x, x_scale, E4M3)
+        y = _matmul((x_fp8, x_scale.reciprocal()), _scaled(weight, weight_scale), x.dtype)
+
+    def for_input(held: Tensor, gradient: Tensor) -> Tensor:
+        g = quantize_linear(gradient, scaling, dtype)
+        if scaling == "rowwise":
+            return _matmul(g, quantize_linear(held.t().contiguous(), scaling), gradient.dtype, fast)
+        turned = cast_transposed(held, weight_scale, g[1])
+        return _matmul(g, (turned, weight_scale.reciprocal()), gradient.dtype, fast)
+
+    def for_weight(gradient: Tensor, saved: Tensor, x_scale: Tensor) -> Tensor:
+        if scaling == "rowwise":
+            turned = quantize_linear(gradient.t().contiguous(), scaling, dtype)
+            return _matmul(turned, quantize_linear(saved.t().contiguous(), scaling), gradient.dtype, fast)
+        scale = scale_of(gradient, scaling, dtype)
+        x_turned = cast_transposed(saved, x_scale, scale) if stays else saved
+        turned = cast_both(gradient, scale, dtype)[1]
+        return _matmul((turned, scale.reciprocal()), (x_turned, x_scale.reciprocal()), gradient.dtype, fast)
+
+    return in_halves(y, Half(x, partial(for_input, weight.detach())), Half(weight, for_weight, (saved, x_scale)))
 
 
 def _forward_scales(x: Tensor, weight: Tensor, scaling: Scaling, sharing: Sharing | None) -> tuple[Tensor, Tensor]:

@@ -83,7 +83,8 @@ def group_experts(model: Decoder, plan: Plan, mesh: Mesh) -> None:
     if not takes_grouped(mesh.device, compute_dtype(plan), *widths):
         return
     eight = plan.precision == "fp8" and takes_fp8(mesh.device, *widths)
-    by_plan = partial(grouped_matmul_fp8, scaling=plan.fp8_scaling, accumulate=plan.fp8_accumulate)
+    how = {"scaling": plan.fp8_scaling, "accumulate": plan.fp8_accumulate, "splits": plan.splits_backward}
+    by_plan = partial(grouped_matmul_fp8, **how)
     for module in model.modules():
         if isinstance(module, Experts):
             module.compute = grouped

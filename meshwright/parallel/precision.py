@@ -47,6 +47,7 @@ def _convert(linear: nn.Linear, plan: Plan, name: str) -> None:
     linear.__class__ = Fp8Linear
     assert isinstance(linear, Fp8Linear)
     linear.scaling, linear.accumulate, linear.grad_format = plan.fp8_scaling, plan.fp8_accumulate, plan.fp8_grad
+    linear.splits = plan.splits_backward
     if plan.tp > 1:
         _share(linear, name)
 

@@ -13,7 +13,7 @@ from meshwright.spec.arch import Arch
 from meshwright.spec.notebook import html_table
 from meshwright.spec.params import params
 from meshwright.spec.problem import Problem
-from meshwright.spec.schedule import Schedule
+from meshwright.spec.schedule import SPLIT_BACKWARD, Schedule
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp64"]
 FP8_MULTIPLE = 16  # of every dimension of an FP8 matmul, the reduced one too
@@ -116,6 +116,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def arithmetic(self) -> Arithmetic:
         """That most matmuls run in: fp32's own, unless TF32 is allowed."""
         return "tf32" if self.precision == "fp32" and self.tf32 else self.precision
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether stages go back for their inputs, and later for their weights."""
+        return self.pp > 1 and self.schedule in SPLIT_BACKWARD
 
     @property
     def attends_whole(self) -> bool:

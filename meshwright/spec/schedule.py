@@ -9,6 +9,7 @@ import msgspec
 from meshwright.spec.problem import Problem
 
 Schedule = Literal["naive", "gpipe", "1f1b", "interleaved", "looped", "zb1p", "zbv", "dualpipev"]
+SPLIT_BACKWARD: tuple[Schedule, ...] = ("zb1p", "zbv", "dualpipev")  # for a block's input, and later for its weights
 Kind = Literal["F", "B", "I", "W"]
 
 

@@ -1,4 +1,7 @@
-"""FP8 matmuls that tp cuts: the same codes as one process has, and so, where products are exact, the same training."""
+"""FP8 matmuls that tp cuts, or whose backward a pipeline splits: the codes of one process.
+
+And so, where products are exact, the same training.
+"""
 
 from contextlib import contextmanager
 from unittest import mock
@@ -6,6 +9,8 @@ from unittest import mock
 import msgspec
 import pytest
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 from trials import GPT, alone, corpus_file, deviation, drive, make_corpus, make_run, mesh_of
 from worlds import world
 
@@ -17,6 +22,8 @@ WIDER = ("arch.kv_heads=8", "arch.head_dim=16", "arch.ffn=256")
 # Codes are the same, unless a sum in another order comes to lie on the other side of a step, once in some 10⁹ elements;
 # what is left is float64's rounding, which a few updates by AdamW amplify.
 ALLOWED = 1e-12
+ONE = ("plan.tp=1", "plan.pp=1", "plan.schedule=1f1b", "plan.chunks=1", "plan.recompute=none")
+SPLIT = ("plan.pp=2", "plan.chunks=1", "plan.grad_accum=4", "plan.schedule=zb1p")
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +48,7 @@ def in_reference_arithmetic(**how):
 
 def compare(folder, words, **how):
     """A plan beside one process; and beside one in plain float64, to see that it was FP8."""
-    run, one = (make_run(folder, *SMALL, *words, *plan) for plan in ((), ("plan.tp=1", "plan.recompute=none")))
+    run, one = (make_run(folder, *SMALL, *words, *plan) for plan in ((), ONE))
     corpus = make_corpus(run, folder)
     with in_reference_arithmetic(**how):
         mine = drive(run, corpus, mesh_of(run.plan))
@@ -72,3 +79,28 @@ def test_scales_of_parts_would_be_other_numbers(folder):
 @world(4)
 def test_four_ranks_train_as_one_process(folder):
     compare(folder, ("plan.tp=4", *WIDER))
+
+
+@world(2)
+def test_a_split_backward_trains_as_one_process(folder):
+    compare(folder, SPLIT)
+    compare(folder, ("plan.pp=2", "plan.schedule=zbv", "plan.grad_accum=4", "arch.layers=4"), fp8_scaling="rowwise")
+
+
+@world(2)
+def test_a_split_backward_makes_every_matmul_once(folder):
+    made = list[int]()
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **kwargs or {})
+            if (flops := flop_registry.get(func._overloadpacket)) is not None:
+                made[-1] += flops(*args, **kwargs or {}, out_val=out)
+            return out
+
+    for schedule in ("1f1b", "zb1p"):
+        run = make_run(folder, *SMALL, "steps=1", *SPLIT[:-1], f"plan.schedule={schedule}")
+        made.append(0)
+        with in_reference_arithmetic(), Counting():
+            drive(run, make_corpus(run, folder), mesh_of(run.plan))
+    assert made[0] == made[1] > 0

@@ -5,7 +5,6 @@ import msgspec
 import pytest
 
 from meshwright.config import check
-from meshwright.config.check import SPLIT_BACKWARD
 from meshwright.config.run import Run
 from meshwright.search.question import Question, variants
 from meshwright.search.space import CHUNKS, SCHEDULES, PipelineChoice, empty, layouts, plans, policies, problems
@@ -149,7 +148,7 @@ def test_compilation_can_be_fixed_either_way():
     assert {plan.compile for plan in off} == {False}
     on = list(plans(question(machines="4xh100", batch=24, compile=True)))
     assert {plan.compile for plan in on} == {True}
-    assert not any(plan.schedule in SPLIT_BACKWARD for plan in on if plan.pp > 1)
+    assert not any(plan.splits_backward for plan in on)
 
 
 def test_nothing_is_compiled_for_what_torch_writes_no_kernels_for():

@@ -68,7 +68,7 @@ WAYS = {
             "fp32, plain, beta2 0.999": "plan.precision=fp32 plan.kernels=plain plan.compile=false optim.beta2=0.999",
             "bf16, masters in halves": "plan.precision=bf16 optim.master_weights=split",
         }.items()
-        for states in ("int8", "int4")
+        for states in ("int8", "int4", "fp8")
     },
     "fp32, plain, beta2 0.999": "plan.precision=fp32 plan.kernels=plain plan.compile=false optim.beta2=0.999",
     # The same memory of squares with fp32 states, as the twin of those above.

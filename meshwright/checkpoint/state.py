@@ -19,7 +19,7 @@ Shape = tuple[int, ...]
 MOST_CELLS = 10**7  # of the grid that a tensor's slices draw; a pipeline of thousands of ranks stays far below
 SLICE_BYTES = 32 * 2**20  # no slice is larger, so that checking one takes little memory
 TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-STATE_DTYPES = {**TORCH_DTYPES, "U8": torch.uint8}  # with the codes of quantized optimizer states
+STATE_DTYPES = {**TORCH_DTYPES, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn}  # with codes of optimizer states
 DTYPES = {dtype: name for name, dtype in STATE_DTYPES.items()}  # as safetensors writes them
 INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 

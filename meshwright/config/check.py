@@ -204,7 +204,7 @@ def _offload(run: Run) -> Iterator[Problem]:
 
 
 def _quantized(run: Run) -> Iterator[Problem]:
-    """States in int8 or int4 are updated on the device, by rules of elements; no byte of two codes is cut."""
+    """States in int8, int4 or fp8 are updated on the device, by rules of elements; no byte of two codes is cut."""
     plan, states = run.plan, run.optim.state_dtype
     if states not in FORMATS:
         return

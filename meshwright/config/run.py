@@ -113,9 +113,9 @@ class Optim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     var_update_scaler: int = 16  # zero_one_adam only: after so many updates of the variance they are half as frequent
     local_step_scaler: int = 32768  # zero_one_adam only: steps after which replicas sync half as often
     local_step_clipper: int = 16  # zero_one_adam only: the most steps between two syncs
-    # bf16, beside bf16 weights (master_weights split or none) or offloaded: rounded stochastically. int8 or int4, on
-    # the device, of adamw, sgd and lion: codes in blocks of whole rows, the same under every plan.
-    state_dtype: Literal["fp32", "bf16", "int8", "int4"] = "fp32"
+    # bf16, beside bf16 weights (master_weights split or none) or offloaded: rounded stochastically. int8, int4 or
+    # fp8 (e4m3), on the device, of adamw, sgd and lion: codes in blocks of whole rows, the same under every plan.
+    state_dtype: Literal["fp32", "bf16", "int8", "int4", "fp8"] = "fp32"
     # What keeps an update smaller than the last bit of a bf16 weight: an fp32 master weight; a split one, whose 16 low
     # bits are beside the bf16 ones; or none, with stochastic rounding.
     master_weights: Literal["fp32", "split", "none"] = "fp32"

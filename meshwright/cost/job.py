@@ -10,7 +10,7 @@ from meshwright.spec.arch import Arch
 from meshwright.spec.plan import Plan
 
 MasterWeights = Literal["fp32", "split", "none"]  # as in config/run.py, optim.master_weights
-StateDtype = Literal["fp32", "bf16", "int8", "int4"]  # optim.state_dtype
+StateDtype = Literal["fp32", "bf16", "int8", "int4", "fp8"]  # optim.state_dtype
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,10 +1,11 @@
 """Fused AdamW with quantized moments: one launch reads codes and scales, updates in fp32, and writes both again.
 
 Per element with a bf16 gradient and bf16 parameters beside fp32 masters: 2 + 4 + 2 bytes read, 4 + 2 + 2 written with
-int8 codes (half as many of codes with int4), and two scales each way for every block. A program has whole blocks, so it
+int8 or fp8 codes (half as many with int4), and two scales each way for every block. A program has whole blocks, so it
 knows their new scales. Of blocks that several ranks share, one launch measures this rank's part of the new scales, and
 after the ranks have agreed on them another makes the update. Codes are computed, not searched for: a dynamic map has
-equal intervals inside a decade. Plain references: `Codec` in kernels/blockwise.py, and `arithmetic` of optim/adamw.py.
+equal intervals inside a decade, and e4m3 is the upper bits of fp32. Plain references: `Codec` in kernels/blockwise.py,
+and `arithmetic` of optim/adamw.py.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from meshwright.kernels.adamw import AdamWStep, RoundingDraws, _addresses, _hashed, _name, _pointer, _rounded
 from meshwright.kernels.adamw import scalars as step_scalars
-from meshwright.kernels.blockwise import MAPS
+from meshwright.kernels.blockwise import MAPS, values_by_code
 from meshwright.kernels.dispatch import Pointer, Values, constexpr, jit, tl
 from meshwright.spec.blockwise import FORMATS
 
@@ -111,7 +112,7 @@ class QuantizedGroup:
             step.lr, step.beta1, step.beta2, step.eps, decay, len(self.masters),
             grad_dtype=_name(dense[0]), form=self.form,
             copy_dtype=_name(self.beside[0]) if self.form == "fp32" and self.beside else "",
-            bits=FORMATS[self.state_dtype].bits, way=way, ragged=self.ragged,
+            kind=self.state_dtype, bits=FORMATS[self.state_dtype].bits, way=way, ragged=self.ragged,
             aligned=self.aligned and all(gradient.data_ptr() % 16 == 0 for gradient in dense),
             block=self.block, each=TILE // self.block, num_warps=8,
         )  # fmt: skip
@@ -119,15 +120,17 @@ class QuantizedGroup:
 
 @lru_cache(maxsize=16)
 def _tables(state_dtype: str, device: torch.device) -> Tensor:
-    """What a kernel reads of both maps: their values, then where each decade begins and what is nearer to 1."""
-    bits = FORMATS[state_dtype].bits
+    """What a kernel reads of both maps: values by code, then where each decade begins and what is nearer to 1."""
+    bits, edges = FORMATS[state_dtype].bits, list[float]()
     first, second = MAPS[state_dtype]
-    edges = []
+    by_code = [value for moment in (0, 1) for value in values_by_code(state_dtype, moment)]
+    if state_dtype == "fp8":  # which has no decades
+        return torch.tensor(by_code, dtype=torch.float32, device=device)
     for values, smallest in ((first, 1), (second, 2)):
         zero = 2 ** (bits - 1) - 1 if smallest == 1 else 0  # the code of the lowest magnitude
         begins = [zero + smallest * 2**decade - (smallest - 1) for decade in range(bits - 1)]
         edges += [(values[at - 1] + values[at]) / 2 for at in (*begins, len(values) - 1)]
-    return torch.tensor([*first, *second, *edges], dtype=torch.float32, device=device)
+    return torch.tensor([*by_code, *edges], dtype=torch.float32, device=device)
 
 
 @jit
@@ -147,15 +150,31 @@ def _dynamic_code(x: Values, edges: Pointer, bits: constexpr, smallest: constexp
 
 
 @jit
-def _first_code(x: Values, edges: Pointer, bits: constexpr) -> Values:
-    code = _dynamic_code(x, edges, bits, 1)
-    code = tl.where(x > tl.load(edges + bits - 1), 1 << (bits - 1), code)
-    return tl.where(x < 0, -code, code) + ((1 << (bits - 1)) - 1)
+def _e4m3_code(a: Values) -> Values:
+    """The byte of a magnitude in e4m3: below 2⁻⁶ equal steps, above the exponent and three bits of the mantissa."""
+    word = a.to(tl.float32).to(tl.int32, bitcast=True)
+    above = ((word + 0x7FFFF) >> 20) - (120 << 3)  # its exponent is 120 less than that of fp32
+    below = tl.ceil(a * 512 - 0.5).to(tl.int32)
+    return tl.minimum(tl.where(a < 0.015625, below, above), 126)
 
 
 @jit
-def _second_code(x: Values, edges: Pointer, bits: constexpr) -> Values:
-    if bits == 4:
+def _first_code(x: Values, edges: Pointer, kind: constexpr, bits: constexpr) -> Values:
+    if kind == "fp8":
+        code = _e4m3_code(tl.abs(x))
+        code = tl.where((x < 0) & (code > 0), code + 128, code)
+    else:
+        code = _dynamic_code(x, edges, bits, 1)
+        code = tl.where(x > tl.load(edges + bits - 1), 1 << (bits - 1), code)
+        code = tl.where(x < 0, -code, code) + ((1 << (bits - 1)) - 1)
+    return code
+
+
+@jit
+def _second_code(x: Values, edges: Pointer, kind: constexpr, bits: constexpr) -> Values:
+    if kind == "fp8":
+        code = tl.maximum(_e4m3_code(x), 1)
+    elif bits == 4:
         code = tl.minimum(tl.maximum(tl.ceil(x * 16 - 1.5).to(tl.int32), 0), 15)
     else:
         code = _dynamic_code(x, edges, bits, 2)
@@ -305,6 +324,7 @@ def _adamw_quantized(
     grad_dtype: constexpr,
     form: constexpr,
     copy_dtype: constexpr,
+    kind: constexpr,
     bits: constexpr,
     way: constexpr,
     ragged: constexpr,
@@ -348,13 +368,15 @@ def _adamw_quantized(
     else:
         first_scale = tl.max(tl.where(inside, tl.abs(m), 0.0), axis=1)
         second_scale = tl.max(tl.where(inside, v, 0.0), axis=1)
+        if kind == "fp8":  # over the largest number of e4m3
+            first_scale, second_scale = first_scale / 448.0, second_scale / 448.0
     if way == "measure":
         tl.store(agreed_first, first_scale, mask=exists)
         tl.store(agreed_second, second_scale, mask=exists)
     else:
-        code = _first_code(_scaled(m, first_scale), first_edges, bits)
+        code = _first_code(_scaled(m, first_scale), first_edges, kind, bits)
         _store_codes(first_bytes, code, bytes_at, column, inside, bits, block, each)
-        code = _second_code(_scaled(v, second_scale), second_edges, bits)
+        code = _second_code(_scaled(v, second_scale), second_edges, kind, bits)
         _store_codes(second_bytes, code, bytes_at, column, inside, bits, block, each)
         tl.store(first_scales, first_scale, mask=exists)
         tl.store(second_scales, second_scale, mask=exists)

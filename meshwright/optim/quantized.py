@@ -1,4 +1,4 @@
-"""Optimizer states in int8 or int4: decoded, updated in fp32 and encoded again, a few rows at a time.
+"""Optimizer states in int8, int4 or fp8: decoded, updated in fp32 and encoded again, a few rows at a time.
 
 No whole fp32 copy of a state ever exists. Blocks are those of the whole weight (spec/blockwise.py). Where a plan cuts
 one, its ranks first measure their parts of the new scales and agree on the largest, in one all-reduce of all such
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.kernels.blockwise import Codec, codecs
+from meshwright.kernels.blockwise import HELD_AS, Codec, codecs
 from meshwright.models.layers import accum_dtype
 from meshwright.optim import master_weights
 from meshwright.optim.interface import Arithmetic, SavedPart, Tensors, Update, UpdateRule, UpdateTerms
@@ -35,6 +35,7 @@ class QuantizedPart:
     """This rank's part of a weight whose states are quantized."""
 
     format: BlockFormat
+    dtype: torch.dtype  # of codes
     columns: Columns
     size: int  # columns of the whole weight
     shared: tuple[Cut, ...]  # among whom its blocks are cut
@@ -66,18 +67,18 @@ def quantized_parts(weights: Sequence[Tensor], state_dtype: str) -> dict[int, Qu
     """Those weights, by their index, whose states are quantized."""
     if state_dtype not in FORMATS:
         return {}
-    format = FORMATS[state_dtype]
-    return {i: _part(weight, format) for i, weight in enumerate(weights) if is_quantized(tuple(weight.shape))}
+    format, dtype = FORMATS[state_dtype], HELD_AS.get(state_dtype, torch.uint8)
+    return {i: _part(weight, format, dtype) for i, weight in enumerate(weights) if is_quantized(tuple(weight.shape))}
 
 
-def _part(weight: Tensor, format: BlockFormat) -> QuantizedPart:
+def _part(weight: Tensor, format: BlockFormat, dtype: torch.dtype) -> QuantizedPart:
     size, begin, length = weight.shape[-1], 0, weight.shape[-1]
     among = tuple(cut for cut in cuts(weight) if cut.dim == weight.dim() - 1)
     for cut in reversed(among):  # tp cuts first, and FSDP what that leaves
         each, rank = math.ceil(length / cut.group.size()), dist.get_rank(cut.group)
         begin, length = begin + min(rank * each, length), max(min(each, length - rank * each), 0)
     parts = math.prod(cut.group.size() for cut in among)
-    return QuantizedPart(format, (begin, begin + length), size, among if format.cuts_block(size, parts) else ())
+    return QuantizedPart(format, dtype, (begin, begin + length), size, among if format.cuts_block(size, parts) else ())
 
 
 def empty_states(names: Sequence[str], wide: Tensor, part: QuantizedPart) -> dict[str, Tensor]:
@@ -85,7 +86,7 @@ def empty_states(names: Sequence[str], wide: Tensor, part: QuantizedPart) -> dic
     made: dict[str, Tensor] = {}
     for name in names:
         codes, blocks = len(part.format.code_bytes(part.columns)), len(part.blocks)
-        made[name] = wide.new_zeros(*wide.shape[:-1], codes, dtype=torch.uint8)
+        made[name] = wide.new_zeros(*wide.shape[:-1], codes, dtype=part.dtype)
         made[scales_name(name)] = wide.new_zeros(*wide.shape[:-1], blocks, dtype=accum_dtype(wide))
     return made
 
@@ -162,7 +163,7 @@ class RowPieces:
         self.columns, self.rows = self.wide.shape[-1], math.prod(self.wide.shape[:-1])
         self.gradient = local(given(self.weight)).reshape(self.rows, self.columns)
         held = [state.view(self.rows, state.shape[-1]) for state in optimizer.states_of(i)]
-        self.states = list(zip(held[::2], held[1::2], strict=True))  # codes and scales
+        self.states = [(codes.view(torch.uint8), scales) for codes, scales in zip(held[::2], held[1::2], strict=True)]
         self.codecs = codecs_of(optimizer, i)
 
     def measured(self) -> list[Tensor]:

@@ -24,7 +24,11 @@ from meshwright.spec.plan import AXES, FIELDS, Plan, balanced_stages
 from meshwright.spec.schedule import default_chunks
 from meshwright.spec.units import GIB
 
-ROUNDED = {"int8": "about 1 %", "int4": "about 15 %"}  # root mean square, of normally distributed values
+ROUNDED = {
+    "int8": "about 1 %",
+    "int4": "about 15 %",
+    "fp8": "about 3 %",
+}  # root mean square, of normally distributed values
 LOSSES = 3  # of the waterfall that are named
 
 SMALL = 0.01  # of a step; smaller losses are not worth a word

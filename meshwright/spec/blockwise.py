@@ -48,7 +48,11 @@ class BlockFormat(msgspec.Struct, frozen=True, kw_only=True):
         return rows * (len(self.code_bytes(columns)) + len(self.blocks(columns)) * scale_bytes)
 
 
-FORMATS: Mapping[str, BlockFormat] = {"int8": BlockFormat(bits=8, block=256), "int4": BlockFormat(bits=4, block=128)}
+FORMATS: Mapping[str, BlockFormat] = {
+    "int8": BlockFormat(bits=8, block=256),
+    "int4": BlockFormat(bits=4, block=128),
+    "fp8": BlockFormat(bits=8, block=128),  # e4m3 spans five decades: short blocks need fewer of them
+}
 
 
 def is_quantized(shape: tuple[int, ...]) -> bool:

@@ -1,4 +1,4 @@
-"""Optimizer states in int8 and int4: the same codes under every plan, in checkpoints, and in the bytes said."""
+"""Optimizer states in int8, int4 and fp8: the same codes under every plan, in checkpoints, and in the bytes said."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +35,8 @@ from meshwright.train.saving import digest_of, holdings, restore
 from meshwright.train.state import weights
 
 DTYPES = ("int8", "int4")
+ALL = (*DTYPES, "fp8")
+CODES = (torch.uint8, torch.float8_e4m3fn)
 # float64 sums in another order: a few hundred terms of relative error 1e-16 each, through four updates. No code lies
 # so near to the middle between two values; one that did would move its weight by a thousandth.
 TOLERANCE = 1e-11
@@ -55,7 +57,7 @@ def quantized(folder: Path, states: str, plan: str, *words: str, arch: str = "ti
 def codes(trial: Trial, run: Run, mesh: Mesh) -> dict[str, tuple[tuple[tuple[int, int], ...], Tensor]]:
     """Every tensor of codes that this rank has, with its region."""
     held = holdings(trial.state, run, mesh)
-    return {each.name: (each.region, each.tensor) for each in held if each.tensor.dtype == torch.uint8}
+    return {each.name: (each.region, each.tensor.view(torch.uint8)) for each in held if each.tensor.dtype in CODES}
 
 
 def compare(folder: Path, states: str, plans: tuple[str, ...], *words: str, arch: str = "tiny") -> None:
@@ -82,16 +84,19 @@ def compare(folder: Path, states: str, plans: tuple[str, ...], *words: str, arch
         dist.barrier()
 
 
-@pytest.mark.parametrize("states", DTYPES)
+@pytest.mark.parametrize("states", ALL)
 @world(2)
 def test_two_ranks_have_the_codes_of_one(folder, states):
     axes = ("replicate=2", "shard=2,zero=1", "shard=2,zero=2,grad_accum=2", "cp=2", "pp=2,schedule=1f1b,grad_accum=4")
     compare(folder, states, ("shard=2,zero=3", "tp=2", *(axes if states in DTYPES else ())))
 
 
-@pytest.mark.parametrize("states", DTYPES)
+@pytest.mark.parametrize("states", ALL)
 @world(4)
 def test_four_ranks_have_the_codes_of_one(folder, states):
+    if states == "fp8":  # whose parts are as int4's; its codes are special, and its dtype
+        compare(folder, states, ("shard=2,zero=3,tp=2", "tp=4"))
+        return
     compare(folder, states, ("shard=4,zero=3", "tp=4", "shard=2,zero=3,tp=2", "replicate=2,shard=2,zero=3"))
     compare(folder, states, ("shard=4,zero=3,ep=2", "shard=2,zero=3,tp=2,ep=2"), arch="tiny-moe")
 
@@ -107,8 +112,8 @@ def test_blocks_of_a_rank_alone_would_have_other_codes(folder, states):
     """What others do: blocks counted from a rank's own first column, with the scales of its own elements."""
     part = quantized_module._part
 
-    def own(weight, format):
-        whole = part(weight, format)
+    def own(weight, format, dtype):
+        whole = part(weight, format, dtype)
         begin, end = whole.columns
         return replace(whole, columns=(0, end - begin), size=end - begin, shared=())
 
@@ -167,7 +172,7 @@ HELD = (
 )
 
 
-@pytest.mark.parametrize("states", DTYPES)
+@pytest.mark.parametrize("states", ALL)
 @world(4)
 def test_four_ranks_send_and_hold_what_the_planner_says(folder, states):
     held = HELD if states in DTYPES else HELD[1:3]
@@ -183,7 +188,7 @@ def test_shards_of_a_stack_may_cut_its_rows(folder):
 SAVED = ("steps=6", "checkpoint.every=4")
 
 
-@pytest.mark.parametrize("states", DTYPES)
+@pytest.mark.parametrize("states", ALL)
 @world(2)
 def test_a_checkpoint_resumes_under_another_plan_with_the_same_codes(folder, states):
     run, mesh, state = made(quantized(folder, states, "tp=2", *SAVED), folder, CPU)
@@ -192,7 +197,8 @@ def test_a_checkpoint_resumes_under_another_plan_with_the_same_codes(folder, sta
     if mesh.rank == 0:
         saved = manifests.read(folder / "run" / "checkpoints" / "step-4")
         dtypes = {f"{tensor.name.split('/')[0]} {tensor.dtype}" for tensor in saved.tensors}
-        of_states = {f"{kind} {dtype}" for kind in ("first", "second") for dtype in ("U8", "F64")}
+        codes_as = "F8_E4M3" if states == "fp8" else "U8"
+        of_states = {f"{kind} {dtype}" for kind in ("first", "second") for dtype in (codes_as, "F64")}
         assert dtypes == {"weight F64", "first_scales F64", "second_scales F64", *of_states}
     for plan in ("shard=2,zero=3", "pp=2,grad_accum=4", "tp=2"):
         run, mesh, state = made(quantized(folder, states, plan, *SAVED), folder, CPU)
@@ -202,12 +208,13 @@ def test_a_checkpoint_resumes_under_another_plan_with_the_same_codes(folder, sta
         state.loader.close()
 
 
+@pytest.mark.parametrize("states", ["int8", "fp8"])
 @world(2)
-def test_a_run_that_resumes_under_another_plan_ends_with_the_codes_of_one_that_did_not(folder):
-    whole = quantized(folder, "int8", "shard=2,zero=3", *SAVED)
+def test_a_run_that_resumes_under_another_plan_ends_with_the_codes_of_one_that_did_not(folder, states):
+    whole = quantized(folder, states, "shard=2,zero=3", *SAVED)
     through = drive(whole, make_corpus(whole, folder), mesh_of(whole.plan))
     expected = codes(through, whole, mesh_of(whole.plan))
-    run, mesh, state = made(quantized(folder, "int8", "tp=2", *SAVED), folder, CPU)
+    run, mesh, state = made(quantized(folder, states, "tp=2", *SAVED), folder, CPU)
     digest_before_the_cut(run, mesh, state, folder / "run")
     dist.barrier()
     run, mesh, state = made(whole, folder, CPU)
@@ -216,19 +223,21 @@ def test_a_run_that_resumes_under_another_plan_ends_with_the_codes_of_one_that_d
     state.loader.close()
     for each in holdings(state, run, mesh):
         if each.name in expected:
-            assert torch.equal(each.tensor, expected[each.name][1]), each.name
+            assert torch.equal(each.tensor.view(torch.uint8), expected[each.name][1]), each.name
 
 
-def test_states_of_another_dtype_do_not_follow_into_a_new_phase(folder):
-    run = make_run(folder, "steps=2", "checkpoint.every=2", "plan.replicate=1")
+@pytest.mark.parametrize(("saved", "states", "dtype"), [("fp32", "int8", "F64"), ("int8", "fp8", "U8")])
+def test_states_of_another_dtype_do_not_follow_into_a_new_phase(folder, saved, states, dtype):
+    """Codes of int8 are bytes as FP8 numbers are, and mean something else."""
+    run = make_run(folder, "steps=2", "checkpoint.every=2", "plan.replicate=1", f"optim.state_dtype={saved}")
     state = build(run, make_corpus(run, folder), alone())
     list(train(run, state, alone(), folder / "first"))
     state.loader.close()
     corpus = make_corpus(run, folder)
     save_native(folder / "first" / "model", run.arch, weights(state.chunks, run, alone()), corpus.tokenizer)
     words = (f"init.from={folder}/first", "init.optimizer_state=true", "sequence=64", "steps=2")
-    later = quantized(folder, "int8", "replicate=1", *words)
+    later = quantized(folder, states, "replicate=1", *words)
     after = build(later, make_corpus(later, folder), alone())
-    with pytest.raises(InputError, match=r"has optimizer states of another optim.state_dtype: first/\S+ is F64"):
+    with pytest.raises(InputError, match=rf"has optimizer states of another optim.state_dtype: first/\S+ is {dtype}"):
         restore(after, later, alone(), folder / "second", lambda text: None)
     after.loader.close()

@@ -20,7 +20,7 @@ from meshwright.spec.blockwise import FORMATS
 RATE, BETA1, BETA2, EPS, DECAY = 1e-2, 0.9, 0.95, 1e-8, 0.1
 # Rows of whole blocks, of a block and a part, of less than one; rows of an odd length; and rows cut inside a block.
 SHAPES = (((24, 512), 0), ((5, 300), 0), ((9, 64), 0), ((3, 7, 77), 0), ((6, 160), 96), ((4, 256), 64))
-DTYPES = ("int8", "int4")
+DTYPES = ("int8", "int4", "fp8")
 
 
 def nearest(x: Tensor, values: list[float]) -> Tensor:
@@ -32,7 +32,7 @@ def nearest(x: Tensor, values: list[float]) -> Tensor:
 @pytest.mark.parametrize("moment", [0, 1])
 def test_codes_are_those_of_the_nearest_value(state_dtype, moment):
     values, codec = MAPS[state_dtype][moment], codecs(state_dtype, torch.float64, torch.device("cpu"))[moment]
-    assert len(values) == 2 ** FORMATS[state_dtype].bits
+    assert len(values) == (2 ** FORMATS[state_dtype].bits if state_dtype != "fp8" else (253, 126)[moment])
     assert all(low < high for low, high in pairwise(values))
     x = torch.randn(40, 300, dtype=torch.float64) ** 3
     x = x if moment == 0 else x.abs()
@@ -40,11 +40,14 @@ def test_codes_are_those_of_the_nearest_value(state_dtype, moment):
     block = FORMATS[state_dtype].block
     for number in range(scales.shape[1]):
         part = x[:, number * block : (number + 1) * block]
-        assert torch.equal(scales[:, number], part.abs().amax(1))
+        assert torch.equal(scales[:, number], part.abs().amax(1) / max(values))
         codes = codec.encode(x, scales, 0)
         codes = unpacked(codes, x.shape[1]) if state_dtype == "int4" else codes
-        mine = codes[:, number * block : (number + 1) * block].long()
-        assert torch.equal(mine, nearest(part / scales[:, number, None], values))
+        mine, near = codes[:, number * block : (number + 1) * block], nearest(part / scales[:, number, None], values)
+        if state_dtype == "fp8":  # its bytes are torch's own numbers
+            assert torch.equal(mine.view(torch.float8_e4m3fn).double(), torch.tensor(values, dtype=torch.float64)[near])
+        else:
+            assert torch.equal(mine.long(), near)
 
 
 def test_the_dynamic_map_is_the_papers_but_for_its_zero():
@@ -81,6 +84,13 @@ def test_two_codes_share_a_byte(columns):
     codes = torch.randint(0, 16, (3, columns), dtype=torch.uint8)
     assert packed(codes).shape == (3, (columns + 1) // 2)
     assert torch.equal(unpacked(packed(codes), columns), codes)
+
+
+def test_zero_has_one_code_in_fp8():
+    """A sum of nothing is −0 under some plans and 0 under others."""
+    codec = codecs("fp8", torch.float32, torch.device("cpu"))[0]
+    x = torch.tensor([[1.0, -0.0, 0.0, -1e-9]])
+    assert codec.encode(x, codec.scales(x, 0), 0).tolist() == [[0x7E, 0, 0, 0]]
 
 
 def test_parts_of_a_row_have_the_blocks_of_the_whole():

@@ -1,4 +1,4 @@
-"""Optimizer states in int8 and int4: the codes of a whole-tensor implementation, update by update."""
+"""Optimizer states in int8, int4 and fp8: the codes of a whole-tensor implementation, update by update."""
 
 import math
 
@@ -16,8 +16,8 @@ from meshwright.spec.blockwise import FORMATS, is_quantized
 from meshwright.spec.problem import InputError
 
 RATE, BETA1, BETA2, EPS, DECAY = 1e-2, 0.9, 0.95, 1e-8, 0.1
-DTYPES = ("int8", "int4")
-BLOCKS = {"int8": 256, "int4": 128}
+DTYPES = ("int8", "int4", "fp8")
+BLOCKS = {"int8": 256, "int4": 128, "fp8": 128}
 # Rows of whole blocks, of some and a part, of an odd length, a stack, more rows than a piece; a vector, a small matrix.
 SHAPES = ((24, 512), (40, 300), (60, 77), (3, 20, 96), (2 * CPU_BLOCK // 64, 64), (300,), (40, 64))
 
@@ -28,7 +28,7 @@ class Twin:
     def __init__(self, weight: Tensor, state_dtype: str) -> None:
         self.weight, self.block = weight.double(), BLOCKS[state_dtype]
         self.quantized = weight.dim() > 1 and weight.numel() >= 4096
-        self.values = {"int8": (dynamic(7, True), dynamic(7, False)), "int4": (dynamic(3, True), linear())}[state_dtype]
+        self.values = VALUES[state_dtype]
         self.codes = [torch.zeros(weight.shape, dtype=torch.long) for _ in range(2)]
         self.moments = [torch.zeros_like(self.weight) for _ in range(2)]
         self.count = 0
@@ -46,7 +46,7 @@ class Twin:
         """What is left of a moment once every block of every row is quantized."""
         values, found, codes = torch.tensor(self.values[which], dtype=torch.float64), [], []
         for part in x.split(self.block, -1):
-            largest = part.abs().amax(-1, keepdim=True)
+            largest = part.abs().amax(-1, keepdim=True) / values.max()
             ratio = torch.where(largest > 0, part / largest, 0.0)
             code = (ratio[..., None] - values).abs().argmin(-1)
             codes.append(code)
@@ -66,6 +66,19 @@ def dynamic(decades: int, signed: bool) -> list[float]:
 
 def linear() -> list[float]:
     return [number / 16 for number in range(1, 17)]
+
+
+def e4m3() -> list[float]:
+    """By torch's own numbers, without NaN and the second zero."""
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    return sorted(set(every[every.isfinite()].tolist()))
+
+
+VALUES = {
+    "int8": (dynamic(7, True), dynamic(7, False)),
+    "int4": (dynamic(3, True), linear()),
+    "fp8": (e4m3(), [value for value in e4m3() if value > 0]),
+}
 
 
 def run_of(*words: str, states: str = "int8", kind: str = "fp32", precision: str = "fp32") -> Run:
@@ -111,7 +124,11 @@ def test_every_update_has_the_codes_of_whole_tensors(states):
                 assert held["first"].dtype == torch.float64
                 continue
             for which, name in enumerate(("first", "second")):
-                assert torch.equal(codes_of(held[name], weight.shape[-1]), twin.codes[which])
+                if states == "fp8":
+                    numbers = torch.tensor(VALUES[states][which], dtype=torch.float64)[twin.codes[which]]
+                    assert torch.equal(held[name].double(), numbers)
+                else:
+                    assert torch.equal(codes_of(held[name], weight.shape[-1]), twin.codes[which])
 
 
 @pytest.mark.parametrize("states", DTYPES)
@@ -121,10 +138,10 @@ def test_their_bytes_are_codes_and_scales(states):
         held, columns, rows = optimizer.held()[id(weight)], weight.shape[-1], math.prod(weight.shape[:-1])
         expected = 4 * weight.numel()
         if is_quantized(tuple(weight.shape)):
-            codes = columns if states == "int8" else (columns + 1) // 2
+            codes = (columns + 1) // 2 if states == "int4" else columns
             expected = rows * (codes + 4 * math.ceil(columns / BLOCKS[states]))
             assert expected == FORMATS[states].state_bytes(rows, (0, columns), 4)
-            assert held["first"].dtype == torch.uint8
+            assert held["first"].dtype == (torch.float8_e4m3fn if states == "fp8" else torch.uint8)
         assert sum(held[name].nbytes for name in held if name.startswith("first")) == expected
 
 
@@ -144,7 +161,7 @@ def test_weights_in_bf16_have_them_too(states, kind):
             optimizer.step(RATE, verdict())
         ends[form] = (weights["w0"].detach().float(), *optimizer.states_of(0))
     for mine, theirs in zip(ends[kind][1:], ends["fp32"][1:], strict=True):
-        assert torch.equal(mine, theirs)
+        assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
     # Rounded to bf16 once (split) or twice: a weight of 2 has steps of 2⁻⁷.
     torch.testing.assert_close(ends[kind][0], ends["fp32"][0], rtol=2.0**-6, atol=2.0**-8)
 
@@ -196,7 +213,7 @@ def test_sgd_has_its_momentum_quantized_by_the_same_code():
 
 
 def test_they_are_part_of_the_mathematics():
-    assert len({digest(run_of(states=states)) for states in ("fp32", *DTYPES)}) == 3
+    assert len({digest(run_of(states=states)) for states in ("fp32", *DTYPES)}) == 4
 
 
 REFUSED = (

@@ -214,9 +214,8 @@ def test_codes_and_states_vary_only_when_allowed():
     free = msgspec.structs.replace(asked, vary=("precision", "optimizer"))
     assert {plan.activation_quant for plan in plans(free)} == {"none", "int8", "fp8"}
     kinds = {(each.master_weights, each.state_dtype) for each in variants(free) if each.precision == "bf16"}
-    assert kinds == {
-        (weights, states) for weights in ("fp32", "none", "split") for states in ("fp32", "bf16", "int8", "int4")
-    }
+    states = ("fp32", "bf16", "int8", "int4", "fp8")
+    assert kinds == {(weights, each) for weights in ("fp32", "none", "split") for each in states}
     many = msgspec.structs.replace(question(machines="8xh100"), vary=free.vary)
     assert ("fp32", "bf16") not in {(each.master_weights, each.state_dtype) for each in variants(many)}
     assert {(each.master_weights, each.state_dtype) for each in variants(asked)} == {("fp32", "fp32")}

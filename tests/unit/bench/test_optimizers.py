@@ -1,9 +1,11 @@
+import json
 import math
 from pathlib import Path
 
 import msgspec
 import pages
 import pytest
+from commands import script
 
 from meshwright.bench.optimizers import (
     GRID,
@@ -22,6 +24,12 @@ from meshwright.spec.optimizers import OPTIMIZERS
 from meshwright.spec.problem import InputError
 
 ROOT = Path(__file__).parents[3]
+
+
+def test_the_page_shows_the_record_of_matrices():
+    record = json.loads((ROOT / "results" / "optimizer_matrices.json").read_text())
+    pages.agree(ROOT / "docs" / "optimizers.md", "matrices", script("optimizer_matrices").table(record))
+    assert all(row["passed"] for found in record.values() for row in found["rows"])
 
 
 def row(name: str, *losses: float | None, rate: float = 1e-3) -> OptimizerRow:

@@ -24,7 +24,7 @@ from meshwright.spec.arch import Arch
 from meshwright.spec.optimizers import description_of
 from meshwright.spec.params import count
 from meshwright.spec.plan import FIELDS, Plan, Precision, balanced_stages
-from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.problem import ContradictionError, InputError, Problem
 from meshwright.spec.schedule import default_chunks
 from meshwright.spec.units import GIB
 
@@ -115,6 +115,8 @@ def _nearest_arch(target: str | None) -> tuple[Arch | None, str]:
     config = read_config(file)
     try:
         arch_of(config)
+    except ContradictionError:
+        raise
     except InputError as error:
         arch = decoder_like(config)
         if arch is None or arch_problems(arch):

@@ -77,7 +77,11 @@ def _routers(run: Run) -> Iterator[Problem]:
     if not 1 <= arch.router_top_groups <= arch.router_groups:
         what = f"arch.router_top_groups = {arch.router_top_groups} cannot be chosen among {arch.router_groups}"
         yield Problem(what, f"use 1 to {arch.router_groups}", "arch.router_top_groups")
-    elif arch.experts and arch.top_k > (most := arch.experts // arch.router_groups * arch.router_top_groups):
+    elif (
+        arch.experts
+        and arch.router_groups > 1
+        and arch.top_k > (most := arch.experts // arch.router_groups * arch.router_top_groups)
+    ):
         what = f"arch.top_k = {arch.top_k} is more than the {most} experts of arch.router_top_groups"
         yield Problem(what, f"use at most {most}, or more groups", "arch.top_k")
     if arch.router_load_bias and run.plan.parts > 1:

@@ -13,6 +13,7 @@ from meshwright.spec.arch import Arch
 from meshwright.spec.problem import Problem
 
 REQUIRED = object()
+LIMITED = "group_limited_greedy"  # as DeepSeek calls a choice among the experts of a few groups
 Fields = dict[str, Any]
 
 
@@ -23,6 +24,7 @@ class ConfigKeys:
         self.config = config
         self.prefix = prefix
         self.problems: list[Problem] = []
+        self.wrong = False  # something is said that no model can be; else it is merely not supported
 
     def get(self, key: str) -> Any:
         """What a key says, REQUIRED if it is not there."""
@@ -33,7 +35,7 @@ class ConfigKeys:
         value = self.config.get(key, absent)
         if isinstance(value, int) and not isinstance(value, bool) and low <= value <= high:
             return value
-        self.refuse(key, value, f"a whole number from {low} to {high}")
+        self.refuse(key, value, f"a whole number from {low} to {high}", wrong=True)
         return 1
 
     def number(self, key: str, absent: Any = REQUIRED, *, low: float = 1e-12, high: float = 1e12) -> float:
@@ -41,14 +43,14 @@ class ConfigKeys:
         value = self.config.get(key, absent)
         if isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high:
             return float(value)
-        self.refuse(key, value, f"a number from {low:g} to {high:g}")
+        self.refuse(key, value, f"a number from {low:g} to {high:g}", wrong=True)
         return 1.0
 
     def flag(self, key: str, absent: Any = REQUIRED) -> bool:
         """True or false."""
         value = self.config.get(key, absent)
         if not isinstance(value, bool):
-            self.refuse(key, value, "true or false")
+            self.refuse(key, value, "true or false", wrong=True)
         return value is True
 
     def choice(self, key: str, choices: dict[str, str], absent: Any = REQUIRED) -> str:
@@ -56,12 +58,18 @@ class ConfigKeys:
         value = self.config.get(key, absent)
         if isinstance(value, str) and value in choices:
             return choices[value]
-        self.refuse(key, value, ", ".join(choices))
+        self.refuse(key, value, ", ".join(choices), wrong=not isinstance(value, str))
         return next(iter(choices.values()))
 
-    def refuse(self, key: str, value: Any, supported: str) -> None:
-        """Note that a key says what is not supported."""
+    def refuse(self, key: str, value: Any, supported: str, wrong: bool = False) -> None:
+        """Note that a key says what is not supported; what is missing altogether may be guessed at."""
         self.problems.append(unsupported(self.prefix + key, value, supported))
+        self.wrong |= wrong and value is not REQUIRED
+
+    def adopt(self, within: "ConfigKeys") -> None:
+        """Note what was found in an object of its own."""
+        self.problems += within.problems
+        self.wrong |= within.wrong
 
 
 def unsupported(key: str, value: Any, supported: str) -> Problem:
@@ -113,7 +121,7 @@ class CountOr(NamedTuple):
     def read(self, keys: ConfigKeys, found: Fields) -> Fields:
         if keys.config.get(self.key) is not None:
             return {self.field: keys.count(self.key)}
-        others = {"": 0, "one": 1, "hidden / heads": found.get("hidden", 1) // found.get("heads", 1) or 1}
+        others = {"": 0, "hidden / heads": found.get("hidden", 1) // found.get("heads", 1) or 1}
         others["4 * hidden"] = 4 * found.get("hidden", 1)
         return {self.field: others[self.other] if self.other in others else found[self.other]}
 
@@ -215,7 +223,7 @@ class Windows(NamedTuple):
         if (kinds := keys.config.get("layer_types")) is not None:
             found_every = _pattern(kinds, found["layers"])
             if found_every is None:
-                keys.refuse("layer_types", kinds, "sliding_attention, with full_attention in every n-th layer")
+                _refuse_list(keys, "layer_types", found, "sliding_attention, with full_attention in every n-th layer")
             every = found_every or 0
             if every == 1:
                 return {}
@@ -223,9 +231,9 @@ class Windows(NamedTuple):
 
     def _unless_listed(self, keys: ConfigKeys) -> Fields:
         kinds = keys.config.get("layer_types")
-        is_full = kinds is None or (isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds))
-        beside = isinstance(keys.config.get("sliding_window"), int) and isinstance(kinds, list)
-        if not is_full and not beside:
+        beside = isinstance(keys.config.get("sliding_window"), int)
+        known = ("full_attention", "sliding_attention") if beside else ("full_attention",)
+        if kinds is not None and not all(kind in known for kind in _listed(kinds)):
             keys.refuse("layer_types", kinds, "full_attention in every layer, or a sliding_window beside it")
         return {}
 
@@ -260,7 +268,7 @@ class NoRope(NamedTuple):
         kinds = ["full_attention" if rotated == 0 else "sliding_attention" for rotated in _listed(listed)]
         every = _pattern(kinds, found["layers"])
         if every is None:
-            keys.refuse("no_rope_layers", listed, "0 in every n-th layer, and 1 in the others")
+            _refuse_list(keys, "no_rope_layers", found, "0 in every n-th layer, and 1 in the others")
         return {"no_rope_every": every or 0}
 
     def write(self, arch: Arch) -> dict[str, Any]:
@@ -270,6 +278,14 @@ class NoRope(NamedTuple):
 
 def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
+
+
+def _refuse_list(keys: ConfigKeys, key: str, found: Fields, supported: str) -> None:
+    """Refuse a list of layers: it has another length than the model, or a pattern that is not supported."""
+    length = len(_listed(keys.get(key)))
+    if length != found["layers"]:
+        supported = f"one entry for each of num_hidden_layers = {found['layers']}; it has {length}"
+    keys.refuse(key, keys.get(key), supported, wrong=length != found["layers"])
 
 
 class DenseLayers(NamedTuple):
@@ -306,7 +322,7 @@ class Rope(NamedTuple):
                 )
                 fields["rope_local_theta"] = within.number("rope_theta")
                 stated = stated.get("full_attention") or {}
-                keys.problems += within.problems
+                keys.adopt(within)
         if not isinstance(stated, dict) or any(isinstance(value, dict) for value in stated.values()):
             keys.refuse(name, stated, "one flat object for all layers")
             return {}
@@ -326,7 +342,7 @@ class Rope(NamedTuple):
             fields |= _long(rope, keys, found["context"])
         elif kind != "none":
             fields |= _scaling(rope, kind, found["context"])
-        keys.problems += rope.problems
+        keys.adopt(rope)
         return fields
 
     def write(self, arch: Arch) -> dict[str, Any]:
@@ -408,7 +424,7 @@ class Latent(NamedTuple):
             within = ConfigKeys(scaling, prefix="rope_scaling.")
             scale = _mscale(found["rope_factor"], within.number("mscale_all_dim"))
             fields["attention_scale"] = head**-0.5 * scale * scale
-            keys.problems += within.problems
+            keys.adopt(within)
         return fields
 
     def write(self, arch: Arch) -> dict[str, Any]:
@@ -426,6 +442,19 @@ class Latent(NamedTuple):
         scale = math.sqrt(arch.attention_scale * math.sqrt(arch.head_dim))
         weight = (scale - 1) / (0.1 * math.log(arch.rope_factor)) if arch.rope_factor > 1 else 0.0
         return config | {"rope_scaling": scaling | {"mscale_all_dim": float(f"{weight:.12g}")}}
+
+
+class ExpertGroups(NamedTuple):
+    """Groups of experts that a token chooses among first: another method has none, whatever their keys say."""
+
+    def read(self, keys: ConfigKeys, found: Fields) -> Fields:
+        if keys.choice("topk_method", {"greedy": "all", LIMITED: "groups"}, "greedy") == "all":
+            return {"router_groups": 1, "router_top_groups": 1}
+        return {"router_groups": keys.count("n_group"), "router_top_groups": keys.count("topk_group")}
+
+    def write(self, arch: Arch) -> dict[str, Any]:
+        method = LIMITED if arch.router_groups > 1 else "greedy"
+        return {"topk_method": method, "n_group": arch.router_groups, "topk_group": arch.router_top_groups}
 
 
 class Plain(NamedTuple):

@@ -15,6 +15,7 @@ from meshwright.config.config_words import (
     Count,
     CountOr,
     DenseLayers,
+    ExpertGroups,
     Flag,
     Latent,
     NoRope,
@@ -176,6 +177,7 @@ class Family:
     # Joined tensors whose parts take turns: every row, or every "head".
     alternate: Mapping[str, str] = field(default_factory=dict)
     own_code: bool = False  # published files also name code of their own, which transformers has since
+    long_windows: bool = False  # published files state windows beyond the context, which hide nothing
 
 
 NO_WINDOW = {"sliding_window": None}
@@ -312,6 +314,7 @@ FAMILIES: dict[str, Family] = {
         absent=LATE | NO_WINDOW | PLAIN_SCALE | {"rms_norm_eps": 1e-5, "num_key_value_heads": None},
         names=PHI3,
         own_code=True,
+        long_windows=True,
     ),
     "gpt_oss": Family(
         model="GptOssForCausalLM",
@@ -338,7 +341,7 @@ FAMILIES: dict[str, Family] = {
         model="DeepseekV2ForCausalLM",
         words=(
             *SIZES, Same("kv_heads", "heads"), EPS, SWIGLU, Rope(), Latent(), ATTENTION_BIAS, *ROUTED,
-            CountOr("n_group", "router_groups", "one"), CountOr("topk_group", "router_top_groups", "one"),
+            ExpertGroups(),
             Plain("norm_topk_prob", False), Plain("scoring_func", "softmax"), Plain("mlp_bias", False),
         ),
         says={"rope_interleaved": True, "router_renormalise": False},

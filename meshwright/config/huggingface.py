@@ -6,6 +6,7 @@ are noise of somebody's training.
 """
 
 import math
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from meshwright.config.run import Run
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import params
 from meshwright.spec.plan import Plan
-from meshwright.spec.problem import InputError, Problem, mistake
+from meshwright.spec.problem import ContradictionError, InputError, Problem, mistake
 
 ARCH = "arch.json"
 CONFIG = "config.json"
@@ -151,13 +152,44 @@ def arch_of(config: dict[str, Any]) -> Arch:
     quantized = config.get("quantization_config")
     if quantized is not None and not quantization(quantized):
         keys.refuse("quantization_config", quantized, "mxfp4, fp8 with blocks of 128 × 128, or weights without it")
-    if keys.problems:
-        raise InputError(keys.problems)
+    found = [] if keys.problems else list(_contradictions(stated, fields, family))
+    if keys.problems or found:
+        raise (ContradictionError if keys.wrong or found else InputError)([*dict.fromkeys(keys.problems), *found])
     fields["mtp_layers"] = 0
     arch = Arch(**fields | dict(family.says))
     if found := arch_problems(arch):
-        raise InputError([msgspec.structs.replace(problem, where="config.json") for problem in found])
+        raise ContradictionError([_in_file(problem, family) for problem in found])
     return arch
+
+
+def _in_file(problem: Problem, family: Family) -> Problem:
+    """A problem of a field, with the key of the config.json that says it."""
+    keys = {f"arch.{getattr(word, 'field', '')}": getattr(word, "key", "") for word in family.words}
+    key = keys.get(problem.key, "")
+    return msgspec.structs.replace(problem, where=f"config.json, {key}" if key else "config.json")
+
+
+def _contradictions(stated: dict[str, Any], fields: dict[str, Any], family: Family) -> Iterator[Problem]:
+    """What two keys of a config.json say against each other, as far as an Arch would not show it."""
+    layers, context, kinds = fields["layers"], fields["context"], stated.get("layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or len(kinds) != layers):
+        length = f"a list of {len(kinds)}" if isinstance(kinds, list) else "no list"
+        what = f"config.json says layer_types, {length}, beside num_hidden_layers = {layers}"
+        yield Problem(what, "give one word for each layer, or leave layer_types out", "layer_types")
+    window = stated.get("sliding_window") if stated.get("use_sliding_window") is not False else None
+    if isinstance(window, int) and window > context and not family.long_windows:
+        what = f"config.json says sliding_window = {window}, longer than max_position_embeddings = {context}"
+        yield Problem(what, f"use at most {context}, or null for no window", "sliding_window")
+    first = max(fields.get("dense_layers", 0) + 1, fields.get("moe_every", 1))
+    if fields.get("experts") and first > layers:
+        keys = " and ".join(key for key in ("first_k_dense_replace", "decoder_sparse_step") if key in stated)
+        what = f"config.json has experts in none of num_hidden_layers = {layers}, by {keys or 'mlp_only_layers'}"
+        yield Problem(what, "use fewer dense layers", keys.split()[0] if keys else "mlp_only_layers")
+    classes = {other.model for other in FAMILIES.values()} - {family.model}
+    for name in stated.get("architectures") or () if isinstance(stated.get("architectures"), list) else ():
+        if name in classes:
+            what = f"config.json says architectures = {name} beside model_type = {stated.get('model_type')}"
+            yield Problem(what, f"use the model_type of that class, or {family.model}", "architectures")
 
 
 def family_of(config: dict[str, Any]) -> tuple[str, Family]:

@@ -29,6 +29,10 @@ class InputError(ValueError):
         self.problems = problems
 
 
+class ContradictionError(InputError):
+    """A model is described that none can be, as opposed to one that is merely not supported."""
+
+
 def mistake(text: str, remedy: str, key: str = "") -> InputError:
     """An InputError of a single problem."""
     return InputError([Problem(text, remedy, key)])

@@ -32,6 +32,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 MSCALE = {"mscale": 1.0, "mscale_all_dim": 0.7}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 20}
 ROUTED = EXPERTS | {"n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1}
+V2 = ROUTED | {"num_experts_per_tok": 3, "n_group": 4, "topk_group": 2}
 GROUPS = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "norm_topk_prob": True}
 LATENT = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 10, "v_head_dim": 6}
 MLA = PLAIN | LATENT | {"num_key_value_heads": 4}
@@ -54,7 +55,9 @@ MODELS = {
     "phi3 long": PHI3_LONG | {"original_max_position_embeddings": 16},  # for which TOKENS are too many
     "phi3 short": PHI3_LONG | {"original_max_position_embeddings": 32},
     "gpt_oss": SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5},
-    "deepseek_v2": MLA | ROUTED | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+    # More experts than groups are chosen: as many of each would be the same experts without groups.
+    "deepseek_v2": MLA | V2 | {"topk_method": "group_limited_greedy"},
+    "deepseek_v2 greedy": MLA | V2 | {"topk_method": "greedy"},
     "deepseek_v3": MLA
     | ROUTED
     | GROUPS

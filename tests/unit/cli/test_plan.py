@@ -14,6 +14,7 @@ from meshwright.cli import main, options
 from meshwright.cli import plan_tables as tables
 from meshwright.cli.query import put
 from meshwright.config import load
+from meshwright.config.huggingface import config_of
 from meshwright.config.presets import preset
 from meshwright.hardware.cluster import cluster as machines
 from meshwright.hardware.stacks import stacks
@@ -400,6 +401,30 @@ def test_a_decoder_of_another_family_is_priced_by_its_numbers_and_said_to_be(cap
     assert text.splitlines()[2].startswith("Not to be trained here: ")
     assert answer(capsys, line, "--top", "1")["answer"]["command"] is None
     assert "not supported" in told(capsys, f"train init.from={tmp_path}", code=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "key"),
+    [
+        ("tiny-deepseek-v3", {"n_group": 3}, "n_group"),
+        ("tiny-deepseek-v3", {"first_k_dense_replace": 99}, "first_k_dense_replace"),
+        ("tiny-qwen3-moe", {"num_experts_per_tok": 99}, "num_experts_per_tok"),
+        ("tiny-gemma3", {"layer_types": ["full_attention"]}, "layer_types"),
+        ("tiny-olmo2", {"layer_types": ["full_attention"]}, "layer_types"),
+        ("tiny-smollm3", {"no_rope_layers": [1]}, "no_rope_layers"),
+        ("tiny-mistral", {"sliding_window": 513}, "sliding_window"),
+        ("tiny-qwen3", {"num_key_value_heads": 3}, "num_key_value_heads"),
+        ("tiny-qwen3", {"architectures": ["LlamaForCausalLM"]}, "architectures"),
+        ("tiny-qwen3", {"rms_norm_eps": -1}, "rms_norm_eps"),
+    ],
+)
+def test_a_model_that_cannot_be_is_refused_by_every_verb(capsys, tmp_path, name, change, key):
+    (tmp_path / "config.json").write_text(json.dumps(config_of(preset(name)) | change))
+    verbs = (f"plan {tmp_path} --cluster 8xh100", f"train init.from={tmp_path}", f"convert {tmp_path} {tmp_path}/out")
+    for line in verbs:
+        text = told(capsys, line, code=2)
+        assert key in text
+        assert ("; use " in text) or ("; give " in text) or ("; supported: " in text)
 
 
 @pytest.mark.parametrize("config", [{"model_type": "bert"}, QWEN | {"is_encoder_decoder": True}, {"hidden_size": 8}])

@@ -78,6 +78,7 @@ def test_mistral_is_llama_unless_its_window_is_short():
     mistral = LLAMA | {"model_type": "mistral"}
     assert arch_of(mistral | {"sliding_window": None}) == arch_of(LLAMA)
     assert arch_of(mistral | {"sliding_window": 131072}) == arch_of(LLAMA)
+    assert "sliding_window" in refused(mistral | {"sliding_window": 131073})
     assert arch_of(mistral | {"sliding_window": 2048}).window == 2048
     assert arch_of(mistral).window == 4096  # transformers assumes it
 
@@ -99,6 +100,8 @@ def test_mistral_is_llama_unless_its_window_is_short():
         ({"rope_scaling": SCALING | {"factor": -1}}, "factor"),
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
         ({"layer_types": ["sliding_attention"] * 32}, "layer_types"),
+        ({"model_type": "qwen3", "layer_types": ["linear_attention"] * 32}, "layer_types"),
+        ({"model_type": "qwen3", "layer_types": [[]] * 32}, "layer_types"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}}, "quantization_config"),
         ({"auto_map": {"AutoModel": "evil.Model"}}, "auto_map"),

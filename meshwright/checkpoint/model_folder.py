@@ -206,6 +206,7 @@ class StoredTensor(msgspec.Struct, frozen=True, kw_only=True):
     expert: int | None = None  # holds this expert of a stacked parameter alone
     transposed: bool = False  # GPT-2 multiplies from the other side
     turns: int = 0  # joined parts take turns after so many rows (GPT-NeoX, gpt-oss); 0: one after the other
+    row: int = 0  # elements of a row, where a vector is stored as a matrix (Cohere)
 
 
 Layout = tuple[StoredTensor, ...]
@@ -247,7 +248,9 @@ def _named(name: str, arch: Arch, family: Family, fused: bool) -> Iterator[Store
     turns = {"row": 1, "head": arch.head_dim}.get(family.alternate.get(theirs, ""), 0)
     if "*" not in theirs:
         dim = 1 if module.startswith("mlp.experts.") else 0
-        yield StoredTensor(name=f"{at}{theirs}{last}", made_of=(name,), dim=dim, transposed=turned, turns=turns)
+        row = arch.head_dim if theirs in family.by_head else 0
+        stored = StoredTensor(name=f"{at}{theirs}{last}", made_of=(name,), dim=dim, transposed=turned, turns=turns)
+        yield msgspec.structs.replace(stored, row=row)
     elif fused:
         theirs = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}[place[-1]]
         yield StoredTensor(name=f"{at}mlp.experts.{theirs}", made_of=(name,), dim=1)
@@ -261,13 +264,17 @@ def stored_shape(stored: StoredTensor, shapes: dict[str, Shape]) -> Shape:
     parts = [shapes[name] if stored.expert is None else shapes[name][1:] for name in stored.made_of]
     shape = list(parts[0])
     shape[stored.dim if len(parts) > 1 else 0] = sum(part[stored.dim if len(parts) > 1 else 0] for part in parts)
+    if stored.row:
+        return shape[0] // stored.row, stored.row
     return (*shape[:-2], shape[-1], shape[-2]) if stored.transposed else tuple(shape)
 
 
 def store(stored: StoredTensor, load: Load) -> Tensor:
     """A stored tensor, made of our parameters."""
     parts = [load(name) if stored.expert is None else load(name)[stored.expert] for name in stored.made_of]
-    if len(parts) == 1:
+    if stored.row:
+        whole = parts[0].unflatten(0, (-1, stored.row))
+    elif len(parts) == 1:
         whole = parts[0]
     elif stored.turns:
         split = [part.unflatten(stored.dim, (-1, stored.turns)) for part in parts]
@@ -285,7 +292,7 @@ def restore(name: str, layout: Layout, shapes: dict[str, Shape], load: Load) -> 
         whole = whole.mT if stored.transposed else whole
         number, count, dim = stored.made_of.index(name), len(stored.made_of), stored.dim
         if count == 1:
-            pieces.append(whole)
+            pieces.append(whole.flatten() if stored.row else whole)
         elif stored.turns:
             split = whole.unflatten(dim, (-1, count, stored.turns))
             pieces.append(split.select(dim + 1, number).flatten(dim, dim + 1))

@@ -104,8 +104,9 @@ def _layers(run: Run) -> Iterator[Problem]:
         what = f"arch.parallel_residual = {arch.parallel_residual} reads norms of the block's input, and"
         what = f"{what} arch.norm_position = {arch.norm_position} has others"
         yield Problem(what, 'use arch.norm_position = "pre", or leave it out', "arch.parallel_residual")
-    if arch.norm_offset and arch.norm != "rms":
-        yield Problem("arch.norm_offset is for arch.norm = rms", "leave it out, or use RMSNorm", "arch.norm_offset")
+    if arch.norm_offset and (arch.norm != "rms" or arch.qk_norm == "layer"):
+        what = "arch.norm_offset is for RMSNorm, and arch.norm or arch.qk_norm is layer"
+        yield Problem(what, "leave it out, or use RMSNorm", "arch.norm_offset")
     if not 0 < arch.rope_share <= 1:
         yield Problem(f"arch.rope_share = {arch.rope_share:g} is no share", "use above 0 up to 1", "arch.rope_share")
     pairs = arch.rotated // 2 if arch.rope_scaling == "longrope" else 0

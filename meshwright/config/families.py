@@ -174,6 +174,7 @@ class Family:
     spelled: Mapping[str, str] = field(default_factory=dict)  # other spellings of keys, and the words' own
     names: Mapping[str, str] = field(default_factory=lambda: LLAMA)
     transposed: tuple[str, ...] = ()  # names of matrices that multiply from the other side
+    by_head: tuple[str, ...] = ()  # names of vectors that are stored as matrices, a row for each head
     # Joined tensors whose parts take turns: every row, or every "head".
     alternate: Mapping[str, str] = field(default_factory=dict)
     own_code: bool = False  # published files also name code of their own, which transformers has since
@@ -394,12 +395,14 @@ FAMILIES: dict[str, Family] = {
         model="CohereForCausalLM",
         words=(
             *SIZES, Number("layer_norm_eps", "norm_eps"), SWIGLU, Rope(), ATTENTION_BIAS,
-            Number("logit_scale", "logit_scale"), Plain("use_qk_norm", False),
+            Number("logit_scale", "logit_scale"), Flag("use_qk_norm", "qk_norm", ("none", "layer")),
         ),
         says={"norm": "layer", "norm_bias": False, "parallel_residual": "one_norm", "rope_interleaved": True},
         absent=LATE | PLAIN_SCALE | {
             "layer_norm_eps": 1e-5, "logit_scale": 0.0625, "num_key_value_heads": None, "tie_word_embeddings": True,
+            "use_qk_norm": False,
         },
+        by_head=("self_attn.q_norm", "self_attn.k_norm"),
     ),
     "granite": Family(
         model="GraniteForCausalLM",

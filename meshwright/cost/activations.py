@@ -430,7 +430,10 @@ def _inner_norms(work: MicrobatchShape) -> float:
     if arch.qk_norm == "none":
         return 0.0
     queries, keys = work.whole * arch.q_width / work.tp, work.whole * kv_part(arch, work.tp) / 2
-    heads = (queries + keys) / arch.head_dim if arch.qk_norm == "head" else 2 * work.whole
+    heads = 2 * work.whole if arch.qk_norm == "full" else (queries + keys) / arch.head_dim
+    if arch.qk_norm == "layer":  # its input and two numbers of each head, and what its weight multiplies
+        statistics = 2 * heads * (work.wide if work.fused_norm else work.narrow)
+        return 2 * (queries + keys) * work.narrow + statistics
     return _rms_kept(work, queries + keys, heads, work.narrow)
 
 
@@ -444,7 +447,7 @@ def _dense_kept(work: MicrobatchShape) -> float:
     masks = work.split * work.arch.hidden * MASK_BYTES if work.drops else 0
     one = work.whole * work.arch.ffn / work.tp * work.narrow
     inner = (work.copies - 1) * one + (one / work.narrow if work.fp8_inputs else one)
-    shared = work.arch.parallel_residual == "one_norm"  # attention has read the same
+    shared = work.arch.parallel_residual == "one_norm" and work.tp == 1  # attention reads the same; tp gathers anew
     return _norm_kept(work) + (0 if shared else _matmul_input(work, work.first_matmuls)) + inner + masks
 
 

@@ -43,6 +43,19 @@ class OffsetRMSNorm(nn.RMSNorm):
         return F.rms_norm(x, tuple(self.normalized_shape), 1 + self.weight, self.eps)
 
 
+class HeadLayerNorm(nn.Module):
+    """LayerNorm of each head (b, heads, s, head_dim) without bias, whose weight is another for every head."""
+
+    def __init__(self, width: int, head_dim: int, eps: float) -> None:
+        super().__init__()
+        self.head_dim, self.eps = head_dim, eps
+        self.weight = nn.Parameter(torch.ones(width))  # one after the other, so that tp may cut it by head
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.unflatten(0, (-1, 1, self.head_dim))
+        return F.layer_norm(x, (self.head_dim,), eps=self.eps) * weight
+
+
 def norm(arch: Arch) -> nn.Module:
     """The normalization of an architecture, over the hidden dimension."""
     if arch.norm == "layer":
@@ -194,10 +207,12 @@ class Attention(nn.Module):
         self.k = nn.Linear(arch.hidden, arch.kv_width, bias=bias)
         self.v = nn.Linear(arch.hidden, arch.v_width, bias=bias)
         self.out = nn.Linear(arch.out_width, arch.hidden, bias=has_bias(arch, "out"))
-        self.per_head = arch.qk_norm == "head"
+        self.per_head = arch.qk_norm in ("head", "layer")
         self.q_norm = self.k_norm = None
-        if arch.qk_norm != "none":
-            widths = (arch.head_dim,) * 2 if self.per_head else (arch.q_width, arch.kv_width)
+        widths = (arch.head_dim,) * 2 if arch.qk_norm == "head" else (arch.q_width, arch.kv_width)
+        if arch.qk_norm == "layer":
+            self.q_norm, self.k_norm = (HeadLayerNorm(width, arch.head_dim, arch.norm_eps) for width in widths)
+        elif arch.qk_norm != "none":
             self.q_norm, self.k_norm = (rms_norm(arch, width, arch.norm_eps) for width in widths)
 
     def forward(self, x: Tensor, rope: Rope | None, mask: Any) -> Tensor:

@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import (
 
 from meshwright.models.decoder import Decoder
 from meshwright.models.dropout import Dropout
+from meshwright.models.layers import HeadLayerNorm
 from meshwright.models.lora import DoraLinear, FrozenLinear, LoraLinear
 from meshwright.models.moe import MoELayer
 from meshwright.parallel.local_parts import LocalPart, SharedHeads, SplitNorm, hold, read_partial, reading_locally
@@ -165,7 +166,7 @@ def _decoder_tp_plan(model: nn.Module) -> dict[str, ParallelStyle]:
         name = param.name.removesuffix(".weight")
         in_moe = param.layer >= 0 and decoder.arch.is_mixture(param.layer) and name.split(".")[2] == "mlp"
         if param.name.endswith(".weight") and name in modules and not in_moe:
-            table[name] = _style(name, param.split, decoder.arch, isinstance(modules[name], FrozenLinear))
+            table[name] = _style(name, param.split, decoder.arch, modules[name])
     if decoder.norm is not None:  # the last one; after norms that follow their sub-layers, an identity
         table["norm"] = TiedNorm() if ends_tied else SequenceParallel()
     table |= {name: SlicedIndex() for name, module in modules.items() if isinstance(module, Dropout)}
@@ -176,14 +177,15 @@ def _decoder_tp_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     return table
 
 
-def _style(name: str, split: Split, arch: Arch, adapted: bool) -> ParallelStyle:
+def _style(name: str, split: Split, arch: Arch, module: nn.Module) -> ParallelStyle:
+    adapted = isinstance(module, FrozenLinear)
     if name == "embed":
         return RowwiseParallel(input_layouts=Replicate(), output_layouts=SEQUENCE)
     if name == "head":
         return ColwiseParallel(input_layouts=SEQUENCE, output_layouts=Shard(-1), use_local_output=False)
     if name == "positions":
         return SlicedTable()
-    if ".attn." in name and (inner := _inside_attention(name, split)) is not None:
+    if ".attn." in name and (inner := _inside_attention(name, split, module)) is not None:
         return inner
     # What a norm after a sub-layer returns is added to the residual stream, a rank's own part.
     after = arch.norm_position in ("post", "output") or name.endswith("output_norm")
@@ -194,13 +196,13 @@ def _style(name: str, split: Split, arch: Arch, adapted: bool) -> ParallelStyle:
     }[split]
 
 
-def _inside_attention(name: str, split: Split) -> ParallelStyle | None:
+def _inside_attention(name: str, split: Split, module: nn.Module) -> ParallelStyle | None:
     """The style of what only some families have."""
     last = name.rpartition(".")[2]
     if split is Split.NONE:
         return LocalPart(Replicate())
     if last in ("q_norm", "k_norm"):
-        return SplitNorm()
+        return LocalPart(Shard(0)) if isinstance(module, HeadLayerNorm) else SplitNorm()
     return LocalPart(Shard(0)) if last in ("q_up", "kv_up") else None
 
 

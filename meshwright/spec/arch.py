@@ -49,7 +49,8 @@ class Arch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     attention_scale: float = 0.0  # of the scores; 0: 1 ÷ √head_dim
     attention_softcap: float = 0.0  # c · tanh(score ÷ c), above 0 (Gemma 2)
-    qk_norm: Literal["none", "head", "full"] = "none"  # RMSNorm of each head (Qwen3), or of all together (OLMo-2)
+    # RMSNorm of each head (Qwen3) or of all together (OLMo-2); LayerNorm of each, with weights of its own (Cohere).
+    qk_norm: Literal["none", "head", "full", "layer"] = "none"
     sinks: bool = False  # a learned score of each head that takes part of the softmax and adds nothing (gpt-oss)
     window: int = 0  # keys that a query sees, itself among them; 0: all earlier ones
     full_every: int = 0  # of layers with a window, layer i has none when this divides i + 1; 0: every layer has it

@@ -173,7 +173,7 @@ def _attention(arch: Arch, residual: float) -> Iterator[Param]:
     yield from _linear("attn.k", (arch.kv_width, arch.hidden), Split.COLUMN, qkv)
     yield from _linear("attn.v", (arch.v_width, arch.hidden), Split.COLUMN, qkv)
     yield from _linear("attn.out", (arch.hidden, arch.out_width), Split.ROW, has_bias(arch, "out"), residual)
-    if arch.qk_norm == "full":
+    if arch.qk_norm in ("full", "layer"):
         yield from _scales(arch, "attn.q_norm", arch.q_width, Split.COLUMN)
         yield from _scales(arch, "attn.k_norm", arch.kv_width, Split.COLUMN)
     elif arch.qk_norm == "head":
@@ -213,7 +213,7 @@ def cut_widths(arch: Arch, tp: int) -> dict[str, int]:
         widths["expert_ffn"] = arch.expert_ffn
     if arch.moe_bias:
         widths["hidden"] = arch.hidden
-    if shares_heads(arch, tp) and tp % max(arch.kv_heads, 1) == 0 and arch.qk_norm != "full":
+    if shares_heads(arch, tp) and tp % max(arch.kv_heads, 1) == 0 and arch.qk_norm in ("none", "head"):
         del widths["kv_heads"]  # every rank holds them whole, and computes the one that its queries read
     return widths
 

@@ -48,6 +48,12 @@ def test_fewer_heads_of_keys_than_ranks_are_held_by_each(folder):  # noqa: F811
 
 
 @world(2)
+def test_norms_of_heads_with_weights_of_their_own_are_cut_by_head(folder):  # noqa: F811
+    for plan in (TP, (*ALONE, "plan.recompute=selective")):
+        compare(folder, (*STEPS, "arch.qk_norm=layer"), plan, "tiny-cohere")
+
+
+@world(2)
 def test_longrope_goes_by_the_length_of_whole_sequences(folder):  # noqa: F811
     factors = ("arch.rope_short=[1.0,1.5,2.0,4.0]", "arch.rope_long=[1.5,3.0,9.0,20.0]")
     words = (*STEPS, "arch.rope_scaling=longrope", "arch.rope_original=20", *factors)  # of 32, of which a rank has 16

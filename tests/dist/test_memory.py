@@ -456,6 +456,7 @@ KEPT = {
         ("plan.tp=2", "arch.preset=tiny-olmo2"),
         ("plan.tp=2", "arch.preset=tiny-neox", *BF16),
         ("plan.cp=2", "arch.preset=tiny-cohere"),
+        ("plan.tp=2", "arch.preset=tiny-cohere", "arch.qk_norm=layer", *BF16),
         ("plan.cp=2", "arch.preset=tiny-gemma3", *BF16),
         ("plan.tp=2", *DENSE_LATENT, "arch.v_dim=0", "arch.q_rank=48", *BF16),  # else SDPA of a CPU keeps the scores
         ("plan.cp=2", *DENSE_LATENT),

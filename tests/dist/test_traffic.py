@@ -140,6 +140,7 @@ TWO = {
             for policy in ("full", "selective")
         ),
         ("plan.tp=2", "arch.preset=tiny-gemma2", *BF16),
+        ("plan.tp=2", "arch.preset=tiny-cohere", "arch.qk_norm=layer", *BF16),
         ("plan.tp=2", "arch.kv_heads=1", *BF16, *TWICE),
         ("plan.tp=2", "arch.preset=tiny-gpt-oss", *TWICE),
         ("plan.tp=2", "arch.preset=tiny-deepseek-v3", *BF16),

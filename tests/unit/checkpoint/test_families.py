@@ -65,6 +65,7 @@ MODELS = {
     "glm4_moe": SIZES | ROUTED | {"use_qk_norm": True, "attention_bias": True},
     "gpt_neox": PLAIN | {"rotary_pct": 0.5},
     "cohere": PLAIN | {"logit_scale": 0.25, "pad_token_id": None},
+    "cohere plus": PLAIN | {"use_qk_norm": True, "pad_token_id": None},
     "granite": PLAIN
     | {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2},
     "starcoder2": PLAIN | {"sliding_window": 5},

@@ -169,9 +169,8 @@ def test_how_many_gpus(capsys):
 def test_the_largest_that_fits(capsys):
     box = "--cluster 8xa100-80g --sequence 2048"
     model = answer(capsys, f"plan --largest model {box} --batch 64")
-    assert (
-        model["value"] == "gpt-oss-120b"
-    )  # 16 bytes of 117 billion are 1,741 GiB of its hosts' 2,000; of 141, too many
+    # 16 bytes of 123 billion are 1,827 GiB of its hosts' 2,000; of 141, too many
+    assert model["value"] == "mistral-large-123b"
     microbatch = answer(capsys, f"plan llama-7b --largest microbatch {box}")
     assert microbatch["plans"][0]["plan"]["microbatch"] == microbatch["value"] < microbatch["next"]
     sequence = answer(

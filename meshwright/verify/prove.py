@@ -184,7 +184,8 @@ def matrix(ranks: int, target: str | None = None, overrides: Sequence[str] = ())
     lacks = set() if compiles else {"compile"}
     if target in preset_names():
         arch = preset(target)
-        lacks |= (set() if arch.experts else {"ep"}) | ({"sync_every", "staleness"} if arch.router_load_bias else set())
+        lacks |= {"secondary_shard" if arch.experts else "ep"}  # which reshards by rows, and stacks of experts have few
+        lacks |= {"sync_every", "staleness"} if arch.router_load_bias else set()
     if any(word.startswith(UNSERVED) and not word.endswith(SERVED) for word in overrides):
         lacks.add("staleness")
     if "optim.adascale=true" in overrides:

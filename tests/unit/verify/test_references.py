@@ -54,3 +54,10 @@ def test_the_matrix_leaves_out_what_servers_cannot_have():
     assert stale == [plan for plan in prove.matrix(2, None, ["optim.name=sgd"]) if "staleness" in plan]
     for word in ("optim.name=lamb", "optim.state_dtype=int8", "optim.master_weights=split"):
         assert not any("staleness" in plan for plan in prove.matrix(2, None, [word]))
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen2", "tiny-gpt-oss", "tiny-deepseek-v3"])
+def test_the_standard_plans_of_a_family_are_ones_that_it_can_have(tmp_path, name):
+    plans = prove.matrix(4, name)
+    assert len(plans) >= 20
+    assert len(prove.runs(name, [], plans, 3, tmp_path / "text")[1]) == len(plans)

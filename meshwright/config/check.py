@@ -22,7 +22,7 @@ from meshwright.spec.blockwise import FORMATS
 from meshwright.spec.optimizers import OPTIMIZERS, in_state_dtype
 from meshwright.spec.outer import MOST_TP, block_length
 from meshwright.spec.params import cut_widths, params, shares_heads
-from meshwright.spec.plan import AXES, FP8_MULTIPLE, Plan, in_runs
+from meshwright.spec.plan import AXES, FP8_MULTIPLE, Plan
 from meshwright.spec.problem import InputError as InputError
 from meshwright.spec.problem import Problem
 from meshwright.spec.schedule import misfits
@@ -317,7 +317,7 @@ def _ulysses(run: Run) -> Iterator[Problem]:
 
 
 def _pipeline(run: Run) -> Iterator[Problem]:
-    plan, layers = run.plan, run.arch.layers
+    plan, layers = run.plan, run.arch.blocks
     if plan.pp <= 1:
         if plan.stages or plan.chunks != 1:
             yield Problem(
@@ -326,7 +326,8 @@ def _pipeline(run: Run) -> Iterator[Problem]:
         return
     stages = plan.pp * plan.chunks
     if stages > layers:
-        what = f"plan.pp = {plan.pp} × plan.chunks = {plan.chunks} are more stages than arch.layers = {layers}"
+        named = f"arch.layers = {run.arch.layers}{' and that of arch.mtp_layers' if run.arch.mtp_layers else ''}"
+        what = f"plan.pp = {plan.pp} × plan.chunks = {plan.chunks} are more stages than {named}"
         yield Problem(what, f"use plan.pp of at most {max(layers // max(plan.chunks, 1), 1)}", "plan.pp")
     elif len(plan.stages) != stages or sum(plan.stages) != layers or min(plan.stages, default=0) < 1:
         what = f"plan.stages = {list(plan.stages)} is not {stages} stages of {layers} layers in total"
@@ -537,23 +538,6 @@ def _counts(run: Run) -> Iterator[Problem]:
             yield Problem(f"arch.{name} = {value} is beyond any model", f"use at most {limit}", f"arch.{name}")
 
 
-def _ahead_of_plans(run: Run) -> Iterator[Problem]:
-    """Multi-token prediction: the plans that it cannot run under."""
-    plan, mtp = run.plan, f"arch.mtp_layers = {run.arch.mtp_layers}"
-    if not run.arch.mtp_layers:
-        return
-    remedy = "use plan.shard, plan.cp or plan.ep instead, or set arch.mtp_layers = 0"
-    if plan.pp > 1:
-        what = f"{mtp} reads the embedding where the model ends, which plan.pp = {plan.pp} has on another rank"
-        yield Problem(what, remedy, "plan.pp")
-    if plan.tp > 1:
-        what = f"{mtp} joins whole hidden states, and plan.tp = {plan.tp} has a part of the sequence between matrices"
-        yield Problem(what, remedy, "plan.tp")
-    if in_runs(plan.recompute):
-        what = f"plan.recompute = {plan.recompute} computes blocks in runs, and {mtp} needs what is before the last"
-        yield Problem(what, "use full, selective or none, or set arch.mtp_layers = 0", "plan.recompute")
-
-
 def _addresses(run: Run) -> Iterator[Problem]:
     """Addresses are kept in run folders and shown on screens, so none may hold a secret."""
     named = {"data.source": run.data.source, "checkpoint.remote": run.checkpoint.remote, "init.from": run.init.folder}
@@ -723,10 +707,10 @@ def _noise_scale(run: Run) -> Iterator[Problem]:
 def _adascale_parts(run: Run) -> Iterator[Problem]:
     """Where the meter leaves weights out, a rate that it sets would depend on the plan."""
     plan = run.plan
-    tied = plan.pp > 1 and run.arch.tied
+    tied = plan.pp > 1 and run.arch.embeds_at_both_ends
     left_out = {"tp": plan.tp > 1, "ep": plan.ep > 1, "pp": tied}
     for axis in (axis for axis, leaves in left_out.items() if leaves and run.optim.adascale):
-        tells = f"plan.{axis} = {getattr(plan, axis)}{' of a tied model' if axis == 'pp' else ''}"
+        tells = f"plan.{axis} = {getattr(plan, axis)}{' with two embeddings' if axis == 'pp' else ''}"
         what = f"optim.adascale sets the rate by gradients of microbatches, and {tells} has some weights' only in parts"
         yield Problem(what, f"use plan.{axis} = 1, or leave optim.adascale out", "optim.adascale")
 
@@ -867,7 +851,7 @@ def missing(plan: Plan, find: Callable[[str], str | None] = shutil.which) -> Ite
 
 PLAN_RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
     _batch, _precision, _bf16_params, _rounding, _offload, _quantized, _cpu_offload, _zero, _tensor, _sequence,
-    _ulysses, _pipeline, _ahead_of_plans, _experts, _deterministic, _noise_scale, _outer, _routes, _whole_tensors,
+    _ulysses, _pipeline, _experts, _deterministic, _noise_scale, _outer, _routes, _whole_tensors,
     _onebit, _nobody_to_tell, _staleness, communication.rules, _live, lambda run: how_blocks_run(run.plan),
 )  # fmt: skip
 RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (

@@ -53,9 +53,11 @@ def _whose_gradients(run: Run, stated: str, key: str) -> Iterator[Problem]:
     if plan.ep > 1:
         what = f"{stated} rounds each rank's gradient by itself, and plan.ep = {plan.ep} mixes the tokens of several"
         yield Problem(what, f"use plan.ep = 1, or {remedy}", key)
-    if plan.pp > 1 and run.arch.tied:
-        what = f"{stated} would round the gradient of the tied embedding in two stages of plan.pp = {plan.pp} apart"
-        yield Problem(what, f"use arch.tied = false or plan.pp = 1, or {remedy}", key)
+    if plan.pp > 1 and run.arch.embeds_at_both_ends:
+        which = "tied embedding" if run.arch.tied else "embedding of arch.mtp_layers"
+        what = f"{stated} would round the gradient of the {which} in two stages of plan.pp = {plan.pp} apart"
+        without = "arch.tied = false" if run.arch.tied else "arch.mtp_layers = 0"
+        yield Problem(what, f"use {without} or plan.pp = 1, or {remedy}", key)
     if plan.sync_every > 1:
         rarely = f"plan.sync_every = {plan.sync_every} sums none over replicas"
         what = f"{stated} is for gradients of every step, and {rarely}"

@@ -423,7 +423,7 @@ def _resolve_pipeline(table: Table, plan: dict[str, Any], origins: Origins) -> N
         origins["plan.chunks"] = "derived: schedule"
     if "stages" not in plan:
         arch = msgspec.convert(table["arch"], Arch)
-        plan["stages"] = list(balanced_stages(arch, min(plan["pp"] * plan["chunks"], arch.layers + 1)))
+        plan["stages"] = list(balanced_stages(arch, min(plan["pp"] * plan["chunks"], arch.blocks + 1)))
         origins["plan.stages"] = "derived: balanced"
 
 

@@ -71,9 +71,9 @@ class ActivationPolicy(msgspec.Struct, frozen=True, kw_only=True):
         """Whether what is saved stays on the device as it is."""
         return self.quant == "none" and not self.offload
 
-    def runs(self, layers: int) -> tuple[range, ...]:
+    def runs(self, layers: int, ahead: bool = False) -> tuple[range, ...]:
         """The recomputed ones among so many layers of a stage, those of one run together."""
-        return runs(self.recompute, layers)
+        return runs(self.recompute, layers, ahead)
 
     def share(self, layers: int, still: int = 0) -> float:
         """Layers that are recomputed ÷ those that a backward reaches: of so many, all but the first that are still."""
@@ -311,7 +311,8 @@ def saved_activations(
     whole = {mixture: block_kept(work, mixture) for mixture in kinds}
     each = {mixture: as_kept(work, mixture, size) for mixture, size in whole.items()}
     blocks = [each[mixture] if layer >= still else 0.0 for layer, mixture in enumerate(mixtures)]
-    recomputed = reached(runs(policy, len(blocks)), still)
+    looks_ahead = last and work.arch.mtp_layers > 0
+    recomputed = reached(runs(policy, len(blocks), looks_ahead), still)
     inside = [sum(whole[mixtures[layer]] for layer in run if layer >= still) for run in recomputed]
     selected = {mixture: _selected(work, mixture) for mixture in kinds} if by_operation(policy) else {}
     remaining = [
@@ -322,7 +323,7 @@ def saved_activations(
     tables = 2 if work.arch.rope_local_theta else 1  # once for all layers, of each base
     rope = work.whole * work.arch.rotated * tables * work.wide if work.arch.positions == "rope" else 0.0
     logits, loss = _loss(work) if last else (0.0, 0.0)
-    ahead = _ahead_kept(work, mixtures, policy) if last and work.arch.mtp_layers else 0.0
+    ahead = _ahead_kept(work, mixtures, policy) if looks_ahead else 0.0
     everything = SavedActivations(
         activations=alone + sum(remaining) + rope + ahead + (_end_kept(work) if last else 0.0),
         first_run=(remaining[0] if remaining else blocks[still] if still < len(blocks) else 0.0) + rope,
@@ -530,14 +531,15 @@ def _ahead_kept(work: MicrobatchShape, mixtures: tuple[bool, ...], policy: str) 
     """What multi-token prediction saves beside its block: embeddings, three norms, and what two matrices read.
 
     Where the block is recomputed, the embeddings are its second input, and what it returns is projected. The model's
-    own hidden states are saved once for both, unless the loss saves their gradient instead.
+    own hidden states are saved once for both, unless the loss saves their gradient instead, or tp gathers them for it.
+    Of a part of the sequence is also what the joining matrix reads.
     """
     recomputed = any(len(mixtures) - 1 in run for run in runs(policy, len(mixtures))) and not by_operation(policy)
-    same = not work.chunk and (recomputed or work.fused_norm or work.narrow == work.wide)
+    same = work.tp == 1 and not work.chunk and (recomputed or work.fused_norm or work.narrow == work.wide)
     shared = work.stream if same else 0
     if recomputed:
         return work.stream + work.entering - shared
-    return 3 * _norm_kept(work) + 2 * work.entering + work.entering - shared
+    return 3 * _norm_kept(work) + 2 * work.stream + work.entering - shared
 
 
 def _norm_kept(work: MicrobatchShape) -> float:

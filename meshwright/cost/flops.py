@@ -166,7 +166,7 @@ def recomputed_flops(
     lengths = stage_lengths(arch, plan)
     for length, end in zip(lengths, accumulate(lengths), strict=True):
         stage = range(end - length, end)
-        for run in policy.runs(len(stage)):
+        for run in policy.runs(len(stage), arch.looks_ahead(end - 1)):
             layers = [stage[number] for number in run]
             if layers[-1] < still_blocks(arch):  # no backward asks for it
                 continue

@@ -307,11 +307,15 @@ def ends(at: LayerModel, first: bool, last: bool) -> PassTimes:
 
 
 def _ahead(at: LayerModel) -> PassTimes:
-    """What multi-token prediction adds outside its block: embeddings, the matrix that joins them, a projection."""
+    """What multi-token prediction adds outside its block: embeddings, the matrix that joins them, a projection.
+
+    Ranks of tp join each their part of the sequence.
+    """
     hidden = at.arch.hidden
-    joined = _product(1, at.tokens, hidden, 2 * hidden, at)
+    joined = _product(1, at.between, hidden, 2 * hidden, at)
     moved = moved_seconds(EMBEDDING_PASSES * at.between * hidden * at.rates.width, at.rates)
-    once = TimeTerms(products=joined, elementwise=moved)
+    scattered = at.collective("reduce_scatter", "tp", at.tokens * hidden * at.rates.width)
+    once = TimeTerms(products=joined, elementwise=moved, tp=scattered)
     return _projection(at) + PassTimes(forward=once, input=once, weight=TimeTerms(products=joined))
 
 

@@ -416,9 +416,10 @@ def _backward(rank: _RankMoments, scene: InFlight) -> Iterator[_Instant]:
         )
         loss: Lines = {"logits": flying["logits"] + part.loss}
         yield _Instant("the loss", scene, flying | at_loss | loss)
+    waiting = _looked_up_first(rank)
     inside: Lines = {
         "recompute": part.recomputed,
-        "activation_grads": part.activation_grads,
+        "activation_grads": part.activation_grads + waiting,
         "logits": flying["logits"] - part.logits,
     }
     after = flying | inside
@@ -433,11 +434,23 @@ def _backward(rank: _RankMoments, scene: InFlight) -> Iterator[_Instant]:
         ended: Lines = {"activations": left - part.first_run, "recompute": 0, "activation_grads": 0}
         sums: Lines = {"all_gathered_params": rest.outside, "reduce_buffers": rest.outside_sums}
         yield _Instant("the reduction of embedding and output gradients", scene, after | ended | sums)
-    if rank.job.arch.tied and plan.pp == 1:
+    if rank.job.arch.embeds_at_both_ends and plan.pp == 1:
         table = rank.work.vocab * rank.work.arch.hidden / rank.work.tp * rank.work.narrow
         gone: Lines = {"activations": left - part.first_run, "recompute": 0}
-        gone["activation_grads"] = 2 * table  # the lookup's gradient, and its sum with the projection's
+        # The lookup's gradient, and its sum with the projection's, or with that of the other lookup, which waited.
+        gone["activation_grads"] = 3 * waiting or 2 * table
         yield _Instant("the embedding's gradient", scene, after | gone)
+
+
+def _looked_up_first(rank: _RankMoments) -> float:
+    """The embedding's gradient by multi-token prediction, which waits all through a backward for that of the tokens.
+
+    Where tp cuts an embedding, a lookup's gradient has rows for the whole vocabulary all the same. The last stage of a
+    pipeline looks up once.
+    """
+    if not rank.job.arch.mtp_layers or rank.job.plan.pp > 1 or not rank.job.arch.trains("embed.weight"):
+        return 0.0
+    return float(rank.work.vocab * rank.work.arch.hidden * rank.work.narrow)
 
 
 def _flying(rank: _RankMoments, scene: InFlight) -> Lines:

@@ -68,9 +68,10 @@ class RankView(msgspec.Struct, frozen=True, kw_only=True):
 class RecomputedBlocks(msgspec.Struct, frozen=True, kw_only=True):
     """Layers of a part that the backward recomputes."""
 
-    runs: int  # those of one run are computed together
+    cut_short: int  # runs of them, computed together, whose output nobody needs: but for what norms read
     dense: int
     mixtures: int
+    normed_mixtures: int  # of these, those whose output a norm of the block reads
     by_operation: bool  # what collectives returned is kept, where they return anything
     to_the_end: bool  # even what nobody needs: the output of a run
 
@@ -159,11 +160,12 @@ def _parts(
     for stage, (length, end) in enumerate(zip(lengths, accumulate(lengths), strict=True)):
         if ranks[stage] != rank:
             continue
-        layers, mixtures, recomputed_mixtures = range(end - length, end), 0, 0
-        runs = [run for run in policy.runs(length) if grad_flow(arch)[layers[run[-1]]].out]  # others have no backward
+        layers, mixtures, recomputed_mixtures = range(end - length, end), 0, list[int]()
+        runs = policy.runs(length, arch.looks_ahead(end - 1))
+        runs = [run for run in runs if grad_flow(arch)[layers[run[-1]]].out]  # others have no backward
         if arch.experts:
             mixtures = sum(map(arch.is_mixture, layers))
-            recomputed_mixtures = sum(arch.is_mixture(layers[number]) for run in runs for number in run)
+            recomputed_mixtures = [layer for run in runs for number in run if arch.is_mixture(layer := layers[number])]
         found.append(
             StageLayers(
                 stage=stage,
@@ -174,9 +176,10 @@ def _parts(
                 last=stage == len(ranks) - 1,
                 flow=grad_flow(arch)[end - length : end],
                 recomputed=RecomputedBlocks(
-                    runs=len(runs),
-                    dense=sum(map(len, runs)) - recomputed_mixtures,
-                    mixtures=recomputed_mixtures,
+                    cut_short=sum(not arch.ends_in_norm and not arch.looks_ahead(layers[run[-1]]) for run in runs),
+                    dense=sum(map(len, runs)) - len(recomputed_mixtures),
+                    mixtures=len(recomputed_mixtures),
+                    normed_mixtures=sum(arch.ends_in_norm or arch.looks_ahead(layer) for layer in recomputed_mixtures),
                     by_operation=policy.by_operation,
                     to_the_end=policy.to_the_end,
                 ),
@@ -308,8 +311,8 @@ def _block(arch: Arch, layer: int, tp: int) -> tuple[Param, ...]:
 
 @cache
 def _outside(arch: Arch, first: bool, last: bool) -> tuple[Param, ...]:
-    """The weights of a part that are in no block; the last part of a tied model projects with the embedding."""
-    begins = {"embed": first or (last and arch.tied), "positions": first, "norm": last, "head": last}
+    """The weights of a part that are in no block; the last part may read the embedding too."""
+    begins = {"embed": first or (last and arch.embeds_at_both_ends), "positions": first, "norm": last, "head": last}
     return tuple(param for param in params(arch) if param.layer < 0 and begins[param.name.split(".")[0]])
 
 

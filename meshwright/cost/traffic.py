@@ -44,8 +44,8 @@ from meshwright.spec.schedule import Schedule, actions
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "broadcast"]
 
 # Between which ranks. `shard` and `replicate` are as the weights see them, with cp folded in; the two of the experts
-# are what ep leaves of those. `tied` are the two pipeline ranks that hold a tied embedding. Replicas that sync rarely
-# meet along `outer`; `peers` are all ranks of one of them.
+# are what ep leaves of those. `tied` are the two pipeline ranks that hold copies of an embedding. Replicas that sync
+# rarely meet along `outer`; `peers` are all ranks of one of them.
 Axis = Literal[
     "replicate", "shard", "expert_replicate", "expert_shard", "tp", "cp", "ep", "pp", "tied", "world", "outer", "peers",
     "shard_tp", "expert_shard_tp",  # those of shard and tp together, that hold one copy of a weight
@@ -163,21 +163,23 @@ def _over_tp(part: StageLayers, view: RankView) -> Iterator[Collective]:
     """Hidden states are gathered before and summed and scattered after attention and the feed-forward layer.
 
     The backward mirrors it, so there are as many of the one as of the other; embedding and projection add half a pair
-    each way. It ends at the first weight that is trained. Of layers recomputed the last sum is not needed: it is the
-    output of their run. What a compiler made is computed to its end all the same.
+    each way, and those of multi-token prediction as much again. It ends at the first weight that is trained. Of layers
+    recomputed the last sum is not needed: it is the output of their run. What a compiler made is computed to its end
+    all the same.
     """
     if view.plan.tp == 1:
         return
-    recomputed, forwards = part.recomputed, view.forwards
-    forward_gathers, forward_scatters = (forwards * (2 * part.layers + end) for end in (part.last, part.first))
+    recomputed, forwards, ahead = part.recomputed, view.forwards, part.last * view.arch.mtp_layers
+    projected, looked_up = part.last + ahead, part.first + ahead
+    forward_gathers, forward_scatters = (forwards * (2 * part.layers + end) for end in (projected, looked_up))
     back_gathers = sum(flow.attn_out + flow.mlp_out for flow in part.flow)
-    back_gathers += part.first and view.arch.trains("embed.weight")
-    back_scatters = sum(flow.attn_in + flow.mlp_in for flow in part.flow) + part.last
+    back_gathers += looked_up if view.arch.trains("embed.weight") else 0
+    back_scatters = sum(flow.attn_in + flow.mlp_in for flow in part.flow) + projected
     gathers = scatters = 2 * recomputed.layers
-    if not recomputed.to_the_end and not view.arch.ends_in_norm:
-        scatters -= recomputed.runs
+    if not recomputed.to_the_end:
+        scatters -= recomputed.cut_short
     if recomputed.by_operation:
-        gathers, scatters = recomputed.mixtures, 0
+        gathers, scatters = recomputed.mixtures, recomputed.normed_mixtures
     passes: tuple[tuple[Kind, int], ...] = (
         ("all_gather", forward_gathers + back_gathers + gathers),
         ("reduce_scatter", forward_scatters + back_scatters + scatters),
@@ -252,7 +254,7 @@ def _loss_over_tp(part: StageLayers, view: RankView) -> Iterator[Collective]:
         chunks, rest = divmod(view.plan.microbatch * view.positions, rows)
         for numbers, times in ((rows, chunks), (rest, 1)):
             if numbers:
-                count = 3 * view.plan.grad_accum * times * view.forwards
+                count = 3 * view.plan.grad_accum * times * view.forwards * (1 + view.arch.mtp_layers)
                 yield Collective(kind="all_reduce", axis="tp", count=count, bytes=numbers * view.wide)
 
 
@@ -633,11 +635,11 @@ def _weights_over_tp(group: ParamGroup, view: RankView) -> Iterator[Collective]:
 
 
 def _over_tied(view: RankView) -> Iterator[Collective]:
-    """The first and the last stage of a tied model each have an embedding; their gradients, sharded, are added up."""
+    """Where the first and the last stage each have an embedding, their gradients, sharded, are added up."""
     plan, ranks = view.plan, placement(view.plan)
     holds = any(part.first or part.last for part in parts(view))
     embedding = params(view.arch)[0]
-    if not view.arch.tied or not holds or ranks[0] == ranks[-1] or not embedding.trained:
+    if not view.arch.embeds_at_both_ends or not holds or ranks[0] == ranks[-1] or not embedding.trained:
         return
     rows, *rest = local_shape(embedding, view)
     mine = share(rows, plan.shards, view.at("shard") * plan.cp + view.at("cp") if plan.zero else 0)

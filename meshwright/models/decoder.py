@@ -26,7 +26,7 @@ class Decoder(nn.Module):
 
     A part of the model is the model with `embed`, `positions`, `norm` or `head` set to None and blocks deleted: what is
     missing is passed through. Blocks are keyed by their layer, so every name stays the same in every part. A tied model
-    has no `head`; a part that ends one keeps `embed` to project with.
+    has no `head`; a part that ends one keeps `embed` to project with, and one with multi-token prediction to look up.
     """
 
     def __init__(self, arch: Arch) -> None:
@@ -54,7 +54,7 @@ class Decoder(nn.Module):
         documents: Tensor | None = None,
         index: Tensor | None = None,
         wanted: tuple[Tensor, Tensor] | None = None,
-        ahead: tuple[Tensor, Tensor] | None = None,
+        following: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Logits (b, s, vocab) of the next token, or the hidden states of a part that does not end the model.
 
@@ -64,21 +64,24 @@ class Decoder(nn.Module):
         states (b, s, hidden) for tokens.
 
         `wanted`, targets and a weight, asks for the sum of the token losses instead, times the weight and unweighted:
-        logits then need not all exist at one time. `ahead`, the next tokens and the targets after `wanted`'s, adds the
-        loss of multi-token prediction to the weighted one.
+        logits then need not all exist at one time.
+
+        `following`, the tokens (b, s) that follow, asks the end of the model for multi-token prediction too: its logits
+        beside those of the next token, or, of targets (b, s, 2), its loss added to the weighted one.
         """
         x = self._begin(tokens, positions, index)
         given = self._given(x, positions, documents)
         x = self._through(x, given, index)
+        if following is None or self.norm is None:
+            return self.project(x) if wanted is None else self.loss(x, self.projection, *wanted)
+        last = str(self.arch.layers)
+        y = self._scaled(self.blocks[last](x, *given[last], index, self._begin(following, positions, index)))
         if wanted is None:
-            return self.project(x)
-        weighed, total = self.loss(x, self.projection, *wanted)
-        if ahead is not None:
-            (following, later), last = ahead, str(self.arch.layers)
-            y = self.blocks[last](x, *given[last], index, self._begin(following, positions, index))
-            weight = wanted[1] * self.arch.mtp_loss_weight
-            weighed = weighed + self.loss(self._scaled(y), self.projection, later, weight)[0]
-        return weighed, total
+            return self.project(x), self.project(y)
+        (targets, later), weight = wanted[0].unbind(-1), wanted[1]
+        weighed, total = self.loss(x, self.projection, targets, weight)
+        further, _ = self.loss(y, self.projection, later, weight * self.arch.mtp_loss_weight)
+        return weighed + further, total
 
     @property
     def projection(self) -> Tensor:

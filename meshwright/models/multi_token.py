@@ -33,9 +33,12 @@ class AheadBlock(Block):
 
 
 def one_ahead(tokens: Tensor, targets: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The tokens that follow whole sequences (b, s), and the targets one later: none where a document ends between."""
+    """The tokens that follow those of whole sequences (b, s), and targets (b, s, 2): the next tokens, and those after.
+
+    There is none after where a document ends between.
+    """
     following, later = tokens.roll(-1, 1), targets.roll(-1, 1)
     following[:, -1], later[:, -1] = tokens[:, -1], IGNORE  # what follows the last is not seen by any other
     if documents is not None:
         later = later.where(documents.roll(-1, 1) == documents, IGNORE)
-    return following, later
+    return following, torch.stack((targets, later), dim=-1)

@@ -187,6 +187,8 @@ def _style(name: str, split: Split, arch: Arch, module: nn.Module) -> ParallelSt
         return SlicedTable()
     if ".attn." in name and (inner := _inside_attention(name, split, module)) is not None:
         return inner
+    if name.endswith(".join"):
+        return SequenceLinear()
     # What a norm after a sub-layer returns is added to the residual stream, a rank's own part.
     after = arch.norm_position in ("post", "output") or name.endswith("output_norm")
     return {
@@ -221,20 +223,20 @@ def _gathered(arguments: int) -> PrepareModuleInput:
 
 
 def _decoder_stage(model: nn.Module, stage: Stage) -> nn.Module:
-    """One stage; the last one of a tied model projects with a copy of the embedding."""
+    """One stage; the last one projects with a copy of the embedding where that is tied, or looks tokens up in one."""
     decoder = cast(Decoder, model)
-    tied = decoder.arch.tied
+    twice = decoder.arch.embeds_at_both_ends
     for layer in list(decoder.blocks):
         if int(layer) not in stage.blocks:
             del decoder.blocks[layer]
     if not stage.first:
         decoder.positions = None
-        if not (stage.last and tied):
+        if not (stage.last and twice):
             decoder.embed = None
     if not stage.last:
         decoder.norm = None
         decoder.head = None
-    if tied and (stage.first or stage.last):
+    if twice and (stage.first or stage.last):
         decoder.tied_across_stages = frozenset({"embed.weight"})
     return decoder
 
@@ -243,6 +245,25 @@ def _decoder_stage(model: nn.Module, stage: Stage) -> nn.Module:
 DECODER = ModelSpec(
     blocks=_decoder_blocks, tp_plan=_decoder_tp_plan, stage_fn=_decoder_stage, find_unused_parameters=False
 )
+
+
+class SequenceLinear(ParallelStyle):
+    """A linear layer of a rank's part of the sequence, whose weight every rank holds whole.
+
+    Multi-token prediction joins two normed streams by it: no sequence need be gathered for that.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, weight in list(module.named_parameters(recurse=False)):
+            hold(module, name, weight, device_mesh, [Replicate()])
+        compute = module.forward
+
+        def forward(x: DTensor) -> Tensor:
+            with reading_locally(module, read_partial):  # its gradient is that of these positions
+                return compute(x.to_local())
+
+        module.forward = forward
+        return module
 
 
 class TiedNorm(ParallelStyle):

@@ -24,9 +24,10 @@ from meshwright.spec.arch import Arch
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import actions, stage_ranks
 
-Loss = Callable[[Tensor, Tensor], Tensor]  # from a microbatch's outputs and targets to a sum of losses
+# From a microbatch's outputs and targets to the sum of losses that is trained, and the one that is reported.
+Loss = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
 # From a microbatch's input and a stage to a description of what that stage is sent, or past the last, what leaves it.
-Streams = Callable[[Tensor, int], Tensor]
+Streams = Callable[[Tensor, int], Tensor | tuple[Tensor, ...]]
 
 
 def cut(model: nn.Module, plan: Plan, mesh: Mesh, model_spec: ModelSpec) -> list[nn.Module]:
@@ -52,14 +53,15 @@ def part(model: nn.Module, plan: Plan, stage: int, model_spec: ModelSpec) -> nn.
     return model_spec.stage_fn(copy.deepcopy(model), stage_of(plan, stage))
 
 
-def stage_input(arch: Arch, plan: Plan, tokens: Tensor, stage: int) -> Tensor:
+def stage_input(arch: Arch, plan: Plan, tokens: Tensor, stage: int) -> Tensor | tuple[Tensor, ...]:
     """What a stage of our decoder is sent for a microbatch, or what leaves the last one, without its elements."""
     if stage == 0:
         return tokens
     batch, positions = tokens.shape
     dtype = precision.compute_dtype(plan)
     if stage == len(plan.stages):
-        return torch.empty(batch, positions, arch.vocab, dtype=dtype, device="meta")
+        logits = torch.empty(batch, positions, arch.vocab, dtype=dtype, device="meta")
+        return (logits,) * (1 + arch.mtp_layers)
     shape = (batch, positions // plan.tp, arch.hidden)
     return torch.empty(shape, dtype=dtype, device=tokens.device, requires_grad=True)
 
@@ -93,9 +95,9 @@ class Pipeline:
         add_tied(self.chunks, self.tied)
         return self.total
 
-    def _weighed(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        loss = self.loss(outputs, targets)
-        self.total += loss.detach()
+    def _weighed(self, outputs: Any, targets: Tensor) -> Tensor:
+        loss, reported = self.loss(outputs, targets)
+        self.total += reported.detach()
         return loss * self.weight.to(loss.dtype)
 
     def _build(self, x: Tensor) -> _PipelineScheduleRuntime:
@@ -172,9 +174,9 @@ def relay(chunks: Sequence[nn.Module], run: Run, mesh: Mesh, kwargs: dict[str, A
 
 
 def tied_group(arch: Arch, plan: Plan, mesh: Mesh) -> dist.ProcessGroup | None:
-    """The two ranks that hold a tied embedding, where they are two."""
+    """The two ranks that hold an embedding of both ends, where they are two."""
     ranks = placement(plan)
-    if not arch.tied or ranks[0] == ranks[-1]:
+    if not arch.embeds_at_both_ends or ranks[0] == ranks[-1]:
         return None
     mine = None
     for pipeline in mesh.fine.mesh.movedim(0, -1).reshape(-1, plan.pp).tolist():
@@ -187,7 +189,7 @@ def tied_group(arch: Arch, plan: Plan, mesh: Mesh) -> dist.ProcessGroup | None:
 
 
 def add_tied(chunks: Sequence[nn.Module], group: dist.ProcessGroup | None) -> None:
-    """Sum the gradients of a tied embedding's two copies, which then stay equal."""
+    """Sum the gradients of the two copies of an embedding, which then stay equal."""
     copies = [
         local(weight.grad)
         for chunk in chunks

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from meshwright.models.multi_token import AheadBlock
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.model_spec import ModelSpec, note, present_blocks
 from meshwright.spec.plan import Plan, by_operation, runs
@@ -67,7 +68,7 @@ def keep_inputs(model: nn.Module, plan: Plan, mesh: Mesh, model_spec: ModelSpec)
     if by_operation(plan.recompute):
         return model
     blocks = present_blocks(model, model_spec)
-    for run in runs(plan.recompute, len(blocks)):
+    for run in runs(plan.recompute, len(blocks), bool(blocks) and isinstance(blocks[-1], AheadBlock)):
         for number in run:
             note(blocks[number], "recomputed" if len(run) == 1 else f"recomputed in a run of {len(run)}")
         if len(run) == 1:

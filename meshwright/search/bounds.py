@@ -355,7 +355,7 @@ def in_flight(schedule: Schedule, pp: int, chunks: int, microbatches: int) -> in
 def _shortest(question: Question, pp: int, order: PipelineChoice) -> int:
     """Layers of the shortest stage on the first rank."""
     if pp == 1:
-        return question.arch.layers
+        return question.arch.blocks
     stages = question.fixed.get("stages") or balanced_stages(question.arch, pp * order.chunks)
     ranks = stage_ranks(order.schedule, pp, order.chunks)
     return min(length for length, rank in zip(stages, ranks, strict=True) if rank == 0)

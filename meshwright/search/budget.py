@@ -114,7 +114,7 @@ def _policies(job: Job, size: float) -> Iterator[str]:
     """
     yield from ALWAYS
     for word in COUNTED:
-        low, high = 1, max(job.plan.stages if job.plan.pp > 1 else (job.arch.layers,))
+        low, high = 1, max(job.plan.stages if job.plan.pp > 1 else (job.arch.blocks,))
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if _bytes(job, f"{word}-{middle}") <= size else (middle + 1, high)

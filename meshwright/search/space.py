@@ -145,15 +145,13 @@ def layouts(question: Question) -> Iterator[AxesChoice]:
     for tp in _ranks(question, "tp", world):
         if any(width % tp for width in (*cut_widths(arch, tp).values(), question.sequence)):
             continue
-        if tp > 1 and (arch.mtp_layers or not cuts_tuned(arch, tp)):
+        if tp > 1 and not cuts_tuned(arch, tp):
             continue
         for cp in _ranks(question, "cp", world // tp):
             if cp > 1 and question.sequence % (2 * cp * tp):
                 continue
             for pp in _ranks(question, "pp", world // tp // cp):
-                if pp > 1 and arch.mtp_layers:
-                    continue
-                if pp <= arch.layers and not (pp == 1 and wants_pipeline(question)):
+                if pp <= arch.blocks and not (pp == 1 and wants_pipeline(question)):
                     yield from _data_axes(question, pp, cp, tp)
 
 
@@ -205,7 +203,7 @@ def policies(question: Question, layout: AxesChoice, order: PipelineChoice) -> t
     """What may be recomputed under a schedule, quantized or offloaded, and where states may live."""
     fixed, pp = question.fixed, layout.pp
     partly = question.stack.speed.selective == "operations"  # others mean another thing by it, and by all blocks
-    blocks = -(-question.arch.layers // (pp * order.chunks))
+    blocks = -(-question.arch.blocks // (pp * order.chunks))
     words = (fixed["recompute"],) if "recompute" in fixed else _words(blocks, partly, pp > 1)
     how = (("compile", compiles(question, pp, order)),)
     kept = tuple(product(words, _offloads(question), _quantizations(question)))
@@ -438,13 +436,13 @@ def _carries(question: Question, layout: AxesChoice) -> bool:
 
 def _chunks(question: Question, pp: int) -> tuple[int, ...]:
     """Stages on a rank: as many as given, or as the given stages make, or a few numbers that the layers allow."""
-    even = (count for count in range(1, CHUNKS[-1]) if question.arch.layers % (count * pp) == 0)
+    even = (count for count in range(1, CHUNKS[-1]) if question.arch.blocks % (count * pp) == 0)
     chunks = (question.fixed["chunks"],) if "chunks" in question.fixed else sorted({*CHUNKS, *even})
     if stages := question.fixed.get("stages"):
-        if sum(stages) != question.arch.layers or min(stages) < 1:
+        if sum(stages) != question.arch.blocks or min(stages) < 1:
             return ()
         chunks = tuple(count for count in range(1, len(stages) + 1) if count * pp == len(stages))
-    return tuple(count for count in chunks if count * pp <= question.arch.layers)
+    return tuple(count for count in chunks if count * pp <= question.arch.blocks)
 
 
 @lru_cache(maxsize=4096)
@@ -521,7 +519,7 @@ def _batch_problem(question: Question) -> Problem | None:
 
 def _stages_problem(question: Question) -> Problem | None:
     """Stages that do not add up to the model."""
-    stages, layers = question.fixed.get("stages", ()), question.arch.layers
+    stages, layers = question.fixed.get("stages", ()), question.arch.blocks
     if not stages or (sum(stages) == layers and min(stages) >= 1):
         return None
     what = f"plan.stages = {list(stages)} has {sum(stages)} layers, and the model has {layers}"

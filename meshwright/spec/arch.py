@@ -128,6 +128,11 @@ class Arch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Whether a block is one of multi-token prediction."""
         return layer >= self.layers
 
+    @property
+    def embeds_at_both_ends(self) -> bool:
+        """Whether the end of the model reads the embedding too: to project, or to predict several tokens ahead."""
+        return self.tied or self.mtp_layers > 0
+
     def is_mixture(self, layer: int) -> bool:
         """Whether a layer routes its tokens to experts."""
         return self.experts > 0 and layer >= self.dense_layers and (layer + 1) % self.moe_every == 0

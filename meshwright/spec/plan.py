@@ -189,7 +189,7 @@ FIELDS = (
         others=("ring", "ulysses"),
     ),
     PlanField("schedule", "of a pipeline: the order of its forwards and backwards", when="pp"),
-    PlanField("stages", "layers of each stage, pp · chunks of them; empty when pp is 1", when="pp"),
+    PlanField("stages", "layers of each stage, with that of MTP; pp · chunks of them, empty when pp is 1", when="pp"),
     PlanField("microbatch", "sequences in one forward pass of one rank", shown="always", halves=True),
     PlanField("grad_accum", "gradient accumulation: forward and backward passes in one step", shown="always"),
     PlanField(
@@ -366,13 +366,16 @@ def by_operation(policy: str) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def runs(policy: str, blocks: int) -> tuple[range, ...]:
+def runs(policy: str, blocks: int, ahead: bool = False) -> tuple[range, ...]:
     """Which blocks of a stage (or of a model without stages) are recomputed, those of one run together.
 
     Of a run only its input is saved for the backward; of a block in no run, everything. Under `selective` each block is
-    a run of its own, of which `by_operation` saves more; under `selective-K` the first are.
+    a run of its own, of which `by_operation` saves more; under `selective-K` the first are. `ahead`: the last block is
+    one of multi-token prediction, which is by itself: the model's last norm and its loss come before it.
     """
     assert problem(policy) is None, "refused before ranks start"
+    if ahead and in_runs(policy):
+        return (*runs(policy, blocks - 1), range(blocks - 1, blocks))
     if policy == "none":
         return ()
     counted = COUNTED.fullmatch(policy)
@@ -404,16 +407,17 @@ def balanced_stages(arch: Arch, stages: int) -> tuple[int, ...]:
     """Layers of each stage such that the costliest stage costs least, and the others are as even as they can be.
 
     Cost is the weights a token is multiplied with, which is what a stage's time is made of: the output projection
-    counts to the last stage, and the embedding, which is looked up, to none.
+    counts to the last stage, and the embedding, which is looked up, to none. Multi-token prediction is one layer more,
+    and projects too.
     """
-    if not 1 <= stages <= arch.layers:
+    if not 1 <= stages <= arch.blocks:
         return (0,) * stages  # refused by the rules, with the reason
-    costs = [0] * arch.layers
+    costs = [0] * arch.blocks
     for param in params(arch):
         if param.layer >= 0:
             active = param.numel * arch.top_k // arch.experts if param.expert and arch.top_k else param.numel
-            costs[min(param.layer, arch.layers - 1)] += active  # multi-token prediction is with the last layer
-    costs[-1] += arch.vocab * arch.hidden
+            costs[param.layer] += active
+    costs[-1] += arch.vocab * arch.hidden * (1 + arch.mtp_layers)
     return _even(costs, stages, _least_bound(costs, stages))
 
 

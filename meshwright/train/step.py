@@ -29,7 +29,8 @@ def choose(run: Run, chunks: Sequence[nn.Module], mesh: Mesh) -> ForwardBackward
     if run.plan.pp == 1:
         return partial(in_turn, chunks[0], run.plan, mesh)
     streams = partial(stage_input, run.arch, run.plan)
-    pipeline = Pipeline(chunks, run.plan, mesh, loss_sum, streams, tied_group(run.arch, run.plan, mesh))
+    loss = partial(loss_sums, further=run.arch.mtp_loss_weight)
+    pipeline = Pipeline(chunks, run.plan, mesh, loss, streams, tied_group(run.arch, run.plan, mesh))
     return partial(in_pipeline, pipeline, chunks, run.plan, mesh)
 
 
@@ -66,18 +67,27 @@ def in_pipeline(
     pipeline: Pipeline, chunks: Sequence[nn.Module], plan: Plan, mesh: Mesh, batch: StepBatch, scale: Tensor
 ) -> Tensor:
     """All microbatches through the stages, in the order of the plan's schedule; the divisor is the same."""
-    weight, each = _share_weight(chunks, scale / batch.tokens), batch.microbatches
-    documents = [microbatch.documents for microbatch in each if microbatch.documents is not None]
-    whole = Batch(  # torch's runtime cuts it apart again
-        tokens=torch.cat([microbatch.tokens for microbatch in each]),
-        targets=torch.cat([microbatch.targets for microbatch in each]),
-        positions=torch.cat([microbatch.positions for microbatch in each]),
+    weight, whole = _share_weight(chunks, scale / batch.tokens), joined(batch.microbatches)
+    return through_stages(pipeline, plan, *questions(chunks[0], plan, mesh, whole), weight)
+
+
+def joined(microbatches: Sequence[Batch]) -> Batch:
+    """The microbatches of a step as one: torch's runtime cuts it apart again."""
+    documents = [microbatch.documents for microbatch in microbatches if microbatch.documents is not None]
+    return Batch(
+        tokens=torch.cat([microbatch.tokens for microbatch in microbatches]),
+        targets=torch.cat([microbatch.targets for microbatch in microbatches]),
+        positions=torch.cat([microbatch.positions for microbatch in microbatches]),
         documents=torch.cat(documents) if documents else None,
-        index=torch.cat([microbatch.index for microbatch in each]),
+        index=torch.cat([microbatch.index for microbatch in microbatches]),
     )
+
+
+def through_stages(
+    pipeline: Pipeline, plan: Plan, kwargs: dict[str, Tensor | None], targets: Tensor, weight: Tensor
+) -> Tensor:
+    """Forward and backward of a step's microbatches, joined; `targets` are what its loss is told, cut like them."""
     with tensor.loss_context(plan):
-        targets = context.cut(plan, mesh)(whole.targets)
-        kwargs = arguments(plan, mesh, whole)
         tokens = kwargs.pop("tokens")
         assert tokens is not None
         return pipeline.step(tokens, kwargs, targets, weight) / plan.tp
@@ -85,16 +95,25 @@ def in_pipeline(
 
 def losses(model: nn.Module, plan: Plan, mesh: Mesh, weight: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     """The sum of token losses of this rank's part of one microbatch: times a weight, and as it is."""
-    cut = context.cut(plan, mesh)
-    targets = cut(batch.targets)
-    if isinstance(model, Decoder) and model.training and model.arch.mtp_layers:
-        following, later = one_ahead(batch.tokens, batch.targets, batch.documents)
-        ahead = cut(following), cut(later)
-        return model(**arguments(plan, mesh, batch), wanted=(targets, weight), ahead=ahead)
+    kwargs, targets = questions(model, plan, mesh, batch)
     if fused_kernels.has_loss(model):
-        return model(**arguments(plan, mesh, batch), wanted=(targets, weight))
-    loss = loss_sum(model(**arguments(plan, mesh, batch)), targets)
-    return loss * weight.to(loss.dtype), loss
+        return model(**kwargs, wanted=(targets, weight))
+    further = model.arch.mtp_loss_weight if isinstance(model, Decoder) else 0.0
+    trained, loss = loss_sums(model(**kwargs), targets, further)
+    return trained * weight.to(loss.dtype), loss
+
+
+def questions(model: nn.Module, plan: Plan, mesh: Mesh, batch: Batch) -> tuple[dict[str, Tensor | None], Tensor]:
+    """What a model is called with in training, and the targets of what it returns.
+
+    Multi-token prediction reads the tokens that follow, and has targets of its own beside the others. Both are shifted
+    before sequences are cut, so that no rank asks a neighbour for a token.
+    """
+    kwargs, cut = arguments(plan, mesh, batch), context.cut(plan, mesh)
+    if not (isinstance(model, Decoder) and model.training and model.arch.mtp_layers):
+        return kwargs, cut(batch.targets)
+    following, targets = one_ahead(batch.tokens, batch.targets, batch.documents)
+    return kwargs | {"following": cut(following)}, cut(targets)
 
 
 def held_loss(chunks: Sequence[nn.Module], run: Run, mesh: Mesh, batch: Batch) -> Tensor:
@@ -133,6 +152,17 @@ def evaluating(chunks: Sequence[nn.Module]) -> Iterator[None]:
 def loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
     """The sum of token losses, whole on every rank that shares the logits."""
     return local(token_loss_sum(logits, targets))
+
+
+def loss_sums(logits: Tensor | tuple[Tensor, Tensor], targets: Tensor, further: float) -> tuple[Tensor, Tensor]:
+    """The sum of token losses that is trained, and that of the next tokens, which is reported.
+
+    They differ by multi-token prediction, whose loss is weighed.
+    """
+    if isinstance(logits, Tensor):
+        return (total := loss_sum(logits, targets)), total
+    total, later = map(loss_sum, logits, targets.unbind(-1))
+    return total + further * later, total
 
 
 def arguments(plan: Plan, mesh: Mesh, batch: Batch) -> dict[str, Tensor | None]:

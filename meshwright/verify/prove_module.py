@@ -211,7 +211,7 @@ class ModuleStep:
 
     def __init__(self, chunks: list[nn.Module], plan: Plan, mesh: Mesh, loss: Loss, streams: Streams) -> None:
         self.model, self.plan, self.mesh, self.loss = chunks[0], plan, mesh, loss
-        self.pipeline = Pipeline(chunks, plan, mesh, self._loss_sum, streams) if plan.pp > 1 else None
+        self.pipeline = Pipeline(chunks, plan, mesh, self._loss_sums, streams) if plan.pp > 1 else None
         self.batch: Batch = ()
         self.count = torch.zeros((), dtype=torch.float64, device=mesh.device)
         self.one = torch.ones((), dtype=torch.float64, device=mesh.device)
@@ -232,8 +232,11 @@ class ModuleStep:
         return total, count
 
     def _forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        loss = self._loss_sum(self.model(_first(self.batch)[rows]), rows)
-        return loss, loss
+        return self._loss_sums(self.model(_first(self.batch)[rows]), rows)
+
+    def _loss_sums(self, outputs: Any, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """What is trained is what is reported."""
+        return (loss := self._loss_sum(outputs, rows)), loss
 
     def _loss_sum(self, outputs: Any, rows: Tensor) -> Tensor:
         if isinstance(self.batch, Mapping):

@@ -70,17 +70,36 @@ def test_windows_end_where_documents_do(folder):  # noqa: F811
 @world(2)
 def test_multi_token_prediction_is_the_same_under_every_plan_that_has_it(folder):  # noqa: F811
     words = (*STEPS, "arch.mtp_layers=1", "arch.layers=2")
+    runs = ("plan.recompute=every-2",)
     for plan in (RING, ULYSSES, EXPERTS, ALONE, ("plan.replicate=2", "plan.recompute=selective")):
         compare(folder, words, plan, "tiny-deepseek-v3")
+    for plan in (TP, (*TP, *runs, "plan.kernels=plain"), (*ALONE, *runs), (*STAGES, *runs)):
+        compare(folder, words, plan, "tiny-deepseek-v3")
+    for schedule in ("1f1b", "zb1p"):
+        plan = ("plan.pp=2", f"plan.schedule={schedule}", "plan.grad_accum=4", "plan.chunks=1")
+        compare(folder, words, plan, "tiny-deepseek-v3")
+    compare(folder, (*STEPS, "arch.mtp_layers=1", "arch.layers=3"), PIPED, "tiny-deepseek-v3")
     compare(folder, (*words, "data.mask_documents=true"), RING, "tiny-glm4-moe")
+    compare(folder, (*words, "data.mask_documents=true"), STAGES, "tiny-glm4-moe")
 
 
-@pytest.mark.parametrize("after", [TP, ("plan.pp=2", "plan.grad_accum=4")], ids=["tp", "pp"])
+@world(4)
+def test_multi_token_prediction_is_the_same_under_products_of_axes(folder):  # noqa: F811
+    words = (*STEPS, "arch.mtp_layers=1", "arch.layers=2")
+    for plan in (
+        ("plan.pp=2", "plan.tp=2", "plan.grad_accum=4"),
+        ("plan.pp=2", "plan.cp=2", "plan.zero=3", "plan.grad_accum=4"),
+        ("plan.tp=2", "plan.shard=2", "plan.zero=3", "plan.ep=2", "plan.recompute=full"),
+    ):
+        compare(folder, words, plan, "tiny-deepseek-v3")
+
+
+@pytest.mark.parametrize(("before", "after"), [(STAGES, TP), (EXPERTS, STAGES)], ids=["tp", "pp"])
 @world(2)
-def test_a_load_bias_is_saved_and_resumed_under_another_plan(folder, after):  # noqa: F811
+def test_a_load_bias_is_saved_and_resumed_under_another_plan(folder, before, after):  # noqa: F811
     place = folder / f"resumed-{len(after)}"
-    words = ("steps=6", "checkpoint.every=4", "arch.layers=2", "data.eval_fraction=0.0")
-    first = make_run(folder, *words, *EXPERTS, arch="tiny-glm4-moe")
+    words = ("steps=6", "checkpoint.every=4", "arch.layers=2", "arch.mtp_layers=1", "data.eval_fraction=0.0")
+    first = make_run(folder, *words, *before, arch="tiny-glm4-moe")
     mesh = mesh_of(first.plan)
     digest = digest_before_the_cut(first, mesh, build(first, make_corpus(first, folder), mesh), place)
     run = make_run(folder, *words, *after, arch="tiny-glm4-moe")

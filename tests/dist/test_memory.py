@@ -114,6 +114,9 @@ TWO = {
     "ahead": [
         ("plan.shard=2", "plan.zero=3", "arch.mtp_layers=1", *BF16),
         ("plan.shard=2", "plan.zero=1", "plan.ep=2", *MOE, "arch.mtp_layers=1", *TWICE),
+        ("plan.tp=2", "arch.mtp_layers=1", *TWICE, *BF16),
+        ("plan.pp=2", "arch.mtp_layers=1", *FOUR_TIMES, *BF16),
+        ("plan.pp=2", "arch.mtp_layers=1", *FOUR_TIMES, "plan.schedule=zbv"),
     ],
     "adapters": [
         ("plan.shard=2", "plan.zero=3", *LORA, *TWICE, *BF16),
@@ -462,6 +465,7 @@ KEPT = {
         ("plan.cp=2", *DENSE_LATENT),
         ("plan.cp=2", "arch.mtp_layers=1", *BF16),
         ("plan.shard=2", "plan.zero=3", "arch.mtp_layers=1"),
+        ("plan.tp=2", "arch.mtp_layers=1", *BF16),
     ],
 }
 
@@ -506,7 +510,7 @@ def unexpected(folder: Path, words: tuple[str, ...]) -> list[str]:
     # The first norm with a gradient has none of its input, so that operations in the place of a kernel save it once.
     once = work.split * (run.arch.hidden + 1) * work.wide if still else 0
     # Of an odd vocabulary one rank of tp has half an entry more than the mean, the other half an entry less.
-    odd = work.whole * work.wide / 2 if run.plan.tp > 1 else 0
+    odd = work.whole * work.wide / 2 * (1 + run.arch.mtp_layers) if run.plan.tp > 1 else 0
     seen = saved_for_backward(run, mesh_of(run.plan), folder)
     differ = seen - said.activations - said.logits + once
     return [] if abs(differ) == odd else [f"{run.plan}: seen {seen}, differs by {differ}"]

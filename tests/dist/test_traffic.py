@@ -149,6 +149,11 @@ TWO = {
         ("plan.shard=2", "plan.zero=3", "plan.ep=2", "arch.preset=tiny-glm4-moe"),
         ("plan.shard=2", "plan.zero=3", "plan.recompute=full", *AHEAD, *TWICE),
         ("plan.cp=2", *AHEAD, *BF16),
+        ("plan.tp=2", *AHEAD, *BF16, *TWICE),
+        *(("plan.tp=2", *AHEAD, f"plan.recompute={policy}") for policy in ("full", "selective", "every-2")),
+        ("plan.tp=2", *AHEAD, "plan.kernels=plain"),
+        ("plan.pp=2", *AHEAD, "plan.grad_accum=4", "plan.recompute=every-2"),
+        ("plan.pp=2", *AHEAD, "plan.grad_accum=4", "plan.schedule=zbv", "arch.layers=3"),
         ("plan.pp=2", *FOUR_TIMES, "arch.preset=tiny-glm4-moe"),
     ],
     "pp tied": [("plan.pp=2", f"plan.schedule={schedule}", *FOUR_TIMES, *GPT, *BF16) for schedule in ("1f1b", "zbv")],
@@ -201,6 +206,8 @@ FOUR = {
         ("plan.pp=2", "plan.tp=2", *FOUR_TIMES, *FP8),
         ("plan.pp=2", "plan.shard=2", "plan.zero=2", "plan.ep=2", *FOUR_TIMES, *MOE),
         ("plan.pp=2", "plan.tp=2", "plan.schedule=interleaved", *FOUR_TIMES, *DEEP, "plan.recompute=sqrt"),
+        ("plan.pp=2", "plan.tp=2", *AHEAD, *BF16, "plan.grad_accum=4"),
+        ("plan.pp=2", "plan.shard=2", "plan.zero=3", *AHEAD, "plan.grad_accum=4"),
     ],
     # Of four stages torch holds three gathered: under zero 3 some are gathered more than once, short of it none is.
     "many chunks": [

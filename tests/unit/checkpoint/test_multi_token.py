@@ -75,8 +75,8 @@ def test_loss_and_gradients_are_those_of_the_equations(name):
     tokens, targets = tokens[:, :-1], tokens[:, 1:]
     weight = torch.tensor(1 / targets.numel(), dtype=torch.float64)
     positions = torch.arange(LENGTH).expand_as(tokens)
-    ahead = one_ahead(tokens, targets, None)
-    weighed, total = model(tokens, positions, wanted=(targets, weight), ahead=ahead)
+    following, both = one_ahead(tokens, targets, None)
+    weighed, total = model(tokens, positions, wanted=(both, weight), following=following)
     weighed.backward()
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad()
@@ -93,9 +93,10 @@ def test_loss_and_gradients_are_those_of_the_equations(name):
 def test_nothing_is_predicted_past_the_end_of_a_sequence_or_a_document():
     tokens, targets = torch.arange(6)[None], torch.arange(1, 7)[None]
     targets[0, 3] = IGNORE
-    following, later = one_ahead(tokens, targets, torch.tensor([[0, 0, 0, 0, 1, 1]]))
+    following, both = one_ahead(tokens, targets, torch.tensor([[0, 0, 0, 0, 1, 1]]))
     assert following.tolist() == [[1, 2, 3, 4, 5, 5]]
-    assert later.tolist() == [[2, 3, IGNORE, IGNORE, 6, IGNORE]]
+    assert torch.equal(both[..., 0], targets)
+    assert both[..., 1].tolist() == [[2, 3, IGNORE, IGNORE, 6, IGNORE]]
 
 
 def test_logits_are_those_of_the_model_without_it():
@@ -119,9 +120,6 @@ def test_a_published_model_has_so_many_parameters_more():
 @pytest.mark.parametrize(
     ("arch", "plan", "key"),
     [
-        ({}, {"tp": 2}, "plan.tp"),
-        ({}, {"pp": 2, "stages": (1, 1)}, "plan.pp"),
-        ({}, {"recompute": "every-2"}, "plan.recompute"),
         ({"tied": True}, {}, "arch.tied"),
         ({"mtp_layers": 2}, {}, "arch.mtp_layers"),
     ],

@@ -63,6 +63,7 @@ ARCHS = {
     "mixture without": changed("tiny-moe", balance_loss=0.0, z_loss=0.0),
     "mixture without shared experts": changed("tiny-moe", balance_loss=0.0, z_loss=0.0, shared_experts=0),
     "every second layer a mixture": changed("tiny-moe", moe_every=2, balance_loss=0.0, z_loss=0.0),
+    "multi-token prediction": changed("tiny-deepseek-v3", layers=4, mtp_layers=1),
 }
 
 
@@ -78,7 +79,8 @@ def counted(arch: Arch, policy: str) -> int:
     tokens = torch.arange(64).view(2, 32)
     # Torch counts the products of plain attention, not those of its fast kernel for CPUs.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model(tokens, tokens % 32).sum().backward()
+        logits = model(tokens, tokens % 32, following=tokens) if arch.mtp_layers else (model(tokens, tokens % 32),)
+        sum(each.sum() for each in logits).backward()
     return counter.get_total_flops()
 
 
@@ -86,6 +88,7 @@ def counted(arch: Arch, policy: str) -> int:
 def test_what_the_backward_does_anew_is_what_torch_counts(arch):
     torch.manual_seed(0)
     once, model = counted(arch, "none"), step_flops(arch, 32, 2)
+    assert once == model
     for policy in ("full", "every-2", "first-2", "sqrt", "every-9", "selective", "selective-1"):
         plan = Plan(microbatch=2, recompute=policy)
         assert hardware_flops(arch, plan, 32, 2) - model == counted(arch, policy) - once, policy

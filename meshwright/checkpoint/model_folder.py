@@ -36,7 +36,7 @@ from meshwright.spec.arch import Arch
 from meshwright.spec.coded import BLOCK
 from meshwright.spec.params import Param, buffers, params, trained
 from meshwright.spec.problem import InputError, Problem
-from meshwright.spec.tuning import DOWN, MAGNITUDE, UP, Tuning, is_adapter
+from meshwright.spec.tuning import DOWN, MAGNITUDE, UP, Tuning, companion, is_adapter
 
 SHARD_BYTES = 5 * 10**9
 INDEX_BYTES = 100 * 10**6  # half a million tensors; the largest public index has a tenth of it
@@ -463,14 +463,14 @@ class AdaptedFolder(ModelFolder):
         return self.base.dtype
 
     def tensor(self, name: str) -> Tensor:
-        weight, layer = self.held_base(name), name.removesuffix(".weight")
-        if f"{layer}.{DOWN}" not in self.layouts:
+        weight = self.held_base(name)
+        if companion(name, DOWN) not in self.layouts:
             return weight
         # Once, in float64: the sum is rounded to the dtype of the base, and nothing before it.
-        down, up = (self.low_rank(f"{layer}.{part}").double() for part in (DOWN, UP))
+        down, up = (self.low_rank(companion(name, part)).double() for part in (DOWN, UP))
         merged = weight.double() + self.note.adapter.scale * (up @ down)
         if self.note.adapter.kind == "dora":
-            merged *= (self.low_rank(f"{layer}.{MAGNITUDE}").double() / merged.norm(dim=1))[:, None]
+            merged *= (self.low_rank(companion(name, MAGNITUDE)).double() / merged.norm(dim=-1))[..., None]
         return merged.to(weight.dtype)
 
     def require_base(self) -> None:
@@ -488,7 +488,7 @@ class AdaptedFolder(ModelFolder):
         weight, param = self.base.tensor(name), self.tuned.get(name)
         if param is None or param.held == "bf16":
             return weight
-        how = CodedPart(param.held, param.shape[1] // BLOCK)
+        how = CodedPart(param.held, param.shape[-1] // BLOCK)
         return decode(how, encode(param.held, weight), torch.float32).to(weight.dtype)
 
     @property

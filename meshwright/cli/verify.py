@@ -15,7 +15,7 @@ from meshwright.config import load
 from meshwright.config.run import Run
 from meshwright.runtime.failure import Exit
 from meshwright.runtime.files import replace_file, require_folder
-from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.problem import InputError, Problem, mistake
 
 
 def add_verify(verb: argparse.ArgumentParser) -> None:
@@ -114,6 +114,9 @@ def _tune(options: argparse.Namespace) -> int:
     """Exit 1 when one of the checks of a fine-tuning run fails."""
     file, overrides = words.split([options.tune, *options.words])
     run = load.load(file, overrides, default_ranks=1).run
+    if run.arch.tuning is msgspec.UNSET and not run.init.folder and not run.data.is_chat:
+        what = f"{run.name} begins with drawn weights, trains all of them on every token, and is no fine-tuning run"
+        raise mistake(what, "prove its plan by verify --plan, or name what it begins from: init.from", "init.from")
     from meshwright.data import prepare
     from meshwright.verify import tune
     from meshwright.verify.prove import CERTIFICATE

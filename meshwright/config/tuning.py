@@ -11,7 +11,7 @@ from meshwright.spec.arch import Arch
 from meshwright.spec.coded import BLOCK, is_whole
 from meshwright.spec.params import Param, Split, cuts_adapters, params, trained
 from meshwright.spec.problem import Problem
-from meshwright.spec.tuning import ALIASES, ALL_LINEAR, DOWN, UP, Adapter, freezes, matches
+from meshwright.spec.tuning import ALIASES, ALL_LINEAR, DOWN, UP, Adapter, companion, freezes, matches
 
 
 def _kind(run: Run) -> Iterator[Problem]:
@@ -32,6 +32,15 @@ def _kind(run: Run) -> Iterator[Problem]:
         yield Problem(what, "leave it out, or use adapter.kind = lora", "adapter.dropout")
     if not 0 < adapter.alpha < 1e6:  # a NaN lands here too
         yield Problem(f"adapter.alpha = {adapter.alpha} is out of range", "use a number above 0", "adapter.alpha")
+
+
+def _experts(run: Run) -> Iterator[Problem]:
+    """What adapters of routed experts do not have."""
+    if run.arch.tuning is msgspec.UNSET or not run.arch.experts or not adapts_experts(run.arch):
+        return
+    if run.adapter.dropout:
+        what = "adapter.dropout is not of routed experts: peft has none there either"
+        yield Problem(what, 'leave it out, or use adapter.targets = ["attn.*"]', "adapter.dropout")
 
 
 def _targets(run: Run) -> Iterator[Problem]:
@@ -66,8 +75,17 @@ def linear_layers(arch: Arch) -> dict[str, tuple[int, int]]:
     every = msgspec.structs.replace(arch.adapter, kind="lora", targets=(ALL_LINEAR,), rank=1)
     tuning = msgspec.structs.replace(arch.tuning, adapter=every) if arch.tuning is not msgspec.UNSET else msgspec.UNSET
     table = {param.name: param.shape for param in params(msgspec.structs.replace(arch, tuning=tuning))}
-    down = {name.removesuffix(f".{DOWN}"): shape for name, shape in table.items() if name.endswith(f".{DOWN}")}
-    return {name.split(".", 2)[2]: (table[f"{name}.{UP}"][0], shape[1]) for name, shape in down.items()}
+    pairs = {name: (companion(name, UP), companion(name, DOWN)) for name in table}
+    return {
+        name.split(".", 2)[2].removesuffix(".weight"): (table[up][-2], table[down][-1])
+        for name, (up, down) in pairs.items()
+        if down in table
+    }
+
+
+def adapts_experts(arch: Arch) -> bool:
+    """Whether routed experts have adapters."""
+    return any(param.expert for param in trained(arch)) if arch.adapter.kind != "none" else False
 
 
 def _freeze(run: Run) -> Iterator[Problem]:
@@ -110,7 +128,8 @@ def _plan(run: Run) -> Iterator[Problem]:
         yield Problem(what, "use plan.tp = 1, or leave adapter.dropout out", "adapter.dropout")
     if plan.precision == "fp8":
         what = f"plan.precision = fp8 is for weights that are all trained, and {key} freezes some"
-        yield Problem(what, "use plan.precision = bf16", "plan.precision")
+        held = ", with adapter.base = fp8 for a base of one byte a weight" if run.adapter.kind != "none" else ""
+        yield Problem(what, f"use plan.precision = bf16{held}", "plan.precision")
 
 
 def drops_beside_experts(arch: Arch) -> bool:
@@ -129,7 +148,7 @@ def _cut_blocks(arch: Arch, tp: int) -> Iterator[Param]:
     """Weights in NF4 of which so many ranks of tp would cut elements that share a scale."""
     held = arch.adapter.held
     rows = (param for param in params(arch) if param.held == "nf4" and param.split is Split.ROW)
-    return (param for param in rows if is_whole(held, param.shape[1]) and not is_whole(held, param.shape[1], tp))
+    return (param for param in rows if is_whole(held, param.shape[-1]) and not is_whole(held, param.shape[-1], tp))
 
 
 def _held(run: Run) -> Iterator[Problem]:
@@ -139,17 +158,14 @@ def _held(run: Run) -> Iterator[Problem]:
         return
     key = "adapter.base" if run.adapter.base != "bf16" else "adapter.kind"
     plain = "use adapter.kind = lora with adapter.base = bf16" if key == "adapter.kind" else "use adapter.base = bf16"
-    if arch.experts:
-        what = f"{held.upper()} is for matrices of linear layers, and stacks of routed experts are none"
-        yield Problem(what, plain, key)
     for param in (each for each in params(arch) if each.held == "nf4"):
-        layer, into = param.name.removesuffix(".weight"), param.shape[1]
+        layer, into = param.name.removesuffix(".weight"), param.shape[-1]
         if not is_whole(held, into):
             what = f"NF4 has one scale for {BLOCK} inputs, and {layer} has {into}"
             yield Problem(what, f"{plain}, or arch with widths that {BLOCK} divides", key)
             return
     for param in _cut_blocks(arch, tp) if tp > 1 else ():
-        layer, into = param.name.removesuffix(".weight"), param.shape[1]
+        layer, into = param.name.removesuffix(".weight"), param.shape[-1]
         what = f"plan.tp = {tp} would cut NF4 blocks: {layer} has {into} inputs, in blocks of {BLOCK}"
         most = max(ranks for ranks in range(1, tp) if is_whole(held, into, ranks))
         yield Problem(what, f"use plan.tp = {most} with plan.shard, or {plain.removeprefix('use ')}", "plan.tp")
@@ -193,6 +209,7 @@ TUNED_PLAN_RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (_plan, _held
 TUNING_RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
     _kind,
     _targets,
+    _experts,
     _freeze,
     *TUNED_PLAN_RULES,
     _compressing,

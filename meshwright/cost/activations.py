@@ -12,6 +12,7 @@ bytes an element. Of offloaded ones two blocks are on the device at a time.
 """
 
 import math
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import pairwise
 from typing import Literal
@@ -21,9 +22,9 @@ import msgspec
 from meshwright.cost.job import Job
 from meshwright.hardware.stacks import StackMemory
 from meshwright.spec.arch import Arch
-from meshwright.spec.params import Split, kv_part, params
+from meshwright.spec.params import Param, Split, kv_part, params
 from meshwright.spec.plan import Plan, by_operation, runs
-from meshwright.spec.tuning import DOWN
+from meshwright.spec.tuning import DOWN, UP, is_adapter
 
 ITEM_BYTES = {"fp8": 2, "bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 INDEX_BYTES, MASK_BYTES = 8, 1
@@ -328,7 +329,8 @@ def saved_activations(
         activations=alone + sum(remaining) + rope + ahead + (_end_kept(work) if last else 0.0),
         first_run=(remaining[0] if remaining else blocks[still] if still < len(blocks) else 0.0) + rope,
         first_blocks=len(recomputed[0]) if recomputed else 1,
-        recomputed=max((size - left for size, left in zip(inside, remaining, strict=True)), default=0.0),
+        # Less than nothing where matmuls of adapters return more than a plain forward saves.
+        recomputed=max((size - left for size, left in zip(inside, remaining, strict=True) if size > left), default=0.0),
         activation_grads=_activation_grads(work),
         between=(len(blocks) - still) * _matmul_grads(work),
         logits=logits * (1 + work.arch.mtp_layers),
@@ -365,17 +367,46 @@ def block_kept(work: MicrobatchShape, mixture: bool) -> float:
 
 def _adapters_kept(work: MicrobatchShape, mixture: bool) -> float:
     """What the down-projections of a block's adapters return; of DoRA also what magnitudes multiply, and the norms."""
-    arch = work.arch
-    if arch.adapter.kind == "none":
-        return 0.0
-    layer = next((layer for layer in range(arch.layers) if arch.is_mixture(layer) == mixture), 0)
-    held = [param for param in params(arch) if param.layer == layer]
-    adapters = sum(param.name.endswith(DOWN) for param in held)
-    outputs = sum(
-        param.numel // (1 if param.split is Split.NONE else work.tp) for param in held if param.init == "norms"
-    )
-    magnified = outputs * ((work.whole + 1) * work.narrow + work.wide)
-    return adapters * work.whole * work.arch.adapter.rank * work.narrow + magnified
+    kept, rank = 0.0, work.arch.adapter.rank
+    for param, rows in _adapters(work, mixture):
+        if param.name.endswith(DOWN):
+            kept += rows * rank * work.narrow
+        elif param.init == "norms":
+            width, outputs = _cut_outputs(work, param, param.shape[-1])
+            copies = 2 if param.expert else 1  # of experts also the magnitude of each row's own
+            kept += copies * rows * width * work.narrow + outputs * (work.narrow + work.wide)
+    return kept
+
+
+def _adapters_selected(work: MicrobatchShape, mixture: bool) -> float:
+    """What all matmuls of a block's adapters return: with A and with B, and of DoRA those that norms are made of."""
+    kept, rank = 0.0, work.arch.adapter.rank
+    for param, rows in _adapters(work, mixture):
+        if param.name.endswith(DOWN):
+            kept += rows * rank * work.narrow
+        elif param.name.endswith(UP):
+            width, outputs = _cut_outputs(work, param, param.shape[-2])
+            kept += rows * width * work.narrow
+            if work.arch.adapter.kind == "dora":  # W Aᵀ; and A Aᵀ, with B before it
+                squares = param.numel // (param.shape[-2] * rank) * rank**2
+                kept += outputs * (work.narrow + work.wide) + squares * work.wide
+    return kept
+
+
+def _adapters(work: MicrobatchShape, mixture: bool) -> Iterator[tuple[Param, int]]:
+    """The adapters' weights of a block, and the rows that each multiplies."""
+    if work.arch.adapter.kind == "none":
+        return
+    layer = next((layer for layer in range(work.arch.layers) if work.arch.is_mixture(layer) == mixture), 0)
+    for param in params(work.arch):
+        if param.layer == layer and is_adapter(param.name):
+            yield param, work.expert_rows if param.expert else work.whole
+
+
+def _cut_outputs(work: MicrobatchShape, param: Param, width: int) -> tuple[int, int]:
+    """Of the outputs of an adapter's layer those that a rank of tp has, and the elements of its weight for them."""
+    mine = width // (1 if param.split is Split.NONE else work.tp)
+    return mine, param.numel // width * mine
 
 
 def as_kept(work: MicrobatchShape, mixture: bool, whole: float) -> float:
@@ -489,6 +520,7 @@ def _selected(work: MicrobatchShape, mixture: bool) -> float:
         # No gradient needs what the last matmul returns. The compiler knows that; torch's own policy saves it.
         last = 0 if work.compiled else arch.hidden
         inner = work.whole * (gated * arch.ffn / work.tp + last) * work.narrow
+    inner += _adapters_selected(work, mixture)
     return work.stream + projected + _scores(work) + work.whole * arch.hidden * work.narrow + inner + gathered
 
 

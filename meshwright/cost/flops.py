@@ -118,7 +118,7 @@ def _flows_into(name: str, flow: GradFlow, trained: set[str]) -> bool:
             return flow.attended
         ways = {"q_up": "attn.q_down", "kv_up": "attn.kv_down"}
         return flow.attn_in or (module[1] in ways and any(each.startswith(ways[module[1]]) for each in trained))
-    *path, last = (each for each in module if each not in ("weight", DOWN))
+    *path, last = (each.removesuffix(f"_{DOWN}") for each in module if each not in ("weight", DOWN))
     inward = tuple(".".join([*path, each]) for each in ("gate", "up"))
     return flow.mlp_in or (last == "down" and any(each.startswith(inward) for each in trained))
 

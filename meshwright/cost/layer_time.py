@@ -232,7 +232,8 @@ def block(at: LayerModel, mixture: bool) -> PassTimes:
         cp=_over_cp(at, backward, back=True),
         ep=ep,
     )
-    decoded = TimeTerms(elementwise=moved_seconds(decoded_elements(arch, mixture) / tp * DECODE_PASSES, at.rates))
+    elements = decoded_elements(arch, mixture, at.plan.ep) / tp
+    decoded = TimeTerms(elementwise=moved_seconds(elements * DECODE_PASSES, at.rates))
     going, coming = going + decoded, coming + decoded
     weight = TimeTerms(products=share * weight_products, elementwise=moved_seconds(weights * at.adding, at.rates))
     adapted = _adapters(at, mixture)
@@ -244,10 +245,11 @@ def block(at: LayerModel, mixture: bool) -> PassTimes:
 
 
 @cache
-def decoded_elements(arch: Arch, mixture: bool) -> int:
-    """Elements of a block's weights that are held in few bits."""
+def decoded_elements(arch: Arch, mixture: bool, ep: int) -> int:
+    """Elements of a block's weights that are held in few bits, of experts one rank's of so many."""
     layer = next((layer for layer in range(arch.layers) if arch.is_mixture(layer) == mixture), 0)
-    return sum(param.numel for param in params(arch) if param.layer == layer and param.held != "bf16")
+    coded = (param for param in params(arch) if param.layer == layer and param.held != "bf16")
+    return sum(param.numel // (ep if param.expert else 1) for param in coded)
 
 
 @cache
@@ -264,20 +266,22 @@ def trained_share(arch: Arch) -> float:
 def _adapters(at: LayerModel, mixture: bool) -> PassTimes:
     """Low-rank products beside a block's own: they are thin, and what they move is priced beside what they multiply."""
     forward = coming = weight = NOTHING
-    for out, into in adapted_shapes(at.arch, mixture):
+    for out, into, routed in adapted_shapes(at.arch, mixture):
         rank, out, into = at.arch.adapter.rank, out / at.plan.tp, into
-        down, up = (_product(1, at.tokens, n, k, at) for n, k in ((rank, into), (out, rank)))
-        summed = moved_seconds(SUM_PASSES * at.tokens * out * at.rates.width, at.rates)
+        held = at.arch.experts / at.plan.ep if routed else 1
+        tokens = at.tokens * (_rows_per_token(at) if routed else 1)
+        down, up = (_product(held, tokens / held, n, k, at) for n, k in ((rank, into), (out, rank)))
+        summed = moved_seconds(SUM_PASSES * tokens * out * at.rates.width, at.rates)
         forward += TimeTerms(products=down + up, elementwise=summed)
         coming += TimeTerms(products=down + up, elementwise=summed * into / out)
         if at.arch.adapter.dropout:  # drawn, and drawn again
-            dropped = moved_seconds(DROPOUT_BYTES / 2 * at.tokens * into, at.rates)
+            dropped = moved_seconds(DROPOUT_BYTES / 2 * tokens * into, at.rates)
             forward, coming = forward + TimeTerms(elementwise=dropped), coming + TimeTerms(elementwise=dropped)
         if at.arch.adapter.kind == "dora":
             # The weight is read for the norms of its rows, and multiplied with A; an output is read and written.
-            norms = _product(1, out, rank, into, at)
+            norms = _product(held, out, rank, into, at)
             read, passed = (
-                moved_seconds(size * at.rates.width, at.rates) for size in (out * into, 2 * at.tokens * out)
+                moved_seconds(size * at.rates.width, at.rates) for size in (held * out * into, 2 * tokens * out)
             )
             forward += TimeTerms(products=norms, elementwise=read + passed)
             coming += TimeTerms(elementwise=BACKWARD_BYTES * passed)
@@ -286,11 +290,12 @@ def _adapters(at: LayerModel, mixture: bool) -> PassTimes:
 
 
 @cache
-def adapted_shapes(arch: Arch, mixture: bool) -> tuple[tuple[int, int], ...]:
-    """The outputs and inputs of the linear layers of a block that have adapters."""
+def adapted_shapes(arch: Arch, mixture: bool) -> tuple[tuple[int, int, bool], ...]:
+    """The outputs and inputs of a block's linear layers that have adapters, and whether they are routed experts'."""
     layer = next((layer for layer in range(arch.layers) if arch.is_mixture(layer) == mixture), 0)
-    table = {param.name: param.shape for param in params(arch) if param.layer == layer}
-    return tuple((table[name.replace(DOWN, UP)][0], shape[1]) for name, shape in table.items() if name.endswith(DOWN))
+    table = {param.name: param for param in params(arch) if param.layer == layer}
+    pairs = ((param, table[name.replace(DOWN, UP)]) for name, param in table.items() if name.endswith(DOWN))
+    return tuple((up.shape[-2], down.shape[-1], down.expert) for down, up in pairs)
 
 
 @lru_cache(maxsize=16384)

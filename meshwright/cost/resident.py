@@ -209,9 +209,9 @@ def sharded(job: Job, place: Mapping[str, int]) -> ResidentMemory:
 
 
 def decoded_bytes(view: RankView) -> int:
-    """The largest weight in few bits as it is multiplied, and what decoding some of its rows makes."""
-    coded = [param for param in params(view.arch) if param.held != "bf16"]
-    elements = max((param.numel for param in coded), default=0) // view.plan.tp
+    """The largest weight in few bits as it is multiplied, of experts all that a rank holds, and what decoding makes."""
+    plan, coded = view.plan, [param for param in params(view.arch) if param.held != "bf16"]
+    elements = max((param.numel // (plan.ep if param.expert else 1) for param in coded), default=0) // plan.tp
     return elements * view.narrow + min(elements, DECODED_CHUNK) * DECODED_BYTES
 
 

@@ -116,7 +116,8 @@ def traffic(
     # All ranks agree on the step's loss, the gradient's square norm and how many must stop before anyone updates.
     axis: Axis = "world" if plan.parts == 1 else "peers"  # of one update
     agreed = [Collective(kind="all_reduce", axis=axis, count=int(plan.world > plan.parts), bytes=3 * DOUBLE)]
-    if learned := buffers(arch):  # how many tokens asked for each expert
+    # How many tokens asked for each expert; beside an adapter the router's bias is the base's, as the router is.
+    if learned := buffers(arch) if arch.adapter.kind == "none" else ():
         size = sum(param.numel for param in learned) * COUNT_BYTES
         agreed += [Collective(kind="all_reduce", axis="world", count=int(plan.world > 1), bytes=size)]
     return merged(chain(weight_traffic(view, apart=apart), _activation_traffic(view), agreed, updates))
@@ -203,7 +204,7 @@ def _magnitudes_over_tp(part: StageLayers, view: RankView) -> Iterator[Collectiv
     rows = Counter[tuple[bool, int]]()
     for param in trained(view.arch) if view.plan.tp > 1 else ():
         if param.init == "norms" and param.split is Split.NONE:
-            rows[view.arch.is_mixture(param.layer), param.numel] += 1
+            rows[view.arch.is_mixture(param.layer), math.prod(local_shape(param, view))] += 1
     layers = Counter(view.arch.is_mixture(layer) for layer in range(view.arch.layers))
     again = part.recomputed
     passes = {False: part.dense + again.dense, True: part.mixtures + again.mixtures}
@@ -631,7 +632,8 @@ def _weights_over_tp(group: ParamGroup, view: RankView) -> Iterator[Collective]:
     for param in group.trained.params:
         if param.split is Split.NONE and not param.name.endswith((".attn.out.bias", ".mlp.down.bias")):
             count = group.count * reductions(plan)
-            yield Collective(kind="all_reduce", axis="tp", count=count, bytes=param.numel * size)
+            elements = math.prod(local_shape(param, view))  # of experts, those that the rank holds
+            yield Collective(kind="all_reduce", axis="tp", count=count, bytes=elements * size)
 
 
 def _over_tied(view: RankView) -> Iterator[Collective]:

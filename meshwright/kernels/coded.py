@@ -4,13 +4,14 @@ A weight is encoded whole, so that its codes do not depend on who holds which pa
 products are in fp32, as in bitsandbytes, whose codes these are. Plain operators of torch, on any device.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from meshwright.spec.coded import BLOCK, GROUP, Held
+from meshwright.spec.coded import BLOCK, FLOAT, GROUP, Held
 
 # Quantiles of a normal distribution, scaled to one: appendix E of the paper.
 NF4 = (
@@ -34,27 +35,48 @@ class CodedPart:
 
 
 def encode(held: Held, weight: Tensor) -> tuple[Tensor, ...]:
-    """What stands for a whole matrix, as `spec/coded.py` lists it."""
+    """What stands for a whole matrix, or a stack of them, as `spec/coded.py` lists it."""
+    if weight.dim() == 3:
+        each = [encode(held, matrix) for matrix in weight]
+        return tuple(torch.stack(part) for part in zip(*each, strict=True))
     return _encode_fp8(weight.float()) if held == "fp8" else _encode_nf4(weight.float())
 
 
 def decode(how: CodedPart, parts: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-    """A rank's part of a matrix."""
-    if how.held == "fp8":
-        codes, scales = parts
-        return (codes.view(torch.float8_e4m3fn).float() * _floats(scales)[:, None]).to(dtype)
-    codes, absmax, scales = parts
-    (rows, blocks), second = absmax.shape, _floats(scales)
+    """A rank's part of a matrix, or of each of a stack: all of them by the same operators, whatever their number."""
+    codes, *scales = parts
+    width = codes.shape[-1] * (1 if how.held == "fp8" else 2)
+    numbers = _fp8_rows(codes, _floats(scales[0])) if how.held == "fp8" else _nf4_rows(how, codes, *scales)
+    matrix = torch.empty(*codes.shape[:-1], width, dtype=dtype, device=codes.device)
+    rows = matrix.view(-1, width)
+    step = max(CHUNK // width, 1)
+    for begin in range(0, len(rows), step):
+        rows[begin : begin + step] = numbers(slice(begin, begin + step))
+    return matrix
+
+
+def _fp8_rows(codes: Tensor, scales: Tensor) -> Callable[[slice], Tensor]:
+    """Some of all rows as numbers."""
+    numbers, each = codes.flatten(0, -2).view(torch.float8_e4m3fn), scales.flatten()
+    return lambda rows: numbers[rows].float() * each[rows, None]
+
+
+def _nf4_rows(how: CodedPart, codes: Tensor, absmax: Tensor, scales: Tensor) -> Callable[[slice], Tensor]:
+    """The same, each block times its scale, which is decoded first."""
+    second = _floats(scales).view(-1, scales.shape[-1] // FLOAT)  # of each matrix
+    rows, blocks = absmax.shape[-2:]
     row = how.row + torch.arange(rows, device=absmax.device)
     number = row[:, None] * how.row_blocks + (how.block + torch.arange(blocks, device=absmax.device))
     # In place, and the mean after the product: as bitsandbytes rounds.
-    first = _scale_codes(codes.device)[absmax.int()].mul_(second[number // GROUP]).add_(second[-1])
-    matrix = torch.empty(rows, blocks * BLOCK, dtype=dtype, device=codes.device)
-    step = max(CHUNK // (blocks * BLOCK), 1)
-    for begin in range(0, rows, step):
-        pairs = _pairs(codes.device)[codes[begin : begin + step].int()].view(-1, blocks, BLOCK)
-        matrix[begin : begin + step] = pairs.mul_(first[begin : begin + step, :, None]).view(-1, blocks * BLOCK)
-    return matrix
+    first = _scale_codes(codes.device)[absmax.view(-1, rows, blocks).int()]
+    first = first.mul_(second[:, number // GROUP]).add_(second[:, -1, None, None]).flatten(0, 1)
+    bytes_of = codes.flatten(0, -2)
+
+    def numbers(rows: slice) -> Tensor:
+        pairs = _pairs(codes.device)[bytes_of[rows].int()].view(-1, blocks, BLOCK)
+        return pairs.mul_(first[rows, :, None]).view(-1, blocks * BLOCK)
+
+    return numbers
 
 
 def _encode_nf4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,7 +107,13 @@ def _nearest(x: Tensor, levels: Tensor) -> Tensor:
 
 def _floats(scales: Tensor) -> Tensor:
     """From bytes, which may begin anywhere."""
-    return scales.clone().view(torch.float32)
+    return scales.clone(memory_format=torch.contiguous_format).view(torch.float32)
+
+
+def forget_tables() -> None:
+    """Make the tables of codes anew when they are next needed: what was made of fake tensors has no values."""
+    _pairs.cache_clear()
+    _scale_codes.cache_clear()
 
 
 @cache

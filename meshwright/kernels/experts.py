@@ -59,6 +59,23 @@ def by_segment(x: Tensor, stack: Tensor, ends: Tensor) -> Tensor:
     return torch.cat([*segments, x.new_zeros(len(x) - stops[-1], stack.shape[1])])
 
 
+def low_rank_matmul(x: Tensor, down: Tensor, up: Tensor, ends: Tensor) -> Tensor:
+    """Rows sorted by expert times A (experts, rank, in) and then B (experts, out, rank) of their expert."""
+    down, up = widened(down, up)
+    return grouped_matmul(grouped_matmul(x, down, ends), up, ends)
+
+
+def low_rank_by_segment(x: Tensor, down: Tensor, up: Tensor, ends: Tensor) -> Tensor:
+    """The plain twin."""
+    return by_segment(by_segment(x, down, ends), up, ends)
+
+
+def widened(down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """A and B with a rank that a grouped matmul takes, filled up with zeros where it is not one."""
+    more = -down.shape[1] % (ALIGNED // down.element_size())
+    return (F.pad(down, (0, 0, 0, more)), F.pad(up, (0, more))) if more else (down, up)
+
+
 def dispatch_rows(tokens: Tensor, order: Dispatch, kernels: Kernels = "auto") -> Tensor:
     """A copy of a token (tokens, hidden) for each of its rows, (T, hidden)."""
     return _Dispatch.apply(tokens, order.token, order.row, order.kept, _fits(tokens, kernels))

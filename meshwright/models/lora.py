@@ -1,5 +1,8 @@
 """LoRA (Hu 2021), DoRA (Liu 2024): linear layers with an adapter beside their frozen weight; see `spec/tuning.py`.
 
+So have stacks of routed experts, each expert an adapter of its own: rows sorted by expert are multiplied with all of
+them by grouped products, as with the stacks themselves.
+
 A weight that is held in few bits (QLoRA, Dettmers 2023) is decoded for its matmul and freed again, in the forward and
 in the backward.
 """
@@ -14,12 +17,14 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from meshwright.kernels.coded import CodedPart, decode
+from meshwright.kernels.experts import by_segment, low_rank_by_segment
 from meshwright.models.dropout import kept
 from meshwright.models.init import key, signed
+from meshwright.models.moe import Experts, Multiply, grouped, row_biases
 from meshwright.spec.arch import Arch
-from meshwright.spec.coded import ABSMAX, BLOCK
+from meshwright.spec.coded import ABSMAX, BLOCK, SCALES
 from meshwright.spec.params import Param, params, stored
-from meshwright.spec.tuning import DOWN
+from meshwright.spec.tuning import DOWN, MAGNITUDE, UP, Adapter, is_adapter
 
 Across = Callable[[Tensor], Tensor]  # from the square norms of parts of rows to those of the rows
 
@@ -126,9 +131,9 @@ def _left(x: Tensor, keep: Tensor, p: float) -> Tensor:
 def square_norms(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """Those of the rows of W + s · B A, never made: of W, of s · B A, and twice what the two have in common."""
     wide = torch.promote_types(weight.dtype, torch.float32)
-    own = torch.linalg.vector_norm(weight, dim=1, dtype=wide).square()
-    common = ((weight @ a.T).to(wide) * b).sum(1)
-    return own + 2 * scale * common + scale**2 * ((b.to(wide) @ (a.to(wide) @ a.to(wide).T)) * b).sum(1)
+    own = torch.linalg.vector_norm(weight, dim=-1, dtype=wide).square()
+    common = ((weight @ a.mT).to(wide) * b).sum(-1)
+    return own + 2 * scale * common + scale**2 * ((b.to(wide) @ (a.to(wide) @ a.to(wide).mT)) * b).sum(-1)
 
 
 def alone(squares: Tensor) -> Tensor:
@@ -150,11 +155,106 @@ class DoraLinear(LoraLinear):
         return y * (self.magnitude / norms).to(y.dtype)
 
 
+LowRank = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # rows, A, B, and the row after each expert's last
+
+
+class AdaptedExperts(Experts):
+    """Experts whose stacks are frozen and may be held in few bits, with adapters beside some of them."""
+
+    scale: float
+    coded: dict[str, CodedPart]  # of the stacks that are
+    low_rank: LowRank  # transforms may put another function here
+    across: dict[str, Across]  # of each stack; of one whose rows are cut a transform puts another
+
+    def product(self, stack: str, x: Tensor, ends: Tensor) -> Tensor:
+        y = self._frozen(stack, x, ends)
+        a, b, magnitude = (getattr(self, f"{stack}_{part}", None) for part in (DOWN, UP, MAGNITUDE))
+        if a is None or b is None:
+            return y
+        y = y + self.low_rank(x, a, b, ends) * self.scale
+        if magnitude is None:
+            return y
+        with torch.no_grad():  # as of a linear layer
+            squares = square_norms(self.matrices(stack, x.dtype), a, b, self.scale)
+            norms = self.across[stack](squares).sqrt()
+        if self.drops:  # rows past the last are undefined, and magnitudes would have a gradient of them
+            y = torch.where(torch.arange(len(y), device=y.device)[:, None] < ends[-1], y, 0)
+        return y * row_biases((magnitude / norms).to(y.dtype), ends, len(y))
+
+    def _frozen(self, stack: str, x: Tensor, ends: Tensor) -> Tensor:
+        if stack not in self.coded:
+            return super().product(stack, x, ends)
+        return _DecodedStack.apply(x, self.multiply, ends, self.coded[stack], *self.parts(stack))
+
+    def parts(self, stack: str) -> tuple[Tensor, ...]:
+        """What stands for a stack in few bits."""
+        every = (getattr(self, name, None) for name in (stack, f"{stack}_{ABSMAX}", f"{stack}_{SCALES}"))
+        return tuple(part for part in every if part is not None)
+
+    def matrices(self, stack: str, dtype: torch.dtype) -> Tensor:
+        """A stack as numbers."""
+        if stack not in self.coded:
+            return getattr(self, stack)
+        return decode(self.coded[stack], self.parts(stack), dtype)
+
+    def hold(self, tensors: tuple[Param, ...], adapter: Adapter) -> None:
+        """Have memory for these, in this order, instead of what there is."""
+        device, widths = self.up.device, {name: weight.shape[-1] for name, weight in self.named_parameters()}
+        before = dict(self.named_parameters())
+        self._parameters.clear()
+        self.coded = {}
+        for param in tensors:
+            name = param.name.rpartition(".")[2]
+            dtype = torch.uint8 if param.item else torch.get_default_dtype()
+            if param.item or name not in before:
+                memory = torch.empty(param.shape, dtype=dtype, device=device)
+                before[name] = nn.Parameter(memory, requires_grad=not param.item)
+            self.register_parameter(name, before[name])
+            if param.item and name in widths:
+                self.coded[name] = CodedPart(param.held, widths[name] // BLOCK)
+        self.scale, self.compute = adapter.scale, grouped
+        self.multiply, self.low_rank = by_segment, low_rank_by_segment
+        self.across = dict.fromkeys(("gate", "up", "down"), alone)
+
+
+class _DecodedStack(Function):
+    """A grouped product with matrices that exist only while they are multiplied."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, multiply: Multiply, ends: Tensor, how: CodedPart, *parts: Tensor) -> Tensor:
+        ctx.multiply, ctx.how = multiply, how
+        ctx.save_for_backward(ends, *parts)
+        return multiply(x, decode(how, parts, x.dtype), ends)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,), (ends, *parts) = grads, ctx.saved_tensors
+        # As a stack that multiplies from the other side.
+        dx = ctx.multiply(grad.contiguous(), decode(ctx.how, tuple(parts), grad.dtype).mT, ends)
+        return dx, None, None, None, *(None for _ in parts)
+
+
+def adapt_experts(model: nn.Module, arch: Arch) -> None:
+    """The same of stacks of experts."""
+    by_module: dict[str, tuple[Param, ...]] = {}
+    for param in stored(arch):
+        if param.expert:
+            module = param.name.rpartition(".")[0]
+            by_module[module] = (*by_module.get(module, ()), param)
+    for name, tensors in by_module.items():
+        if any(param.item or is_adapter(param.name) for param in tensors):
+            experts = model.get_submodule(name)
+            experts.__class__ = AdaptedExperts
+            assert isinstance(experts, AdaptedExperts)
+            experts.hold(tensors, arch.adapter)
+
+
 def adapt(model: nn.Module, arch: Arch) -> None:
     """Give the linear layers of a model the adapters that its parameter table has, and weights in few bits."""
+    adapt_experts(model, arch)
     held: dict[str, tuple[Param, ...]] = {}
     for param in stored(arch):
-        if param.item:
+        if param.item and not param.expert:
             layer = param.name.rpartition(".")[0]
             held[layer] = (*held.get(layer, ()), param)
     for layer, tensors in held.items():

@@ -192,6 +192,10 @@ class Experts(nn.Module):
         """The gated product; transforms may put another function here."""
         return self.activate(gate) * up
 
+    def product(self, stack: str, x: Tensor, ends: Tensor) -> Tensor:
+        """Rows grouped by expert times their expert's matrix of the stack of a name."""
+        return self.multiply(x, getattr(self, stack), ends)
+
 
 # Rows sorted by expert, how many each has, what may be computed beside, and how many each has at most (0: any number).
 RunExperts = Callable[[Experts, Tensor, Tensor, "Later | None", int], Tensor]
@@ -218,7 +222,7 @@ def one_by_one(experts: Experts, x: Tensor, counts: Tensor) -> Tensor:
 def grouped(experts: Experts, x: Tensor, counts: Tensor) -> Tensor:
     """All experts by grouped matmuls (MegaBlocks, Gale 2022); the host does not learn how many rows each has."""
     ends = counts.to(x.device, non_blocking=True).cumsum(0, dtype=torch.int32)
-    y = experts.multiply(_inner(experts, x, x, ends), experts.down, ends)
+    y = experts.product("down", _inner(experts, x, x, ends), ends)
     if experts.down_bias is not None:
         y = y + row_biases(experts.place(experts.down_bias), ends, len(y))
     return torch.where(torch.arange(len(y), device=y.device)[:, None] < ends[-1], y, 0) if experts.drops else y
@@ -226,10 +230,10 @@ def grouped(experts: Experts, x: Tensor, counts: Tensor) -> Tensor:
 
 def _inner(experts: Experts, x: Tensor, twin: Tensor, ends: Tensor) -> Tensor:
     """What is between the first matmuls and the last; `twin` is x, for the second of the first."""
-    up = _biased(experts.multiply(x, experts.up, ends), experts.up_bias, ends)
+    up = _biased(experts.product("up", x, ends), experts.up_bias, ends)
     if experts.gate is None:
         return experts.activate(up)
-    return experts.gated(_biased(experts.multiply(twin, experts.gate, ends), experts.gate_bias, ends), up)
+    return experts.gated(_biased(experts.product("gate", twin, ends), experts.gate_bias, ends), up)
 
 
 def _biased(y: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
@@ -370,7 +374,7 @@ def mix_grouped(layer: MoELayer, x: Tensor, routing: Routing) -> Tensor:
     ends = order.counts.cumsum(0, dtype=torch.int32)
     weights = row_gates(routing.gates.flatten(0, 1), order)
     inner = _inner(experts, *dispatch_twice(x.flatten(0, 1), order), ends)
-    rows = experts.multiply((inner * weights[:, None]).to(x.dtype), experts.down, ends)
+    rows = experts.product("down", (inner * weights[:, None]).to(x.dtype), ends)
     if experts.down_bias is not None:
         rows = rows + (row_biases(experts.down_bias, ends, len(rows)) * weights[:, None]).to(x.dtype)
     y = sum_to_tokens(rows, order).view_as(x)

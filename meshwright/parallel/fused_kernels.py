@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from meshwright.kernels import attention, cross_entropy
 from meshwright.kernels.attention import PLAIN, Scoring, apply_rope
 from meshwright.kernels.dispatch import Kernels, settle
-from meshwright.kernels.experts import combine_rows, dispatch_rows, grouped_matmul, takes_grouped
+from meshwright.kernels.experts import combine_rows, dispatch_rows, grouped_matmul, low_rank_matmul, takes_grouped
 from meshwright.kernels.experts_fp8 import grouped_matmul_fp8, takes_fp8
 from meshwright.kernels.gated import Activation, activate, gated
 from meshwright.kernels.norm import layer_norm_sum, rms_norm_sum
@@ -28,6 +28,7 @@ from meshwright.models.layers import (
     causal_attention,
     weighted_loss,
 )
+from meshwright.models.lora import AdaptedExperts
 from meshwright.models.moe import Experts, MoELayer, grouped, mix_grouped
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.model_spec import ModelSpec
@@ -88,7 +89,9 @@ def group_experts(model: Decoder, plan: Plan, mesh: Mesh) -> None:
     for module in model.modules():
         if isinstance(module, Experts):
             module.compute = grouped
-            module.multiply = by_plan if eight else module.multiply
+            module.multiply = by_plan if eight else grouped_matmul
+            if isinstance(module, AdaptedExperts):
+                module.low_rank = low_rank_matmul
         elif isinstance(module, MoELayer) and plan.compile and plan.tp == 1 and plan.ep == 1:
             module.mix = mix_grouped  # of what it leaves to fuse the compiler makes a few kernels
 
@@ -132,7 +135,7 @@ def chosen(plan: Plan, device: torch.device, chunks: Iterable[nn.Module], one_pa
         "the loss with its projection": any(map(has_loss, modules)),
         "the fastest attention": any(_whole_attention(each.attend) is fastest_attention for each in attentions),
         "grouped matmuls of experts": any(each.multiply is grouped_matmul for each in experts),
-        "grouped FP8 matmuls of experts": any(each.multiply is not grouped_matmul for each in experts),
+        "grouped FP8 matmuls of experts": any(isinstance(each.multiply, partial) for each in experts),
         "RoPE, gates and norms of sums": any(each.rope is not apply_rope_qk for each in attentions),
         "one-pass updates": one_pass,
     }

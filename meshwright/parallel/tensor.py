@@ -7,6 +7,7 @@ its chunked form never has all of them.
 """
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,12 +20,14 @@ from meshwright.kernels import cross_entropy
 from meshwright.kernels.cross_entropy import VocabShard
 from meshwright.kernels.dispatch import Kernels
 from meshwright.models.layers import Attention
-from meshwright.models.lora import FrozenLinear
+from meshwright.models.lora import AdaptedExperts, FrozenLinear
 from meshwright.models.moe import Experts, MoELayer
 from meshwright.parallel.local_parts import hold, hold_sinks, placed, read_partial, reading_locally
 from meshwright.parallel.mesh import Mesh, gather, local, scatter
-from meshwright.parallel.model_spec import ModelSpec, hold_adapted, note, resolved, shared_heads
+from meshwright.parallel.model_spec import ModelSpec, hold_adapted, note, resolved, shared_heads, sum_over
+from meshwright.spec.coded import ABSMAX, SCALES
 from meshwright.spec.plan import Plan
+from meshwright.spec.tuning import DOWN
 
 
 def split(model: nn.Module, plan: Plan, mesh: Mesh, model_spec: ModelSpec) -> nn.Module:
@@ -77,16 +80,55 @@ def hold_experts(experts: Experts, mesh: Mesh) -> None:
         return
     axes = mesh.expert["ep", "tp"]
     for name, weight in list(experts.named_parameters(recurse=False)):
-        inside = Shard(2) if name == "down" else Shard(1)
-        hold(experts, name, weight, axes, [Shard(0), inside])
+        hold(experts, name, weight, axes, [Shard(0), _inside(name, experts)])
+    if isinstance(experts, AdaptedExperts):
+        _place_adapted(experts, mesh)
     experts.place = placed(mesh.place["tp"], mesh.fine["tp"].size())
     compute = experts.forward
 
     def forward(x: Tensor, counts: Tensor) -> Tensor:
-        with reading_locally(experts, DTensor.to_local):  # no other rank has these, so a gradient is complete
+        with reading_locally(experts, _read_expert):
             return compute(x, counts)
 
     experts.forward = forward
+
+
+def _read_expert(weight: DTensor) -> Tensor:
+    """A stack of which no other rank has a part that this one has: its gradient is complete.
+
+    Of an adapter the matrix that tp leaves whole has a part of it on each rank.
+    """
+    pairs = zip(weight.placements, weight.device_mesh.shape, strict=True)
+    partial_of = [Partial() if isinstance(each, Replicate) and ranks > 1 else each for each, ranks in pairs]
+    return weight.to_local(grad_placements=partial_of)
+
+
+def _inside(name: str, experts: Experts) -> Placement:
+    """How tp cuts the matrices of a stack, their biases, adapters and what stands for them."""
+    stack, _, part = name.partition("_")
+    rows_cut = stack == "down"
+    if part in ("", ABSMAX):
+        return Shard(2) if rows_cut else Shard(1)
+    if part == "bias":
+        return Shard(1)
+    if part == SCALES:
+        coded = experts.coded[stack] if isinstance(experts, AdaptedExperts) else None
+        return Replicate() if rows_cut or coded is None or coded.held == "nf4" else Shard(1)
+    if part == DOWN:
+        return Shard(2) if rows_cut else Replicate()
+    return Replicate() if rows_cut else Shard(1)  # B, and magnitudes
+
+
+def _place_adapted(experts: AdaptedExperts, mesh: Mesh) -> None:
+    """Tell stacks in few bits where a rank's part of each matrix begins, and sum square norms of rows that are cut."""
+    rank, ranks = mesh.place["tp"], mesh.fine["tp"].size()
+    for stack, how in experts.coded.items():
+        rows = getattr(experts, stack).shape[1] // ranks
+        experts.coded[stack] = (
+            replace(how, block=rank * how.row_blocks // ranks) if stack == "down" else replace(how, row=rank * rows)
+        )
+    if ranks > 1:
+        experts.across["down"] = partial(sum_over, mesh.group("tp"))
 
 
 def _placement(name: str, module: nn.Module, layer: MoELayer) -> Placement:

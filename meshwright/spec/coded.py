@@ -3,6 +3,7 @@
 NF4 (Dettmers 2023): a 4-bit code an element, two in a byte; a scale for every 64 of a row, itself a code of 8 bits;
 and a scale in fp32 for every 256 of those, counted through the whole weight, with their mean at the end. FP8: an e4m3
 number an element, and a scale in fp32 for every row. Scales in fp32 are held as their bytes, which no cast touches.
+Each matrix of a stack of experts is encoded by itself.
 """
 
 import math
@@ -18,15 +19,15 @@ Part = tuple[str, tuple[int, ...], bool]  # its name, its shape in bytes, and wh
 
 
 def parts(held: Held, shape: tuple[int, ...], by_rows: bool) -> tuple[Part, ...]:
-    """What stands for a matrix (out, in); `by_rows`: tp cuts its inputs, if anything."""
-    out, into = shape
+    """What stands for a matrix (out, in), or a stack of them; `by_rows`: tp cuts its inputs, if anything."""
+    *stack, out, into = shape
     if held == "fp8":
-        return (CODES, shape, True), (SCALES, (FLOAT * out,), not by_rows)
+        return (CODES, shape, True), (SCALES, (*stack, FLOAT * out), not by_rows)
     groups = math.ceil(out * into / BLOCK / GROUP)
     return (
-        (CODES, (out, into // 2), True),
-        (ABSMAX, (out, into // BLOCK), True),
-        (SCALES, (FLOAT * (groups + 1),), False),
+        (CODES, (*stack, out, into // 2), True),
+        (ABSMAX, (*stack, out, into // BLOCK), True),
+        (SCALES, (*stack, FLOAT * (groups + 1)), False),
     )
 
 

@@ -42,9 +42,9 @@ def is_of(of: Dims, dims: int) -> bool:
 def is_hidden(name: str, dims: int) -> bool:
     """Whether a parameter is a matrix inside a block: no embedding, output projection, vector or router.
 
-    A stack of experts' biases has two dims, and is as little a matrix as one of them.
+    A stack of experts' biases or magnitudes has two dims, and is as little a matrix as one of them.
     """
-    is_other = name.endswith((".router.weight", ".noise.weight", "_bias"))
+    is_other = name.endswith((".router.weight", ".noise.weight", "_bias", "_magnitude"))
     return dims >= 2 and name.startswith("blocks.") and not is_other
 
 

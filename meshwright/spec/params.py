@@ -13,8 +13,8 @@ from typing import Literal
 import msgspec
 
 from meshwright.spec.arch import Arch
-from meshwright.spec.coded import Held, parts
-from meshwright.spec.tuning import DOWN, MAGNITUDE, UP
+from meshwright.spec.coded import CODES, Held, parts
+from meshwright.spec.tuning import DOWN, MAGNITUDE, UP, companion
 
 STD = 0.02  # GPT-2's; projections back into the residual stream shrink by the root of their number
 
@@ -51,7 +51,7 @@ class Param(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_matrix(self) -> bool:
         """Whether something is multiplied with it, or with each of a stack."""
-        return len(self.shape) >= 2 and not self.name.endswith("_bias")
+        return len(self.shape) >= 2 and not self.name.endswith(("_bias", f"_{MAGNITUDE}"))
 
 
 @cache
@@ -77,10 +77,14 @@ def _coded(param: Param) -> Iterator[Param]:
     if param.held == "bf16":
         yield param
         return
-    layer = param.name.removesuffix("weight")
-    for name, shape, cut in parts(param.held, param.shape, param.split is Split.ROW):
-        split = param.split if cut else Split.NONE
-        yield msgspec.structs.replace(param, name=f"{layer}{name}", shape=shape, split=split, item=1)
+    for part, shape, cut in parts(param.held, param.shape, param.split is Split.ROW):
+        name, split = coded_name(param.name, part), param.split if cut else Split.NONE
+        yield msgspec.structs.replace(param, name=name, shape=shape, split=split, item=1)
+
+
+def coded_name(weight: str, part: str) -> str:
+    """The name of one of the tensors that stand for a weight: codes have its own."""
+    return weight if part == CODES else companion(weight, part)
 
 
 @cache
@@ -277,18 +281,32 @@ def _adapted(arch: Arch, block: Iterator[Param]) -> Iterator[Param]:
     Of these the one along the dim that tp cuts is cut, and the other is whole.
     """
     for name, together in groupby(block, key=lambda param: param.name.rpartition(".")[0]):
-        weight, *rest = together
-        is_linear = weight.name.endswith(".weight") and len(weight.shape) == 2 and name not in ROUTERS
-        held = arch.adapter.held if is_linear else "bf16"
-        yield from (msgspec.structs.replace(weight, held=held), *rest)
-        if is_linear and arch.adapter.takes(name):
-            rank, (outward, inward) = arch.adapter.rank, weight.shape
-            down, up = (weight.split, Split.NONE) if weight.split is Split.ROW else (Split.NONE, weight.split)
-            # The variance of peft's uniform draws, whose bound is 1 ÷ √in.
-            yield Param(name=f"{name}.{DOWN}", shape=(rank, inward), split=down, std=1 / math.sqrt(3 * inward))
-            yield Param(name=f"{name}.{UP}", shape=(outward, rank), split=up, init="zeros")
-            if arch.adapter.kind == "dora":
-                yield Param(name=f"{name}.{MAGNITUDE}", shape=(outward,), split=up, init="norms")
+        weights, held = list(together), arch.adapter.held
+        layers = [weight for weight in weights if _is_linear(weight)]
+        yield from (msgspec.structs.replace(each, held=held) if each in layers else each for each in weights)
+        for weight in layers:
+            if arch.adapter.takes(weight.name if weight.expert else name):
+                yield from _low_rank(arch, weight)
+
+
+def _is_linear(weight: Param) -> bool:
+    """Whether a weight is the matrix of a linear layer, or a stack of them, that may have an adapter."""
+    name = weight.name.rpartition(".")
+    return weight.is_matrix and (weight.expert or (name[2] == "weight" and name[0] not in ROUTERS))
+
+
+def _low_rank(arch: Arch, weight: Param) -> Iterator[Param]:
+    """The adapter of a matrix, or one for each of a stack."""
+    rank, (*stack, outward, inward) = arch.adapter.rank, weight.shape
+    down, up = (weight.split, Split.NONE) if weight.split is Split.ROW else (Split.NONE, weight.split)
+    # The variance of peft's uniform draws, whose bound is 1 ÷ √in.
+    a = Param(
+        name=companion(weight.name, DOWN), shape=(*stack, rank, inward), split=down, std=1 / math.sqrt(3 * inward)
+    )
+    b = Param(name=companion(weight.name, UP), shape=(*stack, outward, rank), split=up, init="zeros")
+    m = Param(name=companion(weight.name, MAGNITUDE), shape=(*stack, outward), split=up, init="norms")
+    every = (a, b, m) if arch.adapter.kind == "dora" else (a, b)
+    yield from (msgspec.structs.replace(each, expert=weight.expert) for each in every)
 
 
 def _norm(arch: Arch, name: str) -> Iterator[Param]:

@@ -2,7 +2,7 @@
 
 LoRA (Hu 2021) adds s · B A to the matrix W of a linear layer, y = W x + s · B (A x), and trains A (rank, in) and B
 (out, rank) alone; s is alpha ÷ rank, or alpha ÷ √rank (rsLoRA, Kalajdzievski 2023). B begins as zeros, so that training
-begins at W.
+begins at W. Every expert of a stack has an A and a B of its own, in stacks of their own.
 
 DoRA (Liu 2024) trains beside them a magnitude m for every output: y = m ÷ n · (W x + s · B (A x)), where n are the
 norms of the rows of W + s · B A, which the gradient takes as constants. m begins as the norms of the rows of W.
@@ -19,15 +19,19 @@ from meshwright.spec.coded import Held
 ALL_LINEAR = "all-linear"  # every linear layer of the blocks, as peft names them
 DOWN, UP = "lora_a", "lora_b"  # the names of A and B beside the weight of their layer
 MAGNITUDE = "magnitude"  # and of m
-# What Hugging Face's families call our linear layers.
+# What Hugging Face's families call our linear layers: of experts apart, as Mixtral's, or gate and up as one.
 ALIASES = {
-    "q_proj": "attn.q",
-    "k_proj": "attn.k",
-    "v_proj": "attn.v",
-    "o_proj": "attn.out",
-    "gate_proj": "mlp.gate",
-    "up_proj": "mlp.up",
-    "down_proj": "mlp.down",
+    "q_proj": ("attn.q",),
+    "k_proj": ("attn.k",),
+    "v_proj": ("attn.v",),
+    "o_proj": ("attn.out",),
+    "gate_proj": ("mlp.gate", "mlp.shared.gate", "mlp.experts.gate"),
+    "up_proj": ("mlp.up", "mlp.shared.up", "mlp.experts.up"),
+    "down_proj": ("mlp.down", "mlp.shared.down", "mlp.experts.down"),
+    "gate_up_proj": ("mlp.experts.gate", "mlp.experts.up"),
+    "w1": ("mlp.experts.gate",),
+    "w2": ("mlp.experts.down",),
+    "w3": ("mlp.experts.up",),
 }
 
 
@@ -61,8 +65,8 @@ def matches(layer: str, target: str) -> bool:
     """Whether a target means a linear layer: all do, or one by our name or by Hugging Face's, * standing for any."""
     if target == ALL_LINEAR:
         return True
-    name = ALIASES.get(target, target)
-    return fnmatchcase(layer, name) or fnmatchcase(layer, f"*.{name}")
+    names = ALIASES.get(target, (target,))
+    return any(fnmatchcase(layer, name) or fnmatchcase(layer, f"*.{name}") for name in names)
 
 
 class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -81,7 +85,13 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 def is_adapter(name: str) -> bool:
     """Whether a weight is an adapter's."""
-    return name.rpartition(".")[2] in (DOWN, UP, MAGNITUDE)
+    return name.endswith((DOWN, UP, MAGNITUDE))
+
+
+def companion(weight: str, part: str) -> str:
+    """The name of what is beside a weight: `q.lora_a` of the layer `q.weight`, `up_lora_a` of the stack `up`."""
+    layer = weight.removesuffix("weight")
+    return layer + part if layer.endswith(".") else f"{weight}_{part}"
 
 
 def freezes(pattern: str, name: str) -> bool:

@@ -30,9 +30,9 @@ from meshwright.parallel import grad_reduce, load_bias, optimizer_offload, preci
 from meshwright.parallel.apply import apply
 from meshwright.parallel.mesh import Mesh, local, region_of
 from meshwright.parallel.model_spec import DECODER
-from meshwright.spec.coded import BLOCK, parts
-from meshwright.spec.params import Param, buffers, params, stored
-from meshwright.spec.tuning import is_adapter
+from meshwright.spec.coded import ABSMAX, BLOCK, CODES, SCALES, parts
+from meshwright.spec.params import Param, buffers, coded_name, params, stored
+from meshwright.spec.tuning import MAGNITUDE, is_adapter
 from meshwright.train.noise_scale import AdaScale, NoiseMeter
 from meshwright.train.saving import restore as restore
 from meshwright.train.state import State
@@ -128,13 +128,16 @@ class FirstValues:
         self.run, self.folder, self.device = run, folder, device
         self.table = {param.name: param for param in params(run.arch)}
         self.stored = {param.name: param for param in stored(run.arch)}
+        # What each tensor that is beside a weight, or stands for it, is made of.
+        weights, beside = (p for p in params(run.arch) if not is_adapter(p.name)), (CODES, ABSMAX, SCALES, MAGNITUDE)
+        self.source = {coded_name(weight.name, part): weight for weight in weights for part in beside}
         self.encoded = lru_cache(maxsize=1)(self._encoded)  # several tensors are made of one
 
     def write(self, target: Tensor, name: str, region: tuple[slice, ...]) -> None:
         """Give a rank's part of a weight its values."""
         param = self.stored[name]
         if param.init == "norms":
-            target.copy_(row_norms(self.matrix(name)[region[0]]))
+            target.copy_(row_norms(self.matrix(name)[region]))
         elif param.item:
             target.copy_(self.part(name)[region])
         elif self.folder is None or is_adapter(name):
@@ -143,18 +146,17 @@ class FirstValues:
             target.copy_(self.folder.tensor(name)[region])
 
     def part(self, name: str) -> Tensor:
-        """One of the tensors that stand for a matrix in few bits."""
-        layer, _, last = name.rpartition(".")
-        weight = self.table[f"{layer}.weight"]
-        names = [part for part, _, _ in parts(weight.held, weight.shape, False)]
-        return self.encoded(weight)[names.index(last)]
+        """One of the tensors that stand for a matrix in few bits, or a stack of them."""
+        weight = self.source[name]
+        names = [coded_name(weight.name, part) for part, _, _ in parts(weight.held, weight.shape, False)]
+        return self.encoded(weight)[names.index(name)]
 
     def matrix(self, name: str) -> Tensor:
         """The matrix beside a weight, as it is held."""
-        weight, dtype = self.table[f"{name.rpartition('.')[0]}.weight"], precision.compute_dtype(self.run.plan)
+        weight, dtype = self.source[name], precision.compute_dtype(self.run.plan)
         if weight.held == "bf16":
             return self._whole(weight).to(dtype)
-        return decode(CodedPart(weight.held, weight.shape[1] // BLOCK), self.encoded(weight), dtype)
+        return decode(CodedPart(weight.held, weight.shape[-1] // BLOCK), self.encoded(weight), dtype)
 
     def _encoded(self, weight: Param) -> tuple[Tensor, ...]:
         return encode(weight.held, self._whole(weight))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, Literal
 from unittest.mock import patch
 
@@ -32,6 +32,9 @@ from meshwright.cost.memory import Ledger, ledger, worst
 from meshwright.cost.resident import hosted, states
 from meshwright.cost.traffic import Axis, Collective, Kind, of_every_step, traffic
 from meshwright.data.loader import Batch, StepBatch
+from meshwright.kernels import coded
+from meshwright.kernels.experts import by_segment
+from meshwright.models import lora
 from meshwright.models.decoder import Decoder
 from meshwright.models.moe import Experts, MoELayer, RunExperts
 from meshwright.optim import clip, master_weights
@@ -175,6 +178,9 @@ def standing_in(chunks: Sequence[nn.Module]) -> Iterator[None]:
         for mixture in mixtures:
             run = partial(_run_evenly, mixture.run, mixture.arch.experts)
             stack.enter_context(patch.object(mixture, "run", run))
+            if isinstance(mixture.experts, lora.AdaptedExperts):  # whose plain products ask for the sizes of segments
+                stack.enter_context(patch.object(mixture.experts, "multiply", _by_even_segments))
+                stack.enter_context(patch.object(mixture.experts, "low_rank", _low_rank_by_even_segments))
         stack.enter_context(patch.object(expert, "announced", _announced_evenly))
         stack.enter_context(patch.object(expert, "slotted", _slotted_really))
         stack.enter_context(patch.object(context, "_kernel", partial(_kernel, context._kernel)))
@@ -202,6 +208,14 @@ def even(rows: int, parts: int) -> list[int]:
 def _run_evenly(run: RunExperts, total: int, experts: Experts, x: Tensor, counts: Tensor, *more: Any) -> Tensor:
     """The same experts, each with its even part of the rows instead of what the router chose."""
     return run(experts, x, _real(even(len(x), total)), *more)
+
+
+def _by_even_segments(x: Tensor, stack: Tensor, ends: Tensor) -> Tensor:
+    return by_segment(x, stack, _real(list(accumulate(even(len(x), len(stack))))))
+
+
+def _low_rank_by_even_segments(x: Tensor, down: Tensor, up: Tensor, ends: Tensor) -> Tensor:
+    return _by_even_segments(_by_even_segments(x, down, ends), up, ends)
 
 
 def _announced_evenly(counts: Tensor, rows: int, group: dist.ProcessGroup) -> ExpertRoute:
@@ -310,8 +324,10 @@ def trace_step(run: Run, rank: int, collectives: Collectives) -> DryRunStep:
     with fake_world(run.plan, rank, run.compresses) as mesh, ExitStack() as stack:
         with torch.device("meta"):
             model = Decoder(run.arch).to(master_weights.weight_dtype(run.optim, run.plan))
+        lora.freeze(model, run.arch, precision.compute_dtype(run.plan))
         chunks = apply(model, run.plan, mesh, DECODER)
         forward_backward = choose(run, chunks, mesh)
+        stack.callback(coded.forget_tables)
         # Tensors take no memory; the mesh and the model on meta, which hold none either, are let in.
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         live = stack.enter_context(following())
@@ -349,8 +365,8 @@ class _Step:
             chunk.train()
         precision.attach(chunks, run.plan)
         master_weights.attach(chunks, run)
-        self.weights = [weight for chunk in chunks for weight in chunk.parameters()]
-        names = [name for chunk in chunks for name, _ in chunk.named_parameters()]
+        self.frozen = [weight for chunk in chunks for weight in chunk.parameters() if not weight.requires_grad]
+        names, self.weights = zip(*(pair for chunk in chunks for pair in lora.trained(chunk)), strict=True)
         self.optimizer = ResidentOptimizer(run.optim, self.weights, run.plan, names, mesh)
         # By blocks that suit a cache: of large weights too many to follow.
         if run.optim.master_weights != "fp32" or self.optimizer.quantized:
@@ -377,7 +393,7 @@ class _Step:
     def states(self) -> dict[str, int]:
         """Bytes of what stays from step to step, and of the gradients, which are there until the next begins."""
         return {
-            "weights": stored(self.optimizer.wide),
+            "weights": stored([*self.optimizer.wide, *self.frozen]),
             "gradients": stored(weight.grad for weight in self.weights),
             "moments": stored(chain.from_iterable(self.optimizer.states().values())),
             "error_feedback": stored(chain.from_iterable(reduction.kept() for reduction in self.reductions)),

@@ -43,6 +43,7 @@ from meshwright.spec.arch import Arch
 from meshwright.spec.params import buffers, count, params
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError
+from meshwright.spec.tuning import Adapter, companion
 from meshwright.train.build import build
 from meshwright.train.loop import train
 from meshwright.train.rank import keep_texts
@@ -302,7 +303,8 @@ def packed(run: Run, corpus: Corpus) -> Observation:
     if not rows:
         raise NotApplicable("no two samples share a row")
     arch = replace(in_small(run.arch, SMALL // 10), vocab=min(run.arch.vocab, WORDS), dropout=0.0, tuning=msgspec.UNSET)
-    arch = replace(arch, context=max(arch.context, run.sequence))
+    # Losses of routers are of whole rows, fillers included, and not of samples.
+    arch = replace(arch, context=max(arch.context, run.sequence), balance_loss=0.0, z_loss=0.0)
     model = Decoder(arch).double().eval()
     model.load_state_dict({param.name: SeededWeights(arch, run.seed).tensor(param.name) for param in params(arch)})
     together = [_loss(model, row, None) for row, _, _ in rows]
@@ -367,18 +369,19 @@ def in_small(arch: Arch, most: int) -> Arch:
     kv = min(arch.kv_heads, 2)
     adapter = replace(arch.adapter, rank=min(arch.adapter.rank, 4))
     tuning = arch.tuning if arch.tuning is msgspec.UNSET else replace(arch.tuning, adapter=adapter)
+    whole = arch.adapter.held == "nf4"  # scales are of 64 inputs of one row
     return replace(
         arch,
         layers=min(arch.layers, kinds),
         hidden=min(arch.hidden, 64),
         heads=kv * (arch.heads // arch.kv_heads),
         kv_heads=kv,
-        head_dim=min(arch.head_dim, 32) if not arch.is_latent else arch.head_dim,
-        ffn=min(arch.ffn, 96),
+        head_dim=min(arch.head_dim, 64 if whole else 32) if not arch.is_latent else arch.head_dim,
+        ffn=min(arch.ffn, 128 if whole else 96),
         dense_layers=min(arch.dense_layers, 1),
-        expert_ffn=min(arch.expert_ffn, 32),
-        kv_rank=min(arch.kv_rank, 16),
-        q_rank=min(arch.q_rank, 16),
+        expert_ffn=min(arch.expert_ffn, 64 if whole else 32),
+        kv_rank=min(arch.kv_rank, 64 if whole else 16),
+        q_rank=min(arch.q_rank, 64 if whole else 16),
         tuning=tuning,
     )
 
@@ -486,17 +489,29 @@ class TunedModel:
         target, base = self.folder / "adapter", Path(self.run.init.folder)
         convert(self.folder / "run" / "model", target, _quiet)
         stored, known = load_file(target / peft.WEIGHTS), open_folder(base)
+        folder = open_folder(self.folder / "run" / "model")
+        assert isinstance(folder, AdaptedFolder)
+        layers = peft.layers(folder)
         names = {name.rpartition(".lora_")[0].removeprefix(peft.PREFIX) for name in stored if ".lora_" in name}
-        if lost := sorted(f"{name}.weight" for name in names if not _holds(known, name)):
+        if lost := sorted(f"{name}.weight" for name in names - {layer.module for layer in layers}):
             raise FaultFound(f"{target / peft.WEIGHTS} has an adapter of {lost[0]}, which the base has not")
-        trained = sum(param.trained for param in params(self.run.arch))
-        if len(stored) != trained:
-            raise FaultFound(f"{trained} weights were trained, and {target / peft.WEIGHTS} has {len(stored)}")
+        kept = {name for layer in layers for name in layer.stored.made_of}  # peft has one of those that are joined
+        trained = {param.name for param in params(self.run.arch) if param.trained}
+        if lost := sorted(trained - {companion(name, part) for name in kept for part in peft.THEIRS}):
+            raise FaultFound(f"{lost[0]} was trained, and {target / peft.WEIGHTS} has no place for it")
+        each = 3 if self.run.adapter.kind == "dora" else 2
+        if len(stored) != each * len(layers):
+            what = f"{len(layers)} matrices have adapters of {each} tensors each"
+            raise FaultFound(f"{what}, and {target / peft.WEIGHTS} has {len(stored)}")
+        whole = self.run.adapter.held == "bf16"
+        if not whole:  # peft has the base of the files, and not what few bits leave of it
+            wanted = logits(folder.beside_whole, tokens)
         if peft.has_peft() and known.kind == "huggingface":
             found, whose = stock_logits(base, tokens, target), "peft's own code"
         else:
-            found, whose = logits(ReadBack(known.arch, known, stored, self.run.adapter.scale), tokens), "this code"
-        words = f"{len(stored)} keys, none missing and none left over, read by {whose}: the logits as trained"
+            found, whose = logits(ReadBack(known.arch, known, stored, layers, self.run.adapter), tokens), "this code"
+        same = "the logits as trained" if whole else "the logits of the adapter beside the base of the files"
+        words = f"{len(stored)} keys, none missing and none left over, read by {whose}: {same}"
         return Observation(words, _apart(found, wanted), ROUND_TRIP)
 
     def merge(self) -> Observation:
@@ -554,19 +569,16 @@ class ReadBack:
     arch: Arch
     base: ModelFolder
     stored: dict[str, Tensor]
-    scale: float
+    layers: list[peft.PeftLayer]
+    adapter: Adapter
 
     def tensor(self, name: str) -> Tensor:
-        weight, (theirs, *_) = self.base.tensor(name), self.base.layouts[name]
-        at = f"{peft.PREFIX}{theirs.name.removesuffix('.weight')}.lora_"
-        if f"{at}A.weight" not in self.stored:
+        weight = self.base.tensor(name)
+        layer = next((each for each in self.layers if name in each.stored.made_of), None)
+        if layer is None:
             return weight
-        up, down = (self.stored[f"{at}{part}.weight"].double() for part in "BA")
-        return (weight.double() + self.scale * up @ down).to(weight.dtype)
-
-
-def _holds(base: ModelFolder, module: str) -> bool:
-    return any(stored.name == f"{module}.weight" for layout in base.layouts.values() for stored in layout)
+        shapes = {param.name: param.shape for param in params(self.arch)}
+        return (weight.double() + peft.delta(layer, name, self.stored, self.adapter, shapes)).to(weight.dtype)
 
 
 def alone() -> Mesh:

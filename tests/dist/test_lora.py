@@ -31,8 +31,9 @@ from meshwright.checkpoint.convert import MismatchError, convert, logits, probe_
 from meshwright.checkpoint.model_folder import AdaptedFolder, open_folder, save_native
 from meshwright.config import load
 from meshwright.config.weights import note_of
+from meshwright.models.decoder import Decoder
 from meshwright.models.dropout import kept
-from meshwright.models.lora import DoraLinear, LoraLinear
+from meshwright.models.lora import AdaptedExperts, DoraLinear, LoraLinear
 from meshwright.spec.params import trained
 from meshwright.spec.problem import InputError
 from meshwright.train.build import build
@@ -91,17 +92,38 @@ def test_two_ranks_are_one_device(folder):
     compare(folder, LORA, TWO)
     compare(folder, FROZEN, (("plan.shard=2", "plan.zero=2", "plan.grad_accum=2"), ("plan.tp=2",), TWO[-2]))
     compare(folder, ("optim.freeze=head", "data.pack=documents"), (TWO[-2],))  # that the first stage has nothing of
-    shared = (*LORA, "arch.shared_experts=1")
-    plans = (("plan.shard=2", "plan.zero=3", "plan.ep=2"), ("plan.tp=2",))
-    compare(folder, shared, plans, arch="tiny-moe")
+
+
+EXPERTS = ("arch.layers=2", "arch.expert_ffn=64", "arch.shared_experts=1")
+SPREAD = (
+    ("plan.shard=2", "plan.zero=3", "plan.ep=2"),
+    ("plan.shard=2", "plan.zero=3"),
+    ("plan.tp=2", "plan.recompute=full"),
+    ("plan.cp=2", "plan.ep=2", "plan.zero=1"),
+    ("plan.pp=2", "plan.grad_accum=4"),
+)
+
+
+@world(2)
+def test_experts_adapters_of_two_ranks_are_those_of_one(folder):
+    compare(folder, (*LORA, *EXPERTS), SPREAD, arch="tiny-moe")
+    biased = (*LORA, "adapter.targets=w1,w2,v_proj", "arch.layers=2", "arch.capacity=1.25")
+    compare(folder, biased, (SPREAD[0], SPREAD[2]), arch="tiny-gpt-oss")
+    compare(folder, (*DORA, *EXPERTS), (SPREAD[0], SPREAD[2]), arch="tiny-moe")
+
+
+@world(2)
+def test_experts_codes_of_two_ranks_are_those_of_one(folder):
+    coded = (*QLORA, "arch.expert_ffn=256", "steps=4")  # two groups of scales
+    compare(folder, coded, (*SPREAD[:3], SPREAD[4]), arch="tiny-moe")
+    compare(folder, (*coded, "adapter.base=fp8"), (SPREAD[0], SPREAD[2]), arch="tiny-moe")
+    compare(folder, (*coded, "adapter.kind=dora", "adapter.base=nf4"), (SPREAD[2],), arch="tiny-moe")
 
 
 @world(2)
 def test_magnitudes_of_two_ranks_are_those_of_one(folder):
     compare(folder, DORA, (TWO[2], ("plan.tp=2", "plan.recompute=full"), TWO[-2], TWO[-1]))
     compare(folder, (*DORA, "arch.bias=true"), (("plan.tp=2",),))
-    shared = (*DORA, "arch.shared_experts=1")
-    compare(folder, shared, (("plan.shard=2", "plan.zero=3", "plan.ep=2"), ("plan.tp=2",)), arch="tiny-moe")
 
 
 @world(2)
@@ -123,6 +145,7 @@ def test_four_ranks_are_one_device(folder):
     plans = (("plan.pp=2", "plan.grad_accum=4", "plan.tp=2"), ("plan.shard=2", "plan.zero=3", "plan.cp=2"))
     compare(folder, LORA, plans)
     compare(folder, DORA, plans)
+    compare(folder, (*LORA, *EXPERTS), (("plan.shard=2", "plan.zero=3", "plan.tp=2", "plan.ep=2"),), arch="tiny-moe")
 
 
 def test_an_adapter_is_the_gradient_of_a_merged_weight():
@@ -181,7 +204,8 @@ def test_magnitudes_have_the_gradient_of_their_formula():
         assert torch.allclose(mine.grad, theirs.grad, rtol=1e-12)
 
 
-SAVED = (*LORA, "steps=6", "checkpoint.every=4", "data.eval_fraction=0.0")
+MIXTURE = ("arch.preset=tiny-moe", "arch.layers=2")
+SAVED = (*LORA, *MIXTURE, "steps=6", "checkpoint.every=4", "data.eval_fraction=0.0")
 
 
 @world(2)
@@ -219,7 +243,18 @@ def trained_adapter(folder: Path, words: tuple[str, ...] = LORA) -> Path:
     return folder / "adapter"
 
 
-@pytest.mark.parametrize("words", [LORA, DORA], ids=["lora", "dora"])
+MIXTRAL = ("arch.preset=tiny-moe", "arch.shared_experts=0", "arch.expert_ffn=192", "arch.layers=2")
+KINDS = {
+    "lora": LORA,
+    "dora": DORA,
+    # Experts beside dense layers and shared experts; gate and up in turns, and transposed; of the joined two one alone.
+    "glm4-moe": (*LORA, "arch.preset=tiny-glm4-moe", "arch.layers=2"),
+    "gpt-oss": (*LORA, "adapter.rslora=false", "arch.preset=tiny-gpt-oss", "arch.layers=2"),
+    "mixtral": (*LORA, "adapter.targets=w3,q_proj", *MIXTRAL),
+}
+
+
+@pytest.mark.parametrize("words", KINDS.values(), ids=KINDS)
 def test_peft_reads_what_was_trained_and_a_merged_model_is_the_same(folder, words):
     pytest.importorskip("peft")
     path = trained_adapter(folder, words)
@@ -262,6 +297,40 @@ def test_an_adapter_beside_codes_is_merged_into_what_they_stand_for(folder):
     linear = model.get_submodule("blocks.0.attn.q")
     assert isinstance(linear, LoraLinear)
     assert torch.equal(linear.matrix(torch.float32), adapter.held_base("blocks.0.attn.q.weight"))
+
+
+def test_experts_without_a_form_in_peft_are_merged_or_refused(folder):
+    path = trained_adapter(folder, (*DORA, *MIXTRAL))
+    with pytest.raises(InputError, match=r"peft has no DoRA of model.layers.0.mlp.experts.gate_up_proj, .* --merge"):
+        convert(path, folder / "peft", lambda text: None)
+    assert convert(path, folder / "merged", lambda text: None, merge=True).kind_to == "huggingface"
+
+
+def test_an_expert_s_adapter_is_that_of_a_linear_layer():
+    torch.manual_seed(1)
+    run = load.load(None, ["arch.preset=tiny-moe", "arch.layers=1", *LORA], default_ranks=1).run
+    model = Decoder(run.arch).double()
+    experts = model.get_submodule("blocks.0.mlp.experts")
+    assert isinstance(experts, AdaptedExperts)
+    for weight in experts.parameters():
+        torch.nn.init.normal_(weight, std=0.1)
+    counts, x = torch.tensor([3, 0, 4, 1]), torch.randn(9, 64, dtype=torch.float64, requires_grad=True)
+    experts(x, counts).square().sum().backward()
+    held = {name: weight.detach().clone().requires_grad_() for name, weight in experts.named_parameters()}
+    y, scale, begin = x.detach().clone().requires_grad_(), run.adapter.scale, 0
+    for expert, rows in enumerate(counts.tolist()):
+        gate, up, down = (
+            held[name][expert] + scale * held[f"{name}_lora_b"][expert] @ held[f"{name}_lora_a"][expert]
+            for name in ("gate", "up", "down")
+        )
+        mine = y[begin : begin + rows]
+        (F.silu(mine @ gate.T) * (mine @ up.T) @ down.T).square().sum().backward()
+        begin += rows
+    assert torch.allclose(x.grad[:8], y.grad[:8], rtol=1e-10)
+    assert not x.grad[8].any()  # no expert's
+    for name, weight in experts.named_parameters():
+        if name.endswith(("lora_a", "lora_b")):
+            assert torch.allclose(weight.grad, held[name].grad, rtol=1e-9, atol=1e-12), name
 
 
 def test_peft_s_own_code_is_believed_and_not_ours(folder):

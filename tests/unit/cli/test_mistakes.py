@@ -50,7 +50,14 @@ MISTAKES = [
     Mistake("train lora.rank=8", "lora is not a key", "adapters are of [adapter], as in adapter.kind"),
     Mistake("train adapter.kind=dora adapter.dropout=0.1", "adapter.dropout is of LoRA", "use adapter.kind = lora"),
     Mistake(
-        "train adapter.kind=lora adapter.dropout=0.1 arch.preset=tiny-moe plan.tp=2", "not proved under", "plan.tp = 1"
+        "train adapter.kind=lora adapter.dropout=0.1 adapter.targets=q_proj arch.preset=tiny-moe plan.tp=2",
+        "not proved under",
+        "plan.tp = 1",
+    ),
+    Mistake(
+        "train adapter.kind=lora adapter.dropout=0.1 arch.preset=tiny-moe",
+        "adapter.dropout is not of routed experts",
+        "leave it out, or use adapter.targets",
     ),
     Mistake("train adapter.kind=dora adapter.rank=999", "larger than the 192 × 192 matrix", "use at most 192"),
     Mistake(
@@ -61,9 +68,7 @@ MISTAKES = [
     Mistake(
         "train adapter.kind=lora adapter.base=nf4 arch.ffn=100", "blocks.0.mlp.down has 100", "adapter.base = bf16"
     ),
-    Mistake(
-        "train adapter.kind=qlora arch.preset=tiny-moe", "stacks of routed experts are none", "adapter.kind = lora"
-    ),
+    Mistake("train adapter.kind=qlora arch.preset=tiny-moe", "blocks.0.mlp.experts.down has 96", "adapter.kind = lora"),
     Mistake("train adapter.rank=8", "is of an adapter, and adapter.kind = none", "set adapter.kind = lora"),
     Mistake(
         "train adapter.kind=lora adapter.rank=999", "larger than the 192 × 192 matrix of attn.q", "use at most 192"

@@ -159,6 +159,8 @@ def tuned(arch: Arch, *freeze: str, **adapter: Any) -> Arch:
 PARTLY_TRAINED = {
     "adapters": tuned(changed("tiny"), kind="lora"),
     "adapters of what is last": tuned(changed("tiny-neox"), kind="lora", targets=("mlp.down",)),
+    "adapters of experts": tuned(changed("tiny-moe"), kind="lora"),
+    "adapters of experts alone": tuned(changed("tiny-moe"), kind="lora", targets=("mlp.experts.down",)),
     "first blocks frozen": tuned(changed("tiny"), "embed", "blocks.0", "blocks.1", "blocks.2"),
     "and a part of one": tuned(changed("tiny-moe"), "embed", "blocks.0", "blocks.1.attn*", "blocks.1.mlp_norm"),
     "latent attention": tuned(changed("tiny-deepseek-v3"), "embed", "blocks.0", "blocks.1.attn_norm"),

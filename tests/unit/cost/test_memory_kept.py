@@ -16,6 +16,7 @@ from meshwright.parallel.model_spec import DECODER
 from meshwright.parallel.recompute import keep_costly, keep_inputs
 from meshwright.spec.arch import Arch
 from meshwright.spec.plan import Plan
+from meshwright.spec.tuning import Adapter, Tuning
 
 BATCH, SEQUENCE = 2, 32
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -54,8 +55,9 @@ def alive_after_forward(arch: Arch, plan: Plan, masked: bool = False) -> int:
     """Bytes that a real forward and its loss leave, weights and inputs apart."""
     torch.manual_seed(0)
     model = Decoder(arch)
-    for weight in model.parameters():
+    for name, weight in model.named_parameters():
         torch.nn.init.normal_(weight, std=0.02)
+        weight.requires_grad_(arch.trains(name))
     model = model.to(TYPES[plan.precision])
     nobody: object = None  # one rank has no mesh
     for transform in (keep_costly, keep_inputs):
@@ -78,6 +80,26 @@ def test_a_forward_leaves_exactly_what_is_said(arch, precision, policy):
     plan = plan_of(precision, policy)
     expected = said(arch, plan)
     assert 0 <= alive_after_forward(arch, plan) - expected.activations - expected.logits <= SCALARS
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("arch", [TINY, ARCHS["mixture"]], ids=["llama", "mixture"])
+def test_selective_recomputation_keeps_what_matmuls_of_adapters_return(arch, kind):
+    tuned = msgspec.structs.replace(arch, tuning=Tuning(adapter=Adapter(kind=kind, rank=5)))
+    kept, expected = (
+        {policy: function(tuned, plan_of("bf16", policy)) for policy in ("full", "selective")}
+        for function in (alive_after_forward, lambda arch, plan: said(arch, plan).activations)
+    )
+    # Either has a first block whose input needs no gradient, and saves less of it than is said.
+    assert kept["selective"] - kept["full"] == expected["selective"] - expected["full"]
+    assert said(tuned, plan_of("bf16", "selective")).recomputed >= 0
+
+
+def test_experts_with_magnitudes_keep_no_more_than_is_said():
+    tuning = Tuning(adapter=Adapter(kind="dora", rank=5))
+    tuned, plan = msgspec.structs.replace(ARCHS["mixture"], tuning=tuning), plan_of("fp32", "none")
+    expected = said(tuned, plan)
+    assert 0.9 < alive_after_forward(tuned, plan) / (expected.activations + expected.logits) <= 1
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

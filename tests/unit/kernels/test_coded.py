@@ -65,6 +65,22 @@ def test_a_part_is_decoded_as_in_the_whole_and_takes_the_bytes_it_is_said_to(hel
     assert torch.equal(rows, whole[20:])
 
 
+@pytest.mark.parametrize("held", ["nf4", "fp8"])
+def test_each_matrix_of_a_stack_is_encoded_and_decoded_by_itself(held: Held):
+    stack = torch.stack([MATRIX, 3 * MATRIX.flip(0), MATRIX * 0])
+    made = encode(held, stack)
+    assert [tuple(each.shape) for each in made] == [shape for _, shape, _ in parts(held, stack.shape, False)]
+    whole = decode(CodedPart(held, 7), made, torch.float32)
+    for number, matrix in enumerate(stack):
+        each = encode(held, matrix)
+        assert all(torch.equal(part[number], alone) for part, alone in zip(made, each, strict=True))
+        assert torch.equal(whole[number], decode(CodedPart(held, 7), each, torch.float32))
+    if held == "nf4":
+        part = tuple(each[1:, 20:] for each in made[:2])  # rows from 20 on of the last two experts
+        later = decode(CodedPart(held, 7, row=20), (*part, made[2][1:]), torch.float32)
+        assert torch.equal(later, whole[1:, 20:])
+
+
 def test_codes_are_those_of_bitsandbytes():
     theirs = pytest.importorskip("bitsandbytes.functional")
     for dtype in (torch.float32, torch.bfloat16):

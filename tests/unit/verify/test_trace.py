@@ -62,6 +62,8 @@ def traced(*words: str, rank: int | None = None) -> TraceReport:
         ("plan.pp=2", "plan.grad_accum=4", "plan.schedule=zbv", "plan.shard=2", "plan.zero=1"),
         (*MOE, "plan.shard=4", "plan.zero=3", "plan.ep=2"),
         (*MOE, "plan.tp=2"),
+        (*MOE, "plan.tp=2", "adapter.kind=lora"),
+        (*MOE, "plan.shard=4", "plan.zero=3", "plan.ep=2", "adapter.kind=qlora", "arch.expert_ffn=128"),
         ("plan.shard=2", "plan.zero=1", "plan.deterministic=true"),
         ("plan.shard=2", "plan.zero=3", "plan.precision=bf16", "optim.master_weights=split"),
         (

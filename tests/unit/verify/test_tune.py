@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -15,12 +16,14 @@ from meshwright.checkpoint import convert as converting
 from meshwright.checkpoint import model_folder, peft
 from meshwright.checkpoint.convert import convert
 from meshwright.checkpoint.model_folder import AdaptedFolder, SeededWeights, save_native
+from meshwright.cli.main import main
 from meshwright.config import load
 from meshwright.data.mask import MaskedSample, Masker, _Text
 from meshwright.data.pack import Arrays, BestFitPacking
 from meshwright.data.prepare import prepare
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import params
+from meshwright.spec.tuning import Adapter, Tuning
 from meshwright.verify import tune
 
 ARCH = Arch(vocab=336, layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, context=256)
@@ -33,12 +36,15 @@ LORA = ("adapter.kind=lora", "adapter.rank=4", "adapter.rslora=true")
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
+    return made_home(tmp_path_factory.mktemp("tune"), ARCH)
+
+
+def made_home(made: Path, arch: Arch) -> Path:
     """A Hugging Face folder made on the spot, and conversations."""
-    made = tmp_path_factory.mktemp("tune")
     byte_level().save(str(made / "tokenizer.json"))
-    drawn = SeededWeights(ARCH, 3)
-    weights = ((param.name, drawn.tensor(param.name)) for param in params(ARCH))
-    save_native(made / "native", ARCH, weights, made / "tokenizer.json")
+    drawn = SeededWeights(arch, 3)
+    weights = ((param.name, drawn.tensor(param.name)) for param in params(arch))
+    save_native(made / "native", arch, weights, made / "tokenizer.json")
     convert(made / "native", made / "hf", lambda text: None)
     described = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
     (made / "hf" / "tokenizer_config.json").write_text(json.dumps(described))
@@ -71,6 +77,16 @@ def test_a_sound_run_passes_every_check(home, tmp_path):
     for name, allowed in (("packing", 1e-12), ("adapter", 1e-6), ("merge", 1e-5)):
         assert (checks[name].deviation or 0.0) <= allowed == checks[name].tolerance
     assert "5 files about text kept" in checks["export"].words
+
+
+def test_adapters_of_experts_beside_codes_pass_every_check(tmp_path):
+    wide = {"hidden": 64, "head_dim": 16, "ffn": 64, "qk_norm": "head"}
+    mixed = {"experts": 4, "top_k": 2, "expert_ffn": 64, "balance_loss": 0.01}  # a loss of whole rows, not of samples
+    home = made_home(tmp_path, msgspec.structs.replace(ARCH, **wide, **mixed))
+    checks = certified(home, tmp_path, "adapter.kind=qlora", "adapter.rank=2")
+    assert {check.verdict for check in checks.values()} == {"passed"}, checks
+    # Of each layer four matrices of attention, and of experts the two that transformers has of three.
+    assert checks["adapter"].words.startswith("24 keys, none missing and none left over")
 
 
 def test_what_a_run_has_not_is_said_to_not_apply(home, tmp_path):
@@ -185,6 +201,12 @@ def test_a_frozen_weight_that_moves_is_named(home, tmp_path, monkeypatch):
     assert "which is frozen, has changed" in checks["base"].words
 
 
+def test_a_run_that_tunes_nothing_is_refused(tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("Once upon a time")
+    assert main(["verify", "--tune", "arch.preset=tiny", f"data.source={tmp_path}/text.txt"]) == 2
+    assert "is no fine-tuning run; prove its plan by verify --plan" in capsys.readouterr().err
+
+
 @functools.cache
 def large() -> Arch:
     return load.load(None, ["arch.preset=llama3-8b", *LORA], default_ranks=1).run.arch
@@ -196,6 +218,8 @@ def test_a_large_model_is_proved_in_small():
     assert small.vocab == large().vocab
     assert small.adapter.rslora
     assert tune.count(small) < tune.SMALL
+    coded = tune.in_small(msgspec.structs.replace(large(), tuning=Tuning(adapter=Adapter(kind="qlora"))), tune.SMALL)
+    assert all(param.shape[-1] % 64 == 0 for param in params(coded) if param.held == "nf4")
 
 
 def test_the_verb_writes_a_certificate_and_answers_programs(home, tmp_path):

@@ -111,17 +111,16 @@ def _plan(run: Run) -> Iterator[Problem]:
     if arch.tuning is msgspec.UNSET:  # asked first: of an architecture that is nonsense no table is made
         return
     key = "adapter.kind" if run.adapter.kind != "none" else "optim.freeze"
-    for name in ("optimizer_offload", "cpu_offload"):
-        if plan.uses(name):
-            what = f"plan.{name} moves all weights, and {key} freezes some"
-            yield Problem(what, f"leave plan.{name} out: frozen weights have no states to move", f"plan.{name}")
+    if plan.uses("cpu_offload"):
+        what = f"plan.cpu_offload moves all weights, and {key} freezes some"
+        remedy = "leave it out: frozen weights have no states; plan.optimizer_offload moves those of the others"
+        yield Problem(what, remedy, "plan.cpu_offload")
     for name in ("grad_reduce", "powersgd", "gather", "staleness"):
         if plan.uses(name):
             what = f"plan.{name} is for weights that are all trained, and {key} freezes some"
             yield Problem(what, f"leave plan.{name} out: gradients of few weights are small", f"plan.{name}")
     if plan.tp > 1 and not cuts_adapters(arch, plan.tp):
-        kind = "latent attention" if arch.is_latent else f"{arch.kv_heads} heads of keys and values for {plan.tp} ranks"
-        what = f"adapters of {kind} are not cut by plan.tp = {plan.tp}"
+        what = f"adapters of {arch.kv_heads} heads of keys and values are not cut by plan.tp = {plan.tp}"
         yield Problem(what, "use plan.tp = 1 with plan.shard, or a smaller plan.tp", "plan.tp")
     if plan.tp > 1 and drops_beside_experts(arch):
         what = f"adapter.dropout beside routed experts is not proved under plan.tp = {plan.tp}"

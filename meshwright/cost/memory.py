@@ -32,7 +32,7 @@ from meshwright.cost.resident import PIECE, SLOTS, buffered, hosted, largest_wei
 from meshwright.cost.traffic import FIRST
 from meshwright.hardware.cluster import Cluster
 from meshwright.spec.notebook import html_table
-from meshwright.spec.params import count
+from meshwright.spec.params import trained
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import Kind, Schedule, actions
 from meshwright.spec.units import GIB
@@ -266,7 +266,7 @@ def _offloaded(job: Job, activations: float, place: Mapping[str, int] = FIRST) -
         why = "saved activations, offloaded until the backward"
         host.append(LedgerEntry(name="activations", bytes=round(activations), why=why))
     if (states := layout.offloaded) is not None:
-        whole = count(job.arch) * states.bytes
+        whole = sum(param.numel for param in trained(job.arch)) * states.bytes
         near = whole if states.home == "host" else min(layout.resident_states, whole)
         why = f"fp32 master weights and optimizer states, {states.bytes} bytes per parameter"
         host.append(LedgerEntry(name="states", bytes=near, why=why))

@@ -307,8 +307,8 @@ def parameters(arch: Arch, plan: Plan, vocab: int, rank: int) -> tuple[int, int]
 
 @cache
 def largest_weight(arch: Arch) -> int:
-    """Numbers of the largest weight."""
-    return max(param.numel for param in params(arch))
+    """Numbers of the largest weight that is trained."""
+    return max(param.numel for param in trained(arch))
 
 
 @cache

@@ -59,9 +59,13 @@ class LocalPart(ParallelStyle):
         super().__init__()
         self.placement = placement
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def hold(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        """Let a rank hold its part of the weights."""
         for name, weight in list(module.named_parameters(recurse=False)):
             hold(module, name, weight, device_mesh, [self.placement])
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.hold(module, device_mesh)
         compute = module.forward
 
         def forward(x: Tensor) -> Tensor:

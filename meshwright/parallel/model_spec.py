@@ -205,7 +205,9 @@ def _inside_attention(name: str, split: Split, module: nn.Module) -> ParallelSty
         return LocalPart(Replicate())
     if last in ("q_norm", "k_norm"):
         return LocalPart(Shard(0)) if isinstance(module, HeadLayerNorm) else SplitNorm()
-    return LocalPart(Shard(0)) if last in ("q_up", "kv_up") else None
+    if last not in ("q_up", "kv_up"):
+        return None
+    return AdaptedPart(Shard(0)) if isinstance(module, FrozenLinear) else LocalPart(Shard(0))
 
 
 def shared_heads(table: Mapping[str, ParallelStyle], model: nn.Module, tp: int) -> dict[str, ParallelStyle]:
@@ -307,6 +309,14 @@ class AdaptedColwise(ColwiseParallel):
         assert isinstance(module, FrozenLinear)
         hold_adapted(module, device_mesh, rows_cut=False)
         module.product = partial(product_over_tp, module, module.product, False)
+
+
+class AdaptedPart(LocalPart):
+    """The ways up of latent attention with an adapter, of which B is cut by heads too and A is whole."""
+
+    def hold(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        assert isinstance(module, FrozenLinear)
+        hold_adapted(module, device_mesh, rows_cut=False)
 
 
 class AdaptedRowwise(RowwiseParallel):

@@ -75,7 +75,10 @@ class OffloadGroup:
 
 
 def groups(model: nn.Module, model_spec: ModelSpec) -> list[OffloadGroup]:
-    """All weights of a model in the order in which a forward needs them; what is shared belongs to its first use."""
+    """All trained weights of a model in the order in which a forward needs them.
+
+    What is shared belongs to its first use.
+    """
     blocks = list(with_weights(model_spec.blocks(model)))
     last: list[nn.Module] = []
     if isinstance(model, Decoder) and model.norm is not None:  # which is called; the head may only be read
@@ -87,7 +90,8 @@ def groups(model: nn.Module, model_spec: ModelSpec) -> list[OffloadGroup]:
         doors.append((last[0], [weight for module in last for weight in module.parameters()]))
     found, seen = [], set[int]()
     for door, weights in doors:
-        found.append(OffloadGroup(door, [weight for weight in weights if id(weight) not in seen]))
+        mine = [weight for weight in weights if weight.requires_grad and id(weight) not in seen]
+        found.append(OffloadGroup(door, mine))
         seen |= set(map(id, weights))
     return found
 
@@ -95,7 +99,7 @@ def groups(model: nn.Module, model_spec: ModelSpec) -> list[OffloadGroup]:
 def cast_params(chunks: Iterable[nn.Module], plan: Plan) -> None:
     """Cast parameters on the meta device to the compute dtype; the master weights will be offloaded."""
     for chunk in chunks:
-        for weight in chunk.parameters():
+        for weight in (each for each in chunk.parameters() if each.requires_grad):  # frozen ones are cast already
             assert weight.is_meta
             weight.data = weight.data.to(precision.compute_dtype(plan))
 
@@ -105,7 +109,7 @@ def accumulate_fp32(chunks: Iterable[nn.Module], plan: Plan) -> None:
     if plan.grad_accum == 1:
         return
     for chunk in chunks:
-        for weight in chunk.parameters():
+        for weight in (each for each in chunk.parameters() if each.requires_grad):
             weight.grad_dtype = precision.weight_dtype(plan)
 
 

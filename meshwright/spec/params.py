@@ -224,7 +224,7 @@ def cut_widths(arch: Arch, tp: int) -> dict[str, int]:
 
 def cuts_adapters(arch: Arch, tp: int) -> bool:
     """Whether so many ranks of tp can cut a model's adapters, where it has any."""
-    return arch.adapter.kind == "none" or not (arch.is_latent or shares_heads(arch, tp))
+    return arch.adapter.kind == "none" or not shares_heads(arch, tp)
 
 
 def held_split(param: Param, arch: Arch, tp: int) -> Split:

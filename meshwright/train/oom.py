@@ -124,12 +124,14 @@ def held(state: State, layout: StateLayout) -> dict[str, int]:
         return {}
     weights = state.optimizer.weights
     found = {"gradients": _bytes([local(weight.grad) for weight in weights if weight.grad is not None])}
+    parameters = (weight for chunk in state.chunks for weight in chunk.parameters())
+    frozen = [local(weight.detach()) for weight in parameters if not weight.requires_grad]
     if layout.offloaded:  # with the master weights
-        return found | {"weights": _bytes([local(weight.detach()) for weight in weights])}
+        return found | {"weights": _bytes([*(local(weight.detach()) for weight in weights), *frozen])}
     owed = [tensor for reduction in state.reductions for tensor in reduction.kept()]
     outer = [tensor for tensors in state.outer.states().values() for tensor in tensors.values()]
     return found | {
-        "weights": _bytes([precision.master(weight) for weight in weights]),
+        "weights": _bytes([*(precision.master(weight) for weight in weights), *frozen]),
         "moments": sum(_bytes(tensors) for tensors in state.optimizer.states().values()) if layout.of("moments") else 0,
         **({"outer_states": _bytes(outer)} if outer else {}),
         **({"error_feedback": _bytes(owed)} if owed else {}),

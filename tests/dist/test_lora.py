@@ -113,6 +113,13 @@ def test_experts_adapters_of_two_ranks_are_those_of_one(folder):
 
 
 @world(2)
+def test_latent_attention_s_adapters_of_two_ranks_are_those_of_one(folder):
+    compare(folder, (*LORA, "arch.layers=2"), (("plan.tp=2",), SPREAD[0]), arch="tiny-deepseek-v3")
+    dense = ("arch.layers=2", "arch.experts=0", "arch.router_groups=1", "arch.router_top_groups=1")
+    compare(folder, (*DORA, *dense), (("plan.tp=2", "plan.recompute=full"),), arch="tiny-deepseek-v2")
+
+
+@world(2)
 def test_experts_codes_of_two_ranks_are_those_of_one(folder):
     coded = (*QLORA, "arch.expert_ffn=256", "steps=4")  # two groups of scales
     compare(folder, coded, (*SPREAD[:3], SPREAD[4]), arch="tiny-moe")

@@ -394,6 +394,7 @@ OFFLOADED = [
     (*BF16, "plan.optimizer_offload=host", *SGD),
     (*BF16, "plan.optimizer_offload=host", "plan.optimizer_offload_update=device", "optim.state_dtype=bf16", *SGD),
     (*BF16, "plan.optimizer_offload=disk", "plan.optimizer_offload_update=device", "optim.state_dtype=bf16", *TWICE),
+    (*BF16, "plan.optimizer_offload=host", *QLORA, *TWICE),
 ]
 
 

@@ -58,6 +58,8 @@ def test_offloaded_states_change_no_bit(folder, place, update, precision):
         ("tiny", ("plan.precision=bf16", "plan.recompute=every-2")),
         ("tiny", ("plan.precision=bf16", "arch.tied=true")),
         ("tiny-moe", ("plan.precision=bf16",)),
+        ("tiny-moe", ("plan.precision=bf16", "adapter.kind=lora", "adapter.rank=4", "arch.layers=2")),
+        ("tiny", ("plan.precision=bf16", "plan.grad_accum=2", "adapter.kind=lora", "adapter.base=fp8")),
     ],
 )
 def test_every_kind_of_step_can_be_offloaded(folder, arch, words):

@@ -103,6 +103,7 @@ TWO = {
         ("plan.tp=2", *QLORA, *BF16, "plan.recompute=selective"),
         ("plan.shard=2", "plan.zero=3", "plan.ep=2", *MOE, *LORA, *TWICE, *BF16),
         ("plan.shard=2", "plan.zero=1", *MOE, *QLORA, "arch.expert_ffn=128"),
+        ("plan.tp=2", "arch.preset=tiny-deepseek-v3", *LORA, *TWICE, *BF16),
         ("plan.tp=2", *MOE, *QLORA, "arch.expert_ffn=128", "adapter.base=fp8", *BF16, "plan.recompute=full"),
         ("plan.shard=2", "plan.zero=2", *FROZEN, *TWICE),
         ("plan.tp=2", *FROZEN, *BF16),
